@@ -1,0 +1,147 @@
+// Every element type and every reduction, once: the lists below are the enums, the tables of
+// kernels on host and device, and what is refused. A new one is a word in a list (and its
+// arithmetic in cpu/ and cuda/). Storage only: how a narrow float becomes a float is the kernels'
+// business.
+#pragma once
+#include <array>
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+namespace pycollect {
+
+template <class... Ts>
+struct TypeList {
+  static constexpr std::size_t size = sizeof...(Ts);
+};
+
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float8E4M3 {
+  uint8_t bits;
+};  // torch.float8_e4m3fn
+struct Float8E5M2 {
+  uint8_t bits;
+};
+struct Bool {
+  uint8_t byte;
+};  // any byte but zero is true
+template <class T>
+struct Complex {
+  T real, imag;
+};
+
+// The order of the enums is the order of the lists.
+enum class DType : uint8_t {
+  f64,
+  f32,
+  f16,
+  bf16,
+  f8e4m3,
+  f8e5m2,
+  i8,
+  i16,
+  i32,
+  i64,
+  u8,
+  boolean,
+  c64,
+  c128
+};
+using DTypes = TypeList<double, float, Half, BFloat16, Float8E4M3, Float8E5M2, int8_t, int16_t,
+                        int32_t, int64_t, uint8_t, Bool, Complex<float>, Complex<double>>;
+static_assert(DTypes::size == static_cast<std::size_t>(DType::c128) + 1);
+
+enum class ReduceOp : uint8_t { sum, avg, prod, min, max, band, bor, bxor };
+struct Sum {};
+struct Avg {};
+struct Prod {};
+struct Min {};
+struct Max {};
+struct BitAnd {};
+struct BitOr {};
+struct BitXor {};
+using ReduceOps = TypeList<Sum, Avg, Prod, Min, Max, BitAnd, BitOr, BitXor>;
+static_assert(ReduceOps::size == static_cast<std::size_t>(ReduceOp::bxor) + 1);
+
+template <class T>
+inline constexpr bool is_complex = false;
+template <class T>
+inline constexpr bool is_complex<Complex<T>> = true;
+// Floats that are narrower than what they are added in: a partial sum that goes through memory in
+// this type has been rounded once too often.
+template <class T>
+inline constexpr bool is_narrow = std::same_as<T, Half> || std::same_as<T, BFloat16> ||
+                                  std::same_as<T, Float8E4M3> || std::same_as<T, Float8E5M2>;
+template <class T>
+inline constexpr bool is_float = std::floating_point<T> || is_narrow<T>;
+template <class Op>
+inline constexpr bool is_bitwise =
+    std::same_as<Op, BitAnd> || std::same_as<Op, BitOr> || std::same_as<Op, BitXor>;
+template <class Op>
+inline constexpr bool is_extremum = std::same_as<Op, Min> || std::same_as<Op, Max>;
+
+// What the contract allows: no bits of floats, no order among complex numbers, no half of a truth.
+template <class Op, class T>
+concept ReducesOn =
+    !(is_bitwise<Op> && (is_float<T> || is_complex<T>)) && !(is_extremum<Op> && is_complex<T>) &&
+    !(std::same_as<Op, Avg> && std::same_as<T, Bool>);
+
+namespace detail {
+struct TypeFacts {
+  std::size_t bytes;
+  bool accumulates_in_itself;
+  std::array<bool, ReduceOps::size> reduces;
+};
+template <class T, class... Op>
+constexpr TypeFacts facts(TypeList<Op...>) {
+  return {sizeof(T), !is_narrow<T>, {ReducesOn<Op, T>...}};
+}
+template <class... T>
+constexpr std::array<TypeFacts, sizeof...(T)> all_facts(TypeList<T...>) {
+  return {facts<T>(ReduceOps{})...};
+}
+inline constexpr auto kFacts = all_facts(DTypes{});
+}  // namespace detail
+
+constexpr std::size_t item_bytes(DType t) {
+  return detail::kFacts[static_cast<std::size_t>(t)].bytes;
+}
+constexpr bool accumulates_in_itself(DType t) {
+  return detail::kFacts[static_cast<std::size_t>(t)].accumulates_in_itself;
+}
+constexpr bool reduces(DType t, ReduceOp op) {
+  return detail::kFacts[static_cast<std::size_t>(t)].reduces[static_cast<std::size_t>(op)];
+}
+
+inline constexpr std::array<const char*, DTypes::size> kDTypeNames{
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8",
+    "int16",   "int32",   "int64",   "uint8",    "bool",          "complex64",   "complex128"};
+inline constexpr std::array<const char*, ReduceOps::size> kReduceOpNames{
+    "sum", "avg", "prod", "min", "max", "band", "bor", "bxor"};
+constexpr const char* name(DType t) { return kDTypeNames[static_cast<std::size_t>(t)]; }
+constexpr const char* name(ReduceOp op) { return kReduceOpNames[static_cast<std::size_t>(op)]; }
+
+// What the installed torch makes of a float that an 8-bit type cannot hold: the bytes for a
+// positive finite overflow, for +infinity and for NaN (the sign is or-ed in, but not to a NaN).
+// Probed once at import, because torch 2.11 gives NaN for 1000 in e4m3fn and 2.13 gives 448.
+struct Float8Rounding {
+  struct Bytes {
+    uint8_t overflow, infinity, nan;
+  };
+  Bytes e4m3{0x7f, 0x7f, 0x7f}, e5m2{0x7c, 0x7c, 0x7f};
+};
+
+// What a fold must know besides its pointers.
+struct FoldOptions {
+  int world = 1;              // avg divides by it
+  bool non_temporal = false;  // the destinations are large and nobody reads them soon
+  Float8Rounding float8 = {};
+};
+
+}  // namespace pycollect

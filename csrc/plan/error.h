@@ -1,0 +1,36 @@
+// How the core reports what went wrong: exceptions that say what was asked, what is allowed and
+// what to do. No macros; csrc/torch turns them into ValueError, TypeError and RuntimeError.
+#pragma once
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace pycollect {
+
+// A dtype or an op that cannot be served: becomes TypeError in Python.
+struct TypeMismatch : std::invalid_argument {
+  using std::invalid_argument::invalid_argument;
+};
+
+template <class... Parts>
+std::string text(const Parts&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  return out.str();
+}
+
+// The caller's mistake: becomes ValueError in Python.
+template <class... Parts>
+void require(bool ok, const Parts&... why) {
+  if (!ok) [[unlikely]]
+    throw std::invalid_argument(text(why...));
+}
+
+// The caller's mistake about a type: becomes TypeError in Python.
+template <class... Parts>
+void require_type(bool ok, const Parts&... why) {
+  if (!ok) [[unlikely]]
+    throw TypeMismatch(text(why...));
+}
+
+}  // namespace pycollect
