@@ -1,0 +1,12 @@
+"""Measure pycollect's collectives against plain torch and the memory's limit.
+
+Try `python bench/allreduce_bandwidth.py -e 16M --plot speed.png`; `--help` lists the options.
+All of it is in `pycollect.bench`.
+"""
+
+import sys
+
+from pycollect.bench import main
+
+if __name__ == "__main__":
+    sys.exit(main())

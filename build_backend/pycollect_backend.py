@@ -1,0 +1,97 @@
+"""The PEP 517 backend: setuptools, but built against the torch that the target environment has.
+
+Under build isolation `requires = ["torch"]` would fetch a second torch and link against that one.
+pip runs this file with the target's Python and only hides the target's site-packages, so they can
+be found and put back on the path; torch is asked for only when it is not there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import site
+import sys
+from pathlib import Path
+from typing import Any
+
+try:
+    from setuptools import build_meta
+except ImportError:
+    raise SystemExit(
+        "pycollect: building without isolation needs setuptools and ninja; "
+        f"install them: {sys.executable} -m pip install 'setuptools>=77' ninja"
+    ) from None
+
+import pycollect_native as native
+
+TORCH = "torch>={}.{}".format(*native.OLDEST_TORCH)
+
+
+def target_sites() -> list[str]:
+    """Return the site-packages of the environment whose Python runs this, hidden or not.
+
+    site.getsitepackages() knows of virtual environments, those with system packages, and Debian's
+    dist-packages. A user's own folder belongs to every environment that sees the system's.
+    """
+    found = site.getsitepackages()
+    if sys.base_prefix in site.PREFIXES:
+        found = [site.getusersitepackages(), *found]
+    return [path for path in found if os.path.isdir(path)]
+
+
+def torch_is_importable() -> bool:
+    """Say whether `import torch` finds a package (a folder that pip left behind is none)."""
+    importlib.invalidate_caches()
+    spec = importlib.util.find_spec("torch")
+    return spec is not None and spec.origin is not None
+
+
+def find_torch() -> bool:
+    """Make the target's torch importable, and say whether there is one."""
+    if not torch_is_importable():
+        for folder in target_sites():
+            site.addsitedir(folder)  # behind what isolation offers; honours .pth files
+    return torch_is_importable()
+
+
+def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+    return [] if find_torch() else [TORCH]
+
+
+def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
+    return get_requires_for_build_wheel(config_settings)
+
+
+def get_requires_for_build_sdist(config_settings: Any = None) -> list[str]:
+    return []
+
+
+def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: Any = None) -> str:
+    return build_meta.prepare_metadata_for_build_wheel(metadata_directory, config_settings)
+
+
+def prepare_metadata_for_build_editable(
+    metadata_directory: str, config_settings: Any = None
+) -> str:
+    return build_meta.prepare_metadata_for_build_editable(metadata_directory, config_settings)
+
+
+def build_wheel(
+    wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
+) -> str:
+    find_torch()
+    for leftover in Path("build").glob("lib*"):  # setuptools would pack modules that are gone
+        shutil.rmtree(leftover)
+    return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
+
+
+def build_editable(
+    wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
+) -> str:
+    find_torch()
+    return build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
+
+
+def build_sdist(sdist_directory: str, config_settings: Any = None) -> str:
+    return build_meta.build_sdist(sdist_directory, config_settings)

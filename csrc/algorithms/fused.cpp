@@ -1,0 +1,22 @@
+// The owner of a chunk reads it from everybody and writes it to everybody. 1 round; every rank
+// reads S and writes S, (W-1)/W of both over its links. For several devices or processes that can
+// write into each other's memory.
+#include "../plan/registry.h"
+
+namespace pycollect {
+namespace {
+
+Plan fused(const Ask& ask) {
+  Plan p{ask.world, ask.world};
+  for (Rank c = 0; c < ask.world; ++c)
+    p.fold(everyone(out(0, c), ask.world), everyone(in(0, c), ask.world), c);
+  return p;
+}
+
+const Register kRegister{{.name = "fused",
+                          .collective = Collective::all_reduce,
+                          .make = fused,
+                          .cost = "1 round; each rank reads S and writes S"}};
+
+}  // namespace
+}  // namespace pycollect

@@ -1,0 +1,73 @@
+// The fold kernels in 64-byte vectors, for processors with AVX-512 F, BW, VL and DQ.
+#include "fold_tables.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq")
+
+namespace pycollect::cpu {
+namespace {
+
+constexpr int kVectorBytes = 64;
+#include "fold_elements.h"
+
+template <>
+struct Element<Half> {
+  using Acc = Vector<float>;
+  static constexpr int kParts = 2;
+  explicit Element(const FoldOptions&) {}
+  // Masks of all lanes and shuffles instead of the plain intrinsics, whose undefined operands make
+  // GCC 12 warn.
+  static constexpr __mmask16 kAll = 0xffff;
+  [[gnu::always_inline]] void decode(Raw raw, Acc (&to)[2]) const {
+    const auto words = as<Vector<long long>>(raw);
+    to[0] = _mm512_maskz_cvtph_ps(kAll, __builtin_shufflevector(words, words, 0, 1, 2, 3));
+    to[1] = _mm512_maskz_cvtph_ps(kAll, __builtin_shufflevector(words, words, 4, 5, 6, 7));
+  }
+  [[gnu::always_inline]] Raw encode(const Acc (&from)[2]) const {
+    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return as<Raw>(__builtin_shufflevector(_mm512_maskz_cvtps_ph(kAll, from[0], kNearest),
+                                           _mm512_maskz_cvtps_ph(kAll, from[1], kNearest), 0, 1, 2,
+                                           3, 4, 5, 6, 7));
+  }
+};
+
+struct Part {
+  __mmask64 lanes;
+  [[gnu::always_inline]] explicit Part(std::size_t bytes)
+      : lanes(~uint64_t{} >> (kVectorBytes - bytes)) {}
+  [[gnu::always_inline]] Raw load(const std::byte* from) const {
+    return as<Raw>(_mm512_maskz_loadu_epi8(lanes, from));
+  }
+  [[gnu::always_inline]] void store(std::byte* to, Raw v) const {
+    _mm512_mask_storeu_epi8(to, lanes, as<__m512i>(v));
+  }
+};
+
+struct Streamed : Whole {
+  [[gnu::always_inline]] static void store(std::byte* to, Raw v) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to), as<__m512i>(v));
+  }
+  [[gnu::always_inline]] static void fence() { _mm_sfence(); }
+};
+
+#include "fold_kernel.h"
+
+}  // namespace
+
+const FoldTable* avx512_folds() { return &kFolds; }
+
+}  // namespace pycollect::cpu
+#pragma GCC pop_options
+
+#else
+
+const pycollect::cpu::FoldTable* pycollect::cpu::avx512_folds() { return nullptr; }
+
+#endif

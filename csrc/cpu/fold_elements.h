@@ -1,0 +1,123 @@
+// How each element type is read into accumulators and written back: a vector of memory becomes
+// kParts vectors of accumulators. Included inside the namespace of an instruction set, as
+// fold_vectors.h says.
+#pragma once
+#include "fold_vectors.h"
+
+// Types that accumulate in themselves.
+template <class T>
+struct Element {
+  using Acc = Vector<T>;
+  static constexpr int kParts = 1;
+  explicit Element(const FoldOptions&) {}
+  [[gnu::always_inline]] void decode(Raw raw, Acc (&to)[1]) const { to[0] = as<Acc>(raw); }
+  [[gnu::always_inline]] Raw encode(const Acc (&from)[1]) const { return as<Raw>(from[0]); }
+};
+
+// Real and imaginary parts alternate; only the product needs to know.
+template <class T>
+struct Element<Complex<T>> : Element<T> {
+  using Element<T>::Element;
+};
+
+template <>
+struct Element<Bool> {
+  using Acc = Raw;
+  static constexpr int kParts = 1;
+  explicit Element(const FoldOptions&) {}
+  [[gnu::always_inline]] void decode(Raw raw, Acc (&to)[1]) const { to[0] = as<Raw>(raw != 0) & 1; }
+  [[gnu::always_inline]] Raw encode(const Acc (&from)[1]) const { return from[0]; }
+};
+
+// The low halves of 32-bit words in one vector, the high halves in the other: nothing is shuffled,
+// since a fold does not mind in which lane an element is.
+template <>
+struct Element<BFloat16> {
+  using Acc = Vector<float>;
+  using Words = Vector<uint32_t>;
+  static constexpr int kParts = 2;
+  explicit Element(const FoldOptions&) {}
+  [[gnu::always_inline]] void decode(Raw raw, Acc (&to)[2]) const {
+    const Words words = as<Words>(raw);
+    to[0] = as<Acc>(words << 16);
+    to[1] = as<Acc>(words & 0xffff0000);
+  }
+  [[gnu::always_inline]] Raw encode(const Acc (&from)[2]) const {
+    return as<Raw>((rounded(from[0]) >> 16) | (rounded(from[1]) & 0xffff0000));
+  }
+  [[gnu::always_inline]] static Words rounded(Acc v) {
+    const Words bits = as<Words>(v), even = bits + 0x7fff + ((bits >> 16) & 1);
+    return v != v ? Words{} + 0x7fc00000 : even;
+  }
+};
+
+// Binary floats of up to 16 bits: a sign, an exponent, and kMantissa bits, the value of exponent
+// field 1 being 2^(1 - kBias). All arithmetic on subnormals of the small type is on normals of
+// fp32, so that neither speed nor result depends on the processor's flush-to-zero mode.
+template <class T, int kMantissa, int kBias, int kMaxCode, bool kInfinity>
+struct SmallFloat {
+  using Acc = Vector<float>;
+  using Words = Vector<int32_t>;
+  using Unsigned = Vector<uint32_t>;
+  static constexpr int kBits = 8 * sizeof(T);
+  static constexpr int kParts = 32 / kBits;  // elements in a 32-bit word
+  static constexpr int kSign = 1 << (kBits - 1);
+  static constexpr int kShift = 23 - kMantissa;
+  static constexpr int kRebias = (127 - kBias) << 23;
+  static constexpr int kMinNormal = kRebias + (1 << 23);
+  struct Codes {
+    int overflow, infinity, nan;
+  };
+  Codes codes;
+
+  explicit SmallFloat(Codes c) : codes(c) {}
+  [[gnu::always_inline]] void decode(Raw raw, Acc (&to)[kParts]) const {
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; ++p)
+      to[p] = widened(as<Words>(as<Unsigned>(raw) >> (p * kBits)) & (2 * kSign - 1));
+  }
+  [[gnu::always_inline]] Raw encode(const Acc (&from)[kParts]) const {
+    Words words = {};
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; ++p) words |= narrowed(from[p]) << (p * kBits);
+    return as<Raw>(words);
+  }
+
+ private:
+  [[gnu::always_inline]] static Acc widened(Words code) {
+    const Words magnitude = code & (kSign - 1);
+    const Words normal = (magnitude << kShift) + kRebias;
+    const Acc subnormal = as<Acc>(normal + (1 << 23)) - as<Acc>(Words{} + kMinNormal);
+    Words bits = magnitude < (1 << kMantissa) ? as<Words>(subnormal) : normal;
+    if constexpr (kInfinity)  // the exponent of infinities and NaNs is 255 in fp32
+      bits = magnitude > kMaxCode ? bits + kRebias : bits;
+    else
+      bits = magnitude > kMaxCode ? Words{} + 0x7fc00000 : bits;
+    return as<Acc>(bits | ((code & kSign) << (32 - kBits)));
+  }
+  [[gnu::always_inline]] Words narrowed(Acc v) const {
+    constexpr int kOne = kRebias + ((kShift + 1) << 23);  // whose last bit is the last subnormal's
+    const Words all = as<Words>(v), bits = all & 0x7fffffff;
+    const Words even = bits + ((bits >> kShift) & 1) + ((1 << (kShift - 1)) - 1);
+    const Words normal = (even >> kShift) - (kRebias >> kShift);
+    const Words subnormal = as<Words>(as<Acc>(bits) + as<Acc>(Words{} + kOne)) - kOne;
+    Words code = bits < kMinNormal ? subnormal : normal;
+    code = code > kMaxCode ? Words{} + codes.overflow : code;
+    code = bits == 0x7f800000 ? Words{} + codes.infinity : code;
+    code |= as<Words>(as<Unsigned>(all) >> 31) << (kBits - 1);
+    return bits > 0x7f800000 ? Words{} + codes.nan : code;
+  }
+};
+
+using AnyHalf = SmallFloat<Half, 10, 15, 0x7bff, true>;
+
+template <>
+struct Element<Float8E4M3> : SmallFloat<Float8E4M3, 3, 7, 0x7e, false> {
+  explicit Element(const FoldOptions& o)
+      : SmallFloat({o.float8.e4m3.overflow, o.float8.e4m3.infinity, o.float8.e4m3.nan}) {}
+};
+template <>
+struct Element<Float8E5M2> : SmallFloat<Float8E5M2, 2, 15, 0x7b, true> {
+  explicit Element(const FoldOptions& o)
+      : SmallFloat({o.float8.e5m2.overflow, o.float8.e5m2.infinity, o.float8.e5m2.nan}) {}
+};

@@ -1,0 +1,43 @@
+// The fold kernels in 16-byte vectors, which every 64-bit processor has.
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
+#include "fold_tables.h"
+
+namespace pycollect::cpu {
+namespace {
+
+constexpr int kVectorBytes = 16;
+#include "fold_elements.h"
+
+template <>
+struct Element<Half> : AnyHalf {
+  explicit Element(const FoldOptions&) : AnyHalf({0x7c00, 0x7c00, 0x7e00}) {}
+};
+
+#include "fold_part.h"
+
+#if defined(__x86_64__)
+struct Streamed : Whole {
+  static void store(std::byte* to, Raw v) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to), as<__m128i>(v));
+  }
+  static void fence() { _mm_sfence(); }
+};
+#else
+struct Streamed : Whole {
+  static void fence() {}
+};
+#endif
+
+#include "fold_kernel.h"
+
+}  // namespace
+
+const FoldTable* portable_folds() { return &kFolds; }
+
+}  // namespace pycollect::cpu

@@ -1,0 +1,21 @@
+// The fold kernels that each instruction set was compiled to: what fold.cpp chooses from. Plain
+// arrays, so that a file compiled for wide vectors emits no function of a shared template.
+#pragma once
+#include "../plan/dtype.h"
+#include "fold.h"
+
+namespace pycollect::cpu {
+
+struct FoldRow {
+  Fold of[ReduceOps::size];
+};
+struct FoldTable {
+  FoldRow of[DTypes::size];  // null where the contract has no such reduction
+};
+
+// Null where the compiler's target is another architecture.
+const FoldTable* portable_folds();
+const FoldTable* avx2_folds();
+const FoldTable* avx512_folds();
+
+}  // namespace pycollect::cpu

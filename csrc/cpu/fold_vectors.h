@@ -1,0 +1,29 @@
+// Vectors of the width kVectorBytes, and how they go to memory. Included by fold_<isa>.cpp inside
+// a namespace of its own and with the compiler set to that instruction set, so it includes nothing
+// of std: a function compiled here could be the copy that the linker keeps for everybody.
+#pragma once
+
+template <class T>
+struct VectorOf {
+  typedef T type [[gnu::vector_size(kVectorBytes)]];
+};
+template <class T>
+using Vector = typename VectorOf<T>::type;
+using Raw = Vector<uint8_t>;
+
+// A cast between vectors of one width keeps the bits.
+template <class To, class From>
+[[gnu::always_inline]] inline To as(From v) {
+  return (To)v;
+}
+
+struct Whole {
+  [[gnu::always_inline]] static Raw load(const std::byte* from) {
+    Raw v;
+    __builtin_memcpy(&v, from, sizeof v);
+    return v;
+  }
+  [[gnu::always_inline]] static void store(std::byte* to, Raw v) {
+    __builtin_memcpy(to, &v, sizeof v);
+  }
+};

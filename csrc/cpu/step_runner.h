@@ -1,0 +1,39 @@
+// One step on one binding's memory: turns slices into pointers and hands them to the kernel. What
+// every executor on host memory does with a step, whoever decides when.
+#pragma once
+#include <algorithm>
+#include <cstddef>
+
+#include "executor.h"
+#include "fold.h"
+
+namespace pycollect::cpu {
+
+// A part of a step's elements, numbered through all rows.
+struct Range {
+  std::size_t begin, end;
+};
+
+inline std::size_t elements(const Binding& binding, const Step& step) {
+  return binding.offsets->count(step.dsts[0]) * binding.rows;
+}
+inline std::size_t streams(const Step& step) { return step.dsts.size() + step.srcs.size(); }
+
+class StepRunner {
+ public:
+  // Throws TypeMismatch for a reduction that the type does not have.
+  explicit StepRunner(const Call& call);
+
+  // `streamed`: the level writes more than the caches hold. Ignored where this step, or probably a
+  // later one, reads what is written.
+  void run(const Binding& binding, int step, Range range, bool streamed) const;
+
+ private:
+  void run_row(int step, Pointers dsts, Pointers srcs, std::size_t count, bool streamed) const;
+
+  const Call& call_;
+  const std::size_t item_;
+  const Fold finishing_, partial_;  // `avg` scales only where nothing is added afterwards
+};
+
+}  // namespace pycollect::cpu

@@ -1,0 +1,151 @@
+// Turns a plan into one task list per rank, adding the fewest waits that order every
+// read-after-write, write-after-read and write-after-write across ranks. What a rank knows of the
+// others is searched when it is asked for, not copied into every task, so this is linear in slices.
+#include <algorithm>
+#include <limits>
+#include <queue>
+#include <utility>
+
+#include "program.h"
+
+namespace pycollect {
+namespace {
+
+constexpr Rank kNobody = -1;
+struct Cell {
+  Wait writer{kNobody, 0};
+  std::vector<Wait> readers = {};  // since the writer
+};
+
+struct Note {   // about one task
+  int written;  // its place in the plan: anything it depends on was written earlier
+  int newest;   // the largest count it depends on, directly or not: it cannot imply a larger one
+};
+
+// What one rank knows; everything under `pending` is known too, but not looked at yet.
+struct Mind {
+  struct Pending {
+    int newest;
+    Wait wait;
+    bool operator<(const Pending& o) const { return newest < o.newest; }
+  };
+  explicit Mind(int world) : known(world), searched(world) {}
+  std::vector<int> known, searched;
+  std::priority_queue<Pending> pending = {};
+};
+
+class Lowering {
+ public:
+  Lowering(const Plan& plan, bool in_place, Pace pace)
+      : plan_(plan),
+        in_place_(in_place),
+        pace_(pace),
+        cells_(cells(plan)),
+        program_(plan.world),
+        notes_(plan.world),
+        wanted_(plan.world),
+        minds_(plan.world, Mind(plan.world)) {}
+
+  Program run() {
+    for (Rank r = 0; r < plan_.world; ++r) add(r, kBoundary);
+    for (std::size_t i = 0; i < plan_.steps.size(); ++i)
+      add(plan_.steps[i].owner(), static_cast<int>(i));
+    for (Rank r = 0; r < plan_.world; ++r) add(r, kBoundary);
+    int last = 0;  // all ranks leave in one level: callers' streams join once
+    for (auto& tasks : program_) last = std::max(last, tasks.back().level);
+    for (auto& tasks : program_) tasks.back().level = last;
+    return std::move(program_);
+  }
+
+ private:
+  void add(Rank me, int step) {
+    auto& tasks = program_[me];
+    Task task{step, tasks.empty() ? 0 : tasks.back().level + (pace_ == Pace::one_task)};
+    auto each = [&](const Slices& slices, auto&& f) {
+      for (const Slice& s : slices) each_cell(plan_, in_place_, s, [&](int c) { f(cells_[c]); });
+    };
+    const Slices dsts = writes(plan_, task, me);
+    const Slices& srcs = reads(plan_, task);
+    each(srcs, [&](Cell& c) { after(me, task, c.writer); });
+    each(dsts, [&](Cell& c) {
+      after(me, task, c.writer);
+      for (Wait r : c.readers) after(me, task, r);
+    });
+    const Wait self{me, static_cast<int>(tasks.size()) + 1};
+    each(srcs, [&](Cell& c) { c.readers.push_back(self); });
+    each(dsts, [&](Cell& c) {
+      c.writer = self;
+      c.readers.clear();
+    });
+    choose(me, task);
+    int newest = notes_[me].empty() ? 0 : notes_[me].back().newest;
+    for (Wait w : task.waits) newest = std::max({newest, w.count, note(w).newest});
+    notes_[me].push_back({written_++, newest});
+    tasks.push_back(std::move(task));
+  }
+
+  // The task conflicts with what `w` names: above its level, and behind it where no order of the
+  // rank's own list sees to that.
+  void after(Rank me, Task& task, Wait w) {
+    if (w.rank == kNobody) return;
+    task.level = std::max(task.level, program_[w.rank][w.count - 1].level + 1);
+    if (w.rank == me) return;
+    if (wanted_[w.rank] == 0) touched_.push_back(w.rank);
+    wanted_[w.rank] = std::max(wanted_[w.rank], w.count);
+  }
+
+  // Latest first: only a task written later can imply another wait.
+  void choose(Rank me, Task& task) {
+    auto written = [&](Rank r) { return note({r, wanted_[r]}).written; };
+    std::sort(touched_.begin(), touched_.end(),
+              [&](Rank a, Rank b) { return written(a) > written(b); });
+    for (Rank r : touched_) {
+      const Wait w{r, std::exchange(wanted_[r], 0)};
+      if (knows(minds_[me], w)) continue;
+      task.waits.push_back(w);
+      learn(minds_[me], w);
+    }
+    touched_.clear();
+  }
+
+  // Beyond 64 ranks a ring makes everybody search everything, so there the search gives up early: a
+  // wait that was not needed costs one load and is never wrong.
+  bool knows(Mind& mind, Wait w) {
+    int budget = plan_.world <= 64 ? std::numeric_limits<int>::max() : 16;
+    while (budget-- > 0 && mind.known[w.rank] < w.count && !mind.pending.empty() &&
+           mind.pending.top().newest >= w.count) {
+      const Wait p = mind.pending.top().wait;
+      mind.pending.pop();
+      for (int& i = mind.searched[p.rank]; i < p.count; ++i)
+        for (Wait v : program_[p.rank][i].waits) learn(mind, v);
+    }
+    return mind.known[w.rank] >= w.count;
+  }
+
+  void learn(Mind& mind, Wait w) {
+    if (mind.known[w.rank] >= w.count) return;
+    mind.known[w.rank] = w.count;
+    if (note(w).newest > 0) mind.pending.push({note(w).newest, w});
+  }
+
+  const Note& note(Wait w) const { return notes_[w.rank][w.count - 1]; }
+
+  const Plan& plan_;
+  bool in_place_;
+  Pace pace_;
+  std::vector<Cell> cells_;
+  Program program_;
+  std::vector<std::vector<Note>> notes_;
+  std::vector<int> wanted_;    // [rank]: the count that the task at hand must wait for
+  std::vector<Rank> touched_;  // ranks with a wanted count
+  std::vector<Mind> minds_;
+  int written_ = 0;
+};
+
+}  // namespace
+
+Program lower(const Plan& plan, bool in_place, Pace pace) {
+  return Lowering(plan, in_place, pace).run();
+}
+
+}  // namespace pycollect

@@ -1,0 +1,61 @@
+// Chunk boundaries as running sums, one row per distinct cut: most calls have a single row that
+// all buffers share.
+#include "offsets.h"
+
+#include <algorithm>
+
+#include "error.h"
+
+namespace pycollect {
+
+Offsets::Offsets(const Plan& plan, const Sizes& blocks, std::size_t align)
+    : chunks_(plan.chunks), align_(align), row_of_(plan.world * kBuffers, 0) {
+  require(align >= 1, "pieces are aligned to at least one element, not ", align);
+  rows_.push_back(row(blocks));
+}
+
+void Offsets::set(Rank rank, Buffer buffer, const Sizes& blocks) {
+  require(rank >= 0 && rank * kBuffers < static_cast<int>(row_of_.size()), "there is no rank ",
+          rank, " in a world of ", row_of_.size() / kBuffers);
+  rows_.push_back(row(blocks));
+  row_of_[rank * kBuffers + static_cast<int>(buffer)] = static_cast<int>(rows_.size()) - 1;
+}
+
+// A block is cut in whole units of `align` elements, as evenly as they go; the last piece has what
+// is left over.
+Sizes Offsets::row(const Sizes& blocks) const {
+  require(!blocks.empty() && chunks_ % blocks.size() == 0, "a plan of ", chunks_,
+          " chunks cannot be cut from ", blocks.size(), " blocks");
+  const std::size_t pieces = chunks_ / blocks.size();
+  Sizes at;
+  at.reserve(chunks_ + 1);
+  std::size_t start = 0;
+  for (std::size_t block : blocks) {
+    const std::size_t units = block / align_ + (block % align_ != 0);
+    for (std::size_t p = 0; p < pieces; ++p)
+      at.push_back(start + std::min(block, units * p / pieces * align_));
+    start += block;
+  }
+  at.push_back(start);
+  return at;
+}
+
+void Offsets::check(const Plan& plan) const {
+  require(plan.chunks == chunks_ && plan.world * kBuffers == static_cast<int>(row_of_.size()),
+          "these offsets were bound to a plan of ", row_of_.size() / kBuffers, " ranks and ",
+          chunks_, " chunks, not ", plan.world, " and ", plan.chunks);
+  auto size = [&](const Slice& s, int i) { return count({s.rank, s.buffer, s.first + i, 1}); };
+  for (std::size_t n = 0; n < plan.steps.size(); ++n) {
+    const Step& step = plan.steps[n];
+    const Slice& like = step.dsts.front();
+    for (const Slices* side : {&step.dsts, &step.srcs})
+      for (const Slice& s : *side)
+        for (int i = 0; i < s.count; ++i)
+          require(size(s, i) == size(like, i), "chunks of one step differ in size: in step ", n,
+                  " chunk ", s.first + i, " of rank ", s.rank, " has ", size(s, i),
+                  " elements and chunk ", like.first + i, " of rank ", like.rank, " has ",
+                  size(like, i));
+  }
+}
+
+}  // namespace pycollect

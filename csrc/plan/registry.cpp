@@ -1,0 +1,91 @@
+// Collects what the algorithms' files hand in while the library loads, in whatever order that
+// happens, and freezes it, sorted, at the first look.
+#include "registry.h"
+
+#include <algorithm>
+#include <string>
+#include <tuple>
+
+#include "error.h"
+
+namespace pycollect {
+namespace {
+
+// A function's static is made at its first use, so it is there before any file's `Register`.
+struct Entrance {
+  std::vector<Algorithm> waiting;
+  bool closed = false;
+};
+Entrance& entrance() {
+  static Entrance it;
+  return it;
+}
+
+auto key(const Algorithm& a) { return std::tuple(a.collective, a.order, std::string_view(a.name)); }
+auto place(const Algorithm& a) { return std::pair(a.collective, std::string_view(a.name)); }
+
+std::vector<Algorithm> freeze() {
+  entrance().closed = true;
+  std::vector<Algorithm> all = entrance().waiting;
+  auto by = [](auto f) { return [f](const auto& a, const auto& b) { return f(a) < f(b); }; };
+  std::sort(all.begin(), all.end(), by(place));
+  for (std::size_t i = 1; i < all.size(); ++i)
+    if (place(all[i - 1]) == place(all[i]))
+      throw std::logic_error(text("two algorithms for ", name(all[i].collective), " are called '",
+                                  all[i].name, "'; rename one of the files in csrc/algorithms"));
+  std::sort(all.begin(), all.end(), by(key));
+  return all;
+}
+
+}  // namespace
+
+Register::Register(const Algorithm& algorithm) {
+  if (entrance().closed)
+    throw std::logic_error(text("algorithm '", algorithm.name,
+                                "' came too late: the registry was frozen by the first look"));
+  entrance().waiting.push_back(algorithm);
+}
+
+const std::vector<Algorithm>& registry() {
+  static const std::vector<Algorithm> frozen = freeze();
+  return frozen;
+}
+
+std::vector<const Algorithm*> algorithms(Collective collective) {
+  std::vector<const Algorithm*> found;
+  for (const Algorithm& a : registry())
+    if (a.collective == collective) found.push_back(&a);
+  return found;
+}
+
+const Algorithm& find(Collective collective, std::string_view wanted) {
+  std::string names;
+  for (const Algorithm* a : algorithms(collective)) {
+    if (a->name == wanted) return *a;
+    names += text(names.empty() ? "'" : ", '", a->name, "'");
+  }
+  throw std::invalid_argument(
+      text("there is no ", name(collective), " algorithm '", wanted, "'; choose one of ", names));
+}
+
+Collective collective_of(std::string_view wanted) {
+  std::string names;
+  for (std::size_t i = 0; i < kCollectiveNames.size(); ++i) {
+    if (kCollectiveNames[i] == wanted) return static_cast<Collective>(i);
+    names += text(names.empty() ? "'" : ", '", kCollectiveNames[i], "'");
+  }
+  throw std::invalid_argument(text("there is no collective '", wanted, "'; choose one of ", names));
+}
+
+Plan Algorithm::operator()(const Ask& ask) const {
+  require(ask.world >= 1, "a world has at least one rank, not ", ask.world);
+  require(ask.root >= 0 && ask.root < ask.world, "root ", ask.root, " is not a rank of a world of ",
+          ask.world);
+  require(ask.pieces >= 1, "a pipeline has at least one piece, not ", ask.pieces);
+  if (ask.world > 1) return make(ask);
+  Plan alone{1, 1};
+  if (collective != Collective::barrier) alone.copy(out(0, 0), in(0, 0));
+  return alone;
+}
+
+}  // namespace pycollect

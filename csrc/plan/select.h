@@ -1,0 +1,30 @@
+// The one place where an algorithm is chosen, and why. Only canonical algorithms are ever chosen
+// unasked, so the choice changes the speed and never the bits.
+#pragma once
+#include <cstddef>
+#include <string>
+
+#include "registry.h"
+
+namespace pycollect {
+
+// What is known when a call arrives.
+struct Situation {
+  Collective collective;
+  int world;
+  std::size_t bytes;  // of one rank's largest buffer, all tensors of the call together
+  DType dtype;
+  bool in_place;
+};
+
+struct Choice {
+  const Algorithm* algorithm;
+  int pieces;          // of a pipeline
+  std::string reason;  // for people; built only when asked for
+};
+
+// `named` is empty when nobody asked for one. Throws ValueError for a name that does not exist or
+// that cannot run in place when it would have to.
+Choice choose(const Situation& situation, std::string_view named, bool explain = false);
+
+}  // namespace pycollect

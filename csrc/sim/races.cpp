@@ -1,0 +1,172 @@
+// Every rank is an actor with a clock: how many tasks of every rank are known to be done. A clock
+// is kept as long as somebody will still wait for its task. Per chunk the last write and the reads
+// since are enough: whatever is ordered behind them is behind all that they were ordered behind.
+#include "races.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "../plan/error.h"
+
+namespace pycollect {
+namespace {
+
+using Clock = std::vector<int>;  // [rank]
+
+void join(Clock& mine, const Clock& seen) {
+  for (std::size_t i = 0; i < mine.size(); ++i) mine[i] = std::max(mine[i], seen[i]);
+}
+
+struct Access {
+  Rank rank = -1;  // nobody
+  int count = 0, step = kBoundary;
+};
+struct Cell {
+  Access writer = {};
+  std::vector<Access> readers = {};  // since the writer
+};
+
+struct Done {       // about one task
+  int waiting = 0;  // how many tasks will still ask for its clock
+  Clock clock = {};
+};
+
+std::string words(const Access& a) {
+  return a.step == kBoundary
+             ? text(a.count == 1 ? "the entry of rank " : "the exit of rank ", a.rank)
+             : text("step ", a.step, " by rank ", a.rank);
+}
+
+std::string place(const Plan& plan, int cell) {
+  constexpr const char* kNames[kBuffers] = {"in", "out", "tmp"};
+  const int buffer = cell / plan.chunks;
+  return text(kNames[buffer % kBuffers], "[", cell % plan.chunks, "] of rank ", buffer / kBuffers);
+}
+
+class Replaying {
+ public:
+  Replaying(const Plan& plan, const Program& program, bool in_place)
+      : plan_(plan),
+        program_(program),
+        in_place_(in_place),
+        cells_(cells(plan)),
+        done_(plan.world),
+        next_(plan.world, 0),
+        clocks_(plan.world, Clock(plan.world)),
+        sleepers_(plan.world) {
+    for (Rank r = 0; r < plan.world; ++r) done_[r].resize(program[r].size());
+    for (const auto& tasks : program)
+      for (const Task& task : tasks)
+        for (Wait w : task.waits) ++done_[w.rank][w.count - 1].waiting, ++result_.waits;
+  }
+
+  Replay run() {
+    std::vector<Rank> ready;
+    for (Rank r = plan_.world; r-- > 0;) ready.push_back(r);
+    while (!ready.empty()) {
+      const Rank me = ready.back();
+      ready.pop_back();
+      while (advance(me)) {
+        ready.insert(ready.end(), sleepers_[me].begin(), sleepers_[me].end());
+        sleepers_[me].clear();
+      }
+    }
+    for (Rank r = 0; r < plan_.world; ++r)
+      if (next_[r] < program_[r].size()) stuck(r);
+    for (const Clock& c : clocks_) result_.meets &= *std::min_element(c.begin(), c.end()) > 0;
+    return std::move(result_);
+  }
+
+ private:
+  // Runs the next task of a rank, or puts the rank to sleep beside whom it waits for.
+  bool advance(Rank me) {
+    if (next_[me] == program_[me].size()) return false;
+    const Task& task = program_[me][next_[me]];
+    for (Wait w : task.waits)
+      if (next_[w.rank] < static_cast<std::size_t>(w.count)) {
+        sleepers_[w.rank].push_back(me);
+        return false;
+      }
+    Clock& clock = clocks_[me];
+    for (Wait w : task.waits) {
+      Done& done = done_[w.rank][w.count - 1];
+      join(clock, done.clock);
+      if (--done.waiting == 0) Clock().swap(done.clock);
+    }
+    const Access self{me, static_cast<int>(next_[me]) + 1, task.step};
+    touch(task, self, clock);
+    clock[me] = self.count;
+    if (Done& done = done_[me][next_[me]]; done.waiting > 0) done.clock = clock;
+    ++next_[me];
+    return true;
+  }
+
+  void touch(const Task& task, const Access& self, const Clock& clock) {
+    const Slices dsts = writes(plan_, task, self.rank);
+    const Slices& srcs = reads(plan_, task);
+    auto each = [&](const Slices& slices, auto&& f) {
+      for (const Slice& s : slices) each_cell(plan_, in_place_, s, [&](int c) { f(cells_[c], c); });
+    };
+    auto ordered = [&](const Access& a, int c) {
+      if (a.rank < 0 || a.rank == self.rank || clock[a.rank] >= a.count) return;
+      if (result_.races++ > 0) return;
+      result_.defect = text(words(a), " and ", words(self), " both touch ", place(plan_, c),
+                            ", one of them writes, and nothing orders them");
+    };
+    each(srcs, [&](Cell& cell, int c) { ordered(cell.writer, c); });
+    each(dsts, [&](Cell& cell, int c) {
+      ordered(cell.writer, c);
+      for (const Access& a : cell.readers) ordered(a, c);
+    });
+    each(srcs, [&](Cell& cell, int) { cell.readers.push_back(self); });
+    each(dsts, [&](Cell& cell, int) {
+      cell.writer = self;
+      cell.readers.clear();
+    });
+  }
+
+  void stuck(Rank me) {
+    if (std::exchange(result_.deadlock, true)) return;
+    const Task& task = program_[me][next_[me]];
+    for (Wait w : task.waits)
+      if (next_[w.rank] < static_cast<std::size_t>(w.count))
+        result_.defect =
+            text("deadlock: ", words({me, static_cast<int>(next_[me]) + 1, task.step}),
+                 " waits for task ", w.count, " of rank ", w.rank, ", which never ends");
+  }
+
+  const Plan& plan_;
+  const Program& program_;
+  bool in_place_;
+  std::vector<Cell> cells_;
+  std::vector<std::vector<Done>> done_;      // [rank][task]
+  std::vector<std::size_t> next_;            // [rank]: the task to run
+  std::vector<Clock> clocks_;                // [rank]
+  std::vector<std::vector<Rank>> sleepers_;  // [rank]: who waits for it
+  Replay result_;
+};
+
+void check(const Plan& plan, const Program& program) {
+  require(static_cast<int>(program.size()) == plan.world, "a program of ", program.size(),
+          " ranks does not belong to a plan of ", plan.world);
+  for (const auto& tasks : program)
+    for (const Task& task : tasks) {
+      require(task.step >= kBoundary && task.step < static_cast<int>(plan.steps.size()),
+              "a task names step ", task.step, " of a plan with ", plan.steps.size());
+      for (Wait w : task.waits)
+        require(w.rank >= 0 && w.rank < plan.world && w.count >= 1 &&
+                    w.count <= static_cast<int>(program[w.rank].size()),
+                "a task waits for task ", w.count, " of rank ", w.rank, ", which is not there");
+    }
+}
+
+}  // namespace
+
+Replay replay(const Plan& plan, const Program& program, bool in_place) {
+  check(plan, in_place);
+  check(plan, program);
+  return Replaying(plan, program, in_place).run();
+}
+
+}  // namespace pycollect

@@ -1,0 +1,189 @@
+#include "arguments.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+
+#include "../plan/error.h"
+
+namespace pycollect {
+namespace {
+
+std::optional<DType> find_dtype(at::ScalarType type) {
+  switch (type) {
+    case at::kDouble:
+      return DType::f64;
+    case at::kFloat:
+      return DType::f32;
+    case at::kHalf:
+      return DType::f16;
+    case at::kBFloat16:
+      return DType::bf16;
+    case at::kFloat8_e4m3fn:
+      return DType::f8e4m3;
+    case at::kFloat8_e5m2:
+      return DType::f8e5m2;
+    case at::kChar:
+      return DType::i8;
+    case at::kShort:
+      return DType::i16;
+    case at::kInt:
+      return DType::i32;
+    case at::kLong:
+      return DType::i64;
+    case at::kByte:
+      return DType::u8;
+    case at::kBool:
+      return DType::boolean;
+    case at::kComplexFloat:
+      return DType::c64;
+    case at::kComplexDouble:
+      return DType::c128;
+    default:
+      return std::nullopt;
+  }
+}
+
+template <class Names>
+std::string joined(const Names& names) {
+  std::string all;
+  for (const char* n : names) all += (all.empty() ? "" : ", ") + std::string(n);
+  return all;
+}
+
+// Dimensions of one element have no stride worth comparing.
+bool same_strides(const at::Tensor& a, const at::Tensor& b) {
+  if (a.strides() == b.strides()) return true;
+  for (int64_t d = 0; d < a.dim(); ++d)
+    if (a.size(d) > 1 && a.stride(d) != b.stride(d)) return false;
+  return true;
+}
+
+// One place per element: each stride steps over everything inside it. Conservative for layouts that
+// interleave, which nobody writes by accident.
+bool one_place_per_element(const at::Tensor& t) {
+  if (t.is_non_overlapping_and_dense() || t.numel() <= 1) return true;
+  std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
+  for (int64_t d = 0; d < t.dim(); ++d)
+    if (t.size(d) > 1) dims.emplace_back(t.stride(d), t.size(d));
+  std::sort(dims.begin(), dims.end());
+  int64_t inside = 1;
+  for (auto [stride, size] : dims) {
+    if (stride < inside) return false;
+    inside = stride * (size - 1) + inside;
+  }
+  return true;
+}
+
+}  // namespace
+
+std::ostream& operator<<(std::ostream& out, const Label& label) {
+  out << label.list;
+  if (label.rank >= 0) out << '[' << label.rank << ']';
+  if (label.index >= 0) out << '[' << label.index << ']';
+  return out;
+}
+
+DType dtype_of(const at::Tensor& tensor, const Label& label) {
+  const auto found = find_dtype(tensor.scalar_type());
+  require_type(found.has_value(), label.call, ": ", label, " is ", tensor.dtype().name(),
+               "; allowed are ", joined(kDTypeNames));
+  return *found;
+}
+
+void check_tensor(const at::Tensor& t, Use use, const Label& label) {
+  require(t.layout() == at::kStrided, label.call, ": ", label, " is not strided (its layout is ",
+          t.layout(), "); call .to_dense() first");
+  require(!t.unsafeGetTensorImpl()->is_python_dispatch() && !t.is_meta() && t.has_storage(),
+          label.call, ": ", label,
+          " has no memory of its own (a meta, fake or wrapped tensor); pass a plain tensor");
+  require(t.device().is_cpu(), label.call, ": ", label, " is on ", t.device(),
+          ", which this build does not serve; move it to the CPU with .cpu()");
+  require(!t.is_conj() && !t.is_neg(), label.call, ": ", label,
+          " is a lazy conjugate or negative view; call .resolve_conj().resolve_neg() first");
+  require(!(t.requires_grad() && at::GradMode::is_enabled()), label.call, ": ", label,
+          " requires grad and collectives are not recorded; call it under torch.no_grad() or pass "
+          ".detach()");
+  if (use == Use::read) return;
+  require(one_place_per_element(t), label.call, ": ", label, " of shape ", t.sizes(),
+          " and strides ", t.strides(),
+          " has several elements in one place (expanded?) and would be written; pass .clone()");
+}
+
+void check_alike(const at::Tensor& t, const Label& label, const at::Tensor& first,
+                 const Label& first_label, Alike alike, int64_t dim) {
+  require(t.scalar_type() == first.scalar_type(), label.call, ": ", label, " is ", t.dtype().name(),
+          " and ", first_label, " is ", first.dtype().name(),
+          "; all ranks must have the same dtype");
+  bool same = t.dim() == first.dim();
+  for (int64_t d = 0; same && d < t.dim(); ++d)
+    same = t.size(d) == first.size(d) || (alike == Alike::all_but_dim && d == dim);
+  require(same, label.call, ": ", label, " has shape ", t.sizes(), " and ", first_label, " has ",
+          first.sizes(),
+          alike == Alike::all_but_dim ? "; shapes may differ along dim only"
+                                      : "; all ranks must have the same shape");
+  if (alike != Alike::shape_and_layout || t.numel() == 0) return;
+  require(same_strides(t, first), label.call, ": ", label, " has strides ", t.strides(), " and ",
+          first_label, " has ", first.strides(),
+          "; all ranks must have the same layout in memory, e.g. through .contiguous()");
+}
+
+Extent extent(const at::Tensor& t, Use use, const Label& label) {
+  // Asked for as it will be used: a lazy clone gets memory of its own when it is written.
+  const auto* begin =
+      static_cast<const std::byte*>(use == Use::write ? t.mutable_data_ptr() : t.const_data_ptr());
+  int64_t last = t.numel() > 0 ? 1 : 0;
+  if (t.is_non_overlapping_and_dense())
+    last = t.numel();
+  else if (last == 1)
+    for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
+  return {begin, begin + last * static_cast<int64_t>(t.element_size()), use == Use::write, label};
+}
+
+void check_disjoint(std::vector<Extent>& all) {
+  std::sort(all.begin(), all.end(),
+            [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+  // The furthest end so far, of anything and of what is written.
+  const Extent *any = nullptr, *written = nullptr;
+  for (const Extent& e : all) {
+    if (e.begin == e.end) continue;
+    const Extent* other = e.written ? any : written;
+    require(other == nullptr || other->end <= e.begin, e.label.call, ": ",
+            other ? other->label : e.label, " and ", e.label,
+            " share memory and would be written; pass .clone() of one of them");
+    if (any == nullptr || e.end > any->end) any = &e;
+    if (e.written && (written == nullptr || e.end > written->end)) written = &e;
+  }
+}
+
+ReduceOp op_named(std::string_view word, const char* call) {
+  for (std::size_t i = 0; i < kReduceOpNames.size(); ++i)
+    if (word == kReduceOpNames[i]) return static_cast<ReduceOp>(i);
+  throw std::invalid_argument(
+      text(call, ": op is '", word, "'; allowed are ", joined(kReduceOpNames)));
+}
+
+void check_op(DType dtype, ReduceOp op, const char* call) {
+  if (reduces(dtype, op)) [[likely]]
+    return;
+  std::vector<const char*> allowed;
+  for (const char* n : kReduceOpNames)
+    if (reduces(dtype, op_named(n, call))) allowed.push_back(n);
+  require_type(false, call, ": op '", name(op), "' is not defined for ", name(dtype),
+               "; allowed are ", joined(allowed));
+}
+
+int64_t check_dim(const at::Tensor& t, int64_t dim, const Label& label) {
+  require(t.dim() > 0, label.call, ": ", label,
+          " has no dimensions to cut or join along; pass .reshape(1)");
+  require(-t.dim() <= dim && dim < t.dim(), label.call, ": dim is ", dim, "; ", label, " of shape ",
+          t.sizes(), " allows ", -t.dim(), " to ", t.dim() - 1);
+  return dim < 0 ? dim + t.dim() : dim;
+}
+
+void check_rank(int64_t rank, int world, const char* call, const char* argument) {
+  require(0 <= rank && rank < world, call, ": ", argument, " is ", rank, "; ", world,
+          " ranks allow 0 to ", world - 1);
+}
+
+}  // namespace pycollect

@@ -1,0 +1,10 @@
+// What Python sees of plans, programs, the registry and the simulator. Includes pybind11 alone, so
+// it compiles in seconds and could be a module of its own.
+#pragma once
+#include <pybind11/pybind11.h>
+
+namespace pycollect {
+
+void bind_plan(pybind11::module_& m);
+
+}  // namespace pycollect

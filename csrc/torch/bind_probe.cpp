@@ -1,0 +1,73 @@
+#include "bind_probe.h"
+
+#include <chrono>
+
+#include "../plan/error.h"
+#include "collectives.h"
+#include "convert.h"
+#include "threads.h"
+
+namespace pycollect {
+namespace {
+
+using Buffers =
+    std::vector<std::vector<std::optional<at::Tensor>>>;  // [rank][input, output, scratch]
+
+// Runs `plan` on contiguous tensors of one length, in the written order (the specification) or by
+// levels.
+void run_plan(const Plan& plan, const Buffers& buffers, const std::string& op, bool in_place,
+              bool by_levels) {
+  const at::Tensor& first = *buffers.at(0).at(0);
+  const Compiled compiled = compile(plan, in_place);
+  const Offsets offsets(plan, {static_cast<std::size_t>(first.numel())});
+  std::vector<cpu::Binding> bindings{{&offsets, std::vector<cpu::Memory>(plan.world * kBuffers)}};
+  for (Rank r = 0; r < plan.world; ++r)
+    for (int b = 0; b < kBuffers; ++b)
+      if (const auto& t = buffers.at(r).at(in_place && b == 1 ? 0 : b)) {
+        require(t->is_contiguous() && t->numel() == first.numel() && t->dtype() == first.dtype(),
+                "run_plan: buffers must be contiguous and alike");
+        bindings[0].memory[r * kBuffers + b].base = static_cast<std::byte*>(t->mutable_data_ptr());
+      }
+  const cpu::Call call{compiled,
+                       bindings,
+                       dtype_of(first, {"run_plan", "buffers"}),
+                       op_named(op, "run_plan"),
+                       {.world = plan.world, .float8 = float8_rounding()}};
+  if (by_levels)
+    cpu::run(call, threads());
+  else
+    cpu::run_in_order(call);
+}
+
+// Seconds of each of `iterations` runs of one bound all_reduce, without Python and argument checks.
+std::vector<double> time_all_reduce(const py::object& tensors, const py::object& op,
+                                    const py::object& algorithm, int iterations) {
+  constexpr const char* kCall = "time_all_reduce";
+  Tensors list = tensors_from(tensors, Use::write, kCall);
+  const int world = static_cast<int>(list.size());
+  const Job job = in_place({.collective = Collective::all_reduce,
+                            .call = kCall,
+                            .op = op_from(op, kCall),
+                            .algorithm = algorithm_from(algorithm, kCall)},
+                           {std::move(list), world});
+  const py::gil_scoped_release free;
+  std::vector<double> seconds;
+  for (int i = 0; i < iterations; ++i) {
+    const auto start = std::chrono::steady_clock::now();
+    job.run();
+    seconds.push_back(
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  }
+  return seconds;
+}
+
+}  // namespace
+
+void bind_probe(py::module_& m) {
+  m.def("run_plan", &run_plan, py::arg("plan"), py::arg("buffers"), py::arg("op"),
+        py::arg("in_place"), py::arg("by_levels"));
+  m.def("time_all_reduce", &time_all_reduce, py::arg("tensors"), py::arg("op"),
+        py::arg("algorithm"), py::arg("iterations"));
+}
+
+}  // namespace pycollect

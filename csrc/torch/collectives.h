@@ -1,0 +1,52 @@
+// The list collectives: arguments in, a job out. Nothing has moved when one of these throws.
+#pragma once
+#include <optional>
+#include <string_view>
+
+#include "job.h"
+
+namespace pycollect {
+
+// Tensors of several ranks: [index * world + rank], where a plain list has one index.
+struct Grid {
+  Tensors flat;
+  int world;
+  const char* list = "tensors";  // what the caller calls it
+  bool nested = false;
+  std::size_t width() const { return world == 0 ? 0 : flat.size() / world; }
+  Label label(const char* call, std::size_t i, Rank r) const {
+    return {call, list, r, nested ? static_cast<int>(i) : -1};
+  }
+};
+
+// all_reduce, reduce and broadcast, of one tensor a rank or of many.
+struct InPlace {
+  Collective collective;
+  const char* call;
+  ReduceOp op = ReduceOp::sum;
+  int64_t root = 0;
+  const char* root_name = "dst";
+  std::string_view algorithm = {};
+};
+Job in_place(const InPlace& ask, Grid tensors);
+
+// all_gather, reduce_scatter, all_to_all, scatter and gather: blocks along a dimension.
+struct Exchange {
+  Collective collective;
+  ReduceOp op = ReduceOp::sum;
+  int64_t dim = 0;
+  std::string_view algorithm = {};
+  std::optional<std::vector<std::vector<int64_t>>> sizes =
+      {};  // [rank][block]; default: as torch.tensor_split
+  std::optional<Tensors> out = {};
+  int world = 0;  // scatter: the only one whose inputs do not tell
+};
+Job exchange_blocks(const Exchange& ask, Tensors inputs);
+
+// A copy of every tensor for every rank; results are [index * world + rank].
+Job replicate(Tensors tensors, int world);
+
+// One tensor into another of the same shape and dtype, whatever their layouts.
+Job copy(const at::Tensor& dst, const at::Tensor& src);
+
+}  // namespace pycollect

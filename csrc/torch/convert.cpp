@@ -1,0 +1,101 @@
+#include "convert.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+
+#include "../plan/error.h"
+
+namespace pycollect {
+namespace {
+
+// A list or tuple as it is, any other sequence as a list. A tensor or an array is a sequence too,
+// of its rows, which is never what was meant.
+py::object items_of(py::handle list, const char* call, const char* name) {
+  const bool sequence = PySequence_Check(list.ptr()) && !PyUnicode_Check(list.ptr()) &&
+                        !THPVariable_Check(list.ptr()) && !py::hasattr(list, "__dlpack__");
+  require_type(sequence, call, ": ", name, " is a ", Py_TYPE(list.ptr())->tp_name,
+               "; pass a list with one tensor per rank");
+  return py::reinterpret_steal<py::object>(PySequence_Fast(list.ptr(), "not a sequence"));
+}
+
+std::size_t size_of(const py::object& items) { return PySequence_Fast_GET_SIZE(items.ptr()); }
+py::handle item_of(const py::object& items, std::size_t i) {
+  return PySequence_Fast_GET_ITEM(items.ptr(), i);
+}
+
+}  // namespace
+
+at::Tensor tensor_from(py::handle item, Use use, const Label& label) {
+  if (THPVariable_Check(item.ptr())) [[likely]]
+    return THPVariable_Unpack(item.ptr());
+  const py::object as_tensor = py::module_::import("pycollect.interop").attr("as_tensor");
+  const std::string where = text(label.call, ": ", label);
+  return as_tensor(item, use == Use::write, where).cast<at::Tensor>();
+}
+
+Tensors tensors_from(py::handle list, Use use, const char* call, const char* name) {
+  const py::object items = items_of(list, call, name);
+  Tensors tensors;
+  tensors.reserve(size_of(items));
+  for (std::size_t i = 0; i < size_of(items); ++i)
+    tensors.push_back(tensor_from(item_of(items, i), use, {call, name, static_cast<int>(i)}));
+  return tensors;
+}
+
+Grid grid_from(py::handle lists, Use use, const char* call) {
+  constexpr const char* kName = "tensor_lists";
+  const py::object ranks = items_of(lists, call, kName);
+  Grid grid{{}, static_cast<int>(size_of(ranks)), kName, true};
+  std::size_t width = 0;
+  for (Rank r = 0; r < grid.world; ++r) {
+    const py::object items = items_of(item_of(ranks, r), call, text(kName, "[", r, "]").c_str());
+    if (r == 0) width = size_of(items), grid.flat.resize(width * grid.world);
+    require(size_of(items) == width, call, ": ", kName, "[", r, "] has ", size_of(items),
+            " tensors and ", kName, "[0] has ", width, "; all ranks must have as many");
+    for (std::size_t i = 0; i < width; ++i)
+      grid.flat[i * grid.world + r] = tensor_from(item_of(items, i), use, grid.label(call, i, r));
+  }
+  return grid;
+}
+
+ReduceOp op_from(py::handle op, const char* call) {
+  std::string_view word;
+  py::object held;
+  if (PyUnicode_Check(op.ptr())) {
+    Py_ssize_t length = 0;
+    const char* data = PyUnicode_AsUTF8AndSize(op.ptr(), &length);
+    word = {data, static_cast<std::size_t>(length)};
+  } else {  // a torch.distributed.ReduceOp
+    held = py::module_::import("pycollect.interop").attr("op_name")(op, call);
+    word = held.cast<std::string_view>();
+  }
+  return op_named(word, call);
+}
+
+int64_t int_from(py::handle number, const char* call, const char* name) {
+  require_type(PyIndex_Check(number.ptr()) && !PyBool_Check(number.ptr()), call, ": ", name,
+               " is a ", Py_TYPE(number.ptr())->tp_name, "; pass an int");
+  return number.cast<int64_t>();
+}
+
+std::string_view algorithm_from(py::handle name, const char* call) {
+  if (name.is_none()) return {};
+  require_type(PyUnicode_Check(name.ptr()), call, ": algorithm is a ", Py_TYPE(name.ptr())->tp_name,
+               "; pass a name out of pycollect.algorithms(), or None");
+  Py_ssize_t length = 0;
+  const char* data = PyUnicode_AsUTF8AndSize(name.ptr(), &length);
+  require(length > 0, call,
+          ": algorithm is ''; pass a name out of pycollect.algorithms(), or None");
+  return {data, static_cast<std::size_t>(length)};
+}
+
+void check_streams(py::handle streams, const char* call) {
+  if (streams.is_none()) return;
+  const py::object items = items_of(streams, call, "streams");
+  for (std::size_t i = 0; i < size_of(items); ++i)
+    require(item_of(items, i).is_none(), call, ": streams[", i,
+            "] belongs to a CPU tensor, which has none; pass None for it");
+}
+
+}  // namespace pycollect

@@ -1,0 +1,83 @@
+#include "job.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <limits>
+#include <mutex>
+#include <set>
+
+#include "../plan/error.h"
+#include "threads.h"
+
+namespace pycollect {
+namespace {
+
+// Vectors stay whole and no two threads write one cache line.
+constexpr std::size_t kAlignBytes = 64;
+
+Listener listener_ = nullptr;  // set once, at import
+
+void announce(const Situation& s, const Choice& choice) {
+  static std::mutex mutex;
+  static std::set<std::string> said;
+  const std::string line =
+      text(name(s.collective), " of ", s.bytes, " bytes of ", name(s.dtype), " on ", s.world,
+           " ranks: ", choice.algorithm->name, " (", choice.reason, ")");
+  {
+    const std::lock_guard lock(mutex);
+    if (!said.insert(line).second) return;
+  }
+  listener_(line);
+}
+
+// A finite overflow, infinity and NaN, as the installed torch rounds them.
+Float8Rounding::Bytes probe(at::ScalarType type) {
+  float values[]{1e6F, std::numeric_limits<float>::infinity(),
+                 std::numeric_limits<float>::quiet_NaN()};
+  const at::Tensor bytes = at::from_blob(values, {3}, at::kFloat).to(type).view(at::kByte);
+  const auto* b = bytes.const_data_ptr<uint8_t>();
+  return {b[0], b[1], b[2]};
+}
+
+}  // namespace
+
+void listen(Listener listener) { listener_ = listener; }
+
+const Float8Rounding& float8_rounding() {
+  static const Float8Rounding rounding{probe(at::kFloat8_e4m3fn), probe(at::kFloat8_e5m2)};
+  return rounding;
+}
+
+Part make_part(const Situation& s, std::string_view algorithm, Rank root, ReduceOp op) {
+  const Choice choice = choose(s, algorithm, listener_ != nullptr);
+  if (listener_ != nullptr) announce(s, choice);
+  FoldOptions options{.world = s.world, .non_temporal = !s.in_place};
+  if (item_bytes(s.dtype) == 1) options.float8 = float8_rounding();
+  const Ask ask{s.world, root, choice.pieces};
+  return {compiled(*choice.algorithm, ask, s.in_place), s.dtype, op, options};
+}
+
+void Part::bind(const Offsets* at, std::vector<cpu::Memory> memory, std::size_t rows,
+                Tensors& held) {
+  for (Rank r = 0; r < compiled->plan.world; ++r) {
+    if (!compiled->scratched[r]) continue;
+    const auto bytes = static_cast<int64_t>(at->total(r, Buffer::scratch) * item_bytes(dtype));
+    const int64_t pitch = (bytes + kAlignBytes - 1) / kAlignBytes * kAlignBytes;
+    held.push_back(at::empty({pitch * static_cast<int64_t>(rows)}, at::kByte));
+    memory[r * kBuffers + static_cast<int>(Buffer::scratch)] = {
+        static_cast<std::byte*>(held.back().mutable_data_ptr()), pitch};
+  }
+  bindings.push_back({at, std::move(memory), rows});
+}
+
+void Job::run() const {
+  for (const Part& p : parts)
+    cpu::run({*p.compiled, p.bindings, p.dtype, p.op, p.options}, threads());
+  if (transposes.empty()) return;
+  const at::NoGradGuard no_grad;
+  for (const auto& [dst, src] : transposes) at::Tensor(dst).copy_(src);
+}
+
+}  // namespace pycollect

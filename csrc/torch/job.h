@@ -1,0 +1,48 @@
+// A call that has been checked and bound to memory: it can run now, or later on the queue, and
+// holds what it touches until it has run.
+#pragma once
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "../cpu/executor.h"
+#include "../plan/select.h"
+#include "arguments.h"
+
+namespace pycollect {
+
+// All tensors of one dtype in a call: one plan, run on every binding.
+struct Part {
+  std::shared_ptr<const Compiled> compiled;
+  DType dtype;
+  ReduceOp op;
+  FoldOptions options;
+  std::vector<std::unique_ptr<const Offsets>> offsets = {};
+  std::vector<cpu::Binding> bindings = {};
+
+  // `memory` is [rank][buffer]; scratch is added here where the plan has a use for it.
+  void bind(const Offsets* at, std::vector<cpu::Memory> memory, std::size_t rows, Tensors& held);
+};
+
+struct Job {
+  std::vector<Part> parts = {};
+  Tensors held = {};     // everything that must outlive the run
+  Tensors results = {};  // what the call returns; nothing for calls in place
+  std::vector<std::pair<at::Tensor, at::Tensor>> transposes =
+      {};                 // dst and src whose layouts differ
+  std::size_t bytes = 0;  // of one rank, about
+  void run() const;
+};
+
+// Chooses the algorithm and takes its plan from the cache.
+Part make_part(const Situation& situation, std::string_view algorithm, Rank root, ReduceOp op);
+
+// What the installed torch makes of numbers that 8-bit floats cannot hold; probed once.
+const Float8Rounding& float8_rounding();
+
+// One line per (collective, dtype, size, choice) to whoever listens; off unless a listener is set,
+// which happens once, at import.
+using Listener = void (*)(const std::string& line);
+void listen(Listener listener);
+
+}  // namespace pycollect

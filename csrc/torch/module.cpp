@@ -1,0 +1,251 @@
+// pycollect._C: thin functions that take Python's objects apart and hand jobs to the executor.
+// Called by pycollect/collectives.py alone, always with every argument, so there are no defaults
+// here.
+#include "../cpu/fold.h"
+#include "../plan/error.h"
+#include "bind_plan.h"
+#include "bind_probe.h"
+#include "convert.h"
+#include "work.h"
+
+namespace pycollect {
+namespace {
+
+using Args = const py::handle&;
+
+// A call that moves less than this is over before another thread could have taken the interpreter.
+constexpr std::size_t kKeepGilBytes = 16 * 1024;
+
+py::object as_list(const Tensors& tensors) { return py::cast(tensors); }
+
+py::object finish(Job job, bool async_op) {
+  if (async_op) return py::cast(enqueue(std::move(job)));
+  {
+    std::optional<py::gil_scoped_release> free;
+    if (job.bytes > kKeepGilBytes || busy()) free.emplace();
+    drain();
+    job.run();
+  }
+  return job.results.empty() ? py::none() : as_list(job.results);
+}
+
+py::object in_place(const InPlace& ask, py::handle tensors, bool async_op, py::handle streams) {
+  check_streams(streams, ask.call);
+  Tensors list = tensors_from(tensors, Use::write, ask.call);
+  const int world = static_cast<int>(list.size());
+  return finish(pycollect::in_place(ask, {std::move(list), world}), async_op);
+}
+
+py::object coalesced(const InPlace& ask, py::handle lists, bool async_op, py::handle streams) {
+  check_streams(streams, ask.call);
+  return finish(pycollect::in_place(ask, grid_from(lists, Use::write, ask.call)), async_op);
+}
+
+py::object all_reduce(Args tensors, Args op, Args algorithm, bool async_op, Args streams) {
+  constexpr const char* kCall = "all_reduce";
+  return in_place({.collective = Collective::all_reduce,
+                   .call = kCall,
+                   .op = op_from(op, kCall),
+                   .algorithm = algorithm_from(algorithm, kCall)},
+                  tensors, async_op, streams);
+}
+
+py::object all_reduce_coalesced(Args lists, Args op, Args algorithm, bool async_op, Args streams) {
+  constexpr const char* kCall = "all_reduce_coalesced";
+  return coalesced({.collective = Collective::all_reduce,
+                    .call = kCall,
+                    .op = op_from(op, kCall),
+                    .algorithm = algorithm_from(algorithm, kCall)},
+                   lists, async_op, streams);
+}
+
+py::object reduce(Args tensors, Args dst, Args op, Args algorithm, bool async_op, Args streams) {
+  constexpr const char* kCall = "reduce";
+  return in_place({.collective = Collective::reduce,
+                   .call = kCall,
+                   .op = op_from(op, kCall),
+                   .root = int_from(dst, kCall, "dst"),
+                   .algorithm = algorithm_from(algorithm, kCall)},
+                  tensors, async_op, streams);
+}
+
+InPlace broadcast_of(Args src, Args algorithm, const char* call) {
+  return {.collective = Collective::broadcast,
+          .call = call,
+          .root = int_from(src, call, "src"),
+          .root_name = "src",
+          .algorithm = algorithm_from(algorithm, call)};
+}
+py::object broadcast(Args tensors, Args src, Args algorithm, bool async_op, Args streams) {
+  return in_place(broadcast_of(src, algorithm, "broadcast"), tensors, async_op, streams);
+}
+py::object broadcast_coalesced(Args lists, Args src, bool async_op, Args streams) {
+  return coalesced(broadcast_of(src, py::none(), "broadcast_coalesced"), lists, async_op, streams);
+}
+
+std::optional<Tensors> out_from(Args out, const char* call) {
+  if (out.is_none()) return std::nullopt;
+  return tensors_from(out, Use::write, call, "out");
+}
+
+py::object all_gather(Args tensors, Args dim, Args algorithm, Args out, bool async_op,
+                      Args streams) {
+  constexpr const char* kCall = "all_gather";
+  check_streams(streams, kCall);
+  return finish(exchange_blocks({.collective = Collective::all_gather,
+                                 .dim = int_from(dim, kCall, "dim"),
+                                 .algorithm = algorithm_from(algorithm, kCall),
+                                 .out = out_from(out, kCall)},
+                                tensors_from(tensors, Use::read, kCall)),
+                async_op);
+}
+
+py::object reduce_scatter(Args tensors, Args op, Args dim, Args algorithm, Args out, bool async_op,
+                          Args streams) {
+  constexpr const char* kCall = "reduce_scatter";
+  check_streams(streams, kCall);
+  return finish(exchange_blocks({.collective = Collective::reduce_scatter,
+                                 .op = op_from(op, kCall),
+                                 .dim = int_from(dim, kCall, "dim"),
+                                 .algorithm = algorithm_from(algorithm, kCall),
+                                 .out = out_from(out, kCall)},
+                                tensors_from(tensors, Use::read, kCall)),
+                async_op);
+}
+
+// A size per block, for one rank or for all alike.
+std::vector<int64_t> sizes_from(py::handle sizes, const char* call, const char* name) {
+  require_type(PySequence_Check(sizes.ptr()) && !PyUnicode_Check(sizes.ptr()), call, ": ", name,
+               " is a ", Py_TYPE(sizes.ptr())->tp_name, "; pass a list of ints");
+  std::vector<int64_t> result;
+  for (py::handle s : sizes) result.push_back(int_from(s, call, name));
+  return result;
+}
+
+py::object all_to_all(Args tensors, Args dim, Args split_sizes, Args out, bool async_op,
+                      Args streams) {
+  constexpr const char *kCall = "all_to_all", *kSizes = "split_sizes";
+  check_streams(streams, kCall);
+  Exchange ask{.collective = Collective::all_to_all,
+               .dim = int_from(dim, kCall, "dim"),
+               .out = out_from(out, kCall)};
+  Tensors inputs = tensors_from(tensors, Use::read, kCall);
+  if (!split_sizes.is_none()) {
+    ask.sizes.emplace();
+    const bool nested = PySequence_Check(split_sizes.ptr()) && py::len(split_sizes) > 0 &&
+                        PySequence_Check(split_sizes[py::int_(0)].ptr());
+    if (!nested) ask.sizes->push_back(sizes_from(split_sizes, kCall, kSizes));
+    if (nested)
+      for (py::handle s : split_sizes) ask.sizes->push_back(sizes_from(s, kCall, kSizes));
+    require(!nested || ask.sizes->size() == inputs.size(), kCall, ": ", kSizes, " has lists for ",
+            ask.sizes->size(), " ranks; needed are ", inputs.size());
+  }
+  return finish(exchange_blocks(ask, std::move(inputs)), async_op);
+}
+
+py::object scatter(Args tensor, int world, Args chunk_sizes, Args dim, Args out, bool async_op,
+                   Args streams) {
+  constexpr const char* kCall = "scatter";
+  check_streams(streams, kCall);
+  Exchange ask{.collective = Collective::scatter,
+               .dim = int_from(dim, kCall, "dim"),
+               .out = out_from(out, kCall),
+               .world = world};
+  if (!chunk_sizes.is_none()) ask.sizes = {{sizes_from(chunk_sizes, kCall, "chunk_sizes")}};
+  return finish(exchange_blocks(ask, {tensor_from(tensor, Use::read, {kCall, "tensor"})}),
+                async_op);
+}
+
+py::object gather(Args tensors, Args dim, Args out, Args streams) {
+  constexpr const char* kCall = "gather";
+  check_streams(streams, kCall);
+  Exchange ask{.collective = Collective::gather, .dim = int_from(dim, kCall, "dim")};
+  if (!out.is_none()) ask.out = {tensor_from(out, Use::write, {kCall, "out"})};
+  const py::list results =
+      finish(exchange_blocks(ask, tensors_from(tensors, Use::read, kCall)), false);
+  return results[0];
+}
+
+py::object replicate(Args tensors, int world) {
+  return finish(pycollect::replicate(tensors_from(tensors, Use::read, "replicate"), world), false);
+}
+
+py::object copy(Args dst, Args src, bool async_op) {
+  return finish(pycollect::copy(tensor_from(dst, Use::write, {"copy_", "dst"}),
+                                tensor_from(src, Use::read, {"copy_", "src"})),
+                async_op);
+}
+
+// Without the interpreter: the queue may need it to let go of tensors.
+py::object wait(const std::shared_ptr<Work>& work, std::optional<double> timeout) {
+  bool done = false;
+  {
+    const py::gil_scoped_release free;
+    done = work->wait(timeout);
+  }
+  if (!done) {
+    const py::object timed_out = py::module_::import("pycollect.errors").attr("Timeout");
+    PyErr_SetString(timed_out.ptr(),
+                    text("the collective has not finished within ", *timeout, " seconds").c_str());
+    throw py::error_already_set();
+  }
+  return work->results().empty() ? py::none() : as_list(work->results());
+}
+
+py::object exception(Work& work) {
+  const std::exception_ptr error = work.exception();
+  if (!error) return py::none();
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& e) {
+    return py::reinterpret_borrow<py::object>(PyExc_RuntimeError)(e.what());
+  }
+}
+
+// The function outlives the module: it is asked for lines until the interpreter ends.
+void set_listener() {
+  listen([](const std::string& line) {
+    const py::gil_scoped_acquire hold;
+    py::module_::import("pycollect.log").attr("info")(line);
+  });
+}
+
+void bind_collectives(py::module_& m) {
+  m.def("all_reduce", &all_reduce);
+  m.def("all_reduce_coalesced", &all_reduce_coalesced);
+  m.def("reduce", &reduce);
+  m.def("broadcast", &broadcast);
+  m.def("broadcast_coalesced", &broadcast_coalesced);
+  m.def("all_gather", &all_gather);
+  m.def("reduce_scatter", &reduce_scatter);
+  m.def("all_to_all", &all_to_all);
+  m.def("scatter", &scatter);
+  m.def("gather", &gather);
+  m.def("replicate", &replicate);
+  m.def("copy_", &copy);
+  m.def("drain", &drain, py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  py::register_exception_translator([](std::exception_ptr p) {
+    try {
+      if (p) std::rethrow_exception(p);
+    } catch (const TypeMismatch& e) {
+      PyErr_SetString(PyExc_TypeError, e.what());
+    }
+  });
+  py::class_<Work, std::shared_ptr<Work>>(m, "Work")
+      .def("wait", &wait, py::arg("timeout") = py::none())
+      .def("result", &wait, py::arg("timeout") = py::none())
+      .def("is_completed", &Work::is_completed)
+      .def("exception", &exception);
+  bind_collectives(m);
+  bind_plan(m);
+  bind_probe(m);
+  m.def("listen", &set_listener);
+  m.def("instruction_set", &cpu::instruction_set);
+}
+
+}  // namespace pycollect

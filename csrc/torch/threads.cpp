@@ -1,0 +1,56 @@
+#include "threads.h"
+
+#include <ATen/Parallel.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <thread>
+#include <vector>
+
+namespace pycollect {
+namespace {
+
+std::atomic<bool> forked_{
+    false};  // only ever set in a child, between fork and its first instruction
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { forked_ = true; });
+
+// A thread lives for one call here, which costs some 50 us, so that each must be worth more.
+constexpr int64_t kFewestParts = 64;
+
+void on_new_threads(int64_t size, int64_t grain, const cpu::Body& body) {
+  const int64_t most =
+      std::min<int64_t>(at::get_num_threads(), size / std::max<int64_t>(grain * kFewestParts, 1));
+  const int64_t parts = std::max<int64_t>(most, 1);
+  std::vector<std::exception_ptr> errors(parts);
+  auto part = [&](int64_t p) {
+    try {
+      body(size * p / parts, size * (p + 1) / parts);
+    } catch (...) {
+      errors[p] = std::current_exception();
+    }
+  };
+  std::vector<std::jthread> team;
+  for (int64_t p = 1; p < parts; ++p) team.emplace_back(part, p);
+  part(0);
+  team.clear();
+  for (const auto& e : errors)
+    if (e) std::rethrow_exception(e);
+}
+
+}  // namespace
+
+bool forked() { return forked_.load(std::memory_order_relaxed); }
+
+const cpu::ParallelFor& threads() {
+  static const cpu::ParallelFor run = [](int64_t size, int64_t grain, const cpu::Body& body) {
+    if (forked())
+      on_new_threads(size, grain, body);
+    else
+      at::parallel_for(0, size, grain, body);
+  };
+  return run;
+}
+
+}  // namespace pycollect

@@ -1,0 +1,63 @@
+"""Collectives for PyTorch that run where you are: many GPUs, many ranks on one GPU, or a CPU.
+
+>>> import torch, pycollect as pc
+>>> x = [torch.ones(2), torch.ones(2)]
+>>> pc.all_reduce(x); x[1]
+tensor([2., 2.])
+"""
+
+from ._compat import check as _check
+
+_check()
+
+import atexit as _atexit  # noqa: E402
+
+from . import _C, log, ops  # noqa: E402
+from ._version import __version__  # noqa: E402
+from .collectives import (  # noqa: E402
+    Work,
+    all_reduce,
+    all_reduce_coalesced,
+    barrier,
+    broadcast,
+    broadcast_coalesced,
+    copy_,
+    reduce,
+    replicate,
+)
+from .communicator import Communicator  # noqa: E402
+from .devices import devices  # noqa: E402
+from .errors import CollectiveError, PeerLost, Timeout  # noqa: E402
+from .exchange import all_gather, all_to_all, gather, reduce_scatter, scatter  # noqa: E402
+from .plans import Model, Plan, algorithms, plan  # noqa: E402
+
+log.configure()
+_atexit.register(_C.drain)  # what is under way holds tensors, which must go before torch does
+
+__all__ = [
+    "CollectiveError",
+    "Communicator",
+    "Model",
+    "PeerLost",
+    "Plan",
+    "Timeout",
+    "Work",
+    "__version__",
+    "algorithms",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_coalesced",
+    "copy_",
+    "devices",
+    "gather",
+    "ops",
+    "plan",
+    "reduce",
+    "reduce_scatter",
+    "replicate",
+    "scatter",
+]

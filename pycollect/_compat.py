@@ -1,0 +1,123 @@
+"""Does the compiled part fit the torch and the Python that import it?
+
+The build records what it was made with; a torch upgraded since would crash or compute nonsense, so
+the import is refused in one sentence that says what to do. Loads nothing compiled itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+OLDEST_TORCH = (2, 11)
+
+
+def build_info() -> dict[str, Any]:
+    """Return what the build recorded: torch, cxx11_abi, cuda, compiler, python, debug, commit.
+
+    Empty when pycollect was never built here.
+
+    >>> sorted(build_info())
+    ['commit', 'compiler', 'cuda', 'cxx11_abi', 'debug', 'python', 'torch']
+    """
+    try:
+        found = import_module("pycollect._build_info").BUILD
+    except ModuleNotFoundError:
+        return {}
+    return dict(found)
+
+
+def check() -> None:
+    """Raise ImportError unless the compiled part was built for the torch that is installed.
+
+    >>> check()
+    """
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(
+            f"pycollect needs torch {_dotted(OLDEST_TORCH)} or newer and none is installed; "
+            f"run: {sys.executable} -m pip install torch, and then {rebuild_command()}"
+        ) from None
+    found = {
+        "torch": str(torch.__version__),
+        "cxx11_abi": bool(torch.compiled_with_cxx11_abi()),
+        "cuda": torch.version.cuda,
+    }
+    compiled = importlib.util.find_spec("pycollect._C") is not None
+    sentence = mismatch(build_info() if compiled else {}, found)
+    if sentence is not None:
+        raise ImportError(sentence)
+
+
+def mismatch(build: Mapping[str, Any], torch: Mapping[str, Any]) -> str | None:
+    """Return one sentence on why `build` cannot run with `torch`, or None when it can.
+
+    Both map "torch" to a version, "cxx11_abi" to a bool, "cuda" to a version or None; an empty
+    `build` is one that never took place.
+
+    >>> torch = {"torch": "2.13.1+cpu", "cxx11_abi": True, "cuda": None}
+    >>> mismatch({"torch": "2.13.0", "cxx11_abi": True, "cuda": None}, torch)
+    """
+    has = torch["torch"]
+    if _release(has) < OLDEST_TORCH:
+        return (
+            f"pycollect needs torch {_dotted(OLDEST_TORCH)} or newer and {has} is installed; "
+            f"run: {sys.executable} -m pip install --upgrade torch, and then {rebuild_command()}"
+        )
+    if not build:
+        here = Path(__file__).parent
+        why = f"the compiled part of pycollect is missing in {here} for this Python"
+    elif _interface(build["torch"]) != _interface(has):
+        why = f"pycollect was built against torch {build['torch']}, but {has} is installed"
+    elif build["cxx11_abi"] != torch["cxx11_abi"]:
+        why = "pycollect and the installed torch were built with different C++ ABIs (CXX11)"
+    elif build["cuda"] is not None and _major(build["cuda"]) != _major(torch["cuda"]):
+        cuda = torch["cuda"] or "no CUDA"
+        why = f"pycollect was built for CUDA {build['cuda']}, but the installed torch has {cuda}"
+    else:
+        return None
+    return f"{why}; rebuild it: {rebuild_command()}"
+
+
+def rebuild_command() -> str:
+    """Return the command that builds pycollect anew against the installed torch.
+
+    An environment without pip is one of uv's, which hides the installed torch from an isolated
+    build.
+    """
+    root = Path(__file__).parents[1]
+    source = f"-e {root}" if (root / "setup.py").exists() else "<folder of pycollect's source>"
+    if PathFinder.find_spec("pip") is not None:  # importlib.util would run setuptools' hooks
+        return f"{sys.executable} -m pip install --no-deps --force-reinstall {source}"
+    uv = f"uv pip install --python {sys.executable}"
+    return f"{uv} setuptools ninja && {uv} --no-build-isolation --no-deps --reinstall {source}"
+
+
+def _release(version: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
+        raise ImportError(f"pycollect cannot read the version of torch, {version!r}")
+    return int(match[1]), int(match[2])
+
+
+def _interface(version: str) -> object:
+    """What must not change: the minor release, or everything where torch is not a release."""
+    released = re.fullmatch(r"\d+\.\d+(\.\d+)*(\+\w+)?", version) is not None
+    return _release(version) if released else version
+
+
+def _major(cuda: str | None) -> str | None:
+    return None if cuda is None else cuda.partition(".")[0]
+
+
+def _dotted(release: tuple[int, int]) -> str:
+    return f"{release[0]}.{release[1]}"

@@ -1,0 +1,147 @@
+"""A plan as a picture: ranks against predicted time, one lane a rank and one bar a step.
+
+Uses matplotlib's figures without pyplot, so it needs no display and leaves no state behind.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pycollect._plan_text import bytes_text
+
+if TYPE_CHECKING:
+    from pycollect._C import SpanTuple
+    from pycollect.plans import Plan
+
+_SUFFIXES = (".png", ".svg")
+_MOST_LANES = 256  # beyond this a lane is thinner than a line
+_LANE_INCHES = 0.34
+_WIDTH_INCHES = 10.0
+_MOST_INCHES = 14.0
+_DPI = 150
+_BAR = 0.72  # of a lane
+_EDGED_INCHES = 0.05  # a narrower bar would be all edge
+_DIGIT_INCHES = 0.075  # the width of a digit at the size of a label
+# Told apart by everybody, in grey too: Okabe and Ito's blue and orange.
+_COLOURS = {"reduce": "#0072B2", "copy": "#E69F00"}
+_TEXT = {"reduce": "white", "copy": "black"}
+
+
+def draw(
+    plan: Plan, path: str | PathLike[str], model: str, seconds: float, spans: list[SpanTuple]
+) -> None:
+    """Write the picture of a predicted run into path."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in _SUFFIXES:
+        raise ValueError(f"plot: {str(path)!r} ends in {suffix!r}; choose '.png' or '.svg'")
+    if plan.world > _MOST_LANES:
+        raise ValueError(
+            f"plot: {plan.world} ranks cannot be told apart; draw at most {_MOST_LANES}"
+        )
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plot needs matplotlib: pip install 'pycollect[train]'") from error
+    height = min(_MOST_INCHES, 1.5 + _LANE_INCHES * plan.world)
+    figure = Figure(figsize=(_WIDTH_INCHES, height), dpi=_DPI, layout="constrained")
+    axes = figure.add_subplot()
+    end = _microseconds(seconds)
+    _lanes(axes, plan.world, end)
+    _bars(axes, plan, spans, end, (height - 1.5) / plan.world)
+    _leaving(axes, spans)
+    size = "" if plan.collective == "barrier" else f", {bytes_text(plan.nbytes)}"
+    ranks = f"{plan.world} rank{'s' * (plan.world != 1)}"
+    axes.set_title(f"{plan.collective} by {plan.algorithm}, {ranks}{size}", loc="left")
+    axes.set_title(f"{end:.4g} µs predicted on {model}", loc="right", fontsize="medium")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(Path(path), format=suffix[1:])
+
+
+def _microseconds(seconds: float) -> float:
+    return seconds * 1e6
+
+
+def _lanes(axes: Any, world: int, end: float) -> None:
+    axes.set_ylim(world - 0.5, -0.5)  # rank 0 on top
+    axes.set_xlim(0, end * 1.02 or 1.0)
+    axes.set_xlabel("time (µs)")
+    axes.set_ylabel("rank")
+    step = -(-world // 32)  # at most 32 ticks
+    axes.set_yticks(range(0, world, step))
+    axes.tick_params(axis="y", length=0)
+    for rank in range(0, world, 2):
+        axes.axhspan(rank - 0.5, rank + 0.5, color="0.96", zorder=0, linewidth=0)
+    axes.grid(axis="x", color="0.85", linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+
+
+def _bars(axes: Any, plan: Plan, spans: list[SpanTuple], end: float, lane: float) -> None:
+    inches = (_WIDTH_INCHES - 1.0) / (end or 1.0)  # of a microsecond
+    for kind, colour in _COLOURS.items():
+        drawn = [s for s in spans if s[1] >= 0 and s[3] > s[2] and _kind(plan, s[1]) == kind]
+        if not drawn:
+            continue
+        left = [_microseconds(s[2]) for s in drawn]
+        width = [_microseconds(s[3] - s[2]) for s in drawn]
+        axes.barh(
+            [s[0] for s in drawn],
+            width,
+            height=_BAR,
+            left=left,
+            color=colour,
+            edgecolor=["white" if w * inches > _EDGED_INCHES else colour for w in width],
+            linewidth=0.5,
+            label=f"{kind} (label: chunk)",
+        )
+        for span, x, wide in zip(drawn, left, width, strict=True):
+            label = _chunks(plan, span[1])
+            if wide * inches > _DIGIT_INCHES * (len(label) + 1) and lane > 0.16:
+                axes.text(
+                    x + wide / 2,
+                    span[0],
+                    label,
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color=_TEXT[kind],
+                )
+    # What moves nothing has no width: a barrier's step.
+    instants = [s for s in spans if s[1] >= 0 and s[3] == s[2]]
+    if instants:
+        axes.plot(
+            [_microseconds(s[2]) for s in instants],
+            [s[0] for s in instants],
+            "D",
+            color="0.25",
+            markerfacecolor="none",
+            markersize=9,
+            label="step that moves nothing",
+        )
+
+
+def _leaving(axes: Any, spans: list[SpanTuple]) -> None:
+    last: dict[int, float] = {s[0]: s[3] for s in spans if s[1] < 0}  # a rank's exit comes last
+    axes.plot(
+        [_microseconds(at) for at in last.values()],
+        list(last),
+        linestyle="none",
+        marker="|",
+        markersize=9,
+        markeredgewidth=1.4,
+        color="0.25",
+        clip_on=False,
+        label="rank has left",
+    )
+
+
+def _kind(plan: Plan, step: int) -> str:
+    return "reduce" if len(plan.steps[step][1]) > 1 else "copy"
+
+
+def _chunks(plan: Plan, step: int) -> str:
+    _, _, first, count = plan.steps[step][0][0]
+    return str(first) if count == 1 else f"{first}-{first + count - 1}"

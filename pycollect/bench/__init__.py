@@ -1,0 +1,148 @@
+"""The benchmark: nccl-tests' columns, peers and the limit measured in the same run.
+
+`main` is the command; `add_arguments` and `run` let another command take it in. Importing this
+costs nothing that measuring would notice; matplotlib is loaded only for a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pycollect
+
+from . import environment, record, table
+from .cases import LENET, Case, sized_case
+from .contest import DEFAULT, CaseResult, Contestants, run_case
+from .measure import Effort, Timing
+from .options import add_arguments, algorithms
+from .overhead import call_costs
+from .sizes import size_range
+from .targets import Outcome, judge
+
+__all__ = ["add_arguments", "main", "run"]
+
+_LEGEND = """\
+# One process. Times are of one call through Python; `inside` leaves Python out.
+# Before each timed call every rank's buffer is rewritten, so caches hold what a producer leaves:
+# dirty lines of all ranks (`inside` runs back to back on what its last call wrote).
+# {speed}
+# %limit: against the faster of `memory` and `memory_flat`, as many bytes multiplied in place
+# (`inside`: the latter back to back, less what a torch call on one element costs).
+# xnaive: the naive loop's time over this one's. All take turns; ratios are medians over rounds.
+# #wrong: elements of all ranks that differ from the exact result, in a run of its own."""
+_MOVED = "moved: bytes that must be read and written (all_reduce: 2 x world x size) over time."
+_BUS = "busbw: as nccl-tests define it; no limit is measured between memories."
+
+
+def _devices(spec: str | None, world: int) -> tuple[torch.device, ...]:
+    """Deal the named devices out to the ranks, around and around."""
+    named = pycollect.devices(spec)
+    return tuple(named[rank % len(named)] for rank in range(world))
+
+
+def _cases(args: argparse.Namespace) -> Iterator[Case]:
+    only_extras = (args.coalesced or args.overhead) and not args.targets
+    for dtype in args.dtype:
+        for world in args.world:
+            devices = _devices(args.devices, world)
+            if not only_extras:
+                for size in size_range(args.minbytes, args.maxbytes, args.stepfactor):
+                    yield sized_case(args.collective, size, dtype, args.op, devices)
+            if args.coalesced or args.targets:
+                yield Case("all_reduce_coalesced", dtype, args.op, devices, LENET)
+
+
+def _check_outputs(args: argparse.Namespace, cases: Sequence[Case]) -> None:
+    """Refuse before the measuring what would fail after it."""
+    for path in filter(None, (args.json, args.plot)):
+        if not Path(path).resolve().parent.is_dir():
+            raise ValueError(f"{path}: there is no such folder to write to")
+    if args.plot and find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib; install pycollect[train]")
+    if args.plot and not any(len(case.shapes) == 1 for case in cases):
+        raise ValueError("--plot draws speed against size, and no sizes are measured")
+
+
+def _measure(args: argparse.Namespace, cases: Sequence[Case], effort: Effort) -> list[CaseResult]:
+    """Measure case by case, printing as results come."""
+    results: list[CaseResult] = []
+    if not cases:
+        return results
+    one_memory = all(case.one_memory for case in cases)
+    columns = table.columns(one_memory)
+    legend = _LEGEND.format(speed=_MOVED if one_memory else _BUS)
+    print(legend, *table.head(columns), sep="\n", flush=True)
+    for case in cases:
+        whom = Contestants(algorithms(args.algorithms, case.collective), tuple(args.peers))
+        results.append(run_case(case, whom, effort))
+        print(*table.lines(results[-1], columns), sep="\n", flush=True)
+    return results
+
+
+def _write(args: argparse.Namespace, content: dict[str, Any], results: list[CaseResult]) -> None:
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+            file.write("\n")
+    if args.plot:
+        from .plot import plot
+
+        about = content["environment"]
+        caption = f"{about['machine']}, {about['threads']} threads; torch {about['torch']}"
+        plot([r for r in results if len(r.case.shapes) == 1], args.plot, caption)
+
+
+def _status(results: list[CaseResult], outcomes: list[Outcome]) -> int:
+    if any(row.wrong for result in results for row in result.rows):
+        return 1
+    if any(DEFAULT in result.not_run for result in results):
+        return 1
+    return 3 if any(outcome.met is False for outcome in outcomes) else 0
+
+
+def run(args: argparse.Namespace, command: str) -> int:
+    """Measure what `args` (of `add_arguments`) asks for, print it, and return the exit status.
+
+    Raises:
+        ValueError: if sizes, devices or algorithms do not go together.
+    """
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    effort = Effort(args.seconds, args.iterations, args.warmup)
+    cases = list(_cases(args))
+    _check_outputs(args, cases)
+    about, before = environment.describe(command), environment.Load.now()
+    print(*environment.header(about), sep="\n", flush=True)
+    results = _measure(args, cases, effort)
+    calls: dict[str, Timing] = {}
+    if args.overhead or args.targets:
+        calls = call_costs(effort)
+        print(*table.call_lines(calls), sep="\n")
+    outcomes = judge(results, calls) if args.targets else []
+    if outcomes:
+        print(*table.target_lines(outcomes), sep="\n")
+    disturbed = environment.noise(before, environment.Load.now(), results)
+    print(*environment.footer(disturbed), sep="\n")
+    _write(args, record.run_record(about, disturbed, results, calls, outcomes), results)
+    return _status(results, outcomes)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark with these arguments, or those of the process; return the exit status."""
+    parser = argparse.ArgumentParser(prog="pycollect bench", description=__doc__)
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    command = shlex.join(sys.orig_argv if argv is None else ["pycollect", "bench", *argv])
+    try:
+        return run(args, command)
+    except ValueError as error:
+        parser.error(str(error))

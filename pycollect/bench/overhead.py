@@ -1,0 +1,38 @@
+"""What a call costs when there is nothing to do: four ranks of four elements, timed in batches."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+import pycollect
+
+from .contest import time_inside
+from .measure import Effort, Sampler, Timing, interleave
+from .measure import batched as in_batches
+from .peers import naive_all_reduce, stack_all_reduce
+from .targets import CALL
+
+RANKS, ELEMENTS = 4, 4
+# Long enough that reading the clock costs nothing, short enough to be rarely interrupted.
+BATCH = 500
+
+
+def call_costs(effort: Effort) -> dict[str, Timing]:
+    """Return the time of a call, in seconds, for the library, its peers and one torch call.
+
+    The buffers hold zeros, which no sum changes, so they need no rewriting between calls.
+    """
+    data = [torch.zeros(ELEMENTS) for _ in range(RANKS)]
+    one = data[0]
+    samplers: dict[str, Sampler] = {
+        CALL: in_batches(partial(pycollect.all_reduce, data), BATCH),
+        "the same, naive loop": in_batches(partial(naive_all_reduce, data), BATCH // 10),
+        "the same, stack and sum": in_batches(partial(stack_all_reduce, data), BATCH // 10),
+        "torch: one add_ of 4 elements": in_batches(partial(one.add_, data[1]), BATCH),
+    }
+    loop = time_inside()
+    if loop is not None:
+        samplers["the same, inside the extension"] = partial(loop, data, "sum", None)
+    return interleave(samplers, effort)

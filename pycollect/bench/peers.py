@@ -1,0 +1,149 @@
+"""What pycollect is compared with: loops and library calls of plain torch over the same buffers.
+
+`naive` is the loop a textbook writes, tensor by tensor; `stack` is what one writes who knows
+torch's operators. `memory` is the limit: multiplying all the buffers in place by a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .cases import Call, Case, Workspace
+
+Peer = Callable[[Workspace], Call]
+
+
+def naive_all_reduce(data: list[Tensor]) -> None:
+    """Add every tensor to the first, then copy it to the others."""
+    for i in range(1, len(data)):
+        data[0][:] += data[i].to(data[0].device)
+    for i in range(1, len(data)):
+        data[i][:] = data[0].to(data[i].device)
+
+
+def stack_all_reduce(data: list[Tensor]) -> None:
+    """Stack, sum, and copy the result to every tensor."""
+    total = torch.stack([t.to(data[0].device) for t in data]).sum(0)
+    for t in data:
+        t.copy_(total)
+
+
+def naive_reduce(data: list[Tensor]) -> None:
+    """Add every tensor to the first."""
+    for i in range(1, len(data)):
+        data[0][:] += data[i].to(data[0].device)
+
+
+def stack_reduce(data: list[Tensor]) -> None:
+    """Stack, sum, and copy the result to the first tensor."""
+    data[0].copy_(torch.stack([t.to(data[0].device) for t in data]).sum(0))
+
+
+def naive_broadcast(data: list[Tensor]) -> None:
+    """Copy the first tensor to the others."""
+    for i in range(1, len(data)):
+        data[i][:] = data[0].to(data[i].device)
+
+
+def naive_all_gather(data: list[Tensor], out: list[Tensor]) -> None:
+    """Copy every part into every output."""
+    for whole in out:
+        for part, tensor in zip(whole.chunk(len(data)), data, strict=True):
+            part[:] = tensor.to(whole.device)
+
+
+def stack_all_gather(data: list[Tensor], out: list[Tensor]) -> None:
+    """Concatenate once and copy the result to every output."""
+    whole = torch.cat([t.to(data[0].device) for t in data])
+    for t in out:
+        t.copy_(whole)
+
+
+def naive_reduce_scatter(data: list[Tensor], out: list[Tensor]) -> None:
+    """Copy the first rank's part and add the others', for every part."""
+    parts = zip(*(t.chunk(len(out)) for t in data), strict=True)
+    for target, (first, *others) in zip(out, parts, strict=True):
+        target[:] = first.to(target.device)
+        for part in others:
+            target[:] += part.to(target.device)
+
+
+def stack_reduce_scatter(data: list[Tensor], out: list[Tensor]) -> None:
+    """Stack, sum, and copy each part of the result to its rank."""
+    total = torch.stack([t.to(data[0].device) for t in data]).sum(0)
+    for target, part in zip(out, total.chunk(len(out)), strict=True):
+        target.copy_(part)
+
+
+def _for_each(function: Callable[[list[Tensor]], None], columns: list[list[Tensor]]) -> None:
+    for data in columns:
+        function(data)
+
+
+def _in_place(function: Callable[[list[Tensor]], None]) -> Peer:
+    return lambda w: partial(function, w.firsts)
+
+
+def _coalesced(function: Callable[[list[Tensor]], None]) -> Peer:
+    return lambda w: partial(_for_each, function, w.columns)
+
+
+def _out_of_place(function: Callable[[list[Tensor], list[Tensor]], None]) -> Peer:
+    return lambda w: partial(function, w.firsts, w.outputs)
+
+
+_PEERS: dict[str, dict[str, Peer]] = {
+    "all_reduce": {"naive": _in_place(naive_all_reduce), "stack": _in_place(stack_all_reduce)},
+    "all_reduce_coalesced": {
+        "naive": _coalesced(naive_all_reduce),
+        "stack": _coalesced(stack_all_reduce),
+    },
+    "reduce": {"naive": _in_place(naive_reduce), "stack": _in_place(stack_reduce)},
+    "broadcast": {"naive": _in_place(naive_broadcast)},
+    "all_gather": {
+        "naive": _out_of_place(naive_all_gather),
+        "stack": _out_of_place(stack_all_gather),
+    },
+    "reduce_scatter": {
+        "naive": _out_of_place(naive_reduce_scatter),
+        "stack": _out_of_place(stack_reduce_scatter),
+    },
+}
+NAMES = ("naive", "stack")
+
+
+def peer(name: str, case: Case, workspace: Workspace) -> Call:
+    """Return the peer's call on these buffers.
+
+    Raises:
+        ValueError: if the peer does not have this collective or this op.
+    """
+    peers = _PEERS[case.collective]
+    if name not in peers:
+        raise ValueError(f"has no {case.collective}")
+    if case.op not in ("sum", "none"):
+        raise ValueError(f"only sums, not {case.op}")
+    return peers[name](workspace)
+
+
+def multiply_each(tensors: list[Tensor]) -> None:
+    """Read and write every tensor once, in place, one torch call a tensor."""
+    for t in tensors:
+        t.mul_(1.0)
+
+
+def limits(workspace: Workspace) -> dict[str, tuple[Call, Call]]:
+    """Return the two ways to measure the limit, each with its rewrite of the memory.
+
+    `memory` multiplies the buffers themselves, one call each; `memory_flat` one tensor of as many
+    bytes, in one call. Neither is always the faster, and the faster one is the limit.
+    """
+    flat = torch.cat([t.view(-1) for t in workspace.raw])
+    return {
+        "memory": (partial(multiply_each, workspace.raw), workspace.rewrite_raw),
+        "memory_flat": (partial(flat.mul_, 1.0), partial(flat.fill_, 1.0)),
+    }

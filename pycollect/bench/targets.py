@@ -1,0 +1,135 @@
+"""What this library promises about speed on a CPU, and whether a run keeps it.
+
+A promise is a ratio against something measured in the same run; the one time in seconds is the
+cost of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .contest import DEFAULT, INSIDE, NAIVE, CaseResult, Row
+from .measure import Timing
+
+KIB, MIB = 1 << 10, 1 << 20
+# The row of the table of call costs that the promise is about.
+CALL = "all_reduce, 4 ranks x 4 elements"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One promise: `measured` is its worst point, None if the run has none."""
+
+    what: str
+    wanted: float
+    measured: float | None
+    sign: str = ">="
+    unit: str = "x"
+    where: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the promise was kept; None if it was not measured."""
+        if self.measured is None:
+            return None
+        return self.measured >= self.wanted if self.sign == ">=" else self.measured < self.wanted
+
+
+@dataclass(frozen=True)
+class _Promise:
+    what: str
+    wanted: float
+    applies: Callable[[CaseResult], bool]
+    value: Callable[[Row], float | None]
+    row: str = DEFAULT
+    unit: str = "x"
+
+    def judge(self, results: Iterable[CaseResult]) -> Outcome:
+        points = []
+        for result in filter(self.applies, results):
+            row = result.row(self.row)
+            value = self.value(row) if row else None
+            if value is not None:
+                points.append((value, f"world {result.case.world}, {result.case.nbytes} B"))
+        worst, where = min(points, default=(None, ""))
+        return Outcome(
+            self.what,
+            self.wanted,
+            worst,
+            unit=self.unit,
+            where=f" (worst of {len(points)}: {where})" if len(points) > 1 else "",
+        )
+
+
+def _sums(worlds: Sequence[int] | None, begin: int, end: int | None = None) -> Callable[..., bool]:
+    """All-reduce of float32 sums on CPUs, of `begin` to `end` bytes a rank (no end: and more)."""
+
+    def applies(result: CaseResult) -> bool:
+        case = result.case
+        return (
+            (case.collective, case.dtype, case.op) == ("all_reduce", torch.float32, "sum")
+            and all(device.type == "cpu" for device in case.devices)
+            and (case.world in worlds if worlds else case.world > 1)
+            and begin <= case.nbytes <= (end or case.nbytes)
+        )
+
+    return applies
+
+
+def _lenet_of_four(result: CaseResult) -> bool:
+    case = result.case
+    kind = (case.collective, case.dtype, case.op, case.world)
+    return kind == ("all_reduce_coalesced", torch.float32, "sum", 4) and case.one_memory
+
+
+def _limit_percent(row: Row) -> float | None:
+    return None if row.limit_share is None else 100 * row.limit_share
+
+
+def _against_naive(row: Row) -> float | None:
+    return row.times_faster_than(NAIVE)
+
+
+def _versus_naive() -> list[_Promise]:
+    spans = (
+        ("at 4 KiB", 3.0, 4 * KIB, 4 * KIB),
+        ("at 64 KiB", 3.0, 64 * KIB, 64 * KIB),
+        ("at 1 MiB", 2.0, MIB, MIB),
+        ("from 16 MiB", 3.0, 16 * MIB, None),
+    )
+    promises = [
+        _Promise(f"naive loop, {w} ranks, {name}", wanted, _sums((w,), b, e), _against_naive)
+        for w in (4, 8)
+        for name, wanted, b, e in spans
+    ]
+    return [
+        _Promise("naive loop, 2 ranks, every size", 1.5, _sums((2,), 1), _against_naive),
+        *promises,
+    ]
+
+
+_PROMISES = (
+    _Promise("limit, from 1 MiB", 90, _sums(None, MIB), _limit_percent, unit="%"),
+    _Promise(
+        "limit, from 64 KiB, inside the extension",
+        90,
+        _sums(None, 64 * KIB),
+        _limit_percent,
+        row=INSIDE,
+        unit="%",
+    ),
+    *_versus_naive(),
+    _Promise("naive loop, LeNet's gradients of 4 ranks", 5.0, _lenet_of_four, _against_naive),
+)
+
+
+def judge(results: Sequence[CaseResult], calls: dict[str, Timing]) -> list[Outcome]:
+    """Return an outcome for every promise, `measured` being the worst point of the run."""
+    call = calls[CALL].percentile(50) * 1e6 if CALL in calls else None
+    return [
+        *(promise.judge(results) for promise in _PROMISES),
+        Outcome("cost of a call, 4 ranks x 4 elements", 3.0, call, sign="<", unit="us"),
+    ]

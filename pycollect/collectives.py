@@ -1,0 +1,180 @@
+"""The list collectives: one process holds a tensor per rank, and the list order is the rank order.
+
+Every reduction is the left fold in rank order, ``((x0 + x1) + x2) + ...``, accumulated in fp32 for
+fp32 and narrower floats, in fp64 for fp64 and natively (wrapping) for integers, and rounded once: the
+same bits whatever the size, the algorithm or the number of threads.
+
+Common to all of them:
+
+* ``tensors`` is a list or tuple with one tensor per rank; anything with ``__dlpack__`` (a NumPy or CuPy
+  array) may stand for a tensor, results are torch tensors. Tensors on which a collective works in place
+  have one shape, dtype and order in memory, share no memory, and may have any strides.
+* dtypes: float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int8, int16, int32, int64,
+  uint8, bool, complex64, complex128.
+* ``op``: "sum", "avg", "prod", "min", "max", "band", "bor", "bxor", or a torch.distributed.ReduceOp.
+* ``algorithm``: a name out of ``pycollect.algorithms(collective)``; None chooses one that keeps the order.
+* ``async_op=True`` returns a ``Work`` at once; its ``wait()`` returns what the call would have returned.
+* ``streams``: one per rank for CUDA tensors that were produced on streams of their own; None for the CPU.
+
+Bad arguments raise TypeError (a type that cannot be served) or ValueError before anything has moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import torch
+
+from . import _C
+from .devices import DeviceSpec
+from .devices import devices as resolve
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+Work: TypeAlias = _C.Work
+Op: TypeAlias = "str | dist.ReduceOp | dist.ReduceOp.RedOpType"
+
+
+class SupportsDLPack(Protocol):
+    """An array of another library."""
+
+    def __dlpack__(self, *, stream: Any = ...) -> Any: ...
+
+
+TensorLike: TypeAlias = torch.Tensor | SupportsDLPack
+TensorList: TypeAlias = Sequence[TensorLike]
+Streams: TypeAlias = "Sequence[torch.cuda.Stream | None] | None"
+
+
+def all_reduce(
+    tensors: TensorList,
+    op: Op = "sum",
+    *,
+    algorithm: str | None = None,
+    async_op: bool = False,
+    streams: Streams = None,
+) -> Work | None:
+    """Reduce over all ranks, in place: every tensor becomes the result.
+
+    ``avg`` is the sum in the accumulator times 1/W (integers: the wrapped sum divided toward zero).
+
+    >>> x = [torch.ones(2), torch.full((2,), 2.0)]
+    >>> all_reduce(x); x
+    [tensor([3., 3.]), tensor([3., 3.])]
+    """
+    return _C.all_reduce(tensors, op, algorithm, async_op, streams)
+
+
+def all_reduce_coalesced(
+    tensor_lists: Sequence[TensorList],
+    op: Op = "sum",
+    *,
+    algorithm: str | None = None,
+    async_op: bool = False,
+    streams: Streams = None,
+) -> Work | None:
+    """All-reduce many tensors of every rank in one pass, in place.
+
+    ``tensor_lists[rank][i]``; shapes and dtypes may differ between the i, not between ranks.
+
+    >>> x = [[torch.ones(1), torch.ones(2)], [torch.ones(1), torch.ones(2)]]
+    >>> all_reduce_coalesced(x); x[0]
+    [tensor([2.]), tensor([2., 2.])]
+    """
+    return _C.all_reduce_coalesced(tensor_lists, op, algorithm, async_op, streams)
+
+
+def reduce(
+    tensors: TensorList,
+    dst: int = 0,
+    op: Op = "sum",
+    *,
+    algorithm: str | None = None,
+    async_op: bool = False,
+    streams: Streams = None,
+) -> Work | None:
+    """Reduce into ``tensors[dst]``, in place; the other tensors keep their values.
+
+    >>> x = [torch.ones(2), torch.ones(2)]
+    >>> reduce(x, dst=1); x
+    [tensor([1., 1.]), tensor([2., 2.])]
+    """
+    return _C.reduce(tensors, dst, op, algorithm, async_op, streams)
+
+
+def broadcast(
+    tensors: TensorList,
+    src: int = 0,
+    *,
+    algorithm: str | None = None,
+    async_op: bool = False,
+    streams: Streams = None,
+) -> Work | None:
+    """Copy ``tensors[src]`` into all others, in place.
+
+    >>> x = [torch.zeros(2), torch.ones(2)]
+    >>> broadcast(x, src=1); x[0]
+    tensor([1., 1.])
+    """
+    return _C.broadcast(tensors, src, algorithm, async_op, streams)
+
+
+def broadcast_coalesced(
+    tensor_lists: Sequence[TensorList],
+    src: int = 0,
+    *,
+    async_op: bool = False,
+    streams: Streams = None,
+) -> Work | None:
+    """Copy every ``tensor_lists[src][i]`` into ``tensor_lists[rank][i]`` of all others, in one pass.
+
+    >>> x = [[torch.zeros(1), torch.zeros(2)], [torch.ones(1), torch.ones(2)]]
+    >>> broadcast_coalesced(x, src=1); x[0]
+    [tensor([1.]), tensor([1., 1.])]
+    """
+    return _C.broadcast_coalesced(tensor_lists, src, async_op, streams)
+
+
+def replicate(tensors: TensorList, devices: DeviceSpec) -> list[list[torch.Tensor]]:
+    """Return a copy of every tensor for each rank, also on a repeated device: ``result[rank][i]``.
+
+    Copies are dense and keep the order of dimensions in memory; they do not require grad.
+
+    >>> replicate([torch.ones(1), torch.zeros(2)], "cpu*2")[1]
+    [tensor([1.]), tensor([0., 0.])]
+    """
+    world = len(host_ranks(devices, "replicate"))
+    flat = _C.replicate(tensors, world) or []
+    return [flat[rank::world] for rank in range(world)]
+
+
+def copy_(dst: TensorLike, src: TensorLike, *, async_op: bool = False) -> Work | None:
+    """Copy ``src`` into ``dst``: the same shape and dtype, any layouts, any two devices.
+
+    >>> x = torch.zeros(2)
+    >>> copy_(x, torch.ones(2)); x
+    tensor([1., 1.])
+    """
+    return _C.copy_(dst, src, async_op)
+
+
+def barrier(devices: DeviceSpec) -> None:
+    """Return when everything that was asked for before, with ``async_op=True`` too, has finished.
+
+    >>> barrier("cpu*2")
+    """
+    host_ranks(devices, "barrier")
+    _C.drain()
+
+
+def host_ranks(devices: DeviceSpec, call: str) -> list[torch.device]:
+    """Return the devices of all ranks; refuse what this build cannot reach."""
+    ranks = resolve(devices)
+    other = next((str(d) for d in ranks if d.type != "cpu"), None)
+    if other is not None:
+        raise ValueError(
+            f"{call}: devices names {other}, which this build does not serve; use 'cpu'"
+        )
+    return ranks

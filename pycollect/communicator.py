@@ -1,0 +1,108 @@
+"""The same collectives bound to a list of devices, for those who call them often on the same ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from . import collectives, exchange
+from .collectives import Streams, TensorLike, TensorList, Work, host_ranks
+from .devices import DeviceSpec
+from .devices import devices as resolve
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+def _bound(
+    function: Callable[Concatenate[T, P], R],
+) -> Callable[Concatenate[Communicator, T, P], R]:
+    """Make a method of a module function whose first argument is a list with an item per rank."""
+
+    @functools.wraps(function)
+    def method(self: Communicator, ranks: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        self._check(ranks, function.__name__)
+        return function(ranks, *args, **kwargs)
+
+    return method
+
+
+class Communicator:
+    """All collectives over a fixed list of devices, one per rank.
+
+    ``devices`` is what ``pycollect.devices`` takes. ``peer_access=False`` stages all traffic between
+    GPUs through pinned host memory; ranks on the CPU share one memory and have no use for it.
+
+    >>> two = Communicator("cpu*2")
+    >>> two.all_gather([torch.ones(1), torch.zeros(1)])[0]
+    tensor([1., 0.])
+    """
+
+    def __init__(self, devices: DeviceSpec, *, peer_access: bool | None = None) -> None:
+        if peer_access is not None and not isinstance(peer_access, bool):
+            kind = type(peer_access).__name__
+            raise TypeError(f"Communicator: peer_access is a {kind}; pass True, False or None")
+        self.devices = host_ranks(resolve(devices), "Communicator")
+        self.peer_access = peer_access
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.devices)
+
+    all_reduce = _bound(collectives.all_reduce)
+    all_reduce_coalesced = _bound(collectives.all_reduce_coalesced)
+    reduce = _bound(collectives.reduce)
+    broadcast = _bound(collectives.broadcast)
+    broadcast_coalesced = _bound(collectives.broadcast_coalesced)
+    all_gather = _bound(exchange.all_gather)
+    reduce_scatter = _bound(exchange.reduce_scatter)
+    all_to_all = _bound(exchange.all_to_all)
+    gather = _bound(exchange.gather)
+
+    def scatter(
+        self,
+        tensor: TensorLike,
+        *,
+        chunk_sizes: Sequence[int] | None = None,
+        dim: int = 0,
+        out: Sequence[TensorLike] | None = None,
+        async_op: bool = False,
+        streams: Streams = None,
+    ) -> list[torch.Tensor] | Work:
+        """As ``pycollect.scatter``, to this communicator's devices."""
+        options: dict[str, Any] = {"chunk_sizes": chunk_sizes, "dim": dim, "out": out}
+        return exchange.scatter(tensor, self.devices, **options, async_op=async_op, streams=streams)
+
+    def replicate(self, tensors: TensorList) -> list[list[torch.Tensor]]:
+        """As ``pycollect.replicate``, to this communicator's devices."""
+        return collectives.replicate(tensors, self.devices)
+
+    def copy_(self, dst: TensorLike, src: TensorLike, *, async_op: bool = False) -> Work | None:
+        """As ``pycollect.copy_``."""
+        return collectives.copy_(dst, src, async_op=async_op)
+
+    def barrier(self) -> None:
+        """As ``pycollect.barrier``, over this communicator's devices."""
+        collectives.barrier(self.devices)
+
+    def __repr__(self) -> str:
+        names = ", ".join(map(str, self.devices))
+        return f"Communicator([{names}], peer_access={self.peer_access})"
+
+    def _check(self, ranks: Any, call: str) -> None:
+        """Refuse a list that does not fit these devices; what is no list is refused further down."""
+        if not isinstance(ranks, (list, tuple)):
+            return
+        if len(ranks) != self.world:
+            raise ValueError(f"{call}: {len(ranks)} tensors for the {self.world} ranks of {self!r}")
+        for rank, (item, device) in enumerate(zip(ranks, self.devices, strict=True)):
+            for t in item if isinstance(item, (list, tuple)) else (item,):
+                if isinstance(t, torch.Tensor) and t.device != device:
+                    raise ValueError(
+                        f"{call}: rank {rank} is {device} and its tensor on {t.device}"
+                    )

@@ -1,0 +1,114 @@
+"""Which devices take part: strings, lists and patterns, in the forms that people use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import torch
+
+DeviceSpec: TypeAlias = "str | torch.device | int | None | Iterable[str | torch.device | int]"
+
+_TIMES = re.compile(r"(?P<device>.*\S)\s*\*\s*(?P<times>\d+)")
+_EXACT = re.compile(r"(?P<kind>cpu|cuda|gpu)(?::(?P<index>\d+|\*))?", re.IGNORECASE)
+_FORMS = '"cpu", "cpu*4", "cuda:0", "cuda:0*4", "cuda:*", "GPU:1", "GPU:*", or a regular expression'
+
+
+def devices(spec: DeviceSpec = None) -> list[torch.device]:
+    """Return one device per rank.
+
+    ``spec`` is None (every CUDA device, or two ranks on the CPU where there is none), a string such as
+    ``"cpu*4"``, ``"cuda:0"``, ``"cuda:0*4"`` (four ranks on one GPU), ``"cuda:*"``, ``"GPU:*"``,
+    ``"GPU:1"``, a regular expression over the names of the devices that there are (``"cuda:[0-3]"``),
+    a torch.device, an index of a GPU, or a list of any of these. Raises ValueError for a device that
+    is not there and for a pattern that fits none, TypeError for anything else.
+
+    >>> devices("cpu*2")
+    [device(type='cpu'), device(type='cpu')]
+    >>> devices(["cpu", "cpu*2"])
+    [device(type='cpu'), device(type='cpu'), device(type='cpu')]
+    """
+    if spec is None:
+        gpus = _gpus()
+        return gpus or [torch.device("cpu")] * 2
+    if isinstance(spec, bool):
+        raise TypeError("devices: spec is a bool; pass a device, a string or a list of these")
+    if isinstance(spec, int):
+        return [_gpu(spec, f"index {spec}")]
+    if isinstance(spec, torch.device):
+        return [_checked(spec)]
+    if isinstance(spec, str):
+        return _parse(spec.strip())
+    if not isinstance(spec, Iterable):
+        kind = type(spec).__name__
+        raise TypeError(f"devices: spec is a {kind}; pass a device, a string or a list of these")
+    found: list[torch.device] = []
+    for item in spec:
+        if item is None or not isinstance(item, (str, int, torch.device)):
+            kind = type(item).__name__
+            raise TypeError(f"devices: a list holds a {kind}; it may hold devices and strings")
+        found += devices(item)
+    if not found:
+        raise ValueError("devices: the list is empty; name one device per rank")
+    return found
+
+
+def _parse(spec: str) -> list[torch.device]:
+    times = _TIMES.fullmatch(spec)
+    if times and _EXACT.fullmatch(times["device"]) and not spec.endswith(":*"):
+        count = int(times["times"])
+        if count == 0:
+            raise ValueError(f"devices: {spec!r} asks for no ranks; the least is *1")
+        return _parse(times["device"]) * count
+    exact = _EXACT.fullmatch(spec)
+    if exact is None:
+        return _match(spec)
+    kind, index = exact["kind"].lower(), exact["index"]
+    if kind == "cpu":
+        if index not in (None, "0"):
+            raise ValueError(f"devices: {spec!r} does not exist; the CPU is one device, 'cpu'")
+        return [torch.device("cpu")]
+    if index == "*":
+        gpus = _gpus()
+        if not gpus:
+            raise ValueError(f"devices: {spec!r} fits nothing: no CUDA device is visible")
+        return gpus
+    return [
+        _gpu(torch.cuda.current_device() if index is None and _gpus() else int(index or 0), spec)
+    ]
+
+
+def _match(pattern: str) -> list[torch.device]:
+    known = [torch.device("cpu"), *_gpus()]
+    try:
+        expression = re.compile(pattern, re.IGNORECASE)
+    except re.error as error:
+        raise ValueError(f"devices: {pattern!r} is neither {_FORMS}: {error}") from error
+    names = {d: {str(d), str(d).replace("cuda", "gpu")} for d in known}
+    found = [d for d in known if any(expression.fullmatch(name) for name in names[d])]
+    if not found:
+        visible = ", ".join(map(str, known))
+        raise ValueError(f"devices: {pattern!r} fits none of {visible}; allowed are {_FORMS}")
+    return found
+
+
+def _gpus() -> list[torch.device]:
+    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+
+
+def _gpu(index: int, asked: object) -> torch.device:
+    count = len(_gpus())
+    if not 0 <= index < count:
+        visible = f"there are {count}, from 0" if count else "no CUDA device is visible"
+        raise ValueError(f"devices: {asked!r} does not exist; {visible}")
+    return torch.device("cuda", index)
+
+
+def _checked(device: torch.device) -> torch.device:
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None and _gpus() else device.index
+        return _gpu(index or 0, str(device))
+    if device.type != "cpu":
+        raise ValueError(f"devices: {str(device)!r} is not served; allowed are cpu and cuda")
+    return torch.device("cpu")

@@ -1,0 +1,201 @@
+"""The list collectives that cut and join along a dimension; collectives.py says what all have in common.
+
+Results are new tensors, or the caller's own in ``out``: of the right shape, contiguous or dense in the
+same order of dimensions as the inputs (channels_last stays channels_last). Inputs that are not dense, or
+not alike, are laid anew first, which costs a copy of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+
+from . import _C
+from .collectives import Op, Streams, TensorLike, TensorList, Work, host_ranks
+from .devices import DeviceSpec
+
+
+@overload
+def all_gather(
+    tensors: TensorList,
+    *,
+    dim: int = ...,
+    algorithm: str | None = ...,
+    out: Sequence[TensorLike] | None = ...,
+    async_op: Literal[False] = ...,
+    streams: Streams = ...,
+) -> list[torch.Tensor]: ...
+@overload
+def all_gather(
+    tensors: TensorList,
+    *,
+    dim: int = ...,
+    algorithm: str | None = ...,
+    out: Sequence[TensorLike] | None = ...,
+    async_op: Literal[True],
+    streams: Streams = ...,
+) -> Work: ...
+def all_gather(
+    tensors: TensorList,
+    *,
+    dim: int = 0,
+    algorithm: str | None = None,
+    out: Sequence[TensorLike] | None = None,
+    async_op: bool = False,
+    streams: Streams = None,
+) -> list[torch.Tensor] | Work:
+    """Return, for every rank, the concatenation of all tensors along ``dim``.
+
+    Lengths may differ along ``dim``; all other sizes and the dtype are the same on every rank.
+
+    >>> all_gather([torch.tensor([1]), torch.tensor([2, 3])])
+    [tensor([1, 2, 3]), tensor([1, 2, 3])]
+    """
+    return _C.all_gather(tensors, dim, algorithm, out, async_op, streams)
+
+
+@overload
+def reduce_scatter(
+    tensors: TensorList,
+    op: Op = ...,
+    *,
+    dim: int = ...,
+    algorithm: str | None = ...,
+    out: Sequence[TensorLike] | None = ...,
+    async_op: Literal[False] = ...,
+    streams: Streams = ...,
+) -> list[torch.Tensor]: ...
+@overload
+def reduce_scatter(
+    tensors: TensorList,
+    op: Op = ...,
+    *,
+    dim: int = ...,
+    algorithm: str | None = ...,
+    out: Sequence[TensorLike] | None = ...,
+    async_op: Literal[True],
+    streams: Streams = ...,
+) -> Work: ...
+def reduce_scatter(
+    tensors: TensorList,
+    op: Op = "sum",
+    *,
+    dim: int = 0,
+    algorithm: str | None = None,
+    out: Sequence[TensorLike] | None = None,
+    async_op: bool = False,
+    streams: Streams = None,
+) -> list[torch.Tensor] | Work:
+    """Reduce over all ranks and return chunk r along ``dim`` for rank r, cut as torch.tensor_split.
+
+    All tensors have one shape; a length that W does not divide gives the first ranks one more.
+
+    >>> reduce_scatter([torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])])
+    [tensor([5, 7]), tensor([9])]
+    """
+    return _C.reduce_scatter(tensors, op, dim, algorithm, out, async_op, streams)
+
+
+@overload
+def all_to_all(
+    tensors: TensorList,
+    *,
+    dim: int = ...,
+    split_sizes: Sequence[int] | Sequence[Sequence[int]] | None = ...,
+    out: Sequence[TensorLike] | None = ...,
+    async_op: Literal[False] = ...,
+    streams: Streams = ...,
+) -> list[torch.Tensor]: ...
+@overload
+def all_to_all(
+    tensors: TensorList,
+    *,
+    dim: int = ...,
+    split_sizes: Sequence[int] | Sequence[Sequence[int]] | None = ...,
+    out: Sequence[TensorLike] | None = ...,
+    async_op: Literal[True],
+    streams: Streams = ...,
+) -> Work: ...
+def all_to_all(
+    tensors: TensorList,
+    *,
+    dim: int = 0,
+    split_sizes: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    out: Sequence[TensorLike] | None = None,
+    async_op: bool = False,
+    streams: Streams = None,
+) -> list[torch.Tensor] | Work:
+    """Send chunk j of every tensor to rank j and return, for every rank, what arrived, in rank order.
+
+    ``split_sizes`` are the lengths along ``dim`` of the W chunks, one list for all ranks or one for
+    each; by default each tensor is cut as torch.tensor_split.
+
+    >>> all_to_all([torch.tensor([1, 2]), torch.tensor([3, 4])])
+    [tensor([1, 3]), tensor([2, 4])]
+    """
+    return _C.all_to_all(tensors, dim, split_sizes, out, async_op, streams)
+
+
+@overload
+def scatter(
+    tensor: TensorLike,
+    devices: DeviceSpec,
+    *,
+    chunk_sizes: Sequence[int] | None = ...,
+    dim: int = ...,
+    out: Sequence[TensorLike] | None = ...,
+    async_op: Literal[False] = ...,
+    streams: Streams = ...,
+) -> list[torch.Tensor]: ...
+@overload
+def scatter(
+    tensor: TensorLike,
+    devices: DeviceSpec,
+    *,
+    chunk_sizes: Sequence[int] | None = ...,
+    dim: int = ...,
+    out: Sequence[TensorLike] | None = ...,
+    async_op: Literal[True],
+    streams: Streams = ...,
+) -> Work: ...
+def scatter(
+    tensor: TensorLike,
+    devices: DeviceSpec,
+    *,
+    chunk_sizes: Sequence[int] | None = None,
+    dim: int = 0,
+    out: Sequence[TensorLike] | None = None,
+    async_op: bool = False,
+    streams: Streams = None,
+) -> list[torch.Tensor] | Work:
+    """Cut one tensor along ``dim`` and return a chunk for each device, always in new memory.
+
+    ``chunk_sizes`` are the lengths along ``dim``, one per device; by default as torch.tensor_split.
+
+    >>> scatter(torch.arange(3), "cpu*2")
+    [tensor([0, 1]), tensor([2])]
+    """
+    world = len(host_ranks(devices, "scatter"))
+    return _C.scatter(tensor, world, chunk_sizes, dim, out, async_op, streams)
+
+
+def gather(
+    tensors: TensorList,
+    device: torch.device | str | None = None,
+    *,
+    dim: int = 0,
+    out: TensorLike | None = None,
+    streams: Streams = None,
+) -> torch.Tensor:
+    """Return the concatenation of all tensors along ``dim``, on ``device`` (default: the first one's).
+
+    >>> gather([torch.tensor([1]), torch.tensor([2, 3])])
+    tensor([1, 2, 3])
+    """
+    if device is not None:
+        ranks = host_ranks(device, "gather")
+        if len(ranks) != 1:
+            raise ValueError(f"gather: device {device!r} names {len(ranks)} devices; needed is one")
+    return _C.gather(tensors, dim, out, streams)

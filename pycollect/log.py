@@ -1,0 +1,35 @@
+"""PYCOLLECT_LOG=info: one line whenever an algorithm is chosen for a new kind of call.
+
+The lines go to the logger "pycollect"; a handler that writes them to stderr is added only when the
+variable asks for it and the program has not configured logging itself.
+"""
+
+import logging
+import os
+
+from . import _C
+
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
+logger = logging.getLogger("pycollect")
+
+
+def info(line: str) -> None:
+    """Log one line; called by the extension."""
+    logger.info(line)
+
+
+def configure() -> None:
+    """Read PYCOLLECT_LOG and start listening if it asks for anything."""
+    wanted = os.environ.get("PYCOLLECT_LOG", "").strip().lower()
+    if not wanted:
+        return
+    if wanted not in _LEVELS:
+        allowed = ", ".join(_LEVELS)
+        raise ValueError(f"PYCOLLECT_LOG is {wanted!r}; allowed are {allowed}")
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("pycollect %(levelname)s: %(message)s"))
+        logger.addHandler(handler)
+    logger.setLevel(_LEVELS[wanted])
+    if _LEVELS[wanted] <= logging.INFO:
+        _C.listen()

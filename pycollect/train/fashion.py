@@ -1,0 +1,181 @@
+"""Fashion-MNIST: its four IDX files, found in a directory or downloaded by torchvision.
+
+Reading needs no torchvision, only downloading does. Without a network the attempt ends within
+PATIENCE seconds, whether the network refuses or stays silent.
+"""
+
+import contextlib
+import gzip
+import io
+import math
+import socket
+import struct
+import sys
+import threading
+import time
+import urllib.parse
+import urllib.request
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+PLACES = ("", "FashionMNIST/raw", "raw")  # torchvision keeps them in the second
+PATIENCE = 4.5  # seconds until a silent network counts as none; 5 are promised
+IDX_UBYTE = 0x08  # the type code of bytes in an IDX header
+
+
+class DataError(RuntimeError):
+    """A data set cannot be loaded; the message is one sentence that says why."""
+
+
+class Unavailable(DataError):
+    """A data set is not here and cannot be downloaded."""
+
+
+def find(data_dir: Path) -> list[Path]:
+    """Give the four files, as they are or with .gz, if one directory holds all; else nothing."""
+    for place in PLACES:
+        paths = [
+            next((p for p in (folder, Path(f"{folder}.gz")) if p.is_file()), None)
+            for folder in (data_dir / place / name for name in FILES)
+        ]
+        found = [path for path in paths if path is not None]
+        if len(found) == len(FILES):
+            return found
+    return []
+
+
+def read_idx(path: Path) -> Tensor:
+    """Read an IDX file of bytes, gzipped or not, as a uint8 tensor of the shape in its header.
+
+    Raises DataError if the file cannot be read, is not IDX, or is not as long as its header says.
+    """
+    try:
+        raw = path.read_bytes()
+        content = bytearray(gzip.decompress(raw) if path.suffix == ".gz" else raw)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(
+            f"{path} cannot be read ({error}); delete it to have it downloaded again"
+        ) from error
+    if len(content) < 4 or content[:3] != bytes((0, 0, IDX_UBYTE)):
+        raise DataError(f"{path} is not an IDX file of bytes: its first bytes are wrong")
+    dims = content[3]
+    header = 4 + 4 * dims
+    shape = struct.unpack_from(f">{dims}I", content, 4) if len(content) >= header else ()
+    expected = header + math.prod(shape)
+    if len(content) != expected:
+        raise DataError(
+            f"{path} is damaged: it holds {len(content)} bytes where its header announces "
+            f"{expected}; delete it to have it downloaded again"
+        )
+    return torch.frombuffer(content, dtype=torch.uint8)[header:].reshape(shape)
+
+
+def read_pair(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
+    """Read images [n, 28, 28] and labels [n] as uint8; DataError if they do not fit together."""
+    images, labels = read_idx(images_path), read_idx(labels_path)
+    if images.dim() != 3 or images.shape[1:] != (28, 28) or len(images) == 0:
+        raise DataError(f"{images_path} holds {list(images.shape)}, not images of 28 x 28")
+    if labels.shape != images.shape[:1]:
+        raise DataError(f"{labels_path} holds {list(labels.shape)}, not {len(images)} labels")
+    if int(labels.max()) > 9:
+        raise DataError(f"{labels_path} holds the label {int(labels.max())}; the classes are 0-9")
+    return images, labels
+
+
+def load(data_dir: Path) -> list[tuple[Tensor, Tensor]]:
+    """Give images and labels to train on, then those to test with; download them if need be.
+
+    Raises Unavailable if they are not there and cannot be downloaded, DataError if damaged.
+    """
+    try:
+        paths = find(data_dir)
+    except OSError as error:
+        raise DataError(f"{data_dir} cannot be read ({error})") from error
+    if not paths:
+        try:
+            download(data_dir)
+        except Unavailable as error:
+            raise Unavailable(
+                f"Fashion-MNIST is not in {data_dir}/ and cannot be downloaded ({error})"
+            ) from error
+        paths = find(data_dir)
+    return [read_pair(paths[0], paths[1]), read_pair(paths[2], paths[3])]
+
+
+def download(data_dir: Path, patience: float = PATIENCE) -> None:
+    """Let torchvision download the files; Unavailable with the reason if it cannot."""
+    start = time.monotonic()
+    try:
+        from torchvision.datasets import FashionMNIST
+    except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "torchvision"
+        reason = (
+            "torchvision is not installed" if missing else f"torchvision fails: {first_line(error)}"
+        )
+        raise Unavailable(reason) from error
+    url = FashionMNIST.mirrors[0] + FashionMNIST.resources[0][0]
+    require_answer(url, max(1.0, patience - (time.monotonic() - start)))
+    try:
+        with bounded_sockets(patience), quiet_unless_terminal():
+            FashionMNIST(str(data_dir), download=True)
+    except (OSError, RuntimeError) as error:
+        raise Unavailable(f"the download failed: {first_line(error)}") from error
+
+
+def first_line(error: object) -> str:
+    """Give the first line of an error's message, or its type when it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(":")
+
+
+def require_answer(url: str, seconds: float) -> None:
+    """Return when the server answers; raise Unavailable if it refuses or `seconds` pass.
+
+    A thread asks, because no timeout of the standard library covers the look-up of a name.
+    """
+    host = urllib.parse.urlsplit(url).hostname
+    reasons = [f"no answer from {host} within {seconds:.1f} s"]
+
+    def ask() -> None:
+        try:
+            request = urllib.request.Request(url, method="HEAD")
+            with urllib.request.urlopen(request, timeout=seconds):
+                reasons.clear()
+        except Exception as error:  # whatever it is, it is the reason
+            reasons[:] = [f"no answer from {host}: {first_line(getattr(error, 'reason', error))}"]
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if reasons:
+        raise Unavailable(reasons[0])
+
+
+@contextlib.contextmanager
+def bounded_sockets(seconds: float) -> Iterator[None]:
+    """Let no new socket stay silent for longer; torchvision itself sets no limit."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+@contextlib.contextmanager
+def quiet_unless_terminal() -> Iterator[None]:
+    """Keep torchvision's progress bars out of log files."""
+    with contextlib.ExitStack() as stack:
+        if not sys.stderr.isatty():
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        yield

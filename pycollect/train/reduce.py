@@ -1,0 +1,92 @@
+"""The ways to sum the gradients of all ranks, and a stopwatch around them.
+
+A reduction is a function of `gradients[rank][parameter]` that leaves the sum over the ranks in
+every rank, in place. Both ways here add in rank order, so they leave the same bits.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+import pycollect as pc
+
+Gradients: TypeAlias = Sequence[Sequence[Tensor]]
+Reduction: TypeAlias = Callable[[Gradients], None]
+
+
+def allreduce(data: Sequence[Tensor]) -> None:
+    """Sum one tensor per rank as the book does: into the first, then back to the others.
+
+    >>> data = [torch.ones(2), 2 * torch.ones(2)]; allreduce(data)
+    >>> data
+    [tensor([3., 3.]), tensor([3., 3.])]
+    """
+    for i in range(1, len(data)):
+        data[0][:] += data[i].to(data[0].device)
+    for i in range(1, len(data)):
+        data[i][:] = data[0].to(data[i].device)
+
+
+def naive(gradients: Gradients) -> None:
+    """Reduce the gradients one parameter after the other with the book's loop.
+
+    >>> g = [[torch.ones(2)], [torch.ones(2)]]; naive(g)
+    >>> g[1]
+    [tensor([2., 2.])]
+    """
+    for parameter in zip(*gradients, strict=True):
+        allreduce(parameter)
+
+
+def collective(gradients: Gradients) -> None:
+    """Reduce all gradients of all ranks in one collective.
+
+    >>> g = [[torch.ones(2)], [torch.ones(2)]]; collective(g)
+    >>> g[1]
+    [tensor([2., 2.])]
+    """
+    pc.all_reduce_coalesced(gradients)
+
+
+REDUCTIONS: Mapping[str, Reduction] = MappingProxyType({"pycollect": collective, "naive": naive})
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Tells the time in seconds; an exact one first waits until the devices are idle.
+
+    Waiting costs a GPU its head start on the CPU, so only a comparison is exact at every step.
+    """
+
+    devices: Sequence[torch.device]
+    exact: bool
+
+    def __call__(self) -> float:
+        if self.exact:
+            self.wait()
+        return time.perf_counter()
+
+    def wait(self) -> None:
+        """Wait until everything issued to the devices so far is done."""
+        for device in set(self.devices):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+
+@dataclass
+class Timed:
+    """A reduction that records the seconds of every call."""
+
+    reduction: Reduction
+    clock: Clock
+    seconds: list[float] = field(default_factory=list)
+
+    def __call__(self, gradients: Gradients) -> None:
+        start = self.clock()
+        self.reduction(gradients)
+        self.seconds.append(self.clock() - start)

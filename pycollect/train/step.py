@@ -1,0 +1,144 @@
+"""One training step of data parallelism: replicate, split, backward on every rank, reduce, update.
+
+The ranks of one process run one after the other: on a CPU each uses all cores, and on GPUs the
+calls return before the work is done. No loop over epochs and no data here.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import pycollect as pc
+
+from .reduce import Reduction, collective
+
+Model: TypeAlias = Callable[[Tensor, Sequence[Tensor]], Tensor]
+Replicas: TypeAlias = Sequence[Sequence[Tensor]]  # [rank][parameter]
+
+
+def get_params(params: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
+    """Copy the parameters to a device and attach gradients, which start as zeros.
+
+    >>> get_params([torch.ones(2)], "cpu")[0].grad
+    tensor([0., 0.])
+    """
+    return replicate(params, [torch.device(device)])[0]
+
+
+def replicate(params: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
+    """Copy the parameters once for every rank and attach gradients, which start as zeros.
+
+    A device may be named several times; each rank still has memory of its own.
+
+    >>> len(replicate([torch.ones(2)], [torch.device("cpu")] * 3))
+    3
+    """
+    with torch.no_grad():
+        replicas = pc.replicate(list(params), devices)
+    for replica in replicas:
+        for param in replica:
+            param.requires_grad_()
+            param.grad = torch.zeros_like(param)
+    return replicas
+
+
+def split_batch(
+    X: Tensor, y: Tensor, devices: Sequence[torch.device]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Split a batch by examples, one shard per rank, as `torch.tensor_split` does.
+
+    The first ranks get one example more when the number does not divide, and the last ranks none
+    when there are fewer examples than ranks. Raises ValueError if X and y differ in length.
+
+    >>> X, y = torch.zeros(5, 1, 28, 28), torch.arange(5)
+    >>> split_batch(X, y, [torch.device("cpu")] * 2)[1]
+    [tensor([0, 1, 2]), tensor([3, 4])]
+    """
+    if len(X) != len(y):
+        raise ValueError(f"a batch needs one label per image: {len(X)} images, {len(y)} labels")
+    return pc.scatter(X, devices), pc.scatter(y, devices)
+
+
+def backward(model: Model, X: Tensor, y: Tensor, params: Sequence[Tensor]) -> Tensor:
+    """Add the gradients of the summed cross-entropy of one shard to `.grad`; give the loss.
+
+    An empty shard adds nothing: its loss is 0.
+    """
+    if len(X) == 0:
+        return torch.zeros((), device=X.device)
+    loss = F.cross_entropy(model(X, params), y, reduction="sum")
+    loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    return loss.detach()
+
+
+def gradients(params: Sequence[Tensor]) -> list[Tensor]:
+    """Give the gradients of one replica; ValueError if one has none attached."""
+    grads = [param.grad for param in params if param.grad is not None]
+    if len(grads) != len(params):
+        raise ValueError("a parameter has no gradient: make the replicas with replicate()")
+    return grads
+
+
+@torch.no_grad()
+def sgd(params: Sequence[Tensor], lr: float, batch_size: int) -> None:
+    """Take one step down the gradient of the mean loss and set the gradients to zero.
+
+    The gradients belong to a sum over `batch_size` examples, those of all ranks together.
+    """
+    for param, grad in zip(params, gradients(params), strict=True):
+        param.sub_(grad, alpha=lr / batch_size)
+        grad.zero_()
+
+
+def train_batch(
+    X: Tensor,
+    y: Tensor,
+    replicas: Replicas,
+    lr: float,
+    *,
+    model: Model,
+    reduction: Reduction = collective,
+) -> list[Tensor]:
+    """Train every replica on its shard of one batch; give each rank's summed loss.
+
+    X has shape [n, ...] and y [n]; a rank is where its replica is. All replicas are equal
+    afterwards if they were before. Raises ValueError if X and y differ in length.
+
+    >>> from pycollect.train import init_lenet, lenet
+    >>> replicas = replicate(init_lenet(), [torch.device("cpu")] * 2)
+    >>> X, y = torch.rand(3, 1, 28, 28), torch.tensor([1, 2, 3])
+    >>> len(train_batch(X, y, replicas, 0.1, model=lenet))
+    2
+    """
+    devices = [replica[0].device for replica in replicas]
+    shards = zip(*split_batch(X, y, devices), replicas, strict=True)
+    losses = [backward(model, X_shard, y_shard, params) for X_shard, y_shard, params in shards]
+    with torch.no_grad():
+        reduction([gradients(params) for params in replicas])
+    for params in replicas:
+        sgd(params, lr, len(X))
+    return losses
+
+
+@torch.no_grad()
+def evaluate(
+    X: Tensor, y: Tensor, replicas: Replicas, *, model: Model, batch_size: int = 1024
+) -> float:
+    """Give the share of examples whose highest score is the label's, 0..1.
+
+    All ranks take part, every example counts once, and no more than `batch_size` examples are
+    on the devices at a time. Raises ValueError if there are no examples.
+    """
+    if len(X) == 0:
+        raise ValueError("no examples to evaluate")
+    devices = [replica[0].device for replica in replicas]
+    correct = [torch.zeros((), dtype=torch.int64, device=device) for device in devices]
+    for X_batch, y_batch in zip(torch.split(X, batch_size), torch.split(y, batch_size), strict=True):
+        shards = zip(*split_batch(X_batch, y_batch, devices), replicas, correct, strict=True)
+        for X_shard, y_shard, params, count in shards:
+            if len(X_shard):
+                count += (model(X_shard, params).argmax(dim=1) == y_shard).sum()
+    return sum(int(count) for count in correct) / len(X)

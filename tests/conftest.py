@@ -1,0 +1,50 @@
+"""What every test gets: its own torch state, repeatable examples, and loud skips without a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+NO_GPU = "needs a CUDA GPU"
+
+# Derandomized: the same examples in every run, so that a red run is red again. No deadline: ranks
+# outnumber cores here, and a slow machine is no defect. HYPOTHESIS_PROFILE=explore looks further.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") is None or torch.cuda.is_available():
+        return
+    if os.environ.get("PYCOLLECT_REQUIRE_CUDA") == "1":
+        pytest.fail(f"{NO_GPU}, and PYCOLLECT_REQUIRE_CUDA=1 forbids to skip it", pytrace=False)
+    pytest.skip(NO_GPU)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    count = sum(report.when == "setup" and NO_GPU in str(report.longrepr) for report in skipped)
+    if count:
+        tests = "1 test" if count == 1 else f"{count} tests"
+        terminalreporter.write_line(
+            f"{tests} marked cuda did not run: no CUDA GPU here "
+            "(PYCOLLECT_REQUIRE_CUDA=1 turns this into a failure)",
+            yellow=True,
+        )
+
+
+@pytest.fixture(autouse=True)
+def own_torch_state() -> Iterator[None]:
+    """Start from seed 0 and give back the caller's generator and number of threads."""
+    threads = torch.get_num_threads()
+    generator = torch.random.get_rng_state()
+    torch.manual_seed(0)
+    yield
+    torch.random.set_rng_state(generator)
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)

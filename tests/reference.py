@@ -1,0 +1,235 @@
+"""What every collective must give, in plain torch on the CPU: one obvious loop per promise.
+
+Nothing of pycollect is imported here: the tests compare two independent things. Results are
+compared by their bits, where NaN equals NaN and -0.0 is not +0.0 (but either may come from `min`
+and `max`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+WIDE = (torch.float64, torch.float32)
+NARROW = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+COMPLEX = (torch.complex64, torch.complex128)
+DTYPES = (*WIDE, *NARROW, *INTEGERS, torch.bool, *COMPLEX)
+OPS = ("sum", "avg", "prod", "min", "max", "band", "bor", "bxor")
+_BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LOGICAL = {
+    "sum": torch.logical_or,
+    "max": torch.logical_or,
+    "bor": torch.logical_or,
+    "prod": torch.logical_and,
+    "min": torch.logical_and,
+    "band": torch.logical_and,
+    "bxor": torch.logical_xor,
+}
+_BITWISE = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
+_EXTREMA = {"min": torch.minimum, "max": torch.maximum}
+
+
+def allowed(dtype: torch.dtype, op: str) -> bool:
+    """Does the contract define this reduction?"""
+    if dtype == torch.bool:
+        return op != "avg"
+    if dtype in INTEGERS:
+        return True
+    return op not in _BITWISE and not (dtype in COMPLEX and op in _EXTREMA)
+
+
+def short(value: object) -> str:
+    """A test's id: torch.float32 is float32."""
+    return str(value).removeprefix("torch.")
+
+
+# --- inputs ---------------------------------------------------------------------------------------
+
+
+def randoms(
+    world: int, shape: Sequence[int], dtype: torch.dtype, seed: int = 0, tame: bool = False
+) -> list[Tensor]:
+    """One tensor per rank. Unless tame: signed zeros, infinities, NaN, subnormals, the largest
+    values, and magnitudes so mixed that the order of additions shows. Tame ones stay within
+    [0.75, 1.25] (any integer, any truth), so that every order gives nearly the same.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return [_random(tuple(shape), dtype, generator, tame) for _ in range(world)]
+
+
+def _random(
+    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, tame: bool
+) -> Tensor:
+    if dtype == torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
+    if dtype in INTEGERS:
+        limits = torch.iinfo(dtype)
+        whole = torch.randint(-(2**62), 2**62, shape, generator=generator) * 2
+        whole += torch.rand(shape, generator=generator) < 0.9  # odd: products do not die out
+        extreme = torch.rand(shape, generator=generator) < 0.05
+        return torch.where(extreme, limits.min, whole).to(dtype)
+    if dtype in COMPLEX:
+        parts = _random((*shape, 2), torch.float32, generator, tame).to(dtype.to_real())
+        return torch.view_as_complex(parts)
+    if tame:
+        return (torch.rand(shape, generator=generator) * 0.5 + 0.75).to(dtype)
+    limits = torch.finfo(dtype)
+    spread = torch.rand(shape, generator=generator, dtype=torch.float64) * 12 - 8
+    mixed = torch.randn(shape, generator=generator, dtype=torch.float64) * torch.exp2(spread)
+    infinity, tiny = float("inf"), limits.smallest_normal
+    special = [0.0, -0.0, infinity, -infinity, float("nan"), limits.max, limits.min]
+    special += [tiny / 2, -tiny / 4, 1.0, -1.0, 3e7, -3e7]
+    pick = torch.randint(len(special), shape, generator=generator)
+    picked = torch.tensor(special, dtype=torch.float64)[pick]
+    return torch.where(torch.rand(shape, generator=generator) < 0.15, picked, mixed).to(dtype)
+
+
+def place(values: Tensor, layout: str) -> Tensor:
+    """The same values in other memory; the room around a view is filled and can be watched."""
+    shape = list(values.shape)
+    if layout == "contiguous" or not shape:
+        return values.clone(memory_format=torch.contiguous_format)
+    if layout == "misaligned":
+        view = _room([values.numel() + 5], values.dtype)[3 : 3 + values.numel()].view(shape)
+    elif layout == "transposed":
+        view = _room(shape[::-1], values.dtype).permute(*range(len(shape))[::-1])
+    elif layout == "columns":
+        view = _room([*shape[:-1], shape[-1] + 2], values.dtype)[..., 1 : 1 + shape[-1]]
+    else:
+        assert layout == "every_other"
+        view = _room([*shape[:-1], 2 * shape[-1] + 1], values.dtype)[..., 1::2]
+    return view.copy_(values)
+
+
+LAYOUTS = ("contiguous", "misaligned", "transposed", "columns", "every_other")
+
+
+def _room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    count = int(torch.Size(shape).numel())
+    return torch.ones(count * dtype.itemsize, dtype=torch.uint8).view(dtype).clone().view(*shape)
+
+
+def around(view: Tensor) -> Tensor:
+    """The bytes of the memory that a view of `place` was cut from, without those of the view."""
+    base = view if view._base is None else view._base
+    copy = base.clone()
+    copy.as_strided(view.size(), view.stride(), view.storage_offset()).zero_()
+    return copy.reshape(-1).view(torch.uint8)
+
+
+# --- the contract ---------------------------------------------------------------------------------
+
+
+def left_fold(tensors: Sequence[Tensor], op: str) -> Tensor:
+    """((x0 op x1) op x2) op ... in the accumulator of the contract, rounded once."""
+    dtype, world = tensors[0].dtype, len(tensors)
+    if dtype in COMPLEX:
+        return _complex_fold(tensors, op)
+    if dtype == torch.bool:
+        step = _LOGICAL[op]
+    elif op in ("sum", "avg"):
+        step = torch.add
+    elif op == "prod":
+        step = torch.mul
+    else:
+        step = (_BITWISE | _EXTREMA)[op]
+    acc = tensors[0].float() if dtype in NARROW else tensors[0].clone()
+    for x in tensors[1:]:
+        acc = step(acc, x.float() if dtype in NARROW else x)
+    if op == "avg":
+        floating = dtype.is_floating_point
+        acc = acc * (1 / world) if floating else torch.div(acc, world, rounding_mode="trunc")
+    return acc.to(dtype)
+
+
+def _complex_fold(tensors: Sequence[Tensor], op: str) -> Tensor:
+    # Torch's own complex product is not used: in some tails it contracts into FMAs.
+    re, im = (part.clone() for part in torch.view_as_real(tensors[0]).unbind(-1))
+    for x in tensors[1:]:
+        c, d = torch.view_as_real(x).unbind(-1)
+        re, im = (re * c - im * d, re * d + im * c) if op == "prod" else (re + c, im + d)
+    if op == "avg":
+        re, im = re * (1 / len(tensors)), im * (1 / len(tensors))
+    return torch.view_as_complex(torch.stack([re, im], -1))
+
+
+IN_PLACE = ("all_reduce", "reduce", "broadcast")
+REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+COLLECTIVES = (*IN_PLACE, "all_gather", "reduce_scatter", "all_to_all")
+
+
+def expected(
+    collective: str, tensors: Sequence[Tensor], op: str = "sum", root: int = 0, dim: int = 0
+) -> list[Tensor]:
+    """What every rank holds afterwards."""
+    ranks = range(len(tensors))
+    folded = left_fold(tensors, op) if collective in REDUCING else None
+    if collective == "all_reduce":
+        return [folded for _ in ranks]
+    if collective == "reduce":
+        return [folded if r == root else tensors[r].clone() for r in ranks]
+    if collective == "broadcast":
+        return [tensors[root].clone() for _ in ranks]
+    if collective == "all_gather":
+        return [torch.cat(list(tensors), dim) for _ in ranks]
+    if collective == "reduce_scatter":
+        return list(folded.tensor_split(len(tensors), dim))
+    assert collective == "all_to_all"
+    parts = [t.tensor_split(len(tensors), dim) for t in tensors]
+    return [torch.cat([row[r] for row in parts], dim) for r in ranks]
+
+
+# --- comparisons ----------------------------------------------------------------------------------
+
+
+def bits(t: Tensor, zeros_equal: bool = False) -> Tensor:
+    """The bits of every real number as integers, all NaNs alike."""
+    t = t.detach().resolve_conj().resolve_neg().contiguous()
+    t = torch.view_as_real(t) if t.is_complex() else t
+    if not t.is_floating_point():
+        return t
+    whole = t.clone().view(_BITS_OF[t.element_size()])
+    wide = t.float() if t.dtype in NARROW else t
+    whole[wide.isnan()] = 255 if whole.dtype == torch.uint8 else -1
+    if zeros_equal:
+        whole[wide == 0] = 0
+    return whole
+
+
+def assert_same(
+    actual: Sequence[Tensor], wanted: Sequence[Tensor], why: object = "", op: str = ""
+) -> None:
+    """Same shapes, dtypes and bits, rank by rank."""
+    assert len(actual) == len(wanted), f"{why}: {len(actual)} results for {len(wanted)} ranks"
+    for rank, (a, w) in enumerate(zip(actual, wanted, strict=True)):
+        where = f"{why}: rank {rank}"
+        assert isinstance(a, Tensor), f"{where}: {type(a)}"
+        assert (a.shape, a.dtype) == (w.shape, w.dtype), f"{where}: {a.shape} {a.dtype}"
+        zeros_equal = op in _EXTREMA
+        if not torch.equal(bits(a, zeros_equal), bits(w, zeros_equal)):
+            wrong = (bits(a, zeros_equal) != bits(w, zeros_equal)).flatten().nonzero().flatten()
+            flat = [
+                (torch.view_as_real(t) if t.is_complex() else t).flatten()[wrong[:3]].tolist()
+                for t in (a.contiguous(), w.contiguous())
+            ]
+            message = f"{where}: {len(wrong)} differ, first at {wrong[:3].tolist()}: {flat}"
+            raise AssertionError(message)
+
+
+def assert_close(actual: Sequence[Tensor], wanted: Sequence[Tensor], why: object = "") -> None:
+    """Within one rounding per rank: all that another order, or a rounding at every hop, owes."""
+    assert len(actual) == len(wanted), why
+    for a, w in zip(actual, wanted, strict=True):
+        assert (a.shape, a.dtype) == (w.shape, w.dtype), why
+        limits = torch.finfo(w.dtype)
+        wide = torch.complex128 if w.is_complex() else torch.float64
+        rtol, atol = limits.eps * len(wanted), limits.smallest_normal
+        torch.testing.assert_close(a.to(wide), w.to(wide), rtol=rtol, atol=atol, msg=str(why))
+
+
+def order_shows(dtype: torch.dtype, op: str) -> bool:
+    """Can another order of the same numbers give other bits?"""
+    return op in ("sum", "avg", "prod") and (dtype.is_floating_point or dtype.is_complex)

@@ -1,0 +1,224 @@
+"""all_reduce keeps the numerical contract: the left fold in rank order, to the bit.
+
+Every dtype x op x algorithm x world, the sizes around which kernels change their path, and the
+literal examples that tell the contract from its neighbours. Arguments are in test_arguments.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import (
+    DTYPES,
+    INTEGERS,
+    NARROW,
+    OPS,
+    WIDE,
+    allowed,
+    assert_close,
+    assert_same,
+    left_fold,
+    order_shows,
+    randoms,
+    short,
+)
+
+import pycollect as pc
+
+WORLDS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16)
+COMBINATIONS = [(d, o) for d in DTYPES for o in OPS if allowed(d, o)]
+REFUSED = [(d, o) for d in DTYPES for o in OPS if not allowed(d, o)]
+
+
+def reduced(tensors, op="sum", **options):
+    """all_reduce on clones."""
+    clones = [t.clone() for t in tensors]
+    assert pc.all_reduce(clones, op, **options) is None
+    return clones
+
+
+def canonical(algorithm, dtype):
+    order = pc.plan("all_reduce", 4, algorithm=algorithm).order
+    assert order in ("exact", "native", "other")
+    return order == "exact" or (order == "native" and dtype not in NARROW)
+
+
+def test_the_algorithms_are_listed():
+    names = {"leader", "fused", "one_shot", "two_shot", "ring", "rotated_ring", "tree"}
+    assert names | {"halving_doubling"} <= set(pc.algorithms())
+    assert pc.algorithms() == pc.algorithms("all_reduce")
+    assert {n for n in pc.algorithms() if canonical(n, torch.bfloat16)} < set(pc.algorithms())
+    assert canonical("ring", torch.float32)
+    assert not canonical("ring", torch.bfloat16)
+    assert not canonical("rotated_ring", torch.float64)
+
+
+@pytest.mark.parametrize(("dtype", "op"), COMBINATIONS, ids=short)
+def test_the_default_is_the_left_fold(dtype, op):
+    for world in WORLDS:
+        tensors = randoms(world, (67,), dtype, seed=world)
+        assert_same(reduced(tensors, op), [left_fold(tensors, op)] * world, f"world {world}", op)
+
+
+@pytest.mark.parametrize(("dtype", "op"), COMBINATIONS, ids=short)
+def test_every_algorithm_on_every_dtype_and_op(dtype, op):
+    for algorithm in pc.algorithms():
+        exact = canonical(algorithm, dtype) or not order_shows(dtype, op)
+        for world in WORLDS[:-1]:
+            tensors = randoms(world, (37,), dtype, seed=world, tame=not exact)
+            wanted = [left_fold(tensors, op)] * world
+            got = reduced(tensors, op, algorithm=algorithm)
+            why = f"{algorithm}, world {world}"
+            if exact:
+                assert_same(got, wanted, why, op)
+            else:
+                assert_close(got, wanted, why)
+
+
+@pytest.mark.parametrize(("dtype", "op"), REFUSED, ids=short)
+def test_what_the_contract_does_not_define_is_a_type_error(dtype, op):
+    tensors = randoms(3, (5,), dtype)
+    kept = [t.clone() for t in tensors]
+    with pytest.raises(TypeError, match=op):
+        pc.all_reduce(tensors, op)
+    assert_same(tensors, kept)
+
+
+def test_an_op_may_come_from_torch_distributed():
+    names = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+    for op, theirs in zip(OPS, names, strict=True):
+        tensors = randoms(3, (20,), torch.int32)
+        assert_same(reduced(tensors, getattr(dist.ReduceOp, theirs)), [left_fold(tensors, op)] * 3)
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.complex128])
+def test_every_small_count(dtype):
+    for count in [*range(70), 127, 128, 129, 255, 257, 1000, 1023]:
+        tensors = randoms(3, (count,), dtype, seed=count)
+        assert_same(reduced(tensors), [left_fold(tensors, "sum")] * 3, f"{count} elements")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_counts_that_are_split_over_threads(dtype):
+    for count in (8191, 8193, 32771, 300_007):
+        tensors = randoms(4, (count,), dtype, seed=count)
+        assert_same(reduced(tensors), [left_fold(tensors, "sum")] * 4, f"{count} elements")
+
+
+@pytest.mark.parametrize("algorithm", [None, *pc.algorithms()])
+def test_chunks_and_pieces_of_a_large_tensor(algorithm):
+    for world in (2, 5, 8):
+        tensors = randoms(world, (100_003,), torch.int32, seed=world)
+        got = reduced(tensors, algorithm=algorithm)
+        assert_same(got, [left_fold(tensors, "sum")] * world, f"world {world}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_the_number_of_threads_and_the_place_in_the_tensor_change_no_bit(dtype):
+    threads = torch.get_num_threads()
+    tensors = randoms(4, (200_003,), dtype)
+    wanted = left_fold(tensors, "sum")
+    try:
+        for n in (1, 2, 3, 8):
+            torch.set_num_threads(n)
+            assert_same(reduced(tensors), [wanted] * 4, f"{n} threads")
+    finally:
+        torch.set_num_threads(threads)
+    for begin, end in ((1, 2), (3, 77), (199_990, 200_003)):
+        part = reduced([t[begin:end] for t in tensors])
+        assert_same(part, [wanted[begin:end]] * 4, f"elements {begin} to {end}")
+
+
+def test_a_world_larger_than_any_table():
+    for algorithm in (None, *pc.algorithms()):
+        tensors = randoms(65, (130,), torch.int16)
+        got = reduced(tensors, algorithm=algorithm)
+        assert_same(got, [left_fold(tensors, "sum")] * 65, algorithm)
+
+
+# --- examples that tell the contract from what is near it -----------------------------------------
+
+LITERALS = [
+    # The order: (1e8 + 1) - 1e8 loses the 1, and 1e8 - 1e8 + 1 does not.
+    (torch.float32, "sum", [1e8, 1.0, -1e8], 0.0),
+    (torch.float32, "sum", [1e8, -1e8, 1.0], 1.0),
+    # One rounding: bfloat16 has no 257, so a rounding at every hop stays at 256.
+    (torch.bfloat16, "sum", [256.0, 1.0, 1.0], 258.0),
+    (torch.float8_e5m2, "sum", [8.0, 1.0, 1.0], 10.0),
+    (torch.float8_e4m3fn, "sum", [16.0, 1.0, 1.0], 18.0),
+    # The accumulator is wider than the type: no infinity on the way.
+    (torch.float16, "sum", [60000.0, 60000.0, -60000.0], 60000.0),
+    (torch.float16, "prod", [60000.0, 2.0, 0.25], 30000.0),
+    # ... but float32 accumulates in float32, not in more.
+    (torch.float32, "sum", [3e38, 3e38, -3e38], float("inf")),
+    (torch.float32, "prod", [3e38, 10.0, 0.01], float("inf")),
+    # avg scales before it rounds: the sum alone is infinite in float16.
+    (torch.float16, "avg", [60000.0, 60000.0, 60000.0], 60000.0),
+    (torch.float64, "avg", [1.0, 2.0, 6.0], 3.0),
+    # avg of integers divides the wrapped sum toward zero.
+    (torch.int32, "avg", [-3, -4], -3),
+    (torch.int8, "avg", [100, 100], -28),
+    (torch.uint8, "avg", [200, 100], 22),
+    (torch.int64, "avg", [2**53 + 1, 2**53 + 1, 2**53 + 1], 2**53 + 1),
+    (torch.int8, "sum", [100, 100], -56),
+    (torch.uint8, "prod", [16, 17], 16),
+    (torch.int16, "max", [-32768, 32767, 0], 32767),
+    (torch.uint8, "max", [200, 100], 200),
+    (torch.int8, "min", [-128, 127], -128),
+    (torch.int32, "bxor", [0b1100, 0b1010, 0b0001], 0b0111),
+    (torch.bool, "sum", [True, True], True),
+    (torch.bool, "bxor", [True, True, True], True),
+    (torch.bool, "bxor", [True, True], False),
+    (torch.bool, "prod", [True, False], False),
+    (torch.complex64, "prod", [1 + 2j, 3 - 1j], 5 + 5j),
+    (torch.complex64, "avg", [1 + 2j, 3 - 1j], 2 + 0.5j),
+]
+
+
+@pytest.mark.parametrize(("dtype", "op", "values", "wanted"), LITERALS, ids=str)
+def test_examples(dtype, op, values, wanted):
+    for count in (1, 40):
+        tensors = [torch.full((count,), v, dtype=torch.float64 if dtype in NARROW else dtype)
+                   for v in values]  # fmt: skip
+        got = reduced([t.to(dtype) for t in tensors], op)
+        wide = torch.full((count,), wanted, dtype=torch.float64 if dtype in NARROW else dtype)
+        assert_same(got, [wide.to(dtype)] * len(values))
+
+
+@pytest.mark.parametrize("dtype", [*WIDE, *NARROW], ids=short)
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_min_and_max_propagate_nan_from_every_rank(dtype, op):
+    for rank in range(4):
+        tensors = [torch.arange(40.0) - 20 + r for r in range(4)]
+        tensors[rank][::3] = float("nan")
+        got = reduced([t.to(dtype) for t in tensors], op)
+        for t in got:
+            assert t.float().isnan().nonzero().flatten().tolist() == list(range(0, 40, 3)), rank
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=short)
+def test_negative_zero_keeps_its_sign(dtype):
+    negative = [torch.full((20,), -0.0, dtype=dtype) for _ in range(3)]
+    for op in ("sum", "avg"):
+        assert all(t.signbit().all() for t in reduced(negative, op)), op
+
+
+@pytest.mark.parametrize("algorithm", pc.algorithms())
+def test_any_byte_but_zero_is_true(algorithm):
+    raw = [[0, 1, 2, 255, 2, 0], [0, 0, 0, 1, 1, 4]]
+    tensors = [torch.tensor(r * 9, dtype=torch.uint8) for r in raw]
+    wanted = {"bxor": [0, 1, 1, 0, 0, 1], "sum": [0, 1, 1, 1, 1, 1], "prod": [0, 0, 0, 1, 1, 0]}
+    for op, truth in wanted.items():
+        for t in reduced([t.view(torch.bool) for t in tensors], op, algorithm=algorithm):
+            assert (t.view(torch.uint8) != 0).int().tolist() == truth * 9, op
+
+
+def test_integers_wrap_as_torchs_do():
+    for dtype in INTEGERS:
+        largest = torch.full((33,), torch.iinfo(dtype).max, dtype=dtype)
+        assert_same(reduced([largest] * 3), [largest + largest + largest] * 3, dtype)
+        assert_same(reduced([largest] * 3, "prod"), [largest * largest * largest] * 3, dtype)

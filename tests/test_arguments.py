@@ -1,0 +1,294 @@
+"""Bad arguments are refused before anything moves.
+
+A table of refusals: the call, the error, and what the message must name (what was asked, what is
+allowed, what to do). After each, every tensor and array of the call has the bytes and the version
+that it had.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import pycollect as pc
+
+EITHER = (TypeError, ValueError)
+IN_PLACE = {"all_reduce": pc.all_reduce, "reduce": pc.reduce, "broadcast": pc.broadcast}
+ALONG_DIM = {
+    "all_gather": pc.all_gather,
+    "reduce_scatter": pc.reduce_scatter,
+    "all_to_all": pc.all_to_all,
+    "gather": pc.gather,
+}
+CALLS = IN_PLACE | ALONG_DIM
+REDUCING = {n: CALLS[n] for n in ("all_reduce", "reduce", "reduce_scatter")}
+WITH_ALGORITHM = {n: CALLS[n] for n in CALLS if n not in ("all_to_all", "gather")}
+NESTED = {
+    "all_reduce_coalesced": pc.all_reduce_coalesced,
+    "broadcast_coalesced": pc.broadcast_coalesced,
+}
+
+
+def three(dtype=torch.float32, shape=(6, 4)):
+    """Three ranks with values that differ."""
+    return [(torch.arange(torch.Size(shape).numel()).view(shape) + r).to(dtype) for r in range(3)]
+
+
+def last(tensor):
+    """Two good ranks, and a third."""
+    return [*three()[:2], tensor]
+
+
+def read_only():
+    array = np.ones((6, 4), np.float32)
+    array.flags.writeable = False
+    return array
+
+
+def repeated():
+    a, b, _ = three()
+    return [a, b, a]
+
+
+def overlapping():
+    storage = torch.arange(20.0)
+    return [storage[:8], storage[7:15], torch.zeros(8)]
+
+
+def needs_grad():
+    tensors = three()
+    tensors[1].requires_grad_()
+    return tensors
+
+
+def expanded():
+    return [torch.arange(4.0).expand(6, 4) for _ in range(3)]
+
+
+# What is wrong with a list: how it is made, the error, words of the message.
+ANY_LIST = {
+    "empty": (list, ValueError, "empty"),
+    "one tensor": (lambda: torch.zeros(3, 4), EITHER, "list|sequence"),
+    "None": (lambda: None, EITHER, "list|sequence"),
+    "a number": (lambda: 3, EITHER, "list|sequence"),
+    "None in it": (lambda: last(None), TypeError, r"\[2\].*None"),
+    "a number in it": (lambda: last(1.5), TypeError, r"\[2\].*float"),
+    "lists in it": (lambda: [three(), three()], TypeError, r"\[0\].*list"),
+    "another number of dims": (lambda: last(torch.zeros(24)), ValueError, r"\[2\].*shape.*24"),
+    "another dtype": (lambda: last(three(torch.float64)[2]), ValueError, r"\[2\].*same dtype"),
+    "unknown dtype": (lambda: three(torch.uint16), TypeError, "allowed.*float32.*bool"),
+    "sparse in it": (lambda: last(three()[2].to_sparse()), EITHER, r"\[2\].*to_dense"),
+    "sparse": (lambda: [t.to_sparse() for t in three()], EITHER, r"\[0\].*to_dense"),
+    "meta in it": (lambda: last(three()[2].to("meta")), EITHER, r"\[2\].*meta"),
+    "meta": (lambda: [t.to("meta") for t in three()], EITHER, r"\[0\].*meta"),
+    "requires grad": (needs_grad, ValueError, r"\[1\].*no_grad.*detach"),
+}
+IN_PLACE_LIST = {
+    "another shape": (lambda: last(torch.zeros(6, 5)), ValueError, r"\[2\].*shape.*6, 5"),
+    "fewer rows": (lambda: last(torch.zeros(5, 4)), ValueError, r"\[2\].*shape.*5, 4"),
+    "transposed": (lambda: last(torch.zeros(4, 6).t()), ValueError, r"\[2\].*contiguous"),
+    "not dense": (lambda: last(torch.zeros(6, 5)[:, :4]), ValueError, r"\[2\].*contiguous"),
+    "one tensor twice": (repeated, ValueError, r"\[[02]\].*\[[02]\].*share.*clone"),
+    "overlapping views": (overlapping, ValueError, r"\[[01]\].*\[[01]\].*share.*clone"),
+    "expanded": (expanded, ValueError, r"\[0\].*expanded.*clone"),
+    "read-only array": (lambda: last(read_only()), ValueError, r"\[2\].*read-only.*copy"),
+}
+
+
+def given(*args, **options):
+    """Arguments for one call, made when the test runs: a callable stands for what it returns."""
+    made = lambda value: value() if callable(value) else value  # noqa: E731
+    return lambda: ([made(a) for a in args], {k: made(v) for k, v in options.items()})
+
+
+# Each of these yields: name of the call and what is wrong, call, arguments, error, words.
+
+
+def of_lists():
+    for name, call in CALLS.items():
+        for what, (make, *how) in (ANY_LIST | IN_PLACE_LIST).items():
+            if name in IN_PLACE or what in ANY_LIST:
+                yield f"{name}, {what}", call, given(make), *how
+    for name, call in NESTED.items():
+        for what, (make, *how) in IN_PLACE_LIST.items():
+            yield f"{name}, {what}", call, given(lambda make=make: [[t] for t in make()]), *how
+        for what, make, words in (
+            ("empty", list, "empty"),
+            ("a flat list", three, "list|sequence"),
+            ("unlike lengths", lambda: [three(), three()[:2]], "3.*2|2.*3"),
+            ("an overlap of two ranks", lambda: [(x := three()), x[::-1]], "share"),
+            ("an overlap in a rank", lambda: [[t, t] for t in three()], "share"),
+            ("None", lambda: None, "list|sequence"),
+        ):
+            yield f"{name}, {what}", call, given(make), EITHER, words
+
+
+def of_words():
+    def case(name, call, error, words, **options):
+        what = " ".join(f"{k}={v!r}" for k, v in options.items())
+        return f"{name}, {what}", call, given(three, **options), error, words
+
+    for name, call in WITH_ALGORITHM.items():
+        known = ".*".join(pc.algorithms(name))
+        yield case(name, call, ValueError, f"butterfly.*{known}", algorithm="butterfly")
+        yield case(name, call, EITHER, "algorithm", algorithm=3)
+    for name, call in REDUCING.items():
+        for op in ("median", "SUM", ""):
+            yield case(name, call, ValueError, f"{op}.*sum.*avg.*bxor", op=op)
+        for op in (7, None, dist._make_nccl_premul_sum(2.0)):
+            yield case(name, call, EITHER, "op.*sum.*avg.*bxor", op=op)
+        yield case(name, call, TypeError, "bxor.*float32.*sum", op="bxor")
+    for name, root in (("reduce", "dst"), ("broadcast", "src")):
+        for bad in (3, -1, 2**40):
+            yield case(name, CALLS[name], ValueError, f"{root}.*{bad}.*0 to 2", **{root: bad})
+        for bad in (2**70, True, 1.0, "1", None):
+            yield case(name, CALLS[name], EITHER, root, **{root: bad})
+    for name, call in ALONG_DIM.items():
+        for bad in (2, -3):
+            yield case(name, call, ValueError, f"dim.*{bad}.*-2.*1", dim=bad)
+        for bad in (0.0, None, 2**70):
+            yield case(name, call, EITHER, "dim", dim=bad)
+    for name in CALLS.keys() - {"gather"}:
+        yield case(name, CALLS[name], ValueError, "streams.*CPU", streams=[0, 0, 0])
+        for bad in ([None] * 2, [], 0):
+            yield case(name, CALLS[name], EITHER, "streams", streams=bad)
+
+
+def of_dims():
+    scalars = given(lambda: [torch.tensor(1.0) for _ in range(3)])
+    for name, call in ALONG_DIM.items():
+        yield f"{name}, scalars", call, scalars, ValueError, "dim.*reshape"
+        columns = given(lambda: last(torch.zeros(6, 5)), dim=0)
+        yield f"{name}, shapes", call, columns, ValueError, r"\[2\].*shape.*6, 5"
+    rows = given(lambda: last(torch.zeros(5, 4)), dim=0)
+    yield "reduce_scatter, rows", pc.reduce_scatter, rows, ValueError, r"\[2\].*shape.*5, 4"
+
+
+def of_outputs():
+    shapes = {"all_gather": (18, 4), "reduce_scatter": (2, 4), "all_to_all": (6, 4)}
+    outs = {
+        "number": (lambda s: [torch.zeros(s)] * 2, r"out.*2.*3"),
+        "shape": (lambda s: [torch.zeros(5, 5) for _ in range(3)], r"out\[0\].*5, 5"),
+        "dtype": (lambda s: [torch.zeros(s).int() for _ in range(3)], r"out\[0\].*int.*float"),
+        "repeated": (lambda s: [torch.zeros(s)] * 3, r"out.*share.*clone"),
+        "expanded": (lambda s: [torch.zeros(4).expand(s) for _ in range(3)], r"out\[0\].*expanded"),
+        "meta": (lambda s: [torch.zeros(s, device="meta")] * 3, r"out\[0\].*meta"),
+        "no list": (torch.zeros, r"out.*(list|sequence)"),
+        "read-only": (lambda s: [np.broadcast_to(np.float32(0), s)] * 3, r"out\[0\].*read-only"),
+        "grad": (lambda s: [torch.zeros(s, requires_grad=True)] * 3, r"out\[0\].*no_grad"),
+    }
+    for name, shape in shapes.items():
+        for what, (make, words) in outs.items():
+            args = given(three, out=partial(make, shape))
+            yield f"{name}, out: {what}", CALLS[name], args, EITHER, words
+        room = torch.zeros(99, 4)
+        shared = given(
+            [room[:6], room[6:12], room[12:18]],
+            out=[room[7 : 7 + shape[0]], torch.zeros(shape), torch.zeros(shape)],
+        )
+        yield f"{name}, out: an input's memory", CALLS[name], shared, ValueError, "share"
+    args = given(three, out=torch.zeros(17, 4))
+    yield "gather, out: shape", pc.gather, args, ValueError, "out.*17, 4.*18, 4"
+
+
+def of_splits():
+    good = torch.arange(24.0).view(6, 4)
+    for sizes in ([1, 5], [1, 2, 2], [1, 2, 4], [-1, 3, 4], [2, 2, 1, 1], []):
+        args = given(good, "cpu*3", chunk_sizes=sizes)
+        yield f"scatter, {sizes}", pc.scatter, args, ValueError, "chunk_sizes.*(3|negative)"
+        args = given(three, split_sizes=[[2, 2, 2], sizes, [2, 2, 2]])
+        yield f"all_to_all, {sizes}", pc.all_to_all, args, ValueError, "split_sizes.*(3|negative)"
+    for bad in ([[2, 2, 2]] * 2, "222", 2):
+        args = given(three, split_sizes=bad)
+        yield f"all_to_all, splits {bad}", pc.all_to_all, args, EITHER, "split_sizes"
+    for what, args, error, words in (
+        ("no device", given(good, []), ValueError, "devices"),
+        ("unknown device", given(good, "toaster"), EITHER, "toaster"),
+        ("None", given(None, "cpu*2"), TypeError, "tensor.*None"),
+        ("a scalar", given(torch.tensor(1.0), "cpu*2"), ValueError, "dim.*reshape"),
+        ("a list", given(three, "cpu*2"), TypeError, "tensor.*list"),
+        ("dim", given(good, "cpu*2", dim=2), ValueError, "dim.*2"),
+        ("sizes 3", given(good, "cpu*3", chunk_sizes=3), EITHER, "chunk_sizes"),
+    ):
+        yield f"scatter, {what}", pc.scatter, args, error, words
+
+
+def of_the_rest():
+    room = torch.arange(9.0)
+    for what, dst, src, error, words in (
+        ("shape", torch.ones(3), torch.zeros(4), ValueError, "shape.*3.*4|shape.*4.*3"),
+        ("dtype", torch.ones(3), torch.zeros(3).int(), ValueError, "dtype"),
+        ("read-only", read_only(), torch.zeros(6, 4), ValueError, "read-only.*copy"),
+        ("expanded", torch.ones(1).expand(3), torch.zeros(3), ValueError, "expanded"),
+        ("overlap", room[:5], room[3:8], ValueError, "share"),
+        ("None", None, torch.zeros(3), TypeError, "None"),
+        ("meta", torch.ones(3), torch.zeros(3, device="meta"), EITHER, "meta"),
+    ):
+        yield f"copy_, {what}", pc.copy_, given(dst, src), error, words
+    for what, tensors, devices, words in (
+        ("one tensor", torch.zeros(3), "cpu*2", "list|sequence"),
+        ("no device", three, [], "devices"),
+        ("grad", needs_grad, "cpu*2", r"\[1\].*no_grad"),
+    ):
+        yield f"replicate, {what}", pc.replicate, given(tensors, devices), EITHER, words
+    for name in CALLS:
+        bound = getattr(pc.Communicator(["cpu"] * 2), name)
+        yield f"{name}, of a communicator", bound, given(three), ValueError, "3.*2|2.*3"
+    known = "all_scatter.*all_reduce.*barrier"
+    yield "algorithms, collective", pc.algorithms, given("all_scatter"), ValueError, known
+    yield "plan, collective", pc.plan, given("all_scatter", 4), ValueError, known
+    args = given("all_reduce", 4, algorithm="butterfly")
+    yield "plan, algorithm", pc.plan, args, ValueError, "butterfly.*leader.*tree"
+    for world in (0, -1):
+        yield f"plan, world {world}", pc.plan, given("all_reduce", world), ValueError, "world"
+
+
+TABLES = (of_lists, of_words, of_dims, of_outputs, of_splits, of_the_rest)
+ALWAYS_NOW = {"gather", "replicate", "broadcast_coalesced", "plan", "algorithms"}
+CASES = [
+    pytest.param(*case, later, id=name + (", async" if later else ""))
+    for table in TABLES
+    for name, *case in table()
+    for later in (False, True)
+    if not (later and name.split(",")[0] in ALWAYS_NOW)
+]
+
+
+def memory(value, found=None):
+    """Every tensor and array somewhere in the arguments, with its bytes and its version."""
+    found = [] if found is None else found
+    if isinstance(value, (list, tuple)):
+        for v in value:
+            memory(v, found)
+    elif isinstance(value, np.ndarray):
+        found.append((value, value.tobytes(), 0))
+    elif isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta:
+        found.append((value, bytes(value.untyped_storage()), value._version))
+    return found
+
+
+@pytest.mark.parametrize(("call", "make", "error", "words", "later"), CASES)
+def test_refused_before_anything_moves(call, make, error, words, later):
+    args, options = make()
+    if later:
+        options["async_op"] = True
+    before = memory([args, list(options.values())])
+    with pytest.raises(error, match=f"(?s){words}") as raised:
+        call(*args, **options)
+    assert len(str(raised.value)) > 25, "says too little"
+    for value, held, version in before:
+        now = value.tobytes() if isinstance(value, np.ndarray) else bytes(value.untyped_storage())
+        assert now == held, "a refused call changed a tensor"
+        assert version == getattr(value, "_version", 0), "a refused call touched a version"
+
+
+def test_under_no_grad_a_leaf_is_reduced():
+    tensors = needs_grad()
+    with torch.no_grad():
+        pc.all_reduce(tensors)
+    assert torch.equal(tensors[0], tensors[1])
+    assert tensors[1].requires_grad

@@ -1,0 +1,178 @@
+"""async_op=True gives a Work: what it promises about order, results, errors and lifetimes."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from reference import assert_same, expected, left_fold, randoms
+
+import pycollect as pc
+
+IN_PLACE = ("all_reduce", "reduce", "broadcast")
+OUT_OF_PLACE = ("all_gather", "reduce_scatter", "all_to_all")
+LARGE = 1_000_003
+
+
+def clones(tensors):
+    return [t.clone() for t in tensors]
+
+
+@pytest.mark.parametrize("count", [5, LARGE])
+@pytest.mark.parametrize("collective", IN_PLACE)
+def test_in_place(collective, count):
+    values = randoms(3, (count,), torch.int32)
+    tensors = clones(values)
+    work = getattr(pc, collective)(tensors, async_op=True)
+    assert work.is_completed() in (True, False)
+    assert work.wait() is None
+    assert work.is_completed() is True
+    assert work.result() is None
+    assert work.wait() is None, "waiting twice"
+    assert_same(tensors, expected(collective, values))
+
+
+@pytest.mark.parametrize("count", [5, LARGE])
+@pytest.mark.parametrize("collective", OUT_OF_PLACE)
+def test_out_of_place(collective, count):
+    values = randoms(3, (count,), torch.int32)
+    wanted = expected(collective, values)
+    work = getattr(pc, collective)(values, async_op=True)
+    got = work.wait()
+    assert_same(got, wanted)
+    assert all(a is b for a, b in zip(got, work.result(), strict=True))
+    assert_same(getattr(pc, collective)(values, async_op=True).result(), wanted, "result waits")
+    out = [torch.zeros_like(w) for w in wanted]
+    got = getattr(pc, collective)(values, out=out, async_op=True).wait()
+    assert all(g is o for g, o in zip(got, out, strict=True))
+    assert_same(out, wanted)
+
+
+def test_scatter_copy_and_coalesced():
+    tensor = randoms(1, (LARGE,), torch.int16)[0]
+    assert_same(pc.scatter(tensor, "cpu*3", async_op=True).wait(), tensor.tensor_split(3))
+    target = torch.zeros_like(tensor)
+    assert pc.copy_(target, tensor, async_op=True).wait() is None
+    assert_same([target], [tensor])
+    columns = [randoms(3, (n,), torch.int64, seed=n) for n in (3, 40_001)]
+    lists = [[column[r].clone() for column in columns] for r in range(3)]
+    assert pc.all_reduce_coalesced(lists, "max", async_op=True).wait() is None
+    for i, column in enumerate(columns):
+        assert_same([mine[i] for mine in lists], [left_fold(column, "max")] * 3)
+
+
+def test_works_run_in_the_order_they_were_asked_for():
+    steps = [("all_reduce", "sum"), ("broadcast", 1), ("all_reduce", "bxor"), ("reduce", 2)]
+    steps += [("all_reduce", "prod"), ("broadcast", 2), ("all_reduce", "avg")]
+    for count in (7, 100_003):
+        tensors = randoms(3, (count,), torch.int32)
+        wanted = clones(tensors)
+        works = []
+        for name, argument in steps * 5:
+            works.append(getattr(pc, name)(tensors, argument, async_op=True))
+            option = {"op": argument} if name == "all_reduce" else {"root": argument}
+            wanted = expected(name, wanted, **option)
+        works[-1].wait()
+        assert all(work.is_completed() for work in works), "the last waits for all before it"
+        assert_same(tensors, wanted)
+
+
+def test_what_runs_at_once_keeps_its_place_behind_what_is_under_way():
+    for _ in range(5):
+        tensors = randoms(4, (LARGE,), torch.int32)
+        first = left_fold(tensors, "sum")
+        wanted = left_fold([first] * 4, "prod")
+        work = pc.all_reduce(tensors, async_op=True)
+        pc.all_reduce(tensors, "prod")
+        assert_same(tensors, [wanted] * 4)
+        assert work.is_completed()
+
+
+def test_a_result_feeds_the_next_call_before_it_is_there():
+    values = randoms(3, (LARGE,), torch.int32)
+    out = [torch.zeros(3 * LARGE, dtype=torch.int32) for _ in range(3)]
+    pc.all_gather(values, out=out, async_op=True)
+    pc.all_reduce(out, async_op=True).wait()
+    assert_same(out, [torch.cat(values) * 3] * 3)
+
+
+def test_many_in_flight_waited_for_in_any_order():
+    values = [randoms(2, (1000 + i,), torch.int32, seed=i) for i in range(200)]
+    tensors = [clones(v) for v in values]
+    works = [pc.all_reduce(t, async_op=True) for t in tensors]
+    for i in reversed(range(200)):
+        works[i].wait()
+        assert_same(tensors[i], [left_fold(values[i], "sum")] * 2, i)
+
+
+def test_tensors_live_until_their_work_is_done():
+    values = randoms(3, (LARGE,), torch.int32)
+    wanted = expected("all_gather", values)
+    for _ in range(3):
+        inputs = clones(values)
+        work = pc.all_gather(inputs, async_op=True)
+        del inputs
+        gc.collect()
+        _ = [
+            torch.full((LARGE,), 7, dtype=torch.int32) for _ in range(3)
+        ]  # memory reused, if freed
+        assert_same(work.wait(), wanted)
+    last = values[0].clone()
+    work = pc.all_reduce([last, *clones(values[1:])], async_op=True)  # a list nobody else holds
+    gc.collect()
+    work.wait()
+    assert_same([last], [left_fold(values, "sum")])
+
+
+def test_tensors_are_let_go_when_their_work_is_done():
+    tensors = randoms(2, (1000,), torch.int32)
+    alive = [weakref.ref(t) for t in tensors]
+    work = pc.all_reduce(tensors, async_op=True)
+    work.wait()
+    del tensors
+    gc.collect()
+    assert [a() for a in alive] == [None, None], "a finished Work keeps its inputs"
+
+
+def test_a_work_nobody_waits_for_is_done_all_the_same():
+    values = randoms(2, (LARGE,), torch.int32)
+    tensors = clones(values)
+    pc.all_reduce(tensors, async_op=True)  # dropped
+    gc.collect()
+    pc.barrier("cpu*2")
+    assert_same(tensors, [left_fold(values, "sum")] * 2)
+
+
+def test_bad_arguments_are_refused_at_the_call_and_disturb_no_other():
+    tensors = randoms(2, (LARGE,), torch.int32)
+    wanted = [left_fold(tensors, "sum")] * 2
+    work = pc.all_reduce(tensors, async_op=True)
+    with pytest.raises(ValueError, match="shape"):
+        pc.all_reduce([tensors[0], torch.zeros(3, dtype=torch.int32)], async_op=True)
+    work.wait()
+    assert_same(tensors, wanted)
+
+
+LEAVES = """
+import sys
+import numpy, torch
+import pycollect as pc
+tensors = [torch.ones(3_000_000) for _ in range(4)]
+arrays = [numpy.ones(100, numpy.float32) for _ in range(4)]
+works = [pc.all_reduce(tensors, "max", async_op=True) for _ in range(10)]
+works += [pc.all_reduce(arrays, "max", async_op=True) for _ in range(10)]
+if sys.argv[1] == "drop":
+    del tensors, arrays, works
+"""
+
+
+@pytest.mark.parametrize("how", ["keep", "drop"])
+def test_a_program_may_end_with_work_under_way(how):
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVES, how], timeout=60, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,189 @@
+"""Anything with __dlpack__ is taken where a tensor is: NumPy arrays, and objects with nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from reference import assert_same, expected, left_fold
+
+import pycollect as pc
+
+NUMPY = (
+    np.float64,
+    np.float32,
+    np.float16,
+    np.int8,
+    np.int16,
+    np.int32,
+    np.int64,
+    np.uint8,
+    np.bool_,
+    np.complex64,
+    np.complex128,
+)
+IN_PLACE = ("all_reduce", "reduce", "broadcast")
+OUT_OF_PLACE = ("all_gather", "reduce_scatter", "all_to_all")
+
+
+class Capsule:
+    """The least that the protocol asks for."""
+
+    def __init__(self, owner):
+        self.owner = owner
+
+    def __dlpack__(self, **options):
+        return self.owner.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.owner.__dlpack_device__()
+
+
+class OldCapsule(Capsule):
+    """From before the protocol had versions: takes a stream and nothing else."""
+
+    def __dlpack__(self, stream=None):
+        return self.owner.__dlpack__()
+
+
+def arrays(dtype=np.float32, shape=(6, 4)):
+    """Three ranks."""
+    count = int(np.prod(shape))
+    return [(np.arange(count).reshape(shape) % (5 + r)).astype(dtype) for r in range(3)]
+
+
+def tensors_of(values):
+    return [torch.tensor(v) for v in values]
+
+
+def read_only(values):
+    for v in values:
+        v.flags.writeable = False
+    return values
+
+
+@pytest.mark.parametrize("dtype", NUMPY)
+@pytest.mark.parametrize("collective", IN_PLACE)
+def test_arrays_are_written_in_place(collective, dtype):
+    mine = arrays(dtype)
+    wanted = expected(collective, tensors_of(mine))
+    assert getattr(pc, collective)(mine) is None
+    assert_same(tensors_of(mine), wanted)
+
+
+@pytest.mark.parametrize("collective", OUT_OF_PLACE)
+@pytest.mark.parametrize("guard", [list, read_only], ids=["writeable", "read-only"])
+def test_arrays_as_inputs_give_tensors(collective, guard):
+    mine = guard(arrays())
+    kept = tensors_of(mine)
+    got = getattr(pc, collective)(mine, dim=1)
+    assert_same(got, expected(collective, kept, dim=1))
+    assert_same(tensors_of(mine), kept)
+    assert all(not np.shares_memory(g.numpy(), m) for g in got for m in mine)
+
+
+@pytest.mark.filterwarnings("error")
+def test_read_only_arrays_as_inputs_give_no_warning():
+    pc.all_gather(read_only(arrays()))
+
+
+def test_arrays_as_outputs():
+    mine = arrays()
+    for collective in OUT_OF_PLACE:
+        wanted = expected(collective, tensors_of(mine))
+        out = [np.zeros(w.shape, np.float32) for w in wanted]
+        got = getattr(pc, collective)(mine, out=out)
+        assert_same(got, wanted, collective)
+        assert_same(tensors_of(out), wanted, collective)
+        assert all(np.shares_memory(g.numpy(), o) for g, o in zip(got, out, strict=True))
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_read_only_array_is_refused_as_an_output(position):
+    for collective in IN_PLACE:
+        mine = arrays()
+        read_only(mine[position : position + 1])
+        kept = tensors_of(mine)
+        with pytest.raises(ValueError, match=rf"\[{position}\].*read-only"):
+            getattr(pc, collective)(mine)
+        assert_same(tensors_of(mine), kept, collective)
+    with pytest.raises(ValueError, match="read-only"):
+        pc.copy_(mine[position], torch.zeros(6, 4))
+    out = [np.zeros((18, 4), np.float32) for _ in range(3)]
+    read_only(out[position : position + 1])
+    with pytest.raises(ValueError, match=rf"out\[{position}\].*read-only"):
+        pc.all_gather(arrays(), out=out)
+    assert all((o == 0).all() for o in out)
+
+
+def test_a_read_only_array_behind_a_bare_capsule_is_refused_or_an_error():
+    mine = [Capsule(a) for a in read_only(arrays())]
+    with pytest.raises((ValueError, BufferError)):
+        pc.all_reduce(mine)
+    assert_same(tensors_of([c.owner for c in mine]), tensors_of(arrays()))
+
+
+def test_arrays_and_tensors_mixed():
+    values = arrays()
+    mine = [values[0].copy(), torch.tensor(values[1]), Capsule(values[2].copy())]
+    pc.all_reduce(mine)
+    wanted = left_fold(tensors_of(values), "sum")
+    assert_same([torch.tensor(mine[0]), mine[1], torch.tensor(mine[2].owner)], [wanted] * 3)
+
+
+@pytest.mark.parametrize("kind", [Capsule, OldCapsule])
+@pytest.mark.parametrize("owner", [torch.tensor, np.array], ids=["torch", "numpy"])
+def test_bare_capsules(kind, owner):
+    mine = [kind(owner(v)) for v in arrays()]
+    pc.all_reduce(mine)
+    wanted = left_fold(tensors_of(arrays()), "sum")
+    assert_same([torch.as_tensor(c.owner) for c in mine], [wanted] * 3)
+    assert_same([pc.gather(mine)], [torch.cat([wanted] * 3)])
+
+
+def test_strided_arrays():
+    rooms = [np.ones((6, 9), np.float32) for _ in range(3)]
+    views = [room[:, 1::2] for room in rooms]
+    for view, values in zip(views, arrays(), strict=True):
+        view[...] = values
+    pc.all_reduce(views)
+    assert_same(tensors_of(views), [left_fold(tensors_of(arrays()), "sum")] * 3)
+    assert all((room[:, ::2] == 1).all() for room in rooms)
+    with pytest.raises((ValueError, BufferError, RuntimeError)):  # torch has no negative strides
+        pc.all_reduce([a[::-1] for a in arrays()])
+
+
+def test_overlapping_arrays_are_refused():
+    storage = np.arange(20, dtype=np.float32)
+    kept = storage.copy()
+    with pytest.raises(ValueError, match="share"):
+        pc.all_reduce([storage[:8], torch.from_numpy(storage)[7:15]])
+    assert (storage == kept).all()
+
+
+def test_everything_else_takes_arrays():
+    values = arrays()
+    assert_same(pc.scatter(values[0], "cpu*3"), list(torch.tensor(values[0]).tensor_split(3)))
+    assert_same(pc.replicate(values, "cpu*2")[1], tensors_of(values))
+    assert_same([pc.gather(values)], [torch.cat(tensors_of(values))])
+    target = np.zeros((6, 4), np.float32)
+    pc.copy_(target, values[2])
+    assert_same([torch.tensor(target)], tensors_of(values[2:]))
+    lists = [[v, v[0].copy()] for v in arrays()]
+    pc.all_reduce_coalesced(lists)
+    assert_same(tensors_of([mine[0] for mine in lists]), [left_fold(tensors_of(values), "sum")] * 3)
+
+
+def test_arrays_of_no_number_are_refused():
+    for bad in (np.array(["a"]), np.array([object()]), np.zeros(3, np.uint16)):
+        with pytest.raises((TypeError, ValueError, BufferError)):
+            pc.all_reduce([bad, bad.copy()])
+    with pytest.raises(TypeError, match=r"\[0\].*list"):
+        pc.all_reduce([[1.0, 2.0], [3.0, 4.0]])
+
+
+def test_an_array_may_be_dropped_while_the_result_lives():
+    out = np.zeros(6, np.float32)
+    got = pc.gather([np.ones(3, np.float32), np.ones(3, np.float32)], out=out)
+    del out
+    assert got.sum() == 6

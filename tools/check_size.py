@@ -1,0 +1,53 @@
+"""Fails when a file has more than 300 lines, or a Python function more than 40 of code.
+
+Docstrings do not count for functions. C++ functions are left to the reader: no parser here.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOMS = ("build_backend", "csrc", "pycollect", "tests", "bench", "tools")
+SUFFIXES = {".py", ".pyi", ".h", ".cpp", ".cu", ".cuh"}
+FILE_LINES = 300
+FUNCTION_LINES = 40
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the lines of a function, from `def` on and without its docstring."""
+    lines = (function.end_lineno or function.lineno) - function.lineno + 1
+    if ast.get_docstring(function, clean=False) is not None:
+        docstring = function.body[0]
+        lines -= (docstring.end_lineno or docstring.lineno) - docstring.lineno + 1
+    return lines
+
+
+def too_long(path: Path) -> Iterator[str]:
+    """Yield one sentence for the file and for each function that is over its limit."""
+    text = path.read_text()
+    lines = len(text.splitlines())
+    if lines > FILE_LINES:
+        yield f"{path}: {lines} lines, the limit is {FILE_LINES}"
+    if path.suffix != ".py":
+        return
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = code_lines(node)
+            if lines > FUNCTION_LINES:
+                yield f"{path}:{node.lineno}: {node.name}() has {lines} lines of {FUNCTION_LINES}"
+
+
+def main() -> int:
+    files = [Path("setup.py")]
+    for room in ROOMS:
+        files += sorted(path for path in Path(room).rglob("*") if path.suffix in SUFFIXES)
+    found = [sentence for path in files for sentence in too_long(path)]
+    print("\n".join(found) or f"{len(files)} files are short enough")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
