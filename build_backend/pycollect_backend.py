@@ -7,11 +7,13 @@ be found and put back on the path; torch is asked for only when it is not there.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
 import site
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,8 @@ def target_sites() -> list[str]:
     """
     found = site.getsitepackages()
     if sys.base_prefix in site.PREFIXES:
-        found = [site.getusersitepackages(), *found]
+        behind_the_venv = int(sys.prefix != sys.base_prefix)  # as on an ordinary sys.path
+        found.insert(behind_the_venv, site.getusersitepackages())
     return [path for path in found if os.path.isdir(path)]
 
 
@@ -56,7 +59,12 @@ def find_torch() -> bool:
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
-    return [] if find_torch() else [TORCH]
+    native.require_compiler(os.environ)  # here already: pip fetches gigabytes after this
+    if not find_torch():
+        return [TORCH]
+    with contextlib.suppress(metadata.PackageNotFoundError):  # then setup.py asks torch itself
+        native.require_torch(metadata.version("torch"))
+    return []
 
 
 def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:

@@ -1,22 +1,23 @@
 """The list collectives: one process holds a tensor per rank, and the list order is the rank order.
 
 Every reduction is the left fold in rank order, ``((x0 + x1) + x2) + ...``, accumulated in fp32 for
-fp32 and narrower floats, in fp64 for fp64 and natively (wrapping) for integers, and rounded once: the
-same bits whatever the size, the algorithm or the number of threads.
+fp32 and narrower floats, in fp64 for fp64 and natively (wrapping) for integers, and rounded once:
+the same bits whatever the size, the algorithm or the number of threads.
 
 Common to all of them:
 
-* ``tensors`` is a list or tuple with one tensor per rank; anything with ``__dlpack__`` (a NumPy or CuPy
-  array) may stand for a tensor, results are torch tensors. Tensors on which a collective works in place
+* ``tensors`` is a list or tuple with one tensor per rank; anything with ``__dlpack__`` (a NumPy or
+  CuPy array) may stand for a tensor, results are torch tensors. Tensors that are worked on in place
   have one shape, dtype and order in memory, share no memory, and may have any strides.
-* dtypes: float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int8, int16, int32, int64,
-  uint8, bool, complex64, complex128.
-* ``op``: "sum", "avg", "prod", "min", "max", "band", "bor", "bxor", or a torch.distributed.ReduceOp.
-* ``algorithm``: a name out of ``pycollect.algorithms(collective)``; None chooses one that keeps the order.
-* ``async_op=True`` returns a ``Work`` at once; its ``wait()`` returns what the call would have returned.
-* ``streams``: one per rank for CUDA tensors that were produced on streams of their own; None for the CPU.
+* dtypes: float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int8, int16, int32,
+  int64, uint8, bool, complex64, complex128.
+* ``op``: "sum", "avg", "prod", "min", "max", "band", "bor", "bxor", or torch.distributed's ReduceOp.
+* ``algorithm``: a name of ``pycollect.algorithms(...)``; None takes one that keeps the order.
+* ``async_op=True`` returns a ``Work`` at once; its ``wait()`` returns what the call would have.
+* ``streams``: one per rank for CUDA tensors that were produced on streams of their own; CPU tensors
+  have none.
 
-Bad arguments raise TypeError (a type that cannot be served) or ValueError before anything has moved.
+Bad arguments raise TypeError (a type that cannot be served) or ValueError before anything moves.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def broadcast_coalesced(
     async_op: bool = False,
     streams: Streams = None,
 ) -> Work | None:
-    """Copy every ``tensor_lists[src][i]`` into ``tensor_lists[rank][i]`` of all others, in one pass.
+    """Copy ``tensor_lists[src][i]`` into ``tensor_lists[rank][i]`` of all others, in one pass.
 
     >>> x = [[torch.zeros(1), torch.zeros(2)], [torch.ones(1), torch.ones(2)]]
     >>> broadcast_coalesced(x, src=1); x[0]

@@ -1,15 +1,15 @@
-"""The same collectives bound to a list of devices, for those who call them often on the same ranks."""
+"""The same collectives bound to a list of devices, for many calls on the same ranks."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from . import collectives, exchange
-from .collectives import Streams, TensorLike, TensorList, Work, host_ranks
+from .collectives import TensorLike, Work, host_ranks
 from .devices import DeviceSpec
 from .devices import devices as resolve
 
@@ -31,11 +31,24 @@ def _bound(
     return method
 
 
+def _placed(
+    function: Callable[Concatenate[T, DeviceSpec, P], R],
+) -> Callable[Concatenate[Communicator, T, P], R]:
+    """Make a method of a module function whose second argument is the devices."""
+
+    @functools.wraps(function)
+    def method(self: Communicator, what: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return function(what, self.devices, *args, **kwargs)
+
+    return method
+
+
 class Communicator:
     """All collectives over a fixed list of devices, one per rank.
 
-    ``devices`` is what ``pycollect.devices`` takes. ``peer_access=False`` stages all traffic between
-    GPUs through pinned host memory; ranks on the CPU share one memory and have no use for it.
+    ``devices`` is what ``pycollect.devices`` takes. ``peer_access=False`` stages all traffic
+    between GPUs through pinned host memory; ranks on the CPU share one memory and have no use for
+    it. Methods take what the module functions take, but for the devices.
 
     >>> two = Communicator("cpu*2")
     >>> two.all_gather([torch.ones(1), torch.zeros(1)])[0]
@@ -64,23 +77,8 @@ class Communicator:
     all_to_all = _bound(exchange.all_to_all)
     gather = _bound(exchange.gather)
 
-    def scatter(
-        self,
-        tensor: TensorLike,
-        *,
-        chunk_sizes: Sequence[int] | None = None,
-        dim: int = 0,
-        out: Sequence[TensorLike] | None = None,
-        async_op: bool = False,
-        streams: Streams = None,
-    ) -> list[torch.Tensor] | Work:
-        """As ``pycollect.scatter``, to this communicator's devices."""
-        options: dict[str, Any] = {"chunk_sizes": chunk_sizes, "dim": dim, "out": out}
-        return exchange.scatter(tensor, self.devices, **options, async_op=async_op, streams=streams)
-
-    def replicate(self, tensors: TensorList) -> list[list[torch.Tensor]]:
-        """As ``pycollect.replicate``, to this communicator's devices."""
-        return collectives.replicate(tensors, self.devices)
+    scatter = _placed(exchange.scatter)
+    replicate = _placed(collectives.replicate)
 
     def copy_(self, dst: TensorLike, src: TensorLike, *, async_op: bool = False) -> Work | None:
         """As ``pycollect.copy_``."""
@@ -95,7 +93,7 @@ class Communicator:
         return f"Communicator([{names}], peer_access={self.peer_access})"
 
     def _check(self, ranks: Any, call: str) -> None:
-        """Refuse a list that does not fit these devices; what is no list is refused further down."""
+        """Refuse a list that does not fit; what is no list at all is refused further down."""
         if not isinstance(ranks, (list, tuple)):
             return
         if len(ranks) != self.world:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-DeviceSpec: TypeAlias = "str | torch.device | int | None | Iterable[str | torch.device | int]"
+DeviceSpec: TypeAlias = "str | torch.device | int | Iterable[str | torch.device | int] | None"
 
 _TIMES = re.compile(r"(?P<device>.*\S)\s*\*\s*(?P<times>\d+)")
 _EXACT = re.compile(r"(?P<kind>cpu|cuda|gpu)(?::(?P<index>\d+|\*))?", re.IGNORECASE)
@@ -18,11 +18,11 @@ _FORMS = '"cpu", "cpu*4", "cuda:0", "cuda:0*4", "cuda:*", "GPU:1", "GPU:*", or a
 def devices(spec: DeviceSpec = None) -> list[torch.device]:
     """Return one device per rank.
 
-    ``spec`` is None (every CUDA device, or two ranks on the CPU where there is none), a string such as
-    ``"cpu*4"``, ``"cuda:0"``, ``"cuda:0*4"`` (four ranks on one GPU), ``"cuda:*"``, ``"GPU:*"``,
-    ``"GPU:1"``, a regular expression over the names of the devices that there are (``"cuda:[0-3]"``),
-    a torch.device, an index of a GPU, or a list of any of these. Raises ValueError for a device that
-    is not there and for a pattern that fits none, TypeError for anything else.
+    ``spec`` is None (every CUDA device, or two ranks on the CPU where there is none), a string such
+    as ``"cpu*4"``, ``"cuda:0"``, ``"cuda:0*4"`` (four ranks on one GPU), ``"cuda:*"``, ``"GPU:*"``,
+    ``"GPU:1"``, a regular expression over the names of the devices that there are, such as
+    ``"cuda:[0-3]"``, a torch.device, an index of a GPU, or a list of any of these. Raises
+    ValueError for a device that is not there and a pattern that fits none, TypeError for the rest.
 
     >>> devices("cpu*2")
     [device(type='cpu'), device(type='cpu')]

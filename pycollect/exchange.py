@@ -1,8 +1,8 @@
-"""The list collectives that cut and join along a dimension; collectives.py says what all have in common.
+"""The list collectives that cut and join along a dimension; see collectives.py for what all share.
 
-Results are new tensors, or the caller's own in ``out``: of the right shape, contiguous or dense in the
-same order of dimensions as the inputs (channels_last stays channels_last). Inputs that are not dense, or
-not alike, are laid anew first, which costs a copy of them.
+Results are new tensors, or the caller's own in ``out``: of the right shape, contiguous or dense in
+the same order of dimensions as the inputs (channels_last stays channels_last). Inputs that are not
+dense, or not alike, are laid anew first, which costs a copy of them.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def all_to_all(
     async_op: bool = False,
     streams: Streams = None,
 ) -> list[torch.Tensor] | Work:
-    """Send chunk j of every tensor to rank j and return, for every rank, what arrived, in rank order.
+    """Send chunk j of every tensor to rank j; return for each rank what arrived, in rank order.
 
     ``split_sizes`` are the lengths along ``dim`` of the W chunks, one list for all ranks or one for
     each; by default each tensor is cut as torch.tensor_split.
@@ -189,7 +189,7 @@ def gather(
     out: TensorLike | None = None,
     streams: Streams = None,
 ) -> torch.Tensor:
-    """Return the concatenation of all tensors along ``dim``, on ``device`` (default: the first one's).
+    """Return the concatenation along ``dim``, on ``device`` (default: that of the first tensor).
 
     >>> gather([torch.tensor([1]), torch.tensor([2, 3])])
     tensor([1, 2, 3])

@@ -1,6 +1,8 @@
 """What is not a torch tensor and yet may stand where one does: anything that speaks DLPack.
 
 The memory is shared, never copied, so that a collective in place changes the caller's own array.
+torch.from_dlpack writes into read-only arrays in silence and ends the process on negative strides, so
+the capsule is read here first.
 """
 
 from __future__ import annotations
@@ -9,52 +11,66 @@ import ctypes
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 
 
-class _Version(ctypes.Structure):
-    _fields_ = (("major", ctypes.c_uint32), ("minor", ctypes.c_uint32))
-
-
-class _Versioned(ctypes.Structure):
-    """The head of DLManagedTensorVersioned: all that is needed to reach its flags."""
+class _Tensor(ctypes.Structure):
+    """DLTensor, of DLPack's C header."""
 
     _fields_ = (
-        ("version", _Version),
-        ("manager_ctx", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-        ("flags", ctypes.c_uint64),
+        ("data", ctypes.c_void_p),
+        ("device", ctypes.c_int32 * 2),
+        ("ndim", ctypes.c_int32),
+        ("dtype", ctypes.c_uint8 * 4),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
     )
 
 
-def _flags(capsule: object) -> int:
+class _Versioned(ctypes.Structure):
+    """DLManagedTensorVersioned; its predecessor, DLManagedTensor, begins with the DLTensor."""
+
+    _fields_ = (
+        ("version", ctypes.c_uint32 * 2),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    )
+
+
+def _capsule(array: Any) -> object:
+    try:
+        return array.__dlpack__(max_version=(1, 0))
+    except TypeError:  # an exporter from before versions and flags
+        return array.__dlpack__()
+
+
+def _look(capsule: object) -> tuple[bool, list[int]]:
+    """Return whether the array is read-only, and its strides in elements ([] for C order)."""
+    name = b"dltensor_versioned" if "dltensor_versioned" in repr(capsule) else b"dltensor"
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype = ctypes.c_void_p
     pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
-    address = pointer(capsule, b"dltensor_versioned")
-    return int(_Versioned.from_address(address or 0).flags)
-
-
-def _is_read_only(array: Any) -> bool:
-    """Tell whether writing to the array is forbidden, from whichever protocol says so."""
-    for name in ("__array_interface__", "__cuda_array_interface__"):
-        interface = getattr(array, name, None)
-        if isinstance(interface, dict) and interface.get("data") is not None:
-            return bool(interface["data"][1])
-    try:
-        capsule = array.__dlpack__(max_version=(1, 0))
-    except TypeError:  # an exporter from before flags: what it exports may be written
-        return False
-    return "dltensor_versioned" in repr(capsule) and bool(_flags(capsule) & _READ_ONLY)
+    address = pointer(capsule, name)
+    if name == b"dltensor":
+        tensor, flags = _Tensor.from_address(address), 0
+    else:
+        managed = _Versioned.from_address(address)
+        tensor, flags = managed.tensor, managed.flags
+    strides = tensor.strides[: tensor.ndim] if tensor.strides else []
+    return bool(flags & _READ_ONLY), list(strides)
 
 
 def as_tensor(array: Any, written: bool, where: str) -> torch.Tensor:
     """Return a tensor over the array's own memory.
 
-    ``written`` says that the collective will write to it; ``where`` names the argument in messages.
-    Raises TypeError for what is neither a tensor nor speaks DLPack, ValueError for a read-only array
-    that would be written and for an array that cannot be shared.
+    ``written`` says that the collective will write to it; ``where`` names it in messages. Raises
+    TypeError for what is neither a tensor nor speaks DLPack, ValueError for a read-only array that
+    would be written and for an array that cannot be shared.
     """
     if isinstance(array, torch.Tensor):
         return array
@@ -63,13 +79,18 @@ def as_tensor(array: Any, written: bool, where: str) -> torch.Tensor:
         raise TypeError(
             f"{where} is a {kind}; pass a torch.Tensor or an array with __dlpack__ (NumPy, CuPy)"
         )
-    read_only = _is_read_only(array)
-    if read_only and written:
-        raise ValueError(f"{where} is a read-only array and would be written; pass .copy()")
-    if read_only:  # torch would refuse it, or warn; nothing writes to the copy of a view
-        array = array.copy() if hasattr(array, "copy") else array
+    flags = getattr(array, "flags", None)  # NumPy's, which its capsules carry only since 2.1
+    read_only = getattr(flags, "writeable", True) is False
     try:
-        return torch.from_dlpack(array)
+        if read_only and not written:
+            array = array.copy()  # torch takes no read-only capsules; it is only read anyway
+        capsule = None if read_only and written else _capsule(array)
+        marked, strides = _look(capsule) if capsule is not None else (True, [])
+        if written and (read_only or marked):
+            raise ValueError(f"{where} is a read-only array and would be written; pass .copy()")
+        if any(stride < 0 for stride in strides):
+            raise ValueError(f"{where} has negative strides, {strides}; pass .copy()")
+        return torch.utils.dlpack.from_dlpack(capsule)
     except (BufferError, RuntimeError, TypeError) as error:
         raise ValueError(f"{where} cannot be shared through DLPack: {error}") from error
 
@@ -77,8 +98,8 @@ def as_tensor(array: Any, written: bool, where: str) -> torch.Tensor:
 def op_name(op: object, call: str) -> str:
     """Return pycollect's name of a torch.distributed.ReduceOp.
 
-    >>> op_name(torch.distributed.ReduceOp.SUM, "all_reduce")
-    'sum'
+    >>> op_name(torch.distributed.ReduceOp.PRODUCT, "all_reduce")
+    'prod'
     """
     name = getattr(op, "name", None)
     if name is None and type(op).__name__ == "ReduceOp":  # torch wraps its enum in a class

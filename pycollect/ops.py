@@ -1,32 +1,44 @@
-"""What torch.ops.pycollect.* does to shapes, for torch.compile and torch.export, which run on fakes.
+"""What torch.ops.pycollect.* does to shapes, for whoever traces with fakes (torch.compile, export).
 
 The operators themselves are in csrc/torch/ops.cpp; the eager functions do not go through them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import torch
 from torch import Tensor
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-@torch.library.register_fake("pycollect::all_reduce_")
+
+def _fake(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """torch.library.register_fake, which has no types of its own."""
+    register: Callable[[Callable[P, R]], Callable[P, R]] = torch.library.register_fake(name)
+    return register
+
+
+@_fake("pycollect::all_reduce_")
 def _all_reduce(tensors: list[Tensor], op: str = "sum", *, algorithm: str | None = None) -> None:
     pass
 
 
-@torch.library.register_fake("pycollect::reduce_")
+@_fake("pycollect::reduce_")
 def _reduce(
     tensors: list[Tensor], dst: int = 0, op: str = "sum", *, algorithm: str | None = None
 ) -> None:
     pass
 
 
-@torch.library.register_fake("pycollect::broadcast_")
+@_fake("pycollect::broadcast_")
 def _broadcast(tensors: list[Tensor], src: int = 0, *, algorithm: str | None = None) -> None:
     pass
 
 
-@torch.library.register_fake("pycollect::all_gather")
+@_fake("pycollect::all_gather")
 def _all_gather(
     tensors: list[Tensor], dim: int = 0, *, algorithm: str | None = None
 ) -> list[Tensor]:
@@ -34,7 +46,7 @@ def _all_gather(
     return [torch.empty_like(whole) for _ in tensors]
 
 
-@torch.library.register_fake("pycollect::reduce_scatter")
+@_fake("pycollect::reduce_scatter")
 def _reduce_scatter(
     tensors: list[Tensor], op: str = "sum", dim: int = 0, *, algorithm: str | None = None
 ) -> list[Tensor]:
@@ -42,7 +54,7 @@ def _reduce_scatter(
     return [torch.empty_like(chunk.contiguous()) for chunk in chunks]
 
 
-@torch.library.register_fake("pycollect::all_to_all")
+@_fake("pycollect::all_to_all")
 def _all_to_all(tensors: list[Tensor], dim: int = 0) -> list[Tensor]:
     cut = [torch.tensor_split(t, len(tensors), dim) for t in tensors]
     return [torch.empty_like(torch.cat(arrived, dim)) for arrived in zip(*cut, strict=True)]

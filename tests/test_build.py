@@ -58,11 +58,18 @@ def test_torch_is_asked_for_only_when_the_target_has_none(
     (tmp_path / "torch").mkdir()  # what an uninstall leaves behind
     assert backend.get_requires_for_build_editable() == [backend.TORCH]
     (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch-2.12.0.dist-info").mkdir()
+    version = tmp_path / "torch-2.12.0.dist-info" / "METADATA"
+    version.write_text("Name: torch\nVersion: 2.12.0\n")
     assert backend.get_requires_for_build_wheel() == []
     assert backend.get_requires_for_build_editable() == []
     assert str(tmp_path) in sys.path
     assert sys.path[0] == str(BACKEND)  # what isolation offers still comes first
     assert backend.get_requires_for_build_sdist() == []
+
+    version.write_text("Name: torch\nVersion: 2.9.1\n")
+    with pytest.raises(SystemExit, match=r"torch 2\.11 or newer is needed and 2\.9\.1"):
+        backend.get_requires_for_build_wheel()
 
 
 def test_target_is_found_when_isolation_hides_it(tmp_path: Path):

@@ -59,11 +59,11 @@ std::vector<const Algorithm*> algorithms(Collective collective) {
 }
 
 const Algorithm& find(Collective collective, std::string_view wanted) {
+  for (const Algorithm& a : registry())
+    if (a.collective == collective && a.name == wanted) return a;
   std::string names;
-  for (const Algorithm* a : algorithms(collective)) {
-    if (a->name == wanted) return *a;
+  for (const Algorithm* a : algorithms(collective))
     names += text(names.empty() ? "'" : ", '", a->name, "'");
-  }
   throw std::invalid_argument(
       text("there is no ", name(collective), " algorithm '", wanted, "'; choose one of ", names));
 }

@@ -86,8 +86,9 @@ std::ostream& operator<<(std::ostream& out, const Label& label) {
 
 DType dtype_of(const at::Tensor& tensor, const Label& label) {
   const auto found = find_dtype(tensor.scalar_type());
-  require_type(found.has_value(), label.call, ": ", label, " is ", tensor.dtype().name(),
-               "; allowed are ", joined(kDTypeNames));
+  if (!found) [[unlikely]]  // the list of names is only made when it is needed
+    throw TypeMismatch(text(label.call, ": ", label, " is ", tensor.dtype().name(),
+                            "; allowed are ", joined(kDTypeNames)));
   return *found;
 }
 

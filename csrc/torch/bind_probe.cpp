@@ -43,7 +43,7 @@ void run_plan(const Plan& plan, const Buffers& buffers, const std::string& op, b
 std::vector<double> time_all_reduce(const py::object& tensors, const py::object& op,
                                     const py::object& algorithm, int iterations) {
   constexpr const char* kCall = "time_all_reduce";
-  Tensors list = tensors_from(tensors, Use::write, kCall);
+  Tensors list = tensors_from(tensors, written, kCall);
   const int world = static_cast<int>(list.size());
   const Job job = in_place({.collective = Collective::all_reduce,
                             .call = kCall,

@@ -28,6 +28,8 @@ struct InPlace {
   const char* root_name = "dst";
   std::string_view algorithm = {};
 };
+// What becomes of a rank's tensor: broadcast only reads its source, reduce all but its destination.
+Use use_of(const InPlace& ask, int64_t rank);
 Job in_place(const InPlace& ask, Grid tensors);
 
 // all_gather, reduce_scatter, all_to_all, scatter and gather: blocks along a dimension.

@@ -12,6 +12,8 @@ namespace {
 // A list or tuple as it is, any other sequence as a list. A tensor or an array is a sequence too,
 // of its rows, which is never what was meant.
 py::object items_of(py::handle list, const char* call, const char* name) {
+  if (PyList_CheckExact(list.ptr()) || PyTuple_CheckExact(list.ptr())) [[likely]]
+    return py::reinterpret_borrow<py::object>(list);
   const bool sequence = PySequence_Check(list.ptr()) && !PyUnicode_Check(list.ptr()) &&
                         !THPVariable_Check(list.ptr()) && !py::hasattr(list, "__dlpack__");
   require_type(sequence, call, ": ", name, " is a ", Py_TYPE(list.ptr())->tp_name,
@@ -34,16 +36,17 @@ at::Tensor tensor_from(py::handle item, Use use, const Label& label) {
   return as_tensor(item, use == Use::write, where).cast<at::Tensor>();
 }
 
-Tensors tensors_from(py::handle list, Use use, const char* call, const char* name) {
+Tensors tensors_from(py::handle list, UseOf use, const char* call, const char* name) {
   const py::object items = items_of(list, call, name);
   Tensors tensors;
   tensors.reserve(size_of(items));
   for (std::size_t i = 0; i < size_of(items); ++i)
-    tensors.push_back(tensor_from(item_of(items, i), use, {call, name, static_cast<int>(i)}));
+    tensors.push_back(tensor_from(item_of(items, i), use(static_cast<int>(i)),
+                                  {call, name, static_cast<int>(i)}));
   return tensors;
 }
 
-Grid grid_from(py::handle lists, Use use, const char* call) {
+Grid grid_from(py::handle lists, UseOf use, const char* call) {
   constexpr const char* kName = "tensor_lists";
   const py::object ranks = items_of(lists, call, kName);
   Grid grid{{}, static_cast<int>(size_of(ranks)), kName, true};
@@ -54,7 +57,8 @@ Grid grid_from(py::handle lists, Use use, const char* call) {
     require(size_of(items) == width, call, ": ", kName, "[", r, "] has ", size_of(items),
             " tensors and ", kName, "[0] has ", width, "; all ranks must have as many");
     for (std::size_t i = 0; i < width; ++i)
-      grid.flat[i * grid.world + r] = tensor_from(item_of(items, i), use, grid.label(call, i, r));
+      grid.flat[i * grid.world + r] =
+          tensor_from(item_of(items, i), use(r), grid.label(call, i, r));
   }
   return grid;
 }
@@ -76,7 +80,12 @@ ReduceOp op_from(py::handle op, const char* call) {
 int64_t int_from(py::handle number, const char* call, const char* name) {
   require_type(PyIndex_Check(number.ptr()) && !PyBool_Check(number.ptr()), call, ": ", name,
                " is a ", Py_TYPE(number.ptr())->tp_name, "; pass an int");
-  return number.cast<int64_t>();
+  const auto whole = py::reinterpret_steal<py::object>(PyNumber_Index(number.ptr()));
+  if (!whole) throw py::error_already_set();
+  int overflow = 0;
+  const int64_t value = PyLong_AsLongLongAndOverflow(whole.ptr(), &overflow);
+  require(overflow == 0, call, ": ", name, " does not fit 64 bits");
+  return value;
 }
 
 std::string_view algorithm_from(py::handle name, const char* call) {
@@ -90,9 +99,11 @@ std::string_view algorithm_from(py::handle name, const char* call) {
   return {data, static_cast<std::size_t>(length)};
 }
 
-void check_streams(py::handle streams, const char* call) {
+void check_streams(py::handle streams, int world, const char* call) {
   if (streams.is_none()) return;
   const py::object items = items_of(streams, call, "streams");
+  require(static_cast<int>(size_of(items)) == world, call, ": streams has ", size_of(items),
+          " items; needed are ", world, ", one per rank");
   for (std::size_t i = 0; i < size_of(items); ++i)
     require(item_of(items, i).is_none(), call, ": streams[", i,
             "] belongs to a CPU tensor, which has none; pass None for it");

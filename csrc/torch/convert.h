@@ -1,21 +1,26 @@
 // Python objects to what the collectives take. Tensors are taken as they are; anything else that
 // speaks DLPack goes through pycollect.interop, which is slower and knows about read-only arrays.
 #pragma once
+#include <c10/util/FunctionRef.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "collectives.h"
 
 namespace pycollect {
 
-Tensors tensors_from(py::handle list, Use use, const char* call, const char* name = "tensors");
+using UseOf = c10::function_ref<Use(int rank)>;
+Tensors tensors_from(py::handle list, UseOf use, const char* call, const char* name = "tensors");
 at::Tensor tensor_from(py::handle item, Use use, const Label& label);
-Grid grid_from(py::handle lists, Use use, const char* call);
+Grid grid_from(py::handle lists, UseOf use, const char* call);
 
 ReduceOp op_from(py::handle op, const char* call);
 int64_t int_from(py::handle number, const char* call, const char* name);
 std::string_view algorithm_from(py::handle name, const char* call);  // empty for None
 
+inline Use only_read(int) { return Use::read; }
+inline Use written(int) { return Use::write; }
+
 // Host memory has no streams: None, or a None per rank.
-void check_streams(py::handle streams, const char* call);
+void check_streams(py::handle streams, int world, const char* call);
 
 }  // namespace pycollect

@@ -38,7 +38,10 @@ Sizes even(int64_t length, int world) {  // as torch.tensor_split
 // The caller's sizes of one rank, or the even cut.
 Sizes cut(const Exchange& ask, int64_t length, int rank, int world) {
   if (!ask.sizes) return even(length, world);
-  const auto& given = ask.sizes->size() == 1 ? ask.sizes->front() : ask.sizes->at(rank);
+  const std::size_t lists = ask.sizes->size();
+  require(lists == 1 || static_cast<int>(lists) == world, name(ask.collective),
+          ": split_sizes has lists for ", lists, " ranks; needed are ", world);
+  const auto& given = (*ask.sizes)[lists == 1 ? 0 : rank];
   const char* what = ask.collective == scatter ? "chunk_sizes" : "split_sizes";
   int64_t sum = 0;
   for (int64_t s : given) {

@@ -21,24 +21,27 @@ void check(const InPlace& ask, const Grid& grid) {
     for (Rank r = 0; r < grid.world; ++r) {
       const at::Tensor& t = grid.flat[i * grid.world + r];
       const Label label = grid.label(ask.call, i, r);
-      check_tensor(t, Use::write, label);
+      check_tensor(t, use_of(ask, r), label);
       if (r > 0)
         check_alike(t, label, grid.flat[i * grid.world], grid.label(ask.call, i, 0),
                     Alike::shape_and_layout);
       else if (const DType dtype = dtype_of(t, label); reducing(ask.collective))
         check_op(dtype, ask.op, ask.call);
-      extents.push_back(extent(t, Use::write, label));
+      extents.push_back(extent(t, use_of(ask, r), label));
     }
   check_disjoint(extents);
 }
 
-// What autograd has saved of these is no longer what they hold.
-void bump_versions(const Tensors& tensors) {
-  for (const at::Tensor& t : tensors)
-    if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
+// What autograd has saved of this is no longer what it holds.
+void bump_version(const at::Tensor& t) {
+  if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
 }
 
-std::byte* bytes_of(const at::Tensor& t) { return static_cast<std::byte*>(t.mutable_data_ptr()); }
+// Without asking for the right to write, which would be a copy of a lazy clone that is only read;
+// who is written was asked for that when its extent was.
+std::byte* bytes_of(const at::Tensor& t) {
+  return static_cast<std::byte*>(const_cast<void*>(t.const_data_ptr()));
+}
 
 // One tensor of every rank, rectangle by rectangle.
 void bind_ranks(Part& part, std::span<const at::Tensor> ranks, Tensors& held) {
@@ -83,6 +86,12 @@ std::vector<Kind> kinds(const char* call, const Grid& grid) {
 
 }  // namespace
 
+Use use_of(const InPlace& ask, int64_t rank) {
+  const bool writes = ask.collective == Collective::all_reduce ||
+                      (ask.collective == Collective::reduce) == (rank == ask.root);
+  return writes ? Use::write : Use::read;
+}
+
 Job in_place(const InPlace& ask, Grid grid) {
   require(grid.world > 0, ask.call, ": ", grid.list, " is empty; pass one tensor per rank");
   check_rank(ask.root, grid.world, ask.call, ask.root_name);
@@ -97,7 +106,8 @@ Job in_place(const InPlace& ask, Grid grid) {
     job.parts.push_back(std::move(part));
     job.bytes += kind.bytes;
   }
-  bump_versions(grid.flat);
+  for (std::size_t i = 0; grid.world > 1 && i < grid.flat.size(); ++i)
+    if (use_of(ask, i % grid.world) == Use::write) bump_version(grid.flat[i]);
   job.held.insert(job.held.end(), std::make_move_iterator(grid.flat.begin()),
                   std::make_move_iterator(grid.flat.end()));
   return job;
@@ -146,7 +156,7 @@ Job copy(const at::Tensor& dst, const at::Tensor& src) {
   std::vector<Extent> extents{extent(dst, Use::write, to), extent(src, Use::read, from)};
   check_disjoint(extents);
   Job job{.held = {dst, src}, .bytes = dst.nbytes()};
-  bump_versions({dst});
+  bump_version(dst);
   if (dst.strides() != src.strides()) {
     job.transposes.emplace_back(dst.detach(), src.detach());
     return job;

@@ -30,15 +30,16 @@ py::object finish(Job job, bool async_op) {
 }
 
 py::object in_place(const InPlace& ask, py::handle tensors, bool async_op, py::handle streams) {
-  check_streams(streams, ask.call);
-  Tensors list = tensors_from(tensors, Use::write, ask.call);
+  Tensors list = tensors_from(tensors, [&](int rank) { return use_of(ask, rank); }, ask.call);
   const int world = static_cast<int>(list.size());
+  check_streams(streams, world, ask.call);
   return finish(pycollect::in_place(ask, {std::move(list), world}), async_op);
 }
 
 py::object coalesced(const InPlace& ask, py::handle lists, bool async_op, py::handle streams) {
-  check_streams(streams, ask.call);
-  return finish(pycollect::in_place(ask, grid_from(lists, Use::write, ask.call)), async_op);
+  Grid grid = grid_from(lists, [&](int rank) { return use_of(ask, rank); }, ask.call);
+  check_streams(streams, grid.world, ask.call);
+  return finish(pycollect::in_place(ask, std::move(grid)), async_op);
 }
 
 py::object all_reduce(Args tensors, Args op, Args algorithm, bool async_op, Args streams) {
@@ -85,35 +86,38 @@ py::object broadcast_coalesced(Args lists, Args src, bool async_op, Args streams
 
 std::optional<Tensors> out_from(Args out, const char* call) {
   if (out.is_none()) return std::nullopt;
-  return tensors_from(out, Use::write, call, "out");
+  return tensors_from(out, written, call, "out");
+}
+
+py::object exchanged(const Exchange& ask, Args tensors, bool async_op, Args streams) {
+  const char* call = name(ask.collective);
+  Tensors inputs = tensors_from(tensors, only_read, call);
+  check_streams(streams, static_cast<int>(inputs.size()), call);
+  return finish(exchange_blocks(ask, std::move(inputs)), async_op);
 }
 
 py::object all_gather(Args tensors, Args dim, Args algorithm, Args out, bool async_op,
                       Args streams) {
   constexpr const char* kCall = "all_gather";
-  check_streams(streams, kCall);
-  return finish(exchange_blocks({.collective = Collective::all_gather,
-                                 .dim = int_from(dim, kCall, "dim"),
-                                 .algorithm = algorithm_from(algorithm, kCall),
-                                 .out = out_from(out, kCall)},
-                                tensors_from(tensors, Use::read, kCall)),
-                async_op);
+  return exchanged({.collective = Collective::all_gather,
+                    .dim = int_from(dim, kCall, "dim"),
+                    .algorithm = algorithm_from(algorithm, kCall),
+                    .out = out_from(out, kCall)},
+                   tensors, async_op, streams);
 }
 
 py::object reduce_scatter(Args tensors, Args op, Args dim, Args algorithm, Args out, bool async_op,
                           Args streams) {
   constexpr const char* kCall = "reduce_scatter";
-  check_streams(streams, kCall);
-  return finish(exchange_blocks({.collective = Collective::reduce_scatter,
-                                 .op = op_from(op, kCall),
-                                 .dim = int_from(dim, kCall, "dim"),
-                                 .algorithm = algorithm_from(algorithm, kCall),
-                                 .out = out_from(out, kCall)},
-                                tensors_from(tensors, Use::read, kCall)),
-                async_op);
+  return exchanged({.collective = Collective::reduce_scatter,
+                    .op = op_from(op, kCall),
+                    .dim = int_from(dim, kCall, "dim"),
+                    .algorithm = algorithm_from(algorithm, kCall),
+                    .out = out_from(out, kCall)},
+                   tensors, async_op, streams);
 }
 
-// A size per block, for one rank or for all alike.
+// A size per block, of one rank.
 std::vector<int64_t> sizes_from(py::handle sizes, const char* call, const char* name) {
   require_type(PySequence_Check(sizes.ptr()) && !PyUnicode_Check(sizes.ptr()), call, ": ", name,
                " is a ", Py_TYPE(sizes.ptr())->tp_name, "; pass a list of ints");
@@ -122,31 +126,31 @@ std::vector<int64_t> sizes_from(py::handle sizes, const char* call, const char* 
   return result;
 }
 
+// One list for all ranks alike, or a list of each.
+std::vector<std::vector<int64_t>> split_sizes_from(Args sizes, const char* call) {
+  constexpr const char* kSizes = "split_sizes";
+  const bool nested = PySequence_Check(sizes.ptr()) && py::len(sizes) > 0 &&
+                      PySequence_Check(sizes[py::int_(0)].ptr());
+  if (!nested) return {sizes_from(sizes, call, kSizes)};
+  std::vector<std::vector<int64_t>> result;
+  for (py::handle s : sizes) result.push_back(sizes_from(s, call, kSizes));
+  return result;
+}
+
 py::object all_to_all(Args tensors, Args dim, Args split_sizes, Args out, bool async_op,
                       Args streams) {
-  constexpr const char *kCall = "all_to_all", *kSizes = "split_sizes";
-  check_streams(streams, kCall);
+  constexpr const char* kCall = "all_to_all";
   Exchange ask{.collective = Collective::all_to_all,
                .dim = int_from(dim, kCall, "dim"),
                .out = out_from(out, kCall)};
-  Tensors inputs = tensors_from(tensors, Use::read, kCall);
-  if (!split_sizes.is_none()) {
-    ask.sizes.emplace();
-    const bool nested = PySequence_Check(split_sizes.ptr()) && py::len(split_sizes) > 0 &&
-                        PySequence_Check(split_sizes[py::int_(0)].ptr());
-    if (!nested) ask.sizes->push_back(sizes_from(split_sizes, kCall, kSizes));
-    if (nested)
-      for (py::handle s : split_sizes) ask.sizes->push_back(sizes_from(s, kCall, kSizes));
-    require(!nested || ask.sizes->size() == inputs.size(), kCall, ": ", kSizes, " has lists for ",
-            ask.sizes->size(), " ranks; needed are ", inputs.size());
-  }
-  return finish(exchange_blocks(ask, std::move(inputs)), async_op);
+  if (!split_sizes.is_none()) ask.sizes = split_sizes_from(split_sizes, kCall);
+  return exchanged(ask, tensors, async_op, streams);
 }
 
 py::object scatter(Args tensor, int world, Args chunk_sizes, Args dim, Args out, bool async_op,
                    Args streams) {
   constexpr const char* kCall = "scatter";
-  check_streams(streams, kCall);
+  check_streams(streams, world, kCall);
   Exchange ask{.collective = Collective::scatter,
                .dim = int_from(dim, kCall, "dim"),
                .out = out_from(out, kCall),
@@ -158,16 +162,14 @@ py::object scatter(Args tensor, int world, Args chunk_sizes, Args dim, Args out,
 
 py::object gather(Args tensors, Args dim, Args out, Args streams) {
   constexpr const char* kCall = "gather";
-  check_streams(streams, kCall);
   Exchange ask{.collective = Collective::gather, .dim = int_from(dim, kCall, "dim")};
   if (!out.is_none()) ask.out = {tensor_from(out, Use::write, {kCall, "out"})};
-  const py::list results =
-      finish(exchange_blocks(ask, tensors_from(tensors, Use::read, kCall)), false);
+  const py::list results = exchanged(ask, tensors, false, streams);
   return results[0];
 }
 
 py::object replicate(Args tensors, int world) {
-  return finish(pycollect::replicate(tensors_from(tensors, Use::read, "replicate"), world), false);
+  return finish(pycollect::replicate(tensors_from(tensors, only_read, "replicate"), world), false);
 }
 
 py::object copy(Args dst, Args src, bool async_op) {

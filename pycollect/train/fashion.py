@@ -118,7 +118,9 @@ def download(data_dir: Path, patience: float = PATIENCE) -> None:
     try:
         from torchvision.datasets import FashionMNIST
     except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch
-        missing = isinstance(error, ModuleNotFoundError) and error.name == "torchvision"
+        missing = isinstance(error, ModuleNotFoundError) and str(error.name).startswith(
+            "torchvision"
+        )
         reason = (
             "torchvision is not installed" if missing else f"torchvision fails: {first_line(error)}"
         )

@@ -7,15 +7,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 
 import pycollect as pc
+from pycollect.devices import DeviceSpec
 
 from .data import DIGITS, Data, Defaults, load
-
-Devices: TypeAlias = str | torch.device | Sequence[str | torch.device] | None
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class Settings:
 class Choice:
     """What the user asked for; None means the default of the data set, or of the machine."""
 
-    devices: Devices = None
+    devices: DeviceSpec = None
     batch_size: int | None = None
     lr: float | None = None
     epochs: int | None = None

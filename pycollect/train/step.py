@@ -136,7 +136,8 @@ def evaluate(
         raise ValueError("no examples to evaluate")
     devices = [replica[0].device for replica in replicas]
     correct = [torch.zeros((), dtype=torch.int64, device=device) for device in devices]
-    for X_batch, y_batch in zip(torch.split(X, batch_size), torch.split(y, batch_size), strict=True):
+    batches = zip(torch.split(X, batch_size), torch.split(y, batch_size), strict=True)
+    for X_batch, y_batch in batches:
         shards = zip(*split_batch(X_batch, y_batch, devices), replicas, correct, strict=True)
         for X_shard, y_shard, params, count in shards:
             if len(X_shard):

@@ -11,11 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pycollect.devices import DeviceSpec
+
 from .data import Data
 from .lenet import init_lenet, lenet
 from .reduce import REDUCTIONS, Clock, Timed
 from .report import Epoch, Report
-from .settings import Choice, Devices, Settings, device_list
+from .settings import Choice, Settings, device_list
 from .step import evaluate, replicate, train_batch
 
 
@@ -123,7 +125,7 @@ def run(data: Data, settings: Settings, reduce: str, report: Report) -> History:
 
 
 def train(
-    devices: Devices = None,
+    devices: DeviceSpec = None,
     batch_size: int | None = None,
     lr: float | None = None,
     *,

@@ -1,6 +1,11 @@
-# Plans, programs, the registry and the simulator (csrc/torch/bind_plan.cpp).
+"""The compiled part: called by this package alone, always with every argument."""
+
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import torch
+
+# Plans, programs, the registry and the simulator (csrc/torch/bind_plan.cpp).
 
 SliceTuple: TypeAlias = tuple[int, str, int, int]  # rank, "in" | "out" | "tmp", first, count
 StepTuple: TypeAlias = tuple[tuple[SliceTuple, ...], tuple[SliceTuple, ...], int]
@@ -78,7 +83,67 @@ def find_algorithm(collective: str, name: str) -> Algorithm: ...
 def default_algorithm(collective: str, world: int, nbytes: int) -> str: ...
 def verify(collective: str, plan: Plan, root: int, in_place: bool) -> tuple[str | None, str]: ...
 def replay(program: Program) -> Replay: ...
-def predict(
-    program: Program, bytes: float, model: ModelTuple
-) -> tuple[float, list[SpanTuple]]: ...
+def predict(program: Program, bytes: float, model: ModelTuple) -> tuple[float, list[SpanTuple]]: ...
 def models() -> dict[str, ModelTuple]: ...
+
+# The collectives (csrc/torch/module.cpp). What Python objects mean is decided there.
+class Work:
+    """A collective that was asked for with ``async_op=True``."""
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Return what the call would have returned; raise Timeout after so many seconds."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """As wait."""
+
+    def is_completed(self) -> bool:
+        """Tell whether it has run, well or badly, without waiting."""
+
+    def exception(self) -> Exception | None:
+        """Return what it failed with, or None."""
+
+def all_reduce(
+    tensors: Any, op: Any, algorithm: str | None, async_op: bool, streams: Any
+) -> Work | None: ...
+def all_reduce_coalesced(
+    tensor_lists: Any, op: Any, algorithm: str | None, async_op: bool, streams: Any
+) -> Work | None: ...
+def reduce(
+    tensors: Any, dst: int, op: Any, algorithm: str | None, async_op: bool, streams: Any
+) -> Work | None: ...
+def broadcast(
+    tensors: Any, src: int, algorithm: str | None, async_op: bool, streams: Any
+) -> Work | None: ...
+def broadcast_coalesced(
+    tensor_lists: Any, src: int, async_op: bool, streams: Any
+) -> Work | None: ...
+def all_gather(
+    tensors: Any, dim: int, algorithm: str | None, out: Any, async_op: bool, streams: Any
+) -> list[torch.Tensor] | Work: ...
+def reduce_scatter(
+    tensors: Any, op: Any, dim: int, algorithm: str | None, out: Any, async_op: bool, streams: Any
+) -> list[torch.Tensor] | Work: ...
+def all_to_all(
+    tensors: Any, dim: int, split_sizes: Any, out: Any, async_op: bool, streams: Any
+) -> list[torch.Tensor] | Work: ...
+def scatter(
+    tensor: Any, world: int, chunk_sizes: Any, dim: int, out: Any, async_op: bool, streams: Any
+) -> list[torch.Tensor] | Work: ...
+def gather(tensors: Any, dim: int, out: Any, streams: Any) -> torch.Tensor: ...
+def replicate(tensors: Any, world: int) -> list[torch.Tensor] | None: ...
+def copy_(dst: Any, src: Any, async_op: bool) -> Work | None: ...
+def drain() -> None: ...
+def listen() -> None: ...
+def instruction_set() -> str: ...
+
+# For tests and benchmarks (csrc/torch/bind_probe.cpp).
+def run_plan(
+    plan: Plan,
+    buffers: Sequence[Sequence[torch.Tensor | None]],
+    op: str,
+    in_place: bool,
+    by_levels: bool,
+) -> None: ...
+def time_all_reduce(
+    tensors: Any, op: Any, algorithm: str | None, iterations: int
+) -> list[float]: ...

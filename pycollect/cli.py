@@ -1,0 +1,113 @@
+"""The command ``pycollect``: info, plan and bench. Each says what it does with ``--help``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+
+import pycollect
+
+from . import _C, bench
+from .bench.sizes import parse_size
+from .info import describe
+
+
+def _info(args: argparse.Namespace) -> int:
+    found = describe()
+    if args.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    width = max(map(len, found))
+    for name, value in found.items():
+        if isinstance(value, dict):
+            lines = [f"{key}: {item}" for key, item in value.items()]
+        else:
+            lines = [str(value)]
+        for line in lines or ["none"]:
+            print(f"{name:<{width}}  {line}")
+            name = ""
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    plan = pycollect.plan(
+        args.collective,
+        args.world,
+        algorithm=args.algorithm,
+        nbytes=args.bytes,
+        root=args.root,
+        pieces=args.pieces,
+        in_place=False if args.out_of_place else None,
+    )
+    print(plan)
+    defect = plan.verify()
+    print(f"verify   {defect or 'right, no race, no deadlock'}")
+    for model in [args.model] if args.model else _C.models():
+        print(f"predict  {plan.predict(model) * 1e6:,.1f} us on {model}, one device per rank")
+    if args.plot:
+        plan.plot(args.plot, args.model or "nvlink")
+        print(f"plot     {args.plot}")
+    return 0 if defect is None else 1
+
+
+def _bench(args: argparse.Namespace) -> int:
+    return bench.run(args, shlex.join(sys.orig_argv))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pycollect", description="Collectives for PyTorch that run where you are."
+    )
+    parser.add_argument("--version", action="version", version=pycollect.__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(
+        name: str, run: Callable[[argparse.Namespace], int], about: str
+    ) -> Callable[..., object]:
+        command = commands.add_parser(name, help=about, description=about)
+        command.set_defaults(run=run)
+        return command.add_argument
+
+    option = add("info", _info, "Print versions, devices and settings, to paste into a report.")
+    option("--json", action="store_true", help="as one JSON object")
+
+    option = add("plan", _plan, "Print, prove and time the plan of a collective.")
+    option("collective", choices=_C.COLLECTIVES)
+    option("world", type=int, help="number of ranks")
+    option("-a", "--algorithm", help="its name (default: the one for ranks that share a memory)")
+    option("-b", "--bytes", type=_size, default=1 << 20, help="of a rank, such as 64K (1M)")
+    option("--root", type=int, default=0, help="rank of broadcast, reduce, scatter and gather (0)")
+    option("--pieces", type=int, default=4, help="of a pipeline (4)")
+    option("--out-of-place", action="store_true", help="outputs have memory of their own")
+    option("--model", choices=list(_C.models()), help="machine to predict for (default: each)")
+    option("--plot", metavar="FILE", help="ranks against predicted time, as PNG or SVG")
+
+    command = commands.add_parser("bench", help="Measure collectives against their peers.")
+    command.set_defaults(run=_bench)
+    bench.add_arguments(command)
+    return parser
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments, or those of the process; return the exit status."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = args.run
+    try:
+        return run(args)
+    except (ValueError, ImportError) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""`python -m pycollect.train` as a user meets it: its lines, its errors, Ctrl-C, the bar."""
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pycollect.train import Report, fashion
+from pycollect.train.__main__ import main
+from pycollect.train.fashion import Unavailable
+
+EPOCH = re.compile(r"epoch \d+, time \d+\.\d sec, loss \d+\.\d{3}, test acc [01]\.\d\d")
+COMMAND = [sys.executable, "-m", "pycollect.train", "--data", "digits", "--devices", "cpu*2"]
+
+
+def test_one_epoch_in_a_process(tmp_path: Path) -> None:
+    """Also: the digits need no torchvision, and without a terminal there is no bar."""
+    (tmp_path / "torchvision.py").write_text("raise SystemExit('torchvision was imported')")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [*COMMAND, "--epochs", "1", "--batch-size", "100"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    header, epoch, last = done.stdout.splitlines()
+    assert "digits (1442 train, 355 test)" in header
+    assert "batch size 100, lr 0.3, epochs 1, seed 0, on [cpu, cpu]" in header
+    assert EPOCH.fullmatch(epoch)
+    assert re.fullmatch(r"test acc: 0\.\d\d, \d+\.\d sec/epoch on \[cpu, cpu\]", last)
+
+
+def test_ctrl_c_ends_with_one_line() -> None:
+    with subprocess.Popen(
+        COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("LeNet")
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "interrupted\n")
+
+
+def test_both_reductions_print_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = []
+    for reduction in ("naive", "pycollect"):
+        arguments = ["--data", "digits", "--epochs", "1", "--batch-size", "50"]
+        assert main([*arguments, "--devices", "cpu", "cpu*2", "--reduce", reduction]) == 0
+        header, epoch, _ = capsys.readouterr().out.splitlines()
+        assert header.endswith(f"on [cpu, cpu, cpu], reduced by {reduction}")
+        lines.append(re.sub(r"time [\d.]+", "", epoch))
+    assert lines[0] == lines[1]
+
+
+def test_compare_prints_both_ratios(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--data", "digits", "--epochs", "1", "--devices", "cpu*2", "--compare"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [EPOCH.match(line) is not None for line in lines[1:3]] == [True, True]
+    times = r"naive [\d.]+ ms, pycollect [\d.]+ ms, ratio [\d.]+"
+    assert re.fullmatch(f"reduction time, median of 23 steps: {times}", lines[3])
+    assert re.fullmatch(f"epoch time, median of 1 epochs: {times}", lines[4])
+    assert lines[5] == "parameters after 23 steps: the same bits"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch-size", "0"], "the batch size must be at least 1, not 0"),
+        (["--batch-size", "many"], "argument --batch-size: invalid int value: 'many'"),
+        (["--epochs", "-3"], "the number of epochs must be at least 1, not -3"),
+        (["--lr", "0"], "the learning rate must be a positive number, not 0"),
+        (["--lr", "inf"], "the learning rate must be a positive number, not inf"),
+        (["--seed", "-1"], "the seed must be from 0"),
+        (["--devices", "banana"], "banana"),
+        (["--devices"], "argument --devices: expected at least one argument"),
+        (["--data", "cifar"], "argument --data: invalid choice: 'cifar'"),
+        (["--reduce", "magic"], "argument --reduce: invalid choice: 'magic'"),
+        (["--compare", "--reduce", "naive"], "not allowed with argument"),
+    ],
+)
+def test_bad_arguments_are_refused_before_any_data_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(fashion, "load", lambda data_dir: pytest.fail("data was loaded"))
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "python -m pycollect.train: error: " in output.err
+    assert message in output.err.splitlines()[-1]
+
+
+def refuse(data_dir: Path) -> None:
+    raise Unavailable("torchvision is not installed")
+
+
+def test_requested_fashion_mnist_that_is_not_there_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fashion, "download", refuse)
+    assert main(["--data", "fashion-mnist", "--data-dir", str(tmp_path)]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err == (
+        f"python -m pycollect.train: error: Fashion-MNIST is not in {tmp_path}/ and cannot be "
+        "downloaded (torchvision is not installed)\n"
+    )
+
+
+def test_the_fallback_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fashion, "download", refuse)
+    assert main(["--data-dir", str(tmp_path), "--epochs", "1"]) == 0
+    notice, header, *_ = capsys.readouterr().out.splitlines()
+    assert notice.endswith("using scikit-learn's handwritten digits instead")
+    assert "batch size 64, lr 0.3, epochs 1" in header
+
+
+def test_help_says_what_the_time_means(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "without the evaluation" in text
+    assert "64 for the digits, 256 for Fashion-MNIST" in text
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_there_is_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream, quiet, bar in (
+        (Terminal(), False, True),
+        (Terminal(), True, False),
+        (io.StringIO(), False, False),
+    ):
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert list(Report(quiet).progress([3, 4], "epoch 7")) == [3, 4]
+        assert ("epoch 7" in stream.getvalue()) == bar

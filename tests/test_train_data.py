@@ -1,0 +1,225 @@
+"""The trainer's data: IDX files as they come, damaged ones, no network, and the digits' split."""
+
+import gzip
+import socket
+import struct
+import sys
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pycollect.train import Data, DataError, Unavailable, digits, load
+from pycollect.train import fashion as fashion_module
+from pycollect.train.fashion import FILES, read_idx, require_answer
+
+TRAIN, TEST = 30, 12
+
+
+def idx(*shape: int, content: bytes | None = None) -> bytes:
+    """An IDX file of bytes; its content counts up unless given."""
+    count = int(torch.tensor(shape).prod())
+    data = bytes(i % 10 for i in range(count)) if content is None else content
+    return struct.pack(f">4B{len(shape)}I", 0, 0, 8, len(shape), *shape) + data
+
+
+def write_fashion(folder: Path, *, gzipped: bool = False) -> Path:
+    """Write four small files with pixels of 255 in the first image of the training set."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, count in zip(FILES, (TRAIN, TRAIN, TEST, TEST), strict=True):
+        shape = (count, 28, 28) if "images" in name else (count,)
+        content = bytes([255]) * 784 + bytes(784 * (TRAIN - 1)) if name == FILES[0] else None
+        data = idx(*shape, content=content)
+        path = folder / (f"{name}.gz" if gzipped else name)
+        path.write_bytes(gzip.compress(data) if gzipped else data)
+    return folder
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(data_dir: Path) -> None:
+        raise Unavailable("no answer from example.org")
+
+    monkeypatch.setattr(fashion_module, "download", refuse)
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    """The address of a server that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/"
+
+
+@pytest.mark.parametrize("gzipped", [False, True])
+@pytest.mark.parametrize("place", ["", "FashionMNIST/raw", "raw"])
+def test_fashion_mnist_is_read_where_it_is(tmp_path: Path, place: str, gzipped: bool) -> None:
+    write_fashion(tmp_path / place, gzipped=gzipped)
+    data, notice = load("auto", tmp_path)
+    assert (data.name, notice) == ("fashion-mnist", "")
+    (X, y), (X_test, y_test) = data.train, data.test
+    assert (X.shape, X.dtype) == ((TRAIN, 1, 28, 28), torch.float32)
+    assert X[0].min() == X.max() == 1
+    assert not X[1:].any()
+    assert X_test.shape == (TEST, 1, 28, 28)
+    assert (y.dtype, y.tolist()) == (torch.int64, [i % 10 for i in range(TRAIN)])
+    assert len(y_test) == TEST
+
+
+def test_defaults_belong_to_the_data_set(tmp_path: Path) -> None:
+    fashion = load("fashion-mnist", write_fashion(tmp_path))[0].defaults
+    assert (fashion.batch_size, fashion.lr, fashion.epochs) == (256, 0.2, 10)
+    small = load("digits")[0].defaults
+    assert (small.batch_size, small.lr, small.epochs) == (64, 0.3, 40)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (idx(TRAIN, 28, 28)[:-1], r"damaged: it holds 23535 bytes where .* 23536; delete"),
+        (idx(TRAIN, 28, 28) + b"x", "damaged: it holds 23537 bytes"),
+        (idx(TRAIN, 28, 28)[:9], "damaged: it holds 9 bytes"),
+        (b"", "not an IDX file"),
+        (b"<html>not found</html>", "not an IDX file"),
+        (idx(TRAIN, 28, 27), r"\[30, 28, 27\], not images of 28 x 28"),
+        (idx(0, 28, 28), r"\[0, 28, 28\], not images"),
+        (idx(TRAIN - 1, 28, 28), "not 29 labels"),
+    ],
+)
+@pytest.mark.parametrize("name", ["auto", "fashion-mnist"])
+def test_a_damaged_file_is_one_clear_sentence(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (write_fashion(tmp_path) / FILES[0]).write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        load(name, tmp_path)
+    assert not isinstance(caught.value, Unavailable)
+    assert "\n" not in str(caught.value)
+    assert FILES[0].split("-")[0] in str(caught.value)
+
+
+def test_labels_beyond_nine_are_refused(tmp_path: Path) -> None:
+    (write_fashion(tmp_path) / FILES[1]).write_bytes(idx(TRAIN, content=bytes([10]) * TRAIN))
+    with pytest.raises(DataError, match="the label 10"):
+        load("auto", tmp_path)
+
+
+@pytest.mark.parametrize("change", ["cut", "flip", "plain"])
+def test_a_damaged_gzip_file_is_one_clear_sentence(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "labels.gz"
+    whole = gzip.compress(idx(100))
+    flipped = bytearray(whole)
+    flipped[-6] ^= 1  # the checksum at the end
+    path.write_bytes({"cut": whole[:-12], "flip": bytes(flipped), "plain": idx(100)}[change])
+    with pytest.raises(DataError, match=r"labels\.gz cannot be read .*; delete it"):
+        read_idx(path)
+
+
+@pytest.mark.usefixtures("no_network")
+def test_without_a_network_auto_takes_the_digits_and_says_so(tmp_path: Path) -> None:
+    data, notice = load("auto", tmp_path)
+    assert data.name == "digits"
+    assert "\n" not in notice
+    for word in ("Fashion-MNIST", str(tmp_path), "no answer from example.org", "digits"):
+        assert word in notice
+
+
+@pytest.mark.usefixtures("no_network")
+def test_without_a_network_fashion_mnist_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match=r"cannot be downloaded \(no answer from example.org\)"):
+        load("fashion-mnist", tmp_path)
+
+
+def test_some_of_the_files_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def finish(data_dir: Path) -> None:
+        write_fashion(data_dir / "FashionMNIST" / "raw")
+
+    (write_fashion(tmp_path) / FILES[2]).unlink()
+    monkeypatch.setattr(fashion_module, "download", finish)
+    assert load("fashion-mnist", tmp_path)[0].name == "fashion-mnist"
+
+
+def test_a_missing_torchvision_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    monkeypatch.delitem(sys.modules, "torchvision.datasets", raising=False)
+    assert "torchvision is not installed" in load("auto", tmp_path)[1]
+
+
+def fake_torchvision(monkeypatch: pytest.MonkeyPatch, mirror: str) -> None:
+    """Put a torchvision in place whose download fails if it is ever reached."""
+
+    class FashionMNIST:
+        mirrors = (mirror,)
+        resources = ((f"{FILES[0]}.gz", "md5"),)
+
+        def __init__(self, root: str, download: bool) -> None:
+            raise RuntimeError("Error downloading it:\nTried everything")
+
+    datasets = types.ModuleType("torchvision.datasets")
+    datasets.FashionMNIST = FashionMNIST  # type: ignore[attr-defined]
+    torchvision = types.ModuleType("torchvision")
+    torchvision.datasets = datasets  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchvision", torchvision)
+    monkeypatch.setitem(sys.modules, "torchvision.datasets", datasets)
+
+
+def test_a_silent_network_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent_server: str
+) -> None:
+    fake_torchvision(monkeypatch, silent_server)
+    assert fashion_module.PATIENCE < 5
+    start = time.monotonic()
+    with pytest.raises(Unavailable, match=r"no answer from 127\.0\.0\.1"):
+        fashion_module.download(tmp_path, patience=0.2)
+    assert time.monotonic() - start < 4  # it waits 1 s; torchvision alone would wait for ever
+
+
+def test_a_refusing_network_is_given_up_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(Unavailable, match=r"no answer from 127\.0\.0\.1: .*refused"):
+        require_answer(f"http://127.0.0.1:{port}/", 4)
+
+
+def test_a_failed_download_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_torchvision(monkeypatch, "http://127.0.0.1/")
+    monkeypatch.setattr(fashion_module, "require_answer", lambda url, seconds: None)
+    before = socket.getdefaulttimeout()
+    with pytest.raises(Unavailable) as caught:
+        fashion_module.download(tmp_path)
+    assert str(caught.value) == "the download failed: Error downloading it"
+    assert socket.getdefaulttimeout() == before
+
+
+def test_the_digits_are_split_by_class_for_good() -> None:
+    (X, _), (X_test, y_test) = digits().train, digits().test
+    assert X.shape == (1442, 1, 28, 28)
+    assert X_test.shape == (355, 1, 28, 28)
+    assert X.min() == 0
+    assert X.max() == 1
+    counts = y_test.bincount(minlength=10)
+    assert counts.min() >= 34
+    assert counts.max() <= 36
+    border = torch.ones(28, 28, dtype=torch.bool)
+    border[2:-2, 2:-2] = False
+    assert not X[:, 0, border].any()
+    small = X[:, 0, 2:-2, 2:-2]
+    assert torch.equal(small[:, ::3, ::3], small[:, 2::3, 2::3])
+
+
+def test_data_must_fit_together() -> None:
+    images, labels = torch.zeros(3, 1, 28, 28), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"test set .* 3 images and 2 labels"):
+        Data("mine", (images, labels), (images, labels[:2]))
+    with pytest.raises(ValueError, match=r"train set .* 0 images"):
+        Data("mine", (images[:0], labels[:0]), (images, labels))
+
+
+def test_without_scikit_learn_the_digits_say_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(DataError, match=r"install pycollect\[train\]"):
+        digits()

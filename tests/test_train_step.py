@@ -1,0 +1,219 @@
+"""The trainer's arithmetic: same bits as the book's loop, same result as one device, any split."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from pycollect.train import (
+    Data,
+    Report,
+    Settings,
+    allreduce,
+    collective,
+    compare,
+    digits,
+    evaluate,
+    get_params,
+    init_lenet,
+    lenet,
+    naive,
+    replicate,
+    split_batch,
+    train,
+    train_batch,
+)
+from pycollect.train.compare import same_bits
+from pycollect.train.reduce import Reduction
+from pycollect.train.step import gradients
+from pycollect.train.trainer import batches
+
+CPU = torch.device("cpu")
+UNEVEN = (16, 16, 7, 3, 1, 16)  # nothing divides by 3; the 1 leaves every rank but one idle
+
+
+def few(classes: int, examples: int | None = None) -> Data:
+    """The first examples of the first classes of the digits."""
+    parts = [
+        (X[y < classes][:examples], y[y < classes][:examples])
+        for X, y in (digits().train, digits().test)
+    ]
+    return Data("few digits", parts[0], parts[1])
+
+
+def trained(
+    world: int, sizes: Sequence[int], reduction: Reduction = collective
+) -> list[list[Tensor]]:
+    """Replicas that have seen consecutive batches of the given sizes."""
+    X, y = (part[: sum(sizes)].split(list(sizes)) for part in digits().train)
+    replicas = replicate(init_lenet(3), [CPU] * world)
+    for X_batch, y_batch in zip(X, y, strict=True):
+        train_batch(X_batch, y_batch, replicas, 0.3, model=lenet, reduction=reduction)
+    return replicas
+
+
+def assert_same_bits(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
+    assert len(a) == len(b) == 8
+    assert all(map(same_bits, a, b))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_naive_and_pycollect_leave_the_same_bits(world: int) -> None:
+    ours, book = trained(world, UNEVEN), trained(world, UNEVEN, naive)
+    for mine, theirs in zip(ours, book, strict=True):
+        assert_same_bits(mine, theirs)
+        assert_same_bits(mine, ours[0])
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_ranks_train_as_one_device_on_the_whole_batch(world: int) -> None:
+    params = [param.requires_grad_() for param in init_lenet(3)]
+    X, y = (part[: sum(UNEVEN)].split(list(UNEVEN)) for part in digits().train)
+    for X_batch, y_batch in zip(X, y, strict=True):
+        loss = torch.nn.functional.cross_entropy(lenet(X_batch, params), y_batch)
+        grads = torch.autograd.grad(loss, params)
+        with torch.no_grad():
+            for param, grad in zip(params, grads, strict=True):
+                param -= 0.3 * grad
+    start = init_lenet(3)
+    moved = max(float((a.detach() - b).abs().max()) for a, b in zip(params, start, strict=True))
+    assert moved > 1e-2
+    for mine, single in zip(trained(world, UNEVEN)[0], params, strict=True):
+        torch.testing.assert_close(mine, single, rtol=0, atol=1e-5)
+
+
+def test_ranks_without_examples_change_nothing() -> None:
+    assert_same_bits(trained(4, [1, 1])[3], trained(1, [1, 1])[0])
+
+
+def test_a_shard_keeps_its_gradients_until_the_update() -> None:
+    replicas = trained(2, [4])
+    assert all(not grad.any() for params in replicas for grad in gradients(params))
+
+
+def test_it_learns_on_three_classes() -> None:
+    history = train("cpu*2", 8, 0.3, data=few(3), epochs=8, quiet=True)
+    assert history.accuracy >= 0.9
+    assert history.epochs[-1].loss < 0.3 < history.epochs[0].loss
+    assert [epoch.number for epoch in history.epochs] == list(range(1, 9))
+
+
+def test_the_same_seed_gives_the_same_bits() -> None:
+    data = few(10, 50)
+    first, again, other = (
+        train("cpu*2", 16, 0.3, data=data, epochs=2, seed=seed, quiet=True) for seed in (5, 5, 6)
+    )
+    assert_same_bits(first.parameters, again.parameters)
+    assert first.epochs[-1].loss == again.epochs[-1].loss
+    assert not same_bits(first.parameters[0], other.parameters[0])
+
+
+def test_the_loss_is_the_mean_per_example() -> None:
+    data = few(10, 40)
+    with torch.no_grad():
+        scores = lenet(data.train[0], init_lenet(0))
+        expected = torch.nn.functional.cross_entropy(scores, data.train[1])
+    history = train("cpu*3", 40, 0.1, data=data, epochs=1, quiet=True)
+    assert history.epochs[0].loss == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_an_epoch_sees_every_example_once_in_an_order_of_its_own() -> None:
+    settings = Settings((CPU,), batch_size=4, lr=0.1, epochs=1)
+    first, second = (batches(11, settings, epoch) for epoch in (1, 2))
+    assert [len(batch) for batch in first] == [4, 4, 3]
+    assert sorted(torch.cat(first).tolist()) == list(range(11))
+    assert torch.cat(first).tolist() != torch.cat(second).tolist()
+    assert torch.cat(first).tolist() == torch.cat(batches(11, settings, 1)).tolist()
+
+
+def test_evaluation_counts_every_example_once() -> None:
+    X, y = (part[:101] for part in digits().test)
+    replicas = trained(3, [64] * 3)
+    with torch.no_grad():
+        right = (lenet(X, replicas[0]).argmax(dim=1) == y).sum()
+    assert 0 < right < 101
+    assert evaluate(X, y, replicas, model=lenet, batch_size=10) == int(right) / 101
+    with pytest.raises(ValueError, match="no examples"):
+        evaluate(X[:0], y[:0], replicas, model=lenet)
+
+
+def test_split_batch_gives_every_rank_its_share() -> None:
+    X, y = torch.arange(20.0).reshape(5, 4), torch.arange(5)
+    X_shards, y_shards = split_batch(X, y, [CPU] * 3)
+    assert [shard.tolist() for shard in y_shards] == [[0, 1], [2, 3], [4]]
+    assert torch.equal(torch.cat(X_shards), X)
+    assert [len(shard) for shard in split_batch(X[:1], y[:1], [CPU] * 3)[0]] == [1, 0, 0]
+    with pytest.raises(ValueError, match="5 images, 4 labels"):
+        split_batch(X, y[:4], [CPU] * 3)
+
+
+def test_the_functions_of_the_book() -> None:
+    b1 = get_params(init_lenet(), "cpu")[1]
+    assert b1.requires_grad
+    assert b1.grad is not None
+    assert not b1.grad.any()
+    data = [torch.ones(1, 2), torch.ones(1, 2) * 2]
+    allreduce(data)
+    assert [tensor.tolist() for tensor in data] == [[[3, 3]], [[3, 3]]]
+
+
+def test_replicas_share_no_memory() -> None:
+    params = init_lenet()
+    replicas = [params, *replicate(params, [CPU] * 2)]
+    assert len({tensor.data_ptr() for replica in replicas for tensor in replica}) == 3 * 8
+
+
+def test_lenet_starts_as_the_book_says() -> None:
+    params = init_lenet(1)
+    assert [tuple(p.shape) for p in params[::2]] == [
+        (20, 1, 3, 3),
+        (50, 20, 5, 5),
+        (128, 800),
+        (10, 128),
+    ]
+    assert all(not bias.any() for bias in params[1::2])
+    assert float(params[4].std()) == pytest.approx(0.01, rel=0.02)
+    assert_same_bits(params, init_lenet(1))
+
+
+def test_gradients_must_be_attached() -> None:
+    with pytest.raises(ValueError, match=r"replicate\(\)"):
+        gradients(init_lenet())
+
+
+def test_compare_trains_both_on_the_same_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = Settings((CPU,) * 3, batch_size=16, lr=0.3, epochs=2)
+    comparison = compare(few(10, 40), settings, Report())
+    assert comparison.identical
+    assert len(comparison.baseline.reduction.seconds) == 2 * 3
+    assert all(seconds > 0 for seconds in comparison.reduce_seconds + comparison.epoch_seconds)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("epoch 1, time ")
+    assert [line.endswith("(naive)") for line in lines[1:5]] == [True, False, True, False]
+    assert "ratio" in lines[5]
+    assert "ratio" in lines[6]
+    assert lines[7] == "parameters after 6 steps: the same bits"
+    with torch.no_grad():
+        comparison.other.replicas[2][7][0] += 1
+    assert "DIFFERENT" in str(comparison)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("batch_size", 0, "batch size must be at least 1, not 0"),
+        ("lr", 0.0, "positive number, not 0"),
+        ("lr", float("nan"), "positive number, not nan"),
+        ("epochs", -1, "epochs must be at least 1, not -1"),
+        ("seed", -1, "seed must be from 0"),
+        ("devices", [], "device"),
+        ("devices", "banana", "banana"),
+        ("reduce", "magic", "unknown reduction 'magic'"),
+        ("data", "cifar", "unknown data set 'cifar'"),
+    ],
+)
+def test_bad_arguments_are_refused(name: str, value: object, message: str) -> None:
+    arguments: dict[str, object] = {"data": "digits", "quiet": True, name: value}
+    with pytest.raises(ValueError, match=message):
+        train(**arguments)  # type: ignore[arg-type]
