@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 OLDEST_TORCH = (2, 11)
+OLDEST_SETUPTOOLS = 77  # the first with `license = "..."` as an SPDX expression
 ROOMS = ("plan", "algorithms", "cpu", "sim", "torch")
 
 # torch's own headers need about this much memory for each compiler that reads them.
@@ -108,6 +109,15 @@ def require_torch(version: str) -> None:
         stop(
             f"torch {oldest} or newer is needed and {version} is installed; "
             f"upgrade it first: {sys.executable} -m pip install --upgrade torch"
+        )
+
+
+def require_setuptools(version: str) -> None:
+    """Stop the build when setuptools cannot read pyproject.toml."""
+    if int(version.partition(".")[0]) < OLDEST_SETUPTOOLS:
+        stop(
+            f"setuptools {OLDEST_SETUPTOOLS} or newer is needed and {version} is installed; "
+            f"upgrade it: {sys.executable} -m pip install --upgrade setuptools"
         )
 
 

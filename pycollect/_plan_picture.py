@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from pycollect._plan_text import bytes_text
 
 if TYPE_CHECKING:
-    from pycollect._C import SpanTuple
+    from pycollect._C import SpanTuple, StepTuple
     from pycollect.plans import Plan
+
+    Steps = tuple[StepTuple, ...]
 
 _SUFFIXES = (".png", ".svg")
 _MOST_LANES = 256  # beyond this a lane is thinner than a line
@@ -23,6 +25,7 @@ _MOST_INCHES = 14.0
 _DPI = 150
 _BAR = 0.72  # of a lane
 _EDGED_INCHES = 0.05  # a narrower bar would be all edge
+_LABELLED_INCHES = 0.16  # a lower lane has no room for digits
 _DIGIT_INCHES = 0.075  # the width of a digit at the size of a label
 # Told apart by everybody, in grey too: Okabe and Ito's blue and orange.
 _COLOURS = {"reduce": "#0072B2", "copy": "#E69F00"}
@@ -49,7 +52,7 @@ def draw(
     axes = figure.add_subplot()
     end = _microseconds(seconds)
     _lanes(axes, plan.world, end)
-    _bars(axes, plan, spans, end, (height - 1.5) / plan.world)
+    _bars(axes, plan.steps, spans, end, (height - 1.5) / plan.world)
     _leaving(axes, spans)
     size = "" if plan.collective == "barrier" else f", {bytes_text(plan.nbytes)}"
     ranks = f"{plan.world} rank{'s' * (plan.world != 1)}"
@@ -79,36 +82,31 @@ def _lanes(axes: Any, world: int, end: float) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _bars(axes: Any, plan: Plan, spans: list[SpanTuple], end: float, lane: float) -> None:
+def _bars(axes: Any, steps: Steps, spans: list[SpanTuple], end: float, lane: float) -> None:
+    from matplotlib.collections import PolyCollection
+
+    # One object for all bars of a kind: thousands of patches would take minutes.
     inches = (_WIDTH_INCHES - 1.0) / (end or 1.0)  # of a microsecond
     for kind, colour in _COLOURS.items():
-        drawn = [s for s in spans if s[1] >= 0 and s[3] > s[2] and _kind(plan, s[1]) == kind]
+        drawn = [s for s in spans if s[1] >= 0 and s[3] > s[2] and _kind(steps[s[1]]) == kind]
         if not drawn:
             continue
-        left = [_microseconds(s[2]) for s in drawn]
-        width = [_microseconds(s[3] - s[2]) for s in drawn]
-        axes.barh(
-            [s[0] for s in drawn],
-            width,
-            height=_BAR,
-            left=left,
-            color=colour,
-            edgecolor=["white" if w * inches > _EDGED_INCHES else colour for w in width],
-            linewidth=0.5,
+        wide = [_microseconds(s[3] - s[2]) * inches for s in drawn]
+        bars = PolyCollection(
+            [_corners(s) for s in drawn],
+            facecolors=colour,
+            edgecolors=["white" if w > _EDGED_INCHES and lane > 0.1 else colour for w in wide],
+            linewidths=0.5,
             label=f"{kind} (label: chunk)",
+            zorder=2,
         )
-        for span, x, wide in zip(drawn, left, width, strict=True):
-            label = _chunks(plan, span[1])
-            if wide * inches > _DIGIT_INCHES * (len(label) + 1) and lane > 0.16:
-                axes.text(
-                    x + wide / 2,
-                    span[0],
-                    label,
-                    ha="center",
-                    va="center",
-                    fontsize=8,
-                    color=_TEXT[kind],
-                )
+        axes.add_collection(bars)
+        for span, width in zip(drawn, wide, strict=True):
+            label = _chunks(steps[span[1]])
+            if width > _DIGIT_INCHES * (len(label) + 1) and lane > _LABELLED_INCHES:
+                middle = _microseconds(span[2] + span[3]) / 2
+                text = {"ha": "center", "va": "center_baseline", "fontsize": 8}
+                axes.text(middle, span[0], label, color=_TEXT[kind], **text)
     # What moves nothing has no width: a barrier's step.
     instants = [s for s in spans if s[1] >= 0 and s[3] == s[2]]
     if instants:
@@ -121,6 +119,13 @@ def _bars(axes: Any, plan: Plan, spans: list[SpanTuple], end: float, lane: float
             markersize=9,
             label="step that moves nothing",
         )
+
+
+def _corners(span: SpanTuple) -> list[tuple[float, float]]:
+    rank, _, start, end = span
+    left, right, half = _microseconds(start), _microseconds(end), _BAR / 2
+    low, high = rank - half, rank + half
+    return [(left, low), (right, low), (right, high), (left, high)]
 
 
 def _leaving(axes: Any, spans: list[SpanTuple]) -> None:
@@ -138,10 +143,10 @@ def _leaving(axes: Any, spans: list[SpanTuple]) -> None:
     )
 
 
-def _kind(plan: Plan, step: int) -> str:
-    return "reduce" if len(plan.steps[step][1]) > 1 else "copy"
+def _kind(step: StepTuple) -> str:
+    return "reduce" if len(step[1]) > 1 else "copy"
 
 
-def _chunks(plan: Plan, step: int) -> str:
-    _, _, first, count = plan.steps[step][0][0]
+def _chunks(step: StepTuple) -> str:
+    _, _, first, count = step[0][0]
     return str(first) if count == 1 else f"{first}-{first + count - 1}"

@@ -11,7 +11,8 @@ Common to all of them:
   have one shape, dtype and order in memory, share no memory, and may have any strides.
 * dtypes: float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int8, int16, int32,
   int64, uint8, bool, complex64, complex128.
-* ``op``: "sum", "avg", "prod", "min", "max", "band", "bor", "bxor", or torch.distributed's ReduceOp.
+* ``op``: "sum", "avg", "prod", "min", "max", "band", "bor", "bxor", or torch's own
+  torch.distributed.ReduceOp.
 * ``algorithm``: a name of ``pycollect.algorithms(...)``; None takes one that keeps the order.
 * ``async_op=True`` returns a ``Work`` at once; its ``wait()`` returns what the call would have.
 * ``streams``: one per rank for CUDA tensors that were produced on streams of their own; CPU tensors

@@ -1,8 +1,8 @@
 """What is not a torch tensor and yet may stand where one does: anything that speaks DLPack.
 
 The memory is shared, never copied, so that a collective in place changes the caller's own array.
-torch.from_dlpack writes into read-only arrays in silence and ends the process on negative strides, so
-the capsule is read here first.
+torch.from_dlpack writes into read-only arrays in silence and ends the process on negative strides,
+so the capsule is read here first.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def _reduce_scatter(
     tensors: list[Tensor], op: str = "sum", dim: int = 0, *, algorithm: str | None = None
 ) -> list[Tensor]:
     chunks = torch.tensor_split(tensors[0], len(tensors), dim)
-    return [torch.empty_like(chunk.contiguous()) for chunk in chunks]
+    return [torch.empty_like(chunk) for chunk in chunks]
 
 
 @_fake("pycollect::all_to_all")

@@ -103,7 +103,7 @@ class Plan:
 
         >>> import pycollect as pc
         >>> pc.plan("broadcast", 2).steps
-        (((((0, 'out', 0, 1), (1, 'out', 0, 1)), ((0, 'in', 0, 1),), 0),)
+        ((((0, 'out', 0, 1), (1, 'out', 0, 1)), ((0, 'in', 0, 1),), 0),)
         """
         return self._plan.steps
 

@@ -219,14 +219,16 @@ def assert_same(
             raise AssertionError(message)
 
 
-def assert_close(actual: Sequence[Tensor], wanted: Sequence[Tensor], why: object = "") -> None:
+def assert_close(
+    actual: Sequence[Tensor], wanted: Sequence[Tensor], why: object = "", world: int = 0
+) -> None:
     """Within one rounding per rank: all that another order, or a rounding at every hop, owes."""
     assert len(actual) == len(wanted), why
     for a, w in zip(actual, wanted, strict=True):
         assert (a.shape, a.dtype) == (w.shape, w.dtype), why
         limits = torch.finfo(w.dtype)
         wide = torch.complex128 if w.is_complex() else torch.float64
-        rtol, atol = limits.eps * len(wanted), limits.smallest_normal
+        rtol, atol = limits.eps * (world or len(wanted)), limits.smallest_normal
         torch.testing.assert_close(a.to(wide), w.to(wide), rtol=rtol, atol=atol, msg=str(why))
 
 

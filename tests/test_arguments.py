@@ -94,8 +94,12 @@ IN_PLACE_LIST = {
     "not dense": (lambda: last(torch.zeros(6, 5)[:, :4]), ValueError, r"\[2\].*contiguous"),
     "one tensor twice": (repeated, ValueError, r"\[[02]\].*\[[02]\].*share.*clone"),
     "overlapping views": (overlapping, ValueError, r"\[[01]\].*\[[01]\].*share.*clone"),
-    "expanded": (expanded, ValueError, r"\[0\].*expanded.*clone"),
-    "read-only array": (lambda: last(read_only()), ValueError, r"\[2\].*read-only.*copy"),
+    "expanded": (expanded, ValueError, r"\[[01]\].*expanded.*clone"),
+    "read-only arrays": (
+        lambda: [read_only() for _ in range(3)],
+        ValueError,
+        r"\[[01]\].*read-only.*copy",
+    ),
 }
 
 

@@ -177,6 +177,12 @@ def test_old_torch_stops_the_build(native: ModuleType):
         native.require_torch("2.9.1")
 
 
+def test_old_setuptools_stops_the_build(native: ModuleType):
+    native.require_setuptools("77.0.3")
+    with pytest.raises(SystemExit, match=r"setuptools 77 or newer is needed and 65\.5\.0"):
+        native.require_setuptools("65.5.0")
+
+
 def test_missing_compiler_stops_the_build(native: ModuleType):
     with pytest.raises(SystemExit, match="no C\\+\\+ compiler was found under the name 'no-such'"):
         native.require_compiler({"CXX": "no-such"})

@@ -1,4 +1,4 @@
-"""Anything with __dlpack__ is taken where a tensor is: NumPy arrays, and objects with nothing else."""
+"""Anything with __dlpack__ is taken where a tensor is: NumPy arrays, and bare capsules."""
 
 from __future__ import annotations
 
@@ -103,12 +103,17 @@ def test_arrays_as_outputs():
 
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_a_read_only_array_is_refused_as_an_output(position):
-    for collective in IN_PLACE:
+    roots = {
+        "all_reduce": {},
+        "reduce": {"dst": position},
+        "broadcast": {"src": (position + 1) % 3},
+    }
+    for collective, root in roots.items():
         mine = arrays()
         read_only(mine[position : position + 1])
         kept = tensors_of(mine)
         with pytest.raises(ValueError, match=rf"\[{position}\].*read-only"):
-            getattr(pc, collective)(mine)
+            getattr(pc, collective)(mine, **root)
         assert_same(tensors_of(mine), kept, collective)
     with pytest.raises(ValueError, match="read-only"):
         pc.copy_(mine[position], torch.zeros(6, 4))
@@ -117,6 +122,18 @@ def test_a_read_only_array_is_refused_as_an_output(position):
     with pytest.raises(ValueError, match=rf"out\[{position}\].*read-only"):
         pc.all_gather(arrays(), out=out)
     assert all((o == 0).all() for o in out)
+
+
+def test_a_read_only_array_is_taken_where_it_is_only_read():
+    mine = arrays()
+    wanted = {c: expected(c, tensors_of(mine), root=1) for c in ("reduce", "broadcast")}
+    read_only(mine[::2])
+    pc.reduce(mine, dst=1)
+    assert_same(tensors_of(mine), wanted["reduce"])
+    mine = arrays()
+    read_only(mine[1:2])
+    pc.broadcast(mine, src=1)
+    assert_same(tensors_of(mine), wanted["broadcast"])
 
 
 def test_a_read_only_array_behind_a_bare_capsule_is_refused_or_an_error():

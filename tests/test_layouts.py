@@ -5,6 +5,8 @@ What lies around a view is watched too, and must not change.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from reference import (
@@ -52,12 +54,14 @@ def test_out_of_place(collective, layout):
             assert_same(getattr(pc, collective)(tensors, dim=dim), wanted, why)
             out = [place(torch.zeros_like(w), layout) for w in wanted]
             surroundings = [around(o) for o in out]
-            try:
-                getattr(pc, collective)(tensors, dim=dim, out=out)
-            except ValueError as refusal:  # allowed where no order of dims serves all outputs
-                assert layout in ("columns", "every_other"), why
-                assert "contiguous" in str(refusal)
-                continue
+            call = partial(getattr(pc, collective), tensors, dim=dim, out=out)
+            if layout in ("columns", "every_other"):  # no order of dims serves such outputs
+                try:
+                    call()
+                except ValueError:
+                    continue
+            else:
+                call()
             assert_same(out, wanted, f"{why}, out")
             assert_same([around(o) for o in out], surroundings, f"{why}: outside out")
 

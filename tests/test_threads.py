@@ -102,7 +102,7 @@ def test_errors_stay_in_their_thread():
 
 
 def test_other_threads_run_while_one_folds():
-    # The interpreter is free during a large fold: a second thread gets through many steps meanwhile.
+    # The interpreter is free during a large fold: another thread gets through its steps.
     tensors = [torch.ones(8_000_000) for _ in range(4)]
     steps = [0]
     stop = threading.Event()

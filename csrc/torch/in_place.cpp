@@ -1,4 +1,5 @@
 // Collectives that overwrite what they are given, and the one that copies it to everybody.
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
@@ -6,6 +7,7 @@
 #include "../plan/error.h"
 #include "collectives.h"
 #include "layout.h"
+#include "threads.h"
 
 namespace pycollect {
 namespace {
@@ -106,7 +108,7 @@ Job in_place(const InPlace& ask, Grid grid) {
     job.parts.push_back(std::move(part));
     job.bytes += kind.bytes;
   }
-  for (std::size_t i = 0; grid.world > 1 && i < grid.flat.size(); ++i)
+  for (std::size_t i = 0; i < grid.flat.size(); ++i)
     if (use_of(ask, i % grid.world) == Use::write) bump_version(grid.flat[i]);
   job.held.insert(job.held.end(), std::make_move_iterator(grid.flat.begin()),
                   std::make_move_iterator(grid.flat.end()));
@@ -120,7 +122,10 @@ Job replicate(Tensors tensors, int world) {
     const Label label{"replicate", "tensors", static_cast<int>(i)};
     dtype_of(grid.flat[i], label);
     check_tensor(grid.flat[i], Use::read, label);
-    if (!grid.flat[i].is_non_overlapping_and_dense()) grid.flat[i] = grid.flat[i].contiguous();
+    if (grid.flat[i].is_non_overlapping_and_dense()) continue;
+    const at::Tensor dense = at::empty(grid.flat[i].sizes(), grid.flat[i].options());
+    lay(dense, grid.flat[i]);
+    grid.flat[i] = dense;
   }
   Job job;
   for (const at::Tensor& t : grid.flat)

@@ -1,6 +1,5 @@
 #include "job.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
@@ -75,9 +74,7 @@ void Part::bind(const Offsets* at, std::vector<cpu::Memory> memory, std::size_t 
 void Job::run() const {
   for (const Part& p : parts)
     cpu::run({*p.compiled, p.bindings, p.dtype, p.op, p.options}, threads());
-  if (transposes.empty()) return;
-  const at::NoGradGuard no_grad;
-  for (const auto& [dst, src] : transposes) at::Tensor(dst).copy_(src);
+  for (const auto& [dst, src] : transposes) lay(dst, src);
 }
 
 }  // namespace pycollect

@@ -1,6 +1,7 @@
 #include "threads.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
 #include <pthread.h>
 
 #include <algorithm>
@@ -41,16 +42,32 @@ void on_new_threads(int64_t size, int64_t grain, const cpu::Body& body) {
 
 }  // namespace
 
-bool forked() { return forked_.load(std::memory_order_relaxed); }
-
 const cpu::ParallelFor& threads() {
   static const cpu::ParallelFor run = [](int64_t size, int64_t grain, const cpu::Body& body) {
-    if (forked())
+    if (forked_)
       on_new_threads(size, grain, body);
     else
       at::parallel_for(0, size, grain, body);
   };
   return run;
+}
+
+void lay(const at::Tensor& dst, const at::Tensor& src) {
+  const auto copy = [&] {
+    const at::NoGradGuard no_grad;
+    dst.copy_(src);
+  };
+  if (!forked_) return copy();
+  // A new thread begins with a pool of its own, so nothing is waited for that the parent kept.
+  std::exception_ptr error;
+  std::thread([&] {
+    try {
+      copy();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }).join();
+  if (error) std::rethrow_exception(error);
 }
 
 }  // namespace pycollect

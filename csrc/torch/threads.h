@@ -1,5 +1,7 @@
 // torch's own threads, handed to the executors; and what becomes of them in a forked child.
 #pragma once
+#include <ATen/core/Tensor.h>
+
 #include "../cpu/executor.h"
 
 namespace pycollect {
@@ -9,7 +11,8 @@ namespace pycollect {
 // own.
 const cpu::ParallelFor& threads();
 
-// Is this a forked child?
-bool forked();
+// torch's own copy between unlike layouts, kept to one thread in a forked child for the same
+// reason.
+void lay(const at::Tensor& dst, const at::Tensor& src);
 
 }  // namespace pycollect

@@ -14,6 +14,7 @@ from torch import Tensor
 from pycollect.devices import DeviceSpec
 
 from .data import Data
+from .lanes import Lanes
 from .lenet import init_lenet, lenet
 from .reduce import REDUCTIONS, Clock, Timed
 from .report import Epoch, Report
@@ -32,11 +33,13 @@ class Contestant:
     step_seconds: list[float] = field(default_factory=list)  # of the epoch so far
     losses: list[Tensor] = field(default_factory=list)  # per step and rank, of the epoch so far
 
-    def step(self, X: Tensor, y: Tensor, lr: float) -> None:
+    def step(self, X: Tensor, y: Tensor, lr: float, lanes: Lanes) -> None:
         """Train on one batch and take the time."""
         clock = self.reduction.clock
         start = clock()
-        self.losses += train_batch(X, y, self.replicas, lr, model=lenet, reduction=self.reduction)
+        self.losses += train_batch(
+            X, y, self.replicas, lr, model=lenet, reduction=self.reduction, lanes=lanes
+        )
         self.step_seconds.append(clock() - start)
 
     def finish_epoch(self, data: Data) -> None:
@@ -104,14 +107,15 @@ def fit(
         for name in names
     ]
     X, y = data.train
-    for epoch in range(1, settings.epochs + 1):
-        steps = batches(len(X), settings, epoch)
-        for i, batch in enumerate(report.progress(steps, f"epoch {epoch}")):
-            for contestant in contestants[:: -1 if i % 2 else 1]:
-                contestant.step(X[batch], y[batch], settings.lr)
-        for contestant in contestants:
-            contestant.finish_epoch(data)
-        yield contestants
+    with Lanes(settings.devices, settings.batch_size // len(settings.devices)) as lanes:
+        for epoch in range(1, settings.epochs + 1):
+            steps = batches(len(X), settings, epoch)
+            for i, batch in enumerate(report.progress(steps, f"epoch {epoch}")):
+                for contestant in contestants[:: -1 if i % 2 else 1]:
+                    contestant.step(X[batch], y[batch], settings.lr, lanes)
+            for contestant in contestants:
+                contestant.finish_epoch(data)
+            yield contestants
 
 
 def run(data: Data, settings: Settings, reduce: str, report: Report) -> History:

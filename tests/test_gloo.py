@@ -1,0 +1,121 @@
+"""Every list collective against torch.distributed: W processes and gloo give the same.
+
+Bits for copies, integers, truths, and the smallest and largest; floats within the roundings of
+gloo's own order. All cases of all worlds run in one set of processes, with a time limit.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+
+import pytest
+import torch
+from gloo_worker import ROOT, WORLDS, Case, work
+from reference import COMPLEX, INTEGERS, OPS, assert_close, assert_same, short
+
+import pycollect as pc
+
+SECONDS = 100
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+WHOLE = tuple(d for d in INTEGERS if d != torch.int16)  # gloo has no int16 and no 8-bit floats
+TRUTH_OPS = ("min", "max", "band", "bor", "bxor")  # gloo adds truths as bytes
+BITWISE = ("band", "bor", "bxor")
+
+
+def has(dtype, op):
+    """Does gloo define it, and in the same way?"""
+    if dtype in FLOATS:
+        return op not in BITWISE
+    if dtype in WHOLE:
+        return op != "avg"
+    return op in TRUTH_OPS if dtype == torch.bool else op in ("sum", "avg")
+
+
+DTYPES = (*FLOATS, *WHOLE, torch.bool, *COMPLEX)
+COPIES = ("broadcast", "all_gather", "all_to_all", "all_to_all_v", "scatter", "gather")
+CASES = [
+    Case(collective, dtype, op)
+    for collective in ("all_reduce", "reduce", "reduce_scatter")
+    for dtype in DTYPES
+    for op in OPS
+    if has(dtype, op)
+]
+CASES += [
+    Case(collective, dtype)
+    for collective in COPIES
+    for dtype in DTYPES
+    if not (collective == "gather" and dtype in COMPLEX)  # which gloo refuses
+]
+CASES += [Case("coalesced", dtype) for dtype in (torch.float32, torch.int64)]
+
+
+@pytest.fixture(scope="module")
+def gloo(tmp_path_factory):
+    """[rank][world, case]: what every process found."""
+    folder = tmp_path_factory.mktemp("gloo")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed"])
+    ranks = [
+        context.Process(target=work, args=(rank, CASES, str(folder)), daemon=True)
+        for rank in range(max(WORLDS))
+    ]
+    for rank in ranks:
+        rank.start()
+    deadline = time.monotonic() + SECONDS
+    for rank in ranks:
+        rank.join(max(0.0, deadline - time.monotonic()))
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        if rank.is_alive():
+            rank.kill()
+    assert codes == [0] * len(ranks), f"gloo processes: {codes} (None: still running)"
+    files = [folder / f"rank_{rank}.pt" for rank in range(len(ranks))]
+    return [torch.load(file, weights_only=False) for file in files]
+
+
+def ask_pycollect(case, world):
+    """One result a rank; None where torch.distributed leaves it undefined."""
+    x = case.inputs(world)
+    if case.collective == "all_reduce":
+        pc.all_reduce(x, case.op)
+    elif case.collective == "reduce":
+        pc.reduce(x, ROOT, case.op)
+        return [x[r] if r == ROOT else None for r in range(world)]
+    elif case.collective == "broadcast":
+        pc.broadcast(x, ROOT)
+    elif case.collective == "all_gather":
+        return pc.all_gather(x)
+    elif case.collective == "reduce_scatter":
+        return pc.reduce_scatter(x, case.op)
+    elif case.collective == "all_to_all":
+        return pc.all_to_all(x)
+    elif case.collective == "all_to_all_v":
+        sizes = [[(s + r) % world for r in range(world)] for s in range(world)]
+        rows = [t[:1].repeat(sum(row), 1) for t, row in zip(x, sizes, strict=True)]
+        return pc.all_to_all(rows, split_sizes=sizes)
+    elif case.collective == "gather":
+        whole = pc.gather(x)
+        return [whole if r == ROOT else None for r in range(world)]
+    elif case.collective == "scatter":
+        return pc.scatter(x[ROOT], f"cpu*{world}")
+    else:
+        lists = [[t, t[0].clone()] for t in x]
+        pc.all_reduce_coalesced(lists, case.op)
+        return [torch.cat([t.flatten(), u]) for t, u in lists]
+    return x
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.collective}-{short(c.dtype)}-{c.op}")
+def test_as_torch_distributed(gloo, case):
+    adds = case.collective not in COPIES and case.op in ("sum", "avg", "prod")
+    rounds = adds and case.dtype in (*FLOATS, *COMPLEX)
+    for world in WORLDS:
+        theirs = [gloo[rank][world, case] for rank in range(world)]
+        ours = ask_pycollect(case, world)
+        assert [t is None for t in ours] == [t is None for t in theirs]
+        ours, theirs = ([t for t in side if t is not None] for side in (ours, theirs))
+        if rounds:
+            assert_close(ours, theirs, f"world {world}", world)
+        else:
+            assert_same(ours, theirs, f"world {world}")

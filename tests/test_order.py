@@ -1,0 +1,221 @@
+"""What plans compute, proved on symbols: every algorithm does what its collective promises, in the
+order that it is registered with, and no dropped step and no swapped source goes unnoticed."""
+
+from __future__ import annotations
+
+import itertools
+
+import plan_cases
+import pytest
+from plan_cases import REDUCING, cases, is_identity
+
+from pycollect import _C
+
+ORDERS = ("exact", "native", "other")
+REGISTRY = plan_cases.registry()
+IDS = [f"{a.collective}-{a.name}" for a in REGISTRY]
+
+each_algorithm = pytest.mark.parametrize("algorithm", REGISTRY, ids=IDS)
+
+
+@each_algorithm
+def test_every_algorithm_is_right_and_in_its_registered_order(algorithm: _C.Algorithm) -> None:
+    for case in cases(algorithm, range(1, 18), pieces=(1, 3, 4, 7)):
+        defect, order = case.verify(case.plan)
+        assert defect is None, f"{case}: {defect}"
+        if case.world >= 4:
+            assert order == algorithm.order, case
+        # Two ranks have too few brackets to be anything but a left fold, mostly: better is fine.
+        assert ORDERS.index(order) <= ORDERS.index(algorithm.order), case
+
+
+@each_algorithm
+def test_no_dropped_step_goes_unnoticed(algorithm: _C.Algorithm) -> None:
+    for case in cases(algorithm, range(1, 8)):
+        plan = case.plan
+        for i, step in enumerate(plan.steps):
+            mutant = _C.Plan(plan.world, plan.chunks, [*plan.steps[:i], *plan.steps[i + 1 :]])
+            noticed = case.verify(mutant)[0] is not None
+            # A copy of a slice to itself changes nothing, and a barrier of one has nobody to meet.
+            assert noticed == (not is_identity(step, case.in_place)), f"{case} without step {i}"
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [a for a in REGISTRY if a.collective in REDUCING and a.order != "other"],
+    ids=lambda a: f"{a.collective}-{a.name}",
+)
+def test_no_swapped_source_of_an_ordered_plan_goes_unnoticed(algorithm: _C.Algorithm) -> None:
+    swapped = 0
+    for case in cases(algorithm, range(2, 7)):
+        plan = case.plan
+        for i, (dsts, srcs, by) in enumerate(plan.steps):
+            for a, b in itertools.combinations(range(len(srcs)), 2):
+                other = list(srcs)
+                other[a], other[b] = other[b], other[a]
+                steps = [*plan.steps[:i], (dsts, other, by), *plan.steps[i + 1 :]]
+                defect, order = case.verify(_C.Plan(plan.world, plan.chunks, steps))
+                assert defect is None
+                assert order == "other", f"{case}, step {i}: sources {a} and {b} swapped"
+                swapped += 1
+    assert swapped > 0
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        a for a in REGISTRY if a.collective != "barrier"
+    ],  # there any source will do, if all are heard
+    ids=[i for i in IDS if "barrier" not in i],
+)
+def test_no_wrong_source_goes_unnoticed(algorithm: _C.Algorithm) -> None:
+    for case in cases(algorithm, (3, 5)):
+        plan = case.plan
+        for i, (dsts, srcs, by) in enumerate(plan.steps):
+            rank, *rest = srcs[-1]
+            wrong = [*srcs[:-1], ((rank + 1) % case.world, *rest)]
+            steps = [*plan.steps[:i], (dsts, wrong, by), *plan.steps[i + 1 :]]
+            try:
+                mutant = _C.Plan(plan.world, plan.chunks, steps)
+                defect, order = case.verify(mutant)
+            except ValueError:  # it now overlaps a destination
+                continue
+            worse = ORDERS.index(order) > ORDERS.index(algorithm.order)
+            # From the neighbour who has had the result already is as good a place.
+            same = plan_cases.run_steps(
+                plan, case.in_place, range(len(steps))
+            ) == plan_cases.run_steps(mutant, case.in_place, range(len(steps)))
+            assert (defect is not None or worse) == (not same), f"{case}, step {i}"
+
+
+@each_algorithm
+def test_exactly_one_fold_finishes_each_result(algorithm: _C.Algorithm) -> None:
+    for case in cases(algorithm, range(2, 10)):
+        plan = case.plan
+        finishes = plan.finishes(case.in_place)
+        assert len(finishes) == len(plan.steps)
+        folds: dict[plan_cases.Cell, int] = {}  # finishing folds on the way to what a cell holds
+        for done, (dsts, srcs, _) in zip(finishes, plan.steps, strict=True):
+            assert not (done and len(srcs) == 1), f"{case}: a copy adds nothing"
+            for i in range(dsts[0][3]):
+                sources = [plan_cases.cells([s], case.in_place)[i] for s in srcs]
+                count = max(folds.get(s, 0) for s in sources) + done
+                for d in dsts:
+                    folds[plan_cases.cells([d], case.in_place)[i]] = count
+        for rank, chunk in itertools.product(range(plan.world), range(plan.chunks)):
+            (cell,) = plan_cases.cells([(rank, "out", chunk, 1)], case.in_place)
+            assert folds.get(cell, 0) == _receives_a_sum(case, plan, rank, chunk), case
+
+
+def _receives_a_sum(case: plan_cases.Case, plan: _C.Plan, rank: int, chunk: int) -> bool:
+    collective = case.algorithm.collective
+    if collective == "reduce_scatter":
+        return chunk // (plan.chunks // plan.world) == rank
+    return collective == "all_reduce" or (collective == "reduce" and rank == case.root)
+
+
+def _sum_of(order: list[int], world: int) -> list[_C.StepTuple]:
+    dsts = tuple((r, "out", 0, 1) for r in range(world))
+    return [(dsts, tuple((r, "in", 0, 1) for r in order), -1)]
+
+
+def test_the_first_defect_is_told_in_words() -> None:
+    plan = _C.Plan(3, 1, _sum_of([0, 2], 3))
+    defect, _ = _C.verify("all_reduce", plan, 0, False)
+    assert defect == (
+        "rank 0, out[0]: got x0[0] + x2[0], wanted x0[0] + x1[0] + x2[0] "
+        "(x0[0] is chunk 0 of rank 0's input)"
+    )
+
+
+def test_a_long_sum_is_told_by_its_ends() -> None:
+    plan = _C.Plan(40, 1, _sum_of(list(range(39)), 40))
+    defect, _ = _C.verify("all_reduce", plan, 0, True)
+    assert defect is not None
+    assert "got x0[0] + x1[0] + x2[0] + ... + x38[0] (39 terms)" in defect
+    assert len(defect) < 250
+
+
+def test_a_rank_that_counts_twice_is_noticed() -> None:
+    defect, _ = _C.verify("all_reduce", _C.Plan(3, 1, _sum_of([0, 1, 1], 3)), 0, False)
+    assert defect is not None
+    assert "got x0[0] + x1[0] + x1[0]" in defect
+    defect, _ = _C.verify("all_reduce", _C.Plan(3, 1, _sum_of([0, 1, 2, 2], 3)), 0, False)
+    assert defect is not None
+    assert "a sum of more than 3 terms" in defect
+
+
+def test_memory_that_nobody_wrote_is_noticed() -> None:
+    steps = [(((0, "out", 0, 1), (1, "out", 0, 1)), ((0, "in", 0, 1), (1, "tmp", 0, 1)), -1)]
+    defect, _ = _C.verify("all_reduce", _C.Plan(2, 1, steps), 0, False)
+    assert defect is not None
+    assert "got what nobody has written" in defect
+
+
+def test_inputs_survive_where_outputs_have_their_own_memory() -> None:
+    both = (((0, "out", 0, 1), (1, "out", 0, 1), (1, "in", 0, 1)), ((0, "in", 0, 1),), -1)
+    defect, _ = _C.verify("broadcast", _C.Plan(2, 1, [both]), 0, False)
+    assert defect is not None
+    assert "rank 1, in[0]: got x0[0], wanted x1[0] as it was" in defect
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("collective", ["reduce", "gather", "scatter", "reduce_scatter"])
+def test_ranks_that_receive_nothing_keep_what_they_had(collective: str, in_place: bool) -> None:
+    plan = _C.find_algorithm(collective, "direct").plan(3, 1)
+    chunk = plan.chunks - 1
+    extra = (((0, "out", chunk, 1),), ((2, "in", chunk, 1),), -1)
+    defect, _ = _C.verify(collective, _C.Plan(3, plan.chunks, [*plan.steps, extra]), 1, in_place)
+    assert defect is not None
+    assert f"rank 0, out[{chunk}]: got" in defect
+
+
+def test_all_to_all_in_place_computes_something_else() -> None:
+    plan = _C.find_algorithm("all_to_all", "direct").plan(4)
+    assert _C.verify("all_to_all", plan, 0, False) == (None, "exact")
+    assert _C.verify("all_to_all", plan, 0, True)[0] is not None
+
+
+def test_blocks_are_cut_in_pieces() -> None:
+    copies = [
+        (((r, "out", 2 * c + p, 1),), ((c, "in", 2 * r + p, 1),), -1)
+        for r, c, p in itertools.product(range(3), range(3), range(2))
+    ]
+    assert _C.verify("all_to_all", _C.Plan(3, 6, copies), 0, False) == (None, "exact")
+    defect, _ = _C.verify("all_to_all", _C.Plan(3, 7, copies), 0, False)
+    assert defect is not None
+    assert "7 chunks are no whole number of pieces" in defect
+
+
+def test_a_barrier_needs_word_of_everybody() -> None:
+    def hear(me: int, of: int) -> _C.StepTuple:
+        return (((me, "tmp", 0, 1),), ((me, "tmp", 0, 1), (of, "tmp", 0, 1)), -1)
+
+    steps = [hear(0, 1), hear(0, 2), hear(1, 0), hear(2, 0)]
+    assert _C.verify("barrier", _C.Plan(3, 1, steps), 0, False)[0] is None
+    defect, _ = _C.verify("barrier", _C.Plan(3, 1, [steps[0], *steps[2:]]), 0, False)
+    assert defect is not None
+    assert "rank 0: got word of some ranks, but not of rank 2" in defect
+
+
+@pytest.mark.parametrize(
+    ("folds", "order"),
+    [
+        ([((0, 1, 2, 3), 0)], "exact"),
+        ([((0, 1), 0), ((0, 2, 3), 0)], "native"),
+        ([((0, 1), 0), ((2, 3), 2), ((0, 2), 0)], "other"),
+        ([((1, 0, 2, 3), 0)], "other"),
+        ([((1, 2, 3), 1), ((0, 1), 0)], "other"),
+    ],
+)
+def test_orders_are_told_apart(folds: list[tuple[tuple[int, ...], int]], order: str) -> None:
+    steps = [
+        (((to, "in", 0, 1),), tuple((r, "in", 0, 1) for r in ranks), -1) for ranks, to in folds
+    ]
+    steps.append((tuple((r, "out", 0, 1) for r in range(4)), ((0, "in", 0, 1),), -1))
+    assert _C.verify("all_reduce", _C.Plan(4, 1, steps), 0, True) == (None, order)
+
+
+def test_verify_refuses_a_root_that_there_is_not() -> None:
+    with pytest.raises(ValueError, match="root 2 is not a rank of a world of 2"):
+        _C.verify("broadcast", _C.find_algorithm("broadcast", "direct").plan(2), 2, False)

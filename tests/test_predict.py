@@ -1,0 +1,154 @@
+"""Predicted seconds: small cases worked out by hand, and what must hold for every algorithm."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import plan_cases
+import pytest
+
+import pycollect as pc
+from pycollect import _C
+
+REGISTRY = plan_cases.registry()
+# A second to hear of another, a port of 10 bytes a second, a memory of 100.
+SLOW = (1.0, 10.0, 100.0, 0.0)
+
+
+def pull(to: int, source: int) -> _C.StepTuple:
+    return (((to, "out", 0, 1),), ((source, "in", 0, 1),), -1)
+
+
+def seconds(
+    world: int, steps: list[Any], model: tuple[float, float, float, float] = SLOW
+) -> tuple[float, list[_C.SpanTuple]]:
+    total, spans = _C.predict(_C.Program(_C.Plan(world, 1, steps), False), 100, model)
+    return total, [span for span in spans if span[1] >= 0]
+
+
+def test_a_copy_waits_crosses_a_port_and_is_waited_for() -> None:
+    total, spans = seconds(2, [pull(1, 0)])
+    assert spans == [(1, 0, 1.0, 11.0)]  # alpha, then 100 bytes through a port
+    assert total == 12.0  # rank 0 hears that it was read
+
+
+def test_within_one_memory_bytes_are_read_and_written() -> None:
+    assert seconds(1, [pull(0, 0)]) == (2.0, [(0, 0, 0.0, 2.0)])
+
+
+def test_two_readers_queue_at_one_port() -> None:
+    _, spans = seconds(3, [pull(1, 0), pull(2, 0)])
+    assert [span[3] for span in spans] == [11.0, 21.0]
+
+
+def test_a_fold_queues_at_the_readers_port() -> None:
+    fold = (((2, "out", 0, 1),), ((0, "in", 0, 1), (1, "in", 0, 1)), -1)
+    assert seconds(3, [fold])[1] == [(2, 0, 1.0, 21.0)]
+
+
+def test_ports_are_two_way() -> None:
+    _, spans = seconds(2, [pull(1, 0), pull(0, 1)])
+    assert [span[3] for span in spans] == [11.0, 11.0]
+
+
+def test_a_push_runs_at_the_source() -> None:
+    push = (((1, "out", 0, 1),), ((0, "in", 0, 1),), 0)
+    total, spans = seconds(2, [push])
+    assert (total, spans) == (12.0, [(0, 0, 1.0, 11.0)])
+
+
+def test_a_bridge_joins_the_halves() -> None:
+    bridged = (1.0, 10.0, 100.0, 5.0)
+    assert seconds(4, [pull(1, 0)], bridged)[1][0][3] == 11.0
+    assert seconds(4, [pull(2, 0)], bridged)[1][0][3] == 21.0
+    both = seconds(4, [pull(2, 0), pull(3, 1), pull(0, 2)], bridged)[1]
+    assert [span[3] for span in both] == [21.0, 41.0, 21.0]  # each way has its own
+
+
+@pytest.mark.parametrize("model", ["nvlink", "pcie", pc.Model(1e-6, 1e9, 5e9, 2e9)])
+@pytest.mark.parametrize("a", REGISTRY, ids=lambda a: f"{a.collective}-{a.name}")
+def test_more_bytes_take_longer(a: _C.Algorithm, model: str | pc.Model) -> None:
+    for world in (2, 5, 8):
+        times = [
+            pc.plan(a.collective, world, algorithm=a.name, nbytes=n).predict(model)
+            for n in (0, 1 << 10, 1 << 20, 1 << 30)
+        ]
+        assert times == sorted(times)
+        assert times[0] > 0  # ranks that wait for each other
+        if a.collective != "barrier":
+            assert times[-1] > 100 * times[0]
+
+
+@pytest.mark.parametrize("a", REGISTRY, ids=lambda a: f"{a.collective}-{a.name}")
+def test_a_rank_does_one_thing_at_a_time(a: _C.Algorithm) -> None:
+    plan = pc.plan(a.collective, 6, algorithm=a.name)
+    line = plan.timeline()
+    assert [span.step for span in line] == list(range(len(plan.steps)))
+    assert all(span.rank == plan_cases.executor(plan.steps[span.step]) for span in line)
+    for rank in range(6):
+        own = [span for span in line if span.rank == rank]
+        assert all(a.end <= b.start for a, b in zip(own, own[1:], strict=False))
+    assert max(span.end for span in line) <= plan.predict()
+
+
+def test_nothing_is_faster_than_its_busiest_port() -> None:
+    for name, least in (("ring", 1), ("two_shot", 2 * 7 / 8), ("rotated_ring", 2 * 7 / 8)):
+        plan = pc.plan("all_reduce", 8, algorithm=name, nbytes=1 << 30)
+        assert plan.predict() >= least * (1 << 30) / 400e9
+
+
+def test_pieces_make_a_pipeline() -> None:
+    whole, cut = (
+        pc.plan("all_reduce", 8, algorithm="ring", nbytes=256 << 20, pieces=p).predict()
+        for p in (1, 16)
+    )
+    assert cut < whole / 4
+
+
+def test_small_messages_want_few_rounds_and_large_ones_few_bytes() -> None:
+    def time(name: str, nbytes: int) -> float:
+        return pc.plan("all_reduce", 8, algorithm=name, nbytes=nbytes).predict()
+
+    assert time("one_shot", 1 << 10) < time("rotated_ring", 1 << 10)
+    assert time("rotated_ring", 1 << 30) < time("one_shot", 1 << 30)
+
+
+@pytest.mark.parametrize("name", ["alpha", "port", "memory", "bridge"])
+@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
+def test_models_that_make_no_sense_are_refused(name: str, value: float) -> None:
+    figures = {"alpha": 1e-6, "port": 1e9, "memory": 1e9, "bridge": 0.0, name: value}
+    with pytest.raises(ValueError, match=f"Model: {name} is in .*, not {value}"):
+        pc.Model(**figures)
+    raw = tuple(figures.values())
+    with pytest.raises(ValueError, match="finite|or 0 where there is none"):
+        _C.predict(_C.Program(_C.Plan(1, 1, []), False), 1, raw)
+
+
+def test_zero_is_allowed_where_it_means_something() -> None:
+    pc.Model(alpha=0, port=1, memory=1, bridge=0)
+    for name in ("port", "memory"):
+        with pytest.raises(ValueError, match=f"Model: {name} .* above zero, not 0"):
+            pc.Model(**{"alpha": 0, "port": 1, "memory": 1, name: 0})
+    with pytest.raises(TypeError, match="alpha is a number, not '1us'"):
+        pc.Model(alpha="1us", port=1, memory=1)  # type: ignore[arg-type]
+
+
+def test_unknown_models_are_refused() -> None:
+    plan = pc.plan("all_reduce", 2)
+    with pytest.raises(ValueError, match="no model 'token ring'; choose one of 'nvlink', 'pcie'"):
+        plan.predict("token ring")
+    with pytest.raises(TypeError, match=r"a name or a pycollect.Model, not float"):
+        plan.timeline(3.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("nbytes", [-1.0, math.inf, math.nan])
+def test_bytes_that_make_no_sense_are_refused(nbytes: float) -> None:
+    with pytest.raises(ValueError, match="bytes must be finite and not negative"):
+        _C.predict(_C.Program(_C.Plan(1, 1, []), False), nbytes, SLOW)
+
+
+def test_a_program_that_waits_for_the_future_is_refused() -> None:
+    program = _C.Program(_C.Plan(2, 1, [pull(1, 0)]), False).with_wait(0, 0, (1, 2))
+    with pytest.raises(ValueError, match="which the plan writes later"):
+        _C.predict(program, 1, SLOW)
