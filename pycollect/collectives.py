@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 
 from . import _C
+from ._eager import eager
 from .devices import DeviceSpec
 from .devices import devices as resolve
 
@@ -50,6 +51,7 @@ TensorList: TypeAlias = Sequence[TensorLike]
 Streams: TypeAlias = "Sequence[torch.cuda.Stream | None] | None"
 
 
+@eager
 def all_reduce(
     tensors: TensorList,
     op: Op = "sum",
@@ -69,6 +71,7 @@ def all_reduce(
     return _C.all_reduce(tensors, op, algorithm, async_op, streams)
 
 
+@eager
 def all_reduce_coalesced(
     tensor_lists: Sequence[TensorList],
     op: Op = "sum",
@@ -88,6 +91,7 @@ def all_reduce_coalesced(
     return _C.all_reduce_coalesced(tensor_lists, op, algorithm, async_op, streams)
 
 
+@eager
 def reduce(
     tensors: TensorList,
     dst: int = 0,
@@ -106,6 +110,7 @@ def reduce(
     return _C.reduce(tensors, dst, op, algorithm, async_op, streams)
 
 
+@eager
 def broadcast(
     tensors: TensorList,
     src: int = 0,
@@ -123,6 +128,7 @@ def broadcast(
     return _C.broadcast(tensors, src, algorithm, async_op, streams)
 
 
+@eager
 def broadcast_coalesced(
     tensor_lists: Sequence[TensorList],
     src: int = 0,
@@ -139,6 +145,7 @@ def broadcast_coalesced(
     return _C.broadcast_coalesced(tensor_lists, src, async_op, streams)
 
 
+@eager
 def replicate(tensors: TensorList, devices: DeviceSpec) -> list[list[torch.Tensor]]:
     """Return a copy of every tensor for each rank, also on a repeated device: ``result[rank][i]``.
 
@@ -152,6 +159,7 @@ def replicate(tensors: TensorList, devices: DeviceSpec) -> list[list[torch.Tenso
     return [flat[rank::world] for rank in range(world)]
 
 
+@eager
 def copy_(dst: TensorLike, src: TensorLike, *, async_op: bool = False) -> Work | None:
     """Copy ``src`` into ``dst``: the same shape and dtype, any layouts, any two devices.
 
@@ -162,6 +170,7 @@ def copy_(dst: TensorLike, src: TensorLike, *, async_op: bool = False) -> Work |
     return _C.copy_(dst, src, async_op)
 
 
+@eager
 def barrier(devices: DeviceSpec) -> None:
     """Return when everything that was asked for before, with ``async_op=True`` too, has finished.
 

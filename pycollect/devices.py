@@ -10,6 +10,7 @@ import torch
 
 DeviceSpec: TypeAlias = "str | torch.device | int | Iterable[str | torch.device | int] | None"
 
+_MOST_RANKS = 65536  # a slip of the keyboard is refused; nobody needs as many in one process
 _TIMES = re.compile(r"(?P<device>.*\S)\s*\*\s*(?P<times>\d+)")
 _EXACT = re.compile(r"(?P<kind>cpu|cuda|gpu)(?::(?P<index>\d+|\*))?", re.IGNORECASE)
 _FORMS = '"cpu", "cpu*4", "cuda:0", "cuda:0*4", "cuda:*", "GPU:1", "GPU:*", or a regular expression'
@@ -58,8 +59,10 @@ def _parse(spec: str) -> list[torch.device]:
     times = _TIMES.fullmatch(spec)
     if times and _EXACT.fullmatch(times["device"]) and not spec.endswith(":*"):
         count = int(times["times"])
-        if count == 0:
-            raise ValueError(f"devices: {spec!r} asks for no ranks; the least is *1")
+        if not 1 <= count <= _MOST_RANKS:
+            raise ValueError(
+                f"devices: {spec!r} asks for {count} ranks; allowed are *1 to *{_MOST_RANKS}"
+            )
         return _parse(times["device"]) * count
     exact = _EXACT.fullmatch(spec)
     if exact is None:

@@ -13,6 +13,7 @@ from typing import Literal, overload
 import torch
 
 from . import _C
+from ._eager import eager
 from .collectives import Op, Streams, TensorLike, TensorList, Work, host_ranks
 from .devices import DeviceSpec
 
@@ -37,6 +38,7 @@ def all_gather(
     async_op: Literal[True],
     streams: Streams = ...,
 ) -> Work: ...
+@eager
 def all_gather(
     tensors: TensorList,
     *,
@@ -78,6 +80,7 @@ def reduce_scatter(
     async_op: Literal[True],
     streams: Streams = ...,
 ) -> Work: ...
+@eager
 def reduce_scatter(
     tensors: TensorList,
     op: Op = "sum",
@@ -118,6 +121,7 @@ def all_to_all(
     async_op: Literal[True],
     streams: Streams = ...,
 ) -> Work: ...
+@eager
 def all_to_all(
     tensors: TensorList,
     *,
@@ -160,6 +164,7 @@ def scatter(
     async_op: Literal[True],
     streams: Streams = ...,
 ) -> Work: ...
+@eager
 def scatter(
     tensor: TensorLike,
     devices: DeviceSpec,
@@ -181,6 +186,7 @@ def scatter(
     return _C.scatter(tensor, world, chunk_sizes, dim, out, async_op, streams)
 
 
+@eager
 def gather(
     tensors: TensorList,
     device: torch.device | str | None = None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from os import PathLike
 from typing import NamedTuple
 
@@ -94,7 +95,7 @@ class Plan:
         """Into how many chunks a buffer is cut."""
         return self._plan.chunks
 
-    @property
+    @cached_property
     def steps(self) -> tuple[_C.StepTuple, ...]:
         """The steps as written: (destinations, sources, rank that executes it).
 
@@ -107,18 +108,18 @@ class Plan:
         """
         return self._plan.steps
 
-    @property
-    def levels(self) -> list[list[int]]:
+    @cached_property
+    def levels(self) -> tuple[tuple[int, ...], ...]:
         """The numbers of the steps that run at the same time, level after level.
 
         >>> import pycollect as pc
         >>> pc.plan("all_reduce", 3, algorithm="one_shot").levels
-        [[0, 1, 2], [3, 4, 5]]
+        ((0, 1, 2), (3, 4, 5))
         """
         tasks = self._program.tasks
         # The first level is "all are ready" and the last "all may go".
         inner = self._program.levels[1:-1]
-        return [[tasks[rank][index][0] for rank, index in level] for level in inner]
+        return tuple(tuple(tasks[rank][index][0] for rank, index in level) for level in inner)
 
     def verify(self) -> str | None:
         """Return None when the plan is right, or its first defect in words.

@@ -1,4 +1,4 @@
-"""Chunks bound to elements: even cuts, uneven blocks, all-to-all-v, and pieces that stay aligned."""
+"""Chunks bound to elements: even cuts, uneven blocks, all-to-all-v, and aligned pieces."""
 
 from __future__ import annotations
 
@@ -59,10 +59,7 @@ def test_a_buffer_of_one_rank_may_differ() -> None:
     assert o.total(1, "out") == 11
 
 
-@given(
-    world=st.integers(1, 6),
-    data=st.data(),
-)
+@given(world=st.integers(1, 6), data=st.data())
 def test_all_to_all_v_is_the_same_plan(world: int, data: st.DataObject) -> None:
     row = st.lists(st.integers(0, 9), min_size=world, max_size=world)
     sends = data.draw(st.lists(row, min_size=world, max_size=world))
@@ -80,10 +77,7 @@ def test_all_to_all_v_is_the_same_plan(world: int, data: st.DataObject) -> None:
 def test_sides_of_a_step_must_agree() -> None:
     plan = _C.find_algorithm("all_to_all", "direct").plan(2)
     o = _C.Offsets(plan, [1, 2])
-    with pytest.raises(
-        ValueError,
-        match="differ in size: in step 2 chunk 1 of rank 0|differ in size: in step .* elements",
-    ):
+    with pytest.raises(ValueError, match=r"differ in size: in step 2 chunk 0 of rank 1 has 1"):
         o.check(plan)
     fold = _C.Plan(2, 2, [(((0, "out", 0, 2),), ((1, "in", 0, 2),), -1)])
     swapped = _C.Offsets(fold, [1, 2])

@@ -48,7 +48,7 @@ def test_names_are_sorted_and_unique(collective: str) -> None:
 def test_what_is_not_there_is_refused_with_the_names_there_are() -> None:
     with pytest.raises(ValueError, match="no collective 'sum'; choose one of 'all_reduce', "):
         pc.algorithms("sum")
-    with pytest.raises(ValueError, match="no broadcast algorithm 'ring'; choose .* 'direct'"):
+    with pytest.raises(ValueError, match=r"no broadcast algorithm 'ring'; choose .* 'direct'"):
         pc.plan("broadcast", 2, algorithm="ring")
 
 
@@ -100,10 +100,10 @@ def test_a_plan_reads_well() -> None:
 
 def test_a_large_plan_is_cut_short() -> None:
     for name in pc.algorithms():
-        text = str(pc.plan("all_reduce", 200, algorithm=name))
+        text = str(pc.plan("all_reduce", 100, algorithm=name))
         assert len(text.splitlines()) <= 2 + 24 * 9 + 1
         assert max(map(len, text.splitlines())) < 160
-    assert "... and 192 more steps" in str(pc.plan("all_reduce", 200, algorithm="fused"))
+    assert "... and 92 more steps" in str(pc.plan("all_reduce", 100, algorithm="fused"))
 
 
 def test_defaults_are_those_for_one_memory() -> None:

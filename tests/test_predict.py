@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -88,7 +89,7 @@ def test_a_rank_does_one_thing_at_a_time(a: _C.Algorithm) -> None:
     assert all(span.rank == plan_cases.executor(plan.steps[span.step]) for span in line)
     for rank in range(6):
         own = [span for span in line if span.rank == rank]
-        assert all(a.end <= b.start for a, b in zip(own, own[1:], strict=False))
+        assert all(a.end <= b.start for a, b in itertools.pairwise(own))
     assert max(span.end for span in line) <= plan.predict()
 
 
@@ -121,7 +122,7 @@ def test_models_that_make_no_sense_are_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"Model: {name} is in .*, not {value}"):
         pc.Model(**figures)
     raw = tuple(figures.values())
-    with pytest.raises(ValueError, match="finite|or 0 where there is none"):
+    with pytest.raises(ValueError, match=r"finite|or 0 where there is none"):
         _C.predict(_C.Program(_C.Plan(1, 1, []), False), 1, raw)
 
 

@@ -6,6 +6,7 @@ worked out here again; and any order that waits or levels allow must compute wha
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict
 
@@ -69,7 +70,9 @@ def test_beyond_64_ranks_there_may_be_waits_too_many_but_never_too_few() -> None
         assert _C.replay(_C.Program(plan, True)).defect is None
 
 
-def accesses(plan: _C.Plan, task: _C.TaskTuple, rank: int) -> tuple[list, list]:
+def accesses(
+    plan: _C.Plan, task: _C.TaskTuple, rank: int
+) -> tuple[list[_C.SliceTuple], list[_C.SliceTuple]]:
     if task[0] < 0:
         return [], everything(rank, plan.chunks)
     return list(plan.steps[task[0]][1]), list(plan.steps[task[0]][0])
@@ -97,7 +100,7 @@ def assert_levels_hold(plan: _C.Plan, in_place: bool, pace: str) -> None:
             last_write[cell] = level
     step = 1 if pace == "one_task" else 0
     for own in tasks:
-        assert all(a[1] + step <= b[1] for a, b in zip(own, own[1:], strict=False))
+        assert all(a[1] + step <= b[1] for a, b in itertools.pairwise(own))
     assert len({own[-1][1] for own in tasks}) == 1  # all leave in one level
     by_level = [(rank, i) for level in program.levels for rank, i in level]
     assert sorted(by_level) == [(r, i) for r, own in enumerate(tasks) for i in range(len(own))]

@@ -25,7 +25,6 @@ from pycollect.train import (
     train_batch,
 )
 from pycollect.train.compare import same_bits
-from pycollect.train.lanes import SMALL_SHARD, Lanes
 from pycollect.train.reduce import Reduction
 from pycollect.train.step import gradients
 from pycollect.train.trainer import batches
@@ -98,35 +97,6 @@ def test_it_learns_on_three_classes() -> None:
     assert history.accuracy >= 0.9
     assert history.epochs[-1].loss < 0.3 < history.epochs[0].loss
     assert [epoch.number for epoch in history.epochs] == list(range(1, 9))
-
-
-def test_lanes_side_by_side_train_as_in_turn() -> None:
-    X, y = (part[:48] for part in digits().train)
-    side, turn = (replicate(init_lenet(3), [CPU] * 3) for _ in range(2))
-    with Lanes([CPU] * 3, shard=16) as lanes:
-        for _ in range(5):
-            train_batch(X, y, side, 0.3, model=lenet, lanes=lanes)
-            train_batch(X, y, turn, 0.3, model=lenet)
-    for a, b in zip(side[2], turn[0], strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
-
-
-def test_lanes_keep_the_order_the_errors_and_the_thread_counts() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    try:
-        with Lanes([CPU] * 2, shard=1) as lanes:
-            assert lanes.count == 2
-            assert lanes.map(lambda i: (i, torch.get_num_threads()), range(6)) == [
-                (i, 2) for i in range(6)
-            ]
-            assert torch.get_num_threads() == 4
-            with pytest.raises(ZeroDivisionError):
-                lanes.map(lambda i: 1 // i, [1, 0])
-        assert Lanes([CPU] * 2, shard=SMALL_SHARD + 1).count == 1
-        assert Lanes([CPU, torch.device("cuda:0")], shard=1).count == 1
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_the_same_seed_gives_the_same_bits() -> None:

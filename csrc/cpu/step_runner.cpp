@@ -39,6 +39,7 @@ class PointerList {
   void** at_ = few_.data();
 };
 
+// Streamed stores push out of the caches what has just been read: in place that costs threefold.
 bool keeps_apart(Pointers dsts, Pointers srcs) {
   return std::none_of(dsts.at, dsts.at + dsts.n, [&](const void* dst) {
     return std::find(srcs.at, srcs.at + srcs.n, dst) != srcs.at + srcs.n;

@@ -14,7 +14,6 @@ from torch import Tensor
 from pycollect.devices import DeviceSpec
 
 from .data import Data
-from .lanes import Lanes
 from .lenet import init_lenet, lenet
 from .reduce import REDUCTIONS, Clock, Timed
 from .report import Epoch, Report
@@ -33,13 +32,11 @@ class Contestant:
     step_seconds: list[float] = field(default_factory=list)  # of the epoch so far
     losses: list[Tensor] = field(default_factory=list)  # per step and rank, of the epoch so far
 
-    def step(self, X: Tensor, y: Tensor, lr: float, lanes: Lanes) -> None:
+    def step(self, X: Tensor, y: Tensor, lr: float) -> None:
         """Train on one batch and take the time."""
         clock = self.reduction.clock
         start = clock()
-        self.losses += train_batch(
-            X, y, self.replicas, lr, model=lenet, reduction=self.reduction, lanes=lanes
-        )
+        self.losses += train_batch(X, y, self.replicas, lr, model=lenet, reduction=self.reduction)
         self.step_seconds.append(clock() - start)
 
     def finish_epoch(self, data: Data) -> None:
@@ -107,15 +104,14 @@ def fit(
         for name in names
     ]
     X, y = data.train
-    with Lanes(settings.devices, settings.batch_size // len(settings.devices)) as lanes:
-        for epoch in range(1, settings.epochs + 1):
-            steps = batches(len(X), settings, epoch)
-            for i, batch in enumerate(report.progress(steps, f"epoch {epoch}")):
-                for contestant in contestants[:: -1 if i % 2 else 1]:
-                    contestant.step(X[batch], y[batch], settings.lr, lanes)
-            for contestant in contestants:
-                contestant.finish_epoch(data)
-            yield contestants
+    for epoch in range(1, settings.epochs + 1):
+        steps = batches(len(X), settings, epoch)
+        for i, batch in enumerate(report.progress(steps, f"epoch {epoch}")):
+            for contestant in contestants[:: -1 if i % 2 else 1]:
+                contestant.step(X[batch], y[batch], settings.lr)
+        for contestant in contestants:
+            contestant.finish_epoch(data)
+        yield contestants
 
 
 def run(data: Data, settings: Settings, reduce: str, report: Report) -> History:

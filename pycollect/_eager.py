@@ -1,0 +1,34 @@
+"""How a function tells torch.compile that it runs outside of graphs.
+
+torch.compiler.disable says the same, but loads the compiler when it is applied, which is a second
+at import, and wraps every call, which is 1 us. The marks below are what it leaves behind; where a
+torch does not know one of them, torch.compile still breaks the graph and prints a warning with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import CodeType, FunctionType
+from typing import Any, TypeVar
+
+from torch._C._dynamo import eval_frame
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def eager(function: F) -> F:
+    """Mark a function whose calls break the graph of torch.compile; it is not wrapped."""
+    if isinstance(function, FunctionType):
+        function.__dict__["_torchdynamo_disable"] = True  # its callers do not trace into it
+        function.__dict__["_torchdynamo_disable_msg"] = "pycollect moves data outside of graphs"
+        _skip(function.__code__)
+    return function
+
+
+def _skip(code: CodeType) -> None:
+    """Keep the frame of a call, and those below it, from being compiled by themselves."""
+    try:
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+    except (AttributeError, TypeError):  # another torch; the warning is all that is lost
+        return
