@@ -228,10 +228,7 @@ def plan(
         raise ValueError(f"plan: world is {world}; plans are written for at most {_MOST_RANKS}")
     name = _C.default_algorithm(collective, world, nbytes) if algorithm is None else algorithm
     chosen = _C.find_algorithm(collective, name)
-    if in_place is None:
-        in_place = chosen.in_place
-    if in_place and not chosen.in_place:
-        raise ValueError(f"plan: {collective} by '{name}' cannot run in place; say in_place=False")
+    in_place = _in_place(chosen, in_place)
     made = chosen.plan(world, root, pieces)
     return Plan(
         collective=collective,
@@ -246,6 +243,13 @@ def plan(
         _plan=made,
         _program=_C.Program(made, in_place),
     )
+
+
+def _in_place(chosen: _C.Algorithm, asked: bool | None) -> bool:
+    if asked and not chosen.in_place:
+        what = f"{chosen.collective} by '{chosen.name}'"
+        raise ValueError(f"plan: {what} cannot run in place; say in_place=False")
+    return chosen.in_place if asked is None else asked
 
 
 def _figures(model: str | Model) -> tuple[float, float, float, float]:

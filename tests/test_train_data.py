@@ -176,6 +176,17 @@ def test_a_silent_network_is_given_up(
     assert time.monotonic() - start < 4  # it waits 1 s; torchvision alone would wait for ever
 
 
+def test_a_look_up_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(request: object, timeout: float) -> None:
+        time.sleep(2)  # no timeout covers the look-up of a name
+
+    monkeypatch.setattr("urllib.request.urlopen", hang)
+    start = time.monotonic()
+    with pytest.raises(Unavailable, match=r"no answer from example\.org within 0\.1 s"):
+        require_answer("http://example.org/", 0.1)
+    assert time.monotonic() - start < 1.5
+
+
 def test_a_refusing_network_is_given_up_at_once(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

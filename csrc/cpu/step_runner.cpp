@@ -10,33 +10,43 @@
 namespace pycollect::cpu {
 namespace {
 
-// Destinations, then sources.
-class PointerList {
+// Where a step's destinations, then its sources, are in one row, and how far it is to the next.
+class Cursors {
  public:
-  explicit PointerList(std::size_t n) {
-    if (n <= few_.size()) return;
-    many_.resize(n);
-    at_ = many_.data();
+  explicit Cursors(std::size_t n) {
+    if (n <= kFew) return;
+    many_at_.resize(n);
+    many_pitch_.resize(n);
+    at_ = many_at_.data();
+    pitch_ = many_pitch_.data();
   }
 
-  void point(const Binding& binding, const Step& step, std::size_t row, std::size_t offset_bytes,
-             std::size_t item) {
-    void** next = at_;
+  void start(const Binding& binding, const Step& step, std::size_t item) {
     for (const Slices* side : {&step.dsts, &step.srcs})
       for (const Slice& s : *side) {
         const Memory& m = binding.memory[s.rank * kBuffers + static_cast<int>(s.buffer)];
-        *next++ = m.base + m.pitch * static_cast<std::ptrdiff_t>(row) +
-                  binding.offsets->begin(s) * item + offset_bytes;
+        at_[size_] = m.base + binding.offsets->begin(s) * item;
+        pitch_[size_++] = m.pitch;
       }
+  }
+  void move(std::size_t rows, std::ptrdiff_t bytes) {
+    for (std::size_t i = 0; i < size_; ++i)
+      at_[i] =
+          static_cast<std::byte*>(at_[i]) + pitch_[i] * static_cast<std::ptrdiff_t>(rows) + bytes;
   }
   Pointers slice(std::size_t first, std::size_t n) const {
     return {at_ + first, static_cast<int>(n)};
   }
 
  private:
-  std::array<void*, 64> few_;  // a step over 32 ranks
-  std::vector<void*> many_;
-  void** at_ = few_.data();
+  static constexpr std::size_t kFew = 64;  // a step over 32 ranks
+  std::array<void*, kFew> few_at_;
+  std::array<std::ptrdiff_t, kFew> few_pitch_;
+  std::vector<void*> many_at_;
+  std::vector<std::ptrdiff_t> many_pitch_;
+  void** at_ = few_at_.data();
+  std::ptrdiff_t* pitch_ = few_pitch_.data();
+  std::size_t size_ = 0;
 };
 
 // Streamed stores push out of the caches what has just been read: in place that costs threefold.
@@ -63,16 +73,21 @@ StepRunner::StepRunner(const Call& call)
 }
 
 void StepRunner::run(const Binding& binding, int step, Range range, bool streamed) const {
+  if (range.begin >= range.end) return;
   const Step& s = call_.compiled.plan.steps[step];
   const std::size_t width = binding.offsets->count(s.dsts[0]);
-  PointerList at(streams(s));
-  while (range.begin < range.end) {
-    const std::size_t row = range.begin / width, from = range.begin % width;
-    const std::size_t n = std::min(width - from, range.end - range.begin);
-    at.point(binding, s, row, from * item_, item_);
-    run_row(step, at.slice(0, s.dsts.size()), at.slice(s.dsts.size(), s.srcs.size()), n,
+  std::size_t from = range.begin % width, left = range.end - range.begin;
+  Cursors cursors(streams(s));
+  cursors.start(binding, s, item_);
+  if (range.begin > 0) cursors.move(range.begin / width, from * item_);
+  while (true) {
+    const std::size_t n = std::min(width - from, left);
+    run_row(step, cursors.slice(0, s.dsts.size()), cursors.slice(s.dsts.size(), s.srcs.size()), n,
             streamed && !writes_scratch(s));
-    range.begin += n;
+    left -= n;
+    if (left == 0) return;
+    cursors.move(1, -static_cast<std::ptrdiff_t>(from * item_));
+    from = 0;
   }
 }
 

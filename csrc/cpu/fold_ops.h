@@ -1,0 +1,101 @@
+// The arithmetic: which type and operation a kernel really computes in, how two vectors of
+// accumulators are combined, and how `avg` divides. Included inside the namespace of an instruction
+// set, as fold_vectors.h says.
+#pragma once
+#include "fold_elements.h"
+
+// Kernels that would compute the same are one: a bit does not know its type, nor a wrapping sum
+// its sign, and a sum of complex numbers is one of twice as many reals.
+template <class T, class Op>
+struct Work {
+  using Type = T;
+  using Operation = Op;
+};
+template <class T, class Op>
+constexpr auto canonical() {
+  constexpr bool sums = std::is_same_v<Op, Sum>, multiplies = std::is_same_v<Op, Prod>;
+  if constexpr (std::is_same_v<T, Bool> && !is_bitwise<Op>)
+    return Work<Bool, std::conditional_t<sums || std::is_same_v<Op, Max>, BitOr, BitAnd>>{};
+  else if constexpr (is_bitwise<Op> && !std::is_same_v<T, Bool>)
+    return Work<uint8_t, Op>{};
+  else if constexpr (std::is_integral_v<T> && (sums || multiplies))
+    return Work<std::make_unsigned_t<T>, Op>{};
+  else if constexpr (is_complex<T> && !multiplies)
+    return Work<decltype(T::real), Op>{};
+  else
+    return Work<T, Op>{};
+}
+
+// (a + bi)(c + di), the textbook way: ac - bd and ad + bc.
+template <class V, int kLanes>
+[[gnu::always_inline]] inline V complex_product(V x, V y) {
+  using Bits = Vector<std::conditional_t<kLanes * 4 == kVectorBytes, uint32_t, uint64_t>>;
+  Bits lane, sign = {};
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  for (int i = 0; i < kLanes; i += 2) sign[i] = ~(~decltype(sign[0] + 0){} >> 1);
+  const V a = __builtin_shuffle(x, lane & ~decltype(sign[0] + 0){1});
+  const V b = __builtin_shuffle(x, lane | 1), swapped = __builtin_shuffle(y, lane ^ 1);
+  return a * y + as<V>(as<Bits>(b * swapped) ^ sign);
+}
+
+template <class T, class Op, class V>
+[[gnu::always_inline]] inline V apply(V a, V b) {
+  if constexpr (std::is_same_v<Op, Sum> || std::is_same_v<Op, Avg>)
+    return a + b;
+  else if constexpr (std::is_same_v<Op, Prod> && is_complex<T>)
+    return complex_product<V, kVectorBytes / sizeof(T) * 2>(a, b);
+  else if constexpr (std::is_same_v<Op, Prod>)
+    return a * b;
+  else if constexpr (std::is_same_v<Op, Min> && is_float<T>)
+    return (a < b) | (a != a) ? a : b;  // NaN wins
+  else if constexpr (std::is_same_v<Op, Max> && is_float<T>)
+    return (a > b) | (a != a) ? a : b;
+  else if constexpr (std::is_same_v<Op, Min>)
+    return a < b ? a : b;
+  else if constexpr (std::is_same_v<Op, Max>)
+    return a > b ? a : b;
+  else if constexpr (std::is_same_v<Op, BitAnd>)
+    return a & b;
+  else if constexpr (std::is_same_v<Op, BitOr>)
+    return a | b;
+  else
+    return a ^ b;
+}
+
+// The wrapped sum over the number of ranks, toward zero. Floats that hold every quotient's
+// numerator exactly give it exactly (a quotient that is no integer is further from the next one
+// than their rounding), and have vector instructions, which integers have not.
+template <class T>
+[[gnu::always_inline]] inline Vector<T> quotient(Vector<T> sum, int world) {
+  using Divided =
+      std::conditional_t<sizeof(T) == 8, T, std::conditional_t<sizeof(T) == 4, double, float>>;
+  T items[kVectorBytes / sizeof(T)];
+  __builtin_memcpy(items, &sum, sizeof sum);
+  for (T& item : items)
+    item = static_cast<T>(static_cast<Divided>(item) / static_cast<Divided>(world));
+  __builtin_memcpy(&sum, items, sizeof sum);
+  return sum;
+}
+
+template <class T, class Op>
+struct Kernel : Element<T> {
+  using Acc = typename Element<T>::Acc;
+  // Worth more code: sums are what everybody asks for, and little is gained where there is more
+  // arithmetic than memory access, or vectors are narrow.
+  static constexpr bool kHot =
+      kVectorBytes > 16 && !Element<T>::kSlow &&
+      (std::is_same_v<Op, Sum> || (std::is_same_v<Op, Avg> && !std::is_integral_v<T>));
+  int world;
+  double inverse;
+  explicit Kernel(const FoldOptions& o) : Element<T>(o), world(o.world), inverse(1.0 / o.world) {}
+
+  [[gnu::always_inline]] static Acc combined(Acc a, Acc b) { return apply<T, Op>(a, b); }
+  [[gnu::always_inline]] Acc finished(Acc v) const {
+    if constexpr (!std::is_same_v<Op, Avg>)
+      return v;
+    else if constexpr (std::is_integral_v<T>)
+      return quotient<T>(v, world);
+    else
+      return v * static_cast<decltype(v[0] + 0)>(inverse);
+  }
+};
