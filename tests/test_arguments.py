@@ -95,11 +95,12 @@ IN_PLACE_LIST = {
     "one tensor twice": (repeated, ValueError, r"\[[02]\].*\[[02]\].*share.*clone"),
     "overlapping views": (overlapping, ValueError, r"\[[01]\].*\[[01]\].*share.*clone"),
     "expanded": (expanded, ValueError, r"\[[01]\].*expanded.*clone"),
-    "read-only arrays": (
-        lambda: [read_only() for _ in range(3)],
+    "windows": (
+        lambda: [torch.ones(9).unfold(0, 4, 2)] * 3,
         ValueError,
-        r"\[[01]\].*read-only.*copy",
+        r"\[[01]\].*one place.*clone",
     ),
+    "read-only": (lambda: [read_only()] * 3, ValueError, r"\[[01]\].*read-only.*copy"),
 }
 
 

@@ -18,6 +18,7 @@ OTHER = torch.arange(6.0)
 # Each overwrites x, which is rank 0 of 2 where that matters.
 WRITES = {
     "all_reduce": lambda x: pc.all_reduce([x, OTHER.clone()]),
+    "all_reduce, one rank": lambda x: pc.all_reduce([x]),
     "reduce": lambda x: pc.reduce([x, OTHER.clone()], dst=0),
     "broadcast": lambda x: pc.broadcast([x, OTHER.clone()], src=1),
     "async": lambda x: pc.all_reduce([x, OTHER.clone()], async_op=True).wait(),

@@ -115,6 +115,7 @@ def compiled_like_eager(function, backend, **options):
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.filterwarnings("error:.*Dynamo does not know how to trace")
 def test_a_list_collective_is_a_graph_break(function, backend):
     compiled_like_eager(function, backend)
 

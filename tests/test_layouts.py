@@ -152,6 +152,15 @@ def test_expanded_inputs_are_read():
     assert_same(pc.replicate([values[0]], "cpu*2")[1], [values[0]])
 
 
+def test_one_tensor_may_be_read_for_several_ranks():
+    x = randoms(1, (6, 4), torch.float32)[0]
+    kept = x.clone()
+    for collective in OUT_OF_PLACE:
+        assert_same(getattr(pc, collective)([x] * 3), expected(collective, [kept] * 3), collective)
+    assert_same([pc.gather([x, x[1:], x[::2]])], [torch.cat([x, x[1:], x[::2]])])
+    assert_same(pc.replicate([x, x], "cpu*2")[1], [x, x])
+
+
 def test_columns_of_one_tensor_are_apart_or_refused():
     whole = torch.arange(24.0).view(6, 4)
     kept = whole.clone()

@@ -75,6 +75,30 @@ bool one_place_per_element(const at::Tensor& t) {
   return true;
 }
 
+// The distance from the first element to behind the last.
+int64_t span_of(const at::Tensor& t) {
+  if (t.numel() == 0) return 0;
+  if (t.is_non_overlapping_and_dense()) return t.numel();
+  int64_t last = 1;
+  for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
+  return last;
+}
+
+// All of it: storage can be freed or shrunk under a tensor that still claims it.
+bool has_memory(const at::Tensor& t) {
+  const at::TensorImpl& impl = *t.unsafeGetTensorImpl();
+  if (impl.is_python_dispatch() || t.is_meta() || t._is_zerotensor() || !t.has_storage())
+    return false;
+  if (t.numel() == 0 || !t.device().is_cpu()) return true;
+  const auto end = static_cast<std::size_t>(t.storage_offset() + span_of(t)) * t.element_size();
+  return end <= t.storage().nbytes() && t.const_data_ptr() != nullptr;
+}
+
+// torch.no_grad does not switch forward mode off.
+bool has_tangent(const at::Tensor& t) {
+  return t.unsafeGetTensorImpl()->autograd_meta() != nullptr && t._fw_grad(0).defined();
+}
+
 }  // namespace
 
 std::ostream& operator<<(std::ostream& out, const Label& label) {
@@ -93,11 +117,12 @@ DType dtype_of(const at::Tensor& tensor, const Label& label) {
 }
 
 void check_tensor(const at::Tensor& t, Use use, const Label& label) {
-  require(t.layout() == at::kStrided, label.call, ": ", label, " is not strided (its layout is ",
-          t.layout(), "); call .to_dense() first");
-  require(!t.unsafeGetTensorImpl()->is_python_dispatch() && !t.is_meta() && t.has_storage(),
-          label.call, ": ", label,
-          " has no memory of its own (a meta, fake or wrapped tensor); pass a plain tensor");
+  require(!t.is_nested() && t.layout() == at::kStrided, label.call, ": ", label,
+          " is nested, sparse or of another layout without strides; pass a dense tensor");
+  require(
+      has_memory(t), label.call, ": ", label,
+      " has no memory of its own (a meta, fake, zero or wrapped tensor, or freed storage); pass "
+      "a plain tensor");
   require(t.device().is_cpu(), label.call, ": ", label, " is on ", t.device(),
           ", which this build does not serve; move it to the CPU with .cpu()");
   require(!t.is_conj() && !t.is_neg(), label.call, ": ", label,
@@ -105,6 +130,9 @@ void check_tensor(const at::Tensor& t, Use use, const Label& label) {
   require(!(t.requires_grad() && at::GradMode::is_enabled()), label.call, ": ", label,
           " requires grad and collectives are not recorded; call it under torch.no_grad() or pass "
           ".detach()");
+  require(!has_tangent(t), label.call, ": ", label,
+          " has a forward-mode tangent and collectives are not recorded; pass its primal "
+          "(torch.autograd.forward_ad.unpack_dual)");
   if (use == Use::read) return;
   require(one_place_per_element(t), label.call, ": ", label, " of shape ", t.sizes(),
           " and strides ", t.strides(),
@@ -133,12 +161,8 @@ Extent extent(const at::Tensor& t, Use use, const Label& label) {
   // Asked for as it will be used: a lazy clone gets memory of its own when it is written.
   const auto* begin =
       static_cast<const std::byte*>(use == Use::write ? t.mutable_data_ptr() : t.const_data_ptr());
-  int64_t last = t.numel() > 0 ? 1 : 0;
-  if (t.is_non_overlapping_and_dense())
-    last = t.numel();
-  else if (last == 1)
-    for (int64_t d = 0; d < t.dim(); ++d) last += (t.size(d) - 1) * t.stride(d);
-  return {begin, begin + last * static_cast<int64_t>(t.element_size()), use == Use::write, label};
+  const std::byte* end = begin + span_of(t) * static_cast<int64_t>(t.element_size());
+  return {begin, end, use == Use::write, label};
 }
 
 void check_disjoint(std::vector<Extent>& all) {
@@ -151,7 +175,7 @@ void check_disjoint(std::vector<Extent>& all) {
     const Extent* other = e.written ? any : written;
     require(other == nullptr || other->end <= e.begin, e.label.call, ": ",
             other ? other->label : e.label, " and ", e.label,
-            " share memory and would be written; pass .clone() of one of them");
+            " may share memory and would be written; pass .clone() of one of them");
     if (any == nullptr || e.end > any->end) any = &e;
     if (e.written && (written == nullptr || e.end > written->end)) written = &e;
   }

@@ -144,6 +144,7 @@ std::vector<int64_t> agree(const Exchange& ask, Tensors& inputs) {
   }
   for (at::Tensor& t : inputs) {
     at::Tensor laid = empty_in_order(t.sizes(), order, t.options());
+    check_tensor(laid, Use::write, {name(ask.collective), "a copy of an input"});
     lay(laid, t);
     t = std::move(laid);
   }
@@ -185,7 +186,9 @@ Job exchange_blocks(const Exchange& given, Tensors inputs) {
   require(ask.world > 0, call,
           ask.collective == scatter ? ": devices is empty; name one device per rank"
                                     : ": tensors is empty; pass one tensor per rank");
-  const int64_t dim = check_dim(inputs[0], ask.dim, label(ask, inputs_name(ask), 0));
+  const Label first = label(ask, inputs_name(ask), 0);
+  check_tensor(inputs[0], Use::read, first);
+  const int64_t dim = check_dim(inputs[0], ask.dim, first);
   const DType dtype = check_inputs(ask, inputs, dim);
   const Blocks blocks = blocks_of(ask, inputs, dim);
   std::vector<std::vector<int64_t>> shapes;
@@ -206,6 +209,7 @@ Job exchange_blocks(const Exchange& given, Tensors inputs) {
   else
     for (const auto& shape : shapes)
       job.results.push_back(empty_in_order(shape, order, inputs[0].options()));
+  for (const at::Tensor& t : job.results) check_tensor(t, Use::write, {call, "a result"});
   const Frame frame(inputs[0], order, dim);
   if (frame.rows > 0 && frame.inner > 0 && bytes > 0) {
     bind_blocks(part, blocks, inputs, job, frame);

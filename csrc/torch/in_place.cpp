@@ -124,12 +124,14 @@ Job replicate(Tensors tensors, int world) {
     check_tensor(grid.flat[i], Use::read, label);
     if (grid.flat[i].is_non_overlapping_and_dense()) continue;
     const at::Tensor dense = at::empty(grid.flat[i].sizes(), grid.flat[i].options());
+    check_tensor(dense, Use::write, {"replicate", "a copy of an input"});
     lay(dense, grid.flat[i]);
     grid.flat[i] = dense;
   }
   Job job;
   for (const at::Tensor& t : grid.flat)
     for (Rank r = 0; r < world; ++r) job.results.push_back(at::empty_like(t.detach()));
+  for (const at::Tensor& t : job.results) check_tensor(t, Use::write, {"replicate", "a result"});
   for (const Kind& kind : kinds("replicate", grid)) {
     Part part = make_part({Collective::broadcast, world, kind.bytes, kind.dtype, false}, {}, 0,
                           ReduceOp::sum);

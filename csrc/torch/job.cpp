@@ -1,6 +1,6 @@
 #include "job.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/from_blob.h>
 
 #include <limits>
@@ -64,7 +64,8 @@ void Part::bind(const Offsets* at, std::vector<cpu::Memory> memory, std::size_t 
     if (!compiled->scratched[r]) continue;
     const auto bytes = static_cast<int64_t>(at->total(r, Buffer::scratch) * item_bytes(dtype));
     const int64_t pitch = (bytes + kAlignBytes - 1) / kAlignBytes * kAlignBytes;
-    held.push_back(at::empty({pitch * static_cast<int64_t>(rows)}, at::kByte));
+    // Not through the dispatcher, whose modes may put something without memory in its place.
+    held.emplace_back(at::detail::empty_cpu({pitch * static_cast<int64_t>(rows)}, at::kByte));
     memory[r * kBuffers + static_cast<int>(Buffer::scratch)] = {
         static_cast<std::byte*>(held.back().mutable_data_ptr()), pitch};
   }
