@@ -25,17 +25,19 @@ struct Element<Half> {
   explicit Element(const FoldOptions&) {}
   // Masks of all lanes and shuffles instead of the plain intrinsics, whose undefined operands make
   // GCC 12 warn.
+  static constexpr __mmask8 kHalf = 0xf, kWhole = 0xff;  // of eight 64-bit words
   static constexpr __mmask16 kAll = 0xffff;
   [[gnu::always_inline]] void decode(Raw raw, Acc (&to)[2]) const {
-    const auto words = as<Vector<long long>>(raw);
-    to[0] = _mm512_maskz_cvtph_ps(kAll, __builtin_shufflevector(words, words, 0, 1, 2, 3));
-    to[1] = _mm512_maskz_cvtph_ps(kAll, __builtin_shufflevector(words, words, 4, 5, 6, 7));
+    const auto words = as<__m512i>(raw);
+    to[0] = _mm512_maskz_cvtph_ps(kAll, _mm512_maskz_extracti64x4_epi64(kHalf, words, 0));
+    to[1] = _mm512_maskz_cvtph_ps(kAll, _mm512_maskz_extracti64x4_epi64(kHalf, words, 1));
   }
   [[gnu::always_inline]] Raw encode(const Acc (&from)[2]) const {
     constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    return as<Raw>(__builtin_shufflevector(_mm512_maskz_cvtps_ph(kAll, from[0], kNearest),
-                                           _mm512_maskz_cvtps_ph(kAll, from[1], kNearest), 0, 1, 2,
-                                           3, 4, 5, 6, 7));
+    const __m256i low = _mm512_maskz_cvtps_ph(kAll, from[0], kNearest);
+    const __m256i high = _mm512_maskz_cvtps_ph(kAll, from[1], kNearest);
+    const __m512i half = _mm512_maskz_inserti64x4(kWhole, _mm512_setzero_si512(), low, 0);
+    return as<Raw>(_mm512_maskz_inserti64x4(kWhole, half, high, 1));
   }
 };
 
