@@ -104,7 +104,7 @@ def test_every_small_count(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_counts_that_are_split_over_threads(dtype):
-    for count in (8191, 8193, 32771, 300_007):
+    for count in (8191, 8193, 32771, 2_400_007 // dtype.itemsize):
         tensors = randoms(4, (count,), dtype, seed=count)
         assert_same(reduced(tensors), [left_fold(tensors, "sum")] * 4, f"{count} elements")
 
@@ -198,6 +198,25 @@ def test_min_and_max_propagate_nan_from_every_rank(dtype, op):
         got = reduced([t.to(dtype) for t in tensors], op)
         for t in got:
             assert t.float().isnan().nonzero().flatten().tolist() == list(range(0, 40, 3)), rank
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d.itemsize == 1], ids=short)
+def test_every_pair_of_bytes(dtype):
+    every = torch.arange(256).to(torch.uint8)
+    pairs = torch.cartesian_prod(every, every).t().contiguous()
+    tensors = [row.clamp(max=1).bool() if dtype == torch.bool else row.view(dtype) for row in pairs]
+    for op in (o for o in OPS if allowed(dtype, o)):
+        assert_same(reduced(tensors, op), [left_fold(tensors, op)] * 2, op, op)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=short)
+def test_every_half_with_some_other(dtype):
+    every = torch.arange(-(2**15), 2**15).to(torch.int16)
+    tensors = [every, *(every[torch.randperm(2**16)] for _ in range(2))]
+    tensors = [t.view(dtype) for t in tensors]
+    for op in (o for o in OPS if allowed(dtype, o)):
+        for n in (2, 3):
+            assert_same(reduced(tensors[:n], op), [left_fold(tensors[:n], op)] * n, op, op)
 
 
 @pytest.mark.parametrize("dtype", WIDE, ids=short)

@@ -24,9 +24,8 @@ class Cursors {
   void start(const Binding& binding, const Step& step, std::size_t item) {
     for (const Slices* side : {&step.dsts, &step.srcs})
       for (const Slice& s : *side) {
-        const Memory& m = binding.memory[s.rank * kBuffers + static_cast<int>(s.buffer)];
-        at_[size_] = m.base + binding.offsets->begin(s) * item;
-        pitch_[size_++] = m.pitch;
+        at_[size_] = address(binding, s, item);
+        pitch_[size_++] = pitch(binding, s);
       }
   }
   void move(std::size_t rows, std::ptrdiff_t bytes) {

@@ -14,11 +14,6 @@ struct Range {
   std::size_t begin, end;
 };
 
-inline std::size_t elements(const Binding& binding, const Step& step) {
-  return binding.offsets->count(step.dsts[0]) * binding.rows;
-}
-inline std::size_t streams(const Step& step) { return step.dsts.size() + step.srcs.size(); }
-
 class StepRunner {
  public:
   // Throws TypeMismatch for a reduction that the type does not have.

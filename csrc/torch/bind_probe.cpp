@@ -20,7 +20,7 @@ void run_plan(const Plan& plan, const Buffers& buffers, const std::string& op, b
   const at::Tensor& first = *buffers.at(0).at(0);
   const Compiled compiled = compile(plan, in_place);
   const Offsets offsets(plan, {static_cast<std::size_t>(first.numel())});
-  std::vector<cpu::Binding> bindings{{&offsets, std::vector<cpu::Memory>(plan.world * kBuffers)}};
+  std::vector<Binding> bindings{{&offsets, std::vector<Memory>(plan.world * kBuffers)}};
   for (Rank r = 0; r < plan.world; ++r)
     for (int b = 0; b < kBuffers; ++b)
       if (const auto& t = buffers.at(r).at(in_place && b == 1 ? 0 : b)) {
@@ -28,11 +28,11 @@ void run_plan(const Plan& plan, const Buffers& buffers, const std::string& op, b
                 "run_plan: buffers must be contiguous and alike");
         bindings[0].memory[r * kBuffers + b].base = static_cast<std::byte*>(t->mutable_data_ptr());
       }
-  const cpu::Call call{compiled,
-                       bindings,
-                       dtype_of(first, {"run_plan", "buffers"}),
-                       op_named(op, "run_plan"),
-                       {.world = plan.world, .float8 = float8_rounding()}};
+  const Call call{compiled,
+                  bindings,
+                  dtype_of(first, {"run_plan", "buffers"}),
+                  op_named(op, "run_plan"),
+                  {.world = plan.world, .float8 = float8_rounding()}};
   if (by_levels)
     cpu::run(call, threads());
   else

@@ -161,8 +161,8 @@ void bind_blocks(Part& part, const Blocks& b, const Tensors& inputs, Job& job, c
   const std::size_t item = item_bytes(part.dtype);
   auto at = std::make_unique<Offsets>(part.compiled->plan, times(b.whole, frame.inner),
                                       std::max<std::size_t>(kAlignBytes / item, 1));
-  std::vector<cpu::Memory> memory(b.in.size() * kBuffers);
-  auto memory_of = [&](const Tensors& tensors, std::size_t r, const Sizes& blocks) -> cpu::Memory {
+  std::vector<Memory> memory(b.in.size() * kBuffers);
+  auto memory_of = [&](const Tensors& tensors, std::size_t r, const Sizes& blocks) -> Memory {
     if (r >= tensors.size()) return {};
     const int64_t pitch = length(blocks) * frame.inner * static_cast<int64_t>(item);
     return {static_cast<std::byte*>(const_cast<void*>(tensors[r].const_data_ptr())), pitch};

@@ -56,10 +56,10 @@ void bind_ranks(Part& part, std::span<const at::Tensor> ranks, Tensors& held) {
                    part.compiled->plan, Sizes{static_cast<std::size_t>(run.count)},
                    std::max<std::size_t>(kAlignBytes / item, 1)))
                .get();
-    std::vector<cpu::Memory> memory(ranks.size() * kBuffers);
+    std::vector<Memory> memory(ranks.size() * kBuffers);
     for (std::size_t r = 0; r < ranks.size(); ++r) {
-      const cpu::Memory m{bytes_of(ranks[r]) + run.offset * static_cast<int64_t>(item),
-                          run.pitch * static_cast<int64_t>(item)};
+      const Memory m{bytes_of(ranks[r]) + run.offset * static_cast<int64_t>(item),
+                     run.pitch * static_cast<int64_t>(item)};
       memory[r * kBuffers] = memory[r * kBuffers + 1] = m;
     }
     part.bind(at, std::move(memory), run.rows, held);
@@ -138,7 +138,7 @@ Job replicate(Tensors tensors, int world) {
     for (std::size_t i : kind.indices) {
       const auto count = static_cast<std::size_t>(grid.flat[i].numel());
       if (count == 0) continue;
-      std::vector<cpu::Memory> memory(static_cast<std::size_t>(world) * kBuffers);
+      std::vector<Memory> memory(static_cast<std::size_t>(world) * kBuffers);
       memory[0] = {bytes_of(grid.flat[i])};
       for (Rank r = 0; r < world; ++r)
         memory[r * kBuffers + 1] = {bytes_of(job.results[i * world + r])};
@@ -175,7 +175,7 @@ Job copy(const at::Tensor& dst, const at::Tensor& src) {
     const Offsets* at =
         part.offsets.emplace_back(std::make_unique<Offsets>(part.compiled->plan, Sizes{count}))
             .get();
-    auto memory = [&](const void* p) -> cpu::Memory {
+    auto memory = [&](const void* p) -> Memory {
       return {static_cast<std::byte*>(const_cast<void*>(p)) + run.offset * item, run.pitch * item};
     };
     part.bind(at, {memory(src.const_data_ptr()), memory(dst.mutable_data_ptr()), {}}, run.rows,

@@ -58,8 +58,7 @@ Part make_part(const Situation& s, std::string_view algorithm, Rank root, Reduce
   return {compiled(*choice.algorithm, ask, s.in_place), s.dtype, op, options};
 }
 
-void Part::bind(const Offsets* at, std::vector<cpu::Memory> memory, std::size_t rows,
-                Tensors& held) {
+void Part::bind(const Offsets* at, std::vector<Memory> memory, std::size_t rows, Tensors& held) {
   for (Rank r = 0; r < compiled->plan.world; ++r) {
     if (!compiled->scratched[r]) continue;
     const auto bytes = static_cast<int64_t>(at->total(r, Buffer::scratch) * item_bytes(dtype));

@@ -18,10 +18,10 @@ struct Part {
   ReduceOp op;
   FoldOptions options;
   std::vector<std::unique_ptr<const Offsets>> offsets = {};
-  std::vector<cpu::Binding> bindings = {};
+  std::vector<Binding> bindings = {};
 
   // `memory` is [rank][buffer]; scratch is added here where the plan has a use for it.
-  void bind(const Offsets* at, std::vector<cpu::Memory> memory, std::size_t rows, Tensors& held);
+  void bind(const Offsets* at, std::vector<Memory> memory, std::size_t rows, Tensors& held);
 };
 
 struct Job {

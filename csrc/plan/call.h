@@ -1,0 +1,50 @@
+// A compiled plan bound to memory: what every executor is handed, whatever kind of memory it is.
+#pragma once
+#include <cstddef>
+#include <vector>
+
+#include "compiled.h"
+#include "dtype.h"
+#include "offsets.h"
+
+namespace pycollect {
+
+// One buffer of one rank: `Binding::rows` rows, each `pitch` bytes after the last.
+struct Memory {
+  std::byte* base = nullptr;
+  std::ptrdiff_t pitch = 0;
+};
+
+// Memory for one run of the plan. A chunk along an inner dimension is a rectangle: the plan runs on
+// every row alike. Several tensors in one call are several bindings.
+struct Binding {
+  const Offsets* offsets;
+  std::vector<Memory> memory;  // [rank][buffer]
+  std::size_t rows = 1;
+};
+
+struct Call {
+  const Compiled& compiled;
+  const std::vector<Binding>& bindings;
+  DType dtype;
+  ReduceOp op;
+  FoldOptions options;
+};
+
+// What a step moves of one binding: elements, in all rows, and how many pointers it follows for
+// each.
+inline std::size_t elements(const Binding& binding, const Step& step) {
+  return binding.offsets->count(step.dsts[0]) * binding.rows;
+}
+inline std::size_t streams(const Step& step) { return step.dsts.size() + step.srcs.size(); }
+
+// Where a slice of the binding begins, in its first row.
+inline std::byte* address(const Binding& binding, const Slice& s, std::size_t item_bytes) {
+  const Memory& m = binding.memory[s.rank * kBuffers + static_cast<int>(s.buffer)];
+  return m.base + binding.offsets->begin(s) * item_bytes;
+}
+inline std::ptrdiff_t pitch(const Binding& binding, const Slice& s) {
+  return binding.memory[s.rank * kBuffers + static_cast<int>(s.buffer)].pitch;
+}
+
+}  // namespace pycollect
