@@ -1,6 +1,6 @@
 """Sizes at which kernels change their ways: many threads, streaming stores, several pieces.
 
-Integers compare quickly, floats show the order, and a few bytes of misalignment show heads and tails.
+Integers compare quickly, floats show the order, misalignment by a few bytes shows heads and tails.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _write(args: argparse.Namespace, content: dict[str, Any], results: list[Case
         from .plot import plot
 
         about = content["environment"]
-        caption = f"{about['machine']}, {about['threads']} threads; torch {about['torch']}"
+        caption = f"{about['machine']}, threads: {about['threads']}; torch {about['torch']}"
         plot([r for r in results if len(r.case.shapes) == 1], args.plot, caption)
 
 

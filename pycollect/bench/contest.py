@@ -29,7 +29,8 @@ TimeAllReduce = Callable[[Sequence[Tensor], str, "str | None", int], list[float]
 class Row:
     """One contestant's result. `limit_share` is 1.0 at the limit; `wrong` counts elements.
 
-    `limit_rounds` are the limit's seconds by round, for all of the buffers. `speedup` has, by peer, the ratios of the peer's time to this one's, a number per round.
+    `limit_rounds` are the limit's seconds by round, for all of the buffers; `speedup` has, by
+    peer, the ratios of the peer's time to this one's, also by round.
     """
 
     name: str
