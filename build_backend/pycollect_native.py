@@ -20,7 +20,9 @@ from typing import Any, NoReturn
 
 OLDEST_TORCH = (2, 11)
 OLDEST_SETUPTOOLS = 77  # the first with `license = "..."` as an SPDX expression
-ROOMS = ("plan", "algorithms", "cpu", "sim", "torch")
+ROOMS = ("plan", "algorithms", "cpu", "cuda", "sim", "torch")
+ONLY_WITHOUT_CUDA = "no_cuda.cpp"
+ONLY_WITH_CUDA = ("csrc/cuda/*.cu", "csrc/torch/cuda/*.cpp")
 
 # torch's own headers need about this much memory for each compiler that reads them.
 BYTES_PER_JOB = 2 << 30
@@ -46,12 +48,12 @@ def stop(sentence: str) -> NoReturn:
     raise SystemExit(f"pycollect: {sentence}")
 
 
-def sources(root: Path) -> list[str]:
-    """Return the C++ files below `root`, relative to it: a new file needs no other edit."""
+def sources(root: Path, cuda: bool) -> list[str]:
+    """Return the source files below `root`, relative to it: a new file needs no other edit."""
     found = [path for room in ROOMS for path in sorted((root / "csrc" / room).glob("*.cpp"))]
-    without_cuda = root / "csrc" / "cuda" / "no_cuda.cpp"
-    if without_cuda.exists():
-        found.append(without_cuda)
+    if cuda:
+        found = [path for path in found if path.name != ONLY_WITHOUT_CUDA]
+        found += [path for pattern in ONLY_WITH_CUDA for path in sorted(root.glob(pattern))]
     return [str(path.relative_to(root)) for path in found]
 
 
@@ -91,6 +93,15 @@ def flags(environ: Mapping[str, str]) -> list[str]:
         chosen += ["-O3", "-g0"]  # Python's own flags often hold -g: twice the time and 50 MB
     if environ.get("PYCOLLECT_WERROR") == "1":
         chosen.append("-Werror")
+    return chosen
+
+
+def kernel_flags(environ: Mapping[str, str], architectures: list[str]) -> list[str]:
+    """Return nvcc's flags; `architectures` is empty when TORCH_CUDA_ARCH_LIST decides."""
+    chosen = ["-std=c++20", "-fmad=false", "-Xcompiler=-fvisibility=hidden", *architectures]
+    chosen += ["-O0", "-g"] if environ.get("PYCOLLECT_DEBUG") == "1" else ["-O3"]
+    if environ.get("PYCOLLECT_WERROR") == "1":
+        chosen.append("-Werror=all-warnings")
     return chosen
 
 

@@ -30,6 +30,12 @@ def native(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.fixture
+def toolkit(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BACKEND))
+    return importlib.import_module("pycollect_toolkit")
+
+
+@pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BACKEND))
     return importlib.import_module("pycollect_backend")
@@ -125,11 +131,38 @@ def test_source_distribution_holds_what_a_build_needs(tmp_path: Path):
 
 
 def test_every_source_is_compiled(native: ModuleType, tmp_path: Path):
-    for name in ("plan/b.cpp", "plan/a.cpp", "torch/m.cpp", "cuda/no_cuda.cpp", "cuda/x.cpp"):
+    rooms = {
+        "always": ["plan/a.cpp", "plan/b.cpp", "cuda/x.cpp", "torch/m.cpp"],
+        "without CUDA": ["torch/no_cuda.cpp"],
+        "with CUDA": ["cuda/k.cu", "torch/cuda/d.cpp"],
+    }
+    for name in (name for names in rooms.values() for name in names):
         (tmp_path / "csrc" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "csrc" / name).touch()
-    expected = ["csrc/plan/a.cpp", "csrc/plan/b.cpp", "csrc/torch/m.cpp", "csrc/cuda/no_cuda.cpp"]
-    assert native.sources(tmp_path) == expected
+    for cuda, also in ((False, "without CUDA"), (True, "with CUDA")):
+        expected = [f"csrc/{name}" for name in rooms["always"] + rooms[also]]
+        assert native.sources(tmp_path, cuda) == expected
+
+
+def test_the_toolkit_is_where_nvcc_says(toolkit: ModuleType, tmp_path: Path):
+    nvcc = tmp_path / "bin" / "nvcc"  # a wrapper, whose toolkit lies elsewhere
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho '#$ _HERE_=/opt/cuda-13/bin' >&2\n")
+    nvcc.chmod(0o755)
+    assert toolkit.find_toolkit({"PATH": str(nvcc.parent)}) == "/opt/cuda-13"
+    assert toolkit.find_toolkit({"PATH": "", "CUDA_HOME": str(tmp_path)}) == str(tmp_path)
+    assert toolkit.find_toolkit({"PATH": str(tmp_path)}) is None
+
+
+def test_architectures_are_those_of_the_gpus_or_one_a_generation(toolkit: ModuleType):
+    known = [50, 75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121]
+    assert toolkit.choose_architectures(known, []) == [75, 80, 90, 100, 120]
+    assert toolkit.choose_architectures(known, [90, 90]) == [90]
+    assert toolkit.choose_architectures(known, [89, 130]) == [89, 121]
+    assert toolkit.architecture_flags([80, 90])[1:] == [
+        "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_90,code=compute_90",
+    ]
 
 
 def test_cuda_is_built_where_it_can_be(native: ModuleType):
