@@ -30,52 +30,83 @@ class Case:
         return randoms(world, (2 * world, 5), self.dtype, seed=world, tame=True)
 
 
-def ask_gloo(case: Case, rank: int, world: int) -> torch.Tensor | None:
-    """This rank's result; None where torch.distributed leaves it undefined."""
-    x = case.inputs(world)[rank]
-    op = getattr(dist.ReduceOp, dict(zip(OPS, _THEIRS, strict=True))[case.op])
-    cut = [c.contiguous() for c in x.chunk(world)]
-    like = [torch.empty_like(x) for _ in range(world)]
-    root = rank == ROOT
-    if case.collective == "all_reduce":
-        dist.all_reduce(x, op)
-    elif case.collective == "reduce":
-        dist.reduce(x, ROOT, op)
-        return x if root else None
-    elif case.collective == "broadcast":
-        dist.broadcast(x, ROOT)
-    elif case.collective == "all_gather":
-        dist.all_gather(like, x)
-        return torch.cat(like)
-    elif case.collective == "reduce_scatter":
-        out = torch.empty_like(cut[0])
-        dist.reduce_scatter(out, cut, op)
-        return out
-    elif case.collective == "all_to_all":
-        out = torch.empty_like(x)
-        dist.all_to_all_single(out, x)
-        return out
-    elif case.collective == "all_to_all_v":
-        # Rank s sends s + r rows, modulo the world, to rank r.
-        sizes = [[(s + r) % world for r in range(world)] for s in range(world)]
-        x = case.inputs(world)[rank][:1].repeat(sum(sizes[rank]), 1)
-        received = [row[rank] for row in sizes]
-        out = x.new_empty(sum(received), 5)
-        dist.all_to_all_single(out, x, received, sizes[rank])
-        return out
-    elif case.collective == "gather":
-        dist.gather(x, like if root else None, ROOT)
-        return torch.cat(like) if root else None
-    elif case.collective == "scatter":
-        out = torch.empty_like(cut[0])
-        dist.scatter(out, cut if root else None, ROOT)
-        return out
-    else:
-        assert case.collective == "coalesced"
-        y = x[0].clone()
-        dist.all_reduce_coalesced([x, y], op)
-        return torch.cat([x.flatten(), y])
+# Each takes this rank's tensor (5 columns, two rows a rank) and gives this rank's result, or None
+# where torch.distributed leaves it undefined.
+
+
+def all_reduce(x, op, rank, world):
+    dist.all_reduce(x, op)
     return x
+
+
+def reduce(x, op, rank, world):
+    dist.reduce(x, ROOT, op)
+    return x if rank == ROOT else None
+
+
+def broadcast(x, op, rank, world):
+    dist.broadcast(x, ROOT)
+    return x
+
+
+def all_gather(x, op, rank, world):
+    like = [torch.empty_like(x) for _ in range(world)]
+    dist.all_gather(like, x)
+    return torch.cat(like)
+
+
+def reduce_scatter(x, op, rank, world):
+    out = torch.empty_like(x[:2])
+    dist.reduce_scatter(out, list(x.split(2)), op)
+    return out
+
+
+def all_to_all(x, op, rank, world):
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x)
+    return out
+
+
+def all_to_all_v(x, op, rank, world):
+    sizes = uneven(world)
+    rows, received = x[:1].repeat(sum(sizes[rank]), 1), [row[rank] for row in sizes]
+    out = x.new_empty(sum(received), 5)
+    dist.all_to_all_single(out, rows, received, sizes[rank])
+    return out
+
+
+def gather(x, op, rank, world):
+    like = [torch.empty_like(x) for _ in range(world)] if rank == ROOT else None
+    dist.gather(x, like, ROOT)
+    return torch.cat(like) if like else None
+
+
+def scatter(x, op, rank, world):
+    out = torch.empty_like(x[:2])
+    dist.scatter(out, list(x.split(2)) if rank == ROOT else None, ROOT)
+    return out
+
+
+def coalesced(x, op, rank, world):
+    y = x[0].clone()
+    dist.all_reduce_coalesced([x, y], op)
+    return torch.cat([x.flatten(), y])
+
+
+def uneven(world: int) -> list[list[int]]:
+    """Rank s sends [s][r] rows to rank r."""
+    return [[(s + r) % world for r in range(world)] for s in range(world)]
+
+
+_ALL = (all_reduce, reduce, broadcast, all_gather, reduce_scatter)
+_ALL += (all_to_all, all_to_all_v, gather, scatter, coalesced)
+ASK = {f.__name__: f for f in _ALL}
+
+
+def ask_gloo(case: Case, rank: int, world: int) -> torch.Tensor | None:
+    """This rank's result."""
+    op = getattr(dist.ReduceOp, dict(zip(OPS, _THEIRS, strict=True))[case.op])
+    return ASK[case.collective](case.inputs(world)[rank], op, rank, world)
 
 
 def work(rank: int, cases: list[Case], folder: str) -> None:

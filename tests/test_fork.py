@@ -123,7 +123,9 @@ UNLIKE = {
 
 
 @pytest.mark.parametrize("name", UNLIKE)
-def test_unlike_layouts_in_a_child(name):
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_unlike_layouts_in_a_child(name, mode):
+    @mode()
     def call(tensors):
         return UNLIKE[name](*tensors).numpy()
 

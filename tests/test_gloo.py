@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from gloo_worker import ROOT, WORLDS, Case, work
+from gloo_worker import ROOT, WORLDS, Case, uneven, work
 from reference import COMPLEX, INTEGERS, OPS, assert_close, assert_same, short
 
 import pycollect as pc
@@ -74,36 +74,41 @@ def gloo(tmp_path_factory):
     return [torch.load(file, weights_only=False) for file in files]
 
 
-def ask_pycollect(case, world):
-    """One result a rank; None where torch.distributed leaves it undefined."""
-    x = case.inputs(world)
-    if case.collective == "all_reduce":
-        pc.all_reduce(x, case.op)
-    elif case.collective == "reduce":
-        pc.reduce(x, ROOT, case.op)
-        return [x[r] if r == ROOT else None for r in range(world)]
-    elif case.collective == "broadcast":
-        pc.broadcast(x, ROOT)
-    elif case.collective == "all_gather":
-        return pc.all_gather(x)
-    elif case.collective == "reduce_scatter":
-        return pc.reduce_scatter(x, case.op)
-    elif case.collective == "all_to_all":
-        return pc.all_to_all(x)
-    elif case.collective == "all_to_all_v":
-        sizes = [[(s + r) % world for r in range(world)] for s in range(world)]
-        rows = [t[:1].repeat(sum(row), 1) for t, row in zip(x, sizes, strict=True)]
-        return pc.all_to_all(rows, split_sizes=sizes)
-    elif case.collective == "gather":
-        whole = pc.gather(x)
-        return [whole if r == ROOT else None for r in range(world)]
-    elif case.collective == "scatter":
-        return pc.scatter(x[ROOT], f"cpu*{world}")
-    else:
-        lists = [[t, t[0].clone()] for t in x]
-        pc.all_reduce_coalesced(lists, case.op)
-        return [torch.cat([t.flatten(), u]) for t, u in lists]
+def only_root(results):
+    """torch.distributed leaves the others undefined."""
+    return [t if r == ROOT else None for r, t in enumerate(results)]
+
+
+def in_place(call, x, *args):
+    call(x, *args)
     return x
+
+
+def all_to_all_v(x):
+    sizes = uneven(len(x))
+    rows = [t[:1].repeat(sum(row), 1) for t, row in zip(x, sizes, strict=True)]
+    return pc.all_to_all(rows, split_sizes=sizes)
+
+
+def coalesced(x, op):
+    lists = [[t, t[0].clone()] for t in x]
+    pc.all_reduce_coalesced(lists, op)
+    return [torch.cat([t.flatten(), u]) for t, u in lists]
+
+
+# Every rank's tensor in, every rank's result out.
+ASK = {
+    "all_reduce": lambda x, op: in_place(pc.all_reduce, x, op),
+    "reduce": lambda x, op: only_root(in_place(pc.reduce, x, ROOT, op)),
+    "broadcast": lambda x, op: in_place(pc.broadcast, x, ROOT),
+    "all_gather": lambda x, op: pc.all_gather(x),
+    "reduce_scatter": lambda x, op: pc.reduce_scatter(x, op),
+    "all_to_all": lambda x, op: pc.all_to_all(x),
+    "all_to_all_v": lambda x, op: all_to_all_v(x),
+    "gather": lambda x, op: only_root([pc.gather(x)] * len(x)),
+    "scatter": lambda x, op: pc.scatter(x[ROOT], f"cpu*{len(x)}"),
+    "coalesced": coalesced,
+}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.collective}-{short(c.dtype)}-{c.op}")
@@ -112,7 +117,7 @@ def test_as_torch_distributed(gloo, case):
     rounds = adds and case.dtype in (*FLOATS, *COMPLEX)
     for world in WORLDS:
         theirs = [gloo[rank][world, case] for rank in range(world)]
-        ours = ask_pycollect(case, world)
+        ours = ASK[case.collective](case.inputs(world), case.op)
         assert [t is None for t in ours] == [t is None for t in theirs]
         ours, theirs = ([t for t in side if t is not None] for side in (ours, theirs))
         if rounds:

@@ -11,12 +11,12 @@ namespace {
 
 // A list or tuple as it is, any other sequence as a list. A tensor or an array is a sequence too,
 // of its rows, which is never what was meant.
-py::object items_of(py::handle list, const char* call, const char* name) {
+py::object items_of(py::handle list, const Label& label) {
   if (PyList_CheckExact(list.ptr()) || PyTuple_CheckExact(list.ptr())) [[likely]]
     return py::reinterpret_borrow<py::object>(list);
   const bool sequence = PySequence_Check(list.ptr()) && !PyUnicode_Check(list.ptr()) &&
                         !THPVariable_Check(list.ptr()) && !py::hasattr(list, "__dlpack__");
-  require_type(sequence, call, ": ", name, " is a ", Py_TYPE(list.ptr())->tp_name,
+  require_type(sequence, label.call, ": ", label, " is a ", Py_TYPE(list.ptr())->tp_name,
                "; pass a list with one tensor per rank");
   return py::reinterpret_steal<py::object>(PySequence_Fast(list.ptr(), "not a sequence"));
 }
@@ -37,7 +37,7 @@ at::Tensor tensor_from(py::handle item, Use use, const Label& label) {
 }
 
 Tensors tensors_from(py::handle list, UseOf use, const char* call, const char* name) {
-  const py::object items = items_of(list, call, name);
+  const py::object items = items_of(list, {call, name});
   Tensors tensors;
   tensors.reserve(size_of(items));
   for (std::size_t i = 0; i < size_of(items); ++i)
@@ -48,11 +48,11 @@ Tensors tensors_from(py::handle list, UseOf use, const char* call, const char* n
 
 Grid grid_from(py::handle lists, UseOf use, const char* call) {
   constexpr const char* kName = "tensor_lists";
-  const py::object ranks = items_of(lists, call, kName);
+  const py::object ranks = items_of(lists, {call, kName});
   Grid grid{{}, static_cast<int>(size_of(ranks)), kName, true};
   std::size_t width = 0;
   for (Rank r = 0; r < grid.world; ++r) {
-    const py::object items = items_of(item_of(ranks, r), call, text(kName, "[", r, "]").c_str());
+    const py::object items = items_of(item_of(ranks, r), {call, kName, r});
     if (r == 0) width = size_of(items), grid.flat.resize(width * grid.world);
     require(size_of(items) == width, call, ": ", kName, "[", r, "] has ", size_of(items),
             " tensors and ", kName, "[0] has ", width, "; all ranks must have as many");
@@ -101,7 +101,7 @@ std::string_view algorithm_from(py::handle name, const char* call) {
 
 void check_streams(py::handle streams, int world, const char* call) {
   if (streams.is_none()) return;
-  const py::object items = items_of(streams, call, "streams");
+  const py::object items = items_of(streams, {call, "streams"});
   require(static_cast<int>(size_of(items)) == world, call, ": streams has ", size_of(items),
           " items; needed are ", world, ", one per rank");
   for (std::size_t i = 0; i < size_of(items); ++i)

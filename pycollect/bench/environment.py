@@ -16,10 +16,10 @@ import torch
 import pycollect
 
 from .contest import CaseResult
+from .measure import MOST_SPREAD
 
-# Above these a run is called disturbed: a quiet machine stays below a tenth of each.
+# Of all cores; above it a run is called disturbed. A quiet machine stays below a tenth of this.
 MOST_FOREIGN_CPU = 0.05
-MOST_LIMIT_SPREAD = 1.5
 
 
 def describe(command: str) -> dict[str, Any]:
@@ -130,6 +130,6 @@ def footer(measured: dict[str, Any]) -> list[str]:
         f"{measured['load_average_after']:.2f}, other processes {100 * share:.0f} % of all cores"
         + varied
     ]
-    if share > MOST_FOREIGN_CPU or (spread or 1) > MOST_LIMIT_SPREAD:
+    if share > MOST_FOREIGN_CPU or (spread or 1) > MOST_SPREAD:
         out.append("# WARNING: the machine was not quiet; trust ratios more than times, and rerun")
     return out

@@ -19,6 +19,9 @@ Sampler = Callable[[int], list[float]]
 
 # An odd number: a median that was measured. Fewer rounds cannot outvote two disturbed ones.
 ROUNDS = 7
+# The slowest round over the fastest, above which something else was going on: a quiet machine stays
+# under 1.2.
+MOST_SPREAD = 1.5
 # More samples than this of one contestant in one round add time, not certainty.
 MOST_CALLS = 1_000
 

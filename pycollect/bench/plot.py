@@ -87,7 +87,9 @@ def _legend(figure: Figure) -> None:
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
-    figure.legend(found.values(), found, loc="outside right center", frameon=False, fontsize=9)
+    figure.legend(
+        list(found.values()), list(found), loc="outside right center", frameon=False, fontsize=9
+    )
 
 
 def plot(results: Sequence[CaseResult], path: str, caption: str) -> None:

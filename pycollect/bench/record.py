@@ -72,7 +72,7 @@ def _target_record(outcome: Outcome) -> dict[str, Any]:
         "unit": outcome.unit,
         "measured": outcome.measured,
         "met": outcome.met,
-        "where": outcome.where.strip(" ()"),
+        "where": outcome.where,
     }
 
 

@@ -111,9 +111,11 @@ def call_lines(calls: dict[str, Timing]) -> list[str]:
 def target_lines(outcomes: Iterable[Outcome]) -> list[str]:
     """Return the table of targets: what is wanted, what was measured, and whether it is met."""
     words = {True: "yes", False: "NO", None: "not measured"}
-    out = [f"# {'target':<58} {'wanted':>9} {'measured':>9}  met"]
+    out = [f"# {'target':<58} {'wanted':>9} {'measured':>9}  met  worst at"]
     for o in outcomes:
         wanted = f"{o.sign} {o.wanted:g}{o.unit}"
         measured = _NOTHING if o.measured is None else f"{o.measured:.2f}{o.unit}"
-        out.append(f"# {o.what:<58} {wanted:>9} {measured:>9}  {words[o.met]}{o.where}")
+        out.append(
+            f"# {o.what:<58} {wanted:>9} {measured:>9}  {words[o.met]:<3}  {o.where}".rstrip()
+        )
     return out

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from .contest import DEFAULT, INSIDE, NAIVE, CaseResult, Row
-from .measure import Timing
+from .measure import MOST_SPREAD, Timing
+from .sizes import binary_size
 
 KIB, MIB = 1 << 10, 1 << 20
 # The row of the table of call costs that the promise is about.
@@ -21,7 +22,7 @@ CALL = "all_reduce, 4 ranks x 4 elements"
 
 @dataclass(frozen=True)
 class Outcome:
-    """One promise: `measured` is its worst point, None if the run has none."""
+    """One promise: `measured` is its worst point, found at `where`; None if the run has none."""
 
     what: str
     wanted: float
@@ -53,15 +54,21 @@ class _Promise:
             row = result.row(self.row)
             value = self.value(row) if row else None
             if value is not None:
-                points.append((value, f"world {result.case.world}, {result.case.nbytes} B"))
+                points.append((value, self._where(result)))
         worst, where = min(points, default=(None, ""))
-        return Outcome(
-            self.what,
-            self.wanted,
-            worst,
-            unit=self.unit,
-            where=f" (worst of {len(points)}: {where})" if len(points) > 1 else "",
-        )
+        return Outcome(self.what, self.wanted, worst, unit=self.unit, where=where)
+
+    def _where(self, result: CaseResult) -> str:
+        """Name a point, with what one must know to judge it."""
+        notes = [f"{result.case.world} ranks, {binary_size(result.case.nbytes)}"]
+        limit = result.limit
+        if limit and limit.timing.spread > MOST_SPREAD:
+            notes.append("disturbed")
+        # Of a ratio to a peer: on this machine the memory may not allow it.
+        reach = self.value(limit) if limit and self.unit == "x" else None
+        if reach is not None and reach < self.wanted:
+            notes.append(f"the limit itself is at {reach:.2f}x")
+        return "; ".join(notes)
 
 
 def _sums(worlds: Sequence[int] | None, begin: int, end: int | None = None) -> Callable[..., bool]:
