@@ -154,9 +154,9 @@ def replicate(tensors: TensorList, devices: DeviceSpec) -> list[list[torch.Tenso
     >>> replicate([torch.ones(1), torch.zeros(2)], "cpu*2")[1]
     [tensor([1.]), tensor([0., 0.])]
     """
-    world = len(host_ranks(devices, "replicate"))
-    flat = _C.replicate(tensors, world) or []
-    return [flat[rank::world] for rank in range(world)]
+    ranks = host_ranks(devices, "replicate")
+    flat = _C.replicate(tensors, ranks) or []
+    return [flat[rank :: len(ranks)] for rank in range(len(ranks))]
 
 
 @eager

@@ -182,8 +182,8 @@ def scatter(
     >>> scatter(torch.arange(3), "cpu*2")
     [tensor([0, 1]), tensor([2])]
     """
-    world = len(host_ranks(devices, "scatter"))
-    return _C.scatter(tensor, world, chunk_sizes, dim, out, async_op, streams)
+    ranks = host_ranks(devices, "scatter")
+    return _C.scatter(tensor, ranks, chunk_sizes, dim, out, async_op, streams)
 
 
 @eager
@@ -200,8 +200,7 @@ def gather(
     >>> gather([torch.tensor([1]), torch.tensor([2, 3])])
     tensor([1, 2, 3])
     """
-    if device is not None:
-        ranks = host_ranks(device, "gather")
-        if len(ranks) != 1:
-            raise ValueError(f"gather: device {device!r} names {len(ranks)} devices; needed is one")
-    return _C.gather(tensors, dim, out, streams)
+    target = [] if device is None else host_ranks(device, "gather")
+    if len(target) > 1:
+        raise ValueError(f"gather: device {device!r} names {len(target)} devices; needed is one")
+    return _C.gather(tensors, target, dim, out, streams)

@@ -1,34 +1,40 @@
-// One process, several devices: levels become launches on in-order streams, and waits that cross streams
-// become events. What to issue is computed once per plan and placement, and is data.
+// One process, several devices: levels become launches on in-order streams, and waits that cross
+// streams become events. What to issue is computed once per plan and placement, and is data; it
+// knows no device and no handle.
 #pragma once
 #include <vector>
 
-#include "../plan/program.h"
+#include "../plan/compiled.h"
 
 namespace pycollect::cuda {
 
-// Which stream a task goes to. Streams 0..devices-1 are ours; every rank's caller has one of its own
-// behind them, where entry and exit run; `share`: rank r's tasks run on the caller's streams themselves.
+// Which stream a task goes to, by number. Several of a rank's may be one and the same: the fewer
+// streams there are, the fewer events.
+struct Seat {
+  int caller;    // its buffers are ready when this gets there, and its own again behind it
+  int worker;    // runs what the rank executes
+  int sender;    // fills its memory on the host
+  int receiver;  // copies into its memory what lies on a host
+  bool operator==(const Seat&) const = default;
+};
+inline constexpr int kNoHub = -1;
 struct Placement {
-  std::vector<int> device_of;  // [rank], as an index into the distinct devices of the call
-  int devices;                 // distinct ones
-  int lanes = 1;               // streams of ours per device: one per rank where a plan was named for
-                               // virtual ranks, so that every wait is real
-  std::vector<int> caller_of;  // [rank]: index among the distinct streams of callers
-  int callers;
-  int stream(const Task& task, Rank rank) const;
-  int streams() const { return devices * lanes + callers; }
+  std::vector<Seat> seats;  // [rank]
+  int streams;              // how many; every number is below
+  int hub = kNoHub;         // a stream that nothing else runs on, for joins of many with many
+  bool operator==(const Placement&) const = default;
 };
 
 struct Issue {
   int stream;
-  std::vector<Place> tasks;    // of one level
-  std::vector<int> after = {};  // earlier issues on other streams
+  std::vector<Place> tasks;     // of one level; none on the hub
+  std::vector<int> after = {};  // earlier issues on other streams, latest first
   bool recorded = false;        // somebody waits for this one
 };
 using Schedule = std::vector<Issue>;
 
-// Only the events that nothing else implies, latest first.
-Schedule schedule(const Program& program, const Levels& levels, const Placement& at);
+// Every pair of conflicting accesses is ordered by streams and events, and no event is there that
+// another one implies. Throws ValueError for a placement that is not one of this plan's.
+Schedule schedule(const Compiled& compiled, const Placement& at);
 
 }  // namespace pycollect::cuda

@@ -3,6 +3,7 @@
 #include "compiled.h"
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <mutex>
 #include <shared_mutex>
@@ -56,12 +57,12 @@ Cache& cache() {
   return it;
 }
 
-std::vector<bool> scratched(const Plan& plan) {
+std::vector<bool> touched(const Plan& plan, Buffer buffer) {
   std::vector<bool> used(plan.world);
   for (const Step& step : plan.steps)
     for (const Slices* side : {&step.dsts, &step.srcs})
       for (const Slice& s : *side)
-        if (s.buffer == Buffer::scratch) used[s.rank] = true;
+        if (s.buffer == buffer) used[s.rank] = true;
   return used;
 }
 
@@ -69,11 +70,13 @@ std::vector<bool> scratched(const Plan& plan) {
 
 Compiled compile(Plan plan, bool in_place, Pace pace, const Algorithm* algorithm) {
   check(plan, in_place);
-  Compiled made{algorithm, in_place, std::move(plan), {}, {}, {}, {}};
+  static std::atomic<uint64_t> next_id{0};
+  Compiled made{algorithm, in_place, std::move(plan), {}, {}, {}, {}, {}, next_id++};
   made.program = lower(made.plan, in_place, pace);
   made.levels = levels(made.program);
   made.finishes = finishes(made.plan, in_place);
-  made.scratched = scratched(made.plan);
+  made.scratched = touched(made.plan, Buffer::scratch);
+  made.staged = touched(made.plan, Buffer::host);
   return made;
 }
 

@@ -1,6 +1,7 @@
 // A plan that is ready to run any number of times: lowered, cut in levels, and with each step
 // marked that finishes a reduction (where `avg` scales). Computed once per key and kept.
 #pragma once
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -17,6 +18,8 @@ struct Compiled {
   Levels levels;
   std::vector<bool> finishes;   // [step]: a fold whose result has a leaf of every rank
   std::vector<bool> scratched;  // [rank]: does any step touch the rank's scratch?
+  std::vector<bool> staged;     // [rank]: and its memory on the host?
+  uint64_t id;                  // no other one ever has it: what is derived from this is kept by it
 };
 
 Compiled compile(Plan plan, bool in_place, Pace pace = Pace::any,

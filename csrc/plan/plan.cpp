@@ -10,7 +10,8 @@ namespace pycollect {
 namespace {
 
 const char* name(Buffer b) {
-  return b == Buffer::input ? "in" : b == Buffer::output ? "out" : "tmp";
+  constexpr const char* kNames[kBuffers] = {"in", "out", "tmp", "host"};
+  return kNames[static_cast<int>(b)];
 }
 
 // "out[2:4] of rank 1"
@@ -50,7 +51,7 @@ class Checking {
   void inside(const Slice& s, int count) const {
     if (s.rank < 0 || s.rank >= plan_.world)
       refuse("names ", words(s), ", but the world has ", plan_.world, " ranks");
-    if (static_cast<int>(s.buffer) >= kBuffers) refuse("names a buffer that is not in, out or tmp");
+    if (static_cast<int>(s.buffer) >= kBuffers) refuse("names a buffer that is not in, out, tmp or host");
     if (s.count < 1 || s.first < 0 || s.first > plan_.chunks - s.count)
       refuse("names ", words(s), ", but a buffer has ", plan_.chunks, " chunks");
     if (s.count != count) refuse("moves ", count, " chunks, but ", words(s), " has ", s.count);

@@ -9,8 +9,10 @@
 namespace pycollect {
 
 using Rank = int;
-enum class Buffer : uint8_t { input, output, scratch };
-inline constexpr int kBuffers = 3;
+// `host` is memory of the rank's host that everybody reaches: plans are written without it, `stage`
+// puts it in where ranks do not reach each other.
+enum class Buffer : uint8_t { input, output, scratch, host };
+inline constexpr int kBuffers = 4;
 
 // Chunks [first, first + count) of one buffer of one rank. How many elements a chunk has is not
 // known here: `Offsets` binds that per call.
@@ -46,6 +48,7 @@ struct Plan {
 inline Slice in(Rank r, int chunk, int count = 1) { return {r, Buffer::input, chunk, count}; }
 inline Slice out(Rank r, int chunk, int count = 1) { return {r, Buffer::output, chunk, count}; }
 inline Slice tmp(Rank r, int chunk, int count = 1) { return {r, Buffer::scratch, chunk, count}; }
+inline Slice host(Rank r, int chunk, int count = 1) { return {r, Buffer::host, chunk, count}; }
 
 // The same chunks on every rank, in rank order.
 inline Slices everyone(Slice s, int world) {

@@ -40,7 +40,8 @@ inline const Slices& reads(const Plan& p, const Task& t) {
   return t.step < 0 ? none : p.steps[t.step].srcs;
 }
 inline Slices writes(const Plan& p, const Task& t, Rank r) {
-  return t.step < 0 ? Slices{in(r, 0, p.chunks), out(r, 0, p.chunks), tmp(r, 0, p.chunks)}
+  return t.step < 0 ? Slices{in(r, 0, p.chunks), out(r, 0, p.chunks), tmp(r, 0, p.chunks),
+                             host(r, 0, p.chunks)}
                     : p.steps[t.step].dsts;
 }
 

@@ -39,7 +39,7 @@ std::string words(const Access& a) {
 }
 
 std::string place(const Plan& plan, int cell) {
-  constexpr const char* kNames[kBuffers] = {"in", "out", "tmp"};
+  constexpr const char* kNames[kBuffers] = {"in", "out", "tmp", "host"};
   const int buffer = cell / plan.chunks;
   return text(kNames[buffer % kBuffers], "[", cell % plan.chunks, "] of rank ", buffer / kBuffers);
 }

@@ -157,6 +157,10 @@ void check_alike(const at::Tensor& t, const Label& label, const at::Tensor& firs
           "; all ranks must have the same layout in memory, e.g. through .contiguous()");
 }
 
+void bump_version(const at::Tensor& t) {
+  if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
+}
+
 Extent extent(const at::Tensor& t, Use use, const Label& label) {
   // Asked for as it will be used: a lazy clone gets memory of its own when it is written.
   const auto* begin =

@@ -1,7 +1,7 @@
-// Plans in Python are values: tuples in, tuples out. A slice is (rank, "in" | "out" | "tmp", first
-// chunk, chunks) and a step is (destinations, sources, rank that executes it or -1 for the first
-// destination's). Programs can be copied without one of their waits, so that tests can see the
-// judge notice it.
+// Plans in Python are values: tuples in, tuples out. A slice is (rank, "in" | "out" | "tmp" |
+// "host", first chunk, chunks) and a step is (destinations, sources, rank that executes it or -1
+// for the first destination's). Programs can be copied without one of their waits, so that tests
+// can see the judge notice it.
 #include "bind_plan.h"
 
 #include <pybind11/stl.h>
@@ -29,13 +29,13 @@ using SliceTuple = std::tuple<int, std::string, int, int>;
 using StepTuple = std::tuple<std::vector<SliceTuple>, std::vector<SliceTuple>, int>;
 using TaskTuple = std::tuple<int, int, std::vector<std::pair<int, int>>>;
 using SpanTuple = std::tuple<int, int, double, double>;
-constexpr std::array<const char*, kBuffers> kBufferNames{"in", "out", "tmp"};
+constexpr std::array<const char*, kBuffers> kBufferNames{"in", "out", "tmp", "host"};
 
 Buffer buffer_of(const std::string& name) {
   for (int b = 0; b < kBuffers; ++b)
     if (name == kBufferNames[b]) return static_cast<Buffer>(b);
   throw std::invalid_argument(
-      text("there is no buffer '", name, "'; choose one of 'in', 'out', 'tmp'"));
+      text("there is no buffer '", name, "'; choose one of 'in', 'out', 'tmp', 'host'"));
 }
 
 Slice slice_of(const SliceTuple& t) {

@@ -1,5 +1,6 @@
 #include "bind_probe.h"
 
+#include <algorithm>
 #include <chrono>
 
 #include "../plan/error.h"
@@ -11,7 +12,7 @@ namespace pycollect {
 namespace {
 
 using Buffers =
-    std::vector<std::vector<std::optional<at::Tensor>>>;  // [rank][input, output, scratch]
+    std::vector<std::vector<std::optional<at::Tensor>>>;  // [rank][input, output, scratch, host]
 
 // Runs `plan` on contiguous tensors of one length, in the written order (the specification) or by
 // levels.
@@ -22,8 +23,8 @@ void run_plan(const Plan& plan, const Buffers& buffers, const std::string& op, b
   const Offsets offsets(plan, {static_cast<std::size_t>(first.numel())});
   std::vector<Binding> bindings{{&offsets, std::vector<Memory>(plan.world * kBuffers)}};
   for (Rank r = 0; r < plan.world; ++r)
-    for (int b = 0; b < kBuffers; ++b)
-      if (const auto& t = buffers.at(r).at(in_place && b == 1 ? 0 : b)) {
+    for (int b = 0; b < std::min<int>(kBuffers, buffers.at(r).size()); ++b)
+      if (const auto& t = buffers[r][in_place && b == 1 ? 0 : b]) {
         require(t->is_contiguous() && t->numel() == first.numel() && t->dtype() == first.dtype(),
                 "run_plan: buffers must be contiguous and alike");
         bindings[0].memory[r * kBuffers + b].base = static_cast<std::byte*>(t->mutable_data_ptr());

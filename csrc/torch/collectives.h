@@ -19,6 +19,18 @@ struct Grid {
   }
 };
 
+// Indices of a grid by dtype, in order of appearance, and the bytes of each.
+struct Kind {
+  DType dtype;
+  std::size_t bytes = 0;
+  std::vector<std::size_t> indices = {};
+};
+std::vector<Kind> kinds(const char* call, const Grid& grid);
+
+// Without asking for the right to write, which would be a copy of a lazy clone that is only read;
+// who is written was asked for that when its extent was.
+std::byte* bytes_of(const at::Tensor& tensor);
+
 // all_reduce, reduce and broadcast, of one tensor a rank or of many.
 struct InPlace {
   Collective collective;
@@ -41,12 +53,13 @@ struct Exchange {
   std::optional<std::vector<std::vector<int64_t>>> sizes =
       {};  // [rank][block]; default: as torch.tensor_split
   std::optional<Tensors> out = {};
-  int world = 0;  // scatter: the only one whose inputs do not tell
+  std::vector<at::Device> devices =
+      {};  // scatter: of the ranks; gather: of the result, if not the first's
 };
 Job exchange_blocks(const Exchange& ask, Tensors inputs);
 
 // A copy of every tensor for every rank; results are [index * world + rank].
-Job replicate(Tensors tensors, int world);
+Job replicate(Tensors tensors, const std::vector<at::Device>& devices);
 
 // One tensor into another of the same shape and dtype, whatever their layouts.
 Job copy(const at::Tensor& dst, const at::Tensor& src);

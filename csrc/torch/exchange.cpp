@@ -1,9 +1,10 @@
-// Collectives that cut tensors into blocks along a dimension and join others: who sends which block
-// to whom is a table of sizes, and all five differ in that table alone.
+// Collectives that cut tensors into blocks along a dimension and join others; blocks.h knows who
+// sends which block to whom.
 #include <algorithm>
 #include <numeric>
 
 #include "../plan/error.h"
+#include "blocks.h"
 #include "collectives.h"
 #include "layout.h"
 #include "threads.h"
@@ -14,7 +15,6 @@ namespace {
 using enum Collective;
 
 constexpr std::size_t kAlignBytes = 64;  // pieces begin at whole vectors
-constexpr Rank kRoot = 0;                // of scatter and gather
 
 Label label(const Exchange& ask, const char* list, std::size_t r) {
   return {name(ask.collective), list,
@@ -24,71 +24,30 @@ const char* inputs_name(const Exchange& ask) {
   return ask.collective == scatter ? "tensor" : "tensors";
 }
 
-// Elements along the dimension, [rank][block], in the input and in the output of every rank.
-struct Blocks {
-  std::vector<Sizes> in, out;
-  Sizes whole;  // the cut that every buffer is a part of: where scratch lies
+// Where every rank is. The root of scatter and gather is the first rank on the device of the one
+// tensor, or one more rank behind the others, which has nothing else to do with it.
+struct Parties {
+  std::vector<at::Device> devices;
+  int outputs;
+  Rank root = 0;
+  int world() const { return static_cast<int>(devices.size()); }
 };
 
-Sizes even(int64_t length, int world) {  // as torch.tensor_split
-  Sizes s(world);
-  for (int r = 0; r < world; ++r) s[r] = length / world + (r < length % world);
-  return s;
-}
-
-// The caller's sizes of one rank, or the even cut.
-Sizes cut(const Exchange& ask, int64_t length, int rank, int world) {
-  if (!ask.sizes) return even(length, world);
-  const std::size_t lists = ask.sizes->size();
-  require(lists == 1 || static_cast<int>(lists) == world, name(ask.collective),
-          ": split_sizes has lists for ", lists, " ranks; needed are ", world);
-  const auto& given = (*ask.sizes)[lists == 1 ? 0 : rank];
-  const char* what = ask.collective == scatter ? "chunk_sizes" : "split_sizes";
-  int64_t sum = 0;
-  for (int64_t s : given) {
-    require(s >= 0, name(ask.collective), ": ", what, " has a negative size, ", s);
-    sum += s;
+Parties parties_of(const Exchange& ask, const Tensors& inputs) {
+  Parties all{ask.devices, 0};
+  if (ask.collective != scatter) {
+    all.devices.clear();
+    for (const at::Tensor& t : inputs) all.devices.push_back(t.device());
   }
-  require(static_cast<int>(given.size()) == world && sum == length, name(ask.collective), ": ",
-          what, " has ", given.size(), " sizes that sum to ", sum, "; needed are ", world,
-          " that sum to ", length, ", the length along dim ", ask.dim);
-  return {given.begin(), given.end()};
+  all.outputs = ask.collective == gather ? 1 : all.world();
+  if (ask.collective != scatter && ask.collective != gather) return all;
+  const at::Device at =
+      ask.collective == gather && !ask.devices.empty() ? ask.devices[0] : inputs[0].device();
+  const auto found = std::find(all.devices.begin(), all.devices.end(), at);
+  all.root = static_cast<Rank>(found - all.devices.begin());
+  if (found == all.devices.end()) all.devices.push_back(at);
+  return all;
 }
-
-Sizes only(const Sizes& whole, Rank r) {
-  Sizes s(whole.size());
-  s[r] = whole[r];
-  return s;
-}
-
-Blocks blocks_of(const Exchange& ask, const Tensors& inputs, int64_t dim) {
-  const int world = ask.world;
-  const Sizes none(world);
-  Blocks b{std::vector<Sizes>(world, none), std::vector<Sizes>(world, none), none};
-  if (ask.collective == all_to_all) {
-    for (Rank r = 0; r < world; ++r) b.in[r] = cut(ask, inputs[r].size(dim), r, world);
-    for (Rank r = 0; r < world; ++r)
-      for (Rank p = 0; p < world; ++p) b.out[r][p] = b.in[p][r];
-    return b;
-  }
-  const bool joins = ask.collective == all_gather || ask.collective == gather;
-  if (joins)
-    for (Rank r = 0; r < world; ++r) b.whole[r] = inputs[r].size(dim);
-  else
-    b.whole = cut(ask, inputs[0].size(dim), 0, world);
-  for (Rank r = 0; r < world; ++r) {
-    const bool root = r == kRoot;
-    b.in[r] = joins ? only(b.whole, r) : ask.collective == reduce_scatter || root ? b.whole : none;
-    b.out[r] = !joins ? only(b.whole, r) : ask.collective == all_gather || root ? b.whole : none;
-  }
-  return b;
-}
-
-int64_t length(const Sizes& s) {
-  return static_cast<int64_t>(std::accumulate(s.begin(), s.end(), std::size_t{0}));
-}
-
-int outputs(const Exchange& ask) { return ask.collective == gather ? 1 : ask.world; }
 
 DType check_inputs(const Exchange& ask, const Tensors& inputs, int64_t dim) {
   const Label first = label(ask, inputs_name(ask), 0);
@@ -103,24 +62,31 @@ DType check_inputs(const Exchange& ask, const Tensors& inputs, int64_t dim) {
   return dtype;
 }
 
-// Of the caller's own outputs: the right number, shape, dtype and order, apart from everything
+// What a result is to be: shape, dtype and device, without memory.
+struct Wanted {
+  std::vector<int64_t> sizes;
+  at::Device device;
+};
+
+// Of the caller's own outputs: the right number, shape, dtype and place, apart from everything
 // else.
-void check_outputs(const Exchange& ask, const Tensors& inputs,
-                   const std::vector<std::vector<int64_t>>& shapes) {
+void check_outputs(const Exchange& ask, const Tensors& inputs, const std::vector<Wanted>& wanted) {
   const char* call = name(ask.collective);
-  require(static_cast<int>(ask.out->size()) == outputs(ask), call, ": out has ", ask.out->size(),
-          " tensors; needed are ", outputs(ask));
+  require(ask.out->size() == wanted.size(), call, ": out has ", ask.out->size(),
+          " tensors; needed are ", wanted.size());
   std::vector<Extent> extents;
   for (std::size_t r = 0; r < inputs.size(); ++r)
     extents.push_back(extent(inputs[r], Use::read, label(ask, inputs_name(ask), r)));
-  for (std::size_t r = 0; r < ask.out->size(); ++r) {
+  for (std::size_t r = 0; r < wanted.size(); ++r) {
     const at::Tensor& t = (*ask.out)[r];
     const Label l{call, "out", ask.collective == gather ? -1 : static_cast<int>(r)};
     check_tensor(t, Use::write, l);
     require(t.scalar_type() == inputs[0].scalar_type(), call, ": ", l, " is ", t.dtype().name(),
             "; needed is ", inputs[0].dtype().name());
-    require(t.sizes() == at::IntArrayRef(shapes[r]), call, ": ", l, " has shape ", t.sizes(),
-            "; needed is ", at::IntArrayRef(shapes[r]));
+    require(t.sizes() == at::IntArrayRef(wanted[r].sizes), call, ": ", l, " has shape ", t.sizes(),
+            "; needed is ", at::IntArrayRef(wanted[r].sizes));
+    require(t.device() == wanted[r].device, call, ": ", l, " is on ", t.device(), "; needed is ",
+            wanted[r].device);
     extents.push_back(extent(t, Use::write, l));
   }
   check_disjoint(extents);
@@ -157,68 +123,86 @@ Sizes times(const Sizes& s, int64_t inner) {
   return result;
 }
 
-void bind_blocks(Part& part, const Blocks& b, const Tensors& inputs, Job& job, const Frame& frame) {
+void bind_blocks(Part& part, const Blocks& b, const Parties& all, const Tensors& inputs, Job& job,
+                 const Frame& frame, bool to_root, bool from_root) {
   const std::size_t item = item_bytes(part.dtype);
   auto at = std::make_unique<Offsets>(part.compiled->plan, times(b.whole, frame.inner),
                                       std::max<std::size_t>(kAlignBytes / item, 1));
   std::vector<Memory> memory(b.in.size() * kBuffers);
-  auto memory_of = [&](const Tensors& tensors, std::size_t r, const Sizes& blocks) -> Memory {
-    if (r >= tensors.size()) return {};
-    const int64_t pitch = length(blocks) * frame.inner * static_cast<int64_t>(item);
-    return {static_cast<std::byte*>(const_cast<void*>(tensors[r].const_data_ptr())), pitch};
+  auto put = [&](Rank r, Buffer buffer, const at::Tensor& t, const Sizes& blocks) {
+    const int64_t pitch = sum(blocks) * frame.inner * static_cast<int64_t>(item);
+    memory[r * kBuffers + static_cast<int>(buffer)] = {
+        static_cast<std::byte*>(const_cast<void*>(t.const_data_ptr())), pitch};
   };
-  for (std::size_t r = 0; r < b.in.size(); ++r) {
-    at->set(static_cast<Rank>(r), Buffer::input, times(b.in[r], frame.inner));
-    at->set(static_cast<Rank>(r), Buffer::output, times(b.out[r], frame.inner));
-    memory[r * kBuffers] = memory_of(inputs, r, b.in[r]);
-    memory[r * kBuffers + 1] = memory_of(job.results, r, b.out[r]);
+  for (Rank r = 0; r < all.world(); ++r) {
+    at->set(r, Buffer::input, times(b.in[r], frame.inner));
+    at->set(r, Buffer::output, times(b.out[r], frame.inner));
   }
-  part.bind(at.get(), std::move(memory), frame.rows, job.held);
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const Rank r = from_root ? all.root : static_cast<Rank>(i);
+    put(r, Buffer::input, inputs[i], b.in[r]);
+  }
+  for (std::size_t i = 0; i < job.results.size(); ++i) {
+    const Rank r = to_root ? all.root : static_cast<Rank>(i);
+    put(r, Buffer::output, job.results[i], b.out[r]);
+  }
+  part.bind(at.get(), std::move(memory), frame.rows, job);
   part.offsets.push_back(std::move(at));
+}
+
+Cut cut_of(const Exchange& ask, const Tensors& inputs, const Parties& all, int64_t dim) {
+  Cut cut{ask.collective, {}, all.world(), all.outputs, all.root, ask.dim, ask.sizes};
+  for (const at::Tensor& t : inputs) cut.lengths.push_back(t.size(dim));
+  return cut;
+}
+
+std::vector<Wanted> results_of(const Tensors& inputs, const Parties& all, const Blocks& b,
+                               int64_t dim, bool to_root) {
+  std::vector<Wanted> wanted;
+  for (int i = 0; i < all.outputs; ++i) {
+    const Rank r = to_root ? all.root : i;
+    wanted.push_back({inputs[0].sizes().vec(), all.devices[r]});
+    wanted.back().sizes[dim] = sum(b.out[r]);
+  }
+  return wanted;
 }
 
 }  // namespace
 
-Job exchange_blocks(const Exchange& given, Tensors inputs) {
-  Exchange ask = given;
+Job exchange_blocks(const Exchange& ask, Tensors inputs) {
   const char* call = name(ask.collective);
-  if (ask.collective != scatter) ask.world = static_cast<int>(inputs.size());
-  require(ask.world > 0, call,
-          ask.collective == scatter ? ": devices is empty; name one device per rank"
-                                    : ": tensors is empty; pass one tensor per rank");
+  const bool to_root = ask.collective == gather, from_root = ask.collective == scatter;
+  require(!inputs.empty(), call, ": tensors is empty; pass one tensor per rank");
+  require(!from_root || !ask.devices.empty(), call, ": devices is empty; name one device per rank");
   const Label first = label(ask, inputs_name(ask), 0);
   check_tensor(inputs[0], Use::read, first);
   const int64_t dim = check_dim(inputs[0], ask.dim, first);
   const DType dtype = check_inputs(ask, inputs, dim);
-  const Blocks blocks = blocks_of(ask, inputs, dim);
-  std::vector<std::vector<int64_t>> shapes;
-  for (int r = 0; r < outputs(ask); ++r) {
-    shapes.push_back(inputs[0].sizes().vec());
-    shapes.back()[dim] = length(blocks.out[r]);
-  }
-  if (ask.out) check_outputs(ask, inputs, shapes);
+  const Parties all = parties_of(ask, inputs);
+  const Blocks blocks = blocks_of(cut_of(ask, inputs, all, dim));
+  const std::vector<Wanted> wanted = results_of(inputs, all, blocks, dim, to_root);
+  if (ask.out) check_outputs(ask, inputs, wanted);
   std::size_t bytes = 0;
   for (const at::Tensor& t : inputs) bytes = std::max<std::size_t>(bytes, t.nbytes());
-  Part part =
-      make_part({ask.collective, ask.world, bytes, dtype, false}, ask.algorithm, kRoot, ask.op);
+  Part part = make_part({ask.collective, all.world(), bytes, dtype, false}, ask.algorithm, all.root,
+                        ask.op);
 
-  Job job;
+  Job job{.devices = all.devices};
   const std::vector<int64_t> order = agree(ask, inputs);
-  if (ask.out)
-    job.results = *ask.out;
-  else
-    for (const auto& shape : shapes)
-      job.results.push_back(empty_in_order(shape, order, inputs[0].options()));
-  for (const at::Tensor& t : job.results) check_tensor(t, Use::write, {call, "a result"});
+  if (ask.out) job.results = *ask.out;
+  for (const Wanted& w : wanted) {
+    if (ask.out) break;
+    job.results.push_back(empty_in_order(w.sizes, order, inputs[0].options().device(w.device)));
+    check_tensor(job.results.back(), Use::write, {call, "a result"});
+  }
   const Frame frame(inputs[0], order, dim);
   if (frame.rows > 0 && frame.inner > 0 && bytes > 0) {
-    bind_blocks(part, blocks, inputs, job, frame);
+    bind_blocks(part, blocks, all, inputs, job, frame, to_root, from_root);
     job.parts.push_back(std::move(part));
     job.bytes = bytes;
   }
   if (ask.out)
-    for (const at::Tensor& t : job.results)
-      if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
+    for (const at::Tensor& t : job.results) bump_version(t);
   job.held.insert(job.held.end(), inputs.begin(), inputs.end());
   return job;
 }

@@ -1,6 +1,7 @@
 #include "job.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
 #include <limits>
@@ -40,6 +41,13 @@ Float8Rounding::Bytes probe(at::ScalarType type) {
   return {b[0], b[1], b[2]};
 }
 
+// Not through the dispatcher on the host, whose modes may put something without memory in its
+// place.
+at::Tensor new_bytes(int64_t bytes, at::Device device) {
+  if (device.is_cpu()) return at::Tensor(at::detail::empty_cpu({bytes}, at::kByte));
+  return at::empty({bytes}, at::TensorOptions(at::kByte).device(device));
+}
+
 }  // namespace
 
 void listen(Listener listener) { listener_ = listener; }
@@ -58,15 +66,14 @@ Part make_part(const Situation& s, std::string_view algorithm, Rank root, Reduce
   return {compiled(*choice.algorithm, ask, s.in_place), s.dtype, op, options};
 }
 
-void Part::bind(const Offsets* at, std::vector<Memory> memory, std::size_t rows, Tensors& held) {
+void Part::bind(const Offsets* at, std::vector<Memory> memory, std::size_t rows, Job& job) {
   for (Rank r = 0; r < compiled->plan.world; ++r) {
     if (!compiled->scratched[r]) continue;
     const auto bytes = static_cast<int64_t>(at->total(r, Buffer::scratch) * item_bytes(dtype));
     const int64_t pitch = (bytes + kAlignBytes - 1) / kAlignBytes * kAlignBytes;
-    // Not through the dispatcher, whose modes may put something without memory in its place.
-    held.emplace_back(at::detail::empty_cpu({pitch * static_cast<int64_t>(rows)}, at::kByte));
+    job.held.push_back(new_bytes(pitch * static_cast<int64_t>(rows), job.devices[r]));
     memory[r * kBuffers + static_cast<int>(Buffer::scratch)] = {
-        static_cast<std::byte*>(held.back().mutable_data_ptr()), pitch};
+        static_cast<std::byte*>(job.held.back().mutable_data_ptr()), pitch};
   }
   bindings.push_back({at, std::move(memory), rows});
 }

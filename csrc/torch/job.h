@@ -11,6 +11,8 @@
 
 namespace pycollect {
 
+struct Job;
+
 // All tensors of one dtype in a call: one plan, run on every binding.
 struct Part {
   std::shared_ptr<const Compiled> compiled;
@@ -20,17 +22,18 @@ struct Part {
   std::vector<std::unique_ptr<const Offsets>> offsets = {};
   std::vector<Binding> bindings = {};
 
-  // `memory` is [rank][buffer]; scratch is added here where the plan has a use for it.
-  void bind(const Offsets* at, std::vector<Memory> memory, std::size_t rows, Tensors& held);
+  // `memory` is [rank][buffer]; scratch is added here where the plan has a use for it, and held by
+  // the job.
+  void bind(const Offsets* at, std::vector<Memory> memory, std::size_t rows, Job& job);
 };
 
 struct Job {
   std::vector<Part> parts = {};
-  Tensors held = {};     // everything that must outlive the run
-  Tensors results = {};  // what the call returns; nothing for calls in place
-  std::vector<std::pair<at::Tensor, at::Tensor>> transposes =
-      {};                 // dst and src whose layouts differ
-  std::size_t bytes = 0;  // of one rank, about
+  std::vector<at::Device> devices = {};  // of the ranks
+  Tensors held = {};                     // everything that must outlive the run
+  Tensors results = {};                  // what the call returns; nothing for calls in place
+  std::vector<std::pair<at::Tensor, at::Tensor>> transposes = {};  // dst and src of unlike layouts
+  std::size_t bytes = 0;                                           // of one rank, about
   void run() const;
 };
 

@@ -12,6 +12,7 @@ namespace pycollect {
 namespace {
 
 using Args = const py::handle&;
+using Devices = std::vector<at::Device>;
 
 // A call that moves less than this is over before another thread could have taken the interpreter.
 constexpr std::size_t kKeepGilBytes = 16 * 1024;
@@ -147,29 +148,31 @@ py::object all_to_all(Args tensors, Args dim, Args split_sizes, Args out, bool a
   return exchanged(ask, tensors, async_op, streams);
 }
 
-py::object scatter(Args tensor, int world, Args chunk_sizes, Args dim, Args out, bool async_op,
-                   Args streams) {
+py::object scatter(Args tensor, const Devices& devices, Args chunk_sizes, Args dim, Args out,
+                   bool async_op, Args streams) {
   constexpr const char* kCall = "scatter";
-  check_streams(streams, world, kCall);
+  check_streams(streams, static_cast<int>(devices.size()), kCall);
   Exchange ask{.collective = Collective::scatter,
                .dim = int_from(dim, kCall, "dim"),
                .out = out_from(out, kCall),
-               .world = world};
+               .devices = devices};
   if (!chunk_sizes.is_none()) ask.sizes = {{sizes_from(chunk_sizes, kCall, "chunk_sizes")}};
   return finish(exchange_blocks(ask, {tensor_from(tensor, Use::read, {kCall, "tensor"})}),
                 async_op);
 }
 
-py::object gather(Args tensors, Args dim, Args out, Args streams) {
+py::object gather(Args tensors, const Devices& device, Args dim, Args out, Args streams) {
   constexpr const char* kCall = "gather";
-  Exchange ask{.collective = Collective::gather, .dim = int_from(dim, kCall, "dim")};
+  Exchange ask{
+      .collective = Collective::gather, .dim = int_from(dim, kCall, "dim"), .devices = device};
   if (!out.is_none()) ask.out = {tensor_from(out, Use::write, {kCall, "out"})};
   const py::list results = exchanged(ask, tensors, false, streams);
   return results[0];
 }
 
-py::object replicate(Args tensors, int world) {
-  return finish(pycollect::replicate(tensors_from(tensors, only_read, "replicate"), world), false);
+py::object replicate(Args tensors, const Devices& devices) {
+  return finish(pycollect::replicate(tensors_from(tensors, only_read, "replicate"), devices),
+                false);
 }
 
 py::object copy(Args dst, Args src, bool async_op) {

@@ -1,7 +1,7 @@
 #include "threads.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/core/grad_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <pthread.h>
 
 #include <algorithm>
@@ -54,7 +54,8 @@ const cpu::ParallelFor& threads() {
 
 void lay(const at::Tensor& dst, const at::Tensor& src) {
   const auto copy = [&] {
-    const at::NoGradGuard no_grad;
+    const at::AutoDispatchBelowADInplaceOrView
+        as_memory;  // also of inference tensors, on any thread
     dst.copy_(src);
   };
   if (!forked_) return copy();

@@ -115,7 +115,7 @@ class Workspace:
 
     @property
     def read_write_bytes(self) -> int:
-        """Bytes moved by reading and writing all of the memory once: what the limit does."""
+        """Bytes moved by reading and writing all of the memory once."""
         return 2 * sum(tensor.numel() * tensor.itemsize for tensor in self.raw)
 
     def rewrite(self, value: int = 1) -> None:

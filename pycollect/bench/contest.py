@@ -29,8 +29,8 @@ TimeAllReduce = Callable[[Sequence[Tensor], str, "str | None", int], list[float]
 class Row:
     """One contestant's result. `limit_share` is 1.0 at the limit; `wrong` counts elements.
 
-    `limit_rounds` are the limit's seconds by round, for all of the buffers; `speedup` has, by
-    peer, the ratios of the peer's time to this one's, also by round.
+    `limit_rounds` are the limit's seconds by round; `speedup` has, by peer, the ratios of the
+    peer's time to this one's, also by round.
     """
 
     name: str
@@ -165,17 +165,15 @@ def _limit(entry: _Entry, timings: dict[str, Timing], kind: str) -> list[float] 
 
 
 def _row(entry: _Entry, timings: dict[str, Timing], name: str, peers: Sequence[str]) -> Row:
-    case, kind, timing = entry.case, entry.kinds[name], timings[name]
+    kind, timing = entry.kinds[name], timings[name]
     limit = _limit(entry, timings, kind)
-    # The limit reads and writes all buffers; a collective may get by with less.
-    scale = case.minimum_bytes / entry.workspace.read_write_bytes
     measured = [p for p in peers if p in timings]
     return Row(
         name,
         kind,
         timing,
         wrong=entry.workspace.wrong(entry.calls[name]) if name in entry.calls else None,
-        limit_share=_median_ratio(limit, timing.rounds) * scale if limit else None,
+        limit_share=_median_ratio(limit, timing.rounds) if limit else None,
         limit_rounds=limit,
         speedup={p: ratios(timings[p].rounds, timing.rounds) for p in measured},
     )

@@ -139,11 +139,14 @@ def multiply_each(tensors: list[Tensor]) -> None:
 def limits(workspace: Workspace) -> dict[str, tuple[Call, Call]]:
     """Return the two ways to measure the limit, each with its rewrite of the memory.
 
-    `memory` multiplies the buffers themselves, one call each; `memory_flat` one tensor of as many
-    bytes, in one call. Neither is always the faster, and the faster one is the limit.
+    Either moves as many bytes as the collective cannot do without. `memory` multiplies the buffers
+    themselves, or as much of each, one call a buffer; `memory_flat` one tensor of the same size in
+    one call. Neither is always the faster, and the faster one is the limit.
     """
-    flat = torch.cat([t.view(-1) for t in workspace.raw])
+    part = workspace.case.minimum_bytes / workspace.read_write_bytes
+    buffers = [t[: round(t.numel() * part)] for t in workspace.raw]
+    flat = torch.cat(buffers)
     return {
-        "memory": (partial(multiply_each, workspace.raw), workspace.rewrite_raw),
+        "memory": (partial(multiply_each, buffers), workspace.rewrite_raw),
         "memory_flat": (partial(flat.mul_, 1.0), partial(flat.fill_, 1.0)),
     }

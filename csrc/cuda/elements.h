@@ -1,0 +1,153 @@
+// The arithmetic of the device: how an element is read into an accumulator, combined, finished and
+// written back, with the bits of csrc/cpu. Constexpr throughout, so that the host compiles the same
+// functions and tests compare them with its own kernels.
+#pragma once
+#include <bit>
+
+#include "table.h"
+#include "work.h"
+
+namespace pycollect::cuda {
+
+// What a thread reads at once.
+struct alignas(kPacketBytes) Packet {
+  uint32_t words[kPacketBytes / 4];
+};
+
+// Binary floats of 8 bits: fp32 to the nearest, ties to even. All arithmetic on subnormals of the
+// small type is on normals of fp32.
+template <int kMantissa, int kBias, int kMaxCode>
+constexpr uint8_t narrowed(float value, Float8Rounding::Bytes codes) {
+  constexpr int kShift = 23 - kMantissa, kRebias = (127 - kBias) << 23;
+  constexpr int kMinNormal = kRebias + (1 << 23);
+  constexpr int kOne = kRebias + ((kShift + 1) << 23);  // its last bit is the last subnormal's
+  const auto all = std::bit_cast<uint32_t>(value);
+  const int bits = static_cast<int>(all & 0x7fffffff);
+  if (bits > 0x7f800000) return codes.nan;
+  const int even = bits + ((bits >> kShift) & 1) + ((1 << (kShift - 1)) - 1);
+  const int normal = (even >> kShift) - (kRebias >> kShift);
+  const int subnormal =
+      std::bit_cast<int>(std::bit_cast<float>(bits) + std::bit_cast<float>(kOne)) - kOne;
+  int code = bits < kMinNormal ? subnormal : normal;
+  code = code > kMaxCode ? codes.overflow : code;
+  code = bits == 0x7f800000 ? codes.infinity : code;
+  return static_cast<uint8_t>(code | (all >> 31 << 7));
+}
+
+// Types of one accumulator per element. `Machine` converts between fp16 and fp32.
+template <class T, class Op>
+struct Elements {
+  static constexpr bool kExtremum = is_extremum<Op>;
+  using Narrow = std::conditional_t<kExtremum, int32_t, uint32_t>;  // sums wrap, signs or not
+  using Whole = std::conditional_t<
+      sizeof(T) == 8, std::conditional_t<kExtremum, int64_t, uint64_t>, Narrow>;
+  using Acc = std::conditional_t<std::integral<T>, Whole,
+                                 std::conditional_t<is_narrow<T>, float, T>>;
+  template <class V>
+  using Lane = T;
+
+  double inverse;
+  int world;
+  Float8Rounding float8;
+  constexpr Elements(const TableHead& head, bool finishes)
+      : inverse(finishes ? head.inverse : 1),
+        world(finishes ? head.world : 1),
+        float8(head.float8) {}
+
+  template <class Machine>
+  constexpr Acc decode(const Machine& machine, T v) const {
+    if constexpr (std::same_as<T, Half>) {
+      return machine.widened(v.bits);
+    } else if constexpr (std::same_as<T, BFloat16>) {
+      return std::bit_cast<float>(static_cast<uint32_t>(v.bits) << 16);
+    } else if constexpr (std::same_as<T, Float8E5M2>) {  // the upper half of an fp16
+      return machine.widened(static_cast<uint16_t>(v.bits << 8));
+    } else if constexpr (std::same_as<T, Float8E4M3>) {  // an fp16 whose exponent is 8 too small
+      const float scaled =
+          machine.widened(static_cast<uint16_t>((v.bits & 0x80) << 8 | (v.bits & 0x7f) << 7));
+      return (v.bits & 0x7f) == 0x7f ? std::bit_cast<float>(0x7fc00000) : scaled * 256;
+    } else {
+      return static_cast<Acc>(v);
+    }
+  }
+
+  template <class Machine>
+  constexpr T encode(const Machine& machine, Acc v) const {
+    if constexpr (std::same_as<T, Half>) {
+      return {machine.narrowed(v)};
+    } else if constexpr (std::same_as<T, BFloat16>) {
+      const auto bits = std::bit_cast<uint32_t>(v);
+      const uint32_t even = bits + 0x7fff + (bits >> 16 & 1);
+      return {static_cast<uint16_t>(v != v ? 0x7fc0 : even >> 16)};
+    } else if constexpr (std::same_as<T, Float8E5M2>) {
+      return {narrowed<2, 15, 0x7b>(v, float8.e5m2)};
+    } else if constexpr (std::same_as<T, Float8E4M3>) {
+      return {narrowed<3, 7, 0x7e>(v, float8.e4m3)};
+    } else {
+      return static_cast<T>(v);
+    }
+  }
+
+  static constexpr Acc combined(Acc a, Acc b) {
+    if constexpr (std::same_as<Op, Avg>)
+      return a + b;
+    else if constexpr (std::same_as<Op, Prod> && is_complex<T>)
+      return {a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real};
+    else if constexpr (std::same_as<Op, Prod>)
+      return a * b;
+    else if constexpr (std::same_as<Op, Min>)
+      return (a < b) | (a != a) ? a : b;  // NaN wins
+    else
+      return (a > b) | (a != a) ? a : b;
+  }
+
+  // Without a division a float is multiplied by 1, which changes no bit of it.
+  constexpr Acc finished(Acc v) const {
+    if constexpr (!std::same_as<Op, Avg>) {
+      return v;
+    } else if constexpr (std::integral<T>) {
+      using Divided = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
+      if (world == 1) return v;
+      return static_cast<Acc>(static_cast<Divided>(static_cast<T>(v)) /
+                              static_cast<Divided>(world));
+    } else {
+      return v * static_cast<Acc>(inverse);
+    }
+  }
+};
+
+// Bit operations, on words of four bytes or on single bytes; with kTruths a byte is a truth, and
+// any but zero is true.
+template <class Op, bool kTruths>
+struct Bits {
+  using Acc = uint32_t;
+  template <class V>
+  using Lane = std::conditional_t<std::same_as<V, Packet>, uint32_t, uint8_t>;
+
+  constexpr Bits(const TableHead&, bool) {}
+
+  template <class Machine>
+  constexpr Acc decode(const Machine&, uint32_t v) const {
+    if constexpr (kTruths) return (((v & 0x7f7f7f7f) + 0x7f7f7f7f) | v) >> 7 & 0x01010101;
+    return v;
+  }
+  template <class Machine>
+  constexpr Acc encode(const Machine&, Acc v) const {
+    return v;
+  }
+  static constexpr Acc combined(Acc a, Acc b) {
+    if constexpr (std::same_as<Op, BitAnd>)
+      return a & b;
+    else if constexpr (std::same_as<Op, BitOr>)
+      return a | b;
+    else
+      return a ^ b;
+  }
+  constexpr Acc finished(Acc v) const { return v; }
+};
+
+template <class T, class Op>
+using Arithmetic =
+    std::conditional_t<is_bitwise<Op>, Bits<Op, std::same_as<T, Bool>>, Elements<T, Op>>;
+
+}  // namespace pycollect::cuda

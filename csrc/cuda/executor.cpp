@@ -1,0 +1,310 @@
+// See executor.h. A run is: number the streams, look the schedule up, issue it. Bytes that change
+// memories without being added to anything go through a copy engine, the rest through kernels.
+#include "executor.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "../plan/error.h"
+
+namespace pycollect::cuda {
+namespace {
+
+// A training loop has a handful of plans and placements; whoever has this many has stopped using
+// most of them.
+constexpr std::size_t kMostSchedules = 1024;
+
+struct Numbered {
+  Placement at;
+  std::vector<Stream> streams;
+};
+
+Numbered number(const Posts& posts) {
+  Numbered result{{{}, 0}, {}};
+  auto of = [&](Stream s) {
+    const auto known = std::find(result.streams.begin(), result.streams.end(), s);
+    if (known != result.streams.end()) return static_cast<int>(known - result.streams.begin());
+    result.streams.push_back(s);
+    return static_cast<int>(result.streams.size()) - 1;
+  };
+  for (const Post& p : posts.ranks)
+    result.at.seats.push_back({of(p.caller), of(p.worker), of(p.sender), of(p.receiver)});
+  if (posts.hub.device != kHost) result.at.hub = of(posts.hub);
+  result.at.streams = static_cast<int>(result.streams.size());
+  return result;
+}
+
+void check(const Call& call, const Posts& posts) {
+  require_type(reduces(call.dtype, call.op), name(call.op), " is not defined for ",
+               name(call.dtype));
+  require(static_cast<int>(posts.ranks.size()) == call.compiled.plan.world, "posts for ",
+          posts.ranks.size(), " ranks, and a plan of ", call.compiled.plan.world);
+  for (std::size_t r = 0; r < posts.ranks.size(); ++r) {
+    const Post& p = posts.ranks[r];
+    for (const Stream& s : {p.caller, p.worker, p.sender, p.receiver}) {
+      require(s.device != kHost, "rank ", r, " needs streams of a device");
+      require(p.device == kHost || s.device == p.device, "rank ", r, " is on device ", p.device,
+              ", but one of its streams is of device ", s.device);
+    }
+  }
+}
+
+// Makes devices current, and at the end the one that was.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(Runtime& runtime)
+      : runtime_(runtime), before_(runtime.current_device()), now_(before_) {}
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+  ~CurrentDevice() {
+    try {
+      use(before_);
+    } catch (...) {  // the device is broken, and the caller will hear of it at the next call
+    }
+  }
+  void use(Device device) {
+    if (device == now_) return;
+    runtime_.set_device(device);
+    now_ = device;
+  }
+
+ private:
+  Runtime& runtime_;
+  const Device before_;
+  Device now_;
+};
+
+}  // namespace
+
+// Events for one run, none of them twice. A graph keeps to itself what was used while it was
+// captured, so those are made for it alone.
+class Executor::Lease {
+ public:
+  explicit Lease(Executor& owner) : owner_(owner) {}
+  Lease(const Lease&) = delete;
+  Lease& operator=(const Lease&) = delete;
+  ~Lease() {
+    for (Event event : taken_)
+      if (captured_)
+        owner_.runtime_.destroy_event(event);
+      else
+        owner_.give_back(event);
+  }
+  void set_captured(bool captured) { captured_ = captured; }
+
+  Event take(Device device) {  // which is current
+    taken_.reserve(taken_.size() + 1);
+    taken_.push_back(captured_ ? owner_.runtime_.create_event(device) : owner_.take(device));
+    return taken_.back();
+  }
+
+ private:
+  Executor& owner_;
+  bool captured_ = false;
+  std::vector<Event> taken_;
+};
+
+class Executor::Run {
+ public:
+  Run(Executor& owner, const Call& call, const Posts& posts)
+      : runtime_(owner.runtime_),
+        call_(call),
+        posts_(posts),
+        item_(item_bytes(call.dtype)),
+        numbered_(number(posts)),
+        touched_(numbered_.streams.size()),
+        device_(runtime_),
+        lease_(owner) {}
+
+  const Placement& placement() const { return numbered_.at; }
+
+  void go(const Schedule& schedule) {
+    refuse_half_captures();
+    events_.resize(schedule.size());
+    try {
+      for (std::size_t i = 0; i < schedule.size(); ++i) issue(schedule[i], events_[i]);
+    } catch (...) {
+      join_what_was_issued();
+      throw;
+    }
+    if (posts_.host_waits) wait_for_hosts();
+  }
+
+ private:
+  void refuse_half_captures() {
+    std::size_t callers = 0, capturing = 0;
+    each_caller([&](Stream s, bool) {
+      device_.use(s.device);
+      ++callers;
+      capturing += runtime_.is_capturing(s);
+    });
+    require(capturing == 0 || capturing == callers, "a CUDA graph is being captured on ", capturing,
+            " of the ", callers, " current streams of this call; let it capture on all of them");
+    require(capturing == 0 || !posts_.host_waits,
+            "the host cannot wait for results in its memory while a CUDA graph is captured");
+    lease_.set_captured(capturing > 0);
+  }
+
+  // f(stream, does a rank in host memory have it?)
+  template <class F>
+  void each_caller(F&& f) {
+    for (int s = 0; s < numbered_.at.streams; ++s) {
+      bool calls = false, hosts = false;
+      for (std::size_t r = 0; r < posts_.ranks.size(); ++r) {
+        if (numbered_.at.seats[r].caller != s) continue;
+        calls = true;
+        hosts |= posts_.ranks[r].device == kHost;
+      }
+      if (calls) f(numbered_.streams[s], hosts);
+    }
+  }
+
+  void issue(const Issue& it, Event& event) {
+    const Stream stream = numbered_.streams[it.stream];
+    device_.use(stream.device);
+    touched_[it.stream] = true;
+    for (int e : it.after) runtime_.wait(stream, events_[e]);
+    Launch launch{{}, call_.dtype, call_.op, call_.options};
+    for (Place p : it.tasks) {
+      const int step = call_.compiled.program[p.rank][p.index].step;
+      if (step == kBoundary) continue;
+      for (const Binding& binding : call_.bindings)
+        if (elements(binding, call_.compiled.plan.steps[step]) > 0)
+          move(stream, binding, step, launch);
+    }
+    if (!launch.rows.empty()) runtime_.launch(stream, launch);
+    if (!it.recorded) return;
+    event = lease_.take(stream.device);
+    runtime_.record(event, stream);
+  }
+
+  void move(Stream stream, const Binding& binding, int number, Launch& launch) {
+    const Step& step = call_.compiled.plan.steps[number];
+    Row row{{}, {}, {}, {}, binding.offsets->count(step.dsts[0]), binding.rows};
+    row.finishes = call_.compiled.finishes[number];
+    for (const Slice& dst : step.dsts) {
+      if (step.srcs.size() == 1 && by_engine(dst, step.srcs[0])) {
+        runtime_.copy(stream, rectangle(binding, dst, step.srcs[0]));
+        continue;
+      }
+      std::byte* const to = address(binding, dst, item_);
+      if (step.srcs.size() == 1 && to == address(binding, step.srcs[0], item_)) continue;
+      row.dsts.push_back(to);
+      row.dst_pitches.push_back(pitch(binding, dst));
+    }
+    if (row.dsts.empty()) return;
+    for (const Slice& src : step.srcs) {
+      row.srcs.push_back(address(binding, src, item_));
+      row.src_pitches.push_back(pitch(binding, src));
+    }
+    launch.rows.push_back(std::move(row));
+  }
+
+  Device memory_of(const Slice& s) const {
+    return s.buffer == Buffer::host ? kHost : posts_.ranks[s.rank].device;
+  }
+  // From host to host a copy would make the host wait.
+  bool by_engine(const Slice& dst, const Slice& src) const {
+    return memory_of(dst) != memory_of(src);
+  }
+  Rectangle rectangle(const Binding& binding, const Slice& dst, const Slice& src) const {
+    return {.dst = address(binding, dst, item_),
+            .src = address(binding, src, item_),
+            .dst_pitch = pitch(binding, dst),
+            .src_pitch = pitch(binding, src),
+            .bytes = binding.offsets->count(dst) * item_,
+            .rows = binding.rows,
+            .dst_device = memory_of(dst),
+            .src_device = memory_of(src)};
+  }
+
+  void wait_for_hosts() {
+    each_caller([&](Stream s, bool hosts) {
+      if (!hosts) return;
+      device_.use(s.device);
+      runtime_.synchronize(s);
+    });
+  }
+
+  // Whoever frees or reuses the memory now does so behind what is still running on it. What fails
+  // here as well is not reported: the first error is on its way.
+  void join_what_was_issued() noexcept {
+    for (std::size_t i = 0; i < touched_.size(); ++i) {
+      if (!touched_[i]) continue;
+      try {
+        const Stream from = numbered_.streams[i];
+        device_.use(from.device);
+        const Event event = lease_.take(from.device);
+        runtime_.record(event, from);
+        each_caller([&](Stream s, bool) {
+          device_.use(s.device);
+          if (!(s == from)) runtime_.wait(s, event);
+        });
+      } catch (...) {
+      }
+    }
+  }
+
+  Runtime& runtime_;
+  const Call& call_;
+  const Posts& posts_;
+  const std::size_t item_;
+  const Numbered numbered_;
+  std::vector<bool> touched_;  // [stream]
+  CurrentDevice device_;
+  Lease lease_;
+  std::vector<Event> events_;  // [issue]
+};
+
+Executor::~Executor() {
+  for (auto& [device, events] : idle_)
+    for (Event event : events) runtime_.destroy_event(event);
+}
+
+void Executor::run(const Call& call, const Posts& posts) {
+  check(call, posts);
+  Run run(*this, call, posts);
+  run.go(*scheduled(call.compiled, run.placement()));
+}
+
+std::size_t Executor::Hash::operator()(const Key& key) const {
+  std::size_t h = key.compiled;
+  auto mix = [&](int part) { h = h * 1000003 + static_cast<std::size_t>(part); };  // large and odd
+  for (const Seat& seat : key.at.seats)
+    for (int stream : {seat.caller, seat.worker, seat.sender, seat.receiver}) mix(stream);
+  mix(key.at.hub);
+  return h;
+}
+
+std::shared_ptr<const Schedule> Executor::scheduled(const Compiled& compiled, const Placement& at) {
+  Key key{compiled.id, at};
+  {
+    const std::lock_guard lock(mutex_);
+    const auto known = schedules_.find(key);
+    if (known != schedules_.end()) return known->second;
+  }
+  auto made = std::make_shared<const Schedule>(schedule(compiled, at));
+  const std::lock_guard lock(mutex_);
+  if (schedules_.size() >= kMostSchedules) schedules_.clear();
+  return schedules_.emplace(std::move(key), std::move(made)).first->second;
+}
+
+Event Executor::take(Device device) {
+  {
+    const std::lock_guard lock(mutex_);
+    std::vector<Event>& idle = idle_[device];
+    if (!idle.empty()) {
+      const Event event = idle.back();
+      idle.pop_back();
+      return event;
+    }
+  }
+  return runtime_.create_event(device);
+}
+
+void Executor::give_back(Event event) {
+  const std::lock_guard lock(mutex_);
+  idle_[event.device].push_back(event);
+}
+
+}  // namespace pycollect::cuda

@@ -1,0 +1,71 @@
+// Runs a compiled plan in one process on the memory of any number of devices: what `schedule` says,
+// on real streams, through the ten calls of `Runtime`. Nothing spins and the host waits for
+// nothing, but for ranks in host memory when told to.
+#pragma once
+#include <map>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "../plan/call.h"
+#include "runtime.h"
+#include "streams.h"
+
+namespace pycollect::cuda {
+
+// Where one rank's memory is, and the streams that move it. They may be equal, to each other and to
+// other ranks': one device and one stream for all is one launch a level and no event. Streams of a
+// rank run on the device that reads and writes for it; for a rank in host memory, which executes
+// nothing (see `stage`), any device's.
+struct Post {
+  Device device;           // kHost: pinned memory, which devices may read and write
+  Stream caller;           // of what came before and comes after: torch's current stream
+  Stream worker;           // for what the rank executes
+  Stream sender = worker;  // for copies out to a host, and in from one: beside the worker, so that
+  Stream receiver = worker;  // both directions and the folds overlap in a staged plan
+};
+
+struct Posts {
+  std::vector<Post> ranks;
+  Stream hub = {};          // its device is kHost: there is none, and joins go pair by pair
+  bool host_waits = false;  // are results in host memory there when `run` returns?
+};
+
+// Owns events and remembers schedules; any thread may call `run` at any time.
+class Executor {
+ public:
+  explicit Executor(Runtime& runtime) : runtime_(runtime) {}
+  ~Executor();
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
+
+  // Issues everything and returns. On each rank's caller stream all that was issued there before
+  // comes first, and what is issued there afterwards finds the result. During a capture all callers
+  // must be capturing. Throws ValueError before anything is issued; what the runtime throws passes
+  // through, with the callers' streams behind all that had been issued and the device as it was.
+  void run(const Call& call, const Posts& posts);
+
+ private:
+  class Run;
+  class Lease;
+  struct Key {
+    uint64_t compiled;
+    Placement at;
+    bool operator==(const Key&) const = default;
+  };
+  struct Hash {
+    std::size_t operator()(const Key& key) const;
+  };
+
+  std::shared_ptr<const Schedule> scheduled(const Compiled& compiled, const Placement& at);
+  Event take(Device device);
+  void give_back(Event event);
+
+  Runtime& runtime_;
+  std::mutex mutex_;
+  std::map<Device, std::vector<Event>> idle_;  // nobody is recording or waiting for these
+  std::unordered_map<Key, std::shared_ptr<const Schedule>, Hash> schedules_;
+};
+
+}  // namespace pycollect::cuda

@@ -1,0 +1,75 @@
+#include "blocks.h"
+
+#include <numeric>
+
+#include "../plan/error.h"
+
+namespace pycollect {
+namespace {
+
+using enum Collective;
+
+Sizes even(int64_t length, int parts) {
+  Sizes s(parts);
+  for (int r = 0; r < parts; ++r) s[r] = length / parts + (r < length % parts);
+  return s;
+}
+
+// The caller's sizes of one rank, or the even cut.
+Sizes pieces(const Cut& cut, int64_t length, int rank) {
+  const int parts = cut.outputs;
+  if (!cut.sizes) return even(length, parts);
+  const auto lists = static_cast<int>(cut.sizes->size());
+  require(lists == 1 || lists == parts, name(cut.collective), ": split_sizes has lists for ", lists,
+          " ranks; needed are ", parts);
+  const auto& given = (*cut.sizes)[lists == 1 ? 0 : rank];
+  const char* what = cut.collective == scatter ? "chunk_sizes" : "split_sizes";
+  int64_t total = 0;
+  for (int64_t s : given) {
+    require(s >= 0, name(cut.collective), ": ", what, " has a negative size, ", s);
+    total += s;
+  }
+  require(static_cast<int>(given.size()) == parts && total == length, name(cut.collective), ": ",
+          what, " has ", given.size(), " sizes that sum to ", total, "; needed are ", parts,
+          " that sum to ", length, ", the length along dim ", cut.dim);
+  return {given.begin(), given.end()};
+}
+
+Sizes only(const Sizes& whole, Rank r) {
+  Sizes s(whole.size());
+  s[r] = whole[r];
+  return s;
+}
+
+Blocks everyone_to_everyone(const Cut& cut) {
+  Blocks b{{}, std::vector<Sizes>(cut.world, Sizes(cut.world)), Sizes(cut.world)};
+  for (Rank r = 0; r < cut.world; ++r) b.in.push_back(pieces(cut, cut.lengths[r], r));
+  for (Rank r = 0; r < cut.world; ++r)
+    for (Rank p = 0; p < cut.world; ++p) b.out[r][p] = b.in[p][r];
+  return b;
+}
+
+}  // namespace
+
+Blocks blocks_of(const Cut& cut) {
+  if (cut.collective == all_to_all) return everyone_to_everyone(cut);
+  const bool joins = cut.collective == all_gather || cut.collective == gather;
+  Blocks b{{},
+           {},
+           joins ? Sizes(cut.lengths.begin(), cut.lengths.end()) : pieces(cut, cut.lengths[0], 0)};
+  b.whole.resize(cut.world);
+  const Sizes none(cut.world);
+  for (Rank r = 0; r < cut.world; ++r) {
+    const bool reads_all = cut.collective == reduce_scatter || r == cut.root;
+    const bool gets_all = cut.collective == all_gather || r == cut.root;
+    b.in.push_back(joins ? only(b.whole, r) : reads_all ? b.whole : none);
+    b.out.push_back(!joins ? only(b.whole, r) : gets_all ? b.whole : none);
+  }
+  return b;
+}
+
+int64_t sum(const Sizes& s) {
+  return static_cast<int64_t>(std::accumulate(s.begin(), s.end(), std::size_t{0}));
+}
+
+}  // namespace pycollect

@@ -1,0 +1,127 @@
+// Copies: of many tensors to everybody, and of one into another.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <algorithm>
+
+#include "../plan/error.h"
+#include "collectives.h"
+#include "layout.h"
+#include "threads.h"
+
+namespace pycollect {
+namespace {
+
+const Offsets* keep(Part& part, const Sizes& blocks) {
+  return part.offsets.emplace_back(std::make_unique<Offsets>(part.compiled->plan, blocks)).get();
+}
+
+// Dense and on one device; a tensor with gaps is laid anew.
+void check_sources(Tensors& tensors) {
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    at::Tensor& t = tensors[i];
+    const Label label{"replicate", "tensors", static_cast<int>(i)};
+    check_tensor(t, Use::read, label);
+    dtype_of(t, label);
+    require(t.device() == tensors[0].device(), "replicate: ", label, " is on ", t.device(),
+            " and tensors[0] on ", tensors[0].device(), "; all must be on one device");
+    if (t.is_non_overlapping_and_dense()) continue;
+    const at::Tensor dense = at::empty(t.sizes(), t.options());
+    check_tensor(dense, Use::write, {"replicate", "a copy of an input"});
+    lay(dense, t);
+    t = dense;
+  }
+}
+
+// One tensor into the results of all ranks; the root may be a rank behind them, which has none.
+void bind_copies(Part& part, const at::Tensor& source, std::span<const at::Tensor> results,
+                 Rank root, Job& job) {
+  std::vector<Memory> memory(job.devices.size() * kBuffers);
+  for (std::size_t r = 0; r < job.devices.size(); ++r)
+    memory[r * kBuffers + 1] = {bytes_of(r < results.size() ? results[r] : source)};
+  memory[root * kBuffers] = {bytes_of(source)};
+  part.bind(keep(part, {static_cast<std::size_t>(source.numel())}), std::move(memory), 1, job);
+}
+
+}  // namespace
+
+std::byte* bytes_of(const at::Tensor& t) {
+  return static_cast<std::byte*>(const_cast<void*>(t.const_data_ptr()));
+}
+
+std::vector<Kind> kinds(const char* call, const Grid& grid) {
+  std::vector<Kind> all;
+  for (std::size_t i = 0; i < grid.width(); ++i) {
+    const at::Tensor& t = grid.flat[i * grid.world];
+    const DType dtype = dtype_of(t, grid.label(call, i, 0));
+    auto kind =
+        std::find_if(all.begin(), all.end(), [&](const Kind& k) { return k.dtype == dtype; });
+    if (kind == all.end()) kind = all.insert(all.end(), {dtype});
+    kind->bytes += t.nbytes();
+    kind->indices.push_back(i);
+  }
+  return all;
+}
+
+Job replicate(Tensors tensors, const std::vector<at::Device>& devices) {
+  require(!devices.empty(), "replicate: devices is empty; name one device per rank");
+  Job job{.devices = devices};
+  if (tensors.empty()) return job;
+  check_sources(tensors);
+  for (const at::Tensor& t : tensors)
+    for (const at::Device& d : devices) {
+      job.results.push_back(at::empty_like(t.detach(), t.options().device(d)));
+      check_tensor(job.results.back(), Use::write, {"replicate", "a result"});
+    }
+  const auto found = std::find(devices.begin(), devices.end(), tensors[0].device());
+  const auto root = static_cast<Rank>(found - devices.begin());
+  if (found == devices.end()) job.devices.push_back(tensors[0].device());
+  const Grid grid{std::move(tensors), 1};
+  for (const Kind& kind : kinds("replicate", grid)) {
+    const int world = static_cast<int>(job.devices.size());
+    Part part = make_part({Collective::broadcast, world, kind.bytes, kind.dtype, false}, {}, root,
+                          ReduceOp::sum);
+    for (std::size_t i : kind.indices)
+      if (grid.flat[i].numel() > 0)
+        bind_copies(part, grid.flat[i],
+                    std::span(job.results).subspan(i * devices.size(), devices.size()), root, job);
+    job.parts.push_back(std::move(part));
+    job.bytes += kind.bytes;
+  }
+  job.held.insert(job.held.end(), grid.flat.begin(), grid.flat.end());
+  return job;
+}
+
+Job copy(const at::Tensor& dst, const at::Tensor& src) {
+  const Label to{"copy_", "dst"}, from{"copy_", "src"};
+  check_tensor(dst, Use::write, to);
+  check_tensor(src, Use::read, from);
+  check_alike(src, from, dst, to, Alike::shape);
+  const DType dtype = dtype_of(dst, to);
+  std::vector<Extent> extents{extent(dst, Use::write, to), extent(src, Use::read, from)};
+  check_disjoint(extents);
+  // From rank 0 to the last, which are the same rank on one device.
+  Job job{.devices = {src.device()}, .held = {dst, src}, .bytes = dst.nbytes()};
+  if (dst.device() != src.device()) job.devices.push_back(dst.device());
+  bump_version(dst);
+  if (dst.strides() != src.strides()) {
+    job.transposes.emplace_back(dst.detach(), src.detach());
+    return job;
+  }
+  const int world = static_cast<int>(job.devices.size());
+  Part part =
+      make_part({Collective::scatter, world, job.bytes, dtype, false}, {}, 0, ReduceOp::sum);
+  const auto item = static_cast<int64_t>(item_bytes(dtype));
+  for (const Rectangle& run : rectangles(dst)) {
+    Sizes blocks(world);
+    blocks.back() = static_cast<std::size_t>(run.count);
+    std::vector<Memory> memory(job.devices.size() * kBuffers);
+    memory[0] = {bytes_of(src) + run.offset * item, run.pitch * item};
+    memory[(world - 1) * kBuffers + 1] = {bytes_of(dst) + run.offset * item, run.pitch * item};
+    part.bind(keep(part, blocks), std::move(memory), run.rows, job);
+  }
+  job.parts.push_back(std::move(part));
+  return job;
+}
+
+}  // namespace pycollect

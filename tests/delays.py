@@ -1,0 +1,99 @@
+"""A collective between producers and consumers on streams that are late at random.
+
+Every rank writes its input on its own stream after a delay, and afterwards counts on the same
+stream what is wrong and overwrites all of it: a missing event shows as wrong elements. Nothing is
+synchronized between the rounds. Ranks on the CPU have no stream and are never late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from reference import IN_PLACE, expected, randoms
+from torch import Tensor
+
+# At 1 to 2 GHz up to 50 to 100 us: longer than a kernel on these sizes, shorter than a test.
+MOST_CYCLES = 100_000
+SPOILED = -77
+
+
+class Rank:
+    """A rank's stream and its memory. Its input in round k is `base + k`, so results are affine."""
+
+    def __init__(self, device: torch.device, base: Tensor, results: Sequence[Tensor]) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.base = base.to(device)
+        self.input = torch.full_like(self.base, SPOILED)
+        first, second = (r.to(device) for r in results)
+        self.wanted, self.slope = first, second - first
+        self.result = torch.full_like(self.wanted, SPOILED)
+        self.wrong = torch.zeros((), dtype=torch.int64, device=device)
+
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        """Make the rank's stream and its device the current ones."""
+        with contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            yield
+
+    def delay(self, dice: random.Random) -> None:
+        """Keep the rank's stream busy, half of the time."""
+        if self.stream is not None and dice.random() < 0.5:
+            torch.cuda._sleep(dice.randrange(MOST_CYCLES))
+
+    def produce(self, k: int, dice: random.Random) -> None:
+        """Write the input of round k, late."""
+        with self.here():
+            self.delay(dice)
+            torch.add(self.base, k, out=self.input)
+
+    def consume(self, k: int, dice: random.Random) -> None:
+        """Count what is wrong and spoil all memory, perhaps late."""
+        with self.here():
+            self.delay(dice)
+            self.wrong += (self.result != self.wanted + self.slope * k).sum()
+            self.result.fill_(SPOILED)
+            self.input.fill_(SPOILED)
+
+
+# Given the inputs, the results and the streams of all ranks, issues the collective.
+Issue = Callable[[list[Tensor], list[Tensor], Any], object]
+
+
+def wrong_elements(
+    collective: str,
+    devices: Sequence[torch.device],
+    issue: Issue,
+    count: int = 5_003,
+    rounds: int = 30,
+    seed: int = 0,
+) -> int:
+    """Run the rounds and return how many elements were wrong in all of them together."""
+    values = randoms(len(devices), (count,), torch.int32, seed=seed)
+    results = [expected(collective, [v + k for v in values]) for k in (0, 1)]
+    dice = random.Random(seed)
+    pairs = list(zip(*results, strict=True))
+    ranks = [Rank(d, v, r) for d, v, r in zip(devices, values, pairs, strict=True)]
+    if collective in IN_PLACE:
+        for rank in ranks:
+            rank.result = rank.input
+    streams = [rank.stream for rank in ranks]
+    synchronize(devices)
+    for k in range(rounds):
+        for rank in dice.sample(ranks, len(ranks)):
+            rank.produce(k, dice)
+        given = streams if any(s is not None for s in streams) else None
+        issue([rank.input for rank in ranks], [rank.result for rank in ranks], given)
+        for rank in dice.sample(ranks, len(ranks)):
+            rank.consume(k, dice)
+    synchronize(devices)
+    return sum(int(rank.wrong) for rank in ranks)
+
+
+def synchronize(devices: Sequence[torch.device]) -> None:
+    """Wait for all that was issued on the GPUs among them."""
+    for device in {d for d in devices if d.type == "cuda"}:
+        torch.cuda.synchronize(device)

@@ -1,0 +1,242 @@
+"""Where the ranks of a test live, so that one test serves every kind of memory.
+
+A Relay stands where `pycollect` stands in a CPU test: it takes the tensors of a call to the home's
+devices, makes the call there, and brings all the memory back, what lies around a view included.
+PYCOLLECT_TEST_GPU=cpu lets the CPU stand for the GPU, which tries the tests and not the library.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pycollect as pc
+
+GPU = os.environ.get("PYCOLLECT_TEST_GPU", "cuda:0")
+STANDS_IN = not GPU.startswith("cuda")
+# For what runs on the stand-in as well; what cannot is marked cuda as such.
+MARKS = [] if STANDS_IN else [pytest.mark.cuda]
+WORLDS = (1, 2, 3, 8) if STANDS_IN else tuple(range(1, 17))
+
+
+@dataclass(frozen=True)
+class Home:
+    """Rank r lives on device r mod n of `names`; "*" is every GPU, of which there must be two."""
+
+    label: str
+    names: tuple[str, ...]
+    peer_access: bool | None = None
+
+    def devices(self, world: int) -> list[torch.device]:
+        """One for each rank; skips the test where the home needs more GPUs."""
+        names = self.names
+        if names == ("*",):
+            names = several_gpus()
+        return [torch.device(names[rank % len(names)]) for rank in range(world)]
+
+    def api(self, world: int) -> Any:
+        """Module functions, or the methods of a communicator where peers are not to be read."""
+        return pc if self.peer_access is None else _communicator(self, world)
+
+    def bound(self, call: str, world: int) -> Callable[..., Any]:
+        """scatter and replicate without their devices, which a communicator knows."""
+        api = self.api(world)
+        if api is not pc:
+            return getattr(api, call)
+        function, devices = getattr(pc, call), self.devices(world)
+        return lambda what, **options: function(what, devices, **options)
+
+    def synchronize(self, world: int) -> None:
+        """Wait for every GPU that has a rank."""
+        for device in {d for d in self.devices(world) if d.type == "cuda"}:
+            torch.cuda.synchronize(device)
+
+
+@functools.cache
+def _communicator(home: Home, world: int) -> pc.Communicator:
+    return pc.Communicator(home.devices(world), peer_access=home.peer_access)
+
+
+def several_gpus() -> tuple[str, ...]:
+    """The names of all GPUs; skips the test where there is only one."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip(f"needs two CUDA GPUs, and there is {count}")
+    return tuple(f"cuda:{i}" for i in range(count))
+
+
+CPU = Home("cpu", ("cpu",))
+VIRTUAL = Home("virtual", (GPU,))
+STAGED = Home("staged", (GPU,), peer_access=False)
+MIXED = Home("mixed", (GPU, "cpu", GPU))
+SEVERAL = Home("several", ("*",))
+SEVERAL_STAGED = Home("several-staged", ("*",), peer_access=False)
+HOMES = [
+    pytest.param(home, id=home.label, marks=MARKS)
+    for home in (VIRTUAL, STAGED, MIXED, SEVERAL, SEVERAL_STAGED)
+]
+
+
+class Trip:
+    """The tensors of one call, there and back; views of one memory share one there too."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._views: list[tuple[Tensor, Tensor]] = []
+
+    def there(self, value: Any, device: torch.device) -> Any:
+        """The same values, strides and alignment on the device, for a tensor or a list of them."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.there(item, device) for item in value)
+        if not isinstance(value, Tensor) or value.is_meta:
+            return value
+        if value.layout != torch.strided:
+            return value.to(device)
+        with torch.no_grad():
+            moved = self._view(value, device)
+        self._views.append((value, moved))
+        return moved.requires_grad_() if value.requires_grad else moved
+
+    def _view(self, value: Tensor, device: torch.device) -> Tensor:
+        whole = value if value._base is None else value._base
+        if whole.dtype.itemsize != value.dtype.itemsize:
+            whole = value
+        key = (id(whole), device)
+        if key not in self._copies:
+            copy = torch.empty_like(whole, device=device, requires_grad=False)
+            self._copies[key] = (whole, copy.copy_(whole))
+        copy = self._copies[key][1].view(value.dtype)
+        return copy.as_strided(value.size(), value.stride(), value.storage_offset())
+
+    def back(self) -> None:
+        """Copy what the devices hold into the tensors it came from."""
+        places = [whole for whole, _ in self._copies]
+        with torch.no_grad():
+            for (whole, _), (tensor, copy) in self._copies.items():
+                if places.count(whole) == 1:
+                    tensor.copy_(copy)
+            for tensor, moved in self._views:
+                whole = tensor if tensor._base is None else tensor._base
+                if places.count(id(whole)) > 1:  # ranks on several devices, parts of one memory
+                    tensor.copy_(moved)
+
+
+class Later:
+    """A Work whose results come back when it is waited for."""
+
+    def __init__(self, work: pc.Work, done: Callable[[Any], Any]) -> None:
+        self._work, self._done = work, done
+
+    def wait(self) -> Any:
+        return self._done(self._work.wait())
+
+
+class Relay:
+    """Makes the calls of `pycollect` on a home's devices, with CPU tensors for arguments."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"):
+            return functools.partial(self._collective, name)
+        if name in ("all_to_all", "all_reduce_coalesced", "broadcast_coalesced"):
+            return functools.partial(self._collective, name)
+        return getattr(pc, name)  # what moves nothing: algorithms, plan
+
+    def Communicator(self, devices: Any) -> Relay:  # noqa: N802
+        return self
+
+    def barrier(self, devices: Any = ("cpu",)) -> None:
+        world = len(pc.devices(devices))
+        if self._home.peer_access is None:
+            pc.barrier(self._home.devices(world))
+        else:
+            self._home.api(world).barrier()
+
+    def _collective(self, name: str, tensors: Any, *args: Any, **options: Any) -> Any:
+        trip, devices = Trip(), self._home.devices(len(tensors))
+        moved = [trip.there(t, d) for t, d in zip(tensors, devices, strict=True)]
+        call = functools.partial(getattr(self._home.api(len(devices)), name), moved, *args)
+        return self._finish(call, trip, devices, options)
+
+    def _finish(
+        self, call: Callable[..., Any], trip: Trip, devices: list[torch.device], options: Any
+    ) -> Any:
+        out = options.pop("out", None)
+        if out is not None:
+            targets = [trip.there(t, d) for t, d in zip(out, devices, strict=True)]
+            options["out"] = targets
+
+        def done(got: Any) -> Any:
+            trip.back()
+            if out is not None:
+                assert all(g is t for g, t in zip(got, targets, strict=True))
+                return out
+            return None if got is None else brought(got, devices)
+
+        result = call(**options)
+        return Later(result, done) if options.get("async_op") else done(result)
+
+    def scatter(self, tensor: Any, devices: Any, **options: Any) -> Any:
+        homes = self._home.devices(len(pc.devices(devices)))
+        trip = Trip()
+        call = self._home.bound("scatter", len(homes))
+        source = trip.there(tensor, homes[0])
+        return self._finish(functools.partial(call, source), trip, homes, options)
+
+    def gather(self, tensors: Any, device: Any = None, *, dim: int = 0, out: Any = None) -> Tensor:
+        trip, devices = Trip(), self._home.devices(len(tensors))
+        moved = [trip.there(t, d) for t, d in zip(tensors, devices, strict=True)]
+        target = None if out is None else trip.there(out, devices[0])
+        got = self._home.api(len(devices)).gather(moved, device, dim=dim, out=target)
+        trip.back()
+        if out is not None:
+            assert got is target
+            return out
+        return brought([got], [torch.device(device) if device else devices[0]])[0]
+
+    def replicate(self, tensors: Any, devices: Any) -> list[list[Tensor]]:
+        homes = self._home.devices(len(pc.devices(devices)))
+        moved = Trip().there(list(tensors), homes[0])
+        copies = self._home.bound("replicate", len(homes))(moved)
+        flat = [copy for mine in copies for copy in mine]
+        brought(flat, [d for d in homes for _ in tensors])
+        return [brought(mine, [d] * len(mine)) for mine, d in zip(copies, homes, strict=True)]
+
+    def copy_(self, dst: Tensor, src: Tensor, *, async_op: bool = False) -> Any:
+        trip, (there, other) = Trip(), self._home.devices(2)
+        call = functools.partial(
+            self._home.api(2).copy_, trip.there(dst, other), trip.there(src, there)
+        )
+        return self._finish(call, trip, [], {"async_op": True} if async_op else {})
+
+
+def brought(got: list[Tensor], devices: list[torch.device]) -> list[Tensor]:
+    """Results on the CPU, which must lie where they belong and share no memory."""
+    assert [g.device for g in got] == devices
+    filled = [g for g in got if g.numel()]
+    assert len({g.untyped_storage().data_ptr() for g in filled}) == len(filled), "memory is shared"
+    return [g.cpu() for g in got]
+
+
+def adopt(module: ModuleType, homes: list[Any]) -> dict[str, Any]:
+    """The tests of a CPU module, and a fixture that makes them run on each of the homes."""
+
+    @pytest.fixture(autouse=True, params=homes)
+    def relay(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        request.param.devices(1)  # skips what cannot run here
+        monkeypatch.setattr(module, "pc", Relay(request.param))
+        if hasattr(module, "WORLDS") and not STANDS_IN:
+            monkeypatch.setattr(module, "WORLDS", WORLDS)
+
+    tests = {name: value for name, value in vars(module).items() if name.startswith("test_")}
+    return {"relay": relay, **tests}

@@ -1,0 +1,6 @@
+"""test_all_reduce.py again, with its ranks on GPUs: the same values and the same wanted bits."""
+
+import test_all_reduce
+from homes import HOMES, adopt
+
+globals().update(adopt(test_all_reduce, HOMES))

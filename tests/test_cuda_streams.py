@@ -1,0 +1,201 @@
+"""Streams: work is ordered after the ranks' streams and before what follows on them.
+
+Every algorithm runs between streams that are late at random (delays.py); that such delays expose a
+missing event is tested first. Where a rank is on the CPU, or all are, the rounds run in order.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from delays import synchronize, wrong_elements
+from homes import GPU, HOMES, SEVERAL, VIRTUAL, several_gpus
+from reference import IN_PLACE, assert_same, expected, left_fold, randoms
+
+import pycollect as pc
+
+CALLS = [
+    (collective, algorithm)
+    for collective in ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
+    for algorithm in (None, *pc.algorithms(collective))
+] + [("all_to_all", None)]
+# Many small rounds look for a missing event, few large ones for one between pieces.
+EFFORTS = [
+    pytest.param(5_003, 30, id="short"),
+    pytest.param(1_500_007, 10, id="large"),
+    pytest.param(5_003, 1_000, id="1000", marks=pytest.mark.slow),
+    pytest.param(1_500_007, 100, id="100-large", marks=pytest.mark.slow),
+]
+
+
+def issue(api, collective, algorithm, inputs, results, streams):
+    options = {"streams": streams}
+    if algorithm is not None:
+        options["algorithm"] = algorithm
+    if collective not in IN_PLACE:
+        options["out"] = results
+    getattr(api, collective)(inputs, **options)
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize(("collective", "algorithm"), CALLS)
+@pytest.mark.parametrize(("count", "rounds"), EFFORTS)
+def test_late_streams_change_nothing(home, collective, algorithm, count, rounds):
+    for world in (2, 5):
+        call = functools.partial(issue, home.api(world), collective, algorithm)
+        wrong = wrong_elements(collective, home.devices(world), call, count, rounds, seed=world)
+        assert wrong == 0, f"world {world}"
+
+
+# --- what a broken library would do: the delays must see it ---------------------------------------
+
+
+def without_entry(stream, inputs, results, streams):
+    with torch.cuda.stream(stream):
+        total = torch.stack(inputs).sum(0, dtype=torch.int32)
+        for t in inputs:
+            t.copy_(total)
+    for other in streams:
+        other.wait_stream(stream)
+
+
+def without_exit(stream, inputs, results, streams):
+    for other in streams:
+        stream.wait_stream(other)
+    with torch.cuda.stream(stream):
+        total = torch.stack(inputs).sum(0, dtype=torch.int32)
+        for t in inputs:
+            t.copy_(total)
+
+
+def without_one_entry(stream, inputs, results, streams):
+    for other in streams[1:]:
+        stream.wait_stream(other)
+    without_entry(stream, inputs, results, streams)
+
+
+def with_all(stream, inputs, results, streams):
+    for other in streams:
+        stream.wait_stream(other)
+    without_entry(stream, inputs, results, streams)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("broken", [without_entry, without_exit, without_one_entry])
+def test_the_delays_expose_a_missing_event(broken):
+    devices = VIRTUAL.devices(4)
+    call = functools.partial(broken, torch.cuda.Stream())
+    assert wrong_elements("all_reduce", devices, call, rounds=100) > 0
+
+
+@pytest.mark.cuda
+def test_the_delays_find_nothing_where_nothing_is_missing():
+    call = functools.partial(with_all, torch.cuda.Stream())
+    assert wrong_elements("all_reduce", VIRTUAL.devices(4), call, rounds=100) == 0
+
+
+# --- the current stream ---------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("home", [VIRTUAL, SEVERAL], ids=lambda h: h.label)
+@pytest.mark.parametrize("algorithm", [None, *pc.algorithms()])
+def test_the_current_stream_is_the_ranks_stream(home, algorithm):
+    devices = home.devices(4)
+    values = randoms(4, (200_003,), torch.int32)
+    wanted = left_fold(values, "sum")
+    sides = {d: torch.cuda.Stream(d) for d in set(devices)}
+    base = [v.to(d) for v, d in zip(values, devices, strict=True)]
+    tensors = [torch.zeros_like(b) for b in base]
+    copies = [torch.zeros_like(b) for b in base]
+    synchronize(devices)
+    before = {d: torch.cuda.current_stream(d) for d in sides}
+    try:
+        for side in sides.values():
+            torch.cuda.set_stream(side)  # of its device, which becomes the current one
+            torch.cuda._sleep(2_000_000)
+        for t, b in zip(tensors, base, strict=True):
+            t.copy_(b)
+        pc.all_reduce(tensors, algorithm=algorithm)
+        for t, c in zip(tensors, copies, strict=True):
+            c.copy_(t)
+            t.fill_(0)
+        pc.all_reduce(tensors, algorithm=algorithm)
+    finally:
+        for stream in before.values():
+            torch.cuda.set_stream(stream)
+        torch.cuda.set_device(devices[0])
+    synchronize(devices)
+    assert_same([c.cpu() for c in copies], [wanted] * 4)
+    assert all(int(t.count_nonzero()) == 0 for t in tensors)
+
+
+@pytest.mark.cuda
+def test_a_call_returns_before_the_gpu_is_done():
+    tensors = [torch.ones(1000, device=GPU) for _ in range(4)]
+    pc.all_reduce(tensors)
+    for algorithm in (None, *pc.algorithms()):
+        pc.all_reduce(tensors, "max", algorithm=algorithm)  # what is made once is made now
+        torch.cuda.synchronize()
+        torch.cuda._sleep(1_000_000_000)  # half a second, or more
+        done = torch.cuda.Event()
+        pc.all_reduce(tensors, "max", algorithm=algorithm)
+        done.record()
+        assert not done.query(), f"{algorithm} waited for the GPU"
+        torch.cuda.synchronize()
+
+
+@pytest.mark.cuda
+def test_the_current_device_and_stream_stay():
+    device, side = torch.cuda.current_device(), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for algorithm in (None, *pc.algorithms()):
+            pc.all_reduce([torch.ones(9, device=GPU) for _ in range(3)], algorithm=algorithm)
+            assert torch.cuda.current_device() == device
+            assert torch.cuda.current_stream() == side
+
+
+# --- streams= that do not fit ---------------------------------------------------------------------
+
+
+BAD_STREAMS = [[], [None], "stream", 0, [1, 2, 3], [None, None, "side"]]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("bad", BAD_STREAMS, ids=str)
+def test_bad_streams_are_refused(device, bad):
+    tensors = [torch.full((5,), float(r), device=device) for r in range(3)]
+    with pytest.raises((TypeError, ValueError), match="streams"):
+        pc.all_reduce(tensors, streams=bad)
+    assert [t.tolist() for t in tensors] == [[float(r)] * 5 for r in range(3)]
+
+
+@pytest.mark.cuda
+def test_a_stream_for_a_rank_on_the_cpu_is_refused():
+    tensors = [torch.ones(5, device=GPU), torch.ones(5)]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    with pytest.raises(ValueError, match="streams"):
+        pc.all_reduce(tensors, streams=streams)
+
+
+@pytest.mark.cuda
+def test_a_stream_of_another_gpu_is_refused():
+    first, second = several_gpus()[:2]
+    tensors = [torch.ones(5, device=first) for _ in range(2)]
+    streams = [torch.cuda.Stream(first), torch.cuda.Stream(second)]
+    with pytest.raises(ValueError, match=r"streams\[1\]"):
+        pc.all_reduce(tensors, streams=streams)
+
+
+@pytest.mark.cuda
+def test_one_stream_may_serve_several_ranks():
+    values = randoms(4, (1000,), torch.int32)
+    tensors = [v.to(GPU) for v in values]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    pc.all_reduce(tensors, streams=[side, None, side, None], algorithm="two_shot")
+    side.synchronize()
+    torch.cuda.synchronize()
+    assert_same([t.cpu() for t in tensors], expected("all_reduce", values))
