@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from . import collectives, exchange
-from .collectives import TensorLike, Work, host_ranks
+from .collectives import TensorLike, Work, ranks_of
 from .devices import DeviceSpec
 from .devices import devices as resolve
 
@@ -59,7 +59,7 @@ class Communicator:
         if peer_access is not None and not isinstance(peer_access, bool):
             kind = type(peer_access).__name__
             raise TypeError(f"Communicator: peer_access is a {kind}; pass True, False or None")
-        self.devices = host_ranks(resolve(devices), "Communicator")
+        self.devices = ranks_of(resolve(devices), "Communicator")
         self.peer_access = peer_access
 
     @property

@@ -14,7 +14,7 @@ import torch
 
 from . import _C
 from ._eager import eager
-from .collectives import Op, Streams, TensorLike, TensorList, Work, host_ranks
+from .collectives import Op, Streams, TensorLike, TensorList, Work, ranks_of
 from .devices import DeviceSpec
 
 
@@ -182,7 +182,7 @@ def scatter(
     >>> scatter(torch.arange(3), "cpu*2")
     [tensor([0, 1]), tensor([2])]
     """
-    ranks = host_ranks(devices, "scatter")
+    ranks = ranks_of(devices, "scatter")
     return _C.scatter(tensor, ranks, chunk_sizes, dim, out, async_op, streams)
 
 
@@ -200,7 +200,7 @@ def gather(
     >>> gather([torch.tensor([1]), torch.tensor([2, 3])])
     tensor([1, 2, 3])
     """
-    target = [] if device is None else host_ranks(device, "gather")
+    target = [] if device is None else ranks_of(device, "gather")
     if len(target) > 1:
         raise ValueError(f"gather: device {device!r} names {len(target)} devices; needed is one")
     return _C.gather(tensors, target, dim, out, streams)

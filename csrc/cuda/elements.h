@@ -4,15 +4,10 @@
 #pragma once
 #include <bit>
 
-#include "table.h"
+#include "walk.h"
 #include "work.h"
 
 namespace pycollect::cuda {
-
-// What a thread reads at once.
-struct alignas(kPacketBytes) Packet {
-  uint32_t words[kPacketBytes / 4];
-};
 
 // Binary floats of 8 bits: fp32 to the nearest, ties to even. All arithmetic on subnormals of the
 // small type is on normals of fp32.
@@ -23,7 +18,6 @@ constexpr uint8_t narrowed(float value, Float8Rounding::Bytes codes) {
   constexpr int kOne = kRebias + ((kShift + 1) << 23);  // its last bit is the last subnormal's
   const auto all = std::bit_cast<uint32_t>(value);
   const int bits = static_cast<int>(all & 0x7fffffff);
-  if (bits > 0x7f800000) return codes.nan;
   const int even = bits + ((bits >> kShift) & 1) + ((1 << (kShift - 1)) - 1);
   const int normal = (even >> kShift) - (kRebias >> kShift);
   const int subnormal =
@@ -31,7 +25,8 @@ constexpr uint8_t narrowed(float value, Float8Rounding::Bytes codes) {
   int code = bits < kMinNormal ? subnormal : normal;
   code = code > kMaxCode ? codes.overflow : code;
   code = bits == 0x7f800000 ? codes.infinity : code;
-  return static_cast<uint8_t>(code | (all >> 31 << 7));
+  code |= static_cast<int>(all >> 31 << 7);
+  return static_cast<uint8_t>(bits > 0x7f800000 ? codes.nan : code);
 }
 
 // Types of one accumulator per element. `Machine` converts between fp16 and fp32.
@@ -46,13 +41,22 @@ struct Elements {
   template <class V>
   using Lane = T;
 
-  double inverse;
+  using Factor = std::conditional_t<std::same_as<Acc, double>, double, float>;
+
+  // Worth more code: sums are what everybody asks for, and narrower elements are bound by the
+  // arithmetic, not by memory.
+  static constexpr bool kHot = std::same_as<Op, Avg> && sizeof(T) > 1;
+
+  Factor inverse;
   int world;
   Float8Rounding float8;
   constexpr Elements(const TableHead& head, bool finishes)
-      : inverse(finishes ? head.inverse : 1),
-        world(finishes ? head.world : 1),
-        float8(head.float8) {}
+      : inverse(1), world(finishes ? head.world : 1), float8(head.float8) {
+    if constexpr (std::same_as<Factor, double>)
+      inverse = finishes ? head.inverse : 1;
+    else
+      inverse = finishes ? head.inverse_f32 : 1;
+  }
 
   template <class Machine>
   constexpr Acc decode(const Machine& machine, T v) const {
@@ -111,7 +115,7 @@ struct Elements {
       return static_cast<Acc>(static_cast<Divided>(static_cast<T>(v)) /
                               static_cast<Divided>(world));
     } else {
-      return v * static_cast<Acc>(inverse);
+      return v * inverse;
     }
   }
 };
@@ -121,6 +125,7 @@ struct Elements {
 template <class Op, bool kTruths>
 struct Bits {
   using Acc = uint32_t;
+  static constexpr bool kHot = false;
   template <class V>
   using Lane = std::conditional_t<std::same_as<V, Packet>, uint32_t, uint8_t>;
 

@@ -14,21 +14,32 @@ namespace {
 // most of them.
 constexpr std::size_t kMostSchedules = 1024;
 
+struct Caller {
+  Stream stream;
+  bool has_host;  // is it that of a rank in host memory?
+};
 struct Numbered {
   Placement at;
   std::vector<Stream> streams;
+  std::vector<Caller> callers;  // distinct ones
 };
 
 Numbered number(const Posts& posts) {
-  Numbered result{{{}, 0}, {}};
+  Numbered result{{{}, 0}, {}, {}};
   auto of = [&](Stream s) {
     const auto known = std::find(result.streams.begin(), result.streams.end(), s);
     if (known != result.streams.end()) return static_cast<int>(known - result.streams.begin());
     result.streams.push_back(s);
     return static_cast<int>(result.streams.size()) - 1;
   };
-  for (const Post& p : posts.ranks)
+  for (const Post& p : posts.ranks) {
     result.at.seats.push_back({of(p.caller), of(p.worker), of(p.sender), of(p.receiver)});
+    auto& callers = result.callers;
+    auto known = std::find_if(callers.begin(), callers.end(),
+                              [&](const Caller& c) { return c.stream == p.caller; });
+    if (known == callers.end()) known = callers.insert(callers.end(), {p.caller, false});
+    known->has_host |= p.device == kHost;
+  }
   if (posts.hub.device != kHost) result.at.hub = of(posts.hub);
   result.at.streams = static_cast<int>(result.streams.size());
   return result;
@@ -74,52 +85,21 @@ class CurrentDevice {
   Device now_;
 };
 
-}  // namespace
-
-// Events for one run, none of them twice. A graph keeps to itself what was used while it was
-// captured, so those are made for it alone.
-class Executor::Lease {
+class Run {
  public:
-  explicit Lease(Executor& owner) : owner_(owner) {}
-  Lease(const Lease&) = delete;
-  Lease& operator=(const Lease&) = delete;
-  ~Lease() {
-    for (Event event : taken_)
-      if (captured_)
-        owner_.runtime_.destroy_event(event);
-      else
-        owner_.give_back(event);
-  }
-  void set_captured(bool captured) { captured_ = captured; }
-
-  Event take(Device device) {  // which is current
-    taken_.reserve(taken_.size() + 1);
-    taken_.push_back(captured_ ? owner_.runtime_.create_event(device) : owner_.take(device));
-    return taken_.back();
-  }
-
- private:
-  Executor& owner_;
-  bool captured_ = false;
-  std::vector<Event> taken_;
-};
-
-class Executor::Run {
- public:
-  Run(Executor& owner, const Call& call, const Posts& posts)
-      : runtime_(owner.runtime_),
+  Run(EventPool& events, const Call& call, const Posts& posts)
+      : runtime_(events.runtime()),
         call_(call),
         posts_(posts),
         item_(item_bytes(call.dtype)),
         numbered_(number(posts)),
         touched_(numbered_.streams.size()),
         device_(runtime_),
-        lease_(owner) {}
+        lease_(events, is_captured()) {}
 
   const Placement& placement() const { return numbered_.at; }
 
   void go(const Schedule& schedule) {
-    refuse_half_captures();
     events_.resize(schedule.size());
     try {
       for (std::size_t i = 0; i < schedule.size(); ++i) issue(schedule[i], events_[i]);
@@ -131,32 +111,18 @@ class Executor::Run {
   }
 
  private:
-  void refuse_half_captures() {
-    std::size_t callers = 0, capturing = 0;
-    each_caller([&](Stream s, bool) {
-      device_.use(s.device);
-      ++callers;
-      capturing += runtime_.is_capturing(s);
-    });
-    require(capturing == 0 || capturing == callers, "a CUDA graph is being captured on ", capturing,
-            " of the ", callers, " current streams of this call; let it capture on all of them");
+  bool is_captured() {
+    std::size_t capturing = 0;
+    for (const Caller& c : numbered_.callers) {
+      device_.use(c.stream.device);
+      capturing += runtime_.is_capturing(c.stream) ? 1 : 0;
+    }
+    require(capturing == 0 || capturing == numbered_.callers.size(),
+            "a CUDA graph is being captured on ", capturing, " of the ", numbered_.callers.size(),
+            " current streams of this call; let it capture on all of them");
     require(capturing == 0 || !posts_.host_waits,
             "the host cannot wait for results in its memory while a CUDA graph is captured");
-    lease_.set_captured(capturing > 0);
-  }
-
-  // f(stream, does a rank in host memory have it?)
-  template <class F>
-  void each_caller(F&& f) {
-    for (int s = 0; s < numbered_.at.streams; ++s) {
-      bool calls = false, hosts = false;
-      for (std::size_t r = 0; r < posts_.ranks.size(); ++r) {
-        if (numbered_.at.seats[r].caller != s) continue;
-        calls = true;
-        hosts |= posts_.ranks[r].device == kHost;
-      }
-      if (calls) f(numbered_.streams[s], hosts);
-    }
+    return capturing > 0;
   }
 
   void issue(const Issue& it, Event& event) {
@@ -219,11 +185,11 @@ class Executor::Run {
   }
 
   void wait_for_hosts() {
-    each_caller([&](Stream s, bool hosts) {
-      if (!hosts) return;
-      device_.use(s.device);
-      runtime_.synchronize(s);
-    });
+    for (const Caller& c : numbered_.callers) {
+      if (!c.has_host) continue;
+      device_.use(c.stream.device);
+      runtime_.synchronize(c.stream);
+    }
   }
 
   // Whoever frees or reuses the memory now does so behind what is still running on it. What fails
@@ -236,10 +202,11 @@ class Executor::Run {
         device_.use(from.device);
         const Event event = lease_.take(from.device);
         runtime_.record(event, from);
-        each_caller([&](Stream s, bool) {
-          device_.use(s.device);
-          if (!(s == from)) runtime_.wait(s, event);
-        });
+        for (const Caller& c : numbered_.callers) {
+          if (c.stream == from) continue;
+          device_.use(c.stream.device);
+          runtime_.wait(c.stream, event);
+        }
       } catch (...) {
       }
     }
@@ -256,14 +223,11 @@ class Executor::Run {
   std::vector<Event> events_;  // [issue]
 };
 
-Executor::~Executor() {
-  for (auto& [device, events] : idle_)
-    for (Event event : events) runtime_.destroy_event(event);
-}
+}  // namespace
 
 void Executor::run(const Call& call, const Posts& posts) {
   check(call, posts);
-  Run run(*this, call, posts);
+  Run run(events_, call, posts);
   run.go(*scheduled(call.compiled, run.placement()));
 }
 
@@ -287,24 +251,6 @@ std::shared_ptr<const Schedule> Executor::scheduled(const Compiled& compiled, co
   const std::lock_guard lock(mutex_);
   if (schedules_.size() >= kMostSchedules) schedules_.clear();
   return schedules_.emplace(std::move(key), std::move(made)).first->second;
-}
-
-Event Executor::take(Device device) {
-  {
-    const std::lock_guard lock(mutex_);
-    std::vector<Event>& idle = idle_[device];
-    if (!idle.empty()) {
-      const Event event = idle.back();
-      idle.pop_back();
-      return event;
-    }
-  }
-  return runtime_.create_event(device);
-}
-
-void Executor::give_back(Event event) {
-  const std::lock_guard lock(mutex_);
-  idle_[event.device].push_back(event);
 }
 
 }  // namespace pycollect::cuda

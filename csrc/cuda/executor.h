@@ -2,14 +2,13 @@
 // on real streams, through the ten calls of `Runtime`. Nothing spins and the host waits for
 // nothing, but for ranks in host memory when told to.
 #pragma once
-#include <map>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
 #include <vector>
 
 #include "../plan/call.h"
-#include "runtime.h"
+#include "events.h"
 #include "streams.h"
 
 namespace pycollect::cuda {
@@ -35,10 +34,7 @@ struct Posts {
 // Owns events and remembers schedules; any thread may call `run` at any time.
 class Executor {
  public:
-  explicit Executor(Runtime& runtime) : runtime_(runtime) {}
-  ~Executor();
-  Executor(const Executor&) = delete;
-  Executor& operator=(const Executor&) = delete;
+  explicit Executor(Runtime& runtime) : events_(runtime) {}
 
   // Issues everything and returns. On each rank's caller stream all that was issued there before
   // comes first, and what is issued there afterwards finds the result. During a capture all callers
@@ -47,8 +43,6 @@ class Executor {
   void run(const Call& call, const Posts& posts);
 
  private:
-  class Run;
-  class Lease;
   struct Key {
     uint64_t compiled;
     Placement at;
@@ -57,14 +51,10 @@ class Executor {
   struct Hash {
     std::size_t operator()(const Key& key) const;
   };
-
   std::shared_ptr<const Schedule> scheduled(const Compiled& compiled, const Placement& at);
-  Event take(Device device);
-  void give_back(Event event);
 
-  Runtime& runtime_;
+  EventPool events_;
   std::mutex mutex_;
-  std::map<Device, std::vector<Event>> idle_;  // nobody is recording or waiting for these
   std::unordered_map<Key, std::shared_ptr<const Schedule>, Hash> schedules_;
 };
 

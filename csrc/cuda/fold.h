@@ -2,34 +2,10 @@
 // with all loads of a packet before its first add, each element by one thread, in rank order and
 // rounded once. A dst may be a src. Constexpr: `Machine` is how memory is reached, a GPU or a test.
 #pragma once
-#include <utility>
-
 #include "elements.h"
+#include "walk.h"
 
 namespace pycollect::cuda {
-
-// body(0), body(1), ...: as constants, so that arrays stay in registers.
-template <int n, class Body>
-constexpr void each(Body body) {
-  [&]<int... i>(std::integer_sequence<int, i...>) {
-    (body(std::integral_constant<int, i>{}), ...);
-  }(std::make_integer_sequence<int, n>{});
-}
-
-// Addresses of one list of a row, in its only line or in any of its lines.
-struct Flat {
-  const uint64_t* words;
-  int n;
-  constexpr uint64_t at(int i, int64_t bytes) const { return words[i] + bytes; }
-};
-struct Pitched {
-  const uint64_t* words;
-  int n;
-  int64_t line;
-  constexpr uint64_t at(int i, int64_t bytes) const {
-    return words[i] + line * static_cast<int64_t>(words[n + i]) + bytes;
-  }
-};
 
 // The accumulators of one access.
 template <class K, class V>
@@ -112,65 +88,57 @@ struct Folder {
   }
 };
 
-// Slots of a row with one line, from `slot` on.
-template <class Wide, class Edge>
-constexpr void walk_line(const Line& line, int64_t slot, int64_t step, Wide wide, Edge edge) {
-  for (; slot < line.wide; slot += step) wide(line.unit_of_wide(slot));
-  for (; slot < line.slots(); slot += step) edge(line.unit_of_edge(slot));
-}
-
-// Slots of a row with many lines; body(line, unit, is it wide). Divides once, not for each slot.
-template <class Body>
-constexpr void walk_lines(const Line& line, int64_t lines, Share share, Body body) {
-  const int64_t slots = line.slots();
-  int64_t at = share.first / slots, slot = share.first % slots;
-  const int64_t more_lines = share.step / slots, more_slots = share.step % slots;
-  while (at < lines) {
-    const bool wide = slot < line.wide;
-    body(at, wide ? line.unit_of_wide(slot) : line.unit_of_edge(slot), wide);
-    at += more_lines;
-    slot += more_slots;
-    if (slot >= slots) {
-      slot -= slots;
-      ++at;
-    }
-  }
-}
-
-// So many 16-byte loads of one thread are in flight, if it has them: fewer do not hide the latency
-// of memory with two sources, more need registers that other blocks could use.
-inline constexpr int kInFlight = 8;
-
 // As many whole batches of packets as there are, for a number of sources that is known; returns the
 // first slot left.
 template <int kSrcs, class F>
 constexpr int64_t fold_batches(const F& fold, const Line& line, Share share) {
   constexpr int kPackets = kInFlight / kSrcs;
-  const int64_t stride = share.step * kPacketBytes;
   int64_t slot = share.first;
   for (; slot + (kPackets - 1) * share.step < line.wide; slot += kPackets * share.step)
-    fold.template packets<kSrcs, kPackets>(line.unit_of_wide(slot) * kPacketBytes / line.per_wide,
-                                           stride);
+    fold.template packets<kSrcs, kPackets>(line.byte_of_wide(slot), share.step * kPacketBytes);
   return slot;
 }
 
-// Where a thread is.
-struct Where {
-  uint32_t block, blocks, thread;
-};
-
-struct Job {
-  TableRow row;
-  Share share;
-  const uint64_t* lists;
-  constexpr Job(const TableHead& head, const uint64_t* words, Where where)
-      : row(), share(), lists(words + head.rows * kRowWords) {
-    const int rows = static_cast<int>(head.rows), index = row_of(words, rows, where.block);
-    row = row_at(words, index);
-    const uint32_t end =
-        index + 1 < rows ? row_at(words, index + 1).first_block : where.blocks;
-    share = pycollect::cuda::share(row, end, where.block, where.thread);
+template <class K, class Machine>
+constexpr int64_t fold_known(const Folder<K, Machine, Flat>& fold, const Line& line, Share share) {
+  if constexpr (!K::kHot) return share.first;
+  switch (fold.srcs.n) {  // the same for a whole block
+    case 2:
+      return fold_batches<2>(fold, line, share);
+    case 4:
+      return fold_batches<4>(fold, line, share);
+    case 8:
+      return fold_batches<8>(fold, line, share);
+    default:
+      return share.first;
   }
-};
+}
+
+// What a kernel of folds does.
+template <class T, class Op, class Machine>
+constexpr void run_folds(const TableHead& head, const uint64_t* words, Where where,
+                         const Machine& machine) {
+  using K = Arithmetic<T, Op>;
+  const Job job(head, words, where);
+  const TableRow& row = job.row;
+  const K kernel(head, row.finishes);
+  const Line line(row, sizeof(T));
+  if (row.pitched) {
+    const auto one = [&](int64_t at, int64_t bytes, bool wide) {
+      const Folder<K, Machine, Pitched> fold{kernel,
+                                             machine,
+                                             {job.lists + row.dsts, row.n_dsts, at},
+                                             {job.lists + row.srcs, row.n_srcs, at}};
+      wide ? fold.template any<Packet>(bytes) : fold.template any<T>(bytes);
+    };
+    return walk_lines(line, row.lines, job.share, one);
+  }
+  const Folder<K, Machine, Flat> fold{
+      kernel, machine, {job.lists + row.dsts, row.n_dsts}, {job.lists + row.srcs, row.n_srcs}};
+  walk_line(
+      line, fold_known(fold, line, job.share), job.share.step,
+      [&](int64_t bytes) { fold.template any<Packet>(bytes); },
+      [&](int64_t bytes) { fold.template any<T>(bytes); });
+}
 
 }  // namespace pycollect::cuda

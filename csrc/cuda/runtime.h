@@ -1,6 +1,6 @@
-// Everything that the executor asks of CUDA: ten calls. The real one is runtime.cu; csrc/sim has one that
-// only remembers what happens before what, and fails where CUDA would, so the executor that is tested
-// without a GPU is the one that runs. No CUDA headers: handles are opaque.
+// Everything that the executor asks of CUDA: ten calls. The real one is runtime.cu; csrc/sim has
+// one that only remembers what happens before what, and fails where CUDA would, so the executor
+// that is tested without a GPU is the one that runs. No CUDA headers: handles are opaque.
 #pragma once
 #include <cstddef>
 #include <vector>
@@ -9,8 +9,8 @@
 
 namespace pycollect::cuda {
 
-using Device = int;                    // CUDA's ordinal
-inline constexpr Device kHost = -1;    // a rank whose tensors are in host memory
+using Device = int;                  // CUDA's ordinal
+inline constexpr Device kHost = -1;  // a rank whose tensors are in host memory
 
 struct Stream {
   Device device = kHost;
@@ -28,7 +28,7 @@ struct Row {
   std::vector<std::ptrdiff_t> dst_pitches, src_pitches;  // bytes from row to row
   std::size_t count;                                     // elements of a row
   std::size_t rows = 1;
-  bool finishes = false;                                 // `avg` scales here
+  bool finishes = false;  // `avg` scales here
 };
 
 // One kernel, or as few as the parameter limit allows: rows that touch nothing in common.

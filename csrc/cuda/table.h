@@ -1,6 +1,5 @@
 // What a level's launch is told, all of it in the kernel's parameters: nothing to upload, nothing
-// to keep alive, frozen correctly into a graph. And which thread handles which elements: plain
-// functions that the host runs too, so that they are tested without a GPU.
+// to keep alive, frozen correctly into a graph.
 #pragma once
 #include <bit>
 #include <cstddef>
@@ -35,13 +34,14 @@ inline constexpr int kRowWords = sizeof(TableRow) / 8;
 static_assert(sizeof(TableRow) == 8 * kRowWords);
 
 struct TableHead {
-  double inverse = 1;  // of the world's size
-  int32_t world = 1;   // 1 unless averages are divided at the end
   uint32_t rows = 0;
+  int32_t world = 1;      // what averages are divided by: 1 for sums
+  double inverse = 1;     // of it
+  float inverse_f32 = 1;  // a thread that narrows a double waits longer than for an addition
   Float8Rounding float8 = {};
-  uint16_t unused = 0;
+  uint8_t unused[6] = {};
 };
-static_assert(sizeof(TableHead) == 24);
+static_assert(sizeof(TableHead) == 32);
 
 // Every driver takes 4 KiB of parameters, those of CUDA 12.1 and later 32,764 bytes. A row of s
 // sources and d destinations needs 32 + 8 (s + d) bytes, 32 + 8 s in place. More rows than fit are
@@ -68,47 +68,6 @@ static_assert(sizeof(RowWords) == sizeof(TableRow));
 constexpr TableRow row_at(const uint64_t* words, int row) {
   const uint64_t* at = words + row * kRowWords;
   return std::bit_cast<TableRow>(RowWords{at[0], at[1], at[2], at[3]});
-}
-
-// The row that a block works for: the last that begins at or before it.
-constexpr int row_of(const uint64_t* words, int rows, uint32_t block) {
-  int low = 0, high = rows - 1;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (static_cast<uint32_t>(words[middle * kRowWords]) <= block)
-      low = middle;
-    else
-      high = middle - 1;
-  }
-  return low;
-}
-static_assert(std::endian::native == std::endian::little);  // first_block is a word's low half
-
-// A line's work, in slots: its wide accesses, then the units before and behind them.
-struct Line {
-  int64_t wide, edges, head, per_wide;  // per_wide: units
-
-  constexpr Line(const TableRow& row, int unit_bytes)
-      : wide(0), edges(0), head(row.head), per_wide(row.width / unit_bytes) {
-    const auto count = static_cast<int64_t>(row.count);
-    if (per_wide > 0) wide = (count - head) / per_wide;
-    edges = count - wide * per_wide;
-  }
-  constexpr int64_t slots() const { return wide + edges; }
-  constexpr int64_t unit_of_wide(int64_t slot) const { return head + slot * per_wide; }
-  constexpr int64_t unit_of_edge(int64_t slot) const {
-    const int64_t edge = slot - wide;
-    return edge < head ? edge : edge + wide * per_wide;
-  }
-};
-
-// The share of one thread of a row: slots first, first + step, ... of all lines.
-struct Share {
-  int64_t first, step;
-};
-constexpr Share share(const TableRow& row, uint32_t end_block, uint32_t block, uint32_t thread) {
-  return {static_cast<int64_t>(block - row.first_block) * kThreads + thread,
-          static_cast<int64_t>(end_block - row.first_block) * kThreads};
 }
 
 }  // namespace pycollect::cuda

@@ -11,8 +11,9 @@ namespace pycollect {
 // Who can touch whose memory. Host memory, that of ranks and `Buffer::host` alike, is reached by
 // everybody, but slowly: copies go there, and folds only where there is no room to copy to.
 struct Reach {
-  std::vector<bool> on_host;                // [rank]: its memory is the host's; it executes nothing
-  std::vector<std::vector<bool>> directly;  // [rank][of]: what the rank runs may touch `of`'s memory
+  std::vector<bool> on_host;  // [rank]: its memory is the host's; it executes nothing
+  std::vector<std::vector<bool>>
+      directly;  // [rank][of]: what the rank runs may touch `of`'s memory
 
   bool operator()(Rank rank, Rank of) const {
     return rank == of || on_host[of] || directly[rank][of];

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "../plan/error.h"
+#include "gpus.h"
 
 namespace pycollect {
 namespace {
@@ -89,7 +90,7 @@ bool has_memory(const at::Tensor& t) {
   const at::TensorImpl& impl = *t.unsafeGetTensorImpl();
   if (impl.is_python_dispatch() || t.is_meta() || t._is_zerotensor() || !t.has_storage())
     return false;
-  if (t.numel() == 0 || !t.device().is_cpu()) return true;
+  if (t.numel() == 0) return true;
   const auto end = static_cast<std::size_t>(t.storage_offset() + span_of(t)) * t.element_size();
   return end <= t.storage().nbytes() && t.const_data_ptr() != nullptr;
 }
@@ -123,7 +124,7 @@ void check_tensor(const at::Tensor& t, Use use, const Label& label) {
       has_memory(t), label.call, ": ", label,
       " has no memory of its own (a meta, fake, zero or wrapped tensor, or freed storage); pass "
       "a plain tensor");
-  require(t.device().is_cpu(), label.call, ": ", label, " is on ", t.device(),
+  require(serves(t.device()), label.call, ": ", label, " is on ", t.device(),
           ", which this build does not serve; move it to the CPU with .cpu()");
   require(!t.is_conj() && !t.is_neg(), label.call, ": ", label,
           " is a lazy conjugate or negative view; call .resolve_conj().resolve_neg() first");
@@ -155,10 +156,6 @@ void check_alike(const at::Tensor& t, const Label& label, const at::Tensor& firs
   require(same_strides(t, first), label.call, ": ", label, " has strides ", t.strides(), " and ",
           first_label, " has ", first.strides(),
           "; all ranks must have the same layout in memory, e.g. through .contiguous()");
-}
-
-void bump_version(const at::Tensor& t) {
-  if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
 }
 
 Extent extent(const at::Tensor& t, Use use, const Label& label) {

@@ -26,9 +26,6 @@ DType dtype_of(const at::Tensor& tensor, const Label& label);  // throws TypeErr
 
 enum class Use { read, write };
 
-// What autograd has saved of this is no longer what it holds.
-void bump_version(const at::Tensor& tensor);
-
 // One tensor by itself: dense or strided host memory that is really there, not part of a graph, and
 // when it is written, one place per element.
 void check_tensor(const at::Tensor& tensor, Use use, const Label& label);

@@ -99,14 +99,28 @@ std::string_view algorithm_from(py::handle name, const char* call) {
   return {data, static_cast<std::size_t>(length)};
 }
 
-void check_streams(py::handle streams, int world, const char* call) {
-  if (streams.is_none()) return;
+Streams streams_from(py::handle streams, const std::vector<at::Device>& devices, const char* call) {
+  if (streams.is_none()) return {};
   const py::object items = items_of(streams, {call, "streams"});
-  require(static_cast<int>(size_of(items)) == world, call, ": streams has ", size_of(items),
-          " items; needed are ", world, ", one per rank");
-  for (std::size_t i = 0; i < size_of(items); ++i)
-    require(item_of(items, i).is_none(), call, ": streams[", i,
+  require(size_of(items) == devices.size(), call, ": streams has ", size_of(items),
+          " items; needed are ", devices.size(), ", one per rank");
+  Streams result;
+  for (std::size_t i = 0; i < devices.size(); ++i) {
+    const py::handle item = item_of(items, i);
+    result.emplace_back();
+    if (item.is_none()) continue;
+    require(!devices[i].is_cpu(), call, ": streams[", i,
             "] belongs to a CPU tensor, which has none; pass None for it");
+    require_type(py::hasattr(item, "stream_id") && py::hasattr(item, "device_index"), call,
+                 ": streams[", i, "] is a ", Py_TYPE(item.ptr())->tp_name,
+                 "; pass a torch.cuda.Stream or None");
+    const auto index = item.attr("device_index").cast<c10::DeviceIndex>();
+    require(index == devices[i].index(), call, ": streams[", i,
+            "] is of cuda:", static_cast<int>(index), " and the tensor on ", devices[i]);
+    result.back() = c10::Stream::unpack3(item.attr("stream_id").cast<c10::StreamId>(), index,
+                                         devices[i].type());
+  }
+  return result;
 }
 
 }  // namespace pycollect

@@ -20,7 +20,8 @@ std::string_view algorithm_from(py::handle name, const char* call);  // empty fo
 inline Use only_read(int) { return Use::read; }
 inline Use written(int) { return Use::write; }
 
-// Host memory has no streams: None, or a None per rank.
-void check_streams(py::handle streams, int world, const char* call);
+// None, or one per rank: a stream of the rank's own device, or None for what host memory has none
+// of.
+Streams streams_from(py::handle streams, const std::vector<at::Device>& devices, const char* call);
 
 }  // namespace pycollect

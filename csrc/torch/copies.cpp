@@ -103,7 +103,7 @@ Job copy(const at::Tensor& dst, const at::Tensor& src) {
   // From rank 0 to the last, which are the same rank on one device.
   Job job{.devices = {src.device()}, .held = {dst, src}, .bytes = dst.nbytes()};
   if (dst.device() != src.device()) job.devices.push_back(dst.device());
-  bump_version(dst);
+  job.written.push_back(dst);
   if (dst.strides() != src.strides()) {
     job.transposes.emplace_back(dst.detach(), src.detach());
     return job;

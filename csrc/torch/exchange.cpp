@@ -201,8 +201,7 @@ Job exchange_blocks(const Exchange& ask, Tensors inputs) {
     job.parts.push_back(std::move(part));
     job.bytes = bytes;
   }
-  if (ask.out)
-    for (const at::Tensor& t : job.results) bump_version(t);
+  if (ask.out) job.written = job.results;
   job.held.insert(job.held.end(), inputs.begin(), inputs.end());
   return job;
 }

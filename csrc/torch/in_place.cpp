@@ -76,7 +76,7 @@ Job in_place(const InPlace& ask, Grid grid) {
     job.bytes += kind.bytes;
   }
   for (std::size_t i = 0; i < grid.flat.size(); ++i)
-    if (use_of(ask, i % grid.world) == Use::write) bump_version(grid.flat[i]);
+    if (use_of(ask, i % grid.world) == Use::write) job.written.push_back(grid.flat[i]);
   job.held.insert(job.held.end(), std::make_move_iterator(grid.flat.begin()),
                   std::make_move_iterator(grid.flat.end()));
   return job;

@@ -4,11 +4,13 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <algorithm>
 #include <limits>
 #include <mutex>
 #include <set>
 
 #include "../plan/error.h"
+#include "gpus.h"
 #include "threads.h"
 
 namespace pycollect {
@@ -63,7 +65,7 @@ Part make_part(const Situation& s, std::string_view algorithm, Rank root, Reduce
   FoldOptions options{.world = s.world, .non_temporal = !s.in_place};
   if (item_bytes(s.dtype) == 1) options.float8 = float8_rounding();
   const Ask ask{s.world, root, choice.pieces};
-  return {compiled(*choice.algorithm, ask, s.in_place), s.dtype, op, options};
+  return {compiled(*choice.algorithm, ask, s.in_place), s.dtype, op, options, !algorithm.empty()};
 }
 
 void Part::bind(const Offsets* at, std::vector<Memory> memory, std::size_t rows, Job& job) {
@@ -78,7 +80,18 @@ void Part::bind(const Offsets* at, std::vector<Memory> memory, std::size_t rows,
   bindings.push_back({at, std::move(memory), rows});
 }
 
+void Job::commit() {
+  for (const at::Tensor& t : written)
+    if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
+  written.clear();
+}
+
+bool Job::on_gpus() const {
+  return std::any_of(devices.begin(), devices.end(), [](at::Device d) { return !d.is_cpu(); });
+}
+
 void Job::run() const {
+  if (on_gpus()) return run_on_gpus(*this);
   for (const Part& p : parts)
     cpu::run({*p.compiled, p.bindings, p.dtype, p.op, p.options}, threads());
   for (const auto& [dst, src] : transposes) lay(dst, src);

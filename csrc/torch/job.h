@@ -1,7 +1,10 @@
 // A call that has been checked and bound to memory: it can run now, or later on the queue, and
 // holds what it touches until it has run.
 #pragma once
+#include <c10/core/Stream.h>
+
 #include <memory>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -12,6 +15,7 @@
 namespace pycollect {
 
 struct Job;
+using Streams = std::vector<std::optional<c10::Stream>>;
 
 // All tensors of one dtype in a call: one plan, run on every binding.
 struct Part {
@@ -19,6 +23,7 @@ struct Part {
   DType dtype;
   ReduceOp op;
   FoldOptions options;
+  bool named;  // did the caller choose the algorithm?
   std::vector<std::unique_ptr<const Offsets>> offsets = {};
   std::vector<Binding> bindings = {};
 
@@ -34,6 +39,10 @@ struct Job {
   Tensors results = {};                  // what the call returns; nothing for calls in place
   std::vector<std::pair<at::Tensor, at::Tensor>> transposes = {};  // dst and src of unlike layouts
   std::size_t bytes = 0;                                           // of one rank, about
+  Streams streams = {};  // [rank], where the caller named them
+  Tensors written = {};  // what autograd has saved of these is no longer what they hold
+  bool on_gpus() const;
+  void commit();  // after the last refusal, before the run: `written` get a new version
   void run() const;
 };
 

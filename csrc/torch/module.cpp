@@ -6,6 +6,7 @@
 #include "bind_plan.h"
 #include "bind_probe.h"
 #include "convert.h"
+#include "gpus.h"
 #include "work.h"
 
 namespace pycollect {
@@ -20,6 +21,7 @@ constexpr std::size_t kKeepGilBytes = 16 * 1024;
 py::object as_list(const Tensors& tensors) { return py::cast(tensors); }
 
 py::object finish(Job job, bool async_op) {
+  job.commit();
   if (async_op) return py::cast(enqueue(std::move(job)));
   {
     std::optional<py::gil_scoped_release> free;
@@ -30,17 +32,27 @@ py::object finish(Job job, bool async_op) {
   return job.results.empty() ? py::none() : as_list(job.results);
 }
 
+// `ranks` of the job's devices are the caller's; scatter and gather may have added one.
+py::object finish(Job job, bool async_op, Args streams, std::size_t ranks, const char* call) {
+  if (!streams.is_none()) {
+    const auto first = job.devices.begin();
+    job.streams = streams_from(streams, {first, first + static_cast<std::ptrdiff_t>(ranks)}, call);
+    job.streams.resize(job.devices.size());
+  }
+  return finish(std::move(job), async_op);
+}
+
 py::object in_place(const InPlace& ask, py::handle tensors, bool async_op, py::handle streams) {
   Tensors list = tensors_from(tensors, [&](int rank) { return use_of(ask, rank); }, ask.call);
   const int world = static_cast<int>(list.size());
-  check_streams(streams, world, ask.call);
-  return finish(pycollect::in_place(ask, {std::move(list), world}), async_op);
+  return finish(pycollect::in_place(ask, {std::move(list), world}), async_op, streams, world,
+                ask.call);
 }
 
 py::object coalesced(const InPlace& ask, py::handle lists, bool async_op, py::handle streams) {
   Grid grid = grid_from(lists, [&](int rank) { return use_of(ask, rank); }, ask.call);
-  check_streams(streams, grid.world, ask.call);
-  return finish(pycollect::in_place(ask, std::move(grid)), async_op);
+  const int world = grid.world;
+  return finish(pycollect::in_place(ask, std::move(grid)), async_op, streams, world, ask.call);
 }
 
 py::object all_reduce(Args tensors, Args op, Args algorithm, bool async_op, Args streams) {
@@ -93,8 +105,8 @@ std::optional<Tensors> out_from(Args out, const char* call) {
 py::object exchanged(const Exchange& ask, Args tensors, bool async_op, Args streams) {
   const char* call = name(ask.collective);
   Tensors inputs = tensors_from(tensors, only_read, call);
-  check_streams(streams, static_cast<int>(inputs.size()), call);
-  return finish(exchange_blocks(ask, std::move(inputs)), async_op);
+  const std::size_t ranks = inputs.size();
+  return finish(exchange_blocks(ask, std::move(inputs)), async_op, streams, ranks, call);
 }
 
 py::object all_gather(Args tensors, Args dim, Args algorithm, Args out, bool async_op,
@@ -151,14 +163,13 @@ py::object all_to_all(Args tensors, Args dim, Args split_sizes, Args out, bool a
 py::object scatter(Args tensor, const Devices& devices, Args chunk_sizes, Args dim, Args out,
                    bool async_op, Args streams) {
   constexpr const char* kCall = "scatter";
-  check_streams(streams, static_cast<int>(devices.size()), kCall);
   Exchange ask{.collective = Collective::scatter,
                .dim = int_from(dim, kCall, "dim"),
                .out = out_from(out, kCall),
                .devices = devices};
   if (!chunk_sizes.is_none()) ask.sizes = {{sizes_from(chunk_sizes, kCall, "chunk_sizes")}};
-  return finish(exchange_blocks(ask, {tensor_from(tensor, Use::read, {kCall, "tensor"})}),
-                async_op);
+  return finish(exchange_blocks(ask, {tensor_from(tensor, Use::read, {kCall, "tensor"})}), async_op,
+                streams, devices.size(), kCall);
 }
 
 py::object gather(Args tensors, const Devices& device, Args dim, Args out, Args streams) {
@@ -228,6 +239,7 @@ void bind_collectives(py::module_& m) {
   m.def("gather", &gather);
   m.def("replicate", &replicate);
   m.def("copy_", &copy);
+  m.def("has_cuda", &has_cuda);
   m.def("drain", &drain, py::call_guard<py::gil_scoped_release>());
 }
 

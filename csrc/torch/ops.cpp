@@ -10,7 +10,8 @@ namespace {
 
 using Name = std::optional<std::string_view>;
 
-Tensors now(const Job& job) {
+Tensors now(Job job) {
+  job.commit();
   drain();
   job.run();
   return job.results;

@@ -1,14 +1,70 @@
 #include "work.h"
 
+#include <pthread.h>
+
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <deque>
+#include <mutex>
 #include <thread>
 
-#include "threads.h"
+#include "gpus.h"
 
 namespace pycollect {
 namespace {
+
+class QueuedWork : public Work {
+ public:
+  explicit QueuedWork(Job job) : Work(job.results), job_(std::move(job)) {}
+
+  bool wait(std::optional<double> seconds) override;
+  bool is_completed() override;
+  std::exception_ptr exception() override;
+  void run() noexcept;
+
+ private:
+  Job job_;
+  std::mutex mutex_;
+  std::condition_variable finished_;
+  bool done_ = false;
+  std::exception_ptr error_;
+};
+
+bool QueuedWork::wait(std::optional<double> seconds) {
+  std::unique_lock lock(mutex_);
+  auto done = [&] { return done_; };
+  if (!seconds)
+    finished_.wait(lock, done);
+  else if (!finished_.wait_for(lock, std::chrono::duration<double>(*seconds), done))
+    return false;
+  if (error_) std::rethrow_exception(error_);
+  return true;
+}
+
+bool QueuedWork::is_completed() {
+  const std::lock_guard lock(mutex_);
+  return done_;
+}
+
+std::exception_ptr QueuedWork::exception() {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+void QueuedWork::run() noexcept {
+  std::exception_ptr error;
+  try {
+    job_.run();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  job_ = Job{};
+  const std::lock_guard lock(mutex_);
+  error_ = error;
+  done_ = true;
+  finished_.notify_all();
+}
 
 class Queue {
  public:
@@ -16,7 +72,7 @@ class Queue {
     std::thread([this] { serve(); }).detach();
   }
 
-  void push(std::shared_ptr<Work> work) {
+  void push(std::shared_ptr<QueuedWork> work) {
     {
       const std::lock_guard lock(mutex_);
       waiting_.push_back(std::move(work));
@@ -38,7 +94,7 @@ class Queue {
     server_ = std::this_thread::get_id();
     for (std::unique_lock lock(mutex_);;) {
       changed_.wait(lock, [&] { return !waiting_.empty(); });
-      std::shared_ptr<Work> work = std::move(waiting_.front());
+      std::shared_ptr<QueuedWork> work = std::move(waiting_.front());
       waiting_.pop_front();
       lock.unlock();
       work->run();
@@ -51,7 +107,7 @@ class Queue {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::shared_ptr<Work>> waiting_;
+  std::deque<std::shared_ptr<QueuedWork>> waiting_;
   std::atomic<int> open_{0};  // enqueued and not yet run
   std::thread::id server_;
 };
@@ -75,43 +131,9 @@ Queue& queue() {
 
 }  // namespace
 
-bool Work::wait(std::optional<double> seconds) {
-  std::unique_lock lock(mutex_);
-  auto done = [&] { return done_; };
-  if (!seconds)
-    finished_.wait(lock, done);
-  else if (!finished_.wait_for(lock, std::chrono::duration<double>(*seconds), done))
-    return false;
-  if (error_) std::rethrow_exception(error_);
-  return true;
-}
-
-bool Work::is_completed() {
-  const std::lock_guard lock(mutex_);
-  return done_;
-}
-
-std::exception_ptr Work::exception() {
-  const std::lock_guard lock(mutex_);
-  return error_;
-}
-
-void Work::run() noexcept {
-  std::exception_ptr error;
-  try {
-    job_.run();
-  } catch (...) {
-    error = std::current_exception();
-  }
-  job_ = Job{};
-  const std::lock_guard lock(mutex_);
-  error_ = error;
-  done_ = true;
-  finished_.notify_all();
-}
-
 std::shared_ptr<Work> enqueue(Job job) {
-  auto work = std::make_shared<Work>(std::move(job));
+  if (job.on_gpus()) return enqueue_on_gpus(std::move(job));
+  auto work = std::make_shared<QueuedWork>(std::move(job));
   queue().push(work);
   return work;
 }

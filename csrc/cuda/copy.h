@@ -1,0 +1,75 @@
+// Copies, which know no type: bytes of one source to every destination, in the widest accesses for
+// which all addresses of a row are alike.
+#pragma once
+#include "walk.h"
+
+namespace pycollect::cuda {
+
+template <class V, class Machine, class List>
+struct Copier {
+  const Machine& machine;
+  List dsts, src;
+
+  constexpr void one(int64_t bytes) const {
+    const V v = machine.template load<V>(src.at(0, bytes));
+    for (int d = 0; d < dsts.n; ++d) machine.store(dsts.at(d, bytes), v);
+  }
+
+  // Several, all in flight together, `stride` bytes apart.
+  template <int kMany>
+  constexpr void many(int64_t bytes, int64_t stride) const {
+    V v[kMany] = {};
+    each<kMany>([&](auto i) { v[i] = machine.template load<V>(src.at(0, bytes + i * stride)); });
+    for (int d = 0; d < dsts.n; ++d)
+      each<kMany>([&](auto i) { machine.store(dsts.at(d, bytes + i * stride), v[i]); });
+  }
+};
+
+template <class V, class Machine>
+constexpr void copy_row(const Job& job, const Machine& machine) {
+  const TableRow& row = job.row;
+  const Share share = job.share;
+  const Line line(row, 1);
+  const auto on = [&](auto dsts, auto src) {
+    return [&machine, dsts, src]<class W>(std::type_identity<W>) {
+      return Copier<W, Machine, decltype(dsts)>{machine, dsts, src};
+    };
+  };
+  const std::type_identity<V> wide;
+  const std::type_identity<uint8_t> edge;
+  const uint64_t *dsts = job.lists + row.dsts, *src = job.lists + row.srcs;
+  if (row.pitched) {
+    return walk_lines(line, row.lines, share, [&](int64_t at, int64_t bytes, bool is_wide) {
+      const auto copy = on(Pitched{dsts, row.n_dsts, at}, Pitched{src, 1, at});
+      is_wide ? copy(wide).one(bytes) : copy(edge).one(bytes);
+    });
+  }
+  const auto copy = on(Flat{dsts, row.n_dsts}, Flat{src, 1});
+  int64_t slot = share.first;
+  for (; slot + (kInFlight - 1) * share.step < line.wide; slot += kInFlight * share.step)
+    copy(wide).template many<kInFlight>(line.byte_of_wide(slot), share.step * line.width);
+  walk_line(
+      line, slot, share.step, [&](int64_t bytes) { copy(wide).one(bytes); },
+      [&](int64_t bytes) { copy(edge).one(bytes); });
+}
+
+// What the kernel of copies does.
+template <class Machine>
+constexpr void run_copies(const TableHead& head, const uint64_t* words, Where where,
+                          const Machine& machine) {
+  const Job job(head, words, where);
+  switch (job.row.width) {  // the same for a whole block
+    case 16:
+      return copy_row<Packet>(job, machine);
+    case 8:
+      return copy_row<uint64_t>(job, machine);
+    case 4:
+      return copy_row<uint32_t>(job, machine);
+    case 2:
+      return copy_row<uint16_t>(job, machine);
+    default:
+      return copy_row<uint8_t>(job, machine);
+  }
+}
+
+}  // namespace pycollect::cuda

@@ -1,0 +1,43 @@
+#include "events.h"
+
+namespace pycollect::cuda {
+
+EventPool::~EventPool() {
+  for (auto& [device, shelf] : shelves_)
+    for (Event event : shelf.idle) runtime_.destroy_event(event);
+}
+
+Event EventPool::take(Device device) {
+  {
+    const std::lock_guard lock(mutex_);
+    Shelf& shelf = shelves_[device];
+    if (!shelf.idle.empty()) {
+      const Event event = shelf.idle.back();
+      shelf.idle.pop_back();
+      return event;
+    }
+    shelf.idle.reserve(++shelf.made);  // so that giving back cannot fail
+  }
+  return runtime_.create_event(device);
+}
+
+void EventPool::give_back(Event event) noexcept {
+  const std::lock_guard lock(mutex_);
+  shelves_.find(event.device)->second.idle.push_back(event);
+}
+
+Event Lease::take(Device device) {
+  taken_.reserve(taken_.size() + 1);  // nothing may fail between taking and noting
+  taken_.push_back(for_capture_ ? pool_.runtime().create_event(device) : pool_.take(device));
+  return taken_.back();
+}
+
+Lease::~Lease() {
+  for (Event event : taken_)
+    if (for_capture_)
+      pool_.runtime().destroy_event(event);
+    else
+      pool_.give_back(event);
+}
+
+}  // namespace pycollect::cuda

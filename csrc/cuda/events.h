@@ -1,0 +1,51 @@
+// Events, made once per device and used again. CUDA's waits keep what an event stood for when they
+// were issued, so an event may be recorded again as soon as the run that used it has issued all of
+// its waits, however far the devices are.
+#pragma once
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "runtime.h"
+
+namespace pycollect::cuda {
+
+class EventPool {
+ public:
+  explicit EventPool(Runtime& runtime) : runtime_(runtime) {}
+  ~EventPool();
+  EventPool(const EventPool&) = delete;
+  EventPool& operator=(const EventPool&) = delete;
+
+  Event take(Device device);  // which must be current
+  void give_back(Event event) noexcept;
+  Runtime& runtime() const { return runtime_; }
+
+ private:
+  struct Shelf {
+    std::vector<Event> idle = {};  // nobody is recording these, or still going to wait for them
+    std::size_t made = 0;
+  };
+  Runtime& runtime_;
+  std::mutex mutex_;
+  std::map<Device, Shelf> shelves_;
+};
+
+// Events for one run, none of them twice. A graph keeps to itself what was used while it was
+// captured, so those are made for it alone.
+class Lease {
+ public:
+  Lease(EventPool& pool, bool for_capture) : pool_(pool), for_capture_(for_capture) {}
+  ~Lease();
+  Lease(const Lease&) = delete;
+  Lease& operator=(const Lease&) = delete;
+
+  Event take(Device device);  // which must be current
+
+ private:
+  EventPool& pool_;
+  const bool for_capture_;
+  std::vector<Event> taken_;
+};
+
+}  // namespace pycollect::cuda

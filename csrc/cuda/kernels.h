@@ -1,0 +1,15 @@
+// The kernels as the host knows them. Each is compiled once, in one of level_*.cu.
+#pragma once
+
+namespace pycollect::cuda {
+
+struct Kernel {
+  const void *small = nullptr, *large = nullptr;  // for either size of table
+};
+
+// Of a canonical type and operation; one that no file defines is an undefined symbol.
+template <class T, class Op>
+Kernel fold_kernel();
+Kernel copy_kernel();
+
+}  // namespace pycollect::cuda

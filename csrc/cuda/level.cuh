@@ -1,0 +1,109 @@
+// The kernels: one launch runs every step of a level on one device, for all tensors of a call.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include "copy.h"
+#include "fold.h"
+#include "kernels.h"
+
+namespace pycollect::cuda {
+
+template <int kBytes>
+using Word = std::conditional_t<
+    kBytes == 1, uint8_t,
+    std::conditional_t<kBytes == 2, uint16_t, std::conditional_t<kBytes == 4, uint32_t, uint64_t>>>;
+
+// The device's memory, in the order written. Every access is inline: left to itself nvcc 13.0 stores
+// a packet in four parts (eight for bf16), and may load through the cache that a kernel's own stores
+// do not reach, while a dst may be a src. For the host as well only because what calls it is
+// constexpr; the host never runs it.
+struct Gpu {
+  template <class V>
+  __host__ __device__ __forceinline__ static V load(uint64_t at) {
+    if constexpr (std::is_same_v<V, Packet>) {
+      Packet v;
+      asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
+                   : "l"(at));
+      return v;
+    } else {
+      struct Words {
+        Word<alignof(V)> of[sizeof(V) / alignof(V)];
+      } v;
+      each<sizeof(V) / alignof(V)>([&](auto i) { word(v.of[i], at + i * alignof(V)); });
+      return std::bit_cast<V>(v);
+    }
+  }
+
+  template <class V>
+  __host__ __device__ __forceinline__ static void store(uint64_t at, V v) {
+    if constexpr (std::is_same_v<V, Packet>) {
+      asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.words[0]),
+                   "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3]));
+    } else {
+      struct Words {
+        Word<alignof(V)> of[sizeof(V) / alignof(V)];
+      };
+      const auto words = std::bit_cast<Words>(v);
+      each<sizeof(V) / alignof(V)>([&](auto i) { set_word(at + i * alignof(V), words.of[i]); });
+    }
+  }
+
+  __host__ __device__ __forceinline__ static float widened(uint16_t half) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+    return value;
+  }
+  __host__ __device__ __forceinline__ static uint16_t narrowed(float value) {
+    uint16_t half;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
+    return half;
+  }
+
+ private:
+  template <class W>
+  __host__ __device__ __forceinline__ static void word(W& v, uint64_t at) {
+    if constexpr (sizeof(W) == 1) {
+      uint32_t wide;  // there is no register of a byte
+      asm volatile("ld.global.u8 %0, [%1];" : "=r"(wide) : "l"(at));
+      v = static_cast<W>(wide);
+    } else if constexpr (sizeof(W) == 2) {
+      asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(at));
+    } else if constexpr (sizeof(W) == 4) {
+      asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(at));
+    } else {
+      asm volatile("ld.global.u64 %0, [%1];" : "=l"(v) : "l"(at));
+    }
+  }
+  template <class W>
+  __host__ __device__ __forceinline__ static void set_word(uint64_t at, W v) {
+    if constexpr (sizeof(W) == 1)
+      asm volatile("st.global.u8 [%0], %1;" ::"l"(at), "r"(static_cast<uint32_t>(v)));
+    else if constexpr (sizeof(W) == 2)
+      asm volatile("st.global.u16 [%0], %1;" ::"l"(at), "h"(v));
+    else if constexpr (sizeof(W) == 4)
+      asm volatile("st.global.u32 [%0], %1;" ::"l"(at), "r"(v));
+    else
+      asm volatile("st.global.u64 [%0], %1;" ::"l"(at), "l"(v));
+  }
+};
+
+template <class T, class Op, class Table>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    fold_level(const __grid_constant__ Table table) {
+  run_folds<T, Op>(table.head, table.words, {blockIdx.x, gridDim.x, threadIdx.x}, Gpu());
+}
+
+template <class Table>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    copy_level(const __grid_constant__ Table table) {
+  run_copies(table.head, table.words, {blockIdx.x, gridDim.x, threadIdx.x}, Gpu());
+}
+
+template <class T, class Op>
+Kernel fold_kernel() {
+  return {reinterpret_cast<const void*>(&fold_level<T, Op, SmallTable>),
+          reinterpret_cast<const void*>(&fold_level<T, Op, LargeTable>)};
+}
+
+}  // namespace pycollect::cuda

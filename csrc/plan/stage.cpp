@@ -1,0 +1,241 @@
+// Walks the plan once and writes another. What every chunk holds is known by number, so that a
+// value that lies on some host already is copied out no second time, whoever had it meanwhile.
+#include "stage.h"
+
+#include <algorithm>
+#include <numeric>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+
+#include "error.h"
+
+namespace pycollect {
+namespace {
+
+Plan cut(const Plan& plan, int pieces) {
+  Plan result{plan.world, plan.chunks * pieces};
+  for (const Step& step : plan.steps)
+    for (int i = 0; i < step.dsts.front().count * pieces; ++i) {
+      Step part = step;
+      for (Slices* side : {&part.dsts, &part.srcs})
+        for (Slice& s : *side) s = {s.rank, s.buffer, s.first * pieces + i};
+      result.steps.push_back(std::move(part));
+    }
+  return result;
+}
+
+class Staging {
+ public:
+  Staging(const Plan& plan, bool in_place, const Reach& reach)
+      : plan_(plan),
+        in_place_(in_place),
+        reach_(reach),
+        result_{plan.world, plan.chunks},
+        values_(cells(plan)),
+        needed_(cells(plan), false),
+        has_scratch_(cells(plan), true) {
+    std::iota(values_.begin(), values_.end(), 0);
+    next_value_ = cells(plan);
+    for (const Step& step : plan.steps)
+      for (const Slices* side : {&step.dsts, &step.srcs})
+        for (const Slice& s : *side) each(s, [&](int c) { has_scratch_[c] = false; });
+  }
+
+  Plan run() {
+    for (const Step& step : plan_.steps) {
+      if (step.srcs.size() == 1)
+        copy(step);
+      else
+        fold(step);
+    }
+    return std::move(result_);
+  }
+
+ private:
+  template <class F>
+  void each(const Slice& s, F&& f) const {
+    each_cell(plan_, in_place_, s, std::forward<F>(f));
+  }
+  bool on_host(const Slice& s) const { return s.buffer == Buffer::host || reach_.on_host[s.rank]; }
+  bool reaches(Rank me, const Slice& s) const {
+    return s.buffer == Buffer::host || reach_(me, s.rank);
+  }
+
+  Rank executor(const Step& step) const {
+    if (!reach_.on_host[step.owner()]) return step.owner();
+    for (const Slices* side : {&step.dsts, &step.srcs})
+      for (const Slice& s : *side)
+        if (!reach_.on_host[s.rank]) return s.rank;
+    const auto& hosts = reach_.on_host;
+    return static_cast<Rank>(std::find(hosts.begin(), hosts.end(), false) - hosts.begin());
+  }
+
+  // From a host everybody fetches it for itself; on a device whoever had it does what it can.
+  void copy(const Step& step) {
+    const Rank me = executor(step);
+    const Slice& src = step.srcs[0];
+    const Slice from = reaches(me, src) ? src : copied_out(src);
+    Slices mine, theirs;
+    for (const Slice& d : step.dsts)
+      (on_host(d) || (!on_host(from) && reaches(me, d)) ? mine : theirs).push_back(d);
+    if (!mine.empty()) emit(mine, {from}, me);
+    if (!theirs.empty()) hand_out(theirs, copied_out(from));
+  }
+
+  // Folds read and write devices' memory where they can; copies take the result elsewhere.
+  void fold(const Step& step) {
+    const Rank me = executor(step);
+    Slices srcs, mine, hosts, theirs;
+    for (const Slice& s : step.srcs) {
+      srcs.push_back(reaches(me, s) ? s : copied_out(s));
+      each(srcs.back(), [&](int c) { needed_[c] = true; });
+    }
+    copy_in(me, step.dsts.front(), srcs);
+    for (const Slice& d : step.dsts)
+      (on_host(d) ? hosts : reaches(me, d) ? mine : theirs).push_back(d);
+    if (mine.empty()) mine = {result_place(me, step.dsts.front(), hosts)};
+    emit(mine, srcs, me);
+    for (const Slice& s : srcs) each(s, [&](int c) { needed_[c] = false; });
+    const Slice result = mine.front();
+    std::erase(hosts, result);
+    if (!hosts.empty()) emit(hosts, {result}, on_host(result) ? me : result.rank);
+    if (!theirs.empty()) hand_out(theirs, copied_out(result));
+  }
+
+  // The only source that lies on a host goes through a copy engine, to the scratch beside `like`.
+  void copy_in(Rank me, const Slice& like, Slices& srcs) {
+    const auto is_slow = [&](const Slice& s) { return on_host(s); };
+    const Slice scratch = tmp(me, like.first, like.count);
+    if (std::count_if(srcs.begin(), srcs.end(), is_slow) != 1 || !is_free(scratch)) return;
+    Slice& slow = *std::find_if(srcs.begin(), srcs.end(), is_slow);
+    emit({scratch}, {slow}, me);
+    each(slow, [&](int c) { needed_[c] = false; });
+    slow = scratch;
+  }
+
+  // Of a fold that writes nothing within reach but host memory.
+  Slice result_place(Rank me, const Slice& like, const Slices& hosts) const {
+    const Slice scratch = tmp(me, like.first, like.count);
+    if (is_free(scratch)) return scratch;
+    return hosts.empty() ? room(me, like) : hosts.front();
+  }
+
+  bool is_free(const Slice& scratch) const {
+    bool free = true;
+    each(scratch, [&](int c) { free &= has_scratch_[c]; });
+    return free;
+  }
+
+  void hand_out(const Slices& dsts, const Slice& from) {
+    for (const Slice& d : dsts) emit({d}, {from}, d.rank);
+  }
+
+  // Where what is in `s` lies on a host: from now on, if it does not yet.
+  Slice copied_out(const Slice& s) {
+    if (on_host(s)) return s;
+    if (const auto known = on_some_host(s)) return *known;
+    const Slice out = room(s.rank, s);
+    emit({out}, {s}, s.rank);
+    return out;
+  }
+
+  std::optional<Slice> on_some_host(const Slice& s) const {
+    std::vector<int> wanted, there;
+    each(s, [&](int c) { wanted.push_back(values_[c]); });
+    const auto known = lies_at_.find(wanted[0]);
+    if (known == lies_at_.end() || known->second.first + s.count > plan_.chunks) return {};
+    const Slice at = host(known->second.rank, known->second.first, s.count);
+    each(at, [&](int c) { there.push_back(values_[c]); });
+    return there == wanted ? std::optional(at) : std::nullopt;
+  }
+
+  // Beside the slice, unless this step still needs what is there.
+  Slice room(Rank rank, const Slice& like) const {
+    for (int shift = 0; shift < plan_.chunks; ++shift) {
+      const Slice at = host(rank, (like.first + shift) % plan_.chunks, like.count);
+      bool free = at.first + at.count <= plan_.chunks;
+      if (free) each(at, [&](int c) { free &= !needed_[c]; });
+      if (free) return at;
+    }
+    throw std::invalid_argument(text("a step needs more of rank ", rank,
+                                     "'s memory on the host than it has, ", plan_.chunks,
+                                     " chunks; cut the chunks into more pieces"));
+  }
+
+  void emit(Slices dsts, Slices srcs, Rank by) {
+    std::vector<int> values;
+    each(srcs[0], [&](int c) { values.push_back(srcs.size() == 1 ? values_[c] : next_value_++); });
+    for (const Slice& d : dsts) {
+      each(d, [&, i = 0](int c) mutable { values_[c] = values[i++]; });
+      if (d.buffer == Buffer::host)
+        for (int i = 0; i < d.count; ++i) lies_at_[values[i]] = host(d.rank, d.first + i);
+    }
+    result_.fold(std::move(dsts), std::move(srcs), by);
+  }
+
+  const Plan& plan_;
+  bool in_place_;
+  const Reach& reach_;
+  Plan result_;
+  std::vector<int> values_;                 // [cell]: equal where the content is
+  std::vector<bool> needed_;                // [cell]: the step at hand still has to read it
+  std::vector<bool> has_scratch_;           // [cell]: does the plan leave it alone?
+  std::unordered_map<int, Slice> lies_at_;  // [value]: on a host, unless overwritten since
+  int next_value_ = 0;
+};
+
+void check(const Plan& plan, const Reach& reach, int pieces) {
+  const std::size_t world = plan.world;
+  require(pieces >= 1, "a chunk is cut into at least one piece, not ", pieces);
+  require(reach.on_host.size() == world && reach.directly.size() == world,
+          "who reaches whom was told for ", reach.directly.size(), " ranks, not ", world);
+  for (const std::vector<bool>& row : reach.directly)
+    require(row.size() == world, "who reaches whom was told of ", row.size(), " ranks, not ",
+            world);
+  require(std::count(reach.on_host.begin(), reach.on_host.end(), false) > 0,
+          "all ranks are in host memory: nobody is there to run the plan");
+  for (const Step& step : plan.steps)
+    for (const Slices* side : {&step.dsts, &step.srcs})
+      for (const Slice& s : *side)
+        require(s.buffer != Buffer::host, "the plan has been staged already");
+}
+
+}  // namespace
+
+Plan stage(const Plan& plan, bool in_place, const Reach& reach, int pieces) {
+  check(plan, in_place);
+  check(plan, reach, pieces);
+  if (pieces == 1) return Staging(plan, in_place, reach).run();
+  const Plan parts = cut(plan, pieces);
+  return Staging(parts, in_place, reach).run();
+}
+
+// A step's slices agree in size, and what nobody staged has its size from another buffer.
+void cut_host_memory(const Plan& staged, Offsets& offsets) {
+  constexpr std::size_t kUnknown = -1;
+  std::vector<Sizes> sizes(staged.world, Sizes(staged.chunks, kUnknown));
+  auto size = [&](const Slice& s, int i) {
+    return s.buffer == Buffer::host ? sizes[s.rank][s.first + i]
+                                    : offsets.count({s.rank, s.buffer, s.first + i});
+  };
+  for (const Step& step : staged.steps)
+    for (int i = 0; i < step.dsts.front().count; ++i) {
+      std::size_t n = kUnknown;
+      for (const Slices* side : {&step.srcs, &step.dsts})
+        for (const Slice& s : *side) n = std::min(n, size(s, i));
+      for (const Slice& d : step.dsts)
+        if (d.buffer == Buffer::host) sizes[d.rank][d.first + i] = n;
+    }
+  for (Rank r = 0; r < staged.world; ++r) {
+    bool same = true;
+    for (int c = 0; c < staged.chunks; ++c) {
+      const std::size_t bound = offsets.count(host(r, c));
+      if (sizes[r][c] == kUnknown) sizes[r][c] = offsets.count(in(r, c));
+      same &= sizes[r][c] == bound;
+    }
+    if (!same) offsets.set(r, Buffer::host, sizes[r]);
+  }
+}
+
+}  // namespace pycollect

@@ -1,0 +1,77 @@
+// A call on devices that are not there: memory, streams and callers for a plan, the executor that
+// serves real devices, and what became of it. For tests.
+#pragma once
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../cuda/executor.h"
+#include "../plan/compiled.h"
+#include "fake_cuda.h"
+
+namespace pycollect::cuda {
+
+enum class Workers { callers, devices, ranks };  // who runs: the callers' streams, or our own
+
+struct Scene {
+  Plan plan;
+  bool in_place = false;
+  Pace pace = Pace::any;
+  std::vector<Device> devices;    // [rank]; kHost: in pinned memory
+  bool callers_apart = false;     // a current stream for each rank, not for each device
+  Workers workers = Workers::devices;
+  bool lanes = false;             // senders and receivers of their own
+  bool hub = false;
+  bool peers = true;              // do the devices reach each other? else the plan is staged
+  int pieces = 1;                 // of a staged plan's chunks
+  DType dtype = DType::f32;
+  ReduceOp op = ReduceOp::sum;
+  int bindings = 1;               // tensors; every second one has two rows
+};
+
+class Rehearsal {
+ public:
+  explicit Rehearsal(Scene scene);
+
+  // Each caller writes its rank's memory, `calls` times the executor runs and the callers use and
+  // overwrite everything, all without waiting; what was traced before is forgotten.
+  void run(int calls = 1, bool capture = false);
+
+  // Runs the trace, in a random order if there is a seed (as issued if it is negative), and holds
+  // every result against the plan as written, run step by step. What differs, or nothing.
+  std::string mismatch(int64_t seed) const;
+
+  const Compiled& compiled() const { return compiled_; }  // after staging
+  const Posts& posts() const { return posts_; }
+  FakeCuda& cuda() { return cuda_; }
+
+ private:
+  struct Tensor {  // of one binding: where it is cut, as written and as run
+    Offsets written, run;
+    std::size_t rows;
+    Binding expected;  // what the plan as written makes of it, step by step
+    Binding bound;     // the memory that the executor is given
+  };
+  struct Block {  // one buffer of one rank of one tensor
+    std::byte* base;
+    std::size_t bytes;
+    std::vector<std::byte> before, after, found;
+    bool is_result;
+  };
+
+  void make_posts();
+  void make_tensor(int number);
+  void add_block(Tensor& tensor, Rank rank, int buffer, uint64_t seed);
+  void expect();
+  void callers_touch(bool produce);
+
+  Scene scene_;
+  FakeCuda cuda_;
+  Executor executor_;
+  Compiled written_, compiled_;
+  Posts posts_;
+  std::vector<std::unique_ptr<Tensor>> tensors_;
+  std::vector<std::vector<std::unique_ptr<Block>>> blocks_;  // [rank]
+};
+
+}  // namespace pycollect::cuda

@@ -1,0 +1,191 @@
+// Memory is cut into cells at every address where an access begins or ends, so a cell is touched
+// whole or not at all, and what is kept about it is as in races.cpp.
+#include "trace.h"
+
+#include <algorithm>
+#include <random>
+
+#include "../plan/error.h"
+
+namespace pycollect {
+namespace {
+
+using Kind = Operation::Kind;
+using Clock = std::vector<int>;
+
+void join(Clock& mine, const Clock& seen) {
+  for (std::size_t i = 0; i < mine.size(); ++i) mine[i] = std::max(mine[i], seen[i]);
+}
+
+struct Access {
+  int actor = Operation::kNobody, count = 0, operation = 0, part = 0;
+};
+struct Cell {
+  Access writer = {};
+  std::vector<Access> readers = {};  // since the writer
+};
+
+}  // namespace
+
+StreamJudge::StreamJudge(const Trace& trace) : trace_(trace), spans_(trace.operations.size()) {
+  for (const Operation& o : trace.operations)
+    for (const Touch& t : o.touches) {
+      bounds_.push_back(t.begin);
+      bounds_.push_back(t.begin + t.bytes);
+    }
+  std::sort(bounds_.begin(), bounds_.end());
+  bounds_.erase(std::unique(bounds_.begin(), bounds_.end()), bounds_.end());
+  auto cell = [&](const std::byte* p) {
+    return static_cast<int>(std::lower_bound(bounds_.begin(), bounds_.end(), p) - bounds_.begin());
+  };
+  for (std::size_t i = 0; i < spans_.size(); ++i) {
+    for (const Touch& t : trace.operations[i].touches)
+      spans_[i].push_back({cell(t.begin), cell(t.begin + t.bytes), t.part, t.writes});
+    // Reads first: an element is read before it is written.
+    std::stable_sort(spans_[i].begin(), spans_[i].end(),
+                     [](const Span& a, const Span& b) { return a.writes < b.writes; });
+    if (trace.operations[i].kind == Kind::wait) waits_.push_back(static_cast<int>(i));
+  }
+}
+
+class StreamJudge::Replaying {
+ public:
+  explicit Replaying(const StreamJudge& judge)
+      : judge_(judge),
+        host_(judge.trace_.streams),
+        clocks_(host_ + 1, Clock(host_ + 1)),
+        then_(judge.spans_.size()),
+        cells_(judge.bounds_.size()) {}
+
+  std::string run(int dropped) {
+    for (int i = 0; i < static_cast<int>(judge_.spans_.size()) && race_.empty(); ++i)
+      if (i != dropped) step(i);
+    return race_;
+  }
+
+ private:
+  void step(int i) {
+    const Operation& o = judge_.trace_.operations[i];
+    Clock& host = clocks_[host_];
+    if (o.kind == Kind::host_work) return touch(i, host_);
+    Clock& clock = clocks_[o.stream];
+    if (o.kind == Kind::host_wait) return join(host, clock);
+    join(clock, host);
+    if (o.kind == Kind::record) then_[i] = clock;
+    if (o.kind == Kind::wait && o.of != Operation::kNobody) join(clock, then_[o.of]);
+    if (o.kind == Kind::work) touch(i, o.stream);
+  }
+
+  void touch(int i, int actor) {
+    Clock& clock = clocks_[actor];
+    const int count = clock[actor] + 1;
+    for (const Span& s : judge_.spans_[i])
+      for (int c = s.first; c < s.last; ++c) {
+        const Access self{actor, count, i, s.part};
+        Cell& cell = cells_[c];
+        ordered(cell.writer, self, clock);
+        if (!s.writes) {
+          cell.readers.push_back(self);
+          continue;
+        }
+        for (const Access& reader : cell.readers) ordered(reader, self, clock);
+        cell.writer = self;
+        cell.readers.clear();
+      }
+    clock[actor] = count;
+  }
+
+  void ordered(const Access& a, const Access& self, const Clock& clock) {
+    if (a.actor == Operation::kNobody || clock[a.actor] >= a.count) return;
+    if (a.operation == self.operation && a.part == self.part) return;
+    const auto& all = judge_.trace_.operations;
+    race_ = text(all[a.operation].what, " (operation ", a.operation, ") and ",
+                 all[self.operation].what, " (operation ", self.operation,
+                 ") touch the same memory, one of them writes, and nothing orders them");
+  }
+
+  const StreamJudge& judge_;
+  int host_;
+  std::vector<Clock> clocks_;  // [actor]
+  std::vector<Clock> then_;    // [operation]: of a record
+  std::vector<Cell> cells_;
+  std::string race_;
+};
+
+std::string StreamJudge::race(int dropped) const {
+  return Replaying(*this).run(dropped == Operation::kNobody ? dropped : waits_.at(dropped));
+}
+
+namespace {
+
+class Shuffling {
+ public:
+  Shuffling(const Trace& trace, uint64_t seed)
+      : trace_(trace),
+        random_(seed),
+        queues_(trace.streams),
+        next_(trace.streams, 0),
+        done_(trace.operations.size()) {
+    for (int i = 0; i < static_cast<int>(trace.operations.size()); ++i) {
+      const Operation& o = trace.operations[i];
+      const bool by_host = o.kind == Kind::host_work || o.kind == Kind::host_wait;
+      (by_host ? host_ : queues_[o.stream]).push_back(i);
+    }
+  }
+
+  void run() {
+    for (std::size_t left = done_.size(); left > 0; --left) {
+      std::vector<int> ready;
+      const int issued =
+          at_ < host_.size() ? host_[at_] : static_cast<int>(trace_.operations.size());
+      for (int s = 0; s < trace_.streams; ++s)
+        if (next_[s] < queues_[s].size() && can_run(queues_[s][next_[s]], issued))
+          ready.push_back(queues_[s][next_[s]]);
+      if (at_ < host_.size() && host_can_run(host_[at_])) ready.push_back(host_[at_]);
+      require(!ready.empty(), "operations wait for each other for ever");
+      finish(ready[random_() % ready.size()]);
+    }
+  }
+
+ private:
+  bool can_run(int i, int issued) const {
+    const Operation& o = trace_.operations[i];
+    return i < issued && (o.kind != Kind::wait || o.of == Operation::kNobody || done_[o.of]);
+  }
+  bool host_can_run(int i) const {
+    const Operation& o = trace_.operations[i];
+    if (o.kind == Kind::host_work) return true;
+    const std::vector<int>& queue = queues_[o.stream];
+    return next_[o.stream] == queue.size() || queue[next_[o.stream]] > i;
+  }
+
+  void finish(int i) {
+    const Operation& o = trace_.operations[i];
+    std::vector<std::size_t> order(o.parts.size());
+    for (std::size_t p = 0; p < order.size(); ++p) order[p] = p;
+    std::shuffle(order.begin(), order.end(), random_);
+    for (std::size_t p : order) o.parts[p]();
+    done_[i] = true;
+    const bool by_host = o.kind == Kind::host_work || o.kind == Kind::host_wait;
+    ++(by_host ? at_ : next_[o.stream]);
+  }
+
+  const Trace& trace_;
+  std::mt19937_64 random_;
+  std::vector<std::vector<int>> queues_;  // [stream]
+  std::vector<std::size_t> next_;         // [stream]
+  std::vector<int> host_;                 // what the host does itself
+  std::size_t at_ = 0;                    // and how far it is
+  std::vector<bool> done_;                // [operation]
+};
+
+}  // namespace
+
+void run_as_issued(const Trace& trace) {
+  for (const Operation& o : trace.operations)
+    for (const auto& part : o.parts) part();
+}
+
+void run_shuffled(const Trace& trace, uint64_t seed) { Shuffling(trace, seed).run(); }
+
+}  // namespace pycollect

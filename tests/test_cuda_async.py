@@ -1,0 +1,157 @@
+"""async_op=True on GPUs: when a Work's results may be used, and how long memory lives.
+
+The caching allocator hands freed memory out again at once, so whatever is dropped too early is
+overwritten here before the GPU gets to it.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from homes import HOMES
+from reference import COLLECTIVES, IN_PLACE, assert_same, expected, left_fold, randoms
+
+import pycollect as pc
+
+pytestmark = pytest.mark.cuda
+
+COUNT = 300_007
+
+
+def busy(devices, cycles=20_000_000):
+    """Keep the GPUs' current streams busy for 10 ms or so."""
+    for device in {d for d in devices if d.type == "cuda"}:
+        with torch.cuda.device(device):
+            torch.cuda._sleep(cycles)
+
+
+def placed(values, devices):
+    return [v.to(d, copy=True) for v, d in zip(values, devices, strict=True)]
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_results_are_there_after_wait(home, collective):
+    for world in (1, 2, 5):
+        devices, api = home.devices(world), home.api(world)
+        values = randoms(world, (COUNT,), torch.int32, seed=world)
+        for _ in range(3):
+            tensors = placed(values, devices)
+            busy(devices)
+            work = getattr(api, collective)(tensors, async_op=True)
+            got = work.wait()
+            assert (got is None) is (collective in IN_PLACE)
+            got = tensors if got is None else got
+            copies = [g.clone() for g in got]  # on the current streams, which wait() has joined
+            assert_same([c.cpu() for c in copies], expected(collective, values))
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("algorithm", [None, *pc.algorithms("all_gather")])
+def test_inputs_live_until_they_are_read(home, algorithm):
+    devices, api = home.devices(3), home.api(3)
+    values = randoms(3, (COUNT,), torch.int32)
+    wanted = expected("all_gather", values)
+    for _ in range(10):
+        tensors = placed(values, devices)
+        busy(devices, 2_000_000)
+        work = api.all_gather(tensors, algorithm=algorithm, async_op=True)
+        del tensors
+        gc.collect()
+        spoilers = [torch.full((COUNT,), 7, dtype=torch.int32, device=d) for d in devices * 3]
+        assert_same([g.cpu() for g in work.wait()], wanted)
+        del spoilers
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_memory_freed_after_a_call_on_rank_streams_is_not_reused_too_early(home):
+    world = 4
+    devices, api = home.devices(world), home.api(world)
+    sides = [torch.cuda.Stream(d) if d.type == "cuda" else None for d in devices]
+    values = randoms(world, (COUNT,), torch.int32)
+    wanted = expected("all_gather", values)
+    for algorithm in (None, *pc.algorithms("all_gather")):
+        base = placed(values, devices)
+        home.synchronize(world)
+        tensors = []
+        for side, b in zip(sides, base, strict=True):
+            with torch.cuda.stream(side):  # None changes nothing
+                tensors.append(b.clone())
+        busy(devices, 2_000_000)
+        got = api.all_gather(tensors, streams=sides, algorithm=algorithm)
+        del tensors
+        for side, d in zip(sides, devices, strict=True):
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    torch.full((COUNT,), 7, dtype=torch.int32, device=d)
+        home.synchronize(world)
+        assert_same([g.cpu() for g in got], wanted, algorithm)
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_results_may_be_dropped_while_they_are_written(home):
+    devices, api = home.devices(3), home.api(3)
+    values = randoms(3, (COUNT,), torch.int32)
+    tensors = placed(values, devices)
+    kept = []
+    for _ in range(10):
+        busy(devices, 2_000_000)
+        for algorithm in pc.algorithms("all_gather"):
+            api.all_gather(tensors, algorithm=algorithm)  # dropped
+            kept.append([torch.full((3 * COUNT,), 7, dtype=torch.int32, device=d) for d in devices])
+        home.synchronize(3)
+        assert all(int((t != 7).sum()) == 0 for mine in kept for t in mine), "written after free"
+        kept.clear()
+
+
+def test_a_work_lets_its_tensors_go():
+    tensors = [torch.ones(1000, device="cuda:0") for _ in range(2)]
+    alive = [weakref.ref(t) for t in tensors]
+    work = pc.all_reduce(tensors, async_op=True)
+    work.wait()
+    torch.cuda.synchronize()
+    del tensors
+    gc.collect()
+    assert [a() for a in alive] == [None, None]
+    assert work.is_completed()
+
+
+def test_a_work_is_not_complete_before_the_gpu_is():
+    tensors = [torch.ones(1000, device="cuda:0") for _ in range(2)]
+    pc.all_reduce(tensors, async_op=True).wait()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)
+    work = pc.all_reduce(tensors, async_op=True)
+    assert not work.is_completed()
+    torch.cuda.synchronize()
+    work.wait()
+    assert work.is_completed()
+
+
+def test_wait_joins_the_stream_that_is_current_then():
+    values = randoms(3, (COUNT,), torch.int32)
+    tensors = placed(values, [torch.device("cuda:0")] * 3)
+    copies = [torch.zeros_like(t) for t in tensors]
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(20_000_000)
+    work = pc.all_reduce(tensors, async_op=True)
+    with torch.cuda.stream(side):
+        work.wait()
+        for c, t in zip(copies, tensors, strict=True):
+            c.copy_(t)
+    side.synchronize()
+    assert_same([c.cpu() for c in copies], [left_fold(values, "sum")] * 3)
+
+
+def test_many_in_flight_waited_for_in_any_order():
+    values = [randoms(2, (1000 + i,), torch.int32, seed=i) for i in range(100)]
+    tensors = [placed(v, [torch.device("cuda:0")] * 2) for v in values]
+    works = [pc.all_reduce(t, async_op=True) for t in tensors]
+    for i in reversed(range(100)):
+        works[i].wait()
+        assert_same([t.cpu() for t in tensors[i]], [left_fold(values[i], "sum")] * 2, i)
+    pc.barrier("cuda:0*2")

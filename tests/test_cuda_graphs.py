@@ -1,0 +1,235 @@
+"""torch.cuda.graph: a captured collective runs again on whatever its inputs hold by then.
+
+Replays are mixed with eager calls, which must not share scratch with the graph, and a capture that
+is refused leaves everything usable.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from homes import SEVERAL, STAGED, VIRTUAL, several_gpus
+from reference import COLLECTIVES, IN_PLACE, assert_same, expected, left_fold, randoms
+
+import pycollect as pc
+
+pytestmark = pytest.mark.cuda
+
+CALLS = [
+    (collective, algorithm)
+    for collective in COLLECTIVES
+    for algorithm in (None, *([] if collective == "all_to_all" else pc.algorithms(collective)))
+]
+COUNTS = (4_001, 3_000_001)  # one piece of a pipeline, and many
+
+
+def capture(work, warm=True):
+    """Run it once on a side stream, as torch asks for, then capture it."""
+    if warm:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            work()
+        torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = work()
+    return graph, result
+
+
+def call_of(api, collective, algorithm, tensors):
+    options = {} if algorithm is None else {"algorithm": algorithm}
+    return lambda: getattr(api, collective)(tensors, **options)
+
+
+def write(tensors, values):
+    for t, v in zip(tensors, values, strict=True):
+        t.copy_(v)
+
+
+def empties(world, count, device="cuda:0"):
+    return [torch.zeros(count, dtype=torch.int32, device=device) for _ in range(world)]
+
+
+@pytest.mark.parametrize("home", [VIRTUAL, STAGED], ids=lambda h: h.label)
+@pytest.mark.parametrize(("collective", "algorithm"), CALLS)
+@pytest.mark.parametrize("count", COUNTS)
+def test_replays_read_what_is_there_by_then(home, collective, algorithm, count):
+    for world in (1, 4):
+        tensors = empties(world, count)
+        graph, got = capture(call_of(home.api(world), collective, algorithm, tensors))
+        for seed in range(4):
+            values = randoms(world, (count,), torch.int32, seed=seed)
+            write(tensors, values)
+            graph.replay()
+            results = tensors if collective in IN_PLACE else got
+            why = f"world {world}, replay {seed}"
+            assert_same([r.cpu() for r in results], expected(collective, values), why)
+
+
+def test_a_call_need_not_have_run_before_it_is_captured():
+    for algorithm in (None, *pc.algorithms()):
+        tensors = empties(7, 12_345)  # a world that nothing else here uses
+        graph, _ = capture(lambda t=tensors, a=algorithm: pc.all_reduce(t, algorithm=a), warm=False)
+        values = randoms(7, (12_345,), torch.int32)
+        write(tensors, values)
+        graph.replay()
+        assert_same([t.cpu() for t in tensors], [left_fold(values, "sum")] * 7, algorithm)
+
+
+@pytest.mark.parametrize("algorithm", [None, *pc.algorithms()])
+def test_many_calls_in_one_graph(algorithm):
+    values = randoms(4, (2_003,), torch.int32)
+    tensors = empties(4, 2_003)
+
+    def hundred():
+        for k in range(100):
+            pc.all_reduce(tensors, "sum" if k % 2 else "bxor", algorithm=algorithm)
+
+    graph, _ = capture(hundred)
+    wanted = values
+    for k in range(100):
+        wanted = [left_fold(wanted, "sum" if k % 2 else "bxor")] * 4
+    for _ in range(3):
+        write(tensors, values)
+        graph.replay()
+        assert_same([t.cpu() for t in tensors], wanted)
+
+
+@pytest.mark.parametrize("home", [VIRTUAL, STAGED], ids=lambda h: h.label)
+@pytest.mark.parametrize("algorithm", ["one_shot", "ring", "two_shot", "tree"])
+def test_eager_calls_between_replays_share_nothing_with_the_graph(home, algorithm):
+    count = 1_000_001
+    tensors, others = empties(3, count), empties(3, count)
+    api = home.api(3)
+    graph, _ = capture(lambda: api.all_reduce(tensors, algorithm=algorithm))
+    side = torch.cuda.Stream()
+    for seed in range(8):
+        values = randoms(3, (count,), torch.int32, seed=seed)
+        write(tensors, values)
+        write(others, values[::-1])
+        torch.cuda.synchronize()
+        graph.replay()
+        with torch.cuda.stream(side):  # at the same time
+            api.all_reduce(others, "max", algorithm=algorithm)
+        side.synchronize()
+        torch.cuda.synchronize()
+        assert_same([t.cpu() for t in tensors], [left_fold(values, "sum")] * 3, seed)
+        assert_same([t.cpu() for t in others], [left_fold(values, "max")] * 3, seed)
+
+
+def test_a_graph_keeps_its_scratch_when_the_communicator_goes():
+    communicator = pc.Communicator(["cuda:0"] * 4, peer_access=False)
+    tensors = empties(4, 500_009)
+    graph, _ = capture(lambda: communicator.all_reduce(tensors, algorithm="two_shot"))
+    del communicator
+    gc.collect()
+    torch.cuda.empty_cache()
+    room = [torch.full((500_009,), 7, dtype=torch.int32, device="cuda:0") for _ in range(8)]
+    values = randoms(4, (500_009,), torch.int32)
+    write(tensors, values)
+    graph.replay()
+    assert_same([t.cpu() for t in tensors], [left_fold(values, "sum")] * 4)
+    assert all(int((t != 7).sum()) == 0 for t in room), "the graph wrote into freed memory"
+
+
+def test_coalesced_lists_in_a_graph():
+    shapes = [(20, 1, 3, 3), (20,), (801, 128), (), (0, 3), (10,)]
+    lists = [[torch.zeros(s, device="cuda:0") for s in shapes] for _ in range(4)]
+    graph, _ = capture(lambda: pc.all_reduce_coalesced(lists, "avg"))
+    for seed in range(3):
+        columns = [randoms(4, s, torch.float32, seed=seed + i) for i, s in enumerate(shapes)]
+        for mine, values in zip(lists, zip(*columns, strict=True), strict=True):
+            write(mine, values)
+        graph.replay()
+        for i, column in enumerate(columns):
+            wanted = [left_fold(column, "avg")] * 4
+            assert_same([mine[i].cpu() for mine in lists], wanted, f"tensor {i}", "avg")
+
+
+def test_ranks_on_streams_that_the_capture_has_forked():
+    values = randoms(4, (10_007,), torch.int32)
+    base, tensors = [v.to("cuda:0") for v in values], empties(4, 10_007)
+    sides = [torch.cuda.Stream() for _ in range(4)]
+
+    def work():
+        main = torch.cuda.current_stream()
+        for side, t, b in zip(sides, tensors, base, strict=True):
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(50_000)
+                t.copy_(b)
+        pc.all_reduce(tensors, algorithm="two_shot", streams=sides)
+        for side in sides:
+            main.wait_stream(side)
+
+    graph, _ = capture(work)
+    for seed in range(3):
+        values = randoms(4, (10_007,), torch.int32, seed=seed)
+        write(base, values)
+        graph.replay()
+        assert_same([t.cpu() for t in tensors], [left_fold(values, "sum")] * 4)
+
+
+def test_async_in_a_capture():
+    tensors = empties(3, 1_001)
+
+    def work():
+        pc.all_reduce(tensors, async_op=True).wait()
+        for t in tensors:
+            t.mul_(2)
+
+    graph, _ = capture(work)
+    values = randoms(3, (1_001,), torch.int32)
+    write(tensors, values)
+    graph.replay()
+    assert_same([t.cpu() for t in tensors], [left_fold(values, "sum") * 2] * 3)
+
+
+# --- what a capture cannot do ---------------------------------------------------------------------
+
+
+def refused(work, words):
+    """A capture in which `work` is refused, with a kernel before and behind it."""
+    x = torch.zeros(4, device="cuda:0")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x += 1
+        with pytest.raises((ValueError, pc.CollectiveError), match=words):
+            work()
+        x += 1
+    graph.replay()
+    assert x.tolist() == [2.0] * 4, "a refused call spoils the capture"
+    tensors = [torch.ones(5, device="cuda:0") for _ in range(3)]
+    pc.all_reduce(tensors)
+    assert tensors[2].tolist() == [3.0] * 5
+
+
+def test_pageable_memory_is_refused_in_a_capture():
+    host = torch.ones(100_000)
+    there = torch.zeros(100_000, device="cuda:0")
+    refused(lambda: pc.scatter(host, "cuda:0*3"), "(?i)pageable|captur")
+    refused(lambda: pc.copy_(there, host), "(?i)pageable|captur")
+    refused(lambda: pc.all_reduce([there, host]), "(?i)captur")
+
+
+def test_bad_arguments_are_refused_in_a_capture_as_elsewhere():
+    pair = [torch.ones(3, device="cuda:0"), torch.ones(4, device="cuda:0")]
+    refused(lambda: pc.all_reduce(pair), "shape")
+
+
+def test_pinned_memory_is_copied_in_a_capture():
+    host = torch.arange(30_000.0).pin_memory()
+    out = [torch.zeros(10_000, device="cuda:0") for _ in range(3)]
+    graph, _ = capture(lambda: pc.scatter(host, "cuda:0*3", out=out))
+    host.neg_()
+    graph.replay()
+    assert_same([o.cpu() for o in out], list(host.tensor_split(3)))
+
+
+def test_a_device_that_does_not_capture_is_refused():
+    several_gpus()
+    tensors = [torch.ones(5, device=d) for d in SEVERAL.devices(2)]
+    refused(lambda: pc.all_reduce(tensors), "(?i)captur")
