@@ -34,10 +34,10 @@ template <class T, class Op>
 struct Elements {
   static constexpr bool kExtremum = is_extremum<Op>;
   using Narrow = std::conditional_t<kExtremum, int32_t, uint32_t>;  // sums wrap, signs or not
-  using Whole = std::conditional_t<
-      sizeof(T) == 8, std::conditional_t<kExtremum, int64_t, uint64_t>, Narrow>;
-  using Acc = std::conditional_t<std::integral<T>, Whole,
-                                 std::conditional_t<is_narrow<T>, float, T>>;
+  using Whole =
+      std::conditional_t<sizeof(T) == 8, std::conditional_t<kExtremum, int64_t, uint64_t>, Narrow>;
+  using Acc =
+      std::conditional_t<std::integral<T>, Whole, std::conditional_t<is_narrow<T>, float, T>>;
   template <class V>
   using Lane = T;
 

@@ -25,8 +25,7 @@ struct Sums {
   template <class Machine>
   constexpr void add(const K& kernel, const Machine& machine, V v) {
     const auto lanes = std::bit_cast<Lanes>(v);
-    each<kLanes>(
-        [&](auto j) { at[j] = K::combined(at[j], kernel.decode(machine, lanes.at[j])); });
+    each<kLanes>([&](auto j) { at[j] = K::combined(at[j], kernel.decode(machine, lanes.at[j])); });
   }
   template <class Machine>
   constexpr V finish(const K& kernel, const Machine& machine) const {
@@ -69,7 +68,7 @@ struct Folder {
   template <class V>
   constexpr void any(int64_t bytes) const {
     constexpr int kBatch = 4;
-    Sums<K, V> sums;
+    Sums<K, V> sums = {};
     for (int done = 0; done < srcs.n; done += kBatch) {
       V v[kBatch] = {};
       each<kBatch>([&](auto s) {

@@ -63,4 +63,7 @@ class Runtime {
   virtual void synchronize(Stream stream) = 0;  // the host waits; never during a capture
 };
 
+// The real one. Throws RuntimeError where CUDA does not work.
+Runtime& cuda_runtime();
+
 }  // namespace pycollect::cuda

@@ -16,19 +16,18 @@ inline constexpr int kPacketBytes = 16;
 // before the first add; told nothing, it mixes them.
 inline constexpr int kThreads = 256, kBlocksPerSm = 3;
 
-// One step on the memory of one tensor. Lists are indices into the words of the table; a step in
-// place has one for both. In a copy the units are bytes.
+// One step on the memory of one tensor. Lists are indices into what follows the rows: addresses,
+// and behind them their pitches if `pitched`. A step in place has one list for both. In a copy the
+// units are bytes.
 struct TableRow {
-  uint32_t first_block;  // of the grid
-  uint32_t lines;        // in each of which the units are contiguous
   uint64_t count;        // units of a line
-  uint16_t dsts, srcs;   // of each its addresses, and behind them its pitches if `pitched`
-  uint16_t n_dsts, n_srcs;
-  uint8_t width;     // bytes of an access, but at the edges; 0: addresses are not alike, all is edge
-  uint8_t head;      // units before the first such access
-  uint8_t finishes;  // the last fold of a reduction: averages are divided
-  uint8_t pitched;   // more than one line
-  uint32_t unused = 0;
+  uint64_t lines;        // in each of which the units are contiguous
+  uint32_t first_block;  // of the grid
+  uint8_t width;         // bytes of an access, but at the edges; 0: all is edge
+  uint8_t head;          // units before the first such access
+  uint8_t finishes;      // the last fold of a reduction: averages are divided
+  uint8_t pitched;       // more than one line
+  uint16_t dsts, srcs, n_dsts, n_srcs;
 };
 inline constexpr int kRowWords = sizeof(TableRow) / 8;
 static_assert(sizeof(TableRow) == 8 * kRowWords);

@@ -104,11 +104,11 @@ constexpr void walk_line(const Line& line, int64_t slot, int64_t step, Wide wide
 
 // A row of many lines: one(line, bytes, is it wide). Divides once, not for each slot.
 template <class One>
-constexpr void walk_lines(const Line& line, int64_t lines, Share share, One one) {
+constexpr void walk_lines(const Line& line, uint64_t lines, Share share, One one) {
   const int64_t slots = line.slots();
   const int64_t more_lines = share.step / slots, more_slots = share.step % slots;
   int64_t at = share.first / slots, slot = share.first % slots;
-  while (at < lines) {
+  while (at < static_cast<int64_t>(lines)) {
     const bool wide = slot < line.wide;
     one(at, wide ? line.byte_of_wide(slot) : line.byte_of_edge(slot), wide);
     at += more_lines;

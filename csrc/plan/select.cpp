@@ -15,29 +15,44 @@ int pieces_for(std::size_t bytes) {
   return static_cast<int>(std::clamp<std::size_t>(bytes / kPieceBytes, 1, kMostPieces));
 }
 
-// All ranks share one memory: whoever runs a step can read and write everywhere, so one step over
-// all ranks moves the fewest bytes and is split by elements.
-const char* one_memory(Collective collective) {
-  switch (collective) {
-    case Collective::all_reduce:
-      return "leader";
-    case Collective::barrier:
-      return "barrier";
-    default:
-      return "direct";
-  }
+struct Default {
+  const char* name;
+  const char* reason;
+};
+
+// Below this a second hop costs more than the bytes it would spread over more links.
+constexpr std::size_t kOneHopBytes = 256 * 1024;
+
+Default all_reduce_on(const Situation& s) {
+  if (s.ground == Ground::shared)
+    // Whoever runs a step can read and write everywhere, so one step over all ranks moves the
+    // fewest bytes and is split by elements.
+    return {"leader", "all ranks share one memory"};
+  if (s.ground == Ground::peers)
+    return s.bytes <= kOneHopBytes ? Default{"leader", "small: one launch and one join"}
+                                   : Default{"fused", "every device reduces a share for all"};
+  if (accumulates_in_itself(s.dtype))
+    return {"ring", "staged through the host, one neighbour each"};
+  return {"two_shot", "staged through the host, and a ring would round at every hop"};
+}
+
+Default unasked(const Situation& s) {
+  if (s.collective == Collective::all_reduce) return all_reduce_on(s);
+  if (s.collective == Collective::barrier) return {"barrier", "there is one"};
+  return {"direct", "one hop"};
 }
 
 }  // namespace
 
 Choice choose(const Situation& s, std::string_view named, bool explain) {
-  const Algorithm& algorithm = find(s.collective, named.empty() ? one_memory(s.collective) : named);
+  const Default by_itself = unasked(s);
+  const Algorithm& algorithm = find(s.collective, named.empty() ? by_itself.name : named);
   require(algorithm.in_place || !s.in_place, name(s.collective), ": algorithm '", algorithm.name,
           "' cannot run in place; give it an output of its own");
   Choice choice{&algorithm, pieces_for(s.bytes), {}};
   if (!explain) return choice;
   const bool canonical = algorithm.canonical(s.dtype);
-  choice.reason = named.empty() ? "all ranks share one memory"
+  choice.reason = named.empty() ? by_itself.reason
                   : canonical ? "asked for by name"
                               : "asked for by name; not the left fold in rank order for this dtype";
   return choice;

@@ -8,6 +8,13 @@
 
 namespace pycollect {
 
+// How the ranks reach each other's memory.
+enum class Ground : uint8_t {
+  shared,  // one memory
+  peers,   // several, which everybody may read and write
+  staged,  // several, some only through the host
+};
+
 // What is known when a call arrives.
 struct Situation {
   Collective collective;
@@ -15,6 +22,7 @@ struct Situation {
   std::size_t bytes;  // of one rank's largest buffer, all tensors of the call together
   DType dtype;
   bool in_place;
+  Ground ground = Ground::shared;
 };
 
 struct Choice {

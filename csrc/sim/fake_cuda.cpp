@@ -66,11 +66,11 @@ Stream FakeCuda::make_stream(Device device) {
   return streams_.back().stream;
 }
 
-std::byte* FakeCuda::allocate(Memory kind, Device device, std::size_t bytes) {
+std::byte* FakeCuda::allocate(MemoryKind kind, Device device, std::size_t bytes) {
   demand(capture_ == 0, "allocation during a capture");
   auto storage = std::make_unique<std::byte[]>(bytes + 1);  // no two regions touch
   std::byte* const base = storage.get();
-  const Device at = kind == Memory::device ? device : kHost;
+  const Device at = kind == MemoryKind::device ? device : kHost;
   regions_[base] = {bytes, kind, at, std::move(storage)};
   return base;
 }
@@ -163,8 +163,8 @@ const FakeCuda::Region& FakeCuda::region(const std::byte* begin, std::size_t byt
 
 void FakeCuda::reachable(Device device, const std::byte* begin, std::size_t bytes) const {
   const Region& r = region(begin, bytes);
-  demand(r.kind != Memory::pageable, "a kernel touches pageable memory");
-  demand(r.kind == Memory::pinned || r.device == device || peers_[device][r.device], "device ",
+  demand(r.kind != MemoryKind::pageable, "a kernel touches pageable memory");
+  demand(r.kind == MemoryKind::pinned || r.device == device || peers_[device][r.device], "device ",
          device, " cannot touch the memory of device ", r.device);
 }
 
@@ -216,7 +216,7 @@ void FakeCuda::copy(Stream stream, const Rectangle& it) {
       const Region& there = region(at, it.bytes);
       demand(there.device == (writes ? it.dst_device : it.src_device),
              "a copy names another memory than its address is in");
-      demand(there.kind != Memory::pageable || capture_ == 0,
+      demand(there.kind != MemoryKind::pageable || capture_ == 0,
              "a copy of pageable memory during a capture");
       o.touches.push_back({at, it.bytes, writes, 0});
     }

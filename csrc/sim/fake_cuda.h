@@ -11,7 +11,7 @@
 
 namespace pycollect::cuda {
 
-enum class Memory { device, pinned, pageable };
+enum class MemoryKind { device, pinned, pageable };
 
 class FakeCuda final : public Runtime {
  public:
@@ -36,7 +36,7 @@ class FakeCuda final : public Runtime {
   // The scenery.
   Stream make_stream(Device device);
   void connect(Device from, Device to) { peers_[from][to] = true; }  // `from` can touch `to`'s
-  std::byte* allocate(Memory kind, Device device, std::size_t bytes);
+  std::byte* allocate(MemoryKind kind, Device device, std::size_t bytes);
   void begin_capture(Stream stream);
   void end_capture(Stream stream);
   void begin_call() { ++call_; }               // within one an event is recorded once
@@ -65,7 +65,7 @@ class FakeCuda final : public Runtime {
   };
   struct Region {
     std::size_t bytes;
-    Memory kind;
+    MemoryKind kind;
     Device device;
     std::unique_ptr<std::byte[]> storage;
   };

@@ -17,16 +17,16 @@ struct Scene {
   Plan plan;
   bool in_place = false;
   Pace pace = Pace::any;
-  std::vector<Device> devices;    // [rank]; kHost: in pinned memory
-  bool callers_apart = false;     // a current stream for each rank, not for each device
+  std::vector<Device> devices;  // [rank]; kHost: in pinned memory
+  bool callers_apart = false;   // a current stream for each rank, not for each device
   Workers workers = Workers::devices;
-  bool lanes = false;             // senders and receivers of their own
+  bool lanes = false;  // senders and receivers of their own
   bool hub = false;
-  bool peers = true;              // do the devices reach each other? else the plan is staged
-  int pieces = 1;                 // of a staged plan's chunks
+  bool peers = true;  // do the devices reach each other? else the plan is staged
+  int pieces = 1;     // of a staged plan's chunks
   DType dtype = DType::f32;
   ReduceOp op = ReduceOp::sum;
-  int bindings = 1;               // tensors; every second one has two rows
+  int bindings = 1;  // tensors; every second one has two rows
 };
 
 class Rehearsal {
@@ -39,31 +39,32 @@ class Rehearsal {
 
   // Runs the trace, in a random order if there is a seed (as issued if it is negative), and holds
   // every result against the plan as written, run step by step. What differs, or nothing.
-  std::string mismatch(int64_t seed) const;
+  std::string mismatch(int64_t seed);
 
   const Compiled& compiled() const { return compiled_; }  // after staging
   const Posts& posts() const { return posts_; }
   FakeCuda& cuda() { return cuda_; }
 
+  StreamJudge judge() const { return StreamJudge(cuda_.trace()); }
+
  private:
-  struct Tensor {  // of one binding: where it is cut, as written and as run
-    Offsets written, run;
-    std::size_t rows;
-    Binding expected;  // what the plan as written makes of it, step by step
-    Binding bound;     // the memory that the executor is given
-  };
   struct Block {  // one buffer of one rank of one tensor
     std::byte* base;
-    std::size_t bytes;
-    std::vector<std::byte> before, after, found;
-    bool is_result;
+    Rank rank;
+    std::vector<std::byte> before, after;  // what is in it, and must be
+    bool is_judged;
+    bool wrong = false;
+  };
+  struct Tensor {  // where it is cut: as written, and as staged
+    Offsets written, run;
   };
 
   void make_posts();
-  void make_tensor(int number);
-  void add_block(Tensor& tensor, Rank rank, int buffer, uint64_t seed);
+  void add_tensor(int number);
+  std::byte* add_block(Rank rank, int buffer, std::size_t bytes);
   void expect();
-  void callers_touch(bool produce);
+  void callers_touch(const char* what, void (*act)(Block&));
+  void through_callers(bool fork);
 
   Scene scene_;
   FakeCuda cuda_;
@@ -71,7 +72,8 @@ class Rehearsal {
   Compiled written_, compiled_;
   Posts posts_;
   std::vector<std::unique_ptr<Tensor>> tensors_;
-  std::vector<std::vector<std::unique_ptr<Block>>> blocks_;  // [rank]
+  std::vector<std::unique_ptr<Block>> blocks_;
+  std::vector<Binding> expected_, bound_;
 };
 
 }  // namespace pycollect::cuda

@@ -80,7 +80,7 @@ Job replicate(Tensors tensors, const std::vector<at::Device>& devices) {
   for (const Kind& kind : kinds("replicate", grid)) {
     const int world = static_cast<int>(job.devices.size());
     Part part = make_part({Collective::broadcast, world, kind.bytes, kind.dtype, false}, {}, root,
-                          ReduceOp::sum);
+                          ReduceOp::sum, job.devices);
     for (std::size_t i : kind.indices)
       if (grid.flat[i].numel() > 0)
         bind_copies(part, grid.flat[i],
@@ -109,8 +109,8 @@ Job copy(const at::Tensor& dst, const at::Tensor& src) {
     return job;
   }
   const int world = static_cast<int>(job.devices.size());
-  Part part =
-      make_part({Collective::scatter, world, job.bytes, dtype, false}, {}, 0, ReduceOp::sum);
+  Part part = make_part({Collective::scatter, world, job.bytes, dtype, false}, {}, 0, ReduceOp::sum,
+                        job.devices);
   const auto item = static_cast<int64_t>(item_bytes(dtype));
   for (const Rectangle& run : rectangles(dst)) {
     Sizes blocks(world);

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "../plan/error.h"
+#include "../plan/stage.h"
 #include "blocks.h"
 #include "collectives.h"
 #include "layout.h"
@@ -146,6 +147,7 @@ void bind_blocks(Part& part, const Blocks& b, const Parties& all, const Tensors&
     const Rank r = to_root ? all.root : static_cast<Rank>(i);
     put(r, Buffer::output, job.results[i], b.out[r]);
   }
+  cut_host_memory(part.compiled->plan, *at);
   part.bind(at.get(), std::move(memory), frame.rows, job);
   part.offsets.push_back(std::move(at));
 }
@@ -185,7 +187,7 @@ Job exchange_blocks(const Exchange& ask, Tensors inputs) {
   std::size_t bytes = 0;
   for (const at::Tensor& t : inputs) bytes = std::max<std::size_t>(bytes, t.nbytes());
   Part part = make_part({ask.collective, all.world(), bytes, dtype, false}, ask.algorithm, all.root,
-                        ask.op);
+                        ask.op, all.devices);
 
   Job job{.devices = all.devices};
   const std::vector<int64_t> order = agree(ask, inputs);

@@ -11,6 +11,22 @@ namespace pycollect {
 bool has_cuda();
 bool serves(const at::Device& device);
 
+// How ranks on these devices reach each other, as far as the thread that asks may know it
+// (`stage_all`).
+Ground ground_of(const std::vector<at::Device>& devices);
+
+// The plan for ranks on these devices, with copies through the host where they do not reach each
+// other.
+std::shared_ptr<const Compiled> compiled_for(const Choice& choice, const Situation& situation,
+                                             Rank root, const std::vector<at::Device>& devices);
+
+// New memory for a rank; `pinned` is the host's, for copies from and to its device.
+at::Tensor new_bytes_on_gpu(int64_t bytes, at::Device device);
+at::Tensor new_pinned_bytes(int64_t bytes);
+
+// Do calls of this thread pretend that no GPU reaches another? Returns what was before.
+bool stage_all(bool on);
+
 // Issues a job with at least one rank on a GPU, behind what is on its streams and before what
 // follows.
 void run_on_gpus(const Job& job);

@@ -68,7 +68,8 @@ Job in_place(const InPlace& ask, Grid grid) {
     job.devices.push_back(grid.flat[r].device());
   for (const Kind& kind : kinds(ask.call, grid)) {
     const Situation situation{ask.collective, grid.world, kind.bytes, kind.dtype, true};
-    Part part = make_part(situation, ask.algorithm, static_cast<Rank>(ask.root), ask.op);
+    Part part =
+        make_part(situation, ask.algorithm, static_cast<Rank>(ask.root), ask.op, job.devices);
     if (grid.world == 1 || kind.bytes == 0) continue;
     for (std::size_t i : kind.indices)
       bind_ranks(part, std::span(grid.flat).subspan(i * grid.world, grid.world), job);

@@ -1,7 +1,6 @@
 #include "job.h"
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
@@ -43,11 +42,15 @@ Float8Rounding::Bytes probe(at::ScalarType type) {
   return {b[0], b[1], b[2]};
 }
 
+bool any_gpu(const std::vector<at::Device>& devices) {
+  return std::any_of(devices.begin(), devices.end(), [](at::Device d) { return !d.is_cpu(); });
+}
+
 // Not through the dispatcher on the host, whose modes may put something without memory in its
 // place.
 at::Tensor new_bytes(int64_t bytes, at::Device device) {
   if (device.is_cpu()) return at::Tensor(at::detail::empty_cpu({bytes}, at::kByte));
-  return at::empty({bytes}, at::TensorOptions(at::kByte).device(device));
+  return new_bytes_on_gpu(bytes, device);
 }
 
 }  // namespace
@@ -59,23 +62,31 @@ const Float8Rounding& float8_rounding() {
   return rounding;
 }
 
-Part make_part(const Situation& s, std::string_view algorithm, Rank root, ReduceOp op) {
+Part make_part(Situation s, std::string_view algorithm, Rank root, ReduceOp op,
+               const std::vector<at::Device>& devices) {
+  const bool on_gpus = any_gpu(devices);
+  if (on_gpus) s.ground = ground_of(devices);
   const Choice choice = choose(s, algorithm, listener_ != nullptr);
   if (listener_ != nullptr) announce(s, choice);
   FoldOptions options{.world = s.world, .non_temporal = !s.in_place};
   if (item_bytes(s.dtype) == 1) options.float8 = float8_rounding();
-  const Ask ask{s.world, root, choice.pieces};
-  return {compiled(*choice.algorithm, ask, s.in_place), s.dtype, op, options, !algorithm.empty()};
+  auto plan = on_gpus ? compiled_for(choice, s, root, devices)
+                      : compiled(*choice.algorithm, {s.world, root, choice.pieces}, s.in_place);
+  return {std::move(plan), s.dtype, op, options, !algorithm.empty()};
 }
 
 void Part::bind(const Offsets* at, std::vector<Memory> memory, std::size_t rows, Job& job) {
-  for (Rank r = 0; r < compiled->plan.world; ++r) {
-    if (!compiled->scratched[r]) continue;
-    const auto bytes = static_cast<int64_t>(at->total(r, Buffer::scratch) * item_bytes(dtype));
+  auto add = [&](Rank r, Buffer buffer, auto&& make) {
+    const auto bytes = static_cast<int64_t>(at->total(r, buffer) * item_bytes(dtype));
     const int64_t pitch = (bytes + kAlignBytes - 1) / kAlignBytes * kAlignBytes;
-    job.held.push_back(new_bytes(pitch * static_cast<int64_t>(rows), job.devices[r]));
-    memory[r * kBuffers + static_cast<int>(Buffer::scratch)] = {
+    job.held.push_back(make(pitch * static_cast<int64_t>(rows)));
+    memory[r * kBuffers + static_cast<int>(buffer)] = {
         static_cast<std::byte*>(job.held.back().mutable_data_ptr()), pitch};
+  };
+  for (Rank r = 0; r < compiled->plan.world; ++r) {
+    if (compiled->scratched[r])
+      add(r, Buffer::scratch, [&](int64_t bytes) { return new_bytes(bytes, job.devices[r]); });
+    if (compiled->staged[r]) add(r, Buffer::host, new_pinned_bytes);
   }
   bindings.push_back({at, std::move(memory), rows});
 }
@@ -86,9 +97,7 @@ void Job::commit() {
   written.clear();
 }
 
-bool Job::on_gpus() const {
-  return std::any_of(devices.begin(), devices.end(), [](at::Device d) { return !d.is_cpu(); });
-}
+bool Job::on_gpus() const { return any_gpu(devices); }
 
 void Job::run() const {
   if (on_gpus()) return run_on_gpus(*this);

@@ -47,7 +47,9 @@ struct Job {
 };
 
 // Chooses the algorithm and takes its plan from the cache.
-Part make_part(const Situation& situation, std::string_view algorithm, Rank root, ReduceOp op);
+// `devices` are the ranks'.
+Part make_part(Situation situation, std::string_view algorithm, Rank root, ReduceOp op,
+               const std::vector<at::Device>& devices);
 
 // What the installed torch makes of numbers that 8-bit floats cannot hold; probed once.
 const Float8Rounding& float8_rounding();

@@ -1,6 +1,7 @@
 // The answers of a build without CUDA. Tensors on a GPU are refused with the other arguments, so
 // nothing else is ever asked.
-#include "../plan/error.h"
+#include <stdexcept>
+
 #include "gpus.h"
 
 namespace pycollect {
@@ -8,9 +9,19 @@ namespace pycollect {
 bool has_cuda() { return false; }
 bool serves(const at::Device& device) { return device.is_cpu(); }
 
-void run_on_gpus(const Job&) { throw std::logic_error("this build has no CUDA part"); }
-std::shared_ptr<Work> enqueue_on_gpus(Job) {
-  throw std::logic_error("this build has no CUDA part");
+namespace {
+[[noreturn]] void never() { throw std::logic_error("this build has no CUDA part"); }
+}  // namespace
+
+Ground ground_of(const std::vector<at::Device>&) { return Ground::shared; }
+std::shared_ptr<const Compiled> compiled_for(const Choice&, const Situation&, Rank,
+                                             const std::vector<at::Device>&) {
+  never();
 }
+at::Tensor new_bytes_on_gpu(int64_t, at::Device) { never(); }
+at::Tensor new_pinned_bytes(int64_t) { never(); }
+bool stage_all(bool) { return false; }
+void run_on_gpus(const Job&) { never(); }
+std::shared_ptr<Work> enqueue_on_gpus(Job) { never(); }
 
 }  // namespace pycollect

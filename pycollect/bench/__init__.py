@@ -22,9 +22,11 @@ import pycollect
 from . import environment, record, table
 from .cases import LENET, Case, sized_case
 from .contest import DEFAULT, CaseResult, Contestants, run_case
+from .gpu import GRAPH_CALLS
 from .measure import Effort, Timing
 from .options import add_arguments, algorithms
 from .overhead import call_costs
+from .peers import usual
 from .sizes import size_range
 from .targets import Outcome, judge
 
@@ -38,6 +40,13 @@ _LEGEND = """\
 # %limit: against the faster of `memory` and `memory_flat`, as many bytes multiplied in place
 # (`inside`: the latter back to back, less what a torch call on one element costs).
 # xnaive: the naive loop's time over this one's. All take turns; ratios are medians over rounds.
+# #wrong: elements of all ranks that differ from the exact result, in a run of its own."""
+_GPU_LEGEND = """\
+# One process. Times are of one call through Python until the GPU is done; `:gpu` is the GPU's own
+# time, by events, and `:graph` the same for one of {calls} calls replayed in a graph (on zeros).
+# Before each timed call every rank's buffer is rewritten. {speed}
+# %limit: against `memcpy`, a copy of as many bytes on the device, by the same clock.
+# xnaive: the naive loop's time over this one's, by the same clock (a graph against `:gpu`).
 # #wrong: elements of all ranks that differ from the exact result, in a run of its own."""
 _MOVED = "moved: bytes that must be read and written (all_reduce: 2 x world x size) over time."
 _BUS = "busbw: as nccl-tests define it; no limit is measured between memories."
@@ -79,10 +88,12 @@ def _measure(args: argparse.Namespace, cases: Sequence[Case], effort: Effort) ->
         return results
     one_memory = all(case.one_memory for case in cases)
     columns = table.columns(one_memory)
-    legend = _LEGEND.format(speed=_MOVED if one_memory else _BUS)
+    legend = _GPU_LEGEND if all(case.on_gpus for case in cases) else _LEGEND
+    legend = legend.format(speed=_MOVED if one_memory else _BUS, calls=GRAPH_CALLS)
     print(legend, *table.head(columns), sep="\n", flush=True)
     for case in cases:
-        whom = Contestants(algorithms(args.algorithms, case.collective), tuple(args.peers))
+        peers = usual(case) if args.peers is None else tuple(args.peers)
+        whom = Contestants(algorithms(args.algorithms, case.collective), peers)
         results.append(run_case(case, whom, effort))
         print(*table.lines(results[-1], columns), sep="\n", flush=True)
     return results
@@ -125,7 +136,7 @@ def run(args: argparse.Namespace, command: str) -> int:
     results = _measure(args, cases, effort)
     calls: dict[str, Timing] = {}
     if args.overhead or args.targets:
-        calls = call_costs(effort)
+        calls = call_costs(effort, _devices(args.devices, 1)[0])
         print(*table.call_lines(calls), sep="\n")
     outcomes = judge(results, calls) if args.targets else []
     if outcomes:

@@ -59,6 +59,11 @@ class Case:
         return len(set(self.devices)) == 1
 
     @property
+    def on_gpus(self) -> bool:
+        """Whether every rank is on a GPU, which has a clock of its own."""
+        return all(device.type == "cuda" for device in self.devices)
+
+    @property
     def minimum_bytes(self) -> int:
         """Bytes that must be read and written when all ranks share one memory."""
         return round(COLLECTIVES[self.collective].buffers_moved(self.world) * self.nbytes)

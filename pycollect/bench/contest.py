@@ -14,6 +14,7 @@ from torch import Tensor
 from pycollect import _C
 
 from .cases import COLLECTIVES, Call, Case, Workspace
+from .gpu import GRAPH_CALLS, gpu_time, graph_of
 from .measure import Effort, Sampler, Timing, after_rewrite, batched, interleave, ratios
 from .peers import limits, peer
 
@@ -21,6 +22,9 @@ from .peers import limits, peer
 DEFAULT = "default"
 INSIDE = "inside"
 NAIVE = "naive"
+# The clocks: that of the process, the GPU's, and the GPU's for a call in a graph. Rows of the
+# latter two are named after the first, such as default:gpu.
+WALL, GPU, GRAPH = "wall", "gpu", "graph"
 
 TimeAllReduce = Callable[[Sequence[Tensor], str, "str | None", int], list[float]]
 
@@ -40,6 +44,7 @@ class Row:
     limit_share: float | None = None
     limit_rounds: list[float] | None = None
     speedup: dict[str, list[float]] = field(default_factory=dict)
+    clock: str = WALL
 
     def times_faster_than(self, peer_name: str) -> float | None:
         """The median over the rounds, or None where the peer did not run."""
@@ -62,7 +67,7 @@ class CaseResult:
     @property
     def limit(self) -> Row | None:
         """The faster of the ways to measure the limit."""
-        rows = [row for row in self.rows if row.kind == "limit"]
+        rows = [row for row in self.rows if row.kind == "limit" and row.clock == WALL]
         return min(rows, key=lambda row: row.timing.percentile(50), default=None)
 
 
@@ -96,6 +101,7 @@ class _Entry:
         self.workspace = Workspace(case)
         self.samplers: dict[str, Sampler] = {}
         self.kinds: dict[str, str] = {}
+        self.clocks: dict[str, str] = {}
         self.calls: dict[str, Call] = {}
         self.not_run: dict[str, str] = {}
         for algorithm in whom.algorithms:
@@ -118,10 +124,28 @@ class _Entry:
             return
         self._add(name, kind, call, self.workspace.rewrite)
         self.calls[name] = call
+        if kind == "pycollect" and self.case.on_gpus and self.case.one_memory:
+            self._add_graph(name, call)
 
     def _add(self, name: str, kind: str, call: Call, rewrite: Call) -> None:
         self.samplers[name] = after_rewrite(call, rewrite, self.workspace.synchronize)
         self.kinds[name] = kind
+        if self.case.on_gpus:
+            sampler = gpu_time(call, rewrite, self.case.devices)
+            self._add_clock(name, GPU, sampler)
+
+    def _add_clock(self, name: str, clock: str, sampler: Sampler) -> None:
+        timed = clocked(name, clock)
+        self.samplers[timed], self.clocks[timed] = sampler, clock
+        self.kinds[timed] = self.kinds[name]
+
+    def _add_graph(self, name: str, call: Call) -> None:
+        """The same call many times in a graph, on zeros, which no op changes."""
+        zeros = partial(self.workspace.rewrite, 0)
+        replay = graph_of(call, GRAPH_CALLS)
+        sampler = gpu_time(replay, zeros, self.case.devices, GRAPH_CALLS)
+        self._add_clock(name, GRAPH, sampler)
+        self.calls[clocked(name, GRAPH)] = graph_of(call, 1)
 
     def _ours(self, algorithm: str | None) -> None:
         how: dict[str, Any] = {"algorithm": algorithm}
@@ -151,7 +175,16 @@ def _median_ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
     return statistics.median(ratios(slow, fast))
 
 
-def _limit(entry: _Entry, timings: dict[str, Timing], kind: str) -> list[float] | None:
+def clocked(name: str, clock: str) -> str:
+    """Return the name of a contestant's row by that clock.
+
+    >>> clocked("naive", "wall"), clocked("naive", "gpu")
+    ('naive', 'naive:gpu')
+    """
+    return name if clock == WALL else f"{name}:{clock}"
+
+
+def _limit(entry: _Entry, timings: dict[str, Timing], kind: str, clock: str) -> list[float] | None:
     """The seconds a contestant of this kind is held against, by round, or None if unknown."""
     if kind == "inside":
         if "_warm" not in timings:
@@ -160,14 +193,17 @@ def _limit(entry: _Entry, timings: dict[str, Timing], kind: str) -> list[float] 
         work = [t - c for t, c in zip(timings["_warm"].rounds, call, strict=True)]
         # Where the work is much shorter than the call, the difference is noise.
         return work if min(work) > statistics.median(call) / 2 else None
-    ways = [timings[name] for name, k in entry.kinds.items() if k == "limit"]
+    clock = WALL if clock == WALL else GPU
+    limits = [n for n, k in entry.kinds.items() if k == "limit"]
+    ways = [timings[n] for n in limits if entry.clocks.get(n, WALL) == clock]
     return min(ways, key=lambda t: t.percentile(50)).rounds if ways else None
 
 
 def _row(entry: _Entry, timings: dict[str, Timing], name: str, peers: Sequence[str]) -> Row:
     kind, timing = entry.kinds[name], timings[name]
-    limit = _limit(entry, timings, kind)
-    measured = [p for p in peers if p in timings]
+    clock = entry.clocks.get(name, WALL)
+    limit = _limit(entry, timings, kind, clock)
+    theirs = {p: clocked(p, WALL if clock == WALL else GPU) for p in peers}
     return Row(
         name,
         kind,
@@ -175,7 +211,10 @@ def _row(entry: _Entry, timings: dict[str, Timing], name: str, peers: Sequence[s
         wrong=entry.workspace.wrong(entry.calls[name]) if name in entry.calls else None,
         limit_share=_median_ratio(limit, timing.rounds) if limit else None,
         limit_rounds=limit,
-        speedup={p: ratios(timings[p].rounds, timing.rounds) for p in measured},
+        speedup={
+            p: ratios(timings[n].rounds, timing.rounds) for p, n in theirs.items() if n in timings
+        },
+        clock=clock,
     )
 
 

@@ -66,8 +66,9 @@ def _peer(text: str) -> str:
     return text
 
 
-def _peers(text: str) -> list[str]:
-    named = {"all": list(NAMES), "none": list[str]()}
+def _peers(text: str) -> list[str] | None:
+    """The names, or None for those that are usual on the devices of a case."""
+    named = {"all": None, "none": list[str]()}
     return named[text] if text in named else _list_of(_peer)(text)
 
 
@@ -88,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--world", type=worlds, default="2,4,8", help="numbers of ranks (2,4,8)")
     add("--devices", help="rank r lives on device r mod n of these, as pycollect.devices reads it")
     add("--algorithms", help="'all' or names, besides the default choice")
-    add("--peers", type=_peers, default="all", help="naive, stack, all or none (all)")
+    add("--peers", type=_peers, default="all", help=f"{', '.join(NAMES)}, all or none (all)")
     add("--coalesced", choices=["lenet"], help="the gradients of LeNet in one coalesced call")
     add("--overhead", action="store_true", help="the cost of a call on 4 ranks of 4 elements")
     add("--targets", action="store_true", help="compare with the promised ratios")

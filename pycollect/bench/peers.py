@@ -1,13 +1,17 @@
 """What pycollect is compared with: loops and library calls of plain torch over the same buffers.
 
 `naive` is the loop a textbook writes, tensor by tensor; `stack` is what one writes who knows
-torch's operators. `memory` is the limit: multiplying all the buffers in place by a number.
+torch's operators; on GPUs `comm` is torch.cuda.comm, and `cupy` is CuPy on the same memory. The
+limit is `memory`, multiplying all the buffers in place by a number; on a GPU it is `memcpy`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,6 +83,57 @@ def stack_reduce_scatter(data: list[Tensor], out: list[Tensor]) -> None:
         target.copy_(part)
 
 
+def comm_all_reduce(data: list[Tensor]) -> None:
+    """Add with torch.cuda.comm on the first GPU, and broadcast from there."""
+    total = torch.cuda.comm.reduce_add(data, data[0].get_device())
+    torch.cuda.comm.broadcast(total, out=data)
+
+
+def comm_reduce(data: list[Tensor]) -> None:
+    """Add with torch.cuda.comm on the first GPU."""
+    data[0].copy_(torch.cuda.comm.reduce_add(data, data[0].get_device()))
+
+
+def comm_broadcast(data: list[Tensor]) -> None:
+    """Copy the first tensor to the others with torch.cuda.comm."""
+    torch.cuda.comm.broadcast(data[0], out=data[1:])
+
+
+def _comm(function: Callable[[list[Tensor]], None]) -> Peer:
+    def make(workspace: Workspace) -> Call:
+        if not workspace.case.on_gpus:
+            raise ValueError("needs every rank on a GPU")
+        return partial(_for_each, function, workspace.columns)
+
+    return make
+
+
+def _cupy_all_reduce(cupy: Any, columns: list[list[Any]]) -> None:
+    """Add all arrays, and copy the result to each."""
+    stream = torch.cuda.current_stream()
+    with cupy.cuda.ExternalStream(stream.cuda_stream):
+        for arrays in columns:
+            total = reduce(cupy.add, arrays)
+            for array in arrays:
+                array[...] = total
+
+
+def _cupy(workspace: Workspace) -> Call:
+    case = workspace.case
+    if not (case.on_gpus and case.one_memory):
+        raise ValueError("runs on one GPU")
+    if case.dtype not in _CUPY_DTYPES:
+        raise ValueError(f"CuPy has no {case.dtype}")
+    if find_spec("cupy") is None:
+        raise ValueError("CuPy is not installed")
+    cupy = import_module("cupy")
+    columns = [[cupy.from_dlpack(t) for t in column] for column in workspace.columns]
+    return partial(_cupy_all_reduce, cupy, columns)
+
+
+_CUPY_DTYPES = (torch.float64, torch.float32, torch.float16, torch.int32, torch.int64, torch.int8)
+
+
 def _for_each(function: Callable[[list[Tensor]], None], columns: list[list[Tensor]]) -> None:
     for data in columns:
         function(data)
@@ -97,13 +152,24 @@ def _out_of_place(function: Callable[[list[Tensor], list[Tensor]], None]) -> Pee
 
 
 _PEERS: dict[str, dict[str, Peer]] = {
-    "all_reduce": {"naive": _in_place(naive_all_reduce), "stack": _in_place(stack_all_reduce)},
+    "all_reduce": {
+        "naive": _in_place(naive_all_reduce),
+        "stack": _in_place(stack_all_reduce),
+        "comm": _comm(comm_all_reduce),
+        "cupy": _cupy,
+    },
     "all_reduce_coalesced": {
         "naive": _coalesced(naive_all_reduce),
         "stack": _coalesced(stack_all_reduce),
+        "comm": _comm(comm_all_reduce),
+        "cupy": _cupy,
     },
-    "reduce": {"naive": _in_place(naive_reduce), "stack": _in_place(stack_reduce)},
-    "broadcast": {"naive": _in_place(naive_broadcast)},
+    "reduce": {
+        "naive": _in_place(naive_reduce),
+        "stack": _in_place(stack_reduce),
+        "comm": _comm(comm_reduce),
+    },
+    "broadcast": {"naive": _in_place(naive_broadcast), "comm": _comm(comm_broadcast)},
     "all_gather": {
         "naive": _out_of_place(naive_all_gather),
         "stack": _out_of_place(stack_all_gather),
@@ -113,7 +179,18 @@ _PEERS: dict[str, dict[str, Peer]] = {
         "stack": _out_of_place(stack_reduce_scatter),
     },
 }
-NAMES = ("naive", "stack")
+NAMES = ("naive", "stack", "comm", "cupy")
+
+
+def usual(case: Case) -> tuple[str, ...]:
+    """Return the peers that one would take there: those for GPUs only where all ranks are on GPUs.
+
+    CuPy is among them where it is installed and the ranks share one GPU.
+    """
+    if not case.on_gpus:
+        return NAMES[:2]
+    with_cupy = case.one_memory and find_spec("cupy") is not None
+    return NAMES if with_cupy else NAMES[:3]
 
 
 def peer(name: str, case: Case, workspace: Workspace) -> Call:
@@ -137,15 +214,18 @@ def multiply_each(tensors: list[Tensor]) -> None:
 
 
 def limits(workspace: Workspace) -> dict[str, tuple[Call, Call]]:
-    """Return the two ways to measure the limit, each with its rewrite of the memory.
+    """Return the ways to measure the limit, each with its rewrite of the memory.
 
-    Either moves as many bytes as the collective cannot do without. `memory` multiplies the buffers
+    Each moves as many bytes as the collective cannot do without. On a GPU it is a copy from device
+    to device. On a CPU there are two: `memory` multiplies the buffers
     themselves, or as much of each, one call a buffer; `memory_flat` one tensor of the same size in
     one call. Neither is always the faster, and the faster one is the limit.
     """
     part = workspace.case.minimum_bytes / workspace.read_write_bytes
     buffers = [t[: round(t.numel() * part)] for t in workspace.raw]
     flat = torch.cat(buffers)
+    if workspace.case.on_gpus:
+        return {"memcpy": (partial(torch.empty_like(flat).copy_, flat), partial(flat.fill_, 1.0))}
     return {
         "memory": (partial(multiply_each, buffers), workspace.rewrite_raw),
         "memory_flat": (partial(flat.mul_, 1.0), partial(flat.fill_, 1.0)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .contest import CaseResult
+from .contest import DEFAULT, WALL, CaseResult
 from .sizes import binary_size
 from .table import gigabytes_per_second
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Colours that stay apart for the colour-blind (Okabe and Ito); the library's are the strong ones.
 _OURS = ("#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#d55e00")
-_PEERS = {"naive": "#d55e00", "stack": "#e69f00"}
+_PEERS = {"naive": "#d55e00", "stack": "#e69f00", "comm": "#cc79a7", "cupy": "#56b4e9"}
 _GREY = "#7f7f7f"
 
 _Key = tuple[str, str, str]
@@ -54,7 +54,9 @@ def _limit_area(axes: Axes, results: Sequence[CaseResult]) -> None:
 
 def _panel(axes: Axes, results: Sequence[CaseResult]) -> None:
     results = sorted(results, key=lambda r: r.case.nbytes)
-    kinds = {row.name: row.kind for result in results for row in result.rows}
+    rows = [row for result in results for row in result.rows]
+    kinds = {row.name: row.kind for row in rows if row.clock == WALL}
+    clocked = [r.name for r in rows if r.clock != WALL and r.name.startswith(f"{DEFAULT}:")]
     _limit_area(axes, results)
     ours = [name for name, kind in kinds.items() if kind == "pycollect"]
     for i, name in enumerate(ours):
@@ -67,6 +69,8 @@ def _panel(axes: Axes, results: Sequence[CaseResult]) -> None:
             _line(axes, results, name, color=_OURS[0], linestyle=":", linewidth=1.6)
         elif kind == "peer":
             _line(axes, results, name, color=_PEERS[name], marker="s", markersize=3.5, ls="--")
+    for name, style in zip(dict.fromkeys(clocked), (":", "-."), strict=False):
+        _line(axes, results, name, color=_OURS[0], linestyle=style, linewidth=1.6)
     world = results[0].case.world
     axes.set_title(f"{world} ranks" if world > 1 else "1 rank")
     axes.set_xscale("log", base=2)

@@ -31,6 +31,7 @@ def _row_record(case: Case, row: Row) -> dict[str, Any]:
     return {
         "algorithm": row.name,
         "kind": row.kind,
+        "clock": row.clock,
         "time": timing_record(row.timing),
         "algbw": case.nbytes / median,
         "busbw": None if case.one_memory else case.nbytes * case.bus_factor / median,

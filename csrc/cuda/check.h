@@ -1,0 +1,24 @@
+// What CUDA refuses becomes an exception that says where.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <source_location>
+#include <stdexcept>
+#include <string_view>
+
+#include "../plan/error.h"
+
+namespace pycollect::cuda {
+
+// Throws RuntimeError. What CUDA remembers of an error that can be survived is forgotten, so that
+// nobody else trips over it.
+inline void check(cudaError_t error, std::source_location at = std::source_location::current()) {
+  if (error == cudaSuccess) [[likely]]
+    return;
+  static_cast<void>(cudaGetLastError());
+  const std::string_view path = at.file_name();
+  throw std::runtime_error(text("CUDA: ", cudaGetErrorString(error), " (", cudaGetErrorName(error),
+                                ", at ", path.substr(path.rfind('/') + 1), ":", at.line(), ")"));
+}
+
+}  // namespace pycollect::cuda

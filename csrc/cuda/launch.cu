@@ -1,0 +1,37 @@
+// See launch.h. The kernel is a function of dtype and op, found in a table made from the type lists;
+// small tables have kernels of their own, because parameters are copied whole.
+#include "launch.h"
+
+#include "check.h"
+#include "kernels.h"
+#include "work.h"
+
+namespace pycollect::cuda {
+namespace {
+
+Kernel find_kernel(Kind kind, DType dtype, ReduceOp op) {
+  if (kind == Kind::copy) return copy_kernel();
+  static const auto folds = work_table<Kernel>([](auto work) {
+    using W = decltype(work);
+    return fold_kernel<typename W::Type, typename W::Operation>();
+  });
+  return folds[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)];
+}
+
+}  // namespace
+
+void launch_level(Stream stream, const Launch& launch, const Limits& limits) {
+  for_each_table(launch, limits, [&](const Packed& packed) {
+    const Kernel kernel = find_kernel(packed.kind, launch.dtype, launch.op);
+    const bool small = packed.bytes <= sizeof(SmallTable);
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(packed.blocks);
+    config.blockDim = dim3(kThreads);
+    config.stream = static_cast<cudaStream_t>(stream.handle);
+    // The table is read before the call returns, and never written.
+    void* parameters[] = {const_cast<LargeTable*>(&packed.table)};
+    check(cudaLaunchKernelExC(&config, small ? kernel.small : kernel.large, parameters));
+  });
+}
+
+}  // namespace pycollect::cuda

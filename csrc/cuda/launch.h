@@ -1,0 +1,11 @@
+// Launches a level on the current device. No CUDA headers: the stream is opaque.
+#pragma once
+#include "pack.h"
+
+namespace pycollect::cuda {
+
+// On a stream of the current device. Allocates nothing and waits for nothing, so it can be
+// captured.
+void launch_level(Stream stream, const Launch& launch, const Limits& limits);
+
+}  // namespace pycollect::cuda

@@ -1,0 +1,224 @@
+// See pack.h. Folds go first, then copies; a step with more destinations than a table holds is a
+// fold to some of them, and copies from there to the others.
+#include "pack.h"
+
+#include <algorithm>
+#include <deque>
+#include <vector>
+
+#include "../plan/error.h"
+#include "work.h"
+
+namespace pycollect::cuda {
+namespace {
+
+// Blocks for each that a multiprocessor can hold: enough that the last of them does not leave the
+// others waiting for long, few enough that finding its row costs a block nothing.
+constexpr int kWaves = 4;
+
+constexpr std::size_t kHeadWords = sizeof(TableHead) / 8;
+
+bool is_copy(const Row& row) { return row.srcs.size() == 1; }
+bool is_in_place(const Row& row) {
+  return row.dsts == row.srcs && (row.rows == 1 || row.dst_pitches == row.src_pitches);
+}
+uint64_t number(const std::byte* address) { return reinterpret_cast<uintptr_t>(address); }
+
+// A row and the form that it takes in a table.
+struct Entry {
+  const Row* row;
+  TableRow form;
+  bool in_place;  // one list for sources and destinations
+  uint64_t slots, moved;
+
+  std::size_t words() const {
+    const std::size_t n = form.n_srcs + (in_place ? 0 : form.n_dsts);
+    return kRowWords + n * (form.pitched ? 2 : 1);
+  }
+};
+
+// What all addresses of a row have in common, as bits that are not zero.
+struct Alignment {
+  uint64_t all = 0;     // of addresses and pitches
+  uint64_t unlike = 0;  // of differences between addresses, and of pitches
+
+  Alignment(const Row& row, bool pitched) {
+    const uint64_t first = number(row.dsts[0]);
+    for (const auto* list : {&row.dsts, &row.srcs})
+      for (const std::byte* address : *list) {
+        all |= number(address);
+        unlike |= number(address) ^ first;
+      }
+    if (!pitched) return;
+    for (const auto* list : {&row.dst_pitches, &row.src_pitches})
+      for (const std::ptrdiff_t pitch : *list) unlike |= static_cast<uint64_t>(pitch);
+    all |= unlike;
+  }
+};
+
+bool is_one_line(const Row& row, std::size_t line_bytes) {
+  const auto follows = [&](std::ptrdiff_t pitch) {
+    return pitch == static_cast<std::ptrdiff_t>(line_bytes);
+  };
+  return row.rows == 1 || (std::all_of(row.dst_pitches.begin(), row.dst_pitches.end(), follows) &&
+                           std::all_of(row.src_pitches.begin(), row.src_pitches.end(), follows));
+}
+
+// Sets how wide the accesses are and where the first one is.
+void choose_width(TableRow& form, const Row& row, const Alignment& alignment, std::size_t unit) {
+  const uint64_t alike = kPacketBytes | alignment.unlike;
+  uint64_t width = alike & -alike;  // the largest power of two that divides it
+  if (!is_copy(row) && width < kPacketBytes) return;
+  const uint64_t head_bytes = -number(row.dsts[0]) & (width - 1);
+  if (head_bytes % unit != 0 || head_bytes > form.count * unit) {
+    if (!is_copy(row)) return;
+    width = 1;
+  }
+  form.width = static_cast<uint8_t>(width);
+  form.head = static_cast<uint8_t>(width > 1 ? head_bytes / unit : 0);
+}
+
+Entry entry_of(const Row& row, DType dtype, ReduceOp op) {
+  const Unit unit = is_copy(row) ? Unit{} : kUnits[static_cast<int>(dtype)][static_cast<int>(op)];
+  const std::size_t line_bytes = row.count * item_bytes(dtype), unit_bytes = unit.bytes;
+  Entry entry{&row, {}, false, 0, 0};
+  TableRow& form = entry.form;
+  form.lines = is_one_line(row, line_bytes) ? 1 : row.rows;
+  form.pitched = form.lines > 1;
+  form.count = line_bytes / unit_bytes * (row.rows / form.lines);
+  form.finishes = row.finishes;
+  form.n_dsts = static_cast<uint16_t>(row.dsts.size());
+  form.n_srcs = static_cast<uint16_t>(row.srcs.size());
+  const Alignment alignment(row, form.pitched);
+  require(alignment.all % unit.alignment == 0, "a GPU reads ", name(dtype), " at multiples of ",
+          unit.alignment, " bytes only; copy the tensor to such memory first");
+  choose_width(form, row, alignment, unit_bytes);
+  const uint64_t per_wide = form.width / unit_bytes;
+  const uint64_t wide = per_wide > 0 ? (form.count - form.head) / per_wide : 0;
+  entry.slots = form.lines * (form.count - wide * per_wide + wide);
+  entry.moved = form.lines * form.count * unit_bytes * (row.dsts.size() + row.srcs.size());
+  entry.in_place = is_in_place(row);
+  return entry;
+}
+
+// The rows of a launch, none of them empty or too long for a table.
+class Rows {
+ public:
+  Rows(const Launch& launch, const Limits& limits)
+      : words_(limits.table_bytes / 8 - kHeadWords - kRowWords) {
+    for (const Row& row : launch.rows)
+      if (row.count > 0 && row.rows > 0 && !row.dsts.empty()) add(row);
+  }
+  std::vector<const Row*> folds, copies;
+
+ private:
+  void add(const Row& row) {
+    const std::size_t most = row.rows > 1 ? words_ / 2 : words_;
+    const std::size_t n = row.srcs.size() + (is_in_place(row) ? 0 : row.dsts.size());
+    if (n <= most) return (is_copy(row) ? copies : folds).push_back(&row);
+    require(row.srcs.size() < most, "a GPU folds up to ", most - 1, " sources at once; there are ",
+            row.srcs.size());
+    std::size_t done = most - row.srcs.size();
+    keep(row, row, 0, done);
+    Row other = row;
+    if (!is_copy(row)) {
+      other.srcs = {row.dsts[0]};
+      if (row.rows > 1) other.src_pitches = {row.dst_pitches[0]};
+    }
+    for (; done < row.dsts.size(); done += most - 1)
+      keep(other, row, done, std::min(done + most - 1, row.dsts.size()));
+  }
+
+  // `made`, with some of the destinations of `row`.
+  void keep(Row made, const Row& row, std::size_t begin, std::size_t end) {
+    made.dsts.assign(row.dsts.begin() + begin, row.dsts.begin() + end);
+    if (row.rows > 1)
+      made.dst_pitches.assign(row.dst_pitches.begin() + begin, row.dst_pitches.begin() + end);
+    made_.push_back(std::move(made));
+    (is_copy(made_.back()) ? copies : folds).push_back(&made_.back());
+  }
+
+  const std::size_t words_;  // behind the only row of a table
+  std::deque<Row> made_;     // which stay where they are
+};
+
+// Fills tables with entries, in order.
+class Packer {
+ public:
+  Packer(const Launch& launch, const Limits& limits, const Issue& issue)
+      : limits_(limits), issue_(issue) {
+    table_.head.float8 = launch.options.float8;
+    if (launch.op != ReduceOp::avg) return;
+    table_.head.world = launch.options.world;
+    table_.head.inverse = 1.0 / launch.options.world;
+    table_.head.inverse_f32 = static_cast<float>(table_.head.inverse);
+  }
+
+  void pack(Kind kind, const std::vector<Entry>& entries) {
+    for (auto first = entries.begin(); first != entries.end();) {
+      std::size_t words = kHeadWords;
+      uint64_t moved = 0;
+      auto last = first;
+      for (; last != entries.end() && words + last->words() <= limits_.table_bytes / 8; ++last) {
+        words += last->words();
+        moved += last->moved;
+      }
+      table_.head.rows = static_cast<uint32_t>(last - first);
+      used_ = 0;
+      blocks_ = 0;
+      for (uint64_t* at = table_.words; first != last; ++first, at += kRowWords) {
+        const auto row = std::bit_cast<RowWords>(placed(*first, moved));
+        std::copy(row.at, row.at + kRowWords, at);
+      }
+      issue_({kind, table_, words * 8, blocks_});
+    }
+  }
+
+ private:
+  TableRow placed(const Entry& entry, uint64_t moved) {
+    TableRow row = entry.form;
+    row.first_block = blocks_;
+    row.dsts = list(entry.row->dsts, entry.row->dst_pitches, row.pitched);
+    row.srcs =
+        entry.in_place ? row.dsts : list(entry.row->srcs, entry.row->src_pitches, row.pitched);
+    // One slot a thread, unless the row's share of what is moved is less.
+    const uint64_t budget = static_cast<uint64_t>(limits_.multiprocessors) * kBlocksPerSm * kWaves;
+    const uint64_t fair = 1 + budget * entry.moved / moved;
+    blocks_ += static_cast<uint32_t>(std::min((entry.slots + kThreads - 1) / kThreads, fair));
+    return row;
+  }
+
+  uint16_t list(const std::vector<std::byte*>& addresses,
+                const std::vector<std::ptrdiff_t>& pitches, bool pitched) {
+    const std::size_t begin = used_;
+    uint64_t* const lists = table_.words + table_.head.rows * kRowWords;
+    for (const std::byte* address : addresses) lists[used_++] = number(address);
+    if (pitched)
+      for (const std::ptrdiff_t pitch : pitches) lists[used_++] = static_cast<uint64_t>(pitch);
+    return static_cast<uint16_t>(begin);
+  }
+
+  const Limits& limits_;
+  const Issue& issue_;
+  LargeTable table_;
+  std::size_t used_ = 0;  // words of lists
+  uint32_t blocks_ = 0;
+};
+
+}  // namespace
+
+void for_each_table(const Launch& launch, const Limits& limits, const Issue& issue) {
+  require_type(reduces(launch.dtype, launch.op), name(launch.op), " is not defined for ",
+               name(launch.dtype));
+  const Rows rows(launch, limits);
+  Packer packer(launch, limits, issue);
+  std::vector<Entry> entries;
+  for (const Kind kind : {Kind::fold, Kind::copy}) {
+    entries.clear();
+    for (const Row* row : kind == Kind::fold ? rows.folds : rows.copies)
+      entries.push_back(entry_of(*row, launch.dtype, launch.op));
+    packer.pack(kind, entries);
+  }
+}
+
+}  // namespace pycollect::cuda

@@ -1,0 +1,257 @@
+#include "rehearsal.h"
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <utility>
+
+#include "../cpu/executor.h"
+#include "../plan/error.h"
+#include "../plan/stage.h"
+
+namespace pycollect::cuda {
+namespace {
+
+constexpr std::byte kRubbish{0x5a};
+
+int devices_of(const Scene& scene) {
+  require(static_cast<int>(scene.devices.size()) == scene.plan.world, "a device for each rank");
+  return std::max(0, *std::max_element(scene.devices.begin(), scene.devices.end())) + 1;
+}
+
+Compiled staged(const Scene& scene) {
+  const int world = scene.plan.world;
+  Reach reach{std::vector<bool>(world), {}};
+  bool all = true;
+  for (Rank r = 0; r < world; ++r) {
+    reach.on_host[r] = scene.devices[r] == kHost;
+    reach.directly.emplace_back();
+    for (Rank of = 0; of < world; ++of)
+      reach.directly[r].push_back(scene.peers || scene.devices[r] == scene.devices[of]);
+    all &= !reach.on_host[r] && reach.directly[r] == std::vector<bool>(world, true);
+  }
+  if (all) return compile(scene.plan, scene.in_place, scene.pace);
+  return compile(stage(scene.plan, scene.in_place, reach, scene.pieces), scene.in_place,
+                 scene.pace);
+}
+
+// Chunks of unlike sizes if the plan allows that, with something in every piece.
+Offsets cut(const Plan& written, const Plan& run, int pieces, int number) {
+  const std::size_t world = written.world, least = pieces;
+  auto size = [&](std::size_t a) { return least + (7 * a + number) % 3; };
+  auto fits = [&](Offsets& offsets) {
+    cut_host_memory(run, offsets);
+    try {
+      offsets.check(run);
+    } catch (const std::invalid_argument&) {
+      return false;
+    }
+    return true;
+  };
+  Sizes sizes;
+  for (int c = 0; c < written.chunks; ++c) sizes.push_back(size(c));
+  Offsets uneven(run, sizes), each(run, sizes);
+  if (fits(uneven)) return uneven;
+  if (sizes.size() == world) {  // what a rank gives another has a size of its own: all-to-all-v
+    for (std::size_t r = 0; r < world; ++r) {
+      Sizes given, got;
+      for (std::size_t of = 0; of < world; ++of) {
+        given.push_back(size(3 * r + of));
+        got.push_back(size(3 * of + r));
+      }
+      each.set(static_cast<Rank>(r), Buffer::input, given);
+      each.set(static_cast<Rank>(r), Buffer::output, got);
+    }
+    if (fits(each)) return each;
+  }
+  return Offsets(run, Sizes(sizes.size(), least + 1));
+}
+
+// Numbers that show in which order they were added.
+std::vector<std::byte> numbers(std::size_t bytes, DType type, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::vector<std::byte> made(bytes);
+  for (std::size_t i = 0; i + item_bytes(type) <= bytes; i += item_bytes(type)) {
+    const float value = std::uniform_real_distribution<float>(-1, 1)(random);
+    const uint64_t bits = random();
+    if (type == DType::f32)
+      std::memcpy(&made[i], &value, sizeof value);
+    else if (type == DType::bf16)  // the upper half of a float
+      std::memcpy(&made[i], reinterpret_cast<const char*>(&value) + 2, 2);
+    else
+      std::memcpy(&made[i], &bits, item_bytes(type));
+  }
+  return made;
+}
+
+}  // namespace
+
+Rehearsal::Rehearsal(Scene scene)
+    : scene_(std::move(scene)),
+      cuda_(devices_of(scene_)),
+      executor_(cuda_),
+      written_(compile(scene_.plan, scene_.in_place)),
+      compiled_(staged(scene_)) {
+  require(scene_.dtype == DType::f32 || scene_.dtype == DType::bf16 ||
+              (scene_.dtype >= DType::i8 && scene_.dtype <= DType::u8),
+          "a rehearsal has no numbers of type ", name(scene_.dtype));
+  const int devices = devices_of(scene_);
+  for (Device a = 0; a < devices; ++a)
+    for (Device b = 0; b < devices; ++b)
+      if (scene_.peers || a == b) cuda_.connect(a, b);
+  make_posts();
+  for (int i = 0; i < scene_.bindings; ++i) add_tensor(i);
+  expect();
+}
+
+void Rehearsal::make_posts() {
+  using Made = std::map<std::pair<int, Device>, Stream>;
+  Made callers, workers, senders, receivers;
+  auto stream = [&](Made& made, bool apart, Rank rank, Device device) {
+    const auto [at, is_new] = made.try_emplace({apart ? rank : -1, device});
+    if (is_new) at->second = cuda_.make_stream(device);
+    return at->second;
+  };
+  const auto on_device = [](Device d) { return d != kHost; };
+  const Device first =
+      *std::find_if(scene_.devices.begin(), scene_.devices.end(), on_device);  // `stage` saw to it
+  const bool own = scene_.workers == Workers::ranks;
+  for (Rank r = 0; r < scene_.plan.world; ++r) {
+    const Device at = scene_.devices[r], on = at == kHost ? first : at;
+    const Stream caller = stream(callers, scene_.callers_apart, r, on);
+    Post post{at, caller,
+              scene_.workers == Workers::callers ? caller : stream(workers, own, r, on)};
+    if (scene_.lanes) {
+      post.sender = stream(senders, own, r, on);
+      post.receiver = stream(receivers, own, r, on);
+    }
+    posts_.ranks.push_back(post);
+    posts_.host_waits |= at == kHost;
+  }
+  if (scene_.hub) posts_.hub = cuda_.make_stream(first);
+}
+
+std::byte* Rehearsal::add_block(Rank rank, int buffer, std::size_t bytes) {
+  const bool on_host = buffer == static_cast<int>(Buffer::host) || scene_.devices[rank] == kHost;
+  std::byte* const base = cuda_.allocate(on_host ? MemoryKind::pinned : MemoryKind::device,
+                                         scene_.devices[rank], bytes);
+  const uint64_t seed = blocks_.size() + 1;
+  auto before = numbers(bytes, scene_.dtype, seed);
+  blocks_.push_back(std::make_unique<Block>(
+      Block{base, rank, before, before, buffer <= static_cast<int>(Buffer::output)}));
+  return base;
+}
+
+void Rehearsal::add_tensor(int number) {
+  const std::size_t rows = 1 + number % 2, item = item_bytes(scene_.dtype);
+  tensors_.push_back(
+      std::make_unique<Tensor>(Tensor{cut(written_.plan, written_.plan, scene_.pieces, number),
+                                      cut(written_.plan, compiled_.plan, scene_.pieces, number)}));
+  const Tensor& t = *tensors_.back();
+  const std::size_t buffers = static_cast<std::size_t>(scene_.plan.world) * kBuffers;
+  Binding expected{&t.written, std::vector<Memory>(buffers), rows};
+  Binding bound{&t.run, std::vector<Memory>(buffers), rows};
+  for (Rank r = 0; r < scene_.plan.world; ++r)
+    for (int b = 0; b < kBuffers; ++b) {
+      const auto buffer = static_cast<Buffer>(b);
+      auto& at = bound.memory[r * kBuffers + b];
+      auto& there = expected.memory[r * kBuffers + b];
+      const bool scratched = compiled_.scratched[r] || written_.scratched[r];
+      if (scene_.in_place && buffer == Buffer::output) {
+        at = bound.memory[r * kBuffers];
+        there = expected.memory[r * kBuffers];
+        continue;
+      }
+      if ((buffer == Buffer::scratch && !scratched) ||
+          (buffer == Buffer::host && !compiled_.staged[r]))
+        continue;
+      // A pitch is more than the row, so that rows are no run.
+      const auto pitch =
+          static_cast<std::ptrdiff_t>((t.run.total(r, buffer) + 2 * (rows - 1)) * item);
+      at = {add_block(r, b, pitch * rows), pitch};
+      there = {blocks_.back()->after.data(), pitch};
+    }
+  expected_.push_back(std::move(expected));
+  bound_.push_back(std::move(bound));
+}
+
+void Rehearsal::expect() {
+  cpu::run_in_order({written_, expected_, scene_.dtype, scene_.op, {.world = scene_.plan.world}});
+}
+
+void Rehearsal::callers_touch(const char* what, void (*act)(Block&)) {
+  for (Rank r = 0; r < scene_.plan.world; ++r) {
+    std::vector<Touch> touches;
+    std::vector<Block*> mine;
+    for (const auto& block : blocks_)
+      if (block->rank == r) {
+        touches.push_back({block->base, block->before.size(), true, 0});
+        mine.push_back(block.get());
+      }
+    auto all = [mine, act] {
+      for (Block* block : mine) act(*block);
+    };
+    const std::string who = text("rank ", r, what);
+    if (scene_.devices[r] == kHost)
+      cuda_.host(who, std::move(touches), all);
+    else
+      cuda_.somebody(posts_.ranks[r].caller, who, std::move(touches), all);
+  }
+}
+
+// Other callers' streams join the capture of the first one, or are joined to it.
+void Rehearsal::through_callers(bool fork) {
+  const Stream first = posts_.ranks[0].caller;
+  for (const Post& post : posts_.ranks) {
+    if (post.caller == first) continue;
+    const Stream from = fork ? first : post.caller, to = fork ? post.caller : first;
+    cuda_.set_device(from.device);
+    const Event event = cuda_.create_event(from.device);
+    cuda_.record(event, from);
+    cuda_.set_device(to.device);
+    cuda_.wait(to, event);
+    cuda_.destroy_event(event);
+  }
+}
+
+void Rehearsal::run(int calls, bool capture) {
+  cuda_.forget_trace();
+  const Device before = cuda_.current_device();
+  if (capture) {
+    cuda_.begin_capture(posts_.ranks[0].caller);
+    through_callers(true);
+  }
+  for (int i = 0; i < calls; ++i) {
+    callers_touch("'s caller before",
+                  [](Block& b) { std::memcpy(b.base, b.before.data(), b.before.size()); });
+    cuda_.begin_call();
+    cuda_.set_device(before);
+    executor_.run({compiled_, bound_, scene_.dtype, scene_.op, {.world = scene_.plan.world}},
+                  posts_);
+    require(cuda_.current_device() == before, "the executor left another device current");
+    callers_touch("'s caller behind", [](Block& b) {
+      b.wrong |= b.is_judged && !std::equal(b.after.begin(), b.after.end(), b.base);
+      std::fill_n(b.base, b.after.size(), kRubbish);
+    });
+  }
+  if (!capture) return;
+  through_callers(false);
+  cuda_.end_capture(posts_.ranks[0].caller);
+  cuda_.set_device(before);
+}
+
+std::string Rehearsal::mismatch(int64_t seed) {
+  for (const auto& block : blocks_) {
+    block->wrong = false;
+    std::fill_n(block->base, block->after.size(), kRubbish);
+  }
+  if (seed < 0)
+    run_as_issued(cuda_.trace());
+  else
+    run_shuffled(cuda_.trace(), static_cast<uint64_t>(seed));
+  for (const auto& block : blocks_)
+    if (block->wrong) return text("a buffer of rank ", block->rank, " has other bits");
+  return {};
+}
+
+}  // namespace pycollect::cuda

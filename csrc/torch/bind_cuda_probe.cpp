@@ -1,0 +1,160 @@
+// Runs what a GPU would run: the same tables and the same functions, one thread after the other on
+// host memory, with every access checked as the device would and written down. What is not seen
+// here is what only a device has: inline loads and stores, its own conversions of fp16, and timing.
+#include "bind_cuda_probe.h"
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../cuda/copy.h"
+#include "../cuda/fold.h"
+#include "../cuda/pack.h"
+#include "../plan/error.h"
+
+namespace pycollect {
+namespace {
+
+namespace py = pybind11;
+using namespace cuda;
+
+struct Access {
+  uint64_t at;
+  std::size_t bytes;
+};
+
+// Host memory, reached as a GPU reaches its own.
+struct Watched {
+  std::vector<Access>&loads, &stores;
+
+  template <class V>
+  [[gnu::noinline]] V load(uint64_t at) const {
+    V v;
+    loads.push_back(checked<V>(at));
+    std::memcpy(&v, reinterpret_cast<const void*>(at), sizeof v);
+    return v;
+  }
+  template <class V>
+  [[gnu::noinline]] void store(uint64_t at, V v) const {
+    stores.push_back(checked<V>(at));
+    std::memcpy(reinterpret_cast<void*>(at), &v, sizeof v);
+  }
+  static float widened(uint16_t half) { return std::bit_cast<_Float16>(half); }
+  static uint16_t narrowed(float value) {
+    return std::bit_cast<uint16_t>(static_cast<_Float16>(value));
+  }
+
+ private:
+  template <class V>
+  static Access checked(uint64_t at) {
+    if (at % alignof(V) != 0)
+      throw std::runtime_error(text("misaligned access of ", sizeof(V), " bytes"));
+    return {at, sizeof(V)};
+  }
+};
+
+using Run = void (*)(const TableHead&, const uint64_t* words, Where, const Watched&);
+
+Run find_run(Kind kind, DType dtype, ReduceOp op) {
+  if (kind == Kind::copy) return &run_copies<Watched>;
+  static constexpr auto kRuns = work_table<Run>([](auto work) -> Run {
+    using W = decltype(work);
+    return &run_folds<typename W::Type, typename W::Operation, Watched>;
+  });
+  return kRuns[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)];
+}
+
+// Bytes that were accessed, and how many of them more than once.
+std::pair<std::size_t, std::size_t> counted(std::vector<Access>& accesses) {
+  std::sort(accesses.begin(), accesses.end(),
+            [](const Access& a, const Access& b) { return a.at < b.at; });
+  std::size_t bytes = 0, twice = 0;
+  uint64_t end = 0;
+  for (const Access& a : accesses) {
+    bytes += a.bytes;
+    twice += std::min<uint64_t>(a.bytes, end > a.at ? end - a.at : 0);
+    end = std::max<uint64_t>(end, a.at + a.bytes);
+  }
+  return {bytes, twice};
+}
+
+std::size_t widest(const std::vector<Access>& accesses) {
+  std::size_t result = 0;
+  for (const Access& a : accesses) result = std::max(result, a.bytes);
+  return result;
+}
+
+py::dict run(const Launch& launch, const Packed& packed) {
+  const Run body = find_run(packed.kind, launch.dtype, launch.op);
+  std::vector<Access> loads, stores;
+  std::vector<std::size_t> moved;  // [block]
+  for (uint32_t block = 0; block < packed.blocks; ++block) {
+    const std::size_t before = loads.size() + stores.size();
+    for (uint32_t thread = 0; thread < kThreads; ++thread)
+      body(packed.table.head, packed.table.words, {block, packed.blocks, thread},
+           Watched{loads, stores});
+    moved.push_back(loads.size() + stores.size() - before);
+  }
+  py::dict result;
+  result["kind"] = packed.kind == Kind::copy ? "copy" : "fold";
+  result["rows"] = packed.table.head.rows;
+  result["table_bytes"] = packed.bytes;
+  result["accesses"] = moved;
+  result["widest_load"] = widest(loads);
+  result["widest_store"] = widest(stores);
+  for (auto& [name, accesses] : {std::pair{"loaded", &loads}, std::pair{"stored", &stores}}) {
+    const auto [bytes, twice] = counted(*accesses);
+    result[name] = bytes;
+    result[py::str(text(name, "_twice"))] = twice;
+  }
+  return result;
+}
+
+template <class Names>
+std::size_t index_of(const Names& names, const std::string& name) {
+  const auto found = std::find(names.begin(), names.end(), name);
+  require(found != names.end(), "no such name: ", name);
+  return found - names.begin();
+}
+
+std::vector<std::byte*> pointers(const std::vector<std::uintptr_t>& addresses) {
+  std::vector<std::byte*> result;
+  for (const std::uintptr_t a : addresses) result.push_back(reinterpret_cast<std::byte*>(a));
+  return result;
+}
+
+using Addresses = std::vector<std::uintptr_t>;
+using Pitches = std::vector<std::ptrdiff_t>;
+using RowTuple = std::tuple<Addresses, Addresses, Pitches, Pitches, std::size_t, std::size_t, bool>;
+
+// What each launch of a level did to the memory that its rows name.
+std::vector<py::dict> emulate_launch(const std::vector<RowTuple>& rows, const std::string& dtype,
+                                     const std::string& op, int world, int multiprocessors,
+                                     std::size_t table_bytes,
+                                     const std::array<uint8_t, 6>& float8) {
+  Launch launch{{},
+                static_cast<DType>(index_of(kDTypeNames, dtype)),
+                static_cast<ReduceOp>(index_of(kReduceOpNames, op)),
+                {.world = world, .float8 = std::bit_cast<Float8Rounding>(float8)}};
+  for (const auto& [dsts, srcs, dst_pitches, src_pitches, count, lines, finishes] : rows)
+    launch.rows.push_back(
+        {pointers(dsts), pointers(srcs), dst_pitches, src_pitches, count, lines, finishes});
+  require(table_bytes <= sizeof(LargeTable), "tables have up to ", sizeof(LargeTable), " bytes");
+  std::vector<py::dict> launches;
+  for_each_table(launch, {multiprocessors, table_bytes},
+                 [&](const Packed& packed) { launches.push_back(run(launch, packed)); });
+  return launches;
+}
+
+}  // namespace
+
+void bind_cuda_probe(py::module_& m) {
+  m.def("emulate_launch", &emulate_launch, py::arg("rows"), py::arg("dtype"), py::arg("op"),
+        py::arg("world"), py::arg("multiprocessors"), py::arg("table_bytes"), py::arg("float8"));
+}
+
+}  // namespace pycollect

@@ -1,0 +1,209 @@
+// Streams and events are opaque, addresses are numbers, and a schedule is a list of (stream, tasks,
+// issues that it waits for, is it recorded?).
+#include "bind_streams.h"
+
+#include <pybind11/stl.h>
+
+#include <array>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "../plan/error.h"
+#include "../plan/stage.h"
+#include "../sim/predict.h"
+#include "../sim/rehearsal.h"
+
+namespace pycollect {
+namespace {
+
+namespace py = pybind11;
+using namespace cuda;
+
+using RowTuple = std::tuple<std::vector<uintptr_t>, std::vector<uintptr_t>, std::size_t>;
+using SeatTuple = std::array<int, 4>;
+
+template <std::size_t N>
+int index_of(const std::array<const char*, N>& names, const std::string& name, const char* what) {
+  for (std::size_t i = 0; i < N; ++i)
+    if (name == names[i]) return static_cast<int>(i);
+  throw std::invalid_argument(text("there is no ", what, " '", name, "' here"));
+}
+
+Pace pace_of(const std::string& name) {
+  return static_cast<Pace>(index_of(std::array{"any", "one_task"}, name, "pace"));
+}
+
+py::object words(const std::string& said) {
+  return said.empty() ? py::object(py::none()) : py::object(py::str(said));
+}
+
+py::list tuples_of(const Schedule& schedule) {
+  py::list all;
+  for (const Issue& issue : schedule) {
+    py::list tasks;
+    for (Place p : issue.tasks) tasks.append(py::make_tuple(p.rank, p.index));
+    all.append(py::make_tuple(issue.stream, tasks, issue.after, issue.recorded));
+  }
+  return all;
+}
+
+Placement placement_of(const std::vector<SeatTuple>& seats, int streams, int hub) {
+  Placement at{{}, streams, hub};
+  for (const auto& [caller, worker, sender, receiver] : seats)
+    at.seats.push_back({caller, worker, sender, receiver});
+  return at;
+}
+
+auto rehearsal(const Plan& plan, bool in_place, const std::vector<Device>& devices,
+               const std::string& pace, bool callers_apart, const std::string& workers, bool lanes,
+               bool hub, bool peers, int pieces, const std::string& dtype, const std::string& op,
+               int bindings) {
+  return std::make_unique<Rehearsal>(
+      Scene{.plan = plan,
+            .in_place = in_place,
+            .pace = pace_of(pace),
+            .devices = devices,
+            .callers_apart = callers_apart,
+            .workers = static_cast<Workers>(
+                index_of(std::array{"callers", "devices", "ranks"}, workers, "kind of workers")),
+            .lanes = lanes,
+            .hub = hub,
+            .peers = peers,
+            .pieces = pieces,
+            .dtype = static_cast<DType>(index_of(kDTypeNames, dtype, "dtype")),
+            .op = static_cast<ReduceOp>(index_of(kReduceOpNames, op, "op")),
+            .bindings = bindings});
+}
+
+py::dict counts(const FakeCuda& cuda) {
+  const FakeCuda::Counts& c = cuda.counts();
+  py::dict all;
+  all["launches"] = c.launches;
+  all["rows"] = c.rows;
+  all["copies"] = c.copies;
+  all["records"] = c.records;
+  all["waits"] = c.waits;
+  all["events"] = c.events;
+  all["alive"] = c.alive;
+  all["synchronizations"] = c.synchronizations;
+  return all;
+}
+
+// Waits whose absence nobody notices.
+std::vector<int> missed(const Rehearsal& r) {
+  const StreamJudge judge = r.judge();
+  std::vector<int> found;
+  for (int i = 0; i < judge.waits(); ++i)
+    if (judge.race(i).empty()) found.push_back(i);
+  return found;
+}
+
+void bind_rehearsal(py::module_& m) {
+  py::class_<Rehearsal>(m, "Rehearsal")
+      .def(py::init(&rehearsal), py::arg("plan"), py::arg("in_place"), py::arg("devices"),
+           py::kw_only(), py::arg("pace") = "any", py::arg("callers_apart") = false,
+           py::arg("workers") = "devices", py::arg("lanes") = false, py::arg("hub") = false,
+           py::arg("peers") = true, py::arg("pieces") = 1, py::arg("dtype") = "float32",
+           py::arg("op") = "sum", py::arg("bindings") = 1)
+      .def("run", &Rehearsal::run, py::arg("calls") = 1, py::arg("capture") = false)
+      .def(
+          "fail_launch", [](Rehearsal& r, int in) { r.cuda().fail_launch(in); }, py::arg("after"))
+      .def_property_readonly("race", [](const Rehearsal& r) { return words(r.judge().race()); })
+      .def_property_readonly("waits", [](const Rehearsal& r) { return r.judge().waits(); })
+      .def("missed", &missed)
+      .def(
+          "mismatch", [](Rehearsal& r, int64_t seed) { return words(r.mismatch(seed)); },
+          py::arg("seed") = -1)
+      .def_property_readonly("counts", [](Rehearsal& r) { return counts(r.cuda()); })
+      .def_property_readonly("plan", [](const Rehearsal& r) { return r.compiled().plan; })
+      .def_property_readonly("levels",
+                             [](const Rehearsal& r) { return r.compiled().levels.size(); });
+}
+
+Launch launch_of(const std::vector<RowTuple>& rows) {
+  auto pointers = [](const std::vector<uintptr_t>& at) {
+    std::vector<std::byte*> all;
+    for (uintptr_t p : at) all.push_back(reinterpret_cast<std::byte*>(p));
+    return all;
+  };
+  Launch launch{{}, DType::u8, ReduceOp::sum, {}};
+  for (const auto& [dsts, srcs, count] : rows)
+    launch.rows.push_back({pointers(dsts), pointers(srcs), std::vector<std::ptrdiff_t>(dsts.size()),
+                           std::vector<std::ptrdiff_t>(srcs.size()), count});
+  return launch;
+}
+
+void copy_bytes(FakeCuda& cuda, Stream stream, std::pair<uintptr_t, Device> dst,
+                std::pair<uintptr_t, Device> src, std::size_t bytes) {
+  cuda.copy(stream, {.dst = reinterpret_cast<std::byte*>(dst.first),
+                     .src = reinterpret_cast<const std::byte*>(src.first),
+                     .dst_pitch = 0,
+                     .src_pitch = 0,
+                     .bytes = bytes,
+                     .rows = 1,
+                     .dst_device = dst.second,
+                     .src_device = src.second});
+}
+
+void bind_fake(py::module_& m) {
+  py::class_<Stream>(m, "FakeStream").def_readonly("device", &Stream::device);
+  py::class_<Event>(m, "FakeEvent").def_readonly("device", &Event::device);
+  py::class_<FakeCuda>(m, "FakeCuda")
+      .def(py::init<int>(), py::arg("devices"))
+      .def("set_device", &FakeCuda::set_device)
+      .def("current_device", &FakeCuda::current_device)
+      .def("stream", &FakeCuda::make_stream, py::arg("device"))
+      .def("default_stream", [](const FakeCuda&, Device device) { return Stream{device}; })
+      .def("event", &FakeCuda::create_event, py::arg("device"))
+      .def("destroy", &FakeCuda::destroy_event)
+      .def("record", &FakeCuda::record)
+      .def("wait", &FakeCuda::wait)
+      .def("connect", &FakeCuda::connect, py::arg("device"), py::arg("of"))
+      .def(
+          "allocate",
+          [](FakeCuda& c, const std::string& kind, Device device, std::size_t bytes) {
+            const auto k = index_of(std::array{"device", "pinned", "pageable"}, kind, "memory");
+            return reinterpret_cast<uintptr_t>(
+                c.allocate(static_cast<MemoryKind>(k), device, bytes));
+          },
+          py::arg("kind"), py::arg("device"), py::arg("bytes"))
+      .def("launch", [](FakeCuda& c, Stream s,
+                        const std::vector<RowTuple>& rows) { c.launch(s, launch_of(rows)); })
+      .def("copy", &copy_bytes, py::arg("stream"), py::arg("dst"), py::arg("src"), py::arg("bytes"))
+      .def("is_capturing", &FakeCuda::is_capturing)
+      .def("synchronize", &FakeCuda::synchronize)
+      .def("begin_capture", &FakeCuda::begin_capture)
+      .def("end_capture", &FakeCuda::end_capture)
+      .def("begin_call", &FakeCuda::begin_call)
+      .def_property_readonly(
+          "race", [](const FakeCuda& c) { return words(StreamJudge(c.trace()).race()); });
+}
+
+}  // namespace
+
+void bind_streams(py::module_& m) {
+  bind_rehearsal(m);
+  bind_fake(m);
+  m.def(
+      "stage",
+      [](const Plan& plan, bool in_place, std::vector<bool> on_host,
+         std::vector<std::vector<bool>> directly, int pieces) {
+        return stage(plan, in_place, {std::move(on_host), std::move(directly)}, pieces);
+      },
+      py::arg("plan"), py::arg("in_place"), py::arg("on_host"), py::arg("directly"),
+      py::arg("pieces") = 1);
+  m.def(
+      "schedule",
+      [](const Plan& plan, bool in_place, const std::string& pace,
+         const std::vector<SeatTuple>& seats, int streams, int hub) {
+        return tuples_of(
+            schedule(compile(plan, in_place, pace_of(pace)), placement_of(seats, streams, hub)));
+      },
+      py::arg("plan"), py::arg("in_place"), py::arg("pace"), py::arg("seats"), py::arg("streams"),
+      py::arg("hub") = kNoHub);
+}
+
+}  // namespace pycollect

@@ -1,0 +1,265 @@
+// The answers of a build with CUDA: torch's streams and memory, and who reaches whom, for the
+// executor.
+#include "../gpus.h"
+
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/PeerToPeerAccess.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <map>
+#include <mutex>
+
+#include "../../cuda/executor.h"
+#include "../../cuda/launch.h"
+#include "../../plan/error.h"
+#include "../../plan/stage.h"
+#include "../threads.h"
+
+namespace pycollect {
+namespace {
+
+using Devices = std::vector<at::Device>;
+using c10::cuda::CUDAStream;
+
+thread_local bool stage_all_ = false;
+
+cuda::Executor& executor() {
+  static cuda::Executor& it =
+      *new cuda::Executor(cuda::cuda_runtime());  // outlives main, as CUDA does
+  return it;
+}
+
+bool reaches(at::Device from, at::Device to) {
+  if (from == to) return !stage_all_;
+  return !stage_all_ && at::cuda::get_p2p_access(from.index(), to.index());
+}
+
+// A rank on the host executes nothing, and is reached by copies.
+Reach reach_of(const Devices& devices) {
+  Reach reach{{}, std::vector(devices.size(), std::vector<bool>(devices.size()))};
+  for (std::size_t r = 0; r < devices.size(); ++r) {
+    reach.on_host.push_back(devices[r].is_cpu());
+    for (std::size_t of = 0; of < devices.size(); ++of)
+      reach.directly[r][of] = r == of || (!devices[r].is_cpu() && !devices[of].is_cpu() &&
+                                          reaches(devices[r], devices[of]));
+  }
+  return reach;
+}
+
+struct StagedKey {
+  const Algorithm* algorithm;
+  int world, root, pieces;
+  bool in_place;
+  std::vector<bool> reach;
+  auto operator<=>(const StagedKey&) const = default;
+};
+
+std::shared_ptr<const Compiled> staged(const Choice& choice, const Situation& s, Rank root,
+                                       const Devices& devices) {
+  static std::mutex mutex;
+  static auto& kept = *new std::map<StagedKey, std::shared_ptr<const Compiled>>;
+  const Reach reach = reach_of(devices);
+  StagedKey key{choice.algorithm, s.world, root, choice.pieces, s.in_place, reach.on_host};
+  for (const auto& row : reach.directly) key.reach.insert(key.reach.end(), row.begin(), row.end());
+  const std::lock_guard lock(mutex);
+  auto& plan = kept[key];
+  if (plan == nullptr) {
+    const Plan whole = (*choice.algorithm)({s.world, root, choice.pieces});
+    // A pipeline has its pieces already.
+    const int pieces = whole.chunks >= choice.pieces ? 1 : choice.pieces;
+    plan = std::make_shared<const Compiled>(compile(stage(whole, s.in_place, reach, pieces),
+                                                    s.in_place, Pace::one_task, choice.algorithm));
+  }
+  return plan;
+}
+
+// Streams of ours: high priority, and none of the callers'. One for each rank of a device where the
+// caller named the algorithm, so that virtual ranks are as far apart as devices are.
+CUDAStream lane(c10::DeviceIndex device, std::size_t number) {
+  static std::mutex mutex;
+  static auto& kept = *new std::map<c10::DeviceIndex, std::vector<CUDAStream>>;
+  const std::lock_guard lock(mutex);
+  auto& lanes = kept[device];
+  while (lanes.size() <= number) lanes.push_back(c10::cuda::getStreamFromPool(true, device));
+  return lanes[number];
+}
+
+cuda::Stream plain(const CUDAStream& s) { return {s.device_index(), s.stream()}; }
+
+// The streams that stand for the ranks' callers.
+std::vector<CUDAStream> callers_of(const Job& job) {
+  std::vector<CUDAStream> callers;
+  c10::DeviceIndex first = -1;
+  for (at::Device d : job.devices)
+    if (first < 0 && !d.is_cpu()) first = d.index();
+  for (std::size_t r = 0; r < job.devices.size(); ++r) {
+    const auto device = job.devices[r].is_cpu() ? first : job.devices[r].index();
+    const bool named = r < job.streams.size() && job.streams[r].has_value();
+    callers.push_back(named ? CUDAStream(*job.streams[r])
+                            : c10::cuda::getCurrentCUDAStream(device));
+  }
+  return callers;
+}
+
+bool all_alike(const Job& job, const std::vector<CUDAStream>& callers) {
+  return std::all_of(job.devices.begin(), job.devices.end(),
+                     [&](at::Device d) { return d == job.devices[0]; }) &&
+         std::all_of(callers.begin(), callers.end(),
+                     [&](const CUDAStream& s) { return s == callers[0]; });
+}
+
+cuda::Posts posts_of(const Job& job, const Part& part, const std::vector<CUDAStream>& callers) {
+  const bool on_the_spot = !part.named && all_alike(job, callers) && !stage_all_;
+  cuda::Posts posts;
+  std::map<c10::DeviceIndex, std::size_t> used;
+  for (std::size_t r = 0; r < job.devices.size(); ++r) {
+    const auto device = callers[r].device_index();
+    const std::size_t number = part.named ? used[device]++ : 0;
+    const cuda::Stream caller = plain(callers[r]);
+    const cuda::Stream worker = on_the_spot ? caller : plain(lane(device, number));
+    posts.ranks.push_back({.device = job.devices[r].is_cpu() ? cuda::kHost : device,
+                           .caller = caller,
+                           .worker = worker,
+                           .sender = worker,
+                           .receiver = worker});
+    posts.host_waits |= job.devices[r].is_cpu();
+  }
+  return posts;
+}
+
+// torch may give the memory to somebody else only when our streams are done with it.
+void keep_until_done(const at::Tensor& t, const cuda::Stream& s) {
+  const CUDAStream stream = c10::cuda::getStreamFromExternal(
+      static_cast<cudaStream_t>(s.handle), static_cast<c10::DeviceIndex>(s.device));
+  if (t.is_cuda() && t.device().index() == s.device)
+    c10::cuda::CUDACachingAllocator::recordStream(t.storage().data_ptr(), stream);
+  else if (t.is_cpu() && t.is_pinned())
+    at::getHostAllocator(at::kCUDA)->record_event(
+        t.data_ptr(), t.storage().data_ptr().get_context(), stream.unwrap());
+}
+void keep_until_done(const Job& job, const cuda::Posts& posts) {
+  for (const Tensors* list : {&job.held, &job.results})
+    for (const at::Tensor& t : *list)
+      for (const cuda::Post& p : posts.ranks)
+        if (t.numel() > 0 && !(p.worker == p.caller)) keep_until_done(t, p.worker);
+}
+
+void check_host_ranks(const Job& job) {
+  for (const Part& p : job.parts)
+    for (const Step& step : p.compiled->plan.steps) {
+      if (step.srcs.size() == 1) continue;
+      for (const Tensors* list : {&job.held, &job.results})
+        for (const at::Tensor& t : *list)
+          require(
+              t.is_cuda() || t.numel() == 0 || t.is_pinned(),
+              "a reduction over GPUs and the CPU reads and writes the CPU's tensors from a GPU; "
+              "pin them with .pin_memory()");
+      return;
+    }
+}
+
+class GpuWork : public Work {
+ public:
+  GpuWork(Job job, std::vector<CUDAStream> sides) : Work(job.results), job_(std::move(job)) {
+    for (const CUDAStream& s : sides) {
+      events_.emplace_back(cudaEventDisableTiming);
+      events_.back().record(s);
+    }
+  }
+
+  bool wait(std::optional<double> seconds) override {
+    if (seconds && !finished_within(*seconds)) return false;
+    for (at::cuda::CUDAEvent& e : events_)
+      e.block(c10::cuda::getCurrentCUDAStream(e.device_index()));
+    return true;
+  }
+  bool is_completed() override {
+    return std::all_of(events_.begin(), events_.end(), [](const auto& e) { return e.query(); });
+  }
+  std::exception_ptr exception() override {
+    return nullptr;
+  }  // what goes wrong is thrown at the call
+
+ private:
+  bool finished_within(double seconds);
+
+  Job job_;
+  std::vector<at::cuda::CUDAEvent> events_;
+};
+
+bool GpuWork::finished_within(double seconds) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  while (!is_completed()) {
+    if (std::chrono::steady_clock::now() >= end) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  return true;
+}
+
+void issue(const Job& job, const std::vector<CUDAStream>& callers) {
+  check_host_ranks(job);
+  for (const Part& p : job.parts) {
+    const cuda::Posts posts = posts_of(job, p, callers);
+    keep_until_done(job, posts);
+    executor().run({*p.compiled, p.bindings, p.dtype, p.op, p.options}, posts);
+  }
+  for (const auto& [dst, src] : job.transposes) lay(dst, src);
+}
+
+}  // namespace
+
+bool has_cuda() { return true; }
+bool serves(const at::Device& device) { return device.is_cpu() || device.is_cuda(); }
+
+bool stage_all(bool on) { return std::exchange(stage_all_, on); }
+
+Ground ground_of(const Devices& devices) {
+  if (stage_all_) return Ground::staged;
+  if (std::all_of(devices.begin(), devices.end(), [&](at::Device d) { return d == devices[0]; }))
+    return Ground::shared;
+  for (at::Device from : devices)
+    for (at::Device to : devices)
+      if (from.is_cpu() || to.is_cpu() || !reaches(from, to)) return Ground::staged;
+  return Ground::peers;
+}
+
+std::shared_ptr<const Compiled> compiled_for(const Choice& choice, const Situation& s, Rank root,
+                                             const Devices& devices) {
+  if (s.ground == Ground::staged) return staged(choice, s, root, devices);
+  return compiled(*choice.algorithm, {s.world, root, choice.pieces}, s.in_place);
+}
+
+at::Tensor new_bytes_on_gpu(int64_t bytes, at::Device device) {
+  return at::empty({bytes}, at::TensorOptions(at::kByte).device(device));
+}
+at::Tensor new_pinned_bytes(int64_t bytes) {
+  return at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(true));
+}
+
+void run_on_gpus(const Job& job) { issue(job, callers_of(job)); }
+
+std::shared_ptr<Work> enqueue_on_gpus(Job job) {
+  // Streams beside the callers' take their place, one for each, and only `wait` joins them again.
+  constexpr std::size_t kSideLanes = 16;  // far from the lanes that ranks work on
+  std::vector<CUDAStream> callers = callers_of(job), sides;
+  for (CUDAStream& s : callers) {
+    const CUDAStream side = lane(s.device_index(), kSideLanes);
+    at::cuda::CUDAEvent ready(cudaEventDisableTiming);
+    ready.record(s);
+    ready.block(side);
+    s = side;
+    if (std::find(sides.begin(), sides.end(), side) == sides.end()) sides.push_back(side);
+  }
+  for (const Tensors* list : {&job.held, &job.results})
+    for (const at::Tensor& t : *list)
+      if (t.is_cuda() && t.numel() > 0)
+        c10::cuda::CUDACachingAllocator::recordStream(t.storage().data_ptr(),
+                                                      lane(t.device().index(), kSideLanes));
+  issue(job, callers);
+  return std::make_shared<GpuWork>(std::move(job), std::move(sides));
+}
+
+}  // namespace pycollect

@@ -1,0 +1,225 @@
+"""scatter, gather, replicate and copy_ between host memory, pinned or not, and GPUs.
+
+What the caller may rely on: after a call, or a Work's wait(), host memory that was written holds
+the result and host memory that was read may be written again; GPU memory follows its stream.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from homes import GPU, MARKS, STANDS_IN, VIRTUAL, several_gpus
+from reference import DTYPES, assert_same, expected, place, randoms, short
+
+import pycollect as pc
+
+pytestmark = MARKS
+
+# One row, less than a row a rank, ragged, and more than any staging buffer holds.
+SHAPES = [(1, 3), (3, 5), (1001, 7), (70_001, 3)] + [(9_000_001, 2)] * (not STANDS_IN)
+KINDS = ("pageable", "pinned", "gpu")
+WORLDS = (1, 2, 3, 8)
+
+
+def made(values, kind, layout="contiguous"):
+    """The values in memory of that kind, in that layout."""
+    if kind == "gpu":
+        base = place(values, layout)
+        whole = base if base._base is None else base._base
+        there = whole.to(GPU, copy=True)
+        return there.as_strided(base.size(), base.stride(), base.storage_offset())
+    placed = place(values, layout)
+    if kind == "pageable" or STANDS_IN:
+        return placed
+    whole = placed if placed._base is None else placed._base
+    pinned = whole.pin_memory()
+    return pinned.as_strided(placed.size(), placed.stride(), placed.storage_offset())
+
+
+def busy():
+    """Keep the current stream busy for 10 ms or so: who does not wait for it is seen."""
+    if not STANDS_IN:
+        torch.cuda._sleep(20_000_000)
+
+
+def ranks(world):
+    return [GPU] * world
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_scatter(kind, shape, dim):
+    values = randoms(1, shape, torch.int32)[0]
+    for world in WORLDS:
+        wanted = list(values.tensor_split(world, dim))
+        source = made(values, kind)
+        busy()
+        got = pc.scatter(source, ranks(world), dim=dim)
+        source.zero_()  # ours again: on the host at once, on the GPU in the order of the stream
+        assert [g.device for g in got] == [torch.device(GPU)] * world
+        assert_same([g.cpu() for g in got], wanted, f"world {world}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_scatter_of_every_dtype_and_layout(kind, dtype):
+    values = randoms(1, (37, 11), dtype)[0]
+    for layout in ("misaligned", "transposed", "columns", "every_other"):
+        for dim in (0, 1):
+            source = made(values, kind, layout)
+            got = pc.scatter(source, ranks(3), dim=dim)
+            assert_same([g.cpu() for g in got], list(values.tensor_split(3, dim)), layout)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scatter_takes_chunk_sizes_out_and_async(kind):
+    values = randoms(1, (50_000, 6), torch.float32)[0]
+    sizes = [49_000, 0, 1_000]
+    wanted = list(values.split(sizes))
+    out = [torch.zeros_like(w, device=GPU) for w in wanted]
+    for later in (False, True):
+        source = made(values, kind)
+        busy()
+        got = pc.scatter(source, ranks(3), chunk_sizes=sizes, out=out, async_op=later)
+        got = got.wait() if later else got
+        source.zero_()
+        assert all(g is o for g, o in zip(got, out, strict=True))
+        assert_same([g.cpu() for g in got], wanted, f"async {later}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_scatters_share_the_staging_buffers(kind):
+    many = [randoms(1, (100_000 + i,), torch.int32, seed=i)[0] for i in range(20)]
+    sources = [made(v, kind) for v in many]
+    busy()
+    works = [pc.scatter(s, ranks(4), async_op=True) for s in sources]
+    for values, work in zip(many, works, strict=True):
+        assert_same([g.cpu() for g in work.wait()], list(values.tensor_split(4)))
+
+
+def test_scatter_over_gpus_and_the_cpu():
+    values = randoms(1, (999, 5), torch.float32)[0]
+    homes = [GPU, "cpu", GPU]
+    for kind in KINDS:
+        busy()
+        got = pc.scatter(made(values, kind), homes)
+        assert [g.device for g in got] == [torch.device(h) for h in homes]
+        assert_same([got[1]], [values.tensor_split(3)[1]], f"{kind}: on the host, at once")
+        assert_same([g.cpu() for g in got], list(values.tensor_split(3)), kind)
+
+
+@pytest.mark.parametrize("source", KINDS)
+@pytest.mark.parametrize("target", KINDS)
+@pytest.mark.parametrize("later", [False, True], ids=["blocking", "async"])
+def test_copy_in_every_direction(source, target, later):
+    for shape in ((1,), (100_003,), *SHAPES):
+        values = randoms(1, shape, torch.int32)[0]
+        src, dst = made(values, source), made(torch.zeros_like(values), target)
+        busy()
+        work = pc.copy_(dst, src, async_op=later)
+        if later:
+            assert work.wait() is None
+        src.zero_()
+        got = dst.clone() if target != "gpu" else dst  # before anything synchronizes
+        assert_same([got.cpu()], [values], shape)
+
+
+@pytest.mark.parametrize("source", KINDS)
+@pytest.mark.parametrize("target", KINDS)
+def test_copy_between_any_two_layouts(source, target):
+    for dtype in (torch.float32, torch.bool, torch.complex128, torch.float8_e5m2):
+        values = randoms(1, (33, 20), dtype)[0]
+        for there in ("contiguous", "misaligned", "transposed", "columns", "every_other"):
+            for here in ("contiguous", "transposed", "every_other"):
+                dst = made(torch.zeros_like(values), target, there)
+                pc.copy_(dst, made(values, source, here))
+                assert_same([dst.cpu()], [values], f"{dtype}, {here} to {there}")
+
+
+def test_copies_follow_one_another():
+    values = randoms(1, (400_003,), torch.int32)[0]
+    src = made(values, "gpu")
+    for _ in range(10):
+        first, second, host = torch.zeros_like(src), torch.zeros_like(src), torch.zeros_like(values)
+        busy()
+        pc.copy_(first, src, async_op=True)
+        pc.copy_(second, first, async_op=True)
+        pc.copy_(host, second)
+        assert_same([host], [values])
+
+
+def test_an_async_copy_holds_what_it_reads():
+    values = randoms(1, (1_000_003,), torch.int32)[0]
+    for kind in KINDS:
+        for target in KINDS:
+            src, dst = made(values, kind), made(torch.zeros_like(values), target)
+            busy()
+            work = pc.copy_(dst, src, async_op=True)
+            del src
+            spoilers = [made(torch.zeros_like(values), k) for k in KINDS]
+            work.wait()
+            assert_same([dst.cpu()], [values], f"{kind} to {target}")
+            del spoilers
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_gather_to_the_host_and_to_a_gpu(dim):
+    values = randoms(3, (501, 7), torch.int64)
+    for place_of in (ranks(3), [GPU, "cpu", GPU]):
+        tensors = [v.to(d) for v, d in zip(values, place_of, strict=True)]
+        for device in (None, "cpu", GPU):
+            busy()
+            got = pc.gather(tensors, device, dim=dim)
+            assert got.device == torch.device(device or place_of[0])
+            got = got.clone()
+            assert_same([got.cpu()], [torch.cat(values, dim)], f"{place_of} to {device}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replicate_from_anywhere(kind):
+    values = [randoms(1, s, torch.float32)[0] for s in ((20, 1, 3, 3), (), (100_003,), (0, 4))]
+    sources = [made(v, kind) for v in values]
+    busy()
+    copies = pc.replicate(sources, [GPU, "cpu", GPU])
+    for source in sources:
+        source.zero_()
+    assert_same(copies[1], values, "on the host, at once")
+    for mine, device in zip(copies, (GPU, "cpu", GPU), strict=True):
+        assert {t.device for t in mine} == {torch.device(device)}
+        assert_same([t.cpu() for t in mine], values)
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "all_gather"])
+def test_ranks_on_the_host_have_their_result_on_return(collective):
+    values = randoms(3, (200_003,), torch.int32)
+    homes = [GPU, "cpu", GPU]
+    for _ in range(5):
+        tensors = [v.to(h, copy=True) for v, h in zip(values, homes, strict=True)]
+        busy()
+        got = getattr(pc, collective)(tensors) or tensors
+        assert_same([got[1].clone()], expected(collective, values)[1:2])
+        assert_same([g.cpu() for g in got], expected(collective, values))
+
+
+@pytest.mark.cuda
+def test_copies_between_gpus():
+    first, second = several_gpus()[:2]
+    for shape in SHAPES:
+        values = randoms(1, shape, torch.int32)[0]
+        for api in (pc, pc.Communicator([first, second], peer_access=False)):
+            src = values.to(first)
+            dst = torch.zeros_like(src, device=second)
+            with torch.cuda.device(first):
+                busy()
+            api.copy_(dst, src)
+            src.zero_()  # its stream must wait until it has been read
+            assert_same([dst.cpu()], [values], shape)
+
+
+def test_pinned_and_pageable_scatter_of_a_communicator():
+    values = randoms(1, (77_777,), torch.float16)[0]
+    communicator = pc.Communicator(VIRTUAL.devices(4), peer_access=False)
+    for kind in KINDS:
+        got = communicator.scatter(made(values, kind))
+        assert_same([g.cpu() for g in got], list(values.tensor_split(4)), kind)

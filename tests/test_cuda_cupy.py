@@ -1,0 +1,117 @@
+"""CuPy arrays on CuPy's own stream: ordered before and after, though torch does not know it.
+
+DLPack hands a consumer's stream to the producer, which orders the entry; the exit is the library's.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference import assert_same, expected, left_fold, randoms
+
+import pycollect as pc
+
+pytestmark = pytest.mark.cuda
+
+COUNT = 500_009
+
+
+@pytest.fixture
+def cupy():
+    return pytest.importorskip("cupy", reason="needs CuPy: pip install 'pycollect[cuda13]'")
+
+
+def arrays_of(cupy, values):
+    return [cupy.asarray(v.numpy()) for v in values]
+
+
+def tensors_of(cupy, arrays):
+    return [torch.from_numpy(cupy.asnumpy(a)) for a in arrays]
+
+
+def late(stream, cycles=20_000_000):
+    """Keep CuPy's stream busy for 10 ms or so."""
+    with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
+        torch.cuda._sleep(cycles)
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce", "broadcast"])
+def test_arrays_are_written_in_place(cupy, collective):
+    for world in (1, 2, 5):
+        values = randoms(world, (1001, 3), torch.float32)
+        arrays = arrays_of(cupy, values)
+        assert getattr(pc, collective)(arrays) is None
+        assert_same(tensors_of(cupy, arrays), expected(collective, values))
+
+
+@pytest.mark.parametrize("algorithm", [None, *pc.algorithms()])
+def test_work_on_a_stream_of_cupys_is_ordered_before_and_after(cupy, algorithm):
+    values = randoms(3, (COUNT,), torch.int32)
+    base = arrays_of(cupy, values)
+    arrays = [cupy.zeros_like(b) for b in base]
+    copies = [cupy.zeros_like(b) for b in base]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    for _ in range(5):
+        with stream:
+            late(stream)
+            for a, b in zip(arrays, base, strict=True):
+                a[...] = b
+            pc.all_reduce(arrays, algorithm=algorithm)
+            for c, a in zip(copies, arrays, strict=True):
+                c[...] = a
+                a.fill(-7)
+        stream.synchronize()
+        assert_same(tensors_of(cupy, copies), [left_fold(values, "sum")] * 3)
+
+
+def test_arrays_of_streams_of_their_own(cupy):
+    values = randoms(3, (COUNT,), torch.int32)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in values]
+    base = arrays_of(cupy, values)
+    arrays = [cupy.zeros_like(b) for b in base]
+    cupy.cuda.Device().synchronize()
+    for stream, a, b in zip(streams, arrays, base, strict=True):
+        with stream:
+            late(stream)
+            a[...] = b
+    ours = [torch.cuda.ExternalStream(s.ptr) for s in streams]
+    pc.all_reduce(arrays, streams=ours, algorithm="two_shot")
+    for stream in streams:
+        stream.synchronize()
+    assert_same(tensors_of(cupy, arrays), [left_fold(values, "sum")] * 3)
+
+
+def test_arrays_as_inputs_and_outputs(cupy):
+    values = randoms(3, (60, 7), torch.float32)
+    arrays = arrays_of(cupy, values)
+    for collective in ("all_gather", "reduce_scatter", "all_to_all"):
+        wanted = expected(collective, values)
+        got = getattr(pc, collective)(arrays)
+        assert_same([g.cpu() for g in got], wanted, collective)
+        out = [cupy.zeros(tuple(w.shape), cupy.float32) for w in wanted]
+        getattr(pc, collective)(arrays, out=out)
+        assert_same(tensors_of(cupy, out), wanted, f"{collective}, out")
+    chunks = pc.scatter(arrays[0], "cuda:0*3")
+    assert_same([c.cpu() for c in chunks], list(values[0].tensor_split(3)))
+
+
+def test_arrays_and_tensors_mixed(cupy):
+    values = randoms(3, (4_001,), torch.int32)
+    mixed = [*arrays_of(cupy, values[:1]), values[1].cuda(), *arrays_of(cupy, values[2:])]
+    pc.all_reduce(mixed)
+    got = [*tensors_of(cupy, mixed[:1]), mixed[1].cpu(), *tensors_of(cupy, mixed[2:])]
+    assert_same(got, [left_fold(values, "sum")] * 3)
+
+
+def test_an_async_work_holds_the_arrays(cupy):
+    values = randoms(3, (COUNT,), torch.int32)
+    wanted = expected("all_gather", values)
+    for _ in range(5):
+        arrays = arrays_of(cupy, values)
+        torch.cuda._sleep(20_000_000)
+        work = pc.all_gather(arrays, async_op=True)
+        del arrays
+        spoilers = [cupy.full(COUNT, 7, cupy.int32) for _ in range(9)]
+        assert_same([g.cpu() for g in work.wait()], wanted)
+        del spoilers

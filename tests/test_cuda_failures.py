@@ -1,0 +1,189 @@
+"""What goes wrong leaves the library usable: bad arguments, missing devices, no memory left.
+
+The table of test_arguments.py comes again with its tensors on the GPU: the same refusals.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from homes import GPU, MARKS, STAGED, STANDS_IN, VIRTUAL, Trip, several_gpus
+from reference import assert_same, left_fold, randoms
+from test_arguments import CASES
+
+import pycollect as pc
+
+pytestmark = MARKS
+HERE = torch.device(GPU)
+
+
+def still_works():
+    values = randoms(3, (1001,), torch.int32)
+    for algorithm in (None, *pc.algorithms()):
+        tensors = [v.to(GPU, copy=True) for v in values]
+        pc.all_reduce(tensors, algorithm=algorithm)
+        assert_same([t.cpu() for t in tensors], [left_fold(values, "sum")] * 3, algorithm)
+
+
+# --- bad arguments --------------------------------------------------------------------------------
+
+
+def tensors_in(value):
+    """All tensors and arrays somewhere in the arguments."""
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in tensors_in(v)]
+    return [value] if isinstance(value, (torch.Tensor, np.ndarray)) else []
+
+
+def on_gpu(args, trip):
+    """The arguments with tensors and devices of the CPU replaced."""
+    if isinstance(args, str):
+        return args.replace("cpu", GPU)
+    if isinstance(args, torch.device):
+        return HERE
+    if isinstance(args, (list, tuple)) and not tensors_in(args):
+        return type(args)(on_gpu(a, trip) for a in args)
+    return trip.there(args, HERE)
+
+
+def on_gpus(case):
+    """Can the case be told on a GPU? Not if it is about arrays of NumPy, or a CPU's communicator."""
+    call, make, _, words, _ = case.values
+    args, options = make()
+    arrays = any(isinstance(t, np.ndarray) for t in tensors_in([args, list(options.values())]))
+    return not arrays and "CPU" not in words and not hasattr(call, "__self__")
+
+
+@pytest.mark.parametrize(
+    ("call", "make", "error", "words", "later"), [case for case in CASES if on_gpus(case)]
+)
+def test_refused_before_anything_moves(call, make, error, words, later):
+    args, options = make()
+    trip = Trip()
+    args = [on_gpu(a, trip) for a in args]
+    options = {k: on_gpu(v, trip) for k, v in options.items()}
+    if later:
+        options["async_op"] = True
+    watched = [t for t in tensors_in([args, list(options.values())]) if not t.is_meta]
+    watched = [t for t in watched if t.layout == torch.strided]
+    before = [(t.untyped_storage().cpu().tolist(), t._version) for t in watched]
+    with pytest.raises(error, match=f"(?s){words}"):
+        call(*args, **options)
+    after = [(t.untyped_storage().cpu().tolist(), t._version) for t in watched]
+    assert after == before, "a refused call changed a tensor"
+
+
+def test_after_all_those_refusals_everything_works():
+    still_works()
+
+
+# --- devices that do not fit ----------------------------------------------------------------------
+
+
+def test_devices_that_are_not_there():
+    x = torch.ones(4, device=GPU)
+    count = torch.cuda.device_count()
+    missing = f"cuda:{count}"
+    for call in (
+        lambda: pc.Communicator([GPU, missing]),
+        lambda: pc.scatter(x, [GPU, missing]),
+        lambda: pc.replicate([x], [missing]),
+        lambda: pc.gather([x, x], missing),
+        lambda: pc.barrier([missing]),
+        lambda: pc.devices(f"{missing}*2"),
+    ):
+        with pytest.raises(ValueError, match=rf"{missing}|index {count}"):
+            call()
+    still_works()
+
+
+def test_tensors_that_are_not_where_a_communicator_is():
+    other = "meta" if STANDS_IN else "cpu"
+    communicator = pc.Communicator([GPU] * 2)
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
+        call = getattr(communicator, name)
+        with pytest.raises(ValueError, match=rf"rank 1 .*{other}"):
+            call([torch.ones(3, device=GPU), torch.ones(3, device=other)])
+        with pytest.raises(ValueError, match="3.*2"):
+            call([torch.ones(3, device=GPU) for _ in range(3)])
+    still_works()
+
+
+@pytest.mark.cuda
+def test_ranks_of_another_gpu_than_the_communicators():
+    first, second = several_gpus()[:2]
+    with pytest.raises(ValueError, match=f"rank 1 .*{second}"):
+        pc.Communicator([first, first]).all_reduce(
+            [torch.ones(3, device=first), torch.ones(3, device=second)]
+        )
+
+
+@pytest.mark.cuda
+def test_a_device_without_an_index_is_the_current_one():
+    current = torch.device("cuda", torch.cuda.current_device())
+    assert pc.Communicator(["cuda", "cuda"]).devices == [current] * 2
+    assert {c.device for c in pc.scatter(torch.ones(4), ["cuda"] * 2)} == {current}
+
+
+# --- no memory left -------------------------------------------------------------------------------
+
+
+def extremes(tensor):
+    """The least and the largest value, which takes no memory to find."""
+    return float(tensor.min()), float(tensor.max())
+
+
+@pytest.fixture
+def little_room():
+    """Leave 256 MiB for torch's allocator."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    room = torch.cuda.memory_reserved() + (256 << 20)
+    torch.cuda.set_per_process_memory_fraction(room / total)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("home", [VIRTUAL, STAGED], ids=lambda h: h.label)
+def test_out_of_memory_is_an_error_and_no_end(home, little_room):
+    api = home.api(4)
+    tensors = [torch.full((8 << 20,), float(r), device="cuda:0") for r in range(4)]  # 32 MiB each
+    kept = []
+    for _ in range(3):
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            api.all_gather(tensors)  # 512 MiB of results
+        kept.append(torch.cuda.memory_allocated())
+    assert kept[2] == kept[0], "a failed call keeps memory"
+    assert [extremes(t) for t in tensors] == [(float(r), float(r)) for r in range(4)]
+    api.all_reduce(tensors)
+    assert [extremes(t) for t in tensors] == [(6.0, 6.0)] * 4
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("algorithm", pc.algorithms())
+def test_no_memory_for_scratch_changes_no_input(algorithm, little_room):
+    tensors = [torch.full((12 << 20,), float(r), device="cuda:0") for r in range(4)]  # 48 MiB each
+    try:
+        pc.all_reduce(tensors, algorithm=algorithm)
+    except (torch.cuda.OutOfMemoryError, pc.CollectiveError):
+        assert [extremes(t) for t in tensors] == [(float(r), float(r)) for r in range(4)]
+    else:
+        assert [extremes(t) for t in tensors] == [(6.0, 6.0)] * 4
+    del tensors
+    still_works()
+
+
+@pytest.mark.cuda
+def test_out_of_memory_elsewhere_disturbs_nothing():
+    values = randoms(3, (100_003,), torch.int32)
+    tensors = [v.cuda() for v in values]
+    work = pc.all_reduce(tensors, async_op=True)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        torch.empty(1 << 45, device="cuda:0")
+    work.wait()
+    assert_same([t.cpu() for t in tensors], [left_fold(values, "sum")] * 3)
+    still_works()

@@ -1,0 +1,6 @@
+"""test_large.py again, with its ranks on GPUs."""
+
+import test_large
+from homes import HOMES, adopt
+
+globals().update(adopt(test_large, HOMES))
