@@ -99,6 +99,7 @@ def flags(environ: Mapping[str, str]) -> list[str]:
 def kernel_flags(environ: Mapping[str, str], architectures: list[str]) -> list[str]:
     """Return nvcc's flags; `architectures` is empty when TORCH_CUDA_ARCH_LIST decides."""
     chosen = ["-std=c++20", "-fmad=false", "-Xcompiler=-fvisibility=hidden", *architectures]
+    chosen.append("--expt-relaxed-constexpr")  # what both sides compute is written once, constexpr
     chosen += ["-O0", "-g"] if environ.get("PYCOLLECT_DEBUG") == "1" else ["-O3"]
     if environ.get("PYCOLLECT_WERROR") == "1":
         chosen.append("-Werror=all-warnings")

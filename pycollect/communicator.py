@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from . import collectives, exchange
+from . import _C, collectives, exchange
 from .collectives import TensorLike, Work, ranks_of
 from .devices import DeviceSpec
 from .devices import devices as resolve
@@ -26,7 +27,8 @@ def _bound(
     @functools.wraps(function)
     def method(self: Communicator, ranks: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
         self._check(ranks, function.__name__)
-        return function(ranks, *args, **kwargs)
+        with self._staging():
+            return function(ranks, *args, **kwargs)
 
     return method
 
@@ -38,7 +40,8 @@ def _placed(
 
     @functools.wraps(function)
     def method(self: Communicator, what: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return function(what, self.devices, *args, **kwargs)
+        with self._staging():
+            return function(what, self.devices, *args, **kwargs)
 
     return method
 
@@ -82,7 +85,8 @@ class Communicator:
 
     def copy_(self, dst: TensorLike, src: TensorLike, *, async_op: bool = False) -> Work | None:
         """As ``pycollect.copy_``."""
-        return collectives.copy_(dst, src, async_op=async_op)
+        with self._staging():
+            return collectives.copy_(dst, src, async_op=async_op)
 
     def barrier(self) -> None:
         """As ``pycollect.barrier``, over this communicator's devices."""
@@ -91,6 +95,15 @@ class Communicator:
     def __repr__(self) -> str:
         names = ", ".join(map(str, self.devices))
         return f"Communicator([{names}], peer_access={self.peer_access})"
+
+    @contextmanager
+    def _staging(self) -> Iterator[None]:
+        """Have this thread's calls go through the host if that was asked for."""
+        before = _C.stage_all(self.peer_access is False)
+        try:
+            yield
+        finally:
+            _C.stage_all(before)
 
     def _check(self, ranks: Any, call: str) -> None:
         """Refuse a list that does not fit; what is no list at all is refused further down."""

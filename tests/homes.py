@@ -152,7 +152,7 @@ class Relay:
             return functools.partial(self._collective, name)
         return getattr(pc, name)  # what moves nothing: algorithms, plan
 
-    def Communicator(self, devices: Any) -> Relay:  # noqa: N802
+    def Communicator(self, devices: Any) -> Relay:
         return self
 
     def barrier(self, devices: Any = ("cpu",)) -> None:

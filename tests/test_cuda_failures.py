@@ -48,7 +48,7 @@ def on_gpu(args, trip):
 
 
 def on_gpus(case):
-    """Can the case be told on a GPU? Not if it is about arrays of NumPy, or a CPU's communicator."""
+    """Can the case be told on a GPU? Not with arrays of NumPy or a CPU's communicator."""
     call, make, _, words, _ = case.values
     args, options = make()
     arrays = any(isinstance(t, np.ndarray) for t in tensors_in([args, list(options.values())]))
@@ -105,7 +105,7 @@ def test_tensors_that_are_not_where_a_communicator_is():
         call = getattr(communicator, name)
         with pytest.raises(ValueError, match=rf"rank 1 .*{other}"):
             call([torch.ones(3, device=GPU), torch.ones(3, device=other)])
-        with pytest.raises(ValueError, match="3.*2"):
+        with pytest.raises(ValueError, match=r"3.*2"):
             call([torch.ones(3, device=GPU) for _ in range(3)])
     still_works()
 

@@ -7,6 +7,7 @@ is refused leaves everything usable.
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -123,7 +124,7 @@ def test_eager_calls_between_replays_share_nothing_with_the_graph(home, algorith
 def test_a_graph_keeps_its_scratch_when_the_communicator_goes():
     communicator = pc.Communicator(["cuda:0"] * 4, peer_access=False)
     tensors = empties(4, 500_009)
-    graph, _ = capture(lambda: communicator.all_reduce(tensors, algorithm="two_shot"))
+    graph, _ = capture(partial(communicator.all_reduce, tensors, algorithm="two_shot"))
     del communicator
     gc.collect()
     torch.cuda.empty_cache()

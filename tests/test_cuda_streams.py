@@ -11,7 +11,7 @@ import functools
 import pytest
 import torch
 from delays import synchronize, wrong_elements
-from homes import GPU, HOMES, SEVERAL, STANDS_IN, VIRTUAL, several_gpus
+from homes import CPU, GPU, HOMES, SEVERAL, STANDS_IN, VIRTUAL, several_gpus
 from reference import IN_PLACE, assert_same, expected, left_fold, randoms
 
 import pycollect as pc
@@ -50,6 +50,20 @@ def test_late_streams_change_nothing(home, collective, algorithm, count, rounds)
 
 
 # --- what a broken library would do: the delays must see it ---------------------------------------
+
+
+def test_the_rounds_count_what_a_collective_leaves_undone():
+    def nothing(inputs, results, streams):
+        assert streams is None
+
+    def only_the_first(inputs, results, streams):
+        inputs[0].copy_(left_fold(inputs, "sum"))
+
+    cpus = CPU.devices(3)
+    assert wrong_elements("all_reduce", cpus, nothing, 100, 5) > 1400
+    assert 800 < wrong_elements("all_reduce", cpus, only_the_first, 100, 5) <= 1000
+    call = functools.partial(issue, pc, "all_reduce", None)
+    assert wrong_elements("all_reduce", cpus, call, 100, 5) == 0
 
 
 def without_entry(stream, inputs, results, streams):

@@ -43,9 +43,10 @@ struct Elements {
 
   using Factor = std::conditional_t<std::same_as<Acc, double>, double, float>;
 
-  // Worth more code: sums are what everybody asks for, and narrower elements are bound by the
-  // arithmetic, not by memory.
-  static constexpr bool kHot = std::same_as<Op, Avg> && sizeof(T) > 1;
+  // Worth more code: sums are what everybody asks for. Elements of a byte are bound by arithmetic,
+  // not by memory, and a division of eight bytes needs the registers.
+  static constexpr bool kHot =
+      std::same_as<Op, Avg> && sizeof(T) > 1 && !(std::integral<T> && sizeof(T) == 8);
 
   Factor inverse;
   int world;

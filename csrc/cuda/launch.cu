@@ -1,9 +1,8 @@
-// See launch.h. The kernel is a function of dtype and op, found in a table made from the type lists;
-// small tables have kernels of their own, because parameters are copied whole.
-#include "launch.h"
-
+// See launch.h. The kernel is a function of dtype and op, found in a table made from the type
+// lists; small tables have kernels of their own, because parameters are copied whole.
 #include "check.h"
 #include "kernels.h"
+#include "launch.h"
 #include "work.h"
 
 namespace pycollect::cuda {

@@ -13,10 +13,10 @@ using Word = std::conditional_t<
     kBytes == 1, uint8_t,
     std::conditional_t<kBytes == 2, uint16_t, std::conditional_t<kBytes == 4, uint32_t, uint64_t>>>;
 
-// The device's memory, in the order written. Every access is inline: left to itself nvcc 13.0 stores
-// a packet in four parts (eight for bf16), and may load through the cache that a kernel's own stores
-// do not reach, while a dst may be a src. For the host as well only because what calls it is
-// constexpr; the host never runs it.
+// The device's memory, in the order written. Every access is inline: left to itself nvcc 13.0
+// stores a packet in four parts (eight for bf16), and may load through the cache that a kernel's
+// own stores do not reach, while a dst may be a src. For the host as well only because what calls
+// it is constexpr; the host never runs it.
 struct Gpu {
   template <class V>
   __host__ __device__ __forceinline__ static V load(uint64_t at) {

@@ -1,11 +1,10 @@
 // The real Runtime: the executor's ten calls, made to CUDA. Keeps nothing but what the devices are.
-#include "runtime.h"
-
 #include <limits>
 #include <vector>
 
 #include "check.h"
 #include "launch.h"
+#include "runtime.h"
 
 namespace pycollect::cuda {
 namespace {
@@ -95,7 +94,9 @@ class CudaRuntime final : public Runtime {
     const auto bytes = static_cast<std::ptrdiff_t>(r.bytes);
     if (r.rows == 1 || (r.dst_pitch == bytes && r.src_pitch == bytes))
       return copy_line(handle(stream), r, 0, r.bytes * r.rows);
-    const auto regular = [&](std::ptrdiff_t pitch) { return pitch >= bytes && pitch <= kMostPitch; };
+    const auto regular = [&](std::ptrdiff_t pitch) {
+      return pitch >= bytes && pitch <= kMostPitch;
+    };
     if (regular(r.dst_pitch) && regular(r.src_pitch)) return copy_lines(handle(stream), r);
     for (std::size_t line = 0; line < r.rows; ++line)
       copy_line(handle(stream), r, static_cast<std::ptrdiff_t>(line), r.bytes);

@@ -70,11 +70,27 @@ class Scheduling {
     return srcs[0].buffer == Buffer::host ? seat.receiver : seat.worker;
   }
 
+  // What a task really writes: in place, a copy finds some destinations done.
+  Slices written(Place p) const {
+    Slices dsts = writes(plan_, task(p), p.rank);
+    const Slices& srcs = reads(plan_, task(p));
+    if (srcs.size() == 1)
+      std::erase_if(dsts, [&](const Slice& d) { return first_cell(d) == first_cell(srcs[0]); });
+    return dsts;
+  }
+  int first_cell(Slice s) const {
+    s.count = 1;
+    int at = 0;
+    each_cell(plan_, compiled_.in_place, s, [&](int c) { at = c; });
+    return at;
+  }
+
   // One per stream that has anything to do, by stream.
   std::vector<Issue> grouped(const std::vector<Place>& level) const {
     std::vector<Issue> issues;
     for (int s = 0; s < at_.streams; ++s) issues.push_back({s, {}});
-    for (Place p : level) issues[stream(p)].tasks.push_back(p);
+    for (Place p : level)
+      if (!written(p).empty()) issues[stream(p)].tasks.push_back(p);
     std::erase_if(issues, [](const Issue& issue) { return issue.tasks.empty(); });
     return issues;
   }
@@ -90,7 +106,7 @@ class Scheduling {
     std::vector<int> found;
     for (Place p : issue.tasks) {
       each(reads(plan_, task(p)), [&](Cell& c) { found.push_back(c.writer); });
-      each(writes(plan_, task(p), p.rank), [&](Cell& c) {
+      each(written(p), [&](Cell& c) {
         found.push_back(c.writer);
         found.insert(found.end(), c.readers.begin(), c.readers.end());
       });
@@ -145,8 +161,7 @@ class Scheduling {
       each(reads(plan_, task(p)), [&](Cell& c) {
         if (c.readers.empty() || c.readers.back() != self) c.readers.push_back(self);
       });
-    for (Place p : issue.tasks)
-      each(writes(plan_, task(p), p.rank), [&](Cell& c) { c = {self, {}}; });
+    for (Place p : issue.tasks) each(written(p), [&](Cell& c) { c = {self, {}}; });
     result_.push_back(std::move(issue));
   }
 

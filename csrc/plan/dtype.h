@@ -93,6 +93,8 @@ concept ReducesOn =
     !(std::same_as<Op, Avg> && std::same_as<T, Bool>);
 
 namespace detail {
+template <class Op, class T>
+inline constexpr bool reduces_on = ReducesOn<Op, T>;  // nvcc loses packs of concepts
 struct TypeFacts {
   std::size_t bytes;
   bool accumulates_in_itself;
@@ -100,7 +102,7 @@ struct TypeFacts {
 };
 template <class T, class... Op>
 constexpr TypeFacts facts(TypeList<Op...>) {
-  return {sizeof(T), !is_narrow<T>, {ReducesOn<Op, T>...}};
+  return {sizeof(T), !is_narrow<T>, {reduces_on<Op, T>...}};
 }
 template <class... T>
 constexpr std::array<TypeFacts, sizeof...(T)> all_facts(TypeList<T...>) {

@@ -91,7 +91,7 @@ class Staging {
       srcs.push_back(reaches(me, s) ? s : copied_out(s));
       each(srcs.back(), [&](int c) { needed_[c] = true; });
     }
-    copy_in(me, step.dsts.front(), srcs);
+    copy_in(me, step.dsts, srcs);
     for (const Slice& d : step.dsts)
       (on_host(d) ? hosts : reaches(me, d) ? mine : theirs).push_back(d);
     if (mine.empty()) mine = {result_place(me, step.dsts.front(), hosts)};
@@ -103,15 +103,31 @@ class Staging {
     if (!theirs.empty()) hand_out(theirs, copied_out(result));
   }
 
-  // The only source that lies on a host goes through a copy engine, to the scratch beside `like`.
-  void copy_in(Rank me, const Slice& like, Slices& srcs) {
-    const auto is_slow = [&](const Slice& s) { return on_host(s); };
-    const Slice scratch = tmp(me, like.first, like.count);
-    if (std::count_if(srcs.begin(), srcs.end(), is_slow) != 1 || !is_free(scratch)) return;
-    Slice& slow = *std::find_if(srcs.begin(), srcs.end(), is_slow);
-    emit({scratch}, {slow}, me);
-    each(slow, [&](int c) { needed_[c] = false; });
-    slow = scratch;
+  // Sources that lie on a host go through a copy engine as far as there is room: where the result
+  // will be, unless that is a source too, and in the scratch beside it.
+  void copy_in(Rank me, const Slices& dsts, Slices& srcs) {
+    const Slice scratch = tmp(me, dsts.front().first, dsts.front().count);
+    Slices places;
+    for (const Slice& d : dsts)
+      if (d.rank == me && !on_host(d) && !is_among(srcs, d)) places.push_back(d);
+    if (is_free(scratch)) places.push_back(scratch);
+    auto place = places.begin();
+    for (Slice& s : srcs) {
+      if (!on_host(s) || place == places.end()) continue;
+      emit({*place}, {s}, me);
+      each(s, [&](int c) { needed_[c] = false; });
+      s = *place++;
+    }
+  }
+
+  bool is_among(const Slices& slices, const Slice& s) const {
+    return std::any_of(slices.begin(), slices.end(),
+                       [&](const Slice& other) { return first_cell(other) == first_cell(s); });
+  }
+  int first_cell(const Slice& s) const {
+    int at = 0;
+    each({s.rank, s.buffer, s.first}, [&](int c) { at = c; });
+    return at;
   }
 
   // Of a fold that writes nothing within reach but host memory.
@@ -236,6 +252,7 @@ void cut_host_memory(const Plan& staged, Offsets& offsets) {
     }
     if (!same) offsets.set(r, Buffer::host, sizes[r]);
   }
+  offsets.check(staged);
 }
 
 }  // namespace pycollect

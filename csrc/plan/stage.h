@@ -21,17 +21,18 @@ struct Reach {
 };
 
 // A source out of reach is first copied out by its own rank to that rank's memory on the host, once
-// however many read it; a destination out of reach is copied in by its own rank. A fold of one slow
-// source first copies that to scratch, if the plan leaves the chunk alone. Steps of ranks on the
-// host are given to others. A rank needs no more host memory than its largest buffer has.
+// however many read it; a destination out of reach is copied in by its own rank. A fold's slow
+// sources are copied in before it as far as there is room: where its result will be, and in scratch
+// that the plan leaves alone. Steps of ranks on the host are given to others. A rank needs no more
+// host memory than its largest buffer has.
 //
 // `pieces`: cut every chunk in so many, one step each, so that copies out, copies in and folds can
 // overlap; `lower` such a plan with `Pace::one_task`. Throws ValueError for a reach that is not of
 // this plan's world, or in which every rank is on the host.
 Plan stage(const Plan& plan, bool in_place, const Reach& reach, int pieces = 1);
 
-// Cuts each rank's memory on the host as what is staged there is cut; to be called when everything
-// else has been bound. Only needed where buffers are cut differently (all-to-all-v).
+// Cuts each rank's memory on the host as what is staged there is cut, when everything else has been
+// bound, and checks the whole. Throws ValueError if chunks of unlike sizes take turns in one place.
 void cut_host_memory(const Plan& staged, Offsets& offsets);
 
 }  // namespace pycollect

@@ -80,6 +80,10 @@ void FakeCuda::set_device(Device device) {
   current_ = device;
 }
 
+void FakeCuda::may_fail() {
+  if (fail_in_ >= 0) demand(fail_in_-- != 0, "out of memory");
+}
+
 int FakeCuda::number(Stream stream) const {
   const auto found = std::find_if(streams_.begin(), streams_.end(),
                                   [&](const StreamState& s) { return s.stream == stream; });
@@ -100,6 +104,7 @@ FakeCuda::EventState& FakeCuda::state(Event event, const char* call) {
 }
 
 Event FakeCuda::create_event(Device device) {
+  may_fail();
   demand(device == current_, "an event for device ", device, " while device ", current_,
          " is current");
   events_.push_back({device});
@@ -114,6 +119,7 @@ void FakeCuda::destroy_event(Event event) noexcept {
 }
 
 void FakeCuda::record(Event event, Stream stream) {
+  may_fail();
   StreamState& s = state(stream, "record");
   EventState& e = state(event, "record");
   demand(e.device == stream.device, "an event of device ", e.device,
@@ -128,6 +134,7 @@ void FakeCuda::record(Event event, Stream stream) {
 }
 
 void FakeCuda::wait(Stream stream, Event event) {
+  may_fail();
   StreamState& s = state(stream, "wait");
   const EventState& e = state(event, "wait");
   ++counts_.waits;
@@ -186,12 +193,17 @@ std::vector<Touch> FakeCuda::touches(Device device, const Row& row, std::size_t 
   };
   side(row.srcs, row.src_pitches, false);
   side(row.dsts, row.dst_pitches, true);
+  for (const Touch& a : all)
+    for (const Touch& b : all)
+      demand(!b.writes || a.begin == b.begin || a.begin + a.bytes <= b.begin ||
+                 b.begin + b.bytes <= a.begin,
+             "a row whose destination overlaps another of its slices without being it");
   return all;
 }
 
 void FakeCuda::launch(Stream stream, const Launch& launch) {
+  may_fail();
   state(stream, "launch");
-  demand(fail_in_-- != 0, "out of memory");
   demand(!launch.rows.empty(), "a launch of nothing");
   Operation& o = work(stream, text("a launch on stream ", number(stream)));
   const auto how = std::make_shared<const Launch>(launch);
@@ -206,6 +218,7 @@ void FakeCuda::launch(Stream stream, const Launch& launch) {
 }
 
 void FakeCuda::copy(Stream stream, const Rectangle& it) {
+  may_fail();
   state(stream, "copy");
   demand(it.bytes > 0 && it.rows > 0, "a copy of nothing");
   Operation& o = work(stream, text("a copy on stream ", number(stream)));
@@ -270,6 +283,11 @@ void FakeCuda::host(std::string what, std::vector<Touch> touches, std::function<
   Operation o{.kind = Kind::host_work, .what = std::move(what), .touches = std::move(touches)};
   o.parts.push_back(std::move(act));
   trace_.operations.push_back(std::move(o));
+}
+
+void FakeCuda::drop_wait(int number) {
+  for (Operation& o : trace_.operations)
+    if (o.kind == Kind::wait && number-- == 0) o.of = Operation::kNobody;
 }
 
 void FakeCuda::forget_trace() {

@@ -39,15 +39,16 @@ class FakeCuda final : public Runtime {
   std::byte* allocate(MemoryKind kind, Device device, std::size_t bytes);
   void begin_capture(Stream stream);
   void end_capture(Stream stream);
-  void begin_call() { ++call_; }               // within one an event is recorded once
-  void fail_launch(int in) { fail_in_ = in; }  // 0: the next one throws
+  void begin_call() { ++call_; }             // within one an event is recorded once
+  void fail_call(int in) { fail_in_ = in; }  // so many more calls go well, and then one does not
   // What somebody else does to this memory on a stream, or the host while nothing runs.
   void somebody(Stream stream, std::string what, std::vector<Touch> touches,
                 std::function<void()> act);
   void host(std::string what, std::vector<Touch> touches, std::function<void()> act);
 
   const Trace& trace() const { return trace_; }
-  void forget_trace();  // and with it what events stood for
+  void drop_wait(int number);  // as if it had never been issued
+  void forget_trace();         // and with it what events stood for
   const Counts& counts() const { return counts_; }
 
  private:
@@ -70,6 +71,7 @@ class FakeCuda final : public Runtime {
     std::unique_ptr<std::byte[]> storage;
   };
 
+  void may_fail();
   int number(Stream stream) const;
   StreamState& state(Stream stream, const char* call);
   EventState& state(Event event, const char* call);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "../plan/error.h"
 
@@ -19,49 +20,65 @@ void check(double bytes, const Model& m) {
             "port and memory are in bytes per second, finite and above zero, not ", rate);
   require(std::isfinite(m.bridge) && m.bridge >= 0,
           "bridge is in bytes per second, or 0 where there is none, not ", m.bridge);
+  require(std::isfinite(m.host) && m.host >= 0, "host is in seconds, finite and not negative, not ",
+          m.host);
 }
+
+constexpr int kHostMemory = -1;
 
 class Traffic {
  public:
-  Traffic(const Plan& plan, double bytes, const Model& model)
+  // `devices`: [rank], negative where its memory is the host's.
+  Traffic(const Plan& plan, std::vector<int> devices, double bytes, const Model& model)
       : plan_(plan),
+        devices_(std::move(devices)),
+        n_(*std::max_element(devices_.begin(), devices_.end()) + 1),
         chunk_(bytes / plan.chunks),
         model_(model),
-        memory_(plan.world),
-        port_out_(plan.world),
-        port_in_(plan.world),
+        memory_(n_),
+        port_out_(n_),
+        port_in_(n_),
         bridge_(2) {}
 
   // When does a task end that may start at `start`?
   double end(const Task& task, Rank me, double start) {
     if (task.step == kBoundary) return start;
     const Step& step = plan_.steps[task.step];
+    const int here = devices_[me];
     double finish = start;
-    for (const Slice& s : step.srcs) finish = std::max(finish, move(s.rank, me, s, start));
-    for (const Slice& d : step.dsts) finish = std::max(finish, move(me, d.rank, d, start));
+    for (const Slice& s : step.srcs) finish = std::max(finish, move(device(s), here, s, start));
+    for (const Slice& d : step.dsts) finish = std::max(finish, move(here, device(d), d, start));
     return finish;
   }
 
  private:
+  int device(const Slice& s) const {
+    return s.buffer == Buffer::host ? kHostMemory : std::max(devices_[s.rank], kHostMemory);
+  }
+
   // `s` is the end in memory; the other end is a register of whoever runs the step.
-  double move(Rank from, Rank to, const Slice& s, double start) {
+  double move(int from, int to, const Slice& s, double start) {
     const double bytes = chunk_ * s.count;
+    double finish = start;
     auto pass = [&](double& busy_until, double rate) {
-      return busy_until = std::max(busy_until, start) + bytes / rate;
+      busy_until = std::max(busy_until, start) + bytes / rate;
+      finish = std::max(finish, busy_until);
     };
-    double finish = pass(memory_[s.rank], model_.memory);
+    if (device(s) >= 0) pass(memory_[device(s)], model_.memory);
     if (from == to) return finish;
-    finish =
-        std::max({finish, pass(port_out_[from], model_.port), pass(port_in_[to], model_.port)});
-    const bool left = 2 * from < plan_.world, crosses = left != (2 * to < plan_.world);
-    if (crosses && model_.bridge > 0) finish = std::max(finish, pass(bridge_[left], model_.bridge));
+    if (from >= 0) pass(port_out_[from], model_.port);
+    if (to >= 0) pass(port_in_[to], model_.port);
+    const bool left = 2 * from < n_, crosses = left != (2 * to < n_);
+    if (from >= 0 && to >= 0 && crosses && model_.bridge > 0) pass(bridge_[left], model_.bridge);
     return finish;
   }
 
   const Plan& plan_;
+  std::vector<int> devices_;
+  int n_;
   double chunk_;  // bytes
   Model model_;
-  std::vector<double> memory_, port_out_, port_in_;  // [rank]: seconds, when it is free again
+  std::vector<double> memory_, port_out_, port_in_;  // [device]: seconds, when it is free again
   std::vector<double> bridge_;                       // [direction]
 };
 
@@ -103,7 +120,9 @@ const std::vector<NamedModel>& models() {
 Prediction predict(const Plan& plan, const Program& program, double bytes, const Model& model) {
   check(plan, false);
   check(bytes, model);
-  Traffic traffic(plan, bytes, model);
+  std::vector<int> own(plan.world);
+  std::iota(own.begin(), own.end(), 0);
+  Traffic traffic(plan, std::move(own), bytes, model);
   std::vector<std::vector<double>> ends(plan.world);
   Prediction result;
   for (Place p : as_written(plan, program)) {
@@ -124,6 +143,27 @@ Prediction predict(const Plan& plan, const Program& program, double bytes, const
     result.seconds = std::max(result.seconds, end);
   }
   return result;
+}
+
+double predict(const Compiled& compiled, const cuda::Placement& at, const std::vector<int>& devices,
+               double bytes, const Model& model) {
+  check(bytes, model);
+  require(static_cast<int>(devices.size()) == compiled.plan.world, "a device for each of ",
+          compiled.plan.world, " ranks, not ", devices.size());
+  Traffic traffic(compiled.plan, devices, bytes, model);
+  std::vector<double> streams(at.streams), ends;
+  double host = 0;
+  for (const cuda::Issue& issue : cuda::schedule(compiled, at)) {
+    const auto task = [&](Place p) { return compiled.program[p.rank][p.index]; };
+    const bool moves = !issue.tasks.empty() && task(issue.tasks[0]).step != kBoundary;
+    host += model.host * static_cast<double>(moves + issue.after.size() + issue.recorded);
+    double start = std::max(streams[issue.stream], host);
+    for (int earlier : issue.after) start = std::max(start, ends[earlier] + model.alpha);
+    double end = start;
+    for (Place p : issue.tasks) end = std::max(end, traffic.end(task(p), p.rank, start));
+    ends.push_back(streams[issue.stream] = end);
+  }
+  return *std::max_element(streams.begin(), streams.end());
 }
 
 }  // namespace pycollect

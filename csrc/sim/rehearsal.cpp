@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <random>
 #include <utility>
 
@@ -35,36 +36,37 @@ Compiled staged(const Scene& scene) {
                  scene.pace);
 }
 
-// Chunks of unlike sizes if the plan allows that, with something in every piece.
-Offsets cut(const Plan& written, const Plan& run, int pieces, int number) {
-  const std::size_t world = written.world, least = pieces;
-  auto size = [&](std::size_t a) { return least + (7 * a + number) % 3; };
-  auto fits = [&](Offsets& offsets) {
-    cut_host_memory(run, offsets);
-    try {
-      offsets.check(run);
-    } catch (const std::invalid_argument&) {
-      return false;
-    }
-    return true;
-  };
+// How `plan`, which is `written` or what became of it, is cut: chunks of unlike sizes; what a rank
+// gives another of unlike sizes too (all-to-all-v); or all alike. No piece is empty.
+Offsets cut_as(Cut how, const Plan& written, const Plan& plan, int pieces, int number) {
+  const std::size_t least = pieces;
+  auto size = [&](std::size_t a) { return least + (how == Cut::even ? 0 : (7 * a + number) % 3); };
   Sizes sizes;
   for (int c = 0; c < written.chunks; ++c) sizes.push_back(size(c));
-  Offsets uneven(run, sizes), each(run, sizes);
-  if (fits(uneven)) return uneven;
-  if (sizes.size() == world) {  // what a rank gives another has a size of its own: all-to-all-v
-    for (std::size_t r = 0; r < world; ++r) {
-      Sizes given, got;
-      for (std::size_t of = 0; of < world; ++of) {
-        given.push_back(size(3 * r + of));
-        got.push_back(size(3 * of + r));
-      }
-      each.set(static_cast<Rank>(r), Buffer::input, given);
-      each.set(static_cast<Rank>(r), Buffer::output, got);
+  Offsets offsets(plan, sizes);
+  for (int r = 0; how == Cut::each && r < written.world; ++r) {
+    Sizes given, got;
+    for (int of = 0; of < written.chunks; ++of) {
+      given.push_back(size(3 * r + of));
+      got.push_back(size(3 * of + r));
     }
-    if (fits(each)) return each;
+    offsets.set(r, Buffer::input, given);
+    offsets.set(r, Buffer::output, got);
   }
-  return Offsets(run, Sizes(sizes.size(), least + 1));
+  return offsets;
+}
+
+// The first of these that the plan allows.
+Cut how_to_cut(const Plan& written, const Plan& run, int pieces, int bindings) {
+  for (Cut how : {Cut::uneven, Cut::each}) try {
+      for (int number = 0; number < bindings; ++number) {
+        Offsets offsets = cut_as(how, written, run, pieces, number);
+        cut_host_memory(run, offsets);
+      }
+      return how;
+    } catch (const std::invalid_argument&) {
+    }
+  return Cut::even;
 }
 
 // Numbers that show in which order they were added.
@@ -91,7 +93,8 @@ Rehearsal::Rehearsal(Scene scene)
       cuda_(devices_of(scene_)),
       executor_(cuda_),
       written_(compile(scene_.plan, scene_.in_place)),
-      compiled_(staged(scene_)) {
+      compiled_(staged(scene_)),
+      cut_(how_to_cut(written_.plan, compiled_.plan, scene_.pieces, scene_.bindings)) {
   require(scene_.dtype == DType::f32 || scene_.dtype == DType::bf16 ||
               (scene_.dtype >= DType::i8 && scene_.dtype <= DType::u8),
           "a rehearsal has no numbers of type ", name(scene_.dtype));
@@ -126,7 +129,7 @@ void Rehearsal::make_posts() {
       post.receiver = stream(receivers, own, r, on);
     }
     posts_.ranks.push_back(post);
-    posts_.host_waits |= at == kHost;
+    posts_.host_waits |= at == kHost && scene_.host_waits;
   }
   if (scene_.hub) posts_.hub = cuda_.make_stream(first);
 }
@@ -144,9 +147,11 @@ std::byte* Rehearsal::add_block(Rank rank, int buffer, std::size_t bytes) {
 
 void Rehearsal::add_tensor(int number) {
   const std::size_t rows = 1 + number % 2, item = item_bytes(scene_.dtype);
+  const Plan &written = written_.plan, &run = compiled_.plan;
   tensors_.push_back(
-      std::make_unique<Tensor>(Tensor{cut(written_.plan, written_.plan, scene_.pieces, number),
-                                      cut(written_.plan, compiled_.plan, scene_.pieces, number)}));
+      std::make_unique<Tensor>(Tensor{cut_as(cut_, written, written, scene_.pieces, number),
+                                      cut_as(cut_, written, run, scene_.pieces, number)}));
+  cut_host_memory(run, tensors_.back()->run);
   const Tensor& t = *tensors_.back();
   const std::size_t buffers = static_cast<std::size_t>(scene_.plan.world) * kBuffers;
   Binding expected{&t.written, std::vector<Memory>(buffers), rows};
@@ -192,11 +197,21 @@ void Rehearsal::callers_touch(const char* what, void (*act)(Block&)) {
       for (Block* block : mine) act(*block);
     };
     const std::string who = text("rank ", r, what);
-    if (scene_.devices[r] == kHost)
+    if (scene_.devices[r] == kHost && scene_.host_waits)
       cuda_.host(who, std::move(touches), all);
     else
       cuda_.somebody(posts_.ranks[r].caller, who, std::move(touches), all);
   }
+}
+
+void Rehearsal::execute() {
+  executor_.run({compiled_, bound_, scene_.dtype, scene_.op, {.world = scene_.plan.world}}, posts_);
+}
+
+void Rehearsal::run_half_captured() {
+  cuda_.forget_trace();
+  cuda_.begin_capture(posts_.ranks[0].caller);
+  execute();
 }
 
 // Other callers' streams join the capture of the first one, or are joined to it.
@@ -220,24 +235,38 @@ void Rehearsal::run(int calls, bool capture) {
   if (capture) {
     cuda_.begin_capture(posts_.ranks[0].caller);
     through_callers(true);
-  }
-  for (int i = 0; i < calls; ++i) {
-    callers_touch("'s caller before",
-                  [](Block& b) { std::memcpy(b.base, b.before.data(), b.before.size()); });
-    cuda_.begin_call();
     cuda_.set_device(before);
-    executor_.run({compiled_, bound_, scene_.dtype, scene_.op, {.world = scene_.plan.world}},
-                  posts_);
-    require(cuda_.current_device() == before, "the executor left another device current");
-    callers_touch("'s caller behind", [](Block& b) {
-      b.wrong |= b.is_judged && !std::equal(b.after.begin(), b.after.end(), b.base);
-      std::fill_n(b.base, b.after.size(), kRubbish);
-    });
   }
-  if (!capture) return;
-  through_callers(false);
-  cuda_.end_capture(posts_.ranks[0].caller);
-  cuda_.set_device(before);
+  std::exception_ptr failure;
+  for (int i = 0; i < calls && !failure; ++i) failure = call();
+  if (capture) {
+    through_callers(false);
+    cuda_.end_capture(posts_.ranks[0].caller);
+    cuda_.set_device(before);
+  }
+  if (failure) std::rethrow_exception(failure);
+}
+
+// The callers go on behind a call that failed as well.
+std::exception_ptr Rehearsal::call() {
+  std::exception_ptr failure;
+  const Device before = cuda_.current_device();
+  callers_touch("'s caller before",
+                [](Block& b) { std::memcpy(b.base, b.before.data(), b.before.size()); });
+  cuda_.begin_call();
+  cuda_.fail_call(std::exchange(fail_in_, -1));
+  try {
+    execute();
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  cuda_.fail_call(-1);
+  require(cuda_.current_device() == before, "the executor left another device current");
+  callers_touch("'s caller behind", [](Block& b) {
+    b.wrong |= b.is_judged && !std::equal(b.after.begin(), b.after.end(), b.base);
+    std::fill_n(b.base, b.after.size(), kRubbish);
+  });
+  return failure;
 }
 
 std::string Rehearsal::mismatch(int64_t seed) {

@@ -1,6 +1,7 @@
 // A call on devices that are not there: memory, streams and callers for a plan, the executor that
 // serves real devices, and what became of it. For tests.
 #pragma once
+#include <exception>
 #include <memory>
 #include <string>
 #include <vector>
@@ -13,6 +14,8 @@ namespace pycollect::cuda {
 
 enum class Workers { callers, devices, ranks };  // who runs: the callers' streams, or our own
 
+enum class Cut { uneven, each, even };  // sizes differ, also from rank to rank, or are the same
+
 struct Scene {
   Plan plan;
   bool in_place = false;
@@ -22,8 +25,9 @@ struct Scene {
   Workers workers = Workers::devices;
   bool lanes = false;  // senders and receivers of their own
   bool hub = false;
-  bool peers = true;  // do the devices reach each other? else the plan is staged
-  int pieces = 1;     // of a staged plan's chunks
+  bool host_waits = true;  // for ranks on the host, else they are as asynchronous as others
+  bool peers = true;       // do the devices reach each other? else the plan is staged
+  int pieces = 1;          // of a staged plan's chunks
   DType dtype = DType::f32;
   ReduceOp op = ReduceOp::sum;
   int bindings = 1;  // tensors; every second one has two rows
@@ -36,6 +40,8 @@ class Rehearsal {
   // Each caller writes its rank's memory, `calls` times the executor runs and the callers use and
   // overwrite everything, all without waiting; what was traced before is forgotten.
   void run(int calls = 1, bool capture = false);
+  void fail_call(int in) { fail_in_ = in; }  // the executor's, in the next run
+  void run_half_captured();  // while only the first caller's stream is under capture
 
   // Runs the trace, in a random order if there is a seed (as issued if it is negative), and holds
   // every result against the plan as written, run step by step. What differs, or nothing.
@@ -44,6 +50,7 @@ class Rehearsal {
   const Compiled& compiled() const { return compiled_; }  // after staging
   const Posts& posts() const { return posts_; }
   FakeCuda& cuda() { return cuda_; }
+  Cut cut() const { return cut_; }
 
   StreamJudge judge() const { return StreamJudge(cuda_.trace()); }
 
@@ -63,6 +70,8 @@ class Rehearsal {
   void add_tensor(int number);
   std::byte* add_block(Rank rank, int buffer, std::size_t bytes);
   void expect();
+  void execute();
+  std::exception_ptr call();
   void callers_touch(const char* what, void (*act)(Block&));
   void through_callers(bool fork);
 
@@ -70,7 +79,9 @@ class Rehearsal {
   FakeCuda cuda_;
   Executor executor_;
   Compiled written_, compiled_;
+  Cut cut_;
   Posts posts_;
+  int fail_in_ = -1;
   std::vector<std::unique_ptr<Tensor>> tensors_;
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<Binding> expected_, bound_;

@@ -59,8 +59,8 @@ Placement placement_of(const std::vector<SeatTuple>& seats, int streams, int hub
 
 auto rehearsal(const Plan& plan, bool in_place, const std::vector<Device>& devices,
                const std::string& pace, bool callers_apart, const std::string& workers, bool lanes,
-               bool hub, bool peers, int pieces, const std::string& dtype, const std::string& op,
-               int bindings) {
+               bool hub, bool peers, bool host_waits, int pieces, const std::string& dtype,
+               const std::string& op, int bindings) {
   return std::make_unique<Rehearsal>(
       Scene{.plan = plan,
             .in_place = in_place,
@@ -71,6 +71,7 @@ auto rehearsal(const Plan& plan, bool in_place, const std::vector<Device>& devic
                 index_of(std::array{"callers", "devices", "ranks"}, workers, "kind of workers")),
             .lanes = lanes,
             .hub = hub,
+            .host_waits = host_waits,
             .peers = peers,
             .pieces = pieces,
             .dtype = static_cast<DType>(index_of(kDTypeNames, dtype, "dtype")),
@@ -106,11 +107,12 @@ void bind_rehearsal(py::module_& m) {
       .def(py::init(&rehearsal), py::arg("plan"), py::arg("in_place"), py::arg("devices"),
            py::kw_only(), py::arg("pace") = "any", py::arg("callers_apart") = false,
            py::arg("workers") = "devices", py::arg("lanes") = false, py::arg("hub") = false,
-           py::arg("peers") = true, py::arg("pieces") = 1, py::arg("dtype") = "float32",
-           py::arg("op") = "sum", py::arg("bindings") = 1)
+           py::arg("peers") = true, py::arg("host_waits") = true, py::arg("pieces") = 1,
+           py::arg("dtype") = "float32", py::arg("op") = "sum", py::arg("bindings") = 1)
       .def("run", &Rehearsal::run, py::arg("calls") = 1, py::arg("capture") = false)
-      .def(
-          "fail_launch", [](Rehearsal& r, int in) { r.cuda().fail_launch(in); }, py::arg("after"))
+      .def("fail_call", &Rehearsal::fail_call, py::arg("after"))
+      .def("run_half_captured", &Rehearsal::run_half_captured)
+      .def("drop_wait", [](Rehearsal& r, int number) { r.cuda().drop_wait(number); })
       .def_property_readonly("race", [](const Rehearsal& r) { return words(r.judge().race()); })
       .def_property_readonly("waits", [](const Rehearsal& r) { return r.judge().waits(); })
       .def("missed", &missed)
@@ -118,6 +120,11 @@ void bind_rehearsal(py::module_& m) {
           "mismatch", [](Rehearsal& r, int64_t seed) { return words(r.mismatch(seed)); },
           py::arg("seed") = -1)
       .def_property_readonly("counts", [](Rehearsal& r) { return counts(r.cuda()); })
+      .def_property_readonly("cut",
+                             [](const Rehearsal& r) {
+                               return std::array{"uneven", "each",
+                                                 "even"}[static_cast<int>(r.cut())];
+                             })
       .def_property_readonly("plan", [](const Rehearsal& r) { return r.compiled().plan; })
       .def_property_readonly("levels",
                              [](const Rehearsal& r) { return r.compiled().levels.size(); });
@@ -204,6 +211,17 @@ void bind_streams(py::module_& m) {
       },
       py::arg("plan"), py::arg("in_place"), py::arg("pace"), py::arg("seats"), py::arg("streams"),
       py::arg("hub") = kNoHub);
+  m.def(
+      "predict_streams",
+      [](const Plan& plan, bool in_place, const std::string& pace,
+         const std::vector<SeatTuple>& seats, int streams, int hub, const std::vector<int>& devices,
+         double bytes, const std::array<double, 5>& model) {
+        const auto [alpha, port, memory, bridge, host] = model;
+        return predict(compile(plan, in_place, pace_of(pace)), placement_of(seats, streams, hub),
+                       devices, bytes, {alpha, port, memory, bridge, host});
+      },
+      py::arg("plan"), py::arg("in_place"), py::arg("pace"), py::arg("seats"), py::arg("streams"),
+      py::arg("hub"), py::arg("devices"), py::arg("bytes"), py::arg("model"));
 }
 
 }  // namespace pycollect

@@ -3,8 +3,10 @@
 // here.
 #include "../cpu/fold.h"
 #include "../plan/error.h"
+#include "bind_cuda_probe.h"
 #include "bind_plan.h"
 #include "bind_probe.h"
+#include "bind_streams.h"
 #include "convert.h"
 #include "gpus.h"
 #include "work.h"
@@ -240,6 +242,7 @@ void bind_collectives(py::module_& m) {
   m.def("replicate", &replicate);
   m.def("copy_", &copy);
   m.def("has_cuda", &has_cuda);
+  m.def("stage_all", &stage_all);
   m.def("drain", &drain, py::call_guard<py::gil_scoped_release>());
 }
 
@@ -261,6 +264,8 @@ PYBIND11_MODULE(_C, m) {
   bind_collectives(m);
   bind_plan(m);
   bind_probe(m);
+  bind_streams(m);
+  bind_cuda_probe(m);
   m.def("listen", &set_listener);
   m.def("instruction_set", &cpu::instruction_set);
 }

@@ -44,7 +44,8 @@ _LEGEND = """\
 _GPU_LEGEND = """\
 # One process. Times are of one call through Python until the GPU is done; `:gpu` is the GPU's own
 # time, by events, and `:graph` the same for one of {calls} calls replayed in a graph (on zeros).
-# Before each timed call every rank's buffer is rewritten. {speed}
+# Before each timed call every rank's buffer is rewritten.
+# {speed}
 # %limit: against `memcpy`, a copy of as many bytes on the device, by the same clock.
 # xnaive: the naive loop's time over this one's, by the same clock (a graph against `:gpu`).
 # #wrong: elements of all ranks that differ from the exact result, in a run of its own."""

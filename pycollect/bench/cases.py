@@ -144,7 +144,9 @@ class Workspace:
         case = self.case
         spec = COLLECTIVES[case.collective]
         # What moves unreduced may hold any small integers: those of "max" are the most varied.
-        pattern = Pattern(case.dtype, case.op if spec.reduces else "max", case.world)
+        pattern = Pattern(
+            case.dtype, case.op if spec.reduces else "max", case.world, case.devices[0]
+        )
         for tensors in self.results:
             for tensor in tensors:
                 tensor.zero_()

@@ -106,7 +106,8 @@ class _Entry:
         self.not_run: dict[str, str] = {}
         for algorithm in whom.algorithms:
             self._ours(algorithm)
-        if whom.inside and case.collective == "all_reduce" and case.devices[0].type == "cpu":
+        on_one_cpu = case.one_memory and not case.on_gpus
+        if whom.inside and case.collective == "all_reduce" and on_one_cpu:
             self._inside(whom.algorithms[0])
         for name in whom.peers:
             self._try(name, "peer", partial(peer, name, case, self.workspace))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ GRAPH_CALLS = 100
 _CYCLES_PER_SECOND = 2.5e9
 # What issuing may vary by: twice the usual time, and a little more.
 _MARGIN, _LEAST_DELAY = 2.0, 50e-6
+_cuda: Any = torch.cuda  # whose events have no types in torch
 
 
 def _synchronize(devices: Sequence[torch.device]) -> None:
@@ -64,19 +66,19 @@ def gpu_time(
         events = [(_event(), _event(), torch.cuda.current_stream(d)) for d in distinct]
         for device, (start, _, stream) in zip(distinct, events, strict=True):
             with torch.cuda.device(device):
-                torch.cuda._sleep(cycles[0])
+                _cuda._sleep(cycles[0])
             start.record(stream)
         run()
         for _, end, stream in events:
             end.record(stream)
         _synchronize(distinct)
-        return max(start.elapsed_time(end) for start, end, _ in events) / 1e3
+        return max(float(start.elapsed_time(end)) for start, end, _ in events) / 1e3
 
     return sample
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
+def _event() -> Any:
+    return _cuda.Event(enable_timing=True)
 
 
 def graph_of(run: Callable[[], object], calls: int) -> Callable[[], None]:

@@ -52,14 +52,17 @@ class Pattern:
     True
     """
 
-    def __init__(self, dtype: torch.dtype, op: str, world: int) -> None:
+    def __init__(
+        self, dtype: torch.dtype, op: str, world: int, device: torch.device | None = None
+    ) -> None:
         self.dtype, self.op, self.world = dtype, op, world
         # A multiplicative hash: neighbours differ, and no shift maps the sequence onto itself.
         digits = (torch.arange(PERIOD, dtype=torch.int64) * 2_654_435_761 >> 15) % 5_003
         ranks = torch.arange(world, dtype=torch.int64).unsqueeze(1)
         rows = self._integers(digits, ranks)
-        self._rows = [self._convert(row) for row in rows]
-        self._reduced = self._answer(_REDUCE[op](rows))
+        # One period is made on the CPU; it is repeated where the ranks are.
+        self._rows = [self._convert(row).to(device) for row in rows]
+        self._reduced = self._answer(_REDUCE[op](rows)).to(device)
 
     def rank(self, rank: int, count: int, start: int = 0) -> Tensor:
         """Return elements [start, start + count) of a rank's input, one-dimensional."""
@@ -116,7 +119,7 @@ def count_wrong(got: Tensor, wanted: Tensor) -> int:
     >>> count_wrong(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
     1
     """
-    got = got.detach().cpu().reshape(-1)
+    got = got.detach().to(wanted.device).reshape(-1)
     if got.dtype != wanted.dtype or got.shape != wanted.shape:
         return max(got.numel(), wanted.numel(), 1)
     if not got.numel():

@@ -19,6 +19,7 @@ from torch import Tensor
 from .cases import Call, Case, Workspace
 
 Peer = Callable[[Workspace], Call]
+comm: Any = import_module("torch.cuda.comm")  # which has no types
 
 
 def naive_all_reduce(data: list[Tensor]) -> None:
@@ -85,18 +86,18 @@ def stack_reduce_scatter(data: list[Tensor], out: list[Tensor]) -> None:
 
 def comm_all_reduce(data: list[Tensor]) -> None:
     """Add with torch.cuda.comm on the first GPU, and broadcast from there."""
-    total = torch.cuda.comm.reduce_add(data, data[0].get_device())
-    torch.cuda.comm.broadcast(total, out=data)
+    total = comm.reduce_add(data, data[0].get_device())
+    comm.broadcast(total, out=data)
 
 
 def comm_reduce(data: list[Tensor]) -> None:
     """Add with torch.cuda.comm on the first GPU."""
-    data[0].copy_(torch.cuda.comm.reduce_add(data, data[0].get_device()))
+    data[0].copy_(comm.reduce_add(data, data[0].get_device()))
 
 
 def comm_broadcast(data: list[Tensor]) -> None:
     """Copy the first tensor to the others with torch.cuda.comm."""
-    torch.cuda.comm.broadcast(data[0], out=data[1:])
+    comm.broadcast(data[0], out=data[1:])
 
 
 def _comm(function: Callable[[list[Tensor]], None]) -> Peer:

@@ -1,4 +1,4 @@
-"""What this library promises about speed on a CPU, and whether a run keeps it.
+"""What this library promises about speed, on a CPU and on one GPU, and whether a run keeps it.
 
 A promise is a ratio against something measured in the same run; the one time in seconds is the
 cost of a call.
@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from .contest import DEFAULT, INSIDE, NAIVE, CaseResult, Row
+from .contest import DEFAULT, GPU, GRAPH, INSIDE, NAIVE, CaseResult, Row, clocked
 from .measure import MOST_SPREAD, Timing
 from .sizes import binary_size
 
 KIB, MIB = 1 << 10, 1 << 20
 # The row of the table of call costs that the promise is about.
 CALL = "all_reduce, 4 ranks x 4 elements"
+_BY_GPU, _IN_GRAPH = clocked(DEFAULT, GPU), clocked(DEFAULT, GRAPH)
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,9 @@ class Outcome:
         """Whether the promise was kept; None if it was not measured."""
         if self.measured is None:
             return None
-        return self.measured >= self.wanted if self.sign == ">=" else self.measured < self.wanted
+        if self.sign == ">=":
+            return self.measured >= self.wanted
+        return self.measured < self.wanted or (self.sign == "<=" and self.measured == self.wanted)
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class _Promise:
     value: Callable[[Row], float | None]
     row: str = DEFAULT
     unit: str = "x"
+    sign: str = ">="
 
     def judge(self, results: Iterable[CaseResult]) -> Outcome:
         points = []
@@ -55,8 +59,9 @@ class _Promise:
             value = self.value(row) if row else None
             if value is not None:
                 points.append((value, self._where(result)))
-        worst, where = min(points, default=(None, ""))
-        return Outcome(self.what, self.wanted, worst, unit=self.unit, where=where)
+        choose = min if self.sign == ">=" else max
+        worst, where = choose(points, default=(None, ""))
+        return Outcome(self.what, self.wanted, worst, self.sign, self.unit, where)
 
     def _where(self, result: CaseResult) -> str:
         """Name a point, with what one must know to judge it."""
@@ -86,6 +91,21 @@ def _sums(worlds: Sequence[int] | None, begin: int, end: int | None = None) -> C
     return applies
 
 
+def _gpu_sums(worlds: Sequence[int], begin: int, end: int | None = None) -> Callable[..., bool]:
+    """All-reduce of float32 or bfloat16 sums on one GPU, of `begin` to `end` bytes a rank."""
+
+    def applies(result: CaseResult) -> bool:
+        case = result.case
+        return (
+            (case.collective, case.op) == ("all_reduce", "sum")
+            and case.dtype in (torch.float32, torch.bfloat16)
+            and (case.on_gpus and case.one_memory and case.world in worlds)
+            and begin <= case.nbytes <= (end or case.nbytes)
+        )
+
+    return applies
+
+
 def _lenet_of_four(result: CaseResult) -> bool:
     case = result.case
     kind = (case.collective, case.dtype, case.op, case.world)
@@ -98,6 +118,10 @@ def _limit_percent(row: Row) -> float | None:
 
 def _against_naive(row: Row) -> float | None:
     return row.times_faster_than(NAIVE)
+
+
+def _microseconds(row: Row) -> float | None:
+    return row.timing.percentile(50) * 1e6
 
 
 def _versus_naive() -> list[_Promise]:
@@ -133,8 +157,29 @@ _PROMISES = (
 )
 
 
+_SMALL, _LARGE = _gpu_sums((4, 8), 1, 256 * KIB), _gpu_sums((4, 8), 64 * MIB)
+_GPU_PROMISES = (
+    _Promise("limit, from 64 MiB, GPU time", 92, _LARGE, _limit_percent, _BY_GPU, "%"),
+    _Promise("naive loop, from 64 MiB", 2.0, _LARGE, _against_naive),
+    _Promise("a call up to 256 KiB, GPU time", 8.0, _SMALL, _microseconds, _BY_GPU, "us", "<="),
+    _Promise("the same in a graph of many", 5.0, _SMALL, _microseconds, _IN_GRAPH, "us", "<="),
+    *(
+        _Promise(
+            f"naive loop, {w} ranks, up to 256 KiB",
+            x,
+            _gpu_sums((w,), 1, 256 * KIB),
+            _against_naive,
+        )
+        for w, x in ((4, 6.0), (8, 10.0))
+    ),
+    _Promise("naive loop, LeNet's gradients of 4 ranks", 20.0, _lenet_of_four, _against_naive),
+)
+
+
 def judge(results: Sequence[CaseResult], calls: dict[str, Timing]) -> list[Outcome]:
     """Return an outcome for every promise, `measured` being the worst point of the run."""
+    if results and all(result.case.on_gpus for result in results):
+        return [promise.judge(results) for promise in _GPU_PROMISES]
     call = calls[CALL].percentile(50) * 1e6 if CALL in calls else None
     return [
         *(promise.judge(results) for promise in _PROMISES),

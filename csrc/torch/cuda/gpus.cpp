@@ -2,18 +2,20 @@
 // executor.
 #include "../gpus.h"
 
-#include <ATen/cuda/CUDAContext.h>
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/cuda/PeerToPeerAccess.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/Event.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <chrono>
 #include <map>
 #include <mutex>
+#include <thread>
 
 #include "../../cuda/executor.h"
-#include "../../cuda/launch.h"
 #include "../../plan/error.h"
 #include "../../plan/stage.h"
 #include "../threads.h"
@@ -165,15 +167,15 @@ class GpuWork : public Work {
  public:
   GpuWork(Job job, std::vector<CUDAStream> sides) : Work(job.results), job_(std::move(job)) {
     for (const CUDAStream& s : sides) {
-      events_.emplace_back(cudaEventDisableTiming);
-      events_.back().record(s);
+      events_.emplace_back(at::kCUDA);
+      events_.back().record(s.unwrap());
     }
   }
 
   bool wait(std::optional<double> seconds) override {
     if (seconds && !finished_within(*seconds)) return false;
-    for (at::cuda::CUDAEvent& e : events_)
-      e.block(c10::cuda::getCurrentCUDAStream(e.device_index()));
+    for (c10::Event& e : events_)
+      e.block(c10::cuda::getCurrentCUDAStream(e.device_index()).unwrap());
     return true;
   }
   bool is_completed() override {
@@ -187,7 +189,7 @@ class GpuWork : public Work {
   bool finished_within(double seconds);
 
   Job job_;
-  std::vector<at::cuda::CUDAEvent> events_;
+  std::vector<c10::Event> events_;
 };
 
 bool GpuWork::finished_within(double seconds) {
@@ -247,9 +249,9 @@ std::shared_ptr<Work> enqueue_on_gpus(Job job) {
   std::vector<CUDAStream> callers = callers_of(job), sides;
   for (CUDAStream& s : callers) {
     const CUDAStream side = lane(s.device_index(), kSideLanes);
-    at::cuda::CUDAEvent ready(cudaEventDisableTiming);
-    ready.record(s);
-    ready.block(side);
+    c10::Event ready(at::kCUDA);
+    ready.record(s.unwrap());
+    ready.block(side.unwrap());
     s = side;
     if (std::find(sides.begin(), sides.end(), side) == sides.end()) sides.push_back(side);
   }

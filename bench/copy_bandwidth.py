@@ -1,0 +1,97 @@
+"""Measure scatter and copy_ against `.to()`, torch.cuda.comm.scatter and a bare pinned copy.
+
+Try `python bench/copy_bandwidth.py -e 256M --world 4`; on a machine without a GPU the ranks are on
+the CPU, and the peers are torch.tensor_split with clone. All take turns; ratios are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import pycollect
+from pycollect.bench import environment
+from pycollect.bench.copies import (
+    BARE,
+    PLAIN,
+    Copy,
+    CopyResult,
+    copy_record,
+    direct_copies,
+    measure_copy,
+    scatter_copies,
+)
+from pycollect.bench.measure import Effort
+from pycollect.bench.record import SCHEMA
+from pycollect.bench.sizes import binary_size, parse_size, size_range
+
+HEAD = (
+    f"#{'what':<42} {'size':>8} {'way':<12} {'time (us)':>10} {'GB/s':>8} {'x to':>6} {'%bare':>6}"
+)
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("-b", "--minbytes", type=parse_size, default="1M", help="smallest whole tensor (1M)")
+    add("-e", "--maxbytes", type=parse_size, default="256M", help="largest whole tensor (256M)")
+    add("-f", "--stepfactor", type=int, default=16, help="from size to size (16)")
+    add("--world", type=int, default=4, help="ranks of a scatter (4)")
+    add("--devices", help="rank r lives on device r mod n of these, as pycollect.devices reads it")
+    add("--dims", type=int, nargs="+", choices=(0, 1), default=(0, 1), help="of a scatter (0 1)")
+    add("-n", "--iterations", type=int, help="timed calls of each (by time, if not given)")
+    add("-w", "--warmup", type=int, default=3, help="calls before the first timed one (3)")
+    add("--seconds", type=float, default=1.0, help="time for each line's contest (1.0)")
+    add("--json", metavar="FILE", help="everything, with the median of every round")
+    return parser.parse_args(argv)
+
+
+def copies(args: argparse.Namespace) -> Iterator[Copy]:
+    named = pycollect.devices(args.devices)
+    devices = tuple(named[rank % len(named)] for rank in range(args.world))
+    for size in size_range(args.minbytes, args.maxbytes, args.stepfactor):
+        yield from chain(scatter_copies(size, devices, args.dims), direct_copies(size, devices[0]))
+
+
+def cell(value: float | None, scale: float = 1.0) -> str:
+    return "-" if value is None else f"{value * scale:.2f}"
+
+
+def lines(result: CopyResult) -> Iterator[str]:
+    for name, timing in result.timings.items():
+        median = timing.percentile(50)
+        yield (
+            f" {result.copy.what:<42} {binary_size(result.copy.nbytes):>8} {name:<12} "
+            f"{median * 1e6:>10.2f} {result.copy.nbytes / median / 1e9:>8.2f} "
+            f"{cell(result.times_faster(name, PLAIN)):>6} "
+            f"{cell(result.times_faster(name, BARE), 100):>6}"
+        )
+    if result.wrong:
+        yield f"# WRONG: {result.wrong} elements of {result.copy.what}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    about = environment.describe(shlex.join(sys.orig_argv))
+    print(*environment.header(about), HEAD, sep="\n", flush=True)
+    effort = Effort(args.seconds, args.iterations, args.warmup)
+    before, results = environment.Load.now(), []
+    for copy in copies(args):
+        results.append(measure_copy(copy, effort))
+        print(*lines(results[-1]), sep="\n", flush=True)
+    noise = environment.noise(before, environment.Load.now(), [])
+    print(*environment.footer(noise), sep="\n")
+    if args.json:
+        record = {"schema": SCHEMA, "environment": about, "noise": noise}
+        record["copies"] = [copy_record(result) for result in results]
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(record, file, indent=1)
+    return 1 if any(result.wrong for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+#!/usr/bin/env bash
+# Build, test and measure on a machine with a GPU, in stages of under eight minutes, each of which
+# leaves what it has when it is killed half-way: its log, and one JSON record of all runs so far.
+set -uo pipefail
+
+usage() {
+  cat <<'END'
+usage: bench/gpu_report.sh [--dry-run] [build|test|sanitize|bench|dist|all]...
+
+  build     install into the environment of $PYTHON, which must have torch
+  test      the CUDA tests, quick ones first; then all others
+  sanitize  memcheck and initcheck over a reduced matrix
+  bench     all-reduce against its peers, copies, overlap
+  dist      one process per rank
+
+Several stages run in the order given; without one, all. --dry-run prints the commands.
+Environment: PYTHON (python3), OUT for logs, record and plots (bench/results/run), RESULTS for the
+record of this GPU (bench/results), LIMIT seconds of a stage (450), DEVICES (cuda:0), QUICK=1 for
+sizes that take seconds, COMMIT where a copy without git's folder is measured. The status is 1 if anything failed; a missed speed target is no failure.
+END
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root" || exit 1
+python=${PYTHON:-python3}
+out=${OUT:-bench/results/run}
+results=${RESULTS:-bench/results}
+limit=${LIMIT:-450}
+devices=${DEVICES:-cuda:0}
+quick=${QUICK:-0}
+dry_run=0
+failed=()
+stages=()
+
+while (($#)); do
+  case $1 in
+    --dry-run) dry_run=1 ;;
+    build | test | sanitize | bench | dist) stages+=("$1") ;;
+    all) stages+=(build test sanitize bench dist) ;;
+    -h | --help) usage; exit 0 ;;
+    *) usage >&2; exit 2 ;;
+  esac
+  shift
+done
+((${#stages[@]})) || stages=(build test sanitize bench dist)
+
+mkdir -p "$out" "$results" || exit 1
+[[ $out == bench/results/run ]] && printf '*\n' >"$out/.gitignore"
+export PYTHONUNBUFFERED=1
+log=/dev/null
+
+say() { printf '== %s\n' "$*" | tee -a "$log"; }
+skip() { say "SKIPPED: $*"; }
+
+fail() {
+  failed+=("$1")
+  say "FAILED: $*"
+}
+
+find_out() {  # once per call: what every run's record begins with
+  local found
+  found=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1)
+  gpu=${found%%,*}
+  gpu=${gpu:-no GPU}
+  driver=${found##*, }
+  read -r torch cuda < <("$python" -c \
+    'import torch; print(torch.__version__, torch.version.cuda or "none")' 2>/dev/null) || true
+  commit=${COMMIT:-$(git describe --always --dirty --exclude='*' 2>/dev/null)}
+  record=$(tr '[:upper:] ' '[:lower:]-' <<<"${gpu#NVIDIA }" | tr -cd 'a-z0-9.-').json
+}
+
+note() {  # name, status, seconds, content file, command: into both records
+  "$python" bench/merge_results.py "$out/$record" "$results/$record" --name "$1" --status "$2" \
+    --seconds "$3" --content "$4" --log "$log" --command "$5" --gpu "$gpu" --driver "$driver" \
+    --cuda "${cuda:-}" --torch "${torch:-}" --commit "$commit" ||
+    say "the record of $1 could not be written"
+}
+
+step() {  # name, command...: run it within what is left of the stage, log it, record it
+  local name=$1 begin=$SECONDS status=0 left content command
+  shift
+  printf -v command '%q ' "$@"
+  if ((dry_run)); then
+    printf '%s: %s\n' "$name" "$command"
+    return 0
+  fi
+  left=$((limit - (SECONDS - stage_begin)))
+  if ((left < 2)); then
+    fail "$name" "no time left in this stage"
+    return 1
+  fi
+  content=$out/.content.json
+  rm -f "$content"
+  say "$name [at most $left s]: $command"
+  timeout --kill-after=10 "$left" "$@" 2>&1 | tee -a "$log"
+  status=${PIPESTATUS[0]}
+  note "$name" "$status" $((SECONDS - begin)) "$content" "$command"
+  rm -f "$content"
+  # 3: measured, and a target of speed was missed; the table says which.
+  ((status == 0 || status == 3)) || fail "$name" "status $status after $((SECONDS - begin)) s"
+  return 0
+}
+
+missing() {  # modules...: those that the environment lacks
+  "$python" - "$@" <<'END'
+import sys
+from importlib.util import find_spec
+print(*(name for name in sys.argv[1:] if find_spec(name) is None))
+END
+}
+
+stage_build() {
+  local lacks
+  lacks=$(missing torch setuptools ninja pip)
+  [[ -z $lacks ]] || say "this environment lacks: $lacks"
+  step build "$python" -m pip install --no-build-isolation --no-deps -e .
+  step info "$python" -m pycollect.cli info
+}
+
+stage_test() {
+  local lacks new=(tests/test_cuda_*.py) old=(tests pycollect) all=(-q -rfEs --tb=short)
+  lacks=$(missing pytest hypothesis numpy)
+  if [[ -n $lacks ]]; then
+    fail test "this environment lacks $lacks; the tests need them"
+    return
+  fi
+  lacks=$(missing cupy sklearn tqdm matplotlib)
+  [[ -z $lacks ]] || say "this environment lacks $lacks: tests of these are skipped"
+  all+=(--maxfail=50 -p no:cacheprovider)
+  export PYCOLLECT_REQUIRE_CUDA=1
+  step test-cuda "$python" -m pytest "${all[@]}" -m "cuda and not slow" "${new[@]}"
+  step test-cuda-slow "$python" -m pytest "${all[@]}" -m "cuda and slow" "${new[@]}"
+  step test-others "$python" -m pytest "${all[@]}" -m "not (cuda and slow)" "${old[@]}" \
+    "${new[@]/#/--ignore=}"
+  unset PYCOLLECT_REQUIRE_CUDA
+}
+
+sanitizer() {  # the tool: on the path, beside nvcc, or where toolkits are usually put
+  local nvcc at
+  command -v compute-sanitizer && return
+  nvcc=$(command -v nvcc || true)
+  for at in "${nvcc%/*}" "${CUDA_HOME:-/usr/local/cuda}/bin" /usr/local/cuda/compute-sanitizer; do
+    [[ -x $at/compute-sanitizer ]] && printf '%s\n' "$at/compute-sanitizer" && return
+  done
+  return 1
+}
+
+stage_sanitize() {
+  local tool check first
+  local what=(-m pytest -q -x -rs -p no:cacheprovider tests/test_cuda_sanitize.py)
+  what+=(-k "sanitize and not cpu and not several")
+  if ! tool=$(sanitizer); then
+    skip "sanitize: there is no compute-sanitizer"
+    return
+  fi
+  first="import torch; print(torch.ones(3, device='$devices').sum().item())"
+  if ! ((dry_run)) && ! "$tool" "$python" -c "$first" >"$out/.refusal" 2>&1; then
+    skip "sanitize: compute-sanitizer does not run here: $(grep -m 1 -i -e 'not supported' \
+      -e error -e fail "$out/.refusal" || tail -n 1 "$out/.refusal")"
+    rm -f "$out/.refusal"
+    return
+  fi
+  rm -f "$out/.refusal"
+  for check in memcheck initcheck; do
+    # Without torch's cache every tensor is an allocation of its own, whose end is watched.
+    step "sanitize-$check" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYCOLLECT_REQUIRE_CUDA=1 \
+      "$tool" --tool "$check" --error-exitcode 99 --print-limit 20 "$python" "${what[@]}"
+  done
+}
+
+stage_bench() {
+  local dtype sizes=(-b 4K -e 256M -f 4) few=(-b 64K -e 64M -f 32) seconds=1.5
+  local worlds=4,8 copies=(-b 1M -e 256M -f 16) products=(--size 4000 --products 50)
+  local json=(--json "$out/.content.json") on=(--devices "$devices") plot=()
+  if ((quick)); then
+    sizes=(-b 4K -e 16K -f 4) few=(-b 4K -e 4K) seconds=0.01
+    worlds=2 copies=(-b 64K -e 64K) products=(--size 64 --products 2)
+  fi
+  local measure=("$python" bench/allreduce_bandwidth.py "${on[@]}" --seconds "$seconds")
+  [[ -n $(missing matplotlib) ]] || plot=(yes)
+  for dtype in float32 bfloat16; do
+    step "all_reduce-$dtype" "${measure[@]}" "${json[@]}" "${sizes[@]}" --world "$worlds" \
+      -d "$dtype" --targets "${plot[@]/yes/--plot=$out/all_reduce-$dtype.png}"
+  done
+  step copies "$python" bench/copy_bandwidth.py "${on[@]}" --seconds "$seconds" \
+    "${copies[@]}" "${json[@]}"
+  step overlap "$python" bench/overlap.py "${on[@]}" "${products[@]}" "${json[@]}"
+  step algorithms "${measure[@]}" "${json[@]}" "${few[@]}" --world "$worlds" --algorithms all
+  for collective in reduce broadcast all_gather reduce_scatter; do
+    step "$collective" "${measure[@]}" "${json[@]}" "${few[@]}" --world "$worlds" \
+      --collective "$collective"
+  done
+}
+
+stage_dist() {
+  say "dist: there is nothing yet that runs one process per rank"
+}
+
+find_out
+for stage in "${stages[@]}"; do
+  stage_begin=$SECONDS
+  ((dry_run)) || log=$out/$stage.log
+  ((dry_run)) || : >"$log"
+  say "$stage on $gpu, driver ${driver:-unknown}, CUDA ${cuda:-unknown}, torch ${torch:-unknown}," \
+    "commit ${commit:-unknown}"
+  "stage_$stage"
+  say "$stage: $((SECONDS - stage_begin)) s"
+done
+if ((${#failed[@]})); then
+  printf 'gpu_report: failed: %s\n' "${failed[*]}" >&2
+  exit 1
+fi

@@ -1,0 +1,187 @@
+"""What scatter and copy_ are measured on: a source somewhere, and who may bring it where it goes.
+
+Peers are what one writes without this library; `bare` is the limit, one copy of as many bytes from
+or to pinned memory. All work on the same buffers, and what each leaves there is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pycollect
+
+from .cases import Call
+from .measure import Effort, Timing, after_rewrite, interleave, ratios
+from .peers import comm
+
+# How the library, the plain way that it is compared with, and the limit are called.
+OURS, PLAIN, BARE = "pycollect", "to", "bare"
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One piece of work: `ways` are its contestants; ours leaves `wanted()` in `results`."""
+
+    what: str
+    source: Tensor
+    ways: dict[str, Call]
+    results: list[Tensor]
+    wanted: Callable[[], Sequence[Tensor]]
+    devices: tuple[torch.device, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are copied."""
+        return self.source.nbytes
+
+    def synchronize(self) -> None:
+        """Wait for the devices; nothing to do on a CPU."""
+        for device in {d for d in self.devices if d.type == "cuda"}:
+            torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True)
+class CopyResult:
+    """Times of all contestants, and how many elements the library left wrong."""
+
+    copy: Copy
+    timings: dict[str, Timing]
+    wrong: int
+
+    def times_faster(self, name: str, than: str) -> float | None:
+        """The median over the rounds, or None where the other did not run."""
+        if than not in self.timings:
+            return None
+        found = sorted(ratios(self.timings[than].rounds, self.timings[name].rounds))
+        return found[len(found) // 2]
+
+
+def host_kinds(device: torch.device) -> tuple[str, ...]:
+    """Return the kinds of host memory that differ for a device."""
+    return ("pinned", "pageable") if device.type == "cuda" else ("pageable",)
+
+
+def _source(kind: str, shape: tuple[int, int], device: torch.device) -> Tensor:
+    where = device if kind == "device" else torch.device("cpu")
+    return torch.zeros(shape, device=where, pin_memory=kind == "pinned")
+
+
+def _to(parts: Sequence[Tensor], devices: Sequence[torch.device], non_blocking: bool) -> list[Any]:
+    # A .to() where the tensor already is copies nothing, unless it is told to.
+    pairs = zip(parts, devices, strict=True)
+    return [p.to(d, non_blocking=non_blocking, copy=True) for p, d in pairs]
+
+
+def _clones(tensor: Tensor, world: int, dim: int) -> list[Tensor]:
+    return [part.clone() for part in torch.tensor_split(tensor, world, dim)]
+
+
+def _write(tensor: Tensor) -> None:
+    """Small integers, exact in float32, that differ from their neighbours'."""
+    torch.arange(tensor.numel(), out=tensor.view(-1)).remainder_(1 << 20)
+
+
+def _differ(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> int:
+    return sum(int((g.cpu() != w).sum()) for g, w in zip(got, wanted, strict=True))
+
+
+def scatter_copies(
+    nbytes: int, devices: tuple[torch.device, ...], dims: Sequence[int]
+) -> Iterator[Copy]:
+    """Yield a scatter of float32 from each kind of memory along each dim; bytes are the whole's."""
+    world, first = len(devices), devices[0]
+    kinds = (*host_kinds(first), *(["device"] if first.type == "cuda" else []))
+    rows = nbytes // 4 // (64 * world) * world
+    if not rows:
+        raise ValueError(f"{nbytes} bytes are too few to scatter over {world} ranks")
+    for kind in kinds:
+        for dim in dims:
+            yield _scatter(kind, _source(kind, (rows, 64), first), devices, dim)
+
+
+def _scatter(kind: str, source: Tensor, devices: tuple[torch.device, ...], dim: int) -> Copy:
+    world, gpus = len(devices), all(d.type == "cuda" for d in devices)
+    parts = torch.tensor_split(source, world, dim)
+    out = [torch.empty(p.shape, device=d) for p, d in zip(parts, devices, strict=True)]
+    ways: dict[str, Call] = {
+        OURS: partial(pycollect.scatter, source, list(devices), dim=dim, out=out),
+        PLAIN: partial(_to, parts, devices, False),
+    }
+    if gpus:
+        ways["to async"] = partial(_to, parts, devices, True)
+        indices = [d.index for d in devices]
+        ways["comm"] = partial(comm.scatter, source, indices, dim=dim)
+        bare = source if kind == "device" else torch.zeros(source.shape, pin_memory=True)
+        ways[BARE] = partial(torch.empty(source.shape, device=devices[0]).copy_, bare, True)
+    else:
+        ways["split"] = partial(_clones, source, world, dim)
+
+    def wanted() -> Sequence[Tensor]:
+        return torch.tensor_split(source.cpu(), world, dim)
+
+    names = f"{world} x {devices[0]}" if len(set(devices)) == 1 else f"{world} devices"
+    what = f"scatter {kind} -> {names}, dim {dim}"
+    return Copy(what, source, ways, out, wanted, devices)
+
+
+def direct_copies(nbytes: int, device: torch.device) -> Iterator[Copy]:
+    """Yield copy_ between the device and each kind of host memory, both ways, and on the device."""
+    shape = (max(1, nbytes // 256), 64)
+    pairs = [("device", "device")]
+    if device.type == "cuda":
+        for kind in host_kinds(device):
+            pairs += [(kind, "device"), ("device", kind)]
+    for source, target in pairs:
+        yield _direct(source, target, shape, device)
+
+
+def _direct(source: str, target: str, shape: tuple[int, int], device: torch.device) -> Copy:
+    src, dst = _source(source, shape, device), _source(target, shape, device)
+    ways: dict[str, Call] = {
+        OURS: partial(pycollect.copy_, dst, src),
+        PLAIN: partial(_to, [src], [dst.device], False),
+        "copy_": partial(dst.copy_, src),
+    }
+    if device.type == "cuda":
+        ways["copy_ async"] = partial(dst.copy_, src, True)
+        kinds = ["pinned" if k == "pageable" else k for k in (source, target)]
+        one, other = (_source(k, shape, device) for k in kinds)
+        ways[BARE] = partial(other.copy_, one, True)
+
+    what = f"copy_ {source} -> {target}, {device}"
+    return Copy(what, src, ways, [dst], lambda: [src.cpu()], (device,))
+
+
+def measure_copy(copy: Copy, effort: Effort) -> CopyResult:
+    """Time all ways in turns, and check what the library's leaves."""
+    rewrite = partial(copy.source.fill_, 1.0)
+    samplers = {n: after_rewrite(w, rewrite, copy.synchronize) for n, w in copy.ways.items()}
+    timings = interleave(samplers, effort)
+    _write(copy.source)
+    copy.ways[OURS]()
+    copy.synchronize()
+    return CopyResult(copy, timings, _differ(copy.results, copy.wanted()))
+
+
+def copy_record(result: CopyResult) -> dict[str, Any]:
+    """Return one result, ready for `json.dump`: seconds, and bytes per second."""
+    from .record import timing_record
+
+    rows = [
+        {
+            "way": name,
+            "time": timing_record(timing),
+            "bandwidth": result.copy.nbytes / timing.percentile(50),
+            "times_faster_than_to": result.times_faster(name, PLAIN),
+            "share_of_bare": result.times_faster(name, BARE),
+            "wrong": result.wrong if name == OURS else None,
+        }
+        for name, timing in result.timings.items()
+    ]
+    return {"what": result.copy.what, "bytes": result.copy.nbytes, "rows": rows}

@@ -1,0 +1,62 @@
+"""Calls on devices that are not there: every algorithm, placement and way to run, in small numbers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from plan_cases import Case, cases
+
+from pycollect import _C
+
+WORKERS = ("callers", "devices", "ranks")
+Devices = list[int]
+
+
+def all_reduce(name: str, world: int, pieces: int = 4) -> _C.Plan:
+    return _C.find_algorithm("all_reduce", name).plan(world, 0, pieces)
+
+
+def ways() -> Iterator[dict[str, Any]]:
+    """Every way to lay a call over streams, over and over, in an order that fits no other loop."""
+    two = (False, True)
+    found = [
+        {"callers_apart": a, "workers": w, "lanes": lanes, "hub": hub, "pace": pace}
+        for a, w, lanes, hub, pace in itertools.product(two, WORKERS, two, two, ("any", "one_task"))
+    ]
+    random.Random(0).shuffle(found)
+    return itertools.cycle(found)
+
+
+def placements(world: int) -> Iterator[Devices]:
+    """Ranks in blocks and in turns, on 1 .. world devices."""
+    for devices in range(1, world + 1):
+        blocks = [rank * devices // world for rank in range(world)]
+        yield blocks
+        turns = [rank % devices for rank in range(world)]
+        if turns != blocks:
+            yield turns
+
+
+def calls(
+    algorithm: _C.Algorithm, worlds: Sequence[int]
+) -> Iterator[tuple[Case, Devices, dict[str, Any]]]:
+    """Each case on each placement twice: with peer access and staged, in one way each."""
+    way = ways()
+    for case in cases(algorithm, worlds):
+        for devices in placements(case.world):
+            yield case, devices, next(way) | {"peers": True}
+            if len(set(devices)) > 1:
+                yield case, devices, next(way) | {"peers": False}
+
+
+def rehearse(
+    plan: _C.Plan, in_place: bool, devices: Devices, runs: int = 1, **way: Any
+) -> _C.Rehearsal:
+    """Issue a call and see that nothing races."""
+    rehearsal = _C.Rehearsal(plan, in_place, devices, **way)
+    rehearsal.run(runs)
+    assert rehearsal.race is None, f"{devices} {way}: {rehearsal.race}"
+    return rehearsal

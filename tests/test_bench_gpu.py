@@ -1,0 +1,229 @@
+"""The benchmarks' GPU parts, on a GPU and on a fake of the few calls that they make of one.
+
+The fake's clock moves by what is asked of it, so that every time is known. Speeds are not asserted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pycollect import bench
+from pycollect.bench import cases, contest, copies, gpu, measure, peers, targets
+
+BENCH = Path(__file__).parents[1] / "bench"
+CPUS = (torch.device("cpu"),) * 4
+
+
+def script(name):
+    """A script of bench/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class FakeGpu:
+    """One stream: work is done in the order of issue, and events note the time between."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.slept = []
+
+    def Event(self, enable_timing):
+        assert enable_timing
+        event = SimpleNamespace(at=None)
+        event.record = lambda stream: setattr(event, "at", self.now)
+        event.elapsed_time = lambda end: (end.at - event.at) * 1e3
+        return event
+
+    def _sleep(self, cycles):
+        self.slept.append(cycles)
+        self.now += 1.0
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    fake = FakeGpu()
+    monkeypatch.setattr(gpu, "_cuda", fake)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    return fake
+
+
+@pytest.fixture
+def as_gpu(monkeypatch, fake):
+    """Cases on the CPU that are measured as if it were a GPU of one second a call."""
+
+    def counted(run, calls):
+        return lambda: [run() for _ in range(calls)]
+
+    def ticking(run, rewrite, devices, calls=1):
+        def tick():
+            fake.now += calls
+            return run()
+
+        return gpu.gpu_time(tick, rewrite, devices, calls)
+
+    monkeypatch.setattr(cases.Case, "on_gpus", True)
+    monkeypatch.setattr(contest, "graph_of", counted)
+    monkeypatch.setattr(contest, "gpu_time", ticking)
+    return fake
+
+
+def test_gpu_time_leaves_out_the_delay_and_the_rewriting(fake):
+    order = []
+
+    def run():
+        order.append("run")
+        fake.now += 6.0
+
+    def rewrite():
+        order.append("rewrite")
+        fake.now += 40.0
+
+    sampler = gpu.gpu_time(run, rewrite, CPUS, calls_in_run=3)
+    assert sampler(2) == [2.0, 2.0]
+    assert order == ["run"] * 3 + ["rewrite", "run"] * 2
+    assert len(fake.slept) == 2
+    assert fake.slept[0] == fake.slept[1] >= 50e-6 * 2e9
+
+
+def test_rows_by_every_clock(as_gpu):
+    case = cases.sized_case("all_reduce", 4_096, torch.float32, "sum", CPUS)
+    whom = contest.Contestants(peers=("naive", "stack"), inside=False)
+    result = contest.run_case(case, whom, measure.Effort(iterations=2, warmup=1))
+    clocks = {row.name: row.clock for row in result.rows}
+    assert clocks == {
+        "default": "wall",
+        "default:gpu": "gpu",
+        "default:graph": "graph",
+        "naive": "wall",
+        "naive:gpu": "gpu",
+        "stack": "wall",
+        "stack:gpu": "gpu",
+        "memcpy": "wall",
+        "memcpy:gpu": "gpu",
+    }
+    gpu_row, graph = result.row("default:gpu"), result.row("default:graph")
+    assert gpu_row.timing.percentile(50) == graph.timing.percentile(50) == 1.0
+    assert gpu_row.limit_share == graph.limit_share == 1.0
+    assert gpu_row.times_faster_than("naive") == graph.times_faster_than("naive") == 1.0
+    assert result.row("default").times_faster_than("naive") != 1.0
+    assert result.limit.name == "memcpy"
+    assert {r.name: r.wrong for r in result.rows if r.wrong is not None} == {
+        "default": 0, "default:graph": 0, "naive": 0, "stack": 0
+    }  # fmt: skip
+
+
+def test_a_gpu_has_targets_of_its_own(as_gpu):
+    outcomes = []
+    for dtype, nbytes in ((torch.float32, 4_096), (torch.bfloat16, 64 << 20)):
+        case = cases.Case("all_reduce", dtype, "sum", CPUS, ((nbytes // dtype.itemsize,),))
+        timing = {name: measure.Timing(((seconds,),)) for name, seconds in TIMES.items()}
+        rows = [
+            contest.Row("default", "pycollect", timing["default"], 0, None, None, {"naive": [3.0]}),
+            contest.Row("default:gpu", "pycollect", timing["gpu"], None, 0.95, clock="gpu"),
+            contest.Row("default:graph", "pycollect", timing["graph"], clock="graph"),
+        ]
+        outcomes.append(contest.CaseResult(case, rows, {}))
+    found = {o.what: o for o in targets.judge(outcomes, {})}
+    assert found["limit, from 64 MiB, GPU time"].met is True
+    assert found["naive loop, from 64 MiB"].met is True
+    assert found["a call up to 256 KiB, GPU time"].measured == pytest.approx(9.0)
+    assert found["a call up to 256 KiB, GPU time"].met is False
+    assert found["the same in a graph of many"].met is True
+    assert found["naive loop, 4 ranks, up to 256 KiB"].met is False
+    assert found["naive loop, 8 ranks, up to 256 KiB"].met is None
+
+
+TIMES = {"default": 20e-6, "gpu": 9e-6, "graph": 5e-6}
+
+
+def test_the_table_record_and_plot_take_every_clock(as_gpu, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path, picture = tmp_path / "run.json", tmp_path / "run.png"
+    arguments = ["-e", "4K", "--world", "2,4", "-n", "1", "-w", "1", "--devices", "cpu"]
+    arguments += ["--json", str(path), "--plot", str(picture), "--peers", "naive,stack"]
+    assert bench.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert " default:graph " in out
+    assert "against `memcpy`" in out
+    rows = json.loads(path.read_text())["cases"][0]["rows"]
+    assert {row["clock"] for row in rows} == {"wall", "gpu", "graph"}
+    assert picture.stat().st_size > 1000
+
+
+def test_peers_for_gpus_are_not_usual_on_a_cpu_and_say_so_when_named():
+    case = cases.sized_case("all_reduce", 4_096, torch.float32, "sum", CPUS)
+    assert peers.usual(case) == ("naive", "stack")
+    whom = contest.Contestants(peers=("naive", "comm", "cupy"))
+    result = contest.run_case(case, whom, measure.Effort(iterations=1))
+    assert result.not_run == {"comm": "needs every rank on a GPU", "cupy": "runs on one GPU"}
+
+
+PLACES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.cuda)]
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("collective", cases.COLLECTIVES)
+def test_everyone_computes_the_same(device, collective):
+    devices = (torch.device(device),) * 4
+    case = cases.sized_case(collective, 40_960, torch.float32, "sum", devices)
+    whom = contest.Contestants(peers=peers.usual(case))
+    result = contest.run_case(case, whom, measure.Effort(iterations=1))
+    assert {row.wrong for row in result.rows} <= {0, None}
+    assert set(result.not_run) <= {"cupy", "stack", "comm"}
+    assert "default:graph" in [row.name for row in result.rows] or device == "cpu"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2", "int8", "bool"])
+def test_every_dtype_is_checked_on_the_gpu(dtype):
+    devices = (torch.device("cuda:0"),) * 3
+    case = cases.sized_case("all_reduce", 999, getattr(torch, dtype), "sum", devices)
+    result = contest.run_case(case, contest.Contestants(), measure.Effort(iterations=1))
+    assert result.row("default").wrong == result.row("default:graph").wrong == 0
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_copies_are_timed_and_checked(device, capsys, tmp_path):
+    path = tmp_path / "copies.json"
+    arguments = ["-b", "64K", "-e", "64K", "-n", "1", "-w", "1", "--world", "3"]
+    assert (
+        script("copy_bandwidth").main([*arguments, "--devices", device, "--json", str(path)]) == 0
+    )
+    rows = [row for copy in json.loads(path.read_text())["copies"] for row in copy["rows"]]
+    assert {row["wrong"] for row in rows} == {0, None}
+    assert {"pycollect", "to"} <= {row["way"] for row in rows}
+    assert "WRONG" not in capsys.readouterr().out
+
+
+def test_a_wrong_copy_fails_the_run(monkeypatch, capsys):
+    def nothing(tensor, devices, *, dim, out):
+        return out
+
+    monkeypatch.setattr(copies.pycollect, "scatter", nothing)
+    arguments = ["-b", "64K", "-e", "64K", "-n", "1", "-w", "1", "--devices", "cpu"]
+    assert script("copy_bandwidth").main(arguments) == 1
+    assert "# WRONG: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_overlap_prints_every_run(device, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["overlap.py"])
+    path = tmp_path / "overlap.json"
+    arguments = ["--size", "32", "--products", "2", "--repeats", "1", "--world", "3"]
+    assert script("overlap").main([*arguments, "--devices", device, "--json", str(path)]) == 0
+    record = json.loads(path.read_text())["overlap"]
+    assert list(record) == [f"one device, {device}", f"3 virtual ranks on {device}"]
+    assert all(len(runs) == 6 and min(runs.values()) > 0 for runs in record.values())
+    assert "until the calls return" in capsys.readouterr().out

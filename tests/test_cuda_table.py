@@ -1,0 +1,320 @@
+"""What GPU threads do with a level, run on host memory: tables, grid, heads, tails, pitches, bits.
+
+The functions are those of the kernels; only inline loads and stores are replaced, and every access
+is checked for alignment and written down. Nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import reference as ref
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from pycollect import _C
+
+SMALL, LARGE = 4096, 32760  # bytes of parameters
+ALLOWED = [(dtype, op) for dtype in ref.DTYPES for op in ref.OPS if ref.allowed(dtype, op)]
+
+
+@dataclasses.dataclass
+class Row:
+    """One step on views of any stride between lines; lines themselves are contiguous."""
+
+    dsts: Sequence[Tensor]
+    srcs: Sequence[Tensor]
+    finishes: bool = True
+
+    def packed(self) -> tuple[Any, ...]:
+        lines, count = self.dsts[0].shape
+        item = self.dsts[0].element_size()
+        sides = (self.dsts, self.srcs)
+        addresses = [[t.data_ptr() for t in side] for side in sides]
+        pitches = [[t.stride(0) * item for t in side] for side in sides]
+        return (*addresses, *pitches, count, lines, self.finishes)
+
+
+def float8_bytes() -> list[int]:
+    """What the installed torch makes of overflow, infinity and NaN in either type."""
+    values = torch.tensor([1e6, float("inf"), float("nan")])
+    kinds = (torch.float8_e4m3fn, torch.float8_e5m2)
+    return [int(b) & 0x7F for kind in kinds for b in values.to(kind).view(torch.uint8)]
+
+
+def launch(
+    rows: Sequence[Row],
+    op: str = "sum",
+    *,
+    world: int = 0,
+    multiprocessors: int = 1,
+    table_bytes: int = LARGE,
+) -> list[dict[str, Any]]:
+    dtype = ref.short(rows[0].dsts[0].dtype)
+    launches: list[dict[str, Any]] = _C.emulate_launch(
+        [row.packed() for row in rows],
+        dtype,
+        op,
+        world or len(rows[0].srcs),
+        multiprocessors,
+        table_bytes,
+        float8_bytes(),
+    )
+    for one in launches:
+        assert one["stored_twice"] == 0
+        assert one["table_bytes"] <= table_bytes
+    return launches
+
+
+def lines(t: Tensor) -> Tensor:
+    """A dense tensor as one line."""
+    return t.view(1, -1)
+
+
+def shifted(t: Tensor, elements: int) -> Tensor:
+    """The same line, so many elements off an address that is a multiple of 64."""
+    room = torch.zeros(t.numel() + 64 + elements, dtype=t.dtype)
+    start = -room.data_ptr() % 64 // t.element_size() + elements
+    return room[start : start + t.numel()].copy_(t.flatten()).view(1, -1)
+
+
+def reals(t: Tensor) -> int:
+    return t.numel() * t.element_size()
+
+
+@pytest.mark.parametrize(("dtype", "op"), ALLOWED, ids=lambda v: ref.short(v))
+def test_bits_are_those_of_the_contract(dtype: torch.dtype, op: str):
+    for world, count in ((2, 1), (2, 5000), (3, 517), (4, 1000), (5, 33), (8, 2100), (9, 260)):
+        tensors = ref.randoms(world, [count], dtype, seed=count)
+        wanted = ref.left_fold(tensors, op)
+        for shift, in_place in ((0, True), (0, False), (1, True), (3, False)):
+            srcs = [shifted(t, shift) for t in tensors]
+            dsts = srcs if in_place else [shifted(t, shift) for t in tensors[:2]]
+            (one,) = launch([Row(dsts, srcs)], op)
+            ref.assert_same(
+                [d.flatten() for d in dsts], [wanted] * len(dsts), (world, count, shift), op
+            )
+            assert one["loaded_twice"] == 0
+            assert one["loaded"] == world * reals(wanted)
+            assert one["stored"] == len(dsts) * reals(wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=ref.short)
+@pytest.mark.parametrize("world", [2, 3, 4, 7, 8, 12])
+def test_rows_with_more_packets_than_threads(dtype: torch.dtype, world: int):
+    count = 160_003 // world
+    tensors = ref.randoms(world, [count], dtype)
+    srcs = [shifted(t, 1) for t in tensors]
+    (one,) = launch([Row(srcs, srcs)])
+    ref.assert_same([s.flatten() for s in srcs], [ref.left_fold(tensors, "sum")] * world)
+    assert one["loaded_twice"] == 0
+    assert one["widest_load"] == one["widest_store"] == 16
+
+
+@pytest.mark.parametrize("dtype", ref.NARROW[2:], ids=ref.short)
+@pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "avg"])
+def test_all_pairs_of_8_bit_floats(dtype: torch.dtype, op: str):
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
+    a, b = codes.repeat(256), codes.view(torch.uint8).repeat_interleave(256).view(dtype)
+    out = torch.empty_like(a)
+    launch([Row([lines(out)], [lines(a), lines(b)])], op)
+    ref.assert_same([out], [ref.left_fold([a, b], op)], op=op)
+
+
+@pytest.mark.parametrize("dtype", ref.NARROW[:2], ids=ref.short)
+@pytest.mark.parametrize("other", [0.0, 1.0, -3e-8, 65504.0, 1e-3])
+def test_all_16_bit_floats(dtype: torch.dtype, other: float):
+    a = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    b = torch.full_like(a, other)
+    for op in ("sum", "prod", "avg", "min"):
+        out = torch.empty_like(a)
+        launch([Row([lines(out)], [lines(a), lines(b)])], op)
+        ref.assert_same([out], [ref.left_fold([a, b], op)], op, op=op)
+
+
+def test_average_is_taken_only_where_the_reduction_finishes():
+    for dtype in (torch.float32, torch.float16, torch.int64):
+        tensors = ref.randoms(3, [100], dtype)
+        total, mean = lines(torch.empty_like(tensors[0])), lines(torch.empty_like(tensors[0]))
+        srcs = [lines(t) for t in tensors]
+        (one,) = launch([Row([total], srcs, finishes=False), Row([mean], srcs)], "avg")
+        assert one["rows"] == 2
+        ref.assert_same([total[0]], [ref.left_fold(tensors, "sum")])
+        ref.assert_same([mean[0]], [ref.left_fold(tensors, "avg")])
+
+
+# Copies
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.complex128])
+def test_copies_are_as_wide_as_addresses_are_alike(dtype: torch.dtype):
+    item = dtype.itemsize
+    for count, to, source in itertools.product((1, 15, 16, 10_007), (0, 1, 2), (0, 1, 3, 4)):
+        values = torch.arange(count * item).to(torch.uint8).view(dtype)
+        src, dst = shifted(values, source), shifted(torch.zeros_like(values), to)
+        (one,) = launch([Row([dst], [src])])
+        assert one["kind"] == "copy"
+        assert torch.equal(dst.view(torch.uint8), src.view(torch.uint8))
+        assert one["loaded"] == one["stored"] == count * item
+        assert one["loaded_twice"] == 0
+        if count > 100:
+            apart = abs(to - source) * item
+            assert one["widest_load"] == (apart & -apart if apart % 16 else 16)
+
+
+def test_copies_keep_every_bit():
+    for dtype in (*ref.NARROW, torch.float32, torch.bool):
+        codes = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.uint8)
+        src, dsts = codes.clone(), [torch.zeros_like(codes) for _ in range(3)]
+        launch([Row([lines(d.view(dtype)) for d in dsts], [lines(src.view(dtype))])], world=4)
+        assert all(torch.equal(d, codes) for d in dsts)
+
+
+# Lines
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_any_lines(data: st.DataObject):
+    draw = data.draw
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.complex64]))
+    world, n_dsts = draw(st.integers(1, 9)), draw(st.integers(1, 5))
+    height, width = draw(st.integers(1, 40)), draw(st.integers(1, 70))
+    multiprocessors = draw(st.sampled_from([1, 100]))
+
+    def view(values: Tensor) -> Tensor:
+        gap, first = draw(st.sampled_from([0, 0, 1, 2, 7, 8, 16])), draw(st.integers(0, 5))
+        room = torch.zeros(height * (width + gap) + first + 64, dtype=dtype)
+        return room[first:].as_strided([height, width], [width + gap, 1]).copy_(values)
+
+    tensors = ref.randoms(world, [height, width], dtype)
+    srcs = [view(t) for t in tensors]
+    in_place = draw(st.booleans())
+    dsts = srcs if in_place else [view(tensors[0] * 0) for _ in range(n_dsts)]
+    before = [ref.around(d) for d in dsts]
+    launches = launch([Row(dsts, srcs)], multiprocessors=multiprocessors)
+    wanted = ref.left_fold(tensors, "sum") if world > 1 else tensors[0]
+    ref.assert_same(dsts, [wanted] * len(dsts))
+    for dst, room in zip(dsts, before, strict=True):
+        assert torch.equal(ref.around(dst), room), "wrote beside the destination"
+    assert sum(one["loaded"] for one in launches) == world * reals(wanted)
+    assert sum(one["loaded_twice"] for one in launches) == 0
+
+
+def test_lines_without_gaps_are_one():
+    srcs = [torch.arange(64.0).view(16, 4) + r for r in range(2)]
+    (one,) = launch([Row(srcs, srcs)])
+    assert one["widest_load"] == 16
+    assert len(one["accesses"]) == 1
+    assert torch.equal(srcs[1], torch.arange(64.0).view(16, 4) * 2 + 1)
+
+
+# Tables and grids
+
+
+@pytest.mark.parametrize("table_bytes", [SMALL, LARGE])
+def test_more_rows_than_fit_are_more_launches(table_bytes: int):
+    counts = [1 + 37 * i % 300 for i in range(700)]
+    tensors = [ref.randoms(4, [count], torch.float32, seed=count) for count in counts]
+    rows = [Row(srcs, srcs) for srcs in ([lines(t.clone()) for t in four] for four in tensors)]
+    launches = launch(rows, table_bytes=table_bytes)
+    assert len(launches) == -(-700 // ((table_bytes - 32) // 64))
+    assert sum(one["rows"] for one in launches) == 700
+    for four, row in zip(tensors, rows, strict=True):
+        ref.assert_same([s[0] for s in row.srcs], [ref.left_fold(four, "sum")] * 4)
+
+
+def test_gradients_of_a_small_network_are_one_small_launch():
+    shapes = (150, 6, 2400, 16, 48_000, 120, 10_080, 84)
+    rows = []
+    for count in shapes:
+        srcs = [lines(torch.ones(count)) for _ in range(4)]
+        rows.append(Row(srcs, srcs))
+    (one,) = launch(rows, multiprocessors=132, table_bytes=SMALL)
+    assert one["rows"] == 8
+    assert all(bool((s == 4).all()) for row in rows for s in row.srcs)
+
+
+def test_copies_and_folds_are_launched_apart():
+    fold = Row([lines(torch.zeros(9))], [lines(torch.ones(9))] * 2)
+    copies = [Row([lines(torch.zeros(9))], [lines(torch.ones(9))]) for _ in range(2)]
+    launches = launch([copies[0], fold, copies[1]])
+    assert [(one["kind"], one["rows"]) for one in launches] == [("fold", 1), ("copy", 2)]
+    assert bool((fold.dsts[0] == 2).all())
+    assert all(bool((copy.dsts[0] == 1).all()) for copy in copies)
+
+
+@pytest.mark.parametrize("world", [64, 1000, 4000])
+def test_worlds_that_fill_a_table(world: int):
+    rows = []
+    for _ in range(3):
+        srcs = [torch.full((1, 17), float(r)) for r in range(world)]
+        rows.append(Row(srcs, srcs))
+    launches = launch(rows)
+    assert sum(one["rows"] for one in launches) == 3
+    wanted = ref.left_fold([torch.full((1, 17), float(r)) for r in range(world)], "sum")
+    for row in rows:
+        ref.assert_same(row.srcs, [wanted] * world)
+
+
+@pytest.mark.parametrize("height", [1, 6])
+@pytest.mark.parametrize("world", [1, 2, 100])
+def test_more_destinations_than_fit_are_copied_from_the_first(world: int, height: int):
+    tensors = ref.randoms(world, [height, 19], torch.bfloat16)
+    room = [torch.zeros(height, 32, dtype=torch.bfloat16) for _ in range(1300)]
+    dsts = [r[:, :19] for r in room]
+    launches = launch([Row(dsts, tensors)], "avg", table_bytes=SMALL)
+    wanted = ref.left_fold(tensors, "avg") if world > 1 else tensors[0]
+    ref.assert_same(dsts, [wanted] * 1300)
+    assert [one["kind"] for one in launches] == sorted((o["kind"] for o in launches), reverse=True)
+    assert sum(one["stored"] for one in launches) == 1300 * reals(wanted)
+
+
+def test_more_sources_than_fit_are_refused():
+    srcs = [torch.ones(1, 4)] * 600
+    with pytest.raises(ValueError, match="folds up to 503 sources at once; there are 600"):
+        launch([Row([torch.zeros(1, 4)], srcs)], table_bytes=SMALL)
+
+
+def test_memory_that_a_gpu_cannot_read_is_refused():
+    odd = torch.zeros(65, dtype=torch.uint8)[1:].data_ptr()
+    even = torch.zeros(64, dtype=torch.uint8).data_ptr()
+    row = ([odd], [odd, even], [0], [0, 0], 4, 1, True)
+    with pytest.raises(ValueError, match="float32 at multiples of 4 bytes"):
+        _C.emulate_launch([row], "float32", "sum", 2, 1, LARGE, float8_bytes())
+
+
+def test_reductions_that_do_not_exist_are_refused():
+    with pytest.raises(TypeError, match="band is not defined for float32"):
+        launch([Row([torch.zeros(1, 4)], [torch.ones(1, 4)] * 2)], "band")
+
+
+def test_nothing_is_launched_for_nothing():
+    empty, some = torch.zeros(1, 0), torch.ones(1, 4)
+    assert launch([Row([empty], [empty, empty]), Row([empty], [empty])]) == []
+    out = torch.zeros(1, 4)
+    (one,) = launch([Row([empty], [empty] * 2), Row([out], [some, some])])
+    assert one["rows"] == 1
+
+
+def test_a_big_row_among_small_ones_is_shared_by_most_blocks():
+    def row(count: int) -> Row:
+        srcs = [lines(torch.ones(count)) for _ in range(2)]
+        return Row(srcs, srcs)
+
+    (one,) = launch([row(400_000), *(row(64) for _ in range(100))], multiprocessors=4)
+    accesses = one["accesses"]
+    assert len(accesses) <= 4 * 12 + 101
+    assert max(accesses) <= 2 * 400_000 * 4 / 4 / (4 * 12 - 3)
+
+
+def test_small_rows_have_a_thread_for_every_packet():
+    srcs = [lines(torch.ones(61_706)) for _ in range(4)]
+    (one,) = launch([Row(srcs, srcs)], multiprocessors=132)
+    assert len(one["accesses"]) == -(-(61_706 // 4 + 2) // 256)

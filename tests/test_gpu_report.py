@@ -1,0 +1,202 @@
+"""bench/gpu_report.sh on a machine without a GPU: its stages, its records, and loud skips.
+
+nvidia-smi and compute-sanitizer are fakes on the path, the CPU takes the place of the GPU, and what
+would take long is not run: Python is a fake too where its work does not matter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "bench" / "gpu_report.sh"
+SMI = "#!/bin/sh\necho 'NVIDIA H200, 580.159.04'\n"
+TOOLS = ("bash", "cat", "dirname", "env", "git", "grep", "head", "mkdir", "rm", "sh", "sleep")
+TOOLS += ("tail", "tee", "timeout", "tr")
+# Answers what the script itself asks, and takes note of the rest.
+PYTHON = f"""#!/bin/sh
+case "$1" in
+  -c) echo 2.11.0+cu130 13.0; exit ;;
+  - | bench/merge_results.py) exec {sys.executable} "$@" ;;
+esac
+echo "ran: $*"
+case "$*" in *"{{failing}}"*) exit {{status}} ;; esac
+"""
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A function that runs the script with fakes on the path, and says what came of it."""
+    fakes = tmp_path / "bin"
+    fakes.mkdir()
+    # Without the folders of CUDA, if there are any: what is found must be the fake.
+    for tool in TOOLS:
+        (fakes / tool).symlink_to(shutil.which(tool))
+
+    def run(*stages, python="/nowhere/python", limit=60, **more):
+        for name, text in more.items():
+            path = fakes / name.replace("_", "-")
+            path.write_text(text)
+            path.chmod(0o755)
+        kept = {k: v for k, v in os.environ.items() if k not in ("OUT", "CUDA_HOME")}
+        settings = {"PATH": str(fakes), "PYTHON": str(python), "OUT": str(tmp_path / "out")}
+        settings |= {"RESULTS": str(tmp_path / "results"), "DEVICES": "cpu", "QUICK": "1"}
+        settings |= {"LIMIT": str(limit), "CUDA_HOME": str(tmp_path)}
+        done = subprocess.run(
+            [SCRIPT, *stages], env=kept | settings, capture_output=True, text=True, timeout=120
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+@pytest.fixture
+def fake_python(tmp_path):
+    def write(failing="nothing of all", status=1):
+        path = tmp_path / "python"
+        path.write_text(PYTHON.format(failing=failing, status=status))
+        path.chmod(0o755)
+        return path
+
+    return write
+
+
+def record_of(folder):
+    return json.loads((folder / "h200.json").read_text())
+
+
+def test_a_stage_leaves_its_log_and_the_record(machine, fake_python, tmp_path):
+    status, output = machine("bench", python=fake_python(), nvidia_smi=SMI)
+    assert status == 0, output
+    record = record_of(tmp_path / "out")
+    assert record == record_of(tmp_path / "results")
+    assert (record["gpu"], record["driver"]) == ("NVIDIA H200", "580.159.04")
+    assert (record["torch"], record["cuda"]) == ("2.11.0+cu130", "13.0")
+    names = ["all_reduce-float32", "all_reduce-bfloat16", "copies", "overlap", "algorithms"]
+    assert list(record["runs"])[:5] == names
+    run = record["runs"]["copies"]
+    assert run["status"] == 0
+    assert run["last_line"].startswith("ran: bench/copy_bandwidth.py --devices cpu")
+    assert "copy_bandwidth.py" in run["command"]
+    log = (tmp_path / "out" / "bench.log").read_text()
+    assert all(f"== {name} [at most" in log for name in record["runs"])
+
+
+@pytest.mark.slow
+def test_the_benchmarks_take_what_the_script_gives_them(machine, tmp_path):
+    status, output = machine("bench", python=sys.executable, nvidia_smi=SMI, limit=100)
+    assert status == 0, output
+    runs = record_of(tmp_path / "out")["runs"]
+    assert len(runs) == 9
+    assert all(run["status"] in (0, 3) and run["content"]["schema"] == 1 for run in runs.values())
+    assert runs["copies"]["content"]["copies"]
+    assert runs["overlap"]["content"]["overlap"]
+    assert {case["dtype"] for case in runs["all_reduce-bfloat16"]["content"]["cases"]} == {
+        "bfloat16"
+    }
+
+
+def test_a_later_stage_adds_to_the_record(machine, fake_python, tmp_path):
+    machine("bench", python=fake_python(), nvidia_smi=SMI)
+    status, output = machine("build", "dist", python=fake_python(), nvidia_smi=SMI)
+    assert status == 0, output
+    assert "there is nothing yet" in output
+    runs = record_of(tmp_path / "results")["runs"]
+    assert {"build", "info", "copies"} < set(runs)
+    assert "--no-build-isolation --no-deps -e ." in runs["build"]["command"]
+
+
+def test_tests_of_cuda_come_first(machine, fake_python, tmp_path):
+    status, output = machine("test", python=fake_python(), nvidia_smi=SMI)
+    assert status == 0, output
+    runs = record_of(tmp_path / "out")["runs"]
+    assert list(runs) == ["test-cuda", "test-cuda-slow", "test-others"]
+    assert "tests/test_cuda_streams.py" in runs["test-cuda"]["command"]
+    assert "--ignore=tests/test_cuda_streams.py" in runs["test-others"]["command"]
+
+
+def test_a_failure_is_recorded_and_the_rest_goes_on(machine, fake_python, tmp_path):
+    status, output = machine("bench", python=fake_python("overlap.py", 7), nvidia_smi=SMI)
+    assert status == 1
+    assert "FAILED: overlap status 7" in output
+    assert "gpu_report: failed: overlap" in output
+    runs = record_of(tmp_path / "out")["runs"]
+    assert runs["overlap"]["status"] == 7
+    assert runs["reduce_scatter"]["status"] == 0
+
+
+def test_a_missed_target_is_no_failure(machine, fake_python, tmp_path):
+    status, _ = machine("bench", python=fake_python("--targets", 3), nvidia_smi=SMI)
+    assert status == 0
+    assert record_of(tmp_path / "out")["runs"]["all_reduce-float32"]["status"] == 3
+
+
+def test_a_stage_ends_with_its_time(machine, tmp_path):
+    slow = tmp_path / "slow"
+    slow.write_text(PYTHON.format(failing="nothing", status=0) + "sleep 60\n")
+    slow.chmod(0o755)
+    status, output = machine("bench", python=slow, nvidia_smi=SMI, limit=3)
+    assert status == 1
+    assert "FAILED: all_reduce-float32 status 124" in output
+    assert "FAILED: copies no time left in this stage" in output
+    assert record_of(tmp_path / "out")["runs"]["all_reduce-float32"]["status"] == 124
+
+
+def test_no_sanitizer_is_a_loud_skip(machine, fake_python):
+    status, output = machine("sanitize", python=fake_python(), nvidia_smi=SMI)
+    assert status == 0
+    assert "SKIPPED: sanitize: there is no compute-sanitizer" in output
+
+
+def test_a_sanitizer_that_refuses_the_device_is_a_loud_skip(machine, fake_python):
+    refuses = "#!/bin/sh\necho '========= Error: Device not supported'\nexit 1\n"
+    tools = {"nvidia_smi": SMI, "compute_sanitizer": refuses}
+    status, output = machine("sanitize", python=fake_python(), **tools)
+    assert status == 0
+    assert "SKIPPED: sanitize: compute-sanitizer does not run here" in output
+    assert "Device not supported" in output
+
+
+def test_what_a_sanitizer_finds_fails(machine, fake_python, tmp_path):
+    finds = '#!/bin/sh\ncase "$*" in *memcheck*) exit 99 ;; esac\n'
+    tools = {"nvidia_smi": SMI, "compute_sanitizer": finds}
+    status, output = machine("sanitize", python=fake_python(), **tools)
+    assert status == 1
+    runs = record_of(tmp_path / "out")["runs"]
+    assert [runs[f"sanitize-{tool}"]["status"] for tool in ("memcheck", "initcheck")] == [99, 0]
+    assert "FAILED: sanitize-memcheck" in output
+
+
+def test_a_dry_run_runs_nothing(machine, fake_python, tmp_path):
+    status, output = machine("--dry-run", "all", python=fake_python("bench"), nvidia_smi=SMI)
+    assert status == 0
+    assert "ran:" not in output
+    assert not list((tmp_path / "results").iterdir())
+    for name in ("build: ", "test-cuda: ", "copies: ", "dist"):
+        assert f"\n{name}" in output or f"== {name}" in output
+
+
+def test_a_machine_without_a_driver_still_has_a_record(machine, fake_python, tmp_path):
+    status, output = machine("build", python=fake_python())
+    assert status == 0, output
+    assert json.loads((tmp_path / "results" / "no-gpu.json").read_text())["gpu"] == "no GPU"
+
+
+def test_unknown_stages_are_refused(machine):
+    status, output = machine("biuld")
+    assert status == 2
+    assert "usage:" in output
+
+
+def test_the_script_is_clean():
+    if shutil.which("shellcheck") is None:
+        pytest.skip("needs shellcheck")
+    done = subprocess.run(["shellcheck", SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,147 @@
+"""What the compiler made of the kernels, read as machine code: no GPU is needed, only a toolkit.
+
+Two things go wrong in silence and show only here: packets stored in parts, and additions mixed
+between the loads, which then wait for each other.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = f"""
+#include "{ROOT}/csrc/cuda/level.cuh"
+namespace pycollect::cuda {{
+template Kernel fold_kernel<float, Avg>();
+template Kernel fold_kernel<BFloat16, Avg>();
+template Kernel fold_kernel<Complex<float>, Prod>();
+template __global__ void copy_level(const __grid_constant__ SmallTable);
+}}
+"""
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+SUMS = {"float, Avg": 4, "BFloat16, Avg": 8}  # elements of a packet
+
+
+def tools() -> dict[str, str]:
+    """Find nvcc and cuobjdump, which also come in Triton's and NVIDIA's packages."""
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    folders += [f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin", "/usr/local/cuda/bin"]
+    for package in ("triton", "nvidia"):
+        spec = importlib.util.find_spec(package)
+        for place in (spec and spec.submodule_search_locations) or []:
+            folders += [str(p.parent) for p in Path(place).glob("**/bin/cuobjdump")]
+    found = {}
+    for tool in ("nvcc", "cuobjdump"):
+        path = shutil.which(tool, path=os.pathsep.join(folders))
+        if path is None:
+            pytest.skip(f"no {tool} on PATH, in CUDA_HOME, or in the packages of Triton and NVIDIA")
+        found[tool] = path
+    return found
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Operations of each kernel with a small table, in the order of the code."""
+    found, folder = tools(), tmp_path_factory.mktemp("sass")
+    spec = importlib.util.spec_from_file_location(
+        "pycollect_native", ROOT / "build_backend" / "pycollect_native.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    native = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(native)
+    flags = native.kernel_flags({}, ["-arch=sm_90"])
+    (folder / "probe.cu").write_text(SOURCE)
+    compile_it = [found["nvcc"], *flags, "-cubin", "-o", "probe.cubin", "probe.cu"]
+    subprocess.run(compile_it, cwd=folder, check=True)
+    sass = subprocess.run(
+        [found["cuobjdump"], "-sass", folder / "probe.cubin"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    return dict(parsed(sass))
+
+
+def parsed(sass: str) -> Iterator[tuple[str, list[str]]]:
+    for part in sass.split("Function : ")[1:]:
+        name = part.split(maxsplit=1)[0]
+        if "4096" in name:
+            yield readable(name), INSTRUCTION.findall(part)
+
+
+def readable(mangled: str) -> str:
+    """float, Avg for the mangled name of that fold's kernel."""
+    if "copy_level" in mangled:
+        return "copy"
+    operation = next(op for op in ("Avg", "Prod") if op in mangled)
+    kind = next(t for t in ("BFloat16", "Complex", "float") if t in mangled or t == "float")
+    return f"{kind}, {operation}"
+
+
+def memory(operations: list[str]) -> list[tuple[str, str]]:
+    """Whether loaded or stored, and how wide: "128" are 16 bytes, "" are 4."""
+    found = [re.match(r"(LDG|STG)\.E(?:\.EF)?\.?(\w*)", op) for op in operations]
+    return [(m[1], m[2]) for m in found if m]
+
+
+def bursts(operations: list[str]) -> list[tuple[int, int]]:
+    """Packets loaded with no addition between them, and the additions that follow."""
+    runs = [
+        (kind, len(list(run)))
+        for kind, run in groupby(op.split(".")[0] for op in operations if waits(op))
+    ]
+    return [
+        (n, runs[i + 1][1] if i + 1 < len(runs) and runs[i + 1][0] == "FADD" else 0)
+        for i, (kind, n) in enumerate(runs)
+        if kind == "LDG"
+    ]
+
+
+def waits(operation: str) -> bool:
+    return operation.startswith(("LDG.E.128", "FADD", "STG"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SUMS)
+def test_all_loads_come_before_the_first_addition(kernels: dict[str, list[str]], name: str):
+    found = bursts(kernels[name])
+    for world in (2, 4, 8):
+        packets = 8 // world
+        assert (8, packets * (world - 1) * SUMS[name]) in found, f"{world} sources: {found}"
+
+
+@pytest.mark.slow
+def test_packets_are_loaded_and_stored_whole(kernels: dict[str, list[str]]):
+    """A store is as wide as the loads before it: 16 bytes, or one element at the edges."""
+    edges = {"float, Avg": {""}, "BFloat16, Avg": {"U16"}, "Complex, Prod": {""}}
+    edges["copy"] = {"64", "", "U16", "U8"}
+    for name, operations in kernels.items():
+        accesses = memory(operations)
+        assert {width for _, width in accesses} == {"128", *edges[name]}, name
+        width = ""
+        for kind, wide in accesses:
+            if kind == "LDG":
+                width = wide
+            else:
+                assert wide == width, f"{name}: loads of {width or 32}, stores of {wide or 32}"
+
+
+@pytest.mark.slow
+def test_nothing_spills_contracts_or_reads_past_its_own_stores(kernels: dict[str, list[str]]):
+    assert sorted(kernels) == ["BFloat16, Avg", "Complex, Prod", "copy", "float, Avg"]
+    for name, operations in kernels.items():
+        bad = [op for op in operations if op.startswith(("LDL", "STL", "FFMA", "DFMA"))]
+        bad += [op for op in operations if op.startswith("LD") and "CONSTANT" in op]
+        assert not bad, f"{name}: {set(bad)}"
+        generic = {op for op in operations if re.match(r"(LD|ST)\.", op)}
+        assert not generic, f"{name}: not known to be global memory: {generic}"

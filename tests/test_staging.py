@@ -1,0 +1,163 @@
+"""Plans between ranks that do not reach each other: right, in the order that they were, few copies."""
+
+from __future__ import annotations
+
+import plan_cases
+import pytest
+from plan_cases import cases, cells, executor, random_plan
+from streams_cases import all_reduce, rehearse
+
+from pycollect import _C
+
+REGISTRY = plan_cases.registry()
+IDS = [f"{a.collective}-{a.name}" for a in REGISTRY]
+
+each_algorithm = pytest.mark.parametrize("algorithm", REGISTRY, ids=IDS)
+
+
+def staged(
+    plan: _C.Plan,
+    in_place: bool,
+    islands: list[int],
+    on_host: list[int] | None = None,
+    pieces: int = 1,
+) -> _C.Plan:
+    """Ranks of one island reach each other."""
+    directly = [[a == b for b in islands] for a in islands]
+    hosts = [rank in (on_host or []) for rank in range(plan.world)]
+    return _C.stage(plan, in_place, hosts, directly, pieces)
+
+
+def is_on_host(at: _C.SliceTuple, hosts: list[int]) -> bool:
+    return at[1] == "host" or at[0] in hosts
+
+
+def assert_everybody_stays_within_reach(
+    plan: _C.Plan, islands: list[int], hosts: list[int]
+) -> None:
+    for step in plan.steps:
+        me = executor(step)
+        assert me not in hosts
+        for at in (*step[0], *step[1]):
+            assert is_on_host(at, hosts) or islands[at[0]] == islands[me], step
+
+
+@each_algorithm
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_staged_plan_is_right_and_in_the_same_order(algorithm: _C.Algorithm, pieces: int) -> None:
+    for case in cases(algorithm, range(2, 9)):
+        plan, order = case.plan, case.verify(case.plan)[1]
+        for groups in range(2, case.world + 1):
+            islands = [rank % groups for rank in range(case.world)]
+            for hosts in ([], [0], list(range(1, case.world))):
+                made = staged(plan, case.in_place, islands, hosts, pieces)
+                assert case.verify(made) == (None, order), f"{case} on {islands}, host {hosts}"
+                assert_everybody_stays_within_reach(made, islands, hosts)
+                assert _C.replay(_C.Program(made, case.in_place)).defect is None
+
+
+def test_random_plans_stay_within_reach() -> None:
+    for seed in range(300):
+        plan, in_place = random_plan(seed)
+        islands = [rank % 2 for rank in range(plan.world)]
+        hosts = [] if seed % 3 else [0]
+        assert_everybody_stays_within_reach(
+            staged(plan, in_place, islands, hosts, 8), islands, hosts
+        )
+
+
+def test_who_reaches_everybody_keeps_the_plan() -> None:
+    for algorithm in REGISTRY:
+        plan = algorithm.plan(6)
+        same = [(dsts, srcs, executor((dsts, srcs, by))) for dsts, srcs, by in plan.steps]
+        assert list(staged(plan, False, [0] * 6).steps) == same
+
+
+def test_chunks_may_differ_in_size_as_before() -> None:
+    for algorithm in REGISTRY:
+        for world in (2, 5):
+            plan, devices = algorithm.plan(world), list(range(world))
+            direct, made = (
+                rehearse(plan, False, devices, peers=peers, pieces=3).cut for peers in (True, False)
+            )
+            assert direct == made == ("each" if algorithm.collective == "all_to_all" else "uneven")
+
+
+def copies_out(plan: _C.Plan) -> list[_C.StepTuple]:
+    return [step for step in plan.steps if step[0][0][1] == "host"]
+
+
+@pytest.mark.parametrize(
+    ("collective", "name", "out"),
+    [
+        # A rank's memory on the host holds S, and what is there is not copied out again.
+        ("all_reduce", "ring", 4 * 8),  # 8 ranks hand 4 pieces on, the sum is copied out once
+        ("all_reduce", "leader", 8),
+        ("all_reduce", "two_shot", 8 * 7 + 8),
+        ("all_reduce", "one_shot", 8),
+        ("broadcast", "direct", 1),
+        ("broadcast", "chain", 4),
+        ("all_gather", "ring", 8),
+        ("all_to_all", "direct", 8 * 7),
+    ],
+)
+def test_nothing_is_copied_out_twice(collective: str, name: str, out: int) -> None:
+    plan = staged(_C.find_algorithm(collective, name).plan(8), False, list(range(8)))
+    assert len(copies_out(plan)) == out
+    touched = {c for step in plan.steps for c in cells(step[0], False) if c[1] == "host"}
+    assert len(touched) <= 8 * plan.chunks
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(
+    ("collective", "name"),
+    [("all_reduce", "ring"), ("all_reduce", "rotated_ring"), ("reduce", "chain")],
+)
+def test_a_fold_of_one_source_from_afar_reads_no_host_memory(
+    collective: str, name: str, in_place: bool
+) -> None:
+    plan = staged(_C.find_algorithm(collective, name).plan(8), in_place, list(range(8)))
+    folds = [step for step in plan.steps if len(step[1]) > 1]
+    assert folds
+    assert not any(at[1] == "host" for step in folds for at in (*step[0], *step[1]))
+
+
+def test_pieces_of_a_staged_plan_overlap() -> None:
+    """Copies out, copies in and folds have streams of their own, and pieces follow each other."""
+
+    def seconds(pieces: int, lanes: bool) -> float:
+        plan = staged(all_reduce("ring", 4, pieces), True, [0, 1, 2, 3])
+        seats = [(r, 4 + r, 8 + r, 12 + r) if lanes else (r, 4 + r, 4 + r, 4 + r) for r in range(4)]
+        model = (3e-6, 24e9, 800e9, 0.0, 2.5e-6)
+        return _C.predict_streams(
+            plan, True, "one_task", seats, 16, -1, [0, 1, 2, 3], 64 << 20, model
+        )
+
+    assert seconds(16, True) < 0.75 * seconds(16, False)
+    assert seconds(16, True) < 0.5 * seconds(1, True)
+    # A hop is a copy out and a copy in; 3 hops up, then all copy the sum in.
+    least = (64 << 20) / 24e9
+    assert 2 * least < seconds(16, True) < 4 * least
+
+
+def test_reaches_that_make_no_sense_are_refused() -> None:
+    plan, alone = all_reduce("leader", 2), [[True, False], [False, True]]
+    for on_host, directly, pieces, why in [
+        ([False], alone, 1, "was told for 2 ranks"),
+        ([False, False], [[True, False]], 1, "was told for 1 ranks, not 2"),
+        ([False, False], [[True], [True]], 1, "was told of 1 ranks, not 2"),
+        ([True, True], alone, 1, "all ranks are in host memory"),
+        ([False, False], alone, 0, "at least one piece, not 0"),
+    ]:
+        with pytest.raises(ValueError, match=why):
+            _C.stage(plan, True, on_host, directly, pieces)
+    with pytest.raises(ValueError, match="the plan has been staged already"):
+        staged(staged(plan, True, [0, 1]), True, [0, 1])
+
+
+def test_a_step_that_needs_two_buffers_of_a_rank_in_one_place_is_refused() -> None:
+    both = (((0, "out", 0, 1),), ((1, "in", 0, 1), (1, "tmp", 0, 1)), -1)
+    plan = _C.Plan(2, 1, [both])
+    with pytest.raises(ValueError, match="cut the chunks into more pieces"):
+        staged(plan, False, [0, 1])
+    assert len(copies_out(staged(plan, False, [0, 1], pieces=2))) == 4

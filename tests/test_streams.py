@@ -1,0 +1,240 @@
+"""The executor for devices, unchanged, on devices that only remember what came before what.
+
+Every pair of conflicting accesses is ordered by streams and events, judged by the addresses that
+the executor hands out; no event is there in vain: each wait is dropped in turn and its absence must
+be seen. And any order that streams and events allow must give the bits of the plan as written.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import plan_cases
+import pytest
+from plan_cases import random_plan
+from streams_cases import all_reduce, calls, placements, rehearse, ways
+
+from pycollect import _C
+
+REGISTRY = plan_cases.registry()
+IDS = [f"{a.collective}-{a.name}" for a in REGISTRY]
+
+each_algorithm = pytest.mark.parametrize("algorithm", REGISTRY, ids=IDS)
+
+
+@each_algorithm
+def test_no_algorithm_races_and_no_wait_is_dropped_unnoticed(algorithm: _C.Algorithm) -> None:
+    waits = 0
+    for case, devices, way in calls(algorithm, range(2, 9)):
+        rehearsal = rehearse(case.plan, case.in_place, devices, **way)
+        assert rehearsal.missed() == [], f"{case} on {devices}, {way}"
+        waits += rehearsal.waits
+    assert waits > 1000
+
+
+@each_algorithm
+def test_any_order_of_the_streams_gives_the_same_bits(algorithm: _C.Algorithm) -> None:
+    for seed, (case, devices, way) in enumerate(calls(algorithm, (2, 3, 5, 8))):
+        if algorithm.order != "exact" or seed % 2:
+            types: dict[str, Any] = {"dtype": "float32", "op": "avg"}
+        else:
+            types = {"dtype": "bfloat16", "op": "sum"}
+        rehearsal = rehearse(case.plan, case.in_place, devices, runs=2, bindings=2, **types, **way)
+        # As issued too: CUDA_LAUNCH_BLOCKING=1 allows no other order.
+        for order in (-1, seed, seed + 1):
+            assert rehearsal.mismatch(order) is None, f"{case} on {devices}, {way}"
+
+
+def random_call(seed: int) -> tuple[_C.Rehearsal, str]:
+    pick = random.Random(seed)
+    plan, in_place = random_plan(seed // 4)
+    devices = [pick.randrange(pick.randint(1, plan.world)) for _ in range(plan.world)]
+    if pick.random() < 0.4:
+        devices[1:] = [d if pick.random() < 0.5 else -1 for d in devices[1:]]
+    way = next(ways_from(seed)) | {"peers": pick.random() < 0.5, "pieces": pick.choice((2, 5, 8))}
+    way |= {"bindings": pick.choice((1, 2)), "host_waits": False}
+    rehearsal = rehearse(plan, in_place, devices, pick.choice((1, 2)), **way)
+    return rehearsal, f"seed {seed}: {devices}, {way}"
+
+
+def ways_from(seed: int) -> Any:
+    way = ways()
+    for _ in range(seed % 48):
+        next(way)
+    return way
+
+
+def test_random_plans_on_random_devices() -> None:
+    waits = refused = 0
+    for seed in range(400):
+        try:
+            rehearsal, what = random_call(seed)
+        except ValueError as error:  # many buffers of one rank, out of reach, in one step
+            if "cut the chunks into more pieces" not in str(error):
+                raise
+            refused += 1
+            continue
+        assert rehearsal.missed() == [], what
+        for order in (-1, 0, 1):
+            assert rehearsal.mismatch(order) is None, what
+        waits += rehearsal.waits
+    assert waits > 15_000
+    assert refused < 10
+
+
+def test_a_dropped_wait_shows_in_the_bits() -> None:
+    """The judge is not alone: an order that a missing event allows computes something else."""
+    rehearsal = rehearse(all_reduce("ring", 4), True, [0, 1, 2, 3], workers="devices")
+    assert all(rehearsal.mismatch(seed) is None for seed in range(20))
+    rehearsal.drop_wait(rehearsal.waits // 2)
+    assert rehearsal.race is not None
+    assert any(rehearsal.mismatch(seed) is not None for seed in range(200))
+
+
+def test_one_device_and_one_stream_is_one_launch_and_no_event() -> None:
+    for world in range(1, 17):
+        plan = all_reduce("leader", world)
+        rehearsal = rehearse(plan, True, [0] * world, workers="callers", bindings=8)
+        alone = world == 1  # in place there is nothing to do
+        assert rehearsal.counts == {
+            "launches": 0 if alone else 1,
+            "rows": 0 if alone else 8,
+            "copies": 0,
+            "records": 0,
+            "waits": 0,
+            "events": 0,
+            "alive": 0,
+            "synchronizations": 0,
+        }
+
+
+@pytest.mark.parametrize(
+    ("name", "pace", "hub", "want"),
+    [  # launches, copies, records, waits
+        ("leader", "any", False, (1, 0, 9, 16)),
+        ("fused", "any", False, (8, 0, 16, 128)),
+        ("fused", "any", True, (8, 0, 18, 32)),
+        ("one_shot", "any", False, (16, 0, 24, 128)),
+        ("one_shot", "any", True, (16, 0, 26, 40)),
+        ("two_shot", "any", False, (8, 56, 24, 184)),
+        ("two_shot", "any", True, (8, 56, 27, 48)),
+        ("two_shot", "one_task", True, (8, 56, 26, 88)),
+        ("ring", "any", True, (7, 28, 22, 29)),
+        ("ring", "one_task", True, (28, 28, 61, 68)),
+        ("rotated_ring", "any", False, (56, 56, 120, 136)),
+        ("tree", "any", False, (7, 7, 19, 29)),
+        ("halving_doubling", "any", False, (24, 24, 56, 88)),
+        ("halving_doubling", "any", True, (24, 24, 57, 72)),
+    ],
+)
+def test_calls_do_not_grow_in_silence(
+    name: str, pace: str, hub: bool, want: tuple[int, int, int, int]
+) -> None:
+    rehearsal = rehearse(all_reduce(name, 8), True, list(range(8)), pace=pace, hub=hub)
+    counts = rehearsal.counts
+    assert tuple(counts[k] for k in ("launches", "copies", "records", "waits")) == want
+
+
+def test_one_hub_is_never_more_waits_than_all_pairs() -> None:
+    for algorithm in REGISTRY:
+        for devices in placements(8):
+            with_hub, without = (
+                rehearse(algorithm.plan(8), algorithm.in_place, devices, hub=hub).waits
+                for hub in (True, False)
+            )
+            assert with_hub <= without, (algorithm.name, devices)
+
+
+def test_events_are_made_once_and_used_again() -> None:
+    rehearsal = _C.Rehearsal(all_reduce("two_shot", 4), True, [0, 1, 2, 3])
+    rehearsal.run()
+    made = rehearsal.counts["events"]
+    for _ in range(10):
+        rehearsal.run(5)
+        assert rehearsal.race is None
+    assert rehearsal.counts["events"] == rehearsal.counts["alive"] == made
+    assert rehearsal.counts["records"] == 51 * made
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_a_call_that_fails_half_way_leaves_streams_joined_and_events_whole(capture: bool) -> None:
+    for after in range(1000):
+        rehearsal = _C.Rehearsal(
+            all_reduce("ring", 4), True, [0, 1, 2, 3], callers_apart=True, pace="one_task"
+        )
+        rehearsal.run()
+        made = rehearsal.counts["alive"]
+        rehearsal.fail_call(after)
+        try:
+            rehearsal.run(1, capture)
+            break
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+        assert rehearsal.race is None  # the callers went on behind what had been issued
+        rehearsal.run(2)
+        assert rehearsal.race is None
+        assert rehearsal.mismatch(after) is None
+        assert rehearsal.counts["alive"] <= made + 8  # one a stream, to join it
+    assert after > 60
+
+
+@pytest.mark.parametrize("devices", [[0, 0, 0, 0], [0, 1, 2, 3], [1, 0, 0, 1]])
+def test_a_capture_has_events_of_its_own(devices: list[int]) -> None:
+    for way in (next(ways_from(n)) for n in range(48)):
+        for peers in (True, False):
+            rehearsal = _C.Rehearsal(all_reduce("two_shot", 4), True, devices, peers=peers, **way)
+            rehearsal.run(2, capture=True)
+            assert rehearsal.race is None, way
+            assert rehearsal.mismatch(1) is None, way
+            assert rehearsal.counts["alive"] == 0
+            rehearsal.run()
+            assert rehearsal.race is None, way
+
+
+def test_a_capture_on_some_of_the_callers_is_refused_before_anything_is_issued() -> None:
+    rehearsal = _C.Rehearsal(all_reduce("fused", 3), True, [0, 1, 2])
+    with pytest.raises(ValueError, match="on 1 of the 3 current streams of this call"):
+        rehearsal.run_half_captured()
+    assert rehearsal.counts["launches"] == rehearsal.counts["records"] == 0
+
+
+def test_the_host_waits_for_ranks_in_its_memory() -> None:
+    for name in ("leader", "two_shot", "ring"):
+        for devices in ([0, -1], [-1, 0, 0, -1], [1, -1, 0]):
+            for peers in (True, False):
+                rehearsal = rehearse(
+                    all_reduce(name, len(devices)), True, devices, runs=2, peers=peers
+                )
+                assert rehearsal.counts["synchronizations"] == 2  # both share a stream, or one
+                assert all(rehearsal.mismatch(seed) is None for seed in range(4))
+
+
+def test_a_capture_that_the_host_would_have_to_wait_for_is_refused() -> None:
+    rehearsal = _C.Rehearsal(all_reduce("leader", 2), True, [0, -1])
+    with pytest.raises(ValueError, match="the host cannot wait"):
+        rehearsal.run(1, capture=True)
+    rehearsal = _C.Rehearsal(all_reduce("leader", 2), True, [0, -1], host_waits=False)
+    rehearsal.run(1, capture=True)
+    assert rehearsal.race is None
+    assert rehearsal.mismatch(5) is None
+
+
+def test_placements_that_are_not_the_plans_are_refused() -> None:
+    plan, seat = all_reduce("leader", 2), (0, 1, 1, 1)
+    schedule = _C.schedule(plan, True, "any", [seat, seat], 2)
+    assert [(stream, after, recorded) for stream, _, after, recorded in schedule] == [
+        (0, [], True),
+        (1, [0], True),
+        (0, [1], False),
+    ]
+    for seats, hub, why in [
+        ([seat], -1, "a placement of 1 ranks is not one of a plan of 2"),
+        ([seat, (0, 2, 1, 1)], -1, "rank 1 is on stream 2 of 2"),
+        ([seat, (0, -1, 1, 1)], -1, "rank 1 is on stream -1 of 2"),
+        ([seat, seat], 1, "rank 0 is on stream 1, which is the hub"),
+        ([seat, seat], 5, "the hub is stream 5 of 2"),
+    ]:
+        with pytest.raises(ValueError, match=why):
+            _C.schedule(plan, True, "any", seats, 2, hub)
