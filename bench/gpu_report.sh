@@ -16,7 +16,8 @@ usage: bench/gpu_report.sh [--dry-run] [build|test|sanitize|bench|dist|all]...
 Several stages run in the order given; without one, all. --dry-run prints the commands.
 Environment: PYTHON (python3), OUT for logs, record and plots (bench/results/run), RESULTS for the
 record of this GPU (bench/results), LIMIT seconds of a stage (450), DEVICES (cuda:0), QUICK=1 for
-sizes that take seconds, COMMIT where a copy without git's folder is measured. The status is 1 if anything failed; a missed speed target is no failure.
+sizes that take seconds, COMMIT where a copy without git's folder is measured. The status is 1 if
+anything failed; a missed speed target is no failure.
 END
 }
 
@@ -119,6 +120,12 @@ stage_build() {
 
 stage_test() {
   local lacks new=(tests/test_cuda_*.py) old=(tests pycollect) all=(-q -rfEs --tb=short)
+  # Thousands of small tests, which the CPU's side of each takes longest: several processes.
+  local matrix=(tests/test_cuda_{all_reduce,collectives,contract,layouts,large}.py) workers=()
+  local file rest=()
+  for file in "${new[@]}"; do
+    [[ " ${matrix[*]} " == *" $file "* ]] || rest+=("$file")
+  done
   lacks=$(missing pytest hypothesis numpy)
   if [[ -n $lacks ]]; then
     fail test "this environment lacks $lacks; the tests need them"
@@ -127,8 +134,11 @@ stage_test() {
   lacks=$(missing cupy sklearn tqdm matplotlib)
   [[ -z $lacks ]] || say "this environment lacks $lacks: tests of these are skipped"
   all+=(--maxfail=50 -p no:cacheprovider)
+  [[ -n $(missing xdist) ]] || workers=(-n 6)
   export PYCOLLECT_REQUIRE_CUDA=1
-  step test-cuda "$python" -m pytest "${all[@]}" -m "cuda and not slow" "${new[@]}"
+  step test-cuda "$python" -m pytest "${all[@]}" -m "cuda and not slow" "${rest[@]}"
+  step test-cuda-matrix "$python" -m pytest "${all[@]}" "${workers[@]}" -m "cuda and not slow" \
+    "${matrix[@]}"
   step test-cuda-slow "$python" -m pytest "${all[@]}" -m "cuda and slow" "${new[@]}"
   step test-others "$python" -m pytest "${all[@]}" -m "not (cuda and slow)" "${old[@]}" \
     "${new[@]/#/--ignore=}"

@@ -1,4 +1,4 @@
-"""Calls on devices that are not there: every algorithm, placement and way to run, in small numbers."""
+"""Calls on devices that are not there: every algorithm, placement and way to run."""
 
 from __future__ import annotations
 

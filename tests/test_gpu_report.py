@@ -117,8 +117,10 @@ def test_tests_of_cuda_come_first(machine, fake_python, tmp_path):
     status, output = machine("test", python=fake_python(), nvidia_smi=SMI)
     assert status == 0, output
     runs = record_of(tmp_path / "out")["runs"]
-    assert list(runs) == ["test-cuda", "test-cuda-slow", "test-others"]
+    assert list(runs) == ["test-cuda", "test-cuda-matrix", "test-cuda-slow", "test-others"]
     assert "tests/test_cuda_streams.py" in runs["test-cuda"]["command"]
+    assert "tests/test_cuda_all_reduce.py" in runs["test-cuda-matrix"]["command"]
+    assert "tests/test_cuda_all_reduce.py" not in runs["test-cuda"]["command"]
     assert "--ignore=tests/test_cuda_streams.py" in runs["test-others"]["command"]
 
 

@@ -1,4 +1,4 @@
-"""Plans between ranks that do not reach each other: right, in the order that they were, few copies."""
+"""Plans between ranks that do not reach each other: right, in the same order, and of few copies."""
 
 from __future__ import annotations
 

@@ -146,6 +146,17 @@ def test_one_hub_is_never_more_waits_than_all_pairs() -> None:
             assert with_hub <= without, (algorithm.name, devices)
 
 
+def test_schedules_are_kept_by_plan_and_placement() -> None:
+    one = rehearse(all_reduce("two_shot", 4), True, [0, 1, 2, 3])
+    two = _C.Rehearsal(all_reduce("ring", 4), True, [0, 1, 2, 3], beside=one)
+    for workers in ("devices", "callers", "ranks", "devices"):
+        for rehearsal in (one, two):
+            rehearsal.reseat(workers, workers == "ranks")
+            rehearsal.run(2)
+            assert rehearsal.race is None
+            assert rehearsal.mismatch(3) is None
+
+
 def test_events_are_made_once_and_used_again() -> None:
     rehearsal = _C.Rehearsal(all_reduce("two_shot", 4), True, [0, 1, 2, 3])
     rehearsal.run()

@@ -88,10 +88,10 @@ std::vector<std::byte> numbers(std::size_t bytes, DType type, uint64_t seed) {
 
 }  // namespace
 
-Rehearsal::Rehearsal(Scene scene)
+Rehearsal::Rehearsal(Scene scene, const Rehearsal* beside)
     : scene_(std::move(scene)),
-      cuda_(devices_of(scene_)),
-      executor_(cuda_),
+      machine_(beside ? beside->machine_ : std::make_shared<Machine>(devices_of(scene_))),
+      cuda_(machine_->cuda),
       written_(compile(scene_.plan, scene_.in_place)),
       compiled_(staged(scene_)),
       cut_(how_to_cut(written_.plan, compiled_.plan, scene_.pieces, scene_.bindings)) {
@@ -107,7 +107,14 @@ Rehearsal::Rehearsal(Scene scene)
   expect();
 }
 
+void Rehearsal::reseat(Workers workers, bool callers_apart) {
+  scene_.workers = workers;
+  scene_.callers_apart = callers_apart;
+  make_posts();
+}
+
 void Rehearsal::make_posts() {
+  posts_ = {};
   using Made = std::map<std::pair<int, Device>, Stream>;
   Made callers, workers, senders, receivers;
   auto stream = [&](Made& made, bool apart, Rank rank, Device device) {
@@ -205,7 +212,8 @@ void Rehearsal::callers_touch(const char* what, void (*act)(Block&)) {
 }
 
 void Rehearsal::execute() {
-  executor_.run({compiled_, bound_, scene_.dtype, scene_.op, {.world = scene_.plan.world}}, posts_);
+  machine_->executor.run({compiled_, bound_, scene_.dtype, scene_.op, {.world = scene_.plan.world}},
+                         posts_);
 }
 
 void Rehearsal::run_half_captured() {

@@ -16,6 +16,12 @@ enum class Workers { callers, devices, ranks };  // who runs: the callers' strea
 
 enum class Cut { uneven, each, even };  // sizes differ, also from rank to rank, or are the same
 
+struct Machine {
+  explicit Machine(int devices) : cuda(devices), executor(cuda) {}
+  FakeCuda cuda;
+  Executor executor;
+};
+
 struct Scene {
   Plan plan;
   bool in_place = false;
@@ -35,7 +41,10 @@ struct Scene {
 
 class Rehearsal {
  public:
-  explicit Rehearsal(Scene scene);
+  // On a machine of its own, or beside the calls of another rehearsal.
+  explicit Rehearsal(Scene scene, const Rehearsal* beside = nullptr);
+
+  void reseat(Workers workers, bool callers_apart);  // other streams from now on
 
   // Each caller writes its rank's memory, `calls` times the executor runs and the callers use and
   // overwrite everything, all without waiting; what was traced before is forgotten.
@@ -76,8 +85,8 @@ class Rehearsal {
   void through_callers(bool fork);
 
   Scene scene_;
-  FakeCuda cuda_;
-  Executor executor_;
+  std::shared_ptr<Machine> machine_;
+  FakeCuda& cuda_;
   Compiled written_, compiled_;
   Cut cut_;
   Posts posts_;

@@ -57,18 +57,22 @@ Placement placement_of(const std::vector<SeatTuple>& seats, int streams, int hub
   return at;
 }
 
+Workers workers_of(const std::string& name) {
+  return static_cast<Workers>(
+      index_of(std::array{"callers", "devices", "ranks"}, name, "kind of workers"));
+}
+
 auto rehearsal(const Plan& plan, bool in_place, const std::vector<Device>& devices,
                const std::string& pace, bool callers_apart, const std::string& workers, bool lanes,
                bool hub, bool peers, bool host_waits, int pieces, const std::string& dtype,
-               const std::string& op, int bindings) {
+               const std::string& op, int bindings, const Rehearsal* beside) {
   return std::make_unique<Rehearsal>(
       Scene{.plan = plan,
             .in_place = in_place,
             .pace = pace_of(pace),
             .devices = devices,
             .callers_apart = callers_apart,
-            .workers = static_cast<Workers>(
-                index_of(std::array{"callers", "devices", "ranks"}, workers, "kind of workers")),
+            .workers = workers_of(workers),
             .lanes = lanes,
             .hub = hub,
             .host_waits = host_waits,
@@ -76,7 +80,8 @@ auto rehearsal(const Plan& plan, bool in_place, const std::vector<Device>& devic
             .pieces = pieces,
             .dtype = static_cast<DType>(index_of(kDTypeNames, dtype, "dtype")),
             .op = static_cast<ReduceOp>(index_of(kReduceOpNames, op, "op")),
-            .bindings = bindings});
+            .bindings = bindings},
+      beside);
 }
 
 py::dict counts(const FakeCuda& cuda) {
@@ -108,9 +113,16 @@ void bind_rehearsal(py::module_& m) {
            py::kw_only(), py::arg("pace") = "any", py::arg("callers_apart") = false,
            py::arg("workers") = "devices", py::arg("lanes") = false, py::arg("hub") = false,
            py::arg("peers") = true, py::arg("host_waits") = true, py::arg("pieces") = 1,
-           py::arg("dtype") = "float32", py::arg("op") = "sum", py::arg("bindings") = 1)
+           py::arg("dtype") = "float32", py::arg("op") = "sum", py::arg("bindings") = 1,
+           py::arg("beside") = nullptr)
       .def("run", &Rehearsal::run, py::arg("calls") = 1, py::arg("capture") = false)
       .def("fail_call", &Rehearsal::fail_call, py::arg("after"))
+      .def(
+          "reseat",
+          [](Rehearsal& r, const std::string& workers, bool apart) {
+            r.reseat(workers_of(workers), apart);
+          },
+          py::arg("workers"), py::arg("callers_apart"))
       .def("run_half_captured", &Rehearsal::run_half_captured)
       .def("drop_wait", [](Rehearsal& r, int number) { r.cuda().drop_wait(number); })
       .def_property_readonly("race", [](const Rehearsal& r) { return words(r.judge().race()); })
