@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from . import _C, collectives, exchange
+from ._eager import eager
 from .collectives import TensorLike, Work, ranks_of
 from .devices import DeviceSpec
 from .devices import devices as resolve
@@ -30,7 +31,7 @@ def _bound(
         with self._staging():
             return function(ranks, *args, **kwargs)
 
-    return method
+    return eager(method)
 
 
 def _placed(
@@ -43,7 +44,7 @@ def _placed(
         with self._staging():
             return function(what, self.devices, *args, **kwargs)
 
-    return method
+    return eager(method)
 
 
 class Communicator:
@@ -83,6 +84,7 @@ class Communicator:
     scatter = _placed(exchange.scatter)
     replicate = _placed(collectives.replicate)
 
+    @eager
     def copy_(self, dst: TensorLike, src: TensorLike, *, async_op: bool = False) -> Work | None:
         """As ``pycollect.copy_``."""
         with self._staging():

@@ -99,8 +99,8 @@ class Plan:
     def steps(self) -> tuple[_C.StepTuple, ...]:
         """The steps as written: (destinations, sources, rank that executes it).
 
-        A slice is (rank, "in" | "out" | "tmp", first chunk, chunks); the executing rank is -1 for
-        that of the first destination.
+        A slice is (rank, "in" | "out" | "tmp" | "host", first chunk, chunks); the executing rank is
+        -1 for that of the first destination.
 
         >>> import pycollect as pc
         >>> pc.plan("broadcast", 2).steps

@@ -51,7 +51,8 @@ class Checking {
   void inside(const Slice& s, int count) const {
     if (s.rank < 0 || s.rank >= plan_.world)
       refuse("names ", words(s), ", but the world has ", plan_.world, " ranks");
-    if (static_cast<int>(s.buffer) >= kBuffers) refuse("names a buffer that is not in, out, tmp or host");
+    if (static_cast<int>(s.buffer) >= kBuffers)
+      refuse("names a buffer that is not in, out, tmp or host");
     if (s.count < 1 || s.first < 0 || s.first > plan_.chunks - s.count)
       refuse("names ", words(s), ", but a buffer has ", plan_.chunks, " chunks");
     if (s.count != count) refuse("moves ", count, " chunks, but ", words(s), " has ", s.count);

@@ -113,22 +113,28 @@ bool all_alike(const Job& job, const std::vector<CUDAStream>& callers) {
                      [&](const CUDAStream& s) { return s == callers[0]; });
 }
 
+// Lanes of a device, by what runs there: ranks first, then copies between the device and the host,
+// the hub of many joins, and the stand-ins of callers who do not wait.
+constexpr std::size_t kRankLanes = 16, kSender = kRankLanes, kReceiver = kSender + 1,
+                      kHub = kReceiver + 1, kAside = kHub + 1;
+
 cuda::Posts posts_of(const Job& job, const Part& part, const std::vector<CUDAStream>& callers) {
   const bool on_the_spot = !part.named && all_alike(job, callers) && !stage_all_;
   cuda::Posts posts;
   std::map<c10::DeviceIndex, std::size_t> used;
   for (std::size_t r = 0; r < job.devices.size(); ++r) {
     const auto device = callers[r].device_index();
-    const std::size_t number = part.named ? used[device]++ : 0;
+    const std::size_t number = part.named ? used[device]++ % kRankLanes : 0;
     const cuda::Stream caller = plain(callers[r]);
-    const cuda::Stream worker = on_the_spot ? caller : plain(lane(device, number));
+    const auto ours = [&](std::size_t n) { return on_the_spot ? caller : plain(lane(device, n)); };
     posts.ranks.push_back({.device = job.devices[r].is_cpu() ? cuda::kHost : device,
                            .caller = caller,
-                           .worker = worker,
-                           .sender = worker,
-                           .receiver = worker});
+                           .worker = ours(number),
+                           .sender = ours(kSender),
+                           .receiver = ours(kReceiver)});
     posts.host_waits |= job.devices[r].is_cpu();
   }
+  if (!on_the_spot) posts.hub = plain(lane(callers[0].device_index(), kHub));
   return posts;
 }
 
@@ -146,21 +152,30 @@ void keep_until_done(const Job& job, const cuda::Posts& posts) {
   for (const Tensors* list : {&job.held, &job.results})
     for (const at::Tensor& t : *list)
       for (const cuda::Post& p : posts.ranks)
-        if (t.numel() > 0 && !(p.worker == p.caller)) keep_until_done(t, p.worker);
+        for (const cuda::Stream& s : {p.worker, p.sender, p.receiver})
+          if (t.numel() > 0 && !(s == p.caller)) keep_until_done(t, s);
+}
+
+// What no copy engine does is done by a kernel, which reads and writes host memory only if it is
+// pinned: folds, and copies from one host rank to another.
+bool needs_pinned(const Plan& plan, const std::vector<at::Device>& devices) {
+  const auto on_host = [&](const Slice& s) { return devices[s.rank].is_cpu(); };
+  return std::any_of(plan.steps.begin(), plan.steps.end(), [&](const Step& step) {
+    const bool reads = std::any_of(step.srcs.begin(), step.srcs.end(), on_host);
+    const bool writes = std::any_of(step.dsts.begin(), step.dsts.end(), on_host);
+    return step.srcs.size() == 1 ? reads && writes : reads || writes;
+  });
 }
 
 void check_host_ranks(const Job& job) {
-  for (const Part& p : job.parts)
-    for (const Step& step : p.compiled->plan.steps) {
-      if (step.srcs.size() == 1) continue;
-      for (const Tensors* list : {&job.held, &job.results})
-        for (const at::Tensor& t : *list)
-          require(
-              t.is_cuda() || t.numel() == 0 || t.is_pinned(),
-              "a reduction over GPUs and the CPU reads and writes the CPU's tensors from a GPU; "
-              "pin them with .pin_memory()");
-      return;
-    }
+  for (const Part& p : job.parts) {
+    if (!needs_pinned(p.compiled->plan, job.devices)) continue;
+    for (const Tensors* list : {&job.held, &job.results})
+      for (const at::Tensor& t : *list)
+        require(t.is_cuda() || t.numel() == 0 || t.is_pinned(),
+                "the CPU's tensors of this collective over GPUs and the CPU are read or written by "
+                "a GPU; pin them with .pin_memory()");
+  }
 }
 
 class GpuWork : public Work {
@@ -245,10 +260,9 @@ void run_on_gpus(const Job& job) { issue(job, callers_of(job)); }
 
 std::shared_ptr<Work> enqueue_on_gpus(Job job) {
   // Streams beside the callers' take their place, one for each, and only `wait` joins them again.
-  constexpr std::size_t kSideLanes = 16;  // far from the lanes that ranks work on
   std::vector<CUDAStream> callers = callers_of(job), sides;
   for (CUDAStream& s : callers) {
-    const CUDAStream side = lane(s.device_index(), kSideLanes);
+    const CUDAStream side = lane(s.device_index(), kAside);
     c10::Event ready(at::kCUDA);
     ready.record(s.unwrap());
     ready.block(side.unwrap());
@@ -259,7 +273,7 @@ std::shared_ptr<Work> enqueue_on_gpus(Job job) {
     for (const at::Tensor& t : *list)
       if (t.is_cuda() && t.numel() > 0)
         c10::cuda::CUDACachingAllocator::recordStream(t.storage().data_ptr(),
-                                                      lane(t.device().index(), kSideLanes));
+                                                      lane(t.device().index(), kAside));
   issue(job, callers);
   return std::make_shared<GpuWork>(std::move(job), std::move(sides));
 }
