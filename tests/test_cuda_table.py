@@ -1,153 +1,18 @@
-"""What GPU threads do with a level, run on host memory: tables, grid, heads, tails, pitches, bits.
-
-The functions are those of the kernels; only inline loads and stores are replaced, and every access
-is checked for alignment and written down. Nothing here needs a GPU.
-"""
+"""Which thread of a GPU moves which bytes: tables, grids, heads, tails and pitches, on the host."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Sequence
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import reference as ref
 import torch
+from emulation import LARGE, SMALL, Row, float8_bytes, launch, lines, reals, shifted
 from hypothesis import given, settings
 from torch import Tensor
 
 from pycollect import _C
-
-SMALL, LARGE = 4096, 32760  # bytes of parameters
-ALLOWED = [(dtype, op) for dtype in ref.DTYPES for op in ref.OPS if ref.allowed(dtype, op)]
-
-
-@dataclasses.dataclass
-class Row:
-    """One step on views of any stride between lines; lines themselves are contiguous."""
-
-    dsts: Sequence[Tensor]
-    srcs: Sequence[Tensor]
-    finishes: bool = True
-
-    def packed(self) -> tuple[Any, ...]:
-        lines, count = self.dsts[0].shape
-        item = self.dsts[0].element_size()
-        sides = (self.dsts, self.srcs)
-        addresses = [[t.data_ptr() for t in side] for side in sides]
-        pitches = [[t.stride(0) * item for t in side] for side in sides]
-        return (*addresses, *pitches, count, lines, self.finishes)
-
-
-def float8_bytes() -> list[int]:
-    """What the installed torch makes of overflow, infinity and NaN in either type."""
-    values = torch.tensor([1e6, float("inf"), float("nan")])
-    kinds = (torch.float8_e4m3fn, torch.float8_e5m2)
-    return [int(b) & 0x7F for kind in kinds for b in values.to(kind).view(torch.uint8)]
-
-
-def launch(
-    rows: Sequence[Row],
-    op: str = "sum",
-    *,
-    world: int = 0,
-    multiprocessors: int = 1,
-    table_bytes: int = LARGE,
-) -> list[dict[str, Any]]:
-    dtype = ref.short(rows[0].dsts[0].dtype)
-    launches: list[dict[str, Any]] = _C.emulate_launch(
-        [row.packed() for row in rows],
-        dtype,
-        op,
-        world or len(rows[0].srcs),
-        multiprocessors,
-        table_bytes,
-        float8_bytes(),
-    )
-    for one in launches:
-        assert one["stored_twice"] == 0
-        assert one["table_bytes"] <= table_bytes
-    return launches
-
-
-def lines(t: Tensor) -> Tensor:
-    """A dense tensor as one line."""
-    return t.view(1, -1)
-
-
-def shifted(t: Tensor, elements: int) -> Tensor:
-    """The same line, so many elements off an address that is a multiple of 64."""
-    room = torch.zeros(t.numel() + 64 + elements, dtype=t.dtype)
-    start = -room.data_ptr() % 64 // t.element_size() + elements
-    return room[start : start + t.numel()].copy_(t.flatten()).view(1, -1)
-
-
-def reals(t: Tensor) -> int:
-    return t.numel() * t.element_size()
-
-
-@pytest.mark.parametrize(("dtype", "op"), ALLOWED, ids=lambda v: ref.short(v))
-def test_bits_are_those_of_the_contract(dtype: torch.dtype, op: str):
-    for world, count in ((2, 1), (2, 5000), (3, 517), (4, 1000), (5, 33), (8, 2100), (9, 260)):
-        tensors = ref.randoms(world, [count], dtype, seed=count)
-        wanted = ref.left_fold(tensors, op)
-        for shift, in_place in ((0, True), (0, False), (1, True), (3, False)):
-            srcs = [shifted(t, shift) for t in tensors]
-            dsts = srcs if in_place else [shifted(t, shift) for t in tensors[:2]]
-            (one,) = launch([Row(dsts, srcs)], op)
-            ref.assert_same(
-                [d.flatten() for d in dsts], [wanted] * len(dsts), (world, count, shift), op
-            )
-            assert one["loaded_twice"] == 0
-            assert one["loaded"] == world * reals(wanted)
-            assert one["stored"] == len(dsts) * reals(wanted)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=ref.short)
-@pytest.mark.parametrize("world", [2, 3, 4, 7, 8, 12])
-def test_rows_with_more_packets_than_threads(dtype: torch.dtype, world: int):
-    count = 160_003 // world
-    tensors = ref.randoms(world, [count], dtype)
-    srcs = [shifted(t, 1) for t in tensors]
-    (one,) = launch([Row(srcs, srcs)])
-    ref.assert_same([s.flatten() for s in srcs], [ref.left_fold(tensors, "sum")] * world)
-    assert one["loaded_twice"] == 0
-    assert one["widest_load"] == one["widest_store"] == 16
-
-
-@pytest.mark.parametrize("dtype", ref.NARROW[2:], ids=ref.short)
-@pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "avg"])
-def test_all_pairs_of_8_bit_floats(dtype: torch.dtype, op: str):
-    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
-    a, b = codes.repeat(256), codes.view(torch.uint8).repeat_interleave(256).view(dtype)
-    out = torch.empty_like(a)
-    launch([Row([lines(out)], [lines(a), lines(b)])], op)
-    ref.assert_same([out], [ref.left_fold([a, b], op)], op=op)
-
-
-@pytest.mark.parametrize("dtype", ref.NARROW[:2], ids=ref.short)
-@pytest.mark.parametrize("other", [0.0, 1.0, -3e-8, 65504.0, 1e-3])
-def test_all_16_bit_floats(dtype: torch.dtype, other: float):
-    a = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
-    b = torch.full_like(a, other)
-    for op in ("sum", "prod", "avg", "min"):
-        out = torch.empty_like(a)
-        launch([Row([lines(out)], [lines(a), lines(b)])], op)
-        ref.assert_same([out], [ref.left_fold([a, b], op)], op, op=op)
-
-
-def test_average_is_taken_only_where_the_reduction_finishes():
-    for dtype in (torch.float32, torch.float16, torch.int64):
-        tensors = ref.randoms(3, [100], dtype)
-        total, mean = lines(torch.empty_like(tensors[0])), lines(torch.empty_like(tensors[0]))
-        srcs = [lines(t) for t in tensors]
-        (one,) = launch([Row([total], srcs, finishes=False), Row([mean], srcs)], "avg")
-        assert one["rows"] == 2
-        ref.assert_same([total[0]], [ref.left_fold(tensors, "sum")])
-        ref.assert_same([mean[0]], [ref.left_fold(tensors, "avg")])
-
 
 # Copies
 
@@ -318,3 +183,7 @@ def test_small_rows_have_a_thread_for_every_packet():
     srcs = [lines(torch.ones(61_706)) for _ in range(4)]
     (one,) = launch([Row(srcs, srcs)], multiprocessors=132)
     assert len(one["accesses"]) == -(-(61_706 // 4 + 2) // 256)
+    for count in (1, 2, 3, 5, 256):
+        srcs = [shifted(torch.ones(count), 1) for _ in range(2)]
+        (one,) = launch([Row(srcs, srcs)], multiprocessors=132)
+        assert len(one["accesses"]) == 1

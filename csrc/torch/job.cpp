@@ -85,7 +85,10 @@ void Part::bind(const Offsets* at, std::vector<Memory> memory, std::size_t rows,
   };
   for (Rank r = 0; r < compiled->plan.world; ++r) {
     if (compiled->scratched[r])
-      add(r, Buffer::scratch, [&](int64_t bytes) { return new_bytes(bytes, job.devices[r]); });
+      add(r, Buffer::scratch, [&](int64_t bytes) {
+        const bool shared = job.devices[r].is_cpu() && job.on_gpus();  // GPUs work there, too
+        return shared ? new_pinned_bytes(bytes) : new_bytes(bytes, job.devices[r]);
+      });
     if (compiled->staged[r]) add(r, Buffer::host, new_pinned_bytes);
   }
   bindings.push_back({at, std::move(memory), rows});

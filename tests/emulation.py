@@ -1,0 +1,84 @@
+"""A GPU's threads on host memory: what the kernels do with a level, every access checked.
+
+The functions are those of the kernels; only inline loads and stores are replaced, and every access
+is checked for alignment and written down. Nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import reference as ref
+import torch
+from torch import Tensor
+
+from pycollect import _C
+
+SMALL, LARGE = 4096, 32760  # bytes of parameters
+
+
+@dataclasses.dataclass
+class Row:
+    """One step on views of any stride between lines; lines themselves are contiguous."""
+
+    dsts: Sequence[Tensor]
+    srcs: Sequence[Tensor]
+    finishes: bool = True
+
+    def packed(self) -> tuple[Any, ...]:
+        lines, count = self.dsts[0].shape
+        item = self.dsts[0].element_size()
+        sides = (self.dsts, self.srcs)
+        addresses = [[t.data_ptr() for t in side] for side in sides]
+        pitches = [[t.stride(0) * item for t in side] for side in sides]
+        return (*addresses, *pitches, count, lines, self.finishes)
+
+
+def float8_bytes() -> list[int]:
+    """What the installed torch makes of overflow, infinity and NaN in either type."""
+    values = torch.tensor([1e6, float("inf"), float("nan")])
+    kinds = (torch.float8_e4m3fn, torch.float8_e5m2)
+    return [int(b) & 0x7F for kind in kinds for b in values.to(kind).view(torch.uint8)]
+
+
+def launch(
+    rows: Sequence[Row],
+    op: str = "sum",
+    *,
+    world: int = 0,
+    multiprocessors: int = 1,
+    table_bytes: int = LARGE,
+    float8: Sequence[int] = (),
+) -> list[dict[str, Any]]:
+    dtype = ref.short(rows[0].dsts[0].dtype)
+    launches: list[dict[str, Any]] = _C.emulate_launch(
+        [row.packed() for row in rows],
+        dtype,
+        op,
+        world or len(rows[0].srcs),
+        multiprocessors,
+        table_bytes,
+        float8 or float8_bytes(),
+    )
+    for one in launches:
+        assert one["stored_twice"] == 0
+        assert one["table_bytes"] <= table_bytes
+    return launches
+
+
+def lines(t: Tensor) -> Tensor:
+    """A dense tensor as one line."""
+    return t.view(1, -1)
+
+
+def shifted(t: Tensor, elements: int) -> Tensor:
+    """The same line, so many elements off an address that is a multiple of 64."""
+    room = torch.zeros(t.numel() + 64 + elements, dtype=t.dtype)
+    start = -room.data_ptr() % 64 // t.element_size() + elements
+    return room[start : start + t.numel()].copy_(t.flatten()).view(1, -1)
+
+
+def reals(t: Tensor) -> int:
+    return t.numel() * t.element_size()
