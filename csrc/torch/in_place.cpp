@@ -20,6 +20,9 @@ void check(const InPlace& ask, const Grid& grid) {
       const at::Tensor& t = grid.flat[i * grid.world + r];
       const Label label = grid.label(ask.call, i, r);
       check_tensor(t, use_of(ask, r), label);
+      require(t.device() == grid.flat[r].device(), ask.call, ": ", label, " is on ", t.device(),
+              " and ", grid.label(ask.call, 0, r), " on ", grid.flat[r].device(),
+              "; a rank's tensors are all on its device");
       if (r > 0)
         check_alike(t, label, grid.flat[i * grid.world], grid.label(ask.call, i, 0),
                     Alike::shape_and_layout);
