@@ -3,6 +3,7 @@
 // here is what only a device has: inline loads and stores, its own conversions of fp16, and timing.
 #include "bind_cuda_probe.h"
 
+#include <c10/util/Half.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -43,10 +44,8 @@ struct Watched {
     stores.push_back(checked<V>(at));
     std::memcpy(reinterpret_cast<void*>(at), &v, sizeof v);
   }
-  static float widened(uint16_t half) { return std::bit_cast<_Float16>(half); }
-  static uint16_t narrowed(float value) {
-    return std::bit_cast<uint16_t>(static_cast<_Float16>(value));
-  }
+  static float widened(uint16_t half) { return c10::Half(half, c10::Half::from_bits()); }
+  static uint16_t narrowed(float value) { return c10::Half(value).x; }
 
  private:
   template <class V>

@@ -15,8 +15,6 @@ namespace {
 
 using enum Collective;
 
-constexpr std::size_t kAlignBytes = 64;  // pieces begin at whole vectors
-
 Label label(const Exchange& ask, const char* list, std::size_t r) {
   return {name(ask.collective), list,
           ask.collective == scatter && list[0] == 't' ? -1 : static_cast<int>(r)};

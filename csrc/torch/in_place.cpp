@@ -8,8 +8,6 @@
 namespace pycollect {
 namespace {
 
-constexpr std::size_t kAlignBytes = 64;  // pieces begin at whole vectors
-
 bool reducing(Collective c) { return c == Collective::all_reduce || c == Collective::reduce; }
 
 void check(const InPlace& ask, const Grid& grid) {

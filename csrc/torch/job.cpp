@@ -15,9 +15,6 @@
 namespace pycollect {
 namespace {
 
-// Vectors stay whole and no two threads write one cache line.
-constexpr std::size_t kAlignBytes = 64;
-
 Listener listener_ = nullptr;  // set once, at import
 
 void announce(const Situation& s, const Choice& choice) {

@@ -14,6 +14,9 @@
 
 namespace pycollect {
 
+// Pieces and buffers begin at whole vectors, and no two threads write one cache line.
+inline constexpr std::size_t kAlignBytes = 64;
+
 struct Job;
 using Streams = std::vector<std::optional<c10::Stream>>;
 
