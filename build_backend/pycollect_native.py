@@ -27,8 +27,8 @@ ONLY_WITH_CUDA = ("csrc/cuda/*.cu", "csrc/torch/cuda/*.cpp")
 # torch's own headers need about this much memory for each compiler that reads them.
 BYTES_PER_JOB = 2 << 30
 
-# What csrc uses of C++20 and of GNU C++; the first compiler that accepts it is g++ 11. No clang does:
-# it has no __builtin_shuffle and ignores the pragmas that give each instruction set its own file.
+# What csrc uses of C++20 and of GNU C++; the first compiler that accepts it is g++ 11. No clang
+# does: it lacks __builtin_shuffle, and the pragmas that give an instruction set its own file.
 PROBE = """
 #include <concepts>
 #include <source_location>
