@@ -19,6 +19,17 @@ std::string text(const Parts&... parts) {
   return out.str();
 }
 
+// What went wrong while a collective ran: becomes pycollect.CollectiveError and its subclasses.
+struct CollectiveError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+struct PeerLost : CollectiveError {
+  using CollectiveError::CollectiveError;
+};
+struct Timeout : CollectiveError {
+  using CollectiveError::CollectiveError;
+};
+
 // The caller's mistake: becomes ValueError in Python.
 template <class... Parts>
 void require(bool ok, const Parts&... why) {

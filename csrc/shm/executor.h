@@ -1,0 +1,53 @@
+// One rank's side of a collective between processes. What the plan moves between ranks goes through
+// their slots in the shared memory, a piece at a time, in two slots by turns; tensors that lie in
+// the group's arenas are read and written where they are. No torch.
+#pragma once
+#include <string_view>
+#include <vector>
+
+#include "../cpu/executor.h"
+#include "../plan/offsets.h"
+#include "../plan/registry.h"
+#include "group.h"
+
+namespace pycollect::shm {
+
+struct Span {
+  std::byte* base;
+  std::size_t count;  // elements
+};
+
+// One buffer of this rank: its elements are those of the spans, one after the other, cut into
+// blocks for the plan's chunks (all_gather's output: one block a rank; all_reduce: one block).
+struct Side {
+  std::vector<Span> spans = {};
+  Sizes blocks = {};
+};
+
+struct Request {
+  Collective collective;
+  DType dtype = DType::u8;
+  ReduceOp op = ReduceOp::sum;
+  Rank root = 0;
+  std::string_view algorithm = {};  // empty: the selector's
+  FoldOptions options = {};
+  bool in_place = false;         // the output is the input
+  Side input = {}, output = {};  // a side that the rank has no part in stays empty
+  // May blocks differ from rank to rank in a way that only the two ends of a transfer know
+  // (all_to_all with split sizes, gather and scatter of unlike parts)? The same on all ranks.
+  bool irregular = false;
+  uint64_t tensors = 1;  // how many the caller gave: must agree
+};
+
+// Runs it to its end in the calling thread, with the others' help. One at a time per group, in the
+// same order on all ranks. Throws std::invalid_argument, on all ranks alike and before any output
+// is written, when the ranks' requests do not fit each other; PeerLost and Timeout as Group says.
+void run(Group& group, const Request& request, uint64_t call, Deadline deadline,
+         const cpu::ParallelFor& parallel_for);
+
+// Instead of running what this rank was asked for, tells the others that it will not: they throw
+// with `why`. Returns without waiting for them (but for those who have not begun the call before).
+void refuse(Group& group, Collective collective, uint64_t call, Deadline deadline,
+            std::string_view why);
+
+}  // namespace pycollect::shm

@@ -1,0 +1,113 @@
+// What lies where in the memory that a group's processes share. Every word that changes while
+// others look has one writer; nothing here needs a lock, and all zeros is the state to begin with.
+//
+//   control | a line per rank | two descriptions per rank | mailboxes | two slots per rank | arenas
+#pragma once
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "../plan/plan.h"
+
+namespace pycollect::shm {
+
+// A collective is one or more runs of a program, a piece of the data each. `done` says how far a
+// rank is: the number of its run, then how many tasks of that run it has finished. It only grows,
+// compared cyclically, and a finished run is the beginning of the next one, so ranks need no common
+// length of a run, and nobody ever resets anything.
+inline constexpr int kTaskBits = 20;
+constexpr uint64_t at_run(uint64_t run) { return run << kTaskBits; }
+constexpr bool reached(uint64_t seen, uint64_t wanted) {
+  return static_cast<int64_t>(seen - wanted) >= 0;
+}
+
+// What a rank says of the call that it begins, in the line that the others poll anyway. Two of
+// each: a rank posts call n + 1 when all have posted n, and then all have read n - 1.
+struct Post {
+  uint64_t signature = 0;  // equal on all ranks, or else their descriptions say what differs
+  uint32_t pieces = 0;     // runs that the rank thinks it takes; the most that any rank says counts
+  uint32_t flags = 0;
+  enum : uint32_t {
+    refused = 1,    // the rank does not take part: its own arguments were bad
+    irregular = 2,  // what it sends and receives is in its description, and must fit the others'
+    placed = 4,     // what others would touch of its tensors lies in its arena: see `places`
+  };
+};
+
+// Where a call's tensors lie in their rank's arena, in bytes from its beginning.
+struct Places {
+  uint64_t input = 0, output = 0;
+};
+
+// One per rank, and its only writer is the rank (but for `sleepers`).
+struct alignas(128) Line {
+  std::atomic<uint64_t> done{0};
+  std::array<Post, 2> posts = {};  // [call & 1]; written before `done` reaches the call
+  std::atomic<uint64_t> pulse{0};  // grows while the process lives, where nothing better tells
+  alignas(64) std::array<Places, 2> places = {};
+  std::atomic<uint32_t> sleepers{0};  // how many wait in the kernel for `done`
+  std::atomic<uint32_t> left{0};      // the rank has destroyed its group
+};
+static_assert(sizeof(Line) == 128);
+
+// For people, and for what a signature cannot compare. The counts that follow are `world` sent and
+// `world` received elements, by peer.
+struct alignas(64) Description {
+  uint8_t collective = 0, dtype = 0, op = 0, in_place = 0;
+  int32_t root = -1;
+  uint64_t call = 0;      // sequence number
+  uint64_t elements = 0;  // of the rank's largest buffer
+  uint64_t options = 0;   // what else must agree: algorithm, number of tensors
+  std::array<char, 96> refusal = {};
+};
+
+// One for all. Whoever finds the group broken says so once, and everybody who waits sees it.
+struct alignas(128) Control {
+  std::atomic<uint64_t> broken{0};                    // 0, or why: see Group
+  std::array<std::atomic<uint64_t>, 64> nonces = {};  // not more ranks than that share a host here
+};
+inline constexpr int kMostRanks = 64;
+
+struct Extents {
+  int world;
+  std::size_t slot_bytes;     // of one rank, for one of two runs
+  std::size_t mailbox_bytes;  // of all ranks
+  std::size_t arena_bytes;    // of one rank: address space, not memory, until somebody commits it
+};
+
+// Offsets in bytes from the beginning; each part begins at a page.
+struct Layout {
+  static constexpr std::size_t kPage = 4096;
+  static constexpr std::size_t up(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+  // Slots and arenas that are equal distances apart fall on the same sets of a cache: 3 pages and 5
+  // lines more keep them apart (copies between such were a third slower).
+  static constexpr std::size_t kStagger = 3 * kPage + 5 * 64;
+
+  explicit constexpr Layout(const Extents& s)
+      : sizes(s),
+        lines(up(sizeof(Control))),
+        descriptions(lines + up(s.world * sizeof(Line))),
+        description_bytes(sizeof(Description) + up_to_line(2 * s.world * sizeof(uint64_t))),
+        mailboxes(descriptions + up(2 * s.world * description_bytes)),
+        slots(mailboxes + up(s.mailbox_bytes)),
+        slot_stride(up_to_line(s.slot_bytes) + kStagger),
+        arenas(slots + up(2 * s.world * slot_stride)),
+        arena_stride(up(s.arena_bytes)),
+        total(arenas + s.world * arena_stride) {}
+
+  constexpr std::size_t description(Rank r, uint64_t call) const {
+    return descriptions + (2 * r + (call & 1)) * description_bytes;
+  }
+  constexpr std::size_t slot(Rank r, uint64_t run) const {
+    return slots + (2 * r + (run & 1)) * slot_stride;
+  }
+  constexpr std::size_t arena(Rank r) const { return arenas + r * arena_stride; }
+  static constexpr std::size_t up_to_line(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+  Extents sizes;
+  std::size_t lines, descriptions, description_bytes, mailboxes, slots, slot_stride, arenas,
+      arena_stride, total;
+};
+
+}  // namespace pycollect::shm
