@@ -117,27 +117,31 @@ DType dtype_of(const at::Tensor& tensor, const Label& label) {
   return *found;
 }
 
-void check_tensor(const at::Tensor& t, Use use, const Label& label) {
+void check_memory(const at::Tensor& t, Use use, const Label& label) {
   require(!t.is_nested() && t.layout() == at::kStrided, label.call, ": ", label,
           " is nested, sparse or of another layout without strides; pass a dense tensor");
   require(
       has_memory(t), label.call, ": ", label,
       " has no memory of its own (a meta, fake, zero or wrapped tensor, or freed storage); pass "
       "a plain tensor");
-  require(serves(t.device()), label.call, ": ", label, " is on ", t.device(),
-          ", which this build does not serve; move it to the CPU with .cpu()");
   require(!t.is_conj() && !t.is_neg(), label.call, ": ", label,
           " is a lazy conjugate or negative view; call .resolve_conj().resolve_neg() first");
+  if (use == Use::read) return;
+  require(one_place_per_element(t), label.call, ": ", label, " of shape ", t.sizes(),
+          " and strides ", t.strides(),
+          " has several elements in one place (expanded?) and would be written; pass .clone()");
+}
+
+void check_tensor(const at::Tensor& t, Use use, const Label& label) {
+  check_memory(t, use, label);
+  require(serves(t.device()), label.call, ": ", label, " is on ", t.device(),
+          ", which this build does not serve; move it to the CPU with .cpu()");
   require(!(t.requires_grad() && at::GradMode::is_enabled()), label.call, ": ", label,
           " requires grad and collectives are not recorded; call it under torch.no_grad() or pass "
           ".detach()");
   require(!has_tangent(t), label.call, ": ", label,
           " has a forward-mode tangent and collectives are not recorded; pass its primal "
           "(torch.autograd.forward_ad.unpack_dual)");
-  if (use == Use::read) return;
-  require(one_place_per_element(t), label.call, ": ", label, " of shape ", t.sizes(),
-          " and strides ", t.strides(),
-          " has several elements in one place (expanded?) and would be written; pass .clone()");
 }
 
 void check_alike(const at::Tensor& t, const Label& label, const at::Tensor& first,
