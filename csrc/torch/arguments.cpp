@@ -109,10 +109,14 @@ std::ostream& operator<<(std::ostream& out, const Label& label) {
   return out;
 }
 
+std::string dtype_name(const at::Tensor& tensor) {
+  return std::string(c10::getDtypeNames(tensor.scalar_type()).first);
+}
+
 DType dtype_of(const at::Tensor& tensor, const Label& label) {
   const auto found = find_dtype(tensor.scalar_type());
   if (!found) [[unlikely]]  // the list of names is only made when it is needed
-    throw TypeMismatch(text(label.call, ": ", label, " is ", tensor.dtype().name(),
+    throw TypeMismatch(text(label.call, ": ", label, " is ", dtype_name(tensor),
                             "; allowed are ", joined(kDTypeNames)));
   return *found;
 }
@@ -146,8 +150,8 @@ void check_tensor(const at::Tensor& t, Use use, const Label& label) {
 
 void check_alike(const at::Tensor& t, const Label& label, const at::Tensor& first,
                  const Label& first_label, Alike alike, int64_t dim) {
-  require(t.scalar_type() == first.scalar_type(), label.call, ": ", label, " is ", t.dtype().name(),
-          " and ", first_label, " is ", first.dtype().name(),
+  require(t.scalar_type() == first.scalar_type(), label.call, ": ", label, " is ", dtype_name(t),
+          " and ", first_label, " is ", dtype_name(first),
           "; all ranks must have the same dtype");
   bool same = t.dim() == first.dim();
   for (int64_t d = 0; same && d < t.dim(); ++d)

@@ -5,6 +5,7 @@
 
 #include <optional>
 #include <ostream>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -22,6 +23,7 @@ struct Label {
 };
 std::ostream& operator<<(std::ostream& out, const Label& label);
 
+std::string dtype_name(const at::Tensor& tensor);  // as Python spells it
 DType dtype_of(const at::Tensor& tensor, const Label& label);  // throws TypeError
 
 enum class Use { read, write };

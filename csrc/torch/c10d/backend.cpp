@@ -143,7 +143,10 @@ WorkPtr Backend::submit(Call call, bool later) {
 }
 
 // In its place in the queue, like what it stands for.
-void Backend::refuse(const Ask& ask, const char* why) {
+// All ranks raise one sentence. Returns it.
+std::string Backend::refuse(const Ask& ask, std::string_view why) {
+  const std::string operation = text(ask.name, ": ");
+  if (why.starts_with(operation)) why.remove_prefix(operation.size());
   {
     const std::lock_guard lock(coalescing_mutex_);
     coalescing_.reset();
@@ -152,6 +155,7 @@ void Backend::refuse(const Ask& ask, const char* why) {
   Call call = new_call(ask);
   call.refusal = why;
   queue_->run(std::move(call));
+  return text("rank ", seat_.rank, " refused ", pycollect::name(ask.collective), ": ", why);
 }
 
 WorkPtr Backend::collective(const Ask& ask, c10::function_ref<void(Call&)> build) {
@@ -159,6 +163,10 @@ WorkPtr Backend::collective(const Ask& ask, c10::function_ref<void(Call&)> build
   Call call = new_call(ask);
   try {
     build(call);
+  } catch (const TypeMismatch& error) {
+    throw TypeMismatch(refuse(ask, error.what()));
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument(refuse(ask, error.what()));
   } catch (const std::exception& error) {
     refuse(ask, error.what());
     throw;

@@ -88,7 +88,7 @@ class Backend final : public c10d::Backend {
   WorkPtr collective(const Ask& ask, c10::function_ref<void(Call&)> build);
   Call new_call(const Ask& ask) const;
   WorkPtr submit(Call call, bool later);
-  void refuse(const Ask& ask, const char* why);
+  std::string refuse(const Ask& ask, std::string_view why);
 
   WorkPtr message(const char* name, const Tensors& tensors, std::optional<Rank> peer, int tag,
                   bool receives);

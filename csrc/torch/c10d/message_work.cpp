@@ -1,6 +1,7 @@
 // See messages.h: one send or receive, as torch knows it.
 #include <ATen/EmptyTensor.h>
 
+#include "../../plan/error.h"
 #include "../threads.h"
 #include "messages.h"
 
@@ -48,6 +49,12 @@ void MessageWork::settle() {
   if (future) complete(*future, {tensor_}, error_);
 }
 
+std::string MessageWork::described() const {
+  const Rank peer = transfer_->peer();
+  const char* way = ask_.receives ? " from " : " to ";
+  return peer < 0 ? text(ask_.name, way, "any rank") : text(ask_.name, way, "rank ", peer);
+}
+
 bool MessageWork::isCompleted() {
   if (const auto messages = this->messages()) messages->progress();
   settle();
@@ -70,7 +77,7 @@ bool MessageWork::wait(std::chrono::milliseconds timeout) {
     if (!is_limit(timeout))
       messages->wait(*this, shm::Clock::now() + ask_.timeout);
     else if (!messages->wait_until(*this, shm::Clock::now() + timeout))
-      throw_unfinished(ask_.name, timeout);
+      throw_unfinished(described(), timeout);
   }
   if (auto error = exception()) std::rethrow_exception(error);
   return true;

@@ -39,6 +39,7 @@ class MessageWork final : public c10d::Work {
  private:
   friend class Messages;
   std::byte* memory() const;
+  std::string described() const;
   shm::Envelope envelope(int tag) const;
   // What is left to do when the transfer is done; by any thread, any number of times.
   void settle();

@@ -65,12 +65,12 @@ at::Tensor Reduction::scaled(const at::Tensor& t, const Label& label) const {
     const bool narrow = t.element_size() == 1;  // torch does not multiply 8-bit floats
     const at::Tensor wide = narrow ? t.detach().to(at::kFloat) : t.detach();
     require_type(at::isComplexType(type) || !factor_.isComplex(), label.call, ": PREMUL_SUM of ",
-                 label, ", ", t.dtype().name(), ", by a complex factor");
+                 label, ", ", dtype_name(t), ", by a complex factor");
     return at::mul(wide, factor_).to(type);
   }
   const double factor = factor_.toDouble();
   require_type(factor == static_cast<double>(static_cast<int64_t>(factor)), label.call,
-               ": PREMUL_SUM of ", label, ", ", t.dtype().name(), ", by ", factor,
+               ": PREMUL_SUM of ", label, ", ", dtype_name(t), ", by ", factor,
                "; integers take whole factors");
   return at::mul(t.detach(), at::Scalar(static_cast<int64_t>(factor))).to(type);
 }

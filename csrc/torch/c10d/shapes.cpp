@@ -12,7 +12,7 @@ Label label_of(const Call& call, const char* list, const Tensors& all, std::size
 void check_dtype(const at::Tensor& t, const Label& label, const at::Tensor& other,
                  const Label& other_label) {
   require_type(t.scalar_type() == other.scalar_type(), label.call, ": ", label, " is ",
-               t.dtype().name(), " and ", other_label, " is ", other.dtype().name(),
+               dtype_name(t), " and ", other_label, " is ", dtype_name(other),
                "; both must have the same dtype");
 }
 

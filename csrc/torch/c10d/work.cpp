@@ -17,7 +17,7 @@ void complete(Future& future, const Tensors& results, std::exception_ptr error) 
     future.markCompleted(c10::IValue(results));
 }
 
-void throw_unfinished(const char* operation, std::chrono::milliseconds timeout) {
+void throw_unfinished(const std::string& operation, std::chrono::milliseconds timeout) {
   throw Timeout(text(operation, " has not finished within ",
                      std::chrono::duration<double>(timeout).count(), " seconds"));
 }

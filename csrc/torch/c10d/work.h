@@ -16,7 +16,7 @@ void complete(Future& future, const Tensors& results, std::exception_ptr error);
 
 // A time limit of `wait`, where none is given as zero.
 inline bool is_limit(std::chrono::milliseconds timeout) { return timeout.count() > 0; }
-[[noreturn]] void throw_unfinished(const char* operation, std::chrono::milliseconds timeout);
+[[noreturn]] void throw_unfinished(const std::string& operation, std::chrono::milliseconds timeout);
 
 class QueuedWork final : public c10d::Work {
  public:
