@@ -12,6 +12,8 @@ _check()
 
 import atexit as _atexit  # noqa: E402
 
+import torch.distributed as _dist  # noqa: E402
+
 from . import _C, log, ops  # noqa: E402
 from ._version import __version__  # noqa: E402
 from .collectives import (  # noqa: E402
@@ -34,6 +36,11 @@ from .plans import Model, Plan, algorithms, plan  # noqa: E402
 log.configure()
 _atexit.register(_C.drain)  # what is under way holds tensors, which must go before torch does
 
+if _dist.is_available():  # not in every build of torch
+    from . import distributed
+
+    distributed.register()
+
 __all__ = [
     "CollectiveError",
     "Communicator",
@@ -53,6 +60,7 @@ __all__ = [
     "broadcast_coalesced",
     "copy_",
     "devices",
+    "distributed",
     "gather",
     "ops",
     "plan",

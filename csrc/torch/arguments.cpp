@@ -109,41 +109,49 @@ std::ostream& operator<<(std::ostream& out, const Label& label) {
   return out;
 }
 
+std::string dtype_name(const at::Tensor& tensor) {
+  return std::string(c10::getDtypeNames(tensor.scalar_type()).first);
+}
+
 DType dtype_of(const at::Tensor& tensor, const Label& label) {
   const auto found = find_dtype(tensor.scalar_type());
   if (!found) [[unlikely]]  // the list of names is only made when it is needed
-    throw TypeMismatch(text(label.call, ": ", label, " is ", tensor.dtype().name(),
+    throw TypeMismatch(text(label.call, ": ", label, " is ", dtype_name(tensor),
                             "; allowed are ", joined(kDTypeNames)));
   return *found;
 }
 
-void check_tensor(const at::Tensor& t, Use use, const Label& label) {
+void check_memory(const at::Tensor& t, Use use, const Label& label) {
   require(!t.is_nested() && t.layout() == at::kStrided, label.call, ": ", label,
           " is nested, sparse or of another layout without strides; pass a dense tensor");
   require(
       has_memory(t), label.call, ": ", label,
       " has no memory of its own (a meta, fake, zero or wrapped tensor, or freed storage); pass "
       "a plain tensor");
-  require(serves(t.device()), label.call, ": ", label, " is on ", t.device(),
-          ", which this build does not serve; move it to the CPU with .cpu()");
   require(!t.is_conj() && !t.is_neg(), label.call, ": ", label,
           " is a lazy conjugate or negative view; call .resolve_conj().resolve_neg() first");
-  require(!(t.requires_grad() && at::GradMode::is_enabled()), label.call, ": ", label,
-          " requires grad and collectives are not recorded; call it under torch.no_grad() or pass "
-          ".detach()");
-  require(!has_tangent(t), label.call, ": ", label,
-          " has a forward-mode tangent and collectives are not recorded; pass its primal "
-          "(torch.autograd.forward_ad.unpack_dual)");
   if (use == Use::read) return;
   require(one_place_per_element(t), label.call, ": ", label, " of shape ", t.sizes(),
           " and strides ", t.strides(),
           " has several elements in one place (expanded?) and would be written; pass .clone()");
 }
 
+void check_tensor(const at::Tensor& t, Use use, const Label& label) {
+  check_memory(t, use, label);
+  require(serves(t.device()), label.call, ": ", label, " is on ", t.device(),
+          ", which this build does not serve; move it to the CPU with .cpu()");
+  require(!(t.requires_grad() && at::GradMode::is_enabled()), label.call, ": ", label,
+          " requires grad and collectives are not recorded; call it under torch.no_grad() or pass "
+          ".detach()");
+  require(!has_tangent(t), label.call, ": ", label,
+          " has a forward-mode tangent and collectives are not recorded; pass its primal "
+          "(torch.autograd.forward_ad.unpack_dual)");
+}
+
 void check_alike(const at::Tensor& t, const Label& label, const at::Tensor& first,
                  const Label& first_label, Alike alike, int64_t dim) {
-  require(t.scalar_type() == first.scalar_type(), label.call, ": ", label, " is ", t.dtype().name(),
-          " and ", first_label, " is ", first.dtype().name(),
+  require(t.scalar_type() == first.scalar_type(), label.call, ": ", label, " is ", dtype_name(t),
+          " and ", first_label, " is ", dtype_name(first),
           "; all ranks must have the same dtype");
   bool same = t.dim() == first.dim();
   for (int64_t d = 0; same && d < t.dim(); ++d)

@@ -5,6 +5,7 @@
 
 #include <optional>
 #include <ostream>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -22,12 +23,16 @@ struct Label {
 };
 std::ostream& operator<<(std::ostream& out, const Label& label);
 
+std::string dtype_name(const at::Tensor& tensor);  // as Python spells it
 DType dtype_of(const at::Tensor& tensor, const Label& label);  // throws TypeError
 
 enum class Use { read, write };
 
-// One tensor by itself: dense or strided host memory that is really there, not part of a graph, and
-// when it is written, one place per element.
+// One tensor by itself: dense or strided memory that is really there and, when it is written, one
+// place per element.
+void check_memory(const at::Tensor& tensor, Use use, const Label& label);
+
+// And that is served, and not part of a graph.
 void check_tensor(const at::Tensor& tensor, Use use, const Label& label);
 
 // The same device kind, dtype, shape and order in memory as the first of them.

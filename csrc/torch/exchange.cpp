@@ -80,8 +80,8 @@ void check_outputs(const Exchange& ask, const Tensors& inputs, const std::vector
     const at::Tensor& t = (*ask.out)[r];
     const Label l{call, "out", ask.collective == gather ? -1 : static_cast<int>(r)};
     check_tensor(t, Use::write, l);
-    require(t.scalar_type() == inputs[0].scalar_type(), call, ": ", l, " is ", t.dtype().name(),
-            "; needed is ", inputs[0].dtype().name());
+    require(t.scalar_type() == inputs[0].scalar_type(), call, ": ", l, " is ", dtype_name(t),
+            "; needed is ", dtype_name(inputs[0]));
     require(t.sizes() == at::IntArrayRef(wanted[r].sizes), call, ": ", l, " has shape ", t.sizes(),
             "; needed is ", at::IntArrayRef(wanted[r].sizes));
     require(t.device() == wanted[r].device, call, ": ", l, " is on ", t.device(), "; needed is ",

@@ -4,6 +4,7 @@
 #include "../cpu/fold.h"
 #include "../plan/error.h"
 #include "bind_cuda_probe.h"
+#include "bind_distributed.h"
 #include "bind_plan.h"
 #include "bind_probe.h"
 #include "bind_streams.h"
@@ -201,12 +202,7 @@ py::object wait(const std::shared_ptr<Work>& work, std::optional<double> timeout
     const py::gil_scoped_release free;
     done = work->wait(timeout);
   }
-  if (!done) {
-    const py::object timed_out = py::module_::import("pycollect.errors").attr("Timeout");
-    PyErr_SetString(timed_out.ptr(),
-                    text("the collective has not finished within ", *timeout, " seconds").c_str());
-    throw py::error_already_set();
-  }
+  if (!done) throw Timeout(text("the collective has not finished within ", *timeout, " seconds"));
   return work->results().empty() ? py::none() : as_list(work->results());
 }
 
@@ -246,6 +242,12 @@ void bind_collectives(py::module_& m) {
   m.def("drain", &drain, py::call_guard<py::gil_scoped_release>());
 }
 
+// One of pycollect.errors.
+void set_error(const char* type, const std::exception& error) {
+  const py::object raised = py::module_::import("pycollect.errors").attr(type);
+  PyErr_SetString(raised.ptr(), error.what());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -254,6 +256,12 @@ PYBIND11_MODULE(_C, m) {
       if (p) std::rethrow_exception(p);
     } catch (const TypeMismatch& e) {
       PyErr_SetString(PyExc_TypeError, e.what());
+    } catch (const PeerLost& e) {
+      set_error("PeerLost", e);
+    } catch (const Timeout& e) {
+      set_error("Timeout", e);
+    } catch (const CollectiveError& e) {
+      set_error("CollectiveError", e);
     }
   });
   py::class_<Work, std::shared_ptr<Work>>(m, "Work")
@@ -266,6 +274,7 @@ PYBIND11_MODULE(_C, m) {
   bind_probe(m);
   bind_streams(m);
   bind_cuda_probe(m);
+  bind_distributed(m);
   m.def("listen", &set_listener);
   m.def("instruction_set", &cpu::instruction_set);
 }

@@ -1,0 +1,71 @@
+// See bind_distributed.h. The backend itself reaches Python as torch's own class.
+#include "bind_distributed.h"
+
+#include <array>
+
+#include "../plan/error.h"
+#include "c10d/backend.h"
+
+namespace pycollect {
+namespace {
+
+using dist::Options;
+
+// In the order of the enums.
+constexpr std::array kShares{"best", "memfd", "named"};
+constexpr std::array kWatches{"best", "pidfd", "hangup"};
+
+template <class Enum, std::size_t N>
+Enum named(const std::array<const char*, N>& names, const std::string& word, const char* what) {
+  std::string all;
+  for (std::size_t i = 0; i < N; ++i) {
+    if (word == names[i]) return static_cast<Enum>(i);
+    all += (i == 0 ? "" : ", ") + std::string(names[i]);
+  }
+  throw std::invalid_argument(text(what, " is '", word, "'; allowed are ", all));
+}
+
+template <class Enum, std::size_t N>
+std::string word(const std::array<const char*, N>& names, Enum value) {
+  return names[static_cast<std::size_t>(value)];
+}
+
+// Waits for the other ranks, without the interpreter: a store may be written in Python.
+c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store,
+                                               int rank, int world,
+                                               const c10::intrusive_ptr<Options>& options) {
+  return c10::make_intrusive<dist::Backend>(store, dist::Seat{rank, world}, options);
+}
+
+c10::intrusive_ptr<Options> copy_of(const Options& options) {
+  return c10::make_intrusive<Options>(options);
+}
+
+}  // namespace
+
+void bind_distributed(py::module_& m) {
+  const auto torch = py::module_::import("torch.distributed");  // where the base class is bound
+  if (!torch.attr("is_available")().cast<bool>()) return;
+  py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(m, "Options")
+      .def(py::init<>())
+      .def_readwrite("algorithm", &Options::algorithm)
+      .def_readwrite("slot_bytes", &Options::slot_bytes)
+      .def_readwrite("arena_bytes", &Options::arena_bytes)
+      .def_property(
+          "share", [](const Options& o) { return word(kShares, o.share); },
+          [](Options& o, const std::string& w) {
+            o.share = named<shm::Share>(kShares, w, "share");
+          })
+      .def_property(
+          "watch", [](const Options& o) { return word(kWatches, o.watch); },
+          [](Options& o, const std::string& w) {
+            o.watch = named<shm::Watch>(kWatches, w, "watch");
+          })
+      .def("__copy__", &copy_of)
+      .def("__deepcopy__", [](const Options& o, const py::dict&) { return copy_of(o); });
+  m.def("make_backend", &make_backend, py::arg("store"), py::arg("rank"), py::arg("world"),
+        py::arg("options"), py::call_guard<py::gil_scoped_release>());
+  m.def("close_groups", &dist::close_groups, py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace pycollect

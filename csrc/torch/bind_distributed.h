@@ -1,0 +1,9 @@
+// Binds the backend of torch.distributed and its options.
+#pragma once
+#include <torch/csrc/utils/pybind.h>
+
+namespace pycollect {
+
+void bind_distributed(py::module_& m);
+
+}  // namespace pycollect

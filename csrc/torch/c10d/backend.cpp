@@ -1,0 +1,218 @@
+// See backend.h: how a group begins and ends, and how calls get into its queue.
+#include "backend.h"
+
+#include <algorithm>
+#include <set>
+
+#include "../../plan/error.h"
+#include "runner.h"
+#include "store_board.h"
+
+namespace pycollect::dist {
+namespace {
+
+// What fire-and-forget calls get to finish in before the group is aborted: much more than they take
+// when the other ranks are there, much less than anybody waits for a process to end.
+constexpr std::chrono::milliseconds kGrace{5000};
+
+shm::Settings settings_of(const Options& o, int world) {
+  return {.name = o.group_name.empty() ? "default" : o.group_name,
+          .timeout = o.timeout,
+          .slot_bytes = o.slot_bytes,
+          .mailbox_bytes = shm::Mailbox::bytes(world),
+          .arena_bytes = o.arena_bytes,
+          .share = o.share,
+          .watch = o.watch};
+}
+
+std::shared_ptr<shm::Group> meet(const StorePtr& store, Seat seat, const Options& options) {
+  StoreBoard board(store);
+  return std::make_shared<shm::Group>(board, seat.rank, seat.world,
+                                      settings_of(options, seat.world));
+}
+
+// Every backend of this process, for its end.
+struct Living {
+  std::mutex mutex;
+  std::set<Backend*> all;
+};
+Living& living() {
+  static auto* const one = new Living;  // outlives whatever is destroyed late
+  return *one;
+}
+
+}  // namespace
+
+Backend::Backend(const StorePtr& store, Seat seat, OptionsPtr options)
+    : c10d::Backend(seat.rank, seat.world),
+      seat_(seat),
+      options_(std::move(options)),
+      timeout_ms_(options_->timeout.count()),
+      group_(meet(store, seat, *options_)),
+      messages_(std::make_shared<Messages>(group_)),
+      last_split_(c10::intrusive_ptr<c10d::Backend>()) {
+  auto run = std::make_shared<Runner>(group_);
+  queue_ = std::make_shared<Queue>([run](Call& call) { (*run)(call); },
+                                   [g = group_](const std::string& why) { g->abort(why); });
+  init();
+  const std::lock_guard lock(living().mutex);
+  living().all.insert(this);
+}
+
+Backend::~Backend() {
+  if (!forks_.none()) {
+    // Locks and threads in there are the parent's: not even their destructors may run.
+    new auto(std::make_tuple(std::move(queue_), std::move(messages_), std::move(group_)));
+    return;
+  }
+  {
+    const std::lock_guard lock(living().mutex);
+    living().all.erase(this);
+  }
+  close();
+}
+
+void Backend::shutdown() {
+  if (forks_.none()) close();
+}
+
+void Backend::close() {
+  queue_->close(kGrace);
+  std::shared_ptr<Messages> messages;
+  std::shared_ptr<shm::Group> group;
+  {
+    const std::lock_guard lock(life_);
+    messages.swap(messages_);
+    group.swap(group_);
+  }
+  if (messages) messages->close(kGrace);
+}
+
+void close_groups() {
+  const std::lock_guard lock(living().mutex);
+  for (Backend* b : living().all) b->shutdown();
+}
+
+std::shared_ptr<shm::Group> Backend::group() const {
+  const std::lock_guard lock(life_);
+  return group_;
+}
+
+void Backend::abort() {
+  if (!forks_.none()) return;
+  if (const auto group = this->group()) group->abort(text("rank ", seat_.rank, " aborted it"));
+}
+
+c10d::ErrorType Backend::getError() {
+  const auto group = this->group();
+  if (!group) return c10d::ErrorType::SUCCESS;
+  try {
+    group->require_whole({"get_error", calls_, shm::Clock::now()});
+    return c10d::ErrorType::SUCCESS;
+  } catch (const Timeout&) {
+    return c10d::ErrorType::TIMEOUT;
+  } catch (const std::exception&) {
+    return c10d::ErrorType::COMM_ERROR;
+  }
+}
+
+void Backend::setTimeout(std::chrono::milliseconds timeout) {
+  timeout_ms_ = timeout.count();
+  options_->timeout = timeout;
+  if (const auto group = this->group()) group->set_timeout(timeout);
+}
+
+Call Backend::new_call(const Ask& ask) const {
+  const bool given = is_limit(ask.timeout);
+  return {.collective = ask.collective,
+          .name = ask.name,
+          .algorithm = options_->algorithm,
+          .timeout = given ? ask.timeout : std::chrono::milliseconds(timeout_ms_)};
+}
+
+WorkPtr Backend::submit(Call call, bool later) {
+  ++calls_;
+  if (coalesces_) {
+    const std::lock_guard lock(coalescing_mutex_);
+    if (coalescing_ && coalescing_->by == std::this_thread::get_id()) {
+      coalescing_->calls.push_back(std::move(call));
+      return {};
+    }
+  }
+  return later ? queue_->push(std::move(call)) : queue_->run(std::move(call));
+}
+
+// In its place in the queue, like what it stands for.
+// All ranks raise one sentence. Returns it.
+std::string Backend::refuse(const Ask& ask, std::string_view why) {
+  const std::string operation = text(ask.name, ": ");
+  if (why.starts_with(operation)) why.remove_prefix(operation.size());
+  {
+    const std::lock_guard lock(coalescing_mutex_);
+    coalescing_.reset();
+    coalesces_ = false;
+  }
+  Call call = new_call(ask);
+  call.refusal = why;
+  queue_->run(std::move(call));
+  return text("rank ", seat_.rank, " refused ", pycollect::name(ask.collective), ": ", why);
+}
+
+WorkPtr Backend::collective(const Ask& ask, c10::function_ref<void(Call&)> build) {
+  forks_.require_none(ask.name);
+  Call call = new_call(ask);
+  try {
+    build(call);
+  } catch (const TypeMismatch& error) {
+    throw TypeMismatch(refuse(ask, error.what()));
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument(refuse(ask, error.what()));
+  } catch (const std::exception& error) {
+    refuse(ask, error.what());
+    throw;
+  }
+  return submit(std::move(call), ask.later);
+}
+
+void Backend::startCoalescing() {
+  const std::lock_guard lock(coalescing_mutex_);
+  coalescing_.emplace(Coalescing{std::this_thread::get_id()});
+  coalesces_ = true;
+}
+
+WorkPtr Backend::endCoalescing() {
+  std::optional<Coalescing> all;
+  {
+    const std::lock_guard lock(coalescing_mutex_);
+    all.swap(coalescing_);
+    coalesces_ = false;
+  }
+  std::vector<WorkPtr> works;
+  if (all) {
+    works = std::move(all->works);
+    for (Call& call : all->calls) works.push_back(queue_->push(std::move(call)));
+  }
+  if (works.size() == 1) return works.front();
+  return c10::make_intrusive<JointWork>(std::move(works));
+}
+
+// torch asks once for each kind of device, with one store: both are to have the same group.
+c10::intrusive_ptr<c10d::Backend> Backend::split(
+    const StorePtr& store, const std::vector<int>& ranks,
+    const c10::intrusive_ptr<c10d::Backend::Options>& options) {
+  forks_.require_none("split");
+  const auto mine = std::find(ranks.begin(), ranks.end(), seat_.rank);
+  if (mine == ranks.end()) return {};
+  if (auto last = last_split_.lock(); last && last_split_name_ == options->group_name) return last;
+  const auto* given = dynamic_cast<const dist::Options*>(options.get());
+  auto own = c10::make_intrusive<dist::Options>(given != nullptr ? *given : *options_);
+  own->timeout = options->timeout;
+  own->group_name = options->group_name;
+  const Seat seat{static_cast<Rank>(mine - ranks.begin()), static_cast<int>(ranks.size())};
+  auto made = c10::make_intrusive<Backend>(store->clone(), seat, std::move(own));
+  last_split_ = c10::weak_intrusive_ptr<c10d::Backend>(made);
+  last_split_name_ = options->group_name;
+  return made;
+}
+
+}  // namespace pycollect::dist

@@ -1,0 +1,127 @@
+// The torch.distributed backend "pycollect": ranks that are processes of one host, and CPU tensors.
+// It turns torch's calls into calls of the group's queue and messages of its mailbox.
+#pragma once
+#include <c10/util/FunctionRef.h>
+
+#include <atomic>
+#include <mutex>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "builders.h"
+#include "messages.h"
+#include "options.h"
+#include "queue.h"
+
+namespace pycollect::dist {
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using OptionsPtr = c10::intrusive_ptr<Options>;
+
+// Methods that only some versions of torch have say `virtual` where the others say `override`.
+class Backend final : public c10d::Backend {
+ public:
+  // Returns when all ranks share memory; throws what shm::Group does.
+  Backend(const StorePtr& store, Seat seat, OptionsPtr options);
+  ~Backend() override;
+
+  const std::string getBackendName() const override { return kBackendName; }
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  void setSequenceNumberForGroup() override {}  // all ranks count from zero
+  uint64_t getSequenceNumberForGroup() override { return calls_; }
+  c10d::ErrorType getError() override;
+  void abort() override;
+  void shutdown() override;
+
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<c10d::Backend> split(
+      const StorePtr& store, const std::vector<int>& ranks,
+      const c10::intrusive_ptr<c10d::Backend::Options>& options) override;
+
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& o) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& o) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& o) override;
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) override;
+  WorkPtr barrier(const c10d::BarrierOptions& o) override;
+  void monitoredBarrier(const c10d::BarrierOptions& o, bool wait_all_ranks) override;
+
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions& o) override;
+  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& o) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& o) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& o) override;
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                         const c10d::ReduceScatterOptions& o) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& o) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& o) override;
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& o) override;
+  virtual WorkPtr gather_into_tensor(at::Tensor& output, at::Tensor& input,
+                                     const c10d::GatherOptions& o);
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& o) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& o) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+                        std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& o) override;
+
+  WorkPtr send(Tensors& tensors, int to, int tag) override;
+  WorkPtr recv(Tensors& tensors, int from, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+
+ private:
+  struct Ask {
+    Collective collective;
+    const char* name;
+    std::chrono::milliseconds timeout;
+    bool later;  // may it run after this returns?
+  };
+  WorkPtr collective(const Ask& ask, c10::function_ref<void(Call&)> build);
+  Call new_call(const Ask& ask) const;
+  WorkPtr submit(Call call, bool later);
+  std::string refuse(const Ask& ask, std::string_view why);
+
+  WorkPtr message(const char* name, const Tensors& tensors, std::optional<Rank> peer, int tag,
+                  bool receives);
+  std::shared_ptr<Messages> messages(const char* name) const;
+  std::shared_ptr<shm::Group> group() const;
+  void close();
+
+  const Seat seat_;
+  const OptionsPtr options_;
+  const Forks forks_;
+  std::atomic<int64_t> timeout_ms_;
+  std::atomic<uint64_t> calls_{0};
+
+  mutable std::mutex life_;  // of the group and its messages, which end when this is shut down
+  std::shared_ptr<shm::Group> group_;
+  std::shared_ptr<Messages> messages_;
+  std::shared_ptr<Queue> queue_;
+
+  struct Coalescing {
+    std::thread::id by;
+    std::vector<WorkPtr> works = {};
+    std::vector<Call> calls = {};
+  };
+  std::mutex coalescing_mutex_;
+  std::atomic<bool> coalesces_{false};
+  std::optional<Coalescing> coalescing_;
+
+  c10::weak_intrusive_ptr<c10d::Backend> last_split_;
+  std::string last_split_name_;
+};
+
+// Shuts down all groups of this process that have not been: no thread of theirs may outlive the
+// interpreter.
+void close_groups();
+
+}  // namespace pycollect::dist

@@ -1,0 +1,144 @@
+// See binder.h. The executor's addresses could be written to; that what is only read is not, is its
+// own promise.
+#include "binder.h"
+
+#include <ATen/EmptyTensor.h>
+
+#include "../../plan/error.h"
+#include "../job.h"
+#include "../threads.h"
+
+namespace pycollect::dist {
+namespace {
+
+std::byte* address(const at::Tensor& t, bool writes) {
+  return static_cast<std::byte*>(writes ? t.mutable_data_ptr()
+                                        : const_cast<void*>(t.const_data_ptr()));
+}
+
+// Neighbours in memory are one span.
+shm::Side joined(const std::vector<std::vector<shm::Span>>& blocks, std::size_t item) {
+  shm::Side side{{}, Sizes(blocks.size())};
+  for (std::size_t b = 0; b < blocks.size(); ++b)
+    for (const shm::Span& s : blocks[b]) {
+      side.blocks[b] += s.count;
+      if (s.count == 0) continue;
+      if (!side.spans.empty() && side.spans.back().base + side.spans.back().count * item == s.base)
+        side.spans.back().count += s.count;
+      else
+        side.spans.push_back(s);
+    }
+  return side;
+}
+
+}  // namespace
+
+void check_host_tensor(const at::Tensor& t, Use use, const Label& label) {
+  require(!t.is_cuda(), label.call, ": ", label, " is on ", t.device(),
+          " and ranks that are processes share host memory only; make the group with "
+          "'cpu:pycollect,cuda:nccl', which leaves CUDA tensors to NCCL");
+  check_memory(t, use, label);
+  require(t.is_cpu(), label.call, ": ", label, " is on ", t.device(), "; pass a CPU tensor");
+}
+
+shm::Span Binder::bind(const at::Tensor& t, const Label& label, bool reads, bool writes) {
+  const Use use = writes ? Use::write : Use::read;
+  check_host_tensor(t, use, label);
+  extents_.push_back(extent(t, use, label));
+  if (t.is_contiguous()) {
+    call_.held.push_back(t);
+    return {address(t, writes), static_cast<std::size_t>(t.numel())};
+  }
+  at::Tensor dense{at::detail::empty_cpu(t.sizes(), t.scalar_type())};
+  if (reads) lay(dense, t);
+  if (writes) call_.copies.emplace_back(t, dense);
+  return hold(std::move(dense));
+}
+
+shm::Span Binder::hold(at::Tensor t) {
+  call_.held.push_back(std::move(t));
+  const at::Tensor& held = call_.held.back();
+  return {address(held, true), static_cast<std::size_t>(held.numel())};
+}
+
+shm::Span Binder::read(const at::Tensor& t, const Label& label) {
+  return bind(t, label, true, false);
+}
+shm::Span Binder::write(const at::Tensor& t, const Label& label) {
+  return bind(t, label, false, true);
+}
+shm::Span Binder::update(const at::Tensor& t, const Label& label) {
+  return bind(t, label, true, true);
+}
+
+shm::Span Binder::read_beside(const at::Tensor& t, const Label& label, const shm::Span& place,
+                              std::size_t first) {
+  const shm::Span span = read(t, label);
+  const auto item = static_cast<std::size_t>(t.element_size());
+  const std::byte* own = span.base + first * item;
+  if (own != place.base || first + place.count > span.count) return span;
+  Extent before = extents_.back(), after = before;
+  before.end = own;
+  after.begin = own + place.count * item;
+  extents_.back() = before;
+  extents_.push_back(after);
+  return span;
+}
+
+shm::Span Binder::read_inside(const at::Tensor& t, const Label& label, const shm::Span& place) {
+  const shm::Span span = read(t, label);
+  if (span.base == place.base && span.count == place.count) extents_.pop_back();
+  return span;
+}
+
+std::size_t Binder::request(DType dtype) {
+  std::size_t i = 0;
+  while (i < call_.requests.size() && call_.requests[i].dtype != dtype) ++i;
+  if (i == call_.requests.size()) {
+    FoldOptions options{.world = seat_.world};
+    if (item_bytes(dtype) == 1) options.float8 = float8_rounding();
+    call_.requests.push_back({.collective = call_.collective,
+                              .dtype = dtype,
+                              .op = form_.op,
+                              .root = form_.root,
+                              .algorithm = call_.algorithm,
+                              .options = options,
+                              .in_place = form_.in_place,
+                              .irregular = form_.irregular,
+                              .tensors = 0});
+    parts_.push_back(
+        {std::vector<Block>(form_.input_blocks), std::vector<Block>(form_.output_blocks)});
+  }
+  ++call_.requests[i].tensors;
+  return i;
+}
+
+void Binder::add_input(std::size_t request, std::size_t block, shm::Span span) {
+  parts_[request].input[block].push_back(span);
+}
+void Binder::add_output(std::size_t request, std::size_t block, shm::Span span) {
+  parts_[request].output[block].push_back(span);
+}
+
+shm::Span Binder::part(std::size_t request, const shm::Span& whole, std::size_t block) const {
+  const std::size_t count = whole.count / seat_.world;
+  return {whole.base + block * count * item_bytes(call_.requests[request].dtype), count};
+}
+
+void Binder::add_whole_input(std::size_t request, const shm::Span& span) {
+  for (Rank r = 0; r < seat_.world; ++r) add_input(request, r, part(request, span, r));
+}
+void Binder::add_whole_output(std::size_t request, const shm::Span& span) {
+  for (Rank r = 0; r < seat_.world; ++r) add_output(request, r, part(request, span, r));
+}
+
+void Binder::finish() {
+  for (std::size_t i = 0; i < call_.requests.size(); ++i) {
+    shm::Request& r = call_.requests[i];
+    r.input = joined(parts_[i].input, item_bytes(r.dtype));
+    r.output = joined(parts_[i].output, item_bytes(r.dtype));
+  }
+  check_disjoint(extents_);
+}
+
+}  // namespace pycollect::dist

@@ -1,0 +1,68 @@
+// Puts the tensors of a call where the executor finds them: contiguous ones are used where they
+// lie, others through a copy; parts of several tensors in the order of the plan's blocks. Refuses
+// what cannot be served, before anything moves.
+#pragma once
+#include "call.h"
+
+namespace pycollect::dist {
+
+// Dense or strided host memory that is really there.
+void check_host_tensor(const at::Tensor& tensor, Use use, const Label& label);
+
+struct Seat {  // in the group
+  Rank rank;
+  int world;
+};
+
+// What all requests of a call have in common.
+struct Form {
+  std::size_t input_blocks, output_blocks;  // none: the rank has no part in that side
+  ReduceOp op = ReduceOp::sum;
+  Rank root = 0;
+  bool in_place = false, irregular = false;
+};
+
+class Binder {
+ public:
+  Binder(Call& call, Seat seat, const Form& form) : call_(call), seat_(seat), form_(form) {}
+
+  // Where the elements of a tensor are when the call runs.
+  shm::Span read(const at::Tensor& tensor, const Label& label);
+  shm::Span write(const at::Tensor& tensor, const Label& label);
+  shm::Span update(const at::Tensor& tensor, const Label& label);  // both
+  // What it has from element `first` on may be the very memory of `place`, which is written: no
+  // plan writes an element there before it has been read.
+  shm::Span read_beside(const at::Tensor& tensor, const Label& label, const shm::Span& place,
+                        std::size_t first = 0);
+  // May itself be the very memory of `place`, a part of what is written.
+  shm::Span read_inside(const at::Tensor& tensor, const Label& label, const shm::Span& place);
+  // Of a result that was computed for this call.
+  shm::Span hold(at::Tensor tensor);
+
+  // There is one request of each dtype, in order of appearance, to which spans are added by block.
+  std::size_t request(DType dtype);
+  void add_input(std::size_t request, std::size_t block, shm::Span span);
+  void add_output(std::size_t request, std::size_t block, shm::Span span);
+  // The same of all blocks at once, where each is an equal part.
+  void add_whole_input(std::size_t request, const shm::Span& span);
+  void add_whole_output(std::size_t request, const shm::Span& span);
+  shm::Span part(std::size_t request, const shm::Span& whole, std::size_t block) const;
+
+  // After the last tensor.
+  void finish();
+
+ private:
+  using Block = std::vector<shm::Span>;
+  struct Parts {
+    std::vector<Block> input, output;
+  };
+  shm::Span bind(const at::Tensor& tensor, const Label& label, bool reads, bool writes);
+
+  Call& call_;
+  const Seat seat_;
+  const Form form_;
+  std::vector<Parts> parts_;  // [request]
+  std::vector<Extent> extents_;
+};
+
+}  // namespace pycollect::dist

@@ -1,0 +1,27 @@
+// A collective of one process that has been checked and bound to memory: what the executor runs,
+// now or later, and what must live until it has.
+#pragma once
+#include <chrono>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "../../shm/executor.h"
+#include "../arguments.h"
+
+namespace pycollect::dist {
+
+struct Call {
+  Collective collective;
+  const char* name;                 // as the caller knows it
+  std::string_view algorithm = {};  // of the group's options; empty: the selector's
+  std::chrono::milliseconds timeout{};
+  std::vector<shm::Request> requests = {};  // one after the other: one of each dtype
+  std::string refusal = {};                 // why there are none: what the other ranks are told
+  Tensors held = {};                        // what the requests' addresses point into
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies = {};  // what is left to do then: dst, src
+  Tensors results = {};                                        // the value of the call's future
+};
+
+}  // namespace pycollect::dist

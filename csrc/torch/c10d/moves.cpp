@@ -1,0 +1,202 @@
+// What moves blocks and adds nothing up: all_gather, gather, scatter and all_to_all.
+#include "../../plan/error.h"
+#include "builders.h"
+#include "shapes.h"
+
+namespace pycollect::dist {
+namespace {
+
+constexpr const char *kInput = "input", *kOutput = "output";
+
+std::size_t all(Seat seat) { return static_cast<std::size_t>(seat.world); }
+
+// The other end of a transfer knows how large it is, and nobody else.
+Form between(std::size_t input_blocks, std::size_t output_blocks, int64_t root = 0) {
+  return {.input_blocks = input_blocks,
+          .output_blocks = output_blocks,
+          .root = static_cast<Rank>(root),
+          .irregular = true};
+}
+
+}  // namespace
+
+// The input may lie where its part of the output is.
+void all_gather(Call& call, Seat seat, const TensorLists& outputs, const Tensors& inputs) {
+  check_lists(call, seat, inputs, outputs);
+  Binder binder(call, seat, {.input_blocks = 1, .output_blocks = all(seat)});
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const Label input = label_of(call, kInput, inputs, i);
+    const std::size_t request = binder.request(dtype_of(inputs[i], input));
+    shm::Span own{};
+    for (Rank r = 0; r < seat.world; ++r) {
+      const Label label{call.name, "output_list", r};
+      const at::Tensor& output = outputs[i][r];
+      check_dtype(output, label, inputs[i], input);
+      if (r == seat.rank) check_size(output, label, inputs[i], input);
+      const shm::Span span = binder.write(output, label);
+      binder.add_output(request, r, span);
+      if (r == seat.rank) own = span;
+      call.results.push_back(output);
+    }
+    binder.add_input(request, 0, binder.read_inside(inputs[i], input, own));
+  }
+  binder.finish();
+}
+
+void all_gather_single(Call& call, Seat seat, const Tensors& outputs, const Tensors& inputs) {
+  check_pairs(call, outputs, inputs);
+  Binder binder(call, seat, {.input_blocks = 1, .output_blocks = all(seat)});
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const Label input = label_of(call, kInput, inputs, i);
+    const Label output = label_of(call, kOutput, outputs, i);
+    check_joined(outputs[i], output, inputs[i], input, seat.world);
+    const std::size_t request = binder.request(dtype_of(inputs[i], input));
+    const shm::Span whole = binder.write(outputs[i], output);
+    binder.add_whole_output(request, whole);
+    binder.add_input(request, 0,
+                     binder.read_inside(inputs[i], input, binder.part(request, whole, seat.rank)));
+  }
+  binder.finish();
+  call.results = outputs;
+}
+
+void gather(Call& call, Seat seat, const TensorLists& outputs, const Tensors& inputs,
+            int64_t root) {
+  check_rank(root, seat.world, call.name, "dst");
+  check_one(call, "inputs", inputs.size());
+  const bool receives = seat.rank == root;
+  const Label input{call.name, "tensor"};
+  Binder binder(call, seat, between(1, receives ? all(seat) : 0, root));
+  const std::size_t request = binder.request(dtype_of(inputs[0], input));
+  shm::Span own{};
+  if (receives) {
+    check_lists(call, seat, inputs, outputs);
+    for (Rank r = 0; r < seat.world; ++r) {
+      const Label label{call.name, "gather_list", r};
+      check_dtype(outputs[0][r], label, inputs[0], input);
+      if (r == seat.rank) check_size(outputs[0][r], label, inputs[0], input);
+      const shm::Span span = binder.write(outputs[0][r], label);
+      binder.add_output(request, r, span);
+      if (r == seat.rank) own = span;
+    }
+    call.results = outputs[0];
+  } else {
+    require(outputs.empty(), call.name, ": this rank is not dst; pass no gather_list");
+  }
+  binder.add_input(request, 0, binder.read_inside(inputs[0], input, own));
+  binder.finish();
+}
+
+void gather_single(Call& call, Seat seat, const at::Tensor& output, const at::Tensor& input,
+                   int64_t root) {
+  check_rank(root, seat.world, call.name, "dst");
+  const bool receives = seat.rank == root;
+  const Label in{call.name, kInput}, out{call.name, kOutput};
+  Binder binder(call, seat, between(1, receives ? all(seat) : 0, root));
+  const std::size_t request = binder.request(dtype_of(input, in));
+  shm::Span own{};
+  if (receives) {
+    check_joined(output, out, input, in, seat.world);
+    const shm::Span whole = binder.write(output, out);
+    binder.add_whole_output(request, whole);
+    own = binder.part(request, whole, seat.rank);
+    call.results = {output};
+  }
+  binder.add_input(request, 0, binder.read_inside(input, in, own));
+  binder.finish();
+}
+
+void scatter(Call& call, Seat seat, const Tensors& outputs, const TensorLists& inputs,
+             int64_t root) {
+  check_rank(root, seat.world, call.name, "src");
+  check_one(call, "outputs", outputs.size());
+  const bool sends = seat.rank == root;
+  const Label output{call.name, "tensor"};
+  Binder binder(call, seat, between(sends ? all(seat) : 0, 1, root));
+  const std::size_t request = binder.request(dtype_of(outputs[0], output));
+  const shm::Span own = binder.write(outputs[0], output);
+  binder.add_output(request, 0, own);
+  if (sends) {
+    check_lists(call, seat, outputs, inputs);
+    for (Rank r = 0; r < seat.world; ++r) {
+      const Label label{call.name, "scatter_list", r};
+      check_dtype(inputs[0][r], label, outputs[0], output);
+      if (r == seat.rank) check_size(inputs[0][r], label, outputs[0], output);
+      binder.add_input(request, r, binder.read_beside(inputs[0][r], label, own));
+    }
+  } else {
+    require(inputs.empty(), call.name, ": this rank is not src; pass no scatter_list");
+  }
+  binder.finish();
+  call.results = outputs;
+}
+
+void all_to_all(Call& call, Seat seat, const Tensors& outputs, const Tensors& inputs) {
+  check_list(call, seat, outputs);
+  check_list(call, seat, inputs);
+  Binder binder(call, seat, between(all(seat), all(seat)));
+  const Label first{call.name, "output_list", 0};
+  const std::size_t request = binder.request(dtype_of(outputs[0], first));
+  for (Rank r = 0; r < seat.world; ++r) {
+    const Label output{call.name, "output_list", r}, input{call.name, "input_list", r};
+    check_dtype(outputs[r], output, outputs[0], first);
+    check_dtype(inputs[r], input, outputs[0], first);
+    if (r == seat.rank) check_size(inputs[r], input, outputs[r], output);
+    binder.add_output(request, r, binder.write(outputs[r], output));
+    binder.add_input(request, r, binder.read(inputs[r], input));
+  }
+  binder.finish();
+  call.results = outputs;
+}
+
+namespace {
+
+// Elements per rank.
+Sizes cut(const at::Tensor& t, const Label& label, const std::vector<int64_t>& splits,
+          const char* what, int world) {
+  require(t.dim() > 0, label.call, ": ", label, " has no dimension to split; pass .reshape(1)");
+  const int64_t rows = t.size(0), row = rows == 0 ? 0 : t.numel() / rows;
+  if (splits.empty()) {
+    require(rows % world == 0, label.call, ": ", label, " has a first dimension of ", rows,
+            ", which ", world, " ranks do not divide; pass ", what);
+    return Sizes(world, rows / world * row);
+  }
+  int64_t total = 0;
+  Sizes sizes;
+  for (int64_t s : splits) {
+    require(s >= 0, label.call, ": ", what, " has a negative size, ", s);
+    total += s;
+    sizes.push_back(s * row);
+  }
+  require(static_cast<int>(splits.size()) == world && total == rows, label.call, ": ", what,
+          " has ", splits.size(), " sizes that sum to ", total, "; needed are ", world,
+          " that sum to ", rows, ", the first dimension of ", label);
+  return sizes;
+}
+
+}  // namespace
+
+void all_to_all_single(Call& call, Seat seat, const at::Tensor& output, const at::Tensor& input,
+                       const Splits& splits) {
+  const Label in{call.name, kInput}, out{call.name, kOutput};
+  check_dtype(input, in, output, out);
+  const Sizes sent = cut(input, in, splits.input, "input_split_sizes", seat.world);
+  const Sizes got = cut(output, out, splits.output, "output_split_sizes", seat.world);
+  require(sent[seat.rank] == got[seat.rank], call.name, ": this rank keeps ", sent[seat.rank],
+          " elements of ", in, " for itself and has room for ", got[seat.rank], " of them in ",
+          out);
+  Binder binder(call, seat, between(all(seat), all(seat)));
+  const std::size_t request = binder.request(dtype_of(output, out));
+  const std::size_t item = item_bytes(call.requests[request].dtype);
+  shm::Span to = binder.write(output, out), from = binder.read(input, in);
+  for (Rank r = 0; r < seat.world; ++r) {
+    binder.add_output(request, r, {to.base, got[r]});
+    binder.add_input(request, r, {from.base, sent[r]});
+    to.base += got[r] * item;
+    from.base += sent[r] * item;
+  }
+  binder.finish();
+  call.results = {output};
+}
+
+}  // namespace pycollect::dist

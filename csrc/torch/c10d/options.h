@@ -1,0 +1,28 @@
+// What a group is made with beyond what torch asks: `pycollect.distributed.Options`, for
+// `pg_options=`.
+#pragma once
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "../../shm/settings.h"
+
+namespace pycollect::dist {
+
+inline constexpr const char* kBackendName = "pycollect";
+
+struct Options final : c10d::Backend::Options {
+  explicit Options(std::chrono::milliseconds limit = kBackendDefaultTimeout)
+      : c10d::Backend::Options(kBackendName, limit) {}
+
+  std::string algorithm = {};  // of every collective that has one of this name; empty: chosen
+  std::size_t slot_bytes = shm::Settings{}.slot_bytes;
+  std::size_t arena_bytes = shm::Settings{}.arena_bytes;  // of one rank: address space
+  shm::Share share = shm::Share::best;
+  shm::Watch watch = shm::Watch::best;
+
+  // What newer torch overrides, so that a group that is split off has its own.
+  virtual c10::intrusive_ptr<c10d::Backend::Options> clone() const {
+    return c10::make_intrusive<Options>(*this);
+  }
+};
+
+}  // namespace pycollect::dist

@@ -1,0 +1,150 @@
+// See queue.h. One call runs at a time, by whichever thread; what its future's callbacks do comes
+// after it and holds up nobody: they may ask for more collectives and wait for them.
+#include "queue.h"
+
+#include <pthread.h>
+
+#include "../../plan/error.h"
+
+namespace pycollect::dist {
+
+void Queue::require_open(const Call& call) const {
+  if (closed_) throw CollectiveError(text(call.name, ": the group has been destroyed"));
+}
+
+c10::intrusive_ptr<QueuedWork> Queue::run(Call call) {
+  Lock lock(mutex_);
+  require_open(call);
+  if (running_ || !waiting_.empty()) {
+    lock.unlock();
+    return push(std::move(call));
+  }
+  running_ = true;
+  lock.unlock();
+  std::exception_ptr error;
+  try {
+    run_(call);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  lock.lock();
+  running_ = false;
+  see_to_it();
+  if (closed_ || !waiting_.empty()) changed_.notify_all();
+  lock.unlock();
+  if (error) std::rethrow_exception(error);
+  return c10::make_intrusive<QueuedWork>(std::move(call), nullptr);
+}
+
+c10::intrusive_ptr<QueuedWork> Queue::push(Call call) {
+  auto work = c10::make_intrusive<QueuedWork>(std::move(call), shared_from_this());
+  const Lock lock(mutex_);
+  require_open(work->call_);
+  waiting_.push_back(work);
+  see_to_it();
+  changed_.notify_all();
+  return work;
+}
+
+// Under the lock: that there is a thread for what waits. The one that runs now will look again.
+void Queue::see_to_it() {
+  if (running_ || waiting_.empty() || idle_ > 0 || closed_) return;
+  ++idle_;
+  threads_.emplace_back([self = shared_from_this()] { self->serve(); });
+}
+
+// `goes_on`: will this thread look for more by itself?
+void Queue::run_next(Lock& lock, bool goes_on) {
+  const c10::intrusive_ptr<QueuedWork> work = std::move(waiting_.front());
+  waiting_.pop_front();
+  running_ = true;
+  lock.unlock();
+  std::exception_ptr error;
+  try {
+    run_(work->call_);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  lock.lock();
+  running_ = false;
+  const auto future = work->finish(error);
+  if (future || !goes_on) see_to_it();
+  changed_.notify_all();
+  if (!future) return;
+  lock.unlock();
+  complete(*future, work->result(), error);
+  lock.lock();
+}
+
+void Queue::serve() {
+  pthread_setname_np(pthread_self(), "pycollect");
+  Lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [&] { return waiting_.empty() ? closed_ : !running_; });
+    --idle_;
+    if (waiting_.empty()) return;
+    run_next(lock, true);
+    ++idle_;
+  }
+}
+
+void Queue::wait(QueuedWork& work) {
+  forks_.require_none(work.name());
+  Lock lock(mutex_);
+  while (!work.isCompleted())
+    if (!running_ && !waiting_.empty())
+      run_next(lock, false);
+    else
+      changed_.wait(lock);
+}
+
+bool Queue::wait_until(QueuedWork& work, shm::Deadline deadline) {
+  forks_.require_none(work.name());
+  Lock lock(mutex_);
+  return changed_.wait_until(lock, deadline, [&] { return work.isCompleted(); });
+}
+
+void Queue::close(std::chrono::milliseconds grace) {
+  std::vector<std::thread> threads;
+  {
+    Lock lock(mutex_);
+    closed_ = true;
+    changed_.notify_all();
+    const auto empty = [&] { return !running_ && waiting_.empty(); };
+    const auto deadline = shm::Clock::now() + grace;
+    while (!empty() && shm::Clock::now() < deadline)
+      if (!running_ && idle_ == 0)
+        run_next(lock, true);
+      else
+        changed_.wait_until(lock, deadline);
+    if (!empty()) {
+      lock.unlock();
+      abort_("it was destroyed while collectives were under way");
+      lock.lock();
+    }
+    while (!empty())
+      if (running_)
+        changed_.wait(lock);
+      else
+        run_next(lock, true);
+    threads.swap(threads_);
+    run_ = nullptr;  // and the group that it holds
+    abort_ = nullptr;
+  }
+  for (std::thread& t : threads)
+    if (t.get_id() == std::this_thread::get_id())
+      t.detach();  // from a callback: this very thread ends by itself
+    else
+      t.join();
+}
+
+void Queue::abort(const std::string& why) {
+  Abort abort;
+  {
+    const Lock lock(mutex_);
+    abort = abort_;
+  }
+  if (abort) abort(why);
+}
+
+}  // namespace pycollect::dist

@@ -1,0 +1,58 @@
+// The collectives of a group, in the order in which they were asked for. Whoever waits for one that
+// has not begun runs what is before it and then it; threads of the queue do it when nobody waits.
+#pragma once
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "call.h"
+#include "forks.h"
+#include "work.h"
+
+namespace pycollect::dist {
+
+class Queue : public std::enable_shared_from_this<Queue> {
+ public:
+  // `abort` breaks what `run` is in the middle of, from any thread.
+  using Abort = std::function<void(const std::string& why)>;
+  Queue(std::function<void(Call&)> run, Abort abort)
+      : run_(std::move(run)), abort_(std::move(abort)) {}
+
+  // Runs it in this thread when nothing is before it, and throws what goes wrong; else enqueues it.
+  c10::intrusive_ptr<QueuedWork> run(Call call);
+  c10::intrusive_ptr<QueuedWork> push(Call call);
+
+  // Until the work is done, with this thread's help; or until a moment, without.
+  void wait(QueuedWork& work);
+  bool wait_until(QueuedWork& work, shm::Deadline deadline);
+
+  void abort(const std::string& why);
+  // Takes nothing more, gives what is in it some time, then aborts it; returns when nothing is left
+  // to run and no thread to run it.
+  void close(std::chrono::milliseconds grace);
+
+  std::mutex& mutex() { return mutex_; }  // guards what every work of this queue says of itself
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  void run_next(Lock& lock, bool goes_on);
+  void see_to_it();
+  void serve();
+  void require_open(const Call& call) const;
+
+  std::function<void(Call&)> run_;  // until it is closed
+  Abort abort_;
+  const Forks forks_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<c10::intrusive_ptr<QueuedWork>> waiting_;
+  bool running_ = false, closed_ = false;
+  int idle_ = 0;  // threads that wait for something to do
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace pycollect::dist

@@ -1,0 +1,78 @@
+// See reduction.h.
+#include "reduction.h"
+
+#include <ATen/ops/mul.h>
+
+#include "../../plan/error.h"
+
+namespace pycollect::dist {
+namespace {
+
+at::Scalar factor_of(const c10d::ReduceOp& op) {
+  // What torch._make_nccl_premul_sum makes; nothing else is ever behind this operation.
+  const auto& given = static_cast<const c10d::NCCLPreMulSumSupplement&>(*op.supplement_);
+  return given.tensor_factor.defined() ? given.tensor_factor.item()
+                                       : at::Scalar(given.double_factor);
+}
+
+}  // namespace
+
+Reduction::Reduction(const c10d::ReduceOp& op, const char* call) {
+  switch (static_cast<c10d::ReduceOp::RedOpType>(op)) {
+    case c10d::ReduceOp::SUM:
+      return;
+    case c10d::ReduceOp::AVG:
+      op_ = ReduceOp::avg;
+      return;
+    case c10d::ReduceOp::PRODUCT:
+      op_ = ReduceOp::prod;
+      return;
+    case c10d::ReduceOp::MIN:
+      op_ = ReduceOp::min;
+      return;
+    case c10d::ReduceOp::MAX:
+      op_ = ReduceOp::max;
+      return;
+    case c10d::ReduceOp::BAND:
+      op_ = ReduceOp::band;
+      return;
+    case c10d::ReduceOp::BOR:
+      op_ = ReduceOp::bor;
+      return;
+    case c10d::ReduceOp::BXOR:
+      op_ = ReduceOp::bxor;
+      return;
+    case c10d::ReduceOp::PREMUL_SUM:
+      require(op.supplement_ != nullptr, call, ": PREMUL_SUM without a factor");
+      scales_ = true;
+      factor_ = factor_of(op);
+      return;
+    default:
+      require_type(false, call, ": the op is not one of torch.distributed.ReduceOp");
+  }
+}
+
+DType Reduction::dtype(const at::Tensor& t, const Label& label) const {
+  const DType dtype = dtype_of(t, label);
+  check_op(dtype, op_, label.call);
+  return dtype;
+}
+
+at::Tensor Reduction::scaled(const at::Tensor& t, const Label& label) const {
+  const at::ScalarType type = t.scalar_type();
+  require_type(type != at::kBool, label.call, ": PREMUL_SUM is not defined for bool");
+  if (at::isFloatingType(type) || at::isComplexType(type)) {
+    const bool narrow = t.element_size() == 1;  // torch does not multiply 8-bit floats
+    const at::Tensor wide = narrow ? t.detach().to(at::kFloat) : t.detach();
+    require_type(at::isComplexType(type) || !factor_.isComplex(), label.call, ": PREMUL_SUM of ",
+                 label, ", ", dtype_name(t), ", by a complex factor");
+    return at::mul(wide, factor_).to(type);
+  }
+  const double factor = factor_.toDouble();
+  require_type(factor == static_cast<double>(static_cast<int64_t>(factor)), label.call,
+               ": PREMUL_SUM of ", label, ", ", dtype_name(t), ", by ", factor,
+               "; integers take whole factors");
+  return at::mul(t.detach(), at::Scalar(static_cast<int64_t>(factor))).to(type);
+}
+
+}  // namespace pycollect::dist

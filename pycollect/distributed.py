@@ -1,0 +1,109 @@
+"""One process per rank: the torch.distributed backend "pycollect".
+
+`import pycollect` registers it. Ranks are processes of one host, tensors are on the CPU; CUDA
+tensors are left to another backend: `init_process_group("cpu:pycollect,cuda:nccl")`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from . import _C
+from .plans import algorithms
+
+NAME = "pycollect"
+
+# Environment variables that decide where the options of a group leave it to "best".
+_SETTINGS = {
+    "share": ("PYCOLLECT_SHM_SHARE", ("memfd", "named")),
+    "watch": ("PYCOLLECT_SHM_WATCH", ("pidfd", "hangup")),
+}
+
+
+def options(
+    *,
+    algorithm: str | None = None,
+    slot_bytes: int | None = None,
+    arena_bytes: int | None = None,
+    share: str = "best",
+    watch: str = "best",
+) -> Any:
+    """Return options of a group, for `pg_options=` of torch's functions that make one.
+
+    `algorithm` is run by every collective that has one of this name, instead of the one that would
+    be chosen (see `pycollect.algorithms`). Each rank has two slots of `slot_bytes` bytes, through
+    which its data goes piece by piece, and `arena_bytes` bytes of address space for tensors that
+    live in shared memory. Processes share memory over a Unix socket (`share="memfd"`) or through
+    /dev/shm ("named"), and learn of each other's death from the kernel (`watch="pidfd"`) or from a
+    lock that a dead process no longer holds ("hangup"): "best" takes what works, in this order, or
+    what the variables PYCOLLECT_SHM_SHARE and PYCOLLECT_SHM_WATCH say. All ranks must say the same.
+
+    >>> options(algorithm="fused").algorithm
+    'fused'
+    """
+    made = _C.Options()
+    if algorithm is not None:
+        _check_algorithm(algorithm)
+        made.algorithm = algorithm
+    if slot_bytes is not None:
+        made.slot_bytes = _bytes("slot_bytes", slot_bytes, least=4096)
+    if arena_bytes is not None:
+        made.arena_bytes = _bytes("arena_bytes", arena_bytes, least=0)
+    made.share = share
+    made.watch = watch
+    return made
+
+
+def _check_algorithm(name: str) -> None:
+    known = sorted({a for collective in _C.COLLECTIVES for a in algorithms(collective)})
+    if name not in known:
+        raise ValueError(f"algorithm is {name!r}; allowed are {', '.join(known)}")
+
+
+def _bytes(name: str, value: int, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is a {type(value).__name__}; pass a number of bytes")
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}")
+    return value
+
+
+def _read_environment(made: Any) -> None:
+    for name, (variable, allowed) in _SETTINGS.items():
+        wanted = os.environ.get(variable, "").strip().lower()
+        if wanted and wanted not in allowed:
+            raise ValueError(f"{variable} is {wanted!r}; allowed are {', '.join(allowed)}")
+        if wanted and getattr(made, name) == "best":
+            setattr(made, name, wanted)
+
+
+def _own(given: Any) -> Any:
+    """Return options that nobody else changes; those of another backend are not meant for us."""
+    if isinstance(given, _C.Options):
+        return copy.copy(given)
+    if given is None or isinstance(given, dist.Backend.Options):
+        return _C.Options()
+    raise TypeError(
+        f"pg_options is a {type(given).__name__}; pass pycollect.distributed.options(...)"
+    )
+
+
+def _create(asked: Any, given: Any) -> Any:
+    """Make one group's backend, as torch.distributed asks plugins to."""
+    made = _own(given)
+    _read_environment(made)
+    made._timeout = asked.timeout
+    made.group_name = asked.group_id
+    made.global_ranks_in_group = asked.global_ranks_in_group
+    return _C.make_backend(asked.store, asked.group_rank, asked.group_size, made)
+
+
+def register() -> None:
+    """Make the backend known to torch.distributed, for CPU tensors and for a word about others."""
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    atexit.register(_C.close_groups)  # no thread of a group may outlive the interpreter
