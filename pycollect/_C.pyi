@@ -1,6 +1,6 @@
 """The compiled part: called by this package alone, always with every argument."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -145,6 +145,9 @@ def copy_(dst: Any, src: Any, async_op: bool) -> Work | None: ...
 def drain() -> None: ...
 def has_cuda() -> bool: ...
 def stage_all(on: bool) -> bool: ...
+def peer_access(
+    from_: int, to: int, /
+) -> tuple[bool, str, int]: ...  # asked, defect, rank of speed
 def listen() -> None: ...
 def instruction_set() -> str: ...
 
@@ -238,6 +241,15 @@ class FakeCuda:
     def begin_call(self) -> None: ...
     @property
     def race(self) -> str | None: ...
+
+class Peers:
+    def __init__(
+        self,
+        ask: Callable[[int, int], bool],
+        try_out: Callable[[int, int], str],
+        warn: Callable[[str], None],
+    ) -> None: ...
+    def works(self, from_: int, to: int, /) -> bool: ...
 
 def stage(
     plan: Plan,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import permutations
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -50,9 +51,11 @@ def _placed(
 class Communicator:
     """All collectives over a fixed list of devices, one per rank.
 
-    ``devices`` is what ``pycollect.devices`` takes. ``peer_access=False`` stages all traffic
-    between GPUs through pinned host memory; ranks on the CPU share one memory and have no use for
-    it. Methods take what the module functions take, but for the devices.
+    ``devices`` is what ``pycollect.devices`` takes. GPUs that reach each other's memory, which is
+    tried once for every pair, read and write it; others, and all with ``peer_access=False``, go
+    through pinned host memory. ``peer_access=True`` insists: ValueError names the first pair that
+    does not reach each other. Ranks on the CPU share one memory and have no use for it. Methods
+    take what the module functions take, but for the devices.
 
     >>> two = Communicator("cpu*2")
     >>> two.all_gather([torch.ones(1), torch.zeros(1)])[0]
@@ -65,6 +68,8 @@ class Communicator:
             raise TypeError(f"Communicator: peer_access is a {kind}; pass True, False or None")
         self.devices = ranks_of(resolve(devices), "Communicator")
         self.peer_access = peer_access
+        if peer_access:
+            _insist(self.devices)
 
     @property
     def world(self) -> int:
@@ -119,3 +124,17 @@ class Communicator:
                     raise ValueError(
                         f"{call}: rank {rank} is {device} and its tensor on {t.device}"
                     )
+
+
+def _insist(devices: list[torch.device]) -> None:
+    """Refuse GPUs of which one does not reach another's memory."""
+    gpus = sorted({d.index for d in devices if d.type == "cuda"})
+    for one, other in permutations(gpus, 2):
+        asked, defect, _ = _C.peer_access(one, other)
+        if not asked:
+            defect = "the driver reports no peer access"
+        if defect:
+            raise ValueError(
+                f"Communicator: peer_access=True, but cuda:{one} does not reach the memory of "
+                f"cuda:{other}: {defect}; leave peer_access out to go through the host there"
+            )

@@ -2,6 +2,7 @@
 // issues that it waits for, is it recorded?).
 #include "bind_streams.h"
 
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include <array>
@@ -11,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "../cuda/peers.h"
 #include "../plan/error.h"
 #include "../plan/stage.h"
 #include "../sim/predict.h"
@@ -201,11 +203,24 @@ void bind_fake(py::module_& m) {
           "race", [](const FakeCuda& c) { return words(StreamJudge(c.trace()).race()); });
 }
 
+void bind_peers(py::module_& m) {
+  py::class_<Peers>(m, "Peers")
+      .def(py::init([](std::function<bool(Device, Device)> ask,
+                       std::function<std::string(Device, Device)> try_out,
+                       std::function<void(const std::string&)> warn) {
+             return std::make_unique<Peers>(
+                 Peers::Questions{std::move(ask), std::move(try_out), std::move(warn)});
+           }),
+           py::arg("ask"), py::arg("try_out"), py::arg("warn"))
+      .def("works", [](Peers& p, Device from, Device to) { return p.access(from, to).works(); });
+}
+
 }  // namespace
 
 void bind_streams(py::module_& m) {
   bind_rehearsal(m);
   bind_fake(m);
+  bind_peers(m);
   m.def(
       "stage",
       [](const Plan& plan, bool in_place, std::vector<bool> on_host,

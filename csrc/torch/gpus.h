@@ -2,6 +2,7 @@
 // others, so that no caller has to know which one it is in.
 #pragma once
 #include <memory>
+#include <string>
 
 #include "job.h"
 #include "work.h"
@@ -26,6 +27,15 @@ at::Tensor new_pinned_bytes(int64_t bytes);
 
 // Do calls of this thread pretend that no GPU reaches another? Returns what was before.
 bool stage_all(bool on);
+
+// What is known of one GPU's access to another's memory.
+struct PeerReport {
+  static constexpr int kUnknownRank = -1;
+  bool asked = false;       // what the driver says
+  std::string defect = {};  // what went wrong when it was tried; empty for who need not be
+  int rank = kUnknownRank;  // of the link's speed, 0 being the fastest that there is here
+};
+PeerReport peer_access(int from, int to);
 
 // Issues a job with at least one rank on a GPU, behind what is on its streams and before what
 // follows.

@@ -15,7 +15,7 @@
 namespace pycollect {
 namespace {
 
-Listener listener_ = nullptr;  // set once, at import
+Listener listener_ = nullptr, warner_ = nullptr;  // set once, at import
 
 void announce(const Situation& s, const Choice& choice) {
   static std::mutex mutex;
@@ -53,6 +53,10 @@ at::Tensor new_bytes(int64_t bytes, at::Device device) {
 }  // namespace
 
 void listen(Listener listener) { listener_ = listener; }
+void warn_through(Listener listener) { warner_ = listener; }
+void warn(const std::string& line) {
+  if (warner_ != nullptr) warner_(line);
+}
 
 const Float8Rounding& float8_rounding() {
   static const Float8Rounding rounding{probe(at::kFloat8_e4m3fn), probe(at::kFloat8_e5m2)};

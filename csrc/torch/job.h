@@ -62,4 +62,8 @@ const Float8Rounding& float8_rounding();
 using Listener = void (*)(const std::string& line);
 void listen(Listener listener);
 
+// What somebody should see whether or not anybody listens; set once as well.
+void warn(const std::string& line);
+void warn_through(Listener listener);
+
 }  // namespace pycollect

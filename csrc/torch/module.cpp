@@ -220,12 +220,14 @@ py::object exception(Work& work) {
   }
 }
 
-// The function outlives the module: it is asked for lines until the interpreter ends.
+void say(const char* level, const std::string& line) {
+  const py::gil_scoped_acquire hold;
+  py::module_::import("pycollect.log").attr(level)(line);
+}
+
+// The functions outlive the module: they are asked for lines until the interpreter ends.
 void set_listener() {
-  listen([](const std::string& line) {
-    const py::gil_scoped_acquire hold;
-    py::module_::import("pycollect.log").attr("info")(line);
-  });
+  listen([](const std::string& line) { say("info", line); });
 }
 
 void bind_collectives(py::module_& m) {
@@ -243,6 +245,14 @@ void bind_collectives(py::module_& m) {
   m.def("copy_", &copy);
   m.def("has_cuda", &has_cuda);
   m.def("stage_all", &stage_all);
+  m.def("peer_access", [](int from, int to) {
+    PeerReport found;
+    {
+      const py::gil_scoped_release free;
+      found = peer_access(from, to);
+    }
+    return py::make_tuple(found.asked, found.defect, found.rank);
+  });
   m.def("drain", &drain, py::call_guard<py::gil_scoped_release>());
 }
 
@@ -267,6 +277,7 @@ PYBIND11_MODULE(_C, m) {
   bind_streams(m);
   bind_cuda_probe(m);
   m.def("listen", &set_listener);
+  warn_through([](const std::string& line) { say("warning", line); });
   m.def("instruction_set", &cpu::instruction_set);
 }
 

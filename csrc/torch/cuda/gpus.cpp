@@ -1,9 +1,7 @@
-// The answers of a build with CUDA: torch's streams and memory, and who reaches whom, for the
-// executor.
+// The answers of a build with CUDA: torch's streams and memory for the executor.
 #include "../gpus.h"
 
 #include <ATen/core/CachingHostAllocator.h>
-#include <ATen/cuda/PeerToPeerAccess.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/Event.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -17,8 +15,8 @@
 
 #include "../../cuda/executor.h"
 #include "../../plan/error.h"
-#include "../../plan/stage.h"
 #include "../threads.h"
+#include "reach.h"
 
 namespace pycollect {
 namespace {
@@ -26,56 +24,10 @@ namespace {
 using Devices = std::vector<at::Device>;
 using c10::cuda::CUDAStream;
 
-thread_local bool stage_all_ = false;
-
 cuda::Executor& executor() {
   static cuda::Executor& it =
       *new cuda::Executor(cuda::cuda_runtime());  // outlives main, as CUDA does
   return it;
-}
-
-bool reaches(at::Device from, at::Device to) {
-  if (from == to) return !stage_all_;
-  return !stage_all_ && at::cuda::get_p2p_access(from.index(), to.index());
-}
-
-// A rank on the host executes nothing, and is reached by copies.
-Reach reach_of(const Devices& devices) {
-  Reach reach{{}, std::vector(devices.size(), std::vector<bool>(devices.size()))};
-  for (std::size_t r = 0; r < devices.size(); ++r) {
-    reach.on_host.push_back(devices[r].is_cpu());
-    for (std::size_t of = 0; of < devices.size(); ++of)
-      reach.directly[r][of] = r == of || (!devices[r].is_cpu() && !devices[of].is_cpu() &&
-                                          reaches(devices[r], devices[of]));
-  }
-  return reach;
-}
-
-struct StagedKey {
-  const Algorithm* algorithm;
-  int world, root, pieces;
-  bool in_place;
-  std::vector<bool> reach;
-  auto operator<=>(const StagedKey&) const = default;
-};
-
-std::shared_ptr<const Compiled> staged(const Choice& choice, const Situation& s, Rank root,
-                                       const Devices& devices) {
-  static std::mutex mutex;
-  static auto& kept = *new std::map<StagedKey, std::shared_ptr<const Compiled>>;
-  const Reach reach = reach_of(devices);
-  StagedKey key{choice.algorithm, s.world, root, choice.pieces, s.in_place, reach.on_host};
-  for (const auto& row : reach.directly) key.reach.insert(key.reach.end(), row.begin(), row.end());
-  const std::lock_guard lock(mutex);
-  auto& plan = kept[key];
-  if (plan == nullptr) {
-    const Plan whole = (*choice.algorithm)({s.world, root, choice.pieces});
-    // A pipeline has its pieces already.
-    const int pieces = whole.chunks >= choice.pieces ? 1 : choice.pieces;
-    plan = std::make_shared<const Compiled>(compile(stage(whole, s.in_place, reach, pieces),
-                                                    s.in_place, Pace::one_task, choice.algorithm));
-  }
-  return plan;
 }
 
 // Streams of ours: high priority, and none of the callers'. One for each rank of a device where the
@@ -119,7 +71,7 @@ constexpr std::size_t kRankLanes = 16, kSender = kRankLanes, kReceiver = kSender
                       kHub = kReceiver + 1, kAside = kHub + 1;
 
 cuda::Posts posts_of(const Job& job, const Part& part, const std::vector<CUDAStream>& callers) {
-  const bool on_the_spot = !part.named && all_alike(job, callers) && !stage_all_;
+  const bool on_the_spot = !part.named && all_alike(job, callers) && !stages_all();
   cuda::Posts posts;
   std::map<c10::DeviceIndex, std::size_t> used;
   for (std::size_t r = 0; r < job.devices.size(); ++r) {
@@ -230,24 +182,6 @@ void issue(const Job& job, const std::vector<CUDAStream>& callers) {
 
 bool has_cuda() { return true; }
 bool serves(const at::Device& device) { return device.is_cpu() || device.is_cuda(); }
-
-bool stage_all(bool on) { return std::exchange(stage_all_, on); }
-
-Ground ground_of(const Devices& devices) {
-  if (stage_all_) return Ground::staged;
-  if (std::all_of(devices.begin(), devices.end(), [&](at::Device d) { return d == devices[0]; }))
-    return Ground::shared;
-  for (at::Device from : devices)
-    for (at::Device to : devices)
-      if (from.is_cpu() || to.is_cpu() || !reaches(from, to)) return Ground::staged;
-  return Ground::peers;
-}
-
-std::shared_ptr<const Compiled> compiled_for(const Choice& choice, const Situation& s, Rank root,
-                                             const Devices& devices) {
-  if (s.ground == Ground::staged) return staged(choice, s, root, devices);
-  return compiled(*choice.algorithm, {s.world, root, choice.pieces}, s.in_place);
-}
 
 at::Tensor new_bytes_on_gpu(int64_t bytes, at::Device device) {
   return at::empty({bytes}, at::TensorOptions(at::kByte).device(device));
