@@ -187,7 +187,7 @@ Job exchange_blocks(const Exchange& ask, Tensors inputs) {
   Part part = make_part({ask.collective, all.world(), bytes, dtype, false}, ask.algorithm, all.root,
                         ask.op, all.devices);
 
-  Job job{.devices = all.devices};
+  Job job{.call = call, .devices = all.devices};
   const std::vector<int64_t> order = agree(ask, inputs);
   if (ask.out) job.results = *ask.out;
   for (const Wanted& w : wanted) {

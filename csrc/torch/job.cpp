@@ -10,6 +10,7 @@
 
 #include "../plan/error.h"
 #include "gpus.h"
+#include "span.h"
 #include "threads.h"
 
 namespace pycollect {
@@ -104,6 +105,7 @@ void Job::commit() {
 bool Job::on_gpus() const { return any_gpu(devices); }
 
 void Job::run() const {
+  const Span span(call);
   if (on_gpus()) return run_on_gpus(*this);
   for (const Part& p : parts)
     cpu::run({*p.compiled, p.bindings, p.dtype, p.op, p.options}, threads());

@@ -36,6 +36,7 @@ struct Part {
 };
 
 struct Job {
+  const char* call;  // its name, for profiles
   std::vector<Part> parts = {};
   std::vector<at::Device> devices = {};  // of the ranks
   Tensors held = {};                     // everything that must outlive the run

@@ -9,6 +9,7 @@
 #include "bind_streams.h"
 #include "convert.h"
 #include "gpus.h"
+#include "span.h"
 #include "work.h"
 
 namespace pycollect {
@@ -253,7 +254,13 @@ void bind_collectives(py::module_& m) {
     }
     return py::make_tuple(found.asked, found.defect, found.rank);
   });
-  m.def("drain", &drain, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "drain",
+      [] {
+        const Span span("barrier");
+        drain();
+      },
+      py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace

@@ -15,6 +15,7 @@
 
 #include "../../cuda/executor.h"
 #include "../../plan/error.h"
+#include "../span.h"
 #include "../threads.h"
 #include "reach.h"
 
@@ -193,6 +194,7 @@ at::Tensor new_pinned_bytes(int64_t bytes) {
 void run_on_gpus(const Job& job) { issue(job, callers_of(job)); }
 
 std::shared_ptr<Work> enqueue_on_gpus(Job job) {
+  const Span span(job.call);
   // Streams beside the callers' take their place, one for each, and only `wait` joins them again.
   std::vector<CUDAStream> callers = callers_of(job), sides;
   for (CUDAStream& s : callers) {
