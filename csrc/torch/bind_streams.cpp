@@ -67,7 +67,8 @@ Workers workers_of(const std::string& name) {
 auto rehearsal(const Plan& plan, bool in_place, const std::vector<Device>& devices,
                const std::string& pace, bool callers_apart, const std::string& workers, bool lanes,
                bool hub, bool peers, bool host_waits, int pieces, const std::string& dtype,
-               const std::string& op, int bindings, const Rehearsal* beside) {
+               const std::string& op, int bindings, const Rehearsal* beside,
+               std::pair<std::size_t, int> ring) {
   return std::make_unique<Rehearsal>(
       Scene{.plan = plan,
             .in_place = in_place,
@@ -82,7 +83,8 @@ auto rehearsal(const Plan& plan, bool in_place, const std::vector<Device>& devic
             .pieces = pieces,
             .dtype = static_cast<DType>(index_of(kDTypeNames, dtype, "dtype")),
             .op = static_cast<ReduceOp>(index_of(kReduceOpNames, op, "op")),
-            .bindings = bindings},
+            .bindings = bindings,
+            .ring = {ring.first, ring.second}},
       beside);
 }
 
@@ -97,6 +99,7 @@ py::dict counts(const FakeCuda& cuda) {
   all["events"] = c.events;
   all["alive"] = c.alive;
   all["synchronizations"] = c.synchronizations;
+  all["host_copies"] = c.host_copies;
   return all;
 }
 
@@ -116,7 +119,7 @@ void bind_rehearsal(py::module_& m) {
            py::arg("workers") = "devices", py::arg("lanes") = false, py::arg("hub") = false,
            py::arg("peers") = true, py::arg("host_waits") = true, py::arg("pieces") = 1,
            py::arg("dtype") = "float32", py::arg("op") = "sum", py::arg("bindings") = 1,
-           py::arg("beside") = nullptr)
+           py::arg("beside") = nullptr, py::arg("ring") = std::pair<std::size_t, int>(256, 3))
       .def("run", &Rehearsal::run, py::arg("calls") = 1, py::arg("capture") = false)
       .def("fail_call", &Rehearsal::fail_call, py::arg("after"))
       .def(
@@ -195,7 +198,7 @@ void bind_fake(py::module_& m) {
                         const std::vector<RowTuple>& rows) { c.launch(s, launch_of(rows)); })
       .def("copy", &copy_bytes, py::arg("stream"), py::arg("dst"), py::arg("src"), py::arg("bytes"))
       .def("is_capturing", &FakeCuda::is_capturing)
-      .def("synchronize", &FakeCuda::synchronize)
+      .def("synchronize", py::overload_cast<Stream>(&FakeCuda::synchronize))
       .def("begin_capture", &FakeCuda::begin_capture)
       .def("end_capture", &FakeCuda::end_capture)
       .def("begin_call", &FakeCuda::begin_call)

@@ -25,6 +25,9 @@ std::shared_ptr<const Compiled> compiled_for(const Choice& choice, const Situati
 at::Tensor new_bytes_on_gpu(int64_t bytes, at::Device device);
 at::Tensor new_pinned_bytes(int64_t bytes);
 
+// Is this address in host memory that no GPU should touch? Not asked of memory of zero bytes.
+bool is_pageable(const void* address);
+
 // Do calls of this thread pretend that no GPU reaches another? Returns what was before.
 bool stage_all(bool on);
 

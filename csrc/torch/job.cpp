@@ -85,10 +85,13 @@ void Part::bind(const Offsets* at, std::vector<Memory> memory, std::size_t rows,
     memory[r * kBuffers + static_cast<int>(buffer)] = {
         static_cast<std::byte*>(job.held.back().mutable_data_ptr()), pitch};
   };
+  const bool on_gpus = job.on_gpus();
   for (Rank r = 0; r < compiled->plan.world; ++r) {
+    for (int b = 0; on_gpus && job.devices[r].is_cpu() && b <= 1; ++b)  // input and output
+      if (Memory& m = memory[r * kBuffers + b]; m.base != nullptr) m.pageable = is_pageable(m.base);
     if (compiled->scratched[r])
       add(r, Buffer::scratch, [&](int64_t bytes) {
-        const bool shared = job.devices[r].is_cpu() && job.on_gpus();  // GPUs work there, too
+        const bool shared = job.devices[r].is_cpu() && on_gpus;  // GPUs work there, too
         return shared ? new_pinned_bytes(bytes) : new_bytes(bytes, job.devices[r]);
       });
     if (compiled->staged[r]) add(r, Buffer::host, new_pinned_bytes);

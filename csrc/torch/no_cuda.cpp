@@ -21,6 +21,7 @@ std::shared_ptr<const Compiled> compiled_for(const Choice&, const Situation&, Ra
 }
 at::Tensor new_bytes_on_gpu(int64_t, at::Device) { never(); }
 at::Tensor new_pinned_bytes(int64_t) { never(); }
+bool is_pageable(const void*) { never(); }
 bool stage_all(bool) { return false; }
 PeerReport peer_access(int, int) { return {}; }
 void begin_range(const char*) {}

@@ -2,6 +2,7 @@
 #include "../gpus.h"
 
 #include <ATen/core/CachingHostAllocator.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/Event.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -17,6 +18,7 @@
 #include "../../plan/error.h"
 #include "../span.h"
 #include "../threads.h"
+#include "host.h"
 #include "reach.h"
 
 namespace pycollect {
@@ -27,7 +29,7 @@ using c10::cuda::CUDAStream;
 
 cuda::Executor& executor() {
   static cuda::Executor& it =
-      *new cuda::Executor(cuda::cuda_runtime());  // outlives main, as CUDA does
+      *new cuda::Executor(cuda::cuda_runtime(), torch_host());  // outlives main, as CUDA does
   return it;
 }
 
@@ -109,26 +111,17 @@ void keep_until_done(const Job& job, const cuda::Posts& posts) {
           if (t.numel() > 0 && !(s == p.caller)) keep_until_done(t, s);
 }
 
-// What no copy engine does is done by a kernel, which reads and writes host memory only if it is
-// pinned: folds, and copies from one host rank to another.
-bool needs_pinned(const Plan& plan, const std::vector<at::Device>& devices) {
-  const auto on_host = [&](const Slice& s) { return devices[s.rank].is_cpu(); };
-  return std::any_of(plan.steps.begin(), plan.steps.end(), [&](const Step& step) {
-    const bool reads = std::any_of(step.srcs.begin(), step.srcs.end(), on_host);
-    const bool writes = std::any_of(step.dsts.begin(), step.dsts.end(), on_host);
-    return step.srcs.size() == 1 ? reads && writes : reads || writes;
+// Between unlike layouts torch copies, which waits for pageable memory where a capture forbids it.
+void check_transposes(const Job& job, const std::vector<CUDAStream>& callers) {
+  if (job.transposes.empty()) return;
+  const bool captured = std::any_of(callers.begin(), callers.end(), [](const CUDAStream& s) {
+    const c10::cuda::CUDAGuard guard(s.device());
+    return cuda::cuda_runtime().is_capturing(plain(s));
   });
-}
-
-void check_host_ranks(const Job& job) {
-  for (const Part& p : job.parts) {
-    if (!needs_pinned(p.compiled->plan, job.devices)) continue;
-    for (const Tensors* list : {&job.held, &job.results})
-      for (const at::Tensor& t : *list)
-        require(t.is_cuda() || t.numel() == 0 || t.is_pinned(),
-                "the CPU's tensors of this collective over GPUs and the CPU are read or written by "
-                "a GPU; pin them with .pin_memory()");
-  }
+  for (const auto& [dst, src] : job.transposes)
+    for (const at::Tensor* t : {&dst, &src})
+      require(!captured || t->is_cuda() || t->numel() == 0 || t->is_pinned(),
+              cuda::kPageableInCapture);
 }
 
 class GpuWork : public Work {
@@ -170,7 +163,7 @@ bool GpuWork::finished_within(double seconds) {
 }
 
 void issue(const Job& job, const std::vector<CUDAStream>& callers) {
-  check_host_ranks(job);
+  check_transposes(job, callers);
   for (const Part& p : job.parts) {
     const cuda::Posts posts = posts_of(job, p, callers);
     keep_until_done(job, posts);
@@ -190,6 +183,8 @@ at::Tensor new_bytes_on_gpu(int64_t bytes, at::Device device) {
 at::Tensor new_pinned_bytes(int64_t bytes) {
   return at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(true));
 }
+
+bool is_pageable(const void* address) { return !at::detail::getCUDAHooks().isPinnedPtr(address); }
 
 void run_on_gpus(const Job& job) { issue(job, callers_of(job)); }
 
