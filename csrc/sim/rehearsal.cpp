@@ -7,6 +7,7 @@
 
 #include "../cpu/executor.h"
 #include "../plan/error.h"
+#include "../plan/stage.h"
 
 namespace pycollect::cuda {
 namespace {
