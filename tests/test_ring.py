@@ -161,6 +161,7 @@ def test_a_capture_refuses_pageable_memory_before_anything_is_issued() -> None:
 def test_a_failure_leaves_the_ring_usable() -> None:
     """Whatever call of CUDA fails, the next run finds pieces that nobody is using."""
     for plan, devices in ((scatter(3), [PAGEABLE, 0, 1]), (gather(3), [PAGEABLE, 0, 1])):
+        healthy = rehearse(plan, False, devices, ring=(32, 2), bindings=2).counts["host_copies"]
         for after in range(40):
             rehearsal = _C.Rehearsal(plan, False, devices, ring=(32, 2), bindings=2)
             rehearsal.fail_call(after)
@@ -168,7 +169,10 @@ def test_a_failure_leaves_the_ring_usable() -> None:
                 rehearsal.run()
             except RuntimeError as error:
                 assert "out of memory" in str(error)
+            before = rehearsal.counts["host_copies"]
             rehearsal.run(2)
+            # Nothing of the call that failed arrives in the caller's memory any more.
+            assert rehearsal.counts["host_copies"] - before == 2 * healthy, f"after {after}"
             assert rehearsal.race is None, f"after {after}: {rehearsal.race}"
             assert rehearsal.mismatch(after) is None
 
