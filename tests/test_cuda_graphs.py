@@ -230,6 +230,25 @@ def test_pinned_memory_is_copied_in_a_capture():
     assert_same([o.cpu() for o in out], list(host.tensor_split(3)))
 
 
+def test_reductions_over_pinned_memory_are_captured():
+    host, there = torch.zeros(50_001).pin_memory(), torch.zeros(50_001, device="cuda:0")
+    graph, _ = capture(lambda: pc.all_reduce([there, host]))
+    for seed in range(3):
+        values = randoms(2, (50_001,), torch.float32, seed=seed)
+        there.copy_(values[0])
+        torch.cuda.synchronize()
+        host.copy_(values[1])
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same([there.cpu(), host], [left_fold(values, "sum")] * 2, seed)
+
+
+def test_unlike_layouts_in_pageable_memory_are_refused_in_a_capture():
+    host = torch.ones(200, 300).t()
+    there = torch.zeros(300, 200, device="cuda:0")
+    refused(lambda: pc.copy_(there, host), "(?i)pageable|captur")
+
+
 def test_a_device_that_does_not_capture_is_refused():
     several_gpus()
     tensors = [torch.ones(5, device=d) for d in SEVERAL.devices(2)]

@@ -87,7 +87,6 @@ cuda::Posts posts_of(const Job& job, const Part& part, const std::vector<CUDAStr
                            .worker = ours(number),
                            .sender = ours(kSender),
                            .receiver = ours(kReceiver)});
-    posts.host_waits |= job.devices[r].is_cpu();
   }
   if (!on_the_spot) posts.hub = plain(lane(callers[0].device_index(), kHub));
   return posts;
@@ -111,17 +110,16 @@ void keep_until_done(const Job& job, const cuda::Posts& posts) {
           if (t.numel() > 0 && !(s == p.caller)) keep_until_done(t, s);
 }
 
+bool is_captured(const CUDAStream& s) {
+  const c10::cuda::CUDAGuard guard(s.device());
+  return cuda::cuda_runtime().is_capturing(plain(s));
+}
+
 // Between unlike layouts torch copies, which waits for pageable memory where a capture forbids it.
-void check_transposes(const Job& job, const std::vector<CUDAStream>& callers) {
-  if (job.transposes.empty()) return;
-  const bool captured = std::any_of(callers.begin(), callers.end(), [](const CUDAStream& s) {
-    const c10::cuda::CUDAGuard guard(s.device());
-    return cuda::cuda_runtime().is_capturing(plain(s));
-  });
+void check_transposes(const Job& job) {
   for (const auto& [dst, src] : job.transposes)
     for (const at::Tensor* t : {&dst, &src})
-      require(!captured || t->is_cuda() || t->numel() == 0 || t->is_pinned(),
-              cuda::kPageableInCapture);
+      require(t->is_cuda() || t->numel() == 0 || t->is_pinned(), cuda::kPageableInCapture);
 }
 
 class GpuWork : public Work {
@@ -163,9 +161,14 @@ bool GpuWork::finished_within(double seconds) {
 }
 
 void issue(const Job& job, const std::vector<CUDAStream>& callers) {
-  check_transposes(job, callers);
+  // A graph's results in host memory are there when a replay is done, and nobody waits for them
+  // now.
+  const bool captured = std::any_of(callers.begin(), callers.end(), is_captured);
+  if (captured) check_transposes(job);
   for (const Part& p : job.parts) {
-    const cuda::Posts posts = posts_of(job, p, callers);
+    cuda::Posts posts = posts_of(job, p, callers);
+    posts.host_waits = !captured && std::any_of(job.devices.begin(), job.devices.end(),
+                                                [](at::Device d) { return d.is_cpu(); });
     keep_until_done(job, posts);
     executor().run({*p.compiled, p.bindings, p.dtype, p.op, p.options}, posts);
   }
