@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import permutations
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -15,6 +16,9 @@ from ._eager import eager
 from .collectives import TensorLike, Work, ranks_of
 from .devices import DeviceSpec
 from .devices import devices as resolve
+
+if TYPE_CHECKING:
+    from .tuning import Tuning
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,9 +30,14 @@ def _bound(
 ) -> Callable[Concatenate[Communicator, T, P], R]:
     """Make a method of a module function whose first argument is a list with an item per rank."""
 
+    name = function.__name__
+    tunable = "algorithm" in inspect.signature(function).parameters
+
     @functools.wraps(function)
     def method(self: Communicator, ranks: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        self._check(ranks, function.__name__)
+        self._check(ranks, name)
+        if tunable and self.tuning is not None and kwargs.get("algorithm") is None:
+            kwargs["algorithm"] = self.tuning.choice(name, cast(Any, ranks))
         with self._staging():
             return function(ranks, *args, **kwargs)
 
@@ -68,6 +77,7 @@ class Communicator:
             raise TypeError(f"Communicator: peer_access is a {kind}; pass True, False or None")
         self.devices = ranks_of(resolve(devices), "Communicator")
         self.peer_access = peer_access
+        self.tuning: Tuning | None = None
         if peer_access:
             _insist(self.devices)
 
@@ -98,6 +108,34 @@ class Communicator:
     def barrier(self) -> None:
         """As ``pycollect.barrier``, over this communicator's devices."""
         collectives.barrier(self.devices)
+
+    def tune(
+        self,
+        collectives: Sequence[str] | None = None,
+        *,
+        sizes: Sequence[int] | None = None,
+        seconds: float = 0.1,
+    ) -> Tuning:
+        """Measure the algorithms on these devices, and take the fastest from now on.
+
+        For each of ``collectives`` (default: all with a choice: all_reduce, reduce, broadcast,
+        all_gather) and each of ``sizes`` in bytes of a rank (default: 4 KiB to 16 MiB), all
+        algorithms take turns for about ``seconds``. Methods of this communicator that are not told
+        an ``algorithm`` then take the fastest of those that keep the numerical contract for their
+        dtype, so the bits do not change. What was measured is returned and kept in ``tuning``,
+        which may be given to another communicator, or set to None. Not during a capture of a CUDA
+        graph. Raises ValueError for a collective without a choice.
+
+        >>> two = Communicator("cpu*2")
+        >>> list(two.tune(["broadcast"], sizes=[4096], seconds=0.01).spans)
+        ['broadcast']
+        """
+        from . import tuning  # which loads the benchmark
+
+        with self._staging():
+            found = tuning.measure(self.devices, collectives, sizes, seconds)
+        self.tuning = found.merged(self.tuning)
+        return self.tuning
 
     def __repr__(self) -> str:
         names = ", ".join(map(str, self.devices))
