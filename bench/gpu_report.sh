@@ -193,7 +193,7 @@ stage_bench() {
       -d "$dtype" --targets "${plot[@]/yes/--plot=$out/all_reduce-$dtype.png}"
   done
   step copies "$python" bench/copy_bandwidth.py "${on[@]}" --seconds "$seconds" \
-    "${copies[@]}" "${json[@]}"
+    "${copies[@]}" --targets "${json[@]}"
   step overlap "$python" bench/overlap.py "${on[@]}" "${products[@]}" "${json[@]}"
   step train_step "$python" bench/train_step.py "${on[@]}" --seconds "$seconds" --targets \
     "${json[@]}"

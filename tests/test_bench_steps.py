@@ -1,4 +1,4 @@
-"""The training step of the benchmark and its graph, with a stand-in where there is no GPU."""
+"""The training step of the benchmark and its graph, and what is promised of scatters."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from homes import GPU, MARKS
 
-from pycollect.bench import steps
+from pycollect.bench import copies, steps
 from pycollect.bench.measure import Effort, Timing
 from pycollect.train.graph import GraphedStep, capture
 from pycollect.train.lenet import init_lenet, lenet
@@ -116,3 +117,26 @@ def test_the_command(tmp_path):
     assert record["wrong"] == 0
     assert len(record["targets"]) == 2
     assert steps.EAGER in record["steps"]
+
+
+def test_the_targets_of_scatters_are_at_their_worst_size():
+    def result(kind, mib, **seconds):
+        source = SimpleNamespace(nbytes=mib << 20)
+        copy = copies.Copy(f"scatter {kind} -> 4 x cuda:0, dim 0", source, {}, [], list, ())
+        timings = {name: Timing(((t,),)) for name, t in seconds.items()}
+        return copies.CopyResult(copy, timings, 0)
+
+    found = copies.outcomes(
+        [
+            result("pinned", 1, pycollect=9.0, to=9.0, bare=1.0),  # too small to be judged
+            result("pinned", 16, pycollect=1.0, to=2.0, bare=0.97),
+            result("pinned", 256, pycollect=1.0, to=2.0, bare=0.96),
+            result("pageable", 16, pycollect=1.0, to=3.0, bare=0.5),
+            result("pageable", 256, pycollect=1.0, to=1.5, bare=0.5),
+            result("device", 256, pycollect=9.0, to=1.0, bare=0.1),
+        ]
+    )
+    assert [round(o.measured, 6) for o in found] == [96.0, 1.5]
+    assert [o.met for o in found] == [True, False]
+    assert found[1].where.endswith("256 MiB")
+    assert [o.met for o in copies.outcomes([])] == [None, None]

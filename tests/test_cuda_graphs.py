@@ -216,6 +216,10 @@ def test_pageable_memory_is_refused_in_a_capture():
     refused(lambda: pc.all_reduce([there, host]), "(?i)captur")
 
 
+def test_a_barrier_is_refused_in_a_capture():
+    refused(lambda: pc.barrier("cuda:0*2"), "(?i)captur")
+
+
 def test_bad_arguments_are_refused_in_a_capture_as_elsewhere():
     pair = [torch.ones(3, device="cuda:0"), torch.ones(4, device="cuda:0")]
     refused(lambda: pc.all_reduce(pair), "shape")

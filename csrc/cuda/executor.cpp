@@ -111,7 +111,7 @@ class Run {
             "the host cannot wait for results in its memory while a CUDA graph is captured");
     bool pageable = false;
     for (std::size_t r = 0; r < posts_.ranks.size(); ++r)
-      pageable |= has_memory(call_, static_cast<Rank>(r), true);
+      pageable |= posts_.ranks[r].device == kHost && has_memory(call_, static_cast<Rank>(r), true);
     require(capturing == 0 || !pageable, kPageableInCapture);
     return capturing > 0;
   }

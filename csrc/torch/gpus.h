@@ -21,9 +21,10 @@ Ground ground_of(const std::vector<at::Device>& devices);
 std::shared_ptr<const Compiled> compiled_for(const Choice& choice, const Situation& situation,
                                              Rank root, const std::vector<at::Device>& devices);
 
-// New memory for a rank; `pinned` is the host's, for copies from and to its device.
+// New memory for a rank; `pinned` is the host's, for copies from and to a device. What is made
+// while the device's current stream is under capture belongs to the graph.
 at::Tensor new_bytes_on_gpu(int64_t bytes, at::Device device);
-at::Tensor new_pinned_bytes(int64_t bytes);
+at::Tensor new_pinned_bytes(int64_t bytes, at::Device device);
 
 // Is this address in host memory that no GPU should touch? Not asked of memory of zero bytes.
 bool is_pageable(const void* address);

@@ -44,6 +44,10 @@ bool any_gpu(const std::vector<at::Device>& devices) {
   return std::any_of(devices.begin(), devices.end(), [](at::Device d) { return !d.is_cpu(); });
 }
 
+at::Device first_gpu(const std::vector<at::Device>& devices) {
+  return *std::find_if(devices.begin(), devices.end(), [](at::Device d) { return !d.is_cpu(); });
+}
+
 // Not through the dispatcher on the host, whose modes may put something without memory in its
 // place.
 at::Tensor new_bytes(int64_t bytes, at::Device device) {
@@ -89,12 +93,15 @@ void Part::bind(const Offsets* at, std::vector<Memory> memory, std::size_t rows,
   for (Rank r = 0; r < compiled->plan.world; ++r) {
     for (int b = 0; on_gpus && job.devices[r].is_cpu() && b <= 1; ++b)  // input and output
       if (Memory& m = memory[r * kBuffers + b]; m.base != nullptr) m.pageable = is_pageable(m.base);
+    const at::Device gpu =
+        job.devices[r].is_cpu() && on_gpus ? first_gpu(job.devices) : job.devices[r];
     if (compiled->scratched[r])
       add(r, Buffer::scratch, [&](int64_t bytes) {
         const bool shared = job.devices[r].is_cpu() && on_gpus;  // GPUs work there, too
-        return shared ? new_pinned_bytes(bytes) : new_bytes(bytes, job.devices[r]);
+        return shared ? new_pinned_bytes(bytes, gpu) : new_bytes(bytes, job.devices[r]);
       });
-    if (compiled->staged[r]) add(r, Buffer::host, new_pinned_bytes);
+    if (compiled->staged[r])
+      add(r, Buffer::host, [&](int64_t bytes) { return new_pinned_bytes(bytes, gpu); });
   }
   bindings.push_back({at, std::move(memory), rows});
 }

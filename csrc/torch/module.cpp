@@ -25,7 +25,16 @@ py::object as_list(const Tensors& tensors) { return py::cast(tensors); }
 
 py::object finish(Job job, bool async_op) {
   job.commit();
-  if (async_op) return py::cast(enqueue(std::move(job)));
+  if (async_op) {
+    std::shared_ptr<Work> work;
+    {
+      // What is issued to GPUs may have to wait for pageable memory of the ranks on the host.
+      std::optional<py::gil_scoped_release> free;
+      if (job.on_gpus() && job.bytes > kKeepGilBytes) free.emplace();
+      work = enqueue(std::move(job));
+    }
+    return py::cast(work);
+  }
   {
     std::optional<py::gil_scoped_release> free;
     if (job.bytes > kKeepGilBytes || busy()) free.emplace();

@@ -20,7 +20,7 @@ std::shared_ptr<const Compiled> compiled_for(const Choice&, const Situation&, Ra
   never();
 }
 at::Tensor new_bytes_on_gpu(int64_t, at::Device) { never(); }
-at::Tensor new_pinned_bytes(int64_t) { never(); }
+at::Tensor new_pinned_bytes(int64_t, at::Device) { never(); }
 bool is_pageable(const void*) { never(); }
 bool stage_all(bool) { return false; }
 PeerReport peer_access(int, int) { return {}; }

@@ -183,7 +183,8 @@ bool serves(const at::Device& device) { return device.is_cpu() || device.is_cuda
 at::Tensor new_bytes_on_gpu(int64_t bytes, at::Device device) {
   return at::empty({bytes}, at::TensorOptions(at::kByte).device(device));
 }
-at::Tensor new_pinned_bytes(int64_t bytes) {
+at::Tensor new_pinned_bytes(int64_t bytes, at::Device device) {
+  const c10::cuda::CUDAGuard guard(device);  // torch looks for a capture on its current stream
   return at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(true));
 }
 

@@ -2,7 +2,9 @@
 #include "host.h"
 
 #include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAFunctions.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "../gpus.h"
@@ -17,7 +19,9 @@ constexpr std::size_t kGrainBytes = 128 * 1024;
 class TorchHost final : public cuda::Host {
  public:
   std::byte* new_pinned(std::size_t bytes) override {
-    const at::Tensor& kept = *new at::Tensor(new_pinned_bytes(static_cast<int64_t>(bytes)));
+    const at::Device current(at::kCUDA, c10::cuda::current_device());
+    const auto size = static_cast<int64_t>(bytes);
+    const at::Tensor& kept = *new at::Tensor(new_pinned_bytes(size, current));
     return static_cast<std::byte*>(kept.mutable_data_ptr());
   }
 

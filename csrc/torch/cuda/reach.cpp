@@ -89,8 +89,11 @@ Ground ground_of(const Devices& devices) {
   if (stage_all_) return Ground::staged;
   if (std::all_of(devices.begin(), devices.end(), [&](at::Device d) { return d == devices[0]; }))
     return Ground::shared;
-  for (at::Device from : devices)
-    for (at::Device to : devices)
+  Devices distinct;  // many ranks may be on few devices
+  for (at::Device d : devices)
+    if (std::find(distinct.begin(), distinct.end(), d) == distinct.end()) distinct.push_back(d);
+  for (at::Device from : distinct)
+    for (at::Device to : distinct)
       if (from.is_cpu() || to.is_cpu() || !reaches(from, to)) return Ground::staged;
   return Ground::peers;
 }

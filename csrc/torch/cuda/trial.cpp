@@ -65,7 +65,8 @@ class Trial {
     memory_[sent] = new_bytes_on_gpu(kBytes, from_.device());
     memory_[back] = new_bytes_on_gpu(kBytes, from_.device());
     memory_[there] = new_bytes_on_gpu(kBytes, to_.device());
-    for (int b : {pattern, got_there, got_back}) memory_[b] = new_pinned_bytes(kBytes);
+    for (int b : {pattern, got_there, got_back})
+      memory_[b] = new_pinned_bytes(kBytes, from_.device());
     write_pattern(memory_[pattern], 1);
     write_pattern(memory_[got_there], kBytes);  // so that what was there before is no answer
     move(from_, sent, pattern);
