@@ -44,27 +44,21 @@ py::object finish(Job job, bool async_op) {
   return job.results.empty() ? py::none() : as_list(job.results);
 }
 
-// `ranks` of the job's devices are the caller's; scatter and gather may have added one.
-py::object finish(Job job, bool async_op, Args streams, std::size_t ranks, const char* call) {
-  if (!streams.is_none()) {
-    const auto first = job.devices.begin();
-    job.streams = streams_from(streams, {first, first + static_cast<std::ptrdiff_t>(ranks)}, call);
-    job.streams.resize(job.devices.size());
-  }
+py::object finish(Job job, bool async_op, Args streams, const char* call) {
+  const bool nothing = job.devices.empty();  // lists without tensors: there is nothing to order
+  if (!streams.is_none() && !nothing) job.streams = streams_from(streams, job.devices, call);
   return finish(std::move(job), async_op);
 }
 
 py::object in_place(const InPlace& ask, py::handle tensors, bool async_op, py::handle streams) {
   Tensors list = tensors_from(tensors, [&](int rank) { return use_of(ask, rank); }, ask.call);
   const int world = static_cast<int>(list.size());
-  return finish(pycollect::in_place(ask, {std::move(list), world}), async_op, streams, world,
-                ask.call);
+  return finish(pycollect::in_place(ask, {std::move(list), world}), async_op, streams, ask.call);
 }
 
 py::object coalesced(const InPlace& ask, py::handle lists, bool async_op, py::handle streams) {
   Grid grid = grid_from(lists, [&](int rank) { return use_of(ask, rank); }, ask.call);
-  const int world = grid.world;
-  return finish(pycollect::in_place(ask, std::move(grid)), async_op, streams, world, ask.call);
+  return finish(pycollect::in_place(ask, std::move(grid)), async_op, streams, ask.call);
 }
 
 py::object all_reduce(Args tensors, Args op, Args algorithm, bool async_op, Args streams) {
@@ -114,11 +108,13 @@ std::optional<Tensors> out_from(Args out, const char* call) {
   return tensors_from(out, written, call, "out");
 }
 
-py::object exchanged(const Exchange& ask, Args tensors, bool async_op, Args streams) {
+py::object exchanged(Exchange ask, Args tensors, bool async_op, Args streams) {
   const char* call = name(ask.collective);
   Tensors inputs = tensors_from(tensors, only_read, call);
-  const std::size_t ranks = inputs.size();
-  return finish(exchange_blocks(ask, std::move(inputs)), async_op, streams, ranks, call);
+  Devices ranks;
+  for (const at::Tensor& t : inputs) ranks.push_back(t.device());
+  ask.streams = streams_from(streams, ranks, call);
+  return finish(exchange_blocks(ask, std::move(inputs)), async_op);
 }
 
 py::object all_gather(Args tensors, Args dim, Args algorithm, Args out, bool async_op,
@@ -180,8 +176,9 @@ py::object scatter(Args tensor, const Devices& devices, Args chunk_sizes, Args d
                .out = out_from(out, kCall),
                .devices = devices};
   if (!chunk_sizes.is_none()) ask.sizes = {{sizes_from(chunk_sizes, kCall, "chunk_sizes")}};
-  return finish(exchange_blocks(ask, {tensor_from(tensor, Use::read, {kCall, "tensor"})}), async_op,
-                streams, devices.size(), kCall);
+  ask.streams = streams_from(streams, devices, kCall);
+  return finish(exchange_blocks(ask, {tensor_from(tensor, Use::read, {kCall, "tensor"})}),
+                async_op);
 }
 
 py::object gather(Args tensors, const Devices& device, Args dim, Args out, Args streams) {

@@ -172,6 +172,8 @@ void issue(const Job& job, const std::vector<CUDAStream>& callers) {
     keep_until_done(job, posts);
     executor().run({*p.compiled, p.bindings, p.dtype, p.op, p.options}, posts);
   }
+  if (job.transposes.empty()) return;
+  const c10::cuda::CUDAMultiStreamGuard as_the_callers(callers);
   for (const auto& [dst, src] : job.transposes) lay(dst, src);
 }
 
