@@ -159,6 +159,9 @@ def run_plan(
     in_place: bool,
     by_levels: bool,
 ) -> None: ...
+def copy_rows(
+    dst: torch.Tensor, src: torch.Tensor, bytes: int, rows: int, pitches: tuple[int, int]
+) -> None: ...
 def time_all_reduce(
     tensors: Any, op: Any, algorithm: str | None, iterations: int
 ) -> list[float]: ...

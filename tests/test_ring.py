@@ -12,6 +12,7 @@ from typing import Any
 
 import plan_cases
 import pytest
+import torch
 from plan_cases import Case, cases, random_plan
 from streams_cases import all_reduce, rehearse, ways
 
@@ -184,3 +185,21 @@ def test_runs_beside_each_other_have_rings_of_their_own() -> None:
             rehearsal.run(2)
             assert rehearsal.race is None
             assert rehearsal.mismatch() is None
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("size", "rows"),  # less and more than a thread's share, in few long lines and many short ones
+    [(1, 1), (1000, 1), (1_000_003, 1), (300_001, 5), (7, 100_000), (131_072, 9), (100, 3)],
+)
+def test_the_hosts_own_copies_move_every_byte_once(threads: int, size: int, rows: int) -> None:
+    torch.set_num_threads(threads)
+    src = torch.randint(256, (rows, size + 5), dtype=torch.uint8)
+    dst = torch.zeros(rows, size + 3, dtype=torch.uint8)
+    _C.copy_rows(dst, src, size, rows, (size + 3, size + 5))
+    assert torch.equal(dst[:, :size], src[:, :size])
+    assert int(dst[:, size:].sum()) == 0
+    back = torch.zeros(rows, size, dtype=torch.uint8)
+    first = src[rows - 1 :]  # from the last row to the first one
+    _C.copy_rows(back, first, size, rows, (size, -(size + 5)))
+    assert torch.equal(back, src[:, :size].flip(0))
