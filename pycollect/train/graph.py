@@ -5,6 +5,7 @@ all of them have one shape. All ranks are on one GPU.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -65,7 +66,9 @@ class GraphedStep:
 
         kept = [t.detach() for replica in replicas for t in (*replica, *gradients(replica))]
         before = [t.clone() for t in kept]
-        self._replay = capturing(step)
+        # What is captured is the current device's current stream.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self._replay = capturing(step)
         for t, value in zip(kept, before, strict=True):
             t.copy_(value)
 
