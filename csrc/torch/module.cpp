@@ -1,14 +1,13 @@
 // pycollect._C: thin functions that take Python's objects apart and hand jobs to the executor.
 // Called by pycollect/collectives.py alone, always with every argument, so there are no defaults
 // here.
-#include "../cpu/fold.h"
 #include "../plan/error.h"
 #include "bind_cuda_probe.h"
+#include "bind_machine.h"
 #include "bind_plan.h"
 #include "bind_probe.h"
 #include "bind_streams.h"
 #include "convert.h"
-#include "gpus.h"
 #include "span.h"
 #include "work.h"
 
@@ -227,16 +226,6 @@ py::object exception(Work& work) {
   }
 }
 
-void say(const char* level, const std::string& line) {
-  const py::gil_scoped_acquire hold;
-  py::module_::import("pycollect.log").attr(level)(line);
-}
-
-// The functions outlive the module: they are asked for lines until the interpreter ends.
-void set_listener() {
-  listen([](const std::string& line) { say("info", line); });
-}
-
 void bind_collectives(py::module_& m) {
   m.def("all_reduce", &all_reduce);
   m.def("all_reduce_coalesced", &all_reduce_coalesced);
@@ -250,16 +239,6 @@ void bind_collectives(py::module_& m) {
   m.def("gather", &gather);
   m.def("replicate", &replicate);
   m.def("copy_", &copy);
-  m.def("has_cuda", &has_cuda);
-  m.def("stage_all", &stage_all);
-  m.def("peer_access", [](int from, int to) {
-    PeerReport found;
-    {
-      const py::gil_scoped_release free;
-      found = peer_access(from, to);
-    }
-    return py::make_tuple(found.asked, found.defect, found.rank);
-  });
   m.def(
       "drain",
       [] {
@@ -289,9 +268,7 @@ PYBIND11_MODULE(_C, m) {
   bind_probe(m);
   bind_streams(m);
   bind_cuda_probe(m);
-  m.def("listen", &set_listener);
-  warn_through([](const std::string& line) { say("warning", line); });
-  m.def("instruction_set", &cpu::instruction_set);
+  bind_machine(m);
 }
 
 }  // namespace pycollect
