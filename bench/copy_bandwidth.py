@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import pycollect
-from pycollect.bench import environment
+from pycollect.bench import environment, table
 from pycollect.bench.copies import (
     BARE,
     PLAIN,
@@ -23,10 +23,11 @@ from pycollect.bench.copies import (
     copy_record,
     direct_copies,
     measure_copy,
+    outcomes,
     scatter_copies,
 )
 from pycollect.bench.measure import Effort
-from pycollect.bench.record import SCHEMA
+from pycollect.bench.record import SCHEMA, target_record
 from pycollect.bench.sizes import binary_size, parse_size, size_range
 
 HEAD = (
@@ -46,6 +47,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("-n", "--iterations", type=int, help="timed calls of each (by time, if not given)")
     add("-w", "--warmup", type=int, default=3, help="calls before the first timed one (3)")
     add("--seconds", type=float, default=1.0, help="time for each line's contest (1.0)")
+    add("--targets", action="store_true", help="judge what is promised of scatters to GPUs")
     add("--json", metavar="FILE", help="everything, with the median of every round")
     return parser.parse_args(argv)
 
@@ -83,14 +85,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     for copy in copies(args):
         results.append(measure_copy(copy, effort))
         print(*lines(results[-1]), sep="\n", flush=True)
+    promised = outcomes(results) if args.targets else []
+    if promised:
+        print(*table.target_lines(promised), sep="\n")
     noise = environment.noise(before, environment.Load.now(), [])
     print(*environment.footer(noise), sep="\n")
     if args.json:
         record = {"schema": SCHEMA, "environment": about, "noise": noise}
         record["copies"] = [copy_record(result) for result in results]
+        record["targets"] = [target_record(outcome) for outcome in promised]
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(record, file, indent=1)
-    return 1 if any(result.wrong for result in results) else 0
+    if any(result.wrong for result in results):
+        return 1
+    return 3 if any(outcome.met is False for outcome in promised) else 0
 
 
 if __name__ == "__main__":

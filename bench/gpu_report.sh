@@ -10,7 +10,7 @@ usage: bench/gpu_report.sh [--dry-run] [build|test|sanitize|bench|dist|all]...
   build     install into the environment of $PYTHON, which must have torch
   test      the CUDA tests, quick ones first; then all others
   sanitize  memcheck and initcheck over a reduced matrix
-  bench     all-reduce against its peers, copies, overlap
+  bench     all-reduce against its peers, copies, overlap, a training step
   dist      one process per rank
 
 Several stages run in the order given; without one, all. --dry-run prints the commands.
@@ -193,8 +193,10 @@ stage_bench() {
       -d "$dtype" --targets "${plot[@]/yes/--plot=$out/all_reduce-$dtype.png}"
   done
   step copies "$python" bench/copy_bandwidth.py "${on[@]}" --seconds "$seconds" \
-    "${copies[@]}" "${json[@]}"
+    "${copies[@]}" --targets "${json[@]}"
   step overlap "$python" bench/overlap.py "${on[@]}" "${products[@]}" "${json[@]}"
+  step train_step "$python" bench/train_step.py "${on[@]}" --seconds "$seconds" --targets \
+    "${json[@]}"
   step algorithms "${measure[@]}" "${json[@]}" "${few[@]}" --world "$worlds" --algorithms all
   for collective in reduce broadcast all_gather reduce_scatter; do
     step "$collective" "${measure[@]}" "${json[@]}" "${few[@]}" --world "$worlds" \

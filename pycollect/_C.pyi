@@ -1,6 +1,6 @@
 """The compiled part: called by this package alone, always with every argument."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -145,6 +145,9 @@ def copy_(dst: Any, src: Any, async_op: bool) -> Work | None: ...
 def drain() -> None: ...
 def has_cuda() -> bool: ...
 def stage_all(on: bool) -> bool: ...
+def peer_access(
+    from_: int, to: int, /
+) -> tuple[bool, str, int]: ...  # asked, defect, rank of speed
 def listen() -> None: ...
 def instruction_set() -> str: ...
 
@@ -155,6 +158,9 @@ def run_plan(
     op: str,
     in_place: bool,
     by_levels: bool,
+) -> None: ...
+def copy_rows(
+    dst: torch.Tensor, src: torch.Tensor, bytes: int, rows: int, pitches: tuple[int, int]
 ) -> None: ...
 def time_all_reduce(
     tensors: Any, op: Any, algorithm: str | None, iterations: int
@@ -186,6 +192,7 @@ class Rehearsal:
         op: str = "sum",
         bindings: int = 1,
         beside: Rehearsal | None = None,
+        ring: tuple[int, int] = (256, 3),
     ) -> None: ...
     def run(self, calls: int = 1, capture: bool = False) -> None: ...
     def run_half_captured(self) -> None: ...
@@ -238,6 +245,15 @@ class FakeCuda:
     def begin_call(self) -> None: ...
     @property
     def race(self) -> str | None: ...
+
+class Peers:
+    def __init__(
+        self,
+        ask: Callable[[int, int], bool],
+        try_out: Callable[[int, int], str],
+        warn: Callable[[str], None],
+    ) -> None: ...
+    def works(self, from_: int, to: int, /) -> bool: ...
 
 def stage(
     plan: Plan,

@@ -11,25 +11,16 @@ from collections.abc import Callable, Sequence
 
 import pycollect
 
-from . import _C, bench
+from . import _C, bench, info
 from .bench.sizes import parse_size
-from .info import describe
 
 
 def _info(args: argparse.Namespace) -> int:
-    found = describe()
+    found = info.describe(args.rates)
     if args.json:
         print(json.dumps(found, indent=2))
-        return 0
-    width = max(map(len, found))
-    for name, value in found.items():
-        if isinstance(value, dict):
-            lines = [f"{key}: {item}" for key, item in value.items()]
-        else:
-            lines = [str(value)]
-        for line in lines or ["none"]:
-            print(f"{name:<{width}}  {line}")
-            name = ""
+    else:
+        print(*info.lines(found), sep="\n")
     return 0
 
 
@@ -74,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
     option = add("info", _info, "Print versions, devices and settings, to paste into a report.")
     option("--json", action="store_true", help="as one JSON object")
+    option("--rates", action="store_true", help="measure how fast GPUs copy: a second or so")
 
     option = add("plan", _plan, "Print, prove and time the plan of a collective.")
     option("collective", choices=_C.COLLECTIVES)

@@ -174,10 +174,17 @@ def copy_(dst: TensorLike, src: TensorLike, *, async_op: bool = False) -> Work |
 def barrier(devices: DeviceSpec) -> None:
     """Return when everything that was asked for before, with ``async_op=True`` too, has finished.
 
+    For GPUs that is everything on the device, whoever asked for it. Raises ValueError while a CUDA
+    graph is captured, which nobody can wait for.
+
     >>> barrier("cpu*2")
     """
-    ranks_of(devices, "barrier")
+    gpus = {d for d in ranks_of(devices, "barrier") if d.type == "cuda"}
+    if gpus and torch.cuda.is_current_stream_capturing():
+        raise ValueError("barrier: the host cannot wait while a CUDA graph is captured")
     _C.drain()
+    for gpu in gpus:
+        torch.cuda.synchronize(gpu)
 
 
 def ranks_of(devices: DeviceSpec, call: str) -> list[torch.device]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from itertools import permutations
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -14,6 +16,9 @@ from ._eager import eager
 from .collectives import TensorLike, Work, ranks_of
 from .devices import DeviceSpec
 from .devices import devices as resolve
+
+if TYPE_CHECKING:
+    from .tuning import Tuning
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,9 +30,14 @@ def _bound(
 ) -> Callable[Concatenate[Communicator, T, P], R]:
     """Make a method of a module function whose first argument is a list with an item per rank."""
 
+    name = function.__name__
+    tunable = "algorithm" in inspect.signature(function).parameters
+
     @functools.wraps(function)
     def method(self: Communicator, ranks: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        self._check(ranks, function.__name__)
+        self._check(ranks, name)
+        if tunable and self.tuning is not None and kwargs.get("algorithm") is None:
+            kwargs["algorithm"] = self.tuning.choice(name, cast(Any, ranks))
         with self._staging():
             return function(ranks, *args, **kwargs)
 
@@ -50,9 +60,11 @@ def _placed(
 class Communicator:
     """All collectives over a fixed list of devices, one per rank.
 
-    ``devices`` is what ``pycollect.devices`` takes. ``peer_access=False`` stages all traffic
-    between GPUs through pinned host memory; ranks on the CPU share one memory and have no use for
-    it. Methods take what the module functions take, but for the devices.
+    ``devices`` is what ``pycollect.devices`` takes. GPUs that reach each other's memory, which is
+    tried once for every pair, read and write it; others, and all with ``peer_access=False``, go
+    through pinned host memory. ``peer_access=True`` insists: ValueError names the first pair that
+    does not reach each other. Ranks on the CPU share one memory and have no use for it. Methods
+    take what the module functions take, but for the devices.
 
     >>> two = Communicator("cpu*2")
     >>> two.all_gather([torch.ones(1), torch.zeros(1)])[0]
@@ -65,6 +77,9 @@ class Communicator:
             raise TypeError(f"Communicator: peer_access is a {kind}; pass True, False or None")
         self.devices = ranks_of(resolve(devices), "Communicator")
         self.peer_access = peer_access
+        self.tuning: Tuning | None = None
+        if peer_access:
+            _insist(self.devices)
 
     @property
     def world(self) -> int:
@@ -94,6 +109,34 @@ class Communicator:
         """As ``pycollect.barrier``, over this communicator's devices."""
         collectives.barrier(self.devices)
 
+    def tune(
+        self,
+        collectives: Sequence[str] | None = None,
+        *,
+        sizes: Sequence[int] | None = None,
+        seconds: float = 0.1,
+    ) -> Tuning:
+        """Measure the algorithms on these devices, and take the fastest from now on.
+
+        For each of ``collectives`` (default: all with a choice: all_reduce, reduce, broadcast,
+        all_gather) and each of ``sizes`` in bytes of a rank (default: 4 KiB to 16 MiB), all
+        algorithms take turns for about ``seconds``. Methods of this communicator that are not told
+        an ``algorithm`` then take the fastest of those that keep the numerical contract for their
+        dtype, so the bits do not change. What was measured is returned and kept in ``tuning``,
+        which may be given to another communicator, or set to None. Not during a capture of a CUDA
+        graph. Raises ValueError for a collective without a choice.
+
+        >>> two = Communicator("cpu*2")
+        >>> list(two.tune(["broadcast"], sizes=[4096], seconds=0.01).spans)
+        ['broadcast']
+        """
+        from . import tuning  # which loads the benchmark
+
+        with self._staging():
+            found = tuning.measure(self.devices, collectives, sizes, seconds)
+        self.tuning = found.merged(self.tuning)
+        return self.tuning
+
     def __repr__(self) -> str:
         names = ", ".join(map(str, self.devices))
         return f"Communicator([{names}], peer_access={self.peer_access})"
@@ -119,3 +162,17 @@ class Communicator:
                     raise ValueError(
                         f"{call}: rank {rank} is {device} and its tensor on {t.device}"
                     )
+
+
+def _insist(devices: list[torch.device]) -> None:
+    """Refuse GPUs of which one does not reach another's memory."""
+    gpus = sorted({d.index for d in devices if d.type == "cuda"})
+    for one, other in permutations(gpus, 2):
+        asked, defect, _ = _C.peer_access(one, other)
+        if not asked:
+            defect = "the driver reports no peer access"
+        if defect:
+            raise ValueError(
+                f"Communicator: peer_access=True, but cuda:{one} does not reach the memory of "
+                f"cuda:{other}: {defect}; leave peer_access out to go through the host there"
+            )

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from . import _C
+from . import _C, gpus
 from ._compat import build_info
 from .bench import environment
 from .plans import algorithms
 
 
-def describe() -> dict[str, Any]:
-    """Return versions, how the extension was built, devices, settings and algorithms.
+def describe(rates: bool = False) -> dict[str, Any]:
+    """Return versions, how the extension was built, devices, links, settings and algorithms.
 
-    All values are plain, so that the whole can be written as JSON.
+    All values are plain, so that the whole can be written as JSON. `rates` measures how fast GPUs
+    copy, which takes a second or so.
 
     >>> describe()["torch"] == torch.__version__
     True
@@ -25,9 +27,31 @@ def describe() -> dict[str, Any]:
     del machine["command"]
     return {
         **machine,
+        **gpus.describe(rates),
         "cuda": {"torch": torch.version.cuda, "pycollect": build_info().get("cuda")},
         "build": build_info(),
         "instruction_set": _C.instruction_set(),
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith("PYCOLLECT_")},
         "algorithms": {name: ", ".join(algorithms(name)) for name in _C.COLLECTIVES},
     }
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """Yield what `describe` found as text, the names in a column.
+
+    >>> next(lines({"torch": "2.13.0", "gpus": [], "no_gpu": "hidden"}))
+    'torch  2.13.0'
+    """
+    plain = {name: _lines_of(value) for name, value in found.items() if name not in gpus.KEYS}
+    said = plain | gpus.lines(found)
+    width = max(map(len, said))
+    for name, texts in said.items():
+        for text in texts:
+            yield f"{name:<{width}}  {text}"
+            name = ""
+
+
+def _lines_of(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [f"{key}: {item}" for key, item in value.items()] or ["none"]
+    return [str(value)]

@@ -18,6 +18,11 @@ def info(line: str) -> None:
     logger.info(line)
 
 
+def warning(line: str) -> None:
+    """Log one line that is worth seeing unasked; called by the extension."""
+    logger.warning(line)
+
+
 def configure() -> None:
     """Read PYCOLLECT_LOG and start listening if it asks for anything."""
     wanted = os.environ.get("PYCOLLECT_LOG", "").strip().lower()

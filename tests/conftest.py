@@ -10,6 +10,13 @@ import pytest
 import torch
 
 NO_GPU = "needs a CUDA GPU"
+# What a skip for want of hardware or of a package says, and what the summary says of all of these.
+MISSING = {
+    NO_GPU: "no CUDA GPU here (PYCOLLECT_REQUIRE_CUDA=1 turns this into a failure)",
+    "needs two CUDA GPUs": "there are fewer than two CUDA GPUs here",
+    "needs CuPy": "CuPy is not installed (pip install 'pycollect[cuda13]')",
+    "of GPU memory": "the GPU has too little free memory for them",
+}
 
 # Derandomized: the same examples in every run, so that a red run is red again. No deadline: ranks
 # outnumber cores here, and a slow machine is no defect. HYPOTHESIS_PROFILE=explore looks further.
@@ -28,14 +35,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = terminalreporter.stats.get("skipped", [])
-    count = sum(report.when == "setup" and NO_GPU in str(report.longrepr) for report in skipped)
-    if count:
-        tests = "1 test" if count == 1 else f"{count} tests"
-        terminalreporter.write_line(
-            f"{tests} marked cuda did not run: no CUDA GPU here "
-            "(PYCOLLECT_REQUIRE_CUDA=1 turns this into a failure)",
-            yellow=True,
-        )
+    for reason, advice in MISSING.items():
+        count = sum(reason in str(report.longrepr) for report in skipped)
+        if count:
+            tests = "1 test" if count == 1 else f"{count} tests"
+            terminalreporter.write_line(f"{tests} did not run: {advice}", yellow=True)
 
 
 @pytest.fixture(autouse=True)

@@ -147,6 +147,18 @@ def test_wait_joins_the_stream_that_is_current_then():
     assert_same([c.cpu() for c in copies], [left_fold(values, "sum")] * 3)
 
 
+def test_a_barrier_waits_for_the_gpu():
+    tensors = [torch.ones(1000, device="cuda:0") for _ in range(2)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)  # a tenth of a second, or more
+    done = torch.cuda.Event()
+    pc.all_reduce(tensors)
+    done.record()
+    assert not done.query()
+    pc.barrier("cuda:0*2")
+    assert done.query()
+
+
 def test_many_in_flight_waited_for_in_any_order():
     values = [randoms(2, (1000 + i,), torch.int32, seed=i) for i in range(100)]
     tensors = [placed(v, [torch.device("cuda:0")] * 2) for v in values]

@@ -202,6 +202,42 @@ def test_ranks_on_the_host_have_their_result_on_return(collective):
         assert_same([g.cpu() for g in got], expected(collective, values))
 
 
+# Less than a piece of the ring that pageable memory passes through, and many of them.
+@pytest.mark.parametrize("count", [1_003, 3_000_001])
+@pytest.mark.parametrize("kinds", [("pageable",) * 2, ("pinned", "pageable"), ("pinned",) * 2])
+def test_reductions_over_host_memory_of_every_kind(kinds, count):
+    values = randoms(3, (count,), torch.float32)
+    for collective in ("all_reduce", "reduce_scatter", "reduce"):
+        places = ("gpu", *kinds)
+        tensors = [made(v, place) for v, place in zip(values, places, strict=True)]
+        busy()
+        got = getattr(pc, collective)(tensors) or tensors
+        host = [g.clone() for g in got if not g.is_cuda]  # before anything synchronizes
+        got = [g.cpu() if g.is_cuda else host.pop(0) for g in got]
+        assert_same(got, expected(collective, values), f"{collective}, {kinds}")
+
+
+def test_strided_host_memory_is_reduced():
+    for layout in ("columns", "every_other", "transposed", "misaligned"):
+        values = randoms(2, (77, 60), torch.bfloat16)
+        tensors = [made(values[0], "gpu", layout), made(values[1], "pageable", layout)]
+        pc.all_reduce(tensors, "avg")
+        assert_same([t.cpu() for t in tensors], expected("all_reduce", values, "avg"), layout)
+
+
+@pytest.mark.cuda
+def test_a_pageable_scatter_does_not_wait_for_the_gpu():
+    values = randoms(1, (100_000,), torch.int32)[0]
+    pc.scatter(values, ranks(2))  # what is made once is made now
+    torch.cuda.synchronize()
+    busy()
+    done = torch.cuda.Event()
+    got = pc.scatter(values, ranks(2))
+    done.record()
+    assert not done.query(), "the host waited"
+    assert_same([g.cpu() for g in got], list(values.tensor_split(2)))
+
+
 @pytest.mark.cuda
 def test_copies_between_gpus():
     first, second = several_gpus()[:2]

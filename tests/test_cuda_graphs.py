@@ -216,6 +216,10 @@ def test_pageable_memory_is_refused_in_a_capture():
     refused(lambda: pc.all_reduce([there, host]), "(?i)captur")
 
 
+def test_a_barrier_is_refused_in_a_capture():
+    refused(lambda: pc.barrier("cuda:0*2"), "(?i)captur")
+
+
 def test_bad_arguments_are_refused_in_a_capture_as_elsewhere():
     pair = [torch.ones(3, device="cuda:0"), torch.ones(4, device="cuda:0")]
     refused(lambda: pc.all_reduce(pair), "shape")
@@ -228,6 +232,25 @@ def test_pinned_memory_is_copied_in_a_capture():
     host.neg_()
     graph.replay()
     assert_same([o.cpu() for o in out], list(host.tensor_split(3)))
+
+
+def test_reductions_over_pinned_memory_are_captured():
+    host, there = torch.zeros(50_001).pin_memory(), torch.zeros(50_001, device="cuda:0")
+    graph, _ = capture(lambda: pc.all_reduce([there, host]))
+    for seed in range(3):
+        values = randoms(2, (50_001,), torch.float32, seed=seed)
+        there.copy_(values[0])
+        torch.cuda.synchronize()
+        host.copy_(values[1])
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same([there.cpu(), host], [left_fold(values, "sum")] * 2, seed)
+
+
+def test_unlike_layouts_in_pageable_memory_are_refused_in_a_capture():
+    host = torch.ones(200, 300).t()
+    there = torch.zeros(300, 200, device="cuda:0")
+    refused(lambda: pc.copy_(there, host), "(?i)pageable|captur")
 
 
 def test_a_device_that_does_not_capture_is_refused():

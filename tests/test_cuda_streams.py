@@ -171,6 +171,40 @@ def test_the_current_device_and_stream_stay():
             assert torch.cuda.current_stream() == side
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_to_all"])
+def test_inputs_that_are_laid_anew_are_read_on_their_streams(collective):
+    values = randoms(3, (60, 60), torch.int32)
+    sides = [torch.cuda.Stream() for _ in values]
+    tensors = [torch.zeros(60, 60, dtype=torch.int32, device=GPU) for _ in values]
+    tensors[1] = tensors[1].t()  # no order of dimensions serves all of them
+    torch.cuda.synchronize()
+    for side, t, v in zip(sides, tensors, values, strict=True):
+        there = v.to(GPU)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(20_000_000)
+            t.copy_(there)
+    got = getattr(pc, collective)(tensors, streams=sides)
+    for side in sides:
+        side.synchronize()
+    torch.cuda.synchronize()
+    assert_same([g.cpu() for g in got], expected(collective, values))
+
+
+@pytest.mark.cuda
+def test_a_later_copy_between_unlike_layouts_is_waited_for():
+    values = randoms(1, (700, 900), torch.int32)[0]
+    src, dst = values.to(GPU), torch.zeros(900, 700, dtype=torch.int32, device=GPU).t()
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        work = pc.copy_(dst, src, async_op=True)
+    work.wait()
+    assert_same([dst.cpu()], [values])
+
+
 # --- streams= that do not fit ---------------------------------------------------------------------
 
 
@@ -184,6 +218,13 @@ def test_bad_streams_are_refused(device, bad):
     with pytest.raises((TypeError, ValueError), match="streams"):
         pc.all_reduce(tensors, streams=bad)
     assert [t.tolist() for t in tensors] == [[float(r)] * 5 for r in range(3)]
+
+
+def test_lists_without_tensors_have_nothing_to_order():
+    assert pc.all_reduce_coalesced([[], []], streams=[None, None]) is None
+    assert (
+        pc.all_gather([torch.ones(1), torch.ones(2)], streams=[None, None])[0].tolist() == [1] * 3
+    )
 
 
 @pytest.mark.cuda

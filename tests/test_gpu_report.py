@@ -79,7 +79,7 @@ def test_a_stage_leaves_its_log_and_the_record(machine, fake_python, tmp_path):
     assert record == record_of(tmp_path / "results")
     assert (record["gpu"], record["driver"]) == ("NVIDIA H200", "580.159.04")
     assert (record["torch"], record["cuda"]) == ("2.11.0+cu130", "13.0")
-    names = ["all_reduce-float32", "all_reduce-bfloat16", "copies", "overlap", "algorithms"]
+    names = ["all_reduce-float32", "all_reduce-bfloat16", "copies", "overlap", "train_step"]
     assert list(record["runs"])[:5] == names
     run = record["runs"]["copies"]
     assert run["status"] == 0
@@ -94,10 +94,11 @@ def test_the_benchmarks_take_what_the_script_gives_them(machine, tmp_path):
     status, output = machine("bench", python=sys.executable, nvidia_smi=SMI, limit=100)
     assert status == 0, output
     runs = record_of(tmp_path / "out")["runs"]
-    assert len(runs) == 9
+    assert len(runs) == 10
     assert all(run["status"] in (0, 3) and run["content"]["schema"] == 1 for run in runs.values())
     assert runs["copies"]["content"]["copies"]
     assert runs["overlap"]["content"]["overlap"]
+    assert runs["train_step"]["content"]["steps"]
     assert {case["dtype"] for case in runs["all_reduce-bfloat16"]["content"]["cases"]} == {
         "bfloat16"
     }

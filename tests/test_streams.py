@@ -106,6 +106,7 @@ def test_one_device_and_one_stream_is_one_launch_and_no_event() -> None:
             "events": 0,
             "alive": 0,
             "synchronizations": 0,
+            "host_copies": 0,
         }
 
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "../plan/error.h"
+#include "current_device.h"
 
 namespace pycollect::cuda {
 namespace {
@@ -16,7 +17,7 @@ constexpr std::size_t kMostSchedules = 1024;
 
 struct Caller {
   Stream stream;
-  bool has_host;  // is it that of a rank in host memory?
+  bool has_pinned;  // is it that of a rank with pinned memory?
 };
 struct Numbered {
   Placement at;
@@ -24,7 +25,15 @@ struct Numbered {
   std::vector<Caller> callers;  // distinct ones
 };
 
-Numbered number(const Posts& posts) {
+// Has the rank an input or an output of this kind?
+bool has_memory(const Call& call, Rank r, bool pageable) {
+  const auto fits = [&](const Memory& m) { return m.base != nullptr && m.pageable == pageable; };
+  return std::any_of(call.bindings.begin(), call.bindings.end(), [&](const Binding& b) {
+    return fits(b.memory[r * kBuffers]) || fits(b.memory[r * kBuffers + 1]);
+  });
+}
+
+Numbered number(const Call& call, const Posts& posts) {
   Numbered result{{{}, 0}, {}, {}};
   auto of = [&](Stream s) {
     const auto known = std::find(result.streams.begin(), result.streams.end(), s);
@@ -32,13 +41,14 @@ Numbered number(const Posts& posts) {
     result.streams.push_back(s);
     return static_cast<int>(result.streams.size()) - 1;
   };
-  for (const Post& p : posts.ranks) {
+  for (std::size_t r = 0; r < posts.ranks.size(); ++r) {
+    const Post& p = posts.ranks[r];
     result.at.seats.push_back({of(p.caller), of(p.worker), of(p.sender), of(p.receiver)});
     auto& callers = result.callers;
     auto known = std::find_if(callers.begin(), callers.end(),
                               [&](const Caller& c) { return c.stream == p.caller; });
     if (known == callers.end()) known = callers.insert(callers.end(), {p.caller, false});
-    known->has_host |= p.device == kHost;
+    known->has_pinned |= p.device == kHost && has_memory(call, static_cast<Rank>(r), false);
   }
   if (posts.hub.device != kHost) result.at.hub = of(posts.hub);
   result.at.streams = static_cast<int>(result.streams.size());
@@ -60,41 +70,17 @@ void check(const Call& call, const Posts& posts) {
   }
 }
 
-// Makes devices current, and at the end the one that was.
-class CurrentDevice {
- public:
-  explicit CurrentDevice(Runtime& runtime)
-      : runtime_(runtime), before_(runtime.current_device()), now_(before_) {}
-  CurrentDevice(const CurrentDevice&) = delete;
-  CurrentDevice& operator=(const CurrentDevice&) = delete;
-  ~CurrentDevice() {
-    try {
-      use(before_);
-    } catch (...) {  // the device is broken, and the caller will hear of it at the next call
-    }
-  }
-  void use(Device device) {
-    if (device == now_) return;
-    runtime_.set_device(device);
-    now_ = device;
-  }
-
- private:
-  Runtime& runtime_;
-  const Device before_;
-  Device now_;
-};
-
 class Run {
  public:
-  Run(EventPool& events, const Call& call, const Posts& posts)
+  Run(EventPool& events, Rings& rings, const Call& call, const Posts& posts)
       : runtime_(events.runtime()),
         call_(call),
         posts_(posts),
         item_(item_bytes(call.dtype)),
-        numbered_(number(posts)),
+        numbered_(number(call, posts)),
         touched_(numbered_.streams.size()),
         device_(runtime_),
+        passage_(rings, device_),
         lease_(events, is_captured()) {}
 
   const Placement& placement() const { return numbered_.at; }
@@ -103,6 +89,7 @@ class Run {
     events_.resize(schedule.size());
     try {
       for (std::size_t i = 0; i < schedule.size(); ++i) issue(schedule[i], events_[i]);
+      passage_.drain();
     } catch (...) {
       join_what_was_issued();
       throw;
@@ -122,6 +109,10 @@ class Run {
             " current streams of this call; let it capture on all of them");
     require(capturing == 0 || !posts_.host_waits,
             "the host cannot wait for results in its memory while a CUDA graph is captured");
+    bool pageable = false;
+    for (std::size_t r = 0; r < posts_.ranks.size(); ++r)
+      pageable |= posts_.ranks[r].device == kHost && has_memory(call_, static_cast<Rank>(r), true);
+    require(capturing == 0 || !pageable, kPageableInCapture);
     return capturing > 0;
   }
 
@@ -148,30 +139,49 @@ class Run {
     const Step& step = call_.compiled.plan.steps[number];
     Row row{{}, {}, {}, {}, binding.offsets->count(step.dsts[0]), binding.rows};
     row.finishes = call_.compiled.finishes[number];
+    std::vector<bool> pageable;  // [pointer], destinations first
     for (const Slice& dst : step.dsts) {
-      if (step.srcs.size() == 1 && by_engine(dst, step.srcs[0])) {
-        runtime_.copy(stream, rectangle(binding, dst, step.srcs[0]));
-        continue;
-      }
+      if (step.srcs.size() == 1 && copied(stream, binding, dst, step.srcs[0])) continue;
       std::byte* const to = address(binding, dst, item_);
       if (step.srcs.size() == 1 && to == address(binding, step.srcs[0], item_)) continue;
       row.dsts.push_back(to);
       row.dst_pitches.push_back(pitch(binding, dst));
+      pageable.push_back(is_pageable(binding, dst));
     }
     if (row.dsts.empty()) return;
     for (const Slice& src : step.srcs) {
       row.srcs.push_back(address(binding, src, item_));
       row.src_pitches.push_back(pitch(binding, src));
+      pageable.push_back(is_pageable(binding, src));
     }
-    launch.rows.push_back(std::move(row));
+    if (std::find(pageable.begin(), pageable.end(), true) == pageable.end())
+      launch.rows.push_back(std::move(row));
+    else
+      passage_.launch(stream, {{std::move(row)}, launch.dtype, launch.op, launch.options},
+                      pageable);
   }
 
+  static bool is_pageable(const Binding& binding, const Slice& s) {
+    return binding.memory[s.rank * kBuffers + static_cast<int>(s.buffer)].pageable;
+  }
   Device memory_of(const Slice& s) const {
     return s.buffer == Buffer::host ? kHost : posts_.ranks[s.rank].device;
   }
-  // From host to host a copy would make the host wait.
-  bool by_engine(const Slice& dst, const Slice& src) const {
-    return memory_of(dst) != memory_of(src);
+  // By a copy engine, or by the host, if that is all it takes: between pinned memory and pinned or
+  // pageable memory a kernel copies, because an engine would make the host wait.
+  bool copied(Stream stream, const Binding& binding, const Slice& dst, const Slice& src) {
+    const bool enters = is_pageable(binding, src), leaves = is_pageable(binding, dst);
+    const Rectangle r = rectangle(binding, dst, src);
+    if (enters && leaves) {
+      if (r.dst != r.src) passage_.copy_on_host(stream, r);
+      return true;
+    }
+    if (memory_of(dst) == memory_of(src)) return false;
+    if (enters || leaves)
+      passage_.copy(stream, r);
+    else
+      runtime_.copy(stream, r);
+    return true;
   }
   Rectangle rectangle(const Binding& binding, const Slice& dst, const Slice& src) const {
     return {.dst = address(binding, dst, item_),
@@ -186,7 +196,7 @@ class Run {
 
   void wait_for_hosts() {
     for (const Caller& c : numbered_.callers) {
-      if (!c.has_host) continue;
+      if (!c.has_pinned) continue;
       device_.use(c.stream.device);
       runtime_.synchronize(c.stream);
     }
@@ -219,6 +229,7 @@ class Run {
   const Numbered numbered_;
   std::vector<bool> touched_;  // [stream]
   CurrentDevice device_;
+  Passage passage_;
   Lease lease_;
   std::vector<Event> events_;  // [issue]
 };
@@ -227,7 +238,7 @@ class Run {
 
 void Executor::run(const Call& call, const Posts& posts) {
   check(call, posts);
-  Run run(events_, call, posts);
+  Run run(events_, rings_, call, posts);
   run.go(*scheduled(call.compiled, run.placement()));
 }
 

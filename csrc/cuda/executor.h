@@ -1,6 +1,6 @@
 // Runs a compiled plan in one process on the memory of any number of devices: what `schedule` says,
-// on real streams, through the ten calls of `Runtime`. Nothing spins and the host waits for
-// nothing, but for ranks in host memory when told to.
+// on real streams, through the eleven calls of `Runtime`. Nothing spins, and the host waits for
+// nothing but for ranks in host memory: when told to, and always where that is pageable.
 #pragma once
 #include <memory>
 #include <mutex>
@@ -9,16 +9,22 @@
 
 #include "../plan/call.h"
 #include "events.h"
+#include "ring.h"
 #include "streams.h"
 
 namespace pycollect::cuda {
+
+// Whoever is asked to during a capture refuses with this.
+inline constexpr const char* kPageableInCapture =
+    "memory on the host that is not pinned cannot be read or written while a CUDA graph is "
+    "captured; pin it with .pin_memory()";
 
 // Where one rank's memory is, and the streams that move it. They may be equal, to each other and to
 // other ranks': one device and one stream for all is one launch a level and no event. Streams of a
 // rank run on the device that reads and writes for it; for a rank in host memory, which executes
 // nothing (see `stage`), any device's.
 struct Post {
-  Device device;           // kHost: pinned memory, which devices may read and write
+  Device device;           // kHost: on the host, pinned or not
   Stream caller;           // of what came before and comes after: torch's current stream
   Stream worker;           // for what the rank executes
   Stream sender = worker;  // for copies out to a host, and in from one: beside the worker, so that
@@ -27,19 +33,23 @@ struct Post {
 
 struct Posts {
   std::vector<Post> ranks;
-  Stream hub = {};          // its device is kHost: there is none, and joins go pair by pair
-  bool host_waits = false;  // are results in host memory there when `run` returns?
+  Stream hub = {};  // its device is kHost: there is none, and joins go pair by pair
+  // Are results in pinned memory there, and has it been read, when `run` returns? For pageable
+  // memory they are and it has, whatever this says.
+  bool host_waits = false;
 };
 
 // Owns events and remembers schedules; any thread may call `run` at any time.
 class Executor {
  public:
-  explicit Executor(Runtime& runtime) : events_(runtime) {}
+  Executor(Runtime& runtime, Host& host, RingSize size = {})
+      : events_(runtime), rings_(runtime, host, size) {}
 
   // Issues everything and returns. On each rank's caller stream all that was issued there before
   // comes first, and what is issued there afterwards finds the result. During a capture all callers
-  // must be capturing. Throws ValueError before anything is issued; what the runtime throws passes
-  // through, with the callers' streams behind all that had been issued and the device as it was.
+  // must be capturing, and no memory may be pageable. Throws ValueError before anything is issued;
+  // what the runtime throws passes through, with the callers' streams behind all that had been
+  // issued and the device as it was.
   void run(const Call& call, const Posts& posts);
 
  private:
@@ -54,6 +64,7 @@ class Executor {
   std::shared_ptr<const Schedule> scheduled(const Compiled& compiled, const Placement& at);
 
   EventPool events_;
+  Rings rings_;
   std::mutex mutex_;
   std::unordered_map<Key, std::shared_ptr<const Schedule>, Hash> schedules_;
 };

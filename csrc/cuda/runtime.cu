@@ -1,4 +1,4 @@
-// The real Runtime: the executor's ten calls, made to CUDA. Keeps nothing but what the devices are.
+// The real Runtime: the executor's eleven calls, made to CUDA. Keeps nothing but what the devices are.
 #include <limits>
 #include <vector>
 
@@ -108,6 +108,7 @@ class CudaRuntime final : public Runtime {
     return status != cudaStreamCaptureStatusNone;
   }
   void synchronize(Stream stream) override { check(cudaStreamSynchronize(handle(stream))); }
+  void synchronize(Event event) override { check(cudaEventSynchronize(handle(event))); }
 
  private:
   std::vector<Limits> limits_;  // [device]

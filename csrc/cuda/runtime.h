@@ -1,4 +1,4 @@
-// Everything that the executor asks of CUDA: ten calls. The real one is runtime.cu; csrc/sim has
+// Everything that the executor asks of CUDA: eleven calls. The real one is runtime.cu; csrc/sim has
 // one that only remembers what happens before what, and fails where CUDA would, so the executor
 // that is tested without a GPU is the one that runs. No CUDA headers: handles are opaque.
 #pragma once
@@ -61,6 +61,7 @@ class Runtime {
   virtual void copy(Stream stream, const Rectangle& rectangle) = 0;
   virtual bool is_capturing(Stream stream) = 0;
   virtual void synchronize(Stream stream) = 0;  // the host waits; never during a capture
+  virtual void synchronize(Event event) = 0;    // the same, for what was recorded last
 };
 
 // The real one. Throws RuntimeError where CUDA does not work.

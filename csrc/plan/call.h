@@ -13,6 +13,7 @@ namespace pycollect {
 struct Memory {
   std::byte* base = nullptr;
   std::ptrdiff_t pitch = 0;
+  bool pageable = false;  // host memory that no GPU should touch
 };
 
 // Memory for one run of the plan. A chunk along an inner dimension is a rectangle: the plan runs on

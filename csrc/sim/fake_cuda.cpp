@@ -3,12 +3,10 @@
 #include "fake_cuda.h"
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
-#include <utility>
 
-#include "../cpu/fold.h"
 #include "../plan/error.h"
+#include "by_hand.h"
 
 namespace pycollect::cuda {
 namespace {
@@ -31,25 +29,6 @@ bool is_behind(const std::vector<int>& mine, const std::vector<int>& seen) {
   return true;
 }
 
-void fold(const Row& row, const Launch& how) {
-  std::vector<void*> dsts(row.dsts.begin(), row.dsts.end()), srcs(row.srcs.begin(), row.srcs.end());
-  const bool scales = how.op != ReduceOp::avg || row.finishes;
-  const cpu::Fold run = cpu::find_fold(how.dtype, scales ? how.op : ReduceOp::sum);
-  auto n = [](const std::vector<void*>& v) { return static_cast<int>(v.size()); };
-  for (std::size_t r = 0; r < row.rows; ++r) {
-    if (srcs.size() == 1)
-      cpu::copy({dsts.data(), n(dsts)}, srcs[0], row.count * item_bytes(how.dtype), false);
-    else
-      run({dsts.data(), n(dsts)}, {srcs.data(), n(srcs)}, row.count, how.options);
-    auto advance = [](std::vector<void*>& at, const std::vector<std::ptrdiff_t>& pitches) {
-      for (std::size_t i = 0; i < at.size(); ++i)
-        at[i] = static_cast<std::byte*>(at[i]) + pitches[i];
-    };
-    advance(dsts, row.dst_pitches);
-    advance(srcs, row.src_pitches);
-  }
-}
-
 }  // namespace
 
 FakeCuda::FakeCuda(int devices) : peers_(devices, std::vector<bool>(devices)) {
@@ -60,8 +39,7 @@ FakeCuda::FakeCuda(int devices) : peers_(devices, std::vector<bool>(devices)) {
 
 Stream FakeCuda::make_stream(Device device) {
   demand(device >= 0 && device < static_cast<int>(peers_.size()), "no device ", device);
-  // Handles are only ever compared.
-  streams_.push_back({{device, reinterpret_cast<void*>(streams_.size() + 1)}});
+  streams_.push_back({{device, reinterpret_cast<void*>(streams_.size() + 1)}});  // only compared
   trace_.streams = static_cast<int>(streams_.size());
   return streams_.back().stream;
 }
@@ -222,29 +200,42 @@ void FakeCuda::copy(Stream stream, const Rectangle& it) {
   state(stream, "copy");
   demand(it.bytes > 0 && it.rows > 0, "a copy of nothing");
   Operation& o = work(stream, text("a copy on stream ", number(stream)));
-  for (std::size_t r = 0; r < it.rows; ++r) {
-    const auto row = static_cast<std::ptrdiff_t>(r);
-    for (bool writes : {false, true}) {
-      const std::byte* at = writes ? it.dst + it.dst_pitch * row : it.src + it.src_pitch * row;
-      const Region& there = region(at, it.bytes);
-      demand(there.device == (writes ? it.dst_device : it.src_device),
-             "a copy names another memory than its address is in");
-      demand(there.kind != MemoryKind::pageable || capture_ == 0,
-             "a copy of pageable memory during a capture");
-      o.touches.push_back({at, it.bytes, writes, 0});
-    }
-  }
+  o.touches = touches(it);
+  for (const Touch& t : o.touches)
+    demand(region(t.begin, t.bytes).kind != MemoryKind::pageable || capture_ == 0,
+           "a copy of pageable memory during a capture");
   demand(it.src_device == kHost || it.dst_device == kHost || it.src_device == it.dst_device ||
              peers_[it.src_device][it.dst_device] || peers_[it.dst_device][it.src_device],
          "a copy between devices ", it.src_device, " and ", it.dst_device,
          ", which do not reach each other");
-  o.parts.push_back([it] {
-    for (std::size_t r = 0; r < it.rows; ++r) {
-      const auto row = static_cast<std::ptrdiff_t>(r);
-      std::memmove(it.dst + it.dst_pitch * row, it.src + it.src_pitch * row, it.bytes);
-    }
-  });
+  o.parts.push_back([it] { move(it); });
   ++counts_.copies;
+}
+
+std::vector<Touch> FakeCuda::touches(const Rectangle& it) const {
+  std::vector<Touch> all;
+  for (std::size_t r = 0; r < it.rows; ++r) {
+    const auto row = static_cast<std::ptrdiff_t>(r);
+    for (bool writes : {false, true}) {
+      const std::byte* at = writes ? it.dst + it.dst_pitch * row : it.src + it.src_pitch * row;
+      demand(region(at, it.bytes).device == (writes ? it.dst_device : it.src_device),
+             "a copy names another memory than its address is in");
+      all.push_back({at, it.bytes, writes, 0});
+    }
+  }
+  return all;
+}
+
+std::byte* FakeCuda::new_pinned(std::size_t bytes) {
+  may_fail();
+  return allocate(MemoryKind::pinned, kHost, bytes);
+}
+
+void FakeCuda::copy(const Rectangle& it) {
+  demand(it.bytes > 0 && it.rows > 0, "the host copies nothing");
+  demand(capture_ == 0, "the host copies during a capture");
+  host("a copy by the host", touches(it), [it] { move(it); });
+  ++counts_.host_copies;
 }
 
 bool FakeCuda::is_capturing(Stream stream) { return state(stream, "query").capture != 0; }
@@ -253,6 +244,16 @@ void FakeCuda::synchronize(Stream stream) {
   state(stream, "synchronization");
   demand(capture_ == 0, "the host waits during a capture");
   trace_.operations.push_back({.kind = Kind::host_wait, .stream = number(stream)});
+  ++counts_.synchronizations;
+}
+
+void FakeCuda::synchronize(Event event) {
+  may_fail();
+  EventState& e = state(event, "synchronization");
+  demand(capture_ == 0, "the host waits during a capture");
+  e.call = -1;  // nobody can be waiting for it any more
+  if (e.recorded != Operation::kNobody)
+    trace_.operations.push_back({.kind = Kind::host_wait, .of = e.recorded});
   ++counts_.synchronizations;
 }
 
@@ -287,7 +288,8 @@ void FakeCuda::host(std::string what, std::vector<Touch> touches, std::function<
 
 void FakeCuda::drop_wait(int number) {
   for (Operation& o : trace_.operations)
-    if (o.kind == Kind::wait && number-- == 0) o.of = Operation::kNobody;
+    if (is_for_event(o) && number-- == 0)
+      o = {.kind = o.kind == Kind::wait ? Kind::wait : Kind::host_work, .stream = o.stream};
 }
 
 void FakeCuda::forget_trace() {

@@ -1,11 +1,13 @@
-// The ten calls without a device: nothing happens but a trace of it, which can be judged and run.
-// Fails where CUDA would fail, and where CUDA would let a mistake pass that shows elsewhere later.
+// The eleven calls without a device: nothing happens but a trace of it, which can be judged and
+// run. Fails where CUDA would fail, and where CUDA would let a mistake pass that shows elsewhere
+// later.
 #pragma once
 #include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "../cuda/ring.h"
 #include "../cuda/runtime.h"
 #include "trace.h"
 
@@ -13,11 +15,11 @@ namespace pycollect::cuda {
 
 enum class MemoryKind { device, pinned, pageable };
 
-class FakeCuda final : public Runtime {
+class FakeCuda final : public Runtime, public Host {
  public:
   struct Counts {
     int launches = 0, rows = 0, copies = 0, records = 0, waits = 0, events = 0, alive = 0,
-        synchronizations = 0;
+        synchronizations = 0, host_copies = 0;
   };
 
   explicit FakeCuda(int devices);
@@ -32,6 +34,11 @@ class FakeCuda final : public Runtime {
   void copy(Stream stream, const Rectangle& rectangle) override;
   bool is_capturing(Stream stream) override;
   void synchronize(Stream stream) override;
+  void synchronize(Event event) override;
+
+  // What the host does for the executor, at once or never.
+  std::byte* new_pinned(std::size_t bytes) override;
+  void copy(const Rectangle& rectangle) override;
 
   // The scenery.
   Stream make_stream(Device device);
@@ -79,6 +86,7 @@ class FakeCuda final : public Runtime {
   void reachable(Device device, const std::byte* begin, std::size_t bytes) const;
   std::vector<Touch> touches(Device device, const Row& row, std::size_t item, int part) const;
   Operation& work(Stream stream, std::string what);
+  std::vector<Touch> touches(const Rectangle& rectangle) const;
 
   Device current_ = 0;
   std::vector<std::vector<bool>> peers_;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
-#include <random>
 #include <utility>
 
 #include "../cpu/executor.h"
@@ -15,82 +14,12 @@ namespace {
 
 constexpr std::byte kRubbish{0x5a};
 
-int devices_of(const Scene& scene) {
-  require(static_cast<int>(scene.devices.size()) == scene.plan.world, "a device for each rank");
-  return std::max(0, *std::max_element(scene.devices.begin(), scene.devices.end())) + 1;
-}
-
-Compiled staged(const Scene& scene) {
-  const int world = scene.plan.world;
-  Reach reach{std::vector<bool>(world), {}};
-  bool all = true;
-  for (Rank r = 0; r < world; ++r) {
-    reach.on_host[r] = scene.devices[r] == kHost;
-    reach.directly.emplace_back();
-    for (Rank of = 0; of < world; ++of)
-      reach.directly[r].push_back(scene.peers || scene.devices[r] == scene.devices[of]);
-    all &= !reach.on_host[r] && reach.directly[r] == std::vector<bool>(world, true);
-  }
-  if (all) return compile(scene.plan, scene.in_place, scene.pace);
-  return compile(stage(scene.plan, scene.in_place, reach, scene.pieces), scene.in_place,
-                 scene.pace);
-}
-
-// How `plan`, which is `written` or what became of it, is cut: chunks of unlike sizes; what a rank
-// gives another of unlike sizes too (all-to-all-v); or all alike. No piece is empty.
-Offsets cut_as(Cut how, const Plan& written, const Plan& plan, int pieces, int number) {
-  const std::size_t least = pieces;
-  auto size = [&](std::size_t a) { return least + (how == Cut::even ? 0 : (7 * a + number) % 3); };
-  Sizes sizes;
-  for (int c = 0; c < written.chunks; ++c) sizes.push_back(size(c));
-  Offsets offsets(plan, sizes);
-  for (int r = 0; how == Cut::each && r < written.world; ++r) {
-    Sizes given, got;
-    for (int of = 0; of < written.chunks; ++of) {
-      given.push_back(size(3 * r + of));
-      got.push_back(size(3 * of + r));
-    }
-    offsets.set(r, Buffer::input, given);
-    offsets.set(r, Buffer::output, got);
-  }
-  return offsets;
-}
-
-// The first of these that the plan allows.
-Cut how_to_cut(const Plan& written, const Plan& run, int pieces, int bindings) {
-  for (Cut how : {Cut::uneven, Cut::each}) try {
-      for (int number = 0; number < bindings; ++number) {
-        Offsets offsets = cut_as(how, written, run, pieces, number);
-        cut_host_memory(run, offsets);
-      }
-      return how;
-    } catch (const std::invalid_argument&) {
-    }
-  return Cut::even;
-}
-
-// Numbers that show in which order they were added.
-std::vector<std::byte> numbers(std::size_t bytes, DType type, uint64_t seed) {
-  std::mt19937_64 random(seed);
-  std::vector<std::byte> made(bytes);
-  for (std::size_t i = 0; i + item_bytes(type) <= bytes; i += item_bytes(type)) {
-    const float value = std::uniform_real_distribution<float>(-1, 1)(random);
-    const uint64_t bits = random();
-    if (type == DType::f32)
-      std::memcpy(&made[i], &value, sizeof value);
-    else if (type == DType::bf16)  // the upper half of a float
-      std::memcpy(&made[i], reinterpret_cast<const char*>(&value) + 2, 2);
-    else
-      std::memcpy(&made[i], &bits, item_bytes(type));
-  }
-  return made;
-}
-
 }  // namespace
 
 Rehearsal::Rehearsal(Scene scene, const Rehearsal* beside)
     : scene_(std::move(scene)),
-      machine_(beside ? beside->machine_ : std::make_shared<Machine>(devices_of(scene_))),
+      machine_(beside ? beside->machine_
+                      : std::make_shared<Machine>(devices_of(scene_), scene_.ring)),
       cuda_(machine_->cuda),
       written_(compile(scene_.plan, scene_.in_place)),
       compiled_(staged(scene_)),
@@ -122,12 +51,12 @@ void Rehearsal::make_posts() {
     if (is_new) at->second = cuda_.make_stream(device);
     return at->second;
   };
-  const auto on_device = [](Device d) { return d != kHost; };
+  const auto on_device = [](Device d) { return d >= 0; };
   const Device first =
       *std::find_if(scene_.devices.begin(), scene_.devices.end(), on_device);  // `stage` saw to it
   const bool own = scene_.workers == Workers::ranks;
   for (Rank r = 0; r < scene_.plan.world; ++r) {
-    const Device at = scene_.devices[r], on = at == kHost ? first : at;
+    const Device at = std::max(scene_.devices[r], kHost), on = at == kHost ? first : at;
     const Stream caller = stream(callers, scene_.callers_apart, r, on);
     Post post{at, caller,
               scene_.workers == Workers::callers ? caller : stream(workers, own, r, on)};
@@ -136,19 +65,26 @@ void Rehearsal::make_posts() {
       post.receiver = stream(receivers, own, r, on);
     }
     posts_.ranks.push_back(post);
-    posts_.host_waits |= at == kHost && scene_.host_waits;
+    posts_.host_waits |= scene_.devices[r] == kHost && scene_.host_waits;
   }
   if (scene_.hub) posts_.hub = cuda_.make_stream(first);
 }
 
+bool Rehearsal::is_pageable(Rank rank, int buffer) const {
+  return scene_.devices[rank] == kPageableHost && buffer <= static_cast<int>(Buffer::output);
+}
+
 std::byte* Rehearsal::add_block(Rank rank, int buffer, std::size_t bytes) {
-  const bool on_host = buffer == static_cast<int>(Buffer::host) || scene_.devices[rank] == kHost;
-  std::byte* const base = cuda_.allocate(on_host ? MemoryKind::pinned : MemoryKind::device,
-                                         scene_.devices[rank], bytes);
+  const bool on_host = buffer == static_cast<int>(Buffer::host) || scene_.devices[rank] < 0;
+  const MemoryKind kind = is_pageable(rank, buffer) ? MemoryKind::pageable
+                          : on_host                 ? MemoryKind::pinned
+                                                    : MemoryKind::device;
+  std::byte* const base = cuda_.allocate(kind, scene_.devices[rank], bytes);
   const uint64_t seed = blocks_.size() + 1;
   auto before = numbers(bytes, scene_.dtype, seed);
-  blocks_.push_back(std::make_unique<Block>(
-      Block{base, rank, before, before, buffer <= static_cast<int>(Buffer::output)}));
+  blocks_.push_back(std::make_unique<Block>(Block{base, rank, before, before,
+                                                  buffer <= static_cast<int>(Buffer::output),
+                                                  is_pageable(rank, buffer)}));
   return base;
 }
 
@@ -180,7 +116,7 @@ void Rehearsal::add_tensor(int number) {
       // A pitch is more than the row, so that rows are no run.
       const auto pitch =
           static_cast<std::ptrdiff_t>((t.run.total(r, buffer) + 2 * (rows - 1)) * item);
-      at = {add_block(r, b, pitch * rows), pitch};
+      at = {add_block(r, b, pitch * rows), pitch, is_pageable(r, b)};
       there = {blocks_.back()->after.data(), pitch};
     }
   expected_.push_back(std::move(expected));
@@ -191,23 +127,28 @@ void Rehearsal::expect() {
   cpu::run_in_order({written_, expected_, scene_.dtype, scene_.op, {.world = scene_.plan.world}});
 }
 
+// What the executor has waited for is the host's, and the rest is its stream's.
 void Rehearsal::callers_touch(const char* what, void (*act)(Block&)) {
   for (Rank r = 0; r < scene_.plan.world; ++r) {
-    std::vector<Touch> touches;
-    std::vector<Block*> mine;
-    for (const auto& block : blocks_)
-      if (block->rank == r) {
-        touches.push_back({block->base, block->before.size(), true, 0});
-        mine.push_back(block.get());
-      }
-    auto all = [mine, act] {
-      for (Block* block : mine) act(*block);
-    };
-    const std::string who = text("rank ", r, what);
-    if (scene_.devices[r] == kHost && scene_.host_waits)
-      cuda_.host(who, std::move(touches), all);
-    else
-      cuda_.somebody(posts_.ranks[r].caller, who, std::move(touches), all);
+    const bool waited = scene_.devices[r] == kHost && scene_.host_waits;
+    for (const bool by_host : {true, false}) {
+      std::vector<Touch> touches;
+      std::vector<Block*> mine;
+      for (const auto& block : blocks_)
+        if (block->rank == r && (waited || block->is_pageable) == by_host) {
+          touches.push_back({block->base, block->before.size(), true, 0});
+          mine.push_back(block.get());
+        }
+      if (mine.empty()) continue;
+      auto all = [mine, act] {
+        for (Block* block : mine) act(*block);
+      };
+      const std::string who = text("rank ", r, what);
+      if (by_host)
+        cuda_.host(who, std::move(touches), all);
+      else
+        cuda_.somebody(posts_.ranks[r].caller, who, std::move(touches), all);
+    }
   }
 }
 

@@ -9,34 +9,14 @@
 #include "../cuda/executor.h"
 #include "../plan/compiled.h"
 #include "fake_cuda.h"
+#include "scene.h"
 
 namespace pycollect::cuda {
 
-enum class Workers { callers, devices, ranks };  // who runs: the callers' streams, or our own
-
-enum class Cut { uneven, each, even };  // sizes differ, also from rank to rank, or are the same
-
 struct Machine {
-  explicit Machine(int devices) : cuda(devices), executor(cuda) {}
+  Machine(int devices, RingSize ring) : cuda(devices), executor(cuda, cuda, ring) {}
   FakeCuda cuda;
   Executor executor;
-};
-
-struct Scene {
-  Plan plan;
-  bool in_place = false;
-  Pace pace = Pace::any;
-  std::vector<Device> devices;  // [rank]; kHost: in pinned memory
-  bool callers_apart = false;   // a current stream for each rank, not for each device
-  Workers workers = Workers::devices;
-  bool lanes = false;  // senders and receivers of their own
-  bool hub = false;
-  bool host_waits = true;  // for ranks on the host, else they are as asynchronous as others
-  bool peers = true;       // do the devices reach each other? else the plan is staged
-  int pieces = 1;          // of a staged plan's chunks
-  DType dtype = DType::f32;
-  ReduceOp op = ReduceOp::sum;
-  int bindings = 1;  // tensors; every second one has two rows
 };
 
 class Rehearsal {
@@ -68,7 +48,7 @@ class Rehearsal {
     std::byte* base;
     Rank rank;
     std::vector<std::byte> before, after;  // what is in it, and must be
-    bool is_judged;
+    bool is_judged, is_pageable;
     bool wrong = false;
   };
   struct Tensor {  // where it is cut: as written, and as staged
@@ -77,6 +57,7 @@ class Rehearsal {
 
   void make_posts();
   void add_tensor(int number);
+  bool is_pageable(Rank rank, int buffer) const;
   std::byte* add_block(Rank rank, int buffer, std::size_t bytes);
   void expect();
   void execute();

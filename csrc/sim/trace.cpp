@@ -44,7 +44,7 @@ StreamJudge::StreamJudge(const Trace& trace) : trace_(trace), spans_(trace.opera
     // Reads first: an element is read before it is written.
     std::stable_sort(spans_[i].begin(), spans_[i].end(),
                      [](const Span& a, const Span& b) { return a.writes < b.writes; });
-    if (trace.operations[i].kind == Kind::wait) waits_.push_back(static_cast<int>(i));
+    if (is_for_event(trace.operations[i])) waits_.push_back(static_cast<int>(i));
   }
 }
 
@@ -68,6 +68,7 @@ class StreamJudge::Replaying {
     const Operation& o = judge_.trace_.operations[i];
     Clock& host = clocks_[host_];
     if (o.kind == Kind::host_work) return touch(i, host_);
+    if (o.kind == Kind::host_wait && o.of != Operation::kNobody) return join(host, then_[o.of]);
     Clock& clock = clocks_[o.stream];
     if (o.kind == Kind::host_wait) return join(host, clock);
     join(clock, host);
@@ -155,6 +156,7 @@ class Shuffling {
   bool host_can_run(int i) const {
     const Operation& o = trace_.operations[i];
     if (o.kind == Kind::host_work) return true;
+    if (o.of != Operation::kNobody) return done_[o.of];
     const std::vector<int>& queue = queues_[o.stream];
     return next_[o.stream] == queue.size() || queue[next_[o.stream]] > i;
   }

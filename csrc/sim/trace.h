@@ -20,12 +20,19 @@ struct Operation {
   enum class Kind { work, record, wait, host_work, host_wait };
   Kind kind;
   int stream = 0;    // the host's own work has none
-  int of = kNobody;  // the record that a wait is for; nobody's: it passes through
+  int of = kNobody;  // the record that a wait is for; nobody's: it passes through, or, for the
+                     // host's, the whole stream is waited for
   std::string what = {};
   std::vector<Touch> touches = {};
   std::vector<std::function<void()>> parts = {};  // what it does, in any order
   static constexpr int kNobody = -1;
 };
+
+// A wait of a stream, or of the host, that is for one record.
+inline bool is_for_event(const Operation& o) {
+  return o.kind == Operation::Kind::wait ||
+         (o.kind == Operation::Kind::host_wait && o.of != Operation::kNobody);
+}
 
 struct Trace {
   int streams = 0;
@@ -38,7 +45,9 @@ class StreamJudge {
  public:
   explicit StreamJudge(const Trace& trace);
 
-  int waits() const { return static_cast<int>(waits_.size()); }  // of streams, for events
+  int waits() const {
+    return static_cast<int>(waits_.size());
+  }  // of streams and the host, for events
   // The first race, in words; empty when there is none. `dropped`: without this wait.
   std::string race(int dropped = Operation::kNobody) const;
 

@@ -6,6 +6,7 @@
 #include "../plan/error.h"
 #include "collectives.h"
 #include "convert.h"
+#include "host_copy.h"
 #include "threads.h"
 
 namespace pycollect {
@@ -62,11 +63,21 @@ std::vector<double> time_all_reduce(const py::object& tensors, const py::object&
   return seconds;
 }
 
+// Rows of bytes, `pitches` apart, from one tensor's memory into another's.
+void copy_rows(const at::Tensor& dst, const at::Tensor& src, std::size_t bytes, std::size_t rows,
+               std::pair<std::ptrdiff_t, std::ptrdiff_t> pitches) {
+  copy_on_host({static_cast<std::byte*>(dst.mutable_data_ptr()),
+                static_cast<const std::byte*>(src.const_data_ptr()), pitches.first, pitches.second,
+                bytes, rows, cuda::kHost, cuda::kHost});
+}
+
 }  // namespace
 
 void bind_probe(py::module_& m) {
   m.def("run_plan", &run_plan, py::arg("plan"), py::arg("buffers"), py::arg("op"),
         py::arg("in_place"), py::arg("by_levels"));
+  m.def("copy_rows", &copy_rows, py::arg("dst"), py::arg("src"), py::arg("bytes"), py::arg("rows"),
+        py::arg("pitches"));
   m.def("time_all_reduce", &time_all_reduce, py::arg("tensors"), py::arg("op"),
         py::arg("algorithm"), py::arg("iterations"));
 }

@@ -2,6 +2,7 @@
 // issues that it waits for, is it recorded?).
 #include "bind_streams.h"
 
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include <array>
@@ -11,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "../cuda/peers.h"
 #include "../plan/error.h"
 #include "../plan/stage.h"
 #include "../sim/predict.h"
@@ -65,7 +67,8 @@ Workers workers_of(const std::string& name) {
 auto rehearsal(const Plan& plan, bool in_place, const std::vector<Device>& devices,
                const std::string& pace, bool callers_apart, const std::string& workers, bool lanes,
                bool hub, bool peers, bool host_waits, int pieces, const std::string& dtype,
-               const std::string& op, int bindings, const Rehearsal* beside) {
+               const std::string& op, int bindings, const Rehearsal* beside,
+               std::pair<std::size_t, int> ring) {
   return std::make_unique<Rehearsal>(
       Scene{.plan = plan,
             .in_place = in_place,
@@ -80,7 +83,8 @@ auto rehearsal(const Plan& plan, bool in_place, const std::vector<Device>& devic
             .pieces = pieces,
             .dtype = static_cast<DType>(index_of(kDTypeNames, dtype, "dtype")),
             .op = static_cast<ReduceOp>(index_of(kReduceOpNames, op, "op")),
-            .bindings = bindings},
+            .bindings = bindings,
+            .ring = {ring.first, ring.second}},
       beside);
 }
 
@@ -95,6 +99,7 @@ py::dict counts(const FakeCuda& cuda) {
   all["events"] = c.events;
   all["alive"] = c.alive;
   all["synchronizations"] = c.synchronizations;
+  all["host_copies"] = c.host_copies;
   return all;
 }
 
@@ -114,7 +119,7 @@ void bind_rehearsal(py::module_& m) {
            py::arg("workers") = "devices", py::arg("lanes") = false, py::arg("hub") = false,
            py::arg("peers") = true, py::arg("host_waits") = true, py::arg("pieces") = 1,
            py::arg("dtype") = "float32", py::arg("op") = "sum", py::arg("bindings") = 1,
-           py::arg("beside") = nullptr)
+           py::arg("beside") = nullptr, py::arg("ring") = std::pair<std::size_t, int>(256, 3))
       .def("run", &Rehearsal::run, py::arg("calls") = 1, py::arg("capture") = false)
       .def("fail_call", &Rehearsal::fail_call, py::arg("after"))
       .def(
@@ -193,7 +198,7 @@ void bind_fake(py::module_& m) {
                         const std::vector<RowTuple>& rows) { c.launch(s, launch_of(rows)); })
       .def("copy", &copy_bytes, py::arg("stream"), py::arg("dst"), py::arg("src"), py::arg("bytes"))
       .def("is_capturing", &FakeCuda::is_capturing)
-      .def("synchronize", &FakeCuda::synchronize)
+      .def("synchronize", py::overload_cast<Stream>(&FakeCuda::synchronize))
       .def("begin_capture", &FakeCuda::begin_capture)
       .def("end_capture", &FakeCuda::end_capture)
       .def("begin_call", &FakeCuda::begin_call)
@@ -201,11 +206,24 @@ void bind_fake(py::module_& m) {
           "race", [](const FakeCuda& c) { return words(StreamJudge(c.trace()).race()); });
 }
 
+void bind_peers(py::module_& m) {
+  py::class_<Peers>(m, "Peers")
+      .def(py::init([](std::function<bool(Device, Device)> ask,
+                       std::function<std::string(Device, Device)> try_out,
+                       std::function<void(const std::string&)> warn) {
+             return std::make_unique<Peers>(
+                 Peers::Questions{std::move(ask), std::move(try_out), std::move(warn)});
+           }),
+           py::arg("ask"), py::arg("try_out"), py::arg("warn"))
+      .def("works", [](Peers& p, Device from, Device to) { return p.access(from, to).works(); });
+}
+
 }  // namespace
 
 void bind_streams(py::module_& m) {
   bind_rehearsal(m);
   bind_fake(m);
+  bind_peers(m);
   m.def(
       "stage",
       [](const Plan& plan, bool in_place, std::vector<bool> on_host,

@@ -54,7 +54,8 @@ struct Exchange {
       {};  // [rank][block]; default: as torch.tensor_split
   std::optional<Tensors> out = {};
   std::vector<at::Device> devices =
-      {};  // scatter: of the ranks; gather: of the result, if not the first's
+      {};                // scatter: of the ranks; gather: of the result, if not the first's
+  Streams streams = {};  // [rank], where the caller named them
 };
 Job exchange_blocks(const Exchange& ask, Tensors inputs);
 

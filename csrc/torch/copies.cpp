@@ -65,7 +65,7 @@ std::vector<Kind> kinds(const char* call, const Grid& grid) {
 
 Job replicate(Tensors tensors, const std::vector<at::Device>& devices) {
   require(!devices.empty(), "replicate: devices is empty; name one device per rank");
-  Job job{.devices = devices};
+  Job job{.call = "replicate", .devices = devices};
   if (tensors.empty()) return job;
   check_sources(tensors);
   for (const at::Tensor& t : tensors)
@@ -101,7 +101,7 @@ Job copy(const at::Tensor& dst, const at::Tensor& src) {
   std::vector<Extent> extents{extent(dst, Use::write, to), extent(src, Use::read, from)};
   check_disjoint(extents);
   // From rank 0 to the last, which are the same rank on one device.
-  Job job{.devices = {src.device()}, .held = {dst, src}, .bytes = dst.nbytes()};
+  Job job{.call = "copy_", .devices = {src.device()}, .held = {dst, src}, .bytes = dst.nbytes()};
   if (dst.device() != src.device()) job.devices.push_back(dst.device());
   job.written.push_back(dst);
   if (dst.strides() != src.strides()) {

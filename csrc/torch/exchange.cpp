@@ -1,5 +1,7 @@
 // Collectives that cut tensors into blocks along a dimension and join others; blocks.h knows who
 // sends which block to whom.
+#include <c10/core/StreamGuard.h>
+
 #include <algorithm>
 #include <numeric>
 
@@ -93,7 +95,7 @@ void check_outputs(const Exchange& ask, const Tensors& inputs, const std::vector
 
 // An order of dimensions that serves inputs and outputs without a copy; where there is none the
 // outputs decide, and inputs that lie otherwise are laid anew.
-std::vector<int64_t> agree(const Exchange& ask, Tensors& inputs) {
+std::vector<int64_t> agree(const Exchange& ask, Tensors& inputs, Rank first) {
   Tensors all = inputs;
   if (ask.out) all.insert(all.end(), ask.out->begin(), ask.out->end());
   std::vector<int64_t> order = common_order(all);
@@ -107,7 +109,12 @@ std::vector<int64_t> agree(const Exchange& ask, Tensors& inputs) {
     order.resize(inputs[0].dim());
     std::iota(order.begin(), order.end(), 0);
   }
-  for (at::Tensor& t : inputs) {
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    at::Tensor& t = inputs[i];
+    const std::size_t rank = first + i;
+    c10::OptionalStreamGuard as_the_caller;  // who produced it on a stream is read on that stream
+    if (rank < ask.streams.size() && ask.streams[rank])
+      as_the_caller.reset_stream(*ask.streams[rank]);
     at::Tensor laid = empty_in_order(t.sizes(), order, t.options());
     check_tensor(laid, Use::write, {name(ask.collective), "a copy of an input"});
     lay(laid, t);
@@ -187,8 +194,9 @@ Job exchange_blocks(const Exchange& ask, Tensors inputs) {
   Part part = make_part({ask.collective, all.world(), bytes, dtype, false}, ask.algorithm, all.root,
                         ask.op, all.devices);
 
-  Job job{.devices = all.devices};
-  const std::vector<int64_t> order = agree(ask, inputs);
+  Job job{.call = call, .devices = all.devices, .streams = ask.streams};
+  if (!job.streams.empty()) job.streams.resize(all.devices.size());
+  const std::vector<int64_t> order = agree(ask, inputs, from_root ? all.root : 0);
   if (ask.out) job.results = *ask.out;
   for (const Wanted& w : wanted) {
     if (ask.out) break;

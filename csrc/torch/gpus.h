@@ -2,6 +2,7 @@
 // others, so that no caller has to know which one it is in.
 #pragma once
 #include <memory>
+#include <string>
 
 #include "job.h"
 #include "work.h"
@@ -20,12 +21,25 @@ Ground ground_of(const std::vector<at::Device>& devices);
 std::shared_ptr<const Compiled> compiled_for(const Choice& choice, const Situation& situation,
                                              Rank root, const std::vector<at::Device>& devices);
 
-// New memory for a rank; `pinned` is the host's, for copies from and to its device.
+// New memory for a rank; `pinned` is the host's, for copies from and to a device. What is made
+// while the device's current stream is under capture belongs to the graph.
 at::Tensor new_bytes_on_gpu(int64_t bytes, at::Device device);
-at::Tensor new_pinned_bytes(int64_t bytes);
+at::Tensor new_pinned_bytes(int64_t bytes, at::Device device);
+
+// Is this address in host memory that no GPU should touch? Not asked of memory of zero bytes.
+bool is_pageable(const void* address);
 
 // Do calls of this thread pretend that no GPU reaches another? Returns what was before.
 bool stage_all(bool on);
+
+// What is known of one GPU's access to another's memory.
+struct PeerReport {
+  static constexpr int kUnknownRank = -1;
+  bool asked = false;       // what the driver says
+  std::string defect = {};  // what went wrong when it was tried; empty for who need not be
+  int rank = kUnknownRank;  // of the link's speed, 0 being the fastest that there is here
+};
+PeerReport peer_access(int from, int to);
 
 // Issues a job with at least one rank on a GPU, behind what is on its streams and before what
 // follows.

@@ -64,7 +64,7 @@ Job in_place(const InPlace& ask, Grid grid) {
   require(grid.world > 0, ask.call, ": ", grid.list, " is empty; pass one tensor per rank");
   check_rank(ask.root, grid.world, ask.call, ask.root_name);
   check(ask, grid);
-  Job job;
+  Job job{.call = ask.call};
   for (Rank r = 0; r < grid.world && !grid.flat.empty(); ++r)
     job.devices.push_back(grid.flat[r].device());
   for (const Kind& kind : kinds(ask.call, grid)) {

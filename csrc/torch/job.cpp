@@ -10,12 +10,13 @@
 
 #include "../plan/error.h"
 #include "gpus.h"
+#include "span.h"
 #include "threads.h"
 
 namespace pycollect {
 namespace {
 
-Listener listener_ = nullptr;  // set once, at import
+Listener listener_ = nullptr, warner_ = nullptr;  // set once, at import
 
 void announce(const Situation& s, const Choice& choice) {
   static std::mutex mutex;
@@ -43,6 +44,10 @@ bool any_gpu(const std::vector<at::Device>& devices) {
   return std::any_of(devices.begin(), devices.end(), [](at::Device d) { return !d.is_cpu(); });
 }
 
+at::Device first_gpu(const std::vector<at::Device>& devices) {
+  return *std::find_if(devices.begin(), devices.end(), [](at::Device d) { return !d.is_cpu(); });
+}
+
 // Not through the dispatcher on the host, whose modes may put something without memory in its
 // place.
 at::Tensor new_bytes(int64_t bytes, at::Device device) {
@@ -53,6 +58,10 @@ at::Tensor new_bytes(int64_t bytes, at::Device device) {
 }  // namespace
 
 void listen(Listener listener) { listener_ = listener; }
+void warn_through(Listener listener) { warner_ = listener; }
+void warn(const std::string& line) {
+  if (warner_ != nullptr) warner_(line);
+}
 
 const Float8Rounding& float8_rounding() {
   static const Float8Rounding rounding{probe(at::kFloat8_e4m3fn), probe(at::kFloat8_e5m2)};
@@ -80,13 +89,19 @@ void Part::bind(const Offsets* at, std::vector<Memory> memory, std::size_t rows,
     memory[r * kBuffers + static_cast<int>(buffer)] = {
         static_cast<std::byte*>(job.held.back().mutable_data_ptr()), pitch};
   };
+  const bool on_gpus = job.on_gpus();
   for (Rank r = 0; r < compiled->plan.world; ++r) {
+    for (int b = 0; on_gpus && job.devices[r].is_cpu() && b <= 1; ++b)  // input and output
+      if (Memory& m = memory[r * kBuffers + b]; m.base != nullptr) m.pageable = is_pageable(m.base);
+    const at::Device gpu =
+        job.devices[r].is_cpu() && on_gpus ? first_gpu(job.devices) : job.devices[r];
     if (compiled->scratched[r])
       add(r, Buffer::scratch, [&](int64_t bytes) {
-        const bool shared = job.devices[r].is_cpu() && job.on_gpus();  // GPUs work there, too
-        return shared ? new_pinned_bytes(bytes) : new_bytes(bytes, job.devices[r]);
+        const bool shared = job.devices[r].is_cpu() && on_gpus;  // GPUs work there, too
+        return shared ? new_pinned_bytes(bytes, gpu) : new_bytes(bytes, job.devices[r]);
       });
-    if (compiled->staged[r]) add(r, Buffer::host, new_pinned_bytes);
+    if (compiled->staged[r])
+      add(r, Buffer::host, [&](int64_t bytes) { return new_pinned_bytes(bytes, gpu); });
   }
   bindings.push_back({at, std::move(memory), rows});
 }
@@ -100,6 +115,7 @@ void Job::commit() {
 bool Job::on_gpus() const { return any_gpu(devices); }
 
 void Job::run() const {
+  const Span span(call);
   if (on_gpus()) return run_on_gpus(*this);
   for (const Part& p : parts)
     cpu::run({*p.compiled, p.bindings, p.dtype, p.op, p.options}, threads());

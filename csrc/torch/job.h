@@ -36,6 +36,7 @@ struct Part {
 };
 
 struct Job {
+  const char* call;  // its name, for profiles
   std::vector<Part> parts = {};
   std::vector<at::Device> devices = {};  // of the ranks
   Tensors held = {};                     // everything that must outlive the run
@@ -61,5 +62,9 @@ const Float8Rounding& float8_rounding();
 // which happens once, at import.
 using Listener = void (*)(const std::string& line);
 void listen(Listener listener);
+
+// What somebody should see whether or not anybody listens; set once as well.
+void warn(const std::string& line);
+void warn_through(Listener listener);
 
 }  // namespace pycollect

@@ -1,15 +1,15 @@
 // pycollect._C: thin functions that take Python's objects apart and hand jobs to the executor.
 // Called by pycollect/collectives.py alone, always with every argument, so there are no defaults
 // here.
-#include "../cpu/fold.h"
 #include "../plan/error.h"
 #include "bind_cuda_probe.h"
 #include "bind_distributed.h"
+#include "bind_machine.h"
 #include "bind_plan.h"
 #include "bind_probe.h"
 #include "bind_streams.h"
 #include "convert.h"
-#include "gpus.h"
+#include "span.h"
 #include "work.h"
 
 namespace pycollect {
@@ -25,7 +25,16 @@ py::object as_list(const Tensors& tensors) { return py::cast(tensors); }
 
 py::object finish(Job job, bool async_op) {
   job.commit();
-  if (async_op) return py::cast(enqueue(std::move(job)));
+  if (async_op) {
+    std::shared_ptr<Work> work;
+    {
+      // What is issued to GPUs may have to wait for pageable memory of the ranks on the host.
+      std::optional<py::gil_scoped_release> free;
+      if (job.on_gpus() && job.bytes > kKeepGilBytes) free.emplace();
+      work = enqueue(std::move(job));
+    }
+    return py::cast(work);
+  }
   {
     std::optional<py::gil_scoped_release> free;
     if (job.bytes > kKeepGilBytes || busy()) free.emplace();
@@ -35,27 +44,21 @@ py::object finish(Job job, bool async_op) {
   return job.results.empty() ? py::none() : as_list(job.results);
 }
 
-// `ranks` of the job's devices are the caller's; scatter and gather may have added one.
-py::object finish(Job job, bool async_op, Args streams, std::size_t ranks, const char* call) {
-  if (!streams.is_none()) {
-    const auto first = job.devices.begin();
-    job.streams = streams_from(streams, {first, first + static_cast<std::ptrdiff_t>(ranks)}, call);
-    job.streams.resize(job.devices.size());
-  }
+py::object finish(Job job, bool async_op, Args streams, const char* call) {
+  const bool nothing = job.devices.empty();  // lists without tensors: there is nothing to order
+  if (!streams.is_none() && !nothing) job.streams = streams_from(streams, job.devices, call);
   return finish(std::move(job), async_op);
 }
 
 py::object in_place(const InPlace& ask, py::handle tensors, bool async_op, py::handle streams) {
   Tensors list = tensors_from(tensors, [&](int rank) { return use_of(ask, rank); }, ask.call);
   const int world = static_cast<int>(list.size());
-  return finish(pycollect::in_place(ask, {std::move(list), world}), async_op, streams, world,
-                ask.call);
+  return finish(pycollect::in_place(ask, {std::move(list), world}), async_op, streams, ask.call);
 }
 
 py::object coalesced(const InPlace& ask, py::handle lists, bool async_op, py::handle streams) {
   Grid grid = grid_from(lists, [&](int rank) { return use_of(ask, rank); }, ask.call);
-  const int world = grid.world;
-  return finish(pycollect::in_place(ask, std::move(grid)), async_op, streams, world, ask.call);
+  return finish(pycollect::in_place(ask, std::move(grid)), async_op, streams, ask.call);
 }
 
 py::object all_reduce(Args tensors, Args op, Args algorithm, bool async_op, Args streams) {
@@ -105,11 +108,13 @@ std::optional<Tensors> out_from(Args out, const char* call) {
   return tensors_from(out, written, call, "out");
 }
 
-py::object exchanged(const Exchange& ask, Args tensors, bool async_op, Args streams) {
+py::object exchanged(Exchange ask, Args tensors, bool async_op, Args streams) {
   const char* call = name(ask.collective);
   Tensors inputs = tensors_from(tensors, only_read, call);
-  const std::size_t ranks = inputs.size();
-  return finish(exchange_blocks(ask, std::move(inputs)), async_op, streams, ranks, call);
+  Devices ranks;
+  for (const at::Tensor& t : inputs) ranks.push_back(t.device());
+  ask.streams = streams_from(streams, ranks, call);
+  return finish(exchange_blocks(ask, std::move(inputs)), async_op);
 }
 
 py::object all_gather(Args tensors, Args dim, Args algorithm, Args out, bool async_op,
@@ -171,8 +176,9 @@ py::object scatter(Args tensor, const Devices& devices, Args chunk_sizes, Args d
                .out = out_from(out, kCall),
                .devices = devices};
   if (!chunk_sizes.is_none()) ask.sizes = {{sizes_from(chunk_sizes, kCall, "chunk_sizes")}};
-  return finish(exchange_blocks(ask, {tensor_from(tensor, Use::read, {kCall, "tensor"})}), async_op,
-                streams, devices.size(), kCall);
+  ask.streams = streams_from(streams, devices, kCall);
+  return finish(exchange_blocks(ask, {tensor_from(tensor, Use::read, {kCall, "tensor"})}),
+                async_op);
 }
 
 py::object gather(Args tensors, const Devices& device, Args dim, Args out, Args streams) {
@@ -216,14 +222,6 @@ py::object exception(Work& work) {
   }
 }
 
-// The function outlives the module: it is asked for lines until the interpreter ends.
-void set_listener() {
-  listen([](const std::string& line) {
-    const py::gil_scoped_acquire hold;
-    py::module_::import("pycollect.log").attr("info")(line);
-  });
-}
-
 void bind_collectives(py::module_& m) {
   m.def("all_reduce", &all_reduce);
   m.def("all_reduce_coalesced", &all_reduce_coalesced);
@@ -237,9 +235,13 @@ void bind_collectives(py::module_& m) {
   m.def("gather", &gather);
   m.def("replicate", &replicate);
   m.def("copy_", &copy);
-  m.def("has_cuda", &has_cuda);
-  m.def("stage_all", &stage_all);
-  m.def("drain", &drain, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "drain",
+      [] {
+        const Span span("barrier");
+        drain();
+      },
+      py::call_guard<py::gil_scoped_release>());
 }
 
 // One of pycollect.errors.
@@ -275,8 +277,7 @@ PYBIND11_MODULE(_C, m) {
   bind_streams(m);
   bind_cuda_probe(m);
   bind_distributed(m);
-  m.def("listen", &set_listener);
-  m.def("instruction_set", &cpu::instruction_set);
+  bind_machine(m);
 }
 
 }  // namespace pycollect

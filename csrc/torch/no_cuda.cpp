@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "gpus.h"
+#include "span.h"
 
 namespace pycollect {
 
@@ -19,8 +20,12 @@ std::shared_ptr<const Compiled> compiled_for(const Choice&, const Situation&, Ra
   never();
 }
 at::Tensor new_bytes_on_gpu(int64_t, at::Device) { never(); }
-at::Tensor new_pinned_bytes(int64_t) { never(); }
+at::Tensor new_pinned_bytes(int64_t, at::Device) { never(); }
+bool is_pageable(const void*) { never(); }
 bool stage_all(bool) { return false; }
+PeerReport peer_access(int, int) { return {}; }
+void begin_range(const char*) {}
+void end_range() {}
 void run_on_gpus(const Job&) { never(); }
 std::shared_ptr<Work> enqueue_on_gpus(Job) { never(); }
 

@@ -1,5 +1,6 @@
 #include "work.h"
 
+#include <ATen/ThreadLocalState.h>
 #include <pthread.h>
 
 #include <atomic>
@@ -10,13 +11,16 @@
 #include <thread>
 
 #include "gpus.h"
+#include "span.h"
 
 namespace pycollect {
 namespace {
 
 class QueuedWork : public Work {
  public:
-  explicit QueuedWork(Job job) : Work(job.results), job_(std::move(job)) {}
+  explicit QueuedWork(Job job) : Work(job.results), job_(std::move(job)) {
+    if (is_profiled()) callers_.emplace();
+  }
 
   bool wait(std::optional<double> seconds) override;
   bool is_completed() override;
@@ -25,6 +29,7 @@ class QueuedWork : public Work {
 
  private:
   Job job_;
+  std::optional<at::ThreadLocalState> callers_;  // where the caller's profiler is found
   std::mutex mutex_;
   std::condition_variable finished_;
   bool done_ = false;
@@ -55,11 +60,14 @@ std::exception_ptr QueuedWork::exception() {
 void QueuedWork::run() noexcept {
   std::exception_ptr error;
   try {
+    std::optional<at::ThreadLocalStateGuard> as_the_caller;
+    if (callers_) as_the_caller.emplace(*callers_);
     job_.run();
   } catch (...) {
     error = std::current_exception();
   }
-  job_ = Job{};
+  job_ = Job{.call = job_.call};
+  callers_.reset();
   const std::lock_guard lock(mutex_);
   error_ = error;
   done_ = true;

@@ -19,6 +19,8 @@ import pycollect
 from .cases import Call
 from .measure import Effort, Timing, after_rewrite, interleave, ratios
 from .peers import comm
+from .sizes import binary_size
+from .targets import Outcome
 
 # How the library, the plain way that it is compared with, and the limit are called.
 OURS, PLAIN, BARE = "pycollect", "to", "bare"
@@ -167,6 +169,34 @@ def measure_copy(copy: Copy, effort: Effort) -> CopyResult:
     copy.ways[OURS]()
     copy.synchronize()
     return CopyResult(copy, timings, _differ(copy.results, copy.wanted()))
+
+
+# Below this a call costs as much as its bytes.
+_JUDGED_BYTES = 16 << 20
+
+
+def outcomes(results: Sequence[CopyResult]) -> list[Outcome]:
+    """Return what is promised of scatters to GPUs, at its worst point from 16 MiB up."""
+    scatters = [
+        r for r in results if r.copy.nbytes >= _JUDGED_BYTES and r.copy.what.startswith("scatter")
+    ]
+
+    def worst(kind: str, than: str, scale: float) -> tuple[float | None, str]:
+        points = [
+            (scale * value, f"{r.copy.what}, {binary_size(r.copy.nbytes)}")
+            for r in scatters
+            if f" {kind} " in r.copy.what and BARE in r.timings
+            for value in [r.times_faster(OURS, than)]
+            if value is not None
+        ]
+        return min(points, default=(None, ""))
+
+    pinned, where = worst("pinned", BARE, 100)
+    pageable, there = worst("pageable", PLAIN, 1)
+    return [
+        Outcome("pinned scatter, a bare pinned copy", 95, pinned, unit="%", where=where),
+        Outcome("pageable scatter, .to()", 2.0, pageable, where=there),
+    ]
 
 
 def copy_record(result: CopyResult) -> dict[str, Any]:

@@ -65,7 +65,8 @@ def case_record(result: CaseResult) -> dict[str, Any]:
     }
 
 
-def _target_record(outcome: Outcome) -> dict[str, Any]:
+def target_record(outcome: Outcome) -> dict[str, Any]:
+    """Return one promise and what became of it."""
     return {
         "target": outcome.what,
         "sign": outcome.sign,
@@ -91,5 +92,5 @@ def run_record(
         "noise": noise,
         "cases": [case_record(result) for result in results],
         "calls": {name: timing_record(timing) for name, timing in calls.items()},
-        "targets": [_target_record(outcome) for outcome in outcomes],
+        "targets": [target_record(outcome) for outcome in outcomes],
     }

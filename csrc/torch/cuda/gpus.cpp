@@ -1,9 +1,8 @@
-// The answers of a build with CUDA: torch's streams and memory, and who reaches whom, for the
-// executor.
+// The answers of a build with CUDA: torch's streams and memory for the executor.
 #include "../gpus.h"
 
 #include <ATen/core/CachingHostAllocator.h>
-#include <ATen/cuda/PeerToPeerAccess.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/Event.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -17,8 +16,10 @@
 
 #include "../../cuda/executor.h"
 #include "../../plan/error.h"
-#include "../../plan/stage.h"
+#include "../span.h"
 #include "../threads.h"
+#include "host.h"
+#include "reach.h"
 
 namespace pycollect {
 namespace {
@@ -26,56 +27,10 @@ namespace {
 using Devices = std::vector<at::Device>;
 using c10::cuda::CUDAStream;
 
-thread_local bool stage_all_ = false;
-
 cuda::Executor& executor() {
   static cuda::Executor& it =
-      *new cuda::Executor(cuda::cuda_runtime());  // outlives main, as CUDA does
+      *new cuda::Executor(cuda::cuda_runtime(), torch_host());  // outlives main, as CUDA does
   return it;
-}
-
-bool reaches(at::Device from, at::Device to) {
-  if (from == to) return !stage_all_;
-  return !stage_all_ && at::cuda::get_p2p_access(from.index(), to.index());
-}
-
-// A rank on the host executes nothing, and is reached by copies.
-Reach reach_of(const Devices& devices) {
-  Reach reach{{}, std::vector(devices.size(), std::vector<bool>(devices.size()))};
-  for (std::size_t r = 0; r < devices.size(); ++r) {
-    reach.on_host.push_back(devices[r].is_cpu());
-    for (std::size_t of = 0; of < devices.size(); ++of)
-      reach.directly[r][of] = r == of || (!devices[r].is_cpu() && !devices[of].is_cpu() &&
-                                          reaches(devices[r], devices[of]));
-  }
-  return reach;
-}
-
-struct StagedKey {
-  const Algorithm* algorithm;
-  int world, root, pieces;
-  bool in_place;
-  std::vector<bool> reach;
-  auto operator<=>(const StagedKey&) const = default;
-};
-
-std::shared_ptr<const Compiled> staged(const Choice& choice, const Situation& s, Rank root,
-                                       const Devices& devices) {
-  static std::mutex mutex;
-  static auto& kept = *new std::map<StagedKey, std::shared_ptr<const Compiled>>;
-  const Reach reach = reach_of(devices);
-  StagedKey key{choice.algorithm, s.world, root, choice.pieces, s.in_place, reach.on_host};
-  for (const auto& row : reach.directly) key.reach.insert(key.reach.end(), row.begin(), row.end());
-  const std::lock_guard lock(mutex);
-  auto& plan = kept[key];
-  if (plan == nullptr) {
-    const Plan whole = (*choice.algorithm)({s.world, root, choice.pieces});
-    // A pipeline has its pieces already.
-    const int pieces = whole.chunks >= choice.pieces ? 1 : choice.pieces;
-    plan = std::make_shared<const Compiled>(compile(stage(whole, s.in_place, reach, pieces),
-                                                    s.in_place, Pace::one_task, choice.algorithm));
-  }
-  return plan;
 }
 
 // Streams of ours: high priority, and none of the callers'. One for each rank of a device where the
@@ -119,7 +74,7 @@ constexpr std::size_t kRankLanes = 16, kSender = kRankLanes, kReceiver = kSender
                       kHub = kReceiver + 1, kAside = kHub + 1;
 
 cuda::Posts posts_of(const Job& job, const Part& part, const std::vector<CUDAStream>& callers) {
-  const bool on_the_spot = !part.named && all_alike(job, callers) && !stage_all_;
+  const bool on_the_spot = !part.named && all_alike(job, callers) && !stages_all();
   cuda::Posts posts;
   std::map<c10::DeviceIndex, std::size_t> used;
   for (std::size_t r = 0; r < job.devices.size(); ++r) {
@@ -132,7 +87,6 @@ cuda::Posts posts_of(const Job& job, const Part& part, const std::vector<CUDAStr
                            .worker = ours(number),
                            .sender = ours(kSender),
                            .receiver = ours(kReceiver)});
-    posts.host_waits |= job.devices[r].is_cpu();
   }
   if (!on_the_spot) posts.hub = plain(lane(callers[0].device_index(), kHub));
   return posts;
@@ -156,26 +110,16 @@ void keep_until_done(const Job& job, const cuda::Posts& posts) {
           if (t.numel() > 0 && !(s == p.caller)) keep_until_done(t, s);
 }
 
-// What no copy engine does is done by a kernel, which reads and writes host memory only if it is
-// pinned: folds, and copies from one host rank to another.
-bool needs_pinned(const Plan& plan, const std::vector<at::Device>& devices) {
-  const auto on_host = [&](const Slice& s) { return devices[s.rank].is_cpu(); };
-  return std::any_of(plan.steps.begin(), plan.steps.end(), [&](const Step& step) {
-    const bool reads = std::any_of(step.srcs.begin(), step.srcs.end(), on_host);
-    const bool writes = std::any_of(step.dsts.begin(), step.dsts.end(), on_host);
-    return step.srcs.size() == 1 ? reads && writes : reads || writes;
-  });
+bool is_captured(const CUDAStream& s) {
+  const c10::cuda::CUDAGuard guard(s.device());
+  return cuda::cuda_runtime().is_capturing(plain(s));
 }
 
-void check_host_ranks(const Job& job) {
-  for (const Part& p : job.parts) {
-    if (!needs_pinned(p.compiled->plan, job.devices)) continue;
-    for (const Tensors* list : {&job.held, &job.results})
-      for (const at::Tensor& t : *list)
-        require(t.is_cuda() || t.numel() == 0 || t.is_pinned(),
-                "the CPU's tensors of this collective over GPUs and the CPU are read or written by "
-                "a GPU; pin them with .pin_memory()");
-  }
+// Between unlike layouts torch copies, which waits for pageable memory where a capture forbids it.
+void check_transposes(const Job& job) {
+  for (const auto& [dst, src] : job.transposes)
+    for (const at::Tensor* t : {&dst, &src})
+      require(t->is_cuda() || t->numel() == 0 || t->is_pinned(), cuda::kPageableInCapture);
 }
 
 class GpuWork : public Work {
@@ -217,12 +161,19 @@ bool GpuWork::finished_within(double seconds) {
 }
 
 void issue(const Job& job, const std::vector<CUDAStream>& callers) {
-  check_host_ranks(job);
+  // A graph's results in host memory are there when a replay is done, and nobody waits for them
+  // now.
+  const bool captured = std::any_of(callers.begin(), callers.end(), is_captured);
+  if (captured) check_transposes(job);
   for (const Part& p : job.parts) {
-    const cuda::Posts posts = posts_of(job, p, callers);
+    cuda::Posts posts = posts_of(job, p, callers);
+    posts.host_waits = !captured && std::any_of(job.devices.begin(), job.devices.end(),
+                                                [](at::Device d) { return d.is_cpu(); });
     keep_until_done(job, posts);
     executor().run({*p.compiled, p.bindings, p.dtype, p.op, p.options}, posts);
   }
+  if (job.transposes.empty()) return;
+  const c10::cuda::CUDAMultiStreamGuard as_the_callers(callers);
   for (const auto& [dst, src] : job.transposes) lay(dst, src);
 }
 
@@ -231,34 +182,20 @@ void issue(const Job& job, const std::vector<CUDAStream>& callers) {
 bool has_cuda() { return true; }
 bool serves(const at::Device& device) { return device.is_cpu() || device.is_cuda(); }
 
-bool stage_all(bool on) { return std::exchange(stage_all_, on); }
-
-Ground ground_of(const Devices& devices) {
-  if (stage_all_) return Ground::staged;
-  if (std::all_of(devices.begin(), devices.end(), [&](at::Device d) { return d == devices[0]; }))
-    return Ground::shared;
-  for (at::Device from : devices)
-    for (at::Device to : devices)
-      if (from.is_cpu() || to.is_cpu() || !reaches(from, to)) return Ground::staged;
-  return Ground::peers;
-}
-
-std::shared_ptr<const Compiled> compiled_for(const Choice& choice, const Situation& s, Rank root,
-                                             const Devices& devices) {
-  if (s.ground == Ground::staged) return staged(choice, s, root, devices);
-  return compiled(*choice.algorithm, {s.world, root, choice.pieces}, s.in_place);
-}
-
 at::Tensor new_bytes_on_gpu(int64_t bytes, at::Device device) {
   return at::empty({bytes}, at::TensorOptions(at::kByte).device(device));
 }
-at::Tensor new_pinned_bytes(int64_t bytes) {
+at::Tensor new_pinned_bytes(int64_t bytes, at::Device device) {
+  const c10::cuda::CUDAGuard guard(device);  // torch looks for a capture on its current stream
   return at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(true));
 }
+
+bool is_pageable(const void* address) { return !at::detail::getCUDAHooks().isPinnedPtr(address); }
 
 void run_on_gpus(const Job& job) { issue(job, callers_of(job)); }
 
 std::shared_ptr<Work> enqueue_on_gpus(Job job) {
+  const Span span(job.call);
   // Streams beside the callers' take their place, one for each, and only `wait` joins them again.
   std::vector<CUDAStream> callers = callers_of(job), sides;
   for (CUDAStream& s : callers) {

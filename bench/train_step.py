@@ -1,0 +1,69 @@
+"""Measure a training step of LeNet on ranks that share a device: naive, ours, and ours in a graph.
+
+Try `python bench/train_step.py --devices cuda:0 --targets`; on a CPU there is no graph. The wall
+time of a step until the device is done; a target that is missed makes the status 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+
+import pycollect
+from pycollect.bench import environment, table
+from pycollect.bench.measure import Effort
+from pycollect.bench.record import SCHEMA, target_record, timing_record
+from pycollect.bench.steps import NAIVE, measure_steps
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--devices", help="one device, as pycollect.devices reads it (the first there is)")
+    add("--world", type=int, default=4, help="ranks on it (4)")
+    add("--batch", type=int, default=256, help="examples of all ranks together (256)")
+    add("-n", "--iterations", type=int, help="timed calls of each (by time, if not given)")
+    add("-w", "--warmup", type=int, default=3, help="calls before the first timed one (3)")
+    add("--seconds", type=float, default=5.0, help="time for the contest (5)")
+    add("--targets", action="store_true", help="judge what is promised for one GPU")
+    add("--json", metavar="FILE", help="everything, with the median of every round")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    about = environment.describe(shlex.join(sys.orig_argv))
+    print(*environment.header(about), sep="\n", flush=True)
+    devices = [pycollect.devices(args.devices)[0]] * args.world
+    before = environment.Load.now()
+    effort = Effort(args.seconds, args.iterations, args.warmup)
+    result = measure_steps(devices, args.batch, effort)
+    print(f"# LeNet, {args.batch} examples, {args.world} ranks on {devices[0]}")
+    print(f"#{'what':<28} {'p50 (us)':>10} {'p99 (us)':>10} {'xnaive':>7}")
+    for name, timing in result.timings.items():
+        p50, p99 = (timing.percentile(p) * 1e6 for p in (50, 99))
+        print(f" {name:<28} {p50:>10.1f} {p99:>10.1f} {result.ratio(NAIVE, name) or 0:>7.2f}")
+    outcomes = result.outcomes() if args.targets else []
+    if outcomes:
+        print(*table.target_lines(outcomes), sep="\n")
+    if result.wrong:
+        print(f"# WRONG: {result.wrong} parameters have other bits than the naive loop's")
+    noise = environment.noise(before, environment.Load.now(), [])
+    print(*environment.footer(noise), sep="\n")
+    if args.json:
+        record = {"schema": SCHEMA, "environment": about, "noise": noise, "wrong": result.wrong}
+        record["world"], record["batch"] = args.world, args.batch
+        record["steps"] = {name: timing_record(t) for name, t in result.timings.items()}
+        record["targets"] = [target_record(outcome) for outcome in outcomes]
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(record, file, indent=1)
+    if result.wrong:
+        return 1
+    return 3 if any(outcome.met is False for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

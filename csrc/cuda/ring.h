@@ -1,0 +1,125 @@
+// Pageable host memory, which no GPU should touch, passes through a ring of pinned pieces of ours:
+// the CPU's threads fill one while others are in flight, and empty those that have arrived. Made
+// once and used again; an event guards every piece against being filled too soon.
+#pragma once
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "current_device.h"
+
+namespace pycollect::cuda {
+
+// What is asked of the host: memory that devices reach, and copies by its threads.
+class Host {
+ public:
+  virtual ~Host() = default;
+  virtual std::byte* new_pinned(std::size_t bytes) = 0;  // for ever: rings never shrink
+  virtual void copy(const Rectangle& rectangle) = 0;     // done when it returns
+};
+
+// Giving a piece to a stream costs the host some 5 us, and a link of 55 GB/s carries 2 MiB in 38:
+// larger pieces would save little, and fill and drain the pipeline more slowly. One is filled and
+// one in flight each way; with four, neither side waits for the other's every hitch. (From data
+// sheets: no GPU has measured it.)
+struct RingSize {
+  std::size_t piece_bytes = 2 << 20;
+  int pieces = 4;
+};
+
+class Ring {
+ public:
+  Ring(Runtime& runtime, Host& host, RingSize size);
+  ~Ring();
+  Ring(const Ring&) = delete;
+  Ring& operator=(const Ring&) = delete;
+
+  // A copy with pageable memory on its one or its other side.
+  void copy(CurrentDevice& device, Stream stream, const Rectangle& rectangle);
+
+  // From pageable memory into pageable memory: the host's own.
+  void copy_on_host(CurrentDevice& device, const Rectangle& rectangle);
+
+  // A launch of one row; `is_pageable` says which of its pointers are, destinations first.
+  void launch(CurrentDevice& device, Stream stream, const Launch& launch,
+              const std::vector<bool>& is_pageable);
+
+  // Returns when all that is to be in pageable memory is there. What was read of it has been when
+  // the calls above return.
+  void drain(CurrentDevice& device);
+
+  void forget(CurrentDevice& device) noexcept;  // after a failure: nothing more is to arrive
+
+ private:
+  enum class State { idle, open, closed };  // closed: its event is behind everything in it
+  struct Piece {
+    std::byte* base;
+    State state = State::idle;
+    Stream stream = {};
+    std::size_t used = 0;
+    std::map<Device, Event> events = {};
+    std::vector<Rectangle> leaving = {};  // for the host to move on, when the stream is done
+  };
+
+  std::byte* room(CurrentDevice& device, Stream stream, std::size_t bytes);
+  void close(CurrentDevice& device);
+  void finish(CurrentDevice& device, Piece& piece);
+  void settle(CurrentDevice& device, const Rectangle& rectangle, bool reads);
+
+  Runtime& runtime_;
+  Host& host_;
+  const RingSize size_;
+  std::vector<Piece> pieces_;
+  std::size_t at_ = 0;  // the latest
+};
+
+// Rings for as many runs as there are at a time.
+class Rings {
+ public:
+  Rings(Runtime& runtime, Host& host, RingSize size)
+      : runtime_(runtime), host_(host), size_(size) {}
+  std::unique_ptr<Ring> take();
+  void give_back(std::unique_ptr<Ring> ring);
+
+ private:
+  Runtime& runtime_;
+  Host& host_;
+  const RingSize size_;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Ring>> idle_;
+};
+
+// The ring of one run, taken when the first thing needs it.
+class Passage {
+ public:
+  Passage(Rings& rings, CurrentDevice& device) : rings_(rings), device_(device) {}
+  ~Passage();
+  Passage(const Passage&) = delete;
+  Passage& operator=(const Passage&) = delete;
+
+  // All of these leave the stream's device current.
+  void copy(Stream stream, const Rectangle& rectangle) { ring().copy(device_, stream, rectangle); }
+  void copy_on_host(Stream stream, const Rectangle& rectangle) {
+    ring().copy_on_host(device_, rectangle);
+    device_.use(stream.device);
+  }
+  void launch(Stream stream, const Launch& launch, const std::vector<bool>& is_pageable) {
+    ring().launch(device_, stream, launch, is_pageable);
+  }
+  void drain() {
+    if (ring_ != nullptr) ring_->drain(device_);
+  }
+
+ private:
+  Ring& ring() {
+    if (ring_ == nullptr) ring_ = rings_.take();
+    return *ring_;
+  }
+
+  Rings& rings_;
+  CurrentDevice& device_;
+  std::unique_ptr<Ring> ring_;
+};
+
+}  // namespace pycollect::cuda

@@ -1,0 +1,31 @@
+// Pinned memory of torch's, kept for ever, and copies by torch's threads.
+#include "host.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAFunctions.h>
+
+#include "../gpus.h"
+#include "../host_copy.h"
+
+namespace pycollect {
+namespace {
+
+class TorchHost final : public cuda::Host {
+ public:
+  std::byte* new_pinned(std::size_t bytes) override {
+    const at::Device current(at::kCUDA, c10::cuda::current_device());
+    const auto size = static_cast<int64_t>(bytes);
+    const at::Tensor& kept = *new at::Tensor(new_pinned_bytes(size, current));
+    return static_cast<std::byte*>(kept.mutable_data_ptr());
+  }
+  void copy(const cuda::Rectangle& r) override { copy_on_host(r); }
+};
+
+}  // namespace
+
+cuda::Host& torch_host() {
+  static TorchHost host;
+  return host;
+}
+
+}  // namespace pycollect

@@ -1,0 +1,9 @@
+// Copies of rectangles from host memory to host memory by torch's threads.
+#pragma once
+#include "../cuda/runtime.h"
+
+namespace pycollect {
+
+void copy_on_host(const cuda::Rectangle& rectangle);  // done when it returns
+
+}  // namespace pycollect

@@ -1,0 +1,134 @@
+"""What a training step costs: LeNet on ranks that share a device, by the book's loop and by ours.
+
+Eager steps differ in the reduction alone; the graph is our step captured once and replayed. What
+the reductions cost by themselves is measured in the same rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..train.graph import GraphedStep
+from ..train.lenet import init_lenet, lenet
+from ..train.reduce import REDUCTIONS
+from ..train.step import gradients, replicate, train_batch
+from .measure import Effort, Sampler, Timing, after_rewrite, interleave, ratios
+from .targets import Outcome
+
+NAIVE, EAGER, GRAPH = "step, naive loop", "step, pycollect", "step, pycollect in a graph"
+NAIVE_REDUCTION, REDUCTION = "reduction, naive loop", "reduction, pycollect"
+# So small that any number of steps on one batch leaves all numbers finite.
+_LR = 1e-3
+# Of steps after which all ways must have trained the same bits.
+_CHECKED = 3
+
+Step = Callable[[], object]
+Parameters = list[list[Tensor]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Times by contestant, and how many parameters a way of ours trained to other bits."""
+
+    timings: dict[str, Timing]
+    wrong: int
+
+    def ratio(self, slow: str, fast: str) -> float | None:
+        """Return how many times as long one takes as the other: the median over the rounds."""
+        if slow not in self.timings or fast not in self.timings:
+            return None
+        found = sorted(ratios(self.timings[slow].rounds, self.timings[fast].rounds))
+        return found[len(found) // 2]
+
+    def outcomes(self) -> list[Outcome]:
+        """Return what is promised of a step on one GPU with four ranks."""
+        share = self.ratio(REDUCTION, EAGER)
+        percent = None if share is None else 100 * share
+        return [
+            Outcome("LeNet's step: share of the reduction, eager", 3.0, percent, "<=", "%"),
+            Outcome("LeNet's step in a graph, naive eager step", 5.0, self.ratio(NAIVE, GRAPH)),
+        ]
+
+
+class Bench:
+    """The replicas and the batch of every contestant, on one device."""
+
+    def __init__(self, devices: list[torch.device], batch: int) -> None:
+        self.devices = devices
+        generator = torch.Generator().manual_seed(0)
+        self.X = torch.rand((batch, 1, 28, 28), generator=generator).to(devices[0])
+        self.y = torch.randint(10, (batch,), generator=generator).to(devices[0])
+
+    def replicas(self) -> Parameters:
+        """Return new ones, all alike."""
+        return replicate(init_lenet(), self.devices)
+
+    def eager(self, replicas: Parameters, reduction: str) -> Step:
+        """Return a step on the batch."""
+        how = REDUCTIONS[reduction]
+        return partial(train_batch, self.X, self.y, replicas, _LR, model=lenet, reduction=how)
+
+    def graphed(self, replicas: Parameters) -> Step:
+        """Return the replay of a captured step, the batch's copy into its place included."""
+        step = GraphedStep(self.X, self.y, replicas, _LR, model=lenet)
+        return partial(step, self.X, self.y)
+
+    def ways(self) -> dict[str, Callable[[Parameters], Step]]:
+        """Return what makes a step of some replicas, by contestant."""
+        found: dict[str, Callable[[Parameters], Step]] = {
+            NAIVE: partial(self.eager, reduction="naive"),
+            EAGER: partial(self.eager, reduction="pycollect"),
+        }
+        if self.devices[0].type == "cuda":
+            found[GRAPH] = self.graphed
+        return found
+
+    def reduction(self, name: str) -> Step:
+        """Return a reduction of gradients that are zeros, and stay zeros."""
+        return partial(REDUCTIONS[name], [gradients(params) for params in self.replicas()])
+
+    def synchronize(self) -> None:
+        """Wait for the device; nothing to do on a CPU."""
+        if self.devices[0].type == "cuda":
+            torch.cuda.synchronize(self.devices[0])
+
+    def wrong(self) -> int:
+        """Count parameters, over all ranks, that our ways train to other bits than the loop."""
+        trained = {}
+        for name, way in self.ways().items():
+            replicas = self.replicas()
+            step = way(replicas)
+            for _ in range(_CHECKED):
+                step()
+            self.synchronize()
+            trained[name] = [p.detach().view(torch.int32) for mine in replicas for p in mine]
+        naive = trained.pop(NAIVE)
+        return sum(
+            not torch.equal(a, b)
+            for ours in trained.values()
+            for a, b in zip(naive, ours, strict=True)
+        )
+
+
+def _sampler(bench: Bench, run: Step) -> Sampler:
+    return after_rewrite(run, lambda: None, bench.synchronize)
+
+
+def measure_steps(devices: list[torch.device], batch: int, effort: Effort) -> StepResult:
+    """Time all contestants in turns on one batch of so many examples, which the ranks share.
+
+    Raises ValueError for ranks on several devices.
+    """
+    if len(set(devices)) != 1:
+        raise ValueError("the training step is measured on ranks that share one device")
+    bench = Bench(devices, batch)
+    runs = {name: way(bench.replicas()) for name, way in bench.ways().items()}
+    runs[NAIVE_REDUCTION] = bench.reduction("naive")
+    runs[REDUCTION] = bench.reduction("pycollect")
+    timings = interleave({name: _sampler(bench, run) for name, run in runs.items()}, effort)
+    return StepResult(timings, bench.wrong())

@@ -1,0 +1,200 @@
+"""What is known of this machine's GPUs: devices, who reaches whom and over what, and how fast.
+
+Everything is plain, for `pycollect info --json`. Without a GPU one sentence says why there is none.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import permutations
+from typing import Any
+
+import torch
+
+from . import _C, nvml
+from .collectives import copy_
+
+# Long enough that starting a copy is no part of its time, short enough for any GPU.
+RATE_BYTES = 64 << 20
+_RATE_COPIES = 5
+_cuda: Any = torch.cuda
+# Of what `describe` returns.
+KEYS = ("gpus", "no_gpu", "gpu_software", "gpu_links", "copy_rates")
+
+
+def absence() -> str | None:
+    """Say in one sentence why there is no GPU to use; None if there is one.
+
+    >>> isinstance(absence(), str) == (torch.cuda.device_count() == 0)
+    True
+    """
+    if torch.cuda.device_count() > 0:
+        return None if _C.has_cuda() else "this build of pycollect has no CUDA part"
+    if torch.version.cuda is None:
+        return "the installed torch has no CUDA part"
+    return "no CUDA device is visible: no driver, no GPU, or CUDA_VISIBLE_DEVICES hides it"
+
+
+def describe(rates: bool = False) -> dict[str, Any]:
+    """Return devices, software, links and, if asked for, copy rates; or why there is nothing.
+
+    >>> describe()["gpus"] == [] or "name" in describe()["gpus"][0]
+    True
+    """
+    why = absence()
+    if torch.cuda.device_count() == 0:
+        return {"gpus": [], "no_gpu": why}
+    with nvml.session() as library:
+        found = {
+            "gpus": [_device(i, library) for i in range(torch.cuda.device_count())],
+            "gpu_software": _software(library),
+            "gpu_links": [] if why else _links(library),
+        }
+    if why:
+        found["no_gpu"] = why
+    if rates:
+        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        found["copy_rates"] = [] if why else copy_rates(devices)
+    return found
+
+
+def _device(index: int, library: nvml.Nvml | None) -> dict[str, Any]:
+    about = _cuda.get_device_properties(index)
+    found = {
+        "device": f"cuda:{index}",
+        "name": about.name,
+        "capability": f"{about.major}.{about.minor}",
+        "memory_bytes": about.total_memory,
+        "multiprocessors": about.multi_processor_count,
+    }
+    nvlinks = library.nvlinks(str(about.uuid)) if library else None
+    return found if nvlinks is None else found | {"nvlinks": nvlinks}
+
+
+def _software(library: nvml.Nvml | None) -> dict[str, str | None]:
+    newest: int = getattr(torch._C, "_cuda_getDriverVersion")()  # noqa: B009 (not in torch's types)
+    return {
+        "driver": library.driver() if library else None,
+        "driver_cuda": f"{newest // 1000}.{newest % 1000 // 10}",
+        "runtime_cuda": torch.version.cuda,
+    }
+
+
+def _links(library: nvml.Nvml | None) -> list[dict[str, Any]]:
+    """Every ordered pair: what the driver says, what came of trying, and the kind of link."""
+    count = torch.cuda.device_count()
+    uuids = [str(_cuda.get_device_properties(i).uuid) for i in range(count)]
+    links = []
+    for one, other in permutations(range(count), 2):
+        asked, defect, rank = _C.peer_access(one, other)
+        link = library.link(uuids[one], uuids[other]) if library else None
+        links.append(
+            {
+                "from": f"cuda:{one}",
+                "to": f"cuda:{other}",
+                "peer_access": asked,
+                "works": asked and not defect,
+                "defect": defect or None,
+                "link": link,
+                "performance_rank": rank if rank >= 0 else None,
+            }
+        )
+    return links
+
+
+def copy_rates(
+    devices: Sequence[torch.device], nbytes: int = RATE_BYTES
+) -> list[dict[str, str | float]]:
+    """Measure copies from and to host memory and between devices, in bytes a second.
+
+    The median of a few after one that is not counted, so a second or so in all.
+
+    >>> [rate["what"] for rate in copy_rates([torch.device("cpu")], 4096)][:1]
+    ['pageable to cpu']
+    """
+
+    def on(device: torch.device, pinned: bool = False) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+
+    host = torch.device("cpu")
+    rates: list[dict[str, str | float]] = []
+    for device in devices:
+        there = on(device)
+        for kind in ("pageable", *(["pinned"] if device.type == "cuda" else [])):
+            here = on(host, kind == "pinned")
+            for what, dst, src in (
+                (f"{kind} to {device}", there, here),
+                (f"{device} to {kind}", here, there),
+            ):
+                rates.append({"what": what, "bytes_per_second": _rate(dst, src, devices)})
+        rates.append(
+            {"what": f"within {device}", "bytes_per_second": _rate(on(device), there, devices)}
+        )
+    for one, other in permutations(devices, 2):
+        rate = _rate(on(other), on(one), devices)
+        rates.append({"what": f"{one} to {other}", "bytes_per_second": rate})
+    return rates
+
+
+def _rate(dst: torch.Tensor, src: torch.Tensor, devices: Sequence[torch.device]) -> float:
+    def synchronize() -> None:
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+    copy_(dst, src)
+    seconds = [_seconds(lambda: copy_(dst, src), synchronize) for _ in range(_RATE_COPIES)]
+    return dst.nbytes / statistics.median(seconds)
+
+
+def _seconds(run: Callable[[], object], synchronize: Callable[[], None]) -> float:
+    synchronize()
+    begin = time.perf_counter()
+    run()
+    synchronize()
+    return time.perf_counter() - begin
+
+
+def lines(found: dict[str, Any]) -> dict[str, list[str]]:
+    """Return what `describe` found as text, by headline.
+
+    >>> lines({"gpus": [], "no_gpu": "the installed torch has no CUDA part"})
+    {'gpus': ['none: the installed torch has no CUDA part']}
+    """
+    if not found["gpus"]:
+        return {"gpus": [f"none: {found['no_gpu']}"]}
+    said = {"gpus": [_device_line(d) for d in found["gpus"]]}
+    if "no_gpu" in found:
+        said["gpus"].append(f"none is used: {found['no_gpu']}")
+    software = found["gpu_software"]
+    said["gpu_software"] = [f"{k}: {v or 'unknown'}" for k, v in software.items()]
+    if found["gpu_links"]:
+        said["gpu_links"] = [_link_line(link) for link in found["gpu_links"]]
+    if found.get("copy_rates"):
+        said["copy_rates"] = [
+            f"{r['what']}: {r['bytes_per_second'] / 1e9:.1f} GB/s" for r in found["copy_rates"]
+        ]
+    return said
+
+
+def _device_line(device: dict[str, Any]) -> str:
+    text = (
+        f"{device['device']}: {device['name']}, compute capability {device['capability']}, "
+        f"{device['memory_bytes'] / 2**30:.1f} GiB, {device['multiprocessors']} multiprocessors"
+    )
+    return f"{text}, {device['nvlinks']} NVLinks up" if device.get("nvlinks") else text
+
+
+def _link_line(link: dict[str, Any]) -> str:
+    if not link["peer_access"]:
+        reach = "no peer access"
+    elif link["works"]:
+        reach = "peer access, tried"
+    else:
+        reach = f"peer access reported, but {link['defect']}"
+    rank = link["performance_rank"]
+    kind = link["link"] or "link unknown"
+    ranked = "" if rank is None else f", performance rank {rank}"
+    return f"{link['from']} -> {link['to']}: {kind}; {reach}{ranked}"

@@ -1,0 +1,187 @@
+"""Which algorithm is the fastest on these ranks, measured, by collective and size.
+
+Only algorithms that keep the numerical contract for the dtype at hand are ever chosen, so a tuning
+changes the speed and never the bits.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from . import _C, collectives, exchange
+from .bench.measure import Effort, Sampler, after_rewrite, interleave, ratios
+from .bench.sizes import binary_size
+
+# What the library takes by itself is kept unless another is this much faster: noise is no reason.
+_GAIN = 1.05
+SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
+SECONDS = 0.1
+# Those that take `algorithm`, and how each is called on a tensor per rank.
+_CALLS: Mapping[str, Callable[..., object]] = {
+    "all_reduce": collectives.all_reduce,
+    "reduce": collectives.reduce,
+    "broadcast": collectives.broadcast,
+    "all_gather": exchange.all_gather,
+}
+# By the name of a call: whose measurements serve it.
+SERVED = {name: name for name in _CALLS} | {"all_reduce_coalesced": "all_reduce"}
+
+
+@dataclass(frozen=True)
+class Span:
+    """Up to so many bytes of a rank: the algorithms, best first; None is the library's choice."""
+
+    up_to: float
+    ranking: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was measured, by collective, in spans of growing size."""
+
+    spans: Mapping[str, tuple[Span, ...]]
+
+    def choice(self, call: str, ranks: Sequence[Any]) -> str | None:
+        """Return the algorithm for a call on these tensors; None leaves it to the library.
+
+        >>> tuning = Tuning({"all_reduce": (Span(math.inf, ("ring", "two_shot", None)),)})
+        >>> tuning.choice("all_reduce", [torch.ones(2), torch.ones(2)])
+        'ring'
+        >>> tuning.choice("all_reduce", [torch.ones(2).half(), torch.ones(2).half()])
+        'two_shot'
+        """
+        collective = SERVED.get(call, call)
+        spans = self.spans.get(collective)
+        first = ranks[0] if isinstance(ranks, (list, tuple)) and ranks else None
+        tensors = first if isinstance(first, (list, tuple)) else (first,)
+        if not spans or not all(isinstance(t, torch.Tensor) for t in tensors):
+            return None
+        nbytes = sum(t.nbytes for t in tensors)
+        span = next(span for span in spans if nbytes <= span.up_to)
+        return next(
+            name
+            for name in span.ranking
+            if name is None or all(_canonical(collective, name, t.dtype) for t in tensors)
+        )
+
+    def merged(self, other: Tuning | None) -> Tuning:
+        """Return both, this one's where both know a collective."""
+        return self if other is None else Tuning({**other.spans, **self.spans})
+
+    def __str__(self) -> str:
+        lines = []
+        for collective, spans in self.spans.items():
+            begin = 0.0
+            for span in spans:
+                where = f"from {binary_size(round(begin))}"
+                ranking = ", ".join(name or "default" for name in span.ranking)
+                lines.append(f"{collective} {where}: {ranking}")
+                begin = span.up_to
+        return "\n".join(lines)
+
+
+@cache
+def _canonical(collective: str, name: str, dtype: torch.dtype) -> bool:
+    try:
+        return _C.find_algorithm(collective, name).canonical(str(dtype).removeprefix("torch."))
+    except ValueError:  # a dtype that the call itself will refuse
+        return False
+
+
+def tunable() -> list[str]:
+    """List the collectives that there is a choice for.
+
+    >>> tunable()
+    ['all_gather', 'all_reduce', 'broadcast', 'reduce']
+    """
+    return sorted(name for name in _CALLS if len(_candidates(name)) > 1)
+
+
+def _candidates(collective: str) -> list[str]:
+    """Those that keep the contract for float32; each call asks again for its own dtype."""
+    in_place = collective != "all_gather"
+    return [
+        a.name
+        for a in _C.algorithms(collective)
+        if a.canonical("float32") and (a.in_place or not in_place)
+    ]
+
+
+def measure(
+    devices: Sequence[torch.device],
+    wanted: Sequence[str] | None = None,
+    sizes: Sequence[int] | None = None,
+    seconds: float = SECONDS,
+) -> Tuning:
+    """Time all canonical algorithms on new float32 tensors, one a rank; `sizes` are bytes of each.
+
+    `seconds` is about what one collective takes at one size, all algorithms together.
+    """
+    for collective in wanted or ():
+        if collective not in tunable():
+            known = ", ".join(map(repr, tunable()))
+            raise ValueError(f"tune: there is no choice for {collective!r}; choose from {known}")
+    sizes = sorted(set(SIZES if sizes is None else sizes))
+    if not sizes or sizes[0] < 4:
+        raise ValueError("tune: sizes are bytes of a rank, one or more, of at least 4 each")
+    if not seconds > 0:
+        raise ValueError(f"tune: seconds is {seconds}; it must be more than 0")
+    found = {}
+    for collective in wanted or tunable():
+        rankings = [_rank(collective, devices, size, seconds) for size in sizes]
+        found[collective] = _spans(sizes, rankings)
+    return Tuning(found)
+
+
+def _rank(
+    collective: str, devices: Sequence[torch.device], nbytes: int, seconds: float
+) -> tuple[str | None, ...]:
+    """Order the algorithms on tensors of that size, the fastest first."""
+    names: list[str | None] = [None, *_candidates(collective)]
+    if all(d.type == "cpu" for d in devices):  # where the library's choice is known by name
+        names.remove(_C.default_algorithm(collective, len(devices), nbytes))
+    tensors = [torch.zeros(nbytes // 4, device=d) for d in devices]
+    # Zeros stay zeros, so nothing overflows however often it runs.
+    samplers = {name or "": _sampler(collective, tensors, name) for name in names}
+    timings = interleave(samplers, Effort(seconds))
+    own = timings[""].rounds
+    gain = {name: statistics.median(ratios(own, timings[name or ""].rounds)) for name in names}
+    gain[None] = _GAIN
+    return tuple(sorted(names, key=lambda name: -gain[name]))
+
+
+def _sampler(collective: str, tensors: list[torch.Tensor], name: str | None) -> Sampler:
+    gpus = {t.device for t in tensors if t.device.type == "cuda"}
+
+    def rewrite() -> None:
+        for t in tensors:
+            t.zero_()
+
+    def synchronize() -> None:
+        for device in gpus:
+            torch.cuda.synchronize(device)
+
+    run = partial(_CALLS[collective], tensors, algorithm=name)
+    return after_rewrite(run, rewrite, synchronize)
+
+
+def _spans(sizes: Sequence[int], rankings: Sequence[tuple[str | None, ...]]) -> tuple[Span, ...]:
+    """Cut between two sizes where the ranking changes, half-way as factors go.
+
+    >>> _spans([4, 64, 1024], [("a", None), (None, "a"), (None, "a")])
+    (Span(up_to=16, ranking=('a', None)), Span(up_to=inf, ranking=(None, 'a')))
+    """
+    spans = []
+    for i, ranking in enumerate(rankings):
+        last = i + 1 == len(rankings)
+        if last or rankings[i + 1] != ranking:
+            up_to = math.inf if last else math.isqrt(sizes[i] * sizes[i + 1])
+            spans.append(Span(up_to, ranking))
+    return tuple(spans)

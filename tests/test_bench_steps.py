@@ -1,0 +1,142 @@
+"""The training step of the benchmark and its graph, and what is promised of scatters."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from homes import GPU, MARKS
+
+from pycollect.bench import copies, steps
+from pycollect.bench.measure import Effort, Timing
+from pycollect.train.graph import GraphedStep, capture
+from pycollect.train.lenet import init_lenet, lenet
+from pycollect.train.step import replicate, train_batch
+
+ROOT = Path(__file__).parents[1]
+DEVICES = ["cpu", pytest.param(GPU, marks=MARKS)]
+
+
+def as_graph(run):
+    """Calls the function as often as a capture does, and again for a replay."""
+    for _ in range(3):
+        run()
+    return run
+
+
+def how(device):
+    return capture if device.startswith("cuda") else as_graph
+
+
+def batch(seed, device, n=10):
+    generator = torch.Generator().manual_seed(seed)
+    X = torch.rand((n, 1, 28, 28), generator=generator)
+    return X.to(device), torch.randint(10, (n,), generator=generator).to(device)
+
+
+def bits(replicas):
+    return [p.detach().view(torch.int32).cpu() for replica in replicas for p in replica]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_graphed_step_trains_the_same_bits(device):
+    devices = [torch.device(device)] * 3
+    eager, graphed = (replicate(init_lenet(), devices) for _ in range(2))
+    step = GraphedStep(*batch(99, device), graphed, 0.1, model=lenet, capturing=how(device))
+    for a, b in zip(bits(eager), bits(graphed), strict=True):
+        assert torch.equal(a, b), "capturing has trained something"
+    for seed in range(4):
+        X, y = batch(seed, device)
+        wanted = train_batch(X, y, eager, 0.1, model=lenet)
+        got = step(X, y)
+        assert [float(g) for g in got] == [float(w) for w in wanted]
+    for a, b in zip(bits(eager), bits(graphed), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_graphed_step_refuses_what_it_was_not_captured_for():
+    replicas = replicate(init_lenet(), [torch.device("cpu")] * 2)
+    step = GraphedStep(*batch(0, "cpu"), replicas, 0.1, model=lenet, capturing=as_graph)
+    with pytest.raises(ValueError, match=r"captured for batches of shape \(10, 1, 28, 28\)"):
+        step(*batch(0, "cpu", n=11))
+    elsewhere = [[torch.zeros(1, device="meta")], [torch.zeros(1)]]
+    with pytest.raises(ValueError, match="these ranks are on cpu, meta"):
+        GraphedStep(*batch(0, "cpu"), elsewhere, 0.1, model=lenet, capturing=as_graph)
+
+
+def test_a_step_is_measured_and_right():
+    result = steps.measure_steps([torch.device("cpu")] * 2, 4, Effort(iterations=1, warmup=1))
+    assert set(result.timings) == {
+        steps.NAIVE,
+        steps.EAGER,
+        steps.NAIVE_REDUCTION,
+        steps.REDUCTION,
+    }
+    assert result.wrong == 0
+    with pytest.raises(ValueError, match="share one device"):
+        steps.measure_steps([torch.device("cpu"), torch.device("meta")], 4, Effort())
+
+
+def test_a_wrong_reduction_is_noticed(monkeypatch):
+    def first_only(gradients):
+        for parameter in zip(*gradients, strict=True):
+            for grad in parameter[1:]:
+                grad.copy_(parameter[0])
+
+    monkeypatch.setattr(steps, "REDUCTIONS", {**steps.REDUCTIONS, "pycollect": first_only})
+    assert steps.Bench([torch.device("cpu")] * 2, 4).wrong() > 0
+
+
+def test_the_targets_are_the_share_of_the_reduction_and_the_graph():
+    def timing(seconds):
+        return Timing(((seconds,),))
+
+    times = {steps.NAIVE: 10.0, steps.EAGER: 8.0, steps.GRAPH: 1.0, steps.REDUCTION: 0.2}
+    result = steps.StepResult({name: timing(t) for name, t in times.items()}, 0)
+    share, graph = result.outcomes()
+    assert (share.measured, share.met) == (pytest.approx(2.5), True)
+    assert (graph.measured, graph.met) == (10.0, True)
+    slow = steps.StepResult({**result.timings, steps.GRAPH: timing(3.0)}, 0)
+    assert slow.outcomes()[1].met is False
+    assert steps.StepResult({}, 0).outcomes()[0].met is None
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path):
+    file = tmp_path / "step.json"
+    command = [sys.executable, "bench/train_step.py", "--devices", "cpu"]
+    command += ["-n", "1", "--batch", "8", "--targets", "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode in (0, 3), done.stderr
+    record = json.loads(file.read_text())
+    assert record["wrong"] == 0
+    assert len(record["targets"]) == 2
+    assert steps.EAGER in record["steps"]
+
+
+def test_the_targets_of_scatters_are_at_their_worst_size():
+    def result(kind, mib, **seconds):
+        source = SimpleNamespace(nbytes=mib << 20)
+        copy = copies.Copy(f"scatter {kind} -> 4 x cuda:0, dim 0", source, {}, [], list, ())
+        timings = {name: Timing(((t,),)) for name, t in seconds.items()}
+        return copies.CopyResult(copy, timings, 0)
+
+    found = copies.outcomes(
+        [
+            result("pinned", 1, pycollect=9.0, to=9.0, bare=1.0),  # too small to be judged
+            result("pinned", 16, pycollect=1.0, to=2.0, bare=0.97),
+            result("pinned", 256, pycollect=1.0, to=2.0, bare=0.96),
+            result("pageable", 16, pycollect=1.0, to=3.0, bare=0.5),
+            result("pageable", 256, pycollect=1.0, to=1.5, bare=0.5),
+            result("device", 256, pycollect=9.0, to=1.0, bare=0.1),
+        ]
+    )
+    assert [round(o.measured, 6) for o in found] == [96.0, 1.5]
+    assert [o.met for o in found] == [True, False]
+    assert found[1].where.endswith("256 MiB")
+    assert [o.met for o in copies.outcomes([])] == [None, None]

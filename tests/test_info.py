@@ -1,0 +1,184 @@
+"""`pycollect info`: one line without a GPU; with GPUs, which are made up here, what there is."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pycollect import _C, cli, gpus, nvml
+from pycollect.info import describe
+
+
+class Library:
+    """NVML's functions on made-up devices: 0 and 1 have NVLinks between them, 2 has none."""
+
+    uuids = ("aaaa", "bbbb", "cccc")
+
+    def __init__(self):
+        self.ended = False
+
+    def nvmlInit_v2(self):
+        return 0
+
+    def nvmlShutdown(self):
+        self.ended = True
+        return 0
+
+    def nvmlSystemGetDriverVersion(self, text, length):
+        assert length.value == len(text)
+        text.value = b"580.95.05"
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, name, handle):
+        uuid = name.decode().removeprefix("GPU-")
+        if uuid not in self.uuids:
+            return 6  # NVML_ERROR_NOT_FOUND
+        handle._obj.value = 100 + self.uuids.index(uuid)
+        return 0
+
+    def nvmlDeviceGetP2PStatus(self, one, other, capability, found):
+        assert capability.value == 2
+        found._obj.value = 0 if {one.value, other.value} == {100, 101} else 5
+        return 0
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, one, other, found):
+        found._obj.value = 30 if one.value + other.value == 202 else 50
+        return 0
+
+    def nvmlDeviceGetNvLinkState(self, handle, link, up):
+        if handle.value == 102 or link.value >= 18:
+            return 2  # NVML_ERROR_INVALID_ARGUMENT
+        up._obj.value = link.value != 7
+        return 0
+
+
+def printed(capsys, *options):
+    assert cli.main(["info", *options]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [[], ["--rates"]])
+def test_without_a_gpu_one_line_says_so(capsys, monkeypatch, options):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    said = [line for line in printed(capsys, *options).splitlines() if "gpu" in line]
+    assert len(said) == 1
+    assert said[0].split()[:2] == ["gpus", "none:"]
+    found = json.loads(printed(capsys, "--json", *options))
+    assert found["gpus"] == []
+    assert found["no_gpu"] in said[0]
+
+
+@pytest.fixture
+def three_gpus(monkeypatch):
+    library = Library()
+    answers = {(0, 1): (True, "", 0), (1, 0): (True, "it did not arrive", 0)}
+
+    def properties(index):
+        return SimpleNamespace(
+            name="NVIDIA H200",
+            major=9,
+            minor=0,
+            total_memory=139 << 30,
+            multi_processor_count=132,
+            uuid=Library.uuids[index],
+        )
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13020, raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(_C, "has_cuda", lambda: True)
+    monkeypatch.setattr(
+        _C, "peer_access", lambda one, other: answers.get((one, other), (False, "", -1))
+    )
+    monkeypatch.setattr(nvml.ctypes, "CDLL", lambda name: library)
+    return library
+
+
+def test_devices_links_and_versions(three_gpus, capsys):
+    found = json.loads(printed(capsys, "--json"))
+    assert found["gpu_software"] == {
+        "driver": "580.95.05",
+        "driver_cuda": "13.2",
+        "runtime_cuda": "13.0",
+    }
+    assert [d.get("nvlinks") for d in found["gpus"]] == [17, 17, 0]
+    assert found["gpus"][0]["capability"] == "9.0"
+    links = {(x["from"][-1], x["to"][-1]): x for x in found["gpu_links"]}
+    assert len(links) == 6
+    assert links["0", "1"]["link"] == "NVLink"
+    assert links["0", "1"]["works"]
+    assert links["1", "0"]["peer_access"]
+    assert not links["1", "0"]["works"]
+    assert links["1", "0"]["defect"] == "it did not arrive"
+    assert links["0", "2"]["link"] == "PCIe, one host bridge"
+    assert links["1", "2"]["link"] == "PCIe, between sockets"
+    assert not links["2", "1"]["peer_access"]
+    assert three_gpus.ended
+    text = printed(capsys)
+    for part in (
+        "cuda:0: NVIDIA H200, compute capability 9.0, 139.0 GiB, 132 multiprocessors, 17 NVLinks",
+        "driver: 580.95.05",
+        "cuda:0 -> cuda:1: NVLink; peer access, tried, performance rank 0",
+        "cuda:1 -> cuda:0: NVLink; peer access reported, but it did not arrive",
+        "cuda:2 -> cuda:0: PCIe, one host bridge; no peer access",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize("name", ["libnothing.so.1", "libm.so.6"])
+def test_what_is_no_management_library_is_none(name):
+    with nvml.session(name) as library:
+        assert library is None
+
+
+def test_without_the_management_library_links_are_unknown(three_gpus, monkeypatch, capsys):
+    monkeypatch.setattr(three_gpus, "nvmlInit_v2", lambda: 9, raising=False)
+    text = printed(capsys)
+    assert "cuda:0 -> cuda:1: link unknown; peer access, tried, performance rank 0" in text
+    assert "driver: unknown" in text
+
+
+def test_a_library_that_knows_little():
+    class Old(Library):
+        nvmlDeviceGetP2PStatus = None
+        nvmlDeviceGetTopologyCommonAncestor = None
+        nvmlSystemGetDriverVersion = None
+
+    known = nvml.Nvml(Old())
+    assert known.driver() is None
+    assert known.link("aaaa", "bbbb") is None
+    assert known.nvlinks("aaaa") == 17
+    assert known.nvlinks("of no GPU") is None
+    assert known.link("aaaa", "of no GPU") is None
+
+
+def test_a_build_without_cuda_beside_gpus_says_so(three_gpus, monkeypatch, capsys):
+    monkeypatch.setattr(_C, "has_cuda", lambda: False)
+    found = json.loads(printed(capsys, "--json", "--rates"))
+    assert found["no_gpu"] == "this build of pycollect has no CUDA part"
+    assert found["gpu_links"] == found["copy_rates"] == []
+    assert "none is used: this build" in printed(capsys)
+
+
+def test_rates_are_those_of_copies(monkeypatch):
+    cpu = torch.device("cpu")
+    ticks = iter(range(1000))
+    monkeypatch.setattr(gpus.time, "perf_counter", lambda: float(next(ticks)))
+    rates = gpus.copy_rates([cpu, cpu], 4096)
+    whats = [rate["what"] for rate in rates]
+    assert whats == ["pageable to cpu", "cpu to pageable", "within cpu"] * 2 + ["cpu to cpu"] * 2
+    assert {rate["bytes_per_second"] for rate in rates} == {4096.0}
+
+
+@pytest.mark.cuda
+def test_the_gpus_that_are_here():
+    found = describe(rates=True)
+    assert len(found["gpus"]) == torch.cuda.device_count()
+    assert found["gpu_software"]["driver_cuda"]
+    assert all(rate["bytes_per_second"] > 1e8 for rate in found["copy_rates"])
+    json.dumps(found)

@@ -1,0 +1,72 @@
+"""Every collective has a name in torch's profiler, on the thread that runs it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from homes import GPU, MARKS
+from torch.profiler import ProfilerActivity, profile
+
+import pycollect as pc
+
+
+def ones(device, world=2, count=4):
+    return [torch.ones(count, device=device) for _ in range(world)]
+
+
+CALLS = {
+    "all_reduce": lambda d: pc.all_reduce(ones(d)),
+    "all_reduce_coalesced": lambda d: pc.all_reduce_coalesced([ones(d), ones(d)]),
+    "reduce": lambda d: pc.reduce(ones(d)),
+    "broadcast": lambda d: pc.broadcast(ones(d)),
+    "broadcast_coalesced": lambda d: pc.broadcast_coalesced([ones(d), ones(d)]),
+    "all_gather": lambda d: pc.all_gather(ones(d)),
+    "reduce_scatter": lambda d: pc.reduce_scatter(ones(d)),
+    "all_to_all": lambda d: pc.all_to_all(ones(d)),
+    "scatter": lambda d: pc.scatter(ones(d)[0], [d, d]),
+    "gather": lambda d: pc.gather(ones(d)),
+    "replicate": lambda d: pc.replicate(ones(d), [d, d]),
+    "copy_": lambda d: pc.copy_(*ones(d)),
+    "barrier": lambda d: pc.barrier([d, d]),
+}
+
+
+def names_of(run):
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        run()
+    return [e.name for e in recorded.events() if e.name.startswith("pycollect::")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param(GPU, marks=MARKS)])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_named(name, device):
+    assert names_of(lambda: CALLS[name](device)) == [f"pycollect::{name}"]
+
+
+def test_operators_are_named_too():
+    tensors = ones("cpu")
+    names = names_of(lambda: torch.ops.pycollect.all_reduce_(tensors))
+    assert names == ["pycollect::all_reduce_", "pycollect::all_reduce"]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param(GPU, marks=MARKS)])
+def test_what_runs_later_is_named_where_it_runs(device):
+    tensors = ones(device, count=100_000)
+    assert names_of(lambda: pc.all_reduce(tensors, async_op=True).wait()) == [
+        "pycollect::all_reduce"
+    ]
+    assert tensors[0][0].item() == 2
+
+
+def test_a_refused_call_has_no_name():
+    def refused():
+        with pytest.raises(ValueError, match="shape"):
+            pc.all_reduce([torch.ones(2), torch.ones(3)])
+
+    assert names_of(refused) == []
+
+
+def test_nothing_is_left_behind():
+    for _ in range(3):
+        assert len(names_of(lambda: pc.all_reduce(ones("cpu")))) == 1
+    pc.all_reduce(ones("cpu"))

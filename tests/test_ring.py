@@ -1,0 +1,205 @@
+"""Ranks in pageable memory: no GPU touches it, everything passes through a ring of pinned pieces.
+
+The fake refuses kernels that touch pageable memory, and the judge sees every filling and emptying
+of a piece: a piece that is filled too soon, or emptied before its copy has arrived, is a race.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any
+
+import plan_cases
+import pytest
+import torch
+from plan_cases import Case, cases, random_plan
+from streams_cases import all_reduce, rehearse, ways
+
+from pycollect import _C
+
+REGISTRY = plan_cases.registry()
+IDS = [f"{a.collective}-{a.name}" for a in REGISTRY]
+PINNED, PAGEABLE = -1, -2
+
+each_algorithm = pytest.mark.parametrize("algorithm", REGISTRY, ids=IDS)
+
+
+def mixed(case: Case, seed: int) -> list[int]:
+    """Some ranks on one or two devices, the others on the host, pinned or not; one is pageable."""
+    pick = random.Random(seed)
+    devices = [pick.choice((0, 1, PINNED, PAGEABLE, PAGEABLE)) for _ in range(case.world)]
+    devices[pick.randrange(case.world)] = PAGEABLE
+    if max(devices) < 0:
+        devices[devices.index(PAGEABLE) - 1] = 0
+    if PAGEABLE not in devices:
+        devices[0 if devices[0] < 0 else -1] = PAGEABLE
+    return devices
+
+
+@each_algorithm
+def test_no_algorithm_races_on_pageable_memory(algorithm: _C.Algorithm) -> None:
+    way, moved = ways(), 0
+    for seed, case in enumerate(cases(algorithm, range(2, 9))):
+        devices = mixed(case, seed)
+        options: dict[str, Any] = next(way) | {"peers": seed % 2 == 0, "bindings": 1 + seed % 2}
+        rehearsal = rehearse(case.plan, case.in_place, devices, runs=2, **options)
+        for order in (-1, seed, seed + 1):
+            assert rehearsal.mismatch(order) is None, f"{case} on {devices}, {options}"
+        moved += rehearsal.counts["host_copies"]
+    assert moved > 0 or algorithm.collective == "barrier"
+
+
+@pytest.mark.parametrize("ring", [(64, 1), (64, 2), (96, 3), (4096, 4)])
+def test_any_size_of_ring_will_do(ring: tuple[int, int]) -> None:
+    for name in ("leader", "ring", "two_shot"):
+        for dtype, op in (("float32", "avg"), ("bfloat16", "sum")):
+            for devices in ([0, PAGEABLE], [PAGEABLE, 0], [0, PAGEABLE, 1]):
+                plan = all_reduce(name, len(devices))
+                for lanes in (False, True):
+                    way: dict[str, Any] = {"dtype": dtype, "op": op, "lanes": lanes, "bindings": 2}
+                    rehearsal = rehearse(plan, True, devices, runs=3, ring=ring, **way)
+                    for seed in range(-1, 3):
+                        assert rehearsal.mismatch(seed) is None, (name, devices, way)
+
+
+def test_random_plans_on_pageable_memory() -> None:
+    refused = 0
+    for seed in range(300):
+        pick = random.Random(seed)
+        plan, in_place = random_plan(seed)
+        choices = (0, 1, PINNED, PAGEABLE, PAGEABLE)
+        devices = [0, *(pick.choice(choices) for _ in range(1, plan.world))]
+        way = {"peers": pick.random() < 0.5, "pieces": pick.choice((2, 5, 8)), "host_waits": False}
+        way |= {"lanes": pick.random() < 0.5, "ring": pick.choice([(256, 2), (512, 3)])}
+        try:
+            rehearsal = rehearse(plan, in_place, devices, 2, **way)
+        except ValueError as error:
+            if "cut the chunks into more pieces" not in str(error):
+                raise
+            refused += 1
+            continue
+        for order in (-1, 0, 1):
+            assert rehearsal.mismatch(order) is None, f"seed {seed}: {devices}, {way}"
+    assert refused < 10
+
+
+def scatter(world: int) -> _C.Plan:
+    return _C.find_algorithm("scatter", "direct").plan(world)
+
+
+def gather(world: int) -> _C.Plan:
+    return _C.find_algorithm("gather", "direct").plan(world)
+
+
+def test_a_scatter_leaves_the_host_free() -> None:
+    """What is read has been read when the call returns, so nobody waits for the GPUs."""
+    rehearsal = rehearse(scatter(4), False, [PAGEABLE, 0, 0, 1], ring=(4096, 4))
+    counts = rehearsal.counts
+    assert counts["synchronizations"] == 0
+    assert counts["copies"] == 3
+    assert counts["host_copies"] == 3 + 1  # the root's own part, from host to host
+
+
+def test_a_gather_waits_for_what_it_writes() -> None:
+    rehearsal = rehearse(gather(3), False, [PAGEABLE, 0, 1], ring=(4096, 4), lanes=True)
+    assert rehearsal.counts["synchronizations"] == 2  # a piece from each device
+    # Of streams, those behind the host's waits order nothing more; the host's own are the last two.
+    assert not {rehearsal.waits - 1, rehearsal.waits - 2} & set(rehearsal.missed())
+
+    def late(seed: int) -> _C.Rehearsal:
+        fresh = rehearse(gather(3), False, [PAGEABLE, 0, 1], ring=(4096, 4), lanes=True)
+        fresh.drop_wait(fresh.waits - 1)
+        assert fresh.race is not None
+        return fresh
+
+    # A fresh one for each order, because what was in a piece before is right the second time.
+    assert any(late(seed).mismatch(seed) is not None for seed in range(100))
+
+
+def test_a_piece_is_filled_again_only_when_it_has_left() -> None:
+    rehearsal = rehearse(scatter(2), False, [PAGEABLE, 0], ring=(32, 2), runs=4)
+    host_waits = rehearsal.counts["synchronizations"]
+    assert host_waits > 0
+    for number in range(rehearsal.waits):
+        fresh = rehearse(scatter(2), False, [PAGEABLE, 0], ring=(32, 2), runs=4)
+        fresh.drop_wait(number)
+        assert fresh.race is not None, f"wait {number} of {rehearsal.waits} is in vain"
+
+
+def test_small_tensors_share_a_piece() -> None:
+    rehearsal = rehearse(scatter(2), False, [PAGEABLE, 0], ring=(1 << 16, 4), bindings=40)
+    assert rehearsal.counts["copies"] == 40
+    assert rehearsal.counts["synchronizations"] == 0
+    gathered = rehearse(gather(2), False, [PAGEABLE, 0], ring=(1 << 16, 4), bindings=40)
+    assert gathered.counts["synchronizations"] == 1
+
+
+def test_what_a_rank_in_pageable_memory_got_it_can_pass_on() -> None:
+    """Copies out of the ring must have arrived before the same memory is read again."""
+    plan = _C.find_algorithm("broadcast", "chain").plan(3, 0, 4)
+    rehearsal = rehearse(plan, True, [0, PAGEABLE, 1], peers=False, runs=2)
+    for seed in range(20):
+        assert rehearsal.mismatch(seed) is None
+
+
+def test_pinned_ranks_are_waited_for_as_before() -> None:
+    rehearsal = rehearse(all_reduce("leader", 3), True, [0, PINNED, PAGEABLE], ring=(4096, 4))
+    pinned = rehearse(all_reduce("leader", 3), True, [0, PINNED, PINNED])
+    assert pinned.counts["synchronizations"] == 1
+    assert rehearsal.counts["synchronizations"] == 2
+
+
+def test_a_capture_refuses_pageable_memory_before_anything_is_issued() -> None:
+    for host_waits in (False, True):
+        rehearsal = _C.Rehearsal(
+            all_reduce("leader", 2), True, [0, PAGEABLE], host_waits=host_waits
+        )
+        with pytest.raises(ValueError, match="not pinned cannot be read or written while a CUDA"):
+            rehearsal.run(capture=True)
+        assert rehearsal.counts["launches"] == rehearsal.counts["host_copies"] == 0
+
+
+def test_a_failure_leaves_the_ring_usable() -> None:
+    """Whatever call of CUDA fails, the next run finds pieces that nobody is using."""
+    for plan, devices in ((scatter(3), [PAGEABLE, 0, 1]), (gather(3), [PAGEABLE, 0, 1])):
+        healthy = rehearse(plan, False, devices, ring=(32, 2), bindings=2).counts["host_copies"]
+        for after in range(40):
+            rehearsal = _C.Rehearsal(plan, False, devices, ring=(32, 2), bindings=2)
+            rehearsal.fail_call(after)
+            with contextlib.suppress(RuntimeError):  # a call beyond the last one fails nothing
+                rehearsal.run()
+            before = rehearsal.counts["host_copies"]
+            rehearsal.run(2)
+            # Nothing of the call that failed arrives in the caller's memory any more.
+            assert rehearsal.counts["host_copies"] - before == 2 * healthy, f"after {after}"
+            assert rehearsal.race is None, f"after {after}: {rehearsal.race}"
+            assert rehearsal.mismatch(after) is None
+
+
+def test_runs_beside_each_other_have_rings_of_their_own() -> None:
+    first = _C.Rehearsal(all_reduce("leader", 3), True, [0, PAGEABLE, 1])
+    second = _C.Rehearsal(all_reduce("ring", 3), True, [0, PAGEABLE, 1], beside=first)
+    for _ in range(3):
+        for rehearsal in (first, second):
+            rehearsal.run(2)
+            assert rehearsal.race is None
+            assert rehearsal.mismatch() is None
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("size", "rows"),  # less and more than a thread's share, in few long lines and many short ones
+    [(1, 1), (1000, 1), (1_000_003, 1), (300_001, 5), (7, 100_000), (131_072, 9), (100, 3)],
+)
+def test_the_hosts_own_copies_move_every_byte_once(threads: int, size: int, rows: int) -> None:
+    torch.set_num_threads(threads)
+    src = torch.randint(256, (rows, size + 5), dtype=torch.uint8)
+    dst = torch.zeros(rows, size + 3, dtype=torch.uint8)
+    _C.copy_rows(dst, src, size, rows, (size + 3, size + 5))
+    assert torch.equal(dst[:, :size], src[:, :size])
+    assert int(dst[:, size:].sum()) == 0
+    back = torch.zeros(rows, size, dtype=torch.uint8)
+    first = src[rows - 1 :]  # from the last row to the first one
+    _C.copy_rows(back, first, size, rows, (size, -(size + 5)))
+    assert torch.equal(back, src[:, :size].flip(0))

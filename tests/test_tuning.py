@@ -1,0 +1,164 @@
+"""Tuning: measured where the ranks are, among what keeps the contract: the bits never change."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from homes import GPU, MARKS, VIRTUAL
+from reference import assert_same, expected, left_fold, randoms
+
+import pycollect as pc
+from pycollect import _C, tuning
+from pycollect.bench.measure import Timing
+from pycollect.tuning import Span, Tuning
+
+
+def spy_on(call, position, names):
+    def spy(*args):
+        names.append(args[position])
+        return call(*args)
+
+    return spy
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """The algorithms that calls were told, in order."""
+    names = []
+    for call in ("all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "all_gather"):
+        monkeypatch.setattr(
+            _C, call, spy_on(getattr(_C, call), 3 if call == "reduce" else 2, names)
+        )
+    return names
+
+
+def clocks(monkeypatch, seconds):
+    """Make every algorithm take what the table says, by name; "" is the library's choice."""
+
+    def interleave(samplers, effort):
+        for sampler in samplers.values():
+            sampler(1)
+        return {name: tuning_timing(seconds.get(name, 10.0)) for name in samplers}
+
+    monkeypatch.setattr(tuning, "interleave", interleave)
+
+
+def tuning_timing(seconds):
+    return Timing(((seconds,), (seconds,)))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param(GPU, marks=MARKS)])
+def test_measured_for_real_the_bits_are_the_same(device):
+    tuned = pc.Communicator([device] * 3)
+    found = tuned.tune(sizes=[4096, 1 << 18], seconds=0.02)
+    assert found is tuned.tuning
+    assert sorted(found.spans) == tuning.tunable()
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        for count in (10, 5_000, 100_000):
+            values = randoms(3, (count,), dtype)
+            for name in ("all_reduce", "reduce", "broadcast", "all_gather"):
+                tensors = [v.to(device, copy=True) for v in values]
+                got = getattr(tuned, name)(tensors) or tensors
+                assert_same([g.cpu() for g in got], expected(name, values), f"{name}, {dtype}")
+
+
+def test_the_fastest_is_taken_where_it_keeps_the_contract(monkeypatch, taken):
+    clocks(monkeypatch, {"": 4.0, "ring": 1.0, "two_shot": 2.0, "fused": 3.0, "one_shot": 5.0})
+    communicator = pc.Communicator("cpu*2")
+    communicator.tune(["all_reduce"], sizes=[64])
+    taken.clear()
+    communicator.all_reduce([torch.ones(3), torch.ones(3)])
+    communicator.all_reduce([torch.ones(3).half(), torch.ones(3).half()])
+    communicator.all_reduce([torch.ones(3).int(), torch.ones(3).int()])
+    communicator.all_reduce_coalesced([[torch.ones(3), torch.ones(1).half()] for _ in range(2)])
+    communicator.all_reduce([torch.ones(3), torch.ones(3)], algorithm="tree")
+    communicator.broadcast([torch.ones(3), torch.ones(3)])
+    pc.all_reduce([torch.ones(3), torch.ones(3)])
+    assert taken == ["ring", "two_shot", "ring", "two_shot", "tree", None, None]
+
+
+def test_what_breaks_the_contract_is_not_even_measured(monkeypatch, taken):
+    clocks(monkeypatch, {"": 2.0, "rotated_ring": 0.1, "tree": 0.1, "halving_doubling": 0.1})
+    communicator = pc.Communicator("cpu*4")
+    communicator.tune(["all_reduce"], sizes=[64])
+    assert not {"rotated_ring", "tree", "halving_doubling"} & set(taken)
+    taken.clear()
+    communicator.all_reduce([torch.ones(3) for _ in range(4)])
+    assert taken == [None]
+
+
+def test_a_little_faster_is_no_reason(monkeypatch, taken):
+    clocks(monkeypatch, {"": 1.0, "fused": 0.97})
+    communicator = pc.Communicator("cpu*2")
+    communicator.tune(["all_reduce"], sizes=[64])
+    taken.clear()
+    communicator.all_reduce([torch.ones(3), torch.ones(3)])
+    assert taken == [None]
+
+
+def test_sizes_have_choices_of_their_own(taken):
+    communicator = pc.Communicator("cpu*2")
+    small, large = Span(1000, ("fused", None)), Span(math.inf, ("two_shot", None))
+    communicator.tuning = Tuning({"all_reduce": (small, large)})
+    for count in (250, 251):
+        communicator.all_reduce([torch.ones(count), torch.ones(count)])
+    communicator.all_reduce_coalesced([[torch.ones(200), torch.ones(200)] for _ in range(2)])
+    assert taken == ["fused", "two_shot", "two_shot"]
+    assert str(communicator.tuning) == (
+        "all_reduce from 0 B: fused, default\nall_reduce from 1000 B: two_shot, default"
+    )
+
+
+def test_tunings_add_up_and_travel(monkeypatch):
+    clocks(monkeypatch, {"": 1.0})
+    communicator = pc.Communicator("cpu*2")
+    communicator.tune(["all_reduce"], sizes=[64])
+    communicator.tune(["broadcast"], sizes=[64])
+    assert sorted(communicator.tuning.spans) == ["all_reduce", "broadcast"]
+    other = pc.Communicator("cpu*2")
+    other.tuning = pickle.loads(pickle.dumps(communicator.tuning))
+    assert other.tuning == communicator.tuning
+    x = [torch.ones(2), torch.ones(2)]
+    other.all_reduce(x)
+    assert x[0].tolist() == [2.0, 2.0]
+
+
+def test_bad_arguments_are_still_refused_as_such():
+    communicator = pc.Communicator("cpu*2")
+    communicator.tuning = Tuning({"all_reduce": (Span(math.inf, ("fused", None)),)})
+    for bad in (None, 3, [], ["a", "b"], [torch.ones(1)]):
+        with pytest.raises((TypeError, ValueError)):
+            communicator.all_reduce(bad)
+    arrays = [np.ones(3, np.float32), np.ones(3, np.float32)]
+    communicator.all_reduce(arrays)
+    assert arrays[1].tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"collectives": ["all_to_all"]}, "no choice for 'all_to_all'.*'all_reduce'"),
+        ({"sizes": []}, "sizes are bytes"),
+        ({"sizes": [0]}, "sizes are bytes"),
+        ({"seconds": 0}, "seconds is 0"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(options, words):
+    communicator = pc.Communicator("cpu*2")
+    with pytest.raises(ValueError, match=words):
+        communicator.tune(**options)
+    assert communicator.tuning is None
+
+
+@pytest.mark.cuda
+def test_on_several_streams_of_a_gpu_too():
+    tuned = pc.Communicator(VIRTUAL.devices(4), peer_access=False)
+    tuned.tune(["all_reduce"], sizes=[4096, 1 << 22], seconds=0.05)
+    values = randoms(4, (1_000_003,), torch.float32)
+    tensors = [v.to(GPU) for v in values]
+    tuned.all_reduce(tensors)
+    assert_same([t.cpu() for t in tensors], [left_fold(values, "sum")] * 4)
