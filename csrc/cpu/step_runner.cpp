@@ -63,40 +63,42 @@ bool writes_scratch(const Step& step) {
 
 }  // namespace
 
-StepRunner::StepRunner(const Call& call)
-    : call_(call),
-      item_(item_bytes(call.dtype)),
-      finishing_(find_fold(call.dtype, call.op)),
-      partial_(find_fold(call.dtype, call.op == ReduceOp::avg ? ReduceOp::sum : call.op)) {
-  require_type(finishing_ != nullptr, name(call.op), " is not defined for ", name(call.dtype));
+RowRunner::RowRunner(DType dtype, ReduceOp op, const FoldOptions& options)
+    : item_(item_bytes(dtype)),
+      finishing_(find_fold(dtype, op)),
+      partial_(find_fold(dtype, op == ReduceOp::avg ? ReduceOp::sum : op)),
+      options_(options) {
+  require_type(finishing_ != nullptr, name(op), " is not defined for ", name(dtype));
 }
+
+void RowRunner::run(bool finishes, Pointers dsts, Pointers srcs, std::size_t count,
+                    bool streamed) const {
+  if (srcs.n == 1) return copy(dsts, srcs.at[0], count * item_, streamed);
+  FoldOptions options = options_;
+  options.non_temporal = streamed && keeps_apart(dsts, srcs);
+  (finishes ? finishing_ : partial_)(dsts, srcs, count, options);
+}
+
+StepRunner::StepRunner(const Call& call) : call_(call), row_(call.dtype, call.op, call.options) {}
 
 void StepRunner::run(const Binding& binding, int step, Range range, bool streamed) const {
   if (range.begin >= range.end) return;
   const Step& s = call_.compiled.plan.steps[step];
+  const bool finishes = call_.compiled.finishes[step];
   const std::size_t width = binding.offsets->count(s.dsts[0]);
   std::size_t from = range.begin % width, left = range.end - range.begin;
   Cursors cursors(streams(s));
-  cursors.start(binding, s, item_);
-  if (range.begin > 0) cursors.move(range.begin / width, from * item_);
+  cursors.start(binding, s, row_.item());
+  if (range.begin > 0) cursors.move(range.begin / width, from * row_.item());
   while (true) {
     const std::size_t n = std::min(width - from, left);
-    run_row(step, cursors.slice(0, s.dsts.size()), cursors.slice(s.dsts.size(), s.srcs.size()), n,
-            streamed && !writes_scratch(s));
+    row_.run(finishes, cursors.slice(0, s.dsts.size()), cursors.slice(s.dsts.size(), s.srcs.size()),
+             n, streamed && !writes_scratch(s));
     left -= n;
     if (left == 0) return;
-    cursors.move(1, -static_cast<std::ptrdiff_t>(from * item_));
+    cursors.move(1, -static_cast<std::ptrdiff_t>(from * row_.item()));
     from = 0;
   }
-}
-
-void StepRunner::run_row(int step, Pointers dsts, Pointers srcs, std::size_t count,
-                         bool streamed) const {
-  if (srcs.n == 1) return copy(dsts, srcs.at[0], count * item_, streamed);
-  const Fold fold = call_.compiled.finishes[step] ? finishing_ : partial_;
-  FoldOptions options = call_.options;
-  options.non_temporal = streamed && keeps_apart(dsts, srcs);
-  fold(dsts, srcs, count, options);
 }
 
 }  // namespace pycollect::cpu

@@ -14,9 +14,25 @@ struct Range {
   std::size_t begin, end;
 };
 
-class StepRunner {
+// The arithmetic of a call on plain pointers, whoever found them.
+class RowRunner {
  public:
   // Throws TypeMismatch for a reduction that the type does not have.
+  RowRunner(DType dtype, ReduceOp op, const FoldOptions& options);
+
+  // `finishes`: nothing is added to the result afterwards. `streamed`: nobody reads it soon;
+  // ignored in place.
+  void run(bool finishes, Pointers dsts, Pointers srcs, std::size_t count, bool streamed) const;
+  std::size_t item() const { return item_; }
+
+ private:
+  const std::size_t item_;
+  const Fold finishing_, partial_;  // `avg` scales only where nothing is added afterwards
+  const FoldOptions options_;
+};
+
+class StepRunner {
+ public:
   explicit StepRunner(const Call& call);
 
   // `streamed`: the level writes more than the caches hold. Ignored where this step, or probably a
@@ -24,11 +40,8 @@ class StepRunner {
   void run(const Binding& binding, int step, Range range, bool streamed) const;
 
  private:
-  void run_row(int step, Pointers dsts, Pointers srcs, std::size_t count, bool streamed) const;
-
   const Call& call_;
-  const std::size_t item_;
-  const Fold finishing_, partial_;  // `avg` scales only where nothing is added afterwards
+  const RowRunner row_;
 };
 
 }  // namespace pycollect::cpu

@@ -36,10 +36,11 @@ struct Mind {
 
 class Lowering {
  public:
-  Lowering(const Plan& plan, bool in_place, Pace pace)
+  Lowering(const Plan& plan, bool in_place, Pace pace, int boundary)
       : plan_(plan),
         in_place_(in_place),
         pace_(pace),
+        boundary_(boundary),
         cells_(cells(plan)),
         program_(plan.world),
         notes_(plan.world),
@@ -47,10 +48,10 @@ class Lowering {
         minds_(plan.world, Mind(plan.world)) {}
 
   Program run() {
-    for (Rank r = 0; r < plan_.world; ++r) add(r, kBoundary);
+    for (Rank r = 0; r < plan_.world; ++r) add(r, boundary_);
     for (std::size_t i = 0; i < plan_.steps.size(); ++i)
       add(plan_.steps[i].owner(), static_cast<int>(i));
-    for (Rank r = 0; r < plan_.world; ++r) add(r, kBoundary);
+    for (Rank r = 0; r < plan_.world; ++r) add(r, boundary_);
     int last = 0;  // all ranks leave in one level: callers' streams join once
     for (auto& tasks : program_) last = std::max(last, tasks.back().level);
     for (auto& tasks : program_) tasks.back().level = last;
@@ -133,6 +134,7 @@ class Lowering {
   const Plan& plan_;
   bool in_place_;
   Pace pace_;
+  int boundary_;
   std::vector<Cell> cells_;
   Program program_;
   std::vector<std::vector<Note>> notes_;
@@ -144,8 +146,8 @@ class Lowering {
 
 }  // namespace
 
-Program lower(const Plan& plan, bool in_place, Pace pace) {
-  return Lowering(plan, in_place, pace).run();
+Program lower(const Plan& plan, bool in_place, Pace pace, int boundary) {
+  return Lowering(plan, in_place, pace, boundary).run();
 }
 
 }  // namespace pycollect

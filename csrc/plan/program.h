@@ -16,8 +16,11 @@ struct Place {
 };  // program[rank][index]
 
 inline constexpr int kBoundary = -1;
+inline constexpr int kSides = -2;
 struct Task {
-  int step;   // of the plan, or kBoundary: moves nothing, owns all of a rank's buffers
+  // Of the plan; or kBoundary: moves nothing, owns all of a rank's buffers; or kSides: owns its
+  // input and output only, because scratch and host memory are others when the plan runs next.
+  int step;
   int level;  // above every task it conflicts with, never below its rank's last task
   std::vector<Wait> waits = {};
 };
@@ -31,7 +34,8 @@ using Levels = std::vector<std::vector<Place>>;
 // `one_task` keeps the pieces of a pipeline one behind the other, which `any` would merge into one.
 enum class Pace { any, one_task };
 
-Program lower(const Plan& plan, bool in_place, Pace pace = Pace::any);
+// `boundary` says what the first and the last task of every rank are: kBoundary or kSides.
+Program lower(const Plan& plan, bool in_place, Pace pace = Pace::any, int boundary = kBoundary);
 Levels levels(const Program& program);
 
 // The slices that a task reads and writes, boundaries included.
@@ -40,9 +44,10 @@ inline const Slices& reads(const Plan& p, const Task& t) {
   return t.step < 0 ? none : p.steps[t.step].srcs;
 }
 inline Slices writes(const Plan& p, const Task& t, Rank r) {
-  return t.step < 0 ? Slices{in(r, 0, p.chunks), out(r, 0, p.chunks), tmp(r, 0, p.chunks),
-                             host(r, 0, p.chunks)}
-                    : p.steps[t.step].dsts;
+  if (t.step >= 0) return p.steps[t.step].dsts;
+  Slices all{in(r, 0, p.chunks), out(r, 0, p.chunks)};
+  if (t.step == kBoundary) all.insert(all.end(), {tmp(r, 0, p.chunks), host(r, 0, p.chunks)});
+  return all;
 }
 
 }  // namespace pycollect

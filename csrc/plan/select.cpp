@@ -23,6 +23,18 @@ struct Default {
 // Below this a second hop costs more than the bytes it would spread over more links.
 constexpr std::size_t kOneHopBytes = 256 * 1024;
 
+// Up to here, of what all others have, everybody reads everything: one exchange between processes.
+// Above, everybody adds up a share, which costs a second exchange and reads less.
+constexpr std::size_t kOneExchangeBytes = 48 * 1024;
+
+Default all_reduce_of_processes(const Situation& s) {
+  if (s.ground == Ground::arenas)
+    return {"fused", "every process reduces a share for all, in place"};
+  return s.bytes * std::max(s.world - 1, 1) <= kOneExchangeBytes
+             ? Default{"one_shot", "small: one exchange"}
+             : Default{"fused", "every process reduces a share for all"};
+}
+
 Default all_reduce_on(const Situation& s) {
   if (s.ground == Ground::shared)
     // Whoever runs a step can read and write everywhere, so one step over all ranks moves the
@@ -31,6 +43,7 @@ Default all_reduce_on(const Situation& s) {
   if (s.ground == Ground::peers)
     return s.bytes <= kOneHopBytes ? Default{"leader", "small: one launch and one join"}
                                    : Default{"fused", "every device reduces a share for all"};
+  if (s.ground == Ground::slots || s.ground == Ground::arenas) return all_reduce_of_processes(s);
   if (accumulates_in_itself(s.dtype))
     return {"ring", "staged through the host, one neighbour each"};
   return {"two_shot", "staged through the host, and a ring would round at every hop"};

@@ -13,6 +13,8 @@ enum class Ground : uint8_t {
   shared,  // one memory
   peers,   // several, which everybody may read and write
   staged,  // several, some only through the host
+  slots,   // of processes: private, but for small slots that all of them share
+  arenas,  // of processes: the tensors themselves lie in memory that all of them share
 };
 
 // What is known when a call arrives.
@@ -23,6 +25,7 @@ struct Situation {
   DType dtype;
   bool in_place;
   Ground ground = Ground::shared;
+  bool operator==(const Situation&) const = default;
 };
 
 struct Choice {

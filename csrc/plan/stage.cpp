@@ -58,8 +58,9 @@ class Staging {
     each_cell(plan_, in_place_, s, std::forward<F>(f));
   }
   bool on_host(const Slice& s) const { return s.buffer == Buffer::host || reach_.on_host[s.rank]; }
+  bool shared(const Slice& s) const { return reach_.shared[static_cast<int>(s.buffer)]; }
   bool reaches(Rank me, const Slice& s) const {
-    return s.buffer == Buffer::host || reach_(me, s.rank);
+    return s.buffer == Buffer::host || shared(s) || reach_(me, s.rank);
   }
 
   Rank executor(const Step& step) const {
@@ -73,6 +74,7 @@ class Staging {
 
   // From a host everybody fetches it for itself; on a device whoever had it does what it can.
   void copy(const Step& step) {
+    if (reach_.near()) return copy_near(step);
     const Rank me = executor(step);
     const Slice& src = step.srcs[0];
     const Slice from = reaches(me, src) ? src : copied_out(src);
@@ -83,6 +85,19 @@ class Staging {
     if (!theirs.empty()) hand_out(theirs, copied_out(from));
   }
 
+  // Whoever is to have it copies it, so that all of them work at once.
+  void copy_near(const Step& step) {
+    const Slice& src = step.srcs[0];
+    for (const Slice& d : step.dsts) {
+      if (reaches(d.rank, src))
+        emit({d}, {src}, d.rank);
+      else if (reaches(src.rank, d))
+        emit({d}, {src}, src.rank);
+      else
+        emit({d}, {copied_out(src)}, d.rank);
+    }
+  }
+
   // Folds read and write devices' memory where they can; copies take the result elsewhere.
   void fold(const Step& step) {
     const Rank me = executor(step);
@@ -91,7 +106,7 @@ class Staging {
       srcs.push_back(reaches(me, s) ? s : copied_out(s));
       each(srcs.back(), [&](int c) { needed_[c] = true; });
     }
-    copy_in(me, step.dsts, srcs);
+    if (!reach_.near()) copy_in(me, step.dsts, srcs);
     for (const Slice& d : step.dsts)
       (on_host(d) ? hosts : reaches(me, d) ? mine : theirs).push_back(d);
     if (mine.empty()) mine = {result_place(me, step.dsts.front(), hosts)};
@@ -133,7 +148,7 @@ class Staging {
   // Of a fold that writes nothing within reach but host memory.
   Slice result_place(Rank me, const Slice& like, const Slices& hosts) const {
     const Slice scratch = tmp(me, like.first, like.count);
-    if (is_free(scratch)) return scratch;
+    if (is_free(scratch) && !reach_.near()) return scratch;
     return hosts.empty() ? room(me, like) : hosts.front();
   }
 
@@ -149,7 +164,7 @@ class Staging {
 
   // Where what is in `s` lies on a host: from now on, if it does not yet.
   Slice copied_out(const Slice& s) {
-    if (on_host(s)) return s;
+    if (on_host(s) || shared(s)) return s;
     if (const auto known = on_some_host(s)) return *known;
     const Slice out = room(s.rank, s);
     emit({out}, {s}, s.rank);
@@ -219,10 +234,16 @@ void check(const Plan& plan, const Reach& reach, int pieces) {
 
 }  // namespace
 
+Reach Reach::processes(int world, bool input, bool output) {
+  Reach reach{std::vector<bool>(world), {}, {input, output, true, true}};
+  reach.directly.assign(world, std::vector<bool>(world));
+  return reach;
+}
+
 Plan stage(const Plan& plan, bool in_place, const Reach& reach, int pieces) {
   check(plan, in_place);
   check(plan, reach, pieces);
-  if (pieces == 1) return Staging(plan, in_place, reach).run();
+  if (pieces == 1 && !reach.near()) return Staging(plan, in_place, reach).run();
   const Plan parts = cut(plan, pieces);
   return Staging(parts, in_place, reach).run();
 }

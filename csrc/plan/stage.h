@@ -1,6 +1,7 @@
 // Makes a plan of copies through host memory out of one whose ranks do not reach each other. A pure
 // pass before `lower`, which then finds the waits: no executor knows of it.
 #pragma once
+#include <array>
 #include <vector>
 
 #include "offsets.h"
@@ -14,10 +15,17 @@ struct Reach {
   std::vector<bool> on_host;  // [rank]: its memory is the host's; it executes nothing
   std::vector<std::vector<bool>>
       directly;  // [rank][of]: what the rank runs may touch `of`'s memory
+  // [buffer]: everybody's, as near to everybody as its own: processes that share memory. If the
+  // memory on the host is, folds read and write it, and a copy is made by whom it is for.
+  std::array<bool, kBuffers> shared = {};
 
   bool operator()(Rank rank, Rank of) const {
     return rank == of || on_host[of] || directly[rank][of];
   }
+  bool near() const { return shared[static_cast<int>(Buffer::host)]; }
+
+  // Ranks that are processes: all share their scratch and host memory, and the sides that are said.
+  static Reach processes(int world, bool input, bool output);
 };
 
 // A source out of reach is first copied out by its own rank to that rank's memory on the host, once

@@ -3,6 +3,7 @@
 #pragma once
 #include <chrono>
 #include <string>
+#include <vector>
 
 namespace pycollect::shm {
 
@@ -15,6 +16,13 @@ class Board {
   virtual void post(const std::string& key, const std::string& value) = 0;
   // Waits until somebody has posted it. Throws Timeout.
   virtual std::string read(const std::string& key, Deadline deadline) = 0;
+  // All of them, in this order: for a board that can do it in one access.
+  virtual std::vector<std::string> read_all(const std::vector<std::string>& keys,
+                                            Deadline deadline) {
+    std::vector<std::string> values;
+    for (const std::string& key : keys) values.push_back(read(key, deadline));
+    return values;
+  }
 };
 
 }  // namespace pycollect::shm

@@ -18,7 +18,8 @@ struct Span {
 };
 
 // One buffer of this rank: its elements are those of the spans, one after the other, cut into
-// blocks for the plan's chunks (all_gather's output: one block a rank; all_reduce: one block).
+// blocks for the plan's chunks: one for each rank where the collective deals in them and the side
+// holds all of them (all_gather's output), or else one (its input; both sides of all_reduce).
 struct Side {
   std::vector<Span> spans = {};
   Sizes blocks = {};
@@ -31,7 +32,9 @@ struct Request {
   Rank root = 0;
   std::string_view algorithm = {};  // empty: the selector's
   FoldOptions options = {};
-  bool in_place = false;         // the output is the input
+  // The output is the input, and `output` stays empty. The same on all ranks; not needed where a
+  // rank's own block lies within the other side.
+  bool in_place = false;
   Side input = {}, output = {};  // a side that the rank has no part in stays empty
   // May blocks differ from rank to rank in a way that only the two ends of a transfer know
   // (all_to_all with split sizes, gather and scatter of unlike parts)? The same on all ranks.
@@ -40,8 +43,9 @@ struct Request {
 };
 
 // Runs it to its end in the calling thread, with the others' help. One at a time per group, in the
-// same order on all ranks. Throws std::invalid_argument, on all ranks alike and before any output
-// is written, when the ranks' requests do not fit each other; PeerLost and Timeout as Group says.
+// same order on all ranks; `call` counts them, refused ones too, one by one. Throws
+// std::invalid_argument, on all ranks alike and before any output is written, when the ranks'
+// requests do not fit each other; PeerLost and Timeout as Group says.
 void run(Group& group, const Request& request, uint64_t call, Deadline deadline,
          const cpu::ParallelFor& parallel_for);
 

@@ -3,6 +3,8 @@
 //
 //   control | a line per rank | two descriptions per rank | mailboxes | two slots per rank | arenas
 #pragma once
+#include <pthread.h>
+
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -11,6 +13,8 @@
 #include "../plan/plan.h"
 
 namespace pycollect::shm {
+
+inline constexpr int kMostRanks = 64;  // not more than that share a host here; a bit each
 
 // A collective is one or more runs of a program, a piece of the data each. `done` says how far a
 // rank is: the number of its run, then how many tasks of that run it has finished. It only grows,
@@ -44,10 +48,14 @@ struct Places {
 struct alignas(128) Line {
   std::atomic<uint64_t> done{0};
   std::array<Post, 2> posts = {};  // [call & 1]; written before `done` reaches the call
-  std::atomic<uint64_t> pulse{0};  // grows while the process lives, where nothing better tells
   alignas(64) std::array<Places, 2> places = {};
   std::atomic<uint32_t> sleepers{0};  // how many wait in the kernel for `done`
   std::atomic<uint32_t> left{0};      // the rank has destroyed its group
+  std::atomic<int32_t> core{-1};      // where it waited last
+  // The run after its last call's, for who asks what a rank that is gone has left undone. `done`
+  // has no need to say it before the next call does, and a store there takes the line from who
+  // looks at it: a fifth of a small call.
+  std::atomic<uint64_t> ended{0};
 };
 static_assert(sizeof(Line) == 128);
 
@@ -62,12 +70,26 @@ struct alignas(64) Description {
   std::array<char, 96> refusal = {};
 };
 
-// One for all. Whoever finds the group broken says so once, and everybody who waits sees it.
-struct alignas(128) Control {
-  std::atomic<uint64_t> broken{0};                    // 0, or why: see Group
-  std::array<std::atomic<uint64_t>, 64> nonces = {};  // not more ranks than that share a host here
+// What broke the group: the first who finds out writes it, between the two values of `state`.
+struct Breakage {
+  enum : uint32_t { whole, being_said, lost, timed_out };
+  std::atomic<uint32_t> state{whole};
+  uint64_t call = 0;
+  std::array<char, 48> operation = {};  // in which it was found; empty: in none
+  std::array<char, 512> cause = {};
 };
-inline constexpr int kMostRanks = 64;
+
+// Held by a rank for as long as its process lives: the kernel lets go of it when that ends.
+struct alignas(64) Life {
+  pthread_mutex_t held;
+};
+
+// One for all.
+struct alignas(128) Control {
+  Breakage breakage;
+  std::array<std::atomic<uint64_t>, kMostRanks> nonces = {};
+  std::array<Life, kMostRanks> lives = {};
+};
 
 struct Extents {
   int world;

@@ -1,12 +1,11 @@
 // Messages between two processes: sends and receives that match by peer and tag, each of which
 // moves on by itself. Small ones are copied into the peer's queue at once; for a large one the
-// receiver lends a pair of buffers when it has found the receive that it belongs to, so nothing
-// that nobody waits for can be in the way of what somebody does.
+// receiver lends a buffer when it has found the receive that it belongs to, so nothing that nobody
+// waits for can be in the way of what somebody does. A rank may be its own peer.
 #pragma once
+#include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <vector>
 
 #include "group.h"
 
@@ -24,6 +23,8 @@ class Mailbox {
 
   explicit Mailbox(Group& group);
   ~Mailbox();
+  Mailbox(const Mailbox&) = delete;
+  Mailbox& operator=(const Mailbox&) = delete;
 
   class Transfer {  // a send or a receive that has been asked for
    public:
@@ -33,17 +34,25 @@ class Mailbox {
     virtual Rank peer() const = 0;     // of a receive from anybody: known when it is done
   };
 
-  // The memory must stay until the transfer is done. A receive of fewer bytes than were sent, or of
-  // another dtype, fails on both sides and leaves the memory as it was.
+  // Neither waits for anybody. The memory must stay until the transfer is done. A receive of
+  // another size or dtype than was sent fails with std::invalid_argument and leaves the memory as
+  // it was; so does the send, unless the message was so small that it was done when it was sent.
   std::shared_ptr<Transfer> send(Rank to, const Envelope& envelope, const std::byte* data);
   std::shared_ptr<Transfer> receive(std::optional<Rank> from, const Envelope& envelope,
                                     std::byte* into);
 
-  // Moves whatever can be moved, from any thread. Returns whether anything was.
+  // Moves whatever can be moved, unless another thread is at it. Returns whether anything was.
   bool progress();
-  bool idle();  // is nothing of this rank's under way?
-  // Moves things until the transfer is done. Throws what it failed with; PeerLost, Timeout.
+  bool idle() const;  // is nothing of this rank's under way?
+  // Moves things, and sleeps when there are none to move, until the transfer is done. Any number of
+  // threads may wait at a time. Throws what it failed with; PeerLost and Timeout, and with those
+  // everything that is under way fails.
   void wait(Transfer& transfer, const Occasion& occasion);
+  // The same for everything that is under way, until all is done or `stop` says so; for a thread
+  // that keeps things moving while nobody waits. Returns idle(). `stop` is looked at about every
+  // 10 ms when nothing moves, and after `wake`.
+  bool work(const std::function<bool()>& stop, const Occasion& occasion);
+  void wake();
 
  private:
   class Post;

@@ -3,35 +3,43 @@
 // whole and memory is committed in parts, so what is mapped never moves.
 #pragma once
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
+
+#include "system.h"
 
 namespace pycollect::shm {
 
 class Segment {
  public:
   static std::shared_ptr<Segment> create_unnamed(std::size_t bytes);
+  // In /dev/shm. Whoever creates one holds a lock on it, and first removes those that nobody holds:
+  // of jobs that were killed between here and `remove_name`.
   static std::shared_ptr<Segment> create_named(const std::string& name, std::size_t bytes);
   static std::shared_ptr<Segment> open_named(const std::string& name, std::size_t bytes);
-  static std::shared_ptr<Segment> adopt(int fd, std::size_t bytes);  // takes the descriptor
+  static void remove_name(const std::string& name);  // may be gone already
+  static std::string name_of(uint64_t number);
+  static std::shared_ptr<Segment> adopt(Descriptor file, std::size_t bytes);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
   std::byte* data() const { return data_; }
   std::size_t bytes() const { return bytes_; }
-  int descriptor() const { return fd_; }
+  int descriptor() const { return file_.get(); }
 
   // Gets memory for a part now, or throws std::runtime_error that says how much there was to get:
   // a full /dev/shm is an error here and not a SIGBUS later.
   void commit(std::size_t offset, std::size_t bytes);
   // Maps a committed part's pages into this process, so that no collective pays for the faults.
-  void touch(std::size_t offset, std::size_t bytes) const;
-  void give_back(std::size_t offset, std::size_t bytes);  // whole pages of it
+  // Harmless to who uses them meanwhile.
+  void touch(std::size_t offset, std::size_t bytes) const noexcept;
+  void give_back(std::size_t offset, std::size_t bytes) noexcept;  // whole pages of it
 
  private:
-  Segment(int fd, std::size_t bytes);
-  int fd_;
+  Segment(Descriptor file, std::size_t bytes);
+  Descriptor file_;
   std::size_t bytes_;
   std::byte* data_;
 };

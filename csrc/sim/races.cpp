@@ -33,7 +33,7 @@ struct Done {       // about one task
 };
 
 std::string words(const Access& a) {
-  return a.step == kBoundary
+  return a.step < 0
              ? text(a.count == 1 ? "the entry of rank " : "the exit of rank ", a.rank)
              : text("step ", a.step, " by rank ", a.rank);
 }
@@ -152,7 +152,7 @@ void check(const Plan& plan, const Program& program) {
           " ranks does not belong to a plan of ", plan.world);
   for (const auto& tasks : program)
     for (const Task& task : tasks) {
-      require(task.step >= kBoundary && task.step < static_cast<int>(plan.steps.size()),
+      require(task.step >= kSides && task.step < static_cast<int>(plan.steps.size()),
               "a task names step ", task.step, " of a plan with ", plan.steps.size());
       for (Wait w : task.waits)
         require(w.rank >= 0 && w.rank < plan.world && w.count >= 1 &&

@@ -1,0 +1,222 @@
+// See agreement.h. The sentence that says what differs is made from the descriptions alone, of the
+// first rank that is unlike rank 0, so that all ranks make the same one.
+#include "agreement.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "../plan/error.h"
+
+namespace pycollect::shm {
+namespace {
+
+class Hashing {
+ public:
+  void add(uint64_t word) {  // multiply and fold: a few cycles, and every bit reaches the others
+    const auto wide = static_cast<unsigned __int128>(state_ ^ word) * 0x9e3779b97f4a7c15U;
+    state_ = static_cast<uint64_t>(wide) ^ static_cast<uint64_t>(wide >> 64) ^ 0x2545f4914f6cdd1dU;
+  }
+  uint64_t value() const { return state_; }
+
+ private:
+  uint64_t state_ = 0x6a09e667f3bcc909U;
+};
+
+uint32_t hash(std::string_view text) {
+  uint32_t h = 2166136261U;  // FNV-1a
+  for (const char c : text) h = (h ^ static_cast<uint8_t>(c)) * 16777619U;
+  return h;
+}
+
+bool reduces(Collective c) {
+  return c == Collective::all_reduce || c == Collective::reduce || c == Collective::reduce_scatter;
+}
+bool has_root(Collective c) {
+  return c == Collective::reduce || c == Collective::broadcast || c == Collective::scatter ||
+         c == Collective::gather;
+}
+std::size_t sum(const Sizes& blocks) {
+  std::size_t all = 0;
+  for (std::size_t n : blocks) all += n;
+  return all;
+}
+uint64_t options(const Request& r) { return uint64_t{hash(r.algorithm)} << 32 | r.tensors; }
+
+// As the caller sees it: what the rank brings, or gets if it brings nothing.
+uint64_t elements(const Request& r) {
+  return sum(r.input.blocks.empty() ? r.output.blocks : r.input.blocks);
+}
+
+// What all ranks must give alike, whatever of it a rank can know: the blocks of all ranks, or one
+// of them where all are equal.
+void add_blocks(Hashing& h, const Request& r) {
+  const Holds in = input_of(r.collective, r.in_place), out = output_of(r.collective, r.in_place);
+  const bool from_input =
+      r.in_place || r.output.blocks.empty() || (in == Holds::all_blocks && !r.input.blocks.empty());
+  const Side& side = from_input ? r.input : r.output;
+  const bool one = r.collective == Collective::all_to_all || r.collective == Collective::gather ||
+                   r.collective == Collective::scatter;
+  if ((from_input ? in : out) == Holds::own_block)
+    h.add(sum(side.blocks));
+  else if (one)
+    h.add(side.blocks.empty() ? 0 : side.blocks[0]);
+  else
+    for (const std::size_t block : side.blocks) h.add(block);
+}
+
+// Sent and received elements, by peer, behind the description.
+struct Counts {
+  uint64_t *sent, *received;
+};
+Counts counts(Group& group, Rank r, uint64_t call) {
+  auto* sent = reinterpret_cast<uint64_t*>(&group.description(r, call) + 1);
+  return {sent, sent + group.world()};
+}
+
+void write_counts(Group& group, const Request& r, uint64_t call) {
+  const auto [sent, received] = counts(group, group.rank(), call);
+  const int world = group.world();
+  auto fill = [&](uint64_t* to, const Side& side, Holds holds) {
+    const bool is_own = holds == Holds::own_block;
+    for (Rank peer = 0; peer < world; ++peer)
+      to[peer] = side.blocks.empty() ? 0
+                 : !is_own           ? side.blocks[peer]
+                                     : (peer == r.root ? sum(side.blocks) : 0);
+  };
+  fill(sent, r.input, input_of(r.collective, r.in_place));
+  fill(received, r.output, output_of(r.collective, r.in_place));
+}
+
+bool same(const Post& post, uint64_t signature) {
+  return post.signature == signature && (post.flags & Post::refused) == 0;
+}
+
+std::string words(const Description& d, const Description& other) {
+  const auto collective = static_cast<Collective>(d.collective);
+  std::string said = name(collective);
+  if (d.call != other.call) said += text(" as its call ", d.call);
+  if (collective == Collective::barrier) return said;
+  said += text(" of ", d.elements, " ", name(static_cast<DType>(d.dtype)));
+  if (reduces(collective)) said += text(", op ", name(static_cast<ReduceOp>(d.op)));
+  if (has_root(collective)) said += text(", root ", d.root);
+  const auto tensors = static_cast<uint32_t>(d.options),
+             other_tensors = static_cast<uint32_t>(other.options);
+  if (tensors != other_tensors) said += text(", in ", tensors, " tensors");
+  if (d.in_place != other.in_place) said += d.in_place ? ", in place" : ", out of place";
+  return said;
+}
+
+std::string difference(Group& group, Rank r, uint64_t call) {
+  const Description &one = group.description(r, call), &zero = group.description(0, call);
+  const std::string mine = words(one, zero), theirs = words(zero, one);
+  std::string said = text("ranks of a group must call the same: rank ", r, " called ", mine,
+                          ", rank 0 called ", theirs);
+  if (mine == theirs)
+    said += one.options >> 32 != zero.options >> 32 ? ", but with different algorithms"
+                                                    : ", but with blocks of different sizes";
+  return said;
+}
+
+[[noreturn]] void refuse_difference(Group& group, uint64_t call) {
+  const auto post = [&](Rank r) -> const Post& { return group.line(r).posts[call & 1]; };
+  for (Rank r = 0; r < group.world(); ++r)
+    if ((post(r).flags & Post::refused) != 0) {
+      const Description& d = group.description(r, call);
+      throw std::invalid_argument(text("rank ", r, " refused ",
+                                       name(static_cast<Collective>(d.collective)), ": ",
+                                       d.refusal.data()));
+    }
+  Rank r = 1;
+  while (r + 1 < group.world() && same(post(r), post(0).signature)) ++r;
+  throw std::invalid_argument(difference(group, r, call));
+}
+
+// Does everybody receive what is sent to it?
+void check_counts(Group& group, const Statement& s) {
+  for (Rank from = 0; from < group.world(); ++from)
+    for (Rank to = 0; to < group.world(); ++to) {
+      const uint64_t sent = counts(group, from, s.call).sent[to];
+      const uint64_t received = counts(group, to, s.call).received[from];
+      require(sent == received, name(s.collective), ": rank ", from, " sends ", sent,
+              " elements to rank ", to, ", which has room for ", received);
+    }
+}
+
+void describe(Description& d, const Statement& s) {
+  d.collective = static_cast<uint8_t>(s.collective);
+  d.call = s.call;
+}
+
+}  // namespace
+
+uint64_t signature(const Request& r, uint64_t call) {
+  Hashing h;
+  h.add(static_cast<uint64_t>(r.collective) | static_cast<uint64_t>(r.dtype) << 8 |
+        (reduces(r.collective) ? static_cast<uint64_t>(r.op) : 0) << 16 |
+        uint64_t{r.in_place} << 24 | uint64_t{r.irregular} << 25 |
+        static_cast<uint64_t>(has_root(r.collective) ? r.root : 0) << 32);
+  h.add(call);
+  h.add(options(r));
+  if (r.irregular || r.collective == Collective::barrier) return h.value();
+  add_blocks(h, r);
+  return h.value();
+}
+
+void settle(Group& group, uint64_t run, const Occasion& occasion) {
+  for (Rank r = 0; r < group.world(); ++r)
+    if (r != group.rank()) group.await(r, at_run(run - 1), occasion);
+}
+
+void begin(Group& group, uint64_t run, const Occasion& occasion) {
+  const Post& last = group.line(group.rank()).posts[(occasion.call - 1) & 1];
+  const bool refused = (last.flags & Post::refused) != 0;
+  for (Rank r = 0; r < group.world(); ++r)
+    if (r != group.rank()) group.await(r, at_run(run - 1) + refused, occasion);
+}
+
+void state(Group& group, const Statement& s, const Request* request) {
+  Description& d = group.description(group.rank(), s.call);
+  describe(d, s);
+  if (request != nullptr) {
+    d.dtype = static_cast<uint8_t>(request->dtype);
+    d.op = static_cast<uint8_t>(request->op);
+    d.in_place = request->in_place;
+    d.root = request->root;
+    d.elements = elements(*request);
+    d.options = options(*request);
+    if (request->irregular) write_counts(group, *request, s.call);
+  }
+  Line& line = group.line(group.rank());
+  line.posts[s.call & 1] = s.post;
+  if ((s.post.flags & Post::placed) != 0) line.places[s.call & 1] = s.places;
+}
+
+void state_refusal(Group& group, const Statement& s, std::string_view why) {
+  Description& d = group.description(group.rank(), s.call);
+  describe(d, s);
+  const std::size_t n = std::min(why.size(), d.refusal.size() - 1);
+  std::memcpy(d.refusal.data(), why.data(), n);
+  d.refusal[n] = '\0';
+  group.line(group.rank()).posts[s.call & 1] = s.post;
+}
+
+Agreed agree(Group& group, const Statement& mine, uint64_t run, const Occasion& occasion) {
+  const uint64_t entered = at_run(run) + 1;
+  for (Rank r = 0; r < group.world(); ++r)
+    if (r != group.rank()) group.await(r, entered, occasion);
+  Agreed agreed;
+  bool alike = true;
+  for (Rank r = 0; r < group.world(); ++r) {
+    const Post& post = group.line(r).posts[mine.call & 1];
+    alike &= same(post, mine.post.signature);
+    agreed.pieces = std::max(agreed.pieces, post.pieces);
+    agreed.placed &= (post.flags & Post::placed) != 0;
+  }
+  if (!alike) [[unlikely]]
+    refuse_difference(group, mine.call);
+  if ((mine.post.flags & Post::irregular) != 0) check_counts(group, mine);
+  return agreed;
+}
+
+}  // namespace pycollect::shm

@@ -1,0 +1,39 @@
+// How ranks find out, before anything is written, that all of them were asked for the same: a
+// signature each, and for people a description, published with the counter that they poll anyway.
+#pragma once
+#include <string_view>
+
+#include "executor.h"
+#include "sides.h"
+
+namespace pycollect::shm {
+
+// What a rank says of a call.
+struct Statement {
+  Collective collective = Collective::barrier;
+  uint64_t call = 0;
+  Post post = {};
+  Places places = {};
+};
+
+// Equal on ranks that were asked for the same.
+uint64_t signature(const Request& request, uint64_t call);
+
+// Waits until the slot of the run before the last may be overwritten: everybody has finished it.
+// Before a call's first run `begin` does, and sees to its post too: a rank that refused the last
+// call has not waited for the others' posts.
+void begin(Group& group, uint64_t run, const Occasion& occasion);
+void settle(Group& group, uint64_t run, const Occasion& occasion);
+// Writes the post. It counts as soon as the counter is advanced beyond `at_run(run)`.
+void state(Group& group, const Statement& statement, const Request* request);
+void state_refusal(Group& group, const Statement& statement, std::string_view why);
+
+struct Agreed {
+  uint32_t pieces = 0;  // the most that any rank says
+  bool placed = true;   // everybody's tensors lie in its arena
+};
+// Waits for everybody's post. Throws std::invalid_argument, on every rank the same, if they are not
+// alike.
+Agreed agree(Group& group, const Statement& mine, uint64_t run, const Occasion& occasion);
+
+}  // namespace pycollect::shm

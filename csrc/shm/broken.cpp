@@ -1,0 +1,54 @@
+#include "broken.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "../plan/error.h"
+
+namespace pycollect::shm {
+namespace {
+
+// How long who finds the group broken waits for the words: they are written at once, but their
+// writer can be killed.
+constexpr std::chrono::milliseconds kSaying{100};
+
+template <std::size_t n>
+void write(std::array<char, n>& to, const std::string& from) {
+  std::memcpy(to.data(), from.data(), std::min(from.size(), n - 1));  // the rest is zeros
+}
+
+}  // namespace
+
+std::string Broken::name(const Occasion& occasion) const {
+  return text(occasion.operation, " #", occasion.call, " of group '", group_, "'");
+}
+
+void Broken::say(uint32_t kind, const std::string& cause, const Occasion* found_in) {
+  uint32_t whole = Breakage::whole;
+  if (!breakage_.state.compare_exchange_strong(whole, Breakage::being_said)) return;
+  if (found_in != nullptr) {
+    breakage_.call = found_in->call;
+    write(breakage_.operation, found_in->operation);
+  }
+  write(breakage_.cause, cause);
+  breakage_.state.store(kind, std::memory_order_release);
+}
+
+void Broken::rethrow(const Occasion& occasion) const {
+  const Deadline end = Clock::now() + kSaying;
+  uint32_t state = Breakage::being_said;
+  while ((state = breakage_.state.load(std::memory_order_acquire)) == Breakage::being_said &&
+         Clock::now() < end)
+    sched_yield();
+  if (state == Breakage::being_said)
+    throw PeerLost(text(name(occasion), ": a rank died while it told why the group is broken"));
+  const std::string found_in = breakage_.operation.data();
+  const bool here = found_in == occasion.operation && breakage_.call == occasion.call;
+  const std::string since =
+      here || found_in.empty() ? "" : text("broken since ", found_in, " #", breakage_.call, ": ");
+  const std::string why = text(name(occasion), ": ", since, breakage_.cause.data());
+  if (state == Breakage::timed_out) throw Timeout(why);
+  throw PeerLost(why);
+}
+
+}  // namespace pycollect::shm

@@ -1,0 +1,206 @@
+// See executor.h. A call is an exchange of posts, with the first piece's copies into the own slot
+// in front of it where the tensors are not in shared memory, and then the rank's script for each
+// piece. Nothing on the way of a small call allocates.
+#include "executor.h"
+
+#include <array>
+
+#include "../cpu/step_runner.h"
+#include "../plan/error.h"
+#include "../plan/select.h"
+#include "agreement.h"
+#include "pieces.h"
+#include "script.h"
+#include "sides.h"
+
+namespace pycollect::shm {
+namespace {
+
+// Below this much the tensors' place is not looked at: copying so little is cheaper than waiting
+// until the others are done with one's own memory.
+constexpr std::size_t kPlacedBytes = 512;
+// An output this large is not in the caches when it has been written, and stores that pass them by
+// are up to twice as fast.
+constexpr std::size_t kStreamedBytes = 16 << 20;
+
+uint64_t run_number(const Group& group) {
+  const Line& line = group.line(group.rank());
+  const uint64_t done = line.done.load(std::memory_order_relaxed);
+  const uint64_t ended = line.ended.load(std::memory_order_relaxed);
+  return (reached(ended, done) ? ended : done) >> kTaskBits;
+}
+
+// The others have read what this rank is going to write; getting it back takes as long as
+// everything that comes before the writing.
+void fetch_own(const Group& group) {
+  __builtin_prefetch(&group.line(group.rank()), 1);
+  __builtin_prefetch(group.slot(group.rank(), run_number(group)), 1);
+}
+
+const Script& looked_up(const Group& group, const Request& r, const Situation& s) {
+  const Choice choice = choose(s, r.algorithm);
+  return script({choice.algorithm, s.world, choice.pieces, r.root, group.rank(), r.in_place,
+                 s.ground == Ground::arenas});
+}
+
+// What was chosen last is known without a look at names: a fourth of a small call's time.
+const Script& script_for(const Group& group, const Request& r, std::size_t bytes, Ground ground) {
+  struct Last {
+    Situation situation;
+    Rank rank, root;
+    const Script* value = nullptr;
+  };
+  thread_local std::array<Last, 2> last;
+  const Situation s{r.collective, group.world(), bytes, r.dtype, r.in_place, ground};
+  if (!r.algorithm.empty()) return looked_up(group, r, s);
+  Last& kept = last[ground == Ground::arenas];
+  if (kept.value == nullptr || kept.situation != s || kept.rank != group.rank() ||
+      kept.root != r.root)
+    kept = {s, group.rank(), r.root, &looked_up(group, r, s)};
+  return *kept.value;
+}
+
+FoldOptions options_of(const Group& group, const Request& request) {
+  FoldOptions options = request.options;
+  options.world = group.world();
+  return options;
+}
+
+// Everything that can be refused is, before the others hear of the call.
+struct Prepared {
+  Sides sides;
+  const std::size_t bytes;   // of all blocks; 0 where a rank cannot know it
+  const Script& slots;       // through the slots
+  const Script* const open;  // in the tensors themselves; null: not for so little
+  const cpu::RowRunner row;
+  const bool streamed;
+
+  Prepared(const Group& group, const Request& request)
+      : sides(request, group.rank(), group.world()),
+        bytes(sides.elements() * sides.item()),
+        slots(script_for(group, request, bytes, Ground::slots)),
+        open(bytes < kPlacedBytes || group.layout().sizes.arena_bytes == 0
+                 ? nullptr
+                 : &script_for(group, request, bytes, Ground::arenas)),
+        row(request.dtype, request.op, options_of(group, request)),
+        streamed(request.options.non_temporal && !request.in_place &&
+                 sides.total(request.output) * sides.item() >= kStreamedBytes) {
+    region_bytes(group, slots);
+    if (open != nullptr) region_bytes(group, *open);
+    require(!request.irregular || slots.measured, name(request.collective), ": algorithm '",
+            request.algorithm, "' cannot move unlike blocks");
+  }
+};
+
+// Where the rank's sides lie in its arena, if they do whole, as far as others are to touch them.
+bool find_places(const Group& group, const Prepared& p, Places& places) {
+  if (p.open == nullptr) return false;
+  const std::size_t bytes = group.layout().sizes.arena_bytes;
+  auto find = [&](Where where, bool lent, uint64_t& at) {
+    if (!lent) return true;
+    const Memories& m = p.sides.memory(where);
+    const std::ptrdiff_t offset = m.base() - group.arena(group.rank());
+    at = static_cast<uint64_t>(offset);
+    return m.whole() && m.base() != nullptr && offset >= 0 && at < bytes;
+  };
+  return find(Where::input, p.open->lends_input, places.input) &&
+         find(Where::output, p.open->lends_output, places.output);
+}
+
+// Whoever cannot go on in the middle of a call takes the others with it: they would wait for it.
+template <class F>
+void whole_or_broken(Group& group, const Occasion& occasion, F&& f) {
+  try {
+    f();
+  } catch (const CollectiveError&) {
+    throw;
+  } catch (const std::exception& error) {
+    group.abort(text("it failed in ", occasion.operation, ": ", error.what()));
+    throw;
+  }
+}
+
+Agreed agree_or_skip(Group& group, const Statement& mine, uint64_t run, const Occasion& occasion) {
+  try {
+    return agree(group, mine, run, occasion);
+  } catch (const std::invalid_argument&) {
+    group.advance(at_run(run + 1));
+    throw;
+  }
+}
+
+void run_collective(Group& group, const Request& request, Prepared& p, const Occasion& occasion,
+                    const cpu::ParallelFor& parallel_for) {
+  const uint64_t first = run_number(group);
+  Statement mine{
+      request.collective, occasion.call, {.signature = signature(request, occasion.call)}, {}};
+  const bool placed = find_places(group, p, mine.places);
+  p.sides.cut(p.slots.chunks);
+  Pieces pieces(group, p.sides, p.row, parallel_for);
+  pieces.use(p.slots, request.irregular, occasion.call, p.streamed);
+  mine.post.pieces = pieces.wanted();
+  if (placed) mine.post.flags |= Post::placed;
+  if (request.irregular) mine.post.flags |= Post::irregular;
+
+  begin(group, first, occasion);
+  if (!placed) whole_or_broken(group, occasion, [&] { pieces.lead(first); });
+  // As late as can be: the others look at this line all the while, and each store takes it away
+  // from them and back.
+  state(group, mine, &request);
+  group.advance(at_run(first) + (placed ? 1 : p.slots.led()));
+  Agreed agreed = agree_or_skip(group, mine, first, occasion);
+  if (agreed.placed) {
+    p.sides.cut(p.open->chunks);
+    pieces.use(*p.open, false, occasion.call, p.streamed);
+    agreed.pieces = pieces.wanted();
+  }
+  whole_or_broken(group, occasion, [&] { pieces.run(first, agreed.pieces, !placed, occasion); });
+}
+
+void run_barrier(Group& group, const Request& request, const Occasion& occasion) {
+  const uint64_t run = run_number(group);
+  const Statement mine{
+      request.collective, occasion.call, {.signature = signature(request, occasion.call)}, {}};
+  begin(group, run, occasion);
+  state(group, mine, &request);
+  group.advance(at_run(run + 1));  // nothing follows the exchange
+  agree(group, mine, run, occasion);
+}
+
+void refuse_at(Group& group, Collective collective, const Occasion& occasion,
+               std::string_view why) {
+  const uint64_t run = run_number(group);
+  begin(group, run, occasion);
+  state_refusal(group, {collective, occasion.call, {.flags = Post::refused}, {}}, why);
+  group.advance(at_run(run + 1));
+}
+
+Prepared prepare(Group& group, const Request& request, const Occasion& occasion) {
+  try {
+    return Prepared(group, request);
+  } catch (const std::invalid_argument& error) {
+    refuse_at(group, request.collective, occasion, error.what());
+    throw;
+  }
+}
+
+}  // namespace
+
+void run(Group& group, const Request& request, uint64_t call, Deadline deadline,
+         const cpu::ParallelFor& parallel_for) {
+  const Occasion occasion{name(request.collective), call, deadline};
+  group.require_whole(occasion);
+  fetch_own(group);
+  if (request.collective == Collective::barrier) return run_barrier(group, request, occasion);
+  Prepared prepared = prepare(group, request, occasion);
+  run_collective(group, request, prepared, occasion, parallel_for);
+}
+
+void refuse(Group& group, Collective collective, uint64_t call, Deadline deadline,
+            std::string_view why) {
+  const Occasion occasion{name(collective), call, deadline};
+  group.require_whole(occasion);
+  refuse_at(group, collective, occasion, why);
+}
+
+}  // namespace pycollect::shm

@@ -1,0 +1,97 @@
+#include "group.h"
+
+#include "../plan/error.h"
+#include "meeting.h"
+
+namespace pycollect::shm {
+namespace {
+
+int checked_world(Rank rank, int world) {
+  require(world >= 1 && world <= kMostRanks, "a pycollect group has 1 to ", kMostRanks,
+          " ranks, not ", world);
+  require(rank >= 0 && rank < world, "rank ", rank, " is not in a group of ", world);
+  return world;
+}
+
+}  // namespace
+
+Group::Group(Board& board, Rank rank, int world, Settings settings)
+    : rank_(rank),
+      world_(checked_world(rank, world)),
+      settings_(std::move(settings)),
+      layout_({world, settings_.slot_bytes, settings_.mailbox_bytes, settings_.arena_bytes}),
+      seen_(std::make_unique<std::atomic<uint64_t>[]>(world)) {
+  Meeting meeting(board, rank, world, settings_);
+  pids_ = pids(meeting.ranks());
+  std::vector<uint64_t> nonces;
+  for (const Introduction& it : meeting.ranks()) nonces.push_back(it.nonce);
+  const bool by_pidfd = settings_.watch != Watch::hangup && can_all_watch(meeting.ranks());
+  require(by_pidfd || settings_.watch != Watch::pidfd, "the ranks of group '", settings_.name,
+          "' cannot watch each other by pidfd: the kernel is older than 5.3, or they are in "
+          "different pid namespaces; PYCOLLECT_SHM_WATCH=hangup needs neither");
+  const int cores = settings_.cores > 0 ? settings_.cores : shared_cores(meeting.ranks());
+  crowded_ = world > cores;
+  meeting.share(layout_.total, [&](std::shared_ptr<Segment> segment) {
+    adopt(std::move(segment));
+    Control& control = *reinterpret_cast<Control*>(base_);
+    control.nonces[rank].store(nonces[rank]);
+    peers_ = by_pidfd ? watch_by_pidfd(pids_, rank) : watch_by_lock(control, world, rank);
+  });
+  require_one_memory(nonces);
+  // Now that all have committed theirs: everything that a collective touches but the arenas.
+  segment_->touch(0, layout_.arenas);
+}
+
+// Takes the memory, and commits what is this rank's to commit: its slots, and rank 0 what is
+// everybody's.
+void Group::adopt(std::shared_ptr<Segment> segment) {
+  peers_.reset();  // what it holds may be in memory that is let go of now
+  segment_ = std::move(segment);
+  base_ = segment_->data();
+  lines_ = reinterpret_cast<Line*>(base_ + layout_.lines);
+  const std::size_t first = layout_.slot(rank_, 0), end = first + 2 * layout_.slot_stride;
+  if (rank_ == 0)
+    segment_->commit(0, layout_.slots);
+  else
+    segment_->commit(0, Layout::up(sizeof(Control)));
+  segment_->commit(first, end - first);
+  broken_ = std::make_unique<Broken>(reinterpret_cast<Control*>(base_)->breakage, settings_.name);
+}
+
+void Group::require_one_memory(const std::vector<uint64_t>& nonces) const {
+  const Control& control = *reinterpret_cast<const Control*>(base_);
+  for (Rank r = 0; r < world_; ++r)
+    if (control.nonces[r].load() != nonces[r])
+      throw CollectiveError(text("the ranks of group '", settings_.name,
+                                 "' were handed different memory: are they on one host?"));
+}
+
+Group::~Group() {
+  if (!origin_.is_here()) return;
+  lines_[rank_].left.store(1, std::memory_order_seq_cst);
+  wake_everybody();
+}
+
+Description& Group::description(Rank r, uint64_t call) const {
+  return *reinterpret_cast<Description*>(base_ + layout_.description(r, call));
+}
+
+void Group::require_whole(const Occasion& occasion) const {
+  if (!origin_.is_here()) [[unlikely]]
+    throw CollectiveError(text(broken_->name(occasion), ": this process is a forked child of rank ",
+                               rank_, ", and not a rank itself; make a group of its own in it"));
+  if (broken_->yes()) [[unlikely]]
+    broken_->rethrow(occasion);
+}
+
+void Group::abort(const std::string& why) {
+  if (!origin_.is_here()) return;
+  broken_->say(Breakage::lost, text("rank ", rank_, " aborted the group: ", why), nullptr);
+  wake_everybody();
+}
+
+void Group::wake_everybody() const {
+  for (Rank r = 0; r < world_; ++r) wake_sleepers(lines_[r].done);
+}
+
+}  // namespace pycollect::shm

@@ -1,0 +1,142 @@
+#include "introduction.h"
+
+#include <sched.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <fstream>
+#include <sstream>
+#include <thread>
+
+#include "../plan/error.h"
+#include "life.h"
+#include "ranks.h"
+#include "system.h"
+
+namespace pycollect::shm {
+namespace {
+
+// The first word of what is posted. Another number means that the ranks' versions do not fit.
+constexpr char kVersion[] = "pycollect-1";
+
+std::string host_name() {
+  std::array<char, 256> name = {};
+  return gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown";
+}
+
+std::string boot_id() {
+  std::string id;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> id;
+  return id.empty() ? "of " + host_name() : id;
+}
+
+uint64_t pid_space() {
+  struct stat found = {};
+  return stat("/proc/self/ns/pid", &found) == 0 ? found.st_ino : 0;
+}
+
+std::array<uint64_t, Introduction::kCoreWords> own_cores() {
+  std::array<uint64_t, Introduction::kCoreWords> words = {};
+  cpu_set_t set;
+  static_assert(sizeof set == sizeof words);
+  if (sched_getaffinity(0, sizeof set, &set) == 0) std::memcpy(words.data(), &set, sizeof set);
+  return words;
+}
+
+}  // namespace
+
+Introduction introduce(const Settings& settings, int world) {
+  const std::string terms = text(
+      "ranks=", world, " slot_bytes=", settings.slot_bytes,
+      " mailbox_bytes=", settings.mailbox_bytes, " arena_bytes=", settings.arena_bytes,
+      " share=", static_cast<int>(settings.share), " watch=", static_cast<int>(settings.watch));
+  return {.host = host_name(),
+          .boot = boot_id(),
+          .pid = getpid(),
+          .pid_space = pid_space(),
+          .can_watch = can_open_pidfd(),
+          .nonce = random_number(),
+          .hatch = {},
+          .cores = own_cores(),
+          .terms = terms};
+}
+
+std::string Introduction::encode() const {
+  std::ostringstream out;
+  out << kVersion << '\n' << host << '\n' << boot << '\n' << terms << '\n' << hatch << '\n';
+  out << pid << ' ' << pid_space << ' ' << can_watch << ' ' << nonce;
+  for (uint64_t word : cores) out << ' ' << word;
+  return out.str();
+}
+
+Introduction Introduction::decode(const std::string& posted) {
+  std::istringstream in(posted);
+  Introduction it;
+  std::string version;
+  std::getline(in, version);
+  for (std::string* line : {&it.host, &it.boot, &it.terms, &it.hatch}) std::getline(in, *line);
+  in >> it.pid >> it.pid_space >> it.can_watch >> it.nonce;
+  for (uint64_t& word : it.cores) in >> word;
+  require(in && version == kVersion, "the ranks of a group must run the same version of pycollect");
+  return it;
+}
+
+void require_one_host(const std::vector<Introduction>& ranks, const std::string& group) {
+  std::vector<std::pair<const Introduction*, std::vector<Rank>>> hosts;
+  for (Rank r = 0; r < static_cast<Rank>(ranks.size()); ++r) {
+    const auto known = std::ranges::find_if(
+        hosts, [&](const auto& host) { return host.first->boot == ranks[r].boot; });
+    if (known != hosts.end())
+      known->second.push_back(r);
+    else
+      hosts.push_back({&ranks[r], {r}});
+  }
+  if (hosts.size() == 1) return;
+  std::string places;
+  for (const auto& [host, there] : hosts) {
+    const bool unique = std::ranges::count_if(hosts, [&, of = host](const auto& other) {
+                          return other.first->host == of->host;
+                        }) == 1;
+    places +=
+        text(places.empty() ? "" : ", ", name(there), there.size() == 1 ? " is on " : " are on ",
+             host->host, unique ? "" : text(" (boot ", host->boot.substr(0, 8), ")"));
+  }
+  throw std::invalid_argument(text("a pycollect group is of one host; in group '", group, "' ",
+                                   places,
+                                   ": use gloo (CPU) or nccl (CUDA) between hosts, and a pycollect "
+                                   "group within each"));
+}
+
+void require_same_terms(const std::vector<Introduction>& ranks, const std::string& group) {
+  for (Rank r = 1; r < static_cast<Rank>(ranks.size()); ++r)
+    require(ranks[r].terms == ranks[0].terms, "the ranks of group '", group,
+            "' want different ones: rank 0 has ", ranks[0].terms, ", rank ", r, " has ",
+            ranks[r].terms, "; options and PYCOLLECT_ variables must be the same on all");
+}
+
+bool can_all_watch(const std::vector<Introduction>& ranks) {
+  return std::ranges::all_of(ranks, [&](const Introduction& it) {
+    return it.can_watch && it.pid_space != 0 && it.pid_space == ranks[0].pid_space;
+  });
+}
+
+std::vector<pid_t> pids(const std::vector<Introduction>& ranks) {
+  std::vector<pid_t> all;
+  for (const Introduction& it : ranks) all.push_back(it.pid);
+  return all;
+}
+
+int shared_cores(const std::vector<Introduction>& ranks) {
+  int cores = 0;
+  for (int i = 0; i < Introduction::kCoreWords; ++i) {
+    uint64_t all = 0;
+    for (const Introduction& it : ranks) all |= it.cores[i];
+    cores += std::popcount(all);
+  }
+  return cores > 0 ? cores : static_cast<int>(std::thread::hardware_concurrency());
+}
+
+}  // namespace pycollect::shm

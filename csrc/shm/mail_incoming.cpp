@@ -1,0 +1,192 @@
+// See mail_incoming.h. Only transfers that both ends have asked for hold a lane, so every lane
+// comes free as long as both ranks move things; and a ring is read for as long as somebody waits
+// for what may be in it, whatever else is.
+#include "mail_incoming.h"
+
+#include <numeric>
+
+namespace pycollect::shm {
+namespace {
+
+// Messages that nobody has asked for stay in their ring, and a full ring makes their sender wait.
+// That sender may be needed for something else first: up to here a ring that fills is emptied
+// whoever has asked for what, as long as this rank moves things at all.
+constexpr std::size_t kMostKept = 4 << 20;  // bytes of one peer's
+// Messages of one peer that are taken without giving the lock to another thread: a peer that never
+// stops sending must not hold up the rest. Takes some 10 us.
+constexpr int kMostTaken = 100;
+
+}  // namespace
+
+Incoming::Incoming(const MailArea& area, Rank me, Effects& effects)
+    : area_(area), me_(me), effects_(effects), free_(MailArea::kLanes) {
+  std::iota(free_.rbegin(), free_.rend(), 0);
+  for (Rank from = 0; from < area.world(); ++from)
+    peers_.push_back({RingReader(area.messages(from, me)), RingWriter(area.answers(from, me))});
+}
+
+void Incoming::receive(const MailPtr& mail) {
+  const Rank peer = mail->peer();
+  const bool anybody = peer == Mail::kAnybody;
+  const auto asked = waiting_.insert({{peer, mail->envelope.tag}, {order_++, mail}});
+  ++askers(peer);
+  for (int i = 0, turn = turn_; i < (anybody ? area_.world() : 1); ++i) {
+    const Rank from = anybody ? (turn + i) % area_.world() : peer;
+    if (take_kept(from, asked)) return;
+    for (int taken = 0; !mail->matched && taken < kMostTaken && take_one(from);) ++taken;
+    if (mail->matched) return;
+  }
+}
+
+bool Incoming::take_kept(Rank from, Waiting::iterator asked) {
+  const auto kept = kept_.lower_bound({from, asked->first.tag});
+  if (kept == kept_.end() || kept->first != Key{from, asked->first.tag}) return false;
+  const auto [record, payload] = std::move(kept->second);
+  kept_.erase(kept);
+  peers_[from].kept_bytes -= sizeof(Kept) + record.payload;
+  settle(from, record, payload.get(), unlist(asked));
+  return true;
+}
+
+bool Incoming::wants(const Peer& peer) const {
+  if (peer.asked + asked_anybody_ > 0) return true;
+  return peer.kept_bytes < kMostKept && peer.messages.crowded();
+}
+
+bool Incoming::take_one(Rank from) {
+  Peer& peer = peers_[from];
+  if (!wants(peer)) return false;
+  const Record* const record = peer.messages.peek();
+  if (record == nullptr) return false;
+  const auto asked = find(from, record->tag);
+  if (asked == waiting_.end())
+    keep(from, *record, peer.messages.payload());
+  else
+    settle(from, *record, peer.messages.payload(), unlist(asked));
+  peer.messages.pop();
+  effects_.touch(from);
+  return true;
+}
+
+// The first that asked for it, among those who want it from this peer and those from anybody.
+Incoming::Waiting::iterator Incoming::find(Rank from, uint32_t tag) {
+  const auto first = [&](Rank peer) {
+    const auto at = waiting_.lower_bound({peer, tag});
+    return at != waiting_.end() && at->first == Key{peer, tag} ? at : waiting_.end();
+  };
+  const auto named = first(from);
+  const auto anybody = asked_anybody_ > 0 ? first(Mail::kAnybody) : waiting_.end();
+  if (named == waiting_.end() || anybody == waiting_.end())
+    return named == waiting_.end() ? anybody : named;
+  return named->second.order < anybody->second.order ? named : anybody;
+}
+
+MailPtr Incoming::unlist(Waiting::iterator asked) {
+  MailPtr mail = std::move(asked->second.mail);
+  --askers(asked->first.peer);
+  waiting_.erase(asked);
+  return mail;
+}
+
+void Incoming::keep(Rank from, const Record& record, const std::byte* payload) {
+  auto copy = std::make_unique_for_overwrite<std::byte[]>(record.payload);
+  std::memcpy(copy.get(), payload, record.payload);
+  kept_.emplace(Key{from, record.tag}, Kept{record, std::move(copy)});
+  peers_[from].kept_bytes += sizeof(Kept) + record.payload;
+}
+
+void Incoming::settle(Rank from, const Record& record, const std::byte* payload,
+                      const MailPtr& mail) {
+  mail->matched = true;
+  if (mail->peer() == Mail::kAnybody) turn_ = (from + 1) % area_.world();
+  mail->set_peer(from);
+  const Envelope sent{record.bytes, record.dtype, record.tag}, &wanted = mail->envelope;
+  if (sent.bytes != wanted.bytes || sent.dtype != wanted.dtype) {
+    if (record.kind == Record::large) {
+      Record refusal{.number = record.number, .bytes = wanted.bytes, .kind = Record::refusal};
+      refusal.dtype = wanted.dtype;
+      answer(from, refusal);
+    }
+    effects_.finish(*mail, mismatch(from, sent, me_, wanted));
+  } else if (record.kind == Record::large) {
+    unlent_.push_back({mail, record.number});
+    lend();
+  } else {
+    if (record.payload != 0) std::memcpy(mail->into, payload, record.payload);
+    effects_.finish(*mail);
+  }
+}
+
+void Incoming::answer(Rank to, const Record& record) {
+  Peer& peer = peers_[to];
+  if (!peer.unsaid.empty() || !peer.answers.push(record)) peer.unsaid.push_back(record);
+  effects_.touch(to);
+}
+
+void Incoming::lend() {
+  while (!unlent_.empty() && !free_.empty()) {
+    const auto [mail, number] = unlent_.front();
+    const int lane = free_.back();
+    unlent_.pop_front();
+    free_.pop_back();
+    const LanePlace place = area_.lane(me_, lane);
+    const uint64_t begin = place.counters->emptied.load(std::memory_order_relaxed);
+    emptying_.push_back({mail, lane, Flow(place, begin, mail->envelope.bytes)});
+    answer(mail->peer(), {.number = number,
+                          .bytes = begin,
+                          .tag = static_cast<uint32_t>(lane),
+                          .kind = Record::grant});
+  }
+}
+
+// See Outgoing::fill.
+bool Incoming::empty(Emptying& emptying) {
+  Mail& mail = *emptying.mail;
+  const std::byte* const end = mail.into + kLaneBytes;
+  while (!emptying.flow.done() && mail.into < end && emptying.flow.empty(mail.into))
+    effects_.touch(mail.peer());
+  if (!emptying.flow.done()) return false;
+  free_.push_back(emptying.lane);
+  effects_.finish(mail);
+  return true;
+}
+
+void Incoming::move() {
+  const int world = area_.world();
+  bool taken = true;
+  for (int round = 0; taken && round < kMostTaken; ++round) {
+    taken = false;
+    for (int i = 0, turn = turn_; i < world; ++i) taken |= take_one((turn + i) % world);
+  }
+  std::erase_if(emptying_, [this](Emptying& emptying) { return empty(emptying); });
+  lend();
+  for (Rank to = 0; to < world; ++to)
+    for (Peer& peer = peers_[to]; !peer.unsaid.empty() && peer.answers.push(peer.unsaid.front());) {
+      peer.unsaid.pop_front();
+      effects_.touch(to);
+    }
+}
+
+uint64_t Incoming::missing() const {
+  Effects found;
+  for (const auto& [key, asked] : waiting_) {
+    if (key.peer == Mail::kAnybody) return ~uint64_t{0};
+    found.touch(key.peer);
+  }
+  for (const Matched& matched : unlent_) found.touch(matched.mail->peer());
+  for (const Emptying& emptying : emptying_) found.touch(emptying.mail->peer());
+  return found.touched;
+}
+
+void Incoming::fail(const std::exception_ptr& error) {
+  for (const auto& [key, asked] : waiting_) effects_.finish(*asked.mail, error);
+  for (const Matched& matched : unlent_) effects_.finish(*matched.mail, error);
+  for (const Emptying& emptying : emptying_) effects_.finish(*emptying.mail, error);
+  waiting_.clear();
+  unlent_.clear();
+  emptying_.clear();  // their lanes stay lent: the other end may still write there
+  for (Peer& peer : peers_) peer.asked = 0;
+  asked_anybody_ = 0;
+}
+
+}  // namespace pycollect::shm

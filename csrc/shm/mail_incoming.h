@@ -1,0 +1,84 @@
+// The receiving half of a mailbox: finds the receive that each message belongs to, keeps messages
+// that nobody has asked for yet, and lends lanes to large ones. Not locked: Mailbox does that.
+//
+// A message and a receive belong together when peer and tag are the same, both in the order in
+// which they were asked for; receives from anybody take the peers in turn.
+#pragma once
+#include <compare>
+#include <deque>
+#include <map>
+#include <vector>
+
+#include "mail.h"
+#include "mail_area.h"
+
+namespace pycollect::shm {
+
+class Incoming {
+ public:
+  Incoming(const MailArea& area, Rank me, Effects& effects);
+
+  void receive(const MailPtr& mail);
+  void move();
+  uint64_t missing() const;  // bit r: something of rank r's is asked for; from anybody: all bits
+  void fail(const std::exception_ptr& error);
+
+ private:
+  struct Peer {
+    RingReader messages;
+    RingWriter answers;
+    std::deque<Record> unsaid = {};  // answers behind a full ring
+    std::size_t kept_bytes = 0;
+    int asked = 0;  // receives that wait for a message of this peer's, and nobody else's
+  };
+  struct Key {
+    Rank peer;  // or Mail::kAnybody
+    uint32_t tag;
+    auto operator<=>(const Key&) const = default;
+  };
+  struct Asked {
+    uint64_t order;
+    MailPtr mail;
+  };
+  struct Kept {
+    Record record;
+    std::unique_ptr<std::byte[]> payload;
+  };
+  struct Matched {  // a large message and its receive
+    MailPtr mail;
+    uint64_t number;
+  };
+  struct Emptying {
+    MailPtr mail;
+    int lane;
+    Flow flow;
+  };
+  using Waiting = std::multimap<Key, Asked>;  // equal keys stay in the order of insertion
+
+  int& askers(Rank peer) { return peer == Mail::kAnybody ? asked_anybody_ : peers_[peer].asked; }
+  bool wants(const Peer& peer) const;
+  bool take_kept(Rank from, Waiting::iterator asked);
+  bool take_one(Rank from);
+  Waiting::iterator find(Rank from, uint32_t tag);
+  MailPtr unlist(Waiting::iterator asked);
+  void keep(Rank from, const Record& record, const std::byte* payload);
+  void settle(Rank from, const Record& record, const std::byte* payload, const MailPtr& mail);
+  void answer(Rank to, const Record& record);
+  void lend();
+  bool empty(Emptying& emptying);
+
+  MailArea area_;
+  Rank me_;
+  Effects& effects_;
+  std::vector<Peer> peers_;  // [rank]
+  std::multimap<Key, Kept> kept_;
+  Waiting waiting_;
+  uint64_t order_ = 0;  // of the next receive
+  int asked_anybody_ = 0;
+  Rank turn_ = 0;  // whose message the next receive from anybody takes, if there is one
+  std::deque<Matched> unlent_;
+  std::vector<int> free_;  // lanes
+  std::vector<Emptying> emptying_;
+};
+
+}  // namespace pycollect::shm

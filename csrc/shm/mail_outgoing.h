@@ -1,0 +1,47 @@
+// The sending half of a mailbox: puts messages into the peers' rings in order, keeps what does not
+// fit there yet, and fills the lanes that it is lent. Not locked: Mailbox does that.
+#pragma once
+#include <deque>
+#include <unordered_map>
+#include <vector>
+
+#include "mail.h"
+#include "mail_area.h"
+
+namespace pycollect::shm {
+
+class Outgoing {
+ public:
+  Outgoing(const MailArea& area, Rank me, Effects& effects);
+
+  void send(MailPtr mail);
+  void move();
+  uint64_t missing() const;  // bit r: something is under way to rank r
+  void fail(const std::exception_ptr& error);
+
+ private:
+  struct Peer {
+    RingWriter messages;
+    RingReader answers;
+    uint64_t sent = 0;
+    std::deque<MailPtr> queued = {};                        // behind a full ring
+    std::unordered_map<uint64_t, MailPtr> unanswered = {};  // [number]: large ones
+  };
+  struct Filling {
+    MailPtr mail;
+    Flow flow;
+  };
+
+  bool post(Peer& peer, const MailPtr& mail);
+  void hear(Peer& peer);
+  bool fill(Filling& filling);
+
+  MailArea area_;
+  Rank me_;
+  Effects& effects_;
+  std::size_t most_whole_;
+  std::vector<Peer> peers_;  // [rank]
+  std::vector<Filling> filling_;
+};
+
+}  // namespace pycollect::shm

@@ -1,0 +1,193 @@
+// See script.h. A region of a slot is given to each chunk of scratch and of host memory that some
+// task touches, in the same order on all ranks, so that no rank asks another where things are.
+#include "script.h"
+
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+#include <utility>
+
+#include "../plan/error.h"
+#include "../plan/order.h"
+#include "../plan/tidy.h"
+#include "layout.h"
+
+namespace pycollect::shm {
+namespace {
+
+bool in_slot(const Slice& s) { return s.buffer == Buffer::scratch || s.buffer == Buffer::host; }
+
+class Writing {
+ public:
+  Writing(const Plan& plan, bool in_place, Rank me)
+      : plan_(plan),
+        in_place_(in_place),
+        me_(me),
+        program_(lower(plan, in_place, Pace::any, kSides)),
+        finishes_(finishes(plan, in_place)),
+        region_(cells(plan), kNone),
+        waited_(program_[me].size() + 1) {
+    script_.chunks = plan.chunks;
+    give_regions();
+    find_chunks();
+    for (const auto& tasks : program_)
+      for (const Task& task : tasks)
+        for (const Wait w : task.waits)
+          if (w.rank == me) waited_[w.count] = true;
+  }
+
+  Script run() {
+    const auto& tasks = program_[me_];
+    require(tasks.size() < std::size_t{1} << kTaskBits, "a rank has ", tasks.size(),
+            " tasks, more than can be counted");
+    for (std::size_t i = 1; i + 1 < tasks.size(); ++i) add(tasks[i], static_cast<int>(i) + 1);
+    script_.exit = tasks.back().waits;
+    script_.entered = waited_[1];
+    while (script_.leading < script_.moves.size() && leads(script_.moves[script_.leading]))
+      ++script_.leading;
+    return std::move(script_);
+  }
+
+ private:
+  static constexpr int kNone = -1;
+
+  void give_regions() {
+    std::vector<int> used(plan_.world);
+    for (const Step& step : plan_.steps) {
+      const bool mine = step.owner() == me_;
+      for (const Slices* side : {&step.dsts, &step.srcs})
+        for (const Slice& s : *side) {
+          if (in_slot(s)) {
+            int& region = region_[cell(s)];
+            if (region == kNone) region = used[s.rank]++;
+          } else if (s.rank == me_ && !mine) {
+            (s.buffer == Buffer::input ? script_.lends_input : script_.lends_output) = true;
+          }
+        }
+    }
+    script_.regions = *std::max_element(used.begin(), used.end());
+  }
+
+  // A value may lie on a host beside where it belongs, so its size is that of the chunk which it
+  // was copied or folded from.
+  void find_chunks() {
+    std::vector<int> held(cells(plan_), 0);  // [cell]: of host memory, the chunk of what is there
+    for (const Step& step : plan_.steps) {
+      int chunk = kNone;
+      for (const Slices* side : {&step.srcs, &step.dsts})
+        for (const Slice& s : *side)
+          if (s.buffer != Buffer::host) chunk = s.first;
+      if (chunk == kNone) chunk = held[cell(step.srcs[0])];
+      for (const Slice& d : step.dsts)
+        if (d.buffer == Buffer::host) held[cell(d)] = chunk;
+      chunk_.push_back(chunk);
+    }
+  }
+
+  int cell(const Slice& s) const {
+    int at = 0;
+    each_cell(plan_, in_place_, s, [&](int c) { at = c; });
+    return at;
+  }
+
+  void add(const Task& task, int count) {
+    const Step& step = plan_.steps[task.step];
+    Move move{.dsts = static_cast<int>(step.dsts.size()),
+              .chunk = chunk_[task.step],
+              .finishes = finishes_[task.step],
+              .announced = waited_[count],
+              .count = count,
+              .waits = task.waits};
+    Slices slices = step.dsts;
+    const auto slotted = std::stable_partition(slices.begin(), slices.end(), std::not_fn(in_slot));
+    move.in_slots = static_cast<int>(slices.end() - slotted);
+    slices.insert(slices.end(), step.srcs.begin(), step.srcs.end());
+    for (const Slice& s : slices) {
+      move.operands.push_back(operand(s));
+      if (in_slot(s) || s.rank != me_) continue;
+      move.chunk = s.first;
+      move.like = move.operands.back().where;
+    }
+    require(move.operands.size() <= kMostOperands, "a step has ", move.operands.size(),
+            " slices; processes run at most ", kMostOperands);
+    script_.measured &= move.like != Where::slot;
+    script_.moves.push_back(std::move(move));
+  }
+
+  Operand operand(const Slice& s) const {
+    if (in_slot(s)) return {Where::slot, s.rank, region_[cell(s)]};
+    return {s.buffer == Buffer::input ? Where::input : Where::output, s.rank, s.first};
+  }
+
+  bool leads(const Move& move) const {
+    auto own = [&](const Operand& o) { return o.rank == me_; };
+    auto in_own_slot = [&](const Operand& o) { return own(o) && o.where == Where::slot; };
+    const auto first = move.operands.begin();
+    return move.waits.empty() && std::all_of(first, first + move.dsts, in_own_slot) &&
+           std::all_of(first, move.operands.end(), own);
+  }
+
+  const Plan& plan_;
+  bool in_place_;
+  Rank me_;
+  Program program_;
+  std::vector<bool> finishes_;
+  std::vector<int> region_;   // [cell]
+  std::vector<int> chunk_;    // [step]: that it is a part of
+  std::vector<bool> waited_;  // [count]: does somebody wait for so many tasks of mine?
+  Script script_;
+};
+
+struct Hash {
+  std::size_t operator()(const ScriptKey& k) const {
+    std::size_t h = std::hash<const void*>()(k.algorithm);
+    for (int part : {k.world, k.pieces, k.root, k.rank, 2 * k.in_place + k.open})
+      h = h * 1000003 + static_cast<std::size_t>(part);  // any large odd number spreads them
+    return h;
+  }
+};
+
+// Never destroyed: threads that outlive main may still be calling.
+struct Cache {
+  std::shared_mutex mutex;
+  std::unordered_map<ScriptKey, std::unique_ptr<const Script>, Hash> kept;
+};
+Cache& cache() {
+  static Cache& it = *new Cache;
+  return it;
+}
+
+const Script& looked_up(const ScriptKey& key) {
+  {
+    const std::shared_lock lock(cache().mutex);
+    const auto found = cache().kept.find(key);
+    if (found != cache().kept.end()) return *found->second;
+  }
+  const Plan plan = (*key.algorithm)({key.world, key.root, key.pieces});
+  auto made = std::make_unique<const Script>(write_script(plan, key.in_place, key.open, key.rank));
+  const std::unique_lock lock(cache().mutex);
+  return *cache().kept.emplace(key, std::move(made)).first->second;
+}
+
+}  // namespace
+
+Script write_script(const Plan& plan, bool in_place, bool open, Rank rank) {
+  const Plan made = for_processes(plan, in_place, open, open);
+  return Writing(made, in_place, rank).run();
+}
+
+const Script& script(const ScriptKey& key) {
+  struct Last {
+    ScriptKey key;
+    const Script* value = nullptr;
+  };
+  thread_local std::array<Last, 2> last;  // through slots, and not
+  Last& kept = last[key.open];
+  if (kept.value == nullptr || kept.key != key) kept = {key, &looked_up(key)};
+  return *kept.value;
+}
+
+}  // namespace pycollect::shm

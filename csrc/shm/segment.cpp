@@ -1,0 +1,185 @@
+#include "segment.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <filesystem>
+#include <fstream>
+
+#include "../plan/error.h"
+#include "system.h"
+
+namespace pycollect::shm {
+namespace {
+
+constexpr char kPrefix[] = "pycollect-";  // of names in /dev/shm
+constexpr char kFolder[] = "/dev/shm";
+// What is committed at once. The kernel undoes the whole when a signal comes (a profiler's, every
+// 10 ms), and this much takes it 1 to 2 ms.
+constexpr std::size_t kCommitBytes = 4 << 20;
+constexpr std::size_t kPage = 4096;
+
+std::string mebibytes(std::size_t bytes) { return text((bytes + (1 << 20) - 1) >> 20, " MiB"); }
+
+// Sparse: nothing but address space until it is committed.
+void resize(int fd, std::size_t bytes) {
+  rlimit most = {};
+  // Beyond its limit the kernel would not only refuse but kill.
+  if (getrlimit(RLIMIT_FSIZE, &most) == 0 && most.rlim_cur < bytes)
+    refuse(text("shared memory of ", mebibytes(bytes), " is more than a file may have here (ulimit",
+                " -f says ", mebibytes(most.rlim_cur), ")"),
+           EFBIG);
+  while (ftruncate(fd, bytes) != 0)
+    if (errno != EINTR) refuse(text("shared memory of ", mebibytes(bytes)), errno);
+}
+
+// What the machine can give without killing somebody for it.
+std::size_t available_bytes() {
+  std::ifstream file("/proc/meminfo");
+  std::size_t available = 0, found = 0;
+  std::string word;
+  while (file >> word) {
+    std::size_t kibibytes = 0;
+    if (word != "MemAvailable:" && word != "SwapFree:") continue;
+    if (file >> kibibytes) available += kibibytes << 10, ++found;
+  }
+  return found > 0 ? available : SIZE_MAX;
+}
+
+[[noreturn]] void refuse_memory(int fd, std::size_t bytes, int error) {
+  struct statvfs folder = {};
+  std::string rest;
+  if (error == ENOSPC && fstatvfs(fd, &folder) == 0 && folder.f_blocks > 0)
+    rest = text(" (", mebibytes(folder.f_bavail * folder.f_frsize), " of ",
+                mebibytes(folder.f_blocks * folder.f_frsize),
+                " are free in /dev/shm; containers give more with --shm-size)");
+  refuse(text("no memory for ", mebibytes(bytes), " to share", rest), error);
+}
+
+// Removes what nobody holds a lock on. Somebody who has just made his file and not yet locked it
+// can lose it here, sees that, and makes another.
+void sweep() {
+  std::error_code error;
+  std::filesystem::directory_iterator entry(kFolder, error), end;
+  for (; !error && entry != end; entry.increment(error)) {
+    const std::filesystem::path& path = entry->path();
+    if (!path.filename().string().starts_with(kPrefix)) continue;
+    const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
+    if (file && flock(file.get(), LOCK_EX | LOCK_NB) == 0) unlink(path.c_str());
+  }
+}
+
+Descriptor make_named(const std::string& name) {
+  Descriptor file(shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
+  if (!file) refuse(text("cannot create ", name, " in /dev/shm"), errno);
+  while (flock(file.get(), LOCK_EX) != 0)
+    if (errno != EINTR) refuse(text("cannot lock ", name, " in /dev/shm"), errno);
+  struct stat found = {};
+  return fstat(file.get(), &found) == 0 && found.st_nlink > 0 ? std::move(file) : Descriptor();
+}
+
+Descriptor make_unnamed() {
+  // Newer kernels want to be told that this is no program; older ones do not know the flag.
+  constexpr unsigned kNoExecSeal = 8;
+  int fd = memfd_create("pycollect", MFD_CLOEXEC | MFD_ALLOW_SEALING | kNoExecSeal);
+  if (fd < 0 && errno == EINVAL) fd = memfd_create("pycollect", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd < 0) refuse("memfd_create", errno);
+  return Descriptor(fd);
+}
+
+}  // namespace
+
+std::shared_ptr<Segment> Segment::create_unnamed(std::size_t bytes) {
+  Descriptor file = make_unnamed();
+  resize(file.get(), bytes);
+  // A file that shrank under somebody would kill him with SIGBUS.
+  fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+  return adopt(std::move(file), bytes);
+}
+
+std::shared_ptr<Segment> Segment::create_named(const std::string& name, std::size_t bytes) {
+  sweep();
+  Descriptor file;
+  while (!file) file = make_named(name);
+  try {
+    resize(file.get(), bytes);
+    return adopt(std::move(file), bytes);
+  } catch (...) {
+    remove_name(name);
+    throw;
+  }
+}
+
+std::shared_ptr<Segment> Segment::open_named(const std::string& name, std::size_t bytes) {
+  Descriptor file(shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0));
+  if (!file) refuse(text("cannot open ", name, " in /dev/shm"), errno);
+  return adopt(std::move(file), bytes);
+}
+
+void Segment::remove_name(const std::string& name) { shm_unlink(name.c_str()); }
+
+std::string Segment::name_of(uint64_t number) { return text("/", kPrefix, hexadecimal(number)); }
+
+std::shared_ptr<Segment> Segment::adopt(Descriptor file, std::size_t bytes) {
+  return std::shared_ptr<Segment>(new Segment(std::move(file), bytes));
+}
+
+Segment::Segment(Descriptor file, std::size_t bytes) : file_(std::move(file)), bytes_(bytes) {
+  struct stat found = {};
+  if (fstat(descriptor(), &found) != 0 || static_cast<std::size_t>(found.st_size) < bytes)
+    refuse(text("the shared memory has less than ", mebibytes(bytes)), EINVAL);
+  void* data =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor(), 0);
+  if (data == MAP_FAILED)
+    refuse(text("no address space for ", mebibytes(bytes), " to share (see ulimit -v)"), errno);
+  data_ = static_cast<std::byte*>(data);
+  // A crashed process would write its whole address space, and be dead for the others only then.
+  madvise(data, bytes, MADV_DONTDUMP);
+}
+
+Segment::~Segment() { munmap(data_, bytes_); }
+
+void Segment::commit(std::size_t offset, std::size_t bytes) {
+  const std::size_t available = available_bytes();
+  if (bytes > available)
+    throw std::runtime_error(text("no memory for ", mebibytes(bytes), " to share: ",
+                                  mebibytes(available), " are available on this machine"));
+  for (std::size_t done = 0; done < bytes;) {
+    const std::size_t part = std::min(bytes - done, kCommitBytes);
+    if (fallocate(descriptor(), 0, offset + done, part) == 0)
+      done += part;
+    else if (errno != EINTR)
+      refuse_memory(descriptor(), bytes, errno);
+  }
+}
+
+void Segment::touch(std::size_t offset, std::size_t bytes) const noexcept {
+  const std::size_t begin = offset / kPage * kPage, end = std::min(offset + bytes, bytes_);
+  if (begin >= end) return;
+  int failed = 0;
+  do failed = madvise(data_ + begin, end - begin, MADV_POPULATE_WRITE);
+  while (failed != 0 && (errno == EINTR || errno == EAGAIN));
+  if (failed == 0 || errno != EINVAL) return;
+  // The kernel is older than 5.14. A read maps a page of a shared file for writing, too.
+  for (std::size_t at = begin; at < end; at += kPage)
+    std::atomic_ref(reinterpret_cast<unsigned char&>(data_[at])).load(std::memory_order_relaxed);
+}
+
+void Segment::give_back(std::size_t offset, std::size_t bytes) noexcept {
+  const std::size_t begin = (offset + kPage - 1) / kPage * kPage;
+  const std::size_t end = (offset + bytes) / kPage * kPage;
+  if (begin >= end) return;
+  while (fallocate(descriptor(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, begin, end - begin) !=
+             0 &&
+         errno == EINTR) {
+  }
+}
+
+}  // namespace pycollect::shm

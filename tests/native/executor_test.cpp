@@ -1,0 +1,258 @@
+// The executor between ranks that are threads or forked processes: what it gives, bit for bit, and
+// how it refuses. executor_test [cases per world] [worlds...]
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+#include <utility>
+
+#include "../../csrc/plan/tidy.h"
+#include "boards.h"
+#include "cases.h"
+#include "random_plans.h"
+
+namespace pycollect::shm {
+namespace {
+
+using namespace std::chrono_literals;
+
+[[noreturn]] void fail(const std::string& why) {
+  std::fprintf(stderr, "FAILED: %s\n", why.c_str());
+  std::_Exit(1);
+}
+void expect(bool ok, const std::string& why) {
+  if (!ok) fail(why);
+}
+
+Deadline soon() { return Clock::now() + 60s; }
+
+constexpr std::size_t kArena = 4 << 20;
+
+// One rank with its calls counted.
+struct Member {
+  Group& group;
+  uint64_t call = 0;
+  cpu::ParallelFor threads = [](int64_t size, int64_t grain, const cpu::Body& body) {
+    for (int64_t at = 0; at < size; at += grain) body(at, std::min(size, at + grain));
+  };
+  void run(const Request& request) { shm::run(group, request, call++, soon(), threads); }
+};
+
+// Memory of one side: spread over tensors that do not follow each other, or in the arena.
+class Lent {
+ public:
+  Lent(Group& group, const Case& c, const Bytes& content, const Sizes& blocks, std::size_t arena_at)
+      : content_(content) {
+    if (blocks.empty()) return;
+    const std::size_t item = item_bytes(c.dtype), n = content.size() / item;
+    side_.blocks = blocks;
+    if (c.placed) {
+      std::byte* at = group.arena(group.rank()) + arena_at;
+      std::memcpy(at, content.data(), content.size());
+      side_.spans = {{at, n}};
+      return;
+    }
+    for (int i = 0; i < c.tensors; ++i) {
+      const std::size_t begin = n * i / c.tensors, end = n * (i + 1) / c.tensors;
+      parts_.emplace_back(content.begin() + begin * item, content.begin() + end * item);
+      parts_.back().resize((end - begin) * item + 1);  // so that an empty one has an address
+      side_.spans.push_back({parts_.back().data(), end - begin});
+    }
+  }
+  const Side& side() const { return side_; }
+  Bytes now(std::size_t item) const {
+    Bytes all;
+    for (const Span& s : side_.spans) all.insert(all.end(), s.base, s.base + s.count * item);
+    return side_.blocks.empty() ? content_ : all;
+  }
+
+ private:
+  Bytes content_;
+  std::vector<Bytes> parts_;
+  Side side_;
+};
+
+// All-reduces that are none, by number: in this program the registry has them, too.
+template <int kSeed>
+Plan nonsense(const Ask& ask) {
+  return random_plan(ask.world, kSeed);
+}
+template <int... kSeed>
+std::vector<Register> register_nonsense(std::integer_sequence<int, kSeed...>) {
+  static const std::array names{text("nonsense", kSeed)...};
+  return {Register({.name = names[kSeed].c_str(),
+                    .collective = Collective::all_reduce,
+                    .make = nonsense<kSeed>,
+                    .cost = "",
+                    .order = Order::other})...};
+}
+const std::vector<Register> kNonsense = register_nonsense(std::make_integer_sequence<int, 60>());
+
+// Any that keeps the contract gives the same.
+std::string chosen(const Case& c) {
+  if (!c.algorithm.empty()) return c.algorithm;
+  return c.collective == Collective::all_reduce ? "leader" : "direct";
+}
+
+// Random plans may need more room in host memory than there is, or be no plans in place; and where
+// nothing is summed up, nobody can say where `avg` scales.
+bool is_possible(const Case& c, int world) {
+  if (!c.algorithm.starts_with("nonsense")) return true;
+  if (c.op == ReduceOp::avg) return false;
+  try {
+    const Plan plan = find(c.collective, c.algorithm)({world, 0, 4});
+    check(plan, c.in_place);
+    for_processes(plan, c.in_place, false, false);
+    for_processes(plan, c.in_place, true, true);
+    return true;
+  } catch (const std::invalid_argument&) {
+    return false;
+  }
+}
+
+// Lets the side that is one block be a part of the other one, as torch's callers do.
+bool put_within(Request& request, Rank r, const Bytes& brought) {
+  const bool out = output_of(request.collective, false) == Holds::own_block;
+  Side &own = out ? request.output : request.input, &all = out ? request.input : request.output;
+  if (own.blocks.size() != 1 || all.blocks.size() < 2) return false;
+  std::byte*& base = own.spans[0].base;
+  base = all.spans[0].base;
+  for (Rank before = 0; before < r; ++before)
+    base += all.blocks[before] * item_bytes(request.dtype);
+  if (!out) std::memcpy(base, brought.data(), brought.size());
+  return true;
+}
+
+void run_case(Member& me, const Case& c) {
+  const int world = me.group.world();
+  const Rank r = me.group.rank();
+  const std::size_t item = item_bytes(c.dtype);
+  const Blocks b = blocks(c, r, world);
+  const Bytes brought = bring(c, r, world);
+  Lent in(me.group, c, brought, b.in, 0), out(me.group, c, before(c, r, world), b.out, kArena / 2);
+  Request request{.collective = c.collective,
+                  .dtype = c.dtype,
+                  .op = c.op,
+                  .root = c.root,
+                  .algorithm = c.algorithm,
+                  .in_place = c.in_place,
+                  .input = in.side(),
+                  .output = c.in_place ? Side{} : out.side(),
+                  .irregular = c.irregular,
+                  .tensors = static_cast<uint64_t>(c.tensors)};
+  const bool within = c.within && put_within(request, r, brought);
+  me.run(request);
+  const Outcome want = expected(c, chosen(c), world);
+  const auto say = [&] { return text("rank ", r, " of ", world, ": ", c.words()); };
+  const auto holds = [&](const Side& side, const Bytes& bytes) {
+    return std::memcmp(side.spans[0].base, bytes.data(), bytes.size()) == 0;
+  };
+  if (within) return expect(holds(request.output, want.out[r]), say());
+  expect(in.now(item) == want.in[r], say() + ": the input");
+  if (!c.in_place && !b.out.empty()) expect(out.now(item) == want.out[r], say() + ": the output");
+}
+
+void run_cases(Member& me, int cases, uint64_t seed) {
+  const int world = me.group.world();
+  for (int i = 0; i < cases; ++i)
+    if (const Case c = Picker(world, seed + i).pick(); is_possible(c, world)) run_case(me, c);
+  me.run({.collective = Collective::barrier});
+}
+
+#include "refusals.h"
+
+Settings settings(std::size_t slot_bytes, std::shared_ptr<Segment> segment) {
+  Settings s;
+  s.slot_bytes = slot_bytes;
+  s.arena_bytes = kArena;
+  s.timeout = 60s;
+  s.segment = std::move(segment);
+  return s;
+}
+
+void commit_arena(Group& group) {
+  group.segment()->commit(group.layout().arena(group.rank()), kArena);
+}
+
+std::size_t total_bytes(int world, std::size_t slot_bytes) {
+  return Layout({world, slot_bytes, 0, kArena}).total;
+}
+
+template <class F>
+void with_threads(int world, std::size_t slot_bytes, F&& f) {
+  MapBoard board;
+  auto segment = Segment::create_unnamed(total_bytes(world, slot_bytes));
+  std::vector<std::thread> ranks;
+  for (Rank r = 0; r < world; ++r)
+    ranks.emplace_back([&, r] {
+      try {
+        Group group(board, r, world, settings(slot_bytes, segment));
+        commit_arena(group);
+        Member me{group};
+        f(me);
+      } catch (const std::exception& error) {
+        fail(text("rank ", r, " of ", world, ": ", error.what()));
+      }
+    });
+  for (std::thread& t : ranks) t.join();
+}
+
+template <class F>
+void with_processes(int world, std::size_t slot_bytes, F&& f) {
+  const auto folder = std::filesystem::temp_directory_path() / text("executor_test.", getpid());
+  std::vector<pid_t> ranks;
+  for (Rank r = 0; r < world; ++r) {
+    ranks.push_back(fork());
+    if (ranks.back() != 0) continue;
+    try {
+      FolderBoard board(folder);
+      Group group(board, r, world, settings(slot_bytes, nullptr));
+      commit_arena(group);
+      Member me{group};
+      f(me);
+    } catch (const std::exception& error) {
+      fail(text("process ", r, " of ", world, ": ", error.what()));
+    }
+    std::_Exit(0);
+  }
+  bool all = true;
+  for (const pid_t rank : ranks) {
+    int status = 1;
+    waitpid(rank, &status, 0);
+    all &= status == 0;
+  }
+  std::filesystem::remove_all(folder);
+  if (!all) std::_Exit(1);
+}
+
+}  // namespace
+
+void test(int cases, const std::vector<int>& worlds, bool forks) {
+  for (const int world : worlds) {
+    // Slots so small that most calls take several pieces, and of the usual size.
+    for (const std::size_t slot_bytes :
+         {std::max<std::size_t>(192 * world, 512), std::size_t{4096}, std::size_t{512} << 10}) {
+      const uint64_t seed = slot_bytes + 100000 * world;
+      const auto calls = [&](Member& me) { run_cases(me, cases, seed); };
+      if (forks) with_processes(world, slot_bytes, calls);
+      with_threads(world, slot_bytes, calls);
+    }
+    if (world > 1) with_threads(world, 4096, run_refusals);
+    std::printf("world %d: right\n", world);
+    std::fflush(stdout);
+  }
+}
+
+}  // namespace pycollect::shm
+
+int main(int argc, char** argv) {
+  const int cases = argc > 1 ? std::atoi(argv[1]) : 300;
+  std::vector<int> worlds;
+  for (int i = 2; i < argc; ++i) worlds.push_back(std::atoi(argv[i]));
+  if (worlds.empty()) worlds = {1, 2, 3, 4, 5, 8};
+  const bool forks = std::getenv("NO_FORK") == nullptr;  // ThreadSanitizer does not follow them
+  pycollect::shm::test(cases, worlds, forks);
+}

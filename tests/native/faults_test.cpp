@@ -1,0 +1,262 @@
+// What those who wait learn of a rank that dies, leaves, stops or is late: within a second, on all
+// ranks alike, in every stage of waiting.
+#include <signal.h>
+
+#include "group_ranks.h"
+
+namespace pycollect::shm {
+namespace {
+
+const uint64_t kGoal = at_run(5) + 1;
+
+// Rank 1 of three dies while the others have waited for `after`, with a child of its own that lives
+// on; they wait for a counter, or for a condition.
+void notices(Watch watch, std::chrono::microseconds after, bool by_counter) {
+  Settings settings = quick();
+  settings.watch = watch;
+  const Folder folder;
+  const auto ends = run(3, settings, [&](Me& me) {
+    Group group(me.board, me.rank, me.world, me.settings);
+    group.advance(at_run(5));
+    for (Rank r = 0; r < 3; ++r) group.await(r, at_run(5), me.occasion(10s));
+    const auto begin = Clock::now();
+    if (me.rank == 1) {
+      if (fork() == 0) {
+        std::this_thread::sleep_for(3s);
+        _exit(0);
+      }
+      while (Clock::now() - begin < after) pause();
+      kill(getpid(), SIGKILL);
+    }
+    const std::string said = attempt([&] {
+      if (by_counter) {
+        group.await(me.rank == 0 ? 1 : 0, kGoal, me.occasion(10s));
+      } else {
+        group.await([] { return false; }, [] { return std::vector<Rank>{1}; }, me.occasion(10s));
+      }
+      return std::string("nothing");
+    });
+    const double waited = std::chrono::duration<double>(Clock::now() - begin - after).count();
+    expect(waited < 1, text("noticed after ", waited, " s"));
+    const std::string again = attempt([&] {
+      group.require_whole({"broadcast", 18, Clock::now()});
+      return "whole";
+    });
+    expect(contains(again, "broadcast #18 of group 'default': broken since all_reduce #17: rank 1"),
+           again);
+    return said;
+  });
+  expect(ends[1].killed, "was to be killed");
+  expect(contains(ends[0].said, "PeerLost: all_reduce #17 of group 'default': rank 1 (pid "),
+         ends[0].said);
+  expect(contains(ends[0].said, ") died; ranks 0, 2 are alive"), ends[0].said);
+  expect_equal(ends[2].said, ends[0].said);
+}
+
+void notices_deaths() {
+  for (Watch watch : kWatches)
+    for (auto after : {10us, 1000us, 300'000us})
+      for (bool by_counter : {true, false}) notices(watch, after, by_counter);
+}
+
+void names_who_is_late() {
+  Settings settings = quick();
+  const auto ends = run(4, settings, [](Me& me) {
+    Group group(me.board, me.rank, me.world, me.settings);
+    const Occasion now = me.occasion(300ms);
+    if (me.rank % 2 == 1) {
+      std::this_thread::sleep_for(700ms);
+      return attempt([&] {
+        group.require_whole({"all_reduce", 17, now.deadline});
+        return "whole";
+      });
+    }
+    group.advance(kGoal);
+    return attempt([&] {
+      for (Rank r = 0; r < 4; ++r) group.await(r, kGoal, now);
+      return "nothing";
+    });
+  });
+  for (const End& end : ends)
+    expect_equal(
+        end.said,
+        "Timeout: all_reduce #17 of group 'default': timed out after 0.3 s; ranks 1, 3 did "
+        "not arrive");
+}
+
+// The rank that others wait for waits itself: who is behind everybody is named.
+void names_the_cause() {
+  const auto ends = run(3, quick(), [](Me& me) {
+    Group group(me.board, me.rank, me.world, me.settings);
+    const Occasion now = me.occasion(300ms);
+    if (me.rank == 2)
+      std::this_thread::sleep_for(700ms);
+    else
+      group.advance(kGoal + me.rank);
+    return attempt([&] {
+      group.await((me.rank + 1) % 3, kGoal + 5, now);
+      return "nothing";
+    });
+  });
+  expect(contains(ends[0].said, "; rank 2 did not arrive"), ends[0].said);
+  expect_equal(ends[1].said, ends[0].said);
+}
+
+void tells_who_left() {
+  const auto ends = run(3, quick(), [](Me& me) {
+    Group group(me.board, me.rank, me.world, me.settings);
+    group.advance(me.rank == 2 ? at_run(6) : kGoal);
+    if (me.rank == 2) return std::string("finished before");
+    if (me.rank == 1)
+      return attempt([&] {
+        group.await(2, kGoal, me.occasion(5s));
+        return "went";
+      });
+    std::this_thread::sleep_for(100ms);  // all that rank 2 had to do is done, so it is not missed
+    return attempt([&] {
+      group.await(1, at_run(6), me.occasion(5s));
+      return "nothing";
+    });
+  });
+  expect_equal(ends[0].said,
+               "PeerLost: all_reduce #17 of group 'default': rank 1 has left the group");
+  expect_equal(ends[1].said, "went");
+}
+
+void waits_for_who_is_stopped() {
+  for (Watch watch : kWatches) {
+    Settings settings = quick();
+    settings.watch = watch;
+    const auto ends = run(2, settings, [](Me& me) {
+      Group group(me.board, me.rank, me.world, me.settings);
+      if (me.rank == 1) {
+        if (const pid_t parent = getpid(); fork() == 0) {
+          std::this_thread::sleep_for(1500ms);
+          kill(parent, SIGCONT);
+          _exit(0);
+        }
+        kill(getpid(), SIGSTOP);
+        group.advance(kGoal);
+        return std::string("came");
+      }
+      return attempt([&] {
+        group.await(1, kGoal, me.occasion(10s));
+        return "came";
+      });
+    });
+    for (const End& end : ends) expect_equal(end.said, "came");
+    expect(ends[0].when > 1400ms, "was not stopped");
+  }
+}
+
+void aborts() {
+  const auto ends = run(3, quick(), [](Me& me) {
+    Group group(me.board, me.rank, me.world, me.settings);
+    std::jthread other([&] {
+      std::this_thread::sleep_for(200ms);
+      if (me.rank == 2) group.abort("enough");
+    });
+    return attempt([&] {
+      group.await((me.rank + 1) % 3, kGoal, me.occasion(10s));
+      return "nothing";
+    });
+  });
+  for (const End& end : ends) {
+    expect_equal(end.said,
+                 "PeerLost: all_reduce #17 of group 'default': rank 2 aborted the group: enough");
+    expect(end.when < 1s, "took too long");
+  }
+}
+
+// A child forked from a rank, by a data loader say, neither works in the group nor ends it.
+void tells_children_apart() {
+  for (Watch watch : kWatches) {
+    Settings settings = quick();
+    settings.watch = watch;
+    const auto ends = run(2, settings, [](Me& me) {
+      auto group = std::make_unique<Group>(me.board, me.rank, me.world, me.settings);
+      const Folder folder;
+      const pid_t child = fork();
+      if (child == 0) {
+        const std::string said = attempt([&] {
+          group->require_whole(me.occasion(1s));
+          return "whole";
+        });
+        group->abort("not mine");
+        group.reset();
+        _exit(contains(said, "forked child of rank") ? 7 : 8);
+      }
+      int status = 0;
+      waitpid(child, &status, 0);
+      if (WEXITSTATUS(status) != 7) return std::string("the child took itself for a rank");
+      group->advance(kGoal);
+      return attempt([&] {
+        group->await(1 - me.rank, kGoal, me.occasion(5s));
+        group->require_whole(me.occasion(1s));
+        return "whole";
+      });
+    });
+    for (const End& end : ends) expect_equal(end.said, "whole");
+  }
+}
+
+// Ranks that are threads, in one mapping: what a sanitizer can look at.
+void works_between_threads() {
+  constexpr int kWorld = 3;
+  Settings settings = quick();
+  settings.watch = Watch::hangup;
+  settings.segment = Segment::create_unnamed(Layout({kWorld, settings.slot_bytes, 0, 0}).total);
+  MapBoard board;
+  std::vector<std::jthread> team;
+  for (Rank me = 0; me < kWorld; ++me)
+    team.emplace_back([&, me] {
+      Group group(board, me, kWorld, settings);
+      for (uint64_t i = 1; i < 300; ++i) {
+        const Occasion now{"exchange", i, Clock::now() + 30s};
+        for (Rank r = 0; r < kWorld; ++r) group.await(r, at_run(i - 1), now);
+        *reinterpret_cast<uint64_t*>(group.slot(me, i)) = i;
+        if (static_cast<Rank>(i % 50) == me)
+          std::this_thread::sleep_for(5ms);  // the others go through all stages
+        group.advance(at_run(i) + 1);
+        for (Rank r = 0; r < kWorld; ++r) {
+          group.await(r, at_run(i) + 1, now);
+          expect(*reinterpret_cast<uint64_t*>(group.slot(r, i)) == i, "wrong");
+        }
+        group.advance(at_run(i + 1));
+      }
+      std::jthread other([&] {
+        if (me == 1) group.abort("the end");
+      });
+      const std::string said = attempt([&] {
+        group.await((me + 1) % kWorld, at_run(400), {"exchange", 400, Clock::now() + 30s});
+        return "nothing";
+      });
+      expect(contains(said, "rank 1 aborted the group: the end"), said);
+    });
+}
+
+}  // namespace
+}  // namespace pycollect::shm
+
+// faults_test [first tests]: one is enough for a sanitizer, which sees nothing between processes.
+int main(int count, char** words) {
+  using namespace pycollect::shm;
+  int rest = count > 1 ? std::atoi(words[1]) : 1000;
+  const std::pair<const char*, void (*)()> tests[] = {
+      {"works between threads", works_between_threads},
+      {"notices deaths", notices_deaths},
+      {"names who is late", names_who_is_late},
+      {"names the cause", names_the_cause},
+      {"tells who left", tells_who_left},
+      {"waits for who is stopped", waits_for_who_is_stopped},
+      {"aborts", aborts},
+      {"tells children apart", tells_children_apart},
+  };
+  for (const auto& [name, test] : tests) {
+    if (rest-- == 0) break;
+    std::printf("%s\n", name);
+    std::fflush(stdout);
+    test();
+  }
+  std::puts("faults_test: all good");
+}

@@ -1,0 +1,162 @@
+// Runs a body once per rank, each a forked process, and tells how every one of them ended. A board
+// can be given that does not tell the truth.
+#pragma once
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <set>
+#include <source_location>
+
+#include "../../csrc/shm/group.h"
+#include "boards.h"
+
+namespace pycollect::shm {
+
+using namespace std::chrono_literals;
+namespace fs = std::filesystem;
+
+[[noreturn]] inline void fail(const std::string& why, std::source_location at) {
+  std::fprintf(stderr, "FAILED: %s:%u: %s\n", at.file_name(), at.line(), why.c_str());
+  std::exit(1);
+}
+inline void expect(bool ok, const std::string& why,
+                   std::source_location at = std::source_location::current()) {
+  if (!ok) fail(why, at);
+}
+inline void expect_equal(const std::string& got, const std::string& wanted,
+                         std::source_location at = std::source_location::current()) {
+  if (got != wanted) fail(text("got    ", got, "\n        wanted ", wanted), at);
+}
+inline bool contains(const std::string& whole, const std::string& part) {
+  return whole.find(part) != std::string::npos;
+}
+
+using Lie = std::function<std::string(const std::string& key, const std::string& value)>;
+
+class LyingBoard final : public Board {
+ public:
+  LyingBoard(Board& board, Lie of_posted, Lie of_read = {})
+      : board_(board), of_posted_(std::move(of_posted)), of_read_(std::move(of_read)) {}
+  void post(const std::string& key, const std::string& value) override {
+    board_.post(key, of_posted_ ? of_posted_(key, value) : value);
+  }
+  std::string read(const std::string& key, Deadline deadline) override {
+    const std::string value = board_.read(key, deadline);
+    return of_read_ ? of_read_(key, value) : value;
+  }
+
+ private:
+  Board& board_;
+  Lie of_posted_, of_read_;
+};
+
+class Folder {  // of a test, removed with it
+ public:
+  Folder() : path_(fs::temp_directory_path() / "pycollect_group_XXXXXX") {
+    if (mkdtemp(path_.data()) == nullptr) std::abort();
+  }
+  ~Folder() {
+    std::error_code ignored;
+    fs::remove_all(path_, ignored);
+  }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+struct Me {
+  Rank rank;
+  int world;
+  Board& board;
+  Settings settings;
+  Occasion occasion(std::chrono::milliseconds most) const {
+    return {"all_reduce", 17, Clock::now() + most};
+  }
+};
+
+struct End {
+  std::string said;  // what the body returned, or "Timeout: ..." with what it threw
+  std::chrono::duration<double> when;
+  bool killed;
+};
+
+using Body = std::function<std::string(Me&)>;
+
+inline std::string attempt(const std::function<std::string()>& body) {
+  try {
+    return body();
+  } catch (const Timeout& error) {
+    return text("Timeout: ", error.what());
+  } catch (const PeerLost& error) {
+    return text("PeerLost: ", error.what());
+  } catch (const CollectiveError& error) {
+    return text("CollectiveError: ", error.what());
+  } catch (const std::invalid_argument& error) {
+    return text("invalid_argument: ", error.what());
+  } catch (const std::exception& error) {
+    return text("exception: ", error.what());
+  }
+}
+
+[[noreturn]] inline void be(Rank rank, int world, const std::string& folder,
+                            const Settings& settings, const Body& body) {
+  alarm(120);  // no test takes so long, and none may hang
+  FolderBoard board(folder);
+  Me me{rank, world, board, settings};
+  board.post(text("said/", rank), attempt([&] { return body(me); }));
+  _exit(0);
+}
+
+inline std::vector<End> run(int world, const Settings& settings, const Body& body) {
+  const Folder folder;
+  FolderBoard board(folder.path());
+  const auto begin = Clock::now();
+  std::vector<pid_t> pids;
+  for (Rank r = 0; r < world; ++r) {
+    const pid_t pid = fork();
+    if (pid == 0) be(r, world, folder.path(), settings, body);
+    pids.push_back(pid);
+  }
+  std::vector<End> ends(world);
+  for (int i = 0; i < world; ++i) {
+    int status = 0;
+    const pid_t pid = ::wait(&status);
+    const Rank r = std::find(pids.begin(), pids.end(), pid) - pids.begin();
+    ends.at(r) = {"", Clock::now() - begin, WIFSIGNALED(status)};
+    if (!WIFSIGNALED(status)) ends[r].said = board.read(text("said/", r), Clock::now() + 1s);
+  }
+  return ends;
+}
+
+inline std::set<std::string> files_in_shm() {
+  std::set<std::string> names;
+  for (const auto& entry : fs::directory_iterator("/dev/shm"))
+    if (entry.path().filename().string().starts_with("pycollect-"))
+      names.insert(entry.path().filename());
+  return names;
+}
+inline int count_entries(const char* folder) {
+  return std::distance(fs::directory_iterator(folder), fs::directory_iterator());
+}
+
+inline Settings quick() {
+  Settings settings;
+  settings.slot_bytes = 4096;
+  settings.timeout = 20s;
+  return settings;
+}
+
+inline const char* name_of(Share share) {
+  return share == Share::best ? "best" : share == Share::memfd ? "memfd" : "named";
+}
+inline const char* name_of(Watch watch) {
+  return watch == Watch::best ? "best" : watch == Watch::pidfd ? "pidfd" : "hangup";
+}
+inline constexpr Share kShares[] = {Share::best, Share::memfd, Share::named};
+inline constexpr Watch kWatches[] = {Watch::pidfd, Watch::hangup};
+
+}  // namespace pycollect::shm

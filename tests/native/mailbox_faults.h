@@ -1,0 +1,127 @@
+// What must be refused on both sides of a message, and what becomes of messages when a rank is
+// late, dies or leaves.
+#pragma once
+#include <csignal>
+
+#include "mailbox_ranks.h"
+
+namespace pycollect::shm {
+
+template <class Call>
+std::string refusal(const Call& call) {
+  try {
+    call();
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  throw std::logic_error("was not refused");
+}
+
+// Unlike sizes and dtypes: the memory stays as it was, and what comes later is not disturbed.
+inline void unlike(const Member& m) {
+  struct Case {
+    Envelope sent, wanted;
+  };
+  for (const Case& it : {Case{of(1 << 20, 3), of(1 << 19, 3)}, Case{of(1 << 19, 3), of(1 << 20, 3)},
+                         Case{of(100'000, 3, 1), of(100'000, 3, 9)}, Case{of(64), of(65)},
+                         Case{of(100'000), of(8)}, Case{of(0), of(1)}, Case{of(8), of(100'000)}}) {
+    const Bytes data = pattern(it.sent.bytes, 1), before = pattern(it.wanted.bytes, 2);
+    std::string why;
+    if (m.rank == 0) {
+      const auto sent = m.box.send(1, it.sent, data.data());
+      if (it.sent.bytes < 1000)
+        m.wait(sent);
+      else
+        why = refusal([&] { m.wait(sent); });
+    } else {
+      Bytes into = before;
+      const auto received = m.box.receive(0, it.wanted, into.data());
+      why = refusal([&] { m.wait(received); });
+      check(into == before, "it was written");
+    }
+    for (const uint64_t bytes : {it.sent.bytes, it.wanted.bytes})
+      check(why.empty() || why.find(text(bytes, " bytes of ")) != why.npos, why);
+    int word = 5;
+    std::byte* const at = reinterpret_cast<std::byte*>(&word);
+    m.wait(m.rank == 0 ? m.box.send(1, of(4, 3), at) : m.box.receive(0, of(4, 3), at));
+    check(m.box.idle());
+  }
+}
+
+inline void late_peer(const Member& m) {
+  if (m.rank == 1) return std::this_thread::sleep_for(std::chrono::milliseconds(600));
+  int word = 3;
+  std::byte* const at = reinterpret_cast<std::byte*>(&word);
+  const auto received = m.box.receive(1, of(4), at), other = m.box.receive(1, of(4, 2), at);
+  try {
+    m.box.wait(*received, m.occasion(std::chrono::milliseconds(200)));
+    check(false, "no Timeout");
+  } catch (const Timeout&) {
+  }
+  check(other->done() && m.box.idle() && word == 3, "whatever was under way has failed");
+  try {
+    m.box.send(1, of(4), at);
+    check(false, "the group is broken");
+  } catch (const Timeout&) {
+  }
+}
+
+// Rank 1 dies in the middle of a message of 64 MiB; who waits for another rank is not disturbed
+// before he needs the dead one.
+inline void killed_peer(const Member& m) {
+  const std::size_t n = 64 << 20;
+  Bytes data(n);
+  if (m.rank == 1) {
+    const auto sent = m.box.send(0, of(n), data.data());
+    for (const auto begin = Clock::now(); Clock::now() - begin < std::chrono::milliseconds(20);)
+      m.box.progress();
+    kill(getpid(), SIGKILL);
+  }
+  const auto received = m.box.receive(m.rank == 0 ? 1 : 0, of(n), data.data());
+  if (m.rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  const auto begin = Clock::now();
+  try {
+    m.wait(received);
+    check(false, "no PeerLost");
+  } catch (const PeerLost& error) {
+    check(std::string(error.what()).find("rank 1") != std::string::npos, error.what());
+  }
+  check(Clock::now() - begin < std::chrono::seconds(2), "noticed late");
+}
+
+// Who has left is not who a message from anybody must come from.
+inline void anybody_but_the_gone(const Member& m) {
+  int word = m.rank;
+  std::byte* const at = reinterpret_cast<std::byte*>(&word);
+  if (m.rank == 2) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    m.wait(m.box.send(0, of(4), at));
+  }
+  if (m.rank != 0) return;
+  m.wait(m.box.receive(std::nullopt, of(4), at));
+  check(word == 2);
+  try {
+    m.wait(m.box.receive(std::nullopt, of(4), at));
+    check(false, "no PeerLost");
+  } catch (const PeerLost&) {
+  }
+}
+
+// What a rank sent before it left is still received.
+inline void gone_in_good_order(const Member& m) {
+  Bytes small = pattern(100, 1), large = pattern(900'000, 2), got(100), more(900'000);
+  if (m.rank != 0) {
+    const auto first = m.box.send(0, of(small.size(), 1), small.data());
+    const auto second = m.box.send(0, of(large.size(), 2), large.data());
+    m.wait(first);
+    return m.wait(second);
+  }
+  m.wait(m.box.receive(1, of(large.size(), 2), more.data()));
+  m.wait(m.box.receive(2, of(large.size(), 2), more.data()));
+  check(more == large);
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  for (int i = 0; i < 2; ++i) m.wait(m.box.receive(std::nullopt, of(small.size(), 1), got.data()));
+  check(got == small);
+}
+
+}  // namespace pycollect::shm

@@ -1,0 +1,123 @@
+// Runs a test's body once per rank, with a group and a mailbox: ranks are threads of one mapping,
+// where a sanitizer sees what they do to each other, or forked processes.
+#pragma once
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <source_location>
+
+#include "../../csrc/shm/mailbox.h"
+#include "boards.h"
+
+namespace pycollect::shm {
+
+inline void check(bool ok, const std::string& what = "",
+                  std::source_location at = std::source_location::current()) {
+  if (!ok) throw std::logic_error(text("line ", at.line(), ": ", what));
+}
+
+struct Member {
+  Group& group;
+  Mailbox& box;
+  Rank rank, world;
+
+  Occasion occasion(std::chrono::milliseconds most = std::chrono::seconds(60)) const {
+    return {"recv", 7, Clock::now() + most};
+  }
+  void wait(const std::shared_ptr<Mailbox::Transfer>& transfer) const {
+    box.wait(*transfer, occasion());
+  }
+};
+using Body = std::function<void(const Member&)>;
+
+using Bytes = std::vector<std::byte>;
+
+inline Bytes pattern(std::size_t bytes, uint64_t seed) {
+  Bytes data(bytes + sizeof(uint64_t));
+  std::mt19937_64 random(seed);
+  for (std::size_t i = 0; i < bytes; i += sizeof(uint64_t)) {
+    const uint64_t next = random();
+    std::memcpy(data.data() + i, &next, sizeof next);
+  }
+  data.resize(bytes);
+  return data;
+}
+
+inline Envelope of(std::size_t bytes, uint32_t tag = 0, uint8_t dtype = 1) {
+  return {bytes, dtype, tag};
+}
+
+inline Settings mailbox_settings(int world) {
+  Settings settings;
+  settings.slot_bytes = 64;
+  settings.mailbox_bytes = Mailbox::bytes(world);
+  settings.timeout = std::chrono::seconds(60);
+  return settings;
+}
+
+inline void be_rank(Board& board, Rank rank, const Settings& settings, int world,
+                    const Body& body) {
+  Group group(board, rank, world, settings);
+  Mailbox box(group);
+  body({group, box, rank, world});
+}
+
+inline void run_threads(int world, const Body& body) {
+  Settings settings = mailbox_settings(world);
+  const Layout layout({world, settings.slot_bytes, settings.mailbox_bytes, 0});
+  settings.segment = Segment::create_unnamed(layout.total);
+  MapBoard board;
+  std::vector<std::exception_ptr> errors(world);
+  {
+    std::vector<std::jthread> team;
+    for (Rank r = 0; r < world; ++r)
+      team.emplace_back([&, r] {
+        try {
+          be_rank(board, r, settings, world, body);
+        } catch (...) {
+          errors[r] = std::current_exception();
+        }
+      });
+  }
+  for (const auto& error : errors)
+    if (error) std::rethrow_exception(error);
+}
+
+// `killed`: the rank that ends by a signal.
+inline void run_processes(int world, const Body& body, Rank killed = -1) {
+  std::string folder = std::filesystem::temp_directory_path() / "mailbox_test_XXXXXX";
+  if (mkdtemp(folder.data()) == nullptr) throw std::runtime_error("mkdtemp");
+  std::vector<pid_t> pids;
+  for (Rank r = 0; r < world; ++r) {
+    if (const pid_t pid = fork(); pid != 0) {
+      pids.push_back(pid);
+      continue;
+    }
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    int status = 0;
+    try {
+      FolderBoard board(folder);
+      be_rank(board, r, mailbox_settings(world), world, body);
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "rank %d: %s\n", r, error.what());
+      status = 1;
+    }
+    _exit(status);
+  }
+  bool ok = true;
+  for (Rank r = 0; r < world; ++r) {
+    int status = 0;
+    waitpid(pids[r], &status, 0);
+    ok &= r == killed ? WIFSIGNALED(status) : WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  }
+  std::filesystem::remove_all(folder);
+  if (!ok) throw std::logic_error("a rank failed");
+}
+
+}  // namespace pycollect::shm

@@ -1,0 +1,260 @@
+// Sends and receives between ranks: what must work in any order, what must be refused on both
+// sides, what becomes of it when a rank dies, and random programs of messages. The first argument
+// is the number of random programs. With NO_FORK in the environment ranks are threads only.
+#include <sys/resource.h>
+
+#include "mailbox_faults.h"
+#include "mailbox_programs.h"
+#include "mailbox_ranks.h"
+
+namespace pycollect::shm {
+namespace {
+
+void both_send_first(const Member& m) {
+  const std::size_t n = std::getenv("NO_FORK") == nullptr ? 64 << 20 : 8 << 20;  // sanitizers crawl
+  const Bytes mine = pattern(n, m.rank), other = pattern(n, 1 - m.rank);
+  Bytes got(n);
+  const auto sent = m.box.send(1 - m.rank, of(n), mine.data());
+  check(!sent->done(), "a large send needs its receiver");
+  const auto received = m.box.receive(1 - m.rank, of(n), got.data());
+  m.wait(received);
+  m.wait(sent);
+  check(got == other && m.box.idle());
+}
+
+// The ring is full of messages of another tag when the one that is waited for is sent.
+void other_tag_first(const Member& m) {
+  constexpr int kMany = 1000;
+  const std::size_t n = 700;
+  if (m.rank == 0) {
+    std::vector<Bytes> data;
+    std::vector<std::shared_ptr<Mailbox::Transfer>> sent;
+    for (int i = 0; i <= kMany; ++i) data.push_back(pattern(n, i));
+    for (int i = 0; i <= kMany; ++i) {
+      // Time for the other to empty the ring, in front of which messages are queued.
+      if (i == kMany / 2) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      sent.push_back(m.box.send(1, of(n, i == kMany ? 2 : 1), data[i].data()));
+    }
+    check(sent[0]->done(), "a small send is complete at once");
+    for (const auto& it : sent) m.wait(it);
+  } else {
+    Bytes got(n);
+    m.wait(m.box.receive(0, of(n, 2), got.data()));
+    check(got == pattern(n, kMany));
+    for (int i = 0; i < kMany; ++i) {
+      m.wait(m.box.receive(0, of(n, 1), got.data()));
+      check(got == pattern(n, i), text("message ", i));
+    }
+  }
+}
+
+void to_oneself(const Member& m) {
+  for (const std::size_t n : {0, 8, 5000, 3 << 20}) {
+    const Bytes data = pattern(n, n);
+    Bytes first(n), second(n);
+    const auto early = m.box.receive(m.rank, of(n, 5), first.data());
+    const auto one = m.box.send(m.rank, of(n, 5), data.data());
+    const auto two = m.box.send(m.rank, of(n, 5), data.data());
+    const auto late = m.box.receive(std::nullopt, of(n, 5), second.data());
+    for (const auto& it : {early, one, two, late}) m.wait(it);
+    check(first == data && second == data && late->peer() == m.rank);
+  }
+}
+
+// More large messages than lanes, received in the opposite order.
+void many_large(const Member& m) {
+  const int many = 3 * 8;
+  const std::size_t n = 300'000;
+  std::vector<std::shared_ptr<Mailbox::Transfer>> all;
+  std::vector<Bytes> got(m.world * many, Bytes(n));
+  const Bytes mine = pattern(n, m.rank);
+  for (int i = 0; i < many; ++i)
+    for (Rank r = 0; r < m.world; ++r)
+      if (r != m.rank) all.push_back(m.box.send(r, of(n, i), mine.data()));
+  for (int i = many; i-- > 0;)
+    for (Rank r = 0; r < m.world; ++r)
+      if (r != m.rank) all.push_back(m.box.receive(r, of(n, i), got[r * many + i].data()));
+  for (const auto& it : all) m.wait(it);
+  for (Rank r = 0; r < m.world; ++r)
+    for (int i = 0; r != m.rank && i < many; ++i) check(got[r * many + i] == pattern(n, r));
+}
+
+// Rank 1's flood does not keep rank 2's only message waiting.
+void anybody_is_fair(const Member& m) {
+  constexpr int kFlood = 3000;
+  const uint32_t tag = 9;
+  int word = m.rank;
+  std::byte* const at = reinterpret_cast<std::byte*>(&word);
+  std::vector<std::shared_ptr<Mailbox::Transfer>> sent;
+  if (m.rank == 1)
+    for (int i = 0; i < kFlood; ++i) sent.push_back(m.box.send(0, of(4, tag), at));
+  if (m.rank == 2) m.wait(m.box.send(0, of(4, tag), at));
+  if (m.rank != 0) {
+    for (const auto& it : sent) m.wait(it);
+    return;
+  }
+  int behind = -1, seen = 0;
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  for (int i = 0; i < kFlood + 1; ++i) {
+    const auto received = m.box.receive(std::nullopt, of(4, tag), at);
+    m.wait(received);
+    check(word == received->peer() && (word == 1 || word == 2));
+    if (word == 2) behind = i, ++seen;
+  }
+  check(seen == 1 && behind <= 5, text("it came after ", behind));
+}
+
+// Receives from one rank and from anybody take the messages that both could in the order of asking.
+void in_order_of_asking(const Member& m) {
+  for (const bool anybody_first : {true, false}) {
+    int words[2] = {1, 2};
+    std::byte* const at[2] = {reinterpret_cast<std::byte*>(words),
+                              reinterpret_cast<std::byte*>(words + 1)};
+    std::shared_ptr<Mailbox::Transfer> both[2];
+    int go = 0;
+    std::byte* const ready = reinterpret_cast<std::byte*>(&go);
+    if (m.rank == 1) {
+      m.wait(m.box.receive(0, of(4, 5), ready));
+      for (std::byte* const word : at) m.wait(m.box.send(0, of(4, 4), word));
+      continue;
+    }
+    for (int i = 0; i < 2; ++i) {
+      const bool anybody = (i == 0) == anybody_first;
+      words[i] = 0;
+      both[i] = m.box.receive(anybody ? std::nullopt : std::optional<Rank>(1), of(4, 4), at[i]);
+    }
+    m.wait(m.box.send(1, of(4, 5), ready));
+    for (const auto& it : both) m.wait(it);
+    check(words[0] == 1 && words[1] == 2);
+  }
+}
+
+// Rank 1 waits for rank 2, which waits for rank 0, which first sends rank 1 much more than a ring
+// holds, and waits until it is sent.
+void served_meanwhile(const Member& m) {
+  constexpr int kMany = 3000;
+  const Bytes data = pattern(1000, 3);
+  Bytes got(1000);
+  const Rank next = (m.rank + 2) % 3;
+  if (m.rank == 0)
+    for (int i = 0; i < kMany; ++i) m.wait(m.box.send(1, of(1000, 1), data.data()));
+  if (m.rank != 0) m.wait(m.box.receive((m.rank + 1) % 3, of(1000, 2), got.data()));
+  if (m.rank != 1) m.wait(m.box.send(next, of(1000, 2), data.data()));
+  for (int i = 0; m.rank == 1 && i < kMany; ++i) m.wait(m.box.receive(0, of(1000, 1), got.data()));
+  check(m.rank == 0 || got == data);
+}
+
+// Several threads of a rank wait for one transfer each, and one keeps moving what nobody waits for.
+void several_threads(const Member& m) {
+  constexpr int kThreads = 4, kRounds = 30;
+  std::atomic<bool> stop{false};
+  int word = 0;
+  const Rank other = 1 - m.rank;
+  std::vector<std::jthread> team;
+  const auto pending = m.box.receive(other, of(4, 99), reinterpret_cast<std::byte*>(&word));
+  std::jthread server([&] { m.box.work([&] { return stop.load(); }, m.occasion()); });
+  for (int t = 0; t < kThreads; ++t)
+    team.emplace_back([&, t] {
+      for (int i = 0; i < kRounds; ++i) {
+        const std::size_t n = i % 3 == 0 ? 400'000 : 100;
+        const Bytes data = pattern(n, 2 * t + m.rank);
+        Bytes got(n);
+        const auto sent = m.box.send(other, of(n, t), data.data());
+        const auto received = m.box.receive(other, of(n, t), got.data());
+        while (t == 0 && !received->done()) std::this_thread::yield();  // the server moves it
+        m.wait(received);
+        m.wait(sent);
+        if (got != pattern(n, 2 * t + other)) std::abort();
+      }
+    });
+  team.clear();
+  const auto last = m.box.send(other, of(4, 99), reinterpret_cast<const std::byte*>(&other));
+  m.wait(last);
+  m.wait(pending);
+  check(word == m.rank);
+  stop = true;
+  m.box.wake();
+}
+
+double seconds_of_cpu() {
+  rusage usage;
+  getrusage(RUSAGE_THREAD, &usage);
+  const auto seconds = [](const timeval& t) { return t.tv_sec + t.tv_usec * 1e-6; };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+void waits_asleep(const Member& m) {
+  const std::size_t n = 1 << 20;
+  Bytes data(n);
+  if (m.rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  const double before = seconds_of_cpu();
+  m.wait(m.rank == 0 ? m.box.send(1, of(n), data.data()) : m.box.receive(0, of(n), data.data()));
+  const double used = seconds_of_cpu() - before;
+  check(used < 0.05, text("waiting took ", used, " s of a core"));
+}
+
+// Who sleeps is woken by what he sleeps for, not by the end of his nap.
+void is_woken(const Member& m) {
+  constexpr int kRounds = 21;
+  std::vector<double> late;
+  Clock::rep sent = 0;
+  std::byte* const at = reinterpret_cast<std::byte*>(&sent);
+  for (int i = 0; i < kRounds; ++i) {
+    if (m.rank == 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(40));
+      sent = Clock::now().time_since_epoch().count();  // one clock for all processes of a host
+      m.wait(m.box.send(1, of(sizeof sent), at));
+    } else {
+      m.wait(m.box.receive(0, of(sizeof sent), at));
+      const Clock::duration took = Clock::now().time_since_epoch() - Clock::duration(sent);
+      late.push_back(std::chrono::duration<double, std::milli>(took).count());
+    }
+  }
+  std::sort(late.begin(), late.end());
+  if (m.rank == 1) check(late[kRounds / 4] < 2, text("woken after ", late[kRounds / 4], " ms"));
+}
+
+struct Case {
+  const char* name;
+  int world;
+  Body body;
+  Rank killed = -1;  // in this case ranks must be processes
+};
+
+bool forks() { return std::getenv("NO_FORK") == nullptr; }
+
+void run(const Case& it) {
+  const auto begin = Clock::now();
+  if (it.killed < 0) run_threads(it.world, it.body);
+  if (forks()) run_processes(it.world, it.body, it.killed);
+  const std::chrono::duration<double> took = Clock::now() - begin;
+  const bool skipped = it.killed >= 0 && !forks();
+  std::printf("%-24s %d ranks, %.2f s%s\n", it.name, it.world, took.count(),
+              skipped ? ": SKIPPED, it needs processes" : "");
+  std::fflush(stdout);
+}
+
+}  // namespace
+}  // namespace pycollect::shm
+
+int main(int argc, char** argv) {
+  using namespace pycollect::shm;
+  const int programs = argc > 1 ? std::atoi(argv[1]) : 12;
+  run({"both send first", 2, both_send_first});
+  run({"other tag first", 2, other_tag_first});
+  for (const int world : {1, 3}) run({"to oneself", world, to_oneself});
+  run({"many large", 3, many_large});
+  run({"anybody is fair", 3, anybody_is_fair});
+  run({"in order of asking", 2, in_order_of_asking});
+  run({"served meanwhile", 3, served_meanwhile});
+  run({"unlike", 2, unlike});
+  run({"several threads", 2, several_threads});
+  run({"waits asleep", 2, waits_asleep});
+  run({"is woken", 2, is_woken});
+  run({"late peer", 2, late_peer});
+  run({"killed peer", 3, killed_peer, 1});
+  run({"gone in good order", 3, gone_in_good_order});
+  run({"anybody but the gone", 3, anybody_but_the_gone});
+  for (int seed = 0; seed < programs; ++seed)
+    run({"random program", 2 + seed % 5, [&](const Member& m) { run_program(m, seed); }});
+}

@@ -1,0 +1,204 @@
+// What plans become for processes: right, in the same order of additions, within everybody's reach,
+// without a race in a run and in runs that follow each other in alternate slots.
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+
+#include "../../csrc/plan/error.h"
+#include "../../csrc/plan/order.h"
+#include "../../csrc/plan/program.h"
+#include "../../csrc/plan/registry.h"
+#include "../../csrc/plan/tidy.h"
+#include "../../csrc/sim/races.h"
+#include "random_plans.h"
+
+namespace pycollect {
+namespace {
+
+void expect(bool ok, const std::string& why) {
+  if (ok) return;
+  std::fprintf(stderr, "FAILED: %s\n", why.c_str());
+  std::_Exit(1);
+}
+
+struct Open {
+  bool input, output;
+};
+constexpr Open kShut{false, false}, kOpens[]{kShut, {true, false}, {false, true}, {true, true}};
+
+bool is_slot(const Slice& s) { return s.buffer == Buffer::scratch || s.buffer == Buffer::host; }
+
+void check_reach(const Plan& plan, const Open& open, const std::string& what) {
+  for (const Step& step : plan.steps)
+    for (const Slices* side : {&step.dsts, &step.srcs})
+      for (const Slice& s : *side) {
+        const bool near = is_slot(s) || s.rank == step.owner() ||
+                          (s.buffer == Buffer::input ? open.input : open.output);
+        expect(near, what + ": a step touches what its rank does not reach");
+        expect(s.count == 1, what + ": a slice of several chunks has no place in a slot");
+      }
+}
+
+// Three runs in a row, each on chunks of its own of the ranks' sides and in two slots by turns. All
+// that orders them is what the executor does: a rank begins a run when all have finished the run
+// before the last.
+Replay replay_runs(const Plan& plan, bool in_place, bool rule) {
+  constexpr int kRuns = 3;
+  const Program single = lower(plan, in_place, Pace::any, kSides);
+  Plan all{plan.world, kRuns * plan.chunks};
+  Program program(plan.world);
+  const auto shifted = [&](Slices slices, int run) {
+    for (Slice& s : slices) s.first += (is_slot(s) ? run & 1 : run) * plan.chunks;
+    return slices;
+  };
+  for (int run = 0; run < kRuns; ++run) {
+    for (const Step& step : plan.steps)
+      all.steps.push_back({shifted(step.dsts, run), shifted(step.srcs, run), step.owner()});
+    for (Rank r = 0; r < plan.world; ++r) {
+      const auto before = program[r].size();
+      for (Task task : single[r]) {
+        if (task.step >= 0) task.step += run * static_cast<int>(plan.steps.size());
+        for (Wait& w : task.waits) w.count += run * static_cast<int>(single[w.rank].size());
+        program[r].push_back(std::move(task));
+      }
+      for (Rank other = 0; rule && run == kRuns - 1 && other < plan.world; ++other)
+        if (other != r)
+          program[r][before].waits.push_back({other, static_cast<int>(single[other].size())});
+    }
+  }
+  return replay(all, program, in_place);
+}
+
+void check_runs(const Plan& plan, bool in_place, const std::string& what) {
+  const Replay one = replay(plan, lower(plan, in_place, Pace::any, kSides), in_place);
+  expect(one.defect.empty(), what + ": " + one.defect);
+  const Replay three = replay_runs(plan, in_place, true);
+  expect(three.defect.empty(), what + ", three runs: " + three.defect);
+}
+
+bool has_root(Collective c) {
+  return c == Collective::reduce || c == Collective::broadcast || c == Collective::scatter ||
+         c == Collective::gather;
+}
+
+void check_registry(int most) {
+  int plans = 0;
+  for (const Algorithm& a : registry())
+    for (int world = 1; world <= most; ++world)
+      for (const Rank root : {0, world / 2, world - 1})
+        for (const bool in_place : {false, true})
+          for (const Open& open : kOpens) {
+            if (in_place && (!a.in_place || open.input != open.output)) continue;
+            if (root > 0 && !has_root(a.collective)) continue;
+            if (a.collective == Collective::barrier) continue;  // an exchange is all of it
+            const std::string what = text(name(a.collective), "/", a.name, " W=", world,
+                                          " root=", root, in_place ? " in place" : "",
+                                          open.input ? " in" : "", open.output ? " out" : "");
+            const Plan plain = a({world, root, 3});
+            const Plan made = for_processes(plain, in_place, open.input, open.output);
+            const Verdict was = verify(a.collective, plain, root, in_place);
+            const Verdict is = verify(a.collective, made, root, in_place);
+            expect(is.right(), what + ": " + is.defect);
+            expect(is.order == was.order, what + ": adds in another order");
+            check_reach(made, open, what);
+            check_runs(made, in_place, what);
+            ++plans;
+            // Where all wait for all in every run, that alone keeps runs apart.
+            const bool one_way = has_root(a.collective) && a.name == std::string_view("direct") &&
+                                 world > 1 && !open.input && !open.output;
+            expect(!one_way || !replay_runs(made, in_place, false).defect.empty(),
+                   what + ": no race was seen without the rule that keeps runs apart");
+          }
+  std::printf("%d plans of the registry: right\n", plans);
+}
+
+// What every cell of the sides holds in the end, as a number that depends on all that went in.
+std::vector<uint64_t> outcome(const Plan& plan, bool in_place) {
+  std::vector<uint64_t> memory(cells(plan));
+  const auto cell = [&](const Slice& s, int i) {
+    int at = 0;
+    each_cell(plan, in_place, {s.rank, s.buffer, s.first + i}, [&](int c) { at = c; });
+    return at;
+  };
+  for (std::size_t c = 0; c < memory.size(); ++c) memory[c] = 2 * c + 1;
+  for (const Step& step : plan.steps)
+    for (int i = 0; i < step.dsts[0].count; ++i) {
+      uint64_t value = step.srcs.size() > 1 ? 12345 : 0;
+      for (const Slice& s : step.srcs)
+        value = step.srcs.size() == 1 ? memory[cell(s, i)]
+                                      : (value ^ memory[cell(s, i)]) * 0x9e3779b97f4a7c15U + 1;
+      for (const Slice& d : step.dsts) memory[cell(d, i)] = value;
+    }
+  std::vector<uint64_t> sides;
+  for (Rank r = 0; r < plan.world; ++r)
+    for (int c = 0; c < plan.chunks; ++c) {
+      sides.push_back(memory[cell(in(r, c), 0)]);
+      sides.push_back(memory[cell(out(r, c), 0)]);
+    }
+  return sides;
+}
+
+void check_random(int most) {
+  int made_plans = 0;
+  for (int seed = 0; seed < most; ++seed)
+    for (const bool in_place : {false, true})
+      for (const Open& open : kOpens) {
+        if (in_place && open.input != open.output) continue;
+        const Plan plain = random_plan(1 + seed % 5, seed);
+        const std::string what = text("random plan ", seed, in_place ? " in place" : "");
+        Plan made{1, 1};
+        try {
+          check(plain, in_place);
+          made = for_processes(plain, in_place, open.input, open.output);
+        } catch (const std::invalid_argument&) {
+          continue;  // needs more room on one rank's host than it has, or is no plan in place
+        }
+        ++made_plans;
+        expect(outcome(plain, in_place) == outcome(made, in_place), what + ": another outcome");
+        check_reach(made, open, what);
+        check_runs(made, in_place, what);
+      }
+  expect(made_plans > most, "most random plans were refused");
+  std::printf("%d random plans: the same outcome\n", made_plans);
+}
+
+// How many steps of a rank are copies into its slot, folds, and copies out of slots.
+struct Counted {
+  int in = 0, folds = 0, out = 0, dsts = 0;
+  bool operator==(const Counted&) const = default;
+};
+Counted count(const Plan& plan, Rank r) {
+  Counted counted;
+  for (const Step& step : plan.steps) {
+    if (step.owner() != r) continue;
+    const bool fills = is_slot(step.dsts[0]);
+    ++(step.srcs.size() > 1 ? counted.folds : fills ? counted.in : counted.out);
+    counted.dsts += step.srcs.size() > 1 ? static_cast<int>(step.dsts.size()) : 0;
+  }
+  return counted;
+}
+
+void check_steps(const char* name, Open open, const std::function<Counted(int)>& want) {
+  for (const int world : {2, 3, 8}) {
+    const Plan made = for_processes(find(Collective::all_reduce, name)({world, 0, 4}), true,
+                                    open.input, open.output);
+    for (Rank r = 0; r < world; ++r)
+      expect(count(made, r) == want(world), text(name, " has other steps than it needs"));
+  }
+}
+
+}  // namespace
+
+void test(bool quick) {
+  for (const char* name : {"two_shot", "fused"})
+    check_steps(name, kShut, [](int w) { return Counted{w - 1, 1, w - 1, 2}; });
+  check_steps("one_shot", kShut, [](int) { return Counted{1, 1, 0, 1}; });
+  check_steps("fused", {true, true}, [](int w) { return Counted{0, 1, 0, w}; });
+  check_registry(quick ? 5 : 9);
+  check_random(quick ? 200 : 3000);
+}
+
+}  // namespace pycollect
+
+int main(int argc, char** argv) { pycollect::test(argc > 1 && std::string(argv[1]) == "quick"); }

@@ -1,0 +1,44 @@
+// Plans that nobody would write, from a seed: any list of steps is a plan, so all of them must come
+// out as when one thread runs them in the written order.
+#pragma once
+#include <algorithm>
+#include <random>
+#include <vector>
+
+#include "../../csrc/plan/plan.h"
+
+namespace pycollect {
+
+// All slices of a step are the same chunks of different ranks; scratch is written before it is
+// read, because slots hold what other calls have left there.
+inline Plan random_plan(int world, uint64_t seed) {
+  std::mt19937 random(static_cast<uint32_t>(seed));
+  const auto below = [&](int n) { return static_cast<int>(random() % n); };
+  Plan plan{world, 1 + below(4)};
+  std::vector<bool> written(cells(plan));
+  const auto side = [&](int first, int count, bool reads) {
+    Slices slices;
+    std::vector<Rank> ranks(world);
+    for (Rank r = 0; r < world; ++r) ranks[r] = r;
+    std::shuffle(ranks.begin(), ranks.end(), random);
+    ranks.resize(1 + below(world));
+    for (Rank r : ranks) {
+      Slice s{r, static_cast<Buffer>(below(3)), first, count};
+      bool ready = true;
+      if (s.buffer == Buffer::scratch)
+        each_cell(plan, false, s, [&](int c) { ready &= written[c]; });
+      if (reads && !ready) s.buffer = Buffer::input;
+      slices.push_back(s);
+    }
+    return slices;
+  };
+  for (int steps = 1 + below(20); steps > 0; --steps) {
+    const int count = 1 + below(plan.chunks), first = below(plan.chunks - count + 1);
+    Slices srcs = side(first, count, true), dsts = side(first, count, false);
+    for (const Slice& d : dsts) each_cell(plan, false, d, [&](int c) { written[c] = true; });
+    plan.fold(dsts, srcs, below(2) == 0 ? Step::kFirstDestination : below(world));
+  }
+  return plan;
+}
+
+}  // namespace pycollect

@@ -1,0 +1,114 @@
+// What ranks do that were not asked for the same, as executor_test.cpp runs it: all of them raise
+// one sentence, no output is written, and the group goes on.
+#pragma once
+
+struct Buffers {
+  std::vector<float> in = std::vector<float>(512, 1), out = std::vector<float>(512, -1);
+  Side side(bool output, Sizes blocks) {
+    std::vector<float>& all = output ? out : in;
+    return {{{reinterpret_cast<std::byte*>(all.data()), sum(blocks)}}, blocks};
+  }
+};
+
+Request all_reduce_of(Buffers& b, std::size_t n) {
+  return {.collective = Collective::all_reduce,
+          .dtype = DType::f32,
+          .input = b.side(false, {n}),
+          .output = b.side(true, {n})};
+}
+
+// Runs it, and returns what was thrown.
+template <class F>
+std::string complaint(F&& f) {
+  try {
+    f();
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "nothing";
+}
+
+// `odd` is what the last rank is asked for instead; the sentence has `words` in it.
+void differ(Member& me, const std::function<void(Request&, Buffers&)>& odd,
+            const std::string& words) {
+  Buffers b;
+  Request request = all_reduce_of(b, 100);
+  const bool last = me.group.rank() == me.group.world() - 1;
+  if (last) odd(request, b);
+  const std::string said = complaint([&] { me.run(request); });
+  expect(said.find(words) != std::string::npos, text("wanted '", words, "', got '", said, "'"));
+  expect(b.out == std::vector<float>(512, -1), "an output was written before all agreed");
+  Buffers after;
+  me.run(all_reduce_of(after, 100));
+  expect(after.out[99] == static_cast<float>(me.group.world()) && after.out[100] == -1,
+         "the group does not go on after: " + words);
+}
+
+void run_differences(Member& me) {
+  const std::string last = text("rank ", me.group.world() - 1, " ");
+  differ(
+      me, [](Request& r, Buffers& b) { r = all_reduce_of(b, 99); },
+      last + "called all_reduce of 99 float32, op sum, rank 0 called all_reduce of 100 float32");
+  differ(
+      me, [](Request& r, Buffers&) { r.dtype = DType::i32; },
+      last + "called all_reduce of 100 int32");
+  differ(me, [](Request& r, Buffers&) { r.op = ReduceOp::max; }, "op max, rank 0 called");
+  differ(
+      me, [](Request& r, Buffers&) { r.collective = Collective::broadcast; },
+      "called broadcast of 100 float32, root 0");
+  differ(
+      me, [](Request& r, Buffers&) { r = {.collective = Collective::barrier}; },
+      last + "called barrier, rank 0 called all_reduce");
+  differ(me, [](Request& r, Buffers&) { r.algorithm = "ring"; }, "with different algorithms");
+  differ(me, [](Request& r, Buffers&) { r.tensors = 7; }, "in 7 tensors, rank 0 called");
+  differ(me, [](Request& r, Buffers&) { r.op = ReduceOp::bor; }, "bor is not defined for float32");
+  differ(
+      me, [](Request& r, Buffers&) { r.algorithm = "none"; }, "there is no all_reduce algorithm");
+  differ(me, [](Request& r, Buffers& b) { r.output = b.side(true, {7}); }, "the output has 7");
+}
+
+// Several in a row, from rank 0 too, and by name.
+void run_refused(Member& me) {
+  for (int i = 0; i < 5; ++i) {
+    const Rank who = i % me.group.world();
+    Buffers b;
+    if (me.group.rank() == who) {
+      refuse(me.group, Collective::all_reduce, me.call++, soon(), "it is not contiguous");
+    } else {
+      const std::string said = complaint([&] { me.run(all_reduce_of(b, 100)); });
+      expect(said == text("rank ", who, " refused all_reduce: it is not contiguous"), said);
+      expect(b.out[0] == -1, "an output was written though a rank refused");
+    }
+  }
+}
+
+void run_unlike_blocks(Member& me) {
+  const int world = me.group.world();
+  Buffers b;
+  Sizes sent(world, 3), received(world, 3);
+  if (me.group.rank() == 1) received[0] = 4;
+  Request request{.collective = Collective::all_to_all,
+                  .dtype = DType::f32,
+                  .input = b.side(false, sent),
+                  .output = b.side(true, received),
+                  .irregular = true};
+  const std::string said = complaint([&] { me.run(request); });
+  expect(said == "all_to_all: rank 0 sends 3 elements to rank 1, which has room for 4", said);
+  Sizes blocks(world, 5);
+  if (me.group.rank() == 1) blocks[1] = 4, blocks[0] = 6;
+  request = {.collective = Collective::reduce_scatter,
+             .dtype = DType::f32,
+             .input = b.side(false, blocks),
+             .output = b.side(true, {blocks[me.group.rank()]})};
+  const std::string other = complaint([&] { me.run(request); });
+  expect(other.find("blocks of different sizes") != std::string::npos, other);
+}
+
+void run_refusals(Member& me) {
+  for (int i = 0; i < 3; ++i) {
+    run_differences(me);
+    run_refused(me);
+    run_unlike_blocks(me);
+  }
+  run_cases(me, 20, 7);
+}

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Builds plans, folds and the shared-memory executor without torch, with a sanitizer of the
+# compiler, and runs their native tests: sanitize.sh [none|thread|address|undefined] [quick].
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+kind=${1:-thread} length=${2:-full}
+folder=${BUILD_FOLDER:-$root/build/native-$kind}
+
+flags=(-O1)
+[[ $kind == none ]] || flags+=(-g -fno-omit-frame-pointer -fsanitize="$kind" -fno-sanitize-recover=all)
+export TSAN_OPTIONS="halt_on_error=1 ${TSAN_OPTIONS:-}" ASAN_OPTIONS="detect_leaks=1 ${ASAN_OPTIONS:-}"
+# ThreadSanitizer sees nothing of what other processes do, and does not follow a fork with threads.
+[[ $kind != thread ]] || export NO_FORK=1
+
+cases=400 worlds=(1 2 3 4 5 8)
+[[ $length != quick ]] || cases=60 worlds=(1 2 3 5)
+
+build() { "$root/tests/native/build.sh" "$folder" "tests/native/$1.cpp" "${flags[@]}"; }
+"$(build passes_test | tail -n 1)" "$length"
+"$(build executor_test | tail -n 1)" "$cases" "${worlds[@]}"
+echo "sanitize.sh $kind $length: right"
