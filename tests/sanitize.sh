@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds plans, folds and the shared-memory executor without torch, with a sanitizer of the
-# compiler, and runs their native tests: sanitize.sh [none|thread|address|undefined] [quick].
+# Builds plans, folds and the room of shared memory without torch, with a sanitizer of the compiler,
+# and runs their native tests: sanitize.sh [none|thread|address|undefined] [quick].
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 kind=${1:-thread} length=${2:-full}
@@ -12,10 +12,12 @@ export TSAN_OPTIONS="halt_on_error=1 ${TSAN_OPTIONS:-}" ASAN_OPTIONS="detect_lea
 # ThreadSanitizer sees nothing of what other processes do, and does not follow a fork with threads.
 [[ $kind != thread ]] || export NO_FORK=1
 
-cases=400 worlds=(1 2 3 4 5 8)
-[[ $length != quick ]] || cases=60 worlds=(1 2 3 5)
+cases=400 worlds=(1 2 3 4 5 8) programs=12
+[[ $length != quick ]] || cases=60 worlds=(1 2 3 5) programs=3
 
 build() { "$root/tests/native/build.sh" "$folder" "tests/native/$1.cpp" "${flags[@]}"; }
 "$(build passes_test | tail -n 1)" "$length"
 "$(build executor_test | tail -n 1)" "$cases" "${worlds[@]}"
+"$(build mailbox_test | tail -n 1)" "$programs"
+"$(build faults_test | tail -n 1)" 1  # the others are between processes
 echo "sanitize.sh $kind $length: right"

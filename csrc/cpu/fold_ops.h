@@ -40,7 +40,10 @@ template <class V, int kLanes>
 
 template <class T, class Op, class V>
 [[gnu::always_inline]] inline V apply(V a, V b) {
-  if constexpr (std::is_same_v<Op, Sum> || std::is_same_v<Op, Avg>)
+  if constexpr (std::is_same_v<Op, Avg> && std::is_integral_v<T>) {
+    using Wrapping = Vector<std::make_unsigned_t<T>>;  // of a signed sum C++ leaves it open
+    return as<V>(as<Wrapping>(a) + as<Wrapping>(b));
+  } else if constexpr (std::is_same_v<Op, Sum> || std::is_same_v<Op, Avg>)
     return a + b;
   else if constexpr (std::is_same_v<Op, Prod> && is_complex<T>)
     return complex_product<V, kVectorBytes / sizeof(T) * 2>(a, b);

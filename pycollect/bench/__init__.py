@@ -7,27 +7,23 @@ costs nothing that measuring would notice; matplotlib is loaded only for a pictu
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import torch
 
 import pycollect
 
-from . import environment, record, table
-from .cases import LENET, Case, sized_case
+from . import environment, output, processes, record, table
+from .cases import COLLECTIVES, LENET, Case, sized_case
 from .contest import DEFAULT, CaseResult, Contestants, run_case
 from .gpu import GRAPH_CALLS
 from .measure import Effort, Timing
 from .options import add_arguments, algorithms
 from .overhead import call_costs
-from .peers import usual
-from .sizes import size_range
+from .peers import NAMES, usual
+from .sizes import parse_size, size_range
 from .targets import Outcome, judge
 
 __all__ = ["add_arguments", "main", "run"]
@@ -71,17 +67,6 @@ def _cases(args: argparse.Namespace) -> Iterator[Case]:
                 yield Case("all_reduce_coalesced", dtype, args.op, devices, LENET)
 
 
-def _check_outputs(args: argparse.Namespace, cases: Sequence[Case]) -> None:
-    """Refuse before the measuring what would fail after it."""
-    for path in filter(None, (args.json, args.plot)):
-        if not Path(path).resolve().parent.is_dir():
-            raise ValueError(f"{path}: there is no such folder to write to")
-    if args.plot and find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib; install pycollect[train]")
-    if args.plot and not any(len(case.shapes) == 1 for case in cases):
-        raise ValueError("--plot draws speed against size, and no sizes are measured")
-
-
 def _measure(args: argparse.Namespace, cases: Sequence[Case], effort: Effort) -> list[CaseResult]:
     """Measure case by case, printing as results come."""
     results: list[CaseResult] = []
@@ -100,19 +85,6 @@ def _measure(args: argparse.Namespace, cases: Sequence[Case], effort: Effort) ->
     return results
 
 
-def _write(args: argparse.Namespace, content: dict[str, Any], results: list[CaseResult]) -> None:
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-            file.write("\n")
-    if args.plot:
-        from .plot import plot
-
-        about = content["environment"]
-        caption = f"{about['machine']}, threads: {about['threads']}; torch {about['torch']}"
-        plot([r for r in results if len(r.case.shapes) == 1], args.plot, caption)
-
-
 def _status(results: list[CaseResult], outcomes: list[Outcome]) -> int:
     if any(row.wrong for result in results for row in result.rows):
         return 1
@@ -126,12 +98,22 @@ def run(args: argparse.Namespace, command: str) -> int:
 
     Raises:
         ValueError: if sizes, devices or algorithms do not go together.
+        RuntimeError: with `args.processes`, if a rank fails.
     """
+    if args.minbytes is None:
+        args.minbytes = parse_size("4" if args.processes else "4K")
+    if args.processes:
+        return processes.run(args, command)
+    if args.collective not in COLLECTIVES:
+        raise ValueError(f"--collective of one process is one of {', '.join(COLLECTIVES)}")
+    for peer in args.peers or ():
+        if peer not in NAMES:
+            raise ValueError(f"{peer!r} is no peer of one process; there are {', '.join(NAMES)}")
     if args.threads:
         torch.set_num_threads(args.threads)
     effort = Effort(args.seconds, args.iterations, args.warmup)
     cases = list(_cases(args))
-    _check_outputs(args, cases)
+    output.check(args, any(len(case.shapes) == 1 for case in cases))
     about, before = environment.describe(command), environment.Load.now()
     print(*environment.header(about), sep="\n", flush=True)
     results = _measure(args, cases, effort)
@@ -144,7 +126,7 @@ def run(args: argparse.Namespace, command: str) -> int:
         print(*table.target_lines(outcomes), sep="\n")
     disturbed = environment.noise(before, environment.Load.now(), results)
     print(*environment.footer(disturbed), sep="\n")
-    _write(args, record.run_record(about, disturbed, results, calls, outcomes), results)
+    output.write(args, record.run_record(about, disturbed, results, calls, outcomes), results)
     return _status(results, outcomes)
 
 

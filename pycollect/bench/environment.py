@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import shlex
 import subprocess
 import time
 from collections.abc import Iterable
@@ -26,7 +28,7 @@ def describe(command: str) -> dict[str, Any]:
     """Return versions, machine and settings, as they go into the header and the JSON file."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
-        "command": command,
+        "command": without_folders(command),
         "pycollect": pycollect.__version__,
         "commit": _commit(),
         "torch": torch.__version__,
@@ -39,6 +41,15 @@ def describe(command: str) -> dict[str, Any]:
         "openmp": {k: v for k, v in os.environ.items() if k.startswith(("OMP_", "GOMP_"))},
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def without_folders(command: str) -> str:
+    """Return the command without the folders of absolute paths, which mean nothing elsewhere.
+
+    >>> without_folders("/usr/bin/python bench/run.py --json=/tmp/a.json -e 1M")
+    'python bench/run.py --json=a.json -e 1M'
+    """
+    return shlex.join(re.sub(r"(^|=)/(.*/)?", r"\1", word) for word in shlex.split(command))
 
 
 def _commit() -> str | None:
@@ -77,7 +88,10 @@ def _caches() -> str:
 
 @dataclass(frozen=True)
 class Load:
-    """What the machine's processors have done so far, and how much of it was this process."""
+    """What the machine's processors have done so far, and how much of it was ours.
+
+    `own` is of this process and of those that it started and that have ended.
+    """
 
     seconds: float
     busy: float
@@ -91,7 +105,8 @@ class Load:
         # user, nice, system, idle, iowait, irq, softirq, steal: all but the two idle ones.
         busy = (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
         own = os.times()
-        return cls(time.monotonic(), busy, own.user + own.system, os.getloadavg()[0])
+        spent = own.user + own.system + own.children_user + own.children_system
+        return cls(time.monotonic(), busy, spent, os.getloadavg()[0])
 
 
 def noise(before: Load, after: Load, results: Iterable[CaseResult]) -> dict[str, Any]:

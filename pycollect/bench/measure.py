@@ -130,7 +130,8 @@ def batched(run: Callable[[], object], batch: int) -> Sampler:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
+    """Keep the collector of garbage out of the times."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -148,7 +149,7 @@ def interleave(samplers: Mapping[str, Sampler], effort: Effort) -> dict[str, Tim
     """
     names = list(samplers)
     samples: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
-    with _no_garbage_collection():
+    with no_garbage_collection():
         calls = {}
         for name, sampler in samplers.items():
             sampler(max(1, effort.warmup))

@@ -13,6 +13,8 @@ import pycollect
 from .cases import COLLECTIVES
 from .pattern import OPS
 from .peers import NAMES
+from .processes import cases as between
+from .processes.contestants import PEERS
 from .sizes import parse_size
 
 T = TypeVar("T")
@@ -61,13 +63,13 @@ def _dtype(text: str) -> torch.dtype:
 
 
 def _peer(text: str) -> str:
-    if text not in NAMES:
-        raise ValueError(f"{text!r} is no peer; there are {', '.join(NAMES)}, all and none")
+    if text not in (*NAMES, *PEERS):
+        raise ValueError(f"{text!r} is no peer; there are {', '.join((*NAMES, *PEERS))}, all, none")
     return text
 
 
 def _peers(text: str) -> list[str] | None:
-    """The names, or None for those that are usual on the devices of a case."""
+    """The names, or None for those that are usual for a case."""
     named = {"all": None, "none": list[str]()}
     return named[text] if text in named else _list_of(_peer)(text)
 
@@ -78,8 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     what = parser.add_argument_group("what is measured")
     add = what.add_argument
-    add("--collective", choices=list(COLLECTIVES), default="all_reduce", help="(all_reduce)")
-    add("-b", "--minbytes", type=_size, default="4K", help="smallest size of a rank (4K)")
+    collectives = dict.fromkeys((*COLLECTIVES, *between.COLLECTIVES))
+    add("--collective", choices=list(collectives), default="all_reduce", help="(all_reduce)")
+    add("-b", "--minbytes", type=_size, help="smallest size of a rank (4K; 4 with --processes)")
     add("-e", "--maxbytes", type=_size, default="128M", help="largest size of a rank (128M)")
     add("-f", "--stepfactor", type=_positive, default=4, help="from size to size (4)")
     dtypes = _list_of(_dtype)
@@ -89,7 +92,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--world", type=worlds, default="2,4,8", help="numbers of ranks (2,4,8)")
     add("--devices", help="rank r lives on device r mod n of these, as pycollect.devices reads it")
     add("--algorithms", help="'all' or names, besides the default choice")
-    add("--peers", type=_peers, default="all", help=f"{', '.join(NAMES)}, all or none (all)")
+    peers = f"{', '.join(NAMES)}; with --processes {', '.join(PEERS)}; all or none (all)"
+    add("--peers", type=_peers, default="all", help=peers)
+    add(
+        "--processes", type=worlds, metavar="N", help="a process per rank, for each of these worlds"
+    )
+    add("--backend", default="pycollect", help="of torch.distributed, with --processes (pycollect)")
     add("--coalesced", choices=["lenet"], help="the gradients of LeNet in one coalesced call")
     add("--overhead", action="store_true", help="the cost of a call on 4 ranks of 4 elements")
     add("--targets", action="store_true", help="compare with the promised ratios")

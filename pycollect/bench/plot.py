@@ -18,7 +18,14 @@ if TYPE_CHECKING:
 
 # Colours that stay apart for the colour-blind (Okabe and Ito); the library's are the strong ones.
 _OURS = ("#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#d55e00")
-_PEERS = {"naive": "#d55e00", "stack": "#e69f00", "comm": "#cc79a7", "cupy": "#56b4e9"}
+_PEERS = {
+    "naive": "#d55e00",
+    "stack": "#e69f00",
+    "comm": "#cc79a7",
+    "cupy": "#56b4e9",
+    "gloo": "#d55e00",
+    "mpi": "#e69f00",
+}
 _GREY = "#7f7f7f"
 
 _Key = tuple[str, str, str]
@@ -124,7 +131,10 @@ def plot(results: Sequence[CaseResult], path: str, caption: str) -> None:
         one_memory = all(r.case.one_memory for group in worlds.values() for r in group)
         speed = "bytes moved per second" if one_memory else "bus bandwidth"
         row[0].set_ylabel(f"{' '.join(key)}\n{speed} (GB/s)")
-        row[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        low, high = row[0].get_ylim()
+        # Over many powers of ten their multiples would be a wall of numbers.
+        steps = (1, 2, 5) if high < 1e4 * low else (1,)
+        row[0].yaxis.set_major_locator(LogLocator(subs=steps, numticks=20))
         row[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     _legend(figure)
     figure.supxlabel(caption, fontsize=8, color=_GREY)

@@ -46,8 +46,11 @@ def _count(wrong: int | None) -> str:
     return _NOTHING if wrong is None else str(wrong)
 
 
-def columns(one_memory: bool) -> list[Column]:
-    """Return the columns; where ranks share one memory, `moved` takes the place of `busbw`."""
+def columns(one_memory: bool, against: Sequence[str] = (NAIVE,)) -> list[Column]:
+    """Return the columns; where ranks share one memory, `moved` takes the place of `busbw`.
+
+    A column with the ratio for each of the peers `against`.
+    """
     if one_memory:
         speed = Column("moved", "(GB/s)", 8, _moved)
     else:
@@ -64,9 +67,15 @@ def columns(one_memory: bool) -> list[Column]:
         Column("algbw", "(GB/s)", 8, _algbw),
         speed,
         Column("%limit", "", 6, _limit),
-        Column("xnaive", "", 6, lambda case, row: _number(row.times_faster_than(NAIVE))),
+        *map(_ratio, against),
         Column("#wrong", "", 6, lambda case, row: _count(row.wrong)),
     ]
+
+
+def _ratio(peer: str) -> Column:
+    head = f"x{peer}"
+    width = max(6, len(head))
+    return Column(head, "", width, lambda case, row: _number(row.times_faster_than(peer)))
 
 
 def _algbw(case: Case, row: Row) -> str:

@@ -43,7 +43,9 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class _Promise:
+class Promise:
+    """A value that rows of some cases must reach: of row `row`, at least (or at most) `wanted`."""
+
     what: str
     wanted: float
     applies: Callable[[CaseResult], bool]
@@ -53,6 +55,7 @@ class _Promise:
     sign: str = ">="
 
     def judge(self, results: Iterable[CaseResult]) -> Outcome:
+        """Return its worst point among these results."""
         points = []
         for result in filter(self.applies, results):
             row = result.row(self.row)
@@ -124,7 +127,7 @@ def _microseconds(row: Row) -> float | None:
     return row.timing.percentile(50) * 1e6
 
 
-def _versus_naive() -> list[_Promise]:
+def _versus_naive() -> list[Promise]:
     spans = (
         ("at 4 KiB", 3.0, 4 * KIB, 4 * KIB),
         ("at 64 KiB", 3.0, 64 * KIB, 64 * KIB),
@@ -132,19 +135,19 @@ def _versus_naive() -> list[_Promise]:
         ("from 16 MiB", 3.0, 16 * MIB, None),
     )
     promises = [
-        _Promise(f"naive loop, {w} ranks, {name}", wanted, _sums((w,), b, e), _against_naive)
+        Promise(f"naive loop, {w} ranks, {name}", wanted, _sums((w,), b, e), _against_naive)
         for w in (4, 8)
         for name, wanted, b, e in spans
     ]
     return [
-        _Promise("naive loop, 2 ranks, every size", 1.5, _sums((2,), 1), _against_naive),
+        Promise("naive loop, 2 ranks, every size", 1.5, _sums((2,), 1), _against_naive),
         *promises,
     ]
 
 
 _PROMISES = (
-    _Promise("limit, from 1 MiB", 90, _sums(None, MIB), _limit_percent, unit="%"),
-    _Promise(
+    Promise("limit, from 1 MiB", 90, _sums(None, MIB), _limit_percent, unit="%"),
+    Promise(
         "limit, from 64 KiB, inside the extension",
         90,
         _sums(None, 64 * KIB),
@@ -153,18 +156,18 @@ _PROMISES = (
         unit="%",
     ),
     *_versus_naive(),
-    _Promise("naive loop, LeNet's gradients of 4 ranks", 5.0, _lenet_of_four, _against_naive),
+    Promise("naive loop, LeNet's gradients of 4 ranks", 5.0, _lenet_of_four, _against_naive),
 )
 
 
 _SMALL, _LARGE = _gpu_sums((4, 8), 1, 256 * KIB), _gpu_sums((4, 8), 64 * MIB)
 _GPU_PROMISES = (
-    _Promise("limit, from 64 MiB, GPU time", 92, _LARGE, _limit_percent, _BY_GPU, "%"),
-    _Promise("naive loop, from 64 MiB", 2.0, _LARGE, _against_naive),
-    _Promise("a call up to 256 KiB, GPU time", 8.0, _SMALL, _microseconds, _BY_GPU, "us", "<="),
-    _Promise("the same in a graph of many", 5.0, _SMALL, _microseconds, _IN_GRAPH, "us", "<="),
+    Promise("limit, from 64 MiB, GPU time", 92, _LARGE, _limit_percent, _BY_GPU, "%"),
+    Promise("naive loop, from 64 MiB", 2.0, _LARGE, _against_naive),
+    Promise("a call up to 256 KiB, GPU time", 8.0, _SMALL, _microseconds, _BY_GPU, "us", "<="),
+    Promise("the same in a graph of many", 5.0, _SMALL, _microseconds, _IN_GRAPH, "us", "<="),
     *(
-        _Promise(
+        Promise(
             f"naive loop, {w} ranks, up to 256 KiB",
             x,
             _gpu_sums((w,), 1, 256 * KIB),
@@ -172,7 +175,7 @@ _GPU_PROMISES = (
         )
         for w, x in ((4, 6.0), (8, 10.0))
     ),
-    _Promise("naive loop, LeNet's gradients of 4 ranks", 20.0, _lenet_of_four, _against_naive),
+    Promise("naive loop, LeNet's gradients of 4 ranks", 20.0, _lenet_of_four, _against_naive),
 )
 
 

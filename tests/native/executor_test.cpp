@@ -51,7 +51,7 @@ class Lent {
     side_.blocks = blocks;
     if (c.placed) {
       std::byte* at = group.arena(group.rank()) + arena_at;
-      std::memcpy(at, content.data(), content.size());
+      std::copy(content.begin(), content.end(), at);
       side_.spans = {{at, n}};
       return;
     }
@@ -122,7 +122,7 @@ bool put_within(Request& request, Rank r, const Bytes& brought) {
   base = all.spans[0].base;
   for (Rank before = 0; before < r; ++before)
     base += all.blocks[before] * item_bytes(request.dtype);
-  if (!out) std::memcpy(base, brought.data(), brought.size());
+  if (!out) std::copy(brought.begin(), brought.end(), base);
   return true;
 }
 
@@ -148,7 +148,7 @@ void run_case(Member& me, const Case& c) {
   const Outcome want = expected(c, chosen(c), world);
   const auto say = [&] { return text("rank ", r, " of ", world, ": ", c.words()); };
   const auto holds = [&](const Side& side, const Bytes& bytes) {
-    return std::memcmp(side.spans[0].base, bytes.data(), bytes.size()) == 0;
+    return std::equal(bytes.begin(), bytes.end(), side.spans[0].base);
   };
   if (within) return expect(holds(request.output, want.out[r]), say());
   expect(in.now(item) == want.in[r], say() + ": the input");

@@ -1,0 +1,181 @@
+"""Measure the executor itself beside Open MPI's own calls: no Python and no torch in either.
+
+Builds native/allreduce.cpp with csrc's plain C++ and native/allreduce_mpi.cpp with mpicxx, and
+runs them by turns, every size in each; ratios are medians over the turns. Try
+`python bench/executor_bandwidth.py -e 16M`; without Open MPI only the executor is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from pycollect.bench import environment, table
+from pycollect.bench.measure import ratios
+from pycollect.bench.sizes import binary_size, parse_size
+from pycollect.bench.targets import MIB, Outcome
+
+ROOT = Path(__file__).resolve().parents[1]
+# Open MPI's C++ interface is neither needed nor free of warnings.
+MPI_FLAGS = ("-std=c++20", "-O3", "-Wall", "-Wextra", "-DOMPI_SKIP_MPICXX=1")
+COPY, ZERO_COPY, MPI = "copy", "zero-copy", "mpi"
+SCHEMA = 1
+# For one turn of one program : ten times what eight ranks take on two cores.
+TURN_LIMIT = 600
+# What a barrier moves; it has a line in the table too.
+BARRIER = 0
+
+Times = dict[str, dict[int, list[float]]]  # contestant, bytes: seconds, by turn
+
+
+def run(command: Sequence[str | Path]) -> str:
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=TURN_LIMIT, check=False)
+    if done.returncode:
+        raise SystemExit(f"{shlex.join(words)}\nended with {done.returncode}\n{done.stderr}")
+    return done.stdout
+
+
+def build(folder: Path) -> tuple[Path, Path]:
+    """Return the two programs; the second does not exist where there is no mpicxx."""
+    here = ROOT / "bench" / "native"
+    ours = run([ROOT / "tests/native/build.sh", folder, here / "allreduce.cpp", "-O3"])
+    theirs = folder / "allreduce_mpi"
+    if shutil.which("mpicxx"):
+        run(["mpicxx", *MPI_FLAGS, here / "allreduce_mpi.cpp", "-o", theirs])
+    return Path(ours.strip()), theirs
+
+
+def mpirun(world: int) -> list[str]:
+    command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(world)]
+    if os.geteuid() == 0:
+        command.append("--allow-run-as-root")
+    if world > len(os.sched_getaffinity(0)):
+        command += ["--mca", "mpi_yield_when_idle", "1"]
+    return command
+
+
+def medians(text: str) -> dict[int, float]:
+    """Read what measure.h prints, a line for each size: bytes and median us; return seconds.
+
+    >>> medians("bytes us best\\n 4 0.5 0.4\\n barrier 0.25 0.2")
+    {4: 5e-07, 0: 2.5e-07}
+    """
+    found = {}
+    for size, time, *_ in map(str.split, text.splitlines()):
+        if size.isdigit() or size == "barrier":
+            found[int(size) if size.isdigit() else BARRIER] = float(time) / 1e6
+    return found
+
+
+def measure(world: int, ours: Path, theirs: Path, args: argparse.Namespace) -> Times:
+    """Let all run by turns; a program that computes a wrong element ends everything."""
+    most = str(args.maxbytes >> 20)
+    commands = {
+        COPY: [str(ours), str(world), most],
+        ZERO_COPY: [str(ours), str(world), most, "placed"],
+    }
+    if theirs.exists():
+        commands[MPI] = [*mpirun(world), str(theirs), most]
+    times: Times = {name: {} for name in commands}
+    order = random.Random(world)
+    for _ in range(args.turns):
+        for name in order.sample(list(commands), len(commands)):
+            for nbytes, seconds in medians(run(commands[name])).items():
+                times[name].setdefault(nbytes, []).append(seconds)
+    return times
+
+
+def faster(times: Times, name: str, nbytes: int) -> float | None:
+    """How many times as long Open MPI takes: the median over the turns."""
+    if MPI not in times or nbytes not in times.get(name, {}):
+        return None
+    return statistics.median(ratios(times[MPI][nbytes], times[name][nbytes]))
+
+
+def print_table(world: int, times: Times) -> None:
+    def cell(value: float | None, digits: int = 2) -> str:
+        return ("-" if value is None else f"{value:.{digits}f}").rjust(10)
+
+    for nbytes in sorted(times[COPY]):
+        found = [times.get(name, {}).get(nbytes) for name in (COPY, ZERO_COPY, MPI)]
+        middle = [cell(statistics.median(t) * 1e6 if t else None) for t in found]
+        won = [cell(faster(times, name, nbytes)) for name in (COPY, ZERO_COPY)]
+        size = binary_size(nbytes) if nbytes else "barrier"
+        print(f"{world:6} {size:>8}", *middle, *won, flush=True)
+
+
+def judge(found: dict[int, Times]) -> list[Outcome]:
+    def worst(what: str, wanted: float, name: str, least: int) -> Outcome:
+        points = [
+            (ratio, f"{world} ranks, {binary_size(nbytes)}")
+            for world, times in found.items()
+            for nbytes in times[name]
+            if nbytes >= least and (ratio := faster(times, name, nbytes)) is not None
+        ]
+        value, where = min(points, default=(None, ""))
+        return Outcome(what, wanted, value, where=where)
+
+    return [
+        worst("Open MPI, the executor itself, every size", 1, COPY, 1),
+        worst("Open MPI, zero-copy, from 1 MiB", 2.5, ZERO_COPY, MIB),
+    ]
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    def list_of(read: type[int] | object) -> object:
+        return lambda text: [read(word) for word in text.split(",")]  # type: ignore[operator]
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--world", type=list_of(int), default="2,4", help="numbers of ranks (2,4)")
+    add("-e", "--maxbytes", type=parse_size, default="128M", help="largest size (128M)")
+    add("--turns", type=int, default=5, help="of each program (5)")
+    add("--build", type=Path, default=ROOT / "build" / "native", help="where objects are kept")
+    add("--json", metavar="FILE", help="the median of every turn")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    ours, theirs = build(args.build.resolve())
+    about = environment.describe(shlex.join(sys.orig_argv))
+    before = environment.Load.now()
+    print(*environment.header(about), sep="\n")
+    print("# Microseconds a call on rank 0, medians; x: Open MPI's time over this one's.")
+    heads = (COPY, ZERO_COPY, MPI, f"x {COPY}", f"x {ZERO_COPY}")
+    print(f"#world {'size':>8}", *(head.rjust(10) for head in heads), flush=True)
+    found: dict[int, Times] = {}
+    for world in args.world:
+        found[world] = measure(world, ours, theirs, args)
+        print_table(world, found[world])
+    outcomes = judge(found)
+    noise = environment.noise(before, environment.Load.now(), [])
+    print(*table.target_lines(outcomes), sep="\n")
+    print(*environment.footer(noise), sep="\n")
+    if args.json:
+        targets = [{**asdict(outcome), "met": outcome.met} for outcome in outcomes]
+        content = {
+            "schema": SCHEMA,
+            "environment": about,
+            "noise": noise,
+            "unit": "seconds",
+            "worlds": found,
+            "targets": targets,
+        }
+        Path(args.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 3 if any(outcome.met is False for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

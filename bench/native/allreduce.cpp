@@ -1,0 +1,102 @@
+// The executor by itself between forked processes: allreduce [world] [largest MiB] [placed]
+// [algorithm] [slot KiB]. Built by tests/native/build.sh FOLDER bench/native/allreduce.cpp -O3.
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <string>
+
+#include "../../csrc/shm/executor.h"
+#include "../../tests/native/boards.h"
+#include "measure.h"
+
+namespace pycollect::shm {
+namespace {
+
+struct Wanted {
+  int world = 2;
+  std::size_t most = std::size_t{128} << 20;
+  bool placed = false;
+  std::string algorithm = {};
+  std::size_t slot_bytes = Settings{}.slot_bytes;
+};
+
+void run_rank(Board& board, Rank rank, const Wanted& wanted) {
+  Settings settings;
+  settings.slot_bytes = wanted.slot_bytes;
+  settings.arena_bytes = wanted.placed ? wanted.most + 4096 : 0;
+  Group group(board, rank, wanted.world, settings);
+  std::byte* data = nullptr;
+  if (wanted.placed) {
+    const std::size_t at = group.layout().arena(rank);
+    group.segment()->commit(at, wanted.most + 4096);
+    group.segment()->touch(group.layout().arenas, wanted.world * group.layout().arena_stride);
+    // As far apart as an allocator would put them, not on the same sets of a cache.
+    data = group.arena(rank) + rank % 16 * 64;
+  } else {
+    data = static_cast<std::byte*>(
+        mmap(nullptr, wanted.most, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  }
+  std::memset(data, 1, wanted.most);
+  uint64_t call = 0;
+  const cpu::ParallelFor alone;
+  const auto later = [] { return Clock::now() + std::chrono::minutes(5); };
+  Deadline deadline = later();
+  Request request{.collective = Collective::all_reduce,
+                  .dtype = DType::f32,
+                  .algorithm = wanted.algorithm,
+                  .in_place = true};
+  request.input.spans.resize(1);
+  request.input.blocks.resize(1);
+  const auto reduce = [&](float* at, std::size_t n) {
+    request.input.spans[0] = {reinterpret_cast<std::byte*>(at), n};
+    request.input.blocks[0] = n;
+    run(group, request, call++, deadline, alone);
+  };
+  const auto barrier = [&] {
+    deadline = later();
+    run(group, {.collective = Collective::barrier}, call++, deadline, alone);
+  };
+  bench::table({rank, wanted.world}, reinterpret_cast<float*>(data), wanted.most, reduce, barrier);
+  std::vector<double> all;
+  for (int t = 0; t < 101; ++t) {
+    const auto begin = Clock::now();
+    for (int i = 0; i < 200; ++i) barrier();
+    all.push_back(bench::microseconds(Clock::now() - begin) / 200);
+  }
+  const bench::Times us = bench::summary(all);
+  if (rank == 0) std::printf("%12s %12.2f %12.2f\n", "barrier", us.median, us.best);
+  std::fflush(stdout);
+}
+
+// Whether every rank found what it should.
+bool run_all(const Wanted& wanted) {
+  const auto folder =
+      std::filesystem::temp_directory_path() / ("allreduce." + std::to_string(getpid()));
+  for (Rank r = 0; r < wanted.world; ++r)
+    if (fork() == 0) {
+      bench::pin(r);
+      FolderBoard board(folder);
+      run_rank(board, r, wanted);
+      std::_Exit(0);
+    }
+  bool right = true;
+  for (int status = 0; ::wait(&status) > 0;) right = right && status == 0;
+  std::filesystem::remove_all(folder);
+  return right;
+}
+
+}  // namespace
+}  // namespace pycollect::shm
+
+int main(int argc, char** argv) {
+  pycollect::shm::Wanted wanted;
+  if (argc > 1) wanted.world = std::atoi(argv[1]);
+  if (argc > 2) wanted.most = std::strtoull(argv[2], nullptr, 10) << 20;
+  if (argc > 3) wanted.placed = std::string(argv[3]) == "placed";
+  if (argc > 4) wanted.algorithm = std::string(argv[4]) == "-" ? "" : argv[4];
+  if (argc > 5) wanted.slot_bytes = std::strtoull(argv[5], nullptr, 10) << 10;
+  return pycollect::shm::run_all(wanted) ? 0 : 1;
+}

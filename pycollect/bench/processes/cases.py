@@ -1,0 +1,215 @@
+"""What is measured between processes: a collective of torch.distributed on one rank's buffers.
+
+A collective is one entry of a table: how it is called, what each rank must hold afterwards, and
+how many bytes it cannot do without. Cases and bandwidths are counted as for one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..cases import Call, Case
+from ..pattern import Pattern, count_wrong
+
+# Elements that are compared at once, so that the comparison takes no second tensor of that size.
+_COMPARED = 1 << 20
+
+# What a part of a result is: so many elements of rank `source`'s input, or of the reduction (None),
+# from `start` on.
+Part = tuple["int | None", int, int]
+Empty = Callable[[int, torch.dtype], Tensor]
+
+
+class ProcessCase(Case):
+    """A case whose ranks are processes: a bus bandwidth means something between them."""
+
+    @property
+    def one_memory(self) -> bool:
+        """Not one that a single process could go over in one pass."""
+        return False
+
+    @property
+    def minimum_bytes(self) -> int:
+        """Bytes that must be read and written if every rank could touch every tensor."""
+        return round(COLLECTIVES[self.collective].buffers_moved(self.world) * self.nbytes)
+
+    @property
+    def bus_factor(self) -> float:
+        """nccl-tests' ratio of bus bandwidth to algorithm bandwidth."""
+        return COLLECTIVES[self.collective].bus_factor(self.world)
+
+
+class Buffers:
+    """One rank's tensors; `output` is `input` where the collective works in place."""
+
+    def __init__(self, case: ProcessCase, rank: int, empty: Empty) -> None:
+        self.case, self.rank = case, rank
+        spec = COLLECTIVES[case.collective]
+        part = case.count // case.world
+        self.input = empty(part if spec.gathers else case.count, case.dtype)
+        self.output = self.input
+        if spec.gathers or not spec.in_place:
+            self.output = empty(part if spec.scatters else case.count, case.dtype)
+        self.rewrite()
+
+    def rewrite(self, value: int = 1) -> None:
+        """Write the input, as a producer would."""
+        self.input.fill_(value)
+
+    def wrong(self, call: Call) -> int:
+        """Run `call` once on inputs with a known result; return this rank's wrong elements."""
+        case, spec = self.case, COLLECTIVES[self.case.collective]
+        pattern = Pattern(case.dtype, case.op if spec.reduces else "max", case.world)
+        self.output.zero_()
+        for start in range(0, self.input.numel(), _COMPARED):
+            some = self.input[start : start + _COMPARED]
+            some.copy_(pattern.rank(self.rank, some.numel(), start))
+        call()
+        wrong = at = 0
+        for source, start, count in spec.parts(case, self.rank):
+            for offset in range(0, count, _COMPARED):
+                n = min(_COMPARED, count - offset)
+                wanted = _piece(pattern, source, start + offset, n)
+                wrong += count_wrong(self.output[at : at + n], wanted)
+                at += n
+        return wrong + abs(self.output.numel() - at)
+
+
+def _piece(pattern: Pattern, source: int | None, start: int, count: int) -> Tensor:
+    if source is None:
+        return pattern.reduced(count, start)
+    return pattern.rank(source, count, start)
+
+
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "prod": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """How a collective is called through torch.distributed and mpi4py, and judged."""
+
+    call: Callable[[Buffers, Any], Call]
+    mpi: Callable[[Buffers, Any, Any], Call]
+    parts: Callable[[Case, int], list[Part]]
+    buffers_moved: Callable[[int], float]  # times the bytes of a rank
+    bus_factor: Callable[[int], float]
+    gathers: bool = False  # a rank's input is one part of its output
+    scatters: bool = False  # a rank's output is one part of its input
+    in_place: bool = False
+    reduces: bool = False
+
+
+# The newer names of the same functions; the older ones warn, in every call.
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def _op(buffers: Buffers) -> Any:
+    return OPS[buffers.case.op]
+
+
+def _of_each(case: Case, start: int) -> list[Part]:
+    return [(rank, start, case.count // case.world) for rank in range(case.world)]
+
+
+def _mpi_in_place(b: Buffers, mpi: Any, of: Any) -> Call:
+    return partial(mpi.COMM_WORLD.Allreduce, mpi.IN_PLACE, [b.input.numpy(), of])
+
+
+def _mpi(name: str) -> Callable[[Buffers, Any, Any], Call]:
+    """A method of a communicator that takes an input and an output."""
+
+    def make(b: Buffers, mpi: Any, of: Any) -> Call:
+        method = getattr(mpi.COMM_WORLD, name)
+        return partial(method, [b.input.numpy(), of], [b.output.numpy(), of])
+
+    return make
+
+
+COLLECTIVES: dict[str, Collective] = {
+    "all_reduce": Collective(
+        call=lambda b, group: partial(dist.all_reduce, b.input, _op(b), group),
+        mpi=_mpi_in_place,
+        parts=lambda case, rank: [(None, 0, case.count)],
+        buffers_moved=lambda world: 2 * world,
+        bus_factor=lambda world: 2 * (world - 1) / world,
+        in_place=True,
+        reduces=True,
+    ),
+    "broadcast": Collective(
+        call=lambda b, group: partial(dist.broadcast, b.input, 0, group),
+        mpi=lambda b, mpi, of: partial(mpi.COMM_WORLD.Bcast, [b.input.numpy(), of], 0),
+        parts=lambda case, rank: [(0, 0, case.count)],
+        buffers_moved=lambda world: world,
+        bus_factor=lambda world: 1,
+        in_place=True,
+    ),
+    "all_gather_into_tensor": Collective(
+        call=lambda b, group: partial(_all_gather, b.output, b.input, group),
+        mpi=_mpi("Allgather"),
+        parts=lambda case, rank: _of_each(case, 0),
+        buffers_moved=lambda world: world + 1,
+        bus_factor=lambda world: (world - 1) / world,
+        gathers=True,
+    ),
+    "reduce_scatter_tensor": Collective(
+        call=lambda b, group: partial(_reduce_scatter, b.output, b.input, _op(b), group),
+        mpi=_mpi("Reduce_scatter_block"),
+        parts=lambda case, rank: [
+            (None, rank * (case.count // case.world), case.count // case.world)
+        ],
+        buffers_moved=lambda world: world + 1,
+        bus_factor=lambda world: (world - 1) / world,
+        scatters=True,
+        reduces=True,
+    ),
+    "all_to_all_single": Collective(
+        call=lambda b, group: partial(dist.all_to_all_single, b.output, b.input, group=group),
+        mpi=_mpi("Alltoall"),
+        parts=lambda case, rank: _of_each(case, rank * (case.count // case.world)),
+        buffers_moved=lambda world: 2 * world,
+        bus_factor=lambda world: (world - 1) / world,
+    ),
+    "barrier": Collective(
+        call=lambda b, group: partial(dist.barrier, group),
+        mpi=lambda b, mpi, of: mpi.COMM_WORLD.Barrier,
+        parts=lambda case, rank: [],
+        buffers_moved=lambda world: 0,
+        bus_factor=lambda world: 0,
+        in_place=True,
+    ),
+}
+
+
+def process_case(
+    collective: str, nbytes: int, dtype: torch.dtype, op: str, world: int
+) -> ProcessCase:
+    """Return the case of `nbytes` per rank, as whole elements and even parts.
+
+    At least one element a part: the smallest all_gather of four ranks has 16 bytes. A barrier has
+    no bytes.
+
+    >>> process_case("all_gather_into_tensor", 4, torch.float32, "sum", 4).nbytes
+    16
+    """
+    spec = COLLECTIVES[collective]
+    step = 1 if spec.in_place else world
+    count = 0 if collective == "barrier" else max(1, nbytes // dtype.itemsize // step) * step
+    cpus = (torch.device("cpu"),) * world
+    return ProcessCase(collective, dtype, op if spec.reduces else "none", cpus, ((count,),))

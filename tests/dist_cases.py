@@ -1,0 +1,300 @@
+"""The collectives of torch.distributed, each beside its model in the one-process API of pycollect.
+
+A case names everything that distinguishes it; inputs come from its name, so that every rank knows
+those of all. A model takes rows[rank][block] and gives what every rank must hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from reference import COMPLEX, INTEGERS, OPS, allowed, randoms
+from torch import Tensor
+
+import pycollect as pc
+
+THEIRS = dict(zip(OPS, ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"), strict=True))
+_PERIOD = 1021  # prime: what is shifted by a piece or a row never looks right
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    collective: str
+    dtype: torch.dtype
+    op: str = "sum"
+    count: int = 7  # elements of a block
+    layout: str = "contiguous"
+
+    def __str__(self) -> str:
+        return f"{self.collective} {self.dtype} {self.op} {self.count} {self.layout}"
+
+
+@functools.lru_cache(maxsize=512)
+def _pattern(dtype: torch.dtype, seed: int, tame: bool) -> Tensor:
+    return randoms(1, (_PERIOD,), dtype, seed=seed, tame=tame)[0]
+
+
+def block(case: Case, seed: int, tame: bool = False) -> Tensor:
+    """Repeats one pattern: large inputs cost little to make."""
+    pattern = _pattern(case.dtype, seed, tame)
+    return pattern.repeat(case.count // _PERIOD + 1)[: case.count]
+
+
+def rows(case: Case, world: int, tame: bool = False) -> list[list[Tensor]]:
+    """[rank][block]: as many blocks as the collective takes from a rank."""
+    blocks = world if COLLECTIVES[case.collective].many else 1
+    return [[block(case, r * world + b, tame) for b in range(blocks)] for r in range(world)]
+
+
+# --- layouts: the same values in other memory -----------------------------------------------------
+
+
+def shape(count: int, layout: str) -> tuple[int, ...]:
+    if layout in ("contiguous", "sliced"):
+        return (count,)
+    for first in (31, 7, 5, 4, 3, 2):
+        if count % first == 0:
+            break
+    else:
+        first = 1
+    pair = (first, count // first)
+    return (1, pair[0], 1, pair[1]) if layout == "channels_last" else pair
+
+
+def lay(values: Tensor, layout: str) -> Tensor:
+    """New memory of a layout that holds the values in logical order."""
+    values = values.view(shape(values.numel(), layout))
+    if layout == "transposed":
+        return torch.empty(values.shape[::-1], dtype=values.dtype).t().copy_(values)
+    if layout == "channels_last":
+        return values.clone(memory_format=torch.channels_last)
+    if layout == "sliced":
+        room = torch.zeros(2 * values.numel() + 1, dtype=values.dtype)
+        return room[1::2].copy_(values)
+    return values.clone()
+
+
+LAYOUTS = ("contiguous", "transposed", "channels_last", "sliced")
+
+
+# --- the calls: rows of this rank in, what this rank holds out (None: undefined) ------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    run: Callable[..., Tensor | None]
+    model: Callable[..., list[Tensor | None]]
+    many: bool = False  # takes a block for every rank
+    reduces: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """Who calls, and how."""
+
+    group: Any
+    rank: int
+    world: int
+    root: int
+    case: Case
+
+    @property
+    def op(self) -> Any:
+        return getattr(dist.ReduceOp, THEIRS[self.case.op])
+
+    def lay(self, values: Tensor) -> Tensor:
+        return lay(values, self.case.layout)
+
+    def like(self, blocks: int = 1) -> list[Tensor]:
+        """Outputs, full of something else."""
+        junk = block(self.case, 999)
+        return [self.lay(junk) for _ in range(blocks)]
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def _all_reduce(me: Side, mine: list[Tensor]) -> Tensor:
+    x = me.lay(mine[0])
+    dist.all_reduce(x, me.op, me.group)
+    return x
+
+
+def _coalesced(me: Side, mine: list[Tensor]) -> Tensor:
+    x, y = me.lay(mine[0]), mine[0][: me.case.count // 2].clone()
+    dist.all_reduce_coalesced([x, y], me.op, me.group)
+    return _flat([x, y])
+
+
+def _reduce(me: Side, mine: list[Tensor]) -> Tensor | None:
+    x = me.lay(mine[0])
+    dist.reduce(x, me.root, me.op, me.group)
+    return x if me.rank == me.root else None
+
+
+def _broadcast(me: Side, mine: list[Tensor]) -> Tensor:
+    x = me.lay(mine[0])
+    dist.broadcast(x, me.root, me.group)
+    return x
+
+
+def _all_gather(me: Side, mine: list[Tensor]) -> Tensor:
+    out = me.like(me.world)
+    dist.all_gather(out, me.lay(mine[0]), me.group)
+    return _flat(out)
+
+
+def _all_gather_into_tensor(me: Side, mine: list[Tensor]) -> Tensor:
+    x = me.lay(mine[0])
+    out = block(dataclasses.replace(me.case, count=me.case.count * me.world), 999)
+    out = out.clone().view(me.world * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(out, x, me.group)
+    return out
+
+
+def _gather(me: Side, mine: list[Tensor]) -> Tensor | None:
+    out = me.like(me.world) if me.rank == me.root else None
+    dist.gather(me.lay(mine[0]), out, me.root, me.group)
+    return _flat(out) if out is not None else None
+
+
+def _scatter(me: Side, mine: list[Tensor]) -> Tensor:
+    (out,) = me.like()
+    dist.scatter(out, [me.lay(b) for b in mine] if me.rank == me.root else None, me.root, me.group)
+    return out
+
+
+def _reduce_scatter(me: Side, mine: list[Tensor]) -> Tensor:
+    (out,) = me.like()
+    dist.reduce_scatter(out, [me.lay(b) for b in mine], me.op, me.group)
+    return out
+
+
+def _reduce_scatter_tensor(me: Side, mine: list[Tensor]) -> Tensor:
+    (out,) = me.like()
+    dist.reduce_scatter_tensor(out, _stacked(me, mine), me.op, me.group)
+    return out
+
+
+def _all_to_all(me: Side, mine: list[Tensor]) -> Tensor:
+    out = me.like(me.world)
+    dist.all_to_all(out, [me.lay(b) for b in mine], me.group)
+    return _flat(out)
+
+
+def _all_to_all_single(me: Side, mine: list[Tensor]) -> Tensor:
+    x = _stacked(me, mine)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(out, x, group=me.group)
+    return out
+
+
+def _stacked(me: Side, mine: list[Tensor]) -> Tensor:
+    """The blocks along dim 0, in a layout of the whole."""
+    blocks = [b.view(shape(b.numel(), me.case.layout)) for b in mine]
+    whole = torch.cat(blocks)
+    if me.case.layout == "channels_last":
+        return whole.contiguous(memory_format=torch.channels_last)
+    if me.case.layout == "transposed":
+        return whole.t().contiguous().t()
+    return me.lay(whole)
+
+
+# --- the models: rows of all ranks in, what every rank holds out ----------------------------------
+
+
+def _in_place(call: Callable[..., Any], x: list[list[Tensor]], *args: Any) -> list[Tensor]:
+    tensors = [row[0].clone() for row in x]
+    call(tensors, *args)
+    return tensors
+
+
+def _folded(x: list[list[Tensor]], op: str, root: int) -> list[Tensor]:
+    return _in_place(pc.all_reduce, x, op)
+
+
+def _halved(x: list[list[Tensor]], op: str, root: int) -> list[Tensor]:
+    lists = [[row[0].clone(), row[0][: row[0].numel() // 2].clone()] for row in x]
+    pc.all_reduce_coalesced(lists, op)
+    return [_flat(tensors) for tensors in lists]
+
+
+def _rooted(x: list[list[Tensor]], op: str, root: int) -> list[Tensor | None]:
+    folded = _in_place(pc.reduce, x, root, op)
+    return [t if r == root else None for r, t in enumerate(folded)]
+
+
+def _spread(x: list[list[Tensor]], op: str, root: int) -> list[Tensor]:
+    return _in_place(pc.broadcast, x, root)
+
+
+def _gathered(x: list[list[Tensor]], op: str, root: int) -> list[Tensor]:
+    return pc.all_gather([row[0] for row in x])
+
+
+def _gathered_to_root(x: list[list[Tensor]], op: str, root: int) -> list[Tensor | None]:
+    whole = pc.gather([row[0] for row in x])
+    return [whole if r == root else None for r in range(len(x))]
+
+
+def _scattered(x: list[list[Tensor]], op: str, root: int) -> list[Tensor]:
+    return pc.scatter(_flat(x[root]), f"cpu*{len(x)}")
+
+
+def _folded_and_scattered(x: list[list[Tensor]], op: str, root: int) -> list[Tensor]:
+    return pc.reduce_scatter([_flat(row) for row in x], op)
+
+
+def _exchanged(x: list[list[Tensor]], op: str, root: int) -> list[Tensor]:
+    return pc.all_to_all([_flat(row) for row in x])
+
+
+COLLECTIVES = {
+    "all_reduce": Call(_all_reduce, _folded, reduces=True),
+    "all_reduce_coalesced": Call(_coalesced, _halved, reduces=True),
+    "reduce": Call(_reduce, _rooted, reduces=True),
+    "reduce_scatter": Call(_reduce_scatter, _folded_and_scattered, many=True, reduces=True),
+    "reduce_scatter_tensor": Call(
+        _reduce_scatter_tensor, _folded_and_scattered, many=True, reduces=True
+    ),
+    "broadcast": Call(_broadcast, _spread),
+    "all_gather": Call(_all_gather, _gathered),
+    "all_gather_into_tensor": Call(_all_gather_into_tensor, _gathered),
+    "gather": Call(_gather, _gathered_to_root),
+    "scatter": Call(_scatter, _scattered, many=True),
+    "all_to_all": Call(_all_to_all, _exchanged, many=True),
+    "all_to_all_single": Call(_all_to_all_single, _exchanged, many=True),
+}
+
+
+def ops(collective: str, dtype: torch.dtype) -> list[str]:
+    """Those of the contract that torch's own front lets through: some of its calls pass complex
+    tensors on as reals, and refuse what cannot be done with those."""
+    if not COLLECTIVES[collective].reduces:
+        return ["sum"]
+    lacks = ["prod"] if dtype in COMPLEX and not collective.startswith("reduce_scatter") else []
+    return [op for op in OPS if allowed(dtype, op) and op not in lacks]
+
+
+def gloo_lacks(case: Case) -> str:
+    """Why gloo is no peer for a case; "" where it is one."""
+    if case.dtype in (torch.int16, torch.float8_e4m3fn, torch.float8_e5m2):
+        return "refuses the dtype"
+    if COLLECTIVES[case.collective].reduces:
+        if case.dtype == torch.bool and case.op not in ("min", "max", "band", "bor", "bxor"):
+            return "adds truths as bytes"
+        if case.dtype in INTEGERS and case.op == "avg":
+            return "refuses to average integers"
+        if case.dtype in COMPLEX and case.op == "prod":
+            return "multiplies complex numbers as reals"
+    if case.collective == "gather" and case.dtype in COMPLEX:
+        return "refuses complex tensors"
+    if case.layout != "contiguous":
+        return "refuses or ignores strides"
+    return ""

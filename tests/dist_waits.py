@@ -1,0 +1,77 @@
+"""What a rank can be waiting in when another fails it, and what comes before and after."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from dist_pool import Caught, Me, backend_of, caught
+
+VICTIM = 1
+NOTICED = 1.0  # seconds that everybody has to notice a death
+AT_ONCE = 0.5  # seconds that a broken group may take to refuse, on a crowded machine
+DESTROYED = 5.0  # seconds that destroying a broken group may take
+BEFORE = 4  # calls that go well
+
+
+def large(value: float = 1.0) -> torch.Tensor:
+    return torch.full((3_000_000,), value)
+
+
+def asynchronous(x: torch.Tensor) -> None:
+    dist.all_reduce(x, async_op=True).wait()
+
+
+def future(x: torch.Tensor) -> None:
+    dist.all_reduce(x, async_op=True).get_future().wait()
+
+
+# What the survivors are in, by the name that the error must say.
+WAITS: dict[str, tuple[str, Callable[[], object]]] = {
+    "all_reduce": ("all_reduce", lambda: dist.all_reduce(torch.ones(3))),
+    "large all_reduce": ("all_reduce", lambda: dist.all_reduce(large())),
+    "all_reduce_coalesced": ("all_reduce", lambda: dist.all_reduce_coalesced([torch.ones(3)] * 1)),
+    "async all_reduce": ("all_reduce", lambda: asynchronous(torch.ones(3))),
+    "future": ("all_reduce", lambda: future(torch.ones(3))),
+    "reduce": ("reduce", lambda: dist.reduce(torch.ones(3), 0)),
+    "broadcast": ("broadcast", lambda: dist.broadcast(torch.ones(3), VICTIM)),
+    "all_gather": (
+        "all_gather",
+        lambda: dist.all_gather([torch.ones(3) for _ in range(3)], torch.ones(3)),
+    ),
+    "all_gather_into_tensor": (
+        "all_gather",
+        lambda: dist.all_gather_into_tensor(torch.ones(9), torch.ones(3)),
+    ),
+    "reduce_scatter": (
+        "reduce_scatter",
+        lambda: dist.reduce_scatter_tensor(torch.ones(3), torch.ones(9)),
+    ),
+    "all_to_all": ("all_to_all", lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3))),
+    "scatter": ("scatter", lambda: dist.scatter(torch.ones(3), None, VICTIM)),
+    "barrier": ("barrier", lambda: dist.barrier()),
+    "recv": ("recv", lambda: dist.recv(torch.ones(3), VICTIM)),
+    "irecv": ("recv", lambda: dist.irecv(torch.ones(3), VICTIM).wait()),
+    "send": ("send", lambda: dist.send(large(), VICTIM)),
+    "all_gather_object": ("all_gather", lambda: dist.all_gather_object([None] * 3, "x")),
+}
+
+
+def begin(me: Me) -> int:
+    for _ in range(BEFORE):
+        x = torch.ones(100)
+        dist.all_reduce(x)
+        assert x[0] == me.world
+    return backend_of()._get_sequence_number_for_group()
+
+
+def after(me: Me) -> tuple[Caught, float, float]:
+    """What the next call says and how long it took, and how long destroying takes."""
+    start = time.monotonic()
+    refusal = caught(dist.all_reduce, torch.ones(3))
+    refused = time.monotonic() - start
+    start = time.monotonic()
+    dist.destroy_process_group()
+    return refusal, refused, time.monotonic() - start

@@ -1,0 +1,269 @@
+"""Ranks that do not ask for the same: an error on all of them that says what differs.
+
+Nothing is written, nobody hangs, and the group goes on afterwards. What a rank refuses of its own
+arguments is the others' error too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import BACKEND, OURS, Caught, Me, Pools, caught, pools_of_a_module
+
+pytestmark = pytest.mark.skipif(
+    not OURS, reason=f"{BACKEND} hangs, aborts or gives wrong numbers where ranks disagree"
+)
+WORLD = 3
+MAX = dist.ReduceOp.MAX
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    yield from pools_of_a_module()
+
+
+def ones(count: int = 6, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(count, dtype=dtype)
+
+
+def rows(count: int = 6, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [ones(count, dtype) for _ in range(WORLD)]
+
+
+def splits(more: int) -> None:
+    """Two to each, but `more` more to the next rank; nobody expects those."""
+    rank, sent = dist.get_rank(), [2] * WORLD
+    sent[(rank + 1) % WORLD] += more
+    dist.all_to_all_single(ones(2 * WORLD), ones(sum(sent)), [2] * WORLD, sent)
+
+
+def parts(own: int) -> None:
+    """Gathers six of each, or `own` of this rank."""
+    out = rows()
+    out[dist.get_rank()] = ones(own)
+    dist.all_gather(out, ones(own))
+
+
+Ask = Callable[[], Any]
+# What most ranks ask for, what one asks for, and words that the error must have.
+DISAGREEMENTS: dict[str, tuple[Ask, Ask, tuple[str, ...]]] = {
+    "collective": (
+        lambda: dist.all_reduce(ones()),
+        lambda: dist.broadcast(ones(), 0),
+        ("all_reduce", "broadcast"),
+    ),
+    "barrier": (lambda: dist.all_reduce(ones()), dist.barrier, ("all_reduce", "barrier")),
+    "gather or scatter": (
+        lambda: dist.all_gather(rows(), ones()),
+        lambda: dist.reduce_scatter(ones(), rows()),
+        ("all_gather", "reduce_scatter"),
+    ),
+    "count": (lambda: dist.all_reduce(ones(6)), lambda: dist.all_reduce(ones(7)), ("6", "7")),
+    "nothing": (lambda: dist.all_reduce(ones(6)), lambda: dist.all_reduce(ones(0)), ("6", "0")),
+    "large count": (
+        lambda: dist.all_reduce(ones(1_000_000)),
+        lambda: dist.all_reduce(ones(3)),
+        ("1000000", "3"),
+    ),
+    "count, broadcast": (
+        lambda: dist.broadcast(ones(6), 0),
+        lambda: dist.broadcast(ones(5), 0),
+        ("6", "5"),
+    ),
+    "count, reduce_scatter": (
+        lambda: dist.reduce_scatter_tensor(ones(2), ones(6)),
+        lambda: dist.reduce_scatter_tensor(ones(3), ones(9)),
+        ("reduce_scatter",),
+    ),
+    "dtype": (
+        lambda: dist.all_reduce(ones()),
+        lambda: dist.all_reduce(ones(6, torch.float64)),
+        ("float32", "float64"),
+    ),
+    "dtype of one size": (
+        lambda: dist.all_gather(rows(), ones()),
+        lambda: dist.all_gather(rows(6, torch.int32), ones(6, torch.int32)),
+        ("float32", "int32"),
+    ),
+    "op": (
+        lambda: dist.all_reduce(ones()),
+        lambda: dist.all_reduce(ones(), MAX),
+        ("sum", "max"),
+    ),
+    "root": (
+        lambda: dist.broadcast(ones(), 0),
+        lambda: dist.broadcast(ones(), 2),
+        ("0", "2"),
+    ),
+    "dst": (lambda: dist.reduce(ones(), 0), lambda: dist.reduce(ones(), 1), ("0", "1")),
+    "number of tensors": (
+        lambda: dist.all_reduce_coalesced([ones(3), ones(3)]),
+        lambda: dist.all_reduce_coalesced([ones(6)]),
+        (),
+    ),
+    "splits": (lambda: splits(0), lambda: splits(1), ("2", "3")),
+    "gathered parts": (lambda: parts(6), lambda: parts(5), ("6", "5")),
+}
+
+
+def disagree(me: Me, kind: str, odd: int) -> tuple[Caught, Caught]:
+    """The odd one asks otherwise, first with others before, then again; both are undone."""
+    most, one, _ = DISAGREEMENTS[kind]
+    errors = []
+    for _ in range(2):
+        x = torch.full((1000,), float(me.rank))
+        dist.all_reduce(x)
+        errors.append(caught(one if me.rank == odd else most))
+        y = torch.full((70_000,), float(me.rank))
+        dist.broadcast(y, 2)
+        assert y.eq(2).all()
+        assert x.eq(sum(range(me.world))).all()
+    return errors[0], errors[1]
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize("kind", DISAGREEMENTS)
+def test_everybody_is_told(pools, kind, odd):
+    found = pools(WORLD).run(disagree, kind, odd)
+    words = DISAGREEMENTS[kind][2]
+    for errors in found:
+        for error in errors:
+            assert error.kinds[:1] == ("ValueError",), error
+            assert all(word in error.text for word in words), error
+            assert f"rank {odd}" in error.text, error
+    assert len({errors[0].text for errors in found}) == 1, "one sentence for all"
+
+
+def asynchronous(me: Me) -> list[Caught]:
+    """In the queue, between calls that agree; each Work has its own error."""
+    good = [torch.ones(5), torch.ones(5)]
+    works = [dist.all_reduce(good[0], async_op=True)]
+    works.append(dist.all_reduce(ones(6 + me.rank), async_op=True))
+    works.append(dist.all_reduce(good[1], async_op=True))
+    errors = [caught(work.wait) for work in works]
+    future = works[1].get_future()
+    errors.append(caught(future.wait))
+    assert works[1].exception() is not None
+    assert not works[1].is_success()
+    assert [t[0].item() for t in good] == [WORLD, WORLD]
+    return errors
+
+
+def test_asynchronous_calls_disagree(pools):
+    for errors in pools(WORLD).run(asynchronous):
+        assert [e.kind for e in errors[:3]] == ["", "ValueError", ""], errors
+        assert "6" in errors[1].text
+        assert "7" in errors[1].text
+        assert errors[3].kind, errors
+
+
+def untouched(me: Me) -> list[bool]:
+    """The outputs of a call that was refused are as they were."""
+    same = []
+    for count in (6, 400_000):
+        x = torch.full((count + me.rank,), 3.0)
+        caught(dist.all_reduce, x)
+        out = [torch.full((count,), 5.0) for _ in range(me.world)]
+        dtype = torch.int32 if me.rank else torch.float32
+        caught(dist.all_gather, [t.to(dtype) for t in out], ones(count, dtype))
+        y = torch.full((count,), 7.0)
+        caught(dist.broadcast, y, min(me.rank, 1))
+        same.append(bool(x.eq(3).all() and y.eq(7).all() and all(t.eq(5).all() for t in out)))
+    return same
+
+
+def test_nothing_is_written(pools):
+    for same in pools(WORLD).run(untouched):
+        assert all(same)
+
+
+# --- a rank's own mistake -------------------------------------------------------------------------
+
+MISTAKES: dict[str, tuple[Ask, Ask, str, str]] = {
+    "op": (
+        lambda: dist.all_reduce(ones()),
+        lambda: dist.all_reduce(ones(), dist.ReduceOp.BAND),
+        "TypeError",
+        "band",
+    ),
+    "dtype": (
+        lambda: dist.all_reduce(ones()),
+        lambda: dist.all_reduce(ones(6).to(torch.uint16)),
+        "TypeError",
+        "uint16",
+    ),
+    "shape": (
+        lambda: dist.all_gather_into_tensor(ones(18), ones(6)),
+        lambda: dist.all_gather_into_tensor(ones(17), ones(6)),
+        "ValueError",
+        "17",
+    ),
+    "list": (
+        lambda: dist.all_gather(rows(), ones()),
+        lambda: dist.all_gather(rows()[:2], ones()),
+        "ValueError",
+        "2",
+    ),
+    "parts": (
+        lambda: dist.reduce_scatter(ones(), rows()),
+        lambda: dist.reduce_scatter(ones(5), rows()),
+        "ValueError",
+        "5",
+    ),
+}
+
+
+def mistake(me: Me, kind: str, odd: int) -> Caught:
+    right, wrong, _, _ = MISTAKES[kind]
+    error = caught(wrong if me.rank == odd else right)
+    x = ones()
+    dist.all_reduce(x)
+    assert x.eq(me.world).all()
+    return error
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("kind", MISTAKES)
+def test_one_rank_s_mistake(pools, kind, odd):
+    _, _, own, word = MISTAKES[kind]
+    for rank, error in enumerate(pools(WORLD).run(mistake, kind, odd)):
+        assert error.kind == (own if rank == odd else "ValueError"), error
+        assert word in error.text, error
+        assert rank == odd or f"rank {odd}" in error.text, error
+
+
+# --- forked children ------------------------------------------------------------------------------
+
+
+def with_child(me: Me) -> list[str]:
+    """A child of a rank is no rank: it is refused at once, and its end means nothing."""
+    dist.all_reduce(ones())
+    said = []
+    for call in (lambda: dist.all_reduce(ones()), lambda: dist.send(ones(), 1 - me.rank)):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            error = caught(call)
+            os.write(writer, f"{error.kind}: {error.text}".encode())
+            os._exit(0)
+        os.close(writer)
+        said.append(os.read(reader, 4096).decode())
+        os.close(reader)
+        os.waitpid(child, 0)
+    x = torch.full((100_000,), 1.0)
+    for _ in range(20):
+        dist.all_reduce(x)
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_children(pools):
+    for said in pools(2).run(with_child):
+        for text in said:
+            assert text.split(":")[0] in ("CollectiveError", "RuntimeError", "ValueError"), text
+            assert "fork" in text, text

@@ -1,0 +1,235 @@
+"""Meetings that go wrong, ranks that stand still, groups that end with work under way, full queues.
+
+What none of the other files asks for, and users have met: every job has its own processes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import BACKEND, OURS, Caught, Me, backend_of, caught, fresh, shared_files
+from dist_waits import DESTROYED, NOTICED
+
+ours_only = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no such thing, or hangs")
+WATCHES = ("pidfd", "hangup")
+
+
+def seconds(value: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=value)
+
+
+# --- meetings -------------------------------------------------------------------------------------
+
+
+def with_environment(me: Me, variable: str, values: list[str]) -> tuple[Caught, float]:
+    os.environ[variable] = values[me.rank]
+    start = time.monotonic()
+    error = caught(me.init, "meeting", timeout=seconds(3))
+    return error, error.when - start
+
+
+@ours_only
+@pytest.mark.parametrize("variable", ["PYCOLLECT_SHM_SHARE", "PYCOLLECT_SHM_WATCH"])
+def test_settings_that_do_not_exist(variable):
+    with fresh(2, group=False) as pool:
+        for error, _ in pool.run(with_environment, variable, ["telepathy"] * 2):
+            assert error.kind == "ValueError", error
+            assert variable in error.text, error
+
+
+@ours_only
+def test_ranks_that_would_share_otherwise():
+    """One wants a memfd, one a name in /dev/shm: they agree, or all are told."""
+    with fresh(3, group=False) as pool:
+        found = pool.run(with_environment, "PYCOLLECT_SHM_SHARE", ["memfd", "named", "memfd"])
+    kinds = {error.kind for error, _ in found}
+    assert len(kinds) == 1, found
+    assert kinds <= {"", "ValueError"}, found
+
+
+def interrupted(me: Me, delay: float) -> tuple[Caught, float]:
+    if me.rank == 1:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    start = time.monotonic()
+    error = caught(me.init, "meeting", timeout=seconds(2))
+    while not error.kind:
+        error = caught(dist.barrier)
+    if me.rank == 1:
+        time.sleep(5)
+    return error, error.when - start
+
+
+@ours_only
+@pytest.mark.parametrize("share", ["memfd", "named"])
+@pytest.mark.parametrize("delay", [0.0, 0.004, 0.02, 0.1])
+def test_a_rank_dies_while_all_meet(share, delay):
+    files = shared_files()
+    with fresh(3, group=False, environ=(("PYCOLLECT_SHM_SHARE", share),)) as pool:
+        outcomes = pool.outcomes(interrupted, delay)
+    for outcome in (outcomes[0], outcomes[2]):
+        error, took = outcome.value
+        assert error.kind, "nothing was raised"
+        assert took < 2 + 2 * NOTICED, error
+    assert shared_files() == files
+
+
+# --- late is not dead -----------------------------------------------------------------------------
+
+
+def patient(me: Me, when: float) -> float:
+    x = torch.ones(300_000)
+    while time.monotonic() < when:
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+        go_on = torch.tensor([float(time.monotonic() < when)])
+        dist.broadcast(go_on, 0)
+        if not go_on.item():
+            break
+    dist.barrier()
+    return x.sum().item()
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+def test_a_rank_that_stands_still_is_not_dead(watch):
+    """Stopped for two seconds (a debugger, a suspended machine), then it goes on."""
+    with fresh(2, environ=(("PYCOLLECT_SHM_WATCH", watch),)) as pool:
+        pid = pool.pids()[1]
+        stop = threading.Timer(0.3, os.kill, (pid, signal.SIGSTOP))
+        go_on = threading.Timer(2.3, os.kill, (pid, signal.SIGCONT))
+        stop.start()
+        go_on.start()
+        assert pool.run(patient, time.monotonic() + 3) == [300_000.0] * 2
+
+
+def own_limit(me: Me) -> tuple[Caught, Caught, float]:
+    """A subgroup has its own time limit, and breaks alone."""
+    group = dist.new_group([0, 1, 2], timeout=seconds(0.5))
+    start = time.monotonic()
+    if me.rank == 2:
+        time.sleep(1.5)
+    error = caught(dist.all_reduce, torch.ones(3), group=group)
+    x = torch.ones(3)
+    whole = caught(dist.all_reduce, x)
+    assert whole.kind or x.eq(me.world).all()
+    return error, whole, error.when - start
+
+
+@ours_only
+def test_limits_of_a_subgroup():
+    with fresh(3) as pool:
+        for rank, (error, whole, took) in enumerate(pool.run(own_limit)):
+            assert "CollectiveError" in error.kinds, error
+            assert not whole.kind, whole
+            assert rank == 2 or took < 0.5 + NOTICED
+
+
+# --- ends -----------------------------------------------------------------------------------------
+
+
+def ends_busy(me: Me, kind: str) -> float:
+    """Destroys its group with work under way that the others still take part in, or never will."""
+    works = [dist.all_reduce(torch.ones(400_000), async_op=True) for _ in range(10)]
+    if kind == "lonely" and me.rank == 0:
+        works.append(dist.irecv(torch.ones(3), 1))
+        works.append(dist.isend(torch.ones(3_000_000), 1))
+        works.append(dist.all_reduce(torch.ones(3), async_op=True))
+    start = time.monotonic()
+    dist.destroy_process_group()
+    return time.monotonic() - start
+
+
+@ours_only
+@pytest.mark.parametrize("kind", ["common", "lonely"])
+def test_destroyed_with_work_under_way(kind):
+    with fresh(2) as pool:
+        assert max(pool.run(ends_busy, kind)) < DESTROYED
+
+
+def shut_down(me: Me) -> Caught:
+    """The backend itself may be told to end, more than once."""
+    dist.barrier()
+    backend = backend_of()
+    backend.shutdown()
+    backend.shutdown()
+    error = caught(dist.all_reduce, torch.ones(3))
+    backend.abort()
+    dist.destroy_process_group()
+    return error
+
+
+@ours_only
+def test_shutdown():
+    with fresh(2) as pool:
+        for error in pool.run(shut_down):
+            assert error.kind, "nothing was raised"
+
+
+# --- queues ---------------------------------------------------------------------------------------
+
+MANY = 3000
+
+
+def storm(me: Me) -> None:
+    """Far more messages than any queue holds before the first is taken, none kept by the sender."""
+    if me.rank == 0:
+        for n in range(MANY):
+            dist.isend(torch.full((n % 300,), float(n)), 1, tag=n % 7)
+        dist.barrier()
+    else:
+        time.sleep(0.2)
+        for tag in range(7):
+            for n in range(tag, MANY, 7):
+                x = torch.zeros(n % 300)
+                dist.recv(x, 0, tag=tag)
+                assert x.eq(n).all(), n
+        dist.barrier()
+
+
+def test_a_storm_of_messages():
+    with fresh(2) as pool:
+        pool.run(storm)
+
+
+def forgotten(me: Me) -> None:
+    """Receives that were posted long before, and others from anybody between them."""
+    if me.rank == 0:
+        special = torch.zeros(5)
+        work = dist.irecv(special, 2, tag=9)
+        for n in range(20):
+            x = torch.zeros(50)
+            source = dist.recv(x, None, tag=1)
+            assert x.eq(source).all(), n
+        work.wait()
+        assert special.eq(2).all()
+    else:
+        if me.rank == 2:
+            dist.isend(torch.full((5,), 2.0), 0, tag=9)
+        for _ in range(10):
+            dist.send(torch.full((50,), float(me.rank)), 0, tag=1)
+    dist.barrier()
+
+
+def test_receives_from_anybody_beside_others():
+    with fresh(3) as pool:
+        pool.run(forgotten)
+
+
+def pending(me: Me) -> None:
+    """A thousand collectives in the queue, of large and small tensors, nobody waiting."""
+    tensors = [torch.full((1 + 10_000 * (n % 7 == 0),), float(n)) for n in range(1000)]
+    works = [dist.all_reduce(t, async_op=True) for t in tensors]
+    dist.barrier()
+    assert all(work.is_completed() for work in works)
+    assert all(t.eq(n * me.world).all() for n, t in enumerate(tensors))
+
+
+@ours_only
+def test_a_barrier_comes_after_all_before_it():
+    with fresh(3) as pool:
+        pool.run(pending)

@@ -1,0 +1,136 @@
+"""A rank that dies: everybody who waits for it raises in time, and says for whom.
+
+Every test has processes of its own, because it breaks them. Afterwards the group refuses further
+work at once, and destroying it returns.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import BACKEND, OURS, Caught, Me, caught, fresh
+from dist_waits import AT_ONCE, DESTROYED, NOTICED, VICTIM, WAITS, after, begin, large
+
+pytestmark = pytest.mark.skipif(
+    not OURS, reason=f"{BACKEND} has no type for it, hangs, or says nothing of the rank"
+)
+WAYS = [
+    {"SHARE": share, "WATCH": watch}
+    for share in ("memfd", "named")
+    for watch in ("pidfd", "hangup")
+]
+
+
+def bereaved(me: Me, wait: str, when: float, how: str) -> tuple[int, Caught, tuple]:
+    """The victim dies at a moment; the others wait for it."""
+    called = begin(me)
+    if me.rank == VICTIM:
+        time.sleep(max(0.0, when - time.monotonic()))
+        if how == "exit":
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSEGV if how == "crash" else signal.SIGKILL)
+    error = caught(WAITS[wait][1])
+    return called, error, after(me)
+
+
+def check_loss(found: tuple[int, Caught, tuple], when: float, operation: str) -> None:
+    called, error, (refusal, refused, destroyed) = found
+    assert error.kinds[:2] == ("PeerLost", "CollectiveError"), error
+    assert "RuntimeError" in error.kinds, error
+    assert error.when - when < NOTICED, f"{error.when - when:.2f} s: {error}"
+    assert operation in error.text, error
+    assert f"rank {VICTIM}" in error.text, error
+    collective = operation not in ("send", "recv")
+    assert not collective or any(str(n) in error.text for n in (called, called + 1)), error
+    assert "CollectiveError" in refusal.kinds, refusal
+    assert f"rank {VICTIM}" in refusal.text, refusal
+    assert refused < AT_ONCE
+    assert destroyed < DESTROYED
+
+
+def lose(wait: str, how: str = "kill", watch: dict[str, str] | None = None) -> None:
+    environ = tuple((f"PYCOLLECT_SHM_{key}", value) for key, value in (watch or {}).items())
+    with fresh(3, environ=environ) as pool:
+        when = time.monotonic() + 0.4
+        outcomes = pool.outcomes(bereaved, wait, when, how, seconds=15)
+    for rank, outcome in enumerate(outcomes):
+        if rank == VICTIM:
+            assert outcome.died
+        else:
+            assert not outcome.error, outcome.error
+            check_loss(outcome.value, when, WAITS[wait][0])
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_rank_is_killed(wait):
+    lose(wait)
+
+
+@pytest.mark.parametrize("how", ["exit", "crash"])
+def test_a_rank_exits_or_crashes(how):
+    lose("all_reduce", how)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way.values()))
+@pytest.mark.parametrize("wait", ["large all_reduce", "recv"])
+def test_every_way_to_share_and_to_watch(way, wait):
+    lose(wait, watch=way)
+
+
+def in_the_middle(me: Me, pid_file: str) -> tuple[int, Caught, tuple]:
+    """Calls that never end: whenever the death comes, it is in the middle of something."""
+    called = begin(me)
+    x = large(0.0)
+    out = torch.zeros(3 * x.numel())
+
+    def forever() -> None:
+        while True:
+            dist.all_reduce(x)
+            dist.all_gather_into_tensor(out, x)
+
+    error = caught(forever)
+    return called, error, after(me)
+
+
+def test_death_in_the_middle_of_large_calls():
+    with fresh(3) as pool:
+        killer = threading.Timer(0.7, os.kill, (pool.pids()[VICTIM], signal.SIGKILL))
+        when = time.monotonic() + 0.7
+        killer.start()
+        outcomes = pool.outcomes(in_the_middle, "", seconds=15)
+    assert outcomes[VICTIM].died
+    for outcome in outcomes[:VICTIM] + outcomes[VICTIM + 1 :]:
+        _, error, (refusal, refused, destroyed) = outcome.value
+        assert error.kind == "PeerLost", error
+        assert error.when - when < NOTICED + 0.2
+        assert "CollectiveError" in refusal.kinds, refusal
+        assert refused < AT_ONCE
+        assert destroyed < DESTROYED
+
+
+def outlived(me: Me, when: float) -> tuple[int, Caught, tuple]:
+    """The victim has a child that lives on with all its descriptors."""
+    called = begin(me)
+    if me.rank == VICTIM:
+        if os.fork() == 0:
+            time.sleep(2)
+            os._exit(0)
+        time.sleep(max(0.0, when - time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return called, caught(dist.all_reduce, torch.ones(3)), after(me)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("watch", ["pidfd", "hangup"])
+def test_a_child_outlives_its_rank(watch):
+    with fresh(2, environ=(("PYCOLLECT_SHM_WATCH", watch),)) as pool:
+        when = time.monotonic() + 0.4
+        found = pool.outcomes(outlived, when, seconds=15)[0]
+    assert not found.error, found.error
+    check_loss(found.value, when, "all_reduce")

@@ -1,0 +1,118 @@
+"""A rank that is late, leaves, or never comes: who waits for it raises after the group's timeout.
+
+The error names who is missing; then the group refuses further work, the late one's too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import BACKEND, OURS, Caught, Me, backend_of, caught, fresh
+from dist_waits import AT_ONCE, DESTROYED, NOTICED, VICTIM, WAITS, after, begin
+
+pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no type for it, or hangs")
+PATIENCE = 0.5  # seconds: the group's timeout
+LATE = 2.5
+
+
+def kept_waiting(me: Me, wait: str) -> tuple[Caught, float, tuple]:
+    begin(me)
+    backend_of().set_timeout(datetime.timedelta(seconds=PATIENCE))
+    dist.barrier()
+    start = time.monotonic()
+    if me.rank == VICTIM:
+        time.sleep(LATE)
+    error = caught(WAITS[wait][1]) if me.rank != VICTIM else caught(dist.all_reduce, torch.ones(3))
+    return error, error.when - start, after(me)
+
+
+LATE_FOR = [
+    "all_reduce",
+    "large all_reduce",
+    "async all_reduce",
+    "broadcast",
+    "barrier",
+    "recv",
+    "send",
+]
+
+
+@pytest.mark.parametrize("wait", LATE_FOR)
+def test_a_late_rank(wait):
+    with fresh(3) as pool:
+        found = pool.run(kept_waiting, wait)
+    for rank, (error, seconds, (refusal, _, destroyed)) in enumerate(found):
+        assert "CollectiveError" in error.kinds, error
+        assert "CollectiveError" in refusal.kinds, refusal
+        assert destroyed < DESTROYED
+        if rank == VICTIM:
+            continue  # is told at once what has become of the group
+        assert error.kind in ("Timeout", "PeerLost"), error
+        assert seconds < PATIENCE + NOTICED, error
+        assert f"rank {VICTIM}" in error.text, error
+    waited = [(e, s) for e, s, _ in found if e.kind == "Timeout"]
+    assert waited, found
+    assert all(s > 0.8 * PATIENCE for e, s in waited[:1])
+    assert any(WAITS[wait][0] in e.text for e, _ in waited), waited
+
+
+def left_behind(me: Me) -> Caught | None:
+    begin(me)
+    if me.rank == VICTIM:
+        time.sleep(0.3)
+        dist.destroy_process_group()
+        return None
+    error = caught(dist.all_reduce, torch.ones(3))
+    dist.destroy_process_group()
+    return error
+
+
+def test_a_rank_destroys_its_group():
+    with fresh(3) as pool:
+        start = time.monotonic()
+        errors = pool.run(left_behind)
+    for error in errors[:VICTIM] + errors[VICTIM + 1 :]:
+        assert error.kind == "PeerLost", error
+        assert f"rank {VICTIM}" in error.text, error
+        assert error.when - start < 0.3 + NOTICED + 1
+
+
+def aborted(me: Me) -> tuple[Caught, float]:
+    """Another thread of one rank gives up for all."""
+    begin(me)
+    start = time.monotonic()
+    if me.rank == 0:
+        threading.Timer(0.4, dist.group.WORLD.abort).start()
+    if me.rank == VICTIM:
+        time.sleep(1.2)
+    error = caught(dist.all_reduce, torch.ones(3))
+    caught(dist.destroy_process_group)
+    return error, error.when - start
+
+
+def test_abort():
+    with fresh(3) as pool:
+        found = pool.run(aborted)
+    for error, seconds in found:
+        assert "CollectiveError" in error.kinds, error
+        assert seconds < 1.2 + AT_ONCE
+
+
+def lonely(me: Me) -> tuple[Caught, float]:
+    """Nobody else comes to the meeting."""
+    start = time.monotonic()
+    options = {"timeout": datetime.timedelta(seconds=1)}
+    error = caught(me.init, "nobody", **options) if me.rank == 0 else caught(time.sleep, 0)
+    return error, error.when - start
+
+
+def test_ranks_that_never_come():
+    with fresh(3, group=False) as pool:
+        (error, seconds), *_ = pool.run(lonely)
+    assert error.kind, "nothing was raised"
+    assert seconds < 6, error

@@ -1,0 +1,116 @@
+"""How programs start: torchrun, spawn, fork; and the libraries that start them, where installed.
+
+Each is a process of its own that a hang is killed with.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from dist_pool import BACKEND, OURS, own_process
+
+BEGIN = f"""
+import os, sys
+import torch, torch.distributed as dist
+torch.set_num_threads(1)
+if {BACKEND!r} == "pycollect": import pycollect
+"""
+WORK = """
+def work():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x = torch.full((100_000,), float(rank + 1))
+    dist.all_reduce(x)
+    assert x.eq(world * (world + 1) / 2).all()
+    names = [None] * world
+    dist.all_gather_object(names, rank)
+    assert names == list(range(world))
+    dist.all_reduce(x, async_op=True).wait()
+    dist.barrier()
+    os.write(1, f"rank {rank} of {world} is right\\n".encode())
+"""
+PROGRAM = f"""{BEGIN}{WORK}
+dist.init_process_group({BACKEND!r})
+work()
+if "--destroy" in sys.argv: dist.destroy_process_group()
+"""
+STARTED = f"""{BEGIN}{WORK}
+import torch.multiprocessing as mp
+def body(rank, world, where):
+    dist.init_process_group({BACKEND!r}, init_method=where, rank=rank, world_size=world)
+    work()
+    dist.destroy_process_group()
+if __name__ == "__main__":
+    how, where = sys.argv[1:3]
+    if how == "spawn":
+        mp.spawn(body, (2, where), nprocs=2)
+    else:
+        mp.start_processes(body, (2, where), nprocs=2, start_method=how)
+"""
+
+
+def written(folder: Path, text: str) -> str:
+    program = folder / "program.py"
+    program.write_text(text)
+    return str(program)
+
+
+def right(said: str, world: int) -> None:
+    for rank in range(world):
+        assert f"rank {rank} of {world} is right" in said, said
+    for word in ("Traceback", "terminate", "leaked"):
+        assert word not in said, said
+
+
+@pytest.mark.parametrize("end", ["--destroy", "--leave"])
+def test_torchrun(tmp_path, end):
+    if not OURS and end == "--leave":
+        pytest.skip(f"{BACKEND} aborts now and then when a program just ends")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    right(own_process([*launcher, written(tmp_path, PROGRAM), end], 60), 3)
+
+
+@pytest.mark.parametrize("how", ["spawn", "fork"])
+def test_start_methods(tmp_path, how):
+    program = written(tmp_path, STARTED)
+    right(own_process([program, how, f"file://{tmp_path}/store"], 60), 2)
+
+
+ACCELERATE = f"""{BEGIN}{WORK}
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend={BACKEND!r})])
+assert dist.get_backend() == {BACKEND!r}
+model = torch.nn.Linear(4, 2)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+accelerator.backward(model(torch.ones(3, 4)).sum())
+assert accelerator.gather(torch.ones(2)).numel() == 2 * accelerator.num_processes
+work()
+"""
+LIGHTNING = f"""{BEGIN}
+import lightning as L
+strategy = L.fabric.strategies.DDPStrategy(process_group_backend={BACKEND!r})
+fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+if __name__ == "__main__":
+    fabric.launch()
+    assert dist.get_backend() == {BACKEND!r}
+    assert fabric.all_reduce(torch.ones(2), reduce_op="sum").sum() == 4
+    os.write(1, f"rank {{dist.get_rank()}} of {{dist.get_world_size()}} is right\\n".encode())
+"""
+
+
+def need(library: str) -> None:
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed: pip install {library} to run this")
+
+
+def test_accelerate(tmp_path):
+    need("accelerate")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    right(own_process([*launcher, written(tmp_path, ACCELERATE)], 90), 2)
+
+
+def test_lightning(tmp_path):
+    need("lightning")
+    right(own_process([written(tmp_path, LIGHTNING)], 90), 2)

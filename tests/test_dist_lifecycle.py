@@ -1,0 +1,275 @@
+"""Groups come and go: how they meet, what they share, and that nothing of them is left.
+
+No file in /dev/shm, no descriptor, no thread, no mapping: after 200 groups and after a killed job.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import (
+    BACKEND,
+    OURS,
+    Caught,
+    Me,
+    Pools,
+    caught,
+    fresh,
+    own_process,
+    pools_of_a_module,
+    shared_files,
+)
+
+CYCLES = int(os.environ.get("PYCOLLECT_TEST_CYCLES", "200"))
+SHARES = ("memfd", "named")
+WATCHES = ("pidfd", "hangup")
+ours_only = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no such thing")
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    yield from pools_of_a_module()
+
+
+def works(world: int, group: dist.ProcessGroup | None = None) -> None:
+    x = torch.ones(10_000)
+    dist.all_reduce(x, group=group)
+    assert x.eq(world).all()
+
+
+# --- nothing is left ------------------------------------------------------------------------------
+
+
+def held() -> dict[str, int]:
+    """What this process has of the things that leak."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "shared mappings": sum(" rw-s " in line or "memfd" in line for line in maps),
+    }
+
+
+def cycles(me: Me, count: int) -> tuple[dict[str, int], dict[str, int]]:
+    before: dict[str, int] = {}
+    for n in range(count):
+        if n == 3:  # whatever is made once has been made
+            before = held()
+        store = dist.FileStore(f"{me.folder}/cycle_{n}", me.world)
+        dist.init_process_group(me.spec.backend, store=store, rank=me.rank, world_size=me.world)
+        x = torch.ones(3)
+        dist.all_reduce(x, async_op=n % 2 == 1)
+        if n % 5 == 0:
+            other = dist.irecv(torch.ones(3), 1 - me.rank)
+            dist.send(torch.ones(3), 1 - me.rank)
+            other.wait()
+        dist.barrier()
+        dist.destroy_process_group()
+        del store
+    return before, held()
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("watch", WATCHES)
+def test_cycles_leave_nothing(share, watch):
+    if not OURS and (share, watch) != (SHARES[0], WATCHES[0]):
+        pytest.skip(f"{BACKEND} has one way only")
+    environ = (("PYCOLLECT_SHM_SHARE", share), ("PYCOLLECT_SHM_WATCH", watch))
+    files = shared_files()
+    with fresh(2, group=False, environ=environ) as pool:
+        count = CYCLES if (share, watch) == (SHARES[0], WATCHES[0]) else CYCLES // 4
+        for before, now in pool.run(cycles, count, seconds=20 + CYCLES / 5):
+            assert now == before
+        assert shared_files() == files
+    assert shared_files() == files
+
+
+def busy(me: Me) -> None:
+    x = torch.ones(1_000_000)
+    while True:
+        dist.all_reduce(x)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_a_killed_job_leaves_nothing(share):
+    files = shared_files()
+    with fresh(3, environ=(("PYCOLLECT_SHM_SHARE", share),)) as pool:
+        for pid in pool.pids():
+            threading.Timer(0.4, os.kill, (pid, signal.SIGKILL)).start()
+        assert all(outcome.died for outcome in pool.outcomes(busy))
+    assert shared_files() == files
+
+
+PROGRAM = """
+import sys, torch, torch.distributed as dist
+if "pycollect" in sys.argv[1]: import pycollect
+dist.init_process_group(sys.argv[1], init_method="file://" + sys.argv[2], rank=0, world_size=1)
+x = torch.ones(3)
+dist.all_reduce(x)
+work = dist.all_reduce(torch.ones(100000), async_op=True)
+print("end", x.tolist())
+"""
+
+
+def test_a_program_that_just_ends(tmp_path):
+    assert "end [1.0, 1.0, 1.0]" in own_process(["-c", PROGRAM, BACKEND, f"{tmp_path}/st"], 30)
+
+
+# --- meeting --------------------------------------------------------------------------------------
+
+
+def meet(me: Me, how: str, where: str) -> None:
+    rank, world = me.rank, me.world
+    if how == "env":
+        host, port = where.split(":")
+        os.environ.update(MASTER_ADDR=host, MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(world))
+        dist.init_process_group(me.spec.backend)
+    elif how == "hash":
+        store = dist.TCPStore(*where.split(":")[:1], int(where.split(":")[1]), world, rank == 0)
+        store = dist.PrefixStore("deep", dist.PrefixStore("deeper", store))
+        dist.init_process_group(me.spec.backend, store=store, rank=rank, world_size=world)
+    else:
+        dist.init_process_group(
+            me.spec.backend, init_method=f"{how}://{where}", rank=rank, world_size=world
+        )
+    assert dist.get_backend() == me.spec.backend
+    works(world)
+    dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize("how", ["env", "tcp", "file", "hash"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_meeting_places(tmp_path, world, how):
+    with fresh(world, group=False) as pool:
+        where = f"{tmp_path}/store" if how == "file" else f"127.0.0.1:{free_port()}"
+        pool.run(meet, how, where)
+        where = f"{tmp_path}/again" if how == "file" else f"127.0.0.1:{free_port()}"
+        pool.run(meet, how, where)
+
+
+def for_devices(me: Me, spelled: str) -> list[Caught]:
+    dist.init_process_group(
+        spelled, init_method=f"file://{me.folder}/{spelled[:9]}", rank=me.rank, world_size=me.world
+    )
+    works(me.world)
+    everybody = [None] * me.world
+    dist.all_gather_object(everybody, me.rank)
+    group = dist.new_group(list(range(me.world)))
+    works(me.world, group)
+    dist.destroy_process_group()
+    return []
+
+
+@pytest.mark.parametrize("spelled", [f"cpu:{BACKEND}", f"cpu:{BACKEND},cuda:{BACKEND}"])
+def test_spellings(spelled):
+    with fresh(2, group=False, backend=BACKEND) as pool:
+        pool.run(for_devices, spelled)
+
+
+# --- subgroups ------------------------------------------------------------------------------------
+
+
+def subgroups(me: Me) -> None:
+    ranks = list(range(me.world))
+    pairs = [[a, b] for a in ranks for b in ranks if a < b]
+    groups = [(pair, dist.new_group(pair)) for pair in pairs]
+    for pair, group in groups:
+        if me.rank in pair:
+            x = torch.tensor([float(me.rank)])
+            dist.all_reduce(x, group=group)
+            assert x.item() == sum(pair)
+            y = torch.tensor([float(me.rank)])
+            dist.broadcast(y, src=pair[1], group=group)
+            assert y.item() == pair[1]
+    backwards = dist.new_group(ranks[::-1])
+    out = [torch.zeros(1) for _ in ranks]
+    dist.all_gather(out, torch.tensor([float(me.rank)]), group=backwards)
+    order = dist.get_process_group_ranks(backwards)
+    assert [int(t) for t in out] == order
+    halves, _ = dist.new_subgroups(2)
+    works(2, halves)
+    mine, _ = dist.new_subgroups_by_enumeration([ranks[::2], ranks[1::2]])
+    works(2, mine)
+    dist.destroy_process_group(groups[0][1])
+    works(me.world)
+
+
+def test_subgroups(pools):
+    pools(4, beside=None).run(subgroups)
+
+
+def split(me: Me) -> None:
+    """torch's front asks for a device; the group itself does not."""
+    group = dist.group.WORLD
+    assert group._get_backend(torch.device("cpu")).supports_splitting
+    mine = [r for r in range(me.world) if r % 2 == me.rank % 2]
+    part = group.split_group(mine, datetime.timedelta(seconds=20), group_name=f"part_{mine[0]}")
+    x = torch.tensor([float(me.rank)])
+    part.allreduce([x]).wait()
+    assert x.item() == sum(mine)
+    assert (part.rank(), part.size()) == (mine.index(me.rank), len(mine))
+    part.shutdown()
+    works(me.world)
+
+
+@ours_only
+def test_split_group(pools):
+    pools(4, beside=None).run(split)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def tardy(me: Me) -> Caught | None:
+    """monitored_barrier names who did not come."""
+    if me.rank == 1:
+        time.sleep(1.5)
+        return None
+    limit = datetime.timedelta(seconds=0.4)
+    return caught(dist.group.WORLD.monitored_barrier, limit, wait_all_ranks=True)
+
+
+def test_monitored_barrier_names_the_missing():
+    with fresh(3) as pool:
+        errors = pool.run(tardy)
+    assert errors[0].kind, "nothing was raised"
+    assert "1" in errors[0].text, errors[0]
+    if OURS:
+        assert "rank 1" in errors[0].text
+        assert "CollectiveError" in errors[0].kinds
+
+
+def closed(me: Me) -> tuple[Caught, Caught]:
+    group = dist.group.WORLD
+    dist.destroy_process_group()
+    direct = caught(lambda: group.allreduce([torch.ones(2)]).wait())
+    front = caught(dist.all_reduce, torch.ones(2))
+    me.init("again")
+    works(me.world)
+    return direct, front
+
+
+@ours_only
+def test_a_destroyed_group_refuses():
+    with fresh(2) as pool:
+        for direct, front in pool.run(closed):
+            assert direct.kind, direct
+            assert front.kind == "ValueError", front

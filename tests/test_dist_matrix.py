@@ -1,0 +1,211 @@
+"""Every collective x world x dtype x op x size x layout through torch.distributed.
+
+Each result has the bits of the one-process API, and is gloo's where gloo can be asked: bits for
+copies and integers, a rounding per rank for floats. A dtype is one command to a pool.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import dist_cases
+import pytest
+import torch
+import torch.distributed as dist
+from dist_cases import COLLECTIVES, LAYOUTS, Case, Side, block, gloo_lacks, lay, rows
+from dist_pool import BACKEND, OURS, Me, Pools, pools_of_a_module
+from reference import COMPLEX, DTYPES, NARROW, assert_close, assert_same, order_shows, short
+from torch import Tensor
+
+WORLDS = (1, 2, 3, 4, 8)
+SMALL = (0, 1, 7, 1023)
+LARGE = 300_000  # several pieces for most dtypes
+OVER_MIB = {1: 1_100_003, 2: 600_007, 4: 300_007, 8: 150_001, 16: 75_011}  # by bytes an element
+GLOO_COUNTS = (7, 1023)
+FACTOR = 0.5  # of PREMUL_SUM: exact in every dtype, so when it is rounded does not show
+_MOST = 12  # failures of one command that are told
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    yield from pools_of_a_module()
+
+
+def cases(dtype: torch.dtype, world: int) -> Iterator[tuple[Case, tuple[str, ...]]]:
+    """Cases, and the layouts that each comes in. Eight ranks, and large sizes, take turns with the
+    layouts, and but for all_reduce with the ops: a piece knows nothing of either."""
+    turn = 0
+    for collective in COLLECTIVES:
+        ops = dist_cases.ops(collective, dtype)
+        blocks = world if COLLECTIVES[collective].many else 1
+        for op in ops:
+            for count in SMALL:
+                turn += 1
+                yield Case(collective, dtype, op, count), LAYOUTS if world < 8 else two_of(turn)
+        for count in (LARGE, OVER_MIB[dtype.itemsize])[: 2 if world < 8 else 1]:
+            turn += 1
+            every = collective == "all_reduce" and world < 8
+            for op in ops if every else (ops[turn % len(ops)],):
+                yield Case(collective, dtype, op, -(-count // blocks)), two_of(turn)
+
+
+def two_of(turn: int) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(("contiguous", LAYOUTS[turn % len(LAYOUTS)])))
+
+
+def differs(actual: Tensor | None, wanted: Tensor | None, case: Case, close: int = 0) -> str:
+    """What is wrong with a result; `close`: the number of ranks whose order may be another."""
+    if actual is None or wanted is None:
+        return "" if actual is wanted else "only one of them has a result"
+    actual, wanted = actual.reshape(-1), wanted.reshape(-1)
+    try:
+        if close:
+            assert_close([actual], [wanted], "gloo", close)
+        else:
+            assert_same([actual], [wanted], "bits", case.op)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def sweep(me: Me, dtype: torch.dtype) -> tuple[int, list[str]]:
+    """How many cases this rank has run, and what was wrong."""
+    run, wrong = 0, []
+    for case, layouts in cases(dtype, me.world):
+        if not OURS and gloo_lacks(case):
+            continue
+        call = COLLECTIVES[case.collective]
+        root = case.count % me.world
+        tame = not OURS
+        x = rows(case, me.world, tame)
+        wanted = call.model(x, case.op, root)[me.rank]
+        for layout in layouts if OURS else ("contiguous",):
+            laid = dataclasses.replace(case, layout=layout)
+            side = Side(dist.group.WORLD, me.rank, me.world, root, laid)
+            actual = call.run(side, x[me.rank])
+            close = me.world if not OURS and order_shows(dtype, case.op) else 0
+            why = differs(actual, wanted, case, close)
+            wrong += [f"{laid}, root {root}: {why}"] if why else []
+            run += 1
+    return run, wrong
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("world", WORLDS)
+def test_bits_of_the_one_process_api(pools, world, dtype):
+    found = pools(world).run(sweep, dtype, seconds=60)
+    runs = {run for run, _ in found}
+    assert len(runs) == 1
+    assert runs != {0} or not OURS
+    report([wrong for _, wrong in found])
+
+
+def report(wrong: list[list[str]]) -> None:
+    lines = [f"rank {r}: {line}" for r, lines in enumerate(wrong) for line in lines]
+    assert not lines, "\n".join([f"{len(lines)} wrong results", *lines[:_MOST]])
+
+
+def beside_gloo(me: Me, dtype: torch.dtype) -> tuple[int, list[str]]:
+    run, wrong = 0, []
+    for collective in COLLECTIVES:
+        for op in dist_cases.ops(collective, dtype):
+            for count in GLOO_COUNTS if me.world < 8 else GLOO_COUNTS[:1]:
+                case = Case(collective, dtype, op, count)
+                if gloo_lacks(case):
+                    continue
+                call = COLLECTIVES[collective]
+                mine = rows(case, me.world, tame=True)[me.rank]
+                root = me.world - 1
+                ours, theirs = (
+                    call.run(Side(group, me.rank, me.world, root, case), mine)
+                    for group in (dist.group.WORLD, me.peer)
+                )
+                adds = call.reduces and order_shows(dtype, op)
+                why = differs(ours, theirs, case, close=me.world if adds else 0)
+                wrong += [f"{case}: {why}"] if why else []
+                run += 1
+    return run, wrong
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("world", WORLDS)
+def test_as_gloo(pools, world, dtype):
+    found = pools(world).run(beside_gloo, dtype)
+    assert all(run for run, _ in found) or gloo_lacks(Case("broadcast", dtype))
+    report([wrong for _, wrong in found])
+
+
+def premultiplied(me: Me, dtype: torch.dtype, factor: float, as_tensor: bool) -> list[str]:
+    """PREMUL_SUM is the sum of factor * x."""
+    scale = torch.tensor([factor], dtype=dtype) if as_tensor else factor
+    op = dist._make_nccl_premul_sum(scale)
+    wrong = []
+    for count in (*SMALL, LARGE):
+        case = Case("all_reduce", dtype, "sum", count)
+        whole = [row[0] * factor for row in rows(case, me.world, tame=True)]
+        wanted = dist_cases.COLLECTIVES["all_reduce"].model([[w] for w in whole], "sum", 0)[0]
+        actual = lay(block(case, me.rank * me.world, tame=True), "sliced")
+        dist.all_reduce(actual, op)
+        exact = factor == FACTOR
+        why = differs(actual, wanted, case, 0 if exact else 2 * me.world)
+        wrong += [f"all_reduce {count}: {why}"] if why else []
+        mine = block(case, me.rank * me.world, tame=True)
+        shares = torch.cat([mine] * me.world)
+        out = torch.empty_like(mine)
+        dist.reduce_scatter_tensor(out, shares, op)
+        why = differs(out, wanted, case, 0 if exact else 2 * me.world)
+        wrong += [f"reduce_scatter {count}: {why}"] if why else []
+    return wrong
+
+
+@pytest.mark.skipif(not OURS, reason=f"{BACKEND} refuses PREMUL_SUM")
+@pytest.mark.parametrize("world", WORLDS)
+def test_premul_sum(pools, world):
+    for dtype in (torch.float32, torch.float64, *NARROW[:2]):
+        for factor in (FACTOR, 0.3):
+            for as_tensor in (False, True):
+                report(pools(world).run(premultiplied, dtype, factor, as_tensor))
+
+
+def refused(me: Me) -> list[str]:
+    """What the contract leaves out is refused by name on every rank, and moves nothing."""
+    wrong = []
+    asked = [(torch.float32, op) for op in ("BAND", "BOR", "BXOR")]
+    asked += [(torch.bool, "AVG")]
+    for dtype, op in asked:
+        x = torch.ones(5, dtype=dtype)
+        for call in (dist.all_reduce, lambda t, op: dist.reduce(t, 0, op)):
+            try:
+                call(x, getattr(dist.ReduceOp, op))
+                wrong.append(f"{dtype} {op} was not refused")
+            except TypeError as error:
+                if op.lower() not in str(error) or short(dtype) not in str(error):
+                    wrong.append(f"{dtype} {op}: {error}")
+            if not torch.equal(x, torch.ones(5, dtype=dtype)):
+                wrong.append(f"{dtype} {op} moved something")
+    dist.all_reduce(torch.ones(3))
+    return wrong
+
+
+@pytest.mark.skipif(not OURS, reason=f"{BACKEND} raises RuntimeError, or adds what it cannot")
+def test_what_the_contract_leaves_out(pools):
+    report(pools(3).run(refused))
+
+
+def complexes(me: Me) -> list[str]:
+    """Torch's own front refuses what is no sum of reals; nothing hangs, and the group lives."""
+    wrong = []
+    for dtype in COMPLEX:
+        for op in ("PRODUCT", "MAX"):
+            try:
+                dist.all_reduce(torch.ones(3, dtype=dtype), getattr(dist.ReduceOp, op))
+                wrong.append(f"{dtype} {op} was not refused")
+            except ValueError:
+                pass
+    dist.all_reduce(torch.ones(3))
+    return wrong
+
+
+def test_complex_reductions_that_torch_refuses(pools):
+    report(pools(2).run(complexes))

@@ -1,0 +1,275 @@
+"""Tensors that live in the group's shared memory: ordinary to torch, moved by nobody, given back.
+
+Where a tensor lies is read from the process's own map of memory. Tensors of over 2^31 bytes are
+here too.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import BACKEND, OURS, Me, Pools, fresh, pools_of_a_module
+from reference import assert_same, left_fold, randoms
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+MIB = 2**20
+pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no memory to share")
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    yield from pools_of_a_module()
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Does it lie in memory that other processes map?"""
+    first = tensor.untyped_storage().data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, permissions, *_ = line.split()
+        low, high = (int(end, 16) for end in span.split("-"))
+        if low <= first < high:
+            return permissions[3] == "s"
+    return False
+
+
+def by_torch(count: int, dtype: torch.dtype) -> Tensor:
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.supports_tensor_alloc(torch.device("cpu"))
+    return backend.allocate_tensor(count, dtype=dtype, device=torch.device("cpu"))
+
+
+def by_us(count: int, dtype: torch.dtype) -> Tensor:
+    import pycollect
+
+    return pycollect.empty(count, dtype=dtype)
+
+
+def by_allocator(count: int, dtype: torch.dtype) -> Tensor:
+    import pycollect
+
+    return pycollect.Allocator().empty(count, dtype=dtype)
+
+
+MAKERS = (by_torch, by_us, by_allocator)
+Make = Callable[[int, torch.dtype], Tensor]
+
+
+def ordinary(me: Me, make: Make) -> None:
+    x = make(600, torch.float32)
+    assert (x.shape, x.dtype, x.device.type) == ((600,), torch.float32, "cpu")
+    assert is_shared(x)
+    assert not is_shared(torch.empty(600))
+    x.fill_(me.rank)
+    view = x.view(20, 30).t()[3:7]
+    view += 1
+    assert x.sum().item() == 600 * me.rank + 80
+    y = x.clone()
+    assert not is_shared(y)
+    assert torch.equal(x, y)
+    x.requires_grad_()
+    (x * 2).sum().backward()
+    assert x.grad.eq(2).all()
+    assert torch.equal(torch.from_numpy(y.numpy()), y)
+    assert make(0, torch.int64).shape == (0,)
+
+
+def same_bits(me: Me, make: Make) -> None:
+    """Every mixture of ranks that have placed their tensors and ranks that have not."""
+    for count in (1, 1023, 300_007):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            values = randoms(me.world, (count,), dtype, seed=count)
+            wanted = left_fold(values, "sum")
+            for mask in (2**me.world - 1, 1, 0b10):
+                placed = mask >> me.rank & 1
+                x = make(count, dtype) if placed else torch.empty(count, dtype=dtype)
+                x.copy_(values[me.rank])
+                dist.all_reduce(x)
+                assert_same([x], [wanted], f"all_reduce {count} {dtype} {mask:b}")
+                x.copy_(values[me.rank])
+                dist.broadcast(x, me.world - 1)
+                assert_same([x], [values[-1]], f"broadcast {count} {dtype} {mask:b}")
+                out = make(me.world * count, dtype) if placed else x.new_empty(me.world * count)
+                dist.all_gather_into_tensor(out, x)
+                assert_same([out], [values[-1].repeat(me.world)], f"all_gather {count} {mask:b}")
+                out.copy_(torch.cat(values))
+                part = x.new_empty(count)
+                dist.reduce_scatter_tensor(part, out)
+                same = left_fold([values[me.rank]] * me.world, "sum")
+                assert_same([part], [same], f"reduce_scatter {count} {mask:b}")
+                dist.all_to_all_single(out.clone(), out)
+
+
+def views(me: Me, make: Make) -> None:
+    """Parts of a placed tensor, at other places on every rank; in place and strided ones."""
+    room = make(10_000, torch.float32)
+    x = room[100 * me.rank :][:5000].fill_(me.rank + 1)
+    total = me.world * (me.world + 1) / 2
+    dist.all_reduce(x)
+    assert x.eq(total).all()
+    y = room[:9000].view(90, 100).t()[: 10 + 0 * me.rank].fill_(me.rank)
+    dist.all_reduce(y, dist.ReduceOp.MAX)
+    assert y.eq(me.world - 1).all()
+    whole = room[: me.world * 1000]
+    mine = whole[1000 * me.rank :][:1000].fill_(me.rank)
+    dist.all_gather_into_tensor(whole, mine)
+    assert whole.view(me.world, 1000)[:, 0].tolist() == list(range(me.world))
+
+
+def lives_on(me: Me, make: Make) -> None:
+    """Its owner may write as soon as a call is over, and reuse what it has let go of."""
+    x = make(100_000, torch.float32)
+    for turn in range(50):
+        x.fill_(me.rank + turn)
+        dist.all_reduce(x)
+        assert x.eq(sum(range(me.world)) + turn * me.world).all()
+        x.fill_(-1)
+    works = []
+    for _ in range(20):
+        y = make(50_000, torch.float32).fill_(1)
+        works.append((dist.all_reduce(y, async_op=True), y))
+        del y
+    for work, y in works:
+        work.wait()
+        assert y.eq(me.world).all()
+
+
+def comes_back(me: Me, make: Make) -> None:
+    """64 GiB in all, never more than 64 MiB at a time."""
+    for _ in range(1000):
+        x = make(64 * MIB, torch.uint8)
+        x[:: 16 * MIB] = 1
+        del x
+    kept = [make(MIB, torch.uint8).fill_(n) for n in range(8)]
+    assert len({x.data_ptr() for x in kept}) == 8
+    assert [int(x.sum()) for x in kept] == [n * MIB for n in range(8)]
+    dist.barrier()
+
+
+JOBS = (ordinary, same_bits, views, lives_on, comes_back)
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
+def test_placed(pools, job, make):
+    pools(3).run(job, make)
+
+
+def outlives(me: Me) -> None:
+    """A tensor may stay when its group has gone."""
+    me.init("first")
+    x = by_us(1000, torch.float32).fill_(3)
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+    assert x.sum().item() == 3000
+    x += 1
+    me.init("second")
+    dist.all_reduce(x)
+    assert x.eq(4 * me.world).all()
+    y = by_us(1000, torch.float32).fill_(1)
+    dist.all_reduce(y)
+    assert y.eq(me.world).all()
+
+
+def test_a_tensor_outlives_its_group():
+    with fresh(2, group=False) as pool:
+        pool.run(outlives)
+
+
+def buckets(me: Me) -> list[bool]:
+    os.environ["DDP_DISABLE_COMM_MEM"] = "0"
+    torch.manual_seed(me.rank)
+    net = nn.Sequential(nn.Linear(100, 200), nn.ReLU(), nn.Linear(200, 50))
+    model = DDP(net, bucket_cap_mb=0.05, gradient_as_bucket_view=True)
+    shared: list[bool] = []
+
+    def hook(state, bucket):  # DDP takes no annotations that are strings
+        buffer = bucket.buffer()
+        shared.append(is_shared(buffer))
+        buffer /= me.world
+        return dist.all_reduce(buffer, async_op=True).get_future().then(lambda f: f.value()[0])
+
+    model.register_comm_hook(None, hook)
+    for _ in range(3):
+        model(torch.randn(7, 100)).square().sum().backward()
+    shared += [is_shared(p.grad) for p in net.parameters()]
+    grads = torch.cat([p.grad.flatten() for p in net.parameters()])
+    everybody = [torch.empty_like(grads) for _ in range(me.world)]
+    dist.all_gather(everybody, grads)
+    assert all(torch.equal(e, grads) for e in everybody)
+    return shared
+
+
+def test_buckets_of_ddp(pools):
+    for shared in pools(2).run(buckets):
+        assert shared
+        assert all(shared), shared
+
+
+def too_much(me: Me) -> str:
+    try:
+        x = by_us(2**50, torch.uint8)
+    except (RuntimeError, ValueError, MemoryError) as error:
+        return str(error)
+    return f"got {x.shape}"
+
+
+def test_more_than_there_is(pools):
+    for said in pools(2).run(too_much):
+        assert str(2**50) in said, said
+
+
+# --- over 2^31 bytes ------------------------------------------------------------------------------
+
+HUGE = 2**31 + 12_345
+_NEEDED = 9 * 2**30  # bytes: two ranks, an input and an output of about 2 GiB each, and room
+
+
+def available() -> int:
+    (line,) = [x for x in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in x]
+    return int(line.split()[1]) * 1024
+
+
+def ends(x: Tensor) -> list[int]:
+    return [int(x[n]) for n in (0, 1, len(x) // 2, len(x) // 2 + 1, len(x) - 2, len(x) - 1)]
+
+
+def huge(me: Me, kind: str) -> None:
+    other = 1 - me.rank
+    if kind == "gather":
+        half = HUGE // 2
+        x = torch.full((half,), me.rank + 1, dtype=torch.uint8)
+        whole = torch.empty(2 * half, dtype=torch.uint8)
+        dist.all_gather_into_tensor(whole, x)
+        assert ends(whole[:half]) + ends(whole[half:]) == [1] * 6 + [2] * 6
+        return
+    x = torch.empty(HUGE, dtype=torch.uint8)
+    x[: HUGE // 2], x[HUGE // 2 :] = 10 + me.rank, 20 + me.rank
+    x[-1] = 30 + me.rank
+    if kind == "all_reduce":
+        dist.all_reduce(x)
+        assert ends(x) == [21, 21, 41, 41, 41, 61]
+    elif kind == "broadcast":
+        dist.broadcast(x, 1)
+        assert ends(x) == [11, 11, 21, 21, 21, 31]
+    elif me.rank == 0:
+        dist.send(x, other)
+    else:
+        dist.recv(x, other)
+        assert ends(x) == [10, 10, 20, 20, 20, 30]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "gather", "message"])
+def test_over_2_31_bytes(kind):
+    if available() < _NEEDED:
+        pytest.skip(f"needs {_NEEDED >> 30} GiB of free memory, {available() >> 30} are free")
+    with fresh(2) as pool:
+        pool.run(huge, kind, seconds=90)

@@ -1,0 +1,233 @@
+"""send, recv and their kin: matched by peer and tag, each moving on by itself.
+
+No message waits for one that it has nothing to do with: not for a collective, not for another tag,
+not for the other direction, however large.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import BACKEND, OURS, Me, Pools, pools_of_a_module
+from reference import DTYPES, assert_same, randoms
+from torch import Tensor
+
+COUNTS = (0, 1, 7, 1023, 70_001, 700_003)  # at once, in one buffer, through several
+MIB_64 = 64 * 2**20 // 4
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    yield from pools_of_a_module()
+
+
+def of(rank: int, count: int, tag: int = 0) -> Tensor:
+    return torch.arange(count, dtype=torch.float32) + 1000 * rank + 17 * tag
+
+
+def ring(me: Me) -> None:
+    """Every size around a ring, even ranks sending first."""
+    to, source = (me.rank + 1) % me.world, (me.rank - 1) % me.world
+    for count in COUNTS:
+        x, y = of(me.rank, count), torch.full((count,), -1.0)
+        if me.rank % 2 == 0:
+            dist.send(x, to)
+            assert dist.recv(y, source) == source
+        else:
+            assert dist.recv(y, source) == source
+            dist.send(x, to)
+        assert_same([y], [of(source, count)], count)
+
+
+def both_ways(me: Me) -> None:
+    """Each sends 64 MiB before it asks for anything."""
+    other = 1 - me.rank
+    x, y = of(me.rank, MIB_64), torch.zeros(MIB_64)
+    sent = dist.isend(x, other)
+    received = dist.irecv(y, other)
+    received.wait()
+    sent.wait()
+    assert torch.equal(y, of(other, MIB_64))
+
+
+def everybody_to_everybody(me: Me) -> None:
+    """All pairs, two tags, three messages a tag: in order within a tag, and tags do not mix."""
+    others = [r for r in range(me.world) if r != me.rank]
+    sends, receives = [], []
+    for other in others:
+        for tag in (3, 1):
+            for n in range(3):
+                sends.append(dist.isend(of(me.rank, 40_000 * n + 5, tag), other, tag=tag))
+    for other in reversed(others):
+        for tag in (1, 3):
+            for n in range(3):
+                out = torch.zeros(40_000 * n + 5)
+                work = dist.irecv(out, other, tag=tag)
+                receives.append((work, out, of(other, 40_000 * n + 5, tag)))
+    for work, out, wanted in receives:
+        work.wait()
+        assert_same([out], [wanted])
+    for work in sends:
+        work.wait()
+
+
+def tags_out_of_order(me: Me) -> None:
+    """The last tag sent is received first; small, and larger than any queue."""
+    for count in (3, 400_000):
+        if me.rank == 0:
+            sends = [dist.isend(of(0, count, tag), 1, tag=tag) for tag in range(6)]
+            for work in sends:
+                work.wait()
+        else:
+            for tag in reversed(range(6)):
+                out = torch.zeros(count)
+                dist.recv(out, 0, tag=tag)
+                assert_same([out], [of(0, count, tag)], f"tag {tag}")
+
+
+def from_anybody(me: Me) -> None:
+    for count in (5, 300_001):
+        if me.rank == 0:
+            seen = set()
+            for _ in range(1, me.world):
+                out = torch.zeros(count)
+                source = dist.recv(out, None, tag=count)
+                assert_same([out], [of(source, count)])
+                seen.add(source)
+            assert seen == set(range(1, me.world))
+        else:
+            dist.send(of(me.rank, count), 0, tag=count)
+
+
+def anybody_asynchronously(me: Me) -> None:
+    if me.rank == 0:
+        out = torch.zeros(9)
+        work = dist.group.WORLD.recv_anysource([out], 5)
+        work.wait()
+        assert work._source_rank() == me.world - 1
+        assert_same([out], [of(me.world - 1, 9)])
+    elif me.rank == me.world - 1:
+        dist.send(of(me.rank, 9), 0, tag=5)
+
+
+def batch(me: Me) -> None:
+    to, source = (me.rank + 1) % me.world, (me.rank - 1) % me.world
+    for count in (4, 200_000):
+        out = [torch.zeros(count), torch.zeros(count)]
+        ops = [
+            dist.P2POp(dist.irecv, out[0], source),
+            dist.P2POp(dist.isend, of(me.rank, count), to),
+        ]
+        ops += [dist.P2POp(dist.isend, of(me.rank, count, 1), source)]
+        ops += [dist.P2POp(dist.irecv, out[1], to)]
+        if me.world == 2:  # between two ranks, order in a direction is what matches
+            ops = [ops[0], ops[1], ops[3], ops[2]]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        assert_same(out, [of(source, count), of(to, count, 1)])
+
+
+def dtypes(me: Me) -> None:
+    for dtype in DTYPES:
+        x = randoms(1, (1023,), dtype)[0]
+        if me.rank == 0:
+            dist.send(x, 1)
+        elif me.rank == 1:
+            y = torch.zeros(1023, dtype=dtype)
+            dist.recv(y, 0)
+            assert_same([y], [x], dtype)
+
+
+def past_collectives(me: Me) -> None:
+    """Messages pass a collective that is not over: rank 1 joins it when it has answered."""
+    if me.rank == 0:
+        x = torch.ones(5)
+        work = dist.all_reduce(x, async_op=True)
+        dist.send(of(0, 100_000), 1)
+        out = torch.zeros(100_000)
+        dist.recv(out, 1)
+        assert_same([out], [of(1, 100_000)])
+        work.wait()
+    else:
+        x = torch.ones(5)
+        if me.rank == 1:
+            out = torch.zeros(100_000)
+            dist.recv(out, 0)
+            assert_same([out], [of(0, 100_000)])
+            dist.send(of(1, 100_000), 0)
+        dist.all_reduce(x)
+    assert x.tolist() == [me.world] * 5
+
+
+def collectives_past_messages(me: Me) -> None:
+    """Collectives pass receives that nobody answers yet, and a large send that nobody takes yet."""
+    out = torch.zeros(300_000)
+    if me.rank == 0:
+        work = dist.irecv(out, 1, tag=2)
+        sent = dist.isend(of(0, 300_000), 1, tag=3)
+    for _ in range(5):
+        x = torch.ones(70_000)
+        dist.all_reduce(x)
+        assert torch.equal(x, torch.full((70_000,), float(me.world)))
+    if me.rank == 0:
+        work.wait()
+        sent.wait()
+        assert_same([out], [of(1, 300_000)])
+    elif me.rank == 1:
+        dist.send(of(1, 300_000), 0, tag=2)
+        dist.recv(out, 0, tag=3)
+        assert_same([out], [of(0, 300_000)])
+
+
+def polled(me: Me) -> None:
+    """is_completed becomes true without anybody waiting."""
+    out = torch.zeros(300_000)
+    if me.rank > 1:
+        return
+    works = [dist.isend(of(me.rank, 300_000), 1 - me.rank), dist.irecv(out, 1 - me.rank)]
+    limit = time.monotonic() + 10
+    while not all(work.is_completed() for work in works):
+        assert time.monotonic() < limit, [work.is_completed() for work in works]
+        time.sleep(0.001)
+    assert_same([out], [of(1 - me.rank, 300_000)])
+
+
+def in_a_subgroup(me: Me) -> None:
+    """Ranks of the world, or of the group."""
+    group = dist.new_group([me.world - 1, 0])
+    if me.rank in (0, me.world - 1):
+        out = torch.zeros(6)
+        other = me.world - 1 - me.rank
+        work = dist.isend(of(me.rank, 6), other, group=group)
+        assert dist.recv(out, other, group=group) == other
+        work.wait()
+        assert_same([out], [of(other, 6)])
+        work = dist.isend(of(me.rank, 6), group=group, group_dst=1 - dist.get_rank(group))
+        dist.recv(out, group=group, group_src=1 - dist.get_rank(group))
+        work.wait()
+    dist.destroy_process_group(group)
+
+
+JOBS = (ring, everybody_to_everybody, from_anybody, anybody_asynchronously, batch, dtypes)
+JOBS += (past_collectives, collectives_past_messages, polled, in_a_subgroup)
+GLOO_LACKS = {
+    dtypes: "has no int16 among its dtypes",
+    polled: "does not move on unless somebody waits",
+}
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
+@pytest.mark.parametrize("world", [2, 4])
+def test_messages(pools, world, job):
+    if not OURS and job in GLOO_LACKS:
+        pytest.skip(f"{BACKEND} {GLOO_LACKS[job]}")
+    pools(world).run(job)
+
+
+@pytest.mark.parametrize("job", [both_ways, tags_out_of_order], ids=lambda job: job.__name__)
+def test_of_two(pools, job):
+    pools(2).run(job)

@@ -1,0 +1,234 @@
+"""Random programs of collectives over random subgroups, against a model that holds all ranks.
+
+Groups overlap and are used in an order that is the program's own; calls are synchronous or left
+open and waited for later. Data are small whole numbers, so every order of adding gives the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import itertools
+import time
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import Me, Pools, pools_of_a_module
+from hypothesis import strategies as st
+from torch import Tensor
+
+SLOTS = 3  # tensors that a rank works with, all of one length
+KINDS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
+KINDS += ("gather", "scatter", "barrier", "exchange")
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_BOUND = 97  # values are taken modulo it, so that sums never grow out of the dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    kind: str
+    members: tuple[int, ...]
+    root: int  # place in members
+    op: str
+    source: int
+    target: int
+    wait: int  # steps later; 0: synchronous
+    pause: int  # milliseconds that the root comes late
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    world: int
+    count: int  # elements, divisible by every size of a group
+    dtype: torch.dtype
+    steps: tuple[Step, ...]
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    world = draw(st.sampled_from([3, 4]))
+    subsets = [m for n in range(1, world + 1) for m in itertools.combinations(range(world), n)]
+    step = st.builds(
+        Step,
+        kind=st.sampled_from(KINDS),
+        members=st.sampled_from(subsets),
+        root=st.integers(0, world - 1),
+        op=st.sampled_from(sorted(OPS)),
+        source=st.integers(0, SLOTS - 1),
+        target=st.integers(0, SLOTS - 1),
+        wait=st.sampled_from([0, 0, 1, 3]),
+        pause=st.sampled_from([0, 0, 0, 1, 4]),
+    )
+    count = 12 * draw(st.sampled_from([0, 1, 7, 3000, 40_000]))
+    dtype = draw(st.sampled_from([torch.float32, torch.int64, torch.bfloat16]))
+    return Program(world, count, dtype, tuple(draw(st.lists(step, min_size=1, max_size=14))))
+
+
+def begin(program: Program) -> list[list[Tensor]]:
+    """[rank][slot]"""
+    row = torch.arange(program.count) % _BOUND
+    return [
+        [((row * (3 * r + 1) + 7 * s) % _BOUND).to(program.dtype) for s in range(SLOTS)]
+        for r in range(program.world)
+    ]
+
+
+def root_of(step: Step) -> int:
+    return step.members[step.root % len(step.members)]
+
+
+def tamed(x: Tensor) -> Tensor:
+    return x.remainder(_BOUND)
+
+
+# --- the model: every rank's tensors at once ------------------------------------------------------
+
+
+def model(program: Program) -> list[list[Tensor]]:
+    state = begin(program)
+    for step in program.steps:
+        mine = [state[r][step.source].clone() for r in step.members]
+        for rank, value in zip(step.members, answers(step, mine, state), strict=True):
+            if value is not None:
+                state[rank][step.target] = tamed(value)
+    return state
+
+
+def answers(step: Step, mine: list[Tensor], state: list[list[Tensor]]) -> list[Tensor | None]:
+    size, root = len(mine), step.root % len(mine)
+    fold = {"sum": lambda x: x.sum(0), "max": lambda x: x.amax(0), "min": lambda x: x.amin(0)}
+    folded = fold[step.op](torch.stack(mine).double()).to(mine[0].dtype)
+    parts = [x.chunk(size) if len(x) else [x] * size for x in mine]
+    places = range(size)
+    if step.kind == "barrier":
+        return [None] * size
+    if step.kind == "all_reduce":
+        return [folded] * size
+    if step.kind == "reduce":
+        return [folded if p == root else None for p in places]
+    if step.kind == "broadcast":
+        return [mine[root]] * size
+    if step.kind == "exchange":
+        return [mine[p - 1] for p in places]
+    if step.kind == "reduce_scatter":
+        chunks = folded.chunk(size) if len(folded) else [folded] * size
+        return [chunks[p].repeat(size) for p in places]
+    if step.kind == "all_to_all":
+        return [torch.cat([parts[q][p] for q in places]) for p in places]
+    if step.kind == "scatter":
+        return [parts[root][p].repeat(size) for p in places]
+    woven = torch.cat([parts[q][q] for q in places])
+    return [woven if step.kind == "all_gather" or p == root else None for p in places]
+
+
+# --- the ranks: the same through torch.distributed ------------------------------------------------
+
+
+def ask(
+    step: Step, mine: Tensor, group: dist.ProcessGroup, rank: int
+) -> tuple[Tensor | None, list]:
+    """What becomes this rank's tensor when the works are done."""
+    size, place = len(step.members), step.members.index(rank)
+    root, later = root_of(step), {"group": group, "async_op": step.wait > 0}
+    parts = list(mine.chunk(size)) if len(mine) else [mine] * size
+    x, part = mine.clone(), torch.empty_like(parts[0])
+    out = [torch.empty_like(p) for p in parts]
+    if step.kind == "barrier":
+        return None, [dist.barrier(**later)]
+    if step.kind == "all_reduce":
+        return x, [dist.all_reduce(x, OPS[step.op], **later)]
+    if step.kind == "reduce":
+        work = dist.reduce(x, root, OPS[step.op], **later)
+        return x if rank == root else None, [work]
+    if step.kind == "broadcast":
+        return x, [dist.broadcast(x, root, **later)]
+    if step.kind == "exchange":
+        if size == 1:
+            return x, []
+        to, source = step.members[(place + 1) % size], step.members[place - 1]
+        works = [dist.isend(mine, to, group=group), dist.irecv(x, source, group=group)]
+        return x, works if step.wait else [work.wait() and None for work in works]
+    if step.kind == "reduce_scatter":
+        whole = torch.empty_like(mine)
+        work = dist.reduce_scatter_tensor(part, x, OPS[step.op], **later)
+        return (whole, part), [work]
+    if step.kind == "all_to_all":
+        return x, [dist.all_to_all_single(x, mine.clone(), **later)]
+    if step.kind == "scatter":
+        given = [p.clone() for p in parts] if rank == root else None
+        return (x, part), [dist.scatter(part, given, root, **later)]
+    if step.kind == "gather":
+        work = dist.gather(parts[place].clone(), out if rank == root else None, root, **later)
+        return (out if rank == root else None), [work]
+    return out, [dist.all_gather(out, parts[place].clone(), **later)]
+
+
+def settle(result: object, size: int) -> Tensor | None:
+    if isinstance(result, tuple):  # a part, as often as there are ranks
+        return tamed(result[1].repeat(size))
+    if isinstance(result, list):
+        return tamed(torch.cat(result))
+    return None if result is None else tamed(result)
+
+
+@functools.lru_cache
+def groups_of(world: int) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Every subset of the ranks; made once in a process, in the same order everywhere."""
+    limit = datetime.timedelta(seconds=60)
+    subsets = [m for n in range(1, world + 1) for m in itertools.combinations(range(world), n)]
+    return {members: dist.new_group(members, timeout=limit) for members in subsets}
+
+
+def run(me: Me, program: Program) -> list[str]:
+    groups = groups_of(me.world)
+    state = begin(program)[me.rank]
+    open_until: list[tuple[int, Step, object, list]] = []
+
+    def finish(now: int, needed: set[int]) -> None:
+        for entry in list(open_until):
+            until, step, result, works = entry
+            if until <= now or {step.target} & needed:
+                for work in works:
+                    if work is not None:
+                        work.wait()
+                value = settle(result, len(step.members))
+                if value is not None:
+                    state[step.target] = value
+                open_until.remove(entry)
+
+    for n, step in enumerate(program.steps):
+        finish(n, set())
+        if me.rank not in step.members:
+            continue
+        finish(n, {step.source, step.target})
+        if me.rank == root_of(step):
+            time.sleep(step.pause / 1000)
+        result, works = ask(step, state[step.source], groups[step.members], me.rank)
+        open_until.append((n + step.wait, step, result, works))
+    finish(len(program.steps) + 10, set())
+    wanted = model(program)[me.rank]
+    return [
+        f"slot {s}: {a[:5].tolist()}, not {w[:5].tolist()}"
+        for s, (a, w) in enumerate(zip(state, wanted, strict=True))
+        if not torch.equal(a, w)
+    ]
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    yield from pools_of_a_module()
+
+
+# No shrinking: every failure breaks a pool, and a hang costs its time limit.
+@hypothesis.settings(
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+@hypothesis.given(program=programs())
+def test_programs(pools, program):
+    for rank, wrong in enumerate(pools(program.world, beside=None).run(run, program, seconds=20)):
+        assert not wrong, f"rank {rank}: {wrong}"

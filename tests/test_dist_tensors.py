@@ -1,0 +1,216 @@
+"""Tensors that are no plain row of numbers: strides, shared memory, other devices, other layouts.
+
+What torch can address is done right, and nothing outside of an output is touched. What cannot be
+right (an output whose elements share memory) is refused on every rank before anything moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import BACKEND, OURS, Caught, Me, Pools, caught, pools_of_a_module
+from reference import LAYOUTS, around, assert_same, place
+from torch import Tensor
+
+SHAPES = ((4, 6), (300, 500))  # small; several pieces
+pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} ignores strides or refuses them")
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    yield from pools_of_a_module()
+
+
+def of(rank: int, shape: tuple[int, ...]) -> Tensor:
+    count = int(torch.Size(shape).numel())
+    return (torch.arange(count, dtype=torch.float32) + 100_000 * rank).view(shape)
+
+
+def strided(me: Me, inputs: str, outputs: str) -> None:
+    """Inputs of one layout, outputs of another; around the outputs, nothing changes."""
+    for shape in SHAPES:
+        everybody = [of(r, shape) for r in range(me.world)]
+        whole = sum(everybody)
+        mine = place(of(me.rank, shape), inputs)
+        out = [place(torch.zeros(shape), outputs) for _ in range(me.world)]
+        watched = [around(t) for t in out]
+
+        x = place(of(me.rank, shape), outputs)
+        outside = around(x)
+        dist.all_reduce(x)
+        assert_same([x], [whole], "all_reduce")
+        assert_same([around(x)], [outside], "outside all_reduce")
+        dist.all_gather(out, mine)
+        assert_same(out, everybody, "all_gather")
+        dist.reduce_scatter(out[0], [mine] * me.world)
+        assert_same(out[:1], [whole], "reduce_scatter")
+        dist.all_to_all(out, [mine] * me.world)
+        assert_same(out, everybody, "all_to_all")
+        dist.scatter(out[0], [mine] * me.world if me.rank == 0 else None, 0)
+        assert_same(out[:1], everybody[:1], "scatter")
+        dist.gather(mine, out if me.rank == 0 else None, 0)
+        assert_same(out if me.rank == 0 else [], everybody if me.rank == 0 else [], "gather")
+        if me.rank == 1:
+            dist.send(mine, 0)
+        elif me.rank == 0:
+            dist.recv(out[0], 1)
+            assert_same(out[:1], everybody[1:2], "send and recv")
+        assert_same([around(t) for t in out], watched, "outside the outputs")
+        assert_same([mine], [of(me.rank, shape)], "the input")
+
+
+@pytest.mark.parametrize("outputs", LAYOUTS)
+@pytest.mark.parametrize("inputs", ["contiguous", "transposed", "every_other"])
+def test_strided(pools, inputs, outputs):
+    pools(3).run(strided, inputs, outputs)
+
+
+def into_strided_wholes(me: Me, layout: str) -> None:
+    for rows, columns in SHAPES:
+        everybody = [of(r, (rows, columns)) for r in range(me.world)]
+        out = place(torch.zeros(me.world * rows, columns), layout)
+        watched = around(out)
+        dist.all_gather_into_tensor(out, everybody[me.rank].clone())
+        assert_same([out], [torch.cat(everybody)], "all_gather_into_tensor")
+        assert_same([around(out)], [watched], "outside")
+        stacks = [of(r, (me.world * rows, columns)) for r in range(me.world)]
+        part = torch.zeros(rows, columns)
+        dist.reduce_scatter_tensor(part, place(stacks[me.rank], layout))
+        assert_same([part], [sum(stacks).split(rows)[me.rank]], "reduce_scatter_tensor")
+        dist.all_to_all_single(out, place(stacks[me.rank], layout))
+        wanted = torch.cat([stack.split(rows)[me.rank] for stack in stacks])
+        assert_same([out], [wanted], "all_to_all_single")
+        assert_same([around(out)], [watched], "outside")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_into_strided_wholes(pools, layout):
+    pools(3).run(into_strided_wholes, layout)
+
+
+def unlike(me: Me) -> None:
+    """Each rank has another layout of the same shape: elements still meet by their index."""
+    for shape in SHAPES:
+        x = place(of(me.rank, shape), LAYOUTS[me.rank % len(LAYOUTS)])
+        error = caught(dist.all_reduce, x)
+        wanted = sum(of(r, shape) for r in range(me.world))
+        assert error.kind in ("", "ValueError"), error
+        assert_same([x], [of(me.rank, shape) if error.kind else wanted], "all_reduce")
+        y = place(of(me.rank, shape), LAYOUTS[(me.rank + 2) % len(LAYOUTS)])
+        error = caught(dist.broadcast, y, 1)
+        assert error.kind in ("", "ValueError"), error
+        assert_same([y], [of(me.rank if error.kind else 1, shape)], "broadcast")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_layouts_that_differ_between_ranks(pools, world):
+    pools(world).run(unlike)
+
+
+def repeated_inputs(me: Me) -> None:
+    """One element many times over is an input like any other."""
+    mine = torch.full((1,), float(me.rank)).expand(4, 5)
+    out = [torch.zeros(4, 5) for _ in range(me.world)]
+    dist.all_gather(out, mine)
+    assert_same(out, [torch.full((4, 5), float(r)) for r in range(me.world)])
+    part = torch.zeros(4, 5)
+    dist.reduce_scatter(part, [mine] * me.world)
+    assert_same([part], [torch.full((4, 5), float(sum(range(me.world))))])
+
+
+def test_inputs_of_stride_0(pools):
+    pools(3).run(repeated_inputs)
+
+
+# --- refusals: a rank's own error, the others' that quotes it, and the group goes on --------------
+
+
+def _overlapping() -> Tensor:
+    return torch.zeros(8).as_strided((3, 4), (2, 1))
+
+
+def all_reduce_of(make: Callable[[], Tensor]) -> None:
+    dist.all_reduce(make())
+
+
+def all_gather_into(make: Callable[[], Tensor]) -> None:
+    bad = make()
+    good = [torch.zeros(bad.shape) for _ in range(dist.get_world_size() - 1)]
+    dist.all_gather([*good, bad], torch.ones(bad.shape))
+
+
+def broadcast_of(make: Callable[[], Tensor]) -> None:
+    dist.broadcast(make(), 0)
+
+
+def reduce_scatter_into(make: Callable[[], Tensor]) -> None:
+    bad = make()
+    dist.reduce_scatter(bad, [torch.ones(bad.shape)] * dist.get_world_size())
+
+
+def one_rank(me: Me, call: Callable[..., None], kind: str, ranks: tuple[int, ...]) -> Caught:
+    bad = {
+        "expanded": lambda: torch.zeros(1).expand(12),
+        "overlapping": _overlapping,
+        "sparse": lambda: torch.eye(12).to_sparse(),
+    }[kind]
+    good = {"overlapping": lambda: torch.zeros(3, 4)}.get(kind, lambda: torch.zeros(12))
+    error = caught(call, bad if me.rank in ranks else good)
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    assert x.tolist() == [me.world] * 3
+    return error
+
+
+@pytest.mark.parametrize("call", [all_reduce_of, all_gather_into, reduce_scatter_into])
+@pytest.mark.parametrize("kind", ["expanded", "overlapping"])
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (1,)], ids=["all", "one"])
+def test_outputs_that_overlap(pools, call, kind, ranks):
+    errors = pools(3).run(one_rank, call, kind, ranks)
+    for rank, error in enumerate(errors):
+        assert "ValueError" in error.kinds, f"rank {rank}: {error}"
+        assert rank in ranks or "rank 1" in error.text, error
+    assert all(".clone()" in errors[r].text for r in ranks), errors
+
+
+@pytest.mark.parametrize("call", [all_reduce_of, broadcast_of])
+def test_sparse_tensors(pools, call):
+    for error in pools(2).run(one_rank, call, "sparse", (0, 1)):
+        assert error.kind, "nothing was raised"
+
+
+def shared_outputs(me: Me) -> Caught:
+    room = torch.zeros(12)
+    error = caught(dist.all_gather, [room[:8], room[4:]], torch.ones(8))
+    assert not room.any()
+    return error
+
+
+def test_outputs_that_share_memory(pools):
+    for error in pools(2).run(shared_outputs):
+        assert error.kind == "ValueError", error
+
+
+def halves(me: Me, count: int) -> list[Caught]:
+    """An input that lies in the output by a half, and not at its place: refused, or done right."""
+    room = of(me.rank, (3 * count,))
+    moved = [of(r, (3 * count,))[count // 2 :][:count] for r in range(me.world)]
+    first = caught(dist.all_gather_into_tensor, room[: 2 * count], room[count // 2 :][:count])
+    if not first.kind:
+        assert_same([room[: 2 * count]], [torch.cat(moved)])
+    room = of(me.rank, (3 * count,))
+    sent = [of(r, (3 * count,))[: 2 * count].split(count)[me.rank] for r in range(me.world)]
+    second = caught(dist.all_to_all_single, room[count:], room[: 2 * count])
+    if not second.kind:
+        assert_same([room[count:]], [torch.cat(sent)])
+    dist.all_reduce(torch.ones(3))
+    return [first, second]
+
+
+@pytest.mark.parametrize("count", [4, 100_000])
+def test_inputs_that_overlap_outputs(pools, count):
+    for errors in pools(2).run(halves, count):
+        assert {e.kind for e in errors} <= {"", "ValueError"}, errors

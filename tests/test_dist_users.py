@@ -1,0 +1,283 @@
+"""Data-parallel training on top of the backend: DDP in its forms, Join, hooks, the ZeRO optimizer.
+
+Each job trains twice, once on the backend and once on gloo, and compares every parameter; nothing
+of pycollect is named but the backend.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import Me, Pools, pools_of_a_module
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+STEPS = 4
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    yield from pools_of_a_module()
+
+
+class Net(nn.Module):
+    """Layers of several sizes, buffers, and a branch that only some ranks take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(20, 300, bias=False)  # its gradient would be noise before a norm
+        self.norm = nn.BatchNorm1d(300)
+        self.left, self.right = nn.Linear(300, 40), nn.Linear(300, 40)
+        self.last = nn.Linear(40, 3)
+
+    def forward(self, x: Tensor, branch: int = 2) -> Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        parts = [self.left, self.right]
+        x = sum(p(x) for p in (parts if branch == 2 else parts[branch : branch + 1]))
+        return self.last(x)
+
+
+def batch(me: Me, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + me.rank)
+    x = torch.randn(8, 20, generator=generator)
+    return x, torch.randint(3, (8,), generator=generator)
+
+
+def net(seed: int) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def step(model: nn.Module, me: Me, n: int, *args: Any) -> Tensor:
+    x, y = batch(me, n)
+    return nn.functional.cross_entropy(model(x, *args), y)
+
+
+def state(model: nn.Module) -> list[Tensor]:
+    """Of which every rank has the same: running means are its own."""
+    return [t.detach().clone() for t in model.parameters()]
+
+
+def train(me: Me, group: dist.ProcessGroup, **options: Any) -> list[Tensor]:
+    """Rank 0's parameters count: the others begin with their own."""
+    model = DDP(net(me.rank), process_group=group, bucket_cap_mb=0.02, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for n in range(STEPS):
+        optimizer.zero_grad()
+        step(model, me, n).backward()
+        optimizer.step()
+    return state(model)
+
+
+def compare(
+    me: Me, run: Callable[[Me, dist.ProcessGroup], list[Tensor]], **tolerance: float
+) -> None:
+    """The backend's run against gloo's, and all ranks' against each other's."""
+    ours, theirs = run(me, dist.group.WORLD), run(me, me.peer)
+    assert ours
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, **tolerance)
+    everybody = [None] * me.world
+    dist.all_gather_object(everybody, [t.double().sum().item() for t in ours], group=me.peer)
+    assert all(e == everybody[0] for e in everybody), everybody
+
+
+def ddp(me: Me) -> None:
+    compare(me, train)
+
+
+def ddp_views(me: Me) -> None:
+    compare(me, lambda me, group: train(me, group, gradient_as_bucket_view=True))
+
+
+def ddp_static_graph(me: Me) -> None:
+    compare(me, lambda me, group: train(me, group, static_graph=True))
+
+
+def as_one_process(me: Me) -> None:
+    """W ranks with a batch each are one process with all batches, but for batch norm."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 3))
+    torch.manual_seed(me.rank)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 3))
+    model = DDP(model, init_sync=True)
+    one = torch.optim.SGD(alone.parameters(), lr=0.5)
+    many = torch.optim.SGD(model.parameters(), lr=0.5)
+    for n in range(STEPS):
+        one.zero_grad()
+        many.zero_grad()
+        step(model, me, n).backward()
+        for rank in range(me.world):
+            x, y = batch(Me(rank, me.spec, ""), n)
+            (nn.functional.cross_entropy(alone(x), y) / me.world).backward()
+        one.step()
+        many.step()
+    for mine, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
+def unused(me: Me, group: dist.ProcessGroup) -> list[Tensor]:
+    model = DDP(net(0), process_group=group, find_unused_parameters=True, bucket_cap_mb=0.02)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for n in range(STEPS):
+        optimizer.zero_grad()
+        step(model, me, n, (me.rank + n) % 2 if n else 0).backward()
+        optimizer.step()
+    return state(model)
+
+
+def find_unused(me: Me) -> None:
+    compare(me, unused)
+
+
+def accumulated(me: Me, group: dist.ProcessGroup) -> list[Tensor]:
+    model = DDP(net(0), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for n in range(STEPS):
+        optimizer.zero_grad()
+        with model.no_sync():
+            step(model, me, 2 * n).backward()
+        step(model, me, 2 * n + 1).backward()
+        optimizer.step()
+    return state(model)
+
+
+def no_sync(me: Me) -> None:
+    compare(me, accumulated)
+
+
+def uneven(me: Me, group: dist.ProcessGroup) -> list[Tensor]:
+    """Rank r has r batches more; DDP and ZeRO shadow what the others still do."""
+    from torch.distributed.algorithms.join import Join
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 3)), process_group=group)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, process_group=group, lr=0.1
+    )
+    with Join([model, optimizer]):
+        for n in range(2 + me.rank):
+            optimizer.zero_grad()
+            step(model, me, n).backward()
+            optimizer.step()
+    return state(model)
+
+
+def join(me: Me) -> None:
+    compare(me, uneven)
+
+
+def zero(me: Me, group: dist.ProcessGroup) -> list[Tensor]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DDP(net(0), process_group=group)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, process_group=group, lr=0.01
+    )
+    for n in range(STEPS):
+        optimizer.zero_grad()
+        step(model, me, n).backward()
+        optimizer.step()
+    optimizer.consolidate_state_dict(to=0)
+    if me.rank == 0:
+        assert optimizer.state_dict()["state"]
+    return state(model)
+
+
+def zero_optimizer(me: Me) -> None:
+    compare(me, zero, rtol=1e-3, atol=1e-4)
+
+
+def hooked(
+    me: Me, group: dist.ProcessGroup, hook: Callable[..., Any], given: Any, megabytes: float = 0.02
+) -> list[Tensor]:
+    model = DDP(net(0), process_group=group, bucket_cap_mb=megabytes)
+    model.register_comm_hook(given, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for n in range(STEPS):
+        optimizer.zero_grad()
+        step(model, me, n).backward()
+        optimizer.step()
+    return state(model)
+
+
+def simple_hooks(me: Me) -> None:
+    """Gradients as they are, and compressed."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
+
+    def bf16(state, bucket):
+        return hooks.bf16_compress_hook(state, bucket)  # by its own name DDP takes it for NCCL's
+
+    roughly = {"rtol": 1e-1, "atol": 1e-2}
+    compare(me, lambda me, group: hooked(me, group, hooks.allreduce_hook, group))
+    compare(me, lambda me, group: hooked(me, group, hooks.fp16_compress_hook, group), **roughly)
+    compare(me, lambda me, group: hooked(me, group, bf16, group), **roughly)
+
+
+def power_sgd_hook(me: Me) -> None:
+    """Low-rank factors: futures of collectives that begin further collectives. One bucket: with
+    several, torch begins those in an order that differs from rank to rank."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    def run(me: Me, group: dist.ProcessGroup) -> list[Tensor]:
+        given = powerSGD_hook.PowerSGDState(
+            group, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
+        )
+        return hooked(me, group, powerSGD_hook.powerSGD_hook, given, megabytes=25)
+
+    compare(me, run, rtol=1e-2, atol=1e-2)
+
+
+def syncs_buffers(me: Me) -> None:
+    """Before a forward, rank 0's running means are everybody's."""
+    model = DDP(net(me.rank))
+    for n in range(2):
+        step(model, me, n)
+    model.eval()
+    mean = model.module.norm.running_mean
+    model.train()
+    step(model, me, 3)
+    everybody = [torch.zeros_like(mean) for _ in range(me.world)]
+    dist.all_gather(everybody, model.module.norm.running_var.clone(), group=me.peer)
+    assert all(torch.isfinite(t).all() for t in everybody)
+
+
+def monitored(me: Me) -> None:
+    """What DDP checks when it is asked to be careful."""
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"
+    compare(me, train)
+
+
+def averaged(me: Me) -> None:
+    """Parameters averaged every other step."""
+    from torch.distributed.algorithms.model_averaging import averagers
+
+    model = net(me.rank)
+    averager = averagers.PeriodicModelAverager(period=2, process_group=dist.group.WORLD)
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)  # those without one are left out
+        averager.average_parameters(model.parameters())
+    wanted = [
+        torch.stack(ps).mean(0)
+        for ps in zip(*(net(r).parameters() for r in range(me.world)), strict=True)
+    ]
+    for mine, other in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+JOBS = (ddp, ddp_views, ddp_static_graph, as_one_process, find_unused, no_sync, join)
+JOBS += (zero_optimizer, simple_hooks, power_sgd_hook, syncs_buffers)
+JOBS += (monitored, averaged)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
+def test_training(pools, job):
+    pools(3).run(job, seconds=40)

@@ -1,0 +1,279 @@
+"""What an asynchronous call gives back, in which order things happen, and from which threads.
+
+Collectives of one group run in the order of their calls; groups and threads do not disturb each
+other, whichever way round their ranks wait.
+"""
+
+from __future__ import annotations
+
+import datetime
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import BACKEND, OURS, Me, Pools, backend_of, pools_of_a_module
+from reference import assert_same
+from torch import Tensor
+
+SIZES = (1, 5_000, 400_000)
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    yield from pools_of_a_module()
+
+
+def of(rank: int, count: int = 5) -> Tensor:
+    return torch.arange(count, dtype=torch.float32) + 1000 * rank
+
+
+def summed(world: int, count: int = 5) -> Tensor:
+    return sum(of(r, count) for r in range(world))
+
+
+# --- Work -----------------------------------------------------------------------------------------
+
+
+def waited(me: Me) -> None:
+    for count in SIZES:
+        x = of(me.rank, count)
+        work = dist.all_reduce(x, async_op=True)
+        assert work.wait() is True
+        assert work.is_completed()
+        assert work.is_success()
+        assert work.exception() is None
+        assert work.wait(datetime.timedelta(seconds=1)) is True  # again: at once
+        assert_same([x], [summed(me.world, count)])
+        assert_same(work.result(), [summed(me.world, count)])
+
+
+def completes_unwaited(me: Me) -> None:
+    """Nobody waits; those who ask whether it is done make it so."""
+    works = [(x := of(me.rank, n), dist.all_reduce(x, async_op=True)) for n in SIZES]
+    limit = time.monotonic() + 10
+    while not all(work.is_completed() for _, work in works):
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+    assert_same([x for x, _ in works], [summed(me.world, n) for n in SIZES])
+
+
+def completes_alone(me: Me) -> None:
+    """Rank 0 never asks: its part happens all the same, or the others could not end."""
+    x = of(me.rank, 300_000)
+    work = dist.all_reduce(x, async_op=True)
+    if me.rank == 0:
+        time.sleep(0.3)
+        assert_same([x], [summed(me.world, 300_000)])
+    work.wait()
+    dist.barrier()
+
+
+def futures(me: Me) -> None:
+    for count in SIZES:
+        x = of(me.rank, count)
+        future = dist.all_reduce(x, async_op=True).get_future()
+        doubled = future.then(lambda f: [2 * t for t in f.value()]).then(lambda f: f.value()[0])
+        assert_same([doubled.wait()], [2 * summed(me.world, count)])
+        assert isinstance(future.value(), list)
+        assert_same(future.wait(), [x])
+    out = [torch.zeros(5) for _ in range(me.world)]
+    value = dist.all_gather(out, of(me.rank), async_op=True).get_future().wait()
+    assert_same(out, [of(r) for r in range(me.world)])
+    assert torch.utils._pytree.tree_leaves(value), "the outputs, nested or flat"
+    works = [dist.all_reduce(of(me.rank), async_op=True) for _ in range(4)]
+    torch.futures.wait_all([work.get_future() for work in works])
+    torch.futures.collect_all([work.get_future() for work in works]).wait()
+
+
+def kept_alive(me: Me) -> None:
+    """The caller lets go of tensors and of the Work before anything has happened."""
+    kept = torch.zeros(5)
+    for _ in range(30):
+        dist.all_reduce(of(me.rank, 50_000), async_op=True)
+        dist.all_gather(
+            [torch.zeros(50_000) for _ in range(me.world)], of(me.rank, 50_000), async_op=True
+        )
+    dist.all_reduce(kept)
+
+
+def sequence(me: Me) -> None:
+    group = dist.new_group(list(range(me.world)))
+    backend = backend_of(group)
+    first = backend._get_sequence_number_for_group()
+    for n in range(1, 4):
+        dist.all_reduce(torch.ones(3), group=group)
+        assert backend._get_sequence_number_for_group() == first + n
+    dist.destroy_process_group(group)
+
+
+# --- order ----------------------------------------------------------------------------------------
+
+
+def in_order(me: Me) -> None:
+    """Collectives that depend on each other through their tensors, waited for in any order."""
+    for seed in range(6):
+        chance = random.Random(seed)
+        x = of(me.rank, chance.choice(SIZES))
+        wanted = [of(r, x.numel()) for r in range(me.world)]
+        works = []
+        for step in range(12):
+            if chance.random() < 0.5:
+                works.append(dist.all_reduce(x, dist.ReduceOp.AVG, async_op=True))
+                wanted = [sum(wanted) / me.world] * me.world
+            else:
+                root = step % me.world
+                works.append(dist.broadcast(x, root, async_op=True))
+                wanted = [wanted[root]] * me.world
+        random.Random(me.rank).shuffle(works)
+        for work in works:
+            work.wait()
+        torch.testing.assert_close(x, wanted[me.rank])
+
+
+def mixed_order(me: Me) -> None:
+    """A synchronous call comes after the asynchronous ones before it; some are slow to arrive."""
+    for n in range(10):
+        if me.rank == n % me.world:
+            time.sleep(0.01)
+        x = torch.full((1000,), float(me.rank))
+        work = dist.broadcast(x, 0, async_op=True)
+        dist.all_reduce(x)
+        assert x.eq(0).all()
+        work.wait()
+
+
+def many(me: Me) -> None:
+    tensors = [torch.full((17,), float(n)) for n in range(500)]
+    works = [dist.all_reduce(t, async_op=True) for t in tensors]
+    for work in works[::-1]:
+        work.wait()
+    assert [t[0].item() for t in tensors] == [n * me.world for n in range(500)]
+
+
+# --- groups and threads ---------------------------------------------------------------------------
+
+
+def cycle(me: Me) -> None:
+    """{0,1}, {1,2}, {0,2}: each rank begins with another group, so waiting in order would hang."""
+    pairs = [(0, 1), (1, 2), (0, 2)]
+    groups = [dist.new_group(list(pair)) for pair in pairs]
+    for count in SIZES:
+        for turn in range(5):
+            order = [(me.rank + turn + k) % 3 for k in range(3)]
+            mine = [k for k in order if me.rank in pairs[k]]
+            tensors = {k: of(me.rank, count) for k in mine}
+            works = {k: dist.all_reduce(tensors[k], group=groups[k], async_op=True) for k in mine}
+            for k in mine if turn % 2 else mine[::-1]:
+                works[k].wait()
+            for k in mine:
+                assert_same([tensors[k]], [sum(of(r, count) for r in pairs[k])], pairs[k])
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def threads(me: Me) -> None:
+    """A thread for each group, all at work at once, none in step with another."""
+    groups = [dist.new_group(list(range(me.world))) for _ in range(4)]
+    wrong: list[object] = []
+
+    def work(number: int) -> None:
+        try:
+            torch.set_num_threads(1)
+            for turn in range(40):
+                x = of(me.rank, SIZES[turn % 3] // (1 + number))
+                begun = dist.all_reduce(x, group=groups[number], async_op=turn % 2 == 1)
+                out = [torch.zeros(number + 1) for _ in range(me.world)]
+                dist.all_gather(out, of(me.rank, number + 1), group=groups[number])
+                assert_same(out, [of(r, number + 1) for r in range(me.world)], number)
+                if begun is not None:
+                    begun.wait()
+                assert_same([x], [summed(me.world, x.numel())], number)
+        except BaseException as error:
+            wrong.append(error)
+
+    in_threads([lambda k=k: work(k) for k in range(4)])
+    assert not wrong, wrong
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def threads_of_one_group(me: Me) -> None:
+    """One thread calls, others wait and poll: a Work is good in any thread."""
+    works = [dist.all_reduce(of(me.rank, 20_000), async_op=True) for _ in range(40)]
+    failed: list[object] = []
+
+    def wait(some: list[dist.Work]) -> None:
+        try:
+            for work in some:
+                work.is_completed()
+                work.wait()
+        except BaseException as error:
+            failed.append(error)
+
+    in_threads([lambda k=k: wait(works[k::3]) for k in range(3)])
+    assert not failed, failed
+
+
+def messages_and_collectives(me: Me) -> None:
+    """send and recv in one thread, collectives of the same group in another."""
+    other = (me.rank + 1) % me.world, (me.rank - 1) % me.world
+
+    def talk() -> None:
+        for n in range(30):
+            out = torch.zeros(3000)
+            work = dist.isend(of(me.rank, 3000), other[0], tag=n)
+            dist.recv(out, other[1], tag=n)
+            work.wait()
+            assert_same([out], [of(other[1], 3000)])
+
+    def reduce() -> None:
+        for _ in range(30):
+            x = of(me.rank, 5000)
+            dist.all_reduce(x)
+            assert_same([x], [summed(me.world, 5000)])
+
+    in_threads([talk, reduce])
+
+
+def in_threads(bodies: list[Callable[[], None]]) -> None:
+    errors: list[BaseException] = []
+
+    def guarded(body: Callable[[], None]) -> None:
+        try:
+            body()
+        except BaseException as error:
+            errors.append(error)
+
+    runners = [threading.Thread(target=guarded, args=(body,), daemon=True) for body in bodies]
+    for runner in runners:
+        runner.start()
+    for runner in runners:
+        runner.join()
+    if errors:
+        raise errors[0]
+
+
+JOBS = (waited, completes_unwaited, completes_alone, futures, kept_alive, sequence, in_order)
+JOBS += (mixed_order, many, cycle, threads, threads_of_one_group, messages_and_collectives)
+GLOO_LACKS = {
+    sequence: "counts otherwise",
+    in_order: "runs two collectives of a group at once",
+    mixed_order: "runs two collectives of a group at once",
+}
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
+def test_work(pools, job):
+    if not OURS and job in GLOO_LACKS:
+        pytest.skip(f"{BACKEND} {GLOO_LACKS[job]}")
+    pools(3).run(job)
+
+
+@pytest.mark.parametrize("job", [waited, futures, many, threads], ids=lambda job: job.__name__)
+@pytest.mark.parametrize("world", [1, 8])
+def test_alone_and_crowded(pools, world, job):
+    pools(world).run(job, seconds=40)
