@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch._C._distributed_c10d import Backend
 
 # Plans, programs, the registry and the simulator (csrc/torch/bind_plan.cpp).
 
@@ -281,3 +282,17 @@ def predict_streams(
     bytes: float,
     model: tuple[float, float, float, float, float],
 ) -> float: ...
+
+# Ranks that are processes (csrc/torch/bind_distributed.cpp): not where torch has no distributed.
+
+class Options(Backend.Options):
+    algorithm: str
+    slot_bytes: int
+    arena_bytes: int | None
+    share: str
+    watch: str
+    def __init__(self) -> None: ...
+
+def make_backend(store: Any, rank: int, world: int, options: Options) -> Any: ...
+def arena_use(backend: Any) -> tuple[int, int, int] | None: ...
+def close_groups() -> None: ...

@@ -38,10 +38,12 @@ _atexit.register(_C.drain)  # what is under way holds tensors, which must go bef
 
 if _dist.is_available():  # not in every build of torch
     from . import distributed
+    from .memory import Allocator, empty
 
     distributed.register()
 
 __all__ = [
+    "Allocator",
     "CollectiveError",
     "Communicator",
     "Model",
@@ -61,6 +63,7 @@ __all__ = [
     "copy_",
     "devices",
     "distributed",
+    "empty",
     "gather",
     "ops",
     "plan",

@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend as _Base  # `dist.Backend` is a name of one
 
 from . import _C
 from .plans import algorithms
@@ -86,7 +87,7 @@ def _own(given: Any) -> Any:
     """Return options that nobody else changes; those of another backend are not meant for us."""
     if isinstance(given, _C.Options):
         return copy.copy(given)
-    if given is None or isinstance(given, dist.Backend.Options):
+    if given is None or isinstance(given, _Base.Options):
         return _C.Options()
     raise TypeError(
         f"pg_options is a {type(given).__name__}; pass pycollect.distributed.options(...)"

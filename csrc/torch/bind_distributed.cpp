@@ -37,6 +37,15 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
   return c10::make_intrusive<dist::Backend>(store, dist::Seat{rank, world}, options);
 }
 
+// Bytes in tensors, free but kept, and reserved as address space; None for another backend.
+std::optional<std::tuple<std::size_t, std::size_t, std::size_t>> arena_use(
+    const c10::intrusive_ptr<c10d::Backend>& backend) {
+  const auto* own = dynamic_cast<const dist::Backend*>(backend.get());
+  if (own == nullptr) return std::nullopt;
+  const shm::Arena::Use use = own->allocator()->use();
+  return std::tuple(use.used, use.kept, use.reserved);
+}
+
 c10::intrusive_ptr<Options> copy_of(const Options& options) {
   return c10::make_intrusive<Options>(options);
 }
@@ -65,6 +74,7 @@ void bind_distributed(py::module_& m) {
       .def("__deepcopy__", [](const Options& o, const py::dict&) { return copy_of(o); });
   m.def("make_backend", &make_backend, py::arg("store"), py::arg("rank"), py::arg("world"),
         py::arg("options"), py::call_guard<py::gil_scoped_release>());
+  m.def("arena_use", &arena_use);
   m.def("close_groups", &dist::close_groups, py::call_guard<py::gil_scoped_release>());
 }
 

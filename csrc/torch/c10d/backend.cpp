@@ -20,7 +20,7 @@ shm::Settings settings_of(const Options& o, int world) {
           .timeout = o.timeout,
           .slot_bytes = o.slot_bytes,
           .mailbox_bytes = shm::Mailbox::bytes(world),
-          .arena_bytes = o.arena_bytes,
+          .arena_bytes = o.arena_bytes.value_or(shm::Arena::default_bytes(world)),
           .share = o.share,
           .watch = o.watch};
 }
@@ -29,6 +29,15 @@ std::shared_ptr<shm::Group> meet(const StorePtr& store, Seat seat, const Options
   StoreBoard board(store);
   return std::make_shared<shm::Group>(board, seat.rank, seat.world,
                                       settings_of(options, seat.world));
+}
+
+// As much of a refusal as the other ranks can be told.
+std::string shortened(std::string_view why) {
+  constexpr std::size_t kMost = std::tuple_size_v<decltype(shm::Description::refusal)> - 1;
+  constexpr std::string_view kMore = " ...";
+  if (why.size() <= kMost) return std::string(why);
+  const std::size_t end = why.rfind(' ', kMost - kMore.size());
+  return text(why.substr(0, end == why.npos ? kMost - kMore.size() : end), kMore);
 }
 
 // Every backend of this process, for its end.
@@ -50,10 +59,9 @@ Backend::Backend(const StorePtr& store, Seat seat, OptionsPtr options)
       timeout_ms_(options_->timeout.count()),
       group_(meet(store, seat, *options_)),
       messages_(std::make_shared<Messages>(group_)),
+      allocator_(std::make_shared<ArenaAllocator>(*group_)),
+      queue_(std::make_shared<Queue>(std::make_shared<Runner>(group_))),
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
-  auto run = std::make_shared<Runner>(group_);
-  queue_ = std::make_shared<Queue>([run](Call& call) { (*run)(call); },
-                                   [g = group_](const std::string& why) { g->abort(why); });
   init();
   const std::lock_guard lock(living().mutex);
   living().all.insert(this);
@@ -62,7 +70,8 @@ Backend::Backend(const StorePtr& store, Seat seat, OptionsPtr options)
 Backend::~Backend() {
   if (!forks_.none()) {
     // Locks and threads in there are the parent's: not even their destructors may run.
-    new auto(std::make_tuple(std::move(queue_), std::move(messages_), std::move(group_)));
+    new auto(std::make_tuple(std::move(queue_), std::move(messages_), std::move(group_),
+                             std::move(allocator_)));
     return;
   }
   {
@@ -80,10 +89,12 @@ void Backend::close() {
   queue_->close(kGrace);
   std::shared_ptr<Messages> messages;
   std::shared_ptr<shm::Group> group;
+  std::shared_ptr<ArenaAllocator> allocator;
   {
     const std::lock_guard lock(life_);
     messages.swap(messages_);
     group.swap(group_);
+    allocator.swap(allocator_);
   }
   if (messages) messages->close(kGrace);
 }
@@ -96,6 +107,26 @@ void close_groups() {
 std::shared_ptr<shm::Group> Backend::group() const {
   const std::lock_guard lock(life_);
   return group_;
+}
+
+std::shared_ptr<ArenaAllocator> Backend::allocator() const {
+  forks_.require_none("allocate_tensor");
+  const std::lock_guard lock(life_);
+  if (!allocator_) throw CollectiveError("allocate_tensor: the group has been destroyed");
+  return allocator_;
+}
+
+// CUDA devices have a number.
+bool Backend::supportsTensorAlloc(c10::DeviceIndex device) {
+  const std::lock_guard lock(life_);
+  return device < 0 && forks_.none() && group_ && group_->layout().sizes.arena_bytes > 0;
+}
+
+at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
+  require(options.device().is_cpu(), "allocate_tensor: a tensor on ", options.device(),
+          " cannot lie in memory that processes share; ask for a CPU tensor");
+  require(size >= 0, "allocate_tensor: the size is ", size);
+  return allocator()->empty({size}, c10::typeMetaToScalarType(options.dtype()));
 }
 
 void Backend::abort() {
@@ -131,7 +162,7 @@ Call Backend::new_call(const Ask& ask) const {
 }
 
 WorkPtr Backend::submit(Call call, bool later) {
-  ++calls_;
+  call.number = ++calls_;
   if (coalesces_) {
     const std::lock_guard lock(coalescing_mutex_);
     if (coalescing_ && coalescing_->by == std::this_thread::get_id()) {
@@ -153,7 +184,7 @@ std::string Backend::refuse(const Ask& ask, std::string_view why) {
     coalesces_ = false;
   }
   Call call = new_call(ask);
-  call.refusal = why;
+  call.refusal = shortened(why);
   queue_->run(std::move(call));
   return text("rank ", seat_.rank, " refused ", pycollect::name(ask.collective), ": ", why);
 }

@@ -8,6 +8,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "arena_allocator.h"
 #include "builders.h"
 #include "messages.h"
 #include "options.h"
@@ -34,6 +35,12 @@ class Backend final : public c10d::Backend {
   c10d::ErrorType getError() override;
   void abort() override;
   void shutdown() override;
+
+  // Tensors in the memory that the ranks share: DDP's buckets, and pycollect.empty.
+  bool supportsTensorAlloc(c10::DeviceIndex device) override;
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  std::shared_ptr<c10::Allocator> getMemAllocator() override { return allocator(); }
+  std::shared_ptr<ArenaAllocator> allocator() const;
 
   bool supportsSplitting() const override { return true; }
   c10::intrusive_ptr<c10d::Backend> split(
@@ -105,6 +112,7 @@ class Backend final : public c10d::Backend {
   mutable std::mutex life_;  // of the group and its messages, which end when this is shut down
   std::shared_ptr<shm::Group> group_;
   std::shared_ptr<Messages> messages_;
+  std::shared_ptr<ArenaAllocator> allocator_;
   std::shared_ptr<Queue> queue_;
 
   struct Coalescing {

@@ -15,6 +15,7 @@ namespace pycollect::dist {
 struct Call {
   Collective collective;
   const char* name;                 // as the caller knows it
+  uint64_t number = 0;              // of the group's calls, as torch counts them
   std::string_view algorithm = {};  // of the group's options; empty: the selector's
   std::chrono::milliseconds timeout{};
   std::vector<shm::Request> requests = {};  // one after the other: one of each dtype

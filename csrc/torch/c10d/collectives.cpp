@@ -71,14 +71,14 @@ WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
 WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                  const c10d::AllgatherOptions& o) {
   return collective({Collective::all_gather, "all_gather_into_tensor", o.timeout, o.asyncOp},
-                    [&](Call& call) { all_gather_single(call, seat_, {output}, {input}); });
+                    [&](Call& call) { dist::all_gather_single(call, seat_, {output}, {input}); });
 }
 
 WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                  const c10d::AllgatherOptions& o) {
   return collective(
       {Collective::all_gather, "all_gather_into_tensor_coalesced", o.timeout, o.asyncOp},
-      [&](Call& call) { all_gather_single(call, seat_, outputs, inputs); });
+      [&](Call& call) { dist::all_gather_single(call, seat_, outputs, inputs); });
 }
 
 WorkPtr Backend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
@@ -92,14 +92,14 @@ WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                       const c10d::ReduceScatterOptions& o) {
   return collective(
       {Collective::reduce_scatter, "reduce_scatter_tensor", o.timeout, o.asyncOp},
-      [&](Call& call) { reduce_scatter_single(call, seat_, {output}, {input}, o.reduceOp); });
+      [&](Call& call) { dist::reduce_scatter_single(call, seat_, {output}, {input}, o.reduceOp); });
 }
 
 WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                  const c10d::ReduceScatterOptions& o) {
   return collective(
       {Collective::reduce_scatter, "reduce_scatter_tensor_coalesced", o.timeout, o.asyncOp},
-      [&](Call& call) { reduce_scatter_single(call, seat_, outputs, inputs, o.reduceOp); });
+      [&](Call& call) { dist::reduce_scatter_single(call, seat_, outputs, inputs, o.reduceOp); });
 }
 
 WorkPtr Backend::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& o) {
@@ -109,8 +109,9 @@ WorkPtr Backend::gather(TensorLists& outputs, Tensors& inputs, const c10d::Gathe
 
 WorkPtr Backend::gather_into_tensor(at::Tensor& output, at::Tensor& input,
                                     const c10d::GatherOptions& o) {
-  return collective({Collective::gather, "gather_into_tensor", o.timeout, o.asyncOp},
-                    [&](Call& call) { gather_single(call, seat_, output, input, o.rootRank); });
+  return collective(
+      {Collective::gather, "gather_into_tensor", o.timeout, o.asyncOp},
+      [&](Call& call) { dist::gather_single(call, seat_, output, input, o.rootRank); });
 }
 
 WorkPtr Backend::scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& o) {
@@ -126,10 +127,10 @@ WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAl
 WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                std::vector<int64_t>& output_sizes,
                                std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& o) {
-  return collective({Collective::all_to_all, "all_to_all_single", o.timeout, o.asyncOp},
-                    [&](Call& call) {
-                      all_to_all_single(call, seat_, output, input, {output_sizes, input_sizes});
-                    });
+  return collective(
+      {Collective::all_to_all, "all_to_all_single", o.timeout, o.asyncOp}, [&](Call& call) {
+        dist::all_to_all_single(call, seat_, output, input, {output_sizes, input_sizes});
+      });
 }
 
 std::shared_ptr<Messages> Backend::messages(const char* name) const {

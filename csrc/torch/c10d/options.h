@@ -1,6 +1,7 @@
 // What a group is made with beyond what torch asks: `pycollect.distributed.Options`, for
 // `pg_options=`.
 #pragma once
+#include <optional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "../../shm/settings.h"
@@ -15,7 +16,7 @@ struct Options final : c10d::Backend::Options {
 
   std::string algorithm = {};  // of every collective that has one of this name; empty: chosen
   std::size_t slot_bytes = shm::Settings{}.slot_bytes;
-  std::size_t arena_bytes = shm::Settings{}.arena_bytes;  // of one rank: address space
+  std::optional<std::size_t> arena_bytes = {};  // of one rank: address space; default: the arena's
   shm::Share share = shm::Share::best;
   shm::Watch watch = shm::Watch::best;
 

@@ -23,7 +23,7 @@ c10::intrusive_ptr<QueuedWork> Queue::run(Call call) {
   lock.unlock();
   std::exception_ptr error;
   try {
-    run_(call);
+    runner_->run(call);
   } catch (...) {
     error = std::current_exception();
   }
@@ -61,7 +61,7 @@ void Queue::run_next(Lock& lock, bool goes_on) {
   lock.unlock();
   std::exception_ptr error;
   try {
-    run_(work->call_);
+    runner_->run(work->call_);
   } catch (...) {
     error = std::current_exception();
   }
@@ -119,7 +119,7 @@ void Queue::close(std::chrono::milliseconds grace) {
         changed_.wait_until(lock, deadline);
     if (!empty()) {
       lock.unlock();
-      abort_("it was destroyed while collectives were under way");
+      runner_->abort("it was destroyed while collectives were under way");
       lock.lock();
     }
     while (!empty())
@@ -128,8 +128,7 @@ void Queue::close(std::chrono::milliseconds grace) {
       else
         run_next(lock, true);
     threads.swap(threads_);
-    run_ = nullptr;  // and the group that it holds
-    abort_ = nullptr;
+    runner_.reset();  // and the group that it holds
   }
   for (std::thread& t : threads)
     if (t.get_id() == std::this_thread::get_id())
@@ -139,12 +138,17 @@ void Queue::close(std::chrono::milliseconds grace) {
 }
 
 void Queue::abort(const std::string& why) {
-  Abort abort;
+  std::shared_ptr<Runner> runner;
   {
     const Lock lock(mutex_);
-    abort = abort_;
+    runner = runner_;
   }
-  if (abort) abort(why);
+  if (runner) runner->abort(why);
+}
+
+std::vector<Rank> Queue::missing() {
+  const Lock lock(mutex_);
+  return runner_ && running_ ? runner_->missing() : std::vector<Rank>();
 }
 
 }  // namespace pycollect::dist

@@ -3,7 +3,6 @@
 #pragma once
 #include <condition_variable>
 #include <deque>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -11,16 +10,14 @@
 
 #include "call.h"
 #include "forks.h"
+#include "runner.h"
 #include "work.h"
 
 namespace pycollect::dist {
 
 class Queue : public std::enable_shared_from_this<Queue> {
  public:
-  // `abort` breaks what `run` is in the middle of, from any thread.
-  using Abort = std::function<void(const std::string& why)>;
-  Queue(std::function<void(Call&)> run, Abort abort)
-      : run_(std::move(run)), abort_(std::move(abort)) {}
+  explicit Queue(std::shared_ptr<Runner> runner) : runner_(std::move(runner)) {}
 
   // Runs it in this thread when nothing is before it, and throws what goes wrong; else enqueues it.
   c10::intrusive_ptr<QueuedWork> run(Call call);
@@ -31,6 +28,7 @@ class Queue : public std::enable_shared_from_this<Queue> {
   bool wait_until(QueuedWork& work, shm::Deadline deadline);
 
   void abort(const std::string& why);
+  std::vector<Rank> missing();  // from what runs now
   // Takes nothing more, gives what is in it some time, then aborts it; returns when nothing is left
   // to run and no thread to run it.
   void close(std::chrono::milliseconds grace);
@@ -44,8 +42,7 @@ class Queue : public std::enable_shared_from_this<Queue> {
   void serve();
   void require_open(const Call& call) const;
 
-  std::function<void(Call&)> run_;  // until it is closed
-  Abort abort_;
+  std::shared_ptr<Runner> runner_;  // until it is closed
   const Forks forks_;
   std::mutex mutex_;
   std::condition_variable changed_;

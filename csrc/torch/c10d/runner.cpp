@@ -29,7 +29,18 @@ void Runner::refuse(const Call& call, shm::Deadline deadline) {
   }
 }
 
-void Runner::operator()(Call& call) {
+std::vector<Rank> Runner::missing() const {
+  const auto done_by = [&](Rank r) { return group_->line(r).done.load(std::memory_order_relaxed); };
+  const uint64_t own = done_by(group_->rank());
+  const uint64_t entered = shm::at_run(own >> shm::kTaskBits) + 1;
+  std::vector<Rank> ranks;
+  if (!shm::reached(own, entered)) return ranks;  // nothing runs
+  for (Rank r = 0; r < group_->world(); ++r)
+    if (!shm::reached(done_by(r), entered)) ranks.push_back(r);
+  return ranks;
+}
+
+void Runner::run(Call& call) {
   const shm::Deadline deadline = shm::Clock::now() + call.timeout;
   if (!call.refusal.empty()) return refuse(call, deadline);
   for (const shm::Request& request : call.requests)

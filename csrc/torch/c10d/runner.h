@@ -14,7 +14,10 @@ class Runner {
   explicit Runner(std::shared_ptr<shm::Group> group)
       : group_(std::move(group)), parallel_for_(threads_of_rank(group_->world())) {}
 
-  void operator()(Call& call);
+  void run(Call& call);
+  // From any thread: breaks what runs; and who has not come to it, if anybody has not.
+  void abort(const std::string& why) { group_->abort(why); }
+  std::vector<Rank> missing() const;
 
  private:
   void refuse(const Call& call, shm::Deadline deadline);

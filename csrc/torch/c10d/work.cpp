@@ -22,6 +22,14 @@ void throw_unfinished(const std::string& operation, std::chrono::milliseconds ti
                      std::chrono::duration<double>(timeout).count(), " seconds"));
 }
 
+std::string QueuedWork::described() const {
+  std::string said = text(name(), " (call ", call_.number, ")");
+  const char* before = ", which rank ";
+  const std::vector<Rank> missing = queue_->missing();
+  for (Rank r : missing) said += text(std::exchange(before, " and "), r);
+  return missing.empty() ? said : said + (missing.size() == 1 ? " has" : " have") + " not begun,";
+}
+
 bool QueuedWork::isSuccess() const {
   return done_.load(std::memory_order_acquire) && exception() == nullptr;
 }
@@ -36,7 +44,7 @@ bool QueuedWork::wait(std::chrono::milliseconds timeout) {
     if (!is_limit(timeout))
       queue_->wait(*this);
     else if (!queue_->wait_until(*this, shm::Clock::now() + timeout))
-      throw_unfinished(name(), timeout);
+      throw_unfinished(described(), timeout);
   }
   if (error_) std::rethrow_exception(error_);
   return true;

@@ -27,6 +27,7 @@ class QueuedWork final : public c10d::Work {
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
   int sourceRank() const override { return -1; }
+  uint64_t getSequencenumber() const override { return call_.number; }
   Tensors result() override { return call_.results; }
   void synchronize() override { wait(); }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
@@ -37,6 +38,7 @@ class QueuedWork final : public c10d::Work {
  private:
   friend class Queue;
   const char* name() const { return call_.name; }
+  std::string described() const;
   // Under the queue's lock; then without it, the future.
   c10::intrusive_ptr<Future> finish(std::exception_ptr error);
 
