@@ -36,6 +36,8 @@ SHARES = ("memfd", "named")
 WATCHES = ("pidfd", "hangup")
 ours_only = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no such thing")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:

@@ -91,8 +91,17 @@ def sweep(me: Me, dtype: torch.dtype) -> tuple[int, list[str]]:
     return run, wrong
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize("world", WORLDS)
+USUAL = (torch.float32, torch.bfloat16, torch.int64, torch.bool)  # for eight ranks in quick runs
+EVERY = [
+    pytest.param(
+        w, d, marks=[pytest.mark.slow] if w == 8 and d not in USUAL else [], id=f"{w}-{short(d)}"
+    )
+    for w in WORLDS
+    for d in DTYPES
+]
+
+
+@pytest.mark.parametrize(("world", "dtype"), EVERY)
 def test_bits_of_the_one_process_api(pools, world, dtype):
     found = pools(world).run(sweep, dtype, seconds=60)
     runs = {run for run, _ in found}

@@ -27,6 +27,8 @@ KINDS += ("gather", "scatter", "barrier", "exchange")
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _BOUND = 97  # values are taken modulo it, so that sums never grow out of the dtype
 
+pytestmark = pytest.mark.slow
+
 
 @dataclasses.dataclass(frozen=True)
 class Step:

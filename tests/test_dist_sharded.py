@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 STEPS = 3
 WORLD = 3
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")
