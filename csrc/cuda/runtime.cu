@@ -1,4 +1,5 @@
-// The real Runtime: the executor's eleven calls, made to CUDA. Keeps nothing but what the devices are.
+// The real Runtime: the executor's eleven calls, made to CUDA. Keeps nothing but what the devices
+// are.
 #include <limits>
 #include <vector>
 

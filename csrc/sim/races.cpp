@@ -33,9 +33,8 @@ struct Done {       // about one task
 };
 
 std::string words(const Access& a) {
-  return a.step < 0
-             ? text(a.count == 1 ? "the entry of rank " : "the exit of rank ", a.rank)
-             : text("step ", a.step, " by rank ", a.rank);
+  return a.step < 0 ? text(a.count == 1 ? "the entry of rank " : "the exit of rank ", a.rank)
+                    : text("step ", a.step, " by rank ", a.rank);
 }
 
 std::string place(const Plan& plan, int cell) {

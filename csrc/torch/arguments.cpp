@@ -116,8 +116,8 @@ std::string dtype_name(const at::Tensor& tensor) {
 DType dtype_of(const at::Tensor& tensor, const Label& label) {
   const auto found = find_dtype(tensor.scalar_type());
   if (!found) [[unlikely]]  // the list of names is only made when it is needed
-    throw TypeMismatch(text(label.call, ": ", label, " is ", dtype_name(tensor),
-                            "; allowed are ", joined(kDTypeNames)));
+    throw TypeMismatch(text(label.call, ": ", label, " is ", dtype_name(tensor), "; allowed are ",
+                            joined(kDTypeNames)));
   return *found;
 }
 
@@ -151,8 +151,7 @@ void check_tensor(const at::Tensor& t, Use use, const Label& label) {
 void check_alike(const at::Tensor& t, const Label& label, const at::Tensor& first,
                  const Label& first_label, Alike alike, int64_t dim) {
   require(t.scalar_type() == first.scalar_type(), label.call, ": ", label, " is ", dtype_name(t),
-          " and ", first_label, " is ", dtype_name(first),
-          "; all ranks must have the same dtype");
+          " and ", first_label, " is ", dtype_name(first), "; all ranks must have the same dtype");
   bool same = t.dim() == first.dim();
   for (int64_t d = 0; same && d < t.dim(); ++d)
     same = t.size(d) == first.size(d) || (alike == Alike::all_but_dim && d == dim);

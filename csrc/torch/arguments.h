@@ -23,7 +23,7 @@ struct Label {
 };
 std::ostream& operator<<(std::ostream& out, const Label& label);
 
-std::string dtype_name(const at::Tensor& tensor);  // as Python spells it
+std::string dtype_name(const at::Tensor& tensor);              // as Python spells it
 DType dtype_of(const at::Tensor& tensor, const Label& label);  // throws TypeError
 
 enum class Use { read, write };
