@@ -1,6 +1,8 @@
 // See backend.h: how a group begins and ends, and how calls get into its queue.
 #include "backend.h"
 
+#include <torch/csrc/utils/pybind.h>
+
 #include <algorithm>
 #include <set>
 
@@ -26,7 +28,7 @@ shm::Settings settings_of(const Options& o, int world) {
 }
 
 std::shared_ptr<shm::Group> meet(const StorePtr& store, Seat seat, const Options& options) {
-  StoreBoard board(store);
+  StoreBoard board(store, seat.rank);
   return std::make_shared<shm::Group>(board, seat.rank, seat.world,
                                       settings_of(options, seat.world));
 }
@@ -39,6 +41,17 @@ std::string shortened(std::string_view why) {
   const std::size_t end = why.rfind(' ', kMost - kMore.size());
   return text(why.substr(0, end == why.npos ? kMost - kMore.size() : end), kMore);
 }
+
+// The threads that a group waits for at its end may need the interpreter for a moment.
+class WithoutInterpreter {
+ public:
+  WithoutInterpreter() {
+    if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) released_.emplace();
+  }
+
+ private:
+  std::optional<pybind11::gil_scoped_release> released_;
+};
 
 // Every backend of this process, for its end.
 struct Living {
@@ -74,6 +87,7 @@ Backend::~Backend() {
                              std::move(allocator_)));
     return;
   }
+  const WithoutInterpreter without;
   {
     const std::lock_guard lock(living().mutex);
     living().all.erase(this);
@@ -86,6 +100,7 @@ void Backend::shutdown() {
 }
 
 void Backend::close() {
+  const WithoutInterpreter without;
   queue_->close(kGrace);
   std::shared_ptr<Messages> messages;
   std::shared_ptr<shm::Group> group;
@@ -131,7 +146,7 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
 
 void Backend::abort() {
   if (!forks_.none()) return;
-  if (const auto group = this->group()) group->abort(text("rank ", seat_.rank, " aborted it"));
+  if (const auto group = this->group()) group->abort("abort() was called");
 }
 
 c10d::ErrorType Backend::getError() {
@@ -162,7 +177,7 @@ Call Backend::new_call(const Ask& ask) const {
 }
 
 WorkPtr Backend::submit(Call call, bool later) {
-  call.number = ++calls_;
+  call.number = calls_++;
   if (coalesces_) {
     const std::lock_guard lock(coalescing_mutex_);
     if (coalescing_ && coalescing_->by == std::this_thread::get_id()) {
@@ -178,9 +193,10 @@ WorkPtr Backend::submit(Call call, bool later) {
 std::string Backend::refuse(const Ask& ask, std::string_view why) {
   const std::string operation = text(ask.name, ": ");
   if (why.starts_with(operation)) why.remove_prefix(operation.size());
+  std::optional<Coalescing> dropped;  // let go of without the lock
   {
     const std::lock_guard lock(coalescing_mutex_);
-    coalescing_.reset();
+    dropped.swap(coalescing_);
     coalesces_ = false;
   }
   Call call = new_call(ask);
@@ -206,8 +222,9 @@ WorkPtr Backend::collective(const Ask& ask, c10::function_ref<void(Call&)> build
 }
 
 void Backend::startCoalescing() {
+  std::optional<Coalescing> fresh(Coalescing{std::this_thread::get_id()});
   const std::lock_guard lock(coalescing_mutex_);
-  coalescing_.emplace(Coalescing{std::this_thread::get_id()});
+  fresh.swap(coalescing_);
   coalesces_ = true;
 }
 

@@ -101,11 +101,12 @@ void Messages::forget(const MessageWork& work) {
 
 // What others have moved. Callbacks run without the lock.
 bool Messages::settle_done(Lock& lock) {
-  std::vector<c10::intrusive_ptr<MessageWork>> done;
-  for (const auto& w : open_)
-    if (w->transfer_->done()) done.push_back(w);
-  if (done.empty()) return false;
-  std::erase_if(open_, [](const auto& w) { return w->transfer_->done(); });
+  const auto first = std::stable_partition(open_.begin(), open_.end(),
+                                           [](const auto& w) { return !w->transfer_->done(); });
+  if (first == open_.end()) return false;
+  std::vector<c10::intrusive_ptr<MessageWork>> done(std::make_move_iterator(first),
+                                                    std::make_move_iterator(open_.end()));
+  open_.erase(first, open_.end());
   lock.unlock();
   for (const auto& w : done) w->settle();
   done.clear();

@@ -53,9 +53,10 @@ void Queue::see_to_it() {
   threads_.emplace_back([self = shared_from_this()] { self->serve(); });
 }
 
-// `goes_on`: will this thread look for more by itself?
+// `goes_on`: will this thread look for more by itself? Letting go of a tensor can take the
+// interpreter's lock, whose holder may be waiting for ours: nothing is let go of under the lock.
 void Queue::run_next(Lock& lock, bool goes_on) {
-  const c10::intrusive_ptr<QueuedWork> work = std::move(waiting_.front());
+  c10::intrusive_ptr<QueuedWork> work = std::move(waiting_.front());
   waiting_.pop_front();
   running_ = true;
   lock.unlock();
@@ -65,14 +66,16 @@ void Queue::run_next(Lock& lock, bool goes_on) {
   } catch (...) {
     error = std::current_exception();
   }
+  work->let_go();
   lock.lock();
   running_ = false;
-  const auto future = work->finish(error);
+  auto future = work->finish(error);
   if (future || !goes_on) see_to_it();
   changed_.notify_all();
-  if (!future) return;
   lock.unlock();
-  complete(*future, work->result(), error);
+  if (future) complete(*future, work->result(), error);
+  future.reset();
+  work.reset();
   lock.lock();
 }
 

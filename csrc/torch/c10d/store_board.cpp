@@ -9,20 +9,21 @@
 namespace pycollect::dist {
 namespace {
 
-constexpr const char* kPrefix = "pycollect/";
-
-std::vector<std::string> prefixed(const std::vector<std::string>& keys) {
-  std::vector<std::string> all;
-  for (const std::string& key : keys) all.push_back(kPrefix + key);
-  return all;
-}
-
 std::string as_text(const std::vector<uint8_t>& value) { return {value.begin(), value.end()}; }
 
 }  // namespace
 
+// How many groups of this name the rank has been in is the same on all ranks.
+const std::string& StoreBoard::prefix() {
+  if (prefix_.empty()) {
+    const int64_t turn = store_->add(text("pycollect/turns of rank ", rank_), 1);
+    prefix_ = text("pycollect/", turn, "/");
+  }
+  return prefix_;
+}
+
 void StoreBoard::post(const std::string& key, const std::string& value) {
-  store_->set(kPrefix + key, std::vector<uint8_t>(value.begin(), value.end()));
+  store_->set(prefix() + key, std::vector<uint8_t>(value.begin(), value.end()));
 }
 
 void StoreBoard::wait(const std::vector<std::string>& keys, shm::Deadline deadline) {
@@ -40,14 +41,15 @@ void StoreBoard::wait(const std::vector<std::string>& keys, shm::Deadline deadli
 }
 
 std::string StoreBoard::read(const std::string& key, shm::Deadline deadline) {
-  wait({kPrefix + key}, deadline);
-  return as_text(store_->get(kPrefix + key));
+  wait({prefix() + key}, deadline);
+  return as_text(store_->get(prefix() + key));
 }
 
 std::vector<std::string> StoreBoard::read_all(const std::vector<std::string>& keys,
                                               shm::Deadline deadline) {
   if (keys.empty() || !store_->hasExtendedApi()) return Board::read_all(keys, deadline);
-  const std::vector<std::string> wanted = prefixed(keys);
+  std::vector<std::string> wanted;
+  for (const std::string& key : keys) wanted.push_back(prefix() + key);
   wait(wanted, deadline);
   std::vector<std::string> values;
   for (const auto& value : store_->multiGet(wanted)) values.push_back(as_text(value));

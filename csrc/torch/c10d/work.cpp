@@ -23,7 +23,7 @@ void throw_unfinished(const std::string& operation, std::chrono::milliseconds ti
 }
 
 std::string QueuedWork::described() const {
-  std::string said = text(name(), " (call ", call_.number, ")");
+  std::string said = text(name(), " #", call_.number);
   const char* before = ", which rank ";
   const std::vector<Rank> missing = queue_->missing();
   for (Rank r : missing) said += text(std::exchange(before, " and "), r);
@@ -71,11 +71,14 @@ c10::intrusive_ptr<Future> QueuedWork::getFuture() {
   return future_;
 }
 
-c10::intrusive_ptr<Future> QueuedWork::finish(std::exception_ptr error) {
-  error_ = std::move(error);
+void QueuedWork::let_go() {
   call_.requests.clear();
   call_.held.clear();
   call_.copies.clear();
+}
+
+c10::intrusive_ptr<Future> QueuedWork::finish(std::exception_ptr error) {
+  error_ = std::move(error);
   done_.store(true, std::memory_order_release);
   return future_;
 }

@@ -39,7 +39,8 @@ class QueuedWork final : public c10d::Work {
   friend class Queue;
   const char* name() const { return call_.name; }
   std::string described() const;
-  // Under the queue's lock; then without it, the future.
+  void let_go();  // of what only the run needed
+  // Under the queue's lock; what it returns is then to be completed without.
   c10::intrusive_ptr<Future> finish(std::exception_ptr error);
 
   Call call_;
