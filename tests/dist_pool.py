@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 BACKEND = os.environ.get("PYCOLLECT_TEST_BACKEND", "pycollect")  # gloo: is the harness right?
 OURS = BACKEND == "pycollect"
+OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)  # what that lacks is named there
 SECONDS = 20.0  # that a command may take where the test does not say; usual ones take milliseconds
 _DUMP_SECONDS = 0.5  # for the stacks of a hung rank to arrive in its file
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Caught, Me, Pools, caught, pools_of_a_module
+from dist_pool import BACKEND, OLD, OURS, Caught, Me, Pools, caught, pools_of_a_module
 
 pytestmark = pytest.mark.skipif(
     not OURS, reason=f"{BACKEND} hangs, aborts or gives wrong numbers where ranks disagree"
@@ -148,7 +148,7 @@ def asynchronous(me: Me) -> list[Caught]:
     errors = [caught(work.wait) for work in works]
     future = works[1].get_future()
     errors.append(caught(future.wait))
-    assert works[1].exception() is not None
+    assert OLD or works[1].exception() is not None  # torch could not hand it to Python
     assert not works[1].is_success()
     assert [t[0].item() for t in good] == [WORLD, WORLD]
     return errors

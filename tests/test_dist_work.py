@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Me, Pools, backend_of, pools_of_a_module
+from dist_pool import BACKEND, OLD, OURS, Me, Pools, backend_of, pools_of_a_module
 from reference import assert_same
 from torch import Tensor
 
@@ -45,7 +45,7 @@ def waited(me: Me) -> None:
         assert work.wait() is True
         assert work.is_completed()
         assert work.is_success()
-        assert work.exception() is None
+        assert OLD or work.exception() is None  # torch could not hand it to Python
         assert work.wait(datetime.timedelta(seconds=1)) is True  # again: at once
         assert_same([x], [summed(me.world, count)])
         assert_same(work.result(), [summed(me.world, count)])
