@@ -5,11 +5,11 @@ Bad arguments are TypeError or ValueError and are raised before anything moves.
 
 
 class CollectiveError(RuntimeError):
-    """A collective that was under way could not be completed."""
+    """A collective that was under way could not be completed, or its group is no more."""
 
 
 class PeerLost(CollectiveError):
-    """A rank died while others depended on it."""
+    """A rank died, left its group or aborted it while others depended on it."""
 
 
 class Timeout(CollectiveError):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from . import _C, gpus
 from ._compat import build_info
@@ -31,6 +32,7 @@ def describe(rates: bool = False) -> dict[str, Any]:
         "cuda": {"torch": torch.version.cuda, "pycollect": build_info().get("cuda")},
         "build": build_info(),
         "instruction_set": _C.instruction_set(),
+        "torch.distributed": dist.is_available(),  # if so, it has the backend "pycollect"
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith("PYCOLLECT_")},
         "algorithms": {name: ", ".join(algorithms(name)) for name in _C.COLLECTIVES},
     }

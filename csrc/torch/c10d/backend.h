@@ -28,7 +28,10 @@ class Backend final : public c10d::Backend {
   ~Backend() override;
 
   const std::string getBackendName() const override { return kBackendName; }
-  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
+  // A copy: torch writes the next group's name into what it splits one off with.
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override {
+    return options_->clone();
+  }
   void setTimeout(std::chrono::milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}  // all ranks count from zero
   uint64_t getSequenceNumberForGroup() override { return calls_; }

@@ -16,21 +16,6 @@ std::byte* address(const at::Tensor& t, bool writes) {
                                         : const_cast<void*>(t.const_data_ptr()));
 }
 
-// Neighbours in memory are one span.
-shm::Side joined(const std::vector<std::vector<shm::Span>>& blocks, std::size_t item) {
-  shm::Side side{{}, Sizes(blocks.size())};
-  for (std::size_t b = 0; b < blocks.size(); ++b)
-    for (const shm::Span& s : blocks[b]) {
-      side.blocks[b] += s.count;
-      if (s.count == 0) continue;
-      if (!side.spans.empty() && side.spans.back().base + side.spans.back().count * item == s.base)
-        side.spans.back().count += s.count;
-      else
-        side.spans.push_back(s);
-    }
-  return side;
-}
-
 }  // namespace
 
 void check_host_tensor(const at::Tensor& t, Use use, const Label& label) {
@@ -106,8 +91,7 @@ std::size_t Binder::request(DType dtype) {
                               .in_place = form_.in_place,
                               .irregular = form_.irregular,
                               .tensors = 0});
-    parts_.push_back(
-        {std::vector<Block>(form_.input_blocks), std::vector<Block>(form_.output_blocks)});
+    parts_.push_back({Blocks(form_.input_blocks), Blocks(form_.output_blocks)});
   }
   ++call_.requests[i].tensors;
   return i;
@@ -130,6 +114,21 @@ void Binder::add_whole_input(std::size_t request, const shm::Span& span) {
 }
 void Binder::add_whole_output(std::size_t request, const shm::Span& span) {
   for (Rank r = 0; r < seat_.world; ++r) add_output(request, r, part(request, span, r));
+}
+
+// Neighbours in memory are one span.
+shm::Side Binder::joined(const Blocks& blocks, std::size_t item) {
+  shm::Side side{{}, Sizes(blocks.size())};
+  for (std::size_t b = 0; b < blocks.size(); ++b)
+    for (const shm::Span& s : blocks[b]) {
+      side.blocks[b] += s.count;
+      if (s.count == 0) continue;
+      if (!side.spans.empty() && side.spans.back().base + side.spans.back().count * item == s.base)
+        side.spans.back().count += s.count;
+      else
+        side.spans.push_back(s);
+    }
+  return side;
 }
 
 void Binder::finish() {

@@ -2,6 +2,8 @@
 // lie, others through a copy; parts of several tensors in the order of the plan's blocks. Refuses
 // what cannot be served, before anything moves.
 #pragma once
+#include <c10/util/SmallVector.h>
+
 #include "call.h"
 
 namespace pycollect::dist {
@@ -52,16 +54,19 @@ class Binder {
   void finish();
 
  private:
-  using Block = std::vector<shm::Span>;
+  // Without an allocation for what most calls have: one tensor, one block.
+  using Block = c10::SmallVector<shm::Span, 1>;
+  using Blocks = c10::SmallVector<Block, 1>;
   struct Parts {
-    std::vector<Block> input, output;
+    Blocks input, output;
   };
+  static shm::Side joined(const Blocks& blocks, std::size_t item_bytes);
   shm::Span bind(const at::Tensor& tensor, const Label& label, bool reads, bool writes);
 
   Call& call_;
   const Seat seat_;
   const Form form_;
-  std::vector<Parts> parts_;  // [request]
+  c10::SmallVector<Parts, 1> parts_;  // [request]
   std::vector<Extent> extents_;
 };
 
