@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from dist_pool import OLD
 from reference import COMPLEX, INTEGERS, OPS, allowed, randoms
 from torch import Tensor
 
