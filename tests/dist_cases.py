@@ -1,7 +1,6 @@
 """The collectives of torch.distributed, each beside its model in the one-process API of pycollect.
 
-A case names everything that distinguishes it; inputs come from its name, so that every rank knows
-those of all. A model takes rows[rank][block] and gives what every rank must hold.
+Inputs come from a case's name, so every rank knows those of all. A model takes rows[rank][block].
 """
 
 from __future__ import annotations
@@ -294,10 +293,8 @@ def gloo_lacks(case: Case) -> str:
             return "refuses to average integers"
         if case.dtype in COMPLEX and case.op == "prod":
             return "multiplies complex numbers as reals"
-    if case.collective == "all_to_all" and OLD:
-        return "knows no lists there"
     if case.collective == "gather" and case.dtype in COMPLEX:
         return "refuses complex tensors"
-    if case.layout != "contiguous":
-        return "refuses or ignores strides"
-    return ""
+    if case.collective == "all_to_all" and OLD:
+        return "knows no lists"
+    return "" if case.layout == "contiguous" else "refuses or ignores strides"
