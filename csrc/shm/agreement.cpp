@@ -204,7 +204,10 @@ void state_refusal(Group& group, const Statement& s, std::string_view why) {
 Agreed agree(Group& group, const Statement& mine, uint64_t run, const Occasion& occasion) {
   const uint64_t entered = at_run(run) + 1;
   for (Rank r = 0; r < group.world(); ++r)
-    if (r != group.rank()) group.await(r, entered, occasion);
+    if (r != group.rank()) {
+      __builtin_prefetch(group.slot(r, run));  // what is wanted next, if it has been written
+      group.await(r, entered, occasion);
+    }
   Agreed agreed;
   bool alike = true;
   for (Rank r = 0; r < group.world(); ++r) {

@@ -17,7 +17,7 @@ namespace pycollect::shm {
 namespace {
 
 // Below this much the tensors' place is not looked at: copying so little is cheaper than waiting
-// until the others are done with one's own memory.
+// until the others are done with one's own memory. For each rank.
 constexpr std::size_t kPlacedBytes = 512;
 // An output this large is not in the caches when it has been written, and stores that pass them by
 // are up to twice as fast.
@@ -79,7 +79,7 @@ struct Prepared {
       : sides(request, group.rank(), group.world()),
         bytes(sides.elements() * sides.item()),
         slots(script_for(group, request, bytes, Ground::slots)),
-        open(bytes < kPlacedBytes || group.layout().sizes.arena_bytes == 0
+        open(bytes < kPlacedBytes * group.world() || group.layout().sizes.arena_bytes == 0
                  ? nullptr
                  : &script_for(group, request, bytes, Ground::arenas)),
         row(request.dtype, request.op, options_of(group, request)),

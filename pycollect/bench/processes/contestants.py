@@ -182,7 +182,8 @@ def make_groups(backend: str) -> tuple[dict[str, Any], dict[str, str]]:
 
     The default group is gloo's already.
     """
-    groups, refusals = {GLOO: dist.group.WORLD}, {}
+    groups: dict[str, Any] = {GLOO: dist.group.WORLD}
+    refusals: dict[str, str] = {}
     if dist.is_backend_available(backend):
         groups[OURS] = dist.new_group(backend=backend)
     else:
