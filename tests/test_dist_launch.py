@@ -79,8 +79,9 @@ def test_start_methods(tmp_path, how):
 
 ACCELERATE = f"""{BEGIN}{WORK}
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs
-accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend={BACKEND!r})])
+dist.init_process_group({BACKEND!r})  # before: it names backends itself, and takes what is there
+accelerator = Accelerator(cpu=True)
+assert accelerator.num_processes == 2
 assert dist.get_backend() == {BACKEND!r}
 model = torch.nn.Linear(4, 2)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))

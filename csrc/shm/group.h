@@ -60,7 +60,6 @@ class Group {
   void require_whole(const Occasion& occasion) const;
   // Breaks it, from any thread: everybody who waits raises.
   void abort(const std::string& why);
-  void set_timeout(std::chrono::milliseconds timeout) { settings_.timeout = timeout; }
 
  private:
   class Lookout;  // await.cpp

@@ -67,7 +67,7 @@ struct alignas(64) Description {
   uint64_t call = 0;      // sequence number
   uint64_t elements = 0;  // of the rank's largest buffer
   uint64_t options = 0;   // what else must agree: algorithm, number of tensors
-  std::array<char, 96> refusal = {};
+  std::array<char, 224> refusal = {};  // a sentence
 };
 
 // What broke the group: the first who finds out writes it, between the two values of `state`.

@@ -165,7 +165,6 @@ c10d::ErrorType Backend::getError() {
 void Backend::setTimeout(std::chrono::milliseconds timeout) {
   timeout_ms_ = timeout.count();
   options_->timeout = timeout;
-  if (const auto group = this->group()) group->set_timeout(timeout);
 }
 
 Call Backend::new_call(const Ask& ask) const {
