@@ -1,0 +1,165 @@
+"""A picture of a run, or of several: loss, accuracy, and what a step's time was spent on.
+
+Needs matplotlib, which is imported only when a picture is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .history import PARTS, Epoch, Step, StepTimes, typical
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ENDINGS = (".png", ".svg", ".pdf")
+# Colours that stay apart for the colour-blind (Okabe and Ito).
+LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+COLOURS = {
+    "data": "#e69f00",
+    "split": "#56b4e9",
+    "compute": "#0072b2",
+    "reduction": "#d55e00",
+    "update": "#999999",
+}
+_GREY = "#7f7f7f"
+_GRID = "#dddddd"
+# A part of the bar below this share of it is too narrow for a number.
+_ROOM = 0.12
+_MOST_POINTS = 2000  # a line with more points than pixels is only a larger file
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One run to draw."""
+
+    name: str
+    epochs: Sequence[Epoch]
+    steps: Sequence[Step] = ()  # without them there is no fine line and no bar
+
+    @property
+    def times(self) -> StepTimes:
+        """What a typical step's time was spent on."""
+        return typical(self.steps)
+
+
+def check(path: Path | str) -> None:
+    """Raise ValueError unless a picture can be written there, before any time is spent."""
+    path = Path(path)
+    if path.suffix.lower() not in ENDINGS:
+        raise ValueError(f"a picture ends in {', '.join(ENDINGS)}, and {path} does not")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent} for the picture {path.name}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ValueError("a picture needs matplotlib; install pycollect[train]") from error
+
+
+def plot(curves: Sequence[Curve], path: Path | str, caption: str = "") -> None:
+    """Draw the curves; PNG, SVG or PDF by the ending. ValueError as `check`."""
+    check(path)
+    from matplotlib.figure import Figure
+
+    times = [curve for curve in curves if curve.steps]
+    height = 3.4 + 0.3 * max(0, len(times) - 3)
+    figure = Figure(figsize=(12.0, height), layout="constrained")
+    loss, accuracy, bars = figure.subplots(1, 3, width_ratios=(1, 1, 1.25))
+    several = len(curves) > 1
+    for curve, colour in zip(curves, LINES, strict=False):
+        _loss(loss, curve, colour, fine=not several)
+        _accuracy(accuracy, curve, colour, last=not several)
+    if several:
+        accuracy.legend(frameon=False, loc="lower right")
+    _bars(bars, times)
+    if caption:
+        figure.suptitle(caption, fontsize=9, color=_GREY)
+    figure.savefig(path, dpi=150)
+
+
+def _tidy(axes: Axes, title: str, ylabel: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel("epoch")
+    axes.set_ylabel(ylabel)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(True, color=_GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _loss(axes: Axes, curve: Curve, colour: str, *, fine: bool) -> None:
+    """The loss of every epoch over that of every step, which is fainter."""
+    _tidy(axes, "training loss", "mean cross-entropy per example")
+    if fine and curve.steps:
+        last = {step.epoch: step.number for step in curve.steps}
+        every = -(-len(curve.steps) // _MOST_POINTS)
+        points = [(s.epoch - 1 + s.number / last[s.epoch], s.loss) for s in curve.steps[::every]]
+        label = "per step"
+        axes.plot(*zip(*points, strict=True), color=colour, alpha=0.3, linewidth=1, label=label)
+    _epochs(axes, curve, [epoch.loss for epoch in curve.epochs], colour, "mean of the epoch")
+    if fine and curve.steps:
+        axes.legend(frameon=False)
+    axes.set_ylim(bottom=0)
+
+
+def _accuracy(axes: Axes, curve: Curve, colour: str, *, last: bool) -> None:
+    _tidy(axes, "test accuracy", "share classified right (%)")
+    values = [100 * epoch.accuracy for epoch in curve.epochs]
+    _epochs(axes, curve, values, colour, curve.name)
+    axes.set_ylim(0, 102)
+    if last and values:
+        axes.annotate(
+            f"{values[-1]:.1f} %",
+            (curve.epochs[-1].number, values[-1]),
+            xytext=(0, -14),
+            textcoords="offset points",
+            ha="right",
+            color=colour,
+        )
+
+
+def _epochs(axes: Axes, curve: Curve, values: list[float], colour: str, label: str) -> None:
+    numbers = [epoch.number for epoch in curve.epochs]
+    marker = "o" if len(numbers) <= 30 else ""  # more of them would hide the line
+    axes.plot(numbers, values, color=colour, marker=marker, markersize=4, label=label)
+
+
+def _bars(axes: Axes, curves: Sequence[Curve]) -> None:
+    """A bar for each run, its parts in the order in which a step goes through them."""
+    unit, scale = _unit(max((sum(_parts(curve)) for curve in curves), default=0.0))
+    for row, curve in enumerate(curves):
+        left, whole = 0.0, sum(_parts(curve))
+        for part, seconds in zip(PARTS, _parts(curve), strict=True):
+            colour = COLOURS[part]
+            axes.barh(row, scale * seconds, left=scale * left, height=0.5, color=colour)
+            if whole and seconds / whole > _ROOM:
+                middle, text = scale * (left + seconds / 2), f"{scale * seconds:.3g}"
+                axes.text(middle, row, text, ha="center", va="center", color="white")
+            left += seconds
+    axes.set_title("time per step (median)", loc="left", fontsize=11)
+    axes.set_xlabel(unit)
+    axes.set_yticks(range(len(curves)), [curve.name for curve in curves])
+    axes.set_ylim(len(curves) - 0.5 + 0.1, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(True, axis="x", color=_GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    handles = [axes.barh(0, 0, color=COLOURS[part]) for part in PARTS]
+    axes.legend(handles, PARTS, frameon=False, ncols=3, loc="upper center",
+                bbox_to_anchor=(0.5, -0.22))
+
+
+def _parts(curve: Curve) -> list[float]:
+    return [getattr(curve.times, part) for part in PARTS]
+
+
+def _unit(seconds: float) -> tuple[str, float]:
+    """Give the unit in which so many seconds are easy to read, and how many make a second."""
+    return ("seconds", 1.0) if seconds >= 1 else ("milliseconds", 1e3)
