@@ -15,7 +15,7 @@ from homes import GPU, MARKS
 from pycollect.bench import copies, steps
 from pycollect.bench.measure import Effort, Timing
 from pycollect.train.graph import GraphedStep, capture
-from pycollect.train.lenet import init_lenet, lenet
+from pycollect.train.models import init_lenet, lenet
 from pycollect.train.step import replicate, train_batch
 
 ROOT = Path(__file__).parents[1]

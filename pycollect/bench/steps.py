@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..train.graph import GraphedStep
-from ..train.lenet import init_lenet, lenet
+from ..train.models import init_lenet, lenet
 from ..train.reduce import REDUCTIONS
 from ..train.step import gradients, replicate, train_batch
 from .measure import Effort, Sampler, Timing, after_rewrite, interleave, ratios

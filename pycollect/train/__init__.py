@@ -2,30 +2,43 @@
 
     python -m pycollect.train --data digits
 
-Every part is a plain function of tensors and devices: `lenet`, `replicate`, `split_batch`,
-`allreduce`, `train_batch`, `evaluate`.
+From scratch, every part is a plain function of tensors and devices: `lenet`, `replicate`,
+`split_batch`, `allreduce`, `train_batch`, `evaluate`. For any module there are `Replicas`.
 """
 
+from .auto_shares import AutoShares
 from .compare import Comparison, compare
 from .data import Data, Defaults, digits, load
 from .fashion import DataError, Unavailable
-from .lenet import init_lenet, lenet
+from .losses import summed_cross_entropy
+from .models import MODELS, LeNet, init_lenet, lenet, resnet18
 from .reduce import REDUCTIONS, allreduce, collective, naive
+from .replicas import Replicas
+from .replication import replicate_module
 from .report import Epoch, Report
 from .settings import Settings
-from .step import evaluate, get_params, replicate, sgd, split_batch, train_batch
+from .shares import split_batch
+from .step import evaluate, get_params, replicate, sgd, train_batch
+from .step_clock import StepSeconds
+from .step_options import StepOptions
 from .trainer import History, train
 
 __all__ = [
+    "MODELS",
     "REDUCTIONS",
+    "AutoShares",
     "Comparison",
     "Data",
     "DataError",
     "Defaults",
     "Epoch",
     "History",
+    "LeNet",
+    "Replicas",
     "Report",
     "Settings",
+    "StepOptions",
+    "StepSeconds",
     "Unavailable",
     "allreduce",
     "collective",
@@ -38,8 +51,11 @@ __all__ = [
     "load",
     "naive",
     "replicate",
+    "replicate_module",
+    "resnet18",
     "sgd",
     "split_batch",
+    "summed_cross_entropy",
     "train",
     "train_batch",
 ]

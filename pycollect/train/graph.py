@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .reduce import Reduction, collective
-from .step import Model, Replicas, gradients, train_batch
+from .step import Model, ParameterLists, gradients, train_batch
 
 Run: TypeAlias = Callable[[], object]
 # torch's own advice: what libraries set up at their first calls must not be captured.
@@ -44,7 +44,7 @@ class GraphedStep:
         self,
         X: Tensor,
         y: Tensor,
-        replicas: Replicas,
+        replicas: ParameterLists,
         lr: float,
         *,
         model: Model,

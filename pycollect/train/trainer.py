@@ -14,7 +14,7 @@ from torch import Tensor
 from pycollect.devices import DeviceSpec
 
 from .data import Data
-from .lenet import init_lenet, lenet
+from .models import init_lenet, lenet
 from .reduce import REDUCTIONS, Clock, Timed
 from .report import Epoch, Report
 from .settings import Choice, Settings, device_list

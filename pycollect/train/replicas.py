@@ -1,0 +1,204 @@
+"""Data-parallel training of any module: a replica for every rank, and the step they take together.
+
+Every rank works on its shard of a batch with a summed loss; the gradients are summed over the ranks
+and divided by the size of the batch, and every replica takes the same step of its optimizer. A rank
+without examples counts as zeros. Ranks on the CPU run one after the other, each on all cores.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from .evaluation import accuracy
+from .losses import Loss, check_reduction, check_scalar, summed_cross_entropy
+from .portions import microbatches, shares_of
+from .reduce import Reduction, collective
+from .replication import replicate_module
+from .shares import scatter
+from .step_clock import StepClock, StepSeconds
+from .step_options import StepOptions
+
+MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Replicas:
+    """One replica of a module for every rank, trained on shards of the same batches.
+
+    `module` stays as it is. `optimizer` makes the optimizer of a list of parameters, and is called
+    once for every rank. `loss` gives the *sum* over a shard's examples, never a mean. Batch
+    statistics are each rank's own, and rank 0's are the model's, unless the options say otherwise.
+    Raises ValueError for a module without parameters to train and for a loss that says it is a
+    mean.
+
+    >>> from functools import partial
+    >>> from pycollect.train import LeNet
+    >>> cpu = torch.device("cpu")
+    >>> replicas = Replicas(LeNet(), [cpu, cpu], optimizer=partial(torch.optim.SGD, lr=0.1))
+    >>> len(replicas.step(torch.rand(3, 1, 28, 28), torch.tensor([1, 2, 3])))
+    2
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        *,
+        optimizer: MakeOptimizer,
+        loss: Loss = summed_cross_entropy,
+        reduction: Reduction = collective,
+        options: StepOptions | None = None,
+    ) -> None:
+        check_reduction(loss)
+        if not any(param.requires_grad for param in module.parameters()):
+            raise ValueError("the module has no parameter that requires grad: nothing to train")
+        self.devices = list(devices)
+        self.modules = replicate_module(module, self.devices)
+        self.parameters = [list(mine.parameters()) for mine in self.modules]
+        self.optimizers = [optimizer(list(mine)) for mine in self.parameters]
+        self.loss, self.reduction = loss, reduction
+        self.options = options or StepOptions()
+        self._clock = StepClock(self.devices, self.options.exact_seconds)
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.devices)
+
+    @property
+    def seconds(self) -> StepSeconds:
+        """What the parts of the last step took."""
+        return self._clock.seconds
+
+    def rank_seconds(self) -> list[float]:
+        """Give the seconds of every rank's forward and backward pass in the last step.
+
+        Waits until they are over on GPUs.
+        """
+        return self._clock.rank_seconds()
+
+    def step(self, X: Tensor, y: Tensor, *, shares: Sequence[int] | None = None) -> list[Tensor]:
+        """Train on one batch; give each rank's summed loss, on its device.
+
+        X has shape [n, ...] and y [n]; `shares` are the examples of every rank, by default as many
+        for each. Raises ValueError for shares that are not the batch, for a batch that strictness
+        forbids, and for a batch without examples.
+        """
+        self._clock.begin()
+        self._check(len(X))
+        shares = shares_of(len(X), [1] * self.world) if shares is None else shares
+        X_shards, y_shards = scatter(X, y, self.devices, shares)
+        self._clock.end_of("split")
+        return self._train(X_shards, y_shards)
+
+    def step_on_shards(self, X: Sequence[Tensor], y: Sequence[Tensor]) -> list[Tensor]:
+        """Train on shards that are on their ranks' devices already; see `step`."""
+        self._clock.begin()
+        if [len(part) for part in X] != [len(part) for part in y] or len(X) != self.world:
+            raise ValueError("there must be one shard for each rank, with one label per example")
+        self._check(sum(map(len, X)))
+        return self._train(X, y)
+
+    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+        """Give the share of examples whose highest score is the label's, 0..1.
+
+        Every example counts once and all ranks take part, with rank 0's batch statistics. Training
+        mode and the ranks' own statistics are afterwards as before. Raises ValueError if there are
+        no examples.
+        """
+        return accuracy(self.modules, self.devices, batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the model as rank 0 has it, the other ranks' buffers, and the optimizer's state.
+
+        Parameters and optimizers of all ranks are alike. Tensors are not copied.
+        """
+        return {
+            "model": self.modules[0].state_dict(),
+            "buffers": [dict(mine.named_buffers()) for mine in self.modules],
+            "optimizer": self.optimizers[0].state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set all replicas and optimizers to a stored state.
+
+        Raises ValueError for a state of another number of ranks, and what torch raises for a state
+        of another model.
+        """
+        if len(state["buffers"]) != self.world:
+            raise ValueError(
+                f"the state is of {len(state['buffers'])} ranks, and there are {self.world}"
+            )
+        mine = zip(self.modules, self.optimizers, state["buffers"], strict=True)
+        for module, optimizer, buffers in mine:
+            module.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            with torch.no_grad():
+                for name, buffer in module.named_buffers():
+                    buffer.copy_(buffers[name])
+
+    def _check(self, n: int) -> None:
+        if n == 0:
+            raise ValueError("a batch needs at least one example")
+        self.options.check(n, self.world)
+
+    def _train(self, X: Sequence[Tensor], y: Sequence[Tensor]) -> list[Tensor]:
+        """Do the step on the shards."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        losses: dict[int, Tensor] = {}
+        for X_parts, y_parts in self._microbatches(X, y):
+            for rank, loss in self._accumulate(X_parts, y_parts).items():
+                losses[rank] = losses[rank] + loss if rank in losses else loss
+        self._clock.end_of("compute")
+        gradients = self._gradients()
+        with torch.no_grad():
+            self.reduction(gradients)
+        self._clock.end_of("reduction")
+        n = sum(map(len, X))
+        for mine, optimizer in zip(gradients, self.optimizers, strict=True):
+            torch._foreach_div_(mine, n)
+            optimizer.step()
+        self._clock.end_of("update")
+        return [
+            losses[rank] if rank in losses else torch.zeros((), device=device)
+            for rank, device in enumerate(self.devices)
+        ]
+
+    def _microbatches(
+        self, X: Sequence[Tensor], y: Sequence[Tensor]
+    ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+        """Cut the shards into those of the microbatches."""
+        shares = tuple(map(len, X))
+        sizes = microbatches(shares, self.options.microbatch or sum(shares))
+        per_rank = [list(of_rank) for of_rank in zip(*sizes, strict=True)]
+        X_cut, y_cut = (
+            [torch.split(part, of_rank) for part, of_rank in zip(parts, per_rank, strict=True)]
+            for parts in (X, y)
+        )
+        for i in range(len(sizes)):
+            yield [parts[i] for parts in X_cut], [parts[i] for parts in y_cut]
+
+    def _accumulate(self, X: Sequence[Tensor], y: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Add the gradients of one microbatch; give the losses of the ranks with examples."""
+        losses = {}
+        for rank in range(self.world):
+            if len(X[rank]):
+                with self._clock.ranks([rank]):
+                    loss = check_scalar(self.loss(self.modules[rank](X[rank]), y[rank]))
+                    loss.backward()  # type: ignore[no-untyped-call]
+                losses[rank] = loss.detach()
+        return losses
+
+    def _gradients(self) -> list[list[Tensor]]:
+        """Give the gradients of every rank; zeros where another rank has a gradient."""
+        gradients: list[list[Tensor]] = [[] for _ in self.devices]
+        for same in zip(*self.parameters, strict=True):
+            if all(param.grad is None for param in same):
+                continue
+            for mine, param in zip(gradients, same, strict=True):
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                mine.append(param.grad)
+        return gradients
