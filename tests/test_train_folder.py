@@ -63,7 +63,8 @@ def test_the_centre_is_cut_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "colour"), [("L", 255), ("RGBA", (255, 255, 255, 128)), ("P", 0), ("1", 1), ("I;16", 9)]
+    ("mode", "colour"),
+    [("L", 255), ("RGBA", (255, 9, 9, 128)), ("P", 0), ("1", 1), ("I;16", 9)],
 )
 def test_every_mode_becomes_three_channels(tmp_path: Path, mode: str, colour: object) -> None:
     path = write(tmp_path / "x.png", colour, mode=mode)

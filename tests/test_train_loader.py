@@ -62,7 +62,7 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     torch.manual_seed(2)
     assert order(0, 1) == first
     assert len({str(order(seed, epoch)) for seed in (0, 1) for epoch in (1, 2)}) == 4
-    assert sorted(sum(first, [])) == list(range(11))
+    assert sorted(label for batch in first for label in batch) == list(range(11))
 
 
 def test_without_shuffling_the_order_is_that_of_the_data() -> None:
@@ -130,9 +130,13 @@ def test_stopping_early_leaves_no_thread_and_prepares_no_more() -> None:
 
 def test_an_interrupted_caller_leaves_no_thread_once_the_iterator_is_closed() -> None:
     batches = Loader(Slow(0.001), Loading(2, prefetch=3)).epoch()
-    with pytest.raises(KeyboardInterrupt):
+
+    def interrupted() -> None:
         for _ in batches:
             raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert workers()  # the traceback could still go on
     batches.close()
     assert not workers()

@@ -7,15 +7,17 @@ From scratch, every part is a plain function of tensors and devices: `lenet`, `r
 """
 
 from .auto_shares import AutoShares
+from .checkpoint import CheckpointError
 from .compare import Comparison, compare
-from .data import Data, Defaults, digits, load
-from .fashion import DataError, Unavailable
+from .data import Data, DataError, Defaults, ImageFolder, Unavailable, digits, image_folder, load
+from .history import Epoch, Step
+from .loader import Batch, Loader, Loading
 from .losses import summed_cross_entropy
 from .models import MODELS, LeNet, init_lenet, lenet, resnet18
 from .reduce import REDUCTIONS, allreduce, collective, naive
 from .replicas import Replicas
 from .replication import replicate_module
-from .report import Epoch, Report
+from .report import Report
 from .settings import Settings
 from .shares import split_batch
 from .step import evaluate, get_params, replicate, sgd, train_batch
@@ -27,16 +29,22 @@ __all__ = [
     "MODELS",
     "REDUCTIONS",
     "AutoShares",
+    "Batch",
+    "CheckpointError",
     "Comparison",
     "Data",
     "DataError",
     "Defaults",
     "Epoch",
     "History",
+    "ImageFolder",
     "LeNet",
+    "Loader",
+    "Loading",
     "Replicas",
     "Report",
     "Settings",
+    "Step",
     "StepOptions",
     "StepSeconds",
     "Unavailable",
@@ -46,6 +54,7 @@ __all__ = [
     "digits",
     "evaluate",
     "get_params",
+    "image_folder",
     "init_lenet",
     "lenet",
     "load",

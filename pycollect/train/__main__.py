@@ -1,13 +1,14 @@
-"""`python -m pycollect.train`: trains LeNet on the command line, see --help."""
+"""`python -m pycollect.train`: trains a model on the command line, see --help."""
 
 import sys
 from collections.abc import Sequence
 
-from .compare import compare
-from .fashion import DataError
-from .options import parser
+from .checkpoint import CheckpointError
+from .compare import run as run_comparison
+from .data import DataError
+from .job import prepare
+from .options import choice, parser, running
 from .report import Report
-from .settings import Choice
 from .trainer import run
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
@@ -17,22 +18,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; give the exit code: 0, 2 for bad input, 130 after Ctrl-C."""
     command = parser()
     args = command.parse_args(arguments)
-    choice = Choice(
-        args.devices, args.batch_size, args.lr, args.epochs, args.seed, args.data, args.data_dir
-    )
     report = Report()
     try:
         try:
-            data, settings, notice = choice.prepare()
+            job, notice = prepare(choice(args), running(args))
         except ValueError as error:
             command.error(str(error))
         if notice:
             report.line(notice)
         if args.compare:
-            compare(data, settings, report)
+            run_comparison(job, args.compare, report)
         else:
-            run(data, settings, args.reduce, report)
-    except DataError as error:
+            run(job, report)
+    except (DataError, CheckpointError) as error:
         print(f"{command.prog}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -16,8 +16,25 @@ from .data import Data, Defaults
 from .models import MODELS
 from .settings import Settings, parse_weights
 
-# What a run may be continued with in another form: where it runs, how long, and strictness.
-_FREE = ("devices", "epochs", "strict")
+
+@dataclass(frozen=True)
+class Source:
+    """Where a data set is loaded from; ValueError for a name or size that there is not."""
+
+    name: str = "auto"
+    data_dir: Path | str = "data"
+    image_size: int | None = None  # of folders alone
+
+    def __post_init__(self) -> None:
+        data_sets.check(self.name, self.image_size)
+
+    def stored(self) -> dict[str, Any]:
+        """Give it in plain numbers and strings."""
+        return {"name": self.name, "data_dir": str(self.data_dir), "image_size": self.image_size}
+
+    def load(self) -> tuple[Data, str]:
+        """Load it; see `data.load`."""
+        return data_sets.load(self.name, self.data_dir, self.image_size)
 
 
 @dataclass(frozen=True)
@@ -52,9 +69,9 @@ class Choice:
     def settings(self, data: Data | None, stored: Mapping[str, Any] | None = None) -> Settings:
         """Fill in what was not asked for; ValueError for a value or device out of range.
 
-        Without data nothing but the values is checked.
+        Without data nothing but the values is checked. `stored` is a checkpoint to continue.
         """
-        known = stored or {}
+        known: Mapping[str, Any] = stored["settings"] if stored else {}
 
         def pick(name: str, default: Any) -> Any:
             asked = getattr(self, name)
@@ -96,24 +113,27 @@ class Choice:
             raise ValueError(f"{what}, and any torch.nn.Module")
         return str(name)
 
-    def load(self, stored: Mapping[str, Any] | None = None) -> tuple[Data, str]:
-        """Load the data; give it and what was used instead of Fashion-MNIST, or "".
+    def module(self, data: Data, settings: Settings) -> nn.Module:
+        """Build the model for the data, or give the module that was handed over."""
+        if isinstance(self.model, nn.Module):
+            return self.model
+        build = MODELS[settings.model]
+        return build(data.image_shape[0], data.num_classes, settings.seed)
 
-        Raises ValueError for a bad name and DataError if the data cannot be had.
+    def source(self, stored: Mapping[str, Any] | None = None) -> Source | Data:
+        """Give where the data comes from, or the data itself if it was handed over.
+
+        Raises ValueError for what nothing can be loaded from.
         """
         if isinstance(self.data, Data):
-            return self.data, ""
-        known = stored or {}
-        name = self.data or known.get("data") or "auto"
-        size = known.get("image_size") if self.image_size is None else self.image_size
-        data_sets.check(name, size)
-        return data_sets.load(name, self.data_dir or known.get("data_dir") or "data", size)
-
-    def check(self) -> None:
-        """Raise ValueError for everything that is wrong whatever the data is."""
-        if self.batch_size is None and self.strict:
-            pass  # whether it divides is only known with the data set's own batch size
-        self.settings(None)
+            return self.data
+        known: dict[str, Any] = Source().stored()
+        if stored is not None and stored["source"] is not None:
+            known = stored["source"]
+        elif stored is not None and self.data is None:
+            raise ValueError("the run was on data of your own: pass the same data to continue it")
+        asked = {"name": self.data, "data_dir": self.data_dir, "image_size": self.image_size}
+        return Source(**known | {k: value for k, value in asked.items() if value is not None})
 
 
 def ranks(devices: DeviceSpec, num_gpus: int | None) -> list[torch.device]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .history import PARTS, Epoch, Step, StepTimes, typical
+from .history import PARTS, Epoch, Step, typical
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,9 +41,9 @@ class Curve:
     steps: Sequence[Step] = ()  # without them there is no fine line and no bar
 
     @property
-    def times(self) -> StepTimes:
-        """What a typical step's time was spent on."""
-        return typical(self.steps)
+    def parts(self) -> list[float]:
+        """The seconds of a typical step by what they were spent on."""
+        return [typical(self.steps)[part] for part in PARTS]
 
 
 def check(path: Path | str) -> None:
@@ -132,10 +132,10 @@ def _epochs(axes: Axes, curve: Curve, values: list[float], colour: str, label: s
 
 def _bars(axes: Axes, curves: Sequence[Curve]) -> None:
     """A bar for each run, its parts in the order in which a step goes through them."""
-    unit, scale = _unit(max((sum(_parts(curve)) for curve in curves), default=0.0))
+    unit, scale = _unit(max((sum(curve.parts) for curve in curves), default=0.0))
     for row, curve in enumerate(curves):
-        left, whole = 0.0, sum(_parts(curve))
-        for part, seconds in zip(PARTS, _parts(curve), strict=True):
+        left, whole = 0.0, sum(curve.parts)
+        for part, seconds in zip(PARTS, curve.parts, strict=True):
             colour = COLOURS[part]
             axes.barh(row, scale * seconds, left=scale * left, height=0.5, color=colour)
             if whole and seconds / whole > _ROOM:
@@ -152,12 +152,9 @@ def _bars(axes: Axes, curves: Sequence[Curve]) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     handles = [axes.barh(0, 0, color=COLOURS[part]) for part in PARTS]
-    axes.legend(handles, PARTS, frameon=False, ncols=3, loc="upper center",
-                bbox_to_anchor=(0.5, -0.22))
-
-
-def _parts(curve: Curve) -> list[float]:
-    return [getattr(curve.times, part) for part in PARTS]
+    axes.legend(
+        handles, PARTS, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.22)
+    )
 
 
 def _unit(seconds: float) -> tuple[str, float]:

@@ -3,47 +3,38 @@
 Losses are means per training example, times are seconds, accuracies are between 0 and 1.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields, replace
 from statistics import median
+from typing import Any
 
+from .step_clock import StepSeconds
 
-@dataclass(frozen=True)
-class StepTimes:
-    """The seconds of one step by what they were spent on.
-
-    On a GPU they are true only when the clock waits for the device, see `--exact-times`.
-
-    >>> times = StepTimes(data=0.1, split=0.0, compute=0.7, reduction=0.1, update=0.1)
-    >>> round(times.step, 3)
-    0.9
-    """
-
-    data: float  # waiting for the batch
-    split: float  # cutting it into shards, and moving these to their devices
-    compute: float  # forward and backward, less what the reduction took in their midst
-    reduction: float  # summing the gradients over the ranks
-    update: float  # the optimizer
-
-    @property
-    def step(self) -> float:
-        """The seconds of the training step itself, without waiting for the batch."""
-        return self.split + self.compute + self.reduction + self.update
-
-
-PARTS = ("data", "split", "compute", "reduction", "update")
+# What a step's time is spent on, in order: waiting for the batch, and then the step itself.
+PARTS = ("data", *(field.name for field in fields(StepSeconds)))
 
 
 @dataclass(frozen=True)
 class Step:
-    """One training step."""
+    """One training step.
+
+    >>> step = Step(1, 1, 64, 2.3, 0.1, StepSeconds(compute=0.5), (32, 32))
+    >>> step.parts["data"], step.parts["compute"]
+    (0.1, 0.5)
+    """
 
     epoch: int  # from 1
     number: int  # within the epoch, from 1
     examples: int  # of all ranks
     loss: float
-    times: StepTimes
-    shares: tuple[int, ...] = ()  # examples of each rank
+    waited: float  # for the batch
+    seconds: StepSeconds
+    shares: tuple[int, ...]  # examples of each rank
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds of the step by what they were spent on."""
+        return dict(zip(PARTS, (self.waited, *astuple(self.seconds)), strict=True))
 
 
 @dataclass(frozen=True)
@@ -67,12 +58,36 @@ class Epoch:
         )
 
 
-def typical(steps: Sequence[Step]) -> StepTimes:
-    """Give the median of every part of the steps' times, the first step's left out if it can be.
+def typical(steps: Sequence[Step]) -> dict[str, float]:
+    """Give the median of every part of the steps' seconds, the first step's left out if it can be.
 
     The first is the initialisation: libraries choose their kernels, and memory is allocated.
     """
     counted = steps[1:] or steps
     if not counted:
-        return StepTimes(0.0, 0.0, 0.0, 0.0, 0.0)
-    return StepTimes(*(median(getattr(step.times, part) for step in counted) for part in PARTS))
+        return dict.fromkeys(PARTS, 0.0)
+    return {part: median(step.parts[part] for step in counted) for part in PARTS}
+
+
+def mean_loss(steps: Sequence[Step]) -> float:
+    """Give the mean loss per example over the steps."""
+    return sum(s.loss * s.examples for s in steps) / sum(s.examples for s in steps)
+
+
+def stored(steps: Sequence[Step], epochs: Sequence[Epoch]) -> dict[str, Any]:
+    """Give both in plain numbers, for a checkpoint."""
+    return {"steps": [astuple(step) for step in steps], "epochs": [astuple(e) for e in epochs]}
+
+
+def restored(state: Mapping[str, Any]) -> tuple[list[Step], list[Epoch]]:
+    """Make records of what `stored` gave.
+
+    >>> steps = [Step(1, 1, 64, 2.3, 0.1, StepSeconds(compute=0.5), (32, 32))]
+    >>> restored(stored(steps, [])) == (steps, [])
+    True
+    """
+    steps = [
+        replace(Step(*step), seconds=StepSeconds(*step[-2]), shares=tuple(step[-1]))
+        for step in state["steps"]
+    ]
+    return steps, [Epoch(*epoch) for epoch in state["epochs"]]

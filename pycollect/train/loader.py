@@ -89,7 +89,7 @@ class _Prepared:
     """A batch that may still be on its way to the devices."""
 
     batch: Batch
-    arrivals: Sequence[tuple[torch.device, Any]] = ()  # a CUDA event for each GPU that something goes to
+    arrivals: Sequence[tuple[torch.device, Any]] = ()  # a CUDA event for each GPU
 
     def take(self, waited: float) -> Batch:
         """Give the batch to the current streams, which wait for the copies."""
@@ -135,6 +135,10 @@ class Loader:
         """Give the number of batches of one epoch."""
         return len(self.loading.batches(count(self._examples)))
 
+    def examples(self, number: int = 1) -> list[int]:
+        """Give the sizes of the batches of an epoch, parts of all ranks included."""
+        return [len(indices) for indices in self.loading.batches(count(self._examples), number)]
+
     def epoch(self, number: int = 1, start: int = 0) -> Generator[Batch, None, None]:
         """Give the batches of an epoch, from batch `start` on; ValueError if there are none."""
         order = self.loading.batches(count(self._examples), number)[start:]
@@ -154,14 +158,15 @@ class Loader:
         if self._shares is not None and not self._sides:
             self._sides = {gpu: torch.cuda.Stream(gpu) for gpu in self._gpus}  # type: ignore[no-untyped-call]
         pool = ThreadPoolExecutor(workers, "pycollect-loader")
+        begin = time.perf_counter()
         try:
             for next_one in range(-prefetch, len(order)):
-                begin = time.perf_counter()
                 if 0 <= next_one + prefetch < len(order):
                     pending.append(pool.submit(self._prepare, order[next_one + prefetch]))
                 if next_one >= 0:
                     prepared = pending.popleft().result()
                     yield prepared.take(time.perf_counter() - begin)
+                    begin = time.perf_counter()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

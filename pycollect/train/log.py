@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from .history import PARTS, Epoch, Step
+from .history import Epoch, Step
 
 
 class Log:
@@ -64,7 +64,7 @@ class Log:
 
     def step(self, step: Step) -> None:
         """Write the line of a step."""
-        seconds = {f"{part}_seconds": getattr(step.times, part) for part in PARTS}
+        seconds = {f"{part}_seconds": value for part, value in step.parts.items()}
         self.write(
             "step",
             epoch=step.epoch,

@@ -15,8 +15,10 @@ from .examples import Data, Defaults
 
 IMAGE_SIZE = 320  # pixels; the larger of Imagenette's own sizes, and BatchFlow's
 TEST_NAMES = ("val", "test")
-SUFFIXES = frozenset(".bmp .gif .jpeg .jpg .pgm .png .ppm .tif .tiff .webp".split())
-# Mean and standard deviation of ImageNet's pixels, per channel: the usual numbers for photographs.
+SUFFIXES = frozenset(
+    [".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"]
+)
+# Mean and standard deviation of ImageNet's pixels by channel: the usual ones for photographs.
 MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
 STD = torch.tensor([0.229, 0.224, 0.225])[:, None, None]
 # BatchFlow's batch size; 0.1 is the chapter's rate for ResNet-18.
@@ -114,7 +116,7 @@ def scan(parent: Path, classes: tuple[str, ...], size: int) -> ImageFolder:
             )
         files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
         if not files:
-            raise DataError(f"{folder} holds no image ({', '.join(sorted(SUFFIXES))})")
+            raise DataError(f"{folder} holds no image ({', '.join(SUFFIXES)})")
         found += [(path, numbers[folder.name]) for path in files]
     paths, labels = zip(*found, strict=True)
     return ImageFolder(paths, labels, classes, size)

@@ -1,0 +1,150 @@
+"""All ranks in this process: what the training loop needs of `Replicas`, shares included."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .auto_shares import AutoShares
+from .data import Examples
+from .loader import Batch, Loader, Loading
+from .portions import shares_of
+from .reduce import Reduction
+from .replicas import Replicas
+from .settings import Settings
+from .step_clock import StepSeconds
+from .step_options import StepOptions
+
+
+class Trainee(Protocol):
+    """What is trained: the ranks of this process, and through them those of all processes."""
+
+    @property
+    def devices(self) -> Sequence[torch.device]:
+        """The devices of this process's ranks."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The replicas of this process, its first rank's first."""
+
+    @property
+    def seconds(self) -> StepSeconds:
+        """What the parts of the last step took."""
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The examples of every rank of all processes in the last step."""
+
+    def loader(self, examples: Examples, loading: Loading) -> Loader:
+        """Give the loader of what this process's ranks need of every batch."""
+
+    def step(self, batch: Batch) -> list[Tensor]:
+        """Train on one batch; give the summed losses of this process's ranks."""
+
+    def covered(self) -> int:
+        """Give the number of examples that those losses cover."""
+
+    def total(self, sums: list[float]) -> list[float]:
+        """Add up numbers over all processes."""
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """Give the share of examples that are classified right."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give everything that decides the next steps."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from such a state."""
+
+
+def sgd(settings: Settings) -> partial[torch.optim.SGD]:
+    """Give what makes the optimizer of a list of parameters."""
+    return partial(
+        torch.optim.SGD,
+        lr=settings.lr,
+        momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+    )
+
+
+class OneProcess:
+    """Every rank is a replica in this process; the shares are even, weighted or measured."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Settings,
+        *,
+        reduction: Reduction,
+        exact_seconds: bool = False,
+    ) -> None:
+        options = StepOptions(
+            microbatch=settings.microbatch,
+            sync_batchnorm=settings.sync_batchnorm,
+            strict=settings.strict,
+            exact_seconds=exact_seconds,
+        )
+        self.devices = settings.devices
+        self.replicas = Replicas(
+            module,
+            settings.devices,
+            optimizer=sgd(settings),
+            reduction=reduction,
+            options=options,
+        )
+        self.shares: tuple[int, ...] = ()
+        world, weights = len(settings.devices), settings.weights
+        self.auto = AutoShares(world) if weights == "auto" else None
+        self._weights = [1.0] * world if weights is None or weights == "auto" else weights
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The replicas, in rank order."""
+        return self.replicas.modules
+
+    @property
+    def seconds(self) -> StepSeconds:
+        """What the parts of the last step took."""
+        return self.replicas.seconds
+
+    def loader(self, examples: Examples, loading: Loading) -> Loader:
+        """Give the loader of whole batches; shards go ahead to GPUs unless they are measured."""
+        shares = None if self.auto else partial(shares_of, weights=self._weights)
+        return Loader(examples, loading, devices=self.devices, shares=shares)
+
+    def step(self, batch: Batch) -> list[Tensor]:
+        """Train on one batch; give each rank's summed loss."""
+        if batch.shards is not None:
+            self.shares = tuple(map(len, batch.shards[1]))
+            return self.replicas.step_on_shards(*batch.shards)
+        n = len(batch.y)
+        self.shares = tuple(self.auto.shares(n) if self.auto else shares_of(n, self._weights))
+        losses = self.replicas.step(batch.X, batch.y, shares=self.shares)
+        if self.auto:
+            self.auto.observe(self.replicas.rank_seconds())
+        return losses
+
+    def covered(self) -> int:
+        """Give the number of examples of the last step."""
+        return sum(self.shares)
+
+    def total(self, sums: list[float]) -> list[float]:
+        """Give back the numbers: there is no other process."""
+        return sums
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """Give the share of examples that are classified right; all ranks take part."""
+        return self.replicas.evaluate((batch.X, batch.y) for batch in batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give parameters, buffers, optimizer, and the measured shares."""
+        auto = self.auto.state_dict() if self.auto else None
+        return {"replicas": self.replicas.state_dict(), "auto": auto}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from such a state."""
+        self.replicas.load_state_dict(state["replicas"])
+        if self.auto:
+            self.auto.load_state_dict(state["auto"])
