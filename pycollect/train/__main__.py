@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{command.prog}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        goes_on = f"; --resume {args.checkpoint} goes on from here" if args.checkpoint else ""
+        print(f"interrupted{goes_on}", file=sys.stderr)
         return INTERRUPTED
     return 0
 

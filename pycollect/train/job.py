@@ -75,6 +75,7 @@ class Job:
             "data": self.data.name,
             "training_examples": count(self.data.train),
             "image_shape": list(self.data.image_shape),
+            "parameters": sum(p.numel() for p in self.module.parameters()),
             "kinds_of_devices": [device.type for device in self.settings.devices],
             **stored,
         }
@@ -87,7 +88,6 @@ class Job:
             "test_examples": count(self.data.test),
             "reduce": self.running.reduce,
             "prefetch": self.loading.prefetch,
-            "parameters": sum(p.numel() for p in self.module.parameters()),
             "versions": {
                 "pycollect": __version__,
                 "torch": torch.__version__,
