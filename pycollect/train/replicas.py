@@ -11,10 +11,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from .buckets import Buckets
 from .evaluation import accuracy
-from .losses import Loss, check_reduction, check_scalar, summed_cross_entropy
+from .losses import Loss, check_reduction, summed_cross_entropy
+from .passes import Passes
 from .portions import microbatches, shares_of
-from .reduce import Reduction, collective
+from .reduce import Reduction, collective, matching_gradients
 from .replication import replicate_module
 from .shares import scatter
 from .step_clock import StepClock, StepSeconds
@@ -60,6 +62,8 @@ class Replicas:
         self.loss, self.reduction = loss, reduction
         self.options = options or StepOptions()
         self._clock = StepClock(self.devices, self.options.exact_seconds)
+        self._passes = Passes(self.modules, self.devices, loss, self._clock)
+        self._buckets = self._make_buckets()
 
     @property
     def world(self) -> int:
@@ -148,13 +152,16 @@ class Replicas:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         losses: dict[int, Tensor] = {}
-        for X_parts, y_parts in self._microbatches(X, y):
-            for rank, loss in self._accumulate(X_parts, y_parts).items():
+        parts = list(self._microbatches(X, y))
+        for i, (X_parts, y_parts) in enumerate(parts, 1):
+            buckets = self._buckets if i == len(parts) else None
+            for rank, loss in self._passes.in_turn(X_parts, y_parts, buckets).items():
                 losses[rank] = losses[rank] + loss if rank in losses else loss
         self._clock.end_of("compute")
-        gradients = self._gradients()
-        with torch.no_grad():
-            self.reduction(gradients)
+        gradients = matching_gradients(self.parameters)
+        if self._buckets is None:
+            with torch.no_grad():
+                self.reduction(gradients)
         self._clock.end_of("reduction")
         n = sum(map(len, X))
         for mine, optimizer in zip(gradients, self.optimizers, strict=True):
@@ -180,25 +187,9 @@ class Replicas:
         for i in range(len(sizes)):
             yield [parts[i] for parts in X_cut], [parts[i] for parts in y_cut]
 
-    def _accumulate(self, X: Sequence[Tensor], y: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Add the gradients of one microbatch; give the losses of the ranks with examples."""
-        losses = {}
-        for rank in range(self.world):
-            if len(X[rank]):
-                with self._clock.ranks([rank]):
-                    loss = check_scalar(self.loss(self.modules[rank](X[rank]), y[rank]))
-                    loss.backward()  # type: ignore[no-untyped-call]
-                losses[rank] = loss.detach()
-        return losses
-
-    def _gradients(self) -> list[list[Tensor]]:
-        """Give the gradients of every rank; zeros where another rank has a gradient."""
-        gradients: list[list[Tensor]] = [[] for _ in self.devices]
-        for same in zip(*self.parameters, strict=True):
-            if all(param.grad is None for param in same):
-                continue
-            for mine, param in zip(gradients, same, strict=True):
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
-                mine.append(param.grad)
-        return gradients
+    def _make_buckets(self) -> Buckets | None:
+        """Give what reduces beside the backward pass, if that is wanted."""
+        options = self.options
+        if self.world == 1 or not options.overlap:
+            return None
+        return Buckets(self.parameters, self.reduction, options.bucket_bytes)

@@ -1,0 +1,74 @@
+"""The forward and backward passes of all ranks over a microbatch: in turn, or joint.
+
+In turn, each rank is done before the next begins, so that only one has activations in memory.
+Joint, all go forward, and one backward pass takes them all back, which batch statistics over all
+ranks demand.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from .buckets import Buckets
+from .losses import Loss, check_scalar
+from .step_clock import StepClock
+
+
+class Passes:
+    """The passes of these modules, one on every device."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        devices: Sequence[torch.device],
+        loss: Loss,
+        clock: StepClock,
+    ) -> None:
+        self._modules, self._devices, self._loss, self._clock = modules, devices, loss, clock
+        # The calls of a GPU return at once, and those of the CPU do not: GPUs work meanwhile.
+        self._order = sorted(range(len(devices)), key=lambda rank: devices[rank].type == "cpu")
+
+    def in_turn(
+        self, X: Sequence[Tensor], y: Sequence[Tensor], buckets: Buckets | None
+    ) -> dict[int, Tensor]:
+        """Add the gradients of all ranks that have examples; give their summed losses.
+
+        With `buckets` the gradients are complete afterwards, and are reduced beside the last pass.
+        """
+        busy = [rank for rank in self._order if len(X[rank])]
+        losses = {}
+        for rank in busy:
+            last = buckets is not None and rank == busy[-1]
+            with self._clock.ranks([rank]):
+                loss = self._forward(rank, X[rank], y[rank])
+                with buckets.during([rank]) if buckets and last else nullcontext():
+                    loss.backward()  # type: ignore[no-untyped-call]
+            losses[rank] = loss.detach()
+        return losses
+
+    def _forward(self, rank: int, X: Tensor, y: Tensor) -> Tensor:
+        """Give the summed loss of one rank's examples."""
+        with _on(self._devices[rank]), _single_values(rank, len(X)):
+            return check_scalar(self._loss(self._modules[rank](X), y))
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one, which kernels that people write by hand rely on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def _single_values(rank: int, examples: int) -> Iterator[None]:
+    """Say what to do where torch says that there is only one value to normalise."""
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise ValueError(
+            f"rank {rank} has a shard of {examples}, and batch normalisation needs more than one "
+            "value per channel: use larger batches or microbatches, fewer ranks, drop_last, or "
+            "synchronised batch statistics"
+        ) from error
