@@ -151,8 +151,8 @@ def test_what_is_not_chosen_is_as_it_was(tmp_path: Path) -> None:
         ({"microbatch": 4, "shuffle": False}, "microbatch None, not 4; shuffle True, not False"),
         ({"weights": "80,20"}, r"weights None, not \(80.0, 20.0\)"),
         ({"data": Data("noise", (X, Y), (X, Y))}, "training examples 40, not 50"),
-        ({"model": nn.Sequential(nn.Flatten(), nn.Linear(36, 3))}, "parameters 259, not 111"),
-        ({"model": "lenet"}, "model Sequential, not lenet"),
+        ({"model": nn.Sequential(nn.Flatten(), nn.Linear(36, 3))}, "parameters 243, not 111"),
+        ({"model": "resnet18"}, "model Sequential, not resnet18"),
     ],
 )
 def test_other_settings_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -249,7 +249,10 @@ def test_the_command_is_interrupted_and_continued(tmp_path: Path) -> None:
         assert process.stdout.readline().startswith("epoch 1")
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (130, f"interrupted; --resume {path} goes on from here\n")
+    assert (process.returncode, errors) == (
+        130,
+        f"interrupted; --resume {path} goes on from here\n",
+    )
     epochs = len(checkpoint.load(path)["contestant"]["epochs"])
     arguments = ["--resume", str(path), "--epochs", str(epochs + 1)]
     assert main(arguments) == 0

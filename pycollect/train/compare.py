@@ -197,7 +197,7 @@ def _in_turns(job: Job, names: Sequence[str], report: Report) -> list[Entrant]:
     if not names:
         return []
     with Log(None) as log, job.generators():
-        contestants = [enter(job, name, log, exact_seconds=True) for name in names]
+        contestants = [enter(job, name, log, compared=True) for name in names]
         for _ in fit(job, contestants, report):
             for contestant in contestants:
                 report.line(f"{contestant.epochs[-1]} ({contestant.name})")

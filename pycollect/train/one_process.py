@@ -78,10 +78,12 @@ class OneProcess:
         settings: Settings,
         *,
         reduction: Reduction,
+        overlap: bool = True,
         exact_seconds: bool = False,
     ) -> None:
         options = StepOptions(
             microbatch=settings.microbatch,
+            overlap=overlap,
             sync_batchnorm=settings.sync_batchnorm,
             strict=settings.strict,
             exact_seconds=exact_seconds,

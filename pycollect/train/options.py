@@ -165,6 +165,12 @@ def _add_files(p: argparse._ArgumentGroup) -> None:
 
 
 def _add_reduction(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        help="reduce the gradients of the last layers while the backward pass is still at the "
+        "first; the bits are the same (default: yes, but not for --compare)",
+    )
     how = p.add_mutually_exclusive_group()
     how.add_argument(
         "--reduce",

@@ -5,6 +5,7 @@ and divided by the size of the batch, and every replica takes the same step of i
 without examples counts as zeros. Ranks on the CPU run one after the other, each on all cores.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -137,7 +138,8 @@ class Replicas:
         mine = zip(self.modules, self.optimizers, state["buffers"], strict=True)
         for module, optimizer, buffers in mine:
             module.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
+            # torch takes tensors as they are, and no two ranks may share their momentum.
+            optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
             with torch.no_grad():
                 for name, buffer in module.named_buffers():
                     buffer.copy_(buffers[name])

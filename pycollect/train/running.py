@@ -19,9 +19,11 @@ PREFETCH = 2
 class Running:
     """What leaves the result as it is; ValueError for a value out of range.
 
-    `prefetch` is the number of batches prepared ahead; by default 2 where files are decoded or a
-    GPU takes part, and otherwise 0. `checkpoint` is written after every epoch, and at Ctrl-C after
-    the step that is under way; `resume` names one to continue.
+    `overlap` reduces gradients while the backward pass runs; a comparison, which measures the
+    reduction, does so only if it is asked to. `prefetch` is the number of batches prepared ahead;
+    by default 2 where files are decoded or a GPU takes part, and otherwise 0. `checkpoint` is
+    written after every epoch, and at Ctrl-C after the step that is under way; `resume` names one
+    to continue.
 
     >>> Running(prefetch=-1)
     Traceback (most recent call last):
@@ -29,6 +31,7 @@ class Running:
     """
 
     reduce: str = "pycollect"
+    overlap: bool | None = None
     prefetch: int | None = None
     exact_times: bool = False
     checkpoint: Path | str | None = None

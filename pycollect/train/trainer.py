@@ -135,14 +135,19 @@ def run(job: Job, report: Report) -> History:
     return history
 
 
-def enter(job: Job, name: str, log: Log, *, exact_seconds: bool = False) -> Contestant:
-    """Make a contestant that stands where the job begins."""
+def enter(job: Job, name: str, log: Log, *, compared: bool = False) -> Contestant:
+    """Make a contestant that stands where the job begins.
+
+    One that is compared shows what its reduction takes: exactly, and after the backward pass.
+    """
+    running = job.running
     started = time.perf_counter()
     trainee = OneProcess(
         job.module,
         job.settings,
         reduction=REDUCTIONS[name],
-        exact_seconds=exact_seconds or job.running.exact_times,
+        overlap=not compared if running.overlap is None else running.overlap,
+        exact_seconds=compared or running.exact_times,
     )
     contestant = Contestant(name, trainee, log, started)
     if job.stored is not None:
