@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pycollect.train import CheckpointError, Data, History, Settings, checkpoint, train
 from pycollect.train.__main__ import main
-from pycollect.train.compare import same_bits
+from pycollect.train.entrant import same_bits
 from pycollect.train.interrupt import Interrupt, Stopped
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -107,7 +107,7 @@ def test_dropout_and_momentum_are_in_the_state(tmp_path: Path) -> None:
     loaded = checkpoint.load(tmp_path / "part.pt")
     whole = run(epochs=2)
     for spoil in (
-        lambda c: c.update(generators={}),
+        lambda c: c["trainee"].update(generators={}),
         lambda c: c["trainee"]["replicas"]["optimizer"]["state"][0]["momentum_buffer"].zero_(),
         lambda c: c["trainee"]["replicas"]["buffers"][1]["1.running_mean"].add_(1),
     ):

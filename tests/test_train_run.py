@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pycollect.train import Data, compare, digits, init_lenet, lenet, train
-from pycollect.train.compare import same_bits
+from pycollect.train.entrant import same_bits
 
 
 def few(classes: int, examples: int | None = None) -> Data:

@@ -6,7 +6,6 @@ Reading runs no code of the file, and a damaged one is a sentence.
 
 import os
 import pickle
-import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,22 +30,17 @@ def save(path: Path | str, state: Mapping[str, Any]) -> None:
     Raises CheckpointError if it cannot be written.
     """
     target = Path(path).resolve()  # a link stays a link
-    name: str | None = None
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with tempfile.NamedTemporaryFile(
-            dir=target.parent, prefix=f".{target.name}.", delete=False
-        ) as file:
-            name = file.name
+        with beside.open("wb") as file:
             torch.save({"format": FORMAT, "version": VERSION, **state}, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, target)
-        name = None
+        os.replace(beside, target)
     except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
         raise CheckpointError(f"the checkpoint {path} cannot be written ({error})") from error
     finally:
-        if name is not None:
-            os.unlink(name)
+        beside.unlink(missing_ok=True)  # not there any more if all went well
 
 
 def load(path: Path | str) -> dict[str, Any]:

@@ -6,61 +6,22 @@ all epochs for the epoch, and a ratio above 1 means faster than the first.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from pycollect.devices import DeviceSpec
 
 from .contestant import Contestant
 from .curves import Curve, plot
-from .history import Epoch, Step
+from .entrant import Entrant
 from .job import Job, job_of
 from .log import Log
+from .processes import run_spawned
 from .reduce import REDUCTIONS
 from .report import Report
 from .trainer import enter, fit
 
 PAIR = ("naive", "pycollect")  # the baseline first
 NAMES = (*PAIR, "ddp")
-
-
-@dataclass(frozen=True)
-class Entrant:
-    """One that has finished, and its parameters as [rank][parameter]."""
-
-    name: str
-    epochs: Sequence[Epoch]
-    steps: Sequence[Step]
-    replicas: Sequence[Sequence[Tensor]]
-
-    @property
-    def reduce_seconds(self) -> float:
-        """The median seconds of one reduction of all gradients."""
-        return median(step.seconds.reduction for step in self.steps)
-
-    @property
-    def step_seconds(self) -> float:
-        """The median seconds of one step."""
-        return median(step.seconds.total for step in self.steps)
-
-    @property
-    def epoch_seconds(self) -> float:
-        """The median seconds of one epoch without evaluation."""
-        return median(epoch.seconds for epoch in self.epochs)
-
-    def difference(self, other: "Entrant") -> float:
-        """Give the largest difference of any parameter of any rank; 0 only for the same bits."""
-        pairs = [
-            (a.detach().cpu(), b.detach().cpu())
-            for mine, theirs in zip(self.replicas, other.replicas, strict=False)
-            for a, b in zip(mine, theirs, strict=True)
-        ]
-        if all(same_bits(a, b) for a, b in pairs):
-            return 0.0
-        return max(float((a - b).abs().max()) for a, b in pairs) or float("nan")
 
 
 @dataclass(frozen=True)
@@ -134,16 +95,6 @@ def _epoch(entrant: Entrant) -> float:
     return entrant.epoch_seconds
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Compare two tensors bit by bit, so that equal NaNs are equal and -0.0 is not 0.0.
-
-    >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
-    False
-    """
-    a, b = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (a, b))
-    return torch.equal(a, b)
-
-
 def parse_names(text: str) -> tuple[str, ...]:
     """Read the names to compare, the baseline first; ValueError unless two or more are known.
 
@@ -163,10 +114,14 @@ def compare(
     lr: float | None = None,
     *,
     names: Sequence[str] = PAIR,
+    ddp_backend: str = "gloo",
     quiet: bool = False,
     **options: Any,
 ) -> Comparison:
     """Train once for every name on the same batches; see `train` for the rest.
+
+    "ddp" is DistributedDataParallel over `ddp_backend` in processes of their own, which starts them
+    anew: a script that calls it needs the usual `if __name__ == "__main__":`.
 
     >>> comparison = compare("cpu*2", data="digits", epochs=1, quiet=True)
     >>> comparison.identical
@@ -177,13 +132,15 @@ def compare(
     report = Report(quiet)
     if notice:
         report.line(notice)
-    return run(job, names, report)
+    return run(job, names, report, ddp_backend)
 
 
-def run(job: Job, names: Sequence[str], report: Report) -> Comparison:
+def run(job: Job, names: Sequence[str], report: Report, backend: str = "gloo") -> Comparison:
     """Train once for every name; print a line per epoch and contestant, and the comparison."""
     report.line(f"{job.title} on {job.data}: {job.settings}, {' against '.join(names)}")
     entrants = {e.name: e for e in _in_turns(job, [n for n in names if n in REDUCTIONS], report)}
+    if "ddp" in names:
+        entrants["ddp"] = run_spawned(job, backend, report)
     comparison = Comparison([entrants[name] for name in names])
     report.line(comparison)
     if job.running.plot is not None:

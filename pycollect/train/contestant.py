@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from . import history
-from .checkpoint import generators, set_generators
 from .history import Epoch, Step, mean_loss
 from .loader import Batch
 from .log import Log
@@ -86,7 +85,6 @@ class Contestant:
         self.read()
         return {
             "trainee": self.trainee.state_dict(),
-            "generators": generators(self.trainee.devices),
             "first_batch": self.first_batch,
             **history.stored(self.steps, self.epochs),
         }
@@ -95,7 +93,6 @@ class Contestant:
         """Go on from such a state."""
         self.trainee.load_state_dict(state["trainee"])
         self.steps, self.epochs = history.restored(state)
-        set_generators(state["generators"])
 
     @property
     def next_step(self) -> tuple[int, int]:

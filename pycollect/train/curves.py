@@ -27,8 +27,6 @@ COLOURS = {
 }
 _GREY = "#7f7f7f"
 _GRID = "#dddddd"
-# A part of the bar below this share of it is too narrow for a number.
-_ROOM = 0.12
 _MOST_POINTS = 2000  # a line with more points than pixels is only a larger file
 
 
@@ -109,19 +107,11 @@ def _loss(axes: Axes, curve: Curve, colour: str, *, fine: bool) -> None:
 
 
 def _accuracy(axes: Axes, curve: Curve, colour: str, *, last: bool) -> None:
-    _tidy(axes, "test accuracy", "share classified right (%)")
     values = [100 * epoch.accuracy for epoch in curve.epochs]
+    title = f"test accuracy: {values[-1]:.1f} % at the end" if last and values else "test accuracy"
+    _tidy(axes, title, "share classified right (%)")
     _epochs(axes, curve, values, colour, curve.name)
     axes.set_ylim(0, 102)
-    if last and values:
-        axes.annotate(
-            f"{values[-1]:.1f} %",
-            (curve.epochs[-1].number, values[-1]),
-            xytext=(0, -14),
-            textcoords="offset points",
-            ha="right",
-            color=colour,
-        )
 
 
 def _epochs(axes: Axes, curve: Curve, values: list[float], colour: str, label: str) -> None:
@@ -134,29 +124,46 @@ def _bars(axes: Axes, curves: Sequence[Curve]) -> None:
     """A bar for each run, its parts in the order in which a step goes through them."""
     unit, scale = _unit(max((sum(curve.parts) for curve in curves), default=0.0))
     for row, curve in enumerate(curves):
-        left, whole = 0.0, sum(curve.parts)
+        left = 0.0
         for part, seconds in zip(PARTS, curve.parts, strict=True):
-            colour = COLOURS[part]
-            axes.barh(row, scale * seconds, left=scale * left, height=0.5, color=colour)
-            if whole and seconds / whole > _ROOM:
-                middle, text = scale * (left + seconds / 2), f"{scale * seconds:.3g}"
-                axes.text(middle, row, text, ha="center", va="center", color="white")
-            left += seconds
+            width = scale * seconds
+            axes.barh(row, width, left=left, height=0.45, color=COLOURS[part])
+            left += width
+        whole = f" {left:.3g} {unit}"
+        axes.text(left, row, whole, va="center", fontsize=9)
     axes.set_title("time per step (median)", loc="left", fontsize=11)
-    axes.set_xlabel(unit)
+    axes.set_xlabel(f"time ({unit})")
+    axes.margins(x=0.14)  # room for the number at the end of the longest bar
+    axes.set_xlim(left=0)
     axes.set_yticks(range(len(curves)), [curve.name for curve in curves])
-    axes.set_ylim(len(curves) - 0.5 + 0.1, -0.6)
+    axes.set_ylim(len(curves) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(True, axis="x", color=_GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    handles = [axes.barh(0, 0, color=COLOURS[part]) for part in PARTS]
+    _key(axes, curves, unit, scale)
+
+
+def _key(axes: Axes, curves: Sequence[Curve], unit: str, scale: float) -> None:
+    """What the colours mean, with the numbers where they are of one run."""
+    from matplotlib.patches import Patch
+
+    names = list(PARTS)
+    if len(curves) == 1:
+        values = (scale * seconds for seconds in curves[0].parts)
+        names = [f"{part} {v:.2g} {unit}" for part, v in zip(PARTS, values, strict=True)]
+    handles = [Patch(color=COLOURS[part], label=n) for part, n in zip(PARTS, names, strict=True)]
     axes.legend(
-        handles, PARTS, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.22)
+        handles=handles,
+        frameon=False,
+        fontsize=9,
+        ncols=3,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.2),
     )
 
 
 def _unit(seconds: float) -> tuple[str, float]:
     """Give the unit in which so many seconds are easy to read, and how many make a second."""
-    return ("seconds", 1.0) if seconds >= 1 else ("milliseconds", 1e3)
+    return ("s", 1.0) if seconds >= 1 else ("ms", 1e3)

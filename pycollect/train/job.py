@@ -19,6 +19,7 @@ from .data import Data, count
 from .loader import Loading
 from .models import LeNet
 from .models.lenet import SIZE
+from .one_rank import check as check_processes
 from .portions import check_strict
 from .running import Running
 from .settings import Settings
@@ -38,8 +39,11 @@ class Job:
     module: nn.Module
     source: Source | Data  # where the data is, for a continuation
     stored: Mapping[str, Any] | None = None  # the checkpoint to continue
+    backend: str | None = None  # of torch.distributed, where every rank is a process
 
     def __post_init__(self) -> None:
+        if self.backend is not None:
+            check_processes(self.settings)
         if isinstance(self.module, LeNet) and self.data.image_shape[-2:] != (SIZE, SIZE):
             height, width = self.data.image_shape[-2:]
             raise ValueError(
@@ -68,11 +72,19 @@ class Job:
         """The name of the model for people."""
         return TITLES.get(self.settings.model, self.settings.model)
 
+    @property
+    def reducer(self) -> str:
+        """The name of what reduces, for people."""
+        if self.backend is None:
+            return self.running.reduce
+        return f"DistributedDataParallel over {self.backend}"
+
     def identity(self) -> dict[str, Any]:
         """Give what must be the same for the same bits, in plain numbers and strings."""
         stored = {k: v for k, v in self.settings.stored().items() if k not in _FREE}
         return {
             "data": self.data.name,
+            "processes_over": self.backend,
             "training_examples": count(self.data.train),
             "image_shape": list(self.data.image_shape),
             "parameters": sum(p.numel() for p in self.module.parameters()),
@@ -86,7 +98,7 @@ class Job:
             **self.identity(),
             **{name: self.settings.stored()[name] for name in _FREE},
             "test_examples": count(self.data.test),
-            "reduce": self.running.reduce,
+            "reduce": self.reducer,
             "prefetch": self.loading.prefetch,
             "versions": {
                 "pycollect": __version__,
@@ -104,7 +116,7 @@ class Job:
             yield
 
 
-def prepare(choice: Choice, running: Running) -> tuple[Job, str]:
+def prepare(choice: Choice, running: Running, backend: str | None = None) -> tuple[Job, str]:
     """Load the data and build the model; give the job, and what was used instead or "".
 
     Raises ValueError for a bad value, before anything is loaded, DataError if the data cannot be
@@ -118,7 +130,7 @@ def prepare(choice: Choice, running: Running) -> tuple[Job, str]:
     if isinstance(source, Source) and source.name == "auto":
         source = replace(source, name=data.name)
     settings = choice.settings(data, stored)
-    job = Job(data, settings, running, choice.module(data, settings), source, stored)
+    job = Job(data, settings, running, choice.module(data, settings), source, stored, backend)
     found = differences(stored["identity"], job.identity()) if stored else []
     if found:
         raise CheckpointError(

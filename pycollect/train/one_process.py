@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .auto_shares import AutoShares
+from .checkpoint import generators, set_generators
 from .data import Examples
 from .loader import Batch, Loader, Loading
 from .portions import shares_of
@@ -24,6 +25,10 @@ class Trainee(Protocol):
     @property
     def devices(self) -> Sequence[torch.device]:
         """The devices of this process's ranks."""
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process prints and writes."""
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -71,6 +76,8 @@ def sgd(settings: Settings) -> partial[torch.optim.SGD]:
 
 class OneProcess:
     """Every rank is a replica in this process; the shares are even, weighted or measured."""
+
+    speaks = True
 
     def __init__(
         self,
@@ -141,12 +148,16 @@ class OneProcess:
         return self.replicas.evaluate((batch.X, batch.y) for batch in batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give parameters, buffers, optimizer, and the measured shares."""
-        auto = self.auto.state_dict() if self.auto else None
-        return {"replicas": self.replicas.state_dict(), "auto": auto}
+        """Give parameters, buffers, optimizer, measured shares, and torch's generators."""
+        return {
+            "replicas": self.replicas.state_dict(),
+            "auto": self.auto.state_dict() if self.auto else None,
+            "generators": generators(self.devices),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from such a state."""
         self.replicas.load_state_dict(state["replicas"])
         if self.auto:
             self.auto.load_state_dict(state["auto"])
+        set_generators(state["generators"])

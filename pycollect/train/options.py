@@ -166,6 +166,18 @@ def _add_files(p: argparse._ArgumentGroup) -> None:
 
 def _add_reduction(p: argparse.ArgumentParser) -> None:
     p.add_argument(
+        "--backend",
+        metavar="NAME",
+        help="pycollect, gloo or nccl: one process per rank, which torchrun has started, with "
+        "torch's DistributedDataParallel",
+    )
+    p.add_argument(
+        "--ddp-backend",
+        default="gloo",
+        metavar="NAME",
+        help="what the ddp of --compare runs over (default: gloo)",
+    )
+    p.add_argument(
         "--overlap",
         action=argparse.BooleanOptionalAction,
         help="reduce the gradients of the last layers while the backward pass is still at the "

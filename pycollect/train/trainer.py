@@ -22,7 +22,8 @@ from .interrupt import Interrupt, Stopped
 from .job import Job, job_of
 from .loader import Loading
 from .log import Log
-from .one_process import OneProcess
+from .one_process import OneProcess, Trainee
+from .one_rank import OneRank
 from .reduce import REDUCTIONS
 from .report import Report
 from .settings import Settings, device_list
@@ -111,19 +112,11 @@ def fit(
 def run(job: Job, report: Report) -> History:
     """Train with one way of reducing, a line per epoch; see `train`."""
     running, settings = job.running, job.settings
-    report.line(f"{job.title} on {job.data}: {settings}, reduced by {running.reduce}")
+    report.line(f"{job.title} on {job.data}: {settings}, reduced by {job.reducer}")
     with Log(running.log, append=job.stored is not None) as log, job.generators():
         log.write("start", **job.described())
         contestant = enter(job, running.reduce, log)
-        with Interrupt(running.checkpoint is not None) as interrupt:
-            try:
-                for _ in fit(job, [contestant], report, interrupt):
-                    report.line(contestant.epochs[-1])
-                    save(job, contestant)
-                    interrupt.check()
-            except Stopped:
-                save(job, contestant)
-                raise
+        train_epochs(job, contestant, report)
         history = History(
             settings,
             contestant.epochs,
@@ -135,6 +128,23 @@ def run(job: Job, report: Report) -> History:
     return history
 
 
+def train_epochs(job: Job, contestant: Contestant, report: Report, suffix: str = "") -> None:
+    """Train one contestant to the end, a line and a checkpoint per epoch.
+
+    Ctrl-C is kept until a step is over where there is a checkpoint to write, and one process.
+    """
+    wanted = job.running.checkpoint is not None and job.backend is None
+    with Interrupt(wanted) as interrupt:
+        try:
+            for _ in fit(job, [contestant], report, interrupt):
+                report.line(f"{contestant.epochs[-1]}{suffix}")
+                save(job, contestant)
+                interrupt.check()
+        except Stopped:
+            save(job, contestant)
+            raise
+
+
 def enter(job: Job, name: str, log: Log, *, compared: bool = False) -> Contestant:
     """Make a contestant that stands where the job begins.
 
@@ -142,13 +152,18 @@ def enter(job: Job, name: str, log: Log, *, compared: bool = False) -> Contestan
     """
     running = job.running
     started = time.perf_counter()
-    trainee = OneProcess(
-        job.module,
-        job.settings,
-        reduction=REDUCTIONS[name],
-        overlap=not compared if running.overlap is None else running.overlap,
-        exact_seconds=compared or running.exact_times,
-    )
+    exact = compared or running.exact_times
+    trainee: Trainee
+    if job.backend is not None:
+        trainee = OneRank(job.module, job.settings, exact_seconds=exact)
+    else:
+        trainee = OneProcess(
+            job.module,
+            job.settings,
+            reduction=REDUCTIONS[name],
+            overlap=not compared if running.overlap is None else running.overlap,
+            exact_seconds=exact,
+        )
     contestant = Contestant(name, trainee, log, started)
     if job.stored is not None:
         contestant.load_state_dict(job.stored["contestant"])
@@ -165,7 +180,8 @@ def save(job: Job, contestant: Contestant) -> None:
         "source": job.source.stored() if isinstance(job.source, Source) else None,
         "contestant": contestant.state_dict(),
     }
-    checkpoint.save(job.running.checkpoint, state)
+    if contestant.trainee.speaks:
+        checkpoint.save(job.running.checkpoint, state)
 
 
 def finish(history: History, job: Job, report: Report, log: Log) -> None:
