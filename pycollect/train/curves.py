@@ -5,10 +5,10 @@ Needs matplotlib, which is imported only when a picture is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .history import PARTS, Epoch, Step, typical
 
@@ -16,8 +16,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ENDINGS = (".png", ".svg", ".pdf")
-# Colours that stay apart for the colour-blind (Okabe and Ito).
-LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+# Colours that stay apart for the colour-blind (Okabe and Ito). Runs on the same batches coincide,
+# so that the later ones are thinner and dashed, and the first shows beneath.
+STYLES: Sequence[Mapping[str, Any]] = (
+    {"color": "#0072b2", "linewidth": 2},
+    {"color": "#e69f00", "linewidth": 2, "linestyle": (0, (4, 4))},
+    {"color": "#000000", "linewidth": 1.2, "linestyle": (0, (1, 3))},
+)
 COLOURS = {
     "data": "#e69f00",
     "split": "#56b4e9",
@@ -67,11 +72,13 @@ def plot(curves: Sequence[Curve], path: Path | str, caption: str = "") -> None:
     figure = Figure(figsize=(12.0, height), layout="constrained")
     loss, accuracy, bars = figure.subplots(1, 3, width_ratios=(1, 1, 1.25))
     several = len(curves) > 1
-    for curve, colour in zip(curves, LINES, strict=False):
-        _loss(loss, curve, colour, fine=not several)
-        _accuracy(accuracy, curve, colour, last=not several)
+    for curve, style in zip(curves, STYLES, strict=False):
+        _loss(loss, curve, style, fine=not several)
+        _accuracy(accuracy, curve, style, last=not several)
+    highest = max((epoch.loss for curve in curves for epoch in curve.epochs), default=1.0)
+    loss.set_ylim(0, 1.1 * highest if 0 < highest < float("inf") else None)
     if several:
-        accuracy.legend(frameon=False, loc="lower right")
+        accuracy.legend(frameon=False)
     _bars(bars, times)
     if caption:
         figure.suptitle(caption, fontsize=9, color=_GREY)
@@ -91,33 +98,34 @@ def _tidy(axes: Axes, title: str, ylabel: str) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _loss(axes: Axes, curve: Curve, colour: str, *, fine: bool) -> None:
+def _loss(axes: Axes, curve: Curve, style: Mapping[str, Any], *, fine: bool) -> None:
     """The loss of every epoch over that of every step, which is fainter."""
     _tidy(axes, "training loss", "mean cross-entropy per example")
     if fine and curve.steps:
         last = {step.epoch: step.number for step in curve.steps}
         every = -(-len(curve.steps) // _MOST_POINTS)
         points = [(s.epoch - 1 + s.number / last[s.epoch], s.loss) for s in curve.steps[::every]]
-        label = "per step"
-        axes.plot(*zip(*points, strict=True), color=colour, alpha=0.3, linewidth=1, label=label)
-    _epochs(axes, curve, [epoch.loss for epoch in curve.epochs], colour, "mean of the epoch")
+        faint = {"color": style["color"], "alpha": 0.3, "linewidth": 1}
+        axes.plot(*zip(*points, strict=True), **faint, label="per step")
+    _epochs(axes, curve, [epoch.loss for epoch in curve.epochs], style, "mean of the epoch")
     if fine and curve.steps:
         axes.legend(frameon=False)
-    axes.set_ylim(bottom=0)
 
 
-def _accuracy(axes: Axes, curve: Curve, colour: str, *, last: bool) -> None:
+def _accuracy(axes: Axes, curve: Curve, style: Mapping[str, Any], *, last: bool) -> None:
     values = [100 * epoch.accuracy for epoch in curve.epochs]
     title = f"test accuracy: {values[-1]:.1f} % at the end" if last and values else "test accuracy"
     _tidy(axes, title, "share classified right (%)")
-    _epochs(axes, curve, values, colour, curve.name)
+    _epochs(axes, curve, values, style, curve.name)
     axes.set_ylim(0, 102)
 
 
-def _epochs(axes: Axes, curve: Curve, values: list[float], colour: str, label: str) -> None:
+def _epochs(
+    axes: Axes, curve: Curve, values: list[float], style: Mapping[str, Any], label: str
+) -> None:
     numbers = [epoch.number for epoch in curve.epochs]
     marker = "o" if len(numbers) <= 30 else ""  # more of them would hide the line
-    axes.plot(numbers, values, color=colour, marker=marker, markersize=4, label=label)
+    axes.plot(numbers, values, **style, marker=marker, markersize=4, label=label)
 
 
 def _bars(axes: Axes, curves: Sequence[Curve]) -> None:
