@@ -27,25 +27,28 @@ class Passes:
         clock: StepClock,
     ) -> None:
         self._modules, self._devices, self._loss, self._clock = modules, devices, loss, clock
+        # Several GPUs have a thread each for one backward pass, and wait for each other in many.
+        self.joint = len({device for device in devices if device.type == "cuda"}) > 1
         # The calls of a GPU return at once, and those of the CPU do not: GPUs work meanwhile.
         self._order = sorted(range(len(devices)), key=lambda rank: devices[rank].type == "cpu")
 
-    def in_turn(
-        self, X: Sequence[Tensor], y: Sequence[Tensor], buckets: Buckets | None
+    def run(
+        self, X: Sequence[Tensor], y: Sequence[Tensor], buckets: Buckets | None = None
     ) -> dict[int, Tensor]:
-        """Add the gradients of all ranks that have examples; give their summed losses.
+        """Add the gradients of all ranks; give the summed losses of those that have examples.
 
-        With `buckets` the gradients are complete afterwards, and are reduced beside the last pass.
+        `buckets` come with the last microbatch of a step: they reduce beside its last pass.
         """
         busy = [rank for rank in self._order if len(X[rank])]
-        losses = {}
-        for rank in busy:
-            last = buckets is not None and rank == busy[-1]
-            with self._clock.ranks([rank]):
-                loss = self._forward(rank, X[rank], y[rank])
-                with buckets.during([rank]) if buckets and last else nullcontext():
-                    loss.backward()  # type: ignore[no-untyped-call]
-            losses[rank] = loss.detach()
+        groups = [busy] if self.joint else [[rank] for rank in busy]
+        losses: dict[int, Tensor] = {}
+        for group in groups:
+            with self._clock.ranks(group):
+                found = {rank: self._forward(rank, X[rank], y[rank]) for rank in group}
+                last = buckets.during(group) if buckets and group is groups[-1] else nullcontext()
+                with last:
+                    torch.autograd.backward(list(found.values()))
+            losses |= {rank: loss.detach() for rank, loss in found.items()}
         return losses
 
     def _forward(self, rank: int, X: Tensor, y: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ and divided by the size of the batch, and every replica takes the same step of i
 without examples counts as zeros. Ranks on the CPU run one after the other, each on all cores.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -137,7 +138,8 @@ class Replicas:
         mine = zip(self.modules, self.optimizers, state["buffers"], strict=True)
         for module, optimizer, buffers in mine:
             module.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
+            # torch takes tensors as they are, and no two ranks may share their momentum.
+            optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
             with torch.no_grad():
                 for name, buffer in module.named_buffers():
                     buffer.copy_(buffers[name])
@@ -149,13 +151,17 @@ class Replicas:
 
     def _train(self, X: Sequence[Tensor], y: Sequence[Tensor]) -> list[Tensor]:
         """Do the step on the shards."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        for params in self.parameters:
+            for param in params:
+                param.grad = None  # not zeros: the first gradient is then taken as it is
+        if self._buckets is not None and self._buckets.stale:
+            self._buckets.remove()
+            self._buckets = self._make_buckets()
         losses: dict[int, Tensor] = {}
         parts = list(self._microbatches(X, y))
         for i, (X_parts, y_parts) in enumerate(parts, 1):
             buckets = self._buckets if i == len(parts) else None
-            for rank, loss in self._passes.in_turn(X_parts, y_parts, buckets).items():
+            for rank, loss in self._passes.run(X_parts, y_parts, buckets).items():
                 losses[rank] = losses[rank] + loss if rank in losses else loss
         self._clock.end_of("compute")
         gradients = matching_gradients(self.parameters)
