@@ -10,10 +10,12 @@ from .compare import Comparison, compare
 from .data import Data, Defaults, digits, load
 from .fashion import DataError, Unavailable
 from .lenet import init_lenet, lenet
+from .lockstep import lockstep, meet, ranks_in_lockstep
 from .reduce import REDUCTIONS, allreduce, collective, naive
 from .report import Epoch, Report
 from .settings import Settings
 from .step import evaluate, get_params, replicate, sgd, split_batch, train_batch
+from .sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from .trainer import History, train
 
 __all__ = [
@@ -26,17 +28,22 @@ __all__ = [
     "History",
     "Report",
     "Settings",
+    "SyncBatchNorm",
     "Unavailable",
     "allreduce",
     "collective",
     "compare",
+    "convert_sync_batchnorm",
     "digits",
     "evaluate",
     "get_params",
     "init_lenet",
     "lenet",
     "load",
+    "lockstep",
+    "meet",
     "naive",
+    "ranks_in_lockstep",
     "replicate",
     "sgd",
     "split_batch",
