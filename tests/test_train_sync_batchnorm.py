@@ -55,9 +55,7 @@ def assert_like_one(
         (expected * factor).sum().backward()
         for rank in ranks:
             rank.zero_grad()
-        losses = [
-            (y * f).sum() for y, f in zip(got, factor.split(list(shares)), strict=True)
-        ]
+        losses = [(y * f).sum() for y, f in zip(got, factor.split(list(shares)), strict=True)]
         torch.autograd.backward(losses)
         close(torch.cat([s.grad for s in shards]), whole.grad)
         for name, parameter in layer.named_parameters():
@@ -192,7 +190,9 @@ def test_a_network_trains_as_one_on_the_whole_batch(shares: list[int]) -> None:
                 p.grad.copy_(whole)
         for optimizer in optimizers:
             optimizer.step()
-    for mine, theirs in zip(ranks[-1].state_dict().values(), one.state_dict().values(), strict=True):
+    for mine, theirs in zip(
+        ranks[-1].state_dict().values(), one.state_dict().values(), strict=True
+    ):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
@@ -221,7 +221,9 @@ def test_shared_layers_parameters_and_hooks_stay() -> None:
 
 def test_outside_of_lockstep_it_refuses() -> None:
     layers = replicas(nn.BatchNorm1d(3), 2)
-    with pytest.raises(RuntimeError, match=r"over 2 ranks was called outside of lockstep.*lockstep"):
+    with pytest.raises(
+        RuntimeError, match=r"over 2 ranks was called outside of lockstep.*lockstep"
+    ):
         layers[0](torch.randn(4, 3))
     with pytest.raises(RuntimeError, match="in a lockstep of 1"):
         together(layers[:1], [torch.randn(4, 3)])
@@ -238,7 +240,7 @@ def test_less_than_two_values_are_refused(shares: list[int]) -> None:
 
 def test_the_wrong_number_of_dimensions_is_refused() -> None:
     for layer, X in ((nn.BatchNorm2d(3), torch.randn(4, 3)), (nn.BatchNorm1d(3), torch.randn(3))):
-        with pytest.raises(ValueError, match="expected .*D input"):
+        with pytest.raises(ValueError, match=r"expected .*D input"):
             together(replicas(layer, 2), [X, X])
 
 

@@ -238,11 +238,9 @@ def _op(op: Op, allowed: tuple[str, ...], call: str) -> str:
     """Return the name of an operation that has a gradient here."""
     name = op if isinstance(op, str) else str(op).rpartition(".")[2].lower()
     if name not in allowed:
-        why = ""
-        if name in _ALL:
-            why = ": take all_reduce, which has it, and a chunk of its result"
+        hint = f"; all_reduce has {name!r}, take a part of its result" if name in _ALL else ""
         raise ValueError(
-            f"{call}: op {op!r} has no gradient here; allowed are {', '.join(allowed)}{why}"
+            f"{call}: op {op!r} has no gradient here; allowed are {', '.join(allowed)}{hint}"
         )
     return name
 
