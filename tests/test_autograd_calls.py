@@ -24,14 +24,15 @@ def test_missing_gradients_are_zeros_and_unneeded_ones_are_not_made(name: str, w
     tensors = leaves(shapes)
     outputs = call(*tensors)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    seeds = [torch.randn_like(o) if i % 2 else torch.zeros_like(o) for i, o in enumerate(outputs)]
+    given = [i % 2 == 1 or len(outputs) == 1 for i in range(len(outputs))]
+    seeds = [torch.randn_like(o) * g for o, g in zip(outputs, given, strict=True)]
     wanted = torch.autograd.grad(outputs, tensors, seeds, allow_unused=True)
     for chosen in range(len(tensors)):
         some = [t.detach().requires_grad_(i >= chosen) for i, t in enumerate(tensors)]
         again = call(*some)
         again = again if isinstance(again, tuple) else (again,)
-        used = [(o, s) for i, (o, s) in enumerate(zip(again, seeds, strict=True)) if i % 2]
-        used = [(o, s) for o, s in used if o.requires_grad]
+        triples = zip(again, seeds, given, strict=True)
+        used = [(o, s) for o, s, g in triples if g and o.requires_grad]
         if used:
             torch.autograd.backward(*zip(*used, strict=True))
         for i, t in enumerate(some):
@@ -127,6 +128,11 @@ def test_lazy_conjugates_go_in() -> None:
     y = autograd.all_reduce([x[0].conj(), x[1]])
     torch.testing.assert_close(y[0], x[0].conj() + x[1])
     assert gradcheck(lambda a, b: _tuple("all_gather", a.conj(), b.conj().imag + 0j), x)
+
+
+def test_gradients_that_torch_only_knows_to_be_zero() -> None:
+    zeros = torch._efficientzerotensor((2,))
+    assert autograd.all_reduce([zeros, torch.ones(2)])[0].tolist() == [1, 1]
 
 
 def test_function_transforms() -> None:

@@ -1,4 +1,4 @@
-"""Ranks in lockstep: one at a time, in order, the same each time; nobody hangs, whatever happens."""
+"""Ranks in lockstep: one at a time, in order, the same each time; and nobody ever hangs."""
 
 from __future__ import annotations
 
