@@ -283,3 +283,26 @@ def test_options_out_of_range() -> None:
         StepOptions(microbatch=0)
     with pytest.raises(ValueError, match="a bucket must have at least 1 byte, not 0"):
         StepOptions(bucket_bytes=0)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("shares", [None, [7, 0, 2]])
+def test_batch_statistics_over_all_ranks_are_those_of_the_whole_batch(
+    overlap: bool, shares: list[int] | None
+) -> None:
+    def module() -> nn.Module:
+        torch.manual_seed(0)
+        layers = [nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, CLASSES)]
+        return nn.Sequential(*layers).double()
+
+    whole = replicas_of(module(), 1)
+    replicas = replicas_of(module(), 3, sync_batchnorm=True, overlap=overlap, bucket_bytes=1)
+    for X, y in batches([9, 9, 9]):
+        whole.step(X.double(), y)
+        losses = replicas.step(X.double(), y, shares=shares)
+    assert len(losses) == 3
+    for mine in replicas.modules:
+        assert same_bits(mine, replicas.modules[0])
+        for name, value in whole.modules[0].state_dict().items():
+            torch.testing.assert_close(mine.state_dict()[name], value, rtol=0, atol=1e-10)
+    assert 0 <= replicas.evaluate(((X.double(), y) for X, y in batches([4]))) <= 1

@@ -10,6 +10,7 @@ from .auto_shares import AutoShares
 from .compare import Comparison, compare
 from .data import Data, Defaults, digits, load
 from .fashion import DataError, Unavailable
+from .lockstep import lockstep, meet, ranks_in_lockstep
 from .losses import summed_cross_entropy
 from .models import MODELS, LeNet, init_lenet, lenet, resnet18
 from .reduce import REDUCTIONS, allreduce, collective, naive
@@ -21,6 +22,7 @@ from .shares import split_batch
 from .step import evaluate, get_params, replicate, sgd, train_batch
 from .step_clock import StepSeconds
 from .step_options import StepOptions
+from .sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from .trainer import History, train
 
 __all__ = [
@@ -39,17 +41,22 @@ __all__ = [
     "Settings",
     "StepOptions",
     "StepSeconds",
+    "SyncBatchNorm",
     "Unavailable",
     "allreduce",
     "collective",
     "compare",
+    "convert_sync_batchnorm",
     "digits",
     "evaluate",
     "get_params",
     "init_lenet",
     "lenet",
     "load",
+    "lockstep",
+    "meet",
     "naive",
+    "ranks_in_lockstep",
     "replicate",
     "replicate_module",
     "resnet18",

@@ -22,6 +22,7 @@ from .replication import replicate_module
 from .shares import scatter
 from .step_clock import StepClock, StepSeconds
 from .step_options import StepOptions
+from .sync_batchnorm import convert_sync_batchnorm
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -57,13 +58,17 @@ class Replicas:
         if not any(param.requires_grad for param in module.parameters()):
             raise ValueError("the module has no parameter that requires grad: nothing to train")
         self.devices = list(devices)
+        self.options = options or StepOptions()
         self.modules = replicate_module(module, self.devices)
+        if self.options.sync_batchnorm:
+            self.modules = convert_sync_batchnorm(self.modules)
         self.parameters = [list(mine.parameters()) for mine in self.modules]
         self.optimizers = [optimizer(list(mine)) for mine in self.parameters]
         self.loss, self.reduction = loss, reduction
-        self.options = options or StepOptions()
         self._clock = StepClock(self.devices, self.options.exact_seconds)
-        self._passes = Passes(self.modules, self.devices, loss, self._clock)
+        self._passes = Passes(
+            self.modules, self.devices, loss, self._clock, meeting=self.options.sync_batchnorm
+        )
         self._buckets = self._make_buckets()
 
     @property
