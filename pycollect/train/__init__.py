@@ -10,9 +10,11 @@ from .auto_shares import AutoShares
 from .compare import Comparison, compare
 from .data import Data, Defaults, digits, load
 from .fashion import DataError, Unavailable
+from .graph import GraphedStep
 from .lockstep import lockstep, meet, ranks_in_lockstep
 from .losses import summed_cross_entropy
 from .models import MODELS, LeNet, init_lenet, lenet, resnet18
+from .optimizers import linear_lr, sgd_optimizer
 from .reduce import REDUCTIONS, allreduce, collective, naive
 from .replicas import Replicas
 from .replication import replicate_module
@@ -34,6 +36,7 @@ __all__ = [
     "DataError",
     "Defaults",
     "Epoch",
+    "GraphedStep",
     "History",
     "LeNet",
     "Replicas",
@@ -52,6 +55,7 @@ __all__ = [
     "get_params",
     "init_lenet",
     "lenet",
+    "linear_lr",
     "load",
     "lockstep",
     "meet",
@@ -61,6 +65,7 @@ __all__ = [
     "replicate_module",
     "resnet18",
     "sgd",
+    "sgd_optimizer",
     "split_batch",
     "summed_cross_entropy",
     "train",
