@@ -75,7 +75,7 @@ class Bench:
 
     def graphed(self, replicas: Parameters) -> Step:
         """Return the replay of a captured step, the batch's copy into its place included."""
-        step = GraphedStep(self.X, self.y, replicas, _LR, model=lenet)
+        step = GraphedStep.from_scratch(self.X, self.y, replicas, _LR, model=lenet)
         return partial(step, self.X, self.y)
 
     def ways(self) -> dict[str, Callable[[Parameters], Step]]:

@@ -10,10 +10,13 @@ from .auto_shares import AutoShares
 from .checkpoint import CheckpointError
 from .compare import Comparison, compare
 from .data import Data, DataError, Defaults, ImageFolder, Unavailable, digits, image_folder, load
+from .graph import GraphedStep
 from .history import Epoch, Step
 from .loader import Batch, Loader, Loading
+from .lockstep import lockstep, meet, ranks_in_lockstep
 from .losses import summed_cross_entropy
 from .models import MODELS, LeNet, init_lenet, lenet, resnet18
+from .optimizers import linear_lr, sgd_optimizer
 from .reduce import REDUCTIONS, allreduce, collective, naive
 from .replicas import Replicas
 from .replication import replicate_module
@@ -23,6 +26,7 @@ from .shares import split_batch
 from .step import evaluate, get_params, replicate, sgd, train_batch
 from .step_clock import StepSeconds
 from .step_options import StepOptions
+from .sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from .trainer import History, train
 
 __all__ = [
@@ -36,6 +40,7 @@ __all__ = [
     "DataError",
     "Defaults",
     "Epoch",
+    "GraphedStep",
     "History",
     "ImageFolder",
     "LeNet",
@@ -47,22 +52,29 @@ __all__ = [
     "Step",
     "StepOptions",
     "StepSeconds",
+    "SyncBatchNorm",
     "Unavailable",
     "allreduce",
     "collective",
     "compare",
+    "convert_sync_batchnorm",
     "digits",
     "evaluate",
     "get_params",
     "image_folder",
     "init_lenet",
     "lenet",
+    "linear_lr",
     "load",
+    "lockstep",
+    "meet",
     "naive",
+    "ranks_in_lockstep",
     "replicate",
     "replicate_module",
     "resnet18",
     "sgd",
+    "sgd_optimizer",
     "split_batch",
     "summed_cross_entropy",
     "train",

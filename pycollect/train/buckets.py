@@ -59,6 +59,7 @@ class Buckets:
     ) -> None:
         self._parameters, self._reduction = parameters, reduction
         self._buckets = [_Bucket(found) for found in bucket_indices(parameters[0], nbytes)]
+        self._trained = [param.requires_grad for param in parameters[0]]
         self._ranks: frozenset[int] = frozenset()  # whose hooks count
         self._streams: dict[torch.device, Any] = {}
         self._works: list[pc.Work] = []
@@ -71,6 +72,11 @@ class Buckets:
             for rank, params in enumerate(parameters)
             for index in bucket.indices
         ]
+
+    @property
+    def stale(self) -> bool:
+        """Whether parameters have been frozen or thawed since the hooks were made."""
+        return self._trained != [param.requires_grad for param in self._parameters[0]]
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""

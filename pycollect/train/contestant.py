@@ -1,7 +1,7 @@
 """One run in progress: who trains, what was measured, and everything that a checkpoint keeps."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ class Contestant:
     steps: list[Step] = field(default_factory=list)
     epochs: list[Epoch] = field(default_factory=list)
     first_batch: float | None = None  # seconds from the start to the end of the first step
-    _unread: list[tuple[Step, list[Tensor]]] = field(default_factory=list)
+    _unread: list[tuple[Step, Sequence[Tensor]]] = field(default_factory=list)
 
     def step(self, batch: Batch, epoch: int, number: int) -> None:
         """Train on one batch and take the times."""

@@ -22,7 +22,8 @@ from .models.lenet import SIZE
 from .one_rank import check as check_processes
 from .portions import check_strict
 from .running import Running
-from .settings import Settings
+from .settings import Settings, device_list
+from .step_options import StepOptions
 
 TITLES = {"lenet": "LeNet", "resnet18": "ResNet-18"}
 # What a run may be continued with in another form; of the devices only the kinds matter.
@@ -44,6 +45,8 @@ class Job:
     def __post_init__(self) -> None:
         if self.backend is not None:
             check_processes(self.settings)
+        if self.running.graph:
+            self._check_graph()
         if isinstance(self.module, LeNet) and self.data.image_shape[-2:] != (SIZE, SIZE):
             height, width = self.data.image_shape[-2:]
             raise ValueError(
@@ -55,6 +58,18 @@ class Job:
         if self.settings.strict:
             for size in sorted(sizes):
                 check_strict(size, len(self.settings.devices), self.settings.microbatch)
+
+    def _check_graph(self) -> None:
+        devices = self.settings.devices
+        if len(set(devices)) > 1 or devices[0].type != "cuda":
+            raise ValueError(
+                f"a step is captured in a CUDA graph on one GPU, not on {device_list(devices)}; "
+                "'cuda:0*2' puts two ranks on one"
+            )
+        if self.settings.weights == "auto" or self.settings.sync_batchnorm:
+            raise ValueError("measured shares and synchronised batch statistics need no --graph")
+        if self.running.exact_times or self.backend is not None:
+            raise ValueError("a captured step has no parts to time, and is of one process")
 
     @cached_property
     def loading(self) -> Loading:
@@ -106,6 +121,16 @@ class Job:
                 "python": platform.python_version(),
             },
         }
+
+    def options(self, *, overlap: bool, exact_seconds: bool) -> StepOptions:
+        """Give the options of a training step in one process."""
+        return StepOptions(
+            microbatch=self.settings.microbatch,
+            overlap=overlap,
+            sync_batchnorm=self.settings.sync_batchnorm,
+            strict=self.settings.strict,
+            exact_seconds=exact_seconds,
+        )
 
     @contextmanager
     def generators(self) -> Iterator[None]:

@@ -1,8 +1,9 @@
 """All ranks in this process: what the training loop needs of `Replicas`, shares included."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +12,16 @@ from .auto_shares import AutoShares
 from .checkpoint import generators, set_generators
 from .data import Examples
 from .loader import Batch, Loader, Loading
+from .optimizers import MakeOptimizer, sgd_optimizer
 from .portions import shares_of
 from .reduce import Reduction
 from .replicas import Replicas
 from .settings import Settings
 from .step_clock import StepSeconds
 from .step_options import StepOptions
+
+# What captures the step of replicas for batches of one shape, see `GraphedStep.of`.
+Capture: TypeAlias = Callable[..., Callable[[Tensor, Tensor], Sequence[Tensor]]]
 
 
 class Trainee(Protocol):
@@ -45,7 +50,7 @@ class Trainee(Protocol):
     def loader(self, examples: Examples, loading: Loading) -> Loader:
         """Give the loader of what this process's ranks need of every batch."""
 
-    def step(self, batch: Batch) -> list[Tensor]:
+    def step(self, batch: Batch) -> Sequence[Tensor]:
         """Train on one batch; give the summed losses of this process's ranks."""
 
     def covered(self) -> int:
@@ -64,14 +69,9 @@ class Trainee(Protocol):
         """Go on from such a state."""
 
 
-def sgd(settings: Settings) -> partial[torch.optim.SGD]:
+def optimizer_of(settings: Settings) -> MakeOptimizer:
     """Give what makes the optimizer of a list of parameters."""
-    return partial(
-        torch.optim.SGD,
-        lr=settings.lr,
-        momentum=settings.momentum,
-        weight_decay=settings.weight_decay,
-    )
+    return sgd_optimizer(settings.lr, settings.momentum, settings.weight_decay)
 
 
 class OneProcess:
@@ -85,55 +85,63 @@ class OneProcess:
         settings: Settings,
         *,
         reduction: Reduction,
-        overlap: bool = True,
-        exact_seconds: bool = False,
+        options: StepOptions,
+        capture: Capture | None = None,
     ) -> None:
-        options = StepOptions(
-            microbatch=settings.microbatch,
-            overlap=overlap,
-            sync_batchnorm=settings.sync_batchnorm,
-            strict=settings.strict,
-            exact_seconds=exact_seconds,
-        )
         self.devices = settings.devices
         self.replicas = Replicas(
             module,
             settings.devices,
-            optimizer=sgd(settings),
+            optimizer=optimizer_of(settings),
             reduction=reduction,
             options=options,
         )
+        self.seconds = StepSeconds()
         self.shares: tuple[int, ...] = ()
         world, weights = len(settings.devices), settings.weights
         self.auto = AutoShares(world) if weights == "auto" else None
         self._weights = [1.0] * world if weights is None or weights == "auto" else weights
+        self._capture = capture
+        self._captured: dict[int, Callable[[Tensor, Tensor], Sequence[Tensor]]] = {}
 
     @property
     def modules(self) -> Sequence[nn.Module]:
         """The replicas, in rank order."""
         return self.replicas.modules
 
-    @property
-    def seconds(self) -> StepSeconds:
-        """What the parts of the last step took."""
-        return self.replicas.seconds
-
     def loader(self, examples: Examples, loading: Loading) -> Loader:
-        """Give the loader of whole batches; shards go ahead to GPUs unless they are measured."""
-        shares = None if self.auto else partial(shares_of, weights=self._weights)
+        """Give the loader of whole batches; shards go ahead to GPUs if they can."""
+        unknown = self.auto is not None or self._capture is not None
+        shares = None if unknown else partial(shares_of, weights=self._weights)
         return Loader(examples, loading, devices=self.devices, shares=shares)
 
-    def step(self, batch: Batch) -> list[Tensor]:
+    def step(self, batch: Batch) -> Sequence[Tensor]:
         """Train on one batch; give each rank's summed loss."""
         if batch.shards is not None:
             self.shares = tuple(map(len, batch.shards[1]))
-            return self.replicas.step_on_shards(*batch.shards)
-        n = len(batch.y)
-        self.shares = tuple(self.auto.shares(n) if self.auto else shares_of(n, self._weights))
-        losses = self.replicas.step(batch.X, batch.y, shares=self.shares)
-        if self.auto:
-            self.auto.observe(self.replicas.rank_seconds())
+            losses: Sequence[Tensor] = self.replicas.step_on_shards(*batch.shards)
+        else:
+            n = len(batch.y)
+            self.shares = tuple(self.auto.shares(n) if self.auto else shares_of(n, self._weights))
+            if self._capture is not None:
+                return self._replay(batch)
+            losses = self.replicas.step(batch.X, batch.y, shares=self.shares)
+            if self.auto:
+                self.auto.observe(self.replicas.rank_seconds())
+        self.seconds = self.replicas.seconds
         return losses
+
+    def _replay(self, batch: Batch) -> list[Tensor]:
+        """Do the step by its CUDA graph, one for every size of batch, which is captured first."""
+        assert self._capture is not None
+        n = len(batch.y)
+        begin = time.perf_counter()
+        if n not in self._captured:
+            self._captured[n] = self._capture(batch.X, batch.y, self.replicas, shares=self.shares)
+        losses = self._captured[n](batch.X, batch.y)
+        # A graph is one thing: what its parts take cannot be told.
+        self.seconds = StepSeconds(compute=time.perf_counter() - begin)
+        return [loss.clone() for loss in losses]  # the next step overwrites them
 
     def covered(self) -> int:
         """Give the number of examples of the last step."""

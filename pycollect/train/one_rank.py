@@ -21,7 +21,7 @@ from .checkpoint import generators, set_generators
 from .data import Examples
 from .loader import Batch, Loader, Loading
 from .losses import summed_cross_entropy
-from .one_process import sgd
+from .one_process import optimizer_of
 from .portions import check_strict, microbatches, shares_of
 from .settings import Settings
 from .step_clock import StepClock, StepSeconds
@@ -60,7 +60,7 @@ class OneRank:
             convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
             module = convert(module)
         self.modules = [module.to(self.device)]
-        self.optimizer = sgd(settings)(list(self._own.parameters()))
+        self.optimizer = optimizer_of(settings)(list(self._own.parameters()))
         self._ddp = DistributedDataParallel(
             _SummedLoss(self._own),
             device_ids=[self.device] if self.device.type == "cuda" else None,

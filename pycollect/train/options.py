@@ -34,8 +34,9 @@ def parser() -> argparse.ArgumentParser:
     _add_ranks(p.add_argument_group("ranks"))
     _add_data(p.add_argument_group("model and data"))
     _add_hyperparameters(p.add_argument_group("training"))
-    _add_files(p.add_argument_group("files"))
-    _add_reduction(p)
+    _add_output(p.add_argument_group("output"))
+    _add_reduction(p.add_argument_group("reduction"))
+    _add_speed(p.add_argument_group("speed"))
     return p
 
 
@@ -102,13 +103,6 @@ def _add_data(p: argparse._ArgumentGroup) -> None:
         metavar="PIXELS",
         help=f"height and width that a folder's images are brought to (default: {IMAGE_SIZE})",
     )
-    p.add_argument(
-        "--prefetch",
-        type=int,
-        metavar="N",
-        help="batches to prepare ahead, 0 for none; the result is the same (default: "
-        f"{PREFETCH} where files are decoded or a GPU takes part, else 0)",
-    )
     _switch(p, "--shuffle", "shuffle the examples by seed and epoch (default: yes)")
     _switch(p, "--drop-last", "leave out the last batch of an epoch if it is smaller")
 
@@ -148,7 +142,7 @@ def _add_hyperparameters(p: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_files(p: argparse._ArgumentGroup) -> None:
+def _add_output(p: argparse._ArgumentGroup) -> None:
     files = (
         ("--checkpoint", "write everything to FILE after every epoch and at Ctrl-C"),
         ("--resume", "continue the run of a checkpoint; what is not chosen is as it was there"),
@@ -157,38 +151,21 @@ def _add_files(p: argparse._ArgumentGroup) -> None:
     )
     for flag, meaning in files:
         p.add_argument(flag, type=Path, metavar="FILE", help=meaning)
-    p.add_argument(
-        "--exact-times",
-        action="store_true",
-        help="wait for the GPUs wherever time is taken, so that the parts of a step are true",
-    )
 
 
-def _add_reduction(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "--backend",
-        metavar="NAME",
-        help="pycollect, gloo or nccl: one process per rank, which torchrun has started, with "
-        "torch's DistributedDataParallel",
-    )
-    p.add_argument(
-        "--ddp-backend",
-        default="gloo",
-        metavar="NAME",
-        help="what the ddp of --compare runs over (default: gloo)",
-    )
-    p.add_argument(
-        "--overlap",
-        action=argparse.BooleanOptionalAction,
-        help="reduce the gradients of the last layers while the backward pass is still at the "
-        "first; the bits are the same (default: yes, but not for --compare)",
-    )
+def _add_reduction(p: argparse._ArgumentGroup) -> None:
     how = p.add_mutually_exclusive_group()
     how.add_argument(
         "--reduce",
         choices=tuple(REDUCTIONS),
         default="pycollect",
         help="naive: the book's loop over the tensors (default: pycollect)",
+    )
+    how.add_argument(
+        "--backend",
+        metavar="NAME",
+        help="pycollect, gloo or nccl: one process per rank, which torchrun has started, with "
+        "torch's DistributedDataParallel",
     )
     how.add_argument(
         "--compare",
@@ -200,11 +177,38 @@ def _add_reduction(p: argparse.ArgumentParser) -> None:
         "taking turns at every step, and print the ratios of the median reduction time and of the "
         f"median epoch time (alone: {','.join(PAIR)})",
     )
+    p.add_argument(
+        "--ddp-backend",
+        default="gloo",
+        metavar="NAME",
+        help="what the ddp of --compare runs over (default: gloo)",
+    )
 
 
-def _switch(p: argparse._ArgumentGroup, flag: str, meaning: str) -> None:
-    """Add a flag and its opposite, so that a run that is continued can be told either."""
-    p.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=meaning)
+def _add_speed(p: argparse._ArgumentGroup) -> None:
+    p.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        help="reduce the gradients of the last layers while the backward pass is still at the "
+        "first; the bits are the same (default: yes, but not for --compare)",
+    )
+    p.add_argument(
+        "--prefetch",
+        type=int,
+        metavar="N",
+        help="batches to prepare ahead, 0 for none; the bits are the same (default: "
+        f"{PREFETCH} where files are decoded or a GPU takes part, else 0)",
+    )
+    p.add_argument(
+        "--graph",
+        action="store_true",
+        help="capture the whole step in a CUDA graph, with all ranks on one GPU",
+    )
+    p.add_argument(
+        "--exact-times",
+        action="store_true",
+        help="wait for the GPUs wherever time is taken, so that the parts of a step are true",
+    )
 
 
 def _names(text: str) -> tuple[str, ...]:

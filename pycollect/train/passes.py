@@ -7,11 +7,13 @@ ranks demand.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from .buckets import Buckets
+from .lockstep import lockstep
 from .losses import Loss, check_scalar
 from .step_clock import StepClock
 
@@ -25,28 +27,40 @@ class Passes:
         devices: Sequence[torch.device],
         loss: Loss,
         clock: StepClock,
+        meeting: bool = False,
     ) -> None:
         self._modules, self._devices, self._loss, self._clock = modules, devices, loss, clock
+        self._meeting = meeting  # do modules meet those of the other ranks on the way?
+        # Several GPUs have a thread each for one backward pass, and wait for each other in many.
+        self.joint = meeting or len({d for d in devices if d.type == "cuda"}) > 1
         # The calls of a GPU return at once, and those of the CPU do not: GPUs work meanwhile.
         self._order = sorted(range(len(devices)), key=lambda rank: devices[rank].type == "cpu")
 
-    def in_turn(
-        self, X: Sequence[Tensor], y: Sequence[Tensor], buckets: Buckets | None
+    def run(
+        self, X: Sequence[Tensor], y: Sequence[Tensor], buckets: Buckets | None = None
     ) -> dict[int, Tensor]:
-        """Add the gradients of all ranks that have examples; give their summed losses.
+        """Add the gradients of all ranks; give the summed losses of those that took part.
 
-        With `buckets` the gradients are complete afterwards, and are reduced beside the last pass.
+        `buckets` come with the last microbatch of a step: they reduce beside its last pass.
         """
-        busy = [rank for rank in self._order if len(X[rank])]
-        losses = {}
-        for rank in busy:
-            last = buckets is not None and rank == busy[-1]
-            with self._clock.ranks([rank]):
-                loss = self._forward(rank, X[rank], y[rank])
-                with buckets.during([rank]) if buckets and last else nullcontext():
-                    loss.backward()  # type: ignore[no-untyped-call]
-            losses[rank] = loss.detach()
+        losses: dict[int, Tensor] = {}
+        groups = self._groups(X)
+        for group in groups:
+            with self._clock.ranks(group):
+                runs = [partial(self._forward, rank, X[rank], y[rank]) for rank in group]
+                found = lockstep(runs) if self._meeting else [run() for run in runs]
+                last = buckets.during(group) if buckets and group is groups[-1] else nullcontext()
+                with last:
+                    torch.autograd.backward(found)
+            losses |= {rank: loss.detach() for rank, loss in zip(group, found, strict=True)}
         return losses
+
+    def _groups(self, X: Sequence[Tensor]) -> list[list[int]]:
+        """Give the ranks that go forward and backward together, one group after the other."""
+        if self._meeting:  # without examples too: the others wait for it
+            return [list(range(len(X)))]
+        busy = [rank for rank in self._order if len(X[rank])]
+        return [busy] if self.joint else [[rank] for rank in busy]
 
     def _forward(self, rank: int, X: Tensor, y: Tensor) -> Tensor:
         """Give the summed loss of one rank's examples."""

@@ -6,8 +6,8 @@ without examples counts as zeros. Ranks on the CPU run one after the other, each
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from .buckets import Buckets
 from .evaluation import accuracy
 from .losses import Loss, check_reduction, summed_cross_entropy
+from .optimizers import MakeOptimizer
 from .passes import Passes
 from .portions import microbatches, shares_of
 from .reduce import Reduction, collective, matching_gradients
 from .replication import replicate_module
 from .shares import scatter
-from .step_clock import StepClock, StepSeconds
+from .step_clock import StepClock, StepSeconds, is_captured
 from .step_options import StepOptions
-
-MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+from .sync_batchnorm import convert_sync_batchnorm
 
 
 class Replicas:
@@ -35,10 +35,9 @@ class Replicas:
     Raises ValueError for a module without parameters to train and for a loss that says it is a
     mean.
 
-    >>> from functools import partial
-    >>> from pycollect.train import LeNet
+    >>> from pycollect.train import LeNet, sgd_optimizer
     >>> cpu = torch.device("cpu")
-    >>> replicas = Replicas(LeNet(), [cpu, cpu], optimizer=partial(torch.optim.SGD, lr=0.1))
+    >>> replicas = Replicas(LeNet(), [cpu, cpu], optimizer=sgd_optimizer(0.1))
     >>> len(replicas.step(torch.rand(3, 1, 28, 28), torch.tensor([1, 2, 3])))
     2
     """
@@ -57,13 +56,17 @@ class Replicas:
         if not any(param.requires_grad for param in module.parameters()):
             raise ValueError("the module has no parameter that requires grad: nothing to train")
         self.devices = list(devices)
+        self.options = options or StepOptions()
         self.modules = replicate_module(module, self.devices)
+        if self.options.sync_batchnorm:
+            self.modules = convert_sync_batchnorm(self.modules)
         self.parameters = [list(mine.parameters()) for mine in self.modules]
         self.optimizers = [optimizer(list(mine)) for mine in self.parameters]
         self.loss, self.reduction = loss, reduction
-        self.options = options or StepOptions()
         self._clock = StepClock(self.devices, self.options.exact_seconds)
-        self._passes = Passes(self.modules, self.devices, loss, self._clock)
+        self._passes = Passes(
+            self.modules, self.devices, loss, self._clock, meeting=self.options.sync_batchnorm
+        )
         self._buckets = self._make_buckets()
 
     @property
@@ -151,17 +154,19 @@ class Replicas:
 
     def _train(self, X: Sequence[Tensor], y: Sequence[Tensor]) -> list[Tensor]:
         """Do the step on the shards."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        for params in self.parameters:
+            for param in params:
+                param.grad = None  # not zeros: the first gradient is then taken as it is
+        early = self._current_buckets()
         losses: dict[int, Tensor] = {}
         parts = list(self._microbatches(X, y))
         for i, (X_parts, y_parts) in enumerate(parts, 1):
-            buckets = self._buckets if i == len(parts) else None
-            for rank, loss in self._passes.in_turn(X_parts, y_parts, buckets).items():
+            buckets = early if i == len(parts) else None
+            for rank, loss in self._passes.run(X_parts, y_parts, buckets).items():
                 losses[rank] = losses[rank] + loss if rank in losses else loss
         self._clock.end_of("compute")
         gradients = matching_gradients(self.parameters)
-        if self._buckets is None:
+        if early is None:
             with torch.no_grad():
                 self.reduction(gradients)
         self._clock.end_of("reduction")
@@ -188,6 +193,14 @@ class Replicas:
         )
         for i in range(len(sizes)):
             yield [parts[i] for parts in X_cut], [parts[i] for parts in y_cut]
+
+    def _current_buckets(self) -> Buckets | None:
+        """Give what reduces beside the backward pass of the next step, if anything does."""
+        if self._buckets is not None and self._buckets.stale:
+            self._buckets.remove()
+            self._buckets = self._make_buckets()
+        # In a graph nothing is launched late, and side streams would only be more of it.
+        return None if is_captured(self.devices[0]) else self._buckets
 
     def _make_buckets(self) -> Buckets | None:
         """Give what reduces beside the backward pass, if that is wanted."""

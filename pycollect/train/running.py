@@ -19,11 +19,11 @@ PREFETCH = 2
 class Running:
     """What leaves the result as it is; ValueError for a value out of range.
 
-    `overlap` reduces gradients while the backward pass runs; a comparison, which measures the
-    reduction, does so only if it is asked to. `prefetch` is the number of batches prepared ahead;
-    by default 2 where files are decoded or a GPU takes part, and otherwise 0. `checkpoint` is
-    written after every epoch, and at Ctrl-C after the step that is under way; `resume` names one
-    to continue.
+    `graph` replays the step as a CUDA graph, on one GPU. `overlap` reduces gradients while the
+    backward pass runs; a comparison, which measures the reduction, does so only if it is asked to.
+    `prefetch` is the number of batches prepared ahead; by default 2 where files are decoded or a
+    GPU takes part, and otherwise 0. `checkpoint` is written after every epoch, and at Ctrl-C after
+    the step that is under way; `resume` names one to continue.
 
     >>> Running(prefetch=-1)
     Traceback (most recent call last):
@@ -34,6 +34,7 @@ class Running:
     overlap: bool | None = None
     prefetch: int | None = None
     exact_times: bool = False
+    graph: bool = False
     checkpoint: Path | str | None = None
     resume: Path | str | None = None
     log: Path | str | None = None

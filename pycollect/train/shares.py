@@ -34,12 +34,17 @@ def split_batch(
     """
     if strict:
         check_strict(len(X), len(devices))
+    world = len(devices)
     if weights is None:
-        shares = shares_of(len(X), [1] * len(devices))
+        shares = shares_of(len(X), [1] * world)
     elif isinstance(weights, AutoShares):
+        if weights.world != world:
+            raise ValueError(f"shares for {weights.world} ranks, and there are {world}")
         shares = weights.shares(len(X))
     elif isinstance(weights, str):
         raise ValueError(f"weights {weights!r} says nothing of these ranks: pass an AutoShares")
+    elif len(weights) != world:
+        raise ValueError(f"there must be one weight per rank, not {len(weights)} for {world}")
     else:
         shares = shares_of(len(X), weights)
     return scatter(X, y, devices, shares)

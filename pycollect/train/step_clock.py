@@ -64,7 +64,7 @@ class StepClock:
     @contextmanager
     def ranks(self, ranks: Sequence[int]) -> Iterator[None]:
         """Take the time of what these ranks do together."""
-        timed = [rank for rank in ranks if not _capturing(self._devices[rank])]
+        timed = [rank for rank in ranks if not is_captured(self._devices[rank])]
         starts = [_mark(self._devices[rank]) for rank in timed]
         yield
         for rank, start in zip(timed, starts, strict=True):
@@ -85,8 +85,12 @@ class StepClock:
         ]
 
 
-def _capturing(device: torch.device) -> bool:
-    """Tell whether the device's work goes into a graph, where it takes no time that counts."""
+def is_captured(device: torch.device) -> bool:
+    """Tell whether what is asked of the device now goes into a CUDA graph.
+
+    >>> is_captured(torch.device("cpu"))
+    False
+    """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

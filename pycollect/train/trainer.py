@@ -17,6 +17,7 @@ from pycollect.devices import DeviceSpec
 from . import checkpoint, curves
 from .choice import Source
 from .contestant import Contestant
+from .graph import GraphedStep
 from .history import Epoch, Step
 from .interrupt import Interrupt, Stopped
 from .job import Job, job_of
@@ -161,8 +162,11 @@ def enter(job: Job, name: str, log: Log, *, compared: bool = False) -> Contestan
             job.module,
             job.settings,
             reduction=REDUCTIONS[name],
-            overlap=not compared if running.overlap is None else running.overlap,
-            exact_seconds=exact,
+            options=job.options(
+                overlap=not compared if running.overlap is None else running.overlap,
+                exact_seconds=exact,
+            ),
+            capture=GraphedStep.of if running.graph else None,
         )
     contestant = Contestant(name, trainee, log, started)
     if job.stored is not None:
