@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +40,15 @@ def net(norm: bool) -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 4, 3), *norms, nn.Flatten(), nn.Linear(64, 3))
 
 
-def job(world: int, norm: bool, **options: Any) -> Job:
+def job(world: int, norm: bool, backend: str | None = None, **options: Any) -> Job:
     chosen = {"momentum": 0.9, "weight_decay": 1e-3, "epochs": 2, **options}
-    return job_of(f"cpu*{world}", 8, 0.05, {"model": net(norm), "data": DATA, **chosen})[0]
+    options = {"model": net(norm), "data": DATA, **chosen}
+    return job_of(f"cpu*{world}", 8, 0.05, options, backend)[0]
 
 
 def trained(me: Me, norm: bool, options: dict[str, Any]) -> tuple[list[float], list[float], Any]:
     """The losses, the accuracies, and the parameters of one rank."""
-    mine = replace(job(me.world, norm, **options), backend=me.spec.backend)
-    history = run(mine, Report(quiet=True))
+    history = run(job(me.world, norm, me.spec.backend, **options), Report(quiet=True))
     return history.losses, [e.accuracy for e in history.epochs], history.parameters
 
 
@@ -78,21 +77,21 @@ def assert_alike(world: int, outcome: Any, norm: bool, options: dict[str, Any]) 
     ],
 )
 def test_processes_have_the_bits_of_one(pools: Pools, options: dict[str, Any]) -> None:
-    assert_alike(2, pools.get(2).run(trained, False, options), False, options)
+    assert_alike(2, pools(2).run(trained, False, options), False, options)
 
 
 def test_batch_statistics_are_each_ranks_own(pools: Pools) -> None:
     options = {"drop_last": True}
-    assert_alike(2, pools.get(2).run(trained, True, options), True, options)
+    assert_alike(2, pools(2).run(trained, True, options), True, options)
 
 
 def test_more_ranks_than_examples(pools: Pools) -> None:
     """The last batch of 41 has one example, so that two of three ranks have none."""
-    assert_alike(3, pools.get(3).run(trained, False, {}), False, {})
+    assert_alike(3, pools(3).run(trained, False, {}), False, {})
 
 
 def test_gloo_differs_by_rounding_only(pools: Pools) -> None:
-    outcome = pools.get(2, backend="gloo").run(trained, False, {})
+    outcome = pools(2, backend="gloo").run(trained, False, {})
     losses, _, parameters = alone(2, False, {})
     for theirs in outcome:
         assert theirs[0] == pytest.approx(losses, abs=1e-5)
@@ -104,8 +103,7 @@ def stopped_and_continued(me: Me, folder: str) -> bool:
     """Two epochs, then a third in another run, against three at once; with dropout."""
 
     def once(epochs: int, **options: Any) -> list[Tensor]:
-        made = job(me.world, True, epochs=epochs, drop_last=True, **options)
-        made = replace(made, backend=me.spec.backend)
+        made = job(me.world, True, me.spec.backend, epochs=epochs, drop_last=True, **options)
         made.module.add_module("dropout", nn.Dropout(0.2))
         return run(made, Report(quiet=True)).parameters
 
@@ -113,16 +111,12 @@ def stopped_and_continued(me: Me, folder: str) -> bool:
     whole = once(3)
     once(2, checkpoint=path)
     torch.manual_seed(me.rank)
-    continued = once(3, **continued_from(path, me))
+    continued = once(3, resume=path)
     return all(map(same_bits, whole, continued))
 
 
-def continued_from(path: Path, me: Me) -> dict[str, Any]:
-    return {"resume": path, "backend": me.spec.backend}
-
-
 def test_processes_are_continued_with_the_same_bits(pools: Pools, tmp_path: Path) -> None:
-    assert pools.get(2).run(stopped_and_continued, str(tmp_path)) == [True, True]
+    assert pools(2).run(stopped_and_continued, str(tmp_path)) == [True, True]
     state = checkpoint.load(tmp_path / "run.pt")
     assert len(state["contestant"]["trainee"]["generators"]) == 2
     with pytest.raises(checkpoint.CheckpointError, match="processes over pycollect, not None"):
@@ -135,7 +129,7 @@ def test_what_needs_one_process_is_refused() -> None:
         ({"sync_batchnorm": True}, "need GPUs in torch"),
     ):
         with pytest.raises(ValueError, match=message):
-            replace(job(2, True, **options), backend="gloo")
+            job(2, True, "gloo", **options)
 
 
 def test_every_process_has_a_device() -> None:
@@ -215,7 +209,7 @@ def test_an_error_of_one_rank_comes_out_once(tmp_path: Path) -> None:
             (tmp_path / part / name).mkdir(parents=True)
             Image.new("RGB", (8, 8)).save(tmp_path / part / name / "0.png")
     (tmp_path / "train" / "b" / "0.png").write_bytes(b"")
-    arguments = ["--data", "folder", "--data-dir", str(tmp_path), "--image-size", "8"]
+    arguments = ["--data", "folder", "--data-dir", str(tmp_path), "--image-size", "16"]
     code, out, err = torchrun("--backend", "pycollect", "--no-shuffle", *arguments)
     assert code != 0
     assert out.count("\n") == 1  # the header
@@ -224,7 +218,7 @@ def test_an_error_of_one_rank_comes_out_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_comparison_has_ddp_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_has_ddp_beside(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options = {"data": DATA, "model": net(False), "epochs": 1, "plot": tmp_path / "three.png"}
     names = ("naive", "pycollect", "ddp")
     torch.set_num_threads(2)
@@ -234,6 +228,6 @@ def test_a_comparison_has_ddp_beside(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert ddp.difference(naive) < 1e-5
     assert len(ddp.steps) == len(ours.steps) == 6
     assert (tmp_path / "three.png").stat().st_size > 10_000
-    lines = capsys.readouterr().out.splitlines()
+    lines = capfd.readouterr().out.splitlines()
     assert [line.rpartition("(")[2] for line in lines[1:4]] == ["naive)", "pycollect)", "ddp)"]
     assert [line.split()[0] for line in lines[5:8]] == list(names)

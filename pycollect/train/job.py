@@ -169,6 +169,7 @@ def job_of(
     batch_size: int | None,
     lr: float | None,
     options: Mapping[str, Any],
+    backend: str | None = None,
 ) -> tuple[Job, str]:
     """Prepare the job of a library call, whose options are those of `Choice` and of `Running`.
 
@@ -181,4 +182,4 @@ def job_of(
         there = ", ".join(sorted(known))
         raise TypeError(f"there is no option {unknown[0]!r}; there are {there}")
     parts = [{k: v for k, v in options.items() if (k in running) == of} for of in (False, True)]
-    return prepare(Choice(devices, batch_size, lr, **parts[0]), Running(**parts[1]))
+    return prepare(Choice(devices, batch_size, lr, **parts[0]), Running(**parts[1]), backend)

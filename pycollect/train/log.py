@@ -1,11 +1,11 @@
 """The log of a run as JSON lines: one object a line, its kind under "event".
 
-    start   what was chosen: data, model, devices, batch_size, lr, ... and the versions
-    step    epoch, step, examples, loss, shares, and data_seconds, split_seconds, compute_seconds,
-            reduction_seconds, update_seconds
-    epoch   epoch, seconds, data_seconds, loss, accuracy
-    end     accuracy, seconds_per_epoch, data_seconds_per_epoch, first_batch_seconds
-    stopped why: "interrupted" or the message of an error
+    start    what was chosen: data, model, devices, batch_size, lr, ..., and the versions
+    step     epoch, step, examples, loss, shares (examples of every rank), and data_seconds,
+             split_seconds, compute_seconds, reduction_seconds, update_seconds
+    epoch    epoch, seconds, data_seconds, loss, accuracy
+    end      accuracy, seconds_per_epoch, seconds_per_epoch_with_data, first_batch_seconds
+    stopped  why: "interrupted", or the message of an error
 
 Losses are means per example, times are seconds; a number that is not finite is null.
 """

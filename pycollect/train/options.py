@@ -216,3 +216,8 @@ def _names(text: str) -> tuple[str, ...]:
         return parse_names(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _switch(p: argparse._ArgumentGroup, flag: str, meaning: str) -> None:
+    """Add a flag and its opposite, so that a run that is continued can be told either."""
+    p.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=meaning)

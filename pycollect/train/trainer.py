@@ -186,6 +186,7 @@ def save(job: Job, contestant: Contestant) -> None:
     }
     if contestant.trainee.speaks:
         checkpoint.save(job.running.checkpoint, state)
+    contestant.trainee.total([0.0])  # the others meet the writer here: nobody reads an old one
 
 
 def finish(history: History, job: Job, report: Report, log: Log) -> None:
