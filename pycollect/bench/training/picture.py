@@ -1,0 +1,68 @@
+"""Bars of training steps, a panel per model: what is computed, and on top what is reduced.
+
+Needs matplotlib, which is imported only here and only when a picture is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .contest import ONE, Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Colours that stay apart for the colour-blind (Okabe and Ito).
+_COMPUTE, _REDUCTION, _GREY = "#56b4e9", "#d55e00", "#7f7f7f"
+_INSIDE = 0.015  # of the widest bar, between a bar and its label
+
+
+def _panel(axes: Axes, results: Sequence[Result]) -> None:
+    labels: list[str] = []
+    steps: list[float] = []
+    reductions: list[float] = []
+    for result in results:
+        for name, entry in result.entries.items():
+            if name == ONE and labels:  # measured with every number of ranks, drawn once
+                continue
+            labels.append(name if name == ONE else f"{result.case.world} ranks: {name}")
+            steps.append(entry.step * 1e3)
+            reductions.append(min(entry.reduction, entry.step) * 1e3)
+    places = range(len(labels))
+    computed = [step - part for step, part in zip(steps, reductions, strict=True)]
+    axes.barh(places, computed, color=_COMPUTE, label="forward, backward, update")
+    axes.barh(places, reductions, left=computed, color=_REDUCTION, label="reduction")
+    for place, step, part in zip(places, steps, reductions, strict=True):
+        text = f"{step:.3g} ms, {100 * part / step:.2g} %"
+        axes.text(step + _INSIDE * max(steps), place, text, va="center", fontsize=8)
+    axes.axvline(steps[0], color=_GREY, linewidth=0.8, linestyle=":")
+    axes.set_yticks(places, labels)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.3 * max(steps))
+    axes.set_xlabel("median step (ms), and the part of it that is reduction")
+    axes.set_title(f"{results[0].case.model}, batch {results[0].case.batch}")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def draw(results: Sequence[Result], path: str, caption: str) -> None:
+    """Write the picture to `path` (PNG, SVG or PDF by its ending).
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    from matplotlib.figure import Figure
+
+    by_model: dict[str, list[Result]] = {}
+    for result in results:
+        by_model.setdefault(result.case.model, []).append(result)
+    bars = max(sum(len(r.entries) for r in group) for group in by_model.values())
+    figure = Figure(figsize=(7.0 * len(by_model), 1.6 + 0.34 * bars), layout="constrained")
+    panels = figure.subplots(1, len(by_model), squeeze=False)[0]
+    for axes, group in zip(panels, by_model.values(), strict=True):
+        _panel(axes, group)
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
+    figure.supxlabel(caption, fontsize=8, color=_GREY)
+    figure.savefig(path, dpi=150)
