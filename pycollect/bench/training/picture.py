@@ -19,28 +19,28 @@ _INSIDE = 0.015  # of the widest bar, between a bar and its label
 
 
 def _panel(axes: Axes, results: Sequence[Result]) -> None:
+    # One replica is measured along with every number of ranks, and by itself only repeats that.
+    shown = [result for result in results if result.case.world > 1] or results
     labels: list[str] = []
-    steps: list[float] = []
-    reductions: list[float] = []
-    for result in results:
+    bars: list[tuple[float, float, float]] = []
+    for result in shown:
         for name, entry in result.entries.items():
-            if name == ONE and labels:  # measured with every number of ranks, drawn once
-                continue
             labels.append(name if name == ONE else f"{result.case.world} ranks: {name}")
-            steps.append(entry.step * 1e3)
-            reductions.append(min(entry.reduction, entry.step) * 1e3)
+            part = min(entry.reduction, entry.step)
+            bars.append((entry.step * 1e3, part * 1e3, result.slowdown(name) or 0))
     places = range(len(labels))
-    computed = [step - part for step, part in zip(steps, reductions, strict=True)]
+    steps = [step for step, _, _ in bars]
+    computed = [step - part for step, part, _ in bars]
     axes.barh(places, computed, color=_COMPUTE, label="forward, backward, update")
-    axes.barh(places, reductions, left=computed, color=_REDUCTION, label="reduction")
-    for place, step, part in zip(places, steps, reductions, strict=True):
-        text = f"{step:.3g} ms, {100 * part / step:.2g} %"
+    parts = [part for _, part, _ in bars]
+    axes.barh(places, parts, left=computed, color=_REDUCTION, label="reduction")
+    for place, (step, part, slowdown) in zip(places, bars, strict=True):
+        text = f"{slowdown:.2f}x, reduction {100 * part / step:.2g} %"
         axes.text(step + _INSIDE * max(steps), place, text, va="center", fontsize=8)
-    axes.axvline(steps[0], color=_GREY, linewidth=0.8, linestyle=":")
     axes.set_yticks(places, labels)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.3 * max(steps))
-    axes.set_xlabel("median step (ms), and the part of it that is reduction")
+    axes.set_xlim(0, 1.45 * max(steps))
+    axes.set_xlabel("median step (ms); x: of one replica in the same rounds")
     axes.set_title(f"{results[0].case.model}, batch {results[0].case.batch}")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
