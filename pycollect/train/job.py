@@ -40,6 +40,7 @@ class Job:
     module: nn.Module
     source: Source | Data  # where the data is, for a continuation
     stored: Mapping[str, Any] | None = None  # the checkpoint to continue
+    shares: Mapping[str, Any] | None = None  # measured ones, to be used again
     backend: str | None = None  # of torch.distributed, where every rank is a process
 
     def __post_init__(self) -> None:
@@ -147,7 +148,11 @@ def prepare(choice: Choice, running: Running, backend: str | None = None) -> tup
     Raises ValueError for a bad value, before anything is loaded, DataError if the data cannot be
     had, and CheckpointError if a run cannot be continued as it is asked for.
     """
-    stored = running.load()
+    stored, shares = running.load(), running.load_shares()
+    if shares is not None:
+        if choice.weights not in (None, "auto"):
+            raise ValueError("weights that are given and measured shares are two things: choose")
+        choice = replace(choice, weights="auto")
     # Whether a batch divides is known once the data set has told its size.
     (choice if choice.batch_size else replace(choice, strict=None)).settings(None, stored)
     source = choice.source(stored)
@@ -155,7 +160,9 @@ def prepare(choice: Choice, running: Running, backend: str | None = None) -> tup
     if isinstance(source, Source) and source.name == "auto":
         source = replace(source, name=data.name)
     settings = choice.settings(data, stored)
-    job = Job(data, settings, running, choice.module(data, settings), source, stored, backend)
+    job = Job(
+        data, settings, running, choice.module(data, settings), source, stored, shares, backend
+    )
     found = differences(stored["identity"], job.identity()) if stored else []
     if found:
         raise CheckpointError(

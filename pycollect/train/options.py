@@ -146,6 +146,7 @@ def _add_output(p: argparse._ArgumentGroup) -> None:
     files = (
         ("--checkpoint", "write everything to FILE after every epoch and at Ctrl-C"),
         ("--resume", "continue the run of a checkpoint; what is not chosen is as it was there"),
+        ("--replay-shares", "share out every batch as the run of a checkpoint measured it"),
         ("--log", "write JSON lines: the start, every step, every epoch, the end"),
         ("--plot", "draw loss, accuracy and the time per step (.png, .svg or .pdf)"),
     )

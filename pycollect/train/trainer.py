@@ -168,6 +168,8 @@ def enter(job: Job, name: str, log: Log, *, compared: bool = False) -> Contestan
             ),
             capture=GraphedStep.of if running.graph else None,
         )
+        if job.shares is not None and trainee.auto is not None:
+            trainee.auto.replay(job.shares)
     contestant = Contestant(name, trainee, log, started)
     if job.stored is not None:
         contestant.load_state_dict(job.stored["contestant"])
@@ -220,8 +222,8 @@ def train(
     counts the examples of all ranks together; what is None is the default of model and data set.
     Further options are those of `Choice` (data, model, epochs, seed, momentum, weight_decay,
     weights, microbatch, sync_batchnorm, strict, shuffle, drop_last, scale_batch, scale_lr,
-    data_dir, image_size) and of `Running` (reduce, prefetch, checkpoint, resume, log, plot). The
-    same choice gives the same bits, whatever is running. Raises ValueError for a bad value,
+    data_dir, image_size) and of `Running` (reduce, overlap, prefetch, graph, exact_times,
+    checkpoint, resume, replay_shares, log, plot). The same choice gives the same bits, whatever is running. Raises ValueError for a bad value,
     TypeError for an unknown option, DataError if the data cannot be had, CheckpointError if a
     checkpoint cannot be read, written or continued.
 
