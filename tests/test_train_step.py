@@ -19,7 +19,7 @@ from pycollect.train import (
     split_batch,
     train_batch,
 )
-from pycollect.train.compare import same_bits
+from pycollect.train.entrant import same_bits
 from pycollect.train.reduce import Reduction
 from pycollect.train.step import gradients
 
