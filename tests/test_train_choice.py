@@ -207,6 +207,21 @@ def test_the_header_says_what_is_unusual(capsys: pytest.CaptureFixture[str]) -> 
     assert "weights 3,1, on [cpu, cpu]" in header
 
 
+def test_deterministic_algorithms_are_chosen_for_the_run_only() -> None:
+    seen = []
+
+    class Watching(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            seen.append(torch.are_deterministic_algorithms_enabled())
+            return super().forward(input.flatten(1))
+
+    for deterministic in (True, False):
+        run(model=Watching(25, 3), epochs=1, deterministic=deterministic)
+        assert set(seen) == {deterministic}
+        seen.clear()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 @pytest.mark.parametrize("options", [{"prefetch": 3}, {"overlap": False}, {"reduce": "naive"}])
 def test_what_only_runs_otherwise_leaves_the_bits(options: dict[str, Any]) -> None:
     history, other = run(momentum=0.9), run(momentum=0.9, **options)

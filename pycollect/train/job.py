@@ -1,5 +1,6 @@
 """A run before it begins: data, settings and model are there, and fit together."""
 
+import os
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -46,6 +47,8 @@ class Job:
     def __post_init__(self) -> None:
         if self.backend is not None:
             check_processes(self.settings)
+            if self.running.overlap is not None:
+                raise ValueError("DistributedDataParallel always overlaps: leave the option out")
         if self.running.graph:
             self._check_graph()
         if isinstance(self.module, LeNet) and self.data.image_shape[-2:] != (SIZE, SIZE):
@@ -134,12 +137,20 @@ class Job:
         )
 
     @contextmanager
-    def generators(self) -> Iterator[None]:
-        """Seed torch's generators for what the model draws; the caller's are put back."""
+    def repeatable(self) -> Iterator[None]:
+        """Seed torch's generators, and choose its algorithms; the caller's are put back."""
         gpus = list(dict.fromkeys(d for d in self.settings.devices if d.type == "cuda"))
-        with torch.random.fork_rng(gpus):
-            torch.manual_seed(self.settings.seed)
-            yield
+        before = torch.are_deterministic_algorithms_enabled()
+        if self.running.deterministic:
+            # One of the two that cuBLAS is repeatable with; read when it is first used.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        try:
+            with torch.random.fork_rng(gpus):
+                torch.manual_seed(self.settings.seed)
+                yield
+        finally:
+            torch.use_deterministic_algorithms(before)
 
 
 def prepare(choice: Choice, running: Running, backend: str | None = None) -> tuple[Job, str]:
@@ -160,9 +171,8 @@ def prepare(choice: Choice, running: Running, backend: str | None = None) -> tup
     if isinstance(source, Source) and source.name == "auto":
         source = replace(source, name=data.name)
     settings = choice.settings(data, stored)
-    job = Job(
-        data, settings, running, choice.module(data, settings), source, stored, shares, backend
-    )
+    module = choice.module(data, settings)
+    job = Job(data, settings, running, module, source, stored, shares, backend)
     found = differences(stored["identity"], job.identity()) if stored else []
     if found:
         raise CheckpointError(

@@ -93,15 +93,15 @@ class OneRank:
         future: Any = dist.all_reduce(bucket, async_op=True).get_future()
         return future.then(lambda done: done.value()[0])
 
-    def loader(self, examples: Examples, loading: Loading) -> Loader:
+    def loader(self, examples: Examples, loading: Loading, *, ahead: bool = True) -> Loader:
         """Give the loader of this rank's part of every batch."""
 
         def part(indices: Tensor) -> Tensor:
             shares = shares_of(len(indices), self._weights)
             return torch.split(indices, shares)[self.rank]
 
-        alone = [self.device]
-        return Loader(examples, loading, devices=alone, shares=lambda n: [n], part=part)
+        shares = (lambda n: [n]) if ahead else None
+        return Loader(examples, loading, devices=[self.device], shares=shares, part=part)
 
     def step(self, batch: Batch) -> list[Tensor]:
         """Train on this rank's part of one batch; give its summed loss."""

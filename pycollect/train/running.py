@@ -19,7 +19,8 @@ PREFETCH = 2
 class Running:
     """What leaves the result as it is; ValueError for a value out of range.
 
-    `graph` replays the step as a CUDA graph, on one GPU. `overlap` reduces gradients while the
+    `deterministic` makes torch take only algorithms that give the same bits every time, which on a
+    GPU costs time and on the CPU nothing. `graph` replays the step as a CUDA graph, on one GPU. `overlap` reduces gradients while the
     backward pass runs; a comparison, which measures the reduction, does so only if it is asked to.
     `prefetch` is the number of batches prepared ahead; by default 2 where files are decoded or a
     GPU takes part, and otherwise 0. `checkpoint` is written after every epoch, and at Ctrl-C after
@@ -36,6 +37,7 @@ class Running:
     prefetch: int | None = None
     exact_times: bool = False
     graph: bool = False
+    deterministic: bool = False
     checkpoint: Path | str | None = None
     resume: Path | str | None = None
     replay_shares: Path | str | None = None

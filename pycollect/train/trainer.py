@@ -89,9 +89,8 @@ def fit(
     # Images from files may be large: what fits in training fits here.
     small = _TEST_BATCH if isinstance(job.data.test, tuple) else 0
     test_size = max(small, settings.batch_size)
-    test = trainee.loader(
-        job.data.test, Loading(test_size, shuffle=False, prefetch=job.loading.prefetch)
-    )
+    in_order = Loading(test_size, shuffle=False, prefetch=job.loading.prefetch)
+    test = trainee.loader(job.data.test, in_order, ahead=False)
     first, done = contestants[0].next_step
     for epoch in range(first, settings.epochs + 1):
         images = train.examples(epoch)
@@ -114,7 +113,7 @@ def run(job: Job, report: Report) -> History:
     """Train with one way of reducing, a line per epoch; see `train`."""
     running, settings = job.running, job.settings
     report.line(f"{job.title} on {job.data}: {settings}, reduced by {job.reducer}")
-    with Log(running.log, append=job.stored is not None) as log, job.generators():
+    with Log(running.log, append=job.stored is not None) as log, job.repeatable():
         log.write("start", **job.described())
         contestant = enter(job, running.reduce, log)
         train_epochs(job, contestant, report)
@@ -222,10 +221,10 @@ def train(
     counts the examples of all ranks together; what is None is the default of model and data set.
     Further options are those of `Choice` (data, model, epochs, seed, momentum, weight_decay,
     weights, microbatch, sync_batchnorm, strict, shuffle, drop_last, scale_batch, scale_lr,
-    data_dir, image_size) and of `Running` (reduce, overlap, prefetch, graph, exact_times,
-    checkpoint, resume, replay_shares, log, plot). The same choice gives the same bits, whatever is running. Raises ValueError for a bad value,
-    TypeError for an unknown option, DataError if the data cannot be had, CheckpointError if a
-    checkpoint cannot be read, written or continued.
+    data_dir, image_size) and of `Running` (reduce, overlap, prefetch, graph, deterministic, exact_times,
+    checkpoint, resume, replay_shares, log, plot). The same choice gives the same bits, whatever is
+    running. Raises ValueError for a bad value, TypeError for an unknown option, DataError if the
+    data cannot be had, CheckpointError if a checkpoint cannot be read, written or continued.
 
     >>> train("cpu*2", data="digits", epochs=1, quiet=True).epochs[0].number
     1
