@@ -3,7 +3,7 @@
 import os
 import platform
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -140,17 +140,26 @@ class Job:
     def repeatable(self) -> Iterator[None]:
         """Seed torch's generators, and choose its algorithms; the caller's are put back."""
         gpus = list(dict.fromkeys(d for d in self.settings.devices if d.type == "cuda"))
-        before = torch.are_deterministic_algorithms_enabled()
-        if self.running.deterministic:
-            # One of the two that cuBLAS is repeatable with; read when it is first used.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
-        try:
-            with torch.random.fork_rng(gpus):
-                torch.manual_seed(self.settings.seed)
-                yield
-        finally:
-            torch.use_deterministic_algorithms(before)
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(gpus))
+            if self.running.deterministic:
+                stack.enter_context(_deterministic_algorithms())
+            torch.manual_seed(self.settings.seed)
+            yield
+
+
+@contextmanager
+def _deterministic_algorithms() -> Iterator[None]:
+    """Let torch take only algorithms that give the same bits every time."""
+    # One of the two with which cuBLAS does; it is read when cuBLAS is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 def prepare(choice: Choice, running: Running, backend: str | None = None) -> tuple[Job, str]:

@@ -26,6 +26,9 @@ from .portions import check_strict, microbatches, shares_of
 from .settings import Settings
 from .step_clock import StepClock, StepSeconds
 
+# Odd, so that the seeds of all ranks and of neighbouring runs are apart.
+_SPREAD = 0x9E3779B97F4A7C15
+
 
 class _SummedLoss(nn.Module):
     """The summed loss of a shard; that of no examples is 0, with gradients of 0."""
@@ -68,6 +71,8 @@ class OneRank:
             gradient_as_bucket_view=True,
         )
         self._ddp.register_comm_hook(None, lambda _, bucket: self._reduce(bucket.buffer()))
+        # What a model draws is each rank's own; equal masks of dropout would be half as random.
+        torch.manual_seed((settings.seed + _SPREAD * self.rank) % 2**63)
         self._clock = StepClock([self.device], exact_seconds)
         self._launched = 0.0
         self.shares: tuple[int, ...] = ()

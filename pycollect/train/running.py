@@ -20,12 +20,12 @@ class Running:
     """What leaves the result as it is; ValueError for a value out of range.
 
     `deterministic` makes torch take only algorithms that give the same bits every time, which on a
-    GPU costs time and on the CPU nothing. `graph` replays the step as a CUDA graph, on one GPU. `overlap` reduces gradients while the
-    backward pass runs; a comparison, which measures the reduction, does so only if it is asked to.
-    `prefetch` is the number of batches prepared ahead; by default 2 where files are decoded or a
-    GPU takes part, and otherwise 0. `checkpoint` is written after every epoch, and at Ctrl-C after
-    the step that is under way; `resume` names one to continue,
-    and `replay_shares` one whose measured shares are used again, step for step.
+    GPU costs time and on the CPU nothing. `graph` replays the step as a CUDA graph, on one GPU.
+    `overlap` reduces gradients while the backward pass runs; a comparison, which measures the
+    reduction, does so only if it is asked to. `prefetch` is the number of batches prepared ahead;
+    by default 2 where files are decoded or a GPU takes part, and otherwise 0. `checkpoint` is
+    written after every epoch, and at Ctrl-C after the step that is under way; `resume` names one
+    to continue, and `replay_shares` one whose measured shares are used again, step for step.
 
     >>> Running(prefetch=-1)
     Traceback (most recent call last):

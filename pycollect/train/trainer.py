@@ -203,8 +203,10 @@ def finish(history: History, job: Job, report: Report, log: Log) -> None:
     report.line(history.times)
     report.line(history)
     if job.running.plot is not None:
+        on_gpu = any(device.type == "cuda" for device in job.settings.devices)
+        hint = " (times of the host)" if on_gpu and not job.running.exact_times else ""
         curve = curves.Curve(job.running.reduce, history.epochs, history.steps)
-        curves.plot([curve], job.running.plot, f"{job.title} on {job.data}: {job.settings}")
+        curves.plot([curve], job.running.plot, f"{job.title} on {job.data}: {job.settings}{hint}")
 
 
 def train(
@@ -221,10 +223,11 @@ def train(
     counts the examples of all ranks together; what is None is the default of model and data set.
     Further options are those of `Choice` (data, model, epochs, seed, momentum, weight_decay,
     weights, microbatch, sync_batchnorm, strict, shuffle, drop_last, scale_batch, scale_lr,
-    data_dir, image_size) and of `Running` (reduce, overlap, prefetch, graph, deterministic, exact_times,
-    checkpoint, resume, replay_shares, log, plot). The same choice gives the same bits, whatever is
-    running. Raises ValueError for a bad value, TypeError for an unknown option, DataError if the
-    data cannot be had, CheckpointError if a checkpoint cannot be read, written or continued.
+    data_dir, image_size) and of `Running` (reduce, overlap, prefetch, graph, deterministic,
+    exact_times, checkpoint, resume, replay_shares, log, plot). The same choice gives the same
+    bits, whatever is running. Raises ValueError for a bad value, TypeError for an unknown option,
+    DataError if the data cannot be had, CheckpointError if a checkpoint cannot be read, written or
+    continued.
 
     >>> train("cpu*2", data="digits", epochs=1, quiet=True).epochs[0].number
     1
