@@ -109,7 +109,7 @@ def _loss(axes: Axes, curve: Curve, style: Mapping[str, Any], *, fine: bool) -> 
         axes.plot(*zip(*points, strict=True), **faint, label="per step")
     _epochs(axes, curve, [epoch.loss for epoch in curve.epochs], style, "mean of the epoch")
     if fine and curve.steps:
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="upper right")  # a loss falls from the left
 
 
 def _accuracy(axes: Axes, curve: Curve, style: Mapping[str, Any], *, last: bool) -> None:
@@ -144,7 +144,8 @@ def _bars(axes: Axes, curves: Sequence[Curve]) -> None:
     axes.margins(x=0.14)  # room for the number at the end of the longest bar
     axes.set_xlim(left=0)
     axes.set_yticks(range(len(curves)), [curve.name for curve in curves])
-    axes.set_ylim(len(curves) - 0.4, -0.6)
+    room = max(0.6, (3 - len(curves)) / 2)  # a lone bar is not thicker than one of three
+    axes.set_ylim(len(curves) - 1 + room, -room)
     axes.tick_params(axis="y", length=0)
     axes.grid(True, axis="x", color=_GRID, linewidth=0.7)
     axes.set_axisbelow(True)
