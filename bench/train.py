@@ -36,6 +36,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("-w", "--warmup", type=int, default=1, help="steps before the first timed one (1)")
     add("--seconds", type=float, default=30.0, help="time for a contest, of 7 steps at least (30)")
     add("--no-ddp", action="store_true", help="leave DDP's processes out")
+    add("--no-loading", action="store_true", help="leave out what preparing batches ahead brings")
     add("--targets", action="store_true", help="judge what is promised for two CPU cores")
     add("--json", metavar="FILE", help="everything, with the median of every round")
     add("--plot", metavar="FILE", help="a picture: bars of steps and of what reductions take")
@@ -78,6 +79,24 @@ def lines(result: training.Result) -> list[str]:
     return out + [f"# {name} not run: {why}" for name, why in result.not_run.items()]
 
 
+def loading_lines(result: training.LoadingResult) -> list[str]:
+    """The table of what preparing batches ahead brings."""
+    out = [f"#{'lenet on two ranks':<26} {'p50 (ms)':>9} {'p99 (ms)':>9} {'waited (ms)':>11}"]
+    for name, entry in result.entries.items():
+        p50, p99 = (entry.timing.percentile(p) * 1e3 for p in (50, 99))
+        out.append(f" {name:<26} {p50:>9.1f} {p99:>9.1f} {entry.waited * 1e3:>11.3f}")
+    return out + [f"# {name} not run: {why}" for name, why in result.not_run.items()]
+
+
+def loading_record(result: training.LoadingResult) -> dict[str, Any]:
+    """What the JSON file says of it."""
+    entries = {
+        name: {"step": timing_record(entry.timing), "waited": entry.waited}
+        for name, entry in result.entries.items()
+    }
+    return {"entries": entries, "not_run": result.not_run}
+
+
 def result_record(result: training.Result) -> dict[str, Any]:
     """What the JSON file says of one case."""
     case = result.case
@@ -111,6 +130,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for case in cases(args):
         results.append(training.measure(case, effort, not args.no_ddp))
         print(*lines(results[-1]), sep="\n", flush=True)
+    loading = None
+    if not args.no_loading:
+        ranks = [cases(args)[0].devices[0]] * 2
+        loading = training.measure_loading(ranks, args.batch, effort)
+        print(*loading_lines(loading), sep="\n", flush=True)
     outcomes = training.judge(results) if args.targets else []
     if outcomes:
         print(*table.target_lines(outcomes), sep="\n")
@@ -119,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         record = {"schema": SCHEMA, "environment": about, "noise": noise}
         record["training"] = [result_record(result) for result in results]
+        record["loading"] = loading_record(loading) if loading else None
         record["targets"] = [target_record(outcome) for outcome in outcomes]
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(record, file, indent=1)

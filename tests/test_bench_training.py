@@ -43,13 +43,28 @@ def test_all_ways_take_turns() -> None:
     assert list(training.measure(Case("lenet", 4, (CPU,)), ONCE, ddp=False).entries) == [ONE]
 
 
+def test_batches_are_loaded_with_and_without_preparing_ahead() -> None:
+    result = training.measure_loading([CPU] * 2, 4, ONCE)
+    assert len(result.entries) == 4
+    assert not result.not_run
+    for entry in result.entries.values():
+        assert entry.timing.percentile(50) > entry.waited > 0
+
+
+def test_without_pillow_there_are_no_image_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pycollect.bench.training.loading.find_spec", lambda name: None)
+    result = training.measure_loading([CPU], 2, ONCE)
+    assert len(result.entries) == 2
+    assert result.not_run == {"image files": "Pillow is not installed"}
+
+
 @pytest.mark.slow
 def test_processes_of_ddp_take_their_turns(
     command: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {name: tmp_path / name for name in ("run.json", "run.png")}
     arguments = ["--models", "lenet", "--worlds", "2", "--batch", "6", "-n", "1", "--targets"]
-    arguments += ["--json", str(files["run.json"]), "--plot", str(files["run.png"])]
+    arguments += ["--no-loading", "--json", str(files["run.json"]), "--plot", str(files["run.png"])]
     assert command.main(arguments) in (0, 3)
     out = capsys.readouterr().out
     record = json.loads(files["run.json"].read_text())
@@ -57,6 +72,7 @@ def test_processes_of_ddp_take_their_turns(
     assert list(entries) == [ONE, NAIVE, PYCOLLECT, OVERLAPPED, *BACKENDS]
     assert all(f" {name} " in out for name in entries)
     assert len(record["targets"]) == 4
+    assert record["loading"] is None
     assert files["run.png"].stat().st_size > 10_000
 
 

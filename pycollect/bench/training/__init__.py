@@ -4,6 +4,7 @@ One replica on the whole batch is measured along with every number of ranks.
 """
 
 from .contest import NAIVE, ONE, OVERLAPPED, PYCOLLECT, Case, Entry, Result, measure
+from .loading import LoadingResult, measure_loading
 from .targets import judge
 
 __all__ = [
@@ -13,7 +14,9 @@ __all__ = [
     "PYCOLLECT",
     "Case",
     "Entry",
+    "LoadingResult",
     "Result",
     "judge",
     "measure",
+    "measure_loading",
 ]
