@@ -181,12 +181,12 @@ stage_sanitize() {
 stage_bench() {
   local dtype sizes=(-b 4K -e 256M -f 4) few=(-b 64K -e 64M -f 32) seconds=1.5
   local worlds=4,8 copies=(-b 1M -e 256M -f 16) products=(--size 4000 --products 50)
-  local steps=(--batch 256 --seconds 5)
+  local steps=(--batch 256 --seconds 5) training=(--batch 256 --seconds 10)
   local json=(--json "$out/.content.json") on=(--devices "$devices") plot=()
   if ((quick)); then
     sizes=(-b 4K -e 16K -f 4) few=(-b 4K -e 4K) seconds=0.01
     worlds=2 copies=(-b 64K -e 64K) products=(--size 64 --products 2)
-    steps=(--batch 8 -n 1 -w 1)
+    steps=(--batch 8 -n 1 -w 1) training=(--models lenet --worlds 2 --batch 8 -n 1)
   fi
   local measure=("$python" bench/allreduce_bandwidth.py "${on[@]}" --seconds "$seconds")
   [[ -n $(missing matplotlib) ]] || plot=(yes)
@@ -198,6 +198,7 @@ stage_bench() {
     "${copies[@]}" --targets "${json[@]}"
   step overlap "$python" bench/overlap.py "${on[@]}" "${products[@]}" "${json[@]}"
   step train_step "$python" bench/train_step.py "${on[@]}" "${steps[@]}" --targets "${json[@]}"
+  step train "$python" bench/train.py "${on[@]}" "${training[@]}" "${json[@]}"
   step algorithms "${measure[@]}" "${json[@]}" "${few[@]}" --world "$worlds" --algorithms all
   for collective in reduce broadcast all_gather reduce_scatter; do
     step "$collective" "${measure[@]}" "${json[@]}" "${few[@]}" --world "$worlds" \

@@ -14,7 +14,7 @@ import atexit as _atexit  # noqa: E402
 
 import torch.distributed as _dist  # noqa: E402
 
-from . import _C, log, ops  # noqa: E402
+from . import _C, autograd, log, ops  # noqa: E402
 from ._version import __version__  # noqa: E402
 from .collectives import (  # noqa: E402
     Work,
@@ -57,6 +57,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_coalesced",
     "all_to_all",
+    "autograd",
     "barrier",
     "broadcast",
     "broadcast_coalesced",

@@ -10,63 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from homes import GPU, MARKS
 
 from pycollect.bench import copies, steps
 from pycollect.bench.measure import Effort, Timing
-from pycollect.train.graph import GraphedStep, capture
-from pycollect.train.lenet import init_lenet, lenet
-from pycollect.train.step import replicate, train_batch
 
 ROOT = Path(__file__).parents[1]
-DEVICES = ["cpu", pytest.param(GPU, marks=MARKS)]
-
-
-def as_graph(run):
-    """Calls the function as often as a capture does, and again for a replay."""
-    for _ in range(3):
-        run()
-    return run
-
-
-def how(device):
-    return capture if device.startswith("cuda") else as_graph
-
-
-def batch(seed, device, n=10):
-    generator = torch.Generator().manual_seed(seed)
-    X = torch.rand((n, 1, 28, 28), generator=generator)
-    return X.to(device), torch.randint(10, (n,), generator=generator).to(device)
-
-
-def bits(replicas):
-    return [p.detach().view(torch.int32).cpu() for replica in replicas for p in replica]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_graphed_step_trains_the_same_bits(device):
-    devices = [torch.device(device)] * 3
-    eager, graphed = (replicate(init_lenet(), devices) for _ in range(2))
-    step = GraphedStep(*batch(99, device), graphed, 0.1, model=lenet, capturing=how(device))
-    for a, b in zip(bits(eager), bits(graphed), strict=True):
-        assert torch.equal(a, b), "capturing has trained something"
-    for seed in range(4):
-        X, y = batch(seed, device)
-        wanted = train_batch(X, y, eager, 0.1, model=lenet)
-        got = step(X, y)
-        assert [float(g) for g in got] == [float(w) for w in wanted]
-    for a, b in zip(bits(eager), bits(graphed), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_a_graphed_step_refuses_what_it_was_not_captured_for():
-    replicas = replicate(init_lenet(), [torch.device("cpu")] * 2)
-    step = GraphedStep(*batch(0, "cpu"), replicas, 0.1, model=lenet, capturing=as_graph)
-    with pytest.raises(ValueError, match=r"captured for batches of shape \(10, 1, 28, 28\)"):
-        step(*batch(0, "cpu", n=11))
-    elsewhere = [[torch.zeros(1, device="meta")], [torch.zeros(1)]]
-    with pytest.raises(ValueError, match="these ranks are on cpu, meta"):
-        GraphedStep(*batch(0, "cpu"), elsewhere, 0.1, model=lenet, capturing=as_graph)
 
 
 def test_a_step_is_measured_and_right():

@@ -94,11 +94,12 @@ def test_the_benchmarks_take_what_the_script_gives_them(machine, tmp_path):
     status, output = machine("bench", python=sys.executable, nvidia_smi=SMI, limit=100)
     assert status == 0, output
     runs = record_of(tmp_path / "out")["runs"]
-    assert len(runs) == 10
+    assert len(runs) == 11
     assert all(run["status"] in (0, 3) and run["content"]["schema"] == 1 for run in runs.values())
     assert runs["copies"]["content"]["copies"]
     assert runs["overlap"]["content"]["overlap"]
     assert runs["train_step"]["content"]["steps"]
+    assert runs["train"]["content"]["training"]
     assert {case["dtype"] for case in runs["all_reduce-bfloat16"]["content"]["cases"]} == {
         "bfloat16"
     }

@@ -6,15 +6,18 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from pycollect.train import Report, fashion
+from pycollect.train import Report, Unavailable
 from pycollect.train.__main__ import main
-from pycollect.train.fashion import Unavailable
+from pycollect.train.data import fashion
 
 EPOCH = re.compile(r"epoch \d+, time \d+\.\d sec, loss \d+\.\d{3}, test acc [01]\.\d\d")
+SECONDS = r"\d+\.\d sec"
+TIMES = re.compile(rf"first batch: {SECONDS}; epoch: {SECONDS}, {SECONDS} with data loading")
 COMMAND = [sys.executable, "-m", "pycollect.train", "--data", "digits", "--devices", "cpu*2"]
 
 
@@ -31,10 +34,11 @@ def test_one_epoch_in_a_process(tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    header, epoch, last = done.stdout.splitlines()
+    header, epoch, times, last = done.stdout.splitlines()
     assert "digits (1442 train, 355 test)" in header
     assert "batch size 100, lr 0.3, epochs 1, seed 0, on [cpu, cpu]" in header
     assert EPOCH.fullmatch(epoch)
+    assert TIMES.fullmatch(times)
     assert re.fullmatch(r"test acc: 0\.\d\d, \d+\.\d sec/epoch on \[cpu, cpu\]", last)
 
 
@@ -54,7 +58,7 @@ def test_both_reductions_print_the_same_losses(capsys: pytest.CaptureFixture[str
     for reduction in ("naive", "pycollect"):
         arguments = ["--data", "digits", "--epochs", "1", "--batch-size", "50"]
         assert main([*arguments, "--devices", "cpu", "cpu*2", "--reduce", reduction]) == 0
-        header, epoch, _ = capsys.readouterr().out.splitlines()
+        header, epoch, *_ = capsys.readouterr().out.splitlines()
         assert header.endswith(f"on [cpu, cpu, cpu], reduced by {reduction}")
         lines.append(re.sub(r"time [\d.]+", "", epoch))
     assert lines[0] == lines[1]
@@ -84,6 +88,12 @@ def test_compare_prints_both_ratios(capsys: pytest.CaptureFixture[str]) -> None:
         (["--data", "cifar"], "argument --data: invalid choice: 'cifar'"),
         (["--reduce", "magic"], "argument --reduce: invalid choice: 'magic'"),
         (["--compare", "--reduce", "naive"], "not allowed with argument"),
+        (["--compare", "naive,magic"], "--compare takes two or more of naive,pycollect,ddp, not"),
+        (["--compare", "naive"], "--compare takes two or more of naive,pycollect,ddp, not 'naive'"),
+        (["--momentum", "2"], "the momentum must be from 0 to below 1, not 2"),
+        (["--weights", "1,2,3", "--devices", "cpu*2"], "3 weights for 2 ranks"),
+        (["--plot", "run.gif"], "a picture ends in .png, .svg, .pdf, and run.gif does not"),
+        (["--strict", "--batch-size", "3", "--devices", "cpu*2"], "batch size must be divisible"),
     ],
 )
 def test_bad_arguments_are_refused_before_any_data_is_loaded(
@@ -129,6 +139,26 @@ def test_the_fallback_is_said_in_one_line(
     assert "batch size 64, lr 0.3, epochs 1" in header
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--compare", "--log", "x.jsonl"], "a comparison goes without log"),
+        (["--compare", "--weights", "auto"], "a comparison goes without measured shares"),
+        (["--compare", "--ddp-backend", "gloo"], "gloo is for ddp, which is not among naive, py"),
+        (["--compare", "naive,ddp", "--ddp-backend", "magic"], "torch has no backend 'magic' here"),
+        (["--ddp-backend", "gloo"], "--ddp-backend is for --compare"),
+        (["--graph", "--devices", "cpu"], "in a CUDA graph on one GPU, not on [cpu]"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["--data", "digits", *arguments])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_help_says_what_the_time_means(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
@@ -143,11 +173,14 @@ class Terminal(io.StringIO):
 
 
 def test_there_is_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    for stream, quiet, bar in (
+    for stream, quiet, shown in (
         (Terminal(), False, True),
         (Terminal(), True, False),
         (io.StringIO(), False, False),
     ):
         monkeypatch.setattr(sys, "stderr", stream)
-        assert list(Report(quiet).progress([3, 4], "epoch 7")) == [3, 4]
-        assert ("epoch 7" in stream.getvalue()) == bar
+        with Report(quiet).bar("epoch 7", images=64, done=32) as bar:
+            time.sleep(0.11)  # the bar is not drawn more often than ten times a second
+            bar.step(32, lambda: 2.345)
+        for text in ("epoch 7", "64/64", "images/s", "loss 2.345"):
+            assert (text in stream.getvalue()) == shown

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from pycollect.train import Data, DataError, Unavailable, digits, load
-from pycollect.train import fashion as fashion_module
-from pycollect.train.fashion import FILES, read_idx, require_answer
+from pycollect.train.data import fashion as fashion_module
+from pycollect.train.data.fashion import FILES, read_idx, require_answer
 
 TRAIN, TEST = 30, 12
 

@@ -7,12 +7,8 @@ import torch
 from torch import Tensor
 
 from pycollect.train import (
-    Data,
-    Report,
-    Settings,
     allreduce,
     collective,
-    compare,
     digits,
     evaluate,
     get_params,
@@ -21,25 +17,14 @@ from pycollect.train import (
     naive,
     replicate,
     split_batch,
-    train,
     train_batch,
 )
-from pycollect.train.compare import same_bits
+from pycollect.train.entrant import same_bits
 from pycollect.train.reduce import Reduction
 from pycollect.train.step import gradients
-from pycollect.train.trainer import batches
 
 CPU = torch.device("cpu")
 UNEVEN = (16, 16, 7, 3, 1, 16)  # nothing divides by 3; the 1 leaves every rank but one idle
-
-
-def few(classes: int, examples: int | None = None) -> Data:
-    """The first examples of the first classes of the digits."""
-    parts = [
-        (X[y < classes][:examples], y[y < classes][:examples])
-        for X, y in (digits().train, digits().test)
-    ]
-    return Data("few digits", parts[0], parts[1])
 
 
 def trained(
@@ -90,41 +75,6 @@ def test_ranks_without_examples_change_nothing() -> None:
 def test_a_shard_keeps_its_gradients_until_the_update() -> None:
     replicas = trained(2, [4])
     assert all(not grad.any() for params in replicas for grad in gradients(params))
-
-
-def test_it_learns_on_three_classes() -> None:
-    history = train("cpu*2", 8, 0.3, data=few(3), epochs=8, quiet=True)
-    assert history.accuracy >= 0.9
-    assert history.epochs[-1].loss < 0.3 < history.epochs[0].loss
-    assert [epoch.number for epoch in history.epochs] == list(range(1, 9))
-
-
-def test_the_same_seed_gives_the_same_bits() -> None:
-    data = few(10, 50)
-    first, again, other = (
-        train("cpu*2", 16, 0.3, data=data, epochs=2, seed=seed, quiet=True) for seed in (5, 5, 6)
-    )
-    assert_same_bits(first.parameters, again.parameters)
-    assert first.epochs[-1].loss == again.epochs[-1].loss
-    assert not same_bits(first.parameters[0], other.parameters[0])
-
-
-def test_the_loss_is_the_mean_per_example() -> None:
-    data = few(10, 40)
-    with torch.no_grad():
-        scores = lenet(data.train[0], init_lenet(0))
-        expected = torch.nn.functional.cross_entropy(scores, data.train[1])
-    history = train("cpu*3", 40, 0.1, data=data, epochs=1, quiet=True)
-    assert history.epochs[0].loss == pytest.approx(float(expected), abs=1e-5)
-
-
-def test_an_epoch_sees_every_example_once_in_an_order_of_its_own() -> None:
-    settings = Settings((CPU,), batch_size=4, lr=0.1, epochs=1)
-    first, second = (batches(11, settings, epoch) for epoch in (1, 2))
-    assert [len(batch) for batch in first] == [4, 4, 3]
-    assert sorted(torch.cat(first).tolist()) == list(range(11))
-    assert torch.cat(first).tolist() != torch.cat(second).tolist()
-    assert torch.cat(first).tolist() == torch.cat(batches(11, settings, 1)).tolist()
 
 
 def test_evaluation_counts_every_example_once() -> None:
@@ -180,40 +130,3 @@ def test_lenet_starts_as_the_book_says() -> None:
 def test_gradients_must_be_attached() -> None:
     with pytest.raises(ValueError, match=r"replicate\(\)"):
         gradients(init_lenet())
-
-
-def test_compare_trains_both_on_the_same_batches(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = Settings((CPU,) * 3, batch_size=16, lr=0.3, epochs=2)
-    comparison = compare(few(10, 40), settings, Report())
-    assert comparison.identical
-    assert len(comparison.baseline.reduction.seconds) == 2 * 3
-    assert all(seconds > 0 for seconds in comparison.reduce_seconds + comparison.epoch_seconds)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith("epoch 1, time ")
-    assert [line.endswith("(naive)") for line in lines[1:5]] == [True, False, True, False]
-    assert "ratio" in lines[5]
-    assert "ratio" in lines[6]
-    assert lines[7] == "parameters after 6 steps: the same bits"
-    with torch.no_grad():
-        comparison.other.replicas[2][7][0] += 1
-    assert "DIFFERENT" in str(comparison)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("batch_size", 0, "batch size must be at least 1, not 0"),
-        ("lr", 0.0, "positive number, not 0"),
-        ("lr", float("nan"), "positive number, not nan"),
-        ("epochs", -1, "epochs must be at least 1, not -1"),
-        ("seed", -1, "seed must be from 0"),
-        ("devices", [], "device"),
-        ("devices", "banana", "banana"),
-        ("reduce", "magic", "unknown reduction 'magic'"),
-        ("data", "cifar", "unknown data set 'cifar'"),
-    ],
-)
-def test_bad_arguments_are_refused(name: str, value: object, message: str) -> None:
-    arguments: dict[str, object] = {"data": "digits", "quiet": True, name: value}
-    with pytest.raises(ValueError, match=message):
-        train(**arguments)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..train.graph import GraphedStep
-from ..train.lenet import init_lenet, lenet
+from ..train.models import init_lenet, lenet
 from ..train.reduce import REDUCTIONS
 from ..train.step import gradients, replicate, train_batch
 from .measure import Effort, Sampler, Timing, after_rewrite, interleave, ratios
@@ -75,7 +75,7 @@ class Bench:
 
     def graphed(self, replicas: Parameters) -> Step:
         """Return the replay of a captured step, the batch's copy into its place included."""
-        step = GraphedStep(self.X, self.y, replicas, _LR, model=lenet)
+        step = GraphedStep.from_scratch(self.X, self.y, replicas, _LR, model=lenet)
         return partial(step, self.X, self.y)
 
     def ways(self) -> dict[str, Callable[[Parameters], Step]]:

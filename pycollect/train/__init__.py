@@ -2,44 +2,81 @@
 
     python -m pycollect.train --data digits
 
-Every part is a plain function of tensors and devices: `lenet`, `replicate`, `split_batch`,
-`allreduce`, `train_batch`, `evaluate`.
+From scratch, every part is a plain function of tensors and devices: `lenet`, `replicate`,
+`split_batch`, `allreduce`, `train_batch`, `evaluate`. For any module there are `Replicas`.
 """
 
+from .auto_shares import AutoShares
+from .checkpoint import CheckpointError
 from .compare import Comparison, compare
-from .data import Data, Defaults, digits, load
-from .fashion import DataError, Unavailable
-from .lenet import init_lenet, lenet
+from .data import Data, DataError, Defaults, ImageFolder, Unavailable, digits, image_folder, load
+from .graph import GraphedStep
+from .history import Epoch, Step
+from .loader import Batch, Loader, Loading
+from .lockstep import lockstep, meet, ranks_in_lockstep
+from .losses import summed_cross_entropy
+from .models import MODELS, LeNet, init_lenet, lenet, resnet18
+from .optimizers import linear_lr, sgd_optimizer
 from .reduce import REDUCTIONS, allreduce, collective, naive
-from .report import Epoch, Report
+from .replicas import Replicas
+from .replication import replicate_module
+from .report import Report
 from .settings import Settings
-from .step import evaluate, get_params, replicate, sgd, split_batch, train_batch
+from .shares import split_batch
+from .step import evaluate, get_params, replicate, sgd, train_batch
+from .step_clock import StepSeconds
+from .step_options import StepOptions
+from .sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from .trainer import History, train
 
 __all__ = [
+    "MODELS",
     "REDUCTIONS",
+    "AutoShares",
+    "Batch",
+    "CheckpointError",
     "Comparison",
     "Data",
     "DataError",
     "Defaults",
     "Epoch",
+    "GraphedStep",
     "History",
+    "ImageFolder",
+    "LeNet",
+    "Loader",
+    "Loading",
+    "Replicas",
     "Report",
     "Settings",
+    "Step",
+    "StepOptions",
+    "StepSeconds",
+    "SyncBatchNorm",
     "Unavailable",
     "allreduce",
     "collective",
     "compare",
+    "convert_sync_batchnorm",
     "digits",
     "evaluate",
     "get_params",
+    "image_folder",
     "init_lenet",
     "lenet",
+    "linear_lr",
     "load",
+    "lockstep",
+    "meet",
     "naive",
+    "ranks_in_lockstep",
     "replicate",
+    "replicate_module",
+    "resnet18",
     "sgd",
+    "sgd_optimizer",
     "split_batch",
+    "summed_cross_entropy",
     "train",
     "train_batch",
 ]

@@ -1,44 +1,92 @@
-"""`python -m pycollect.train`: trains LeNet on the command line, see --help."""
+"""`python -m pycollect.train`: trains a model on the command line, see --help."""
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stderr
+from pathlib import Path
 
-from .compare import compare
-from .fashion import DataError
-from .options import parser
+from .checkpoint import CheckpointError
+from .compare import check as check_comparison
+from .compare import run as compare
+from .data import DataError
+from .job import Job, prepare
+from .options import choice, parser, running
+from .processes import (
+    Family,
+    check_backend,
+    rank_of_this_process,
+    run_rank,
+    torchrun_family,
+    with_devices,
+)
 from .report import Report
-from .settings import Choice
 from .trainer import run
 
+FAILED = 1
+BAD_INPUT = 2
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; give the exit code: 0, 2 for bad input, 130 after Ctrl-C."""
     command = parser()
-    args = command.parse_args(arguments)
-    choice = Choice(
-        args.devices, args.batch_size, args.lr, args.epochs, args.seed, args.data, args.data_dir
-    )
-    report = Report()
+    with nullcontext() if rank_of_this_process() == 0 else redirect_stderr(None):
+        args = command.parse_args(arguments)
+    family = Family()
     try:
         try:
-            data, settings, notice = choice.prepare()
+            check_backend(args.backend)
+            family = torchrun_family(args.backend)
+            job, notice = family.after_rank_0(lambda: _prepare(args, family.world))
         except ValueError as error:
-            command.error(str(error))
-        if notice:
-            report.line(notice)
-        if args.compare:
-            compare(data, settings, report)
-        else:
-            run(data, settings, args.reduce, report)
-    except DataError as error:
-        print(f"{command.prog}: error: {error}", file=sys.stderr)
-        return 2
+            # Processes that have not met yet all find the same; then rank 0 speaks for them.
+            if family.first_to_fail() and (family.store or rank_of_this_process() == 0):
+                command.error(str(error))
+            return BAD_INPUT
+        if notice and family.rank == 0:
+            print(notice, flush=True)
+        _run(args, job, family)
+    except (DataError, CheckpointError) as error:
+        if family.first_to_fail():
+            print(f"{command.prog}: error: {error}", file=sys.stderr)
+        return BAD_INPUT
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        if family.first_to_fail():
+            print(_interrupted(args.checkpoint), file=sys.stderr)
         return INTERRUPTED
+    except Exception:
+        if family.first_to_fail():
+            raise
+        return FAILED
     return 0
+
+
+def _prepare(args: Namespace, world: int) -> tuple[Job, str]:
+    chosen = choice(args)
+    if args.backend is not None:
+        chosen = with_devices(chosen, args.backend, world)
+    job, notice = prepare(chosen, running(args), args.backend)
+    if args.compare:
+        check_comparison(job, args.compare, args.ddp_backend)
+    elif args.ddp_backend is not None:
+        raise ValueError("--ddp-backend is for --compare; of torchrun's processes it is --backend")
+    return job, notice
+
+
+def _run(args: Namespace, job: Job, family: Family) -> None:
+    if job.backend is not None:
+        run_rank(job, family)
+    elif args.compare:
+        compare(job, args.compare, Report(), args.ddp_backend)
+    else:
+        run(job, Report())
+
+
+def _interrupted(checkpoint: Path | None) -> str:
+    if checkpoint is not None and checkpoint.exists():
+        return f"interrupted; --resume {checkpoint} goes on from here"
+    return "interrupted"
 
 
 if __name__ == "__main__":

@@ -1,89 +1,188 @@
-"""Run two ways of reducing side by side on the same batches and say what the difference is.
+"""Run several ways of reducing on the same batches and say what the difference is.
 
-The two take turns at every step. Times are medians: of all steps for the reduction, of all epochs
-for the epoch, and a ratio above 1 means that the second is the faster one.
+Those of one process take turns at every step. Times are medians: of all steps for the reduction, of
+all epochs for the epoch, and a ratio above 1 means faster than the first.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from typing import Any
 
-import torch
-from torch import Tensor
+from pycollect.devices import DeviceSpec
 
-from .data import Data
+from .contestant import Contestant
+from .curves import Curve, plot
+from .entrant import Entrant
+from .job import Job, job_of
+from .log import Log
+from .one_rank import check as check_processes
+from .processes import check_available, run_spawned
+from .reduce import REDUCTIONS
 from .report import Report
-from .settings import Settings
-from .trainer import Contestant, fit
+from .trainer import enter, fit
 
-NAMES = ("naive", "pycollect")  # the baseline first
+PAIR = ("naive", "pycollect")  # the baseline first
+NAMES = (*PAIR, "ddp")
+DDP_BACKEND = "gloo"  # what people have
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two contestants that have trained on the same batches."""
+    """Entrants that have trained on the same batches, the baseline first."""
 
-    baseline: Contestant
-    other: Contestant
-
-    @property
-    def reduce_seconds(self) -> tuple[float, float]:
-        """The median seconds of one reduction of all gradients, baseline first."""
-        return median(self.baseline.reduction.seconds), median(self.other.reduction.seconds)
-
-    @property
-    def epoch_seconds(self) -> tuple[float, float]:
-        """The median seconds of one epoch without evaluation, baseline first."""
-        first, second = (
-            median(epoch.seconds for epoch in contestant.epochs)
-            for contestant in (self.baseline, self.other)
-        )
-        return first, second
+    entrants: Sequence[Entrant]
 
     @property
     def identical(self) -> bool:
-        """Whether every parameter of every rank has the same bits in both."""
-        return all(
-            same_bits(a, b)
-            for replica_a, replica_b in zip(
-                self.baseline.replicas, self.other.replicas, strict=True
-            )
-            for a, b in zip(replica_a, replica_b, strict=True)
-        )
+        """Whether every parameter of every rank has the same bits in all of them."""
+        first = self.entrants[0]
+        return all(entrant.difference(first) == 0 for entrant in self.entrants[1:])
 
     def __str__(self) -> str:
-        steps, epochs = len(self.other.reduction.seconds), len(self.other.epochs)
-        verdict = "the same bits" if self.identical else "DIFFERENT BITS"
+        last = self.entrants[-1]
+        steps, epochs = len(last.steps), len(last.epochs)
+        if len(self.entrants) > 2:
+            return f"{self._table()}\n{self._verdicts(steps)}"
         return "\n".join(
             (
-                self._ratio(f"reduction time, median of {steps} steps", self.reduce_seconds),
-                self._ratio(f"epoch time, median of {epochs} epochs", self.epoch_seconds),
-                f"parameters after {steps} steps: {verdict}",
+                self._ratio(f"reduction time, median of {steps} steps", _reduction),
+                self._ratio(f"epoch time, median of {epochs} epochs", _epoch),
+                self._verdicts(steps),
             )
         )
 
-    def _ratio(self, what: str, seconds: tuple[float, float]) -> str:
-        first, second = (
-            f"{contestant.name} {1e3 * s:.3f} ms"
-            for contestant, s in zip((self.baseline, self.other), seconds, strict=True)
+    def _ratio(self, what: str, seconds: Callable[[Entrant], float]) -> str:
+        first, second = (seconds(entrant) for entrant in self.entrants)
+        names = [entrant.name for entrant in self.entrants]
+        return (
+            f"{what}: {names[0]} {1e3 * first:.3f} ms, {names[1]} {1e3 * second:.3f} ms, "
+            f"ratio {first / second:.2f}"
         )
-        return f"{what}: {first}, {second}, ratio {seconds[0] / seconds[1]:.2f}"
+
+    def _table(self) -> str:
+        """A line for each, with the ratios to the first."""
+        first = self.entrants[0]
+        columns = (("reduction", _reduction), ("step", _step), ("epoch", _epoch))
+        head = "".join(f"{f'{name} (ms)':>16}{'ratio':>7}" for name, _ in columns)
+        lines = [f"{'median of':<10}{head}{'test acc':>10}"]
+        for entrant in self.entrants:
+            cells = "".join(
+                f"{1e3 * seconds(entrant):>16.3f}{seconds(first) / seconds(entrant):>7.2f}"
+                for _, seconds in columns
+            )
+            lines.append(f"{entrant.name:<10}{cells}{entrant.epochs[-1].accuracy:>10.2f}")
+        return "\n".join(lines)
+
+    def _verdicts(self, steps: int) -> str:
+        first, others = self.entrants[0], self.entrants[1:]
+        if self.identical:
+            return f"parameters after {steps} steps: the same bits"
+        found = ", ".join(
+            f"{e.name} {'the same bits' if d == 0 else f'DIFFERENT BITS, by up to {d:.1e}'}"
+            for e in others
+            for d in [e.difference(first)]
+        )
+        return f"parameters after {steps} steps, against {first.name}: {found}"
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Compare two float32 tensors bit by bit, so that equal NaNs are equal and -0.0 is not 0.0.
+def _reduction(entrant: Entrant) -> float:
+    return entrant.reduce_seconds
 
-    >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
-    False
+
+def _step(entrant: Entrant) -> float:
+    return entrant.step_seconds
+
+
+def _epoch(entrant: Entrant) -> float:
+    return entrant.epoch_seconds
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """Read the names to compare, the baseline first; ValueError unless two or more are known.
+
+    >>> parse_names("naive,ddp")
+    ('naive', 'ddp')
     """
-    return torch.equal(a.detach().view(torch.int32), b.detach().view(torch.int32))
+    names = tuple(name.strip() for name in text.split(","))
+    unknown = [name for name in names if name not in NAMES]
+    if unknown or len(set(names)) != len(names) or len(names) < 2:
+        raise ValueError(f"--compare takes two or more of {','.join(NAMES)}, not {text!r}")
+    return names
 
 
-def compare(data: Data, settings: Settings, report: Report) -> Comparison:
-    """Train with the book's loop and with pycollect; print a line per epoch and contestant."""
-    report.line(f"LeNet on {data}: {settings}, {' against '.join(NAMES)}")
-    for contestants in fit(data, settings, NAMES, report):
-        for contestant in contestants:
-            report.line(f"{contestant.epochs[-1]} ({contestant.name})")
-    comparison = Comparison(*contestants)
+def compare(
+    devices: DeviceSpec = None,
+    batch_size: int | None = None,
+    lr: float | None = None,
+    *,
+    names: Sequence[str] = PAIR,
+    ddp_backend: str | None = None,
+    quiet: bool = False,
+    **options: Any,
+) -> Comparison:
+    """Train once for every name on the same batches; see `train` for the rest.
+
+    "ddp" is DistributedDataParallel over `ddp_backend`, gloo by default, in processes that are
+    started here: a script that calls it needs the usual `if __name__ == "__main__":`.
+
+    >>> comparison = compare("cpu*2", data="digits", epochs=1, quiet=True)
+    >>> comparison.identical
+    True
+    """
+    names = parse_names(",".join(names))
+    job, notice = job_of(devices, batch_size, lr, options)
+    report = Report(quiet)
+    if notice:
+        report.line(notice)
+    return run(job, names, report, ddp_backend)
+
+
+def check(job: Job, names: Sequence[str], backend: str | None) -> None:
+    """Raise ValueError for a job that cannot be compared, or not with ddp."""
+    running = job.running
+    files = {"checkpoint": running.checkpoint, "resume": running.resume, "log": running.log}
+    unfit = [name for name, value in files.items() if value is not None]
+    unfit += ["graph"] * running.graph + ["measured shares"] * (job.settings.weights == "auto")
+    if unfit:
+        raise ValueError(f"a comparison goes without {unfit[0]}")
+    if "ddp" in names:
+        check_processes(job.settings)
+        check_available(backend or DDP_BACKEND)
+    elif backend is not None:
+        raise ValueError(f"{backend} is for ddp, which is not among {', '.join(names)}")
+
+
+def run(job: Job, names: Sequence[str], report: Report, backend: str | None = None) -> Comparison:
+    """Train once for every name; print a line per epoch and contestant, and the comparison.
+
+    Raises ValueError as `check`.
+    """
+    check(job, names, backend)
+    report.line(f"{job.title} on {job.data}: {job.settings}, {' against '.join(names)}")
+    entrants = {e.name: e for e in _in_turns(job, [n for n in names if n in REDUCTIONS], report)}
+    if "ddp" in names:
+        entrants["ddp"] = run_spawned(job, backend or DDP_BACKEND, report)
+    comparison = Comparison([entrants[name] for name in names])
     report.line(comparison)
+    if job.running.plot is not None:
+        curves = [Curve(e.name, e.epochs, e.steps) for e in comparison.entrants]
+        plot(curves, job.running.plot, f"{job.title} on {job.data}: {job.settings}")
     return comparison
+
+
+def _in_turns(job: Job, names: Sequence[str], report: Report) -> list[Entrant]:
+    """Run those of one process, a step of each in turn."""
+    if not names:
+        return []
+    with Log(None) as log, job.repeatable():
+        contestants = [enter(job, name, log, compared=True) for name in names]
+        for _ in fit(job, contestants, report):
+            for contestant in contestants:
+                report.line(f"{contestant.epochs[-1]} ({contestant.name})")
+    return [_entrant(contestant) for contestant in contestants]
+
+
+def _entrant(contestant: Contestant) -> Entrant:
+    modules = contestant.trainee.modules
+    replicas = [list(module.parameters()) for module in modules]
+    return Entrant(contestant.name, contestant.epochs, contestant.steps, replicas)

@@ -6,21 +6,29 @@ all of them have one shape. All ranks are on one GPU.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .reduce import Reduction, collective
-from .step import Model, Replicas, gradients, train_batch
+from .replicas import Replicas
+from .step import Model, ParameterLists, gradients, train_batch
 
 Run: TypeAlias = Callable[[], object]
+Step: TypeAlias = Callable[[Tensor, Tensor], list[Tensor]]
 # torch's own advice: what libraries set up at their first calls must not be captured.
 _WARM_UP = 3
 
 
 def capture(run: Run) -> Run:
-    """Run a function a few times beside the current stream, capture it, and return the replay."""
+    """Run a function a few times beside the current stream, capture it, and return the replay.
+
+    Raises ValueError without a GPU.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("a step can only be captured in a CUDA graph on a GPU, and there is none")
     side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -34,43 +42,42 @@ def capture(run: Run) -> Run:
 
 
 class GraphedStep:
-    """`train_batch` on these replicas, captured with the shape of a first batch.
+    """A step of training, captured with the shape of a first batch.
 
-    Capturing trains nothing: parameters and gradients are afterwards what they were. `capturing`
-    makes a replay of a function, and may call it. Raises ValueError for ranks on several devices.
+    Capturing trains nothing: what `state` gives is afterwards what it was, and what it gives then
+    for the first time is zeros, as the momentum of SGD begins. `capturing` makes a replay of a
+    function, and may call it. Raises ValueError for state on several devices, and on the CPU.
     """
 
     def __init__(
         self,
         X: Tensor,
         y: Tensor,
-        replicas: Replicas,
-        lr: float,
+        step: Step,
+        state: Callable[[], list[Tensor]],
         *,
-        model: Model,
-        reduction: Reduction = collective,
         capturing: Callable[[Run], Run] = capture,
     ) -> None:
-        devices = {p.device for replica in replicas for p in replica}
-        if len(devices) != 1:
-            names = ", ".join(sorted(map(str, devices)))
-            raise ValueError(f"a step is captured on one GPU, and these ranks are on {names}")
-        (device,) = devices
+        kept = state()
+        device = _one_device(kept)
+        if capturing is capture and device.type != "cuda":
+            raise ValueError(
+                f"a step can only be captured in a CUDA graph on a GPU, and these ranks are on "
+                f"{device}"
+            )
         self._X, self._y = X.to(device, copy=True), y.to(device, copy=True)
         self._losses: list[Tensor] = []
 
-        def step() -> None:
-            self._losses = train_batch(
-                self._X, self._y, replicas, lr, model=model, reduction=reduction
-            )
+        def run() -> None:
+            self._losses = step(self._X, self._y)
 
-        kept = [t.detach() for replica in replicas for t in (*replica, *gradients(replica))]
-        before = [t.clone() for t in kept]
+        before = {id(t): t.detach().clone() for t in kept}
         # What is captured is the current device's current stream.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self._replay = capturing(step)
-        for t, value in zip(kept, before, strict=True):
-            t.copy_(value)
+            self._replay = capturing(run)
+        with torch.no_grad():
+            for t in state():
+                t.copy_(before[id(t)] if id(t) in before else torch.zeros_like(t))
 
     def __call__(self, X: Tensor, y: Tensor) -> Sequence[Tensor]:
         """Train on one batch; give each rank's summed loss, which the next step overwrites.
@@ -82,7 +89,67 @@ class GraphedStep:
                 f"the step was captured for batches of shape {tuple(self._X.shape)} and "
                 f"{tuple(self._y.shape)}, not {tuple(X.shape)} and {tuple(y.shape)}"
             )
-        self._X.copy_(X)
-        self._y.copy_(y)
+        self._X.copy_(X, non_blocking=True)
+        self._y.copy_(y, non_blocking=True)
         self._replay()
         return self._losses
+
+    @classmethod
+    def from_scratch(
+        cls,
+        X: Tensor,
+        y: Tensor,
+        replicas: ParameterLists,
+        lr: float,
+        *,
+        model: Model,
+        reduction: Reduction = collective,
+        capturing: Callable[[Run], Run] = capture,
+    ) -> "GraphedStep":
+        """Capture `train_batch` on these lists of parameters."""
+
+        def step(X: Tensor, y: Tensor) -> list[Tensor]:
+            return train_batch(X, y, replicas, lr, model=model, reduction=reduction)
+
+        kept = [t.detach() for replica in replicas for t in (*replica, *gradients(replica))]
+        return cls(X, y, step, lambda: kept, capturing=capturing)
+
+    @classmethod
+    def of(
+        cls,
+        X: Tensor,
+        y: Tensor,
+        replicas: Replicas,
+        *,
+        shares: Sequence[int] | None = None,
+        capturing: Callable[[Run], Run] = capture,
+    ) -> "GraphedStep":
+        """Capture the step of replicas, for batches of this shape and these shares.
+
+        The gradients are reduced at once, in one launch among the others. Raises ValueError for
+        options that wait for the host: exact seconds, and batch statistics over all ranks.
+        """
+        options = replicas.options
+        if options.exact_seconds or options.sync_batchnorm:
+            what = "exact seconds" if options.exact_seconds else "batch statistics over all ranks"
+            raise ValueError(f"a step with {what} cannot be captured in a CUDA graph")
+        step = partial(replicas.step, shares=shares)
+        return cls(X, y, step, partial(_state_of, replicas), capturing=capturing)
+
+
+def _one_device(tensors: Sequence[Tensor]) -> torch.device:
+    devices = {t.device for t in tensors}
+    if len(devices) != 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"a step is captured on one GPU, and these ranks are on {names}")
+    return next(iter(devices))
+
+
+def _state_of(replicas: Replicas) -> list[Tensor]:
+    """Give all tensors that a step changes, the same objects every time."""
+    found: list[Tensor] = []
+    for module, optimizer in zip(replicas.modules, replicas.optimizers, strict=True):
+        found += [*module.parameters(), *module.buffers()]
+        for of_parameter in optimizer.state.values():
+            found += [t for t in of_parameter.values() if isinstance(t, Tensor)]
+    return found

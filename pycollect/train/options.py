@@ -1,15 +1,25 @@
-"""The options of `python -m pycollect.train`."""
+"""The options of `python -m pycollect.train`, and what they choose."""
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from .data import DIGITS, FASHION_MNIST, NAMES
+from .choice import Choice
+from .compare import DDP_BACKEND, PAIR, parse_names
+from .compare import NAMES as COMPARED
+from .data import IMAGE_SIZE, NAMES
+from .data.digits import LENET as DIGITS
+from .data.fashion import LENET as FASHION_MNIST
+from .models import MODELS
 from .reduce import REDUCTIONS
+from .running import PREFETCH, Running
 
 EPILOG = """\
 The line of an epoch gives the seconds of its training steps (splitting the batch, forward,
-backward, reduction, update) without the evaluation, the mean loss per training example, and the
-share of test examples that are classified right. All ranks evaluate, each a part of the test set.
+backward, reduction, update) without the evaluation and without waiting for data, the mean loss per
+training example, and the share of test examples that are classified right. All ranks evaluate,
+each a part of the test set.
 """
 
 
@@ -17,10 +27,35 @@ def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
     p = argparse.ArgumentParser(
         prog="python -m pycollect.train",
-        description="Train LeNet data-parallel: one replica per rank, the batch scattered over "
+        description="Train a model data-parallel: one replica per rank, the batch scattered over "
         "the ranks, the gradients summed in one collective.",
         epilog=EPILOG,
     )
+    _add_ranks(p.add_argument_group("ranks"))
+    _add_data(p.add_argument_group("model and data"))
+    _add_hyperparameters(p.add_argument_group("training"))
+    _add_output(p.add_argument_group("output"))
+    _add_reduction(p.add_argument_group("reduction"))
+    _add_speed(p.add_argument_group("speed"))
+    return p
+
+
+def choice(args: argparse.Namespace) -> Choice:
+    """Give what the command line chose that decides the result."""
+    return Choice(**_of(args, Choice))
+
+
+def running(args: argparse.Namespace) -> Running:
+    """Give what the command line chose besides."""
+    return Running(**_of(args, Running))
+
+
+def _of(args: argparse.Namespace, kind: Any) -> dict[str, Any]:
+    names = {field.name for field in fields(kind)}
+    return {name: value for name, value in vars(args).items() if name in names}
+
+
+def _add_ranks(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--devices",
         nargs="+",
@@ -28,30 +63,51 @@ def parser() -> argparse.ArgumentParser:
         help="one rank per device, e.g. 'cpu*4', 'cuda:*', 'cuda:0*2' or cuda:0 cpu "
         "(default: every CUDA device, else two ranks on the CPU)",
     )
-    _add_data(p)
-    _add_hyperparameters(p)
-    _add_reduction(p)
-    return p
+    p.add_argument(
+        "--num-gpus",
+        type=int,
+        metavar="N",
+        help="the first N GPUs, or N ranks on the CPU where there is no GPU",
+    )
+    p.add_argument(
+        "--weights",
+        metavar="W,W,...",
+        help="how to share out a batch, e.g. 80,20 between a fast and a slow device, or auto: "
+        "measured throughput decides and is followed (default: evenly)",
+    )
+    _switch(p, "--strict", "refuse a batch that the number of ranks does not divide")
 
 
-def _add_data(p: argparse.ArgumentParser) -> None:
+def _add_data(p: argparse._ArgumentGroup) -> None:
+    p.add_argument(
+        "--model",
+        choices=tuple(MODELS),
+        help="default: resnet18 for a folder, else lenet",
+    )
     p.add_argument(
         "--data",
         choices=NAMES,
-        default="auto",
         help="auto: Fashion-MNIST if it is in --data-dir or can be downloaded (needs torchvision "
-        "and a network), else the handwritten digits of scikit-learn (default: auto)",
+        "and a network), else the handwritten digits of scikit-learn; folder: the images in "
+        "--data-dir, which has train/ and val/ or test/ with one folder per class (default: auto)",
     )
     p.add_argument(
         "--data-dir",
         type=Path,
-        default=Path("data"),
         metavar="DIR",
-        help="where Fashion-MNIST is or goes (default: data)",
+        help="where Fashion-MNIST is or goes, or the image folder (default: data)",
     )
+    p.add_argument(
+        "--image-size",
+        type=int,
+        metavar="PIXELS",
+        help=f"height and width that a folder's images are brought to (default: {IMAGE_SIZE})",
+    )
+    _switch(p, "--shuffle", "shuffle the examples by seed and epoch (default: yes)")
+    _switch(p, "--drop-last", "leave out the last batch of an epoch if it is smaller")
 
 
-def _add_hyperparameters(p: argparse.ArgumentParser) -> None:
+def _add_hyperparameters(p: argparse._ArgumentGroup) -> None:
     hyperparameters = (
         ("--batch-size", "batch_size", int, "examples of all ranks together"),
         ("--lr", "lr", float, "learning rate"),
@@ -63,18 +119,42 @@ def _add_hyperparameters(p: argparse.ArgumentParser) -> None:
             flag,
             type=kind,
             metavar="N" if kind is int else "RATE",
-            help=f"{meaning} (default: {usual}Fashion-MNIST)",
+            help=f"{meaning} (default for LeNet: {usual}Fashion-MNIST)",
         )
+    for flag, what in (("--scale-batch", "batch size"), ("--scale-lr", "learning rate")):
+        p.add_argument(
+            flag, action="store_true", help=f"multiply the {what} by the number of ranks"
+        )
+    p.add_argument("--momentum", type=float, metavar="M", help="of SGD (default: 0)")
+    p.add_argument("--weight-decay", type=float, metavar="D", help="of SGD (default: 0)")
+    p.add_argument(
+        "--microbatch",
+        type=int,
+        metavar="N",
+        help="accumulate the gradients of N examples of all ranks at a time, to save memory",
+    )
+    _switch(p, "--sync-batchnorm", "take batch statistics over all ranks")
     p.add_argument(
         "--seed",
         type=int,
-        default=0,
         metavar="N",
-        help="for initialisation and order; the same seed gives the same bits",
+        help="for initialisation and order; the same seed gives the same bits (default: 0)",
     )
 
 
-def _add_reduction(p: argparse.ArgumentParser) -> None:
+def _add_output(p: argparse._ArgumentGroup) -> None:
+    files = (
+        ("--checkpoint", "write everything to FILE after every epoch and at Ctrl-C"),
+        ("--resume", "continue the run of a checkpoint; what is not chosen is as it was there"),
+        ("--replay-shares", "share out every batch as the run of a checkpoint measured it"),
+        ("--log", "write JSON lines: the start, every step, every epoch, the end"),
+        ("--plot", "draw loss, accuracy and the time per step (.png, .svg or .pdf)"),
+    )
+    for flag, meaning in files:
+        p.add_argument(flag, type=Path, metavar="FILE", help=meaning)
+
+
+def _add_reduction(p: argparse._ArgumentGroup) -> None:
     how = p.add_mutually_exclusive_group()
     how.add_argument(
         "--reduce",
@@ -83,8 +163,66 @@ def _add_reduction(p: argparse.ArgumentParser) -> None:
         help="naive: the book's loop over the tensors (default: pycollect)",
     )
     how.add_argument(
-        "--compare",
-        action="store_true",
-        help="run both, taking turns at every step, and print the ratios of the "
-        "median reduction time and of the median epoch time",
+        "--backend",
+        metavar="NAME",
+        help="pycollect, gloo or nccl: one process per rank, which torchrun has started, with "
+        "torch's DistributedDataParallel",
     )
+    how.add_argument(
+        "--compare",
+        nargs="?",
+        type=_names,
+        const=PAIR,
+        metavar="NAME,NAME",
+        help=f"run several of {','.join(COMPARED)} on the same batches, those of one process "
+        "taking turns at every step, and print the ratios of the median reduction time and of the "
+        f"median epoch time (alone: {','.join(PAIR)})",
+    )
+    p.add_argument(
+        "--ddp-backend",
+        metavar="NAME",
+        help=f"what the ddp of --compare runs over (default: {DDP_BACKEND})",
+    )
+
+
+def _add_speed(p: argparse._ArgumentGroup) -> None:
+    p.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        help="reduce the gradients of the last layers while the backward pass is still at the "
+        "first; the bits are the same (default: yes, but not for --compare)",
+    )
+    p.add_argument(
+        "--prefetch",
+        type=int,
+        metavar="N",
+        help="batches to prepare ahead, 0 for none; the bits are the same (default: "
+        f"{PREFETCH} where files are decoded or a GPU takes part, else 0)",
+    )
+    p.add_argument(
+        "--graph",
+        action="store_true",
+        help="capture the whole step in a CUDA graph, with all ranks on one GPU",
+    )
+    p.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="use only algorithms of torch that give the same bits every time; a GPU needs it",
+    )
+    p.add_argument(
+        "--exact-times",
+        action="store_true",
+        help="wait for the GPUs wherever time is taken, so that the parts of a step are true",
+    )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    try:
+        return parse_names(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _switch(p: argparse._ArgumentGroup, flag: str, meaning: str) -> None:
+    """Add a flag and its opposite, so that a run that is continued can be told either."""
+    p.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=meaning)

@@ -53,6 +53,41 @@ def collective(gradients: Gradients) -> None:
     pc.all_reduce_coalesced(gradients)
 
 
+def start(reduction: Reduction, gradients: Gradients) -> pc.Work | None:
+    """Reduce, in the background where the reduction can; then `wait()` of what is given ends it.
+
+    >>> g = [[torch.ones(2)], [torch.ones(2)]]; work = start(collective, g)
+    >>> work.wait(); g[1]
+    [tensor([2., 2.])]
+    """
+    if reduction is collective:
+        return pc.all_reduce_coalesced(gradients, async_op=True)
+    reduction(gradients)
+    return None
+
+
+def matching_gradients(parameters: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """Give the gradients of `parameters[rank][i]`, with zeros where only other ranks have one.
+
+    What no rank has a gradient of is left out. Raises ValueError for sparse gradients.
+
+    >>> a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    >>> a.sum().backward(); matching_gradients([[a], [b]])
+    [[tensor([1., 1.])], [tensor([0., 0.])]]
+    """
+    gradients: list[list[Tensor]] = [[] for _ in parameters]
+    for same in zip(*parameters, strict=True):
+        if all(param.grad is None for param in same):
+            continue
+        for mine, param in zip(gradients, same, strict=True):
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            if param.grad.layout != torch.strided:
+                raise ValueError("a gradient is sparse: make the layer with sparse=False")
+            mine.append(param.grad)
+    return gradients
+
+
 REDUCTIONS: Mapping[str, Reduction] = MappingProxyType({"pycollect": collective, "naive": naive})
 
 

@@ -1,34 +1,51 @@
-"""What a run says: one line an epoch on standard output, a progress bar on a terminal.
+"""What a run says: lines on standard output, and a progress bar on a terminal.
 
 The bar needs tqdm and goes to standard error; without tqdm or a terminal there is none.
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from types import TracebackType
+from typing import Any
 
-T = TypeVar("T")
+# Seconds between two readings of the loss, for which a GPU has to be waited for.
+_PATIENCE = 0.5
 
 
-@dataclass(frozen=True)
-class Epoch:
-    """What one epoch gave: seconds without evaluation, mean loss per example, test accuracy 0..1.
+class Bar:
+    """The progress of an epoch: images per second and the loss; disappears at its end.
 
-    >>> print(Epoch(3, 1.94, 0.4118, 0.8712))
-    epoch 3, time 1.9 sec, loss 0.412, test acc 0.87
+    >>> with Bar(None) as bar:  # without a terminal
+    ...     bar.step(64, lambda: 2.3)
     """
 
-    number: int  # from 1
-    seconds: float
-    loss: float
-    accuracy: float
+    def __init__(self, tqdm: Any | None) -> None:
+        self._tqdm = tqdm
+        self._next = time.monotonic()
 
-    def __str__(self) -> str:
-        return (
-            f"epoch {self.number}, time {self.seconds:.1f} sec, loss {self.loss:.3f}, "
-            f"test acc {self.accuracy:.2f}"
-        )
+    def __enter__(self) -> "Bar":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._tqdm is not None:
+            self._tqdm.close()
+
+    def step(self, examples: int, loss: Callable[[], float]) -> None:
+        """Go on by so many images; the loss is asked for only now and then."""
+        if self._tqdm is None:
+            return
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _PATIENCE
+            self._tqdm.set_postfix_str(f"loss {loss():.3f}", refresh=False)
+        self._tqdm.update(examples)
 
 
 @dataclass(frozen=True)
@@ -42,13 +59,12 @@ class Report:
         if not self.quiet:
             print(text, flush=True)
 
-    def progress(self, items: Sequence[T], label: str) -> Iterable[T]:
-        """Give the items to iterate over, with a bar that disappears when they are used up."""
+    def bar(self, label: str, images: int, done: int = 0) -> Bar:
+        """Give the bar of so many images, of which some may be done already."""
         if self.quiet or not sys.stderr.isatty():
-            return items
+            return Bar(None)
         try:
             from tqdm import tqdm
         except ImportError:
-            return items
-        bar: Iterable[T] = tqdm(items, desc=label, leave=False, unit="batch")
-        return bar
+            return Bar(None)
+        return Bar(tqdm(total=images, initial=done, desc=label, leave=False, unit=" images"))

@@ -1,24 +1,28 @@
-"""What decides the result of a run: devices, hyperparameters, seed, and the data they belong to.
+"""What decides the result of a run: model, devices, hyperparameters, seed, shares.
 
-Bad values are refused here, before any data is loaded or downloaded.
+Bad values are refused here, before any data is loaded or downloaded. What does not decide the
+result is in running.py.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias
 
 import torch
 
-import pycollect as pc
-from pycollect.devices import DeviceSpec
+from .portions import check_strict, shares_of
+from .step_options import StepOptions
 
-from .data import DIGITS, Data, Defaults, load
+Weights: TypeAlias = "tuple[float, ...] | Literal['auto'] | None"
 
 
 @dataclass(frozen=True)
 class Settings:
     """Everything that decides the result of a run on given data; ValueError if out of range.
+
+    `batch_size` and `microbatch` count the examples of all ranks together. `weights` are one
+    number per rank, or "auto" for measured throughput.
 
     >>> Settings((torch.device("cpu"),), batch_size=64, lr=0.3, epochs=0)
     Traceback (most recent call last):
@@ -30,61 +34,86 @@ class Settings:
     lr: float
     epochs: int
     seed: int = 0
+    model: str = "lenet"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    weights: Weights = None
+    microbatch: int | None = None
+    sync_batchnorm: bool = False
+    strict: bool = False
+    shuffle: bool = True
+    drop_last: bool = False
 
     def __post_init__(self) -> None:
         if not self.devices:
             raise ValueError("there must be at least one device to train on")
-        if self.batch_size < 1:
-            raise ValueError(f"the batch size must be at least 1, not {self.batch_size}")
+        for name, value in (("batch size", self.batch_size), ("number of epochs", self.epochs)):
+            if value < 1:
+                raise ValueError(f"the {name} must be at least 1, not {value}")
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise ValueError(f"the learning rate must be a positive number, not {self.lr:g}")
-        if self.epochs < 1:
-            raise ValueError(f"the number of epochs must be at least 1, not {self.epochs}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"the momentum must be from 0 to below 1, not {self.momentum:g}")
+        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
+            raise ValueError(f"the weight decay must be at least 0, not {self.weight_decay:g}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"the seed must be from 0 to 2**63 - 1, not {self.seed}")
+        self._check_shares()
+
+    def _check_shares(self) -> None:
+        world = len(self.devices)
+        StepOptions(microbatch=self.microbatch)
+        if self.strict:
+            check_strict(self.batch_size, world, self.microbatch)
+        if self.weights is None or self.weights == "auto":
+            return
+        if len(self.weights) != world:
+            raise ValueError(
+                f"there must be one weight per rank: {len(self.weights)} weights for {world} ranks"
+            )
+        shares_of(1, self.weights)
 
     def __str__(self) -> str:
-        return (
-            f"batch size {self.batch_size}, lr {self.lr:g}, epochs {self.epochs}, "
-            f"seed {self.seed}, on {device_list(self.devices)}"
-        )
+        parts = [f"batch size {self.batch_size}"]
+        parts += [f"microbatch {self.microbatch}"] if self.microbatch else []
+        parts += [f"lr {self.lr:g}"]
+        parts += [f"momentum {self.momentum:g}"] if self.momentum else []
+        parts += [f"weight decay {self.weight_decay:g}"] if self.weight_decay else []
+        parts += [f"epochs {self.epochs}, seed {self.seed}"]
+        parts += ["batch statistics of all ranks"] if self.sync_batchnorm else []
+        parts += [f"weights {weights_text(self.weights)}"] if self.weights else []
+        return f"{', '.join(parts)}, on {device_list(self.devices)}"
+
+    def stored(self) -> dict[str, Any]:
+        """Give the settings as a checkpoint keeps them, in plain numbers and strings."""
+        return {**asdict(self), "devices": [str(device) for device in self.devices]}
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What the user asked for; None means the default of the data set, or of the machine."""
+def weights_text(weights: Weights) -> str:
+    """Write weights as the command line takes them.
 
-    devices: DeviceSpec = None
-    batch_size: int | None = None
-    lr: float | None = None
-    epochs: int | None = None
-    seed: int = 0
-    data: Data | str = "auto"
-    data_dir: Path | str = "data"
+    >>> weights_text((80.0, 20.0)), weights_text("auto")
+    ('80,20', 'auto')
+    """
+    if weights is None or isinstance(weights, str):
+        return weights or "none"
+    return ",".join(f"{weight:g}" for weight in weights)
 
-    def settings(self, defaults: Defaults) -> Settings:
-        """Fill in what was not asked for; ValueError for a value or device out of range."""
-        return Settings(
-            devices=tuple(pc.devices(self.devices)),
-            batch_size=defaults.batch_size if self.batch_size is None else self.batch_size,
-            lr=defaults.lr if self.lr is None else self.lr,
-            epochs=defaults.epochs if self.epochs is None else self.epochs,
-            seed=self.seed,
-        )
 
-    def prepare(self) -> tuple[Data, Settings, str]:
-        """Load the data; give it, the settings, and what was used instead of Fashion-MNIST or "".
+def parse_weights(text: str | Sequence[float] | None) -> Weights:
+    """Read weights: "auto", "80,20", or numbers as they are; ValueError for anything else.
 
-        Raises ValueError for a bad value, before anything is loaded, and DataError if the data
-        cannot be had.
-        """
-        self.settings(DIGITS)
-        notice = ""
-        if isinstance(self.data, Data):
-            data = self.data
-        else:
-            data, notice = load(self.data, self.data_dir)
-        return data, self.settings(data.defaults), notice
+    >>> parse_weights("80,20")
+    (80.0, 20.0)
+    """
+    if text is None or text == "auto":
+        return None if text is None else "auto"
+    try:
+        return tuple(map(float, text.split(",") if isinstance(text, str) else text))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"weights are 'auto' or one number per rank such as '80,20', not {text!r}"
+        ) from error
 
 
 def device_list(devices: Sequence[torch.device]) -> str:

@@ -1,4 +1,4 @@
-"""One training step of data parallelism: replicate, split, backward on every rank, reduce, update.
+"""The book's step from scratch: replicate, split, backward on every rank, reduce, update.
 
 The ranks of one process run one after the other: on a CPU each uses all cores (a Python thread per
 rank was tried and took 1.8 times as long), and on GPUs the calls return before the work is done.
@@ -14,9 +14,10 @@ from torch import Tensor
 import pycollect as pc
 
 from .reduce import Reduction, collective
+from .shares import split_batch
 
 Model: TypeAlias = Callable[[Tensor, Sequence[Tensor]], Tensor]
-Replicas: TypeAlias = Sequence[Sequence[Tensor]]  # [rank][parameter]
+ParameterLists: TypeAlias = Sequence[Sequence[Tensor]]  # [rank][parameter]
 
 
 def get_params(params: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
@@ -43,23 +44,6 @@ def replicate(params: Sequence[Tensor], devices: Sequence[torch.device]) -> list
             param.requires_grad_()
             param.grad = torch.zeros_like(param)
     return replicas
-
-
-def split_batch(
-    X: Tensor, y: Tensor, devices: Sequence[torch.device]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Split a batch by examples, one shard per rank, as `torch.tensor_split` does.
-
-    The first ranks get one example more when the number does not divide, and the last ranks none
-    when there are fewer examples than ranks. Raises ValueError if X and y differ in length.
-
-    >>> X, y = torch.zeros(5, 1, 28, 28), torch.arange(5)
-    >>> split_batch(X, y, [torch.device("cpu")] * 2)[1]
-    [tensor([0, 1, 2]), tensor([3, 4])]
-    """
-    if len(X) != len(y):
-        raise ValueError(f"a batch needs one label per image: {len(X)} images, {len(y)} labels")
-    return pc.scatter(X, devices), pc.scatter(y, devices)
 
 
 def backward(model: Model, X: Tensor, y: Tensor, params: Sequence[Tensor]) -> Tensor:
@@ -96,7 +80,7 @@ def sgd(params: Sequence[Tensor], lr: float, batch_size: int) -> None:
 def train_batch(
     X: Tensor,
     y: Tensor,
-    replicas: Replicas,
+    replicas: ParameterLists,
     lr: float,
     *,
     model: Model,
@@ -126,7 +110,7 @@ def train_batch(
 
 @torch.no_grad()
 def evaluate(
-    X: Tensor, y: Tensor, replicas: Replicas, *, model: Model, batch_size: int = 1024
+    X: Tensor, y: Tensor, replicas: ParameterLists, *, model: Model, batch_size: int = 1024
 ) -> float:
     """Give the share of examples whose highest score is the label's, 0..1.
 

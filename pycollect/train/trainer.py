@@ -1,127 +1,212 @@
 """The training loop: epochs over shuffled batches, for one way of reducing or several in turn.
 
 Several are contestants that see the same batches in the same minutes, so that a comparison is
-fair on a machine whose speed drifts. What happens inside a step is not here, see step.py.
+fair on a machine whose speed drifts. What happens inside a step is not here, see replicas.py.
 """
 
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pycollect.devices import DeviceSpec
 
-from .data import Data
-from .lenet import init_lenet, lenet
-from .reduce import REDUCTIONS, Clock, Timed
-from .report import Epoch, Report
-from .settings import Choice, Settings, device_list
-from .step import evaluate, replicate, train_batch
+from . import checkpoint, curves
+from .choice import Source
+from .contestant import Contestant
+from .graph import GraphedStep
+from .history import Epoch, Step
+from .interrupt import Interrupt, Stopped
+from .job import Job, job_of
+from .loader import Loading
+from .log import Log
+from .one_process import OneProcess, Trainee
+from .one_rank import OneRank
+from .reduce import REDUCTIONS
+from .report import Report
+from .settings import Settings, device_list
 
-
-@dataclass
-class Contestant:
-    """One way of reducing with replicas of its own, and what it has measured."""
-
-    name: str
-    replicas: list[list[Tensor]]
-    reduction: Timed
-    epochs: list[Epoch] = field(default_factory=list)
-    step_seconds: list[float] = field(default_factory=list)  # of the epoch so far
-    losses: list[Tensor] = field(default_factory=list)  # per step and rank, of the epoch so far
-
-    def step(self, X: Tensor, y: Tensor, lr: float) -> None:
-        """Train on one batch and take the time."""
-        clock = self.reduction.clock
-        start = clock()
-        self.losses += train_batch(X, y, self.replicas, lr, model=lenet, reduction=self.reduction)
-        self.step_seconds.append(clock() - start)
-
-    def finish_epoch(self, data: Data) -> None:
-        """Evaluate, record the epoch, and start the next one."""
-        clock = self.reduction.clock
-        start = clock()
-        clock.wait()
-        seconds = sum(self.step_seconds) + clock() - start
-        loss = sum(float(loss) for loss in self.losses) / len(data.train[0])
-        accuracy = evaluate(*data.test, self.replicas, model=lenet)
-        self.epochs.append(Epoch(len(self.epochs) + 1, seconds, loss, accuracy))
-        self.step_seconds, self.losses = [], []
+# Examples of all ranks in a batch of the evaluation, unless a training batch is larger.
+_TEST_BATCH = 1024
 
 
 @dataclass(frozen=True)
 class History:
-    """A finished run: its settings, an Epoch per epoch, and the trained replicas."""
+    """A finished run: its settings, a record of every epoch and step, and the trained model."""
 
     settings: Settings
     epochs: list[Epoch]
-    replicas: list[list[Tensor]]  # [rank][parameter]
+    steps: list[Step]
+    module: nn.Module  # as rank 0 has it
+    first_batch: float | None = None  # seconds of initialisation, up to the end of the first step
 
     @property
     def parameters(self) -> list[Tensor]:
         """The trained parameters, as rank 0 has them."""
-        return [param.detach() for param in self.replicas[0]]
+        return [param.detach() for param in self.module.parameters()]
+
+    @property
+    def losses(self) -> list[float]:
+        """The mean loss per example of every step."""
+        return [step.loss for step in self.steps]
 
     @property
     def accuracy(self) -> float:
         """The test accuracy after the last epoch, 0..1."""
         return self.epochs[-1].accuracy
 
-    def __str__(self) -> str:
+    @property
+    def seconds_per_epoch(self) -> tuple[float, float]:
+        """The mean seconds of an epoch, without data loading and with it."""
         seconds = sum(epoch.seconds for epoch in self.epochs) / len(self.epochs)
+        return seconds, seconds + sum(e.data_seconds for e in self.epochs) / len(self.epochs)
+
+    @property
+    def times(self) -> str:
+        """The line on what took how long."""
+        without, with_data = self.seconds_per_epoch
+        first = "" if self.first_batch is None else f"first batch: {self.first_batch:.1f} sec; "
+        return f"{first}epoch: {without:.1f} sec, {with_data:.1f} sec with data loading"
+
+    def __str__(self) -> str:
         where = device_list(self.settings.devices)
+        seconds, _ = self.seconds_per_epoch
         return f"test acc: {self.accuracy:.2f}, {seconds:.1f} sec/epoch on {where}"
 
 
-def batches(examples: int, settings: Settings, epoch: int) -> list[Tensor]:
-    """Give the indices of every batch of one epoch, shuffled; the last batch may be smaller.
-
-    The order depends on seed and epoch alone, so that a run could be continued at any epoch.
-    """
-    # An odd multiplier keeps the orders of all epochs and of neighbouring seeds apart.
-    mixed = (settings.seed + 0x9E3779B97F4A7C15 * epoch) % 2**63
-    order = torch.randperm(examples, generator=torch.Generator().manual_seed(mixed))
-    return list(torch.split(order, settings.batch_size))
-
-
 def fit(
-    data: Data, settings: Settings, names: Sequence[str], report: Report
-) -> Iterator[list[Contestant]]:
-    """Train one contestant for every name of a reduction; give all of them after every epoch.
+    job: Job, contestants: Sequence[Contestant], report: Report, interrupt: Interrupt | None = None
+) -> Iterator[Sequence[Contestant]]:
+    """Train the contestants on the same batches; give them after every epoch.
 
-    Each contestant sees the same batches, and who goes first alternates. Only several are timed
-    exactly. Raises ValueError for a name that is not in REDUCTIONS.
+    Who goes first alternates. They go on where they are, which must be the same step.
     """
-    for name in names:
-        if name not in REDUCTIONS:
-            raise ValueError(f"unknown reduction {name!r}; there are {', '.join(REDUCTIONS)}")
-    params = init_lenet(settings.seed)
-    clock = Clock(settings.devices, exact=len(names) > 1)
-    contestants = [
-        Contestant(name, replicate(params, settings.devices), Timed(REDUCTIONS[name], clock))
-        for name in names
-    ]
-    X, y = data.train
-    for epoch in range(1, settings.epochs + 1):
-        steps = batches(len(X), settings, epoch)
-        for i, batch in enumerate(report.progress(steps, f"epoch {epoch}")):
-            for contestant in contestants[:: -1 if i % 2 else 1]:
-                contestant.step(X[batch], y[batch], settings.lr)
+    settings, trainee = job.settings, contestants[0].trainee
+    train = trainee.loader(job.data.train, job.loading)
+    # Images from files may be large: what fits in training fits here.
+    small = _TEST_BATCH if isinstance(job.data.test, tuple) else 0
+    test_size = max(small, settings.batch_size)
+    in_order = Loading(test_size, shuffle=False, prefetch=job.loading.prefetch)
+    test = trainee.loader(job.data.test, in_order, ahead=False)
+    first, done = contestants[0].next_step
+    for epoch in range(first, settings.epochs + 1):
+        images = train.examples(epoch)
+        bar = report.bar(f"epoch {epoch}", sum(images), sum(images[:done]))
+        with closing(train.epoch(epoch, done)) as batches, bar:
+            for number, batch in enumerate(batches, done + 1):
+                for contestant in contestants[:: 1 if number % 2 else -1]:
+                    contestant.step(batch, epoch, number)
+                bar.step(batch.examples, contestants[0].latest_loss)
+                if interrupt is not None:
+                    interrupt.check()
+        done = 0
         for contestant in contestants:
-            contestant.finish_epoch(data)
+            with closing(test.epoch()) as batches:
+                contestant.finish_epoch(epoch, batches)
         yield contestants
 
 
-def run(data: Data, settings: Settings, reduce: str, report: Report) -> History:
-    """Train LeNet with one way of reducing, a line per epoch; see `train`."""
-    report.line(f"LeNet on {data}: {settings}, reduced by {reduce}")
-    for (contestant,) in fit(data, settings, [reduce], report):
-        report.line(contestant.epochs[-1])
-    history = History(settings, contestant.epochs, contestant.replicas)
-    report.line(history)
+def run(job: Job, report: Report) -> History:
+    """Train with one way of reducing, a line per epoch; see `train`."""
+    running, settings = job.running, job.settings
+    report.line(f"{job.title} on {job.data}: {settings}, reduced by {job.reducer}")
+    with Log(running.log, append=job.stored is not None) as log, job.repeatable():
+        log.write("start", **job.described())
+        contestant = enter(job, running.reduce, log)
+        train_epochs(job, contestant, report)
+        history = History(
+            settings,
+            contestant.epochs,
+            contestant.steps,
+            contestant.trainee.modules[0],
+            contestant.first_batch,
+        )
+        finish(history, job, report, log)
     return history
+
+
+def train_epochs(job: Job, contestant: Contestant, report: Report, suffix: str = "") -> None:
+    """Train one contestant to the end, a line and a checkpoint per epoch.
+
+    Ctrl-C is kept until a step is over where there is a checkpoint to write, and one process.
+    """
+    wanted = job.running.checkpoint is not None and job.backend is None
+    with Interrupt(wanted) as interrupt:
+        try:
+            for _ in fit(job, [contestant], report, interrupt):
+                report.line(f"{contestant.epochs[-1]}{suffix}")
+                save(job, contestant)
+                interrupt.check()
+        except Stopped:
+            save(job, contestant)
+            raise
+
+
+def enter(job: Job, name: str, log: Log, *, compared: bool = False) -> Contestant:
+    """Make a contestant that stands where the job begins.
+
+    One that is compared shows what its reduction takes: exactly, and after the backward pass.
+    """
+    running = job.running
+    started = time.perf_counter()
+    exact = compared or running.exact_times
+    trainee: Trainee
+    if job.backend is not None:
+        trainee = OneRank(job.module, job.settings, exact_seconds=exact)
+    else:
+        trainee = OneProcess(
+            job.module,
+            job.settings,
+            reduction=REDUCTIONS[name],
+            options=job.options(
+                overlap=not compared if running.overlap is None else running.overlap,
+                exact_seconds=exact,
+            ),
+            capture=GraphedStep.of if running.graph else None,
+        )
+        if job.shares is not None and trainee.auto is not None:
+            trainee.auto.replay(job.shares)
+    contestant = Contestant(name, trainee, log, started)
+    if job.stored is not None:
+        contestant.load_state_dict(job.stored["contestant"])
+    return contestant
+
+
+def save(job: Job, contestant: Contestant) -> None:
+    """Write the checkpoint, if one is wanted."""
+    if job.running.checkpoint is None:
+        return
+    state = {
+        "settings": job.settings.stored(),
+        "identity": job.identity(),
+        "source": job.source.stored() if isinstance(job.source, Source) else None,
+        "contestant": contestant.state_dict(),
+    }
+    if contestant.trainee.speaks:
+        checkpoint.save(job.running.checkpoint, state)
+    contestant.trainee.total([0.0])  # the others meet the writer here: nobody reads an old one
+
+
+def finish(history: History, job: Job, report: Report, log: Log) -> None:
+    """Say, log and draw what came out."""
+    without, with_data = history.seconds_per_epoch
+    log.write(
+        "end",
+        accuracy=history.accuracy,
+        seconds_per_epoch=without,
+        seconds_per_epoch_with_data=with_data,
+        first_batch_seconds=history.first_batch,
+    )
+    report.line(history.times)
+    report.line(history)
+    if job.running.plot is not None:
+        on_gpu = any(device.type == "cuda" for device in job.settings.devices)
+        hint = " (times of the host)" if on_gpu and not job.running.exact_times else ""
+        curve = curves.Curve(job.running.reduce, history.epochs, history.steps)
+        curves.plot([curve], job.running.plot, f"{job.title} on {job.data}: {job.settings}{hint}")
 
 
 def train(
@@ -129,26 +214,26 @@ def train(
     batch_size: int | None = None,
     lr: float | None = None,
     *,
-    data: Data | str = "auto",
-    data_dir: Path | str = "data",
-    epochs: int | None = None,
-    seed: int = 0,
-    reduce: str = "pycollect",
     quiet: bool = False,
+    **options: Any,
 ) -> History:
-    """Train LeNet data-parallel, one replica for every device that `pycollect.devices` gives.
+    """Train a model data-parallel, one replica for every device that `pycollect.devices` gives.
 
-    `batch_size` counts the examples of all ranks together; what is None is the data set's
-    default. `data` is a Data or a name: "auto", "digits" or "fashion-mnist". The same arguments
-    give the same bits, whichever way of reducing is chosen. Raises ValueError for a bad value
-    and DataError if the data cannot be had.
+    `devices` may be a number of GPUs, as in the chapters, and so may `num_gpus`. `batch_size`
+    counts the examples of all ranks together; what is None is the default of model and data set.
+    Further options are those of `Choice` (data, model, epochs, seed, momentum, weight_decay,
+    weights, microbatch, sync_batchnorm, strict, shuffle, drop_last, scale_batch, scale_lr,
+    data_dir, image_size) and of `Running` (reduce, overlap, prefetch, graph, deterministic,
+    exact_times, checkpoint, resume, replay_shares, log, plot). The same choice gives the same
+    bits, whatever is running. Raises ValueError for a bad value, TypeError for an unknown option,
+    DataError if the data cannot be had, CheckpointError if a checkpoint cannot be read, written or
+    continued.
 
     >>> train("cpu*2", data="digits", epochs=1, quiet=True).epochs[0].number
     1
     """
-    choice = Choice(devices, batch_size, lr, epochs, seed, data, data_dir)
-    data, settings, notice = choice.prepare()
+    job, notice = job_of(devices, batch_size, lr, options)
     report = Report(quiet)
     if notice:
         report.line(notice)
-    return run(data, settings, reduce, report)
+    return run(job, report)

@@ -1,0 +1,156 @@
+"""Measure training steps: naive loop, pycollect, and DDP's processes, against one replica.
+
+`python bench/train.py --targets` takes about fifteen minutes on two cores, most of them for the
+ResNet-18; `--models lenet` takes one. A target that is missed makes the status 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pycollect
+from pycollect.bench import environment, table, training
+from pycollect.bench.measure import Effort
+from pycollect.bench.record import SCHEMA, target_record, timing_record
+from pycollect.bench.training.picture import draw
+from pycollect.train.models import MODELS
+
+DIGITS = 1442  # examples of an epoch
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="which (both)")
+    add("--worlds", nargs="+", type=int, default=[1, 2, 4], help="numbers of ranks (1 2 4)")
+    add("--batch", type=int, default=256, help="examples of all ranks together (256)")
+    add("--size", type=int, default=28, help="of the images; only the ResNet-18 takes others (28)")
+    add("--devices", help="as pycollect.devices reads it; ranks go round (the first there is)")
+    add("-n", "--iterations", type=int, help="timed steps of each (by time, if not given)")
+    add("-w", "--warmup", type=int, default=1, help="steps before the first timed one (1)")
+    add("--seconds", type=float, default=30.0, help="time for a contest, of 7 steps at least (30)")
+    add("--no-ddp", action="store_true", help="leave DDP's processes out")
+    add("--no-loading", action="store_true", help="leave out what preparing batches ahead brings")
+    add("--targets", action="store_true", help="judge what is promised for two CPU cores")
+    add("--json", metavar="FILE", help="everything, with the median of every round")
+    add("--plot", metavar="FILE", help="a picture: bars of steps and of what reductions take")
+    args = parser.parse_args(argv)
+    if min(*args.worlds, args.batch, args.size) < 1:
+        parser.error("numbers and sizes must be positive")
+    if args.size != 28 and "lenet" in args.models:
+        parser.error("LeNet takes images of 28 x 28: add --models resnet18")
+    for path in filter(None, (args.json, args.plot)):
+        if not Path(path).resolve().parent.is_dir():
+            parser.error(f"{path}: there is no such folder to write to")
+    return args
+
+
+def cases(args: argparse.Namespace) -> list[training.Case]:
+    """Every model with every number of ranks."""
+    devices = pycollect.devices(args.devices)
+    return [
+        training.Case(
+            model, args.batch, tuple(devices[r % len(devices)] for r in range(world)), args.size
+        )
+        for model in args.models
+        for world in args.worlds
+    ]
+
+
+def lines(result: training.Result) -> list[str]:
+    """The table of one case."""
+    case = result.case
+    ranks = "1 rank" if case.world == 1 else f"{case.world} ranks"
+    out = [f"# {case.model}, {ranks}, batch {case.batch}, {case.size} x {case.size}"]
+    steps = -(-DIGITS // case.batch)
+    for name, entry in result.entries.items():
+        share = 100 * (result.share(name) or 0)
+        out.append(
+            f" {name:<26} {entry.step * 1e3:>9.1f} {entry.timing.percentile(99) * 1e3:>9.1f} "
+            f"{result.slowdown(name) or 0:>6.2f} {entry.step * steps:>9.2f} "
+            f"{entry.reduction * 1e3:>10.3f} {share:>6.2f}"
+        )
+    return out + [f"# {name} not run: {why}" for name, why in result.not_run.items()]
+
+
+def loading_lines(result: training.LoadingResult) -> list[str]:
+    """The table of what preparing batches ahead brings."""
+    out = [f"#{'lenet on two ranks':<26} {'p50 (ms)':>9} {'p99 (ms)':>9} {'waited (ms)':>11}"]
+    for name, entry in result.entries.items():
+        p50, p99 = (entry.timing.percentile(p) * 1e3 for p in (50, 99))
+        out.append(f" {name:<26} {p50:>9.1f} {p99:>9.1f} {entry.waited * 1e3:>11.3f}")
+    return out + [f"# {name} not run: {why}" for name, why in result.not_run.items()]
+
+
+def loading_record(result: training.LoadingResult) -> dict[str, Any]:
+    """What the JSON file says of it."""
+    entries = {
+        name: {"step": timing_record(entry.timing), "waited": entry.waited}
+        for name, entry in result.entries.items()
+    }
+    return {"entries": entries, "not_run": result.not_run}
+
+
+def result_record(result: training.Result) -> dict[str, Any]:
+    """What the JSON file says of one case."""
+    case = result.case
+    about = {"model": case.model, "batch": case.batch, "world": case.world, "size": case.size}
+    entries = {
+        name: {
+            "step": timing_record(entry.timing),
+            "reduction": entry.reduction,
+            "of_one_replica": result.slowdown(name),
+        }
+        for name, entry in result.entries.items()
+    }
+    devices = [str(device) for device in case.devices]
+    return {**about, "devices": devices, "entries": entries, "not_run": result.not_run}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    about = environment.describe(shlex.join(sys.orig_argv))
+    print(*environment.header(about), sep="\n", flush=True)
+    before = environment.Load.now()
+    effort = Effort(args.seconds, args.iterations, args.warmup)
+    print(
+        "# x one: the step over one replica's on the whole batch, median over rounds. reduction:\n"
+        "# what a step waits for; DDP, which overlaps: the same bytes by themselves. epoch: so\n"
+        f"# many steps as {DIGITS} digits take\n"
+        f"#{'step':<26} {'p50 (ms)':>9} {'p99 (ms)':>9} {'x one':>6} {'epoch (s)':>9} "
+        f"{'reduct(ms)':>10} {'% step':>6}"
+    )
+    results = []
+    for case in cases(args):
+        results.append(training.measure(case, effort, not args.no_ddp))
+        print(*lines(results[-1]), sep="\n", flush=True)
+    loading = None
+    if not args.no_loading:
+        ranks = [cases(args)[0].devices[0]] * 2
+        loading = training.measure_loading(ranks, args.batch, effort)
+        print(*loading_lines(loading), sep="\n", flush=True)
+    outcomes = training.judge(results) if args.targets else []
+    if outcomes:
+        print(*table.target_lines(outcomes), sep="\n")
+    noise = environment.noise(before, environment.Load.now(), [])
+    print(*environment.footer(noise), sep="\n")
+    if args.json:
+        record = {"schema": SCHEMA, "environment": about, "noise": noise}
+        record["training"] = [result_record(result) for result in results]
+        record["loading"] = loading_record(loading) if loading else None
+        record["targets"] = [target_record(outcome) for outcome in outcomes]
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(record, file, indent=1)
+    if args.plot:
+        draw(results, args.plot, f"{about['machine']}, torch {about['torch']}")
+    return 3 if any(outcome.met is False for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,286 @@
+"""The recorded collectives as functions: arguments are checked here, and a Move is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .._eager import eager
+from ..collectives import Op, ranks_of
+from ..devices import DeviceSpec
+from .moves import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Copy,
+    Devices,
+    Gather,
+    Lengths,
+    Reduce,
+    ReduceScatter,
+    Replicate,
+    Scatter,
+    even,
+)
+from .node import apply
+from .nonlinear import Extreme, Product
+
+_LINEAR = ("sum", "avg")
+_ALL = (*_LINEAR, "max", "min", "prod")
+
+
+@eager
+def all_reduce(
+    tensors: Sequence[Tensor], op: Op = "sum", *, algorithm: str | None = None
+) -> list[Tensor]:
+    """Return the reduction over all ranks, once for every rank; backward: all_reduce.
+
+    ``max`` and ``min`` give their gradient to the ranks that have them, in equal parts; ``prod``
+    takes a reduction more for every rank in the backward pass.
+
+    >>> [y] = all_reduce([torch.ones(2)], "avg"); y
+    tensor([1., 1.])
+    """
+    devices = _devices(tensors, "all_reduce")
+    name = _op(op, _ALL, "all_reduce")
+    if name == "prod":
+        return list(cast(Any, Product).apply(algorithm, *tensors))
+    if name in ("max", "min"):
+        return list(cast(Any, Extreme).apply(name, algorithm, *tensors))
+    return apply(AllReduce(devices, name == "avg", algorithm), tensors)
+
+
+@eager
+def reduce(
+    tensors: Sequence[Tensor], dst: int = 0, op: Op = "sum", *, algorithm: str | None = None
+) -> Tensor:
+    """Return the sum or mean over all ranks, on rank ``dst``'s device; backward: broadcast.
+
+    >>> reduce([torch.ones(2), torch.ones(2)], dst=1)
+    tensor([2., 2.])
+    """
+    devices = _devices(tensors, "reduce")
+    mean = _op(op, _LINEAR, "reduce") == "avg"
+    _check_rank(dst, len(devices), "reduce", "dst")
+    (result,) = apply(Reduce(devices, dst, mean, algorithm), tensors)
+    return result
+
+
+@eager
+def broadcast(
+    tensors: Sequence[Tensor], src: int = 0, *, algorithm: str | None = None
+) -> list[Tensor]:
+    """Return ``tensors[src]`` once for every rank; backward: reduce.
+
+    Of the others only the devices matter: they get no gradient.
+
+    >>> broadcast([torch.zeros(2), torch.ones(2)], src=1)[0]
+    tensor([1., 1.])
+    """
+    devices = _devices(tensors, "broadcast")
+    _check_rank(src, len(devices), "broadcast", "src")
+    return apply(Broadcast(devices, src, algorithm=algorithm), [tensors[src]])
+
+
+@eager
+def all_gather(
+    tensors: Sequence[Tensor], *, dim: int = 0, algorithm: str | None = None
+) -> list[Tensor]:
+    """Return, for every rank, the concatenation along ``dim``; backward: reduce_scatter.
+
+    Lengths may differ along ``dim``.
+
+    >>> all_gather([torch.ones(1), torch.zeros(2)])[1]
+    tensor([1., 0., 0.])
+    """
+    devices = _devices(tensors, "all_gather")
+    at, lengths = _along(tensors, dim, "all_gather")
+    return apply(AllGather(devices, at, lengths, algorithm=algorithm), tensors)
+
+
+@eager
+def reduce_scatter(
+    tensors: Sequence[Tensor], op: Op = "sum", *, dim: int = 0, algorithm: str | None = None
+) -> list[Tensor]:
+    """Return chunk r along ``dim`` of the sum or mean for rank r; backward: all_gather.
+
+    Chunks are cut as by torch.tensor_split.
+
+    >>> reduce_scatter([torch.ones(3), torch.ones(3)])
+    [tensor([2., 2.]), tensor([2.])]
+    """
+    devices = _devices(tensors, "reduce_scatter")
+    mean = _op(op, _LINEAR, "reduce_scatter") == "avg"
+    at, lengths = _along(tensors, dim, "reduce_scatter")
+    chunks = even(lengths[0], len(devices))
+    return apply(ReduceScatter(devices, at, chunks, mean, algorithm), tensors)
+
+
+@eager
+def all_to_all(
+    tensors: Sequence[Tensor],
+    *,
+    dim: int = 0,
+    split_sizes: Sequence[int] | Sequence[Sequence[int]] | None = None,
+) -> list[Tensor]:
+    """Send chunk j of every tensor to rank j; return what arrived; backward: all_to_all.
+
+    ``split_sizes`` are the lengths along ``dim`` of the W chunks, one list for all ranks or one for
+    each; by default each tensor is cut as by torch.tensor_split.
+
+    >>> all_to_all([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])])
+    [tensor([1., 3.]), tensor([2., 4.])]
+    """
+    devices = _devices(tensors, "all_to_all")
+    at, lengths = _along(tensors, dim, "all_to_all")
+    splits = _splits(split_sizes, lengths)
+    return apply(AllToAll(devices, at, splits), tensors)
+
+
+@eager
+def scatter(
+    tensor: Tensor,
+    devices: DeviceSpec,
+    *,
+    chunk_sizes: Sequence[int] | None = None,
+    dim: int = 0,
+) -> list[Tensor]:
+    """Cut one tensor along ``dim`` and return a chunk for each device; backward: gather.
+
+    ``chunk_sizes`` are the lengths along ``dim``, one per device; by default as torch.tensor_split.
+
+    >>> scatter(torch.ones(3), "cpu*2")
+    [tensor([1., 1.]), tensor([1.])]
+    """
+    ranks = tuple(ranks_of(devices, "scatter"))
+    (origin,) = _devices([tensor], "scatter")
+    at, (length,) = _along([tensor], dim, "scatter")
+    chunks = even(length, len(ranks)) if chunk_sizes is None else tuple(chunk_sizes)
+    return apply(Scatter(ranks, origin, at, chunks), [tensor])
+
+
+@eager
+def gather(
+    tensors: Sequence[Tensor], device: torch.device | str | None = None, *, dim: int = 0
+) -> Tensor:
+    """Return the concatenation along ``dim``, on ``device``; backward: scatter.
+
+    The default is the device of the first tensor.
+
+    >>> gather([torch.ones(1), torch.zeros(2)])
+    tensor([1., 0., 0.])
+    """
+    devices = _devices(tensors, "gather")
+    at, lengths = _along(tensors, dim, "gather")
+    target = devices[0] if device is None else _single(device, "gather")
+    (result,) = apply(Gather(devices, target, at, lengths), tensors)
+    return result
+
+
+@eager
+def copy(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return a copy on ``device``, in new memory even where it is already; backward: copy.
+
+    >>> copy(torch.ones(2), "cpu")
+    tensor([1., 1.])
+    """
+    (origin,) = _devices([tensor], "copy")
+    (result,) = apply(Copy(origin, _single(device, "copy")), [tensor])
+    return result
+
+
+@eager
+def replicate(tensors: Sequence[Tensor], devices: DeviceSpec) -> list[list[Tensor]]:
+    """Return a copy of every tensor for each rank, ``result[rank][i]``; backward: reduce of each.
+
+    One node for all. Shapes, dtypes and devices of the tensors may differ. The gradient is the sum
+    in rank order; a tensor whose copies are used by no rank gets none.
+
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> [[a], [b]] = replicate([weight], "cpu*2")
+    >>> (a + 2 * b).sum().backward(); weight.grad
+    tensor([3., 3.])
+    """
+    ranks = tuple(ranks_of(devices, "replicate"))
+    if isinstance(tensors, (list, tuple)) and not tensors:
+        return [[] for _ in ranks]
+    count = len(origins := _devices(tensors, "replicate"))
+    flat = apply(Replicate(ranks, origins), tensors)
+    return [flat[rank * count : (rank + 1) * count] for rank in range(len(ranks))]
+
+
+def _devices(tensors: Sequence[Tensor], call: str) -> Devices:
+    """Return where the tensors are; refuse what is no list of tensors."""
+    if not isinstance(tensors, (list, tuple)):
+        kind = type(tensors).__name__
+        raise TypeError(f"{call}: tensors is a {kind}; pass a list with one torch.Tensor per rank")
+    if not tensors:
+        raise ValueError(f"{call}: the list of tensors is empty; pass one torch.Tensor per rank")
+    for rank, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            kind = type(tensor).__name__
+            raise TypeError(f"{call}: tensors[{rank}] is a {kind}; autograd needs a torch.Tensor")
+    return tuple(t.device for t in tensors)
+
+
+def _single(device: torch.device | str, call: str) -> torch.device:
+    ranks = ranks_of(device, call)
+    if len(ranks) != 1:
+        raise ValueError(f"{call}: device {device!r} names {len(ranks)} devices; needed is one")
+    return ranks[0]
+
+
+def _op(op: Op, allowed: tuple[str, ...], call: str) -> str:
+    """Return the name of an operation that has a gradient here."""
+    name = op if isinstance(op, str) else str(op).rpartition(".")[2].lower()
+    if name not in allowed:
+        hint = f"; all_reduce has {name!r}, take a part of its result" if name in _ALL else ""
+        raise ValueError(
+            f"{call}: op {op!r} has no gradient here; allowed are {', '.join(allowed)}{hint}"
+        )
+    return name
+
+
+def _check_rank(rank: int, world: int, call: str, argument: str) -> None:
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise TypeError(f"{call}: {argument} is a {type(rank).__name__}; pass the number of a rank")
+    if not 0 <= rank < world:
+        raise ValueError(f"{call}: {argument} is {rank}; {world} ranks allow 0 to {world - 1}")
+
+
+def _along(tensors: Sequence[Tensor], dim: int, call: str) -> tuple[int, Lengths]:
+    """Return the dimension counted from the front, and every rank's length along it."""
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"{call}: dim is a {type(dim).__name__}; pass an int")
+    dims = tensors[0].dim()
+    for rank, tensor in enumerate(tensors):
+        if tensor.dim() != dims:
+            raise ValueError(
+                f"{call}: tensors[{rank}] has shape {list(tensor.shape)} and tensors[0] has "
+                f"{list(tensors[0].shape)}; all ranks need the same number of dimensions"
+            )
+    if not dims:
+        raise ValueError(f"{call}: a tensor without dimensions cannot be cut or joined; reshape(1)")
+    if not -dims <= dim < dims:
+        raise ValueError(
+            f"{call}: dim is {dim}; shape {list(tensors[0].shape)} allows {-dims} to {dims - 1}"
+        )
+    at = dim % dims
+    return at, tuple(t.shape[at] for t in tensors)
+
+
+def _splits(
+    sizes: Sequence[int] | Sequence[Sequence[int]] | None, lengths: Lengths
+) -> tuple[Lengths, ...]:
+    """Return the lengths of all chunks, [from][to]; whether they fit, the collective checks."""
+    world = len(lengths)
+    if sizes is None:
+        return tuple(even(length, world) for length in lengths)
+    if not isinstance(sizes, (list, tuple)):
+        raise TypeError(f"all_to_all: split_sizes is a {type(sizes).__name__}; pass lists of ints")
+    rows = sizes if sizes and isinstance(sizes[0], (list, tuple)) else [sizes] * world
+    return tuple(tuple(row) for row in rows)

@@ -1,0 +1,315 @@
+"""The linear collectives as data, and how they transpose into each other.
+
+all_reduce <-> all_reduce, broadcast <-> reduce, all_gather <-> reduce_scatter, scatter <-> gather,
+all_to_all <-> all_to_all, copy <-> copy, replicate <-> total. ``mean`` scales by 1/W, whichever
+way. Dimensions are counted from the front, so that one more in front only shifts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .. import collectives, exchange
+from .node import Move, apply
+
+Devices = tuple[torch.device, ...]
+Lengths = tuple[int, ...]
+
+
+def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors in one layout: their own if they share a dense one, else contiguous."""
+    strides = tensors[0].stride()
+    if all(t.stride() == strides == torch.empty_like(t, device="meta").stride() for t in tensors):
+        return list(tensors)
+    return [t.contiguous() for t in tensors]
+
+
+def even(length: int, world: int) -> Lengths:
+    """Return the lengths of the chunks as torch.tensor_split cuts them."""
+    return tuple(length // world + (rank < length % world) for rank in range(world))
+
+
+def copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a copy on a device."""
+    room = torch.empty_like(tensor, device=device)
+    collectives.copy_(room, tensor)
+    return room
+
+
+def _op(mean: bool) -> str:
+    return "avg" if mean else "sum"
+
+
+def _chunk(tensor: Tensor, dim: int, lengths: Lengths, rank: int) -> Tensor:
+    return tensor.narrow(dim, sum(lengths[:rank]), lengths[rank])
+
+
+def _summed(tensors: Sequence[Tensor], dst: int, mean: bool, algorithm: str | None) -> Tensor:
+    rooms = alike(tensors)
+    rooms[dst] = rooms[dst].clone()
+    collectives.reduce(rooms, dst, _op(mean), algorithm=algorithm)
+    return rooms[dst]
+
+
+@dataclass(frozen=True)
+class AllReduce(Move):
+    """The sum or mean for every rank."""
+
+    devices: Devices
+    mean: bool
+    algorithm: str | None = None
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        rooms = [t.clone() for t in alike(tensors)]
+        collectives.all_reduce(rooms, _op(self.mean), algorithm=self.algorithm)
+        return rooms
+
+    def some(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+        """Reduce to the first of the wanted ranks, and copy from there to the others."""
+        first = list(wanted).index(True)
+        (total,) = apply(Reduce(self.devices, first, self.mean), tensors)
+        results: list[Tensor | None] = [None] * len(wanted)
+        results[first] = total
+        for rank in range(first + 1, len(wanted)):
+            if wanted[rank]:
+                (results[rank],) = apply(Copy(total.device, self.devices[rank]), [total])
+        return results
+
+    def transposed(self) -> Move:
+        return self
+
+
+@dataclass(frozen=True)
+class Reduce(Move):
+    """The sum or mean on one of the ranks."""
+
+    devices: Devices
+    dst: int
+    mean: bool
+    algorithm: str | None = None
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [_summed(tensors, self.dst, self.mean, self.algorithm)]
+
+    def transposed(self) -> Move:
+        return Broadcast(self.devices, self.dst, self.mean)
+
+
+@dataclass(frozen=True)
+class Broadcast(Move):
+    """The tensor of one rank (the only one that is handed in) for every rank."""
+
+    devices: Devices
+    src: int
+    mean: bool = False
+    algorithm: str | None = None
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        (tensor,) = tensors
+        source = tensor / len(self.devices) if self.mean else tensor.clone()
+        rooms = [torch.empty_like(source, device=device) for device in self.devices]
+        rooms[self.src] = source
+        collectives.broadcast(rooms, self.src, algorithm=self.algorithm)
+        return rooms
+
+    def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
+        (tensor,) = tensors
+        source = tensor / len(self.devices) if self.mean else tensor
+        (result,) = apply(Copy(tensor.device, self.devices[rank]), [source])
+        return result
+
+    def transposed(self) -> Move:
+        return Reduce(self.devices, self.src, self.mean)
+
+
+@dataclass(frozen=True)
+class AllGather(Move):
+    """The concatenation for every rank."""
+
+    devices: Devices
+    dim: int
+    lengths: Lengths
+    mean: bool = False
+    algorithm: str | None = None
+
+    def _scaled(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [t / len(tensors) for t in tensors] if self.mean else list(tensors)
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        scaled = self._scaled(tensors)
+        return exchange.all_gather(scaled, dim=self.dim, algorithm=self.algorithm)
+
+    def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
+        gather = Gather(self.devices, self.devices[rank], self.dim, self.lengths)
+        (result,) = apply(gather, self._scaled(tensors))
+        return result
+
+    def transposed(self) -> Move:
+        return ReduceScatter(self.devices, self.dim, self.lengths, self.mean)
+
+    def batched(self) -> Move:
+        return replace(self, dim=self.dim + 1)
+
+
+@dataclass(frozen=True)
+class ReduceScatter(Move):
+    """A chunk of the sum or mean for each rank."""
+
+    devices: Devices
+    dim: int
+    lengths: Lengths
+    mean: bool = False
+    algorithm: str | None = None
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        if self.lengths == even(sum(self.lengths), len(self.lengths)):
+            op = _op(self.mean)
+            return exchange.reduce_scatter(tensors, op, dim=self.dim, algorithm=self.algorithm)
+        return [self.one(tensors, rank) for rank in range(len(tensors))]
+
+    def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
+        chunks = [_chunk(t, self.dim, self.lengths, rank) for t in tensors]
+        (result,) = apply(Reduce(self.devices, rank, self.mean), chunks)
+        return result
+
+    def transposed(self) -> Move:
+        return AllGather(self.devices, self.dim, self.lengths, self.mean)
+
+    def batched(self) -> Move:
+        return replace(self, dim=self.dim + 1)
+
+
+@dataclass(frozen=True)
+class AllToAll(Move):
+    """Chunk j of every tensor for rank j; splits[i][j] is what goes from rank i to rank j."""
+
+    devices: Devices
+    dim: int
+    splits: tuple[Lengths, ...]
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        return exchange.all_to_all(tensors, dim=self.dim, split_sizes=self.splits)
+
+    def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
+        pairs = zip(tensors, self.splits, strict=True)
+        chunks = [_chunk(t, self.dim, lengths, rank) for t, lengths in pairs]
+        lengths = tuple(lengths[rank] for lengths in self.splits)
+        (result,) = apply(Gather(self.devices, self.devices[rank], self.dim, lengths), chunks)
+        return result
+
+    def transposed(self) -> Move:
+        return replace(self, splits=tuple(zip(*self.splits, strict=True)))
+
+    def batched(self) -> Move:
+        return replace(self, dim=self.dim + 1)
+
+
+@dataclass(frozen=True)
+class Scatter(Move):
+    """A chunk of one tensor for each device."""
+
+    devices: Devices
+    origin: torch.device
+    dim: int
+    lengths: Lengths
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        (tensor,) = tensors
+        return exchange.scatter(tensor, self.devices, chunk_sizes=self.lengths, dim=self.dim)
+
+    def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
+        (tensor,) = tensors
+        chunk = _chunk(tensor, self.dim, self.lengths, rank)
+        (result,) = apply(Copy(self.origin, self.devices[rank]), [chunk])
+        return result
+
+    def transposed(self) -> Move:
+        return Gather(self.devices, self.origin, self.dim, self.lengths)
+
+    def batched(self) -> Move:
+        return replace(self, dim=self.dim + 1)
+
+
+@dataclass(frozen=True)
+class Gather(Move):
+    """The concatenation on one device."""
+
+    devices: Devices
+    target: torch.device
+    dim: int
+    lengths: Lengths
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [exchange.gather(tensors, self.target, dim=self.dim)]
+
+    def transposed(self) -> Move:
+        return Scatter(self.devices, self.target, self.dim, self.lengths)
+
+    def batched(self) -> Move:
+        return replace(self, dim=self.dim + 1)
+
+
+@dataclass(frozen=True)
+class Copy(Move):
+    """The same tensor on another device."""
+
+    origin: torch.device
+    target: torch.device
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [copied(t, self.target) for t in tensors]
+
+    def transposed(self) -> Move:
+        return Copy(self.target, self.origin)
+
+
+@dataclass(frozen=True)
+class Replicate(Move):
+    """A copy of every tensor for each rank: result [rank * number of tensors + tensor]."""
+
+    devices: Devices
+    origins: Devices
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        ranks = collectives.replicate(tensors, self.devices)
+        return [t for rank in ranks for t in rank]
+
+    def transposed(self) -> Move:
+        return Total(self.devices, self.origins)
+
+    def reached(self, given: Sequence[bool], tensors: int) -> list[bool]:
+        """A tensor whose copies are not used anywhere has no gradient, as one that has none."""
+        return [any(given[i::tensors]) for i in range(tensors)]
+
+
+@dataclass(frozen=True)
+class Total(Move):
+    """The sums over the ranks of many tensors, each on the device where its original is."""
+
+    devices: Devices
+    origins: Devices
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [
+            self._total(tensors[i :: len(self.origins)], origin)
+            for i, origin in enumerate(self.origins)
+        ]
+
+    def _total(self, tensors: list[Tensor], origin: torch.device) -> Tensor:
+        dst = self.devices.index(origin) if origin in self.devices else 0
+        total = _summed(tensors, dst, mean=False, algorithm=None)
+        return total if total.device == origin else copied(total, origin)
+
+    def some(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+        """Sum the wanted ones, in one node."""
+        chosen = [i for i, want in enumerate(wanted) if want]
+        flat = [tensors[at + i] for at in range(0, len(tensors), len(wanted)) for i in chosen]
+        found = iter(apply(Total(self.devices, tuple(self.origins[i] for i in chosen)), flat))
+        return [next(found) if want else None for want in wanted]
+
+    def transposed(self) -> Move:
+        return Replicate(self.devices, self.origins)

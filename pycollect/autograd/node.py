@@ -1,0 +1,114 @@
+"""The autograd node of a collective that is linear: its backward is the transposed collective.
+
+What is moved is data (a Move, see moves.py); the node only asks it to run, and its transpose to
+take the gradients back. Since that is a node again, it can be differentiated as often as wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+
+class Move:
+    """A linear collective as data: from a list of tensors to a list of tensors."""
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the results, in new memory; nothing is recorded."""
+        raise NotImplementedError
+
+    def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
+        """Return one of the results, recorded."""
+        raise NotImplementedError
+
+    def some(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+        """Return the wanted results, recorded; the others cost nothing."""
+        return [self.one(tensors, rank) if want else None for rank, want in enumerate(wanted)]
+
+    def transposed(self) -> Move:
+        """Return the move that takes gradients of the results to gradients of the tensors."""
+        raise NotImplementedError
+
+    def batched(self) -> Move:
+        """Return the same move for tensors with one more dimension in front."""
+        return self
+
+    def reached(self, given: Sequence[bool], tensors: int) -> list[bool]:
+        """Tell which of the tensors a gradient reaches when only the given results have one."""
+        return [any(given)] * tensors
+
+
+class _Like(NamedTuple):
+    """What zeros in place of a missing gradient look like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def zeros(self) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory holds its values, as the collectives want it."""
+    tensor = tensor.detach()
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor.resolve_conj().resolve_neg()
+
+
+class _Linear(torch.autograd.Function):
+    """One node for all ranks. Outputs without a gradient count as zeros."""
+
+    @staticmethod
+    def forward(move: Move, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(move.run([plain(t) for t in tensors]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.move, *tensors = inputs
+        ctx.inputs = [_Like(t.shape, t.dtype, t.device) for t in tensors]
+        ctx.outputs = [_Like(t.shape, t.dtype, t.device) for t in output]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        move: Move = ctx.move
+        reached = move.reached([g is not None for g in grads], len(ctx.inputs))
+        wanted = [r and n for r, n in zip(reached, ctx.needs_input_grad[1:], strict=True)]
+        if not any(wanted):
+            return None, *(None for _ in wanted)
+        filled = _filled(grads, ctx.outputs)
+        back = move.transposed()
+        return None, *(apply(back, filled) if all(wanted) else back.some(filled, wanted))
+
+    @staticmethod
+    def jvp(ctx: Any, _move: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        return tuple(apply(ctx.move, _filled(tangents, ctx.inputs)))
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], move: Move, *tensors: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        size = info.batch_size
+        fronted = [
+            t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+            for t, dim in zip(tensors, in_dims[1:], strict=True)
+        ]
+        results = apply(move.batched(), fronted)
+        return tuple(results), (0,) * len(results)
+
+
+def _filled(values: Sequence[Tensor | None], likes: Sequence[_Like]) -> list[Tensor]:
+    return [
+        like.zeros() if value is None else value for value, like in zip(values, likes, strict=True)
+    ]
+
+
+def apply(move: Move, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Run a move and record it where a tensor requires grad."""
+    results: tuple[Tensor, ...] = cast(Any, _Linear).apply(move, *tensors)
+    return list(results)

@@ -1,0 +1,68 @@
+"""Bars of training steps, a panel per model: what is computed, and on top what is reduced.
+
+Needs matplotlib, which is imported only here and only when a picture is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .contest import ONE, Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Colours that stay apart for the colour-blind (Okabe and Ito).
+_COMPUTE, _REDUCTION, _GREY = "#56b4e9", "#d55e00", "#7f7f7f"
+_INSIDE = 0.015  # of the widest bar, between a bar and its label
+
+
+def _panel(axes: Axes, results: Sequence[Result]) -> None:
+    # One replica is measured along with every number of ranks, and by itself only repeats that.
+    shown = [result for result in results if result.case.world > 1] or results
+    labels: list[str] = []
+    bars: list[tuple[float, float, float]] = []
+    for result in shown:
+        for name, entry in result.entries.items():
+            labels.append(name if name == ONE else f"{result.case.world} ranks: {name}")
+            part = min(entry.reduction, entry.step)
+            bars.append((entry.step * 1e3, part * 1e3, result.slowdown(name) or 0))
+    places = range(len(labels))
+    steps = [step for step, _, _ in bars]
+    computed = [step - part for step, part, _ in bars]
+    axes.barh(places, computed, color=_COMPUTE, label="forward, backward, update")
+    parts = [part for _, part, _ in bars]
+    axes.barh(places, parts, left=computed, color=_REDUCTION, label="reduction")
+    for place, (step, part, slowdown) in zip(places, bars, strict=True):
+        text = f"{slowdown:.2f}x, reduction {100 * part / step:.2g} %"
+        axes.text(step + _INSIDE * max(steps), place, text, va="center", fontsize=8)
+    axes.set_yticks(places, labels)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.45 * max(steps))
+    axes.set_xlabel("median step (ms); x: of one replica in the same rounds")
+    axes.set_title(f"{results[0].case.model}, batch {results[0].case.batch}")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def draw(results: Sequence[Result], path: str, caption: str) -> None:
+    """Write the picture to `path` (PNG, SVG or PDF by its ending).
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    from matplotlib.figure import Figure
+
+    by_model: dict[str, list[Result]] = {}
+    for result in results:
+        by_model.setdefault(result.case.model, []).append(result)
+    bars = max(sum(len(r.entries) for r in group) for group in by_model.values())
+    figure = Figure(figsize=(7.0 * len(by_model), 1.6 + 0.34 * bars), layout="constrained")
+    panels = figure.subplots(1, len(by_model), squeeze=False)[0]
+    for axes, group in zip(panels, by_model.values(), strict=True):
+        _panel(axes, group)
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
+    figure.supxlabel(caption, fontsize=8, color=_GREY)
+    figure.savefig(path, dpi=150)

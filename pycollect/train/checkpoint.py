@@ -1,0 +1,112 @@
+"""A run on disk: everything that its continuation needs to give the same bits.
+
+A file is written beside its place and moved there, so a crash leaves the old one or the new one.
+Reading runs no code of the file, and a damaged one is a sentence.
+"""
+
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .data.errors import first_line
+
+FORMAT = "pycollect.train"
+VERSION = 1  # of the layout; another one is refused
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, read or continued; the message is one sentence."""
+
+
+def save(path: Path | str, state: Mapping[str, Any]) -> None:
+    """Write a checkpoint in one go: whoever opens the path sees a whole file.
+
+    Raises CheckpointError if it cannot be written.
+    """
+    target = Path(path).resolve()  # a link stays a link
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with beside.open("wb") as file:
+            torch.save({"format": FORMAT, "version": VERSION, **state}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, target)
+    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
+        raise CheckpointError(f"the checkpoint {path} cannot be written ({error})") from error
+    finally:
+        beside.unlink(missing_ok=True)  # not there any more if all went well
+
+
+def load(path: Path | str) -> dict[str, Any]:
+    """Read a checkpoint on the CPU; CheckpointError if it is not there, damaged, or something else.
+
+    Only tensors, numbers, strings and containers are read, whatever the file holds.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if archive.testzip() is not None:  # torch itself does not look at the checksums
+                raise zipfile.BadZipFile("a checksum is wrong")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no checkpoint {path}") from error
+    except (OSError, RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{path} is no checkpoint, or is damaged ({first_line(error)})"
+        ) from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"{path} was not written by pycollect.train")
+    if state.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has the layout {state.get('version')}, and this version reads {VERSION}"
+        )
+    return state
+
+
+def check_place(path: Path | str) -> None:
+    """Raise ValueError unless a file can be written there, before any time is spent."""
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"the checkpoint must be a file, and {path} is a folder")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise ValueError(f"the folder of the checkpoint {path} is not there or not writable")
+
+
+def generators(devices: Sequence[torch.device]) -> dict[str, Tensor]:
+    """Give the states of torch's generators: the CPU's, and that of every GPU that takes part.
+
+    >>> list(generators([torch.device("cpu")]))
+    ['cpu']
+    """
+    states = {"cpu": torch.get_rng_state()}
+    for device in dict.fromkeys(devices):
+        if device.type == "cuda":
+            states[str(device)] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_generators(states: Mapping[str, Tensor]) -> None:
+    """Set torch's generators to states that `generators` gave."""
+    for name, state in states.items():
+        if name == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, name)
+
+
+def differences(stored: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
+    """Say in words what differs between what was stored and what is asked for.
+
+    >>> differences({"lr": 0.1, "seed": 0}, {"lr": 0.2, "seed": 0})
+    ['lr 0.1, not 0.2']
+    """
+    return [
+        f"{name.replace('_', ' ')} {stored.get(name)}, not {asked.get(name)}"
+        for name in dict.fromkeys([*stored, *asked])
+        if stored.get(name) != asked.get(name)
+    ]

@@ -1,0 +1,178 @@
+"""A picture of a run, or of several: loss, accuracy, and what a step's time was spent on.
+
+Needs matplotlib, which is imported only when a picture is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .history import PARTS, Epoch, Step, typical
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ENDINGS = (".png", ".svg", ".pdf")
+# Colours that stay apart for the colour-blind (Okabe and Ito). Runs on the same batches coincide,
+# so that the later ones are thinner and dashed, and the first shows beneath.
+STYLES: Sequence[Mapping[str, Any]] = (
+    {"color": "#0072b2", "linewidth": 2},
+    {"color": "#e69f00", "linewidth": 2, "linestyle": (0, (4, 4))},
+    {"color": "#000000", "linewidth": 1.2, "linestyle": (0, (1, 3))},
+)
+COLOURS = {
+    "data": "#e69f00",
+    "split": "#56b4e9",
+    "compute": "#0072b2",
+    "reduction": "#d55e00",
+    "update": "#999999",
+}
+_GREY = "#7f7f7f"
+_GRID = "#dddddd"
+_MOST_POINTS = 2000  # a line with more points than pixels is only a larger file
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One run to draw."""
+
+    name: str
+    epochs: Sequence[Epoch]
+    steps: Sequence[Step] = ()  # without them there is no fine line and no bar
+
+    @property
+    def parts(self) -> list[float]:
+        """The seconds of a typical step by what they were spent on."""
+        return [typical(self.steps)[part] for part in PARTS]
+
+
+def check(path: Path | str) -> None:
+    """Raise ValueError unless a picture can be written there, before any time is spent."""
+    path = Path(path)
+    if path.suffix.lower() not in ENDINGS:
+        raise ValueError(f"a picture ends in {', '.join(ENDINGS)}, and {path} does not")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent} for the picture {path.name}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ValueError("a picture needs matplotlib; install pycollect[train]") from error
+
+
+def plot(curves: Sequence[Curve], path: Path | str, caption: str = "") -> None:
+    """Draw the curves; PNG, SVG or PDF by the ending. ValueError as `check`."""
+    check(path)
+    from matplotlib.figure import Figure
+
+    times = [curve for curve in curves if curve.steps]
+    height = 3.4 + 0.3 * max(0, len(times) - 3)
+    figure = Figure(figsize=(12.0, height), layout="constrained")
+    loss, accuracy, bars = figure.subplots(1, 3, width_ratios=(1, 1, 1.25))
+    several = len(curves) > 1
+    for curve, style in zip(curves, STYLES, strict=False):
+        _loss(loss, curve, style, fine=not several)
+        _accuracy(accuracy, curve, style, last=not several)
+    highest = max((epoch.loss for curve in curves for epoch in curve.epochs), default=1.0)
+    loss.set_ylim(0, 1.1 * highest if 0 < highest < float("inf") else None)
+    if several:
+        accuracy.legend(frameon=False)
+    _bars(bars, times)
+    if caption:
+        figure.suptitle(caption, fontsize=9, color=_GREY)
+    figure.savefig(path, dpi=150)
+
+
+def _tidy(axes: Axes, title: str, ylabel: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel("epoch")
+    axes.set_ylabel(ylabel)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(True, color=_GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _loss(axes: Axes, curve: Curve, style: Mapping[str, Any], *, fine: bool) -> None:
+    """The loss of every epoch over that of every step, which is fainter."""
+    _tidy(axes, "training loss", "mean cross-entropy per example")
+    if fine and curve.steps:
+        last = {step.epoch: step.number for step in curve.steps}
+        every = -(-len(curve.steps) // _MOST_POINTS)
+        points = [(s.epoch - 1 + s.number / last[s.epoch], s.loss) for s in curve.steps[::every]]
+        faint = {"color": style["color"], "alpha": 0.3, "linewidth": 1}
+        axes.plot(*zip(*points, strict=True), **faint, label="per step")
+    _epochs(axes, curve, [epoch.loss for epoch in curve.epochs], style, "mean of the epoch")
+    if fine and curve.steps:
+        axes.legend(frameon=False, loc="upper right")  # a loss falls from the left
+
+
+def _accuracy(axes: Axes, curve: Curve, style: Mapping[str, Any], *, last: bool) -> None:
+    values = [100 * epoch.accuracy for epoch in curve.epochs]
+    title = f"test accuracy: {values[-1]:.1f} % at the end" if last and values else "test accuracy"
+    _tidy(axes, title, "share classified right (%)")
+    _epochs(axes, curve, values, style, curve.name)
+    axes.set_ylim(0, 102)
+
+
+def _epochs(
+    axes: Axes, curve: Curve, values: list[float], style: Mapping[str, Any], label: str
+) -> None:
+    numbers = [epoch.number for epoch in curve.epochs]
+    marker = "o" if len(numbers) <= 30 else ""  # more of them would hide the line
+    axes.plot(numbers, values, **style, marker=marker, markersize=4, label=label)
+
+
+def _bars(axes: Axes, curves: Sequence[Curve]) -> None:
+    """A bar for each run, its parts in the order in which a step goes through them."""
+    unit, scale = _unit(max((sum(curve.parts) for curve in curves), default=0.0))
+    for row, curve in enumerate(curves):
+        left = 0.0
+        for part, seconds in zip(PARTS, curve.parts, strict=True):
+            width = scale * seconds
+            axes.barh(row, width, left=left, height=0.45, color=COLOURS[part])
+            left += width
+        whole = f" {left:.3g} {unit}"
+        axes.text(left, row, whole, va="center", fontsize=9)
+    axes.set_title("time per step (median)", loc="left", fontsize=11)
+    axes.set_xlabel(f"time ({unit})")
+    axes.margins(x=0.14)  # room for the number at the end of the longest bar
+    axes.set_xlim(left=0)
+    axes.set_yticks(range(len(curves)), [curve.name for curve in curves])
+    room = max(0.6, (3 - len(curves)) / 2)  # a lone bar is not thicker than one of three
+    axes.set_ylim(len(curves) - 1 + room, -room)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(True, axis="x", color=_GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    _key(axes, curves, unit, scale)
+
+
+def _key(axes: Axes, curves: Sequence[Curve], unit: str, scale: float) -> None:
+    """What the colours mean, with the numbers where they are of one run."""
+    from matplotlib.patches import Patch
+
+    names = list(PARTS)
+    if len(curves) == 1:
+        values = (scale * seconds for seconds in curves[0].parts)
+        names = [f"{part} {v:.2g} {unit}" for part, v in zip(PARTS, values, strict=True)]
+    handles = [Patch(color=COLOURS[part], label=n) for part, n in zip(PARTS, names, strict=True)]
+    axes.legend(
+        handles=handles,
+        frameon=False,
+        fontsize=9,
+        ncols=3,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.2),
+    )
+
+
+def _unit(seconds: float) -> tuple[str, float]:
+    """Give the unit in which so many seconds are easy to read, and how many make a second."""
+    return ("s", 1.0) if seconds >= 1 else ("ms", 1e3)

@@ -1,0 +1,132 @@
+"""Examples to train on and to test with: tensors in memory, or any map-style data set.
+
+What is in memory is one pair of tensors, images [n, C, H, W] and labels [n]. Everything else is
+asked for its examples one by one, which is where a file is decoded.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+Pair: TypeAlias = tuple[Tensor, Tensor]
+
+
+class MapStyle(Protocol):
+    """A `torch.utils.data.Dataset` that knows its length and gives (image, label) by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, int]: ...
+
+
+Examples: TypeAlias = Pair | MapStyle
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """The hyperparameters that a model is known to train well with on a data set."""
+
+    batch_size: int
+    lr: float
+    epochs: int
+
+
+# The chapters' figures for Fashion-MNIST, and the first guess for data that nobody has tried.
+USUAL = Defaults(batch_size=256, lr=0.2, epochs=10)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Images and labels to train on and to test with; ValueError if they do not fit together.
+
+    `train` and `test` are each a pair of tensors or a map-style data set. `classes` names the
+    classes; without it the labels of tensors, or the `classes` of a data set, tell their number.
+    `defaults` holds for every model that `tuned` does not name.
+
+    >>> images, labels = torch.zeros(3, 1, 28, 28), torch.tensor([0, 1, 2])
+    >>> data = Data("mine", (images, labels), (images, labels))
+    >>> data.defaults.batch_size, data.image_shape, data.num_classes
+    (256, (1, 28, 28), 3)
+    """
+
+    name: str
+    train: Examples
+    test: Examples
+    defaults: Defaults = USUAL
+    classes: Sequence[str] = ()
+    tuned: Mapping[str, Defaults] = field(default_factory=dict)
+    model: str = "lenet"  # what is trained on it unless another model is asked for
+
+    def __post_init__(self) -> None:
+        for part, examples in (("train", self.train), ("test", self.test)):
+            images = labels = count(examples)
+            if isinstance(examples, tuple):
+                images, labels = len(examples[0]), len(examples[1])
+            if images != labels or images == 0:
+                raise ValueError(
+                    f"{self.name}: the {part} set needs one label per image and at least one "
+                    f"image, not {images} images and {labels} labels"
+                )
+
+    def __str__(self) -> str:
+        return f"{self.name} ({count(self.train)} train, {count(self.test)} test)"
+
+    def defaults_for(self, model: str) -> Defaults:
+        """Give the hyperparameters for a model by name, those of the data set if none are known."""
+        return self.tuned.get(model, self.defaults)
+
+    @cached_property
+    def image_shape(self) -> tuple[int, ...]:
+        """The shape of one image, as the first of the training set has it."""
+        if isinstance(self.train, tuple):
+            return tuple(self.train[0].shape[1:])
+        return tuple(fetch(self.train, torch.tensor([0]))[0].shape[1:])
+
+    @cached_property
+    def num_classes(self) -> int:
+        """How many classes there are; ValueError if nothing tells."""
+        classes = self.classes or getattr(self.train, "classes", ())
+        if classes:
+            return len(classes)
+        known = [part[1] for part in (self.train, self.test) if isinstance(part, tuple)]
+        if known:
+            return 1 + max(int(labels.max()) for labels in known)
+        raise ValueError(f"{self.name}: the number of classes is not known; pass classes=[...]")
+
+
+def count(examples: Examples) -> int:
+    """Give the number of examples.
+
+    >>> count((torch.zeros(3, 1), torch.zeros(3)))
+    3
+    """
+    return len(examples[1]) if isinstance(examples, tuple) else len(examples)
+
+
+def fetch(examples: Examples, indices: Tensor) -> Pair:
+    """Give the images [k, C, H, W] and labels [k] of k examples; TypeError if no image is a tensor.
+
+    >>> fetch((torch.arange(4.0)[:, None], torch.tensor([7, 8, 9, 6])), torch.tensor([2, 0]))
+    (tensor([[2.],
+            [0.]]), tensor([9, 7]))
+    """
+    if isinstance(examples, tuple):
+        images, labels = examples
+        return images[indices], labels[indices]
+    found = [examples[i] for i in indices.tolist()]
+    for i, (image, _) in zip(indices.tolist(), found, strict=True):
+        if not isinstance(image, Tensor):
+            raise TypeError(
+                f"image {i} of the data set is a {type(image).__name__}, not a tensor; give the "
+                "data set a transform that makes one, such as torchvision.transforms.ToTensor()"
+            )
+    try:
+        images = torch.stack([image for image, _ in found])
+    except RuntimeError as error:
+        shapes = sorted({tuple(image.shape) for image, _ in found})
+        raise ValueError(f"the images of a batch must have one shape, not {shapes}") from error
+    return images, torch.tensor([int(label) for _, label in found], dtype=torch.int64)

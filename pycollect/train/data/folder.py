@@ -1,0 +1,122 @@
+"""Image folders as Imagenette's: `train/` and `val/` (or `test/`) with one folder per class.
+
+A file is decoded when its batch is, by whoever fetches the batch, so nothing is kept in memory.
+Pillow decodes, with torchvision installed or not, so that the same files give the same bits.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .errors import DataError, first_line
+from .examples import Data, Defaults
+
+IMAGE_SIZE = 320  # pixels; the larger of Imagenette's own sizes, and BatchFlow's
+TEST_NAMES = ("val", "test")
+SUFFIXES = frozenset(
+    [".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"]
+)
+# Mean and standard deviation of ImageNet's pixels by channel: the usual ones for photographs.
+MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
+STD = torch.tensor([0.229, 0.224, 0.225])[:, None, None]
+# BatchFlow's batch size; 0.1 is the chapter's rate for ResNet-18.
+RESNET18 = Defaults(batch_size=64, lr=0.1, epochs=10)
+
+
+@dataclass(frozen=True)
+class ImageFolder:
+    """The images below one folder per class, each [3, size, size], and the number of its class.
+
+    The shorter side is scaled to `size` and the centre is cut out.
+    """
+
+    files: tuple[Path, ...]
+    labels: tuple[int, ...]
+    classes: tuple[str, ...] = field(repr=False)
+    size: int = IMAGE_SIZE
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return decode(self.files[index], self.size), self.labels[index]
+
+
+def decode(path: Path, size: int) -> Tensor:
+    """Decode an image file to float32 [3, size, size], normalised; DataError if it is damaged."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as image:
+            # A JPEG can be decoded at an eighth, a quarter or half of its size, which is cheaper.
+            image.draft("RGB", (2 * size, 2 * size))
+            fitted = ImageOps.fit(image.convert("RGB"), (size, size), Image.Resampling.BILINEAR)
+    # Pillow's decoders raise nearly anything for a damaged file, SyntaxError among them.
+    except Exception as error:
+        raise DataError(
+            f"{path} cannot be decoded as an image ({first_line(error)}); replace or delete it"
+        ) from error
+    pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
+    return pixels.reshape(size, size, 3).permute(2, 0, 1).float().div_(255).sub_(MEAN).div_(STD)
+
+
+def image_folder(data_dir: Path, image_size: int = IMAGE_SIZE) -> Data:
+    """Find the images below `data_dir`; they are decoded when they are needed.
+
+    The classes are the folders of `train/`, in alphabetical order. Raises DataError if a folder
+    is missing, a class has no image, or Pillow is not installed; ValueError for a bad size.
+    """
+    if image_size < 1:
+        raise ValueError(f"the image size must be at least 1 pixel, not {image_size}")
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError as error:
+        raise DataError(
+            f"image folders need Pillow, which cannot be imported ({error}); "
+            "install pycollect[train]"
+        ) from error
+    root = Path(data_dir)
+    train = root / "train"
+    test = next((root / name for name in TEST_NAMES if (root / name).is_dir()), None)
+    if not train.is_dir() or test is None:
+        missing = "train/" if not train.is_dir() else "val/ or test/"
+        raise DataError(
+            f"{root} holds no folder {missing}; an image folder has train/ and val/ or test/, "
+            "each with one folder per class"
+        )
+    classes = tuple(folder.name for folder in folders(train))
+    return Data(
+        root.resolve().name,
+        scan(train, classes, image_size),
+        scan(test, classes, image_size),
+        RESNET18,
+        classes=classes,
+        model="resnet18",
+    )
+
+
+def folders(parent: Path) -> list[Path]:
+    """Give the folders in a folder by name, hidden ones left out; DataError if it has none."""
+    found = sorted(p for p in parent.iterdir() if p.is_dir() and not p.name.startswith("."))
+    if not found:
+        raise DataError(f"{parent} holds no folder; there must be one per class")
+    return found
+
+
+def scan(parent: Path, classes: tuple[str, ...], size: int) -> ImageFolder:
+    """Find the images of every class; DataError for a class without images or an unknown one."""
+    numbers = {name: i for i, name in enumerate(classes)}
+    found: list[tuple[Path, int]] = []
+    for folder in folders(parent):
+        if folder.name not in numbers:
+            raise DataError(
+                f"{folder} is no class of the training set, which has {', '.join(classes)}"
+            )
+        files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+        if not files:
+            raise DataError(f"{folder} holds no image ({', '.join(SUFFIXES)})")
+        found += [(path, numbers[folder.name]) for path in files]
+    paths, labels = zip(*found, strict=True)
+    return ImageFolder(paths, labels, classes, size)

@@ -1,0 +1,93 @@
+"""What a run has measured: a record of every step and of every epoch.
+
+Losses are means per training example, times are seconds, accuracies are between 0 and 1.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from statistics import median
+from typing import Any
+
+from .step_clock import StepSeconds
+
+# What a step's time is spent on, in order: waiting for the batch, and then the step itself.
+PARTS = ("data", *(field.name for field in fields(StepSeconds)))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step.
+
+    >>> step = Step(1, 1, 64, 2.3, 0.1, StepSeconds(compute=0.5), (32, 32))
+    >>> step.parts["data"], step.parts["compute"]
+    (0.1, 0.5)
+    """
+
+    epoch: int  # from 1
+    number: int  # within the epoch, from 1
+    examples: int  # of all ranks
+    loss: float
+    waited: float  # for the batch
+    seconds: StepSeconds
+    shares: tuple[int, ...]  # examples of each rank
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds of the step by what they were spent on."""
+        return dict(zip(PARTS, (self.waited, *astuple(self.seconds)), strict=True))
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What one epoch gave: seconds without evaluation, mean loss per example, test accuracy 0..1.
+
+    >>> print(Epoch(3, 1.94, 0.4118, 0.8712))
+    epoch 3, time 1.9 sec, loss 0.412, test acc 0.87
+    """
+
+    number: int  # from 1
+    seconds: float  # of the training steps
+    loss: float
+    accuracy: float
+    data_seconds: float = 0.0  # of waiting for batches, besides
+
+    def __str__(self) -> str:
+        return (
+            f"epoch {self.number}, time {self.seconds:.1f} sec, loss {self.loss:.3f}, "
+            f"test acc {self.accuracy:.2f}"
+        )
+
+
+def typical(steps: Sequence[Step]) -> dict[str, float]:
+    """Give the median of every part of the steps' seconds, the first step's left out if it can be.
+
+    The first is the initialisation: libraries choose their kernels, and memory is allocated.
+    """
+    counted = steps[1:] or steps
+    if not counted:
+        return dict.fromkeys(PARTS, 0.0)
+    return {part: median(step.parts[part] for step in counted) for part in PARTS}
+
+
+def mean_loss(steps: Sequence[Step]) -> float:
+    """Give the mean loss per example over the steps."""
+    return sum(s.loss * s.examples for s in steps) / sum(s.examples for s in steps)
+
+
+def stored(steps: Sequence[Step], epochs: Sequence[Epoch]) -> dict[str, Any]:
+    """Give both in plain numbers, for a checkpoint."""
+    return {"steps": [astuple(step) for step in steps], "epochs": [astuple(e) for e in epochs]}
+
+
+def restored(state: Mapping[str, Any]) -> tuple[list[Step], list[Epoch]]:
+    """Make records of what `stored` gave.
+
+    >>> steps = [Step(1, 1, 64, 2.3, 0.1, StepSeconds(compute=0.5), (32, 32))]
+    >>> restored(stored(steps, [])) == (steps, [])
+    True
+    """
+    steps = [
+        replace(Step(*step), seconds=StepSeconds(*step[-2]), shares=tuple(step[-1]))
+        for step in state["steps"]
+    ]
+    return steps, [Epoch(*epoch) for epoch in state["epochs"]]

@@ -1,0 +1,211 @@
+"""A run before it begins: data, settings and model are there, and fit together."""
+
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from pycollect.devices import DeviceSpec
+
+from .._version import __version__
+from .checkpoint import CheckpointError, differences
+from .choice import Choice, Source
+from .data import Data, count
+from .loader import Loading
+from .models import LeNet
+from .models.lenet import SIZE
+from .one_rank import check as check_processes
+from .portions import check_strict
+from .running import Running
+from .settings import Settings, device_list
+from .step_options import StepOptions
+
+TITLES = {"lenet": "LeNet", "resnet18": "ResNet-18"}
+# What a run may be continued with in another form; of the devices only the kinds matter.
+_FREE = ("epochs", "strict", "devices")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, on what, and how; ValueError if the parts do not fit together."""
+
+    data: Data
+    settings: Settings
+    running: Running
+    module: nn.Module
+    source: Source | Data  # where the data is, for a continuation
+    stored: Mapping[str, Any] | None = None  # the checkpoint to continue
+    shares: Mapping[str, Any] | None = None  # measured ones, to be used again
+    backend: str | None = None  # of torch.distributed, where every rank is a process
+
+    def __post_init__(self) -> None:
+        if self.backend is not None:
+            check_processes(self.settings)
+            if self.running.overlap is not None:
+                raise ValueError("DistributedDataParallel always overlaps: leave the option out")
+        if self.running.graph:
+            self._check_graph()
+        if isinstance(self.module, LeNet) and self.data.image_shape[-2:] != (SIZE, SIZE):
+            height, width = self.data.image_shape[-2:]
+            raise ValueError(
+                f"LeNet takes images of {SIZE} x {SIZE}, and {self.data.name} has {height} x "
+                f"{width}; choose the model resnet18, or for a folder the image size {SIZE}"
+            )
+        # Also refuses what leaves no batch at all.
+        sizes = {len(batch) for batch in self.loading.batches(count(self.data.train))}
+        if self.settings.strict:
+            for size in sorted(sizes):
+                check_strict(size, len(self.settings.devices), self.settings.microbatch)
+
+    def _check_graph(self) -> None:
+        devices = self.settings.devices
+        if len(set(devices)) > 1 or devices[0].type != "cuda":
+            raise ValueError(
+                f"a step is captured in a CUDA graph on one GPU, not on {device_list(devices)}; "
+                "'cuda:0*2' puts two ranks on one"
+            )
+        if self.settings.weights == "auto" or self.settings.sync_batchnorm:
+            raise ValueError("measured shares and synchronised batch statistics need no --graph")
+        if self.running.exact_times or self.backend is not None:
+            raise ValueError("a captured step has no parts to time, and is of one process")
+
+    @cached_property
+    def loading(self) -> Loading:
+        """How the batches of training are made."""
+        return Loading(
+            self.settings.batch_size,
+            seed=self.settings.seed,
+            shuffle=self.settings.shuffle,
+            drop_last=self.settings.drop_last,
+            prefetch=self.running.batches_ahead(self.data, self.settings.devices),
+        )
+
+    @property
+    def title(self) -> str:
+        """The name of the model for people."""
+        return TITLES.get(self.settings.model, self.settings.model)
+
+    @property
+    def reducer(self) -> str:
+        """The name of what reduces, for people."""
+        if self.backend is None:
+            return self.running.reduce
+        return f"DistributedDataParallel over {self.backend}"
+
+    def identity(self) -> dict[str, Any]:
+        """Give what must be the same for the same bits, in plain numbers and strings."""
+        stored = {k: v for k, v in self.settings.stored().items() if k not in _FREE}
+        return {
+            "data": self.data.name,
+            "processes_over": self.backend,
+            "training_examples": count(self.data.train),
+            "image_shape": list(self.data.image_shape),
+            "parameters": sum(p.numel() for p in self.module.parameters()),
+            "kinds_of_devices": [device.type for device in self.settings.devices],
+            **stored,
+        }
+
+    def described(self) -> dict[str, Any]:
+        """Give everything that was chosen, for the log."""
+        return {
+            **self.identity(),
+            **{name: self.settings.stored()[name] for name in _FREE},
+            "test_examples": count(self.data.test),
+            "reduce": self.reducer,
+            "prefetch": self.loading.prefetch,
+            "versions": {
+                "pycollect": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        }
+
+    def options(self, *, overlap: bool, exact_seconds: bool) -> StepOptions:
+        """Give the options of a training step in one process."""
+        return StepOptions(
+            microbatch=self.settings.microbatch,
+            overlap=overlap,
+            sync_batchnorm=self.settings.sync_batchnorm,
+            strict=self.settings.strict,
+            exact_seconds=exact_seconds,
+        )
+
+    @contextmanager
+    def repeatable(self) -> Iterator[None]:
+        """Seed torch's generators, and choose its algorithms; the caller's are put back."""
+        gpus = list(dict.fromkeys(d for d in self.settings.devices if d.type == "cuda"))
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(gpus))
+            if self.running.deterministic:
+                stack.enter_context(_deterministic_algorithms())
+            torch.manual_seed(self.settings.seed)
+            yield
+
+
+@contextmanager
+def _deterministic_algorithms() -> Iterator[None]:
+    """Let torch take only algorithms that give the same bits every time."""
+    # One of the two with which cuBLAS does; it is read when cuBLAS is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+def prepare(choice: Choice, running: Running, backend: str | None = None) -> tuple[Job, str]:
+    """Load the data and build the model; give the job, and what was used instead or "".
+
+    Raises ValueError for a bad value, before anything is loaded, DataError if the data cannot be
+    had, and CheckpointError if a run cannot be continued as it is asked for.
+    """
+    stored, shares = running.load(), running.load_shares()
+    if shares is not None:
+        if choice.weights not in (None, "auto"):
+            raise ValueError("weights that are given and measured shares are two things: choose")
+        choice = replace(choice, weights="auto")
+    # Whether a batch divides is known once the data set has told its size.
+    (choice if choice.batch_size else replace(choice, strict=None)).settings(None, stored)
+    source = choice.source(stored)
+    data, notice = source.load() if isinstance(source, Source) else (source, "")
+    if isinstance(source, Source) and source.name == "auto":
+        source = replace(source, name=data.name)
+    settings = choice.settings(data, stored)
+    module = choice.module(data, settings)
+    job = Job(data, settings, running, module, source, stored, shares, backend)
+    found = differences(stored["identity"], job.identity()) if stored else []
+    if found:
+        raise CheckpointError(
+            f"{running.resume} cannot be continued with other settings: it has {'; '.join(found)}"
+        )
+    return job, notice
+
+
+def job_of(
+    devices: DeviceSpec,
+    batch_size: int | None,
+    lr: float | None,
+    options: Mapping[str, Any],
+    backend: str | None = None,
+) -> tuple[Job, str]:
+    """Prepare the job of a library call, whose options are those of `Choice` and of `Running`.
+
+    Raises TypeError for an option that neither has, and what `prepare` raises.
+    """
+    running = {field.name for field in fields(Running)}
+    known = running | {field.name for field in fields(Choice)}
+    unknown = sorted(options.keys() - known)
+    if unknown:
+        there = ", ".join(sorted(known))
+        raise TypeError(f"there is no option {unknown[0]!r}; there are {there}")
+    parts = [{k: v for k, v in options.items() if (k in running) == of} for of in (False, True)]
+    return prepare(Choice(devices, batch_size, lr, **parts[0]), Running(**parts[1]), backend)

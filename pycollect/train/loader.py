@@ -1,0 +1,203 @@
+"""Batches of examples, shuffled by seed and epoch alone, and prepared ahead of the training step.
+
+Preparing is fetching (decoding, for files), pinning and the copy to the GPU. With `prefetch=n`
+threads keep n batches prepared or in preparation; the order and the bits are the same without.
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .data import Examples, count, fetch
+
+# Threads prepare whole batches; more of them than cores would only wait for each other.
+_MOST_WORKERS = os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How the batches of an epoch are made; ValueError if out of range.
+
+    `prefetch` is the number of batches prepared ahead; 0 prepares each when it is asked for.
+
+    >>> Loading(batch_size=0)
+    Traceback (most recent call last):
+    ValueError: the batch size must be at least 1, not 0
+    """
+
+    batch_size: int
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+    prefetch: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"the batch size must be at least 1, not {self.batch_size}")
+        if self.prefetch < 0:
+            raise ValueError(f"prefetch must be at least 0 batches, not {self.prefetch}")
+
+    def batches(self, examples: int, epoch: int = 1) -> list[Tensor]:
+        """Give the indices of every batch of one epoch; the last may be smaller, or is dropped.
+
+        The order depends on seed and epoch alone, so that a run can be continued anywhere. Raises
+        ValueError if dropping the last batch leaves none.
+
+        >>> [len(indices) for indices in Loading(batch_size=4).batches(11)]
+        [4, 4, 3]
+        """
+        if self.shuffle:
+            # An odd multiplier keeps the orders of all epochs and of neighbouring seeds apart.
+            mixed = (self.seed + 0x9E3779B97F4A7C15 * epoch) % 2**63
+            order = torch.randperm(examples, generator=torch.Generator().manual_seed(mixed))
+        else:
+            order = torch.arange(examples)
+        batches = list(torch.split(order, self.batch_size))
+        if self.drop_last and len(batches[-1]) < self.batch_size:
+            batches.pop()
+        if not batches:
+            raise ValueError(
+                f"drop_last leaves no batch: there are {examples} examples and a batch has "
+                f"{self.batch_size}; make the batch smaller"
+            )
+        return batches
+
+
+Shards: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor]]  # images and labels of every rank
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images [k, C, H, W] and labels [k] of a batch, or of the part of it that was asked for."""
+
+    X: Tensor
+    y: Tensor
+    examples: int  # of the whole batch
+    shards: Shards | None = None  # on their ranks' devices, where they were sent ahead
+    waited: float = 0.0  # seconds from the asking to the having: what the training step lost
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A batch that may still be on its way to the devices."""
+
+    batch: Batch
+    arrivals: Sequence[tuple[torch.device, Any]] = ()  # a CUDA event for each GPU
+
+    def take(self, waited: float) -> Batch:
+        """Give the batch to the current streams, which wait for the copies."""
+        for device, arrived in self.arrivals:
+            torch.cuda.current_stream(device).wait_event(arrived)
+        for shard in (shard for part in self.batch.shards or () for shard in part):
+            if shard.device.type == "cuda":  # or its memory could be used again while it is read
+                shard.record_stream(torch.cuda.current_stream(shard.device))
+        return replace(self.batch, waited=waited)
+
+
+class Loader:
+    """Gives the batches of an epoch, `prefetch` of them prepared ahead.
+
+    For GPUs a prepared batch is in pinned memory. Where `shares` gives the examples of every rank
+    of a batch, the shards are on their devices too, copied on streams of their own while others
+    compute; shares that a measurement is still to decide cannot be known ahead.
+    `part` takes a rank's part of a batch's indices where a process has one rank; the rest is never
+    fetched. An exception of a worker comes out where the batch is asked for, and when the
+    iteration ends, however it does, no thread is left.
+
+    >>> examples = torch.arange(5.0)[:, None], torch.arange(5)
+    >>> loader = Loader(examples, Loading(batch_size=2, shuffle=False, prefetch=2))
+    >>> [batch.y.tolist() for batch in loader.epoch(1)]
+    [[0, 1], [2, 3], [4]]
+    """
+
+    def __init__(
+        self,
+        examples: Examples,
+        loading: Loading,
+        *,
+        devices: Sequence[torch.device] = (),
+        shares: Callable[[int], Sequence[int]] | None = None,
+        part: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._examples, self.loading = examples, loading
+        self._devices, self._shares, self._part = tuple(devices), shares, part
+        self._gpus = [d for d in dict.fromkeys(devices) if d.type == "cuda"]
+        self._sides: dict[torch.device, Any] = {}
+
+    def __len__(self) -> int:
+        """Give the number of batches of one epoch."""
+        return len(self.loading.batches(count(self._examples)))
+
+    def examples(self, number: int = 1) -> list[int]:
+        """Give the sizes of the batches of an epoch, parts of all ranks included."""
+        return [len(indices) for indices in self.loading.batches(count(self._examples), number)]
+
+    def epoch(self, number: int = 1, start: int = 0) -> Generator[Batch, None, None]:
+        """Give the batches of an epoch, from batch `start` on; ValueError if there are none."""
+        order = self.loading.batches(count(self._examples), number)[start:]
+        if self.loading.prefetch:
+            yield from self._ahead(order)
+            return
+        for indices in order:
+            begin = time.perf_counter()
+            batch = self._fetch(indices)
+            yield _Prepared(batch).take(time.perf_counter() - begin)
+
+    def _ahead(self, order: Sequence[Tensor]) -> Generator[Batch, None, None]:
+        prefetch = self.loading.prefetch
+        # Reading memory needs one thread; decoding files is work that several can share.
+        workers = 1 if isinstance(self._examples, tuple) else min(prefetch, _MOST_WORKERS)
+        pending: deque[Future[_Prepared]] = deque()
+        if self._shares is not None and not self._sides:
+            self._sides = {gpu: torch.cuda.Stream(gpu) for gpu in self._gpus}  # type: ignore[no-untyped-call]
+        pool = ThreadPoolExecutor(workers, "pycollect-loader")
+        begin = time.perf_counter()
+        try:
+            for next_one in range(-prefetch, len(order)):
+                if 0 <= next_one + prefetch < len(order):
+                    pending.append(pool.submit(self._prepare, order[next_one + prefetch]))
+                if next_one >= 0:
+                    prepared = pending.popleft().result()
+                    yield prepared.take(time.perf_counter() - begin)
+                    begin = time.perf_counter()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _fetch(self, indices: Tensor) -> Batch:
+        mine = indices if self._part is None else self._part(indices)
+        if len(mine):
+            X, y = fetch(self._examples, mine)
+        else:  # one example tells the shape of none
+            X, y = (tensor[:0] for tensor in fetch(self._examples, indices[:1]))
+        return Batch(X, y, len(indices))
+
+    def _prepare(self, indices: Tensor) -> _Prepared:
+        """Fetch a batch in a worker, and start its way to the GPUs."""
+        batch = self._fetch(indices)
+        if not self._gpus:
+            return _Prepared(batch)
+        batch = replace(batch, X=batch.X.pin_memory(), y=batch.y.pin_memory())
+        if self._shares is None:
+            return _Prepared(batch)
+        shares = list(self._shares(len(batch.X)))
+        X, y = (self._send(torch.split(whole, shares)) for whole in (batch.X, batch.y))
+        arrivals = [(gpu, side.record_event()) for gpu, side in self._sides.items()]
+        return _Prepared(replace(batch, shards=(X, y)), arrivals)
+
+    def _send(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Start the copies of shards in pinned memory; those of the CPU's ranks stay there."""
+        sent = []
+        for device, shard in zip(self._devices, shards, strict=True):
+            if device.type == "cuda":
+                with torch.cuda.stream(self._sides[device]):
+                    sent.append(shard.to(device, non_blocking=True))
+            else:
+                sent.append(shard)
+        return sent

@@ -1,0 +1,95 @@
+"""The log of a run as JSON lines: one object a line, its kind under "event".
+
+    start    what was chosen: data, model, devices, batch_size, lr, ..., and the versions
+    step     epoch, step, examples, loss, shares (examples of every rank), and data_seconds,
+             split_seconds, compute_seconds, reduction_seconds, update_seconds
+    epoch    epoch, seconds, data_seconds, loss, accuracy
+    end      accuracy, seconds_per_epoch, seconds_per_epoch_with_data, first_batch_seconds
+    stopped  why: "interrupted", or the message of an error
+
+Losses are means per example, times are seconds; a number that is not finite is null.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from .history import Epoch, Step
+
+
+class Log:
+    """Writes JSON lines to a file, each line at once; without a path it writes nothing.
+
+    A run that is continued appends to the log that is there. Raises ValueError if the file cannot
+    be written.
+
+    >>> with Log(None) as log:
+    ...     log.write("start", lr=0.1)
+    """
+
+    def __init__(self, path: Path | str | None, *, append: bool = False) -> None:
+        self._file: TextIO | None = None
+        if path is None:
+            return
+        try:
+            self._file = open(path, "a" if append else "w", encoding="utf-8")  # noqa: SIM115
+        except OSError as error:
+            raise ValueError(f"the log {path} cannot be written ({error.strerror})") from error
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+            self.write("stopped", why=why)
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Write one object; paths and devices become strings."""
+        if self._file is None:
+            return
+        line = json.dumps({"event": event, **_finite(fields)}, allow_nan=False, default=str)
+        self._file.write(line + "\n")
+        self._file.flush()
+
+    def step(self, step: Step) -> None:
+        """Write the line of a step."""
+        seconds = {f"{part}_seconds": value for part, value in step.parts.items()}
+        self.write(
+            "step",
+            epoch=step.epoch,
+            step=step.number,
+            examples=step.examples,
+            loss=step.loss,
+            shares=step.shares,
+            **seconds,
+        )
+
+    def epoch(self, epoch: Epoch) -> None:
+        """Write the line of an epoch."""
+        self.write(
+            "epoch",
+            epoch=epoch.number,
+            seconds=epoch.seconds,
+            data_seconds=epoch.data_seconds,
+            loss=epoch.loss,
+            accuracy=epoch.accuracy,
+        )
+
+
+def _finite(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in fields.items()
+    }

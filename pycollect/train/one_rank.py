@@ -1,0 +1,223 @@
+"""One rank in this process, the others in others: DistributedDataParallel under the training loop.
+
+The data order and the shares are those of one process. Gradients of summed losses are summed over
+the ranks and divided by the size of the batch, so that a process group that adds in rank order, as
+pycollect's does, leaves the bits of one process.
+"""
+
+import copy
+import inspect
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .checkpoint import generators, set_generators
+from .data import Examples
+from .loader import Batch, Loader, Loading
+from .losses import summed_cross_entropy
+from .one_process import optimizer_of
+from .portions import check_strict, microbatches, shares_of
+from .settings import Settings
+from .step_clock import StepClock, StepSeconds
+
+# Odd, so that the seeds of all ranks and of neighbouring runs are apart.
+_SPREAD = 0x9E3779B97F4A7C15
+
+
+class _SummedLoss(nn.Module):
+    """The summed loss of a shard; that of no examples is 0, with gradients of 0."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, X: Tensor, y: Tensor) -> Tensor:
+        if len(X):
+            return summed_cross_entropy(self.module(X), y)
+        # A sum over nothing of every parameter: 0 even where a parameter is not finite.
+        empty = [p.flatten()[:0].sum() for p in self.module.parameters() if p.requires_grad]
+        return torch.stack(empty).sum()
+
+
+class OneRank:
+    """The rank of this process; every process calls the same methods in the same order.
+
+    Raises ValueError for what only works in one process.
+    """
+
+    def __init__(self, module: nn.Module, settings: Settings, *, exact_seconds: bool) -> None:
+        check(settings)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.device = settings.devices[self.rank]
+        self.settings = settings
+        given = settings.weights
+        self._weights = [1.0] * self.world if given is None or given == "auto" else given
+        module = copy.deepcopy(module)
+        if settings.sync_batchnorm:
+            convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+            module = convert(module)
+        self.modules = [module.to(self.device)]
+        self.optimizer = optimizer_of(settings)(list(self._own.parameters()))
+        self._ddp = DistributedDataParallel(
+            _SummedLoss(self._own),
+            device_ids=[self.device] if self.device.type == "cuda" else None,
+            **_own_buffers(),
+            gradient_as_bucket_view=True,
+        )
+        self._ddp.register_comm_hook(None, lambda _, bucket: self._reduce(bucket.buffer()))
+        # What a model draws is each rank's own; equal masks of dropout would be half as random.
+        torch.manual_seed((settings.seed + _SPREAD * self.rank) % 2**63)
+        self._clock = StepClock([self.device], exact_seconds)
+        self._launched = 0.0
+        self.shares: tuple[int, ...] = ()
+        self.seconds = StepSeconds()
+
+    @property
+    def devices(self) -> Sequence[torch.device]:
+        """The device of this rank."""
+        return [self.device]
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process prints and writes."""
+        return self.rank == 0
+
+    @property
+    def _own(self) -> nn.Module:
+        return self.modules[0]
+
+    def _reduce(self, bucket: Tensor) -> Any:
+        """Sum a bucket over the ranks; DDP's own hook would also divide by their number."""
+        self._launched = time.perf_counter()
+        future: Any = dist.all_reduce(bucket, async_op=True).get_future()
+        return future.then(lambda done: done.value()[0])
+
+    def loader(self, examples: Examples, loading: Loading, *, ahead: bool = True) -> Loader:
+        """Give the loader of this rank's part of every batch."""
+
+        def part(indices: Tensor) -> Tensor:
+            shares = shares_of(len(indices), self._weights)
+            return torch.split(indices, shares)[self.rank]
+
+        shares = (lambda n: [n]) if ahead else None
+        return Loader(examples, loading, devices=[self.device], shares=shares, part=part)
+
+    def step(self, batch: Batch) -> list[Tensor]:
+        """Train on this rank's part of one batch; give its summed loss."""
+        self._clock.begin()
+        n = batch.examples
+        if self.settings.strict:
+            check_strict(n, self.world, self.settings.microbatch)
+        self.shares = tuple(shares_of(n, self._weights))
+        X, y = (batch.X, batch.y) if batch.shards is None else (part[0] for part in batch.shards)
+        X, y = X.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+        self._clock.end_of("split")
+        self.optimizer.zero_grad()
+        sizes = [mine[self.rank] for mine in microbatches(self.shares, self._microbatch(n))]
+        losses = []
+        for i, parts in enumerate(
+            zip(*(torch.split(part, sizes) for part in (X, y)), strict=True), 1
+        ):
+            with nullcontext() if i == len(sizes) else self._ddp.no_sync():
+                loss = self._ddp(*parts)
+                loss.backward()
+            losses.append(loss.detach())
+        # Once the last bucket is under way there is nothing left to do but to wait.
+        waited = time.perf_counter() - self._launched
+        self._clock.end_of("compute")
+        gradients = [p.grad for p in self._own.parameters() if p.grad is not None]
+        torch._foreach_div_(gradients, n)
+        self.optimizer.step()
+        self._clock.end_of("update")
+        parts_of = self._clock.seconds
+        self.seconds = StepSeconds(
+            parts_of.split, parts_of.compute - waited, waited, parts_of.update
+        )
+        return [torch.stack(losses).sum()]
+
+    def _microbatch(self, n: int) -> int:
+        return self.settings.microbatch or n
+
+    def covered(self) -> int:
+        """Give the number of this rank's examples in the last step."""
+        return self.shares[self.rank]
+
+    def total(self, sums: list[float]) -> list[float]:
+        """Add up numbers over all processes."""
+        whole = torch.tensor(sums, dtype=torch.float64, device=self.device)
+        dist.all_reduce(whole)
+        return list(whole.tolist())
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """Give the share of examples that are classified right, with rank 0's batch statistics."""
+        kept = [buffer.clone() for buffer in self._own.buffers()]
+        training = [(part, part.training) for part in self._own.modules()]
+        for buffer in self._own.buffers():
+            dist.broadcast(buffer, src=0)
+        self._own.eval()
+        right = examples = 0
+        for batch in batches:
+            examples += batch.examples
+            if len(batch.y):
+                scores = self._own(batch.X.to(self.device))
+                right += int((scores.argmax(dim=1).cpu() == batch.y).sum())
+        for part, mode in training:
+            part.training = mode
+        for buffer, before in zip(self._own.buffers(), kept, strict=True):
+            buffer.copy_(before)
+        return self.total([float(right)])[0] / examples
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what rank 0 has, and the buffers and generators of all ranks."""
+        mine = {name: buffer.cpu() for name, buffer in self._own.named_buffers()}
+        buffers, states = self._gathered(mine), self._gathered(generators(self.devices))
+        return {
+            "replicas": {
+                "model": self._own.state_dict(),
+                "buffers": buffers,
+                "optimizer": self.optimizer.state_dict(),
+            },
+            "generators": states,
+        }
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, mine)
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from such a state."""
+        replicas = state["replicas"]
+        self._own.load_state_dict(replicas["model"])
+        self.optimizer.load_state_dict(replicas["optimizer"])
+        with torch.no_grad():
+            for name, buffer in self._own.named_buffers():
+                buffer.copy_(replicas["buffers"][self.rank][name])
+        set_generators(state["generators"][self.rank])
+
+
+def _own_buffers() -> dict[str, Any]:
+    """Tell DDP that batch statistics are each rank's own, as in one process.
+
+    Newer torch has another name for it; at the beginning the buffers are alike anyway.
+    """
+    names = inspect.signature(DistributedDataParallel.__init__).parameters
+    new = "forward_sync_buffers"
+    return {new if new in names else "broadcast_buffers": False}
+
+
+def check(settings: Settings) -> None:
+    """Raise ValueError for settings that only work in one process."""
+    if settings.weights == "auto":
+        raise ValueError("measured shares work in one process only; give weights such as 80,20")
+    if settings.sync_batchnorm and any(d.type != "cuda" for d in settings.devices):
+        raise ValueError(
+            "batch statistics over processes need GPUs in torch; one process has them on any device"
+        )

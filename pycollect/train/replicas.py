@@ -1,0 +1,210 @@
+"""Data-parallel training of any module: a replica for every rank, and the step they take together.
+
+Every rank works on its shard of a batch with a summed loss; the gradients are summed over the ranks
+and divided by the size of the batch, and every replica takes the same step of its optimizer. A rank
+without examples counts as zeros. Ranks on the CPU run one after the other, each on all cores.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .buckets import Buckets
+from .evaluation import accuracy
+from .losses import Loss, check_reduction, summed_cross_entropy
+from .optimizers import MakeOptimizer
+from .passes import Passes
+from .portions import microbatches, shares_of
+from .reduce import Reduction, collective, matching_gradients
+from .replication import replicate_module
+from .shares import scatter
+from .step_clock import StepClock, StepSeconds, is_captured
+from .step_options import StepOptions
+from .sync_batchnorm import convert_sync_batchnorm
+
+
+class Replicas:
+    """One replica of a module for every rank, trained on shards of the same batches.
+
+    `module` stays as it is. `optimizer` makes the optimizer of a list of parameters, and is called
+    once for every rank. `loss` gives the *sum* over a shard's examples, never a mean. Batch
+    statistics are each rank's own, and rank 0's are the model's, unless the options say otherwise.
+    Raises ValueError for a module without parameters to train and for a loss that says it is a
+    mean.
+
+    >>> from pycollect.train import LeNet, sgd_optimizer
+    >>> cpu = torch.device("cpu")
+    >>> replicas = Replicas(LeNet(), [cpu, cpu], optimizer=sgd_optimizer(0.1))
+    >>> len(replicas.step(torch.rand(3, 1, 28, 28), torch.tensor([1, 2, 3])))
+    2
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        *,
+        optimizer: MakeOptimizer,
+        loss: Loss = summed_cross_entropy,
+        reduction: Reduction = collective,
+        options: StepOptions | None = None,
+    ) -> None:
+        check_reduction(loss)
+        if not any(param.requires_grad for param in module.parameters()):
+            raise ValueError("the module has no parameter that requires grad: nothing to train")
+        self.devices = list(devices)
+        self.options = options or StepOptions()
+        self.modules = replicate_module(module, self.devices)
+        if self.options.sync_batchnorm:
+            self.modules = convert_sync_batchnorm(self.modules)
+        self.parameters = [list(mine.parameters()) for mine in self.modules]
+        self.optimizers = [optimizer(list(mine)) for mine in self.parameters]
+        self.loss, self.reduction = loss, reduction
+        self._clock = StepClock(self.devices, self.options.exact_seconds)
+        self._passes = Passes(
+            self.modules, self.devices, loss, self._clock, meeting=self.options.sync_batchnorm
+        )
+        self._buckets = self._make_buckets()
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.devices)
+
+    @property
+    def seconds(self) -> StepSeconds:
+        """What the parts of the last step took."""
+        return self._clock.seconds
+
+    def rank_seconds(self) -> list[float]:
+        """Give the seconds of every rank's forward and backward pass in the last step.
+
+        Waits until they are over on GPUs.
+        """
+        return self._clock.rank_seconds()
+
+    def step(self, X: Tensor, y: Tensor, *, shares: Sequence[int] | None = None) -> list[Tensor]:
+        """Train on one batch; give each rank's summed loss, on its device.
+
+        X has shape [n, ...] and y [n]; `shares` are the examples of every rank, by default as many
+        for each. Raises ValueError for shares that are not the batch, for a batch that strictness
+        forbids, and for a batch without examples.
+        """
+        self._clock.begin()
+        self._check(len(X))
+        shares = shares_of(len(X), [1] * self.world) if shares is None else shares
+        X_shards, y_shards = scatter(X, y, self.devices, shares)
+        self._clock.end_of("split")
+        return self._train(X_shards, y_shards)
+
+    def step_on_shards(self, X: Sequence[Tensor], y: Sequence[Tensor]) -> list[Tensor]:
+        """Train on shards that are on their ranks' devices already; see `step`."""
+        self._clock.begin()
+        if [len(part) for part in X] != [len(part) for part in y] or len(X) != self.world:
+            raise ValueError("there must be one shard for each rank, with one label per example")
+        self._check(sum(map(len, X)))
+        return self._train(X, y)
+
+    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+        """Give the share of examples whose highest score is the label's, 0..1.
+
+        Every example counts once and all ranks take part, with rank 0's batch statistics. Training
+        mode and the ranks' own statistics are afterwards as before. Raises ValueError if there are
+        no examples.
+        """
+        return accuracy(self.modules, self.devices, batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the model as rank 0 has it, the other ranks' buffers, and the optimizer's state.
+
+        Parameters and optimizers of all ranks are alike. Tensors are not copied.
+        """
+        return {
+            "model": self.modules[0].state_dict(),
+            "buffers": [dict(mine.named_buffers()) for mine in self.modules],
+            "optimizer": self.optimizers[0].state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set all replicas and optimizers to a stored state.
+
+        Raises ValueError for a state of another number of ranks, and what torch raises for a state
+        of another model.
+        """
+        if len(state["buffers"]) != self.world:
+            raise ValueError(
+                f"the state is of {len(state['buffers'])} ranks, and there are {self.world}"
+            )
+        mine = zip(self.modules, self.optimizers, state["buffers"], strict=True)
+        for module, optimizer, buffers in mine:
+            module.load_state_dict(state["model"])
+            # torch takes tensors as they are, and no two ranks may share their momentum.
+            optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+            with torch.no_grad():
+                for name, buffer in module.named_buffers():
+                    buffer.copy_(buffers[name])
+
+    def _check(self, n: int) -> None:
+        if n == 0:
+            raise ValueError("a batch needs at least one example")
+        self.options.check(n, self.world)
+
+    def _train(self, X: Sequence[Tensor], y: Sequence[Tensor]) -> list[Tensor]:
+        """Do the step on the shards."""
+        for params in self.parameters:
+            for param in params:
+                param.grad = None  # not zeros: the first gradient is then taken as it is
+        early = self._current_buckets()
+        losses: dict[int, Tensor] = {}
+        parts = list(self._microbatches(X, y))
+        for i, (X_parts, y_parts) in enumerate(parts, 1):
+            buckets = early if i == len(parts) else None
+            for rank, loss in self._passes.run(X_parts, y_parts, buckets).items():
+                losses[rank] = losses[rank] + loss if rank in losses else loss
+        self._clock.end_of("compute")
+        gradients = matching_gradients(self.parameters)
+        if early is None:
+            with torch.no_grad():
+                self.reduction(gradients)
+        self._clock.end_of("reduction")
+        n = sum(map(len, X))
+        for mine, optimizer in zip(gradients, self.optimizers, strict=True):
+            torch._foreach_div_(mine, n)
+            optimizer.step()
+        self._clock.end_of("update")
+        return [
+            losses[rank] if rank in losses else torch.zeros((), device=device)
+            for rank, device in enumerate(self.devices)
+        ]
+
+    def _microbatches(
+        self, X: Sequence[Tensor], y: Sequence[Tensor]
+    ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+        """Cut the shards into those of the microbatches."""
+        shares = tuple(map(len, X))
+        sizes = microbatches(shares, self.options.microbatch or sum(shares))
+        per_rank = [list(of_rank) for of_rank in zip(*sizes, strict=True)]
+        X_cut, y_cut = (
+            [torch.split(part, of_rank) for part, of_rank in zip(parts, per_rank, strict=True)]
+            for parts in (X, y)
+        )
+        for i in range(len(sizes)):
+            yield [parts[i] for parts in X_cut], [parts[i] for parts in y_cut]
+
+    def _current_buckets(self) -> Buckets | None:
+        """Give what reduces beside the backward pass of the next step, if anything does."""
+        if self._buckets is not None and self._buckets.stale:
+            self._buckets.remove()
+            self._buckets = self._make_buckets()
+        # In a graph nothing is launched late, and side streams would only be more of it.
+        return None if is_captured(self.devices[0]) else self._buckets
+
+    def _make_buckets(self) -> Buckets | None:
+        """Give what reduces beside the backward pass, if that is wanted."""
+        options = self.options
+        if self.world == 1 or not options.overlap:
+            return None
+        return Buckets(self.parameters, self.reduction, options.bucket_bytes)

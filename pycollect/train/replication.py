@@ -1,0 +1,51 @@
+"""A module for every rank: the same structure, with parameters and buffers of its own.
+
+All tensors are copied in one collective; what is shared within the module stays shared, and what
+is not a tensor is copied as copy.deepcopy copies it.
+"""
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+import pycollect as pc
+
+
+def replicate_module(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
+    """Copy a module once for every rank, onto the rank's device; the original stays as it is.
+
+    A device may be named several times. Training mode, frozen parameters, tied parameters, hooks
+    and the order of dimensions in memory are kept; gradients are not. Raises ValueError for a
+    module whose parameters have no shape yet.
+
+    >>> a, b = replicate_module(nn.Linear(2, 3), [torch.device("cpu")] * 2)
+    >>> torch.equal(a.weight, b.weight), a.weight.data_ptr() == b.weight.data_ptr()
+    (True, False)
+    """
+    tensors = list(_tensors(module))
+    if any(nn.parameter.is_lazy(tensor) for tensor in tensors):
+        raise ValueError("a parameter has no shape yet: send one batch through the module first")
+    with torch.no_grad():
+        copies = pc.replicate([tensor.detach() for tensor in tensors], list(devices))
+    return [_with(module, tensors, mine) for mine in copies]
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    """All parameters and buffers, each once."""
+    found = [*module.parameters(), *module.buffers()]
+    return list({id(tensor): tensor for tensor in found}.values())
+
+
+def _with(module: nn.Module, tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> nn.Module:
+    """Copy the module with these copies in the place of its tensors."""
+    # deepcopy leaves alone what its memo says is copied already: so everything that refers to a
+    # tensor, however deep, refers to the same copy afterwards.
+    memo: dict[int, object] = {}
+    for tensor, mine in zip(tensors, copies, strict=True):
+        is_parameter = isinstance(tensor, nn.Parameter)
+        new = nn.Parameter(mine, requires_grad=tensor.requires_grad) if is_parameter else mine
+        new.__dict__.update(tensor.__dict__)  # what libraries have noted on it
+        memo[id(tensor)] = new
+    return copy.deepcopy(module, memo)

@@ -1,0 +1,103 @@
+"""What the parts of a training step take, and what each rank's shard takes on its device."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .reduce import Clock
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """The host's seconds for the parts of a step.
+
+    Work on GPUs is still under way when its calls return, unless exact seconds were asked for.
+
+    >>> StepSeconds(split=1.0, compute=2.0).total
+    3.0
+    """
+
+    split: float = 0.0
+    compute: float = 0.0  # forward and backward, and what is reduced meanwhile
+    reduction: float = 0.0  # what the step waits for
+    update: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The whole step."""
+        return self.split + self.compute + self.reduction + self.update
+
+
+class StepClock:
+    """Takes the time of one part of a step after the other, and of the ranks within.
+
+    Ranks on GPUs are timed by events on their streams, so that nobody waits for them before
+    `rank_seconds` asks.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], exact: bool) -> None:
+        self._devices, self._now = list(devices), Clock(devices, exact)
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the last step and start the next."""
+        self._parts: dict[str, float] = {}
+        self._host = [0.0] * len(self._devices)
+        self._events: list[list[tuple[Any, Any]]] = [[] for _ in self._devices]
+        self._last = self._now()
+
+    def end_of(self, part: str) -> None:
+        """Note that all since the end of the last part was this part."""
+        now = self._now()
+        self._parts[part] = self._parts.get(part, 0.0) + now - self._last
+        self._last = now
+
+    @property
+    def seconds(self) -> StepSeconds:
+        """The parts of the step so far."""
+        return StepSeconds(**self._parts)
+
+    @contextmanager
+    def ranks(self, ranks: Sequence[int]) -> Iterator[None]:
+        """Take the time of what these ranks do together."""
+        timed = [rank for rank in ranks if not is_captured(self._devices[rank])]
+        starts = [_mark(self._devices[rank]) for rank in timed]
+        yield
+        for rank, start in zip(timed, starts, strict=True):
+            end = _mark(self._devices[rank])
+            if isinstance(start, float):
+                self._host[rank] += end - start
+            else:
+                self._events[rank].append((start, end))
+
+    def rank_seconds(self) -> list[float]:
+        """Give what every rank has taken for its shard, waiting for the GPUs that still work."""
+        for events in self._events:
+            for _, end in events[-1:]:
+                end.synchronize()
+        return [
+            host + sum(start.elapsed_time(end) for start, end in events) / 1e3
+            for host, events in zip(self._host, self._events, strict=True)
+        ]
+
+
+def is_captured(device: torch.device) -> bool:
+    """Tell whether what is asked of the device now goes into a CUDA graph.
+
+    >>> is_captured(torch.device("cpu"))
+    False
+    """
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _mark(device: torch.device) -> Any:
+    """Give the host's time, or an event on the current stream of a GPU."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -1,0 +1,41 @@
+"""What can be chosen about a training step of replicas."""
+
+from dataclasses import dataclass
+
+from .portions import check_strict
+
+BUCKET_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How a step is done; ValueError for a value out of range.
+
+    `microbatch` is the number of examples of a microbatch over all devices, whose gradients are
+    accumulated. `overlap` reduces gradients in buckets of about `bucket_bytes` while the backward
+    pass still runs. `sync_batchnorm` takes batch statistics over all ranks. `strict` refuses
+    batches that do not divide, as BatchFlow does. `exact_seconds` waits for the devices wherever
+    time is taken, which costs a GPU its head start on the CPU.
+
+    >>> StepOptions(microbatch=0)
+    Traceback (most recent call last):
+    ValueError: a microbatch must have at least 1 example, not 0
+    """
+
+    microbatch: int | None = None
+    overlap: bool = True
+    bucket_bytes: int = BUCKET_BYTES
+    sync_batchnorm: bool = False
+    strict: bool = False
+    exact_seconds: bool = False
+
+    def __post_init__(self) -> None:
+        if self.microbatch is not None and self.microbatch < 1:
+            raise ValueError(f"a microbatch must have at least 1 example, not {self.microbatch}")
+        if self.bucket_bytes < 1:
+            raise ValueError(f"a bucket must have at least 1 byte, not {self.bucket_bytes}")
+
+    def check(self, n: int, world: int) -> None:
+        """Raise ValueError if n examples on `world` ranks are what strictness forbids."""
+        if self.strict:
+            check_strict(n, world, self.microbatch)

@@ -1,0 +1,135 @@
+"""The benchmark of training steps: its contestants, its table, its targets and its picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from pycollect.bench import training
+from pycollect.bench.measure import Effort, Timing
+from pycollect.bench.training import NAIVE, ONE, OVERLAPPED, PYCOLLECT, Case, Entry, Result
+from pycollect.bench.training.ddp import BACKENDS, Crew, Job
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+ONCE = Effort(iterations=1, warmup=1)
+
+
+@pytest.fixture
+def command() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_train", ROOT / "bench" / "train.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_all_ways_take_turns() -> None:
+    result = training.measure(Case("lenet", 8, (CPU,) * 3), ONCE, ddp=False)
+    assert list(result.entries) == [ONE, NAIVE, PYCOLLECT, OVERLAPPED]
+    for name, entry in result.entries.items():
+        assert entry.step > entry.reduction > 0
+        assert len(entry.reductions) == entry.timing.count == 1
+        assert 0 < (result.share(name) or 0) < 1
+    assert result.slowdown(ONE) == 1
+    assert result.slowdown("nobody") is None
+    assert list(training.measure(Case("lenet", 4, (CPU,)), ONCE, ddp=False).entries) == [ONE]
+
+
+def test_batches_are_loaded_with_and_without_preparing_ahead() -> None:
+    result = training.measure_loading([CPU] * 2, 4, ONCE)
+    assert len(result.entries) == 4
+    assert not result.not_run
+    for entry in result.entries.values():
+        assert entry.timing.percentile(50) > entry.waited > 0
+
+
+def test_without_pillow_there_are_no_image_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pycollect.bench.training.loading.find_spec", lambda name: None)
+    result = training.measure_loading([CPU], 2, ONCE)
+    assert len(result.entries) == 2
+    assert result.not_run == {"image files": "Pillow is not installed"}
+
+
+@pytest.mark.slow
+def test_processes_of_ddp_take_their_turns(
+    command: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {name: tmp_path / name for name in ("run.json", "run.png")}
+    arguments = ["--models", "lenet", "--worlds", "2", "--batch", "6", "-n", "1", "--targets"]
+    arguments += ["--no-loading", "--json", str(files["run.json"]), "--plot", str(files["run.png"])]
+    assert command.main(arguments) in (0, 3)
+    out = capsys.readouterr().out
+    record = json.loads(files["run.json"].read_text())
+    entries = record["training"][0]["entries"]
+    assert list(entries) == [ONE, NAIVE, PYCOLLECT, OVERLAPPED, *BACKENDS]
+    assert all(f" {name} " in out for name in entries)
+    assert len(record["targets"]) == 4
+    assert record["loading"] is None
+    assert files["run.png"].stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_a_rank_of_ddp_that_fails_is_heard() -> None:
+    X, y = torch.zeros(2, 1, 5, 5), torch.zeros(2, dtype=torch.int64)
+    with Crew(Job("lenet", (X, y), 0.1, 1, "gloo")) as crew:
+        sample = crew.sampler([])
+        with pytest.raises(RuntimeError, match=r"rank 0: (.|\n)*LeNet takes images of 28 x 28"):
+            sample(1)
+
+
+def result_of(model: str, world: int, **seconds: tuple[float, float]) -> Result:
+    """A result from steps and reductions in seconds."""
+    names = {"one": ONE, "naive": NAIVE, "plain": PYCOLLECT, "overlapped": OVERLAPPED}
+    entries = {
+        names[name]: Entry(Timing(((step,),)), [reduction])
+        for name, (step, reduction) in seconds.items()
+    }
+    return Result(Case(model, 256, (CPU,) * world), entries, {})
+
+
+def test_the_targets_are_the_worst_of_the_run() -> None:
+    results = [
+        result_of("lenet", 2, one=(1.0, 0), plain=(1.2, 0.06), overlapped=(1.04, 0)),
+        result_of("lenet", 4, one=(1.0, 0), plain=(1.0, 0.11), overlapped=(9.0, 0)),
+        result_of("resnet18", 2, one=(1.0, 0), plain=(1.0, 0.019), overlapped=(1.06, 0)),
+    ]
+    found = training.judge(results)
+    assert [o.measured for o in found] == pytest.approx([1.04, 1.06, 11, 1.9])
+    assert [o.met for o in found] == [True, False, False, True]
+    assert found[2].where == "4 ranks"
+    assert [o.met for o in training.judge([])] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--worlds", "0"], "must be positive"),
+        (["--size", "32"], "LeNet takes images of 28 x 28"),
+        (["--models", "alexnet"], "invalid choice"),
+        (["--json", "/nowhere/at/all.json"], "no such folder"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_measured(
+    command: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    with pytest.raises(SystemExit):
+        command.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_ranks_go_round_the_devices(command: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    monkeypatch.setattr(sys.modules["pycollect"], "devices", lambda spec: gpus)
+    found = command.cases(command.arguments(["--models", "lenet", "--worlds", "1", "3"]))
+    assert [case.devices for case in found] == [(gpus[0],), (gpus[0], gpus[1], gpus[0])]

@@ -1,0 +1,181 @@
+"""Image folders: real files that the test writes, read lazily, and refused in one sentence."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pycollect.train import Data, DataError, load
+from pycollect.train.__main__ import main
+from pycollect.train.data import count, fetch
+from pycollect.train.data.folder import MEAN, STD, decode
+
+Image = pytest.importorskip("PIL.Image")
+COLOURS = {"apple": (255, 0, 0), "banana": (0, 0, 255)}
+
+
+def write(path: Path, colour: object, size: tuple[int, int] = (50, 40), mode: str = "RGB") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, colour).save(path)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two classes of three images to train on and of one to test with, and what does not count."""
+    root = tmp_path / "fruit"
+    for name, colour in COLOURS.items():
+        for i, ending in enumerate(("png", "JPEG", "bmp")):
+            write(root / "train" / name / f"{i}.{ending}", colour)
+        write(root / "val" / name / "0.png", colour)
+    (root / "train" / "apple" / "notes.txt").write_text("no image")
+    (root / "train" / ".hidden").mkdir()
+    return root
+
+
+def plain(image: torch.Tensor) -> torch.Tensor:
+    """Undo the normalisation."""
+    return image * STD + MEAN
+
+
+def test_classes_are_folders(folder: Path) -> None:
+    data, notice = load("folder", folder, 32)
+    assert (data.name, notice, data.model) == ("fruit", "", "resnet18")
+    assert (data.classes, data.num_classes) == (("apple", "banana"), 2)
+    assert (count(data.train), count(data.test)) == (6, 2)
+    assert data.image_shape == (3, 32, 32)
+    X, y = fetch(data.train, torch.tensor([5, 0]))
+    assert (X.shape, X.dtype, y.tolist()) == ((2, 3, 32, 32), torch.float32, [1, 0])
+    for image, colour in zip(X, ((0, 0, 1), (1, 0, 0)), strict=True):
+        assert plain(image).mean(dim=(1, 2)).tolist() == pytest.approx(colour, abs=0.02)
+
+
+def test_test_may_be_called_test(folder: Path) -> None:
+    (folder / "val").rename(folder / "test")
+    assert count(load("folder", folder, 32)[0].test) == 2
+
+
+def test_the_centre_is_cut_out(tmp_path: Path) -> None:
+    image = Image.new("RGB", (90, 30), (255, 0, 0))
+    image.paste((0, 255, 0), (30, 0, 60, 30))  # the middle third
+    image.save(tmp_path / "wide.png")
+    found = plain(decode(tmp_path / "wide.png", 30))
+    assert found.mean(dim=(1, 2)).tolist() == pytest.approx([0, 1, 0], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "colour"),
+    [("L", 255), ("RGBA", (255, 9, 9, 128)), ("P", 0), ("1", 1), ("I;16", 9)],
+)
+def test_every_mode_becomes_three_channels(tmp_path: Path, mode: str, colour: object) -> None:
+    path = write(tmp_path / "x.png", colour, mode=mode)
+    assert decode(path, 8).shape == (3, 8, 8)
+
+
+def test_nothing_is_decoded_before_it_is_asked_for(folder: Path) -> None:
+    path = folder / "train" / "banana" / "2.bmp"
+    path.write_bytes(b"no image")
+    data = load("folder", folder, 32)[0]
+    fetch(data.train, torch.arange(5))
+    with pytest.raises(DataError, match=r"banana/2\.bmp cannot be decoded as an image"):
+        fetch(data.train, torch.tensor([5]))
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "text", "gone"])
+@pytest.mark.parametrize("name", ["0.png", "1.JPEG", "2.bmp"])
+def test_a_damaged_file_is_one_sentence(folder: Path, name: str, damage: str) -> None:
+    path = folder / "train" / "apple" / name
+    data = load("folder", folder, 32)[0]
+    whole = path.read_bytes()
+    content = {"cut": whole[: len(whole) * 2 // 3], "empty": b"", "text": b"<html>", "gone": None}
+    if content[damage] is None:
+        path.unlink()
+    else:
+        path.write_bytes(content[damage])  # type: ignore[arg-type]
+    with pytest.raises(DataError) as caught:
+        fetch(data.train, torch.arange(3))
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith("replace or delete it")
+
+
+def test_what_is_no_image_folder_is_one_sentence(folder: Path) -> None:
+    def refused(message: str) -> None:
+        with pytest.raises(DataError, match=message):
+            load("folder", folder, 32)
+
+    write(folder / "val" / "cherry" / "0.png", 0)
+    refused("cherry is no class of the training set, which has apple, banana")
+    (folder / "train" / "cherry").mkdir()
+    refused("cherry holds no image")
+    (folder / "val").rename(folder / "elsewhere")
+    refused(r"fruit holds no folder val/ or test/; an image folder has")
+    (folder / "train").rename(folder / "val")
+    refused("fruit holds no folder train/")
+
+
+def test_a_model_is_trained_on_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--data", "folder", "--data-dir", str(folder), "--image-size", "16"]
+    assert main([*arguments, "--epochs", "2", "--devices", "cpu*2", "--batch-size", "4"]) == 0
+    header, *_, last = capsys.readouterr().out.splitlines()
+    assert header.startswith("ResNet-18 on fruit (6 train, 2 test): batch size 4, lr 0.1")
+    assert last.startswith("test acc: ")
+    (folder / "train" / "apple" / "0.png").write_bytes(b"")
+    assert main([*arguments, "--epochs", "1", "--devices", "cpu*2"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "0.png cannot be decoded as an image" in error
+
+
+def test_an_image_size_is_for_folders(folder: Path) -> None:
+    with pytest.raises(ValueError, match="at least 1 pixel, not 0"):
+        load("folder", folder, 0)
+    with pytest.raises(ValueError, match="not for 'digits'"):
+        load("digits", image_size=32)
+
+
+def test_any_map_style_data_set_will_do() -> None:
+    class Squares(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+        classes = ("small", "large", "none")
+
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            return torch.full((1, 4, 4), float(index)), index // 3
+
+    data = Data("squares", Squares(), Squares())
+    assert (str(data), data.num_classes, data.image_shape) == (
+        "squares (5 train, 5 test)",
+        3,
+        (1, 4, 4),
+    )
+    X, y = fetch(data.train, torch.tensor([4, 1]))
+    assert (X[:, 0, 0, 0].tolist(), y.tolist(), y.dtype) == ([4, 1], [1, 0], torch.int64)
+
+
+def test_a_data_set_without_tensors_is_told_so() -> None:
+    class Pictures:
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> tuple[object, int]:
+            return Image.new("L", (4, 4)), 0
+
+    data = Data("pictures", Pictures(), Pictures())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"image 0 of the data set is a Image, not a tensor; give"):
+        fetch(data.train, torch.tensor([0]))
+    with pytest.raises(ValueError, match="the number of classes is not known"):
+        _ = data.num_classes
+
+
+def test_images_of_several_shapes_make_no_batch() -> None:
+    class Growing:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            return torch.zeros(1, index + 1), 0
+
+    with pytest.raises(ValueError, match=r"must have one shape, not \[\(1, 1\), \(1, 2\)"):
+        fetch(Growing(), torch.arange(3))

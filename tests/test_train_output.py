@@ -1,0 +1,155 @@
+"""What a run leaves to look at: the log's lines, the picture, the table."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pycollect.train import Data, StepSeconds, train
+from pycollect.train import log as log_module
+from pycollect.train.curves import Curve, plot
+from pycollect.train.history import PARTS, Epoch, Step, mean_loss, typical
+from pycollect.train.log import Log
+
+X, Y = torch.randn(21, 1, 4, 4, generator=torch.Generator().manual_seed(1)), torch.arange(21) % 3
+DATA = Data("noise", (X, Y), (X, Y))
+
+
+def run(**options: Any) -> Any:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+    return train("cpu*2", 8, 0.1, data=DATA, model=model, **{"epochs": 2, "quiet": True, **options})
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    text = path.read_text()
+    assert text.endswith("\n")
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def step(epoch: int, number: int, loss: float = 1.0, examples: int = 8) -> Step:
+    return Step(epoch, number, examples, loss, 0.1 * number, StepSeconds(compute=number), (4, 4))
+
+
+def test_the_log_tells_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    history = run(log=path)
+    found = lines(path)
+    order = ["start", *["step"] * 3, "epoch", *["step"] * 3, "epoch", "end"]
+    assert [line["event"] for line in found] == order
+    start, first, *_, epoch, end = found
+    assert (start["batch_size"], start["lr"], start["devices"]) == (8, 0.1, ["cpu", "cpu"])
+    assert (start["data"], start["model"], start["parameters"]) == ("noise", "Sequential", 51)
+    assert (first["epoch"], first["step"], first["shares"]) == (1, 1, [4, 4])
+    assert first["loss"] == history.losses[0]
+    assert all(first[f"{part}_seconds"] >= 0 for part in PARTS)
+    assert (epoch["epoch"], epoch["accuracy"]) == (2, history.accuracy)
+    assert end["first_batch_seconds"] == history.first_batch > 0
+
+
+def test_the_fields_are_those_that_are_documented(tmp_path: Path) -> None:
+    run(log=tmp_path / "run.jsonl")
+    text = str(log_module.__doc__)
+    for line in lines(tmp_path / "run.jsonl"):
+        names = line.keys() - {"event"}
+        documented = ("data", "model", "devices", "batch_size", "lr") if "lr" in names else names
+        assert all(name in text for name in documented), line
+
+
+def test_a_continued_run_appends(tmp_path: Path) -> None:
+    files = {"log": tmp_path / "run.jsonl", "checkpoint": tmp_path / "run.pt"}
+    run(epochs=1, **files)
+    run(epochs=2, resume=tmp_path / "run.pt", **files)
+    events = [line["event"] for line in lines(files["log"])]
+    assert events == ["start", *["step"] * 3, "epoch", "end"] * 2
+    run(epochs=1, log=files["log"])
+    assert len(lines(files["log"])) == 6  # a new run begins a new file
+
+
+def test_what_stops_a_run_is_logged(tmp_path: Path) -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def forward(self, X: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("it broke")
+
+    with pytest.raises(RuntimeError, match="it broke"):
+        train("cpu", data=DATA, model=Broken(), log=tmp_path / "run.jsonl", quiet=True)
+    assert lines(tmp_path / "run.jsonl")[-1] == {"event": "stopped", "why": "it broke"}
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    with Log(tmp_path / "x.jsonl") as log:
+        log.step(step(1, 1, loss=math.nan))
+        log.write("end", accuracy=math.inf)
+    found = lines(tmp_path / "x.jsonl")
+    assert (found[0]["loss"], found[1]["accuracy"]) == (None, None)
+
+
+def test_long_epochs_are_logged_while_they_run(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+
+    class Watching(nn.Linear):
+        seen = 0
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                Watching.seen = path.read_text().count('"event": "step"')
+            return super().forward(input.flatten(1))
+
+    many = X.repeat(6, 1, 1, 1), Y.repeat(6)
+    data = Data("more", many, many)
+    train("cpu", 1, data=data, model=Watching(16, 3), epochs=1, log=path, quiet=True)
+    assert 50 <= Watching.seen < 126
+
+
+def test_typical_times_leave_the_first_step_out() -> None:
+    assert typical([step(1, 100), step(1, 2), step(1, 4), step(2, 3)])["compute"] == 3
+    assert typical([step(1, 100)])["compute"] == 100
+    assert set(typical([]).values()) == {0.0}
+    assert mean_loss([step(1, 1, 2.0, 30), step(1, 2, 5.0, 10)]) == 2.75
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+def test_a_picture_is_drawn(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"run.{ending}"
+    run(plot=path)
+    content = path.read_bytes()
+    assert content.startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[ending])
+    if ending == "svg":
+        for text in (b"training loss", b"test accuracy", b"epoch", b"time (ms)", b"reduction"):
+            assert b"<!-- " + text in content
+
+
+def test_losses_that_are_not_finite_can_be_drawn(tmp_path: Path) -> None:
+    epochs = [Epoch(1, 1.0, math.nan, 0.1), Epoch(2, 1.0, math.inf, 0.1)]
+    plot([Curve("run", epochs, [step(1, 1, math.nan), step(2, 1, math.inf)])], tmp_path / "x.png")
+    plot([Curve(name, epochs) for name in "abc"], tmp_path / "y.png")
+    assert (tmp_path / "y.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plot": "run.gif"}, r"a picture ends in \.png, \.svg, \.pdf"),
+        ({"plot": "no/where.png"}, "there is no folder no"),
+        ({"log": "no/where.jsonl"}, "the log no/where.jsonl cannot be written"),
+        ({"checkpoint": "no/where.pt"}, "is not there or not writable"),
+    ],
+)
+def test_files_that_cannot_be_are_refused_at_once(options: dict[str, str], message: str) -> None:
+    def trained(*_: object) -> None:
+        pytest.fail("a step was done")
+
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+    model.register_forward_hook(trained)
+    with pytest.raises(ValueError, match=message):
+        train("cpu", data=DATA, model=model, quiet=True, **options)

@@ -1,0 +1,72 @@
+"""Models, batches and comparisons that the tests of training steps share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pycollect.train import Replicas, StepOptions
+
+CPU = torch.device("cpu")
+FEATURES, CLASSES = 6, 4
+
+
+def batches(sizes: Sequence[int], seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Random batches of vectors with labels."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randn((n, FEATURES), generator=generator),
+            torch.randint(CLASSES, (n,), generator=generator),
+        )
+        for n in sizes
+    ]
+
+
+def perceptron(seed: int = 0) -> nn.Module:
+    """Three layers that train within a few steps."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES)
+    )
+
+
+def replicas_of(module: nn.Module, world: int, lr: float = 0.3, **others: Any) -> Replicas:
+    """Replicas with momentum and weight decay; StepOptions and devices by their names."""
+    names = StepOptions.__dataclass_fields__
+    options = StepOptions(**{name: others.pop(name) for name in list(others) if name in names})
+    sgd = partial(torch.optim.SGD, lr=lr, momentum=0.9, weight_decay=1e-3)
+    devices = others.pop("devices", [CPU] * world)
+    return Replicas(module, devices, optimizer=sgd, options=options, **others)
+
+
+def trained(module: nn.Module, world: int, sizes: Sequence[int], **others: Any) -> Replicas:
+    """Replicas that have seen random batches of these sizes."""
+    replicas = replicas_of(module, world, **others)
+    for X, y in batches(sizes):
+        replicas.step(X, y)
+    return replicas
+
+
+def same_bits(a: nn.Module, b: nn.Module) -> bool:
+    """Whether all parameters and buffers of two modules are bit by bit the same."""
+    mine, theirs = a.state_dict(), b.state_dict()
+    return mine.keys() == theirs.keys() and all(
+        torch.equal(_bytes(mine[name]), _bytes(theirs[name])) for name in mine
+    )
+
+
+def difference(a: nn.Module, b: nn.Module) -> float:
+    """The largest difference of two modules' parameters."""
+    return max(
+        float((p - q).abs().max().detach())
+        for p, q in zip(a.parameters(), b.parameters(), strict=True)
+    )
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.detach().contiguous().view(-1).view(torch.uint8)
