@@ -8,6 +8,7 @@ Every part is a plain function of tensors and devices: `lenet`, `replicate`, `sp
 
 from .compare import Comparison, compare
 from .data import Data, Defaults, digits, load
+from .data_parallel import DataParallel
 from .fashion import DataError, Unavailable
 from .lenet import init_lenet, lenet
 from .lockstep import lockstep, meet, ranks_in_lockstep
@@ -23,6 +24,7 @@ __all__ = [
     "Comparison",
     "Data",
     "DataError",
+    "DataParallel",
     "Defaults",
     "Epoch",
     "History",
