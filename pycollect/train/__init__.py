@@ -10,6 +10,7 @@ from .compare import Comparison, compare
 from .data import Data, Defaults, digits, load
 from .data_parallel import DataParallel
 from .fashion import DataError, Unavailable
+from .gluon import Trainer
 from .lenet import init_lenet, lenet
 from .lockstep import lockstep, meet, ranks_in_lockstep
 from .reduce import REDUCTIONS, allreduce, collective, naive
@@ -31,6 +32,7 @@ __all__ = [
     "Report",
     "Settings",
     "SyncBatchNorm",
+    "Trainer",
     "Unavailable",
     "allreduce",
     "collective",
