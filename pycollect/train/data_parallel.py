@@ -84,12 +84,15 @@ class DataParallel(nn.Module):
         names = [name for name, _ in self.module.named_parameters()]
         parameters = autograd.replicate([p for _, p in self.module.named_parameters()], ranks)
         buffers = self._copied_buffers(ranks)
-        outputs = []
-        for rank, (device, (args, kwargs)) in enumerate(zip(ranks, calls, strict=True)):
+        outputs: dict[int, Any] = {}
+        # The calls of a GPU return at once, and those of the CPU do not: GPUs work meanwhile.
+        for rank in sorted(range(len(ranks)), key=lambda rank: ranks[rank].type == "cpu"):
+            args, kwargs = calls[rank]
             state = dict(zip(names, parameters[rank], strict=True)) | buffers[rank]
-            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                outputs.append(functional_call(self.module, state, args, kwargs))
-        return outputs
+            gpu = ranks[rank].type == "cuda"
+            with torch.cuda.device(ranks[rank]) if gpu else nullcontext():
+                outputs[rank] = functional_call(self.module, state, args, kwargs)
+        return [outputs[rank] for rank in range(len(ranks))]
 
     def _copied_buffers(self, ranks: Sequence[torch.device]) -> list[dict[str, Tensor]]:
         """Return copies of the buffers for every rank but the first, which has none of its own."""
