@@ -141,11 +141,11 @@ void check_tensor(const at::Tensor& t, Use use, const Label& label) {
   require(serves(t.device()), label.call, ": ", label, " is on ", t.device(),
           ", which this build does not serve; move it to the CPU with .cpu()");
   require(!(t.requires_grad() && at::GradMode::is_enabled()), label.call, ": ", label,
-          " requires grad and collectives are not recorded; call it under torch.no_grad() or pass "
-          ".detach()");
+          " requires grad and collectives are not recorded; use those of pycollect.autograd, which "
+          "are, or call it under torch.no_grad() or pass .detach()");
   require(!has_tangent(t), label.call, ": ", label,
-          " has a forward-mode tangent and collectives are not recorded; pass its primal "
-          "(torch.autograd.forward_ad.unpack_dual)");
+          " has a forward-mode tangent and collectives are not recorded; use those of "
+          "pycollect.autograd, or pass its primal (torch.autograd.forward_ad.unpack_dual)");
 }
 
 void check_alike(const at::Tensor& t, const Label& label, const at::Tensor& first,
