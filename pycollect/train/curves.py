@@ -168,8 +168,14 @@ def _key(axes: Axes, curves: Sequence[Curve], unit: str, scale: float) -> None:
 
 def _legend(axes: Axes, handles: Sequence[Any]) -> None:
     """Say what is what below the axis, where no line can be in the way."""
-    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
-    axes.legend(handles=handles, frameon=False, fontsize=9, ncols=3, **below)
+    axes.legend(
+        handles=handles,
+        frameon=False,
+        fontsize=9,
+        ncols=3,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.2),
+    )
 
 
 def _unit(seconds: float) -> tuple[str, float]:
