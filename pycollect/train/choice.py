@@ -86,7 +86,8 @@ class Choice:
         }
         world = len(devices)
         if self.scale_batch:
-            sizes["batch_size"] = (self.batch_size or defaults.batch_size) * world
+            usual_size = defaults.batch_size if self.batch_size is None else self.batch_size
+            sizes["batch_size"] = usual_size * world
         if self.scale_lr:
             usual = defaults.lr if self.lr is None else self.lr
             sizes["lr"] = linear_lr(usual, batch_size=world, base_batch_size=1)

@@ -6,6 +6,7 @@ that fail after it, because it is gone, stay silent.
 
 import os
 import pickle
+import signal
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -175,9 +176,7 @@ def run_spawned(job: Job, backend: str, report: Report) -> Entrant:
             raise ValueError(
                 f"ddp runs in processes of its own, and data or model cannot be sent there: {error}"
             ) from error
-        _mp.start_processes(
-            _spawned, (job, folder, world, threads, report), nprocs=world, start_method="spawn"
-        )
+        _spawn((job, folder, world, threads, report), world)
         state = checkpoint.load(Path(folder) / "run.pt")["contestant"]
     steps, epochs = history.restored(state)
     model = state["trainee"]["replicas"]["model"]
@@ -186,7 +185,21 @@ def run_spawned(job: Job, backend: str, report: Report) -> Entrant:
     return Entrant("ddp", epochs, steps, [[model[name] for name in named]])
 
 
+def _spawn(arguments: tuple[Any, ...], world: int) -> None:
+    """Run the processes to their end; whatever ends this one ends them."""
+    context = _mp.start_processes(
+        _spawned, arguments, nprocs=world, join=False, daemon=True, start_method="spawn"
+    )
+    try:
+        while not context.join():
+            pass
+    finally:
+        for process in context.processes:
+            process.kill()
+
+
 def _spawned(rank: int, job: Job, folder: str, world: int, threads: int, report: Report) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this process ends it
     torch.set_num_threads(threads)
     family = Family(rank, world, _dist.FileStore(str(Path(folder) / "store"), world))
     assert job.backend is not None
