@@ -82,9 +82,16 @@ def test_processes_have_the_bits_of_one(pools: Pools, options: dict[str, Any]) -
 
 
 @pytest.mark.slow
-def test_batch_statistics_are_each_ranks_own(pools: Pools) -> None:
-    options = {"drop_last": True}
-    assert_alike(2, pools(2).run(trained, True, options), True, options)
+def test_batch_statistics_are_each_ranks_own(pools: Pools, tmp_path: Path) -> None:
+    options = [{"drop_last": True, "checkpoint": tmp_path / f"{name}.pt"} for name in "ab"]
+    assert_alike(2, pools(2).run(trained, True, options[0]), True, options[1])
+    found = [
+        checkpoint.load(of["checkpoint"])["contestant"]["trainee"]["replicas"]["buffers"]
+        for of in options
+    ]
+    for theirs, mine in zip(*found, strict=True):
+        assert all(same_bits(theirs[name], mine[name]) for name in mine)
+    assert not same_bits(found[0][0]["1.running_mean"], found[0][1]["1.running_mean"])
 
 
 @pytest.mark.slow
