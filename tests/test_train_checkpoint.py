@@ -12,7 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pycollect.train import CheckpointError, Data, History, Settings, checkpoint, train
+from pycollect.train import (
+    CheckpointError,
+    Data,
+    History,
+    Replicas,
+    Settings,
+    checkpoint,
+    train,
+)
 from pycollect.train.__main__ import main
 from pycollect.train.entrant import same_bits
 from pycollect.train.interrupt import Interrupt, Stopped
@@ -131,6 +139,24 @@ def test_measured_shares_go_on(tmp_path: Path) -> None:
     assert continued.settings.weights == "auto"
     assert [step.shares for step in continued.steps[:10]] == [step.shares for step in first.steps]
     assert checkpoint.load(path)["contestant"]["trainee"]["auto"]["step"] == 15
+
+
+def test_measured_shares_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.pt"
+    monkeypatch.setattr(Replicas, "rank_seconds", lambda self: [0.001, 0.003])
+    first = run(epochs=3, weights="auto", checkpoint=path)
+    assert len({step.shares for step in first.steps if step.examples == 8}) > 1
+    monkeypatch.setattr(Replicas, "rank_seconds", lambda self: [0.003, 0.001])
+    again = run(epochs=3, replay_shares=path)
+    assert [step.shares for step in again.steps] == [step.shares for step in first.steps]
+    assert all(map(same_bits, first.parameters, again.parameters))
+    other = run(epochs=3, weights="auto")
+    assert [step.shares for step in other.steps] != [step.shares for step in first.steps]
+    with pytest.raises(ValueError, match="are two things: choose"):
+        run(weights="1,2", replay_shares=path)
+    run(epochs=1, checkpoint=path)
+    with pytest.raises(CheckpointError, match=r"run\.pt holds no measured shares"):
+        run(replay_shares=path)
 
 
 def test_what_is_not_chosen_is_as_it_was(tmp_path: Path) -> None:

@@ -88,6 +88,12 @@ def test_compare_prints_both_ratios(capsys: pytest.CaptureFixture[str]) -> None:
         (["--data", "cifar"], "argument --data: invalid choice: 'cifar'"),
         (["--reduce", "magic"], "argument --reduce: invalid choice: 'magic'"),
         (["--compare", "--reduce", "naive"], "not allowed with argument"),
+        (["--compare", "naive,magic"], "--compare takes two or more of naive,pycollect,ddp, not"),
+        (["--compare", "naive"], "--compare takes two or more of naive,pycollect,ddp, not 'naive'"),
+        (["--momentum", "2"], "the momentum must be from 0 to below 1, not 2"),
+        (["--weights", "1,2,3", "--devices", "cpu*2"], "3 weights for 2 ranks"),
+        (["--plot", "run.gif"], "a picture ends in .png, .svg, .pdf, and run.gif does not"),
+        (["--strict", "--batch-size", "3", "--devices", "cpu*2"], "batch size must be divisible"),
     ],
 )
 def test_bad_arguments_are_refused_before_any_data_is_loaded(
@@ -131,6 +137,26 @@ def test_the_fallback_is_said_in_one_line(
     notice, header, *_ = capsys.readouterr().out.splitlines()
     assert notice.endswith("using scikit-learn's handwritten digits instead")
     assert "batch size 64, lr 0.3, epochs 1" in header
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--compare", "--log", "x.jsonl"], "a comparison goes without log"),
+        (["--compare", "--weights", "auto"], "a comparison goes without measured shares"),
+        (["--compare", "--ddp-backend", "gloo"], "gloo is for ddp, which is not among naive, py"),
+        (["--compare", "naive,ddp", "--ddp-backend", "magic"], "torch has no backend 'magic' here"),
+        (["--ddp-backend", "gloo"], "--ddp-backend is for --compare"),
+        (["--graph", "--devices", "cpu"], "in a CUDA graph on one GPU, not on [cpu]"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["--data", "digits", *arguments])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_help_says_what_the_time_means(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pycollect.train import Data, DataError, load
+from pycollect.train.__main__ import main
 from pycollect.train.data import count, fetch
 from pycollect.train.data.folder import MEAN, STD, decode
 
@@ -111,6 +112,19 @@ def test_what_is_no_image_folder_is_one_sentence(folder: Path) -> None:
     refused(r"fruit holds no folder val/ or test/; an image folder has")
     (folder / "train").rename(folder / "val")
     refused("fruit holds no folder train/")
+
+
+def test_a_model_is_trained_on_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--data", "folder", "--data-dir", str(folder), "--image-size", "16"]
+    assert main([*arguments, "--epochs", "2", "--devices", "cpu*2", "--batch-size", "4"]) == 0
+    header, *_, last = capsys.readouterr().out.splitlines()
+    assert header.startswith("ResNet-18 on fruit (6 train, 2 test): batch size 4, lr 0.1")
+    assert last.startswith("test acc: ")
+    (folder / "train" / "apple" / "0.png").write_bytes(b"")
+    assert main([*arguments, "--epochs", "1", "--devices", "cpu*2"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "0.png cannot be decoded as an image" in error
 
 
 def test_an_image_size_is_for_folders(folder: Path) -> None:

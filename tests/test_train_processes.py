@@ -66,6 +66,7 @@ def assert_alike(world: int, outcome: Any, norm: bool, options: dict[str, Any]) 
         assert all(map(same_bits, parameters, theirs[2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -80,16 +81,19 @@ def test_processes_have_the_bits_of_one(pools: Pools, options: dict[str, Any]) -
     assert_alike(2, pools(2).run(trained, False, options), False, options)
 
 
+@pytest.mark.slow
 def test_batch_statistics_are_each_ranks_own(pools: Pools) -> None:
     options = {"drop_last": True}
     assert_alike(2, pools(2).run(trained, True, options), True, options)
 
 
+@pytest.mark.slow
 def test_more_ranks_than_examples(pools: Pools) -> None:
     """The last batch of 41 has one example, so that two of three ranks have none."""
     assert_alike(3, pools(3).run(trained, False, {}), False, {})
 
 
+@pytest.mark.slow
 def test_gloo_differs_by_rounding_only(pools: Pools) -> None:
     outcome = pools(2, backend="gloo").run(trained, False, {})
     losses, _, parameters = alone(2, False, {})
@@ -115,6 +119,7 @@ def stopped_and_continued(me: Me, folder: str) -> bool:
     return all(map(same_bits, whole, continued))
 
 
+@pytest.mark.slow
 def test_processes_are_continued_with_the_same_bits(pools: Pools, tmp_path: Path) -> None:
     assert pools(2).run(stopped_and_continued, str(tmp_path)) == [True, True]
     state = checkpoint.load(tmp_path / "run.pt")

@@ -7,6 +7,7 @@ from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 
 from .checkpoint import CheckpointError
+from .compare import check as check_comparison
 from .compare import run as compare
 from .data import DataError
 from .job import Job, prepare
@@ -65,7 +66,12 @@ def _prepare(args: Namespace, world: int) -> tuple[Job, str]:
     chosen = choice(args)
     if args.backend is not None:
         chosen = with_devices(chosen, args.backend, world)
-    return prepare(chosen, running(args), args.backend)
+    job, notice = prepare(chosen, running(args), args.backend)
+    if args.compare:
+        check_comparison(job, args.compare, args.ddp_backend)
+    elif args.ddp_backend is not None:
+        raise ValueError("--ddp-backend is for --compare; of torchrun's processes it is --backend")
+    return job, notice
 
 
 def _run(args: Namespace, job: Job, family: Family) -> None:

@@ -14,6 +14,7 @@ from pycollect.devices import DeviceSpec
 from . import data as data_sets
 from .data import Data, Defaults
 from .models import MODELS
+from .optimizers import linear_lr
 from .settings import Settings, parse_weights
 
 
@@ -83,11 +84,12 @@ class Choice:
         sizes = {
             name: pick(name, getattr(defaults, name)) for name in ("batch_size", "lr", "epochs")
         }
-        for name, scaled in (("batch_size", self.scale_batch), ("lr", self.scale_lr)):
-            if scaled:
-                asked = getattr(self, name)
-                value = getattr(defaults, name) if asked is None else asked
-                sizes[name] = value * len(devices)
+        world = len(devices)
+        if self.scale_batch:
+            sizes["batch_size"] = (self.batch_size or defaults.batch_size) * world
+        if self.scale_lr:
+            usual = defaults.lr if self.lr is None else self.lr
+            sizes["lr"] = linear_lr(usual, batch_size=world, base_batch_size=1)
         return Settings(
             devices=tuple(devices),
             **sizes,

@@ -15,13 +15,15 @@ from .curves import Curve, plot
 from .entrant import Entrant
 from .job import Job, job_of
 from .log import Log
-from .processes import run_spawned
+from .one_rank import check as check_processes
+from .processes import check_available, run_spawned
 from .reduce import REDUCTIONS
 from .report import Report
 from .trainer import enter, fit
 
 PAIR = ("naive", "pycollect")  # the baseline first
 NAMES = (*PAIR, "ddp")
+DDP_BACKEND = "gloo"  # what people have
 
 
 @dataclass(frozen=True)
@@ -114,14 +116,14 @@ def compare(
     lr: float | None = None,
     *,
     names: Sequence[str] = PAIR,
-    ddp_backend: str = "gloo",
+    ddp_backend: str | None = None,
     quiet: bool = False,
     **options: Any,
 ) -> Comparison:
     """Train once for every name on the same batches; see `train` for the rest.
 
-    "ddp" is DistributedDataParallel over `ddp_backend` in processes of their own, which starts them
-    anew: a script that calls it needs the usual `if __name__ == "__main__":`.
+    "ddp" is DistributedDataParallel over `ddp_backend`, gloo by default, in processes that are
+    started here: a script that calls it needs the usual `if __name__ == "__main__":`.
 
     >>> comparison = compare("cpu*2", data="digits", epochs=1, quiet=True)
     >>> comparison.identical
@@ -135,12 +137,31 @@ def compare(
     return run(job, names, report, ddp_backend)
 
 
-def run(job: Job, names: Sequence[str], report: Report, backend: str = "gloo") -> Comparison:
-    """Train once for every name; print a line per epoch and contestant, and the comparison."""
+def check(job: Job, names: Sequence[str], backend: str | None) -> None:
+    """Raise ValueError for a job that cannot be compared, or not with ddp."""
+    running = job.running
+    files = {"checkpoint": running.checkpoint, "resume": running.resume, "log": running.log}
+    unfit = [name for name, value in files.items() if value is not None]
+    unfit += ["graph"] * running.graph + ["measured shares"] * (job.settings.weights == "auto")
+    if unfit:
+        raise ValueError(f"a comparison goes without {unfit[0]}")
+    if "ddp" in names:
+        check_processes(job.settings)
+        check_available(backend or DDP_BACKEND)
+    elif backend is not None:
+        raise ValueError(f"{backend} is for ddp, which is not among {', '.join(names)}")
+
+
+def run(job: Job, names: Sequence[str], report: Report, backend: str | None = None) -> Comparison:
+    """Train once for every name; print a line per epoch and contestant, and the comparison.
+
+    Raises ValueError as `check`.
+    """
+    check(job, names, backend)
     report.line(f"{job.title} on {job.data}: {job.settings}, {' against '.join(names)}")
     entrants = {e.name: e for e in _in_turns(job, [n for n in names if n in REDUCTIONS], report)}
     if "ddp" in names:
-        entrants["ddp"] = run_spawned(job, backend, report)
+        entrants["ddp"] = run_spawned(job, backend or DDP_BACKEND, report)
     comparison = Comparison([entrants[name] for name in names])
     report.line(comparison)
     if job.running.plot is not None:
@@ -153,7 +174,7 @@ def _in_turns(job: Job, names: Sequence[str], report: Report) -> list[Entrant]:
     """Run those of one process, a step of each in turn."""
     if not names:
         return []
-    with Log(None) as log, job.generators():
+    with Log(None) as log, job.repeatable():
         contestants = [enter(job, name, log, compared=True) for name in names]
         for _ in fit(job, contestants, report):
             for contestant in contestants:

@@ -85,7 +85,6 @@ class Contestant:
         self.read()
         return {
             "trainee": self.trainee.state_dict(),
-            "first_batch": self.first_batch,
             **history.stored(self.steps, self.epochs),
         }
 

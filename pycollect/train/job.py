@@ -1,8 +1,9 @@
 """A run before it begins: data, settings and model are there, and fit together."""
 
+import os
 import platform
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -40,11 +41,14 @@ class Job:
     module: nn.Module
     source: Source | Data  # where the data is, for a continuation
     stored: Mapping[str, Any] | None = None  # the checkpoint to continue
+    shares: Mapping[str, Any] | None = None  # measured ones, to be used again
     backend: str | None = None  # of torch.distributed, where every rank is a process
 
     def __post_init__(self) -> None:
         if self.backend is not None:
             check_processes(self.settings)
+            if self.running.overlap is not None:
+                raise ValueError("DistributedDataParallel always overlaps: leave the option out")
         if self.running.graph:
             self._check_graph()
         if isinstance(self.module, LeNet) and self.data.image_shape[-2:] != (SIZE, SIZE):
@@ -133,12 +137,29 @@ class Job:
         )
 
     @contextmanager
-    def generators(self) -> Iterator[None]:
-        """Seed torch's generators for what the model draws; the caller's are put back."""
+    def repeatable(self) -> Iterator[None]:
+        """Seed torch's generators, and choose its algorithms; the caller's are put back."""
         gpus = list(dict.fromkeys(d for d in self.settings.devices if d.type == "cuda"))
-        with torch.random.fork_rng(gpus):
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(gpus))
+            if self.running.deterministic:
+                stack.enter_context(_deterministic_algorithms())
             torch.manual_seed(self.settings.seed)
             yield
+
+
+@contextmanager
+def _deterministic_algorithms() -> Iterator[None]:
+    """Let torch take only algorithms that give the same bits every time."""
+    # One of the two with which cuBLAS does; it is read when cuBLAS is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 def prepare(choice: Choice, running: Running, backend: str | None = None) -> tuple[Job, str]:
@@ -147,7 +168,11 @@ def prepare(choice: Choice, running: Running, backend: str | None = None) -> tup
     Raises ValueError for a bad value, before anything is loaded, DataError if the data cannot be
     had, and CheckpointError if a run cannot be continued as it is asked for.
     """
-    stored = running.load()
+    stored, shares = running.load(), running.load_shares()
+    if shares is not None:
+        if choice.weights not in (None, "auto"):
+            raise ValueError("weights that are given and measured shares are two things: choose")
+        choice = replace(choice, weights="auto")
     # Whether a batch divides is known once the data set has told its size.
     (choice if choice.batch_size else replace(choice, strict=None)).settings(None, stored)
     source = choice.source(stored)
@@ -155,7 +180,8 @@ def prepare(choice: Choice, running: Running, backend: str | None = None) -> tup
     if isinstance(source, Source) and source.name == "auto":
         source = replace(source, name=data.name)
     settings = choice.settings(data, stored)
-    job = Job(data, settings, running, choice.module(data, settings), source, stored, backend)
+    module = choice.module(data, settings)
+    job = Job(data, settings, running, module, source, stored, shares, backend)
     found = differences(stored["identity"], job.identity()) if stored else []
     if found:
         raise CheckpointError(

@@ -47,8 +47,11 @@ class Trainee(Protocol):
     def shares(self) -> tuple[int, ...]:
         """The examples of every rank of all processes in the last step."""
 
-    def loader(self, examples: Examples, loading: Loading) -> Loader:
-        """Give the loader of what this process's ranks need of every batch."""
+    def loader(self, examples: Examples, loading: Loading, *, ahead: bool = True) -> Loader:
+        """Give the loader of what this process's ranks need of every batch.
+
+        Where that can be, it sends the shards ahead to the GPUs, for training.
+        """
 
     def step(self, batch: Batch) -> Sequence[Tensor]:
         """Train on one batch; give the summed losses of this process's ranks."""
@@ -109,9 +112,9 @@ class OneProcess:
         """The replicas, in rank order."""
         return self.replicas.modules
 
-    def loader(self, examples: Examples, loading: Loading) -> Loader:
+    def loader(self, examples: Examples, loading: Loading, *, ahead: bool = True) -> Loader:
         """Give the loader of whole batches; shards go ahead to GPUs if they can."""
-        unknown = self.auto is not None or self._capture is not None
+        unknown = not ahead or self.auto is not None or self._capture is not None
         shares = None if unknown else partial(shares_of, weights=self._weights)
         return Loader(examples, loading, devices=self.devices, shares=shares)
 

@@ -26,6 +26,9 @@ from .portions import check_strict, microbatches, shares_of
 from .settings import Settings
 from .step_clock import StepClock, StepSeconds
 
+# Odd, so that the seeds of all ranks and of neighbouring runs are apart.
+_SPREAD = 0x9E3779B97F4A7C15
+
 
 class _SummedLoss(nn.Module):
     """The summed loss of a shard; that of no examples is 0, with gradients of 0."""
@@ -68,6 +71,8 @@ class OneRank:
             gradient_as_bucket_view=True,
         )
         self._ddp.register_comm_hook(None, lambda _, bucket: self._reduce(bucket.buffer()))
+        # What a model draws is each rank's own; equal masks of dropout would be half as random.
+        torch.manual_seed((settings.seed + _SPREAD * self.rank) % 2**63)
         self._clock = StepClock([self.device], exact_seconds)
         self._launched = 0.0
         self.shares: tuple[int, ...] = ()
@@ -93,15 +98,15 @@ class OneRank:
         future: Any = dist.all_reduce(bucket, async_op=True).get_future()
         return future.then(lambda done: done.value()[0])
 
-    def loader(self, examples: Examples, loading: Loading) -> Loader:
+    def loader(self, examples: Examples, loading: Loading, *, ahead: bool = True) -> Loader:
         """Give the loader of this rank's part of every batch."""
 
         def part(indices: Tensor) -> Tensor:
             shares = shares_of(len(indices), self._weights)
             return torch.split(indices, shares)[self.rank]
 
-        alone = [self.device]
-        return Loader(examples, loading, devices=alone, shares=lambda n: [n], part=part)
+        shares = (lambda n: [n]) if ahead else None
+        return Loader(examples, loading, devices=[self.device], shares=shares, part=part)
 
     def step(self, batch: Batch) -> list[Tensor]:
         """Train on this rank's part of one batch; give its summed loss."""

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from .choice import Choice
+from .compare import DDP_BACKEND, PAIR, parse_names
 from .compare import NAMES as COMPARED
-from .compare import PAIR, parse_names
 from .data import IMAGE_SIZE, NAMES
 from .data.digits import LENET as DIGITS
 from .data.fashion import LENET as FASHION_MNIST
@@ -146,6 +146,7 @@ def _add_output(p: argparse._ArgumentGroup) -> None:
     files = (
         ("--checkpoint", "write everything to FILE after every epoch and at Ctrl-C"),
         ("--resume", "continue the run of a checkpoint; what is not chosen is as it was there"),
+        ("--replay-shares", "share out every batch as the run of a checkpoint measured it"),
         ("--log", "write JSON lines: the start, every step, every epoch, the end"),
         ("--plot", "draw loss, accuracy and the time per step (.png, .svg or .pdf)"),
     )
@@ -179,9 +180,8 @@ def _add_reduction(p: argparse._ArgumentGroup) -> None:
     )
     p.add_argument(
         "--ddp-backend",
-        default="gloo",
         metavar="NAME",
-        help="what the ddp of --compare runs over (default: gloo)",
+        help=f"what the ddp of --compare runs over (default: {DDP_BACKEND})",
     )
 
 
@@ -203,6 +203,11 @@ def _add_speed(p: argparse._ArgumentGroup) -> None:
         "--graph",
         action="store_true",
         help="capture the whole step in a CUDA graph, with all ranks on one GPU",
+    )
+    p.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="use only algorithms of torch that give the same bits every time; a GPU needs it",
     )
     p.add_argument(
         "--exact-times",

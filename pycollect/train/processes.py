@@ -99,9 +99,15 @@ def check_backend(backend: str | None) -> None:
             f"--backend {backend} is for one process per rank; start them with "
             f"torchrun --nproc-per-node 2 -m pycollect.train --backend {backend}"
         )
-    for name in (backend or "").split(","):
+    if backend is not None:
+        check_available(backend)
+
+
+def check_available(backend: str) -> None:
+    """Raise ValueError unless torch has the backend, or all of "cpu:gloo,cuda:nccl"."""
+    for name in backend.split(","):
         plain = name.rpartition(":")[2]
-        if plain and not dist.is_backend_available(plain):
+        if not dist.is_backend_available(plain):
             raise ValueError(f"torch has no backend {plain!r} here; there are pycollect and gloo")
 
 
@@ -186,6 +192,6 @@ def _spawned(rank: int, job: Job, folder: str, world: int, threads: int, report:
     assert job.backend is not None
     join(job.backend, family)
     quiet = replace(report, quiet=report.quiet or rank != 0)
-    with Log(None) as log, job.generators():
+    with Log(None) as log, job.repeatable():
         train_epochs(job, enter(job, "ddp", log), quiet, suffix=" (ddp)")
     dist.destroy_process_group()

@@ -19,11 +19,13 @@ PREFETCH = 2
 class Running:
     """What leaves the result as it is; ValueError for a value out of range.
 
-    `graph` replays the step as a CUDA graph, on one GPU. `overlap` reduces gradients while the
-    backward pass runs; a comparison, which measures the reduction, does so only if it is asked to.
-    `prefetch` is the number of batches prepared ahead; by default 2 where files are decoded or a
-    GPU takes part, and otherwise 0. `checkpoint` is written after every epoch, and at Ctrl-C after
-    the step that is under way; `resume` names one to continue.
+    `deterministic` makes torch take only algorithms that give the same bits every time, which on a
+    GPU costs time and on the CPU nothing. `graph` replays the step as a CUDA graph, on one GPU.
+    `overlap` reduces gradients while the backward pass runs; a comparison, which measures the
+    reduction, does so only if it is asked to. `prefetch` is the number of batches prepared ahead;
+    by default 2 where files are decoded or a GPU takes part, and otherwise 0. `checkpoint` is
+    written after every epoch, and at Ctrl-C after the step that is under way; `resume` names one
+    to continue, and `replay_shares` one whose measured shares are used again, step for step.
 
     >>> Running(prefetch=-1)
     Traceback (most recent call last):
@@ -35,8 +37,10 @@ class Running:
     prefetch: int | None = None
     exact_times: bool = False
     graph: bool = False
+    deterministic: bool = False
     checkpoint: Path | str | None = None
     resume: Path | str | None = None
+    replay_shares: Path | str | None = None
     log: Path | str | None = None
     plot: Path | str | None = None
 
@@ -57,6 +61,15 @@ class Running:
             return self.prefetch
         lazy = not isinstance(data.train, tuple)
         return PREFETCH if lazy or any(d.type == "cuda" for d in devices) else 0
+
+    def load_shares(self) -> Mapping[str, Any] | None:
+        """Read the measured shares that are to be used again, if there are."""
+        if self.replay_shares is None:
+            return None
+        found = checkpoint.load(self.replay_shares)["contestant"]["trainee"].get("auto")
+        if found is None:
+            raise checkpoint.CheckpointError(f"{self.replay_shares} holds no measured shares")
+        return dict(found)
 
     def load(self) -> Mapping[str, Any] | None:
         """Read the checkpoint that is to be continued, if there is one."""

@@ -89,9 +89,8 @@ def fit(
     # Images from files may be large: what fits in training fits here.
     small = _TEST_BATCH if isinstance(job.data.test, tuple) else 0
     test_size = max(small, settings.batch_size)
-    test = trainee.loader(
-        job.data.test, Loading(test_size, shuffle=False, prefetch=job.loading.prefetch)
-    )
+    in_order = Loading(test_size, shuffle=False, prefetch=job.loading.prefetch)
+    test = trainee.loader(job.data.test, in_order, ahead=False)
     first, done = contestants[0].next_step
     for epoch in range(first, settings.epochs + 1):
         images = train.examples(epoch)
@@ -114,7 +113,7 @@ def run(job: Job, report: Report) -> History:
     """Train with one way of reducing, a line per epoch; see `train`."""
     running, settings = job.running, job.settings
     report.line(f"{job.title} on {job.data}: {settings}, reduced by {job.reducer}")
-    with Log(running.log, append=job.stored is not None) as log, job.generators():
+    with Log(running.log, append=job.stored is not None) as log, job.repeatable():
         log.write("start", **job.described())
         contestant = enter(job, running.reduce, log)
         train_epochs(job, contestant, report)
@@ -168,6 +167,8 @@ def enter(job: Job, name: str, log: Log, *, compared: bool = False) -> Contestan
             ),
             capture=GraphedStep.of if running.graph else None,
         )
+        if job.shares is not None and trainee.auto is not None:
+            trainee.auto.replay(job.shares)
     contestant = Contestant(name, trainee, log, started)
     if job.stored is not None:
         contestant.load_state_dict(job.stored["contestant"])
@@ -202,8 +203,10 @@ def finish(history: History, job: Job, report: Report, log: Log) -> None:
     report.line(history.times)
     report.line(history)
     if job.running.plot is not None:
+        on_gpu = any(device.type == "cuda" for device in job.settings.devices)
+        hint = " (times of the host)" if on_gpu and not job.running.exact_times else ""
         curve = curves.Curve(job.running.reduce, history.epochs, history.steps)
-        curves.plot([curve], job.running.plot, f"{job.title} on {job.data}: {job.settings}")
+        curves.plot([curve], job.running.plot, f"{job.title} on {job.data}: {job.settings}{hint}")
 
 
 def train(
@@ -220,10 +223,11 @@ def train(
     counts the examples of all ranks together; what is None is the default of model and data set.
     Further options are those of `Choice` (data, model, epochs, seed, momentum, weight_decay,
     weights, microbatch, sync_batchnorm, strict, shuffle, drop_last, scale_batch, scale_lr,
-    data_dir, image_size) and of `Running` (reduce, prefetch, checkpoint, resume, log, plot). The
-    same choice gives the same bits, whatever is running. Raises ValueError for a bad value,
-    TypeError for an unknown option, DataError if the data cannot be had, CheckpointError if a
-    checkpoint cannot be read, written or continued.
+    data_dir, image_size) and of `Running` (reduce, overlap, prefetch, graph, deterministic,
+    exact_times, checkpoint, resume, replay_shares, log, plot). The same choice gives the same
+    bits, whatever is running. Raises ValueError for a bad value, TypeError for an unknown option,
+    DataError if the data cannot be had, CheckpointError if a checkpoint cannot be read, written or
+    continued.
 
     >>> train("cpu*2", data="digits", epochs=1, quiet=True).epochs[0].number
     1

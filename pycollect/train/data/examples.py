@@ -6,6 +6,7 @@ asked for its examples one by one, which is where a file is decoded.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol, TypeAlias
 
 import torch
@@ -78,14 +79,14 @@ class Data:
         """Give the hyperparameters for a model by name, those of the data set if none are known."""
         return self.tuned.get(model, self.defaults)
 
-    @property
+    @cached_property
     def image_shape(self) -> tuple[int, ...]:
         """The shape of one image, as the first of the training set has it."""
         if isinstance(self.train, tuple):
             return tuple(self.train[0].shape[1:])
         return tuple(fetch(self.train, torch.tensor([0]))[0].shape[1:])
 
-    @property
+    @cached_property
     def num_classes(self) -> int:
         """How many classes there are; ValueError if nothing tells."""
         classes = self.classes or getattr(self.train, "classes", ())
