@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOMS = ("build_backend", "csrc", "pycollect", "tests", "bench", "tools")
+ROOMS = ("build_backend", "csrc", "pycollect", "tests", "bench", "examples", "tools")
 SUFFIXES = {".py", ".pyi", ".h", ".cpp", ".cu", ".cuh"}
 FILE_LINES = 300
 FUNCTION_LINES = 40

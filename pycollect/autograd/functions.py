@@ -11,21 +11,8 @@ from torch import Tensor
 from .._eager import eager
 from ..collectives import Op, ranks_of
 from ..devices import DeviceSpec
-from .moves import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Copy,
-    Devices,
-    Gather,
-    Lengths,
-    Reduce,
-    ReduceScatter,
-    Replicate,
-    Scatter,
-    even,
-)
+from .along import AllGather, AllToAll, Gather, Lengths, ReduceScatter, Scatter, even
+from .moves import AllReduce, Broadcast, Copy, Devices, Reduce, Replicate
 from .node import apply
 from .nonlinear import Extreme, Product
 

@@ -1,23 +1,21 @@
-"""The linear collectives as data, and how they transpose into each other.
+"""The linear collectives of whole tensors as data, and how they transpose into each other.
 
-all_reduce <-> all_reduce, broadcast <-> reduce, all_gather <-> reduce_scatter, scatter <-> gather,
-all_to_all <-> all_to_all, copy <-> copy, replicate <-> total. ``mean`` scales by 1/W, whichever
-way. Dimensions are counted from the front, so that one more in front only shifts them.
+all_reduce <-> all_reduce, broadcast <-> reduce, copy <-> copy, replicate <-> total. ``mean`` scales
+by 1/W, whichever way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .. import collectives, exchange
+from .. import collectives
 from .node import Move, apply
 
 Devices = tuple[torch.device, ...]
-Lengths = tuple[int, ...]
 
 
 def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -28,11 +26,6 @@ def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t.contiguous() for t in tensors]
 
 
-def even(length: int, world: int) -> Lengths:
-    """Return the lengths of the chunks as torch.tensor_split cuts them."""
-    return tuple(length // world + (rank < length % world) for rank in range(world))
-
-
 def copied(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a copy on a device."""
     room = torch.empty_like(tensor, device=device)
@@ -40,18 +33,14 @@ def copied(tensor: Tensor, device: torch.device) -> Tensor:
     return room
 
 
-def _op(mean: bool) -> str:
+def op_of(mean: bool) -> str:
     return "avg" if mean else "sum"
-
-
-def _chunk(tensor: Tensor, dim: int, lengths: Lengths, rank: int) -> Tensor:
-    return tensor.narrow(dim, sum(lengths[:rank]), lengths[rank])
 
 
 def _summed(tensors: Sequence[Tensor], dst: int, mean: bool, algorithm: str | None) -> Tensor:
     rooms = alike(tensors)
     rooms[dst] = rooms[dst].clone()
-    collectives.reduce(rooms, dst, _op(mean), algorithm=algorithm)
+    collectives.reduce(rooms, dst, op_of(mean), algorithm=algorithm)
     return rooms[dst]
 
 
@@ -65,7 +54,7 @@ class AllReduce(Move):
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
         rooms = [t.clone() for t in alike(tensors)]
-        collectives.all_reduce(rooms, _op(self.mean), algorithm=self.algorithm)
+        collectives.all_reduce(rooms, op_of(self.mean), algorithm=self.algorithm)
         return rooms
 
     def some(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
@@ -124,133 +113,6 @@ class Broadcast(Move):
 
     def transposed(self) -> Move:
         return Reduce(self.devices, self.src, self.mean)
-
-
-@dataclass(frozen=True)
-class AllGather(Move):
-    """The concatenation for every rank."""
-
-    devices: Devices
-    dim: int
-    lengths: Lengths
-    mean: bool = False
-    algorithm: str | None = None
-
-    def _scaled(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [t / len(tensors) for t in tensors] if self.mean else list(tensors)
-
-    def run(self, tensors: list[Tensor]) -> list[Tensor]:
-        scaled = self._scaled(tensors)
-        return exchange.all_gather(scaled, dim=self.dim, algorithm=self.algorithm)
-
-    def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
-        gather = Gather(self.devices, self.devices[rank], self.dim, self.lengths)
-        (result,) = apply(gather, self._scaled(tensors))
-        return result
-
-    def transposed(self) -> Move:
-        return ReduceScatter(self.devices, self.dim, self.lengths, self.mean)
-
-    def batched(self) -> Move:
-        return replace(self, dim=self.dim + 1)
-
-
-@dataclass(frozen=True)
-class ReduceScatter(Move):
-    """A chunk of the sum or mean for each rank."""
-
-    devices: Devices
-    dim: int
-    lengths: Lengths
-    mean: bool = False
-    algorithm: str | None = None
-
-    def run(self, tensors: list[Tensor]) -> list[Tensor]:
-        if self.lengths == even(sum(self.lengths), len(self.lengths)):
-            op = _op(self.mean)
-            return exchange.reduce_scatter(tensors, op, dim=self.dim, algorithm=self.algorithm)
-        return [self.one(tensors, rank) for rank in range(len(tensors))]
-
-    def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
-        chunks = [_chunk(t, self.dim, self.lengths, rank) for t in tensors]
-        (result,) = apply(Reduce(self.devices, rank, self.mean), chunks)
-        return result
-
-    def transposed(self) -> Move:
-        return AllGather(self.devices, self.dim, self.lengths, self.mean)
-
-    def batched(self) -> Move:
-        return replace(self, dim=self.dim + 1)
-
-
-@dataclass(frozen=True)
-class AllToAll(Move):
-    """Chunk j of every tensor for rank j; splits[i][j] is what goes from rank i to rank j."""
-
-    devices: Devices
-    dim: int
-    splits: tuple[Lengths, ...]
-
-    def run(self, tensors: list[Tensor]) -> list[Tensor]:
-        return exchange.all_to_all(tensors, dim=self.dim, split_sizes=self.splits)
-
-    def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
-        pairs = zip(tensors, self.splits, strict=True)
-        chunks = [_chunk(t, self.dim, lengths, rank) for t, lengths in pairs]
-        lengths = tuple(lengths[rank] for lengths in self.splits)
-        (result,) = apply(Gather(self.devices, self.devices[rank], self.dim, lengths), chunks)
-        return result
-
-    def transposed(self) -> Move:
-        return replace(self, splits=tuple(zip(*self.splits, strict=True)))
-
-    def batched(self) -> Move:
-        return replace(self, dim=self.dim + 1)
-
-
-@dataclass(frozen=True)
-class Scatter(Move):
-    """A chunk of one tensor for each device."""
-
-    devices: Devices
-    origin: torch.device
-    dim: int
-    lengths: Lengths
-
-    def run(self, tensors: list[Tensor]) -> list[Tensor]:
-        (tensor,) = tensors
-        return exchange.scatter(tensor, self.devices, chunk_sizes=self.lengths, dim=self.dim)
-
-    def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
-        (tensor,) = tensors
-        chunk = _chunk(tensor, self.dim, self.lengths, rank)
-        (result,) = apply(Copy(self.origin, self.devices[rank]), [chunk])
-        return result
-
-    def transposed(self) -> Move:
-        return Gather(self.devices, self.origin, self.dim, self.lengths)
-
-    def batched(self) -> Move:
-        return replace(self, dim=self.dim + 1)
-
-
-@dataclass(frozen=True)
-class Gather(Move):
-    """The concatenation on one device."""
-
-    devices: Devices
-    target: torch.device
-    dim: int
-    lengths: Lengths
-
-    def run(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [exchange.gather(tensors, self.target, dim=self.dim)]
-
-    def transposed(self) -> Move:
-        return Scatter(self.devices, self.target, self.dim, self.lengths)
-
-    def batched(self) -> Move:
-        return replace(self, dim=self.dim + 1)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from .auto_shares import AutoShares
 from .checkpoint import CheckpointError
 from .compare import Comparison, compare
 from .data import Data, DataError, Defaults, ImageFolder, Unavailable, digits, image_folder, load
+from .data_parallel import DataParallel
+from .gluon import Trainer
 from .graph import GraphedStep
 from .history import Epoch, Step
 from .loader import Batch, Loader, Loading
@@ -38,6 +40,7 @@ __all__ = [
     "Comparison",
     "Data",
     "DataError",
+    "DataParallel",
     "Defaults",
     "Epoch",
     "GraphedStep",
@@ -53,6 +56,7 @@ __all__ = [
     "StepOptions",
     "StepSeconds",
     "SyncBatchNorm",
+    "Trainer",
     "Unavailable",
     "allreduce",
     "collective",

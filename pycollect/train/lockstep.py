@@ -146,8 +146,9 @@ def lockstep(runs: Sequence[Callable[[], T]]) -> list[T]:
 
     A callable may meet the others on its way (``meet``; synchronised batch normalisation does).
     All run under the caller's grad mode, autocast, default device, saved-tensor hooks, CUDA device
-    and streams. The first error of any rank comes out, KeyboardInterrupt too, when all have ended:
-    those that wait in a meeting at once, others at their next one.
+    and streams; other modes of torch, such as FlopCounterMode, see rank 0 alone. The first error of
+    any rank comes out, KeyboardInterrupt too, when all have ended: those that wait in a meeting at
+    once, others at their next one.
 
     >>> lockstep([lambda: "a", lambda: "b"])
     ['a', 'b']

@@ -1,0 +1,156 @@
+"""Gluon's Trainer: holds the replicas and an optimizer for each, and aggregates by itself.
+
+The training step of the lecture, as it is there: forward and backward on every device, then
+``trainer.step(batch_size)``. Gluon's backward overwrites gradients and torch's adds to them, so an
+update clears them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import pycollect as pc
+
+MakeOptimizer: TypeAlias = Callable[..., Optimizer]
+_NAMES = {"learning_rate": "lr", "wd": "weight_decay"}  # Gluon's words, and torch's
+
+
+class Trainer:
+    """Update replicas of a model by gradients that it sums over their devices.
+
+    ``replicas`` has a module or a list of parameters per rank, alike on all. ``optimizer`` is the
+    name of a class of torch.optim ("sgd", "adam") or something that makes one of parameters, and
+    ``optimizer_params`` its arguments, in torch's words or Gluon's (learning_rate, wd). Each rank
+    has an optimizer of its own, so equal replicas stay equal, to the bit. Raises ValueError for
+    replicas that differ and unknown names.
+
+    >>> nets = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    >>> for net in nets: _ = nn.init.ones_(net.weight)
+    >>> trainer = Trainer(nets, "sgd", {"learning_rate": 0.5})
+    >>> for net in nets: net(torch.ones(2, 1)).sum().backward()
+    >>> trainer.step(batch_size=4); nets[1].weight.item()
+    0.5
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[nn.Module | Iterable[Tensor]],
+        optimizer: str | MakeOptimizer,
+        optimizer_params: Mapping[str, Any] | None = None,
+    ) -> None:
+        parameters = [list(r.parameters() if isinstance(r, nn.Module) else r) for r in replicas]
+        _check_alike(parameters)
+        self._replicas = [[p for p in rank if p.requires_grad] for rank in parameters]
+        make = _optimizer(optimizer) if isinstance(optimizer, str) else optimizer
+        if not callable(make):
+            kind = type(optimizer).__name__
+            raise TypeError(
+                f"Trainer: optimizer is a {kind}; pass a name or a class of torch.optim, of which "
+                "one is made for every rank"
+            )
+        options = {_NAMES.get(name, name): v for name, v in (optimizer_params or {}).items()}
+        self.optimizers = [make(rank, **options) for rank in self._replicas]
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next update."""
+        return float(self.optimizers[0].param_groups[0]["lr"])
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Change the learning rate of all ranks."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+    def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
+        """Sum the gradients over all ranks, divide by ``batch_size``, update, and clear them.
+
+        ``batch_size`` counts the examples of all ranks, for gradients of summed losses; 1 for those
+        of a mean that is complete. Call it after every rank's backward pass. As in Gluon, raises
+        ValueError for a parameter that has no gradient on any rank, unless ``ignore_stale_grad``,
+        which leaves it as it is.
+        """
+        _check_batch_size(batch_size)
+        self._check_stale(ignore_stale_grad)
+        self.allreduce_grads()
+        self.update(batch_size, ignore_stale_grad)
+
+    @torch.no_grad()
+    def allreduce_grads(self) -> None:
+        """Sum the gradients over all ranks, in place: to clip or look at them before ``update``.
+
+        A rank without a gradient for a parameter counts as zeros, and has the sum afterwards.
+        """
+        gradients: list[list[Tensor]] = [[] for _ in self._replicas]
+        for ranks in zip(*self._replicas, strict=True):
+            if all(p.grad is None for p in ranks):
+                continue
+            for parameter, of_rank in zip(ranks, gradients, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                of_rank.append(parameter.grad)
+        if gradients[0]:
+            pc.all_reduce_coalesced(gradients)
+
+    @torch.no_grad()
+    def update(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
+        """Divide the gradients by ``batch_size``, update each rank by its own, and clear them.
+
+        For after ``allreduce_grads``; the arguments and errors are those of ``step``.
+        """
+        _check_batch_size(batch_size)
+        self._check_stale(ignore_stale_grad)
+        for parameters, optimizer in zip(self._replicas, self.optimizers, strict=True):
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.div_(batch_size)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def _check_stale(self, ignore: bool) -> None:
+        if ignore:
+            return
+        for i, ranks in enumerate(zip(*self._replicas, strict=True)):
+            if all(p.grad is None for p in ranks):
+                raise ValueError(
+                    f"Trainer: parameter {i} of shape {list(ranks[0].shape)} has no gradient since "
+                    "the last step; call backward() on every rank first, or pass "
+                    "ignore_stale_grad=True"
+                )
+
+
+def _optimizer(name: str) -> MakeOptimizer:
+    classes = {
+        kind.__name__.lower(): kind
+        for kind in vars(torch.optim).values()
+        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+    }
+    found = classes.get(name.lower())
+    if found is None:
+        known = ", ".join(sorted(classes))
+        raise ValueError(f"Trainer: optimizer {name!r} is unknown; allowed are {known}")
+    return found
+
+
+def _check_alike(replicas: Sequence[Sequence[Tensor]]) -> None:
+    if not replicas or not replicas[0]:
+        raise ValueError("Trainer: there is nothing to train; pass a module or parameters per rank")
+    expected = [(p.shape, p.dtype, p.requires_grad) for p in replicas[0]]
+    for rank, parameters in enumerate(replicas):
+        if [(p.shape, p.dtype, p.requires_grad) for p in parameters] != expected:
+            raise ValueError(
+                f"Trainer: the parameters of rank {rank} are not like those of rank 0 in number, "
+                "shape, dtype or requires_grad; pass replicas of one model"
+            )
+    if len({id(p) for rank in replicas for p in rank}) != sum(map(len, replicas)):
+        raise ValueError("Trainer: a parameter stands for several ranks; pass a copy per rank")
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if batch_size <= 0:
+        raise ValueError(f"Trainer: batch_size is {batch_size}; it counts the examples of a step")

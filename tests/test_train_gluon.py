@@ -1,0 +1,147 @@
+"""Gluon's Trainer: replicas stay equal and follow what one device with the whole batch does."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pycollect.train import Trainer, digits, init_lenet, lenet, replicate, split_batch, train_batch
+
+CPU = torch.device("cpu")
+total = partial(nn.functional.cross_entropy, reduction="sum")
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def backward(replicas: list[nn.Module], X: Tensor, y: Tensor) -> None:
+    shards = zip(*split_batch(X, y, [CPU] * len(replicas)), replicas, strict=True)
+    for X_shard, y_shard, replica in shards:
+        total(replica(X_shard), y_shard).backward()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01}),
+        ("SGD", {"lr": 0.1}),
+        (torch.optim.Adam, {"lr": 0.01}),
+        ("adamw", {"learning_rate": 0.01, "wd": 0.1}),
+    ],
+)
+def test_as_one_device(world: int, optimizer: object, options: dict[str, float]) -> None:
+    one = net()
+    replicas = [copy.deepcopy(one) for _ in range(world)]
+    trainer, single = Trainer(replicas, optimizer, options), Trainer([one], optimizer, options)
+    for _ in range(4):
+        X, y = torch.randn(7, 4), torch.randint(3, (7,))
+        backward(replicas, X, y)
+        backward([one], X, y)
+        trainer.step(7)
+        single.step(7)
+    for parameters in zip(*(r.parameters() for r in replicas), one.parameters(), strict=True):
+        *ranks, expected = parameters
+        torch.testing.assert_close(ranks[0], expected, rtol=0, atol=1e-5)
+        assert all(torch.equal(p, ranks[0]) for p in ranks)
+
+
+def test_the_single_one_is_plain_torch() -> None:
+    one, other = net(), net()
+    other.load_state_dict(one.state_dict())
+    X, y = torch.randn(8, 4), torch.randint(3, (8,))
+    optimizer = torch.optim.SGD(other.parameters(), 0.5)
+    nn.functional.cross_entropy(other(X), y).backward()
+    optimizer.step()
+    trainer = Trainer([one], "sgd", {"learning_rate": 0.5})
+    backward([one], X, y)
+    trainer.step(8)
+    torch.testing.assert_close(list(one.parameters()), list(other.parameters()))
+
+
+def test_lists_of_parameters_train_as_the_step_from_scratch() -> None:
+    X, y = (part[:30] for part in digits().train)
+    replicas, scratch = (replicate(init_lenet(), [CPU] * 2) for _ in range(2))
+    trainer = Trainer(replicas, "sgd", {"learning_rate": 0.5})
+    for _ in range(2):
+        shards = zip(*split_batch(X, y, [CPU] * 2), replicas, strict=True)
+        for X_shard, y_shard, params in shards:
+            total(lenet(X_shard, params), y_shard).backward()
+        trainer.step(len(X))
+        train_batch(X, y, scratch, 0.5, model=lenet)
+    for mine, theirs, start in zip(replicas[1], scratch[1], init_lenet(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+        assert not torch.equal(mine, start)
+
+
+def test_reduce_clip_update() -> None:
+    nets = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+    for n in nets:
+        nn.init.zeros_(n.weight)
+        (100 * n(torch.ones(1, 2))).sum().backward()
+    trainer = Trainer(nets, "sgd", {"learning_rate": 1.0})
+    trainer.allreduce_grads()
+    assert all(n.weight.grad.tolist() == [[200, 200]] for n in nets)
+    for n in nets:
+        n.weight.grad.clamp_(max=4)
+    trainer.update(2)
+    assert all(n.weight.tolist() == [[-2, -2]] for n in nets)
+    assert all(n.weight.grad is None for n in nets)
+
+
+def test_the_learning_rate() -> None:
+    trainer = Trainer([net(), net()], "sgd", {"learning_rate": 0.1})
+    assert trainer.learning_rate == 0.1
+    trainer.set_learning_rate(0.5)
+    assert trainer.learning_rate == 0.5
+    assert [group["lr"] for o in trainer.optimizers for group in o.param_groups] == [0.5, 0.5]
+
+
+def test_a_rank_without_examples_counts_as_zeros() -> None:
+    nets = [net() for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    backward(nets[:1], torch.randn(3, 4), torch.tensor([0, 1, 2]))
+    before = nets[1][0].weight.detach().clone()
+    Trainer(nets, "sgd", {"lr": 1.0}).step(3)
+    assert torch.equal(nets[0][0].weight, nets[1][0].weight)
+    assert not torch.equal(nets[1][0].weight, before)
+
+
+def test_stale_and_frozen_parameters() -> None:
+    nets = [nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for _ in range(2)]
+    for n in nets:
+        n[0].bias.requires_grad_(False)
+        n[0](torch.ones(1, 2)).sum().backward()
+    trainer = Trainer(nets, "sgd", {"lr": 1.0, "wd": 1.0})
+    kept, weight = nets[1][1].weight.clone(), nets[1][0].weight.clone()
+    with pytest.raises(ValueError, match=r"\[2, 2\] has no gradient.*backward.*ignore_stale_grad"):
+        trainer.step(1)
+    assert torch.equal(nets[1][0].weight, weight)
+    assert nets[1][0].weight.grad.tolist() == [[1, 1], [1, 1]]
+    trainer.step(1, ignore_stale_grad=True)
+    assert torch.equal(nets[1][1].weight, kept)
+    assert not torch.equal(nets[1][0].weight, weight)
+
+
+def test_refusals() -> None:
+    shared = net()
+    for make, error, message in (
+        (lambda: Trainer([], "sgd"), ValueError, "nothing to train"),
+        (lambda: Trainer([nn.ReLU()], "sgd"), ValueError, "nothing to train"),
+        (lambda: Trainer([net(), nn.Linear(4, 5)], "sgd"), ValueError, "rank 1 are not like"),
+        (lambda: Trainer([shared, shared], "sgd"), ValueError, "several ranks; pass a copy"),
+        (lambda: Trainer([net()], "sdg"), ValueError, "'sdg' is unknown.*adam, .*sgd"),
+        (
+            lambda: Trainer([net()], torch.optim.SGD(net().parameters(), 0.1)),
+            TypeError,
+            "optimizer is a SGD; pass a name or a class",
+        ),
+        (lambda: Trainer([net()], "sgd").step(0), ValueError, "batch_size is 0"),
+    ):
+        with pytest.raises(error, match=message):
+            make()
