@@ -78,7 +78,8 @@ class Choice:
             asked = getattr(self, name)
             return known.get(name, default) if asked is None else asked
 
-        devices = ranks(pick("devices", None), self.num_gpus)
+        given = pick("devices", None) if self.num_gpus is None else self.devices
+        devices = ranks(given, self.num_gpus)
         model = self.model_name(data, known)
         defaults = data.defaults_for(model) if data else Defaults(1, 1.0, 1)
         sizes = {

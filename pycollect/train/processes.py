@@ -113,7 +113,7 @@ def check_available(backend: str) -> None:
 
 
 def devices_of(spec: Any, backend: str, world: int) -> list[torch.device]:
-    """Give every rank's device: one per rank, or one for all; the usual is what the backend takes.
+    """Give every rank's device, those of one host over and over again; the usual is the backend's.
 
     >>> devices_of(None, "gloo", 2)
     [device(type='cpu'), device(type='cpu')]
@@ -121,11 +121,11 @@ def devices_of(spec: Any, backend: str, world: int) -> list[torch.device]:
     if spec is None and backend != "nccl":
         return [torch.device("cpu")] * world
     found = pc.devices(spec)
-    if len(found) == 1:
-        return found * world
-    if len(found) != world:
-        raise ValueError(f"there are {world} processes, and {len(found)} devices were named")
-    return found
+    if world % len(found):
+        raise ValueError(
+            f"there are {world} processes for {len(found)} devices; start one for each, or name one"
+        )
+    return found * (world // len(found))
 
 
 def torchrun_family(backend: str | None) -> Family:
@@ -169,7 +169,8 @@ def run_spawned(job: Job, backend: str, report: Report) -> Entrant:
     threads = max(1, torch.get_num_threads() // world)
     with tempfile.TemporaryDirectory() as folder:
         running = replace(job.running, checkpoint=Path(folder) / "run.pt", log=None, plot=None)
-        job = replace(job, backend=backend, running=replace(running, exact_times=True))
+        running = replace(running, overlap=None, exact_times=True)  # DDP overlaps by itself
+        job = replace(job, backend=backend, running=running)
         try:
             pickle.dumps(job)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
