@@ -112,7 +112,19 @@ def test_the_first_step_is_no_measure() -> None:
     auto = AutoShares(2)
     auto.shares(10)
     auto.observe([100.0, 1.0])
-    assert run(auto, 20, [5.0, 5.0], 10)[-1] == [5, 5]
+    run(auto, 20, [5.0, 5.0], 10)
+    assert len(auto.state_dict()["changes"]) == 1
+
+
+def test_a_disturbed_step_does_not_move_them() -> None:
+    """One of a fifth more on one rank, at each of the steps after which shares may change."""
+    for disturbed in range(1, 16):
+        auto = AutoShares(2)
+        run(auto, disturbed, [5.0, 5.0])
+        auto.shares(100)
+        auto.observe([12.0, 10.0])
+        run(auto, 10, [5.0, 5.0])
+        assert len(auto.state_dict()["changes"]) == 1
 
 
 def test_every_rank_keeps_an_example_while_there_are_enough() -> None:

@@ -78,7 +78,7 @@ def plot(curves: Sequence[Curve], path: Path | str, caption: str = "") -> None:
     highest = max((epoch.loss for curve in curves for epoch in curve.epochs), default=1.0)
     loss.set_ylim(0, 1.1 * highest if 0 < highest < float("inf") else None)
     if several:
-        accuracy.legend(frameon=False)
+        _legend(accuracy, accuracy.get_legend_handles_labels()[0])
     _bars(bars, times)
     if caption:
         figure.suptitle(caption, fontsize=9, color=_GREY)
@@ -109,7 +109,7 @@ def _loss(axes: Axes, curve: Curve, style: Mapping[str, Any], *, fine: bool) -> 
         axes.plot(*zip(*points, strict=True), **faint, label="per step")
     _epochs(axes, curve, [epoch.loss for epoch in curve.epochs], style, "mean of the epoch")
     if fine and curve.steps:
-        axes.legend(frameon=False, loc="upper right")  # a loss falls from the left
+        _legend(axes, axes.get_legend_handles_labels()[0])
 
 
 def _accuracy(axes: Axes, curve: Curve, style: Mapping[str, Any], *, last: bool) -> None:
@@ -163,6 +163,11 @@ def _key(axes: Axes, curves: Sequence[Curve], unit: str, scale: float) -> None:
         values = (scale * seconds for seconds in curves[0].parts)
         names = [f"{part} {v:.2g} {unit}" for part, v in zip(PARTS, values, strict=True)]
     handles = [Patch(color=COLOURS[part], label=n) for part, n in zip(PARTS, names, strict=True)]
+    _legend(axes, handles)
+
+
+def _legend(axes: Axes, handles: Sequence[Any]) -> None:
+    """Say what is what below the axis, where no line can be in the way."""
     axes.legend(
         handles=handles,
         frameon=False,

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import pycollect as pc
+from pycollect.devices import DeviceSpec
+
 from .buckets import Buckets
 from .evaluation import accuracy
 from .losses import Loss, check_reduction, summed_cross_entropy
@@ -29,15 +32,15 @@ from .sync_batchnorm import convert_sync_batchnorm
 class Replicas:
     """One replica of a module for every rank, trained on shards of the same batches.
 
-    `module` stays as it is. `optimizer` makes the optimizer of a list of parameters, and is called
-    once for every rank. `loss` gives the *sum* over a shard's examples, never a mean. Batch
+    `module` stays as it is. There is a rank for every device that `pycollect.devices` gives, which
+    may name one several times. `optimizer` makes the optimizer of a list of parameters, and is
+    called once for every rank. `loss` gives the *sum* over a shard's examples, never a mean. Batch
     statistics are each rank's own, and rank 0's are the model's, unless the options say otherwise.
     Raises ValueError for a module without parameters to train and for a loss that says it is a
     mean.
 
     >>> from pycollect.train import LeNet, sgd_optimizer
-    >>> cpu = torch.device("cpu")
-    >>> replicas = Replicas(LeNet(), [cpu, cpu], optimizer=sgd_optimizer(0.1))
+    >>> replicas = Replicas(LeNet(), "cpu*2", optimizer=sgd_optimizer(0.1))
     >>> len(replicas.step(torch.rand(3, 1, 28, 28), torch.tensor([1, 2, 3])))
     2
     """
@@ -45,7 +48,7 @@ class Replicas:
     def __init__(
         self,
         module: nn.Module,
-        devices: Sequence[torch.device],
+        devices: DeviceSpec,
         *,
         optimizer: MakeOptimizer,
         loss: Loss = summed_cross_entropy,
@@ -55,7 +58,7 @@ class Replicas:
         check_reduction(loss)
         if not any(param.requires_grad for param in module.parameters()):
             raise ValueError("the module has no parameter that requires grad: nothing to train")
-        self.devices = list(devices)
+        self.devices = pc.devices(devices)
         self.options = options or StepOptions()
         self.modules = replicate_module(module, self.devices)
         if self.options.sync_batchnorm:

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn
 
 import pycollect as pc
+from pycollect.devices import DeviceSpec
 
 
-def replicate_module(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
+def replicate_module(module: nn.Module, devices: DeviceSpec) -> list[nn.Module]:
     """Copy a module once for every rank, onto the rank's device; the original stays as it is.
 
     A device may be named several times. Training mode, frozen parameters, tied parameters, hooks
     and the order of dimensions in memory are kept; gradients are not. Raises ValueError for a
     module whose parameters have no shape yet.
 
-    >>> a, b = replicate_module(nn.Linear(2, 3), [torch.device("cpu")] * 2)
+    >>> a, b = replicate_module(nn.Linear(2, 3), "cpu*2")
     >>> torch.equal(a.weight, b.weight), a.weight.data_ptr() == b.weight.data_ptr()
     (True, False)
     """
@@ -28,7 +29,7 @@ def replicate_module(module: nn.Module, devices: Sequence[torch.device]) -> list
     if any(nn.parameter.is_lazy(tensor) for tensor in tensors):
         raise ValueError("a parameter has no shape yet: send one batch through the module first")
     with torch.no_grad():
-        copies = pc.replicate([tensor.detach() for tensor in tensors], list(devices))
+        copies = pc.replicate([tensor.detach() for tensor in tensors], devices)
     return [_with(module, tensors, mine) for mine in copies]
 
 

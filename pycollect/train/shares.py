@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import pycollect as pc
+from pycollect.devices import DeviceSpec
 
 from .auto_shares import AutoShares
 from .portions import check_strict, shares_of
@@ -14,7 +15,7 @@ from .portions import check_strict, shares_of
 def split_batch(
     X: Tensor,
     y: Tensor,
-    devices: Sequence[torch.device],
+    devices: DeviceSpec,
     weights: Sequence[float] | AutoShares | None = None,
     *,
     strict: bool = False,
@@ -27,14 +28,15 @@ def split_batch(
     length, for weights that do not fit, and if `strict` and the number does not divide.
 
     >>> X, y = torch.zeros(5, 1, 28, 28), torch.arange(5)
-    >>> split_batch(X, y, [torch.device("cpu")] * 2)[1]
+    >>> split_batch(X, y, "cpu*2")[1]
     [tensor([0, 1, 2]), tensor([3, 4])]
-    >>> split_batch(X, y, [torch.device("cpu")] * 2, weights=[80, 20])[1]
+    >>> split_batch(X, y, "cpu*2", weights=[80, 20])[1]
     [tensor([0, 1, 2, 3]), tensor([4])]
     """
+    ranks = pc.devices(devices)
+    world = len(ranks)
     if strict:
-        check_strict(len(X), len(devices))
-    world = len(devices)
+        check_strict(len(X), world)
     if weights is None:
         shares = shares_of(len(X), [1] * world)
     elif isinstance(weights, AutoShares):
@@ -47,7 +49,7 @@ def split_batch(
         raise ValueError(f"there must be one weight per rank, not {len(weights)} for {world}")
     else:
         shares = shares_of(len(X), weights)
-    return scatter(X, y, devices, shares)
+    return scatter(X, y, ranks, shares)
 
 
 def scatter(
