@@ -19,13 +19,11 @@ _INSIDE = 0.015  # of the widest bar, between a bar and its label
 
 
 def _panel(axes: Axes, results: Sequence[Result]) -> None:
-    # One replica is measured along with every number of ranks, and by itself only repeats that.
-    shown = [result for result in results if result.case.world > 1] or results
     labels: list[str] = []
     bars: list[tuple[float, float, float]] = []
-    for result in shown:
+    for result in results:
         for name, entry in result.entries.items():
-            labels.append(name if name == ONE else f"{result.case.world} ranks: {name}")
+            labels.append(ONE if name == ONE else _label(result.case.world, name))
             part = min(entry.reduction, entry.step)
             bars.append((entry.step * 1e3, part * 1e3, result.slowdown(name) or 0))
     places = range(len(labels))
@@ -44,6 +42,10 @@ def _panel(axes: Axes, results: Sequence[Result]) -> None:
     axes.set_title(f"{results[0].case.model}, batch {results[0].case.batch}")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+
+
+def _label(world: int, name: str) -> str:
+    return f"{world} ranks: {name}" if world > 1 else f"1 rank: {name}"
 
 
 def draw(results: Sequence[Result], path: str, caption: str) -> None:
