@@ -166,6 +166,9 @@ def test_what_is_not_chosen_is_as_it_was(tmp_path: Path) -> None:
     assert again.settings == Settings(**{**vars(first.settings), "epochs": 2})
     assert len(again.epochs) == 2
     assert len(train(model=net(), data=DATA, resume=path, quiet=True).epochs) == 1  # as it was
+    if not torch.cuda.is_available():
+        again = train(model=net(), data=DATA, num_gpus=2, resume=path, quiet=True)
+        assert again.settings == first.settings
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,9 @@ def test_compare_prints_both_ratios(capsys: pytest.CaptureFixture[str]) -> None:
         (["--momentum", "2"], "the momentum must be from 0 to below 1, not 2"),
         (["--weights", "1,2,3", "--devices", "cpu*2"], "3 weights for 2 ranks"),
         (["--plot", "run.gif"], "a picture ends in .png, .svg, .pdf, and run.gif does not"),
+        (["--log", "no/where.jsonl"], "the folder of the log no/where.jsonl is not there or not"),
+        (["--checkpoint", "no/where.pt"], "the folder of the checkpoint no/where.pt is not there"),
+        (["--scale-batch", "--batch-size", "0"], "the batch size must be at least 1, not 0"),
         (["--strict", "--batch-size", "3", "--devices", "cpu*2"], "batch size must be divisible"),
     ],
 )

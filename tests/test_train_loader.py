@@ -146,11 +146,11 @@ def test_waiting_is_measured() -> None:
     slow = [batch.waited for batch in Loader(Slow(0.005), Loading(4)).epoch()]
     assert all(seconds >= 4 * 0.005 for seconds in slow)
     waited = []
-    for batch in Loader(Slow(0.005), Loading(4, prefetch=2)).epoch():
+    for batch in Loader(Slow(0.01), Loading(4, prefetch=2)).epoch():
         waited.append(batch.waited)
-        time.sleep(0.03)  # the training step; the next batch is ready by its end
-    assert waited[0] >= 4 * 0.005
-    assert max(waited[1:]) < 0.02
+        time.sleep(0.1)  # the training step; the next batch is ready by its end
+    assert waited[0] >= 4 * 0.01
+    assert max(waited[1:]) < 4 * 0.01
 
 
 def test_files_are_decoded_by_several_threads_and_memory_is_read_by_one(
@@ -160,7 +160,7 @@ def test_files_are_decoded_by_several_threads_and_memory_is_read_by_one(
     examples = Slow(0.003)
     for _ in Loader(examples, Loading(2, prefetch=8)).epoch():
         pass
-    assert len(examples.threads) == 3
+    assert 1 < len(examples.threads) <= 3
     plain = Slow()
     list(Loader(plain, Loading(2)).epoch())
     assert plain.threads == {threading.current_thread().name}

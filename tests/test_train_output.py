@@ -141,7 +141,7 @@ def test_losses_that_are_not_finite_can_be_drawn(tmp_path: Path) -> None:
     [
         ({"plot": "run.gif"}, r"a picture ends in \.png, \.svg, \.pdf"),
         ({"plot": "no/where.png"}, "there is no folder no"),
-        ({"log": "no/where.jsonl"}, "the log no/where.jsonl cannot be written"),
+        ({"log": "no/where.jsonl"}, "the folder of the log no/where.jsonl is not there"),
         ({"checkpoint": "no/where.pt"}, "is not there or not writable"),
     ],
 )

@@ -82,9 +82,16 @@ def test_processes_have_the_bits_of_one(pools: Pools, options: dict[str, Any]) -
 
 
 @pytest.mark.slow
-def test_batch_statistics_are_each_ranks_own(pools: Pools) -> None:
-    options = {"drop_last": True}
-    assert_alike(2, pools(2).run(trained, True, options), True, options)
+def test_batch_statistics_are_each_ranks_own(pools: Pools, tmp_path: Path) -> None:
+    options = [{"drop_last": True, "checkpoint": tmp_path / f"{name}.pt"} for name in "ab"]
+    assert_alike(2, pools(2).run(trained, True, options[0]), True, options[1])
+    found = [
+        checkpoint.load(of["checkpoint"])["contestant"]["trainee"]["replicas"]["buffers"]
+        for of in options
+    ]
+    for theirs, mine in zip(*found, strict=True):
+        assert all(same_bits(theirs[name], mine[name]) for name in mine)
+    assert not same_bits(found[0][0]["1.running_mean"], found[0][1]["1.running_mean"])
 
 
 @pytest.mark.slow
@@ -139,8 +146,9 @@ def test_what_needs_one_process_is_refused() -> None:
 
 def test_every_process_has_a_device() -> None:
     cpu = torch.device("cpu")
+    assert devices_of(["cpu", "cpu"], "gloo", 4) == [cpu] * 4  # two hosts
     assert devices_of(None, "pycollect", 3) == devices_of("cpu", "gloo", 3) == [cpu] * 3
-    with pytest.raises(ValueError, match="there are 3 processes, and 2 devices were named"):
+    with pytest.raises(ValueError, match="there are 3 processes for 2 devices; start one"):
         devices_of("cpu*2", "gloo", 3)
 
 
@@ -225,6 +233,7 @@ def test_an_error_of_one_rank_comes_out_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_comparison_has_ddp_beside(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options = {"data": DATA, "model": net(False), "epochs": 1, "plot": tmp_path / "three.png"}
+    options["overlap"] = True
     names = ("naive", "pycollect", "ddp")
     torch.set_num_threads(2)
     comparison = compare("cpu*2", 8, 0.05, names=names, ddp_backend="pycollect", **options)

@@ -68,13 +68,18 @@ def load(path: Path | str) -> dict[str, Any]:
     return state
 
 
-def check_place(path: Path | str) -> None:
-    """Raise ValueError unless a file can be written there, before any time is spent."""
+def check_place(what: str, path: Path | str) -> None:
+    """Raise ValueError unless a file can be written there, before any time is spent.
+
+    >>> check_place("log", ".")
+    Traceback (most recent call last):
+    ValueError: the log must be a file, and . is a folder
+    """
     path = Path(path)
     if path.is_dir():
-        raise ValueError(f"the checkpoint must be a file, and {path} is a folder")
+        raise ValueError(f"the {what} must be a file, and {path} is a folder")
     if not os.access(path.absolute().parent, os.W_OK):
-        raise ValueError(f"the folder of the checkpoint {path} is not there or not writable")
+        raise ValueError(f"the folder of the {what} {path} is not there or not writable")
 
 
 def generators(devices: Sequence[torch.device]) -> dict[str, Tensor]:

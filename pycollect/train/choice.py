@@ -78,7 +78,8 @@ class Choice:
             asked = getattr(self, name)
             return known.get(name, default) if asked is None else asked
 
-        devices = ranks(pick("devices", None), self.num_gpus)
+        given = pick("devices", None) if self.num_gpus is None else self.devices
+        devices = ranks(given, self.num_gpus)
         model = self.model_name(data, known)
         defaults = data.defaults_for(model) if data else Defaults(1, 1.0, 1)
         sizes = {
@@ -86,7 +87,8 @@ class Choice:
         }
         world = len(devices)
         if self.scale_batch:
-            sizes["batch_size"] = (self.batch_size or defaults.batch_size) * world
+            usual_size = defaults.batch_size if self.batch_size is None else self.batch_size
+            sizes["batch_size"] = usual_size * world
         if self.scale_lr:
             usual = defaults.lr if self.lr is None else self.lr
             sizes["lr"] = linear_lr(usual, batch_size=world, base_batch_size=1)

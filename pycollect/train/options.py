@@ -27,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
     p = argparse.ArgumentParser(
         prog="python -m pycollect.train",
+        usage="%(prog)s [option ...]",  # all of them would hide the error that comes below
         description="Train a model data-parallel: one replica per rank, the batch scattered over "
         "the ranks, the gradients summed in one collective.",
         epilog=EPILOG,

@@ -6,6 +6,7 @@ that fail after it, because it is gone, stay silent.
 
 import os
 import pickle
+import signal
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -112,7 +113,7 @@ def check_available(backend: str) -> None:
 
 
 def devices_of(spec: Any, backend: str, world: int) -> list[torch.device]:
-    """Give every rank's device: one per rank, or one for all; the usual is what the backend takes.
+    """Give every rank's device, those of one host over and over again; the usual is the backend's.
 
     >>> devices_of(None, "gloo", 2)
     [device(type='cpu'), device(type='cpu')]
@@ -120,11 +121,11 @@ def devices_of(spec: Any, backend: str, world: int) -> list[torch.device]:
     if spec is None and backend != "nccl":
         return [torch.device("cpu")] * world
     found = pc.devices(spec)
-    if len(found) == 1:
-        return found * world
-    if len(found) != world:
-        raise ValueError(f"there are {world} processes, and {len(found)} devices were named")
-    return found
+    if world % len(found):
+        raise ValueError(
+            f"there are {world} processes for {len(found)} devices; start one for each, or name one"
+        )
+    return found * (world // len(found))
 
 
 def torchrun_family(backend: str | None) -> Family:
@@ -168,16 +169,15 @@ def run_spawned(job: Job, backend: str, report: Report) -> Entrant:
     threads = max(1, torch.get_num_threads() // world)
     with tempfile.TemporaryDirectory() as folder:
         running = replace(job.running, checkpoint=Path(folder) / "run.pt", log=None, plot=None)
-        job = replace(job, backend=backend, running=replace(running, exact_times=True))
+        running = replace(running, overlap=None, exact_times=True)  # DDP overlaps by itself
+        job = replace(job, backend=backend, running=running)
         try:
             pickle.dumps(job)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"ddp runs in processes of its own, and data or model cannot be sent there: {error}"
             ) from error
-        _mp.start_processes(
-            _spawned, (job, folder, world, threads, report), nprocs=world, start_method="spawn"
-        )
+        _spawn((job, folder, world, threads, report), world)
         state = checkpoint.load(Path(folder) / "run.pt")["contestant"]
     steps, epochs = history.restored(state)
     model = state["trainee"]["replicas"]["model"]
@@ -186,7 +186,21 @@ def run_spawned(job: Job, backend: str, report: Report) -> Entrant:
     return Entrant("ddp", epochs, steps, [[model[name] for name in named]])
 
 
+def _spawn(arguments: tuple[Any, ...], world: int) -> None:
+    """Run the processes to their end; whatever ends this one ends them."""
+    context = _mp.start_processes(
+        _spawned, arguments, nprocs=world, join=False, daemon=True, start_method="spawn"
+    )
+    try:
+        while not context.join():
+            pass
+    finally:
+        for process in context.processes:
+            process.kill()
+
+
 def _spawned(rank: int, job: Job, folder: str, world: int, threads: int, report: Report) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this process ends it
     torch.set_num_threads(threads)
     family = Family(rank, world, _dist.FileStore(str(Path(folder) / "store"), world))
     assert job.backend is not None

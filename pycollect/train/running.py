@@ -50,8 +50,9 @@ class Running:
             raise ValueError(f"unknown reduction {self.reduce!r}; there are {known}")
         if self.prefetch is not None and self.prefetch < 0:
             raise ValueError(f"prefetch must be at least 0 batches, not {self.prefetch}")
-        if self.checkpoint is not None:
-            checkpoint.check_place(self.checkpoint)
+        for what, path in (("checkpoint", self.checkpoint), ("log", self.log)):
+            if path is not None:
+                checkpoint.check_place(what, path)
         if self.plot is not None:
             curves.check(self.plot)
 
