@@ -23,8 +23,9 @@ from ...train.models import LeNet
 from ...train.optimizers import sgd_optimizer
 from ...train.replicas import Replicas
 from ...train.step_options import StepOptions
-from ..measure import Effort, Sampler, Timing, interleave
+from ..measure import Effort, Sampler, Timing
 from .contest import LR
+from .turns import in_turns
 
 # Batches of an epoch: the first has nobody who could have prepared it, so a few more follow.
 _BATCHES = 4
@@ -122,11 +123,11 @@ def measure_loading(devices: Sequence[torch.device], batch: int, effort: Effort)
 
     enter(MEMORY, _in_memory(batch * _BATCHES))
     if find_spec("PIL") is None:
-        timings, not_run = interleave(samplers, effort), {FILES: "Pillow is not installed"}
+        timings, not_run = in_turns(samplers, effort), {FILES: "Pillow is not installed"}
     else:
         with _files(batch * _BATCHES) as examples:
             enter(FILES, examples)
-            timings, not_run = interleave(samplers, effort), {}
+            timings, not_run = in_turns(samplers, effort), {}
     entries = {
         label: Loaded(t, statistics.median(waits[label][-t.count :]))
         for label, t in timings.items()

@@ -14,36 +14,40 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Colours that stay apart for the colour-blind (Okabe and Ito).
-_COMPUTE, _REDUCTION, _GREY = "#56b4e9", "#d55e00", "#7f7f7f"
+_COMPUTE, _REDUCTION, _GREY, _BASELINE = "#56b4e9", "#d55e00", "#7f7f7f", "#bdbdbd"
 _INSIDE = 0.015  # of the widest bar, between a bar and its label
 
 
 def _panel(axes: Axes, results: Sequence[Result]) -> None:
-    # One replica is measured along with every number of ranks, and by itself only repeats that.
-    shown = [result for result in results if result.case.world > 1] or results
     labels: list[str] = []
     bars: list[tuple[float, float, float]] = []
-    for result in shown:
+    for result in results:
         for name, entry in result.entries.items():
-            labels.append(name if name == ONE else f"{result.case.world} ranks: {name}")
+            labels.append(ONE if name == ONE else _label(result.case.world, name))
             part = min(entry.reduction, entry.step)
             bars.append((entry.step * 1e3, part * 1e3, result.slowdown(name) or 0))
     places = range(len(labels))
     steps = [step for step, _, _ in bars]
     computed = [step - part for step, part, _ in bars]
-    axes.barh(places, computed, color=_COMPUTE, label="forward, backward, update")
+    colours = [_BASELINE if label == ONE else _COMPUTE for label in labels]
+    axes.barh(places, computed, color=colours)
     parts = [part for _, part, _ in bars]
-    axes.barh(places, parts, left=computed, color=_REDUCTION, label="reduction")
+    axes.barh(places, parts, left=computed, color=_REDUCTION)
     for place, (step, part, slowdown) in zip(places, bars, strict=True):
         text = f"{slowdown:.2f}x, reduction {100 * part / step:.2g} %"
         axes.text(step + _INSIDE * max(steps), place, text, va="center", fontsize=8)
     axes.set_yticks(places, labels)
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.45 * max(steps))
     axes.set_xlabel("median step (ms); x: of one replica in the same rounds")
     axes.set_title(f"{results[0].case.model}, batch {results[0].case.batch}")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+
+
+def _label(world: int, name: str) -> str:
+    return f"{world} ranks: {name}" if world > 1 else f"1 rank: {name}"
 
 
 def draw(results: Sequence[Result], path: str, caption: str) -> None:
@@ -53,6 +57,7 @@ def draw(results: Sequence[Result], path: str, caption: str) -> None:
         ImportError: without matplotlib.
     """
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     by_model: dict[str, list[Result]] = {}
     for result in results:
@@ -62,7 +67,8 @@ def draw(results: Sequence[Result], path: str, caption: str) -> None:
     panels = figure.subplots(1, len(by_model), squeeze=False)[0]
     for axes, group in zip(panels, by_model.values(), strict=True):
         _panel(axes, group)
-    handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
+    colours = {ONE: _BASELINE, "forward, backward, update": _COMPUTE, "reduction": _REDUCTION}
+    handles = [Patch(color=colour, label=label) for label, colour in colours.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, frameon=False, fontsize=9)
     figure.supxlabel(caption, fontsize=8, color=_GREY)
     figure.savefig(path, dpi=150)
