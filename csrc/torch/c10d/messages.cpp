@@ -156,10 +156,12 @@ bool Messages::wait_until(MessageWork& work, shm::Deadline deadline) {
   const auto over = [&] { return work.is_moved() || shm::Clock::now() >= deadline; };
   while (!over()) {
     dispatch_arrived();
-    if (leaves_)
-      mailbox_.progress(), std::this_thread::sleep_for(kGlance);
-    else
+    if (leaves_) {
+      mailbox_.progress();
+      std::this_thread::sleep_for(kGlance);
+    } else {
       mailbox_.work(over, work.occasion(shm::Clock::now() + kForEver));
+    }
   }
   work.settle();
   return work.is_moved();
@@ -235,18 +237,20 @@ void Messages::close(std::chrono::milliseconds grace) {
   const auto over = [deadline = shm::Clock::now() + grace] {
     return shm::Clock::now() >= deadline;
   };
-  while (leaves_ && !over()) {
-    progress();
-    std::this_thread::sleep_for(kGlance);
-  }
-  drop_leaving();
   try {
+    while (leaves_ && !over()) {
+      group_->require_whole({"destroy_process_group", 0, shm::Clock::now()});
+      progress();
+      std::this_thread::sleep_for(kGlance);
+    }
+    drop_leaving();
     if (!mailbox_.work(over, {"destroy_process_group", 0, shm::Clock::now() + kForEver}))
       group_->abort("it was destroyed while messages were under way");
     mailbox_.progress();
   } catch (const std::exception&) {
     // The group is broken, and what was under way has failed.
   }
+  drop_leaving();
   std::thread thread;
   {
     Lock lock(mutex_);
