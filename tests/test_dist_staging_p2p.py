@@ -155,6 +155,7 @@ def destroyed(me: Me) -> float:
     return time.monotonic() - start
 
 
+@pytest.mark.slow
 def test_destroyed_with_a_send_under_way():
     with fresh(2, staged="late") as pool:
         assert max(pool.run(destroyed)) < 12.0  # the time of grace, once or twice

@@ -94,7 +94,9 @@ bool FakeDevices::advance(Name stream, std::size_t to) {
 
 bool FakeDevices::serves(const at::Tensor& tensor) const {
   const std::lock_guard lock(mutex_);
-  return tensor.is_cpu() && !on_host_.contains(tensor.storage().unsafeGetStorageImpl());
+  return tensor.is_cpu() && std::none_of(on_host_.begin(), on_host_.end(), [&](const auto& s) {
+           return s.is_alias_of(tensor.storage());
+         });
 }
 
 bool FakeDevices::is_capturing(at::Device) {
@@ -165,7 +167,7 @@ void FakeDevices::with_results(c10::ArrayRef<at::Device>, c10::function_ref<void
 
 void FakeDevices::put_on_host(const at::Tensor& tensor) {
   const std::lock_guard lock(mutex_);
-  on_host_.insert(tensor.storage().unsafeGetStorageImpl());
+  on_host_.push_back(tensor.storage());
 }
 
 void FakeDevices::fill_later(const at::Tensor& tensor, double value) {

@@ -50,7 +50,8 @@ class FakeDevices final : public Devices, public std::enable_shared_from_this<Fa
   const bool eager_;
   mutable std::mutex mutex_;
   std::array<Stream, kStreams> streams_;
-  std::set<const void*> on_host_, leaving_;  // storages; pinned memory that is yet to be filled
+  std::vector<c10::Storage> on_host_;
+  std::set<const void*> leaving_;  // pinned memory that is yet to be filled
   std::vector<std::string> trace_;
   bool stalled_ = false, captured_ = false;
   int fail_in_ = -1;
