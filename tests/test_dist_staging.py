@@ -40,7 +40,7 @@ def test_bits_of_the_host(pools, staged, dtype):
     report([wrong for _, wrong in found])
 
 
-@pytest.mark.parametrize("staged", WAYS)
+@pytest.mark.parametrize("staged", ["", *WAYS])
 def test_products_and_own_parts(pools, staged):
     pool = pools(3, staged=staged, beside=None)
     for dtype in (torch.float32, torch.bfloat16):

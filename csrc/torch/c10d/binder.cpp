@@ -71,7 +71,10 @@ shm::Span Binder::bind(const at::Tensor& t, const Label& label, bool reads, bool
   return keep(std::move(dense));
 }
 
-shm::Span Binder::hold(at::Tensor t) { return away_ ? enter(t, true, false) : keep(std::move(t)); }
+// torch gives the product of a transposed tensor its layout, too.
+shm::Span Binder::hold(const at::Tensor& t) {
+  return away_ ? enter(t, true, false) : keep(t.contiguous());
+}
 
 shm::Span Binder::keep(at::Tensor t) {
   call_.held.push_back(std::move(t));

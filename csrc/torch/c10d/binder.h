@@ -40,7 +40,7 @@ class Binder {
   // May itself be the very memory of `place`, a part of what is written.
   shm::Span read_inside(const at::Tensor& tensor, const Label& label, const shm::Span& place);
   // Of a result that was computed for this call from one of its tensors, and lies where that does.
-  shm::Span hold(at::Tensor tensor);
+  shm::Span hold(const at::Tensor& tensor);
 
   // There is one request of each dtype, in order of appearance, to which spans are added by block.
   std::size_t request(DType dtype);
