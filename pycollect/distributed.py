@@ -1,7 +1,8 @@
 """One process per rank: the torch.distributed backend "pycollect".
 
-`import pycollect` registers it. Ranks are processes of one host, tensors are on the CPU; CUDA
-tensors are left to another backend: `init_process_group("cpu:pycollect,cuda:nccl")`.
+`import pycollect` registers it. Ranks are processes of one host, on one GPU or several or none:
+tensors are on the CPU or, in a build with CUDA, on GPUs. Those can be left to another backend, too:
+`init_process_group("cpu:pycollect,cuda:nccl")`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ NAME = "pycollect"
 _SETTINGS = {
     "share": ("PYCOLLECT_SHM_SHARE", ("memfd", "named")),
     "watch": ("PYCOLLECT_SHM_WATCH", ("pidfd", "hangup")),
+    "cuda_sync": ("PYCOLLECT_CUDA_SYNC", tuple(_C.cuda_rungs()[1:])),
 }
 
 
@@ -33,6 +35,7 @@ def options(
     arena_bytes: int | None = None,
     share: str = "best",
     watch: str = "best",
+    cuda_sync: str = "best",
 ) -> Any:
     """Return options of a group, for `pg_options=` of torch's functions that make one.
 
@@ -42,7 +45,9 @@ def options(
     live in shared memory. Processes share memory over a Unix socket (`share="memfd"`) or through
     /dev/shm ("named"), and learn of each other's death from the kernel (`watch="pidfd"`) or from a
     lock that a dead process no longer holds ("hangup"): "best" takes what works, in this order, or
-    what the variables PYCOLLECT_SHM_SHARE and PYCOLLECT_SHM_WATCH say. All ranks must say the same.
+    what the variables PYCOLLECT_SHM_SHARE and PYCOLLECT_SHM_WATCH say. CUDA tensors are copied to
+    pinned memory and back around the exchange (`cuda_sync="host"`, which is "best" as well and what
+    PYCOLLECT_CUDA_SYNC may say). All ranks must say the same.
 
     >>> options(algorithm="fused").algorithm
     'fused'
@@ -57,6 +62,7 @@ def options(
         made.arena_bytes = _bytes("arena_bytes", arena_bytes, least=0)
     made.share = share
     made.watch = watch
+    made.cuda_sync = cuda_sync
     return made
 
 
@@ -105,6 +111,6 @@ def _create(asked: Any, given: Any) -> Any:
 
 
 def register() -> None:
-    """Make the backend known to torch.distributed, for CPU tensors and for a word about others."""
+    """Make the backend known to torch.distributed, for CPU tensors and those on GPUs."""
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     atexit.register(_C.close_groups)  # no thread of a group may outlive the interpreter

@@ -57,11 +57,7 @@ def rows(case: Case, world: int, tame: bool = False) -> list[list[Tensor]]:
 def shape(count: int, layout: str) -> tuple[int, ...]:
     if layout in ("contiguous", "sliced"):
         return (count,)
-    for first in (31, 7, 5, 4, 3, 2):
-        if count % first == 0:
-            break
-    else:
-        first = 1
+    first = next((n for n in (31, 7, 5, 4, 3, 2) if count % n == 0), 1)
     pair = (first, count // first)
     return (1, pair[0], 1, pair[1]) if layout == "channels_last" else pair
 
@@ -70,11 +66,11 @@ def lay(values: Tensor, layout: str) -> Tensor:
     """New memory of a layout that holds the values in logical order."""
     values = values.view(shape(values.numel(), layout))
     if layout == "transposed":
-        return torch.empty(values.shape[::-1], dtype=values.dtype).t().copy_(values)
+        return values.new_empty(values.shape[::-1]).t().copy_(values)
     if layout == "channels_last":
         return values.clone(memory_format=torch.channels_last)
     if layout == "sliced":
-        room = torch.zeros(2 * values.numel() + 1, dtype=values.dtype)
+        room = values.new_zeros(2 * values.numel() + 1)
         return room[1::2].copy_(values)
     return values.clone()
 
@@ -102,6 +98,7 @@ class Side:
     world: int
     root: int
     case: Case
+    device: str = "cpu"
 
     @property
     def op(self) -> Any:
@@ -112,7 +109,7 @@ class Side:
 
     def like(self, blocks: int = 1) -> list[Tensor]:
         """Outputs, full of something else."""
-        junk = block(self.case, 999)
+        junk = block(self.case, 999).to(self.device)
         return [self.lay(junk) for _ in range(blocks)]
 
 
@@ -153,7 +150,7 @@ def _all_gather(me: Side, mine: list[Tensor]) -> Tensor:
 def _all_gather_into_tensor(me: Side, mine: list[Tensor]) -> Tensor:
     x = me.lay(mine[0])
     out = block(dataclasses.replace(me.case, count=me.case.count * me.world), 999)
-    out = out.clone().view(me.world * x.shape[0], *x.shape[1:])
+    out = out.to(me.device, copy=True).view(me.world * x.shape[0], *x.shape[1:])
     dist.all_gather_into_tensor(out, x, me.group)
     return out
 

@@ -24,6 +24,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import dist_fake
 import pytest
 import torch
 import torch.distributed as dist
@@ -45,6 +46,7 @@ class Spec:
     environ: tuple[tuple[str, str], ...] = ()
     beside: str | None = "gloo"  # a second group of the same ranks, to compare with
     group: bool = True  # False: the test makes its own
+    staged: str = ""  # CPU tensors as if they were on a device that is "late" or "eager"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Me:
     spec: Spec
     folder: str  # of the pool, the same for all ranks
     peer: Any = None  # the group beside
+    fake: Any = None  # the devices that are not there
 
     @property
     def world(self) -> int:
@@ -112,9 +115,10 @@ def _begin(me: Me) -> Me:
         import pycollect  # noqa: F401
     if not me.spec.group:
         return me
-    me.init("store")
+    options, fake = dist_fake.options(me.spec.staged) if me.spec.staged else (None, None)
+    me.init("store", pg_options=options)
     peer = dist.new_group(backend=me.spec.beside) if me.spec.beside else None
-    return dataclasses.replace(me, peer=peer)
+    return dataclasses.replace(me, peer=peer, fake=fake)
 
 
 class Pool:
@@ -203,9 +207,8 @@ class Pool:
 
 
 def _kernel(pid: int | None) -> list[str]:
-    tasks = sorted(Path(f"/proc/{pid}/task").glob("*"))
     names = []
-    for task in tasks:
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
         with contextlib.suppress(OSError):
             names.append(f"{(task / 'comm').read_text().strip()}:{(task / 'wchan').read_text()}")
     return names
@@ -270,8 +273,7 @@ def backend_of(group: dist.ProcessGroup | None = None) -> Any:
 @contextlib.contextmanager
 def fresh(world: int, **spec: Any) -> Any:
     """A pool of its own, for jobs that break it."""
-    spec.setdefault("beside", None)
-    pool = Pool(Spec(world, **spec))
+    pool = Pool(Spec(world, **{"beside": None, **spec}))
     try:
         yield pool
     finally:

@@ -4,6 +4,7 @@
 #include <array>
 
 #include "../plan/error.h"
+#include "bind_fake_devices.h"
 #include "c10d/backend.h"
 
 namespace pycollect {
@@ -70,12 +71,20 @@ void bind_distributed(py::module_& m) {
           [](Options& o, const std::string& w) {
             o.watch = named<shm::Watch>(kWatches, w, "watch");
           })
+      .def_property(
+          "cuda_sync", [](const Options& o) { return o.cuda_sync; },
+          [](Options& o, const std::string& w) {
+            dist::check_rung(w);
+            o.cuda_sync = w;
+          })
       .def("__copy__", &copy_of)
       .def("__deepcopy__", [](const Options& o, const py::dict&) { return copy_of(o); });
   m.def("make_backend", &make_backend, py::arg("store"), py::arg("rank"), py::arg("world"),
         py::arg("options"), py::call_guard<py::gil_scoped_release>());
   m.def("arena_use", &arena_use);
+  m.def("cuda_rungs", &dist::rung_names);
   m.def("close_groups", &dist::close_groups, py::call_guard<py::gil_scoped_release>());
+  bind_fake_devices(m);
 }
 
 }  // namespace pycollect

@@ -19,16 +19,8 @@ namespace {
 Listener listener_ = nullptr, warner_ = nullptr;  // set once, at import
 
 void announce(const Situation& s, const Choice& choice) {
-  static std::mutex mutex;
-  static std::set<std::string> said;
-  const std::string line =
-      text(name(s.collective), " of ", s.bytes, " bytes of ", name(s.dtype), " on ", s.world,
-           " ranks: ", choice.algorithm->name, " (", choice.reason, ")");
-  {
-    const std::lock_guard lock(mutex);
-    if (!said.insert(line).second) return;
-  }
-  listener_(line);
+  say_once(text(name(s.collective), " of ", s.bytes, " bytes of ", name(s.dtype), " on ", s.world,
+                " ranks: ", choice.algorithm->name, " (", choice.reason, ")"));
 }
 
 // A finite overflow, infinity and NaN, as the installed torch rounds them.
@@ -58,6 +50,16 @@ at::Tensor new_bytes(int64_t bytes, at::Device device) {
 }  // namespace
 
 void listen(Listener listener) { listener_ = listener; }
+void say_once(const std::string& line) {
+  if (listener_ == nullptr) return;
+  static std::mutex mutex;
+  static std::set<std::string> said;
+  {
+    const std::lock_guard lock(mutex);
+    if (!said.insert(line).second) return;
+  }
+  listener_(line);
+}
 void warn_through(Listener listener) { warner_ = listener; }
 void warn(const std::string& line) {
   if (warner_ != nullptr) warner_(line);

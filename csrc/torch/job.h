@@ -63,6 +63,9 @@ const Float8Rounding& float8_rounding();
 using Listener = void (*)(const std::string& line);
 void listen(Listener listener);
 
+// One line to the listener, the first time that it is said.
+void say_once(const std::string& line);
+
 // What somebody should see whether or not anybody listens; set once as well.
 void warn(const std::string& line);
 void warn_through(Listener listener);

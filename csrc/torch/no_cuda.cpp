@@ -2,6 +2,7 @@
 // nothing else is ever asked.
 #include <stdexcept>
 
+#include "c10d/devices.h"
 #include "gpus.h"
 #include "span.h"
 
@@ -29,4 +30,23 @@ void end_range() {}
 void run_on_gpus(const Job&) { never(); }
 std::shared_ptr<Work> enqueue_on_gpus(Job) { never(); }
 
+namespace dist {
+namespace {
+
+class NoDevices final : public Devices {
+ public:
+  bool serves(const at::Tensor&) const override { return false; }
+  bool is_capturing(at::Device) override { never(); }
+  at::Tensor new_pinned(const at::Tensor&) override { never(); }
+  void copy_out(const Way&) override { never(); }
+  std::unique_ptr<Mark> mark(at::Device) override { never(); }
+  std::unique_ptr<Mark> copy_back(at::Device, const std::vector<Way>&, Mark&) override { never(); }
+  void with_results(c10::ArrayRef<at::Device>, c10::function_ref<void()>) override { never(); }
+};
+
+}  // namespace
+
+std::shared_ptr<Devices> torch_devices() { return std::make_shared<NoDevices>(); }
+
+}  // namespace dist
 }  // namespace pycollect

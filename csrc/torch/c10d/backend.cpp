@@ -33,15 +33,6 @@ std::shared_ptr<shm::Group> meet(const StorePtr& store, Seat seat, const Options
                                       settings_of(options, seat.world));
 }
 
-// As much of a refusal as the other ranks can be told.
-std::string shortened(std::string_view why) {
-  constexpr std::size_t kMost = std::tuple_size_v<decltype(shm::Description::refusal)> - 1;
-  constexpr std::string_view kMore = " ...";
-  if (why.size() <= kMost) return std::string(why);
-  const std::size_t end = why.rfind(' ', kMost - kMore.size());
-  return text(why.substr(0, end == why.npos ? kMost - kMore.size() : end), kMore);
-}
-
 // The threads that a group waits for at its end may need the interpreter for a moment.
 class WithoutInterpreter {
  public:
@@ -69,9 +60,11 @@ Backend::Backend(const StorePtr& store, Seat seat, OptionsPtr options)
     : c10d::Backend(seat.rank, seat.world),
       seat_(seat),
       options_(std::move(options)),
+      ladder_(std::make_shared<Ladder>(options_->devices ? options_->devices : torch_devices(),
+                                       options_->cuda_sync)),
       timeout_ms_(options_->timeout.count()),
       group_(meet(store, seat, *options_)),
-      messages_(std::make_shared<Messages>(group_)),
+      messages_(std::make_shared<Messages>(group_, ladder_)),
       allocator_(std::make_shared<ArenaAllocator>(*group_)),
       queue_(std::make_shared<Queue>(std::make_shared<Runner>(group_))),
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
@@ -172,6 +165,7 @@ Call Backend::new_call(const Ask& ask) const {
   return {.collective = ask.collective,
           .name = ask.name,
           .algorithm = options_->algorithm,
+          .ladder = ladder_.get(),
           .timeout = given ? ask.timeout : std::chrono::milliseconds(timeout_ms_)};
 }
 

@@ -1,5 +1,5 @@
-// The torch.distributed backend "pycollect": ranks that are processes of one host, and CPU tensors.
-// It turns torch's calls into calls of the group's queue and messages of its mailbox.
+// The torch.distributed backend "pycollect": ranks that are processes of one host. It turns
+// torch's calls into calls of the group's queue and messages of its mailbox.
 #pragma once
 #include <c10/util/FunctionRef.h>
 
@@ -108,6 +108,7 @@ class Backend final : public c10d::Backend {
 
   const Seat seat_;
   const OptionsPtr options_;
+  const std::shared_ptr<const Ladder> ladder_;
   const Forks forks_;
   std::atomic<int64_t> timeout_ms_;
   std::atomic<uint64_t> calls_{0};

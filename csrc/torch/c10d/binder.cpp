@@ -18,18 +18,49 @@ std::byte* address(const at::Tensor& t, bool writes) {
 
 }  // namespace
 
-void check_host_tensor(const at::Tensor& t, Use use, const Label& label) {
+bool check_operand(const at::Tensor& t, Use use, const Label& label, const Ladder* ladder) {
+  if (ladder != nullptr && ladder->serves(t)) {
+    check_memory(t, use, label);
+    ladder->check_no_capture(t, label);
+    return true;
+  }
   require(!t.is_cuda(), label.call, ": ", label, " is on ", t.device(),
           " and ranks that are processes share host memory only; make the group with "
           "'cpu:pycollect,cuda:nccl', which leaves CUDA tensors to NCCL");
   check_memory(t, use, label);
   require(t.is_cpu(), label.call, ": ", label, " is on ", t.device(), "; pass a CPU tensor");
+  return false;
+}
+
+void Binder::check_together(const at::Tensor& t, bool away, const Label& label) {
+  if (!first_) {
+    first_.emplace(t.device(), label);
+    away_ = away;
+  }
+  require(away == away_, label.call, ": ", label, " is on ", t.device(), " and ", first_->second,
+          " on ", first_->first, "; the tensors of one call are all in host memory or all on GPUs");
+}
+
+// Where a tensor itself has what the executor finds at `host`.
+const std::byte* Binder::origin(const std::byte* host) const {
+  for (const StandIn& s : stand_ins_)
+    if (s.host <= host && host < s.host + s.bytes) return s.tensor + (host - s.host);
+  return host;
+}
+
+shm::Span Binder::enter(const at::Tensor& t, bool reads, bool writes) {
+  if (!call_.passage) call_.passage = call_.ladder->begin();
+  const shm::Span span = call_.passage->enter(t, reads, writes);
+  if (t.is_contiguous()) stand_ins_.push_back({span.base, address(t, writes), t.nbytes()});
+  return span;
 }
 
 shm::Span Binder::bind(const at::Tensor& t, const Label& label, bool reads, bool writes) {
   const Use use = writes ? Use::write : Use::read;
-  check_host_tensor(t, use, label);
+  const bool away = check_operand(t, use, label, call_.ladder);
+  check_together(t, away, label);
   extents_.push_back(extent(t, use, label));
+  if (away) return enter(t, reads, writes);
   if (t.is_contiguous()) {
     call_.held.push_back(t);
     return {address(t, writes), static_cast<std::size_t>(t.numel())};
@@ -37,10 +68,15 @@ shm::Span Binder::bind(const at::Tensor& t, const Label& label, bool reads, bool
   at::Tensor dense{at::detail::empty_cpu(t.sizes(), t.scalar_type())};
   if (reads) lay(dense, t);
   if (writes) call_.copies.emplace_back(t, dense);
-  return hold(std::move(dense));
+  return keep(std::move(dense));
 }
 
-shm::Span Binder::hold(at::Tensor t) {
+// torch gives the product of a transposed tensor its layout, too.
+shm::Span Binder::hold(const at::Tensor& t) {
+  return away_ ? enter(t, true, false) : keep(t.contiguous());
+}
+
+shm::Span Binder::keep(at::Tensor t) {
   call_.held.push_back(std::move(t));
   const at::Tensor& held = call_.held.back();
   return {address(held, true), static_cast<std::size_t>(held.numel())};
@@ -60,8 +96,8 @@ shm::Span Binder::read_beside(const at::Tensor& t, const Label& label, const shm
                               std::size_t first) {
   const shm::Span span = read(t, label);
   const auto item = static_cast<std::size_t>(t.element_size());
-  const std::byte* own = span.base + first * item;
-  if (own != place.base || first + place.count > span.count) return span;
+  const std::byte* own = origin(span.base) + first * item;
+  if (own != origin(place.base) || first + place.count > span.count) return span;
   Extent before = extents_.back(), after = before;
   before.end = own;
   after.begin = own + place.count * item;
@@ -72,7 +108,7 @@ shm::Span Binder::read_beside(const at::Tensor& t, const Label& label, const shm
 
 shm::Span Binder::read_inside(const at::Tensor& t, const Label& label, const shm::Span& place) {
   const shm::Span span = read(t, label);
-  if (span.base == place.base && span.count == place.count) extents_.pop_back();
+  if (origin(span.base) == origin(place.base) && span.count == place.count) extents_.pop_back();
   return span;
 }
 
@@ -138,6 +174,7 @@ void Binder::finish() {
     r.output = joined(parts_[i].output, item_bytes(r.dtype));
   }
   check_disjoint(extents_);
+  if (call_.passage) call_.passage->depart();
 }
 
 }  // namespace pycollect::dist

@@ -8,8 +8,9 @@
 
 namespace pycollect::dist {
 
-// Dense or strided host memory that is really there.
-void check_host_tensor(const at::Tensor& tensor, Use use, const Label& label);
+// Dense or strided memory that is really there, on the host or where the ladder serves it. Throws
+// under capture. Returns whether it is on a device.
+bool check_operand(const at::Tensor& tensor, Use use, const Label& label, const Ladder* ladder);
 
 struct Seat {  // in the group
   Rank rank;
@@ -38,8 +39,8 @@ class Binder {
                         std::size_t first = 0);
   // May itself be the very memory of `place`, a part of what is written.
   shm::Span read_inside(const at::Tensor& tensor, const Label& label, const shm::Span& place);
-  // Of a result that was computed for this call.
-  shm::Span hold(at::Tensor tensor);
+  // Of a result that was computed for this call from one of its tensors, and lies where that does.
+  shm::Span hold(const at::Tensor& tensor);
 
   // There is one request of each dtype, in order of appearance, to which spans are added by block.
   std::size_t request(DType dtype);
@@ -60,7 +61,15 @@ class Binder {
   struct Parts {
     Blocks input, output;
   };
+  struct StandIn {  // host memory for a contiguous tensor that is elsewhere
+    const std::byte *host, *tensor;
+    std::size_t bytes;
+  };
   static shm::Side joined(const Blocks& blocks, std::size_t item_bytes);
+  void check_together(const at::Tensor& tensor, bool away, const Label& label);
+  shm::Span enter(const at::Tensor& tensor, bool reads, bool writes);
+  shm::Span keep(at::Tensor tensor);
+  const std::byte* origin(const std::byte* host) const;
   shm::Span bind(const at::Tensor& tensor, const Label& label, bool reads, bool writes);
 
   Call& call_;
@@ -68,6 +77,9 @@ class Binder {
   const Form form_;
   c10::SmallVector<Parts, 1> parts_;  // [request]
   std::vector<Extent> extents_;
+  c10::SmallVector<StandIn, 1> stand_ins_;
+  std::optional<std::pair<at::Device, Label>> first_;  // where the first tensor is ...
+  bool away_ = false;                                  // ... on a device, and so all are
 };
 
 }  // namespace pycollect::dist

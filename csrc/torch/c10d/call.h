@@ -9,6 +9,7 @@
 
 #include "../../shm/executor.h"
 #include "../arguments.h"
+#include "ladder.h"
 
 namespace pycollect::dist {
 
@@ -17,12 +18,14 @@ struct Call {
   const char* name;                 // as the caller knows it
   uint64_t number = 0;              // of the group's calls, as torch counts them
   std::string_view algorithm = {};  // of the group's options; empty: the selector's
+  const Ladder* ladder = nullptr;   // of the group; none: host memory only
   std::chrono::milliseconds timeout{};
   std::vector<shm::Request> requests = {};  // one after the other: one of each dtype
   std::string refusal = {};                 // why there are none: what the other ranks are told
   Tensors held = {};                        // what the requests' addresses point into
   std::vector<std::pair<at::Tensor, at::Tensor>> copies = {};  // what is left to do then: dst, src
-  Tensors results = {};                                        // the value of the call's future
+  std::shared_ptr<Passage> passage = {};  // of tensors on devices; none: there are none
+  Tensors results = {};                   // the value of the call's future
 };
 
 }  // namespace pycollect::dist

@@ -7,22 +7,57 @@
 
 namespace pycollect::dist {
 
-MessageWork::MessageWork(const Ask& ask, at::Tensor tensor, std::shared_ptr<Messages> messages)
-    : ask_(ask), tensor_(std::move(tensor)), dense_(tensor_), messages_(std::move(messages)) {
-  if (tensor_.is_contiguous()) return;
-  dense_ = at::Tensor(at::detail::empty_cpu(tensor_.sizes(), tensor_.scalar_type()));
-  if (!ask_.receives) lay(dense_, tensor_);
+MessageWork::MessageWork(const Ask& ask, at::Tensor tensor, std::shared_ptr<Passage> passage,
+                         std::shared_ptr<Messages> messages)
+    : ask_(ask),
+      tensor_(std::move(tensor)),
+      passage_(std::move(passage)),
+      dense_(tensor_),
+      messages_(std::move(messages)) {
+  if (passage_) {
+    memory_ = passage_->enter(tensor_, !ask_.receives, ask_.receives).base;
+    passage_->depart();
+    return;
+  }
+  if (!tensor_.is_contiguous()) {
+    dense_ = at::Tensor(at::detail::empty_cpu(tensor_.sizes(), tensor_.scalar_type()));
+    if (!ask_.receives) lay(dense_, tensor_);
+  }
+  memory_ = static_cast<std::byte*>(ask_.receives ? dense_.mutable_data_ptr()
+                                                  : const_cast<void*>(dense_.const_data_ptr()));
 }
 
-std::byte* MessageWork::memory() const {
-  return static_cast<std::byte*>(ask_.receives ? dense_.mutable_data_ptr()
-                                               : const_cast<void*>(dense_.const_data_ptr()));
+shm::Envelope MessageWork::envelope() const {
+  return {static_cast<uint64_t>(tensor_.nbytes()),
+          static_cast<uint8_t>(dtype_of(tensor_, {ask_.name, "tensor"})),
+          static_cast<uint32_t>(ask_.tag)};
 }
 
-shm::Envelope MessageWork::envelope(int tag) const {
-  return {static_cast<uint64_t>(dense_.nbytes()),
-          static_cast<uint8_t>(dtype_of(dense_, {ask_.name, "tensor"})),
-          static_cast<uint32_t>(tag)};
+void MessageWork::post(shm::Mailbox& mailbox) {
+  auto posted = ask_.receives ? mailbox.receive(ask_.peer, envelope(), memory_)
+                              : mailbox.send(*ask_.peer, envelope(), memory_);
+  const std::lock_guard lock(mutex_);
+  transfer_ = std::move(posted);
+}
+
+std::shared_ptr<shm::Mailbox::Transfer> MessageWork::transfer() const {
+  const std::lock_guard lock(mutex_);
+  return transfer_;
+}
+
+Rank MessageWork::peer() const {
+  const auto transfer = this->transfer();
+  return transfer ? transfer->peer() : ask_.peer.value_or(-1);
+}
+
+bool MessageWork::is_moved() const {
+  const std::lock_guard lock(mutex_);
+  return error_ || (transfer_ && transfer_->done());
+}
+
+void MessageWork::fail(std::exception_ptr error) {
+  const std::lock_guard lock(mutex_);
+  error_ = std::move(error);
 }
 
 std::shared_ptr<Messages> MessageWork::messages() const {
@@ -35,22 +70,28 @@ void MessageWork::settle() {
   std::shared_ptr<Messages> last;
   {
     const std::lock_guard lock(mutex_);
-    if (settled_ || !transfer_->done()) return;
+    if (settled_ || !(error_ || (transfer_ && transfer_->done()))) return;
     try {
-      transfer_->rethrow();
-      if (ask_.receives && !dense_.is_same(tensor_)) lay(tensor_, dense_);
+      if (!error_) finish();
     } catch (...) {
       error_ = std::current_exception();
     }
+    if (passage_) passage_->let_go();
     settled_ = true;
     future = future_;
     last.swap(messages_);
   }
-  if (future) complete(*future, {tensor_}, error_);
+  if (future) complete(*future, {tensor_}, error_, passage());
+}
+
+void MessageWork::finish() {
+  transfer_->rethrow();
+  if (passage_) return passage_->land();
+  if (ask_.receives && !dense_.is_same(tensor_)) lay(tensor_, dense_);
 }
 
 std::string MessageWork::described() const {
-  const Rank peer = transfer_->peer();
+  const Rank peer = this->peer();
   const char* way = ask_.receives ? " from " : " to ";
   return peer < 0 ? text(ask_.name, way, "any rank") : text(ask_.name, way, "rank ", peer);
 }
@@ -59,7 +100,7 @@ bool MessageWork::isCompleted() {
   if (const auto messages = this->messages()) messages->progress();
   settle();
   const std::lock_guard lock(mutex_);
-  return settled_;
+  return settled_ && (error_ || !passage_ || passage_->landed());
 }
 
 bool MessageWork::isSuccess() const {
@@ -73,6 +114,7 @@ std::exception_ptr MessageWork::exception() const {
 }
 
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
+  if (passage_) check_no_capture(*passage_, ask_.name);
   if (const auto messages = this->messages()) {
     if (!is_limit(timeout))
       messages->wait(*this, shm::Clock::now() + ask_.timeout);
@@ -80,6 +122,7 @@ bool MessageWork::wait(std::chrono::milliseconds timeout) {
       throw_unfinished(described(), timeout);
   }
   if (auto error = exception()) std::rethrow_exception(error);
+  if (passage_) passage_->join();
   return true;
 }
 
@@ -93,10 +136,10 @@ c10::intrusive_ptr<Future> MessageWork::getFuture() {
   {
     const std::lock_guard lock(mutex_);
     if (future_) return future_;
-    future_ = new_future();
+    future_ = new_future(passage());
     complete_now = settled_;
   }
-  if (complete_now) complete(*future_, {tensor_}, error_);
+  if (complete_now) complete(*future_, {tensor_}, error_, passage());
   return future_;
 }
 

@@ -14,12 +14,15 @@ namespace {
 
 constexpr std::chrono::milliseconds kTick{1};
 constexpr int kTicksAwake = 100;
+// How often to ask a device whether what is to be sent has come: a tenth of what the exchange of a
+// small message through the host costs.
+constexpr std::chrono::microseconds kGlance{50};
 constexpr auto kForEver = std::chrono::hours(24 * 365);
 
 }  // namespace
 
-Messages::Messages(std::shared_ptr<shm::Group> group)
-    : group_(std::move(group)), mailbox_(*group_) {}
+Messages::Messages(std::shared_ptr<shm::Group> group, std::shared_ptr<const Ladder> ladder)
+    : group_(std::move(group)), ladder_(std::move(ladder)), mailbox_(*group_) {}
 
 c10::intrusive_ptr<MessageWork> Messages::make(const Letter& letter, const char* name,
                                                bool receives) {
@@ -29,30 +32,33 @@ c10::intrusive_ptr<MessageWork> Messages::make(const Letter& letter, const char*
           " is this rank itself");
   require(letter.tag >= 0, name, ": tag is ", letter.tag, "; it must not be negative");
   const Label label{name, "tensor"};
-  check_host_tensor(letter.tensor, receives ? Use::write : Use::read, label);
+  const bool away =
+      check_operand(letter.tensor, receives ? Use::write : Use::read, label, ladder_.get());
   dtype_of(letter.tensor, label);
-  const std::lock_guard lock(mutex_);
-  if (closed_) throw CollectiveError(text(name, ": the group has been destroyed"));
-  return c10::make_intrusive<MessageWork>(MessageWork::Ask{name, made_++, letter.timeout, receives},
-                                          letter.tensor, shared_from_this());
+  MessageWork::Ask ask{name, 0, letter.peer, letter.tag, letter.timeout, receives};
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) throw CollectiveError(text(name, ": the group has been destroyed"));
+    ask.number = made_++;
+  }
+  return c10::make_intrusive<MessageWork>(ask, letter.tensor, away ? ladder_->begin() : nullptr,
+                                          shared_from_this());
 }
 
 c10::intrusive_ptr<c10d::Work> Messages::send(const Letter& letter) {
   auto work = make(letter, "send", false);
-  const shm::Envelope envelope = work->envelope(letter.tag);
-  work->transfer_ = mailbox_.send(*letter.peer, envelope, work->memory());
+  dispatch(work);
   return started(std::move(work));
 }
 
 c10::intrusive_ptr<c10d::Work> Messages::receive(const Letter& letter) {
   auto work = make(letter, "recv", true);
-  const shm::Envelope envelope = work->envelope(letter.tag);
-  work->transfer_ = mailbox_.receive(letter.peer, envelope, work->memory());
+  work->post(mailbox_);
   return started(std::move(work));
 }
 
 c10::intrusive_ptr<c10d::Work> Messages::started(c10::intrusive_ptr<MessageWork> work) {
-  if (work->transfer_->done()) {
+  if (work->is_moved()) {
     work->settle();
     return work;
   }
@@ -65,6 +71,64 @@ c10::intrusive_ptr<c10d::Work> Messages::started(c10::intrusive_ptr<MessageWork>
   return work;
 }
 
+// Behind what goes to the same rank and has not left: messages do not overtake each other.
+void Messages::dispatch(const c10::intrusive_ptr<MessageWork>& work) {
+  if (!work->passage_ && !leaves_) return work->post(mailbox_);
+  {
+    const std::lock_guard lock(leaving_mutex_);
+    leaving_.push_back(work);
+    leaves_ = true;
+  }
+  dispatch_arrived();
+  if (leaves_) mailbox_.wake();  // the thread, which only looks after what it knows of
+}
+
+// A stream that is held up holds up no message to another rank.
+void Messages::dispatch_arrived() {
+  if (!leaves_) return;
+  const std::lock_guard lock(leaving_mutex_);
+  uint64_t held_up = 0;  // a bit for each rank
+  std::erase_if(leaving_, [&](const c10::intrusive_ptr<MessageWork>& work) {
+    const uint64_t peer = uint64_t{1} << *work->ask_.peer;
+    try {
+      if ((held_up & peer) == 0 && (!work->passage_ || work->passage_->arrived())) {
+        work->post(mailbox_);
+        return true;
+      }
+    } catch (...) {
+      work->fail(std::current_exception());
+      return true;
+    }
+    held_up |= peer;
+    return false;
+  });
+  leaves_ = !leaving_.empty();
+}
+
+void Messages::await_dispatch(const MessageWork& work, shm::Deadline deadline) {
+  const auto left = [&] {
+    if (work.transfer() || work.is_moved()) return true;
+    dispatch_arrived();
+    return work.transfer() || work.is_moved();
+  };
+  if (!left())
+    group_->await(left, [&] { return std::vector<Rank>{group_->rank()}; }, work.occasion(deadline));
+}
+
+void Messages::drop_leaving() {
+  const std::lock_guard lock(leaving_mutex_);
+  for (const auto& work : leaving_)
+    work->fail(std::make_exception_ptr(
+        CollectiveError("send: the group was destroyed before the stream came to it")));
+  leaving_.clear();
+  leaves_ = false;
+}
+
+void Messages::progress() {
+  dispatch_arrived();
+  mailbox_.progress();
+}
+
 void Messages::wait(MessageWork& work, shm::Deadline deadline) {
   forks_.require_none(work.ask_.name);
   {
@@ -73,7 +137,8 @@ void Messages::wait(MessageWork& work, shm::Deadline deadline) {
   }
   std::exception_ptr error;
   try {
-    mailbox_.wait(*work.transfer_, work.occasion(deadline));
+    await_dispatch(work, deadline);
+    if (const auto transfer = work.transfer()) mailbox_.wait(*transfer, work.occasion(deadline));
   } catch (...) {
     error = std::current_exception();
   }
@@ -83,15 +148,23 @@ void Messages::wait(MessageWork& work, shm::Deadline deadline) {
   }
   work.settle();
   forget(work);
-  if (error && !work.transfer_->done()) std::rethrow_exception(error);
+  if (error && !work.is_moved()) std::rethrow_exception(error);
 }
 
 bool Messages::wait_until(MessageWork& work, shm::Deadline deadline) {
   forks_.require_none(work.ask_.name);
-  const auto over = [&] { return work.transfer_->done() || shm::Clock::now() >= deadline; };
-  while (!over()) mailbox_.work(over, work.occasion(shm::Clock::now() + kForEver));
+  const auto over = [&] { return work.is_moved() || shm::Clock::now() >= deadline; };
+  while (!over()) {
+    dispatch_arrived();
+    if (leaves_) {
+      mailbox_.progress();
+      std::this_thread::sleep_for(kGlance);
+    } else {
+      mailbox_.work(over, work.occasion(shm::Clock::now() + kForEver));
+    }
+  }
   work.settle();
-  return work.transfer_->done();
+  return work.is_moved();
 }
 
 void Messages::forget(const MessageWork& work) {
@@ -102,7 +175,7 @@ void Messages::forget(const MessageWork& work) {
 // What others have moved. Callbacks run without the lock.
 bool Messages::settle_done(Lock& lock) {
   const auto first = std::stable_partition(open_.begin(), open_.end(),
-                                           [](const auto& w) { return !w->transfer_->done(); });
+                                           [](const auto& w) { return !w->is_moved(); });
   if (first == open_.end()) return false;
   std::vector<c10::intrusive_ptr<MessageWork>> done(std::make_move_iterator(first),
                                                     std::make_move_iterator(open_.end()));
@@ -118,9 +191,8 @@ bool Messages::settle_done(Lock& lock) {
 void Messages::move_on(Lock& lock) {
   const auto stop = [this] {
     const std::lock_guard hold(mutex_);
-    return closed_ || waiting_ > 0 || std::any_of(open_.begin(), open_.end(), [](const auto& w) {
-             return w->transfer_->done();
-           });
+    return closed_ || waiting_ > 0 || leaves_ ||
+           std::any_of(open_.begin(), open_.end(), [](const auto& w) { return w->is_moved(); });
   };
   lock.unlock();
   try {
@@ -141,12 +213,24 @@ void Messages::serve() {
       dozes_ = false;
       ticks = 0;
     }
-    changed_.wait_for(lock, kTick, [&] { return closed_; });
+    tick(lock);
     ++ticks;
     if (!open_.empty()) ticks = 0;
     while (settle_done(lock)) continue;
-    if (!closed_ && !open_.empty() && waiting_ == 0) move_on(lock);
+    if (!closed_ && !open_.empty() && waiting_ == 0 && !leaves_) move_on(lock);
   }
+}
+
+// Whoever waits for one message does not look after what leaves for another.
+void Messages::tick(Lock& lock) {
+  if (!leaves_) {
+    changed_.wait_for(lock, kTick, [&] { return closed_; });
+    return;
+  }
+  lock.unlock();
+  progress();
+  std::this_thread::sleep_for(kGlance);
+  lock.lock();
 }
 
 void Messages::close(std::chrono::milliseconds grace) {
@@ -154,12 +238,19 @@ void Messages::close(std::chrono::milliseconds grace) {
     return shm::Clock::now() >= deadline;
   };
   try {
+    while (leaves_ && !over()) {
+      group_->require_whole({"destroy_process_group", 0, shm::Clock::now()});
+      progress();
+      std::this_thread::sleep_for(kGlance);
+    }
+    drop_leaving();
     if (!mailbox_.work(over, {"destroy_process_group", 0, shm::Clock::now() + kForEver}))
       group_->abort("it was destroyed while messages were under way");
     mailbox_.progress();
   } catch (const std::exception&) {
     // The group is broken, and what was under way has failed.
   }
+  drop_leaving();
   std::thread thread;
   {
     Lock lock(mutex_);

@@ -1,7 +1,9 @@
 // send and recv: each moves on by itself, whatever the group's collectives do. Whoever waits moves
-// all of them; a thread does when nobody waits, made when the first does not complete at once.
+// all of them; a thread does when nobody waits, made when the first does not complete at once. What
+// is sent from a device is posted when it has come from there, in order with the rest for its peer.
 #pragma once
 #include <condition_variable>
+#include <deque>
 #include <mutex>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -15,21 +17,26 @@ namespace pycollect::dist {
 
 class Messages;
 
-class MessageWork final : public c10d::Work {
+class MessageWork final : public OwnWork {
  public:
   struct Ask {
     const char* name;
     uint64_t number;
+    std::optional<Rank> peer;
+    int tag;
     std::chrono::milliseconds timeout;
     bool receives;
   };
-  MessageWork(const Ask& ask, at::Tensor tensor, std::shared_ptr<Messages> messages);
+  // `passage` is that of a tensor on a device.
+  MessageWork(const Ask& ask, at::Tensor tensor, std::shared_ptr<Passage> passage,
+              std::shared_ptr<Messages> messages);
 
   bool isCompleted() override;
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
-  int sourceRank() const override { return transfer_->peer(); }
+  int sourceRank() const override { return peer(); }
   Tensors result() override { return {tensor_}; }
+  const Passage* passage() const override { return passage_.get(); }
   void synchronize() override { wait(); }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
@@ -38,10 +45,16 @@ class MessageWork final : public c10d::Work {
 
  private:
   friend class Messages;
-  std::byte* memory() const;
   std::string described() const;
-  shm::Envelope envelope(int tag) const;
-  // What is left to do when the transfer is done; by any thread, any number of times.
+  shm::Envelope envelope() const;
+  Rank peer() const;
+  // Hands it to the mailbox.
+  void post(shm::Mailbox& mailbox);
+  void fail(std::exception_ptr error);  // before it was posted
+  std::shared_ptr<shm::Mailbox::Transfer> transfer() const;
+  bool is_moved() const;  // or has failed
+  void finish();          // what is left to do when it has been moved
+  // After it was moved or has failed; by any thread, any number of times.
   void settle();
   std::shared_ptr<Messages> messages() const;
   shm::Occasion occasion(shm::Deadline deadline) const {
@@ -50,9 +63,11 @@ class MessageWork final : public c10d::Work {
 
   const Ask ask_;
   const at::Tensor tensor_;
-  at::Tensor dense_;                    // the tensor, or a copy of one that is not contiguous
-  std::shared_ptr<Messages> messages_;  // until it is settled
-  std::shared_ptr<shm::Mailbox::Transfer> transfer_;
+  const std::shared_ptr<Passage> passage_;
+  at::Tensor dense_;  // the tensor, or a copy of one that is not contiguous
+  std::byte* memory_ = nullptr;
+  std::shared_ptr<Messages> messages_;                // until it is settled
+  std::shared_ptr<shm::Mailbox::Transfer> transfer_;  // null until it is posted
   mutable std::mutex mutex_;
   bool settled_ = false;
   std::exception_ptr error_;
@@ -61,7 +76,7 @@ class MessageWork final : public c10d::Work {
 
 class Messages : public std::enable_shared_from_this<Messages> {
  public:
-  explicit Messages(std::shared_ptr<shm::Group> group);
+  Messages(std::shared_ptr<shm::Group> group, std::shared_ptr<const Ladder> ladder);
 
   struct Letter {
     at::Tensor tensor;
@@ -74,7 +89,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   // Takes nothing more, gives what is under way some time, then aborts the group.
   void close(std::chrono::milliseconds grace);
   void abort(const std::string& why) { group_->abort(why); }
-  void progress() { mailbox_.progress(); }
+  void progress();
 
  private:
   friend class MessageWork;
@@ -88,7 +103,14 @@ class Messages : public std::enable_shared_from_this<Messages> {
   void move_on(Lock& lock);
   void serve();
 
+  void dispatch(const c10::intrusive_ptr<MessageWork>& work);
+  void dispatch_arrived();
+  void await_dispatch(const MessageWork& work, shm::Deadline deadline);
+  void drop_leaving();
+  void tick(Lock& lock);
+
   const std::shared_ptr<shm::Group> group_;
+  const std::shared_ptr<const Ladder> ladder_;
   shm::Mailbox mailbox_;
   const Forks forks_;
   std::mutex mutex_;
@@ -98,6 +120,10 @@ class Messages : public std::enable_shared_from_this<Messages> {
   int waiting_ = 0;  // threads that move things because they wait for one
   bool closed_ = false, dozes_ = false;
   uint64_t made_ = 0;
+
+  std::mutex leaving_mutex_;  // held while the mailbox is given what it guards; never under mutex_
+  std::deque<c10::intrusive_ptr<MessageWork>> leaving_;  // sends that have not been posted
+  std::atomic<bool> leaves_{false};                      // are there any?
 };
 
 }  // namespace pycollect::dist

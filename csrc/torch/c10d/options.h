@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "../../shm/settings.h"
+#include "ladder.h"
 
 namespace pycollect::dist {
 
@@ -17,6 +18,8 @@ struct Options final : c10d::Backend::Options {
   std::string algorithm = {};  // of every collective that has one of this name; empty: chosen
   std::size_t slot_bytes = shm::Settings{}.slot_bytes;
   std::optional<std::size_t> arena_bytes = {};  // of one rank: address space; default: the arena's
+  std::string cuda_sync = kBestRung;            // how tensors on GPUs are served
+  std::shared_ptr<Devices> devices = {};        // in place of torch's, for tests
   shm::Share share = shm::Share::best;
   shm::Watch watch = shm::Watch::best;
 

@@ -73,7 +73,7 @@ void Queue::run_next(Lock& lock, bool goes_on) {
   if (future || !goes_on) see_to_it();
   changed_.notify_all();
   lock.unlock();
-  if (future) complete(*future, work->result(), error);
+  if (future) complete(*future, work->result(), error, work->passage());
   future.reset();
   work.reset();
   lock.lock();
@@ -94,7 +94,7 @@ void Queue::serve() {
 void Queue::wait(QueuedWork& work) {
   forks_.require_none(work.name());
   Lock lock(mutex_);
-  while (!work.isCompleted())
+  while (!work.is_done())
     if (!running_ && !waiting_.empty())
       run_next(lock, false);
     else
@@ -104,7 +104,7 @@ void Queue::wait(QueuedWork& work) {
 bool Queue::wait_until(QueuedWork& work, shm::Deadline deadline) {
   forks_.require_none(work.name());
   Lock lock(mutex_);
-  return changed_.wait_until(lock, deadline, [&] { return work.isCompleted(); });
+  return changed_.wait_until(lock, deadline, [&] { return work.is_done(); });
 }
 
 void Queue::close(std::chrono::milliseconds grace) {

@@ -8,9 +8,10 @@
 namespace pycollect::dist {
 namespace {
 
-at::Scalar factor_of(const c10d::ReduceOp& op) {
+// Waits for a factor on a device, so not before the call's tensors have been looked at.
+at::Scalar factor_of(const c10d::_SupplementBase& supplement) {
   // What torch._make_nccl_premul_sum makes; nothing else is ever behind this operation.
-  const auto& given = static_cast<const c10d::NCCLPreMulSumSupplement&>(*op.supplement_);
+  const auto& given = static_cast<const c10d::NCCLPreMulSumSupplement&>(supplement);
   return given.tensor_factor.defined() ? given.tensor_factor.item()
                                        : at::Scalar(given.double_factor);
 }
@@ -44,8 +45,7 @@ Reduction::Reduction(const c10d::ReduceOp& op, const char* call) {
       return;
     case c10d::ReduceOp::PREMUL_SUM:
       require(op.supplement_ != nullptr, call, ": PREMUL_SUM without a factor");
-      scales_ = true;
-      factor_ = factor_of(op);
+      supplement_ = op.supplement_;
       return;
     default:
       require_type(false, call, ": the op is not one of torch.distributed.ReduceOp");
@@ -61,14 +61,15 @@ DType Reduction::dtype(const at::Tensor& t, const Label& label) const {
 at::Tensor Reduction::scaled(const at::Tensor& t, const Label& label) const {
   const at::ScalarType type = t.scalar_type();
   require_type(type != at::kBool, label.call, ": PREMUL_SUM is not defined for bool");
+  const at::Scalar given = factor_of(*supplement_);
   if (at::isFloatingType(type) || at::isComplexType(type)) {
     const bool narrow = t.element_size() == 1;  // torch does not multiply 8-bit floats
     const at::Tensor wide = narrow ? t.detach().to(at::kFloat) : t.detach();
-    require_type(at::isComplexType(type) || !factor_.isComplex(), label.call, ": PREMUL_SUM of ",
+    require_type(at::isComplexType(type) || !given.isComplex(), label.call, ": PREMUL_SUM of ",
                  label, ", ", dtype_name(t), ", by a complex factor");
-    return at::mul(wide, factor_).to(type);
+    return at::mul(wide, given).to(type);
   }
-  const double factor = factor_.toDouble();
+  const double factor = given.toDouble();
   require_type(factor == static_cast<double>(static_cast<int64_t>(factor)), label.call,
                ": PREMUL_SUM of ", label, ", ", dtype_name(t), ", by ", factor,
                "; integers take whole factors");

@@ -11,7 +11,7 @@ class Reduction {
   Reduction(const c10d::ReduceOp& op, const char* call);
 
   ReduceOp op() const { return op_; }
-  bool scales() const { return scales_; }  // PREMUL_SUM
+  bool scales() const { return supplement_ != nullptr; }  // PREMUL_SUM
   // The product with the factor, in the tensor's own dtype.
   at::Tensor scaled(const at::Tensor& tensor, const Label& label) const;
   // Of a tensor that is reduced: its dtype, if the operation is defined for it.
@@ -19,8 +19,7 @@ class Reduction {
 
  private:
   ReduceOp op_ = ReduceOp::sum;
-  bool scales_ = false;
-  at::Scalar factor_ = 1;
+  c10::intrusive_ptr<c10d::_SupplementBase> supplement_ = {};  // where its factor is
 };
 
 }  // namespace pycollect::dist

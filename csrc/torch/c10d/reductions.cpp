@@ -16,8 +16,9 @@ struct InPlace {
 
 void bind(const InPlace& what, Binder& binder, const at::Tensor& t, const Label& label) {
   const std::size_t request = binder.request(what.reduction.dtype(t, label));
+  const bool reads = what.reads && !what.reduction.scales();  // else the products are read
   const shm::Span span = !what.writes ? binder.read(t, label)
-                         : what.reads ? binder.update(t, label)
+                         : reads      ? binder.update(t, label)
                                       : binder.write(t, label);
   if (!what.reduction.scales()) return binder.add_input(request, 0, span);
   binder.add_input(request, 0, binder.hold(what.reduction.scaled(t, label)));

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <thread>
 
+#include "../../plan/error.h"
 #include "../threads.h"
 
 namespace pycollect::dist {
@@ -18,6 +19,14 @@ cpu::ParallelFor threads_of_rank(int ranks) {
     if (most <= 1 || size <= grain) return body(0, size);
     threads()(size, std::max(grain, (size + most - 1) / most), body);
   };
+}
+
+std::string shortened(std::string_view why) {
+  constexpr std::size_t kMost = std::tuple_size_v<decltype(shm::Description::refusal)> - 1;
+  constexpr std::string_view kMore = " ...";
+  if (why.size() <= kMost) return std::string(why);
+  const std::size_t end = why.rfind(' ', kMost - kMore.size());
+  return text(why.substr(0, end == why.npos ? kMost - kMore.size() : end), kMore);
 }
 
 // The caller has its error, and does not want another one.
@@ -40,12 +49,30 @@ std::vector<Rank> Runner::missing() const {
   return ranks;
 }
 
+// A stream that is held up holds up its rank, and the time limit is the call's; when the device
+// fails, the other ranks need not wait for it.
+void Runner::await_arrival(Call& call, shm::Deadline deadline) {
+  try {
+    group_->await([&] { return call.passage->arrived(); },
+                  [&] { return std::vector<Rank>{group_->rank()}; },
+                  {pycollect::name(call.collective), calls_, deadline});
+  } catch (const CollectiveError&) {
+    throw;
+  } catch (const std::exception& error) {
+    call.refusal = shortened(error.what());
+    refuse(call, deadline);
+    throw;
+  }
+}
+
 void Runner::run(Call& call) {
   const shm::Deadline deadline = shm::Clock::now() + call.timeout;
   if (!call.refusal.empty()) return refuse(call, deadline);
+  if (call.passage) await_arrival(call, deadline);
   for (const shm::Request& request : call.requests)
     shm::run(*group_, request, calls_++, deadline, parallel_for_);
   for (const auto& [to, from] : call.copies) lay(to, from);
+  if (call.passage) call.passage->land();
 }
 
 }  // namespace pycollect::dist

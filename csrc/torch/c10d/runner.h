@@ -9,6 +9,9 @@ namespace pycollect::dist {
 // As many of torch's threads as one rank may use of the cores that `ranks` share.
 cpu::ParallelFor threads_of_rank(int ranks);
 
+// As much of a refusal as the other ranks can be told.
+std::string shortened(std::string_view why);
+
 class Runner {
  public:
   explicit Runner(std::shared_ptr<shm::Group> group)
@@ -21,6 +24,7 @@ class Runner {
 
  private:
   void refuse(const Call& call, shm::Deadline deadline);
+  void await_arrival(Call& call, shm::Deadline deadline);
 
   const std::shared_ptr<shm::Group> group_;
   const cpu::ParallelFor parallel_for_;

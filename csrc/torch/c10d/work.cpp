@@ -6,15 +6,29 @@
 
 namespace pycollect::dist {
 
-c10::intrusive_ptr<Future> new_future() {
-  return c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()));
+namespace {
+
+c10::intrusive_ptr<Future> new_future_on(std::vector<at::Device> devices) {
+  std::erase_if(devices, [](at::Device d) { return d.is_cpu(); });  // torch's have no streams
+  return c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()),
+                                     std::move(devices));
 }
 
-void complete(Future& future, const Tensors& results, std::exception_ptr error) {
+}  // namespace
+
+c10::intrusive_ptr<Future> new_future(const Passage* passage) {
+  return new_future_on(passage == nullptr ? std::vector<at::Device>() : passage->on());
+}
+
+void complete(Future& future, const Tensors& results, std::exception_ptr error,
+              const Passage* passage) {
+  const auto mark = [&] { future.markCompleted(c10::IValue(results)); };
   if (error)
     future.setErrorIfNeeded(std::move(error));
+  else if (passage == nullptr)
+    mark();
   else
-    future.markCompleted(c10::IValue(results));
+    passage->devices().with_results(passage->on(), mark);
 }
 
 void throw_unfinished(const std::string& operation, std::chrono::milliseconds timeout) {
@@ -30,44 +44,46 @@ std::string QueuedWork::described() const {
   return missing.empty() ? said : said + (missing.size() == 1 ? " has" : " have") + " not begun,";
 }
 
-bool QueuedWork::isSuccess() const {
-  return done_.load(std::memory_order_acquire) && exception() == nullptr;
+bool QueuedWork::isCompleted() {
+  return is_done() && (error_ || !call_.passage || call_.passage->landed());
 }
+
+bool QueuedWork::isSuccess() const { return is_done() && exception() == nullptr; }
 
 // Written once, before `done_`.
-std::exception_ptr QueuedWork::exception() const {
-  return done_.load(std::memory_order_acquire) ? error_ : nullptr;
-}
+std::exception_ptr QueuedWork::exception() const { return is_done() ? error_ : nullptr; }
 
 bool QueuedWork::wait(std::chrono::milliseconds timeout) {
-  if (!isCompleted()) {
+  if (call_.passage) check_no_capture(*call_.passage, name());
+  if (!is_done()) {
     if (!is_limit(timeout))
       queue_->wait(*this);
     else if (!queue_->wait_until(*this, shm::Clock::now() + timeout))
       throw_unfinished(described(), timeout);
   }
   if (error_) std::rethrow_exception(error_);
+  if (call_.passage) call_.passage->join();
   return true;
 }
 
 void QueuedWork::abort() {
-  if (!isCompleted()) queue_->abort(text(name(), " was aborted"));
+  if (!is_done()) queue_->abort(text(name(), " was aborted"));
 }
 
 c10::intrusive_ptr<Future> QueuedWork::getFuture() {
   if (queue_ == nullptr) {
-    auto future = new_future();
-    complete(*future, call_.results, nullptr);
+    auto future = new_future(passage());
+    complete(*future, call_.results, nullptr, passage());
     return future;
   }
   bool first = false;
   {
     const std::lock_guard lock(queue_->mutex());
     first = future_ == nullptr;
-    if (first) future_ = new_future();
-    first = first && isCompleted();
+    if (first) future_ = new_future(passage());
+    first = first && is_done();
   }
-  if (first) complete(*future_, call_.results, error_);
+  if (first) complete(*future_, call_.results, error_, passage());
   return future_;
 }
 
@@ -75,6 +91,7 @@ void QueuedWork::let_go() {
   call_.requests.clear();
   call_.held.clear();
   call_.copies.clear();
+  if (call_.passage) call_.passage->let_go();
 }
 
 c10::intrusive_ptr<Future> QueuedWork::finish(std::exception_ptr error) {
@@ -132,17 +149,31 @@ void JointWork::abort() {
   for (const auto& part : parts_) part->abort();
 }
 
+// The parts' results are on the same streams of the group's, and so is what is marked there.
 c10::intrusive_ptr<Future> JointWork::getFuture() {
   c10::List<c10::intrusive_ptr<Future>> futures(
       c10::FutureType::create(c10::ListType::create(c10::TensorType::get())));
-  for (const auto& part : parts_) futures.push_back(part->getFuture());
+  std::vector<at::Device> devices;
+  const Passage* any = nullptr;
+  for (const auto& part : parts_) {
+    futures.push_back(part->getFuture());
+    if (const auto* own = dynamic_cast<const OwnWork*>(part.get()); own && own->passage()) {
+      any = own->passage();
+      devices.insert(devices.end(), any->on().begin(), any->on().end());
+    }
+  }
+  auto joint = new_future_on(devices);
   const auto self = c10::intrusive_ptr<JointWork>::unsafe_reclaim_from_nonowning(this);
-  return c10::collectAll(futures)->then(
-      [self](Future&) {
-        if (auto error = self->exception()) std::rethrow_exception(error);
-        return c10::IValue(self->result());
-      },
-      c10::ListType::create(c10::TensorType::get()));
+  c10::collectAll(futures)->addCallback([self, joint, any, devices](Future&) {
+    const auto mark = [&] { joint->markCompleted(c10::IValue(self->result())); };
+    if (auto error = self->exception())
+      joint->setErrorIfNeeded(std::move(error));
+    else if (any == nullptr)
+      mark();
+    else
+      any->devices().with_results(devices, mark);
+  });
+  return joint;
 }
 
 }  // namespace pycollect::dist

@@ -11,24 +11,32 @@ namespace pycollect::dist {
 class Queue;
 using Future = c10::ivalue::Future;
 
-c10::intrusive_ptr<Future> new_future();  // of a list of tensors
-void complete(Future& future, const Tensors& results, std::exception_ptr error);
+// Of a list of tensors: those of `passage`, if there is one, where the devices have them.
+c10::intrusive_ptr<Future> new_future(const Passage* passage = nullptr);
+void complete(Future& future, const Tensors& results, std::exception_ptr error,
+              const Passage* passage = nullptr);
 
 // A time limit of `wait`, where none is given as zero.
 inline bool is_limit(std::chrono::milliseconds timeout) { return timeout.count() > 0; }
 [[noreturn]] void throw_unfinished(const std::string& operation, std::chrono::milliseconds timeout);
 
-class QueuedWork final : public c10d::Work {
+class OwnWork : public c10d::Work {
+ public:
+  virtual const Passage* passage() const = 0;  // of tensors on devices; null: there are none
+};
+
+class QueuedWork final : public OwnWork {
  public:
   QueuedWork(Call call, std::shared_ptr<Queue> queue)  // no queue: it has run
       : call_(std::move(call)), queue_(std::move(queue)), done_(queue_ == nullptr) {}
 
-  bool isCompleted() override { return done_.load(std::memory_order_acquire); }
+  bool isCompleted() override;  // on the devices, too
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
   int sourceRank() const override { return -1; }
   uint64_t getSequencenumber() const override { return call_.number; }
   Tensors result() override { return call_.results; }
+  const Passage* passage() const override { return call_.passage.get(); }
   void synchronize() override { wait(); }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
@@ -39,6 +47,7 @@ class QueuedWork final : public c10d::Work {
   friend class Queue;
   const char* name() const { return call_.name; }
   std::string described() const;
+  bool is_done() const { return done_.load(std::memory_order_acquire); }  // it has run
   void let_go();  // of what only the run needed
   // Under the queue's lock; what it returns is then to be completed without.
   c10::intrusive_ptr<Future> finish(std::exception_ptr error);

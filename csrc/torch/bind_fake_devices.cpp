@@ -1,0 +1,33 @@
+// See bind_fake_devices.h: they come into a group with its options.
+#include "bind_fake_devices.h"
+
+#include "c10d/fake_devices.h"
+#include "c10d/options.h"
+
+namespace pycollect {
+namespace {
+
+using dist::FakeDevices;
+using dist::Options;
+
+std::shared_ptr<FakeDevices> fake_devices(const c10::intrusive_ptr<Options>& options, bool eager) {
+  auto made = std::make_shared<FakeDevices>(eager);
+  options->devices = made;
+  return made;
+}
+
+}  // namespace
+
+void bind_fake_devices(py::module_& m) {
+  const auto free = py::call_guard<py::gil_scoped_release>();
+  py::class_<FakeDevices, std::shared_ptr<FakeDevices>>(m, "FakeDevices")
+      .def("put_on_host", &FakeDevices::put_on_host, py::arg("tensor"), free)
+      .def("fill_later", &FakeDevices::fill_later, py::arg("tensor"), py::arg("value"), free)
+      .def("stall", &FakeDevices::stall, py::arg("on"), free)
+      .def("capture", &FakeDevices::capture, py::arg("on"), free)
+      .def("fail_call", &FakeDevices::fail_call, py::arg("in_"), free)
+      .def("trace", &FakeDevices::trace, free);
+  m.def("fake_devices", &fake_devices, py::arg("options"), py::arg("eager") = false);
+}
+
+}  // namespace pycollect

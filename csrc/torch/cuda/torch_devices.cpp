@@ -1,0 +1,127 @@
+// torch's CUDA devices as the backend for processes asks for them: its streams, its pinned memory,
+// whose blocks it gives to nobody before the copies that touch them are done, and its own copies.
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/Event.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <map>
+#include <mutex>
+
+#include "../c10d/devices.h"
+
+namespace pycollect::dist {
+namespace {
+
+using c10::cuda::CUDAGuard;
+using c10::cuda::CUDAStream;
+
+// A thread of a group works whatever others capture meanwhile: its streams are under no capture,
+// but a capture forbids calls that may synchronize to all threads that do not say so. The device
+// is made current because a new thread's is the first, which this process may have no use for.
+class Beside {
+ public:
+  explicit Beside(at::Device device) : device_(device), mode_(cudaStreamCaptureModeThreadLocal) {}
+
+ private:
+  const CUDAGuard device_;
+  const c10::cuda::CUDAStreamCaptureModeGuard mode_;
+};
+
+class CudaMark final : public Mark {
+ public:
+  explicit CudaMark(const CUDAStream& stream) : event_(at::kCUDA) {
+    event_.record(stream.unwrap());
+  }
+
+  bool reached() override {
+    const Beside beside(event_.device());
+    return event_.query();
+  }
+  void hold_current() override { hold(c10::cuda::getCurrentCUDAStream(event_.device_index())); }
+  void hold(const CUDAStream& stream) { event_.block(stream.unwrap()); }
+
+ private:
+  c10::Event event_;
+};
+
+// Also of inference tensors, and unseen by autograd.
+void copy(const at::Tensor& dst, const at::Tensor& src) {
+  const at::AutoDispatchBelowADInplaceOrView as_memory;
+  dst.copy_(src, /*non_blocking=*/true);
+}
+
+class TorchDevices final : public Devices {
+ public:
+  bool serves(const at::Tensor& tensor) const override { return tensor.is_cuda(); }
+  bool is_capturing(at::Device device) override;
+  at::Tensor new_pinned(const at::Tensor& like) override;
+  void copy_out(const Way& way) override;
+  std::unique_ptr<Mark> mark(at::Device device) override;
+  std::unique_ptr<Mark> copy_back(at::Device device, const std::vector<Way>& ways,
+                                  Mark& after) override;
+  void with_results(c10::ArrayRef<at::Device> devices, c10::function_ref<void()> act) override;
+
+ private:
+  CUDAStream back(at::Device device);
+
+  std::mutex mutex_;
+  std::map<c10::DeviceIndex, CUDAStream> back_;  // [device]: the stream of what comes back
+};
+
+bool TorchDevices::is_capturing(at::Device device) {
+  const CUDAGuard guard(device);
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+}
+
+// Not through the dispatcher, whose modes may put something without memory in its place.
+at::Tensor TorchDevices::new_pinned(const at::Tensor& like) {
+  const CUDAGuard guard(like.device());
+  return at::Tensor(at::detail::empty_cpu(like.sizes(), like.scalar_type(), /*pin_memory=*/true));
+}
+
+void TorchDevices::copy_out(const Way& way) {
+  const CUDAGuard guard(way.tensor.device());
+  copy(way.host, way.tensor);
+}
+
+std::unique_ptr<Mark> TorchDevices::mark(at::Device device) {
+  return std::make_unique<CudaMark>(c10::cuda::getCurrentCUDAStream(device.index()));
+}
+
+CUDAStream TorchDevices::back(at::Device device) {
+  const std::lock_guard lock(mutex_);
+  const auto found = back_.find(device.index());
+  if (found != back_.end()) return found->second;
+  const CUDAStream fresh = c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device.index());
+  return back_.emplace(device.index(), fresh).first->second;
+}
+
+std::unique_ptr<Mark> TorchDevices::copy_back(at::Device device, const std::vector<Way>& ways,
+                                              Mark& after) {
+  const Beside beside(device);
+  const CUDAStream stream = back(device);
+  static_cast<CudaMark&>(after).hold(stream);
+  const c10::cuda::CUDAStreamGuard guard(stream);
+  for (const Way& way : ways) {
+    c10::cuda::CUDACachingAllocator::recordStream(way.tensor.storage().data_ptr(), stream);
+    copy(way.tensor, way.host);
+  }
+  return std::make_unique<CudaMark>(stream);
+}
+
+void TorchDevices::with_results(c10::ArrayRef<at::Device> devices, c10::function_ref<void()> act) {
+  std::vector<CUDAStream> streams;
+  for (at::Device d : devices) streams.push_back(back(d));
+  const c10::cuda::CUDAMultiStreamGuard guard(streams);
+  act();
+}
+
+}  // namespace
+
+std::shared_ptr<Devices> torch_devices() { return std::make_shared<TorchDevices>(); }
+
+}  // namespace pycollect::dist
