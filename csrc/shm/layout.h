@@ -64,9 +64,9 @@ static_assert(sizeof(Line) == 128);
 struct alignas(64) Description {
   uint8_t collective = 0, dtype = 0, op = 0, in_place = 0;
   int32_t root = -1;
-  uint64_t call = 0;      // sequence number
-  uint64_t elements = 0;  // of the rank's largest buffer
-  uint64_t options = 0;   // what else must agree: algorithm, number of tensors
+  uint64_t call = 0;                   // sequence number
+  uint64_t elements = 0;               // of the rank's largest buffer
+  uint64_t options = 0;                // what else must agree: algorithm, number of tensors
   std::array<char, 224> refusal = {};  // a sentence
 };
 
