@@ -48,7 +48,8 @@ def test_a_program_that_fails_ends_the_run(script):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mpicxx") is None, reason="needs Open MPI: mpicxx was not found")
-def test_both_programs_run(script, tmp_path, capsys):
+def test_both_programs_run(script, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(script, "LEVEL", "-O0")
     args = ["--world", "2", "-e", "1M", "--turns", "1", "--build", str(tmp_path)]
     assert script.main([*args, "--json", str(tmp_path / "run.json")]) in (0, 3)
     assert str(tmp_path) not in (tmp_path / "run.json").read_text()
