@@ -90,7 +90,7 @@ def test_an_epoch_can_be_entered_in_its_middle(prefetch: int) -> None:
 
 def test_a_part_of_each_batch_is_all_that_is_fetched() -> None:
     examples = Slow()
-    loader = Loader(examples, Loading(5, shuffle=False), part=lambda indices: indices[3:])
+    loader = Loader(examples, Loading(5, shuffle=False), part=lambda indices, _: indices[3:])
     batches = list(loader.epoch())
     assert labels(batches) == [[3, 4], [8, 9], [13, 14], [18, 19], [23]]
     assert [batch.examples for batch in batches] == [5, 5, 5, 5, 4]
@@ -98,7 +98,7 @@ def test_a_part_of_each_batch_is_all_that_is_fetched() -> None:
 
 
 def test_a_part_may_be_empty() -> None:
-    loader = Loader(Slow(), Loading(20, shuffle=False), part=lambda indices: indices[4:4])
+    loader = Loader(Slow(), Loading(20, shuffle=False), part=lambda indices, _: indices[4:4])
     assert [tuple(batch.X.shape) for batch in loader.epoch()] == [(0, 1, 2, 2)] * 2
 
 

@@ -135,15 +135,6 @@ def test_processes_are_continued_with_the_same_bits(pools: Pools, tmp_path: Path
         job(2, True, drop_last=True, resume=tmp_path / "run.pt")
 
 
-def test_what_needs_one_process_is_refused() -> None:
-    for options, message in (
-        ({"weights": "auto"}, "measured shares work in one process only"),
-        ({"sync_batchnorm": True}, "need GPUs in torch"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            job(2, True, "gloo", **options)
-
-
 def test_every_process_has_a_device() -> None:
     cpu = torch.device("cpu")
     assert devices_of(["cpu", "cpu"], "gloo", 4) == [cpu] * 4  # two hosts

@@ -1,5 +1,6 @@
 """`python -m pycollect.train`: trains a model on the command line, see --help."""
 
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from .checkpoint import CheckpointError
 from .compare import check as check_comparison
 from .compare import run as compare
 from .data import DataError
+from .interrupt import Stopped
 from .job import Job, prepare
 from .options import choice, parser, running
 from .processes import (
@@ -25,11 +27,11 @@ from .trainer import run
 
 FAILED = 1
 BAD_INPUT = 2
-INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+BY_SIGNAL = 128  # and its number, as a shell reports it: 130 after Ctrl-C, 143 after SIGTERM
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; give the exit code: 0, 2 for bad input, 130 after Ctrl-C."""
+    """Run the command line; give the exit code: 0, 2 for bad input, 130 or 143 after a signal."""
     command = parser()
     with nullcontext() if rank_of_this_process() == 0 else redirect_stderr(None):
         args = command.parse_args(arguments)
@@ -51,10 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if family.first_to_fail():
             print(f"{command.prog}: error: {error}", file=sys.stderr)
         return BAD_INPUT
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         if family.first_to_fail():
             print(_interrupted(args.checkpoint), file=sys.stderr)
-        return INTERRUPTED
+        return BY_SIGNAL + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
     except Exception:
         if family.first_to_fail():
             raise

@@ -15,7 +15,6 @@ from .curves import Curve, plot
 from .entrant import Entrant
 from .job import Job, job_of
 from .log import Log
-from .one_rank import check as check_processes
 from .processes import check_available, run_spawned
 from .reduce import REDUCTIONS
 from .report import Report
@@ -146,7 +145,6 @@ def check(job: Job, names: Sequence[str], backend: str | None) -> None:
     if unfit:
         raise ValueError(f"a comparison goes without {unfit[0]}")
     if "ddp" in names:
-        check_processes(job.settings)
         check_available(backend or DDP_BACKEND)
     elif backend is not None:
         raise ValueError(f"{backend} is for ddp, which is not among {', '.join(names)}")

@@ -145,7 +145,7 @@ def _add_hyperparameters(p: argparse._ArgumentGroup) -> None:
 
 def _add_output(p: argparse._ArgumentGroup) -> None:
     files = (
-        ("--checkpoint", "write everything to FILE after every epoch and at Ctrl-C"),
+        ("--checkpoint", "write everything to FILE after every epoch, and at Ctrl-C or SIGTERM"),
         ("--resume", "continue the run of a checkpoint; what is not chosen is as it was there"),
         ("--replay-shares", "share out every batch as the run of a checkpoint measured it"),
         ("--log", "write JSON lines: the start, every step, every epoch, the end"),

@@ -24,6 +24,7 @@ from .portions import microbatches, shares_of
 from .reduce import Reduction, collective, matching_gradients
 from .replication import replicate_module
 from .shares import scatter
+from .single_values import SingleValues
 from .step_clock import StepClock, StepSeconds, is_captured
 from .step_options import StepOptions
 from .sync_batchnorm import convert_sync_batchnorm
@@ -70,6 +71,7 @@ class Replicas:
         self._passes = Passes(
             self.modules, self.devices, loss, self._clock, meeting=self.options.sync_batchnorm
         )
+        self._single_values = SingleValues(self.modules[0])
         self._buckets = self._make_buckets()
 
     @property
@@ -157,12 +159,13 @@ class Replicas:
 
     def _train(self, X: Sequence[Tensor], y: Sequence[Tensor]) -> list[Tensor]:
         """Do the step on the shards."""
+        parts = list(self._microbatches(X, y))
+        self._single_values.check([tuple(map(len, y_parts)) for _, y_parts in parts], X[0])
         for params in self.parameters:
             for param in params:
                 param.grad = None  # not zeros: the first gradient is then taken as it is
         early = self._current_buckets()
         losses: dict[int, Tensor] = {}
-        parts = list(self._microbatches(X, y))
         for i, (X_parts, y_parts) in enumerate(parts, 1):
             buckets = early if i == len(parts) else None
             for rank, loss in self._passes.run(X_parts, y_parts, buckets).items():
