@@ -108,9 +108,9 @@ def test_all_processes_refuse_one_value(pools: Pools) -> None:
 
 def measured(me: Me, folder: str, **options: Any) -> tuple[list[tuple[int, ...]], list[Tensor]]:
     """Train where a rank's pass takes a second for each of its numbers, which are unlike."""
-    speeds = (0.001, 0.003)
+    seconds = (0.001, 0.003)[me.rank]
     options = {"prefetch": 2, "weights": "auto", "checkpoint": f"{folder}/run.pt", **options}
-    with mock.patch("pycollect.train.one_rank.seconds_between", lambda *_: speeds[me.rank]):
+    with mock.patch("pycollect.train.one_rank.seconds_between", return_value=seconds):
         made = run(job(me.world, False, me.spec.backend, **options), Report(quiet=True))
     return [step.shares for step in made.steps], made.parameters
 
@@ -184,7 +184,7 @@ def test_torchrun_is_interrupted_and_continued(tmp_path: Path) -> None:
     path, log = tmp_path / "run.pt", tmp_path / "log"
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     start += ["--nproc-per-node", "2", "-m", "pycollect.train", "--backend", "pycollect"]
-    options = ["--data", "digits", "--checkpoint", str(path), "--log", str(log)]
+    options = ["--data", "digits", "--checkpoint", str(path), "--log-file", str(log)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         [*start, *options, "--epochs", "40"], stdout=-1, stderr=-1, text=True, env=environment

@@ -25,7 +25,8 @@ class Running:
     reduction, does so only if it is asked to. `prefetch` is the number of batches prepared ahead;
     by default 2 where files are decoded or a GPU takes part, and otherwise 0. `checkpoint` is
     written after every epoch, and at Ctrl-C or SIGTERM after the step that is under way; `resume`
-    names one to continue, and `replay_shares` one whose measured shares are used again, step for step.
+    names one to continue, and `replay_shares` one whose measured shares are used again, step for
+    step.
 
     >>> Running(prefetch=-1)
     Traceback (most recent call last):

@@ -67,8 +67,8 @@ class Settings:
             check_strict(self.batch_size, world, self.microbatch)
         if self.weights == "auto" and self.sync_batchnorm:
             raise ValueError(
-                "measured shares need ranks whose times can be told apart, and for batch statistics "
-                "of all ranks they wait for each other; give weights such as 80,20"
+                "measured shares need ranks whose times can be told apart, and for statistics of "
+                "all ranks they wait for each other: give weights such as 80,20"
             )
         if self.weights is None or self.weights == "auto":
             return
