@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from pycollect.train import Data, StepSeconds, train
+from pycollect.train import Data, OutputError, StepSeconds, checkpoint, train
 from pycollect.train import log as log_module
+from pycollect.train.__main__ import main
 from pycollect.train.curves import Curve, plot
 from pycollect.train.history import PARTS, Epoch, Step, mean_loss, typical
 from pycollect.train.log import Log
@@ -140,7 +141,11 @@ def test_losses_that_are_not_finite_can_be_drawn(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"plot": "run.gif"}, r"a picture ends in \.png, \.svg, \.pdf"),
-        ({"plot": "no/where.png"}, "there is no folder no"),
+        ({"plot": "no/where.png"}, "the folder of the picture no/where.png is not there"),
+        (
+            {"checkpoint": "/dev/full/run.pt"},
+            "the folder of the checkpoint /dev/full/run.pt is not",
+        ),
         ({"log": "no/where.jsonl"}, "the folder of the log no/where.jsonl is not there"),
         ({"checkpoint": "no/where.pt"}, "is not there or not writable"),
     ],
@@ -153,3 +158,34 @@ def test_files_that_cannot_be_are_refused_at_once(options: dict[str, str], messa
     model.register_forward_hook(trained)
     with pytest.raises(ValueError, match=message):
         train("cpu", data=DATA, model=model, quiet=True, **options)
+
+
+def test_a_full_disk_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log fails at its first line; the picture at the end, when all else has been said."""
+    with pytest.raises(OutputError, match=r"^the log /dev/full cannot be written \(No space left"):
+        run(log="/dev/full")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    picture = str(tmp_path / "run.png")
+    assert main(["--data", "digits", "--epochs", "1", "--plot", picture]) == 2
+    out, err = capsys.readouterr()
+    assert "test acc: " in out
+    assert err == (
+        f"python -m pycollect.train: error: the picture {picture} cannot be written (No space "
+        "left on device)\n"
+    )
+
+
+def test_what_stopped_the_run_is_told_though_the_log_fails_too(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="why"), Log("/dev/full"):
+        raise KeyError("why")
+
+
+def test_a_checkpoint_whose_folder_goes_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(checkpoint.CheckpointError, match=r"cannot be written \(.*Not a directory"):
+        checkpoint.save("/dev/full/run.pt", {})

@@ -14,6 +14,7 @@ from .data import DataError
 from .interrupt import Stopped
 from .job import Job, prepare
 from .options import choice, parser, running
+from .places import OutputError
 from .processes import (
     Family,
     check_backend,
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if notice and family.rank == 0:
             print(notice, flush=True)
         _run(args, job, family)
-    except (DataError, CheckpointError) as error:
+    except (DataError, CheckpointError, OutputError) as error:
         if family.first_to_fail():
             print(f"{command.prog}: error: {error}", file=sys.stderr)
         return BAD_INPUT

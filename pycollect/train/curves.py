@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .history import PARTS, Epoch, Step, typical
+from .places import check_place, writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,8 +55,7 @@ def check(path: Path | str) -> None:
     path = Path(path)
     if path.suffix.lower() not in ENDINGS:
         raise ValueError(f"a picture ends in {', '.join(ENDINGS)}, and {path} does not")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent} for the picture {path.name}")
+    check_place("picture", path)
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -63,7 +63,10 @@ def check(path: Path | str) -> None:
 
 
 def plot(curves: Sequence[Curve], path: Path | str, caption: str = "") -> None:
-    """Draw the curves; PNG, SVG or PDF by the ending. ValueError as `check`."""
+    """Draw the curves; PNG, SVG or PDF by the ending.
+
+    ValueError as `check`, OutputError if writing fails.
+    """
     check(path)
     from matplotlib.figure import Figure
 
@@ -82,7 +85,8 @@ def plot(curves: Sequence[Curve], path: Path | str, caption: str = "") -> None:
     _bars(bars, times)
     if caption:
         figure.suptitle(caption, fontsize=9, color=_GREY)
-    figure.savefig(path, dpi=150)
+    with writing("picture", path):
+        figure.savefig(path, dpi=150)
 
 
 def _tidy(axes: Axes, title: str, ylabel: str) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from . import checkpoint, curves
 from .data import Data
+from .places import check_place
 from .reduce import REDUCTIONS
 
 # Batches prepared ahead where that takes work off the step; one more evens out slow ones.
@@ -53,7 +54,7 @@ class Running:
             raise ValueError(f"prefetch must be at least 0 batches, not {self.prefetch}")
         for what, path in (("checkpoint", self.checkpoint), ("log", self.log)):
             if path is not None:
-                checkpoint.check_place(what, path)
+                check_place(what, path)
         if self.plot is not None:
             curves.check(self.plot)
 

@@ -236,7 +236,7 @@ def train(
     exact_times, checkpoint, resume, replay_shares, log, plot). The same choice gives the same
     bits, whatever is running. Raises ValueError for a bad value, TypeError for an unknown option,
     DataError if the data cannot be had, CheckpointError if a checkpoint cannot be read, written or
-    continued.
+    continued, OutputError if log or picture cannot be written.
 
     >>> train("cpu*2", data="digits", epochs=1, quiet=True).epochs[0].number
     1
