@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 
 import pycollect as pc
 
+from .optimizers import check_step
+
 MakeOptimizer: TypeAlias = Callable[..., Optimizer]
 _NAMES = {"learning_rate": "lr", "wd": "weight_decay"}  # Gluon's words, and torch's
 
@@ -54,7 +56,7 @@ class Trainer:
                 "one is made for every rank"
             )
         options = {_NAMES.get(name, name): v for name, v in (optimizer_params or {}).items()}
-        self.optimizers = [make(rank, **options) for rank in self._replicas]
+        self.optimizers = [check_step(make(rank, **options)) for rank in self._replicas]
 
     @property
     def learning_rate(self) -> float:
@@ -71,9 +73,10 @@ class Trainer:
         """Sum the gradients over all ranks, divide by ``batch_size``, update, and clear them.
 
         ``batch_size`` counts the examples of all ranks, for gradients of summed losses; 1 for those
-        of a mean that is complete. Call it after every rank's backward pass. As in Gluon, raises
-        ValueError for a parameter that has no gradient on any rank, unless ``ignore_stale_grad``,
-        which leaves it as it is.
+        of a mean that is complete. Call it after every rank's backward pass. Raises ValueError for
+        a parameter that has no gradient on any rank, unless ``ignore_stale_grad``, which leaves it
+        as it is. Gluon itself wants a gradient on every device; here a rank without examples may
+        have none, and counts as zeros.
         """
         _check_batch_size(batch_size)
         self._check_stale(ignore_stale_grad)

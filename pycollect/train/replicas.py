@@ -18,7 +18,7 @@ from pycollect.devices import DeviceSpec
 from .buckets import Buckets
 from .evaluation import accuracy
 from .losses import Loss, check_reduction, summed_cross_entropy
-from .optimizers import MakeOptimizer
+from .optimizers import MakeOptimizer, check_step
 from .passes import Passes
 from .portions import microbatches, shares_of
 from .reduce import Reduction, collective, matching_gradients
@@ -65,7 +65,7 @@ class Replicas:
         if self.options.sync_batchnorm:
             self.modules = convert_sync_batchnorm(self.modules)
         self.parameters = [list(mine.parameters()) for mine in self.modules]
-        self.optimizers = [optimizer(list(mine)) for mine in self.parameters]
+        self.optimizers = [check_step(optimizer(list(mine))) for mine in self.parameters]
         self.loss, self.reduction = loss, reduction
         self._clock = StepClock(self.devices, self.options.exact_seconds)
         self._passes = Passes(
@@ -155,6 +155,11 @@ class Replicas:
     def _check(self, n: int) -> None:
         if n == 0:
             raise ValueError("a batch needs at least one example")
+        if not torch.is_grad_enabled():
+            raise ValueError(
+                "a training step records gradients, which is switched off here: call it outside of "
+                "torch.no_grad() and torch.inference_mode()"
+            )
         self.options.check(n, self.world)
 
     def _train(self, X: Sequence[Tensor], y: Sequence[Tensor]) -> list[Tensor]:
