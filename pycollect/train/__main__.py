@@ -1,5 +1,6 @@
 """`python -m pycollect.train`: trains a model on the command line, see --help."""
 
+import os
 import signal
 import sys
 from argparse import Namespace
@@ -58,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if family.first_to_fail():
             print(_interrupted(args.checkpoint), file=sys.stderr)
         return BY_SIGNAL + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
+    except BrokenPipeError:  # who read the output, such as head, has seen enough
+        family.first_to_fail()
+        return _unheard()
     except Exception:
         if family.first_to_fail():
             raise
@@ -84,6 +88,12 @@ def _run(args: Namespace, job: Job, family: Family) -> None:
         compare(job, args.compare, Report(), args.ddp_backend)
     else:
         run(job, Report())
+
+
+def _unheard() -> int:
+    """Say no more; give the exit code of a program that nobody listens to."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit flushes again
+    return BY_SIGNAL + signal.SIGPIPE
 
 
 def _interrupted(checkpoint: Path | None) -> str:
