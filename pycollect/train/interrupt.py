@@ -49,7 +49,8 @@ class Interrupt:
         traceback: TracebackType | None,
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # None: somebody outside of Python had set it, and it cannot be put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._asked = number
