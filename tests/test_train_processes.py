@@ -143,6 +143,20 @@ def test_every_process_has_a_device() -> None:
         devices_of("cpu*2", "gloo", 3)
 
 
+def test_ddp_wants_every_parameter_to_take_part() -> None:
+    class Spare(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(36, 3)
+            self.spare = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.flatten(1))
+
+    options = {"data": DATA, "model": Spare(), "names": ("pycollect", "ddp"), "quiet": True}
+    with pytest.raises(ValueError, match=r"^spare\.weight, spare\.bias take no part .* freeze"):
+        compare("cpu*2", 8, 0.05, epochs=1, **options)
+
+
 def test_only_the_first_to_fail_speaks() -> None:
     store = torch.distributed.HashStore()
     families = [Family(rank, 2, store) for rank in (0, 1)]

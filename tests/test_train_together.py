@@ -196,7 +196,9 @@ def test_torchrun_is_interrupted_and_continued(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert errors.count(f"interrupted; --resume {path} goes on from here\n") == 1
+    assert (
+        errors.count(f"interrupted; --resume {path} --checkpoint {path} goes on from here\n") == 1
+    )
     state = checkpoint.load(path)["contestant"]
     assert '"stopped", "why": "interrupted"' in log.read_text().splitlines()[-1]
     epochs = len(state["epochs"]) + 1

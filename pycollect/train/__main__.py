@@ -98,7 +98,7 @@ def _unheard() -> int:
 
 def _interrupted(checkpoint: Path | None) -> str:
     if checkpoint is not None and checkpoint.exists():
-        return f"interrupted; --resume {checkpoint} goes on from here"
+        return f"interrupted; --resume {checkpoint} --checkpoint {checkpoint} goes on from here"
     return "interrupted"
 
 

@@ -1,21 +1,19 @@
 """Shards of one example under batch normalisation: refused before a step, not in its middle.
 
 A single value per channel has no variance, and torch raises where it comes to the layer, when other
-ranks have been through theirs already. A trial in evaluation mode tells beforehand how many values
-an example brings to every layer. What only training does it cannot see; there torch's error stays.
+ranks have been through theirs already. A trial, see trial.py, tells beforehand how many values an
+example brings to every layer.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .sync_batchnorm import SyncBatchNorm
+from .trial import EXAMPLES, trial
 
 
 def refusal(rank: int, examples: int) -> ValueError:
@@ -30,6 +28,7 @@ def refusal(rank: int, examples: int) -> ValueError:
 class SingleValues:
     """Refuses shards of one example where a layer of this module would see single values.
 
+    >>> import torch
     >>> SingleValues(nn.BatchNorm1d(3)).check([(2, 1)], torch.zeros(3, 3))
     Traceback (most recent call last):
     ValueError: rank 1 has a shard of 1, and batch normalisation needs more than one ...
@@ -50,30 +49,20 @@ class SingleValues:
         layers = [layer for layer in self._module.modules() if _counts(layer)]
         key = (examples.shape[1:], examples.dtype, tuple(layer.training for layer in layers))
         if key not in self._found:
-            pair = torch.zeros(2, *examples.shape[1:], dtype=examples.dtype)
-            self._found[key] = 1 in self._values(layers, pair)
+            self._found[key] = 1 in self._values(layers, examples)
         if self._found[key]:
             raise refusal(ranks[0], 1)
 
-    @torch.no_grad()
-    def _values(self, layers: Sequence[nn.Module], pair: Tensor) -> set[int]:
-        """Give the numbers of values per channel that these layers get of one of two examples."""
-        if not layers:
-            return set()
-        device = next(self._module.parameters(), pair).device
+    def _values(self, layers: Sequence[nn.Module], examples: Tensor) -> set[int]:
+        """Give the numbers of values per channel that these layers get of one example."""
         found: set[int] = set()
         hooks = [layer.register_forward_pre_hook(partial(_note, found)) for layer in layers]
-        buffers = {name: buffer.clone() for name, buffer in self._module.named_buffers()}
-        gpus = [device] if device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(gpus), _in_evaluation(self._module):
-                functional_call(self._module, buffers, (pair.to(device),))
-        except Exception:  # of a module that zeros do not suit: the step itself will tell
-            return set()
+            whole = trial(self._module, examples.shape[1:], examples.dtype, record=False)
         finally:
             for hook in hooks:
                 hook.remove()
-        return found
+        return set() if whole is None else found
 
 
 def _counts(layer: nn.Module) -> bool:
@@ -86,15 +75,4 @@ def _counts(layer: nn.Module) -> bool:
 
 def _note(found: set[int], layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     (x,) = inputs
-    found.add(x.numel() // x.shape[1] // 2)
-
-
-@contextmanager
-def _in_evaluation(module: nn.Module) -> Iterator[None]:
-    training = [(part, part.training) for part in module.modules()]
-    try:
-        module.eval()
-        yield
-    finally:
-        for part, mode in training:
-            part.training = mode
+    found.add(x.numel() // x.shape[1] // EXAMPLES)
