@@ -53,6 +53,7 @@ def test_ctrl_c_ends_with_one_line() -> None:
     assert (process.returncode, errors) == (130, "interrupted\n")
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_is_no_error() -> None:
     with subprocess.Popen(
         [*COMMAND, "--epochs", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

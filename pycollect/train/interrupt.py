@@ -70,7 +70,9 @@ class Together:
     Each writes down, once, at which check it has heard; all stop at the check after the latest of
     these. Between two checks there is a collective that no process ends before all have begun it,
     so that none can be further by then; `settle` returns when what was issued to GPUs is done,
-    because their collectives end later than their calls. Until all have heard they go on.
+    because their collectives end later than their calls. Until all have heard they go on. Who sent
+    the signal may have less patience: torchrun kills after 30 seconds, which is then the time for
+    two steps and the writing.
 
     >>> import torch.distributed as dist
     >>> store = dist.HashStore()
