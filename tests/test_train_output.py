@@ -189,3 +189,22 @@ def test_what_stopped_the_run_is_told_though_the_log_fails_too(tmp_path: Path) -
 def test_a_checkpoint_whose_folder_goes_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(checkpoint.CheckpointError, match=r"cannot be written \(.*Not a directory"):
         checkpoint.save("/dev/full/run.pt", {})
+
+
+def test_one_epoch_is_epoch_1_and_all_runs_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs on the same batches lie on one another: the first has the largest mark."""
+    figures: list[Any] = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda self, *_, **__: figures.append(self)
+    )
+    epochs = [Epoch(1, 1.0, 2.3, 0.1)]
+    plot([Curve(name, epochs, [step(1, 1)]) for name in "abc"], tmp_path / "x.png")
+    loss, accuracy, _ = figures[0].axes
+    for axes in (loss, accuracy):
+        low, high = axes.get_xlim()
+        assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [1]
+        sizes = [line.get_markersize() for line in axes.lines]
+        assert sizes == sorted(set(sizes), reverse=True)
+        assert len(sizes) == 3

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 ENDINGS = (".png", ".svg", ".pdf")
 # Colours that stay apart for the colour-blind (Okabe and Ito). Runs on the same batches coincide,
-# so that the later ones are thinner and dashed, and the first shows beneath.
+# so that the later ones are thinner and dashed, their marks smaller, and the first shows beneath.
 STYLES: Sequence[Mapping[str, Any]] = (
-    {"color": "#0072b2", "linewidth": 2},
-    {"color": "#e69f00", "linewidth": 2, "linestyle": (0, (4, 4))},
-    {"color": "#000000", "linewidth": 1.2, "linestyle": (0, (1, 3))},
+    {"color": "#0072b2", "linewidth": 2, "markersize": 8},
+    {"color": "#e69f00", "linewidth": 2, "markersize": 5, "linestyle": (0, (4, 4))},
+    {"color": "#000000", "linewidth": 1.2, "markersize": 2.5, "linestyle": (0, (1, 3))},
 )
 COLOURS = {
     "data": "#e69f00",
@@ -95,7 +95,7 @@ def _tidy(axes: Axes, title: str, ylabel: str) -> None:
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("epoch")
     axes.set_ylabel(ylabel)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # of one epoch, 1
     axes.grid(True, color=_GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
@@ -129,7 +129,7 @@ def _epochs(
 ) -> None:
     numbers = [epoch.number for epoch in curve.epochs]
     marker = "o" if len(numbers) <= 30 else ""  # more of them would hide the line
-    axes.plot(numbers, values, **style, marker=marker, markersize=4, label=label)
+    axes.plot(numbers, values, **style, marker=marker, label=label)
 
 
 def _bars(axes: Axes, curves: Sequence[Curve]) -> None:
