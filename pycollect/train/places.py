@@ -10,8 +10,11 @@ class OutputError(RuntimeError):
     """A log or a picture cannot be written; the message is one sentence."""
 
 
-def check_place(what: str, path: Path | str) -> None:
+def check_place(what: str, path: Path | str, *, moved: bool = False) -> None:
     """Raise ValueError unless a file can be written there, as far as one can see.
+
+    What is there may be written though its folder is not; what is written beside and then `moved`
+    there needs the folder alone.
 
     >>> check_place("log", ".")
     Traceback (most recent call last):
@@ -21,10 +24,11 @@ def check_place(what: str, path: Path | str) -> None:
     folder = path.absolute().parent
     if path.is_dir():
         raise ValueError(f"the {what} must be a file, and {path} is a folder")
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
+    if path.exists() and not moved:
+        if not os.access(path, os.W_OK):
+            raise ValueError(f"the {what} {path} is there already and not writable")
+    elif not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"the folder of the {what} {path} is not there or not writable")
-    if path.exists() and not os.access(path, os.W_OK):
-        raise ValueError(f"the {what} {path} is there already and not writable")
 
 
 @contextmanager

@@ -52,9 +52,10 @@ class Running:
             raise ValueError(f"unknown reduction {self.reduce!r}; there are {known}")
         if self.prefetch is not None and self.prefetch < 0:
             raise ValueError(f"prefetch must be at least 0 batches, not {self.prefetch}")
-        for what, path in (("checkpoint", self.checkpoint), ("log", self.log)):
-            if path is not None:
-                check_place(what, path)
+        if self.checkpoint is not None:
+            check_place("checkpoint", self.checkpoint, moved=True)
+        if self.log is not None:
+            check_place("log", self.log)
         if self.plot is not None:
             curves.check(self.plot)
 
