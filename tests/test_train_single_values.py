@@ -71,9 +71,12 @@ def test_layers_that_take_no_statistics_of_a_shard(kind: str) -> None:
     module = net() if kind != "none" else nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     if kind == "frozen":
         module[1].eval()  # type: ignore[index]
+    calls: list[int] = []
+    module.register_forward_hook(lambda *_: calls.append(1))
     options = StepOptions(sync_batchnorm=kind == "over all ranks")
     replicas = Replicas(module, "cpu*2", optimizer=sgd_optimizer(0.1), options=options)
     replicas.step(*batch(3))
+    assert len(calls) == 2  # no trial
 
 
 def test_without_running_statistics_evaluation_takes_them_too() -> None:

@@ -47,6 +47,8 @@ class SingleValues:
         if not ranks:
             return
         layers = [layer for layer in self._module.modules() if _counts(layer)]
+        if not layers:
+            return
         key = (examples.shape[1:], examples.dtype, tuple(layer.training for layer in layers))
         if key not in self._found:
             self._found[key] = 1 in self._values(layers, examples)
