@@ -194,7 +194,7 @@ def test_torchrun_is_interrupted_and_continued(tmp_path: Path) -> None:
         assert process.stdout.readline().startswith("epoch 1")
         time.sleep(0.1)  # into the next epoch
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=120)
     assert process.returncode != 0
     assert (
         errors.count(f"interrupted; --resume {path} --checkpoint {path} goes on from here\n") == 1
@@ -204,7 +204,7 @@ def test_torchrun_is_interrupted_and_continued(tmp_path: Path) -> None:
     epochs = len(state["epochs"]) + 1
     done = subprocess.run(
         [*start, "--resume", str(path), "--epochs", str(epochs)],
-        capture_output=True, text=True, env=environment, timeout=60, check=False,
+        capture_output=True, text=True, env=environment, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert f"epoch {epochs}, time" in done.stdout
