@@ -280,7 +280,7 @@ def test_the_command_is_interrupted_and_continued(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (
         130,
-        f"interrupted; --resume {path} goes on from here\n",
+        f"interrupted; --resume {path} --checkpoint {path} goes on from here\n",
     )
     epochs = len(checkpoint.load(path)["contestant"]["epochs"])
     arguments = ["--resume", str(path), "--epochs", str(epochs + 1)]

@@ -53,6 +53,19 @@ def test_ctrl_c_ends_with_one_line() -> None:
     assert (process.returncode, errors) == (130, "interrupted\n")
 
 
+@pytest.mark.slow
+def test_a_reader_that_goes_is_no_error() -> None:
+    with subprocess.Popen(
+        [*COMMAND, "--epochs", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith("LeNet")
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert (process.returncode, errors) == (128 + signal.SIGPIPE, "")
+
+
 def test_both_reductions_print_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:
     lines = []
     for reduction in ("naive", "pycollect"):

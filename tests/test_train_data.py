@@ -228,6 +228,24 @@ def test_data_must_fit_together() -> None:
         Data("mine", (images[:0], labels[:0]), (images, labels))
 
 
+@pytest.mark.parametrize(
+    ("labels", "classes", "message"),
+    [
+        (torch.tensor([0, -1, 2]), (), r"the train set has labels from -1 to 2; classes are"),
+        (torch.arange(3), ("a", "b"), r"labels from 0 to 2 and 2 classes; classes are numbered"),
+        (torch.arange(3.0), (), r"must be whole numbers \[n\], .*, not float32 \[3\]"),
+        (torch.eye(3, dtype=torch.int64), (), r"not int64 \[3, 3\]"),
+    ],
+    ids=str,
+)
+def test_labels_are_numbers_of_classes(
+    labels: torch.Tensor, classes: tuple[str, ...], message: str
+) -> None:
+    images = torch.zeros(3, 1, 4, 4)
+    with pytest.raises(ValueError, match=message):
+        Data("mine", (images, labels), (images, torch.zeros(3).long()), classes=classes)
+
+
 def test_without_scikit_learn_the_digits_say_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

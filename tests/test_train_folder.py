@@ -72,6 +72,26 @@ def test_every_mode_becomes_three_channels(tmp_path: Path, mode: str, colour: ob
     assert decode(path, 8).shape == (3, 8, 8)
 
 
+@pytest.mark.parametrize("ending", ["png", "tif", "pgm"])
+def test_sixteen_bits_keep_their_greys(tmp_path: Path, ending: str) -> None:
+    """Pillow's own conversion makes white of everything above 255."""
+    path = tmp_path / f"grey.{ending}"
+    Image.new("I;16", (9, 9), 0x8000).save(path)
+    assert float(plain(decode(path, 8)).mean()) == pytest.approx(0.5, abs=0.004)
+
+
+@pytest.mark.parametrize(("mode", "colour"), [("F", 0.5), ("I", 1 << 20)])
+def test_more_bits_are_refused(tmp_path: Path, mode: str, colour: float) -> None:
+    path = write(tmp_path / "deep.tif", colour, mode=mode)
+    with pytest.raises(DataError, match=r"deep\.tif cannot be decoded .*32 bits per pixel"):
+        decode(path, 8)
+
+
+def test_hidden_files_are_no_images(folder: Path) -> None:
+    (folder / "train" / "apple" / "._0.png").write_text("notes of a file system")
+    assert count(load("folder", folder, 32)[0].train) == 6
+
+
 def test_nothing_is_decoded_before_it_is_asked_for(folder: Path) -> None:
     path = folder / "train" / "banana" / "2.bmp"
     path.write_bytes(b"no image")

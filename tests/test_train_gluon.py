@@ -145,3 +145,26 @@ def test_refusals() -> None:
     ):
         with pytest.raises(error, match=message):
             make()
+
+
+def test_a_step_in_two_halves_is_taken_in_their_order() -> None:
+    """Otherwise sums are added up again, or every rank takes its own way."""
+    nets = [net() for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    trainer = Trainer(nets, "sgd", {"lr": 1.0})
+    X, y = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
+    backward(nets, X, y)
+    kept = [p.detach().clone() for p in nets[0].parameters()]
+    with pytest.raises(RuntimeError, match=r"update\(\) comes after allreduce_grads\(\)"):
+        trainer.update(4)
+    trainer.allreduce_grads()
+    with pytest.raises(RuntimeError, match=r"summed these gradients already; call update\(\)"):
+        trainer.step(4)
+    assert all(map(torch.equal, kept, nets[0].parameters()))
+    trainer.update(4)
+    backward(nets, X, y)
+    trainer.step(4)
+    assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))
+    one = net()
+    backward([one], X, y)
+    Trainer([one], "sgd", {"lr": 1.0}).update(4)  # nothing to add up

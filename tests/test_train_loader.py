@@ -90,7 +90,7 @@ def test_an_epoch_can_be_entered_in_its_middle(prefetch: int) -> None:
 
 def test_a_part_of_each_batch_is_all_that_is_fetched() -> None:
     examples = Slow()
-    loader = Loader(examples, Loading(5, shuffle=False), part=lambda indices: indices[3:])
+    loader = Loader(examples, Loading(5, shuffle=False), part=lambda indices, _: indices[3:])
     batches = list(loader.epoch())
     assert labels(batches) == [[3, 4], [8, 9], [13, 14], [18, 19], [23]]
     assert [batch.examples for batch in batches] == [5, 5, 5, 5, 4]
@@ -98,7 +98,7 @@ def test_a_part_of_each_batch_is_all_that_is_fetched() -> None:
 
 
 def test_a_part_may_be_empty() -> None:
-    loader = Loader(Slow(), Loading(20, shuffle=False), part=lambda indices: indices[4:4])
+    loader = Loader(Slow(), Loading(20, shuffle=False), part=lambda indices, _: indices[4:4])
     assert [tuple(batch.X.shape) for batch in loader.epoch()] == [(0, 1, 2, 2)] * 2
 
 
@@ -201,3 +201,21 @@ def test_without_shares_batches_are_in_pinned_memory() -> None:
     pair = torch.randn(8, 4), torch.arange(8)
     loader = Loader(pair, Loading(4, prefetch=1), devices=[torch.device("cuda", 0)])
     assert all(batch.X.is_pinned() and batch.y.is_pinned() for batch in loader.epoch())
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_a_part_is_told_how_many_steps_come_before(prefetch: int) -> None:
+    told: list[tuple[int, int, int]] = []
+    done = 0
+
+    def part(indices: torch.Tensor, steps: int) -> torch.Tensor:
+        told.append((int(indices[0]), done, steps))
+        return indices
+
+    examples = torch.arange(12.0)[:, None], torch.arange(12)
+    loader = Loader(examples, Loading(2, shuffle=False, prefetch=prefetch), part=part)
+    for _ in loader.epoch(1):
+        done += 1
+    assert [first for first, _, _ in told] == [0, 2, 4, 6, 8, 10]
+    assert all(first // 2 == before + steps for first, before, steps in told)
+    assert max(steps for _, _, steps in told) == prefetch

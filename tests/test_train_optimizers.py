@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pycollect.train import linear_lr, sgd_optimizer
+from pycollect.train import Replicas, Trainer, linear_lr, sgd_optimizer
 
 
 def test_it_is_torchs_sgd() -> None:
@@ -40,3 +40,10 @@ def test_learning_rates_scale_with_the_batch() -> None:
     assert linear_lr(0.1, 64, 256) == 0.025
     with pytest.raises(ValueError, match="at least 1: 0 and 256"):
         linear_lr(0.1, 0, 256)
+
+
+def test_one_that_wants_a_closure_is_refused() -> None:
+    with pytest.raises(ValueError, match="LBFGS wants a closure"):
+        Replicas(nn.Linear(2, 2), "cpu*2", optimizer=torch.optim.LBFGS)
+    with pytest.raises(ValueError, match="LBFGS wants a closure"):
+        Trainer([nn.Linear(2, 2)], "lbfgs")

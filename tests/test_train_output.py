@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from pycollect.train import Data, StepSeconds, train
+from pycollect.train import Data, OutputError, StepSeconds, checkpoint, train
 from pycollect.train import log as log_module
+from pycollect.train.__main__ import main
 from pycollect.train.curves import Curve, plot
 from pycollect.train.history import PARTS, Epoch, Step, mean_loss, typical
 from pycollect.train.log import Log
+from pycollect.train.places import check_place
 
 X, Y = torch.randn(21, 1, 4, 4, generator=torch.Generator().manual_seed(1)), torch.arange(21) % 3
 DATA = Data("noise", (X, Y), (X, Y))
@@ -140,7 +143,11 @@ def test_losses_that_are_not_finite_can_be_drawn(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"plot": "run.gif"}, r"a picture ends in \.png, \.svg, \.pdf"),
-        ({"plot": "no/where.png"}, "there is no folder no"),
+        ({"plot": "no/where.png"}, "the folder of the picture no/where.png is not there"),
+        (
+            {"checkpoint": "/dev/full/run.pt"},
+            "the folder of the checkpoint /dev/full/run.pt is not",
+        ),
         ({"log": "no/where.jsonl"}, "the folder of the log no/where.jsonl is not there"),
         ({"checkpoint": "no/where.pt"}, "is not there or not writable"),
     ],
@@ -153,3 +160,70 @@ def test_files_that_cannot_be_are_refused_at_once(options: dict[str, str], messa
     model.register_forward_hook(trained)
     with pytest.raises(ValueError, match=message):
         train("cpu", data=DATA, model=model, quiet=True, **options)
+
+
+def test_a_full_disk_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log fails at its first line; the picture at the end, when all else has been said."""
+    with pytest.raises(OutputError, match=r"^the log /dev/full cannot be written \(No space left"):
+        run(log="/dev/full")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    picture = str(tmp_path / "run.png")
+    assert main(["--data", "digits", "--epochs", "1", "--plot", picture]) == 2
+    out, err = capsys.readouterr()
+    assert "test acc: " in out
+    assert err == (
+        f"python -m pycollect.train: error: the picture {picture} cannot be written (No space "
+        "left on device)\n"
+    )
+
+
+def test_a_file_or_its_folder_must_be_writable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log goes into the file that is there, a checkpoint takes its place."""
+    path = tmp_path / "file"
+    path.write_text("")
+    locked = path
+    monkeypatch.setattr(os, "access", lambda where, _: Path(where) != locked)
+    check_place("checkpoint", path, moved=True)
+    with pytest.raises(ValueError, match=r"the log .*file is there already and not writable"):
+        check_place("log", path)
+    locked = tmp_path
+    check_place("log", path)
+    with pytest.raises(ValueError, match=r"the folder of the checkpoint .* not writable"):
+        check_place("checkpoint", path, moved=True)
+
+
+def test_what_stopped_the_run_is_told_though_the_log_fails_too(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="why"), Log("/dev/full"):
+        raise KeyError("why")
+
+
+def test_a_checkpoint_whose_folder_goes_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(checkpoint.CheckpointError, match=r"cannot be written \(.*Not a directory"):
+        checkpoint.save("/dev/full/run.pt", {})
+
+
+def test_one_epoch_is_epoch_1_and_all_runs_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs on the same batches lie on one another: the first has the largest mark."""
+    figures: list[Any] = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda self, *_, **__: figures.append(self)
+    )
+    epochs = [Epoch(1, 1.0, 2.3, 0.1)]
+    plot([Curve(name, epochs, [step(1, 1)]) for name in "abc"], tmp_path / "x.png")
+    loss, accuracy, _ = figures[0].axes
+    for axes in (loss, accuracy):
+        low, high = axes.get_xlim()
+        assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [1]
+        sizes = [line.get_markersize() for line in axes.lines]
+        assert sizes == sorted(set(sizes), reverse=True)
+        assert len(sizes) == 3

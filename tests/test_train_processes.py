@@ -135,21 +135,26 @@ def test_processes_are_continued_with_the_same_bits(pools: Pools, tmp_path: Path
         job(2, True, drop_last=True, resume=tmp_path / "run.pt")
 
 
-def test_what_needs_one_process_is_refused() -> None:
-    for options, message in (
-        ({"weights": "auto"}, "measured shares work in one process only"),
-        ({"sync_batchnorm": True}, "need GPUs in torch"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            job(2, True, "gloo", **options)
-
-
 def test_every_process_has_a_device() -> None:
     cpu = torch.device("cpu")
     assert devices_of(["cpu", "cpu"], "gloo", 4) == [cpu] * 4  # two hosts
     assert devices_of(None, "pycollect", 3) == devices_of("cpu", "gloo", 3) == [cpu] * 3
     with pytest.raises(ValueError, match="there are 3 processes for 2 devices; start one"):
         devices_of("cpu*2", "gloo", 3)
+
+
+def test_ddp_wants_every_parameter_to_take_part() -> None:
+    class Spare(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(36, 3)
+            self.spare = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.flatten(1))
+
+    options = {"data": DATA, "model": Spare(), "names": ("pycollect", "ddp"), "quiet": True}
+    with pytest.raises(ValueError, match=r"^spare\.weight, spare\.bias take no part .* freeze"):
+        compare("cpu*2", 8, 0.05, epochs=1, **options)
 
 
 def test_only_the_first_to_fail_speaks() -> None:

@@ -231,6 +231,9 @@ def test_bad_batches_are_refused_before_anything_moves() -> None:
         replicas.step(X, y, shares=[6, -1])
     with pytest.raises(ValueError, match="one share per rank: 1 for 2"):
         replicas.step(X, y, shares=[5])
+    for off in (torch.no_grad, torch.inference_mode):
+        with off(), pytest.raises(ValueError, match=r"call it outside of torch\.no_grad"):
+            replicas.step(X, y)
     frozen = perceptron().requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to train"):
         replicas_of(frozen, 2)

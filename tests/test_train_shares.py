@@ -188,3 +188,41 @@ def test_misuse_is_refused() -> None:
         auto.observe([1.0, 1.0, 1.0])
     with pytest.raises(ValueError, match="at least one rank, not 0"):
         AutoShares(0)
+
+
+def test_a_delay_leaves_what_is_ahead_certain() -> None:
+    """What was told of a step when its batch was prepared is what the step then gets."""
+    auto = AutoShares(2, delay=3)
+    told = [auto.shares_ahead(12, steps) for steps in range(3)]
+    given = []
+    for _ in range(30):
+        told.append(auto.shares_ahead(12, 3))
+        given.append(auto.shares(12))
+        auto.observe([share * slow for share, slow in zip(given[-1], (1e-3, 5e-3), strict=True)])
+    assert given == told[:30]
+    changed = next(step for step, shares in enumerate(given) if shares != [6, 6])
+    assert (changed, given[-1]) == (5 + 3, [10, 2])  # decided after five steps
+    for steps in (-1, 4):
+        with pytest.raises(ValueError, match="certain for 3 steps ahead, not for"):
+            auto.shares_ahead(12, steps)
+    with pytest.raises(ValueError, match="the delay must be at least 0"):
+        AutoShares(2, delay=-1)
+
+
+@pytest.mark.parametrize("delay", [0, 3, 7])
+def test_a_delay_is_continued_and_replayed(delay: int) -> None:
+    def go(auto: AutoShares, steps: int) -> list[list[int]]:
+        given = []
+        for _ in range(steps):
+            given.append(auto.shares(12))
+            auto.observe([share * slow for share, slow in zip(given[-1], (1, 5), strict=True)])
+        return given
+
+    whole, part, rest = (AutoShares(2, delay) for _ in range(3))
+    unbroken = go(whole, 30)
+    given = go(part, 6)  # the first change is decided, and with a delay not yet in effect
+    rest.load_state_dict(part.state_dict())
+    assert given + go(rest, 24) == unbroken
+    again = AutoShares(2)
+    again.replay(whole.state_dict())
+    assert go(again, 30) == unbroken

@@ -19,6 +19,7 @@ from .lockstep import lockstep, meet, ranks_in_lockstep
 from .losses import summed_cross_entropy
 from .models import MODELS, LeNet, init_lenet, lenet, resnet18
 from .optimizers import linear_lr, sgd_optimizer
+from .places import OutputError
 from .reduce import REDUCTIONS, allreduce, collective, naive
 from .replicas import Replicas
 from .replication import replicate_module
@@ -49,6 +50,7 @@ __all__ = [
     "LeNet",
     "Loader",
     "Loading",
+    "OutputError",
     "Replicas",
     "Report",
     "Settings",

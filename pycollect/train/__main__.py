@@ -1,5 +1,7 @@
 """`python -m pycollect.train`: trains a model on the command line, see --help."""
 
+import os
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -10,8 +12,10 @@ from .checkpoint import CheckpointError
 from .compare import check as check_comparison
 from .compare import run as compare
 from .data import DataError
+from .interrupt import Stopped
 from .job import Job, prepare
 from .options import choice, parser, running
+from .places import OutputError
 from .processes import (
     Family,
     check_backend,
@@ -25,11 +29,11 @@ from .trainer import run
 
 FAILED = 1
 BAD_INPUT = 2
-INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+BY_SIGNAL = 128  # and its number, as a shell reports it: 130 after Ctrl-C, 143 after SIGTERM
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; give the exit code: 0, 2 for bad input, 130 after Ctrl-C."""
+    """Run the command line; give the exit code: 0, 2 for bad input, 130 or 143 after a signal."""
     command = parser()
     with nullcontext() if rank_of_this_process() == 0 else redirect_stderr(None):
         args = command.parse_args(arguments)
@@ -47,14 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if notice and family.rank == 0:
             print(notice, flush=True)
         _run(args, job, family)
-    except (DataError, CheckpointError) as error:
+    except (DataError, CheckpointError, OutputError) as error:
         if family.first_to_fail():
             print(f"{command.prog}: error: {error}", file=sys.stderr)
         return BAD_INPUT
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         if family.first_to_fail():
             print(_interrupted(args.checkpoint), file=sys.stderr)
-        return INTERRUPTED
+        return BY_SIGNAL + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
+    except BrokenPipeError:  # who read the output, such as head, has seen enough
+        family.first_to_fail()
+        return _unheard()
     except Exception:
         if family.first_to_fail():
             raise
@@ -83,9 +90,15 @@ def _run(args: Namespace, job: Job, family: Family) -> None:
         run(job, Report())
 
 
+def _unheard() -> int:
+    """Say no more; give the exit code of a program that nobody listens to."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit flushes again
+    return BY_SIGNAL + signal.SIGPIPE
+
+
 def _interrupted(checkpoint: Path | None) -> str:
     if checkpoint is not None and checkpoint.exists():
-        return f"interrupted; --resume {checkpoint} goes on from here"
+        return f"interrupted; --resume {checkpoint} --checkpoint {checkpoint} goes on from here"
     return "interrupted"
 
 

@@ -24,7 +24,9 @@ class AutoShares:
 
     `shares(n)` gives those of the next step, and `observe(seconds)` takes what each rank then
     needed. All begin alike, and no rank is left without an example while there are enough: nobody
-    would notice that it has become fast. Raises ValueError for less than one rank.
+    would notice that it has become fast. With a `delay` a change takes effect so many steps after
+    it is decided, and `shares_ahead` tells until then what is certain, for who prepares batches
+    ahead. Raises ValueError for less than one rank.
 
     >>> auto = AutoShares(2)
     >>> for _ in range(20):
@@ -34,10 +36,12 @@ class AutoShares:
     [80, 20]
     """
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, delay: int = 0) -> None:
         if world < 1:
             raise ValueError(f"shares are for at least one rank, not {world}")
-        self.world = world
+        if delay < 0:
+            raise ValueError(f"the delay must be at least 0 steps, not {delay}")
+        self.world, self.delay = world, delay
         self._step = self._known = 0  # the next step, and the first that is not decided already
         self._rates: list[float] = []  # smoothed; none before the first measurement
         self._given: list[int] = []
@@ -46,16 +50,28 @@ class AutoShares:
     @property
     def weights(self) -> list[float]:
         """The weights of the next step."""
-        return list(next(w for step, w in reversed(self._changes) if step <= self._step))
+        return self._weights_at(self._step)
+
+    def _weights_at(self, step: int) -> list[float]:
+        return list(next(w for since, w in reversed(self._changes) if since <= step))
 
     def shares(self, n: int) -> list[int]:
-        """Give the shares of a batch of n examples, one per rank."""
-        shares = shares_of(n, self.weights)
+        """Give the shares of the next batch, of n examples, one per rank."""
+        self._given = self.shares_ahead(n, 0)
+        return list(self._given)
+
+    def shares_ahead(self, n: int, steps: int) -> list[int]:
+        """Give the shares of a batch of n examples that comes so many steps after the next.
+
+        Raises ValueError for more steps than the delay: what comes then may still change.
+        """
+        if not 0 <= steps <= self.delay:
+            raise ValueError(f"shares are certain for {self.delay} steps ahead, not for {steps}")
+        shares = shares_of(n, self._weights_at(self._step + steps))
         while n >= self.world and not all(shares):
             shares[shares.index(max(shares))] -= 1
             shares[shares.index(0)] += 1
-        self._given = shares
-        return list(shares)
+        return shares
 
     def observe(self, seconds: Sequence[float]) -> None:
         """Take the seconds of every rank for the shares that were given last; a step is over.
@@ -78,11 +94,12 @@ class AutoShares:
             for rate, share, time in zip(known, given, seconds, strict=True)
         ]
         if self._step % _PERIOD == 0 and all(self._rates) and self._slow_down() > _WORTH:
-            self._changes.append((self._step, list(self._rates)))
+            # The batches of the next `delay` steps may have been shared out already.
+            self._changes.append((self._step + self.delay, list(self._rates)))
 
     def _slow_down(self) -> float:
-        """How many times as long a step takes as with the best shares."""
-        weights = self.weights
+        """How many times as long a step takes, when all is in effect, as with the best shares."""
+        _, weights = self._changes[-1]
         longest = max(w / rate for w, rate in zip(weights, self._rates, strict=True))
         return longest / sum(weights) * sum(self._rates)
 

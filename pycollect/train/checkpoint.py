@@ -8,6 +8,7 @@ import os
 import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def save(path: Path | str, state: Mapping[str, Any]) -> None:
     except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
         raise CheckpointError(f"the checkpoint {path} cannot be written ({error})") from error
     finally:
-        beside.unlink(missing_ok=True)  # not there any more if all went well
+        with suppress(OSError):  # not there any more if all went well, or never was
+            beside.unlink()
 
 
 def load(path: Path | str) -> dict[str, Any]:
@@ -66,20 +68,6 @@ def load(path: Path | str) -> dict[str, Any]:
             f"{path} has the layout {state.get('version')}, and this version reads {VERSION}"
         )
     return state
-
-
-def check_place(what: str, path: Path | str) -> None:
-    """Raise ValueError unless a file can be written there, before any time is spent.
-
-    >>> check_place("log", ".")
-    Traceback (most recent call last):
-    ValueError: the log must be a file, and . is a folder
-    """
-    path = Path(path)
-    if path.is_dir():
-        raise ValueError(f"the {what} must be a file, and {path} is a folder")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise ValueError(f"the folder of the {what} {path} is not there or not writable")
 
 
 def generators(devices: Sequence[torch.device]) -> dict[str, Tensor]:

@@ -15,11 +15,11 @@ from .curves import Curve, plot
 from .entrant import Entrant
 from .job import Job, job_of
 from .log import Log
-from .one_rank import check as check_processes
 from .processes import check_available, run_spawned
 from .reduce import REDUCTIONS
 from .report import Report
 from .trainer import enter, fit
+from .trial import unused_parameters
 
 PAIR = ("naive", "pycollect")  # the baseline first
 NAMES = (*PAIR, "ddp")
@@ -146,10 +146,20 @@ def check(job: Job, names: Sequence[str], backend: str | None) -> None:
     if unfit:
         raise ValueError(f"a comparison goes without {unfit[0]}")
     if "ddp" in names:
-        check_processes(job.settings)
         check_available(backend or DDP_BACKEND)
+        _check_all_used(job)
     elif backend is not None:
         raise ValueError(f"{backend} is for ddp, which is not among {', '.join(names)}")
+
+
+def _check_all_used(job: Job) -> None:
+    """Refuse what DistributedDataParallel refuses in the second step."""
+    unused = unused_parameters(job.module, job.data.image_shape)
+    if unused:
+        raise ValueError(
+            f"{', '.join(unused)} take no part in what the model gives, and ddp waits for the "
+            "gradients of all parameters: freeze them with requires_grad_(False)"
+        )
 
 
 def run(job: Job, names: Sequence[str], report: Report, backend: str | None = None) -> Comparison:

@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .history import PARTS, Epoch, Step, typical
+from .places import check_place, writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ENDINGS = (".png", ".svg", ".pdf")
 # Colours that stay apart for the colour-blind (Okabe and Ito). Runs on the same batches coincide,
-# so that the later ones are thinner and dashed, and the first shows beneath.
+# so that the later ones are thinner and dashed, their marks smaller, and the first shows beneath.
 STYLES: Sequence[Mapping[str, Any]] = (
-    {"color": "#0072b2", "linewidth": 2},
-    {"color": "#e69f00", "linewidth": 2, "linestyle": (0, (4, 4))},
-    {"color": "#000000", "linewidth": 1.2, "linestyle": (0, (1, 3))},
+    {"color": "#0072b2", "linewidth": 2, "markersize": 8},
+    {"color": "#e69f00", "linewidth": 2, "markersize": 5, "linestyle": (0, (4, 4))},
+    {"color": "#000000", "linewidth": 1.2, "markersize": 2.5, "linestyle": (0, (1, 3))},
 )
 COLOURS = {
     "data": "#e69f00",
@@ -54,8 +55,7 @@ def check(path: Path | str) -> None:
     path = Path(path)
     if path.suffix.lower() not in ENDINGS:
         raise ValueError(f"a picture ends in {', '.join(ENDINGS)}, and {path} does not")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent} for the picture {path.name}")
+    check_place("picture", path)
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -63,7 +63,10 @@ def check(path: Path | str) -> None:
 
 
 def plot(curves: Sequence[Curve], path: Path | str, caption: str = "") -> None:
-    """Draw the curves; PNG, SVG or PDF by the ending. ValueError as `check`."""
+    """Draw the curves; PNG, SVG or PDF by the ending.
+
+    ValueError as `check`, OutputError if writing fails.
+    """
     check(path)
     from matplotlib.figure import Figure
 
@@ -82,7 +85,8 @@ def plot(curves: Sequence[Curve], path: Path | str, caption: str = "") -> None:
     _bars(bars, times)
     if caption:
         figure.suptitle(caption, fontsize=9, color=_GREY)
-    figure.savefig(path, dpi=150)
+    with writing("picture", path):
+        figure.savefig(path, dpi=150)
 
 
 def _tidy(axes: Axes, title: str, ylabel: str) -> None:
@@ -91,7 +95,7 @@ def _tidy(axes: Axes, title: str, ylabel: str) -> None:
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("epoch")
     axes.set_ylabel(ylabel)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # of one epoch, 1
     axes.grid(True, color=_GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
@@ -125,7 +129,7 @@ def _epochs(
 ) -> None:
     numbers = [epoch.number for epoch in curve.epochs]
     marker = "o" if len(numbers) <= 30 else ""  # more of them would hide the line
-    axes.plot(numbers, values, **style, marker=marker, markersize=4, label=label)
+    axes.plot(numbers, values, **style, marker=marker, label=label)
 
 
 def _bars(axes: Axes, curves: Sequence[Curve]) -> None:

@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 
 import pycollect as pc
 
+from .optimizers import check_step
+
 MakeOptimizer: TypeAlias = Callable[..., Optimizer]
 _NAMES = {"learning_rate": "lr", "wd": "weight_decay"}  # Gluon's words, and torch's
 
@@ -54,7 +56,8 @@ class Trainer:
                 "one is made for every rank"
             )
         options = {_NAMES.get(name, name): v for name, v in (optimizer_params or {}).items()}
-        self.optimizers = [make(rank, **options) for rank in self._replicas]
+        self._reduced = False  # are the gradients sums over the ranks already?
+        self.optimizers = [check_step(make(rank, **options)) for rank in self._replicas]
 
     @property
     def learning_rate(self) -> float:
@@ -71,11 +74,18 @@ class Trainer:
         """Sum the gradients over all ranks, divide by ``batch_size``, update, and clear them.
 
         ``batch_size`` counts the examples of all ranks, for gradients of summed losses; 1 for those
-        of a mean that is complete. Call it after every rank's backward pass. As in Gluon, raises
-        ValueError for a parameter that has no gradient on any rank, unless ``ignore_stale_grad``,
-        which leaves it as it is.
+        of a mean that is complete. Call it after every rank's backward pass. Raises ValueError for
+        a parameter that has no gradient on any rank, unless ``ignore_stale_grad``, which leaves it
+        as it is. Gluon itself wants a gradient on every device; here a rank without examples may
+        have none, and counts as zeros. RuntimeError after ``allreduce_grads``, which would add the
+        sums up again.
         """
         _check_batch_size(batch_size)
+        if self._reduced:
+            raise RuntimeError(
+                "Trainer: allreduce_grads() has summed these gradients already; call update(), "
+                "which is the rest of a step"
+            )
         self._check_stale(ignore_stale_grad)
         self.allreduce_grads()
         self.update(batch_size, ignore_stale_grad)
@@ -96,15 +106,22 @@ class Trainer:
                 of_rank.append(parameter.grad)
         if gradients[0]:
             pc.all_reduce_coalesced(gradients)
+        self._reduced = True
 
     @torch.no_grad()
     def update(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """Divide the gradients by ``batch_size``, update each rank by its own, and clear them.
 
-        For after ``allreduce_grads``; the arguments and errors are those of ``step``.
+        For after ``allreduce_grads``, without which several ranks part: RuntimeError. The arguments
+        and other errors are those of ``step``.
         """
         _check_batch_size(batch_size)
         self._check_stale(ignore_stale_grad)
+        if not self._reduced and len(self._replicas) > 1:
+            raise RuntimeError(
+                "Trainer: update() comes after allreduce_grads(), or the ranks part; step() is both"
+            )
+        self._reduced = False
         for parameters, optimizer in zip(self._replicas, self.optimizers, strict=True):
             for parameter in parameters:
                 if parameter.grad is not None:

@@ -20,10 +20,10 @@ from .data import Data, count
 from .loader import Loading
 from .models import LeNet
 from .models.lenet import SIZE
-from .one_rank import check as check_processes
-from .portions import check_strict
+from .portions import check_strict, microbatches, shares_of
 from .running import Running
 from .settings import Settings, device_list
+from .single_values import SingleValues
 from .step_options import StepOptions
 
 TITLES = {"lenet": "LeNet", "resnet18": "ResNet-18"}
@@ -45,10 +45,8 @@ class Job:
     backend: str | None = None  # of torch.distributed, where every rank is a process
 
     def __post_init__(self) -> None:
-        if self.backend is not None:
-            check_processes(self.settings)
-            if self.running.overlap is not None:
-                raise ValueError("DistributedDataParallel always overlaps: leave the option out")
+        if self.backend is not None and self.running.overlap is not None:
+            raise ValueError("DistributedDataParallel always overlaps: leave the option out")
         if self.running.graph:
             self._check_graph()
         if isinstance(self.module, LeNet) and self.data.image_shape[-2:] != (SIZE, SIZE):
@@ -62,6 +60,18 @@ class Job:
         if self.settings.strict:
             for size in sorted(sizes):
                 check_strict(size, len(self.settings.devices), self.settings.microbatch)
+        self._check_single_values(sizes)
+
+    def _check_single_values(self, sizes: set[int]) -> None:
+        """Refuse before the first step what batch normalisation would refuse in the last."""
+        settings = self.settings
+        if settings.weights == "auto" or settings.sync_batchnorm:
+            return  # the shares are not known yet, or do not matter
+        weights = settings.weights or [1.0] * len(settings.devices)
+        single = SingleValues(self.module)
+        for size in sorted(sizes):
+            parts = microbatches(tuple(shares_of(size, weights)), settings.microbatch or size)
+            single.check(parts, torch.zeros(0, *self.data.image_shape))
 
     def _check_graph(self) -> None:
         devices = self.settings.devices

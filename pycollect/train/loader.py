@@ -108,8 +108,9 @@ class Loader:
     of a batch, the shards are on their devices too, copied on streams of their own while others
     compute; shares that a measurement is still to decide cannot be known ahead.
     `part` takes a rank's part of a batch's indices where a process has one rank; the rest is never
-    fetched. An exception of a worker comes out where the batch is asked for, and when the
-    iteration ends, however it does, no thread is left.
+    fetched. It is called in the order of the batches, in the caller's thread, and told how many
+    steps there are still to do before that batch's. An exception of a worker comes out where the
+    batch is asked for, and when the iteration ends, however it does, no thread is left.
 
     >>> examples = torch.arange(5.0)[:, None], torch.arange(5)
     >>> loader = Loader(examples, Loading(batch_size=2, shuffle=False, prefetch=2))
@@ -124,7 +125,7 @@ class Loader:
         *,
         devices: Sequence[torch.device] = (),
         shares: Callable[[int], Sequence[int]] | None = None,
-        part: Callable[[Tensor], Tensor] | None = None,
+        part: Callable[[Tensor, int], Tensor] | None = None,
     ) -> None:
         self._examples, self.loading = examples, loading
         self._devices, self._shares, self._part = tuple(devices), shares, part
@@ -147,7 +148,7 @@ class Loader:
             return
         for indices in order:
             begin = time.perf_counter()
-            batch = self._fetch(indices)
+            batch = self._fetch(indices, self._mine(indices, 0))
             yield _Prepared(batch).take(time.perf_counter() - begin)
 
     def _ahead(self, order: Sequence[Tensor]) -> Generator[Batch, None, None]:
@@ -161,8 +162,10 @@ class Loader:
         begin = time.perf_counter()
         try:
             for next_one in range(-prefetch, len(order)):
-                if 0 <= next_one + prefetch < len(order):
-                    pending.append(pool.submit(self._prepare, order[next_one + prefetch]))
+                new = next_one + prefetch
+                if 0 <= new < len(order):
+                    mine = self._mine(order[new], new - max(next_one, 0))
+                    pending.append(pool.submit(self._prepare, order[new], mine))
                 if next_one >= 0:
                     prepared = pending.popleft().result()
                     yield prepared.take(time.perf_counter() - begin)
@@ -170,17 +173,20 @@ class Loader:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _fetch(self, indices: Tensor) -> Batch:
-        mine = indices if self._part is None else self._part(indices)
+    def _mine(self, indices: Tensor, steps: int) -> Tensor:
+        """Give those of a batch's indices that are to be fetched; that many steps come before."""
+        return indices if self._part is None else self._part(indices, steps)
+
+    def _fetch(self, indices: Tensor, mine: Tensor) -> Batch:
         if len(mine):
             X, y = fetch(self._examples, mine)
         else:  # one example tells the shape of none
             X, y = (tensor[:0] for tensor in fetch(self._examples, indices[:1]))
         return Batch(X, y, len(indices))
 
-    def _prepare(self, indices: Tensor) -> _Prepared:
+    def _prepare(self, indices: Tensor, mine: Tensor) -> _Prepared:
         """Fetch a batch in a worker, and start its way to the GPUs."""
-        batch = self._fetch(indices)
+        batch = self._fetch(indices, mine)
         if not self._gpus:
             return _Prepared(batch)
         batch = replace(batch, X=batch.X.pin_memory(), y=batch.y.pin_memory())

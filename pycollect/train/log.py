@@ -13,17 +13,19 @@ Losses are means per example, times are seconds; a number that is not finite is 
 import json
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
 from .history import Epoch, Step
+from .places import OutputError, writing
 
 
 class Log:
     """Writes JSON lines to a file, each line at once; without a path it writes nothing.
 
-    A run that is continued appends to the log that is there. Raises ValueError if the file cannot
+    A run that is continued appends to the log that is there. Raises OutputError if the file cannot
     be written.
 
     >>> with Log(None) as log:
@@ -34,10 +36,8 @@ class Log:
         self._file: TextIO | None = None
         if path is None:
             return
-        try:
+        with writing("log", path):
             self._file = open(path, "a" if append else "w", encoding="utf-8")  # noqa: SIM115
-        except OSError as error:
-            raise ValueError(f"the log {path} cannot be written ({error.strerror})") from error
 
     def __enter__(self) -> "Log":
         return self
@@ -48,19 +48,24 @@ class Log:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is not None:
-            why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-            self.write("stopped", why=why)
-        if self._file is not None:
-            self._file.close()
+        if self._file is None:
+            return
+        # A log that failed fails again, and what stopped the run is the error to tell.
+        with suppress(OutputError) if error is not None else nullcontext():
+            if error is not None:
+                why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+                self.write("stopped", why=why)
+            with writing("log", self._file.name):
+                self._file.close()
 
     def write(self, event: str, **fields: Any) -> None:
         """Write one object; paths and devices become strings."""
         if self._file is None:
             return
         line = json.dumps({"event": event, **_finite(fields)}, allow_nan=False, default=str)
-        self._file.write(line + "\n")
-        self._file.flush()
+        with writing("log", self._file.name):
+            self._file.write(line + "\n")
+            self._file.flush()
 
     def step(self, step: Step) -> None:
         """Write the line of a step."""

@@ -40,6 +40,10 @@ class Trainee(Protocol):
         """The replicas of this process, its first rank's first."""
 
     @property
+    def auto(self) -> AutoShares | None:
+        """The measured shares, if they are."""
+
+    @property
     def seconds(self) -> StepSeconds:
         """What the parts of the last step took."""
 

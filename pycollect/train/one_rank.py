@@ -2,7 +2,8 @@
 
 The data order and the shares are those of one process. Gradients of summed losses are summed over
 the ranks and divided by the size of the batch, so that a process group that adds in rank order, as
-pycollect's does, leaves the bits of one process.
+pycollect's does, leaves the bits of one process. Measured shares are alike in all processes because
+each follows the times of all.
 """
 
 import copy
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .auto_shares import AutoShares
 from .checkpoint import generators, set_generators
 from .data import Examples
 from .loader import Batch, Loader, Loading
@@ -24,21 +26,26 @@ from .losses import summed_cross_entropy
 from .one_process import optimizer_of
 from .portions import check_strict, microbatches, shares_of
 from .settings import Settings
-from .step_clock import StepClock, StepSeconds
+from .single_values import SingleValues
+from .step_clock import StepClock, StepSeconds, mark, seconds_between
+from .sync_batchnorm import convert_sync_batchnorm
 
 # Odd, so that the seeds of all ranks and of neighbouring runs are apart.
 _SPREAD = 0x9E3779B97F4A7C15
 
 
 class _SummedLoss(nn.Module):
-    """The summed loss of a shard; that of no examples is 0, with gradients of 0."""
+    """The summed loss of a shard; that of no examples is 0, with gradients of 0.
 
-    def __init__(self, module: nn.Module) -> None:
+    A module that `meets` those of the other ranks on its way sees even no examples.
+    """
+
+    def __init__(self, module: nn.Module, meets: bool) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.meets = module, meets
 
     def forward(self, X: Tensor, y: Tensor) -> Tensor:
-        if len(X):
+        if len(X) or self.meets:
             return summed_cross_entropy(self.module(X), y)
         # A sum over nothing of every parameter: 0 even where a parameter is not finite.
         empty = [p.flatten()[:0].sum() for p in self.module.parameters() if p.requires_grad]
@@ -48,24 +55,26 @@ class _SummedLoss(nn.Module):
 class OneRank:
     """The rank of this process; every process calls the same methods in the same order.
 
-    Raises ValueError for what only works in one process.
+    `prefetch` is how many batches its training loader prepares ahead.
     """
 
-    def __init__(self, module: nn.Module, settings: Settings, *, exact_seconds: bool) -> None:
-        check(settings)
+    def __init__(
+        self, module: nn.Module, settings: Settings, *, exact_seconds: bool, prefetch: int = 0
+    ) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.device = settings.devices[self.rank]
         self.settings = settings
         given = settings.weights
+        self.auto = AutoShares(self.world, prefetch) if given == "auto" else None
         self._weights = [1.0] * self.world if given is None or given == "auto" else given
         module = copy.deepcopy(module)
         if settings.sync_batchnorm:
-            convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
-            module = convert(module)
+            (module,) = convert_sync_batchnorm([module], dist.group.WORLD)
         self.modules = [module.to(self.device)]
+        self._single_values = SingleValues(self._own)
         self.optimizer = optimizer_of(settings)(list(self._own.parameters()))
         self._ddp = DistributedDataParallel(
-            _SummedLoss(self._own),
+            _SummedLoss(self._own, meets=settings.sync_batchnorm),
             device_ids=[self.device] if self.device.type == "cuda" else None,
             **_own_buffers(),
             gradient_as_bucket_view=True,
@@ -75,6 +84,7 @@ class OneRank:
         torch.manual_seed((settings.seed + _SPREAD * self.rank) % 2**63)
         self._clock = StepClock([self.device], exact_seconds)
         self._launched = 0.0
+        self._marks: list[Any] = [0.0, 0.0]  # of the start and the end of this rank's own work
         self.shares: tuple[int, ...] = ()
         self.seconds = StepSeconds()
 
@@ -94,19 +104,23 @@ class OneRank:
 
     def _reduce(self, bucket: Tensor) -> Any:
         """Sum a bucket over the ranks; DDP's own hook would also divide by their number."""
-        self._launched = time.perf_counter()
+        self._launched, self._marks[1] = time.perf_counter(), mark(self.device)
         future: Any = dist.all_reduce(bucket, async_op=True).get_future()
         return future.then(lambda done: done.value()[0])
 
     def loader(self, examples: Examples, loading: Loading, *, ahead: bool = True) -> Loader:
         """Give the loader of this rank's part of every batch."""
 
-        def part(indices: Tensor) -> Tensor:
-            shares = shares_of(len(indices), self._weights)
+        def part(indices: Tensor, steps: int) -> Tensor:
+            shares = self._shares(len(indices), steps if ahead else 0)
             return torch.split(indices, shares)[self.rank]
 
         shares = (lambda n: [n]) if ahead else None
         return Loader(examples, loading, devices=[self.device], shares=shares, part=part)
+
+    def _shares(self, n: int, steps: int = 0) -> list[int]:
+        """Give the shares of a batch of n examples that comes so many steps after the next."""
+        return self.auto.shares_ahead(n, steps) if self.auto else shares_of(n, self._weights)
 
     def step(self, batch: Batch) -> list[Tensor]:
         """Train on this rank's part of one batch; give its summed loss."""
@@ -114,20 +128,13 @@ class OneRank:
         n = batch.examples
         if self.settings.strict:
             check_strict(n, self.world, self.settings.microbatch)
-        self.shares = tuple(shares_of(n, self._weights))
+        self.shares = tuple(self.auto.shares(n) if self.auto else self._shares(n))
         X, y = (batch.X, batch.y) if batch.shards is None else (part[0] for part in batch.shards)
+        parts = microbatches(self.shares, self.settings.microbatch or n)
+        self._single_values.check(parts, X)  # which all ranks find, before any waits for another
         X, y = X.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
         self._clock.end_of("split")
-        self.optimizer.zero_grad()
-        sizes = [mine[self.rank] for mine in microbatches(self.shares, self._microbatch(n))]
-        losses = []
-        for i, parts in enumerate(
-            zip(*(torch.split(part, sizes) for part in (X, y)), strict=True), 1
-        ):
-            with nullcontext() if i == len(sizes) else self._ddp.no_sync():
-                loss = self._ddp(*parts)
-                loss.backward()
-            losses.append(loss.detach())
+        losses = self._passes(X, y, [part[self.rank] for part in parts])
         # Once the last bucket is under way there is nothing left to do but to wait.
         waited = time.perf_counter() - self._launched
         self._clock.end_of("compute")
@@ -139,10 +146,30 @@ class OneRank:
         self.seconds = StepSeconds(
             parts_of.split, parts_of.compute - waited, waited, parts_of.update
         )
+        if self.auto:
+            self.auto.observe(self._seconds_of_all(seconds_between(*self._marks)))
         return [torch.stack(losses).sum()]
 
-    def _microbatch(self, n: int) -> int:
-        return self.settings.microbatch or n
+    def _passes(self, X: Tensor, y: Tensor, sizes: list[int]) -> list[Tensor]:
+        """Go forward and backward on microbatches of these sizes; give their summed losses."""
+        self.optimizer.zero_grad()
+        self._marks[0] = mark(self.device)
+        losses = []
+        for i, parts in enumerate(
+            zip(*(torch.split(part, sizes) for part in (X, y)), strict=True), 1
+        ):
+            with nullcontext() if i == len(sizes) else self._ddp.no_sync():
+                loss = self._ddp(*parts)
+                loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    def _seconds_of_all(self, own: float) -> list[float]:
+        """Give every rank's seconds, which are the same numbers in all processes."""
+        mine = torch.tensor([own], dtype=torch.float64, device=self.device)
+        found = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(found, mine)
+        return [float(seconds) for seconds in found]
 
     def covered(self) -> int:
         """Give the number of this rank's examples in the last step."""
@@ -184,6 +211,7 @@ class OneRank:
                 "buffers": buffers,
                 "optimizer": self.optimizer.state_dict(),
             },
+            "auto": self.auto.state_dict() if self.auto else None,
             "generators": states,
         }
 
@@ -200,6 +228,8 @@ class OneRank:
         with torch.no_grad():
             for name, buffer in self._own.named_buffers():
                 buffer.copy_(replicas["buffers"][self.rank][name])
+        if self.auto:
+            self.auto.load_state_dict(state["auto"])
         set_generators(state["generators"][self.rank])
 
 
@@ -211,13 +241,3 @@ def _own_buffers() -> dict[str, Any]:
     names = inspect.signature(DistributedDataParallel.__init__).parameters
     new = "forward_sync_buffers"
     return {new if new in names else "broadcast_buffers": False}
-
-
-def check(settings: Settings) -> None:
-    """Raise ValueError for settings that only work in one process."""
-    if settings.weights == "auto":
-        raise ValueError("measured shares work in one process only; give weights such as 80,20")
-    if settings.sync_batchnorm and any(d.type != "cuda" for d in settings.devices):
-        raise ValueError(
-            "batch statistics over processes need GPUs in torch; one process has them on any device"
-        )

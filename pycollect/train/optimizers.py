@@ -1,5 +1,6 @@
 """Optimizers for replicas: what makes one for every rank, and how learning rates scale."""
 
+import inspect
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -40,3 +41,19 @@ def linear_lr(lr: float, batch_size: int, base_batch_size: int) -> float:
     if min(batch_size, base_batch_size) < 1:
         raise ValueError(f"batch sizes must be at least 1: {batch_size} and {base_batch_size}")
     return lr * batch_size / base_batch_size
+
+
+def check_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Give back an optimizer; ValueError for one that goes forward and backward by itself.
+
+    >>> check_step(torch.optim.LBFGS([nn.Parameter(torch.ones(1))]))
+    Traceback (most recent call last):
+    ValueError: LBFGS wants a closure that it calls several times a step; replicas take one ...
+    """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} wants a closure that it calls several times a step; "
+            "replicas take one forward and backward pass a step: choose another, such as Adam"
+        )
+    return optimizer

@@ -145,14 +145,21 @@ def _add_hyperparameters(p: argparse._ArgumentGroup) -> None:
 
 def _add_output(p: argparse._ArgumentGroup) -> None:
     files = (
-        ("--checkpoint", "write everything to FILE after every epoch and at Ctrl-C"),
+        ("--checkpoint", "write everything to FILE after every epoch, and at Ctrl-C or SIGTERM"),
         ("--resume", "continue the run of a checkpoint; what is not chosen is as it was there"),
         ("--replay-shares", "share out every batch as the run of a checkpoint measured it"),
-        ("--log", "write JSON lines: the start, every step, every epoch, the end"),
         ("--plot", "draw loss, accuracy and the time per step (.png, .svg or .pdf)"),
     )
     for flag, meaning in files:
         p.add_argument(flag, type=Path, metavar="FILE", help=meaning)
+    p.add_argument(
+        "--log",
+        "--log-file",  # torchrun takes a --log among its script's arguments for its own --log-dir
+        type=Path,
+        metavar="FILE",
+        help="write JSON lines: the start, every step, every epoch, the end (under torchrun it is "
+        "--log-file)",
+    )
 
 
 def _add_reduction(p: argparse._ArgumentGroup) -> None:

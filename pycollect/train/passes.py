@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .buckets import Buckets
 from .lockstep import lockstep
 from .losses import Loss, check_scalar
+from .single_values import refusal
 from .step_clock import StepClock
 
 
@@ -81,8 +82,4 @@ def _single_values(rank: int, examples: int) -> Iterator[None]:
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
-        raise ValueError(
-            f"rank {rank} has a shard of {examples}, and batch normalisation needs more than one "
-            "value per channel: use larger batches or microbatches, fewer ranks, drop_last, or "
-            "synchronised batch statistics"
-        ) from error
+        raise refusal(rank, examples) from error

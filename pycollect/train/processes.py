@@ -23,8 +23,10 @@ import pycollect as pc
 from . import checkpoint, history
 from .choice import Choice
 from .entrant import Entrant
+from .interrupt import Together
 from .job import Job
 from .log import Log
+from .reduce import Clock
 from .report import Report
 from .trainer import enter, run, train_epochs
 
@@ -156,7 +158,10 @@ def run_rank(job: Job, family: Family) -> None:
     join(job.backend, family)
     if family.rank:
         job = replace(job, running=replace(job.running, log=None, plot=None))
-    run(job, Report(quiet=family.rank != 0))
+    own = job.settings.devices[family.rank]
+    settle = Clock([own], exact=True).wait
+    together = Together(family.store, family.rank, family.world, settle)
+    run(job, Report(quiet=family.rank != 0), together)
     dist.destroy_process_group()
 
 

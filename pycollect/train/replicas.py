@@ -18,12 +18,13 @@ from pycollect.devices import DeviceSpec
 from .buckets import Buckets
 from .evaluation import accuracy
 from .losses import Loss, check_reduction, summed_cross_entropy
-from .optimizers import MakeOptimizer
+from .optimizers import MakeOptimizer, check_step
 from .passes import Passes
 from .portions import microbatches, shares_of
 from .reduce import Reduction, collective, matching_gradients
 from .replication import replicate_module
 from .shares import scatter
+from .single_values import SingleValues
 from .step_clock import StepClock, StepSeconds, is_captured
 from .step_options import StepOptions
 from .sync_batchnorm import convert_sync_batchnorm
@@ -64,12 +65,13 @@ class Replicas:
         if self.options.sync_batchnorm:
             self.modules = convert_sync_batchnorm(self.modules)
         self.parameters = [list(mine.parameters()) for mine in self.modules]
-        self.optimizers = [optimizer(list(mine)) for mine in self.parameters]
+        self.optimizers = [check_step(optimizer(list(mine))) for mine in self.parameters]
         self.loss, self.reduction = loss, reduction
         self._clock = StepClock(self.devices, self.options.exact_seconds)
         self._passes = Passes(
             self.modules, self.devices, loss, self._clock, meeting=self.options.sync_batchnorm
         )
+        self._single_values = SingleValues(self.modules[0])
         self._buckets = self._make_buckets()
 
     @property
@@ -153,16 +155,22 @@ class Replicas:
     def _check(self, n: int) -> None:
         if n == 0:
             raise ValueError("a batch needs at least one example")
+        if not torch.is_grad_enabled():
+            raise ValueError(
+                "a training step records gradients, which is switched off here: call it outside of "
+                "torch.no_grad() and torch.inference_mode()"
+            )
         self.options.check(n, self.world)
 
     def _train(self, X: Sequence[Tensor], y: Sequence[Tensor]) -> list[Tensor]:
         """Do the step on the shards."""
+        parts = list(self._microbatches(X, y))
+        self._single_values.check([tuple(map(len, y_parts)) for _, y_parts in parts], X[0])
         for params in self.parameters:
             for param in params:
                 param.grad = None  # not zeros: the first gradient is then taken as it is
         early = self._current_buckets()
         losses: dict[int, Tensor] = {}
-        parts = list(self._microbatches(X, y))
         for i, (X_parts, y_parts) in enumerate(parts, 1):
             buckets = early if i == len(parts) else None
             for rank, loss in self._passes.run(X_parts, y_parts, buckets).items():

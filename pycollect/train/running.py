@@ -9,6 +9,7 @@ import torch
 
 from . import checkpoint, curves
 from .data import Data
+from .places import check_place
 from .reduce import REDUCTIONS
 
 # Batches prepared ahead where that takes work off the step; one more evens out slow ones.
@@ -24,8 +25,9 @@ class Running:
     `overlap` reduces gradients while the backward pass runs; a comparison, which measures the
     reduction, does so only if it is asked to. `prefetch` is the number of batches prepared ahead;
     by default 2 where files are decoded or a GPU takes part, and otherwise 0. `checkpoint` is
-    written after every epoch, and at Ctrl-C after the step that is under way; `resume` names one
-    to continue, and `replay_shares` one whose measured shares are used again, step for step.
+    written after every epoch, and at Ctrl-C or SIGTERM after the step that is under way; `resume`
+    names one to continue, and `replay_shares` one whose measured shares are used again, step for
+    step.
 
     >>> Running(prefetch=-1)
     Traceback (most recent call last):
@@ -50,9 +52,10 @@ class Running:
             raise ValueError(f"unknown reduction {self.reduce!r}; there are {known}")
         if self.prefetch is not None and self.prefetch < 0:
             raise ValueError(f"prefetch must be at least 0 batches, not {self.prefetch}")
-        for what, path in (("checkpoint", self.checkpoint), ("log", self.log)):
-            if path is not None:
-                checkpoint.check_place(what, path)
+        if self.checkpoint is not None:
+            check_place("checkpoint", self.checkpoint, moved=True)
+        if self.log is not None:
+            check_place("log", self.log)
         if self.plot is not None:
             curves.check(self.plot)
 

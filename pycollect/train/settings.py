@@ -65,6 +65,11 @@ class Settings:
         StepOptions(microbatch=self.microbatch)
         if self.strict:
             check_strict(self.batch_size, world, self.microbatch)
+        if self.weights == "auto" and self.sync_batchnorm:
+            raise ValueError(
+                "measured shares need ranks whose times can be told apart, and for statistics of "
+                "all ranks they wait for each other: give weights such as 80,20"
+            )
         if self.weights is None or self.weights == "auto":
             return
         if len(self.weights) != world:

@@ -65,10 +65,10 @@ class StepClock:
     def ranks(self, ranks: Sequence[int]) -> Iterator[None]:
         """Take the time of what these ranks do together."""
         timed = [rank for rank in ranks if not is_captured(self._devices[rank])]
-        starts = [_mark(self._devices[rank]) for rank in timed]
+        starts = [mark(self._devices[rank]) for rank in timed]
         yield
         for rank, start in zip(timed, starts, strict=True):
-            end = _mark(self._devices[rank])
+            end = mark(self._devices[rank])
             if isinstance(start, float):
                 self._host[rank] += end - start
             else:
@@ -76,11 +76,8 @@ class StepClock:
 
     def rank_seconds(self) -> list[float]:
         """Give what every rank has taken for its shard, waiting for the GPUs that still work."""
-        for events in self._events:
-            for _, end in events[-1:]:
-                end.synchronize()
         return [
-            host + sum(start.elapsed_time(end) for start, end in events) / 1e3
+            host + sum(seconds_between(*pair) for pair in events)
             for host, events in zip(self._host, self._events, strict=True)
         ]
 
@@ -94,10 +91,26 @@ def is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _mark(device: torch.device) -> Any:
-    """Give the host's time, or an event on the current stream of a GPU."""
+def mark(device: torch.device) -> Any:
+    """Give the host's time, or an event on the current stream of a GPU.
+
+    >>> seconds_between(mark(torch.device("cpu")), mark(torch.device("cpu"))) >= 0
+    True
+    """
     if device.type != "cuda":
         return time.perf_counter()
     event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Give the seconds between two marks of one device; waits for a GPU that has still to come.
+
+    >>> seconds_between(1.5, 2.0)
+    0.5
+    """
+    if isinstance(start, float):
+        return float(end - start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

@@ -1,151 +1,41 @@
 """Batch normalisation with the statistics of all ranks, weighted by their examples.
 
-Each rank takes mean and variance of its own shard with torch's kernels; the ranks meet, see
-lockstep.py, and make the whole batch's of them with two small differentiable all-reduces; each rank
-then normalises its shard. Outputs, gradients and running statistics are those of nn.BatchNorm on
-the whole batch, and the running statistics have the same bits on every rank.
+The ranks are replicas in one process, which meet, see lockstep.py, or processes of a
+torch.distributed group. Outputs, gradients and running statistics are those of nn.BatchNorm on the
+whole batch, see batch_statistics.py, and the running statistics have the same bits on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from functools import partial
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pycollect import autograd
-
+from .batch_statistics import OfOneProcess, OfProcesses, Statistics, merge, normalize, statistics
 from .lockstep import meet, ranks_in_lockstep
 
 _DIMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
-
-
-class _Statistics(NamedTuple):
-    """Mean and biased variance of every channel, and how many values they are of."""
-
-    mean: Tensor
-    var: Tensor
-    values: int
-
-
-class _Moments(torch.autograd.Function):
-    """Mean and biased variance of every channel of a shard; [n, C, ...] to [C] and [C]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        unused = x.new_zeros(
-            2, x.shape[1], dtype=_wide(x.dtype)
-        )  # running ones; they set the dtype
-        mean, var = torch.batch_norm_update_stats(x, unused[0], unused[1], 0.0)
-        ctx.save_for_backward(x, mean)
-        return mean, var
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_mean: Tensor, d_var: Tensor) -> Tensor:
-        x, mean = ctx.saved_tensors
-        count = x.numel() // x.shape[1]
-        dx = x - _across(mean, x)
-        dx.mul_(_across(d_var * (2 / count), x)).add_(_across(d_mean / count, x))
-        return cast(Tensor, dx.to(x.dtype))
-
-
-class _Normalize(torch.autograd.Function):
-    """(x - mean) / sqrt(var + eps) * weight + bias, differentiable in mean and variance too."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        mean: Tensor,
-        var: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-    ) -> Tensor:
-        ctx.save_for_backward(x, mean, var, weight)
-        ctx.eps = eps
-        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, var, weight = ctx.saved_tensors
-        dx, d_weight, d_bias = torch.ops.aten.native_batch_norm_backward(
-            grad, x, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
-        )
-        deviation = (var + ctx.eps).rsqrt()
-        scale = deviation if weight is None else deviation * weight
-        d_mean, d_var = -scale * d_bias, -0.5 * scale * deviation * d_weight
-        has_weight, has_bias = ctx.needs_input_grad[3:5]
-        return (
-            dx,
-            d_mean,
-            d_var,
-            d_weight if has_weight else None,
-            d_bias if has_bias else None,
-            None,
-        )
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return what statistics are computed in."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def _across(channels: Tensor, x: Tensor) -> Tensor:
-    return channels.view(-1, *[1] * (x.dim() - 2))
-
-
-def _statistics(x: Tensor) -> _Statistics:
-    """Return those of a shard; a shard without examples has zeros, which weigh nothing."""
-    channels = x.shape[1]
-    if x.numel() == 0:
-        zeros = x.new_zeros(channels, dtype=_wide(x.dtype))
-        return _Statistics(zeros, zeros, 0)
-    mean, var = cast(Any, _Moments).apply(x)
-    return _Statistics(mean, var, x.numel() // channels)
-
-
-def _merge(shards: list[_Statistics]) -> list[_Statistics]:
-    """Make the whole batch's statistics of those of all shards; once for every rank.
-
-    The variance is that within the shards and that of their means, which loses no digits however
-    far the values are from zero.
-    """
-    total = sum(shard.values for shard in shards)
-    if total < 2:
-        raise ValueError(
-            f"batch normalisation in training needs more than 1 value per channel over all ranks, "
-            f"and there are {total}; take a larger batch, or eval()"
-        )
-    weights = [shard.values / total for shard in shards]
-    pairs = list(zip(shards, weights, strict=True))
-    means = autograd.all_reduce([shard.mean * weight for shard, weight in pairs])
-    spreads = [
-        (shard.var + (shard.mean - mean).square()) * weight
-        for (shard, weight), mean in zip(pairs, means, strict=True)
-    ]
-    variances = autograd.all_reduce(spreads)
-    return [_Statistics(m, v, total) for m, v in zip(means, variances, strict=True)]
+_together = partial(merge, ranks=OfOneProcess())
 
 
 class SyncBatchNorm(_BatchNorm):
-    """nn.BatchNorm1d, 2d or 3d over the ranks of this process; made by convert_sync_batchnorm.
+    """nn.BatchNorm1d, 2d or 3d over several ranks; made by convert_sync_batchnorm.
 
-    In training (and in evaluation, without running statistics) all ranks call it in ``lockstep``,
-    ranks without examples too, and their losses go backward in one torch.autograd.backward. It can
-    be differentiated once. Raises RuntimeError outside of a lockstep of its number of ranks,
+    In training (and in evaluation, without running statistics) all ranks call it, those without
+    examples too. Ranks of one process do so in ``lockstep``, and their losses go backward in one
+    torch.autograd.backward; processes each go forward and backward by themselves. It can be
+    differentiated once. Raises RuntimeError outside of a lockstep of its number of ranks,
     ValueError for less than two values per channel over all ranks.
     """
 
     ranks: int
     path: str
     dims: tuple[int, ...]
+    processes: OfProcesses | None  # or the ranks are in this process
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() not in self.dims:
@@ -157,20 +47,16 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
-        here = _statistics(input)
-        whole = _merge([here])[0] if self.ranks == 1 else self._meet(here)
+        whole = self._meet(statistics(input))
         if self.training and self.running_mean is not None:
             self._update(whole)
-        weight, bias = (
-            None if p is None else p.to(_wide(p.dtype)) for p in (self.weight, self.bias)
-        )
-        if here.values == 0:  # empty, but with a gradient of zeros for weight and bias
-            weight, bias = (p if p is not None else here.mean for p in (weight, bias))
-            return (input * _across(weight, input) + _across(bias, input)).to(input.dtype)
-        normalize = cast(Any, _Normalize).apply
-        return cast(Tensor, normalize(input, whole.mean, whole.var, weight, bias, self.eps))
+        return normalize(input, whole, self.weight, self.bias, self.eps)
 
-    def _meet(self, here: _Statistics) -> _Statistics:
+    def _meet(self, here: Statistics) -> Statistics:
+        if self.processes is not None:
+            return merge([here], self.processes)[0]
+        if self.ranks == 1:
+            return _together([here])[0]
         ranks = ranks_in_lockstep()
         if ranks != self.ranks:
             where = "outside of lockstep()" if ranks is None else f"in a lockstep of {ranks}"
@@ -178,10 +64,10 @@ class SyncBatchNorm(_BatchNorm):
                 f"{self.path}: batch normalisation over {self.ranks} ranks was called {where}; "
                 f"call all {self.ranks} replicas through pycollect.train.lockstep"
             )
-        return meet(here, _merge, self.path)
+        return meet(here, _together, self.path)
 
     @torch.no_grad()
-    def _update(self, whole: _Statistics) -> None:
+    def _update(self, whole: Statistics) -> None:
         mean, var, seen = self.running_mean, self.running_var, self.num_batches_tracked
         if mean is None or var is None or seen is None:
             raise RuntimeError(f"{self.path}: some of the running statistics were taken away")
@@ -194,13 +80,17 @@ class SyncBatchNorm(_BatchNorm):
         return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, ranks={self.ranks}"
 
 
-def convert_sync_batchnorm(modules: Sequence[nn.Module]) -> list[nn.Module]:
+def convert_sync_batchnorm(
+    modules: Sequence[nn.Module], group: dist.ProcessGroup | None = None
+) -> list[nn.Module]:
     """Replace nn.BatchNorm1d, 2d and 3d in all replicas by layers over all of them, in place.
 
     ``modules`` has one replica per rank; returned are the same, or the new layer for one that is
-    itself a batch normalisation. Parameters, buffers and hooks stay the same objects, so optimizers
-    stay valid. Raises ValueError when the replicas differ or are one object, and for kinds of batch
-    normalisation with a forward of their own.
+    itself a batch normalisation. With a ``group``, such as torch.distributed.group.WORLD, its
+    processes are the ranks, each of which passes its own replica alone; any backend will do, and
+    any device. Parameters, buffers and hooks stay the same objects, so optimizers stay valid.
+    Raises ValueError when the replicas differ or are one object, for several beside a group, and
+    for kinds of batch normalisation with a forward of their own.
 
     >>> convert_sync_batchnorm([nn.Sequential(nn.BatchNorm1d(2)) for _ in range(2)])[0]
     Sequential(
@@ -216,7 +106,18 @@ def convert_sync_batchnorm(modules: Sequence[nn.Module]) -> list[nn.Module]:
                 f"convert_sync_batchnorm: rank {rank} has batch normalisation at {list(layers)}, "
                 f"and rank 0 at {list(found[0])}; all replicas must be alike"
             )
-    return [_converted(m, layers, len(modules)) for m, layers in zip(modules, found, strict=True)]
+    ranks, processes = len(modules), None
+    if group is not None:
+        if ranks != 1:
+            raise ValueError(
+                f"convert_sync_batchnorm: {ranks} modules for one process of a group; each process "
+                "passes its own replica"
+            )
+        ranks, processes = dist.get_world_size(group), OfProcesses(group)
+        if ranks < 1:
+            raise ValueError("convert_sync_batchnorm: this process is not in the group")
+    pairs = zip(modules, found, strict=True)
+    return [_converted(module, layers, ranks, processes) for module, layers in pairs]
 
 
 def _layers(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
@@ -235,13 +136,19 @@ def _layers(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
     return layers
 
 
-def _converted(module: nn.Module, layers: dict[str, _BatchNorm], ranks: int) -> nn.Module:
+def _converted(
+    module: nn.Module,
+    layers: dict[str, _BatchNorm],
+    ranks: int,
+    processes: OfProcesses | None,
+) -> nn.Module:
     made: dict[_BatchNorm, SyncBatchNorm] = {}
     for path, old in layers.items():
         if old not in made:
             layer = SyncBatchNorm.__new__(SyncBatchNorm)
             layer.__dict__.update(old.__dict__)  # everything of the old one: state, hooks, mode
-            layer.ranks, layer.path = ranks, path or "batch normalisation"
+            layer.ranks, layer.processes = ranks, processes
+            layer.path = path or "batch normalisation"
             layer.dims = next(dims for kind, dims in _DIMS.items() if isinstance(old, kind))
             made[old] = layer
         if not path:

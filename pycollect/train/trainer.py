@@ -19,7 +19,7 @@ from .choice import Source
 from .contestant import Contestant
 from .graph import GraphedStep
 from .history import Epoch, Step
-from .interrupt import Interrupt, Stopped
+from .interrupt import Interrupt, Stopped, Together
 from .job import Job, job_of
 from .loader import Loading
 from .log import Log
@@ -109,14 +109,14 @@ def fit(
         yield contestants
 
 
-def run(job: Job, report: Report) -> History:
-    """Train with one way of reducing, a line per epoch; see `train`."""
+def run(job: Job, report: Report, together: Together | None = None) -> History:
+    """Train with one way of reducing, a line per epoch; see `train`, and `train_epochs`."""
     running, settings = job.running, job.settings
     report.line(f"{job.title} on {job.data}: {settings}, reduced by {job.reducer}")
     with Log(running.log, append=job.stored is not None) as log, job.repeatable():
         log.write("start", **job.described())
         contestant = enter(job, running.reduce, log)
-        train_epochs(job, contestant, report)
+        train_epochs(job, contestant, report, together=together)
         history = History(
             settings,
             contestant.epochs,
@@ -128,13 +128,21 @@ def run(job: Job, report: Report) -> History:
     return history
 
 
-def train_epochs(job: Job, contestant: Contestant, report: Report, suffix: str = "") -> None:
+def train_epochs(
+    job: Job,
+    contestant: Contestant,
+    report: Report,
+    suffix: str = "",
+    together: Together | None = None,
+) -> None:
     """Train one contestant to the end, a line and a checkpoint per epoch.
 
-    Ctrl-C is kept until a step is over where there is a checkpoint to write, and one process.
+    Ctrl-C is kept until a step is over where there is a checkpoint to write; processes need
+    something that has them stop `together`.
     """
-    wanted = job.running.checkpoint is not None and job.backend is None
-    with Interrupt(wanted) as interrupt:
+    alone = job.backend is None
+    wanted = job.running.checkpoint is not None and (alone or together is not None)
+    with Interrupt(wanted, together) as interrupt:
         try:
             for _ in fit(job, [contestant], report, interrupt):
                 report.line(f"{contestant.epochs[-1]}{suffix}")
@@ -155,7 +163,8 @@ def enter(job: Job, name: str, log: Log, *, compared: bool = False) -> Contestan
     exact = compared or running.exact_times
     trainee: Trainee
     if job.backend is not None:
-        trainee = OneRank(job.module, job.settings, exact_seconds=exact)
+        prefetch = job.loading.prefetch
+        trainee = OneRank(job.module, job.settings, exact_seconds=exact, prefetch=prefetch)
     else:
         trainee = OneProcess(
             job.module,
@@ -167,8 +176,8 @@ def enter(job: Job, name: str, log: Log, *, compared: bool = False) -> Contestan
             ),
             capture=GraphedStep.of if running.graph else None,
         )
-        if job.shares is not None and trainee.auto is not None:
-            trainee.auto.replay(job.shares)
+    if job.shares is not None and trainee.auto is not None:
+        trainee.auto.replay(job.shares)
     contestant = Contestant(name, trainee, log, started)
     if job.stored is not None:
         contestant.load_state_dict(job.stored["contestant"])
@@ -227,7 +236,7 @@ def train(
     exact_times, checkpoint, resume, replay_shares, log, plot). The same choice gives the same
     bits, whatever is running. Raises ValueError for a bad value, TypeError for an unknown option,
     DataError if the data cannot be had, CheckpointError if a checkpoint cannot be read, written or
-    continued.
+    continued, OutputError if log or picture cannot be written.
 
     >>> train("cpu*2", data="digits", epochs=1, quiet=True).epochs[0].number
     1

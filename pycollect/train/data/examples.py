@@ -35,6 +35,8 @@ class Defaults:
     epochs: int
 
 
+# What cross-entropy takes as the numbers of classes.
+_LABEL_KINDS = ("int64", "uint8")
 # The chapters' figures for Fashion-MNIST, and the first guess for data that nobody has tried.
 USUAL = Defaults(batch_size=256, lr=0.2, epochs=10)
 
@@ -71,6 +73,24 @@ class Data:
                     f"{self.name}: the {part} set needs one label per image and at least one "
                     f"image, not {images} images and {labels} labels"
                 )
+            if isinstance(examples, tuple):
+                self._check_labels(part, examples[1])
+
+    def _check_labels(self, part: str, labels: Tensor) -> None:
+        """Refuse here what the loss would refuse in the middle of a step."""
+        kind = str(labels.dtype).removeprefix("torch.")
+        if labels.dim() != 1 or kind not in _LABEL_KINDS:
+            raise ValueError(
+                f"{self.name}: the labels of the {part} set must be whole numbers [n], the number "
+                f"of the class of each image, not {kind} {list(labels.shape)}"
+            )
+        low, high = int(labels.min()), int(labels.max())
+        if low < 0 or (self.classes and high >= len(self.classes)):
+            known = f" and {len(self.classes)} classes" if self.classes else ""
+            raise ValueError(
+                f"{self.name}: the {part} set has labels from {low} to {high}{known}; classes are "
+                "numbered from 0"
+            )
 
     def __str__(self) -> str:
         return f"{self.name} ({count(self.train)} train, {count(self.test)} test)"

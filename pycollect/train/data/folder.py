@@ -6,6 +6,7 @@ Pillow decodes, with torchvision installed or not, so that the same files give t
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +14,10 @@ from torch import Tensor
 from .errors import DataError, first_line
 from .examples import Data, Defaults
 
+_SIXTEEN_BITS = 65_535
 IMAGE_SIZE = 320  # pixels; the larger of Imagenette's own sizes, and BatchFlow's
 TEST_NAMES = ("val", "test")
-SUFFIXES = frozenset(
-    [".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"]
-)
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 # Mean and standard deviation of ImageNet's pixels by channel: the usual ones for photographs.
 MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
 STD = torch.tensor([0.229, 0.224, 0.225])[:, None, None]
@@ -52,7 +52,7 @@ def decode(path: Path, size: int) -> Tensor:
         with Image.open(path) as image:
             # A JPEG can be decoded at an eighth, a quarter or half of its size, which is cheaper.
             image.draft("RGB", (2 * size, 2 * size))
-            fitted = ImageOps.fit(image.convert("RGB"), (size, size), Image.Resampling.BILINEAR)
+            fitted = ImageOps.fit(_in_colour(image), (size, size), Image.Resampling.BILINEAR)
     # Pillow's decoders raise nearly anything for a damaged file, SyntaxError among them.
     except Exception as error:
         raise DataError(
@@ -60,6 +60,18 @@ def decode(path: Path, size: int) -> Tensor:
         ) from error
     pixels = torch.frombuffer(bytearray(fitted.tobytes()), dtype=torch.uint8)
     return pixels.reshape(size, size, 3).permute(2, 0, 1).float().div_(255).sub_(MEAN).div_(STD)
+
+
+def _in_colour(image: Any) -> Any:
+    """Give an image in three channels of 8 bits; ValueError for more than 16 bits a pixel.
+
+    Pillow itself would cut off what is above 255, which leaves a 16-bit image white.
+    """
+    if image.mode == "F" or (image.mode == "I" and image.getextrema()[1] > _SIXTEEN_BITS):
+        raise ValueError("it has 32 bits per pixel, and up to 16 are known to mean grey")
+    if image.mode.startswith("I"):  # "I" itself is what older versions of Pillow open 16 bits as
+        image = image.convert("I").point(lambda grey: grey * (255 / _SIXTEEN_BITS)).convert("L")
+    return image.convert("RGB")
 
 
 def image_folder(data_dir: Path, image_size: int = IMAGE_SIZE) -> Data:
@@ -114,9 +126,15 @@ def scan(parent: Path, classes: tuple[str, ...], size: int) -> ImageFolder:
             raise DataError(
                 f"{folder} is no class of the training set, which has {', '.join(classes)}"
             )
-        files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+        files = sorted(p for p in folder.rglob("*") if _is_image(p))
         if not files:
             raise DataError(f"{folder} holds no image ({', '.join(SUFFIXES)})")
         found += [(path, numbers[folder.name]) for path in files]
     paths, labels = zip(*found, strict=True)
     return ImageFolder(paths, labels, classes, size)
+
+
+def _is_image(path: Path) -> bool:
+    """Tell by the name; hidden files are what some systems note beside an image."""
+    known = path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
+    return known and path.is_file()

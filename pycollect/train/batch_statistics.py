@@ -1,0 +1,230 @@
+"""Mean and variance of a batch that lies on several ranks, and the normalisation by them.
+
+Each rank takes those of its own shard with torch's kernels; three small sums over the ranks (the
+values, the weighted means, the weighted spreads) make the whole batch's of them, and one takes the
+gradients back. The same steps serve the ranks of one process and one rank of several, so that a
+backend that adds in rank order gives both the same bits. Can be differentiated once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+import pycollect as pc
+
+
+class Statistics(NamedTuple):
+    """Mean and biased variance of every channel, and how many values they are of."""
+
+    mean: Tensor
+    var: Tensor
+    values: int
+
+
+class Ranks(Protocol):
+    """Those whose shards are one batch; some or all of them are here, in this process."""
+
+    def total(self, values: Sequence[int], device: torch.device) -> int:
+        """Add up a number of each rank that is here over all ranks."""
+
+    def add_up(self, tensors: list[Tensor]) -> None:
+        """Add up a tensor of each rank that is here over all ranks, in place."""
+
+
+@dataclass(frozen=True)
+class OfOneProcess:
+    """All ranks are here."""
+
+    def total(self, values: Sequence[int], device: torch.device) -> int:
+        """Add up what is here."""
+        return sum(values)
+
+    def add_up(self, tensors: list[Tensor]) -> None:
+        """Reduce the list."""
+        pc.all_reduce(tensors)
+
+
+@dataclass(frozen=True)
+class OfProcesses:
+    """One rank is here, and the others are in the other processes of a group."""
+
+    group: dist.ProcessGroup
+
+    def __deepcopy__(self, memo: object) -> OfProcesses:
+        return self  # a copied layer meets the same processes; a group cannot be copied
+
+    def total(self, values: Sequence[int], device: torch.device) -> int:
+        """Add up over the processes."""
+        whole = torch.tensor(values, device=device)
+        dist.all_reduce(whole, group=self.group)
+        return int(whole)
+
+    def add_up(self, tensors: list[Tensor]) -> None:
+        """Reduce the one tensor over the processes."""
+        (mine,) = tensors
+        dist.all_reduce(mine, group=self.group)
+
+
+class _Moments(torch.autograd.Function):
+    """Mean and biased variance of every channel of a shard; [n, C, ...] to [C] and [C].
+
+    Those of no values are zeros, and recorded all the same: in a backward pass over processes all
+    ranks take the same way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        # Two that run, which set the dtype and are not used; or what stands for no values.
+        zeros = x.new_zeros(2, x.shape[1], dtype=wide(x.dtype))
+        if x.numel() == 0:
+            mean, var = zeros[0], zeros[1].clone()
+        else:
+            mean, var = torch.batch_norm_update_stats(x, zeros[0], zeros[1], 0.0)
+        ctx.save_for_backward(x, mean)
+        return mean, var
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_mean: Tensor, d_var: Tensor) -> Tensor:
+        x, mean = ctx.saved_tensors
+        if x.numel() == 0:
+            return torch.zeros_like(x)
+        count = x.numel() // x.shape[1]
+        dx = x - across(mean, x)
+        dx.mul_(across(d_var * (2 / count), x)).add_(across(d_mean / count, x))
+        return cast(Tensor, dx.to(x.dtype))
+
+
+class _Whole(torch.autograd.Function):
+    """The whole batch's mean and variance, once for each rank that is here.
+
+    `weights` are the shares of these ranks' values in all; `shards` are their means, then their
+    variances. The variance is that within the shards and that of their means, which loses no
+    digits however far the values are from zero.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, ranks: Ranks, weights: Sequence[float], *shards: Tensor
+    ) -> tuple[Tensor, ...]:
+        own, variances = shards[: len(weights)], shards[len(weights) :]
+        means = [mean * weight for mean, weight in zip(own, weights, strict=True)]
+        ranks.add_up(means)
+        spreads = [
+            (var + (mean - whole).square()) * weight
+            for var, mean, whole, weight in zip(variances, own, means, weights, strict=True)
+        ]
+        ranks.add_up(spreads)
+        ctx.ranks, ctx.weights = ranks, weights
+        ctx.save_for_backward(*own, *means)
+        return *means, *spreads
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        here = len(ctx.weights)
+        own, means = ctx.saved_tensors[:here], ctx.saved_tensors[here:]
+        totals = [torch.stack(pair) for pair in zip(grads[:here], grads[here:], strict=True)]
+        ctx.ranks.add_up(totals)
+        # The spreads' gradient by the whole mean is 0: the weighted deviations from it cancel.
+        d_means = [
+            (d_mean + 2 * (mean - whole) * d_var) * weight
+            for (d_mean, d_var), mean, whole, weight in zip(
+                totals, own, means, ctx.weights, strict=True
+            )
+        ]
+        d_vars = [d_var * weight for (_, d_var), weight in zip(totals, ctx.weights, strict=True)]
+        return None, None, *d_means, *d_vars
+
+
+class _Normalize(torch.autograd.Function):
+    """(x - mean) / sqrt(var + eps) * weight + bias, differentiable in mean and variance too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        mean: Tensor,
+        var: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        ctx.save_for_backward(x, mean, var, weight)
+        ctx.eps = eps
+        if x.numel() == 0:
+            return x.clone()
+        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, var, weight = ctx.saved_tensors
+        if x.numel() == 0:
+            dx, d_weight, d_bias = grad.clone(), torch.zeros_like(mean), torch.zeros_like(mean)
+        else:
+            dx, d_weight, d_bias = torch.ops.aten.native_batch_norm_backward(
+                grad, x, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
+            )
+        deviation = (var + ctx.eps).rsqrt()
+        scale = deviation if weight is None else deviation * weight
+        d_mean, d_var = -scale * d_bias, -0.5 * scale * deviation * d_weight
+        has_weight, has_bias = ctx.needs_input_grad[3:5]
+        return (
+            dx,
+            d_mean,
+            d_var,
+            d_weight if has_weight else None,
+            d_bias if has_bias else None,
+            None,
+        )
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return what statistics are computed in."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def across(channels: Tensor, x: Tensor) -> Tensor:
+    """Shape a value per channel so that it meets every value of [n, C, ...]."""
+    return channels.view(-1, *[1] * (x.dim() - 2))
+
+
+def statistics(x: Tensor) -> Statistics:
+    """Return those of a shard; a shard without examples has zeros, which weigh nothing."""
+    mean, var = cast(Any, _Moments).apply(x)
+    return Statistics(mean, var, x.numel() // x.shape[1])
+
+
+def merge(shards: Sequence[Statistics], ranks: Ranks) -> list[Statistics]:
+    """Make the whole batch's statistics of those of all shards, once for every rank that is here.
+
+    ValueError, on all ranks, for less than two values per channel.
+    """
+    total = ranks.total([shard.values for shard in shards], shards[0].mean.device)
+    if total < 2:
+        raise ValueError(
+            f"batch normalisation in training needs more than 1 value per channel over all ranks, "
+            f"and there are {total}; take a larger batch, or eval()"
+        )
+    weights = [shard.values / total for shard in shards]
+    columns = (*(shard.mean for shard in shards), *(shard.var for shard in shards))
+    found = cast(Any, _Whole).apply(ranks, weights, *columns)
+    pairs = zip(found[: len(shards)], found[len(shards) :], strict=True)
+    return [Statistics(mean, var, total) for mean, var in pairs]
+
+
+def normalize(
+    x: Tensor, whole: Statistics, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """Normalise a shard [n, C, ...] by the whole batch's statistics; the dtype stays."""
+    weight, bias = (None if p is None else p.to(wide(p.dtype)) for p in (weight, bias))
+    return cast(Tensor, cast(Any, _Normalize).apply(x, whole.mean, whole.var, weight, bias, eps))

@@ -1,0 +1,103 @@
+"""A shard of one example under batch normalisation is refused before anything has happened."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from train_cases import same_bits
+
+from pycollect.train import (
+    Data,
+    Replicas,
+    StepOptions,
+    convert_sync_batchnorm,
+    sgd_optimizer,
+    train,
+)
+from pycollect.train.single_values import SingleValues
+
+
+def net(*layers: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4), nn.Dropout(0.5), *layers, nn.Linear(4, 3))
+
+
+def batch(n: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 1, 2, 2), torch.arange(n) % 3
+
+
+def test_before_the_step_nothing_has_changed() -> None:
+    """Rank 0 would have been through its pass by the time that torch raises on rank 1."""
+    replicas = Replicas(net(), "cpu*2", optimizer=sgd_optimizer(0.1))
+    three = batch(3)
+    before, drawn = copy.deepcopy(replicas.modules), torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"rank 1 has a shard of 1, .* use larger batches"):
+        replicas.step(*three)
+    assert all(map(same_bits, before, replicas.modules))
+    assert torch.equal(drawn, torch.get_rng_state())
+    assert all(part.training for part in replicas.modules[0].modules())
+    replicas.step(*batch(4))
+
+
+@pytest.mark.parametrize(
+    ("options", "last"),
+    [({}, 3), ({"microbatch": 3}, 4), ({"weights": "90,10"}, 6), ({"weights": "0,1"}, 1)],
+    ids=str,
+)
+def test_a_run_is_refused_before_it_begins(options: dict[str, Any], last: int) -> None:
+    """Only the last batch is such, hours from the start in a long run."""
+    X, y = batch(40 + last)
+    data = Data("noise", (X, y), (X, y))
+    steps: list[int] = []
+    model = net()
+    model.register_forward_hook(lambda *_: steps.append(1) if model.training else None)
+    with pytest.raises(ValueError, match=r"has a shard of 1"):
+        train("cpu*2", 8, 0.1, model=model, data=data, epochs=1, quiet=True, **options)
+    assert not steps
+    train("cpu*2", 8, 0.1, model=net(), data=data, epochs=1, quiet=True, drop_last=True)
+
+
+def test_one_example_of_many_values_is_enough() -> None:
+    wide = nn.Sequential(nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3))
+    Replicas(wide, "cpu*2", optimizer=sgd_optimizer(0.1)).step(*batch(3))
+
+
+@pytest.mark.parametrize("kind", ["frozen", "over all ranks", "none"])
+def test_layers_that_take_no_statistics_of_a_shard(kind: str) -> None:
+    module = net() if kind != "none" else nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+    if kind == "frozen":
+        module[1].eval()  # type: ignore[index]
+    calls: list[int] = []
+    module.register_forward_hook(lambda *_: calls.append(1))
+    options = StepOptions(sync_batchnorm=kind == "over all ranks")
+    replicas = Replicas(module, "cpu*2", optimizer=sgd_optimizer(0.1), options=options)
+    replicas.step(*batch(3))
+    assert len(calls) == 2  # no trial
+
+
+def test_without_running_statistics_evaluation_takes_them_too() -> None:
+    module = nn.BatchNorm1d(3, track_running_stats=False).eval()
+    with pytest.raises(ValueError, match="rank 0 has a shard of 1"):
+        SingleValues(module).check([(1, 4)], torch.zeros(1, 3))
+    (alone,) = convert_sync_batchnorm([nn.BatchNorm1d(3)])
+    with pytest.raises(ValueError, match="rank 0 has a shard of 1"):
+        SingleValues(alone).check([(1,)], torch.zeros(1, 3))
+
+
+def test_a_module_that_zeros_do_not_suit_is_told_by_torch() -> None:
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.norm() > 0
+            return self.norm(x.flatten(1))
+
+    replicas = Replicas(Picky(), "cpu*2", optimizer=sgd_optimizer(0.1))
+    with pytest.raises(ValueError, match="rank 1 has a shard of 1"):
+        replicas.step(*batch(3))
