@@ -121,7 +121,12 @@ class Fake final : public Device {
     work(stream, [=] { std::memcpy(to, from, bytes); });
   }
   void fill(Stream stream, Word* words, std::size_t count, Word value) override {
-    work(stream, [=] { std::fill(words, words + count, value); });
+    work(stream, [=] {
+      // In every round some ranks are late, so that whoever does not wait is found.
+      if (fake_is("hasty") && value % 2 == 1)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      std::fill(words, words + count, value);
+    });
   }
   void sum(Stream stream, const std::vector<Word*>& of, std::size_t count) override {
     work(stream, [=] {
