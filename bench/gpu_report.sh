@@ -5,13 +5,14 @@ set -uo pipefail
 
 usage() {
   cat <<'END'
-usage: bench/gpu_report.sh [--dry-run] [build|test|sanitize|bench|dist|questions|all]...
+usage: bench/gpu_report.sh [--dry-run] [STAGE | all]...
 
   build     install into the environment of $PYTHON, which must have torch
   test      the CUDA tests, quick ones first; then all others
   sanitize  memcheck and initcheck over a reduced matrix
   bench     all-reduce against its peers, copies, overlap, a training step
-  dist      one process per rank on one GPU: tests, all-reduce against its peers, DDP
+  dist      one process per rank on one GPU: a few tests, all-reduce against its peers, DDP
+  dist-test all tests of that
   questions what the code decides by: waits between processes, folds, staging, graphs
 
 Several stages run in the order given; without one, all. --dry-run prints the commands.
@@ -33,12 +34,12 @@ quick=${QUICK:-0}
 dry_run=0
 failed=()
 stages=()
-all_stages=(build test sanitize bench dist questions)
+all_stages=(build test sanitize bench dist dist-test questions)
 
 while (($#)); do
   case $1 in
     --dry-run) dry_run=1 ;;
-    build | test | sanitize | bench | dist | questions) stages+=("$1") ;;
+    build | test | sanitize | bench | dist | dist-test | questions) stages+=("$1") ;;
     all) stages+=("${all_stages[@]}") ;;
     -h | --help) usage; exit 0 ;;
     *) usage >&2; exit 2 ;;
@@ -225,23 +226,30 @@ stage_bench() {
 stage_dist() {
   local sizes=(-b 4 -e 64M -f 8) few=(-b 4K -e 16M -f 64) seconds=1 world=4 others=2,8
   local json=(--json "$out/.content.json") plot=() training=(--batch 256 --seconds 20)
-  local files=(tests/test_cuda_dist_*.py tests/test_bench_dist.py tests/test_bench_training.py)
+  local some=(tests/test_cuda_dist_matrix.py -k "float32 or messages or rung")
   if ((quick)); then
     sizes=(-b 4 -e 4K -f 1024 -n 1 -w 1) few=(-b 4K -e 4K -n 1 -w 1) seconds=0.01
     world=2 others=3 training=(--batch 8 -n 1)
   fi
   local measure=("$python" bench/allreduce_bandwidth.py --devices "$devices" --seconds "$seconds")
   [[ -n $(missing matplotlib) ]] || plot=(yes)
-  # Something of everything, should time run out: what is promised before what else is of interest.
-  most=170 step dist-all_reduce "${measure[@]}" "${json[@]}" "${sizes[@]}" --processes "$world" \
+  if can_test dist-some; then
+    PYCOLLECT_REQUIRE_CUDA=1 most=90 step dist-some "$python" -m pytest "${tests[@]}" -m cuda \
+      "${some[@]}"
+  fi
+  most=180 step dist-all_reduce "${measure[@]}" "${json[@]}" "${sizes[@]}" --processes "$world" \
     --peer-limit 30 --targets "${plot[@]/yes/--plot=$out/dist-all_reduce.png}"
   most=60 step dist-train "$python" bench/train.py --devices "$devices" --models lenet \
     --worlds "$world" --no-loading --targets "${training[@]}" "${json[@]}"
-  if can_test dist-test; then
-    PYCOLLECT_REQUIRE_CUDA=1 most=150 step dist-test "$python" -m pytest "${tests[@]}" -m cuda \
-      "${files[@]}"
-  fi
   step dist-worlds "${measure[@]}" "${json[@]}" "${few[@]}" --processes "$others" --peers gloo
+}
+
+stage_dist_test() {
+  local files=(tests/test_cuda_dist_{matrix,streams,training,sharded,faults,settings}.py)
+  files+=(tests/test_bench_dist.py tests/test_bench_training.py)
+  can_test dist-test || return
+  PYCOLLECT_REQUIRE_CUDA=1 PYCOLLECT_TEST_CYCLES=200 step dist-test "$python" -m pytest \
+    "${tests[@]}" -m cuda "${files[@]}"
 }
 
 stage_questions() {
@@ -257,7 +265,7 @@ for stage in "${stages[@]}"; do
   ((dry_run)) || : >"$log"
   say "$stage on $gpu, driver ${driver:-unknown}, CUDA ${cuda:-unknown}, torch ${torch:-unknown}," \
     "commit ${commit:-unknown}"
-  "stage_$stage"
+  "stage_${stage/-/_}"
   say "$stage: $((SECONDS - stage_begin)) s"
 done
 if ((${#failed[@]})); then

@@ -130,19 +130,23 @@ def test_processes_have_a_stage_with_something_of_everything(machine, fake_pytho
     status, output = machine("dist", python=fake_python(), nvidia_smi=SMI, limit=400)
     assert status == 0, output
     runs = record_of(tmp_path / "out")["runs"]
-    assert list(runs) == ["dist-all_reduce", "dist-train", "dist-test", "dist-worlds"]
-    assert "dist-all_reduce [at most 170 s]" in output
-    assert "dist-test [at most 150 s]" in output
+    assert list(runs) == ["dist-some", "dist-all_reduce", "dist-train", "dist-worlds"]
+    assert "dist-some [at most 90 s]" in output
+    assert "dist-all_reduce [at most 180 s]" in output
     assert " --processes 2 " in runs["dist-all_reduce"]["command"]
-    assert "tests/test_cuda_dist_matrix.py" in runs["dist-test"]["command"]
+    assert "tests/test_cuda_dist_matrix.py" in runs["dist-some"]["command"]
     assert "--models lenet --worlds 2" in runs["dist-train"]["command"]
 
 
-def test_processes_are_tested_once(machine, fake_python, tmp_path):
-    machine("test", python=fake_python(), nvidia_smi=SMI)
-    for name, run in record_of(tmp_path / "out")["runs"].items():
-        times = run["command"].count(" tests/test_cuda_dist_matrix.py")
-        assert times == 0, name
+def test_every_test_of_cuda_belongs_to_one_stage(machine, fake_python, tmp_path):
+    status, output = machine("test", "dist-test", python=fake_python(), nvidia_smi=SMI)
+    assert status == 0, output
+    runs = record_of(tmp_path / "out")["runs"].values()
+    words = [word for run in runs for word in run["command"].split()]
+    for file in sorted(path.name for path in (ROOT / "tests").glob("test_cuda_*.py")):
+        # Most have quick tests and slow ones.
+        times = 1 if file.startswith("test_cuda_dist_") else 2
+        assert words.count(f"tests/{file}") == times, file
 
 
 @pytest.mark.slow
