@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from pycollect.bench import environment
-from pycollect.bench.nvcc import NO_GPU, CannotRun, build, lines_of
+from pycollect.bench.nvcc import NO_GPU, ROOT, SCHEMA, CannotRun, Found, build, lines_of
 from pycollect.bench.sizes import binary_size, parse_size
 
-ROOT = Path(__file__).resolve().parents[1]
 SOURCES = [ROOT / "bench" / "native" / "waits" / name for name in ("main.cpp", "cuda.cu")]
-SCHEMA = 1
 WAYS = {
     "device": "stream memory operations on the GPU's memory",
     "pinned": "stream memory operations on pinned memory that all share",
@@ -35,8 +33,6 @@ BLOCKED = {
 }
 # Beyond the program's own limit and its grace: to start processes, and to end them.
 MARGIN = 75
-
-Found = dict[str, Any]
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
