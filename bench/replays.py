@@ -1,7 +1,8 @@
 """Below which size a CUDA graph's replay beats the call: all_reduce of ranks on one GPU.
 
 A single call against a graph of one, until the GPU is done, and calls in a row against a graph of
-as many. All take turns; ratios are medians. Without a GPU it says so in one sentence, with status 77.
+as many. All take turns; ratios are medians. Without a GPU it says so in one sentence, with status
+77.
 """
 
 from __future__ import annotations

@@ -143,6 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CannotRun as error:
         print(f"bench/waits.py: {error}")
         return NO_GPU
+    except RuntimeError as error:
+        print(f"bench/waits.py: {error}")
+        return 1
     print(*environment.header(about), sep="\n")
     print(
         "# round: an exchange by itself, until the stream is done, on the slowest rank; batch: of"

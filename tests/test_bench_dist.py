@@ -22,7 +22,7 @@ import torch
 from pycollect import _C, bench
 from pycollect.bench.contest import CaseResult, Row
 from pycollect.bench.measure import Effort, Timing
-from pycollect.bench.processes import cases, clocks, crew, groups, isolated, targets
+from pycollect.bench.processes import cases, clocks, crew, groups, isolated, session, targets
 from pycollect.bench.processes.contestant import Contestant
 from pycollect.bench.processes.contestants import reason
 from pycollect.bench.processes.place import Place
@@ -41,7 +41,7 @@ def sums(world: int, nbytes: int, device: torch.device = GPU) -> cases.ProcessCa
 def job(world: int = 2, device: torch.device = GPU, **more: object) -> crew.Job:
     about = {"cases": (sums(world, 4, device),), "ours": ("pycollect",), "peers": ("gloo",)}
     about |= {"backend": "gloo", "effort": Effort(iterations=1, warmup=1), "threads": 1}
-    about |= {"no_mpi": "not in this test", "apart": True}
+    about |= {"no_mpi": "not in this test", "apart": True, "asked": 1}
     return crew.Job(devices=(device,) * world, **(about | more))  # type: ignore[arg-type]
 
 
@@ -183,7 +183,7 @@ class FakeCrew:
     def abandon(self) -> None:
         self.abandoned = True
 
-    def result(self, seconds: float) -> CaseResult:
+    def result(self, seconds: float | None) -> CaseResult:
         if not self.left:
             raise TimeoutError(f"the processes did not answer within {seconds} s")
         return self.left.pop(0)
@@ -217,6 +217,25 @@ def test_a_peer_that_hangs_is_not_asked_again(fake_crew, monkeypatch):
     assert len(fake_crew.made) == 1
     assert apart.join("symm_mem", job(2), [result(2, 4, 7)])[0].rows[-1].name == "pycollect"
     assert len(fake_crew.made) == 2
+
+
+def test_peers_that_may_hang_have_what_was_asked_for(fake_crew, monkeypatch):
+    monkeypatch.setattr(session, "Crew", fake_crew)
+    monkeypatch.setattr(fake_crew, "answers", [result(2, 4, 7), result(2, 8, 7)])
+    cases = (sums(2, 4), sums(2, 8))
+    found = session.measure([job(2, cases=cases, asked=1)], ("nccl",), 60, lambda result: None)
+    assert [made.job.cases for made in fake_crew.made] == [cases, cases[:1]]
+    assert [r.case for r in found.results] == list(cases)
+    assert found.failure == ""
+
+
+def test_a_failure_keeps_what_there_is(fake_crew, monkeypatch):
+    monkeypatch.setattr(session, "Crew", fake_crew)
+    monkeypatch.setattr(fake_crew, "answers", [result(2, 4, 7)])
+    cases = (sums(2, 4), sums(2, 8))
+    found = session.measure([job(2, cases=cases)], (), 60, lambda result: None)
+    assert [r.case for r in found.results] == list(cases[:1])
+    assert "did not answer" in found.failure
 
 
 def test_who_has_measured_everything_may_hang_at_its_end(fake_crew, monkeypatch):

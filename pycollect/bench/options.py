@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-w", "--warmup", type=_positive, default=3, help="calls before the first timed one (3)")
     add("--seconds", type=float, default=1.0, help="time for each case, about (1.0)")
     add("-t", "--threads", type=_positive, help="threads that torch may use (its own choice)")
-    limit = "seconds for one that may hang, with --processes and --devices (60)"
+    limit = "seconds a size for one that may hang, with --processes and --devices (60)"
     add("--peer-limit", type=float, metavar="SECONDS", default=60.0, help=limit)
     out = parser.add_argument_group("where it goes besides standard output")
     out.add_argument("--json", metavar="FILE", help="everything, with the median of every round")

@@ -49,8 +49,8 @@ _DEVICE_LEGEND = """\
 # around a batch of calls on zeros. Before each timed call every rank rewrites its buffer, then all
 # meet. The contestants take turns, in a new order every round.
 # sync=...: pycollect with PYCOLLECT_CUDA_SYNC=... zero-copy: on tensors in the group's memory.
-# nccl, symm_mem: in processes of their own beside pycollect, {seconds:g} s for all sizes; torch's
-# symmetric memory has its own tensors.
+# nccl, symm_mem: in processes of their own beside pycollect, at most {seconds:g} s for a size;
+# torch's symmetric memory has its own tensors.
 # moved: bytes that must be read and written (all_reduce: 2 x world x size) over time.
 # %limit: on one GPU, against `memcpy`, a copy of as many bytes on it, by the same clock.
 # xgloo, ...: the peer's time over this one's by the same clock, medians over rounds.
@@ -65,15 +65,18 @@ def _sizes(args: argparse.Namespace) -> list[int]:
 
 
 def _cases(args: argparse.Namespace, devices: Devices) -> Iterator[ProcessCase]:
-    """The cases that were asked for, then those that only targets speak of; each once."""
+    """The cases that were asked for."""
     for dtype in args.dtype:
         for size in [0] if args.collective == "barrier" else _sizes(args):
             yield process_case(args.collective, size, dtype, args.op, devices)
-    if args.targets:
-        for nbytes in (LEAST, OTHERS):
-            for name in COLLECTIVES:
-                yield process_case(name, nbytes, torch.float32, "sum", devices)
-        yield process_case("all_reduce", OTHERS, torch.bfloat16, "sum", devices)
+
+
+def _cases_of_targets(devices: Devices) -> Iterator[ProcessCase]:
+    """Those that only targets speak of."""
+    for nbytes in (LEAST, OTHERS):
+        for name in COLLECTIVES:
+            yield process_case(name, nbytes, torch.float32, "sum", devices)
+    yield process_case("all_reduce", OTHERS, torch.bfloat16, "sum", devices)
 
 
 def _refuse_what_does_not_go_together(args: argparse.Namespace) -> None:
@@ -97,10 +100,12 @@ def _job(args: argparse.Namespace, world: int) -> Job:
     peers = _peers(args) if args.peers is None else tuple(args.peers)
     named = pycollect.devices(args.devices or "cpu")
     devices = tuple(named[rank % len(named)] for rank in range(world))
+    asked = tuple(dict.fromkeys(_cases(args, devices)))
+    others = tuple(_cases_of_targets(devices)) if args.targets else ()
     ladder = rungs() if args.devices and args.backend == OURS else ()
     return Job(
         devices=devices,
-        cases=tuple(dict.fromkeys(_cases(args, devices))),
+        cases=tuple(dict.fromkeys((*asked, *others))),
         ours=(OURS, *ladder, ZERO_COPY),
         peers=tuple(peer for peer in peers if peer not in ISOLATED),
         backend=args.backend,
@@ -108,6 +113,7 @@ def _job(args: argparse.Namespace, world: int) -> Job:
         threads=args.threads or max(1, len(os.sched_getaffinity(0)) // world),
         no_mpi=why_no_mpi() if MPI in peers else "it was not asked for",
         apart=bool(args.devices),
+        asked=len(asked),
         timeout=_DEVICE_TIMEOUT if args.devices else Job.timeout,
     )
 

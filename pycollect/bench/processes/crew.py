@@ -45,8 +45,9 @@ class Job:
     """What the ranks do. `no_mpi` says why MPI takes no part; empty: it does.
 
     Rank 0 answers with a CaseResult for every case; whoever fails answers with a Failure. `ours`
-    and `peers` are the contestants; `apart`: by the host's and the device's clocks. A rank that
-    waits `timeout` seconds for another has lost it.
+    and `peers` are the contestants; `apart`: by the host's and the device's clocks. The first
+    `asked` cases were asked for, the others only targets speak of. A rank that waits `timeout`
+    seconds for another has lost it.
     """
 
     devices: tuple[torch.device, ...]
@@ -58,6 +59,7 @@ class Job:
     threads: int
     no_mpi: str = ""
     apart: bool = False
+    asked: int = 0
     timeout: float = 120.0
     environ: tuple[tuple[str, str], ...] = ()
     page: str = ""

@@ -6,7 +6,6 @@ measured of the case before. One that hangs is not asked again.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -27,7 +26,8 @@ Say = Callable[[CaseResult], None]
 
 def _of_peer(peer: str, job: Job) -> Job:
     shares = len(set(job.devices)) < job.world
-    return replace(job, ours=(OURS,), peers=(peer,), environ=(_SWITCHES[peer],) if shares else ())
+    job = replace(job, ours=(OURS,), peers=(peer,), cases=job.cases[: job.asked])
+    return replace(job, environ=(_SWITCHES[peer],) if shares else ())
 
 
 def _why_not(peer: str, job: Job) -> str:
@@ -40,14 +40,14 @@ def _why_not(peer: str, job: Job) -> str:
 
 
 class Isolated:
-    """The peers that may hang. `seconds` is what one may take for all cases of a world."""
+    """The peers that may hang. `seconds` is what one may take for a case, its start included."""
 
     def __init__(self, seconds: float, say: Say) -> None:
         self._seconds, self._say = seconds, say
         self._lost: dict[str, str] = {}
 
     def join(self, peer: str, job: Job, results: Sequence[CaseResult]) -> list[CaseResult]:
-        """Return the results, of the same cases, with those of this peer."""
+        """Return the results, of the cases that were asked for, with those of this peer."""
         joined: list[CaseResult] = []
         lost = self._lost.get(peer) or _why_not(peer, job)
         try:
@@ -65,10 +65,9 @@ class Isolated:
     def _collect(
         self, crew: Crew, peer: str, results: Sequence[CaseResult], joined: list[CaseResult]
     ) -> None:
-        deadline = time.monotonic() + self._seconds
         for result in results:
             try:
-                found = crew.result(max(0.0, deadline - time.monotonic()))
+                found = crew.result(self._seconds)
             except TimeoutError:
                 raise TimeoutError(f"did not answer within {self._seconds:g} s") from None
             self._say(found)

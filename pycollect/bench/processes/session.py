@@ -66,16 +66,17 @@ def _until_terminated() -> Iterator[None]:
 
 
 def measure(jobs: Sequence[Job], isolated: Sequence[str], seconds: float, say: Printer) -> Found:
-    """Measure world by world; `isolated` peers have so many seconds in each."""
+    """Measure world by world; `isolated` peers have so many seconds for each size."""
     found = Found()
     apart = Isolated(seconds, say)
     try:
         with _until_terminated():
             for job in jobs:
                 _of_world(job, found.results, say)
+                begin = len(found.results) - len(job.cases)
+                asked = slice(begin, begin + job.asked)
                 for peer in isolated:
-                    mine = found.results[-len(job.cases) :]
-                    found.results[-len(job.cases) :] = apart.join(peer, job, mine)
+                    found.results[asked] = apart.join(peer, job, found.results[asked])
     except _TimeIsUp:
         found.failure = "the run was terminated"
     except (RuntimeError, TimeoutError) as error:
