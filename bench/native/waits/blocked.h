@@ -9,8 +9,8 @@
 namespace waits {
 
 // What the values in the page are, of the last rank, then of the others.
-enum Value { kFree, kFreeBurst, kBlocked, kBlockedBurst };
-enum OfBlocked { kHeld, kOwnSecondStream, kReleased_ };
+enum OfWorker { kFree, kFreeBurst, kBlocked, kBlockedBurst, kReleasedAt };
+enum OfBlocked { kHeld, kOwnSecondStream, kUntilReleased };
 
 class Blocked {
  public:
@@ -72,6 +72,9 @@ class Blocked {
     measure(values[kBlocked], values[kBlockedBurst]);
     meeting_.mine().stage.value.store(kRunning);
     meeting_.all(true);
+    meeting_.all(true);  // the others have tried their second streams
+    std::this_thread::sleep_for(std::chrono::duration<double>(kNap));  // all wait for their stream
+    values[kReleasedAt] = now();
     for (int r = 0; r < meeting_.world() - 1; ++r) {
       if (pinned_)
         meeting_.of(r).counter.value.store(1, std::memory_order_release);
@@ -79,6 +82,7 @@ class Blocked {
         device_.write(stream_, counters_[r], 1);
     }
     device_.synchronize(stream_);
+    meeting_.all(true);
   }
 
   void block() {
@@ -89,12 +93,14 @@ class Blocked {
     kernel(stream_);
     std::this_thread::sleep_for(std::chrono::duration<double>(kNap));
     values[kHeld] = device_.is_done(stream_) ? 0 : 1;
+    meeting_.all(true);
+    meeting_.all(true);
     values[kOwnSecondStream] = second_stream();
     meeting_.all(true);
-    meeting_.all(true);
-    const double begin = now();
     device_.synchronize(stream_);
-    values[kReleased_] = (now() - begin) * 1e6;
+    const double end = now();
+    meeting_.all(true);
+    values[kUntilReleased] = (end - meeting_.of(meeting_.world() - 1).values[kReleasedAt]) * 1e6;
   }
 
   // Microseconds that a kernel on it takes, or -1 if it does not end.

@@ -16,7 +16,8 @@
 namespace waits {
 namespace {
 
-constexpr int kWarmup = 20, kBatch = 50, kBatches = 10;
+constexpr int kWarmup = 10, kBatch = 50, kMostBatches = 10;
+constexpr double kShare = 0.3;  // of the time, for single rounds, and as much for batches
 
 struct Wanted {
   std::string way;
@@ -70,27 +71,33 @@ std::unique_ptr<Way> make_way(const std::string& name, const Station& station,
   return std::make_unique<Staged>(station);
 }
 
+// How often to measure, the same on all ranks, so that a slow way ends in time as well: rank 0 says
+// it, from what the first rounds took.
+void plan(const Station& s, const Wanted& wanted, double seconds_each) {
+  OfRank& first = s.meeting.of(0);
+  if (s.meeting.rank() == 0) {
+    const double share = wanted.seconds * kShare / seconds_each;
+    first.samples = std::clamp(static_cast<int>(share), 3, std::min(wanted.rounds, kMostSamples));
+    first.batches = std::clamp(static_cast<int>(share / kBatch), 1, kMostBatches);
+  }
+  s.meeting.all();
+}
+
 // A round by itself, until this rank's stream is done; then many without looking.
 void time_rounds(Way& way, const Station& s, const Wanted& wanted) {
   OfRank& mine = s.meeting.mine();
   Word round = 0;
-  for (int i = 0; i < kWarmup; ++i) way.exchange(++round);
-  s.device.synchronize(s.stream);
-  mine.samples = std::min(wanted.rounds, kMostSamples);
-  for (int i = 0; i < mine.samples; ++i) {
+  const auto seconds = [&](int rounds) {
     s.meeting.all();
     const double begin = now();
-    way.exchange(++round);
+    for (int i = 0; i < rounds; ++i) way.exchange(++round);
     s.device.synchronize(s.stream);
-    mine.round[i] = now() - begin;
-  }
-  for (int i = 0; i < kBatches; ++i) {
-    s.meeting.all();
-    const double begin = now();
-    for (int j = 0; j < kBatch; ++j) way.exchange(++round);
-    s.device.synchronize(s.stream);
-    mine.batch[i] = (now() - begin) / kBatch;
-  }
+    return now() - begin;
+  };
+  seconds(kWarmup);
+  plan(s, wanted, seconds(kWarmup) / kWarmup);
+  for (int i = 0; i < s.meeting.of(0).samples; ++i) mine.round[i] = seconds(1);
+  for (int i = 0; i < s.meeting.of(0).batches; ++i) mine.batch[i] = seconds(kBatch) / kBatch;
   s.device.copy(s.stream, s.meeting.page().slot(s.meeting.rank()), s.wrong, sizeof(Word));
   s.device.synchronize(s.stream);
   mine.wrong = s.meeting.page().slot(s.meeting.rank())[0];
@@ -148,7 +155,8 @@ void print_rounds(const Page& page, const Wanted& wanted) {
   };
   std::printf(", \"round_us\": %.3f, \"round_p99_us\": %.3f, \"batch_us\": %.3f, \"wrong\": %llu",
               of(&OfRank::round, count, 0.5), of(&OfRank::round, count, 0.99),
-              of(&OfRank::batch, kBatches, 0.5), static_cast<unsigned long long>(wrong));
+              of(&OfRank::batch, page.ranks[0].batches, 0.5),
+              static_cast<unsigned long long>(wrong));
 }
 
 void print_blocked(const Page& page, const Wanted& wanted, bool ran) {
@@ -160,7 +168,7 @@ void print_blocked(const Page& page, const Wanted& wanted, bool ran) {
     held = held && v[kHeld] == 1;
     second_ran = second_ran && v[kOwnSecondStream] >= 0;
     second = std::max(second, v[kOwnSecondStream]);
-    released = std::max(released, v[kReleased_]);
+    released = std::max(released, v[kUntilReleased]);
   }
   std::printf(
       ", \"held\": %s, \"other_process_ran\": %s, \"free_us\": %.3f, \"free_burst_us\": %.3f",

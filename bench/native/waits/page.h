@@ -42,7 +42,7 @@ struct OfRank {
   Line met, stage;
   Handle memory, event;
   Word wrong;
-  int samples;
+  int samples, batches;  // of rank 0: what all have
   double round[kMostSamples], batch[kMostSamples];
   double values[8];
   char failure[512];
