@@ -239,6 +239,23 @@ def test_a_failure_keeps_what_there_is(fake_crew, monkeypatch):
     assert "did not answer" in found.failure
 
 
+@pytest.mark.slow
+def test_real_processes_of_a_peer_join_the_others(monkeypatch):
+    monkeypatch.setattr(isolated, "_why_not", lambda peer, job: "")
+    monkeypatch.setitem(isolated._SWITCHES, "gloo", ("PYCOLLECT_NOTHING", "1"))
+    cases = (sums(2, 4, CPU), sums(2, 512 << 10, CPU))
+    alone = job(device=CPU, cases=cases, peers=(), backend="pycollect", asked=2)
+    found = session.measure([alone], ("gloo",), 60, lambda result: None)
+    assert found.failure == ""
+    for measured in found.results:
+        rows = {row.name: row for row in measured.rows}
+        for clock in ("", ":return", ":gpu"):
+            assert rows[f"pycollect{clock}"].times_faster_than("gloo") > 0
+            assert rows[f"gloo{clock}"].kind == "peer"
+        assert rows["gloo"].wrong == rows["pycollect"].wrong == 0
+    assert "memory:gpu" in rows
+
+
 def test_who_has_measured_everything_may_hang_at_its_end(fake_crew, monkeypatch):
     monkeypatch.setattr(fake_crew, "answers", [result(2, 4, 1)])
     apart = isolated.Isolated(60, lambda result: None)
