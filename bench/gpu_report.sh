@@ -239,7 +239,7 @@ stage_dist() {
   fi
   most=180 step dist-all_reduce "${measure[@]}" "${json[@]}" "${sizes[@]}" --processes "$world" \
     --peer-limit 25 --targets "${plot[@]/yes/--plot=$out/dist-all_reduce.png}"
-  most=60 step dist-train "$python" bench/train.py --devices "$devices" --models lenet \
+  most=80 step dist-train "$python" bench/train.py --devices "$devices" --models lenet \
     --worlds "$world" --no-loading --targets "${training[@]}" "${json[@]}"
   step dist-worlds "${measure[@]}" "${json[@]}" "${few[@]}" --processes "$others" --peers gloo
 }

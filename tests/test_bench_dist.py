@@ -220,6 +220,18 @@ def test_a_peer_that_hangs_is_not_asked_again(fake_crew, monkeypatch):
     assert len(fake_crew.made) == 2
 
 
+def test_a_peer_that_refuses_twice_is_not_asked_again(fake_crew, monkeypatch):
+    refused = [
+        CaseResult(sums(2, 4), [], {"nccl": why}) for why in ("odd", "duplicate", "duplicate")
+    ]
+    monkeypatch.setattr(fake_crew, "answers", [*refused, result(2, 8, 7)])
+    joined = isolated.Isolated(60, lambda result: None).join(
+        "nccl", job(2), [result(2, 4, 7) for _ in range(5)]
+    )
+    assert [r.not_run["nccl"] for r in joined] == ["odd", *["duplicate"] * 4]
+    assert [r.row("pycollect").speedup["gloo"] for r in joined] == [[7]] * 5
+
+
 def test_peers_that_may_hang_have_what_was_asked_for(fake_crew, monkeypatch):
     monkeypatch.setattr(session, "Crew", fake_crew)
     monkeypatch.setattr(fake_crew, "answers", [result(2, 4, 7), result(2, 8, 7)])

@@ -65,12 +65,17 @@ class Isolated:
     def _collect(
         self, crew: Crew, peer: str, results: Sequence[CaseResult], joined: list[CaseResult]
     ) -> None:
+        refusal = ""
         for result in results:
             try:
                 found = crew.result(self._seconds)
             except TimeoutError:
                 raise TimeoutError(f"did not answer within {self._seconds:g} s") from None
             self._say(found)
+            # The same answer twice is the answer to every size.
+            refusal, before = found.not_run.get(peer, ""), refusal
+            if refusal and refusal == before:
+                raise RuntimeError(refusal)
             joined.append(_merged(result, found, peer))
         crew.abandon()  # who has measured may still hang when it ends
 
