@@ -248,8 +248,10 @@ stage_dist_test() {
   local files=(tests/test_cuda_dist_{matrix,streams,training,sharded,faults,settings}.py)
   files+=(tests/test_bench_dist.py tests/test_bench_training.py tests/test_bench_replays.py)
   can_test dist-test || return
-  PYCOLLECT_REQUIRE_CUDA=1 PYCOLLECT_TEST_CYCLES=200 step dist-test "$python" -m pytest \
-    "${tests[@]}" -m cuda "${files[@]}"
+  most=380 PYCOLLECT_REQUIRE_CUDA=1 step dist-test "$python" -m pytest "${tests[@]}" -m cuda \
+    "${files[@]}"
+  PYCOLLECT_REQUIRE_CUDA=1 PYCOLLECT_TEST_CYCLES=200 step dist-cycles "$python" -m pytest \
+    "${tests[@]}" -m cuda -k memory_behind tests/test_cuda_dist_settings.py
 }
 
 stage_questions() {
