@@ -12,7 +12,7 @@ import torch
 from test_bench_dist import CPU, job, result, row, sums
 
 from pycollect.bench.contest import CaseResult
-from pycollect.bench.processes import crew, isolated, session
+from pycollect.bench.processes import crew, isolated, worlds
 
 
 class FakeCrew:
@@ -83,20 +83,20 @@ def test_a_peer_that_refuses_twice_is_not_asked_again(fake_crew, monkeypatch):
 
 
 def test_peers_that_may_hang_have_what_was_asked_for(fake_crew, monkeypatch):
-    monkeypatch.setattr(session, "Crew", fake_crew)
+    monkeypatch.setattr(worlds, "Crew", fake_crew)
     monkeypatch.setattr(fake_crew, "answers", [result(2, 4, 7), result(2, 8, 7)])
     cases = (sums(2, 4), sums(2, 8))
-    found = session.measure([job(2, cases=cases, asked=1)], ("nccl",), 60, lambda result: None)
+    found = worlds.measure([job(2, cases=cases, asked=1)], ("nccl",), 60, lambda result: None)
     assert [made.job.cases for made in fake_crew.made] == [cases, cases[:1]]
     assert [r.case for r in found.results] == list(cases)
     assert found.failure == ""
 
 
 def test_a_failure_keeps_what_there_is(fake_crew, monkeypatch):
-    monkeypatch.setattr(session, "Crew", fake_crew)
+    monkeypatch.setattr(worlds, "Crew", fake_crew)
     monkeypatch.setattr(fake_crew, "answers", [result(2, 4, 7)])
     cases = (sums(2, 4), sums(2, 8))
-    found = session.measure([job(2, cases=cases)], (), 60, lambda result: None)
+    found = worlds.measure([job(2, cases=cases)], (), 60, lambda result: None)
     assert [r.case for r in found.results] == list(cases[:1])
     assert "did not answer" in found.failure
 
@@ -107,7 +107,7 @@ def test_real_processes_of_a_peer_join_the_others(monkeypatch):
     monkeypatch.setitem(isolated._SWITCHES, "gloo", ("PYCOLLECT_NOTHING", "1"))
     cases = (sums(2, 4, CPU), sums(2, 512 << 10, CPU))
     alone = job(device=CPU, cases=cases, peers=(), backend="pycollect", asked=2)
-    found = session.measure([alone], ("gloo",), 60, lambda result: None)
+    found = worlds.measure([alone], ("gloo",), 60, lambda result: None)
     assert found.failure == ""
     for measured in found.results:
         rows = {row.name: row for row in measured.rows}

@@ -25,8 +25,8 @@ from .contestants import DEVICE_PEERS, PEERS
 from .crew import Job, why_no_mpi
 from .groups import MPI, OURS, ZERO_COPY, rungs
 from .isolated import ISOLATED
-from .session import Printer, measure
 from .targets import LEAST, OTHERS, judge
+from .worlds import Printer, measure
 
 __all__ = ["run"]
 
