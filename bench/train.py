@@ -1,7 +1,8 @@
 """Measure training steps: naive loop, pycollect, and DDP's processes, against one replica.
 
 `python bench/train.py --targets` takes about fifteen minutes on two cores, most of them for the
-ResNet-18; `--models lenet` takes one. A target that is missed makes the status 3.
+ResNet-18; `--models lenet` takes one. With `--devices cuda:0 --worlds 4` DDP's four processes share
+a GPU. A target that is missed makes the status 3.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, default=30.0, help="time for a contest, of 7 steps at least (30)")
     add("--no-ddp", action="store_true", help="leave DDP's processes out")
     add("--no-loading", action="store_true", help="leave out what preparing batches ahead brings")
-    add("--targets", action="store_true", help="judge what is promised for two CPU cores")
+    add("--targets", action="store_true", help="judge what is promised for this device")
     add("--json", metavar="FILE", help="everything, with the median of every round")
     add("--plot", metavar="FILE", help="a picture: bars of steps and of what reductions take")
     args = parser.parse_args(argv)

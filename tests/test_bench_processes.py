@@ -13,9 +13,10 @@ import torch
 
 from pycollect import bench
 from pycollect.bench import contest, environment, measure
-from pycollect.bench.processes import cases, contestants, crew, meeting, targets
+from pycollect.bench.processes import cases, contestants, crew, groups, meeting, targets
 from pycollect.bench.processes import contest as between
 
+CPU = torch.device("cpu")
 GLOO_ONLY = ["--backend", "gloo", "--peers", "gloo", "-n", "2", "-w", "1"]
 
 
@@ -24,12 +25,14 @@ def empty(count, dtype):
 
 
 def sums(world, nbytes, collective="all_reduce", dtype=torch.float32):
-    return cases.process_case(collective, nbytes, dtype, "sum", world)
+    return cases.process_case(collective, nbytes, dtype, "sum", [CPU] * world)
 
 
 def job(*of, **more):
     effort = measure.Effort(iterations=1, warmup=1)
-    return crew.Job(2, of, ("gloo",), "gloo", effort, 1, "not in this test", **more)
+    about = {"ours": ("pycollect",), "peers": ("gloo",), "backend": "gloo", "effort": effort}
+    about |= {"threads": 1, "no_mpi": "not in this test"}
+    return crew.Job(devices=(CPU, CPU), cases=of, **(about | more))
 
 
 def at_once(world, work):
@@ -151,7 +154,7 @@ def test_a_call_takes_as_long_as_on_its_slowest_rank():
     assert between.slowest_rank([first, second])["a"].samples == ((2.0, 5.0), (3.0,))
 
 
-def result_of(world, nbytes, row=contestants.OURS, dtype=torch.float32, seconds=1.0, **ratios):
+def result_of(world, nbytes, row=groups.OURS, dtype=torch.float32, seconds=1.0, **ratios):
     timing = measure.Timing(((seconds,),))
     speedup = {peer: [ratio] for peer, ratio in ratios.items()}
     measured = contest.Row(row, "pycollect", timing, 0, speedup=speedup)
@@ -164,7 +167,7 @@ def test_targets_are_judged_by_their_worst_point():
         result_of(2, 1024, gloo=39),
         result_of(2, 4096, gloo=1),  # nothing is promised there
         result_of(4, 65536, gloo=151, mpi=0.9),
-        result_of(4, 1 << 20, contestants.ZERO_COPY, mpi=2.6),
+        result_of(4, 1 << 20, groups.ZERO_COPY, mpi=2.6),
         result_of(16, 4, gloo=0.99),
         result_of(4, 1 << 20, seconds=1.0),
         result_of(4, 1 << 20, dtype=torch.bfloat16, seconds=1.5),
@@ -223,7 +226,7 @@ def test_every_collective_is_measured_and_right(name, capsys):
 
 
 def test_a_rank_that_fails_is_quoted():
-    ranks = crew.Crew(job(cases.ProcessCase("nothing", torch.float32, "sum", (), ((1,),))))
+    ranks = crew.Crew(job(cases.ProcessCase("nothing", torch.float32, "sum", (CPU,) * 2, ((1,),))))
     with pytest.raises(RuntimeError, match=r"(?s)rank \d: .*KeyError: 'nothing'"), ranks:
         ranks.result()
     assert all(process.poll() is not None for process in ranks._processes)

@@ -40,6 +40,21 @@ def test_a_wrong_reduction_is_noticed(monkeypatch):
     assert steps.Bench([torch.device("cpu")] * 2, 4).wrong() > 0
 
 
+def test_bits_are_compared_where_they_are_the_same_every_time(monkeypatch):
+    seen = []
+
+    def noted(gradients):
+        seen.append(torch.backends.cudnn.deterministic)
+        steps.REDUCTIONS["naive"](gradients)
+
+    before = torch.backends.cudnn.deterministic
+    bench = steps.Bench([torch.device("cpu")] * 2, 4)
+    monkeypatch.setattr(steps, "REDUCTIONS", {**steps.REDUCTIONS, "pycollect": noted})
+    assert bench.wrong() == 0
+    assert set(seen) == {True}
+    assert torch.backends.cudnn.deterministic == before
+
+
 def test_the_targets_are_the_share_of_the_reduction_and_the_graph():
     def timing(seconds):
         return Timing(((seconds,),))

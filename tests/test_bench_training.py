@@ -14,7 +14,7 @@ import torch
 from pycollect.bench import training
 from pycollect.bench.measure import Effort, Timing
 from pycollect.bench.training import NAIVE, ONE, OVERLAPPED, PYCOLLECT, Case, Entry, Result
-from pycollect.bench.training.ddp import BACKENDS, Crew, Job
+from pycollect.bench.training.ddp import BACKENDS, DDP_GLOO, DDP_OURS, Crew, Job
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ def test_processes_of_ddp_take_their_turns(
 @pytest.mark.slow
 def test_a_rank_of_ddp_that_fails_is_heard() -> None:
     X, y = torch.zeros(2, 1, 5, 5), torch.zeros(2, dtype=torch.int64)
-    with Crew(Job("lenet", (X, y), 0.1, 1, "gloo")) as crew:
+    with Crew(Job("lenet", (X, y), 0.1, (CPU,), "gloo")) as crew:
         sample = crew.sampler([])
         with pytest.raises(RuntimeError, match=r"rank 0: (.|\n)*LeNet takes images of 28 x 28"):
             sample(1)
@@ -93,6 +93,34 @@ def result_of(model: str, world: int, **seconds: tuple[float, float]) -> Result:
         for name, (step, reduction) in seconds.items()
     }
     return Result(Case(model, 256, (CPU,) * world), entries, {})
+
+
+def test_the_target_of_one_gpu_is_ddp_against_gloo() -> None:
+    def ddp(world: int, ours: float, gpus: int = 1) -> Result:
+        entries = {
+            DDP_OURS: Entry(Timing(((ours,),)), [0.0]),
+            DDP_GLOO: Entry(Timing(((6.0,),)), [0.0]),
+        }
+        devices = tuple(torch.device("cuda", r % gpus) for r in range(world))
+        return Result(Case("lenet", 256, devices), entries, {})
+
+    found = training.judge([ddp(4, 2.0), ddp(4, 3.0), ddp(2, 6.0), ddp(4, 5.0, gpus=2)])
+    assert [(o.measured, o.met) for o in found] == [(2.0, False)]
+    assert training.judge([ddp(2, 1.0)])[0].met is None
+    assert ddp(4, 2.0).times_faster(DDP_OURS, "nobody") is None
+
+
+def test_ddp_wants_one_kind_of_device() -> None:
+    mixed = Case("lenet", 4, (CPU, torch.device("meta")))
+    assert not mixed.one_kind
+    assert Case("lenet", 4, (CPU, CPU)).one_kind
+
+
+@pytest.mark.cuda
+def test_processes_of_ddp_share_a_gpu() -> None:
+    result = training.measure(Case("lenet", 8, (torch.device("cuda:0"),) * 2), ONCE)
+    assert set(BACKENDS) < set(result.entries)
+    assert not result.not_run
 
 
 def test_the_targets_are_the_worst_of_the_run() -> None:

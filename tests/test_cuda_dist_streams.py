@@ -79,10 +79,14 @@ def test_outputs_are_not_written_too_early(pools, world):
 
 
 def at_once(me: Me) -> tuple[float, bool, bool]:
-    x = torch.ones(COUNT, device=GPU)
-    dist.all_reduce(x)  # contexts, pinned memory
+    x = torch.zeros(COUNT, device=GPU)
+    # Contexts, and as much pinned memory as two calls at once need: to get it takes long.
+    for work in [dist.all_reduce(x, async_op=True) for _ in range(2)]:
+        work.wait()
+    x.fill_(1.0)
     torch.cuda.synchronize()
-    nap()
+    for _ in range(4):
+        nap()
     start = time.monotonic()
     works = [dist.all_reduce(x, async_op=True) for _ in range(2)]
     took = time.monotonic() - start
@@ -90,13 +94,13 @@ def at_once(me: Me) -> tuple[float, bool, bool]:
     while not all(w.is_completed() for w in works):
         time.sleep(0.001)
     works[1].wait()
-    return took, asleep, bool((x == me.world**3).all())
+    return took, asleep, bool((x == me.world**2).all())
 
 
 def test_async_calls_return_at_once(pools):
     for took, asleep, right in pools(2, beside=None).run(at_once, seconds=SECONDS):
         assert asleep, "the stream was done before the calls returned: nothing was tested"
-        assert took < 0.04
+        assert took < 0.1  # of the 200 ms that the stream sleeps
         assert right
 
 

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "bench" / "gpu_report.sh"
@@ -107,9 +108,8 @@ def test_the_benchmarks_take_what_the_script_gives_them(machine, tmp_path):
 
 def test_a_later_stage_adds_to_the_record(machine, fake_python, tmp_path):
     machine("bench", python=fake_python(), nvidia_smi=SMI)
-    status, output = machine("build", "dist", python=fake_python(), nvidia_smi=SMI)
+    status, output = machine("build", python=fake_python(), nvidia_smi=SMI)
     assert status == 0, output
-    assert "there is nothing yet" in output
     runs = record_of(tmp_path / "results")["runs"]
     assert {"build", "info", "copies"} < set(runs)
     assert "--no-build-isolation --no-deps -e ." in runs["build"]["command"]
@@ -124,6 +124,56 @@ def test_tests_of_cuda_come_first(machine, fake_python, tmp_path):
     assert "tests/test_cuda_all_reduce.py" in runs["test-cuda-matrix"]["command"]
     assert "tests/test_cuda_all_reduce.py" not in runs["test-cuda"]["command"]
     assert "--ignore=tests/test_cuda_streams.py" in runs["test-others"]["command"]
+
+
+def test_processes_have_a_stage_with_something_of_everything(machine, fake_python, tmp_path):
+    status, output = machine("dist", python=fake_python(), nvidia_smi=SMI, limit=400)
+    assert status == 0, output
+    runs = record_of(tmp_path / "out")["runs"]
+    assert list(runs) == ["dist-some", "dist-all_reduce", "dist-train", "dist-worlds"]
+    assert "dist-some [at most 90 s]" in output
+    assert "dist-all_reduce [at most 180 s]" in output
+    assert " --processes 2 " in runs["dist-all_reduce"]["command"]
+    assert "tests/test_cuda_dist_matrix.py" in runs["dist-some"]["command"]
+    assert "--models lenet --worlds 2" in runs["dist-train"]["command"]
+
+
+def test_every_test_of_cuda_belongs_to_one_stage(machine, fake_python, tmp_path):
+    status, output = machine("test", "dist-test", python=fake_python(), nvidia_smi=SMI)
+    assert status == 0, output
+    runs = record_of(tmp_path / "out")["runs"].values()
+    words = [word for run in runs for word in run["command"].split()]
+    for file in sorted(path.name for path in (ROOT / "tests").glob("test_cuda_*.py")):
+        # Most have quick tests and slow ones, and groups come and go more often in the end.
+        alone = file.startswith("test_cuda_dist_") and file != "test_cuda_dist_settings.py"
+        times = 1 if alone else 2
+        assert words.count(f"tests/{file}") == times, file
+
+
+@pytest.mark.slow
+def test_the_benchmarks_of_processes_take_what_the_script_gives_them(machine, tmp_path):
+    status, output = machine("dist", python=sys.executable, nvidia_smi=SMI, limit=110)
+    runs = record_of(tmp_path / "out")["runs"]
+    assert status == (0 if torch.cuda.is_available() else 1), output
+    for name in ("dist-all_reduce", "dist-train", "dist-worlds"):
+        assert runs[name]["status"] in (0, 3), output
+        assert runs[name]["content"]["schema"] == 1
+    rows = runs["dist-all_reduce"]["content"]["cases"][0]["rows"]
+    assert {row["clock"] for row in rows} == {"wall", "return", "gpu"}
+    assert "DDP, gloo" in runs["dist-train"]["content"]["training"][0]["entries"]
+
+
+def test_a_question_that_cannot_be_asked_here_is_a_loud_skip(machine, fake_python, tmp_path):
+    status, output = machine("questions", python=fake_python("waits.py", 77), nvidia_smi=SMI)
+    assert status == 0, output
+    assert "SKIPPED: waits: ran: bench/waits.py --world 2" in output
+    runs = record_of(tmp_path / "out")["runs"]
+    assert {name: run["status"] for name, run in runs.items()} == {
+        "waits": 77,
+        "folds": 0,
+        "ring": 0,
+        "replays": 0,
+    }
 
 
 def test_a_failure_is_recorded_and_the_rest_goes_on(machine, fake_python, tmp_path):
@@ -183,7 +233,7 @@ def test_a_dry_run_runs_nothing(machine, fake_python, tmp_path):
     assert status == 0
     assert "ran:" not in output
     assert not list((tmp_path / "results").iterdir())
-    for name in ("build: ", "test-cuda: ", "copies: ", "dist"):
+    for name in ("build: ", "test-cuda: ", "copies: ", "dist-all_reduce: ", "waits: "):
         assert f"\n{name}" in output or f"== {name}" in output
 
 

@@ -98,7 +98,6 @@ def run(args: argparse.Namespace, command: str) -> int:
 
     Raises:
         ValueError: if sizes, devices or algorithms do not go together.
-        RuntimeError: with `args.processes`, if a rank fails.
     """
     if args.minbytes is None:
         args.minbytes = parse_size("4" if args.processes else "4K")

@@ -22,9 +22,10 @@ from .peers import limits, peer
 DEFAULT = "default"
 INSIDE = "inside"
 NAIVE = "naive"
-# The clocks: that of the process, the GPU's, and the GPU's for a call in a graph. Rows of the
-# latter two are named after the first, such as default:gpu.
-WALL, GPU, GRAPH = "wall", "gpu", "graph"
+# The clocks: that of the process, the GPU's, and the GPU's for a call in a graph; between processes
+# also that of the process until the call returns. Rows of all but the first are named after the
+# first, such as default:gpu.
+WALL, GPU, GRAPH, RETURN = "wall", "gpu", "graph", "return"
 
 TimeAllReduce = Callable[[Sequence[Tensor], str, "str | None", int], list[float]]
 

@@ -14,7 +14,7 @@ from .cases import COLLECTIVES
 from .pattern import OPS
 from .peers import NAMES
 from .processes import cases as between
-from .processes.contestants import PEERS
+from .processes.contestants import DEVICE_PEERS, PEERS
 from .sizes import parse_size
 
 T = TypeVar("T")
@@ -63,8 +63,9 @@ def _dtype(text: str) -> torch.dtype:
 
 
 def _peer(text: str) -> str:
-    if text not in (*NAMES, *PEERS):
-        raise ValueError(f"{text!r} is no peer; there are {', '.join((*NAMES, *PEERS))}, all, none")
+    known = dict.fromkeys((*NAMES, *PEERS, *DEVICE_PEERS))
+    if text not in known:
+        raise ValueError(f"{text!r} is no peer; there are {', '.join(known)}, all, none")
     return text
 
 
@@ -92,7 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--world", type=worlds, default="2,4,8", help="numbers of ranks (2,4,8)")
     add("--devices", help="rank r lives on device r mod n of these, as pycollect.devices reads it")
     add("--algorithms", help="'all' or names, besides the default choice")
-    peers = f"{', '.join(NAMES)}; with --processes {', '.join(PEERS)}; all or none (all)"
+    peers = f"{', '.join(NAMES)}; with --processes {', '.join(PEERS)}; with --devices as well "
+    peers += f"{', '.join(DEVICE_PEERS)}; all or none (all)"
     add("--peers", type=_peers, default="all", help=peers)
     add(
         "--processes", type=worlds, metavar="N", help="a process per rank, for each of these worlds"
@@ -107,6 +109,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-w", "--warmup", type=_positive, default=3, help="calls before the first timed one (3)")
     add("--seconds", type=float, default=1.0, help="time for each case, about (1.0)")
     add("-t", "--threads", type=_positive, help="threads that torch may use (its own choice)")
+    limit = "seconds a size for one that may hang, with --processes and --devices (60)"
+    add("--peer-limit", type=float, metavar="SECONDS", default=60.0, help=limit)
     out = parser.add_argument_group("where it goes besides standard output")
     out.add_argument("--json", metavar="FILE", help="everything, with the median of every round")
     out.add_argument("--plot", metavar="FILE", help="speed against size (.png, .svg or .pdf)")

@@ -28,15 +28,18 @@ def check(args: argparse.Namespace, any_sizes: bool) -> None:
 
 
 def write(args: argparse.Namespace, content: dict[str, Any], results: Sequence[CaseResult]) -> None:
-    """Write what was asked for. The plot has the cases with one tensor a rank and some bytes."""
+    """Write what was asked for. The plot has the cases with one tensor a rank and some bytes.
+
+    A run that was ended before the first of these leaves no plot.
+    """
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(content, file, indent=1)
             file.write("\n")
-    if args.plot:
+    sized = [r for r in results if len(r.case.shapes) == 1 and r.case.count]
+    if args.plot and sized:
         from .plot import plot
 
         about = content["environment"]
         caption = f"{about['machine']}, threads: {about['threads']}; torch {about['torch']}"
-        sized = [r for r in results if len(r.case.shapes) == 1 and r.case.count]
         plot(sized, args.plot, caption)

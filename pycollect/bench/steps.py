@@ -6,7 +6,8 @@ the reductions cost by themselves is measured in the same rounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -99,6 +100,10 @@ class Bench:
 
     def wrong(self) -> int:
         """Count parameters, over all ranks, that our ways train to other bits than the loop."""
+        with _same_bits_every_time():
+            return self._wrong()
+
+    def _wrong(self) -> int:
         trained = {}
         for name, way in self.ways().items():
             replicas = self.replicas()
@@ -113,6 +118,17 @@ class Bench:
             for ours in trained.values()
             for a, b in zip(naive, ours, strict=True)
         )
+
+
+@contextmanager
+def _same_bits_every_time() -> Iterator[None]:
+    """Otherwise cuDNN's convolutions differ from run to run, whatever reduces their gradients."""
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic = before
 
 
 def _sampler(bench: Bench, run: Step) -> Sampler:

@@ -1,7 +1,8 @@
-"""The benchmark between processes: torch.distributed over pycollect's backend, gloo and MPI.
+"""The benchmark between processes: torch.distributed over pycollect's backend, gloo and others.
 
 `run` starts the ranks of each world once, and prints their results as they come. Everything that
-is timed is timed in the ranks (contest.py); this process sleeps meanwhile.
+is timed is timed in the ranks (contest.py); this process sleeps meanwhile. What there is when a
+rank fails or time runs out is kept.
 """
 
 from __future__ import annotations
@@ -12,17 +13,26 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+import pycollect
+
 from .. import environment, output, record, table
 from ..contest import CaseResult
 from ..measure import Effort
 from ..sizes import size_range
 from ..targets import Outcome
 from .cases import COLLECTIVES, ProcessCase, process_case
-from .contestants import GLOO, MPI, OURS, PEERS
-from .crew import Crew, Job, why_no_mpi
+from .contestants import DEVICE_PEERS, PEERS
+from .crew import Job, why_no_mpi
+from .groups import MPI, OURS, ZERO_COPY, rungs
+from .isolated import ISOLATED
 from .targets import LEAST, OTHERS, judge
+from .worlds import Printer, measure
 
 __all__ = ["run"]
+
+Devices = tuple[torch.device, ...]
+# A call between processes on one host that takes longer hangs; a run has minutes.
+_DEVICE_TIMEOUT = 30.0
 
 _LEGEND = """\
 # A process per rank, {threads} thread each; times are of one call through Python, on the rank that
@@ -33,8 +43,20 @@ _LEGEND = """\
 # %limit: against `memory`, as many bytes as must be read and written, multiplied in place.
 # xgloo, xmpi: the peer's time over this one's, medians over rounds.
 # #wrong: elements of all ranks that differ from the exact result, in a run of its own."""
+_DEVICE_LEGEND = """\
+# A process per rank; times are of one call through Python until the device is done, on the rank
+# that it took longest on; `:return` until the call returns, `:gpu` the device's own time, by events
+# around a batch of calls on zeros. Before each timed call every rank rewrites its buffer, then all
+# meet. The contestants take turns, in a new order every round.
+# sync=...: pycollect with PYCOLLECT_CUDA_SYNC=... zero-copy: on tensors in the group's memory.
+# nccl, symm_mem: in processes of their own beside pycollect, at most {seconds:g} s for a size;
+# torch's symmetric memory has its own tensors.
+# moved: bytes that must be read and written (all_reduce: 2 x world x size) over time.
+# %limit: on one GPU, against `memcpy`, a copy of as many bytes on it, by the same clock.
+# xgloo, ...: the peer's time over this one's by the same clock, medians over rounds.
+# #wrong: elements of all ranks that differ from the exact result, in a run of its own."""
 # What goes without saying in one process, but not between processes.
-_NOT_HERE = ("devices", "coalesced", "overhead", "algorithms")
+_NOT_HERE = ("coalesced", "overhead", "algorithms")
 
 
 def _sizes(args: argparse.Namespace) -> list[int]:
@@ -42,16 +64,19 @@ def _sizes(args: argparse.Namespace) -> list[int]:
     return sizes if sizes[-1] == args.maxbytes else [*sizes, args.maxbytes]
 
 
-def _cases(args: argparse.Namespace, world: int) -> Iterator[ProcessCase]:
-    """The cases that were asked for, then those that only targets speak of; each once."""
+def _cases(args: argparse.Namespace, devices: Devices) -> Iterator[ProcessCase]:
+    """The cases that were asked for."""
     for dtype in args.dtype:
         for size in [0] if args.collective == "barrier" else _sizes(args):
-            yield process_case(args.collective, size, dtype, args.op, world)
-    if args.targets:
-        for nbytes in (LEAST, OTHERS):
-            for name in COLLECTIVES:
-                yield process_case(name, nbytes, torch.float32, "sum", world)
-        yield process_case("all_reduce", OTHERS, torch.bfloat16, "sum", world)
+            yield process_case(args.collective, size, dtype, args.op, devices)
+
+
+def _cases_of_targets(devices: Devices) -> Iterator[ProcessCase]:
+    """Those that only targets speak of."""
+    for nbytes in (LEAST, OTHERS):
+        for name in COLLECTIVES:
+            yield process_case(name, nbytes, torch.float32, "sum", devices)
+    yield process_case("all_reduce", OTHERS, torch.bfloat16, "sum", devices)
 
 
 def _refuse_what_does_not_go_together(args: argparse.Namespace) -> None:
@@ -60,40 +85,37 @@ def _refuse_what_does_not_go_together(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} does not go with --processes")
     if args.collective not in COLLECTIVES:
         raise ValueError(f"--collective of processes is one of {', '.join(COLLECTIVES)}")
+    known = _peers(args)
     for peer in args.peers or ():
-        if peer not in PEERS:
-            raise ValueError(f"{peer!r} is no peer of processes; there are {', '.join(PEERS)}")
+        if peer not in known:
+            kind = "processes on devices" if args.devices else "processes"
+            raise ValueError(f"{peer!r} is no peer of {kind}; there are {', '.join(known)}")
+
+
+def _peers(args: argparse.Namespace) -> tuple[str, ...]:
+    return DEVICE_PEERS if args.devices else PEERS
 
 
 def _job(args: argparse.Namespace, world: int) -> Job:
-    peers = PEERS if args.peers is None else tuple(args.peers)
+    peers = _peers(args) if args.peers is None else tuple(args.peers)
+    named = pycollect.devices(args.devices or "cpu")
+    devices = tuple(named[rank % len(named)] for rank in range(world))
+    asked = tuple(dict.fromkeys(_cases(args, devices)))
+    others = tuple(_cases_of_targets(devices)) if args.targets else ()
+    ladder = rungs() if args.devices and args.backend == OURS else ()
     return Job(
-        world,
-        tuple(dict.fromkeys(_cases(args, world))),
-        peers,
-        args.backend,
-        Effort(args.seconds, args.iterations, args.warmup),
-        args.threads or max(1, len(os.sched_getaffinity(0)) // world),
-        why_no_mpi() if MPI in peers else "it was not asked for",
+        devices=devices,
+        cases=tuple(dict.fromkeys((*asked, *others))),
+        ours=(OURS, *ladder, ZERO_COPY),
+        peers=tuple(peer for peer in peers if peer not in ISOLATED),
+        backend=args.backend,
+        effort=Effort(args.seconds, args.iterations, args.warmup),
+        threads=args.threads or max(1, len(os.sched_getaffinity(0)) // world),
+        no_mpi=why_no_mpi() if MPI in peers else "it was not asked for",
+        apart=bool(args.devices),
+        asked=len(asked),
+        timeout=_DEVICE_TIMEOUT if args.devices else Job.timeout,
     )
-
-
-def _measure(jobs: Sequence[Job], columns: Sequence[table.Column]) -> list[CaseResult]:
-    """Measure world by world, printing as results come."""
-    results: list[CaseResult] = []
-    said: set[str] = set()  # why somebody does not run, once is enough
-    for job in jobs:
-        collective = ""
-        with Crew(job) as crew:
-            for case in job.cases:
-                results.append(crew.result())
-                if case.collective != collective:
-                    collective = case.collective
-                    print(f"# {collective}, {job.world} ranks")
-                new = [line for line in table.lines(results[-1], columns) if line not in said]
-                said.update(line for line in new if line.startswith("#"))
-                print(*new, sep="\n", flush=True)
-    return results
 
 
 def _status(results: Sequence[CaseResult], outcomes: Sequence[Outcome]) -> int:
@@ -107,27 +129,39 @@ def _status(results: Sequence[CaseResult], outcomes: Sequence[Outcome]) -> int:
 def run(args: argparse.Namespace, command: str) -> int:
     """Measure what `args` asks for between processes, print it, and return the exit status.
 
+    A rank that fails ends the run with status 1; what was measured before is written all the same.
+
     Raises:
         ValueError: if the options do not go together.
-        RuntimeError: if a rank fails.
     """
     _refuse_what_does_not_go_together(args)
     jobs = [_job(args, world) for world in args.processes]
     output.check(args, any(case.count for job in jobs for case in job.cases))
     about, before = environment.describe(command), environment.Load.now()
     about["threads"] = f"{jobs[0].threads} a rank"
-    columns = table.columns(False, (GLOO, MPI) if not jobs[0].no_mpi else (GLOO,))
+    against = tuple(p for p in _peers(args) if args.peers is None or p in args.peers)
+    if jobs[0].no_mpi:
+        against = tuple(p for p in against if p != MPI)
+    one_memory = all(case.one_memory for job in jobs for case in job.cases)
+    columns = table.columns(one_memory, against)
+    legend = _DEVICE_LEGEND if args.devices else _LEGEND
     print(*environment.header(about), sep="\n")
-    print(_LEGEND.format(threads=jobs[0].threads), *table.head(columns), sep="\n", flush=True)
-    results = _measure(jobs, columns)
-    outcomes = judge(results) if args.targets else []
+    print(legend.format(threads=jobs[0].threads, seconds=args.peer_limit))
+    print(*table.head(columns), sep="\n", flush=True)
+    isolated = tuple(peer for peer in ISOLATED if peer in against)
+    found = measure(jobs, isolated, args.peer_limit, Printer(columns))
+    results = found.results
+    outcomes = judge(results, bool(args.devices)) if args.targets else []
     if outcomes:
         print(*table.target_lines(outcomes), sep="\n")
+    if found.failure:
+        print(f"# FAILED: {found.failure}", flush=True)
     disturbed = environment.noise(before, environment.Load.now(), results)
     print(*environment.footer(disturbed), sep="\n")
     # What only targets speak of has too few sizes for a picture.
     drawn = [
         r for r in results if r.case.collective == args.collective and r.case.dtype in args.dtype
     ]
-    output.write(args, record.run_record(about, disturbed, results, {}, outcomes), drawn)
-    return _status(results, outcomes)
+    content = record.run_record(about, disturbed, results, {}, outcomes)
+    output.write(args, {**content, "failure": found.failure or None}, drawn)
+    return 1 if found.failure else _status(results, outcomes)

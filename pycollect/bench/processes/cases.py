@@ -6,7 +6,7 @@ how many bytes it cannot do without. Cases and bandwidths are counted as for one
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,12 +28,12 @@ Empty = Callable[[int, torch.dtype], Tensor]
 
 
 class ProcessCase(Case):
-    """A case whose ranks are processes: a bus bandwidth means something between them."""
+    """A case whose ranks are processes: on CPUs a bus bandwidth means something between them."""
 
     @property
     def one_memory(self) -> bool:
-        """Not one that a single process could go over in one pass."""
-        return False
+        """Whether one kernel could go over the tensors of all ranks: those on one GPU."""
+        return self.on_gpus and super().one_memory
 
     @property
     def minimum_bytes(self) -> int:
@@ -66,7 +66,8 @@ class Buffers:
     def wrong(self, call: Call) -> int:
         """Run `call` once on inputs with a known result; return this rank's wrong elements."""
         case, spec = self.case, COLLECTIVES[self.case.collective]
-        pattern = Pattern(case.dtype, case.op if spec.reduces else "max", case.world)
+        op = case.op if spec.reduces else "max"
+        pattern = Pattern(case.dtype, op, case.world, case.devices[self.rank])
         self.output.zero_()
         for start in range(0, self.input.numel(), _COMPARED):
             some = self.input[start : start + _COMPARED]
@@ -197,19 +198,22 @@ COLLECTIVES: dict[str, Collective] = {
 }
 
 
+CPU = torch.device("cpu")
+
+
 def process_case(
-    collective: str, nbytes: int, dtype: torch.dtype, op: str, world: int
+    collective: str, nbytes: int, dtype: torch.dtype, op: str, devices: Sequence[torch.device]
 ) -> ProcessCase:
-    """Return the case of `nbytes` per rank, as whole elements and even parts.
+    """Return the case of `nbytes` per rank, as whole elements and even parts; a device for each.
 
     At least one element a part: the smallest all_gather of four ranks has 16 bytes. A barrier has
     no bytes.
 
-    >>> process_case("all_gather_into_tensor", 4, torch.float32, "sum", 4).nbytes
+    >>> process_case("all_gather_into_tensor", 4, torch.float32, "sum", [CPU] * 4).nbytes
     16
     """
-    spec = COLLECTIVES[collective]
+    spec, world = COLLECTIVES[collective], len(devices)
     step = 1 if spec.in_place else world
     count = 0 if collective == "barrier" else max(1, nbytes // dtype.itemsize // step) * step
-    cpus = (torch.device("cpu"),) * world
-    return ProcessCase(collective, dtype, op if spec.reduces else "none", cpus, ((count,),))
+    op = op if spec.reduces else "none"
+    return ProcessCase(collective, dtype, op, tuple(devices), ((count,),))

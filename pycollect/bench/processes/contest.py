@@ -6,98 +6,58 @@ the rank it took longest on; only rank 0 has the result.
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 
-from ..contest import CaseResult, Row
+from ..contest import GPU, RETURN, WALL, CaseResult, Row, clocked
 from ..measure import Effort, Timing, no_garbage_collection, ratios
 from .cases import ProcessCase
-from .contestants import PEERS, Contestant, Entry, Ranks
-from .meeting import Meeting
-
-# Up to here a call costs so little that it is timed in batches. They run on zeros, which no
-# reduction changes, and on what the last call left in the caches: its own result, like a producer.
-LARGEST_IN_BATCHES = 16 << 10
-# A batch takes so long at least, and so many calls: the skew of the ranks at its beginning, some
-# microseconds, must not count.
-_BATCH_SECONDS, _LEAST_BATCH, _MOST_BATCH = 500e-6, 8, 1_000
+from .clocks import LARGEST_IN_BATCHES, CallByCall, InBatches, OnDevice, Seconds, Watch
+from .contestant import Contestant
+from .contestants import DEVICE_PEERS, PEERS, Entry, Ranks
+from .limits import LIMITS
+from .place import Place
 
 Samples = list[list[float]]  # by round
 
 
-def _one_by_one(contestant: Contestant, meeting: Meeting, calls: int) -> list[float]:
-    call, seconds = contestant.call, []
-    for _ in range(calls):
-        contestant.rewrite(1)
-        meeting.barrier()
-        begin = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - begin)
-    return seconds
-
-
-def _in_batches(contestant: Contestant, meeting: Meeting, batches: int, batch: int) -> list[float]:
-    call, turns, seconds = contestant.call, range(batch), []
-    contestant.rewrite(0)
-    for _ in range(batches):
-        meeting.barrier()
-        begin = time.perf_counter()
-        for _ in turns:
-            call()
-        seconds.append((time.perf_counter() - begin) / batch)
-    return seconds
-
-
 class _Turn:
-    """A contestant's share of every round, the same on all ranks."""
+    """A contestant's share of every round by one way of timing, the same on all ranks."""
 
-    def __init__(
-        self, contestant: Contestant, case: ProcessCase, meeting: Meeting, effort: Effort, of: int
-    ) -> None:
-        self._contestant, self._meeting = contestant, meeting
-        self._batch = 0
-        small = case.nbytes <= LARGEST_IN_BATCHES and not contestant.always_rewritten
-        if small:
-            each = self._slowest(max(_LEAST_BATCH, effort.warmup)) / max(
-                _LEAST_BATCH, effort.warmup
-            )
-            batch = math.ceil(_BATCH_SECONDS / each)
-            self._batch = min(_MOST_BATCH, max(_LEAST_BATCH, batch))
-            each *= self._batch
-        else:
-            self._slowest(max(1, effort.warmup))
-            each = self._slowest(1)
-        self.calls = effort.calls(each, of)
+    def __init__(self, contestant: Contestant, watch: Watch, effort: Effort, of: int) -> None:
+        self._contestant, self._watch = contestant, watch
+        self.calls = effort.calls(watch.warm(contestant, effort.warmup), of)
 
-    def _slowest(self, calls: int) -> float:
-        """The seconds that so many calls take with all that belongs to them."""
-        self._meeting.barrier()
-        begin = time.perf_counter()
-        _one_by_one(self._contestant, self._meeting, calls)
-        return max(self._meeting.gather(time.perf_counter() - begin))
+    def take(self, number: int) -> Seconds:
+        return self._watch.sample(self._contestant, self.calls[number])
 
-    def take(self, number: int) -> list[float]:
-        if self._batch:
-            return _in_batches(self._contestant, self._meeting, self.calls[number], self._batch)
-        return _one_by_one(self._contestant, self._meeting, self.calls[number])
+
+def _watches(contestant: Contestant, entry: Entry, place: Place) -> list[Watch]:
+    """The ways to time it: one, or both clocks apart."""
+    meeting = entry.ranks.meeting
+    if entry.ranks.apart:
+        return [CallByCall(meeting, place, True), OnDevice(meeting, place)]
+    if entry.case.nbytes <= LARGEST_IN_BATCHES and not contestant.always_rewritten:
+        return [InBatches(meeting)]
+    return [CallByCall(meeting, place, False)]
 
 
 def _rounds(entry: Entry, effort: Effort, seed: int) -> dict[str, Samples]:
-    meeting, found = entry.ranks.meeting, entry.found
-    samples: dict[str, Samples] = {contestant.name: [] for contestant in found}
-    turns = {c.name: _Turn(c, entry.case, meeting, effort, len(found)) for c in found}
+    """What this rank's clocks say, by row."""
+    samples: dict[str, Samples] = {}
+    place = Place(entry.case.devices[entry.ranks.meeting.rank])
+    ways = [(c, watch) for c in entry.found for watch in _watches(c, entry, place)]
+    turns = [(c.name, _Turn(c, watch, effort, len(ways))) for c, watch in ways]
     order = random.Random(seed)
-    names = list(turns)
-    for number in range(max((len(turn.calls) for turn in turns.values()), default=0)):
-        order.shuffle(names)
-        for name in names:
-            samples[name].append(turns[name].take(number))
+    for number in range(max((len(turn.calls) for _, turn in turns), default=0)):
+        order.shuffle(turns)
+        for name, turn in turns:
+            for clock, seconds in turn.take(number).items():
+                samples.setdefault(clocked(name, clock), []).append(seconds)
     return samples
 
 
@@ -115,28 +75,36 @@ def slowest_rank(of_ranks: list[dict[str, Samples]]) -> dict[str, Timing]:
     return timings
 
 
-def _row(contestant: Contestant, timings: Mapping[str, Timing], wrong: int | None) -> Row:
-    timing = timings[contestant.name]
-    limit = timings["memory"].rounds if "memory" in timings else None
+def _row(
+    contestant: Contestant, clock: str, timings: Mapping[str, Timing], wrong: int | None
+) -> Row:
+    name = clocked(contestant.name, clock)
+    timing = timings[name]
+    ways = [clocked(limit, clock) for limit in LIMITS]
+    limit = next((timings[w].rounds for w in ways if w in timings and clock != RETURN), None)
+    theirs = {peer: clocked(peer, clock) for peer in (*PEERS, *DEVICE_PEERS)}
     return Row(
-        contestant.name,
+        name,
         contestant.kind,
         timing,
-        wrong=wrong,
+        wrong=wrong if clock == WALL else None,
         limit_share=statistics.median(ratios(limit, timing.rounds)) if limit else None,
         limit_rounds=limit,
-        speedup={p: ratios(timings[p].rounds, timing.rounds) for p in PEERS if p in timings},
+        speedup={
+            p: ratios(timings[n].rounds, timing.rounds) for p, n in theirs.items() if n in timings
+        },
+        clock=clock,
     )
 
 
 def run_case(
-    case: ProcessCase, ranks: Ranks, peers: tuple[str, ...], effort: Effort, seed: int
+    case: ProcessCase, ranks: Ranks, names: tuple[str, ...], effort: Effort, seed: int
 ) -> CaseResult | None:
-    """Measure every contestant and check what each computes; return it on rank 0.
+    """Measure every contestant of these names and check what each computes; return it on rank 0.
 
     Whoever refuses the case is named in `not_run`; every other failure is raised.
     """
-    entry = Entry(case, ranks, peers)
+    entry = Entry(case, ranks, names)
     with no_garbage_collection():
         mine = _rounds(entry, effort, seed)
     wrong = {}
@@ -149,5 +117,11 @@ def run_case(
     if everyone is None:
         return None
     timings = slowest_rank(everyone)
-    rows = [_row(c, timings, wrong.get(c.name)) for c in entry.found]
+    rows = [
+        _row(contestant, clock, timings, wrong.get(contestant.name))
+        for contestant in entry.found
+        for clock in (WALL, RETURN, GPU)
+        if clocked(contestant.name, clock) in timings
+        and (contestant.kind, clock) != ("limit", RETURN)  # of which there is none
+    ]
     return CaseResult(case, rows, entry.not_run)

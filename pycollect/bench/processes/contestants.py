@@ -1,29 +1,42 @@
-"""Who takes part between processes: torch.distributed over two backends, and MPI's own calls.
+"""Who takes part between processes: torch.distributed over several backends, and MPI's own calls.
 
 All are called on the same tensors, but for `zero-copy`, whose tensors lie in the group's shared
-memory. The limit is `memory`: every rank multiplies its share of the bytes in place.
+memory, and `symm_mem`. The limit is `memory`: every rank multiplies its share of the bytes in
+place; of ranks on one GPU `memcpy`: rank 0 copies as many bytes on it.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import pycollect
 
 from ..cases import Call
 from .cases import COLLECTIVES, Buffers, ProcessCase
+from .contestant import Contestant
+from .groups import (
+    GLOO,
+    MPI,
+    NCCL,
+    OURS,
+    RUNG,
+    SYMM_MEM,
+    ZERO_COPY,
+    shared_empty,
+    symm_mem_call,
+)
+from .limits import limits
 from .meeting import Meeting
+from .place import Place
 
-OURS, ZERO_COPY, GLOO, MPI, MEMORY = "pycollect", "zero-copy", "gloo", "mpi", "memory"
 PEERS = (GLOO, MPI)
+DEVICE_PEERS = (GLOO, NCCL, SYMM_MEM)
 # Below it a call through Python and a meeting cost as much as the bytes: no limit is known.
 LEAST_FOR_LIMIT = 256 << 10
 _MPI_TYPES = {
@@ -34,6 +47,7 @@ _MPI_TYPES = {
     torch.int8: "INT8_T",
     torch.uint8: "UINT8_T",
 }
+_Make = Callable[[], tuple[Buffers, Call]]
 # How late one rank comes to a barrier that is checked.
 _LATE = 0.01
 
@@ -42,47 +56,38 @@ _LATE = 0.01
 class Ranks:
     """What one rank's process has: the others, by each of the ways to reach them.
 
-    `refusals` says of a way that is not there why.
+    `refusals` says of a way that is not there why. `apart`: both clocks are wanted.
     """
 
     meeting: Meeting
     groups: dict[str, Any] = field(default_factory=dict)
     mpi: Any = None
     refusals: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """`checked` returns the number of this rank's wrong elements after one call."""
-
-    name: str
-    kind: str
-    call: Call
-    rewrite: Callable[[int], None]
-    checked: Callable[[], int] | None
-    always_rewritten: bool = False
+    apart: bool = False
 
 
 class Entry:
     """The contestants of one case on this rank, and why the others cannot run."""
 
-    def __init__(self, case: ProcessCase, ranks: Ranks, peers: tuple[str, ...]) -> None:
+    def __init__(self, case: ProcessCase, ranks: Ranks, names: tuple[str, ...]) -> None:
         self.case, self.ranks = case, ranks
         self.found: list[Contestant] = []
         self.not_run: dict[str, str] = {}
-        self._plain = Buffers(case, ranks.meeting.rank, _torch_empty)
-        for name, kind, make in self._candidates():
-            if name in (OURS, ZERO_COPY) or name in peers:
-                self._try(name, kind, make)
+        self._device = case.devices[ranks.meeting.rank]
+        self._plain = Buffers(case, ranks.meeting.rank, self._empty)
+        ways = {
+            ZERO_COPY: self._zero_copy,
+            MPI: self._through_mpi,
+            SYMM_MEM: self._through_symm_mem,
+        }
+        for name in names:
+            if name != ZERO_COPY or case.count:
+                self._try(name, ways.get(name, partial(self._through_torch, name)))
         if case.nbytes >= LEAST_FOR_LIMIT:
-            self.found.append(_memory(case, ranks.meeting))
+            self.found += limits(case, ranks.meeting)
 
-    def _candidates(self) -> Iterator[tuple[str, str, Callable[[], tuple[Buffers, Call]]]]:
-        yield OURS, "pycollect", partial(self._through_torch, OURS)
-        if self.case.count:
-            yield ZERO_COPY, "pycollect", self._zero_copy
-        yield GLOO, "peer", partial(self._through_torch, GLOO)
-        yield MPI, "peer", self._through_mpi
+    def _empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(count, dtype=dtype, device=self._device)
 
     def _group(self, name: str) -> Any:
         if name not in self.ranks.groups:
@@ -95,7 +100,8 @@ class Entry:
 
     def _zero_copy(self) -> tuple[Buffers, Call]:
         group = self._group(OURS)
-        buffers = Buffers(self.case, self.ranks.meeting.rank, shared_empty(group))
+        empty = shared_empty(group, self._device)
+        buffers = Buffers(self.case, self.ranks.meeting.rank, empty)
         return buffers, COLLECTIVES[self.case.collective].call(buffers, group)
 
     def _through_mpi(self) -> tuple[Buffers, Call]:
@@ -107,16 +113,23 @@ class Entry:
         of = getattr(mpi, _MPI_TYPES[case.dtype])
         return self._plain, COLLECTIVES[case.collective].mpi(self._plain, mpi, of)
 
-    def _try(self, name: str, kind: str, make: Callable[[], tuple[Buffers, Call]]) -> None:
+    def _through_symm_mem(self) -> tuple[Buffers, Call]:
+        self._group(SYMM_MEM)
+        return symm_mem_call(self.case, self.ranks.meeting.rank)
+
+    def _try(self, name: str, make: _Make) -> None:
         """Add it unless it refuses the case on some rank, as all do alike."""
         refusal = ""
         try:
             buffers, call = make()
             call()
-        except pycollect.CollectiveError:
-            raise
+            Place(self._device).synchronize()
+        except pycollect.CollectiveError as error:
+            if not name.startswith(RUNG):  # one of these has a group that nobody else needs
+                raise
+            refusal = reason(error)
         except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
-            refusal = str(error).strip().split("\n")[0] or type(error).__name__
+            refusal = reason(error)
         refused = self.ranks.meeting.gather(float(bool(refusal)))
         if any(refused):
             self.not_run[name] = refusal or f"rank {refused.index(1.0)} refused"
@@ -124,45 +137,22 @@ class Entry:
         check = partial(buffers.wrong, call)
         if self.case.collective == "barrier":
             check = partial(_early, call, self.ranks.meeting)
+        kind = "peer" if name in (*PEERS, *DEVICE_PEERS) else "pycollect"
         self.found.append(Contestant(name, kind, call, buffers.rewrite, check, name == ZERO_COPY))
 
 
-def _torch_empty(count: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(count, dtype=dtype)
+def reason(error: Exception) -> str:
+    """Return one line that says why somebody does not run.
 
-
-def shared_empty(group: Any) -> Callable[[int, torch.dtype], torch.Tensor]:
-    """Return what allocates a tensor in the group's shared memory.
-
-    Raises:
-        NotImplementedError: if this build has no such tensors.
+    >>> reason(RuntimeError("NCCL error in: a.cpp:1\\nLast error:\\nDuplicate GPU detected"))
+    'NCCL error in: a.cpp:1 ... Duplicate GPU detected'
     """
-    empty = getattr(pycollect, "empty", None)
-    if empty is None:
-        raise NotImplementedError("this build has no tensors in shared memory")
-
-    def allocate(count: int, dtype: torch.dtype) -> torch.Tensor:
-        tensor: torch.Tensor = empty(count, dtype=dtype, group=group)
-        return tensor
-
-    return allocate
-
-
-def _memory(case: ProcessCase, meeting: Meeting) -> Contestant:
-    """In place it reads and writes every byte: half as many elements as bytes must move."""
-    flat = torch.ones(case.minimum_bytes // case.world // 8)
-    # Ranks that share a core multiply one after the other, and it has taken as long as all of them.
-    crowded = case.world > len(os.sched_getaffinity(0))
-
-    def multiply() -> None:
-        flat.mul_(1.0)
-        if crowded:
-            meeting.barrier()
-
-    def rewrite(value: int) -> None:
-        flat.fill_(1.0)
-
-    return Contestant(MEMORY, "limit", multiply, rewrite, None, True)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    # What NCCL has to say itself comes last, after where torch called it.
+    of_nccl = len(lines) > 1 and lines[0].startswith("NCCL")
+    return f"{lines[0]} ... {lines[-1]}" if of_nccl else lines[0]
 
 
 def _early(call: Call, meeting: Meeting) -> int:
@@ -175,17 +165,3 @@ def _early(call: Call, meeting: Meeting) -> int:
     early = sum(number != 1.0 for number in meeting.posted())
     meeting.barrier()  # before anybody posts the next number
     return early
-
-
-def make_groups(backend: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the two groups of all ranks, and why one of them is missing.
-
-    The default group is gloo's already.
-    """
-    groups: dict[str, Any] = {GLOO: dist.group.WORLD}
-    refusals: dict[str, str] = {}
-    if dist.is_backend_available(backend):
-        groups[OURS] = dist.new_group(backend=backend)
-    else:
-        refusals[OURS] = f"torch.distributed knows no backend {backend!r}"
-    return groups, refusals

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 import pycollect
 
 from ..contest import CaseResult
@@ -42,18 +44,31 @@ _LOOK_SECONDS = 0.5
 class Job:
     """What the ranks do. `no_mpi` says why MPI takes no part; empty: it does.
 
-    Rank 0 answers with a CaseResult for every case; whoever fails answers with a Failure.
+    Rank 0 answers with a CaseResult for every case; whoever fails answers with a Failure. `ours`
+    and `peers` are the contestants; `apart`: by the host's and the device's clocks. The first
+    `asked` cases were asked for, the others only targets speak of. A rank that waits `timeout`
+    seconds for another has lost it.
     """
 
-    world: int
+    devices: tuple[torch.device, ...]
     cases: tuple[ProcessCase, ...]
+    ours: tuple[str, ...]
     peers: tuple[str, ...]
     backend: str
     effort: Effort
     threads: int
     no_mpi: str = ""
+    apart: bool = False
+    asked: int = 0
+    timeout: float = 120.0
+    environ: tuple[tuple[str, str], ...] = ()
     page: str = ""
     port: int = 0
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.devices)
 
 
 @dataclass(frozen=True)
@@ -95,6 +110,7 @@ class Crew:
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ranks: list[Connection[Any, Any]] = []
+        self._abandoned = False
 
     def __enter__(self) -> Crew:
         page = Path(self._folder.name, "page")
@@ -120,7 +136,7 @@ class Crew:
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         # Loopback is the fastest that gloo can have here, whatever the host's name resolves to.
         about = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": path}
-        about["OMP_NUM_THREADS"] = str(job.threads)
+        about |= {"OMP_NUM_THREADS": str(job.threads), **dict(job.environ)}
         worker = [sys.executable, "-m", _WORKER, address]
         if not job.no_mpi:
             self._processes = [subprocess.Popen([*_mpirun(job.world), *worker], env=about)]
@@ -141,10 +157,15 @@ class Crew:
                         f"{len(self._ranks)} of {self._job.world} ranks came; ended: {ended}"
                     ) from None
 
-    def result(self) -> CaseResult:
-        """Wait for the result of the next case."""
+    def result(self, seconds: float | None = None) -> CaseResult:
+        """Wait for the result of the next case; TimeoutError if it takes longer than that."""
+        deadline = None if seconds is None else time.monotonic() + seconds
         while True:
-            for rank in wait(self._ranks):
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = wait(self._ranks, left)
+            if not ready:
+                raise TimeoutError(f"the processes did not answer within {seconds:.0f} s")
+            for rank in ready:
                 assert isinstance(rank, Connection)
                 try:
                     answer = rank.recv()
@@ -155,18 +176,24 @@ class Crew:
                 if isinstance(answer, CaseResult):
                     return answer
 
+    def abandon(self) -> None:
+        """Let the processes be ended at once, however they are."""
+        self._abandoned = True
+
     def __exit__(
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
-        status = self._end(at_once=kind is not None)
-        if kind is None and any(status):
+        status = self._end(at_once=self._abandoned or kind is not None)
+        if kind is None and any(status) and not self._abandoned:
             raise RuntimeError(f"after the last result the processes ended with {status}")
 
     def _end(self, at_once: bool) -> list[int]:
         status = []
+        if at_once:
+            for process in self._processes:
+                # Who is stuck in a driver hears nothing else; MPI's ranks are its mpirun's to end.
+                process.kill() if self._job.no_mpi else process.terminate()
         for process in self._processes:
-            if at_once:
-                process.terminate()
             try:
                 status.append(process.wait(_END_SECONDS))
             except subprocess.TimeoutExpired:

@@ -13,7 +13,7 @@ import torch
 from ..contest import CaseResult, Row
 from ..sizes import binary_size
 from ..targets import KIB, MIB, Outcome, Promise
-from .contestants import GLOO, MPI, OURS, ZERO_COPY
+from .groups import GLOO, MPI, OURS, ZERO_COPY
 
 # Sizes of the other collectives that a promise speaks of: one element a part, and this.
 LEAST, OTHERS = 4, 1 * MIB
@@ -124,6 +124,19 @@ def _narrow(results: Sequence[CaseResult]) -> Outcome:
     return Outcome("bfloat16, elements a second of float32's", 1, worst, where=where)
 
 
-def judge(results: Sequence[CaseResult]) -> list[Outcome]:
+def _anything(result: CaseResult) -> bool:
+    return result.case.world > 1
+
+
+# Of CUDA tensors on one GPU; the time is the host's, until the device is done.
+_DEVICE_PROMISES = (
+    *_versus_gloo(4, (("from 1 MiB", 10, MIB, 1 << 62),)),
+    Promise("gloo, everything", 1, _anything, _to_gloo, OURS),
+)
+
+
+def judge(results: Sequence[CaseResult], on_devices: bool = False) -> list[Outcome]:
     """Return an outcome for every promise, `measured` being the worst point of the run."""
+    if on_devices:
+        return [promise.judge(results) for promise in _DEVICE_PROMISES]
     return [*(promise.judge(results) for promise in _PROMISES), _narrow(results)]

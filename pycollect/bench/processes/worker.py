@@ -17,25 +17,27 @@ from typing import Any
 import torch
 
 from .contest import run_case
-from .contestants import MPI, Ranks, make_groups
+from .contestants import Ranks
 from .crew import HOST, RANK, Failure, Job, dist
+from .groups import MPI, make_groups
 from .meeting import Meeting
-
-# A rank that waits longer for another has lost it.
-_TIMEOUT = datetime.timedelta(seconds=120)
 
 
 def _work(job: Job, rank: int, parent: Connection[Any, Any]) -> None:
     torch.set_num_threads(job.threads)
     # The import initializes MPI.
     mpi = None if job.no_mpi else import_module("mpi4py.MPI")
+    device = job.devices[rank]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     meeting = Meeting(job.page, rank, job.world)
     store = dist.TCPStore(HOST, job.port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world, timeout=_TIMEOUT)
-    groups, missing = make_groups(job.backend)
-    ranks = Ranks(meeting, groups, mpi, {MPI: job.no_mpi, **missing})
+    limit = datetime.timedelta(seconds=job.timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world, timeout=limit)
+    groups, missing = make_groups(job.backend, (*job.ours, *job.peers))
+    ranks = Ranks(meeting, groups, mpi, {MPI: job.no_mpi, **missing}, job.apart)
     for number, case in enumerate(job.cases):
-        result = run_case(case, ranks, job.peers, job.effort, number)
+        result = run_case(case, ranks, (*job.ours, *job.peers), job.effort, number)
         if rank == 0:
             parent.send(result)
     dist.destroy_process_group()

@@ -48,6 +48,11 @@ class Case:
         """The number of ranks."""
         return len(self.devices)
 
+    @property
+    def one_kind(self) -> bool:
+        """Whether all ranks are on CPUs, or all on GPUs."""
+        return len({device.type for device in self.devices}) == 1
+
     def examples(self) -> tuple[Tensor, Tensor]:
         """Return a batch on the CPU, the same in every run; its numbers decide no time."""
         generator = torch.Generator().manual_seed(0)
@@ -86,6 +91,13 @@ class Result:
         if name not in self.entries:
             return None
         found = ratios(self.entries[name].timing.rounds, self.entries[ONE].timing.rounds)
+        return statistics.median(found)
+
+    def times_faster(self, name: str, than: str) -> float | None:
+        """Return the steps a second of one over another's: the median over rounds."""
+        if not {name, than} <= self.entries.keys():
+            return None
+        found = ratios(self.entries[than].timing.rounds, self.entries[name].timing.rounds)
         return statistics.median(found)
 
     def share(self, name: str) -> float | None:
@@ -134,17 +146,16 @@ def _contestants(
         yield NAIVE, _in_process(case, case.devices, "naive", overlap=False)
         yield PYCOLLECT, _in_process(case, case.devices, "pycollect", overlap=False)
         yield OVERLAPPED, _in_process(case, case.devices, "pycollect", overlap=True)
-    if ddp and all(device.type == "cpu" for device in case.devices):
+    if ddp and case.one_kind:
         for name, backend in BACKENDS.items():
-            job = Job(case.model, case.examples(), LR, case.world, backend)
+            job = Job(case.model, case.examples(), LR, case.devices, backend)
             yield name, stack.enter_context(Crew(job)).sampler
 
 
 def measure(case: Case, effort: Effort, ddp: bool = True) -> Result:
     """Time a step of all contestants in turns.
 
-    `ddp` starts a process per rank and backend, for ranks on the CPU. Raises RuntimeError if one
-    of them fails.
+    `ddp` starts a process per rank and backend. Raises RuntimeError if one of them fails.
     """
     reductions: Reductions = {}
     samplers: dict[str, Sampler] = {}
@@ -154,6 +165,6 @@ def measure(case: Case, effort: Effort, ddp: bool = True) -> Result:
             samplers[name] = make(reductions[name])
         timings = in_turns(samplers, effort)
     entries = {name: Entry(t, reductions[name][-t.count :]) for name, t in timings.items()}
-    gpus = any(device.type != "cpu" for device in case.devices)
-    not_run = {name: "DDP is measured on the CPU" for name in BACKENDS if ddp and gpus}
+    why = "needs all ranks on CPUs or all on GPUs"
+    not_run = {name: why for name in BACKENDS if ddp and not case.one_kind}
     return Result(case, entries, not_run)

@@ -1,6 +1,7 @@
 """Torch's DistributedDataParallel as a contestant: a process per rank, which waits for its turn.
 
-The ranks share the cores: each has its part of the threads, as torchrun's users set them.
+The ranks share the cores: each has its part of the threads, as torchrun's users set them. They are
+on the CPU or on GPUs, several of them on one if need be.
 """
 
 from __future__ import annotations
@@ -22,22 +23,30 @@ from torch import Tensor, nn
 
 from ..measure import Sampler
 
-BACKENDS = MappingProxyType({"DDP, gloo": "gloo", "DDP, pycollect": "pycollect"})
+DDP_GLOO, DDP_OURS = "DDP, gloo", "DDP, pycollect"
+BACKENDS = MappingProxyType({DDP_GLOO: "gloo", DDP_OURS: "pycollect"})
 # DDP's own default; what a rank reduces by itself is cut alike.
 _BUCKET_BYTES = 25 << 20
+# So long a silence is a hang: a step takes seconds at most, and starting a process half a minute.
+_SILENCE = 300.0
 # For a rank to end by itself; nothing is lost when it is stopped then.
 _PATIENCE = 20.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank trains, on its part of the batch."""
+    """What every rank trains, on its part of the batch and its own device."""
 
     model: str
     batch: tuple[Tensor, Tensor]
     lr: float
-    world: int
+    devices: tuple[torch.device, ...]
     backend: str
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.devices)
 
 
 Answer = tuple[list[float], list[float]]  # the seconds of steps and of reductions
@@ -51,23 +60,30 @@ class Rank:
         from ...train.losses import summed_cross_entropy
         from ...train.models import MODELS
 
-        self._X, self._y = (part.tensor_split(job.world)[rank] for part in job.batch)
-        self._module = nn.parallel.DistributedDataParallel(MODELS[job.model]())
+        device = self._device = job.devices[rank]
+        self._X, self._y = (part.tensor_split(job.world)[rank].to(device) for part in job.batch)
+        self._module = nn.parallel.DistributedDataParallel(MODELS[job.model]().to(device))
         self._loss = summed_cross_entropy
         # DDP takes the mean over ranks of what each rank has.
         self._scale = job.world / len(job.batch[0])
         self._sgd = torch.optim.SGD(self._module.parameters(), lr=job.lr, fused=True)
         sizes = [param.numel() for param in self._module.parameters()]
-        flat = torch.zeros(sum(sizes))
+        flat = torch.zeros(sum(sizes), device=device)
         self._buckets = torch.split(flat, _BUCKET_BYTES // flat.element_size())
 
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def step(self) -> float:
-        """Train on the batch; return the seconds it took."""
+        """Train on the batch; return the seconds until the device was done."""
+        self._synchronize()
         begin = time.perf_counter()
         self._sgd.zero_grad(set_to_none=True)
         loss = self._loss(self._module(self._X), self._y) * self._scale
         loss.backward()  # type: ignore[no-untyped-call]
         self._sgd.step()
+        self._synchronize()
         return time.perf_counter() - begin
 
     def reduce(self) -> float:
@@ -76,6 +92,7 @@ class Rank:
         begin = time.perf_counter()
         for bucket in self._buckets:
             dist.all_reduce(bucket)
+        self._synchronize()
         return time.perf_counter() - begin
 
 
@@ -85,6 +102,8 @@ def _work(rank: int, job: Job, store: str, threads: int, pipe: Pipe[Any, Any]) -
         import pycollect  # noqa: F401  # registers the backend
 
         torch.set_num_threads(threads)
+        if job.devices[rank].type == "cuda":
+            torch.cuda.set_device(job.devices[rank])
         dist.init_process_group(
             job.backend, init_method=f"file://{store}", rank=rank, world_size=job.world
         )
@@ -138,7 +157,10 @@ class Crew:
         """Wait for all ranks; RuntimeError with what the first one says that fails."""
         missing, answers = list(self._pipes), []
         while missing:
-            for pipe in wait(missing):
+            ready = wait(missing, _SILENCE)
+            if not ready:
+                raise RuntimeError(f"a rank of DDP did not answer within {_SILENCE:g} s")
+            for pipe in ready:
                 assert isinstance(pipe, Connection)
                 try:
                     answer = pipe.recv()

@@ -1,4 +1,4 @@
-"""What is promised of training on the CPU, and whether a run keeps it."""
+"""What is promised of training on the CPU and on one GPU, and whether a run keeps it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Iterable
 
 from ..targets import Outcome
 from .contest import ONE, OVERLAPPED, PYCOLLECT, Result
+from .ddp import DDP_GLOO, DDP_OURS
 
 # Of one replica's step on the whole batch, for two ranks and batches from this size on.
 _MOST, _BATCH = 1.05, 256
+# Steps a second of DDP over gloo's, with so many processes on one GPU.
+_FASTER, _PROCESSES = 3.0, 4
 # Per cent of a step that its reduction may take.
 _SHARES = {"lenet": 10.0, "resnet18": 2.0}
 
@@ -20,10 +23,25 @@ def judge(results: Iterable[Result]) -> list[Outcome]:
     that of a step that does not.
     """
     results = list(results)
+    if any(r.case.devices[0].type == "cuda" for r in results):
+        return [_ddp(results)]
     return [
         *(_slowdown(results, model) for model in _SHARES),
         *(_share(results, model) for model in _SHARES),
     ]
+
+
+def _ddp(results: list[Result]) -> Outcome:
+    points = [
+        (ratio, f"batch {r.case.batch}")
+        for r in results
+        if (r.case.model, r.case.world, len(set(r.case.devices))) == ("lenet", _PROCESSES, 1)
+        if (ratio := r.times_faster(DDP_OURS, DDP_GLOO)) is not None
+    ]
+    worst, where = min(points, default=(None, ""))
+    return Outcome(
+        f"lenet: DDP of {_PROCESSES} processes on a GPU, of gloo", _FASTER, worst, where=where
+    )
 
 
 def _slowdown(results: list[Result], model: str) -> Outcome:

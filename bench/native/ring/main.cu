@@ -1,0 +1,166 @@
+// The ring through which pageable host memory passes, the library's own, with other numbers: bytes
+// of a piece and pieces, both ways. Prints lines of JSON; exit status 77 without a GPU.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <thread>
+
+#include "../../../csrc/cuda/ring.h"
+
+namespace {
+
+using namespace pycollect::cuda;
+
+constexpr int kNoDevice = 77, kRepeats = 7;
+constexpr std::size_t KiB = 1 << 10, MiB = 1 << 20;
+
+void check(cudaError_t result, const char* what) {
+  if (result != cudaSuccess)
+    throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(result));
+}
+
+// What a ring asks of CUDA.
+class Plain final : public Runtime {
+ public:
+  Device current_device() override { return 0; }
+  void set_device(Device device) override { check(cudaSetDevice(device), "cudaSetDevice"); }
+  Event create_event(Device device) override {
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+    return {device, event};
+  }
+  void destroy_event(Event event) noexcept override { cudaEventDestroy(of(event)); }
+  void record(Event event, Stream stream) override {
+    check(cudaEventRecord(of(event), of(stream)), "cudaEventRecord");
+  }
+  void wait(Stream stream, Event event) override {
+    check(cudaStreamWaitEvent(of(stream), of(event), 0), "cudaStreamWaitEvent");
+  }
+  void launch(Stream, const Launch&) override { throw std::logic_error("nothing is folded here"); }
+  void copy(Stream stream, const Rectangle& r) override {
+    check(cudaMemcpyAsync(r.dst, r.src, r.bytes * r.rows, cudaMemcpyDefault, of(stream)),
+          "cudaMemcpyAsync");
+  }
+  bool is_capturing(Stream) override { return false; }
+  void synchronize(Stream stream) override {
+    check(cudaStreamSynchronize(of(stream)), "cudaStreamSynchronize");
+  }
+  void synchronize(Event event) override {
+    check(cudaEventSynchronize(of(event)), "cudaEventSynchronize");
+  }
+
+ private:
+  static cudaStream_t of(Stream stream) { return static_cast<cudaStream_t>(stream.handle); }
+  static cudaEvent_t of(Event event) { return static_cast<cudaEvent_t>(event.handle); }
+};
+
+// Copies by as many threads as torch would have.
+class Threads final : public Host {
+ public:
+  std::byte* new_pinned(std::size_t bytes) override {
+    void* at = nullptr;
+    check(cudaHostAlloc(&at, bytes, cudaHostAllocDefault), "cudaHostAlloc");
+    return static_cast<std::byte*>(at);
+  }
+  void copy(const Rectangle& r) override {
+    const auto bytes = static_cast<int64_t>(r.bytes * r.rows);
+    constexpr int64_t kGrain = 128 << 10;  // of a thread, as the library has it
+#pragma omp parallel for schedule(static)
+    for (int64_t at = 0; at < bytes; at += kGrain)
+      std::memcpy(r.dst + at, r.src + at, std::min(kGrain, bytes - at));
+  }
+};
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+template <class Run>
+double median_us(Run run) {
+  run();
+  double seconds[kRepeats];
+  for (double& s : seconds) {
+    const double begin = now();
+    run();
+    s = now() - begin;
+  }
+  std::nth_element(seconds, seconds + kRepeats / 2, seconds + kRepeats);
+  return seconds[kRepeats / 2] * 1e6;
+}
+
+struct Memory {
+  std::byte *device, *pageable, *pinned;
+};
+
+Rectangle way(const Memory& m, std::byte* host, std::size_t bytes, bool enters) {
+  const auto pitch = static_cast<std::ptrdiff_t>(bytes);
+  if (enters) return {m.device, host, pitch, pitch, bytes, 1, 0, kHost};
+  return {host, m.device, pitch, pitch, bytes, 1, kHost, 0};
+}
+
+void measure(Plain& runtime, Stream stream, const Memory& memory, std::size_t bytes, bool enters) {
+  const double pinned = median_us([&] {
+    runtime.copy(stream, way(memory, memory.pinned, bytes, enters));
+    runtime.synchronize(stream);
+  });
+  const double pageable = median_us([&] {
+    runtime.copy(stream, way(memory, memory.pageable, bytes, enters));
+    runtime.synchronize(stream);
+  });
+  for (std::size_t piece = 256 * KiB; piece <= 8 * MiB; piece *= 2)
+    for (int pieces : {2, 4, 8}) {
+      Threads host;
+      Ring ring(runtime, host, {piece, pieces});
+      CurrentDevice device(runtime);
+      const double us = median_us([&] {
+        ring.copy(device, stream, way(memory, memory.pageable, bytes, enters));
+        ring.drain(device);
+        runtime.synchronize(stream);
+      });
+      const bool ours = piece == RingSize{}.piece_bytes && pieces == RingSize{}.pieces;
+      std::printf("{\"question\": \"ring\", \"enters\": %s, \"bytes\": %zu, \"piece\": %zu",
+                  enters ? "true" : "false", bytes, piece);
+      std::printf(", \"pieces\": %d, \"us\": %.2f, \"pinned_us\": %.2f, \"pageable_us\": %.2f",
+                  pieces, us, pinned, pageable);
+      std::printf(", \"library\": %s}\n", ours ? "true" : "false");
+    }
+}
+
+void run() {
+  constexpr std::size_t kMost = 256 * MiB;
+  Plain runtime;
+  runtime.set_device(0);
+  Memory memory = {};
+  void* at = nullptr;
+  check(cudaMalloc(&at, kMost), "cudaMalloc");
+  memory.device = static_cast<std::byte*>(at);
+  memory.pinned = Threads().new_pinned(kMost);
+  std::vector<std::byte> pageable(kMost);
+  memory.pageable = pageable.data();
+  cudaStream_t made = nullptr;
+  check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "cudaStreamCreate");
+  for (std::size_t bytes : {1 * MiB, 16 * MiB, kMost})
+    for (bool enters : {true, false}) measure(runtime, {0, made}, memory, bytes, enters);
+}
+
+}  // namespace
+
+int main() {
+  int count = 0;
+  if (const cudaError_t found = cudaGetDeviceCount(&count); found != cudaSuccess || count == 0) {
+    std::printf("there is no GPU to copy to here: %s\n", cudaGetErrorString(found));
+    return kNoDevice;
+  }
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // who is killed half-way has said something
+  try {
+    run();
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "ring: %s\n", error.what());
+    return 1;
+  }
+  return 0;
+}

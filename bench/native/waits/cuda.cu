@@ -1,0 +1,196 @@
+// The probe's device on CUDA. Stream memory operations are the driver's, found through the runtime:
+// the program starts, and says why it cannot run, where there is no driver.
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstring>
+#include <string>
+
+#include "device.h"
+
+namespace waits {
+namespace {
+
+constexpr int kThreads = 256, kMostBlocks = 132;
+// Memory that processes share is allocated in whole pages of the GPU, so that nothing else is in
+// it.
+constexpr std::size_t kPage = 2 << 20;
+constexpr int kMostSums = 16;
+
+void check(cudaError_t result, const char* what) {
+  if (result == cudaSuccess) return;
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(result));
+}
+
+void check(CUresult result, const char* what) {
+  if (result != CUDA_SUCCESS)
+    throw std::runtime_error(std::string(what) + ": CUDA driver error " + std::to_string(result));
+}
+
+struct Sources {
+  Word* of[kMostSums];
+  int n;
+};
+
+__global__ void fill_words(Word* words, std::size_t count, Word value) {
+  for (std::size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count;
+       i += std::size_t{gridDim.x} * blockDim.x)
+    words[i] = value;
+}
+
+__global__ void sum_words(const __grid_constant__ Sources from, std::size_t count) {
+  for (std::size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count;
+       i += std::size_t{gridDim.x} * blockDim.x) {
+    Word sum = 0;
+    for (int r = 0; r < from.n; ++r) sum += from.of[r][i];
+    for (int r = 0; r < from.n; ++r) from.of[r][i] = sum;
+  }
+}
+
+__global__ void compare_words(const Word* words, std::size_t count, Word wanted, Word* wrong) {
+  for (std::size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count;
+       i += std::size_t{gridDim.x} * blockDim.x)
+    if (words[i] != wanted) atomicAdd(reinterpret_cast<unsigned long long*>(wrong), 1ull);
+}
+
+unsigned blocks(std::size_t count) {
+  const std::size_t wanted = (count + kThreads - 1) / kThreads;
+  return static_cast<unsigned>(wanted < kMostBlocks ? wanted : kMostBlocks);
+}
+
+template <class Function>
+Function driver_function(const char* name) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult status = {};
+  // As CUDA 12.0 has it, which all drivers that can run this have.
+  check(cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &status), name);
+  if (status != cudaDriverEntryPointSuccess)
+    throw std::runtime_error(std::string("this driver has no ") + name);
+  return reinterpret_cast<Function>(found);
+}
+
+class Cuda final : public Device {
+ public:
+  Cuda()
+      : write_(driver_function<decltype(write_)>("cuStreamWriteValue64")),
+        wait_(driver_function<decltype(wait_)>("cuStreamWaitValue64")) {}
+
+  Word* allocate(std::size_t words, Handle& handle) override {
+    void* at = nullptr;
+    const std::size_t bytes = (words * sizeof(Word) + kPage - 1) / kPage * kPage;
+    check(cudaMalloc(&at, bytes), "cudaMalloc");
+    check(cudaMemset(at, 0, bytes), "cudaMemset");
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    cudaIpcMemHandle_t made;
+    check(cudaIpcGetMemHandle(&made, at), "cudaIpcGetMemHandle");
+    static_assert(sizeof made == sizeof handle);
+    std::memcpy(handle.data(), &made, sizeof made);
+    return static_cast<Word*>(at);
+  }
+  Word* open(const Handle& handle) override {
+    cudaIpcMemHandle_t given;
+    std::memcpy(&given, handle.data(), sizeof given);
+    void* at = nullptr;
+    check(cudaIpcOpenMemHandle(&at, given, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle");
+    return static_cast<Word*>(at);
+  }
+  Word* pin(void* host, std::size_t bytes) override {
+    check(cudaHostRegister(host, bytes, cudaHostRegisterMapped | cudaHostRegisterPortable),
+          "cudaHostRegister");
+    void* at = nullptr;
+    check(cudaHostGetDevicePointer(&at, host, 0), "cudaHostGetDevicePointer");
+    return static_cast<Word*>(at);
+  }
+
+  Stream new_stream() override {
+    cudaStream_t made = nullptr;
+    check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "cudaStreamCreate");
+    return made;
+  }
+  void synchronize(Stream stream) override {
+    check(cudaStreamSynchronize(of(stream)), "cudaStreamSynchronize");
+  }
+  bool is_done(Stream stream) override {
+    const cudaError_t found = cudaStreamQuery(of(stream));
+    if (found == cudaErrorNotReady) return false;
+    check(found, "cudaStreamQuery");
+    return true;
+  }
+
+  Event new_event(Handle& handle) override {
+    cudaEvent_t made = nullptr;
+    check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming | cudaEventInterprocess),
+          "cudaEventCreate");
+    cudaIpcEventHandle_t given;
+    check(cudaIpcGetEventHandle(&given, made), "cudaIpcGetEventHandle");
+    static_assert(sizeof given == sizeof handle);
+    std::memcpy(handle.data(), &given, sizeof given);
+    return made;
+  }
+  Event open_event(const Handle& handle) override {
+    cudaIpcEventHandle_t given;
+    std::memcpy(&given, handle.data(), sizeof given);
+    cudaEvent_t opened = nullptr;
+    check(cudaIpcOpenEventHandle(&opened, given), "cudaIpcOpenEventHandle");
+    return opened;
+  }
+  void record(Event event, Stream stream) override {
+    check(cudaEventRecord(static_cast<cudaEvent_t>(event), of(stream)), "cudaEventRecord");
+  }
+  void hold(Stream stream, Event event) override {
+    check(cudaStreamWaitEvent(of(stream), static_cast<cudaEvent_t>(event), 0),
+          "cudaStreamWaitEvent");
+  }
+
+  void write(Stream stream, Word* at, Word value) override {
+    check(write_(of(stream), address(at), value, CU_STREAM_WRITE_VALUE_DEFAULT),
+          "cuStreamWriteValue64");
+  }
+  void wait(Stream stream, Word* at, Word least) override {
+    check(wait_(of(stream), address(at), least, CU_STREAM_WAIT_VALUE_GEQ), "cuStreamWaitValue64");
+  }
+
+  void copy(Stream stream, void* to, const void* from, std::size_t bytes) override {
+    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, of(stream)), "cudaMemcpyAsync");
+  }
+  void fill(Stream stream, Word* words, std::size_t count, Word value) override {
+    fill_words<<<blocks(count), kThreads, 0, of(stream)>>>(words, count, value);
+    check(cudaGetLastError(), "fill");
+  }
+  void sum(Stream stream, const std::vector<Word*>& words, std::size_t count) override {
+    Sources from = {};
+    from.n = static_cast<int>(words.size());
+    std::copy(words.begin(), words.end(), from.of);
+    sum_words<<<blocks(count), kThreads, 0, of(stream)>>>(from, count);
+    check(cudaGetLastError(), "sum");
+  }
+  void compare(Stream stream, const Word* words, std::size_t count, Word wanted,
+               Word* wrong) override {
+    compare_words<<<blocks(count), kThreads, 0, of(stream)>>>(words, count, wanted, wrong);
+    check(cudaGetLastError(), "compare");
+  }
+
+ private:
+  static cudaStream_t of(Stream stream) { return static_cast<cudaStream_t>(stream); }
+  static CUdeviceptr address(Word* at) { return reinterpret_cast<CUdeviceptr>(at); }
+
+  CUresult (*const write_)(CUstream, CUdeviceptr, cuuint64_t, unsigned);
+  CUresult (*const wait_)(CUstream, CUdeviceptr, cuuint64_t, unsigned);
+};
+
+}  // namespace
+
+void prepare() {}
+
+std::unique_ptr<Device> make_device() {
+  int count = 0;
+  const cudaError_t found = cudaGetDeviceCount(&count);
+  if (found != cudaSuccess || count == 0)
+    throw NoDevice(std::string("there is no GPU to probe here: ") +
+                   (found != cudaSuccess ? cudaGetErrorString(found) : "no device was found"));
+  check(cudaSetDevice(0), "cudaSetDevice");
+  check(cudaFree(nullptr), "the CUDA context");
+  return std::make_unique<Cuda>();
+}
+
+}  // namespace waits

@@ -1,0 +1,135 @@
+// The five ways of waiting, each as the exchange that a reduction by one rank needs: all ranks hand
+// their words over to rank 0, it sums them into all, and hands them back. Two hand-overs.
+#pragma once
+#include "page.h"
+
+namespace waits {
+
+// One rank's end of an exchange: what it works on.
+struct Station {
+  Device& device;
+  Meeting& meeting;
+  Stream stream;
+  std::vector<Word*> words;  // of every rank, in this process's addresses
+  std::size_t count;
+  Word* wrong;  // on the device
+};
+
+inline Word sum_of(Word round, int world) { return round * world + world * (world - 1) / 2; }
+
+class Way {
+ public:
+  explicit Way(const Station& station) : s(station) {}
+  virtual ~Way() = default;
+
+  // Rounds count up from 1, the same on all ranks.
+  void exchange(Word round) {
+    const int rank = s.meeting.rank(), world = s.meeting.world();
+    Word* const mine = s.words[rank];
+    s.device.fill(s.stream, mine, s.count, round + rank);
+    hand_over(round);
+    s.device.compare(s.stream, mine, s.count, sum_of(round, world), s.wrong);
+  }
+
+ protected:
+  virtual void hand_over(Word round) {
+    if (s.meeting.rank() != 0) {
+      release(round);
+      return await(0, round);
+    }
+    for (int peer = 1; peer < s.meeting.world(); ++peer) await(peer, round);
+    s.device.sum(s.stream, s.words, s.count);
+    release(round);
+  }
+  // What is on the stream so far is done before any peer's stream passes await for this rank.
+  virtual void release(Word round) = 0;
+  virtual void await(int peer, Word round) = 0;
+
+  void post(Word round) { s.meeting.mine().posted.value.store(round, std::memory_order_release); }
+  void see(int peer, Word round) { s.meeting.await(s.meeting.of(peer).posted.value, round); }
+
+  const Station s;
+};
+
+// Stream memory operations on counters of the device's memory, or of pinned memory that all share.
+// A wait is enqueued only when its release is on a stream already, so it always ends.
+class Counters final : public Way {
+ public:
+  Counters(const Station& station, std::vector<Word*> counters)
+      : Way(station), counters_(std::move(counters)) {}
+
+ private:
+  void release(Word round) override {
+    s.device.write(s.stream, counters_[s.meeting.rank()], round);
+    post(round);
+  }
+  void await(int peer, Word round) override {
+    see(peer, round);
+    s.device.wait(s.stream, counters_[peer], round);
+  }
+  const std::vector<Word*> counters_;
+};
+
+// Events that processes share. One is recorded again only when all have been seen to wait for it.
+class Events final : public Way {
+ public:
+  Events(const Station& station, std::vector<Event> events)
+      : Way(station), events_(std::move(events)) {}
+
+ private:
+  void release(Word round) override {
+    s.device.record(events_[s.meeting.rank()], s.stream);
+    post(round);
+  }
+  void await(int peer, Word round) override {
+    see(peer, round);
+    s.device.hold(s.stream, events_[peer]);
+  }
+  const std::vector<Event> events_;
+};
+
+// The host waits for its stream, then for the other hosts.
+class Hosts final : public Way {
+ public:
+  using Way::Way;
+
+ private:
+  void release(Word round) override {
+    s.device.synchronize(s.stream);
+    post(round);
+  }
+  void await(int peer, Word round) override { see(peer, round); }
+};
+
+// Copies to pinned memory that all share; rank 0's host sums there; copies back.
+class Staged final : public Way {
+ public:
+  using Way::Way;
+
+ private:
+  void release(Word round) override { post(round); }
+  void await(int peer, Word round) override { see(peer, round); }
+  void hand_over(Word round) override {
+    const int rank = s.meeting.rank(), world = s.meeting.world();
+    Page& page = s.meeting.page();
+    const std::size_t bytes = s.count * sizeof(Word);
+    s.device.copy(s.stream, page.slot(rank), s.words[rank], bytes);
+    s.device.synchronize(s.stream);
+    if (rank != 0) {
+      release(round);
+      await(0, round);
+    } else {
+      for (int peer = 1; peer < world; ++peer) await(peer, round);
+      for (std::size_t i = 0; i < s.count; ++i) {
+        Word sum = 0;
+        for (int r = 0; r < world; ++r) sum += page.slot(r)[i];
+        page.slot(kMostRanks)[i] = sum;
+      }
+      release(round);
+    }
+    s.device.copy(s.stream, s.words[rank], page.slot(kMostRanks), bytes);
+    s.device.synchronize(s.stream);  // before rank 0 may sum anew into what was copied
+  }
+};
+
+}  // namespace waits

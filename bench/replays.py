@@ -1,0 +1,152 @@
+"""Below which size a CUDA graph's replay beats the call: all_reduce of ranks on one GPU.
+
+A single call against a graph of one, until the GPU is done, and calls in a row against a graph of
+as many. All take turns; ratios are medians. Without a GPU it says so in one sentence, with status
+77.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+import pycollect
+from pycollect.bench import environment, gpu
+from pycollect.bench.cases import COLLECTIVES, Call, Workspace, sized_case
+from pycollect.bench.measure import Effort, Sampler, Timing, after_rewrite, interleave, ratios
+from pycollect.bench.nvcc import NO_GPU
+from pycollect.bench.record import SCHEMA, timing_record
+from pycollect.bench.sizes import binary_size, parse_size, size_range
+
+# Calls in a row: a training step has as many.
+ROW = 20
+# A replay must be so much faster before it is worth a capture.
+WORTH = 1.1
+PAIRS = {"call": "replay", "row": "row in a graph"}
+
+
+class Found(NamedTuple):
+    world: int
+    nbytes: int
+    timings: dict[str, Timing]
+
+    def ratio(self, eager: str) -> float:
+        """How many times as long it takes without a graph: the median over the rounds."""
+        slow, fast = self.timings[eager].rounds, self.timings[PAIRS[eager]].rounds
+        return statistics.median(ratios(slow, fast))
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    def worlds(text: str) -> list[int]:
+        return [int(word) for word in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("-b", "--minbytes", type=parse_size, default="4K", help="smallest size of a rank (4K)")
+    add("-e", "--maxbytes", type=parse_size, default="64M", help="largest size of a rank (64M)")
+    add("-f", "--stepfactor", type=int, default=4, help="from size to size (4)")
+    add("--world", type=worlds, default="4,8", help="numbers of ranks (4,8)")
+    add("--devices", default="cuda:0", help="the device of all ranks (cuda:0)")
+    add("-n", "--iterations", type=int, help="timed calls of each (by time, if not given)")
+    add("-w", "--warmup", type=int, default=3, help="calls before the first timed one (3)")
+    add("--seconds", type=float, default=1.0, help="time for each size (1.0)")
+    add("--json", metavar="FILE", help="everything, with the median of every round")
+    return parser.parse_args(argv)
+
+
+def in_a_row(call: Call) -> Call:
+    def run() -> None:
+        for _ in range(ROW):
+            call()
+
+    return run
+
+
+def each_of(sampler: Sampler, count: int) -> Sampler:
+    return lambda calls: [seconds / count for seconds in sampler(calls)]
+
+
+def measure(world: int, nbytes: int, device: torch.device, effort: Effort) -> Found:
+    """Time the four ways in turns, on zeros, which no number of sums changes."""
+    workspace = Workspace(sized_case("all_reduce", nbytes, torch.float32, "sum", (device,) * world))
+    call = COLLECTIVES["all_reduce"].call(workspace, {})
+    call()
+    workspace.synchronize()
+    runs: dict[str, Callable[[], object]] = {
+        "call": call,
+        "replay": gpu.graph_of(call, 1),
+        "row": in_a_row(call),
+        "row in a graph": gpu.graph_of(call, ROW),
+    }
+    zeros = partial(workspace.rewrite, 0)
+    samplers = {
+        name: each_of(
+            after_rewrite(run, zeros, workspace.synchronize), ROW if name.startswith("row") else 1
+        )
+        for name, run in runs.items()
+    }
+    return Found(world, nbytes, interleave(samplers, effort))
+
+
+def line(found: Found) -> str:
+    cells = "".join(f"{t.percentile(50) * 1e6:>15.2f}" for t in found.timings.values())
+    won = "".join(f"{found.ratio(eager):>10.2f}" for eager in PAIRS)
+    return f"{found.world:6} {binary_size(found.nbytes):>8}{cells}{won}"
+
+
+def answers(all_found: Sequence[Found]) -> list[str]:
+    """For each number of ranks the sizes up to which every replay is worth it."""
+    out = []
+    for world in dict.fromkeys(found.world for found in all_found):
+        for eager, graph in PAIRS.items():
+            upto = 0
+            for found in (f for f in all_found if f.world == world):
+                if found.ratio(eager) < WORTH:
+                    break
+                upto = found.nbytes
+            said = f"up to {binary_size(upto)}" if upto else "at no size"
+            out.append(f"# {world} ranks: {graph} is {WORTH:g}x as fast as {eager} {said}")
+    return out
+
+
+def record(found: Found) -> dict[str, Any]:
+    timings = {name: timing_record(timing) for name, timing in found.timings.items()}
+    won = {eager: found.ratio(eager) for eager in PAIRS}
+    return {"world": found.world, "bytes": found.nbytes, "timings": timings, "ratios": won}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    if args.devices.startswith("cuda") and not torch.cuda.is_available():
+        print("bench/replays.py: there is no GPU here to replay a graph on")
+        return NO_GPU
+    device = pycollect.devices(args.devices)[0]
+    about = environment.describe(shlex.join(sys.orig_argv))
+    print(*environment.header(about), sep="\n")
+    print(f"# Microseconds a call until the GPU is done; row: of {ROW} in a row")
+    heads = "".join(f"{name:>15}" for way in PAIRS.items() for name in way)
+    print(f"#world {'size':>8}{heads}{'x replay':>10}{'x graph':>10}", flush=True)
+    effort, found = Effort(args.seconds, args.iterations, args.warmup), []
+    for world in args.world:
+        for nbytes in size_range(args.minbytes, args.maxbytes, args.stepfactor):
+            found.append(measure(world, nbytes, device, effort))
+            print(line(found[-1]), flush=True)
+    print(*answers(found), sep="\n")
+    if args.json:
+        content = {"schema": SCHEMA, "environment": about, "row": ROW}
+        content["replays"] = [record(one) for one in found]
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

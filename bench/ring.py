@@ -1,0 +1,53 @@
+"""Try other sizes of the ring through which pageable host memory passes on its way to a GPU.
+
+Bytes of a piece and how many pieces: the best of each copy, where the library's own are, and what
+pinned memory and CUDA's own pageable copies take. Builds native/ring with nvcc; without nvcc or a
+GPU it says so in one sentence, with status 77. `python bench/ring.py --all` prints every size.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+
+from pycollect.bench.nvcc import ROOT, Found, Probe, run_probe
+from pycollect.bench.sizes import binary_size
+
+SOURCES = [ROOT / "bench" / "native" / "ring" / "main.cu", ROOT / "csrc" / "cuda" / "ring.cpp"]
+
+
+def case_of(found: Found) -> tuple[bool, int]:
+    return found["enters"], found["bytes"]
+
+
+def line(found: Found, best: Found) -> str:
+    way = "to the GPU" if found["enters"] else "to the host"
+    return (
+        f" {way:<12}{binary_size(found['bytes']):>8} {binary_size(found['piece']):>8}"
+        f" {found['pieces']:>6} {found['us']:>10.2f} {found['bytes'] / found['us'] / 1e3:>7.2f}"
+        f" {100 * found['pinned_us'] / found['us']:>8.0f}"
+        f" {found['pageable_us'] / found['us']:>10.2f} {best['us'] / found['us']:>8.2f}"
+        f"{'  ours' * found['library']}"
+    )
+
+
+def print_table(all_found: Sequence[Found], every: bool) -> None:
+    print("# %pinned: of the rate of pinned memory; x pageable: CUDA's own copy's time over this")
+    print(
+        f"#{'way':<12}{'bytes':>8} {'a piece':>8} {'pieces':>6} {'us':>10} {'GB/s':>7}"
+        f" {'%pinned':>8} {'x pageable':>10} {'of best':>8}"
+    )
+    for _, group in groupby(all_found, case_of):
+        ordered = sorted(group, key=lambda found: float(found["us"]))
+        for found in ordered:
+            if every or found is ordered[0] or found["library"]:
+                print(line(found, ordered[0]), flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_probe(Probe("ring", __doc__ or "", SOURCES, print_table), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

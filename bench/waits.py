@@ -1,0 +1,160 @@
+"""Probe the five ways in which processes on one GPU can wait for each other, and what they cost.
+
+An exchange is what a reduction by one rank needs: all hand over to rank 0, it sums, and hands back.
+Try `python bench/waits.py --world 2,4`. Builds native/waits with nvcc; every experiment has a time
+limit. Without nvcc or a GPU it says so in one sentence, with status 77.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pycollect.bench import environment
+from pycollect.bench.nvcc import NO_GPU, ROOT, SCHEMA, CannotRun, Found, build, lines_of
+from pycollect.bench.sizes import binary_size, parse_size
+
+SOURCES = [ROOT / "bench" / "native" / "waits" / name for name in ("main.cpp", "cuda.cu")]
+WAYS = {
+    "device": "stream memory operations on the GPU's memory",
+    "pinned": "stream memory operations on pinned memory that all share",
+    "events": "events between processes, with a handshake of the hosts",
+    "host": "hosts that wait for their streams and for each other",
+    "staged": "copies to pinned memory, summed by a host",
+}
+BLOCKED = {
+    "blocked-device": "a counter in the GPU's memory",
+    "blocked-pinned": "a counter in pinned memory",
+}
+# Beyond the program's own limit and its grace: to start processes, and to end them.
+MARGIN = 75
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    def list_of(read: Callable[[str], int]) -> Callable[[str], list[int]]:
+        return lambda text: [read(word) for word in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--world", type=list_of(int), default="2,4,8", help="numbers of processes (2,4,8)")
+    add("--bytes", type=list_of(parse_size), default="4K,64K", help="of a rank (4K,64K)")
+    add("--rounds", type=int, default=500, help="exchanges that are timed one by one (500)")
+    add("--seconds", type=float, default=15, help="at most, for each experiment (15)")
+    add("--program", type=Path, help="a probe that is built already")
+    add("--build", type=Path, default=ROOT / "build" / "native", help="where it is built")
+    add("--json", metavar="FILE", help="everything; written anew after every experiment")
+    return parser.parse_args(argv)
+
+
+def experiment(program: Path, way: str, world: int, nbytes: int, args: argparse.Namespace) -> Found:
+    """One run of the program; a failure is a finding, too."""
+    words = [way, world, nbytes, args.rounds, args.seconds]
+    try:
+        found: Found = json.loads(lines_of(program, words, args.seconds + MARGIN))
+    except (RuntimeError, json.JSONDecodeError) as error:
+        found = {"way": way, "world": world, "bytes": nbytes, "status": "failed"}
+        found["failure"] = str(error)
+    return found
+
+
+def exchange_line(found: Found) -> str:
+    head = f"{found['world']:6} {binary_size(found['bytes']):>8} {found['way']:<8}"
+    if "round_us" not in found:
+        return f"{head} {found['status']}: {found.get('failure', 'a stream or a host hung')}"
+    times = "".join(f"{found[key]:>11.2f}" for key in ("round_us", "round_p99_us", "batch_us"))
+    return f"{head} {times} {found['wrong']:>7}"
+
+
+def blocked_sentences(found: Found) -> list[str]:
+    """The answer in words."""
+    where, others = BLOCKED[found["way"]], found["world"] - 1
+    head = f"# {found['world']} processes, {others} with a stream that waits for {where}:"
+    if "other_process_ran" not in found:
+        why = found.get("failure", "the experiment hung elsewhere")
+        return [f"{head} no answer, {found['status']}: {why}"]
+    if not found["held"]:
+        return [f"{head} no answer, the streams did not wait"]
+    if not found["other_process_ran"]:
+        return [f"{head} another process did NOT run until they were released"]
+    own = "also ran" if found["own_second_stream_ran"] else "did NOT run"
+    return [
+        f"{head} another process ran; a kernel until done {found['free_us']:.1f} us before, "
+        f"{found['beside_us']:.1f} us beside them, in a burst {found['free_burst_us']:.2f} and "
+        f"{found['beside_burst_us']:.2f} us",
+        f"#   a second stream of the waiting processes {own} ({found['second_us']:.0f} us)",
+    ]
+
+
+def fastest(exchanges: Sequence[Found]) -> list[str]:
+    """For each number of processes and size, the way whose single exchange is shortest."""
+    best: dict[tuple[int, int], Found] = {}
+    for found in exchanges:
+        key = (found["world"], found["bytes"])
+        if found.get("wrong") == 0 and (
+            key not in best or found["round_us"] < best[key]["round_us"]
+        ):
+            best[key] = found
+    return [
+        f"# {world} processes, {binary_size(nbytes)}: {found['way']} ({WAYS[found['way']]}), "
+        f"{found['round_us']:.2f} us"
+        for (world, nbytes), found in best.items()
+    ]
+
+
+def is_bad(found: Found) -> bool:
+    return found["status"] == "failed" or found.get("wrong", 0) != 0
+
+
+def run(program: Path, args: argparse.Namespace, keep: Callable[[Found, str], None]) -> None:
+    """All experiments, the answer about blocked streams first: it is the shortest."""
+    for world in args.world:
+        for way in BLOCKED:
+            found = experiment(program, way, world, args.bytes[0], args)
+            print(*blocked_sentences(found), sep="\n", flush=True)
+            keep(found, "blocked")
+    print(f"#world {'size':>8} {'way':<8} {'round us':>11}{'p99 us':>11}{'batch us':>11}  #wrong")
+    for world in args.world:
+        for nbytes in args.bytes:
+            for way in WAYS:
+                found = experiment(program, way, world, nbytes, args)
+                print(exchange_line(found), flush=True)
+                keep(found, "exchanges")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    about = environment.describe(shlex.join(sys.orig_argv))
+    content: dict[str, Any] = {"schema": SCHEMA, "environment": about, "ways": WAYS}
+    content |= {"blocked": [], "exchanges": []}
+
+    def keep(found: Found, kind: str) -> None:
+        content[kind].append(found)
+        if args.json:
+            Path(args.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    try:
+        program = args.program or build(SOURCES, args.build / "waits")
+        lines_of(program, ["host", 2, 8, 1, args.seconds], args.seconds + MARGIN)
+    except CannotRun as error:
+        print(f"bench/waits.py: {error}")
+        return NO_GPU
+    except RuntimeError as error:
+        print(f"bench/waits.py: {error}")
+        return 1
+    print(*environment.header(about), sep="\n")
+    print(
+        "# round: an exchange by itself, until the stream is done, on the slowest rank; batch: of"
+    )
+    print("# one of many in a row; #wrong: words that were not the sum when they were looked at")
+    run(program, args, keep)
+    print(*fastest(content["exchanges"]), sep="\n")
+    return 1 if any(map(is_bad, [*content["blocked"], *content["exchanges"]])) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

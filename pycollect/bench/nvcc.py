@@ -1,0 +1,161 @@
+"""Programs of bench/native that need a GPU: built by nvcc where there is one, outside of torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import environment
+
+# What automake calls a skipped test, and these programs exit with where there is no GPU.
+NO_GPU = 77
+# Where no GPU says what it is: that of the H100 and the H200.
+_ARCHITECTURE = "sm_90"
+_FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xcompiler", "-Wall,-Wextra,-fopenmp")
+
+
+Found = dict[str, Any]
+SCHEMA = 1
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class CannotRun(Exception):
+    """There is no compiler, or no GPU: one sentence."""
+
+
+def architecture() -> str:
+    """Return what nvcc calls the first GPU."""
+    if not torch.cuda.is_available():
+        return _ARCHITECTURE
+    major, minor = torch.cuda.get_device_capability(0)
+    return f"sm_{major}{minor}"
+
+
+def build(sources: Sequence[Path], program: Path) -> Path:
+    """Compile and link `program`, unless it is newer than everything beside its sources.
+
+    Raises:
+        CannotRun: without nvcc.
+        RuntimeError: with what nvcc says.
+    """
+    made_of = [file for source in sources for file in source.parent.iterdir() if file.is_file()]
+    if program.exists() and all(f.stat().st_mtime < program.stat().st_mtime for f in made_of):
+        return program
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        raise CannotRun("there is no nvcc on the path, which builds the program")
+    program.parent.mkdir(parents=True, exist_ok=True)
+    command = [nvcc, *_FLAGS, f"-arch={architecture()}", *map(str, sources)]
+    done = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"nvcc ended with {done.returncode}\n{done.stderr}")
+    return program
+
+
+def lines_of(program: Path, arguments: Sequence[object], seconds: float) -> str:
+    """Run it to its end and return what it printed.
+
+    Raises:
+        CannotRun: where there is no GPU, with the program's sentence.
+        RuntimeError: if it fails or takes longer.
+    """
+    command = [str(program), *map(str, arguments)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{program.name} did not end within {seconds:g} s") from None
+    if done.returncode == NO_GPU:
+        raise CannotRun(done.stdout.strip())
+    if done.returncode and not done.stdout:
+        raise RuntimeError(f"{program.name} ended with {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def findings(program: Path, arguments: Sequence[object], seconds: float) -> Iterator[Found]:
+    """Run it and yield what each line of its output says, as it comes.
+
+    Raises:
+        CannotRun: where there is no GPU, with the program's sentence.
+        RuntimeError: if it fails, or takes longer: then it is killed.
+    """
+    command = [str(program), *map(str, arguments)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        timer = threading.Timer(seconds, child.kill)
+        timer.start()
+        try:
+            said = ""
+            for line in child.stdout:
+                said = line.strip()
+                if said.startswith("{"):
+                    yield json.loads(said)
+            errors = child.stderr.read().strip()
+        finally:
+            timer.cancel()
+            child.kill()
+    if child.returncode == NO_GPU:
+        raise CannotRun(said)
+    if child.returncode:
+        raise RuntimeError(f"{program.name} ended with {child.returncode}: {errors or said}")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A program that runs once and finds many things; `show(found, every)` prints them."""
+
+    name: str
+    about: str
+    sources: Sequence[Path]
+    show: Callable[[Sequence[Found], bool], None]
+    seconds: float = 120.0
+
+
+def _arguments(probe: Probe, argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"{probe.name}.py", description=probe.about)
+    add = parser.add_argument
+    add("--all", action="store_true", help="everything, not only the best and our own")
+    limit = f"after which it is ended ({probe.seconds:g})"
+    add("--seconds", type=float, default=probe.seconds, help=limit)
+    add("--program", type=Path, help="a program that is built already")
+    add("--build", type=Path, default=ROOT / "build" / "native", help="where it is built")
+    add("--json", metavar="FILE", help="everything")
+    return parser.parse_args(argv)
+
+
+def run_probe(probe: Probe, argv: Sequence[str] | None) -> int:
+    """Build it, run it, show what it finds, even if it fails; return the exit status."""
+    args = _arguments(probe, argv)
+    about = environment.describe(shlex.join(sys.orig_argv))
+    print(*environment.header(about), sep="\n", flush=True)
+    found: list[Found] = []
+    failure = ""
+    try:
+        program = args.program or build(probe.sources, args.build / probe.name)
+        found.extend(findings(program, [], args.seconds))
+    except CannotRun as error:
+        print(f"bench/{probe.name}.py: {error}")
+        return NO_GPU
+    except RuntimeError as error:
+        failure = str(error)
+    probe.show(found, args.all)
+    if failure:
+        print(f"# FAILED: {failure}")
+    if args.json:
+        content = {"schema": SCHEMA, "environment": about, "findings": found}
+        content["failure"] = failure or None
+        Path(args.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 1 if failure or any(f.get("wrong") for f in found) else 0

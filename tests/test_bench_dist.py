@@ -1,0 +1,219 @@
+"""The benchmark between processes on devices: both clocks, every rung, peers that may hang.
+
+The CPU stands in for the GPU: its events are times of the host. Speeds are not asserted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pycollect import _C, bench
+from pycollect.bench.contest import CaseResult, Row
+from pycollect.bench.measure import Effort, Timing
+from pycollect.bench.processes import cases, clocks, crew, groups, targets
+from pycollect.bench.processes.contestant import Contestant
+from pycollect.bench.processes.contestants import reason
+from pycollect.bench.processes.place import Place
+
+ROOT = Path(__file__).parents[1]
+CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
+PLACES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.cuda)]
+# What a rung that this build has is called, and the library's own choice.
+OURS = ["pycollect", *(f"sync={rung}" for rung in _C.cuda_rungs()[1:])]
+
+
+def sums(world: int, nbytes: int, device: torch.device = GPU) -> cases.ProcessCase:
+    return cases.process_case("all_reduce", nbytes, torch.float32, "sum", [device] * world)
+
+
+def job(world: int = 2, device: torch.device = GPU, **more: object) -> crew.Job:
+    about = {"cases": (sums(world, 4, device),), "ours": ("pycollect",), "peers": ("gloo",)}
+    about |= {"backend": "gloo", "effort": Effort(iterations=1, warmup=1), "threads": 1}
+    about |= {"no_mpi": "not in this test", "apart": True, "asked": 1}
+    return crew.Job(devices=(device,) * world, **(about | more))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", PLACES)
+def test_both_clocks_and_every_rung(device, tmp_path, capsys):
+    path = tmp_path / "run.json"
+    arguments = ["--processes", "2", "--devices", device, "-b", "4", "-e", "300K", "-f", "1000"]
+    arguments += ["-n", "2", "-w", "1", "--json", str(path)]
+    # Those that may hang would take this test's time, where they run.
+    assert bench.main([*arguments, "--peers", "all" if device == "cpu" else "gloo"]) == 0
+    run = json.loads(path.read_text())
+    assert run["failure"] is None
+    assert [case["bytes"] for case in run["cases"]] == [4, 4000, 300 << 10]
+    for case in run["cases"]:
+        rows = {row["algorithm"]: row for row in case["rows"]}
+        for name in (*OURS, "gloo"):
+            assert rows[name]["wrong"] == 0
+            clocked = [rows[name], rows[f"{name}:return"], rows[f"{name}:gpu"]]
+            assert [row["clock"] for row in clocked] == ["wall", "return", "gpu"]
+            assert all(len(row["speedup"]["gloo"]["rounds"]) == 2 for row in clocked)
+            done, returned = clocked[0]["time"]["p50"], clocked[1]["time"]["p50"]
+            assert 0 < returned < done
+        assert case["devices"] == [device] * 2
+    limits = {row["algorithm"] for row in run["cases"][-1]["rows"] if row["kind"] == "limit"}
+    assert limits in ({"memory", "memory:gpu"}, {"memcpy", "memcpy:gpu"})
+    output = capsys.readouterr().out
+    if device == "cpu":
+        assert output.count("# nccl not run: needs every rank on a GPU") == 1
+        assert run["cases"][0]["not_run"]["symm_mem"] == "needs every rank on a GPU"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--devices", "cpu", "--peers", "mpi"], "'mpi' is no peer of processes on devices"),
+        (["--peers", "nccl"], "'nccl' is no peer of processes; there are gloo, mpi"),
+        (["--devices", "warp:0"], "warp:0"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--processes", "2", *arguments])
+    assert message in capsys.readouterr().err
+
+
+class Alone:
+    """A meeting of one rank."""
+
+    rank, world = 0, 1
+
+    def barrier(self) -> None:
+        pass
+
+    def gather(self, number: float) -> list[float]:
+        return [number]
+
+
+def test_the_device_is_waited_for_and_its_clock_is_read():
+    order: list[str] = []
+
+    class Event:
+        def record(self) -> None:
+            order.append("record")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 6000.0 * order.count("call") / 8
+
+    place = Place(CPU)
+    place.event, place.synchronize = Event, lambda: order.append("synchronize")
+    mine = Contestant(
+        "a", "peer", lambda: order.append("call"), lambda v: order.append(f"{v}"), None
+    )
+    calls = clocks.CallByCall(Alone(), place, apart=True).sample(mine, 1)
+    assert order == ["1", "synchronize", "call", "synchronize"]
+    assert calls["return"][0] < calls["wall"][0]
+    order.clear()
+    watch = clocks.OnDevice(Alone(), place)
+    assert watch.sample(mine, 1)["gpu"] == [0.75]  # of two calls: a quarter of 6 s
+    assert order == ["0", "synchronize", "record", "call", "call", "record", "synchronize"]
+
+
+def test_a_batch_is_as_long_as_the_skew_demands():
+    slow = Contestant("a", "peer", lambda: time.sleep(0.001), lambda value: None, None)
+    fast = replace(slow, call=lambda: None)
+    for contestant, few in ((slow, True), (fast, False)):
+        watch = clocks.OnDevice(Alone(), Place(CPU))
+        watch.warm(contestant, 1)
+        assert (watch._batch == 2) == few
+
+
+def test_ranks_on_one_gpu_are_held_against_a_copy_on_it():
+    assert sums(4, 4096).one_memory
+    assert not sums(4, 4096, CPU).one_memory
+    case = cases.process_case("all_reduce", 4096, torch.float32, "sum", [GPU, CPU])
+    assert not case.one_memory
+
+
+def test_a_refusal_is_one_line():
+    assert reason(RuntimeError("\n a \n b")) == "a"
+    assert reason(KeyError()) == "KeyError"
+    assert reason(RuntimeError("NCCL error: x\nin y\nDuplicate GPU")) == (
+        "NCCL error: x ... Duplicate GPU"
+    )
+
+
+def row(name: str, seconds: float, clock: str = "wall", **ratios: float) -> Row:
+    speedup = {peer: [ratio] for peer, ratio in ratios.items()}
+    kind = "peer" if name in ("gloo", "nccl") else "pycollect"
+    timing = Timing(((seconds,),))
+    return Row(name, kind, timing, 0, speedup=speedup, clock=clock)
+
+
+def result(world: int, nbytes: int, gloo: float) -> CaseResult:
+    return CaseResult(sums(world, nbytes), [row("pycollect", 1.0, gloo=gloo)], {})
+
+
+def test_the_targets_of_devices():
+    found = targets.judge([result(4, 1 << 20, 11), result(4, 64, 2), result(8, 4, 0.9)], True)
+    assert [(o.measured, o.met) for o in found] == [(11, True), (0.9, False)]
+    assert found[1].where == "8 ranks, 4 B"
+
+
+@pytest.mark.slow
+def test_a_hang_ends_with_the_time_limit():
+    ranks = crew.Crew(job(device=CPU, cases=(sums(2, 64 << 20, CPU),) * 50))
+    begin = time.monotonic()
+
+    def stop_and_ask() -> None:
+        with ranks:
+            ranks.result()
+            for process in ranks._processes:
+                os.kill(process.pid, signal.SIGSTOP)  # hears no SIGTERM
+            for _ in range(50):
+                ranks.result(1)
+
+    with pytest.raises(TimeoutError, match="did not answer within 1 s"):
+        stop_and_ask()
+    assert all(process.poll() is not None for process in ranks._processes)
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.slow
+def test_what_was_measured_is_kept_when_time_is_up(tmp_path):
+    path = tmp_path / "run.json"
+    arguments = ["--processes", "2", "--devices", "cpu", "-b", "4", "-e", "64M", "-f", "4"]
+    arguments += ["-n", "5", "-w", "1", "--peers", "gloo", "--json", str(path)]
+    command = [sys.executable, "bench/allreduce_bandwidth.py", *arguments]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    child = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    timer = threading.Timer(60, child.kill)
+    timer.start()
+    for line in child.stdout:
+        if line.startswith("     2 "):
+            child.send_signal(signal.SIGTERM)
+            break
+    rest = child.stdout.read()
+    assert child.wait() == 1
+    timer.cancel()
+    assert "# FAILED: the run was terminated" in rest
+    run = json.loads(path.read_text())
+    assert run["failure"] == "the run was terminated"
+    assert 1 <= len(run["cases"]) < 13
+
+
+def test_a_rung_that_cannot_be_made_is_no_contestant(monkeypatch):
+    def refuses(**options: object) -> None:
+        raise ValueError("this machine has no such thing")
+
+    monkeypatch.setattr(groups.pycollect.distributed, "options", refuses)
+    made, refusals = groups.make_groups("warp", ("pycollect", *OURS[1:], "nccl", "zero-copy"))
+    assert list(made) == ["gloo"]
+    assert "knows no backend 'warp'" in refusals["pycollect"]
+    assert refusals[OURS[1]] == "this machine has no such thing"
+    assert refusals["nccl"]

@@ -1,0 +1,130 @@
+"""The probe of waits: its five ways, its watchdog and its answers, with threads for a GPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from test_bench_gpu import script
+
+ROOT = Path(__file__).parents[1]
+PROBE = ROOT / "bench" / "native" / "waits"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    made = tmp_path_factory.mktemp("waits") / "waits"
+    sources = [PROBE / "main.cpp", ROOT / "tests" / "native" / "waits_threads.cpp"]
+    flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-pthread"]
+    subprocess.run(["g++", *flags, *sources, "-o", made], check=True)
+    return made
+
+
+@pytest.mark.slow
+def test_every_way_computes_the_sum(program, capsys, tmp_path):
+    path = tmp_path / "waits.json"
+    arguments = ["--program", str(program), "--world", "2,5", "--bytes", "8,4K", "--rounds", "5"]
+    assert script("waits").main([*arguments, "--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    assert len(record["exchanges"]) == 2 * 2 * 5
+    for found in record["exchanges"]:
+        assert (found["status"], found["wrong"]) == ("ok", 0)
+        assert 0 < found["round_us"] <= found["round_p99_us"]
+    assert len(record["blocked"]) == 4
+    for found in record["blocked"]:
+        assert all(found[key] for key in ("held", "other_process_ran", "own_second_stream_ran"))
+    out = capsys.readouterr().out
+    assert out.count("another process ran;") == 4
+    assert "# 5 processes, 4 KiB: " in out
+
+
+def probe(program: Path, fake: str, *words: object) -> tuple[int, str, float]:
+    begin = time.monotonic()
+    done = subprocess.run(
+        [program, *map(str, words)],
+        env={"WAITS_FAKE": fake},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, done.stdout, time.monotonic() - begin
+
+
+@pytest.mark.slow  # the program is compiled
+def test_a_way_that_does_not_wait_is_wrong(program):
+    status, out, _ = probe(program, "hasty", "pinned", 4, 4096, 50, 10)
+    assert status == 0
+    assert json.loads(out)["wrong"] > 0
+
+
+@pytest.mark.slow
+def test_a_stream_that_hangs_is_released_by_a_store(program):
+    status, out, took = probe(program, "deaf", "pinned", 2, 8, 5, 0.5)
+    found = json.loads(out)
+    assert (status, found["status"], found["ended_when_released"]) == (0, "time is up", True)
+    assert took < 10
+
+
+@pytest.mark.slow
+def test_one_that_hears_nothing_is_killed(program):
+    _, out, took = probe(program, "deaf", "blocked-device", 2, 8, 5, 0.5)
+    found = json.loads(out)
+    assert (found["status"], found["ended_when_released"]) == ("time is up", False)
+    assert took < 20
+
+
+@pytest.mark.slow
+def test_a_stream_that_keeps_others_from_running_is_found(program):
+    # Long enough for the second stream's second.
+    _, out, _ = probe(program, "exclusive", "blocked-pinned", 3, 8, 5, 4)
+    found = json.loads(out)
+    assert found["held"] is True
+    assert found["other_process_ran"] is False
+    sentence = script("waits").blocked_sentences(found)
+    assert "did NOT run until they were released" in sentence[0]
+
+
+@pytest.mark.slow  # the program is compiled
+def test_without_a_gpu_it_says_so(program, capsys, monkeypatch):
+    assert probe(program, "none", "host", 2)[:2] == (77, "there is no GPU here: it was asked for\n")
+    monkeypatch.setenv("WAITS_FAKE", "none")
+    assert script("waits").main(["--program", str(program)]) == 77
+    assert capsys.readouterr().out == "bench/waits.py: there is no GPU here: it was asked for\n"
+
+
+@pytest.mark.slow  # the program is compiled
+def test_bad_arguments_are_refused(program):
+    for words in (["warp", 2], ["host"], ["host", 1], ["host", 17]):
+        assert probe(program, "", *words)[0] == 2
+
+
+def test_what_fails_is_said_and_fails_the_run():
+    waits = script("waits")
+    failed = {"way": "events", "world": 2, "bytes": 8, "status": "failed", "failure": "no IPC"}
+    hung = {"way": "device", "world": 2, "bytes": 8, "status": "time is up"}
+    assert "no IPC" in waits.exchange_line(failed)
+    assert "time is up: a stream or a host hung" in waits.exchange_line(hung)
+    assert [waits.is_bad(f) for f in (failed, hung, {**hung, "wrong": 1})] == [True, False, True]
+    unheld = {"way": "blocked-pinned", "world": 2, "held": False, "other_process_ran": True}
+    assert "the streams did not wait" in waits.blocked_sentences(unheld)[0]
+    assert "no answer, time is up" in waits.blocked_sentences({**hung, "way": "blocked-device"})[0]
+
+
+@pytest.mark.slow
+def test_the_probe_compiles_for_a_gpu(tmp_path):
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc")
+    waits = script("waits")
+    made = waits.build(waits.SOURCES, tmp_path / "waits")
+    before = made.stat().st_mtime_ns
+    assert waits.build(waits.SOURCES, made).stat().st_mtime_ns == before
+    assert subprocess.run([made, "host", "2"], capture_output=True, check=False).returncode in (
+        0,
+        77,
+    )
