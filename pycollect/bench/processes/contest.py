@@ -7,6 +7,7 @@ the rank it took longest on; only rank 0 has the result.
 from __future__ import annotations
 
 import math
+import os
 import random
 import statistics
 import time
@@ -24,9 +25,10 @@ from .meeting import Meeting
 # Up to here a call costs so little that it is timed in batches. They run on zeros, which no
 # reduction changes, and on what the last call left in the caches: its own result, like a producer.
 LARGEST_IN_BATCHES = 16 << 10
-# A batch takes so long at least, and so many calls: the skew of the ranks at its beginning, some
-# microseconds, must not count.
-_BATCH_SECONDS, _LEAST_BATCH, _MOST_BATCH = 500e-6, 8, 1_000
+# A batch takes so long at least, and so many calls: the skew of the ranks at its beginning must not
+# count. It is some microseconds, and for each rank more than there are cores a turn of another:
+# 8 ranks on 2 cores lost 100 us to it.
+_BATCH_SECONDS, _CROWDED_BATCH_SECONDS, _LEAST_BATCH, _MOST_BATCH = 500e-6, 5e-3, 8, 1_000
 
 Samples = list[list[float]]  # by round
 
@@ -64,16 +66,25 @@ class _Turn:
         self._batch = 0
         small = case.nbytes <= LARGEST_IN_BATCHES and not contestant.always_rewritten
         if small:
-            each = self._slowest(max(_LEAST_BATCH, effort.warmup)) / max(
-                _LEAST_BATCH, effort.warmup
-            )
-            batch = math.ceil(_BATCH_SECONDS / each)
-            self._batch = min(_MOST_BATCH, max(_LEAST_BATCH, batch))
-            each *= self._batch
+            self._slowest(effort.warmup)
+            each = self._fill_batch()
         else:
             self._slowest(max(1, effort.warmup))
             each = self._slowest(1)
         self.calls = effort.calls(each, of)
+
+    def _fill_batch(self) -> float:
+        """Find how many calls take so long that their beginning does not count; return how long."""
+        meeting = self._meeting
+        crowded = meeting.world > len(os.sched_getaffinity(0))
+        wanted = _CROWDED_BATCH_SECONDS if crowded else _BATCH_SECONDS
+        self._batch = _LEAST_BATCH
+        while True:
+            (each,) = _in_batches(self._contestant, meeting, 1, self._batch)
+            took = max(meeting.gather(each)) * self._batch
+            if took >= wanted or self._batch == _MOST_BATCH:
+                return took
+            self._batch = min(_MOST_BATCH, math.ceil(1.1 * self._batch * wanted / took))
 
     def _slowest(self, calls: int) -> float:
         """The seconds that so many calls take with all that belongs to them."""
