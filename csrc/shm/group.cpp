@@ -40,6 +40,7 @@ Group::Group(Board& board, Rank rank, int world, Settings settings)
   require_one_memory(nonces);
   // Now that all have committed theirs: everything that a collective touches but the arenas.
   segment_->touch(0, layout_.arenas);
+  note_core();
 }
 
 // Takes the memory, and commits what is this rank's to commit: its slots, and rank 0 what is

@@ -65,7 +65,9 @@ class Group {
   class Lookout;  // await.cpp
   void adopt(std::shared_ptr<Segment> segment);
   void require_one_memory(const std::vector<uint64_t>& nonces) const;
+  int32_t note_core();
   bool shares_core();
+  bool holds_up(Rank awaited);
   std::vector<Rank> behind(uint64_t goal) const;
   std::vector<Rank> last_behind(uint64_t goal) const;
   void sleep_for(Rank r, uint64_t wanted, std::chrono::nanoseconds at_most);

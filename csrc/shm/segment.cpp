@@ -11,9 +11,9 @@
 #include <atomic>
 #include <cerrno>
 #include <filesystem>
-#include <fstream>
 
 #include "../plan/error.h"
+#include "headroom.h"
 #include "system.h"
 
 namespace pycollect::shm {
@@ -38,19 +38,6 @@ void resize(int fd, std::size_t bytes) {
            EFBIG);
   while (ftruncate(fd, bytes) != 0)
     if (errno != EINTR) refuse(text("shared memory of ", mebibytes(bytes)), errno);
-}
-
-// What the machine can give without killing somebody for it.
-std::size_t available_bytes() {
-  std::ifstream file("/proc/meminfo");
-  std::size_t available = 0, found = 0;
-  std::string word;
-  while (file >> word) {
-    std::size_t kibibytes = 0;
-    if (word != "MemAvailable:" && word != "SwapFree:") continue;
-    if (file >> kibibytes) available += kibibytes << 10, ++found;
-  }
-  return found > 0 ? available : SIZE_MAX;
 }
 
 [[noreturn]] void refuse_memory(int fd, std::size_t bytes, int error) {
@@ -147,10 +134,9 @@ Segment::Segment(Descriptor file, std::size_t bytes) : file_(std::move(file)), b
 Segment::~Segment() { munmap(data_, bytes_); }
 
 void Segment::commit(std::size_t offset, std::size_t bytes) {
-  const std::size_t available = available_bytes();
-  if (bytes > available)
+  if (const Headroom most = headroom(); bytes > most.bytes)
     throw std::runtime_error(text("no memory for ", mebibytes(bytes), " to share: ",
-                                  mebibytes(available), " are available on this machine"));
+                                  mebibytes(most.bytes), " are available ", most.where));
   for (std::size_t done = 0; done < bytes;) {
     const std::size_t part = std::min(bytes - done, kCommitBytes);
     if (fallocate(descriptor(), 0, offset + done, part) == 0)

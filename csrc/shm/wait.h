@@ -32,18 +32,18 @@ inline void pause() {
 void sleep_on(const std::atomic<uint64_t>& word, uint64_t seen, std::chrono::nanoseconds at_most);
 void wake_sleepers(const std::atomic<uint64_t>& word);
 
-// A core of its own for every rank: who is awaited is running, and leaving the core to nobody made
-// the scheduler put both ranks on one (1.5 us an exchange instead of 0.18). 20 to 100 us measured
+// Who is awaited has a core of its own: it is running, and leaving the core to nobody made the
+// scheduler put both ranks on one (1.5 us an exchange instead of 0.18). 20 to 100 us measured
 // alike.
 inline constexpr std::chrono::microseconds kSpinning{50};
 // Then the clock is read, and who has come to share this core: longer than what an exchange takes.
 inline constexpr int kPausesPerLook = 32;
-// More ranks than cores: who is awaited probably is not running. 0 and 20 measured alike, 200 made
-// a small all_reduce of 4 ranks on 2 cores 3 times as slow, 2000 20 times.
+// More ranks than cores, and nobody knows whom this wait is for: it probably is not running. 0 and
+// 20 measured alike, 200 made a small all_reduce of 4 ranks on 2 cores 3 times as slow.
 inline constexpr int kPausesWhenCrowded = 16;
 // A wake-up by the kernel takes 35 us: under 2 % of a wait that has lasted so long.
 inline constexpr std::chrono::milliseconds kYielding{2};
-inline constexpr int kYieldsPerLook = 8;  // at the clock: a tenth of what a yield takes
+inline constexpr int kTurnsPerLook = 8;  // at the clock: a tenth of what a yield takes
 // How often to look who is alive, what time it is, and whether the group is whole. Takes under 1 us
 // for 8 ranks.
 inline constexpr std::chrono::milliseconds kLooking{1};
@@ -69,14 +69,19 @@ bool spin(bool crowded, const Ready& ready, const Vain& vain) {
 }
 
 // Until `ready`, after spinning. `look(now)` is called now and then and throws when there is no
-// more sense in waiting; `sleep(waited)` is what to do in the last stage.
-template <class Ready, class Look, class Sleep>
-void wait(const Ready& ready, const Look& look, const Sleep& sleep) {
+// more sense in waiting; `sleep(waited)` is what to do in the last stage. Before that the core is
+// offered to others whenever it is `vain` to hold it, and after kSpinning always.
+template <class Ready, class Vain, class Look, class Sleep>
+void wait(const Ready& ready, const Vain& vain, const Look& look, const Sleep& sleep) {
   const auto begin = Clock::now();
   for (auto now = begin, looked = begin; now - begin < kYielding; now = Clock::now()) {
     if (now - looked >= kLooking) look(looked = now);
-    for (int i = 0; i < kYieldsPerLook; ++i) {
-      sched_yield();
+    const bool spins = now - begin < kSpinning;
+    for (int i = 0; i < kTurnsPerLook; ++i) {
+      if (!spins || vain())
+        sched_yield();
+      else
+        for (int p = 0; p < kPausesPerLook && !ready(); ++p) pause();
       if (ready()) return;
     }
   }

@@ -8,6 +8,7 @@ producer's.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -19,9 +20,10 @@ from .place import Place
 
 # Up to here a call between CPUs costs so little that it is timed in batches.
 LARGEST_IN_BATCHES = 16 << 10
-# A batch takes so long at least, and so many calls: the skew of the ranks at its beginning, some
-# microseconds, must not count.
-_BATCH_SECONDS, _LEAST_BATCH, _MOST_BATCH = 500e-6, 8, 1_000
+# A batch takes so long at least, and so many calls: the skew of the ranks at its beginning must not
+# count. It is some microseconds, and for each rank more than there are cores a turn of another:
+# 8 ranks on 2 cores lost 100 us to it.
+_BATCH_SECONDS, _CROWDED_BATCH_SECONDS, _LEAST_BATCH, _MOST_BATCH = 500e-6, 5e-3, 8, 1_000
 # On a device the gap before the first call is spread over this many at least; a call of gloo may
 # take a second.
 _LEAST_ON_DEVICE = 2
@@ -81,11 +83,15 @@ class InBatches:
         self._meeting, self._batch = meeting, _LEAST_BATCH
 
     def warm(self, contestant: Contestant, calls: int) -> float:
-        """See Watch; finds out how many calls a batch has."""
+        """See Watch; finds out how many calls take so long that their beginning does not count."""
+        crowded = self._meeting.world > len(os.sched_getaffinity(0))
+        wanted = _CROWDED_BATCH_SECONDS if crowded else _BATCH_SECONDS
         self._batch = max(_LEAST_BATCH, calls)
-        each = _slowest(self._meeting, lambda: self.sample(contestant, 1)) / self._batch
-        self._batch = _batch_of(each, _LEAST_BATCH)
-        return each * self._batch
+        while True:
+            took = _slowest(self._meeting, lambda: self.sample(contestant, 1))
+            if took >= wanted or self._batch == _MOST_BATCH:
+                return took
+            self._batch = min(_MOST_BATCH, math.ceil(1.1 * self._batch * wanted / took))
 
     def sample(self, contestant: Contestant, n: int) -> Seconds:
         """See Watch."""
@@ -112,7 +118,8 @@ class OnDevice:
     def warm(self, contestant: Contestant, calls: int) -> float:
         """See Watch; finds out how many calls a batch has."""
         each = _slowest(self._meeting, lambda: self.sample(contestant, 1)) / self._batch
-        self._batch = _batch_of(each, _LEAST_ON_DEVICE)
+        wanted = math.ceil(_BATCH_SECONDS / each)
+        self._batch = min(_MOST_BATCH, max(_LEAST_ON_DEVICE, wanted))
         return each * self._batch
 
     def sample(self, contestant: Contestant, n: int) -> Seconds:
@@ -130,7 +137,3 @@ class OnDevice:
             self._place.synchronize()
             seconds.append(start.elapsed_time(end) / 1e3 / self._batch)
         return {GPU: seconds}
-
-
-def _batch_of(each: float, least: int) -> int:
-    return min(_MOST_BATCH, max(least, math.ceil(_BATCH_SECONDS / each)))
