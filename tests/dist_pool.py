@@ -217,14 +217,18 @@ def _kernel(pid: int | None) -> list[str]:
 class Pools:
     """One pool for each spec, made when it is first asked for, and again after it broke."""
 
-    def __init__(self) -> None:
+    def __init__(self, **always: Any) -> None:
+        self._always = always  # of every spec that does not say otherwise
         self._pools: dict[Spec, Pool] = {}
 
     def __call__(self, world: int, **spec: Any) -> Pool:
-        key = Spec(world, **spec)
+        key = Spec(world, **{**self._always, **spec})
         if key not in self._pools or not self._pools[key].whole:
             self._pools[key] = Pool(key)
         return self._pools[key]
+
+    def whole(self) -> list[Pool]:
+        return [pool for pool in self._pools.values() if pool.whole]
 
     def close(self) -> None:
         for pool in self._pools.values():
@@ -253,9 +257,9 @@ def caught(call: Callable[..., Any], *args: Any, **options: Any) -> Caught:
     return Caught((), "", time.monotonic())
 
 
-def pools_of_a_module() -> Iterator[Pools]:
-    """For a fixture."""
-    pools = Pools()
+def pools_of_a_module(**always: Any) -> Iterator[Pools]:
+    """For a fixture; what all specs have in common."""
+    pools = Pools(**always)
     yield pools
     pools.close()
 
@@ -263,6 +267,14 @@ def pools_of_a_module() -> Iterator[Pools]:
 def shared_files() -> list[str]:
     """The backend's files in /dev/shm; other programs have theirs there."""
     return sorted(name for name in os.listdir("/dev/shm") if "pycollect" in name)
+
+
+RUNGS = ("stream", "wait", "host")  # how processes exchange CUDA tensors
+
+
+def on_rung(name: str) -> tuple[tuple[str, str], ...]:
+    """The environment of ranks that exchange CUDA tensors in this way."""
+    return (("PYCOLLECT_CUDA_SYNC", name),)
 
 
 def backend_of(group: dist.ProcessGroup | None = None) -> Any:

@@ -15,7 +15,10 @@ enum class Ground : uint8_t {
   staged,  // several, some only through the host
   slots,   // of processes: private, but for small slots that all of them share
   arenas,  // of processes: the tensors themselves lie in memory that all of them share
+  slabs,   // of processes on one GPU: private, but for slots in its memory
+  slabs_apart,  // of processes on several GPUs, which reach each other's slots
 };
+inline constexpr std::size_t kGrounds = 7;
 
 // What is known when a call arrives.
 struct Situation {

@@ -41,7 +41,7 @@ c10::intrusive_ptr<MessageWork> Messages::make(const Letter& letter, const char*
     if (closed_) throw CollectiveError(text(name, ": the group has been destroyed"));
     ask.number = made_++;
   }
-  return c10::make_intrusive<MessageWork>(ask, letter.tensor, away ? ladder_->begin() : nullptr,
+  return c10::make_intrusive<MessageWork>(ask, letter.tensor, away ? ladder_->begin_staged() : nullptr,
                                           shared_from_this());
 }
 

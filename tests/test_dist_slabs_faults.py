@@ -1,0 +1,305 @@
+"""Slabs without a device, when something goes wrong: ranks that die or come late, calls of CUDA that
+fail on one rank, waits and words that are lost. An error in time, on all ranks, and nothing held up.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import dist_fake
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import OURS, Caught, Me, caught, fresh
+
+pytestmark = pytest.mark.skipif(not OURS, reason="has slabs of its own")
+VICTIM = 1
+NOTICED = 2.0  # seconds after a death in which everybody has raised
+
+
+def work_of(x: torch.Tensor) -> Any:
+    return dist.all_reduce(x, async_op=True)
+
+
+def ended(work: Any, seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while not work.is_completed() and time.monotonic() < end:
+        time.sleep(0.001)
+    return bool(work.is_completed())
+
+
+def bereaved(me: Me) -> tuple[Any, ...]:
+    """The victim has enqueued its part and dies before its stream comes to it."""
+    x = torch.full((1000,), 3.0)
+    dist.all_reduce(torch.ones(3))
+    dist.barrier()
+    me.fake.look(False)
+    if me.rank == VICTIM:
+        me.fake.stall(True)
+    work = work_of(x)
+    work.wait()  # the host does not wait for it, and nothing has happened yet
+    if me.rank == VICTIM:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    over = ended(work)
+    took = time.monotonic() - begin
+    errors = [caught(work.wait), caught(lambda: (_ for _ in ()).throw(work.exception()))]
+    errors.append(caught(dist.all_reduce, x))
+    me.fake.look(True)
+    later = caught(work.wait)  # and its stream has come to the end of what it has
+    return over, took, errors, later, x.unique().tolist(), me.fake.gpu.fouls()
+
+
+def test_a_rank_is_killed_with_its_work_enqueued():
+    with fresh(3, staged="eager:stream") as pool:
+        for rank, outcome in enumerate(pool.outcomes(bereaved)):
+            assert outcome.died == (rank == VICTIM)
+            if rank == VICTIM:
+                continue
+            assert not outcome.error, outcome.error
+            over, took, errors, later, values, fouls = outcome.value
+            assert over
+            assert took < 0.2 + NOTICED
+            for error in [*errors, later]:
+                assert "CollectiveError" in error.kinds, error
+                assert f"rank {VICTIM}" in error.text, error
+            assert values == [3.0]  # no result is written after that
+            assert fouls == []
+
+
+def killed(me: Me) -> tuple[float, Caught, Caught]:
+    x = torch.ones(1000)
+    dist.all_reduce(x)
+    dist.barrier()
+    if me.rank == VICTIM:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    error = caught(dist.all_reduce, x)
+    return begin, error, caught(dist.all_reduce, x)
+
+
+@pytest.mark.parametrize("rung", ["stream", "wait"])
+def test_a_rank_is_killed_before_it_comes(rung):
+    with fresh(3, staged=f"late:{rung}") as pool:
+        for rank, outcome in enumerate(pool.outcomes(killed)):
+            assert outcome.died == (rank == VICTIM)
+            if rank == VICTIM:
+                continue
+            assert not outcome.error, outcome.error
+            begin, error, again = outcome.value
+            assert error.kind == "PeerLost", error
+            assert f"rank {VICTIM}" in error.text
+            assert error.when - begin < 0.2 + NOTICED
+            assert "CollectiveError" in again.kinds
+
+
+def held_up(me: Me) -> tuple[bool, Caught, Caught, float]:
+    """The victim's stream has something else to do."""
+    x = torch.full((1000,), 3.0)
+    dist.all_reduce(torch.ones(3))
+    me.fake.look(False)
+    me.fake.stall(me.rank == VICTIM)
+    first = caught(lambda: work_of(x).wait())
+    time.sleep(1.5)
+    second = caught(dist.all_reduce, x)
+    me.fake.stall(False)
+    return first.kind == "", first, second, x.sum().item()
+
+
+@pytest.mark.parametrize("rung", ["stream", "wait"])
+def test_a_stream_that_never_comes_to_it(rung):
+    with fresh(3, staged=f"eager:{rung}", timeout=1.0) as pool:
+        for passed, first, second, total in pool.run(held_up):
+            error = second if passed else first
+            assert passed == (rung == "stream"), first
+            assert "Timeout" in error.kinds, error
+            assert f"rank {VICTIM}" in error.text, error
+            assert "CollectiveError" in second.kinds
+            assert total == 3000.0
+
+
+# --- the meeting ----------------------------------------------------------------------------------
+
+
+def met(me: Me, rung: str, call: str, after: int, lost: bool) -> tuple[Any, ...]:
+    """A call of CUDA fails on one rank, or does nothing."""
+    made, fake = dist_fake.options(f"eager:{rung}")
+    me.init(f"{rung}_{call}_{after}_{lost}", pg_options=made)
+    if me.rank == VICTIM and lost:
+        fake.gpu.drop(call)
+    elif me.rank == VICTIM:
+        fake.gpu.fail(call, after)
+    x = torch.ones(100)
+    first = caught(dist.all_reduce, x)
+    fake.gpu.fail(call, -1)
+    fake.gpu.drop(call, False)
+    second = caught(dist.all_reduce, x)
+    books = fake.gpu.books()
+    calls = {name: books.get(name, 0) for name in ("opened", "launch", "copy_out")}
+    staged = "copy_out" in fake.trace()
+    dist.destroy_process_group()
+    return first, second, x.sum().item(), staged, calls, alive(fake), fake.gpu.fouls()
+
+
+def alive(fake: Any) -> dict[str, int]:
+    kept = ("allocated", "opened", "adopted", "streams", "events")
+    return {name: n for name, n in fake.gpu.books().items() if name in kept and n != 0}
+
+
+MEMORY = ("identity", "adopt", "allocate", "new_stream", "fill", "handle_of", "open", "launch")
+
+
+@pytest.mark.parametrize(
+    ("call", "after"), [*((call, 0) for call in MEMORY[1:]), ("launch", 3), ("read", 0)]
+)
+def test_every_step_of_the_meeting(call, after):
+    """Memory that one rank cannot share, nobody does."""
+    with fresh(3, group=False) as pool:
+        for first, second, total, staged, _, left, fouls in pool.run(met, "best", call, after, False):
+            assert (first.kind, second.kind) == ("", ""), (first, second)
+            assert total == 900.0
+            assert staged
+            assert left == {}
+            assert fouls == []
+        for first, second, *_, left, fouls in pool.run(met, "wait", call, after, False):
+            assert "PYCOLLECT_CUDA_SYNC=wait does not work here: rank 1: " in first.text, first
+            assert "made up" in first.text
+            assert "does not work here" in second.text
+            assert (left, fouls) == ({}, [])
+
+
+@pytest.mark.parametrize("call", ["write", "await"])
+def test_streams_that_cannot_wait(call):
+    with fresh(3, group=False) as pool:
+        for first, second, total, staged, books, left, fouls in pool.run(met, "best", call, 0, False):
+            assert (first.kind, second.kind) == ("", ""), (first, second)
+            assert (total, staged) == (900.0, False)
+            assert books["opened"] == 2
+            assert (left, fouls) == ({}, [])
+        for first, *_ in pool.run(met, "stream", call, 0, False):
+            assert "PYCOLLECT_CUDA_SYNC=stream does not work here: rank 1: " in first.text, first
+
+
+def test_memory_that_does_not_arrive():
+    with fresh(3, group=False) as pool:
+        for first, *_ in pool.run(met, "stream", "launch", 0, True):
+            assert "rank 0: what rank 1 wrote here has not arrived" in first.text, first
+
+
+def different(me: Me) -> Caught:
+    made, _ = dist_fake.options("eager:stream" if me.rank == VICTIM else "eager:wait")
+    me.init("different", pg_options=made)
+    return caught(dist.all_reduce, torch.ones(3))
+
+
+def test_ranks_that_ask_for_different_rungs():
+    with fresh(3, group=False) as pool:
+        for error in pool.run(different):
+            assert error.kind == "ValueError", error
+            assert "rank 1 asks for 'stream' and rank 0 for 'wait'" in error.text
+
+
+def unlike(me: Me) -> tuple[Caught, Caught, float]:
+    """The group's first call is one rank's for the host, or is refused by it."""
+    made, fake = dist_fake.options("eager:best")
+    me.init("unlike", pg_options=made)
+    x, y = torch.ones(4), torch.ones(4)
+    if me.rank == VICTIM:
+        fake.put_on_host(x)
+    errors = caught(dist.all_reduce, x), caught(dist.broadcast, y, 7 if me.rank == VICTIM else 0)
+    dist.all_reduce(y)
+    return *errors, y.sum().item()
+
+
+def test_a_first_call_that_is_not_everybodys():
+    with fresh(3, group=False) as pool:
+        for rank, (first, second, total) in enumerate(pool.run(unlike)):
+            assert first.kind == "ValueError", first
+            assert "rank 1 called all_reduce of 4 float32" in first.text
+            assert "on GPUs, for the first time" in first.text
+            assert second.kind == "ValueError" or rank == VICTIM, second
+            assert total == 12.0
+
+
+# --- lives ----------------------------------------------------------------------------------------
+
+
+def cycles(me: Me, count: int) -> list[dict[str, int]]:
+    left = []
+    for i in range(count):
+        made, fake = dist_fake.options(f"eager:{('stream', 'wait')[i % 2]}")
+        me.init(f"cycle_{i}", pg_options=made)
+        x = torch.ones(1000)
+        dist.all_reduce(x)
+        work = work_of(x)
+        if i % 3:
+            work.wait()
+        dist.destroy_process_group()
+        left += [alive(fake)] if alive(fake) or fake.gpu.fouls() else []
+    return left
+
+
+def test_groups_come_and_go():
+    count = int(os.environ.get("PYCOLLECT_TEST_CYCLES", "50"))
+    with fresh(2, group=False) as pool:
+        assert pool.run(cycles, count, seconds=60.0) == [[], []]
+
+
+def circle(me: Me) -> float:
+    """Groups {0, 1}, {1, 2} and {0, 2}, each rank beginning with another: no order of waits hangs."""
+    groups, fakes = [], []
+    me.init("circle", pg_options=dist_fake.options("late:stream")[0])
+    for ranks in ((0, 1), (1, 2), (0, 2)):
+        made, fake = dist_fake.options("late:stream")
+        groups.append(dist.new_group(list(ranks), pg_options=made))
+        fakes.append(fake)
+        fake.look(False)
+        if me.rank in ranks:
+            dist.all_reduce(torch.ones(3), group=groups[-1])
+    mine = ((2, 0), (0, 1), (1, 2))[me.rank]
+    total = 0.0
+    for turn in range(5):
+        xs = [torch.full((500,), float(turn)) for _ in mine]
+        works = [dist.all_reduce(x, group=groups[g], async_op=True) for g, x in zip(mine, xs)]
+        for work in works:
+            assert ended(work)
+        total += sum(x.sum().item() for x in xs)
+    assert all(fake.gpu.fouls() == [] for fake in fakes)
+    return total
+
+
+def test_groups_in_a_circle():
+    with fresh(3, group=False) as pool:
+        assert pool.run(circle) == [2 * 2 * 500 * 10.0] * 3
+
+
+# --- what the tests above would notice ------------------------------------------------------------
+
+
+def damaged(me: Me, call: str) -> tuple[list[bool], Caught]:
+    """One rank's calls of this kind do nothing; the others' streams are slow."""
+    dist.all_reduce(torch.ones(3))
+    me.fake.look(False)
+    if me.rank == VICTIM:
+        me.fake.gpu.drop(call)
+    else:
+        me.fake.gpu.pace(0.003)
+    right = []
+    for i in range(4):
+        x, out = torch.full((100,), float(i)), torch.zeros(100 * me.world)
+        works = [work_of(x), dist.all_gather_into_tensor(out, torch.full((100,), i + 1.0), async_op=True)]
+        ended(works[1], 2.0)
+        right.append(bool((x == i * me.world).all() & (out == i + 1).all()))
+    return right, caught(dist.all_reduce, torch.ones(3))
+
+
+@pytest.mark.parametrize("call", ["write", "await", "launch"])
+def test_what_is_lost_is_noticed(call):
+    with fresh(3, staged="eager:stream", timeout=1.0) as pool:
+        outcomes = [o.value for o in pool.outcomes(damaged, call, seconds=30.0)]
+        assert not all(all(right) and error.kind == "" for right, error in outcomes), call
