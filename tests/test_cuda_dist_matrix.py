@@ -8,7 +8,17 @@ import dist_staged
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import RUNGS, Caught, Me, Pools, backend_of, caught, fresh, on_rung, pools_of_a_module
+from dist_pool import (
+    RUNGS,
+    Caught,
+    Me,
+    Pools,
+    backend_of,
+    caught,
+    fresh,
+    on_rung,
+    pools_of_a_module,
+)
 from homes import GPU, MARKS, STANDS_IN
 from reference import DTYPES, short
 

@@ -156,11 +156,15 @@ def behind(me: Me) -> tuple[float, bool, float]:
     x = torch.ones(1000)
     dist.all_reduce(x)
     me.fake.look(False)
-    me.fake.stall(me.rank == 1)
+    if me.rank == 1:
+        me.fake.stall(True)
+        me.fake.fill_later(x, 3.0)
     start = time.monotonic()
     work = dist.all_reduce(x, async_op=True)
     work.wait()
-    took, early = time.monotonic() - start, work.is_completed()
+    took = time.monotonic() - start
+    time.sleep(0.05)
+    early = work.is_completed()
     dist.barrier()
     me.fake.stall(False)
     me.fake.look(True)

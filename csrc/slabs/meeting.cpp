@@ -126,17 +126,17 @@ class Meeting {
 
   // Whoever opened memory closes it before its owner frees it.
   void let_go() {
-    const bool stuck = trial_ != nullptr && trial_->is_stuck();
+    const bool stuck = trial_ != nullptr && !trial_->drain();
     trial_.reset();
-    if (slab_) slab_->close_others();
     if (slab_ && stuck) slab_->abandon();
+    if (slab_ && !stuck) slab_->close_others();
     together([] {});
     slab_.reset();
     adopted_.reset();
   }
 
   std::shared_ptr<Dock> make_dock(Sync sync) {
-    const bool stuck = trial_->is_stuck();
+    const bool stuck = !trial_->drain();
     trial_.reset();
     if (stuck) slab_->abandon();  // in the end: the device may never let go of it
     const auto same = [&](Rank r) {

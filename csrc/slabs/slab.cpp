@@ -16,8 +16,8 @@ Slab::Slab(Gpu& gpu, const SlabTerms& terms) : gpu_(gpu), terms_(terms), memory_
 }
 
 Slab::~Slab() {
-  close_others();
   if (abandoned_) return;
+  close_others();
   try {
     gpu_.free(terms_.device, memory_[terms_.rank]);
   } catch (...) {  // the device is broken, and its memory is gone with it

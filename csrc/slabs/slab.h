@@ -28,7 +28,7 @@ class Slab {
   Handle handle() { return gpu_.handle_of(terms_.device, memory_[terms_.rank]); }
   void open(Rank r, const Handle& handle);
   void close_others() noexcept;
-  // Others may still have it open: it stays until the process ends.
+  // The device, or others, may still have to do with it: all of it stays until the process ends.
   void abandon() { abandoned_ = true; }
 
   Device device() const { return terms_.device; }

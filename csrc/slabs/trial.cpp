@@ -34,8 +34,17 @@ Trial::Trial(Gpu& gpu, const Slab& slab, const Deck& deck, std::byte* adopted)
       adopted_(adopted),
       stream_(gpu.new_stream(slab.device())) {}
 
+bool Trial::drain() noexcept {
+  try {
+    if (!stuck_) finish();
+  } catch (...) {  // whatever it is, the memory is not to be let go of
+    stuck_ = true;
+  }
+  return !stuck_;
+}
+
 Trial::~Trial() {
-  if (stuck_) {
+  if (!drain()) {
     static_cast<void>(found_.release());  // the device may still write there
     return;                               // and to destroy the stream would wait for it
   }

@@ -21,7 +21,8 @@ class Trial {
   void read_everywhere();   // every slab's mark, and what the others have written into this one
   void tell();              // by a stream, that it has come so far
   void await_everybody();   // by a stream; and one wait that only the host can end
-  bool is_stuck() const { return stuck_; }  // the device has not ended what it was given
+  // Brings what the device was given to an end, however the calls went; false: it does not come.
+  bool drain() noexcept;
 
  private:
   using Found = std::vector<unsigned char>;  // a copy of the own marks

@@ -29,6 +29,7 @@ bool FakeStreams::step(std::size_t stream) {
   Stream& s = streams_[stream];
   if (s.work.empty() || (stream == kCaller && stalled_)) return false;
   if (!s.work.front()()) return false;
+  if (thread_.joinable()) spent_.push_back(std::move(s.work.front()));
   s.work.pop_front();
   ++s.done;
   return true;
@@ -56,6 +57,11 @@ void FakeStreams::serve() {
     for (std::size_t s = 0; s < streams_.size(); ++s)
       while (step(s) && eager_) {
       }
+    std::vector<Work> spent;
+    spent.swap(spent_);
+    lock.unlock();
+    spent.clear();
+    lock.lock();
     changed_.wait_for(lock, pause_, [&] { return closed_; });
   }
 }

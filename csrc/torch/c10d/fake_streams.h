@@ -49,6 +49,9 @@ class FakeStreams {
 
   const bool eager_;
   std::deque<Stream> streams_;
+  // What has been done: letting go of a tensor can take the interpreter's lock, whose holder may be
+  // waiting for ours.
+  std::vector<Work> spent_;
   bool stalled_ = false, closed_ = false;
   std::chrono::microseconds pause_{100};
   std::condition_variable changed_;
