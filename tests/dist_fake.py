@@ -17,3 +17,9 @@ def options(how: str) -> tuple[Any, Any]:
     pace, _, rung = how.partition(":")
     made = pc.distributed.options(cuda_sync=rung or "best", slab_bytes=SLAB_BYTES)
     return made, pc._C.fake_devices(made, pace == "eager", bool(rung))
+
+
+def alive(fake: Any) -> dict[str, int]:
+    """What the devices have given out and not got back."""
+    kept = ("allocated", "opened", "adopted", "streams", "events")
+    return {name: n for name, n in fake.gpu.books().items() if name in kept and n != 0}

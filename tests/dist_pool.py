@@ -218,20 +218,17 @@ class Pools:
     """One pool for each spec, made when it is first asked for, and again after it broke."""
 
     def __init__(self, **always: Any) -> None:
-        self._always = always  # of every spec that does not say otherwise
-        self._pools: dict[Spec, Pool] = {}
+        self._always = always
+        self.made: dict[Spec, Pool] = {}
 
     def __call__(self, world: int, **spec: Any) -> Pool:
-        key = Spec(world, **{**self._always, **spec})
-        if key not in self._pools or not self._pools[key].whole:
-            self._pools[key] = Pool(key)
-        return self._pools[key]
-
-    def whole(self) -> list[Pool]:
-        return [pool for pool in self._pools.values() if pool.whole]
+        key = Spec(world, **(self._always | spec))
+        if key not in self.made or not self.made[key].whole:
+            self.made[key] = Pool(key)
+        return self.made[key]
 
     def close(self) -> None:
-        for pool in self._pools.values():
+        for pool in self.made.values():
             pool.close()
 
 
@@ -257,24 +254,15 @@ def caught(call: Callable[..., Any], *args: Any, **options: Any) -> Caught:
     return Caught((), "", time.monotonic())
 
 
-def pools_of_a_module(**always: Any) -> Iterator[Pools]:
-    """For a fixture; what all specs have in common."""
-    pools = Pools(**always)
-    yield pools
-    pools.close()
+def pools_of_a_module(**always: Any) -> Iterator[Pools]:  # what all specs have in common
+    """For a fixture."""
+    with contextlib.closing(Pools(**always)) as pools:
+        yield pools
 
 
-def shared_files() -> list[str]:
-    """The backend's files in /dev/shm; other programs have theirs there."""
+def shared_files() -> list[str]:  # other programs have theirs there
+    """The backend's files in /dev/shm."""
     return sorted(name for name in os.listdir("/dev/shm") if "pycollect" in name)
-
-
-RUNGS = ("stream", "wait", "host")  # how processes exchange CUDA tensors
-
-
-def on_rung(name: str) -> tuple[tuple[str, str], ...]:
-    """The environment of ranks that exchange CUDA tensors in this way."""
-    return (("PYCOLLECT_CUDA_SYNC", name),)
 
 
 def backend_of(group: dist.ProcessGroup | None = None) -> Any:

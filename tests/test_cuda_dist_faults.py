@@ -12,7 +12,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import RUNGS, Caught, Me, caught, fresh, on_rung
+from dist_pool import Caught, Me, caught, fresh
+from dist_rungs import RUNGS, on_rung
 from homes import GPU
 
 pytestmark = pytest.mark.cuda

@@ -8,17 +8,8 @@ import dist_staged
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import (
-    RUNGS,
-    Caught,
-    Me,
-    Pools,
-    backend_of,
-    caught,
-    fresh,
-    on_rung,
-    pools_of_a_module,
-)
+from dist_pool import Caught, Me, Pools, backend_of, caught, fresh, pools_of_a_module
+from dist_rungs import RUNGS, on_rung
 from homes import GPU, MARKS, STANDS_IN
 from reference import DTYPES, short
 

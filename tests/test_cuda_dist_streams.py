@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import RUNGS, Caught, Me, Pools, caught, on_rung, pools_of_a_module
+from dist_pool import Caught, Me, Pools, caught, pools_of_a_module
+from dist_rungs import RUNGS, on_rung
 from homes import GPU
 
 pytestmark = pytest.mark.cuda

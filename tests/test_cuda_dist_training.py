@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import RUNGS, Me, fresh, on_rung
+from dist_pool import Me, fresh
+from dist_rungs import RUNGS, on_rung
 from homes import GPU, MARKS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -148,7 +148,10 @@ class Rows {
 class Packer {
  public:
   Packer(const Launch& launch, const Limits& limits, const Issue& issue)
-      : limits_(limits), guard_(launch.guard), fixed_(kHeadWords + guard_words(launch)), issue_(issue) {
+      : limits_(limits),
+        guard_(launch.guard),
+        fixed_(kHeadWords + guard_words(launch)),
+        issue_(issue) {
     table_.head.float8 = launch.options.float8;
     if (launch.op != ReduceOp::avg) return;
     table_.head.world = launch.options.world;

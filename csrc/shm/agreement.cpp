@@ -97,8 +97,7 @@ std::string words(const Description& d, const Description& other) {
   std::string said = name(collective);
   if (d.call != other.call) said += text(" as its call ", d.call);
   if (collective == Collective::barrier) return said;
-  if ((d.flags & Description::meets) != 0)
-    return said + " of tensors on GPUs, for the first time";
+  if ((d.flags & Description::meets) != 0) return said + " of tensors on GPUs, for the first time";
   said += text(" of ", d.elements, " ", name(static_cast<DType>(d.dtype)));
   if (reduces(collective)) said += text(", op ", name(static_cast<ReduceOp>(d.op)));
   if (has_root(collective)) said += text(", root ", d.root);
@@ -161,8 +160,7 @@ uint64_t signature(const Request& r, uint64_t call) {
   h.add(static_cast<uint64_t>(r.collective) | static_cast<uint64_t>(r.dtype) << 8 |
         (reduces(r.collective) ? static_cast<uint64_t>(r.op) : 0) << 16 |
         uint64_t{r.in_place} << 24 | uint64_t{r.irregular} << 25 | uint64_t{r.on_gpus} << 26 |
-        uint64_t{r.meets} << 27 |
-        static_cast<uint64_t>(has_root(r.collective) ? r.root : 0) << 32);
+        uint64_t{r.meets} << 27 | static_cast<uint64_t>(has_root(r.collective) ? r.root : 0) << 32);
   h.add(call);
   h.add(options(r));
   if (r.irregular || r.meets || r.collective == Collective::barrier) return h.value();

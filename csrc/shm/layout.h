@@ -1,7 +1,8 @@
 // What lies where in the memory that a group's processes share. Every word that changes while
 // others look has one writer; nothing here needs a lock, and all zeros is the state to begin with.
 //
-//   control | a line per rank | two descriptions per rank | mailboxes | deck of GPUs | two slots per rank | arenas
+//   control | a line per rank | two descriptions per rank | mailboxes | deck of GPUs | two slots
+//   per rank | arenas
 #pragma once
 #include <pthread.h>
 
@@ -94,9 +95,9 @@ struct alignas(128) Control {
 
 struct Extents {
   int world;
-  std::size_t slot_bytes;     // of one rank, for one of two runs
-  std::size_t mailbox_bytes;  // of all ranks
-  std::size_t arena_bytes;    // of one rank: address space, not memory, until somebody commits it
+  std::size_t slot_bytes;      // of one rank, for one of two runs
+  std::size_t mailbox_bytes;   // of all ranks
+  std::size_t arena_bytes;     // of one rank: address space, not memory, until somebody commits it
   std::size_t deck_bytes = 0;  // of all ranks: what CUDA's streams read and write
 };
 

@@ -29,12 +29,12 @@ struct Verdict {
 struct alignas(128) Berth {
   // How far it is in what it has handed to its stream: nobody's stream waits for what is beyond.
   std::atomic<uint64_t> enqueued{0};
-  std::atomic<uint64_t> stations{0};         // that the rank has come to
-  std::array<Verdict, 2> verdicts = {};      // [station & 1]; written before `stations`
-  Handle handle = {};                        // of its slab
-  std::array<char, 64> gpu = {};             // that the slab is on
-  std::array<char, 16> wanted = {};          // the rung that was asked for
-  std::atomic<uint32_t> closed{0};           // it has let go of the others' slabs
+  std::atomic<uint64_t> stations{0};     // that the rank has come to
+  std::array<Verdict, 2> verdicts = {};  // [station & 1]; written before `stations`
+  Handle handle = {};                    // of its slab
+  std::array<char, 64> gpu = {};         // that the slab is on
+  std::array<char, 16> wanted = {};      // the rung that was asked for
+  std::atomic<uint32_t> closed{0};       // it has let go of the others' slabs
 };
 
 class Deck {
@@ -45,7 +45,9 @@ class Deck {
   }
 
   // Not zero: results are no longer written (see Launch::guard).
-  std::atomic<uint32_t>& aborted() const { return *reinterpret_cast<std::atomic<uint32_t>*>(base_); }
+  std::atomic<uint32_t>& aborted() const {
+    return *reinterpret_cast<std::atomic<uint32_t>*>(base_);
+  }
   Counter& counter(Rank r) const { return reinterpret_cast<Counter*>(base_)[1 + r]; }
   Berth& berth(Rank r) const {
     return reinterpret_cast<Berth*>(base_ + shm::Layout::up(counter_bytes()))[r];

@@ -39,18 +39,15 @@ void Dock::tell(uint64_t value, const shm::Occasion& occasion) {
 
 void Dock::await(Rank r, uint64_t value, const shm::Occasion& occasion) {
   const std::atomic<uint64_t>& enqueued = parts_.deck.berth(r).enqueued;
-  const auto ready = [&] {
-    return shm::reached(enqueued.load(std::memory_order_acquire), value);
-  };
+  const auto ready = [&] { return shm::reached(enqueued.load(std::memory_order_acquire), value); };
   if (!ready()) group().await(ready, [r] { return std::vector<Rank>{r}; }, occasion);
   if (!shm::reached(awaited_[r], value)) awaited_[r] = value;
   signals_->await(r, value);
 }
 
 std::shared_ptr<Errand> Dock::send(const shm::Occasion& occasion, std::function<bool()> reached) {
-  auto errand = std::make_shared<Errand>(Errand::About{occasion.operation, occasion.call,
-                                                       occasion.deadline, std::move(reached),
-                                                       awaited_});
+  auto errand = std::make_shared<Errand>(Errand::About{
+      occasion.operation, occasion.call, occasion.deadline, std::move(reached), awaited_});
   watch_.take(errand);
   return errand;
 }

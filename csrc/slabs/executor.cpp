@@ -45,8 +45,7 @@ Prepared prepare(Dock& dock, const Request& request, const Occasion& occasion) {
 OnStream::OnStream(Dock& dock, const Request& request, const Occasion& occasion)
     : dock_(dock),
       occasion_(occasion),
-      launch_{{}, request.dtype, request.op,
-              shm::fold_options(request, dock.slab().world())} {}
+      launch_{{}, request.dtype, request.op, shm::fold_options(request, dock.slab().world())} {}
 
 std::byte* OnStream::place(Rank, shm::Where, uint64_t) const {
   throw std::logic_error("tensors on GPUs lie in no arena");  // and no script here takes them to

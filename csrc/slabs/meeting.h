@@ -13,9 +13,9 @@ namespace pycollect::slabs {
 struct Ask {
   std::shared_ptr<shm::Group> group;
   std::shared_ptr<Gpu> gpu;
-  Stream stream;           // the group's own, on the device that this rank's slab is to be on
+  Stream stream;  // the group's own, on the device that this rank's slab is to be on
   std::size_t slot_bytes;
-  std::string wanted;      // the rung that must work, by name; "best": the first that does
+  std::string wanted;  // the rung that must work, by name; "best": the first that does
 };
 
 // `dock` is null where none works; `why` says of each rung that does not what was in its way.

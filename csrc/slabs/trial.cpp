@@ -66,11 +66,10 @@ void Trial::finish() {
 }
 
 void Trial::copy(std::byte* dst, std::byte* src) {
-  gpu_.launch(stream_,
-              {.rows = {{.dsts = {dst}, .srcs = {src}, .count = Slab::kMarkBytes}},
-               .dtype = DType::u8,
-               .op = ReduceOp::sum,
-               .options = {}});
+  gpu_.launch(stream_, {.rows = {{.dsts = {dst}, .srcs = {src}, .count = Slab::kMarkBytes}},
+                        .dtype = DType::u8,
+                        .op = ReduceOp::sum,
+                        .options = {}});
 }
 
 void Trial::clear() {
@@ -82,7 +81,8 @@ void Trial::clear() {
 
 void Trial::write_everywhere() {
   const Rank me = slab_.rank();
-  for (Rank r = 0; r < slab_.world(); ++r) copy(slab_.mark(r, written_by(me)), slab_.mark(me, kOwn));
+  for (Rank r = 0; r < slab_.world(); ++r)
+    copy(slab_.mark(r, written_by(me)), slab_.mark(me, kOwn));
   finish();
 }
 

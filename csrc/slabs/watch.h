@@ -22,8 +22,8 @@ class Errand {
     std::string operation;
     uint64_t call;
     shm::Deadline deadline;
-    std::function<bool()> reached;             // has it ended? Throws what went wrong on the device
-    std::vector<uint64_t> awaited = {};        // [rank]: how far its stream must come for that
+    std::function<bool()> reached;       // has it ended? Throws what went wrong on the device
+    std::vector<uint64_t> awaited = {};  // [rank]: how far its stream must come for that
   };
   explicit Errand(About about) : about_(std::move(about)) {}
 

@@ -31,9 +31,7 @@ at::Tensor new_host(const at::Tensor& like) {
 class FakeDevices::Point final : public Mark {
  public:
   Point(std::shared_ptr<FakeDevices> devices, std::size_t stream)
-      : devices_(std::move(devices)),
-        stream_(stream),
-        at_(devices_->streams_->enqueued(stream)) {}
+      : devices_(std::move(devices)), stream_(stream), at_(devices_->streams_->enqueued(stream)) {}
 
   // A step of work for each question, and never at the first: devices take their time.
   bool reached() override {
@@ -167,7 +165,8 @@ std::unique_ptr<Mark> FakeDevices::finish(at::Device, const std::vector<Way>& wa
   }
   // Memory that is given back while the stream still has to do with it is given to somebody else.
   if (!kept.empty()) streams_->enqueue(FakeStreams::kGroup, [kept] { return !kept.empty(); });
-  if (streams_->eager()) streams_->advance(FakeStreams::kGroup, streams_->enqueued(FakeStreams::kGroup));
+  if (streams_->eager())
+    streams_->advance(FakeStreams::kGroup, streams_->enqueued(FakeStreams::kGroup));
   return std::make_unique<Point>(shared_from_this(), FakeStreams::kGroup);
 }
 

@@ -33,16 +33,15 @@ struct Owner {
   std::size_t bytes;
 };
 
-std::atomic<uint64_t>& word_at(std::byte* at) { return *reinterpret_cast<std::atomic<uint64_t>*>(at); }
+std::atomic<uint64_t>& word_at(std::byte* at) {
+  return *reinterpret_cast<std::atomic<uint64_t>*>(at);
+}
 
 std::byte* map(int file, std::size_t bytes) {
   void* const at = mmap(nullptr, bytes + kPage, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   if (at == MAP_FAILED) throw std::runtime_error("made up: no address space");
   return static_cast<std::byte*>(at);
 }
-
-// How many processes have it open.
-std::atomic<uint64_t>& opens(std::byte* base, std::size_t bytes) { return word_at(base + bytes); }
 
 void fold(const Launch& launch) {
   if (launch.guard != nullptr &&
@@ -113,7 +112,7 @@ void FakeGpu::free(Device, std::byte* base) {
   const auto found = own_.find(base);
   if (found == own_.end()) foul("memory was freed that was not allocated");
   const Memory memory = found->second;
-  if (opens(base, memory.bytes).load() != 0) foul("memory was freed while others had it open");
+  if (word_at(base + memory.bytes).load() != 0) foul("memory was freed while others had it open");
   own_.erase(found);
   munmap(base, memory.bytes + kPage);
   ::close(memory.file);
@@ -142,7 +141,7 @@ std::byte* FakeGpu::open(Device, const Handle& handle) {
   const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (file < 0) throw std::runtime_error(text("made up: cannot open ", path));
   std::byte* const base = map(file, owner.bytes);
-  opens(base, owner.bytes).fetch_add(1);
+  word_at(base + owner.bytes).fetch_add(1);
   opened_[base] = {base, owner.bytes, file, handle};
   ++books_["opened"];
   return base;
@@ -153,7 +152,7 @@ void FakeGpu::close(Device, std::byte* base) {
   const auto found = opened_.find(base);
   if (found == opened_.end()) foul("memory was closed that was not open");
   const Memory memory = found->second;
-  opens(base, memory.bytes).fetch_sub(1);
+  word_at(base + memory.bytes).fetch_sub(1);
   opened_.erase(found);
   munmap(base, memory.bytes + kPage);
   ::close(memory.file);
@@ -267,18 +266,14 @@ void FakeGpu::read(Stream stream, void* host, const std::byte* memory, std::size
 
 void FakeGpu::fail(const std::string& call, int in) {
   const std::lock_guard lock(streams_->mutex);
-  if (in < 0)
-    failing_.erase(call);
-  else
-    failing_[call] = in;
+  failing_.erase(call);
+  if (in >= 0) failing_[call] = in;
 }
 
 void FakeGpu::drop(const std::string& call, bool on) {
   const std::lock_guard lock(streams_->mutex);
-  if (on)
-    dropped_.insert(call);
-  else
-    dropped_.erase(call);
+  dropped_.erase(call);
+  if (on) dropped_.insert(call);
 }
 
 void FakeGpu::live_on(const std::string& gpu) {

@@ -43,7 +43,7 @@ class FakeGpu final : public slabs::Gpu {
   void drop(const std::string& call, bool on);  // it says that it did it, and does nothing
   void live_on(const std::string& gpu);         // its identity
   void pace(double seconds);                    // between two steps of a stream
-  std::map<std::string, int> books() const;     // what is given out now, and how often what was done
+  std::map<std::string, int> books() const;  // what is given out now, and how often what was done
   std::vector<std::string> fouls() const;
 
  private:

@@ -26,8 +26,8 @@ class FakeStreams {
   std::mutex mutex;
   std::size_t add();
   void enqueue(std::size_t stream, Work work);
-  bool step(std::size_t stream);                        // false: there is nothing that can be done
-  bool advance(std::size_t stream, std::size_t to);     // as far as it goes without waiting
+  bool step(std::size_t stream);                     // false: there is nothing that can be done
+  bool advance(std::size_t stream, std::size_t to);  // as far as it goes without waiting
   std::size_t done(std::size_t stream) const { return streams_[stream].done; }
   std::size_t enqueued(std::size_t stream) const { return streams_[stream].enqueued; }
   bool eager() const { return eager_; }

@@ -6,8 +6,8 @@
 #include <mutex>
 #include <string>
 
-#include "../arguments.h"
 #include "../../slabs/meeting.h"
+#include "../arguments.h"
 #include "passage.h"
 
 namespace pycollect::dist {

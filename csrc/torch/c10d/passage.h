@@ -21,7 +21,7 @@ class Passage {
   virtual void land(const shm::Occasion& occasion) = 0;
   // Instead of that, when it did not get to its end: no results.
   virtual void cut_short(const shm::Occasion&) {}
-  virtual bool landed() = 0;   // are they where the tensors are, or never will be?
+  virtual bool landed() = 0;  // are they where the tensors are, or never will be?
   // What has gone wrong since the executor was done; null: nothing yet.
   virtual std::exception_ptr failure() const { return nullptr; }
   // Whose executor finds them; none: the one of the host's memory.
