@@ -288,6 +288,7 @@ class Options(Backend.Options):
     algorithm: str
     slot_bytes: int
     arena_bytes: int | None
+    slab_bytes: int
     share: str
     watch: str
     cuda_sync: str
@@ -297,4 +298,6 @@ def make_backend(store: Any, rank: int, world: int, options: Options) -> Any: ..
 def arena_use(backend: Any) -> tuple[int, int, int] | None: ...
 def close_groups() -> None: ...
 def cuda_rungs() -> list[str]: ...
-def fake_devices(options: Options, eager: bool = ...) -> Any: ...  # for tests
+
+# For tests.
+def fake_devices(options: Options, eager: bool = ..., slabs: bool = ...) -> Any: ...

@@ -82,7 +82,7 @@ Backend::~Backend() {
   if (!forks_.none()) {
     // Locks and threads in there are the parent's: not even their destructors may run.
     new auto(std::make_tuple(std::move(queue_), std::move(messages_), std::move(group_),
-                             std::move(allocator_)));
+                             std::move(allocator_), ladder_));
     return;
   }
   const WithoutInterpreter without;
