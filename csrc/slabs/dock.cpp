@@ -45,7 +45,18 @@ void Dock::await(Rank r, uint64_t value, const shm::Occasion& occasion) {
   signals_->await(r, value);
 }
 
-std::shared_ptr<Errand> Dock::send(const shm::Occasion& occasion, std::function<bool()> reached) {
+// A stream that was let go comes to its end as well, perhaps before this rank has heard of what was
+// wrong, and has written no results: that is no good end, unless it was seen before.
+std::shared_ptr<Errand> Dock::send(const shm::Occasion& occasion, std::function<bool()> ended) {
+  auto well = std::make_shared<std::atomic<bool>>(false);
+  auto reached = [group = parts_.group, deck = parts_.deck, occasion, well,
+                  ended = std::move(ended)] {
+    if (well->load()) return true;
+    if (!ended()) return false;
+    if (deck.aborted().load(std::memory_order_acquire) != 0) group->require_whole(occasion);
+    well->store(true);
+    return true;
+  };
   auto errand = std::make_shared<Errand>(Errand::About{
       occasion.operation, occasion.call, occasion.deadline, std::move(reached), awaited_});
   watch_.take(errand);
