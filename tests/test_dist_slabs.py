@@ -148,7 +148,7 @@ def ahead(me: Me, slow: int, calls: int) -> list[str]:
 @pytest.mark.parametrize("slow", [0, 2])
 @pytest.mark.parametrize("rung", RUNGS)
 def test_a_slow_stream_holds_up_who_needs_it(pools, rung, slow):
-    report(pools(3, staged=f"eager:{rung}", beside=None).run(ahead, slow, 12, seconds=60.0))
+    report(pools(3, staged=f"late:{rung}", beside=None).run(ahead, slow, 12, seconds=60.0))
 
 
 def behind(me: Me) -> tuple[float, bool, float]:
