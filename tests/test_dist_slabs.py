@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_fake import SLAB_BYTES
-from dist_pool import OURS, Caught, Me, Pools, caught, pools_of_a_module
+from dist_pool import OURS, Caught, Me, Pools, caught, fresh, pools_of_a_module
 from reference import short
 
 pytestmark = pytest.mark.skipif(not OURS, reason="has slabs of its own")
@@ -92,6 +92,33 @@ def at_the_edges(me: Me) -> list[str]:
 @pytest.mark.parametrize("staged", WAYS)
 def test_sizes_around_a_slot(pools, staged):
     report(pools(3, staged=staged, beside=None).run(at_the_edges))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rung", RUNGS)
+def test_eight_ranks(rung):
+    with fresh(8, staged=f"eager:{rung}") as pool:
+        report(pool.run(at_the_edges, seconds=60.0))
+        report(pool.run(ahead, 3, 4, seconds=60.0))
+
+
+def apart(me: Me) -> list[str]:
+    """Ranks on several GPUs take another algorithm, and launch as much each."""
+    me.fake.gpu.live_on(f"GPU {me.rank}")
+    wrong = at_the_edges(me)
+    before = launches(me)
+    x = torch.full((300_000,), float(me.rank))
+    dist.all_reduce(x)
+    alike: list[Any] = [None] * me.world
+    dist.all_gather_object(alike, launches(me) - before)
+    if not bool((x == 3).all()) or len(set(alike)) != 1:
+        wrong.append(f"launches of the ranks: {alike}")
+    return wrong
+
+
+def test_several_gpus():
+    with fresh(3, staged="late:stream") as pool:
+        report(pool.run(apart))
 
 
 def overtaken(me: Me) -> list[float]:

@@ -153,6 +153,27 @@ def test_groups_come_and_go():
         assert pool.run(cycles, count, seconds=60.0) == [[], []]
 
 
+def alone(me: Me) -> tuple[float, dict[str, int], list[str]]:
+    """One rank destroys the group, the other has its memory open for longer than that waits."""
+    made, fake = dist_fake.options("eager:stream")
+    me.init("alone", pg_options=made)
+    dist.all_reduce(torch.ones(3))
+    time.sleep(3.0 * (me.rank == VICTIM))
+    begin = time.monotonic()
+    dist.destroy_process_group()
+    return time.monotonic() - begin, alive(fake), fake.gpu.fouls()
+
+
+@pytest.mark.slow
+def test_a_group_that_one_rank_destroys():
+    with fresh(2, group=False) as pool:
+        first, second = pool.run(alone)
+    assert first[0] < 3.0
+    assert first[1:] == ({"allocated": 1}, [])  # kept, because it may not be freed
+    assert second[0] < 1.0
+    assert second[1:] == ({}, [])
+
+
 def circle(me: Me) -> float:
     """Groups {0, 1}, {1, 2}, {0, 2}, each rank beginning with another: no order of waits hangs."""
     groups, fakes = [], []
