@@ -14,6 +14,23 @@ std::unique_ptr<Signals> signals_of(Sync sync, const Station& station) {
   return sync == Sync::stream ? stream_signals(station) : host_signals(station);
 }
 
+// Whom it depends on that `r` enqueues something: on itself, if it is gone, or else on those who
+// are behind all others: the rest may only wait for them.
+std::vector<Rank> missing(const shm::Group& group, const Deck& deck, Rank r) {
+  if ((group.dead() >> r & 1) != 0 || group.line(r).left.load() != 0) return {r};
+  std::vector<Rank> last;
+  uint64_t least = 0;
+  for (Rank other = 0; other < group.world(); ++other) {
+    const uint64_t seen = deck.berth(other).enqueued.load(std::memory_order_acquire);
+    if (other == group.rank() || (!last.empty() && seen != least && shm::reached(seen, least)))
+      continue;
+    if (seen != least) last.clear();
+    least = seen;
+    last.push_back(other);
+  }
+  return last;
+}
+
 }  // namespace
 
 Adopted::~Adopted() {
@@ -40,7 +57,7 @@ void Dock::tell(uint64_t value, const shm::Occasion& occasion) {
 void Dock::await(Rank r, uint64_t value, const shm::Occasion& occasion) {
   const std::atomic<uint64_t>& enqueued = parts_.deck.berth(r).enqueued;
   const auto ready = [&] { return shm::reached(enqueued.load(std::memory_order_acquire), value); };
-  if (!ready()) group().await(ready, [r] { return std::vector<Rank>{r}; }, occasion);
+  if (!ready()) group().await(ready, [&] { return missing(group(), parts_.deck, r); }, occasion);
   if (!shm::reached(awaited_[r], value)) awaited_[r] = value;
   signals_->await(r, value);
 }

@@ -81,13 +81,18 @@ void Watch::see_through(Errand& errand) {
   let_go(errand);
 }
 
-// Whose stream is behind all others', which may only wait for it; those that it waits for itself,
-// if they are among them.
+// Who has died of those that it waits for; or else whose stream is behind all others', which may
+// only wait for it, and of these those that it waits for itself, if there are any.
 std::vector<Rank> Watch::missing(const Errand& errand) const {
   const std::vector<uint64_t>& awaited = errand.about_.awaited;
   const auto counter = [&](Rank r) {
     return deck_.counter(r).reached.load(std::memory_order_acquire);
   };
+  const uint64_t dead = group_->dead();
+  std::vector<Rank> gone;
+  for (Rank r = 0; r < group_->world(); ++r)
+    if ((dead >> r & 1) != 0 && !shm::reached(counter(r), awaited[r])) gone.push_back(r);
+  if (!gone.empty()) return gone;
   uint64_t least = counter(group_->rank());
   for (Rank r = 0; r < group_->world(); ++r)
     if (const uint64_t seen = counter(r); shm::reached(least, seen)) least = seen;
