@@ -7,7 +7,6 @@ import torch
 from torch._C._distributed_c10d import Backend
 
 # Plans, programs, the registry and the simulator (csrc/torch/bind_plan.cpp).
-
 SliceTuple: TypeAlias = tuple[
     int, str, int, int
 ]  # rank, "in" | "out" | "tmp" | "host", first, count
@@ -288,6 +287,7 @@ class Options(Backend.Options):
     algorithm: str
     slot_bytes: int
     arena_bytes: int | None
+    slab_bytes: int
     share: str
     watch: str
     cuda_sync: str
@@ -297,4 +297,4 @@ def make_backend(store: Any, rank: int, world: int, options: Options) -> Any: ..
 def arena_use(backend: Any) -> tuple[int, int, int] | None: ...
 def close_groups() -> None: ...
 def cuda_rungs() -> list[str]: ...
-def fake_devices(options: Options, eager: bool = ...) -> Any: ...  # for tests
+def fake_devices(options: Options, eager: bool = ..., slabs: bool = ...) -> Any: ...

@@ -33,6 +33,7 @@ def options(
     algorithm: str | None = None,
     slot_bytes: int | None = None,
     arena_bytes: int | None = None,
+    slab_bytes: int | None = None,
     share: str = "best",
     watch: str = "best",
     cuda_sync: str = "best",
@@ -45,9 +46,14 @@ def options(
     live in shared memory. Processes share memory over a Unix socket (`share="memfd"`) or through
     /dev/shm ("named"), and learn of each other's death from the kernel (`watch="pidfd"`) or from a
     lock that a dead process no longer holds ("hangup"): "best" takes what works, in this order, or
-    what the variables PYCOLLECT_SHM_SHARE and PYCOLLECT_SHM_WATCH say. CUDA tensors are copied to
-    pinned memory and back around the exchange (`cuda_sync="host"`, which is "best" as well and what
-    PYCOLLECT_CUDA_SYNC may say). All ranks must say the same.
+    what the variables PYCOLLECT_SHM_SHARE and PYCOLLECT_SHM_WATCH say.
+
+    CUDA tensors go through `slab_bytes` bytes of GPU memory for each rank, which all processes
+    reach, with the GPUs' streams waiting for each other (`cuda_sync="stream"`) or the hosts for
+    them ("wait"), or else through pinned memory ("host"): "best" tries them in this order at the
+    group's first such call, and takes the first that works on all ranks; PYCOLLECT_CUDA_SYNC may
+    name one, too. One that is named and does not work is an error. Messages between two ranks
+    always go through pinned memory. All ranks must say the same.
 
     >>> options(algorithm="fused").algorithm
     'fused'
@@ -60,6 +66,8 @@ def options(
         made.slot_bytes = _bytes("slot_bytes", slot_bytes, least=4096)
     if arena_bytes is not None:
         made.arena_bytes = _bytes("arena_bytes", arena_bytes, least=0)
+    if slab_bytes is not None:
+        made.slab_bytes = _bytes("slab_bytes", slab_bytes, least=16384)
     made.share = share
     made.watch = watch
     made.cuda_sync = cuda_sync

@@ -217,17 +217,18 @@ def _kernel(pid: int | None) -> list[str]:
 class Pools:
     """One pool for each spec, made when it is first asked for, and again after it broke."""
 
-    def __init__(self) -> None:
-        self._pools: dict[Spec, Pool] = {}
+    def __init__(self, **always: Any) -> None:
+        self._always = always
+        self.made: dict[Spec, Pool] = {}
 
     def __call__(self, world: int, **spec: Any) -> Pool:
-        key = Spec(world, **spec)
-        if key not in self._pools or not self._pools[key].whole:
-            self._pools[key] = Pool(key)
-        return self._pools[key]
+        key = Spec(world, **(self._always | spec))
+        if key not in self.made or not self.made[key].whole:
+            self.made[key] = Pool(key)
+        return self.made[key]
 
     def close(self) -> None:
-        for pool in self._pools.values():
+        for pool in self.made.values():
             pool.close()
 
 
@@ -253,15 +254,14 @@ def caught(call: Callable[..., Any], *args: Any, **options: Any) -> Caught:
     return Caught((), "", time.monotonic())
 
 
-def pools_of_a_module() -> Iterator[Pools]:
+def pools_of_a_module(**always: Any) -> Iterator[Pools]:  # what all specs have in common
     """For a fixture."""
-    pools = Pools()
-    yield pools
-    pools.close()
+    with contextlib.closing(Pools(**always)) as pools:
+        yield pools
 
 
-def shared_files() -> list[str]:
-    """The backend's files in /dev/shm; other programs have theirs there."""
+def shared_files() -> list[str]:  # other programs have theirs there
+    """The backend's files in /dev/shm."""
     return sorted(name for name in os.listdir("/dev/shm") if "pycollect" in name)
 
 

@@ -51,6 +51,7 @@ def launch(
     multiprocessors: int = 1,
     table_bytes: int = LARGE,
     float8: Sequence[int] = (),
+    guard: int = 0,
 ) -> list[dict[str, Any]]:
     dtype = ref.short(rows[0].dsts[0].dtype)
     launches: list[dict[str, Any]] = _C.emulate_launch(
@@ -61,10 +62,12 @@ def launch(
         multiprocessors,
         table_bytes,
         float8 or float8_bytes(),
+        guard,
     )
     for one in launches:
         assert one["stored_twice"] == 0
         assert one["table_bytes"] <= table_bytes
+        assert one["guard"] == guard
     return launches
 
 

@@ -8,7 +8,8 @@ import dist_staged
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import Caught, Me, Pools, backend_of, caught, pools_of_a_module
+from dist_pool import Caught, Me, Pools, backend_of, caught, fresh, pools_of_a_module
+from dist_rungs import RUNGS, on_rung
 from homes import GPU, MARKS, STANDS_IN
 from reference import DTYPES, short
 
@@ -17,9 +18,9 @@ WORLDS = (2, 4)
 SECONDS = 120.0  # the first command also makes a CUDA context in every process
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module()
+@pytest.fixture(scope="module", params=RUNGS)
+def pools(request: pytest.FixtureRequest) -> Iterator[Pools]:
+    yield from pools_of_a_module(environ=on_rung(request.param))
 
 
 def report(found: list[list[str]]) -> None:
@@ -104,12 +105,12 @@ def test_every_gpu_and_the_host(pools, world):
     assert found == [[9.0 * world] * 3 + [world * (world - 1) / 2]] * world
 
 
-def rung(me: Me) -> tuple[str, float]:
+def best(me: Me) -> float:
     x = torch.ones(3, device=GPU)
     dist.all_reduce(x)
-    return me.spec.environ[0][1], x.sum().item()
+    return x.sum().item()
 
 
-def test_a_rung_by_name(pools):
-    pool = pools(2, beside=None, environ=(("PYCOLLECT_CUDA_SYNC", "host"),))
-    assert pool.run(rung, seconds=SECONDS) == [("host", 6.0)] * 2
+def test_the_best_rung():
+    with fresh(2) as pool:
+        assert pool.run(best, seconds=SECONDS) == [6.0] * 2

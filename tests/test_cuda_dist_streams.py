@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import Caught, Me, Pools, caught, pools_of_a_module
+from dist_rungs import RUNGS, on_rung
 from homes import GPU
 
 pytestmark = pytest.mark.cuda
@@ -22,9 +23,9 @@ SECONDS = 120.0
 _NAP = 100_000_000  # cycles: some 50 ms
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module()
+@pytest.fixture(scope="module", params=RUNGS)
+def pools(request: pytest.FixtureRequest) -> Iterator[Pools]:
+    yield from pools_of_a_module(environ=on_rung(request.param))
 
 
 def nap() -> None:

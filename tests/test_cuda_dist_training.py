@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import Me, fresh
+from dist_rungs import RUNGS, on_rung
 from homes import GPU, MARKS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -51,7 +52,8 @@ def trained(me: Me, bucket_mb: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("bucket_mb", [0.05, 25.0])
 @pytest.mark.parametrize("world", [2, 4])
-def test_as_one_process(world, bucket_mb):
-    with fresh(world) as pool:
+@pytest.mark.parametrize("rung", RUNGS)
+def test_as_one_process(rung, world, bucket_mb):
+    with fresh(world, environ=on_rung(rung)) as pool:
         found = pool.run(trained, bucket_mb, seconds=180.0)
     torch.testing.assert_close(found[0], train(lenet(), 0, 1), rtol=1e-4, atol=1e-5)

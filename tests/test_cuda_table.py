@@ -83,13 +83,15 @@ def test_lines_without_gaps_are_one():
 # Tables and grids
 
 
+@pytest.mark.parametrize("guard", [0, 0x7F00_1234_5678])
 @pytest.mark.parametrize("table_bytes", [SMALL, LARGE])
-def test_more_rows_than_fit_are_more_launches(table_bytes: int):
+def test_more_rows_than_fit_are_more_launches(table_bytes: int, guard: int):
+    """Each of them with the address of the word that may forbid it."""
     counts = [1 + 37 * i % 300 for i in range(700)]
     tensors = [ref.randoms(4, [count], torch.float32, seed=count) for count in counts]
     rows = [Row(srcs, srcs) for srcs in ([lines(t.clone()) for t in four] for four in tensors)]
-    launches = launch(rows, table_bytes=table_bytes)
-    assert len(launches) == -(-700 // ((table_bytes - 32) // 64))
+    launches = launch(rows, table_bytes=table_bytes, guard=guard)
+    assert len(launches) == -(-700 // ((table_bytes - 32 - 8 * (guard != 0)) // 64))
     assert sum(one["rows"] for one in launches) == 700
     for four, row in zip(tensors, rows, strict=True):
         ref.assert_same([s[0] for s in row.srcs], [ref.left_fold(four, "sum")] * 4)

@@ -88,15 +88,26 @@ struct Gpu {
   }
 };
 
+// One thread of a block looks, because the word may lie in the host's memory: a block is written by
+// whole, or not at all.
+template <class Table>
+__device__ __forceinline__ bool is_forbidden(const Table& table) {
+  if (table.head.guard == 0) return false;
+  const uint64_t at = table.words[table.head.guard];
+  return __syncthreads_or(threadIdx.x == 0 && Gpu::load<uint32_t>(at) != 0) != 0;
+}
+
 template <class T, class Op, class Table>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     fold_level(const __grid_constant__ Table table) {
+  if (is_forbidden(table)) return;
   run_folds<T, Op>(table.head, table.words, {blockIdx.x, gridDim.x, threadIdx.x}, Gpu());
 }
 
 template <class Table>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     copy_level(const __grid_constant__ Table table) {
+  if (is_forbidden(table)) return;
   run_copies(table.head, table.words, {blockIdx.x, gridDim.x, threadIdx.x}, Gpu());
 }
 

@@ -101,11 +101,13 @@ Entry entry_of(const Row& row, DType dtype, ReduceOp op) {
   return entry;
 }
 
+std::size_t guard_words(const Launch& launch) { return launch.guard == nullptr ? 0 : 1; }
+
 // The rows of a launch, none of them empty or too long for a table.
 class Rows {
  public:
   Rows(const Launch& launch, const Limits& limits)
-      : words_(limits.table_bytes / 8 - kHeadWords - kRowWords) {
+      : words_(limits.table_bytes / 8 - kHeadWords - kRowWords - guard_words(launch)) {
     for (const Row& row : launch.rows)
       if (row.count > 0 && row.rows > 0 && !row.dsts.empty()) add(row);
   }
@@ -146,7 +148,10 @@ class Rows {
 class Packer {
  public:
   Packer(const Launch& launch, const Limits& limits, const Issue& issue)
-      : limits_(limits), issue_(issue) {
+      : limits_(limits),
+        guard_(launch.guard),
+        fixed_(kHeadWords + guard_words(launch)),
+        issue_(issue) {
     table_.head.float8 = launch.options.float8;
     if (launch.op != ReduceOp::avg) return;
     table_.head.world = launch.options.world;
@@ -156,7 +161,7 @@ class Packer {
 
   void pack(Kind kind, const std::vector<Entry>& entries) {
     for (auto first = entries.begin(); first != entries.end();) {
-      std::size_t words = kHeadWords;
+      std::size_t words = fixed_;
       uint64_t moved = 0;
       auto last = first;
       for (; last != entries.end() && words + last->words() <= limits_.table_bytes / 8; ++last) {
@@ -170,11 +175,19 @@ class Packer {
         const auto row = std::bit_cast<RowWords>(placed(*first, moved));
         std::copy(row.at, row.at + kRowWords, at);
       }
+      if (guard_ != nullptr) add_guard();
       issue_({kind, table_, words * 8, blocks_});
     }
   }
 
  private:
+  // Behind the lists.
+  void add_guard() {
+    const std::size_t at = table_.head.rows * kRowWords + used_++;
+    table_.words[at] = number(guard_);
+    table_.head.guard = static_cast<uint16_t>(at);
+  }
+
   TableRow placed(const Entry& entry, uint64_t moved) {
     TableRow row = entry.form;
     row.first_block = blocks_;
@@ -199,6 +212,8 @@ class Packer {
   }
 
   const Limits& limits_;
+  const std::byte* const guard_;
+  const std::size_t fixed_;  // words of every table
   const Issue& issue_;
   LargeTable table_;
   std::size_t used_ = 0;  // words of lists

@@ -25,8 +25,8 @@ struct Event {
 // One step on the memory of one tensor, all of its rows: dst[i] = srcs[0][i] op srcs[1][i] op ...
 struct Row {
   std::vector<std::byte*> dsts, srcs;
-  std::vector<std::ptrdiff_t> dst_pitches, src_pitches;  // bytes from row to row
-  std::size_t count;                                     // elements of a row
+  std::vector<std::ptrdiff_t> dst_pitches = {}, src_pitches = {};  // bytes from row to row
+  std::size_t count = 0;                                           // elements of a row
   std::size_t rows = 1;
   bool finishes = false;  // `avg` scales here
 };
@@ -37,6 +37,8 @@ struct Launch {
   DType dtype;
   ReduceOp op;
   FoldOptions options;
+  // A word that the device reads when it comes to this: if it is not zero then, nothing is written.
+  const std::byte* guard = nullptr;
 };
 
 // A rectangle through a copy engine, between any two memories.

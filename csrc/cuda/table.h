@@ -38,7 +38,10 @@ struct TableHead {
   double inverse = 1;     // of it
   float inverse_f32 = 1;  // a thread that narrows a double waits longer than for an addition
   Float8Rounding float8 = {};
-  uint8_t unused[6] = {};
+  uint8_t unused[4] = {};
+  // Which of the words is the address of a launch's guard; the first one never is, and says that
+  // there is none.
+  uint16_t guard = 0;
 };
 static_assert(sizeof(TableHead) == 32);
 

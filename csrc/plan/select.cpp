@@ -39,14 +39,25 @@ Default all_reduce_of_processes(const Situation& s) {
   return {"two_shot", "every process reduces a share and fetches the others'"};
 }
 
+Default all_reduce_on_gpus(const Situation& s) {
+  return s.bytes <= kOneHopBytes ? Default{"leader", "small: one launch and one join"}
+                                 : Default{"fused", "every device reduces a share for all"};
+}
+
+Default all_reduce_of_slabs(const Situation& s) {
+  // A hand-over between streams costs more than a launch, and one kernel has the whole GPU.
+  if (s.ground == Ground::slabs || s.bytes <= kOneHopBytes)
+    return {"leader", "one launch over all slots, and two hand-overs"};
+  return {"two_shot", "every GPU reduces a share and fetches the others'"};
+}
+
 Default all_reduce_on(const Situation& s) {
   if (s.ground == Ground::shared)
     // Whoever runs a step can read and write everywhere, so one step over all ranks moves the
     // fewest bytes and is split by elements.
     return {"leader", "all ranks share one memory"};
-  if (s.ground == Ground::peers)
-    return s.bytes <= kOneHopBytes ? Default{"leader", "small: one launch and one join"}
-                                   : Default{"fused", "every device reduces a share for all"};
+  if (s.ground == Ground::peers) return all_reduce_on_gpus(s);
+  if (s.ground == Ground::slabs || s.ground == Ground::slabs_apart) return all_reduce_of_slabs(s);
   if (s.ground == Ground::slots || s.ground == Ground::arenas) return all_reduce_of_processes(s);
   if (accumulates_in_itself(s.dtype))
     return {"ring", "staged through the host, one neighbour each"};

@@ -10,12 +10,15 @@ namespace pycollect {
 
 // How the ranks reach each other's memory.
 enum class Ground : uint8_t {
-  shared,  // one memory
-  peers,   // several, which everybody may read and write
-  staged,  // several, some only through the host
-  slots,   // of processes: private, but for small slots that all of them share
-  arenas,  // of processes: the tensors themselves lie in memory that all of them share
+  shared,       // one memory
+  peers,        // several, which everybody may read and write
+  staged,       // several, some only through the host
+  slots,        // of processes: private, but for small slots that all of them share
+  arenas,       // of processes: the tensors themselves lie in memory that all of them share
+  slabs,        // of processes on one GPU: private, but for slots in its memory
+  slabs_apart,  // of processes on several GPUs, which reach each other's slots
 };
+inline constexpr std::size_t kGrounds = 7;
 
 // What is known when a call arrives.
 struct Situation {

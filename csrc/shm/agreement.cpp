@@ -97,13 +97,18 @@ std::string words(const Description& d, const Description& other) {
   std::string said = name(collective);
   if (d.call != other.call) said += text(" as its call ", d.call);
   if (collective == Collective::barrier) return said;
+  if ((d.flags & Description::meets) != 0) return said + " of tensors on GPUs, for the first time";
   said += text(" of ", d.elements, " ", name(static_cast<DType>(d.dtype)));
   if (reduces(collective)) said += text(", op ", name(static_cast<ReduceOp>(d.op)));
   if (has_root(collective)) said += text(", root ", d.root);
   const auto tensors = static_cast<uint32_t>(d.options),
              other_tensors = static_cast<uint32_t>(other.options);
   if (tensors != other_tensors) said += text(", in ", tensors, " tensors");
-  if (d.in_place != other.in_place) said += d.in_place ? ", in place" : ", out of place";
+  const uint8_t unlike = d.flags ^ other.flags;
+  if ((unlike & Description::in_place) != 0)
+    said += (d.flags & Description::in_place) != 0 ? ", in place" : ", out of place";
+  if ((unlike & Description::on_gpus) != 0)
+    said += (d.flags & Description::on_gpus) != 0 ? ", on GPUs" : ", on the host";
   return said;
 }
 
@@ -154,11 +159,11 @@ uint64_t signature(const Request& r, uint64_t call) {
   Hashing h;
   h.add(static_cast<uint64_t>(r.collective) | static_cast<uint64_t>(r.dtype) << 8 |
         (reduces(r.collective) ? static_cast<uint64_t>(r.op) : 0) << 16 |
-        uint64_t{r.in_place} << 24 | uint64_t{r.irregular} << 25 |
-        static_cast<uint64_t>(has_root(r.collective) ? r.root : 0) << 32);
+        uint64_t{r.in_place} << 24 | uint64_t{r.irregular} << 25 | uint64_t{r.on_gpus} << 26 |
+        uint64_t{r.meets} << 27 | static_cast<uint64_t>(has_root(r.collective) ? r.root : 0) << 32);
   h.add(call);
   h.add(options(r));
-  if (r.irregular || r.collective == Collective::barrier) return h.value();
+  if (r.irregular || r.meets || r.collective == Collective::barrier) return h.value();
   add_blocks(h, r);
   return h.value();
 }
@@ -181,7 +186,9 @@ void state(Group& group, const Statement& s, const Request* request) {
   if (request != nullptr) {
     d.dtype = static_cast<uint8_t>(request->dtype);
     d.op = static_cast<uint8_t>(request->op);
-    d.in_place = request->in_place;
+    d.flags = static_cast<uint8_t>((request->in_place ? Description::in_place : 0) |
+                                   (request->on_gpus ? Description::on_gpus : 0) |
+                                   (request->meets ? Description::meets : 0));
     d.root = request->root;
     d.elements = elements(*request);
     d.options = options(*request);

@@ -3,15 +3,10 @@
 // piece. Nothing on the way of a small call allocates.
 #include "executor.h"
 
-#include <array>
-
-#include "../cpu/step_runner.h"
 #include "../plan/error.h"
-#include "../plan/select.h"
 #include "agreement.h"
-#include "pieces.h"
-#include "script.h"
-#include "sides.h"
+#include "choice.h"
+#include "in_segment.h"
 
 namespace pycollect::shm {
 namespace {
@@ -37,35 +32,6 @@ void fetch_own(const Group& group) {
   __builtin_prefetch(group.slot(group.rank(), run_number(group)), 1);
 }
 
-const Script& looked_up(const Group& group, const Request& r, const Situation& s) {
-  const Choice choice = choose(s, r.algorithm);
-  return script({choice.algorithm, s.world, choice.pieces, r.root, group.rank(), r.in_place,
-                 s.ground == Ground::arenas});
-}
-
-// What was chosen last is known without a look at names: a fourth of a small call's time.
-const Script& script_for(const Group& group, const Request& r, std::size_t bytes, Ground ground) {
-  struct Last {
-    Situation situation;
-    Rank rank, root;
-    const Script* value = nullptr;
-  };
-  thread_local std::array<Last, 2> last;
-  const Situation s{r.collective, group.world(), bytes, r.dtype, r.in_place, ground};
-  if (!r.algorithm.empty()) return looked_up(group, r, s);
-  Last& kept = last[ground == Ground::arenas];
-  if (kept.value == nullptr || kept.situation != s || kept.rank != group.rank() ||
-      kept.root != r.root)
-    kept = {s, group.rank(), r.root, &looked_up(group, r, s)};
-  return *kept.value;
-}
-
-FoldOptions options_of(const Group& group, const Request& request) {
-  FoldOptions options = request.options;
-  options.world = group.world();
-  return options;
-}
-
 // Everything that can be refused is, before the others hear of the call.
 struct Prepared {
   Sides sides;
@@ -78,17 +44,16 @@ struct Prepared {
   Prepared(const Group& group, const Request& request)
       : sides(request, group.rank(), group.world()),
         bytes(sides.elements() * sides.item()),
-        slots(script_for(group, request, bytes, Ground::slots)),
+        slots(script_for(group.rank(), group.world(), request, {bytes, Ground::slots})),
         open(bytes < kPlacedBytes * group.world() || group.layout().sizes.arena_bytes == 0
                  ? nullptr
-                 : &script_for(group, request, bytes, Ground::arenas)),
-        row(request.dtype, request.op, options_of(group, request)),
+                 : &script_for(group.rank(), group.world(), request, {bytes, Ground::arenas})),
+        row(request.dtype, request.op, fold_options(request, group.world())),
         streamed(request.options.non_temporal && !request.in_place &&
                  sides.total(request.output) * sides.item() >= kStreamedBytes) {
-    region_bytes(group, slots);
-    if (open != nullptr) region_bytes(group, *open);
-    require(!request.irregular || slots.measured, name(request.collective), ": algorithm '",
-            request.algorithm, "' cannot move unlike blocks");
+    region_bytes(group.layout().sizes.slot_bytes, slots);
+    if (open != nullptr) region_bytes(group.layout().sizes.slot_bytes, *open);
+    check_measured(request, slots);
   }
 };
 
@@ -107,19 +72,6 @@ bool find_places(const Group& group, const Prepared& p, Places& places) {
          find(Where::output, p.open->lends_output, places.output);
 }
 
-// Whoever cannot go on in the middle of a call takes the others with it: they would wait for it.
-template <class F>
-void whole_or_broken(Group& group, const Occasion& occasion, F&& f) {
-  try {
-    f();
-  } catch (const CollectiveError&) {
-    throw;
-  } catch (const std::exception& error) {
-    group.abort(text("it failed in ", occasion.operation, ": ", error.what()));
-    throw;
-  }
-}
-
 Agreed agree_or_skip(Group& group, const Statement& mine, uint64_t run, const Occasion& occasion) {
   try {
     return agree(group, mine, run, occasion);
@@ -136,8 +88,9 @@ void run_collective(Group& group, const Request& request, Prepared& p, const Occ
       request.collective, occasion.call, {.signature = signature(request, occasion.call)}, {}};
   const bool placed = find_places(group, p, mine.places);
   p.sides.cut(p.slots.chunks);
-  Pieces pieces(group, p.sides, p.row, parallel_for);
-  pieces.use(p.slots, request.irregular, occasion.call, p.streamed);
+  InSegment medium(group, p.row, parallel_for, p.streamed);
+  Pieces pieces(medium, p.sides);
+  pieces.use(p.slots, request.irregular, occasion.call);
   mine.post.pieces = pieces.wanted();
   if (placed) mine.post.flags |= Post::placed;
   if (request.irregular) mine.post.flags |= Post::irregular;
@@ -151,20 +104,10 @@ void run_collective(Group& group, const Request& request, Prepared& p, const Occ
   Agreed agreed = agree_or_skip(group, mine, first, occasion);
   if (agreed.placed) {
     p.sides.cut(p.open->chunks);
-    pieces.use(*p.open, false, occasion.call, p.streamed);
+    pieces.use(*p.open, false, occasion.call);
     agreed.pieces = pieces.wanted();
   }
   whole_or_broken(group, occasion, [&] { pieces.run(first, agreed.pieces, !placed, occasion); });
-}
-
-void run_barrier(Group& group, const Request& request, const Occasion& occasion) {
-  const uint64_t run = run_number(group);
-  const Statement mine{
-      request.collective, occasion.call, {.signature = signature(request, occasion.call)}, {}};
-  begin(group, run, occasion);
-  state(group, mine, &request);
-  group.advance(at_run(run + 1));  // nothing follows the exchange
-  agree(group, mine, run, occasion);
 }
 
 void refuse_at(Group& group, Collective collective, const Occasion& occasion,
@@ -186,12 +129,29 @@ Prepared prepare(Group& group, const Request& request, const Occasion& occasion)
 
 }  // namespace
 
+uint32_t exchange(Group& group, const Request& request, uint32_t pieces, const Occasion& occasion) {
+  group.require_whole(occasion);
+  const uint64_t run = run_number(group);
+  Statement mine{request.collective,
+                 occasion.call,
+                 {.signature = signature(request, occasion.call), .pieces = pieces},
+                 {}};
+  if (request.irregular) mine.post.flags |= Post::irregular;
+  begin(group, run, occasion);
+  state(group, mine, &request);
+  group.advance(at_run(run + 1));  // nothing follows the exchange
+  return agree(group, mine, run, occasion).pieces;
+}
+
 void run(Group& group, const Request& request, uint64_t call, Deadline deadline,
          const cpu::ParallelFor& parallel_for) {
   const Occasion occasion{name(request.collective), call, deadline};
   group.require_whole(occasion);
   fetch_own(group);
-  if (request.collective == Collective::barrier) return run_barrier(group, request, occasion);
+  if (request.collective == Collective::barrier) {
+    exchange(group, request, 1, occasion);
+    return;
+  }
   Prepared prepared = prepare(group, request, occasion);
   run_collective(group, request, prepared, occasion, parallel_for);
 }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../cpu/executor.h"
+#include "../plan/error.h"
 #include "../plan/offsets.h"
 #include "../plan/registry.h"
 #include "group.h"
@@ -40,6 +41,8 @@ struct Request {
   // (all_to_all with split sizes, gather and scatter of unlike parts)? The same on all ranks.
   bool irregular = false;
   uint64_t tensors = 1;  // how many the caller gave: must agree
+  bool on_gpus = false;  // the sides are in GPUs' memory, and this executor does not touch them
+  bool meets = false;    // nothing moves: the ranks are about to find out how GPUs reach each other
 };
 
 // Runs it to its end in the calling thread, with the others' help. One at a time per group, in the
@@ -48,6 +51,23 @@ struct Request {
 // requests do not fit each other; PeerLost and Timeout as Group says.
 void run(Group& group, const Request& request, uint64_t call, Deadline deadline,
          const cpu::ParallelFor& parallel_for);
+
+// Only finds out whether all ranks were asked for the same, as one call of the group; returns how
+// many pieces the one with the most takes it to be. Throws as `run` does.
+uint32_t exchange(Group& group, const Request& request, uint32_t pieces, const Occasion& occasion);
+
+// Whoever cannot go on in the middle of a call takes the others with it: they would wait for it.
+template <class F>
+void whole_or_broken(Group& group, const Occasion& occasion, F&& f) {
+  try {
+    f();
+  } catch (const CollectiveError&) {
+    throw;
+  } catch (const std::exception& error) {
+    group.abort(text("it failed in ", occasion.operation, ": ", error.what()));
+    throw;
+  }
+}
 
 // Instead of running what this rank was asked for, tells the others that it will not: they throw
 // with `why`. Returns without waiting for them (but for those who have not begun the call before).

@@ -19,7 +19,8 @@ Group::Group(Board& board, Rank rank, int world, Settings settings)
     : rank_(rank),
       world_(checked_world(rank, world)),
       settings_(std::move(settings)),
-      layout_({world, settings_.slot_bytes, settings_.mailbox_bytes, settings_.arena_bytes}),
+      layout_({world, settings_.slot_bytes, settings_.mailbox_bytes, settings_.arena_bytes,
+               settings_.deck_bytes}),
       seen_(std::make_unique<std::atomic<uint64_t>[]>(world)) {
   Meeting meeting(board, rank, world, settings_);
   pids_ = pids(meeting.ranks());

@@ -35,6 +35,7 @@ class Group {
   Description& description(Rank r, uint64_t call) const;
   std::byte* slot(Rank r, uint64_t run) const { return base_ + layout_.slot(r, run); }
   std::byte* mailboxes() const { return base_ + layout_.mailboxes; }
+  std::byte* deck() const { return base_ + layout_.deck; }  // whole pages
   std::byte* arena(Rank r) const { return base_ + layout_.arena(r); }
   // What keeps the memory mapped: whoever hands out parts of the arena holds it.
   const std::shared_ptr<Segment>& segment() const { return segment_; }
@@ -55,6 +56,8 @@ class Group {
              const Occasion& occasion, const std::function<void()>& rest = {});
   // Only the first stage of that: spins for as long as it makes sense on the cores there are.
   bool spin_for(const std::function<bool()>& ready);
+
+  uint64_t dead() const { return peers_->dead(); }  // a bit for each rank that has died
 
   // Throws what broke the group, or that this process is a forked child of the rank's.
   void require_whole(const Occasion& occasion) const;

@@ -1,7 +1,8 @@
 // What lies where in the memory that a group's processes share. Every word that changes while
 // others look has one writer; nothing here needs a lock, and all zeros is the state to begin with.
 //
-//   control | a line per rank | two descriptions per rank | mailboxes | two slots per rank | arenas
+//   control | a line per rank | two descriptions per rank | mailboxes | deck of GPUs | two slots
+//   per rank | arenas
 #pragma once
 #include <pthread.h>
 
@@ -66,12 +67,13 @@ static_assert(sizeof(Line) == 256);
 // For people, and for what a signature cannot compare. The counts that follow are `world` sent and
 // `world` received elements, by peer.
 struct alignas(64) Description {
-  uint8_t collective = 0, dtype = 0, op = 0, in_place = 0;
+  uint8_t collective = 0, dtype = 0, op = 0, flags = 0;
   int32_t root = -1;
   uint64_t call = 0;                   // sequence number
   uint64_t elements = 0;               // of the rank's largest buffer
   uint64_t options = 0;                // what else must agree: algorithm, number of tensors
   std::array<char, 224> refusal = {};  // a sentence
+  enum : uint8_t { in_place = 1, on_gpus = 2, meets = 4 };
 };
 
 // What broke the group: the first who finds out writes it, between the two values of `state`.
@@ -97,9 +99,10 @@ struct alignas(128) Control {
 
 struct Extents {
   int world;
-  std::size_t slot_bytes;     // of one rank, for one of two runs
-  std::size_t mailbox_bytes;  // of all ranks
-  std::size_t arena_bytes;    // of one rank: address space, not memory, until somebody commits it
+  std::size_t slot_bytes;      // of one rank, for one of two runs
+  std::size_t mailbox_bytes;   // of all ranks
+  std::size_t arena_bytes;     // of one rank: address space, not memory, until somebody commits it
+  std::size_t deck_bytes = 0;  // of all ranks: what CUDA's streams read and write
 };
 
 // Offsets in bytes from the beginning; each part begins at a page.
@@ -116,7 +119,8 @@ struct Layout {
         descriptions(lines + up(s.world * sizeof(Line))),
         description_bytes(sizeof(Description) + up_to_line(2 * s.world * sizeof(uint64_t))),
         mailboxes(descriptions + up(2 * s.world * description_bytes)),
-        slots(mailboxes + up(s.mailbox_bytes)),
+        deck(mailboxes + up(s.mailbox_bytes)),
+        slots(deck + up(s.deck_bytes)),
         slot_stride(up_to_line(s.slot_bytes) + kStagger),
         arenas(slots + up(2 * s.world * slot_stride)),
         arena_stride(up(s.arena_bytes)),
@@ -132,7 +136,7 @@ struct Layout {
   static constexpr std::size_t up_to_line(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
 
   Extents sizes;
-  std::size_t lines, descriptions, description_bytes, mailboxes, slots, slot_stride, arenas,
+  std::size_t lines, descriptions, description_bytes, mailboxes, deck, slots, slot_stride, arenas,
       arena_stride, total;
 };
 

@@ -21,6 +21,7 @@ struct Settings {
   std::size_t slot_bytes = 512 << 10;
   std::size_t mailbox_bytes = 0;
   std::size_t arena_bytes = 0;
+  std::size_t deck_bytes = 0;
   Share share = Share::best;
   Watch watch = Watch::best;
   int cores = 0;  // that the ranks share; 0: those that they may run on

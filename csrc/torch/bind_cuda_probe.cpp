@@ -102,6 +102,8 @@ py::dict run(const Launch& launch, const Packed& packed) {
   result["kind"] = packed.kind == Kind::copy ? "copy" : "fold";
   result["rows"] = packed.table.head.rows;
   result["table_bytes"] = packed.bytes;
+  const uint16_t guard = packed.table.head.guard;
+  result["guard"] = guard == 0 ? 0 : packed.table.words[guard];
   result["accesses"] = moved;
   result["widest_load"] = widest(loads);
   result["widest_store"] = widest(stores);
@@ -133,12 +135,13 @@ using RowTuple = std::tuple<Addresses, Addresses, Pitches, Pitches, std::size_t,
 // What each launch of a level did to the memory that its rows name.
 std::vector<py::dict> emulate_launch(const std::vector<RowTuple>& rows, const std::string& dtype,
                                      const std::string& op, int world, int multiprocessors,
-                                     std::size_t table_bytes,
-                                     const std::array<uint8_t, 6>& float8) {
+                                     std::size_t table_bytes, const std::array<uint8_t, 6>& float8,
+                                     std::uintptr_t guard) {
   Launch launch{{},
                 static_cast<DType>(index_of(kDTypeNames, dtype)),
                 static_cast<ReduceOp>(index_of(kReduceOpNames, op)),
-                {.world = world, .float8 = std::bit_cast<Float8Rounding>(float8)}};
+                {.world = world, .float8 = std::bit_cast<Float8Rounding>(float8)},
+                reinterpret_cast<const std::byte*>(guard)};
   for (const auto& [dsts, srcs, dst_pitches, src_pitches, count, lines, finishes] : rows)
     launch.rows.push_back(
         {pointers(dsts), pointers(srcs), dst_pitches, src_pitches, count, lines, finishes});
@@ -153,7 +156,8 @@ std::vector<py::dict> emulate_launch(const std::vector<RowTuple>& rows, const st
 
 void bind_cuda_probe(py::module_& m) {
   m.def("emulate_launch", &emulate_launch, py::arg("rows"), py::arg("dtype"), py::arg("op"),
-        py::arg("world"), py::arg("multiprocessors"), py::arg("table_bytes"), py::arg("float8"));
+        py::arg("world"), py::arg("multiprocessors"), py::arg("table_bytes"), py::arg("float8"),
+        py::arg("guard") = 0);
 }
 
 }  // namespace pycollect

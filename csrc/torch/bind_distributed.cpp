@@ -60,6 +60,7 @@ void bind_distributed(py::module_& m) {
       .def(py::init<>())
       .def_readwrite("algorithm", &Options::algorithm)
       .def_readwrite("slot_bytes", &Options::slot_bytes)
+      .def_readwrite("slab_bytes", &Options::slab_bytes)
       .def_readwrite("arena_bytes", &Options::arena_bytes)
       .def_property(
           "share", [](const Options& o) { return word(kShares, o.share); },

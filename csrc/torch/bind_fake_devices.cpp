@@ -8,10 +8,12 @@ namespace pycollect {
 namespace {
 
 using dist::FakeDevices;
+using dist::FakeGpu;
 using dist::Options;
 
-std::shared_ptr<FakeDevices> fake_devices(const c10::intrusive_ptr<Options>& options, bool eager) {
-  auto made = std::make_shared<FakeDevices>(eager);
+std::shared_ptr<FakeDevices> fake_devices(const c10::intrusive_ptr<Options>& options, bool eager,
+                                          bool slabs) {
+  auto made = std::make_shared<FakeDevices>(eager, slabs);
   options->devices = made;
   return made;
 }
@@ -26,8 +28,18 @@ void bind_fake_devices(py::module_& m) {
       .def("stall", &FakeDevices::stall, py::arg("on"), free)
       .def("capture", &FakeDevices::capture, py::arg("on"), free)
       .def("fail_call", &FakeDevices::fail_call, py::arg("in_"), free)
-      .def("trace", &FakeDevices::trace, free);
-  m.def("fake_devices", &fake_devices, py::arg("options"), py::arg("eager") = false);
+      .def("look", &FakeDevices::look, py::arg("on"), free)
+      .def("trace", &FakeDevices::trace, free)
+      .def_property_readonly("gpu", &FakeDevices::slabs);
+  py::class_<FakeGpu, std::shared_ptr<FakeGpu>>(m, "FakeGpu")
+      .def("fail", &FakeGpu::fail, py::arg("call"), py::arg("in_") = 0, free)
+      .def("drop", &FakeGpu::drop, py::arg("call"), py::arg("on") = true, free)
+      .def("live_on", &FakeGpu::live_on, py::arg("gpu"), free)
+      .def("pace", &FakeGpu::pace, py::arg("seconds"), free)
+      .def("books", &FakeGpu::books, free)
+      .def("fouls", &FakeGpu::fouls, free);
+  m.def("fake_devices", &fake_devices, py::arg("options"), py::arg("eager") = false,
+        py::arg("slabs") = false);
 }
 
 }  // namespace pycollect

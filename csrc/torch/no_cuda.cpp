@@ -40,7 +40,14 @@ class NoDevices final : public Devices {
   at::Tensor new_pinned(const at::Tensor&) override { never(); }
   void copy_out(const Way&) override { never(); }
   std::unique_ptr<Mark> mark(at::Device) override { never(); }
-  std::unique_ptr<Mark> copy_back(at::Device, const std::vector<Way>&, Mark&) override { never(); }
+  void follow(at::Device, Mark&) override { never(); }
+  std::unique_ptr<Mark> finish(at::Device, const std::vector<Way>&,
+                               const std::vector<at::Tensor>&) override {
+    never();
+  }
+  std::shared_ptr<slabs::Gpu> gpu() override { return nullptr; }
+  slabs::Stream stream(at::Device) override { never(); }
+  at::Tensor new_dense(const at::Tensor&, at::Device) override { never(); }
   void with_results(c10::ArrayRef<at::Device>, c10::function_ref<void()>) override { never(); }
 };
 

@@ -16,6 +16,8 @@ namespace {
 // What fire-and-forget calls get to finish in before the group is aborted: much more than they take
 // when the other ranks are there, much less than anybody waits for a process to end.
 constexpr std::chrono::milliseconds kGrace{5000};
+// By turns, so that a rank can fill one while others still read the other.
+constexpr std::size_t kSlotsOfSlab = 2;
 
 shm::Settings settings_of(const Options& o, int world) {
   return {.name = o.group_name.empty() ? "default" : o.group_name,
@@ -23,6 +25,7 @@ shm::Settings settings_of(const Options& o, int world) {
           .slot_bytes = o.slot_bytes,
           .mailbox_bytes = shm::Mailbox::bytes(world),
           .arena_bytes = o.arena_bytes.value_or(shm::Arena::default_bytes(world)),
+          .deck_bytes = slabs::Deck::bytes(world),
           .share = o.share,
           .watch = o.watch};
 }
@@ -60,8 +63,9 @@ Backend::Backend(const StorePtr& store, Seat seat, OptionsPtr options)
     : c10d::Backend(seat.rank, seat.world),
       seat_(seat),
       options_(std::move(options)),
-      ladder_(std::make_shared<Ladder>(options_->devices ? options_->devices : torch_devices(),
-                                       options_->cuda_sync)),
+      ladder_(std::make_shared<Ladder>(
+          options_->devices ? options_->devices : torch_devices(),
+          Ladder::Terms{options_->cuda_sync, options_->slab_bytes / kSlotsOfSlab})),
       timeout_ms_(options_->timeout.count()),
       group_(meet(store, seat, *options_)),
       messages_(std::make_shared<Messages>(group_, ladder_)),
@@ -69,6 +73,7 @@ Backend::Backend(const StorePtr& store, Seat seat, OptionsPtr options)
       queue_(std::make_shared<Queue>(std::make_shared<Runner>(group_))),
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   init();
+  ladder_->convene_by([this](const Call& like, at::Device device) { convene(like, device); });
   const std::lock_guard lock(living().mutex);
   living().all.insert(this);
 }
@@ -77,7 +82,7 @@ Backend::~Backend() {
   if (!forks_.none()) {
     // Locks and threads in there are the parent's: not even their destructors may run.
     new auto(std::make_tuple(std::move(queue_), std::move(messages_), std::move(group_),
-                             std::move(allocator_)));
+                             std::move(allocator_), ladder_));
     return;
   }
   const WithoutInterpreter without;
@@ -95,6 +100,7 @@ void Backend::shutdown() {
 void Backend::close() {
   const WithoutInterpreter without;
   queue_->close(kGrace);
+  ladder_->close(kGrace);
   std::shared_ptr<Messages> messages;
   std::shared_ptr<shm::Group> group;
   std::shared_ptr<ArenaAllocator> allocator;
@@ -198,11 +204,23 @@ std::string Backend::refuse(const Ask& ask, std::string_view why) {
   return text("rank ", seat_.rank, " refused ", pycollect::name(ask.collective), ": ", why);
 }
 
+// Before the call, and in its place in the queue.
+void Backend::convene(const Call& like, at::Device device) {
+  Call call{.collective = like.collective,
+            .name = like.name,
+            .ladder = ladder_.get(),
+            .meets = device,
+            .timeout = like.timeout};
+  queue_->run(std::move(call))->wait();
+}
+
 WorkPtr Backend::collective(const Ask& ask, c10::function_ref<void(Call&)> build) {
   forks_.require_none(ask.name);
   Call call = new_call(ask);
   try {
     build(call);
+  } catch (const Unmet& all) {
+    std::rethrow_exception(all.error);
   } catch (const TypeMismatch& error) {
     throw TypeMismatch(refuse(ask, error.what()));
   } catch (const std::invalid_argument& error) {

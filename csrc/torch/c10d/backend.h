@@ -98,6 +98,7 @@ class Backend final : public c10d::Backend {
   WorkPtr collective(const Ask& ask, c10::function_ref<void(Call&)> build);
   Call new_call(const Ask& ask) const;
   WorkPtr submit(Call call, bool later);
+  void convene(const Call& like, at::Device device);
   std::string refuse(const Ask& ask, std::string_view why);
 
   WorkPtr message(const char* name, const Tensors& tensors, std::optional<Rank> peer, int tag,
@@ -108,7 +109,7 @@ class Backend final : public c10d::Backend {
 
   const Seat seat_;
   const OptionsPtr options_;
-  const std::shared_ptr<const Ladder> ladder_;
+  const std::shared_ptr<Ladder> ladder_;
   const Forks forks_;
   std::atomic<int64_t> timeout_ms_;
   std::atomic<uint64_t> calls_{0};

@@ -49,7 +49,7 @@ const std::byte* Binder::origin(const std::byte* host) const {
 }
 
 shm::Span Binder::enter(const at::Tensor& t, bool reads, bool writes) {
-  if (!call_.passage) call_.passage = call_.ladder->begin();
+  if (!call_.passage) call_.passage = call_.ladder->begin(call_, t.device());
   const shm::Span span = call_.passage->enter(t, reads, writes);
   if (t.is_contiguous()) stand_ins_.push_back({span.base, address(t, writes), t.nbytes()});
   return span;
@@ -172,6 +172,7 @@ void Binder::finish() {
     shm::Request& r = call_.requests[i];
     r.input = joined(parts_[i].input, item_bytes(r.dtype));
     r.output = joined(parts_[i].output, item_bytes(r.dtype));
+    r.on_gpus = call_.passage && call_.passage->dock() != nullptr;
   }
   check_disjoint(extents_);
   if (call_.passage) call_.passage->depart();

@@ -2,6 +2,7 @@
 // now or later, and what must live until it has.
 #pragma once
 #include <chrono>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -18,7 +19,9 @@ struct Call {
   const char* name;                 // as the caller knows it
   uint64_t number = 0;              // of the group's calls, as torch counts them
   std::string_view algorithm = {};  // of the group's options; empty: the selector's
-  const Ladder* ladder = nullptr;   // of the group; none: host memory only
+  Ladder* ladder = nullptr;         // of the group; none: host memory only
+  // Nothing but the meeting before the group's first such call, on this device of the rank's.
+  std::optional<at::Device> meets = {};
   std::chrono::milliseconds timeout{};
   std::vector<shm::Request> requests = {};  // one after the other: one of each dtype
   std::string refusal = {};                 // why there are none: what the other ranks are told

@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "../../slabs/gpu.h"
+
 namespace pycollect::dist {
 
 // A point in the work of one stream.
@@ -22,7 +24,8 @@ class Mark {
 };
 
 struct Way {
-  at::Tensor tensor, host;  // on a device; as large in pinned memory, and contiguous
+  // On a device; as large and contiguous, in pinned memory or on the device of the group's stream.
+  at::Tensor tensor, dense;
 };
 
 class Devices {
@@ -34,10 +37,19 @@ class Devices {
   // Behind what is on the current stream of the tensor's device, without waiting.
   virtual void copy_out(const Way& way) = 0;
   virtual std::unique_ptr<Mark> mark(at::Device device) = 0;  // its current stream
-  // Behind `after`, of the same device, on a stream of its own that no caller's work delays and no
-  // caller captures. Keeps the tensors' memory from others until it has happened.
-  virtual std::unique_ptr<Mark> copy_back(at::Device device, const std::vector<Way>& ways,
-                                          Mark& after) = 0;
+  // The group's stream there, which no caller's work delays and no caller captures, comes to what
+  // follows after the mark, of the same process.
+  virtual void follow(at::Device device, Mark& after) = 0;
+  // Behind what is on it: copies the ways back. Keeps their tensors' memory, and that of `kept`,
+  // from others until that has happened, which is what the mark says.
+  virtual std::unique_ptr<Mark> finish(at::Device device, const std::vector<Way>& ways,
+                                       const std::vector<at::Tensor>& kept) = 0;
+
+  // What processes reach each other's memory with; null: they cannot.
+  virtual std::shared_ptr<slabs::Gpu> gpu() = 0;
+  virtual slabs::Stream stream(at::Device device) = 0;  // the group's
+  // Contiguous, of the same size, on that device; memory of the current stream's.
+  virtual at::Tensor new_dense(const at::Tensor& like, at::Device device) = 0;
   // Does it with those streams as the current ones: an event that is recorded then comes when the
   // results are there.
   virtual void with_results(c10::ArrayRef<at::Device> devices, c10::function_ref<void()> act) = 0;

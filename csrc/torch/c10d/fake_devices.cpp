@@ -30,66 +30,58 @@ at::Tensor new_host(const at::Tensor& like) {
 
 class FakeDevices::Point final : public Mark {
  public:
-  Point(std::shared_ptr<FakeDevices> devices, Name stream)
-      : devices_(std::move(devices)), stream_(stream), at_(devices_->streams_[stream].enqueued) {}
+  Point(std::shared_ptr<FakeDevices> devices, std::size_t stream)
+      : devices_(std::move(devices)), stream_(stream), at_(devices_->streams_->enqueued(stream)) {}
 
   // A step of work for each question, and never at the first: devices take their time.
   bool reached() override {
     const std::lock_guard lock(devices_->mutex_);
     devices_->may_fail("query of an event", false);
     if (!std::exchange(asked_, true)) return false;
-    if (!passed() && !devices_->step(stream_)) devices_->step(kCaller);
+    FakeStreams& streams = *devices_->streams_;
+    if (!passed() && !streams.step(stream_)) streams.step(FakeStreams::kCaller);
     if (passed() && !std::exchange(said_, true))
-      devices_->trace_.emplace_back(stream_ == kCaller ? "arrived" : "landed");
+      devices_->trace_.emplace_back(stream_ == FakeStreams::kCaller ? "arrived" : "landed");
     return passed();
   }
 
   // The caller then looks at its tensors as no caller of CUDA could: its stream runs empty.
   void hold_current() override {
-    const std::lock_guard lock(devices_->mutex_);
-    devices_->may_fail("wait for an event", true);
-    devices_->trace_.emplace_back("join");
-    devices_->enqueue(kCaller, [all = devices_.get(), stream = stream_, at = at_] {
-      return all->advance(stream, at);
-    });
-    devices_->advance(kCaller, devices_->streams_[kCaller].enqueued);
+    bool looks = false;
+    {
+      const std::lock_guard lock(devices_->mutex_);
+      devices_->may_fail("wait for an event", true);
+      devices_->trace_.emplace_back("join");
+      hold(FakeStreams::kCaller);
+      looks = devices_->looks_;
+    }
+    if (looks) devices_->streams_->drain(FakeStreams::kCaller);
   }
 
-  bool passed() const { return devices_->streams_[stream_].done >= at_; }
-  std::size_t at() const { return at_; }
+  void hold(std::size_t other) {
+    devices_->streams_->enqueue(other, [streams = devices_->streams_.get(), stream = stream_,
+                                        at = at_] { return streams->advance(stream, at); });
+  }
 
  private:
+  bool passed() const { return devices_->streams_->done(stream_) >= at_; }
+
   const std::shared_ptr<FakeDevices> devices_;
-  const Name stream_;
+  const std::size_t stream_;
   const std::size_t at_;
   bool asked_ = false, said_ = false;
 };
+
+FakeDevices::FakeDevices(bool eager, bool slabs)
+    : streams_(std::make_shared<FakeStreams>(eager)),
+      gpu_(slabs ? std::make_shared<FakeGpu>(streams_) : nullptr),
+      mutex_(streams_->mutex) {}
 
 void FakeDevices::may_fail(const char* call, bool in_capture) {
   if (fail_in_ >= 0 && fail_in_-- == 0)
     throw std::runtime_error(text("CUDA error: made up, in ", call));
   if (in_capture && captured_)
     throw std::runtime_error(text("CUDA error: ", call, " while the stream is capturing"));
-}
-
-void FakeDevices::enqueue(Name stream, std::function<bool()> work) {
-  streams_[stream].work.push_back(std::move(work));
-  ++streams_[stream].enqueued;
-}
-
-bool FakeDevices::step(Name stream) {
-  Stream& s = streams_[stream];
-  if (s.work.empty() || (stream == kCaller && stalled_)) return false;
-  if (!s.work.front()()) return false;
-  s.work.pop_front();
-  ++s.done;
-  return true;
-}
-
-bool FakeDevices::advance(Name stream, std::size_t to) {
-  while (streams_[stream].done < to)
-    if (!step(stream)) return false;
-  return true;
 }
 
 bool FakeDevices::serves(const at::Tensor& tensor) const {
@@ -116,10 +108,10 @@ void FakeDevices::copy_out(const Way& way) {
   const std::lock_guard lock(mutex_);
   may_fail("copy to the host", true);
   trace_.emplace_back("copy_out");
-  leaving_.insert(way.host.const_data_ptr());
-  enqueue(kCaller, [this, way] {
-    lay(way.host, way.tensor);
-    leaving_.erase(way.host.const_data_ptr());
+  leaving_.insert(way.dense.const_data_ptr());
+  streams_->enqueue(FakeStreams::kCaller, [this, way] {
+    lay(way.dense, way.tensor);
+    leaving_.erase(way.dense.const_data_ptr());
     return true;
   });
 }
@@ -128,40 +120,60 @@ std::unique_ptr<Mark> FakeDevices::mark(at::Device) {
   const std::lock_guard lock(mutex_);
   may_fail("record of an event", true);
   trace_.emplace_back("mark");
-  return std::make_unique<Point>(shared_from_this(), kCaller);
+  return std::make_unique<Point>(shared_from_this(), FakeStreams::kCaller);
 }
 
-// The host memory is read now, as it might be: whoever sends it before it is complete loses.
-std::unique_ptr<Mark> FakeDevices::copy_back(at::Device, const std::vector<Way>& ways,
-                                             Mark& after) {
+void FakeDevices::follow(at::Device, Mark& after) {
+  const std::lock_guard lock(mutex_);
+  static_cast<Point&>(after).hold(FakeStreams::kGroup);
+}
+
+slabs::Stream FakeDevices::stream(at::Device device) {
+  return {device.index(), reinterpret_cast<void*>(FakeStreams::kGroup)};
+}
+
+at::Tensor FakeDevices::new_dense(const at::Tensor& like, at::Device) {
+  at::Tensor made = new_host(like);
+  std::memset(made.mutable_data_ptr(), kPoison, made.nbytes());
+  return made;
+}
+
+// Pinned memory is read now, as it might be: whoever sends it before it is complete loses. What is
+// on the device is read in its turn.
+std::unique_ptr<Mark> FakeDevices::finish(at::Device, const std::vector<Way>& ways,
+                                          const std::vector<at::Tensor>& kept) {
   const std::lock_guard lock(mutex_);
   may_fail("copy from the host", false);
-  const std::size_t at = static_cast<Point&>(after).at();
-  enqueue(kBack, [this, at] { return streams_[kCaller].done >= at; });
   for (const Way& way : ways) {
     trace_.emplace_back("copy_back");
-    if (leaving_.contains(way.host.const_data_ptr()))
-      throw std::logic_error("pinned memory was sent back before it had come");
-    if (is_poison(way.host))
-      throw std::logic_error("pinned memory was sent back before anything was written there");
-    at::Tensor now = new_host(way.host);
-    std::memcpy(now.mutable_data_ptr(), way.host.const_data_ptr(), now.nbytes());
-    enqueue(kBack, [tensor = way.tensor, now] {
+    const bool on_device = std::any_of(kept.begin(), kept.end(), [&](const at::Tensor& t) {
+      return t.const_data_ptr() == way.dense.const_data_ptr();
+    });
+    at::Tensor now = way.dense;
+    if (!on_device) {
+      if (leaving_.contains(way.dense.const_data_ptr()))
+        throw std::logic_error("pinned memory was sent back before it had come");
+      if (is_poison(way.dense))
+        throw std::logic_error("pinned memory was sent back before anything was written there");
+      now = new_host(way.dense);
+      std::memcpy(now.mutable_data_ptr(), way.dense.const_data_ptr(), now.nbytes());
+    }
+    streams_->enqueue(FakeStreams::kGroup, [tensor = way.tensor, now] {
       lay(tensor, now);
       return true;
     });
   }
-  if (eager_) advance(kBack, streams_[kBack].enqueued);
-  return std::make_unique<Point>(shared_from_this(), kBack);
+  // Memory that is given back while the stream still has to do with it is given to somebody else.
+  if (!kept.empty()) streams_->enqueue(FakeStreams::kGroup, [kept] { return !kept.empty(); });
+  if (streams_->eager())
+    streams_->advance(FakeStreams::kGroup, streams_->enqueued(FakeStreams::kGroup));
+  return std::make_unique<Point>(shared_from_this(), FakeStreams::kGroup);
 }
 
+// torch's future of CPU tensors has no streams to wait on: whoever waits for it looks at once.
 void FakeDevices::with_results(c10::ArrayRef<at::Device>, c10::function_ref<void()> act) {
-  {
-    // torch's future of CPU tensors has no streams to wait on: whoever waits for it looks at once.
-    const std::lock_guard lock(mutex_);
-    advance(kCaller, streams_[kCaller].enqueued);
-    advance(kBack, streams_[kBack].enqueued);
-  }
+  streams_->drain(FakeStreams::kCaller);
+  streams_->drain(FakeStreams::kGroup);
   act();
 }
 
@@ -174,7 +186,7 @@ void FakeDevices::fill_later(const at::Tensor& tensor, double value) {
   const std::lock_guard lock(mutex_);
   at::Tensor values = new_host(tensor);
   values.fill_(value);
-  enqueue(kCaller, [tensor, values] {
+  streams_->enqueue(FakeStreams::kCaller, [tensor, values] {
     lay(tensor, values);
     return true;
   });
@@ -182,11 +194,15 @@ void FakeDevices::fill_later(const at::Tensor& tensor, double value) {
 
 void FakeDevices::stall(bool on) {
   const std::lock_guard lock(mutex_);
-  stalled_ = on;
+  streams_->stall(on);
 }
 void FakeDevices::capture(bool on) {
   const std::lock_guard lock(mutex_);
   captured_ = on;
+}
+void FakeDevices::look(bool on) {
+  const std::lock_guard lock(mutex_);
+  looks_ = on;
 }
 void FakeDevices::fail_call(int in) {
   const std::lock_guard lock(mutex_);

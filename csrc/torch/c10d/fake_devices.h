@@ -2,28 +2,30 @@
 // and the group's own, whose work is done as late as a device may do it, or as early. What is read
 // too soon is poison, what is sent back too soon is refused, and so is what CUDA would refuse.
 #pragma once
-#include <array>
-#include <deque>
-#include <functional>
-#include <mutex>
 #include <set>
 #include <string>
 
 #include "devices.h"
+#include "fake_gpu.h"
 
 namespace pycollect::dist {
 
 class FakeDevices final : public Devices, public std::enable_shared_from_this<FakeDevices> {
  public:
-  explicit FakeDevices(bool eager) : eager_(eager) {}
+  // `slabs`: processes can reach each other's memory on them.
+  FakeDevices(bool eager, bool slabs);
 
   bool serves(const at::Tensor& tensor) const override;
   bool is_capturing(at::Device device) override;
   at::Tensor new_pinned(const at::Tensor& like) override;
   void copy_out(const Way& way) override;
   std::unique_ptr<Mark> mark(at::Device device) override;
-  std::unique_ptr<Mark> copy_back(at::Device device, const std::vector<Way>& ways,
-                                  Mark& after) override;
+  void follow(at::Device device, Mark& after) override;
+  std::unique_ptr<Mark> finish(at::Device device, const std::vector<Way>& ways,
+                               const std::vector<at::Tensor>& kept) override;
+  std::shared_ptr<slabs::Gpu> gpu() override { return gpu_; }
+  slabs::Stream stream(at::Device device) override;
+  at::Tensor new_dense(const at::Tensor& like, at::Device device) override;
   void with_results(c10::ArrayRef<at::Device> devices, c10::function_ref<void()> act) override;
 
   // The scenery.
@@ -32,28 +34,23 @@ class FakeDevices final : public Devices, public std::enable_shared_from_this<Fa
   void stall(bool on);     // the caller's stream comes to nothing more
   void capture(bool on);   // the caller captures
   void fail_call(int in);  // so many more calls go well, and then one does not
+  // Otherwise whoever has joined results looks at them at once, which takes an empty stream.
+  void look(bool on);
   std::vector<std::string> trace() const;
+  const std::shared_ptr<FakeGpu>& slabs() const { return gpu_; }
 
  private:
-  enum Name { kCaller, kBack, kStreams };
-  struct Stream {
-    std::deque<std::function<bool()>> work = {};  // false: it cannot be done yet
-    std::size_t done = 0, enqueued = 0;
-  };
   class Point;
 
   void may_fail(const char* call, bool in_capture);
-  void enqueue(Name stream, std::function<bool()> work);
-  bool advance(Name stream, std::size_t to);
-  bool step(Name stream);
 
-  const bool eager_;
-  mutable std::mutex mutex_;
-  std::array<Stream, kStreams> streams_;
+  const std::shared_ptr<FakeStreams> streams_;
+  const std::shared_ptr<FakeGpu> gpu_;
+  std::mutex& mutex_;
   std::vector<c10::Storage> on_host_;
   std::set<const void*> leaving_;  // pinned memory that is yet to be filled
   std::vector<std::string> trace_;
-  bool stalled_ = false, captured_ = false;
+  bool captured_ = false, looks_ = true;
   int fail_in_ = -1;
 };
 

@@ -16,7 +16,7 @@ class HostStaging final : public Passage {
   shm::Span enter(const at::Tensor& tensor, bool reads, bool writes) override;
   void depart() override;
   bool arrived() override;
-  void land() override;
+  void land(const shm::Occasion& occasion) override;
   bool landed() override;
   void join() override;
   void let_go() override;
@@ -49,7 +49,7 @@ shm::Span HostStaging::enter(const at::Tensor& tensor, bool reads, bool writes) 
   const Way way{tensor, devices_->new_pinned(tensor)};
   if (reads) leg.out.push_back(way);
   if (writes) leg.back.push_back(way);
-  return {static_cast<std::byte*>(way.host.mutable_data_ptr()),
+  return {static_cast<std::byte*>(way.dense.mutable_data_ptr()),
           static_cast<std::size_t>(tensor.numel())};
 }
 
@@ -70,10 +70,12 @@ bool HostStaging::arrived() {
   return true;
 }
 
-void HostStaging::land() {
+void HostStaging::land(const shm::Occasion&) {
   for (std::size_t i = 0; i < legs_.size(); ++i)
-    if (Leg& leg = legs_[i]; !leg.back.empty())
-      leg.landed = devices_->copy_back(on_[i], leg.back, *leg.left);
+    if (Leg& leg = legs_[i]; !leg.back.empty()) {
+      devices_->follow(on_[i], *leg.left);
+      leg.landed = devices_->finish(on_[i], leg.back, {});
+    }
   let_go();
 }
 
@@ -96,14 +98,8 @@ void HostStaging::let_go() {
 
 }  // namespace
 
-Rung host_staging() {
-  return {.name = "host",
-          .what =
-              "copied to pinned memory and back around the exchange between processes; wait() "
-              "blocks the host until the ranks have exchanged, then only the stream",
-          .begin = [](std::shared_ptr<Devices> devices) -> std::shared_ptr<Passage> {
-            return std::make_shared<HostStaging>(std::move(devices));
-          }};
+std::shared_ptr<Passage> stage_through_host(std::shared_ptr<Devices> devices) {
+  return std::make_shared<HostStaging>(std::move(devices));
 }
 
 }  // namespace pycollect::dist

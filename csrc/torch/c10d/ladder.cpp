@@ -1,41 +1,61 @@
 // See ladder.h. The one list of rungs.
 #include "ladder.h"
 
+#include <algorithm>
 #include <array>
 
 #include "../../plan/error.h"
+#include "../../shm/executor.h"
 #include "../job.h"
 
 namespace pycollect::dist {
 namespace {
 
-const auto& rungs() {
-  static const std::array all{host_staging()};
-  return all;
-}
+struct Rung {
+  const char* name;
+  const char* what;  // it does: said once in the log
+};
 
-Rung rung_named(const std::string& name) {
-  if (name == kBestRung) return rungs().front();
-  std::string allowed = kBestRung;
-  for (const Rung& r : rungs()) {
-    if (name == r.name) return r;
-    allowed += text(", ", r.name);
-  }
-  throw std::invalid_argument(text("cuda_sync is '", name, "'; allowed are ", allowed));
+constexpr std::array kRungs{
+    Rung{"stream",
+         "through slabs that all processes reach, ordered by stream memory operations; wait() "
+         "blocks the stream only; messages go through pinned memory"},
+    Rung{"wait",
+         "through slabs that all processes reach, ordered by the hosts; wait() blocks the host "
+         "until the ranks have exchanged; messages go through pinned memory"},
+    Rung{"host",
+         "copied to pinned memory and back around the exchange between processes; wait() blocks "
+         "the host until the ranks have exchanged, then only the stream"},
+};
+constexpr const Rung& kStream = kRungs[0];
+constexpr const Rung& kWait = kRungs[1];
+constexpr const Rung& kHost = kRungs[2];
+
+void say_rung(const Rung& rung) {
+  say_once(text("collectives of CUDA tensors, PYCOLLECT_CUDA_SYNC=", rung.name, ": ", rung.what));
 }
 
 }  // namespace
 
 std::vector<const char*> rung_names() {
   std::vector<const char*> names{kBestRung};
-  for (const Rung& r : rungs()) names.push_back(r.name);
+  for (const Rung& r : kRungs) names.push_back(r.name);
   return names;
 }
 
-void check_rung(const std::string& name) { rung_named(name); }
+void check_rung(const std::string& name) {
+  const auto names = rung_names();
+  if (std::find(names.begin(), names.end(), name) != names.end()) return;
+  std::string allowed;
+  for (const char* n : names) allowed += text(allowed.empty() ? "" : ", ", n);
+  throw std::invalid_argument(text("cuda_sync is '", name, "'; allowed are ", allowed));
+}
 
-Ladder::Ladder(std::shared_ptr<Devices> devices, const std::string& rung)
-    : devices_(std::move(devices)), rung_(rung_named(rung)) {}
+Ladder::Ladder(std::shared_ptr<Devices> devices, Terms terms)
+    : devices_(std::move(devices)), terms_(std::move(terms)) {
+  check_rung(terms_.rung);
+  met_ = terms_.rung == kHost.name || (terms_.rung == kBestRung && !devices_->gpu());
+}
 
 void Ladder::check_no_capture(const at::Tensor& t, const Label& label) const {
   require(!devices_->is_capturing(t.device()), label.call, ": ", label, " is on ", t.device(),
@@ -43,9 +63,68 @@ void Ladder::check_no_capture(const at::Tensor& t, const Label& label) const {
           "processes do; call it outside of the capture");
 }
 
-std::shared_ptr<Passage> Ladder::begin() const {
-  say_once(text("collectives of CUDA tensors, PYCOLLECT_CUDA_SYNC=", rung_.name, ": ", rung_.what));
-  return rung_.begin(devices_);
+std::shared_ptr<Passage> Ladder::begin_staged() const {
+  say_rung(kHost);
+  return stage_through_host(devices_);
+}
+
+std::shared_ptr<Passage> Ladder::begin(const Call& call, at::Device device) {
+  const auto state = [&] {
+    const std::lock_guard lock(mutex_);
+    return std::tuple(met_, failed_, dock_);
+  };
+  auto [met, failed, dock] = state();
+  if (!met) {
+    try {
+      convene_(call, device);
+    } catch (...) {
+      throw Unmet{std::current_exception()};
+    }
+    std::tie(met, failed, dock) = state();
+  }
+  if (!failed.empty()) throw Unmet{std::make_exception_ptr(CollectiveError(failed))};
+  if (!dock) return begin_staged();
+  say_rung(dock->sync() == slabs::Sync::stream ? kStream : kWait);
+  return pass_through_slabs(devices_, dock);
+}
+
+bool Ladder::has_met() {
+  const std::lock_guard lock(mutex_);
+  return met_;
+}
+
+void Ladder::meet(const std::shared_ptr<shm::Group>& group, at::Device device,
+                  const shm::Occasion& occasion) {
+  const auto gpu = devices_->gpu();
+  if (!gpu) return settle({{}, {{kStream.name, "this build has no CUDA"}}}, occasion.operation);
+  const slabs::Ask ask{group, gpu, devices_->stream(device), terms_.slot_bytes, terms_.rung};
+  settle(slabs::meet(ask, occasion), occasion.operation);
+}
+
+// Every step down is said, and of a rung that was named it is an error.
+void Ladder::settle(const slabs::Found& found, const char* operation) {
+  std::string failed;
+  for (const auto& [rung, why] : found.steps) {
+    const std::string said = text("PYCOLLECT_CUDA_SYNC=", rung, " does not work here: ", why);
+    say_once(text("collectives of CUDA tensors: ", said));
+    if (terms_.rung == rung) failed = text(operation, ": ", said);
+  }
+  const std::lock_guard lock(mutex_);
+  failed_ = failed;
+  dock_ = found.dock;
+  met_ = true;
+}
+
+void Ladder::close(std::chrono::milliseconds grace) {
+  std::shared_ptr<slabs::Dock> dock;
+  {
+    const std::lock_guard lock(mutex_);
+    dock.swap(dock_);
+  }
+  if (dock && !dock->close(grace))
+    say_once(
+        "a group of CUDA tensors was destroyed by some ranks only; their slabs are kept until "
+        "the processes end, because others may still have them open");
 }
 
 void check_no_capture(const Passage& passage, const char* operation) {

@@ -1,39 +1,70 @@
 // The ways in which a group can serve tensors on devices, the fastest first; the last works
-// wherever CUDA does. Each is a file of its own that makes passages. PYCOLLECT_CUDA_SYNC names one.
+// wherever CUDA does. Which one it is, the ranks find out together at their first such call.
+// PYCOLLECT_CUDA_SYNC names one, which then must work.
 #pragma once
+#include <functional>
+#include <mutex>
 #include <string>
 
+#include "../../slabs/meeting.h"
 #include "../arguments.h"
 #include "passage.h"
 
 namespace pycollect::dist {
 
-struct Rung {
-  const char* name;
-  const char* what;  // it does: said once in the log
-  std::shared_ptr<Passage> (*begin)(std::shared_ptr<Devices> devices);
-};
-
 // Copies to and from pinned memory around the executor for host memory (host_staging.cpp).
-Rung host_staging();
+std::shared_ptr<Passage> stage_through_host(std::shared_ptr<Devices> devices);
+// To and from the slabs of the group's GPUs, without the host (slab_passage.cpp).
+std::shared_ptr<Passage> pass_through_slabs(std::shared_ptr<Devices> devices,
+                                            std::shared_ptr<slabs::Dock> dock);
+
+struct Call;
 
 inline constexpr const char* kBestRung = "best";
 std::vector<const char*> rung_names();
 // "best" or the name of one; throws std::invalid_argument, which lists them.
 void check_rung(const std::string& name);
 
+// What a meeting of all ranks has ended with: all of them raise it, and none has to tell.
+struct Unmet {
+  std::exception_ptr error;
+};
+
 class Ladder {
  public:
-  Ladder(std::shared_ptr<Devices> devices, const std::string& rung);
+  struct Terms {
+    std::string rung;
+    std::size_t slot_bytes;  // of a slab
+  };
+  Ladder(std::shared_ptr<Devices> devices, Terms terms);
 
   bool serves(const at::Tensor& tensor) const { return devices_->serves(tensor); }
   // Throws while the current stream of the tensor's device is under capture.
   void check_no_capture(const at::Tensor& tensor, const Label& label) const;
-  std::shared_ptr<Passage> begin() const;
+
+  // Has all ranks `meet`, in its turn among the group's calls, before one like this.
+  using Convene = std::function<void(const Call& like, at::Device device)>;
+  void convene_by(Convene convene) { convene_ = std::move(convene); }
+  // For one collective, the first tensor of which is on `device`. Throws Unmet with what
+  // convening throws.
+  std::shared_ptr<Passage> begin(const Call& call, at::Device device);
+  std::shared_ptr<Passage> begin_staged() const;  // for a message
+  bool has_met();
+  void meet(const std::shared_ptr<shm::Group>& group, at::Device device,
+            const shm::Occasion& occasion);
+  // Frees what it has on devices; gives what is under way there some time.
+  void close(std::chrono::milliseconds grace);
 
  private:
+  void settle(const slabs::Found& found, const char* operation);
+
   const std::shared_ptr<Devices> devices_;
-  const Rung rung_;
+  const Terms terms_;
+  Convene convene_;
+  std::mutex mutex_;  // of what follows
+  bool met_ = false;
+  std::string failed_;                 // why the rung that was named does not work
+  std::shared_ptr<slabs::Dock> dock_;  // null: through the host
 };
 
 // Throws when the calling thread captures what would have to wait for these results.

@@ -86,7 +86,7 @@ void MessageWork::settle() {
 
 void MessageWork::finish() {
   transfer_->rethrow();
-  if (passage_) return passage_->land();
+  if (passage_) return passage_->land(occasion(shm::Deadline::max()));
   if (ask_.receives && !dense_.is_same(tensor_)) lay(tensor_, dense_);
 }
 

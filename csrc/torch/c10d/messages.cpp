@@ -41,8 +41,8 @@ c10::intrusive_ptr<MessageWork> Messages::make(const Letter& letter, const char*
     if (closed_) throw CollectiveError(text(name, ": the group has been destroyed"));
     ask.number = made_++;
   }
-  return c10::make_intrusive<MessageWork>(ask, letter.tensor, away ? ladder_->begin() : nullptr,
-                                          shared_from_this());
+  return c10::make_intrusive<MessageWork>(
+      ask, letter.tensor, away ? ladder_->begin_staged() : nullptr, shared_from_this());
 }
 
 c10::intrusive_ptr<c10d::Work> Messages::send(const Letter& letter) {

@@ -18,8 +18,11 @@ struct Options final : c10d::Backend::Options {
   std::string algorithm = {};  // of every collective that has one of this name; empty: chosen
   std::size_t slot_bytes = shm::Settings{}.slot_bytes;
   std::optional<std::size_t> arena_bytes = {};  // of one rank: address space; default: the arena's
-  std::string cuda_sync = kBestRung;            // how tensors on GPUs are served
-  std::shared_ptr<Devices> devices = {};        // in place of torch's, for tests
+  // Of a GPU's memory for each rank. A piece of a large message is half of it, and what a piece
+  // costs besides its bytes, some 20 us of hand-overs, is then a few percent; a guess.
+  std::size_t slab_bytes = 32 << 20;
+  std::string cuda_sync = kBestRung;      // how tensors on GPUs are served
+  std::shared_ptr<Devices> devices = {};  // in place of torch's, for tests
   shm::Share share = shm::Share::best;
   shm::Watch watch = shm::Watch::best;
 

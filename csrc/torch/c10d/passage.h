@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "../../shm/executor.h"
+#include "../../slabs/dock.h"
 #include "devices.h"
 
 namespace pycollect::dist {
@@ -15,9 +16,16 @@ class Passage {
   // Where the executor finds the tensor's elements, in logical order.
   virtual shm::Span enter(const at::Tensor& tensor, bool reads, bool writes) = 0;
   virtual void depart() = 0;   // after the last tensor
-  virtual bool arrived() = 0;  // is everything there that is to be read?
-  virtual void land() = 0;     // after the executor: sends the results on their way
-  virtual bool landed() = 0;   // are they where the tensors are?
+  virtual bool arrived() = 0;  // may the executor begin?
+  // After the executor: sends the results on their way.
+  virtual void land(const shm::Occasion& occasion) = 0;
+  // Instead of that, when it did not get to its end: no results.
+  virtual void cut_short(const shm::Occasion&) {}
+  virtual bool landed() = 0;  // are they where the tensors are, or never will be?
+  // What has gone wrong since the executor was done; null: nothing yet.
+  virtual std::exception_ptr failure() const { return nullptr; }
+  // Whose executor finds them; none: the one of the host's memory.
+  virtual slabs::Dock* dock() const { return nullptr; }
   // What follows on the current streams of the calling thread finds them there.
   virtual void join() = 0;
   virtual void let_go() = 0;  // of the tensors: the call has ended

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "../../plan/error.h"
+#include "../../slabs/executor.h"
 #include "../threads.h"
 
 namespace pycollect::dist {
@@ -68,11 +69,37 @@ void Runner::await_arrival(Call& call, shm::Deadline deadline) {
 void Runner::run(Call& call) {
   const shm::Deadline deadline = shm::Clock::now() + call.timeout;
   if (!call.refusal.empty()) return refuse(call, deadline);
-  if (call.passage) await_arrival(call, deadline);
+  if (call.meets) return meet(call, deadline);
+  if (!call.passage) return perform(call, deadline);
+  await_arrival(call, deadline);
+  const shm::Occasion occasion{pycollect::name(call.collective), calls_, deadline};
+  try {
+    perform(call, deadline);
+  } catch (...) {
+    call.passage->cut_short(occasion);
+    throw;
+  }
+  call.passage->land(occasion);
+}
+
+void Runner::perform(Call& call, shm::Deadline deadline) {
+  slabs::Dock* const dock = call.passage ? call.passage->dock() : nullptr;
   for (const shm::Request& request : call.requests)
-    shm::run(*group_, request, calls_++, deadline, parallel_for_);
+    if (dock != nullptr)
+      slabs::run(*dock, request, calls_++, deadline);
+    else
+      shm::run(*group_, request, calls_++, deadline, parallel_for_);
   for (const auto& [to, from] : call.copies) lay(to, from);
-  if (call.passage) call.passage->land();
+}
+
+// All ranks come to it as to a call of the group's, so that one which was asked for something else
+// is told as usual.
+void Runner::meet(const Call& call, shm::Deadline deadline) {
+  if (call.ladder->has_met()) return;  // another thread's call was first
+  const shm::Occasion occasion{pycollect::name(call.collective), calls_++, deadline};
+  const shm::Request request{.collective = call.collective, .on_gpus = true, .meets = true};
+  shm::exchange(*group_, request, 1, occasion);
+  call.ladder->meet(group_, *call.meets, occasion);
 }
 
 }  // namespace pycollect::dist

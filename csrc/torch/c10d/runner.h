@@ -24,6 +24,8 @@ class Runner {
 
  private:
   void refuse(const Call& call, shm::Deadline deadline);
+  void meet(const Call& call, shm::Deadline deadline);
+  void perform(Call& call, shm::Deadline deadline);
   void await_arrival(Call& call, shm::Deadline deadline);
 
   const std::shared_ptr<shm::Group> group_;

@@ -50,8 +50,11 @@ bool QueuedWork::isCompleted() {
 
 bool QueuedWork::isSuccess() const { return is_done() && exception() == nullptr; }
 
-// Written once, before `done_`.
-std::exception_ptr QueuedWork::exception() const { return is_done() ? error_ : nullptr; }
+// `error_` is written once, before `done_`.
+std::exception_ptr QueuedWork::exception() const {
+  if (!is_done() || error_) return is_done() ? error_ : nullptr;
+  return call_.passage ? call_.passage->failure() : nullptr;
+}
 
 bool QueuedWork::wait(std::chrono::milliseconds timeout) {
   if (call_.passage) check_no_capture(*call_.passage, name());
@@ -61,7 +64,7 @@ bool QueuedWork::wait(std::chrono::milliseconds timeout) {
     else if (!queue_->wait_until(*this, shm::Clock::now() + timeout))
       throw_unfinished(described(), timeout);
   }
-  if (error_) std::rethrow_exception(error_);
+  if (const auto error = exception()) std::rethrow_exception(error);
   if (call_.passage) call_.passage->join();
   return true;
 }

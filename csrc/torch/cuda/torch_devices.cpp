@@ -2,34 +2,23 @@
 // whose blocks it gives to nobody before the copies that touch them are done, and its own copies.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/cuda/EmptyTensor.h>
 #include <c10/core/Event.h>
 #include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <map>
 #include <mutex>
 
 #include "../c10d/devices.h"
+#include "beside.h"
+#include "ipc_gpu.h"
 
 namespace pycollect::dist {
 namespace {
 
 using c10::cuda::CUDAGuard;
 using c10::cuda::CUDAStream;
-
-// A thread of a group works whatever others capture meanwhile: its streams are under no capture,
-// but a capture forbids calls that may synchronize to all threads that do not say so. The device
-// is made current because a new thread's is the first, which this process may have no use for.
-class Beside {
- public:
-  explicit Beside(at::Device device) : device_(device), mode_(cudaStreamCaptureModeThreadLocal) {}
-
- private:
-  const CUDAGuard device_;
-  const c10::cuda::CUDAStreamCaptureModeGuard mode_;
-};
 
 class CudaMark final : public Mark {
  public:
@@ -61,15 +50,22 @@ class TorchDevices final : public Devices {
   at::Tensor new_pinned(const at::Tensor& like) override;
   void copy_out(const Way& way) override;
   std::unique_ptr<Mark> mark(at::Device device) override;
-  std::unique_ptr<Mark> copy_back(at::Device device, const std::vector<Way>& ways,
-                                  Mark& after) override;
+  void follow(at::Device device, Mark& after) override;
+  std::unique_ptr<Mark> finish(at::Device device, const std::vector<Way>& ways,
+                               const std::vector<at::Tensor>& kept) override;
+  std::shared_ptr<slabs::Gpu> gpu() override { return gpu_; }
+  slabs::Stream stream(at::Device device) override {
+    return {device.index(), back(device).stream()};
+  }
+  at::Tensor new_dense(const at::Tensor& like, at::Device device) override;
   void with_results(c10::ArrayRef<at::Device> devices, c10::function_ref<void()> act) override;
 
  private:
   CUDAStream back(at::Device device);
 
+  const std::shared_ptr<slabs::Gpu> gpu_ = ipc_gpu();
   std::mutex mutex_;
-  std::map<c10::DeviceIndex, CUDAStream> back_;  // [device]: the stream of what comes back
+  std::map<c10::DeviceIndex, CUDAStream> back_;  // [device]: the group's stream there
 };
 
 bool TorchDevices::is_capturing(at::Device device) {
@@ -85,7 +81,7 @@ at::Tensor TorchDevices::new_pinned(const at::Tensor& like) {
 
 void TorchDevices::copy_out(const Way& way) {
   const CUDAGuard guard(way.tensor.device());
-  copy(way.host, way.tensor);
+  copy(way.dense, way.tensor);
 }
 
 std::unique_ptr<Mark> TorchDevices::mark(at::Device device) {
@@ -100,17 +96,35 @@ CUDAStream TorchDevices::back(at::Device device) {
   return back_.emplace(device.index(), fresh).first->second;
 }
 
-std::unique_ptr<Mark> TorchDevices::copy_back(at::Device device, const std::vector<Way>& ways,
-                                              Mark& after) {
+at::Tensor TorchDevices::new_dense(const at::Tensor& like, at::Device device) {
+  const CUDAGuard guard(device);
+  return at::Tensor(at::detail::empty_cuda(like.sizes(), like.scalar_type(), device, std::nullopt));
+}
+
+void TorchDevices::follow(at::Device device, Mark& after) {
+  const Beside beside(device);
+  static_cast<CudaMark&>(after).hold(back(device));
+}
+
+// A copy to another device is of both devices' current streams: what follows on the group's stream
+// there comes behind it as well.
+std::unique_ptr<Mark> TorchDevices::finish(at::Device device, const std::vector<Way>& ways,
+                                           const std::vector<at::Tensor>& kept) {
   const Beside beside(device);
   const CUDAStream stream = back(device);
-  static_cast<CudaMark&>(after).hold(stream);
   const c10::cuda::CUDAStreamGuard guard(stream);
+  const auto keep = [&](const at::Tensor& t) {
+    c10::cuda::CUDACachingAllocator::recordStream(t.storage().data_ptr(), stream);
+  };
+  for (const at::Tensor& t : kept) keep(t);
   for (const Way& way : ways) {
-    c10::cuda::CUDACachingAllocator::recordStream(way.tensor.storage().data_ptr(), stream);
-    copy(way.tensor, way.host);
+    keep(way.tensor);
+    copy(way.tensor, way.dense);
   }
-  return std::make_unique<CudaMark>(stream);
+  auto end = std::make_unique<CudaMark>(stream);
+  for (const Way& way : ways)
+    if (way.tensor.device() != device) end->hold(back(way.tensor.device()));
+  return end;
 }
 
 void TorchDevices::with_results(c10::ArrayRef<at::Device> devices, c10::function_ref<void()> act) {

@@ -1,0 +1,106 @@
+#include "dock.h"
+
+#include <thread>
+
+namespace pycollect::slabs {
+namespace {
+
+// How long ranks that destroy a group wait for those that are slower: much more than it takes ranks
+// that do so together, and nobody minds it in one that does so alone.
+constexpr std::chrono::milliseconds kFarewell{2000};
+constexpr std::chrono::milliseconds kGlance{1};
+
+std::unique_ptr<Signals> signals_of(Sync sync, const Station& station) {
+  return sync == Sync::stream ? stream_signals(station) : host_signals(station);
+}
+
+// Whom it depends on that `r` enqueues something: on itself, if it is gone, or else on those who
+// are behind all others: the rest may only wait for them.
+std::vector<Rank> missing(const shm::Group& group, const Deck& deck, Rank r) {
+  if ((group.dead() >> r & 1) != 0 || group.line(r).left.load() != 0) return {r};
+  std::vector<Rank> last;
+  uint64_t least = 0;
+  for (Rank other = 0; other < group.world(); ++other) {
+    const uint64_t seen = deck.berth(other).enqueued.load(std::memory_order_acquire);
+    if (other == group.rank() || (!last.empty() && seen != least && shm::reached(seen, least)))
+      continue;
+    if (seen != least) last.clear();
+    least = seen;
+    last.push_back(other);
+  }
+  return last;
+}
+
+}  // namespace
+
+Adopted::~Adopted() {
+  try {
+    gpu_.forsake(host_);
+  } catch (...) {  // the device is broken
+  }
+}
+
+Dock::Dock(Parts parts)
+    : parts_(std::move(parts)),
+      signals_(signals_of(parts_.sync, {*parts_.group, *parts_.gpu, parts_.stream, parts_.deck,
+                                        parts_.adopted->base()})),
+      awaited_(parts_.group->world()),
+      watch_(parts_.group, parts_.deck) {}
+
+Dock::~Dock() = default;
+
+void Dock::tell(uint64_t value, const shm::Occasion& occasion) {
+  signals_->tell(value, occasion);
+  parts_.deck.berth(group().rank()).enqueued.store(value, std::memory_order_release);
+}
+
+void Dock::await(Rank r, uint64_t value, const shm::Occasion& occasion) {
+  const std::atomic<uint64_t>& enqueued = parts_.deck.berth(r).enqueued;
+  const auto ready = [&] { return shm::reached(enqueued.load(std::memory_order_acquire), value); };
+  if (!ready()) group().await(ready, [&] { return missing(group(), parts_.deck, r); }, occasion);
+  if (!shm::reached(awaited_[r], value)) awaited_[r] = value;
+  signals_->await(r, value);
+}
+
+// A stream that was let go comes to its end as well, perhaps before this rank has heard of what was
+// wrong, and has written no results: that is no good end, unless it was seen before.
+std::shared_ptr<Errand> Dock::send(const shm::Occasion& occasion, std::function<bool()> ended) {
+  auto well = std::make_shared<std::atomic<bool>>(false);
+  auto reached = [group = parts_.group, deck = parts_.deck, occasion, well,
+                  ended = std::move(ended)] {
+    if (well->load()) return true;
+    if (!ended()) return false;
+    if (deck.aborted().load(std::memory_order_acquire) != 0) group->require_whole(occasion);
+    well->store(true);
+    return true;
+  };
+  auto errand = std::make_shared<Errand>(Errand::About{
+      occasion.operation, occasion.call, occasion.deadline, std::move(reached), awaited_});
+  watch_.take(errand);
+  return errand;
+}
+
+bool Dock::others_closed() const {
+  const uint64_t dead = parts_.group->dead();
+  for (Rank r = 0; r < parts_.group->world(); ++r)
+    if (r != parts_.group->rank() && (dead >> r & 1) == 0 &&
+        parts_.deck.berth(r).closed.load(std::memory_order_acquire) == 0)
+      return false;
+  return true;
+}
+
+bool Dock::close(std::chrono::milliseconds grace) {
+  if (std::exchange(closed_, true)) return true;
+  watch_.close(grace);
+  parts_.slab->close_others();
+  parts_.deck.berth(group().rank()).closed.store(1, std::memory_order_release);
+  const auto end = shm::Clock::now() + kFarewell;
+  while (!others_closed() && shm::Clock::now() < end) std::this_thread::sleep_for(kGlance);
+  const bool all = others_closed();
+  if (!all) parts_.slab->abandon();
+  parts_.slab.reset();
+  parts_.adopted.reset();
+  return all;
+}
+
+}  // namespace pycollect::slabs

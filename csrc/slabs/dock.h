@@ -1,0 +1,83 @@
+// What a group has on its ranks' GPUs once they have met: everybody's slab, how streams signal each
+// other, and the runs that are numbered there apart from the host's. One stream of this rank does
+// it all; the host enqueues, and nobody's stream waits for what has not been enqueued.
+#pragma once
+#include <memory>
+
+#include "../plan/select.h"
+#include "signals.h"
+#include "slab.h"
+#include "watch.h"
+
+namespace pycollect::slabs {
+
+enum class Sync : uint8_t { stream, wait };  // the fastest first
+
+// The deck's part that devices touch, as long as this device may.
+class Adopted {
+ public:
+  Adopted(Gpu& gpu, Device device, const Deck& deck)
+      : gpu_(gpu), host_(deck.base()), base_(gpu.adopt(device, host_, deck.adopted_bytes())) {}
+  ~Adopted();
+  Adopted(const Adopted&) = delete;
+  Adopted& operator=(const Adopted&) = delete;
+  std::byte* base() const { return base_; }
+
+ private:
+  Gpu& gpu_;
+  std::byte *host_, *base_;
+};
+
+class Dock {
+ public:
+  struct Parts {
+    std::shared_ptr<shm::Group> group;
+    std::shared_ptr<Gpu> gpu;
+    Stream stream;
+    Deck deck;
+    std::unique_ptr<Slab> slab;
+    std::unique_ptr<Adopted> adopted;
+    Sync sync;
+    bool apart;  // on several GPUs
+  };
+  explicit Dock(Parts parts);
+  ~Dock();  // after `close`
+  Dock(const Dock&) = delete;
+  Dock& operator=(const Dock&) = delete;
+
+  shm::Group& group() const { return *parts_.group; }
+  Gpu& gpu() const { return *parts_.gpu; }
+  Stream stream() const { return parts_.stream; }
+  const Slab& slab() const { return *parts_.slab; }
+  Ground ground() const { return parts_.apart ? Ground::slabs_apart : Ground::slabs; }
+  Sync sync() const { return parts_.sync; }
+  const std::byte* guard() const { return parts_.adopted->base(); }  // see Launch::guard
+
+  // The next run's number, of the thread that runs the group's calls; a call then takes some.
+  uint64_t run() const { return run_; }
+  void take_runs(uint32_t n) { run_ += n; }
+
+  // Behind what is on the stream: says how far it is; what follows waits until another is there.
+  // The latter throws what Group::await does, before `r` has enqueued it.
+  void tell(uint64_t value, const shm::Occasion& occasion);
+  void await(Rank r, uint64_t value, const shm::Occasion& occasion);
+
+  // Sees to it that what the stream has now comes to an end, which is what `reached` says.
+  std::shared_ptr<Errand> send(const shm::Occasion& occasion, std::function<bool()> reached);
+
+  // Ends it: gives what is under way some time, and the others some to let go of this rank's slab.
+  // Returns whether they have; if not, its memory stays until the process ends.
+  bool close(std::chrono::milliseconds grace);
+
+ private:
+  bool others_closed() const;
+
+  Parts parts_;
+  std::unique_ptr<Signals> signals_;
+  std::vector<uint64_t> awaited_;  // [rank]: how far its stream must come for what this one has
+  uint64_t run_ = 1;               // counters begin at zero, which is before every run
+  Watch watch_;
+  bool closed_ = false;
+};
+
+}  // namespace pycollect::slabs

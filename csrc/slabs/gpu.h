@@ -1,0 +1,54 @@
+// Everything that ranks which are processes ask of CUDA, call by call. The real one is
+// torch/cuda/ipc_gpu.cpp; the tests have one in which processes share host memory and streams are
+// lists, so what is tested without a GPU is what runs. No CUDA headers: handles are opaque.
+#pragma once
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "../cuda/runtime.h"
+
+namespace pycollect::slabs {
+
+using cuda::Device;
+using cuda::Event;
+using cuda::Launch;
+using cuda::Stream;
+
+// As CUDA gives it to other processes: cudaIpcMemHandle_t.
+using Handle = std::array<std::byte, 64>;
+
+// Each call throws std::runtime_error with CUDA's reason. From any thread, whatever device is
+// current and whatever other threads capture.
+class Gpu {
+ public:
+  virtual ~Gpu() = default;
+  virtual std::string identity(Device device) = 0;  // the same in all processes that see it
+
+  virtual std::byte* allocate(Device device, std::size_t bytes) = 0;  // an allocation by itself
+  virtual void free(Device device, std::byte* memory) = 0;
+  virtual Handle handle_of(Device device, std::byte* memory) = 0;
+  virtual std::byte* open(Device device, const Handle& handle) = 0;  // of another process; once
+  virtual void close(Device device, std::byte* opened) = 0;
+
+  // Whole pages of the host's memory; returns where the device finds them.
+  virtual std::byte* adopt(Device device, std::byte* memory, std::size_t bytes) = 0;
+  virtual void forsake(std::byte* memory) = 0;
+
+  virtual Stream new_stream(Device device) = 0;
+  virtual void destroy(Stream stream) = 0;
+  virtual Event record(Stream stream) = 0;  // a new one
+  virtual bool reached(Event event) = 0;
+  virtual void destroy(Event event) = 0;
+
+  // Behind what is on the stream. `word` is of memory that the device knows. The wait ends when the
+  // word has reached the value, cyclically: shm::reached says how.
+  virtual void write(Stream stream, std::byte* word, uint64_t value) = 0;
+  virtual void await(Stream stream, std::byte* word, uint64_t value) = 0;
+  virtual void launch(Stream stream, const Launch& launch) = 0;
+  virtual void fill(Stream stream, std::byte* memory, unsigned char value, std::size_t bytes) = 0;
+  virtual void read(Stream stream, void* host, const std::byte* memory, std::size_t bytes) = 0;
+};
+
+}  // namespace pycollect::slabs

@@ -1,0 +1,166 @@
+// See meeting.h. Each station is a thing that a rank tries alone and then hears of all whether it
+// worked; a device that does not come to an end is given up, with all that it may still touch.
+#include "meeting.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "../plan/error.h"
+#include "trial.h"
+
+namespace pycollect::slabs {
+namespace {
+
+template <std::size_t n>
+void write(std::array<char, n>& to, std::string_view from) {
+  to = {};
+  std::memcpy(to.data(), from.data(), std::min(from.size(), n - 1));
+}
+
+class Meeting {
+ public:
+  Meeting(const Ask& ask, const shm::Occasion& occasion)
+      : ask_(ask),
+        occasion_(occasion),
+        group_(*ask.group),
+        deck_(group_.deck(), group_.world()),
+        mine_(deck_.berth(group_.rank())),
+        station_(mine_.stations.load()) {}
+
+  Found run() {
+    introduce();
+    Found found;
+    std::string why = share_memory();
+    if (!why.empty()) {
+      let_go();
+      found.steps = {{"stream", why}, {"wait", why}};
+      return found;
+    }
+    Sync sync = Sync::wait;
+    if (ask_.wanted != "wait") {
+      why = try_stream();
+      if (why.empty())
+        sync = Sync::stream;
+      else
+        found.steps.push_back({"stream", why});
+    }
+    if (ask_.wanted == "stream" && sync != Sync::stream)
+      let_go();
+    else
+      found.dock = make_dock(sync);
+    return found;
+  }
+
+ private:
+  // Does it, and hears of all how it went: what was wrong, by rank; nothing if nothing was.
+  template <class F>
+  std::string together(F&& act) {
+    Verdict& verdict = mine_.verdicts[++station_ & 1];
+    verdict.fine = true;
+    try {
+      act();
+    } catch (const CollectiveError&) {
+      throw;
+    } catch (const std::exception& error) {
+      verdict.fine = false;
+      write(verdict.why, error.what());
+    }
+    mine_.stations.store(station_, std::memory_order_release);
+    hear();
+    std::string why;
+    for (Rank r = 0; r < group_.world(); ++r) {
+      const Verdict& said = deck_.berth(r).verdicts[station_ & 1];
+      if (!said.fine) why += text(why.empty() ? "" : "; ", "rank ", r, ": ", said.why.data());
+    }
+    return why;
+  }
+
+  void hear() {
+    const auto behind = [&] {
+      std::vector<Rank> ranks;
+      for (Rank r = 0; r < group_.world(); ++r)
+        if (deck_.berth(r).stations.load(std::memory_order_acquire) < station_) ranks.push_back(r);
+      return ranks;
+    };
+    group_.await([&] { return behind().empty(); }, behind, occasion_);
+  }
+
+  void introduce() {
+    const std::string why = together([&] {
+      write(mine_.wanted, ask_.wanted);
+      write(mine_.gpu, ask_.gpu->identity(ask_.stream.device));
+    });
+    if (!why.empty()) throw CollectiveError(text(occasion_.operation, ": ", why));
+    const std::string zero = deck_.berth(0).wanted.data();
+    for (Rank r = 1; r < group_.world(); ++r)
+      require(zero == deck_.berth(r).wanted.data(), occasion_.operation,
+              ": all ranks must exchange CUDA tensors in the same way; rank ", r, " asks for '",
+              deck_.berth(r).wanted.data(), "' and rank 0 for '", zero, "'");
+  }
+
+  std::string share_memory() {
+    const Device device = ask_.stream.device;
+    std::string why = together([&] {
+      adopted_ = std::make_unique<Adopted>(*ask_.gpu, device, deck_);
+      slab_ = std::make_unique<Slab>(
+          *ask_.gpu, SlabTerms{device, group_.rank(), group_.world(), ask_.slot_bytes});
+      trial_ = std::make_unique<Trial>(*ask_.gpu, *slab_, deck_, adopted_->base());
+      trial_->clear();
+      mine_.handle = slab_->handle();
+    });
+    if (!why.empty()) return why;
+    why = together([&] {
+      for (Rank r = 0; r < group_.world(); ++r)
+        if (r != group_.rank()) slab_->open(r, deck_.berth(r).handle);
+    });
+    if (why.empty()) why = together([&] { trial_->write_everywhere(); });
+    if (why.empty()) why = together([&] { trial_->read_everywhere(); });
+    return why;
+  }
+
+  std::string try_stream() {
+    std::string why = together([&] { trial_->tell(); });
+    if (why.empty()) why = together([&] { trial_->await_everybody(); });
+    return why;
+  }
+
+  // Whoever opened memory closes it before its owner frees it.
+  void let_go() {
+    const bool stuck = trial_ != nullptr && !trial_->drain();
+    trial_.reset();
+    if (slab_ && stuck) slab_->abandon();
+    if (slab_ && !stuck) slab_->close_others();
+    together([] {});
+    slab_.reset();
+    adopted_.reset();
+  }
+
+  std::shared_ptr<Dock> make_dock(Sync sync) {
+    const bool stuck = !trial_->drain();
+    trial_.reset();
+    if (stuck) slab_->abandon();  // in the end: the device may never let go of it
+    const auto same = [&](Rank r) {
+      return std::strcmp(deck_.berth(r).gpu.data(), mine_.gpu.data()) == 0;
+    };
+    bool apart = false;
+    for (Rank r = 0; r < group_.world(); ++r) apart |= !same(r);
+    return std::make_shared<Dock>(Dock::Parts{ask_.group, ask_.gpu, ask_.stream, deck_,
+                                              std::move(slab_), std::move(adopted_), sync, apart});
+  }
+
+  const Ask& ask_;
+  const shm::Occasion& occasion_;
+  shm::Group& group_;
+  const Deck deck_;
+  Berth& mine_;
+  uint64_t station_;
+  std::unique_ptr<Adopted> adopted_;
+  std::unique_ptr<Slab> slab_;
+  std::unique_ptr<Trial> trial_;
+};
+
+}  // namespace
+
+Found meet(const Ask& ask, const shm::Occasion& occasion) { return Meeting(ask, occasion).run(); }
+
+}  // namespace pycollect::slabs

@@ -1,0 +1,35 @@
+// How ranks find out, at the group's first call with tensors on GPUs, how their GPUs reach each
+// other: they take one step after the other together and try what it gives, with a real write, read
+// and wait of every pair, so that all come to the same end whichever rank it fails on.
+#pragma once
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "dock.h"
+
+namespace pycollect::slabs {
+
+struct Ask {
+  std::shared_ptr<shm::Group> group;
+  std::shared_ptr<Gpu> gpu;
+  Stream stream;  // the group's own, on the device that this rank's slab is to be on
+  std::size_t slot_bytes;
+  std::string wanted;  // the rung that must work, by name; "best": the first that does
+};
+
+// `dock` is null where none works; `why` says of each rung that does not what was in its way.
+struct Found {
+  struct Step {
+    const char* rung;
+    std::string why;
+  };
+  std::shared_ptr<Dock> dock = {};
+  std::vector<Step> steps = {};
+};
+
+// The same on all ranks. Throws std::invalid_argument, on all ranks alike, when they ask for
+// different things; PeerLost and Timeout as Group says.
+Found meet(const Ask& ask, const shm::Occasion& occasion);
+
+}  // namespace pycollect::slabs

@@ -1,0 +1,40 @@
+#include "slab.h"
+
+namespace pycollect::slabs {
+namespace {
+
+// CUDA gives memory to other processes in such pages: what shares one with something else gives
+// that away as well.
+constexpr std::size_t kGranule = 2 << 20;
+
+constexpr std::size_t up(std::size_t bytes) { return (bytes + kGranule - 1) / kGranule * kGranule; }
+
+}  // namespace
+
+Slab::Slab(Gpu& gpu, const SlabTerms& terms) : gpu_(gpu), terms_(terms), memory_(terms.world) {
+  memory_[terms.rank] = gpu_.allocate(terms.device, up(kHead + 2 * terms.slot_bytes));
+}
+
+Slab::~Slab() {
+  if (abandoned_) return;
+  close_others();
+  try {
+    gpu_.free(terms_.device, memory_[terms_.rank]);
+  } catch (...) {  // the device is broken, and its memory is gone with it
+  }
+}
+
+void Slab::open(Rank r, const Handle& handle) { memory_[r] = gpu_.open(terms_.device, handle); }
+
+void Slab::close_others() noexcept {
+  for (Rank r = 0; r < terms_.world; ++r) {
+    if (r == terms_.rank || memory_[r] == nullptr) continue;
+    try {
+      gpu_.close(terms_.device, memory_[r]);
+    } catch (...) {  // as above
+    }
+    memory_[r] = nullptr;
+  }
+}
+
+}  // namespace pycollect::slabs

@@ -1,0 +1,74 @@
+// Sees device work through that nobody on the host waits for: when a rank dies or the time runs out
+// meanwhile, it breaks the group as a host's wait would, and lets go every stream that is held up.
+#pragma once
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "../shm/group.h"
+#include "deck.h"
+
+namespace pycollect::slabs {
+
+// The device work of one call.
+class Errand {
+ public:
+  struct About {
+    std::string operation;
+    uint64_t call;
+    shm::Deadline deadline;
+    std::function<bool()> reached;       // has it ended? Throws what went wrong on the device
+    std::vector<uint64_t> awaited = {};  // [rank]: how far its stream must come for that
+  };
+  explicit Errand(About about) : about_(std::move(about)) {}
+
+  // Has it ended, well or not? From any thread.
+  bool ended();
+  std::exception_ptr error() const;  // null: none yet
+
+ private:
+  friend class Watch;
+  shm::Occasion occasion() const {
+    return {about_.operation.c_str(), about_.call, about_.deadline};
+  }
+  void fail(std::exception_ptr error);
+
+  const About about_;
+  mutable std::mutex mutex_;
+  std::exception_ptr error_;
+};
+
+class Watch {
+ public:
+  Watch(std::shared_ptr<shm::Group> group, const Deck& deck);
+  ~Watch();  // after `close`
+  Watch(const Watch&) = delete;
+  Watch& operator=(const Watch&) = delete;
+
+  void take(std::shared_ptr<Errand> errand);
+  // Until all that it was given has ended, or else so long; then aborts the group. Takes nothing
+  // more.
+  void close(std::chrono::milliseconds grace);
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  void serve();
+  void see_through(Errand& errand);
+  void let_go(Errand& errand) const;
+  std::vector<Rank> missing(const Errand& errand) const;
+
+  const std::shared_ptr<shm::Group> group_;
+  const Deck deck_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::shared_ptr<Errand>> open_;
+  bool closed_ = false;
+  std::thread thread_;  // from the first errand on
+};
+
+}  // namespace pycollect::slabs

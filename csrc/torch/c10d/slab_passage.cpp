@@ -1,0 +1,98 @@
+// The rungs above host staging: the executor for slabs finds the tensors where they are, on the
+// group's stream, which comes behind the caller's. Those that are not contiguous there, or are on
+// another device, go through a copy that is. The host waits for no device.
+#include <algorithm>
+
+#include "ladder.h"
+
+namespace pycollect::dist {
+namespace {
+
+class SlabPassage final : public Passage {
+ public:
+  SlabPassage(std::shared_ptr<Devices> devices, std::shared_ptr<slabs::Dock> dock)
+      : devices_(std::move(devices)), dock_(std::move(dock)) {}
+
+  shm::Span enter(const at::Tensor& tensor, bool reads, bool writes) override;
+  void depart() override;
+  bool arrived() override;
+  void land(const shm::Occasion& occasion) override { send(occasion, back_); }
+  void cut_short(const shm::Occasion& occasion) override { send(occasion, {}); }
+  bool landed() override { return errand_->ended(); }
+  std::exception_ptr failure() const override { return errand_ ? errand_->error() : nullptr; }
+  void join() override { end_->hold_current(); }
+  void let_go() override;
+  slabs::Dock* dock() const override { return dock_.get(); }
+  const std::vector<at::Device>& on() const override { return on_; }
+  Devices& devices() const override { return *devices_; }
+
+ private:
+  void send(const shm::Occasion& occasion, const std::vector<Way>& back);
+  // As torch names the device of the slab, which is that of the first tensor of the group's.
+  at::Device home(const at::Tensor& like) const;
+
+  const std::shared_ptr<Devices> devices_;
+  const std::shared_ptr<slabs::Dock> dock_;
+  std::vector<at::Device> on_;
+  std::vector<at::Tensor> kept_;  // that the executor touches
+  std::vector<Way> out_, back_;
+  std::vector<std::unique_ptr<Mark>> left_;  // [device of on_]
+  std::shared_ptr<Mark> end_;
+  std::shared_ptr<slabs::Errand> errand_;
+};
+
+at::Device SlabPassage::home(const at::Tensor& like) const {
+  return {like.device().type(), static_cast<c10::DeviceIndex>(dock_->stream().device)};
+}
+
+shm::Span SlabPassage::enter(const at::Tensor& tensor, bool reads, bool writes) {
+  if (std::find(on_.begin(), on_.end(), tensor.device()) == on_.end())
+    on_.push_back(tensor.device());
+  if (tensor.numel() == 0) return {nullptr, 0};
+  const at::Device slab = home(tensor);
+  at::Tensor found = tensor;
+  if (!tensor.is_contiguous() || tensor.device() != slab) {
+    found = devices_->new_dense(tensor, slab);
+    if (reads) out_.push_back({tensor, found});
+    if (writes) back_.push_back({tensor, found});
+  }
+  kept_.push_back(found);
+  // Not through mutable_data_ptr: what is only read is not to be told that it was written.
+  auto* const at = static_cast<std::byte*>(const_cast<void*>(found.const_data_ptr()));
+  return {writes ? static_cast<std::byte*>(found.mutable_data_ptr()) : at,
+          static_cast<std::size_t>(tensor.numel())};
+}
+
+void SlabPassage::depart() {
+  for (const Way& way : out_) devices_->copy_out(way);
+  for (at::Device d : on_) left_.push_back(devices_->mark(d));
+}
+
+// The stream waits for the caller's, and not the host.
+bool SlabPassage::arrived() {
+  for (std::size_t i = 0; i < left_.size(); ++i)
+    devices_->follow(kept_.empty() ? on_[i] : home(kept_[0]), *left_[i]);
+  left_.clear();
+  return true;
+}
+
+void SlabPassage::send(const shm::Occasion& occasion, const std::vector<Way>& back) {
+  end_ = devices_->finish(kept_.empty() ? on_[0] : home(kept_[0]), back, kept_);
+  errand_ = dock_->send(occasion, [end = end_] { return end->reached(); });
+  let_go();
+}
+
+void SlabPassage::let_go() {
+  kept_.clear();
+  out_.clear();
+  back_.clear();
+}
+
+}  // namespace
+
+std::shared_ptr<Passage> pass_through_slabs(std::shared_ptr<Devices> devices,
+                                            std::shared_ptr<slabs::Dock> dock) {
+  return std::make_shared<SlabPassage>(std::move(devices), std::move(dock));
+}
+
+}  // namespace pycollect::dist

@@ -1,0 +1,116 @@
+"""How ranks find out what their GPUs can do, without one: each call of CUDA fails on one rank, and
+all come to the same end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dist_fake
+import pytest
+import torch
+import torch.distributed as dist
+from dist_fake import alive
+from dist_pool import OURS, Caught, Me, caught, fresh
+
+pytestmark = pytest.mark.skipif(not OURS, reason="has slabs of its own")
+VICTIM = 1
+
+
+def met(me: Me, rung: str, call: str, after: int, lost: bool) -> tuple[Any, ...]:
+    """A call of CUDA fails on one rank, or does nothing."""
+    made, fake = dist_fake.options(f"eager:{rung}")
+    me.init(f"{rung}_{call}_{after}_{lost}", pg_options=made)
+    if me.rank == VICTIM and lost:
+        fake.gpu.drop(call)
+    elif me.rank == VICTIM:
+        fake.gpu.fail(call, after)
+    x = torch.ones(100)
+    first = caught(dist.all_reduce, x)
+    fake.gpu.fail(call, -1)
+    fake.gpu.drop(call, False)
+    second = caught(dist.all_reduce, x)
+    books = fake.gpu.books()
+    calls = {name: books.get(name, 0) for name in ("opened", "launch")}
+    staged = "copy_out" in fake.trace()
+    dist.destroy_process_group()
+    return first, second, x.sum().item(), staged, calls, alive(fake), fake.gpu.fouls()
+
+
+MEMORY = ("identity", "adopt", "allocate", "new_stream", "fill", "handle_of", "open", "launch")
+
+
+@pytest.mark.parametrize(
+    ("call", "after"), [*((call, 0) for call in MEMORY[1:]), ("launch", 3), ("read", 0)]
+)
+def test_every_step_of_the_meeting(call, after):
+    """Memory that one rank cannot share, nobody does."""
+    with fresh(3, group=False) as pool:
+        for first, second, total, staged, _, left, fouls in pool.run(
+            met, "best", call, after, False
+        ):
+            assert (first.kind, second.kind) == ("", ""), (first, second)
+            assert total == 900.0
+            assert staged
+            assert left == {}
+            assert fouls == []
+        for first, second, *_, left, fouls in pool.run(met, "wait", call, after, False):
+            assert "PYCOLLECT_CUDA_SYNC=wait does not work here: rank 1: " in first.text, first
+            assert "made up" in first.text
+            assert "does not work here" in second.text
+            assert (left, fouls) == ({}, [])
+
+
+@pytest.mark.parametrize("call", ["write", "await"])
+def test_streams_that_cannot_wait(call):
+    with fresh(3, group=False) as pool:
+        for first, second, total, staged, books, left, fouls in pool.run(
+            met, "best", call, 0, False
+        ):
+            assert (first.kind, second.kind) == ("", ""), (first, second)
+            assert (total, staged) == (900.0, False)
+            assert books["opened"] == 2
+            assert (left, fouls) == ({}, [])
+        for first, *_ in pool.run(met, "stream", call, 0, False):
+            assert "PYCOLLECT_CUDA_SYNC=stream does not work here: rank 1: " in first.text, first
+
+
+def test_memory_that_does_not_arrive():
+    with fresh(3, group=False) as pool:
+        for first, *_ in pool.run(met, "stream", "launch", 0, True):
+            assert "rank 0: what rank 1 wrote here has not arrived" in first.text, first
+
+
+def different(me: Me) -> Caught:
+    made, _ = dist_fake.options("eager:stream" if me.rank == VICTIM else "eager:wait")
+    me.init("different", pg_options=made)
+    return caught(dist.all_reduce, torch.ones(3))
+
+
+def test_ranks_that_ask_for_different_rungs():
+    with fresh(3, group=False) as pool:
+        for error in pool.run(different):
+            assert error.kind == "ValueError", error
+            assert "rank 1 asks for 'stream' and rank 0 for 'wait'" in error.text
+
+
+def unlike(me: Me) -> tuple[Caught, Caught, float]:
+    """The group's first call is one rank's for the host, or is refused by it."""
+    made, fake = dist_fake.options("eager:best")
+    me.init("unlike", pg_options=made)
+    x, y = torch.ones(4), torch.ones(4)
+    if me.rank == VICTIM:
+        fake.put_on_host(x)
+    errors = caught(dist.all_reduce, x), caught(dist.broadcast, y, 7 if me.rank == VICTIM else 0)
+    dist.all_reduce(y)
+    return *errors, y.sum().item()
+
+
+def test_a_first_call_that_is_not_everybodys():
+    with fresh(3, group=False) as pool:
+        for rank, (first, second, total) in enumerate(pool.run(unlike)):
+            assert first.kind == "ValueError", first
+            assert "rank 1 called all_reduce of 4 float32" in first.text
+            assert "on GPUs, for the first time" in first.text
+            assert second.kind == "ValueError" or rank == VICTIM, second
+            assert total == 12.0
