@@ -20,5 +20,9 @@ build() { "$root/tests/native/build.sh" "$folder" "tests/native/$1.cpp" "${flags
 "$(build executor_test | tail -n 1)" "$cases" "${worlds[@]}"
 "$(build mailbox_test | tail -n 1)" "$programs"
 "$(build faults_test | tail -n 1)" 1  # the others are between processes
+if [[ $kind != thread ]]; then  # these fork
+  "$(build arena_test | tail -n 1)"
+  "$(build group_test | tail -n 1)"
+fi
 "$(build headroom_test | tail -n 1)"
 echo "sanitize.sh $kind $length: right"
