@@ -100,3 +100,27 @@ def own_parts(me: Me, dtype: torch.dtype, device: str) -> list[str]:
         why = _differs(part, x[me.rank][0], case, device)
         wrong += [f"reduce_scatter into itself, {count}: {why}"] if why else []
     return wrong
+
+
+def trained(me: Me) -> float:
+    """DDP's gradients, which come through futures, beside those of the host's."""
+    found = []
+    host = dist.new_group(backend="gloo")
+    for group in (None, host):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5)
+        )
+        ddp = torch.nn.parallel.DistributedDataParallel(
+            model, process_group=group, bucket_cap_mb=0.001
+        )
+        for step in range(3):
+            x = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * step + me.rank))
+            ddp(x).square().sum().backward()
+        found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
+    return (found[0] - found[1]).abs().max().item()
+
+
+def report(found: list[list[str]]) -> None:
+    lines = [f"rank {r}: {line}" for r, wrong in enumerate(found) for line in wrong]
+    assert not lines, "\n".join([f"{len(lines)} wrong", *lines[:12]])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import dist_staged
 import pytest
@@ -36,11 +35,6 @@ def fouls(me: Me) -> list[str]:
     return me.fake.gpu.fouls()
 
 
-def report(found: list[Any]) -> None:
-    lines = [f"rank {r}: {line}" for r, wrong in enumerate(found) for line in wrong]
-    assert not lines, "\n".join([f"{len(lines)} wrong", *lines[:12]])
-
-
 def launches(me: Me) -> int:
     return me.fake.gpu.books().get("launch", 0)
 
@@ -51,7 +45,7 @@ def test_bits_of_the_host(pools, staged, dtype):
     pool = pools(3, staged=staged, beside=None)
     found = pool.run(dist_staged.sweep, dtype, "cpu", seconds=60.0)
     assert min(run for run, _ in found) > 60
-    report([wrong for _, wrong in found])
+    dist_staged.report([wrong for _, wrong in found])
     assert min(pool.run(launches)) > 60  # or else it went another way
 
 
@@ -59,15 +53,17 @@ def test_bits_of_the_host(pools, staged, dtype):
 @pytest.mark.parametrize("rung", RUNGS)
 def test_worlds(pools, rung, world):
     pool = pools(world, staged=f"eager:{rung}", beside=None)
-    report([wrong for _, wrong in pool.run(dist_staged.sweep, torch.float32, "cpu", seconds=60.0)])
+    dist_staged.report(
+        [wrong for _, wrong in pool.run(dist_staged.sweep, torch.float32, "cpu", seconds=60.0)]
+    )
 
 
 @pytest.mark.parametrize("staged", WAYS)
 def test_products_and_own_parts(pools, staged):
     pool = pools(3, staged=staged, beside=None)
     for dtype in (torch.float32, torch.bfloat16):
-        report(pool.run(dist_staged.premultiplied, dtype, "cpu"))
-        report(pool.run(dist_staged.own_parts, dtype, "cpu"))
+        dist_staged.report(pool.run(dist_staged.premultiplied, dtype, "cpu"))
+        dist_staged.report(pool.run(dist_staged.own_parts, dtype, "cpu"))
 
 
 SLOT = SLAB_BYTES // 2 // 4  # elements of float32
@@ -91,15 +87,15 @@ def at_the_edges(me: Me) -> list[str]:
 
 @pytest.mark.parametrize("staged", WAYS)
 def test_sizes_around_a_slot(pools, staged):
-    report(pools(3, staged=staged, beside=None).run(at_the_edges))
+    dist_staged.report(pools(3, staged=staged, beside=None).run(at_the_edges))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rung", RUNGS)
 def test_eight_ranks(rung):
     with fresh(8, staged=f"eager:{rung}") as pool:
-        report(pool.run(at_the_edges, seconds=60.0))
-        report(pool.run(ahead, 3, 4, seconds=60.0))
+        dist_staged.report(pool.run(at_the_edges, seconds=60.0))
+        dist_staged.report(pool.run(ahead, 3, 4, seconds=60.0))
 
 
 def apart(me: Me) -> list[str]:
@@ -117,7 +113,7 @@ def apart(me: Me) -> list[str]:
 
 def test_several_gpus():
     with fresh(3, staged="late:stream") as pool:
-        report(pool.run(apart))
+        dist_staged.report(pool.run(apart))
 
 
 def overtaken(me: Me) -> list[float]:
@@ -174,7 +170,9 @@ def ahead(me: Me, slow: int, calls: int) -> list[str]:
 @pytest.mark.parametrize("slow", [0, 2])
 @pytest.mark.parametrize("rung", RUNGS)
 def test_a_slow_stream_holds_up_who_needs_it(pools, rung, slow):
-    report(pools(3, staged=f"late:{rung}", beside=None).run(ahead, slow, 12, seconds=60.0))
+    dist_staged.report(
+        pools(3, staged=f"late:{rung}", beside=None).run(ahead, slow, 12, seconds=60.0)
+    )
 
 
 def behind(me: Me) -> tuple[float, bool, float]:
@@ -232,26 +230,7 @@ def test_ranks_disagree(pools, rung):
         assert total == 12.0
 
 
-def trained(me: Me) -> float:
-    """DDP's gradients, which come through futures, beside those of the host's."""
-    found = []
-    host = dist.new_group(backend="gloo")
-    for group in (None, host):
-        torch.manual_seed(1)
-        model = torch.nn.Sequential(
-            torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5)
-        )
-        ddp = torch.nn.parallel.DistributedDataParallel(
-            model, process_group=group, bucket_cap_mb=0.001
-        )
-        for step in range(3):
-            x = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * step + me.rank))
-            ddp(x).square().sum().backward()
-        found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
-    return (found[0] - found[1]).abs().max().item()
-
-
 @pytest.mark.parametrize("staged", WAYS)
 def test_distributed_data_parallel(pools, staged):
     # Two ranks: the sum of two numbers has one order.
-    assert pools(2, staged=staged, beside=None).run(trained) == [0.0, 0.0]
+    assert pools(2, staged=staged, beside=None).run(dist_staged.trained) == [0.0, 0.0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import dist_staged
 import pytest
@@ -27,25 +26,20 @@ def pools() -> Iterator[Pools]:
     yield from pools_of_a_module()
 
 
-def report(found: list[Any]) -> None:
-    lines = [f"rank {r}: {line}" for r, wrong in enumerate(found) for line in wrong]
-    assert not lines, "\n".join([f"{len(lines)} wrong", *lines[:12]])
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("staged", WAYS)
 def test_bits_of_the_host(pools, staged, dtype):
     found = pools(3, staged=staged, beside=None).run(dist_staged.sweep, dtype, "cpu")
     assert min(run for run, _ in found) > 80
-    report([wrong for _, wrong in found])
+    dist_staged.report([wrong for _, wrong in found])
 
 
 @pytest.mark.parametrize("staged", ["", *WAYS])
 def test_products_and_own_parts(pools, staged):
     pool = pools(3, staged=staged, beside=None)
     for dtype in (torch.float32, torch.bfloat16):
-        report(pool.run(dist_staged.premultiplied, dtype, "cpu"))
-        report(pool.run(dist_staged.own_parts, dtype, "cpu"))
+        dist_staged.report(pool.run(dist_staged.premultiplied, dtype, "cpu"))
+        dist_staged.report(pool.run(dist_staged.own_parts, dtype, "cpu"))
 
 
 def traced(me: Me, call: str, later: bool) -> list[str]:
@@ -237,26 +231,7 @@ def test_coalesced_calls(pools, staged):
         assert sums == [6.0, 2000.0, 0.0, 14.0, 6.0, 10.0, 6.0, 10.0]
 
 
-def trained(me: Me) -> float:
-    """DDP's gradients, which come through futures, beside those of the host's."""
-    found = []
-    host = dist.new_group(backend="gloo")
-    for group in (None, host):
-        torch.manual_seed(1)
-        model = torch.nn.Sequential(
-            torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5)
-        )
-        ddp = torch.nn.parallel.DistributedDataParallel(
-            model, process_group=group, bucket_cap_mb=0.001
-        )
-        for step in range(3):
-            x = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * step + me.rank))
-            ddp(x).square().sum().backward()
-        found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
-    return (found[0] - found[1]).abs().max().item()
-
-
 @pytest.mark.parametrize("staged", WAYS)
 def test_distributed_data_parallel(pools, staged):
     # Two ranks: the sum of two numbers has one order.
-    assert pools(2, staged=staged, beside=None).run(trained) == [0.0, 0.0]
+    assert pools(2, staged=staged, beside=None).run(dist_staged.trained) == [0.0, 0.0]
