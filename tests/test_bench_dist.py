@@ -14,6 +14,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from pycollect.bench.contest import CaseResult, Row
 from pycollect.bench.measure import Effort, Timing
 from pycollect.bench.processes import cases, clocks, crew, groups, targets
 from pycollect.bench.processes.contestant import Contestant
-from pycollect.bench.processes.contestants import reason
+from pycollect.bench.processes.contestants import Entry, reason
 from pycollect.bench.processes.place import Place
 
 ROOT = Path(__file__).parents[1]
@@ -145,6 +146,18 @@ def test_a_refusal_is_one_line():
     assert reason(RuntimeError("NCCL error: x\nin y\nDuplicate GPU")) == (
         "NCCL error: x ... Duplicate GPU"
     )
+
+
+def test_a_peer_may_not_run_and_what_is_measured_must():
+    def breaks():
+        raise RuntimeError("broken")
+
+    alone = SimpleNamespace(meeting=SimpleNamespace(gather=lambda mine: [mine]))
+    entry = SimpleNamespace(ranks=alone, not_run={}, found=[])
+    Entry._try(entry, "nccl", breaks)
+    assert entry.not_run == {"nccl": "broken"}
+    with pytest.raises(RuntimeError, match="broken"):
+        Entry._try(entry, "pycollect", breaks)
 
 
 def row(name: str, seconds: float, clock: str = "wall", **ratios: float) -> Row:

@@ -128,7 +128,11 @@ class Entry:
             if not name.startswith(RUNG):  # one of these has a group that nobody else needs
                 raise
             refusal = reason(error)
-        except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        except (TypeError, ValueError, NotImplementedError) as error:
+            refusal = reason(error)
+        except RuntimeError as error:  # of a peer it is a reason; of what is measured, a failure
+            if name == OURS:
+                raise
             refusal = reason(error)
         refused = self.ranks.meeting.gather(float(bool(refusal)))
         if any(refused):
