@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,12 +84,13 @@ def test_what_holds_of_host_memory(pools, job, rung):
 
 def counted(me: Me) -> dict[str, int]:
     """Launches of a call whose tensors are all placed."""
+    dist.barrier()
+    dist.all_reduce(torch.ones(1))  # the meeting
     n = me.world * LARGE
-    x, whole, other = make(LARGE), make(n), make(n)
+    x, whole = make(LARGE), make(n)
     part = whole[me.rank * LARGE :][:LARGE]
-    for t in (x, whole, other):
+    for t in (x, whole):
         t.fill_(1)
-    parts = list(other.view(me.world, LARGE)) if me.rank == 1 else None
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(x),
         "of its part": lambda: dist.all_reduce(part[100 * me.rank :][: LARGE // 2]),
@@ -98,26 +100,21 @@ def counted(me: Me) -> dict[str, int]:
         "all_gather": lambda: dist.all_gather_into_tensor(whole, x),
         "all_gather in place": lambda: dist.all_gather_into_tensor(whole, part),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(x, whole),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole),
-        "gather": lambda: dist.gather(x, parts, 1),
-        "scatter": lambda: dist.scatter(x, parts, 1),
     }
     return {name: launches(me, call) for name, call in calls.items()}
 
 
-ALL, ROOT, LEADER = (1, 1, 1), (0, 1, 0), (1, 0, 0)
+LEADER = (1, 0, 0)  # one launch in all
+EACH = (3, 3, 3)  # everybody fetches a part of each
 WANTED = {
-    "all_reduce": LEADER,  # one in all
+    "all_reduce": LEADER,
     "of its part": LEADER,
     "of little": LEADER,
-    "broadcast": ROOT,
-    "reduce": ROOT,
-    "all_gather": ALL,
-    "all_gather in place": ALL,
-    "reduce_scatter": ALL,
-    "all_to_all": (3, 3, 3),
-    "gather": (0, 3, 0),
-    "scatter": ALL,
+    "broadcast": (1, 0, 1),
+    "reduce": (0, 1, 0),
+    "all_gather": EACH,
+    "all_gather in place": EACH,
+    "reduce_scatter": (1, 1, 1),
 }
 
 
@@ -129,24 +126,26 @@ def test_nothing_is_copied(pools, rung):
 
 def by_halves(me: Me) -> list[int]:
     """One rank's tensor lies elsewhere, or is in two pieces; or there is too little of it."""
-    placed = [make(1000).fill_(1) for _ in range(2)]
-    mine = torch.ones(1000) if me.rank == 1 else placed[0]
-    counts = [launches(me, lambda: dist.all_reduce(mine))]
-    two = placed if me.rank == 1 else list(make(2000).fill_(1).view(2, 1000))
-    counts.append(launches(me, lambda: dist.all_reduce_coalesced(two)))
+    dist.all_reduce(torch.ones(1))  # the meeting
+    one, two = make(1000).fill_(1), list(make(2000).fill_(1).view(2, 1000))
+    if me.rank == 1:
+        one, two = torch.ones(1000), [make(1000).fill_(1) for _ in range(2)]
     small = make(10).fill_(me.rank)
-    counts.append(launches(me, lambda: dist.broadcast(small, 1)))
-    assert mine.eq(3).all()
-    assert all(t.eq(9 if me.rank == 1 and t is two[0] and False else t[0]).all() for t in two)
+    counts = [
+        launches(me, lambda: dist.all_reduce(one)),
+        launches(me, lambda: dist.all_reduce_coalesced(two)),
+        launches(me, lambda: dist.broadcast(small, 1)),
+    ]
+    assert all(x.eq(me.world).all() for x in (one, *two))
     assert small.eq(1).all()
     return counts
 
 
 def test_what_is_not_placed_everywhere_goes_through_slots(pools):
-    for counts in pools(3, staged="late:stream").run(by_halves):
-        assert counts[0] >= 1
-        assert counts[1] >= 1
-        assert counts[2] >= 1
+    found = pools(3, staged="late:stream").run(by_halves)
+    for rank, (one, two, small) in enumerate(found):
+        assert min(one, two, small) >= 1, found
+        assert rank == 0 or min(one, two) == 2, found  # to the own slot, and from the leader's
 
 
 def apart(me: Me) -> int:
@@ -190,17 +189,18 @@ def test_distributed_data_parallel(pools):
 
 def crowded(me: Me) -> tuple[int, int]:
     """More tensors than there are notices for; sums of each."""
+    dist.all_reduce(torch.ones(1))  # the meeting
     xs = [make(100).fill_(i + me.rank) for i in range(70)]
     known = sum(map(reached, xs))
     counts = [launches(me, lambda x=x: dist.all_reduce(x)) for x in xs]
     for i, x in enumerate(xs):
         assert x.eq(me.world * i + sum(range(me.world))).all(), i
-    return known, sum(n == (me.rank == 0) for n in counts)
+    return known, counts.count(0)  # a leader launches in any case
 
 
 def test_more_parts_than_can_be_known():
     with fresh(3, staged="eager:stream") as pool:
-        assert pool.run(crowded) == [(64, 64)] * 3
+        assert pool.run(crowded) == [(64, 0), (64, 64), (64, 64)]
 
 
 def used_again(me: Me) -> None:
@@ -211,10 +211,10 @@ def used_again(me: Me) -> None:
     assert before.used == before.reserved
     dist.all_reduce(x)
     dist.barrier()
-    me.fake.gpu.pace(0.0)
-    while use().used:  # the call's own hold on it ends with its work
-        del x
-        x = None
+    del x
+    end = time.monotonic() + 2.0
+    while use().used and time.monotonic() < end:  # the streams' own hold on it ends
+        time.sleep(0.001)
     dist.barrier()
     after = use()
     assert (after.used, after.kept) == (0, 0 if me.rank == 0 else before.used)
@@ -243,8 +243,16 @@ def cycles(me: Me, count: int) -> list[Any]:
         assert xs[-1].eq(1).all()  # it may stay
         xs.clear()
         gc.collect()
-        left += [alive(fake)] if alive(fake) or fake.gpu.fouls() else []
+        left += [books] if (books := in_the_end(fake)) or fake.gpu.fouls() else []
     return left
+
+
+def in_the_end(fake: Any) -> dict[str, int]:
+    """What is still given out when the streams have let go of what they have done."""
+    end = time.monotonic() + 2.0
+    while alive(fake) and time.monotonic() < end:
+        time.sleep(0.001)
+    return alive(fake)
 
 
 def test_groups_come_and_go():
@@ -268,7 +276,7 @@ def outlives(me: Me) -> None:
     assert "RuntimeError" in error.kinds, error
     del x
     dist.destroy_process_group()
-    assert alive(fake) == {}
+    assert in_the_end(fake) == {}
 
 
 def test_a_tensor_outlives_its_group():
