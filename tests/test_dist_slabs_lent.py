@@ -180,25 +180,6 @@ def test_memory_that_cannot_be_handed_over():
             assert placed == (rank == 0)
 
 
-def exhausted(me: Me) -> tuple[float, str]:
-    """When there is no memory for a size, what is kept for others is freed."""
-    x = make(LARGE).fill_(1)
-    kept = x.data_ptr()
-    del x
-    me.fake.gpu.fail("allocate", 0)
-    error = caught(lambda: make(4 * LARGE))
-    me.fake.gpu.fail("allocate", -1)
-    assert kept
-    return use().kept, error.text
-
-
-def test_no_memory():
-    with fresh(2, staged="eager:stream") as pool:
-        for kept, said in pool.run(exhausted):
-            assert kept == 0
-            assert "made up, in allocate" in said
-
-
 def alone(me: Me) -> tuple[float, dict[str, int], list[str]]:
     """One rank destroys the group while the other, which has its memory open, does not."""
     made, fake = dist_fake.options("eager:stream")

@@ -33,13 +33,7 @@ std::byte* Tracts::add(Device device, std::size_t bytes) {
     throw std::runtime_error("a forked child of a rank has no GPU memory of its own to allocate");
   const std::size_t size = whole_granules(bytes);
   if (std::byte* const again = reuse(device, size)) return again;
-  std::byte* memory = nullptr;
-  try {
-    memory = gpu_->allocate(device, size);
-  } catch (const std::runtime_error&) {
-    free_idle();  // what is kept for another size may be what is missing
-    memory = gpu_->allocate(device, size);
-  }
+  std::byte* const memory = gpu_->allocate(device, size);
   const int number = put_up(device, memory, size);
   const std::lock_guard lock(mutex_);
   own_.emplace(memory, Own{device, size, number, true});
