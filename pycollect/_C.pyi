@@ -7,9 +7,7 @@ import torch
 from torch._C._distributed_c10d import Backend
 
 # Plans, programs, the registry and the simulator (csrc/torch/bind_plan.cpp).
-SliceTuple: TypeAlias = tuple[
-    int, str, int, int
-]  # rank, "in" | "out" | "tmp" | "host", first, count
+SliceTuple: TypeAlias = tuple[int, str, int, int]  # rank, in | out | tmp | host, first, count
 StepTuple: TypeAlias = tuple[tuple[SliceTuple, ...], tuple[SliceTuple, ...], int]
 TaskTuple: TypeAlias = tuple[int, int, list[tuple[int, int]]]  # step or -1, level, waits
 SpanTuple: TypeAlias = tuple[int, int, float, float]  # rank, step or -1, start, end

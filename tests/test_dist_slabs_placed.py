@@ -7,9 +7,12 @@ do not; who launches what; and the memory's life.
 from __future__ import annotations
 
 import os
+import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import dist_fake
 import pytest
 import test_dist_memory
 import torch
@@ -129,6 +132,77 @@ def apart(me: Me) -> int:
 def test_several_gpus_share_the_folds():
     with fresh(3, staged="late:stream") as pool:
         assert pool.run(apart) == [1, 1, 1]
+
+
+def by_name(me: Me) -> list[str]:
+    """Every algorithm, on tensors that all reach and on others by turns: whole numbers, exactly."""
+    import pycollect
+
+    wrong = []
+    for name in pycollect.algorithms("all_reduce"):
+        options = pycollect.distributed.options(
+            algorithm=name, slab_bytes=dist_fake.SLAB_BYTES, cuda_sync="stream"
+        )
+        fake = pycollect._C.fake_devices(options, False, True)
+        me.init(f"by_{name}", pg_options=options)
+        for turn in range(4):
+            for placed in (make(LARGE // 10), make(100), torch.empty(LARGE // 10)):
+                x = placed.fill_(me.rank + turn)
+                dist.all_reduce(x)
+                if not bool(x.eq(6 + 4 * turn).all()):
+                    wrong.append(f"{name}, turn {turn}, {x.numel()} elements: {x.unique()}")
+        wrong += fake.gpu.fouls()
+        dist.destroy_process_group()
+    return wrong
+
+
+def test_every_algorithm():
+    with fresh(4, group=False) as pool:
+        assert pool.run(by_name, seconds=60.0) == [[]] * 4
+
+
+def at_random(me: Me, seed: int, calls: int) -> list[str]:
+    """Collectives in a row, of tensors that some ranks have placed, on streams of unlike speeds."""
+    common, own = random.Random(seed), random.Random(seed * 100 + me.rank)
+    dist.all_reduce(torch.ones(1))  # the meeting
+    me.fake.look(False)
+    checks, works = [], []
+    for i in range(calls):
+        count = common.choice((1, 1000, 9000, LARGE))
+        kind, root = common.choice(("reduce", "spread", "join", "part")), common.randrange(me.world)
+        all_placed, one_placed = common.random() < 0.5, own.random() < 0.5
+
+        def new(n: int, value: float, placed: bool = all_placed or one_placed) -> Tensor:
+            return (make(n) if placed else torch.empty(n)).fill_(value)
+
+        x, whole = new(count, me.rank + i), new(me.world * count, i + 1)
+        if kind == "reduce":
+            works.append(dist.all_reduce(x, async_op=True))
+            checks.append((x, me.world * i + sum(range(me.world))))
+        elif kind == "spread":
+            works.append(dist.broadcast(x, root, async_op=True))
+            checks.append((x, root + i))
+        elif kind == "join":
+            works.append(dist.all_gather_into_tensor(whole, x, async_op=True))
+            checks += [(part, r + i) for r, part in enumerate(whole.view(me.world, count))]
+        else:
+            works.append(dist.reduce_scatter_tensor(x, whole, async_op=True))
+            checks.append((x, me.world * (i + 1)))
+        if own.random() < 0.2:
+            me.fake.gpu.pace(own.choice((0.0, 0.0001, 0.002)))
+    end = time.monotonic() + 30.0
+    while not all(work.is_completed() for work in works) and time.monotonic() < end:
+        time.sleep(0.001)
+    me.fake.look(True)
+    me.fake.gpu.pace(0.0001)
+    return [f"check {n}" for n, (x, value) in enumerate(checks) if not bool(x.eq(value).all())]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("rung", RUNGS)
+def test_any_mixture(pools, rung, seed):
+    pace = ("late", "eager")[seed % 2]
+    assert pools(3, staged=f"{pace}:{rung}").run(at_random, seed, 40, seconds=60.0) == [[]] * 3
 
 
 def gradients(me: Me) -> list[bool]:

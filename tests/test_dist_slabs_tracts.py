@@ -4,6 +4,7 @@ used again, groups that come and go, tensors that stay.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import time
 from typing import Any
@@ -34,6 +35,22 @@ def test_more_parts_than_can_be_known():
         assert pool.run(crowded) == [(64, 0), (64, 64), (64, 64)]
 
 
+def overlapping(me: Me) -> list[bool]:
+    """Memory that begins in a tract and ends elsewhere, as neighbours may."""
+    x = make(10)
+    tract = use().used
+    found = []
+    for nbytes in (tract, tract + 4):
+        window = (ctypes.c_char * nbytes).from_address(x.data_ptr())
+        found.append(reached(torch.frombuffer(window, dtype=torch.float32)))
+    return found
+
+
+def test_memory_of_two_tracts():
+    with fresh(1, staged="eager:stream") as pool:
+        assert pool.run(overlapping) == [[True, False]]
+
+
 def used_again(me: Me) -> None:
     """What others have open is kept, and given out again; what nobody has open is freed."""
     x = make(LARGE).fill_(1)
@@ -60,6 +77,11 @@ def used_again(me: Me) -> None:
     assert y.eq(me.world).all()
 
 
+def test_what_others_have_open_is_used_again():
+    with fresh(3, staged="eager:stream") as pool:
+        pool.run(used_again)
+
+
 def cycles(me: Me, count: int) -> list[Any]:
     left = []
     for i in range(count):
@@ -78,6 +100,7 @@ def cycles(me: Me, count: int) -> list[Any]:
     return left
 
 
+@pytest.mark.slow
 def test_groups_come_and_go():
     with fresh(2, group=False) as pool:
         assert pool.run(cycles, 20, seconds=60.0) == [[], []]
