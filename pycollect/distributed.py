@@ -55,6 +55,9 @@ def options(
     name one, too. One that is named and does not work is an error. Messages between two ranks
     always go through pinned memory. All ranks must say the same.
 
+    Where all CUDA tensors of a collective lie in memory that the other ranks reach, from
+    `pycollect.empty(..., device="cuda")`, they are read and written there and not copied to slabs.
+
     >>> options(algorithm="fused").algorithm
     'fused'
     """
