@@ -291,6 +291,7 @@ class Options(Backend.Options):
     share: str
     watch: str
     cuda_sync: str
+    cuda_host_bytes: int | None
     def __init__(self) -> None: ...
 
 def make_backend(store: Any, rank: int, world: int, options: Options) -> Any: ...

@@ -7,6 +7,7 @@
 #include "../../plan/error.h"
 #include "../../shm/executor.h"
 #include "../job.h"
+#include "call.h"
 
 namespace pycollect::dist {
 namespace {
@@ -68,7 +69,9 @@ std::shared_ptr<Passage> Ladder::begin_staged() const {
   return stage_through_host(devices_);
 }
 
+// All ranks go the same way: whoever has other sizes has other calls, and is told so.
 std::shared_ptr<Passage> Ladder::begin(const Call& call, at::Device device) {
+  if (call.bytes && *call.bytes <= terms_.host_bytes) return begin_staged();
   const auto state = [&] {
     const std::lock_guard lock(mutex_);
     return std::tuple(met_, failed_, dock_);

@@ -35,6 +35,9 @@ class Ladder {
   struct Terms {
     std::string rung;
     std::size_t slot_bytes;  // of a slab
+    // Collectives of no more than this go through the host whatever works, and nobody meets for
+    // them.
+    std::size_t host_bytes = 0;
   };
   Ladder(std::shared_ptr<Devices> devices, Terms terms);
 
