@@ -54,8 +54,9 @@ def options(
     reach, with the GPUs' streams waiting for each other (`cuda_sync="stream"`) or the hosts for
     them ("wait"), or else through pinned memory ("host"): "best" tries them in this order at the
     group's first such call, and takes the first that works on all ranks; PYCOLLECT_CUDA_SYNC may
-    name one, too. One that is named and does not work is an error. Messages between two ranks
-    always go through pinned memory.
+    name one, too. One that is named and does not work is an error. A group that is made with a
+    `device_id` tries at once, and the first calls of several groups may then come in any order.
+    Messages between two ranks always go through pinned memory.
 
     Collectives of at most `cuda_host_bytes` bytes (of a rank's largest buffer, all tensors of the
     call together; 0 unless PYCOLLECT_CUDA_HOST_BYTES says otherwise) go through pinned memory

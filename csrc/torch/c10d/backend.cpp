@@ -215,6 +215,16 @@ void Backend::convene(const Call& like, at::Device device) {
   queue_->run(std::move(call))->wait();
 }
 
+void Backend::eagerConnectSingleDevice(at::Device device) {
+  const Ask ask{Collective::barrier, "init_process_group", kNoTimeout, false};
+  forks_.require_none(ask.name);
+  try {
+    ladder_->connect(new_call(ask), device);
+  } catch (const Unmet& all) {
+    std::rethrow_exception(all.error);
+  }
+}
+
 WorkPtr Backend::collective(const Ask& ask, c10::function_ref<void(Call&)> build) {
   forks_.require_none(ask.name);
   Call call = new_call(ask);
