@@ -261,12 +261,7 @@ def stage(
     pieces: int = 1,
 ) -> Plan: ...
 def schedule(
-    plan: Plan,
-    in_place: bool,
-    pace: str,
-    seats: Sequence[SeatTuple],
-    streams: int,
-    hub: int = -1,
+    plan: Plan, in_place: bool, pace: str, seats: Sequence[SeatTuple], streams: int, hub: int = -1
 ) -> list[IssueTuple]: ...
 def predict_streams(
     plan: Plan,
@@ -289,6 +284,7 @@ class Options(Backend.Options):
     share: str
     watch: str
     cuda_sync: str
+    cuda_host_bytes: int | None
     def __init__(self) -> None: ...
 
 def make_backend(store: Any, rank: int, world: int, options: Options) -> Any: ...

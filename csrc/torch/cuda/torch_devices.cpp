@@ -52,7 +52,7 @@ at::Device named(at::Device device) {
 class TorchDevices final : public Devices {
  public:
   bool serves(const at::Tensor& tensor) const override { return tensor.is_cuda(); }
-  bool serves(at::Device device) const override { return device.is_cuda(); }
+  bool has(at::Device device) const override { return device.is_cuda(); }
   bool is_capturing(at::Device device) override;
   at::Tensor new_pinned(const at::Tensor& like) override;
   void copy_out(const Way& way) override;
