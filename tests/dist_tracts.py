@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,19 @@ def use() -> Any:
     import pycollect
 
     return pycollect.Allocator(device=GPU).usage()
+
+
+def listened() -> list[str]:
+    """The lines that the log gets from now on."""
+    import pycollect
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    pycollect.log.logger.addHandler(handler)
+    pycollect.log.logger.setLevel(logging.INFO)
+    pycollect._C.listen()
+    return lines
 
 
 def launches(me: Me, call: Callable[[], Any]) -> int:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Me, caught, fresh
-from dist_tracts import LARGE, in_the_end, launches, make, use
+from dist_tracts import LARGE, in_the_end, launches, listened, make, use
 from test_dist_slabs_faults import NOTICED, VICTIM, ended, work_of
 
 pytestmark = pytest.mark.skipif(not OURS, reason="has memory of its own")
@@ -161,10 +161,14 @@ def test_memory_that_one_rank_cannot_open(rung, call, victim):
 def unshared(me: Me) -> list[int]:
     """Memory of one rank's that cannot be handed over is memory, and its tensors are copied."""
     dist.all_reduce(torch.ones(3))  # the meeting
+    lines = listened()
     if me.rank == VICTIM:
         me.fake.gpu.fail("handle_of")
     x, y = make(LARGE).fill_(me.rank), make(LARGE).fill_(me.rank)
     me.fake.gpu.fail("handle_of", -1)
+    heard = [line for line in lines if "cannot be handed to other processes" in line]
+    assert len(heard) == (me.rank == VICTIM), lines
+    assert all("made up, in handle_of" in line for line in heard)
     counts = [launches(me, lambda: dist.all_reduce(x))]
     assert x.eq(3).all()
     y = make(LARGE).fill_(me.rank)

@@ -14,19 +14,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, Me, caught, fresh
-from dist_tracts import GPU, LARGE, RUNGS, in_the_end, launches, make, reached, use
+from dist_tracts import GPU, LARGE, RUNGS, in_the_end, launches, listened, make, reached, use
 
 pytestmark = pytest.mark.skipif(not OURS, reason="has memory of its own")
 
 
 def crowded(me: Me) -> tuple[int, int]:
     """More tensors than there are notices for; sums of each."""
+    lines = listened()
     dist.all_reduce(torch.ones(1))  # the meeting
     xs = [make(100).fill_(i + me.rank) for i in range(70)]
     known = sum(map(reached, xs))
     counts = [launches(me, lambda x=x: dist.all_reduce(x)) for x in xs]
     for i, x in enumerate(xs):
         assert x.eq(me.world * i + sum(range(me.world))).all(), i
+    assert sum("is in 64 parts already: what comes beyond is copied" in x for x in lines) == 1, (
+        lines
+    )
     return known, counts.count(0)  # a leader launches in any case
 
 
