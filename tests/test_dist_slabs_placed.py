@@ -76,17 +76,17 @@ def counted(me: Me) -> dict[str, int]:
     return {name: launches(me, call) for name, call in calls.items()}
 
 
-LEADER = (1, 0, 0)  # one launch in all
-EACH = (3, 3, 3)  # everybody fetches a part of each
+LEADER, ROOT = (1, 0, 0), (0, 1, 0)  # one launch in all
+EACH = (1, 1, 1)  # one of each rank's, for all
 WANTED = {
     "all_reduce": LEADER,
     "of its part": LEADER,
     "of little": LEADER,
-    "broadcast": (1, 0, 1),
-    "reduce": (0, 1, 0),
+    "broadcast": ROOT,
+    "reduce": ROOT,
     "all_gather": EACH,
     "all_gather in place": EACH,
-    "reduce_scatter": (1, 1, 1),
+    "reduce_scatter": EACH,
 }
 
 

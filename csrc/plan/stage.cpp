@@ -63,6 +63,10 @@ class Staging {
     return s.buffer == Buffer::host || shared(s) || reach_(me, s.rank);
   }
 
+  bool reaches(Rank me, const Slices& all) const {
+    return std::all_of(all.begin(), all.end(), [&](const Slice& s) { return reaches(me, s); });
+  }
+
   Rank executor(const Step& step) const {
     if (!reach_.on_host[step.owner()]) return step.owner();
     for (const Slices* side : {&step.dsts, &step.srcs})
@@ -85,9 +89,12 @@ class Staging {
     if (!theirs.empty()) hand_out(theirs, copied_out(from));
   }
 
-  // Whoever is to have it copies it, so that all of them work at once.
+  // Whoever is to have it copies it, so that all of them work at the same time.
   void copy_near(const Step& step) {
     const Slice& src = step.srcs[0];
+    if (const Rank me = executor(step);
+        reach_.at_once && reaches(me, src) && reaches(me, step.dsts))
+      return emit(step.dsts, {src}, me);
     for (const Slice& d : step.dsts) {
       if (reaches(d.rank, src))
         emit({d}, {src}, d.rank);
@@ -234,8 +241,8 @@ void check(const Plan& plan, const Reach& reach, int pieces) {
 
 }  // namespace
 
-Reach Reach::processes(int world, bool input, bool output) {
-  Reach reach{std::vector<bool>(world), {}, {input, output, true, true}};
+Reach Reach::processes(int world, bool input, bool output, bool at_once) {
+  Reach reach{std::vector<bool>(world), {}, {input, output, true, true}, at_once};
   reach.directly.assign(world, std::vector<bool>(world));
   return reach;
 }

@@ -18,6 +18,10 @@ struct Reach {
   // [buffer]: everybody's, as near to everybody as its own: processes that share memory. If the
   // memory on the host is, folds read and write it, and a copy is made by whom it is for.
   std::array<bool, kBuffers> shared = {};
+  // A copy to several is made by whoever runs the step, for all at once, if it reaches all of it:
+  // for ranks that work by turns anyway, whose copies side by side would only read the source more
+  // often.
+  bool at_once = false;
 
   bool operator()(Rank rank, Rank of) const {
     return rank == of || on_host[of] || directly[rank][of];
@@ -25,7 +29,7 @@ struct Reach {
   bool near() const { return shared[static_cast<int>(Buffer::host)]; }
 
   // Ranks that are processes: all share their scratch and host memory, and the sides that are said.
-  static Reach processes(int world, bool input, bool output);
+  static Reach processes(int world, bool input, bool output, bool at_once);
 };
 
 // A source out of reach is first copied out by its own rank to that rank's memory on the host, once

@@ -113,8 +113,8 @@ Plan fill_first(const Plan& plan, bool in_place) {
   return result;
 }
 
-Plan for_processes(const Plan& plan, bool in_place, bool input, bool output) {
-  const Plan staged = stage(plan, in_place, Reach::processes(plan.world, input, output));
+Plan for_processes(const Plan& plan, bool in_place, bool input, bool output, bool at_once) {
+  const Plan staged = stage(plan, in_place, Reach::processes(plan.world, input, output, at_once));
   return fill_first(merge_copies(staged, in_place), in_place);
 }
 

@@ -13,7 +13,8 @@ Plan merge_copies(const Plan& plan, bool in_place);
 // scratch and host memory from its own buffers. Nobody else's order changes.
 Plan fill_first(const Plan& plan, bool in_place);
 
-// What processes run: staged, merged and ordered. `input`, `output`: everybody reaches everybody's.
-Plan for_processes(const Plan& plan, bool in_place, bool input, bool output);
+// What processes run: staged, merged and ordered. `input`, `output`: everybody reaches everybody's;
+// `at_once`: see Reach.
+Plan for_processes(const Plan& plan, bool in_place, bool input, bool output, bool at_once = false);
 
 }  // namespace pycollect

@@ -9,8 +9,10 @@ namespace {
 
 const Script& looked_up(Rank rank, const Request& r, const Situation& s) {
   const Choice choice = choose(s, r.algorithm);
-  return script(
-      {choice.algorithm, s.world, choice.pieces, r.root, rank, r.in_place, is_open(s.ground)});
+  // The launches of processes that share a GPU take turns.
+  const bool at_once = s.ground == Ground::tracts;
+  return script({choice.algorithm, s.world, choice.pieces, r.root, rank, r.in_place,
+                 is_open(s.ground), at_once});
 }
 
 }  // namespace

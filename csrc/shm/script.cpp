@@ -144,7 +144,7 @@ class Writing {
 struct Hash {
   std::size_t operator()(const ScriptKey& k) const {
     std::size_t h = std::hash<const void*>()(k.algorithm);
-    for (int part : {k.world, k.pieces, k.root, k.rank, 2 * k.in_place + k.open})
+    for (int part : {k.world, k.pieces, k.root, k.rank, 4 * k.at_once + 2 * k.in_place + k.open})
       h = h * 1000003 + static_cast<std::size_t>(part);  // any large odd number spreads them
     return h;
   }
@@ -167,17 +167,13 @@ const Script& looked_up(const ScriptKey& key) {
     if (found != cache().kept.end()) return *found->second;
   }
   const Plan plan = (*key.algorithm)({key.world, key.root, key.pieces});
-  auto made = std::make_unique<const Script>(write_script(plan, key.in_place, key.open, key.rank));
+  const Plan staged = for_processes(plan, key.in_place, key.open, key.open, key.at_once);
+  auto made = std::make_unique<const Script>(Writing(staged, key.in_place, key.rank).run());
   const std::unique_lock lock(cache().mutex);
   return *cache().kept.emplace(key, std::move(made)).first->second;
 }
 
 }  // namespace
-
-Script write_script(const Plan& plan, bool in_place, bool open, Rank rank) {
-  const Plan made = for_processes(plan, in_place, open, open);
-  return Writing(made, in_place, rank).run();
-}
 
 const Script& script(const ScriptKey& key) {
   struct Last {

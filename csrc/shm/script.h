@@ -50,14 +50,12 @@ struct ScriptKey {
   int world = 0, pieces = 0;
   Rank root = 0, rank = 0;
   bool in_place = false;
-  bool open = false;  // everybody reaches everybody's input and output
+  bool open = false;     // everybody reaches everybody's input and output
+  bool at_once = false;  // who has a block copies it to all that are to have it (see Reach)
   bool operator==(const ScriptKey&) const = default;
 };
 
 // From the cache, or made now; it stays for ever. Thread-safe.
 const Script& script(const ScriptKey& key);
-
-// The same of any plan, for tests.
-Script write_script(const Plan& plan, bool in_place, bool open, Rank rank);
 
 }  // namespace pycollect::shm

@@ -23,9 +23,10 @@ void expect(bool ok, const std::string& why) {
 }
 
 struct Open {
-  bool input, output;
+  bool input, output, at_once = false;
 };
-constexpr Open kShut{false, false}, kOpens[]{kShut, {true, false}, {false, true}, {true, true}};
+constexpr Open kShut{false, false},
+    kOpens[]{kShut, {true, false}, {false, true}, {true, true}, {true, true, true}};
 
 bool is_slot(const Slice& s) { return s.buffer == Buffer::scratch || s.buffer == Buffer::host; }
 
@@ -96,7 +97,7 @@ void check_registry(int most) {
                                           " root=", root, in_place ? " in place" : "",
                                           open.input ? " in" : "", open.output ? " out" : "");
             const Plan plain = a({world, root, 3});
-            const Plan made = for_processes(plain, in_place, open.input, open.output);
+            const Plan made = for_processes(plain, in_place, open.input, open.output, open.at_once);
             const Verdict was = verify(a.collective, plain, root, in_place);
             const Verdict is = verify(a.collective, made, root, in_place);
             expect(is.right(), what + ": " + is.defect);
@@ -150,7 +151,7 @@ void check_random(int most) {
         Plan made{1, 1};
         try {
           check(plain, in_place);
-          made = for_processes(plain, in_place, open.input, open.output);
+          made = for_processes(plain, in_place, open.input, open.output, open.at_once);
         } catch (const std::invalid_argument&) {
           continue;  // needs more room on one rank's host than it has, or is no plan in place
         }
