@@ -125,9 +125,10 @@ class IpcGpu final : public slabs::Gpu {
   bool reached(Event event) override {
     const Beside beside(device_of(event.device));
     const cudaError_t state = cudaEventQuery(handle(event));
-    if (state == cudaErrorNotReady) return false;
-    check(state);
-    return true;
+    if (state != cudaErrorNotReady) check(state);
+    // No error, but it may be kept as one, and torch asks for the last error after its launches.
+    if (state == cudaErrorNotReady) static_cast<void>(cudaGetLastError());
+    return state == cudaSuccess;
   }
   void destroy(Event event) override { check(cudaEventDestroy(handle(event))); }
 
