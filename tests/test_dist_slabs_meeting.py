@@ -81,6 +81,18 @@ def test_memory_that_does_not_arrive():
             assert "rank 0: what rank 1 wrote here has not arrived" in first.text, first
 
 
+@pytest.mark.slow  # for the 10 seconds that a step has
+def test_a_wait_for_what_does_not_come_is_let_go():
+    """One rank's writes are lost: all end in the meeting, and the device keeps no memory."""
+    with fresh(3, group=False) as pool:
+        for first, second, total, staged, _, left, fouls in pool.run(
+            met, "best", "write", 0, True, seconds=60
+        ):
+            assert (first.kind, second.kind) == ("", ""), (first, second)
+            assert (total, staged) == (900.0, False)
+            assert (left, fouls) == ({}, [])
+
+
 def different(me: Me) -> Caught:
     made, _ = dist_fake.options("eager:stream" if me.rank == VICTIM else "eager:wait")
     me.init("different", pg_options=made)

@@ -34,7 +34,7 @@ class Gpu {
 
   // Whole pages of the host's memory; returns where the device finds them.
   virtual std::byte* adopt(Device device, std::byte* memory, std::size_t bytes) = 0;
-  virtual void forsake(std::byte* memory) = 0;
+  virtual void forsake(Device device, std::byte* memory) = 0;
 
   virtual Stream new_stream(Device device) = 0;
   virtual void destroy(Stream stream) = 0;

@@ -128,6 +128,7 @@ class Meeting {
   void let_go() {
     const bool stuck = trial_ != nullptr && !trial_->drain();
     trial_.reset();
+    if (adopted_ && stuck) adopted_->abandon();
     if (slab_ && stuck) slab_->abandon();
     if (slab_ && !stuck) slab_->close_others();
     together([] {});
@@ -139,6 +140,8 @@ class Meeting {
     const bool stuck = !trial_->drain();
     trial_.reset();
     if (stuck) slab_->abandon();  // in the end: the device may never let go of it
+    if (stuck) adopted_->abandon();
+    together([] {});  // before anybody counts in earnest
     const auto same = [&](Rank r) {
       return std::strcmp(deck_.berth(r).gpu.data(), mine_.gpu.data()) == 0;
     };

@@ -169,7 +169,7 @@ std::byte* FakeGpu::adopt(Device, std::byte* memory, std::size_t bytes) {
   return memory;
 }
 
-void FakeGpu::forsake(std::byte* memory) {
+void FakeGpu::forsake(Device, std::byte* memory) {
   const std::lock_guard lock(streams_->mutex);
   if (adopted_.erase(memory) == 0) foul("memory was unregistered that was not registered");
   --books_["adopted"];
@@ -257,6 +257,8 @@ void FakeGpu::fill(Stream stream, std::byte* memory, unsigned char value, std::s
 
 void FakeGpu::read(Stream stream, void* host, const std::byte* memory, std::size_t bytes) {
   const std::lock_guard lock(streams_->mutex);
+  if (streams_->done(index(stream)) < streams_->enqueued(index(stream)))
+    foul("the host was to wait for a stream without a limit");
   if (enter("read"))
     streams_->enqueue(index(stream), [=] {
       std::memcpy(host, memory, bytes);

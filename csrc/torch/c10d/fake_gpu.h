@@ -25,7 +25,7 @@ class FakeGpu final : public slabs::Gpu {
   std::byte* open(slabs::Device device, const slabs::Handle& handle) override;
   void close(slabs::Device device, std::byte* opened) override;
   std::byte* adopt(slabs::Device device, std::byte* memory, std::size_t bytes) override;
-  void forsake(std::byte* memory) override;
+  void forsake(slabs::Device device, std::byte* memory) override;
   slabs::Stream new_stream(slabs::Device device) override;
   void destroy(slabs::Stream stream) override;
   slabs::Event record(slabs::Stream stream) override;

@@ -103,7 +103,10 @@ class IpcGpu final : public slabs::Gpu {
     check(cudaHostGetDevicePointer(&found, memory, 0));
     return static_cast<std::byte*>(found);
   }
-  void forsake(std::byte* memory) override { check(cudaHostUnregister(memory)); }
+  void forsake(Device device, std::byte* memory) override {
+    const Beside beside(device_of(device));
+    check(cudaHostUnregister(memory));
+  }
 
   Stream new_stream(Device device) override {
     const Beside beside(device_of(device));
