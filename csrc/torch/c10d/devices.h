@@ -19,8 +19,8 @@ class Mark {
  public:
   virtual ~Mark() = default;
   virtual bool reached() = 0;  // from any thread; throws what went wrong on the device
-  // What follows on its device's current stream, of the calling thread, comes after it.
-  virtual void hold_current() = 0;
+  // What follows on that device's current stream, of the calling thread, comes after it.
+  virtual void hold_current(at::Device device) = 0;
 };
 
 struct Way {

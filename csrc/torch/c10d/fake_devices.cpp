@@ -46,7 +46,7 @@ class FakeDevices::Point final : public Mark {
   }
 
   // The caller then looks at its tensors as no caller of CUDA could: its stream runs empty.
-  void hold_current() override {
+  void hold_current(at::Device) override {
     bool looks = false;
     {
       const std::lock_guard lock(devices_->mutex_);

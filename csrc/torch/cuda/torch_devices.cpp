@@ -30,7 +30,9 @@ class CudaMark final : public Mark {
     const Beside beside(event_.device());
     return event_.query();
   }
-  void hold_current() override { hold(c10::cuda::getCurrentCUDAStream(event_.device_index())); }
+  void hold_current(at::Device device) override {
+    hold(c10::cuda::getCurrentCUDAStream(device.index()));
+  }
   void hold(const CUDAStream& stream) { event_.block(stream.unwrap()); }
 
  private:
@@ -55,6 +57,7 @@ class TorchDevices final : public Devices {
                                const std::vector<at::Tensor>& kept) override;
   std::shared_ptr<slabs::Gpu> gpu() override { return gpu_; }
   slabs::Stream stream(at::Device device) override {
+    const Beside beside(device);
     return {device.index(), back(device).stream()};
   }
   at::Tensor new_dense(const at::Tensor& like, at::Device device) override;
