@@ -177,7 +177,8 @@ def captured(me: Me) -> tuple[list[Caught], bool]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(side):
         graph.capture_begin()
-        errors = [caught(dist.all_reduce, x), caught(open_work.wait), caught(dist.send, x, 0)]
+        errors = [caught(dist.all_reduce, x), caught(open_work.wait)]
+        errors.append(caught(dist.send, x, (me.rank + 1) % me.world))
         y = x + 1
         graph.capture_end()  # the capture is whole
     open_work.wait()
