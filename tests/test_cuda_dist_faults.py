@@ -22,7 +22,7 @@ VICTIM = 1
 # Seconds after a death in which everybody has raised: the kernel tells of it when the driver has
 # taken the dead process's context apart, which takes a second or two with several on one GPU.
 NOTICED = 4.0
-# Of a call, where a rank is late. The first one also meets: slabs, handles, a kernel that is loaded.
+# Of a call, where a rank is late. The first one also meets: slabs, handles, a kernel to load.
 LIMIT = 3.0
 SECONDS = 120.0
 
