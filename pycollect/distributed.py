@@ -25,6 +25,7 @@ _SETTINGS = {
     "share": ("PYCOLLECT_SHM_SHARE", ("memfd", "named")),
     "watch": ("PYCOLLECT_SHM_WATCH", ("pidfd", "hangup")),
     "cuda_sync": ("PYCOLLECT_CUDA_SYNC", tuple(_C.cuda_rungs()[1:])),
+    "cuda_ipc": ("PYCOLLECT_CUDA_IPC", tuple(_C.cuda_exports()[1:])),
 }
 
 
@@ -37,6 +38,7 @@ def options(
     share: str = "best",
     watch: str = "best",
     cuda_sync: str = "best",
+    cuda_ipc: str = "best",
 ) -> Any:
     """Return options of a group, for `pg_options=` of torch's functions that make one.
 
@@ -55,6 +57,11 @@ def options(
     name one, too. One that is named and does not work is an error. Messages between two ranks
     always go through pinned memory. All ranks must say the same.
 
+    Processes get at each other's GPU memory by CUDA's own handles (`cuda_ipc="legacy"`) or by file
+    descriptors over a Unix socket ("fd"), which works in virtual machines that refuse the former:
+    "best" tries them in this order on each rank's GPU, and PYCOLLECT_CUDA_IPC may name one. Ranks
+    need not take the same.
+
     >>> options(algorithm="fused").algorithm
     'fused'
     """
@@ -71,6 +78,7 @@ def options(
     made.share = share
     made.watch = watch
     made.cuda_sync = cuda_sync
+    made.cuda_ipc = cuda_ipc
     return made
 
 

@@ -16,8 +16,8 @@ using cuda::Event;
 using cuda::Launch;
 using cuda::Stream;
 
-// As CUDA gives it to other processes: cudaIpcMemHandle_t.
-using Handle = std::array<std::byte, 64>;
+// With which another process opens memory: in which way, and that way's key (see exports.h).
+using Handle = std::array<std::byte, 72>;
 
 // Each call throws std::runtime_error with CUDA's reason. From any thread, whatever device is
 // current and whatever other threads capture.

@@ -7,6 +7,7 @@
 #include <c10/util/FunctionRef.h>
 
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -55,7 +56,8 @@ class Devices {
   virtual void with_results(c10::ArrayRef<at::Device> devices, c10::function_ref<void()> act) = 0;
 };
 
-// Those that torch knows, for one group; in a build without CUDA they serve no tensor.
-std::shared_ptr<Devices> torch_devices();
+// Those that torch knows, for one group; in a build without CUDA they serve no tensor. `ipc` is how
+// a GPU's memory goes to other processes: see slabs::Exports.
+std::shared_ptr<Devices> torch_devices(const std::string& ipc);
 
 }  // namespace pycollect::dist

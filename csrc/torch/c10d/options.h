@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "../../shm/settings.h"
+#include "../../slabs/exports.h"
 #include "ladder.h"
 
 namespace pycollect::dist {
@@ -21,8 +22,9 @@ struct Options final : c10d::Backend::Options {
   // Of a GPU's memory for each rank. A piece of a large message is half of it, and what a piece
   // costs besides its bytes, some 20 us of hand-overs, is then a few percent; a guess.
   std::size_t slab_bytes = 32 << 20;
-  std::string cuda_sync = kBestRung;      // how tensors on GPUs are served
-  std::shared_ptr<Devices> devices = {};  // in place of torch's, for tests
+  std::string cuda_sync = kBestRung;          // how tensors on GPUs are served
+  std::string cuda_ipc = slabs::kBestExport;  // how a GPU's memory goes to other processes
+  std::shared_ptr<Devices> devices = {};      // in place of torch's, for tests
   shm::Share share = shm::Share::best;
   shm::Watch watch = shm::Watch::best;
 

@@ -47,6 +47,8 @@ void copy(const at::Tensor& dst, const at::Tensor& src) {
 
 class TorchDevices final : public Devices {
  public:
+  explicit TorchDevices(const std::string& ipc) : gpu_(ipc_gpu(ipc)) {}
+
   bool serves(const at::Tensor& tensor) const override { return tensor.is_cuda(); }
   bool is_capturing(at::Device device) override;
   at::Tensor new_pinned(const at::Tensor& like) override;
@@ -66,7 +68,7 @@ class TorchDevices final : public Devices {
  private:
   CUDAStream back(at::Device device);
 
-  const std::shared_ptr<slabs::Gpu> gpu_ = ipc_gpu();
+  const std::shared_ptr<slabs::Gpu> gpu_;
   std::mutex mutex_;
   std::map<c10::DeviceIndex, CUDAStream> back_;  // [device]: the group's stream there
 };
@@ -139,6 +141,8 @@ void TorchDevices::with_results(c10::ArrayRef<at::Device> devices, c10::function
 
 }  // namespace
 
-std::shared_ptr<Devices> torch_devices() { return std::make_shared<TorchDevices>(); }
+std::shared_ptr<Devices> torch_devices(const std::string& ipc) {
+  return std::make_shared<TorchDevices>(ipc);
+}
 
 }  // namespace pycollect::dist
