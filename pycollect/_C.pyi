@@ -7,9 +7,8 @@ import torch
 from torch._C._distributed_c10d import Backend
 
 # Plans, programs, the registry and the simulator (csrc/torch/bind_plan.cpp).
-SliceTuple: TypeAlias = tuple[
-    int, str, int, int
-]  # rank, "in" | "out" | "tmp" | "host", first, count
+# rank, "in" | "out" | "tmp" | "host", first, count
+SliceTuple: TypeAlias = tuple[int, str, int, int]
 StepTuple: TypeAlias = tuple[tuple[SliceTuple, ...], tuple[SliceTuple, ...], int]
 TaskTuple: TypeAlias = tuple[int, int, list[tuple[int, int]]]  # step or -1, level, waits
 SpanTuple: TypeAlias = tuple[int, int, float, float]  # rank, step or -1, start, end
@@ -162,6 +161,10 @@ def run_plan(
 def copy_rows(
     dst: torch.Tensor, src: torch.Tensor, bytes: int, rows: int, pitches: tuple[int, int]
 ) -> None: ...
+
+Outlet: Any
+
+def fetch_descriptor(ticket: tuple[int, int]) -> int: ...
 def time_all_reduce(
     tensors: Any, op: Any, algorithm: str | None, iterations: int
 ) -> list[float]: ...
@@ -263,12 +266,7 @@ def stage(
     pieces: int = 1,
 ) -> Plan: ...
 def schedule(
-    plan: Plan,
-    in_place: bool,
-    pace: str,
-    seats: Sequence[SeatTuple],
-    streams: int,
-    hub: int = -1,
+    plan: Plan, in_place: bool, pace: str, seats: Sequence[SeatTuple], streams: int, hub: int = -1
 ) -> list[IssueTuple]: ...
 def predict_streams(
     plan: Plan,

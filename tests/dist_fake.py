@@ -7,15 +7,16 @@ from typing import Any
 SLAB_BYTES = 1 << 16  # of a rank: 300,000 elements are dozens of pieces
 
 
-def options(how: str) -> tuple[Any, Any]:
+def options(how: str, ipc: str = "best") -> tuple[Any, Any]:
     """Options of a group, and its devices: they do everything "late", or are "eager".
 
-    "late:stream" and so on are of devices whose memory processes can reach, on that rung.
+    "late:stream" and so on are of devices whose memory processes can reach, on that rung; `ipc` is
+    how it goes to them.
     """
     import pycollect as pc  # not before the process is a rank
 
     pace, _, rung = how.partition(":")
-    made = pc.distributed.options(cuda_sync=rung or "best", slab_bytes=SLAB_BYTES)
+    made = pc.distributed.options(cuda_sync=rung or "best", cuda_ipc=ipc, slab_bytes=SLAB_BYTES)
     return made, pc._C.fake_devices(made, pace == "eager", bool(rung))
 
 

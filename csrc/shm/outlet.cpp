@@ -100,7 +100,7 @@ Descriptor fetch(const Outlet::Ticket& ticket) {
   if (!send_letter(socket.get(), ticket.number, -1)) refuse("cannot ask for it", errno);
   auto letter = receive_letter(socket.get(), 0);
   if (!letter) refuse("the process that offers it does not answer", errno);
-  if (letter->number != ticket.number)
+  if (letter->number == 0)
     throw std::runtime_error("the process that offered it does not offer it any more");
   if (!letter->carried) refuse("cannot take it", EMFILE);
   return std::move(letter->carried);
