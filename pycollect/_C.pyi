@@ -15,6 +15,7 @@ SpanTuple: TypeAlias = tuple[int, int, float, float]  # rank, step or -1, start,
 ModelTuple: TypeAlias = tuple[float, float, float, float]  # alpha, port, memory, bridge
 
 COLLECTIVES: tuple[str, ...]
+Outlet: Any  # for tests (csrc/torch/bind_probe.cpp)
 
 class Plan:
     def __init__(
@@ -161,9 +162,6 @@ def run_plan(
 def copy_rows(
     dst: torch.Tensor, src: torch.Tensor, bytes: int, rows: int, pitches: tuple[int, int]
 ) -> None: ...
-
-Outlet: Any
-
 def fetch_descriptor(ticket: tuple[int, int]) -> int: ...
 def time_all_reduce(
     tensors: Any, op: Any, algorithm: str | None, iterations: int
@@ -290,6 +288,7 @@ class Options(Backend.Options):
     watch: str
     cuda_sync: str
     cuda_ipc: str
+    cuda_host_bytes: int | None
     def __init__(self) -> None: ...
 
 def make_backend(store: Any, rank: int, world: int, options: Options) -> Any: ...

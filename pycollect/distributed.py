@@ -27,6 +27,7 @@ _SETTINGS = {
     "cuda_sync": ("PYCOLLECT_CUDA_SYNC", tuple(_C.cuda_rungs()[1:])),
     "cuda_ipc": ("PYCOLLECT_CUDA_IPC", tuple(_C.cuda_exports()[1:])),
 }
+_HOST_BYTES = "PYCOLLECT_CUDA_HOST_BYTES"
 
 
 def options(
@@ -39,6 +40,7 @@ def options(
     watch: str = "best",
     cuda_sync: str = "best",
     cuda_ipc: str = "best",
+    cuda_host_bytes: int | None = None,
 ) -> Any:
     """Return options of a group, for `pg_options=` of torch's functions that make one.
 
@@ -54,8 +56,15 @@ def options(
     reach, with the GPUs' streams waiting for each other (`cuda_sync="stream"`) or the hosts for
     them ("wait"), or else through pinned memory ("host"): "best" tries them in this order at the
     group's first such call, and takes the first that works on all ranks; PYCOLLECT_CUDA_SYNC may
-    name one, too. One that is named and does not work is an error. Messages between two ranks
-    always go through pinned memory. All ranks must say the same.
+    name one, too. One that is named and does not work is an error. A group that is made with a
+    `device_id` tries at once, and the first calls of several groups may then come in any order.
+    Messages between two ranks always go through pinned memory.
+
+    Collectives of at most `cuda_host_bytes` bytes (of a rank's largest buffer, all tensors of the
+    call together; 0 unless PYCOLLECT_CUDA_HOST_BYTES says otherwise) go through pinned memory
+    although slabs work: `wait()` then holds up the host, but not for the GPUs' launches and waits.
+    gather, scatter and all_to_all, whose sizes not all ranks know, never do. All ranks must say the
+    same.
 
     Processes get at each other's GPU memory by CUDA's own handles (`cuda_ipc="legacy"`) or by file
     descriptors over a Unix socket ("fd"), which works in virtual machines that refuse the former:
@@ -75,6 +84,8 @@ def options(
         made.arena_bytes = _bytes("arena_bytes", arena_bytes, least=0)
     if slab_bytes is not None:
         made.slab_bytes = _bytes("slab_bytes", slab_bytes, least=16384)
+    if cuda_host_bytes is not None:
+        made.cuda_host_bytes = _bytes("cuda_host_bytes", cuda_host_bytes, least=0)
     made.share = share
     made.watch = watch
     made.cuda_sync = cuda_sync
@@ -103,6 +114,11 @@ def _read_environment(made: Any) -> None:
             raise ValueError(f"{variable} is {wanted!r}; allowed are {', '.join(allowed)}")
         if wanted and getattr(made, name) == "best":
             setattr(made, name, wanted)
+    wanted = os.environ.get(_HOST_BYTES, "").strip()
+    if wanted and not wanted.isdecimal():
+        raise ValueError(f"{_HOST_BYTES} is {wanted!r}; it must be a number of bytes")
+    if wanted and made.cuda_host_bytes is None:
+        made.cuda_host_bytes = int(wanted)
 
 
 def _own(given: Any) -> Any:

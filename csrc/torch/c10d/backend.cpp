@@ -65,7 +65,8 @@ Backend::Backend(const StorePtr& store, Seat seat, OptionsPtr options)
       options_(std::move(options)),
       ladder_(std::make_shared<Ladder>(
           options_->devices ? options_->devices : torch_devices(options_->cuda_ipc),
-          Ladder::Terms{options_->cuda_sync, options_->slab_bytes / kSlotsOfSlab})),
+          Ladder::Terms{options_->cuda_sync, options_->slab_bytes / kSlotsOfSlab,
+                        options_->cuda_host_bytes.value_or(0)})),
       timeout_ms_(options_->timeout.count()),
       group_(meet(store, seat, *options_)),
       messages_(std::make_shared<Messages>(group_, ladder_)),
@@ -212,6 +213,16 @@ void Backend::convene(const Call& like, at::Device device) {
             .meets = device,
             .timeout = like.timeout};
   queue_->run(std::move(call))->wait();
+}
+
+void Backend::eagerConnectSingleDevice(at::Device device) {
+  const Ask ask{Collective::barrier, "init_process_group", kNoTimeout, false};
+  forks_.require_none(ask.name);
+  try {
+    ladder_->connect(new_call(ask), device);
+  } catch (const Unmet& all) {
+    std::rethrow_exception(all.error);
+  }
 }
 
 WorkPtr Backend::collective(const Ask& ask, c10::function_ref<void(Call&)> build) {

@@ -33,6 +33,7 @@ class Devices {
  public:
   virtual ~Devices() = default;
   virtual bool serves(const at::Tensor& tensor) const = 0;
+  virtual bool has(at::Device device) const = 0;     // may a tensor that it serves be there?
   virtual bool is_capturing(at::Device device) = 0;  // its current stream
   virtual at::Tensor new_pinned(const at::Tensor& like) = 0;
   // Behind what is on the current stream of the tensor's device, without waiting.

@@ -7,6 +7,7 @@
 #include "../../plan/error.h"
 #include "../../shm/executor.h"
 #include "../job.h"
+#include "call.h"
 
 namespace pycollect::dist {
 namespace {
@@ -68,7 +69,21 @@ std::shared_ptr<Passage> Ladder::begin_staged() const {
   return stage_through_host(devices_);
 }
 
+void Ladder::connect(const Call& call, at::Device device) {
+  if (devices_->has(device)) dock_for(call, device);
+}
+
+// All ranks go the same way: whoever has other sizes has other calls, and is told so.
 std::shared_ptr<Passage> Ladder::begin(const Call& call, at::Device device) {
+  if (call.bytes && *call.bytes <= terms_.host_bytes) return begin_staged();
+  const auto dock = dock_for(call, device);
+  if (!dock) return begin_staged();
+  say_rung(dock->sync() == slabs::Sync::stream ? kStream : kWait);
+  return pass_through_slabs(devices_, dock);
+}
+
+// Null: through the host.
+std::shared_ptr<slabs::Dock> Ladder::dock_for(const Call& call, at::Device device) {
   const auto state = [&] {
     const std::lock_guard lock(mutex_);
     return std::tuple(met_, failed_, dock_);
@@ -83,9 +98,7 @@ std::shared_ptr<Passage> Ladder::begin(const Call& call, at::Device device) {
     std::tie(met, failed, dock) = state();
   }
   if (!failed.empty()) throw Unmet{std::make_exception_ptr(CollectiveError(failed))};
-  if (!dock) return begin_staged();
-  say_rung(dock->sync() == slabs::Sync::stream ? kStream : kWait);
-  return pass_through_slabs(devices_, dock);
+  return dock;
 }
 
 bool Ladder::has_met() {

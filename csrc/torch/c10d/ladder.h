@@ -35,6 +35,9 @@ class Ladder {
   struct Terms {
     std::string rung;
     std::size_t slot_bytes;  // of a slab
+    // Collectives of no more than this go through the host whatever works, and nobody meets for
+    // them.
+    std::size_t host_bytes = 0;
   };
   Ladder(std::shared_ptr<Devices> devices, Terms terms);
 
@@ -45,6 +48,8 @@ class Ladder {
   // Has all ranks `meet`, in its turn among the group's calls, before one like this.
   using Convene = std::function<void(const Call& like, at::Device device)>;
   void convene_by(Convene convene) { convene_ = std::move(convene); }
+  // At once, where the device may need it; else does nothing. Throws as `begin` does.
+  void connect(const Call& call, at::Device device);
   // For one collective, the first tensor of which is on `device`. Throws Unmet with what
   // convening throws.
   std::shared_ptr<Passage> begin(const Call& call, at::Device device);
@@ -56,6 +61,7 @@ class Ladder {
   void close(std::chrono::milliseconds grace);
 
  private:
+  std::shared_ptr<slabs::Dock> dock_for(const Call& call, at::Device device);
   void settle(const slabs::Found& found, const char* operation);
 
   const std::shared_ptr<Devices> devices_;

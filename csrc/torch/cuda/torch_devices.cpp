@@ -50,6 +50,7 @@ class TorchDevices final : public Devices {
   explicit TorchDevices(const std::string& ipc) : gpu_(ipc_gpu(ipc)) {}
 
   bool serves(const at::Tensor& tensor) const override { return tensor.is_cuda(); }
+  bool has(at::Device device) const override { return device.is_cuda(); }
   bool is_capturing(at::Device device) override;
   at::Tensor new_pinned(const at::Tensor& like) override;
   void copy_out(const Way& way) override;
