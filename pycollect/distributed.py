@@ -68,8 +68,8 @@ def options(
 
     Processes get at each other's GPU memory by CUDA's own handles (`cuda_ipc="legacy"`) or by file
     descriptors over a Unix socket ("fd"), which works in virtual machines that refuse the former:
-    "best" tries them in this order on each rank's GPU, and PYCOLLECT_CUDA_IPC may name one. Ranks
-    need not take the same.
+    "best" takes the first that each rank's GPU does not refuse, or the other if its peers cannot
+    open that, and PYCOLLECT_CUDA_IPC may name one. Ranks need not take the same.
 
     >>> options(algorithm="fused").algorithm
     'fused'

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_fake import alive
-from dist_pool import OURS, Me, caught, fresh, own_process
+from dist_pool import OURS, Me, fresh, own_process
 
 import pycollect as pc
 
@@ -99,21 +99,30 @@ def test_no_descriptor_is_left_behind():
         assert pool.run(cycles, 12, seconds=60) == [(0, [])] * 2
 
 
-def unreachable(me: Me) -> tuple[str, str]:
+def unreachable(me: Me, ipc: str, way: str) -> tuple[Any, ...]:
     """Memory that a peer cannot open, although its owner could not know."""
-    made, fake = dist_fake.options("eager:stream")
-    me.init("unreachable", pg_options=made)
+    made, fake = dist_fake.options("eager:best", ipc)
+    me.init(f"unreachable_{ipc}_{way}".replace(" ", "_"), pg_options=made)
     if me.rank == VICTIM:
-        fake.gpu.fail("open")
-    error = caught(dist.all_reduce, torch.ones(3))
-    return error.kind, error.text
+        fake.gpu.fail(way)
+    x = torch.ones(1000)
+    dist.all_reduce(x)
+    books, staged = fake.gpu.books(), "copy_out" in fake.trace()
+    dist.destroy_process_group()
+    return x.sum().item(), staged, books.get("opened by fd", 0), alive(fake), fake.gpu.fouls()
 
 
-def test_who_cannot_open_it_hears_of_the_other_way():
-    with fresh(2, group=False) as pool:
-        for kind, said in pool.run(unreachable):
-            assert kind == "CollectiveError"
-            assert "it was given by PYCOLLECT_CUDA_IPC=legacy, and fd is the other way" in said
+def test_what_cannot_be_opened_goes_another_way():
+    with fresh(3, group=False, environ=INFO) as pool:
+        for found in pool.run(unreachable, "best", "open by name"):
+            assert found == (3000.0, False, 2, {}, [])
+        said = log_of(pool, 0)
+        assert "PYCOLLECT_CUDA_IPC=fd; legacy: other processes could not open it" in said
+        for rank, found in enumerate(pool.run(unreachable, "best", "open")):
+            assert found == (3000.0, True, 0 if rank == VICTIM else 2, {}, [])
+        assert "made up, in open; otherwise rank 1: CUDA error" in log_of(pool, 0)
+        for found in pool.run(unreachable, "legacy", "open by name"):
+            assert found == (3000.0, True, 0, {}, [])
 
 
 def test_ways_by_name(monkeypatch):

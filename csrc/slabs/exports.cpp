@@ -54,8 +54,12 @@ uint64_t Exports::way_of(Device device) {
 uint64_t Exports::decide(Device device) {
   for (uint64_t way = 0; way < kNames.size(); ++way)
     if (wanted_ == kNames[way]) return way;
-  std::string refused;
-  for (uint64_t way = 0; way < ways_.size(); ++way) {
+  return first_from(0, device, {});
+}
+
+// `refused` is what was wrong with those before.
+uint64_t Exports::first_from(uint64_t way, Device device, std::string refused) const {
+  for (; way < ways_.size(); ++way) {
     try {
       try_out(*ways_[way], device);
       if (!refused.empty())
@@ -107,15 +111,22 @@ std::byte* Exports::open(Device device, const Handle& handle) {
   std::memcpy(key.data(), handle.data() + sizeof way, key.size());
   if (way >= ways_.size()) throw std::logic_error("a handle of memory that is none");
   const std::lock_guard lock(mutex_);
+  std::byte* const memory = ways_[way]->open(device, key);
+  opened_[memory] = way;
+  return memory;
+}
+
+bool Exports::share_otherwise(Device device) {
+  const std::lock_guard lock(mutex_);
+  const auto found = decided_.find(device);
+  if (wanted_ != kBestExport || found == decided_.end()) return false;
   try {
-    std::byte* const memory = ways_[way]->open(device, key);
-    opened_[memory] = way;
-    return memory;
-  } catch (const std::runtime_error& error) {  // its owner could not know
-    const char* const other = kNames[(way + 1) % kNames.size()];
-    throw std::runtime_error(text(error.what(), "; it was given by PYCOLLECT_CUDA_IPC=",
-                                  kNames[way], ", and ", other, " is the other way"));
+    const std::string why = text(kNames[found->second], ": other processes could not open it");
+    found->second = first_from(found->second + 1, device, why);
+  } catch (const std::runtime_error&) {  // or it is the last one
+    return false;
   }
+  return true;
 }
 
 void Exports::close(Device device, std::byte* opened) {

@@ -45,11 +45,13 @@ class Exports {
   Handle handle_of(Device device, std::byte* memory);
   std::byte* open(Device device, const Handle& handle);
   void close(Device device, std::byte* opened);
+  bool share_otherwise(Device device);
 
  private:
   using Known = std::map<std::byte*, uint64_t>;  // the number of its way
   uint64_t way_of(Device device);
   uint64_t decide(Device device);
+  uint64_t first_from(uint64_t way, Device device, std::string refused) const;
   Export& known(const Known& all, std::byte* memory) const;
 
   const Ways ways_;

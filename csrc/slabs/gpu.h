@@ -31,6 +31,9 @@ class Gpu {
   virtual Handle handle_of(Device device, std::byte* memory) = 0;
   virtual std::byte* open(Device device, const Handle& handle) = 0;  // of another process; once
   virtual void close(Device device, std::byte* opened) = 0;
+  // What is allocated from now on goes to other processes in another way, because they could not
+  // open it; false: there is none.
+  virtual bool share_otherwise(Device device) = 0;
 
   // Whole pages of the host's memory; returns where the device finds them.
   virtual std::byte* adopt(Device device, std::byte* memory, std::size_t bytes) = 0;

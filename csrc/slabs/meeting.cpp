@@ -30,7 +30,7 @@ class Meeting {
   Found run() {
     introduce();
     Found found;
-    std::string why = share_memory();
+    std::string why = share_somehow();
     if (!why.empty()) {
       let_go();
       found.steps = {{"stream", why}, {"wait", why}};
@@ -98,6 +98,13 @@ class Meeting {
               deck_.berth(r).wanted.data(), "' and rank 0 for '", zero, "'");
   }
 
+  std::string share_somehow() {
+    const std::string why = share_memory();
+    if (why.empty() || handed_over_ || !share_otherwise()) return why;
+    const std::string again = share_memory();
+    return again.empty() ? again : text(why, "; otherwise ", again);
+  }
+
   std::string share_memory() {
     const Device device = ask_.stream.device;
     std::string why = together([&] {
@@ -113,9 +120,23 @@ class Meeting {
       for (Rank r = 0; r < group_.world(); ++r)
         if (r != group_.rank()) slab_->open(r, deck_.berth(r).handle);
     });
+    handed_over_ = why.empty();
     if (why.empty()) why = together([&] { trial_->write_everywhere(); });
     if (why.empty()) why = together([&] { trial_->read_everywhere(); });
     return why;
+  }
+
+  // For those whose memory could not be opened, or even given; with all of it gone again. False: no
+  // rank has another way.
+  bool share_otherwise() {
+    let_go();
+    together([&] {
+      if (!ask_.gpu->share_otherwise(ask_.stream.device))
+        throw std::runtime_error("has no other way");
+    });
+    for (Rank r = 0; r < group_.world(); ++r)
+      if (deck_.berth(r).verdicts[station_ & 1].fine) return true;
+    return false;
   }
 
   std::string try_stream() {
@@ -160,6 +181,7 @@ class Meeting {
   std::unique_ptr<Adopted> adopted_;
   std::unique_ptr<Slab> slab_;
   std::unique_ptr<Trial> trial_;
+  bool handed_over_ = false;  // everybody's memory is open to all
 };
 
 }  // namespace

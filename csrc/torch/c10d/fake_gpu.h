@@ -31,6 +31,7 @@ class FakeGpu final : public slabs::Gpu {
   slabs::Handle handle_of(slabs::Device device, std::byte* memory) override;
   std::byte* open(slabs::Device device, const slabs::Handle& handle) override;
   void close(slabs::Device device, std::byte* opened) override;
+  bool share_otherwise(slabs::Device device) override;
   std::byte* adopt(slabs::Device device, std::byte* memory, std::size_t bytes) override;
   void forsake(slabs::Device device, std::byte* memory) override;
   slabs::Stream new_stream(slabs::Device device) override;

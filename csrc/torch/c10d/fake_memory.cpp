@@ -106,6 +106,7 @@ Export::Key FakeGpu::Given::key_of(Device, std::byte* base) {
 std::byte* FakeGpu::Given::open(Device, const Key& key) {
   const std::lock_guard lock(gpu_.streams_->mutex);
   gpu_.enter("open");
+  gpu_.enter(fetched_ ? "open by fd" : "open by name");
   Owner owner = {};
   std::memcpy(&owner, key.data(), sizeof owner);
   if (owner.pid == getpid()) gpu_.foul("a process cannot open what it has allocated itself");
@@ -162,5 +163,6 @@ std::byte* FakeGpu::open(Device device, const Handle& handle) {
   return exports_.open(device, handle);
 }
 void FakeGpu::close(Device device, std::byte* base) { exports_.close(device, base); }
+bool FakeGpu::share_otherwise(Device device) { return exports_.share_otherwise(device); }
 
 }  // namespace pycollect::dist

@@ -123,7 +123,8 @@ class DescriptorMemory final : public slabs::Export {
  public:
   // What is still here has been given up: others may have it open, or streams be stuck in it.
   ~DescriptorMemory() override {
-    static_cast<void>(new auto(std::make_pair(std::move(own_), std::move(opened_))));
+    if (!own_.empty() || !opened_.empty())
+      static_cast<void>(new auto(std::make_pair(std::move(own_), std::move(opened_))));
   }
 
   std::byte* allocate(Device device, std::size_t bytes) override {

@@ -61,6 +61,7 @@ class IpcGpu final : public slabs::Gpu {
     return exports_.open(device, handle);
   }
   void close(Device device, std::byte* opened) override { exports_.close(device, opened); }
+  bool share_otherwise(Device device) override { return exports_.share_otherwise(device); }
 
   std::byte* adopt(Device device, std::byte* memory, std::size_t bytes) override {
     const Beside beside(device_of(device));
