@@ -51,6 +51,14 @@ class Meeting {
     return found;
   }
 
+  // Nobody hears of anybody any more: the others may still have this rank's memory open.
+  void give_up() noexcept {
+    const bool stuck = trial_ != nullptr && !trial_->drain();
+    if (adopted_ && stuck) adopted_->abandon();
+    if (slab_ && !stuck) slab_->close_others();
+    if (slab_) slab_->abandon();
+  }
+
  private:
   // Does it, and hears of all how it went: what was wrong, by rank; nothing if nothing was.
   template <class F>
@@ -186,6 +194,14 @@ class Meeting {
 
 }  // namespace
 
-Found meet(const Ask& ask, const shm::Occasion& occasion) { return Meeting(ask, occasion).run(); }
+Found meet(const Ask& ask, const shm::Occasion& occasion) {
+  Meeting meeting(ask, occasion);
+  try {
+    return meeting.run();
+  } catch (...) {
+    meeting.give_up();
+    throw;
+  }
+}
 
 }  // namespace pycollect::slabs

@@ -2,7 +2,9 @@
 // physical memory, mapped by whoever uses it for his own device. It is gone when nobody has it
 // mapped and no descriptor of it is left, so each of those ends as soon as it has served.
 #include <cuda_runtime_api.h>
+#include <fcntl.h>
 
+#include <cerrno>
 #include <cstring>
 #include <map>
 #include <optional>
@@ -68,7 +70,9 @@ class Claim {
     call_driver<decltype(&cuMemExportToShareableHandle)>(
         "cuMemExportToShareableHandle", &fd, physical_, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
         0);
-    return Descriptor(fd);
+    Descriptor made(fd);
+    if (fcntl(fd, F_SETFD, FD_CLOEXEC) != 0) shm::refuse("cannot keep a descriptor", errno);
+    return made;
   }
 
  private:
