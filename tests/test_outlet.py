@@ -82,6 +82,7 @@ def test_many_fetch_at_once_beside_a_stranger_who_says_nothing():
             assert list(pool.map(fetched, tickets * 5)) == [b"%d" % i for i in range(20)] * 5
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_another_process_fetches_and_one_that_was_forked_lets_it_be():
     outlet = _C.Outlet()
     ticket = offered(outlet, b"for all")

@@ -1,6 +1,8 @@
 #include "outlet.h"
 
+#include <poll.h>
 #include <pthread.h>
+#include <sys/eventfd.h>
 #include <sys/time.h>
 
 #include <cerrno>
@@ -25,9 +27,16 @@ constexpr std::chrono::milliseconds kShortage{10};
 std::string name_of(uint64_t outlet) { return text("pycollect-outlet-", hexadecimal(outlet)); }
 
 Descriptor listening(uint64_t outlet) {
-  Descriptor socket = make_socket(SOCK_SEQPACKET, name_of(outlet));
+  Descriptor socket = make_socket(SOCK_SEQPACKET | SOCK_NONBLOCK, name_of(outlet));
   if (listen(socket.get(), kCallers) != 0) refuse("cannot listen on a Unix socket", errno);
   return socket;
+}
+
+// Readable when the outlet is to end: to shut the socket does not wake everybody's kernel.
+Descriptor ending() {
+  Descriptor event(eventfd(0, EFD_CLOEXEC));
+  if (!event) refuse("cannot make an eventfd", errno);
+  return event;
 }
 
 void limit(const Descriptor& socket, const timeval& time) {
@@ -38,11 +47,14 @@ void limit(const Descriptor& socket, const timeval& time) {
 }  // namespace
 
 Outlet::Outlet()
-    : name_(random_number()), listening_(listening(name_)), thread_([this] { serve(); }) {}
+    : name_(random_number()),
+      listening_(listening(name_)),
+      end_(ending()),
+      thread_([this] { serve(); }) {}
 
 Outlet::~Outlet() {
   if (origin_.is_here()) {
-    shutdown(listening_.get(), SHUT_RDWR);  // which is what `serve` waits for
+    eventfd_write(end_.get(), 1);
     thread_.join();
   } else {
     thread_.detach();
@@ -63,14 +75,14 @@ void Outlet::withdraw(const Ticket& ticket) noexcept {
 
 void Outlet::serve() {
   pthread_setname_np(pthread_self(), "pycollect fds");
-  for (;;) {
+  pollfd both[] = {{listening_.get(), POLLIN, 0}, {end_.get(), POLLIN, 0}};
+  while (both[1].revents == 0) {
+    if (poll(both, 2, -1) < 0 || both[0].revents == 0) continue;  // a signal, or the end
     const Descriptor caller(accept4(listening_.get(), nullptr, nullptr, SOCK_CLOEXEC));
     if (caller)
       answer(caller);
     else if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)
       std::this_thread::sleep_for(kShortage);
-    else if (errno != EINTR && errno != ECONNABORTED)
-      return;  // it is shut
   }
 }
 

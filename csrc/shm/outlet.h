@@ -30,7 +30,7 @@ class Outlet {
 
   const uint64_t name_;
   const Origin origin_;  // a forked child has no such thread
-  const Descriptor listening_;
+  const Descriptor listening_, end_;
   std::mutex mutex_;
   std::map<uint64_t, Descriptor> offered_;
   std::thread thread_;
