@@ -267,7 +267,7 @@ stage_dist_faults() {
 
 stage_dist_slow() {
   local file=tests/test_cuda_dist_settings.py
-  most=$((limit * 3 / 5)) dist_tests dist-settings -k "not memory_behind" "$file"
+  most=$((limit * 2 / 3)) dist_tests dist-settings -k "not memory_behind" "$file"
   PYCOLLECT_TEST_CYCLES=200 dist_tests dist-cycles -k memory_behind "$file"
 }
 

@@ -4,6 +4,7 @@ torch read once, groups that come and go.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 
@@ -128,8 +129,7 @@ def shared_in_ways(me: Me, ways: tuple[str, ...]) -> tuple[int, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("rung", [rung for rung in RUNGS if rung != "host"])
-@pytest.mark.parametrize("ways", [("fd",), ("legacy", "fd")], ids="-".join)
+@pytest.mark.parametrize(("ways", "rung"), [(("fd",), "wait"), (("legacy", "fd"), "stream")])
 def test_ways_of_memory_to_other_processes(ways, rung):
     with fresh(3, group=False, environ=environ(rung)) as pool:
         right(pool.run(shared_in_ways, ways, seconds=SECONDS))
@@ -157,6 +157,30 @@ def test_descriptors_are_closed_and_what_they_stand_for_is_freed():
         for files, lost in pool.run(descriptors_and_bytes, 20, 5, seconds=SECONDS):
             assert files <= 0
             assert lost < 15 // 2 * 2 * MIB, f"{lost / MIB:.1f} MiB"
+
+
+def crowded(me: Me) -> tuple[int, float]:
+    """The first call of a group when torch has taken all of the GPU, and keeps it for later."""
+    x = torch.ones(300_000, device=GPU)
+    x.mean().item()  # what is loaded once is loaded now
+    taken = []
+    for size in (1 << 30, 64 * MIB, 2 * MIB):
+        with contextlib.suppress(torch.cuda.OutOfMemoryError):
+            while True:
+                taken.append(torch.empty(size, dtype=torch.uint8, device=GPU))
+    meet(me, "full")
+    taken.clear()
+    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    dist.all_reduce(x)
+    return kept, x.mean().item()
+
+
+@pytest.mark.parametrize("way", _C.cuda_exports()[1:])
+def test_what_torch_keeps_for_later_is_room_for_slabs(way):
+    with fresh(2, environ=environ("wait", ("PYCOLLECT_CUDA_IPC", way))) as pool:
+        for kept, mean in pool.run(crowded, seconds=SECONDS):
+            assert kept > 1 << 30, "the GPU was not full"
+            assert mean == 2.0
 
 
 def bound(me: Me) -> float:

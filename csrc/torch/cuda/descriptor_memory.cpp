@@ -13,6 +13,7 @@
 #include "../../shm/outlet.h"
 #include "beside.h"
 #include "driver.h"
+#include "room.h"
 #include "shared_memory.h"
 
 namespace pycollect::dist {
@@ -47,7 +48,10 @@ class Claim {
  public:
   Claim(Device device, std::size_t bytes) {
     const CUmemAllocationProp properties = properties_of(device);
-    call_driver<decltype(&cuMemCreate)>("cuMemCreate", &physical_, bytes, &properties, 0);
+    const auto create = driver_function<decltype(&cuMemCreate)>("cuMemCreate");
+    check_driver(with_room([&] { return create(&physical_, bytes, &properties, 0); },
+                           CUDA_ERROR_OUT_OF_MEMORY),
+                 "cuMemCreate");
   }
   explicit Claim(const Descriptor& descriptor) {
     void* const number = reinterpret_cast<void*>(static_cast<uintptr_t>(descriptor.get()));

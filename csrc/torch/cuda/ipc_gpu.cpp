@@ -9,6 +9,7 @@
 #include "../job.h"
 #include "beside.h"
 #include "driver.h"
+#include "room.h"
 #include "shared_memory.h"
 
 namespace pycollect::dist {
@@ -65,7 +66,9 @@ class IpcGpu final : public slabs::Gpu {
 
   std::byte* adopt(Device device, std::byte* memory, std::size_t bytes) override {
     const Beside beside(device_of(device));
-    check(cudaHostRegister(memory, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped));
+    constexpr unsigned kHow = cudaHostRegisterPortable | cudaHostRegisterMapped;
+    check(with_room([&] { return cudaHostRegister(memory, bytes, kHow); },
+                    cudaErrorMemoryAllocation));
     void* found = nullptr;
     check(cudaHostGetDevicePointer(&found, memory, 0));
     return static_cast<std::byte*>(found);

@@ -6,6 +6,7 @@
 
 #include "../../cuda/check.h"
 #include "beside.h"
+#include "room.h"
 #include "shared_memory.h"
 
 namespace pycollect::dist {
@@ -19,7 +20,7 @@ class LegacyMemory final : public slabs::Export {
   std::byte* allocate(Device device, std::size_t bytes) override {
     const Beside beside(device_of(device));
     void* memory = nullptr;
-    check(cudaMalloc(&memory, bytes));
+    check(with_room([&] { return cudaMalloc(&memory, bytes); }, cudaErrorMemoryAllocation));
     return static_cast<std::byte*>(memory);
   }
   void free(Device device, std::byte* memory) override {
