@@ -163,6 +163,7 @@ def crowded(me: Me) -> tuple[int, float]:
     """The first call of a group when torch has taken all of the GPU, and keeps it for later."""
     x = torch.ones(300_000, device=GPU)
     x.mean().item()  # what is loaded once is loaded now
+    meet(me, "warm")
     taken = []
     for size in (1 << 30, 64 * MIB, 2 * MIB):
         with contextlib.suppress(torch.cuda.OutOfMemoryError):
@@ -179,7 +180,7 @@ def crowded(me: Me) -> tuple[int, float]:
 def test_what_torch_keeps_for_later_is_room_for_slabs(way):
     with fresh(2, environ=environ("wait", ("PYCOLLECT_CUDA_IPC", way))) as pool:
         for kept, mean in pool.run(crowded, seconds=SECONDS):
-            assert kept > 1 << 30, "the GPU was not full"
+            assert kept >= 128 * MIB, "another rank had taken it all"  # a slab, and some more
             assert mean == 2.0
 
 
