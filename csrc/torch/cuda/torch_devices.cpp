@@ -31,7 +31,9 @@ class CudaMark final : public Mark {
     const Beside beside(event_.device());
     return event_.query();
   }
-  void hold_current() override { hold(c10::cuda::getCurrentCUDAStream(event_.device_index())); }
+  void hold_current(at::Device device) override {
+    hold(c10::cuda::getCurrentCUDAStream(device.index()));
+  }
   void hold(const CUDAStream& stream) { event_.block(stream.unwrap()); }
 
  private:
@@ -51,6 +53,8 @@ at::Device named(at::Device device) {
 
 class TorchDevices final : public Devices {
  public:
+  explicit TorchDevices(const std::string& ipc) : gpu_(ipc_gpu(ipc)) {}
+
   bool serves(const at::Tensor& tensor) const override { return tensor.is_cuda(); }
   bool has(at::Device device) const override { return device.is_cuda(); }
   bool is_capturing(at::Device device) override;
@@ -62,6 +66,7 @@ class TorchDevices final : public Devices {
                                const std::vector<at::Tensor>& kept) override;
   std::shared_ptr<slabs::Gpu> gpu() override { return gpu_; }
   slabs::Stream stream(at::Device device) override {
+    const Beside beside(device);
     return {device.index(), back(device).stream()};
   }
   at::Tensor new_dense(const at::Tensor& like, at::Device device) override;
@@ -73,7 +78,7 @@ class TorchDevices final : public Devices {
  private:
   CUDAStream back(at::Device device);
 
-  const std::shared_ptr<slabs::Gpu> gpu_ = ipc_gpu();
+  const std::shared_ptr<slabs::Gpu> gpu_;
   std::mutex mutex_;
   std::map<c10::DeviceIndex, CUDAStream> back_;  // [device]: the group's stream there
   std::map<c10::DeviceIndex, std::shared_ptr<TractPool>> pools_;  // [device]
@@ -166,6 +171,8 @@ void TorchDevices::with_results(c10::ArrayRef<at::Device> devices, c10::function
 
 }  // namespace
 
-std::shared_ptr<Devices> torch_devices() { return std::make_shared<TorchDevices>(); }
+std::shared_ptr<Devices> torch_devices(const std::string& ipc) {
+  return std::make_shared<TorchDevices>(ipc);
+}
 
 }  // namespace pycollect::dist
