@@ -3,6 +3,7 @@
 // for what may be in it, whatever else is.
 #include "mail_incoming.h"
 
+#include <algorithm>
 #include <numeric>
 
 namespace pycollect::shm {
@@ -102,19 +103,56 @@ void Incoming::settle(Rank from, const Record& record, const std::byte* payload,
   mail->set_peer(from);
   const Envelope sent{record.bytes, record.dtype, record.tag}, &wanted = mail->envelope;
   if (sent.bytes != wanted.bytes || sent.dtype != wanted.dtype) {
-    if (record.kind == Record::large) {
+    if (record.kind != Record::whole) {
       Record refusal{.number = record.number, .bytes = wanted.bytes, .kind = Record::refusal};
       refusal.dtype = wanted.dtype;
       answer(from, refusal);
     }
     effects_.finish(*mail, mismatch(from, sent, me_, wanted));
-  } else if (record.kind == Record::large) {
-    unlent_.push_back({mail, record.number});
+  } else if (mail->parcel) {
+    offer(record, payload, mail);
+  } else if (record.kind != Record::whole) {
+    const bool vain = record.kind == Record::parcel && !takes_parcels_;
+    unlent_.push_back({mail, record.number, vain ? Record::bare : Record::grant});
     lend();
   } else {
     if (record.payload != 0) std::memcpy(mail->into, payload, record.payload);
     effects_.finish(*mail);
   }
+}
+
+void Incoming::offer(const Record& record, const std::byte* payload, const MailPtr& mail) {
+  mail->number = record.number;
+  mail->has_ticket = record.kind == Record::parcel;
+  if (mail->has_ticket) std::memcpy(mail->slip.data(), payload, sizeof mail->slip);
+  offered_.push_back(mail);
+  effects_.turn(*mail, Mailbox::Turn::fetch);
+}
+
+// Null when it has failed since.
+MailPtr Incoming::take_offered(const Mail& mail) {
+  const auto found = std::find_if(offered_.begin(), offered_.end(),
+                                  [&](const MailPtr& m) { return m.get() == &mail; });
+  if (found == offered_.end()) return nullptr;
+  MailPtr taken = std::move(*found);
+  offered_.erase(found);
+  taken->set_turn(Mailbox::Turn::none);
+  return taken;
+}
+
+void Incoming::fetched(Mail& mail) {
+  const MailPtr taken = take_offered(mail);
+  if (taken == nullptr) return;
+  effects_.finish(mail);
+  answer(mail.peer(), {.number = mail.number, .kind = Record::fetched});
+}
+
+void Incoming::accept(Mail& mail, std::byte* into, bool never) {
+  MailPtr taken = take_offered(mail);
+  if (taken == nullptr) return;
+  mail.into = into;
+  unlent_.push_back({std::move(taken), mail.number, never ? Record::bare : Record::grant});
+  lend();
 }
 
 void Incoming::answer(Rank to, const Record& record) {
@@ -125,7 +163,7 @@ void Incoming::answer(Rank to, const Record& record) {
 
 void Incoming::lend() {
   while (!unlent_.empty() && !free_.empty()) {
-    const auto [mail, number] = unlent_.front();
+    const auto [mail, number, grant] = unlent_.front();
     const int lane = free_.back();
     unlent_.pop_front();
     free_.pop_back();
@@ -135,7 +173,7 @@ void Incoming::lend() {
     answer(mail->peer(), {.number = number,
                           .bytes = begin,
                           .tag = static_cast<uint32_t>(lane),
-                          .kind = Record::grant});
+                          .kind = grant});
   }
 }
 
@@ -173,6 +211,7 @@ uint64_t Incoming::missing() const {
     if (key.peer == Mail::kAnybody) return ~uint64_t{0};
     found.touch(key.peer);
   }
+  for (const MailPtr& mail : offered_) found.touch(mail->peer());
   for (const Matched& matched : unlent_) found.touch(matched.mail->peer());
   for (const Emptying& emptying : emptying_) found.touch(emptying.mail->peer());
   return found.touched;
@@ -180,9 +219,11 @@ uint64_t Incoming::missing() const {
 
 void Incoming::fail(const std::exception_ptr& error) {
   for (const auto& [key, asked] : waiting_) effects_.finish(*asked.mail, error);
+  for (const MailPtr& mail : offered_) effects_.finish(*mail, error);
   for (const Matched& matched : unlent_) effects_.finish(*matched.mail, error);
   for (const Emptying& emptying : emptying_) effects_.finish(*emptying.mail, error);
   waiting_.clear();
+  offered_.clear();
   unlent_.clear();
   emptying_.clear();  // their lanes stay lent: the other end may still write there
   for (Peer& peer : peers_) peer.asked = 0;
