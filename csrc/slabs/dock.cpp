@@ -1,14 +1,9 @@
 #include "dock.h"
 
-#include <thread>
+#include "farewell.h"
 
 namespace pycollect::slabs {
 namespace {
-
-// How long ranks that destroy a group wait for those that are slower: much more than it takes ranks
-// that do so together, and nobody minds it in one that does so alone.
-constexpr std::chrono::milliseconds kFarewell{2000};
-constexpr std::chrono::milliseconds kGlance{1};
 
 std::unique_ptr<Signals> signals_of(Sync sync, const Station& station) {
   return sync == Sync::stream ? stream_signals(station) : host_signals(station);
@@ -94,9 +89,7 @@ bool Dock::close(std::chrono::milliseconds grace) {
   watch_.close(grace);
   parts_.slab->close_others();
   parts_.deck.berth(group().rank()).closed.store(1, std::memory_order_release);
-  const auto end = shm::Clock::now() + kFarewell;
-  while (!others_closed() && shm::Clock::now() < end) std::this_thread::sleep_for(kGlance);
-  const bool all = others_closed();
+  const bool all = farewell([&] { return others_closed(); });
   if (!all) parts_.slab->abandon();
   parts_.slab.reset();
   parts_.adopted.reset();

@@ -73,6 +73,7 @@ Backend::Backend(const StorePtr& store, Seat seat, OptionsPtr options)
       queue_(std::make_shared<Queue>(std::make_shared<Runner>(group_))),
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   init();
+  ladder_->allot(*group_);
   ladder_->convene_by([this](const Call& like, at::Device device) { convene(like, device); });
   const std::lock_guard lock(living().mutex);
   living().all.insert(this);
@@ -111,6 +112,7 @@ void Backend::close() {
     allocator.swap(allocator_);
   }
   if (messages) messages->close(kGrace);
+  if (group) ladder_->leave(group->dead());
 }
 
 void close_groups() {

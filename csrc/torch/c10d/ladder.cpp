@@ -57,6 +57,18 @@ Ladder::Ladder(std::shared_ptr<Devices> devices, Terms terms)
   met_ = terms_.rung == kHost.name || (terms_.rung == kBestRung && !devices_->gpu());
 }
 
+void Ladder::allot(const shm::Group& group) {
+  if (const auto gpu = devices_->gpu())
+    tracts_ = std::make_shared<slabs::Tracts>(gpu, group, say_once);
+}
+
+void Ladder::leave(uint64_t dead) {
+  if (tracts_ && !tracts_->close(dead))
+    say_once(
+        "a group was destroyed by some ranks only; GPU memory that others may still have open is "
+        "kept until the processes end");
+}
+
 void Ladder::check_no_capture(const at::Tensor& t, const Label& label) const {
   require(!devices_->is_capturing(t.device()), label.call, ": ", label, " is on ", t.device(),
           ", whose current stream is under capture, and a CUDA graph cannot hold what other "
