@@ -12,7 +12,7 @@ class Mailbox::Post {
  public:
   explicit Post(Group& group);
 
-  Group& group() { return group_; }
+  Group& group() const { return group_; }
   void send(const MailPtr& mail);
   void receive(const MailPtr& mail);
   // Does it with the queues locked, in the process whose they are.

@@ -104,12 +104,16 @@ void Mailbox::wait(Transfer& transfer, const Occasion& occasion) {
 
 void Mailbox::wait(Transfer& transfer, const std::function<bool()>& stop,
                    const Occasion& occasion) {
-  const auto missing = [&] {
-    const Rank peer = transfer.peer();
-    return peer == Mail::kAnybody ? post_->anybody() : std::vector<Rank>{peer};
-  };
-  if (!stop()) post_->wait({stop, missing, &static_cast<Mail&>(transfer)}, occasion);
+  if (!stop())
+    post_->wait({stop, [&] { return missing(transfer); }, &static_cast<Mail&>(transfer)}, occasion);
 }
+
+std::vector<Rank> Mailbox::missing(const Transfer& transfer) const {
+  const Rank peer = transfer.peer();
+  return peer == Mail::kAnybody ? post_->anybody() : std::vector<Rank>{peer};
+}
+
+Rank Mailbox::rank() const { return post_->group().rank(); }
 
 bool Mailbox::work(const std::function<bool()>& stop, const Occasion& occasion) {
   post_->wait({[&] { return idle() || stop(); }, [&] { return post_->missing(); }}, occasion);

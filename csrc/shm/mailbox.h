@@ -86,6 +86,8 @@ class Mailbox {
   // 10 ms when nothing moves, and after `wake`.
   bool work(const std::function<bool()>& stop, const Occasion& occasion);
   void wake();
+  std::vector<Rank> missing(const Transfer& transfer) const;  // whom it depends on
+  Rank rank() const;
 
  private:
   class Post;

@@ -25,6 +25,7 @@ class Mark {
 
 struct Way {
   // On a device; as large and contiguous, in pinned memory or on the device of the group's stream.
+  // Of a way that ends in pinned memory, that is `tensor`.
   at::Tensor tensor, dense;
 };
 
@@ -33,9 +34,10 @@ class Devices {
   virtual ~Devices() = default;
   virtual bool serves(const at::Tensor& tensor) const = 0;
   virtual bool is_capturing(at::Device device) = 0;  // its current stream
-  virtual at::Tensor new_pinned(const at::Tensor& like) = 0;
+  virtual at::Tensor new_pinned(const at::Tensor& like) = 0;  // in any thread
   // Behind what is on the current stream of the tensor's device, without waiting.
   virtual void copy_out(const Way& way) = 0;
+  virtual void fill(const at::Tensor& words, int64_t value) = 0;  // there as well
   virtual std::unique_ptr<Mark> mark(at::Device device) = 0;  // its current stream
   // The group's stream there, which no caller's work delays and no caller captures, comes to what
   // follows after the mark, of the same process.

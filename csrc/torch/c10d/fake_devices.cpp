@@ -98,7 +98,8 @@ bool FakeDevices::is_capturing(at::Device) {
 
 at::Tensor FakeDevices::new_pinned(const at::Tensor& like) {
   const std::lock_guard lock(mutex_);
-  may_fail("allocation of pinned memory", true);
+  may_fail("allocation of pinned memory", false);
+  ++pinned_;
   at::Tensor host = new_host(like);
   std::memset(host.mutable_data_ptr(), kPoison, host.nbytes());
   return host;
@@ -112,6 +113,16 @@ void FakeDevices::copy_out(const Way& way) {
   streams_->enqueue(FakeStreams::kCaller, [this, way] {
     lay(way.dense, way.tensor);
     leaving_.erase(way.dense.const_data_ptr());
+    return true;
+  });
+}
+
+void FakeDevices::fill(const at::Tensor& words, int64_t value) {
+  const std::lock_guard lock(mutex_);
+  may_fail("fill", true);
+  streams_->enqueue(FakeStreams::kCaller, [words, value] {
+    auto* const at = static_cast<int64_t*>(words.mutable_data_ptr());
+    std::fill(at, at + words.numel(), value);
     return true;
   });
 }
@@ -207,6 +218,11 @@ void FakeDevices::look(bool on) {
 void FakeDevices::fail_call(int in) {
   const std::lock_guard lock(mutex_);
   fail_in_ = in;
+}
+
+int FakeDevices::pinned() const {
+  const std::lock_guard lock(mutex_);
+  return pinned_;
 }
 
 std::vector<std::string> FakeDevices::trace() const {

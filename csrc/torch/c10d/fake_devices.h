@@ -19,6 +19,7 @@ class FakeDevices final : public Devices, public std::enable_shared_from_this<Fa
   bool is_capturing(at::Device device) override;
   at::Tensor new_pinned(const at::Tensor& like) override;
   void copy_out(const Way& way) override;
+  void fill(const at::Tensor& words, int64_t value) override;
   std::unique_ptr<Mark> mark(at::Device device) override;
   void follow(at::Device device, Mark& after) override;
   std::unique_ptr<Mark> finish(at::Device device, const std::vector<Way>& ways,
@@ -37,6 +38,7 @@ class FakeDevices final : public Devices, public std::enable_shared_from_this<Fa
   // Otherwise whoever has joined results looks at them at once, which takes an empty stream.
   void look(bool on);
   std::vector<std::string> trace() const;
+  int pinned() const;  // how often there was pinned memory asked for
   const std::shared_ptr<FakeGpu>& slabs() const { return gpu_; }
 
  private:
@@ -51,7 +53,7 @@ class FakeDevices final : public Devices, public std::enable_shared_from_this<Fa
   std::set<const void*> leaving_;  // pinned memory that is yet to be filled
   std::vector<std::string> trace_;
   bool captured_ = false, looks_ = true;
-  int fail_in_ = -1;
+  int fail_in_ = -1, pinned_ = 0;
 };
 
 }  // namespace pycollect::dist

@@ -75,10 +75,7 @@ void Ladder::check_no_capture(const at::Tensor& t, const Label& label) const {
           "processes do; call it outside of the capture");
 }
 
-std::shared_ptr<Passage> Ladder::begin_staged() const {
-  say_rung(kHost);
-  return stage_through_host(devices_);
-}
+bool Ladder::shares_memory() const { return terms_.rung != kHost.name && devices_->gpu(); }
 
 std::shared_ptr<Passage> Ladder::begin(const Call& call, at::Device device) {
   const auto state = [&] {
@@ -95,7 +92,10 @@ std::shared_ptr<Passage> Ladder::begin(const Call& call, at::Device device) {
     std::tie(met, failed, dock) = state();
   }
   if (!failed.empty()) throw Unmet{std::make_exception_ptr(CollectiveError(failed))};
-  if (!dock) return begin_staged();
+  if (!dock) {
+    say_rung(kHost);
+    return begin_staged();
+  }
   say_rung(dock->sync() == slabs::Sync::stream ? kStream : kWait);
   return pass_through_slabs(devices_, dock);
 }

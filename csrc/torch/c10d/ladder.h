@@ -54,7 +54,11 @@ class Ladder {
   // For one collective, the first tensor of which is on `device`. Throws Unmet with what
   // convening throws.
   std::shared_ptr<Passage> begin(const Call& call, at::Device device);
-  std::shared_ptr<Passage> begin_staged() const;  // for a message
+  // For a message, in the ways in which two ranks alone can exchange one.
+  std::shared_ptr<Passage> begin_staged() const { return stage_through_host(devices_); }
+  bool shares_memory() const;
+  const std::shared_ptr<Devices>& devices() const { return devices_; }
+  std::size_t slot_bytes() const { return terms_.slot_bytes; }
   bool has_met();
   void meet(const std::shared_ptr<shm::Group>& group, at::Device device,
             const shm::Occasion& occasion);

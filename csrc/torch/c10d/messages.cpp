@@ -22,7 +22,12 @@ constexpr auto kForEver = std::chrono::hours(24 * 365);
 }  // namespace
 
 Messages::Messages(std::shared_ptr<shm::Group> group, std::shared_ptr<const Ladder> ladder)
-    : group_(std::move(group)), ladder_(std::move(ladder)), mailbox_(*group_) {}
+    : group_(std::move(group)),
+      ladder_(std::move(ladder)),
+      mailbox_(*group_),
+      parcels_(std::make_shared<Parcels>(group_, ladder_)) {
+  if (!parcels_->takes_any()) mailbox_.take_no_parcels();
+}
 
 c10::intrusive_ptr<MessageWork> Messages::make(const Letter& letter, const char* name,
                                                bool receives) {
@@ -42,7 +47,14 @@ c10::intrusive_ptr<MessageWork> Messages::make(const Letter& letter, const char*
     ask.number = made_++;
   }
   return c10::make_intrusive<MessageWork>(
-      ask, letter.tensor, away ? ladder_->begin_staged() : nullptr, shared_from_this());
+      ask, letter.tensor, away ? passage_of(letter, receives) : nullptr, shared_from_this());
+}
+
+std::shared_ptr<Passage> Messages::passage_of(const Letter& letter, bool receives) {
+  std::shared_ptr<Passage> parcel =
+      receives ? parcels_->incoming(parcels_, letter.tensor)
+               : parcels_->outgoing(parcels_, letter.tensor, *letter.peer);
+  return parcel ? parcel : ladder_->begin_staged();
 }
 
 c10::intrusive_ptr<c10d::Work> Messages::send(const Letter& letter) {
@@ -53,7 +65,7 @@ c10::intrusive_ptr<c10d::Work> Messages::send(const Letter& letter) {
 
 c10::intrusive_ptr<c10d::Work> Messages::receive(const Letter& letter) {
   auto work = make(letter, "recv", true);
-  work->post(mailbox_);
+  post(work);
   return started(std::move(work));
 }
 
@@ -71,9 +83,36 @@ c10::intrusive_ptr<c10d::Work> Messages::started(c10::intrusive_ptr<MessageWork>
   return work;
 }
 
+void Messages::post(const c10::intrusive_ptr<MessageWork>& work) {
+  work->post(mailbox_);
+  if (work->parcel_ == nullptr) return;
+  {
+    const std::lock_guard lock(handed_mutex_);
+    handed_over_.push_back(work);
+    handed_ = static_cast<int>(handed_over_.size());
+  }
+  advance_parcels();  // its turn may have come already
+  if (in_hand_) mailbox_.wake();
+}
+
+// By one thread at a time; another has something else to do, or looks again.
+void Messages::advance_parcels() {
+  if (handed_ == 0) return;
+  const std::unique_lock lock(handed_mutex_, std::try_to_lock);
+  if (!lock) return;
+  turns_ = mailbox_.turns();
+  bool in_hand = false;
+  std::erase_if(handed_over_, [&](const c10::intrusive_ptr<MessageWork>& work) {
+    in_hand |= work->advance(mailbox_);
+    return work->is_moved();
+  });
+  handed_ = static_cast<int>(handed_over_.size());
+  in_hand_ = in_hand;
+}
+
 // Behind what goes to the same rank and has not left: messages do not overtake each other.
 void Messages::dispatch(const c10::intrusive_ptr<MessageWork>& work) {
-  if (!work->passage_ && !leaves_) return work->post(mailbox_);
+  if (!work->passage_ && !leaves_) return post(work);
   {
     const std::lock_guard lock(leaving_mutex_);
     leaving_.push_back(work);
@@ -92,7 +131,7 @@ void Messages::dispatch_arrived() {
     const uint64_t peer = uint64_t{1} << *work->ask_.peer;
     try {
       if ((held_up & peer) == 0 && (!work->passage_ || work->passage_->arrived())) {
-        work->post(mailbox_);
+        post(work);
         return true;
       }
     } catch (...) {
@@ -115,6 +154,25 @@ void Messages::await_dispatch(const MessageWork& work, shm::Deadline deadline) {
     group_->await(left, [&] { return std::vector<Rank>{group_->rank()}; }, work.occasion(deadline));
 }
 
+// Looks after all parcels while this one is not moved, and as long as there are any.
+void Messages::await_parcels(MessageWork& work, shm::Deadline deadline) {
+  const auto transfer = work.transfer();
+  const auto moved = [&] { return work.is_moved() || handed_ == 0; };
+  while (!moved()) {
+    progress();
+    if (glances())
+      group_->await(
+          [&] {
+            progress();
+            return moved() || !glances();
+          },
+          [&] { return work.missing(mailbox_); }, work.occasion(deadline),
+          [] { std::this_thread::sleep_for(kGlance); });
+    else
+      mailbox_.wait(*transfer, [&] { return moved() || stirs(); }, work.occasion(deadline));
+  }
+}
+
 void Messages::drop_leaving() {
   const std::lock_guard lock(leaving_mutex_);
   for (const auto& work : leaving_)
@@ -127,6 +185,7 @@ void Messages::drop_leaving() {
 void Messages::progress() {
   dispatch_arrived();
   mailbox_.progress();
+  advance_parcels();
 }
 
 void Messages::wait(MessageWork& work, shm::Deadline deadline) {
@@ -138,6 +197,7 @@ void Messages::wait(MessageWork& work, shm::Deadline deadline) {
   std::exception_ptr error;
   try {
     await_dispatch(work, deadline);
+    if (handed_ != 0) await_parcels(work, deadline);
     if (const auto transfer = work.transfer()) mailbox_.wait(*transfer, work.occasion(deadline));
   } catch (...) {
     error = std::current_exception();
@@ -155,13 +215,12 @@ bool Messages::wait_until(MessageWork& work, shm::Deadline deadline) {
   forks_.require_none(work.ask_.name);
   const auto over = [&] { return work.is_moved() || shm::Clock::now() >= deadline; };
   while (!over()) {
-    dispatch_arrived();
-    if (leaves_) {
-      mailbox_.progress();
+    progress();
+    if (glances())
       std::this_thread::sleep_for(kGlance);
-    } else {
-      mailbox_.work(over, work.occasion(shm::Clock::now() + kForEver));
-    }
+    else
+      mailbox_.work([&] { return over() || stirs(); },
+                    work.occasion(shm::Clock::now() + kForEver));
   }
   work.settle();
   return work.is_moved();
@@ -191,7 +250,7 @@ bool Messages::settle_done(Lock& lock) {
 void Messages::move_on(Lock& lock) {
   const auto stop = [this] {
     const std::lock_guard hold(mutex_);
-    return closed_ || waiting_ > 0 || leaves_ ||
+    return closed_ || waiting_ > 0 || glances() || stirs() ||
            std::any_of(open_.begin(), open_.end(), [](const auto& w) { return w->is_moved(); });
   };
   lock.unlock();
@@ -217,13 +276,13 @@ void Messages::serve() {
     ++ticks;
     if (!open_.empty()) ticks = 0;
     while (settle_done(lock)) continue;
-    if (!closed_ && !open_.empty() && waiting_ == 0 && !leaves_) move_on(lock);
+    if (!closed_ && !open_.empty() && waiting_ == 0 && !glances() && !stirs()) move_on(lock);
   }
 }
 
 // Whoever waits for one message does not look after what leaves for another.
 void Messages::tick(Lock& lock) {
-  if (!leaves_) {
+  if (!glances() && !stirs()) {
     changed_.wait_for(lock, kTick, [&] { return closed_; });
     return;
   }
@@ -233,20 +292,26 @@ void Messages::tick(Lock& lock) {
   lock.lock();
 }
 
-void Messages::close(std::chrono::milliseconds grace) {
-  const auto over = [deadline = shm::Clock::now() + grace] {
-    return shm::Clock::now() >= deadline;
-  };
-  try {
-    while (leaves_ && !over()) {
-      group_->require_whole({"destroy_process_group", 0, shm::Clock::now()});
-      progress();
+void Messages::finish(shm::Deadline deadline) {
+  const auto over = [&] { return shm::Clock::now() >= deadline; };
+  const shm::Occasion occasion{"destroy_process_group", 0, shm::Clock::now() + kForEver};
+  for (bool idle = false; !idle && !over();) {
+    group_->require_whole(occasion);
+    progress();
+    if (glances())
       std::this_thread::sleep_for(kGlance);
-    }
-    drop_leaving();
-    if (!mailbox_.work(over, {"destroy_process_group", 0, shm::Clock::now() + kForEver}))
-      group_->abort("it was destroyed while messages were under way");
-    mailbox_.progress();
+    else
+      idle = mailbox_.work([&] { return over() || stirs(); }, occasion);
+  }
+  drop_leaving();
+  if (!mailbox_.idle()) group_->abort("it was destroyed while messages were under way");
+  mailbox_.progress();
+}
+
+bool Messages::close(std::chrono::milliseconds grace) {
+  const auto deadline = shm::Clock::now() + grace;
+  try {
+    finish(deadline);
   } catch (const std::exception&) {
     // The group is broken, and what was under way has failed.
   }
@@ -260,8 +325,15 @@ void Messages::close(std::chrono::milliseconds grace) {
   }
   mailbox_.wake();
   if (thread.joinable()) thread.join();
-  Lock lock(mutex_);
-  settle_done(lock);
+  {
+    Lock lock(mutex_);
+    settle_done(lock);
+  }
+  {
+    const std::lock_guard lock(handed_mutex_);
+    handed_over_.clear();
+  }
+  return parcels_->close(deadline);
 }
 
 }  // namespace pycollect::dist

@@ -1,0 +1,300 @@
+"""send and recv of tensors on devices whose memory processes reach, without a device.
+
+Large messages go through blocks of that memory, and only what a rank cannot open through pinned
+memory; faults are test_dist_slabs_p2p_faults.py's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import OURS, Caught, Me, Pools, caught, fresh, pools_of_a_module
+from test_dist_staging_p2p import batched, in_order, nobody_waits
+
+pytestmark = pytest.mark.skipif(not OURS, reason="has memory of its own for messages")
+WAYS = ("late:stream", "eager:wait", "late:best")
+LEAST = (64 << 10) // 4  # elements of float32: smaller messages go through pinned memory
+ROOM = (2 << 20) // 4  # of a block, with what is in front
+STAMPS = 1  # of pinned memory, for the first message of a peer's
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    for all_pools in pools_of_a_module():
+        yield all_pools
+        for spec, pool in all_pools.made.items():
+            assert not pool.whole or pool.run(fouls) == [[]] * spec.world
+
+
+def fouls(me: Me) -> list[str]:
+    return me.fake.gpu.fouls()
+
+
+def values(count: int, seed: int) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.float32) % 1009 + seed
+
+
+def around(me: Me) -> list[str]:
+    """To the right neighbour, from the left one or from anybody, strided and not."""
+    right, left = (me.rank + 1) % me.world, (me.rank - 1) % me.world
+    edges = [n + d for n in (LEAST, ROOM - 64, ROOM) for d in (-1, 0, 1)]
+    wrong = []
+    for count in (0, 1, 1000, *edges, 100_000, 2 * ROOM + 3):
+        for stride in (1, 2):
+            x = values(count * stride, me.rank)[::stride]
+            y = torch.full((count * stride,), -1.0)[::stride]
+            me.fake.fill_later(y, -2.0)
+            before = me.fake.pinned()
+            sent = dist.isend(x, right)
+            source = dist.recv(y, None if count == 1000 else left)
+            sent.wait()
+            took = me.fake.pinned() - before
+            if source != left or not torch.equal(y, values(count * stride, left)[::stride]):
+                wrong.append(f"{count} elements, stride {stride}, from {source}: {y[:3]}")
+            if LEAST < count < ROOM - 64 and took > STAMPS:
+                wrong.append(f"{count} elements took pinned memory {took} times")
+    return wrong
+
+
+@pytest.mark.parametrize("staged", WAYS)
+def test_around_a_ring(pools, staged):
+    assert pools(3, staged=staged, beside=None).run(around) == [[]] * 3
+
+
+@pytest.mark.parametrize("staged", WAYS)
+def test_small_ones_as_on_other_rungs(pools, staged):
+    found = pools(3, staged=staged, beside=None).run(in_order)
+    assert found == [[], [1.0, 2.0, 3.0] * 5, [3.0] * 5]
+    pool = pools(2, staged=staged, beside=None)
+    assert pool.run(nobody_waits) == [2.0, 1.0]
+    assert pool.run(batched) == [[1.0, 1.0], [0.0, 0.0]]
+
+
+def without_pinned_memory(me: Me) -> tuple[int, int]:
+    """Once the pair knows each other. The sender's tensor is its own again after wait()."""
+    x, y, before, wrong = torch.empty(100_000), torch.empty(100_000), 0, 0
+    for turn in range(40):
+        if turn == 1:
+            before = me.fake.pinned()
+        if me.rank == turn % 2:
+            x.fill_(float(turn))
+            dist.send(x, 1 - me.rank)
+            x.fill_(-1.0)
+        else:
+            dist.recv(y, 1 - me.rank)
+            wrong += not bool((y == turn).all())
+    return wrong, me.fake.pinned() - before
+
+
+@pytest.mark.parametrize("staged", WAYS)
+def test_no_pinned_memory(pools, staged):
+    for wrong, pinned in pools(2, staged=staged, beside=None).run(without_pinned_memory):
+        assert wrong == 0
+        assert pinned <= STAMPS
+
+
+def by_tag(me: Me) -> list[str]:
+    """Ten at a time, large and small, received in another order, some before they are sent."""
+    counts = [LEAST + 7 * tag if tag % 3 else 11 for tag in range(10)]
+    wrong = []
+    for early in (True, False):
+        ys = [torch.zeros(n) for n in counts]
+        works = []
+        if me.rank == 0:
+            time.sleep(0.05 * early)
+            works = [dist.isend(values(n, tag), 1, tag=tag) for tag, n in enumerate(counts)]
+        else:
+            time.sleep(0.05 * (not early))
+            tags = sorted(range(10), key=lambda tag: (tag * 7 + 3) % 10)
+            works = [dist.irecv(ys[tag], None if tag % 2 else 0, tag=tag) for tag in tags]
+        for work in works:
+            work.wait()
+        if me.rank == 1:
+            wrong += [
+                f"tag {tag}"
+                for tag, n in enumerate(counts)
+                if not torch.equal(ys[tag], values(n, tag))
+            ]
+    return wrong
+
+
+@pytest.mark.parametrize("staged", WAYS)
+def test_tags_in_any_order(pools, staged):
+    assert pools(2, staged=staged, beside=None).run(by_tag) == [[], []]
+
+
+def ring_of_batches(me: Me) -> list[bool]:
+    """More at a time than there is room for: what finds none goes through pinned memory."""
+    right, left = (me.rank + 1) % me.world, (me.rank - 1) % me.world
+    good = []
+    for count in (LEAST, 300_000):
+        xs = [values(count, 10 * me.rank + i) for i in range(8)]
+        ys = [torch.zeros(count) for _ in xs]
+        ops = [dist.P2POp(dist.irecv, y, left) for y in ys]
+        ops += [dist.P2POp(dist.isend, x, right) for x in xs]
+        works = dist.batch_isend_irecv(ops)
+        for work in reversed(works):
+            work.wait()
+        good += [torch.equal(y, values(count, 10 * left + i)) for i, y in enumerate(ys)]
+    return good
+
+
+@pytest.mark.parametrize("staged", WAYS)
+def test_batches_around_a_ring(pools, staged):
+    assert pools(3, staged=staged, beside=None).run(ring_of_batches) == [[True] * 16] * 3
+
+
+def nobody_looks(me: Me) -> tuple[bool, float]:
+    """The group's thread moves large messages while nobody waits for them."""
+    x, y = values(LEAST, me.rank), torch.zeros(LEAST)
+    works = [dist.irecv(y, 1 - me.rank), dist.isend(x, 1 - me.rank)]
+    flag = torch.zeros(1)
+    me.fake.put_on_host(flag)
+    time.sleep(0.3)
+    start = time.monotonic()
+    for work in works:
+        work.wait()
+    return torch.equal(y, values(LEAST, 1 - me.rank)), time.monotonic() - start
+
+
+@pytest.mark.parametrize("staged", WAYS)
+def test_messages_that_nobody_waits_for(pools, staged):
+    for right, took in pools(2, staged=staged, beside=None).run(nobody_looks):
+        assert right
+        assert took < 0.02  # they were there
+
+
+def futures(me: Me) -> float:
+    x, y = torch.full((LEAST,), float(me.rank)), torch.zeros(LEAST)
+    works = [dist.irecv(y, 1 - me.rank), dist.isend(x, 1 - me.rank)]
+    future = works[0].get_future()
+    future.wait()
+    works[1].wait()
+    while not all(work.is_completed() for work in works):
+        time.sleep(0.001)
+    return future.value()[0].sum().item() / LEAST
+
+
+@pytest.mark.parametrize("staged", WAYS)
+def test_futures(pools, staged):
+    assert pools(2, staged=staged, beside=None).run(futures) == [1.0, 0.0]
+
+
+def mixed(me: Me) -> list[bool]:
+    """One end is in host memory, by turns; then both are on devices again."""
+    good = []
+    for turn in range(6):
+        x, y = values(100_000, turn), torch.zeros(100_000)
+        if turn % 3 == me.rank:
+            me.fake.put_on_host(x if me.rank == 0 else y)
+        before = me.fake.pinned()
+        if me.rank == 0:
+            dist.send(x, 1)
+        else:
+            dist.recv(y, 0)
+            good.append(torch.equal(y, x))
+        if turn in (2, 5):
+            good.append(me.fake.pinned() - before <= STAMPS)
+    return good
+
+
+@pytest.mark.parametrize("staged", WAYS)
+def test_one_end_on_the_host(pools, staged):
+    assert pools(2, staged=staged, beside=None).run(mixed) == [[True] * 2, [True] * 8]
+
+
+def refused(me: Me, call: str, lost: bool) -> tuple[list[bool], int, int]:
+    """The receiver cannot open the sender's memory, or does not find there what was written."""
+    if me.rank == 1 and lost:
+        me.fake.gpu.drop(call)
+    elif me.rank == 1:
+        me.fake.gpu.fail(call)
+    good, from_blocks = [], []
+    for turn in range(3):
+        x, y = values(100_000, turn), torch.zeros(100_000)
+        before = me.fake.trace().count("copy_back")
+        if me.rank == 0:
+            dist.send(x, 1)
+        else:
+            dist.recv(y, 0)
+        good.append(me.rank == 0 or torch.equal(y, x))
+        from_blocks.append(me.fake.trace().count("copy_back") - before)
+    opened = me.fake.gpu.books().get("open", 0)
+    return good, from_blocks if me.rank == 0 else [], opened
+
+
+@pytest.mark.parametrize(("call", "lost"), [("open", False), ("read", True)])
+def test_memory_that_the_receiver_cannot_use(call, lost):
+    with fresh(2, staged="late:stream") as pool:
+        (good, from_blocks, _), (right, _, opened) = pool.run(refused, call, lost)
+        assert all(good) and all(right)
+        assert from_blocks == [1, 0, 0]  # the pair knows from then on
+        assert opened == 1
+
+
+def not_sent(me: Me) -> tuple[list[bool], list[int]]:
+    """The sender's memory cannot be handed over."""
+    if me.rank == 0:
+        me.fake.gpu.fail("handle_of")
+    good = []
+    for turn in range(3):
+        x, y = values(100_000, turn), torch.zeros(100_000)
+        if me.rank == 0:
+            dist.send(x, 1)
+        else:
+            dist.recv(y, 0)
+            good.append(torch.equal(y, x))
+    return good, [me.fake.gpu.books().get(name, 0) for name in ("allocate", "allocated")]
+
+
+def test_memory_that_cannot_be_handed_over():
+    with fresh(2, staged="late:stream") as pool:
+        assert pool.run(not_sent) == [([], [1, 0]), ([True] * 3, [0, 0])]
+
+
+def unlike(me: Me, sent: torch.Tensor, out: torch.Tensor) -> tuple[Caught, bool]:
+    before = out.clone()
+    error = caught(dist.send, sent, 1) if me.rank == 0 else caught(dist.recv, out, 0)
+    for turn in range(12):  # more than would find room if refusals took it
+        x, y = values(300_000, turn), torch.zeros(300_000)
+        if me.rank == 0:
+            caught(dist.send, x, 1)
+        else:
+            caught(dist.recv, y[1:] if turn < 10 else y, 0)
+    return error, torch.equal(out, before) and (me.rank == 0 or torch.equal(y, x))
+
+
+@pytest.mark.parametrize(
+    "out",
+    [torch.zeros(LEAST - 1), torch.zeros(3), torch.zeros(LEAST, dtype=torch.int32)],
+    ids=["smaller", "much smaller", "dtype"],
+)
+def test_what_does_not_fit(pools, out):
+    pool = pools(2, staged="late:stream", beside=None)
+    before = pool.run(room)
+    (sender, kept), (receiver, untouched) = pool.run(unlike, torch.ones(LEAST), out)
+    assert (sender.kind, receiver.kind) == ("ValueError", "ValueError"), (sender, receiver)
+    assert sender.text == receiver.text
+    assert receiver.text.startswith(f"rank 0 sent {4 * LEAST} bytes of float32 with tag 0 to rank 1")
+    assert kept and untouched
+    assert pool.run(room) <= [max(n, 1) for n in before]
+
+
+def room(me: Me) -> int:
+    return me.fake.gpu.books().get("allocated", 0)
+
+
+def on_host_rung(me: Me) -> tuple[bool, int]:
+    x, y = values(100_000, me.rank), torch.zeros(100_000)
+    works = [dist.isend(x, 1 - me.rank), dist.irecv(y, 1 - me.rank)]
+    for work in works:
+        work.wait()
+    return torch.equal(y, values(100_000, 1 - me.rank)), me.fake.gpu.books().get("allocate", 0)
+
+
+def test_the_host_rung_takes_no_memory(pools):
+    assert pools(2, staged="late:host", beside=None).run(on_host_rung) == [(True, 0)] * 2
