@@ -18,7 +18,7 @@ from test_dist_staging_p2p import batched, in_order, nobody_waits
 pytestmark = pytest.mark.skipif(not OURS, reason="has memory of its own for messages")
 WAYS = ("late:stream", "eager:wait", "late:best")
 LEAST = (64 << 10) // 4  # elements of float32: smaller messages go through pinned memory
-ROOM = (2 << 20) // 4  # of a block, with what is in front
+PART = ((2 << 20) - 256) // 4  # elements: larger messages go in parts
 STAMPS = 1  # of pinned memory, for the first message of a peer's
 
 
@@ -41,9 +41,9 @@ def values(count: int, seed: int) -> torch.Tensor:
 def around(me: Me) -> list[str]:
     """To the right neighbour, from the left one or from anybody, strided and not."""
     right, left = (me.rank + 1) % me.world, (me.rank - 1) % me.world
-    edges = [n + d for n in (LEAST, ROOM - 64, ROOM) for d in (-1, 0, 1)]
+    edges = [n + d for n in (LEAST, PART, 2 * PART) for d in (-1, 0, 1)]
     wrong = []
-    for count in (0, 1, 1000, *edges, 100_000, 2 * ROOM + 3):
+    for count in (0, 1, 1000, *edges, 100_000, 5 * PART + 3):
         for stride in (1, 2):
             x = values(count * stride, me.rank)[::stride]
             y = torch.full((count * stride,), -1.0)[::stride]
@@ -55,7 +55,7 @@ def around(me: Me) -> list[str]:
             took = me.fake.pinned() - before
             if source != left or not torch.equal(y, values(count * stride, left)[::stride]):
                 wrong.append(f"{count} elements, stride {stride}, from {source}: {y[:3]}")
-            if LEAST < count < ROOM - 64 and took > STAMPS:
+            if count >= LEAST and took > STAMPS:
                 wrong.append(f"{count} elements took pinned memory {took} times")
     return wrong
 
@@ -131,7 +131,7 @@ def ring_of_batches(me: Me) -> list[bool]:
     """More at a time than there is room for: what finds none goes through pinned memory."""
     right, left = (me.rank + 1) % me.world, (me.rank - 1) % me.world
     good = []
-    for count in (LEAST, 300_000):
+    for count in (LEAST, 300_000, 2 * PART):
         xs = [values(count, 10 * me.rank + i) for i in range(8)]
         ys = [torch.zeros(count) for _ in xs]
         ops = [dist.P2POp(dist.irecv, y, left) for y in ys]
@@ -145,7 +145,7 @@ def ring_of_batches(me: Me) -> list[bool]:
 
 @pytest.mark.parametrize("staged", WAYS)
 def test_batches_around_a_ring(pools, staged):
-    assert pools(3, staged=staged, beside=None).run(ring_of_batches) == [[True] * 16] * 3
+    assert pools(3, staged=staged, beside=None).run(ring_of_batches) == [[True] * 24] * 3
 
 
 def nobody_looks(me: Me) -> tuple[bool, float]:
@@ -207,7 +207,7 @@ def test_one_end_on_the_host(pools, staged):
     assert pools(2, staged=staged, beside=None).run(mixed) == [[True] * 2, [True] * 8]
 
 
-def refused(me: Me, call: str, lost: bool) -> tuple[list[bool], int, int]:
+def refused(me: Me, call: str, lost: bool, count: int) -> tuple[list[bool], list[int], int]:
     """The receiver cannot open the sender's memory, or does not find there what was written."""
     if me.rank == 1 and lost:
         me.fake.gpu.drop(call)
@@ -215,7 +215,7 @@ def refused(me: Me, call: str, lost: bool) -> tuple[list[bool], int, int]:
         me.fake.gpu.fail(call)
     good, from_blocks = [], []
     for turn in range(3):
-        x, y = values(100_000, turn), torch.zeros(100_000)
+        x, y = values(count, turn), torch.zeros(count)
         before = me.fake.trace().count("copy_back")
         if me.rank == 0:
             dist.send(x, 1)
@@ -227,10 +227,11 @@ def refused(me: Me, call: str, lost: bool) -> tuple[list[bool], int, int]:
     return good, from_blocks if me.rank == 0 else [], opened
 
 
+@pytest.mark.parametrize("count", [100_000, 2 * PART + 1])
 @pytest.mark.parametrize(("call", "lost"), [("open", False), ("read", True)])
-def test_memory_that_the_receiver_cannot_use(call, lost):
+def test_memory_that_the_receiver_cannot_use(call, lost, count):
     with fresh(2, staged="late:stream") as pool:
-        (good, from_blocks, _), (right, _, opened) = pool.run(refused, call, lost)
+        (good, from_blocks, _), (right, _, opened) = pool.run(refused, call, lost, count)
         assert all(good) and all(right)
         assert from_blocks == [1, 0, 0]  # the pair knows from then on
         assert opened == 1

@@ -60,7 +60,9 @@ bool Incoming::take_one(Rank from) {
   const Record* const record = peer.messages.peek();
   if (record == nullptr) return false;
   const auto asked = find(from, record->tag);
-  if (asked == waiting_.end())
+  if (record->kind == Record::part)
+    resume(from, record->number);
+  else if (asked == waiting_.end())
     keep(from, *record, peer.messages.payload());
   else
     settle(from, *record, peer.messages.payload(), unlist(asked));
@@ -140,11 +142,21 @@ MailPtr Incoming::take_offered(const Mail& mail) {
   return taken;
 }
 
-void Incoming::fetched(Mail& mail) {
+void Incoming::fetched(Mail& mail, bool all) {
   const MailPtr taken = take_offered(mail);
   if (taken == nullptr) return;
-  effects_.finish(mail);
-  answer(mail.peer(), {.number = mail.number, .kind = Record::fetched});
+  answer(mail.peer(), {.number = mail.number, .kind = all ? Record::fetched : Record::more});
+  if (all) return effects_.finish(mail);
+  offered_.push_back(taken);
+  ++peers_[mail.peer()].asked;  // for the part
+}
+
+void Incoming::resume(Rank from, uint64_t number) {
+  for (const MailPtr& mail : offered_)
+    if (mail->peer() == from && mail->number == number) {
+      --peers_[from].asked;
+      effects_.turn(*mail, Mailbox::Turn::fetch);
+    }
 }
 
 void Incoming::accept(Mail& mail, std::byte* into, bool never) {
@@ -170,10 +182,8 @@ void Incoming::lend() {
     const LanePlace place = area_.lane(me_, lane);
     const uint64_t begin = place.counters->emptied.load(std::memory_order_relaxed);
     emptying_.push_back({mail, lane, Flow(place, begin, mail->envelope.bytes)});
-    answer(mail->peer(), {.number = number,
-                          .bytes = begin,
-                          .tag = static_cast<uint32_t>(lane),
-                          .kind = grant});
+    answer(mail->peer(),
+           {.number = number, .bytes = begin, .tag = static_cast<uint32_t>(lane), .kind = grant});
   }
 }
 

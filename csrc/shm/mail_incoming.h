@@ -19,7 +19,7 @@ class Incoming {
   Incoming(const MailArea& area, Rank me, Effects& effects);
 
   void receive(const MailPtr& mail);
-  void fetched(Mail& mail);
+  void fetched(Mail& mail, bool all);
   void accept(Mail& mail, std::byte* into, bool never);
   void take_no_parcels() { takes_parcels_ = false; }
   void move();
@@ -70,6 +70,7 @@ class Incoming {
   void answer(Rank to, const Record& record);
   void offer(const Record& record, const std::byte* payload, const MailPtr& mail);
   MailPtr take_offered(const Mail& mail);
+  void resume(Rank from, uint64_t number);
   void lend();
   bool empty(Emptying& emptying);
 
@@ -82,7 +83,7 @@ class Incoming {
   uint64_t order_ = 0;  // of the next receive
   int asked_anybody_ = 0;
   Rank turn_ = 0;  // whose message the next receive from anybody takes, if there is one
-  std::vector<MailPtr> offered_;  // whose turn to fetch has come
+  std::vector<MailPtr> offered_;  // parcels whose turn to fetch has come, of all or of a part
   bool takes_parcels_ = true;
   std::deque<Matched> unlent_;
   std::vector<int> free_;  // lanes

@@ -17,7 +17,14 @@ void Outgoing::send(MailPtr mail) {
   if (!peer.queued.empty() || !post(peer, mail)) peer.queued.push_back(std::move(mail));
 }
 
+bool Outgoing::post_part(Peer& peer, const Mail& mail) {
+  if (!peer.messages.push({.number = mail.number, .kind = Record::part})) return false;
+  effects_.touch(mail.peer());
+  return true;
+}
+
 bool Outgoing::post(Peer& peer, const MailPtr& mail) {
+  if (mail->number != 0) return post_part(peer, *mail);
   const Envelope& envelope = mail->envelope;
   const bool whole = !mail->parcel && envelope.bytes <= most_whole_;
   Record record{.number = peer.sent + 1, .bytes = envelope.bytes, .tag = envelope.tag};
@@ -29,6 +36,7 @@ bool Outgoing::post(Peer& peer, const MailPtr& mail) {
   const auto* const slip = reinterpret_cast<const std::byte*>(mail->slip.data());
   if (!peer.messages.push(record, mail->parcel ? slip : mail->from)) return false;
   ++peer.sent;
+  if (mail->parcel) mail->number = record.number;
   effects_.touch(mail->peer());
   if (whole)
     effects_.finish(*mail);
@@ -47,6 +55,9 @@ void Outgoing::hear(Peer& peer) {
     const MailPtr& mail = asked.mapped();
     if (answer->kind == Record::fetched) {
       effects_.finish(*mail);
+    } else if (answer->kind == Record::more) {
+      effects_.turn(*mail, Mailbox::Turn::more);
+      peer.unanswered.emplace(answer->number, mail);
     } else if (answer->kind != Record::refusal) {
       granted(mail, *answer);
     } else {
@@ -76,6 +87,14 @@ void Outgoing::supply(Mail& mail, const std::byte* data) {
   mail.set_turn(Mailbox::Turn::none);
   granted(found->mail, found->grant);
   lent_.erase(found);
+}
+
+void Outgoing::send_more(Mail& mail) {
+  Peer& peer = peers_[mail.peer()];
+  const auto found = peer.unanswered.find(mail.number);
+  if (found == peer.unanswered.end()) return;  // it has failed since
+  mail.set_turn(Mailbox::Turn::none);
+  if (!peer.queued.empty() || !post_part(peer, mail)) peer.queued.push_back(found->second);
 }
 
 // As much as there is room for, but not more than one lane, so that a peer that empties it as fast
@@ -108,8 +127,9 @@ uint64_t Outgoing::missing() const {
 
 void Outgoing::fail(const std::exception_ptr& error) {
   for (Peer& peer : peers_) {
-    for (const MailPtr& mail : peer.queued) effects_.finish(*mail, error);
     for (const auto& [number, mail] : peer.unanswered) effects_.finish(*mail, error);
+    for (const MailPtr& mail : peer.queued)  // of parts, the parcels are unanswered
+      if (!mail->done()) effects_.finish(*mail, error);
     peer.queued.clear();
     peer.unanswered.clear();
   }

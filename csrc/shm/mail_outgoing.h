@@ -16,6 +16,7 @@ class Outgoing {
 
   void send(MailPtr mail);
   void supply(Mail& mail, const std::byte* data);
+  void send_more(Mail& mail);
   void move();
   uint64_t missing() const;  // bit r: something is under way to rank r
   void fail(const std::exception_ptr& error);
@@ -38,6 +39,7 @@ class Outgoing {
   };
 
   bool post(Peer& peer, const MailPtr& mail);
+  bool post_part(Peer& peer, const Mail& mail);
   void hear(Peer& peer);
   void granted(const MailPtr& mail, const Record& grant);
   bool fill(Filling& filling);

@@ -52,7 +52,7 @@ class Mailbox::Post {
   Incoming incoming_;
   std::mutex mutex_;
   std::atomic<uint64_t> requests_{0};
-  std::atomic<int> open_{0};   // transfers that are not done
+  std::atomic<int> open_{0};  // transfers that are not done
   std::atomic<uint64_t> turns_{0};
   std::atomic<int> awake_{0};  // threads that wait and do not sleep
   Bell beside_;                // of those who sleep while another thread is awake

@@ -74,8 +74,12 @@ std::shared_ptr<Mailbox::Transfer> Mailbox::receive_parcel(std::optional<Rank> f
   return mail;
 }
 
-void Mailbox::fetched(Transfer& receive) {
-  post_->end_turn([&](Outgoing&, Incoming& in) { in.fetched(static_cast<Mail&>(receive)); });
+void Mailbox::fetched(Transfer& receive, bool all) {
+  post_->end_turn([&](Outgoing&, Incoming& in) { in.fetched(static_cast<Mail&>(receive), all); });
+}
+
+void Mailbox::send_more(Transfer& send) {
+  post_->end_turn([&](Outgoing& out, Incoming&) { out.send_more(static_cast<Mail&>(send)); });
 }
 
 void Mailbox::accept(Transfer& receive, std::byte* into, bool never) {

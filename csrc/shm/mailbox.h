@@ -3,8 +3,8 @@
 // receiver lends a buffer when it has found the receive that it belongs to, so nothing that nobody
 // waits for can be in the way of what somebody does. A rank may be its own peer.
 //
-// Of a parcel only a ticket is moved: its bytes lie in memory that the mailbox knows nothing of, and
-// both ends are told when it is their turn to do something there.
+// Of a parcel only a ticket is moved: its bytes lie in memory that the mailbox knows nothing of,
+// and both ends are told when it is their turn to do something there.
 #pragma once
 #include <array>
 #include <functional>
@@ -35,8 +35,9 @@ class Mailbox {
   // What a transfer waits for this end to do.
   enum class Turn : uint8_t {
     none,
-    fetch,   // a receive of a parcel: its message is found; `fetched` or `accept`
+    fetch,  // a receive of a parcel: its message, or the next part, is there; `fetched` or `accept`
     supply,  // a parcel: the other end asks for the bytes; `supply`
+    more,    // a parcel: a part has been fetched, and more are to come; `send_more`
   };
 
   class Transfer {  // a send or a receive that has been asked for
@@ -62,8 +63,10 @@ class Mailbox {
   std::shared_ptr<Transfer> send_parcel(Rank to, const Envelope& envelope, const Ticket& ticket);
   std::shared_ptr<Transfer> receive_parcel(std::optional<Rank> from, const Envelope& envelope);
   // What a turn is ended with; nothing happens when the transfer has failed since.
-  void fetched(Transfer& receive);
-  // Has the bytes sent there. `never`: no parcel of the other end's can be fetched here.
+  void fetched(Transfer& receive, bool all = true);
+  void send_more(Transfer& send);
+  // Has the bytes sent there; not after a part was fetched. `never`: no parcel of the other end's
+  // can be fetched here.
   void accept(Transfer& receive, std::byte* into, bool never);
   void supply(Transfer& send, const std::byte* data);
   // Moves on with every turn that comes; from any thread, costs one load.

@@ -1,6 +1,6 @@
-// Where messages lie in GPU memory until their receivers have fetched them: parts of a few tracts,
-// each the first that is free and large enough. Bounded: a message for which there is no room is to
-// go another way, and waits for nobody.
+// Where messages, or the next parts of large ones, lie in GPU memory until their receivers have
+// fetched them: blocks in a few tracts, each the first that is free and large enough. Bounded: a
+// message for which there is no room is to go another way, and waits for nobody.
 #pragma once
 #include <vector>
 
@@ -10,11 +10,11 @@ namespace pycollect::slabs {
 
 class Depot {
  public:
-  // Four parts of a message as large as a tract can be under way at a time: two to each neighbour
+  // Four messages of the size of a tract or more can be under way at a time: two to each neighbour
   // in a pipeline, or one to each in a grid. A guess.
   static constexpr std::size_t kMostTracts = 4;
 
-  // `tract_bytes`: the most that a block has room for.
+  // `tract_bytes`: the most that a block has room for, in whole granules.
   Depot(std::shared_ptr<Tracts> tracts, std::size_t tract_bytes)
       : tracts_(std::move(tracts)), tract_bytes_(whole_granules(tract_bytes)) {}
   Depot(const Depot&) = delete;
@@ -24,6 +24,7 @@ class Depot {
     std::byte* memory = nullptr;
     Place place = 0;
   };
+  std::size_t most() const { return tract_bytes_; }
   // None: there is no room now, or other processes cannot reach this device's memory.
   std::optional<Block> take(Device device, std::size_t bytes);
   void give_back(const Block& block) noexcept;  // nobody has to do with it any more

@@ -33,12 +33,12 @@ class Devices {
  public:
   virtual ~Devices() = default;
   virtual bool serves(const at::Tensor& tensor) const = 0;
-  virtual bool is_capturing(at::Device device) = 0;  // its current stream
+  virtual bool is_capturing(at::Device device) = 0;           // its current stream
   virtual at::Tensor new_pinned(const at::Tensor& like) = 0;  // in any thread
   // Behind what is on the current stream of the tensor's device, without waiting.
   virtual void copy_out(const Way& way) = 0;
   virtual void fill(const at::Tensor& words, int64_t value) = 0;  // there as well
-  virtual std::unique_ptr<Mark> mark(at::Device device) = 0;  // its current stream
+  virtual std::unique_ptr<Mark> mark(at::Device device) = 0;      // its current stream
   // The group's stream there, which no caller's work delays and no caller captures, comes to what
   // follows after the mark, of the same process.
   virtual void follow(at::Device device, Mark& after) = 0;

@@ -51,9 +51,9 @@ c10::intrusive_ptr<MessageWork> Messages::make(const Letter& letter, const char*
 }
 
 std::shared_ptr<Passage> Messages::passage_of(const Letter& letter, bool receives) {
-  std::shared_ptr<Passage> parcel =
-      receives ? parcels_->incoming(parcels_, letter.tensor)
-               : parcels_->outgoing(parcels_, letter.tensor, *letter.peer);
+  std::shared_ptr<Passage> parcel = receives
+                                        ? parcels_->incoming(parcels_, letter.tensor)
+                                        : parcels_->outgoing(parcels_, letter.tensor, *letter.peer);
   return parcel ? parcel : ladder_->begin_staged();
 }
 
@@ -219,8 +219,7 @@ bool Messages::wait_until(MessageWork& work, shm::Deadline deadline) {
     if (glances())
       std::this_thread::sleep_for(kGlance);
     else
-      mailbox_.work([&] { return over() || stirs(); },
-                    work.occasion(shm::Clock::now() + kForEver));
+      mailbox_.work([&] { return over() || stirs(); }, work.occasion(shm::Clock::now() + kForEver));
   }
   work.settle();
   return work.is_moved();

@@ -70,7 +70,7 @@ class MessageWork final : public OwnWork {
   const at::Tensor tensor_;
   const std::shared_ptr<Passage> passage_;
   Parcel* const parcel_;  // the passage, if it is one
-  at::Tensor dense_;  // the tensor, or a copy of one that is not contiguous
+  at::Tensor dense_;      // the tensor, or a copy of one that is not contiguous
   std::byte* memory_ = nullptr;
   std::shared_ptr<Messages> messages_;                // until it is settled
   std::shared_ptr<shm::Mailbox::Transfer> transfer_;  // null until it is posted
@@ -142,7 +142,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   std::deque<c10::intrusive_ptr<MessageWork>> leaving_;  // sends that have not been posted
   std::atomic<bool> leaves_{false};                      // are there any?
 
-  std::mutex handed_mutex_;  // never under mutex_
+  std::mutex handed_mutex_;                                   // never under mutex_
   std::vector<c10::intrusive_ptr<MessageWork>> handed_over_;  // parcels that have been posted
   std::atomic<int> handed_{0};                                // how many those are
   std::atomic<uint64_t> turns_{0};                            // of the mailbox, when looked after

@@ -4,27 +4,39 @@
 
 #include <ATen/ops/from_blob.h>
 
+#include <algorithm>
+
 #include "../../plan/error.h"
 
 namespace pycollect::dist {
 namespace {
 
-enum Field : std::size_t { kData, kStamp, kStampAt };  // of a ticket
-constexpr int64_t kStamps = 2;                         // words
+enum Field : std::size_t { kData, kPart, kStamp, kStampAt };  // of a ticket
+constexpr int64_t kStamps = 2;                                // words
 
-// As a tensor's elements would lie there, in logical order.
-at::Tensor over(std::byte* memory, const at::Tensor& like) {
-  return at::for_blob(memory, like.sizes())
-      .options(like.options())
-      .target_device(like.device())
+at::Tensor blob(void* memory, at::IntArrayRef sizes, at::ScalarType type, at::Device device) {
+  return at::for_blob(memory, sizes)
+      .options(at::TensorOptions(type).device(device))
+      .target_device(device)
       .make_tensor();
 }
 
+// As a tensor's elements would lie there, in logical order.
+at::Tensor over(std::byte* memory, const at::Tensor& like) {
+  return blob(memory, like.sizes(), like.scalar_type(), like.device());
+}
+
 at::Tensor stamps_at(std::byte* memory, at::Device device) {
-  return at::for_blob(memory, {kStamps})
-      .options(at::TensorOptions(at::kLong).device(device))
-      .target_device(device)
-      .make_tensor();
+  return blob(memory, {kStamps}, at::kLong, device);
+}
+
+at::Tensor bytes_at(std::byte* memory, std::size_t bytes, at::Device device) {
+  return blob(memory, {static_cast<int64_t>(bytes)}, at::kByte, device);
+}
+
+// Not through mutable_data_ptr: what is only read is not to be told that it was written.
+std::byte* address(const at::Tensor& t) {
+  return static_cast<std::byte*>(const_cast<void*>(t.const_data_ptr()));
 }
 
 }  // namespace
@@ -32,14 +44,22 @@ at::Tensor stamps_at(std::byte* memory, at::Device device) {
 shm::Span OutParcel::enter(const at::Tensor& tensor, bool, bool) {
   on_ = {tensor.device()};
   tensor_ = tensor;
-  dense_ = terms_.lent ? tensor : over(terms_.where.memory + kHeadBytes, tensor);
+  bytes_ = tensor.nbytes();
+  if (!in_parts())
+    dense_ = terms_.lent ? tensor : over(terms_.where.memory + kHeadBytes, tensor);
+  else
+    dense_ = tensor.is_contiguous() ? tensor : devices_->new_dense(tensor, tensor.device());
   return {nullptr, static_cast<std::size_t>(tensor.numel())};
 }
 
 void OutParcel::depart() {
+  std::byte* const block = terms_.where.memory;
   if (terms_.stamp != 0)
-    devices_->fill(stamps_at(terms_.where.memory, on_[0]), static_cast<int64_t>(terms_.stamp));
-  if (!terms_.lent) devices_->copy_out({tensor_, dense_});
+    devices_->fill(stamps_at(block, on_[0]), static_cast<int64_t>(terms_.stamp));
+  if (!dense_.is_same(tensor_)) devices_->copy_out({tensor_, dense_});
+  if (in_parts())
+    devices_->copy_out({bytes_at(address(dense_), terms_.part, on_[0]),
+                        bytes_at(block + kHeadBytes, terms_.part, on_[0])});
   left_ = devices_->mark(on_[0]);
 }
 
@@ -47,6 +67,7 @@ std::shared_ptr<Transfer> OutParcel::post(shm::Mailbox& mailbox, std::optional<R
                                           const shm::Envelope& envelope) {
   shm::Ticket ticket = {};
   ticket[kData] = terms_.where.place + head();
+  ticket[kPart] = terms_.part;
   ticket[kStamp] = terms_.stamp;
   ticket[kStampAt] = terms_.where.place;
   return mailbox.send_parcel(terms_.to, envelope, ticket);
@@ -54,14 +75,28 @@ std::shared_ptr<Transfer> OutParcel::post(shm::Mailbox& mailbox, std::optional<R
 
 bool OutParcel::advance(shm::Mailbox& mailbox, Transfer& transfer, const shm::Occasion&) {
   if (transfer.done() || supplied_) return false;
-  if (!staged_) {
-    if (transfer.turn() != shm::Mailbox::Turn::supply) return false;
-    stage(transfer);
+  const auto turn = transfer.turn();
+  if (turn == shm::Mailbox::Turn::more) {
+    if (!copying_) copy_next();
+    copying_ = !copied_->reached();
+    if (!copying_) mailbox.send_more(transfer);
+    return copying_;
   }
+  if (turn != shm::Mailbox::Turn::supply) return false;
+  if (!staged_) stage(transfer);
   if (!staged_->reached()) return true;
   supplied_ = true;
-  mailbox.supply(transfer, static_cast<const std::byte*>(pinned_.const_data_ptr()));
+  mailbox.supply(transfer, address(pinned_));
   return false;
+}
+
+void OutParcel::copy_next() {
+  begin_ += terms_.part;
+  const std::size_t bytes = std::min(terms_.part, bytes_ - begin_);
+  const at::Tensor from = bytes_at(address(dense_) + begin_, bytes, on_[0]);
+  const at::Tensor to = bytes_at(terms_.where.memory + kHeadBytes, bytes, on_[0]);
+  devices_->follow(on_[0], *left_);
+  copied_ = devices_->finish(on_[0], {{to, from}}, {from, dense_});
 }
 
 void OutParcel::stage(Transfer& transfer) {
@@ -84,17 +119,21 @@ void OutParcel::let_go() {
   const auto all = std::exchange(all_, nullptr);
   if (left_ == nullptr) return;  // it did not come to that, and who knows what has the block
   const auto block = terms_.lent ? std::nullopt : std::optional(terms_.where);
-  all->let_linger({staged_ ? staged_ : left_, {dense_, pinned_}, block});
+  all->let_linger({staged_ ? staged_ : copied_ ? copied_ : left_, {dense_, pinned_}, block});
   tensor_.reset();
   dense_.reset();
   pinned_.reset();
-  left_.reset();
   all->sweep();
 }
 
+// A tensor that is not contiguous takes a message in parts as bytes of one that is.
 shm::Span InParcel::enter(const at::Tensor& tensor, bool, bool) {
   on_ = {tensor.device()};
   tensor_ = tensor;
+  tensor_.mutable_data_ptr();  // which memory it has is settled by that
+  dense_ = tensor.is_contiguous()           ? tensor
+           : tensor.nbytes() > all_->most() ? devices_->new_dense(tensor, tensor.device())
+                                            : at::Tensor();
   return {nullptr, static_cast<std::size_t>(tensor.numel())};
 }
 
@@ -104,55 +143,67 @@ std::shared_ptr<Transfer> InParcel::post(shm::Mailbox& mailbox, std::optional<Ra
 }
 
 bool InParcel::advance(shm::Mailbox& mailbox, Transfer& transfer, const shm::Occasion& occasion) {
-  if (transfer.done()) return false;
-  if (!fetches_) {
-    if (transfer.turn() != shm::Mailbox::Turn::fetch) return false;
-    const Rank from = transfer.peer();
+  if (transfer.done() || transfer.turn() != shm::Mailbox::Turn::fetch) return false;
+  if (!copying_) {
+    all_->require_there(transfer.peer(), occasion);
     const auto ticket = transfer.ticket();
-    all_->require_there(from, occasion);
-    if (!ticket || !begin(*ticket, from)) {
-      receive_bytes(mailbox, transfer, ticket.has_value());
+    if (theirs_ == nullptr && (!ticket || !open(*ticket, transfer.peer()))) {
+      receive_bytes(mailbox, transfer, Parcels::has(all_->vain_, transfer.peer()));
       return false;
     }
+    copy_part();
+    copying_ = true;
   }
   if (!end_->reached()) return true;
-  fetches_ = false;
-  const Rank from = transfer.peer();
-  all_->require_there(from, occasion);
-  if (is_right()) {
-    if (stamp_ != 0) all_->add(all_->verified_, from);
-    mailbox.fetched(transfer);
-  } else {
-    all_->say_vain(from, "what was read there is not what it has written");
-    receive_bytes(mailbox, transfer, true);
-  }
+  copying_ = false;
+  all_->require_there(transfer.peer(), occasion);
+  end_part(mailbox, transfer);
   return false;
 }
 
-// False: the memory cannot be opened.
-bool InParcel::begin(const shm::Ticket& ticket, Rank from) {
+// False: the memory cannot be opened, or its parts not be taken.
+bool InParcel::open(const shm::Ticket& ticket, Rank from) {
   if (Parcels::has(all_->vain_, from)) return false;
+  part_ = std::min<std::size_t>(ticket[kPart], tensor_.nbytes());
+  if (part_ < tensor_.nbytes() && !dense_.defined()) return false;
   slabs::Tracts& tracts = *all_->ladder_->tracts();
   const slabs::Stream stream = devices_->stream(on_[0]);
-  const auto at = [&](Field field) { return tracts.at(stream.device, from, ticket[field]); };
-  std::byte *data = nullptr, *stamps = nullptr;
   try {
-    data = at(kData);
-    if (ticket[kStamp] != 0 && !Parcels::has(all_->verified_, from)) stamps = at(kStampAt);
+    std::byte* const data = tracts.at(stream.device, from, ticket[kData]);
+    if (ticket[kStamp] != 0 && !Parcels::has(all_->verified_, from)) {
+      std::byte* const stamps = tracts.at(stream.device, from, ticket[kStampAt]);
+      stamp_ = ticket[kStamp];
+      found_ = devices_->new_pinned(stamps_at(stamps, on_[0]));
+      devices_->gpu()->read(stream, found_.mutable_data_ptr(), stamps, found_.nbytes());
+    }
+    theirs_ = data;
   } catch (const std::runtime_error& error) {
     all_->say_vain(from, error.what());
-    return false;
   }
+  return theirs_ != nullptr;
+}
+
+void InParcel::copy_part() {
   devices_->follow(on_[0], *left_);
-  if (stamps != nullptr) {
-    stamp_ = ticket[kStamp];
-    found_ = devices_->new_pinned(stamps_at(stamps, on_[0]));
-    devices_->gpu()->read(stream, found_.mutable_data_ptr(), stamps, found_.nbytes());
+  if (part_ == tensor_.nbytes()) {
+    const at::Tensor whole = over(theirs_, tensor_);
+    end_ = devices_->finish(on_[0], {{tensor_, whole}}, {whole});
+    return;
   }
-  const at::Tensor theirs = over(data, tensor_);
-  end_ = devices_->finish(on_[0], {{tensor_, theirs}}, {theirs});
-  fetches_ = true;
-  return true;
+  const std::size_t bytes = std::min(part_, tensor_.nbytes() - begin_);
+  const at::Tensor from = bytes_at(theirs_, bytes, on_[0]);
+  const at::Tensor to = bytes_at(address(dense_) + begin_, bytes, on_[0]);
+  end_ = devices_->finish(on_[0], {{to, from}}, {from, dense_});
+}
+
+void InParcel::end_part(shm::Mailbox& mailbox, Transfer& transfer) {
+  if (!is_right()) {
+    all_->say_vain(transfer.peer(), "what was read there is not what the sender has written");
+    return receive_bytes(mailbox, transfer, true);
+  }
+  if (stamp_ != 0) all_->add(all_->verified_, transfer.peer());
+  begin_ += part_;
+  mailbox.fetched(transfer, begin_ >= tensor_.nbytes());
 }
 
 bool InParcel::is_right() const {
@@ -167,9 +218,12 @@ void InParcel::receive_bytes(shm::Mailbox& mailbox, Transfer& transfer, bool nev
 }
 
 void InParcel::land(const shm::Occasion&) {
-  if (!room_.defined()) return;
-  devices_->follow(on_[0], *left_);
-  end_ = devices_->finish(on_[0], {{tensor_, room_}}, {});
+  if (room_.defined()) {
+    devices_->follow(on_[0], *left_);
+    end_ = devices_->finish(on_[0], {{tensor_, room_}}, {});
+  } else if (part_ < tensor_.nbytes() && !dense_.is_same(tensor_)) {
+    end_ = devices_->finish(on_[0], {{tensor_, dense_}}, {dense_});
+  }
 }
 
 void InParcel::join() {
@@ -178,8 +232,9 @@ void InParcel::join() {
 
 void InParcel::let_go() {
   const auto all = std::exchange(all_, nullptr);
-  if (fetches_) all->let_linger({end_, {found_}});  // it was cut short
+  if (copying_) all->let_linger({end_, {found_, dense_}});  // it was cut short
   tensor_.reset();
+  dense_.reset();
   found_.reset();
   room_.reset();
 }

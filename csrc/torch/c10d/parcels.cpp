@@ -1,6 +1,7 @@
 // See parcels.h: what is remembered of peers, and what must outlive a message.
 #include "parcels.h"
 
+#include <algorithm>
 #include <random>
 #include <thread>
 
@@ -35,13 +36,14 @@ std::shared_ptr<Parcel> Parcels::outgoing(const std::shared_ptr<Parcels>& self,
   if (confirmed && tensor.is_contiguous()) {
     auto* const at = static_cast<std::byte*>(const_cast<void*>(tensor.const_data_ptr()));
     if (const auto place = ladder_->tracts()->place_of(at, tensor.nbytes()))
-      return std::make_shared<OutParcel>(self, OutParcel::Terms{to, {at, *place}, true, 0});
+      return std::make_shared<OutParcel>(
+          self, OutParcel::Terms{to, {at, *place}, true, tensor.nbytes(), 0});
   }
-  const auto block =
-      depot()->take(number(tensor.device()), OutParcel::kHeadBytes + tensor.nbytes());
+  const std::size_t part = std::min(tensor.nbytes(), most());
+  const auto block = depot()->take(number(tensor.device()), OutParcel::kHeadBytes + part);
   if (!block) return nullptr;
   return std::make_shared<OutParcel>(
-      self, OutParcel::Terms{to, *block, false, confirmed ? 0 : new_stamp()});
+      self, OutParcel::Terms{to, *block, false, part, confirmed ? 0 : new_stamp()});
 }
 
 std::shared_ptr<Parcel> Parcels::incoming(const std::shared_ptr<Parcels>& self,
@@ -49,6 +51,8 @@ std::shared_ptr<Parcel> Parcels::incoming(const std::shared_ptr<Parcels>& self,
   if (!takes_any() || tensor.nbytes() < kLeastBytes) return nullptr;
   return std::make_shared<InParcel>(self);
 }
+
+std::size_t Parcels::most() { return depot()->most() - OutParcel::kHeadBytes; }
 
 // Never zero, which is none.
 uint64_t Parcels::new_stamp() {

@@ -1,7 +1,8 @@
 // Messages of tensors on devices that do not go through the host's memory: the sender's lies in
 // memory of its device that the receiver opens, who copies it and says so; the mailbox carries the
-// ticket. All waiting is the hosts': no stream waits for another process, and no message for a
-// collective. What one of the two cannot do, they do through pinned memory.
+// ticket. A message larger than the memory for it goes in parts, one after the other through the
+// same place. All waiting is the hosts': no stream waits for another process. What one of the two
+// cannot do, they do through pinned memory.
 #pragma once
 #include <atomic>
 
@@ -21,7 +22,8 @@ class Parcel : public Passage {
                                          const shm::Envelope& envelope) = 0;
   // Does what it is its turn to do, by one thread at a time. Returns whether a device has something
   // of it in hand, which rings no bell when it is done. Throws what fails.
-  virtual bool advance(shm::Mailbox& mailbox, Transfer& transfer, const shm::Occasion& occasion) = 0;
+  virtual bool advance(shm::Mailbox& mailbox, Transfer& transfer,
+                       const shm::Occasion& occasion) = 0;
   // Instead of that, when it has thrown: the other end must not wait for this one.
   virtual void give_up(shm::Mailbox& mailbox, Transfer& transfer) = 0;
 };
@@ -63,6 +65,7 @@ class Parcels {
   static bool has(const Ranks& ranks, Rank r) { return (ranks.load() >> r & 1) != 0; }
   static void add(Ranks& ranks, Rank r) { ranks.fetch_or(uint64_t{1} << r); }
   std::shared_ptr<slabs::Depot> depot();
+  std::size_t most();  // bytes of a part
   slabs::Device number(at::Device device) const { return devices_->stream(device).device; }
   uint64_t new_stamp();
   // Throws when the peer may have freed what it has sent, and what it throws names it.
