@@ -59,7 +59,8 @@ void Dock::await(Rank r, uint64_t value, const shm::Occasion& occasion) {
 
 // A stream that was let go comes to its end as well, perhaps before this rank has heard of what was
 // wrong, and has written no results: that is no good end, unless it was seen before.
-std::shared_ptr<Errand> Dock::send(const shm::Occasion& occasion, std::function<bool()> ended) {
+std::shared_ptr<Errand> Dock::send(const shm::Occasion& occasion, std::function<bool()> ended,
+                                   std::shared_ptr<void> lent) {
   auto well = std::make_shared<std::atomic<bool>>(false);
   auto reached = [group = parts_.group, deck = parts_.deck, occasion, well,
                   ended = std::move(ended)] {
@@ -69,8 +70,10 @@ std::shared_ptr<Errand> Dock::send(const shm::Occasion& occasion, std::function<
     well->store(true);
     return true;
   };
-  auto errand = std::make_shared<Errand>(Errand::About{
-      occasion.operation, occasion.call, occasion.deadline, std::move(reached), awaited_});
+  auto errand =
+      std::make_shared<Errand>(Errand::About{occasion.operation, occasion.call, occasion.deadline,
+                                             std::move(reached), awaited_},
+                               std::move(lent));
   watch_.take(errand);
   return errand;
 }

@@ -21,26 +21,19 @@ constexpr uint64_t bit(int number) { return uint64_t{1} << number; }
 
 }  // namespace
 
-Tracts::Tracts(std::shared_ptr<Gpu> gpu, const shm::Group& group, Say say)
+Tracts::Tracts(std::shared_ptr<Gpu> gpu, const shm::Group& group)
     : gpu_(std::move(gpu)),
       segment_(group.segment()),
       deck_(group.deck(), group.world()),
       rank_(group.rank()),
-      world_(group.world()),
-      say_(std::move(say)) {}
+      world_(group.world()) {}
 
 std::byte* Tracts::add(Device device, std::size_t bytes) {
   if (!origin_.is_here())
     throw std::runtime_error("a forked child of a rank has no GPU memory of its own to allocate");
   const std::size_t size = whole_granules(bytes);
   if (std::byte* const again = reuse(device, size)) return again;
-  std::byte* memory = nullptr;
-  try {
-    memory = gpu_->allocate(device, size);
-  } catch (const std::runtime_error&) {
-    free_idle();  // what is kept for another size may be what is missing
-    memory = gpu_->allocate(device, size);
-  }
+  std::byte* const memory = gpu_->allocate(device, size);
   const int number = put_up(device, memory, size);
   const std::lock_guard lock(mutex_);
   own_.emplace(memory, Own{device, size, number, true});
@@ -68,25 +61,30 @@ int Tracts::put_up(Device device, std::byte* memory, std::size_t bytes) {
   {
     const std::lock_guard lock(mutex_);
     number = std::countr_one(numbers_);
-    if (number < kMostTracts) numbers_ |= bit(number);
-  }
-  if (number == kMostTracts) {
-    say_(text("a rank's memory that others reach is in ", kMostTracts,
-              " parts already; tensors in what comes beyond are copied in collectives"));
-    return kNone;
+    if (number == kMostTracts) {
+      unreachable_.push_back(text("a rank's GPU memory that others reach is in ", kMostTracts,
+                                  " parts already: what comes beyond is copied in collectives"));
+      return kNone;
+    }
+    numbers_ |= bit(number);
   }
   Notice& notice = deck_.notice(rank_, number);
   try {
     notice.handle = gpu_->handle_of(device, memory);
   } catch (const std::runtime_error& error) {
-    say_(text("GPU memory that cannot be handed to other processes, so its tensors are copied in ",
-              "collectives: ", error.what()));
     const std::lock_guard lock(mutex_);
+    unreachable_.push_back(text("GPU memory that cannot be handed to other processes is copied in ",
+                                "collectives: ", error.what()));
     numbers_ &= ~bit(number);
     return kNone;
   }
   notice.bytes.store(bytes, std::memory_order_seq_cst);
   return number;
+}
+
+std::vector<std::string> Tracts::unreachable() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(unreachable_, {});
 }
 
 // False: somebody has it open.

@@ -4,12 +4,12 @@
 // somebody has open. Knows no tensors: others divide a tract among them.
 #pragma once
 #include <compare>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "../shm/group.h"
 #include "deck.h"
@@ -23,9 +23,7 @@ using Place = uint64_t;
 // agreed on anything, and stays as long as somebody has memory of it.
 class Tracts {
  public:
-  // `say` is told, in a sentence, of memory that others will not reach.
-  using Say = std::function<void(const std::string&)>;
-  Tracts(std::shared_ptr<Gpu> gpu, const shm::Group& group, Say say);
+  Tracts(std::shared_ptr<Gpu> gpu, const shm::Group& group);
   ~Tracts() = default;  // after `close`; what is still there stays until the process ends
   Tracts(const Tracts&) = delete;
   Tracts& operator=(const Tracts&) = delete;
@@ -34,6 +32,9 @@ class Tracts {
   // is no notice left for it, it is memory without places. Throws std::runtime_error when there is
   // none, or after `close`.
   std::byte* add(Device device, std::size_t bytes);
+  // Why there is such memory since this was asked last, in sentences: `add` may be called by an
+  // allocator that holds a lock, so it tells nobody by itself.
+  std::vector<std::string> unreachable();
   // What `add` has returned; the device is done with it. Used again, or freed when nobody has it
   // open; also after `close`.
   void give_back(std::byte* memory) noexcept;
@@ -84,11 +85,11 @@ class Tracts {
   const Deck deck_;
   const Rank rank_;
   const int world_;
-  const Say say_;
 
   mutable std::mutex mutex_;  // of what follows; never held in a call of the GPU's
   std::map<std::byte*, Own> own_;
   uint64_t numbers_ = 0;  // a bit for each that is taken
+  std::vector<std::string> unreachable_;
   bool closed_ = false;
 
   std::mutex opening_;  // of what follows

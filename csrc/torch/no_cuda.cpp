@@ -36,6 +36,7 @@ namespace {
 class NoDevices final : public Devices {
  public:
   bool serves(const at::Tensor&) const override { return false; }
+  bool serves(at::Device) const override { return false; }
   bool is_capturing(at::Device) override { never(); }
   at::Tensor new_pinned(const at::Tensor&) override { never(); }
   void copy_out(const Way&) override { never(); }
@@ -49,6 +50,11 @@ class NoDevices final : public Devices {
   std::shared_ptr<slabs::Gpu> gpu() override { return nullptr; }
   slabs::Stream stream(at::Device) override { never(); }
   at::Tensor new_dense(const at::Tensor&, at::Device) override { never(); }
+  at::Tensor new_in_tract(const std::shared_ptr<slabs::Tracts>&, at::Device, int64_t,
+                          at::ScalarType) override {
+    never();
+  }
+  void drop_pools() override {}
   void with_results(c10::ArrayRef<at::Device>, c10::function_ref<void()>) override { never(); }
 };
 

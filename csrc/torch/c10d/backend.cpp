@@ -133,16 +133,23 @@ std::shared_ptr<ArenaAllocator> Backend::allocator() const {
 }
 
 // CUDA devices have a number.
-bool Backend::supportsTensorAlloc(c10::DeviceIndex device) {
+bool Backend::supportsTensorAlloc(c10::DeviceIndex index) {
+  const at::Device device = index < 0 ? at::Device(at::kCPU) : at::Device(at::kCUDA, index);
   const std::lock_guard lock(life_);
-  return device < 0 && forks_.none() && group_ && group_->layout().sizes.arena_bytes > 0;
+  if (!forks_.none() || !group_) return false;
+  if (device.is_cuda() || ladder_->serves(device)) return ladder_->is_worth_reaching(device);
+  return group_->layout().sizes.arena_bytes > 0;
 }
 
 at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
-  require(options.device().is_cpu(), "allocate_tensor: a tensor on ", options.device(),
-          " cannot lie in memory that processes share; ask for a CPU tensor");
+  const at::Device device = options.device();
+  require(device.is_cpu() || device.is_cuda(), "allocate_tensor: a tensor on ", device,
+          " cannot lie in memory that processes share; ask for one on the CPU or a GPU");
   require(size >= 0, "allocate_tensor: the size is ", size);
-  return allocator()->empty({size}, c10::typeMetaToScalarType(options.dtype()));
+  const auto arena = allocator();  // or throws: there is no group any more
+  const at::ScalarType type = c10::typeMetaToScalarType(options.dtype());
+  if (device.is_cuda() || ladder_->serves(device)) return ladder_->empty(device, size, type);
+  return arena->empty({size}, type);
 }
 
 void Backend::abort() {

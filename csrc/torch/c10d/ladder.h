@@ -40,10 +40,16 @@ class Ladder {
   Ladder(std::shared_ptr<Devices> devices, Terms terms);
 
   bool serves(const at::Tensor& tensor) const { return devices_->serves(tensor); }
+  bool serves(at::Device device) const { return devices_->serves(device); }
   // Once, as soon as there is a group: it may then have GPU memory that others reach.
   void allot(const shm::Group& group);
   // null: this build has no CUDA.
   const std::shared_ptr<slabs::Tracts>& tracts() const { return tracts_; }
+  // So many elements there. Throws std::invalid_argument where there is no such memory, or under
+  // capture.
+  at::Tensor empty(at::Device device, int64_t count, at::ScalarType type);
+  // Would tensors on that device gain by lying there, as far as is known?
+  bool is_worth_reaching(at::Device device);
 
   // Throws while the current stream of the tensor's device is under capture.
   void check_no_capture(const at::Tensor& tensor, const Label& label) const;
