@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, Me, Pools, caught, fresh, pools_of_a_module
+from test_dist_slabs_placed import make
 from test_dist_staging_p2p import batched, in_order, nobody_waits
 
 pytestmark = pytest.mark.skipif(not OURS, reason="has memory of its own for messages")
@@ -287,6 +288,68 @@ def test_what_does_not_fit(pools, out):
 
 def room(me: Me) -> int:
     return me.fake.gpu.books().get("allocated", 0)
+
+
+def lent(me: Me) -> tuple[list[bool], list[int]]:
+    """Tensors that the receiver reaches are not copied before, once it has shown that it does."""
+    xs = [make(2 * PART), make(2 * PART)[1000:], make(2 * PART)[::2]]
+    y, good, copied = torch.zeros(2 * PART), [], []
+    for turn, x in enumerate([*xs, *xs]):
+        x.copy_(values(x.numel(), turn))
+        y.fill_(-1.0)
+        before = me.fake.trace().count("copy_out")
+        if me.rank == 0:
+            dist.send(x, 1)
+            x.fill_(-2.0)
+            copied.append(me.fake.trace().count("copy_out") - before)
+        else:
+            dist.recv(y[: x.numel()], 0)
+            good.append(torch.equal(y[: x.numel()], values(x.numel(), turn)))
+    return good, copied
+
+
+@pytest.mark.parametrize("staged", ["late:stream", "eager:wait"])
+def test_tensors_that_the_receiver_reaches(staged):
+    with fresh(2, staged=staged) as pool:
+        (_, copied), (good, _) = pool.run(lent)
+        assert good == [True] * 6
+        assert copied == [1, 0, 1, 0, 0, 1]  # the first, and those that are not contiguous
+        assert pool.run(fouls) == [[], []]
+
+
+def beside_a_collective(me: Me) -> tuple[bool, float]:
+    """The group's streams wait for the last rank's, whose caller has something else to do."""
+    x, y = values(100_000, 3), torch.zeros(100_000)
+    for _ in range(2):
+        dist.all_reduce(torch.ones(3))
+    dist.barrier()
+    me.fake.look(False)
+    total = torch.ones(1000)
+    if me.rank == 2:
+        me.fake.stall(True)
+        me.fake.fill_later(total, 1.0)
+    work = dist.all_reduce(total, async_op=True)
+    start = time.monotonic()
+    if me.rank == 0:
+        dist.send(x, 1)
+    elif me.rank == 1:
+        dist.recv(y, 0)
+    took = time.monotonic() - start
+    early = work.is_completed()
+    if me.rank == 2:
+        time.sleep(1.0)
+        me.fake.stall(False)
+    while not work.is_completed():
+        time.sleep(0.001)
+    me.fake.look(True)
+    return not early and (me.rank != 1 or torch.equal(y, x)), took
+
+
+@pytest.mark.parametrize("staged", ["late:stream", "eager:stream"])
+def test_a_message_waits_for_no_collective(pools, staged):
+    for right, took in pools(3, staged=staged, beside=None).run(beside_a_collective):
+        assert right
+        assert took < 0.8
 
 
 def on_host_rung(me: Me) -> tuple[bool, int]:

@@ -55,6 +55,7 @@ class NoDevices final : public Devices {
     never();
   }
   void drop_pools() override {}
+  std::shared_ptr<Devices> twin() override { return std::make_shared<NoDevices>(); }
   void with_results(c10::ArrayRef<at::Device>, c10::function_ref<void()>) override { never(); }
 };
 

@@ -60,6 +60,8 @@ class Devices {
                                   int64_t count, at::ScalarType type) = 0;
   // The group has gone: gives back what of that memory no tensor is in.
   virtual void drop_pools() = 0;
+  // The same devices, with streams of the group's that are apart from these.
+  virtual std::shared_ptr<Devices> twin() = 0;
   // Does it with those streams as the current ones: an event that is recorded then comes when the
   // results are there.
   virtual void with_results(c10::ArrayRef<at::Device> devices, c10::function_ref<void()> act) = 0;

@@ -31,6 +31,7 @@ class FakeDevices final : public Devices, public std::enable_shared_from_this<Fa
   at::Tensor new_in_tract(const std::shared_ptr<slabs::Tracts>& tracts, at::Device device,
                           int64_t count, at::ScalarType type) override;
   void drop_pools() override {}  // each tensor has a tract of its own
+  std::shared_ptr<Devices> twin() override;
   void with_results(c10::ArrayRef<at::Device> devices, c10::function_ref<void()> act) override;
 
   // The scenery.
@@ -46,8 +47,14 @@ class FakeDevices final : public Devices, public std::enable_shared_from_this<Fa
   const std::shared_ptr<FakeGpu>& slabs() const { return gpu_; }
 
  private:
+  friend class FakeTwin;
   class Point;
 
+  // With a stream of the group's that is named.
+  void follow_on(std::size_t stream, Mark& after);
+  std::unique_ptr<Mark> finish_on(std::size_t stream, const std::vector<Way>& ways,
+                                  const std::vector<at::Tensor>& kept);
+  void with_results_of(std::size_t stream, c10::function_ref<void()> act);
   void may_fail(const char* call, bool in_capture);
 
   const std::shared_ptr<FakeStreams> streams_;

@@ -110,7 +110,7 @@ std::shared_ptr<Passage> Ladder::begin(const Call& call, at::Device device) {
   if (!failed.empty()) throw Unmet{std::make_exception_ptr(CollectiveError(failed))};
   if (!dock) {
     say_rung(kHost);
-    return begin_staged();
+    return stage_through_host(devices_);
   }
   say_rung(dock->sync() == slabs::Sync::stream ? kStream : kWait);
   return pass_through_slabs(devices_, dock);

@@ -60,8 +60,7 @@ class Ladder {
   // For one collective, the first tensor of which is on `device`. Throws Unmet with what
   // convening throws.
   std::shared_ptr<Passage> begin(const Call& call, at::Device device);
-  // For a message, in the ways in which two ranks alone can exchange one.
-  std::shared_ptr<Passage> begin_staged() const { return stage_through_host(devices_); }
+  // Of messages, which two ranks alone exchange: may they go through memory that both reach?
   bool shares_memory() const;
   const std::shared_ptr<Devices>& devices() const { return devices_; }
   std::size_t slot_bytes() const { return terms_.slot_bytes; }

@@ -54,7 +54,7 @@ std::shared_ptr<Passage> Messages::passage_of(const Letter& letter, bool receive
   std::shared_ptr<Passage> parcel = receives
                                         ? parcels_->incoming(parcels_, letter.tensor)
                                         : parcels_->outgoing(parcels_, letter.tensor, *letter.peer);
-  return parcel ? parcel : ladder_->begin_staged();
+  return parcel ? parcel : parcels_->staged();
 }
 
 c10::intrusive_ptr<c10d::Work> Messages::send(const Letter& letter) {

@@ -19,7 +19,7 @@ constexpr std::chrono::milliseconds kGlance{1};
 Parcels::Parcels(std::shared_ptr<shm::Group> group, std::shared_ptr<const Ladder> ladder)
     : group_(std::move(group)),
       ladder_(std::move(ladder)),
-      devices_(ladder_->devices()),
+      devices_(ladder_->devices()->twin()),
       stamp_(uint64_t{std::random_device()()} << 32 | std::random_device()()) {}
 
 std::shared_ptr<slabs::Depot> Parcels::depot() {

@@ -1,8 +1,8 @@
 // Messages of tensors on devices that do not go through the host's memory: the sender's lies in
 // memory of its device that the receiver opens, who copies it and says so; the mailbox carries the
 // ticket. A message larger than the memory for it goes in parts, one after the other through the
-// same place. All waiting is the hosts': no stream waits for another process. What one of the two
-// cannot do, they do through pinned memory.
+// same place. All waiting is the hosts': no stream waits for another process, and no message for a
+// collective. What one of the two cannot do, they do through pinned memory.
 #pragma once
 #include <atomic>
 
@@ -39,6 +39,7 @@ class Parcels {
 
   // Can parcels come here at all? If not, their senders need not try again.
   bool takes_any() const { return ladder_->shares_memory(); }
+  std::shared_ptr<Passage> staged() const { return stage_through_host(devices_); }
   // Null: the message is to go through pinned memory.
   std::shared_ptr<Parcel> outgoing(const std::shared_ptr<Parcels>& self, const at::Tensor& tensor,
                                    Rank to);
@@ -76,6 +77,7 @@ class Parcels {
 
   const std::shared_ptr<shm::Group> group_;
   const std::shared_ptr<const Ladder> ladder_;
+  // With streams of their own: whatever a collective's waits for is no matter of a message.
   const std::shared_ptr<Devices> devices_;
   Ranks refusing_{0};   // cannot fetch what lies here
   Ranks confirmed_{0};  // have fetched something

@@ -51,6 +51,8 @@ at::Device named(at::Device device) {
 
 class TorchDevices final : public Devices {
  public:
+  explicit TorchDevices(std::shared_ptr<slabs::Gpu> gpu) : gpu_(std::move(gpu)) {}
+
   bool serves(const at::Tensor& tensor) const override { return tensor.is_cuda(); }
   bool serves(at::Device device) const override { return device.is_cuda(); }
   bool is_capturing(at::Device device) override;
@@ -69,12 +71,13 @@ class TorchDevices final : public Devices {
   at::Tensor new_in_tract(const std::shared_ptr<slabs::Tracts>& tracts, at::Device device,
                           int64_t count, at::ScalarType type) override;
   void drop_pools() override;
+  std::shared_ptr<Devices> twin() override { return std::make_shared<TorchDevices>(gpu_); }
   void with_results(c10::ArrayRef<at::Device> devices, c10::function_ref<void()> act) override;
 
  private:
   CUDAStream back(at::Device device);
 
-  const std::shared_ptr<slabs::Gpu> gpu_ = ipc_gpu();
+  const std::shared_ptr<slabs::Gpu> gpu_;
   std::mutex mutex_;
   std::map<c10::DeviceIndex, CUDAStream> back_;  // [device]: the group's stream there
   std::map<c10::DeviceIndex, std::shared_ptr<TractPool>> pools_;  // [device]
@@ -174,6 +177,6 @@ void TorchDevices::with_results(c10::ArrayRef<at::Device> devices, c10::function
 
 }  // namespace
 
-std::shared_ptr<Devices> torch_devices() { return std::make_shared<TorchDevices>(); }
+std::shared_ptr<Devices> torch_devices() { return std::make_shared<TorchDevices>(ipc_gpu()); }
 
 }  // namespace pycollect::dist
