@@ -134,7 +134,9 @@ def never_fetched(me: Me) -> Caught:
     return caught(dist.recv, y, 0)
 
 
-@pytest.mark.parametrize(("job", "late"), [(never_received, 1), (never_sent, 0), (never_fetched, 1)])
+@pytest.mark.parametrize(
+    ("job", "late"), [(never_received, 1), (never_sent, 0), (never_fetched, 1)]
+)
 def test_an_end_that_is_late(job, late):
     with fresh(2, staged="late:stream", timeout=1.0) as pool:
         for error in pool.run(job):
