@@ -52,8 +52,10 @@ def options(
     reach, with the GPUs' streams waiting for each other (`cuda_sync="stream"`) or the hosts for
     them ("wait"), or else through pinned memory ("host"): "best" tries them in this order at the
     group's first such call, and takes the first that works on all ranks; PYCOLLECT_CUDA_SYNC may
-    name one, too. One that is named and does not work is an error. Messages between two ranks
-    always go through pinned memory. All ranks must say the same.
+    name one, too. One that is named and does not work is an error. All ranks must say the same.
+    Messages of 64 KiB and more between two ranks go through other memory of the sender's GPU, twice
+    `slab_bytes` bytes at the most, which the receiver opens; smaller ones, those of which one end
+    cannot, and all if "host" is named, through pinned memory. Their `wait()` blocks the host.
 
     >>> options(algorithm="fused").algorithm
     'fused'

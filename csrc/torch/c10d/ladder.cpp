@@ -19,10 +19,10 @@ struct Rung {
 constexpr std::array kRungs{
     Rung{"stream",
          "through slabs that all processes reach, ordered by stream memory operations; wait() "
-         "blocks the stream only; messages go through pinned memory"},
+         "blocks the stream only"},
     Rung{"wait",
          "through slabs that all processes reach, ordered by the hosts; wait() blocks the host "
-         "until the ranks have exchanged; messages go through pinned memory"},
+         "until the ranks have exchanged"},
     Rung{"host",
          "copied to pinned memory and back around the exchange between processes; wait() blocks "
          "the host until the ranks have exchanged, then only the stream"},

@@ -31,6 +31,7 @@ std::shared_ptr<slabs::Depot> Parcels::depot() {
 std::shared_ptr<Parcel> Parcels::outgoing(const std::shared_ptr<Parcels>& self,
                                           const at::Tensor& tensor, Rank to) {
   if (!takes_any() || tensor.nbytes() < kLeastBytes || has(refusing_, to)) return nullptr;
+  say_way();
   sweep();
   const bool confirmed = has(confirmed_, to);
   if (confirmed && tensor.is_contiguous()) {
@@ -49,6 +50,7 @@ std::shared_ptr<Parcel> Parcels::outgoing(const std::shared_ptr<Parcels>& self,
 std::shared_ptr<Parcel> Parcels::incoming(const std::shared_ptr<Parcels>& self,
                                           const at::Tensor& tensor) {
   if (!takes_any() || tensor.nbytes() < kLeastBytes) return nullptr;
+  say_way();
   return std::make_shared<InParcel>(self);
 }
 
@@ -64,6 +66,12 @@ void Parcels::require_there(Rank peer, const shm::Occasion& occasion) {
   group_->require_whole(occasion);
   if ((group_->dead() >> peer & 1) != 0 || group_->line(peer).left.load() != 0)
     group_->await([] { return false; }, [&] { return std::vector<Rank>{peer}; }, occasion);
+}
+
+void Parcels::say_way() {
+  say_once(text("messages of CUDA tensors, from ", kLeastBytes >> 10,
+                " KiB on: through GPU memory that the receiver opens, ordered by the hosts; wait() "
+                "blocks the host until the receiver has copied"));
 }
 
 void Parcels::say(Rank from, Rank to, const std::string& why) const {

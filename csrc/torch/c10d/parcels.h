@@ -73,6 +73,7 @@ class Parcels {
   void require_there(Rank peer, const shm::Occasion& occasion);
   void say_vain(Rank from, const std::string& why);
   void refused_by(Rank to);
+  static void say_way();
   void say(Rank from, Rank to, const std::string& why) const;
 
   const std::shared_ptr<shm::Group> group_;
