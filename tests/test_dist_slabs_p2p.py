@@ -78,7 +78,7 @@ def test_small_ones_as_on_other_rungs(pools, staged):
 def without_pinned_memory(me: Me) -> tuple[int, int]:
     """Once the pair knows each other. The sender's tensor is its own again after wait()."""
     x, y, before, wrong = torch.empty(100_000), torch.empty(100_000), 0, 0
-    for turn in range(40):
+    for turn in range(100):  # more than would find room if none came free
         if turn == 1:
             before = me.fake.pinned()
         if me.rank == turn % 2:
@@ -224,6 +224,7 @@ def beside_a_collective(me: Me) -> tuple[bool, float]:
         me.fake.stall(True)
         me.fake.fill_later(total, 1.0)
     work = dist.all_reduce(total, async_op=True)
+    time.sleep(0.2)  # until the streams have it
     start = time.monotonic()
     if me.rank == 0:
         dist.send(x, 1)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import dist_fake
@@ -186,6 +187,38 @@ def test_destroyed_while_the_receiver_comes():
 def test_destroyed_while_nobody_receives():
     with fresh(2, staged="late:stream") as pool:
         assert max(took for _, took in pool.run(destroyed, False)) < 12.0
+
+
+def destroyed_while_fetching(me: Me, ends: bool) -> tuple[Caught, dict[str, int], list[str]]:
+    """A device that is yet to copy, or never will: until then nobody lets go of the memory."""
+    made, fake = dist_fake.options("late:stream")
+    me.init("fetching", pg_options=made)
+    x = torch.zeros(COUNT)
+    if me.rank == 0:
+        error = caught(dist.send, x, 1)
+    else:
+        fake.stall(True)
+        fake.fill_later(x, 3.0)
+        error = caught(dist.recv, x, 0)
+    if ends:
+        threading.Timer(0.5, fake.stall, (False,)).start()
+    dist.destroy_process_group()
+    left = alive(fake)
+    fake.stall(False)
+    time.sleep(0.2)
+    return error, left, fake.gpu.fouls()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", [True, False])
+def test_destroyed_while_a_device_fetches(ends):
+    with fresh(2, group=False, timeout=1.0) as pool:
+        (first, sender, _), (second, receiver, _) = found = pool.run(destroyed_while_fetching, ends)
+        assert "Timeout" in first.kinds, first
+        assert "Timeout" in second.kinds, second
+        assert sender == ({} if ends else {"allocated": 1})
+        assert receiver == ({} if ends else {"opened": 1})
+        assert [fouls for _, _, fouls in found] == [[], []]
 
 
 # --- devices that fail ----------------------------------------------------------------------------

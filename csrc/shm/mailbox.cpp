@@ -100,6 +100,7 @@ void Mailbox::take_no_parcels() {
 bool Mailbox::progress() { return post_->try_move(); }
 bool Mailbox::idle() const { return post_->idle(); }
 void Mailbox::wake() { post_->ring_own(); }
+void Mailbox::fail(const std::exception_ptr& error) { post_->fail(error); }
 
 void Mailbox::wait(Transfer& transfer, const Occasion& occasion) {
   if (!transfer.done()) wait(transfer, [&] { return transfer.done(); }, occasion);

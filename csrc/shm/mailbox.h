@@ -89,6 +89,7 @@ class Mailbox {
   // 10 ms when nothing moves, and after `wake`.
   bool work(const std::function<bool()>& stop, const Occasion& occasion);
   void wake();
+  void fail(const std::exception_ptr& error);  // everything that is under way, with this
   std::vector<Rank> missing(const Transfer& transfer) const;  // whom it depends on
   Rank rank() const;
 

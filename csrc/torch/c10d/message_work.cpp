@@ -57,7 +57,7 @@ bool MessageWork::advance(shm::Mailbox& mailbox) {
 
 std::vector<Rank> MessageWork::missing(const shm::Mailbox& mailbox) const {
   const std::lock_guard lock(mutex_);
-  return in_hand_ ? std::vector<Rank>{mailbox.rank()} : mailbox.missing(*transfer_);
+  return in_hand_ || !transfer_ ? std::vector<Rank>{mailbox.rank()} : mailbox.missing(*transfer_);
 }
 
 std::shared_ptr<shm::Mailbox::Transfer> MessageWork::transfer() const {

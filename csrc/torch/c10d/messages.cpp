@@ -108,7 +108,7 @@ bool Messages::wait_until(MessageWork& work, shm::Deadline deadline) {
   while (!over()) {
     progress();
     if (glances())
-      std::this_thread::sleep_for(kGlance);
+      glance(work, over, shm::Clock::now() + kForEver);
     else
       mailbox_.work([&] { return over() || stirs(); }, work.occasion(shm::Clock::now() + kForEver));
   }
@@ -177,6 +177,7 @@ void Messages::tick(Lock& lock) {
     return;
   }
   lock.unlock();
+  fail_with_group();
   progress();
   std::this_thread::sleep_for(kGlance);
   lock.lock();
@@ -203,7 +204,7 @@ bool Messages::close(std::chrono::milliseconds grace) {
   try {
     finish(deadline);
   } catch (const std::exception&) {
-    // The group is broken, and what was under way has failed.
+    fail_with_group();
   }
   drop_leaving();
   std::thread thread;

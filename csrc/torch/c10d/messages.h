@@ -119,6 +119,8 @@ class Messages : public std::enable_shared_from_this<Messages> {
   void post(const c10::intrusive_ptr<MessageWork>& work);
   std::shared_ptr<Passage> passage_of(const Letter& letter, bool receives);
   void await_parcels(MessageWork& work, shm::Deadline deadline);
+  void glance(MessageWork& work, const std::function<bool()>& stop, shm::Deadline deadline);
+  void fail_with_group();
   void advance_parcels();
   bool stirs() const { return handed_ != 0 && mailbox_.turns() != turns_; }
   bool glances() const { return leaves_ || in_hand_; }

@@ -2,6 +2,7 @@
 // their turn; parcels are looked after until both ends are done with them.
 #include <algorithm>
 
+#include "../../plan/error.h"
 #include "messages.h"
 
 namespace pycollect::dist {
@@ -28,13 +29,16 @@ void Messages::post(const c10::intrusive_ptr<MessageWork>& work) {
 // By one thread at a time; another has something else to do, or looks again.
 void Messages::advance_parcels() {
   if (handed_ == 0) return;
+  std::vector<c10::intrusive_ptr<MessageWork>> over;  // let go of without the lock
   const std::unique_lock lock(handed_mutex_, std::try_to_lock);
   if (!lock) return;
   turns_ = mailbox_.turns();
   bool in_hand = false;
-  std::erase_if(handed_over_, [&](const c10::intrusive_ptr<MessageWork>& work) {
+  std::erase_if(handed_over_, [&](c10::intrusive_ptr<MessageWork>& work) {
     in_hand |= work->advance(mailbox_);
-    return work->is_moved();
+    if (!work->is_moved()) return false;
+    over.push_back(std::move(work));
+    return true;
   });
   handed_ = static_cast<int>(handed_over_.size());
   in_hand_ = in_hand;
@@ -84,6 +88,32 @@ void Messages::await_dispatch(const MessageWork& work, shm::Deadline deadline) {
     group_->await(left, [&] { return std::vector<Rank>{group_->rank()}; }, work.occasion(deadline));
 }
 
+// While a device has something in hand, or until `stop`.
+void Messages::glance(MessageWork& work, const std::function<bool()>& stop,
+                      shm::Deadline deadline) {
+  const auto over = [&] {
+    progress();
+    return stop() || !glances();
+  };
+  try {
+    group_->await(
+        over, [&] { return work.missing(mailbox_); }, work.occasion(deadline),
+        [] { std::this_thread::sleep_for(kGlance); });
+  } catch (const CollectiveError&) {
+    mailbox_.fail(std::current_exception());
+    throw;
+  }
+}
+
+// As the mailbox does when it is waited in.
+void Messages::fail_with_group() {
+  try {
+    group_->require_whole({"send or recv", 0, shm::Deadline::max()});
+  } catch (const CollectiveError&) {
+    mailbox_.fail(std::current_exception());
+  }
+}
+
 // Looks after all parcels while this one is not moved, and as long as there are any.
 void Messages::await_parcels(MessageWork& work, shm::Deadline deadline) {
   const auto transfer = work.transfer();
@@ -91,13 +121,7 @@ void Messages::await_parcels(MessageWork& work, shm::Deadline deadline) {
   while (!moved()) {
     progress();
     if (glances())
-      group_->await(
-          [&] {
-            progress();
-            return moved() || !glances();
-          },
-          [&] { return work.missing(mailbox_); }, work.occasion(deadline),
-          [] { std::this_thread::sleep_for(kGlance); });
+      glance(work, moved, deadline);
     else
       mailbox_.wait(*transfer, [&] { return moved() || stirs(); }, work.occasion(deadline));
   }

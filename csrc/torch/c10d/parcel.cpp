@@ -41,6 +41,10 @@ std::byte* address(const at::Tensor& t) {
 
 }  // namespace
 
+OutParcel::~OutParcel() {
+  if (all_ && !departed_ && !terms_.lent) all_->depot()->give_back(terms_.where);
+}
+
 shm::Span OutParcel::enter(const at::Tensor& tensor, bool, bool) {
   on_ = {tensor.device()};
   tensor_ = tensor;
@@ -53,6 +57,7 @@ shm::Span OutParcel::enter(const at::Tensor& tensor, bool, bool) {
 }
 
 void OutParcel::depart() {
+  departed_ = true;
   std::byte* const block = terms_.where.memory;
   if (terms_.stamp != 0)
     devices_->fill(stamps_at(block, on_[0]), static_cast<int64_t>(terms_.stamp));
@@ -117,7 +122,7 @@ void OutParcel::land(const shm::Occasion&) {
 
 void OutParcel::let_go() {
   const auto all = std::exchange(all_, nullptr);
-  if (left_ == nullptr) return;  // it did not come to that, and who knows what has the block
+  if (left_ == nullptr) return;  // a device has failed, and who knows what has the block
   const auto block = terms_.lent ? std::nullopt : std::optional(terms_.where);
   all->let_linger({staged_ ? staged_ : copied_ ? copied_ : left_, {dense_, pinned_}, block});
   tensor_.reset();

@@ -21,6 +21,7 @@ class OutParcel final : public Parcel {
   };
   OutParcel(std::shared_ptr<Parcels> all, const Terms& terms)
       : devices_(all->devices_), terms_(terms), all_(std::move(all)) {}
+  ~OutParcel() override;
 
   shm::Span enter(const at::Tensor& tensor, bool reads, bool writes) override;
   void depart() override;
@@ -51,7 +52,7 @@ class OutParcel final : public Parcel {
   at::Tensor dense_;  // all of it: in the block, or else the tensor or a copy that is contiguous
   std::size_t bytes_ = 0, begin_ = 0;    // begin_: of the part that is in the block
   std::shared_ptr<Mark> left_, copied_;  // copied_: of the last part but the first
-  bool copying_ = false;
+  bool departed_ = false, copying_ = false;
   at::Tensor pinned_;             // for a receiver that asks for the bytes
   std::shared_ptr<Mark> staged_;  // null: none has
   bool supplied_ = false;
