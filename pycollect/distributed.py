@@ -58,13 +58,16 @@ def options(
     group's first such call, and takes the first that works on all ranks; PYCOLLECT_CUDA_SYNC may
     name one, too. One that is named and does not work is an error. A group that is made with a
     `device_id` tries at once, and the first calls of several groups may then come in any order.
-    Messages between two ranks always go through pinned memory.
 
     Collectives of at most `cuda_host_bytes` bytes (of a rank's largest buffer, all tensors of the
     call together; 0 unless PYCOLLECT_CUDA_HOST_BYTES says otherwise) go through pinned memory
     although slabs work: `wait()` then holds up the host, but not for the GPUs' launches and waits.
     gather, scatter and all_to_all, whose sizes not all ranks know, never do. All ranks must say the
     same.
+
+    Messages of 64 KiB and more between two ranks go through other memory of the sender's GPU, twice
+    `slab_bytes` bytes at the most, which the receiver opens; smaller ones, those of which one end
+    cannot, and all if "host" is named, through pinned memory. Their `wait()` blocks the host.
 
     Where all CUDA tensors of a collective lie in memory that the other ranks reach, from
     `pycollect.empty(..., device="cuda")`, they are read and written there and not copied to slabs.

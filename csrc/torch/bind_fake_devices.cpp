@@ -29,6 +29,7 @@ void bind_fake_devices(py::module_& m) {
       .def("capture", &FakeDevices::capture, py::arg("on"), free)
       .def("fail_call", &FakeDevices::fail_call, py::arg("in_"), free)
       .def("look", &FakeDevices::look, py::arg("on"), free)
+      .def("pinned", &FakeDevices::pinned, free)
       .def("trace", &FakeDevices::trace, free)
       .def_property_readonly("gpu", &FakeDevices::slabs);
   py::class_<FakeGpu, std::shared_ptr<FakeGpu>>(m, "FakeGpu")

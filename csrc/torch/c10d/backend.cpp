@@ -112,8 +112,8 @@ void Backend::close() {
     group.swap(group_);
     allocator.swap(allocator_);
   }
-  if (messages) messages->close(kGrace);
-  if (group) ladder_->leave(group->dead());
+  const bool ended = !messages || messages->close(kGrace);
+  if (group && ended) ladder_->leave(group->dead());
 }
 
 void close_groups() {
