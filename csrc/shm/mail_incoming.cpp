@@ -3,6 +3,7 @@
 // for what may be in it, whatever else is.
 #include "mail_incoming.h"
 
+#include <algorithm>
 #include <numeric>
 
 namespace pycollect::shm {
@@ -59,7 +60,9 @@ bool Incoming::take_one(Rank from) {
   const Record* const record = peer.messages.peek();
   if (record == nullptr) return false;
   const auto asked = find(from, record->tag);
-  if (asked == waiting_.end())
+  if (record->kind == Record::part)
+    resume(from, record->number);
+  else if (asked == waiting_.end())
     keep(from, *record, peer.messages.payload());
   else
     settle(from, *record, peer.messages.payload(), unlist(asked));
@@ -102,19 +105,66 @@ void Incoming::settle(Rank from, const Record& record, const std::byte* payload,
   mail->set_peer(from);
   const Envelope sent{record.bytes, record.dtype, record.tag}, &wanted = mail->envelope;
   if (sent.bytes != wanted.bytes || sent.dtype != wanted.dtype) {
-    if (record.kind == Record::large) {
+    if (record.kind != Record::whole) {
       Record refusal{.number = record.number, .bytes = wanted.bytes, .kind = Record::refusal};
       refusal.dtype = wanted.dtype;
       answer(from, refusal);
     }
     effects_.finish(*mail, mismatch(from, sent, me_, wanted));
-  } else if (record.kind == Record::large) {
-    unlent_.push_back({mail, record.number});
+  } else if (mail->parcel) {
+    offer(record, payload, mail);
+  } else if (record.kind != Record::whole) {
+    const bool vain = record.kind == Record::parcel && !takes_parcels_;
+    unlent_.push_back({mail, record.number, vain ? Record::bare : Record::grant});
     lend();
   } else {
     if (record.payload != 0) std::memcpy(mail->into, payload, record.payload);
     effects_.finish(*mail);
   }
+}
+
+void Incoming::offer(const Record& record, const std::byte* payload, const MailPtr& mail) {
+  mail->number = record.number;
+  mail->has_ticket = record.kind == Record::parcel;
+  if (mail->has_ticket) std::memcpy(mail->slip.data(), payload, sizeof mail->slip);
+  offered_.push_back(mail);
+  effects_.turn(*mail, Mailbox::Turn::fetch);
+}
+
+// Null when it has failed since.
+MailPtr Incoming::take_offered(const Mail& mail) {
+  const auto found = std::find_if(offered_.begin(), offered_.end(),
+                                  [&](const MailPtr& m) { return m.get() == &mail; });
+  if (found == offered_.end()) return nullptr;
+  MailPtr taken = std::move(*found);
+  offered_.erase(found);
+  taken->set_turn(Mailbox::Turn::none);
+  return taken;
+}
+
+void Incoming::fetched(Mail& mail, bool all) {
+  const MailPtr taken = take_offered(mail);
+  if (taken == nullptr) return;
+  answer(mail.peer(), {.number = mail.number, .kind = all ? Record::fetched : Record::more});
+  if (all) return effects_.finish(mail);
+  offered_.push_back(taken);
+  ++peers_[mail.peer()].asked;  // for the part
+}
+
+void Incoming::resume(Rank from, uint64_t number) {
+  for (const MailPtr& mail : offered_)
+    if (mail->peer() == from && mail->number == number) {
+      --peers_[from].asked;
+      effects_.turn(*mail, Mailbox::Turn::fetch);
+    }
+}
+
+void Incoming::accept(Mail& mail, std::byte* into, bool never) {
+  MailPtr taken = take_offered(mail);
+  if (taken == nullptr) return;
+  mail.into = into;
+  unlent_.push_back({std::move(taken), mail.number, never ? Record::bare : Record::grant});
+  lend();
 }
 
 void Incoming::answer(Rank to, const Record& record) {
@@ -125,17 +175,15 @@ void Incoming::answer(Rank to, const Record& record) {
 
 void Incoming::lend() {
   while (!unlent_.empty() && !free_.empty()) {
-    const auto [mail, number] = unlent_.front();
+    const auto [mail, number, grant] = unlent_.front();
     const int lane = free_.back();
     unlent_.pop_front();
     free_.pop_back();
     const LanePlace place = area_.lane(me_, lane);
     const uint64_t begin = place.counters->emptied.load(std::memory_order_relaxed);
     emptying_.push_back({mail, lane, Flow(place, begin, mail->envelope.bytes)});
-    answer(mail->peer(), {.number = number,
-                          .bytes = begin,
-                          .tag = static_cast<uint32_t>(lane),
-                          .kind = Record::grant});
+    answer(mail->peer(),
+           {.number = number, .bytes = begin, .tag = static_cast<uint32_t>(lane), .kind = grant});
   }
 }
 
@@ -173,6 +221,7 @@ uint64_t Incoming::missing() const {
     if (key.peer == Mail::kAnybody) return ~uint64_t{0};
     found.touch(key.peer);
   }
+  for (const MailPtr& mail : offered_) found.touch(mail->peer());
   for (const Matched& matched : unlent_) found.touch(matched.mail->peer());
   for (const Emptying& emptying : emptying_) found.touch(emptying.mail->peer());
   return found.touched;
@@ -180,9 +229,11 @@ uint64_t Incoming::missing() const {
 
 void Incoming::fail(const std::exception_ptr& error) {
   for (const auto& [key, asked] : waiting_) effects_.finish(*asked.mail, error);
+  for (const MailPtr& mail : offered_) effects_.finish(*mail, error);
   for (const Matched& matched : unlent_) effects_.finish(*matched.mail, error);
   for (const Emptying& emptying : emptying_) effects_.finish(*emptying.mail, error);
   waiting_.clear();
+  offered_.clear();
   unlent_.clear();
   emptying_.clear();  // their lanes stay lent: the other end may still write there
   for (Peer& peer : peers_) peer.asked = 0;

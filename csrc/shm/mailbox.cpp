@@ -28,40 +28,97 @@ std::size_t Mailbox::bytes(int world) { return MailArea::bytes(world); }
 Mailbox::Mailbox(Group& group) : post_(std::make_unique<Post>(group)) {}
 Mailbox::~Mailbox() = default;
 
-std::shared_ptr<Mailbox::Transfer> Mailbox::send(Rank to, const Envelope& envelope,
-                                                 const std::byte* data) {
+Rank Mailbox::check_to(Rank to) const {
   const int world = post_->group().world();
   require(to >= 0 && to < world, "send to rank ", to, " of a group of ", world);
-  const auto mail = std::make_shared<Mail>(to, envelope, data);
+  return to;
+}
+
+Rank Mailbox::check_from(std::optional<Rank> from) const {
+  const int world = post_->group().world();
+  const Rank peer = from.value_or(Mail::kAnybody);
+  require(!from || (peer >= 0 && peer < world), "receive from rank ", peer, " of a group of ",
+          world);
+  return peer;
+}
+
+std::shared_ptr<Mailbox::Transfer> Mailbox::send(Rank to, const Envelope& envelope,
+                                                 const std::byte* data) {
+  const auto mail = std::make_shared<Mail>(check_to(to), envelope, data);
   post_->send(mail);
   return mail;
 }
 
 std::shared_ptr<Mailbox::Transfer> Mailbox::receive(std::optional<Rank> from,
                                                     const Envelope& envelope, std::byte* into) {
-  const int world = post_->group().world();
-  const Rank peer = from.value_or(Mail::kAnybody);
-  require(!from || (peer >= 0 && peer < world), "receive from rank ", peer, " of a group of ",
-          world);
-  const auto mail = std::make_shared<Mail>(peer, envelope, into);
+  const auto mail = std::make_shared<Mail>(check_from(from), envelope, into);
   post_->receive(mail);
   return mail;
+}
+
+std::shared_ptr<Mailbox::Transfer> Mailbox::send_parcel(Rank to, const Envelope& envelope,
+                                                        const Ticket& ticket) {
+  const auto mail = std::make_shared<Mail>(check_to(to), envelope);
+  mail->slip = ticket;
+  post_->send(mail);
+  return mail;
+}
+
+std::shared_ptr<Mailbox::Transfer> Mailbox::receive_parcel(std::optional<Rank> from,
+                                                           const Envelope& envelope) {
+  const std::size_t most_whole = MailArea::most_whole(post_->group().world());
+  require(envelope.bytes > most_whole, "a parcel has ", envelope.bytes, " bytes; up to ",
+          most_whole, " are sent with the message");
+  const auto mail = std::make_shared<Mail>(check_from(from), envelope);
+  post_->receive(mail);
+  return mail;
+}
+
+void Mailbox::fetched(Transfer& receive, bool all) {
+  post_->end_turn([&](Outgoing&, Incoming& in) { in.fetched(static_cast<Mail&>(receive), all); });
+}
+
+void Mailbox::send_more(Transfer& send) {
+  post_->end_turn([&](Outgoing& out, Incoming&) { out.send_more(static_cast<Mail&>(send)); });
+}
+
+void Mailbox::accept(Transfer& receive, std::byte* into, bool never) {
+  post_->end_turn(
+      [&](Outgoing&, Incoming& in) { in.accept(static_cast<Mail&>(receive), into, never); });
+}
+
+void Mailbox::supply(Transfer& send, const std::byte* data) {
+  post_->end_turn([&](Outgoing& out, Incoming&) { out.supply(static_cast<Mail&>(send), data); });
+}
+
+uint64_t Mailbox::turns() const { return post_->turns(); }
+
+void Mailbox::take_no_parcels() {
+  post_->end_turn([](Outgoing&, Incoming& in) { in.take_no_parcels(); });
 }
 
 bool Mailbox::progress() { return post_->try_move(); }
 bool Mailbox::idle() const { return post_->idle(); }
 void Mailbox::wake() { post_->ring_own(); }
+void Mailbox::fail(const std::exception_ptr& error) { post_->fail(error); }
 
 void Mailbox::wait(Transfer& transfer, const Occasion& occasion) {
-  const auto missing = [&] {
-    const Rank peer = transfer.peer();
-    return peer == Mail::kAnybody ? post_->anybody() : std::vector<Rank>{peer};
-  };
-  if (!transfer.done())
-    post_->wait({[&] { return transfer.done(); }, missing, &static_cast<Mail&>(transfer)},
-                occasion);
+  if (!transfer.done()) wait(transfer, [&] { return transfer.done(); }, occasion);
   transfer.rethrow();
 }
+
+void Mailbox::wait(Transfer& transfer, const std::function<bool()>& stop,
+                   const Occasion& occasion) {
+  if (!stop())
+    post_->wait({stop, [&] { return missing(transfer); }, &static_cast<Mail&>(transfer)}, occasion);
+}
+
+std::vector<Rank> Mailbox::missing(const Transfer& transfer) const {
+  const Rank peer = transfer.peer();
+  return peer == Mail::kAnybody ? post_->anybody() : std::vector<Rank>{peer};
+}
+
+Rank Mailbox::rank() const { return post_->group().rank(); }
 
 bool Mailbox::work(const std::function<bool()>& stop, const Occasion& occasion) {
   post_->wait({[&] { return idle() || stop(); }, [&] { return post_->missing(); }}, occasion);

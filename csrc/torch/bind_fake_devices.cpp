@@ -13,7 +13,7 @@ using dist::Options;
 
 std::shared_ptr<FakeDevices> fake_devices(const c10::intrusive_ptr<Options>& options, bool eager,
                                           bool slabs) {
-  auto made = std::make_shared<FakeDevices>(eager, slabs);
+  auto made = std::make_shared<FakeDevices>(eager, slabs, options->cuda_ipc);
   options->devices = made;
   return made;
 }
@@ -29,6 +29,7 @@ void bind_fake_devices(py::module_& m) {
       .def("capture", &FakeDevices::capture, py::arg("on"), free)
       .def("fail_call", &FakeDevices::fail_call, py::arg("in_"), free)
       .def("look", &FakeDevices::look, py::arg("on"), free)
+      .def("pinned", &FakeDevices::pinned, free)
       .def("trace", &FakeDevices::trace, free)
       .def_property_readonly("gpu", &FakeDevices::slabs);
   py::class_<FakeGpu, std::shared_ptr<FakeGpu>>(m, "FakeGpu")

@@ -40,6 +40,7 @@ class NoDevices final : public Devices {
   bool is_capturing(at::Device) override { never(); }
   at::Tensor new_pinned(const at::Tensor&) override { never(); }
   void copy_out(const Way&) override { never(); }
+  void fill(const at::Tensor&, int64_t) override { never(); }
   std::unique_ptr<Mark> mark(at::Device) override { never(); }
   void follow(at::Device, Mark&) override { never(); }
   std::unique_ptr<Mark> finish(at::Device, const std::vector<Way>&,
@@ -54,12 +55,13 @@ class NoDevices final : public Devices {
     never();
   }
   void drop_pools() override {}
+  std::shared_ptr<Devices> twin() override { return std::make_shared<NoDevices>(); }
   void with_results(c10::ArrayRef<at::Device>, c10::function_ref<void()>) override { never(); }
 };
 
 }  // namespace
 
-std::shared_ptr<Devices> torch_devices() { return std::make_shared<NoDevices>(); }
+std::shared_ptr<Devices> torch_devices(const std::string&) { return std::make_shared<NoDevices>(); }
 
 }  // namespace dist
 }  // namespace pycollect

@@ -4,6 +4,7 @@
 #include <sys/resource.h>
 
 #include "mailbox_faults.h"
+#include "mailbox_parcels.h"
 #include "mailbox_programs.h"
 #include "mailbox_ranks.h"
 
@@ -255,6 +256,10 @@ int main(int argc, char** argv) {
   run({"killed peer", 3, killed_peer, 1});
   run({"gone in good order", 3, gone_in_good_order});
   run({"anybody but the gone", 3, anybody_but_the_gone});
+  run({"parcels", 2, parcels});
+  run({"parcels one-sided", 2, parcels_one_sided});
+  run({"parcels unlike", 2, parcels_unlike});
+  run({"parcels of the dead", 2, parcels_of_the_dead, 1});
   for (int seed = 0; seed < programs; ++seed)
     run({"random program", 2 + seed % 5, [&](const Member& m) { run_program(m, seed); }});
 }

@@ -8,6 +8,7 @@
 #include <c10/util/FunctionRef.h>
 
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -20,12 +21,13 @@ class Mark {
  public:
   virtual ~Mark() = default;
   virtual bool reached() = 0;  // from any thread; throws what went wrong on the device
-  // What follows on its device's current stream, of the calling thread, comes after it.
-  virtual void hold_current() = 0;
+  // What follows on that device's current stream, of the calling thread, comes after it.
+  virtual void hold_current(at::Device device) = 0;
 };
 
 struct Way {
   // On a device; as large and contiguous, in pinned memory or on the device of the group's stream.
+  // Of a way that ends in pinned memory, that is `tensor`.
   at::Tensor tensor, dense;
 };
 
@@ -35,10 +37,11 @@ class Devices {
   virtual bool serves(const at::Tensor& tensor) const = 0;
   virtual bool has(at::Device device) const = 0;     // may a tensor that it serves be there?
   virtual bool is_capturing(at::Device device) = 0;  // its current stream
-  virtual at::Tensor new_pinned(const at::Tensor& like) = 0;
+  virtual at::Tensor new_pinned(const at::Tensor& like) = 0;  // in any thread
   // Behind what is on the current stream of the tensor's device, without waiting.
   virtual void copy_out(const Way& way) = 0;
-  virtual std::unique_ptr<Mark> mark(at::Device device) = 0;  // its current stream
+  virtual void fill(const at::Tensor& words, int64_t value) = 0;  // there as well
+  virtual std::unique_ptr<Mark> mark(at::Device device) = 0;      // its current stream
   // The group's stream there, which no caller's work delays and no caller captures, comes to what
   // follows after the mark, of the same process.
   virtual void follow(at::Device device, Mark& after) = 0;
@@ -58,12 +61,15 @@ class Devices {
                                   int64_t count, at::ScalarType type) = 0;
   // The group has gone: gives back what of that memory no tensor is in.
   virtual void drop_pools() = 0;
+  // The same devices, with streams of the group's that are apart from these.
+  virtual std::shared_ptr<Devices> twin() = 0;
   // Does it with those streams as the current ones: an event that is recorded then comes when the
   // results are there.
   virtual void with_results(c10::ArrayRef<at::Device> devices, c10::function_ref<void()> act) = 0;
 };
 
-// Those that torch knows, for one group; in a build without CUDA they serve no tensor.
-std::shared_ptr<Devices> torch_devices();
+// Those that torch knows, for one group; in a build without CUDA they serve no tensor. `ipc` is how
+// a GPU's memory goes to other processes: see slabs::Exports.
+std::shared_ptr<Devices> torch_devices(const std::string& ipc);
 
 }  // namespace pycollect::dist

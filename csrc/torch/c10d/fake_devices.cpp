@@ -47,7 +47,7 @@ class FakeDevices::Point final : public Mark {
   }
 
   // The caller then looks at its tensors as no caller of CUDA could: its stream runs empty.
-  void hold_current() override {
+  void hold_current(at::Device) override {
     bool looks = false;
     {
       const std::lock_guard lock(devices_->mutex_);
@@ -73,9 +73,9 @@ class FakeDevices::Point final : public Mark {
   bool asked_ = false, said_ = false;
 };
 
-FakeDevices::FakeDevices(bool eager, bool slabs)
+FakeDevices::FakeDevices(bool eager, bool slabs, const std::string& ipc)
     : streams_(std::make_shared<FakeStreams>(eager)),
-      gpu_(slabs ? std::make_shared<FakeGpu>(streams_) : nullptr),
+      gpu_(slabs ? std::make_shared<FakeGpu>(streams_, ipc) : nullptr),
       mutex_(streams_->mutex) {}
 
 void FakeDevices::may_fail(const char* call, bool in_capture) {
@@ -99,7 +99,8 @@ bool FakeDevices::is_capturing(at::Device) {
 
 at::Tensor FakeDevices::new_pinned(const at::Tensor& like) {
   const std::lock_guard lock(mutex_);
-  may_fail("allocation of pinned memory", true);
+  may_fail("allocation of pinned memory", false);
+  ++pinned_;
   at::Tensor host = new_host(like);
   std::memset(host.mutable_data_ptr(), kPoison, host.nbytes());
   return host;
@@ -117,6 +118,16 @@ void FakeDevices::copy_out(const Way& way) {
   });
 }
 
+void FakeDevices::fill(const at::Tensor& words, int64_t value) {
+  const std::lock_guard lock(mutex_);
+  may_fail("fill", true);
+  streams_->enqueue(FakeStreams::kCaller, [words, value] {
+    auto* const at = static_cast<int64_t*>(words.mutable_data_ptr());
+    std::fill(at, at + words.numel(), value);
+    return true;
+  });
+}
+
 std::unique_ptr<Mark> FakeDevices::mark(at::Device) {
   const std::lock_guard lock(mutex_);
   may_fail("record of an event", true);
@@ -124,9 +135,11 @@ std::unique_ptr<Mark> FakeDevices::mark(at::Device) {
   return std::make_unique<Point>(shared_from_this(), FakeStreams::kCaller);
 }
 
-void FakeDevices::follow(at::Device, Mark& after) {
+void FakeDevices::follow(at::Device, Mark& after) { follow_on(FakeStreams::kGroup, after); }
+
+void FakeDevices::follow_on(std::size_t stream, Mark& after) {
   const std::lock_guard lock(mutex_);
-  static_cast<Point&>(after).hold(FakeStreams::kGroup);
+  static_cast<Point&>(after).hold(stream);
 }
 
 slabs::Stream FakeDevices::stream(at::Device device) {
@@ -150,8 +163,8 @@ at::Tensor FakeDevices::new_in_tract(const std::shared_ptr<slabs::Tracts>& tract
 
 // Pinned memory is read now, as it might be: whoever sends it before it is complete loses. What is
 // on the device is read in its turn.
-std::unique_ptr<Mark> FakeDevices::finish(at::Device, const std::vector<Way>& ways,
-                                          const std::vector<at::Tensor>& kept) {
+std::unique_ptr<Mark> FakeDevices::finish_on(std::size_t stream, const std::vector<Way>& ways,
+                                             const std::vector<at::Tensor>& kept) {
   const std::lock_guard lock(mutex_);
   may_fail("copy from the host", false);
   for (const Way& way : ways) {
@@ -168,23 +181,31 @@ std::unique_ptr<Mark> FakeDevices::finish(at::Device, const std::vector<Way>& wa
       now = new_host(way.dense);
       std::memcpy(now.mutable_data_ptr(), way.dense.const_data_ptr(), now.nbytes());
     }
-    streams_->enqueue(FakeStreams::kGroup, [tensor = way.tensor, now] {
+    streams_->enqueue(stream, [tensor = way.tensor, now] {
       lay(tensor, now);
       return true;
     });
   }
   // Memory that is given back while the stream still has to do with it is given to somebody else.
-  if (!kept.empty()) streams_->enqueue(FakeStreams::kGroup, [kept] { return !kept.empty(); });
-  if (streams_->eager())
-    streams_->advance(FakeStreams::kGroup, streams_->enqueued(FakeStreams::kGroup));
-  return std::make_unique<Point>(shared_from_this(), FakeStreams::kGroup);
+  if (!kept.empty()) streams_->enqueue(stream, [kept] { return !kept.empty(); });
+  if (streams_->eager()) streams_->advance(stream, streams_->enqueued(stream));
+  return std::make_unique<Point>(shared_from_this(), stream);
+}
+
+std::unique_ptr<Mark> FakeDevices::finish(at::Device, const std::vector<Way>& ways,
+                                          const std::vector<at::Tensor>& kept) {
+  return finish_on(FakeStreams::kGroup, ways, kept);
 }
 
 // torch's future of CPU tensors has no streams to wait on: whoever waits for it looks at once.
-void FakeDevices::with_results(c10::ArrayRef<at::Device>, c10::function_ref<void()> act) {
+void FakeDevices::with_results_of(std::size_t stream, c10::function_ref<void()> act) {
   streams_->drain(FakeStreams::kCaller);
-  streams_->drain(FakeStreams::kGroup);
+  streams_->drain(stream);
   act();
+}
+
+void FakeDevices::with_results(c10::ArrayRef<at::Device>, c10::function_ref<void()> act) {
+  with_results_of(FakeStreams::kGroup, act);
 }
 
 void FakeDevices::put_on_host(const at::Tensor& tensor) {
@@ -217,6 +238,11 @@ void FakeDevices::look(bool on) {
 void FakeDevices::fail_call(int in) {
   const std::lock_guard lock(mutex_);
   fail_in_ = in;
+}
+
+int FakeDevices::pinned() const {
+  const std::lock_guard lock(mutex_);
+  return pinned_;
 }
 
 std::vector<std::string> FakeDevices::trace() const {

@@ -12,14 +12,15 @@ namespace pycollect::dist {
 
 class FakeDevices final : public Devices, public std::enable_shared_from_this<FakeDevices> {
  public:
-  // `slabs`: processes can reach each other's memory on them.
-  FakeDevices(bool eager, bool slabs);
+  // `slabs`: processes can reach each other's memory on them, given as `ipc` says (slabs::Exports).
+  FakeDevices(bool eager, bool slabs, const std::string& ipc);
 
   bool serves(const at::Tensor& tensor) const override;
   bool has(at::Device device) const override { return device.is_cpu(); }
   bool is_capturing(at::Device device) override;
   at::Tensor new_pinned(const at::Tensor& like) override;
   void copy_out(const Way& way) override;
+  void fill(const at::Tensor& words, int64_t value) override;
   std::unique_ptr<Mark> mark(at::Device device) override;
   void follow(at::Device device, Mark& after) override;
   std::unique_ptr<Mark> finish(at::Device device, const std::vector<Way>& ways,
@@ -30,6 +31,7 @@ class FakeDevices final : public Devices, public std::enable_shared_from_this<Fa
   at::Tensor new_in_tract(const std::shared_ptr<slabs::Tracts>& tracts, at::Device device,
                           int64_t count, at::ScalarType type) override;
   void drop_pools() override {}  // each tensor has a tract of its own
+  std::shared_ptr<Devices> twin() override;
   void with_results(c10::ArrayRef<at::Device> devices, c10::function_ref<void()> act) override;
 
   // The scenery.
@@ -41,11 +43,18 @@ class FakeDevices final : public Devices, public std::enable_shared_from_this<Fa
   // Otherwise whoever has joined results looks at them at once, which takes an empty stream.
   void look(bool on);
   std::vector<std::string> trace() const;
+  int pinned() const;  // how often there was pinned memory asked for
   const std::shared_ptr<FakeGpu>& slabs() const { return gpu_; }
 
  private:
+  friend class FakeTwin;
   class Point;
 
+  // With a stream of the group's that is named.
+  void follow_on(std::size_t stream, Mark& after);
+  std::unique_ptr<Mark> finish_on(std::size_t stream, const std::vector<Way>& ways,
+                                  const std::vector<at::Tensor>& kept);
+  void with_results_of(std::size_t stream, c10::function_ref<void()> act);
   void may_fail(const char* call, bool in_capture);
 
   const std::shared_ptr<FakeStreams> streams_;
@@ -55,7 +64,7 @@ class FakeDevices final : public Devices, public std::enable_shared_from_this<Fa
   std::set<const void*> leaving_;  // pinned memory that is yet to be filled
   std::vector<std::string> trace_;
   bool captured_ = false, looks_ = true;
-  int fail_in_ = -1;
+  int fail_in_ = -1, pinned_ = 0;
 };
 
 }  // namespace pycollect::dist

@@ -20,10 +20,10 @@ struct Rung {
 constexpr std::array kRungs{
     Rung{"stream",
          "through slabs that all processes reach, ordered by stream memory operations; wait() "
-         "blocks the stream only; messages go through pinned memory"},
+         "blocks the stream only"},
     Rung{"wait",
          "through slabs that all processes reach, ordered by the hosts; wait() blocks the host "
-         "until the ranks have exchanged; messages go through pinned memory"},
+         "until the ranks have exchanged"},
     Rung{"host",
          "copied to pinned memory and back around the exchange between processes; wait() blocks "
          "the host until the ranks have exchanged, then only the stream"},
@@ -92,13 +92,15 @@ void Ladder::check_no_capture(const at::Tensor& t, const Label& label) const {
           "processes do; call it outside of the capture");
 }
 
-std::shared_ptr<Passage> Ladder::begin_staged() const {
-  say_rung(kHost);
-  return stage_through_host(devices_);
-}
+bool Ladder::shares_memory() const { return terms_.rung != kHost.name && devices_->gpu(); }
 
 void Ladder::connect(const Call& call, at::Device device) {
   if (devices_->has(device)) dock_for(call, device);
+}
+
+std::shared_ptr<Passage> Ladder::begin_staged() const {
+  say_rung(kHost);
+  return stage_through_host(devices_);
 }
 
 // All ranks go the same way: whoever has other sizes has other calls, and is told so.

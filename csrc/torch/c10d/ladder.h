@@ -68,7 +68,10 @@ class Ladder {
   // For one collective, the first tensor of which is on `device`. Throws Unmet with what
   // convening throws.
   std::shared_ptr<Passage> begin(const Call& call, at::Device device);
-  std::shared_ptr<Passage> begin_staged() const;  // for a message
+  // Of messages, which two ranks alone exchange: may they go through memory that both reach?
+  bool shares_memory() const;
+  const std::shared_ptr<Devices>& devices() const { return devices_; }
+  std::size_t slot_bytes() const { return terms_.slot_bytes; }
   bool has_met();
   void meet(const std::shared_ptr<shm::Group>& group, at::Device device,
             const shm::Occasion& occasion);
@@ -79,6 +82,7 @@ class Ladder {
   void leave(uint64_t dead);
 
  private:
+  std::shared_ptr<Passage> begin_staged() const;
   std::shared_ptr<slabs::Dock> dock_for(const Call& call, at::Device device);
   void settle(const slabs::Found& found, const char* operation);
 

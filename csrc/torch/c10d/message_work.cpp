@@ -12,6 +12,7 @@ MessageWork::MessageWork(const Ask& ask, at::Tensor tensor, std::shared_ptr<Pass
     : ask_(ask),
       tensor_(std::move(tensor)),
       passage_(std::move(passage)),
+      parcel_(dynamic_cast<Parcel*>(passage_.get())),
       dense_(tensor_),
       messages_(std::move(messages)) {
   if (passage_) {
@@ -34,10 +35,29 @@ shm::Envelope MessageWork::envelope() const {
 }
 
 void MessageWork::post(shm::Mailbox& mailbox) {
-  auto posted = ask_.receives ? mailbox.receive(ask_.peer, envelope(), memory_)
-                              : mailbox.send(*ask_.peer, envelope(), memory_);
+  auto posted = parcel_         ? parcel_->post(mailbox, ask_.peer, envelope())
+                : ask_.receives ? mailbox.receive(ask_.peer, envelope(), memory_)
+                                : mailbox.send(*ask_.peer, envelope(), memory_);
   const std::lock_guard lock(mutex_);
   transfer_ = std::move(posted);
+}
+
+bool MessageWork::advance(shm::Mailbox& mailbox) {
+  const std::lock_guard lock(mutex_);
+  in_hand_ = false;
+  if (settled_ || error_) return false;
+  try {
+    in_hand_ = parcel_->advance(mailbox, *transfer_, occasion(shm::Deadline::max()));
+  } catch (...) {
+    error_ = std::current_exception();
+    parcel_->give_up(mailbox, *transfer_);
+  }
+  return in_hand_;
+}
+
+std::vector<Rank> MessageWork::missing(const shm::Mailbox& mailbox) const {
+  const std::lock_guard lock(mutex_);
+  return in_hand_ || !transfer_ ? std::vector<Rank>{mailbox.rank()} : mailbox.missing(*transfer_);
 }
 
 std::shared_ptr<shm::Mailbox::Transfer> MessageWork::transfer() const {

@@ -14,15 +14,17 @@ namespace {
 
 constexpr std::chrono::milliseconds kTick{1};
 constexpr int kTicksAwake = 100;
-// How often to ask a device whether what is to be sent has come: a tenth of what the exchange of a
-// small message through the host costs.
-constexpr std::chrono::microseconds kGlance{50};
 constexpr auto kForEver = std::chrono::hours(24 * 365);
 
 }  // namespace
 
 Messages::Messages(std::shared_ptr<shm::Group> group, std::shared_ptr<const Ladder> ladder)
-    : group_(std::move(group)), ladder_(std::move(ladder)), mailbox_(*group_) {}
+    : group_(std::move(group)),
+      ladder_(std::move(ladder)),
+      mailbox_(*group_),
+      parcels_(std::make_shared<Parcels>(group_, ladder_)) {
+  if (!parcels_->takes_any()) mailbox_.take_no_parcels();
+}
 
 c10::intrusive_ptr<MessageWork> Messages::make(const Letter& letter, const char* name,
                                                bool receives) {
@@ -42,7 +44,7 @@ c10::intrusive_ptr<MessageWork> Messages::make(const Letter& letter, const char*
     ask.number = made_++;
   }
   return c10::make_intrusive<MessageWork>(
-      ask, letter.tensor, away ? ladder_->begin_staged() : nullptr, shared_from_this());
+      ask, letter.tensor, away ? passage_of(letter, receives) : nullptr, shared_from_this());
 }
 
 c10::intrusive_ptr<c10d::Work> Messages::send(const Letter& letter) {
@@ -53,7 +55,7 @@ c10::intrusive_ptr<c10d::Work> Messages::send(const Letter& letter) {
 
 c10::intrusive_ptr<c10d::Work> Messages::receive(const Letter& letter) {
   auto work = make(letter, "recv", true);
-  work->post(mailbox_);
+  post(work);
   return started(std::move(work));
 }
 
@@ -71,62 +73,10 @@ c10::intrusive_ptr<c10d::Work> Messages::started(c10::intrusive_ptr<MessageWork>
   return work;
 }
 
-// Behind what goes to the same rank and has not left: messages do not overtake each other.
-void Messages::dispatch(const c10::intrusive_ptr<MessageWork>& work) {
-  if (!work->passage_ && !leaves_) return work->post(mailbox_);
-  {
-    const std::lock_guard lock(leaving_mutex_);
-    leaving_.push_back(work);
-    leaves_ = true;
-  }
-  dispatch_arrived();
-  if (leaves_) mailbox_.wake();  // the thread, which only looks after what it knows of
-}
-
-// A stream that is held up holds up no message to another rank.
-void Messages::dispatch_arrived() {
-  if (!leaves_) return;
-  const std::lock_guard lock(leaving_mutex_);
-  uint64_t held_up = 0;  // a bit for each rank
-  std::erase_if(leaving_, [&](const c10::intrusive_ptr<MessageWork>& work) {
-    const uint64_t peer = uint64_t{1} << *work->ask_.peer;
-    try {
-      if ((held_up & peer) == 0 && (!work->passage_ || work->passage_->arrived())) {
-        work->post(mailbox_);
-        return true;
-      }
-    } catch (...) {
-      work->fail(std::current_exception());
-      return true;
-    }
-    held_up |= peer;
-    return false;
-  });
-  leaves_ = !leaving_.empty();
-}
-
-void Messages::await_dispatch(const MessageWork& work, shm::Deadline deadline) {
-  const auto left = [&] {
-    if (work.transfer() || work.is_moved()) return true;
-    dispatch_arrived();
-    return work.transfer() || work.is_moved();
-  };
-  if (!left())
-    group_->await(left, [&] { return std::vector<Rank>{group_->rank()}; }, work.occasion(deadline));
-}
-
-void Messages::drop_leaving() {
-  const std::lock_guard lock(leaving_mutex_);
-  for (const auto& work : leaving_)
-    work->fail(std::make_exception_ptr(
-        CollectiveError("send: the group was destroyed before the stream came to it")));
-  leaving_.clear();
-  leaves_ = false;
-}
-
 void Messages::progress() {
   dispatch_arrived();
   mailbox_.progress();
+  advance_parcels();
 }
 
 void Messages::wait(MessageWork& work, shm::Deadline deadline) {
@@ -138,6 +88,7 @@ void Messages::wait(MessageWork& work, shm::Deadline deadline) {
   std::exception_ptr error;
   try {
     await_dispatch(work, deadline);
+    if (handed_ != 0) await_parcels(work, deadline);
     if (const auto transfer = work.transfer()) mailbox_.wait(*transfer, work.occasion(deadline));
   } catch (...) {
     error = std::current_exception();
@@ -155,13 +106,11 @@ bool Messages::wait_until(MessageWork& work, shm::Deadline deadline) {
   forks_.require_none(work.ask_.name);
   const auto over = [&] { return work.is_moved() || shm::Clock::now() >= deadline; };
   while (!over()) {
-    dispatch_arrived();
-    if (leaves_) {
-      mailbox_.progress();
-      std::this_thread::sleep_for(kGlance);
-    } else {
-      mailbox_.work(over, work.occasion(shm::Clock::now() + kForEver));
-    }
+    progress();
+    if (glances())
+      glance(work, over, shm::Clock::now() + kForEver);
+    else
+      mailbox_.work([&] { return over() || stirs(); }, work.occasion(shm::Clock::now() + kForEver));
   }
   work.settle();
   return work.is_moved();
@@ -191,7 +140,7 @@ bool Messages::settle_done(Lock& lock) {
 void Messages::move_on(Lock& lock) {
   const auto stop = [this] {
     const std::lock_guard hold(mutex_);
-    return closed_ || waiting_ > 0 || leaves_ ||
+    return closed_ || waiting_ > 0 || glances() || stirs() ||
            std::any_of(open_.begin(), open_.end(), [](const auto& w) { return w->is_moved(); });
   };
   lock.unlock();
@@ -217,38 +166,45 @@ void Messages::serve() {
     ++ticks;
     if (!open_.empty()) ticks = 0;
     while (settle_done(lock)) continue;
-    if (!closed_ && !open_.empty() && waiting_ == 0 && !leaves_) move_on(lock);
+    if (!closed_ && !open_.empty() && waiting_ == 0 && !glances() && !stirs()) move_on(lock);
   }
 }
 
 // Whoever waits for one message does not look after what leaves for another.
 void Messages::tick(Lock& lock) {
-  if (!leaves_) {
+  if (!glances() && !stirs()) {
     changed_.wait_for(lock, kTick, [&] { return closed_; });
     return;
   }
   lock.unlock();
+  fail_with_group();
   progress();
   std::this_thread::sleep_for(kGlance);
   lock.lock();
 }
 
-void Messages::close(std::chrono::milliseconds grace) {
-  const auto over = [deadline = shm::Clock::now() + grace] {
-    return shm::Clock::now() >= deadline;
-  };
-  try {
-    while (leaves_ && !over()) {
-      group_->require_whole({"destroy_process_group", 0, shm::Clock::now()});
-      progress();
+void Messages::finish(shm::Deadline deadline) {
+  const auto over = [&] { return shm::Clock::now() >= deadline; };
+  const shm::Occasion occasion{"destroy_process_group", 0, shm::Clock::now() + kForEver};
+  for (bool idle = false; !idle && !over();) {
+    group_->require_whole(occasion);
+    progress();
+    if (glances())
       std::this_thread::sleep_for(kGlance);
-    }
-    drop_leaving();
-    if (!mailbox_.work(over, {"destroy_process_group", 0, shm::Clock::now() + kForEver}))
-      group_->abort("it was destroyed while messages were under way");
-    mailbox_.progress();
+    else
+      idle = mailbox_.work([&] { return over() || stirs(); }, occasion);
+  }
+  drop_leaving();
+  if (!mailbox_.idle()) group_->abort("it was destroyed while messages were under way");
+  mailbox_.progress();
+}
+
+bool Messages::close(std::chrono::milliseconds grace) {
+  const auto deadline = shm::Clock::now() + grace;
+  try {
+    finish(deadline);
   } catch (const std::exception&) {
-    // The group is broken, and what was under way has failed.
+    fail_with_group();
   }
   drop_leaving();
   std::thread thread;
@@ -260,8 +216,15 @@ void Messages::close(std::chrono::milliseconds grace) {
   }
   mailbox_.wake();
   if (thread.joinable()) thread.join();
-  Lock lock(mutex_);
-  settle_done(lock);
+  {
+    Lock lock(mutex_);
+    settle_done(lock);
+  }
+  {
+    const std::lock_guard lock(handed_mutex_);
+    handed_over_.clear();
+  }
+  return parcels_->close(deadline);
 }
 
 }  // namespace pycollect::dist

@@ -1,6 +1,7 @@
 // send and recv: each moves on by itself, whatever the group's collectives do. Whoever waits moves
 // all of them; a thread does when nobody waits, made when the first does not complete at once. What
 // is sent from a device is posted when it has come from there, in order with the rest for its peer.
+// What a device has in hand rings no bell: while there is such, one looks again and again.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -11,6 +12,7 @@
 
 #include "../../shm/mailbox.h"
 #include "forks.h"
+#include "parcels.h"
 #include "work.h"
 
 namespace pycollect::dist {
@@ -50,6 +52,8 @@ class MessageWork final : public OwnWork {
   Rank peer() const;
   // Hands it to the mailbox.
   void post(shm::Mailbox& mailbox);
+  // Of a parcel: does what it is its turn to do; see Parcel.
+  bool advance(shm::Mailbox& mailbox);
   void fail(std::exception_ptr error);  // before it was posted
   std::shared_ptr<shm::Mailbox::Transfer> transfer() const;
   bool is_moved() const;  // or has failed
@@ -57,6 +61,7 @@ class MessageWork final : public OwnWork {
   // After it was moved or has failed; by any thread, any number of times.
   void settle();
   std::shared_ptr<Messages> messages() const;
+  std::vector<Rank> missing(const shm::Mailbox& mailbox) const;  // whom it depends on
   shm::Occasion occasion(shm::Deadline deadline) const {
     return {ask_.name, ask_.number, deadline};
   }
@@ -64,12 +69,13 @@ class MessageWork final : public OwnWork {
   const Ask ask_;
   const at::Tensor tensor_;
   const std::shared_ptr<Passage> passage_;
-  at::Tensor dense_;  // the tensor, or a copy of one that is not contiguous
+  Parcel* const parcel_;  // the passage, if it is one
+  at::Tensor dense_;      // the tensor, or a copy of one that is not contiguous
   std::byte* memory_ = nullptr;
   std::shared_ptr<Messages> messages_;                // until it is settled
   std::shared_ptr<shm::Mailbox::Transfer> transfer_;  // null until it is posted
   mutable std::mutex mutex_;
-  bool settled_ = false;
+  bool settled_ = false, in_hand_ = false;  // in_hand_: a device of this process has it
   std::exception_ptr error_;
   c10::intrusive_ptr<Future> future_;
 };
@@ -86,14 +92,19 @@ class Messages : public std::enable_shared_from_this<Messages> {
   };
   c10::intrusive_ptr<c10d::Work> send(const Letter& letter);
   c10::intrusive_ptr<c10d::Work> receive(const Letter& letter);
-  // Takes nothing more, gives what is under way some time, then aborts the group.
-  void close(std::chrono::milliseconds grace);
+  // Takes nothing more, gives what is under way some time, then aborts the group. Returns whether
+  // no device has to do with the others' memory any more.
+  bool close(std::chrono::milliseconds grace);
   void abort(const std::string& why) { group_->abort(why); }
   void progress();
 
  private:
   friend class MessageWork;
   using Lock = std::unique_lock<std::mutex>;
+  // How often to ask a device whether it is done with what it has in hand: a tenth of what the
+  // exchange of a small message through the host costs.
+  static constexpr std::chrono::microseconds kGlance{50};
+
   c10::intrusive_ptr<MessageWork> make(const Letter& letter, const char* name, bool receives);
   c10::intrusive_ptr<c10d::Work> started(c10::intrusive_ptr<MessageWork> work);
   void wait(MessageWork& work, shm::Deadline deadline);
@@ -102,6 +113,17 @@ class Messages : public std::enable_shared_from_this<Messages> {
   bool settle_done(Lock& lock);
   void move_on(Lock& lock);
   void serve();
+
+  void finish(shm::Deadline deadline);
+
+  void post(const c10::intrusive_ptr<MessageWork>& work);
+  std::shared_ptr<Passage> passage_of(const Letter& letter, bool receives);
+  void await_parcels(MessageWork& work, shm::Deadline deadline);
+  void glance(MessageWork& work, const std::function<bool()>& stop, shm::Deadline deadline);
+  void fail_with_group();
+  void advance_parcels();
+  bool stirs() const { return handed_ != 0 && mailbox_.turns() != turns_; }
+  bool glances() const { return leaves_ || in_hand_; }
 
   void dispatch(const c10::intrusive_ptr<MessageWork>& work);
   void dispatch_arrived();
@@ -112,6 +134,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   const std::shared_ptr<shm::Group> group_;
   const std::shared_ptr<const Ladder> ladder_;
   shm::Mailbox mailbox_;
+  const std::shared_ptr<Parcels> parcels_;
   const Forks forks_;
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -124,6 +147,12 @@ class Messages : public std::enable_shared_from_this<Messages> {
   std::mutex leaving_mutex_;  // held while the mailbox is given what it guards; never under mutex_
   std::deque<c10::intrusive_ptr<MessageWork>> leaving_;  // sends that have not been posted
   std::atomic<bool> leaves_{false};                      // are there any?
+
+  std::mutex handed_mutex_;                                   // never under mutex_
+  std::vector<c10::intrusive_ptr<MessageWork>> handed_over_;  // parcels that have been posted
+  std::atomic<int> handed_{0};                                // how many those are
+  std::atomic<uint64_t> turns_{0};                            // of the mailbox, when looked after
+  std::atomic<bool> in_hand_{false};                          // does a device have one?
 };
 
 }  // namespace pycollect::dist

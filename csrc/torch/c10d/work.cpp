@@ -152,7 +152,8 @@ void JointWork::abort() {
   for (const auto& part : parts_) part->abort();
 }
 
-// The parts' results are on the same streams of the group's, and so is what is marked there.
+// The parts' results are on several streams of the group's: what is marked comes after all of them
+// on those of the last.
 c10::intrusive_ptr<Future> JointWork::getFuture() {
   c10::List<c10::intrusive_ptr<Future>> futures(
       c10::FutureType::create(c10::ListType::create(c10::TensorType::get())));
@@ -174,7 +175,10 @@ c10::intrusive_ptr<Future> JointWork::getFuture() {
     else if (any == nullptr)
       mark();
     else
-      any->devices().with_results(devices, mark);
+      any->devices().with_results(devices, [&] {
+        for (const auto& part : self->parts_) part->wait();
+        mark();
+      });
   });
   return joint;
 }

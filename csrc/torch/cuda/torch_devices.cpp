@@ -31,7 +31,9 @@ class CudaMark final : public Mark {
     const Beside beside(event_.device());
     return event_.query();
   }
-  void hold_current() override { hold(c10::cuda::getCurrentCUDAStream(event_.device_index())); }
+  void hold_current(at::Device device) override {
+    hold(c10::cuda::getCurrentCUDAStream(device.index()));
+  }
   void hold(const CUDAStream& stream) { event_.block(stream.unwrap()); }
 
  private:
@@ -51,29 +53,34 @@ at::Device named(at::Device device) {
 
 class TorchDevices final : public Devices {
  public:
+  explicit TorchDevices(std::shared_ptr<slabs::Gpu> gpu) : gpu_(std::move(gpu)) {}
+
   bool serves(const at::Tensor& tensor) const override { return tensor.is_cuda(); }
   bool has(at::Device device) const override { return device.is_cuda(); }
   bool is_capturing(at::Device device) override;
   at::Tensor new_pinned(const at::Tensor& like) override;
   void copy_out(const Way& way) override;
+  void fill(const at::Tensor& words, int64_t value) override;
   std::unique_ptr<Mark> mark(at::Device device) override;
   void follow(at::Device device, Mark& after) override;
   std::unique_ptr<Mark> finish(at::Device device, const std::vector<Way>& ways,
                                const std::vector<at::Tensor>& kept) override;
   std::shared_ptr<slabs::Gpu> gpu() override { return gpu_; }
   slabs::Stream stream(at::Device device) override {
+    const Beside beside(device);
     return {device.index(), back(device).stream()};
   }
   at::Tensor new_dense(const at::Tensor& like, at::Device device) override;
   at::Tensor new_in_tract(const std::shared_ptr<slabs::Tracts>& tracts, at::Device device,
                           int64_t count, at::ScalarType type) override;
   void drop_pools() override;
+  std::shared_ptr<Devices> twin() override { return std::make_shared<TorchDevices>(gpu_); }
   void with_results(c10::ArrayRef<at::Device> devices, c10::function_ref<void()> act) override;
 
  private:
   CUDAStream back(at::Device device);
 
-  const std::shared_ptr<slabs::Gpu> gpu_ = ipc_gpu();
+  const std::shared_ptr<slabs::Gpu> gpu_;
   std::mutex mutex_;
   std::map<c10::DeviceIndex, CUDAStream> back_;  // [device]: the group's stream there
   std::map<c10::DeviceIndex, std::shared_ptr<TractPool>> pools_;  // [device]
@@ -86,13 +93,19 @@ bool TorchDevices::is_capturing(at::Device device) {
 
 // Not through the dispatcher, whose modes may put something without memory in its place.
 at::Tensor TorchDevices::new_pinned(const at::Tensor& like) {
-  const CUDAGuard guard(like.device());
+  const Beside beside(like.device());
   return at::Tensor(at::detail::empty_cpu(like.sizes(), like.scalar_type(), /*pin_memory=*/true));
 }
 
 void TorchDevices::copy_out(const Way& way) {
   const CUDAGuard guard(way.tensor.device());
   copy(way.dense, way.tensor);
+}
+
+void TorchDevices::fill(const at::Tensor& words, int64_t value) {
+  const CUDAGuard guard(words.device());
+  const at::AutoDispatchBelowADInplaceOrView as_memory;
+  words.fill_(value);
 }
 
 std::unique_ptr<Mark> TorchDevices::mark(at::Device device) {
@@ -144,6 +157,7 @@ std::unique_ptr<Mark> TorchDevices::finish(at::Device device, const std::vector<
   const CUDAStream stream = back(device);
   const c10::cuda::CUDAStreamGuard guard(stream);
   const auto keep = [&](const at::Tensor& t) {
+    if (!t.is_cuda()) return;  // pinned memory's copies do so themselves
     c10::cuda::CUDACachingAllocator::recordStream(t.storage().data_ptr(), stream);
   };
   for (const at::Tensor& t : kept) keep(t);
@@ -153,7 +167,7 @@ std::unique_ptr<Mark> TorchDevices::finish(at::Device device, const std::vector<
   }
   auto end = std::make_unique<CudaMark>(stream);
   for (const Way& way : ways)
-    if (way.tensor.device() != device) end->hold(back(way.tensor.device()));
+    if (way.tensor.is_cuda() && way.tensor.device() != device) end->hold(back(way.tensor.device()));
   return end;
 }
 
@@ -166,6 +180,8 @@ void TorchDevices::with_results(c10::ArrayRef<at::Device> devices, c10::function
 
 }  // namespace
 
-std::shared_ptr<Devices> torch_devices() { return std::make_shared<TorchDevices>(); }
+std::shared_ptr<Devices> torch_devices(const std::string& ipc) {
+  return std::make_shared<TorchDevices>(ipc_gpu(ipc));
+}
 
 }  // namespace pycollect::dist
