@@ -5,6 +5,7 @@ used again, groups that come and go, tensors that stay.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 import time
 from typing import Any
@@ -37,6 +38,31 @@ def crowded(me: Me) -> tuple[int, int]:
 def test_more_parts_than_can_be_known():
     with fresh(3, staged="eager:stream") as pool:
         assert pool.run(crowded) == [(64, 0), (64, 64), (64, 64)]
+
+
+def too_early(me: Me) -> tuple[bool, bool, bool, int]:
+    """Tensors that are made before it turns out that their memory must be given in another way."""
+    made, fake = dist_fake.options("eager:best")
+    me.init("too_early", pg_options=made)
+    lines = listened()
+    x = make(LARGE).fill_(me.rank)
+    before = reached(x)
+    if me.rank == 1:
+        fake.gpu.fail("open by name")
+    dist.all_reduce(x)  # with the meeting in front of it
+    assert x.eq(3).all()
+    assert sum("before it turned out how others reach it" in line for line in lines) == 1, lines
+    y = make(LARGE).fill_(me.rank)
+    count = launches(dataclasses.replace(me, fake=fake), lambda: dist.all_reduce(y))
+    assert y.eq(3).all()
+    assert fake.gpu.fouls() == []
+    return before, reached(x), reached(y), count
+
+
+def test_memory_that_must_be_given_in_another_way():
+    with fresh(3, group=False) as pool:
+        found = pool.run(too_early)
+    assert found == [(True, False, True, int(rank == 0)) for rank in range(3)]
 
 
 def overlapping(me: Me) -> list[bool]:

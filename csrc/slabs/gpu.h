@@ -5,6 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 
 #include "../cuda/runtime.h"
@@ -25,6 +26,12 @@ inline constexpr std::size_t kGranule = 2 << 20;
 constexpr std::size_t whole_granules(std::size_t bytes) {
   return (bytes + kGranule - 1) / kGranule * kGranule;
 }
+
+// Thrown by `allocate` where all memory is in use, perhaps by who only keeps it for later.
+class NoRoom : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
 
 // Each call throws std::runtime_error with CUDA's reason. From any thread, whatever device is
 // current and whatever other threads capture.

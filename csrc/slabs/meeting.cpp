@@ -141,6 +141,7 @@ class Meeting {
     together([&] {
       if (!ask_.gpu->share_otherwise(ask_.stream.device))
         throw std::runtime_error("has no other way");
+      ask_.tracts->withdraw(ask_.stream.device);
     });
     for (Rank r = 0; r < group_.world(); ++r)
       if (deck_.berth(r).verdicts[station_ & 1].fine) return true;

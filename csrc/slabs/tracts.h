@@ -50,6 +50,10 @@ class Tracts {
   // Returns whether they have; if not, what they may have open stays until the process ends.
   bool close(uint64_t dead);
 
+  // Others could not open what this device has given them, and from now on it gives in another way:
+  // what was added before is memory without places.
+  void withdraw(Device device);
+
   struct Use {
     std::size_t used, kept;  // bytes given out; free, but kept
   };

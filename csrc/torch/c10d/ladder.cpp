@@ -143,6 +143,7 @@ void Ladder::meet(const std::shared_ptr<shm::Group>& group, at::Device device,
   const slabs::Ask ask{group,      gpu, tracts_, devices_->stream(device), terms_.slot_bytes,
                        terms_.rung};
   settle(slabs::meet(ask, occasion), occasion.operation);
+  for (const std::string& why : tracts_->unreachable()) say_once(why);
 }
 
 // Every step down is said, and of a rung that was named it is an error.

@@ -49,9 +49,9 @@ class Claim {
   Claim(Device device, std::size_t bytes) {
     const CUmemAllocationProp properties = properties_of(device);
     const auto create = driver_function<decltype(&cuMemCreate)>("cuMemCreate");
-    check_driver(with_room([&] { return create(&physical_, bytes, &properties, 0); },
-                           CUDA_ERROR_OUT_OF_MEMORY),
-                 "cuMemCreate");
+    const CUresult result = create(&physical_, bytes, &properties, 0);
+    require_room(result != CUDA_ERROR_OUT_OF_MEMORY, device, bytes);
+    check_driver(result, "cuMemCreate");
   }
   explicit Claim(const Descriptor& descriptor) {
     void* const number = reinterpret_cast<void*>(static_cast<uintptr_t>(descriptor.get()));

@@ -52,7 +52,12 @@ class IpcGpu final : public slabs::Gpu {
   }
 
   std::byte* allocate(Device device, std::size_t bytes) override {
-    return exports_.allocate(device, bytes);
+    try {
+      return exports_.allocate(device, bytes);
+    } catch (const slabs::NoRoom&) {
+      c10::cuda::CUDACachingAllocator::emptyCache();
+      return exports_.allocate(device, bytes);
+    }
   }
   void free(Device device, std::byte* memory) override { exports_.free(device, memory); }
   Handle handle_of(Device device, std::byte* memory) override {

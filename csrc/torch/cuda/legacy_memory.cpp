@@ -20,7 +20,10 @@ class LegacyMemory final : public slabs::Export {
   std::byte* allocate(Device device, std::size_t bytes) override {
     const Beside beside(device_of(device));
     void* memory = nullptr;
-    check(with_room([&] { return cudaMalloc(&memory, bytes); }, cudaErrorMemoryAllocation));
+    const cudaError_t result = cudaMalloc(&memory, bytes);
+    if (result == cudaErrorMemoryAllocation) static_cast<void>(cudaGetLastError());
+    require_room(result != cudaErrorMemoryAllocation, device, bytes);
+    check(result);
     return static_cast<std::byte*>(memory);
   }
   void free(Device device, std::byte* memory) override {

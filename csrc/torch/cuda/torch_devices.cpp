@@ -10,7 +10,9 @@
 #include <map>
 #include <mutex>
 
+#include "../../plan/error.h"
 #include "../c10d/devices.h"
+#include "../job.h"
 #include "beside.h"
 #include "ipc_gpu.h"
 #include "tract_pool.h"
@@ -79,6 +81,8 @@ class TorchDevices final : public Devices {
 
  private:
   CUDAStream back(at::Device device);
+  std::shared_ptr<TractPool> pool_on(at::Device device,
+                                     const std::shared_ptr<slabs::Tracts>& tracts);
 
   const std::shared_ptr<slabs::Gpu> gpu_;
   std::mutex mutex_;
@@ -128,14 +132,29 @@ at::Tensor TorchDevices::new_dense(const at::Tensor& like, at::Device device) {
 at::Tensor TorchDevices::new_in_tract(const std::shared_ptr<slabs::Tracts>& tracts,
                                       at::Device device, int64_t count, at::ScalarType type) {
   device = named(device);
-  std::shared_ptr<TractPool> pool;
+  if (const auto pool = pool_on(device, tracts)) return pool->empty(count, type);
+  const CUDAGuard guard(device);
+  return at::Tensor(at::detail::empty_cuda({count}, type, device, std::nullopt));
+}
+
+// Null: no memory goes to other processes there, which the log says once. Made without the lock.
+std::shared_ptr<TractPool> TorchDevices::pool_on(at::Device device,
+                                                 const std::shared_ptr<slabs::Tracts>& tracts) {
   {
     const std::lock_guard lock(mutex_);
-    std::shared_ptr<TractPool>& found = pools_[device.index()];
-    if (!found) found = std::make_shared<TractPool>(tracts, device);
-    pool = found;
+    const auto found = pools_.find(device.index());
+    if (found != pools_.end()) return found->second;
   }
-  return pool->empty(count, type);
+  std::shared_ptr<TractPool> made;
+  try {
+    made = std::make_shared<TractPool>(tracts, device);
+  } catch (const slabs::NoRoom&) {
+    throw;
+  } catch (const std::runtime_error& error) {
+    say_once(text("no tensors on ", device, " that other processes reach: ", error.what()));
+  }
+  const std::lock_guard lock(mutex_);
+  return pools_.emplace(device.index(), made).first->second;
 }
 
 void TorchDevices::drop_pools() {

@@ -15,12 +15,11 @@ namespace {
 
 namespace caching = c10::cuda::CUDACachingAllocator;
 
-// Called with torch's lock. None is what torch frees its caches for, asks again, and then says that
-// the device is out of memory.
+// Called with torch's lock. None is what torch says for that the device is out of memory.
 void* allocate(slabs::Tracts& tracts, int device, std::size_t bytes) {
   try {
     return tracts.add(device, bytes);
-  } catch (const std::runtime_error&) {
+  } catch (const std::exception&) {
     return nullptr;
   }
 }
@@ -59,14 +58,24 @@ class Route {
 
 TractPool::TractPool(std::shared_ptr<slabs::Tracts> tracts, at::Device device) : device_(device) {
   const c10::cuda::CUDAGuard guard(device);  // a pool is of the current device
+  // In which way memory goes to other processes is found out now, and not under torch's lock.
+  tracts->give_back(tracts->add(device.index(), 1));
   pool_.emplace(allocator_over(std::move(tracts)));
 }
 
 at::Tensor TractPool::empty(int64_t count, at::ScalarType type) {
   const c10::cuda::CUDAGuard guard(device_);
-  const std::lock_guard lock(mutex_);
-  const Route route(device_.index(), pool_->id());
-  return at::Tensor(at::detail::empty_cuda({count}, type, device_, std::nullopt));
+  const auto attempt = [&] {
+    const std::lock_guard lock(mutex_);
+    const Route route(device_.index(), pool_->id());
+    return at::Tensor(at::detail::empty_cuda({count}, type, device_, std::nullopt));
+  };
+  try {
+    return attempt();
+  } catch (const c10::OutOfMemoryError&) {  // torch frees no cache while memory is of a pool
+    caching::emptyCache();
+    return attempt();
+  }
 }
 
 }  // namespace pycollect::dist

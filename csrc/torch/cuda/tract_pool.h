@@ -14,6 +14,7 @@ namespace pycollect::dist {
 
 class TractPool {
  public:
+  // Throws std::runtime_error where no memory goes to other processes.
   TractPool(std::shared_ptr<slabs::Tracts> tracts, at::Device device);
   TractPool(const TractPool&) = delete;
   TractPool& operator=(const TractPool&) = delete;
