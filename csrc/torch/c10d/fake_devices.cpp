@@ -152,10 +152,12 @@ at::Tensor FakeDevices::new_dense(const at::Tensor& like, at::Device) {
   return made;
 }
 
-at::Tensor FakeDevices::new_in_tract(const std::shared_ptr<slabs::Tracts>& tracts,
-                                     at::Device device, int64_t count, at::ScalarType type) {
+// Whatever the device is called, there is one, the CPU tensors'.
+at::Tensor FakeDevices::new_in_tract(const std::shared_ptr<slabs::Tracts>& tracts, at::Device,
+                                     int64_t count, at::ScalarType type) {
   const auto bytes = static_cast<std::size_t>(count) * at::elementSize(type);
-  std::byte* const memory = tracts->add(device.index(), std::max<std::size_t>(bytes, 1));
+  const slabs::Device device = at::Device(at::kCPU).index();
+  std::byte* const memory = tracts->add(device, std::max<std::size_t>(bytes, 1));
   return at::from_blob(
       memory, {count}, [tracts, memory](void*) { tracts->give_back(memory); },
       at::TensorOptions(type));
