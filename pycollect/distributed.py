@@ -66,6 +66,9 @@ def options(
     gather, scatter and all_to_all, whose sizes not all ranks know, never do. All ranks must say the
     same.
 
+    Where all CUDA tensors of a collective lie in memory that the other ranks reach, from
+    `pycollect.empty(..., device="cuda")`, they are read and written there and not copied to slabs.
+
     Processes get at each other's GPU memory by CUDA's own handles (`cuda_ipc="legacy"`) or by file
     descriptors over a Unix socket ("fd"), which works in virtual machines that refuse the former:
     "best" takes the first that each rank's GPU does not refuse, or the other if its peers cannot

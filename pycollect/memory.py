@@ -1,4 +1,4 @@
-"""Ordinary tensors that live in the memory that the processes of a group share.
+"""Ordinary tensors that live in memory that the processes of a group share, on the CPU or a GPU.
 
 A collective whose tensors all lie there copies nothing: ranks read and write each other's memory
 where it is.
@@ -14,19 +14,22 @@ import torch.distributed as dist
 
 from . import _C
 
+_NAMES = {"cpu": "CPU", "cuda": "CUDA"}
+
 
 class Usage(NamedTuple):
     """Of one rank, in bytes."""
 
-    used: int  # in tensors that are alive
+    used: int  # in tensors that are alive; on a GPU, in the blocks that torch divides among them
     kept: int  # free, with memory that will be used again
-    reserved: int  # of address space: what tensors may take at the most
+    reserved: int  # of address space: what tensors may take at the most; on a GPU, used and kept
 
 
 class Allocator:
-    """Makes tensors in the shared memory of a group, the default group unless another is given.
+    """Makes tensors in memory that a group's ranks share; the default group's unless one is given.
 
-    Its tensors are ordinary ones, on the CPU; they may stay when the group has gone.
+    Its tensors are ordinary ones, on the CPU unless `device` is a GPU; they may stay when the group
+    has gone. Memory of a GPU comes from torch's caching allocator, in a pool of its own.
 
     >>> import pycollect as pc, torch.distributed as dist
     >>> store = dist.HashStore()
@@ -37,21 +40,21 @@ class Allocator:
     >>> dist.destroy_process_group()
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """Use the shared memory of `group`."""
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        """Use the memory that `group` shares on `device`: "cpu", or a GPU such as "cuda:0"."""
         if not dist.is_initialized():
             raise ValueError(
                 "there is no group whose memory a tensor could lie in; call "
                 "torch.distributed.init_process_group('pycollect') first"
             )
-        cpu = torch.device("cpu")
-        chosen = dist.group.WORLD if group is None else group
-        self._backend: Any = chosen._get_backend(cpu)  # type: ignore[union-attr]
-        if self._backend.name() != "pycollect" or not self._backend.supports_tensor_alloc(cpu):
-            raise ValueError(
-                f"the group's backend for CPU tensors, {self._backend.name()!r}, has no memory "
-                "that its ranks share; make the group with 'pycollect'"
-            )
+        self._device = torch.device("cpu" if device is None else device)
+        if self._device.type not in _NAMES:
+            raise ValueError(f"device is '{self._device}'; allowed are 'cpu' and GPUs ('cuda:0')")
+        self._backend = _backend_of(dist.group.WORLD if group is None else group, self._device)
 
     def empty(self, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return an uninitialized tensor of this shape; `size` is as torch.empty has it."""
@@ -60,22 +63,52 @@ class Allocator:
             raise ValueError(f"size is {tuple(shape)}; no dimension may be negative")
         chosen = torch.get_default_dtype() if dtype is None else dtype
         made: torch.Tensor = self._backend.allocate_tensor(
-            math.prod(shape), dtype=chosen, device=torch.device("cpu")
+            math.prod(shape), dtype=chosen, device=self._device
         )
         return made.view(shape)
 
     def usage(self) -> Usage:
-        """Return how much of this rank's part of the shared memory is in use."""
-        found = _C.arena_use(self._backend)
+        """Return how much of this rank's part of that memory is in use: the CPU's, or all GPUs'."""
+        if self._device.type == "cuda":
+            on_gpus = _C.tract_use(self._backend)
+            found = None if on_gpus is None else (*on_gpus, sum(on_gpus))
+        else:
+            found = _C.arena_use(self._backend)
         if found is None:
             raise ValueError("the group's backend is wrapped (TORCH_DISTRIBUTED_DEBUG=DETAIL)")
         return Usage(*found)
 
 
+def _backend_of(group: Any, device: torch.device) -> Any:
+    """Return what serves tensors on the device, if it is ours."""
+    try:
+        backend: Any = group._get_backend(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"the group has no backend for {_NAMES[device.type]} tensors; make it with 'pycollect'"
+        ) from error
+    if device.type == "cuda":
+        shares = _C.tract_use(backend) is not None
+    else:
+        shares = backend.name() == "pycollect" and backend.supports_tensor_alloc(device)
+    if not shares:
+        raise ValueError(
+            f"the group's backend for {_NAMES[device.type]} tensors, {backend.name()!r}, has no "
+            "memory that its ranks share; make the group with 'pycollect'"
+            + (", in a build with CUDA" if device.type == "cuda" else "")
+        )
+    return backend
+
+
 def empty(
-    *size: Any, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | int | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Return an uninitialized CPU tensor in the shared memory of a group; see `Allocator`.
+    """Return an uninitialized tensor in memory that a group's ranks share; see `Allocator`.
+
+    It is on the CPU unless `device` is a GPU.
 
     >>> import pycollect as pc, torch.distributed as dist
     >>> store = dist.HashStore()
@@ -84,4 +117,4 @@ def empty(
     torch.Size([2, 3])
     >>> dist.destroy_process_group()
     """
-    return Allocator(group).empty(*size, dtype=dtype)
+    return Allocator(group, device).empty(*size, dtype=dtype)

@@ -51,6 +51,12 @@ Default all_reduce_of_slabs(const Situation& s) {
   return {"two_shot", "every GPU reduces a share and fetches the others'"};
 }
 
+Default all_reduce_of_tracts(const Situation& s) {
+  if (s.ground == Ground::tracts || s.bytes <= kOneHopBytes)
+    return {"leader", "one launch over all tensors, and two hand-overs"};
+  return {"fused", "every GPU reduces a share for all, in place"};
+}
+
 Default all_reduce_on(const Situation& s) {
   if (s.ground == Ground::shared)
     // Whoever runs a step can read and write everywhere, so one step over all ranks moves the
@@ -58,6 +64,8 @@ Default all_reduce_on(const Situation& s) {
     return {"leader", "all ranks share one memory"};
   if (s.ground == Ground::peers) return all_reduce_on_gpus(s);
   if (s.ground == Ground::slabs || s.ground == Ground::slabs_apart) return all_reduce_of_slabs(s);
+  if (s.ground == Ground::tracts || s.ground == Ground::tracts_apart)
+    return all_reduce_of_tracts(s);
   if (s.ground == Ground::slots || s.ground == Ground::arenas) return all_reduce_of_processes(s);
   if (accumulates_in_itself(s.dtype))
     return {"ring", "staged through the host, one neighbour each"};

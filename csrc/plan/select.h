@@ -10,15 +10,22 @@ namespace pycollect {
 
 // How the ranks reach each other's memory.
 enum class Ground : uint8_t {
-  shared,       // one memory
-  peers,        // several, which everybody may read and write
-  staged,       // several, some only through the host
-  slots,        // of processes: private, but for small slots that all of them share
-  arenas,       // of processes: the tensors themselves lie in memory that all of them share
-  slabs,        // of processes on one GPU: private, but for slots in its memory
-  slabs_apart,  // of processes on several GPUs, which reach each other's slots
+  shared,        // one memory
+  peers,         // several, which everybody may read and write
+  staged,        // several, some only through the host
+  slots,         // of processes: private, but for small slots that all of them share
+  arenas,        // of processes: the tensors themselves lie in memory that all of them share
+  slabs,         // of processes on one GPU: private, but for slots in its memory
+  slabs_apart,   // of processes on several GPUs, which reach each other's slots
+  tracts,        // of processes on one GPU: the tensors themselves lie where all of them reach
+  tracts_apart,  // the same on several GPUs
 };
-inline constexpr std::size_t kGrounds = 7;
+inline constexpr std::size_t kGrounds = 9;
+
+// Does everybody reach everybody's tensors, where processes have memory of their own?
+constexpr bool is_open(Ground g) {
+  return g == Ground::arenas || g == Ground::tracts || g == Ground::tracts_apart;
+}
 
 // What is known when a call arrives.
 struct Situation {

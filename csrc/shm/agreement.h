@@ -14,6 +14,12 @@ struct Statement {
   uint64_t call = 0;
   Post post = {};
   Places places = {};
+
+  void offer(const std::optional<Places>& found) {
+    if (!found) return;
+    places = *found;
+    post.flags |= Post::placed;
+  }
 };
 
 // Equal on ranks that were asked for the same.
@@ -28,10 +34,6 @@ void settle(Group& group, uint64_t run, const Occasion& occasion);
 void state(Group& group, const Statement& statement, const Request* request);
 void state_refusal(Group& group, const Statement& statement, std::string_view why);
 
-struct Agreed {
-  uint32_t pieces = 0;  // the most that any rank says
-  bool placed = true;   // everybody's tensors lie in its arena
-};
 // Waits for everybody's post. Throws std::invalid_argument, on every rank the same, if they are not
 // alike.
 Agreed agree(Group& group, const Statement& mine, uint64_t run, const Occasion& occasion);

@@ -9,8 +9,8 @@ namespace {
 
 const Script& looked_up(Rank rank, const Request& r, const Situation& s) {
   const Choice choice = choose(s, r.algorithm);
-  return script({choice.algorithm, s.world, choice.pieces, r.root, rank, r.in_place,
-                 s.ground == Ground::arenas});
+  return script(
+      {choice.algorithm, s.world, choice.pieces, r.root, rank, r.in_place, is_open(s.ground)});
 }
 
 }  // namespace

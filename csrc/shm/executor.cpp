@@ -7,6 +7,7 @@
 #include "agreement.h"
 #include "choice.h"
 #include "in_segment.h"
+#include "places.h"
 
 namespace pycollect::shm {
 namespace {
@@ -57,19 +58,12 @@ struct Prepared {
   }
 };
 
-// Where the rank's sides lie in its arena, if they do whole, as far as others are to touch them.
-bool find_places(const Group& group, const Prepared& p, Places& places) {
-  if (p.open == nullptr) return false;
-  const std::size_t bytes = group.layout().sizes.arena_bytes;
-  auto find = [&](Where where, bool lent, uint64_t& at) {
-    if (!lent) return true;
-    const Memories& m = p.sides.memory(where);
-    const std::ptrdiff_t offset = m.base() - group.arena(group.rank());
-    at = static_cast<uint64_t>(offset);
-    return m.whole() && m.base() != nullptr && offset >= 0 && at < bytes;
-  };
-  return find(Where::input, p.open->lends_input, places.input) &&
-         find(Where::output, p.open->lends_output, places.output);
+std::optional<Places> find_places(const Group& group, const Prepared& p) {
+  return find_places(p.open, p.sides, [&](const std::byte* at, std::size_t) {
+    const auto offset = static_cast<uint64_t>(at - group.arena(group.rank()));
+    const bool inside = offset < group.layout().sizes.arena_bytes;  // or before it: a large number
+    return inside ? std::optional(offset) : std::nullopt;
+  });
 }
 
 Agreed agree_or_skip(Group& group, const Statement& mine, uint64_t run, const Occasion& occasion) {
@@ -86,13 +80,14 @@ void run_collective(Group& group, const Request& request, Prepared& p, const Occ
   const uint64_t first = run_number(group);
   Statement mine{
       request.collective, occasion.call, {.signature = signature(request, occasion.call)}, {}};
-  const bool placed = find_places(group, p, mine.places);
+  const auto places = find_places(group, p);
+  const bool placed = places.has_value();
   p.sides.cut(p.slots.chunks);
   InSegment medium(group, p.row, parallel_for, p.streamed);
   Pieces pieces(medium, p.sides);
   pieces.use(p.slots, request.irregular, occasion.call);
   mine.post.pieces = pieces.wanted();
-  if (placed) mine.post.flags |= Post::placed;
+  mine.offer(places);
   if (request.irregular) mine.post.flags |= Post::irregular;
 
   begin(group, first, occasion);
@@ -129,18 +124,20 @@ Prepared prepare(Group& group, const Request& request, const Occasion& occasion)
 
 }  // namespace
 
-uint32_t exchange(Group& group, const Request& request, uint32_t pieces, const Occasion& occasion) {
+Agreed exchange(Group& group, const Request& request, const Offer& offer,
+                const Occasion& occasion) {
   group.require_whole(occasion);
   const uint64_t run = run_number(group);
   Statement mine{request.collective,
                  occasion.call,
-                 {.signature = signature(request, occasion.call), .pieces = pieces},
+                 {.signature = signature(request, occasion.call), .pieces = offer.pieces},
                  {}};
+  mine.offer(offer.places);
   if (request.irregular) mine.post.flags |= Post::irregular;
   begin(group, run, occasion);
   state(group, mine, &request);
   group.advance(at_run(run + 1));  // nothing follows the exchange
-  return agree(group, mine, run, occasion).pieces;
+  return agree(group, mine, run, occasion);
 }
 
 void run(Group& group, const Request& request, uint64_t call, Deadline deadline,
@@ -149,7 +146,7 @@ void run(Group& group, const Request& request, uint64_t call, Deadline deadline,
   group.require_whole(occasion);
   fetch_own(group);
   if (request.collective == Collective::barrier) {
-    exchange(group, request, 1, occasion);
+    exchange(group, request, {}, occasion);
     return;
   }
   Prepared prepared = prepare(group, request, occasion);

@@ -2,6 +2,7 @@
 // their slots in the shared memory, a piece at a time, in two slots by turns; tensors that lie in
 // the group's arenas are read and written where they are. No torch.
 #pragma once
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -52,9 +53,19 @@ struct Request {
 void run(Group& group, const Request& request, uint64_t call, Deadline deadline,
          const cpu::ParallelFor& parallel_for);
 
-// Only finds out whether all ranks were asked for the same, as one call of the group; returns how
-// many pieces the one with the most takes it to be. Throws as `run` does.
-uint32_t exchange(Group& group, const Request& request, uint32_t pieces, const Occasion& occasion);
+// What a rank says of a call besides what it was asked for, and what came of all ranks' offers.
+struct Offer {
+  uint32_t pieces = 1;                // that it takes the call to be
+  std::optional<Places> places = {};  // of its tensors, if others can reach them all there
+};
+struct Agreed {
+  uint32_t pieces = 0;  // the most that any rank says
+  bool placed = true;   // all ranks have offered places
+};
+
+// Only finds out whether all ranks were asked for the same, as one call of the group. Throws as
+// `run` does.
+Agreed exchange(Group& group, const Request& request, const Offer& offer, const Occasion& occasion);
 
 // Whoever cannot go on in the middle of a call takes the others with it: they would wait for it.
 template <class F>

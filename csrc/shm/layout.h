@@ -36,11 +36,12 @@ struct Post {
   enum : uint32_t {
     refused = 1,    // the rank does not take part: its own arguments were bad
     irregular = 2,  // what it sends and receives is in its description, and must fit the others'
-    placed = 4,     // what others would touch of its tensors lies in its arena: see `places`
+    placed = 4,     // what others would touch of its tensors lies where they reach it: see `places`
   };
 };
 
-// Where a call's tensors lie in their rank's arena, in bytes from its beginning.
+// Where a call's tensors lie: in their rank's arena, in bytes from its beginning; or in GPU memory,
+// as slabs/tracts.h names places there.
 struct Places {
   uint64_t input = 0, output = 0;
 };

@@ -97,6 +97,10 @@ class Sides {
   const Memories& memory(Where where) const {
     return where == Where::output && !request_.in_place ? memories_[1] : memories_[0];
   }
+  std::size_t bytes(Where where) const {
+    return total(where == Where::output && !request_.in_place ? request_.output : request_.input) *
+           item_;
+  }
   std::size_t item() const { return item_; }
   std::size_t total(const Side& side) const;
 

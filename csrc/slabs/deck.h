@@ -37,11 +37,21 @@ struct alignas(128) Berth {
   std::atomic<uint32_t> closed{0};       // it has let go of the others' slabs
 };
 
+// A rank's word of memory beside its slab that the others may open (see tracts.h).
+struct alignas(64) Notice {
+  std::atomic<uint64_t> bytes{0};    // 0: it is not up; written after the handle
+  std::atomic<uint64_t> openers{0};  // a bit for each rank that has it open, or is about to
+  Handle handle = {};
+};
+// Of each rank: a bit each in a word. torch's allocator asks for 20 MiB and more at once, or 2.
+inline constexpr int kMostTracts = 64;
+
 class Deck {
  public:
   Deck(std::byte* base, int world) : base_(base), world_(world) {}
   static constexpr std::size_t bytes(int world) {
-    return shm::Layout::up(sizeof(Counter) * (1 + world)) + world * sizeof(Berth);
+    return shm::Layout::up(sizeof(Counter) * (1 + world)) +
+           world * (sizeof(Berth) + kMostTracts * sizeof(Notice));
   }
 
   // Not zero: results are no longer written (see Launch::guard).
@@ -51,6 +61,10 @@ class Deck {
   Counter& counter(Rank r) const { return reinterpret_cast<Counter*>(base_)[1 + r]; }
   Berth& berth(Rank r) const {
     return reinterpret_cast<Berth*>(base_ + shm::Layout::up(counter_bytes()))[r];
+  }
+  Notice& notice(Rank r, int number) const {
+    std::byte* const first = base_ + shm::Layout::up(counter_bytes()) + world_ * sizeof(Berth);
+    return reinterpret_cast<Notice*>(first)[r * kMostTracts + number];
   }
   // The part that devices touch: whole pages from the beginning.
   std::byte* base() const { return base_; }

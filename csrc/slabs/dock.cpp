@@ -1,14 +1,9 @@
 #include "dock.h"
 
-#include <thread>
+#include "farewell.h"
 
 namespace pycollect::slabs {
 namespace {
-
-// How long ranks that destroy a group wait for those that are slower: much more than it takes ranks
-// that do so together, and nobody minds it in one that does so alone.
-constexpr std::chrono::milliseconds kFarewell{2000};
-constexpr std::chrono::milliseconds kGlance{1};
 
 std::unique_ptr<Signals> signals_of(Sync sync, const Station& station) {
   return sync == Sync::stream ? stream_signals(station) : host_signals(station);
@@ -65,7 +60,8 @@ void Dock::await(Rank r, uint64_t value, const shm::Occasion& occasion) {
 
 // A stream that was let go comes to its end as well, perhaps before this rank has heard of what was
 // wrong, and has written no results: that is no good end, unless it was seen before.
-std::shared_ptr<Errand> Dock::send(const shm::Occasion& occasion, std::function<bool()> ended) {
+std::shared_ptr<Errand> Dock::send(const shm::Occasion& occasion, std::function<bool()> ended,
+                                   std::shared_ptr<void> lent) {
   auto well = std::make_shared<std::atomic<bool>>(false);
   auto reached = [group = parts_.group, deck = parts_.deck, occasion, well,
                   ended = std::move(ended)] {
@@ -75,8 +71,10 @@ std::shared_ptr<Errand> Dock::send(const shm::Occasion& occasion, std::function<
     well->store(true);
     return true;
   };
-  auto errand = std::make_shared<Errand>(Errand::About{
-      occasion.operation, occasion.call, occasion.deadline, std::move(reached), awaited_});
+  auto errand =
+      std::make_shared<Errand>(Errand::About{occasion.operation, occasion.call, occasion.deadline,
+                                             std::move(reached), awaited_},
+                               std::move(lent));
   watch_.take(errand);
   return errand;
 }
@@ -95,9 +93,7 @@ bool Dock::close(std::chrono::milliseconds grace) {
   watch_.close(grace);
   parts_.slab->close_others();
   parts_.deck.berth(group().rank()).closed.store(1, std::memory_order_release);
-  const auto end = shm::Clock::now() + kFarewell;
-  while (!others_closed() && shm::Clock::now() < end) std::this_thread::sleep_for(kGlance);
-  const bool all = others_closed();
+  const bool all = farewell([&] { return others_closed(); });
   if (!all) parts_.slab->abandon();
   parts_.slab.reset();
   parts_.adopted.reset();

@@ -7,6 +7,7 @@
 #include "../plan/select.h"
 #include "signals.h"
 #include "slab.h"
+#include "tracts.h"
 #include "watch.h"
 
 namespace pycollect::slabs {
@@ -41,6 +42,7 @@ class Dock {
     std::shared_ptr<Gpu> gpu;
     Stream stream;
     Deck deck;
+    std::shared_ptr<Tracts> tracts;
     std::unique_ptr<Slab> slab;
     std::unique_ptr<Adopted> adopted;
     Sync sync;
@@ -55,7 +57,10 @@ class Dock {
   Gpu& gpu() const { return *parts_.gpu; }
   Stream stream() const { return parts_.stream; }
   const Slab& slab() const { return *parts_.slab; }
+  Tracts& tracts() const { return *parts_.tracts; }
+  // Of tensors that go through the slabs, and of those that are taken where they are, in tracts.
   Ground ground() const { return parts_.apart ? Ground::slabs_apart : Ground::slabs; }
+  Ground open_ground() const { return parts_.apart ? Ground::tracts_apart : Ground::tracts; }
   Sync sync() const { return parts_.sync; }
   const std::byte* guard() const { return parts_.adopted->base(); }  // see Launch::guard
 
@@ -68,8 +73,10 @@ class Dock {
   void tell(uint64_t value, const shm::Occasion& occasion);
   void await(Rank r, uint64_t value, const shm::Occasion& occasion);
 
-  // Sees to it that what the stream has now comes to an end, which is what `reached` says.
-  std::shared_ptr<Errand> send(const shm::Occasion& occasion, std::function<bool()> reached);
+  // Sees to it that what the stream has now comes to an end, which is what `reached` says. Until
+  // then it keeps what was lent to the others.
+  std::shared_ptr<Errand> send(const shm::Occasion& occasion, std::function<bool()> reached,
+                               std::shared_ptr<void> lent);
 
   // Ends it: gives what is under way some time, and the others some to let go of this rank's slab.
   // Returns whether they have; if not, its memory stays until the process ends.

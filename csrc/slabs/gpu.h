@@ -19,6 +19,13 @@ using cuda::Stream;
 // With which another process opens memory: in which way, and that way's key (see exports.h).
 using Handle = std::array<std::byte, 72>;
 
+// CUDA gives memory to other processes in such pages: what shares one with something else gives
+// that away as well.
+inline constexpr std::size_t kGranule = 2 << 20;
+constexpr std::size_t whole_granules(std::size_t bytes) {
+  return (bytes + kGranule - 1) / kGranule * kGranule;
+}
+
 // Each call throws std::runtime_error with CUDA's reason. From any thread, whatever device is
 // current and whatever other threads capture.
 class Gpu {

@@ -176,7 +176,7 @@ class Meeting {
     };
     bool apart = false;
     for (Rank r = 0; r < group_.world(); ++r) apart |= !same(r);
-    return std::make_shared<Dock>(Dock::Parts{ask_.group, ask_.gpu, ask_.stream, deck_,
+    return std::make_shared<Dock>(Dock::Parts{ask_.group, ask_.gpu, ask_.stream, deck_, ask_.tracts,
                                               std::move(slab_), std::move(adopted_), sync, apart});
   }
 

@@ -13,6 +13,7 @@ namespace pycollect::slabs {
 struct Ask {
   std::shared_ptr<shm::Group> group;
   std::shared_ptr<Gpu> gpu;
+  std::shared_ptr<Tracts> tracts;  // of the same
   Stream stream;  // the group's own, on the device that this rank's slab is to be on
   std::size_t slot_bytes;
   std::string wanted;  // the rung that must work, by name; "best": the first that does

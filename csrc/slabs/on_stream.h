@@ -1,5 +1,6 @@
-// The medium of GPUs: slots are in everybody's slab, launches on the rank's stream move what is in
-// them, and streams wait for each other. See shm/pieces.h, whose steps are the host's.
+// The medium of GPUs: slots are in everybody's slab, tensors perhaps in everybody's tracts,
+// launches on the rank's stream move what is in them, and streams wait for each other. See
+// shm/pieces.h, whose steps are the host's.
 #pragma once
 #include "../shm/pieces.h"
 #include "dock.h"
@@ -13,7 +14,10 @@ class OnStream {
   Rank rank() const { return dock_.slab().rank(); }
   std::size_t slot_bytes() const { return dock_.slab().slot_bytes(); }
   std::byte* slot(Rank r, uint64_t run) const { return dock_.slab().slot(r, run); }
-  std::byte* place(Rank r, shm::Where where, uint64_t call) const;
+  std::byte* place(Rank r, shm::Where where, uint64_t) const { return reached_[index(r, where)]; }
+  // Before anything of a script is enqueued that takes others' tensors where they are: opens what
+  // was not open yet. Throws CollectiveError, and breaks the group, when that fails.
+  void reach(const shm::Script& open);
 
   void settle(uint64_t run, const shm::Occasion& occasion);
   void await(Rank r, uint64_t wanted, const shm::Occasion& occasion) {
@@ -35,9 +39,15 @@ class OnStream {
   void move(const shm::MoveRow& row);
 
  private:
+  static std::size_t index(Rank r, shm::Where where) {
+    return 2 * static_cast<std::size_t>(r) + (where == shm::Where::output);
+  }
+  std::byte* find(Rank r, shm::Where where) const;
+
   Dock& dock_;
   const shm::Occasion& occasion_;
   Launch launch_;
+  std::vector<std::byte*> reached_;  // [rank][where]: others' tensors, as this device finds them
 };
 
 }  // namespace pycollect::slabs

@@ -3,12 +3,6 @@
 namespace pycollect::slabs {
 namespace {
 
-// CUDA gives memory to other processes in such pages: what shares one with something else gives
-// that away as well.
-constexpr std::size_t kGranule = 2 << 20;
-
-constexpr std::size_t up(std::size_t bytes) { return (bytes + kGranule - 1) / kGranule * kGranule; }
-
 // The device may have the memory, kept for tensors that are yet to come.
 std::byte* allocate(Gpu& gpu, Device device, std::size_t bytes) {
   try {
@@ -22,7 +16,7 @@ std::byte* allocate(Gpu& gpu, Device device, std::size_t bytes) {
 }  // namespace
 
 Slab::Slab(Gpu& gpu, const SlabTerms& terms) : gpu_(gpu), terms_(terms), memory_(terms.world) {
-  memory_[terms.rank] = allocate(gpu_, terms.device, up(kHead + 2 * terms.slot_bytes));
+  memory_[terms.rank] = allocate(gpu_, terms.device, whole_granules(kHead + 2 * terms.slot_bytes));
 }
 
 Slab::~Slab() {

@@ -36,6 +36,15 @@ void Errand::fail(std::exception_ptr error) {
   if (!error_) error_ = std::move(error);
 }
 
+void Errand::return_lent() {
+  if (lent_ && error()) keep_for_ever(std::move(lent_));
+  lent_.reset();
+}
+
+void keep_for_ever(std::shared_ptr<void> lent) {
+  static_cast<void>(new std::shared_ptr<void>(std::move(lent)));
+}
+
 Watch::Watch(std::shared_ptr<shm::Group> group, const Deck& deck)
     : group_(std::move(group)), deck_(deck) {}
 
@@ -59,6 +68,7 @@ void Watch::serve() {
     const std::shared_ptr<Errand> errand = open_.front();
     lock.unlock();
     see_through(*errand);
+    errand->return_lent();
     lock.lock();
     open_.pop_front();
     changed_.notify_all();

@@ -25,7 +25,9 @@ class Errand {
     std::function<bool()> reached;       // has it ended? Throws what went wrong on the device
     std::vector<uint64_t> awaited = {};  // [rank]: how far its stream must come for that
   };
-  explicit Errand(About about) : about_(std::move(about)) {}
+  // `lent`: the memory of this rank's that others touch in it, where it is.
+  Errand(About about, std::shared_ptr<void> lent)
+      : about_(std::move(about)), lent_(std::move(lent)) {}
 
   // Has it ended, well or not? From any thread.
   bool ended();
@@ -37,11 +39,17 @@ class Errand {
     return {about_.operation.c_str(), about_.call, about_.deadline};
   }
   void fail(std::exception_ptr error);
+  void return_lent();  // when it has ended
 
   const About about_;
+  std::shared_ptr<void> lent_;  // the watch's
   mutable std::mutex mutex_;
   std::exception_ptr error_;
 };
+
+// A launch of another rank's that runs already goes on writing into what it was lent, whatever has
+// failed meanwhile: such memory goes back to no allocator as long as this process lives.
+void keep_for_ever(std::shared_ptr<void> lent);
 
 class Watch {
  public:

@@ -47,6 +47,28 @@ std::optional<std::tuple<std::size_t, std::size_t, std::size_t>> arena_use(
   return std::tuple(use.used, use.kept, use.reserved);
 }
 
+std::shared_ptr<slabs::Tracts> tracts_of(const c10::intrusive_ptr<c10d::Backend>& backend) {
+  const auto* own = dynamic_cast<const dist::Backend*>(backend.get());
+  return own == nullptr ? nullptr : own->tracts();
+}
+
+// Bytes of GPU memory that other ranks reach: given to tensors, and free but kept; None for another
+// backend, and in a build without CUDA.
+std::optional<std::pair<std::size_t, std::size_t>> tract_use(
+    const c10::intrusive_ptr<c10d::Backend>& backend) {
+  const auto tracts = tracts_of(backend);
+  if (!tracts) return std::nullopt;
+  const slabs::Tracts::Use use = tracts->use();
+  return std::pair(use.used, use.kept);
+}
+
+// Can the group's other ranks reach the tensor on a GPU where it is?
+bool in_tract(const c10::intrusive_ptr<c10d::Backend>& backend, const at::Tensor& tensor) {
+  const auto tracts = tracts_of(backend);
+  const auto* const at = static_cast<const std::byte*>(tensor.const_data_ptr());
+  return tracts && tracts->place_of(at, tensor.nbytes()).has_value();
+}
+
 c10::intrusive_ptr<Options> copy_of(const Options& options) {
   return c10::make_intrusive<Options>(options);
 }
@@ -90,6 +112,8 @@ void bind_distributed(py::module_& m) {
   m.def("make_backend", &make_backend, py::arg("store"), py::arg("rank"), py::arg("world"),
         py::arg("options"), py::call_guard<py::gil_scoped_release>());
   m.def("arena_use", &arena_use);
+  m.def("tract_use", &tract_use);
+  m.def("in_tract", &in_tract);
   m.def("cuda_rungs", &dist::rung_names);
   m.def("cuda_exports", &slabs::export_names);
   m.def("close_groups", &dist::close_groups, py::call_guard<py::gil_scoped_release>());

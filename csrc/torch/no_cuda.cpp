@@ -49,6 +49,11 @@ class NoDevices final : public Devices {
   std::shared_ptr<slabs::Gpu> gpu() override { return nullptr; }
   slabs::Stream stream(at::Device) override { never(); }
   at::Tensor new_dense(const at::Tensor&, at::Device) override { never(); }
+  at::Tensor new_in_tract(const std::shared_ptr<slabs::Tracts>&, at::Device, int64_t,
+                          at::ScalarType) override {
+    never();
+  }
+  void drop_pools() override {}
   void with_results(c10::ArrayRef<at::Device>, c10::function_ref<void()>) override { never(); }
 };
 

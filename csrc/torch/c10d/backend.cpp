@@ -9,6 +9,7 @@
 #include "../../plan/error.h"
 #include "runner.h"
 #include "store_board.h"
+#include "without_interpreter.h"
 
 namespace pycollect::dist {
 namespace {
@@ -35,17 +36,6 @@ std::shared_ptr<shm::Group> meet(const StorePtr& store, Seat seat, const Options
   return std::make_shared<shm::Group>(board, seat.rank, seat.world,
                                       settings_of(options, seat.world));
 }
-
-// The threads that a group waits for at its end may need the interpreter for a moment.
-class WithoutInterpreter {
- public:
-  WithoutInterpreter() {
-    if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) released_.emplace();
-  }
-
- private:
-  std::optional<pybind11::gil_scoped_release> released_;
-};
 
 // Every backend of this process, for its end.
 struct Living {
@@ -74,6 +64,7 @@ Backend::Backend(const StorePtr& store, Seat seat, OptionsPtr options)
       queue_(std::make_shared<Queue>(std::make_shared<Runner>(group_))),
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   init();
+  ladder_->allot(*group_);
   ladder_->convene_by([this](const Call& like, at::Device device) { convene(like, device); });
   const std::lock_guard lock(living().mutex);
   living().all.insert(this);
@@ -112,6 +103,7 @@ void Backend::close() {
     allocator.swap(allocator_);
   }
   if (messages) messages->close(kGrace);
+  if (group) ladder_->leave(group->dead());
 }
 
 void close_groups() {
@@ -132,16 +124,23 @@ std::shared_ptr<ArenaAllocator> Backend::allocator() const {
 }
 
 // CUDA devices have a number.
-bool Backend::supportsTensorAlloc(c10::DeviceIndex device) {
+bool Backend::supportsTensorAlloc(c10::DeviceIndex index) {
+  const at::Device device = index < 0 ? at::Device(at::kCPU) : at::Device(at::kCUDA, index);
   const std::lock_guard lock(life_);
-  return device < 0 && forks_.none() && group_ && group_->layout().sizes.arena_bytes > 0;
+  if (!forks_.none() || !group_) return false;
+  if (device.is_cuda() || ladder_->lends(device)) return ladder_->is_worth_reaching(device);
+  return group_->layout().sizes.arena_bytes > 0;
 }
 
 at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
-  require(options.device().is_cpu(), "allocate_tensor: a tensor on ", options.device(),
-          " cannot lie in memory that processes share; ask for a CPU tensor");
+  const at::Device device = options.device();
+  require(device.is_cpu() || device.is_cuda(), "allocate_tensor: a tensor on ", device,
+          " cannot lie in memory that processes share; ask for one on the CPU or a GPU");
   require(size >= 0, "allocate_tensor: the size is ", size);
-  return allocator()->empty({size}, c10::typeMetaToScalarType(options.dtype()));
+  const auto arena = allocator();  // or throws: there is no group any more
+  const at::ScalarType type = c10::typeMetaToScalarType(options.dtype());
+  if (device.is_cuda() || ladder_->lends(device)) return ladder_->empty(device, size, type);
+  return arena->empty({size}, type);
 }
 
 void Backend::abort() {

@@ -1,6 +1,7 @@
-// What serving tensors on devices asks of the devices: copies, marks in their streams' work, and
-// whether a stream is under capture. The real ones are cuda/torch_devices.cpp; fake_devices.h has
-// some that only keep books, so the staging that is tested without a GPU is the one that runs.
+// What serving tensors on devices asks of the devices: copies, marks in their streams' work, memory
+// that others reach, and whether a stream is under capture. The real ones are
+// cuda/torch_devices.cpp; fake_devices.h has some that only keep books, so the staging that is
+// tested without a GPU is the one that runs.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
@@ -11,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "../../slabs/gpu.h"
+#include "../../slabs/tracts.h"
 
 namespace pycollect::dist {
 
@@ -52,6 +53,12 @@ class Devices {
   virtual slabs::Stream stream(at::Device device) = 0;  // the group's
   // Contiguous, of the same size, on that device; memory of the current stream's.
   virtual at::Tensor new_dense(const at::Tensor& like, at::Device device) = 0;
+  // So many elements in this rank's memory that other processes reach; of the current stream's. The
+  // same object each time. On the current device where none is named.
+  virtual at::Tensor new_in_tract(const std::shared_ptr<slabs::Tracts>& tracts, at::Device device,
+                                  int64_t count, at::ScalarType type) = 0;
+  // The group has gone: gives back what of that memory no tensor is in.
+  virtual void drop_pools() = 0;
   // Does it with those streams as the current ones: an event that is recorded then comes when the
   // results are there.
   virtual void with_results(c10::ArrayRef<at::Device> devices, c10::function_ref<void()> act) = 0;

@@ -2,6 +2,7 @@
 #include "fake_devices.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/from_blob.h>
 
 #include <algorithm>
 #include <cstring>
@@ -136,6 +137,15 @@ at::Tensor FakeDevices::new_dense(const at::Tensor& like, at::Device) {
   at::Tensor made = new_host(like);
   std::memset(made.mutable_data_ptr(), kPoison, made.nbytes());
   return made;
+}
+
+at::Tensor FakeDevices::new_in_tract(const std::shared_ptr<slabs::Tracts>& tracts,
+                                     at::Device device, int64_t count, at::ScalarType type) {
+  const auto bytes = static_cast<std::size_t>(count) * at::elementSize(type);
+  std::byte* const memory = tracts->add(device.index(), std::max<std::size_t>(bytes, 1));
+  return at::from_blob(
+      memory, {count}, [tracts, memory](void*) { tracts->give_back(memory); },
+      at::TensorOptions(type));
 }
 
 // Pinned memory is read now, as it might be: whoever sends it before it is complete loses. What is

@@ -27,6 +27,9 @@ class FakeDevices final : public Devices, public std::enable_shared_from_this<Fa
   std::shared_ptr<slabs::Gpu> gpu() override { return gpu_; }
   slabs::Stream stream(at::Device device) override;
   at::Tensor new_dense(const at::Tensor& like, at::Device device) override;
+  at::Tensor new_in_tract(const std::shared_ptr<slabs::Tracts>& tracts, at::Device device,
+                          int64_t count, at::ScalarType type) override;
+  void drop_pools() override {}  // each tensor has a tract of its own
   void with_results(c10::ArrayRef<at::Device> devices, c10::function_ref<void()> act) override;
 
   // The scenery.

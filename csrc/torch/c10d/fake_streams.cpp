@@ -3,6 +3,8 @@
 
 #include <chrono>
 
+#include "without_interpreter.h"
+
 namespace pycollect::dist {
 
 FakeStreams::~FakeStreams() {
@@ -11,6 +13,7 @@ FakeStreams::~FakeStreams() {
     closed_ = true;
   }
   changed_.notify_all();
+  const WithoutInterpreter without;
   if (thread_.joinable()) thread_.join();
 }
 
@@ -29,7 +32,10 @@ bool FakeStreams::step(std::size_t stream) {
   Stream& s = streams_[stream];
   if (s.work.empty() || (stream == kCaller && stalled_)) return false;
   if (!s.work.front()()) return false;
-  if (thread_.joinable()) spent_.push_back(std::move(s.work.front()));
+  if (thread_.joinable()) {
+    spent_.push_back(std::move(s.work.front()));
+    changed_.notify_all();
+  }
   s.work.pop_front();
   ++s.done;
   return true;
@@ -50,7 +56,7 @@ void FakeStreams::serve() {
   while (!closed_) {
     bool any = false;
     for (std::size_t s = 0; s < streams_.size(); ++s) any |= !streams_[s].work.empty();
-    if (!any) {
+    if (!any && spent_.empty()) {
       changed_.wait(lock);
       continue;
     }

@@ -58,6 +58,34 @@ Ladder::Ladder(std::shared_ptr<Devices> devices, Terms terms)
   met_ = terms_.rung == kHost.name || (terms_.rung == kBestRung && !devices_->gpu());
 }
 
+void Ladder::allot(const shm::Group& group) {
+  if (const auto gpu = devices_->gpu()) tracts_ = std::make_shared<slabs::Tracts>(gpu, group);
+}
+
+bool Ladder::is_worth_reaching(at::Device device) {
+  const std::lock_guard lock(mutex_);
+  return lends(device) && (!met_ || dock_);
+}
+
+at::Tensor Ladder::empty(at::Device device, int64_t count, at::ScalarType type) {
+  require(lends(device), "allocate_tensor: a tensor on ", device,
+          " cannot lie in memory that processes share: this build has no CUDA part");
+  require(!devices_->is_capturing(device), "allocate_tensor: the current stream of ", device,
+          " is under capture, and a graph cannot own memory that other processes reach; make the "
+          "tensor before the capture");
+  const at::Tensor made = devices_->new_in_tract(tracts_, device, count, type);
+  for (const std::string& why : tracts_->unreachable()) say_once(why);
+  return made;
+}
+
+void Ladder::leave(uint64_t dead) {
+  devices_->drop_pools();
+  if (tracts_ && !tracts_->close(dead))
+    say_once(
+        "a group was destroyed by some ranks only; GPU memory that others may still have open is "
+        "kept until the processes end");
+}
+
 void Ladder::check_no_capture(const at::Tensor& t, const Label& label) const {
   require(!devices_->is_capturing(t.device()), label.call, ": ", label, " is on ", t.device(),
           ", whose current stream is under capture, and a CUDA graph cannot hold what other "
@@ -110,7 +138,8 @@ void Ladder::meet(const std::shared_ptr<shm::Group>& group, at::Device device,
                   const shm::Occasion& occasion) {
   const auto gpu = devices_->gpu();
   if (!gpu) return settle({{}, {{kStream.name, "this build has no CUDA"}}}, occasion.operation);
-  const slabs::Ask ask{group, gpu, devices_->stream(device), terms_.slot_bytes, terms_.rung};
+  const slabs::Ask ask{group,      gpu, tracts_, devices_->stream(device), terms_.slot_bytes,
+                       terms_.rung};
   settle(slabs::meet(ask, occasion), occasion.operation);
 }
 

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "../../slabs/meeting.h"
+#include "../../slabs/tracts.h"
 #include "../arguments.h"
 #include "passage.h"
 
@@ -42,6 +43,20 @@ class Ladder {
   Ladder(std::shared_ptr<Devices> devices, Terms terms);
 
   bool serves(const at::Tensor& tensor) const { return devices_->serves(tensor); }
+  // Once, as soon as there is a group: it may then have GPU memory that others reach.
+  void allot(const shm::Group& group);
+  // null: this build has no CUDA.
+  const std::shared_ptr<slabs::Tracts>& tracts() const { return tracts_; }
+  // Are tensors on that device made there?
+  bool lends(at::Device device) const {
+    return tracts_ && (device.is_cuda() || devices_->has(device));
+  }
+  // So many elements there. Throws std::invalid_argument where there is no such memory, or under
+  // capture.
+  at::Tensor empty(at::Device device, int64_t count, at::ScalarType type);
+  // Would tensors on that device gain by lying there, as far as is known?
+  bool is_worth_reaching(at::Device device);
+
   // Throws while the current stream of the tensor's device is under capture.
   void check_no_capture(const at::Tensor& tensor, const Label& label) const;
 
@@ -59,6 +74,9 @@ class Ladder {
             const shm::Occasion& occasion);
   // Frees what it has on devices; gives what is under way there some time.
   void close(std::chrono::milliseconds grace);
+  // Behind that, and when no message is under way: lets go of the others' memory and frees its own.
+  // `dead`: a bit for each rank that has died.
+  void leave(uint64_t dead);
 
  private:
   std::shared_ptr<slabs::Dock> dock_for(const Call& call, at::Device device);
@@ -66,6 +84,7 @@ class Ladder {
 
   const std::shared_ptr<Devices> devices_;
   const Terms terms_;
+  std::shared_ptr<slabs::Tracts> tracts_;
   Convene convene_;
   std::mutex mutex_;  // of what follows
   bool met_ = false;

@@ -1,6 +1,7 @@
 // The rungs above host staging: the executor for slabs finds the tensors where they are, on the
 // group's stream, which comes behind the caller's. Those that are not contiguous there, or are on
-// another device, go through a copy that is. The host waits for no device.
+// another device, go through a copy that is. The host waits for no device. What others may touch
+// where it is belongs to nobody else until they have.
 #include <algorithm>
 
 #include "ladder.h"
@@ -28,6 +29,7 @@ class SlabPassage final : public Passage {
 
  private:
   void send(const shm::Occasion& occasion, const std::vector<Way>& back);
+  std::shared_ptr<void> lent() const;
   // As torch names the device of the slab, which is that of the first tensor of the group's.
   at::Device home(const at::Tensor& like) const;
 
@@ -76,9 +78,25 @@ bool SlabPassage::arrived() {
   return true;
 }
 
+// All that lies where the others reach it: they may have been lent it, however the call went.
+std::shared_ptr<void> SlabPassage::lent() const {
+  auto found = std::make_shared<std::vector<at::Tensor>>();
+  for (const at::Tensor& t : kept_)
+    if (dock_->tracts().place_of(static_cast<const std::byte*>(t.const_data_ptr()), t.nbytes()))
+      found->push_back(t);
+  if (found->empty()) return {};
+  return found;
+}
+
 void SlabPassage::send(const shm::Occasion& occasion, const std::vector<Way>& back) {
-  end_ = devices_->finish(kept_.empty() ? on_[0] : home(kept_[0]), back, kept_);
-  errand_ = dock_->send(occasion, [end = end_] { return end->reached(); });
+  std::shared_ptr<void> lent = this->lent();
+  try {
+    end_ = devices_->finish(kept_.empty() ? on_[0] : home(kept_[0]), back, kept_);
+    errand_ = dock_->send(occasion, [end = end_] { return end->reached(); }, lent);
+  } catch (...) {
+    slabs::keep_for_ever(std::move(lent));
+    throw;
+  }
   let_go();
 }
 

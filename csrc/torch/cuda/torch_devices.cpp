@@ -13,6 +13,7 @@
 #include "../c10d/devices.h"
 #include "beside.h"
 #include "ipc_gpu.h"
+#include "tract_pool.h"
 
 namespace pycollect::dist {
 namespace {
@@ -45,6 +46,11 @@ void copy(const at::Tensor& dst, const at::Tensor& src) {
   dst.copy_(src, /*non_blocking=*/true);
 }
 
+// The current one where there is no number.
+at::Device named(at::Device device) {
+  return device.has_index() ? device : at::Device(device.type(), c10::cuda::current_device());
+}
+
 class TorchDevices final : public Devices {
  public:
   explicit TorchDevices(const std::string& ipc) : gpu_(ipc_gpu(ipc)) {}
@@ -64,6 +70,9 @@ class TorchDevices final : public Devices {
     return {device.index(), back(device).stream()};
   }
   at::Tensor new_dense(const at::Tensor& like, at::Device device) override;
+  at::Tensor new_in_tract(const std::shared_ptr<slabs::Tracts>& tracts, at::Device device,
+                          int64_t count, at::ScalarType type) override;
+  void drop_pools() override;
   void with_results(c10::ArrayRef<at::Device> devices, c10::function_ref<void()> act) override;
 
  private:
@@ -72,10 +81,11 @@ class TorchDevices final : public Devices {
   const std::shared_ptr<slabs::Gpu> gpu_;
   std::mutex mutex_;
   std::map<c10::DeviceIndex, CUDAStream> back_;  // [device]: the group's stream there
+  std::map<c10::DeviceIndex, std::shared_ptr<TractPool>> pools_;  // [device]
 };
 
 bool TorchDevices::is_capturing(at::Device device) {
-  const CUDAGuard guard(device);
+  const CUDAGuard guard(named(device));
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 }
 
@@ -105,6 +115,25 @@ CUDAStream TorchDevices::back(at::Device device) {
 at::Tensor TorchDevices::new_dense(const at::Tensor& like, at::Device device) {
   const CUDAGuard guard(device);
   return at::Tensor(at::detail::empty_cuda(like.sizes(), like.scalar_type(), device, std::nullopt));
+}
+
+at::Tensor TorchDevices::new_in_tract(const std::shared_ptr<slabs::Tracts>& tracts,
+                                      at::Device device, int64_t count, at::ScalarType type) {
+  device = named(device);
+  std::shared_ptr<TractPool> pool;
+  {
+    const std::lock_guard lock(mutex_);
+    std::shared_ptr<TractPool>& found = pools_[device.index()];
+    if (!found) found = std::make_shared<TractPool>(tracts, device);
+    pool = found;
+  }
+  return pool->empty(count, type);
+}
+
+void TorchDevices::drop_pools() {
+  std::map<c10::DeviceIndex, std::shared_ptr<TractPool>> gone;  // destroyed without the lock
+  const std::lock_guard lock(mutex_);
+  gone.swap(pools_);
 }
 
 void TorchDevices::follow(at::Device device, Mark& after) {
