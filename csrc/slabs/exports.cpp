@@ -66,8 +66,6 @@ uint64_t Exports::first_from(uint64_t way, Device device, std::string refused) c
         say_(text("the memory of cuda:", device,
                   " goes to other processes by PYCOLLECT_CUDA_IPC=", kNames[way], "; ", refused));
       return way;
-    } catch (const NoRoom&) {  // which says nothing of the way
-      throw;
     } catch (const std::runtime_error& error) {
       refused += text(refused.empty() ? "" : "; ", kNames[way], ": ", error.what());
     }

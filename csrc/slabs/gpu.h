@@ -5,7 +5,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <stdexcept>
 #include <string>
 
 #include "../cuda/runtime.h"
@@ -27,12 +26,6 @@ constexpr std::size_t whole_granules(std::size_t bytes) {
   return (bytes + kGranule - 1) / kGranule * kGranule;
 }
 
-// Thrown by `allocate` where all memory is in use, perhaps by who only keeps it for later.
-class NoRoom : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
-
 // Each call throws std::runtime_error with CUDA's reason. From any thread, whatever device is
 // current and whatever other threads capture.
 class Gpu {
@@ -41,6 +34,8 @@ class Gpu {
   virtual std::string identity(Device device) = 0;  // the same in all processes that see it
 
   virtual std::byte* allocate(Device device, std::size_t bytes) = 0;  // an allocation by itself
+  // Has whoever allocates tensors give back what it keeps for those to come. Not from within that.
+  virtual void make_room(Device device) = 0;
   virtual void free(Device device, std::byte* memory) = 0;
   virtual Handle handle_of(Device device, std::byte* memory) = 0;
   virtual std::byte* open(Device device, const Handle& handle) = 0;  // of another process; once

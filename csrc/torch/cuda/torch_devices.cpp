@@ -81,6 +81,8 @@ class TorchDevices final : public Devices {
 
  private:
   CUDAStream back(at::Device device);
+  std::shared_ptr<TractPool> make_pool(at::Device device,
+                                       const std::shared_ptr<slabs::Tracts>& tracts);
   std::shared_ptr<TractPool> pool_on(at::Device device,
                                      const std::shared_ptr<slabs::Tracts>& tracts);
 
@@ -137,6 +139,17 @@ at::Tensor TorchDevices::new_in_tract(const std::shared_ptr<slabs::Tracts>& trac
   return at::Tensor(at::detail::empty_cuda({count}, type, device, std::nullopt));
 }
 
+// At the second attempt where there is room only then.
+std::shared_ptr<TractPool> TorchDevices::make_pool(at::Device device,
+                                                   const std::shared_ptr<slabs::Tracts>& tracts) {
+  try {
+    return std::make_shared<TractPool>(tracts, device);
+  } catch (const std::runtime_error&) {
+    gpu_->make_room(device.index());
+    return std::make_shared<TractPool>(tracts, device);
+  }
+}
+
 // Null: no memory goes to other processes there, which the log says once. Made without the lock.
 std::shared_ptr<TractPool> TorchDevices::pool_on(at::Device device,
                                                  const std::shared_ptr<slabs::Tracts>& tracts) {
@@ -147,9 +160,7 @@ std::shared_ptr<TractPool> TorchDevices::pool_on(at::Device device,
   }
   std::shared_ptr<TractPool> made;
   try {
-    made = std::make_shared<TractPool>(tracts, device);
-  } catch (const slabs::NoRoom&) {
-    throw;
+    made = make_pool(device, tracts);
   } catch (const std::runtime_error& error) {
     say_once(text("no tensors on ", device, " that other processes reach: ", error.what()));
   }
