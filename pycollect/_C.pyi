@@ -7,9 +7,7 @@ import torch
 from torch._C._distributed_c10d import Backend
 
 # Plans, programs, the registry and the simulator (csrc/torch/bind_plan.cpp).
-SliceTuple: TypeAlias = tuple[
-    int, str, int, int
-]  # rank, "in" | "out" | "tmp" | "host", first, count
+SliceTuple: TypeAlias = tuple[int, str, int, int]  # rank, in | out | tmp | host, first, count
 StepTuple: TypeAlias = tuple[tuple[SliceTuple, ...], tuple[SliceTuple, ...], int]
 TaskTuple: TypeAlias = tuple[int, int, list[tuple[int, int]]]  # step or -1, level, waits
 SpanTuple: TypeAlias = tuple[int, int, float, float]  # rank, step or -1, start, end
@@ -263,12 +261,7 @@ def stage(
     pieces: int = 1,
 ) -> Plan: ...
 def schedule(
-    plan: Plan,
-    in_place: bool,
-    pace: str,
-    seats: Sequence[SeatTuple],
-    streams: int,
-    hub: int = -1,
+    plan: Plan, in_place: bool, pace: str, seats: Sequence[SeatTuple], streams: int, hub: int = -1
 ) -> list[IssueTuple]: ...
 def predict_streams(
     plan: Plan,
@@ -291,6 +284,7 @@ class Options(Backend.Options):
     share: str
     watch: str
     cuda_sync: str
+    cuda_host_bytes: int | None
     def __init__(self) -> None: ...
 
 def make_backend(store: Any, rank: int, world: int, options: Options) -> Any: ...

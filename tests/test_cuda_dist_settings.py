@@ -116,3 +116,25 @@ def test_groups_leave_no_memory_behind(rung):
     # The smallest thing that a group takes of a GPU is a page of 2 MiB, in every cycle; CUDA itself
     # may load a module late.
     assert lost < (count - settled) // 2 * 2 * MIB, f"{lost / MIB:.1f} MiB in {count} cycles"
+
+
+def bound(me: Me) -> float:
+    """Groups made with a device: their first calls come in a circle."""
+    me.init("bound", device_id=torch.device(GPU))
+    groups = [dist.new_group(list(ranks)) for ranks in ((0, 1), (1, 2), (0, 2))]
+    xs = [torch.full((500,), 1.0 + me.rank, device=GPU) for _ in range(2)]
+    works = [
+        dist.all_reduce(x, group=groups[g], async_op=True)
+        for g, x in zip(((2, 0), (0, 1), (1, 2))[me.rank], xs, strict=True)
+    ]
+    for work in works:
+        work.wait()
+    total = sum(x.sum().item() for x in xs)
+    dist.destroy_process_group()
+    return total
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_groups_made_with_a_device(rung):
+    with fresh(3, group=False, environ=environ(rung)) as pool:
+        assert pool.run(bound, seconds=SECONDS) == [500.0 * n for n in (3 + 4, 3 + 5, 4 + 5)]

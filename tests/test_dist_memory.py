@@ -226,6 +226,22 @@ def test_more_than_there_is(pools):
         assert str(2**50) in said, said
 
 
+def on_no_gpu(me: Me) -> str:
+    import pycollect
+
+    if pycollect._C.has_cuda():
+        return "has no memory that its ranks share"
+    try:
+        return str(pycollect.empty(3, device="cuda:0"))
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_build_without_cuda(pools):
+    for said in pools(2).run(on_no_gpu):
+        assert "has no memory that its ranks share" in said, said
+
+
 # --- over 2^31 bytes ------------------------------------------------------------------------------
 
 HUGE = 2**31 + 12_345

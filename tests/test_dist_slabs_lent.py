@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Me, caught, fresh
+from dist_tracts import LARGE, in_the_end, launches, listened, make, use
 from test_dist_slabs_faults import NOTICED, VICTIM, ended, work_of
-from test_dist_slabs_placed import LARGE, in_the_end, launches, make, use
 
 pytestmark = pytest.mark.skipif(not OURS, reason="has memory of its own")
 
@@ -161,10 +161,14 @@ def test_memory_that_one_rank_cannot_open(rung, call, victim):
 def unshared(me: Me) -> list[int]:
     """Memory of one rank's that cannot be handed over is memory, and its tensors are copied."""
     dist.all_reduce(torch.ones(3))  # the meeting
+    lines = listened()
     if me.rank == VICTIM:
         me.fake.gpu.fail("handle_of")
     x, y = make(LARGE).fill_(me.rank), make(LARGE).fill_(me.rank)
     me.fake.gpu.fail("handle_of", -1)
+    heard = [line for line in lines if "cannot be handed to other processes" in line]
+    assert len(heard) == (me.rank == VICTIM), lines
+    assert all("made up, in handle_of" in line for line in heard)
     counts = [launches(me, lambda: dist.all_reduce(x))]
     assert x.eq(3).all()
     y = make(LARGE).fill_(me.rank)
@@ -206,18 +210,19 @@ def test_a_group_that_one_rank_destroys():
 
 def forked(me: Me) -> int:
     """A child that a rank has forked lets go of a tensor, which is its parent's."""
-    x = make(LARGE).fill_(me.rank)
-    dist.all_reduce(x)
+    x, whole = make(LARGE).fill_(me.rank), make(me.world * LARGE)
+    dist.all_reduce(torch.ones(3))
+    time.sleep(0.05)  # nothing else holds it then
     child = os.fork()
     if child == 0:
         del x
         os._exit(0)
     os.waitpid(child, 0)
-    dist.all_reduce(x)
-    assert x.eq(9).all()
-    return launches(me, lambda: dist.all_reduce(x))
+    count = launches(me, lambda: dist.all_gather_into_tensor(whole, x))
+    assert whole.view(me.world, LARGE)[:, -1].tolist() == [0, 1, 2]
+    return count
 
 
 def test_a_forked_child():
     with fresh(3, staged="eager:stream") as pool:
-        assert pool.run(forked) == [1, 0, 0]
+        assert pool.run(forked) == [3, 3, 3]

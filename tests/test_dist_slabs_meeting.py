@@ -4,6 +4,7 @@ all come to the same end.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import dist_fake
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_fake import alive
-from dist_pool import OURS, Caught, Me, caught, fresh
+from dist_pool import OURS, Caught, Me, backend_of, caught, fresh
 
 pytestmark = pytest.mark.skipif(not OURS, reason="has slabs of its own")
 VICTIM = 1
@@ -114,3 +115,84 @@ def test_a_first_call_that_is_not_everybodys():
             assert "on GPUs, for the first time" in first.text
             assert second.kind == "ValueError" or rank == VICTIM, second
             assert total == 12.0
+
+
+# What torch does for groups that are made with a device_id; not for one on the CPU.
+def connect(group: dist.ProcessGroup | None = None) -> None:
+    backend_of(group).eager_connect_single_device(torch.device("cpu"))
+
+
+def bound(me: Me, how: str) -> tuple[int, int, float, list[str]]:
+    """Groups that have met before anybody calls: in first calls, nobody waits for another's."""
+    made, fake = dist_fake.options(how)
+    me.init("bound", pg_options=made)
+    connect()
+    at_once = fake.gpu.books().get("allocated", 0)
+    fake.look(False)
+    groups = []
+    for ranks in ((0, 1), (1, 2), (0, 2)):
+        groups.append(dist.new_group(list(ranks), pg_options=made))
+        if me.rank in ranks:
+            connect(groups[-1])
+    all_made = fake.gpu.books().get("allocated", 0)
+    xs = [torch.full((500,), 1.0 + me.rank) for _ in range(2)]
+    works = [
+        dist.all_reduce(x, group=groups[g], async_op=True)
+        for g, x in zip(((2, 0), (0, 1), (1, 2))[me.rank], xs, strict=True)
+    ]
+    for work in works:
+        work.wait()
+    while not all(work.is_completed() for work in works):
+        time.sleep(0.001)
+    return at_once, all_made, sum(x.sum().item() for x in xs), fake.gpu.fouls()
+
+
+def test_a_group_with_a_device_meets_when_it_is_made():
+    with fresh(3, group=False) as pool:
+        for rank, found in enumerate(pool.run(bound, "eager:stream")):
+            pairs = (3 + 4, 3 + 5, 4 + 5)[rank]
+            assert found == (1, 3, 500.0 * pairs, [])
+
+
+def unbound(me: Me) -> tuple[float, list[str]]:
+    made, fake = dist_fake.options("eager")
+    me.init("unbound", pg_options=made)
+    connect()
+    before = fake.trace()
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    return x.sum().item(), before
+
+
+def test_a_group_without_slabs_has_nothing_to_meet_for():
+    with fresh(2, group=False) as pool:
+        assert pool.run(unbound) == [(6.0, [])] * 2
+
+
+def half_bound(me: Me) -> Caught:
+    made, _ = dist_fake.options("eager:stream")
+    me.init("half", pg_options=made)
+    return caught(dist.all_reduce, torch.ones(3)) if me.rank == VICTIM else caught(connect)
+
+
+def test_some_ranks_give_a_device():
+    with fresh(3, group=False) as pool:
+        for error in pool.run(half_bound):
+            assert error.kind == "ValueError", error
+            assert "rank 0 called init_process_group with a device_id" in error.text
+            assert "all_reduce of tensors on GPUs, for the first time" in error.text
+
+
+def failing(me: Me) -> Caught:
+    made, fake = dist_fake.options("eager:stream")
+    me.init("failing", pg_options=made)
+    if me.rank == VICTIM:
+        fake.gpu.fail("adopt", 0)
+    return caught(connect)
+
+
+def test_a_rung_that_does_not_work_is_said_when_the_group_is_made():
+    with fresh(3, group=False) as pool:
+        for error in pool.run(failing):
+            says = "init_process_group: PYCOLLECT_CUDA_SYNC=stream does not work here: rank 1: "
+            assert says in error.text, error

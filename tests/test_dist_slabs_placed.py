@@ -6,8 +6,8 @@ do not; who launches what; and the memory's life.
 
 from __future__ import annotations
 
-import gc
 import os
+import random
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,14 +17,11 @@ import pytest
 import test_dist_memory
 import torch
 import torch.distributed as dist
-from dist_fake import alive
-from dist_pool import OURS, Caught, Me, Pools, backend_of, caught, fresh, pools_of_a_module
+from dist_pool import OURS, Me, Pools, fresh, pools_of_a_module
+from dist_tracts import LARGE, RUNGS, launches, make, reached
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not OURS, reason="has memory of its own")
-RUNGS = ("stream", "wait")
-GPU = "cuda:0"  # that is not there
-LARGE = 300_000  # elements: more than are copied to slots in any collective
 
 
 @pytest.fixture(scope="module")
@@ -39,33 +36,8 @@ def fouls(me: Me) -> list[str]:
     return me.fake.gpu.fouls()
 
 
-def make(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    import pycollect
-
-    return pycollect.empty(*size, dtype=dtype, device=GPU)
-
-
 def make_flat(count: int, dtype: torch.dtype) -> Tensor:
     return make(count, dtype=dtype)
-
-
-def reached(x: Tensor) -> bool:
-    import pycollect
-
-    return pycollect._C.in_tract(backend_of(), x)
-
-
-def use() -> Any:
-    import pycollect
-
-    return pycollect.Allocator(device=GPU).usage()
-
-
-def launches(me: Me, call: Callable[[], Any]) -> int:
-    """How many this rank makes for it."""
-    before = me.fake.gpu.books().get("launch", 0)
-    call()
-    return me.fake.gpu.books().get("launch", 0) - before
 
 
 JOBS = (
@@ -162,6 +134,77 @@ def test_several_gpus_share_the_folds():
         assert pool.run(apart) == [1, 1, 1]
 
 
+def by_name(me: Me) -> list[str]:
+    """Every algorithm, on tensors that all reach and on others by turns: whole numbers, exactly."""
+    import pycollect
+
+    wrong = []
+    for name in pycollect.algorithms("all_reduce"):
+        options = pycollect.distributed.options(
+            algorithm=name, slab_bytes=dist_fake.SLAB_BYTES, cuda_sync="stream"
+        )
+        fake = pycollect._C.fake_devices(options, False, True)
+        me.init(f"by_{name}", pg_options=options)
+        for turn in range(4):
+            for placed in (make(LARGE // 10), make(100), torch.empty(LARGE // 10)):
+                x = placed.fill_(me.rank + turn)
+                dist.all_reduce(x)
+                if not bool(x.eq(6 + 4 * turn).all()):
+                    wrong.append(f"{name}, turn {turn}, {x.numel()} elements: {x.unique()}")
+        wrong += fake.gpu.fouls()
+        dist.destroy_process_group()
+    return wrong
+
+
+def test_every_algorithm():
+    with fresh(4, group=False) as pool:
+        assert pool.run(by_name, seconds=60.0) == [[]] * 4
+
+
+def at_random(me: Me, seed: int, calls: int) -> list[str]:
+    """Collectives in a row, of tensors that some ranks have placed, on streams of unlike speeds."""
+    common, own = random.Random(seed), random.Random(seed * 100 + me.rank)
+    dist.all_reduce(torch.ones(1))  # the meeting
+    me.fake.look(False)
+    checks, works = [], []
+    for i in range(calls):
+        count = common.choice((1, 1000, 9000, LARGE))
+        kind, root = common.choice(("reduce", "spread", "join", "part")), common.randrange(me.world)
+        all_placed, one_placed = common.random() < 0.5, own.random() < 0.5
+
+        def new(n: int, value: float, placed: bool = all_placed or one_placed) -> Tensor:
+            return (make(n) if placed else torch.empty(n)).fill_(value)
+
+        x, whole = new(count, me.rank + i), new(me.world * count, i + 1)
+        if kind == "reduce":
+            works.append(dist.all_reduce(x, async_op=True))
+            checks.append((x, me.world * i + sum(range(me.world))))
+        elif kind == "spread":
+            works.append(dist.broadcast(x, root, async_op=True))
+            checks.append((x, root + i))
+        elif kind == "join":
+            works.append(dist.all_gather_into_tensor(whole, x, async_op=True))
+            checks += [(part, r + i) for r, part in enumerate(whole.view(me.world, count))]
+        else:
+            works.append(dist.reduce_scatter_tensor(x, whole, async_op=True))
+            checks.append((x, me.world * (i + 1)))
+        if own.random() < 0.2:
+            me.fake.gpu.pace(own.choice((0.0, 0.0001, 0.002)))
+    end = time.monotonic() + 30.0
+    while not all(work.is_completed() for work in works) and time.monotonic() < end:
+        time.sleep(0.001)
+    me.fake.look(True)
+    me.fake.gpu.pace(0.0001)
+    return [f"check {n}" for n, (x, value) in enumerate(checks) if not bool(x.eq(value).all())]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("rung", RUNGS)
+def test_any_mixture(pools, rung, seed):
+    pace = ("late", "eager")[seed % 2]
+    assert pools(3, staged=f"{pace}:{rung}").run(at_random, seed, 40, seconds=60.0) == [[]] * 3
+
+
 def gradients(me: Me) -> list[bool]:
     """DDP's buckets."""
     os.environ["DDP_DISABLE_COMM_MEM"] = "0"
@@ -182,124 +225,3 @@ def test_distributed_data_parallel(pools):
     for found in pools(2, staged="late:stream").run(gradients):
         assert found
         assert all(found), found
-
-
-# --- the memory -----------------------------------------------------------------------------------
-
-
-def crowded(me: Me) -> tuple[int, int]:
-    """More tensors than there are notices for; sums of each."""
-    dist.all_reduce(torch.ones(1))  # the meeting
-    xs = [make(100).fill_(i + me.rank) for i in range(70)]
-    known = sum(map(reached, xs))
-    counts = [launches(me, lambda x=x: dist.all_reduce(x)) for x in xs]
-    for i, x in enumerate(xs):
-        assert x.eq(me.world * i + sum(range(me.world))).all(), i
-    return known, counts.count(0)  # a leader launches in any case
-
-
-def test_more_parts_than_can_be_known():
-    with fresh(3, staged="eager:stream") as pool:
-        assert pool.run(crowded) == [(64, 0), (64, 64), (64, 64)]
-
-
-def used_again(me: Me) -> None:
-    """What others have open is kept, and given out again; what nobody has open is freed."""
-    x = make(LARGE).fill_(1)
-    first, before = x.data_ptr(), use()
-    assert before.used >= x.nbytes
-    assert before.used == before.reserved
-    dist.all_reduce(x)
-    dist.barrier()
-    del x
-    end = time.monotonic() + 2.0
-    while use().used and time.monotonic() < end:  # the streams' own hold on it ends
-        time.sleep(0.001)
-    dist.barrier()
-    after = use()
-    assert (after.used, after.kept) == (0, 0 if me.rank == 0 else before.used)
-    y = make(LARGE // 2 + 10).fill_(1)
-    assert (y.data_ptr() == first) or me.rank == 0
-    dist.all_reduce(y)
-    assert y.eq(me.world).all()
-    z = make(LARGE).fill_(2)
-    assert z.data_ptr() != y.data_ptr()
-    dist.all_reduce(z)
-    assert z.eq(2 * me.world).all()
-    assert y.eq(me.world).all()
-
-
-def cycles(me: Me, count: int) -> list[Any]:
-    left = []
-    for i in range(count):
-        made, fake = dist_fake.options(f"eager:{RUNGS[i % 2]}")
-        me.init(f"cycle_{i}", pg_options=made)
-        xs = [make(1000).fill_(1) for _ in range(3)]
-        dist.all_reduce(xs[0])
-        dist.all_reduce(xs[1])
-        if i % 2:
-            del xs[0]
-        dist.destroy_process_group()
-        assert xs[-1].eq(1).all()  # it may stay
-        xs.clear()
-        gc.collect()
-        left += [books] if (books := in_the_end(fake)) or fake.gpu.fouls() else []
-    return left
-
-
-def in_the_end(fake: Any) -> dict[str, int]:
-    """What is still given out when the streams have let go of what they have done."""
-    end = time.monotonic() + 2.0
-    while alive(fake) and time.monotonic() < end:
-        time.sleep(0.001)
-    return alive(fake)
-
-
-def test_groups_come_and_go():
-    with fresh(2, group=False) as pool:
-        assert pool.run(cycles, 20, seconds=60.0) == [[], []]
-
-
-def outlives(me: Me) -> None:
-    made, fake = dist_fake.options("eager:stream")
-    me.init("first", pg_options=made)
-    x = make(1000).fill_(3)
-    dist.all_reduce(x)
-    dist.destroy_process_group()
-    gc.collect()
-    assert x.sum().item() == 3000 * me.world
-    me.init("second", pg_options=dist_fake.options("eager:stream")[0])
-    dist.all_reduce(x)
-    assert x.eq(3 * me.world**2).all()
-    assert not reached(x)
-    error = caught(lambda: make(2**50))
-    assert "RuntimeError" in error.kinds, error
-    del x
-    dist.destroy_process_group()
-    assert in_the_end(fake) == {}
-
-
-def test_a_tensor_outlives_its_group():
-    with fresh(2, group=False) as pool:
-        pool.run(outlives)
-
-
-def refused(me: Me) -> list[Caught]:
-    import pycollect as pc
-
-    errors = [caught(lambda: pc.empty(3, device="meta")), caught(lambda: make(-1))]
-    me.fake.capture(True)
-    errors.append(caught(lambda: make(3)))
-    me.fake.capture(False)
-    gloo = dist.new_group(backend="gloo")
-    errors.append(caught(lambda: pc.empty(3, device=GPU, group=gloo)))
-    return errors
-
-
-def test_what_is_refused(pools):
-    for meta, negative, captured, foreign in pools(2, staged="late:stream").run(refused):
-        assert "allowed are 'cpu' and GPUs" in meta.text
-        assert "no dimension may be negative" in negative.text
-        assert "under capture" in captured.text
-        assert "make it with 'pycollect'" in foreign.text or "has no memory" in foreign.text
-        assert {e.kind for e in (meta, negative, captured, foreign)} == {"ValueError"}

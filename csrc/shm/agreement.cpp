@@ -96,8 +96,10 @@ std::string words(const Description& d, const Description& other) {
   const auto collective = static_cast<Collective>(d.collective);
   std::string said = name(collective);
   if (d.call != other.call) said += text(" as its call ", d.call);
+  if ((d.flags & Description::meets) != 0)
+    return collective == Collective::barrier ? "init_process_group with a device_id"
+                                             : said + " of tensors on GPUs, for the first time";
   if (collective == Collective::barrier) return said;
-  if ((d.flags & Description::meets) != 0) return said + " of tensors on GPUs, for the first time";
   said += text(" of ", d.elements, " ", name(static_cast<DType>(d.dtype)));
   if (reduces(collective)) said += text(", op ", name(static_cast<ReduceOp>(d.op)));
   if (has_root(collective)) said += text(", root ", d.root);

@@ -160,6 +160,7 @@ std::byte* Tracts::at(Device device, Rank owner, Place place) {
 
 std::byte* Tracts::open(Device device, Rank owner, int number) {
   const std::lock_guard lock(opening_);
+  if (let_go_) throw std::runtime_error("the group has been destroyed");
   std::byte*& found = opened_[{device, owner, number}];
   if (found != nullptr) return found;
   Notice& notice = deck_.notice(owner, number);
@@ -178,6 +179,7 @@ std::byte* Tracts::open(Device device, Rank owner, int number) {
 
 void Tracts::close_others(uint64_t dead) {
   const std::lock_guard lock(opening_);
+  let_go_ = true;
   for (const auto& [key, memory] : opened_) {
     try {
       gpu_->close(key.device, memory);

@@ -94,6 +94,7 @@ class Tracts {
 
   std::mutex opening_;  // of what follows
   std::map<Opened, std::byte*> opened_;
+  bool let_go_ = false;
 };
 
 }  // namespace pycollect::slabs

@@ -84,6 +84,7 @@ void bind_distributed(py::module_& m) {
       .def_readwrite("slot_bytes", &Options::slot_bytes)
       .def_readwrite("slab_bytes", &Options::slab_bytes)
       .def_readwrite("arena_bytes", &Options::arena_bytes)
+      .def_readwrite("cuda_host_bytes", &Options::cuda_host_bytes)
       .def_property(
           "share", [](const Options& o) { return word(kShares, o.share); },
           [](Options& o, const std::string& w) {

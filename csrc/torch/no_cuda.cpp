@@ -36,7 +36,7 @@ namespace {
 class NoDevices final : public Devices {
  public:
   bool serves(const at::Tensor&) const override { return false; }
-  bool serves(at::Device) const override { return false; }
+  bool has(at::Device) const override { return false; }
   bool is_capturing(at::Device) override { never(); }
   at::Tensor new_pinned(const at::Tensor&) override { never(); }
   void copy_out(const Way&) override { never(); }

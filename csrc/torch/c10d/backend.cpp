@@ -65,7 +65,8 @@ Backend::Backend(const StorePtr& store, Seat seat, OptionsPtr options)
       options_(std::move(options)),
       ladder_(std::make_shared<Ladder>(
           options_->devices ? options_->devices : torch_devices(),
-          Ladder::Terms{options_->cuda_sync, options_->slab_bytes / kSlotsOfSlab})),
+          Ladder::Terms{options_->cuda_sync, options_->slab_bytes / kSlotsOfSlab,
+                        options_->cuda_host_bytes.value_or(0)})),
       timeout_ms_(options_->timeout.count()),
       group_(meet(store, seat, *options_)),
       messages_(std::make_shared<Messages>(group_, ladder_)),
@@ -137,7 +138,7 @@ bool Backend::supportsTensorAlloc(c10::DeviceIndex index) {
   const at::Device device = index < 0 ? at::Device(at::kCPU) : at::Device(at::kCUDA, index);
   const std::lock_guard lock(life_);
   if (!forks_.none() || !group_) return false;
-  if (device.is_cuda() || ladder_->serves(device)) return ladder_->is_worth_reaching(device);
+  if (device.is_cuda() || ladder_->lends(device)) return ladder_->is_worth_reaching(device);
   return group_->layout().sizes.arena_bytes > 0;
 }
 
@@ -148,7 +149,7 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   require(size >= 0, "allocate_tensor: the size is ", size);
   const auto arena = allocator();  // or throws: there is no group any more
   const at::ScalarType type = c10::typeMetaToScalarType(options.dtype());
-  if (device.is_cuda() || ladder_->serves(device)) return ladder_->empty(device, size, type);
+  if (device.is_cuda() || ladder_->lends(device)) return ladder_->empty(device, size, type);
   return arena->empty({size}, type);
 }
 
@@ -221,6 +222,16 @@ void Backend::convene(const Call& like, at::Device device) {
             .meets = device,
             .timeout = like.timeout};
   queue_->run(std::move(call))->wait();
+}
+
+void Backend::eagerConnectSingleDevice(at::Device device) {
+  const Ask ask{Collective::barrier, "init_process_group", kNoTimeout, false};
+  forks_.require_none(ask.name);
+  try {
+    ladder_->connect(new_call(ask), device);
+  } catch (const Unmet& all) {
+    std::rethrow_exception(all.error);
+  }
 }
 
 WorkPtr Backend::collective(const Ask& ask, c10::function_ref<void(Call&)> build) {

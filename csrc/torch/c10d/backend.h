@@ -85,6 +85,10 @@ class Backend final : public c10d::Backend {
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
                         std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& o) override;
 
+  // What the first collective of tensors on GPUs would do before anything else, with the group's
+  // ranks, who all must come: torch calls it where a group is made with a device.
+  void eagerConnectSingleDevice(at::Device device) override;
+
   WorkPtr send(Tensors& tensors, int to, int tag) override;
   WorkPtr recv(Tensors& tensors, int from, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;

@@ -20,6 +20,8 @@ struct Call {
   uint64_t number = 0;              // of the group's calls, as torch counts them
   std::string_view algorithm = {};  // of the group's options; empty: the selector's
   Ladder* ladder = nullptr;         // of the group; none: host memory only
+  // Of the blocks of one rank that all ranks know to be as large; none: they may differ.
+  std::optional<std::size_t> bytes = {};
   // Nothing but the meeting before the group's first such call, on this device of the rank's.
   std::optional<at::Device> meets = {};
   std::chrono::milliseconds timeout{};

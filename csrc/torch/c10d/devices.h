@@ -34,8 +34,8 @@ class Devices {
  public:
   virtual ~Devices() = default;
   virtual bool serves(const at::Tensor& tensor) const = 0;
-  virtual bool serves(at::Device device) const = 0;           // tensors that would be there
-  virtual bool is_capturing(at::Device device) = 0;           // its current stream
+  virtual bool has(at::Device device) const = 0;     // may a tensor that it serves be there?
+  virtual bool is_capturing(at::Device device) = 0;  // its current stream
   virtual at::Tensor new_pinned(const at::Tensor& like) = 0;  // in any thread
   // Behind what is on the current stream of the tensor's device, without waiting.
   virtual void copy_out(const Way& way) = 0;

@@ -16,7 +16,7 @@ class FakeDevices final : public Devices, public std::enable_shared_from_this<Fa
   FakeDevices(bool eager, bool slabs);
 
   bool serves(const at::Tensor& tensor) const override;
-  bool serves(at::Device) const override { return gpu_ != nullptr; }
+  bool has(at::Device device) const override { return device.is_cpu(); }
   bool is_capturing(at::Device device) override;
   at::Tensor new_pinned(const at::Tensor& like) override;
   void copy_out(const Way& way) override;

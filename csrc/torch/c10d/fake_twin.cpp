@@ -9,7 +9,7 @@ class FakeTwin final : public Devices {
       : first_(std::move(first)), stream_(stream) {}
 
   bool serves(const at::Tensor& tensor) const override { return first_->serves(tensor); }
-  bool serves(at::Device device) const override { return first_->serves(device); }
+  bool has(at::Device device) const override { return first_->has(device); }
   bool is_capturing(at::Device device) override { return first_->is_capturing(device); }
   at::Tensor new_pinned(const at::Tensor& like) override { return first_->new_pinned(like); }
   void copy_out(const Way& way) override { first_->copy_out(way); }

@@ -7,6 +7,7 @@
 #include "../../plan/error.h"
 #include "../../shm/executor.h"
 #include "../job.h"
+#include "call.h"
 
 namespace pycollect::dist {
 namespace {
@@ -63,11 +64,11 @@ void Ladder::allot(const shm::Group& group) {
 
 bool Ladder::is_worth_reaching(at::Device device) {
   const std::lock_guard lock(mutex_);
-  return tracts_ && devices_->serves(device) && (!met_ || dock_);
+  return lends(device) && (!met_ || dock_);
 }
 
 at::Tensor Ladder::empty(at::Device device, int64_t count, at::ScalarType type) {
-  require(tracts_ && devices_->serves(device), "allocate_tensor: a tensor on ", device,
+  require(lends(device), "allocate_tensor: a tensor on ", device,
           " cannot lie in memory that processes share: this build has no CUDA part");
   require(!devices_->is_capturing(device), "allocate_tensor: the current stream of ", device,
           " is under capture, and a graph cannot own memory that other processes reach; make the "
@@ -91,9 +92,28 @@ void Ladder::check_no_capture(const at::Tensor& t, const Label& label) const {
           "processes do; call it outside of the capture");
 }
 
+std::shared_ptr<Passage> Ladder::begin_staged() const {
+  say_rung(kHost);
+  return stage_through_host(devices_);
+}
+
 bool Ladder::shares_memory() const { return terms_.rung != kHost.name && devices_->gpu(); }
 
+void Ladder::connect(const Call& call, at::Device device) {
+  if (devices_->has(device)) dock_for(call, device);
+}
+
+// All ranks go the same way: whoever has other sizes has other calls, and is told so.
 std::shared_ptr<Passage> Ladder::begin(const Call& call, at::Device device) {
+  if (call.bytes && *call.bytes <= terms_.host_bytes) return begin_staged();
+  const auto dock = dock_for(call, device);
+  if (!dock) return begin_staged();
+  say_rung(dock->sync() == slabs::Sync::stream ? kStream : kWait);
+  return pass_through_slabs(devices_, dock);
+}
+
+// Null: through the host.
+std::shared_ptr<slabs::Dock> Ladder::dock_for(const Call& call, at::Device device) {
   const auto state = [&] {
     const std::lock_guard lock(mutex_);
     return std::tuple(met_, failed_, dock_);
@@ -108,12 +128,7 @@ std::shared_ptr<Passage> Ladder::begin(const Call& call, at::Device device) {
     std::tie(met, failed, dock) = state();
   }
   if (!failed.empty()) throw Unmet{std::make_exception_ptr(CollectiveError(failed))};
-  if (!dock) {
-    say_rung(kHost);
-    return stage_through_host(devices_);
-  }
-  say_rung(dock->sync() == slabs::Sync::stream ? kStream : kWait);
-  return pass_through_slabs(devices_, dock);
+  return dock;
 }
 
 bool Ladder::has_met() {

@@ -36,15 +36,21 @@ class Ladder {
   struct Terms {
     std::string rung;
     std::size_t slot_bytes;  // of a slab
+    // Collectives of no more than this go through the host whatever works, and nobody meets for
+    // them.
+    std::size_t host_bytes = 0;
   };
   Ladder(std::shared_ptr<Devices> devices, Terms terms);
 
   bool serves(const at::Tensor& tensor) const { return devices_->serves(tensor); }
-  bool serves(at::Device device) const { return devices_->serves(device); }
   // Once, as soon as there is a group: it may then have GPU memory that others reach.
   void allot(const shm::Group& group);
   // null: this build has no CUDA.
   const std::shared_ptr<slabs::Tracts>& tracts() const { return tracts_; }
+  // Are tensors on that device made there?
+  bool lends(at::Device device) const {
+    return tracts_ && (device.is_cuda() || devices_->has(device));
+  }
   // So many elements there. Throws std::invalid_argument where there is no such memory, or under
   // capture.
   at::Tensor empty(at::Device device, int64_t count, at::ScalarType type);
@@ -57,6 +63,8 @@ class Ladder {
   // Has all ranks `meet`, in its turn among the group's calls, before one like this.
   using Convene = std::function<void(const Call& like, at::Device device)>;
   void convene_by(Convene convene) { convene_ = std::move(convene); }
+  // At once, where the device may need it; else does nothing. Throws as `begin` does.
+  void connect(const Call& call, at::Device device);
   // For one collective, the first tensor of which is on `device`. Throws Unmet with what
   // convening throws.
   std::shared_ptr<Passage> begin(const Call& call, at::Device device);
@@ -74,6 +82,8 @@ class Ladder {
   void leave(uint64_t dead);
 
  private:
+  std::shared_ptr<slabs::Dock> dock_for(const Call& call, at::Device device);
+  std::shared_ptr<Passage> begin_staged() const;
   void settle(const slabs::Found& found, const char* operation);
 
   const std::shared_ptr<Devices> devices_;

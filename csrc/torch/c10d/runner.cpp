@@ -96,7 +96,7 @@ void Runner::perform(Call& call, shm::Deadline deadline) {
 // is told as usual.
 void Runner::meet(const Call& call, shm::Deadline deadline) {
   if (call.ladder->has_met()) return;  // another thread's call was first
-  const shm::Occasion occasion{pycollect::name(call.collective), calls_++, deadline};
+  const shm::Occasion occasion{call.name, calls_++, deadline};
   const shm::Request request{.collective = call.collective, .on_gpus = true, .meets = true};
   shm::exchange(*group_, request, {}, occasion);
   call.ladder->meet(group_, *call.meets, occasion);

@@ -54,7 +54,7 @@ class TorchDevices final : public Devices {
   explicit TorchDevices(std::shared_ptr<slabs::Gpu> gpu) : gpu_(std::move(gpu)) {}
 
   bool serves(const at::Tensor& tensor) const override { return tensor.is_cuda(); }
-  bool serves(at::Device device) const override { return device.is_cuda(); }
+  bool has(at::Device device) const override { return device.is_cuda(); }
   bool is_capturing(at::Device device) override;
   at::Tensor new_pinned(const at::Tensor& like) override;
   void copy_out(const Way& way) override;

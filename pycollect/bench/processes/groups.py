@@ -112,19 +112,11 @@ def symm_mem_call(case: ProcessCase, rank: int) -> tuple[Buffers, Call]:
 
 
 def shared_empty(group: Any, device: torch.device) -> Callable[[int, torch.dtype], torch.Tensor]:
-    """Return what allocates a tensor in the group's shared memory.
+    """Return what allocates a tensor on the device in memory that the group's ranks reach.
 
     Raises:
-        NotImplementedError: if this build has no such tensors there.
+        NotImplementedError: if they reach no such memory there.
     """
-    if device.type == "cpu":
-        return lambda count, dtype: pycollect.empty(count, dtype=dtype, group=group)
-    backend = group._get_backend(device)
-    if not backend.supports_tensor_alloc(device):
-        raise NotImplementedError(f"this build has no tensors in shared memory on {device}")
-
-    def allocate(count: int, dtype: torch.dtype) -> torch.Tensor:
-        tensor: torch.Tensor = backend.allocate_tensor(count, dtype=dtype, device=device)
-        return tensor
-
-    return allocate
+    if device.type != "cpu" and not group._get_backend(device).supports_tensor_alloc(device):
+        raise NotImplementedError(f"the ranks reach no tensors of each other's on {device}")
+    return lambda count, dtype: pycollect.empty(count, dtype=dtype, device=device, group=group)
