@@ -12,7 +12,9 @@ usage: bench/gpu_report.sh [--dry-run] [STAGE | all]...
   sanitize  memcheck and initcheck over a reduced matrix
   bench     all-reduce against its peers, copies, overlap, a training step
   dist      one process per rank on one GPU: a few tests, all-reduce against its peers, DDP
-  dist-test all tests of that
+  dist-test all tests of that: values and streams
+  dist-faults   ranks that die, are late or disagree, and training
+  dist-slow     many ranks, settings of CUDA, and groups that come and go 200 times
   questions what the code decides by: waits between processes, folds, staging, graphs
 
 Several stages run in the order given; without one, all. --dry-run prints the commands.
@@ -34,15 +36,17 @@ quick=${QUICK:-0}
 dry_run=0
 failed=()
 stages=()
-all_stages=(build test sanitize bench dist dist-test questions)
+all_stages=(build test sanitize bench dist dist-test dist-faults dist-slow questions)
 
 while (($#)); do
   case $1 in
     --dry-run) dry_run=1 ;;
-    build | test | sanitize | bench | dist | dist-test | questions) stages+=("$1") ;;
     all) stages+=("${all_stages[@]}") ;;
     -h | --help) usage; exit 0 ;;
-    *) usage >&2; exit 2 ;;
+    *)
+      [[ " ${all_stages[*]} " == *" $1 "* ]] || { usage >&2; exit 2; }
+      stages+=("$1")
+      ;;
   esac
   shift
 done
@@ -63,7 +67,7 @@ fail() {
 
 find_out() {  # once per call: what every run's record begins with
   local found
-  found=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1)
+  found=$(timeout 30 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1)
   gpu=${found%%,*}
   gpu=${gpu:-no GPU}
   driver=${found##*, }
@@ -181,9 +185,10 @@ stage_sanitize() {
     return
   fi
   first="import torch; print(torch.ones(3, device='$devices').sum().item())"
-  if ! ((dry_run)) && ! "$tool" "$python" -c "$first" >"$out/.refusal" 2>&1; then
+  if ! ((dry_run)) && ! timeout --kill-after=10 $((limit / 3)) "$tool" "$python" -c "$first" \
+    >"$out/.refusal" 2>&1; then
     skip "sanitize: compute-sanitizer does not run here: $(grep -m 1 -i -e 'not supported' \
-      -e error -e fail "$out/.refusal" || tail -n 1 "$out/.refusal")"
+      -e error -e fail "$out/.refusal" || tail -n 1 "$out/.refusal" | grep . || echo it hangs)"
     rm -f "$out/.refusal"
     return
   fi
@@ -234,7 +239,7 @@ stage_dist() {
   local measure=("$python" bench/allreduce_bandwidth.py --devices "$devices" --seconds "$seconds")
   [[ -n $(missing matplotlib) ]] || plot=(yes)
   if can_test dist-some; then
-    PYCOLLECT_REQUIRE_CUDA=1 most=90 step dist-some "$python" -m pytest "${tests[@]}" -m cuda \
+    PYCOLLECT_REQUIRE_CUDA=1 most=130 step dist-some "$python" -m pytest "${tests[@]}" -m cuda \
       "${some[@]}"
   fi
   most=180 step dist-all_reduce "${measure[@]}" "${json[@]}" "${sizes[@]}" --processes "$world" \
@@ -244,20 +249,32 @@ stage_dist() {
   step dist-worlds "${measure[@]}" "${json[@]}" "${few[@]}" --processes "$others" --peers gloo
 }
 
+dist_tests() {  # name, arguments of pytest...
+  can_test "$1" || return
+  PYCOLLECT_REQUIRE_CUDA=1 step "$1" "$python" -m pytest "${tests[@]}" -m cuda "${@:2}"
+}
+
 stage_dist_test() {
-  local files=(tests/test_cuda_dist_{matrix,streams,training,sharded,faults,settings}.py)
+  local files=(tests/test_cuda_dist_{matrix,streams}.py)
   files+=(tests/test_bench_dist.py tests/test_bench_training.py tests/test_bench_replays.py)
-  can_test dist-test || return
-  most=380 PYCOLLECT_REQUIRE_CUDA=1 step dist-test "$python" -m pytest "${tests[@]}" -m cuda \
-    "${files[@]}"
-  PYCOLLECT_REQUIRE_CUDA=1 PYCOLLECT_TEST_CYCLES=200 step dist-cycles "$python" -m pytest \
-    "${tests[@]}" -m cuda -k memory_behind tests/test_cuda_dist_settings.py
+  dist_tests dist-test "${files[@]}"
+}
+
+# Nearly every one of these has processes of its own: seconds each, whatever the GPU.
+stage_dist_faults() {
+  dist_tests dist-faults tests/test_cuda_dist_{faults,training,sharded}.py
+}
+
+stage_dist_slow() {
+  local file=tests/test_cuda_dist_settings.py
+  most=$((limit * 2 / 3)) dist_tests dist-settings -k "not memory_behind" "$file"
+  PYCOLLECT_TEST_CYCLES=200 dist_tests dist-cycles -k memory_behind "$file"
 }
 
 stage_questions() {
   local json=(--json "$out/.content.json") worlds=2,4,8 few=() sizes=()
   ((quick)) && worlds=2 few=(--rounds 5) sizes=(-e 4K -n 1 -w 1)
-  most=150 step waits "$python" bench/waits.py --world "$worlds" "${few[@]}" "${json[@]}"
+  most=190 step waits "$python" bench/waits.py --world "$worlds" "${few[@]}" "${json[@]}"
   most=110 step folds "$python" bench/folds.py --seconds 60 "${json[@]}"
   most=90 step ring "$python" bench/ring.py --seconds 60 "${json[@]}"
   step replays "$python" bench/replays.py --devices "$devices" "${sizes[@]}" "${json[@]}"

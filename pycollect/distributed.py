@@ -25,6 +25,7 @@ _SETTINGS = {
     "share": ("PYCOLLECT_SHM_SHARE", ("memfd", "named")),
     "watch": ("PYCOLLECT_SHM_WATCH", ("pidfd", "hangup")),
     "cuda_sync": ("PYCOLLECT_CUDA_SYNC", tuple(_C.cuda_rungs()[1:])),
+    "cuda_ipc": ("PYCOLLECT_CUDA_IPC", tuple(_C.cuda_exports()[1:])),
 }
 _HOST_BYTES = "PYCOLLECT_CUDA_HOST_BYTES"
 
@@ -38,6 +39,7 @@ def options(
     share: str = "best",
     watch: str = "best",
     cuda_sync: str = "best",
+    cuda_ipc: str = "best",
     cuda_host_bytes: int | None = None,
 ) -> Any:
     """Return options of a group, for `pg_options=` of torch's functions that make one.
@@ -63,12 +65,17 @@ def options(
     gather, scatter and all_to_all, whose sizes not all ranks know, never do. All ranks must say the
     same.
 
-    Where all CUDA tensors of a collective lie in memory that the other ranks reach, from
-    `pycollect.empty(..., device="cuda")`, they are read and written there and not copied to slabs.
-
     Messages of 64 KiB and more between two ranks go through other memory of the sender's GPU, twice
     `slab_bytes` bytes at the most, which the receiver opens; smaller ones, those of which one end
     cannot, and all if "host" is named, through pinned memory. Their `wait()` blocks the host.
+
+    Where all CUDA tensors of a collective lie in memory that the other ranks reach, from
+    `pycollect.empty(..., device="cuda")`, they are read and written there and not copied to slabs.
+
+    Processes get at each other's GPU memory by CUDA's own handles (`cuda_ipc="legacy"`) or by file
+    descriptors over a Unix socket ("fd"), which works in virtual machines that refuse the former:
+    "best" takes the first that each rank's GPU does not refuse, or the other if its peers cannot
+    open that, and PYCOLLECT_CUDA_IPC may name one. Ranks need not take the same.
 
     >>> options(algorithm="fused").algorithm
     'fused'
@@ -88,6 +95,7 @@ def options(
     made.share = share
     made.watch = watch
     made.cuda_sync = cuda_sync
+    made.cuda_ipc = cuda_ipc
     return made
 
 

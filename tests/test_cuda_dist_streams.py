@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from dist_pool import Caught, Me, Pools, caught, pools_of_a_module
 from dist_rungs import RUNGS, on_rung
-from homes import GPU
+from homes import GPU, several_gpus
 
 pytestmark = pytest.mark.cuda
 WORLDS = (2, 4)
@@ -59,6 +59,28 @@ def before_and_after(me: Me) -> list[bool]:
 @pytest.mark.parametrize("world", WORLDS)
 def test_side_streams(pools, world):
     assert pools(world, beside=None).run(before_and_after, seconds=SECONDS) == [[True] * 4] * world
+
+
+def on_another_gpu(me: Me) -> bool:
+    """The group's slab is on one GPU; the tensor, and who makes and reads it, are on another."""
+    home, other = several_gpus()[:2]
+    dist.all_reduce(torch.ones(COUNT, device=home))
+    side = torch.cuda.Stream(other)
+    with torch.cuda.stream(side):
+        x = torch.zeros(COUNT, device=other)
+        nap()
+        x.fill_(float(me.rank))
+        dist.all_reduce(x)
+        y = x * 2
+    side.synchronize()
+    return bool((y == me.world * (me.world - 1)).all())
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_side_stream_of_another_gpu(pools, world):
+    several_gpus()
+    found = pools(world, beside=None).run(on_another_gpu, seconds=SECONDS)
+    assert found == [True] * world
 
 
 def overwritten(me: Me) -> list[bool]:
@@ -155,7 +177,8 @@ def captured(me: Me) -> tuple[list[Caught], bool]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(side):
         graph.capture_begin()
-        errors = [caught(dist.all_reduce, x), caught(open_work.wait), caught(dist.send, x, 0)]
+        errors = [caught(dist.all_reduce, x), caught(open_work.wait)]
+        errors.append(caught(dist.send, x, (me.rank + 1) % me.world))
         y = x + 1
         graph.capture_end()  # the capture is whole
     open_work.wait()

@@ -4,6 +4,7 @@ all come to the same end.
 
 from __future__ import annotations
 
+import datetime
 import time
 from typing import Any
 
@@ -80,6 +81,36 @@ def test_memory_that_does_not_arrive():
     with fresh(3, group=False) as pool:
         for first, *_ in pool.run(met, "stream", "launch", 0, True):
             assert "rank 0: what rank 1 wrote here has not arrived" in first.text, first
+
+
+@pytest.mark.slow  # for the 10 seconds that a step has
+def test_a_wait_for_what_does_not_come_is_let_go():
+    """One rank's writes are lost: all end in the meeting, and the device keeps no memory."""
+    with fresh(3, group=False) as pool:
+        for first, second, total, staged, _, left, fouls in pool.run(
+            met, "best", "write", 0, True, seconds=60
+        ):
+            assert (first.kind, second.kind) == ("", ""), (first, second)
+            assert (total, staged) == (900.0, False)
+            assert (left, fouls) == ({}, [])
+
+
+def left_alone(me: Me) -> tuple[Caught, dict[str, int], list[str]]:
+    """One rank is so slow in the meeting that the others give up, while it has their memory."""
+    made, fake = dist_fake.options("eager:stream")
+    me.init("left_alone", pg_options=made, timeout=datetime.timedelta(seconds=2))
+    fake.gpu.drop("write" if me.rank == VICTIM else "await")
+    error = caught(dist.all_reduce, torch.ones(3))
+    return error, alive(fake), fake.gpu.fouls()
+
+
+@pytest.mark.slow  # for the 10 seconds that a step has
+def test_memory_that_others_may_have_open_is_kept():
+    with fresh(3, group=False) as pool:
+        for error, left, fouls in pool.run(left_alone, seconds=60):
+            assert error.kind == "Timeout", error
+            assert f"rank {VICTIM} did not arrive" in error.text
+            assert (left, fouls) == ({"allocated": 1}, [])
 
 
 def different(me: Me) -> Caught:

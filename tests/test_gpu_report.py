@@ -131,7 +131,7 @@ def test_processes_have_a_stage_with_something_of_everything(machine, fake_pytho
     assert status == 0, output
     runs = record_of(tmp_path / "out")["runs"]
     assert list(runs) == ["dist-some", "dist-all_reduce", "dist-train", "dist-worlds"]
-    assert "dist-some [at most 90 s]" in output
+    assert "dist-some [at most 130 s]" in output
     assert "dist-all_reduce [at most 180 s]" in output
     assert " --processes 2 " in runs["dist-all_reduce"]["command"]
     assert "tests/test_cuda_dist_matrix.py" in runs["dist-some"]["command"]
@@ -139,7 +139,8 @@ def test_processes_have_a_stage_with_something_of_everything(machine, fake_pytho
 
 
 def test_every_test_of_cuda_belongs_to_one_stage(machine, fake_python, tmp_path):
-    status, output = machine("test", "dist-test", python=fake_python(), nvidia_smi=SMI)
+    stages = ("test", "dist-test", "dist-faults", "dist-slow")
+    status, output = machine(*stages, python=fake_python(), nvidia_smi=SMI)
     assert status == 0, output
     runs = record_of(tmp_path / "out")["runs"].values()
     words = [word for run in runs for word in run["command"].split()]
@@ -216,6 +217,13 @@ def test_a_sanitizer_that_refuses_the_device_is_a_loud_skip(machine, fake_python
     assert status == 0
     assert "SKIPPED: sanitize: compute-sanitizer does not run here" in output
     assert "Device not supported" in output
+
+
+def test_a_sanitizer_that_hangs_is_given_up(machine, fake_python):
+    tools = {"nvidia_smi": SMI, "compute_sanitizer": "#!/bin/sh\nexec sleep 60\n"}
+    status, output = machine("sanitize", python=fake_python(), limit=3, **tools)
+    assert status == 0
+    assert "SKIPPED: sanitize: compute-sanitizer does not run here: it hangs" in output
 
 
 def test_what_a_sanitizer_finds_fails(machine, fake_python, tmp_path):

@@ -29,8 +29,9 @@ std::vector<Rank> missing(const shm::Group& group, const Deck& deck, Rank r) {
 }  // namespace
 
 Adopted::~Adopted() {
+  if (abandoned_) return;
   try {
-    gpu_.forsake(host_);
+    gpu_.forsake(device_, host_);
   } catch (...) {  // the device is broken
   }
 }

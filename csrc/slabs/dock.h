@@ -18,15 +18,21 @@ enum class Sync : uint8_t { stream, wait };  // the fastest first
 class Adopted {
  public:
   Adopted(Gpu& gpu, Device device, const Deck& deck)
-      : gpu_(gpu), host_(deck.base()), base_(gpu.adopt(device, host_, deck.adopted_bytes())) {}
-  ~Adopted();
+      : gpu_(gpu),
+        device_(device),
+        host_(deck.base()),
+        base_(gpu.adopt(device, host_, deck.adopted_bytes())) {}
+  ~Adopted();  // gives it back, unless `abandon`ed
   Adopted(const Adopted&) = delete;
   Adopted& operator=(const Adopted&) = delete;
   std::byte* base() const { return base_; }
+  void abandon() { abandoned_ = true; }  // the device may still look there
 
  private:
   Gpu& gpu_;
+  const Device device_;
   std::byte *host_, *base_;
+  bool abandoned_ = false;
 };
 
 class Dock {

@@ -16,8 +16,8 @@ using cuda::Event;
 using cuda::Launch;
 using cuda::Stream;
 
-// As CUDA gives it to other processes: cudaIpcMemHandle_t.
-using Handle = std::array<std::byte, 64>;
+// With which another process opens memory: in which way, and that way's key (see exports.h).
+using Handle = std::array<std::byte, 72>;
 
 // CUDA gives memory to other processes in such pages: what shares one with something else gives
 // that away as well.
@@ -38,10 +38,13 @@ class Gpu {
   virtual Handle handle_of(Device device, std::byte* memory) = 0;
   virtual std::byte* open(Device device, const Handle& handle) = 0;  // of another process; once
   virtual void close(Device device, std::byte* opened) = 0;
+  // What is allocated from now on goes to other processes in another way, because they could not
+  // open it; false: there is none.
+  virtual bool share_otherwise(Device device) = 0;
 
   // Whole pages of the host's memory; returns where the device finds them.
   virtual std::byte* adopt(Device device, std::byte* memory, std::size_t bytes) = 0;
-  virtual void forsake(std::byte* memory) = 0;
+  virtual void forsake(Device device, std::byte* memory) = 0;
 
   virtual Stream new_stream(Device device) = 0;
   virtual void destroy(Stream stream) = 0;

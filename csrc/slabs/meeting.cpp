@@ -30,7 +30,7 @@ class Meeting {
   Found run() {
     introduce();
     Found found;
-    std::string why = share_memory();
+    std::string why = share_somehow();
     if (!why.empty()) {
       let_go();
       found.steps = {{"stream", why}, {"wait", why}};
@@ -49,6 +49,14 @@ class Meeting {
     else
       found.dock = make_dock(sync);
     return found;
+  }
+
+  // Nobody hears of anybody any more: the others may still have this rank's memory open.
+  void give_up() noexcept {
+    const bool stuck = trial_ != nullptr && !trial_->drain();
+    if (adopted_ && stuck) adopted_->abandon();
+    if (slab_ && !stuck) slab_->close_others();
+    if (slab_) slab_->abandon();
   }
 
  private:
@@ -98,6 +106,13 @@ class Meeting {
               deck_.berth(r).wanted.data(), "' and rank 0 for '", zero, "'");
   }
 
+  std::string share_somehow() {
+    const std::string why = share_memory();
+    if (why.empty() || handed_over_ || !share_otherwise()) return why;
+    const std::string again = share_memory();
+    return again.empty() ? again : text(why, "; otherwise ", again);
+  }
+
   std::string share_memory() {
     const Device device = ask_.stream.device;
     std::string why = together([&] {
@@ -113,9 +128,23 @@ class Meeting {
       for (Rank r = 0; r < group_.world(); ++r)
         if (r != group_.rank()) slab_->open(r, deck_.berth(r).handle);
     });
+    handed_over_ = why.empty();
     if (why.empty()) why = together([&] { trial_->write_everywhere(); });
     if (why.empty()) why = together([&] { trial_->read_everywhere(); });
     return why;
+  }
+
+  // For those whose memory could not be opened, or even given; with all of it gone again. False: no
+  // rank has another way.
+  bool share_otherwise() {
+    let_go();
+    together([&] {
+      if (!ask_.gpu->share_otherwise(ask_.stream.device))
+        throw std::runtime_error("has no other way");
+    });
+    for (Rank r = 0; r < group_.world(); ++r)
+      if (deck_.berth(r).verdicts[station_ & 1].fine) return true;
+    return false;
   }
 
   std::string try_stream() {
@@ -128,6 +157,7 @@ class Meeting {
   void let_go() {
     const bool stuck = trial_ != nullptr && !trial_->drain();
     trial_.reset();
+    if (adopted_ && stuck) adopted_->abandon();
     if (slab_ && stuck) slab_->abandon();
     if (slab_ && !stuck) slab_->close_others();
     together([] {});
@@ -139,6 +169,8 @@ class Meeting {
     const bool stuck = !trial_->drain();
     trial_.reset();
     if (stuck) slab_->abandon();  // in the end: the device may never let go of it
+    if (stuck) adopted_->abandon();
+    together([] {});  // before anybody counts in earnest
     const auto same = [&](Rank r) {
       return std::strcmp(deck_.berth(r).gpu.data(), mine_.gpu.data()) == 0;
     };
@@ -157,10 +189,19 @@ class Meeting {
   std::unique_ptr<Adopted> adopted_;
   std::unique_ptr<Slab> slab_;
   std::unique_ptr<Trial> trial_;
+  bool handed_over_ = false;  // everybody's memory is open to all
 };
 
 }  // namespace
 
-Found meet(const Ask& ask, const shm::Occasion& occasion) { return Meeting(ask, occasion).run(); }
+Found meet(const Ask& ask, const shm::Occasion& occasion) {
+  Meeting meeting(ask, occasion);
+  try {
+    return meeting.run();
+  } catch (...) {
+    meeting.give_up();
+    throw;
+  }
+}
 
 }  // namespace pycollect::slabs

@@ -35,12 +35,15 @@ Trial::Trial(Gpu& gpu, const Slab& slab, const Deck& deck, std::byte* adopted)
       stream_(gpu.new_stream(slab.device())) {}
 
 bool Trial::drain() noexcept {
+  if (lost_) return false;
   try {
-    if (!stuck_) finish();
+    for (Rank r = 0; r < slab_.world(); ++r)
+      deck_.counter(r).reached.store(kReleased, std::memory_order_seq_cst);
+    finish();
   } catch (...) {  // whatever it is, the memory is not to be let go of
-    stuck_ = true;
+    lost_ = true;
   }
-  return !stuck_;
+  return !lost_;
 }
 
 Trial::~Trial() {
@@ -61,8 +64,7 @@ void Trial::finish() {
   while (!(reached = gpu_.reached(end)) && shm::Clock::now() < deadline)
     std::this_thread::sleep_for(kGlance);
   gpu_.destroy(end);
-  stuck_ = !reached;
-  if (stuck_) throw std::runtime_error("the GPU did not come to an end within 10 seconds");
+  if (!reached) throw std::runtime_error("the GPU did not come to an end within 10 seconds");
 }
 
 void Trial::copy(std::byte* dst, std::byte* src) {
@@ -89,6 +91,7 @@ void Trial::write_everywhere() {
 void Trial::read_everywhere() {
   const Rank me = slab_.rank();
   for (Rank r = 0; r < slab_.world(); ++r) copy(slab_.mark(me, read_of(r)), slab_.mark(r, kOwn));
+  finish();  // a copy to memory that is not pinned has the host wait for the stream without a limit
   found_ = std::make_unique<Found>(kOwn * Slab::kMarkBytes);
   Found& found = *found_;
   gpu_.read(stream_, found.data(), slab_.mark(me, 0), found.size());

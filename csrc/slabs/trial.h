@@ -21,7 +21,8 @@ class Trial {
   void read_everywhere();   // every slab's mark, and what the others have written into this one
   void tell();              // by a stream, that it has come so far
   void await_everybody();   // by a stream; and one wait that only the host can end
-  // Brings what the device was given to an end, however the calls went; false: it does not come.
+  // Brings what the device was given to an end, however the calls went and whatever a stream waits
+  // for; false: it does not come. Once no rank looks at the counters any more.
   bool drain() noexcept;
 
  private:
@@ -36,7 +37,7 @@ class Trial {
   std::byte* const adopted_;
   const Stream stream_;
   std::unique_ptr<Found> found_;
-  bool stuck_ = false;
+  bool lost_ = false;  // the stream has not come to its end
 };
 
 }  // namespace pycollect::slabs

@@ -101,6 +101,12 @@ void bind_distributed(py::module_& m) {
             dist::check_rung(w);
             o.cuda_sync = w;
           })
+      .def_property(
+          "cuda_ipc", [](const Options& o) { return o.cuda_ipc; },
+          [](Options& o, const std::string& w) {
+            slabs::check_export(w);
+            o.cuda_ipc = w;
+          })
       .def("__copy__", &copy_of)
       .def("__deepcopy__", [](const Options& o, const py::dict&) { return copy_of(o); });
   m.def("make_backend", &make_backend, py::arg("store"), py::arg("rank"), py::arg("world"),
@@ -109,6 +115,7 @@ void bind_distributed(py::module_& m) {
   m.def("tract_use", &tract_use);
   m.def("in_tract", &in_tract);
   m.def("cuda_rungs", &dist::rung_names);
+  m.def("cuda_exports", &slabs::export_names);
   m.def("close_groups", &dist::close_groups, py::call_guard<py::gil_scoped_release>());
   bind_fake_devices(m);
 }

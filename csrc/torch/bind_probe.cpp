@@ -4,6 +4,7 @@
 #include <chrono>
 
 #include "../plan/error.h"
+#include "../shm/outlet.h"
 #include "collectives.h"
 #include "convert.h"
 #include "host_copy.h"
@@ -71,6 +72,34 @@ void copy_rows(const at::Tensor& dst, const at::Tensor& src, std::size_t bytes, 
                 bytes, rows, cuda::kHost, cuda::kHost});
 }
 
+// A ticket as two numbers.
+using Ticket = std::pair<uint64_t, uint64_t>;
+
+int fetch_descriptor(const Ticket& ticket) {
+  return shm::fetch({ticket.first, ticket.second}).release();
+}
+
+void bind_outlet(py::module_& m) {
+  using shm::Outlet;
+  const auto free = py::call_guard<py::gil_scoped_release>();
+  py::class_<Outlet>(m, "Outlet")
+      .def(py::init<>())
+      .def(
+          "offer",  // from then on the descriptor is the outlet's
+          [](Outlet& outlet, int descriptor) {
+            const auto [name, number] = outlet.offer(shm::Descriptor(descriptor));
+            return Ticket{name, number};
+          },
+          py::arg("descriptor"), free)
+      .def(
+          "withdraw",
+          [](Outlet& outlet, const Ticket& ticket) {
+            outlet.withdraw({ticket.first, ticket.second});
+          },
+          py::arg("ticket"), free);
+  m.def("fetch_descriptor", &fetch_descriptor, py::arg("ticket"), free);
+}
+
 }  // namespace
 
 void bind_probe(py::module_& m) {
@@ -78,6 +107,7 @@ void bind_probe(py::module_& m) {
         py::arg("in_place"), py::arg("by_levels"));
   m.def("copy_rows", &copy_rows, py::arg("dst"), py::arg("src"), py::arg("bytes"), py::arg("rows"),
         py::arg("pitches"));
+  bind_outlet(m);
   m.def("time_all_reduce", &time_all_reduce, py::arg("tensors"), py::arg("op"),
         py::arg("algorithm"), py::arg("iterations"));
 }

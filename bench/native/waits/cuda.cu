@@ -112,9 +112,9 @@ class Cuda final : public Device {
   }
   bool is_done(Stream stream) override {
     const cudaError_t found = cudaStreamQuery(of(stream));
-    if (found == cudaErrorNotReady) return false;
-    check(found, "cudaStreamQuery");
-    return true;
+    if (found != cudaErrorNotReady) check(found, "cudaStreamQuery");
+    if (found == cudaErrorNotReady) cudaGetLastError();  // or the next launch's check may find it
+    return found == cudaSuccess;
   }
 
   Event new_event(Handle& handle) override {

@@ -8,6 +8,7 @@
 #include <c10/util/FunctionRef.h>
 
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -20,8 +21,8 @@ class Mark {
  public:
   virtual ~Mark() = default;
   virtual bool reached() = 0;  // from any thread; throws what went wrong on the device
-  // What follows on its device's current stream, of the calling thread, comes after it.
-  virtual void hold_current() = 0;
+  // What follows on that device's current stream, of the calling thread, comes after it.
+  virtual void hold_current(at::Device device) = 0;
 };
 
 struct Way {
@@ -67,7 +68,8 @@ class Devices {
   virtual void with_results(c10::ArrayRef<at::Device> devices, c10::function_ref<void()> act) = 0;
 };
 
-// Those that torch knows, for one group; in a build without CUDA they serve no tensor.
-std::shared_ptr<Devices> torch_devices();
+// Those that torch knows, for one group; in a build without CUDA they serve no tensor. `ipc` is how
+// a GPU's memory goes to other processes: see slabs::Exports.
+std::shared_ptr<Devices> torch_devices(const std::string& ipc);
 
 }  // namespace pycollect::dist

@@ -47,7 +47,7 @@ class FakeDevices::Point final : public Mark {
   }
 
   // The caller then looks at its tensors as no caller of CUDA could: its stream runs empty.
-  void hold_current() override {
+  void hold_current(at::Device) override {
     bool looks = false;
     {
       const std::lock_guard lock(devices_->mutex_);
@@ -73,9 +73,9 @@ class FakeDevices::Point final : public Mark {
   bool asked_ = false, said_ = false;
 };
 
-FakeDevices::FakeDevices(bool eager, bool slabs)
+FakeDevices::FakeDevices(bool eager, bool slabs, const std::string& ipc)
     : streams_(std::make_shared<FakeStreams>(eager)),
-      gpu_(slabs ? std::make_shared<FakeGpu>(streams_) : nullptr),
+      gpu_(slabs ? std::make_shared<FakeGpu>(streams_, ipc) : nullptr),
       mutex_(streams_->mutex) {}
 
 void FakeDevices::may_fail(const char* call, bool in_capture) {

@@ -1,13 +1,7 @@
-// See fake_gpu.h. A handle says whose file the memory is; behind the memory is a page on which the
-// processes count who has it open. A counter's second word is a note of what streams have been told
-// to write there, from which the rule is checked that nobody waits for what nobody will write.
+// See fake_gpu.h. A counter's second word is a note of what streams have been told to write there,
+// from which the rule is checked that nobody waits for what nobody will write.
 #include "fake_gpu.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
-#include <atomic>
 #include <cstring>
 
 #include "../../cpu/step_runner.h"
@@ -19,29 +13,11 @@ namespace {
 
 using slabs::Device;
 using slabs::Event;
-using slabs::Handle;
 using slabs::Launch;
 using slabs::Stream;
 
-constexpr unsigned char kPoison = 0xA5;
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kNote = 8;  // behind a counter's word
-
-struct Owner {
-  pid_t pid;
-  int file;
-  std::size_t bytes;
-};
-
-std::atomic<uint64_t>& word_at(std::byte* at) {
-  return *reinterpret_cast<std::atomic<uint64_t>*>(at);
-}
-
-std::byte* map(int file, std::size_t bytes) {
-  void* const at = mmap(nullptr, bytes + kPage, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-  if (at == MAP_FAILED) throw std::runtime_error("made up: no address space");
-  return static_cast<std::byte*>(at);
-}
 
 void fold(const Launch& launch) {
   if (launch.guard != nullptr &&
@@ -61,18 +37,6 @@ void fold(const Launch& launch) {
 struct FakeGpu::Point {
   std::size_t stream, at;
 };
-
-FakeGpu::FakeGpu(std::shared_ptr<FakeStreams> streams) : streams_(std::move(streams)) {
-  streams_->run_by_themselves();
-}
-
-FakeGpu::~FakeGpu() {
-  for (const auto* all : {&own_, &opened_})
-    for (const auto& [base, memory] : *all) {
-      munmap(base, memory.bytes + kPage);
-      ::close(memory.file);
-    }
-}
 
 bool FakeGpu::enter(const char* call) {
   ++books_[call];
@@ -94,71 +58,6 @@ std::string FakeGpu::identity(Device) {
   return identity_;
 }
 
-std::byte* FakeGpu::allocate(Device, std::size_t bytes) {
-  const std::lock_guard lock(streams_->mutex);
-  enter("allocate");
-  const int file = memfd_create("pycollect_fake_gpu", MFD_CLOEXEC);
-  if (file < 0 || ftruncate(file, static_cast<off_t>(bytes + kPage)) != 0)
-    throw std::runtime_error("made up: out of memory");
-  std::byte* const base = map(file, bytes);
-  std::memset(base, kPoison, bytes);
-  own_[base] = {base, bytes, file};
-  ++books_["allocated"];
-  return base;
-}
-
-void FakeGpu::free(Device, std::byte* base) {
-  const std::lock_guard lock(streams_->mutex);
-  const auto found = own_.find(base);
-  if (found == own_.end()) foul("memory was freed that was not allocated");
-  const Memory memory = found->second;
-  if (word_at(base + memory.bytes).load() != 0) foul("memory was freed while others had it open");
-  own_.erase(found);
-  munmap(base, memory.bytes + kPage);
-  ::close(memory.file);
-  --books_["allocated"];
-}
-
-Handle FakeGpu::handle_of(Device, std::byte* base) {
-  const std::lock_guard lock(streams_->mutex);
-  enter("handle_of");
-  if (!own_.contains(base)) foul("memory was handed over that was not allocated by itself");
-  const Owner owner{getpid(), own_[base].file, own_[base].bytes};
-  Handle handle = {};
-  std::memcpy(handle.data(), &owner, sizeof owner);
-  return handle;
-}
-
-std::byte* FakeGpu::open(Device, const Handle& handle) {
-  const std::lock_guard lock(streams_->mutex);
-  enter("open");
-  Owner owner = {};
-  std::memcpy(&owner, handle.data(), sizeof owner);
-  if (owner.pid == getpid()) foul("a process cannot open what it has allocated itself");
-  for (const auto& [base, memory] : opened_)
-    if (memory.handle == handle) foul("memory was opened twice");
-  const std::string path = text("/proc/", owner.pid, "/fd/", owner.file);
-  const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (file < 0) throw std::runtime_error(text("made up: cannot open ", path));
-  std::byte* const base = map(file, owner.bytes);
-  word_at(base + owner.bytes).fetch_add(1);
-  opened_[base] = {base, owner.bytes, file, handle};
-  ++books_["opened"];
-  return base;
-}
-
-void FakeGpu::close(Device, std::byte* base) {
-  const std::lock_guard lock(streams_->mutex);
-  const auto found = opened_.find(base);
-  if (found == opened_.end()) foul("memory was closed that was not open");
-  const Memory memory = found->second;
-  word_at(base + memory.bytes).fetch_sub(1);
-  opened_.erase(found);
-  munmap(base, memory.bytes + kPage);
-  ::close(memory.file);
-  --books_["opened"];
-}
-
 std::byte* FakeGpu::adopt(Device, std::byte* memory, std::size_t bytes) {
   const std::lock_guard lock(streams_->mutex);
   enter("adopt");
@@ -169,7 +68,7 @@ std::byte* FakeGpu::adopt(Device, std::byte* memory, std::size_t bytes) {
   return memory;
 }
 
-void FakeGpu::forsake(std::byte* memory) {
+void FakeGpu::forsake(Device, std::byte* memory) {
   const std::lock_guard lock(streams_->mutex);
   if (adopted_.erase(memory) == 0) foul("memory was unregistered that was not registered");
   --books_["adopted"];
@@ -257,6 +156,8 @@ void FakeGpu::fill(Stream stream, std::byte* memory, unsigned char value, std::s
 
 void FakeGpu::read(Stream stream, void* host, const std::byte* memory, std::size_t bytes) {
   const std::lock_guard lock(streams_->mutex);
+  if (streams_->done(index(stream)) < streams_->enqueued(index(stream)))
+    foul("the host was to wait for a stream without a limit");
   if (enter("read"))
     streams_->enqueue(index(stream), [=] {
       std::memcpy(host, memory, bytes);

@@ -2,20 +2,27 @@
 // and its streams are lists (fake_streams.h). Refuses what CUDA refuses, keeps books of what it has
 // given out, and remembers as a foul what CUDA would let pass and a job would hang or crash on.
 #pragma once
+#include <atomic>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
-#include "../../slabs/gpu.h"
+#include "../../shm/outlet.h"
+#include "../../slabs/exports.h"
 #include "fake_streams.h"
 
 namespace pycollect::dist {
 
+inline std::atomic<uint64_t>& word_at(std::byte* at) {
+  return *reinterpret_cast<std::atomic<uint64_t>*>(at);
+}
+
 class FakeGpu final : public slabs::Gpu {
  public:
-  explicit FakeGpu(std::shared_ptr<FakeStreams> streams);
+  FakeGpu(std::shared_ptr<FakeStreams> streams, const std::string& ipc);
   ~FakeGpu() override;
 
   std::string identity(slabs::Device device) override;
@@ -24,8 +31,9 @@ class FakeGpu final : public slabs::Gpu {
   slabs::Handle handle_of(slabs::Device device, std::byte* memory) override;
   std::byte* open(slabs::Device device, const slabs::Handle& handle) override;
   void close(slabs::Device device, std::byte* opened) override;
+  bool share_otherwise(slabs::Device device) override;
   std::byte* adopt(slabs::Device device, std::byte* memory, std::size_t bytes) override;
-  void forsake(std::byte* memory) override;
+  void forsake(slabs::Device device, std::byte* memory) override;
   slabs::Stream new_stream(slabs::Device device) override;
   void destroy(slabs::Stream stream) override;
   slabs::Event record(slabs::Stream stream) override;
@@ -51,9 +59,12 @@ class FakeGpu final : public slabs::Gpu {
     std::byte* base;
     std::size_t bytes;  // without the page of its own books
     int file;
-    slabs::Handle handle = {};  // of opened memory
+    slabs::Export::Key key = {};  // of opened memory
+    std::optional<shm::Outlet::Ticket> offered = {};
   };
   struct Point;
+  class Given;  // to others, in one way or the other: fake_memory.cpp
+  slabs::Exports::Ways both_ways();
 
   bool enter(const char* call);  // false: it is dropped
   [[noreturn]] void foul(const std::string& what);
@@ -61,6 +72,8 @@ class FakeGpu final : public slabs::Gpu {
   static std::size_t index(slabs::Stream stream);
 
   const std::shared_ptr<FakeStreams> streams_;
+  slabs::Exports exports_;
+  std::optional<shm::Outlet> outlet_;
   std::string identity_ = "the GPU that is not there";
   std::map<std::byte*, Memory> own_, opened_;
   std::map<std::byte*, std::size_t> adopted_;

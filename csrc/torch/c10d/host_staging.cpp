@@ -85,8 +85,8 @@ bool HostStaging::landed() {
 }
 
 void HostStaging::join() {
-  for (Leg& leg : legs_)
-    if (leg.landed) leg.landed->hold_current();
+  for (std::size_t i = 0; i < legs_.size(); ++i)
+    if (legs_[i].landed) legs_[i].landed->hold_current(on_[i]);
 }
 
 void HostStaging::let_go() {

@@ -92,15 +92,15 @@ void Ladder::check_no_capture(const at::Tensor& t, const Label& label) const {
           "processes do; call it outside of the capture");
 }
 
-std::shared_ptr<Passage> Ladder::begin_staged() const {
-  say_rung(kHost);
-  return stage_through_host(devices_);
-}
-
 bool Ladder::shares_memory() const { return terms_.rung != kHost.name && devices_->gpu(); }
 
 void Ladder::connect(const Call& call, at::Device device) {
   if (devices_->has(device)) dock_for(call, device);
+}
+
+std::shared_ptr<Passage> Ladder::begin_staged() const {
+  say_rung(kHost);
+  return stage_through_host(devices_);
 }
 
 // All ranks go the same way: whoever has other sizes has other calls, and is told so.

@@ -82,8 +82,8 @@ class Ladder {
   void leave(uint64_t dead);
 
  private:
-  std::shared_ptr<slabs::Dock> dock_for(const Call& call, at::Device device);
   std::shared_ptr<Passage> begin_staged() const;
+  std::shared_ptr<slabs::Dock> dock_for(const Call& call, at::Device device);
   void settle(const slabs::Found& found, const char* operation);
 
   const std::shared_ptr<Devices> devices_;

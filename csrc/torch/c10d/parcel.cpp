@@ -232,7 +232,7 @@ void InParcel::land(const shm::Occasion&) {
 }
 
 void InParcel::join() {
-  if (end_) end_->hold_current();
+  if (end_) end_->hold_current(on_[0]);
 }
 
 void InParcel::let_go() {

@@ -21,7 +21,7 @@ class SlabPassage final : public Passage {
   void cut_short(const shm::Occasion& occasion) override { send(occasion, {}); }
   bool landed() override { return errand_->ended(); }
   std::exception_ptr failure() const override { return errand_ ? errand_->error() : nullptr; }
-  void join() override { end_->hold_current(); }
+  void join() override;
   void let_go() override;
   slabs::Dock* dock() const override { return dock_.get(); }
   const std::vector<at::Device>& on() const override { return on_; }
@@ -98,6 +98,11 @@ void SlabPassage::send(const shm::Occasion& occasion, const std::vector<Way>& ba
     throw;
   }
   let_go();
+}
+
+// Also on devices beside the slab's, whose tensors are copied back in the end.
+void SlabPassage::join() {
+  for (at::Device d : on_) end_->hold_current(d);
 }
 
 void SlabPassage::let_go() {

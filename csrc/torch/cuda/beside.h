@@ -5,7 +5,13 @@
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 
+#include "../../cuda/runtime.h"
+
 namespace pycollect::dist {
+
+inline at::Device device_of(cuda::Device d) {
+  return {at::kCUDA, static_cast<c10::DeviceIndex>(d)};
+}
 
 class Beside {
  public:

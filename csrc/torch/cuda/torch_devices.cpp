@@ -31,7 +31,9 @@ class CudaMark final : public Mark {
     const Beside beside(event_.device());
     return event_.query();
   }
-  void hold_current() override { hold(c10::cuda::getCurrentCUDAStream(event_.device_index())); }
+  void hold_current(at::Device device) override {
+    hold(c10::cuda::getCurrentCUDAStream(device.index()));
+  }
   void hold(const CUDAStream& stream) { event_.block(stream.unwrap()); }
 
  private:
@@ -65,6 +67,7 @@ class TorchDevices final : public Devices {
                                const std::vector<at::Tensor>& kept) override;
   std::shared_ptr<slabs::Gpu> gpu() override { return gpu_; }
   slabs::Stream stream(at::Device device) override {
+    const Beside beside(device);
     return {device.index(), back(device).stream()};
   }
   at::Tensor new_dense(const at::Tensor& like, at::Device device) override;
@@ -177,6 +180,8 @@ void TorchDevices::with_results(c10::ArrayRef<at::Device> devices, c10::function
 
 }  // namespace
 
-std::shared_ptr<Devices> torch_devices() { return std::make_shared<TorchDevices>(ipc_gpu()); }
+std::shared_ptr<Devices> torch_devices(const std::string& ipc) {
+  return std::make_shared<TorchDevices>(ipc_gpu(ipc));
+}
 
 }  // namespace pycollect::dist

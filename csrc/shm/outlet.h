@@ -1,0 +1,42 @@
+// Where other processes of this host fetch descriptors of this one, whenever they like and whatever
+// it is doing: a socket without a file, and a thread that answers whoever knows a number. Nobody
+// needs leave to trace anybody, as to take descriptors out of a process does.
+#pragma once
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "system.h"
+
+namespace pycollect::shm {
+
+class Outlet {
+ public:
+  Outlet();
+  ~Outlet();  // nobody fetches anything any more
+  Outlet(const Outlet&) = delete;
+  Outlet& operator=(const Outlet&) = delete;
+
+  // What `fetch` asks for: where, and what. Random, so that only those know it who were told.
+  struct Ticket {
+    uint64_t outlet, number;
+  };
+  Ticket offer(Descriptor descriptor);
+  void withdraw(const Ticket& ticket) noexcept;
+
+ private:
+  void serve();
+  void answer(const Descriptor& caller);
+
+  const uint64_t name_;
+  const Origin origin_;  // a forked child has no such thread
+  const Descriptor listening_, end_;
+  std::mutex mutex_;
+  std::map<uint64_t, Descriptor> offered_;
+  std::thread thread_;
+};
+
+// From any process. Throws std::runtime_error with what is in the way, within some seconds.
+Descriptor fetch(const Outlet::Ticket& ticket);
+
+}  // namespace pycollect::shm

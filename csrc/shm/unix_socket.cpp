@@ -1,0 +1,94 @@
+#include "unix_socket.h"
+
+#include <array>
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+
+namespace pycollect::shm {
+namespace {
+
+struct Message {
+  uint64_t number = 0;
+  iovec data = {&number, sizeof number};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control = {};
+  msghdr header = {};
+  Message() {
+    header.msg_iov = &data;
+    header.msg_iovlen = 1;
+  }
+  Message(const Message&) = delete;
+  Message& operator=(const Message&) = delete;
+
+  void make_room() {
+    header.msg_control = control.data();
+    header.msg_controllen = control.size();
+  }
+  void carry(int fd) {
+    make_room();
+    cmsghdr* with = CMSG_FIRSTHDR(&header);
+    with->cmsg_level = SOL_SOCKET;
+    with->cmsg_type = SCM_RIGHTS;
+    with->cmsg_len = CMSG_LEN(sizeof fd);
+    std::memcpy(CMSG_DATA(with), &fd, sizeof fd);
+  }
+  Descriptor carried() {
+    const cmsghdr* with = CMSG_FIRSTHDR(&header);
+    if (with == nullptr || with->cmsg_level != SOL_SOCKET || with->cmsg_type != SCM_RIGHTS)
+      return Descriptor();
+    int fd = -1;
+    std::memcpy(&fd, CMSG_DATA(with), sizeof fd);
+    return Descriptor(fd);
+  }
+};
+
+}  // namespace
+
+SocketName::SocketName(const std::string& text) {
+  if (text.size() + 1 > sizeof name.sun_path) refuse("socket name", ENAMETOOLONG);
+  name.sun_family = AF_UNIX;  // and a zero in front of the name: it is in no folder
+  std::memcpy(name.sun_path + 1, text.data(), text.size());
+  bytes = offsetof(sockaddr_un, sun_path) + 1 + text.size();
+}
+
+Descriptor make_socket(int type) {
+  Descriptor socket(::socket(AF_UNIX, type | SOCK_CLOEXEC, 0));
+  if (!socket) refuse("cannot make a Unix socket", errno);
+  return socket;
+}
+
+Descriptor make_socket(int type, const std::string& name) {
+  Descriptor socket = make_socket(type);
+  const SocketName here(name);
+  if (bind(socket.get(), here.get(), here.bytes) != 0) refuse("cannot bind a Unix socket", errno);
+  return socket;
+}
+
+bool send_letter(int socket, uint64_t number, int carried, const SocketName* to) {
+  Message message;
+  message.number = number;
+  if (carried >= 0) message.carry(carried);
+  if (to != nullptr) {
+    message.header.msg_name = const_cast<sockaddr*>(to->get());
+    message.header.msg_namelen = to->bytes;
+  }
+  for (;;) {
+    if (sendmsg(socket, &message.header, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0) return true;
+    if (errno != EINTR) return false;
+  }
+}
+
+std::optional<Letter> receive_letter(int socket, int flags) {
+  for (;;) {
+    Message message;
+    message.make_room();
+    const ssize_t got = recvmsg(socket, &message.header, flags | MSG_CMSG_CLOEXEC);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) return {};
+    Letter letter{message.number, message.carried()};
+    if (got != sizeof message.number) letter.number = 0;
+    return letter;
+  }
+}
+
+}  // namespace pycollect::shm

@@ -1,0 +1,204 @@
+// Memory that goes to other processes as file descriptors, which they fetch from this one's outlet:
+// physical memory, mapped by whoever uses it for his own device. It is gone when nobody has it
+// mapped and no descriptor of it is left, so each of those ends as soon as it has served.
+#include <cuda_runtime_api.h>
+#include <fcntl.h>
+
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <optional>
+
+#include "../../cuda/check.h"
+#include "../../shm/outlet.h"
+#include "beside.h"
+#include "driver.h"
+#include "room.h"
+#include "shared_memory.h"
+
+namespace pycollect::dist {
+namespace {
+
+using shm::Descriptor;
+using shm::Outlet;
+using slabs::Device;
+using Physical = CUmemGenericAllocationHandle;
+
+CUmemAllocationProp properties_of(Device device) {
+  CUmemAllocationProp properties = {};
+  properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  properties.location.id = device;
+  return properties;
+}
+
+std::size_t granularity_of(const CUmemAllocationProp& properties) {
+  std::size_t bytes = 0;
+  call_driver<decltype(&cuMemGetAllocationGranularity)>(
+      "cuMemGetAllocationGranularity", &bytes, &properties, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED);
+  return bytes;
+}
+
+// The driver's calls, unlike the runtime's, begin no context of the current device.
+void begin_context() { cuda::check(cudaFree(nullptr)); }
+
+// This process's claim to some physical memory.
+class Claim {
+ public:
+  Claim(Device device, std::size_t bytes) {
+    const CUmemAllocationProp properties = properties_of(device);
+    const auto create = driver_function<decltype(&cuMemCreate)>("cuMemCreate");
+    check_driver(with_room([&] { return create(&physical_, bytes, &properties, 0); },
+                           CUDA_ERROR_OUT_OF_MEMORY),
+                 "cuMemCreate");
+  }
+  explicit Claim(const Descriptor& descriptor) {
+    void* const number = reinterpret_cast<void*>(static_cast<uintptr_t>(descriptor.get()));
+    call_driver<decltype(&cuMemImportFromShareableHandle)>(
+        "cuMemImportFromShareableHandle", &physical_, number,
+        CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+  }
+  ~Claim() {
+    try {
+      call_driver<decltype(&cuMemRelease)>("cuMemRelease", physical_);
+    } catch (...) {  // the device is broken, and its memory is gone with it
+    }
+  }
+  Claim(const Claim&) = delete;
+  Claim& operator=(const Claim&) = delete;
+
+  Physical get() const { return physical_; }
+  Descriptor descriptor() const {
+    int fd = -1;
+    call_driver<decltype(&cuMemExportToShareableHandle)>(
+        "cuMemExportToShareableHandle", &fd, physical_, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+        0);
+    Descriptor made(fd);
+    if (fcntl(fd, F_SETFD, FD_CLOEXEC) != 0) shm::refuse("cannot keep a descriptor", errno);
+    return made;
+  }
+
+ private:
+  Physical physical_ = 0;
+};
+
+// Addresses, and what is mapped there for one device.
+class Mapping {
+ public:
+  explicit Mapping(std::size_t bytes) : bytes_(bytes) {
+    call_driver<decltype(&cuMemAddressReserve)>("cuMemAddressReserve", &at_, bytes, 0, 0, 0);
+  }
+  ~Mapping() {
+    try {
+      end();
+    } catch (...) {  // as above
+    }
+  }
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+
+  void begin(Device device, const Claim& claim) {
+    call_driver<decltype(&cuMemMap)>("cuMemMap", at_, bytes_, 0, claim.get(), 0);
+    mapped_ = true;
+    CUmemAccessDesc access = {};
+    access.location = properties_of(device).location;
+    access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    call_driver<decltype(&cuMemSetAccess)>("cuMemSetAccess", at_, bytes_, &access, 1);
+  }
+  void end() {
+    if (std::exchange(mapped_, false))
+      call_driver<decltype(&cuMemUnmap)>("cuMemUnmap", at_, bytes_);
+    if (const CUdeviceptr at = std::exchange(at_, 0); at != 0)
+      call_driver<decltype(&cuMemAddressFree)>("cuMemAddressFree", at, bytes_);
+  }
+  std::byte* base() const { return reinterpret_cast<std::byte*>(at_); }
+  std::size_t bytes() const { return bytes_; }
+
+ private:
+  const std::size_t bytes_;
+  CUdeviceptr at_ = 0;
+  bool mapped_ = false;
+};
+
+// What a key holds.
+struct Whereabouts {
+  Outlet::Ticket ticket;
+  uint64_t bytes;
+};
+
+class DescriptorMemory final : public slabs::Export {
+ public:
+  // What is still here has been given up: others may have it open, or streams be stuck in it.
+  ~DescriptorMemory() override {
+    if (!own_.empty() || !opened_.empty())
+      static_cast<void>(new auto(std::make_pair(std::move(own_), std::move(opened_))));
+  }
+
+  std::byte* allocate(Device device, std::size_t bytes) override {
+    const Beside beside(device_of(device));
+    begin_context();
+    const std::size_t page = granularity_of(properties_of(device));
+    const std::size_t whole = (bytes + page - 1) / page * page;
+    Own own{std::make_unique<Claim>(device, whole), std::make_unique<Mapping>(whole)};
+    own.mapping->begin(device, *own.claim);
+    std::byte* const base = own.mapping->base();
+    own_[base] = std::move(own);
+    return base;
+  }
+
+  void free(Device device, std::byte* memory) override {
+    const Beside beside(device_of(device));
+    auto own = own_.extract(memory);
+    if (own.mapped().offered) outlet_->withdraw(*own.mapped().offered);
+    own.mapped().mapping->end();
+  }
+
+  Key key_of(Device device, std::byte* memory) override {
+    const Beside beside(device_of(device));
+    Own& own = own_.at(memory);
+    if (!outlet_) outlet_.emplace();
+    if (!own.offered) own.offered = outlet_->offer(own.claim->descriptor());
+    const Whereabouts found{*own.offered, own.mapping->bytes()};
+    Key key = {};
+    static_assert(sizeof found <= sizeof key);
+    std::memcpy(key.data(), &found, sizeof found);
+    return key;
+  }
+
+  std::byte* open(Device device, const Key& key) override {
+    Whereabouts found = {};
+    std::memcpy(&found, key.data(), sizeof found);
+    const Descriptor descriptor = fetch(found.ticket);
+    const Beside beside(device_of(device));
+    begin_context();
+    const Claim claim(descriptor);  // what is mapped needs none
+    auto mapping = std::make_unique<Mapping>(found.bytes);
+    mapping->begin(device, claim);
+    std::byte* const base = mapping->base();
+    opened_[base] = std::move(mapping);
+    return base;
+  }
+
+  void close(Device device, std::byte* opened) override {
+    const Beside beside(device_of(device));
+    opened_.extract(opened).mapped()->end();
+  }
+
+ private:
+  struct Own {
+    std::unique_ptr<Claim> claim;
+    std::unique_ptr<Mapping> mapping;  // ends before the claim does
+    std::optional<Outlet::Ticket> offered = {};
+  };
+
+  std::optional<Outlet> outlet_;  // from the first key on
+  std::map<std::byte*, Own> own_;
+  std::map<std::byte*, std::unique_ptr<Mapping>> opened_;
+};
+
+}  // namespace
+
+std::unique_ptr<slabs::Export> descriptor_memory() { return std::make_unique<DescriptorMemory>(); }
+
+}  // namespace pycollect::dist

@@ -1,0 +1,24 @@
+// Calls of CUDA's driver, asked of the runtime by name: nothing links libcuda, and a driver without
+// one of them is an error of whoever needs it.
+#pragma once
+#include <cuda.h>
+
+namespace pycollect::dist {
+
+// As of CUDA 11.7. Throws std::runtime_error where the driver has none of this name.
+void* driver_entry(const char* name);
+template <class Function>
+Function driver_function(const char* name) {
+  return reinterpret_cast<Function>(driver_entry(name));
+}
+
+// Throws std::runtime_error, with the driver's name of what went wrong in `call`.
+void check_driver(CUresult result, const char* call);
+
+// Looked up anew every time: for what is rare.
+template <class Function, class... Arguments>
+void call_driver(const char* name, Arguments... arguments) {
+  check_driver(driver_function<Function>(name)(arguments...), name);
+}
+
+}  // namespace pycollect::dist
