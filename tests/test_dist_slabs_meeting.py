@@ -63,6 +63,16 @@ def test_every_step_of_the_meeting(call, after):
             assert (left, fouls) == ({}, [])
 
 
+def test_what_tensors_have_left_is_room_for_a_slab():
+    with fresh(3, group=False) as pool:
+        for first, second, total, staged, books, left, fouls in pool.run(
+            met, "best", "out of memory", 0, False
+        ):
+            assert (first.kind, second.kind) == ("", ""), (first, second)
+            assert (total, staged, books["opened"]) == (900.0, False, 2)
+            assert (left, fouls) == ({}, [])
+
+
 @pytest.mark.parametrize("call", ["write", "await"])
 def test_streams_that_cannot_wait(call):
     with fresh(3, group=False) as pool:

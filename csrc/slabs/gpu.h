@@ -34,6 +34,8 @@ class Gpu {
   virtual std::string identity(Device device) = 0;  // the same in all processes that see it
 
   virtual std::byte* allocate(Device device, std::size_t bytes) = 0;  // an allocation by itself
+  // Has whoever allocates tensors give back what it keeps for those to come. Not from within that.
+  virtual void make_room(Device device) = 0;
   virtual void free(Device device, std::byte* memory) = 0;
   virtual Handle handle_of(Device device, std::byte* memory) = 0;
   virtual std::byte* open(Device device, const Handle& handle) = 0;  // of another process; once

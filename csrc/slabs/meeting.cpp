@@ -116,9 +116,9 @@ class Meeting {
   std::string share_memory() {
     const Device device = ask_.stream.device;
     std::string why = together([&] {
-      adopted_ = std::make_unique<Adopted>(*ask_.gpu, device, deck_);
       slab_ = std::make_unique<Slab>(
           *ask_.gpu, SlabTerms{device, group_.rank(), group_.world(), ask_.slot_bytes});
+      adopted_ = std::make_unique<Adopted>(*ask_.gpu, device, deck_);
       trial_ = std::make_unique<Trial>(*ask_.gpu, *slab_, deck_, adopted_->base());
       trial_->clear();
       mine_.handle = slab_->handle();

@@ -1,9 +1,22 @@
 #include "slab.h"
 
 namespace pycollect::slabs {
+namespace {
+
+// The device may have the memory, kept for tensors that are yet to come.
+std::byte* allocate(Gpu& gpu, Device device, std::size_t bytes) {
+  try {
+    return gpu.allocate(device, bytes);
+  } catch (const std::runtime_error&) {  // whatever it is, the second attempt says it
+    gpu.make_room(device);
+    return gpu.allocate(device, bytes);
+  }
+}
+
+}  // namespace
 
 Slab::Slab(Gpu& gpu, const SlabTerms& terms) : gpu_(gpu), terms_(terms), memory_(terms.world) {
-  memory_[terms.rank] = gpu_.allocate(terms.device, whole_granules(kHead + 2 * terms.slot_bytes));
+  memory_[terms.rank] = allocate(gpu_, terms.device, whole_granules(kHead + 2 * terms.slot_bytes));
 }
 
 Slab::~Slab() {

@@ -9,6 +9,7 @@
 #include "../../plan/error.h"
 #include "runner.h"
 #include "store_board.h"
+#include "without_interpreter.h"
 
 namespace pycollect::dist {
 namespace {
@@ -35,17 +36,6 @@ std::shared_ptr<shm::Group> meet(const StorePtr& store, Seat seat, const Options
   return std::make_shared<shm::Group>(board, seat.rank, seat.world,
                                       settings_of(options, seat.world));
 }
-
-// The threads that a group waits for at its end may need the interpreter for a moment.
-class WithoutInterpreter {
- public:
-  WithoutInterpreter() {
-    if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) released_.emplace();
-  }
-
- private:
-  std::optional<pybind11::gil_scoped_release> released_;
-};
 
 // Every backend of this process, for its end.
 struct Living {

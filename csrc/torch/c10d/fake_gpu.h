@@ -27,6 +27,7 @@ class FakeGpu final : public slabs::Gpu {
 
   std::string identity(slabs::Device device) override;
   std::byte* allocate(slabs::Device device, std::size_t bytes) override;
+  void make_room(slabs::Device device) override;
   void free(slabs::Device device, std::byte* memory) override;
   slabs::Handle handle_of(slabs::Device device, std::byte* memory) override;
   std::byte* open(slabs::Device device, const slabs::Handle& handle) override;

@@ -63,6 +63,7 @@ class FakeGpu::Given final : public Export {
 std::byte* FakeGpu::Given::allocate(Device, std::size_t bytes) {
   const std::lock_guard lock(gpu_.streams_->mutex);
   gpu_.enter("allocate");
+  gpu_.enter("out of memory");
   Descriptor file(memfd_create("pycollect_fake_gpu", MFD_CLOEXEC));
   if (!file || ftruncate(file.get(), static_cast<off_t>(bytes + kPage)) != 0)
     throw std::runtime_error("made up: out of memory");
@@ -154,6 +155,12 @@ FakeGpu::~FakeGpu() {
 
 std::byte* FakeGpu::allocate(Device device, std::size_t bytes) {
   return exports_.allocate(device, bytes);
+}
+// Whoever was out of memory has some then.
+void FakeGpu::make_room(Device) {
+  const std::lock_guard lock(streams_->mutex);
+  enter("make_room");
+  failing_.erase("out of memory");
 }
 void FakeGpu::free(Device device, std::byte* base) { exports_.free(device, base); }
 Handle FakeGpu::handle_of(Device device, std::byte* base) {

@@ -3,6 +3,8 @@
 
 #include <chrono>
 
+#include "without_interpreter.h"
+
 namespace pycollect::dist {
 
 FakeStreams::~FakeStreams() {
@@ -11,6 +13,7 @@ FakeStreams::~FakeStreams() {
     closed_ = true;
   }
   changed_.notify_all();
+  const WithoutInterpreter without;
   if (thread_.joinable()) thread_.join();
 }
 

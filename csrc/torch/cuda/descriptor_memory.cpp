@@ -13,7 +13,6 @@
 #include "../../shm/outlet.h"
 #include "beside.h"
 #include "driver.h"
-#include "room.h"
 #include "shared_memory.h"
 
 namespace pycollect::dist {
@@ -48,10 +47,7 @@ class Claim {
  public:
   Claim(Device device, std::size_t bytes) {
     const CUmemAllocationProp properties = properties_of(device);
-    const auto create = driver_function<decltype(&cuMemCreate)>("cuMemCreate");
-    check_driver(with_room([&] { return create(&physical_, bytes, &properties, 0); },
-                           CUDA_ERROR_OUT_OF_MEMORY),
-                 "cuMemCreate");
+    call_driver<decltype(&cuMemCreate)>("cuMemCreate", &physical_, bytes, &properties, 0);
   }
   explicit Claim(const Descriptor& descriptor) {
     void* const number = reinterpret_cast<void*>(static_cast<uintptr_t>(descriptor.get()));

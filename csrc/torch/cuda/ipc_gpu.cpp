@@ -2,6 +2,8 @@
 // legacy_memory.cpp and descriptor_memory.cpp.
 #include "ipc_gpu.h"
 
+#include <c10/cuda/CUDACachingAllocator.h>
+
 #include <cstring>
 
 #include "../../cuda/check.h"
@@ -9,7 +11,6 @@
 #include "../job.h"
 #include "beside.h"
 #include "driver.h"
-#include "room.h"
 #include "shared_memory.h"
 
 namespace pycollect::dist {
@@ -54,6 +55,10 @@ class IpcGpu final : public slabs::Gpu {
   std::byte* allocate(Device device, std::size_t bytes) override {
     return exports_.allocate(device, bytes);
   }
+  void make_room(Device device) override {
+    const Beside beside(device_of(device));
+    c10::cuda::CUDACachingAllocator::emptyCache();
+  }
   void free(Device device, std::byte* memory) override { exports_.free(device, memory); }
   Handle handle_of(Device device, std::byte* memory) override {
     return exports_.handle_of(device, memory);
@@ -66,9 +71,7 @@ class IpcGpu final : public slabs::Gpu {
 
   std::byte* adopt(Device device, std::byte* memory, std::size_t bytes) override {
     const Beside beside(device_of(device));
-    constexpr unsigned kHow = cudaHostRegisterPortable | cudaHostRegisterMapped;
-    check(with_room([&] { return cudaHostRegister(memory, bytes, kHow); },
-                    cudaErrorMemoryAllocation));
+    check(cudaHostRegister(memory, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped));
     void* found = nullptr;
     check(cudaHostGetDevicePointer(&found, memory, 0));
     return static_cast<std::byte*>(found);

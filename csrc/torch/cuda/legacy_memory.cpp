@@ -6,7 +6,6 @@
 
 #include "../../cuda/check.h"
 #include "beside.h"
-#include "room.h"
 #include "shared_memory.h"
 
 namespace pycollect::dist {
@@ -20,7 +19,7 @@ class LegacyMemory final : public slabs::Export {
   std::byte* allocate(Device device, std::size_t bytes) override {
     const Beside beside(device_of(device));
     void* memory = nullptr;
-    check(with_room([&] { return cudaMalloc(&memory, bytes); }, cudaErrorMemoryAllocation));
+    check(cudaMalloc(&memory, bytes));
     return static_cast<std::byte*>(memory);
   }
   void free(Device device, std::byte* memory) override {
