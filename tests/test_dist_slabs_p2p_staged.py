@@ -74,11 +74,11 @@ def test_memory_that_the_receiver_cannot_use(call, lost, count):
         assert opened == 1
 
 
-def not_sent(me: Me) -> tuple[list[bool], list[int]]:
+def not_sent(me: Me) -> tuple[list[bool], list[int], int]:
     """The sender's memory cannot be handed over."""
     if me.rank == 0:
         me.fake.gpu.fail("handle_of")
-    good = []
+    good, asked = [], []
     for turn in range(3):
         x, y = values(100_000, turn), torch.zeros(100_000)
         if me.rank == 0:
@@ -86,12 +86,17 @@ def not_sent(me: Me) -> tuple[list[bool], list[int]]:
         else:
             dist.recv(y, 0)
             good.append(torch.equal(y, x))
-    return good, [me.fake.gpu.books().get(name, 0) for name in ("allocate", "allocated")]
+        asked.append(me.fake.gpu.books().get("allocate", 0))
+    return good, asked, me.fake.gpu.books().get("allocated", 0)
 
 
 def test_memory_that_cannot_be_handed_over():
     with fresh(2, staged="late:stream") as pool:
-        assert pool.run(not_sent) == [([], [1, 0]), ([True] * 3, [0, 0])]
+        (_, asked, kept), (good, *_) = pool.run(not_sent)
+        assert good == [True] * 3
+        assert asked[0] > 0
+        assert asked == [asked[0]] * 3  # it is found out once
+        assert kept == 0
 
 
 def unlike(me: Me, sent: torch.Tensor, out: torch.Tensor) -> tuple[Caught, bool]:
