@@ -20,7 +20,19 @@ from typing import Any, NoReturn
 
 OLDEST_TORCH = (2, 11)
 OLDEST_SETUPTOOLS = 77  # the first with `license = "..."` as an SPDX expression
-ROOMS = ("plan", "algorithms", "cpu", "cuda", "shm", "slabs", "sim", "torch", "torch/c10d")
+ROOMS = (
+    "plan",
+    "algorithms",
+    "cpu",
+    "cuda",
+    "shm",
+    "slabs",
+    "sim",
+    "torch",
+    "torch/c10d",
+    "torch/c10d/devices",
+    "torch/c10d/fakes",
+)
 ONLY_WITHOUT_CUDA = "no_cuda.cpp"
 ONLY_WITH_CUDA = ("csrc/cuda/*.cu", "csrc/torch/cuda/*.cpp")
 

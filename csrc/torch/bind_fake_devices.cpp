@@ -1,7 +1,7 @@
 // See bind_fake_devices.h: they come into a group with its options.
 #include "bind_fake_devices.h"
 
-#include "c10d/fake_devices.h"
+#include "c10d/fakes/fake_devices.h"
 #include "c10d/options.h"
 
 namespace pycollect {

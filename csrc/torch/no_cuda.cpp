@@ -2,7 +2,7 @@
 // nothing else is ever asked.
 #include <stdexcept>
 
-#include "c10d/devices.h"
+#include "c10d/devices/devices.h"
 #include "gpus.h"
 #include "span.h"
 

@@ -10,7 +10,7 @@
 
 #include "../../shm/executor.h"
 #include "../arguments.h"
-#include "ladder.h"
+#include "devices/ladder.h"
 
 namespace pycollect::dist {
 

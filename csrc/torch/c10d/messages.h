@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "../../shm/mailbox.h"
+#include "devices/parcels.h"
 #include "forks.h"
-#include "parcels.h"
 #include "work.h"
 
 namespace pycollect::dist {

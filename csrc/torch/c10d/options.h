@@ -6,7 +6,7 @@
 
 #include "../../shm/settings.h"
 #include "../../slabs/exports.h"
-#include "ladder.h"
+#include "devices/ladder.h"
 
 namespace pycollect::dist {
 

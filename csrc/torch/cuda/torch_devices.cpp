@@ -11,7 +11,7 @@
 #include <mutex>
 
 #include "../../plan/error.h"
-#include "../c10d/devices.h"
+#include "../c10d/devices/devices.h"
 #include "../job.h"
 #include "beside.h"
 #include "ipc_gpu.h"

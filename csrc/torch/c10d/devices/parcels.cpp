@@ -5,8 +5,8 @@
 #include <random>
 #include <thread>
 
-#include "../../plan/error.h"
-#include "../job.h"
+#include "../../../plan/error.h"
+#include "../../job.h"
 #include "parcel.h"
 
 namespace pycollect::dist {

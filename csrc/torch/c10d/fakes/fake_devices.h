@@ -5,7 +5,7 @@
 #include <set>
 #include <string>
 
-#include "devices.h"
+#include "../devices/devices.h"
 #include "fake_gpu.h"
 
 namespace pycollect::dist {

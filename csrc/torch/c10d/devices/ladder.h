@@ -6,9 +6,9 @@
 #include <mutex>
 #include <string>
 
-#include "../../slabs/meeting.h"
-#include "../../slabs/tracts.h"
-#include "../arguments.h"
+#include "../../../slabs/meeting.h"
+#include "../../../slabs/tracts.h"
+#include "../../arguments.h"
 #include "passage.h"
 
 namespace pycollect::dist {

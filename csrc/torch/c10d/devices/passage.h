@@ -4,8 +4,8 @@
 #include <memory>
 #include <vector>
 
-#include "../../shm/executor.h"
-#include "../../slabs/dock.h"
+#include "../../../shm/executor.h"
+#include "../../../slabs/dock.h"
 #include "devices.h"
 
 namespace pycollect::dist {

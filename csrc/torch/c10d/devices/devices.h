@@ -1,6 +1,6 @@
 // What serving tensors on devices asks of the devices: copies, marks in their streams' work, memory
 // that others reach, and whether a stream is under capture. The real ones are
-// cuda/torch_devices.cpp; fake_devices.h has some that only keep books, so the staging that is
+// csrc/torch/cuda/torch_devices.cpp; `fakes` has some that only keep books, so the staging that is
 // tested without a GPU is the one that runs.
 #pragma once
 #include <ATen/core/Tensor.h>
@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "../../slabs/tracts.h"
+#include "../../../slabs/tracts.h"
 
 namespace pycollect::dist {
 

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "../../plan/error.h"
+#include "../../../plan/error.h"
 
 namespace pycollect::dist {
 namespace {

@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <array>
 
-#include "../../plan/error.h"
-#include "../../shm/executor.h"
-#include "../job.h"
-#include "call.h"
+#include "../../../plan/error.h"
+#include "../../../shm/executor.h"
+#include "../../job.h"
+#include "../call.h"
 
 namespace pycollect::dist {
 namespace {

@@ -6,8 +6,8 @@
 #pragma once
 #include <atomic>
 
-#include "../../shm/mailbox.h"
-#include "../../slabs/depot.h"
+#include "../../../shm/mailbox.h"
+#include "../../../slabs/depot.h"
 #include "ladder.h"
 
 namespace pycollect::dist {
