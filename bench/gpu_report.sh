@@ -13,6 +13,7 @@ usage: bench/gpu_report.sh [--dry-run] [STAGE | all]...
   bench     all-reduce against its peers, copies, overlap, a training step
   dist      one process per rank on one GPU: a few tests, all-reduce against its peers, DDP
   dist-test all tests of that: values and streams
+  dist-memory   tensors that are taken where they are, and messages
   dist-faults   ranks that die, are late or disagree, and training
   dist-slow     many ranks, settings of CUDA, and groups that come and go 200 times
   questions what the code decides by: waits between processes, folds, staging, graphs
@@ -36,7 +37,8 @@ quick=${QUICK:-0}
 dry_run=0
 failed=()
 stages=()
-all_stages=(build test sanitize bench dist dist-test dist-faults dist-slow questions)
+all_stages=(build test sanitize bench dist dist-test dist-memory dist-faults dist-slow
+  questions)
 
 while (($#)); do
   case $1 in
@@ -259,6 +261,8 @@ stage_dist_test() {
   files+=(tests/test_bench_dist.py tests/test_bench_training.py tests/test_bench_replays.py)
   dist_tests dist-test "${files[@]}"
 }
+
+stage_dist_memory() { dist_tests dist-memory tests/test_cuda_dist_{placed,p2p}.py; }
 
 # Nearly every one of these has processes of its own: seconds each, whatever the GPU.
 stage_dist_faults() {

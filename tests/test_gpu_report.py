@@ -139,7 +139,7 @@ def test_processes_have_a_stage_with_something_of_everything(machine, fake_pytho
 
 
 def test_every_test_of_cuda_belongs_to_one_stage(machine, fake_python, tmp_path):
-    stages = ("test", "dist-test", "dist-faults", "dist-slow")
+    stages = ("test", "dist-test", "dist-memory", "dist-faults", "dist-slow")
     status, output = machine(*stages, python=fake_python(), nvidia_smi=SMI)
     assert status == 0, output
     runs = record_of(tmp_path / "out")["runs"].values()
