@@ -33,10 +33,11 @@ def ended(work: Any, seconds: float = 5.0) -> bool:
     return bool(work.is_completed())
 
 
-def bereaved(me: Me) -> tuple[Any, ...]:
-    """The victim has enqueued its part and dies before its stream comes to it."""
-    x = torch.full((1000,), 3.0)
-    dist.all_reduce(torch.ones(3))
+def bereave(me: Me, x: torch.Tensor) -> tuple[Any, bool, float]:
+    """The victim has enqueued its part and dies before its stream comes to it.
+
+    The others' work of that call, whether it has ended, and after how many seconds.
+    """
     dist.barrier()
     me.fake.look(False)
     if me.rank == VICTIM:
@@ -49,7 +50,13 @@ def bereaved(me: Me) -> tuple[Any, ...]:
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     over = ended(work)
-    took = time.monotonic() - begin
+    return work, over, time.monotonic() - begin
+
+
+def bereaved(me: Me) -> tuple[Any, ...]:
+    x = torch.full((1000,), 3.0)
+    dist.all_reduce(torch.ones(3))
+    work, over, took = bereave(me, x)
     said = str(work.exception())
     errors = [caught(work.wait), caught(dist.all_reduce, x)]
     me.fake.look(True)

@@ -8,7 +8,6 @@ still write into is given to anybody else.
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,28 +18,16 @@ import torch
 import torch.distributed as dist
 from dist_pool import OURS, Me, caught, fresh
 from dist_tracts import LARGE, in_the_end, launches, listened, make, use
-from test_dist_slabs_faults import NOTICED, VICTIM, ended, work_of
+from test_dist_slabs_faults import NOTICED, VICTIM, bereave, work_of
 
 pytestmark = pytest.mark.skipif(not OURS, reason="has memory of its own")
 
 
 def bereaved(me: Me) -> tuple[Any, ...]:
-    """The victim has lent its tensor and dies before its stream comes to the call."""
+    """The victim has lent its tensor."""
     x = make(1000).fill_(3)
     dist.all_reduce(make(3).fill_(1))
-    dist.barrier()
-    me.fake.look(False)
-    if me.rank == VICTIM:
-        me.fake.stall(True)
-        me.fake.fill_later(x, 3.0)
-    work = work_of(x)
-    work.wait()
-    if me.rank == VICTIM:
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGKILL)
-    begin = time.monotonic()
-    over = ended(work)
-    took = time.monotonic() - begin
+    work, over, took = bereave(me, x)
     said = str(work.exception())
     error = caught(work.wait)
     values = x.unique().tolist()

@@ -1,9 +1,9 @@
 #include "exports.h"
 
-#include <algorithm>
 #include <cstring>
 
 #include "../plan/error.h"
+#include "../plan/names.h"
 
 namespace pycollect::slabs {
 namespace {
@@ -31,13 +31,7 @@ std::vector<const char*> export_names() {
   return names;
 }
 
-void check_export(const std::string& name) {
-  const auto names = export_names();
-  if (std::find(names.begin(), names.end(), name) != names.end()) return;
-  std::string allowed;
-  for (const char* n : names) allowed += text(allowed.empty() ? "" : ", ", n);
-  throw std::invalid_argument(text("cuda_ipc is '", name, "'; allowed are ", allowed));
-}
+void check_export(const std::string& name) { find_name("cuda_ipc", name, export_names()); }
 
 Exports::Exports(Ways ways, std::string wanted, Say say)
     : ways_(std::move(ways)), wanted_(std::move(wanted)), say_(std::move(say)) {

@@ -3,7 +3,7 @@
 
 #include <array>
 
-#include "../plan/error.h"
+#include "../plan/names.h"
 #include "bind_fake_devices.h"
 #include "c10d/backend.h"
 
@@ -18,12 +18,7 @@ constexpr std::array kWatches{"best", "pidfd", "hangup"};
 
 template <class Enum, std::size_t N>
 Enum named(const std::array<const char*, N>& names, const std::string& word, const char* what) {
-  std::string all;
-  for (std::size_t i = 0; i < N; ++i) {
-    if (word == names[i]) return static_cast<Enum>(i);
-    all += (i == 0 ? "" : ", ") + std::string(names[i]);
-  }
-  throw std::invalid_argument(text(what, " is '", word, "'; allowed are ", all));
+  return static_cast<Enum>(find_name(what, word, names));
 }
 
 template <class Enum, std::size_t N>

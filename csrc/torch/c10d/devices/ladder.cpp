@@ -1,10 +1,10 @@
 // See ladder.h. The one list of rungs.
 #include "ladder.h"
 
-#include <algorithm>
 #include <array>
 
 #include "../../../plan/error.h"
+#include "../../../plan/names.h"
 #include "../../../shm/executor.h"
 #include "../../job.h"
 #include "../call.h"
@@ -44,13 +44,7 @@ std::vector<const char*> rung_names() {
   return names;
 }
 
-void check_rung(const std::string& name) {
-  const auto names = rung_names();
-  if (std::find(names.begin(), names.end(), name) != names.end()) return;
-  std::string allowed;
-  for (const char* n : names) allowed += text(allowed.empty() ? "" : ", ", n);
-  throw std::invalid_argument(text("cuda_sync is '", name, "'; allowed are ", allowed));
-}
+void check_rung(const std::string& name) { find_name("cuda_sync", name, rung_names()); }
 
 Ladder::Ladder(std::shared_ptr<Devices> devices, Terms terms)
     : devices_(std::move(devices)), terms_(std::move(terms)) {
