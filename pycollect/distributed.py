@@ -62,8 +62,7 @@ def options(
     Collectives of at most `cuda_host_bytes` bytes (of a rank's largest buffer, all tensors of the
     call together; 0 unless PYCOLLECT_CUDA_HOST_BYTES says otherwise) go through pinned memory
     although slabs work: `wait()` then holds up the host, but not for the GPUs' launches and waits.
-    gather, scatter and all_to_all, whose sizes not all ranks know, never do. All ranks must say the
-    same.
+    gather, scatter and all_to_all, whose sizes not all ranks know, never do.
 
     Messages of 64 KiB and more between two ranks go through other memory of the sender's GPU, twice
     `slab_bytes` bytes at the most, which the receiver opens; smaller ones, those of which one end
@@ -75,7 +74,8 @@ def options(
     Processes get at each other's GPU memory by CUDA's own handles (`cuda_ipc="legacy"`) or by file
     descriptors over a Unix socket ("fd"), which works in virtual machines that refuse the former:
     "best" takes the first that each rank's GPU does not refuse, or the other if its peers cannot
-    open that, and PYCOLLECT_CUDA_IPC may name one. Ranks need not take the same.
+    open that, and PYCOLLECT_CUDA_IPC may name one. Ranks need not take the same way here; all other
+    options must be the same on all of them.
 
     >>> options(algorithm="fused").algorithm
     'fused'

@@ -136,6 +136,20 @@ def test_ranks_that_ask_for_different_rungs():
             assert "rank 1 asks for 'stream' and rank 0 for 'wait'" in error.text
 
 
+def of_other_sizes(me: Me) -> Caught:
+    made, _ = dist_fake.options("eager:stream")
+    made.slab_bytes <<= me.rank == VICTIM
+    me.init("sizes", pg_options=made)
+    return caught(dist.all_reduce, torch.ones(3))
+
+
+def test_ranks_whose_slabs_differ():
+    with fresh(3, group=False) as pool:
+        for error in pool.run(of_other_sizes):
+            assert error.kind == "ValueError", error
+            assert "rank 1 has slots of 65536 bytes and rank 0 of 32768" in error.text
+
+
 def unlike(me: Me) -> tuple[Caught, Caught, float]:
     """The group's first call is one rank's for the host, or is refused by it."""
     made, fake = dist_fake.options("eager:best")

@@ -34,6 +34,7 @@ struct alignas(128) Berth {
   Handle handle = {};                    // of its slab
   std::array<char, 64> gpu = {};         // that the slab is on
   std::array<char, 16> wanted = {};      // the rung that was asked for
+  uint64_t slot_bytes = 0;               // of its slab
   std::atomic<uint32_t> closed{0};       // it has let go of the others' slabs
 };
 

@@ -96,14 +96,20 @@ class Meeting {
   void introduce() {
     const std::string why = together([&] {
       write(mine_.wanted, ask_.wanted);
+      mine_.slot_bytes = ask_.slot_bytes;
       write(mine_.gpu, ask_.gpu->identity(ask_.stream.device));
     });
     if (!why.empty()) throw CollectiveError(text(occasion_.operation, ": ", why));
-    const std::string zero = deck_.berth(0).wanted.data();
-    for (Rank r = 1; r < group_.world(); ++r)
-      require(zero == deck_.berth(r).wanted.data(), occasion_.operation,
+    const Berth& zero = deck_.berth(0);
+    for (Rank r = 1; r < group_.world(); ++r) {
+      const Berth& one = deck_.berth(r);
+      require(std::strcmp(zero.wanted.data(), one.wanted.data()) == 0, occasion_.operation,
               ": all ranks must exchange CUDA tensors in the same way; rank ", r, " asks for '",
-              deck_.berth(r).wanted.data(), "' and rank 0 for '", zero, "'");
+              one.wanted.data(), "' and rank 0 for '", zero.wanted.data(), "'");
+      require(zero.slot_bytes == one.slot_bytes, occasion_.operation,
+              ": all ranks must have the same slab_bytes; rank ", r, " has slots of ",
+              one.slot_bytes, " bytes and rank 0 of ", zero.slot_bytes);
+    }
   }
 
   std::string share_somehow() {
