@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend as _Base  # `dist.Backend` is a name of one
 
-from . import _C
+from . import _C, _coalescing
 from .plans import algorithms
 
 NAME = "pycollect"
@@ -151,4 +151,5 @@ def _create(asked: Any, given: Any) -> Any:
 def register() -> None:
     """Make the backend known to torch.distributed, for CPU tensors and those on GPUs."""
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    _coalescing.install()
     atexit.register(_C.close_groups)  # no thread of a group may outlive the interpreter

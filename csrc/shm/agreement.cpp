@@ -7,21 +7,10 @@
 #include <string>
 
 #include "../plan/error.h"
+#include "hashing.h"
 
 namespace pycollect::shm {
 namespace {
-
-class Hashing {
- public:
-  void add(uint64_t word) {  // multiply and fold: a few cycles, and every bit reaches the others
-    const auto wide = static_cast<unsigned __int128>(state_ ^ word) * 0x9e3779b97f4a7c15U;
-    state_ = static_cast<uint64_t>(wide) ^ static_cast<uint64_t>(wide >> 64) ^ 0x2545f4914f6cdd1dU;
-  }
-  uint64_t value() const { return state_; }
-
- private:
-  uint64_t state_ = 0x6a09e667f3bcc909U;
-};
 
 uint32_t hash(std::string_view text) {
   uint32_t h = 2166136261U;  // FNV-1a
@@ -57,6 +46,7 @@ void add_blocks(Hashing& h, const Request& r) {
   const Side& side = from_input ? r.input : r.output;
   const bool one = r.collective == Collective::all_to_all || r.collective == Collective::gather ||
                    r.collective == Collective::scatter;
+  h.add(side.cuts);
   if ((from_input ? in : out) == Holds::own_block)
     h.add(sum(side.blocks));
   else if (one)
@@ -99,7 +89,10 @@ std::string words(const Description& d, const Description& other) {
   if ((d.flags & Description::meets) != 0)
     return collective == Collective::barrier ? "init_process_group with a device_id"
                                              : said + " of tensors on GPUs, for the first time";
-  if (collective == Collective::barrier) return said;
+  const std::string part = d.parts > 1       ? text(", part ", d.part + 1, " of ", d.parts)
+                           : other.parts > 1 ? ", by itself"
+                                             : "";
+  if (collective == Collective::barrier) return said + part;
   said += text(" of ", d.elements, " ", name(static_cast<DType>(d.dtype)));
   if (reduces(collective)) said += text(", op ", name(static_cast<ReduceOp>(d.op)));
   if (has_root(collective)) said += text(", root ", d.root);
@@ -111,7 +104,7 @@ std::string words(const Description& d, const Description& other) {
     said += (d.flags & Description::in_place) != 0 ? ", in place" : ", out of place";
   if ((unlike & Description::on_gpus) != 0)
     said += (d.flags & Description::on_gpus) != 0 ? ", on GPUs" : ", on the host";
-  return said;
+  return said + part;
 }
 
 std::string difference(Group& group, Rank r, uint64_t call) {
@@ -121,7 +114,7 @@ std::string difference(Group& group, Rank r, uint64_t call) {
                           ", rank 0 called ", theirs);
   if (mine == theirs)
     said += one.options >> 32 != zero.options >> 32 ? ", but with different algorithms"
-                                                    : ", but with blocks of different sizes";
+                                                    : ", but with tensors of different sizes";
   return said;
 }
 
@@ -130,9 +123,7 @@ std::string difference(Group& group, Rank r, uint64_t call) {
   for (Rank r = 0; r < group.world(); ++r)
     if ((post(r).flags & Post::refused) != 0) {
       const Description& d = group.description(r, call);
-      throw std::invalid_argument(text("rank ", r, " refused ",
-                                       name(static_cast<Collective>(d.collective)), ": ",
-                                       d.refusal.data()));
+      throw std::invalid_argument(text("rank ", r, " refused ", d.refusal.data()));
     }
   Rank r = 1;
   while (r + 1 < group.world() && same(post(r), post(0).signature)) ++r;
@@ -153,6 +144,8 @@ void check_counts(Group& group, const Statement& s) {
 void describe(Description& d, const Statement& s) {
   d.collective = static_cast<uint8_t>(s.collective);
   d.call = s.call;
+  d.part = s.part;
+  d.parts = s.parts;
 }
 
 }  // namespace
@@ -167,6 +160,13 @@ uint64_t signature(const Request& r, uint64_t call) {
   h.add(options(r));
   if (r.irregular || r.meets || r.collective == Collective::barrier) return h.value();
   add_blocks(h, r);
+  return h.value();
+}
+
+uint64_t signature(const std::vector<const Request*>& requests, uint64_t call) {
+  Hashing h;
+  h.add(requests.size());
+  for (const Request* r : requests) h.add(signature(*r, call));
   return h.value();
 }
 
@@ -229,6 +229,15 @@ Agreed agree(Group& group, const Statement& mine, uint64_t run, const Occasion& 
     refuse_difference(group, mine.call);
   if ((mine.post.flags & Post::irregular) != 0) check_counts(group, mine);
   return agreed;
+}
+
+bool all_state_as_many(Group& group, const Statement& mine) {
+  for (Rank r = 0; r < group.world(); ++r) {
+    const Post& post = group.line(r).posts[mine.call & 1];
+    if ((post.flags & Post::refused) != 0) return false;
+    if (group.description(r, mine.call).parts != mine.parts) return false;
+  }
+  return true;
 }
 
 }  // namespace pycollect::shm

@@ -14,6 +14,7 @@ struct Statement {
   uint64_t call = 0;
   Post post = {};
   Places places = {};
+  uint32_t part = 0, parts = 1;  // see Description
 
   void offer(const std::optional<Places>& found) {
     if (!found) return;
@@ -24,6 +25,7 @@ struct Statement {
 
 // Equal on ranks that were asked for the same.
 uint64_t signature(const Request& request, uint64_t call);
+uint64_t signature(const std::vector<const Request*>& requests, uint64_t call);
 
 // Waits until the slot of the run before the last may be overwritten: everybody has finished it.
 // Before a call's first run `begin` does, and sees to its post too: a rank that refused the last
@@ -37,5 +39,7 @@ void state_refusal(Group& group, const Statement& statement, std::string_view wh
 // Waits for everybody's post. Throws std::invalid_argument, on every rank the same, if they are not
 // alike.
 Agreed agree(Group& group, const Statement& mine, uint64_t run, const Occasion& occasion);
+// When that has thrown for several requests at once: has every rank as many, and refused nothing?
+bool all_state_as_many(Group& group, const Statement& mine);
 
 }  // namespace pycollect::shm

@@ -66,6 +66,12 @@ std::optional<Places> find_places(const Group& group, const Prepared& p) {
   });
 }
 
+Statement statement(const Request& request, uint64_t call) {
+  Statement mine{request.collective, call, {.signature = signature(request, call)}};
+  if (request.irregular) mine.post.flags |= Post::irregular;
+  return mine;
+}
+
 Agreed agree_or_skip(Group& group, const Statement& mine, uint64_t run, const Occasion& occasion) {
   try {
     return agree(group, mine, run, occasion);
@@ -78,8 +84,7 @@ Agreed agree_or_skip(Group& group, const Statement& mine, uint64_t run, const Oc
 void run_collective(Group& group, const Request& request, Prepared& p, const Occasion& occasion,
                     const cpu::ParallelFor& parallel_for) {
   const uint64_t first = run_number(group);
-  Statement mine{
-      request.collective, occasion.call, {.signature = signature(request, occasion.call)}, {}};
+  Statement mine = statement(request, occasion.call);
   const auto places = find_places(group, p);
   const bool placed = places.has_value();
   p.sides.cut(p.slots.chunks);
@@ -88,7 +93,6 @@ void run_collective(Group& group, const Request& request, Prepared& p, const Occ
   pieces.use(p.slots, request.irregular, occasion.call);
   mine.post.pieces = pieces.wanted();
   mine.offer(places);
-  if (request.irregular) mine.post.flags |= Post::irregular;
 
   begin(group, first, occasion);
   if (!placed) whole_or_broken(group, occasion, [&] { pieces.lead(first); });
@@ -109,7 +113,7 @@ void refuse_at(Group& group, Collective collective, const Occasion& occasion,
                std::string_view why) {
   const uint64_t run = run_number(group);
   begin(group, run, occasion);
-  state_refusal(group, {collective, occasion.call, {.flags = Post::refused}, {}}, why);
+  state_refusal(group, {collective, occasion.call, {.flags = Post::refused}}, why);
   group.advance(at_run(run + 1));
 }
 
@@ -117,27 +121,65 @@ Prepared prepare(Group& group, const Request& request, const Occasion& occasion)
   try {
     return Prepared(group, request);
   } catch (const std::invalid_argument& error) {
-    refuse_at(group, request.collective, occasion, error.what());
+    refuse_at(group, request.collective, occasion,
+              text(name(request.collective), ": ", error.what()));
     throw;
   }
+}
+
+// An exchange of posts, and nothing behind it.
+Agreed exchange(Group& group, const Statement& mine, const Request& request,
+                const Occasion& occasion) {
+  group.require_whole(occasion);
+  const uint64_t run = run_number(group);
+  begin(group, run, occasion);
+  state(group, mine, &request);
+  group.advance(at_run(run + 1));
+  return agree(group, mine, run, occasion);
 }
 
 }  // namespace
 
 Agreed exchange(Group& group, const Request& request, const Offer& offer,
                 const Occasion& occasion) {
-  group.require_whole(occasion);
-  const uint64_t run = run_number(group);
-  Statement mine{request.collective,
-                 occasion.call,
-                 {.signature = signature(request, occasion.call), .pieces = offer.pieces},
-                 {}};
+  Statement mine = statement(request, occasion.call);
+  mine.post.pieces = offer.pieces;
   mine.offer(offer.places);
-  if (request.irregular) mine.post.flags |= Post::irregular;
-  begin(group, run, occasion);
-  state(group, mine, &request);
-  group.advance(at_run(run + 1));  // nothing follows the exchange
-  return agree(group, mine, run, occasion);
+  return exchange(group, mine, request, occasion);
+}
+
+void check(const Group& group, const Request& request) {
+  if (request.collective != Collective::barrier) Prepared(group, request);
+}
+
+// A fingerprint of all of them tells whether they are alike; only if not, or where the counts that
+// a fingerprint cannot hold must be compared, does each have an exchange of its own.
+void agree_on_all(Group& group, const std::vector<const Request*>& requests, uint64_t& calls,
+                  Deadline deadline) {
+  const Request& first = *requests.front();
+  const auto parts = static_cast<uint32_t>(requests.size());
+  const auto occasion = [&](const Request& r) {
+    return Occasion{name(r.collective), calls++, deadline};
+  };
+  const auto exchange_part = [&](uint32_t i) {
+    const Occasion own = occasion(*requests[i]);
+    Statement mine = statement(*requests[i], own.call);
+    mine.part = i;
+    mine.parts = parts;
+    exchange(group, mine, *requests[i], own);
+  };
+  const Occasion together = occasion(first);
+  Statement all{first.collective, together.call, {.signature = signature(requests, together.call)}};
+  all.parts = parts;
+  try {
+    exchange(group, all, first, together);
+  } catch (const std::invalid_argument&) {
+    if (!all_state_as_many(group, all)) throw;
+    for (uint32_t i = 0; i < parts; ++i) exchange_part(i);  // one of these throws
+    throw;
+  }
+  for (uint32_t i = 0; i < parts; ++i)
+    if (requests[i]->irregular) exchange_part(i);
 }
 
 void run(Group& group, const Request& request, uint64_t call, Deadline deadline,

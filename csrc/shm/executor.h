@@ -25,6 +25,8 @@ struct Span {
 struct Side {
   std::vector<Span> spans = {};
   Sizes blocks = {};
+  // A fingerprint of where tensors end within the blocks; 0: each block is one tensor, or none.
+  uint64_t cuts = 0;
 };
 
 struct Request {
@@ -67,6 +69,15 @@ struct Agreed {
 // `run` does.
 Agreed exchange(Group& group, const Request& request, const Offer& offer, const Occasion& occasion);
 
+// Throws std::invalid_argument if `run` would before the others hear of the request.
+void check(const Group& group, const Request& request);
+
+// Before several requests that are one to their caller: finds out whether all of them are alike on
+// all ranks, so that either every one runs or none does. Takes numbers of the group's calls from
+// `calls`, on all ranks as many. Throws as `run` does, about the first request that differs.
+void agree_on_all(Group& group, const std::vector<const Request*>& requests, uint64_t& calls,
+                  Deadline deadline);
+
 // Whoever cannot go on in the middle of a call takes the others with it: they would wait for it.
 template <class F>
 void whole_or_broken(Group& group, const Occasion& occasion, F&& f) {
@@ -81,7 +92,8 @@ void whole_or_broken(Group& group, const Occasion& occasion, F&& f) {
 }
 
 // Instead of running what this rank was asked for, tells the others that it will not: they throw
-// with `why`. Returns without waiting for them (but for those who have not begun the call before).
+// with `why`, which begins with what was refused. Returns without waiting for them (but for those
+// who have not begun the call before).
 void refuse(Group& group, Collective collective, uint64_t call, Deadline deadline,
             std::string_view why);
 

@@ -70,10 +70,13 @@ static_assert(sizeof(Line) == 256);
 struct alignas(64) Description {
   uint8_t collective = 0, dtype = 0, op = 0, flags = 0;
   int32_t root = -1;
-  uint64_t call = 0;                   // sequence number
-  uint64_t elements = 0;               // of the rank's largest buffer
-  uint64_t options = 0;                // what else must agree: algorithm, number of tensors
-  std::array<char, 224> refusal = {};  // a sentence
+  uint64_t call = 0;      // sequence number
+  uint64_t elements = 0;  // of the rank's largest buffer
+  uint64_t options = 0;   // what else must agree: algorithm, number of tensors
+  // Of the requests that are agreed on together: which one this is, and how many there are; 0: this
+  // describes the first and stands for all of them.
+  uint32_t part = 0, parts = 1;
+  std::array<char, 216> refusal = {};  // a sentence
   enum : uint8_t { in_place = 1, on_gpus = 2, meets = 4 };
 };
 

@@ -59,7 +59,8 @@ Prepared prepare(Dock& dock, const Request& request, const Occasion& occasion) {
   try {
     return Prepared(dock, request);
   } catch (const std::invalid_argument& error) {
-    shm::refuse(dock.group(), request.collective, occasion.call, occasion.deadline, error.what());
+    shm::refuse(dock.group(), request.collective, occasion.call, occasion.deadline,
+                text(name(request.collective), ": ", error.what()));
     throw;
   }
 }
@@ -106,6 +107,8 @@ void OnStream::move(const shm::MoveRow& row) {
                           .count = row.count,
                           .finishes = row.move.finishes});
 }
+
+void check(const Dock& dock, const Request& request) { Prepared(dock, request); }
 
 void run(Dock& dock, const Request& request, uint64_t call, shm::Deadline deadline) {
   const Occasion occasion{name(request.collective), call, deadline};

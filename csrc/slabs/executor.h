@@ -10,4 +10,7 @@ namespace pycollect::slabs {
 // shm::run does; after anything but std::invalid_argument the stream may have begun to move things.
 void run(Dock& dock, const shm::Request& request, uint64_t call, shm::Deadline deadline);
 
+// Throws std::invalid_argument if `run` would before the others hear of the request.
+void check(const Dock& dock, const shm::Request& request);
+
 }  // namespace pycollect::slabs

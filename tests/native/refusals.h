@@ -73,7 +73,8 @@ void run_refused(Member& me) {
     const Rank who = i % me.group.world();
     Buffers b;
     if (me.group.rank() == who) {
-      refuse(me.group, Collective::all_reduce, me.call++, soon(), "it is not contiguous");
+      refuse(me.group, Collective::all_reduce, me.call++, soon(),
+             "all_reduce: it is not contiguous");
     } else {
       const std::string said = complaint([&] { me.run(all_reduce_of(b, 100)); });
       expect(said == text("rank ", who, " refused all_reduce: it is not contiguous"), said);
@@ -101,7 +102,7 @@ void run_unlike_blocks(Member& me) {
              .input = b.side(false, blocks),
              .output = b.side(true, {blocks[me.group.rank()]})};
   const std::string other = complaint([&] { me.run(request); });
-  expect(other.find("blocks of different sizes") != std::string::npos, other);
+  expect(other.find("tensors of different sizes") != std::string::npos, other);
 }
 
 void run_refusals(Member& me) {

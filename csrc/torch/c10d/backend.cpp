@@ -177,31 +177,14 @@ Call Backend::new_call(const Ask& ask) const {
 
 WorkPtr Backend::submit(Call call, bool later) {
   call.number = calls_++;
-  if (coalesces_) {
-    const std::lock_guard lock(coalescing_mutex_);
-    if (coalescing_ && coalescing_->by == std::this_thread::get_id()) {
-      coalescing_->calls.push_back(std::move(call));
-      return {};
-    }
-  }
   return later ? queue_->push(std::move(call)) : queue_->run(std::move(call));
 }
 
-// In its place in the queue, like what it stands for.
-// All ranks raise one sentence. Returns it.
-std::string Backend::refuse(const Ask& ask, std::string_view why) {
-  const std::string operation = text(ask.name, ": ");
-  if (why.starts_with(operation)) why.remove_prefix(operation.size());
-  std::optional<Coalescing> dropped;  // let go of without the lock
-  {
-    const std::lock_guard lock(coalescing_mutex_);
-    dropped.swap(coalescing_);
-    coalesces_ = false;
-  }
-  Call call = new_call(ask);
-  call.refusal = shortened(why);
+// In its place in the queue, like the call that it stands for.
+void Backend::tell(const Refusal& refusal, Call call) {
+  if (refusal.told.empty()) return;
+  call.refusal = shortened(refusal.told);
   queue_->run(std::move(call));
-  return text("rank ", seat_.rank, " refused ", pycollect::name(ask.collective), ": ", why);
 }
 
 // Before the call, and in its place in the queue.
@@ -224,45 +207,42 @@ void Backend::eagerConnectSingleDevice(at::Device device) {
   }
 }
 
-WorkPtr Backend::collective(const Ask& ask, c10::function_ref<void(Call&)> build) {
-  forks_.require_none(ask.name);
-  Call call = new_call(ask);
+// What is wrong with a call, if anything is. All ranks raise one sentence.
+std::optional<Refusal> Backend::attempt(const Ask& ask, const char* manner, Call& call,
+                                        c10::function_ref<void(Call&)> build) const {
+  const auto what = [&](std::string_view why) {
+    const std::string operation = text(ask.name, ": ");
+    if (why.starts_with(operation)) why.remove_prefix(operation.size());
+    return text(manner, pycollect::name(ask.collective), ": ", why);
+  };
+  const auto sentence = [&](std::string_view why) {
+    return text("rank ", seat_.rank, " refused ", what(why));
+  };
   try {
     build(call);
+    return std::nullopt;
   } catch (const Unmet& all) {
-    std::rethrow_exception(all.error);
+    return Refusal{{}, all.error};
   } catch (const TypeMismatch& error) {
-    throw TypeMismatch(refuse(ask, error.what()));
+    const std::string why = error.what();
+    return Refusal{what(why), std::make_exception_ptr(TypeMismatch(sentence(why)))};
   } catch (const std::invalid_argument& error) {
-    throw std::invalid_argument(refuse(ask, error.what()));
+    const std::string why = error.what();
+    return Refusal{what(why), std::make_exception_ptr(std::invalid_argument(sentence(why)))};
   } catch (const std::exception& error) {
-    refuse(ask, error.what());
-    throw;
+    return Refusal{what(error.what()), std::current_exception()};
+  }
+}
+
+WorkPtr Backend::collective(const Ask& ask, c10::function_ref<void(Call&)> build) {
+  forks_.require_none(ask.name);
+  if (CoalescedList* const list = coalescing_.find()) return coalesce(*list, ask, build);
+  Call call = new_call(ask);
+  if (const auto refusal = attempt(ask, "", call, build)) {
+    tell(*refusal, new_call(ask));
+    std::rethrow_exception(refusal->error);
   }
   return submit(std::move(call), ask.later);
-}
-
-void Backend::startCoalescing() {
-  std::optional<Coalescing> fresh(Coalescing{std::this_thread::get_id()});
-  const std::lock_guard lock(coalescing_mutex_);
-  fresh.swap(coalescing_);
-  coalesces_ = true;
-}
-
-WorkPtr Backend::endCoalescing() {
-  std::optional<Coalescing> all;
-  {
-    const std::lock_guard lock(coalescing_mutex_);
-    all.swap(coalescing_);
-    coalesces_ = false;
-  }
-  std::vector<WorkPtr> works;
-  if (all) {
-    works = std::move(all->works);
-    for (Call& call : all->calls) works.push_back(queue_->push(std::move(call)));
-  }
-  if (works.size() == 1) return works.front();
-  return c10::make_intrusive<JointWork>(std::move(works));
 }
 
 // torch asks once for each kind of device, with one store: both are to have the same group.

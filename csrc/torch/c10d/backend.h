@@ -5,11 +5,11 @@
 
 #include <atomic>
 #include <mutex>
-#include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "arena_allocator.h"
 #include "builders.h"
+#include "coalescing.h"
 #include "messages.h"
 #include "options.h"
 #include "queue.h"
@@ -53,7 +53,11 @@ class Backend final : public c10d::Backend {
 
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override;
+  // Runs what this thread has asked for since, as one: all of it, or nothing of it on any rank.
   WorkPtr endCoalescing() override;
+  // Instead of that: nothing runs, and `why` is told to the ranks that wait for its collectives.
+  // `asked`: there are some that are not in the list. Does nothing where there is nothing to end.
+  void abandonCoalescing(std::string_view why, bool asked);
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) override;
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& o) override;
@@ -101,13 +105,18 @@ class Backend final : public c10d::Backend {
     bool later;  // may it run after this returns?
   };
   WorkPtr collective(const Ask& ask, c10::function_ref<void(Call&)> build);
+  WorkPtr coalesce(CoalescedList& list, const Ask& ask, c10::function_ref<void(Call&)> build);
+  std::optional<Refusal> attempt(const Ask& ask, const char* manner, Call& call,
+                                 c10::function_ref<void(Call&)> build) const;
   Call new_call(const Ask& ask) const;
   WorkPtr submit(Call call, bool later);
   void convene(const Call& like, at::Device device);
-  std::string refuse(const Ask& ask, std::string_view why);
+  void tell(const Refusal& refusal, Call call);
+  void tell(const CoalescedList& list);
 
   WorkPtr message(const char* name, const Tensors& tensors, std::optional<Rank> peer, int tag,
                   bool receives);
+  WorkPtr post(const CoalescedList::Message& message);
   std::shared_ptr<Messages> messages(const char* name) const;
   std::shared_ptr<shm::Group> group() const;
   void close();
@@ -125,14 +134,7 @@ class Backend final : public c10d::Backend {
   std::shared_ptr<ArenaAllocator> allocator_;
   std::shared_ptr<Queue> queue_;
 
-  struct Coalescing {
-    std::thread::id by;
-    std::vector<WorkPtr> works = {};
-    std::vector<Call> calls = {};
-  };
-  std::mutex coalescing_mutex_;
-  std::atomic<bool> coalesces_{false};
-  std::optional<Coalescing> coalescing_;
+  Coalescing coalescing_;
 
   c10::weak_intrusive_ptr<c10d::Backend> last_split_;
   std::string last_split_name_;

@@ -5,6 +5,7 @@
 #include <ATen/EmptyTensor.h>
 
 #include "../../plan/error.h"
+#include "../../shm/hashing.h"
 #include "../job.h"
 #include "../threads.h"
 
@@ -155,8 +156,13 @@ void Binder::add_whole_output(std::size_t request, const shm::Span& span) {
 // Neighbours in memory are one span.
 shm::Side Binder::joined(const Blocks& blocks, std::size_t item) {
   shm::Side side{{}, Sizes(blocks.size())};
-  for (std::size_t b = 0; b < blocks.size(); ++b)
+  shm::Hashing cuts;
+  bool cut = false;
+  for (std::size_t b = 0; b < blocks.size(); ++b) {
+    cut |= blocks[b].size() > 1;
+    cuts.add(b);
     for (const shm::Span& s : blocks[b]) {
+      cuts.add(s.count);
       side.blocks[b] += s.count;
       if (s.count == 0) continue;
       if (!side.spans.empty() && side.spans.back().base + side.spans.back().count * item == s.base)
@@ -164,6 +170,8 @@ shm::Side Binder::joined(const Blocks& blocks, std::size_t item) {
       else
         side.spans.push_back(s);
     }
+  }
+  if (cut) side.cuts = cuts.value();
   return side;
 }
 

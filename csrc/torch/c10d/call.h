@@ -14,6 +14,17 @@
 
 namespace pycollect::dist {
 
+// Several calls that were coalesced: their requests, for as long as the first has not run.
+struct Together {
+  struct Bound {
+    const shm::Request* request;
+    slabs::Dock* dock;  // null: the executor of the host's memory runs it
+  };
+  std::vector<Bound> requests = {};
+  bool agreed = false;
+  std::exception_ptr error = {};  // why they did not: what all of the calls raise
+};
+
 struct Call {
   Collective collective;
   const char* name;                 // as the caller knows it
@@ -26,6 +37,7 @@ struct Call {
   std::optional<at::Device> meets = {};
   std::chrono::milliseconds timeout{};
   std::vector<shm::Request> requests = {};  // one after the other: one of each dtype
+  std::shared_ptr<Together> together = {};  // none: it is alone
   std::string refusal = {};                 // why there are none: what the other ranks are told
   Tensors held = {};                        // what the requests' addresses point into
   std::vector<std::pair<at::Tensor, at::Tensor>> copies = {};  // what is left to do then: dst, src

@@ -43,7 +43,9 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& o) {
 
 // Whoever is missing is named by every rank that is there, all of them at once.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& o, bool /*wait_all_ranks*/) {
-  collective({Collective::barrier, "monitored_barrier", o.timeout, false}, nothing)->wait();
+  const auto work =
+      collective({Collective::barrier, "monitored_barrier", o.timeout, false}, nothing);
+  if (work) work->wait();  // else it is coalesced, and the end of that waits for it
 }
 
 WorkPtr Backend::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& o) {
@@ -143,14 +145,27 @@ std::shared_ptr<Messages> Backend::messages(const char* name) const {
 WorkPtr Backend::message(const char* name, const Tensors& tensors, std::optional<Rank> peer,
                          int tag, bool receives) {
   const auto messages = this->messages(name);
-  require(tensors.size() == 1, name, ": ", tensors.size(), " tensors were passed; pass 1");
-  const Messages::Letter letter{tensors[0], peer, tag, std::chrono::milliseconds(timeout_ms_)};
-  WorkPtr work = receives ? messages->receive(letter) : messages->send(letter);
-  if (!coalesces_) return work;
-  const std::lock_guard lock(coalescing_mutex_);
-  if (!coalescing_ || coalescing_->by != std::this_thread::get_id()) return work;
-  coalescing_->works.push_back(std::move(work));
+  const auto checked = [&] {
+    require(tensors.size() == 1, name, ": ", tensors.size(), " tensors were passed; pass 1");
+    const CoalescedList::Message message{
+        {tensors[0], peer, tag, std::chrono::milliseconds(timeout_ms_)}, receives};
+    messages->check(message.letter, name, receives);
+    return message;
+  };
+  CoalescedList* const list = coalescing_.find();
+  if (list == nullptr) return post(checked());
+  if (list->refusal) return {};
+  try {
+    list->messages.push_back(checked());
+  } catch (const std::exception& error) {
+    list->refusal = Refusal{text("coalesced ", error.what()), std::current_exception()};
+  }
   return {};
+}
+
+WorkPtr Backend::post(const CoalescedList::Message& message) {
+  const auto messages = this->messages(message.receives ? "recv" : "send");
+  return message.receives ? messages->receive(message.letter) : messages->send(message.letter);
 }
 
 WorkPtr Backend::send(Tensors& tensors, int to, int tag) {

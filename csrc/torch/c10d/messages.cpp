@@ -26,8 +26,7 @@ Messages::Messages(std::shared_ptr<shm::Group> group, std::shared_ptr<const Ladd
   if (!parcels_->takes_any()) mailbox_.take_no_parcels();
 }
 
-c10::intrusive_ptr<MessageWork> Messages::make(const Letter& letter, const char* name,
-                                               bool receives) {
+bool Messages::check(const Letter& letter, const char* name, bool receives) const {
   forks_.require_none(name);
   if (letter.peer) check_rank(*letter.peer, group_->world(), name, receives ? "src" : "dst");
   require(!letter.peer || *letter.peer != group_->rank(), name, ": ", receives ? "src" : "dst",
@@ -37,6 +36,12 @@ c10::intrusive_ptr<MessageWork> Messages::make(const Letter& letter, const char*
   const bool away =
       check_operand(letter.tensor, receives ? Use::write : Use::read, label, ladder_.get());
   dtype_of(letter.tensor, label);
+  return away;
+}
+
+c10::intrusive_ptr<MessageWork> Messages::make(const Letter& letter, const char* name,
+                                               bool receives) {
+  const bool away = check(letter, name, receives);
   MessageWork::Ask ask{name, 0, letter.peer, letter.tag, letter.timeout, receives};
   {
     const std::lock_guard lock(mutex_);

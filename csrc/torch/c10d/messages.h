@@ -92,6 +92,8 @@ class Messages : public std::enable_shared_from_this<Messages> {
   };
   c10::intrusive_ptr<c10d::Work> send(const Letter& letter);
   c10::intrusive_ptr<c10d::Work> receive(const Letter& letter);
+  // Throws if those would, before anything moves. Returns whether the tensor is on a device.
+  bool check(const Letter& letter, const char* name, bool receives) const;
   // Takes nothing more, gives what is under way some time, then aborts the group. Returns whether
   // no device has to do with the others' memory any more.
   bool close(std::chrono::milliseconds grace);

@@ -37,13 +37,21 @@ c10::intrusive_ptr<QueuedWork> Queue::run(Call call) {
 }
 
 c10::intrusive_ptr<QueuedWork> Queue::push(Call call) {
-  auto work = c10::make_intrusive<QueuedWork>(std::move(call), shared_from_this());
+  std::vector<Call> one;
+  one.push_back(std::move(call));
+  return push_all(std::move(one)).front();
+}
+
+std::vector<c10::intrusive_ptr<QueuedWork>> Queue::push_all(std::vector<Call> calls) {
+  std::vector<c10::intrusive_ptr<QueuedWork>> works;
+  for (Call& call : calls)
+    works.push_back(c10::make_intrusive<QueuedWork>(std::move(call), shared_from_this()));
   const Lock lock(mutex_);
-  require_open(work->call_);
-  waiting_.push_back(work);
+  for (const auto& work : works) require_open(work->call_);
+  waiting_.insert(waiting_.end(), works.begin(), works.end());
   see_to_it();
   changed_.notify_all();
-  return work;
+  return works;
 }
 
 // Under the lock: that there is a thread for what waits. The one that runs now will look again.

@@ -22,6 +22,8 @@ class Queue : public std::enable_shared_from_this<Queue> {
   // Runs it in this thread when nothing is before it, and throws what goes wrong; else enqueues it.
   c10::intrusive_ptr<QueuedWork> run(Call call);
   c10::intrusive_ptr<QueuedWork> push(Call call);
+  // One behind the other, and nothing between them.
+  std::vector<c10::intrusive_ptr<QueuedWork>> push_all(std::vector<Call> calls);
 
   // Until the work is done, with this thread's help; or until a moment, without.
   void wait(QueuedWork& work);

@@ -60,7 +60,7 @@ void Runner::await_arrival(Call& call, shm::Deadline deadline) {
   } catch (const CollectiveError&) {
     throw;
   } catch (const std::exception& error) {
-    call.refusal = shortened(error.what());
+    call.refusal = shortened(text(pycollect::name(call.collective), ": ", error.what()));
     refuse(call, deadline);
     throw;
   }
@@ -70,6 +70,7 @@ void Runner::run(Call& call) {
   const shm::Deadline deadline = shm::Clock::now() + call.timeout;
   if (!call.refusal.empty()) return refuse(call, deadline);
   if (call.meets) return meet(call, deadline);
+  agree_on_all(call, deadline);
   if (!call.passage) return perform(call, deadline);
   await_arrival(call, deadline);
   const shm::Occasion occasion{pycollect::name(call.collective), calls_, deadline};
@@ -80,6 +81,46 @@ void Runner::run(Call& call) {
     throw;
   }
   call.passage->land(occasion);
+}
+
+// Either everything runs that its caller takes for one, or nothing: several dtypes in a call, and
+// calls that were coalesced. What is one request is agreed on when it runs.
+void Runner::agree_on_all(Call& call, shm::Deadline deadline) {
+  if (call.together) {
+    Together& all = *call.together;
+    if (all.error) std::rethrow_exception(all.error);
+    if (std::exchange(all.agreed, true)) return;
+    try {
+      agree(all.requests, deadline);
+    } catch (...) {
+      all.error = std::current_exception();
+      throw;
+    }
+  } else if (call.requests.size() > 1) {
+    slabs::Dock* const dock = call.passage ? call.passage->dock() : nullptr;
+    std::vector<Together::Bound> own;
+    for (const shm::Request& request : call.requests) own.push_back({&request, dock});
+    agree(own, deadline);
+  }
+}
+
+void Runner::agree(const std::vector<Together::Bound>& bound, shm::Deadline deadline) {
+  std::vector<const shm::Request*> requests;
+  for (const auto& [request, dock] : bound) {
+    try {
+      if (dock != nullptr)
+        slabs::check(*dock, *request);
+      else
+        shm::check(*group_, *request);
+    } catch (const std::invalid_argument& error) {
+      const Collective collective = request->collective;
+      shm::refuse(*group_, collective, calls_++, deadline,
+                  shortened(text(pycollect::name(collective), ": ", error.what())));
+      throw;
+    }
+    requests.push_back(request);
+  }
+  shm::agree_on_all(*group_, requests, calls_, deadline);
 }
 
 void Runner::perform(Call& call, shm::Deadline deadline) {

@@ -1,0 +1,52 @@
+// See coalescing.h.
+#include "coalescing.h"
+
+namespace pycollect::dist {
+namespace {
+
+// Not std::thread::id, which the system gives to another thread when this one has ended: that would
+// find a list which somebody else began and left.
+uint64_t this_thread() {
+  static std::atomic<uint64_t> threads{0};
+  thread_local const uint64_t number = threads++;
+  return number;
+}
+
+}  // namespace
+
+std::vector<Call> bind_together(std::vector<Call> calls) {
+  if (calls.size() < 2) return calls;
+  const auto together = std::make_shared<Together>();
+  for (Call& call : calls) {
+    slabs::Dock* const dock = call.passage ? call.passage->dock() : nullptr;
+    for (const shm::Request& request : call.requests)
+      together->requests.push_back({&request, dock});
+    call.together = together;
+  }
+  return calls;
+}
+
+CoalescedList* Coalescing::find() {
+  if (threads_ == 0) return nullptr;
+  const std::lock_guard lock(mutex_);
+  const auto found = lists_.find(this_thread());
+  return found == lists_.end() ? nullptr : &found->second;
+}
+
+void Coalescing::start() {
+  const std::lock_guard lock(mutex_);
+  lists_.try_emplace(this_thread());
+  threads_ = static_cast<int>(lists_.size());
+}
+
+std::optional<CoalescedList> Coalescing::take() {
+  const std::lock_guard lock(mutex_);
+  const auto found = lists_.find(this_thread());
+  if (found == lists_.end()) return std::nullopt;
+  std::optional<CoalescedList> list(std::move(found->second));
+  lists_.erase(found);
+  threads_ = static_cast<int>(lists_.size());
+  return list;
+}
+
+}  // namespace pycollect::dist

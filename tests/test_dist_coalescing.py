@@ -1,0 +1,232 @@
+"""Calls that are coalesced: one to the other ranks. All of them run, or none does on any rank.
+
+A refusal inside says nothing until the end, and no exception of a body's leaves anything behind:
+whatever happens, every rank has then taken part in as many of the group's calls as the others.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import OURS, Caught, Me, backend_of, caught, pools_of_a_module
+from dist_step import CPU, is_in_step, ones
+
+pytestmark = pytest.mark.skipif(not OURS, reason="what only this backend promises")
+
+
+@pytest.fixture(scope="module")
+def pools():
+    yield from pools_of_a_module(beside=None)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+BAD = {
+    "uint16": lambda: dist.broadcast(torch.zeros(3, dtype=torch.uint16), 0),
+    "expanded": lambda: dist.all_gather([torch.zeros(1).expand(3), torch.zeros(3)], ones(3)),
+    "tag": lambda: dist.isend(ones(), 1 - dist.get_rank(), tag=-1),
+    "bit operation": lambda: dist.reduce(ones(), 0, dist.ReduceOp.BXOR),
+    "splits": lambda: dist.all_to_all_single(ones(4), ones(4), [1, 2], [2, 2]),
+}
+
+
+def refusal(me: Me, bad: str, who: int, where: int, device: bool) -> tuple[Caught, list[float]]:
+    x, y = ones() * (me.rank + 1), ones(7) * (me.rank + 1)
+
+    def body() -> None:
+        with dist._coalescing_manager(device=CPU, async_ops=device) as manager:
+            for i in range(3):
+                if i == where and me.rank == who:
+                    BAD[bad]()
+                elif i == where:
+                    dist.broadcast(torch.zeros(3), 0)
+                else:
+                    dist.broadcast([x, y][i % 2], me.world - 1)
+        if device:
+            manager.wait()
+
+    raised = caught(body)
+    is_in_step(me)
+    return raised, [x[0].item(), y[0].item()]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("where", [0, 1, 2])
+@pytest.mark.parametrize("bad", BAD)
+def test_a_refusal_is_raised_at_the_end_by_all(pools, bad, where, who):
+    results = pools(2).run(refusal, bad, who, where, bool(where))
+    for rank, (raised, kept) in enumerate(results):
+        assert kept == [rank + 1.0] * 2, "nothing of the list may run"
+        assert set(raised.kinds) & {"TypeError", "ValueError"}, raised
+        if rank != who:
+            assert f"rank {who} refused coalesced" in raised.text
+
+
+def fast_path(me: Me) -> list[Caught]:
+    """torch's own list, which one call of the backend's stands for."""
+    raised = []
+    for bad in (torch.zeros(3, dtype=torch.uint16), torch.zeros(1).expand(3)):
+        x = ones()
+
+        def body(x: torch.Tensor = x, bad: torch.Tensor = bad) -> None:
+            with dist._coalescing_manager():
+                dist.all_reduce(x)
+                dist.all_reduce(bad if me.rank == 0 else ones(3))
+
+        raised.append(caught(body))
+        assert x.tolist() == ones().tolist()
+        is_in_step(me)
+    return raised
+
+
+def test_a_refusal_in_a_list_of_torch(pools):
+    for raised in pools(2).run(fast_path):
+        assert all("rank 0 refused" in r.text for r in raised), raised
+
+
+def batch(me: Me) -> Caught:
+    """Nothing of a refused batch is sent: whoever repairs it and sends it again sends it once."""
+    peer = 1 - me.rank
+    good, bad = ones() * 3, torch.zeros(3, dtype=torch.uint16)
+    if me.rank == 1:
+        a, b = ones() * 0, ones() * 0
+        dist.batch_isend_irecv([dist.P2POp(dist.irecv, t, peer) for t in (a, b)])[0].wait()
+        assert (a[0].item(), b[0].item()) == (3.0, 4.0)
+        is_in_step(me)
+        return Caught((), "", 0.0)
+    raised = caught(dist.batch_isend_irecv, [dist.P2POp(dist.isend, t, peer) for t in (good, bad)])
+    dist.batch_isend_irecv([dist.P2POp(dist.isend, t, peer) for t in (good, good + 1)])[0].wait()
+    is_in_step(me)
+    return raised
+
+
+def test_a_refused_batch_of_messages_sends_nothing(pools):
+    raised = pools(2).run(batch)[0]
+    assert raised.kind in ("TypeError", "ValueError"), raised
+    assert "uint16" in raised.text
+
+
+# --- exceptions of the body's ---------------------------------------------------------------------
+
+
+class BodyFailed(BaseException):
+    """Of the kind of KeyboardInterrupt."""
+
+
+def body_fails(me: Me, device: torch.device | None, calls: int) -> Caught:
+    tensors = [ones() for _ in range(calls)]
+
+    def body() -> None:
+        with dist._coalescing_manager(device=device):
+            for x in tensors:
+                dist.all_reduce(x) if device is None else dist.reduce(x, 0)
+            if me.rank == 0:
+                raise BodyFailed("in the body")
+
+    raised = Caught((), "", 0.0)
+    try:
+        raised = caught(body)
+    except BodyFailed:
+        raised = Caught(("BodyFailed",), "", 0.0)
+    assert all(x.tolist() == ones().tolist() for x in tensors)
+    is_in_step(me)
+    return raised
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+@pytest.mark.parametrize("staged", ["", "late:stream"])
+@pytest.mark.parametrize("device", [None, CPU], ids=["torch's list", "the group's list"])
+def test_an_exception_of_the_body_reaches_all_and_leaves_nothing(pools, device, staged, calls):
+    first, *others = pools(3, staged=staged).run(body_fails, device, calls)
+    assert first.kind == "BodyFailed"
+    for raised in others:
+        assert "rank 0 refused coalesced calls: BodyFailed: in the body" in raised.text
+
+
+def nothing_asked(me: Me) -> None:
+    for device in (None, CPU):
+        with pytest.raises(BodyFailed), dist._coalescing_manager(device=device):
+            raise BodyFailed
+        is_in_step(me)
+    with pytest.raises(AttributeError), dist._coalescing_manager(device=CPU):
+        dist.isend(ones(), 1 - me.rank).wait()  # there is no work until the end
+    is_in_step(me)
+
+
+def test_an_exception_before_anything_was_asked_for_is_nobody_elses(pools):
+    pools(2).run(nothing_asked)
+
+
+# --- threads --------------------------------------------------------------------------------------
+
+
+def in_thread(function) -> list[BaseException]:
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised
+
+
+def threads(me: Me) -> None:
+    backend = backend_of()
+    x, y = (torch.full((4,), float(me.rank)) for _ in range(2))
+
+    def another() -> None:
+        backend._start_coalescing()
+        dist.broadcast(y, 1)
+        backend._end_coalescing().wait()
+
+    backend._start_coalescing()
+    dist.broadcast(x, 1)
+    assert not in_thread(another)
+    assert not in_thread(lambda: is_in_step(me))  # which coalesces nothing
+    assert (x[0].item(), y[0].item()) == (me.rank, 1.0)
+    backend._end_coalescing().wait()
+    assert x.tolist() == [1.0] * 4
+    is_in_step(me)
+
+
+def test_each_thread_has_a_list_of_its_own(pools):
+    pools(2).run(threads)
+
+
+def left_behind(me: Me) -> None:
+    """By a thread that has ended, whose number the system may give to the next one."""
+    backend = backend_of()
+    for _ in range(5):
+        assert not in_thread(backend._start_coalescing)
+        assert not in_thread(lambda: is_in_step(me))
+    is_in_step(me)
+
+
+def test_a_list_that_a_thread_left_is_nobody_elses(pools):
+    pools(2).run(left_behind)
+
+
+def out_of_order(me: Me) -> list[Caught]:
+    backend = backend_of()
+    raised = [caught(backend._end_coalescing)]
+    x = ones()
+    backend._start_coalescing()
+    dist.broadcast(x * 0 if me.rank == 0 else x, 0)
+    raised.append(caught(backend._start_coalescing))
+    is_in_step(me)
+    return [*raised, caught(backend._end_coalescing)]
+
+
+def test_an_end_without_a_start_and_a_start_without_an_end(pools):
+    for no_start, no_end, still_none in pools(2).run(out_of_order):
+        assert no_start.kind == still_none.kind == no_end.kind == "ValueError"
+        assert "this thread has begun to coalesce no calls" in no_start.text
+        assert "and not ended it" in no_end.text
