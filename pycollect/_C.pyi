@@ -87,12 +87,20 @@ def replay(program: Program) -> Replay: ...
 def predict(program: Program, bytes: float, model: ModelTuple) -> tuple[float, list[SpanTuple]]: ...
 def models() -> dict[str, ModelTuple]: ...
 
+# What a caller's object stands for: TypeError names the call and the argument, as in
+# "plan: world is a str; pass an int" (csrc/torch/convert.cpp).
+def int_from(number: Any, call: str, name: str, /) -> int: ...
+def flag_from(flag: Any, call: str, name: str, /) -> bool: ...
+
 # The collectives (csrc/torch/module.cpp). What Python objects mean is decided there.
 class Work:
     """A collective that was asked for with ``async_op=True``."""
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Return what the call would have returned; raise Timeout after so many seconds."""
+        """Return what the call would have returned; raise Timeout after so many seconds.
+
+        ValueError for seconds that are negative or nan; inf is no limit, as None.
+        """
 
     def result(self, timeout: float | None = None) -> Any:
         """As wait."""
