@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import pycollect as pc
 from pycollect import cli
@@ -28,6 +31,39 @@ def test_every_argument_of_every_call() -> None:
     *wrong, (_, tried) = map(json.loads, ran.stdout.splitlines())
     assert wrong == []
     assert tried > 5000
+
+
+WRAPPING = [1 << 62] * 4  # to 0, in 64 bits
+
+
+def empty_ones() -> list[torch.Tensor]:
+    return [torch.zeros(0, 4) for _ in range(4)]
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("sizes", [WRAPPING, [WRAPPING] * 4, [(1 << 63) - 1, 1] * 2])
+def test_sizes_whose_sum_does_not_fit(sizes: list[int], later: bool) -> None:
+    with pytest.raises(ValueError, match=r"split_sizes .* 64 bits; needed are 4 that sum to 0"):
+        pc.all_to_all(empty_ones(), split_sizes=sizes, async_op=later)
+
+
+def test_chunk_sizes_whose_sum_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"chunk_sizes .* 64 bits; needed are 4 that sum to 0"):
+        pc.scatter(torch.zeros(0, 4), "cpu*4", chunk_sizes=WRAPPING)
+
+
+@pytest.mark.parametrize("call", [pc.all_gather, pc.gather])
+@pytest.mark.parametrize("long", [torch.zeros(1).expand(1 << 62), torch.zeros(1 << 62, 0)])
+def test_lengths_whose_sum_does_not_fit(call: Any, long: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=f"{call.__name__}: the lengths along dim .* 64 bits"):
+        call([long] * 4)
+
+
+def test_waiting_for_ever_waits() -> None:
+    """The clock's own numbers end before: beyond them the time was over at once."""
+    for seconds in (math.inf, 1e300, 1e10):
+        work = pc.all_reduce([torch.ones(1 << 22) for _ in range(4)], async_op=True)
+        assert work.wait(seconds) is None
 
 
 @pytest.mark.parametrize(

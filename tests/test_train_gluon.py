@@ -262,14 +262,14 @@ def test_what_is_no_optimizer_of_replicas_or_lists_is_refused() -> None:
         lambda: Trainer([net()]),
         lambda: Trainer(of(net()), 3),
     ):
-        with pytest.raises(TypeError, match="optimizer is a .*; pass a name or a class"):
+        with pytest.raises(TypeError, match=r"optimizer is a .*; pass a name or a class"):
             make()
 
 
 def test_numbers_that_are_none_are_refused() -> None:
     trainer = Trainer([net()], "sgd", {"lr": 0.1})
     for bad in (True, 1.0, "8", None):
-        with pytest.raises(TypeError, match="batch_size is a .*; pass an int"):
+        with pytest.raises(TypeError, match=r"batch_size is a .*; pass an int"):
             trainer.step(bad)
     for bad in (-0.1, float("nan"), float("inf"), 10**400):
         with pytest.raises(ValueError, match="learning rate is"):
