@@ -26,6 +26,18 @@ py::handle item_of(const py::object& items, std::size_t i) {
   return PySequence_Fast_GET_ITEM(items.ptr(), i);
 }
 
+// What __index__ gives, or nothing: a tensor or an array says so late that it is no int.
+py::object index_of(py::handle number) {
+  const bool is_flag =
+      PyBool_Check(number.ptr()) || (THPVariable_Check(number.ptr()) &&
+                                     THPVariable_Unpack(number.ptr()).scalar_type() == at::kBool);
+  if (is_flag || !PyIndex_Check(number.ptr())) return {};
+  auto whole = py::reinterpret_steal<py::object>(PyNumber_Index(number.ptr()));
+  if (!whole && !PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
+  PyErr_Clear();
+  return whole;
+}
+
 }  // namespace
 
 at::Tensor tensor_from(py::handle item, Use use, const Label& label) {
@@ -64,15 +76,8 @@ Grid grid_from(py::handle lists, UseOf use, const char* call) {
 }
 
 int64_t int_from(py::handle number, const char* call, const char* name) {
-  const bool is_flag =
-      PyBool_Check(number.ptr()) || (THPVariable_Check(number.ptr()) &&
-                                     THPVariable_Unpack(number.ptr()).scalar_type() == at::kBool);
-  py::object whole;
-  if (PyIndex_Check(number.ptr()) && !is_flag)
-    whole = py::reinterpret_steal<py::object>(PyNumber_Index(number.ptr()));
-  if (!whole && PyErr_Occurred() != nullptr && !PyErr_ExceptionMatches(PyExc_TypeError))
-    throw py::error_already_set();
-  PyErr_Clear();  // a tensor or an array says so late that it is no int
+  const auto whole = PyLong_CheckExact(number.ptr()) ? py::reinterpret_borrow<py::object>(number)
+                                                     : index_of(number);
   require_type(static_cast<bool>(whole), call, ": ", name, " is a ", Py_TYPE(number.ptr())->tp_name,
                "; pass an int");
   int overflow = 0;
