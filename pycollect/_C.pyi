@@ -11,6 +11,7 @@ SliceTuple: TypeAlias = tuple[int, str, int, int]  # rank, in | out | tmp | host
 StepTuple: TypeAlias = tuple[tuple[SliceTuple, ...], tuple[SliceTuple, ...], int]
 TaskTuple: TypeAlias = tuple[int, int, list[tuple[int, int]]]  # step or -1, level, waits
 SpanTuple: TypeAlias = tuple[int, int, float, float]  # rank, step or -1, start, end
+Devices: TypeAlias = Sequence[torch.device]
 ModelTuple: TypeAlias = tuple[float, float, float, float]  # alpha, port, memory, bridge
 
 COLLECTIVES: tuple[str, ...]
@@ -87,12 +88,19 @@ def replay(program: Program) -> Replay: ...
 def predict(program: Program, bytes: float, model: ModelTuple) -> tuple[float, list[SpanTuple]]: ...
 def models() -> dict[str, ModelTuple]: ...
 
+# What a caller's object stands for (csrc/torch/convert.cpp): "plan: world is a str; pass an int".
+def int_from(number: Any, call: str, name: str, /) -> int: ...
+def flag_from(flag: Any, call: str, name: str, /) -> bool: ...
+
 # The collectives (csrc/torch/module.cpp). What Python objects mean is decided there.
 class Work:
     """A collective that was asked for with ``async_op=True``."""
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Return what the call would have returned; raise Timeout after so many seconds."""
+        """Return what the call would have returned; raise Timeout after so many seconds.
+
+        None and inf are no limit; ValueError for what is negative.
+        """
 
     def result(self, timeout: float | None = None) -> Any:
         """As wait."""
@@ -128,18 +136,10 @@ def all_to_all(
     tensors: Any, dim: int, split_sizes: Any, out: Any, async_op: bool, streams: Any
 ) -> list[torch.Tensor] | Work: ...
 def scatter(
-    tensor: Any,
-    devices: Sequence[torch.device],
-    chunk_sizes: Any,
-    dim: int,
-    out: Any,
-    async_op: bool,
-    streams: Any,
+    tensor: Any, devices: Devices, sizes: Any, dim: int, out: Any, async_op: bool, streams: Any
 ) -> list[torch.Tensor] | Work: ...
-def gather(
-    tensors: Any, device: Sequence[torch.device], dim: int, out: Any, streams: Any
-) -> torch.Tensor: ...
-def replicate(tensors: Any, devices: Sequence[torch.device]) -> list[torch.Tensor] | None: ...
+def gather(tensors: Any, device: Devices, dim: int, out: Any, streams: Any) -> torch.Tensor: ...
+def replicate(tensors: Any, devices: Devices) -> list[torch.Tensor] | None: ...
 def copy_(dst: Any, src: Any, async_op: bool) -> Work | None: ...
 def drain() -> None: ...
 def has_cuda() -> bool: ...

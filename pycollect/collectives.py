@@ -24,7 +24,7 @@ Bad arguments raise TypeError (a type that cannot be served) or ValueError befor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, overload
 
 import torch
 
@@ -35,6 +35,9 @@ from .devices import devices as resolve
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from typing_extensions import Unpack
+
+    from ._options import Chosen, OnStreams
 
 Work: TypeAlias = _C.Work
 Op: TypeAlias = "str | dist.ReduceOp | dist.ReduceOp.RedOpType"
@@ -51,6 +54,18 @@ TensorList: TypeAlias = Sequence[TensorLike]
 Streams: TypeAlias = "Sequence[torch.cuda.Stream | None] | None"
 
 
+@overload
+def all_reduce(
+    tensors: TensorList, op: Op = ..., *, async_op: Literal[False] = ..., **options: Unpack[Chosen]
+) -> None: ...
+@overload
+def all_reduce(
+    tensors: TensorList, op: Op = ..., *, async_op: Literal[True], **options: Unpack[Chosen]
+) -> Work: ...
+@overload
+def all_reduce(
+    tensors: TensorList, op: Op = ..., *, async_op: bool, **options: Unpack[Chosen]
+) -> Work | None: ...
 @eager
 def all_reduce(
     tensors: TensorList,
@@ -71,6 +86,26 @@ def all_reduce(
     return _C.all_reduce(tensors, op, algorithm, async_op, streams)
 
 
+@overload
+def all_reduce_coalesced(
+    tensor_lists: Sequence[TensorList],
+    op: Op = ...,
+    *,
+    async_op: Literal[False] = ...,
+    **options: Unpack[Chosen],
+) -> None: ...
+@overload
+def all_reduce_coalesced(
+    tensor_lists: Sequence[TensorList],
+    op: Op = ...,
+    *,
+    async_op: Literal[True],
+    **options: Unpack[Chosen],
+) -> Work: ...
+@overload
+def all_reduce_coalesced(
+    tensor_lists: Sequence[TensorList], op: Op = ..., *, async_op: bool, **options: Unpack[Chosen]
+) -> Work | None: ...
 @eager
 def all_reduce_coalesced(
     tensor_lists: Sequence[TensorList],
@@ -91,6 +126,28 @@ def all_reduce_coalesced(
     return _C.all_reduce_coalesced(tensor_lists, op, algorithm, async_op, streams)
 
 
+@overload
+def reduce(
+    tensors: TensorList,
+    dst: int = ...,
+    op: Op = ...,
+    *,
+    async_op: Literal[False] = ...,
+    **options: Unpack[Chosen],
+) -> None: ...
+@overload
+def reduce(
+    tensors: TensorList,
+    dst: int = ...,
+    op: Op = ...,
+    *,
+    async_op: Literal[True],
+    **options: Unpack[Chosen],
+) -> Work: ...
+@overload
+def reduce(
+    tensors: TensorList, dst: int = ..., op: Op = ..., *, async_op: bool, **options: Unpack[Chosen]
+) -> Work | None: ...
 @eager
 def reduce(
     tensors: TensorList,
@@ -110,6 +167,22 @@ def reduce(
     return _C.reduce(tensors, dst, op, algorithm, async_op, streams)
 
 
+@overload
+def broadcast(
+    tensors: TensorList,
+    src: int = ...,
+    *,
+    async_op: Literal[False] = ...,
+    **options: Unpack[Chosen],
+) -> None: ...
+@overload
+def broadcast(
+    tensors: TensorList, src: int = ..., *, async_op: Literal[True], **options: Unpack[Chosen]
+) -> Work: ...
+@overload
+def broadcast(
+    tensors: TensorList, src: int = ..., *, async_op: bool, **options: Unpack[Chosen]
+) -> Work | None: ...
 @eager
 def broadcast(
     tensors: TensorList,
@@ -128,6 +201,26 @@ def broadcast(
     return _C.broadcast(tensors, src, algorithm, async_op, streams)
 
 
+@overload
+def broadcast_coalesced(
+    tensor_lists: Sequence[TensorList],
+    src: int = ...,
+    *,
+    async_op: Literal[False] = ...,
+    **options: Unpack[OnStreams],
+) -> None: ...
+@overload
+def broadcast_coalesced(
+    tensor_lists: Sequence[TensorList],
+    src: int = ...,
+    *,
+    async_op: Literal[True],
+    **options: Unpack[OnStreams],
+) -> Work: ...
+@overload
+def broadcast_coalesced(
+    tensor_lists: Sequence[TensorList], src: int = ..., *, async_op: bool, streams: Streams = ...
+) -> Work | None: ...
 @eager
 def broadcast_coalesced(
     tensor_lists: Sequence[TensorList],
@@ -159,6 +252,12 @@ def replicate(tensors: TensorList, devices: DeviceSpec) -> list[list[torch.Tenso
     return [flat[rank :: len(ranks)] for rank in range(len(ranks))]
 
 
+@overload
+def copy_(dst: TensorLike, src: TensorLike, *, async_op: Literal[False] = ...) -> None: ...
+@overload
+def copy_(dst: TensorLike, src: TensorLike, *, async_op: Literal[True]) -> Work: ...
+@overload
+def copy_(dst: TensorLike, src: TensorLike, *, async_op: bool) -> Work | None: ...
 @eager
 def copy_(dst: TensorLike, src: TensorLike, *, async_op: bool = False) -> Work | None:
     """Copy ``src`` into ``dst``: the same shape and dtype, any layouts, any two devices.

@@ -13,7 +13,7 @@ import torch
 
 from . import _C, collectives, exchange
 from ._eager import eager
-from .collectives import TensorLike, Work, ranks_of
+from .collectives import ranks_of
 from .devices import DeviceSpec
 from .devices import devices as resolve
 
@@ -53,6 +53,17 @@ def _placed(
     def method(self: Communicator, what: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._staging():
             return function(what, self.devices, *args, **kwargs)
+
+    return eager(method)
+
+
+def _staged(function: Callable[P, R]) -> Callable[Concatenate[Communicator, P], R]:
+    """Make a method of a module function that knows the ranks by its tensors alone."""
+
+    @functools.wraps(function)
+    def method(self: Communicator, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._staging():
+            return function(*args, **kwargs)
 
     return eager(method)
 
@@ -98,12 +109,7 @@ class Communicator:
 
     scatter = _placed(exchange.scatter)
     replicate = _placed(collectives.replicate)
-
-    @eager
-    def copy_(self, dst: TensorLike, src: TensorLike, *, async_op: bool = False) -> Work | None:
-        """As ``pycollect.copy_``."""
-        with self._staging():
-            return collectives.copy_(dst, src, async_op=async_op)
+    copy_ = _staged(collectives.copy_)
 
     def barrier(self) -> None:
         """As ``pycollect.barrier``, over this communicator's devices."""

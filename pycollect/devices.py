@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import TypeAlias
+from numbers import Integral
+from typing import TypeAlias, TypeGuard
 
 import torch
+
+from . import _C
 
 DeviceSpec: TypeAlias = "str | torch.device | int | Iterable[str | torch.device | int] | None"
 
 _MOST_RANKS = 65536  # a slip of the keyboard is refused; nobody needs as many in one process
 _TIMES = re.compile(r"(?P<device>.*\S)\s*\*\s*(?P<times>\d+)")
 _EXACT = re.compile(r"(?P<kind>cpu|cuda|gpu)(?::(?P<index>\d+|\*))?", re.IGNORECASE)
+_MOST_LETTERS = 256  # of a string; Python itself refuses to read numbers of some thousand digits
 _FORMS = '"cpu", "cpu*4", "cuda:0", "cuda:0*4", "cuda:*", "GPU:1", "GPU:*", or a regular expression'
 
 
@@ -35,8 +39,9 @@ def devices(spec: DeviceSpec = None) -> list[torch.device]:
         return gpus or [torch.device("cpu")] * 2
     if isinstance(spec, bool):
         raise TypeError("devices: spec is a bool; pass a device, a string or a list of these")
-    if isinstance(spec, int):
-        return [_gpu(spec, f"index {spec}")]
+    if _is_index(spec):
+        index = _C.int_from(spec, "devices", "index")
+        return [_gpu(index, f"index {index}")]
     if isinstance(spec, torch.device):
         return [_checked(spec)]
     if isinstance(spec, str):
@@ -46,16 +51,22 @@ def devices(spec: DeviceSpec = None) -> list[torch.device]:
         raise TypeError(f"devices: spec is a {kind}; pass a device, a string or a list of these")
     found: list[torch.device] = []
     for item in spec:
-        if item is None or not isinstance(item, (str, int, torch.device)):
+        if not (isinstance(item, (str, torch.device)) or _is_index(item)):
             kind = type(item).__name__
             raise TypeError(f"devices: a list holds a {kind}; it may hold devices and strings")
         found += devices(item)
+        if len(found) > _MOST_RANKS:
+            raise ValueError(f"devices: a list asks for more than {_MOST_RANKS} ranks")
     if not found:
         raise ValueError("devices: the list is empty; name one device per rank")
     return found
 
 
 def _parse(spec: str) -> list[torch.device]:
+    if len(spec) > _MOST_LETTERS:
+        raise ValueError(
+            f"devices: {spec[:32]!r}... has {len(spec)} letters; {_MOST_LETTERS} are allowed"
+        )
     times = _TIMES.fullmatch(spec)
     if times and _EXACT.fullmatch(times["device"]) and not spec.endswith(":*"):
         count = int(times["times"])
@@ -94,6 +105,11 @@ def _match(pattern: str) -> list[torch.device]:
         visible = ", ".join(map(str, known))
         raise ValueError(f"devices: {pattern!r} fits none of {visible}; allowed are {_FORMS}")
     return found
+
+
+def _is_index(spec: object) -> TypeGuard[int]:
+    """Tell whether it is an int, NumPy's included; a tensor or an array would be a list."""
+    return isinstance(spec, Integral) and not isinstance(spec, bool)
 
 
 def _gpus() -> list[torch.device]:

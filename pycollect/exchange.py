@@ -8,7 +8,7 @@ dense, or not alike, are laid anew first, which costs a copy of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
@@ -17,27 +17,24 @@ from ._eager import eager
 from .collectives import Op, Streams, TensorLike, TensorList, Work, ranks_of
 from .devices import DeviceSpec
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ._options import AlongDim, Chunks, Splits
+
 
 @overload
 def all_gather(
-    tensors: TensorList,
-    *,
-    dim: int = ...,
-    algorithm: str | None = ...,
-    out: Sequence[TensorLike] | None = ...,
-    async_op: Literal[False] = ...,
-    streams: Streams = ...,
+    tensors: TensorList, *, async_op: Literal[False] = ..., **options: Unpack[AlongDim]
 ) -> list[torch.Tensor]: ...
 @overload
 def all_gather(
-    tensors: TensorList,
-    *,
-    dim: int = ...,
-    algorithm: str | None = ...,
-    out: Sequence[TensorLike] | None = ...,
-    async_op: Literal[True],
-    streams: Streams = ...,
+    tensors: TensorList, *, async_op: Literal[True], **options: Unpack[AlongDim]
 ) -> Work: ...
+@overload
+def all_gather(
+    tensors: TensorList, *, async_op: bool, **options: Unpack[AlongDim]
+) -> list[torch.Tensor] | Work: ...
 @eager
 def all_gather(
     tensors: TensorList,
@@ -63,23 +60,17 @@ def reduce_scatter(
     tensors: TensorList,
     op: Op = ...,
     *,
-    dim: int = ...,
-    algorithm: str | None = ...,
-    out: Sequence[TensorLike] | None = ...,
     async_op: Literal[False] = ...,
-    streams: Streams = ...,
+    **options: Unpack[AlongDim],
 ) -> list[torch.Tensor]: ...
 @overload
 def reduce_scatter(
-    tensors: TensorList,
-    op: Op = ...,
-    *,
-    dim: int = ...,
-    algorithm: str | None = ...,
-    out: Sequence[TensorLike] | None = ...,
-    async_op: Literal[True],
-    streams: Streams = ...,
+    tensors: TensorList, op: Op = ..., *, async_op: Literal[True], **options: Unpack[AlongDim]
 ) -> Work: ...
+@overload
+def reduce_scatter(
+    tensors: TensorList, op: Op = ..., *, async_op: bool, **options: Unpack[AlongDim]
+) -> list[torch.Tensor] | Work: ...
 @eager
 def reduce_scatter(
     tensors: TensorList,
@@ -103,24 +94,16 @@ def reduce_scatter(
 
 @overload
 def all_to_all(
-    tensors: TensorList,
-    *,
-    dim: int = ...,
-    split_sizes: Sequence[int] | Sequence[Sequence[int]] | None = ...,
-    out: Sequence[TensorLike] | None = ...,
-    async_op: Literal[False] = ...,
-    streams: Streams = ...,
+    tensors: TensorList, *, async_op: Literal[False] = ..., **options: Unpack[Splits]
 ) -> list[torch.Tensor]: ...
 @overload
 def all_to_all(
-    tensors: TensorList,
-    *,
-    dim: int = ...,
-    split_sizes: Sequence[int] | Sequence[Sequence[int]] | None = ...,
-    out: Sequence[TensorLike] | None = ...,
-    async_op: Literal[True],
-    streams: Streams = ...,
+    tensors: TensorList, *, async_op: Literal[True], **options: Unpack[Splits]
 ) -> Work: ...
+@overload
+def all_to_all(
+    tensors: TensorList, *, async_op: bool, **options: Unpack[Splits]
+) -> list[torch.Tensor] | Work: ...
 @eager
 def all_to_all(
     tensors: TensorList,
@@ -147,23 +130,17 @@ def scatter(
     tensor: TensorLike,
     devices: DeviceSpec,
     *,
-    chunk_sizes: Sequence[int] | None = ...,
-    dim: int = ...,
-    out: Sequence[TensorLike] | None = ...,
     async_op: Literal[False] = ...,
-    streams: Streams = ...,
+    **options: Unpack[Chunks],
 ) -> list[torch.Tensor]: ...
 @overload
 def scatter(
-    tensor: TensorLike,
-    devices: DeviceSpec,
-    *,
-    chunk_sizes: Sequence[int] | None = ...,
-    dim: int = ...,
-    out: Sequence[TensorLike] | None = ...,
-    async_op: Literal[True],
-    streams: Streams = ...,
+    tensor: TensorLike, devices: DeviceSpec, *, async_op: Literal[True], **options: Unpack[Chunks]
 ) -> Work: ...
+@overload
+def scatter(
+    tensor: TensorLike, devices: DeviceSpec, *, async_op: bool, **options: Unpack[Chunks]
+) -> list[torch.Tensor] | Work: ...
 @eager
 def scatter(
     tensor: TensorLike,

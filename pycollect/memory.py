@@ -7,6 +7,7 @@ where it is.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -51,17 +52,27 @@ class Allocator:
                 "there is no group whose memory a tensor could lie in; call "
                 "torch.distributed.init_process_group('pycollect') first"
             )
-        self._device = torch.device("cpu" if device is None else device)
+        if not (group is None or isinstance(group, dist.ProcessGroup)):
+            raise TypeError(f"group is a {type(group).__name__}; pass a ProcessGroup, or None")
+        try:
+            self._device = torch.device("cpu" if device is None else device)
+        except RuntimeError as error:
+            raise ValueError(f"device is {device!r}, which torch does not know: {error}") from None
         if self._device.type not in _NAMES:
             raise ValueError(f"device is '{self._device}'; allowed are 'cpu' and GPUs ('cuda:0')")
         self._backend = _backend_of(dist.group.WORLD if group is None else group, self._device)
 
     def empty(self, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return an uninitialized tensor of this shape; `size` is as torch.empty has it."""
-        shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+        given = size[0] if len(size) == 1 and isinstance(size[0], Iterable) else size
+        shape = torch.Size(_C.int_from(n, "empty", "size") for n in given)
         if any(n < 0 for n in shape):
             raise ValueError(f"size is {tuple(shape)}; no dimension may be negative")
         chosen = torch.get_default_dtype() if dtype is None else dtype
+        if not isinstance(chosen, torch.dtype):
+            raise TypeError(f"dtype is a {type(dtype).__name__}; pass a torch.dtype, or None")
+        if math.prod(shape) * chosen.itemsize >= 1 << 63:
+            raise ValueError(f"size is {tuple(shape)}, which is more bytes than 64 bits count")
         made: torch.Tensor = self._backend.allocate_tensor(
             math.prod(shape), dtype=chosen, device=self._device
         )

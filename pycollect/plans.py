@@ -5,9 +5,10 @@ A plan is data, so all of this works for any world on any machine: no tensor is 
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from numbers import Real
 from os import PathLike
 from typing import NamedTuple
 
@@ -15,8 +16,10 @@ from pycollect import _C
 from pycollect._plan_picture import draw
 from pycollect._plan_text import describe
 
-# A plan is written out rank by rank; beyond this the larger ones no longer fit in memory.
+# A plan is written out rank by rank and piece by piece; beyond these the larger ones no longer fit
+# in memory: 2 W P steps of a ring are half a million then.
 _MOST_RANKS = 1024
+_MOST_PIECES = 1 << 18  # of all ranks together
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,12 @@ class Model:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if not is_number:
                 raise TypeError(f"Model: {item.name} is a number, not {value!r}")
             least = "not negative" if item.name in ("alpha", "bridge") else "above zero"
             in_range = value >= 0 if least == "not negative" else value > 0
-            if not (math.isfinite(value) and in_range):
+            if not (in_range and value <= sys.float_info.max):
                 unit = "seconds" if item.name == "alpha" else "bytes per second"
                 raise ValueError(
                     f"Model: {item.name} is in {unit}, finite and {least}, not {value}"
@@ -222,10 +226,9 @@ def plan(
     level 1  rank 0: out[0] on 0,1 <- sum of in[0] from 0,1
              rank 1: out[1] on 0,1 <- sum of in[1] from 0,1
     """
-    if nbytes < 0:
-        raise ValueError(f"plan: nbytes is {nbytes}; it cannot be negative")
-    if world > _MOST_RANKS:
-        raise ValueError(f"plan: world is {world}; plans are written for at most {_MOST_RANKS}")
+    world, nbytes = _C.int_from(world, "plan", "world"), _C.int_from(nbytes, "plan", "nbytes")
+    root, pieces = _C.int_from(root, "plan", "root"), _C.int_from(pieces, "plan", "pieces")
+    _check_numbers(world, nbytes, root, pieces)
     name = _C.default_algorithm(collective, world, nbytes) if algorithm is None else algorithm
     chosen = _C.find_algorithm(collective, name)
     in_place = _in_place(chosen, in_place)
@@ -245,7 +248,24 @@ def plan(
     )
 
 
+def _check_numbers(world: int, nbytes: int, root: int, pieces: int) -> None:
+    if nbytes < 0:
+        raise ValueError(f"plan: nbytes is {nbytes}; it cannot be negative")
+    if world < 1:
+        raise ValueError(f"plan: a world has at least one rank, not {world}")
+    if world > _MOST_RANKS:
+        raise ValueError(f"plan: world is {world}; plans are written for at most {_MOST_RANKS}")
+    if not 0 <= root < world:
+        raise ValueError(f"plan: root {root} is not a rank of a world of {world}")
+    if pieces < 1:
+        raise ValueError(f"plan: a pipeline has at least one piece, not {pieces}")
+    most = _MOST_PIECES // world
+    if pieces > most:
+        raise ValueError(f"plan: pieces is {pieces}; {world} ranks allow at most {most}")
+
+
 def _in_place(chosen: _C.Algorithm, asked: bool | None) -> bool:
+    asked = None if asked is None else _C.flag_from(asked, "plan", "in_place")
     if asked and not chosen.in_place:
         what = f"{chosen.collective} by '{chosen.name}'"
         raise ValueError(f"plan: {what} cannot run in place; say in_place=False")
@@ -261,7 +281,7 @@ def _figures(model: str | Model) -> tuple[float, float, float, float]:
         return known[model]
     if not isinstance(model, Model):
         raise TypeError(f"a model is a name or a pycollect.Model, not {type(model).__name__}")
-    return (model.alpha, model.port, model.memory, model.bridge)
+    return (float(model.alpha), float(model.port), float(model.memory), float(model.bridge))
 
 
 def _label(model: str | Model) -> str:

@@ -7,10 +7,13 @@ changes the speed and never the bits.
 from __future__ import annotations
 
 import math
+import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -124,20 +127,50 @@ def measure(
 
     `seconds` is about what one collective takes at one size, all algorithms together.
     """
-    for collective in wanted or ():
+    chosen = _checked_collectives(wanted)
+    sizes = _checked_sizes(SIZES if sizes is None else sizes)
+    _check_memory(devices, chosen, sizes[-1])
+    if isinstance(seconds, bool) or not isinstance(seconds, Real):
+        raise TypeError(f"tune: seconds is a {type(seconds).__name__}; pass a number")
+    if not 0 < seconds <= sys.float_info.max:
+        raise ValueError(f"tune: seconds is {seconds}; it must be more than 0, and finite")
+    found = {}
+    for collective in chosen:
+        rankings = [_rank(collective, devices, size, float(seconds)) for size in sizes]
+        found[collective] = _spans(sizes, rankings)
+    return Tuning(found)
+
+
+def _checked_collectives(wanted: Sequence[str] | None) -> list[str]:
+    if isinstance(wanted, str) or not isinstance(wanted, Iterable | None):
+        raise TypeError(f"tune: collectives is {wanted!r}; pass a list of names, or None")
+    chosen = tunable() if wanted is None else list(wanted)
+    for collective in chosen:
         if collective not in tunable():
             known = ", ".join(map(repr, tunable()))
             raise ValueError(f"tune: there is no choice for {collective!r}; choose from {known}")
-    sizes = sorted(set(SIZES if sizes is None else sizes))
-    if not sizes or sizes[0] < 4:
+    return chosen
+
+
+def _checked_sizes(sizes: Sequence[int]) -> list[int]:
+    if not isinstance(sizes, Iterable):
+        raise TypeError(f"tune: sizes is a {type(sizes).__name__}; pass a list of ints")
+    found = sorted({_C.int_from(size, "tune", "sizes") for size in sizes})
+    if not found or found[0] < 4:
         raise ValueError("tune: sizes are bytes of a rank, one or more, of at least 4 each")
-    if not seconds > 0:
-        raise ValueError(f"tune: seconds is {seconds}; it must be more than 0")
-    found = {}
-    for collective in wanted or tunable():
-        rankings = [_rank(collective, devices, size, seconds) for size in sizes]
-        found[collective] = _spans(sizes, rankings)
-    return Tuning(found)
+    return found
+
+
+def _check_memory(devices: Sequence[torch.device], collectives: Sequence[str], size: int) -> None:
+    """Refuse what would push everything else out of the host's memory; a GPU refuses by itself."""
+    ranks = sum(device.type == "cpu" for device in devices)
+    whole = size * (1 + len(devices) * ("all_gather" in collectives))  # its results are W as large
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if ranks * whole > memory // 2:
+        raise ValueError(
+            f"tune: sizes has {size} bytes, so {ranks} ranks on the CPU take {ranks * whole}; at "
+            f"most {memory // 2} are allowed, half of this machine's memory"
+        )
 
 
 def _rank(

@@ -16,6 +16,7 @@ MISSING = {
     NO_GPU: "no CUDA GPU here (PYCOLLECT_REQUIRE_CUDA=1 turns this into a failure)",
     "needs two CUDA GPUs": "there are fewer than two CUDA GPUs here",
     "needs CuPy": "CuPy is not installed (pip install 'pycollect[cuda13]')",
+    "needs mypy": "mypy is not installed (pip install -e '.[test]')",
     "of GPU memory": "the GPU has too little free memory for them",
 }
 

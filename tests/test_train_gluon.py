@@ -9,7 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pycollect.train import Trainer, digits, init_lenet, lenet, replicate, split_batch, train_batch
+from pycollect.train import (
+    Replicas,
+    Trainer,
+    digits,
+    init_lenet,
+    lenet,
+    replicate,
+    sgd_optimizer,
+    split_batch,
+    train_batch,
+)
 
 CPU = torch.device("cpu")
 total = partial(nn.functional.cross_entropy, reduction="sum")
@@ -168,3 +178,103 @@ def test_a_step_in_two_halves_is_taken_in_their_order() -> None:
     one = net()
     backward([one], X, y)
     Trainer([one], "sgd", {"lr": 1.0}).update(4)  # nothing to add up
+
+
+def of(one: nn.Module, world: int = 2, lr: float = 0.1) -> Replicas:
+    return Replicas(one, f"cpu*{world}", optimizer=sgd_optimizer(lr, momentum=0.9))
+
+
+def weights(modules: list[nn.Module]) -> list[list[Tensor]]:
+    return [[p.detach().clone() for p in module.parameters()] for module in modules]
+
+
+def test_replicas_are_trained_as_their_modules_are() -> None:
+    one, batch = net(), (torch.randn(7, 4), torch.randint(3, (7,)))
+    replicas, modules = of(one), [copy.deepcopy(one) for _ in range(2)]
+    options = {"learning_rate": 0.2, "momentum": 0.5}
+    trainers = Trainer(replicas, "sgd", options), Trainer(modules, "sgd", options)
+    for _ in range(3):
+        for trained, trainer in zip((replicas.modules, modules), trainers, strict=True):
+            backward(trained, *batch)
+            trainer.step(7)
+    for mine, theirs in zip(weights(replicas.modules), weights(modules), strict=True):
+        assert all(map(torch.equal, mine, theirs))
+
+
+def test_replicas_keep_their_own_optimizer_where_none_is_named() -> None:
+    one, (X, y) = net(), (torch.randn(8, 4), torch.randint(3, (8,)))
+    by_hand, stepped = of(one), of(one)
+    trainer = Trainer(by_hand)
+    assert trainer.optimizers is by_hand.optimizers
+    for _ in range(3):
+        backward(by_hand.modules, X, y)
+        trainer.step(8)
+        stepped.step(X, y)
+    torch.testing.assert_close(
+        weights(by_hand.modules), weights(stepped.modules), rtol=0, atol=1e-6
+    )
+
+
+def test_the_named_optimizer_is_the_only_one_from_then_on() -> None:
+    """Otherwise a checkpoint of the replicas has the momentum of steps that nobody takes."""
+    replicas, (X, y) = of(net()), (torch.randn(8, 4), torch.randint(3, (8,)))
+    trainer = Trainer(replicas, "adam", {"learning_rate": 0.01})
+    backward(replicas.modules, X, y)
+    trainer.step(8)
+    state = replicas.state_dict()["optimizer"]
+    assert state["param_groups"][0]["lr"] == 0.01
+    assert state["state"][0]["step"] == 1
+    replicas.step(X, y)
+    assert replicas.state_dict()["optimizer"]["state"][0]["step"] == 2
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_a_step_of_the_replicas_leaves_is_no_gradient_of_the_next(first: bool) -> None:
+    """torch's backward adds to the gradients that are there."""
+    one, (X, y) = net(), (torch.randn(8, 4), torch.randint(3, (8,)))
+    replicas = of(one)
+    if first:
+        replicas.step(X, y)
+    trainer = Trainer(replicas, "sgd", {"learning_rate": 0.2})
+    if not first:
+        replicas.step(X, y)
+    with pytest.raises(ValueError, match="has no gradient since the last step"):
+        trainer.step(8)
+    alone = copy.deepcopy(replicas.modules[0])
+    backward(replicas.modules, X, y)
+    trainer.step(8)
+    backward([alone], X, y)
+    Trainer([alone], "sgd", {"learning_rate": 0.2}).step(8)
+    torch.testing.assert_close(weights(replicas.modules), weights([alone]) * 2, rtol=0, atol=1e-6)
+
+
+def test_gradients_of_a_backward_pass_before_the_trainer_count() -> None:
+    replicas = of(net())
+    backward(replicas.modules, torch.randn(4, 4), torch.tensor([0, 1, 2, 0]))
+    before = weights(replicas.modules)
+    Trainer(replicas, "sgd", {"learning_rate": 0.2}).step(4)
+    assert not torch.equal(before[0][0], replicas.modules[0][0].weight)
+
+
+def test_what_is_no_optimizer_of_replicas_or_lists_is_refused() -> None:
+    for make in (
+        lambda: Trainer(of(net()), optimizer_params={"learning_rate": 0.1}),
+        lambda: Trainer([net()]),
+        lambda: Trainer(of(net()), 3),
+    ):
+        with pytest.raises(TypeError, match=r"optimizer is a .*; pass a name or a class"):
+            make()
+
+
+def test_numbers_that_are_none_are_refused() -> None:
+    trainer = Trainer([net()], "sgd", {"lr": 0.1})
+    for bad in (True, 1.0, "8", None):
+        with pytest.raises(TypeError, match=r"batch_size is a .*; pass an int"):
+            trainer.step(bad)
+    for bad in (-0.1, float("nan"), float("inf"), 10**400):
+        with pytest.raises(ValueError, match="learning rate is"):
+            trainer.set_learning_rate(bad)
+    for bad in (True, "0.1", None):
+        with pytest.raises(TypeError, match="learning rate is a"):
+            trainer.set_learning_rate(bad)
+    assert trainer.learning_rate == 0.1

@@ -19,6 +19,7 @@
 #include "../plan/select.h"
 #include "../sim/predict.h"
 #include "../sim/races.h"
+#include "convert.h"
 
 namespace pycollect {
 namespace {
@@ -82,6 +83,10 @@ Pace pace_of(const std::string& name) {
   require(name == "any" || name == "one_task", "there is no pace '", name,
           "'; choose 'any' or 'one_task'");
   return name == "any" ? Pace::any : Pace::one_task;
+}
+
+Collective collective_from(py::handle word, const char* call) {
+  return collective_of(word_from(word, call, "collective", "a name such as 'all_reduce'"));
 }
 
 // A plan and what `lower` made of it, so that they cannot be mixed up.
@@ -210,18 +215,20 @@ void bind_registry(py::module_& m) {
           py::arg("world"), py::arg("root") = 0, py::arg("pieces") = 4);
   m.def(
       "algorithms",
-      [](const std::string& collective) { return algorithms(collective_of(collective)); },
+      [](py::handle collective) { return algorithms(collective_from(collective, "algorithms")); },
       py::arg("collective"), py::return_value_policy::reference);
   m.def(
       "find_algorithm",
-      [](const std::string& collective, const std::string& name) -> const Algorithm& {
-        return find(collective_of(collective), name);
+      [](py::handle collective, py::handle name) -> const Algorithm& {
+        const std::string_view word =
+            word_from(name, "plan", "algorithm", "a name out of pycollect.algorithms(), or None");
+        return find(collective_from(collective, "plan"), word);
       },
       py::arg("collective"), py::arg("name"), py::return_value_policy::reference);
   m.def(
       "default_algorithm",
-      [](const std::string& collective, int world, std::size_t nbytes) {
-        const Situation s{collective_of(collective), world, nbytes, DType::f32, false};
+      [](py::handle collective, int world, std::size_t nbytes) {
+        const Situation s{collective_from(collective, "plan"), world, nbytes, DType::f32, false};
         return choose(s, "").algorithm->name;
       },
       py::arg("collective"), py::arg("world"), py::arg("nbytes"));

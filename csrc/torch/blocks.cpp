@@ -1,7 +1,5 @@
 #include "blocks.h"
 
-#include <numeric>
-
 #include "../plan/error.h"
 
 namespace pycollect {
@@ -27,7 +25,9 @@ Sizes pieces(const Cut& cut, int64_t length, int rank) {
   int64_t total = 0;
   for (int64_t s : given) {
     require(s >= 0, name(cut.collective), ": ", what, " has a negative size, ", s);
-    total += s;
+    require(!__builtin_add_overflow(total, s, &total), name(cut.collective), ": ", what,
+            " has sizes whose sum does not fit 64 bits; needed are ", parts, " that sum to ",
+            length, ", the length along dim ", cut.dim);
   }
   require(static_cast<int>(given.size()) == parts && total == length, name(cut.collective), ": ",
           what, " has ", given.size(), " sizes that sum to ", total, "; needed are ", parts,
@@ -68,8 +68,12 @@ Blocks blocks_of(const Cut& cut) {
   return b;
 }
 
-int64_t sum(const Sizes& s) {
-  return static_cast<int64_t>(std::accumulate(s.begin(), s.end(), std::size_t{0}));
+int64_t sum(const Sizes& sizes, const char* call) {
+  int64_t total = 0;
+  for (const std::size_t s : sizes)  // huge ones are those of expanded tensors and of empty ones
+    require(!__builtin_add_overflow(total, s, &total), call,
+            ": the lengths along dim have a sum that does not fit 64 bits");
+  return total;
 }
 
 }  // namespace pycollect

@@ -29,6 +29,7 @@ struct Cut {
 // not fit.
 Blocks blocks_of(const Cut& cut);
 
-int64_t sum(const Sizes& sizes);
+// Throws ValueError for a sum beyond 64 bits.
+int64_t sum(const Sizes& sizes, const char* call);
 
 }  // namespace pycollect

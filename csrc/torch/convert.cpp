@@ -26,6 +26,18 @@ py::handle item_of(const py::object& items, std::size_t i) {
   return PySequence_Fast_GET_ITEM(items.ptr(), i);
 }
 
+// What __index__ gives, or nothing: a tensor or an array says so late that it is no int.
+py::object index_of(py::handle number) {
+  const bool is_flag =
+      PyBool_Check(number.ptr()) || (THPVariable_Check(number.ptr()) &&
+                                     THPVariable_Unpack(number.ptr()).scalar_type() == at::kBool);
+  if (is_flag || !PyIndex_Check(number.ptr())) return {};
+  auto whole = py::reinterpret_steal<py::object>(PyNumber_Index(number.ptr()));
+  if (!whole && !PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
+  PyErr_Clear();
+  return whole;
+}
+
 }  // namespace
 
 at::Tensor tensor_from(py::handle item, Use use, const Label& label) {
@@ -63,40 +75,66 @@ Grid grid_from(py::handle lists, UseOf use, const char* call) {
   return grid;
 }
 
-ReduceOp op_from(py::handle op, const char* call) {
-  std::string_view word;
-  py::object held;
-  if (PyUnicode_Check(op.ptr())) {
-    Py_ssize_t length = 0;
-    const char* data = PyUnicode_AsUTF8AndSize(op.ptr(), &length);
-    word = {data, static_cast<std::size_t>(length)};
-  } else {  // a torch.distributed.ReduceOp
-    held = py::module_::import("pycollect.interop").attr("op_name")(op, call);
-    word = held.cast<std::string_view>();
-  }
-  return op_named(word, call);
-}
-
 int64_t int_from(py::handle number, const char* call, const char* name) {
-  require_type(PyIndex_Check(number.ptr()) && !PyBool_Check(number.ptr()), call, ": ", name,
-               " is a ", Py_TYPE(number.ptr())->tp_name, "; pass an int");
-  const auto whole = py::reinterpret_steal<py::object>(PyNumber_Index(number.ptr()));
-  if (!whole) throw py::error_already_set();
+  const auto whole = PyLong_CheckExact(number.ptr()) ? py::reinterpret_borrow<py::object>(number)
+                                                     : index_of(number);
+  require_type(static_cast<bool>(whole), call, ": ", name, " is a ", Py_TYPE(number.ptr())->tp_name,
+               "; pass an int");
   int overflow = 0;
   const int64_t value = PyLong_AsLongLongAndOverflow(whole.ptr(), &overflow);
   require(overflow == 0, call, ": ", name, " does not fit 64 bits");
   return value;
 }
 
+double real_from(py::handle number, const char* call, const char* name) {
+  const PyNumberMethods* as_number = Py_TYPE(number.ptr())->tp_as_number;
+  const bool is_number =
+      as_number != nullptr && (as_number->nb_float != nullptr || PyIndex_Check(number.ptr()));
+  double value = -1;
+  if (is_number && !PyBool_Check(number.ptr())) value = PyFloat_AsDouble(number.ptr());
+  const bool failed = PyErr_Occurred() != nullptr;
+  const bool too_large = failed && PyErr_ExceptionMatches(PyExc_OverflowError);
+  PyErr_Clear();
+  require(!too_large, call, ": ", name, " is larger than any float");
+  require_type(is_number && !PyBool_Check(number.ptr()) && !failed, call, ": ", name, " is a ",
+               Py_TYPE(number.ptr())->tp_name, "; pass a number");
+  return value;
+}
+
+bool flag_from(py::handle flag, const char* call, const char* name) {
+  if (flag.ptr() == Py_True) return true;
+  if (flag.ptr() == Py_False) [[likely]]
+    return false;
+  py::detail::make_caster<bool> numpys;  // what NumPy's comparisons give
+  require_type(numpys.load(flag, false), call, ": ", name, " is a ", Py_TYPE(flag.ptr())->tp_name,
+               "; pass True or False");
+  return py::detail::cast_op<bool>(numpys);
+}
+
+std::string_view word_from(py::handle word, const char* call, const char* name, const char* hint) {
+  require_type(PyUnicode_Check(word.ptr()), call, ": ", name, " is a ",
+               Py_TYPE(word.ptr())->tp_name, "; pass ", hint);
+  Py_ssize_t length = 0;
+  const char* data = PyUnicode_AsUTF8AndSize(word.ptr(), &length);
+  if (data == nullptr) PyErr_Clear();  // half of a character, which no name has
+  require(data != nullptr, call, ": ", name, " is no text that UTF-8 could hold; pass ", hint);
+  return {data, static_cast<std::size_t>(length)};
+}
+
+ReduceOp op_from(py::handle op, const char* call) {
+  constexpr const char* kHint = "a name such as 'sum' or a torch.distributed.ReduceOp";
+  if (PyUnicode_Check(op.ptr())) [[likely]]
+    return op_named(word_from(op, call, "op", kHint), call);
+  const py::object name = py::module_::import("pycollect.interop").attr("op_name")(op, call);
+  return op_named(word_from(name, call, "op", kHint), call);
+}
+
 std::string_view algorithm_from(py::handle name, const char* call) {
   if (name.is_none()) return {};
-  require_type(PyUnicode_Check(name.ptr()), call, ": algorithm is a ", Py_TYPE(name.ptr())->tp_name,
-               "; pass a name out of pycollect.algorithms(), or None");
-  Py_ssize_t length = 0;
-  const char* data = PyUnicode_AsUTF8AndSize(name.ptr(), &length);
-  require(length > 0, call,
-          ": algorithm is ''; pass a name out of pycollect.algorithms(), or None");
-  return {data, static_cast<std::size_t>(length)};
+  constexpr const char* kHint = "a name out of pycollect.algorithms(), or None";
+  const std::string_view word = word_from(name, call, "algorithm", kHint);
+  require(!word.empty(), call, ": algorithm is ''; pass ", kHint);
+  return word;
 }
 
 Streams streams_from(py::handle streams, const std::vector<at::Device>& devices, const char* call) {

@@ -13,8 +13,17 @@ Tensors tensors_from(py::handle list, UseOf use, const char* call, const char* n
 at::Tensor tensor_from(py::handle item, Use use, const Label& label);
 Grid grid_from(py::handle lists, UseOf use, const char* call);
 
-ReduceOp op_from(py::handle op, const char* call);
+// What a caller gives for a number, a switch or a name is taken as a handle and looked at here, so
+// that a wrong type is a sentence that names the argument, and not pybind's list of signatures.
+//
+// Whatever has __index__ (NumPy's ints, a tensor of one), but no bool.
 int64_t int_from(py::handle number, const char* call, const char* name);
+// Whatever has __float__ or __index__, but no bool.
+double real_from(py::handle number, const char* call, const char* name);
+bool flag_from(py::handle flag, const char* call, const char* name);
+std::string_view word_from(py::handle word, const char* call, const char* name, const char* hint);
+
+ReduceOp op_from(py::handle op, const char* call);
 std::string_view algorithm_from(py::handle name, const char* call);  // empty for None
 
 inline Use only_read(int) { return Use::read; }

@@ -136,7 +136,7 @@ void bind_blocks(Part& part, const Blocks& b, const Parties& all, const Tensors&
                                       std::max<std::size_t>(kAlignBytes / item, 1));
   std::vector<Memory> memory(b.in.size() * kBuffers);
   auto put = [&](Rank r, Buffer buffer, const at::Tensor& t, const Sizes& blocks) {
-    const int64_t pitch = sum(blocks) * frame.inner * static_cast<int64_t>(item);
+    const int64_t pitch = sum(blocks, job.call) * frame.inner * static_cast<int64_t>(item);
     memory[r * kBuffers + static_cast<int>(buffer)] = {
         static_cast<std::byte*>(const_cast<void*>(t.const_data_ptr())), pitch};
   };
@@ -163,13 +163,13 @@ Cut cut_of(const Exchange& ask, const Tensors& inputs, const Parties& all, int64
   return cut;
 }
 
-std::vector<Wanted> results_of(const Tensors& inputs, const Parties& all, const Blocks& b,
-                               int64_t dim, bool to_root) {
+std::vector<Wanted> results_of(const Exchange& ask, const Tensors& inputs, const Parties& all,
+                               const Blocks& b, int64_t dim) {
   std::vector<Wanted> wanted;
   for (int i = 0; i < all.outputs; ++i) {
-    const Rank r = to_root ? all.root : i;
+    const Rank r = ask.collective == gather ? all.root : i;
     wanted.push_back({inputs[0].sizes().vec(), all.devices[r]});
-    wanted.back().sizes[dim] = sum(b.out[r]);
+    wanted.back().sizes[dim] = sum(b.out[r], name(ask.collective));
   }
   return wanted;
 }
@@ -187,7 +187,7 @@ Job exchange_blocks(const Exchange& ask, Tensors inputs) {
   const DType dtype = check_inputs(ask, inputs, dim);
   const Parties all = parties_of(ask, inputs);
   const Blocks blocks = blocks_of(cut_of(ask, inputs, all, dim));
-  const std::vector<Wanted> wanted = results_of(inputs, all, blocks, dim, to_root);
+  const std::vector<Wanted> wanted = results_of(ask, inputs, all, blocks, dim);
   if (ask.out) check_outputs(ask, inputs, wanted);
   std::size_t bytes = 0;
   for (const at::Tensor& t : inputs) bytes = std::max<std::size_t>(bytes, t.nbytes());

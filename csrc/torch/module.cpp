@@ -23,9 +23,10 @@ constexpr std::size_t kKeepGilBytes = 16 * 1024;
 
 py::object as_list(const Tensors& tensors) { return py::cast(tensors); }
 
-py::object finish(Job job, bool async_op) {
+py::object finish(Job job, Args async_op) {
+  const bool later = flag_from(async_op, job.call, "async_op");
   job.commit();
-  if (async_op) {
+  if (later) {
     std::shared_ptr<Work> work;
     {
       // What is issued to GPUs may have to wait for pageable memory of the ranks on the host.
@@ -44,24 +45,24 @@ py::object finish(Job job, bool async_op) {
   return job.results.empty() ? py::none() : as_list(job.results);
 }
 
-py::object finish(Job job, bool async_op, Args streams, const char* call) {
+py::object finish(Job job, Args async_op, Args streams, const char* call) {
   const bool nothing = job.devices.empty();  // lists without tensors: there is nothing to order
   if (!streams.is_none() && !nothing) job.streams = streams_from(streams, job.devices, call);
   return finish(std::move(job), async_op);
 }
 
-py::object in_place(const InPlace& ask, py::handle tensors, bool async_op, py::handle streams) {
+py::object in_place(const InPlace& ask, py::handle tensors, Args async_op, py::handle streams) {
   Tensors list = tensors_from(tensors, [&](int rank) { return use_of(ask, rank); }, ask.call);
   const int world = static_cast<int>(list.size());
   return finish(pycollect::in_place(ask, {std::move(list), world}), async_op, streams, ask.call);
 }
 
-py::object coalesced(const InPlace& ask, py::handle lists, bool async_op, py::handle streams) {
+py::object coalesced(const InPlace& ask, py::handle lists, Args async_op, py::handle streams) {
   Grid grid = grid_from(lists, [&](int rank) { return use_of(ask, rank); }, ask.call);
   return finish(pycollect::in_place(ask, std::move(grid)), async_op, streams, ask.call);
 }
 
-py::object all_reduce(Args tensors, Args op, Args algorithm, bool async_op, Args streams) {
+py::object all_reduce(Args tensors, Args op, Args algorithm, Args async_op, Args streams) {
   constexpr const char* kCall = "all_reduce";
   return in_place({.collective = Collective::all_reduce,
                    .call = kCall,
@@ -70,7 +71,7 @@ py::object all_reduce(Args tensors, Args op, Args algorithm, bool async_op, Args
                   tensors, async_op, streams);
 }
 
-py::object all_reduce_coalesced(Args lists, Args op, Args algorithm, bool async_op, Args streams) {
+py::object all_reduce_coalesced(Args lists, Args op, Args algorithm, Args async_op, Args streams) {
   constexpr const char* kCall = "all_reduce_coalesced";
   return coalesced({.collective = Collective::all_reduce,
                     .call = kCall,
@@ -79,7 +80,7 @@ py::object all_reduce_coalesced(Args lists, Args op, Args algorithm, bool async_
                    lists, async_op, streams);
 }
 
-py::object reduce(Args tensors, Args dst, Args op, Args algorithm, bool async_op, Args streams) {
+py::object reduce(Args tensors, Args dst, Args op, Args algorithm, Args async_op, Args streams) {
   constexpr const char* kCall = "reduce";
   return in_place({.collective = Collective::reduce,
                    .call = kCall,
@@ -96,10 +97,10 @@ InPlace broadcast_of(Args src, Args algorithm, const char* call) {
           .root_name = "src",
           .algorithm = algorithm_from(algorithm, call)};
 }
-py::object broadcast(Args tensors, Args src, Args algorithm, bool async_op, Args streams) {
+py::object broadcast(Args tensors, Args src, Args algorithm, Args async_op, Args streams) {
   return in_place(broadcast_of(src, algorithm, "broadcast"), tensors, async_op, streams);
 }
-py::object broadcast_coalesced(Args lists, Args src, bool async_op, Args streams) {
+py::object broadcast_coalesced(Args lists, Args src, Args async_op, Args streams) {
   return coalesced(broadcast_of(src, py::none(), "broadcast_coalesced"), lists, async_op, streams);
 }
 
@@ -108,7 +109,7 @@ std::optional<Tensors> out_from(Args out, const char* call) {
   return tensors_from(out, written, call, "out");
 }
 
-py::object exchanged(Exchange ask, Args tensors, bool async_op, Args streams) {
+py::object exchanged(Exchange ask, Args tensors, Args async_op, Args streams) {
   const char* call = name(ask.collective);
   Tensors inputs = tensors_from(tensors, only_read, call);
   Devices ranks;
@@ -117,7 +118,7 @@ py::object exchanged(Exchange ask, Args tensors, bool async_op, Args streams) {
   return finish(exchange_blocks(ask, std::move(inputs)), async_op);
 }
 
-py::object all_gather(Args tensors, Args dim, Args algorithm, Args out, bool async_op,
+py::object all_gather(Args tensors, Args dim, Args algorithm, Args out, Args async_op,
                       Args streams) {
   constexpr const char* kCall = "all_gather";
   return exchanged({.collective = Collective::all_gather,
@@ -127,7 +128,7 @@ py::object all_gather(Args tensors, Args dim, Args algorithm, Args out, bool asy
                    tensors, async_op, streams);
 }
 
-py::object reduce_scatter(Args tensors, Args op, Args dim, Args algorithm, Args out, bool async_op,
+py::object reduce_scatter(Args tensors, Args op, Args dim, Args algorithm, Args out, Args async_op,
                           Args streams) {
   constexpr const char* kCall = "reduce_scatter";
   return exchanged({.collective = Collective::reduce_scatter,
@@ -158,7 +159,7 @@ std::vector<std::vector<int64_t>> split_sizes_from(Args sizes, const char* call)
   return result;
 }
 
-py::object all_to_all(Args tensors, Args dim, Args split_sizes, Args out, bool async_op,
+py::object all_to_all(Args tensors, Args dim, Args split_sizes, Args out, Args async_op,
                       Args streams) {
   constexpr const char* kCall = "all_to_all";
   Exchange ask{.collective = Collective::all_to_all,
@@ -169,7 +170,7 @@ py::object all_to_all(Args tensors, Args dim, Args split_sizes, Args out, bool a
 }
 
 py::object scatter(Args tensor, const Devices& devices, Args chunk_sizes, Args dim, Args out,
-                   bool async_op, Args streams) {
+                   Args async_op, Args streams) {
   constexpr const char* kCall = "scatter";
   Exchange ask{.collective = Collective::scatter,
                .dim = int_from(dim, kCall, "dim"),
@@ -186,23 +187,31 @@ py::object gather(Args tensors, const Devices& device, Args dim, Args out, Args 
   Exchange ask{
       .collective = Collective::gather, .dim = int_from(dim, kCall, "dim"), .devices = device};
   if (!out.is_none()) ask.out = {tensor_from(out, Use::write, {kCall, "out"})};
-  const py::list results = exchanged(ask, tensors, false, streams);
+  const py::list results = exchanged(ask, tensors, Py_False, streams);
   return results[0];
 }
 
 py::object replicate(Args tensors, const Devices& devices) {
   return finish(pycollect::replicate(tensors_from(tensors, only_read, "replicate"), devices),
-                false);
+                Py_False);
 }
 
-py::object copy(Args dst, Args src, bool async_op) {
+py::object copy(Args dst, Args src, Args async_op) {
   return finish(pycollect::copy(tensor_from(dst, Use::write, {"copy_", "dst"}),
                                 tensor_from(src, Use::read, {"copy_", "src"})),
                 async_op);
 }
 
+// Longer than anybody waits, and far from where the clock's own numbers end.
+constexpr double kForever = 1e9;
+
 // Without the interpreter: the queue may need it to let go of tensors.
-py::object wait(const std::shared_ptr<Work>& work, std::optional<double> timeout) {
+py::object wait(const std::shared_ptr<Work>& work, Args seconds) {
+  std::optional<double> timeout;
+  if (!seconds.is_none()) timeout = real_from(seconds, "wait", "timeout");
+  require(!timeout || *timeout >= 0, "wait: timeout is ", timeout.value_or(0),
+          "; it is in seconds, and not negative");
+  if (timeout > kForever) timeout.reset();
   bool done = false;
   {
     const py::gil_scoped_release free;
@@ -244,6 +253,12 @@ void bind_collectives(py::module_& m) {
       py::call_guard<py::gil_scoped_release>());
 }
 
+// The functions that are written in Python take these as those above do.
+void bind_conversions(py::module_& m) {
+  m.def("int_from", &int_from);
+  m.def("flag_from", &flag_from);
+}
+
 // One of pycollect.errors.
 void set_error(const char* type, const std::exception& error) {
   const py::object raised = py::module_::import("pycollect.errors").attr(type);
@@ -272,6 +287,7 @@ PYBIND11_MODULE(_C, m) {
       .def("is_completed", &Work::is_completed)
       .def("exception", &exception);
   bind_collectives(m);
+  bind_conversions(m);
   bind_plan(m);
   bind_probe(m);
   bind_streams(m);

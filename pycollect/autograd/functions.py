@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from .. import _C
 from .._eager import eager
 from ..collectives import Op, ranks_of
 from ..devices import DeviceSpec
@@ -52,7 +53,7 @@ def reduce(
     """
     devices = _devices(tensors, "reduce")
     mean = _op(op, _LINEAR, "reduce") == "avg"
-    _check_rank(dst, len(devices), "reduce", "dst")
+    dst = _rank(dst, len(devices), "reduce", "dst")
     (result,) = apply(Reduce(devices, dst, mean, algorithm), tensors)
     return result
 
@@ -69,7 +70,7 @@ def broadcast(
     tensor([1., 1.])
     """
     devices = _devices(tensors, "broadcast")
-    _check_rank(src, len(devices), "broadcast", "src")
+    src = _rank(src, len(devices), "broadcast", "src")
     return apply(Broadcast(devices, src, algorithm=algorithm), [tensors[src]])
 
 
@@ -146,7 +147,11 @@ def scatter(
     ranks = tuple(ranks_of(devices, "scatter"))
     (origin,) = _devices([tensor], "scatter")
     at, (length,) = _along([tensor], dim, "scatter")
-    chunks = even(length, len(ranks)) if chunk_sizes is None else tuple(chunk_sizes)
+    chunks = (
+        even(length, len(ranks))
+        if chunk_sizes is None
+        else _lengths(chunk_sizes, "scatter", "chunk_sizes")
+    )
     return apply(Scatter(ranks, origin, at, chunks), [tensor])
 
 
@@ -232,17 +237,16 @@ def _op(op: Op, allowed: tuple[str, ...], call: str) -> str:
     return name
 
 
-def _check_rank(rank: int, world: int, call: str, argument: str) -> None:
-    if isinstance(rank, bool) or not isinstance(rank, int):
-        raise TypeError(f"{call}: {argument} is a {type(rank).__name__}; pass the number of a rank")
+def _rank(rank: int, world: int, call: str, argument: str) -> int:
+    rank = _C.int_from(rank, call, argument)
     if not 0 <= rank < world:
         raise ValueError(f"{call}: {argument} is {rank}; {world} ranks allow 0 to {world - 1}")
+    return rank
 
 
 def _along(tensors: Sequence[Tensor], dim: int, call: str) -> tuple[int, Lengths]:
     """Return the dimension counted from the front, and every rank's length along it."""
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"{call}: dim is a {type(dim).__name__}; pass an int")
+    dim = _C.int_from(dim, call, "dim")
     dims = tensors[0].dim()
     for rank, tensor in enumerate(tensors):
         if tensor.dim() != dims:
@@ -267,7 +271,12 @@ def _splits(
     world = len(lengths)
     if sizes is None:
         return tuple(even(length, world) for length in lengths)
-    if not isinstance(sizes, (list, tuple)):
-        raise TypeError(f"all_to_all: split_sizes is a {type(sizes).__name__}; pass lists of ints")
-    rows = sizes if sizes and isinstance(sizes[0], (list, tuple)) else [sizes] * world
-    return tuple(tuple(row) for row in rows)
+    nested = isinstance(sizes, (list, tuple)) and sizes and isinstance(sizes[0], (list, tuple))
+    rows: Sequence[Any] = sizes if nested else [sizes] * world
+    return tuple(_lengths(row, "all_to_all", "split_sizes") for row in rows)
+
+
+def _lengths(sizes: Any, call: str, argument: str) -> Lengths:
+    if isinstance(sizes, str) or not isinstance(sizes, Iterable):
+        raise TypeError(f"{call}: {argument} is a {type(sizes).__name__}; pass a list of ints")
+    return tuple(_C.int_from(size, call, argument) for size in sizes)

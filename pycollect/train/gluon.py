@@ -8,6 +8,7 @@ update clears them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import pycollect as pc
+from pycollect import _C
 
 from .optimizers import check_step
+from .replicas import Replicas
 
 MakeOptimizer: TypeAlias = Callable[..., Optimizer]
 _NAMES = {"learning_rate": "lr", "wd": "weight_decay"}  # Gluon's words, and torch's
@@ -25,11 +28,15 @@ _NAMES = {"learning_rate": "lr", "wd": "weight_decay"}  # Gluon's words, and tor
 class Trainer:
     """Update replicas of a model by gradients that it sums over their devices.
 
-    ``replicas`` has a module or a list of parameters per rank, alike on all. ``optimizer`` is the
-    name of a class of torch.optim ("sgd", "adam") or something that makes one of parameters, and
-    ``optimizer_params`` its arguments, in torch's words or Gluon's (learning_rate, wd). Each rank
-    has an optimizer of its own, so equal replicas stay equal, to the bit. Raises ValueError for
-    replicas that differ and unknown names.
+    ``replicas`` has a module or a list of parameters per rank, alike on all, or is a ``Replicas``.
+    ``optimizer`` is the name of a class of torch.optim ("sgd", "adam") or something that makes one
+    of parameters, and ``optimizer_params`` its arguments, in torch's words or Gluon's
+    (learning_rate, wd). Each rank has an optimizer of its own, so equal replicas stay equal, to the
+    bit. Raises ValueError for replicas that differ and unknown names.
+
+    A ``Replicas`` has optimizers already: they are used where no other is named here, and one that
+    is takes their place, in its ``step`` and ``state_dict`` too, so that there never are two.
+    Gradients that its steps leave are cleared.
 
     >>> nets = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     >>> for net in nets: _ = nn.init.ones_(net.weight)
@@ -41,23 +48,24 @@ class Trainer:
 
     def __init__(
         self,
-        replicas: Sequence[nn.Module | Iterable[Tensor]],
-        optimizer: str | MakeOptimizer,
+        replicas: Sequence[nn.Module | Iterable[Tensor]] | Replicas,
+        optimizer: str | MakeOptimizer | None = None,
         optimizer_params: Mapping[str, Any] | None = None,
     ) -> None:
-        parameters = [list(r.parameters() if isinstance(r, nn.Module) else r) for r in replicas]
+        whole = replicas if isinstance(replicas, Replicas) else None
+        ranks = replicas.modules if isinstance(replicas, Replicas) else replicas
+        parameters = [list(r.parameters() if isinstance(r, nn.Module) else r) for r in ranks]
         _check_alike(parameters)
         self._replicas = [[p for p in rank if p.requires_grad] for rank in parameters]
-        make = _optimizer(optimizer) if isinstance(optimizer, str) else optimizer
-        if not callable(make):
-            kind = type(optimizer).__name__
-            raise TypeError(
-                f"Trainer: optimizer is a {kind}; pass a name or a class of torch.optim, of which "
-                "one is made for every rank"
-            )
-        options = {_NAMES.get(name, name): v for name, v in (optimizer_params or {}).items()}
         self._reduced = False  # are the gradients sums over the ranks already?
-        self.optimizers = [check_step(make(rank, **options)) for rank in self._replicas]
+        if whole is not None and optimizer is None and optimizer_params is None:
+            self.optimizers = whole.optimizers
+        else:
+            make = _optimizer(optimizer)
+            options = {_NAMES.get(name, name): v for name, v in (optimizer_params or {}).items()}
+            self.optimizers = [check_step(make(rank, **options)) for rank in parameters]
+        if whole is not None:
+            _take_over(whole, self.optimizers)
 
     @property
     def learning_rate(self) -> float:
@@ -65,10 +73,14 @@ class Trainer:
         return float(self.optimizers[0].param_groups[0]["lr"])
 
     def set_learning_rate(self, lr: float) -> None:
-        """Change the learning rate of all ranks."""
+        """Change the learning rate of all ranks; ValueError for a negative one."""
+        if isinstance(lr, bool) or not isinstance(lr, Real):
+            raise TypeError(f"Trainer: the learning rate is a {type(lr).__name__}; pass a number")
+        if not 0 <= lr <= torch.finfo(torch.float32).max:
+            raise ValueError(f"Trainer: the learning rate is {lr}; it is finite and not negative")
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = float(lr)
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """Sum the gradients over all ranks, divide by ``batch_size``, update, and clear them.
@@ -80,7 +92,7 @@ class Trainer:
         have none, and counts as zeros. RuntimeError after ``allreduce_grads``, which would add the
         sums up again.
         """
-        _check_batch_size(batch_size)
+        batch_size = _check_batch_size(batch_size)
         if self._reduced:
             raise RuntimeError(
                 "Trainer: allreduce_grads() has summed these gradients already; call update(), "
@@ -115,7 +127,7 @@ class Trainer:
         For after ``allreduce_grads``, without which several ranks part: RuntimeError. The arguments
         and other errors are those of ``step``.
         """
-        _check_batch_size(batch_size)
+        batch_size = _check_batch_size(batch_size)
         self._check_stale(ignore_stale_grad)
         if not self._reduced and len(self._replicas) > 1:
             raise RuntimeError(
@@ -130,7 +142,7 @@ class Trainer:
             optimizer.zero_grad()
 
     def _check_stale(self, ignore: bool) -> None:
-        if ignore:
+        if _C.flag_from(ignore, "Trainer", "ignore_stale_grad"):
             return
         for i, ranks in enumerate(zip(*self._replicas, strict=True)):
             if all(p.grad is None for p in ranks):
@@ -141,17 +153,33 @@ class Trainer:
                 )
 
 
-def _optimizer(name: str) -> MakeOptimizer:
+def _optimizer(asked: str | MakeOptimizer | None) -> MakeOptimizer:
+    if not isinstance(asked, str):
+        if not callable(asked):
+            raise TypeError(
+                f"Trainer: optimizer is a {type(asked).__name__}; pass a name or a class of "
+                "torch.optim, of which one is made for every rank"
+            )
+        return asked
     classes = {
         kind.__name__.lower(): kind
         for kind in vars(torch.optim).values()
         if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
     }
-    found = classes.get(name.lower())
+    found = classes.get(asked.lower())
     if found is None:
         known = ", ".join(sorted(classes))
-        raise ValueError(f"Trainer: optimizer {name!r} is unknown; allowed are {known}")
+        raise ValueError(f"Trainer: optimizer {asked!r} is unknown; allowed are {known}")
     return found
+
+
+def _take_over(replicas: Replicas, optimizers: list[Optimizer]) -> None:
+    """Have the replicas use these, and leave no gradients that a backward pass would add to."""
+    replicas.optimizers = optimizers
+    for optimizer in optimizers:
+        optimizer.register_step_post_hook(lambda stepped, *_: stepped.zero_grad())
+        if replicas.seconds.update:  # a step has been taken
+            optimizer.zero_grad()
 
 
 def _check_alike(replicas: Sequence[Sequence[Tensor]]) -> None:
@@ -168,6 +196,8 @@ def _check_alike(replicas: Sequence[Sequence[Tensor]]) -> None:
         raise ValueError("Trainer: a parameter stands for several ranks; pass a copy per rank")
 
 
-def _check_batch_size(batch_size: int) -> None:
-    if batch_size <= 0:
-        raise ValueError(f"Trainer: batch_size is {batch_size}; it counts the examples of a step")
+def _check_batch_size(batch_size: int) -> int:
+    count = _C.int_from(batch_size, "Trainer", "batch_size")
+    if count <= 0:
+        raise ValueError(f"Trainer: batch_size is {count}; it counts the examples of a step")
+    return count

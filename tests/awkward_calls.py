@@ -1,0 +1,284 @@
+"""Every public callable with every awkward value in place of every argument, one after the other.
+
+A program of its own, because it takes its memory away before it begins. Prints a line of JSON for
+each outcome that is neither success nor a sentence: TypeError, ValueError or CollectiveError.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import inspect
+import json
+import math
+import resource
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pycollect as pc
+from pycollect import autograd
+from pycollect.train import Replicas, Trainer, sgd_optimizer
+
+MEMORY = 3 << 30  # beyond what the process has when it begins
+SECONDS = 120.0  # of one call, on a machine where others want the cores
+
+NUMBERS: dict[str, Any] = {
+    **{repr(n): n for n in (True, -1, 0, 1.0, math.nan, math.inf, -math.inf, 1e300, 5e-324, 1j)},
+    "2**31": 2**31,
+    "2**53 + 1": 2**53 + 1,
+    "2**62": 2**62,
+    "2**63": 2**63,
+    "-2**63 - 1": -(2**63) - 1,
+    "2**64": 2**64,
+    "2**64 + 1": 2**64 + 1,
+    "10**400": 10**400,
+    "tensor(1)": torch.tensor(1),
+    "tensor(True)": torch.tensor(True),
+    "tensor([1, 2])": torch.tensor([1, 2]),
+    "tensor(nan)": torch.tensor(math.nan),
+    "int64(1)": np.int64(1),
+    "uint64(2**64 - 1)": np.uint64(2**64 - 1),
+    "float32(nan)": np.float32(math.nan),
+    "bool_(True)": np.True_,
+}
+AWKWARD: dict[str, Any] = NUMBERS | {
+    **{repr(v): v for v in (None, "3", "", "nan", "1e9", "9" * 5000, b"3", [], {}, ...)},
+    "half a letter": "\ud800",
+    "object": object(),
+    "type": int,
+    "op": dist.ReduceOp.MAX,
+}
+# Those that may hold a number for each rank: tried with lists of awkward numbers as well.
+LISTS = {"split_sizes", "chunk_sizes", "sizes", "size", "devices", "spec", "tensors", "streams"}
+# What these take is an int, so True, 1.0 and "3" are refused and NumPy's ints are not.
+INTS = {"dst", "src", "dim", "world", "root", "pieces", "nbytes", "batch_size", *LISTS}
+INTS -= {"devices", "spec", "tensors", "streams"}
+NO_INTS = ("True", "1.0", "nan", "'3'", "None", "tensor(True)", "bool_(True)")
+Case = tuple[str, Callable[..., object], Callable[[], dict[str, Any]]]
+
+
+def two() -> list[torch.Tensor]:
+    return [torch.ones(4), torch.ones(4)]
+
+
+def lists() -> list[list[torch.Tensor]]:
+    return [two(), two()]
+
+
+IN_PLACE = {"algorithm": None, "async_op": False, "streams": None}
+ALONG = {"dim": 0, "algorithm": None, "out": None, "async_op": False, "streams": None}
+SPLIT = {"dim": 0, "out": None, "async_op": False, "streams": None}
+COLLECTIVES: dict[str, Callable[[], dict[str, Any]]] = {
+    "all_reduce": lambda: {"tensors": two(), "op": "sum", **IN_PLACE},
+    "all_reduce_coalesced": lambda: {"tensor_lists": lists(), "op": "sum", **IN_PLACE},
+    "reduce": lambda: {"tensors": two(), "dst": 0, "op": "sum", **IN_PLACE},
+    "broadcast": lambda: {"tensors": two(), "src": 0, **IN_PLACE},
+    "broadcast_coalesced": lambda: {
+        "tensor_lists": lists(),
+        "src": 0,
+        "async_op": False,
+        "streams": None,
+    },
+    "replicate": lambda: {"tensors": two(), "devices": "cpu*2"},
+    "copy_": lambda: {"dst": torch.ones(4), "src": torch.ones(4), "async_op": False},
+    "barrier": lambda: {"devices": "cpu*2"},
+    "all_gather": lambda: {"tensors": two(), **ALONG},
+    "reduce_scatter": lambda: {"tensors": two(), "op": "sum", **ALONG},
+    "all_to_all": lambda: {"tensors": two(), "split_sizes": [2, 2], **SPLIT},
+    "scatter": lambda: {
+        "tensor": torch.ones(2),
+        "devices": "cpu*2",
+        "chunk_sizes": [1, 1],
+        **SPLIT,
+    },
+    "gather": lambda: {"tensors": two(), "device": "cpu", "dim": 0, "out": None, "streams": None},
+}
+RECORDED: dict[str, Callable[[], dict[str, Any]]] = {
+    "all_reduce": lambda: {"tensors": two(), "op": "sum", "algorithm": None},
+    "reduce": lambda: {"tensors": two(), "dst": 0, "op": "sum", "algorithm": None},
+    "broadcast": lambda: {"tensors": two(), "src": 0, "algorithm": None},
+    "all_gather": lambda: {"tensors": two(), "dim": 0, "algorithm": None},
+    "reduce_scatter": lambda: {"tensors": two(), "op": "sum", "dim": 0, "algorithm": None},
+    "all_to_all": lambda: {"tensors": two(), "dim": 0, "split_sizes": [2, 2]},
+    "scatter": lambda: {
+        "tensor": torch.ones(2),
+        "devices": "cpu*2",
+        "chunk_sizes": [1, 1],
+        "dim": 0,
+    },
+    "gather": lambda: {"tensors": two(), "device": "cpu", "dim": 0},
+    "copy": lambda: {"tensor": torch.ones(2), "device": "cpu"},
+    "replicate": lambda: {"tensors": two(), "devices": "cpu*2"},
+}
+TUNE = {"collectives": ["broadcast"], "sizes": [64], "seconds": 1e-4}
+PLAN = {
+    "collective": "broadcast",
+    "world": 2,
+    "algorithm": "chain",
+    "nbytes": 64,
+    "root": 0,
+    "pieces": 2,
+    "in_place": None,
+}
+MODEL = {"alpha": 1e-6, "port": 1e9, "memory": 1e9, "bridge": 1e9}
+# In __all__ and not called: modules, types that the library makes, and what is raised.
+NOT_CALLED = {"CollectiveError", "PeerLost", "Plan", "Timeout", "Work", "__version__"}
+NOT_CALLED |= {"autograd", "distributed", "ops"}
+
+
+def without_devices(good: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in good().items() if name != "devices"}
+
+
+def bound() -> Iterator[Case]:
+    """A communicator's methods: the module functions without their devices."""
+    communicator = pc.Communicator("cpu*2")
+    for name, good in COLLECTIVES.items():
+        method = getattr(communicator, name)
+        yield f"Communicator.{name}", method, functools.partial(without_devices, good)
+    yield "Communicator.tune", communicator.tune, lambda: dict(TUNE)
+
+
+def models(**figures: Any) -> object:
+    """What a model's figures lead to, too."""
+    plan, model = pc.plan("all_reduce", 2), pc.Model(**figures)
+    return plan.predict(model), plan.timeline(model), plan.plot(FOLDER / "plan.svg", model)
+
+
+def planned(**numbers: Any) -> object:
+    plan = pc.plan(**numbers)
+    return str(plan), plan.verify(), plan.predict()
+
+
+def trained(**numbers: Any) -> object:
+    replicas = Replicas(nn.Linear(1, 1), "cpu*2", optimizer=sgd_optimizer(0.1))
+    trainer = Trainer([list(module.parameters()) for module in replicas.modules], "sgd")
+    for module in replicas.modules:
+        module(torch.ones(1, 1)).sum().backward()
+    trainer.set_learning_rate(numbers.pop("lr"))
+    trainer.step(**numbers)
+    return trainer.learning_rate
+
+
+def cases() -> Iterator[Case]:
+    for name, good in COLLECTIVES.items():
+        yield name, getattr(pc, name), good
+    for name, good in RECORDED.items():
+        yield f"autograd.{name}", getattr(autograd, name), good
+    yield from bound()
+    work = pc.all_reduce(two(), async_op=True)
+    made = pc.plan("all_reduce", 2)
+    yield "Work.wait", work.wait, lambda: {"timeout": 1.0}
+    yield "Work.result", work.result, lambda: {"timeout": 1.0}
+    yield "Communicator", pc.Communicator, lambda: {"devices": "cpu*2", "peer_access": None}
+    yield "devices", pc.devices, lambda: {"spec": "cpu*2"}
+    yield "algorithms", pc.algorithms, lambda: {"collective": "all_reduce"}
+    yield "plan", planned, lambda: dict(PLAN)
+    yield "Model", models, lambda: dict(MODEL)
+    yield "Plan.predict", made.predict, lambda: {"model": "nvlink"}
+    yield "Plan.timeline", made.timeline, lambda: {"model": "nvlink"}
+    yield "Plan.plot", made.plot, lambda: {"path": FOLDER / "a.svg", "model": "nvlink"}
+    yield "Allocator", pc.Allocator, lambda: {"group": None, "device": None}
+    yield "empty", lambda size, **how: pc.empty(size, **how), lambda: {"size": [2], "dtype": None}
+    yield "train.Trainer", trained, lambda: {"lr": 0.1, "batch_size": 2, "ignore_stale_grad": False}
+
+
+def missing() -> list[str]:
+    """Name what the table has forgotten: calls, and arguments of a call."""
+    table = {name: (function, set(good())) for name, function, good in cases()}
+    public = {*pc.__all__} - NOT_CALLED | {f"autograd.{name}" for name in autograd.__all__}
+    forgotten = [name for name in sorted(public) if name not in table]
+    for name, (function, given) in table.items():
+        try:
+            known = inspect.signature(pc.plan if name == "plan" else function).parameters.values()
+        except ValueError:  # in the compiled part
+            continue
+        named = {p.name for p in known if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+        named -= {"devices"} if name.startswith("Communicator.") else set()
+        forgotten += [f"{name}({argument})" for argument in sorted(named - given)]
+    return forgotten
+
+
+def outcome(name: str, function: Callable[..., object], arguments: dict[str, Any]) -> str:
+    """Call it: "" for success, "refused", or what is wrong with how it failed."""
+    rest = dict(arguments)
+    # A communicator's methods take their first argument by position alone.
+    by_position = list(rest)[: name.startswith("Communicator.")]
+    first = [rest.pop(argument) for argument in by_position]
+    try:
+        function(*first, **rest)
+    except (TypeError, ValueError, pc.CollectiveError) as error:
+        said = str(error)
+        pybinds = "incompatible" in said or "Invoked with" in said or "Unable to cast" in said
+        return f"pybind's words: {said}" if pybinds or not said else "refused"
+    except RuntimeError as error:
+        # What fits 64 bits and not the memory is refused by whoever has that memory.
+        wants_memory = "allocate memory" in str(error) or "does not fit into" in str(error)
+        return "refused" if wants_memory else f"{type(error).__name__}: {error}"
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def wrong(call: str, argument: str, what: str, came: str, in_list: bool) -> str:
+    """Return what is wrong with an outcome, if anything is."""
+    is_int = argument in INTS and not call.endswith("copy_")
+    if is_int and what in NO_INTS and not came and (in_list or argument not in LISTS):
+        return "taken for an int"
+    return "" if came == "refused" else came
+
+
+def values(argument: str) -> Iterator[tuple[str, Any, bool]]:
+    for what, value in AWKWARD.items():
+        yield what, value, False
+    if argument in LISTS:
+        for what, value in NUMBERS.items():
+            yield what, [value] * 2, True
+
+
+def main() -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    torch.set_num_threads(1)
+    dist.init_process_group("pycollect", store=dist.HashStore(), rank=0, world_size=1)
+    pc.plan("all_reduce", 2).plot(FOLDER / "a.svg")  # matplotlib is loaded
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+    for name in missing():
+        print(json.dumps([name, "", "is not in the table"]))
+    tried = 0
+    for name, function, good in cases():
+        if came := outcome(name, function, good()):
+            print(json.dumps([name, "good", came]))
+        for argument in good():
+            for what, value, in_list in values(argument):
+                # Where a call hangs or the process is killed, its name is the last on stderr.
+                print(name, argument, what, "in a list" * in_list, file=sys.stderr, flush=True)
+                faulthandler.dump_traceback_later(SECONDS, exit=True)
+                came = outcome(name, function, good() | {argument: value})
+                tried += 1
+                plain = [1, 1] if in_list else 1
+                if what == "int64(1)" and came != outcome(
+                    name, function, good() | {argument: plain}
+                ):
+                    came = "not as for an int of Python"
+                if said := wrong(name, argument, what, came, in_list):
+                    print(
+                        json.dumps([name, f"{argument}={'list of ' * in_list}{what}", said[:300]])
+                    )
+    faulthandler.cancel_dump_traceback_later()
+    dist.destroy_process_group()
+    print(json.dumps(["tried", tried]))
+
+
+with tempfile.TemporaryDirectory() as made:
+    FOLDER = Path(made)
+    if __name__ == "__main__":
+        main()

@@ -1,0 +1,118 @@
+"""Whatever number, word or object is given, the answer is a result or a sentence, and soon."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pycollect as pc
+from pycollect import cli
+
+AWKWARD = Path(__file__).with_name("awkward_calls.py")
+ENV = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.slow
+def test_every_argument_of_every_call() -> None:
+    ran = subprocess.run(
+        [sys.executable, AWKWARD], capture_output=True, text=True, timeout=900, env=ENV
+    )
+    last = ran.stderr.splitlines()[-1:]
+    assert ran.returncode == 0, f"exit status {ran.returncode} after {last}: {ran.stderr[-3000:]}"
+    *wrong, (_, tried) = map(json.loads, ran.stdout.splitlines())
+    assert wrong == []
+    assert tried > 5000
+
+
+WRAPPING = [1 << 62] * 4  # to 0, in 64 bits
+
+
+def empty_ones() -> list[torch.Tensor]:
+    return [torch.zeros(0, 4) for _ in range(4)]
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("sizes", [WRAPPING, [WRAPPING] * 4, [(1 << 63) - 1, 1] * 2])
+def test_sizes_whose_sum_does_not_fit(sizes: list[int], later: bool) -> None:
+    with pytest.raises(ValueError, match=r"split_sizes .* 64 bits; needed are 4 that sum to 0"):
+        pc.all_to_all(empty_ones(), split_sizes=sizes, async_op=later)
+
+
+def test_chunk_sizes_whose_sum_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"chunk_sizes .* 64 bits; needed are 4 that sum to 0"):
+        pc.scatter(torch.zeros(0, 4), "cpu*4", chunk_sizes=WRAPPING)
+
+
+@pytest.mark.parametrize("call", [pc.all_gather, pc.gather])
+@pytest.mark.parametrize("long", [torch.zeros(1).expand(1 << 62), torch.zeros(1 << 62, 0)])
+def test_lengths_whose_sum_does_not_fit(call: Any, long: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=f"{call.__name__}: the lengths along dim .* 64 bits"):
+        call([long] * 4)
+
+
+def test_waiting_for_ever_waits() -> None:
+    """The clock's own numbers end before: beyond them the time was over at once."""
+    for seconds in (math.inf, 1e300, 1e10):
+        work = pc.all_reduce([torch.ones(1 << 22) for _ in range(4)], async_op=True)
+        assert work.wait(seconds) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("4 --pieces 99999999", "pieces is 99999999; 4 ranks allow at most 65536"),
+        ("4 --pieces 99999999999999999999", "pieces does not fit 64 bits"),
+        ("4 --pieces 0", "at least one piece, not 0"),
+        ("4 --pieces nan", "invalid int value: 'nan'"),
+        ("4 --pieces " + "9" * 5000, "invalid int value"),
+        ("99999999", "world is 99999999; plans are written for at most 1024"),
+        ("99999999999999999999", "world does not fit 64 bits"),
+        ("1.0", "invalid int value: '1.0'"),
+        ("4 --root 4", "root 4 is not a rank of a world of 4"),
+        ("4 --root=-1", "root -1 is not a rank of a world of 4"),
+        ("4 --root 99999999999999999999", "root does not fit 64 bits"),
+        ("4 --bytes 99999999999G", "nbytes does not fit 64 bits"),
+        ("4 --bytes -1", "bytes"),
+        ("4 --bytes 1e9", "'1e9' is no size"),
+        ("4 --bytes 0", "'0' is no size"),
+        ("4 --model inf", "invalid choice: 'inf'"),
+    ],
+)
+def test_numbers_of_the_command_plan(
+    options: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["plan", "all_reduce", "--algorithm", "ring", *options.split()])
+    assert left.value.code == 2
+    *_, said = capsys.readouterr().err.splitlines()
+    assert words in said
+
+
+@pytest.mark.slow
+def test_the_largest_plans_are_written_and_proved_in_little_memory() -> None:
+    program = """
+import resource, sys, pycollect as pc
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+before = peak()
+plan = pc.plan("all_reduce", int(sys.argv[1]), algorithm="ring", pieces=int(sys.argv[2]))
+str(plan), plan.predict()
+assert plan.verify() is None
+print(peak() - before)
+"""
+    for world in (2, 64, 1024):
+        with pytest.raises(ValueError, match=rf"pieces .* {world} ranks allow at most \d+") as said:
+            pc.plan("all_reduce", world, algorithm="ring", pieces=1 << 30)
+        most = re.findall(r"\d+", str(said.value))[-1]
+        command = [sys.executable, "-c", program, str(world), most]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=600, env=ENV)
+        assert ran.returncode == 0, ran.stderr
+        assert int(ran.stdout) < 3 << 30

@@ -1,0 +1,194 @@
+"""README is true: its Python blocks run and have types, and its commands are understood.
+
+The blocks of a section are one program, in their order, as a reader would have them; what makes a
+group of processes is started by torchrun, as the text there says. Installing is left to .ci/run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import metadata
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from pycollect import cli
+
+ROOT = Path(__file__).resolve().parent.parent
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+# What stands in prose between `...` and is to be typed into a shell.
+COMMAND = re.compile(r"(python|pycollect|torchrun|pytest|pip|export) .+|bench/\w+\.(py|sh)\b.*")
+
+
+def sections() -> dict[str, list[tuple[str, str]]]:
+    """Give the blocks of each section, as language and text."""
+    parts = re.split(r"^##+ (.*)$", (ROOT / "README.md").read_text(), flags=re.M)
+    titled = zip(["pycollect", *parts[1::2]], parts[0::2], strict=True)
+    return {title: BLOCK.findall(text) for title, text in titled}
+
+
+BLOCKS = [block for blocks in sections().values() for block in blocks]
+PROGRAMS = {
+    title: "\n".join(code for language, code in blocks if language == "python")
+    for title, blocks in sections().items()
+    if any(language == "python" for language, _ in blocks)
+}
+
+
+def commands() -> Iterator[str]:
+    """Give every command of README: of blocks, and of what stands in prose."""
+    for language, text in BLOCKS:
+        for line in text.splitlines() if language == "sh" else ():
+            yield from (part.strip() for part in line.split("#")[0].split("&&"))
+    prose = BLOCK.sub("", (ROOT / "README.md").read_text())
+    yield from (span for span in re.findall(r"`([^`\n]+)`", prose) if COMMAND.fullmatch(span))
+
+
+COMMANDS = list(dict.fromkeys(commands()))
+TRAININGS = [c for c in COMMANDS if re.match(r"(python|torchrun) .*pycollect\.train ", c)]
+
+
+def test_every_block_is_of_a_kind_that_is_tried() -> None:
+    assert {language for language, _ in BLOCKS} == {"python", "sh", ""}
+    assert len(PROGRAMS) >= 4
+    assert sum(language == "python" for language, _ in BLOCKS) >= 6
+    assert len(COMMANDS) >= 20
+    (printed,) = [text for language, text in BLOCKS if not language]
+    assert "test acc: " in printed, "a block without a language that is no output of a training"
+
+
+def without_comments(program: str) -> str:
+    return re.sub(r"#.*", "", program)
+
+
+@pytest.mark.parametrize(
+    "title",
+    [
+        pytest.param(title, marks=pytest.mark.cuda if '"cuda' in without_comments(code) else ())
+        for title, code in PROGRAMS.items()
+    ],
+)
+def test_python_blocks_run(title: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAMS[title])
+    several = "init_process_group" in PROGRAMS[title]
+    ran = subprocess.run(
+        [*([*TORCHRUN, "2"] if several else [sys.executable]), script],
+        cwd=tmp_path,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ran.returncode == 0, ran.stderr
+    for shown in re.findall(r"^print\(.*\)  # (tensor\(.*\))$", PROGRAMS[title], re.M):
+        assert shown in ran.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="needs mypy")
+def test_python_blocks_and_all_calls_have_types(tmp_path: Path) -> None:
+    scripts = [Path(__file__).with_name("typed_calls.py")]
+    for number, program in enumerate(PROGRAMS.values()):
+        scripts.append(tmp_path / f"section_{number}.py")
+        scripts[-1].write_text(program)
+    # From the checkout, which an editable installation does not tell mypy of.
+    ran = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", *scripts],
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+class Parsed(BaseException):
+    """The command line was understood; nothing has been run."""
+
+
+def understands(monkeypatch: pytest.MonkeyPatch, program: str, arguments: list[str]) -> None:
+    """Start a module or a script of ours, as far as its command line."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def stop(self: argparse.ArgumentParser, *given: object) -> None:
+        parse(self, *given)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    is_script = program.endswith(".py")
+    start = runpy.run_path if is_script else runpy.run_module
+    with pytest.raises(Parsed):
+        start(str(ROOT / program) if is_script else f"{program}.__main__", run_name="__main__")
+
+
+def check_pytest(config: pytest.Config, words: list[str]) -> None:
+    for word in words:
+        if "/" in word:
+            assert list(ROOT.glob(word)), f"there is no {word}"
+    if "-m" in words:
+        marker = words[words.index("-m") + 1]
+        assert any(line.startswith(f"{marker}:") for line in config.getini("markers"))
+
+
+def check_torchrun(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    args = get_args_parser().parse_args(words)
+    if args.module:
+        understands(monkeypatch, args.training_script, args.training_script_args)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_are_understood(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    program, *words = shlex.split(command.replace(".venv/bin/", ""))
+    if program.startswith("python") and words[0] == "-m":
+        _, program, *words = words
+    elif program == "python":
+        program, *words = words
+    if program == "pip":
+        (what,) = re.findall(r"^-e \.(?:\[(\w+)\])?$", " ".join(words[1:]))
+        assert not what or what in metadata("pycollect").get_all("Provides-Extra")
+    elif program == "pytest":
+        check_pytest(pytestconfig, words)
+    elif program == "torchrun":
+        check_torchrun(monkeypatch, words)
+    elif program == "pycollect":
+        monkeypatch.chdir(tmp_path)
+        assert cli.main(words) == 0
+    elif program.endswith(".sh"):
+        subprocess.run(["bash", "-n", ROOT / program], check=True)
+    elif program not in ("venv", "export"):
+        understands(monkeypatch, program, words)
+
+
+@pytest.mark.slow
+def test_the_trainers_commands_run_one_after_the_other(tmp_path: Path) -> None:
+    """For an epoch, or one more where a run goes on; a ResNet's takes minutes."""
+    assert len(TRAININGS) >= 8
+    for command in (c for c in TRAININGS if "resnet" not in c):
+        words = shlex.split(command)
+        start = TORCHRUN[:-1] if words[0] == "torchrun" else [sys.executable]
+        ran = subprocess.run(
+            [*start, *words[1:], "--epochs", "2" if "--resume" in words else "1"],
+            cwd=tmp_path,
+            env=ENV,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert ran.returncode == 0, f"{command}: {ran.stderr}"
+    assert {"run.pt", "run.png", "run.jsonl", "three.png"} <= {p.name for p in tmp_path.iterdir()}
