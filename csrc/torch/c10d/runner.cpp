@@ -66,10 +66,22 @@ void Runner::await_arrival(Call& call, shm::Deadline deadline) {
   }
 }
 
+// The results of calls before it are what it reads. Nobody waits for a rank that has no memory.
+void Runner::fill(Call& call, shm::Deadline deadline) {
+  try {
+    for (const auto& fill : call.fills) fill();
+  } catch (const std::exception& error) {
+    call.refusal = shortened(error.what());
+    refuse(call, deadline);
+    throw;
+  }
+}
+
 void Runner::run(Call& call) {
   const shm::Deadline deadline = shm::Clock::now() + call.timeout;
   if (!call.refusal.empty()) return refuse(call, deadline);
   if (call.meets) return meet(call, deadline);
+  fill(call, deadline);
   if (!call.passage) return perform(call, deadline);
   await_arrival(call, deadline);
   const shm::Occasion occasion{pycollect::name(call.collective), calls_, deadline};

@@ -25,6 +25,7 @@ class Runner {
  private:
   void refuse(const Call& call, shm::Deadline deadline);
   void meet(const Call& call, shm::Deadline deadline);
+  void fill(Call& call, shm::Deadline deadline);
   void perform(Call& call, shm::Deadline deadline);
   void await_arrival(Call& call, shm::Deadline deadline);
 
