@@ -56,8 +56,6 @@ c10::intrusive_ptr<c10d::Work> Messages::ask(const Letter& letter, const char* n
                                              bool receives) {
   forks_.require_none(name);
   if (letter.peer) check_rank(*letter.peer, group_->world(), name, receives ? "src" : "dst");
-  require(!letter.peer || *letter.peer != group_->rank(), name, ": ", receives ? "src" : "dst",
-          " is this rank itself");
   require(letter.tag >= 0, name, ": tag is ", letter.tag, "; it must not be negative");
   const Label label{name, "tensor"};
   const bool away =
