@@ -154,6 +154,7 @@ std::vector<Rank> Mailbox::Post::anybody() const {
     others.push_back(r);
     if (group_.line(r).left.load(std::memory_order_acquire) == 0) there.push_back(r);
   }
+  if (others.empty()) return {me_};
   return there.empty() ? others : there;
 }
 

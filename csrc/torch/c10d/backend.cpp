@@ -82,16 +82,16 @@ Backend::~Backend() {
     const std::lock_guard lock(living().mutex);
     living().all.erase(this);
   }
-  close();
+  close(shm::Clock::now() + kGrace);
 }
 
 void Backend::shutdown() {
-  if (forks_.none()) close();
+  if (forks_.none()) close(shm::Clock::now() + kGrace);
 }
 
-void Backend::close() {
+void Backend::close(shm::Deadline deadline) {
   const WithoutInterpreter without;
-  queue_->close(kGrace);
+  queue_->close(deadline);
   ladder_->close(kGrace);
   std::shared_ptr<Messages> messages;
   std::shared_ptr<shm::Group> group;
@@ -102,13 +102,23 @@ void Backend::close() {
     group.swap(group_);
     allocator.swap(allocator_);
   }
-  const bool ended = !messages || messages->close(kGrace);
+  const bool ended = !messages || messages->close(deadline);
   if (group && ended) ladder_->leave(group->dead());
 }
 
+// A callback may drop the last hold of a group, whose end wants the lock. All of them move on by
+// themselves meanwhile, and so have one time of grace together.
 void close_groups() {
-  const std::lock_guard lock(living().mutex);
-  for (Backend* b : living().all) b->shutdown();
+  std::vector<c10::intrusive_ptr<Backend>> all;
+  {
+    const std::lock_guard lock(living().mutex);
+    for (Backend* b : living().all)  // none: it is about to end already
+      if (Backend* held = c10::raw::weak_intrusive_ptr::lock(b))
+        all.push_back(c10::intrusive_ptr<Backend>::reclaim(held));
+  }
+  const auto deadline = shm::Clock::now() + kGrace;
+  for (const auto& b : all)
+    if (b->forks_.none()) b->close(deadline);
 }
 
 std::shared_ptr<shm::Group> Backend::group() const {
@@ -126,8 +136,9 @@ std::shared_ptr<ArenaAllocator> Backend::allocator() const {
 // CUDA devices have a number.
 bool Backend::supportsTensorAlloc(c10::DeviceIndex index) {
   const at::Device device = index < 0 ? at::Device(at::kCPU) : at::Device(at::kCUDA, index);
+  if (!forks_.none()) return false;  // a lock may be held by a thread that is not here
   const std::lock_guard lock(life_);
-  if (!forks_.none() || !group_) return false;
+  if (!group_) return false;
   if (device.is_cuda() || ladder_->lends(device)) return ladder_->is_worth_reaching(device);
   return group_->layout().sizes.arena_bytes > 0;
 }
@@ -149,6 +160,7 @@ void Backend::abort() {
 }
 
 c10d::ErrorType Backend::getError() {
+  if (!forks_.none()) return c10d::ErrorType::COMM_ERROR;
   const auto group = this->group();
   if (!group) return c10d::ErrorType::SUCCESS;
   try {

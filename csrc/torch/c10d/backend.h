@@ -20,6 +20,10 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 using OptionsPtr = c10::intrusive_ptr<Options>;
 
+// Shuts down all groups of this process that have not been: no thread of theirs may outlive the
+// interpreter.
+void close_groups();
+
 // Methods that only some versions of torch have say `virtual` where the others say `override`.
 class Backend final : public c10d::Backend {
  public:
@@ -119,7 +123,8 @@ class Backend final : public c10d::Backend {
   WorkPtr post(const CoalescedList::Message& message);
   std::shared_ptr<Messages> messages(const char* name) const;
   std::shared_ptr<shm::Group> group() const;
-  void close();
+  friend void close_groups();
+  void close(shm::Deadline deadline);
 
   const Seat seat_;
   const OptionsPtr options_;
@@ -139,9 +144,5 @@ class Backend final : public c10d::Backend {
   c10::weak_intrusive_ptr<c10d::Backend> last_split_;
   std::string last_split_name_;
 };
-
-// Shuts down all groups of this process that have not been: no thread of theirs may outlive the
-// interpreter.
-void close_groups();
 
 }  // namespace pycollect::dist

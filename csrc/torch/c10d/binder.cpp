@@ -3,6 +3,7 @@
 #include "binder.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty_like.h>
 
 #include "../../plan/error.h"
 #include "../../shm/hashing.h"
@@ -67,14 +68,20 @@ shm::Span Binder::bind(const at::Tensor& t, const Label& label, bool reads, bool
     return {address(t, writes), static_cast<std::size_t>(t.numel())};
   }
   at::Tensor dense{at::detail::empty_cpu(t.sizes(), t.scalar_type())};
-  if (reads) lay(dense, t);
+  if (reads) call_.fills.push_back([dense, t] { lay(dense, t); });
   if (writes) call_.copies.emplace_back(t, dense);
   return keep(std::move(dense));
 }
 
-// torch gives the product of a transposed tensor its layout, too.
-shm::Span Binder::hold(const at::Tensor& t) {
-  return away_ ? enter(t, true, false) : keep(t.contiguous());
+shm::Span Binder::compute(const at::Tensor& like, Fill fill) {
+  if (away_) {
+    const at::Tensor there = at::empty_like(like);
+    fill(there);
+    return enter(there, true, false);
+  }
+  at::Tensor dense{at::detail::empty_cpu(like.sizes(), like.scalar_type())};
+  call_.fills.push_back([dense, fill = std::move(fill)] { fill(dense); });
+  return keep(std::move(dense));
 }
 
 shm::Span Binder::keep(at::Tensor t) {

@@ -39,8 +39,10 @@ class Binder {
                         std::size_t first = 0);
   // May itself be the very memory of `place`, a part of what is written.
   shm::Span read_inside(const at::Tensor& tensor, const Label& label, const shm::Span& place);
-  // Of a result that was computed for this call from one of its tensors, and lies where that does.
-  shm::Span hold(const at::Tensor& tensor);
+  // Of what `fill` computes from one of the call's tensors, and is like that: on the host when the
+  // call runs.
+  using Fill = std::function<void(const at::Tensor& into)>;
+  shm::Span compute(const at::Tensor& like, Fill fill);
 
   // There is one request of each dtype, in order of appearance, to which spans are added by block.
   std::size_t request(DType dtype);

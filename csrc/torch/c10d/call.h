@@ -2,6 +2,7 @@
 // now or later, and what must live until it has.
 #pragma once
 #include <chrono>
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -40,6 +41,7 @@ struct Call {
   std::shared_ptr<Together> together = {};  // none: it is alone
   std::string refusal = {};                 // why there are none: what the other ranks are told
   Tensors held = {};                        // what the requests' addresses point into
+  std::vector<std::function<void()>> fills = {};  // done first: inputs that lie nowhere else
   std::vector<std::pair<at::Tensor, at::Tensor>> copies = {};  // what is left to do then: dst, src
   std::shared_ptr<Passage> passage = {};  // of tensors on devices; none: there are none
   Tensors results = {};                   // the value of the call's future

@@ -60,6 +60,11 @@ std::vector<Rank> MessageWork::missing(const shm::Mailbox& mailbox) const {
   return in_hand_ || !transfer_ ? std::vector<Rank>{mailbox.rank()} : mailbox.missing(*transfer_);
 }
 
+shm::Deadline MessageWork::due() const {
+  const std::lock_guard lock(mutex_);
+  return due_;
+}
+
 std::shared_ptr<shm::Mailbox::Transfer> MessageWork::transfer() const {
   const std::lock_guard lock(mutex_);
   return transfer_;
@@ -158,6 +163,7 @@ c10::intrusive_ptr<Future> MessageWork::getFuture() {
     if (future_) return future_;
     future_ = new_future(passage());
     complete_now = settled_;
+    due_ = shm::Clock::now() + ask_.timeout;
   }
   if (complete_now) complete(*future_, {tensor_}, error_, passage());
   return future_;

@@ -8,6 +8,7 @@
 
 #include "../../plan/error.h"
 #include "binder.h"
+#include "new_thread.h"
 
 namespace pycollect::dist {
 namespace {
@@ -29,8 +30,6 @@ Messages::Messages(std::shared_ptr<shm::Group> group, std::shared_ptr<const Ladd
 bool Messages::check(const Letter& letter, const char* name, bool receives) const {
   forks_.require_none(name);
   if (letter.peer) check_rank(*letter.peer, group_->world(), name, receives ? "src" : "dst");
-  require(!letter.peer || *letter.peer != group_->rank(), name, ": ", receives ? "src" : "dst",
-          " is this rank itself");
   require(letter.tag >= 0, name, ": tag is ", letter.tag, "; it must not be negative");
   const Label label{name, "tensor"};
   const bool away =
@@ -39,29 +38,51 @@ bool Messages::check(const Letter& letter, const char* name, bool receives) cons
   return away;
 }
 
-c10::intrusive_ptr<MessageWork> Messages::make(const Letter& letter, const char* name,
-                                               bool receives) {
-  const bool away = check(letter, name, receives);
-  MessageWork::Ask ask{name, 0, letter.peer, letter.tag, letter.timeout, receives};
-  {
-    const std::lock_guard lock(mutex_);
-    if (closed_) throw CollectiveError(text(name, ": the group has been destroyed"));
-    ask.number = made_++;
+// From before a message is known to anybody until it is listed or has completed: the group's end
+// waits for that, and overlooks none.
+class Messages::Asking {
+ public:
+  Asking(Messages& all, const char* name) : all_(all) {
+    const std::lock_guard lock(all_.mutex_);
+    if (!all_.takes_more_) throw CollectiveError(text(name, ": the group has been destroyed"));
+    if (!all_.thread_.joinable())
+      all_.thread_ = new_thread([self = all_.shared_from_this()] { self->serve(); });
+    ++all_.asking_;
+    number = all_.made_++;
   }
-  return c10::make_intrusive<MessageWork>(
-      ask, letter.tensor, away ? passage_of(letter, receives) : nullptr, shared_from_this());
+  ~Asking() {
+    const std::lock_guard lock(all_.mutex_);
+    if (--all_.asking_ == 0 && !all_.takes_more_) all_.changed_.notify_all();
+  }
+  Asking(const Asking&) = delete;
+  Asking& operator=(const Asking&) = delete;
+
+  uint64_t number;
+
+ private:
+  Messages& all_;
+};
+
+c10::intrusive_ptr<c10d::Work> Messages::ask(const Letter& letter, const char* name,
+                                             bool receives) {
+  const bool away = check(letter, name, receives);
+  const Asking asking(*this, name);
+  const MessageWork::Ask what{name,       asking.number,  letter.peer,
+                              letter.tag, letter.timeout, receives};
+  auto work = c10::make_intrusive<MessageWork>(
+      what, letter.tensor, away ? passage_of(letter, receives) : nullptr, shared_from_this());
+  if (receives)
+    post(work);
+  else
+    dispatch(work);
+  return started(std::move(work));
 }
 
 c10::intrusive_ptr<c10d::Work> Messages::send(const Letter& letter) {
-  auto work = make(letter, "send", false);
-  dispatch(work);
-  return started(std::move(work));
+  return ask(letter, "send", false);
 }
-
 c10::intrusive_ptr<c10d::Work> Messages::receive(const Letter& letter) {
-  auto work = make(letter, "recv", true);
-  post(work);
-  return started(std::move(work));
+  return ask(letter, "recv", true);
 }
 
 c10::intrusive_ptr<c10d::Work> Messages::started(c10::intrusive_ptr<MessageWork> work) {
@@ -71,10 +92,7 @@ c10::intrusive_ptr<c10d::Work> Messages::started(c10::intrusive_ptr<MessageWork>
   }
   const std::lock_guard lock(mutex_);
   open_.push_back(work);
-  if (!thread_.joinable())
-    thread_ = std::thread([self = shared_from_this()] { self->serve(); });
-  else if (dozes_)
-    changed_.notify_all();
+  if (dozes_) changed_.notify_all();
   return work;
 }
 
@@ -103,8 +121,10 @@ void Messages::wait(MessageWork& work, shm::Deadline deadline) {
     --waiting_;
   }
   work.settle();
-  forget(work);
-  if (error && !work.is_moved()) std::rethrow_exception(error);
+  if (work.is_moved())
+    forget(work);
+  else if (error)
+    std::rethrow_exception(error);
 }
 
 bool Messages::wait_until(MessageWork& work, shm::Deadline deadline) {
@@ -141,16 +161,30 @@ bool Messages::settle_done(Lock& lock) {
   return true;
 }
 
+bool Messages::any_moved() const {
+  return std::any_of(open_.begin(), open_.end(), [](const auto& w) { return w->is_moved(); });
+}
+
+// Which of them must be done first, because it has a future.
+shm::Occasion Messages::most_urgent() const {
+  shm::Occasion first{"send or recv", 0, shm::Deadline::max()};
+  for (const auto& work : open_)
+    if (const auto due = work->due(); due < first.deadline && !work->is_moved())
+      first = work->occasion(due);
+  return first;
+}
+
 // Until something is done, or somebody else does it.
 void Messages::move_on(Lock& lock) {
-  const auto stop = [this] {
+  const shm::Occasion first = most_urgent();
+  const auto stop = [&] {
     const std::lock_guard hold(mutex_);
-    return closed_ || waiting_ > 0 || glances() || stirs() ||
-           std::any_of(open_.begin(), open_.end(), [](const auto& w) { return w->is_moved(); });
+    return closed_ || waiting_ > 0 || glances() || stirs() || any_moved() ||
+           most_urgent().deadline < first.deadline;
   };
   lock.unlock();
   try {
-    mailbox_.work(stop, {"send or recv", 0, shm::Clock::now() + kForEver});
+    mailbox_.work(stop, first);
   } catch (const std::exception&) {
     // Everything that was under way has failed with it, and says so itself.
   }
@@ -181,11 +215,16 @@ void Messages::tick(Lock& lock) {
     changed_.wait_for(lock, kTick, [&] { return closed_; });
     return;
   }
+  const shm::Occasion first = most_urgent();
   lock.unlock();
-  fail_with_group();
-  progress();
-  std::this_thread::sleep_for(kGlance);
+  attend(first);
   lock.lock();
+}
+
+void Messages::take_no_more(shm::Deadline deadline) {
+  Lock lock(mutex_);
+  takes_more_ = false;
+  changed_.wait_until(lock, deadline, [&] { return asking_ == 0; });
 }
 
 void Messages::finish(shm::Deadline deadline) {
@@ -199,31 +238,39 @@ void Messages::finish(shm::Deadline deadline) {
     else
       idle = mailbox_.work([&] { return over() || stirs(); }, occasion);
   }
-  drop_leaving();
-  if (!mailbox_.idle()) group_->abort("it was destroyed while messages were under way");
-  mailbox_.progress();
 }
 
-bool Messages::close(std::chrono::milliseconds grace) {
-  const auto deadline = shm::Clock::now() + grace;
-  try {
-    finish(deadline);
-  } catch (const std::exception&) {
-    fail_with_group();
-  }
-  drop_leaving();
+// From a callback it is this very thread, which ends by itself.
+void Messages::end_thread() {
   std::thread thread;
   {
-    Lock lock(mutex_);
+    const std::lock_guard lock(mutex_);
     closed_ = true;
     changed_.notify_all();
     thread.swap(thread_);
   }
   mailbox_.wake();
-  if (thread.joinable()) thread.join();
+  if (thread.get_id() == std::this_thread::get_id())
+    thread.detach();
+  else if (thread.joinable())
+    thread.join();
+}
+
+bool Messages::close(shm::Deadline deadline) {
+  take_no_more(deadline);
+  try {
+    finish(deadline);
+  } catch (const std::exception&) {
+    // The group is broken, which is what everything fails with below.
+  }
+  drop_leaving(std::make_exception_ptr(
+      CollectiveError("send: the group was destroyed before the stream came to it")));
+  if (!mailbox_.idle()) group_->abort("it was destroyed while messages were under way");
+  fail_with_group();
+  end_thread();
   {
     Lock lock(mutex_);
-    settle_done(lock);
+    while (settle_done(lock)) continue;
   }
   {
     const std::lock_guard lock(handed_mutex_);

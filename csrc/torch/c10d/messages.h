@@ -1,5 +1,5 @@
 // send and recv: each moves on by itself, whatever the group's collectives do. Whoever waits moves
-// all of them; a thread does when nobody waits, made when the first does not complete at once. What
+// all of them; a thread does when nobody waits, made before the first has been asked for. What
 // is sent from a device is posted when it has come from there, in order with the rest for its peer.
 // What a device has in hand rings no bell: while there is such, one looks again and again.
 #pragma once
@@ -62,6 +62,7 @@ class MessageWork final : public OwnWork {
   void settle();
   std::shared_ptr<Messages> messages() const;
   std::vector<Rank> missing(const shm::Mailbox& mailbox) const;  // whom it depends on
+  shm::Deadline due() const;  // of its future, which itself can be waited for without a limit
   shm::Occasion occasion(shm::Deadline deadline) const {
     return {ask_.name, ask_.number, deadline};
   }
@@ -78,6 +79,7 @@ class MessageWork final : public OwnWork {
   bool settled_ = false, in_hand_ = false;  // in_hand_: a device of this process has it
   std::exception_ptr error_;
   c10::intrusive_ptr<Future> future_;
+  shm::Deadline due_ = shm::Deadline::max();
 };
 
 class Messages : public std::enable_shared_from_this<Messages> {
@@ -94,9 +96,9 @@ class Messages : public std::enable_shared_from_this<Messages> {
   c10::intrusive_ptr<c10d::Work> receive(const Letter& letter);
   // Throws if those would, before anything moves. Returns whether the tensor is on a device.
   bool check(const Letter& letter, const char* name, bool receives) const;
-  // Takes nothing more, gives what is under way some time, then aborts the group. Returns whether
-  // no device has to do with the others' memory any more.
-  bool close(std::chrono::milliseconds grace);
+  // Takes nothing more, and gives what is under way until then; what is left fails with the group,
+  // which is aborted for it. Returns whether no device has to do with the others' memory any more.
+  bool close(shm::Deadline deadline);
   void abort(const std::string& why) { group_->abort(why); }
   void progress();
 
@@ -107,16 +109,19 @@ class Messages : public std::enable_shared_from_this<Messages> {
   // exchange of a small message through the host costs.
   static constexpr std::chrono::microseconds kGlance{50};
 
-  c10::intrusive_ptr<MessageWork> make(const Letter& letter, const char* name, bool receives);
+  class Asking;  // messages.cpp
+  c10::intrusive_ptr<c10d::Work> ask(const Letter& letter, const char* name, bool receives);
   c10::intrusive_ptr<c10d::Work> started(c10::intrusive_ptr<MessageWork> work);
   void wait(MessageWork& work, shm::Deadline deadline);
   bool wait_until(MessageWork& work, shm::Deadline deadline);
-  void forget(const MessageWork& work);
+  void forget(const MessageWork& work);  // which is settled
   bool settle_done(Lock& lock);
   void move_on(Lock& lock);
   void serve();
 
+  void take_no_more(shm::Deadline deadline);
   void finish(shm::Deadline deadline);
+  void end_thread();
 
   void post(const c10::intrusive_ptr<MessageWork>& work);
   std::shared_ptr<Passage> passage_of(const Letter& letter, bool receives);
@@ -130,8 +135,12 @@ class Messages : public std::enable_shared_from_this<Messages> {
   void dispatch(const c10::intrusive_ptr<MessageWork>& work);
   void dispatch_arrived();
   void await_dispatch(const MessageWork& work, shm::Deadline deadline);
-  void drop_leaving();
+  void drop_leaving(const std::exception_ptr& error);
   void tick(Lock& lock);
+  void attend(const shm::Occasion& first);
+  bool any_moved() const;
+  shm::Occasion most_urgent() const;
+  std::vector<Rank> missing();
 
   const std::shared_ptr<shm::Group> group_;
   const std::shared_ptr<const Ladder> ladder_;
@@ -143,7 +152,8 @@ class Messages : public std::enable_shared_from_this<Messages> {
   std::vector<c10::intrusive_ptr<MessageWork>> open_;  // not done when they were last looked at
   std::thread thread_;
   int waiting_ = 0;  // threads that move things because they wait for one
-  bool closed_ = false, dozes_ = false;
+  int asking_ = 0;   // threads that are in `ask`
+  bool takes_more_ = true, closed_ = false, dozes_ = false;
   uint64_t made_ = 0;
 
   std::mutex leaving_mutex_;  // held while the mailbox is given what it guards; never under mutex_

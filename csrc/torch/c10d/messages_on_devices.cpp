@@ -111,6 +111,34 @@ void Messages::fail_with_group() {
     group_->require_whole({"send or recv", 0, shm::Deadline::max()});
   } catch (const CollectiveError&) {
     mailbox_.fail(std::current_exception());
+    drop_leaving(std::current_exception());
+  }
+}
+
+std::vector<Rank> Messages::missing() {
+  std::vector<Rank> ranks;
+  const std::lock_guard lock(mutex_);
+  for (const auto& work : open_) {
+    if (work->is_moved()) continue;
+    for (Rank r : work->missing(mailbox_))
+      if (std::find(ranks.begin(), ranks.end(), r) == ranks.end()) ranks.push_back(r);
+  }
+  return ranks;
+}
+
+// Instead of the mailbox, which would sleep: while a device has something in hand, or until
+// something is done. A stream that is held up hides no death of a rank that a message depends on.
+void Messages::attend(const shm::Occasion& first) {
+  const auto over = [&] {
+    progress();
+    const std::lock_guard hold(mutex_);
+    return closed_ || !glances() || any_moved() || most_urgent().deadline < first.deadline;
+  };
+  try {
+    group_->await(
+        over, [&] { return missing(); }, first, [] { std::this_thread::sleep_for(kGlance); });
+  } catch (const CollectiveError&) {
+    fail_with_group();
   }
 }
 
@@ -127,11 +155,9 @@ void Messages::await_parcels(MessageWork& work, shm::Deadline deadline) {
   }
 }
 
-void Messages::drop_leaving() {
+void Messages::drop_leaving(const std::exception_ptr& error) {
   const std::lock_guard lock(leaving_mutex_);
-  for (const auto& work : leaving_)
-    work->fail(std::make_exception_ptr(
-        CollectiveError("send: the group was destroyed before the stream came to it")));
+  for (const auto& work : leaving_) work->fail(error);
   leaving_.clear();
   leaves_ = false;
 }

@@ -5,6 +5,7 @@
 #include <pthread.h>
 
 #include "../../plan/error.h"
+#include "new_thread.h"
 
 namespace pycollect::dist {
 
@@ -29,7 +30,7 @@ c10::intrusive_ptr<QueuedWork> Queue::run(Call call) {
   }
   lock.lock();
   running_ = false;
-  see_to_it();
+  if (!hand_on()) run_waiting(lock);
   if (closed_ || !waiting_.empty()) changed_.notify_all();
   lock.unlock();
   if (error) std::rethrow_exception(error);
@@ -44,12 +45,22 @@ c10::intrusive_ptr<QueuedWork> Queue::push(Call call) {
 
 std::vector<c10::intrusive_ptr<QueuedWork>> Queue::push_all(std::vector<Call> calls) {
   std::vector<c10::intrusive_ptr<QueuedWork>> works;
+  if (calls.empty()) return works;
   for (Call& call : calls)
     works.push_back(c10::make_intrusive<QueuedWork>(std::move(call), shared_from_this()));
-  const Lock lock(mutex_);
+  Lock lock(mutex_);
   for (const auto& work : works) require_open(work->call_);
   waiting_.insert(waiting_.end(), works.begin(), works.end());
-  see_to_it();
+  try {
+    see_to_it();
+  } catch (const std::exception& error) {  // in their place: the other ranks come to them there
+    Call& first = works.front()->call_;
+    refuse_for(first, error);
+    if (first.together) first.together->error = std::current_exception();
+    lock.unlock();
+    for (const auto& work : works) wait(*work);
+    throw;
+  }
   changed_.notify_all();
   return works;
 }
@@ -57,8 +68,23 @@ std::vector<c10::intrusive_ptr<QueuedWork>> Queue::push_all(std::vector<Call> ca
 // Under the lock: that there is a thread for what waits. The one that runs now will look again.
 void Queue::see_to_it() {
   if (running_ || waiting_.empty() || idle_ > 0 || closed_) return;
+  threads_.reserve(threads_.size() + 1);
+  threads_.push_back(new_thread([self = shared_from_this()] { self->serve(); }));
   ++idle_;
-  threads_.emplace_back([self = shared_from_this()] { self->serve(); });
+}
+
+// The same of a thread that has run something: false if nobody else will run what waits.
+bool Queue::hand_on() {
+  try {
+    see_to_it();
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+void Queue::run_waiting(Lock& lock) {
+  while (!running_ && !waiting_.empty()) run_next(lock, true);
 }
 
 // `goes_on`: will this thread look for more by itself? Letting go of a tensor can take the
@@ -78,13 +104,14 @@ void Queue::run_next(Lock& lock, bool goes_on) {
   lock.lock();
   running_ = false;
   auto future = work->finish(error);
-  if (future || !goes_on) see_to_it();
+  const bool handed_on = (!future && goes_on) || hand_on();
   changed_.notify_all();
   lock.unlock();
   if (future) complete(*future, work->result(), error, work->passage());
   future.reset();
   work.reset();
   lock.lock();
+  if (!handed_on && !goes_on) run_waiting(lock);
 }
 
 void Queue::serve() {
@@ -115,22 +142,22 @@ bool Queue::wait_until(QueuedWork& work, shm::Deadline deadline) {
   return changed_.wait_until(lock, deadline, [&] { return work.is_done(); });
 }
 
-void Queue::close(std::chrono::milliseconds grace) {
+void Queue::close(shm::Deadline deadline) {
   std::vector<std::thread> threads;
   {
     Lock lock(mutex_);
     closed_ = true;
     changed_.notify_all();
     const auto empty = [&] { return !running_ && waiting_.empty(); };
-    const auto deadline = shm::Clock::now() + grace;
     while (!empty() && shm::Clock::now() < deadline)
       if (!running_ && idle_ == 0)
         run_next(lock, true);
       else
         changed_.wait_until(lock, deadline);
     if (!empty()) {
+      const std::shared_ptr<Runner> runner = runner_;  // another thread may close it, too
       lock.unlock();
-      runner_->abort("it was destroyed while collectives were under way");
+      runner->abort("it was destroyed while collectives were under way");
       lock.lock();
     }
     while (!empty())

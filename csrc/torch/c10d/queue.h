@@ -31,16 +31,18 @@ class Queue : public std::enable_shared_from_this<Queue> {
 
   void abort(const std::string& why);
   std::vector<Rank> missing();  // from what runs now
-  // Takes nothing more, gives what is in it some time, then aborts it; returns when nothing is left
+  // Takes nothing more, gives what is in it until then and aborts it; returns when nothing is left
   // to run and no thread to run it.
-  void close(std::chrono::milliseconds grace);
+  void close(shm::Deadline deadline);
 
   std::mutex& mutex() { return mutex_; }  // guards what every work of this queue says of itself
 
  private:
   using Lock = std::unique_lock<std::mutex>;
   void run_next(Lock& lock, bool goes_on);
+  void run_waiting(Lock& lock);
   void see_to_it();
+  bool hand_on();
   void serve();
   void require_open(const Call& call) const;
 

@@ -1,6 +1,8 @@
 // See reduction.h.
 #include "reduction.h"
 
+#include <ATen/ScalarOps.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/mul.h>
 
 #include "../../plan/error.h"
@@ -14,6 +16,18 @@ at::Scalar factor_of(const c10d::_SupplementBase& supplement) {
   const auto& given = static_cast<const c10d::NCCLPreMulSumSupplement&>(supplement);
   return given.tensor_factor.defined() ? given.tensor_factor.item()
                                        : at::Scalar(given.double_factor);
+}
+
+Binder::Fill product(const at::Tensor& t, const at::Scalar& factor) {
+  return [t, factor](const at::Tensor& into) {
+    const at::AutoDispatchBelowADInplaceOrView as_memory;  // as `lay` does, on any thread
+    if (at::isFloatingType(t.scalar_type()) && t.element_size() == 1) {  // torch multiplies none
+      into.copy_(at::mul(t.to(at::kFloat), factor));
+      return;
+    }
+    at::Tensor out = into;
+    at::mul_out(out, t, at::native::wrapped_scalar_tensor(factor));
+  };
 }
 
 }  // namespace
@@ -58,22 +72,20 @@ DType Reduction::dtype(const at::Tensor& t, const Label& label) const {
   return dtype;
 }
 
-at::Tensor Reduction::scaled(const at::Tensor& t, const Label& label) const {
+Binder::Fill Reduction::scaled(const at::Tensor& t, const Label& label) const {
   const at::ScalarType type = t.scalar_type();
   require_type(type != at::kBool, label.call, ": PREMUL_SUM is not defined for bool");
   const at::Scalar given = factor_of(*supplement_);
   if (at::isFloatingType(type) || at::isComplexType(type)) {
-    const bool narrow = t.element_size() == 1;  // torch does not multiply 8-bit floats
-    const at::Tensor wide = narrow ? t.detach().to(at::kFloat) : t.detach();
     require_type(at::isComplexType(type) || !given.isComplex(), label.call, ": PREMUL_SUM of ",
                  label, ", ", dtype_name(t), ", by a complex factor");
-    return at::mul(wide, given).to(type);
+    return product(t, given);
   }
   const double factor = given.toDouble();
   require_type(factor == static_cast<double>(static_cast<int64_t>(factor)), label.call,
                ": PREMUL_SUM of ", label, ", ", dtype_name(t), ", by ", factor,
                "; integers take whole factors");
-  return at::mul(t.detach(), at::Scalar(static_cast<int64_t>(factor))).to(type);
+  return product(t, at::Scalar(static_cast<int64_t>(factor)));
 }
 
 }  // namespace pycollect::dist

@@ -12,8 +12,8 @@ class Reduction {
 
   ReduceOp op() const { return op_; }
   bool scales() const { return supplement_ != nullptr; }  // PREMUL_SUM
-  // The product with the factor, in the tensor's own dtype.
-  at::Tensor scaled(const at::Tensor& tensor, const Label& label) const;
+  // Makes the product with the factor, in the tensor's own dtype, of what the tensor has by then.
+  Binder::Fill scaled(const at::Tensor& tensor, const Label& label) const;
   // Of a tensor that is reduced: its dtype, if the operation is defined for it.
   DType dtype(const at::Tensor& tensor, const Label& label) const;
 

@@ -21,7 +21,7 @@ void bind(const InPlace& what, Binder& binder, const at::Tensor& t, const Label&
                          : reads      ? binder.update(t, label)
                                       : binder.write(t, label);
   if (!what.reduction.scales()) return binder.add_input(request, 0, span);
-  binder.add_input(request, 0, binder.hold(what.reduction.scaled(t, label)));
+  binder.add_input(request, 0, binder.compute(t, what.reduction.scaled(t, label)));
   if (what.writes) binder.add_output(request, 0, span);
 }
 
@@ -90,8 +90,9 @@ void reduce_scatter(Call& call, Seat seat, const Tensors& outputs, const TensorL
       check_dtype(input, label, outputs[i], output);
       if (r == seat.rank) check_size(input, label, outputs[i], output);
       const shm::Span span = binder.read_beside(input, label, own);
-      binder.add_input(request, r,
-                       reduction.scales() ? binder.hold(reduction.scaled(input, label)) : span);
+      binder.add_input(
+          request, r,
+          reduction.scales() ? binder.compute(input, reduction.scaled(input, label)) : span);
     }
   }
   binder.finish();
@@ -113,7 +114,8 @@ void reduce_scatter_single(Call& call, Seat seat, const Tensors& outputs, const 
     binder.add_output(request, 0, own);
     const shm::Span span = binder.read_beside(inputs[i], input, own, seat.rank * own.count);
     binder.add_whole_input(
-        request, reduction.scales() ? binder.hold(reduction.scaled(inputs[i], input)) : span);
+        request,
+        reduction.scales() ? binder.compute(inputs[i], reduction.scaled(inputs[i], input)) : span);
   }
   binder.finish();
   call.results = outputs;

@@ -30,6 +30,10 @@ std::string shortened(std::string_view why) {
   return text(why.substr(0, end == why.npos ? kMost - kMore.size() : end), kMore);
 }
 
+void refuse_for(Call& call, const std::exception& why) {
+  call.refusal = shortened(text(pycollect::name(call.collective), ": ", why.what()));
+}
+
 // The caller has its error, and does not want another one.
 void Runner::refuse(const Call& call, shm::Deadline deadline) {
   try {
@@ -60,7 +64,18 @@ void Runner::await_arrival(Call& call, shm::Deadline deadline) {
   } catch (const CollectiveError&) {
     throw;
   } catch (const std::exception& error) {
-    call.refusal = shortened(text(pycollect::name(call.collective), ": ", error.what()));
+    refuse_for(call, error);
+    refuse(call, deadline);
+    throw;
+  }
+}
+
+// The results of calls before it are what it reads. Nobody waits for a rank that has no memory.
+void Runner::fill(Call& call, shm::Deadline deadline) {
+  try {
+    for (const auto& fill : call.fills) fill();
+  } catch (const std::exception& error) {
+    refuse_for(call, error);
     refuse(call, deadline);
     throw;
   }
@@ -71,6 +86,7 @@ void Runner::run(Call& call) {
   if (!call.refusal.empty()) return refuse(call, deadline);
   if (call.meets) return meet(call, deadline);
   agree_on_all(call, deadline);
+  fill(call, deadline);
   if (!call.passage) return perform(call, deadline);
   await_arrival(call, deadline);
   const shm::Occasion occasion{pycollect::name(call.collective), calls_, deadline};

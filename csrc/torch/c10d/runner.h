@@ -11,6 +11,8 @@ cpu::ParallelFor threads_of_rank(int ranks);
 
 // As much of a refusal as the other ranks can be told.
 std::string shortened(std::string_view why);
+// Has the call tell them so instead of running.
+void refuse_for(Call& call, const std::exception& why);
 
 class Runner {
  public:
@@ -27,6 +29,7 @@ class Runner {
   void meet(const Call& call, shm::Deadline deadline);
   void agree_on_all(Call& call, shm::Deadline deadline);
   void agree(const std::vector<Together::Bound>& requests, shm::Deadline deadline);
+  void fill(Call& call, shm::Deadline deadline);
   void perform(Call& call, shm::Deadline deadline);
   void await_arrival(Call& call, shm::Deadline deadline);
 

@@ -93,6 +93,7 @@ c10::intrusive_ptr<Future> QueuedWork::getFuture() {
 void QueuedWork::let_go() {
   call_.requests.clear();
   call_.held.clear();
+  call_.fills.clear();
   call_.copies.clear();
   if (call_.passage) call_.passage->let_go();
 }

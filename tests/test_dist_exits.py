@@ -1,0 +1,83 @@
+"""Programs that end, or fork, while groups of theirs have work under way."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from dist_pool import OURS, own_process
+from dist_waits import DESTROYED
+
+pytestmark = pytest.mark.skipif(not OURS, reason="never ends, or by a crash")
+
+PROGRAM = """
+import gc, os, sys, time
+there, here = os.pipe()
+rank = 0 if os.fork() else 1
+import pycollect, torch, torch.distributed as dist
+dist.init_process_group("pycollect", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
+groups = [dist.new_group([0, 1]) for _ in range(4)]
+if rank == 1:
+    os.close(here)
+    os.read(there, 1)  # until the other one has ended
+    os._exit(0)
+"""
+
+MUCH = """
+works = [dist.irecv(torch.zeros(3), 1, group=group) for group in groups]
+works += [dist.all_reduce(torch.zeros(3), group=group, async_op=True) for group in groups]
+futures = [work.get_future() for work in works]
+said = [future.then(lambda f: print("over")) for future in futures]
+print(time.monotonic(), flush=True)
+"""
+
+
+def test_a_program_that_ends_with_much_under_way(tmp_path):
+    """One time of grace, however many groups there are."""
+    end, *said = own_process(["-c", PROGRAM + MUCH, f"{tmp_path}/store"], 100).split()
+    assert said == ["over"] * 8
+    assert time.monotonic() - float(end) < 2 * DESTROYED + 4
+
+
+FORKS = """
+import signal, threading
+backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+def ask():
+    while True:
+        backend.supports_tensor_alloc(torch.device("cpu"))
+for _ in range(3):
+    threading.Thread(target=ask, daemon=True).start()
+hung = 0
+for _ in range(60):
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(10)
+        os._exit(backend.supports_tensor_alloc(torch.device("cpu")))
+    hung = hung or os.waitpid(child, 0)[1]
+    if hung:
+        break
+print("hung", hung, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_fork_while_another_thread_asks(tmp_path):
+    """No lock that a thread of the parent's holds is waited for."""
+    said = own_process(["-W", "ignore", "-c", PROGRAM + FORKS, f"{tmp_path}/store"], 100)
+    assert said.split() == ["hung", "0"]
+
+
+HOLDS = """
+other = pycollect._C.make_backend(dist.HashStore(), 0, 1, pycollect.distributed.options())
+work = dist.all_reduce(torch.zeros(3), group=groups[0], async_op=True)
+future = work.get_future().then(lambda f, group=other: print("over"))
+del other, work, future
+print("end", flush=True)
+"""
+
+
+def test_a_callback_that_holds_another_group(tmp_path):
+    """Which ends with it, while the interpreter ends all groups."""
+    said = own_process(["-c", PROGRAM + HOLDS, f"{tmp_path}/store"], 60)
+    assert said.split() == ["end", "over"]

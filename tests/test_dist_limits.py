@@ -1,0 +1,114 @@
+"""A process that can make no more threads: what cannot begin says so, on every rank; nothing hangs.
+
+A thread's stack takes address space. Where all threads have stacks of a GiB, a limit of half of
+that more than the process has keeps it from making threads, and from nothing else.
+"""
+
+from __future__ import annotations
+
+import pytest
+from dist_pool import OURS, own_process
+
+pytestmark = pytest.mark.skipif(not OURS, reason="has its threads from the beginning")
+
+PROGRAM = """
+import os, resource, sys, threading, time
+GIB = 1 << 30
+if resource.getrlimit(resource.RLIMIT_STACK)[0] != GIB:  # looked at when a program begins
+    resource.setrlimit(resource.RLIMIT_STACK, (GIB, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+child = os.fork()
+rank = 1 if child == 0 else 0
+import pycollect, torch, torch.distributed as dist
+torch.set_num_threads(1)
+dist.init_process_group("pycollect", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
+dist.all_reduce(torch.ones(3))
+
+def limit(on):
+    if rank == 0:
+        pages = int(open("/proc/self/statm").read().split()[0])
+        most = pages * resource.getpagesize() + GIB // 2 if on else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+    return on
+
+def caught(call, *args, **options):
+    try:
+        call(*args, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+def soon(ready):
+    end = time.monotonic() + 20
+    while not ready():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+JOB
+
+if rank == 1:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print("good")
+"""
+
+ASYNCHRONOUS = """
+x = torch.ones(3)
+limit(True)
+error = caught(lambda: dist.all_reduce(x, async_op=True).wait())
+limit(False)
+assert "thread" in error and ("rank 0 refused" in error or rank == 0), error
+assert x.tolist() == [1, 1, 1]
+x = torch.full((3,), 1.0 + rank)
+future = dist.all_reduce(x, async_op=True).get_future()  # nobody waits for the work
+soon(future.done)
+assert future.wait()[0].tolist() == [3, 3, 3]
+"""
+
+BEHIND_ANOTHER = """
+x, y, got = torch.ones(3), torch.ones(3), []
+go, over = threading.Event(), threading.Event()
+def second():  # asks while the first one runs
+    go.wait()
+    time.sleep(0.3)
+    got.append(dist.all_reduce(y, async_op=True).get_future())
+    limit(True)
+    over.wait()  # and keeps the stack that it has
+thread = threading.Thread(target=second)
+thread.start()
+if rank == 1:
+    time.sleep(1.0)
+go.set()
+if rank == 1:
+    time.sleep(1.0)
+error = caught(dist.all_reduce, x)
+soon(lambda: got and got[0].done())
+limit(False)
+over.set()
+thread.join()
+assert error == "nothing", error
+assert (x.tolist(), y.tolist()) == ([2, 2, 2], [2, 2, 2])
+"""
+
+MESSAGES = """
+y = torch.zeros(3)
+if rank == 0:
+    limit(True)
+    errors = [caught(dist.isend, torch.full((3,), 1.0), 1), caught(dist.irecv, y, 1)]
+    limit(False)
+    assert all("thread" in error for error in errors), errors
+    dist.send(torch.full((3,), 2.0), 1)
+    work = dist.irecv(y, 1)
+    soon(work.get_future().done)
+    assert y.tolist() == [3, 3, 3]
+else:
+    dist.recv(y, 0)
+    assert y.tolist() == [2, 2, 2]
+    time.sleep(0.2)
+    dist.send(torch.full((3,), 3.0), 0)
+"""
+
+
+@pytest.mark.parametrize("job", [ASYNCHRONOUS, BEHIND_ANOTHER, MESSAGES])
+def test_no_more_threads(tmp_path, job):
+    assert own_process(["-c", PROGRAM.replace("JOB", job), f"{tmp_path}/store"], 60) == "good\n"

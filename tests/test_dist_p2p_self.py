@@ -1,0 +1,187 @@
+"""Messages to oneself: isend and irecv, alone, in batches and beside those of others.
+
+torch's blocking send and recv refuse a rank's own number themselves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import OURS, Caught, Me, Pools, caught, fresh, pools_of_a_module
+from reference import assert_same
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(not OURS, reason="connects no rank with itself")
+COUNTS = (0, 1, 7, 1023, 70_001, 1_000_003)  # at once, in one buffer, through several
+STAGED = ("", "late", "eager", "late:stream", "eager:wait", "late:best")
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    yield from pools_of_a_module(beside=None)
+
+
+def of(rank: int, count: int, tag: int = 0) -> Tensor:
+    return torch.arange(count, dtype=torch.float32) % 1009 + 1000 * rank + 17 * tag
+
+
+def received(y: Tensor, source: int | None, tag: int = 0) -> dist.Work:
+    if source is None:  # torch's blocking recv would refuse what it has got
+        return dist.group.WORLD.recv_anysource([y], tag)
+    return dist.irecv(y, source, tag=tag)
+
+
+def sizes(me: Me) -> None:
+    """Sent first and received first, strided at either end, from oneself and from anybody."""
+    for count, (out, into), sends, source in itertools.product(
+        COUNTS, [(1, 1), (2, 1), (1, 3)], [True, False], [me.rank, None]
+    ):
+        x = of(me.rank, out * count)[::out]
+        y = torch.full((into * count,), -1.0)[::into]
+        works = [dist.isend(x, me.rank)] if sends else [received(y, source)]
+        works += [received(y, source)] if sends else [dist.isend(x, me.rank)]
+        for work in works:
+            work.wait()
+        assert works[sends]._source_rank() == me.rank
+        assert_same([y], [x], (count, out, into, sends, source))
+
+
+def in_order(me: Me) -> None:
+    """By tag, and within a tag in the order of asking; waited for in any."""
+    outs = [(tag, n, torch.zeros(30_000 * n + 5)) for n in range(3) for tag in (3, 1)]
+    sends = [dist.isend(of(n, len(y), tag), me.rank, tag=tag) for tag, n, y in outs]
+    receives = [dist.irecv(y, me.rank, tag=tag) for tag, _, y in sorted(outs, key=lambda o: o[0])]
+    for work in reversed(sends + receives):
+        work.wait()
+    for tag, n, y in outs:
+        assert_same([y], [of(n, len(y), tag)], (tag, n))
+
+
+def batches(me: Me) -> None:
+    """All to all by messages, one's own part among them; and one's own part alone."""
+    for count in (5, 400_000):
+        for peers in (range(me.world), [me.rank]):
+            outs = {peer: torch.zeros(count) for peer in peers}
+            ops = [dist.P2POp(dist.isend, of(me.rank, count, peer), peer) for peer in peers]
+            ops += [dist.P2POp(dist.irecv, y, peer) for peer, y in outs.items()]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            for peer, y in outs.items():
+                assert_same([y], [of(peer, count, me.rank)], (count, peer))
+    dist.barrier()  # torch's list of a batch is closed: what comes now is run
+
+
+def futures(me: Me) -> None:
+    """Nobody waits, or moves anything."""
+    y, z = torch.zeros(400_000), torch.zeros(400_000)
+    works = [dist.irecv(y, me.rank), dist.isend(of(me.rank, 400_000), me.rank)]
+    assert_same(works[0].get_future().wait(), [of(me.rank, 400_000)])
+    works += [dist.isend(y, me.rank), dist.irecv(z, me.rank)]
+    limit = time.monotonic() + 10
+    while not all(work.is_completed() for work in works):
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+    assert_same([z], [y])
+
+
+JOBS = (sizes, in_order, batches, futures)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
+@pytest.mark.parametrize("world", [1, 3])
+def test_to_oneself(pools, world, job):
+    pools(world).run(job, seconds=40)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
+@pytest.mark.parametrize("staged", STAGED[1:])
+def test_of_tensors_on_devices(pools, staged, job):
+    pools(2, staged=staged).run(job, seconds=60)
+
+
+def beside_others(me: Me) -> list[int]:
+    """Receives from anybody take one's own messages in turn with those of others."""
+    dist.send(of(me.rank, 9), (me.rank + 1) % me.world)
+    sent = dist.isend(of(me.rank, 9), me.rank)
+    sources = []
+    for _ in range(2):
+        y = torch.zeros(9)
+        work = received(y, None)
+        work.wait()
+        assert_same([y], [of(work._source_rank(), 9)])
+        sources.append(work._source_rank())
+    sent.wait()
+    return sorted(sources)
+
+
+def test_from_anybody(pools):
+    assert pools(3).run(beside_others) == [[0, 2], [0, 1], [1, 2]]
+
+
+def unfit(me: Me, sent: Tensor, room: Tensor) -> list[Caught]:
+    before = room.clone()
+    works = [dist.isend(sent, me.rank), dist.irecv(room, me.rank)]
+    errors = [caught(work.wait) for work in works]
+    assert torch.equal(room, before)
+    y = torch.zeros(9)
+    good = [dist.irecv(y, me.rank), dist.isend(of(1, 9), me.rank)]
+    for work in good:
+        work.wait()
+    assert_same([y], [of(1, 9)])
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("sent", "room"),
+    [
+        (torch.ones(8), torch.zeros(7)),
+        (torch.ones(400_000), torch.zeros(3)),
+        (torch.ones(400_000), torch.zeros(400_000, dtype=torch.int32)),
+        (torch.ones(0), torch.zeros(3)),
+    ],
+    ids=["smaller", "much smaller", "dtype", "empty"],
+)
+def test_what_does_not_fit(pools, sent, room):
+    for sender, receiver in pools(2).run(unfit, sent, room):
+        assert receiver.kind == "ValueError", receiver
+        assert sender.kind == ("ValueError" if sent.numel() > 1000 else ""), sender
+
+
+def lonely(me: Me, how: str) -> Caught:
+    if me.rank != 0:
+        return caught(dist.barrier)
+    if how == "irecv":
+        return caught(dist.irecv(torch.zeros(3), 0).wait)
+    if how == "irecv from anybody":
+        return caught(received(torch.zeros(3), None).wait)
+    return caught(dist.isend(torch.zeros(3_000_000), 0).wait)
+
+
+@pytest.mark.parametrize("how", ["irecv", "irecv from anybody", "isend"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_without_the_other_end(how, world):
+    missing = 1 if world == 2 and how == "irecv from anybody" else 0
+    with fresh(world, timeout=1.0) as pool:
+        for error in pool.run(lonely, how):
+            assert error.kind == "Timeout", error
+            assert f"rank {missing} did not arrive" in error.text
+
+
+def refused(me: Me) -> list[Caught]:
+    return [
+        caught(dist.send, torch.ones(2), me.rank),
+        caught(dist.isend, torch.ones(2), me.rank, tag=-1),
+        caught(dist.isend, torch.ones(2, dtype=torch.uint16), me.rank),
+        caught(dist.irecv, torch.zeros(1).expand(3), me.rank),
+    ]
+
+
+def test_refused(pools):
+    for errors in pools(2).run(refused):
+        assert all({"ValueError", "TypeError"} & set(e.kinds) for e in errors), errors
+        assert not any("itself" in e.text for e in errors), errors

@@ -1,0 +1,232 @@
+"""What is under way when its group ends or breaks: everything says so, nothing stays.
+
+A future has no time limit of torch's, so one that is never completed is a hang for ever.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import OURS, Caught, Me, backend_of, caught, fresh
+from dist_waits import NOTICED
+
+pytestmark = pytest.mark.skipif(not OURS, reason="messages have no futures, or never end")
+GRACE = 5.0  # seconds that a group's end gives to what is under way
+ENDED = GRACE + 2.0  # and what a crowded machine needs on top
+
+
+def held() -> tuple[int, int]:
+    """Mappings and descriptors of groups."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sum("memfd:pycollect" in line for line in maps), len(os.listdir("/proc/self/fd"))
+
+
+def ends(future: Any, seconds: float) -> Caught:
+    """What a future ends with; a kind of "hangs": it has not."""
+    limit = time.monotonic() + seconds
+    while not future.done():
+        if time.monotonic() > limit:
+            return Caught(("hangs",), "", limit)
+        time.sleep(0.01)
+    return caught(future.wait)
+
+
+def messages(group: dist.ProcessGroup, rank: int) -> list[tuple[str, dist.Work]]:
+    """That the other rank never answers: it neither receives nor sends."""
+    other = 1 - rank
+    return [
+        ("irecv", dist.irecv(torch.zeros(3), other, group=group)),
+        ("large irecv", dist.irecv(torch.zeros(3_000_000), other, group=group, tag=1)),
+        ("irecv from anybody", group.recv_anysource([torch.zeros(3)], 2)),
+        ("strided irecv", dist.irecv(torch.zeros(6)[::2], other, group=group, tag=3)),
+        ("isend", dist.isend(torch.zeros(3_000_000), other, group=group, tag=4)),
+    ]
+
+
+def collectives(group: dist.ProcessGroup) -> list[tuple[str, dist.Work]]:
+    """That the other rank does not come to."""
+    return [
+        ("all_reduce", dist.all_reduce(torch.zeros(3), group=group, async_op=True)),
+        ("another", dist.all_reduce(torch.zeros(3), group=group, async_op=True)),
+    ]
+
+
+Ends = dict[str, Caught]
+
+
+def unsaid(found: Ends) -> Ends:
+    """Those that hang, or were taken for good. What comes out of `then` has lost its type."""
+    return {
+        name: error
+        for name, error in found.items()
+        if error.kind in ("", "hangs")
+        or ("CollectiveError" not in error.kinds and "then" not in name)
+    }
+
+
+def destroyed(me: Me, what: str) -> tuple[Ends, tuple[int, int], tuple[int, int]]:
+    """Rank 0 destroys a group in which much is under way; the other one stays."""
+    before = held()
+    group = dist.new_group([0, 1])
+    found: Ends = {}
+    if me.rank == 0:
+        works = messages(group, me.rank) if what != "collectives" else []
+        works += collectives(group) if what != "messages" else []
+        futures = [(name, work.get_future()) for name, work in works]
+        futures += [(f"{name}, then", f.then(lambda f: f.value())) for name, f in futures]
+        waiting = dict(messages(group, me.rank) + collectives(group)) if what == "awaited" else {}
+        threads = [
+            threading.Thread(target=lambda n=n, w=w: found.update({n: caught(w.wait)}))
+            for n, w in waiting.items()
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+        start = time.monotonic()
+        dist.destroy_process_group(group)
+        found |= {f"future of {name}": ends(f, 1.0) for name, f in futures}
+        for thread in threads:
+            thread.join(max(0.1, start + ENDED - time.monotonic()))
+        found |= {name: Caught(("hangs",), "", 0.0) for name in waiting.keys() - found.keys()}
+        assert time.monotonic() - start < ENDED
+        del works, futures, waiting, threads
+    dist.barrier()
+    if me.rank == 1:
+        dist.destroy_process_group(group)
+    del group
+    return found, before, held()
+
+
+@pytest.mark.parametrize(
+    ("what", "ended"), [("messages", 10), ("collectives", 4), ("both", 14), ("awaited", 21)]
+)
+def test_destroyed_with_anything_under_way(what, ended):
+    """As futures, and what comes after those; and where threads wait."""
+    with fresh(2) as pool:
+        outcomes = pool.run(destroyed, what, seconds=2 * ENDED)
+        for found, before, after in outcomes:
+            assert not unsaid(found)
+            assert after == before
+        assert len(outcomes[0][0]) == ended
+
+
+def lost(me: Me, how: str) -> tuple[Ends, float]:
+    """Nobody waits for what is under way."""
+    dist.barrier()
+    works = messages(dist.group.WORLD, me.rank)
+    works += collectives(dist.group.WORLD) if me.rank == 0 else []
+    futures = [(name, work.get_future()) for name, work in works]
+    time.sleep(0.3)  # until the threads of the group sleep
+    if me.rank == 1 and how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if me.rank == 1 and how == "leaves":
+        dist.destroy_process_group()
+    if me.rank == 1 and how == "aborts":
+        backend_of().abort()
+    start = time.monotonic()
+    found = {name: ends(future, ENDED) for name, future in futures}
+    took = time.monotonic() - start
+    if me.rank == 0 or how == "aborts":
+        dist.destroy_process_group()
+    return found, took
+
+
+@pytest.mark.parametrize("how", ["dies", "leaves", "aborts"])
+def test_nobody_waits_in_a_group_that_breaks(how):
+    with fresh(2) as pool:
+        for rank, outcome in enumerate(pool.outcomes(lost, how, seconds=40)):
+            if outcome.died:
+                continue
+            found, took = outcome.value
+            assert not unsaid(found)
+            assert took < (NOTICED + 1.0 if how != "leaves" else ENDED), (rank, took)
+
+
+def never(me: Me) -> tuple[Ends, float]:
+    """The other rank is there, and sends nothing."""
+    dist.barrier()
+    start = time.monotonic()
+    futures = [(n, w.get_future()) for n, w in messages(dist.group.WORLD, me.rank)[me.rank :]]
+    return {name: ends(future, ENDED) for name, future in futures}, time.monotonic() - start
+
+
+def test_a_future_of_what_never_comes():
+    """As long as wait() has, a future has too: the group's timeout."""
+    with fresh(2, timeout=1.5) as pool:
+        for found, took in pool.run(never):
+            assert {error.kind for error in found.values()} == {"Timeout"}, found
+            assert 1.0 < took < ENDED
+
+
+def held_up(me: Me, how: str) -> tuple[Ends, float]:
+    """A message that has not come from its device hides nothing that happens to the others."""
+    found, took = Ends(), 0.0
+    dist.barrier()
+    if me.rank == 0:
+        me.fake.stall(True)
+        works = [("isend", dist.isend(torch.ones(3), 2)), ("irecv", dist.irecv(torch.ones(3), 1))]
+        futures = [(name, work.get_future()) for name, work in works]
+        start = time.monotonic()
+        if how == "late":
+            found["wait"] = caught(works[0][1].wait)
+        found |= {name: ends(future, ENDED) for name, future in futures}
+        took = time.monotonic() - start
+    elif me.rank == 1 and how == "dies":
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return found, took
+
+
+@pytest.mark.parametrize("how", ["dies", "late"])
+def test_a_stream_that_is_held_up(how):
+    with fresh(3, staged="late", timeout=1.5) as pool:
+        found, took = pool.outcomes(held_up, how, seconds=40)[0].value
+        assert not unsaid(found)
+        assert took < 1.5 + NOTICED + 1.0
+
+
+def raised(future: Any) -> None:
+    raise RuntimeError("made up, in a callback")
+
+
+def called_back(me: Me) -> list[Caught]:
+    """Callbacks that raise, and one that destroys the group from the group's own thread."""
+    group = dist.new_group([0, 1])
+    found = []
+    if me.rank == 0:
+        ended = threading.Event()
+        works = [dist.irecv(torch.zeros(3), 1, group=group, tag=n) for n in range(3)]
+        futures = [work.get_future() for work in works]
+        futures[0].add_done_callback(raised)
+        found = [futures[0].then(raised)]
+        found += [futures[1].then(lambda f: dist.destroy_process_group(group) or ended.set())]
+        found += [futures[1], futures[2]]
+    dist.barrier()
+    if me.rank == 1:
+        for n in range(2):
+            dist.send(torch.ones(3), 0, group=group, tag=n)
+    outcomes = [ends(future, ENDED) for future in found]
+    assert me.rank == 1 or ended.is_set()
+    dist.barrier()
+    if me.rank == 1:
+        dist.destroy_process_group(group)
+    return outcomes
+
+
+def test_callbacks_that_raise_or_destroy_the_group():
+    with fresh(2) as pool:
+        (raises, destroying, message, pending), _ = pool.run(called_back, seconds=2 * ENDED)
+        assert "made up" in raises.text
+        assert not destroying.kind, destroying
+        assert not message.kind, message
+        assert "CollectiveError" in pending.kinds, pending
