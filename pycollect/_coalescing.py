@@ -3,7 +3,8 @@
 torch drops what a body has asked for only where the body ends well: after an exception, every later
 `all_reduce` of the group is put in the list that was left, and returns unreduced. Here the list of
 a group of this backend is dropped, and ranks that wait for what was in it are told why it does not
-come. Groups of other backends are left as they are.
+come. Groups of other backends are left as they are; and so is that torch has one list for all
+threads that share a group.
 """
 
 from __future__ import annotations
@@ -18,16 +19,24 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from . import _C
+from .errors import CollectiveError
+
+
+def _backends(group: Any) -> list[Any]:
+    devices = getattr(group, "_device_types", ())  # a rank outside of the group has none
+    found = (group._get_backend(torch.device(device)) for device in devices)
+    return [*{id(backend): backend for backend in found if _C.is_backend(backend)}.values()]
 
 
 def _abandon(group: Any, operations: list[Any], error: BaseException) -> None:
+    backends = _backends(group)
+    if backends:
+        c10d._world.pg_coalesce_state.pop(group, None)
     why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    devices = getattr(group, "_device_types", ())  # a rank outside of the group has none
-    backends = {id(b): b for b in (group._get_backend(torch.device(d)) for d in devices)}
-    for backend in backends.values():
+    for backend in backends:
         asked = any(group._get_backend(o.tensor.device) is backend for o in operations)
-        if _C.abandon_coalescing(backend, why, asked):
-            c10d._world.pg_coalesce_state.pop(group, None)
+        with contextlib.suppress(CollectiveError):  # that a group has ended need not be told
+            _C.abandon_coalescing(backend, why, asked)
 
 
 def _guarded(manager: Any) -> Any:
@@ -37,14 +46,19 @@ def _guarded(manager: Any) -> Any:
         group: Any = None, device: torch.device | None = None, async_ops: bool = False
     ) -> Iterator[Any]:
         group = group or c10d._get_default_group()
-        operations = None  # that torch has put in its list; none: it has not begun one
+        lists = c10d._world.pg_coalesce_state
+        operations: list[Any] = []  # that torch has put in its list
+        ours = group not in lists  # else the list is another block's, which goes on
         try:
             with manager(group, device, async_ops) as works:
-                operations = c10d._world.pg_coalesce_state.get(group, [])
+                ours, operations = True, lists.get(group, [])
                 yield works
-                operations = []  # torch takes them out of it
+                kinds = sorted({o.op.__name__ for o in operations})
+                if len(kinds) > 1:  # torch finds out when the list is not known any more
+                    raise RuntimeError(f"coalesced calls must be alike, not {', '.join(kinds)}")
+                operations = []
         except BaseException as error:
-            if operations is not None:
+            if ours:
                 _abandon(group, operations, error)
             raise
 

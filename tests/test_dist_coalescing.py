@@ -160,6 +160,48 @@ def test_an_exception_before_anything_was_asked_for_is_nobody_elses(pools):
     pools(2).run(nothing_asked)
 
 
+class Unrelated(Exception):
+    """Of a body's."""
+
+
+def beside(me: Me) -> list[tuple[Caught, Caught]]:
+    """What is not the body's own: the manager that cannot begin, torch's rule, a group's end."""
+    raised = []
+    for device in (torch.device("cuda"), "cpu"):  # "cpu:pycollect" has no backend for CUDA
+        with pytest.raises((RuntimeError, TypeError)), dist._coalescing_manager(device=device):
+            pass
+        is_in_step(me)
+
+    def unlike() -> None:
+        with dist._coalescing_manager():
+            dist.all_reduce(ones())
+            if me.rank == 0:
+                dist.all_gather_into_tensor(torch.zeros(2), torch.ones(1))
+            else:
+                dist.all_reduce(ones(3))
+
+    raised.append(caught(unlike))
+    is_in_step(me)
+    group = dist.new_group(backend="cpu:pycollect")
+
+    def ends() -> None:
+        with dist._coalescing_manager(group, CPU):
+            dist.broadcast(ones(), 0, group)
+            dist.destroy_process_group(group)
+            raise Unrelated
+
+    raised.append(caught(ends))
+    is_in_step(me)
+    return raised
+
+
+def test_what_goes_wrong_beside_the_body_leaves_nothing_either(pools):
+    results = pools(2, backend="cpu:pycollect").run(beside)
+    for rank, (unlike, ends) in enumerate(results):
+        assert ("must be alike" if rank == 0 else "rank 0 refused coalesced calls") in unlike.text
+        assert ends.kind == "Unrelated"
+
+
 # --- threads --------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Me, caught, pools_of_a_module
+from dist_pool import OURS, Caught, Me, backend_of, caught, pools_of_a_module
 from dist_step import CPU, is_in_step, ones
 
 pytestmark = pytest.mark.skipif(not OURS, reason="what only this backend promises")
@@ -67,6 +67,34 @@ def test_lists_that_are_not_alike_are_refused_and_nothing_is_written(pools, case
     assert words in results[0][0].text
 
 
+def test_who_has_another_number_of_requests_is_named(pools):
+    jobs = [[[(4, F), (4, D)]], [[(4, F), (4, L)]], [[(4, F)]]]
+    for raised, _ in pools(3).run(several, jobs):
+        assert "rank 2 called all_reduce of 4 float32, op sum, by itself" in raised.text
+
+
+def device_fails(me: Me, calls: int) -> tuple[Caught, list[float]]:
+    """A device of rank 0's fails when it is asked whether its tensors have come."""
+    tensors = [torch.full((5,), float(me.rank)) for _ in range(3)]
+    backend_of()._start_coalescing()
+    for x in tensors:
+        dist.broadcast(x, 0)
+    if me.rank == 0:
+        me.fake.fail_call(calls)
+    raised = caught(lambda: backend_of()._end_coalescing().wait())
+    me.fake.fail_call(-1)
+    is_in_step(me)
+    return raised, [x[0].item() for x in tensors]
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_what_does_not_come_from_a_device_holds_back_the_whole_list(pools, calls):
+    for rank, (raised, kept) in enumerate(pools(2, staged="eager").run(device_fails, calls)):
+        assert "rank 0 refused broadcast" in raised.text or rank == 0
+        assert raised.kind
+        assert kept == [rank] * 3
+
+
 def unlike_batch(me: Me, what: str) -> tuple[Caught, float]:
     x = ones()
     sent = {"counts": [1, 2 + me.rank], "sizes": [1, 1]}[what]
@@ -117,3 +145,56 @@ def right_batch(me: Me) -> None:
 @pytest.mark.parametrize("staged", ["", "eager:stream", "eager:wait"])
 def test_coalesced_calls_run_in_order(pools, world, staged):
     pools(world, staged=staged).run(right_batch)
+
+
+# --- messages and collectives ---------------------------------------------------------------------
+
+
+def mixed(me: Me) -> list[str]:
+    """A message leaves when the collectives beside it are agreed on: else nobody would take it."""
+    got, raised = torch.zeros(3), []
+    for step in range(4):
+        bad = {0: torch.zeros(3, dtype=torch.uint16), 1: torch.zeros(4)}.get(step)
+
+        def body(step: int = step, bad: torch.Tensor | None = bad) -> None:
+            with dist._coalescing_manager(device=CPU):
+                if me.rank == 1:
+                    dist.isend(torch.full((3,), float(step)), 0)
+                elif step != 1:
+                    dist.irecv(got, 1)
+                dist.broadcast(torch.zeros(3) if bad is None or me.rank == 1 else bad, 0)
+
+        raised.append(caught(body).text)
+        assert raised[-1] or me.rank == 1 or got.tolist() == [step] * 3
+    is_in_step(me)
+    return raised
+
+
+@pytest.mark.parametrize("staged", ["", "late", "eager:stream"])
+def test_messages_and_collectives_of_a_list_are_one(pools, staged):
+    for refused, differ, *right in pools(2, staged=staged).run(mixed):
+        assert "refused coalesced broadcast" in refused
+        assert "must call the same" in differ
+        assert right == ["", ""]
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def counted(me: Me) -> int:
+    backend = backend_of()
+    before = backend._get_sequence_number_for_group()
+    for device in (None, CPU):
+
+        def body(device: torch.device | None = device) -> None:
+            with dist._coalescing_manager(device=device):
+                dist.reduce(ones(), 0)
+                dist.reduce(ones(4 + me.rank).to(torch.uint16 if me.rank else torch.int8), 0)
+
+        caught(body)
+        caught(dist.broadcast, torch.zeros(1).expand(4), 1 - me.rank)
+    return backend._get_sequence_number_for_group() - before
+
+
+def test_ranks_count_alike_whoever_refuses(pools):
+    assert pools(2).run(counted) == [6, 6]

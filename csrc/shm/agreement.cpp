@@ -125,7 +125,11 @@ std::string difference(Group& group, Rank r, uint64_t call) {
       const Description& d = group.description(r, call);
       throw std::invalid_argument(text("rank ", r, " refused ", d.refusal.data()));
     }
+  // Whoever has another number of requests than rank 0 differs in what can be named.
+  const auto parts = [&](Rank r) { return group.description(r, call).parts; };
   Rank r = 1;
+  while (r < group.world() && parts(r) == parts(0)) ++r;
+  if (r == group.world()) r = 1;
   while (r + 1 < group.world() && same(post(r), post(0).signature)) ++r;
   throw std::invalid_argument(difference(group, r, call));
 }

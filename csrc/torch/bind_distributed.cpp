@@ -64,12 +64,13 @@ bool in_tract(const c10::intrusive_ptr<c10d::Backend>& backend, const at::Tensor
   return tracts && tracts->place_of(at, tensor.nbytes()).has_value();
 }
 
-// Returns whether the backend is of this kind, and to be dealt with here.
-bool abandon_coalescing(const c10::intrusive_ptr<c10d::Backend>& backend, const std::string& why,
+bool is_backend(const c10::intrusive_ptr<c10d::Backend>& backend) {
+  return dynamic_cast<dist::Backend*>(backend.get()) != nullptr;
+}
+
+void abandon_coalescing(const c10::intrusive_ptr<c10d::Backend>& backend, const std::string& why,
                         bool asked) {
-  auto* own = dynamic_cast<dist::Backend*>(backend.get());
-  if (own != nullptr) own->abandonCoalescing(why, asked);
-  return own != nullptr;
+  dynamic_cast<dist::Backend&>(*backend).abandonCoalescing(why, asked);
 }
 
 c10::intrusive_ptr<Options> copy_of(const Options& options) {
@@ -117,6 +118,7 @@ void bind_distributed(py::module_& m) {
   m.def("arena_use", &arena_use);
   m.def("tract_use", &tract_use);
   m.def("in_tract", &in_tract);
+  m.def("is_backend", &is_backend);
   m.def("abandon_coalescing", &abandon_coalescing, py::arg("backend"), py::arg("why"),
         py::arg("asked"), py::call_guard<py::gil_scoped_release>());
   m.def("cuda_rungs", &dist::rung_names);

@@ -74,7 +74,7 @@ Backend::~Backend() {
   if (!forks_.none()) {
     // Locks and threads in there are the parent's: not even their destructors may run.
     new auto(std::make_tuple(std::move(queue_), std::move(messages_), std::move(group_),
-                             std::move(allocator_), ladder_));
+                             std::move(allocator_), std::move(coalescing_), ladder_));
     return;
   }
   const WithoutInterpreter without;
@@ -187,11 +187,6 @@ Call Backend::new_call(const Ask& ask) const {
           .timeout = given ? ask.timeout : std::chrono::milliseconds(timeout_ms_)};
 }
 
-WorkPtr Backend::submit(Call call, bool later) {
-  call.number = calls_++;
-  return later ? queue_->push(std::move(call)) : queue_->run(std::move(call));
-}
-
 // In its place in the queue, like the call that it stands for.
 void Backend::tell(const Refusal& refusal, Call call) {
   if (refusal.told.empty()) return;
@@ -248,13 +243,15 @@ std::optional<Refusal> Backend::attempt(const Ask& ask, const char* manner, Call
 
 WorkPtr Backend::collective(const Ask& ask, c10::function_ref<void(Call&)> build) {
   forks_.require_none(ask.name);
-  if (CoalescedList* const list = coalescing_.find()) return coalesce(*list, ask, build);
+  const uint64_t number = calls_++;  // also of what is refused: the ranks count alike
+  if (CoalescedList* const list = coalescing_->find()) return coalesce(*list, ask, number, build);
   Call call = new_call(ask);
+  call.number = number;
   if (const auto refusal = attempt(ask, "", call, build)) {
     tell(*refusal, new_call(ask));
     std::rethrow_exception(refusal->error);
   }
-  return submit(std::move(call), ask.later);
+  return ask.later ? queue_->push(std::move(call)) : queue_->run(std::move(call));
 }
 
 // torch asks once for each kind of device, with one store: both are to have the same group.

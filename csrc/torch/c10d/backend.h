@@ -58,6 +58,7 @@ class Backend final : public c10d::Backend {
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override;
   // Runs what this thread has asked for since, as one: all of it, or nothing of it on any rank.
+  // Waits for the others where there are collectives and messages both.
   WorkPtr endCoalescing() override;
   // Instead of that: nothing runs, and `why` is told to the ranks that wait for its collectives.
   // `asked`: there are some that are not in the list. Does nothing where there is nothing to end.
@@ -109,18 +110,20 @@ class Backend final : public c10d::Backend {
     bool later;  // may it run after this returns?
   };
   WorkPtr collective(const Ask& ask, c10::function_ref<void(Call&)> build);
-  WorkPtr coalesce(CoalescedList& list, const Ask& ask, c10::function_ref<void(Call&)> build);
+  WorkPtr coalesce(CoalescedList& list, const Ask& ask, uint64_t number,
+                   c10::function_ref<void(Call&)> build);
   std::optional<Refusal> attempt(const Ask& ask, const char* manner, Call& call,
                                  c10::function_ref<void(Call&)> build) const;
   Call new_call(const Ask& ask) const;
-  WorkPtr submit(Call call, bool later);
   void convene(const Call& like, at::Device device);
   void tell(const Refusal& refusal, Call call);
   void tell(const CoalescedList& list);
 
   WorkPtr message(const char* name, const Tensors& tensors, std::optional<Rank> peer, int tag,
                   bool receives);
-  WorkPtr post(const CoalescedList::Message& message);
+  WorkPtr coalesce(CoalescedList& list, const Messages& messages, const char* name, bool receives,
+                   c10::function_ref<Messages::Letter()> letter);
+  std::vector<WorkPtr> post(const std::vector<CoalescedList::Message>& list);
   std::shared_ptr<Messages> messages(const char* name) const;
   std::shared_ptr<shm::Group> group() const;
   friend void close_groups();
@@ -139,7 +142,7 @@ class Backend final : public c10d::Backend {
   std::shared_ptr<ArenaAllocator> allocator_;
   std::shared_ptr<Queue> queue_;
 
-  Coalescing coalescing_;
+  std::shared_ptr<Coalescing> coalescing_ = std::make_shared<Coalescing>();
 
   c10::weak_intrusive_ptr<c10d::Backend> last_split_;
   std::string last_split_name_;

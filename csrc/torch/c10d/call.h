@@ -22,6 +22,7 @@ struct Together {
     slabs::Dock* dock;  // null: the executor of the host's memory runs it
   };
   std::vector<Bound> requests = {};
+  std::vector<std::shared_ptr<Passage>> passages = {};
   bool agreed = false;
   std::exception_ptr error = {};  // why they did not: what all of the calls raise
 };

@@ -7,17 +7,43 @@
 
 namespace pycollect::dist {
 
-// Returns no work. Behind a refusal nothing is looked at any more.
-WorkPtr Backend::coalesce(CoalescedList& list, const Ask& ask,
+// These return no work. Behind a refusal nothing is looked at any more.
+WorkPtr Backend::coalesce(CoalescedList& list, const Ask& ask, uint64_t number,
                           c10::function_ref<void(Call&)> build) {
   if (!list.first) list.first = ask.collective;
   if (list.refusal) return {};
   Call call = new_call(ask);
+  call.number = number;
   list.refusal = attempt(ask, "coalesced ", call, build);
-  if (list.refusal) return {};
-  call.number = calls_++;
-  list.calls.push_back(std::move(call));
+  if (!list.refusal) list.calls.push_back(std::move(call));
   return {};
+}
+
+WorkPtr Backend::coalesce(CoalescedList& list, const Messages& messages, const char* name,
+                          bool receives, c10::function_ref<Messages::Letter()> letter) {
+  if (list.refusal) return {};
+  try {
+    CoalescedList::Message message{letter(), receives, {}};
+    const at::Tensor& tensor = message.letter.tensor;
+    if (messages.check(message.letter, name, receives))
+      message.asked = ladder_->devices()->mark(tensor.device());
+    list.messages.push_back(std::move(message));
+  } catch (const std::exception& error) {
+    list.refusal = Refusal{text("coalesced ", error.what()), std::current_exception()};
+  }
+  return {};
+}
+
+// As if each were posted where it was asked for.
+std::vector<WorkPtr> Backend::post(const std::vector<CoalescedList::Message>& list) {
+  std::vector<WorkPtr> works;
+  if (list.empty()) return works;
+  const auto messages = this->messages("batch_isend_irecv");
+  for (const auto& [letter, receives, asked] : list) {
+    if (asked) asked->hold_current(letter.tensor.device());
+    works.push_back(receives ? messages->receive(letter) : messages->send(letter));
+  }
+  return works;
 }
 
 // Nobody waits for a list of messages alone.
@@ -29,34 +55,35 @@ void Backend::tell(const CoalescedList& list) {
 }
 
 void Backend::startCoalescing() {
-  if (coalescing_.find() == nullptr) return coalescing_.start();
+  forks_.require_none("start of coalescing");
+  if (coalescing_->find() == nullptr) return coalescing_->start();
   const std::string why = "this thread has begun to coalesce calls of the group, and not ended it";
   abandonCoalescing(why, false);
   throw std::invalid_argument(
       text("start of coalescing: ", why, "; what it has asked for since did not run"));
 }
 
+// A message is not sent before the collectives beside it are known to run: nobody would take it.
 WorkPtr Backend::endCoalescing() {
-  auto list = coalescing_.take();
+  forks_.require_none("end of coalescing");
+  auto list = coalescing_->take();
   require(list.has_value(),
           "end of coalescing: this thread has begun to coalesce no calls of the group");
-  std::vector<WorkPtr> works;
-  try {
-    if (list->refusal) std::rethrow_exception(list->refusal->error);
-    for (const auto& message : list->messages) works.push_back(post(message));
-  } catch (const std::exception& error) {
-    if (!list->refusal) list->refusal = Refusal{text("coalesced ", error.what()), {}};
+  if (list->refusal) {
     tell(*list);
-    throw;
+    std::rethrow_exception(list->refusal->error);
   }
-  for (auto& work : queue_->push_all(bind_together(std::move(list->calls))))
-    works.push_back(std::move(work));
+  const auto calls = queue_->push_all(bind_together(std::move(list->calls)));
+  if (!calls.empty() && !list->messages.empty()) calls.front()->wait();
+  std::vector<WorkPtr> works = post(list->messages);
+  works.insert(works.end(), calls.begin(), calls.end());
   if (works.size() == 1) return works.front();
   return c10::make_intrusive<JointWork>(std::move(works));
 }
 
 void Backend::abandonCoalescing(std::string_view why, bool asked) {
-  auto list = coalescing_.take();
+  if (!forks_.none()) return;
+  auto list = coalescing_->take();
   if (!list && !asked) return;
   if (!list) list.emplace();
   if (asked && !list->first) list->first = Collective::all_reduce;

@@ -1,6 +1,6 @@
 // What threads have asked a group for since they called startCoalescing: a list for each thread,
 // because what one begins and ends is nothing to another. Nothing in a list has moved yet, and
-// nothing is thrown inside: a refusal stands in the list until its end. No queue, no messages.
+// nothing is thrown inside: a refusal stands in the list until its end. No queue, no mailbox.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -25,6 +25,7 @@ struct CoalescedList {
   struct Message {
     Messages::Letter letter;
     bool receives;
+    std::shared_ptr<Mark> asked;  // where it was, on the tensor's device; null: on the host
   };
   std::vector<Call> calls = {};
   std::vector<Message> messages = {};

@@ -145,27 +145,13 @@ std::shared_ptr<Messages> Backend::messages(const char* name) const {
 WorkPtr Backend::message(const char* name, const Tensors& tensors, std::optional<Rank> peer,
                          int tag, bool receives) {
   const auto messages = this->messages(name);
-  const auto checked = [&] {
+  const auto letter = [&]() -> Messages::Letter {
     require(tensors.size() == 1, name, ": ", tensors.size(), " tensors were passed; pass 1");
-    const CoalescedList::Message message{
-        {tensors[0], peer, tag, std::chrono::milliseconds(timeout_ms_)}, receives};
-    messages->check(message.letter, name, receives);
-    return message;
+    return {tensors[0], peer, tag, std::chrono::milliseconds(timeout_ms_)};
   };
-  CoalescedList* const list = coalescing_.find();
-  if (list == nullptr) return post(checked());
-  if (list->refusal) return {};
-  try {
-    list->messages.push_back(checked());
-  } catch (const std::exception& error) {
-    list->refusal = Refusal{text("coalesced ", error.what()), std::current_exception()};
-  }
-  return {};
-}
-
-WorkPtr Backend::post(const CoalescedList::Message& message) {
-  const auto messages = this->messages(message.receives ? "recv" : "send");
-  return message.receives ? messages->receive(message.letter) : messages->send(message.letter);
+  if (CoalescedList* const list = coalescing_->find())
+    return coalesce(*list, *messages, name, receives, letter);
+  return receives ? messages->receive(letter()) : messages->send(letter());
 }
 
 WorkPtr Backend::send(Tensors& tensors, int to, int tag) {

@@ -56,9 +56,9 @@ std::vector<Rank> Runner::missing() const {
 
 // A stream that is held up holds up its rank, and the time limit is the call's; when the device
 // fails, the other ranks need not wait for it.
-void Runner::await_arrival(Call& call, shm::Deadline deadline) {
+void Runner::await_arrival(Call& call, Passage& passage, shm::Deadline deadline) {
   try {
-    group_->await([&] { return call.passage->arrived(); },
+    group_->await([&] { return passage.arrived(); },
                   [&] { return std::vector<Rank>{group_->rank()}; },
                   {pycollect::name(call.collective), calls_, deadline});
   } catch (const CollectiveError&) {
@@ -88,7 +88,7 @@ void Runner::run(Call& call) {
   agree_on_all(call, deadline);
   fill(call, deadline);
   if (!call.passage) return perform(call, deadline);
-  await_arrival(call, deadline);
+  await_arrival(call, *call.passage, deadline);
   const shm::Occasion occasion{pycollect::name(call.collective), calls_, deadline};
   try {
     perform(call, deadline);
@@ -107,6 +107,7 @@ void Runner::agree_on_all(Call& call, shm::Deadline deadline) {
     if (all.error) std::rethrow_exception(all.error);
     if (std::exchange(all.agreed, true)) return;
     try {
+      for (const auto& passage : all.passages) await_arrival(call, *passage, deadline);
       agree(all.requests, deadline);
     } catch (...) {
       all.error = std::current_exception();

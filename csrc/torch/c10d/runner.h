@@ -31,7 +31,7 @@ class Runner {
   void agree(const std::vector<Together::Bound>& requests, shm::Deadline deadline);
   void fill(Call& call, shm::Deadline deadline);
   void perform(Call& call, shm::Deadline deadline);
-  void await_arrival(Call& call, shm::Deadline deadline);
+  void await_arrival(Call& call, Passage& passage, shm::Deadline deadline);
 
   const std::shared_ptr<shm::Group> group_;
   const cpu::ParallelFor parallel_for_;
