@@ -10,7 +10,7 @@ import torch.distributed as dist
 from dist_pool import Caught, Me, backend_of, caught
 
 VICTIM = 1
-NOTICED = 1.0  # seconds that everybody has to notice a death
+NOTICED = 2.0  # seconds that everybody has to notice a death: one is promised, one is the crowd's
 AT_ONCE = 0.5  # seconds that a broken group may take to refuse, on a crowded machine
 DESTROYED = 5.0  # seconds that destroying a broken group may take
 BEFORE = 4  # calls that go well

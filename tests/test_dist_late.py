@@ -17,7 +17,7 @@ from dist_waits import AT_ONCE, DESTROYED, NOTICED, VICTIM, WAITS, after, begin
 
 pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no type for it, or hangs")
 PATIENCE = 0.5  # seconds: the group's timeout
-LATE = 2.5
+LATE = 3.0
 
 
 def kept_waiting(me: Me, wait: str) -> tuple[Caught, float, tuple]:

@@ -167,8 +167,13 @@ def test_the_fallback_is_said_in_one_line(
     ],
 )
 def test_what_does_not_go_together_is_refused(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # the checkout may be read-only
     with pytest.raises(SystemExit) as exit_:
         main(["--data", "digits", *arguments])
     assert exit_.value.code == 2

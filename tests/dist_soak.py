@@ -1,0 +1,277 @@
+"""The soak: chapters of random calls, in threads over random groups, with ranks that fail.
+
+Everything is derived from one seed by every rank alike. In a chapter each thread has a group of its
+own, or sends messages beside a thread that has one. Somebody may die, or be stopped for a while;
+who waits for it must be told, and the next chapter makes new groups of those that are left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import gc
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from dist_pool import Me, backend_of
+from dist_soak_calls import Side
+from dist_soak_steps import COALESCED, KINDS, MESSAGES, Pending, begin_step, choose
+
+import pycollect as pc
+
+STEPS = 60  # of a thread that nobody disturbs
+OPEN = 6  # calls that a rank has under way at the most
+TOLD = 8.0  # seconds after a death in which every survivor has raised, on a crowded machine
+USUAL, SHORT = 120.0, 4.0  # the groups' timeout; it is short where somebody is to miss it
+FAULTS = ("", "pause", "death", "absence")
+
+
+@dataclasses.dataclass(frozen=True)
+class Chapter:
+    """What all ranks know of it. Ranks have the numbers that they began with."""
+
+    seed: str
+    groups: tuple[tuple[int, ...], ...]
+    fault: str
+    victim: int
+    helper: int  # who stops the victim
+    after: float  # seconds
+    anew: bool  # everything is made again, the default group too
+
+    def loses(self, group: int) -> bool:
+        return self.fault in ("death", "absence") and self.victim in self.groups[group]
+
+    def timeout(self, group: int) -> float:
+        return SHORT if self.fault == "absence" and self.loses(group) else USUAL
+
+
+def chapters_of(seed: int, world: int) -> list[Chapter]:
+    """A story: it ends when it is long enough, or few are left."""
+    rng, alive, told = random.Random(seed), list(range(world)), []
+    while len(alive) >= 3 and len(told) < 5:
+        fault = rng.choice(FAULTS) if told else ""
+        victim, helper = rng.sample(alive, 2)
+        groups = tuple(
+            tuple(sorted(rng.sample(alive, rng.randint(2, len(alive)))))
+            for _ in range(rng.randint(1, 3))
+        )
+        anew = bool(told) and rng.random() < 0.5
+        name = f"{seed}.{len(told)}"
+        told.append(Chapter(name, groups, fault, victim, helper, rng.uniform(0, 0.8), anew))
+        if fault == "death":
+            alive.remove(victim)
+    return told
+
+
+class Thread:
+    """One thread's calls in one group. `failure` is what it may not raise."""
+
+    def __init__(
+        self, side: Side, name: str, *, messages: bool, bereaved: bool, without: frozenset[str]
+    ):
+        self.side, self.name, self.without = side, name, without
+        self.first = 100_000 if messages else 0
+        self.only = MESSAGES if messages else tuple(KINDS)
+        self.bereaved = bereaved  # goes on until it is told that somebody is missing
+        self.told = 0.0
+        self.error: BaseException | None = None
+        self.failure = ""
+        self.now = ""
+        self.open: list[Pending] = []
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._steps()
+            assert not self.bereaved, "nobody told it that a rank is missing"
+        except pc.CollectiveError as error:
+            self.told, self.error = time.monotonic(), error
+            try:
+                assert self.bereaved, "all ranks of the group are there"
+                self._leave()
+            except BaseException:
+                self.failure = traceback.format_exc()
+        except BaseException:
+            self.failure = traceback.format_exc()
+
+    def _steps(self) -> None:
+        rng = random.Random(self.name)
+        number = self.first
+        until = time.monotonic() + 40
+        while time.monotonic() < until if self.bereaved else number < self.first + STEPS:
+            number += 1
+            kind = choose(rng, self.only, self.without)
+            seed = rng.randrange(2**30)
+            self.now = f"step {number}, {kind}"
+            self.open.append(begin_step(self.side, kind, number, seed, self.without))
+            while len(self.open) > self.side.local.randint(0, OPEN):
+                self._finish_one()
+        while self.open:
+            self._finish_one()
+
+    def _finish_one(self) -> None:
+        pending = self.open.pop(self.side.local.randrange(len(self.open)))
+        self.now = f"waits for {pending.step}"
+        pending.finish()
+
+    def _leave(self) -> None:
+        """What else is under way ends, too, and what it says it has done it has done."""
+        while self.open:
+            with contextlib.suppress(pc.CollectiveError):
+                self._finish_one()
+
+
+class Watched:
+    """New tensors in the memory of groups that are broken: nobody may write there."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def take(self, group: dist.ProcessGroup) -> None:
+        gc.collect()
+        with contextlib.suppress(pc.CollectiveError, RuntimeError):  # may be refused by then
+            for _ in range(8):
+                self.tensors.append(pc.empty(2**20, dtype=torch.uint8, group=group).fill_(77))
+
+    def check(self) -> None:
+        changed = [int(t.ne(77).sum()) for t in self.tensors]
+        assert not any(changed), f"bytes of new tensors that somebody else has written: {changed}"
+
+
+def strike(chapter: Chapter, me: int, pids: list[int], folder: str) -> None:
+    """The victim dies, or the helper stops it for a while, once it has come to this chapter."""
+    begun = Path(folder, f"begun_{chapter.seed}")
+    if me == chapter.victim:
+        begun.touch()
+    until = time.monotonic() + USUAL
+    while me == chapter.helper and not begun.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(chapter.after)
+    if chapter.fault == "death" and me == chapter.victim:
+        Path(folder, f"death_{chapter.seed}").write_text(repr(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    if chapter.fault in ("pause", "absence") and me == chapter.helper:
+        os.kill(pids[chapter.victim], signal.SIGSTOP)
+        time.sleep(0.7 if chapter.fault == "pause" else SHORT + 4)
+        os.kill(pids[chapter.victim], signal.SIGCONT)
+
+
+@dataclasses.dataclass
+class Story:
+    """One rank's part in it."""
+
+    me: Me
+    seed: int
+    pids: list[int]
+    without: frozenset[str]
+    alive: list[int] = dataclasses.field(default_factory=list)
+    met: list[int] = dataclasses.field(default_factory=list)  # the default group's ranks
+    meetings: int = 0
+    watched: Watched = dataclasses.field(default_factory=Watched)
+    latest: float = 0.0
+
+    def meet(self, seconds: float = USUAL) -> None:
+        self.meetings += 1
+        self.met = list(self.alive)
+        here = dataclasses.replace(self.me.spec, world=len(self.alive), timeout=seconds)
+        me = dataclasses.replace(self.me, rank=self.alive.index(self.me.rank), spec=here)
+        me.init(f"story_{self.seed}_{self.meetings}")
+
+    def read(self, chapter: Chapter) -> None:
+        if chapter.anew:
+            dist.destroy_process_group()
+            self.meet()
+        limit = datetime.timedelta(seconds=USUAL)
+        groups = [
+            dist.new_group([self.met.index(r) for r in members], timeout=limit)
+            for members in chapter.groups
+        ]
+        mine = {
+            n: group
+            for n, (group, members) in enumerate(zip(groups, chapter.groups, strict=True))
+            if self.me.rank in members
+        }
+        for n, group in mine.items():
+            limit = datetime.timedelta(seconds=chapter.timeout(n))
+            backend_of(group).set_timeout(limit)
+            dist.barrier(group)
+        self.watched.check()  # everybody is back
+        threads = [t for n, group in mine.items() for t in self._threads(chapter, n, group)]
+        doer = threading.Thread(
+            target=strike, args=(chapter, self.me.rank, self.pids, self.me.folder), daemon=True
+        )
+        doer.start()
+        self._join(chapter, threads)
+        if chapter.fault == "absence":
+            for group in {t.side.group for t in threads if t.error}:
+                self.watched.take(group)
+        doer.join()
+        if chapter.fault == "death":
+            self.alive.remove(chapter.victim)
+        for group in mine.values():
+            dist.destroy_process_group(group)
+
+    def _threads(self, chapter: Chapter, n: int, group: dist.ProcessGroup) -> list[Thread]:
+        members = chapter.groups[n]
+        lost = chapter.loses(n)
+        name = f"{chapter.seed} group {n}"
+        two = "messengers" not in self.without and random.Random(name).random() < 0.5
+        made = []
+        for messages in (False, True)[: 1 + two]:
+            side = Side(group, members.index(self.me.rank), random.Random(f"{name} {self.me.rank}"))
+            name += " messages" if messages else ""
+            without = self.without.union(COALESCED if two else ())
+            made.append(Thread(side, name, messages=messages, bereaved=lost, without=without))
+        return made
+
+    def _join(self, chapter: Chapter, threads: list[Thread]) -> None:
+        while any(t.thread.is_alive() for t in threads) and not any(t.failure for t in threads):
+            for t in threads:
+                t.thread.join(0.02)
+        failures = [
+            f"{t.name}, {t.now}:\n{t.error or ''}\n{t.failure}" for t in threads if t.failure
+        ]
+        assert not failures, "\n".join([str(chapter), *failures])
+        self._check_words(chapter, threads)
+
+    def _check_words(self, chapter: Chapter, threads: list[Thread]) -> None:
+        """Deaths are told in time, and of whom."""
+        for t in (t for t in threads if t.error):
+            if chapter.fault == "death":
+                when = float(Path(self.me.folder, f"death_{chapter.seed}").read_text())
+                self.latest = max(self.latest, t.told - when)
+                assert self.latest < TOLD, f"{t.told - when:.1f} s after the death: {t.error}"
+                assert isinstance(t.error, pc.PeerLost), repr(t.error)
+                victim = chapter.groups[int(t.name.split()[2])].index(chapter.victim)
+                assert f"rank {victim}" in str(t.error), f"not of rank {victim}: {t.error}"
+            assert "rank" in str(t.error), f"of nobody: {t.error}"  # who waits for whom goes on
+
+
+def tell(me: Me, seed: int, pids: list[int], without: frozenset[str]) -> float:
+    """One rank's part in a story; who fails ends its process, so that the others need not wait."""
+    story = Story(me, seed, pids, without, list(range(me.world)))
+    try:
+        story.meet()
+        for chapter in chapters_of(seed, me.world):
+            story.read(chapter)
+        dist.destroy_process_group()
+        story.watched.check()
+    except BaseException:
+        print(
+            f"seed {seed}, rank {me.rank} fails:",
+            traceback.format_exc(),
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(70)
+    return story.latest

@@ -1,0 +1,64 @@
+"""Random calls over random groups, from several threads, while ranks die or are stopped.
+
+What is done is in dist_soak.py, derived from a seed that a failure names.
+PYCOLLECT_TEST_SOAK_SEED=n tells that story first, PYCOLLECT_TEST_SOAK_WITHOUT leaves out kinds of
+steps (their names, with commas), PYCOLLECT_TEST_SOAK_SECONDS is how long the slow test goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+from dist_pool import BACKEND, OURS, fresh, shared_files
+from dist_soak import chapters_of, tell
+
+pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no type for what is raised")
+SECONDS = float(os.environ.get("PYCOLLECT_TEST_SOAK_SECONDS", "60"))
+WITHOUT = frozenset(filter(None, os.environ.get("PYCOLLECT_TEST_SOAK_WITHOUT", "").split(",")))
+ONE = os.environ.get("PYCOLLECT_TEST_SOAK_SEED")
+LIMIT = 240.0  # seconds for a story, which takes about ten: what is over it hangs
+
+
+def one_story(seed: int) -> float:
+    """How late anybody was told of a death, in seconds."""
+    world = 4 + seed % 3
+    dead = {c.victim for c in chapters_of(seed, world) if c.fault == "death"}
+    ways = {"SHARE": ("memfd", "named")[seed % 2], "WATCH": ("pidfd", "hangup")[seed // 2 % 2]}
+    environ = tuple((f"PYCOLLECT_SHM_{key}", value) for key, value in ways.items())
+    before = set(shared_files())
+    with fresh(world, group=False, environ=environ) as pool:
+        outcomes = pool.outcomes(tell, seed, pool.pids(), WITHOUT, seconds=LIMIT)
+        wrong = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.died != (r in dead)]
+        wrong += [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error and not o.died]
+        logs = pool._logs()
+    assert not wrong, "\n".join([f"PYCOLLECT_TEST_SOAK_SEED={seed}", *wrong, *logs])
+    assert not left_over(before)
+    return max((o.value for o in outcomes if not o.died), default=0.0)
+
+
+def left_over(before: set[str]) -> set[str]:
+    """Files that are new and stay: those of other programs go."""
+    until = time.monotonic() + 10
+    left = set(shared_files()) - before
+    while left and time.monotonic() < until:
+        time.sleep(0.2)
+        left &= set(shared_files())
+    return left
+
+
+@pytest.mark.parametrize("seed", [int(ONE)] if ONE else range(2))
+def test_a_story(seed):
+    one_story(seed)
+
+
+@pytest.mark.slow
+def test_stories():
+    start, seed = time.monotonic(), int(ONE or 1000)
+    while time.monotonic() - start < SECONDS:
+        late = one_story(seed)
+        print(
+            f"seed {seed}: {time.monotonic() - start:.0f} s, told after {late:.2f} s at the latest"
+        )
+        seed += 1
