@@ -81,3 +81,26 @@ def test_a_callback_that_holds_another_group(tmp_path):
     """Which ends with it, while the interpreter ends all groups."""
     said = own_process(["-c", PROGRAM + HOLDS, f"{tmp_path}/store"], 60)
     assert said.split() == ["end", "over"]
+
+
+WAITS = """
+import subprocess, sys
+RANK = '''
+import sys, threading, time, torch, torch.distributed as dist, pycollect
+rank = int(sys.argv[1])
+dist.init_process_group("pycollect", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+for _ in range(4):
+    threading.Thread(target=lambda: dist.recv(torch.ones(3), 1 - rank), daemon=True).start()
+time.sleep(0.5)
+'''
+for run in range(5):
+    ranks = [[sys.executable, "-c", RANK, str(rank), sys.argv[1] + str(run)] for rank in range(2)]
+    pair = [subprocess.Popen(rank, stderr=subprocess.DEVNULL) for rank in ranks]
+    print(*[rank.wait() for rank in pair])
+"""
+
+
+def test_programs_that_end_while_daemon_threads_wait(tmp_path):
+    """The threads wake when the groups end, and the interpreter has no lock for them any more."""
+    said = own_process(["-c", WAITS, f"{tmp_path}/store"], 200)
+    assert said.split() == ["0"] * 10

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "../../plan/error.h"
+#include "process_end.h"
 #include "runner.h"
 #include "store_board.h"
 #include "without_interpreter.h"
@@ -109,6 +110,7 @@ void Backend::close(shm::Deadline deadline) {
 // A callback may drop the last hold of a group, whose end wants the lock. All of them move on by
 // themselves meanwhile, and so have one time of grace together.
 void close_groups() {
+  begin_process_end();
   std::vector<c10::intrusive_ptr<Backend>> all;
   {
     const std::lock_guard lock(living().mutex);
@@ -242,6 +244,7 @@ std::optional<Refusal> Backend::attempt(const Ask& ask, const char* manner, Call
 }
 
 WorkPtr Backend::collective(const Ask& ask, c10::function_ref<void(Call&)> build) {
+  const StaysAtProcessEnd stays;
   forks_.require_none(ask.name);
   const uint64_t number = calls_++;  // also of what is refused: the ranks count alike
   if (CoalescedList* const list = coalescing_->find()) return coalesce(*list, ask, number, build);

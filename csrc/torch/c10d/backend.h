@@ -21,7 +21,7 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 using OptionsPtr = c10::intrusive_ptr<Options>;
 
 // Shuts down all groups of this process that have not been: no thread of theirs may outlive the
-// interpreter.
+// interpreter, which ends now.
 void close_groups();
 
 // Methods that only some versions of torch have say `virtual` where the others say `override`.

@@ -4,6 +4,7 @@
 #include "../../plan/error.h"
 #include "../threads.h"
 #include "messages.h"
+#include "process_end.h"
 
 namespace pycollect::dist {
 
@@ -139,6 +140,7 @@ std::exception_ptr MessageWork::exception() const {
 }
 
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
+  const StaysAtProcessEnd stays;
   if (passage_) check_no_capture(*passage_, ask_.name);
   if (const auto messages = this->messages()) {
     if (!is_limit(timeout))

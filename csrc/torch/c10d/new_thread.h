@@ -5,13 +5,17 @@
 #include <thread>
 
 #include "../../plan/error.h"
+#include "process_end.h"
 
 namespace pycollect::dist {
 
 template <class Body>
 std::thread new_thread(Body body) {
   try {
-    return std::thread(std::move(body));
+    return std::thread([body = std::move(body)] {
+      exempt_from_process_end();
+      body();
+    });
   } catch (const std::system_error& error) {
     throw CollectiveError(text("this process cannot make another thread (", error.code().message(),
                                "); allow it more threads (ulimit -u, the cgroup's pids.max) or ",

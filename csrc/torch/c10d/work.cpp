@@ -2,6 +2,7 @@
 #include "work.h"
 
 #include "../../plan/error.h"
+#include "process_end.h"
 #include "queue.h"
 
 namespace pycollect::dist {
@@ -57,6 +58,7 @@ std::exception_ptr QueuedWork::exception() const {
 }
 
 bool QueuedWork::wait(std::chrono::milliseconds timeout) {
+  const StaysAtProcessEnd stays;
   if (call_.passage) check_no_capture(*call_.passage, name());
   if (!is_done()) {
     if (!is_limit(timeout))
