@@ -67,7 +67,7 @@ void Runner::await_arrival(Call& call, shm::Deadline deadline) {
 }
 
 void Runner::run(Call& call) {
-  const shm::Deadline deadline = shm::Clock::now() + call.timeout;
+  const shm::Deadline deadline = shm::deadline_after(call.timeout);
   if (!call.refusal.empty()) return refuse(call, deadline);
   if (call.meets) return meet(call, deadline);
   if (!call.passage) return perform(call, deadline);
