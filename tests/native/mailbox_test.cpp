@@ -3,6 +3,7 @@
 // is the number of random programs. With NO_FORK in the environment ranks are threads only.
 #include <sys/resource.h>
 
+#include "mailbox_deep.h"
 #include "mailbox_faults.h"
 #include "mailbox_nonsense.h"
 #include "mailbox_parcels.h"
@@ -79,37 +80,6 @@ void many_large(const Member& m) {
   for (const auto& it : all) m.wait(it);
   for (Rank r = 0; r < m.world; ++r)
     for (int i = 0; r != m.rank && i < many; ++i) check(got[r * many + i] == pattern(n, r));
-}
-
-// Rank 1 has sent rank 0 more large messages than there are lanes, and does nothing more: those of
-// rank 2, and of rank 0 to itself, come all the same.
-void past_who_has_stopped(const Member& m) {
-  const std::size_t n = 300'000;
-  const Bytes mine = pattern(n, m.rank);
-  std::vector<std::shared_ptr<Mailbox::Transfer>> stopped;
-  std::vector<Bytes> got(8, Bytes(n));
-  const auto reach = [&](Rank r, uint64_t wanted) {
-    while (!m.group.has_reached(r, wanted)) std::this_thread::yield();
-  };
-  if (m.rank == 1) {
-    for (const Bytes& it : got) stopped.push_back(m.box.send(0, of(it.size()), mine.data()));
-    m.group.advance(1);
-    reach(0, 1);
-  } else if (m.rank == 2) {
-    m.wait(m.box.send(0, of(n), mine.data()));
-  } else {
-    reach(1, 1);
-    for (Bytes& it : got) stopped.push_back(m.box.receive(1, of(n), it.data()));
-    Bytes other(n), own(n);
-    m.wait(m.box.receive(2, of(n), other.data()));
-    const auto sent = m.box.send(0, of(n), mine.data());
-    m.wait(m.box.receive(0, of(n), own.data()));
-    m.wait(sent);
-    check(other == pattern(n, 2) && own == mine);
-    m.group.advance(1);
-  }
-  for (const auto& it : stopped) m.wait(it);
-  for (const Bytes& it : got) check(m.rank != 0 || it == pattern(n, 1));
 }
 
 // Rank 1's flood does not keep rank 2's only message waiting.
@@ -290,6 +260,7 @@ int main(int argc, char** argv) {
   run({"gone in good order", 3, gone_in_good_order});
   run({"anybody but the gone", 3, anybody_but_the_gone});
   for (const auto& body : kNonsense) run({"nonsense", 2, body});
+  for (int i = 0; i < 10; ++i) run({"deep in the ring", 2, deep_in_the_ring});
   run({"parcels", 2, parcels});
   run({"parcels one-sided", 2, parcels_one_sided});
   run({"parcels unlike", 2, parcels_unlike});
