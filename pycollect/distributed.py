@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import datetime
 import os
 from typing import Any
 
@@ -28,6 +29,7 @@ _SETTINGS = {
     "cuda_ipc": ("PYCOLLECT_CUDA_IPC", tuple(_C.cuda_exports()[1:])),
 }
 _HOST_BYTES = "PYCOLLECT_CUDA_HOST_BYTES"
+_MOST_BYTES = 2**46  # more than any address space has
 
 
 def options(
@@ -110,6 +112,8 @@ def _bytes(name: str, value: int, least: int) -> int:
         raise TypeError(f"{name} is a {type(value).__name__}; pass a number of bytes")
     if value < least:
         raise ValueError(f"{name} is {value}; it must be at least {least}")
+    if value > _MOST_BYTES:
+        raise ValueError(f"{name} is {value}; it must be at most {_MOST_BYTES}")
     return value
 
 
@@ -124,7 +128,7 @@ def _read_environment(made: Any) -> None:
     if wanted and not wanted.isdecimal():
         raise ValueError(f"{_HOST_BYTES} is {wanted!r}; it must be a number of bytes")
     if wanted and made.cuda_host_bytes is None:
-        made.cuda_host_bytes = int(wanted)
+        made.cuda_host_bytes = _bytes(_HOST_BYTES, int(wanted), least=0)
 
 
 def _own(given: Any) -> Any:
@@ -140,6 +144,11 @@ def _own(given: Any) -> Any:
 
 def _create(asked: Any, given: Any) -> Any:
     """Make one group's backend, as torch.distributed asks plugins to."""
+    if asked.timeout < datetime.timedelta(0):
+        raise ValueError(
+            f"the timeout is {asked.timeout}; it must not be negative, which is what torch makes of"
+            " one of more than 292,000 years"
+        )
     made = _own(given)
     _read_environment(made)
     made._timeout = asked.timeout

@@ -32,6 +32,9 @@ class Allocator:
     Its tensors are ordinary ones, on the CPU unless `device` is a GPU; they may stay when the group
     has gone. Memory of a GPU comes from torch's caching allocator, in a pool of its own.
 
+    When a call has failed (`PeerLost`, `Timeout`) a slow rank may still be writing to its tensors:
+    their memory is not used again, and no more of the CPU's is given out by this group.
+
     >>> import pycollect as pc, torch.distributed as dist
     >>> store = dist.HashStore()
     >>> dist.init_process_group("pycollect", store=store, rank=0, world_size=1)

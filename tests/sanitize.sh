@@ -23,6 +23,7 @@ build() { "$root/tests/native/build.sh" "$folder" "tests/native/$1.cpp" "${flags
 if [[ $kind != thread ]]; then  # these fork
   "$(build arena_test | tail -n 1)"
   "$(build group_test | tail -n 1)"
+  "$(build strangers_test | tail -n 1)"
 fi
 "$(build headroom_test | tail -n 1)"
 echo "sanitize.sh $kind $length: right"

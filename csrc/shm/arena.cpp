@@ -50,6 +50,7 @@ std::size_t Arena::default_bytes(int world) {
 
 Arena::Arena(const Group& group)
     : segment_(group.segment()),
+      broken_(reinterpret_cast<Control*>(segment_->data())->breakage, group.settings().name),
       begin_(group.layout().arena(group.rank())),
       bytes_(group.layout().sizes.arena_bytes),
       end_(std::min(group.rank() * kRankStagger, bytes_)),
@@ -61,6 +62,8 @@ std::size_t Arena::allocate(std::size_t bytes) {
     throw std::runtime_error(
         "a forked child of a rank has no shared memory of its own to allocate");
   const std::lock_guard lock(mutex_);
+  ++asked_;
+  if (broken_.yes()) broken_.rethrow({"allocate_tensor", asked_, Deadline()});
   if (bytes > bytes_ || rounded(bytes) > bytes_)
     throw std::runtime_error(text("a tensor of ", bytes, " bytes does not fit into the ", bytes_,
                                   " that a rank can have in its group's shared memory"));
@@ -125,7 +128,7 @@ void Arena::commit_to(std::size_t end) {
 }
 
 void Arena::free(std::size_t offset) noexcept {
-  if (!origin_.is_here()) return;
+  if (!origin_.is_here() || broken_.yes()) return;
   const std::lock_guard lock(mutex_);
   const auto block = blocks_.find(offset);
   if (block == blocks_.end()) return;

@@ -1,6 +1,10 @@
 // Hands out parts of a rank's arena, where other ranks read and write them: tensors that lie there
 // are not copied. Memory is got for more than what is asked, and kept for a while when it is free,
 // because fresh pages cost more than a collective does. Keeps the segment when the group has gone.
+//
+// When a call has failed, other ranks that were in the middle of it may go on for a while, and
+// touch what they were lent there: a broken group's arena takes nothing back, and hands out
+// nothing.
 #pragma once
 #include <cstddef>
 #include <map>
@@ -11,6 +15,7 @@
 #include <utility>
 
 #include "../plan/plan.h"
+#include "broken.h"
 #include "segment.h"
 #include "system.h"
 
@@ -28,9 +33,9 @@ class Arena {
   explicit Arena(const Group& group);
 
   // An offset from the beginning of the rank's arena; of nothing, too. Throws std::runtime_error
-  // when there is no more memory, or in a forked child.
+  // when there is no more memory, or in a forked child; what broke the group when that is broken.
   std::size_t allocate(std::size_t bytes);
-  // Does nothing in a forked child: the memory is its parent's.
+  // Does nothing in a forked child: the memory is its parent's. Nor when the group is broken.
   void free(std::size_t offset) noexcept;
   std::byte* data() const { return segment_->data() + begin_; }
 
@@ -56,6 +61,7 @@ class Arena {
 
   const Origin origin_;
   const std::shared_ptr<Segment> segment_;
+  const Broken broken_;
   const std::size_t begin_, bytes_;  // of the arena in the segment
   mutable std::mutex mutex_;
   std::unordered_map<std::size_t, std::size_t> blocks_;
@@ -65,6 +71,7 @@ class Arena {
   std::size_t committed_ = 0;  // up to here, but for the bare runs, there is memory
   std::size_t growth_;
   std::size_t used_ = 0, kept_ = 0;
+  uint64_t asked_ = 0;  // how often there was an allocation
 };
 
 }  // namespace pycollect::shm

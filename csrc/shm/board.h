@@ -1,6 +1,7 @@
 // Where processes that want to share memory find each other before they do: keys and values that
 // every rank of a group can write and read. csrc/torch puts a torch Store behind it, tests a map.
 #pragma once
+#include <algorithm>
 #include <chrono>
 #include <string>
 #include <vector>
@@ -9,6 +10,13 @@ namespace pycollect::shm {
 
 using Clock = std::chrono::steady_clock;
 using Deadline = Clock::time_point;
+
+// `timeout` from now. A hundred years stand for all that is longer: a clock counts nanoseconds in
+// 64 bits, and both this sum and the ones that other clocks make of it must fit.
+inline Deadline deadline_after(std::chrono::milliseconds timeout) {
+  constexpr std::chrono::milliseconds kNone{0}, kLongest = std::chrono::hours(24 * 365 * 100);
+  return Clock::now() + std::clamp(timeout, kNone, kLongest);
+}
 
 class Board {
  public:

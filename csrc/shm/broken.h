@@ -10,7 +10,7 @@ namespace pycollect::shm {
 
 class Broken {
  public:
-  Broken(Breakage& breakage, const std::string& group) : breakage_(breakage), group_(group) {}
+  Broken(Breakage& breakage, std::string group) : breakage_(breakage), group_(std::move(group)) {}
 
   bool yes() const { return breakage_.state.load(std::memory_order_acquire) != Breakage::whole; }
   // Breaks the group for `cause` (Breakage::lost or timed_out), unless it is broken already.
@@ -21,7 +21,7 @@ class Broken {
 
  private:
   Breakage& breakage_;
-  const std::string& group_;
+  const std::string group_;
 };
 
 }  // namespace pycollect::shm

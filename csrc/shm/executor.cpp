@@ -81,6 +81,25 @@ Agreed agree_or_skip(Group& group, const Statement& mine, uint64_t run, const Oc
   }
 }
 
+// Others' tensors are written at the places that they name: no rank names one outside its arena,
+// but a word that was overwritten does.
+void check_places(Group& group, const Request& request, std::size_t bytes,
+                  const Occasion& occasion) {
+  const std::size_t arena = group.layout().sizes.arena_bytes;
+  const auto inside = [&](uint64_t place, Holds holds) {
+    const std::size_t own = holds == Holds::own_block ? bytes / group.world() : bytes;
+    return place == 0 || (place <= arena && own <= arena - place);  // 0: nothing is lent
+  };
+  for (Rank r = 0; r < group.world(); ++r) {
+    const Places& places = group.line(r).places[occasion.call & 1];
+    if (inside(places.input, input_of(request.collective, request.in_place)) &&
+        inside(places.output, output_of(request.collective, request.in_place)))
+      continue;
+    group.abort(text("rank ", r, " lends memory that it does not have"));
+    group.require_whole(occasion);
+  }
+}
+
 void run_collective(Group& group, const Request& request, Prepared& p, const Occasion& occasion,
                     const cpu::ParallelFor& parallel_for) {
   const uint64_t first = run_number(group);
@@ -88,7 +107,7 @@ void run_collective(Group& group, const Request& request, Prepared& p, const Occ
   const auto places = find_places(group, p);
   const bool placed = places.has_value();
   p.sides.cut(p.slots.chunks);
-  InSegment medium(group, p.row, parallel_for, p.streamed);
+  InSegment medium(group, occasion, {p.row, parallel_for, p.streamed});
   Pieces pieces(medium, p.sides);
   pieces.use(p.slots, request.irregular, occasion.call);
   mine.post.pieces = pieces.wanted();
@@ -101,12 +120,15 @@ void run_collective(Group& group, const Request& request, Prepared& p, const Occ
   state(group, mine, &request);
   group.advance(at_run(first) + (placed ? 1 : p.slots.led()));
   Agreed agreed = agree_or_skip(group, mine, first, occasion);
-  if (agreed.placed) {
-    p.sides.cut(p.open->chunks);
-    pieces.use(*p.open, false, occasion.call);
-    agreed.pieces = pieces.wanted();
-  }
-  whole_or_broken(group, occasion, [&] { pieces.run(first, agreed.pieces, !placed, occasion); });
+  whole_or_broken(group, occasion, [&] {
+    if (agreed.placed) {
+      check_places(group, request, p.bytes, occasion);
+      p.sides.cut(p.open->chunks);
+      pieces.use(*p.open, false, occasion.call);
+      agreed.pieces = pieces.wanted();
+    }
+    pieces.run(first, agreed.pieces, !placed, occasion);
+  });
 }
 
 void refuse_at(Group& group, Collective collective, const Occasion& occasion,

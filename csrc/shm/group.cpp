@@ -13,14 +13,24 @@ int checked_world(Rank rank, int world) {
   return world;
 }
 
+// Also in what was not checked on its way here.
+Extents checked(const Extents& sizes) {
+  for (const auto& [what, bytes] : {std::pair{"slot_bytes", sizes.slot_bytes},
+                                    {"mailbox_bytes", sizes.mailbox_bytes},
+                                    {"arena_bytes", sizes.arena_bytes},
+                                    {"deck_bytes", sizes.deck_bytes}})
+    require(bytes <= kMostBytes, what, " is ", bytes, "; it must be at most ", kMostBytes);
+  return sizes;
+}
+
 }  // namespace
 
 Group::Group(Board& board, Rank rank, int world, Settings settings)
     : rank_(rank),
       world_(checked_world(rank, world)),
       settings_(std::move(settings)),
-      layout_({world, settings_.slot_bytes, settings_.mailbox_bytes, settings_.arena_bytes,
-               settings_.deck_bytes}),
+      layout_(checked({world, settings_.slot_bytes, settings_.mailbox_bytes, settings_.arena_bytes,
+                       settings_.deck_bytes})),
       seen_(std::make_unique<std::atomic<uint64_t>[]>(world)) {
   Meeting meeting(board, rank, world, settings_);
   pids_ = pids(meeting.ranks());

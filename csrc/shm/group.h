@@ -59,6 +59,7 @@ class Group {
 
   uint64_t dead() const { return peers_->dead(); }  // a bit for each rank that has died
 
+  bool is_whole() const { return !broken_->yes(); }
   // Throws what broke the group, or that this process is a forked child of the rank's.
   void require_whole(const Occasion& occasion) const;
   // Breaks it, from any thread: everybody who waits raises.

@@ -109,6 +109,9 @@ struct Extents {
   std::size_t deck_bytes = 0;  // of all ranks: what CUDA's streams read and write
 };
 
+// Of each of those sizes: more than an address space has, and so little that no sum of them wraps.
+inline constexpr std::size_t kMostBytes = std::size_t{1} << 46;
+
 // Offsets in bytes from the beginning; each part begins at a page.
 struct Layout {
   static constexpr std::size_t kPage = 4096;

@@ -46,6 +46,22 @@ class ByPidfd final : public Peers {
   uint64_t gone_ = 0;             // from the beginning
 };
 
+// Of this thread, and of those that it makes.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
 // A thread that holds a lock and does nothing else.
 class Holder {
  public:
@@ -57,11 +73,10 @@ class Holder {
     const int failed = pthread_mutex_init(&lock, &kind);
     pthread_mutexattr_destroy(&kind);
     if (failed != 0) refuse("cannot make a lock in shared memory", failed);
-    sigset_t all, before;  // signals are for the threads that were there
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    thread_ = std::make_unique<std::thread>([this] { hold(); });
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    {
+      const SignalsBlocked blocked;  // they are for the threads that were there
+      thread_ = std::make_unique<std::thread>([this] { hold(); });
+    }
     held_.acquire();
   }
   ~Holder() {

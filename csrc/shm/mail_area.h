@@ -17,9 +17,13 @@ namespace pycollect::shm {
 
 class MailArea {
  public:
-  // Large messages that a rank takes in at a time: enough for all cores of the senders to be at
-  // work, and 1 MiB of buffers a rank.
-  static constexpr int kLanes = 4;
+  // Large messages that a rank takes in at a time: one of each peer, so that none which has stopped
+  // keeps the others out, and some more where that is few. All are together at most 2 MiB a rank.
+  static constexpr int lanes(int world) { return std::max(4, world + 1); }
+  static constexpr std::size_t lane_bytes(int world) {
+    constexpr std::size_t kAll = 2 << 20, kUnit = 4 << 10;
+    return std::min(kMostLaneBytes, kAll / lanes(world) / kUnit * kUnit);
+  }
   // A rank's messages to all others take 1 MiB; of that at most 128 KiB, two thousand of the
   // smallest, for one peer.
   static constexpr std::size_t message_bytes(int world) {
@@ -35,7 +39,11 @@ class MailArea {
   static constexpr std::size_t kAnswerBytes = 1 << 10;
 
   static constexpr std::size_t bytes(int world) {
-    return lanes_at(world) + world * kLanes * (sizeof(LaneCounters) + kLaneBytes);
+    return lanes_at(world) + world * lanes(world) * (sizeof(LaneCounters) + lane_bytes(world));
+  }
+  // Messages that are in a ring at the most.
+  static constexpr int most_unread(int world) {
+    return static_cast<int>(message_bytes(world) / detail::kRecordUnit);
   }
 
   MailArea(std::byte* base, int world) : base_(base), world_(world) {}
@@ -50,9 +58,10 @@ class MailArea {
     return ring(pair(from, to) + sizeof(RingCounters) + message_bytes(world_), kAnswerBytes);
   }
   LanePlace lane(Rank owner, int i) const {
+    const std::size_t bytes = lane_bytes(world_);
     std::byte* const at =
-        base_ + lanes_at(world_) + (owner * kLanes + i) * (sizeof(LaneCounters) + kLaneBytes);
-    return {reinterpret_cast<LaneCounters*>(at), at + sizeof(LaneCounters)};
+        base_ + lanes_at(world_) + (owner * lanes(world_) + i) * (sizeof(LaneCounters) + bytes);
+    return {reinterpret_cast<LaneCounters*>(at), at + sizeof(LaneCounters), bytes};
   }
 
  private:

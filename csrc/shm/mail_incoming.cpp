@@ -1,10 +1,13 @@
 // See mail_incoming.h. Only transfers that both ends have asked for hold a lane, so every lane
-// comes free as long as both ranks move things; and a ring is read for as long as somebody waits
-// for what may be in it, whatever else is.
+// comes free as long as both ranks move things, and no peer can hold the last one that another
+// could have; and a ring is read for as long as somebody waits for what may be in it, whatever else
+// is.
 #include "mail_incoming.h"
 
 #include <algorithm>
 #include <numeric>
+
+#include "../plan/error.h"
 
 namespace pycollect::shm {
 namespace {
@@ -13,14 +16,22 @@ namespace {
 // That sender may be needed for something else first: up to here a ring that fills is emptied
 // whoever has asked for what, as long as this rank moves things at all.
 constexpr std::size_t kMostKept = 4 << 20;  // bytes of one peer's
-// Messages of one peer that are taken without giving the lock to another thread: a peer that never
-// stops sending must not hold up the rest. Takes some 10 us.
-constexpr int kMostTaken = 100;
+
+// Is as much behind the header as its kind has there?
+bool fits(const Record& r) {
+  return r.payload == (r.kind == Record::whole    ? r.bytes
+                       : r.kind == Record::parcel ? sizeof(Ticket)
+                                                  : 0);
+}
 
 }  // namespace
 
 Incoming::Incoming(const MailArea& area, Rank me, Effects& effects)
-    : area_(area), me_(me), effects_(effects), free_(MailArea::kLanes) {
+    : area_(area),
+      me_(me),
+      effects_(effects),
+      free_(MailArea::lanes(area.world())),
+      kept_free_(area.world()) {
   std::iota(free_.rbegin(), free_.rend(), 0);
   for (Rank from = 0; from < area.world(); ++from)
     peers_.push_back({RingReader(area.messages(from, me)), RingWriter(area.answers(from, me))});
@@ -59,6 +70,7 @@ bool Incoming::take_one(Rank from) {
   if (!wants(peer)) return false;
   const Record* const record = peer.messages.peek();
   if (record == nullptr) return false;
+  if (!fits(*record)) throw CollectiveError(text("a message of rank ", from, " makes no sense"));
   const auto asked = find(from, record->tag);
   if (record->kind == Record::part)
     resume(from, record->number);
@@ -115,8 +127,8 @@ void Incoming::settle(Rank from, const Record& record, const std::byte* payload,
     offer(record, payload, mail);
   } else if (record.kind != Record::whole) {
     const bool vain = record.kind == Record::parcel && !takes_parcels_;
-    unlent_.push_back({mail, record.number, vain ? Record::bare : Record::grant});
-    lend();
+    peers_[from].unlent.push_back({mail, record.number, vain ? Record::bare : Record::grant});
+    lend(from);
   } else {
     if (record.payload != 0) std::memcpy(mail->into, payload, record.payload);
     effects_.finish(*mail);
@@ -163,8 +175,9 @@ void Incoming::accept(Mail& mail, std::byte* into, bool never) {
   MailPtr taken = take_offered(mail);
   if (taken == nullptr) return;
   mail.into = into;
-  unlent_.push_back({std::move(taken), mail.number, never ? Record::bare : Record::grant});
-  lend();
+  peers_[mail.peer()].unlent.push_back(
+      {std::move(taken), mail.number, never ? Record::bare : Record::grant});
+  lend(mail.peer());
 }
 
 void Incoming::answer(Rank to, const Record& record) {
@@ -173,16 +186,19 @@ void Incoming::answer(Rank to, const Record& record) {
   effects_.touch(to);
 }
 
-void Incoming::lend() {
-  while (!unlent_.empty() && !free_.empty()) {
-    const auto [mail, number, grant] = unlent_.front();
+// The first is there for every peer, others as far as they are not the first ones of somebody else.
+void Incoming::lend(Rank to) {
+  Peer& peer = peers_[to];
+  while (!peer.unlent.empty() && (peer.lanes == 0 || free_.size() > kept_free_)) {
+    const auto [mail, number, grant] = peer.unlent.front();
     const int lane = free_.back();
-    unlent_.pop_front();
+    peer.unlent.pop_front();
     free_.pop_back();
+    if (peer.lanes++ == 0) --kept_free_;
     const LanePlace place = area_.lane(me_, lane);
     const uint64_t begin = place.counters->emptied.load(std::memory_order_relaxed);
     emptying_.push_back({mail, lane, Flow(place, begin, mail->envelope.bytes)});
-    answer(mail->peer(),
+    answer(to,
            {.number = number, .bytes = begin, .tag = static_cast<uint32_t>(lane), .kind = grant});
   }
 }
@@ -190,11 +206,12 @@ void Incoming::lend() {
 // See Outgoing::fill.
 bool Incoming::empty(Emptying& emptying) {
   Mail& mail = *emptying.mail;
-  const std::byte* const end = mail.into + kLaneBytes;
+  const std::byte* const end = mail.into + emptying.flow.lane_bytes();
   while (!emptying.flow.done() && mail.into < end && emptying.flow.empty(mail.into))
     effects_.touch(mail.peer());
   if (!emptying.flow.done()) return false;
   free_.push_back(emptying.lane);
+  if (--peers_[mail.peer()].lanes == 0) ++kept_free_;
   effects_.finish(mail);
   return true;
 }
@@ -207,7 +224,7 @@ void Incoming::move() {
     for (int i = 0, turn = turn_; i < world; ++i) taken |= take_one((turn + i) % world);
   }
   std::erase_if(emptying_, [this](Emptying& emptying) { return empty(emptying); });
-  lend();
+  for (int i = 0, turn = turn_; i < world; ++i) lend((turn + i) % world);
   for (Rank to = 0; to < world; ++to)
     for (Peer& peer = peers_[to]; !peer.unsaid.empty() && peer.answers.push(peer.unsaid.front());) {
       peer.unsaid.pop_front();
@@ -222,7 +239,8 @@ uint64_t Incoming::missing() const {
     found.touch(key.peer);
   }
   for (const MailPtr& mail : offered_) found.touch(mail->peer());
-  for (const Matched& matched : unlent_) found.touch(matched.mail->peer());
+  for (Rank r = 0; r < area_.world(); ++r)
+    if (!peers_[r].unlent.empty()) found.touch(r);
   for (const Emptying& emptying : emptying_) found.touch(emptying.mail->peer());
   return found.touched;
 }
@@ -230,13 +248,13 @@ uint64_t Incoming::missing() const {
 void Incoming::fail(const std::exception_ptr& error) {
   for (const auto& [key, asked] : waiting_) effects_.finish(*asked.mail, error);
   for (const MailPtr& mail : offered_) effects_.finish(*mail, error);
-  for (const Matched& matched : unlent_) effects_.finish(*matched.mail, error);
+  for (const Peer& peer : peers_)
+    for (const Matched& matched : peer.unlent) effects_.finish(*matched.mail, error);
   for (const Emptying& emptying : emptying_) effects_.finish(*emptying.mail, error);
   waiting_.clear();
   offered_.clear();
-  unlent_.clear();
   emptying_.clear();  // their lanes stay lent: the other end may still write there
-  for (Peer& peer : peers_) peer.asked = 0;
+  for (Peer& peer : peers_) peer.asked = 0, peer.unlent.clear();
   asked_anybody_ = 0;
 }
 

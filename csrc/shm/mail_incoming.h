@@ -1,5 +1,6 @@
 // The receiving half of a mailbox: finds the receive that each message belongs to, keeps messages
 // that nobody has asked for yet, and lends lanes to large ones. Not locked: Mailbox does that.
+// Throws CollectiveError when what a peer has written makes no sense.
 //
 // A message and a receive belong together when peer and tag are the same, both in the order in
 // which they were asked for; receives from anybody take the peers in turn.
@@ -16,6 +17,10 @@ namespace pycollect::shm {
 
 class Incoming {
  public:
+  // Messages of one peer that are taken without giving the lock to another thread: a peer that
+  // never stops sending must not hold up the rest. Takes some 10 us.
+  static constexpr int kMostTaken = 100;
+
   Incoming(const MailArea& area, Rank me, Effects& effects);
 
   void receive(const MailPtr& mail);
@@ -27,13 +32,6 @@ class Incoming {
   void fail(const std::exception_ptr& error);
 
  private:
-  struct Peer {
-    RingReader messages;
-    RingWriter answers;
-    std::deque<Record> unsaid = {};  // answers behind a full ring
-    std::size_t kept_bytes = 0;
-    int asked = 0;  // receives that wait for a message of this peer's, and nobody else's
-  };
   struct Key {
     Rank peer;  // or Mail::kAnybody
     uint32_t tag;
@@ -51,6 +49,15 @@ class Incoming {
     MailPtr mail;
     uint64_t number;
     Record::Kind grant = Record::grant;  // what its sender is told
+  };
+  struct Peer {
+    RingReader messages;
+    RingWriter answers;
+    std::deque<Record> unsaid = {};  // answers behind a full ring
+    std::size_t kept_bytes = 0;
+    int asked = 0;                    // receives that wait for a message of this peer's only
+    std::deque<Matched> unlent = {};  // behind others that have the lanes
+    int lanes = 0;                    // that it has
   };
   struct Emptying {
     MailPtr mail;
@@ -71,7 +78,7 @@ class Incoming {
   void offer(const Record& record, const std::byte* payload, const MailPtr& mail);
   MailPtr take_offered(const Mail& mail);
   void resume(Rank from, uint64_t number);
-  void lend();
+  void lend(Rank to);
   bool empty(Emptying& emptying);
 
   MailArea area_;
@@ -85,8 +92,8 @@ class Incoming {
   Rank turn_ = 0;  // whose message the next receive from anybody takes, if there is one
   std::vector<MailPtr> offered_;  // parcels whose turn to fetch has come, of all or of a part
   bool takes_parcels_ = true;
-  std::deque<Matched> unlent_;
   std::vector<int> free_;  // lanes
+  std::size_t kept_free_;  // of these, those for peers that have none
   std::vector<Emptying> emptying_;
 };
 

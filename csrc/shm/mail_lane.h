@@ -18,11 +18,12 @@ static_assert(sizeof(LaneCounters) == 256);
 
 // Half of it is filled while the other half is emptied. In the second-level cache of a core (1 MiB
 // and more) both fit beside what is copied from and to.
-inline constexpr std::size_t kLaneBytes = 256 << 10;
+inline constexpr std::size_t kMostLaneBytes = 256 << 10;
 
 struct LanePlace {
   LaneCounters* counters;
   std::byte* data;
+  std::size_t bytes;  // whole cache lines
 };
 
 // One end of a message on its way through a lane. `at` is this end's counter; it is always a whole
@@ -30,16 +31,17 @@ struct LanePlace {
 class Flow {
  public:
   Flow(const LanePlace& lane, uint64_t begin, uint64_t bytes)
-      : lane_(lane), at_(begin), left_(bytes), piece_(piece_for(bytes)) {}
+      : lane_(lane), at_(begin), left_(bytes), piece_(piece_for(bytes, lane.bytes)) {}
 
   bool done() const { return left_ == 0; }
+  std::size_t lane_bytes() const { return lane_.bytes; }
 
   // Copies what there is room for into the lane, a piece at the most; returns whether it was any.
   bool fill(const std::byte*& from) {
     const uint64_t emptied = lane_.counters->emptied.load(std::memory_order_seq_cst);
-    const std::size_t n = step(kLaneBytes - (at_ - emptied));
+    const std::size_t n = step(lane_.bytes - (at_ - emptied));
     if (n == 0) return false;
-    std::memcpy(lane_.data + at_ % kLaneBytes, from, n);
+    std::memcpy(lane_.data + at_ % lane_.bytes, from, n);
     from += n;
     lane_.counters->filled.store(pass(n), std::memory_order_seq_cst);  // see Bell
     return true;
@@ -49,7 +51,7 @@ class Flow {
     const uint64_t filled = lane_.counters->filled.load(std::memory_order_seq_cst);
     const std::size_t n = step(filled - at_);
     if (n == 0) return false;
-    std::memcpy(into, lane_.data + at_ % kLaneBytes, n);
+    std::memcpy(into, lane_.data + at_ % lane_.bytes, n);
     into += n;
     lane_.counters->emptied.store(pass(n), std::memory_order_seq_cst);
     return true;
@@ -62,12 +64,12 @@ class Flow {
   }
   // So small that the two ends are at work at the same time from early on, so large that the
   // counters' way between the cores (0.15 us) is little beside the copy.
-  static std::size_t piece_for(uint64_t bytes) {
-    constexpr std::size_t kLeast = 4 << 10, kMost = 64 << 10;
-    return std::clamp<std::size_t>(whole_lines(bytes / 8), kLeast, kMost);
+  static std::size_t piece_for(uint64_t bytes, std::size_t lane_bytes) {
+    constexpr std::size_t kLeast = 4 << 10, kPerLane = 4;
+    return std::clamp<std::size_t>(whole_lines(bytes / 8), kLeast, lane_bytes / kPerLane);
   }
   std::size_t step(uint64_t available) const {
-    const std::size_t to_end = kLaneBytes - at_ % kLaneBytes;
+    const std::size_t to_end = lane_.bytes - at_ % lane_.bytes;
     return std::min(
         {static_cast<std::size_t>(left_), static_cast<std::size_t>(available), to_end, piece_});
   }

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "../plan/error.h"
+
 namespace pycollect::shm {
 
 Outgoing::Outgoing(const MailArea& area, Rank me, Effects& effects)
@@ -46,7 +48,9 @@ bool Outgoing::post(Peer& peer, const MailPtr& mail) {
 }
 
 void Outgoing::hear(Peer& peer) {
+  const auto lanes = static_cast<uint32_t>(MailArea::lanes(area_.world()));
   while (const Record* const answer = peer.answers.peek()) {
+    if (answer->tag >= lanes) throw CollectiveError("an answer of another rank makes no sense");
     const auto asked = peer.unanswered.extract(answer->number);
     if (asked.empty()) {  // it has failed since, with the group
       peer.answers.pop();
@@ -100,7 +104,7 @@ void Outgoing::send_more(Mail& mail) {
 // As much as there is room for, but not more than one lane, so that a peer that empties it as fast
 // as it is filled does not keep the others waiting.
 bool Outgoing::fill(Filling& filling) {
-  const std::byte* const end = filling.mail->from + kLaneBytes;
+  const std::byte* const end = filling.mail->from + filling.flow.lane_bytes();
   while (!filling.flow.done() && filling.mail->from < end && filling.flow.fill(filling.mail->from))
     effects_.touch(filling.mail->peer());
   if (!filling.flow.done()) return false;

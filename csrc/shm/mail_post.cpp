@@ -88,10 +88,30 @@ bool Mailbox::Post::unlock(Locked locked) {
   return effects.touched != 0 || effects.finished != 0;
 }
 
+// Under the lock. What a peer has written that makes no sense ends the group.
+template <class Act>
+void Mailbox::Post::guard(const Act& act) {
+  try {
+    act();
+  } catch (const CollectiveError& error) {
+    group_.abort(error.what());
+    outgoing_.fail(std::current_exception());
+    incoming_.fail(std::current_exception());
+  }
+}
+
 bool Mailbox::Post::move(Locked locked) {
-  outgoing_.move();
-  incoming_.move();
+  guard([this] {
+    outgoing_.move();
+    incoming_.move();
+  });
   return unlock(std::move(locked));
+}
+
+// What has come, however much; but not for ever, because ranks that are there may go on sending.
+void Mailbox::Post::move_all(const Condition& until) {
+  for (int n = MailArea::most_unread(group_.world()) / Incoming::kMostTaken + 1; n >= 0; --n)
+    if (until.holds() || !move(lock())) return;
 }
 
 bool Mailbox::Post::try_move() {
@@ -104,7 +124,7 @@ void Mailbox::Post::request(const char* operation, const std::function<void()>& 
   group_.require_whole({operation, ++requests_, Deadline::max()});
   Locked locked = lock();
   ++open_;
-  ask();
+  guard(ask);
   unlock(std::move(locked));
 }
 
@@ -164,7 +184,7 @@ void Mailbox::Post::wait(const Condition& until, const Occasion& occasion) {
   // Who is gone may have done its part before. All of that is in the memory, and is moved by this,
   // while `is_over` leaves it to the thread that holds the lock.
   const auto missing = [&] {
-    move(lock());
+    move_all(until);
     return until.missing();
   };
   try {

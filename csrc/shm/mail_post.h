@@ -42,6 +42,9 @@ class Mailbox::Post {
   bool move(Locked locked);
   bool unlock(Locked locked);
   void request(const char* operation, const std::function<void()>& ask);
+  template <class Act>
+  void guard(const Act& act);
+  void move_all(const Condition& until);
 
   Group& group_;
   Origin origin_;  // a forked child must not touch the queues of its parent

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../plan/error.h"
+
 namespace pycollect::shm {
 
 struct Record {
@@ -95,13 +97,18 @@ class RingReader {
   explicit RingReader(const RingPlace& place)
       : place_(place), read_(place.counters->read.load()), written_(read_) {}
 
-  // The record that was written first of those still there, or nullptr.
+  // The record that was written first of those still there, or nullptr. Throws CollectiveError when
+  // it cannot have been: the ring ends before it does.
   const Record* peek() {
     for (;;) {
       if (read_ == written_) written_ = place_.counters->written.load(std::memory_order_seq_cst);
       if (read_ == written_) return nullptr;
       const Record* const record = reinterpret_cast<const Record*>(place_.data + at());
-      if (record->kind != Record::filler) return record;
+      if (record->kind != Record::filler) {
+        if (record->payload > place_.bytes - at() - sizeof(Record))
+          throw CollectiveError("a message of another rank does not fit into the shared memory");
+        return record;
+      }
       read_ += place_.bytes - at();
     }
   }

@@ -42,7 +42,7 @@ Meeting::Meeting(Board& board, Rank rank, int world, const Settings& settings)
       rank_(rank),
       world_(world),
       settings_(settings),
-      deadline_(Clock::now() + settings.timeout) {
+      deadline_(deadline_after(settings.timeout)) {
   Introduction mine = introduce(settings, world);
   if (rank != 0 && settings.share != Share::named && !settings.segment) {
     try {
@@ -51,7 +51,11 @@ Meeting::Meeting(Board& board, Rank rank, int world, const Settings& settings)
       hatch_.reset();  // no sockets here: rank 0 hears it, and all go another way
     }
   }
-  board_.post(key("hello", rank), mine.encode());
+  try {
+    board_.post(key("hello", rank), mine.encode());
+  } catch (const Timeout&) {  // others write where rank 0 says
+    time_out({0});
+  }
   for (const std::string& said : read_all("hello", everybody()))
     ranks_.push_back(Introduction::decode(said));
   require_one_host(ranks_, settings.name);
@@ -74,13 +78,13 @@ std::vector<std::string> Meeting::read_all(const std::string& phase,
   std::vector<std::string> keys;
   for (Rank r : from) keys.push_back(key(phase, r));
   for (;;) {
-    const Deadline until = watched_ ? std::min(deadline_, Clock::now() + kGlances) : deadline_;
     try {
-      return board_.read_all(keys, until);
-    } catch (const Timeout&) {
-      if (until == deadline_) break;
+      return board_.read_all(keys, std::min(deadline_, Clock::now() + kGlances));
+    } catch (const Timeout&) {  // which some boards throw a second late
+      if (Clock::now() >= deadline_) break;
     }
-    require_all_alive();
+    if (watched_) require_all_alive();
+    if (hatch_ && !ranks_.empty()) hatch_->sort(ranks_[rank_].nonce);
   }
   std::vector<Rank> missing;
   for (Rank r : from) {
@@ -90,6 +94,10 @@ std::vector<std::string> Meeting::read_all(const std::string& phase,
       missing.push_back(r);
     }
   }
+  time_out(missing);
+}
+
+void Meeting::time_out(const std::vector<Rank>& missing) const {
   const std::chrono::duration<double> waited = settings_.timeout;
   throw Timeout(text(
       "group '", settings_.name, "': timed out after ", waited.count(), " s; ",

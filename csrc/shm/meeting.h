@@ -36,6 +36,7 @@ class Meeting {
   bool all_have(const Way& way, const std::string& outcome);
   std::vector<std::string> read_all(const std::string& phase, const std::vector<Rank>& from);
   std::vector<Rank> everybody() const;
+  [[noreturn]] void time_out(const std::vector<Rank>& missing) const;
   void require_all_alive() const;
 
   Board& board_;

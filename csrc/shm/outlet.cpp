@@ -17,9 +17,9 @@ namespace {
 
 // An answer takes microseconds, and longer only if cores are short. Who asks waits for so long.
 constexpr timeval kLongest = {10, 0};
-// Who is let in and then says nothing holds up the others for so long.
-constexpr timeval kForQuestions = {1, 0};
-// As many callers as there can be ranks may come at once.
+// Who is let in and says nothing for so long is put out again, and how often to look for such.
+constexpr std::chrono::milliseconds kForQuestions{1000}, kLook{100};
+// As many callers as there can be ranks may come at once; the others wait until one has gone.
 constexpr int kCallers = 128;
 // Until a process that has no descriptor left for a caller may have one again.
 constexpr std::chrono::milliseconds kShortage{10};
@@ -75,28 +75,46 @@ void Outlet::withdraw(const Ticket& ticket) noexcept {
 
 void Outlet::serve() {
   pthread_setname_np(pthread_self(), "pycollect fds");
-  pollfd both[] = {{listening_.get(), POLLIN, 0}, {end_.get(), POLLIN, 0}};
-  while (both[1].revents == 0) {
-    if (poll(both, 2, -1) < 0 || both[0].revents == 0) continue;  // a signal, or the end
-    const Descriptor caller(accept4(listening_.get(), nullptr, nullptr, SOCK_CLOEXEC));
-    if (caller)
-      answer(caller);
-    else if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)
+  std::vector<Caller> callers;
+  std::vector<pollfd> polled;
+  for (;;) {
+    polled = {{end_.get(), POLLIN, 0}, {listening_.get(), POLLIN, 0}};
+    if (callers.size() >= kCallers) polled[1].fd = -1;  // which poll passes over
+    for (const Caller& it : callers) polled.push_back({it.connection.get(), POLLIN, 0});
+    const int most = callers.empty() ? -1 : static_cast<int>(kLook.count());
+    if (poll(polled.data(), polled.size(), most) < 0) continue;  // a signal
+    if (polled[0].revents != 0) return;
+    const auto now = std::chrono::steady_clock::now();
+    auto said = polled.begin() + 2;
+    std::erase_if(callers, [&](const Caller& it) {
+      const bool asks = (said++)->revents != 0;
+      if (asks) answer(it.connection);
+      return asks || now >= it.until;
+    });
+    if (polled[1].revents != 0) let_in(callers);
+  }
+}
+
+void Outlet::let_in(std::vector<Caller>& callers) {
+  Descriptor caller(accept4(listening_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+  if (!caller) {
+    if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)
       std::this_thread::sleep_for(kShortage);
+  } else if (is_of_own_user(caller)) {
+    callers.push_back({std::move(caller), std::chrono::steady_clock::now() + kForQuestions});
   }
 }
 
 // Whoever has gone meanwhile needs no answer.
-void Outlet::answer(const Descriptor& caller) {
-  setsockopt(caller.get(), SOL_SOCKET, SO_RCVTIMEO, &kForQuestions, sizeof kForQuestions);
-  const auto asked = receive_letter(caller.get(), 0);
+void Outlet::answer(const Descriptor& connection) {
+  const auto asked = receive_letter(connection.get(), MSG_DONTWAIT);
   if (!asked) return;
   const std::lock_guard lock(mutex_);
   const auto found = offered_.find(asked->number);
   if (found != offered_.end())
-    send_letter(caller.get(), asked->number, found->second.get());
+    send_letter(connection.get(), asked->number, found->second.get());
   else
-    send_letter(caller.get(), 0, -1);
+    send_letter(connection.get(), 0, -1);
 }
 
 Descriptor fetch(const Outlet::Ticket& ticket) {

@@ -1,10 +1,13 @@
 // Where other processes of this host fetch descriptors of this one, whenever they like and whatever
 // it is doing: a socket without a file, and a thread that answers whoever knows a number. Nobody
-// needs leave to trace anybody, as to take descriptors out of a process does.
+// needs leave to trace anybody, as to take descriptors out of a process does; other users are not
+// let in.
 #pragma once
+#include <chrono>
 #include <map>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "system.h"
 
@@ -25,8 +28,13 @@ class Outlet {
   void withdraw(const Ticket& ticket) noexcept;
 
  private:
+  struct Caller {
+    Descriptor connection;
+    std::chrono::steady_clock::time_point until;  // its question must have come
+  };
   void serve();
-  void answer(const Descriptor& caller);
+  void let_in(std::vector<Caller>& callers);
+  void answer(const Descriptor& connection);
 
   const uint64_t name_;
   const Origin origin_;  // a forked child has no such thread

@@ -50,6 +50,16 @@ void resize(int fd, std::size_t bytes) {
   refuse(text("no memory for ", mebibytes(bytes), " to share", rest), error);
 }
 
+// The folder is everybody's: others can have put there what it takes for ever to open, or what they
+// would like to be removed.
+Descriptor open_own_file(const std::filesystem::path& path) {
+  Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+  struct stat found = {};
+  const bool own =
+      file && fstat(file.get(), &found) == 0 && S_ISREG(found.st_mode) && found.st_uid == geteuid();
+  return own ? std::move(file) : Descriptor();
+}
+
 // Removes what nobody holds a lock on. Somebody who has just made his file and not yet locked it
 // can lose it here, sees that, and makes another.
 void sweep() {
@@ -58,7 +68,7 @@ void sweep() {
   for (; !error && entry != end; entry.increment(error)) {
     const std::filesystem::path& path = entry->path();
     if (!path.filename().string().starts_with(kPrefix)) continue;
-    const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW));
+    const Descriptor file = open_own_file(path);
     if (file && flock(file.get(), LOCK_EX | LOCK_NB) == 0) unlink(path.c_str());
   }
 }

@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
+#include <vector>
 
 namespace pycollect::shm {
 namespace {
@@ -11,7 +12,9 @@ namespace {
 struct Message {
   uint64_t number = 0;
   iovec data = {&number, sizeof number};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control = {};
+  // A sender's numbers and a descriptor; padding makes it room for two of those.
+  alignas(
+      cmsghdr) std::array<char, CMSG_SPACE(sizeof(ucred)) + CMSG_SPACE(sizeof(int))> control = {};
   msghdr header = {};
   Message() {
     header.msg_iov = &data;
@@ -26,19 +29,43 @@ struct Message {
   }
   void carry(int fd) {
     make_room();
+    header.msg_controllen = CMSG_SPACE(sizeof fd);
     cmsghdr* with = CMSG_FIRSTHDR(&header);
     with->cmsg_level = SOL_SOCKET;
     with->cmsg_type = SCM_RIGHTS;
     with->cmsg_len = CMSG_LEN(sizeof fd);
     std::memcpy(CMSG_DATA(with), &fd, sizeof fd);
   }
+  // All that have come are this process's now, and those that are not returned are closed.
   Descriptor carried() {
-    const cmsghdr* with = CMSG_FIRSTHDR(&header);
-    if (with == nullptr || with->cmsg_level != SOL_SOCKET || with->cmsg_type != SCM_RIGHTS)
-      return Descriptor();
-    int fd = -1;
-    std::memcpy(&fd, CMSG_DATA(with), sizeof fd);
-    return Descriptor(fd);
+    std::vector<Descriptor> all;
+    each([&](const cmsghdr& with) {
+      if (with.cmsg_type != SCM_RIGHTS) return;
+      for (std::size_t at = 0; at + sizeof(int) <= with.cmsg_len - CMSG_LEN(0); at += sizeof(int)) {
+        int fd = -1;
+        std::memcpy(&fd, CMSG_DATA(&with) + at, sizeof fd);
+        all.emplace_back(fd);
+      }
+    });
+    const bool one = all.size() == 1 && (header.msg_flags & MSG_CTRUNC) == 0;
+    return one ? std::move(all.front()) : Descriptor();
+  }
+  bool by_own_user() {
+    bool own = false;
+    each([&](const cmsghdr& with) {
+      ucred sender = {};
+      if (with.cmsg_type != SCM_CREDENTIALS) return;
+      std::memcpy(&sender, CMSG_DATA(&with), sizeof sender);
+      own = sender.uid == geteuid();
+    });
+    return own;
+  }
+
+ private:
+  template <class F>
+  void each(const F& f) {
+    for (cmsghdr* with = CMSG_FIRSTHDR(&header); with != nullptr; with = CMSG_NXTHDR(&header, with))
+      if (with->cmsg_level == SOL_SOCKET) f(*with);
   }
 };
 
@@ -59,9 +86,26 @@ Descriptor make_socket(int type) {
 
 Descriptor make_socket(int type, const std::string& name) {
   Descriptor socket = make_socket(type);
+  bind_to(socket, name);
+  return socket;
+}
+
+void bind_to(const Descriptor& socket, const std::string& name) {
   const SocketName here(name);
   if (bind(socket.get(), here.get(), here.bytes) != 0) refuse("cannot bind a Unix socket", errno);
-  return socket;
+}
+
+void ask_for_senders(const Descriptor& socket) {
+  constexpr int kOn = 1;
+  if (setsockopt(socket.get(), SOL_SOCKET, SO_PASSCRED, &kOn, sizeof kOn) != 0)
+    refuse("cannot ask who sends to a Unix socket", errno);
+}
+
+bool is_of_own_user(const Descriptor& connection) {
+  ucred other = {};
+  socklen_t bytes = sizeof other;
+  return getsockopt(connection.get(), SOL_SOCKET, SO_PEERCRED, &other, &bytes) == 0 &&
+         other.uid == geteuid();
 }
 
 bool send_letter(int socket, uint64_t number, int carried, const SocketName* to) {
@@ -85,7 +129,7 @@ std::optional<Letter> receive_letter(int socket, int flags) {
     const ssize_t got = recvmsg(socket, &message.header, flags | MSG_CMSG_CLOEXEC);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) return {};
-    Letter letter{message.number, message.carried()};
+    Letter letter{message.number, message.carried(), message.by_own_user()};
     if (got != sizeof message.number) letter.number = 0;
     return letter;
   }

@@ -137,6 +137,22 @@ void outlives_its_group() {
   std::memset(arena->data() + arena->allocate(kMiB), 1, kMiB);
 }
 
+// Others may go on with what they were lent in the call that broke it.
+void keeps_everything_of_a_broken_group() {
+  const auto group = alone(64 * kMiB);
+  auto arena = std::make_unique<Arena>(*group);
+  const std::size_t free = arena->allocate(2 * kMiB), block = arena->allocate(kMiB);
+  arena->free(free);
+  group->abort("it was tired");
+  const std::size_t before = arena->use().used;
+  arena->free(block);
+  expect(arena->use().used == before, "a block was taken back");
+  const std::string said = refusal([&] { arena->allocate(kMiB); });
+  expect_equal(said,
+               "PeerLost: allocate_tensor #3 of group 'default': rank 0 aborted the group: it was "
+               "tired");
+}
+
 void leaves_the_parents_alone() {
   const auto group = alone(2048 * kMiB);
   Arena arena(*group);
@@ -185,6 +201,7 @@ int main() {
   gives_memory_back();
   says_when_there_is_no_more();
   outlives_its_group();
+  keeps_everything_of_a_broken_group();
   leaves_the_parents_alone();
   keeps_large_blocks_off_the_same_sets();
   fits_into_address_space();

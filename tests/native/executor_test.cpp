@@ -228,9 +228,13 @@ void with_processes(int world, std::size_t slot_bytes, F&& f) {
   if (!all) std::_Exit(1);
 }
 
+#include "late_writes.h"
+
 }  // namespace
 
 void test(int cases, const std::vector<int>& worlds, bool forks) {
+  run_late_writer();
+  run_impossible_place();
   for (const int world : worlds) {
     // Slots so small that most calls take several pieces, and of the usual size.
     for (const std::size_t slot_bytes :

@@ -124,4 +124,35 @@ inline void gone_in_good_order(const Member& m) {
   check(got == small);
 }
 
+// Rank 1 has sent rank 0 more large messages than there are lanes, and does nothing more: those of
+// rank 2, and of rank 0 to itself, come all the same.
+inline void past_who_has_stopped(const Member& m) {
+  const std::size_t n = 300'000;
+  const Bytes mine = pattern(n, m.rank);
+  std::vector<std::shared_ptr<Mailbox::Transfer>> stopped;
+  std::vector<Bytes> got(8, Bytes(n));
+  const auto reach = [&](Rank r, uint64_t wanted) {
+    while (!m.group.has_reached(r, wanted)) std::this_thread::yield();
+  };
+  if (m.rank == 1) {
+    for (const Bytes& it : got) stopped.push_back(m.box.send(0, of(it.size()), mine.data()));
+    m.group.advance(1);
+    reach(0, 1);
+  } else if (m.rank == 2) {
+    m.wait(m.box.send(0, of(n), mine.data()));
+  } else {
+    reach(1, 1);
+    for (Bytes& it : got) stopped.push_back(m.box.receive(1, of(n), it.data()));
+    Bytes other(n), own(n);
+    m.wait(m.box.receive(2, of(n), other.data()));
+    const auto sent = m.box.send(0, of(n), mine.data());
+    m.wait(m.box.receive(0, of(n), own.data()));
+    m.wait(sent);
+    check(other == pattern(n, 2) && own == mine);
+    m.group.advance(1);
+  }
+  for (const auto& it : stopped) m.wait(it);
+  for (const Bytes& it : got) check(m.rank != 0 || it == pattern(n, 1));
+}
+
 }  // namespace pycollect::shm

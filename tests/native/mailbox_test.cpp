@@ -3,7 +3,9 @@
 // is the number of random programs. With NO_FORK in the environment ranks are threads only.
 #include <sys/resource.h>
 
+#include "mailbox_deep.h"
 #include "mailbox_faults.h"
+#include "mailbox_nonsense.h"
 #include "mailbox_parcels.h"
 #include "mailbox_programs.h"
 #include "mailbox_ranks.h"
@@ -245,6 +247,7 @@ int main(int argc, char** argv) {
   run({"other tag first", 2, other_tag_first});
   for (const int world : {1, 3}) run({"to oneself", world, to_oneself});
   run({"many large", 3, many_large});
+  run({"past who has stopped", 3, past_who_has_stopped});
   run({"anybody is fair", 3, anybody_is_fair});
   run({"in order of asking", 2, in_order_of_asking});
   run({"served meanwhile", 3, served_meanwhile});
@@ -256,6 +259,8 @@ int main(int argc, char** argv) {
   run({"killed peer", 3, killed_peer, 1});
   run({"gone in good order", 3, gone_in_good_order});
   run({"anybody but the gone", 3, anybody_but_the_gone});
+  for (const auto& body : kNonsense) run({"nonsense", 2, body});
+  for (int i = 0; i < 10; ++i) run({"deep in the ring", 2, deep_in_the_ring});
   run({"parcels", 2, parcels});
   run({"parcels one-sided", 2, parcels_one_sided});
   run({"parcels unlike", 2, parcels_unlike});

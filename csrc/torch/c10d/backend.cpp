@@ -33,7 +33,7 @@ shm::Settings settings_of(const Options& o, int world) {
 }
 
 std::shared_ptr<shm::Group> meet(const StorePtr& store, Seat seat, const Options& options) {
-  StoreBoard board(store, seat.rank);
+  StoreBoard board(store, seat.rank, shm::deadline_after(options.timeout));
   return std::make_shared<shm::Group>(board, seat.rank, seat.world,
                                       settings_of(options, seat.world));
 }

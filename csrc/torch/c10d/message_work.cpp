@@ -144,8 +144,8 @@ bool MessageWork::wait(std::chrono::milliseconds timeout) {
   if (passage_) check_no_capture(*passage_, ask_.name);
   if (const auto messages = this->messages()) {
     if (!is_limit(timeout))
-      messages->wait(*this, shm::Clock::now() + ask_.timeout);
-    else if (!messages->wait_until(*this, shm::Clock::now() + timeout))
+      messages->wait(*this, shm::deadline_after(ask_.timeout));
+    else if (!messages->wait_until(*this, shm::deadline_after(timeout)))
       throw_unfinished(described(), timeout);
   }
   if (auto error = exception()) std::rethrow_exception(error);

@@ -82,7 +82,7 @@ void Runner::fill(Call& call, shm::Deadline deadline) {
 }
 
 void Runner::run(Call& call) {
-  const shm::Deadline deadline = shm::Clock::now() + call.timeout;
+  const shm::Deadline deadline = shm::deadline_after(call.timeout);
   if (!call.refusal.empty()) return refuse(call, deadline);
   if (call.meets) return meet(call, deadline);
   agree_on_all(call, deadline);

@@ -3,40 +3,78 @@
 #include "store_board.h"
 
 #include <algorithm>
+#include <thread>
 
 #include "../../plan/error.h"
 
 namespace pycollect::dist {
 namespace {
 
+// Under it there is the number of the meeting that is open, if one is.
+constexpr char kOpen[] = "pycollect/open";
+// A meeting that this rank has been in is open only until rank 0 has left it, too.
+constexpr std::chrono::milliseconds kPause{5};
+// Stores count in other units, some in 32 bits.
+constexpr std::chrono::milliseconds kLongestWait = std::chrono::hours(24);
+
 std::string as_text(const std::vector<uint8_t>& value) { return {value.begin(), value.end()}; }
+std::vector<uint8_t> as_bytes(const std::string& value) { return {value.begin(), value.end()}; }
 
 }  // namespace
 
-// How many groups of this name the rank has been in is the same on all ranks.
-const std::string& StoreBoard::prefix() {
-  if (prefix_.empty()) {
-    const int64_t turn = store_->add(text("pycollect/turns of rank ", rank_), 1);
-    prefix_ = text("pycollect/", turn, "/");
+StoreBoard::~StoreBoard() {
+  if (rank_ != 0 || prefix_.empty()) return;
+  try {
+    store_->deleteKey(kOpen);
+  } catch (const std::exception&) {
+    // A store that forgets nothing, or is gone: who comes late to a meeting that failed waits
+    // there.
   }
+}
+
+const std::string& StoreBoard::prefix() {
+  if (prefix_.empty()) prefix_ = text("pycollect/", rank_ == 0 ? opened() : found(), "/");
   return prefix_;
 }
 
+std::string StoreBoard::opened() {
+  const std::string number = text(store_->add("pycollect/meetings", 1));
+  store_->set(kOpen, as_bytes(number));
+  return number;
+}
+
+std::string StoreBoard::found() {
+  for (std::string been;; std::this_thread::sleep_for(kPause)) {
+    wait({kOpen}, deadline_);
+    const std::string number = as_text(store_->get(kOpen));
+    if (number != been &&
+        store_->add(text("pycollect/", number, "/times that rank ", rank_, " came"), 1) == 1)
+      return number;
+    been = number;
+    if (shm::Clock::now() >= deadline_) throw Timeout("rank 0 has opened no meeting in time");
+  }
+}
+
 void StoreBoard::post(const std::string& key, const std::string& value) {
-  store_->set(prefix() + key, std::vector<uint8_t>(value.begin(), value.end()));
+  store_->set(prefix() + key, as_bytes(value));
 }
 
 void StoreBoard::wait(const std::vector<std::string>& keys, shm::Deadline deadline) {
   using std::chrono::milliseconds;
-  // No time at all means for ever to some stores.
-  const auto left = std::max(std::chrono::duration_cast<milliseconds>(deadline - shm::Clock::now()),
-                             milliseconds(1));
-  try {
-    store_->wait(keys, left);
-  } catch (const std::exception&) {
-    // Some count whole milliseconds, and end before the last of them is over.
-    if (shm::Clock::now() + milliseconds(10) < deadline) throw;
-    throw Timeout(text("nobody has written ", keys.front(), " to the store in time"));
+  for (;;) {
+    const auto until = std::min(deadline, shm::deadline_after(kLongestWait));
+    // No time at all means for ever to some stores.
+    const auto left = std::max(std::chrono::duration_cast<milliseconds>(until - shm::Clock::now()),
+                               milliseconds(1));
+    try {
+      return store_->wait(keys, left);
+    } catch (const std::exception&) {
+      // Some count whole milliseconds, and end before the last of them is over.
+      const auto about = shm::Clock::now() + milliseconds(10);
+      if (about < until) throw;
+      if (about < deadline) continue;
+      throw Timeout(text("nobody has written ", keys.front(), " to the store in time"));
+    }
   }
 }
 

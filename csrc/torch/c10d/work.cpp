@@ -63,7 +63,7 @@ bool QueuedWork::wait(std::chrono::milliseconds timeout) {
   if (!is_done()) {
     if (!is_limit(timeout))
       queue_->wait(*this);
-    else if (!queue_->wait_until(*this, shm::Clock::now() + timeout))
+    else if (!queue_->wait_until(*this, shm::deadline_after(timeout)))
       throw_unfinished(described(), timeout);
   }
   if (const auto error = exception()) std::rethrow_exception(error);
@@ -133,7 +133,7 @@ Tensors JointWork::result() {
 
 // All of them, also when one has failed: their memory is the caller's again afterwards.
 bool JointWork::wait(std::chrono::milliseconds timeout) {
-  const auto deadline = shm::Clock::now() + timeout;
+  const auto deadline = shm::deadline_after(timeout);
   std::exception_ptr error;
   for (const auto& part : parts_) {
     auto left = timeout;

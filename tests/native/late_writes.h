@@ -1,0 +1,88 @@
+// Ranks that are late in calls on tensors where they lie, as executor_test.cpp runs it: when the
+// others have given up, they stop and raise; and places that cannot be are not written to.
+#pragma once
+
+constexpr std::size_t kLateArena = 64 << 20;
+
+struct Placed {
+  float* at;
+  std::size_t count;
+  Request all_reduce() const {
+    return {.collective = Collective::all_reduce,
+            .dtype = DType::f32,
+            .in_place = true,
+            .input = {{{reinterpret_cast<std::byte*>(at), count}}, {count}}};
+  }
+};
+
+Placed placed(Group& group, std::size_t count) {
+  group.segment()->commit(group.layout().arena(group.rank()), count * sizeof(float));
+  const Placed it{reinterpret_cast<float*>(group.arena(group.rank())), count};
+  std::fill_n(it.at, count, 1.0F);
+  return it;
+}
+
+// What each of two ranks, which are threads, is told.
+template <class F>
+std::array<std::string, 2> run_late(F&& body) {
+  MapBoard board;
+  Settings settings = pycollect::shm::settings(4096, nullptr);
+  settings.arena_bytes = kLateArena;
+  settings.segment = Segment::create_unnamed(Layout({2, 4096, 0, kLateArena}).total);
+  std::array<std::unique_ptr<Group>, 2> groups;
+  std::array<std::string, 2> said;
+  const auto both = [](auto&& f) {
+    std::thread other([&] { f(1); });
+    f(0);
+    other.join();
+  };
+  both([&](Rank r) { groups[r] = std::make_unique<Group>(board, r, 2, settings); });
+  both([&](Rank r) {
+    try {
+      body(*groups[r]);
+      said[r] = "nothing";
+    } catch (const CollectiveError& error) {
+      said[r] = error.what();
+    }
+  });
+  return said;
+}
+
+// Rank 1 has written a sixteenth of its share when somebody breaks the group.
+void run_late_writer() {
+  constexpr std::size_t kCount = 8 << 20;
+  std::size_t changed = 0;
+  const auto said = run_late([&](Group& group) {
+    const Placed mine = placed(group, kCount);
+    const cpu::ParallelFor late = [&](int64_t size, int64_t, const cpu::Body& body) {
+      body(0, size / 16);
+      if (group.rank() == 1) group.abort("nobody waits any longer");
+      body(size / 16, size);
+    };
+    const cpu::ParallelFor threads = group.rank() == 1 ? late : cpu::ParallelFor();
+    try {
+      run(group, mine.all_reduce(), 0, soon(), threads);
+    } catch (const CollectiveError&) {
+      if (group.rank() == 1) {
+        const auto* other = reinterpret_cast<const float*>(group.arena(0)) + kCount / 2;
+        changed = std::count_if(other, other + kCount / 2, [](float x) { return x != 1; });
+      }
+      throw;
+    }
+  });
+  for (const std::string& words : said)
+    expect(words.find("nobody waits any longer") != words.npos, "a late rank is told: " + words);
+  expect(changed <= kCount / 32, text(changed, " elements were written after that"));
+}
+
+// Rank 1 names a place far behind its arena.
+void run_impossible_place() {
+  constexpr std::size_t kCount = 1 << 20;
+  const auto said = run_late([&](Group& group) {
+    const Placed mine = placed(group, kCount);
+    if (group.rank() == 0) return run(group, mine.all_reduce(), 0, soon(), {});
+    const Places places{kLateArena - 64, uint64_t{1} << 60};
+    exchange(group, mine.all_reduce(), {.places = places}, {"all_reduce", 0, soon()});
+  });
+  expect(said[0].find("rank 1 lends memory that it does not have") != said[0].npos, said[0]);
+}

@@ -1,0 +1,76 @@
+// A message that lies deep in the ring of a rank that has left, for a rank whose threads are at the
+// mailbox all the time, and one of which was stopped while it had the lock.
+#pragma once
+#include <csignal>
+
+#include "mailbox_ranks.h"
+
+namespace pycollect::shm {
+
+inline std::atomic<bool> stopped{false}, has_stopped{false};
+
+// In the thread that gets the signal.
+inline void stop_here(int) {
+  has_stopped = true;
+  while (stopped) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  has_stopped = false;
+}
+
+// Threads that take the lock again and again, and move nothing.
+class Busy {
+ public:
+  explicit Busy(Mailbox& box) : box_(box) {
+    for (int i = 0; i < 3; ++i)
+      team_.emplace_back([this](const std::stop_token& end) {
+        for (; !end.stop_requested(); ++turns_) box_.take_no_parcels();
+      });
+  }
+
+  // Returns when one of them is stopped and has the lock; a sanitizer may see to it that it never
+  // has it then, and it goes on.
+  void stop_one() {
+    constexpr int kTries = 50;
+    bool free = true;
+    for (int i = 0; i < kTries && free; ++i) {
+      stopped = true;
+      pthread_kill(team_.front().native_handle(), SIGUSR1);
+      while (!has_stopped) std::this_thread::yield();
+      const uint64_t before = turns_;
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      free = turns_ != before;  // the others have gone on
+      if (free) go_on();
+    }
+  }
+  void go_on() {
+    stopped = false;
+    while (has_stopped) std::this_thread::yield();
+  }
+
+ private:
+  Mailbox& box_;
+  std::atomic<uint64_t> turns_{0};
+  std::vector<std::jthread> team_;
+};
+
+inline void deep_in_the_ring(const Member& m) {
+  constexpr int kMany = 1500;
+  int word = m.rank;
+  std::byte* const at = reinterpret_cast<std::byte*>(&word);
+  if (m.rank == 1) {
+    for (int i = 0; i <= kMany; ++i) m.wait(m.box.send(0, of(4, i == kMany ? 2 : 1), at));
+    return;
+  }
+  while (m.group.line(1).left.load() == 0) std::this_thread::yield();
+  const auto received = m.box.receive(1, of(4, 2), at);
+  std::signal(SIGUSR1, stop_here);
+  Busy busy(m.box);
+  busy.stop_one();
+  std::jthread later([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    busy.go_on();
+  });
+  m.wait(received);
+  check(word == 1);
+}
+
+}  // namespace pycollect::shm

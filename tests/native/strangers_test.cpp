@@ -1,0 +1,233 @@
+// What others of the machine can do to a group, and limits that are met: names in /dev/shm that are
+// not ours, letters with too many descriptors, processes of other users, sizes and times beyond all
+// measure, a thread that cannot be made.
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/stat.h>
+
+#include <cstring>
+
+#include "../../csrc/shm/hatch.h"
+#include "../../csrc/shm/outlet.h"
+#include "../../csrc/shm/unix_socket.h"
+#include "group_ranks.h"
+
+namespace pycollect::shm {
+namespace {
+
+constexpr uid_t kNobody = 65534;
+
+std::string refusal(const std::function<void()>& body) {
+  return attempt([&] {
+    body();
+    return "nothing";
+  });
+}
+
+// In a child that has been given another user.
+bool as_another_user(const std::function<void()>& body) {
+  if (geteuid() != 0) {
+    std::puts("  SKIPPED: no right to become another user");
+    return false;
+  }
+  const pid_t pid = fork();
+  if (pid == 0) {
+    if (setresuid(kNobody, kNobody, kNobody) != 0) _exit(2);
+    body();
+    _exit(0);
+  }
+  int status = 0;
+  waitpid(pid, &status, 0);
+  expect(status == 0, "could not become another user");
+  return true;
+}
+
+// Opening it would wait for its other end for ever.
+void is_not_held_up_by_a_pipe() {
+  const std::string pipe = "/dev/shm/pycollect-pipe", link = "/dev/shm/pycollect-link";
+  unlink(pipe.c_str()), unlink(link.c_str());
+  expect(mkfifo(pipe.c_str(), 0666) == 0 && symlink(pipe.c_str(), link.c_str()) == 0, "mkfifo");
+  alarm(20);
+  Segment::create_named(Segment::name_of(3), 4096);
+  alarm(0);
+  Segment::remove_name(Segment::name_of(3));
+  struct stat found = {};
+  expect(lstat(pipe.c_str(), &found) == 0 && lstat(link.c_str(), &found) == 0, "it was removed");
+  unlink(pipe.c_str()), unlink(link.c_str());
+}
+
+void leaves_others_files_alone() {
+  const std::string file = "/dev/shm/pycollect-other";
+  if (!as_another_user([&] { open(file.c_str(), O_CREAT | O_RDWR, 0666); })) return;
+  Segment::create_named(Segment::name_of(3), 4096);
+  Segment::remove_name(Segment::name_of(3));
+  struct stat found = {};
+  expect(stat(file.c_str(), &found) == 0, "it was removed");
+  unlink(file.c_str());
+}
+
+// As many descriptors as there are room for in a letter, and one more.
+void send_many(int socket, const SocketName* to, uint64_t number, int count) {
+  std::vector<char> control(CMSG_SPACE(sizeof(int) * count));
+  iovec data = {&number, sizeof number};
+  msghdr header = {};
+  header.msg_iov = &data, header.msg_iovlen = 1;
+  header.msg_control = control.data(), header.msg_controllen = control.size();
+  if (to != nullptr) header.msg_name = const_cast<sockaddr*>(to->get());
+  if (to != nullptr) header.msg_namelen = to->bytes;
+  cmsghdr* with = CMSG_FIRSTHDR(&header);
+  with->cmsg_level = SOL_SOCKET, with->cmsg_type = SCM_RIGHTS;
+  with->cmsg_len = CMSG_LEN(sizeof(int) * count);
+  const std::vector<int> all(count, STDERR_FILENO);
+  std::memcpy(CMSG_DATA(with), all.data(), sizeof(int) * count);
+  expect(sendmsg(socket, &header, 0) == sizeof number, "sendmsg");
+}
+
+void keeps_no_descriptor_of_several() {
+  for (const int count : {1, 2, 3, 9}) {
+    Hatch hatch;
+    const SocketName there(hatch.address());
+    const Descriptor socket = make_socket(SOCK_DGRAM);
+    const int before = count_entries("/proc/self/fd");
+    for (int i = 0; i < 5; ++i) send_many(socket.get(), &there, 5, count);
+    const std::string said = refusal([&] { hatch.take(6); });
+    expect(contains(said, "did not hand over"), said);
+    expect(count_entries("/proc/self/fd") == before, text(count, " descriptors: some are left"));
+    send_many(socket.get(), &there, 7, count);
+    const std::string taken = refusal([&] { hatch.take(7); });
+    expect(count == 1 ? taken == "nothing" : contains(taken, "cannot take"), taken);
+    expect(count_entries("/proc/self/fd") == before, text(count, " descriptors: some are left"));
+  }
+}
+
+void takes_nothing_from_other_users() {
+  Hatch hatch;
+  const auto stranger = [&] {
+    hand_in(hatch.address(), STDERR_FILENO, 7);  // even if it knows the number
+    if (contains(refusal([&] { hand_in(hatch.address(), STDERR_FILENO, 8); }), "cannot")) _exit(1);
+  };
+  if (!as_another_user(stranger)) return;
+  const std::string said = refusal([&] { hatch.take(7); });
+  expect(contains(said, "did not hand over"), said);
+  hand_in(hatch.address(), STDERR_FILENO, 9);
+  expect(static_cast<bool>(hatch.take(9)), "a descriptor of its own user's");
+}
+
+// Strangers fill the queue until nobody can hand in anything; the owner looks now and then.
+void is_reached_through_a_full_queue() {
+  Hatch hatch;
+  const SocketName there(hatch.address());
+  const Descriptor socket = make_socket(SOCK_DGRAM);
+  while (send_letter(socket.get(), 1, -1, &there)) continue;
+  std::thread owner([&] {
+    std::this_thread::sleep_for(100ms);
+    hatch.sort(7);
+  });
+  const std::string said = refusal([&] { hand_in(hatch.address(), STDERR_FILENO, 7); });
+  owner.join();
+  expect_equal(said, "nothing");
+  expect(static_cast<bool>(hatch.take(7)), "nothing was handed in");
+}
+
+std::string name_of(const Outlet::Ticket& ticket) {
+  return text("pycollect-outlet-", hexadecimal(ticket.outlet));
+}
+
+// However many come and say nothing, and whoever sends more than a question.
+void answers_past_who_says_nothing() {
+  Outlet outlet;
+  const auto ticket = outlet.offer(Descriptor(dup(STDERR_FILENO)));
+  const SocketName there(name_of(ticket));
+  std::vector<Descriptor> silent;
+  for (int i = 0; i < 20; ++i) {
+    silent.push_back(make_socket(SOCK_SEQPACKET));
+    expect(connect(silent.back().get(), there.get(), there.bytes) == 0, "connect");
+  }
+  const auto begin = Clock::now();
+  expect(static_cast<bool>(fetch(ticket)), "nothing was fetched");
+  expect(Clock::now() - begin < 5s, "who says nothing held it up");
+  const int before = count_entries("/proc/self/fd");
+  send_many(silent.front().get(), nullptr, ticket.number, 2);
+  expect(static_cast<bool>(fetch(ticket)), "nothing was fetched");
+  expect(count_entries("/proc/self/fd") <= before, "descriptors of a stranger's are left");
+}
+
+void lets_no_other_users_in() {
+  Outlet outlet;
+  const auto ticket = outlet.offer(Descriptor(dup(STDERR_FILENO)));
+  as_another_user([&] { _exit(refusal([&] { fetch(ticket); }) == "nothing" ? 1 : 0); });
+  expect(static_cast<bool>(fetch(ticket)), "nothing was fetched");
+}
+
+void refuses_sizes_beyond_all_measure() {
+  for (std::size_t Settings::* size :
+       {&Settings::slot_bytes, &Settings::mailbox_bytes, &Settings::arena_bytes})
+    for (const std::size_t bytes : {kMostBytes + 1, std::size_t{1} << 63, ~std::size_t{0}}) {
+      Settings settings = quick();
+      settings.*size = bytes;
+      MapBoard board;
+      const std::string said = refusal([&] { Group(board, 0, 1, settings); });
+      expect(contains(said, text("_bytes is ", bytes, "; it must be at most ")), said);
+    }
+  Settings settings = quick();
+  settings.arena_bytes = kMostBytes;
+  MapBoard board;
+  const std::string said = refusal([&] { Group(board, 0, 1, settings); });
+  expect(said == "nothing" || contains(said, "address space"), said);
+}
+
+// Longer than a clock counts.
+void waits_for_ever() {
+  for (const auto timeout : {std::chrono::milliseconds::max(), 300ms * 1000 * 3600 * 24 * 366}) {
+    Settings settings = quick();
+    settings.timeout = timeout;
+    const auto ends = run(2, settings, [](Me& me) {
+      if (me.rank == 1) std::this_thread::sleep_for(100ms);
+      Group group(me.board, me.rank, me.world, me.settings);
+      if (me.rank == 1) std::this_thread::sleep_for(100ms);
+      group.advance(at_run(1));
+      group.await(1 - me.rank, at_run(1), {"barrier", 1, deadline_after(me.settings.timeout)});
+      return std::string("right");
+    });
+    for (const End& end : ends) expect_equal(end.said, "right");
+  }
+  expect(deadline_after(-5ms) < Clock::now() + 10s, "no time at all");
+}
+
+// With stacks so large that there is no place for one.
+void blocks_no_signals_for_good() {
+  const pid_t pid = fork();
+  if (pid == 0) {
+    pthread_attr_t vast;
+    pthread_attr_init(&vast);
+    pthread_attr_setstacksize(&vast, std::size_t{1} << 50);
+    if (pthread_setattr_default_np(&vast) != 0) _exit(3);
+    Control control;
+    const std::string said = refusal([&] { watch_by_lock(control, 1, 0); });
+    sigset_t now;
+    pthread_sigmask(SIG_SETMASK, nullptr, &now);
+    _exit(said == "nothing" ? 2 : sigismember(&now, SIGINT));
+  }
+  int status = 0;
+  waitpid(pid, &status, 0);
+  expect(WIFEXITED(status) && WEXITSTATUS(status) != 2, "the thread was made");
+  expect(WEXITSTATUS(status) == 0, text("signals are blocked: ", WEXITSTATUS(status)));
+}
+
+}  // namespace
+}  // namespace pycollect::shm
+
+int main() {
+  using namespace pycollect::shm;
+  is_not_held_up_by_a_pipe();
+  leaves_others_files_alone();
+  keeps_no_descriptor_of_several();
+  takes_nothing_from_other_users();
+  is_reached_through_a_full_queue();
+  answers_past_who_says_nothing();
+  lets_no_other_users_in();
+  refuses_sizes_beyond_all_measure();
+  waits_for_ever();
+  blocks_no_signals_for_good();
+  std::puts("strangers_test: all good");
+}

@@ -1,0 +1,156 @@
+"""Groups that meet through a store which remembers others: failed attempts, other sizes, the last.
+
+Also what a group is made with that no machine has: sizes and times.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import BACKEND, OURS, Caught, Me, Pools, caught, fresh, pools_of_a_module
+
+pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no options, or hangs")
+SOON = 1.0  # seconds: the timeout of attempts that fail
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    yield from pools_of_a_module(group=False, beside=None)
+
+
+def meet(store: Any, rank: int, world: int, seconds: float = 20) -> None:
+    """Make a group on the store as torch does, use it, and let go of it."""
+    from pycollect import _C
+
+    options = _C.Options()
+    options._timeout = datetime.timedelta(seconds=seconds)
+    options.group_name = "again"
+    backend = _C.make_backend(store, rank, world, options)
+    x = torch.ones(10)
+    backend.allreduce([x], dist.AllreduceOptions()).wait()
+    assert x.eq(world).all()
+    backend.shutdown()
+
+
+def after_an_attempt(me: Me, early: tuple[int, ...], file: str) -> Caught | None:
+    """Some come too early and go away again; then all come."""
+    store = dist.FileStore(f"{me.folder}/{file}", me.world)
+    error = caught(meet, store, me.rank, me.world, SOON) if me.rank in early else None
+    store.set(f"done {me.rank}", "")
+    store.wait([f"done {rank}" for rank in range(me.world)])
+    meet(store, me.rank, me.world)
+    return error
+
+
+@pytest.mark.parametrize("early", [(0,), (1,), (0, 1), (1, 2)])
+def test_an_attempt_of_some_ranks_does_not_keep_them_apart(pools, early):
+    errors = pools(3).run(after_an_attempt, early, f"early_{early}", seconds=40)
+    for rank in early:
+        missing = [0] if 0 not in early else [r for r in range(3) if r not in early]
+        assert errors[rank].kind == "Timeout", errors[rank]
+        assert f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} did not arrive" in (
+            errors[rank].text
+        ), errors[rank]
+
+
+def of_other_sizes(me: Me) -> None:
+    store = dist.FileStore(f"{me.folder}/sizes", me.world)
+    for turn, world in enumerate((2, 3, 1, 3, 2)):
+        if me.rank < world:
+            meet(store, me.rank, world)
+        store.set(f"turn {turn} of {me.rank}", "")
+        store.wait([f"turn {turn} of {rank}" for rank in range(me.world)])
+
+
+def test_groups_of_other_sizes_meet_on_one_store(pools):
+    pools(3).run(of_other_sizes)
+
+
+def subgroups(me: Me) -> None:
+    """As under torchrun, whose store outlives the groups."""
+    store = dist.FileStore(f"{me.folder}/agent", me.world)
+    for ranks in ([0, 1], [0, 1, 2], [1, 2]):
+        dist.init_process_group("pycollect", store=store, rank=me.rank, world_size=me.world)
+        group = dist.new_group(ranks)
+        if me.rank in ranks:
+            x = torch.ones(10)
+            dist.all_reduce(x, group=group)
+            assert x.eq(len(ranks)).all()
+        dist.destroy_process_group()
+
+
+def test_a_subgroup_whose_size_changes_with_the_next_initialization(pools):
+    pools(3).run(subgroups)
+
+
+def one_after_the_other(me: Me) -> None:
+    """Nothing in between keeps the ranks together."""
+    from pycollect import _C
+
+    store = dist.FileStore(f"{me.folder}/many", me.world)
+    for _ in range(30):
+        _C.make_backend(store, me.rank, me.world, _C.Options()).shutdown()
+
+
+def test_many_groups_one_after_the_other(pools):
+    pools(3).run(one_after_the_other)
+
+
+@pytest.mark.parametrize("name", ["slot_bytes", "arena_bytes", "slab_bytes", "cuda_host_bytes"])
+def test_sizes_that_no_machine_has_are_refused(name):
+    import pycollect
+
+    for size in (2**46 + 1, 2**63, 2**64, 10**30):
+        with pytest.raises(ValueError, match=f"{name} is {size}; it must be at most {2**46}"):
+            pycollect.distributed.options(**{name: size})
+    assert getattr(pycollect.distributed.options(**{name: 2**46}), name) == 2**46
+
+
+def test_a_size_in_the_environment_that_no_machine_has_is_refused(monkeypatch):
+    import pycollect
+
+    monkeypatch.setenv("PYCOLLECT_CUDA_HOST_BYTES", str(10**30))
+    with pytest.raises(ValueError, match=r"PYCOLLECT_CUDA_HOST_BYTES is 10+; it must be at most"):
+        pycollect.distributed._read_environment(pycollect._C.Options())
+
+
+def patient(me: Me, timeout: datetime.timedelta) -> None:
+    """Every wait that has a limit, with one that no clock reaches."""
+    me.init("patient", timeout=timeout)
+    if me.rank == 1:
+        time.sleep(0.3)
+    x = torch.ones(10)
+    dist.all_reduce(x)
+    dist.all_reduce(x, async_op=True).wait(timeout)
+    if me.rank == 0:
+        dist.irecv(x, 1).wait(timeout)
+        dist.recv(x, 1)
+    else:
+        time.sleep(0.3)
+        dist.send(x, 0)
+        dist.send(x, 0)
+    dist.barrier(async_op=True).wait(timeout)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("days", [365 * 293, 365 * 290_000])
+def test_a_timeout_that_no_clock_reaches(days):
+    with fresh(2, group=False) as pool:
+        pool.run(patient, datetime.timedelta(days=days))
+
+
+def test_a_timeout_that_torch_cannot_hand_over():
+    with pytest.raises(ValueError, match=r"must not be negative.* 292,000 years"):
+        dist.init_process_group(
+            "pycollect",
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+            timeout=datetime.timedelta.max,
+        )
