@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from pycollect.train.__main__ import main
 from pycollect.train.curves import Curve, plot
 from pycollect.train.history import PARTS, Epoch, Step, mean_loss, typical
 from pycollect.train.log import Log
-from pycollect.train.places import check_place
 
 X, Y = torch.randn(21, 1, 4, 4, generator=torch.Generator().manual_seed(1)), torch.arange(21) % 3
 DATA = Data("noise", (X, Y), (X, Y))
@@ -172,7 +170,7 @@ def test_a_full_disk_is_one_sentence(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     picture = str(tmp_path / "run.png")
     assert main(["--data", "digits", "--epochs", "1", "--plot", picture]) == 2
     out, err = capsys.readouterr()
@@ -181,23 +179,6 @@ def test_a_full_disk_is_one_sentence(
         f"python -m pycollect.train: error: the picture {picture} cannot be written (No space "
         "left on device)\n"
     )
-
-
-def test_a_file_or_its_folder_must_be_writable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A log goes into the file that is there, a checkpoint takes its place."""
-    path = tmp_path / "file"
-    path.write_text("")
-    locked = path
-    monkeypatch.setattr(os, "access", lambda where, _: Path(where) != locked)
-    check_place("checkpoint", path, moved=True)
-    with pytest.raises(ValueError, match=r"the log .*file is there already and not writable"):
-        check_place("log", path)
-    locked = tmp_path
-    check_place("log", path)
-    with pytest.raises(ValueError, match=r"the folder of the checkpoint .* not writable"):
-        check_place("checkpoint", path, moved=True)
 
 
 def test_what_stopped_the_run_is_told_though_the_log_fails_too(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 
 import pycollect as pc
 
+from .._command import interrupts_kept_from_children
 from . import checkpoint, history
 from .choice import Choice
 from .entrant import Entrant
@@ -193,9 +194,10 @@ def run_spawned(job: Job, backend: str, report: Report) -> Entrant:
 
 def _spawn(arguments: tuple[Any, ...], world: int) -> None:
     """Run the processes to their end; whatever ends this one ends them."""
-    context = _mp.start_processes(
-        _spawned, arguments, nprocs=world, join=False, daemon=True, start_method="spawn"
-    )
+    with interrupts_kept_from_children():
+        context = _mp.start_processes(
+            _spawned, arguments, nprocs=world, join=False, daemon=True, start_method="spawn"
+        )
     try:
         while not context.join():
             pass
@@ -205,7 +207,8 @@ def _spawn(arguments: tuple[Any, ...], world: int) -> None:
 
 
 def _spawned(rank: int, job: Job, folder: str, world: int, threads: int, report: Report) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this process ends it
+    # Who started this process ends it, even by its own death; torch's SIGINT would not be heard.
+    _mp._prctl_pr_set_pdeathsig(signal.SIGKILL)
     torch.set_num_threads(threads)
     family = Family(rank, world, _dist.FileStore(str(Path(folder) / "store"), world))
     assert job.backend is not None

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from pycollect.devices import DeviceSpec
 
+from .._command import Stopped
 from . import checkpoint, curves
 from .choice import Source
 from .contestant import Contestant
 from .graph import GraphedStep
 from .history import Epoch, Step
-from .interrupt import Interrupt, Stopped, Together
+from .interrupt import Interrupt, Together
 from .job import Job, job_of
 from .loader import Loading
 from .log import Log
