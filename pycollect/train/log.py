@@ -4,7 +4,8 @@
     step     epoch, step, examples, loss, shares (examples of every rank), and data_seconds,
              split_seconds, compute_seconds, reduction_seconds, update_seconds
     epoch    epoch, seconds, data_seconds, loss, accuracy
-    end      accuracy, seconds_per_epoch, seconds_per_epoch_with_data, first_batch_seconds
+    end      accuracy, seconds_per_epoch, seconds_per_epoch_with_data, first_batch_seconds,
+             diverged: null, or since when the loss or that the model is not finite
     stopped  why: "interrupted", or the message of an error
 
 Losses are means per example, times are seconds; a number that is not finite is null.
