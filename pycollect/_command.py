@@ -159,12 +159,24 @@ class _Output:
 def quiet_imports() -> None:
     """Let Ctrl-C end one of our own commands in silence, from here until `run` begins.
 
-    In another program it stays as it is: there it is the program's own matter.
+    A variable of the environment with a bad value is one sentence meanwhile. In another program
+    both stay as they are: there they are the program's own matter.
     """
+    if not _is_command(sys.argv[0] if sys.argv else "", sys.orig_argv):
+        return
+    sys.excepthook = _say_bad_value
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    main = threading.current_thread() is threading.main_thread()
-    if usual and main and _is_command(sys.argv[0] if sys.argv else "", sys.orig_argv):
+    if usual and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _end_at_once)
+
+
+def _say_bad_value(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    if issubclass(kind, ValueError):
+        say(f"pycollect: error: {error}")
+    else:
+        sys.__excepthook__(kind, error, traceback)
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> None:
@@ -172,7 +184,9 @@ def _end_at_once(number: int, frame: FrameType | None) -> None:
 
 
 def _heed_interrupts() -> bool:
-    """End the silence of `quiet_imports`; tell whether this process is one of our commands."""
+    """End what `quiet_imports` began; tell whether this process is one of our commands."""
+    if sys.excepthook is _say_bad_value:
+        sys.excepthook = sys.__excepthook__
     ours = signal.getsignal(signal.SIGINT) is _end_at_once
     if ours:
         signal.signal(signal.SIGINT, signal.default_int_handler)

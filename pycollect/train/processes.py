@@ -88,11 +88,18 @@ def under_torchrun() -> bool:
 
 def rank_of_this_process() -> int:
     """Give the rank that torchrun gave, 0 without it."""
-    return int(os.environ.get("RANK", "0"))
+    given = os.environ.get("RANK", "0")
+    return int(given) if given.isdecimal() else 0  # `check_backend` refuses what is no number
 
 
 def check_backend(backend: str | None) -> None:
     """Raise ValueError unless the processes that there are and the backend fit together."""
+    for variable in ("RANK", "WORLD_SIZE", "MASTER_PORT") if under_torchrun() else ():
+        value = os.environ[variable]
+        if not value.isdecimal():
+            raise ValueError(
+                f"{variable} must be a whole number, as torchrun sets it, not {value!r}"
+            )
     if backend is None and under_torchrun() and os.environ["WORLD_SIZE"] != "1":
         raise ValueError(
             f"torchrun has started {os.environ['WORLD_SIZE']} processes: say how they talk, with "
