@@ -251,10 +251,11 @@ def test_processes_of_a_comparison_end_with_it(number: int, training: bool) -> N
         while len(group(process)) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)  # two ranks, and the process that tracks what they share
         os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
-        _, errors = process.communicate(timeout=PATIENCE)
+        _, errors = process.communicate(timeout=PATIENCE)  # all that have the pipe have ended
         assert_alone(process)
-    assert errors == ("interrupted\n" if number == signal.SIGINT else "")
     assert process.returncode == (130 if number == signal.SIGINT else -number)
+    if training or number == signal.SIGINT:  # who is being sent the data may say that it ended
+        assert errors == ("interrupted\n" if number == signal.SIGINT else "")
 
 
 def test_the_second_sigterm_ends_at_once() -> None:

@@ -4,6 +4,7 @@ An error comes out once: who fails first says so in the store that all processes
 that fail after it, because it is gone, stay silent.
 """
 
+import multiprocessing
 import os
 import pickle
 import signal
@@ -216,6 +217,9 @@ def _spawn(arguments: tuple[Any, ...], world: int) -> None:
 def _spawned(rank: int, job: Job, folder: str, world: int, threads: int, report: Report) -> None:
     # Who started this process ends it, even by its own death; torch's SIGINT would not be heard.
     _mp._prctl_pr_set_pdeathsig(signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():  # it died before, of which no signal tells
+        return
     torch.set_num_threads(threads)
     family = Family(rank, world, _dist.FileStore(str(Path(folder) / "store"), world))
     assert job.backend is not None
