@@ -7,14 +7,14 @@ the CPU, and the peers are torch.tensor_split with clone. All take turns; ratios
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import pycollect
-from pycollect.bench import environment, table
+from pycollect._command import Interruption
+from pycollect.bench import environment, scripts, table
 from pycollect.bench.copies import (
     BARE,
     PLAIN,
@@ -27,6 +27,7 @@ from pycollect.bench.copies import (
     scatter_copies,
 )
 from pycollect.bench.measure import Effort
+from pycollect.bench.output import write_json
 from pycollect.bench.record import SCHEMA, target_record
 from pycollect.bench.sizes import binary_size, parse_size, size_range
 
@@ -49,7 +50,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, default=1.0, help="time for each line's contest (1.0)")
     add("--targets", action="store_true", help="judge what is promised of scatters to GPUs")
     add("--json", metavar="FILE", help="everything, with the median of every round")
-    return parser.parse_args(argv)
+    return scripts.parse(parser, argv)
 
 
 def copies(args: argparse.Namespace) -> Iterator[Copy]:
@@ -77,25 +78,29 @@ def lines(result: CopyResult) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    return scripts.run("copy_bandwidth", lambda: measure(argv))
+
+
+def measure(argv: Sequence[str] | None) -> int:
     args = arguments(argv)
     about = environment.describe(shlex.join(sys.orig_argv))
     print(*environment.header(about), HEAD, sep="\n", flush=True)
     effort = Effort(args.seconds, args.iterations, args.warmup)
     before, results = environment.Load.now(), []
-    for copy in copies(args):
-        results.append(measure_copy(copy, effort))
-        print(*lines(results[-1]), sep="\n", flush=True)
+    with Interruption() as interruption:
+        for copy in copies(args):
+            results.append(measure_copy(copy, effort))
+            print(*lines(results[-1]), sep="\n", flush=True)
     promised = outcomes(results) if args.targets else []
     if promised:
         print(*table.target_lines(promised), sep="\n")
     noise = environment.noise(before, environment.Load.now(), [])
     print(*environment.footer(noise), sep="\n")
-    if args.json:
-        record = {"schema": SCHEMA, "environment": about, "noise": noise}
-        record["copies"] = [copy_record(result) for result in results]
-        record["targets"] = [target_record(outcome) for outcome in promised]
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1)
+    record = {"schema": SCHEMA, "environment": about, "noise": noise}
+    record["copies"] = [copy_record(result) for result in results]
+    record["targets"] = [target_record(outcome) for outcome in promised]
+    write_json(args.json, record, interruption)
+    interruption.reraise(args.json)
     if any(result.wrong for result in results):
         return 1
     return 3 if any(outcome.met is False for outcome in promised) else 0

@@ -8,7 +8,6 @@ runs them by turns, every size in each; ratios are medians over the turns. Try
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shlex
@@ -20,8 +19,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from pycollect.bench import environment, table
+from pycollect._command import Interruption
+from pycollect.bench import environment, scripts, table
 from pycollect.bench.measure import ratios
+from pycollect.bench.output import write_json
 from pycollect.bench.sizes import binary_size, parse_size
 from pycollect.bench.targets import MIB, Outcome
 
@@ -79,8 +80,8 @@ def medians(text: str) -> dict[int, float]:
     return found
 
 
-def measure(world: int, ours: Path, theirs: Path, args: argparse.Namespace) -> Times:
-    """Let all run by turns; a program that computes a wrong element ends everything."""
+def measure(world: int, ours: Path, theirs: Path, args: argparse.Namespace, times: Times) -> None:
+    """Let all run by turns, and add their times; one with a wrong element ends everything."""
     most = str(args.maxbytes >> 20)
     commands = {
         COPY: [str(ours), str(world), most],
@@ -88,13 +89,12 @@ def measure(world: int, ours: Path, theirs: Path, args: argparse.Namespace) -> T
     }
     if theirs.exists():
         commands[MPI] = [*mpirun(world), str(theirs), most]
-    times: Times = {name: {} for name in commands}
+    times.update({name: {} for name in commands})
     order = random.Random(world)
     for _ in range(args.turns):
         for name in order.sample(list(commands), len(commands)):
             for nbytes, seconds in medians(run(commands[name])).items():
                 times[name].setdefault(nbytes, []).append(seconds)
-    return times
 
 
 def faster(times: Times, name: str, nbytes: int) -> float | None:
@@ -121,7 +121,7 @@ def judge(found: dict[int, Times]) -> list[Outcome]:
         points = [
             (ratio, f"{world} ranks, {binary_size(nbytes)}")
             for world, times in found.items()
-            for nbytes in times[name]
+            for nbytes in times.get(name, {})
             if nbytes >= least and (ratio := faster(times, name, nbytes)) is not None
         ]
         value, where = min(points, default=(None, ""))
@@ -144,10 +144,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--turns", type=int, default=5, help="of each program (5)")
     add("--build", type=Path, default=ROOT / "build" / "native", help="where objects are kept")
     add("--json", metavar="FILE", help="the median of every turn")
-    return parser.parse_args(argv)
+    return scripts.parse(parser, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    return scripts.run("executor_bandwidth", lambda: compare(argv))
+
+
+def compare(argv: Sequence[str] | None) -> int:
     args = arguments(argv)
     ours, theirs = build(args.build.resolve())
     about = environment.describe(shlex.join(sys.orig_argv))
@@ -157,24 +161,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     heads = (COPY, ZERO_COPY, MPI, f"x {COPY}", f"x {ZERO_COPY}")
     print(f"#world {'size':>8}", *(head.rjust(10) for head in heads), flush=True)
     found: dict[int, Times] = {}
-    for world in args.world:
-        found[world] = measure(world, ours, theirs, args)
-        print_table(world, found[world])
+    with Interruption() as interruption:
+        for world in args.world:
+            found[world] = {}
+            measure(world, ours, theirs, args, found[world])
+            print_table(world, found[world])
     outcomes = judge(found)
     noise = environment.noise(before, environment.Load.now(), [])
     print(*table.target_lines(outcomes), sep="\n")
     print(*environment.footer(noise), sep="\n")
-    if args.json:
-        targets = [{**asdict(outcome), "met": outcome.met} for outcome in outcomes]
-        content = {
-            "schema": SCHEMA,
-            "environment": about,
-            "noise": noise,
-            "unit": "seconds",
-            "worlds": found,
-            "targets": targets,
-        }
-        Path(args.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    content = {
+        "schema": SCHEMA,
+        "environment": about,
+        "noise": noise,
+        "unit": "seconds",
+        "worlds": found,
+        "targets": [{**asdict(outcome), "met": outcome.met} for outcome in outcomes],
+    }
+    write_json(args.json, content, interruption)
+    interruption.reraise(args.json)
     return 3 if any(outcome.met is False for outcome in outcomes) else 0
 
 

@@ -7,13 +7,13 @@ where and with what it ran, and the content of its JSON file if it wrote one.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 SCHEMA = 1
@@ -27,15 +27,44 @@ def merged(record: dict[str, Any], name: str, run: dict[str, Any]) -> dict[str, 
     return {"schema": SCHEMA, **about, "runs": {**record.get("runs", {}), name: run}}
 
 
+def load_files() -> ModuleType:
+    """Load what writes files, without its package: there may be no torch, or no build of ours."""
+    path = Path(__file__).resolve().parents[1] / "pycollect" / "_files.py"
+    spec = importlib.util.spec_from_file_location("pycollect_files", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+files = load_files()
+
+
+def read(what: str, path: Path) -> dict[str, Any]:
+    """Read a JSON object; ValueError in a sentence for a file that holds none."""
+    files.check_input(what, path)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the {what} {path} cannot be read ({error})") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"the {what} {path} holds no JSON object")
+    return found
+
+
 def write(path: Path, record: dict[str, Any]) -> None:
     """Replace the file in one step: whoever is killed half-way leaves the old one or the new."""
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
-    ) as file:
-        json.dump(record, file, indent=1)
-        file.write("\n")
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    content = (json.dumps(record, indent=1) + "\n").encode()
+    with files.writing("record", path):
+        files.replace(path, lambda file: file.write(content))
+
+
+def last_line(log: Path) -> str:
+    """Give the last line of a log that says anything."""
+    files.check_input("log", log)
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,14 +82,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     run = {key: getattr(args, key) for key in (*ABOUT, "command", "status", "seconds")}
     run["time"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    if args.log:
-        lines = args.log.read_text(encoding="utf-8", errors="replace").split("\n")
-        run["last_line"] = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    if args.content and args.content.exists():
-        run["content"] = json.loads(args.content.read_text(encoding="utf-8"))
-    for path in args.into:
-        old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        write(path, merged(old, args.name, run))
+    try:
+        for path in args.into:
+            files.check_place("record", path, moved=True)
+        if args.log:
+            run["last_line"] = last_line(args.log)
+        if args.content and args.content.exists():
+            run["content"] = read("content", args.content)
+        old = [read("record", path) if path.exists() else {} for path in args.into]
+        for path, record in zip(args.into, old, strict=True):
+            write(path, merged(record, args.name, run))
+    except (OSError, ValueError, files.OutputError) as error:
+        parser.error(str(error))
     return 0
 
 

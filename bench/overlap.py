@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import shlex
 import statistics
 import sys
@@ -21,7 +20,9 @@ from typing import Any
 import torch
 
 import pycollect
-from pycollect.bench import environment
+from pycollect._command import Interruption
+from pycollect.bench import environment, scripts
+from pycollect.bench.output import write_json
 from pycollect.bench.record import SCHEMA
 
 Run = Callable[[], object]
@@ -144,6 +145,10 @@ def placements(args: argparse.Namespace) -> Iterator[tuple[str, list[torch.devic
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    return scripts.run("overlap", lambda: compare(argv))
+
+
+def compare(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--size", type=int, default=4000, help="rows and columns of the matrices (4000)")
@@ -152,25 +157,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--repeats", type=int, default=3, help="of which the median is taken (3)")
     add("--devices", help="as pycollect.devices reads it (all)")
     add("--json", metavar="FILE", help="write the seconds there")
-    args = parser.parse_args(argv)
+    args = scripts.parse(parser, argv)
     if min(args.size, args.products, args.world, args.repeats) < 1:
         parser.error("sizes and numbers must be positive")
     about = environment.describe(shlex.join(sys.orig_argv))
     print(*environment.header(about), sep="\n")
     print(f"# {args.products} products of {args.size} x {args.size} float32 matrices a rank")
     results = {}
-    for label, devices, own_streams in placements(args):
-        ranks = [Rank(d, args.size, args.products, own_streams) for d in devices]
-        results[label] = measure(ranks, args.repeats)
-        print(f"{label:<52} {'seconds':>9}", flush=True)
-        for name, seconds in results[label].items():
-            print(f"  {name:<50} {seconds:>9.4f}", flush=True)
-        del ranks
-    if args.json:
-        record = {"schema": SCHEMA, "environment": about, "size": args.size}
-        record |= {"products": args.products, "overlap": results}
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1)
+    with Interruption() as interruption:
+        for label, devices, own_streams in placements(args):
+            ranks = [Rank(d, args.size, args.products, own_streams) for d in devices]
+            results[label] = measure(ranks, args.repeats)
+            print(f"{label:<52} {'seconds':>9}", flush=True)
+            for name, seconds in results[label].items():
+                print(f"  {name:<50} {seconds:>9.4f}", flush=True)
+            del ranks
+    record = {"schema": SCHEMA, "environment": about, "size": args.size}
+    record |= {"products": args.products, "overlap": results}
+    write_json(args.json, record, interruption)
+    interruption.reraise(args.json)
     return 0
 
 

@@ -8,7 +8,6 @@ as many. All take turns; ratios are medians. Without a GPU it says so in one sen
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import statistics
 import sys
@@ -19,10 +18,12 @@ from typing import Any, NamedTuple
 import torch
 
 import pycollect
-from pycollect.bench import environment, gpu
+from pycollect._command import Interruption
+from pycollect.bench import environment, gpu, scripts
 from pycollect.bench.cases import COLLECTIVES, Call, Workspace, sized_case
 from pycollect.bench.measure import Effort, Sampler, Timing, after_rewrite, interleave, ratios
 from pycollect.bench.nvcc import NO_GPU
+from pycollect.bench.output import write_json
 from pycollect.bench.record import SCHEMA, timing_record
 from pycollect.bench.sizes import binary_size, parse_size, size_range
 
@@ -59,7 +60,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("-w", "--warmup", type=int, default=3, help="calls before the first timed one (3)")
     add("--seconds", type=float, default=1.0, help="time for each size (1.0)")
     add("--json", metavar="FILE", help="everything, with the median of every round")
-    return parser.parse_args(argv)
+    return scripts.parse(parser, argv)
 
 
 def in_a_row(call: Call) -> Call:
@@ -124,6 +125,10 @@ def record(found: Found) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    return scripts.run("replays", lambda: compare(argv))
+
+
+def compare(argv: Sequence[str] | None) -> int:
     args = arguments(argv)
     if args.devices.startswith("cuda") and not torch.cuda.is_available():
         print("bench/replays.py: there is no GPU here to replay a graph on")
@@ -135,16 +140,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     heads = "".join(f"{name:>15}" for way in PAIRS.items() for name in way)
     print(f"#world {'size':>8}{heads}{'x replay':>10}{'x graph':>10}", flush=True)
     effort, found = Effort(args.seconds, args.iterations, args.warmup), []
-    for world in args.world:
-        for nbytes in size_range(args.minbytes, args.maxbytes, args.stepfactor):
-            found.append(measure(world, nbytes, device, effort))
-            print(line(found[-1]), flush=True)
+    with Interruption() as interruption:
+        for world in args.world:
+            for nbytes in size_range(args.minbytes, args.maxbytes, args.stepfactor):
+                found.append(measure(world, nbytes, device, effort))
+                print(line(found[-1]), flush=True)
     print(*answers(found), sep="\n")
-    if args.json:
-        content = {"schema": SCHEMA, "environment": about, "row": ROW}
-        content["replays"] = [record(one) for one in found]
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
+    content = {"schema": SCHEMA, "environment": about, "row": ROW}
+    content["replays"] = [record(one) for one in found]
+    write_json(args.json, content, interruption)
+    interruption.reraise(args.json)
     return 0
 
 

@@ -8,16 +8,16 @@ a GPU. A target that is missed makes the status 3.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pycollect
-from pycollect.bench import environment, table, training
+from pycollect._command import Interruption
+from pycollect.bench import environment, scripts, table, training
 from pycollect.bench.measure import Effort
+from pycollect.bench.output import write_json
 from pycollect.bench.record import SCHEMA, target_record, timing_record
 from pycollect.bench.training.picture import draw
 from pycollect.train.models import MODELS
@@ -41,14 +41,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--targets", action="store_true", help="judge what is promised for this device")
     add("--json", metavar="FILE", help="everything, with the median of every round")
     add("--plot", metavar="FILE", help="a picture: bars of steps and of what reductions take")
-    args = parser.parse_args(argv)
+    args = scripts.parse(parser, argv)
     if min(*args.worlds, args.batch, args.size) < 1:
         parser.error("numbers and sizes must be positive")
     if args.size != 28 and "lenet" in args.models:
         parser.error("LeNet takes images of 28 x 28: add --models resnet18")
-    for path in filter(None, (args.json, args.plot)):
-        if not Path(path).resolve().parent.is_dir():
-            parser.error(f"{path}: there is no such folder to write to")
     return args
 
 
@@ -115,6 +112,10 @@ def result_record(result: training.Result) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    return scripts.run("train", lambda: compare(argv))
+
+
+def compare(argv: Sequence[str] | None) -> int:
     args = arguments(argv)
     about = environment.describe(shlex.join(sys.orig_argv))
     print(*environment.header(about), sep="\n", flush=True)
@@ -127,29 +128,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"#{'step':<26} {'p50 (ms)':>9} {'p99 (ms)':>9} {'x one':>6} {'epoch (s)':>9} "
         f"{'reduct(ms)':>10} {'% step':>6}"
     )
-    results = []
-    for case in cases(args):
-        results.append(training.measure(case, effort, not args.no_ddp))
-        print(*lines(results[-1]), sep="\n", flush=True)
-    loading = None
-    if not args.no_loading:
-        ranks = [cases(args)[0].devices[0]] * 2
-        loading = training.measure_loading(ranks, args.batch, effort)
-        print(*loading_lines(loading), sep="\n", flush=True)
+    results, loading = [], None
+    with Interruption() as interruption:
+        for case in cases(args):
+            results.append(training.measure(case, effort, not args.no_ddp))
+            print(*lines(results[-1]), sep="\n", flush=True)
+        if not args.no_loading:
+            ranks = [cases(args)[0].devices[0]] * 2
+            loading = training.measure_loading(ranks, args.batch, effort)
+            print(*loading_lines(loading), sep="\n", flush=True)
     outcomes = training.judge(results) if args.targets else []
     if outcomes:
         print(*table.target_lines(outcomes), sep="\n")
     noise = environment.noise(before, environment.Load.now(), [])
     print(*environment.footer(noise), sep="\n")
-    if args.json:
-        record = {"schema": SCHEMA, "environment": about, "noise": noise}
-        record["training"] = [result_record(result) for result in results]
-        record["loading"] = loading_record(loading) if loading else None
-        record["targets"] = [target_record(outcome) for outcome in outcomes]
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1)
-    if args.plot:
+    record = {"schema": SCHEMA, "environment": about, "noise": noise}
+    record["training"] = [result_record(result) for result in results]
+    record["loading"] = loading_record(loading) if loading else None
+    record["targets"] = [target_record(outcome) for outcome in outcomes]
+    write_json(args.json, record, interruption)
+    if args.plot and results:
         draw(results, args.plot, f"{about['machine']}, torch {about['torch']}")
+    interruption.reraise(args.json)
     return 3 if any(outcome.met is False for outcome in outcomes) else 0
 
 

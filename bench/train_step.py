@@ -7,14 +7,15 @@ time of a step until the device is done; a target that is missed makes the statu
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Sequence
 
 import pycollect
-from pycollect.bench import environment, table
+from pycollect._command import Interruption
+from pycollect.bench import environment, scripts, table
 from pycollect.bench.measure import Effort
+from pycollect.bench.output import write_json
 from pycollect.bench.record import SCHEMA, target_record, timing_record
 from pycollect.bench.steps import NAIVE, measure_steps
 
@@ -30,10 +31,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, default=5.0, help="time for the contest (5)")
     add("--targets", action="store_true", help="judge what is promised for one GPU")
     add("--json", metavar="FILE", help="everything, with the median of every round")
-    return parser.parse_args(argv)
+    return scripts.parse(parser, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    return scripts.run("train_step", lambda: compare(argv))
+
+
+def compare(argv: Sequence[str] | None) -> int:
     args = arguments(argv)
     about = environment.describe(shlex.join(sys.orig_argv))
     print(*environment.header(about), sep="\n", flush=True)
@@ -53,13 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"# WRONG: {result.wrong} parameters have other bits than the naive loop's")
     noise = environment.noise(before, environment.Load.now(), [])
     print(*environment.footer(noise), sep="\n")
-    if args.json:
-        record = {"schema": SCHEMA, "environment": about, "noise": noise, "wrong": result.wrong}
-        record["world"], record["batch"] = args.world, args.batch
-        record["steps"] = {name: timing_record(t) for name, t in result.timings.items()}
-        record["targets"] = [target_record(outcome) for outcome in outcomes]
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1)
+    record = {"schema": SCHEMA, "environment": about, "noise": noise, "wrong": result.wrong}
+    record["world"], record["batch"] = args.world, args.batch
+    record["steps"] = {name: timing_record(t) for name, t in result.timings.items()}
+    record["targets"] = [target_record(outcome) for outcome in outcomes]
+    write_json(args.json, record, Interruption())  # one measurement: all of it or nothing
     if result.wrong:
         return 1
     return 3 if any(outcome.met is False for outcome in outcomes) else 0

@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pycollect.bench import environment
+from pycollect._command import Interruption
+from pycollect.bench import environment, scripts
 from pycollect.bench.nvcc import NO_GPU, ROOT, SCHEMA, CannotRun, Found, build, lines_of
+from pycollect.bench.output import write_json
 from pycollect.bench.sizes import binary_size, parse_size
 
 SOURCES = [ROOT / "bench" / "native" / "waits" / name for name in ("main.cpp", "cuda.cu")]
@@ -48,7 +50,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--program", type=Path, help="a probe that is built already")
     add("--build", type=Path, default=ROOT / "build" / "native", help="where it is built")
     add("--json", metavar="FILE", help="everything; written anew after every experiment")
-    return parser.parse_args(argv)
+    return scripts.parse(parser, argv)
 
 
 def experiment(program: Path, way: str, world: int, nbytes: int, args: argparse.Namespace) -> Found:
@@ -127,6 +129,10 @@ def run(program: Path, args: argparse.Namespace, keep: Callable[[Found, str], No
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    return scripts.run("waits", lambda: probe(argv))
+
+
+def probe(argv: Sequence[str] | None) -> int:
     args = arguments(argv)
     about = environment.describe(shlex.join(sys.orig_argv))
     content: dict[str, Any] = {"schema": SCHEMA, "environment": about, "ways": WAYS}
@@ -134,9 +140,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def keep(found: Found, kind: str) -> None:
         content[kind].append(found)
-        if args.json:
-            Path(args.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, content, interruption)
 
+    interruption = Interruption()
     try:
         program = args.program or build(SOURCES, args.build / "waits")
         lines_of(program, ["host", 2, 8, 1, args.seconds], args.seconds + MARGIN)
@@ -151,7 +157,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "# round: an exchange by itself, until the stream is done, on the slowest rank; batch: of"
     )
     print("# one of many in a row; #wrong: words that were not the sum when they were looked at")
-    run(program, args, keep)
+    with interruption:
+        run(program, args, keep)
+    if interruption:
+        write_json(args.json, content, interruption)
+        interruption.reraise(args.json)
     print(*fastest(content["exchanges"]), sep="\n")
     return 1 if any(map(is_bad, [*content["blocked"], *content["exchanges"]])) else 0
 

@@ -6,7 +6,11 @@
 tensor([2., 2.])
 """
 
-from ._compat import check as _check
+from ._command import quiet_imports as _quiet_imports
+
+_quiet_imports()
+
+from ._compat import check as _check  # noqa: E402
 
 _check()
 

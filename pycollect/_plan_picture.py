@@ -5,10 +5,12 @@ Uses matplotlib's figures without pyplot, so it needs no display and leaves no s
 
 from __future__ import annotations
 
+import os
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pycollect._files import check_place, write_picture
 from pycollect._plan_text import bytes_text
 
 if TYPE_CHECKING:
@@ -36,13 +38,7 @@ def draw(
     plan: Plan, path: str | PathLike[str], model: str, seconds: float, spans: list[SpanTuple]
 ) -> None:
     """Write the picture of a predicted run into path."""
-    suffix = Path(path).suffix.lower()
-    if suffix not in _SUFFIXES:
-        raise ValueError(f"plot: {str(path)!r} ends in {suffix!r}; choose '.png' or '.svg'")
-    if plan.world > _MOST_LANES:
-        raise ValueError(
-            f"plot: {plan.world} ranks cannot be told apart; draw at most {_MOST_LANES}"
-        )
+    check(plan.world, path)
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -59,7 +55,17 @@ def draw(
     axes.set_title(f"{plan.collective} by {plan.algorithm}, {ranks}{size}", loc="left")
     axes.set_title(f"{end:.4g} µs predicted on {model}", loc="right", fontsize="medium")
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(Path(path), format=suffix[1:])
+    write_picture(figure, os.fspath(path))
+
+
+def check(world: int, path: str | PathLike[str]) -> None:
+    """Raise ValueError unless a plan of so many ranks can be drawn there."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in _SUFFIXES:
+        raise ValueError(f"plot: {str(path)!r} ends in {suffix!r}; choose '.png' or '.svg'")
+    if world > _MOST_LANES:
+        raise ValueError(f"plot: {world} ranks cannot be told apart; draw at most {_MOST_LANES}")
+    check_place("picture", os.fspath(path))
 
 
 def _microseconds(seconds: float) -> float:

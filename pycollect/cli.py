@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 
 import pycollect
 
-from . import _C, bench, info
+from . import _C, _command, bench, info
+from ._plan_picture import check as check_plot
 from .bench.sizes import parse_size
 
 
@@ -34,6 +34,8 @@ def _plan(args: argparse.Namespace) -> int:
         pieces=args.pieces,
         in_place=False if args.out_of_place else None,
     )
+    if args.plot:
+        check_plot(args.world, args.plot)
     print(plan)
     defect = plan.verify()
     print(f"verify   {defect or 'right, no race, no deadlock'}")
@@ -93,6 +95,10 @@ def _size(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, or those of the process; return the exit status."""
+    return _command.run("pycollect", lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     run: Callable[[argparse.Namespace], int] = args.run
@@ -100,9 +106,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(args)
     except (ValueError, ImportError) as error:
         parser.error(str(error))
-    except BrokenPipeError:  # whoever reads has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
 if __name__ == "__main__":

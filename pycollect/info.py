@@ -30,12 +30,17 @@ def describe(rates: bool = False) -> dict[str, Any]:
         **machine,
         **gpus.describe(rates),
         "cuda": {"torch": torch.version.cuda, "pycollect": build_info().get("cuda")},
-        "build": build_info(),
+        "build": _build(),
         "instruction_set": _C.instruction_set(),
         "torch.distributed": dist.is_available(),  # if so, it has the backend "pycollect"
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith("PYCOLLECT_")},
         "algorithms": {name: ", ".join(algorithms(name)) for name in _C.COLLECTIVES},
     }
+
+
+def _build() -> dict[str, Any]:
+    built = build_info()
+    return {**built, "commit": environment.known_commit(built.get("commit"))}
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:

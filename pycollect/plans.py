@@ -177,7 +177,8 @@ class Plan:
         """Draw ranks against predicted time into a PNG or SVG file, by the suffix of path.
 
         One lane a rank, one bar a step; needs matplotlib (ImportError says how to get it). Raises
-        ValueError for another suffix and for more ranks than a picture can show.
+        ValueError for another suffix, more ranks than a picture can show, or a place where no file
+        can be.
 
         >>> import pycollect as pc, tempfile, pathlib
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "ring.svg"

@@ -138,13 +138,18 @@ def test_every_registered_algorithm_can_be_named(capsys):
         (["--peers", "gloo"], "is no peer"),
         (["-n", "0"], "positive whole number"),
         (["--overhead", "--plot", "x.png"], "no sizes are measured"),
-        (["--json", "/nowhere/at/all.json"], "no such folder"),
+        (["--json", "/nowhere/at/all.json"], "the folder of the JSON file /nowhere/at/all.json is"),
+        (["--plot", "/nowhere/at/all.png"], "the folder of the picture /nowhere/at/all.png is not"),
+        (["--plot", "speed.gif"], "a picture ends in .png, .svg, .pdf, and speed.gif does not"),
+        (["--json", "/dev/null"], "must be a regular file, and /dev/null is a device"),
         (["-b", "4KB"], "is no size"),
+        (["--seconds", "nan"], "'nan' is not a positive number of seconds"),
+        (["--peer-limit", "-1"], "'-1' is not a positive number of seconds"),
     ],
 )
 def test_bad_arguments_are_refused_in_a_sentence(arguments, message, capsys):
     with pytest.raises(SystemExit) as stop:
-        bench.main([*arguments, "--seconds", "0.01"])
+        bench.main(["--seconds", "0.01", *arguments])
     assert stop.value.code == 2
     captured = capsys.readouterr()
     assert message in captured.err

@@ -139,10 +139,13 @@ def test_the_targets_are_the_worst_of_the_run() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--worlds", "0"], "must be positive"),
+        (["--worlds", "0"], "--worlds must be positive, not [0]"),
+        (["--seconds", "nan"], "--seconds must be positive, not nan"),
+        (["-n", "-1"], "--iterations must be positive, not -1"),
         (["--size", "32"], "LeNet takes images of 28 x 28"),
         (["--models", "alexnet"], "invalid choice"),
-        (["--json", "/nowhere/at/all.json"], "no such folder"),
+        (["--json", "/nowhere/at/all.json"], "the folder of the JSON file /nowhere/at/all.json is"),
+        (["--plot", "bars.gif"], "a picture ends in .png, .svg, .pdf, and bars.gif does not"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_measured(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pycollect import _C, cli, gpus, nvml
+from pycollect import _C, _compat, cli, gpus, info, nvml
+from pycollect.bench import environment
 from pycollect.info import describe
 
 
@@ -182,3 +184,19 @@ def test_the_gpus_that_are_here():
     assert found["gpu_software"]["driver_cuda"]
     assert all(rate["bytes_per_second"] > 1e8 for rate in found["copy_rates"])
     json.dumps(found)
+
+
+def test_a_build_from_an_sdist_has_no_commit_and_says_so(capsys, monkeypatch):
+    """Neither its folder nor its build knows one: nothing reads None."""
+    monkeypatch.setattr(environment, "_commit_of_checkout", lambda: None)
+    built = {**_compat.build_info(), "commit": None}
+    monkeypatch.setattr(environment, "build_info", lambda: built)
+    monkeypatch.setattr(info, "build_info", lambda: built)
+    assert cli.main(["info"]) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"^commit +unknown$", output, re.MULTILINE)
+    assert "commit: unknown" in output
+    assert "commit: None" not in output
+    assert ", commit unknown, torch" in environment.header(environment.describe(""))[0]
+    monkeypatch.setattr(environment, "build_info", lambda: {"commit": "abc"})
+    assert environment.describe("")["commit"] == "abc"

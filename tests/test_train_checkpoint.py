@@ -225,7 +225,14 @@ def older(path: Path) -> None:
         (lambda path: path.write_text("hello"), "is no checkpoint, or is damaged"),
         (lambda path: path.unlink(), "there is no checkpoint"),
         (lambda path: torch.save({"lr": 1}, path), "was not written by pycollect.train"),
-        (lambda path: torch.save(nn.Linear(1, 1), path), "is no checkpoint, or is damaged"),
+        (lambda path: torch.save(nn.Linear(1, 1), path), "it holds more than tensors, numbers"),
+        (
+            lambda path: torch.save({"format": "pycollect.train", "version": 1}, path),
+            "it lacks set",
+        ),
+        (lambda path: (path.unlink(), os.mkfifo(path)), "run.pt is a FIFO"),
+        (lambda path: (path.unlink(), path.mkdir()), "run.pt is a folder"),
+        (lambda path: (path.unlink(), path.symlink_to(path)), "Too many levels of symbolic links"),
         (older, "has the layout 0, and this version reads 1"),
     ],
 )
@@ -242,6 +249,7 @@ def test_a_bad_file_is_one_sentence(
     error = capsys.readouterr().err
     assert error.startswith("python -m pycollect.train: error: ")
     assert (error.count("\n"), str(path) in error, message in error) == (1, True, True)
+    assert "\x1b" not in error  # torch's bold letters
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_other(

@@ -128,6 +128,20 @@ def test_bad_arguments_are_refused_before_any_data_is_loaded(
     assert message in output.err.splitlines()[-1]
 
 
+@pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
+def test_what_torchrun_sets_must_be_numbers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    about = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in {**about, variable: "abc"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as exit_:
+        main(["--data", "digits", "--backend", "gloo"])
+    assert exit_.value.code == 2
+    message = f"{variable} must be a whole number, as torchrun sets it, not 'abc'"
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
 def refuse(data_dir: Path) -> None:
     raise Unavailable("torchvision is not installed")
 

@@ -1,5 +1,6 @@
 """Image folders: real files that the test writes, read lazily, and refused in one sentence."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,47 @@ def test_a_damaged_file_is_one_sentence(folder: Path, name: str, damage: str) ->
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("replace or delete it")
+
+
+def test_dead_links_are_counted_and_named(folder: Path) -> None:
+    """Images that are not there would be missed by nobody; nor would a whole class."""
+    apple = folder / "train" / "apple"
+    (apple / "5.png").symlink_to("nowhere.png")
+    with pytest.raises(DataError, match=r"apple has 1 link that leads nowhere: 5\.png -> nowhere"):
+        load("folder", folder, 32)
+    (apple / "deeper").mkdir()
+    for i in range(4):
+        (apple / "deeper" / f"{i}.jpg").symlink_to("/no/where.jpg")
+    message = (
+        r"5 links that lead nowhere: 5\.png -> .*, deeper/0\.jpg -> /no/where\.jpg, .* and 2 more"
+    )
+    with pytest.raises(DataError, match=message):
+        load("folder", folder, 32)
+    for link in (apple / "5.png", *(apple / "deeper").iterdir()):
+        link.unlink()
+    (apple / "notes").symlink_to("nowhere")  # no image, no matter
+    (apple / "5.png").symlink_to("0.png")
+    assert len(load("folder", folder, 32)[0].train) == 7
+    (folder / "train" / "cherry").symlink_to("nowhere")
+    with pytest.raises(DataError, match="train has 1 link that leads nowhere: cherry -> nowhere"):
+        load("folder", folder, 32)
+
+
+def test_a_folder_that_cannot_be_read_is_one_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may read all, so that the system is made to refuse."""
+    deeper, scandir = folder / "train" / "apple" / "deeper", os.scandir
+    deeper.mkdir()
+
+    def refuse(path: str) -> object:
+        if Path(path) == deeper:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=r"apple/deeper cannot be read \(Permission denied\)"):
+        load("folder", folder, 32)
 
 
 def test_what_is_no_image_folder_is_one_sentence(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from pycollect.train import Data, OutputError, StepSeconds, checkpoint, train
 from pycollect.train import log as log_module
 from pycollect.train.__main__ import main
 from pycollect.train.curves import Curve, plot
-from pycollect.train.history import PARTS, Epoch, Step, mean_loss, typical
+from pycollect.train.history import PARTS, Epoch, Step, divergence, mean_loss, typical
 from pycollect.train.log import Log
-from pycollect.train.places import check_place
 
 X, Y = torch.randn(21, 1, 4, 4, generator=torch.Generator().manual_seed(1)), torch.arange(21) % 3
 DATA = Data("noise", (X, Y), (X, Y))
@@ -97,6 +95,35 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     assert (found[0]["loss"], found[1]["accuracy"]) == (None, None)
 
 
+def test_a_run_that_ends_in_nan_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.jsonl"
+    arguments = ["--data", "digits", "--epochs", "1", "--devices", "cpu", "--log", str(path)]
+    assert main([*arguments, "--lr", "1e30"]) == 0
+    error = capsys.readouterr().err
+    assert error.startswith("warning: the loss is nan from step ")
+    assert f"warning: {lines(path)[-1]['diverged']}; a smaller learning rate may help\n" == error
+    assert main(arguments) == 0
+    assert capsys.readouterr().err == ""
+    assert lines(path)[-1]["diverged"] is None
+
+
+def test_a_comparison_names_who_ends_in_nan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--data", "digits", "--epochs", "1", "--lr", "1e30", "--compare"]) == 0
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("warning: naive: the loss is nan from step ")
+    assert second.startswith("warning: pycollect: the loss is nan from step ")
+
+
+def test_only_how_it_ends_counts() -> None:
+    """A loss that was nan for a while may be well again; the last update may lose the model."""
+    steps = [step(1, 1), step(1, 2, math.nan), step(2, 1, math.inf), step(2, 2)]
+    fine = [torch.ones(2), torch.tensor([1])]
+    assert divergence(steps, fine) == ""
+    assert divergence(steps[:3], fine) == "the loss is nan from step 2 of epoch 1 to the end"
+    assert "not finite" in divergence(steps, [*fine, torch.tensor([1.0, math.inf])])
+    assert divergence([], []) == ""
+
+
 def test_long_epochs_are_logged_while_they_run(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
 
@@ -172,7 +199,7 @@ def test_a_full_disk_is_one_sentence(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     picture = str(tmp_path / "run.png")
     assert main(["--data", "digits", "--epochs", "1", "--plot", picture]) == 2
     out, err = capsys.readouterr()
@@ -181,23 +208,6 @@ def test_a_full_disk_is_one_sentence(
         f"python -m pycollect.train: error: the picture {picture} cannot be written (No space "
         "left on device)\n"
     )
-
-
-def test_a_file_or_its_folder_must_be_writable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A log goes into the file that is there, a checkpoint takes its place."""
-    path = tmp_path / "file"
-    path.write_text("")
-    locked = path
-    monkeypatch.setattr(os, "access", lambda where, _: Path(where) != locked)
-    check_place("checkpoint", path, moved=True)
-    with pytest.raises(ValueError, match=r"the log .*file is there already and not writable"):
-        check_place("log", path)
-    locked = tmp_path
-    check_place("log", path)
-    with pytest.raises(ValueError, match=r"the folder of the checkpoint .* not writable"):
-        check_place("checkpoint", path, moved=True)
 
 
 def test_what_stopped_the_run_is_told_though_the_log_fails_too(tmp_path: Path) -> None:

@@ -30,6 +30,18 @@ def batch(n: int) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 1, 2, 2), torch.arange(n) % 3
 
 
+class Picky(nn.Module):
+    """Refuses zeros, so that a trial with them tells nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not len(x) or x.norm() > 0
+        return self.norm(x.flatten(1))
+
+
 def test_before_the_step_nothing_has_changed() -> None:
     """Rank 0 would have been through its pass by the time that torch raises on rank 1."""
     replicas = Replicas(net(), "cpu*2", optimizer=sgd_optimizer(0.1))
@@ -61,6 +73,41 @@ def test_a_run_is_refused_before_it_begins(options: dict[str, Any], last: int) -
     train("cpu*2", 8, 0.1, model=net(), data=data, epochs=1, quiet=True, drop_last=True)
 
 
+@pytest.mark.parametrize(
+    ("options", "last"),
+    [({}, 1), ({"microbatch": 1}, 0), ({"microbatch": 3}, 4), ({"weights": "1,0"}, 1)],
+    ids=str,
+)
+def test_one_example_of_all_ranks_is_too_few_for_statistics_of_all(
+    options: dict[str, Any], last: int
+) -> None:
+    options = {"epochs": 1, "quiet": True, "sync_batchnorm": True, **options}
+    X, y = batch(40 + last)
+    data = Data("noise", (X, y), (X, y))
+    steps: list[int] = []
+    model = net()
+    model.register_forward_hook(lambda *_: steps.append(1) if model.training else None)
+    with pytest.raises(ValueError, match="of one example, and batch normalisation over all ranks"):
+        train("cpu*2", 8, 0.1, model=model, data=data, **options)
+    assert not steps
+    two = {**options, "drop_last": True, "microbatch": options.get("microbatch") and 2}
+    train("cpu*2", 8, 0.1, model=net(), data=data, **two)
+
+
+def test_what_is_on_is_not_advised() -> None:
+    """Before the step, and in it, for a module that a trial with zeros tells nothing of."""
+    options = StepOptions(sync_batchnorm=True)
+    replicas = Replicas(net(), "cpu*2", optimizer=sgd_optimizer(0.1), options=options)
+    with pytest.raises(ValueError, match="of one example") as caught:
+        replicas.step(*batch(1))
+    assert "synchronised" not in str(caught.value)
+    replicas.step(*batch(2))
+    replicas = Replicas(Picky(), "cpu*2", optimizer=sgd_optimizer(0.1), options=options)
+    with pytest.raises(ValueError, match="take a larger batch") as caught:
+        replicas.step(*batch(1))
+    assert "synchronised" not in str(caught.value)
+
+
 def test_one_example_of_many_values_is_enough() -> None:
     wide = nn.Sequential(nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3))
     Replicas(wide, "cpu*2", optimizer=sgd_optimizer(0.1)).step(*batch(3))
@@ -89,15 +136,6 @@ def test_without_running_statistics_evaluation_takes_them_too() -> None:
 
 
 def test_a_module_that_zeros_do_not_suit_is_told_by_torch() -> None:
-    class Picky(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            assert x.norm() > 0
-            return self.norm(x.flatten(1))
-
     replicas = Replicas(Picky(), "cpu*2", optimizer=sgd_optimizer(0.1))
     with pytest.raises(ValueError, match="rank 1 has a shard of 1"):
         replicas.step(*batch(3))

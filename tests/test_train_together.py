@@ -20,9 +20,10 @@ from dist_pool import Me, Pools, pools_of_a_module
 from test_train_processes import alone, assert_alike, job, trained
 from torch import Tensor, nn
 
+from pycollect._command import Stopped
 from pycollect.train import checkpoint, convert_sync_batchnorm
 from pycollect.train.entrant import same_bits
-from pycollect.train.interrupt import Interrupt, Stopped, Together
+from pycollect.train.interrupt import Interrupt, Together
 from pycollect.train.report import Report
 from pycollect.train.trainer import run
 

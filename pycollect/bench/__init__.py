@@ -15,6 +15,8 @@ import torch
 
 import pycollect
 
+from .. import _command
+from .._command import Interruption
 from . import environment, output, processes, record, table
 from .cases import COLLECTIVES, LENET, Case, sized_case
 from .contest import DEFAULT, CaseResult, Contestants, run_case
@@ -67,11 +69,12 @@ def _cases(args: argparse.Namespace) -> Iterator[Case]:
                 yield Case("all_reduce_coalesced", dtype, args.op, devices, LENET)
 
 
-def _measure(args: argparse.Namespace, cases: Sequence[Case], effort: Effort) -> list[CaseResult]:
-    """Measure case by case, printing as results come."""
-    results: list[CaseResult] = []
+def _measure(
+    args: argparse.Namespace, cases: Sequence[Case], effort: Effort, results: list[CaseResult]
+) -> None:
+    """Measure case by case, printing results and adding them to the list as they come."""
     if not cases:
-        return results
+        return
     one_memory = all(case.one_memory for case in cases)
     columns = table.columns(one_memory)
     legend = _GPU_LEGEND if all(case.on_gpus for case in cases) else _LEGEND
@@ -82,7 +85,6 @@ def _measure(args: argparse.Namespace, cases: Sequence[Case], effort: Effort) ->
         whom = Contestants(algorithms(args.algorithms, case.collective), peers)
         results.append(run_case(case, whom, effort))
         print(*table.lines(results[-1], columns), sep="\n", flush=True)
-    return results
 
 
 def _status(results: list[CaseResult], outcomes: list[Outcome]) -> int:
@@ -96,7 +98,11 @@ def _status(results: list[CaseResult], outcomes: list[Outcome]) -> int:
 def run(args: argparse.Namespace, command: str) -> int:
     """Measure what `args` (of `add_arguments`) asks for, print it, and return the exit status.
 
+    Ctrl-C and SIGTERM end the measuring; what was measured by then is written all the same.
+
     Raises:
+        KeyboardInterrupt: after that.
+        OutputError: if a file cannot be written.
         ValueError: if sizes, devices or algorithms do not go together.
     """
     if args.minbytes is None:
@@ -115,22 +121,29 @@ def run(args: argparse.Namespace, command: str) -> int:
     output.check(args, any(len(case.shapes) == 1 for case in cases))
     about, before = environment.describe(command), environment.Load.now()
     print(*environment.header(about), sep="\n", flush=True)
-    results = _measure(args, cases, effort)
+    results: list[CaseResult] = []
     calls: dict[str, Timing] = {}
-    if args.overhead or args.targets:
-        calls = call_costs(effort, _devices(args.devices, 1)[0])
-        print(*table.call_lines(calls), sep="\n")
+    with Interruption() as interruption:
+        _measure(args, cases, effort, results)
+        if args.overhead or args.targets:
+            calls = call_costs(effort, _devices(args.devices, 1)[0])
+            print(*table.call_lines(calls), sep="\n")
     outcomes = judge(results, calls) if args.targets else []
     if outcomes:
         print(*table.target_lines(outcomes), sep="\n")
     disturbed = environment.noise(before, environment.Load.now(), results)
     print(*environment.footer(disturbed), sep="\n")
-    output.write(args, record.run_record(about, disturbed, results, calls, outcomes), results)
+    content = record.run_record(about, disturbed, results, calls, outcomes)
+    output.write_all(args, content, results, interruption)
     return _status(results, outcomes)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark with these arguments, or those of the process; return the exit status."""
+    return _command.run("pycollect bench", lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="pycollect bench", description=__doc__)
     add_arguments(parser)
     args = parser.parse_args(argv)

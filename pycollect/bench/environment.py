@@ -17,6 +17,7 @@ import torch
 
 import pycollect
 
+from .._compat import build_info
 from .contest import CaseResult
 from .measure import MOST_SPREAD
 
@@ -52,8 +53,17 @@ def without_folders(command: str) -> str:
     return shlex.join(re.sub(r"(^|=)/(.*/)?", r"\1", word) for word in shlex.split(command))
 
 
-def _commit() -> str | None:
-    """The commit of the checkout this package lies in, or None if it lies in none."""
+def _commit() -> str:
+    """The commit of the checkout this package lies in, or else that of its build; "unknown"."""
+    return _commit_of_checkout() or known_commit(build_info().get("commit"))
+
+
+def known_commit(commit: str | None) -> str:
+    """Give a commit for people: a build from an sdist has none."""
+    return commit or "unknown"
+
+
+def _commit_of_checkout() -> str | None:
     root = Path(pycollect.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None
@@ -125,9 +135,8 @@ def noise(before: Load, after: Load, results: Iterable[CaseResult]) -> dict[str,
 
 def header(about: dict[str, Any]) -> list[str]:
     """Return the lines over everything, as comments."""
-    commit = f", commit {about['commit']}" if about["commit"] else ""
     return [
-        f"# pycollect {about['pycollect']}{commit}, torch {about['torch']}, "
+        f"# pycollect {about['pycollect']}, commit {about['commit']}, torch {about['torch']}, "
         f"python {about['python']}, {about['time']}",
         f"# machine: {about['machine']}, {about['cores']} cores, {about['caches']}; "
         f"threads: {about['threads']}; GPU: {', '.join(about['gpus']) or 'none'}",

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-from . import environment
+from .._command import Interruption
+from . import environment, scripts
+from .output import write_json
 
 # What automake calls a skipped test, and these programs exit with where there is no GPU.
 NO_GPU = 77
@@ -133,19 +135,25 @@ def _arguments(probe: Probe, argv: Sequence[str] | None) -> argparse.Namespace:
     add("--program", type=Path, help="a program that is built already")
     add("--build", type=Path, default=ROOT / "build" / "native", help="where it is built")
     add("--json", metavar="FILE", help="everything")
-    return parser.parse_args(argv)
+    return scripts.parse(parser, argv)
 
 
 def run_probe(probe: Probe, argv: Sequence[str] | None) -> int:
     """Build it, run it, show what it finds, even if it fails; return the exit status."""
+    return scripts.run(probe.name, lambda: _run(probe, argv))
+
+
+def _run(probe: Probe, argv: Sequence[str] | None) -> int:
     args = _arguments(probe, argv)
     about = environment.describe(shlex.join(sys.orig_argv))
     print(*environment.header(about), sep="\n", flush=True)
     found: list[Found] = []
     failure = ""
+    interruption = Interruption()
     try:
-        program = args.program or build(probe.sources, args.build / probe.name)
-        found.extend(findings(program, [], args.seconds))
+        with interruption:
+            program = args.program or build(probe.sources, args.build / probe.name)
+            found.extend(findings(program, [], args.seconds))
     except CannotRun as error:
         print(f"bench/{probe.name}.py: {error}")
         return NO_GPU
@@ -154,8 +162,8 @@ def run_probe(probe: Probe, argv: Sequence[str] | None) -> int:
     probe.show(found, args.all)
     if failure:
         print(f"# FAILED: {failure}")
-    if args.json:
-        content = {"schema": SCHEMA, "environment": about, "findings": found}
-        content["failure"] = failure or None
-        Path(args.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    content = {"schema": SCHEMA, "environment": about, "findings": found}
+    content["failure"] = failure or None
+    write_json(args.json, content, interruption)
+    interruption.reraise(args.json)
     return 1 if failure or any(f.get("wrong") for f in found) else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -53,6 +54,16 @@ def _whole(text: str) -> int:
 
 def _positive(text: str) -> int:
     return _list_of(_whole)(text)[0]
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return seconds
 
 
 def _dtype(text: str) -> torch.dtype:
@@ -107,10 +118,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = how.add_argument
     add("-n", "--iterations", type=_positive, help="timed calls of each (by time, if not given)")
     add("-w", "--warmup", type=_positive, default=3, help="calls before the first timed one (3)")
-    add("--seconds", type=float, default=1.0, help="time for each case, about (1.0)")
+    add("--seconds", type=_seconds, default=1.0, help="time for each case, about (1.0)")
     add("-t", "--threads", type=_positive, help="threads that torch may use (its own choice)")
     limit = "seconds a size for one that may hang, with --processes and --devices (60)"
-    add("--peer-limit", type=float, metavar="SECONDS", default=60.0, help=limit)
+    add("--peer-limit", type=_seconds, metavar="SECONDS", default=60.0, help=limit)
     out = parser.add_argument_group("where it goes besides standard output")
     out.add_argument("--json", metavar="FILE", help="everything, with the median of every round")
     out.add_argument("--plot", metavar="FILE", help="speed against size (.png, .svg or .pdf)")

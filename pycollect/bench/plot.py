@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from .._files import write_picture
 from .contest import DEFAULT, WALL, CaseResult
 from .sizes import binary_size
 from .table import gigabytes_per_second
@@ -112,6 +113,7 @@ def plot(results: Sequence[CaseResult], path: str, caption: str) -> None:
 
     Raises:
         ImportError: without matplotlib.
+        OutputError: if it cannot be written.
         ValueError: if there is nothing with a size to draw.
     """
     from matplotlib.figure import Figure
@@ -140,4 +142,4 @@ def plot(results: Sequence[CaseResult], path: str, caption: str) -> None:
         row[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     _legend(figure)
     figure.supxlabel(caption, fontsize=8, color=_GREY)
-    figure.savefig(path, dpi=150)
+    write_picture(figure, path)

@@ -6,6 +6,7 @@ From scratch, every part is a plain function of tensors and devices: `lenet`, `r
 `split_batch`, `allreduce`, `train_batch`, `evaluate`. For any module there are `Replicas`.
 """
 
+from .._files import OutputError
 from .auto_shares import AutoShares
 from .checkpoint import CheckpointError
 from .compare import Comparison, compare
@@ -19,7 +20,6 @@ from .lockstep import lockstep, meet, ranks_in_lockstep
 from .losses import summed_cross_entropy
 from .models import MODELS, LeNet, init_lenet, lenet, resnet18
 from .optimizers import linear_lr, sgd_optimizer
-from .places import OutputError
 from .reduce import REDUCTIONS, allreduce, collective, naive
 from .replicas import Replicas
 from .replication import replicate_module

@@ -1,21 +1,21 @@
 """`python -m pycollect.train`: trains a model on the command line, see --help."""
 
-import os
 import signal
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 
+from .. import _command
+from .._command import BAD_INPUT, BY_SIGNAL, Stopped, Unheard, say
+from .._files import OutputError
 from .checkpoint import CheckpointError
 from .compare import check as check_comparison
 from .compare import run as compare
 from .data import DataError
-from .interrupt import Stopped
 from .job import Job, prepare
 from .options import choice, parser, running
-from .places import OutputError
 from .processes import (
     Family,
     check_backend,
@@ -28,13 +28,15 @@ from .report import Report
 from .trainer import run
 
 FAILED = 1
-BAD_INPUT = 2
-BY_SIGNAL = 128  # and its number, as a shell reports it: 130 after Ctrl-C, 143 after SIGTERM
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; give the exit code: 0, 2 for bad input, 130 or 143 after a signal."""
     command = parser()
+    return _command.run(command.prog, lambda: _main(command, arguments))
+
+
+def _main(command: ArgumentParser, arguments: Sequence[str] | None) -> int:
     with nullcontext() if rank_of_this_process() == 0 else redirect_stderr(None):
         args = command.parse_args(arguments)
     family = Family()
@@ -53,15 +55,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _run(args, job, family)
     except (DataError, CheckpointError, OutputError) as error:
         if family.first_to_fail():
-            print(f"{command.prog}: error: {error}", file=sys.stderr)
+            say(f"{command.prog}: error: {error}")
         return BAD_INPUT
     except KeyboardInterrupt as stop:
+        number = getattr(stop, "number", signal.SIGINT)
         if family.first_to_fail():
-            print(_interrupted(args.checkpoint), file=sys.stderr)
-        return BY_SIGNAL + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
-    except BrokenPipeError:  # who read the output, such as head, has seen enough
+            raise Stopped(number, _interrupted(args.checkpoint)) from None
+        return BY_SIGNAL + number
+    except Unheard:  # who reads the output, or the disk that it goes to, takes no more
         family.first_to_fail()
-        return _unheard()
+        raise
     except Exception:
         if family.first_to_fail():
             raise
@@ -88,12 +91,6 @@ def _run(args: Namespace, job: Job, family: Family) -> None:
         compare(job, args.compare, Report(), args.ddp_backend)
     else:
         run(job, Report())
-
-
-def _unheard() -> int:
-    """Say no more; give the exit code of a program that nobody listens to."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit flushes again
-    return BY_SIGNAL + signal.SIGPIPE
 
 
 def _interrupted(checkpoint: Path | None) -> str:

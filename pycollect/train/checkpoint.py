@@ -4,21 +4,21 @@ A file is written beside its place and moved there, so a crash leaves the old on
 Reading runs no code of the file, and a damaged one is a sentence.
 """
 
-import os
 import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._files import check_input, replace
 from .data.errors import first_line
 
 FORMAT = "pycollect.train"
 VERSION = 1  # of the layout; another one is refused
+PARTS = ("settings", "identity", "source", "contestant")
 
 
 class CheckpointError(RuntimeError):
@@ -30,19 +30,11 @@ def save(path: Path | str, state: Mapping[str, Any]) -> None:
 
     Raises CheckpointError if it cannot be written.
     """
-    target = Path(path).resolve()  # a link stays a link
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    whole = {"format": FORMAT, "version": VERSION, **state}
     try:
-        with beside.open("wb") as file:
-            torch.save({"format": FORMAT, "version": VERSION, **state}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, target)
+        replace(path, lambda file: torch.save(whole, file))
     except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
         raise CheckpointError(f"the checkpoint {path} cannot be written ({error})") from error
-    finally:
-        with suppress(OSError):  # not there any more if all went well, or never was
-            beside.unlink()
 
 
 def load(path: Path | str) -> dict[str, Any]:
@@ -51,13 +43,19 @@ def load(path: Path | str) -> dict[str, Any]:
     Only tensors, numbers, strings and containers are read, whatever the file holds.
     """
     try:
+        check_input("checkpoint", path)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    try:
         with zipfile.ZipFile(path) as archive:
             if archive.testzip() is not None:  # torch itself does not look at the checksums
                 raise zipfile.BadZipFile("a checksum is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"there is no checkpoint {path}") from error
-    except (OSError, RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+    except pickle.UnpicklingError as error:  # torch advises to trust it
+        raise CheckpointError(
+            f"{path} is no checkpoint: it holds more than tensors, numbers, strings and containers"
+        ) from error
+    except Exception as error:  # nearly anything, where the file is something else or damaged
         raise CheckpointError(
             f"{path} is no checkpoint, or is damaged ({first_line(error)})"
         ) from error
@@ -67,6 +65,9 @@ def load(path: Path | str) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} has the layout {state.get('version')}, and this version reads {VERSION}"
         )
+    missing = [name for name in PARTS if name not in state]
+    if missing:
+        raise CheckpointError(f"{path} is no whole checkpoint: it lacks {', '.join(missing)}")
     return state
 
 

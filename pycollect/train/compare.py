@@ -13,6 +13,7 @@ from pycollect.devices import DeviceSpec
 from .contestant import Contestant
 from .curves import Curve, plot
 from .entrant import Entrant
+from .history import divergence
 from .job import Job, job_of
 from .log import Log
 from .processes import check_available, run_spawned
@@ -174,6 +175,9 @@ def run(job: Job, names: Sequence[str], report: Report, backend: str | None = No
         entrants["ddp"] = run_spawned(job, backend or DDP_BACKEND, report)
     comparison = Comparison([entrants[name] for name in names])
     report.line(comparison)
+    for entrant in comparison.entrants:
+        if lost := divergence(entrant.steps, entrant.replicas[0]):
+            report.warning(f"{entrant.name}: {lost}")
     if job.running.plot is not None:
         curves = [Curve(e.name, e.epochs, e.steps) for e in comparison.entrants]
         plot(curves, job.running.plot, f"{job.title} on {job.data}: {job.settings}")

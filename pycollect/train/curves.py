@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._files import check_picture, write_picture
 from .history import PARTS, Epoch, Step, typical
-from .places import check_place, writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ENDINGS = (".png", ".svg", ".pdf")
 # Colours that stay apart for the colour-blind (Okabe and Ito). Runs on the same batches coincide,
 # so that the later ones are thinner and dashed, their marks smaller, and the first shows beneath.
 STYLES: Sequence[Mapping[str, Any]] = (
@@ -50,24 +49,12 @@ class Curve:
         return [typical(self.steps)[part] for part in PARTS]
 
 
-def check(path: Path | str) -> None:
-    """Raise ValueError unless a picture can be written there, before any time is spent."""
-    path = Path(path)
-    if path.suffix.lower() not in ENDINGS:
-        raise ValueError(f"a picture ends in {', '.join(ENDINGS)}, and {path} does not")
-    check_place("picture", path)
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ValueError("a picture needs matplotlib; install pycollect[train]") from error
-
-
 def plot(curves: Sequence[Curve], path: Path | str, caption: str = "") -> None:
     """Draw the curves; PNG, SVG or PDF by the ending.
 
-    ValueError as `check`, OutputError if writing fails.
+    ValueError where no picture can be written, OutputError if writing fails.
     """
-    check(path)
+    check_picture(path)
     from matplotlib.figure import Figure
 
     times = [curve for curve in curves if curve.steps]
@@ -85,8 +72,7 @@ def plot(curves: Sequence[Curve], path: Path | str, caption: str = "") -> None:
     _bars(bars, times)
     if caption:
         figure.suptitle(caption, fontsize=9, color=_GREY)
-    with writing("picture", path):
-        figure.savefig(path, dpi=150)
+    write_picture(figure, path)
 
 
 def _tidy(axes: Axes, title: str, ylabel: str) -> None:

@@ -3,10 +3,14 @@
 Losses are means per training example, times are seconds, accuracies are between 0 and 1.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
+from itertools import takewhile
+from math import isfinite
 from statistics import median
 from typing import Any
+
+from torch import Tensor
 
 from .step_clock import StepSeconds
 
@@ -72,6 +76,24 @@ def typical(steps: Sequence[Step]) -> dict[str, float]:
 def mean_loss(steps: Sequence[Step]) -> float:
     """Give the mean loss per example over the steps."""
     return sum(s.loss * s.examples for s in steps) / sum(s.examples for s in steps)
+
+
+def divergence(steps: Sequence[Step], tensors: Iterable[Tensor]) -> str:
+    """Say since when a run's loss, or that its model, is not finite at the end; "" if all is well.
+
+    >>> divergence([Step(1, 1, 64, float("nan"), 0.1, StepSeconds(), (64,))], [])
+    'the loss is nan from step 1 of epoch 1 to the end'
+    """
+    lost = list(takewhile(lambda step: not isfinite(step.loss), reversed(steps)))
+    if lost:
+        first = lost[-1]
+        return (
+            f"the loss is {first.loss} from step {first.number} of epoch {first.epoch} to the end"
+        )
+    found = [tensor.detach() for tensor in tensors if tensor.is_floating_point()]
+    if all(bool(tensor.isfinite().all()) for tensor in found):
+        return ""
+    return "the model holds numbers that are not finite"
 
 
 def stored(steps: Sequence[Step], epochs: Sequence[Epoch]) -> dict[str, Any]:

@@ -9,15 +9,9 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+from .._command import Stopped
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class Stopped(KeyboardInterrupt):
-    """The run was asked to stop, and everything is between two steps."""
-
-    def __init__(self, number: int = signal.SIGINT) -> None:
-        super().__init__()
-        self.number = number  # of the signal
 
 
 class Interrupt:

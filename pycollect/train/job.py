@@ -65,10 +65,10 @@ class Job:
     def _check_single_values(self, sizes: set[int]) -> None:
         """Refuse before the first step what batch normalisation would refuse in the last."""
         settings = self.settings
-        if settings.weights == "auto" or settings.sync_batchnorm:
-            return  # the shares are not known yet, or do not matter
+        if settings.weights == "auto":
+            return  # the shares are not known yet
         weights = settings.weights or [1.0] * len(settings.devices)
-        single = SingleValues(self.module)
+        single = SingleValues(self.module, to_meet=settings.sync_batchnorm)
         for size in sorted(sizes):
             parts = microbatches(tuple(shares_of(size, weights)), settings.microbatch or size)
             single.check(parts, torch.zeros(0, *self.data.image_shape))

@@ -4,7 +4,8 @@
     step     epoch, step, examples, loss, shares (examples of every rank), and data_seconds,
              split_seconds, compute_seconds, reduction_seconds, update_seconds
     epoch    epoch, seconds, data_seconds, loss, accuracy
-    end      accuracy, seconds_per_epoch, seconds_per_epoch_with_data, first_batch_seconds
+    end      accuracy, seconds_per_epoch, seconds_per_epoch_with_data, first_batch_seconds,
+             diverged: null, or since when the loss or that the model is not finite
     stopped  why: "interrupted", or the message of an error
 
 Losses are means per example, times are seconds; a number that is not finite is null.
@@ -18,15 +19,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from .._files import OutputError, open_lines, writing
 from .history import Epoch, Step
-from .places import OutputError, writing
 
 
 class Log:
     """Writes JSON lines to a file, each line at once; without a path it writes nothing.
 
-    A run that is continued appends to the log that is there. Raises OutputError if the file cannot
-    be written.
+    A FIFO, a terminal, /dev/stdout and /dev/stderr will do as well. A run that is continued appends
+    to the log that is there. Raises OutputError if it cannot be written.
 
     >>> with Log(None) as log:
     ...     log.write("start", lr=0.1)
@@ -34,10 +35,11 @@ class Log:
 
     def __init__(self, path: Path | str | None, *, append: bool = False) -> None:
         self._file: TextIO | None = None
+        self._path = path or ""
         if path is None:
             return
         with writing("log", path):
-            self._file = open(path, "a" if append else "w", encoding="utf-8")  # noqa: SIM115
+            self._file = open_lines(path, append=append)
 
     def __enter__(self) -> "Log":
         return self
@@ -55,7 +57,7 @@ class Log:
             if error is not None:
                 why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
                 self.write("stopped", why=why)
-            with writing("log", self._file.name):
+            with writing("log", self._path):
                 self._file.close()
 
     def write(self, event: str, **fields: Any) -> None:
@@ -63,7 +65,7 @@ class Log:
         if self._file is None:
             return
         line = json.dumps({"event": event, **_finite(fields)}, allow_nan=False, default=str)
-        with writing("log", self._file.name):
+        with writing("log", self._path):
             self._file.write(line + "\n")
             self._file.flush()
 

@@ -19,7 +19,8 @@ EPILOG = """\
 The line of an epoch gives the seconds of its training steps (splitting the batch, forward,
 backward, reduction, update) without the evaluation and without waiting for data, the mean loss per
 training example, and the share of test examples that are classified right. All ranks evaluate,
-each a part of the test set.
+each a part of the test set. A run whose loss or model is not finite at its end says so in a last
+line on standard error and in the log; its status is 0, for all of it was done as asked.
 """
 
 

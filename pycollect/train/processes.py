@@ -4,6 +4,7 @@ An error comes out once: who fails first says so in the store that all processes
 that fail after it, because it is gone, stay silent.
 """
 
+import multiprocessing
 import os
 import pickle
 import signal
@@ -20,6 +21,7 @@ import torch.multiprocessing as mp
 
 import pycollect as pc
 
+from .._command import interrupts_kept_from_children
 from . import checkpoint, history
 from .choice import Choice
 from .entrant import Entrant
@@ -87,11 +89,18 @@ def under_torchrun() -> bool:
 
 def rank_of_this_process() -> int:
     """Give the rank that torchrun gave, 0 without it."""
-    return int(os.environ.get("RANK", "0"))
+    given = os.environ.get("RANK", "0")
+    return int(given) if given.isdecimal() else 0  # `check_backend` refuses what is no number
 
 
 def check_backend(backend: str | None) -> None:
     """Raise ValueError unless the processes that there are and the backend fit together."""
+    for variable in ("RANK", "WORLD_SIZE", "MASTER_PORT") if under_torchrun() else ():
+        value = os.environ[variable]
+        if not value.isdecimal():
+            raise ValueError(
+                f"{variable} must be a whole number, as torchrun sets it, not {value!r}"
+            )
     if backend is None and under_torchrun() and os.environ["WORLD_SIZE"] != "1":
         raise ValueError(
             f"torchrun has started {os.environ['WORLD_SIZE']} processes: say how they talk, with "
@@ -193,9 +202,10 @@ def run_spawned(job: Job, backend: str, report: Report) -> Entrant:
 
 def _spawn(arguments: tuple[Any, ...], world: int) -> None:
     """Run the processes to their end; whatever ends this one ends them."""
-    context = _mp.start_processes(
-        _spawned, arguments, nprocs=world, join=False, daemon=True, start_method="spawn"
-    )
+    with interrupts_kept_from_children():
+        context = _mp.start_processes(
+            _spawned, arguments, nprocs=world, join=False, daemon=True, start_method="spawn"
+        )
     try:
         while not context.join():
             pass
@@ -205,7 +215,11 @@ def _spawn(arguments: tuple[Any, ...], world: int) -> None:
 
 
 def _spawned(rank: int, job: Job, folder: str, world: int, threads: int, report: Report) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this process ends it
+    # Who started this process ends it, even by its own death; torch's SIGINT would not be heard.
+    _mp._prctl_pr_set_pdeathsig(signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():  # it died before, of which no signal tells
+        return
     torch.set_num_threads(threads)
     family = Family(rank, world, _dist.FileStore(str(Path(folder) / "store"), world))
     assert job.backend is not None

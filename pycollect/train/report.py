@@ -59,6 +59,11 @@ class Report:
         if not self.quiet:
             print(text, flush=True)
 
+    def warning(self, text: object) -> None:
+        """Print one line on standard error."""
+        if not self.quiet:
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+
     def bar(self, label: str, images: int, done: int = 0) -> Bar:
         """Give the bar of so many images, of which some may be done already."""
         if self.quiet or not sys.stderr.isatty():

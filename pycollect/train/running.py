@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from . import checkpoint, curves
+from .._files import check_picture, check_place
+from . import checkpoint
 from .data import Data
-from .places import check_place
 from .reduce import REDUCTIONS
 
 # Batches prepared ahead where that takes work off the step; one more evens out slow ones.
@@ -55,9 +55,9 @@ class Running:
         if self.checkpoint is not None:
             check_place("checkpoint", self.checkpoint, moved=True)
         if self.log is not None:
-            check_place("log", self.log)
+            check_place("log", self.log, streamed=True)
         if self.plot is not None:
-            curves.check(self.plot)
+            check_picture(self.plot)
 
     def batches_ahead(self, data: Data, devices: tuple[torch.device, ...]) -> int:
         """Give the number of batches to prepare ahead."""

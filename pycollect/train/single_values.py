@@ -5,9 +5,9 @@ ranks have been through theirs already. A trial, see trial.py, tells beforehand 
 example brings to every layer.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -28,14 +28,17 @@ def refusal(rank: int, examples: int) -> ValueError:
 class SingleValues:
     """Refuses shards of one example where a layer of this module would see single values.
 
+    So it does with one example of all ranks, where the layer takes all into its statistics, or is
+    `to_meet` those of the other ranks in the run that is being prepared.
+
     >>> import torch
     >>> SingleValues(nn.BatchNorm1d(3)).check([(2, 1)], torch.zeros(3, 3))
     Traceback (most recent call last):
     ValueError: rank 1 has a shard of 1, and batch normalisation needs more than one ...
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, *, to_meet: bool = False) -> None:
+        self._module, self._to_meet = module, to_meet
         self._found: dict[Any, bool] = {}  # by the shape of an example, and who is in training
 
     def check(self, parts: Iterable[Sequence[int]], examples: Tensor) -> None:
@@ -43,17 +46,32 @@ class SingleValues:
 
         `examples` has the shape of one behind its first dimension; its values do not matter.
         """
+        parts = list(parts)
         ranks = [part.index(1) for part in parts if 1 in part]
-        if not ranks:
-            return
-        layers = [layer for layer in self._module.modules() if _counts(layer)]
+        if ranks and self._sees_one(_alone, examples):
+            raise refusal(ranks[0], 1)
+        if any(sum(part) == 1 for part in parts) and self._sees_one(_together, examples):
+            raise ValueError(
+                "there is a batch or microbatch of one example, and batch normalisation over all "
+                "ranks needs more than one value per channel: use another batch size or "
+                "microbatch, or drop_last"
+            )
+
+    def _sees_one(self, kind: "Kind", examples: Tensor) -> bool:
+        """Tell whether a layer of this kind gets a single value per channel of one example."""
+        layers = [layer for layer in self._module.modules() if self._is(kind, layer)]
         if not layers:
-            return
-        key = (examples.shape[1:], examples.dtype, tuple(layer.training for layer in layers))
+            return False
+        training = tuple(layer.training for layer in layers)
+        key = (kind, examples.shape[1:], examples.dtype, training)
         if key not in self._found:
             self._found[key] = 1 in self._values(layers, examples)
-        if self._found[key]:
-            raise refusal(ranks[0], 1)
+        return self._found[key]
+
+    def _is(self, kind: "Kind", layer: nn.Module) -> bool:
+        if not isinstance(layer, _BatchNorm) or not (layer.training or layer.running_mean is None):
+            return False
+        return kind(layer) if not self._to_meet else kind is _together
 
     def _values(self, layers: Sequence[nn.Module], examples: Tensor) -> set[int]:
         """Give the numbers of values per channel that these layers get of one example."""
@@ -67,12 +85,19 @@ class SingleValues:
         return set() if whole is None else found
 
 
-def _counts(layer: nn.Module) -> bool:
+Kind: TypeAlias = Callable[[nn.Module], bool]
+
+
+def _alone(layer: nn.Module) -> bool:
     """Tell whether a layer takes statistics of a shard alone."""
-    alone = isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
     if isinstance(layer, SyncBatchNorm):
-        alone = layer.ranks == 1
-    return alone and (layer.training or layer.running_mean is None)
+        return layer.ranks == 1
+    return not isinstance(layer, nn.SyncBatchNorm)
+
+
+def _together(layer: nn.Module) -> bool:
+    """Tell whether a layer takes statistics over all ranks."""
+    return isinstance(layer, SyncBatchNorm) and layer.ranks > 1
 
 
 def _note(found: set[int], layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:

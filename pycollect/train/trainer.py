@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from pycollect.devices import DeviceSpec
 
+from .._command import Stopped
 from . import checkpoint, curves
 from .choice import Source
 from .contestant import Contestant
 from .graph import GraphedStep
-from .history import Epoch, Step
-from .interrupt import Interrupt, Stopped, Together
+from .history import Epoch, Step, divergence
+from .interrupt import Interrupt, Together
 from .job import Job, job_of
 from .loader import Loading
 from .log import Log
@@ -63,6 +64,11 @@ class History:
         """The mean seconds of an epoch, without data loading and with it."""
         seconds = sum(epoch.seconds for epoch in self.epochs) / len(self.epochs)
         return seconds, seconds + sum(e.data_seconds for e in self.epochs) / len(self.epochs)
+
+    @property
+    def divergence(self) -> str:
+        """The words on a loss or a model that is not finite at the end; "" if all is well."""
+        return divergence(self.steps, self.module.state_dict().values())
 
     @property
     def times(self) -> str:
@@ -208,9 +214,12 @@ def finish(history: History, job: Job, report: Report, log: Log) -> None:
         seconds_per_epoch=without,
         seconds_per_epoch_with_data=with_data,
         first_batch_seconds=history.first_batch,
+        diverged=history.divergence or None,
     )
     report.line(history.times)
     report.line(history)
+    if history.divergence:
+        report.warning(f"{history.divergence}; a smaller learning rate may help")
     if job.running.plot is not None:
         on_gpu = any(device.type == "cuda" for device in job.settings.devices)
         hint = " (times of the host)" if on_gpu and not job.running.exact_times else ""

@@ -129,9 +129,12 @@ def _status(results: Sequence[CaseResult], outcomes: Sequence[Outcome]) -> int:
 def run(args: argparse.Namespace, command: str) -> int:
     """Measure what `args` asks for between processes, print it, and return the exit status.
 
-    A rank that fails ends the run with status 1; what was measured before is written all the same.
+    A rank that fails ends the run with status 1, Ctrl-C and SIGTERM with theirs; what was measured
+    before is written all the same.
 
     Raises:
+        KeyboardInterrupt: after an interruption.
+        OutputError: if a file cannot be written.
         ValueError: if the options do not go together.
     """
     _refuse_what_does_not_go_together(args)
@@ -163,5 +166,6 @@ def run(args: argparse.Namespace, command: str) -> int:
         r for r in results if r.case.collective == args.collective and r.case.dtype in args.dtype
     ]
     content = record.run_record(about, disturbed, results, {}, outcomes)
-    output.write(args, {**content, "failure": found.failure or None}, drawn)
+    content["failure"] = found.failure or None
+    output.write_all(args, content, drawn, found.interruption)
     return 1 if found.failure else _status(results, outcomes)

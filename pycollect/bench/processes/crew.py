@@ -25,6 +25,7 @@ import torch
 
 import pycollect
 
+from ..._command import interrupts_kept_from_children
 from ..contest import CaseResult
 from ..measure import Effort
 from .cases import ProcessCase
@@ -121,7 +122,8 @@ class Crew:
                 address = str(Path(self._folder.name, "ranks"))
                 listener.bind(address)
                 listener.listen(job.world)
-                self._start(address)
+                with interrupts_kept_from_children():
+                    self._start(address)
                 self._accept(listener)
             for rank in self._ranks:
                 rank.send(job)
@@ -193,13 +195,17 @@ class Crew:
             for process in self._processes:
                 # Who is stuck in a driver hears nothing else; MPI's ranks are its mpirun's to end.
                 process.kill() if self._job.no_mpi else process.terminate()
-        for process in self._processes:
-            try:
-                status.append(process.wait(_END_SECONDS))
-            except subprocess.TimeoutExpired:
+        try:
+            for process in self._processes:
+                try:
+                    status.append(process.wait(_END_SECONDS))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    status.append(process.wait())
+        finally:
+            for process in self._processes:  # those left, if this wait was interrupted
                 process.kill()
-                status.append(process.wait())
-        for rank in self._ranks:
-            rank.close()
-        self._folder.cleanup()
+            for rank in self._ranks:
+                rank.close()
+            self._folder.cleanup()
         return status

@@ -1,17 +1,15 @@
 """One run: world by world, then the peers that may hang; what there is when it ends is kept.
 
-A rank that fails, or does not answer, ends the measuring. So does SIGTERM, which is how a time
-limit arrives.
+A rank that fails, or does not answer, ends the measuring. So do Ctrl-C and SIGTERM, which is how a
+time limit arrives.
 """
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 
+from ..._command import Interruption
 from .. import table
 from ..contest import CaseResult
 from .crew import Crew, Job
@@ -47,22 +45,7 @@ class Found:
 
     results: list[CaseResult] = field(default_factory=list)
     failure: str = ""
-
-
-class _TimeIsUp(Exception):
-    """SIGTERM."""
-
-
-@contextmanager
-def _until_terminated() -> Iterator[None]:
-    def end(number: int, frame: FrameType | None) -> None:
-        raise _TimeIsUp
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    interruption: Interruption = field(default_factory=Interruption)
 
 
 def measure(jobs: Sequence[Job], isolated: Sequence[str], seconds: float, say: Printer) -> Found:
@@ -70,15 +53,13 @@ def measure(jobs: Sequence[Job], isolated: Sequence[str], seconds: float, say: P
     found = Found()
     apart = Isolated(seconds, say)
     try:
-        with _until_terminated():
+        with found.interruption:
             for job in jobs:
                 _of_world(job, found.results, say)
                 begin = len(found.results) - len(job.cases)
                 asked = slice(begin, begin + job.asked)
                 for peer in isolated:
                     found.results[asked] = apart.join(peer, job, found.results[asked])
-    except _TimeIsUp:
-        found.failure = "the run was terminated"
     except (RuntimeError, TimeoutError) as error:
         found.failure = str(error)
     return found

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..._command import interrupts_kept_from_children
 from ..measure import Sampler
 
 DDP_GLOO, DDP_OURS = "DDP, gloo", "DDP, pycollect"
@@ -135,7 +136,8 @@ class Crew:
             process = context.Process(
                 target=_work, args=(rank, self._job, store, threads, theirs), daemon=True
             )
-            process.start()
+            with interrupts_kept_from_children():
+                process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..._files import write_picture
 from .contest import ONE, Result
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def draw(results: Sequence[Result], path: str, caption: str) -> None:
 
     Raises:
         ImportError: without matplotlib.
+        OutputError: if it cannot be written.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -71,4 +73,4 @@ def draw(results: Sequence[Result], path: str, caption: str) -> None:
     handles = [Patch(color=colour, label=label) for label, colour in colours.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=3, frameon=False, fontsize=9)
     figure.supxlabel(caption, fontsize=8, color=_GREY)
-    figure.savefig(path, dpi=150)
+    write_picture(figure, path)

@@ -4,6 +4,8 @@ A file is decoded when its batch is, by whoever fetches the batch, so nothing is
 Pillow decodes, with torchvision installed or not, so that the same files give the same bits.
 """
 
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from .examples import Data, Defaults
 
 _SIXTEEN_BITS = 65_535
 IMAGE_SIZE = 320  # pixels; the larger of Imagenette's own sizes, and BatchFlow's
+_SHOWN = 3  # dead links that are named; the others are counted
 TEST_NAMES = ("val", "test")
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 # Mean and standard deviation of ImageNet's pixels by channel: the usual ones for photographs.
@@ -78,7 +81,8 @@ def image_folder(data_dir: Path, image_size: int = IMAGE_SIZE) -> Data:
     """Find the images below `data_dir`; they are decoded when they are needed.
 
     The classes are the folders of `train/`, in alphabetical order. Raises DataError if a folder
-    is missing, a class has no image, or Pillow is not installed; ValueError for a bad size.
+    is missing or cannot be read, a class has no image or a dead link, or Pillow is not installed;
+    ValueError for a bad size.
     """
     if image_size < 1:
         raise ValueError(f"the image size must be at least 1 pixel, not {image_size}")
@@ -98,20 +102,20 @@ def image_folder(data_dir: Path, image_size: int = IMAGE_SIZE) -> Data:
             f"{root} holds no folder {missing}; an image folder has train/ and val/ or test/, "
             "each with one folder per class"
         )
-    classes = tuple(folder.name for folder in folders(train))
-    return Data(
-        root.resolve().name,
-        scan(train, classes, image_size),
-        scan(test, classes, image_size),
-        RESNET18,
-        classes=classes,
-        model="resnet18",
-    )
+    try:
+        classes = tuple(folder.name for folder in folders(train))
+        found, held_out = (scan(parent, classes, image_size) for parent in (train, test))
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read ({error.strerror})") from error
+    name = root.resolve().name
+    return Data(name, found, held_out, RESNET18, classes=classes, model="resnet18")
 
 
 def folders(parent: Path) -> list[Path]:
     """Give the folders in a folder by name, hidden ones left out; DataError if it has none."""
-    found = sorted(p for p in parent.iterdir() if p.is_dir() and not p.name.startswith("."))
+    there = sorted(p for p in parent.iterdir() if not p.name.startswith("."))
+    _refuse_dead_links(parent, there)
+    found = [p for p in there if p.is_dir()]
     if not found:
         raise DataError(f"{parent} holds no folder; there must be one per class")
     return found
@@ -126,7 +130,9 @@ def scan(parent: Path, classes: tuple[str, ...], size: int) -> ImageFolder:
             raise DataError(
                 f"{folder} is no class of the training set, which has {', '.join(classes)}"
             )
-        files = sorted(p for p in folder.rglob("*") if _is_image(p))
+        named = sorted(filter(_has_name_of_image, _files_below(folder)))
+        _refuse_dead_links(folder, named)
+        files = [p for p in named if p.is_file()]
         if not files:
             raise DataError(f"{folder} holds no image ({', '.join(SUFFIXES)})")
         found += [(path, numbers[folder.name]) for path in files]
@@ -134,7 +140,27 @@ def scan(parent: Path, classes: tuple[str, ...], size: int) -> ImageFolder:
     return ImageFolder(paths, labels, classes, size)
 
 
-def _is_image(path: Path) -> bool:
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Give all but the folders; OSError for one that cannot be read, which rglob leaves out."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for where, _, names in os.walk(folder, onerror=refuse):
+        yield from (Path(where, name) for name in names)
+
+
+def _has_name_of_image(path: Path) -> bool:
     """Tell by the name; hidden files are what some systems note beside an image."""
-    known = path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
-    return known and path.is_file()
+    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
+
+
+def _refuse_dead_links(parent: Path, paths: Sequence[Path]) -> None:
+    """Raise DataError if there are any: without them others would be trained on than were meant."""
+    dead = [path for path in paths if path.is_symlink() and not path.exists()]
+    if not dead:
+        return
+    shown = [f"{path.relative_to(parent)} -> {os.readlink(path)}" for path in dead[:_SHOWN]]
+    more = f" and {len(dead) - _SHOWN} more" if len(dead) > _SHOWN else ""
+    links = "1 link that leads" if len(dead) == 1 else f"{len(dead)} links that lead"
+    raise DataError(f"{parent} has {links} nowhere: {', '.join(shown)}{more}; mend or delete them")

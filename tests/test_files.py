@@ -1,0 +1,297 @@
+"""Files that commands write: what is there and is no regular file stays what it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from pycollect import _files, bench, cli
+from pycollect._files import OutputError, check_input, check_place, open_lines, replace, write
+from pycollect.train import CheckpointError, checkpoint, train
+from pycollect.train.__main__ import main as train_main
+
+ROOT = Path(__file__).parents[1]
+NOBODY = 65534
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    """A second /dev/null, so that nothing happens to the machine's."""
+    try:
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("only root may make a device")
+
+
+def unix_socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # the name of a socket is at most 107 bytes
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def link_to_fifo(path: Path) -> None:
+    os.mkfifo(path.with_name("target"))
+    path.symlink_to("target")
+
+
+KINDS: dict[Callable[[Path], None], str] = {
+    fifo: "is a FIFO",
+    device: "is a device",
+    unix_socket: "is a socket",
+    Path.mkdir: "is a folder",
+    link_to_fifo: "is a FIFO",
+    lambda path: path.symlink_to(path): "Too many levels of symbolic links",
+}
+NAMES = ["fifo", "device", "socket", "folder", "link", "loop"]
+
+
+def script(name: str) -> ModuleType:
+    spec = spec_from_file_location(name, ROOT / "bench" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def merge(file: str) -> int:
+    about = ["--name", "a", "--command", "b", "--status", "0", "--seconds", "1"]
+    return int(script("merge_results").main([file, *about]))
+
+
+QUICK = ["-e", "4K", "--world", "2", "-n", "1", "-w", "1"]
+COMMANDS: dict[str, Callable[[str], int]] = {
+    "train-checkpoint": lambda file: train_main(["--data", "digits", "--checkpoint", file]),
+    "train-plot": lambda file: train_main(["--data", "digits", "--plot", file]),
+    "bench-json": lambda file: bench.main([*QUICK, "--json", file]),
+    "bench-plot": lambda file: bench.main([*QUICK, "--plot", file]),
+    "processes-json": lambda file: bench.main(["--processes", "2", *QUICK, "--json", file]),
+    "cli-bench": lambda file: cli.main(["bench", *QUICK, "--json", file]),
+    "plan-plot": lambda file: cli.main(["plan", "all_reduce", "2", "--plot", file]),
+    "train.py-plot": lambda file: script("train").main(["--plot", file]),
+    "merge_results": merge,
+    **{
+        f"{name}.py-json": lambda file, name=name: script(name).main(["--json", file])
+        for name in (
+            *("copy_bandwidth", "executor_bandwidth", "folds", "overlap", "replays", "ring"),
+            *("train", "train_step", "waits"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(("make", "message"), KINDS.items(), ids=NAMES)
+def test_what_is_no_regular_file_is_refused_before_any_work(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    make: Callable[[Path], None],
+    message: str,
+) -> None:
+    path = tmp_path / "result.png"
+    make(path)
+    before = os.lstat(path)
+    with pytest.raises(SystemExit) as stop:
+        sys.exit(COMMANDS[command](str(path)))
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err.splitlines()[-1]
+    assert "Traceback" not in captured.err
+    after = os.lstat(path)
+    assert (after.st_mode, after.st_ino) == (before.st_mode, before.st_ino)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_folder_that_is_not_there_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        sys.exit(COMMANDS[command]("no/where.png"))
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "no/where.png is not there or not writable (No such file" in captured.err
+
+
+def test_a_place_that_looks_writable_is_tried() -> None:
+    """Root may do everything in /proc by its permissions, and makes no file there."""
+    with pytest.raises(ValueError, match=r"the folder of the log /proc/run\.jsonl is not there or"):
+        check_place("log", "/proc/run.jsonl")
+
+
+@pytest.fixture
+def as_nobody() -> Iterator[None]:
+    if os.geteuid():
+        pytest.skip("only root can become somebody else")
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def open_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = Path(f"/tmp/pycollect-test-{os.getpid()}")
+    folder.mkdir()
+    (folder / "file").write_text("")
+    (folder / "file").chmod(0o600)
+    folder.chmod(0o777)
+    yield folder
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+
+
+def test_a_file_or_its_folder_must_be_writable(open_folder: Path, as_nobody: None) -> None:
+    """A log goes into the file that is there, a checkpoint takes its place."""
+    path = open_folder / "file"
+    check_place("checkpoint", path, moved=True)
+    with pytest.raises(ValueError, match=r"the log .*file is there already and not writable"):
+        check_place("log", path)
+    os.seteuid(0)
+    path.chmod(0o666)
+    open_folder.chmod(0o755)
+    os.seteuid(NOBODY)
+    check_place("log", path)
+    with pytest.raises(ValueError, match=r"the folder of the checkpoint .* not writable"):
+        check_place("checkpoint", path, moved=True)
+
+
+def test_looking_leaves_everything_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for moved in (True, False):
+        check_place("log", path, moved=moved)
+    assert list(tmp_path.iterdir()) == []
+    path.write_text("old")
+    check_place("log", path)
+    assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["file", "dangling"])
+def test_a_link_stays_a_link(tmp_path: Path, there: bool) -> None:
+    """Relative, and in another folder: what it names is what is written."""
+    (tmp_path / "far").mkdir()
+    target, link = tmp_path / "far" / "run.pt", tmp_path / "run.pt"
+    if there:
+        target.write_text("old")
+    link.symlink_to(Path("far", "run.pt"))
+    check_place("checkpoint", link, moved=True)
+    replace(link, lambda file: file.write(b"new"))
+    assert (link.is_symlink(), target.read_text()) == (True, "new")
+    target.unlink()
+    check_place("JSON file", link)
+    write("JSON file", link, "newer")
+    assert (link.is_symlink(), target.read_text()) == (True, "newer")
+    assert {path.name for path in tmp_path.rglob("*")} == {"far", "run.pt"}
+
+
+def test_a_link_into_no_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.pt").symlink_to("no/where")
+    for moved in (True, False):
+        with pytest.raises(ValueError, match=r"run\.pt is not there or not writable"):
+            check_place("checkpoint", tmp_path / "run.pt", moved=moved)
+
+
+def test_what_has_become_something_else_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match="it is a FIFO"):
+        checkpoint.save(path, {})
+    with pytest.raises(OutputError, match="it is a FIFO"):
+        write("JSON file", path, "{}")
+    assert path.is_fifo()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_long_name_has_room_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 255)
+    replace(path, lambda file: file.write(b"whole"))
+    assert path.read_bytes() == b"whole"
+
+
+def test_a_log_goes_to_whom_reads_it(tmp_path: Path) -> None:
+    """Its lines come one by one; without a reader it would wait for ever, and says so."""
+    path = tmp_path / "log"
+    os.mkfifo(path)
+    check_place("log", path, streamed=True)
+    with pytest.raises(OSError, match="nobody reads it; start the reader first"):
+        open_lines(path, append=False)
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as reader:
+        train("cpu", data="digits", epochs=1, log=path, quiet=True)
+        events = [json.loads(line)["event"] for line in reader.read().splitlines()]
+    assert (events[0], events[-2:]) == ("start", ["epoch", "end"])
+
+
+def test_a_log_on_standard_output_goes_on_with_its_file(tmp_path: Path) -> None:
+    code = "import sys; from pycollect._files import open_lines\n"
+    code += "print('first', flush=True)\n"
+    code += "with open_lines('/dev/stdout', append=False) as log: log.write('second\\n')\n"
+    code += "print('third')"
+    path = tmp_path / "out"
+    with path.open("w") as out:
+        subprocess.run([sys.executable, "-c", code], stdout=out, check=True, timeout=120)
+    assert path.read_text() == "first\nsecond\nthird\n"
+
+
+def test_what_is_read_must_be_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no record"):
+        check_input("record", tmp_path / "none")
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ValueError, match="the record must be a regular file"):
+        check_input("record", tmp_path / "fifo")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "cannot be read"), ("[1]", "holds no JSON object"), ("\xff", "cannot be read")],
+)
+@pytest.mark.parametrize("which", ["record", "content"])
+def test_a_record_that_is_none_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str, which: str
+) -> None:
+    path, other = tmp_path / "broken.json", tmp_path / "record.json"
+    path.write_bytes(content.encode("latin1"))
+    files = [str(path)] if which == "record" else [str(other), "--content", str(path)]
+    about = ["--name", "a", "--command", "b", "--status", "0", "--seconds", "1"]
+    with pytest.raises(SystemExit) as stop:
+        script("merge_results").main([*files, *about])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert f"the {which} {path}" in error
+    assert message in error
+    assert path.read_bytes() == content.encode("latin1")
+    assert not other.exists()
+
+
+def test_scripts_can_load_it_without_torch() -> None:
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'bench')!r}); import merge_results; "
+    code += "sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_picture_without_matplotlib_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match=r"install pycollect\[train\]"):
+        _files.check_picture(tmp_path / "run.png")

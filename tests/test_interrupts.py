@@ -1,0 +1,269 @@
+"""Commands that are interrupted: one line or silence, what was measured kept, nothing left behind.
+
+Every test starts a process, because a signal meets whatever it is doing: measuring, importing
+torch, or waiting for processes of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Generous: the machine may be busy with anything.
+PATIENCE = 300
+LITTLE = 20  # far less than what is left would take to end by itself
+MODULE = [sys.executable, "-m"]
+TRAIN = [*MODULE, "pycollect.train", "--data", "digits", "--devices", "cpu*2"]
+CLI = [*MODULE, "pycollect.cli"]
+# Far more than is measured before the signal comes.
+BENCH = ["-b", "4K", "-e", "1G", "-f", "2", "--world", "2", "--seconds", "0.05"]
+
+
+def bench_script(name: str) -> list[str]:
+    return [sys.executable, str(ROOT / "bench" / f"{name}.py")]
+
+
+@contextmanager
+def started(command: list[str], **more: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process in a group of its own, as a terminal's; what is left of the group is killed."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
+    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as process:
+        try:
+            yield process
+        finally:
+            if group(process):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def group(process: subprocess.Popen[str]) -> list[int]:
+    """The processes of its group that still run."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, of = stat.read_text().rpartition(")")[2].split()[:3]
+        except (OSError, ValueError):
+            continue
+        if int(of) == process.pid and state not in "ZX":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def wait_for_line(process: subprocess.Popen[str], begin: str, end: str = "") -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(begin) and line.rstrip().endswith(end):
+            return
+    assert process.stderr is not None
+    pytest.fail(f"no line begins with {begin!r}; {process.stderr.read()}")
+
+
+def press(process: subprocess.Popen[str], number: int = signal.SIGINT) -> str:
+    """Send a signal to the whole group, as a terminal does; return what standard error says."""
+    os.killpg(process.pid, number)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert_alone(process)
+    return errors
+
+
+def assert_alone(process: subprocess.Popen[str]) -> None:
+    """Nothing of its group is left; the tracker of multiprocessing notices a little later."""
+    deadline = time.monotonic() + LITTLE
+    while group(process) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert group(process) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
+)
+def test_rows_measured_so_far_are_kept(tmp_path: Path, number: int, status: int) -> None:
+    path = tmp_path / "run.json"
+    with started([*CLI, "bench", *BENCH, "--json", str(path)]) as process:
+        wait_for_line(process, "     2        8192")
+        errors = press(process, number)
+    assert errors == f"interrupted; what there was by then is in {path}\n"
+    assert process.returncode == status
+    run = json.loads(path.read_text())
+    assert run["interrupted"] is True
+    assert [case["bytes"] for case in run["cases"]][:2] == [4096, 8192]
+    assert run["cases"][0]["rows"]
+
+
+def test_a_run_that_ends_by_itself_is_not_interrupted(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    command = [*CLI, "bench", "-e", "4K", "--world", "2", "-n", "1", "-w", "1", "--json", path]
+    subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE)
+    assert json.loads(path.read_text())["interrupted"] is False
+
+
+def test_processes_of_the_benchmark_end_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    processes = ["--processes", "2", "--peers", "none", "--json", str(path)]
+    with started([*CLI, "bench", *BENCH, *processes]) as process:
+        wait_for_line(process, "     2        8192")
+        assert len(group(process)) == 3
+        errors = press(process)
+    assert errors == f"interrupted; what there was by then is in {path}\n"
+    assert process.returncode == 130
+    run = json.loads(path.read_text())
+    assert (run["interrupted"], run["failure"]) == (True, None)
+    assert [case["bytes"] for case in run["cases"]][:2] == [4096, 8192]
+
+
+@pytest.mark.slow
+def test_processes_that_are_still_starting_end_without_a_word(tmp_path: Path) -> None:
+    with started([*CLI, "bench", *BENCH, "--processes", "3", "--peers", "none"]) as process:
+        wait_for_line(process, "#world")
+        deadline = time.monotonic() + PATIENCE
+        while len(group(process)) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        errors = press(process)
+    assert (process.returncode, errors) == (130, "interrupted\n")
+
+
+PROBE = """#!/bin/sh
+echo '{"question": "ring", "enters": true, "bytes": 1048576, "pieces": 4, "piece": 1, "us": 1.0,
+ "pinned_us": 1.0, "pageable_us": 1.0, "library": true}' | tr -d '\\n'
+echo
+exec sleep 600
+"""
+SCRIPTS: dict[str, tuple[list[str], str, str]] = {
+    "allreduce_bandwidth": (BENCH, "     2        8192", "cases"),
+    "copy_bandwidth": (
+        ["-b", "1K", "-e", "1G", "-f", "2", "--seconds", "0.05"],
+        " scatter",
+        "copies",
+    ),
+    "overlap": (
+        ["--size", "30", "--products", "2", "--repeats", "1", "--world", "1000000"],
+        "one",
+        "overlap",
+    ),
+    "train": (
+        ["--models", "lenet", "--batch", "8", "--seconds", "0.05"],
+        "# lenet, 1 rank",
+        "training",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_keeps_its_rows(tmp_path: Path, name: str) -> None:
+    arguments, begin, key = SCRIPTS[name]
+    path = tmp_path / "run.json"
+    with started([*bench_script(name), *arguments, "--json", str(path)]) as process:
+        wait_for_line(process, begin)
+        errors = press(process)
+    assert errors == f"interrupted; what there was by then is in {path}\n"
+    assert process.returncode == 130
+    run = json.loads(path.read_text())
+    assert run["interrupted"] is True
+    assert len(run[key]) >= 1
+
+
+def test_a_probe_ends_with_its_program(tmp_path: Path) -> None:
+    """What nvcc builds is a process of its own, which a terminal's Ctrl-C reaches as well."""
+    program, path = tmp_path / "ring", tmp_path / "run.json"
+    program.write_text(PROBE)
+    program.chmod(0o755)
+    command = [*bench_script("ring"), "--program", str(program), "--json", str(path)]
+    with started(command) as process:
+        wait_for_line(process, "# command")
+        deadline = time.monotonic() + PATIENCE
+        while len(group(process)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(1)  # for its line to be read; without it there is one finding less
+        errors = press(process)
+    assert process.returncode == 130
+    assert errors == f"interrupted; what there was by then is in {path}\n"
+    assert json.loads(path.read_text())["interrupted"] is True
+
+
+def test_a_step_is_all_or_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    command = [*bench_script("train_step"), "--batch", "8", "--seconds", "600", "--json", path]
+    with started(list(map(str, command))) as process:
+        wait_for_line(process, "# command")
+        errors = press(process)
+    assert (process.returncode, errors, path.exists()) == (130, "interrupted\n", False)
+
+
+def loaded(process: subprocess.Popen[str], library: str) -> bool:
+    try:
+        return library in Path(f"/proc/{process.pid}/maps").read_text()
+    except OSError:
+        return False
+
+
+COMMANDS = {
+    "train": TRAIN,
+    "cli": [*CLI, "info"],
+    "script": bench_script("train_step"),
+    "installed": [str(Path(sys.executable).with_name("pycollect")), "info"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_ctrl_c_while_torch_is_imported(name: str) -> None:
+    if name == "installed" and not Path(COMMANDS[name][0]).exists():
+        pytest.skip("the command pycollect is not installed beside this Python")
+    with started(COMMANDS[name]) as process:
+        deadline = time.monotonic() + PATIENCE
+        while not loaded(process, "libtorch_cpu") and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert process.poll() is None
+        errors = press(process)
+    assert process.returncode == 130
+    assert errors in ("", "interrupted\n")
+
+
+def test_another_programs_ctrl_c_is_its_own(tmp_path: Path) -> None:
+    """Neither the import nor a benchmark that it runs changes what a signal does to it."""
+    program = tmp_path / "mine.py"
+    program.write_text(
+        "import signal\nbefore = [signal.getsignal(n) for n in (2, 15)]\n"
+        "from pycollect import bench\n"
+        "assert bench.main(['-e', '4K', '--world', '2', '-n', '1', '-w', '1']) == 0\n"
+        "assert [signal.getsignal(n) for n in (2, 15)] == before\n"
+    )
+    subprocess.run([sys.executable, program], check=True, capture_output=True, timeout=PATIENCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "importing"])
+def test_processes_of_a_comparison_end_with_it(number: int, training: bool) -> None:
+    """Ctrl-C comes to all of a terminal's processes, the others to the one that was started."""
+    with started([*TRAIN, "--epochs", "3", "--compare", "ddp,naive"]) as process:
+        wait_for_line(process, *(("epoch 1", "(ddp)") if training else ("epoch 3", "(naive)")))
+        deadline = time.monotonic() + PATIENCE
+        while len(group(process)) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)  # two ranks, and the process that tracks what they share
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+        _, errors = process.communicate(timeout=PATIENCE)  # all that have the pipe have ended
+        assert_alone(process)
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
+    if training or number == signal.SIGINT:  # who is being sent the data may say that it ended
+        assert errors == ("interrupted\n" if number == signal.SIGINT else "")
+
+
+def test_the_second_sigterm_ends_at_once() -> None:
+    from pycollect._command import Interruption
+
+    before: Callable[..., object] = signal.getsignal(signal.SIGTERM)  # type: ignore[assignment]
+    with Interruption() as interruption:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    assert interruption.number == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before

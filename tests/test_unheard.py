@@ -1,0 +1,79 @@
+"""Standard output that takes no more, and an environment that is wrong: a sentence or silence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from test_interrupts import CLI, PATIENCE, TRAIN, bench_script
+
+from pycollect import _command
+
+QUICK = ["bench", "-e", "4K", "--world", "2", "-n", "1", "-w", "1"]
+SPEAKERS = {
+    "info": [*CLI, "info"],
+    "plan": [*CLI, "plan", "all_reduce", "8"],
+    "bench": [*CLI, *QUICK],
+    "help": [*CLI, "--help"],
+    "train": [*TRAIN, "--epochs", "1"],
+    "script": [*bench_script("train_step"), "-n", "1", "-w", "1", "--batch", "8"],
+}
+# What writes at once hears of it at once, and loses what it could not write.
+EACH = [*((name, "") for name in SPEAKERS), ("plan", "1")]
+
+
+def ended(command: list[str], stdout: int, **environ: str) -> tuple[int, str]:
+    done = subprocess.run(
+        command,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE,
+        env={**os.environ, **environ},
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.fixture
+def nobody_reads() -> Iterator[int]:
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+@pytest.mark.parametrize(("name", "unbuffered"), EACH)
+def test_a_reader_that_has_gone_is_met_with_silence(
+    nobody_reads: int, name: str, unbuffered: str
+) -> None:
+    found = ended(SPEAKERS[name], nobody_reads, PYTHONUNBUFFERED=unbuffered)
+    assert found == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize(("name", "unbuffered"), EACH)
+def test_a_full_disk_is_one_sentence(name: str, unbuffered: str) -> None:
+    with open("/dev/full", "w") as full:
+        status, error = ended(SPEAKERS[name], full.fileno(), PYTHONUNBUFFERED=unbuffered)
+    assert status == 2
+    assert error.endswith(": error: standard output cannot be written (No space left on device)\n")
+    assert error.count("\n") == 1
+
+
+def test_a_process_of_ours_that_goes_is_no_reader_that_has_gone() -> None:
+    """A broken pipe to somebody else is an error like any other."""
+
+    def work() -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    with pytest.raises(BrokenPipeError):
+        _command.run("bench", work)
+
+
+def test_a_bad_variable_is_one_sentence() -> None:
+    found = ended([*CLI, "info"], subprocess.DEVNULL, PYCOLLECT_LOG="loud")
+    sentence = "PYCOLLECT_LOG is 'loud'; allowed are debug, info, warning"
+    assert found == (1, f"pycollect: error: {sentence}\n")
