@@ -176,6 +176,7 @@ c10d::ErrorType Backend::getError() {
 }
 
 void Backend::setTimeout(std::chrono::milliseconds timeout) {
+  require(timeout.count() >= 0, "set_timeout: ", timeout.count(), " ms; it must not be negative");
   timeout_ms_ = timeout.count();
   options_->timeout = timeout;
 }

@@ -165,7 +165,7 @@ c10::intrusive_ptr<Future> MessageWork::getFuture() {
     if (future_) return future_;
     future_ = new_future(passage());
     complete_now = settled_;
-    due_ = shm::Clock::now() + ask_.timeout;
+    due_ = shm::deadline_after(ask_.timeout);
   }
   if (complete_now) complete(*future_, {tensor_}, error_, passage());
   return future_;
