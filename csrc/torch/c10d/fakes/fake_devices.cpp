@@ -103,6 +103,7 @@ at::Tensor FakeDevices::new_pinned(const at::Tensor& like) {
   ++pinned_;
   at::Tensor host = new_host(like);
   std::memset(host.mutable_data_ptr(), kPoison, host.nbytes());
+  if (gpu_) gpu_->pin(host.const_data_ptr());
   return host;
 }
 
