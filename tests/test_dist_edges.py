@@ -234,3 +234,26 @@ def pending(me: Me) -> None:
 def test_a_barrier_comes_after_all_before_it():
     with fresh(3) as pool:
         pool.run(pending)
+
+
+def at_the_end(me: Me) -> None:
+    """Parts of unlike sizes, the small one where the shared memory ends."""
+    import pycollect as pc
+
+    counts = [1 << 20, 1 << 14]
+    options = pc.distributed.options(arena_bytes=12 << 20)
+    group = dist.new_group([0, 1], backend=BACKEND, pg_options=options)
+    whole = pc.empty(sum(counts), group=group)
+    parts = []
+    with pytest.raises(RuntimeError, match="room|fit|full|memory"):
+        while True:
+            parts.append(pc.empty(counts[me.rank], group=group))
+    parts[-1].fill_(me.rank + 1.0)
+    dist.all_gather(list(whole.split(counts)), parts[-1], group)
+    assert [part.unique().tolist() for part in whole.split(counts)] == [[1.0], [2.0]]
+
+
+@ours_only
+def test_a_tensor_at_the_end_of_the_shared_memory():
+    with fresh(2) as pool:
+        pool.run(at_the_end)

@@ -86,14 +86,18 @@ Agreed agree_or_skip(Group& group, const Statement& mine, uint64_t run, const Oc
 void check_places(Group& group, const Request& request, std::size_t bytes,
                   const Occasion& occasion) {
   const std::size_t arena = group.layout().sizes.arena_bytes;
-  const auto inside = [&](uint64_t place, Holds holds) {
-    const std::size_t own = holds == Holds::own_block ? bytes / group.world() : bytes;
-    return place == 0 || (place <= arena && own <= arena - place);  // 0: nothing is lent
+  const auto world = static_cast<std::size_t>(group.world());
+  const Sizes& out = request.output.blocks;
+  const Sizes& blocks = out.size() == world ? out : request.input.blocks;
+  const auto inside = [&](Rank r, uint64_t place, Holds holds) {
+    const std::size_t block = blocks.size() == world ? blocks[r] * item_bytes(request.dtype) : 0;
+    const std::size_t lent = holds == Holds::own_block ? block : bytes;
+    return place == 0 || (place <= arena && lent <= arena - place);  // 0: nothing is lent
   };
   for (Rank r = 0; r < group.world(); ++r) {
     const Places& places = group.line(r).places[occasion.call & 1];
-    if (inside(places.input, input_of(request.collective, request.in_place)) &&
-        inside(places.output, output_of(request.collective, request.in_place)))
+    if (inside(r, places.input, input_of(request.collective, request.in_place)) &&
+        inside(r, places.output, output_of(request.collective, request.in_place)))
       continue;
     group.abort(text("rank ", r, " lends memory that it does not have"));
     group.require_whole(occasion);
