@@ -245,9 +245,8 @@ def at_the_end(me: Me) -> None:
     group = dist.new_group([0, 1], backend=BACKEND, pg_options=options)
     whole = pc.empty(sum(counts), group=group)
     parts = []
-    with pytest.raises(RuntimeError, match="room|fit|full|memory"):
-        while True:
-            parts.append(pc.empty(counts[me.rank], group=group))
+    while not caught(lambda: parts.append(pc.empty(counts[me.rank], group=group))).kind:
+        pass
     parts[-1].fill_(me.rank + 1.0)
     dist.all_gather(list(whole.split(counts)), parts[-1], group)
     assert [part.unique().tolist() for part in whole.split(counts)] == [[1.0], [2.0]]
