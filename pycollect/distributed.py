@@ -11,6 +11,8 @@ import atexit
 import copy
 import datetime
 import os
+import threading
+import time
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from . import _C, _coalescing
 from .plans import algorithms
 
 NAME = "pycollect"
+_WAKING = 1.0  # seconds: much more than it takes a thread to raise an error and end
 
 # Environment variables that decide where the options of a group leave it to "best".
 _SETTINGS = {
@@ -157,8 +160,18 @@ def _create(asked: Any, given: Any) -> Any:
     return _C.make_backend(asked.store, asked.group_rank, asked.group_size, made)
 
 
+def _end_groups() -> None:
+    """Let no thread of a group outlive the interpreter, and those that wait in one raise."""
+    if not _C.close_groups():
+        return
+    until = time.monotonic() + _WAKING
+    for thread in threading.enumerate():  # those that are left are daemons
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, until - time.monotonic()))
+
+
 def register() -> None:
     """Make the backend known to torch.distributed, for CPU tensors and those on GPUs."""
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     _coalescing.install()
-    atexit.register(_C.close_groups)  # no thread of a group may outlive the interpreter
+    atexit.register(_end_groups)

@@ -104,3 +104,21 @@ def test_programs_that_end_while_daemon_threads_wait(tmp_path):
     """The threads wake when the groups end, and the interpreter has no lock for them any more."""
     said = own_process(["-c", WAITS, f"{tmp_path}/store"], 200)
     assert said.split() == ["0"] * 10
+
+
+JOINS = """
+import atexit, sys, threading, time
+def join():
+    thread.join(20)
+    print("ended", not thread.is_alive(), flush=True)
+atexit.register(join)  # before the backend registers what ends its groups, so it comes later
+import pycollect, torch, torch.distributed as dist
+dist.init_process_group("pycollect", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+thread = threading.Thread(target=lambda: dist.recv(torch.ones(3), 0), daemon=True)
+thread.start()
+time.sleep(0.5)
+"""
+
+
+def test_a_thread_that_waits_is_joined_at_the_end(tmp_path):
+    assert "ended True" in own_process(["-c", JOINS, f"{tmp_path}/store"], 100)

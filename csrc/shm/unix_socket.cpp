@@ -9,6 +9,9 @@
 namespace pycollect::shm {
 namespace {
 
+// With SO_PASSCRED the kernel gives a sender's real user, with SO_PEERCRED the effective one.
+bool is_own(uid_t user) { return user == geteuid() || user == getuid(); }
+
 struct Message {
   uint64_t number = 0;
   iovec data = {&number, sizeof number};
@@ -56,7 +59,7 @@ struct Message {
       ucred sender = {};
       if (with.cmsg_type != SCM_CREDENTIALS) return;
       std::memcpy(&sender, CMSG_DATA(&with), sizeof sender);
-      own = sender.uid == geteuid();
+      own = is_own(sender.uid);
     });
     return own;
   }
@@ -105,7 +108,7 @@ bool is_of_own_user(const Descriptor& connection) {
   ucred other = {};
   socklen_t bytes = sizeof other;
   return getsockopt(connection.get(), SOL_SOCKET, SO_PEERCRED, &other, &bytes) == 0 &&
-         other.uid == geteuid();
+         is_own(other.uid);
 }
 
 bool send_letter(int socket, uint64_t number, int carried, const SocketName* to) {

@@ -7,9 +7,9 @@
 #include <set>
 
 #include "../../plan/error.h"
-#include "process_end.h"
 #include "runner.h"
 #include "store_board.h"
+#include "under_way.h"
 #include "without_interpreter.h"
 
 namespace pycollect::dist {
@@ -18,6 +18,8 @@ namespace {
 // What fire-and-forget calls get to finish in before the group is aborted: much more than they take
 // when the other ranks are there, much less than anybody waits for a process to end.
 constexpr std::chrono::milliseconds kGrace{5000};
+// What threads get that wake when the groups end: they have nothing to do but to raise.
+constexpr std::chrono::milliseconds kWaking{1000};
 // By turns, so that a rank can fill one while others still read the other.
 constexpr std::size_t kSlotsOfSlab = 2;
 
@@ -109,8 +111,8 @@ void Backend::close(shm::Deadline deadline) {
 
 // A callback may drop the last hold of a group, whose end wants the lock. All of them move on by
 // themselves meanwhile, and so have one time of grace together.
-void close_groups() {
-  begin_process_end();
+bool close_groups() {
+  const bool wakes = UnderWay::any();
   std::vector<c10::intrusive_ptr<Backend>> all;
   {
     const std::lock_guard lock(living().mutex);
@@ -121,6 +123,10 @@ void close_groups() {
   const auto deadline = shm::Clock::now() + kGrace;
   for (const auto& b : all)
     if (b->forks_.none()) b->close(deadline);
+  const auto patience = shm::Clock::now() + kWaking;
+  while (UnderWay::any() && shm::Clock::now() < patience)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return wakes;
 }
 
 std::shared_ptr<shm::Group> Backend::group() const {
@@ -245,7 +251,7 @@ std::optional<Refusal> Backend::attempt(const Ask& ask, const char* manner, Call
 }
 
 WorkPtr Backend::collective(const Ask& ask, c10::function_ref<void(Call&)> build) {
-  const StaysAtProcessEnd stays;
+  const UnderWay under_way;
   forks_.require_none(ask.name);
   const uint64_t number = calls_++;  // also of what is refused: the ranks count alike
   if (CoalescedList* const list = coalescing_->find()) return coalesce(*list, ask, number, build);

@@ -21,8 +21,8 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 using OptionsPtr = c10::intrusive_ptr<Options>;
 
 // Shuts down all groups of this process that have not been: no thread of theirs may outlive the
-// interpreter, which ends now.
-void close_groups();
+// interpreter. Returns whether other threads were in calls, and have woken.
+bool close_groups();
 
 // Methods that only some versions of torch have say `virtual` where the others say `override`.
 class Backend final : public c10d::Backend {
@@ -126,7 +126,7 @@ class Backend final : public c10d::Backend {
   std::vector<WorkPtr> post(const std::vector<CoalescedList::Message>& list);
   std::shared_ptr<Messages> messages(const char* name) const;
   std::shared_ptr<shm::Group> group() const;
-  friend void close_groups();
+  friend bool close_groups();
   void close(shm::Deadline deadline);
 
   const Seat seat_;

@@ -4,7 +4,7 @@
 #include "../../plan/error.h"
 #include "../threads.h"
 #include "messages.h"
-#include "process_end.h"
+#include "under_way.h"
 
 namespace pycollect::dist {
 
@@ -140,7 +140,7 @@ std::exception_ptr MessageWork::exception() const {
 }
 
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
-  const StaysAtProcessEnd stays;
+  const UnderWay under_way;
   if (passage_) check_no_capture(*passage_, ask_.name);
   if (const auto messages = this->messages()) {
     if (!is_limit(timeout))

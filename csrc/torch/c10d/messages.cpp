@@ -230,14 +230,15 @@ void Messages::take_no_more(shm::Deadline deadline) {
 void Messages::finish(shm::Deadline deadline) {
   const auto over = [&] { return shm::Clock::now() >= deadline; };
   const shm::Occasion occasion{"destroy_process_group", 0, shm::Clock::now() + kForEver};
-  for (bool idle = false; !idle && !over();) {
+  bool idle = false;
+  do {  // once at least: another group may have taken all the time there was
     group_->require_whole(occasion);
     progress();
     if (glances())
       std::this_thread::sleep_for(kGlance);
     else
       idle = mailbox_.work([&] { return over() || stirs(); }, occasion);
-  }
+  } while (!idle && !over());
 }
 
 // From a callback it is this very thread, which ends by itself.

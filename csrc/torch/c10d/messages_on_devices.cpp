@@ -139,6 +139,7 @@ void Messages::attend(const shm::Occasion& first) {
         over, [&] { return missing(); }, first, [] { std::this_thread::sleep_for(kGlance); });
   } catch (const CollectiveError&) {
     fail_with_group();
+    std::this_thread::sleep_for(kGlance);  // the device may have it for long yet
   }
 }
 

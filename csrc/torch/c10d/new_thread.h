@@ -5,17 +5,13 @@
 #include <thread>
 
 #include "../../plan/error.h"
-#include "process_end.h"
 
 namespace pycollect::dist {
 
 template <class Body>
 std::thread new_thread(Body body) {
   try {
-    return std::thread([body = std::move(body)] {
-      exempt_from_process_end();
-      body();
-    });
+    return std::thread(std::move(body));
   } catch (const std::system_error& error) {
     throw CollectiveError(text("this process cannot make another thread (", error.code().message(),
                                "); allow it more threads (ulimit -u, the cgroup's pids.max) or ",

@@ -100,7 +100,8 @@ void Runner::run(Call& call) {
 }
 
 // Either everything runs that its caller takes for one, or nothing: several dtypes in a call, and
-// calls that were coalesced. What is one request is agreed on when it runs.
+// calls that were coalesced; but for a rank that has no memory when it comes to one. What is one
+// request is agreed on when it runs.
 void Runner::agree_on_all(Call& call, shm::Deadline deadline) {
   if (call.together) {
     Together& all = *call.together;

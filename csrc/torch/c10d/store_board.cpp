@@ -12,6 +12,7 @@ namespace {
 
 // Under it there is the number of the meeting that is open, if one is.
 constexpr char kOpen[] = "pycollect/open";
+constexpr char kClosed[] = "closed";
 // A meeting that this rank has been in is open only until rank 0 has left it, too.
 constexpr std::chrono::milliseconds kPause{5};
 // Stores count in other units, some in 32 bits.
@@ -25,10 +26,9 @@ std::vector<uint8_t> as_bytes(const std::string& value) { return {value.begin(),
 StoreBoard::~StoreBoard() {
   if (rank_ != 0 || prefix_.empty()) return;
   try {
-    store_->deleteKey(kOpen);
+    store_->set(kOpen, as_bytes(kClosed));  // not deleted: who has waited for it may read it yet
   } catch (const std::exception&) {
-    // A store that forgets nothing, or is gone: who comes late to a meeting that failed waits
-    // there.
+    // A store that is gone.
   }
 }
 
@@ -47,7 +47,7 @@ std::string StoreBoard::found() {
   for (std::string been;; std::this_thread::sleep_for(kPause)) {
     wait({kOpen}, deadline_);
     const std::string number = as_text(store_->get(kOpen));
-    if (number != been &&
+    if (number != been && number != kClosed &&
         store_->add(text("pycollect/", number, "/times that rank ", rank_, " came"), 1) == 1)
       return number;
     been = number;

@@ -2,8 +2,8 @@
 #include "work.h"
 
 #include "../../plan/error.h"
-#include "process_end.h"
 #include "queue.h"
+#include "under_way.h"
 
 namespace pycollect::dist {
 
@@ -58,7 +58,7 @@ std::exception_ptr QueuedWork::exception() const {
 }
 
 bool QueuedWork::wait(std::chrono::milliseconds timeout) {
-  const StaysAtProcessEnd stays;
+  const UnderWay under_way;
   if (call_.passage) check_no_capture(*call_.passage, name());
   if (!is_done()) {
     if (!is_limit(timeout))
