@@ -15,6 +15,10 @@ constexpr char kOpen[] = "pycollect/open";
 constexpr char kClosed[] = "closed";
 // A meeting that this rank has been in is open only until rank 0 has left it, too.
 constexpr std::chrono::milliseconds kPause{5};
+// A meeting looks after its ranks twice a second: it waits for less than this.
+constexpr std::chrono::milliseconds kShort{1000};
+// Between two looks at the store, each a request of a tenth of a millisecond.
+constexpr std::chrono::microseconds kLongestPause{10000};
 // Stores count in other units, some in 32 bits.
 constexpr std::chrono::milliseconds kLongestWait = std::chrono::hours(24);
 
@@ -59,8 +63,28 @@ void StoreBoard::post(const std::string& key, const std::string& value) {
   store_->set(prefix() + key, as_bytes(value));
 }
 
+// Looks again and again. A store that waits for so short a time logs that it was in vain
+// (TCPStore), or counts whole seconds (FileStore). False: this one cannot be looked at.
+bool StoreBoard::poll(const std::vector<std::string>& keys, shm::Deadline deadline) {
+  std::chrono::microseconds pause(100);
+  try {
+    while (!store_->check(keys)) {
+      if (shm::Clock::now() >= deadline)
+        throw Timeout(text("nobody has written ", keys.front(), " to the store in time"));
+      std::this_thread::sleep_for(pause);
+      pause = std::min(2 * pause, kLongestPause);
+    }
+    return true;
+  } catch (const Timeout&) {
+    throw;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
 void StoreBoard::wait(const std::vector<std::string>& keys, shm::Deadline deadline) {
   using std::chrono::milliseconds;
+  if (deadline - shm::Clock::now() < kShort && poll(keys, deadline)) return;
   for (;;) {
     const auto until = std::min(deadline, shm::deadline_after(kLongestWait));
     // No time at all means for ever to some stores.

@@ -27,6 +27,7 @@ class StoreBoard final : public shm::Board {
   const std::string& prefix();
   std::string opened();
   std::string found();
+  bool poll(const std::vector<std::string>& keys, shm::Deadline deadline);
   void wait(const std::vector<std::string>& keys, shm::Deadline deadline);
 
   const c10::intrusive_ptr<c10d::Store> store_;

@@ -47,7 +47,10 @@ def main(address: str) -> int:
     """Do the job that is given at this address; return the exit status."""
     rank = int(os.environ.get(RANK) or os.environ["OMPI_COMM_WORLD_RANK"])
     with socket.socket(socket.AF_UNIX) as end:
-        end.connect(address)
+        try:
+            end.connect(address)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return 1  # whoever gave the job has been stopped in the meantime, and has said so
         parent: Connection[Any, Any] = Connection(end.detach())
     try:
         _work(parent.recv(), rank, parent)
