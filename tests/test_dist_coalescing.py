@@ -6,13 +6,15 @@ whatever happens, every rank has then taken part in as many of the group's calls
 
 from __future__ import annotations
 
-import threading
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Me, backend_of, caught, pools_of_a_module
+from dist_pool import OURS, Caught, Me, caught, pools_of_a_module
 from dist_step import CPU, is_in_step, ones
+from torch.distributed import ReduceOp
 
 pytestmark = pytest.mark.skipif(not OURS, reason="what only this backend promises")
 
@@ -146,6 +148,27 @@ def test_an_exception_of_the_body_reaches_all_and_leaves_nothing(pools, device, 
         assert "rank 0 refused coalesced calls: BodyFailed: in the body" in raised.text
 
 
+IMPORTED_BEFORE = """
+from torch.distributed.distributed_c10d import _coalescing_manager as coalesce
+import torch, torch.distributed as dist
+import pycollect
+dist.init_process_group("pycollect", store=dist.HashStore(), rank=0, world_size=1)
+try:
+    with coalesce():
+        dist.all_reduce(torch.ones(1))
+        raise KeyError
+except KeyError:
+    pass
+work = dist.all_reduce(torch.ones(1), async_op=True)
+work.wait()  # which torch's list has none of
+dist.destroy_process_group()
+"""
+
+
+def test_a_manager_that_was_imported_before_leaves_nothing_either():
+    subprocess.run([sys.executable, "-c", IMPORTED_BEFORE], check=True, timeout=60)
+
+
 def nothing_asked(me: Me) -> None:
     for device in (None, CPU):
         with pytest.raises(BodyFailed), dist._coalescing_manager(device=device):
@@ -164,7 +187,13 @@ class Unrelated(Exception):
     """Of a body's."""
 
 
-def beside(me: Me) -> list[tuple[Caught, Caught]]:
+def unlike_ops(me: Me) -> None:
+    with dist._coalescing_manager():
+        dist.all_reduce(ones(), ReduceOp.SUM)
+        dist.all_reduce(ones(), ReduceOp.MAX if me.rank == 0 else ReduceOp.SUM)
+
+
+def beside(me: Me) -> list[Caught]:
     """What is not the body's own: the manager that cannot begin, torch's rule, a group's end."""
     raised = []
     for device in (torch.device("cuda"), "cpu"):  # "cpu:pycollect" has no backend for CUDA
@@ -182,6 +211,8 @@ def beside(me: Me) -> list[tuple[Caught, Caught]]:
 
     raised.append(caught(unlike))
     is_in_step(me)
+    raised.append(caught(unlike_ops, me))
+    is_in_step(me)
     group = dist.new_group(backend="cpu:pycollect")
 
     def ends() -> None:
@@ -197,78 +228,35 @@ def beside(me: Me) -> list[tuple[Caught, Caught]]:
 
 def test_what_goes_wrong_beside_the_body_leaves_nothing_either(pools):
     results = pools(2, backend="cpu:pycollect").run(beside)
-    for rank, (unlike, ends) in enumerate(results):
-        assert ("must be alike" if rank == 0 else "rank 0 refused coalesced calls") in unlike.text
+    for rank, (unlike, ops, ends) in enumerate(results):
+        told = ["must be alike", "one op, not SUM and MAX"] if rank == 0 else ["rank 0 refused"] * 2
+        assert told[0] in unlike.text
+        assert told[1] in ops.text
         assert ends.kind == "Unrelated"
 
 
-# --- threads --------------------------------------------------------------------------------------
+def alike_ops(me: Me) -> None:
+    """However it is written; the factor of a PREMUL_SUM is in the object."""
+    x, y = ones() * 0 + 1, ones(7) * 0 + 1
+    with dist._coalescing_manager():
+        dist.all_reduce(x, ReduceOp.SUM)
+        dist.all_reduce(y, ReduceOp(ReduceOp.SUM))
+    assert (x[0].item(), y[0].item()) == (2.0, 2.0)
+    twice, thrice = (dist._make_nccl_premul_sum(factor) for factor in (2.0, 3.0))
+    with dist._coalescing_manager():
+        dist.all_reduce(x, twice)
+        dist.all_reduce(y, twice)
+    assert (x[0].item(), y[0].item()) == (8.0, 8.0)
 
+    def unlike() -> None:
+        with dist._coalescing_manager():
+            dist.all_reduce(x, twice)
+            dist.all_reduce(y, thrice)
 
-def in_thread(function) -> list[BaseException]:
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            function()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return raised
-
-
-def threads(me: Me) -> None:
-    backend = backend_of()
-    x, y = (torch.full((4,), float(me.rank)) for _ in range(2))
-
-    def another() -> None:
-        backend._start_coalescing()
-        dist.broadcast(y, 1)
-        backend._end_coalescing().wait()
-
-    backend._start_coalescing()
-    dist.broadcast(x, 1)
-    assert not in_thread(another)
-    assert not in_thread(lambda: is_in_step(me))  # which coalesces nothing
-    assert (x[0].item(), y[0].item()) == (me.rank, 1.0)
-    backend._end_coalescing().wait()
-    assert x.tolist() == [1.0] * 4
+    assert "has a factor" in caught(unlike).text
     is_in_step(me)
+    assert (x[0].item(), y[0].item()) == (8.0, 8.0)
 
 
-def test_each_thread_has_a_list_of_its_own(pools):
-    pools(2).run(threads)
-
-
-def left_behind(me: Me) -> None:
-    """By a thread that has ended, whose number the system may give to the next one."""
-    backend = backend_of()
-    for _ in range(5):
-        assert not in_thread(backend._start_coalescing)
-        assert not in_thread(lambda: is_in_step(me))
-    is_in_step(me)
-
-
-def test_a_list_that_a_thread_left_is_nobody_elses(pools):
-    pools(2).run(left_behind)
-
-
-def out_of_order(me: Me) -> list[Caught]:
-    backend = backend_of()
-    raised = [caught(backend._end_coalescing)]
-    x = ones()
-    backend._start_coalescing()
-    dist.broadcast(x * 0 if me.rank == 0 else x, 0)
-    raised.append(caught(backend._start_coalescing))
-    is_in_step(me)
-    return [*raised, caught(backend._end_coalescing)]
-
-
-def test_an_end_without_a_start_and_a_start_without_an_end(pools):
-    for no_start, no_end, still_none in pools(2).run(out_of_order):
-        assert no_start.kind == still_none.kind == no_end.kind == "ValueError"
-        assert "this thread has begun to coalesce no calls" in no_start.text
-        assert "and not ended it" in no_end.text
+def test_coalesced_calls_have_one_op(pools):
+    pools(2).run(alike_ops)

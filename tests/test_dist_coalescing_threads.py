@@ -1,0 +1,111 @@
+"""A thread coalesces its own calls: what one begins and ends is nothing to another."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import OURS, Caught, Me, backend_of, caught, pools_of_a_module
+from dist_step import is_in_step, ones
+
+pytestmark = pytest.mark.skipif(not OURS, reason="what only this backend promises")
+
+
+@pytest.fixture(scope="module")
+def pools():
+    yield from pools_of_a_module(beside=None)
+
+
+def in_thread(function) -> list[BaseException]:
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised
+
+
+def threads(me: Me) -> None:
+    backend = backend_of()
+    x, y = (torch.full((4,), float(me.rank)) for _ in range(2))
+
+    def another() -> None:
+        backend._start_coalescing()
+        dist.broadcast(y, 1)
+        backend._end_coalescing().wait()
+
+    backend._start_coalescing()
+    dist.broadcast(x, 1)
+    assert not in_thread(another)
+    assert not in_thread(lambda: is_in_step(me))  # which coalesces nothing
+    assert (x[0].item(), y[0].item()) == (me.rank, 1.0)
+    backend._end_coalescing().wait()
+    assert x.tolist() == [1.0] * 4
+    is_in_step(me)
+
+
+def test_each_thread_has_a_list_of_its_own(pools):
+    pools(2).run(threads)
+
+
+def threads_with_lists_of_torch(me: Me) -> None:
+    x, y, z = (torch.full((4,), float(me.rank)) for _ in range(3))
+
+    def another() -> None:
+        with dist._coalescing_manager():
+            dist.all_reduce(y)
+            dist.all_reduce(ones(2))
+
+    with dist._coalescing_manager():
+        dist.all_reduce(x)
+        assert not in_thread(lambda: dist.all_reduce(z))  # coalesces nothing
+        assert not in_thread(another)
+        assert (x[0].item(), y[0].item(), z[0].item()) == (me.rank, 1.0, 1.0)
+    assert x.tolist() == [1.0] * 4
+    is_in_step(me)
+
+
+def test_each_thread_has_a_list_of_torch_of_its_own(pools):
+    pools(2).run(threads_with_lists_of_torch)
+
+
+def left_behind(me: Me) -> None:
+    """By a thread that has ended, whose number the system may give to the next one."""
+    for _ in range(5):
+        assert not in_thread(lambda: dist._coalescing_manager().__enter__())
+        assert not in_thread(lambda: is_in_step(me))
+    backend = backend_of()
+    for _ in range(5):
+        assert not in_thread(backend._start_coalescing)
+        assert not in_thread(lambda: is_in_step(me))
+    is_in_step(me)
+
+
+def test_a_list_that_a_thread_left_is_nobody_elses(pools):
+    pools(2).run(left_behind)
+
+
+def out_of_order(me: Me) -> list[Caught]:
+    backend = backend_of()
+    raised = [caught(backend._end_coalescing)]
+    x = ones()
+    backend._start_coalescing()
+    dist.broadcast(x * 0 if me.rank == 0 else x, 0)
+    raised.append(caught(backend._start_coalescing))
+    is_in_step(me)
+    return [*raised, caught(backend._end_coalescing)]
+
+
+def test_an_end_without_a_start_and_a_start_without_an_end(pools):
+    for no_start, no_end, still_none in pools(2).run(out_of_order):
+        assert no_start.kind == still_none.kind == no_end.kind == "ValueError"
+        assert "this thread has begun to coalesce no calls" in no_start.text
+        assert "and not ended it" in no_end.text
