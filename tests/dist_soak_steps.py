@@ -204,7 +204,7 @@ def mistake_in_a_list(side: Side, step: Step) -> Pending:
             for n, call in enumerate(calls):
                 x = lay(side, given(call, side.rank))
                 if n == where and side.rank == step.odd:
-                    x = torch.ones(1).expand(5)
+                    x = torch.ones(1).expand(call.count + 1)  # a root's could fit otherwise
                 dist.broadcast(x, side.at(call.root), group=side.group, async_op=True)
         pending.works = [all_of_them]
     return pending
