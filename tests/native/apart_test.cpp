@@ -96,6 +96,31 @@ void names_what_is_not_shared() {
     expect_equal(end.said, "right");
 }
 
+// Process numbers are 1 and 2 for these ranks, and others in the /proc that they see.
+void notices_another_program_by_a_foreign_proc() {
+  const pid_t pid = fork();
+  if (pid == 0) {
+    expect(unshare(CLONE_NEWPID) == 0, "cannot make a pid namespace");
+    const auto ends = run(2, quick(), [](Me& me) {
+      me.settings.watch = Watch::pidfd;
+      Group group(me.board, me.rank, me.world, me.settings);
+      const auto begin = Clock::now();
+      if (me.rank == 1) execl("/bin/sleep", "sleep", "5", nullptr);
+      const std::string said = attempt([&] {
+        group.await(1, at_run(1), me.occasion(20s));
+        return "nothing";
+      });
+      expect(Clock::now() - begin < 3s, "was noticed when the other program had ended");
+      return said;
+    });
+    expect(contains(ends[0].said, "rank 1 (pid 2) died"), ends[0].said);
+    _exit(0);
+  }
+  int status = 0;
+  waitpid(pid, &status, 0);
+  expect(status == 0, "see above");
+}
+
 // In a child with a real user that is not the effective one: the kernel says the one of who sends a
 // letter, and the other of who connects.
 void takes_either_user_for_its_own() {
@@ -136,6 +161,7 @@ int main() {
       {"works as another user", works_as_another_user},
       {"works in user namespaces", works_in_user_namespaces},
       {"names what is not shared", names_what_is_not_shared},
+      {"notices another program by a foreign /proc", notices_another_program_by_a_foreign_proc},
       {"takes either user for its own", takes_either_user_for_its_own},
       {"says whose outlet it is", says_whose_outlet_it_is},
   };
