@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 
@@ -26,6 +27,8 @@ WAYS = [
     for watch in ("pidfd", "hangup")
 ]
 
+ANOTHER_PROGRAM = ("/bin/sleep", ["sleep", "5"])  # which ends when everybody must have noticed
+
 
 def bereaved(me: Me, wait: str, when: float, how: str) -> tuple[int, Caught, tuple]:
     """The victim dies at a moment; the others wait for it."""
@@ -34,6 +37,8 @@ def bereaved(me: Me, wait: str, when: float, how: str) -> tuple[int, Caught, tup
         time.sleep(max(0.0, when - time.monotonic()))
         if how == "exit":
             os._exit(0)
+        if how == "exec":
+            os.execv(*ANOTHER_PROGRAM)
         os.kill(os.getpid(), signal.SIGSEGV if how == "crash" else signal.SIGKILL)
     error = caught(WAITS[wait][1])
     return called, error, after(me)
@@ -81,6 +86,66 @@ def test_a_rank_exits_or_crashes(how):
 @pytest.mark.parametrize("wait", ["large all_reduce", "recv"])
 def test_every_way_to_share_and_to_watch(way, wait):
     lose(wait, watch=way)
+
+
+@pytest.mark.parametrize("watch", ["pidfd", "hangup"])
+def test_a_rank_becomes_another_program(watch):
+    """By exec: the process lives on, with the same number."""
+    lose("all_reduce", "exec", {"WATCH": watch})
+
+
+def becoming_another(me: Me, when: float) -> tuple[int, Caught, tuple]:
+    """Calls that never end, while another thread of the victim's replaces the program."""
+    called = begin(me)
+    if me.rank == VICTIM:
+        threading.Timer(when - time.monotonic(), os.execv, ANOTHER_PROGRAM).start()
+    x = large(0.0)
+
+    def forever() -> None:
+        while True:
+            dist.all_reduce(x)
+
+    return called, caught(forever), after(me)
+
+
+@pytest.mark.parametrize("watch", ["pidfd", "hangup"])
+def test_a_rank_becomes_another_program_in_the_middle_of_a_call(watch):
+    with fresh(2, environ=(("PYCOLLECT_SHM_WATCH", watch),)) as pool:
+        when = time.monotonic() + 0.7
+        outcomes = pool.outcomes(becoming_another, when, seconds=15)
+    assert outcomes[VICTIM].died
+    assert not outcomes[0].error, outcomes[0].error
+    _, error, (refusal, refused, destroyed) = outcomes[0].value
+    assert error.kind == "PeerLost", error
+    assert f"rank {VICTIM}" in error.text, error
+    assert error.when - when < NOTICED
+    assert "CollectiveError" in refusal.kinds, refusal
+    assert refused < AT_ONCE
+    assert destroyed < DESTROYED
+
+
+def with_children(me: Me) -> float:
+    """The victim begins other programs in several ways, and the others wait for it."""
+    begin(me)
+    if me.rank == VICTIM:
+        os.environ.clear()
+        os.environ["MUCH"] = "x" * 100_000
+        subprocess.run(["/bin/sleep", "0.1"], check=True)
+        os.waitpid(os.posix_spawn("/bin/sleep", ["sleep", "0.1"], os.environ), 0)
+        child = os.fork()
+        if child == 0:
+            os.execv("/bin/sleep", ["sleep", "0.1"])
+        os.waitpid(child, 0)
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    return x[0].item()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("watch", ["pidfd", "hangup"])
+def test_a_rank_that_begins_other_programs_is_alive(watch):
+    with fresh(2, environ=(("PYCOLLECT_SHM_WATCH", watch),)) as pool:
+        assert pool.run(with_children) == [2.0, 2.0]
 
 
 def in_the_middle(me: Me, pid_file: str) -> tuple[int, Caught, tuple]:

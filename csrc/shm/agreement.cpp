@@ -82,9 +82,15 @@ bool same(const Post& post, uint64_t signature) {
   return post.signature == signature && (post.flags & Post::refused) == 0;
 }
 
+// Also of a number that is none of them, as a rank can have written.
+template <std::size_t n>
+std::string one_of(const std::array<const char*, n>& names, std::size_t i) {
+  return i < n ? names[i] : text("number ", i);
+}
+
 std::string words(const Description& d, const Description& other) {
   const auto collective = static_cast<Collective>(d.collective);
-  std::string said = name(collective);
+  std::string said = one_of(kCollectiveNames, d.collective);
   if (d.call != other.call) said += text(" as its call ", d.call);
   if ((d.flags & Description::meets) != 0)
     return collective == Collective::barrier ? "init_process_group with a device_id"
@@ -93,8 +99,8 @@ std::string words(const Description& d, const Description& other) {
                            : other.parts > 1 ? ", by itself"
                                              : "";
   if (collective == Collective::barrier) return said + part;
-  said += text(" of ", d.elements, " ", name(static_cast<DType>(d.dtype)));
-  if (reduces(collective)) said += text(", op ", name(static_cast<ReduceOp>(d.op)));
+  said += text(" of ", d.elements, " ", one_of(kDTypeNames, d.dtype));
+  if (reduces(collective)) said += text(", op ", one_of(kReduceOpNames, d.op));
   if (has_root(collective)) said += text(", root ", d.root);
   const auto tensors = static_cast<uint32_t>(d.options),
              other_tensors = static_cast<uint32_t>(other.options);
@@ -123,7 +129,7 @@ std::string difference(Group& group, Rank r, uint64_t call) {
   for (Rank r = 0; r < group.world(); ++r)
     if ((post(r).flags & Post::refused) != 0) {
       const Description& d = group.description(r, call);
-      throw std::invalid_argument(text("rank ", r, " refused ", d.refusal.data()));
+      throw std::invalid_argument(text("rank ", r, " refused ", sentence(d.refusal)));
     }
   // Whoever has another number of requests than rank 0 differs in what can be named.
   const auto parts = [&](Rank r) { return group.description(r, call).parts; };

@@ -42,11 +42,11 @@ void Broken::rethrow(const Occasion& occasion) const {
     sched_yield();
   if (state == Breakage::being_said)
     throw PeerLost(text(name(occasion), ": a rank died while it told why the group is broken"));
-  const std::string found_in = breakage_.operation.data();
+  const std::string found_in = sentence(breakage_.operation);
   const bool here = found_in == occasion.operation && breakage_.call == occasion.call;
   const std::string since =
       here || found_in.empty() ? "" : text("broken since ", found_in, " #", breakage_.call, ": ");
-  const std::string why = text(name(occasion), ": ", since, breakage_.cause.data());
+  const std::string why = text(name(occasion), ": ", since, sentence(breakage_.cause));
   if (state == Breakage::timed_out) throw Timeout(why);
   throw PeerLost(why);
 }

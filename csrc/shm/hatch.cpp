@@ -42,7 +42,8 @@ void hand_in(const std::string& address, int fd, uint64_t token) {
   const auto end = std::chrono::steady_clock::now() + kPatience;
   while (!send_letter(socket.get(), token, fd, &there)) {
     if (errno != EAGAIN || std::chrono::steady_clock::now() >= end)
-      refuse("cannot reach its Unix socket", errno);
+      refuse("cannot reach another rank's Unix socket, which must be in the same network namespace",
+             errno);
     std::this_thread::sleep_for(kPause);
   }
 }

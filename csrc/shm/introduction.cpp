@@ -20,7 +20,7 @@ namespace pycollect::shm {
 namespace {
 
 // The first word of what is posted. Another number means that the ranks' versions do not fit.
-constexpr char kVersion[] = "pycollect-1";
+constexpr char kVersion[] = "pycollect-2";
 
 std::string host_name() {
   std::array<char, 256> name = {};
@@ -33,9 +33,9 @@ std::string boot_id() {
   return id.empty() ? "of " + host_name() : id;
 }
 
-uint64_t pid_space() {
+uint64_t space_of(const char* what) {
   struct stat found = {};
-  return stat("/proc/self/ns/pid", &found) == 0 ? found.st_ino : 0;
+  return stat(text("/proc/self/ns/", what).c_str(), &found) == 0 ? found.st_ino : 0;
 }
 
 std::array<uint64_t, Introduction::kCoreWords> own_cores() {
@@ -56,8 +56,10 @@ Introduction introduce(const Settings& settings, int world) {
   return {.host = host_name(),
           .boot = boot_id(),
           .pid = getpid(),
-          .pid_space = pid_space(),
+          .pid_space = space_of("pid"),
           .can_watch = can_open_pidfd(),
+          .user = geteuid(),
+          .user_space = space_of("user"),
           .nonce = random_number(),
           .hatch = {},
           .cores = own_cores(),
@@ -67,7 +69,8 @@ Introduction introduce(const Settings& settings, int world) {
 std::string Introduction::encode() const {
   std::ostringstream out;
   out << kVersion << '\n' << host << '\n' << boot << '\n' << terms << '\n' << hatch << '\n';
-  out << pid << ' ' << pid_space << ' ' << can_watch << ' ' << nonce;
+  out << pid << ' ' << pid_space << ' ' << can_watch << ' ' << user << ' ' << user_space << ' '
+      << nonce;
   for (uint64_t word : cores) out << ' ' << word;
   return out.str();
 }
@@ -78,7 +81,7 @@ Introduction Introduction::decode(const std::string& posted) {
   std::string version;
   std::getline(in, version);
   for (std::string* line : {&it.host, &it.boot, &it.terms, &it.hatch}) std::getline(in, *line);
-  in >> it.pid >> it.pid_space >> it.can_watch >> it.nonce;
+  in >> it.pid >> it.pid_space >> it.can_watch >> it.user >> it.user_space >> it.nonce;
   for (uint64_t& word : it.cores) in >> word;
   require(in && version == kVersion, "the ranks of a group must run the same version of pycollect");
   return it;
@@ -108,6 +111,22 @@ void require_one_host(const std::vector<Introduction>& ranks, const std::string&
                                    places,
                                    ": use gloo (CPU) or nccl (CUDA) between hosts, and a pycollect "
                                    "group within each"));
+}
+
+// Other users are kept out of the memory, the sockets and the files by which ranks share all else.
+void require_one_user(const std::vector<Introduction>& ranks, const std::string& group) {
+  for (Rank r = 1; r < static_cast<Rank>(ranks.size()); ++r)
+    require(ranks[r].user == ranks[0].user || ranks[r].user_space != ranks[0].user_space,
+            "in group '", group, "' rank 0 is run by user ", ranks[0].user, ", rank ", r,
+            " by user ", ranks[r].user, "; all ranks of a group need the same user");
+}
+
+std::string unlike_user_spaces(const std::vector<Introduction>& ranks) {
+  for (Rank r = 1; r < static_cast<Rank>(ranks.size()); ++r)
+    if (ranks[r].user_space != ranks[0].user_space)
+      return text("; rank 0 is in another user namespace than rank ", r,
+                  ", and both must be the same user of the host");
+  return "";
 }
 
 void require_same_terms(const std::vector<Introduction>& ranks, const std::string& group) {

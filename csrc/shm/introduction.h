@@ -20,6 +20,8 @@ struct Introduction {
   pid_t pid = 0;
   uint64_t pid_space = 0;  // numbers mean the same to those that have the same; 0: not known
   bool can_watch = false;  // has descriptors of processes
+  uid_t user = 0;
+  uint64_t user_space = 0;  // as pid_space, of users
   uint64_t nonce = 0;
   std::string hatch;                            // see Hatch; empty where there are none
   std::array<uint64_t, kCoreWords> cores = {};  // that it may run on; none: not known
@@ -34,6 +36,10 @@ Introduction introduce(const Settings& settings, int world);
 
 // Throws std::invalid_argument that names hosts and ranks.
 void require_one_host(const std::vector<Introduction>& ranks, const std::string& group);
+// Throws std::invalid_argument that names ranks and users.
+void require_one_user(const std::vector<Introduction>& ranks, const std::string& group);
+// Why that could not be told; empty if it could.
+std::string unlike_user_spaces(const std::vector<Introduction>& ranks);
 // Throws std::invalid_argument that names what differs.
 void require_same_terms(const std::vector<Introduction>& ranks, const std::string& group);
 bool can_all_watch(const std::vector<Introduction>& ranks);

@@ -10,6 +10,8 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <string>
 
 #include "../plan/plan.h"
 
@@ -25,6 +27,12 @@ inline constexpr int kTaskBits = 20;
 constexpr uint64_t at_run(uint64_t run) { return run << kTaskBits; }
 constexpr bool reached(uint64_t seen, uint64_t wanted) {
   return static_cast<int64_t>(seen - wanted) >= 0;
+}
+
+// As another rank has written it, perhaps without a zero at its end.
+template <std::size_t n>
+std::string sentence(const std::array<char, n>& written) {
+  return {written.data(), strnlen(written.data(), n)};
 }
 
 // What a rank says of the call that it begins, in the line that the others poll anyway. Two of

@@ -1,11 +1,13 @@
 #include "life.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/syscall.h>
 
 #include <atomic>
 #include <cerrno>
+#include <fstream>
 #include <semaphore>
 #include <thread>
 
@@ -19,15 +21,49 @@ Descriptor open_pidfd(pid_t pid) {
   return Descriptor(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
 }
 
+// What /proc calls the process: its numbers can be those of another pid namespace. 0: nothing.
+pid_t number_in_proc(const Descriptor& pidfd) {
+  std::ifstream said(text("/proc/self/fdinfo/", pidfd.get()));
+  pid_t number = 0;
+  for (std::string word; said >> word;)
+    if (word == "Pid:") said >> number;
+  return number;
+}
+
+// A process that becomes another program (exec) keeps its number, and its pidfd says nothing of
+// it. What was opened of its memory stays that program's: a read of half an entry of the page table
+// is refused as long as the memory is there, and then reads nothing. It waits for no lock of the
+// other process, as reading anything would that is in its memory.
+class AddressSpace {
+ public:
+  // Watches nothing where /proc is not there, hides that process, or answers otherwise.
+  explicit AddressSpace(const Descriptor& pidfd) {
+    const pid_t number = number_in_proc(pidfd);
+    if (number <= 0) return;
+    table_ = Descriptor(open(text("/proc/", number, "/pagemap").c_str(), O_RDONLY | O_CLOEXEC));
+    if (look() >= 0 || errno != EINVAL) table_ = Descriptor();
+  }
+  bool has_ended() const { return table_ && look() == 0; }
+
+ private:
+  ssize_t look() const {
+    char half = 0;
+    return pread(table_.get(), &half, sizeof half, 0);
+  }
+  Descriptor table_;
+};
+
 class ByPidfd final : public Peers {
  public:
   ByPidfd(const std::vector<pid_t>& pids, Rank me) {
-    open_.reserve(pids.size());
     for (Rank r = 0; r < static_cast<Rank>(pids.size()); ++r) {
-      open_.push_back(r == me ? Descriptor() : open_pidfd(pids[r]));
-      if (r == me || open_.back()) continue;
-      if (errno != ESRCH) refuse(text("cannot watch rank ", r, " (pid ", pids[r], ")"), errno);
-      gone_ |= uint64_t{1} << r;
+      Descriptor pidfd = r == me ? Descriptor() : open_pidfd(pids[r]);
+      if (r != me && !pidfd) {
+        if (errno != ESRCH) refuse(text("cannot watch rank ", r, " (pid ", pids[r], ")"), errno);
+        gone_ |= uint64_t{1} << r;
+      }
+      spaces_.emplace_back(pidfd);
+      open_.push_back(std::move(pidfd));
     }
   }
 
@@ -35,15 +71,17 @@ class ByPidfd final : public Peers {
     std::array<pollfd, kMostRanks> polled;
     for (std::size_t r = 0; r < open_.size(); ++r) polled[r] = {open_[r].get(), POLLIN, 0};
     uint64_t dead = gone_;
-    if (poll(polled.data(), open_.size(), 0) > 0)
-      for (std::size_t r = 0; r < open_.size(); ++r)
-        if (polled[r].revents != 0) dead |= uint64_t{1} << r;
+    const bool any = poll(polled.data(), open_.size(), 0) > 0;
+    for (std::size_t r = 0; r < open_.size(); ++r)
+      if ((any && polled[r].revents != 0) || spaces_[r].has_ended()) dead |= uint64_t{1} << r;
     return dead;
   }
 
  private:
   std::vector<Descriptor> open_;  // [rank]; none of its own, which poll passes over
-  uint64_t gone_ = 0;             // from the beginning
+  // [rank]; beside those, because a child that vfork makes has the same one and can outlive it.
+  std::vector<AddressSpace> spaces_;
+  uint64_t gone_ = 0;  // from the beginning
 };
 
 // Of this thread, and of those that it makes.

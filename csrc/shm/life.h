@@ -1,7 +1,7 @@
-// Who of the other ranks is dead. By a descriptor of each process, where process numbers mean the
-// same to all ranks; otherwise by a lock that each holds and the kernel lets go of at its end:
-// unlike a pulse it is no work for anybody, does not mistake a stopped process for a dead one, and
-// a forked child does not keep it up.
+// Who of the other ranks is dead, or has become another program. By descriptors of each process and
+// of its memory, where process numbers mean the same to all ranks; otherwise by a lock that each
+// holds and the kernel lets go of at its end: unlike a pulse it is no work for anybody, does not
+// mistake a stopped process for a dead one, and a forked child does not keep it up.
 #pragma once
 #include <sys/types.h>
 

@@ -127,8 +127,11 @@ Descriptor fetch(const Outlet::Ticket& ticket) {
         "cannot reach the process that offers it, which must be alive and in the same network "
         "namespace",
         errno);
-  if (!send_letter(socket.get(), ticket.number, -1)) refuse("cannot ask for it", errno);
-  auto letter = receive_letter(socket.get(), 0);
+  const bool asked = send_letter(socket.get(), ticket.number, -1);
+  auto letter = asked ? receive_letter(socket.get(), 0) : std::nullopt;
+  if ((!letter || letter->number == 0) && !is_of_own_user(socket))
+    throw std::runtime_error("the process that offers it is run by another user, and lets none in");
+  if (!asked) refuse("cannot ask for it", errno);
   if (!letter) refuse("the process that offers it does not answer", errno);
   if (letter->number == 0)
     throw std::runtime_error("the process that offered it does not offer it any more");

@@ -116,7 +116,8 @@ std::shared_ptr<Segment> Segment::create_named(const std::string& name, std::siz
 
 std::shared_ptr<Segment> Segment::open_named(const std::string& name, std::size_t bytes) {
   Descriptor file(shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0));
-  if (!file) refuse(text("cannot open ", name, " in /dev/shm"), errno);
+  if (!file)
+    refuse(text("cannot open ", name, " in /dev/shm, which must be the same for all ranks"), errno);
   return adopt(std::move(file), bytes);
 }
 

@@ -44,8 +44,8 @@ inline constexpr int kPausesWhenCrowded = 16;
 // A wake-up by the kernel takes 35 us: under 2 % of a wait that has lasted so long.
 inline constexpr std::chrono::milliseconds kYielding{2};
 inline constexpr int kTurnsPerLook = 8;  // at the clock: a tenth of what a yield takes
-// How often to look who is alive, what time it is, and whether the group is whole. Takes under 1 us
-// for 8 ranks.
+// How often to look who is alive, what time it is, and whether the group is whole. Takes 1 us for 8
+// ranks, 10 for 64.
 inline constexpr std::chrono::milliseconds kLooking{1};
 // The longest sleep, after which one looks again: a twentieth of the second in which a death must
 // be noticed.

@@ -78,7 +78,8 @@ class Meeting {
     std::string why;
     for (Rank r = 0; r < group_.world(); ++r) {
       const Verdict& said = deck_.berth(r).verdicts[station_ & 1];
-      if (!said.fine) why += text(why.empty() ? "" : "; ", "rank ", r, ": ", said.why.data());
+      if (!said.fine)
+        why += text(why.empty() ? "" : "; ", "rank ", r, ": ", shm::sentence(said.why));
     }
     return why;
   }
@@ -103,9 +104,9 @@ class Meeting {
     const Berth& zero = deck_.berth(0);
     for (Rank r = 1; r < group_.world(); ++r) {
       const Berth& one = deck_.berth(r);
-      require(std::strcmp(zero.wanted.data(), one.wanted.data()) == 0, occasion_.operation,
+      require(zero.wanted == one.wanted, occasion_.operation,
               ": all ranks must exchange CUDA tensors in the same way; rank ", r, " asks for '",
-              one.wanted.data(), "' and rank 0 for '", zero.wanted.data(), "'");
+              shm::sentence(one.wanted), "' and rank 0 for '", shm::sentence(zero.wanted), "'");
       require(zero.slot_bytes == one.slot_bytes, occasion_.operation,
               ": all ranks must have the same slab_bytes; rank ", r, " has slots of ",
               one.slot_bytes, " bytes and rank 0 of ", zero.slot_bytes);
@@ -178,9 +179,7 @@ class Meeting {
     if (stuck) slab_->abandon();  // in the end: the device may never let go of it
     if (stuck) adopted_->abandon();
     together([] {});  // before anybody counts in earnest
-    const auto same = [&](Rank r) {
-      return std::strcmp(deck_.berth(r).gpu.data(), mine_.gpu.data()) == 0;
-    };
+    const auto same = [&](Rank r) { return deck_.berth(r).gpu == mine_.gpu; };
     bool apart = false;
     for (Rank r = 0; r < group_.world(); ++r) apart |= !same(r);
     return std::make_shared<Dock>(Dock::Parts{ask_.group, ask_.gpu, ask_.stream, deck_, ask_.tracts,

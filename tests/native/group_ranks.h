@@ -57,6 +57,7 @@ class Folder {  // of a test, removed with it
  public:
   Folder() : path_(fs::temp_directory_path() / "pycollect_group_XXXXXX") {
     if (mkdtemp(path_.data()) == nullptr) std::abort();
+    fs::permissions(path_, fs::perms::all);  // ranks can become other users
   }
   ~Folder() {
     std::error_code ignored;

@@ -135,7 +135,8 @@ void goes_another_way() {
     expect_equal(
         end.said,
         "CollectiveError: the ranks of group 'default' cannot share memory; memfd: rank 0: "
-        "cannot reach its Unix socket: Connection refused");
+        "cannot reach another rank's Unix socket, which must be in the same network namespace: "
+        "Connection refused");
   settings = quick();
   settings.watch = Watch::pidfd;
   for (const End& end : run(3, settings, meets_with(1, stranger)))

@@ -7,6 +7,8 @@
 
 #include <cstring>
 
+#include "../../csrc/shm/agreement.h"
+#include "../../csrc/shm/broken.h"
 #include "../../csrc/shm/hatch.h"
 #include "../../csrc/shm/outlet.h"
 #include "../../csrc/shm/unix_socket.h"
@@ -176,6 +178,50 @@ void refuses_sizes_beyond_all_measure() {
   expect(said == "nothing" || contains(said, "address space"), said);
 }
 
+// Words of a rank's that have no end, and what follows them in the memory is no zero either.
+void reads_no_further_than_the_words() {
+  Settings settings = quick();
+  MapBoard board;
+  Group group(board, 0, 1, settings);
+  const Statement refused{.call = 1, .post = {.flags = Post::refused}};
+  state_refusal(group, refused, "why");
+  Description& d = group.description(0, 1);
+  d.refusal.fill('x');
+  std::memset(static_cast<void*>(&d + 1), 'x', 2 * sizeof(uint64_t));
+  const std::string said =
+      refusal([&] { agree(group, refused, 1, {"all_reduce", 1, Clock::now()}); });
+  expect_equal(said, "invalid_argument: rank 0 refused " + std::string(d.refusal.size(), 'x'));
+
+  struct {
+    Breakage breakage;
+    std::array<char, 64> behind;
+  } memory;
+  memory.breakage.operation.fill('o'), memory.breakage.cause.fill('c'), memory.behind.fill('b');
+  memory.breakage.state = Breakage::lost;
+  const Broken broken(memory.breakage, "g");
+  const std::string words = refusal([&] { broken.rethrow({"send", 3, Clock::now()}); });
+  expect_equal(words, "PeerLost: send #3 of group 'g': broken since " + std::string(48, 'o') +
+                          " #0: " + std::string(512, 'c'));
+}
+
+// Of collectives, types and operations that there are not.
+void names_no_more_than_there_are() {
+  const auto ends = run(2, quick(), [](Me& me) {
+    Group group(me.board, me.rank, me.world, me.settings);
+    const Statement mine{.call = 1, .post = {.signature = 1 + static_cast<uint64_t>(me.rank)}};
+    const Request request{.collective = Collective::all_reduce};
+    state(group, mine, &request);
+    Description& d = group.description(me.rank, 1);
+    d.collective = me.rank == 0 ? 0 : 200, d.dtype = 201, d.op = 202;
+    group.advance(at_run(1) + 1);
+    return refusal([&] { agree(group, mine, 1, me.occasion(10s)); });
+  });
+  for (const End& end : ends)
+    expect_equal(end.said,
+                 "invalid_argument: ranks of a group must call the same: rank 1 called number 200 "
+                 "of 0 number 201, rank 0 called all_reduce of 0 number 201, op number 202");
+}
+
 // Longer than a clock counts.
 void waits_for_ever() {
   for (const auto timeout : {std::chrono::milliseconds::max(), 300ms * 1000 * 3600 * 24 * 366}) {
@@ -227,6 +273,8 @@ int main() {
   answers_past_who_says_nothing();
   lets_no_other_users_in();
   refuses_sizes_beyond_all_measure();
+  reads_no_further_than_the_words();
+  names_no_more_than_there_are();
   waits_for_ever();
   blocks_no_signals_for_good();
   std::puts("strangers_test: all good");

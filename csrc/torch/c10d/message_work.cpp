@@ -81,6 +81,11 @@ bool MessageWork::is_moved() const {
   return error_ || (transfer_ && transfer_->done());
 }
 
+bool MessageWork::calls(shm::Deadline before) const {
+  const std::lock_guard lock(mutex_);
+  return due_ < before || error_ || (transfer_ && transfer_->done());
+}
+
 void MessageWork::fail(std::exception_ptr error) {
   const std::lock_guard lock(mutex_);
   error_ = std::move(error);

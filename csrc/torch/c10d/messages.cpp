@@ -161,8 +161,9 @@ bool Messages::settle_done(Lock& lock) {
   return true;
 }
 
-bool Messages::any_moved() const {
-  return std::any_of(open_.begin(), open_.end(), [](const auto& w) { return w->is_moved(); });
+// Looked at all the time, so at each of them once only.
+bool Messages::any_calls(shm::Deadline before) const {
+  return std::any_of(open_.begin(), open_.end(), [&](const auto& w) { return w->calls(before); });
 }
 
 // Which of them must be done first, because it has a future.
@@ -179,8 +180,7 @@ void Messages::move_on(Lock& lock) {
   const shm::Occasion first = most_urgent();
   const auto stop = [&] {
     const std::lock_guard hold(mutex_);
-    return closed_ || waiting_ > 0 || glances() || stirs() || any_moved() ||
-           most_urgent().deadline < first.deadline;
+    return closed_ || waiting_ > 0 || glances() || stirs() || any_calls(first.deadline);
   };
   lock.unlock();
   try {

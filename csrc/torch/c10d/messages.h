@@ -56,8 +56,9 @@ class MessageWork final : public OwnWork {
   bool advance(shm::Mailbox& mailbox);
   void fail(std::exception_ptr error);  // before it was posted
   std::shared_ptr<shm::Mailbox::Transfer> transfer() const;
-  bool is_moved() const;  // or has failed
-  void finish();          // what is left to do when it has been moved
+  bool is_moved() const;                   // or has failed
+  bool calls(shm::Deadline before) const;  // is moved, or must be by then
+  void finish();                           // what is left to do when it has been moved
   // After it was moved or has failed; by any thread, any number of times.
   void settle();
   std::shared_ptr<Messages> messages() const;
@@ -138,7 +139,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   void drop_leaving(const std::exception_ptr& error);
   void tick(Lock& lock);
   void attend(const shm::Occasion& first);
-  bool any_moved() const;
+  bool any_calls(shm::Deadline before) const;
   shm::Occasion most_urgent() const;
   std::vector<Rank> missing();
 

@@ -132,7 +132,7 @@ void Messages::attend(const shm::Occasion& first) {
   const auto over = [&] {
     progress();
     const std::lock_guard hold(mutex_);
-    return closed_ || !glances() || any_moved() || most_urgent().deadline < first.deadline;
+    return closed_ || !glances() || any_calls(first.deadline);
   };
   try {
     group_->await(
