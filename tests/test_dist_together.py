@@ -141,8 +141,7 @@ def right_batch(me: Me) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-# Not "late": what goes through the host is copied there when it is asked for.
-@pytest.mark.parametrize("staged", ["", "eager:stream", "eager:wait"])
+@pytest.mark.parametrize("staged", [*STAGED, "late:stream"])
 def test_coalesced_calls_run_in_order(pools, world, staged):
     pools(world, staged=staged).run(right_batch)
 
