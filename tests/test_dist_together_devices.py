@@ -1,6 +1,6 @@
-"""Calls that are coalesced, of tensors on devices: in order there, as on the host.
+"""What is coalesced, of tensors on devices: in the order of the list and of the caller's streams.
 
-Some of what they read is copied where they are asked for: not what an earlier call of the list
+Some of what the calls read is copied where they are asked for: not what an earlier call of the list
 writes, which is not there yet.
 """
 
@@ -82,3 +82,29 @@ def test_a_device_that_fails_when_it_is_the_turn_of_a_call(pools):
     assert any(value == 2 for _, value in told), "none of them failed in the second call"
     assert all("rank 0 refused all_reduce: CUDA error: made up" in text for text, _ in told)
     assert all(raised.kind for raised, _ in first)
+
+
+def under_another_stream(me: Me) -> list[float]:
+    """The list ends under another stream than the one where its messages were asked for."""
+    x, found = torch.zeros(4), []
+    for step in (1.0, 2.0, 3.0):
+        me.fake.fill_later(x, step if me.rank == 0 else -1.0)  # late, on the first stream
+        backend_of()._start_coalescing()
+        if me.rank == 0:
+            dist.isend(x, 1)
+        else:
+            dist.irecv(x, 0)
+        me.fake.use_second_stream(True)
+        backend_of()._end_coalescing().wait()
+        me.fake.finish_caller()
+        found += x.tolist()
+        me.fake.use_second_stream(False)
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("staged", DEVICES)
+def test_messages_come_behind_what_their_stream_had_to_do(pools, staged):
+    assert (
+        pools(2, staged=staged).run(under_another_stream) == [[1.0] * 4 + [2.0] * 4 + [3.0] * 4] * 2
+    )
