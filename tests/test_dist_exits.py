@@ -1,11 +1,15 @@
-"""Programs that end, or fork, while groups of theirs have work under way."""
+"""Programs that end or fork, and threads that end a group, while groups have work under way."""
 
 from __future__ import annotations
 
+import threading
 import time
+from typing import Any
 
 import pytest
-from dist_pool import OURS, own_process
+import torch
+import torch.distributed as dist
+from dist_pool import OURS, Me, backend_of, caught, fresh, own_process
 from dist_waits import DESTROYED
 
 pytestmark = pytest.mark.skipif(not OURS, reason="never ends, or by a crash")
@@ -122,3 +126,36 @@ time.sleep(0.5)
 
 def test_a_thread_that_waits_is_joined_at_the_end(tmp_path):
     assert "ended True" in own_process(["-c", JOINS, f"{tmp_path}/store"], 100)
+
+
+def closed_at_once(me: Me, groups: int, threads: int) -> int:
+    """Several threads shut the same group down while a call is under way, and so many groups."""
+    made = [dist.new_group([0, 1]) for _ in range(groups)]
+    works = []
+    if me.rank == 0:
+        works = [dist.all_reduce(torch.ones(3), group=group, async_op=True) for group in made]
+        together = threading.Barrier(groups * threads)
+
+        def shut_down(backend: Any) -> None:
+            together.wait()
+            backend.shutdown()
+
+        closing = [
+            threading.Thread(target=shut_down, args=(backend_of(group),))
+            for group in made
+            for _ in range(threads)
+        ]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
+    failed = sum("CollectiveError" in caught(work.wait).kinds for work in works)
+    dist.barrier()
+    for group in made:
+        dist.destroy_process_group(group)
+    return failed
+
+
+def test_threads_that_shut_a_group_down_at_once():
+    with fresh(2) as pool:
+        assert pool.run(closed_at_once, 60, 3, seconds=60)[0] == 60

@@ -108,7 +108,46 @@ else:
     dist.send(torch.full((3,), 3.0), 0)
 """
 
+# All ranks learn of it at the first of the calls, and none of them comes to the others.
+COALESCED = """
+backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+tensors = [torch.full((n,), 1.0 + rank) for n in (3, 4, 5)]
+def batch():
+    backend._start_coalescing()
+    for i, x in enumerate(tensors):
+        dist.broadcast(x, 1, async_op=True) if i == 1 else dist.all_reduce(x, async_op=True)
+    backend._end_coalescing().wait()
+limit(True)
+error = caught(batch)
+limit(False)
+assert "thread" in error and ("rank 0 refused all_reduce" in error or rank == 0), error
+assert [x.tolist() for x in tensors] == [[1.0 + rank] * n for n in (3, 4, 5)]
+for n in (6, 7):  # each would be told of another size
+    x = torch.ones(n)
+    dist.all_reduce(x)
+    assert x.tolist() == [2] * n
+batch()
+assert [x.tolist() for x in tensors] == [[3.0] * 3, [2.0] * 4, [3.0] * 5]
+"""
 
-@pytest.mark.parametrize("job", [ASYNCHRONOUS, BEHIND_ANOTHER, MESSAGES])
+BATCH = """
+x, y = torch.full((3,), 1.0 + rank), torch.zeros(3)
+def batch():
+    asked = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, y, 1 - rank)]
+    for work in dist.batch_isend_irecv(asked):
+        work.wait()
+if rank == 0:
+    limit(True)
+    error = caught(batch)
+    limit(False)
+    assert "thread" in error, error
+    x += 10
+batch()
+assert y.tolist() == [2.0 if rank == 0 else 11.0] * 3, y  # what was refused has not been sent
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("job", [ASYNCHRONOUS, BEHIND_ANOTHER, MESSAGES, COALESCED, BATCH])
 def test_no_more_threads(tmp_path, job):
     assert own_process(["-c", PROGRAM.replace("JOB", job), f"{tmp_path}/store"], 60) == "good\n"

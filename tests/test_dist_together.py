@@ -5,11 +5,18 @@ The dtypes of one call, and calls that were coalesced: where one differs, none r
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, Me, backend_of, caught, pools_of_a_module
 from dist_step import CPU, is_in_step, ones
+
+import pycollect as pc
 
 pytestmark = pytest.mark.skipif(not OURS, reason="what only this backend promises")
 
@@ -141,8 +148,7 @@ def right_batch(me: Me) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-# Not "late": what goes through the host is copied there when it is asked for.
-@pytest.mark.parametrize("staged", ["", "eager:stream", "eager:wait"])
+@pytest.mark.parametrize("staged", [*STAGED, "late:stream"])
 def test_coalesced_calls_run_in_order(pools, world, staged):
     pools(world, staged=staged).run(right_batch)
 
@@ -198,3 +204,64 @@ def counted(me: Me) -> int:
 
 def test_ranks_count_alike_whoever_refuses(pools):
     assert pools(2).run(counted) == [6, 6]
+
+
+# --- forked children ------------------------------------------------------------------------------
+
+
+def of_child(call: Callable[[], object]) -> str:
+    """What it raises in a forked child of this rank; "hangs": nothing, and it does not return."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            said = caught(call).text
+        except BaseException as error:
+            said = type(error).__name__
+        os.write(writer, (said or "nothing").encode())
+        os._exit(0)
+    os.close(writer)
+    heard = select.select([reader], [], [], 5.0)[0]
+    said = os.read(reader, 4096).decode() if heard else "hangs"
+    os.close(reader)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return said
+
+
+def in_children(me: Me) -> dict[str, str]:
+    peer, backend = 1 - me.rank, backend_of()
+
+    def whole(device: torch.device | None) -> None:
+        with dist._coalescing_manager(device=device):
+            dist.all_reduce(ones())
+            dist.all_reduce(ones())
+
+    batch = [dist.P2POp(dist.isend, ones(), peer), dist.P2POp(dist.irecv, ones(), peer)]
+    said = {
+        "start": of_child(backend._start_coalescing),
+        "the group's list": of_child(lambda: whole(CPU)),
+        "torch's list": of_child(lambda: whole(None)),
+        "messages": of_child(lambda: dist.batch_isend_irecv(batch)),
+    }
+    x = torch.full((4,), 1.0 + me.rank)
+    with dist._coalescing_manager(device=CPU):  # which is the parent's, in the children too
+        dist.broadcast(x, 1)
+        said["call"] = of_child(lambda: dist.broadcast(x, 0))
+        said["message"] = of_child(lambda: dist.isend(x, peer))
+        said["end"] = of_child(backend._end_coalescing)
+        assert of_child(lambda: pc._C.abandon_coalescing(backend, "a child", True)) == "nothing"
+        dist.reduce(x, 0)
+    assert x.tolist() == [4.0 if me.rank == 0 else 2.0] * 4
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+    is_in_step(me)
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_children(pools):
+    """They are refused at once, and nothing that they do or leave undone reaches the parent."""
+    for said in pools(2).run(in_children, seconds=60):
+        for call, text in said.items():
+            assert "this process was forked from the one that the group belongs to" in text, call

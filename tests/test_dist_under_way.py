@@ -5,6 +5,7 @@ A future has no time limit of torch's, so one that is never completed is a hang 
 
 from __future__ import annotations
 
+import datetime
 import gc
 import os
 import signal
@@ -152,9 +153,15 @@ def test_nobody_waits_in_a_group_that_breaks(how):
             assert took < (NOTICED + 1.0 if how != "leaves" else ENDED), (rank, took)
 
 
+def impatient() -> None:
+    """From now on: ranks that begin on a crowded machine take longer."""
+    dist.barrier()
+    backend_of().set_timeout(datetime.timedelta(seconds=1.5))
+
+
 def never(me: Me) -> tuple[Ends, float]:
     """The other rank is there, and sends nothing."""
-    dist.barrier()
+    impatient()
     start = time.monotonic()
     futures = [(n, w.get_future()) for n, w in messages(dist.group.WORLD, me.rank)[me.rank :]]
     return {name: ends(future, ENDED) for name, future in futures}, time.monotonic() - start
@@ -162,16 +169,46 @@ def never(me: Me) -> tuple[Ends, float]:
 
 def test_a_future_of_what_never_comes():
     """As long as wait() has, a future has too: the group's timeout."""
-    with fresh(2, timeout=1.5) as pool:
+    with fresh(2) as pool:
         for found, took in pool.run(never):
             assert {error.kind for error in found.values()} == {"Timeout"}, found
             assert 1.0 < took < ENDED
 
 
+def not_sent(me: Me, how: str) -> list[Caught]:
+    """What a message that does not come leaves of the group."""
+    impatient() if how != "limited" else dist.barrier()
+    x, raised = torch.zeros(3), Caught((), "", 0.0)
+    if me.rank == 0:
+        work = dist.irecv(x, 1)
+        if how == "future":
+            raised = ends(work.get_future(), ENDED)
+        else:
+            raised = caught(work.wait, *([datetime.timedelta(seconds=0.3)] * (how == "limited")))
+    else:
+        backend_of().set_timeout(datetime.timedelta(seconds=60))  # rank 0 gives up
+    after = caught(dist.all_reduce, torch.ones(3))
+    if not after.kind:  # it is still asked for
+        work.wait() if me.rank == 0 else dist.send(torch.ones(3), 0)
+        assert x.tolist() == [1.0 - me.rank] * 3
+    return [raised, after]
+
+
+@pytest.mark.parametrize("how", ["wait", "future", "limited"])
+def test_the_timeout_of_a_message_is_the_groups(how):
+    """It breaks the group, whoever waits; a limit that a wait is given is its own, and does not."""
+    with fresh(2) as pool:
+        (raised, after), (_, others) = pool.run(not_sent, how)
+        assert raised.kind == "Timeout", raised
+        assert "rank 1" in raised.text or how == "future", raised
+        for error in (after, others):
+            assert ("CollectiveError" in error.kinds) == (how != "limited"), error
+
+
 def held_up(me: Me, how: str) -> tuple[Ends, float]:
     """A message that has not come from its device hides nothing that happens to the others."""
     found, took = Ends(), 0.0
-    dist.barrier()
+    impatient()
     if me.rank == 0:
         me.fake.stall(True)
         works = [("isend", dist.isend(torch.ones(3), 2)), ("irecv", dist.irecv(torch.ones(3), 1))]
@@ -189,7 +226,7 @@ def held_up(me: Me, how: str) -> tuple[Ends, float]:
 
 @pytest.mark.parametrize("how", ["dies", "late"])
 def test_a_stream_that_is_held_up(how):
-    with fresh(3, staged="late", timeout=1.5) as pool:
+    with fresh(3, staged="late") as pool:
         found, took = pool.outcomes(held_up, how, seconds=40)[0].value
         assert not unsaid(found)
         assert took < 1.5 + NOTICED + 1.0

@@ -25,6 +25,8 @@ void bind_fake_devices(py::module_& m) {
   py::class_<FakeDevices, std::shared_ptr<FakeDevices>>(m, "FakeDevices")
       .def("put_on_host", &FakeDevices::put_on_host, py::arg("tensor"), free)
       .def("fill_later", &FakeDevices::fill_later, py::arg("tensor"), py::arg("value"), free)
+      .def("use_second_stream", &FakeDevices::use_second_stream, py::arg("on"), free)
+      .def("finish_caller", &FakeDevices::finish_caller, free)
       .def("stall", &FakeDevices::stall, py::arg("on"), free)
       .def("capture", &FakeDevices::capture, py::arg("on"), free)
       .def("fail_call", &FakeDevices::fail_call, py::arg("in_"), free)

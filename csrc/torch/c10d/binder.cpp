@@ -5,6 +5,8 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty_like.h>
 
+#include <algorithm>
+
 #include "../../plan/error.h"
 #include "../../shm/hashing.h"
 #include "../job.h"
@@ -52,6 +54,7 @@ const std::byte* Binder::origin(const std::byte* host) const {
 
 shm::Span Binder::enter(const at::Tensor& t, bool reads, bool writes) {
   if (!call_.passage) call_.passage = call_.ladder->begin(call_, t.device());
+  if (call_.written != nullptr) call_.held.push_back(t);
   const shm::Span span = call_.passage->enter(t, reads, writes);
   if (t.is_contiguous()) stand_ins_.push_back({span.base, address(t, writes), t.nbytes()});
   return span;
@@ -76,7 +79,7 @@ shm::Span Binder::bind(const at::Tensor& t, const Label& label, bool reads, bool
 shm::Span Binder::compute(const at::Tensor& like, Fill fill) {
   if (away_) {
     const at::Tensor there = at::empty_like(like);
-    fill(there);
+    call_.fills.push_back([there, fill = std::move(fill)] { fill(there); });
     return enter(there, true, false);
   }
   at::Tensor dense{at::detail::empty_cpu(like.sizes(), like.scalar_type())};
@@ -190,7 +193,30 @@ void Binder::finish() {
     r.on_gpus = call_.passage && call_.passage->dock() != nullptr;
   }
   check_disjoint(extents_);
-  if (call_.passage) call_.passage->depart();
+  if (call_.passage) depart();
+  if (call_.written == nullptr) return;
+  for (const Extent& e : extents_)
+    if (e.written) call_.written->push_back(e);
+}
+
+bool Binder::touches_written() const {
+  if (call_.written == nullptr) return false;
+  return std::any_of(call_.written->begin(), call_.written->end(), [&](const Extent& before) {
+    return std::any_of(extents_.begin(), extents_.end(), [&](const Extent& e) {
+      return before.begin < e.end && e.begin < before.end;
+    });
+  });
+}
+
+// Now; or, of what an earlier call of the list writes first, in its turn.
+void Binder::depart() {
+  if (touches_written()) {
+    for (at::Device d : call_.passage->on())
+      call_.asked.push_back(call_.passage->devices().mark(d));
+    return;
+  }
+  for (const auto& fill : std::exchange(call_.fills, {})) fill();
+  call_.passage->depart();
 }
 
 }  // namespace pycollect::dist

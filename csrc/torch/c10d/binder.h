@@ -53,7 +53,7 @@ class Binder {
   void add_whole_output(std::size_t request, const shm::Span& span);
   shm::Span part(std::size_t request, const shm::Span& whole, std::size_t block) const;
 
-  // After the last tensor.
+  // After the last tensor. What is on devices departs.
   void finish();
 
  private:
@@ -72,6 +72,8 @@ class Binder {
   shm::Span enter(const at::Tensor& tensor, bool reads, bool writes);
   shm::Span keep(at::Tensor tensor);
   const std::byte* origin(const std::byte* host) const;
+  bool touches_written() const;
+  void depart();
   shm::Span bind(const at::Tensor& tensor, const Label& label, bool reads, bool writes);
 
   Call& call_;

@@ -45,7 +45,12 @@ struct Call {
   std::vector<std::function<void()>> fills = {};  // done first: inputs that lie nowhere else
   std::vector<std::pair<at::Tensor, at::Tensor>> copies = {};  // what is left to do then: dst, src
   std::shared_ptr<Passage> passage = {};  // of tensors on devices; none: there are none
-  Tensors results = {};                   // the value of the call's future
+  // While it is bound: what the calls of its list write, so far; null: it is in no list.
+  std::vector<Extent>* written = nullptr;
+  // On devices, of what touches something of that: where it was asked for. Its tensors depart when
+  // its turn comes, with what the calls before it have written.
+  std::vector<std::shared_ptr<Mark>> asked = {};
+  Tensors results = {};  // the value of the call's future
 };
 
 }  // namespace pycollect::dist

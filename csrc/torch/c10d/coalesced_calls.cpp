@@ -14,7 +14,9 @@ WorkPtr Backend::coalesce(CoalescedList& list, const Ask& ask, uint64_t number,
   if (list.refusal) return {};
   Call call = new_call(ask);
   call.number = number;
+  call.written = &list.written;
   list.refusal = attempt(ask, "coalesced ", call, build);
+  call.written = nullptr;
   if (!list.refusal) list.calls.push_back(std::move(call));
   return {};
 }

@@ -21,7 +21,7 @@ std::vector<Call> bind_together(std::vector<Call> calls) {
     slabs::Dock* const dock = call.passage ? call.passage->dock() : nullptr;
     for (const shm::Request& request : call.requests)
       together->requests.push_back({&request, dock});
-    if (call.passage) together->passages.push_back(call.passage);
+    if (call.passage && call.asked.empty()) together->passages.push_back(call.passage);
     call.together = together;
   }
   return calls;

@@ -49,14 +49,16 @@ class FakeDevices::Point final : public Mark {
   // The caller then looks at its tensors as no caller of CUDA could: its stream runs empty.
   void hold_current(at::Device) override {
     bool looks = false;
+    std::size_t current = FakeStreams::kCaller;
     {
       const std::lock_guard lock(devices_->mutex_);
       devices_->may_fail("wait for an event", true);
       devices_->trace_.emplace_back("join");
-      hold(FakeStreams::kCaller);
+      current = devices_->current_;
+      hold(current);
       looks = devices_->looks_;
     }
-    if (looks) devices_->streams_->drain(FakeStreams::kCaller);
+    if (looks) devices_->streams_->drain(current);
   }
 
   void hold(std::size_t other) {
@@ -112,7 +114,7 @@ void FakeDevices::copy_out(const Way& way) {
   may_fail("copy to the host", true);
   trace_.emplace_back("copy_out");
   leaving_.insert(way.dense.const_data_ptr());
-  streams_->enqueue(FakeStreams::kCaller, [this, way] {
+  streams_->enqueue(current_, [this, way] {
     lay(way.dense, way.tensor);
     leaving_.erase(way.dense.const_data_ptr());
     return true;
@@ -122,7 +124,7 @@ void FakeDevices::copy_out(const Way& way) {
 void FakeDevices::fill(const at::Tensor& words, int64_t value) {
   const std::lock_guard lock(mutex_);
   may_fail("fill", true);
-  streams_->enqueue(FakeStreams::kCaller, [words, value] {
+  streams_->enqueue(current_, [words, value] {
     auto* const at = static_cast<int64_t*>(words.mutable_data_ptr());
     std::fill(at, at + words.numel(), value);
     return true;
@@ -133,7 +135,7 @@ std::unique_ptr<Mark> FakeDevices::mark(at::Device) {
   const std::lock_guard lock(mutex_);
   may_fail("record of an event", true);
   trace_.emplace_back("mark");
-  return std::make_unique<Point>(shared_from_this(), FakeStreams::kCaller);
+  return std::make_unique<Point>(shared_from_this(), current_);
 }
 
 void FakeDevices::follow(at::Device, Mark& after) { follow_on(FakeStreams::kGroup, after); }
@@ -220,11 +222,19 @@ void FakeDevices::fill_later(const at::Tensor& tensor, double value) {
   const std::lock_guard lock(mutex_);
   at::Tensor values = new_host(tensor);
   values.fill_(value);
-  streams_->enqueue(FakeStreams::kCaller, [tensor, values] {
+  streams_->enqueue(current_, [tensor, values] {
     lay(tensor, values);
     return true;
   });
 }
+
+void FakeDevices::use_second_stream(bool on) {
+  const std::lock_guard lock(mutex_);
+  if (second_ == FakeStreams::kCaller) second_ = streams_->add();
+  current_ = on ? second_ : FakeStreams::kCaller;
+}
+
+void FakeDevices::finish_caller() { streams_->drain(FakeStreams::kCaller); }
 
 void FakeDevices::stall(bool on) {
   const std::lock_guard lock(mutex_);

@@ -37,9 +37,11 @@ class FakeDevices final : public Devices, public std::enable_shared_from_this<Fa
   // The scenery.
   void put_on_host(const at::Tensor& tensor);               // this one is an ordinary CPU tensor
   void fill_later(const at::Tensor& tensor, double value);  // the caller's stream does
-  void stall(bool on);     // the caller's stream comes to nothing more
-  void capture(bool on);   // the caller captures
-  void fail_call(int in);  // so many more calls go well, and then one does not
+  void use_second_stream(bool on);  // of the caller's: it is the current one
+  void finish_caller();             // its first stream does all that it has
+  void stall(bool on);              // ... or comes to nothing more
+  void capture(bool on);            // the caller captures
+  void fail_call(int in);           // so many more calls go well, and then one does not
   // Otherwise whoever has joined results looks at them at once, which takes an empty stream.
   void look(bool on);
   std::vector<std::string> trace() const;
@@ -63,6 +65,7 @@ class FakeDevices final : public Devices, public std::enable_shared_from_this<Fa
   std::vector<c10::Storage> on_host_;
   std::set<const void*> leaving_;  // pinned memory that is yet to be filled
   std::vector<std::string> trace_;
+  std::size_t second_ = FakeStreams::kCaller, current_ = FakeStreams::kCaller;
   bool captured_ = false, looks_ = true;
   int fail_in_ = -1, pinned_ = 0;
 };

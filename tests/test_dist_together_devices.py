@@ -1,0 +1,110 @@
+"""What is coalesced, of tensors on devices: in the order of the list and of the caller's streams.
+
+Some of what the calls read is copied where they are asked for: not what an earlier call of the list
+writes, which is not there yet.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import OURS, Caught, Me, backend_of, caught, pools_of_a_module
+from dist_step import is_in_step, ones
+
+pytestmark = pytest.mark.skipif(not OURS, reason="what only this backend promises")
+HOST, DEVICES = [""], ["late", "eager", "late:stream", "eager:stream", "eager:wait"]
+
+
+@pytest.fixture(scope="module")
+def pools():
+    yield from pools_of_a_module(beside=None)
+
+
+def laid(n: int, value: float, layout: str) -> torch.Tensor:
+    if layout == "transposed":
+        return torch.full((2, n), value).t()
+    return torch.full((n, 2), value)[:, 0] if layout == "strided" else torch.full((n,), value)
+
+
+def dependent(me: Me, layout: str) -> None:
+    """Each call reads what the one before has written; the third reads a part of it, scaled."""
+    for turn in (1.0, 2.0):  # the second time with memory that has been used
+        total = turn * me.world * (me.world + 1) / 2
+        x = laid(6, turn * (me.rank + 1), layout)
+        whole = [torch.zeros_like(x) for _ in range(me.world)]
+        half, root = whole[-1][:3], torch.zeros_like(whole[-1][:3])
+        backend_of()._start_coalescing()
+        dist.all_reduce(x)
+        dist.all_gather(whole, x)
+        dist.all_reduce(half, dist._make_nccl_premul_sum(0.5))
+        dist.reduce(half, 0)
+        dist.scatter(root, [half] * me.world if me.rank == 0 else None, 0)
+        backend_of()._end_coalescing().wait()
+        assert x.unique().tolist() == [total]
+        assert all(w.unique().tolist() == [total] for w in whole[:-1])
+        assert whole[-1][3:].unique().tolist() == [total]
+        scaled = total * me.world / 2
+        assert half.unique().tolist() == [scaled * (me.world if me.rank == 0 else 1)]
+        assert root.unique().tolist() == [scaled * me.world]
+    is_in_step(me)
+
+
+@pytest.mark.parametrize("layout", ["dense", "transposed", "strided"])
+@pytest.mark.parametrize("staged", HOST + DEVICES)
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_call_reads_what_an_earlier_one_of_its_list_writes(pools, world, staged, layout):
+    pools(world, staged=staged).run(dependent, layout)
+
+
+def device_fails(me: Me, most: int) -> list[tuple[Caught, float]]:
+    """A device of rank 0's fails, each time a call of it later."""
+    found = []
+    for calls in range(most):
+        x, y = ones(), ones()
+        backend_of()._start_coalescing()
+        dist.all_reduce(x)
+        dist.all_reduce(x)
+        dist.broadcast(y, 1)
+        if me.rank == 0:
+            me.fake.fail_call(calls)
+        raised = caught(lambda: backend_of()._end_coalescing().wait())
+        me.fake.fail_call(-1)
+        is_in_step(me)
+        found.append((raised, x[0].item()))
+    return found
+
+
+def test_a_device_that_fails_when_it_is_the_turn_of_a_call(pools):
+    """Some of these fail the second call alone: all ranks know why, and go on together."""
+    first, second = pools(2, staged="eager").run(device_fails, 12)
+    told = [(raised.text, value) for raised, value in second if raised.kind]
+    assert any(value == 2 for _, value in told), "none of them failed in the second call"
+    assert all("rank 0 refused all_reduce: CUDA error: made up" in text for text, _ in told)
+    assert all(raised.kind for raised, _ in first)
+
+
+def under_another_stream(me: Me) -> list[float]:
+    """The list ends under another stream than the one where its messages were asked for."""
+    x, found = torch.zeros(4), []
+    for step in (1.0, 2.0, 3.0):
+        me.fake.fill_later(x, step if me.rank == 0 else -1.0)  # late, on the first stream
+        backend_of()._start_coalescing()
+        if me.rank == 0:
+            dist.isend(x, 1)
+        else:
+            dist.irecv(x, 0)
+        me.fake.use_second_stream(True)
+        backend_of()._end_coalescing().wait()
+        me.fake.finish_caller()
+        found += x.tolist()
+        me.fake.use_second_stream(False)
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("staged", DEVICES)
+def test_messages_come_behind_what_their_stream_had_to_do(pools, staged):
+    assert (
+        pools(2, staged=staged).run(under_another_stream) == [[1.0] * 4 + [2.0] * 4 + [3.0] * 4] * 2
+    )
