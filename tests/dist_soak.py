@@ -24,7 +24,16 @@ import torch
 import torch.distributed as dist
 from dist_pool import Me, backend_of
 from dist_soak_calls import Side
-from dist_soak_steps import COALESCED, KINDS, MESSAGES, Pending, begin_step, choose
+from dist_soak_steps import (
+    COALESCED,
+    KINDS,
+    LENT,
+    LENT_BYTES,
+    MESSAGES,
+    Pending,
+    begin_step,
+    choose,
+)
 
 import pycollect as pc
 
@@ -66,19 +75,45 @@ def chapters_of(seed: int, world: int) -> list[Chapter]:
         )
         anew = bool(told) and rng.random() < 0.5
         name = f"{seed}.{len(told)}"
-        told.append(Chapter(name, groups, fault, victim, helper, rng.uniform(0, 0.8), anew))
+        after = rng.uniform(0, 0.8) + (fault == "absence")  # which is to come in the middle
+        told.append(Chapter(name, groups, fault, victim, helper, after, anew))
         if fault == "death":
             alive.remove(victim)
     return told
+
+
+class Watched:
+    """New tensors where what was lent to a call that failed may have been: nobody writes there."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def take(self, group: dist.ProcessGroup) -> None:
+        gc.collect()
+        with contextlib.suppress(pc.CollectiveError):  # which a broken group raises
+            for _ in range(4):
+                x = pc.empty(LENT_BYTES, dtype=torch.uint8, group=group)
+                self.tensors.append(x.fill_(77))
+
+    def check(self) -> None:
+        changed = [int(t.ne(77).sum()) for t in self.tensors]
+        assert not any(changed), f"bytes of new tensors that somebody else has written: {changed}"
 
 
 class Thread:
     """One thread's calls in one group. `failure` is what it may not raise."""
 
     def __init__(
-        self, side: Side, name: str, *, messages: bool, bereaved: bool, without: frozenset[str]
+        self,
+        side: Side,
+        name: str,
+        watched: Watched,
+        *,
+        messages: bool,
+        bereaved: bool,
+        without: frozenset[str],
     ):
-        self.side, self.name, self.without = side, name, without
+        self.side, self.name, self.watched, self.without = side, name, watched, without
         self.first = 100_000 if messages else 0
         self.only = MESSAGES if messages else tuple(KINDS)
         self.bereaved = bereaved  # goes on until it is told that somebody is missing
@@ -95,12 +130,15 @@ class Thread:
             self._steps()
             assert not self.bereaved, "nobody told it that a rank is missing"
         except pc.CollectiveError as error:
-            self.told, self.error = time.monotonic(), error
-            try:
+            # Without the frames, which keep the tensors of the calls that have failed.
+            self.told, self.error = time.monotonic(), error.with_traceback(None)
+        except BaseException:
+            self.failure = traceback.format_exc()
+        try:
+            if self.error is not None:
                 assert self.bereaved, "all ranks of the group are there"
                 self._leave()
-            except BaseException:
-                self.failure = traceback.format_exc()
+                self.watched.take(self.side.group)
         except BaseException:
             self.failure = traceback.format_exc()
 
@@ -129,23 +167,6 @@ class Thread:
         while self.open:
             with contextlib.suppress(pc.CollectiveError):
                 self._finish_one()
-
-
-class Watched:
-    """New tensors in the memory of groups that are broken: nobody may write there."""
-
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-
-    def take(self, group: dist.ProcessGroup) -> None:
-        gc.collect()
-        with contextlib.suppress(pc.CollectiveError, RuntimeError):  # may be refused by then
-            for _ in range(8):
-                self.tensors.append(pc.empty(2**20, dtype=torch.uint8, group=group).fill_(77))
-
-    def check(self) -> None:
-        changed = [int(t.ne(77).sum()) for t in self.tensors]
-        assert not any(changed), f"bytes of new tensors that somebody else has written: {changed}"
 
 
 def strike(chapter: Chapter, me: int, pids: list[int], folder: str) -> None:
@@ -212,9 +233,6 @@ class Story:
         )
         doer.start()
         self._join(chapter, threads)
-        if chapter.fault == "absence":
-            for group in {t.side.group for t in threads if t.error}:
-                self.watched.take(group)
         doer.join()
         if chapter.fault == "death":
             self.alive.remove(chapter.victim)
@@ -231,7 +249,10 @@ class Story:
             side = Side(group, members.index(self.me.rank), random.Random(f"{name} {self.me.rank}"))
             name += " messages" if messages else ""
             without = self.without.union(COALESCED if two else ())
-            made.append(Thread(side, name, messages=messages, bereaved=lost, without=without))
+            if not (lost and chapter.fault == "absence"):
+                without |= {LENT}
+            how = {"messages": messages, "bereaved": lost, "without": without}
+            made.append(Thread(side, name, self.watched, **how))
         return made
 
     def _join(self, chapter: Chapter, threads: list[Thread]) -> None:

@@ -23,8 +23,12 @@ from dist_soak_calls import (
     room,
 )
 
+import pycollect as pc
+
 _CPU = torch.device("cpu")
 _REFUSALS = (TypeError, ValueError)
+LENT = "calls on lent memory"  # long: only where somebody is stopped, and the others give up
+LENT_BYTES = 16 << 20
 # Kinds of steps and how often each comes; a collective is chosen evenly among all.
 KINDS = {
     "collective": 40,
@@ -36,6 +40,7 @@ KINDS = {
     "mistake": 5,
     "mistake in a list": 3,
     "message too long": 2,
+    LENT: 300,
 }
 MESSAGES = ("exchange", "message", "message too long")
 # torch collects the calls of all threads that use a group while one of them coalesces.
@@ -151,6 +156,17 @@ def _together(
     return [all_of_them], lambda: [found() for found in checks] and None
 
 
+def calls_on_lent_memory(side: Side, step: Step) -> tuple[Works, Check]:
+    """One after the other, where every rank writes to all: it is stopped in the middle of one.
+
+    A late rank reads from new tensors, too, which hold large numbers: what it writes is smaller.
+    """
+    x = pc.empty(LENT_BYTES // 4, dtype=torch.int32, group=side.group).fill_(side.rank)
+    for _ in range(100):
+        dist.all_reduce(x, dist.ReduceOp.MIN, group=side.group)
+    return [], check(step, [(x, torch.zeros_like(x))])
+
+
 # --- mistakes -------------------------------------------------------------------------------------
 
 Ask = Callable[[torch.Tensor], Any]
@@ -251,4 +267,5 @@ def begin_step(side: Side, kind: str, number: int, seed: int, without: frozenset
     if kind == "batch":
         return Pending(step, *batch(side, step, "several dtypes" not in without))
     calls = {"exchange": exchange, "message": message, "list of calls": list_of_calls}
+    calls[LENT] = calls_on_lent_memory
     return Pending(step, *calls[kind](side, step))

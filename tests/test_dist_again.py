@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +102,62 @@ def one_after_the_other(me: Me) -> None:
 
 def test_many_groups_one_after_the_other(pools):
     pools(3).run(one_after_the_other)
+
+
+class Looking(dist.Store):
+    """The store of a rank that looks for the open meeting, and is slow to read which one it is."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self.store = store
+
+    def set(self, key: str, value: bytes) -> None:
+        self.store.set(key, value)
+
+    def add(self, key: str, number: int) -> int:
+        return self.store.add(key, number)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.store.check(keys)
+
+    def wait(self, *keys_and_timeout: Any) -> None:
+        self.store.wait(*keys_and_timeout)
+
+    def get(self, key: str) -> bytes:
+        self.store.wait(["closed"])
+        found = self.store.get(key)
+        self.store.set("looked", "")
+        return found
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+def on_tcp(folder: Path) -> list[Any]:
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    return [server, dist.TCPStore("localhost", server.port, is_master=False)]
+
+
+STORES: dict[str, Callable[[Path], list[Any]]] = {
+    "TCPStore": on_tcp,
+    "FileStore": lambda folder: [dist.FileStore(f"{folder}/store", 2) for _ in range(2)],
+    "HashStore": lambda folder: [dist.HashStore()] * 2,
+}
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_a_meeting_that_is_closed_while_a_rank_looks_at_it(tmp_path, kind):
+    """It comes to the next one. A key that is gone would be waited for as long as stores do."""
+    stores = STORES[kind](tmp_path)
+    for store in stores:
+        store.set_timeout(datetime.timedelta(seconds=10))
+    with ThreadPoolExecutor(1) as other:
+        second = other.submit(meet, Looking(stores[1]), 1, 2)
+        assert caught(meet, stores[0], 0, 2, SOON).kind == "Timeout"
+        stores[0].set("closed", "")
+        stores[0].wait(["looked"])
+        meet(stores[0], 0, 2)
+        second.result()
 
 
 @pytest.mark.parametrize("name", ["slot_bytes", "arena_bytes", "slab_bytes", "cuda_host_bytes"])

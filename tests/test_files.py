@@ -71,9 +71,11 @@ def script(name: str) -> ModuleType:
     return module
 
 
+ABOUT = ["--name", "a", "--command", "b", "--status", "0", "--seconds", "1"]
+
+
 def merge(file: str) -> int:
-    about = ["--name", "a", "--command", "b", "--status", "0", "--seconds", "1"]
-    return int(script("merge_results").main([file, *about]))
+    return int(script("merge_results").main([file, *ABOUT]))
 
 
 QUICK = ["-e", "4K", "--world", "2", "-n", "1", "-w", "1"]
@@ -237,20 +239,22 @@ def test_a_log_goes_to_whom_reads_it(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nobody reads it; start the reader first"):
         open_lines(path, append=False)
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as reader:
+        with open_lines(path, append=False) as log:
+            assert os.get_blocking(log.fileno())  # a slow reader is waited for
         train("cpu", data="digits", epochs=1, log=path, quiet=True)
         events = [json.loads(line)["event"] for line in reader.read().splitlines()]
     assert (events[0], events[-2:]) == ("start", ["epoch", "end"])
 
 
 def test_a_log_on_standard_output_goes_on_with_its_file(tmp_path: Path) -> None:
-    code = "import sys; from pycollect._files import open_lines\n"
+    code = "from pycollect.train.log import Log\n"
     code += "print('first', flush=True)\n"
-    code += "with open_lines('/dev/stdout', append=False) as log: log.write('second\\n')\n"
+    code += "with Log('/dev/stdout') as log: log.write('second')\n"
     code += "print('third')"
     path = tmp_path / "out"
     with path.open("w") as out:
         subprocess.run([sys.executable, "-c", code], stdout=out, check=True, timeout=120)
-    assert path.read_text() == "first\nsecond\nthird\n"
+    assert path.read_text() == 'first\n{"event": "second"}\nthird\n'
 
 
 def test_what_is_read_must_be_a_file(tmp_path: Path) -> None:
@@ -272,9 +276,8 @@ def test_a_record_that_is_none_is_one_sentence(
     path, other = tmp_path / "broken.json", tmp_path / "record.json"
     path.write_bytes(content.encode("latin1"))
     files = [str(path)] if which == "record" else [str(other), "--content", str(path)]
-    about = ["--name", "a", "--command", "b", "--status", "0", "--seconds", "1"]
     with pytest.raises(SystemExit) as stop:
-        script("merge_results").main([*files, *about])
+        script("merge_results").main([*files, *ABOUT])
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert f"the {which} {path}" in error

@@ -85,3 +85,9 @@ def test_bad_arguments_are_refused(name: str, value: object, message: str) -> No
     arguments: dict[str, object] = {"data": "digits", "quiet": True, name: value}
     with pytest.raises(ValueError, match=message):
         train(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "resume", "log"])
+def test_a_comparison_refuses_files_before_it_looks_at_them(name: str) -> None:
+    with pytest.raises(ValueError, match=f"a comparison goes without {name}"):
+        compare(data="digits", **{name: "no/where"})  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from .._command import BAD_INPUT, BY_SIGNAL, Stopped, Unheard, say
 from .._files import OutputError
 from .checkpoint import CheckpointError
 from .compare import check as check_comparison
+from .compare import check_options
 from .compare import run as compare
 from .data import DataError
 from .job import Job, prepare
@@ -73,6 +74,8 @@ def _main(command: ArgumentParser, arguments: Sequence[str] | None) -> int:
 
 
 def _prepare(args: Namespace, world: int) -> tuple[Job, str]:
+    if args.compare:
+        check_options(vars(args))
     chosen = choice(args)
     if args.backend is not None:
         chosen = with_devices(chosen, args.backend, world)

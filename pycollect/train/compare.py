@@ -4,7 +4,7 @@ Those of one process take turns at every step. Times are medians: of all steps f
 all epochs for the epoch, and a ratio above 1 means faster than the first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,6 +131,7 @@ def compare(
     True
     """
     names = parse_names(",".join(names))
+    check_options(options)
     job, notice = job_of(devices, batch_size, lr, options)
     report = Report(quiet)
     if notice:
@@ -138,14 +139,23 @@ def compare(
     return run(job, names, report, ddp_backend)
 
 
-def check(job: Job, names: Sequence[str], backend: str | None) -> None:
-    """Raise ValueError for a job that cannot be compared, or not with ddp."""
-    running = job.running
-    files = {"checkpoint": running.checkpoint, "resume": running.resume, "log": running.log}
-    unfit = [name for name, value in files.items() if value is not None]
-    unfit += ["graph"] * running.graph + ["measured shares"] * (job.settings.weights == "auto")
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for what a comparison goes without, before anybody looks at its value.
+
+    >>> check_options({"log": "no such folder/run.jsonl"})
+    Traceback (most recent call last):
+    ValueError: a comparison goes without log
+    """
+    unfit = [name for name in ("checkpoint", "resume", "log") if options.get(name) is not None]
+    unfit += ["graph"] * bool(options.get("graph"))
+    if options.get("weights") == "auto" or options.get("replay_shares") is not None:
+        unfit.append("measured shares")
     if unfit:
         raise ValueError(f"a comparison goes without {unfit[0]}")
+
+
+def check(job: Job, names: Sequence[str], backend: str | None) -> None:
+    """Raise ValueError for a job that cannot be compared with ddp, or a backend without ddp."""
     if "ddp" in names:
         check_available(backend or DDP_BACKEND)
         _check_all_used(job)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._files import check_picture, write_picture
+from .._files import write_picture
 from .history import PARTS, Epoch, Step, typical
 
 if TYPE_CHECKING:
@@ -50,11 +50,7 @@ class Curve:
 
 
 def plot(curves: Sequence[Curve], path: Path | str, caption: str = "") -> None:
-    """Draw the curves; PNG, SVG or PDF by the ending.
-
-    ValueError where no picture can be written, OutputError if writing fails.
-    """
-    check_picture(path)
+    """Draw the curves; PNG, SVG or PDF by the ending. OutputError if they cannot be written."""
     from matplotlib.figure import Figure
 
     times = [curve for curve in curves if curve.steps]

@@ -1,0 +1,86 @@
+"""Files that have become something else when a command has done its work, and logs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_files import ABOUT, COMMANDS, device, script, unix_socket
+
+from pycollect import _files
+from pycollect.train.__main__ import main as train_main
+
+ONE_EPOCH = ["--data", "digits", "--epochs", "1", "--batch-size", "256"]
+SHORT = ["--models", "lenet", "--worlds", "1", "--batch", "8", "-n", "1", "-w", "1", "--no-ddp"]
+WRITERS: dict[str, Callable[[str], int]] = {
+    **{name: COMMANDS[name] for name in ("bench-json", "bench-plot", "plan-plot")},
+    "train-checkpoint": lambda file: train_main([*ONE_EPOCH, "--checkpoint", file]),
+    "train-plot": lambda file: train_main([*ONE_EPOCH, "--plot", file]),
+    "train.py-plot": lambda file: script("train").main([*SHORT, "--no-loading", "--plot", file]),
+}
+
+LOOKS = {"plan-plot": 2}  # the command's and the method's
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_has_become_something_else_during_the_work_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """It does so in the very moment in which the command has looked at it."""
+    path = tmp_path / "result.png"
+    looks = LOOKS.get(name, 1)
+    look = _files.tempfile.TemporaryFile
+
+    def look_and_change(**where: Any) -> Any:
+        nonlocal looks
+        looks -= 1
+        if looks == 0:
+            unix_socket(path)
+        return look(**where)
+
+    monkeypatch.setattr(_files.tempfile, "TemporaryFile", look_and_change)
+    with pytest.raises(SystemExit) as stop:
+        sys.exit(WRITERS[name](str(path)))
+    assert stop.value.code == 2
+    assert "is a socket" in capsys.readouterr().err.splitlines()[-1]
+    assert path.is_socket()
+
+
+@pytest.mark.parametrize(("make", "message"), [(unix_socket, "a socket"), (Path.mkdir, "a folder")])
+def test_a_log_goes_to_no_socket_or_folder(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    make: Callable[[Path], None],
+    message: str,
+) -> None:
+    make(tmp_path / "log")
+    with pytest.raises(SystemExit):
+        train_main(["--data", "digits", "--log", str(tmp_path / "log")])
+    assert capsys.readouterr().err.endswith(f"file, and {tmp_path}/log is {message}\n")
+
+
+@pytest.mark.parametrize("which", ["content", "log"])
+def test_what_is_merged_must_be_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], which: str
+) -> None:
+    device(tmp_path / "null")
+    files = [str(tmp_path / "record"), f"--{which}", str(tmp_path / "null")]
+    with pytest.raises(SystemExit):
+        script("merge_results").main([*files, *ABOUT])
+    said = f"the {which} must be a regular file, and {tmp_path}/null is a device\n"
+    assert capsys.readouterr().err.endswith(said)
+    assert not (tmp_path / "record").exists()
+
+
+def test_a_record_is_replaced_in_one_step(tmp_path: Path) -> None:
+    """Who reads the old one reads it to its end."""
+    path = tmp_path / "record"
+    path.write_text('{"old": 1}')
+    with path.open() as old:
+        script("merge_results").main([str(path), *ABOUT])
+        assert old.read() == '{"old": 1}'
+    assert "a" in json.loads(path.read_text())["runs"]
