@@ -110,6 +110,39 @@ def test_programs_that_end_while_daemon_threads_wait(tmp_path):
     assert said.split() == ["0"] * 10
 
 
+ENDS = """
+import subprocess, sys
+RANKS = '''
+import os, sys, threading, time
+reader, writer = os.pipe()
+rank = 1 if os.fork() == 0 else 0
+import pycollect, torch, torch.distributed as dist
+dist.init_process_group("pycollect", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
+dist.barrier()
+if rank == 1:
+    os.close(writer)
+    os.read(reader, 1)  # until rank 0 has ended
+    os._exit(0)
+work = dist.all_reduce(torch.ones(3), async_op=True)  # which rank 1 does not come to
+backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+end = dist.destroy_process_group if sys.argv[2] == "destroy" else backend.shutdown
+del backend
+threading.Thread(target=end, daemon=True).start()
+time.sleep(0.1)
+'''
+for run in range(4):
+    ways = ["destroy", "shutdown"]
+    ranks = [[sys.executable, "-c", RANKS, sys.argv[1] + way + str(run), way] for way in ways]
+    pair = [subprocess.Popen(rank, stderr=subprocess.DEVNULL) for rank in ranks]
+    print(*[rank.wait() for rank in pair])
+"""
+
+
+def test_programs_that_end_while_daemon_threads_end_groups(tmp_path):
+    said = own_process(["-c", ENDS, f"{tmp_path}/store"], 200)
+    assert said.split() == ["0"] * 8
+
+
 JOINS = """
 import atexit, sys, threading, time
 def join():

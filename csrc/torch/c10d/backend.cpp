@@ -18,7 +18,8 @@ namespace {
 // What fire-and-forget calls get to finish in before the group is aborted: much more than they take
 // when the other ranks are there, much less than anybody waits for a process to end.
 constexpr std::chrono::milliseconds kGrace{5000};
-// What threads get that wake when the groups end: they have nothing to do but to raise.
+// What threads get that wake when the groups end: they have nothing to do but to raise. Those that
+// end a group themselves have the time of grace before that.
 constexpr std::chrono::milliseconds kWaking{1000};
 // By turns, so that a rank can fill one while others still read the other.
 constexpr std::size_t kSlotsOfSlab = 2;
@@ -80,6 +81,7 @@ Backend::~Backend() {
                              std::move(allocator_), std::move(coalescing_), ladder_));
     return;
   }
+  const UnderWay under_way;  // until it has the interpreter's lock again
   const WithoutInterpreter without;
   {
     const std::lock_guard lock(living().mutex);
@@ -89,6 +91,7 @@ Backend::~Backend() {
 }
 
 void Backend::shutdown() {
+  const UnderWay under_way;
   if (forks_.none()) close(shm::Clock::now() + kGrace);
 }
 
@@ -123,7 +126,7 @@ bool close_groups() {
   const auto deadline = shm::Clock::now() + kGrace;
   for (const auto& b : all)
     if (b->forks_.none()) b->close(deadline);
-  const auto patience = shm::Clock::now() + kWaking;
+  const auto patience = std::max(shm::Clock::now(), deadline) + kWaking;
   while (UnderWay::any() && shm::Clock::now() < patience)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   return wakes;
