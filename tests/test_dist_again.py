@@ -104,8 +104,8 @@ def test_many_groups_one_after_the_other(pools):
     pools(3).run(one_after_the_other)
 
 
-class Looking(dist.Store):
-    """The store of a rank that looks for the open meeting, and is slow to read which one it is."""
+class Behind(dist.Store):
+    """A store behind which there is another."""
 
     def __init__(self, store: Any) -> None:
         super().__init__()
@@ -124,13 +124,36 @@ class Looking(dist.Store):
         self.store.wait(*keys_and_timeout)
 
     def get(self, key: str) -> bytes:
+        return self.store.get(key)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+class Looking(Behind):
+    """Of a rank that looks for the open meeting, and is slow to read which one it is."""
+
+    def get(self, key: str) -> bytes:
         self.store.wait(["closed"])
         found = self.store.get(key)
         self.store.set("looked", "")
         return found
 
-    def has_extended_api(self) -> bool:
-        return False
+
+class Late(Behind):
+    """Tells only long afterwards that nobody has come, and nothing in between."""
+
+    waits = 0
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("only waits")
+
+    def wait(self, *keys_and_timeout: Any) -> None:
+        if self.store.check(keys_and_timeout[0]):
+            return
+        self.waits += 1
+        time.sleep(SOON + 0.2)
+        raise RuntimeError("timed out")
 
 
 def on_tcp(folder: Path) -> list[Any]:
@@ -158,6 +181,13 @@ def test_a_meeting_that_is_closed_while_a_rank_looks_at_it(tmp_path, kind):
         stores[0].wait(["looked"])
         meet(stores[0], 0, 2)
         second.result()
+
+
+def test_a_time_limit_on_a_store_that_tells_of_its_own_late():
+    """Whoever is missing is looked for once more, and not waited for."""
+    store = Late(dist.HashStore())
+    assert caught(meet, store, 0, 2, SOON).kind == "Timeout"
+    assert store.waits == 2
 
 
 @pytest.mark.parametrize("name", ["slot_bytes", "arena_bytes", "slab_bytes", "cuda_host_bytes"])
@@ -189,11 +219,16 @@ def patient(me: Me, timeout: datetime.timedelta) -> None:
     if me.rank == 0:
         dist.irecv(x, 1).wait(timeout)
         dist.recv(x, 1)
-    else:
+        dist.irecv(x, 1).get_future().wait()
+    for _ in range(3 * me.rank):
         time.sleep(0.3)
         dist.send(x, 0)
-        dist.send(x, 0)
     dist.barrier(async_op=True).wait(timeout)
+    time.sleep(0.3 * me.rank)
+    with dist._coalescing_manager(device=x.device, async_ops=True) as together:
+        for source in (0, 1):
+            dist.broadcast(x, source, async_op=True)
+    together.works[0].wait(timeout)
     dist.destroy_process_group()
 
 
@@ -204,6 +239,8 @@ def test_a_timeout_that_no_clock_reaches(days):
 
 
 def test_a_timeout_that_torch_cannot_hand_over():
+    import pycollect  # noqa: F401
+
     with pytest.raises(ValueError, match=r"must not be negative.* 292,000 years"):
         dist.init_process_group(
             "pycollect",
@@ -212,3 +249,12 @@ def test_a_timeout_that_torch_cannot_hand_over():
             world_size=1,
             timeout=datetime.timedelta.max,
         )
+
+
+def test_a_negative_timeout_is_refused_later_too():
+    from pycollect import _C
+
+    backend = _C.make_backend(dist.HashStore(), 0, 1, _C.Options())
+    with pytest.raises(ValueError, match="set_timeout: -1000 ms; it must not be negative"):
+        backend.set_timeout(datetime.timedelta(seconds=-1))
+    backend.shutdown()

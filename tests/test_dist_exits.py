@@ -93,11 +93,11 @@ RANK = '''
 import sys, threading, time, torch, torch.distributed as dist, pycollect
 rank = int(sys.argv[1])
 dist.init_process_group("pycollect", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-for _ in range(4):
+for _ in range(30):  # so many that some come late
     threading.Thread(target=lambda: dist.recv(torch.ones(3), 1 - rank), daemon=True).start()
 time.sleep(0.5)
 '''
-for run in range(5):
+for run in range(3):
     ranks = [[sys.executable, "-c", RANK, str(rank), sys.argv[1] + str(run)] for rank in range(2)]
     pair = [subprocess.Popen(rank, stderr=subprocess.DEVNULL) for rank in ranks]
     print(*[rank.wait() for rank in pair])
@@ -107,7 +107,7 @@ for run in range(5):
 def test_programs_that_end_while_daemon_threads_wait(tmp_path):
     """The threads wake when the groups end, and the interpreter has no lock for them any more."""
     said = own_process(["-c", WAITS, f"{tmp_path}/store"], 200)
-    assert said.split() == ["0"] * 10
+    assert said.split() == ["0"] * 6
 
 
 ENDS = """
