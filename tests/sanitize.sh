@@ -24,6 +24,7 @@ if [[ $kind != thread ]]; then  # these fork
   "$(build arena_test | tail -n 1)"
   "$(build group_test | tail -n 1)"
   "$(build strangers_test | tail -n 1)"
+  "$(build limits_test | tail -n 1)"
   "$(build apart_test | tail -n 1)"
 fi
 "$(build headroom_test | tail -n 1)"

@@ -103,6 +103,13 @@ inline std::string attempt(const std::function<std::string()>& body) {
   }
 }
 
+inline std::string refusal(const std::function<void()>& body) {
+  return attempt([&] {
+    body();
+    return "nothing";
+  });
+}
+
 [[noreturn]] inline void be(Rank rank, int world, const std::string& folder,
                             const Settings& settings, const Body& body) {
   alarm(120);  // no test takes so long, and none may hang

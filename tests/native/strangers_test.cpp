@@ -1,6 +1,5 @@
-// What others of the machine can do to a group, and limits that are met: names in /dev/shm that are
-// not ours, letters with too many descriptors, processes of other users, sizes and times beyond all
-// measure, a thread that cannot be made.
+// What others of the machine can do to a group: names in /dev/shm that are not ours, letters with
+// too many descriptors, processes of other users, words without an end.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/stat.h>
@@ -19,13 +18,6 @@ namespace pycollect::shm {
 namespace {
 
 constexpr uid_t kNobody = 65534;
-
-std::string refusal(const std::function<void()>& body) {
-  return attempt([&] {
-    body();
-    return "nothing";
-  });
-}
 
 // In a child that has been given another user.
 bool as_another_user(const std::function<void()>& body) {
@@ -186,23 +178,6 @@ void lets_no_other_users_in() {
   expect(static_cast<bool>(fetch(ticket)), "nothing was fetched");
 }
 
-void refuses_sizes_beyond_all_measure() {
-  for (std::size_t Settings::* size :
-       {&Settings::slot_bytes, &Settings::mailbox_bytes, &Settings::arena_bytes})
-    for (const std::size_t bytes : {kMostBytes + 1, std::size_t{1} << 63, ~std::size_t{0}}) {
-      Settings settings = quick();
-      settings.*size = bytes;
-      MapBoard board;
-      const std::string said = refusal([&] { Group(board, 0, 1, settings); });
-      expect(contains(said, text("_bytes is ", bytes, "; it must be at most ")), said);
-    }
-  Settings settings = quick();
-  settings.arena_bytes = kMostBytes;
-  MapBoard board;
-  const std::string said = refusal([&] { Group(board, 0, 1, settings); });
-  expect(said == "nothing" || contains(said, "address space"), said);
-}
-
 // Words of a rank's that have no end, and what follows them in the memory is no zero either.
 void reads_no_further_than_the_words() {
   Settings settings = quick();
@@ -247,45 +222,6 @@ void names_no_more_than_there_are() {
                  "of 0 number 201, rank 0 called all_reduce of 0 number 201, op number 202");
 }
 
-// Longer than a clock counts.
-void waits_for_ever() {
-  for (const auto timeout : {std::chrono::milliseconds::max(), 300ms * 1000 * 3600 * 24 * 366}) {
-    Settings settings = quick();
-    settings.timeout = timeout;
-    const auto ends = run(2, settings, [](Me& me) {
-      if (me.rank == 1) std::this_thread::sleep_for(100ms);
-      Group group(me.board, me.rank, me.world, me.settings);
-      if (me.rank == 1) std::this_thread::sleep_for(100ms);
-      group.advance(at_run(1));
-      group.await(1 - me.rank, at_run(1), {"barrier", 1, deadline_after(me.settings.timeout)});
-      return std::string("right");
-    });
-    for (const End& end : ends) expect_equal(end.said, "right");
-  }
-  const auto before = -300ms * 1000 * 3600 * 24 * 366;  // 300 years: more than a clock counts
-  expect(deadline_after(before) < Clock::now() + 10s, "no time at all");
-}
-
-// With stacks so large that there is no place for one.
-void blocks_no_signals_for_good() {
-  const pid_t pid = fork();
-  if (pid == 0) {
-    pthread_attr_t vast;
-    pthread_attr_init(&vast);
-    pthread_attr_setstacksize(&vast, std::size_t{1} << 50);
-    if (pthread_setattr_default_np(&vast) != 0) _exit(3);
-    Control control;
-    const std::string said = refusal([&] { watch_by_lock(control, 1, 0); });
-    sigset_t now;
-    pthread_sigmask(SIG_SETMASK, nullptr, &now);
-    _exit(said == "nothing" ? 2 : sigismember(&now, SIGINT));
-  }
-  int status = 0;
-  waitpid(pid, &status, 0);
-  expect(WIFEXITED(status) && WEXITSTATUS(status) != 2, "the thread was made");
-  expect(WEXITSTATUS(status) == 0, text("signals are blocked: ", WEXITSTATUS(status)));
-}
-
 }  // namespace
 }  // namespace pycollect::shm
 
@@ -299,10 +235,7 @@ int main() {
   meets_past_a_full_queue();
   answers_past_who_says_nothing();
   lets_no_other_users_in();
-  refuses_sizes_beyond_all_measure();
   reads_no_further_than_the_words();
   names_no_more_than_there_are();
-  waits_for_ever();
-  blocks_no_signals_for_good();
   std::puts("strangers_test: all good");
 }

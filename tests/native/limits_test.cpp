@@ -1,0 +1,74 @@
+// Limits that a group meets: sizes and times beyond all measure, a thread that cannot be made.
+#include <signal.h>
+
+#include "group_ranks.h"
+
+namespace pycollect::shm {
+namespace {
+
+void refuses_sizes_beyond_all_measure() {
+  for (std::size_t Settings::* size :
+       {&Settings::slot_bytes, &Settings::mailbox_bytes, &Settings::arena_bytes})
+    for (const std::size_t bytes : {kMostBytes + 1, std::size_t{1} << 63, ~std::size_t{0}}) {
+      Settings settings = quick();
+      settings.*size = bytes;
+      MapBoard board;
+      const std::string said = refusal([&] { Group(board, 0, 1, settings); });
+      expect(contains(said, text("_bytes is ", bytes, "; it must be at most ")), said);
+    }
+  Settings settings = quick();
+  settings.arena_bytes = kMostBytes;
+  MapBoard board;
+  const std::string said = refusal([&] { Group(board, 0, 1, settings); });
+  expect(said == "nothing" || contains(said, "address space"), said);
+}
+
+// Longer than a clock counts.
+void waits_for_ever() {
+  for (const auto timeout : {std::chrono::milliseconds::max(), 300ms * 1000 * 3600 * 24 * 366}) {
+    Settings settings = quick();
+    settings.timeout = timeout;
+    const auto ends = run(2, settings, [](Me& me) {
+      if (me.rank == 1) std::this_thread::sleep_for(100ms);
+      Group group(me.board, me.rank, me.world, me.settings);
+      if (me.rank == 1) std::this_thread::sleep_for(100ms);
+      group.advance(at_run(1));
+      group.await(1 - me.rank, at_run(1), {"barrier", 1, deadline_after(me.settings.timeout)});
+      return std::string("right");
+    });
+    for (const End& end : ends) expect_equal(end.said, "right");
+  }
+  const auto before = -300ms * 1000 * 3600 * 24 * 366;  // 300 years: more than a clock counts
+  expect(deadline_after(before) < Clock::now() + 10s, "no time at all");
+}
+
+// With stacks so large that there is no place for one.
+void blocks_no_signals_for_good() {
+  const pid_t pid = fork();
+  if (pid == 0) {
+    pthread_attr_t vast;
+    pthread_attr_init(&vast);
+    pthread_attr_setstacksize(&vast, std::size_t{1} << 50);
+    if (pthread_setattr_default_np(&vast) != 0) _exit(3);
+    Control control;
+    const std::string said = refusal([&] { watch_by_lock(control, 1, 0); });
+    sigset_t now;
+    pthread_sigmask(SIG_SETMASK, nullptr, &now);
+    _exit(said == "nothing" ? 2 : sigismember(&now, SIGINT));
+  }
+  int status = 0;
+  waitpid(pid, &status, 0);
+  expect(WIFEXITED(status) && WEXITSTATUS(status) != 2, "the thread was made");
+  expect(WEXITSTATUS(status) == 0, text("signals are blocked: ", WEXITSTATUS(status)));
+}
+
+}  // namespace
+}  // namespace pycollect::shm
+
+int main() {
+  using namespace pycollect::shm;
+  refuses_sizes_beyond_all_measure();
+  waits_for_ever();
+  blocks_no_signals_for_good();
+  std::puts("limits_test: all good");
+}
