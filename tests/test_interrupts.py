@@ -234,6 +234,7 @@ def test_another_programs_ctrl_c_is_its_own(tmp_path: Path) -> None:
     program.write_text(
         "import signal\nbefore = [signal.getsignal(n) for n in (2, 15)]\n"
         "from pycollect import bench\n"
+        "assert [signal.getsignal(n) for n in (2, 15)] == before\n"
         "assert bench.main(['-e', '4K', '--world', '2', '-n', '1', '-w', '1']) == 0\n"
         "assert [signal.getsignal(n) for n in (2, 15)] == before\n"
     )
