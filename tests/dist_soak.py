@@ -24,16 +24,7 @@ import torch
 import torch.distributed as dist
 from dist_pool import Me, backend_of
 from dist_soak_calls import Side
-from dist_soak_steps import (
-    COALESCED,
-    KINDS,
-    LENT,
-    LENT_BYTES,
-    MESSAGES,
-    Pending,
-    begin_step,
-    choose,
-)
+from dist_soak_steps import KINDS, LENT, LENT_BYTES, MESSAGES, Pending, begin_step, choose
 
 import pycollect as pc
 
@@ -248,9 +239,8 @@ class Story:
         for messages in (False, True)[: 1 + two]:
             side = Side(group, members.index(self.me.rank), random.Random(f"{name} {self.me.rank}"))
             name += " messages" if messages else ""
-            without = self.without.union(COALESCED if two else ())
-            if not (lost and chapter.fault == "absence"):
-                without |= {LENT}
+            absent = lost and chapter.fault == "absence"
+            without = self.without.union(() if absent else (LENT,))
             how = {"messages": messages, "bereaved": lost, "without": without}
             made.append(Thread(side, name, self.watched, **how))
         return made

@@ -43,8 +43,6 @@ KINDS = {
     LENT: 300,
 }
 MESSAGES = ("exchange", "message", "message too long")
-# torch collects the calls of all threads that use a group while one of them coalesces.
-COALESCED = ("batch of messages", "batch", "list of calls", "mistake in a list")
 
 
 @dataclasses.dataclass
@@ -220,7 +218,7 @@ def mistake_in_a_list(side: Side, step: Step) -> Pending:
             for n, call in enumerate(calls):
                 x = lay(side, given(call, side.rank))
                 if n == where and side.rank == step.odd:
-                    x = torch.ones(1).expand(call.count + 1)  # a root's could fit otherwise
+                    x = torch.ones(1).expand(2 * call.count + 1)  # fits no root, complex or not
                 dist.broadcast(x, side.at(call.root), group=side.group, async_op=True)
         pending.works = [all_of_them]
     return pending
