@@ -28,36 +28,68 @@ def _backends(group: Any) -> list[Any]:
     return [*{id(backend): backend for backend in found if _C.is_backend(backend)}.values()]
 
 
-class _ListsOfThreads(dict[Any, list[Any]]):
-    """torch's dictionary of groups and their lists, in which a group of this backend has a list for
-    each thread: the methods that torch calls see the calling thread's only.
+class _Mine(threading.local):
+    """The calling thread's lists, of groups of this backend. They end with the thread."""
+
+    def __init__(self) -> None:
+        self.lists: dict[Any, list[Any]] = {}
+
+
+class _Lists(dict[Any, list[Any]]):
+    """torch's dictionary of groups and their lists, which it asks before every `all_reduce`: as
+    fast as it was while no block of this backend's is under way.
     """
 
-    _threads = threading.local()  # an object each: the system gives a thread's number to the next
+    def __init__(self, found: dict[Any, list[Any]]) -> None:
+        super().__init__(found)
+        self.mine = _Mine()
+        self._lock = threading.Lock()
+        self._blocks = 0
 
-    def _key(self, group: Any) -> Any:
-        if dict.__contains__(self, group):
-            return group
-        return group, self._threads.__dict__.setdefault("key", object())
+    @contextlib.contextmanager
+    def per_thread(self, group: Any) -> Iterator[None]:
+        """While a block of the calling thread is under way: the group's list is this thread's."""
+        mine = self.mine.lists
+        begun = group not in mine
+        mine.setdefault(group, [])
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+            if begun:
+                mine.pop(group, None)
+
+    def _count(self, more: int) -> None:
+        with self._lock:
+            self._blocks += more
+            self.__class__ = _ListsOfThreads if self._blocks else _Lists
+
+
+class _ListsOfThreads(_Lists):
+    """The same while there are such blocks, in the methods that torch calls."""
 
     def __contains__(self, group: Any) -> bool:
-        return bool(self) and dict.__contains__(self, self._key(group))
+        return group in self.mine.lists or super().__contains__(group)
 
     def __getitem__(self, group: Any) -> list[Any]:
-        return super().__getitem__(self._key(group))
+        mine = self.mine.lists
+        return mine[group] if group in mine else super().__getitem__(group)
 
     def __delitem__(self, group: Any) -> None:
-        super().__delitem__(self._key(group))
-
-    def get(self, group: Any, default: Any = None) -> Any:
-        return super().get(self._key(group), default)
+        self.pop(group)
 
     def setdefault(self, group: Any, default: Any = None) -> list[Any]:
-        key = self._key(group) if _backends(group) else group
-        return super().setdefault(key, default)
+        mine = self.mine.lists
+        return mine[group] if group in mine else super().setdefault(group, default)
 
     def pop(self, group: Any, *default: Any) -> Any:
-        return super().pop(self._key(group), *default)
+        mine = self.mine.lists
+        return mine.pop(group) if group in mine else super().pop(group, *default)
+
+    def clear(self) -> None:
+        self.mine.lists.clear()
+        super().clear()
 
 
 def _abandon(group: Any, operations: list[Any], error: BaseException) -> None:
@@ -79,14 +111,17 @@ def _name(op: Any) -> str:
 
 def _require_alike(operations: list[Any]) -> None:
     """Raise RuntimeError for a list that torch would run as something else than was asked for."""
-    kinds = sorted({o.op.__name__ for o in operations})
-    if len(kinds) > 1:  # torch finds out when the list is not known any more
-        raise RuntimeError(f"coalesced calls must be alike, not {', '.join(kinds)}")
-    first = operations[0].redop if operations else None
-    for op in (o.redop for o in operations):  # torch takes the first one's for all
-        if op is not first and not _name(first) == _name(op) != "PREMUL_SUM":
+    for other in operations:
+        first = operations[0]
+        if other.op is not first.op:  # torch finds out when the list is not known any more
+            kinds = f"{first.op.__name__} and {other.op.__name__}"
+            raise RuntimeError(f"coalesced calls must be alike, not {kinds}")
+        if other.redop is first.redop:
+            continue
+        ops = _name(first.redop), _name(other.redop)
+        if ops[0] != ops[1] or ops[0] == "PREMUL_SUM":  # torch takes the first one's for all
             raise RuntimeError(
-                f"coalesced calls must have one op, not {_name(first)} and {_name(op)}"
+                f"coalesced calls must have one op, not {ops[0]} and {ops[1]}"
                 " (and PREMUL_SUM one object, for it has a factor)"
             )
 
@@ -98,20 +133,22 @@ def _guarded(body: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]
         group: Any = None, device: torch.device | None = None, async_ops: bool = False
     ) -> Iterator[Any]:
         group = group or c10d._get_default_group()
-        if not _backends(group):
+        if not _backends(group):  # whose lists are all threads'
             yield from body(group, device, async_ops)
             return
-        lists = c10d._world.pg_coalesce_state
-        operations: list[Any] = []  # that torch has put in its list
-        ours = group not in lists  # else the list is another block's, which goes on
+        lists: Any = c10d._world.pg_coalesce_state
+        begun = group not in lists  # else the list is another block's, which goes on
+        # In a world of threads, torch's for tests, every thread has a dictionary of its own.
+        own = lists.per_thread(group) if isinstance(lists, _Lists) else contextlib.nullcontext()
+        operations: list[Any] = []  # that torch has put in the list
         try:
-            with manager(group, device, async_ops) as works:
-                ours, operations = True, lists.get(group, [])
+            with own, manager(group, device, async_ops) as works:
+                begun, operations = True, lists[group]
                 yield works
                 _require_alike(operations)
                 operations = []
         except BaseException as error:
-            if ours:
+            if begun:
                 _abandon(group, operations, error)
             raise
 
@@ -123,4 +160,4 @@ def install() -> None:
     manager: Any = c10d._coalescing_manager
     (cell,) = manager.__closure__  # contextlib's, of the function that was decorated
     cell.cell_contents = _guarded(cell.cell_contents)
-    c10d._world._pg_coalesce_state = _ListsOfThreads(c10d._world.pg_coalesce_state)
+    c10d._world._pg_coalesce_state = _Lists(c10d._world.pg_coalesce_state)
