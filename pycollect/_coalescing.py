@@ -73,8 +73,8 @@ class _ListsOfThreads(_Lists):
         return group in self.mine.lists or super().__contains__(group)
 
     def __getitem__(self, group: Any) -> list[Any]:
-        mine = self.mine.lists
-        return mine[group] if group in mine else super().__getitem__(group)
+        found = self.mine.lists.get(group)
+        return super().__getitem__(group) if found is None else found
 
     def __delitem__(self, group: Any) -> None:
         self.pop(group)
