@@ -10,8 +10,10 @@ nothing would return unreduced. Groups of other backends are left as they are.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -47,14 +49,17 @@ class _Lists(dict[Any, list[Any]]):
         self._blocks = 0
 
     @contextlib.contextmanager
-    def per_thread(self, group: Any) -> Iterator[None]:
-        """While a block of the calling thread is under way: the group's list is this thread's."""
+    def per_thread(self, group: Any) -> Iterator[Callable[[], bool]]:
+        """While a block of the calling thread is under way: the group's list is this thread's.
+
+        Yields what tells whether its caller still is this thread.
+        """
         mine = self.mine.lists
         begun = group not in mine
         mine.setdefault(group, [])
         self._count(1)
         try:
-            yield
+            yield lambda: self.mine.lists is mine
         finally:
             self._count(-1)
             if begun:
@@ -93,11 +98,9 @@ class _ListsOfThreads(_Lists):
 
 
 def _abandon(group: Any, operations: list[Any], error: BaseException) -> None:
-    backends = _backends(group)
-    if backends:
-        c10d._world.pg_coalesce_state.pop(group, None)
+    c10d._world.pg_coalesce_state.pop(group, None)
     why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    for backend in backends:
+    for backend in _backends(group):
         asked = any(group._get_backend(o.tensor.device) is backend for o in operations)
         with contextlib.suppress(CollectiveError):  # that a group has ended need not be told
             _C.abandon_coalescing(backend, why, asked)
@@ -139,18 +142,23 @@ def _guarded(body: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]
         lists: Any = c10d._world.pg_coalesce_state
         begun = group not in lists  # else the list is another block's, which goes on
         # In a world of threads, torch's for tests, every thread has a dictionary of its own.
-        own = lists.per_thread(group) if isinstance(lists, _Lists) else contextlib.nullcontext()
+        own = lists.per_thread(group) if isinstance(lists, _Lists) else nullcontext(lambda: True)
         operations: list[Any] = []  # that torch has put in the list
-        try:
-            with own, manager(group, device, async_ops) as works:
-                begun, operations = True, lists[group]
-                yield works
-                _require_alike(operations)
-                operations = []
-        except BaseException as error:
-            if begun:
-                _abandon(group, operations, error)
-            raise
+        with own as is_here:
+            try:
+                with manager(group, device, async_ops) as works:
+                    begun, operations = True, lists[group]
+                    yield works
+                    if not is_here():
+                        raise RuntimeError("coalesced calls must end in the thread that began them")
+                    _require_alike(operations)
+                    operations = []
+            except BaseException as error:
+                if is_here() and begun:
+                    _abandon(group, operations, error)
+                elif begun and (operations or device):
+                    group.abort()  # only the thread that began could take back what it has asked
+                raise
 
     return guarded
 
@@ -158,6 +166,7 @@ def _guarded(body: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]
 def install() -> None:
     """Put both where torch looks: inside its own manager, which others have imported by name."""
     manager: Any = c10d._coalescing_manager
-    (cell,) = manager.__closure__  # contextlib's, of the function that was decorated
+    (cell,) = manager.__closure__  # contextlib's, of the generator function that was decorated
+    assert inspect.isgeneratorfunction(cell.cell_contents)
     cell.cell_contents = _guarded(cell.cell_contents)
     c10d._world._pg_coalesce_state = _Lists(c10d._world.pg_coalesce_state)

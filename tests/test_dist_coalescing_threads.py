@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, Me, backend_of, caught, pools_of_a_module
-from dist_step import is_in_step, ones
+from dist_step import CPU, is_in_step, ones
 
 pytestmark = pytest.mark.skipif(not OURS, reason="what only this backend promises")
 
@@ -79,9 +80,13 @@ def test_each_thread_has_a_list_of_torch_of_its_own(pools):
 
 def left_behind(me: Me) -> None:
     """By a thread that has ended, whose number the system may give to the next one."""
-    for _ in range(5):
-        assert not in_thread(lambda: dist._coalescing_manager().__enter__())
+    left = [dist._coalescing_manager() for _ in range(5)]
+    for manager in left:
+        assert not in_thread(manager.__enter__)
         assert not in_thread(lambda: is_in_step(me))
+    is_in_step(me)
+    del left, manager
+    gc.collect()
     backend = backend_of()
     for _ in range(5):
         assert not in_thread(backend._start_coalescing)
@@ -109,3 +114,40 @@ def test_an_end_without_a_start_and_a_start_without_an_end(pools):
         assert no_start.kind == still_none.kind == no_end.kind == "ValueError"
         assert "this thread has begun to coalesce no calls" in no_start.text
         assert "and not ended it" in no_end.text
+
+
+def ends_elsewhere(me: Me, device: torch.device | None, closes: bool) -> list[Caught]:
+    """A generator that is suspended in a block is finished by another thread than began it."""
+    raised = []
+    for asks in (False, True):
+        group = dist.new_group([0, 1])
+        x = ones()
+
+        def suspended(group=group, x=x, asks=asks):
+            with dist._coalescing_manager(group, device):
+                if asks and device is None:
+                    dist.all_reduce(x, group=group)
+                elif asks:
+                    dist.broadcast(x, 0, group)
+                yield
+
+        if me.rank == 0:
+            begun = suspended()
+            next(begun)
+            errors = in_thread(begun.close if closes else lambda it=begun: next(it, None))
+            assert closes == (not errors), errors
+            assert all("must end in the thread that began them" in str(e) for e in errors)
+        raised.append(caught(dist.all_reduce, x, group=group))
+        assert raised[-1].kinds or x.tolist() == (2 * ones()).tolist()
+        dist.destroy_process_group(group)
+    is_in_step(me)
+    return raised
+
+
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("device", [None, CPU], ids=["torch's list", "the group's list"])
+def test_a_block_that_another_thread_ends_is_never_silent(pools, device, closes):
+    for empty, asked in pools(2).run(ends_elsewhere, device, closes):
+        assert bool(empty.kinds) == (device is not None)
+        for raised in (empty, asked) if device else (asked,):
+            assert "CollectiveError" in raised.kinds, raised

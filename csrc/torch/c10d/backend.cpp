@@ -167,6 +167,7 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
 
 void Backend::abort() {
   if (!forks_.none()) return;
+  coalescing_->close();
   if (const auto group = this->group()) group->abort("abort() was called");
 }
 

@@ -28,7 +28,7 @@ std::vector<Call> bind_together(std::vector<Call> calls) {
 }
 
 CoalescedList* Coalescing::find() {
-  if (threads_ == 0) return nullptr;
+  if (threads_ == 0 || closed_) return nullptr;
   const std::lock_guard lock(mutex_);
   const auto found = lists_.find(this_thread());
   return found == lists_.end() ? nullptr : &found->second;

@@ -44,10 +44,13 @@ class Coalescing {
   void start();
   // Ends it; none: there was none.
   std::optional<CoalescedList> take();
+  // The group has been aborted: nothing more is put in any list, but is told so where it is asked.
+  void close() { closed_ = true; }
 
  private:
   std::mutex mutex_;
   std::atomic<int> threads_{0};  // that have a list: most calls look no further
+  std::atomic<bool> closed_{false};
   std::map<uint64_t, CoalescedList> lists_;
 };
 
