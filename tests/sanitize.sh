@@ -20,6 +20,7 @@ build() { "$root/tests/native/build.sh" "$folder" "tests/native/$1.cpp" "${flags
 "$(build executor_test | tail -n 1)" "$cases" "${worlds[@]}"
 "$(build mailbox_test | tail -n 1)" "$programs"
 "$(build faults_test | tail -n 1)" 1  # the others are between processes
+"$(build life_test | tail -n 1)"
 if [[ $kind != thread ]]; then  # these fork
   "$(build arena_test | tail -n 1)"
   "$(build group_test | tail -n 1)"

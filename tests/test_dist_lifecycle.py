@@ -104,6 +104,25 @@ def busy(me: Me) -> None:
         dist.all_reduce(x)
 
 
+def beside_each_other(me: Me, count: int) -> list[int]:
+    before = held()["descriptors"]
+    groups = [dist.new_group(list(range(me.world))) for _ in range(count)]
+    works(me.world, groups[-1])
+    among = held()["descriptors"]
+    for group in groups:
+        dist.destroy_process_group(group)
+    return [before, among, held()["descriptors"]]
+
+
+@ours_only
+def test_groups_of_the_same_ranks_watch_them_once():
+    """1024 descriptors are all that a process usually has; a group takes one, its memory's."""
+    count = 50
+    with fresh(4, environ=(("PYCOLLECT_SHM_WATCH", "pidfd"),)) as pool:
+        for before, among, after in pool.run(beside_each_other, count):
+            assert (among - before, after) == (count, before)
+
+
 @pytest.mark.parametrize("share", SHARES)
 def test_a_killed_job_leaves_nothing(share):
     files = shared_files()

@@ -113,19 +113,15 @@ void require_one_host(const std::vector<Introduction>& ranks, const std::string&
                                    "group within each"));
 }
 
-// Other users are kept out of the memory, the sockets and the files by which ranks share all else.
-void require_one_user(const std::vector<Introduction>& ranks, const std::string& group) {
-  for (Rank r = 1; r < static_cast<Rank>(ranks.size()); ++r)
-    require(ranks[r].user == ranks[0].user || ranks[r].user_space != ranks[0].user_space,
-            "in group '", group, "' rank 0 is run by user ", ranks[0].user, ", rank ", r,
-            " by user ", ranks[r].user, "; all ranks of a group need the same user");
-}
-
-std::string unlike_user_spaces(const std::vector<Introduction>& ranks) {
-  for (Rank r = 1; r < static_cast<Rank>(ranks.size()); ++r)
+std::string unlike_users(const std::vector<Introduction>& ranks) {
+  for (Rank r = 1; r < static_cast<Rank>(ranks.size()); ++r) {
     if (ranks[r].user_space != ranks[0].user_space)
       return text("; rank 0 is in another user namespace than rank ", r,
                   ", and both must be the same user of the host");
+    if (ranks[r].user != ranks[0].user)
+      return text("; rank 0 is run by user ", ranks[0].user, ", rank ", r, " by user ",
+                  ranks[r].user, ", and all ranks need the same user");
+  }
   return "";
 }
 

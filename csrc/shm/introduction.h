@@ -36,10 +36,9 @@ Introduction introduce(const Settings& settings, int world);
 
 // Throws std::invalid_argument that names hosts and ranks.
 void require_one_host(const std::vector<Introduction>& ranks, const std::string& group);
-// Throws std::invalid_argument that names ranks and users.
-void require_one_user(const std::vector<Introduction>& ranks, const std::string& group);
-// Why that could not be told; empty if it could.
-std::string unlike_user_spaces(const std::vector<Introduction>& ranks);
+// What can have kept ranks from sharing: that they are run by several users, which works only where
+// one may open what is the other's, as root may. Empty if they are not.
+std::string unlike_users(const std::vector<Introduction>& ranks);
 // Throws std::invalid_argument that names what differs.
 void require_same_terms(const std::vector<Introduction>& ranks, const std::string& group);
 bool can_all_watch(const std::vector<Introduction>& ranks);

@@ -8,6 +8,8 @@
 #include <atomic>
 #include <cerrno>
 #include <fstream>
+#include <map>
+#include <mutex>
 #include <semaphore>
 #include <thread>
 
@@ -53,35 +55,80 @@ class AddressSpace {
   Descriptor table_;
 };
 
+// A process for as long as it runs one program; never the next one that is given its number.
+class Process {
+ public:
+  explicit Process(Descriptor pidfd) : pidfd_(std::move(pidfd)), space_(pidfd_) {}
+  int pidfd() const { return pidfd_.get(); }
+  bool is_another_program() const { return space_.has_ended(); }
+  bool has_ended() const {
+    pollfd polled = {pidfd(), POLLIN, 0};
+    return poll(&polled, 1, 0) != 0 || is_another_program();
+  }
+
+ private:
+  Descriptor pidfd_;
+  AddressSpace space_;  // beside it, as a child that vfork makes has the same, and can outlive it
+};
+
+// The processes that the groups of this one watch, each opened once for all of them.
+class Watched {
+ public:
+  // A forked child begins with none: a thread of its parent's may have been changing those.
+  static Watched& here() {
+    static std::atomic<Watched*> latest{nullptr};
+    Watched* now = latest.load();
+    while (now == nullptr || !now->origin_.is_here()) {
+      auto made = std::make_unique<Watched>();
+      if (latest.compare_exchange_strong(now, made.get())) now = made.release();
+    }
+    return *now;
+  }
+
+  // Nothing where there is no such process.
+  std::shared_ptr<const Process> find(pid_t pid, Rank rank) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(known_, [](const auto& known) { return known.second.expired(); });
+    if (const auto known = known_[pid].lock(); known && !known->has_ended()) return known;
+    Descriptor pidfd = open_pidfd(pid);
+    if (!pidfd && errno == ESRCH) return nullptr;
+    if (!pidfd) refuse(text("cannot watch rank ", rank, " (pid ", pid, ")"), errno);
+    const auto opened = std::make_shared<const Process>(std::move(pidfd));
+    known_[pid] = opened;
+    return opened;
+  }
+
+ private:
+  const Origin origin_;
+  std::mutex mutex_;
+  std::map<pid_t, std::weak_ptr<const Process>> known_;  // a number may belong to a new one by now
+};
+
 class ByPidfd final : public Peers {
  public:
-  ByPidfd(const std::vector<pid_t>& pids, Rank me) {
+  ByPidfd(const std::vector<pid_t>& pids, Rank me) : peers_(pids.size()) {
     for (Rank r = 0; r < static_cast<Rank>(pids.size()); ++r) {
-      Descriptor pidfd = r == me ? Descriptor() : open_pidfd(pids[r]);
-      if (r != me && !pidfd) {
-        if (errno != ESRCH) refuse(text("cannot watch rank ", r, " (pid ", pids[r], ")"), errno);
-        gone_ |= uint64_t{1} << r;
-      }
-      spaces_.emplace_back(pidfd);
-      open_.push_back(std::move(pidfd));
+      if (r == me) continue;
+      peers_[r] = Watched::here().find(pids[r], r);
+      if (!peers_[r]) gone_ |= uint64_t{1} << r;
     }
   }
 
   uint64_t dead() override {
     std::array<pollfd, kMostRanks> polled;
-    for (std::size_t r = 0; r < open_.size(); ++r) polled[r] = {open_[r].get(), POLLIN, 0};
+    for (std::size_t r = 0; r < peers_.size(); ++r)
+      polled[r] = {peers_[r] ? peers_[r]->pidfd() : -1, POLLIN, 0};  // -1: poll passes over it
     uint64_t dead = gone_;
-    const bool any = poll(polled.data(), open_.size(), 0) > 0;
-    for (std::size_t r = 0; r < open_.size(); ++r)
-      if ((any && polled[r].revents != 0) || spaces_[r].has_ended()) dead |= uint64_t{1} << r;
+    const bool any = poll(polled.data(), peers_.size(), 0) > 0;
+    for (std::size_t r = 0; r < peers_.size(); ++r)
+      if (peers_[r] && ((any && polled[r].revents != 0) || peers_[r]->is_another_program()))
+        dead |= uint64_t{1} << r;
     return dead;
   }
 
  private:
-  std::vector<Descriptor> open_;  // [rank]; none of its own, which poll passes over
-  // [rank]; beside those, because a child that vfork makes has the same one and can outlive it.
-  std::vector<AddressSpace> spaces_;
-  uint64_t gone_ = 0;  // from the beginning
+  std::vector<std::shared_ptr<const Process>> peers_;  // [rank]; none of its own
+  uint64_t gone_ = 0;                                  // from the beginning
 };
 
 // Of this thread, and of those that it makes.

@@ -59,7 +59,6 @@ Meeting::Meeting(Board& board, Rank rank, int world, const Settings& settings)
   for (const std::string& said : read_all("hello", everybody()))
     ranks_.push_back(Introduction::decode(said));
   require_one_host(ranks_, settings.name);
-  require_one_user(ranks_, settings.name);
   require_same_terms(ranks_, settings.name);
   if (!can_all_watch(ranks_)) return;
   try {
@@ -123,7 +122,7 @@ void Meeting::share(std::size_t bytes, const Preparation& preparation) {
   const bool both = !settings_.segment && settings_.share == Share::best;
   throw CollectiveError(text("the ranks of group '", settings_.name, "' cannot share memory",
                              both ? " in either of two ways, of which one is enough" : "",
-                             failures_, unlike_user_spaces(ranks_)));
+                             failures_, unlike_users(ranks_)));
 }
 
 bool Meeting::attempt(const Way& way, std::size_t bytes, const Preparation& preparation) {
