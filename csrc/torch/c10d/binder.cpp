@@ -79,7 +79,8 @@ shm::Span Binder::bind(const at::Tensor& t, const Label& label, bool reads, bool
 shm::Span Binder::compute(const at::Tensor& like, Fill fill) {
   if (away_) {
     const at::Tensor there = at::empty_like(like);
-    call_.fills.push_back([there, fill = std::move(fill)] { fill(there); });
+    call_.fills.push_back([&devices = call_.passage->devices(), there, like,
+                           fill = std::move(fill)] { devices.compute(there, like, fill); });
     return enter(there, true, false);
   }
   at::Tensor dense{at::detail::empty_cpu(like.sizes(), like.scalar_type())};
