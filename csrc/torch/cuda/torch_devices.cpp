@@ -205,6 +205,8 @@ std::unique_ptr<Mark> TorchDevices::finish(at::Device device, const std::vector<
 }
 
 void TorchDevices::with_results(c10::ArrayRef<at::Device> devices, c10::function_ref<void()> act) {
+  if (devices.empty()) return act();
+  const Beside beside(devices.front());
   std::vector<CUDAStream> streams;
   for (at::Device d : devices) streams.push_back(back(d));
   const c10::cuda::CUDAMultiStreamGuard guard(streams);
