@@ -265,3 +265,26 @@ def test_forked_children(pools):
     for said in pools(2).run(in_children, seconds=60):
         for call, text in said.items():
             assert "this process was forked from the one that the group belongs to" in text, call
+
+
+def message_of_results(me: Me) -> float:
+    """A message that was asked for between collectives sends what all of them have written."""
+    x, y = torch.ones(4), torch.ones(1 << 20)
+    got = torch.zeros(4)
+    backend_of()._start_coalescing()
+    dist.all_reduce(x)
+    dist.all_reduce(y)
+    if me.rank == 0:
+        dist.isend(y[:4], 1)
+    else:
+        dist.irecv(got, 0)
+    for _ in range(15):
+        dist.all_reduce(y)
+    backend_of()._end_coalescing().wait()
+    is_in_step(me)
+    return got[0].item()
+
+
+@pytest.mark.parametrize("staged", STAGED)
+def test_messages_come_after_the_collectives_of_their_list(pools, staged):
+    assert pools(2, staged=staged).run(message_of_results) == [0.0, 2.0**16]

@@ -6,14 +6,17 @@ writes, which is not there yet.
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Me, backend_of, caught, pools_of_a_module
+from dist_pool import OURS, Caught, Me, backend_of, caught, fresh, pools_of_a_module
 from dist_step import is_in_step, ones
 
 pytestmark = pytest.mark.skipif(not OURS, reason="what only this backend promises")
-HOST, DEVICES = [""], ["late", "eager", "late:stream", "eager:stream", "eager:wait"]
+SLABS = ["late:stream", "eager:stream", "late:wait", "eager:wait"]
+HOST, DEVICES = [""], ["late", "eager", *SLABS]
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +58,74 @@ def dependent(me: Me, layout: str) -> None:
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_call_reads_what_an_earlier_one_of_its_list_writes(pools, world, staged, layout):
     pools(world, staged=staged).run(dependent, layout)
+
+
+def held_up(me: Me, layout: str, waits: bool) -> tuple[list[float], list[float], list[str]]:
+    """A part of what the second call reads is filled late, on a stream that is held up meanwhile.
+
+    Its tensors are nobody else's when its turn comes.
+    """
+    both = laid(8, 1.0, layout)
+    seen = torch.empty(8 * me.world)
+    me.fake.look(False)
+    backend_of()._start_coalescing()
+    dist.all_reduce(both[:4])
+    me.fake.finish_caller()
+    me.fake.stall(True)
+    me.fake.fill_later(both[4:], 3.0)
+    dist.all_gather(list(seen.chunk(me.world)), both)
+    dist.all_reduce(both, dist._make_nccl_premul_sum(2.0))
+    work = backend_of()._end_coalescing()
+    if waits:
+        work.wait()
+    time.sleep(0.05)  # for what does not come behind that stream
+    assert not work.is_completed()
+    me.fake.stall(False)
+    me.fake.look(True)
+    work.wait()
+    is_in_step(me)
+    fouls = me.fake.gpu.fouls() if me.fake.gpu else []
+    return seen.view(me.world, 2, 4)[:, :, 0].flatten().tolist(), both[::4].tolist(), fouls
+
+
+@pytest.mark.parametrize("layout", ["dense", "strided"])
+@pytest.mark.parametrize("staged", DEVICES)
+def test_a_call_comes_behind_what_its_stream_had_to_do_when_it_was_asked_for(pools, staged, layout):
+    """No host waits for that where streams wait for each other."""
+    for seen, both, fouls in pools(2, staged=staged).run(
+        held_up, layout, staged.endswith("stream")
+    ):
+        assert both == [8.0, 12.0]
+        assert seen == [2.0, 3.0] * 2
+        assert fouls == []
+
+
+def never(me: Me) -> tuple[Caught, Caught]:
+    """Rank 0's stream comes to nothing that the second call of the list comes behind."""
+    both = torch.ones(8)
+    dist.all_reduce(torch.ones(3))
+    me.fake.look(False)
+    backend_of()._start_coalescing()
+    dist.all_reduce(both[:4])
+    if me.rank == 0:
+        me.fake.stall(True)
+        me.fake.fill_later(both[4:], 3.0)
+    dist.all_reduce(both)
+    work = backend_of()._end_coalescing()
+    end = time.monotonic() + 10.0
+    while not work.is_completed() and time.monotonic() < end:
+        time.sleep(0.001)
+    first, second = caught(work.wait), caught(dist.all_reduce, both)
+    me.fake.stall(False)
+    return first, second
+
+
+@pytest.mark.parametrize("staged", ["late", *SLABS])
+def test_a_stream_that_never_comes_to_it(staged):
+    with fresh(2, staged=staged, timeout=1.0) as pool:
+        for first, second in pool.run(never):
+            assert first.kinds[:2] == ("Timeout", "CollectiveError"), first
+            assert "CollectiveError" in second.kinds, second
 
 
 def device_fails(me: Me, most: int) -> list[tuple[Caught, float]]:

@@ -79,7 +79,8 @@ shm::Span Binder::bind(const at::Tensor& t, const Label& label, bool reads, bool
 shm::Span Binder::compute(const at::Tensor& like, Fill fill) {
   if (away_) {
     const at::Tensor there = at::empty_like(like);
-    call_.fills.push_back([there, fill = std::move(fill)] { fill(there); });
+    call_.fills.push_back([&devices = call_.passage->devices(), there, like,
+                           fill = std::move(fill)] { devices.compute(there, like, fill); });
     return enter(there, true, false);
   }
   at::Tensor dense{at::detail::empty_cpu(like.sizes(), like.scalar_type())};
@@ -196,16 +197,13 @@ void Binder::finish() {
   if (call_.passage) depart();
   if (call_.written == nullptr) return;
   for (const Extent& e : extents_)
-    if (e.written) call_.written->push_back(e);
+    if (e.written) call_.written->add(e.begin, e.end);
 }
 
 bool Binder::touches_written() const {
   if (call_.written == nullptr) return false;
-  return std::any_of(call_.written->begin(), call_.written->end(), [&](const Extent& before) {
-    return std::any_of(extents_.begin(), extents_.end(), [&](const Extent& e) {
-      return before.begin < e.end && e.begin < before.end;
-    });
-  });
+  return std::any_of(extents_.begin(), extents_.end(),
+                     [&](const Extent& e) { return call_.written->touch(e.begin, e.end); });
 }
 
 // Now; or, of what an earlier call of the list writes first, in its turn.

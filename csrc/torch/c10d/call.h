@@ -12,6 +12,7 @@
 #include "../../shm/executor.h"
 #include "../arguments.h"
 #include "devices/ladder.h"
+#include "ranges.h"
 
 namespace pycollect::dist {
 
@@ -46,7 +47,7 @@ struct Call {
   std::vector<std::pair<at::Tensor, at::Tensor>> copies = {};  // what is left to do then: dst, src
   std::shared_ptr<Passage> passage = {};  // of tensors on devices; none: there are none
   // While it is bound: what the calls of its list write, so far; null: it is in no list.
-  std::vector<Extent>* written = nullptr;
+  Ranges* written = nullptr;
   // On devices, of what touches something of that: where it was asked for. Its tensors depart when
   // its turn comes, with what the calls before it have written.
   std::vector<std::shared_ptr<Mark>> asked = {};

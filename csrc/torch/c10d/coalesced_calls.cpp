@@ -65,7 +65,8 @@ void Backend::startCoalescing() {
       text("start of coalescing: ", why, "; what it has asked for since did not run"));
 }
 
-// A message is not sent before the collectives beside it are known to run: nobody would take it.
+// Messages come after the collectives beside them, whose results they may be, and which may not
+// run: nobody would take a message then.
 WorkPtr Backend::endCoalescing() {
   forks_.require_none("end of coalescing");
   auto list = coalescing_->take();
@@ -76,9 +77,10 @@ WorkPtr Backend::endCoalescing() {
     std::rethrow_exception(list->refusal->error);
   }
   const auto calls = queue_->push_all(bind_together(std::move(list->calls)));
-  if (!calls.empty() && !list->messages.empty()) calls.front()->wait();
+  const std::vector<WorkPtr> collectives(calls.begin(), calls.end());
+  if (!list->messages.empty()) c10::make_intrusive<JointWork>(collectives)->wait();
   std::vector<WorkPtr> works = post(list->messages);
-  works.insert(works.end(), calls.begin(), calls.end());
+  works.insert(works.end(), collectives.begin(), collectives.end());
   if (works.size() == 1) return works.front();
   return c10::make_intrusive<JointWork>(std::move(works));
 }

@@ -29,7 +29,7 @@ struct CoalescedList {
   };
   std::vector<Call> calls = {};
   std::vector<Message> messages = {};
-  std::vector<Extent> written = {};      // by the calls
+  Ranges written = {};                   // by the calls
   std::optional<Collective> first = {};  // collective that was asked for; none: messages at most
   std::optional<Refusal> refusal = {};   // the first; nothing of the list will run
 };

@@ -29,7 +29,7 @@ void complete(Future& future, const Tensors& results, std::exception_ptr error,
   else if (passage == nullptr)
     mark();
   else
-    passage->devices().with_results(passage->on(), mark);
+    passage->devices().complete(passage->on(), mark);
 }
 
 void throw_unfinished(const std::string& operation, std::chrono::milliseconds timeout) {
@@ -178,7 +178,7 @@ c10::intrusive_ptr<Future> JointWork::getFuture() {
     else if (any == nullptr)
       mark();
     else
-      any->devices().with_results(devices, [&] {
+      any->devices().complete(devices, [&] {
         for (const auto& part : self->parts_) part->wait();
         mark();
       });

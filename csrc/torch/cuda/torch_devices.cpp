@@ -63,6 +63,9 @@ class TorchDevices final : public Devices {
   at::Tensor new_pinned(const at::Tensor& like) override;
   void copy_out(const Way& way) override;
   void fill(const at::Tensor& words, int64_t value) override;
+  void compute(const at::Tensor& into, const at::Tensor&, const Computation& how) override {
+    how(into);
+  }
   std::unique_ptr<Mark> mark(at::Device device) override;
   void follow(at::Device device, Mark& after) override;
   std::unique_ptr<Mark> finish(at::Device device, const std::vector<Way>& ways,
@@ -202,6 +205,8 @@ std::unique_ptr<Mark> TorchDevices::finish(at::Device device, const std::vector<
 }
 
 void TorchDevices::with_results(c10::ArrayRef<at::Device> devices, c10::function_ref<void()> act) {
+  if (devices.empty()) return act();
+  const Beside beside(devices.front());
   std::vector<CUDAStream> streams;
   for (at::Device d : devices) streams.push_back(back(d));
   const c10::cuda::CUDAMultiStreamGuard guard(streams);

@@ -7,6 +7,7 @@
 #include <c10/util/ArrayRef.h>
 #include <c10/util/FunctionRef.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -41,7 +42,10 @@ class Devices {
   // Behind what is on the current stream of the tensor's device, without waiting.
   virtual void copy_out(const Way& way) = 0;
   virtual void fill(const at::Tensor& words, int64_t value) = 0;  // there as well
-  virtual std::unique_ptr<Mark> mark(at::Device device) = 0;      // its current stream
+  // There as well: what computes the one tensor from the other, and only launches.
+  using Computation = std::function<void(const at::Tensor& into)>;
+  virtual void compute(const at::Tensor& into, const at::Tensor& from, const Computation& how) = 0;
+  virtual std::unique_ptr<Mark> mark(at::Device device) = 0;  // its current stream
   // The group's stream there, which no caller's work delays and no caller captures, comes to what
   // follows after the mark, of the same process.
   virtual void follow(at::Device device, Mark& after) = 0;
@@ -66,6 +70,10 @@ class Devices {
   // Does it with those streams as the current ones: an event that is recorded then comes when the
   // results are there.
   virtual void with_results(c10::ArrayRef<at::Device> devices, c10::function_ref<void()> act) = 0;
+  // The same, of an act that completes a future.
+  virtual void complete(c10::ArrayRef<at::Device> devices, c10::function_ref<void()> act) {
+    with_results(devices, act);
+  }
 };
 
 // Those that torch knows, for one group; in a build without CUDA they serve no tensor. `ipc` is how

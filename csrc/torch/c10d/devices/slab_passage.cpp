@@ -28,6 +28,7 @@ class SlabPassage final : public Passage {
   Devices& devices() const override { return *devices_; }
 
  private:
+  void visit(at::Device device);
   void send(const shm::Occasion& occasion, const std::vector<Way>& back);
   std::shared_ptr<void> lent() const;
   // As torch names the device of the slab, which is that of the first tensor of the group's.
@@ -47,13 +48,18 @@ at::Device SlabPassage::home(const at::Tensor& like) const {
   return {like.device().type(), static_cast<c10::DeviceIndex>(dock_->stream().device)};
 }
 
+void SlabPassage::visit(at::Device device) {
+  if (std::find(on_.begin(), on_.end(), device) == on_.end()) on_.push_back(device);
+}
+
+// A copy is memory of the caller's stream beside the slab: whoever had it before may still use it.
 shm::Span SlabPassage::enter(const at::Tensor& tensor, bool reads, bool writes) {
-  if (std::find(on_.begin(), on_.end(), tensor.device()) == on_.end())
-    on_.push_back(tensor.device());
+  visit(tensor.device());
   if (tensor.numel() == 0) return {nullptr, 0};
   const at::Device slab = home(tensor);
   at::Tensor found = tensor;
   if (!tensor.is_contiguous() || tensor.device() != slab) {
+    visit(slab);
     found = devices_->new_dense(tensor, slab);
     if (reads) out_.push_back({tensor, found});
     if (writes) back_.push_back({tensor, found});

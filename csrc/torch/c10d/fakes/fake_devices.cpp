@@ -54,7 +54,7 @@ class FakeDevices::Point final : public Mark {
       const std::lock_guard lock(devices_->mutex_);
       devices_->may_fail("wait for an event", true);
       devices_->trace_.emplace_back("join");
-      current = devices_->current_;
+      current = devices_->current();
       hold(current);
       looks = devices_->looks_;
     }
@@ -112,9 +112,10 @@ at::Tensor FakeDevices::new_pinned(const at::Tensor& like) {
 void FakeDevices::copy_out(const Way& way) {
   const std::lock_guard lock(mutex_);
   may_fail("copy to the host", true);
+  require_kept(way.tensor);
   trace_.emplace_back("copy_out");
   leaving_.insert(way.dense.const_data_ptr());
-  streams_->enqueue(current_, [this, way] {
+  streams_->enqueue(current(), [this, way] {
     lay(way.dense, way.tensor);
     leaving_.erase(way.dense.const_data_ptr());
     return true;
@@ -124,9 +125,20 @@ void FakeDevices::copy_out(const Way& way) {
 void FakeDevices::fill(const at::Tensor& words, int64_t value) {
   const std::lock_guard lock(mutex_);
   may_fail("fill", true);
-  streams_->enqueue(current_, [words, value] {
+  streams_->enqueue(current(), [words, value] {
     auto* const at = static_cast<int64_t*>(words.mutable_data_ptr());
     std::fill(at, at + words.numel(), value);
+    return true;
+  });
+}
+
+void FakeDevices::compute(const at::Tensor& into, const at::Tensor& from, const Computation& how) {
+  const std::lock_guard lock(mutex_);
+  may_fail("launch", true);
+  require_kept(into);
+  require_kept(from);
+  streams_->enqueue(current(), [into, from, how] {
+    how(into);
     return true;
   });
 }
@@ -135,7 +147,7 @@ std::unique_ptr<Mark> FakeDevices::mark(at::Device) {
   const std::lock_guard lock(mutex_);
   may_fail("record of an event", true);
   trace_.emplace_back("mark");
-  return std::make_unique<Point>(shared_from_this(), current_);
+  return std::make_unique<Point>(shared_from_this(), current());
 }
 
 void FakeDevices::follow(at::Device, Mark& after) { follow_on(FakeStreams::kGroup, after); }
@@ -193,6 +205,8 @@ std::unique_ptr<Mark> FakeDevices::finish_on(std::size_t stream, const std::vect
   }
   // Memory that is given back while the stream still has to do with it is given to somebody else.
   if (!kept.empty()) streams_->enqueue(stream, [kept] { return !kept.empty(); });
+  std::erase_if(kept_, [](const auto& old) { return old.second.expired(); });
+  for (const at::Tensor& t : kept) kept_.emplace_back(stream, t.storage().getWeakStorageImpl());
   if (streams_->eager()) streams_->advance(stream, streams_->enqueued(stream));
   return std::make_unique<Point>(shared_from_this(), stream);
 }
@@ -200,17 +214,6 @@ std::unique_ptr<Mark> FakeDevices::finish_on(std::size_t stream, const std::vect
 std::unique_ptr<Mark> FakeDevices::finish(at::Device, const std::vector<Way>& ways,
                                           const std::vector<at::Tensor>& kept) {
   return finish_on(FakeStreams::kGroup, ways, kept);
-}
-
-// torch's future of CPU tensors has no streams to wait on: whoever waits for it looks at once.
-void FakeDevices::with_results_of(std::size_t stream, c10::function_ref<void()> act) {
-  streams_->drain(FakeStreams::kCaller);
-  streams_->drain(stream);
-  act();
-}
-
-void FakeDevices::with_results(c10::ArrayRef<at::Device>, c10::function_ref<void()> act) {
-  with_results_of(FakeStreams::kGroup, act);
 }
 
 void FakeDevices::put_on_host(const at::Tensor& tensor) {
@@ -222,7 +225,7 @@ void FakeDevices::fill_later(const at::Tensor& tensor, double value) {
   const std::lock_guard lock(mutex_);
   at::Tensor values = new_host(tensor);
   values.fill_(value);
-  streams_->enqueue(current_, [tensor, values] {
+  streams_->enqueue(current(), [tensor, values] {
     lay(tensor, values);
     return true;
   });

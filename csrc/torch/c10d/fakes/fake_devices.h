@@ -21,6 +21,7 @@ class FakeDevices final : public Devices, public std::enable_shared_from_this<Fa
   at::Tensor new_pinned(const at::Tensor& like) override;
   void copy_out(const Way& way) override;
   void fill(const at::Tensor& words, int64_t value) override;
+  void compute(const at::Tensor& into, const at::Tensor& from, const Computation& how) override;
   std::unique_ptr<Mark> mark(at::Device device) override;
   void follow(at::Device device, Mark& after) override;
   std::unique_ptr<Mark> finish(at::Device device, const std::vector<Way>& ways,
@@ -33,6 +34,7 @@ class FakeDevices final : public Devices, public std::enable_shared_from_this<Fa
   void drop_pools() override {}  // each tensor has a tract of its own
   std::shared_ptr<Devices> twin() override;
   void with_results(c10::ArrayRef<at::Device> devices, c10::function_ref<void()> act) override;
+  void complete(c10::ArrayRef<at::Device> devices, c10::function_ref<void()> act) override;
 
   // The scenery.
   void put_on_host(const at::Tensor& tensor);               // this one is an ordinary CPU tensor
@@ -42,7 +44,8 @@ class FakeDevices final : public Devices, public std::enable_shared_from_this<Fa
   void stall(bool on);              // ... or comes to nothing more
   void capture(bool on);            // the caller captures
   void fail_call(int in);           // so many more calls go well, and then one does not
-  // Otherwise whoever has joined results looks at them at once, which takes an empty stream.
+  // Otherwise whoever has joined results, or has their future, looks at them at once, which takes
+  // an empty stream.
   void look(bool on);
   std::vector<std::string> trace() const;
   int pinned() const;  // how often there was pinned memory asked for
@@ -57,6 +60,9 @@ class FakeDevices final : public Devices, public std::enable_shared_from_this<Fa
   std::unique_ptr<Mark> finish_on(std::size_t stream, const std::vector<Way>& ways,
                                   const std::vector<at::Tensor>& kept);
   void with_results_of(std::size_t stream, c10::function_ref<void()> act);
+  void complete_of(std::size_t stream, c10::function_ref<void()> act);
+  std::size_t current() const;                   // the calling thread's stream
+  void require_kept(const at::Tensor& t) const;  // for that, if it is the group's
   void may_fail(const char* call, bool in_capture);
 
   const std::shared_ptr<FakeStreams> streams_;
@@ -64,6 +70,8 @@ class FakeDevices final : public Devices, public std::enable_shared_from_this<Fa
   std::mutex& mutex_;
   std::vector<c10::Storage> on_host_;
   std::set<const void*> leaving_;  // pinned memory that is yet to be filled
+  // What a stream of the group's was told to keep from others, for as long as it is somebody's.
+  std::vector<std::pair<std::size_t, c10::weak_intrusive_ptr<c10::StorageImpl>>> kept_;
   std::vector<std::string> trace_;
   std::size_t second_ = FakeStreams::kCaller, current_ = FakeStreams::kCaller;
   bool captured_ = false, looks_ = true;

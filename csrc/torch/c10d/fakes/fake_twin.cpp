@@ -14,6 +14,9 @@ class FakeTwin final : public Devices {
   at::Tensor new_pinned(const at::Tensor& like) override { return first_->new_pinned(like); }
   void copy_out(const Way& way) override { first_->copy_out(way); }
   void fill(const at::Tensor& words, int64_t value) override { first_->fill(words, value); }
+  void compute(const at::Tensor& into, const at::Tensor& from, const Computation& how) override {
+    first_->compute(into, from, how);
+  }
   std::unique_ptr<Mark> mark(at::Device device) override { return first_->mark(device); }
   void follow(at::Device, Mark& after) override { first_->follow_on(stream_, after); }
   std::unique_ptr<Mark> finish(at::Device, const std::vector<Way>& ways,
@@ -35,6 +38,9 @@ class FakeTwin final : public Devices {
   std::shared_ptr<Devices> twin() override { return first_->twin(); }
   void with_results(c10::ArrayRef<at::Device>, c10::function_ref<void()> act) override {
     first_->with_results_of(stream_, act);
+  }
+  void complete(c10::ArrayRef<at::Device>, c10::function_ref<void()> act) override {
+    first_->complete_of(stream_, act);
   }
 
  private:
