@@ -6,18 +6,17 @@ No file in /dev/shm, no descriptor, no thread, no mapping: after 200 groups and 
 from __future__ import annotations
 
 import datetime
-import gc
 import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from dist_held import held
 from dist_pool import (
     BACKEND,
     OURS,
@@ -51,17 +50,6 @@ def works(world: int, group: dist.ProcessGroup | None = None) -> None:
 
 
 # --- nothing is left ------------------------------------------------------------------------------
-
-
-def held() -> dict[str, int]:
-    """What this process has of the things that leak."""
-    gc.collect()
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
-        "shared mappings": sum(" rw-s " in line or "memfd" in line for line in maps),
-    }
 
 
 def cycles(me: Me, count: int) -> tuple[dict[str, int], dict[str, int]]:

@@ -8,6 +8,7 @@ import ctypes
 import dataclasses
 import gc
 import time
+from pathlib import Path
 from typing import Any
 
 import dist_fake
@@ -158,6 +159,33 @@ def outlives(me: Me) -> None:
 def test_a_tensor_outlives_its_group():
     with fresh(2, group=False) as pool:
         pool.run(outlives)
+
+
+def kept(me: Me) -> tuple[int, int]:
+    """The memory of groups that this process maps: with them, and behind their end."""
+    made, fake = dist_fake.options("eager:stream")
+    me.init("kept", pg_options=made)
+    group, x, y = dist.group.WORLD, make(1000).fill_(3), make(LARGE).fill_(4)
+    dist.all_reduce(x)  # the others have it open, and not the other one
+    found = memory_of_groups()
+    dist.destroy_process_group()
+    left = memory_of_groups()
+    assert x.eq(3 * me.world).all()
+    assert y.eq(4).all()
+    del x, y, group
+    gc.collect()
+    assert in_the_end(fake) == {}
+    return found, left
+
+
+def memory_of_groups() -> int:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sum("/memfd:pycollect " in line for line in maps)
+
+
+def test_tensors_and_handles_keep_no_memory_of_a_group_that_has_ended():
+    with fresh(3, group=False) as pool:
+        assert pool.run(kept) == [(1, 0)] * 3
 
 
 def refused(me: Me) -> list[Caught]:

@@ -6,30 +6,22 @@ A future has no time limit of torch's, so one that is never completed is a hang 
 from __future__ import annotations
 
 import datetime
-import gc
 import os
 import signal
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from dist_held import held
 from dist_pool import OURS, Caught, Me, backend_of, caught, fresh
 from dist_waits import NOTICED
 
 pytestmark = pytest.mark.skipif(not OURS, reason="messages have no futures, or never end")
 GRACE = 5.0  # seconds that a group's end gives to what is under way
 ENDED = GRACE + 2.0  # and what a crowded machine needs on top
-
-
-def held() -> tuple[int, int]:
-    """Mappings and descriptors of groups."""
-    gc.collect()
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return sum("memfd:pycollect" in line for line in maps), len(os.listdir("/proc/self/fd"))
 
 
 def ends(future: Any, seconds: float) -> Caught:
@@ -75,7 +67,7 @@ def unsaid(found: Ends) -> Ends:
     }
 
 
-def destroyed(me: Me, what: str) -> tuple[Ends, tuple[int, int], tuple[int, int]]:
+def destroyed(me: Me, what: str) -> tuple[Ends, dict[str, int], dict[str, int]]:
     """Rank 0 destroys a group in which much is under way; the other one stays."""
     before = held()
     group = dist.new_group([0, 1])

@@ -23,10 +23,17 @@ constexpr uint64_t bit(int number) { return uint64_t{1} << number; }
 
 Tracts::Tracts(std::shared_ptr<Gpu> gpu, const shm::Group& group)
     : gpu_(std::move(gpu)),
-      segment_(group.segment()),
       deck_(group.deck(), group.world()),
       rank_(group.rank()),
-      world_(group.world()) {}
+      world_(group.world()),
+      segment_(group.segment()) {}
+
+// To be held as long as a notice is looked at.
+std::shared_ptr<shm::Segment> Tracts::segment() const {
+  const std::lock_guard lock(mutex_);
+  if (!segment_) throw std::runtime_error("the group has been destroyed");
+  return segment_;
+}
 
 std::byte* Tracts::add(Device device, std::size_t bytes) {
   if (!origin_.is_here())
@@ -60,6 +67,7 @@ int Tracts::put_up(Device device, std::byte* memory, std::size_t bytes) {
   int number = kNone;
   {
     const std::lock_guard lock(mutex_);
+    if (closed_) return kNone;
     number = std::countr_one(numbers_);
     if (number == kMostTracts) {
       unreachable_.push_back(text("a rank's GPU memory that others reach is in ", kMostTracts,
@@ -110,6 +118,7 @@ void Tracts::give_back(std::byte* memory) noexcept {
     if (found->second.number != kNone && !take_down(found->second.number)) return;
     device = found->second.device;
     own_.erase(found);
+    let_go_of_segment();
   }
   free(device, memory);
 }
@@ -132,19 +141,25 @@ void Tracts::withdraw(Device device) {
   }
 }
 
-// All that nobody uses here and nobody has open.
+// At the end: all that nobody uses here and nobody has open. The rest is memory without places.
 void Tracts::free_idle() {
   std::map<std::byte*, Device> idle;
   {
     const std::lock_guard lock(mutex_);
-    std::erase_if(own_, [&](const auto& it) {
-      const auto& [memory, own] = it;
-      if (own.given || (own.number != kNone && !take_down(own.number))) return false;
-      idle.emplace(memory, own.device);
-      return true;
-    });
+    for (auto& [memory, own] : own_) {
+      if (own.number != kNone && !take_down(own.number)) continue;
+      own.number = kNone;
+      if (!own.given) idle.emplace(memory, own.device);
+    }
+    for (const auto& [memory, device] : idle) own_.erase(memory);
+    let_go_of_segment();
   }
   for (const auto& [memory, device] : idle) free(device, memory);
+}
+
+// Under the lock. Tensors may stay long after their group, which leaves nothing else behind.
+void Tracts::let_go_of_segment() {
+  if (closed_ && numbers_ == 0) segment_.reset();
 }
 
 std::optional<Place> Tracts::place_of(const std::byte* at, std::size_t bytes) const {
@@ -160,6 +175,7 @@ std::optional<Place> Tracts::place_of(const std::byte* at, std::size_t bytes) co
 std::byte* Tracts::at(Device device, Rank owner, Place place) {
   const auto number = static_cast<int>(place >> kOffsetBits);
   const std::size_t offset = place & kOffsets;
+  const auto held = segment();
   if (number >= kMostTracts || offset >= deck_.notice(owner, number).bytes.load())
     throw std::runtime_error(text("rank ", owner, " has no memory at the place that it names"));
   if (owner != rank_) return open(device, owner, number) + offset;
@@ -211,9 +227,11 @@ bool Tracts::is_open_to_others() const {
 }
 
 bool Tracts::close(uint64_t dead) {
+  std::shared_ptr<shm::Segment> held;
   {
     const std::lock_guard lock(mutex_);
     if (std::exchange(closed_, true)) return true;
+    held = segment_;
   }
   close_others(dead);
   const bool all = farewell([&] { return !is_open_to_others(); });

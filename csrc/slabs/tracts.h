@@ -47,7 +47,8 @@ class Tracts {
 
   // Ends it: no device has to do with the others' memory any more. Lets go of it, gives the others
   // some time to do the same (`dead`: a bit for each that will not), and frees what nobody uses.
-  // Returns whether they have; if not, what they may have open stays until the process ends.
+  // Returns whether they have; if not, what they may have open stays until the process ends, and
+  // the memory that the processes share with it.
   bool close(uint64_t dead);
 
   // Others could not open what this device has given them, and from now on it gives in another way:
@@ -81,16 +82,19 @@ class Tracts {
   void close_others(uint64_t dead);
   bool is_open_to_others() const;
   void free_idle();
+  std::shared_ptr<shm::Segment> segment() const;
+  void let_go_of_segment();
   void free(Device device, std::byte* memory) const noexcept;
 
   const std::shared_ptr<Gpu> gpu_;
   const shm::Origin origin_;
-  const std::shared_ptr<shm::Segment> segment_;  // that the notices are in
   const Deck deck_;
   const Rank rank_;
   const int world_;
 
   mutable std::mutex mutex_;  // of what follows; never held in a call of the GPU's
+  // That the notices are in. None: the group has ended, and this rank has none up any more.
+  std::shared_ptr<shm::Segment> segment_;
   std::map<std::byte*, Own> own_;
   uint64_t numbers_ = 0;  // a bit for each that is taken
   std::vector<std::string> unreachable_;
