@@ -1,5 +1,5 @@
 """The life of GPU memory that other processes reach, without a device: more than can be known,
-used again, groups that come and go, tensors that stay.
+used again, groups that come and go.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import ctypes
 import dataclasses
 import gc
 import time
-from pathlib import Path
 from typing import Any
 
 import dist_fake
@@ -135,57 +134,6 @@ def cycles(me: Me, count: int) -> list[Any]:
 def test_groups_come_and_go():
     with fresh(2, group=False) as pool:
         assert pool.run(cycles, 20, seconds=60.0) == [[], []]
-
-
-def outlives(me: Me) -> None:
-    made, fake = dist_fake.options("eager:stream")
-    me.init("first", pg_options=made)
-    x = make(1000).fill_(3)
-    dist.all_reduce(x)
-    dist.destroy_process_group()
-    gc.collect()
-    assert x.sum().item() == 3000 * me.world
-    me.init("second", pg_options=dist_fake.options("eager:stream")[0])
-    dist.all_reduce(x)
-    assert x.eq(3 * me.world**2).all()
-    assert not reached(x)
-    error = caught(lambda: make(2**50))
-    assert "RuntimeError" in error.kinds, error
-    del x
-    dist.destroy_process_group()
-    assert in_the_end(fake) == {}
-
-
-def test_a_tensor_outlives_its_group():
-    with fresh(2, group=False) as pool:
-        pool.run(outlives)
-
-
-def kept(me: Me) -> tuple[int, int]:
-    """The memory of groups that this process maps: with them, and behind their end."""
-    made, fake = dist_fake.options("eager:stream")
-    me.init("kept", pg_options=made)
-    group, x, y = dist.group.WORLD, make(1000).fill_(3), make(LARGE).fill_(4)
-    dist.all_reduce(x)  # the others have it open, and not the other one
-    found = memory_of_groups()
-    dist.destroy_process_group()
-    left = memory_of_groups()
-    assert x.eq(3 * me.world).all()
-    assert y.eq(4).all()
-    del x, y, group
-    gc.collect()
-    assert in_the_end(fake) == {}
-    return found, left
-
-
-def memory_of_groups() -> int:
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return sum("/memfd:pycollect " in line for line in maps)
-
-
-def test_tensors_and_handles_keep_no_memory_of_a_group_that_has_ended():
-    with fresh(3, group=False) as pool:
-        assert pool.run(kept) == [(1, 0)] * 3
 
 
 def refused(me: Me) -> list[Caught]:

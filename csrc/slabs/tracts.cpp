@@ -17,6 +17,7 @@ constexpr std::size_t kMostTimes = 2;
 // Of a place's bits, those of the offset: more than any GPU has bytes.
 constexpr int kOffsetBits = 56;
 constexpr Place kOffsets = (Place{1} << kOffsetBits) - 1;
+constexpr const char* kEnded = "the group whose memory this would be has been destroyed";
 constexpr uint64_t bit(int number) { return uint64_t{1} << number; }
 
 }  // namespace
@@ -42,15 +43,19 @@ std::byte* Tracts::add(Device device, std::size_t bytes) {
   if (std::byte* const again = reuse(device, size)) return again;
   std::byte* const memory = gpu_->allocate(device, size);
   const int number = put_up(device, memory, size);
-  const std::lock_guard lock(mutex_);
-  own_.emplace(memory, Own{device, size, number, true});
-  return memory;
+  {
+    const std::lock_guard lock(mutex_);
+    own_.emplace(memory, Own{device, size, number, true});
+    if (!closed_) return memory;
+  }
+  give_back(memory);
+  throw std::runtime_error(kEnded);
 }
 
 // The smallest that is large enough, and not much larger.
 std::byte* Tracts::reuse(Device device, std::size_t bytes) {
   const std::lock_guard lock(mutex_);
-  if (closed_) throw std::runtime_error("the group whose memory this would be has been destroyed");
+  if (closed_) throw std::runtime_error(kEnded);
   auto best = own_.end();
   for (auto it = own_.begin(); it != own_.end(); ++it) {
     const Own& own = it->second;
@@ -67,7 +72,6 @@ int Tracts::put_up(Device device, std::byte* memory, std::size_t bytes) {
   int number = kNone;
   {
     const std::lock_guard lock(mutex_);
-    if (closed_) return kNone;
     number = std::countr_one(numbers_);
     if (number == kMostTracts) {
       unreachable_.push_back(text("a rank's GPU memory that others reach is in ", kMostTracts,
@@ -110,6 +114,7 @@ bool Tracts::take_down(int number) {
 void Tracts::give_back(std::byte* memory) noexcept {
   if (!origin_.is_here()) return;  // it is the parent's
   Device device = 0;
+  std::shared_ptr<shm::Segment> unneeded;
   {
     const std::lock_guard lock(mutex_);
     const auto found = own_.find(memory);
@@ -118,7 +123,7 @@ void Tracts::give_back(std::byte* memory) noexcept {
     if (found->second.number != kNone && !take_down(found->second.number)) return;
     device = found->second.device;
     own_.erase(found);
-    let_go_of_segment();
+    unneeded = unneeded_segment();
   }
   free(device, memory);
 }
@@ -144,6 +149,7 @@ void Tracts::withdraw(Device device) {
 // At the end: all that nobody uses here and nobody has open. The rest is memory without places.
 void Tracts::free_idle() {
   std::map<std::byte*, Device> idle;
+  std::shared_ptr<shm::Segment> unneeded;
   {
     const std::lock_guard lock(mutex_);
     for (auto& [memory, own] : own_) {
@@ -152,14 +158,15 @@ void Tracts::free_idle() {
       if (!own.given) idle.emplace(memory, own.device);
     }
     for (const auto& [memory, device] : idle) own_.erase(memory);
-    let_go_of_segment();
+    unneeded = unneeded_segment();
   }
   for (const auto& [memory, device] : idle) free(device, memory);
 }
 
-// Under the lock. Tensors may stay long after their group, which leaves nothing else behind.
-void Tracts::let_go_of_segment() {
-  if (closed_ && numbers_ == 0) segment_.reset();
+// Under the lock, behind which it ends. Tensors may stay long after their group, which leaves
+// nothing else behind.
+std::shared_ptr<shm::Segment> Tracts::unneeded_segment() {
+  return closed_ && numbers_ == 0 ? std::exchange(segment_, nullptr) : nullptr;
 }
 
 std::optional<Place> Tracts::place_of(const std::byte* at, std::size_t bytes) const {

@@ -155,6 +155,7 @@ void Ladder::settle(const slabs::Found& found, const char* operation) {
 }
 
 void Ladder::close(std::chrono::milliseconds grace) {
+  const std::lock_guard closing(closing_);
   std::shared_ptr<slabs::Dock> dock;
   {
     const std::lock_guard lock(mutex_);

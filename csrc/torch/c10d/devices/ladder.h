@@ -90,7 +90,8 @@ class Ladder {
   const Terms terms_;
   std::shared_ptr<slabs::Tracts> tracts_;
   Convene convene_;
-  std::mutex mutex_;  // of what follows
+  std::mutex closing_;  // who closes it second finds it closed
+  std::mutex mutex_;    // of what follows
   bool met_ = false;
   std::string failed_;                 // why the rung that was named does not work
   std::shared_ptr<slabs::Dock> dock_;  // null: through the host
