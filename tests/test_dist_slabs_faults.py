@@ -222,7 +222,7 @@ def damaged(me: Me, call: str) -> tuple[list[bool], Caught]:
     if me.rank == VICTIM:
         me.fake.gpu.drop(call)
     else:
-        me.fake.gpu.pace(0.003)
+        me.fake.gpu.pace(0.03)
     right = []
     for i in range(4):
         x, out = torch.full((100,), float(i)), torch.zeros(100 * me.world)
