@@ -77,12 +77,18 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def interrupts_kept_from_children() -> Iterator[None]:
+def interrupts_kept_from_children(by_multiprocessing: bool = False) -> Iterator[None]:
     """Start processes that never hear Ctrl-C: this one does, and ends them.
 
     A terminal sends it to all of them, and each would print a traceback. A blocked signal is
     inherited and, unlike an ignored one, comes to this process at the end of the block.
+    `by_multiprocessing`: that module starts them. Before its first one it starts a process of its
+    own, and unblocks the signal behind that.
     """
+    if by_multiprocessing:
+        from multiprocessing import resource_tracker
+
+        resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

@@ -241,6 +241,35 @@ def test_another_programs_ctrl_c_is_its_own(tmp_path: Path) -> None:
     subprocess.run([sys.executable, program], check=True, capture_output=True, timeout=PATIENCE)
 
 
+def hears_ctrl_c(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    lines = dict(line.split(":\t") for line in status.splitlines() if ":\t" in line)
+    deaf = int(lines["SigBlk"], 16) | int(lines["SigIgn"], 16)
+    return not deaf >> (signal.SIGINT - 1) & 1
+
+
+MEASURED = ["--models", "lenet", "--worlds", "2", "--batch", "6", "-n", "1", "--no-loading"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [[*TRAIN, "--epochs", "1", "--compare", "ddp,naive"], [*bench_script("train"), *MEASURED]],
+    ids=["train", "bench"],
+)
+def test_ranks_do_not_hear_ctrl_c(command: list[str]) -> None:
+    """Not even while Python starts, which nothing else could keep from printing a traceback."""
+    with started(command, stdout=subprocess.DEVNULL) as process:
+        children: set[int] = set()
+        deadline = time.monotonic() + PATIENCE
+        while len(children) < 3 and time.monotonic() < deadline:  # what tracks memory is one, too
+            time.sleep(0.01)
+            children = set(group(process)) - {process.pid}
+        assert len(children) >= 3
+        assert not any(map(hears_ctrl_c, children))
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "importing"])

@@ -202,7 +202,7 @@ def run_spawned(job: Job, backend: str, report: Report) -> Entrant:
 
 def _spawn(arguments: tuple[Any, ...], world: int) -> None:
     """Run the processes to their end; whatever ends this one ends them."""
-    with interrupts_kept_from_children():
+    with interrupts_kept_from_children(by_multiprocessing=True):
         context = _mp.start_processes(
             _spawned, arguments, nprocs=world, join=False, daemon=True, start_method="spawn"
         )

@@ -136,7 +136,7 @@ class Crew:
             process = context.Process(
                 target=_work, args=(rank, self._job, store, threads, theirs), daemon=True
             )
-            with interrupts_kept_from_children():
+            with interrupts_kept_from_children(by_multiprocessing=True):
                 process.start()
             theirs.close()
             self._pipes.append(ours)
