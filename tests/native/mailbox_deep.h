@@ -19,11 +19,14 @@ inline void stop_here(int) {
 // Threads that take the lock again and again, and move nothing.
 class Busy {
  public:
+  // Returns when all are at it: one that is stopped while it starts can have the allocator's lock.
   explicit Busy(Mailbox& box) : box_(box) {
-    for (int i = 0; i < 3; ++i)
+    constexpr int kThreads = 3;
+    for (int i = 0; i < kThreads; ++i)
       team_.emplace_back([this](const std::stop_token& end) {
-        for (; !end.stop_requested(); ++turns_) box_.take_no_parcels();
+        for (++at_it_; !end.stop_requested(); ++turns_) box_.take_no_parcels();
       });
+    while (at_it_ < kThreads) std::this_thread::yield();
   }
 
   // Returns when one of them is stopped and has the lock; a sanitizer may see to it that it never
@@ -48,6 +51,7 @@ class Busy {
 
  private:
   Mailbox& box_;
+  std::atomic<int> at_it_{0};
   std::atomic<uint64_t> turns_{0};
   std::vector<std::jthread> team_;
 };
