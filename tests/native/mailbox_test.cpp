@@ -196,15 +196,10 @@ void waits_asleep(const Member& m) {
   check(used < 0.05, text("waiting took ", used, " s of a core"));
 }
 
-double ms_since(Clock::time_point then) {
-  return std::chrono::duration<double, std::milli>(Clock::now() - then).count();
-}
-
-// Who sleeps is woken by what he sleeps for, not by the end of his nap: soon, as this machine goes.
-void is_woken(const Member& m) {
+// A quarter of some messages to who sleeps came within so many ms. Sends those as rank 0.
+double ms_of_wakes(const Member& m) {
   constexpr int kRounds = 21;
-  constexpr std::chrono::milliseconds kShort{1};
-  std::vector<double> late, usual;
+  std::vector<double> late;
   Clock::rep sent = 0;
   std::byte* const at = reinterpret_cast<std::byte*>(&sent);
   for (int i = 0; i < kRounds; ++i) {
@@ -213,19 +208,28 @@ void is_woken(const Member& m) {
       sent = Clock::now().time_since_epoch().count();  // one clock for all processes of a host
       m.wait(m.box.send(1, of(sizeof sent), at));
     } else {
-      const auto due = Clock::now() + kShort;
-      std::this_thread::sleep_until(due);
-      usual.push_back(ms_since(due));
       m.wait(m.box.receive(0, of(sizeof sent), at));
-      late.push_back(ms_since(Clock::time_point(Clock::duration(sent))));
+      const Clock::duration took = Clock::now().time_since_epoch() - Clock::duration(sent);
+      late.push_back(std::chrono::duration<double, std::milli>(took).count());
     }
   }
-  if (m.rank == 0) return;
   std::sort(late.begin(), late.end());
-  std::sort(usual.begin(), usual.end());
-  const double least = late[kRounds / 4], machine = usual[kRounds / 2];
-  check(least < 2 + 2 * machine,
-        text("woken after ", least, " ms, by a timer after ", machine, " ms"));
+  return late.empty() ? 0 : late[kRounds / 4];
+}
+
+// Who sleeps is woken by what he sleeps for, not by the end of his nap, a quarter of which end
+// within 2.7 ms. Others may have the cores for a while.
+void is_woken(const Member& m) {
+  constexpr int kTries = 10;
+  double took = 0;
+  std::byte* const at = reinterpret_cast<std::byte*>(&took);
+  for (int i = 0; i < kTries; ++i) {
+    took = ms_of_wakes(m);
+    m.wait(m.rank == 1 ? m.box.send(0, of(sizeof took), at)
+                       : m.box.receive(1, of(sizeof took), at));
+    if (took < 0.5) return;
+  }
+  check(false, text("woken after ", took, " ms"));
 }
 
 struct Case {
