@@ -78,22 +78,44 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def interrupts_kept_from_children(by_multiprocessing: bool = False) -> Iterator[None]:
-    """Start processes that never hear Ctrl-C: this one does, and ends them.
+    """Start processes that never hear Ctrl-C: this one does, behind the block, and ends them.
 
-    A terminal sends it to all of them, and each would print a traceback. A blocked signal is
-    inherited and, unlike an ignored one, comes to this process at the end of the block.
-    `by_multiprocessing`: that module starts them. Before its first one it starts a process of its
-    own, and unblocks the signal behind that.
+    A terminal sends it to all of them, and each would print a traceback; so would one whose start
+    is broken off. A blocked signal is inherited. `by_multiprocessing`: that module starts them;
+    before its first one it starts a process of its own, and unblocks the signal behind that.
     """
     if by_multiprocessing:
         from multiprocessing import resource_tracker
 
         resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    with _interrupts_later():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """What Python would do at SIGINT and SIGTERM, it does at the end of the block.
+
+    Blocking them is not enough: other threads of this process take them for it.
+    """
+    came: list[int] = []
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # no other is interrupted
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {n: signal.getsignal(n) for n in numbers if callable(signal.getsignal(n))}
+    for number in before:
+        signal.signal(number, lambda number, frame: came.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 def run(program: str, work: Callable[[], int]) -> int:

@@ -202,15 +202,17 @@ def run_spawned(job: Job, backend: str, report: Report) -> Entrant:
 
 def _spawn(arguments: tuple[Any, ...], world: int) -> None:
     """Run the processes to their end; whatever ends this one ends them."""
-    with interrupts_kept_from_children(by_multiprocessing=True):
-        context = _mp.start_processes(
-            _spawned, arguments, nprocs=world, join=False, daemon=True, start_method="spawn"
-        )
+    processes: list[Any] = []
     try:
+        with interrupts_kept_from_children(by_multiprocessing=True):
+            context = _mp.start_processes(
+                _spawned, arguments, nprocs=world, join=False, daemon=True, start_method="spawn"
+            )
+            processes = context.processes
         while not context.join():
             pass
     finally:
-        for process in context.processes:
+        for process in processes:
             process.kill()
 
 

@@ -1,0 +1,28 @@
+"""Interrupts that come while something must not be broken off."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from pycollect._command import Interruption, interrupts_kept_from_children
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_processes_are_started_whole(number: int) -> None:
+    """Other threads take the signal, where it is not blocked; it is heard when all have started."""
+    end, whole = threading.Event(), False
+    other = threading.Thread(target=end.wait)
+    other.start()
+    with Interruption() as interruption, interrupts_kept_from_children():
+        os.kill(os.getpid(), number)
+        time.sleep(0.1)
+        whole = True
+    end.set()
+    other.join()
+    assert whole
+    assert interruption.number == number
