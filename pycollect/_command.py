@@ -104,14 +104,23 @@ def _interrupts_later() -> Iterator[None]:
     """
     came: list[int] = []
     before: dict[int, Any] = {}
+    later = True
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        if later:
+            came.append(number)
+        else:
+            before[number](number, frame)
+
     if threading.current_thread() is threading.main_thread():  # no other is interrupted
         numbers = (signal.SIGINT, signal.SIGTERM)
         before = {n: signal.getsignal(n) for n in numbers if callable(signal.getsignal(n))}
-    for number in before:
-        signal.signal(number, lambda number, frame: came.append(number))
     try:
+        for number in before:
+            signal.signal(number, hear)
         yield
     finally:
+        later = False  # one that comes now can leave the other's handler where it is
         for number, handler in before.items():
             signal.signal(number, handler)
         for number in came[:1]:

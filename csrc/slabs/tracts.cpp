@@ -163,8 +163,8 @@ void Tracts::free_idle() {
   for (const auto& [memory, device] : idle) free(device, memory);
 }
 
-// Under the lock, behind which it ends. Tensors may stay long after their group, which leaves
-// nothing else behind.
+// Called under the lock. What it returns is let go of after the lock, because unmapping takes time.
+// Tensors may outlive their group, and no other memory of the group's does.
 std::shared_ptr<shm::Segment> Tracts::unneeded_segment() {
   return closed_ && numbers_ == 0 ? std::exchange(segment_, nullptr) : nullptr;
 }

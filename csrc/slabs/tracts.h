@@ -47,8 +47,8 @@ class Tracts {
 
   // Ends it: no device has to do with the others' memory any more. Lets go of it, gives the others
   // some time to do the same (`dead`: a bit for each that will not), and frees what nobody uses.
-  // Returns whether they have; if not, what they may have open stays as long as that memory
-  // and this object do, and the memory that the processes share with it.
+  // Returns whether they have; if not, what they may have open stays until the process ends, and
+  // the memory that the processes share until this object does.
   bool close(uint64_t dead);
 
   // Others could not open what this device has given them, and from now on it gives in another way:

@@ -128,6 +128,14 @@ class Crew:
         self._processes: list[Any] = []
 
     def __enter__(self) -> Crew:
+        try:
+            self._start()
+        except BaseException as error:  # Ctrl-C is one: who has been started ends with it
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def _start(self) -> None:
         context = torch.multiprocessing.get_context("spawn")
         store = str(Path(self._folder.name, "store"))
         threads = max(1, len(os.sched_getaffinity(0)) // self._job.world)
@@ -138,10 +146,9 @@ class Crew:
             )
             with interrupts_kept_from_children(by_multiprocessing=True):
                 process.start()
+                self._pipes.append(ours)
+                self._processes.append(process)
             theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-        return self
 
     def sampler(self, reductions: list[float]) -> Sampler:
         """Return what times steps, and adds the seconds of reductions to a list."""
