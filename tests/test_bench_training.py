@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -83,6 +85,19 @@ def test_a_rank_of_ddp_that_fails_is_heard() -> None:
         sample = crew.sampler([])
         with pytest.raises(RuntimeError, match=r"rank 0: (.|\n)*LeNet takes images of 28 x 28"):
             sample(1)
+
+
+def test_ranks_of_ddp_end_with_a_start_that_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def interrupted(by_multiprocessing: bool) -> Iterator[None]:
+        yield
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pycollect.bench.training.ddp.interrupts_kept_from_children", interrupted)
+    crew = Crew(Job("lenet", (torch.zeros(2), torch.zeros(2)), 0.1, (CPU, CPU), "gloo"))
+    with pytest.raises(KeyboardInterrupt):
+        crew.__enter__()
+    assert [process.is_alive() for process in crew._processes] == [False]
 
 
 def result_of(model: str, world: int, **seconds: tuple[float, float]) -> Result:
