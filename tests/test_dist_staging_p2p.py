@@ -13,7 +13,6 @@ from dist_pool import OURS, Caught, Me, Pools, caught, fresh, own_process, pools
 pytestmark = pytest.mark.skipif(not OURS, reason="stages by itself")
 WAYS = ("late", "eager")
 COUNTS = (0, 1, 1000, 400_000)  # the last is not copied into the peer's queue at once
-BRIEF = 0.25  # seconds: far more than a call takes that waits for nobody
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +50,12 @@ def in_order(me: Me) -> list[float]:
             me.fake.stall(True)
             on_host = torch.full((4,), 3.0)
             me.fake.put_on_host(on_host)
-            start = time.monotonic()
             works = [
                 dist.isend(torch.full((4,), 1.0), 1),
                 dist.isend(torch.full((4,), 2.0), 1),
                 dist.isend(on_host, 1),
             ]
-            assert time.monotonic() - start < BRIEF
-            assert not any(w.is_completed() for w in works)
+            assert not any(w.is_completed() for w in works)  # and the calls returned: nobody waited
             dist.send(on_host, 2)  # to another rank, which is not held up
             me.fake.stall(False)
             for work in works:
