@@ -120,7 +120,9 @@ def _interrupts_later() -> Iterator[None]:
             signal.signal(number, hear)
         yield
     finally:
-        later = False  # one that comes now can leave the other's handler where it is
+        # A signal that arrives while the handlers are put back may raise and leave `hear` in place
+        # for the other signal; `hear` then passes that one on.
+        later = False
         for number, handler in before.items():
             signal.signal(number, handler)
         for number in came[:1]:
