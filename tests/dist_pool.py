@@ -8,117 +8,35 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
-import faulthandler
 import itertools
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import dist_fake
 import pytest
 import torch
 import torch.distributed as dist
+from dist_rank import BACKEND, OLD, OURS, Me, Outcome, Spec, begin, serve  # noqa: F401
 
-BACKEND = os.environ.get("PYCOLLECT_TEST_BACKEND", "pycollect")  # gloo: is the harness right?
-OURS = BACKEND == "pycollect"
-OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)  # what that lacks is named there
 SECONDS = 20.0  # that a command may take where the test does not say; usual ones take milliseconds
 _DUMP_SECONDS = 0.5  # for the stacks of a hung rank to arrive in its file
+_ENDED_SECONDS = 0.3  # for a rank that is gone to have an exit code; by exec it goes without one
 
 
-@dataclasses.dataclass(frozen=True)
-class Spec:
-    """How a pool's processes begin."""
+def _loaded() -> list[str]:
+    """What the process that ranks are forked from has loaded: it would take each of them 0.2 s, and
+    another second if it trains (torch._dynamo, with which DDP begins).
 
-    world: int
-    backend: str = BACKEND
-    timeout: float = 60.0  # of the group, seconds
-    environ: tuple[tuple[str, str], ...] = ()
-    beside: str | None = "gloo"  # a second group of the same ranks, to compare with
-    group: bool = True  # False: the test makes its own
-    staged: str = ""  # CPU tensors as if they were on a device that is "late" or "eager"
-
-
-@dataclasses.dataclass(frozen=True)
-class Me:
-    """What a job learns of the rank that it runs as."""
-
-    rank: int
-    spec: Spec
-    folder: str  # of the pool, the same for all ranks
-    peer: Any = None  # the group beside
-    fake: Any = None  # the devices that are not there
-
-    @property
-    def world(self) -> int:
-        return self.spec.world
-
-    def init(self, name: str, **options: Any) -> None:
-        """The default group, met through a file of this name."""
-        options.setdefault("timeout", datetime.timedelta(seconds=self.spec.timeout))
-        dist.init_process_group(
-            self.spec.backend,
-            init_method=f"file://{self.folder}/{name}",
-            rank=self.rank,
-            world_size=self.world,
-            **options,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What became of one rank's job."""
-
-    value: Any = None
-    error: str = ""  # the traceback, or how the process ended
-    died: bool = False
-
-
-def _serve(rank: int, spec: Spec, pipe: Any, folder: str) -> None:
-    log = os.open(f"{folder}/rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
-    os.close(log)
-    faulthandler.enable(file=2)
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-    os.environ.update(dict(spec.environ), OMP_NUM_THREADS="1")
-    torch.set_num_threads(1)
-    me = Me(rank, spec, folder)
-    while True:
-        try:
-            job, args = pipe.recv()
-        except EOFError:
-            os._exit(0)  # whoever gave the commands is gone
-        try:
-            if job is _begin:
-                me, value = _begin(me), None
-            else:
-                value = job(me, *args)
-            answer = Outcome(value=value)
-        except BaseException:
-            answer = Outcome(error=traceback.format_exc())
-        pipe.send(answer)
-
-
-def _begin(me: Me) -> Me:
-    if "pycollect" in me.spec.backend:
-        import pycollect  # noqa: F401
-    if not me.spec.group:
-        return me
-    options, fake = dist_fake.options(me.spec.staged) if me.spec.staged else (None, None)
-    me.init("store", pg_options=options)
-    peer = dist.new_group(backend=me.spec.beside) if me.spec.beside else None
-    return dataclasses.replace(me, peer=peer, fake=fake)
+    Where there are GPUs a rank loads the extension itself: that might ask for them.
+    """
+    ours = [] if torch.cuda.is_available() else ["pycollect"]
+    return ["torch", "torch.distributed", "torch._dynamo", "pytest", *ours]
 
 
 class Pool:
@@ -128,64 +46,79 @@ class Pool:
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
-        self.folder = Path(tempfile.mkdtemp(prefix=f"pool_{next(self._numbers)}_"))
+        number = next(self._numbers)
+        self._folder = tempfile.TemporaryDirectory(prefix=f"pool_{number}_")
+        self.folder = Path(self._folder.name)
         self.whole = True
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context.set_forkserver_preload(_loaded())
         pairs = [context.Pipe() for _ in range(spec.world)]
         self.pipes = [ours for ours, _ in pairs]
         self.ranks = [
-            context.Process(target=_serve, args=(rank, spec, theirs, str(self.folder)), daemon=True)
+            context.Process(target=serve, args=(rank, spec, theirs, str(self.folder)), daemon=True)
             for rank, (_, theirs) in enumerate(pairs)
         ]
         for rank in self.ranks:
             rank.start()
         for _, theirs in pairs:
             theirs.close()
-        self.run(_begin, seconds=60)
+        self.run(begin, seconds=60)
 
     def run(self, job: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> list[Any]:
         """Every rank's result; fails with the tracebacks of all that failed."""
-        outcomes = self.outcomes(job, *args, seconds=seconds)
+        self.begin(job, *args)
+        return self.results(seconds)
+
+    def results(self, seconds: float = SECONDS) -> list[Any]:
+        outcomes = self.answers(seconds)
         errors = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error]
         if errors:
-            self.close()  # who knows what the others are in
-            pytest.fail("\n".join([*errors, *self._logs()]), pytrace=False)
+            self._fail(errors)  # who knows what the others are in
         return [o.value for o in outcomes]
 
     def outcomes(
         self, job: Callable[..., Any], *args: Any, seconds: float = SECONDS
     ) -> list[Outcome]:
         """What became of every rank. Fails only on a hang."""
+        self.begin(job, *args)
+        return self.answers(seconds)
+
+    def begin(self, job: Callable[..., Any], *args: Any) -> None:
+        """For several pools that wait side by side: `results` or `answers` come later."""
+        self._job = job.__name__
         for pipe in self.pipes:
             pipe.send((job, args))
-        return self._answers(job.__name__, time.monotonic() + seconds)
 
-    def _answers(self, what: str, deadline: float) -> list[Outcome]:
+    def answers(self, seconds: float = SECONDS) -> list[Outcome]:
+        deadline = time.monotonic() + seconds
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < len(self.ranks):
             missing = [r for r in range(len(self.ranks)) if r not in outcomes]
             ready = wait([self.pipes[r] for r in missing], max(0.0, deadline - time.monotonic()))
             if not ready:
-                self._hung(what, missing)
+                self._hung(missing)
             for rank in (r for r in missing if self.pipes[r] in ready):
                 try:
                     outcomes[rank] = self.pipes[rank].recv()
                 except (EOFError, ConnectionResetError):
-                    self.ranks[rank].join(5)
+                    self.ranks[rank].join(_ENDED_SECONDS)
                     self.whole = False
                     code = self.ranks[rank].exitcode
                     outcomes[rank] = Outcome(error=f"the process ended: {code}", died=True)
         return [outcomes[r] for r in range(len(self.ranks))]
 
-    def _hung(self, what: str, ranks: list[int]) -> None:
+    def _hung(self, ranks: list[int]) -> None:
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError, TypeError):
                 os.kill(self.ranks[rank].pid, signal.SIGUSR1)
         time.sleep(_DUMP_SECONDS)
         asleep = [f"rank {r} threads in {_kernel(self.ranks[r].pid)}" for r in ranks]
+        self._fail([f"{self._job}: ranks {ranks} hang", *asleep])
+
+    def _fail(self, lines: list[str]) -> NoReturn:
+        logs = self._logs()
         self.close()
-        pytest.fail("\n".join([f"{what}: ranks {ranks} hang", *asleep, *self._logs()]), False)
+        pytest.fail("\n".join([*lines, *logs]), pytrace=False)
 
     def _logs(self) -> list[str]:
         logs = [(r, self.folder / f"rank_{r}.log") for r in range(len(self.ranks))]
@@ -204,6 +137,7 @@ class Pool:
         for rank, pipe in zip(self.ranks, self.pipes, strict=True):
             rank.join(5)
             pipe.close()
+        self._folder.cleanup()
 
 
 def _kernel(pid: int | None) -> list[str]:
@@ -280,21 +214,10 @@ def fresh(world: int, **spec: Any) -> Any:
         pool.close()
 
 
-def own_process(arguments: list[str], seconds: float, **environ: str) -> str:
-    """Run a Python program to its end, in a session that a hang is killed with; its output."""
-    child = subprocess.Popen(
-        [sys.executable, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
-    )
-    try:
-        said, _ = child.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        said, _ = child.communicate()
-        pytest.fail(f"{arguments} hangs\n{said}", pytrace=False)
-    assert child.returncode == 0, said
-    return said
+def begun(jobs: dict[str, tuple[Any, ...]], world: int, **spec: Any) -> Iterator[dict[str, Pool]]:
+    """For a fixture: jobs that mostly wait, and their arguments, side by side in fresh pools."""
+    with contextlib.ExitStack() as stack:
+        pools = {name: stack.enter_context(fresh(world, **spec)) for name in jobs}
+        for name, (job, *args) in jobs.items():
+            pools[name].begin(job, *args)
+        yield pools

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ NOTICED = 2.0  # seconds that everybody has to notice a death: one is promised, 
 AT_ONCE = 0.5  # seconds that a broken group may take to refuse, on a crowded machine
 DESTROYED = 5.0  # seconds that destroying a broken group may take
 BEFORE = 4  # calls that go well
+ASLEEP = 0.15  # seconds after which a thread that waits does not spin any more
 
 
 def large(value: float = 1.0) -> torch.Tensor:
@@ -65,6 +67,27 @@ def begin(me: Me) -> int:
         dist.all_reduce(x)
         assert x[0] == me.world
     return backend_of()._get_sequence_number_for_group()
+
+
+def say(me: Me, word: str) -> None:
+    """For the ranks that wait for this, and not for some time."""
+    path = Path(me.folder, f"{word}_{me.rank}")
+    path.with_suffix(".new").write_text(repr(time.monotonic()))
+    path.with_suffix(".new").rename(path)
+
+
+def heard(me: Me, word: str, ranks: Iterable[int]) -> float:
+    """When the last of them said so."""
+    paths = [Path(me.folder, f"{word}_{rank}") for rank in ranks]
+    limit = time.monotonic() + 15
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < limit, f"not all of {paths}"
+        time.sleep(0.005)
+    return max(float(path.read_text()) for path in paths)
+
+
+def others(me: Me) -> list[int]:
+    return [rank for rank in range(me.world) if rank != me.rank]
 
 
 def after(me: Me) -> tuple[Caught, float, float]:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Me, backend_of, caught, fresh, own_process
+from dist_pool import OURS, Me, backend_of, caught, fresh
 from dist_waits import DESTROYED
+from dist_whole import own_process
 
 pytestmark = pytest.mark.skipif(not OURS, reason="never ends, or by a crash")
 
+# Two ranks of one program. What takes seconds to import is there before they are two.
 PROGRAM = """
-import gc, os, sys, time
+import gc, os, sys, time, torch, torch.distributed as dist
 there, here = os.pipe()
 rank = 0 if os.fork() else 1
-import pycollect, torch, torch.distributed as dist
+import pycollect
 dist.init_process_group("pycollect", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
 groups = [dist.new_group([0, 1]) for _ in range(4)]
 if rank == 1:
@@ -34,14 +38,6 @@ futures = [work.get_future() for work in works]
 said = [future.then(lambda f: print("over")) for future in futures]
 print(time.monotonic(), flush=True)
 """
-
-
-def test_a_program_that_ends_with_much_under_way(tmp_path):
-    """One time of grace, however many groups there are."""
-    end, *said = own_process(["-c", PROGRAM + MUCH, f"{tmp_path}/store"], 100).split()
-    assert said == ["over"] * 8
-    assert time.monotonic() - float(end) < 2 * DESTROYED + 4
-
 
 FORKS = """
 import signal, threading
@@ -65,13 +61,6 @@ print("hung", hung, flush=True)
 os._exit(0)
 """
 
-
-def test_a_fork_while_another_thread_asks(tmp_path):
-    """No lock that a thread of the parent's holds is waited for."""
-    said = own_process(["-W", "ignore", "-c", PROGRAM + FORKS, f"{tmp_path}/store"], 100)
-    assert said.split() == ["hung", "0"]
-
-
 HOLDS = """
 other = pycollect._C.make_backend(dist.HashStore(), 0, 1, pycollect.distributed.options())
 work = dist.all_reduce(torch.zeros(3), group=groups[0], async_op=True)
@@ -80,68 +69,45 @@ del other, work, future
 print("end", flush=True)
 """
 
-
-def test_a_callback_that_holds_another_group(tmp_path):
-    """Which ends with it, while the interpreter ends all groups."""
-    said = own_process(["-c", PROGRAM + HOLDS, f"{tmp_path}/store"], 60)
-    assert said.split() == ["end", "over"]
-
+# So many children of one program, in pairs; what follows is what each is, to its end.
+PAIRS = """
+import fcntl, os, sys, threading, time, torch, torch.distributed as dist
+children = []
+while len(children) < PROCESSES:
+    pair, rank = divmod(len(children), 2)
+    child = os.fork()
+    if child == 0:
+        break
+    children.append(child)
+if len(children) == PROCESSES:
+    print(*[os.waitpid(child, 0)[1] for child in children], flush=True)
+    os._exit(0)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+import pycollect
+store = f"file://{sys.argv[1]}{pair}"
+dist.init_process_group("pycollect", init_method=store, rank=rank, world_size=2)
+"""
 
 WAITS = """
-import subprocess, sys
-RANK = '''
-import sys, threading, time, torch, torch.distributed as dist, pycollect
-rank = int(sys.argv[1])
-dist.init_process_group("pycollect", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 for _ in range(30):  # so many that some come late
     threading.Thread(target=lambda: dist.recv(torch.ones(3), 1 - rank), daemon=True).start()
 time.sleep(0.5)
-'''
-for run in range(3):
-    ranks = [[sys.executable, "-c", RANK, str(rank), sys.argv[1] + str(run)] for rank in range(2)]
-    pair = [subprocess.Popen(rank, stderr=subprocess.DEVNULL) for rank in ranks]
-    print(*[rank.wait() for rank in pair])
 """
 
-
-def test_programs_that_end_while_daemon_threads_wait(tmp_path):
-    """The threads wake when the groups end, and the interpreter has no lock for them any more."""
-    said = own_process(["-c", WAITS, f"{tmp_path}/store"], 200)
-    assert said.split() == ["0"] * 6
-
-
 ENDS = """
-import subprocess, sys
-RANKS = '''
-import os, sys, threading, time
-reader, writer = os.pipe()
-rank = 1 if os.fork() == 0 else 0
-import pycollect, torch, torch.distributed as dist
-dist.init_process_group("pycollect", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
+mine = os.open(sys.argv[1] + str(pair) + str(rank), os.O_WRONLY | os.O_CREAT)
+fcntl.flock(mine, fcntl.LOCK_EX)
 dist.barrier()
 if rank == 1:
-    os.close(writer)
-    os.read(reader, 1)  # until rank 0 has ended
+    fcntl.flock(os.open(sys.argv[1] + str(pair) + "0", os.O_RDONLY), fcntl.LOCK_SH)  # it has ended
     os._exit(0)
 work = dist.all_reduce(torch.ones(3), async_op=True)  # which rank 1 does not come to
 backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-end = dist.destroy_process_group if sys.argv[2] == "destroy" else backend.shutdown
+end = dist.destroy_process_group if pair % 2 else backend.shutdown
 del backend
 threading.Thread(target=end, daemon=True).start()
 time.sleep(0.1)
-'''
-for run in range(4):
-    ways = ["destroy", "shutdown"]
-    ranks = [[sys.executable, "-c", RANKS, sys.argv[1] + way + str(run), way] for way in ways]
-    pair = [subprocess.Popen(rank, stderr=subprocess.DEVNULL) for rank in ranks]
-    print(*[rank.wait() for rank in pair])
 """
-
-
-def test_programs_that_end_while_daemon_threads_end_groups(tmp_path):
-    said = own_process(["-c", ENDS, f"{tmp_path}/store"], 200)
-    assert said.split() == ["0"] * 8
-
 
 JOINS = """
 import atexit, sys, threading, time
@@ -156,9 +122,69 @@ thread.start()
 time.sleep(0.5)
 """
 
+PROGRAMS = {
+    "much": PROGRAM + MUCH,
+    "forks": PROGRAM + FORKS,
+    "holds": PROGRAM + HOLDS,
+    "waits": PAIRS.replace("PROCESSES", "4") + WAITS,
+    "ends": PAIRS.replace("PROCESSES", "8") + ENDS,
+    "joins": JOINS,
+}
 
-def test_a_thread_that_waits_is_joined_at_the_end(tmp_path):
-    assert "ended True" in own_process(["-c", JOINS, f"{tmp_path}/store"], 100)
+
+def ended(text: str, store: str) -> tuple[list[str], float]:
+    """What a program says, and when it has ended."""
+    said = own_process(["-W", "ignore", "-c", text, store], 100)
+    return said.split(), time.monotonic()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs(tmp_path_factory) -> Iterator[dict[str, Future]]:
+    """All begin at once, because most wait for the time of grace; each has a test."""
+    folder = tmp_path_factory.mktemp("stores")
+    with ThreadPoolExecutor(len(PROGRAMS)) as side_by_side:
+        yield {
+            name: side_by_side.submit(ended, text, f"{folder}/{name}")
+            for name, text in PROGRAMS.items()
+        }
+
+
+def test_a_fork_while_another_thread_asks(programs):
+    """No lock that a thread of the parent's holds is waited for."""
+    assert programs["forks"].result()[0] == ["hung", "0"]
+
+
+def test_programs_that_end_while_daemon_threads_wait(programs):
+    """The threads wake when the groups end, and the interpreter has no lock for them any more."""
+    assert programs["waits"].result()[0] == ["0"] * 4
+
+
+def test_a_program_that_ends_with_much_under_way(programs):
+    """One time of grace, however many groups there are."""
+    (end, *said), when = programs["much"].result()
+    assert said == ["over"] * 8
+    assert when - float(end) < 2 * DESTROYED + 4
+
+
+def test_a_callback_that_holds_another_group(programs):
+    """Which ends with it, while the interpreter ends all groups."""
+    assert programs["holds"].result()[0] == ["end", "over"]
+
+
+def test_programs_that_end_while_daemon_threads_end_groups(programs):
+    assert programs["ends"].result()[0] == ["0"] * 8
+
+
+@pytest.mark.slow
+def test_more_programs_that_end_while_daemon_threads_do(tmp_path):
+    """The last two again, whose moments differ from one to the next."""
+    for n, rest in enumerate((WAITS, ENDS)):
+        text = PAIRS.replace("PROCESSES", "6") + rest
+        assert ended(text, f"{tmp_path}/{n}")[0] == ["0"] * 6
+
+
+def test_a_thread_that_waits_is_joined_at_the_end(programs):
+    assert programs["joins"].result()[0][-2:] == ["ended", "True"]
 
 
 def closed_at_once(me: Me, groups: int, threads: int) -> int:

@@ -16,7 +16,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import BACKEND, OURS, Caught, Me, caught, fresh
-from dist_waits import AT_ONCE, DESTROYED, NOTICED, VICTIM, WAITS, after, begin, large
+from dist_waits import (
+    ASLEEP,
+    AT_ONCE,
+    DESTROYED,
+    NOTICED,
+    VICTIM,
+    WAITS,
+    after,
+    begin,
+    heard,
+    large,
+    others,
+    say,
+)
 
 pytestmark = pytest.mark.skipif(
     not OURS, reason=f"{BACKEND} has no type for it, hangs, or says nothing of the rank"
@@ -29,23 +42,28 @@ WAYS = [
 
 ANOTHER_PROGRAM = ("/bin/sleep", ["sleep", "5"])  # which ends when everybody must have noticed
 
+Found = tuple[int, Caught, float, tuple]  # what was called before, what was raised; the death
 
-def bereaved(me: Me, wait: str, when: float, how: str) -> tuple[int, Caught, tuple]:
-    """The victim dies at a moment; the others wait for it."""
+
+def bereaved(me: Me, wait: str, how: str) -> Found:
+    """The victim dies when the others wait for it."""
     called = begin(me)
+    say(me, "waits")
     if me.rank == VICTIM:
-        time.sleep(max(0.0, when - time.monotonic()))
+        heard(me, "waits", others(me))
+        time.sleep(ASLEEP)
+        say(me, "dies")
         if how == "exit":
             os._exit(0)
         if how == "exec":
             os.execv(*ANOTHER_PROGRAM)
         os.kill(os.getpid(), signal.SIGSEGV if how == "crash" else signal.SIGKILL)
     error = caught(WAITS[wait][1])
-    return called, error, after(me)
+    return called, error, heard(me, "dies", [VICTIM]), after(me)
 
 
-def check_loss(found: tuple[int, Caught, tuple], when: float, operation: str) -> None:
-    called, error, (refusal, refused, destroyed) = found
+def check_loss(found: Found, operation: str) -> None:
+    called, error, when, (refusal, refused, destroyed) = found
     assert error.kinds[:2] == ("PeerLost", "CollectiveError"), error
     assert "RuntimeError" in error.kinds, error
     assert error.when - when < NOTICED, f"{error.when - when:.2f} s: {error}"
@@ -62,14 +80,13 @@ def check_loss(found: tuple[int, Caught, tuple], when: float, operation: str) ->
 def lose(wait: str, how: str = "kill", watch: dict[str, str] | None = None) -> None:
     environ = tuple((f"PYCOLLECT_SHM_{key}", value) for key, value in (watch or {}).items())
     with fresh(3, environ=environ) as pool:
-        when = time.monotonic() + 0.4
-        outcomes = pool.outcomes(bereaved, wait, when, how, seconds=15)
+        outcomes = pool.outcomes(bereaved, wait, how, seconds=15)
     for rank, outcome in enumerate(outcomes):
         if rank == VICTIM:
             assert outcome.died
         else:
             assert not outcome.error, outcome.error
-            check_loss(outcome.value, when, WAITS[wait][0])
+            check_loss(outcome.value, WAITS[wait][0])
 
 
 @pytest.mark.parametrize("wait", WAITS)
@@ -179,23 +196,28 @@ def test_death_in_the_middle_of_large_calls():
         assert destroyed < DESTROYED
 
 
-def outlived(me: Me, when: float) -> tuple[int, Caught, tuple]:
+def outlived(me: Me) -> Found:
     """The victim has a child that lives on with all its descriptors."""
     called = begin(me)
+    say(me, "waits")
     if me.rank == VICTIM:
         if os.fork() == 0:
-            time.sleep(2)
+            heard(me, "noticed", others(me))
             os._exit(0)
-        time.sleep(max(0.0, when - time.monotonic()))
+        heard(me, "waits", others(me))
+        time.sleep(ASLEEP)
+        say(me, "dies")
         os.kill(os.getpid(), signal.SIGKILL)
-    return called, caught(dist.all_reduce, torch.ones(3)), after(me)
+    error = caught(dist.all_reduce, torch.ones(3))
+    end = after(me)
+    say(me, "noticed")
+    return called, error, heard(me, "dies", [VICTIM]), end
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("watch", ["pidfd", "hangup"])
 def test_a_child_outlives_its_rank(watch):
     with fresh(2, environ=(("PYCOLLECT_SHM_WATCH", watch),)) as pool:
-        when = time.monotonic() + 0.4
-        found = pool.outcomes(outlived, when, seconds=15)[0]
+        found = pool.outcomes(outlived, seconds=15)[0]
     assert not found.error, found.error
-    check_loss(found.value, when, "all_reduce")
+    check_loss(found.value, "all_reduce")

@@ -13,21 +13,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import BACKEND, OURS, Caught, Me, backend_of, caught, fresh
-from dist_waits import AT_ONCE, DESTROYED, NOTICED, VICTIM, WAITS, after, begin
+from dist_waits import AT_ONCE, DESTROYED, NOTICED, VICTIM, WAITS, after, begin, heard, others, say
 
 pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no type for it, or hangs")
 PATIENCE = 0.5  # seconds: the group's timeout
-LATE = 3.0
 
 
 def kept_waiting(me: Me, wait: str) -> tuple[Caught, float, tuple]:
+    """The victim comes when all others have given up."""
     begin(me)
     backend_of().set_timeout(datetime.timedelta(seconds=PATIENCE))
     dist.barrier()
     start = time.monotonic()
     if me.rank == VICTIM:
-        time.sleep(LATE)
+        heard(me, "raised", others(me))
     error = caught(WAITS[wait][1]) if me.rank != VICTIM else caught(dist.all_reduce, torch.ones(3))
+    say(me, "raised")
     return error, error.when - start, after(me)
 
 

@@ -9,7 +9,8 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from dist_pool import BACKEND, OURS, own_process
+from dist_pool import BACKEND, OURS
+from dist_whole import own_process
 
 BEGIN = f"""
 import os, sys

@@ -26,10 +26,10 @@ from dist_pool import (
     Pools,
     caught,
     fresh,
-    own_process,
     pools_of_a_module,
     shared_files,
 )
+from dist_whole import own_process
 
 CYCLES = int(os.environ.get("PYCOLLECT_TEST_CYCLES", "200"))
 SHARES = ("memfd", "named")

@@ -7,7 +7,8 @@ that more than the process has keeps it from making threads, and from nothing el
 from __future__ import annotations
 
 import pytest
-from dist_pool import OURS, own_process
+from dist_pool import OURS
+from dist_whole import own_process
 
 pytestmark = pytest.mark.skipif(not OURS, reason="has its threads from the beginning")
 

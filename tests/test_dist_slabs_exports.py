@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_fake import alive
-from dist_pool import OURS, Me, fresh, own_process
+from dist_pool import OURS, Me, fresh
+from dist_whole import own_process
 
 import pycollect as pc
 

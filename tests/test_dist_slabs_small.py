@@ -9,7 +9,8 @@ import dist_staged
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Me, caught, fresh, own_process
+from dist_pool import OURS, Caught, Me, caught, fresh
+from dist_whole import own_process
 
 import pycollect as pc
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Me, Pools, caught, fresh, own_process, pools_of_a_module
+from dist_pool import OURS, Caught, Me, Pools, caught, fresh, pools_of_a_module
+from dist_whole import own_process
 
 pytestmark = pytest.mark.skipif(not OURS, reason="stages by itself")
 WAYS = ("late", "eager")

@@ -10,13 +10,14 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from dist_held import held
-from dist_pool import OURS, Caught, Me, backend_of, caught, fresh
+from dist_pool import OURS, Caught, Me, Pool, backend_of, begun, caught, fresh
 from dist_waits import NOTICED
 
 pytestmark = pytest.mark.skipif(not OURS, reason="messages have no futures, or never end")
@@ -100,19 +101,6 @@ def destroyed(me: Me, what: str) -> tuple[Ends, dict[str, int], dict[str, int]]:
     return found, before, held()
 
 
-@pytest.mark.parametrize(
-    ("what", "ended"), [("messages", 10), ("collectives", 4), ("both", 14), ("awaited", 21)]
-)
-def test_destroyed_with_anything_under_way(what, ended):
-    """As futures, and what comes after those; and where threads wait."""
-    with fresh(2) as pool:
-        outcomes = pool.run(destroyed, what, seconds=2 * ENDED)
-        for found, before, after in outcomes:
-            assert not unsaid(found)
-            assert {**after, "threads": 0} == {**before, "threads": 0}
-        assert len(outcomes[0][0]) == ended
-
-
 def lost(me: Me, how: str) -> tuple[Ends, float]:
     """Nobody waits for what is under way."""
     dist.barrier()
@@ -132,17 +120,6 @@ def lost(me: Me, how: str) -> tuple[Ends, float]:
     if me.rank == 0 or how == "aborts":
         dist.destroy_process_group()
     return found, took
-
-
-@pytest.mark.parametrize("how", ["dies", "leaves", "aborts"])
-def test_nobody_waits_in_a_group_that_breaks(how):
-    with fresh(2) as pool:
-        for rank, outcome in enumerate(pool.outcomes(lost, how, seconds=40)):
-            if outcome.died:
-                continue
-            found, took = outcome.value
-            assert not unsaid(found)
-            assert took < (NOTICED + 1.0 if how != "leaves" else ENDED), (rank, took)
 
 
 def impatient() -> None:
@@ -252,10 +229,45 @@ def called_back(me: Me) -> list[Caught]:
     return outcomes
 
 
-def test_callbacks_that_raise_or_destroy_the_group():
-    with fresh(2) as pool:
-        (raises, destroying, message, pending), _ = pool.run(called_back, seconds=2 * ENDED)
-        assert "made up" in raises.text
-        assert not destroying.kind, destroying
-        assert not message.kind, message
-        assert "CollectiveError" in pending.kinds, pending
+# --- what all wait the time of grace for: begun with the first test, looked at here ---------------
+
+LONG = {
+    **{what: (destroyed, what) for what in ("messages", "collectives", "both", "awaited")},
+    **{how: (lost, how) for how in ("dies", "leaves", "aborts")},
+    "callbacks": (called_back,),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def long() -> Iterator[dict[str, Pool]]:
+    yield from begun(LONG, 2)
+
+
+@pytest.mark.parametrize(
+    ("what", "ended"), [("messages", 10), ("collectives", 4), ("both", 14), ("awaited", 21)]
+)
+def test_destroyed_with_anything_under_way(long, what, ended):
+    """As futures, and what comes after those; and where threads wait."""
+    outcomes = long[what].results(2 * ENDED)
+    for found, before, after in outcomes:
+        assert not unsaid(found)
+        assert {**after, "threads": 0} == {**before, "threads": 0}
+    assert len(outcomes[0][0]) == ended
+
+
+@pytest.mark.parametrize("how", ["dies", "leaves", "aborts"])
+def test_nobody_waits_in_a_group_that_breaks(long, how):
+    for rank, outcome in enumerate(long[how].answers(40)):
+        if outcome.died:
+            continue
+        found, took = outcome.value
+        assert not unsaid(found)
+        assert took < (NOTICED + 1.0 if how != "leaves" else ENDED), (rank, took)
+
+
+def test_callbacks_that_raise_or_destroy_the_group(long):
+    (raises, destroying, message, pending), _ = long["callbacks"].results(2 * ENDED)
+    assert "made up" in raises.text
+    assert not destroying.kind, destroying
+    assert not message.kind, message
+    assert "CollectiveError" in pending.kinds, pending

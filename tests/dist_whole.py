@@ -1,0 +1,32 @@
+"""Programs of their own, from their beginning to their end, for what no pool's rank can show."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+
+def own_process(arguments: list[str], seconds: float, **environ: str) -> str:
+    """Run a Python program to its end, in a session that a hang is killed with; its output."""
+    with tempfile.TemporaryDirectory(prefix="program_") as folder:  # torchrun leaves some there
+        child = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": folder, **environ},
+        )
+        try:
+            said, _ = child.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            said, _ = child.communicate()
+            pytest.fail(f"{arguments} hangs\n{said}", pytrace=False)
+    assert child.returncode == 0, said
+    return said
