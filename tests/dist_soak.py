@@ -31,7 +31,7 @@ import pycollect as pc
 STEPS = 60  # of a thread that nobody disturbs
 OPEN = 6  # calls that a rank has under way at the most
 TOLD = 8.0  # seconds after a death in which every survivor has raised, on a crowded machine
-USUAL, SHORT = 120.0, 4.0  # the groups' timeout; it is short where somebody is to miss it
+USUAL, SHORT = 120.0, 2.0  # the groups' timeout; it is short where somebody is to miss it
 FAULTS = ("", "pause", "death", "absence")
 
 
@@ -49,6 +49,11 @@ class Chapter:
 
     def loses(self, group: int) -> bool:
         return self.fault in ("death", "absence") and self.victim in self.groups[group]
+
+    def bereaved(self) -> set[int]:
+        """Who is in a group with the victim."""
+        lost = [members for n, members in enumerate(self.groups) if self.loses(n)]
+        return {rank for members in lost for rank in members} - {self.victim}
 
     def timeout(self, group: int) -> float:
         return SHORT if self.fault == "absence" and self.loses(group) else USUAL
@@ -160,21 +165,28 @@ class Thread:
                 self._finish_one()
 
 
+def wait_for(paths: list[Path]) -> None:
+    until = time.monotonic() + USUAL
+    while not all(path.exists() for path in paths) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 def strike(chapter: Chapter, me: int, pids: list[int], folder: str) -> None:
     """The victim dies, or the helper stops it for a while, once it has come to this chapter."""
     begun = Path(folder, f"begun_{chapter.seed}")
     if me == chapter.victim:
         begun.touch()
-    until = time.monotonic() + USUAL
-    while me == chapter.helper and not begun.exists() and time.monotonic() < until:
-        time.sleep(0.01)
+    if me == chapter.helper:
+        wait_for([begun])
     time.sleep(chapter.after)
     if chapter.fault == "death" and me == chapter.victim:
         Path(folder, f"death_{chapter.seed}").write_text(repr(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
     if chapter.fault in ("pause", "absence") and me == chapter.helper:
         os.kill(pids[chapter.victim], signal.SIGSTOP)
-        time.sleep(0.7 if chapter.fault == "pause" else SHORT + 4)
+        time.sleep(0.7)
+        if chapter.fault == "absence":  # it comes back when all have given up, and gone on
+            wait_for([Path(folder, f"over_{chapter.seed}_{rank}") for rank in chapter.bereaved()])
         os.kill(pids[chapter.victim], signal.SIGCONT)
 
 
@@ -224,6 +236,7 @@ class Story:
         )
         doer.start()
         self._join(chapter, threads)
+        Path(self.me.folder, f"over_{chapter.seed}_{self.me.rank}").touch()
         doer.join()
         if chapter.fault == "death":
             self.alive.remove(chapter.victim)
@@ -278,11 +291,7 @@ def tell(me: Me, seed: int, pids: list[int], without: frozenset[str]) -> float:
         dist.destroy_process_group()
         story.watched.check()
     except BaseException:
-        print(
-            f"seed {seed}, rank {me.rank} fails:",
-            traceback.format_exc(),
-            file=sys.stderr,
-            flush=True,
-        )
+        said = f"seed {seed}, rank {me.rank} fails: {traceback.format_exc()}"
+        print(said, file=sys.stderr, flush=True)
         os._exit(70)
     return story.latest
