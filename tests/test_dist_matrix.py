@@ -33,8 +33,9 @@ def pools() -> Iterator[Pools]:
 
 
 def cases(dtype: torch.dtype, world: int) -> Iterator[tuple[Case, tuple[str, ...]]]:
-    """Cases, and the layouts that each comes in. Eight ranks, and large sizes, take turns with the
-    layouts, and but for all_reduce with the ops: a piece knows nothing of either."""
+    """Cases, and the layouts that each comes in. Eight ranks, and large cases, take turns with the
+    layouts, and but for all_reduce of few ranks with the ops: a piece knows nothing of either.
+    Large cases take turns with the two sizes, too."""
     turn = 0
     for collective in COLLECTIVES:
         ops = dist_cases.ops(collective, dtype)
@@ -43,11 +44,11 @@ def cases(dtype: torch.dtype, world: int) -> Iterator[tuple[Case, tuple[str, ...
             for count in SMALL:
                 turn += 1
                 yield Case(collective, dtype, op, count), LAYOUTS if world < 8 else two_of(turn)
-        for count in (LARGE, OVER_MIB[dtype.itemsize])[: 2 if world < 8 else 1]:
+        every = collective == "all_reduce" and world < 8
+        for op in ops if every else (ops[turn // 2 % len(ops)],):
             turn += 1
-            every = collective == "all_reduce" and world < 8
-            for op in ops if every else (ops[turn % len(ops)],):
-                yield Case(collective, dtype, op, -(-count // blocks)), two_of(turn)
+            count = (OVER_MIB[dtype.itemsize], LARGE)[turn % 2 if world < 8 else 0]
+            yield Case(collective, dtype, op, -(-count // blocks)), two_of(turn)
 
 
 def two_of(turn: int) -> tuple[str, ...]:
@@ -59,6 +60,9 @@ def differs(actual: Tensor | None, wanted: Tensor | None, case: Case, close: int
     if actual is None or wanted is None:
         return "" if actual is wanted else "only one of them has a result"
     actual, wanted = actual.reshape(-1), wanted.reshape(-1)
+    large = actual.numel() > SMALL[-1] and actual.dtype == wanted.dtype
+    if large and torch.equal(raw(actual), raw(wanted)):
+        return ""  # as all should be; what follows takes longer, and knows of NaNs and zeros
     try:
         if close:
             assert_close([actual], [wanted], "gloo", close)
@@ -67,6 +71,10 @@ def differs(actual: Tensor | None, wanted: Tensor | None, case: Case, close: int
     except AssertionError as error:
         return str(error)
     return ""
+
+
+def raw(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
 
 
 def sweep(me: Me, dtype: torch.dtype) -> tuple[int, list[str]]:
@@ -91,10 +99,11 @@ def sweep(me: Me, dtype: torch.dtype) -> tuple[int, list[str]]:
     return run, wrong
 
 
-USUAL = (torch.float32, torch.bfloat16, torch.int64, torch.bool)  # for eight ranks in quick runs
+# Quick runs have every dtype with three ranks, and one of each kind with every other number.
+USUAL = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 EVERY = [
     pytest.param(
-        w, d, marks=[pytest.mark.slow] if w == 8 and d not in USUAL else [], id=f"{w}-{short(d)}"
+        w, d, marks=[] if w == 3 or d in USUAL else [pytest.mark.slow], id=f"{w}-{short(d)}"
     )
     for w in WORLDS
     for d in DTYPES
@@ -137,8 +146,7 @@ def beside_gloo(me: Me, dtype: torch.dtype) -> tuple[int, list[str]]:
     return run, wrong
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("world", "dtype"), EVERY)
 def test_as_gloo(pools, world, dtype):
     found = pools(world).run(beside_gloo, dtype)
     assert all(run for run, _ in found) or gloo_lacks(Case("broadcast", dtype))
