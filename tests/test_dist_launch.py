@@ -64,7 +64,8 @@ def right(said: str, world: int) -> None:
         assert word not in said, said
 
 
-@pytest.mark.parametrize("end", ["--destroy", "--leave"])
+# That a program may just end has a quick test in test_dist_lifecycle.py.
+@pytest.mark.parametrize("end", ["--destroy", pytest.param("--leave", marks=pytest.mark.slow)])
 def test_torchrun(tmp_path, end):
     if not OURS and end == "--leave":
         pytest.skip(f"{BACKEND} aborts now and then when a program just ends")

@@ -6,6 +6,8 @@ that more than the process has keeps it from making threads, and from nothing el
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from dist_pool import OURS
 from dist_whole import own_process
@@ -18,11 +20,25 @@ GIB = 1 << 30
 if resource.getrlimit(resource.RLIMIT_STACK)[0] != GIB:  # looked at when a program begins
     resource.setrlimit(resource.RLIMIT_STACK, (GIB, resource.getrlimit(resource.RLIMIT_STACK)[1]))
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+import torch, torch.distributed as dist
+folder, *jobs = sys.argv[1:]
+for job in jobs:  # each is two processes, all of them side by side
+    if os.fork() == 0:
+        break
+else:
+    while jobs:
+        os.wait()
+        jobs.pop()
+    os._exit(0)
+output = os.open(folder + "/" + job + ".said", os.O_WRONLY | os.O_CREAT)
+os.dup2(output, 1)
+os.dup2(output, 2)
 child = os.fork()
 rank = 1 if child == 0 else 0
-import pycollect, torch, torch.distributed as dist
+import pycollect
 torch.set_num_threads(1)
-dist.init_process_group("pycollect", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
+where = "file://" + folder + "/" + job
+dist.init_process_group("pycollect", init_method=where, rank=rank, world_size=2)
 dist.all_reduce(torch.ones(3))
 
 def limit(on):
@@ -45,12 +61,12 @@ def soon(ready):
         assert time.monotonic() < end
         time.sleep(0.001)
 
-JOB
+exec(open(folder + "/" + job + ".py").read())
 
 if rank == 1:
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
-print("good")
+print("good", flush=True)
 """
 
 ASYNCHRONOUS = """
@@ -149,6 +165,25 @@ dist.barrier()
 """
 
 
-@pytest.mark.parametrize("job", [ASYNCHRONOUS, BEHIND_ANOTHER, MESSAGES, COALESCED, BATCH])
-def test_no_more_threads(tmp_path, job):
-    assert own_process(["-c", PROGRAM.replace("JOB", job), f"{tmp_path}/store"], 60) == "good\n"
+JOBS = {
+    "asynchronous": ASYNCHRONOUS,
+    "behind_another": BEHIND_ANOTHER,
+    "messages": MESSAGES,
+    "coalesced": COALESCED,
+    "batch": BATCH,
+}
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory) -> Path:
+    """Where each job has said "good", or what was wrong."""
+    folder = tmp_path_factory.mktemp("jobs")
+    for name, job in JOBS.items():
+        (folder / f"{name}.py").write_text(job)
+    own_process(["-W", "ignore", "-c", PROGRAM, str(folder), *JOBS], 60)
+    return folder
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_no_more_threads(outputs, job):
+    assert (outputs / f"{job}.said").read_text() == "good\n"

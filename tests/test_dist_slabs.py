@@ -39,8 +39,20 @@ def launches(me: Me) -> int:
     return me.fake.gpu.books().get("launch", 0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize("staged", WAYS)
+# Quick runs have every dtype on late devices, of which much may be missed, and one on all.
+EVERY = [
+    pytest.param(
+        w,
+        d,
+        marks=[] if w == "late:stream" or d == torch.float32 else [pytest.mark.slow],
+        id=f"{w}-{short(d)}",
+    )
+    for w in WAYS
+    for d in DTYPES
+]
+
+
+@pytest.mark.parametrize(("staged", "dtype"), EVERY)
 def test_bits_of_the_host(pools, staged, dtype):
     pool = pools(3, staged=staged, beside=None)
     found = pool.run(dist_staged.sweep, dtype, "cpu", seconds=60.0)

@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_fake import alive
-from dist_pool import OURS, Me, fresh
-from dist_whole import own_process
+from dist_pool import OURS, Me, fresh, said
 
 import pycollect as pc
 
@@ -117,8 +116,8 @@ def test_what_cannot_be_opened_goes_another_way():
     with fresh(3, group=False, environ=INFO) as pool:
         for found in pool.run(unreachable, "best", "open by name"):
             assert found == (3000.0, False, 2, {}, [])
-        said = log_of(pool, 0)
-        assert "PYCOLLECT_CUDA_IPC=fd; legacy: other processes could not open it" in said
+        log = log_of(pool, 0)
+        assert "PYCOLLECT_CUDA_IPC=fd; legacy: other processes could not open it" in log
         for rank, found in enumerate(pool.run(unreachable, "best", "open")):
             assert found == (3000.0, True, 0 if rank == VICTIM else 2, {}, [])
         assert "made up, in open; otherwise rank 1: CUDA error" in log_of(pool, 0)
@@ -137,6 +136,6 @@ try:
 except ValueError as error:
     print(error)
 """
-    said = own_process(["-c", program], 60, PYCOLLECT_CUDA_IPC="pidfd")
-    assert said.strip() == "PYCOLLECT_CUDA_IPC is 'pidfd'; allowed are legacy, fd"
-    own_process(["-c", program], 60, PYCOLLECT_CUDA_IPC="LEGACY")
+    refusal = "PYCOLLECT_CUDA_IPC is 'pidfd'; allowed are legacy, fd"
+    assert said(program, PYCOLLECT_CUDA_IPC="pidfd").strip() == refusal
+    assert said(program, PYCOLLECT_CUDA_IPC="LEGACY") == ""

@@ -9,8 +9,7 @@ import dist_staged
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Me, caught, fresh
-from dist_whole import own_process
+from dist_pool import OURS, Caught, Me, caught, fresh, said
 
 import pycollect as pc
 
@@ -159,4 +158,4 @@ print(made.cuda_host_bytes)
 def test_the_variable(options, environ, says):
     program = PROGRAM.format(options=options)
     told = f"try:\n  exec({program!r})\nexcept ValueError as error:\n  print(error)"
-    assert own_process(["-c", told], 60, PYCOLLECT_CUDA_HOST_BYTES=environ).strip() == says
+    assert said(told, PYCOLLECT_CUDA_HOST_BYTES=environ).strip() == says

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Me, Pools, caught, fresh, pools_of_a_module
-from dist_whole import own_process
+from dist_pool import OURS, Caught, Me, Pools, caught, fresh, pools_of_a_module, said
 
 pytestmark = pytest.mark.skipif(not OURS, reason="stages by itself")
 WAYS = ("late", "eager")
@@ -172,9 +171,9 @@ dist.destroy_process_group()
 
 
 def test_the_rung_is_said_once():
-    said = own_process(["-c", PROGRAM.replace("{options}", "{}")], 60, PYCOLLECT_LOG="info")
-    assert said.count("PYCOLLECT_CUDA_SYNC=host") == 1
-    assert "pinned memory" in said
+    lines = said(PROGRAM.replace("{options}", "{}"), PYCOLLECT_LOG="info")
+    assert lines.count("PYCOLLECT_CUDA_SYNC=host") == 1
+    assert "pinned memory" in lines
 
 
 @pytest.mark.parametrize(
@@ -189,4 +188,4 @@ def test_the_rung_is_said_once():
 def test_rungs_by_name(options, environ, says):
     program = PROGRAM.replace("{options}", options)
     caught_too = f"try:\n  exec({program!r})\nexcept ValueError as error:\n  print(error)"
-    assert own_process(["-c", caught_too], 60, PYCOLLECT_CUDA_SYNC=environ).strip() == says
+    assert said(caught_too, PYCOLLECT_CUDA_SYNC=environ).strip() == says
