@@ -15,9 +15,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import pytest
@@ -215,10 +216,18 @@ def fresh(world: int, **spec: Any) -> Any:
         pool.close()
 
 
-def begun(jobs: dict[str, tuple[Any, ...]], world: int, **spec: Any) -> Iterator[dict[str, Pool]]:
+def begun(
+    jobs: dict[Any, tuple[Any, ...]],
+    world: int,
+    each: Mapping[Any, dict[str, Any]] = MappingProxyType({}),  # what is the spec of some
+    **spec: Any,
+) -> Iterator[dict[Any, Pool]]:
     """For a fixture: jobs that mostly wait, and their arguments, side by side in fresh pools."""
     with contextlib.ExitStack() as stack:
-        pools = {name: stack.enter_context(fresh(world, **spec)) for name in jobs}
+        pools = {
+            name: stack.enter_context(fresh(world, **{**spec, **each.get(name, {})}))
+            for name in jobs
+        }
         for name, (job, *args) in jobs.items():
             pools[name].begin(job, *args)
         yield pools

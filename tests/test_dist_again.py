@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Caught, Me, Pools, caught, fresh, pools_of_a_module
+from dist_pool import BACKEND, OURS, Caught, Me, Pool, Pools, begun, caught, pools_of_a_module
 
 pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no options, or hangs")
 SOON = 1.0  # seconds: the timeout of attempts that fail
@@ -232,10 +232,18 @@ def patient(me: Me, timeout: datetime.timedelta) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("days", [365 * 293, 365 * 290_000])
-def test_a_timeout_that_no_clock_reaches(days):
-    with fresh(2, group=False) as pool:
-        pool.run(patient, datetime.timedelta(days=days))
+DAYS = (365 * 293, 365 * 290_000)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patients() -> Iterator[dict[int, Pool]]:
+    jobs = {days: (patient, datetime.timedelta(days=days)) for days in DAYS}
+    yield from begun(jobs, 2, group=False)
+
+
+@pytest.mark.parametrize("days", DAYS)
+def test_a_timeout_that_no_clock_reaches(patients, days):
+    patients[days].results()
 
 
 def test_a_timeout_that_torch_cannot_hand_over():

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Me, Pools, caught, fresh, pools_of_a_module
+from dist_pool import OURS, Caught, Me, Pool, Pools, begun, caught, pools_of_a_module
 from reference import assert_same
 from torch import Tensor
 
@@ -163,14 +163,24 @@ def lonely(me: Me, how: str) -> Caught:
     return caught(dist.isend(torch.zeros(3_000_000), 0).wait)
 
 
-@pytest.mark.parametrize("how", ["irecv", "irecv from anybody", "isend"])
+LONELY = ("irecv", "irecv from anybody", "isend")
+
+
+@pytest.fixture(scope="module")
+def lonely_ones() -> Iterator[dict[int, dict[str, Pool]]]:
+    jobs = {how: (lonely, how) for how in LONELY}
+    for alone in begun(jobs, 1, timeout=1.0):
+        for pairs in begun(jobs, 2, timeout=1.0):
+            yield {1: alone, 2: pairs}
+
+
+@pytest.mark.parametrize("how", LONELY)
 @pytest.mark.parametrize("world", [1, 2])
-def test_without_the_other_end(how, world):
+def test_without_the_other_end(lonely_ones, how, world):
     missing = 1 if world == 2 and how == "irecv from anybody" else 0
-    with fresh(world, timeout=1.0) as pool:
-        for error in pool.run(lonely, how):
-            assert error.kind == "Timeout", error
-            assert f"rank {missing} did not arrive" in error.text
+    for error in lonely_ones[world][how].results():
+        assert error.kind == "Timeout", error
+        assert f"rank {missing} did not arrive" in error.text
 
 
 def refused(me: Me) -> list[Caught]:

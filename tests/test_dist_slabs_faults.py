@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import dist_fake
@@ -15,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_fake import alive
-from dist_pool import OURS, Caught, Me, caught, fresh
+from dist_pool import OURS, Caught, Me, Pool, begun, caught, fresh
+from dist_waits import heard, say
 
 pytestmark = pytest.mark.skipif(not OURS, reason="has slabs of its own")
 VICTIM = 1
@@ -124,16 +126,24 @@ def held_up(me: Me) -> tuple[bool, Caught, Caught, float]:
     return first.kind == "", first, second, x.sum().item()
 
 
-@pytest.mark.parametrize("rung", ["stream", "wait"])
-def test_a_stream_that_never_comes_to_it(rung):
-    with fresh(3, staged=f"eager:{rung}", timeout=1.0) as pool:
-        for passed, first, second, total in pool.run(held_up):
-            error = second if passed else first
-            assert passed == (rung == "stream"), first
-            assert "Timeout" in error.kinds, error
-            assert f"rank {VICTIM}" in error.text, error
-            assert "CollectiveError" in second.kinds
-            assert total == 3000.0
+RUNGS = ("stream", "wait")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def held() -> Iterator[dict[str, Pool]]:
+    each = {rung: {"staged": f"eager:{rung}"} for rung in RUNGS}
+    yield from begun(dict.fromkeys(RUNGS, (held_up,)), 3, each, timeout=1.0)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_stream_that_never_comes_to_it(held, rung):
+    for passed, first, second, total in held[rung].results():
+        error = second if passed else first
+        assert passed == (rung == "stream"), first
+        assert "Timeout" in error.kinds, error
+        assert f"rank {VICTIM}" in error.text, error
+        assert "CollectiveError" in second.kinds
+        assert total == 3000.0
 
 
 # --- lives ----------------------------------------------------------------------------------------
@@ -165,10 +175,13 @@ def alone(me: Me) -> tuple[float, dict[str, int], list[str]]:
     made, fake = dist_fake.options("eager:stream")
     me.init("alone", pg_options=made)
     dist.all_reduce(torch.ones(3))
-    time.sleep(3.0 * (me.rank == VICTIM))
+    if me.rank == VICTIM:
+        heard(me, "destroyed", [0])
     begin = time.monotonic()
     dist.destroy_process_group()
-    return time.monotonic() - begin, alive(fake), fake.gpu.fouls()
+    took = time.monotonic() - begin
+    say(me, "destroyed")
+    return took, alive(fake), fake.gpu.fouls()
 
 
 @pytest.mark.slow

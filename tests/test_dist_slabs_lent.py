@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import dist_fake
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Me, caught, fresh
+from dist_pool import OURS, Me, Pool, begun, caught, fresh
 from dist_tracts import LARGE, in_the_end, launches, listened, make, use
+from dist_waits import heard, say
 from test_dist_slabs_faults import NOTICED, VICTIM, bereave, work_of
 
 pytestmark = pytest.mark.skipif(not OURS, reason="has memory of its own")
@@ -78,17 +79,25 @@ def held_up(me: Me) -> tuple[Any, ...]:
     return first.kind == "", first, second, total, use().used == before
 
 
-@pytest.mark.parametrize("rung", ["stream", "wait"])
-def test_a_stream_that_never_comes_to_it(rung):
-    with fresh(3, staged=f"eager:{rung}", timeout=1.0) as pool:
-        for passed, first, second, total, kept in pool.run(held_up):
-            error = second if passed else first
-            assert passed == (rung == "stream"), first
-            assert "Timeout" in error.kinds, error
-            assert f"rank {VICTIM}" in error.text, error
-            assert "CollectiveError" in second.kinds
-            assert total == 3000.0
-            assert kept
+RUNGS = ("stream", "wait")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def held() -> Iterator[dict[str, Pool]]:
+    each = {rung: {"staged": f"eager:{rung}"} for rung in RUNGS}
+    yield from begun(dict.fromkeys(RUNGS, (held_up,)), 3, each, timeout=1.0)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_stream_that_never_comes_to_it(held, rung):
+    for passed, first, second, total, kept in held[rung].results():
+        error = second if passed else first
+        assert passed == (rung == "stream"), first
+        assert "Timeout" in error.kinds, error
+        assert f"rank {VICTIM}" in error.text, error
+        assert "CollectiveError" in second.kinds
+        assert total == 3000.0
+        assert kept
 
 
 def well(me: Me) -> list[int]:
@@ -177,10 +186,12 @@ def alone(me: Me) -> tuple[float, dict[str, int], list[str]]:
     me.init("alone", pg_options=made)
     x = make(LARGE).fill_(1)
     dist.all_reduce(x)
-    time.sleep(5.0 * (me.rank == 0))  # the leader, who has the other's open
+    if me.rank == 0:
+        heard(me, "destroyed", [1])  # which waits for the leader, who has its memory open
     begin = time.monotonic()
     dist.destroy_process_group()
     took = time.monotonic() - begin
+    say(me, "destroyed")
     del x
     return took, in_the_end(fake), fake.gpu.fouls()
 

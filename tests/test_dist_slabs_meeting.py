@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import datetime
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import dist_fake
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_fake import alive
-from dist_pool import OURS, Caught, Me, backend_of, caught, fresh
+from dist_pool import OURS, Caught, Me, Pool, backend_of, begun, caught, fresh
 
 pytestmark = pytest.mark.skipif(not OURS, reason="has slabs of its own")
 VICTIM = 1
@@ -93,18 +94,6 @@ def test_memory_that_does_not_arrive():
             assert "rank 0: what rank 1 wrote here has not arrived" in first.text, first
 
 
-@pytest.mark.slow  # for the 10 seconds that a step has
-def test_a_wait_for_what_does_not_come_is_let_go():
-    """One rank's writes are lost: all end in the meeting, and the device keeps no memory."""
-    with fresh(3, group=False) as pool:
-        for first, second, total, staged, _, left, fouls in pool.run(
-            met, "best", "write", 0, True, seconds=60
-        ):
-            assert (first.kind, second.kind) == ("", ""), (first, second)
-            assert (total, staged) == (900.0, False)
-            assert (left, fouls) == ({}, [])
-
-
 def left_alone(me: Me) -> tuple[Caught, dict[str, int], list[str]]:
     """One rank is so slow in the meeting that the others give up, while it has their memory."""
     made, fake = dist_fake.options("eager:stream")
@@ -114,13 +103,27 @@ def left_alone(me: Me) -> tuple[Caught, dict[str, int], list[str]]:
     return error, alive(fake), fake.gpu.fouls()
 
 
+@pytest.fixture(scope="module")
+def long() -> Iterator[dict[str, Pool]]:
+    jobs = {"lost": (met, "best", "write", 0, True), "left alone": (left_alone,)}
+    yield from begun(jobs, 3, group=False)
+
+
 @pytest.mark.slow  # for the 10 seconds that a step has
-def test_memory_that_others_may_have_open_is_kept():
-    with fresh(3, group=False) as pool:
-        for error, left, fouls in pool.run(left_alone, seconds=60):
-            assert error.kind == "Timeout", error
-            assert f"rank {VICTIM} did not arrive" in error.text
-            assert (left, fouls) == ({"allocated": 1}, [])
+def test_a_wait_for_what_does_not_come_is_let_go(long):
+    """One rank's writes are lost: all end in the meeting, and the device keeps no memory."""
+    for first, second, total, staged, _, left, fouls in long["lost"].results(60):
+        assert (first.kind, second.kind) == ("", ""), (first, second)
+        assert (total, staged) == (900.0, False)
+        assert (left, fouls) == ({}, [])
+
+
+@pytest.mark.slow  # for the 10 seconds that a step has
+def test_memory_that_others_may_have_open_is_kept(long):
+    for error, left, fouls in long["left alone"].results(60):
+        assert error.kind == "Timeout", error
+        assert f"rank {VICTIM} did not arrive" in error.text
+        assert (left, fouls) == ({"allocated": 1}, [])
 
 
 def different(me: Me) -> Caught:

@@ -8,13 +8,15 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import dist_fake
 import pytest
 import torch
 import torch.distributed as dist
 from dist_fake import alive
-from dist_pool import OURS, Caught, Me, backend_of, caught, fresh
+from dist_pool import OURS, Caught, Me, Pool, backend_of, begun, caught, fresh
 
 pytestmark = pytest.mark.skipif(not OURS, reason="has memory of its own for messages")
 COUNT = 100_000  # large
@@ -135,14 +137,20 @@ def never_fetched(me: Me) -> Caught:
     return caught(dist.recv, y, 0)
 
 
-@pytest.mark.parametrize(
-    ("job", "late"), [(never_received, 1), (never_sent, 0), (never_fetched, 1)]
-)
-def test_an_end_that_is_late(job, late):
-    with fresh(2, staged="late:stream", timeout=1.0) as pool:
-        for error in pool.run(job):
-            assert "Timeout" in error.kinds, error
-            assert f"rank {late}" in error.text, error
+LATE = {"never_received": 1, "never_sent": 0, "never_fetched": 1}  # and whose end is missing
+
+
+@pytest.fixture(scope="module")
+def late_ends() -> Iterator[dict[str, Pool]]:
+    jobs = {job.__name__: (job,) for job in (never_received, never_sent, never_fetched)}
+    yield from begun(jobs, 2, staged="late:stream", timeout=1.0)
+
+
+@pytest.mark.parametrize("job", LATE)
+def test_an_end_that_is_late(late_ends, job):
+    for error in late_ends[job].results():
+        assert "Timeout" in error.kinds, error
+        assert f"rank {LATE[job]}" in error.text, error
 
 
 def aborted(me: Me) -> Caught:
@@ -183,12 +191,6 @@ def test_destroyed_while_the_receiver_comes():
         assert first < 3.0
 
 
-@pytest.mark.slow
-def test_destroyed_while_nobody_receives():
-    with fresh(2, staged="late:stream") as pool:
-        assert max(took for _, took in pool.run(destroyed, False)) < 12.0
-
-
 def destroyed_while_fetching(me: Me, ends: bool) -> tuple[Caught, dict[str, int], list[str]]:
     """A device that is yet to copy, or never will: until then nobody lets go of the memory."""
     made, fake = dist_fake.options("late:stream")
@@ -209,66 +211,29 @@ def destroyed_while_fetching(me: Me, ends: bool) -> tuple[Caught, dict[str, int]
     return error, left, fake.gpu.fouls()
 
 
+@pytest.fixture(scope="module")
+def graceful() -> Iterator[dict[Any, Pool]]:
+    """Slow, for the time of grace."""
+    for lonely in begun({"lonely": (destroyed, False)}, 2, staged="late:stream"):
+        jobs = {ends: (destroyed_while_fetching, ends) for ends in (True, False)}
+        for pools in begun(jobs, 2, group=False, timeout=1.0):
+            yield lonely | pools
+
+
+@pytest.mark.slow
+def test_destroyed_while_nobody_receives(graceful):
+    assert max(took for _, took in graceful["lonely"].results()) < 12.0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", [True, False])
-def test_destroyed_while_a_device_fetches(ends):
-    with fresh(2, group=False, timeout=1.0) as pool:
-        (first, sender, _), (second, receiver, _) = found = pool.run(destroyed_while_fetching, ends)
-        assert "Timeout" in first.kinds, first
-        assert "Timeout" in second.kinds, second
-        assert sender == ({} if ends else {"allocated": 1})
-        assert receiver == ({} if ends else {"opened": 1})
-        assert [fouls for _, _, fouls in found] == [[], []]
-
-
-# --- devices that fail ----------------------------------------------------------------------------
-
-
-def failing(me: Me, end: int, after: int) -> tuple[Caught, list[bool]]:
-    """One of the calls for a message fails on one end."""
-    acquaint(me)
-    x, y = torch.full((COUNT,), 7.0), torch.zeros(COUNT)
-    if me.rank == end:
-        me.fake.fail_call(after)
-    error = caught(dist.send, x, 1) if me.rank == 0 else caught(dist.recv, y, 0)
-    me.fake.fail_call(-1)
-    return error, [bool((y == 7.0).all())]
-
-
-@pytest.mark.parametrize("end", [0, 1])
-@pytest.mark.parametrize("after", range(6))
-def test_every_call_of_a_device(end, after):
-    """Who has the failing device hears of it; the other has an error in time, or its data."""
-    with fresh(2, staged="late:stream", timeout=1.0) as pool:
-        errors, right = zip(*pool.run(failing, end, after), strict=True)
-        if errors[end].kind:
-            assert "made up" in errors[end].text, errors
-        other = errors[1 - end]
-        assert not other.kind or "CollectiveError" in other.kinds, errors
-        assert errors[1].kind or right[1] == [True]
-    assert after > 3 or errors[end].kind, "nothing failed"
-
-
-def failing_to_stage(me: Me) -> tuple[Caught, float]:
-    """The receiver asks for the bytes, and the sender's device does not give them."""
-    x = torch.ones(COUNT)
-    if me.rank == 0:
-        work = dist.isend(x, 1)
-        time.sleep(0.3)  # until it has been posted
-        me.fake.fail_call(0)
-        return caught(work.wait), 0.0
-    me.fake.gpu.fail("open")
-    time.sleep(0.6)
-    start = time.monotonic()
-    return caught(dist.recv, x, 0), time.monotonic() - start
-
-
-def test_a_sender_that_cannot_give_the_bytes():
-    with fresh(2, staged="late:stream") as pool:
-        (sender, _), (receiver, took) = pool.run(failing_to_stage)
-        assert "made up" in sender.text, sender
-        assert "CollectiveError" in receiver.kinds, receiver
-        assert took < NOTICED
+def test_destroyed_while_a_device_fetches(graceful, ends):
+    (first, sender, _), (second, receiver, _) = found = graceful[ends].results()
+    assert "Timeout" in first.kinds, first
+    assert "Timeout" in second.kinds, second
+    assert sender == ({} if ends else {"allocated": 1})
+    assert receiver == ({} if ends else {"opened": 1})
+    assert [fouls for _, _, fouls in found] == [[], []]
 
 
 # --- lives ----------------------------------------------------------------------------------------

@@ -7,11 +7,12 @@ writes, which is not there yet.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Me, backend_of, caught, fresh, pools_of_a_module
+from dist_pool import OURS, Caught, Me, Pool, backend_of, begun, caught, pools_of_a_module
 from dist_step import is_in_step, ones
 
 pytestmark = pytest.mark.skipif(not OURS, reason="what only this backend promises")
@@ -120,12 +121,20 @@ def never(me: Me) -> tuple[Caught, Caught]:
     return first, second
 
 
-@pytest.mark.parametrize("staged", ["late", *SLABS])
-def test_a_stream_that_never_comes_to_it(staged):
-    with fresh(2, staged=staged, timeout=1.0) as pool:
-        for first, second in pool.run(never):
-            assert first.kinds[:2] == ("Timeout", "CollectiveError"), first
-            assert "CollectiveError" in second.kinds, second
+HELD = ("late", *SLABS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def held() -> Iterator[dict[str, Pool]]:
+    each = {staged: {"staged": staged} for staged in HELD}
+    yield from begun(dict.fromkeys(HELD, (never,)), 2, each, timeout=1.0)
+
+
+@pytest.mark.parametrize("staged", HELD)
+def test_a_stream_that_never_comes_to_it(held, staged):
+    for first, second in held[staged].results():
+        assert first.kinds[:2] == ("Timeout", "CollectiveError"), first
+        assert "CollectiveError" in second.kinds, second
 
 
 def device_fails(me: Me, most: int) -> list[tuple[Caught, float]]:
