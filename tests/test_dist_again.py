@@ -19,6 +19,7 @@ from dist_pool import BACKEND, OURS, Caught, Me, Pool, Pools, begun, caught, poo
 
 pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no options, or hangs")
 SOON = 1.0  # seconds: the timeout of attempts that fail
+AT_ONCE = 0.2  # the same where nobody is to come
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +153,7 @@ class Late(Behind):
         if self.store.check(keys_and_timeout[0]):
             return
         self.waits += 1
-        time.sleep(SOON + 0.2)
+        time.sleep(AT_ONCE + 0.2)
         raise RuntimeError("timed out")
 
 
@@ -186,7 +187,7 @@ def test_a_meeting_that_is_closed_while_a_rank_looks_at_it(tmp_path, kind):
 def test_a_time_limit_on_a_store_that_tells_of_its_own_late():
     """Whoever is missing is looked for once more, and not waited for."""
     store = Late(dist.HashStore())
-    assert caught(meet, store, 0, 2, SOON).kind == "Timeout"
+    assert caught(meet, store, 0, 2, AT_ONCE).kind == "Timeout"
     assert store.waits == 2
 
 

@@ -95,8 +95,9 @@ def test_a_rank_dies_while_all_meet(share, delay):
 # --- late is not dead -----------------------------------------------------------------------------
 
 
-def patient(me: Me, when: float) -> float:
+def patient(me: Me, seconds: float) -> float:
     x, go_on = torch.ones(300_000), torch.ones(1)
+    when = time.monotonic() + seconds
     while go_on.item():  # rank 0 decides: clocks are read at different moments
         dist.all_reduce(x, dist.ReduceOp.MAX)
         go_on.fill_(float(time.monotonic() < when))
@@ -108,7 +109,7 @@ def patient(me: Me, when: float) -> float:
 @pytest.fixture(scope="module", autouse=True)
 def still() -> Iterator[dict[str, Pool]]:
     """Stopped for two seconds (a debugger, a suspended machine), then it goes on."""
-    jobs = {watch: (patient, time.monotonic() + 3) for watch in WATCHES}
+    jobs = dict.fromkeys(WATCHES, (patient, 3.0))
     each = {watch: {"environ": (("PYCOLLECT_SHM_WATCH", watch),)} for watch in WATCHES}
     for pools in begun(jobs, 2, each):
         for pool in pools.values():

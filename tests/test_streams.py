@@ -65,9 +65,13 @@ def ways_from(seed: int) -> Any:
     return way
 
 
-def test_random_plans_on_random_devices() -> None:
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [(0, 144), pytest.param(144, 400, marks=pytest.mark.slow)],  # each way of 48 comes thrice
+)
+def test_random_plans_on_random_devices(first: int, last: int) -> None:
     waits = refused = 0
-    for seed in range(400):
+    for seed in range(first, last):
         try:
             rehearsal, what = random_call(seed)
         except ValueError as error:  # many buffers of one rank, out of reach, in one step
@@ -79,7 +83,7 @@ def test_random_plans_on_random_devices() -> None:
         for order in (-1, 0, 1):
             assert rehearsal.mismatch(order) is None, what
         waits += rehearsal.waits
-    assert waits > 15_000
+    assert waits > 37 * (last - first)
     assert refused < 10
 
 
