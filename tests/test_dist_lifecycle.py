@@ -36,8 +36,6 @@ SHARES = ("memfd", "named")
 WATCHES = ("pidfd", "hangup")
 ours_only = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no such thing")
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
@@ -72,6 +70,7 @@ def cycles(me: Me, count: int) -> tuple[dict[str, int], dict[str, int]]:
     return before, held()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("watch", WATCHES)
 def test_cycles_leave_nothing(share, watch):
