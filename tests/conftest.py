@@ -1,9 +1,11 @@
-"""What every test gets: its own torch state, repeatable examples, and loud skips without a GPU."""
+"""What every test gets: its own torch state, repeatable examples, loud skips without a GPU."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import hypothesis
@@ -20,6 +22,10 @@ MISSING = {
     "of GPU memory": "the GPU has too little free memory for them",
 }
 
+# What leaves the slow tests out (pyproject.toml), and how long one of them takes on two cores.
+QUICK, SECONDS_EACH = "not slow", 1.5
+LEFT_OUT = pytest.StashKey[list[pytest.Item]]()
+
 # Derandomized: the same examples in every run, so that a red run is red again. No deadline: ranks
 # outnumber cores here, and a slow machine is no defect. HYPOTHESIS_PROFILE=explore looks further.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -31,6 +37,20 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == QUICK:  # done here, so that nothing else is counted as slow
+        config.option.markexpr = ""
+        config.stash[LEFT_OUT] = []
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (left_out := config.stash.get(LEFT_OUT, None)) is not None:
+        left_out += (item for item in items if item.get_closest_marker("slow"))
+        items[:] = (item for item in items if not item.get_closest_marker("slow"))
+        config.hook.pytest_deselected(items=left_out)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda") is None or torch.cuda.is_available():
         return
@@ -39,13 +59,34 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     pytest.skip(NO_GPU)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # its lines are the last
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    yield
     skipped = terminalreporter.stats.get("skipped", [])
     for reason, advice in MISSING.items():
         count = sum(reason in str(report.longrepr) for report in skipped)
         if count:
             tests = "1 test" if count == 1 else f"{count} tests"
             terminalreporter.write_line(f"{tests} did not run: {advice}", yellow=True)
+    if left_out := terminalreporter.config.stash.get(LEFT_OUT, []):
+        terminalreporter.write_line(say_left_out(left_out))
+
+
+def say_left_out(items: list[pytest.Item]) -> str:
+    run = [i for i in items if torch.cuda.is_available() or not i.get_closest_marker("cuda")]
+    minutes = max(1, math.ceil(len(run) * SECONDS_EACH / 60))
+    tests = "1 slow test was" if len(items) == 1 else f"{len(items)} slow tests were"
+    about = "1 minute" if minutes == 1 else f"{minutes} minutes"
+    return f"{tests} left out; about {about}: python -m pytest -q -m slow"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_tmp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests and their processes leave in the folder for temporary files goes with pytest's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
+        patch.setattr(tempfile, "tempdir", None)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ SETTINGS = {
 
 def in_a_process(settings, *what):
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *what],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "", *what],
         cwd=Path(__file__).parents[1],
         env=os.environ | settings,
         timeout=300,

@@ -1,16 +1,16 @@
-"""Tests that do not run for want of hardware or of a package are counted at the end, by reason."""
+"""Tests that do not run for want of hardware or of a package are counted at the end, by reason, and
+slow ones that were left out as well.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
-
-pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 TESTS = """
@@ -51,18 +51,38 @@ def test_runs():
 """
 
 
-def run(folder: Path, **environ: str) -> str:
+SLOW = """
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", range(60))
+def test_slow(n):
+    pass
+
+
+@pytest.mark.slow
+@pytest.mark.cuda
+def test_slow_on_a_gpu():
+    pass
+
+
+def test_quick():
+    pass
+"""
+
+
+def run(folder: Path, *arguments: str, tests: str = TESTS, **environ: str) -> str:
     for name in ("conftest.py", "homes.py"):
         shutil.copy(HERE / name, folder)
-    (folder / "test_some.py").write_text(TESTS)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers = cuda: needs a GPU\n")
+    (folder / "test_some.py").write_text(tests)
+    shutil.copy(HERE.parent / "pyproject.toml", folder)
     hidden = {"CUDA_VISIBLE_DEVICES": "", "PYCOLLECT_TEST_GPU": "cuda:0"}
     paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", folder],
+    done = programs.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, "."],
+        cwd=folder,
         env=os.environ | hidden | {"PYTHONPATH": os.pathsep.join(paths)} | environ,
-        capture_output=True,
-        text=True,
         timeout=120,
     )
     return done.stdout
@@ -83,3 +103,27 @@ def test_a_gpu_may_be_insisted_on(tmp_path: Path) -> None:
     said = run(tmp_path, PYCOLLECT_REQUIRE_CUDA="1")
     assert "PYCOLLECT_REQUIRE_CUDA=1 forbids to skip it" in said
     assert "2 errors" in said or "2 failed" in said
+
+
+def test_slow_tests_are_left_out_and_counted(tmp_path: Path) -> None:
+    """By the default of this project; those on a GPU that is not there would take no time."""
+    *_, line, last = run(tmp_path, tests=SLOW).splitlines()
+    assert line == "61 slow tests were left out; about 2 minutes: python -m pytest -q -m slow"
+    assert last.startswith("1 passed, 61 deselected")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left_out", "ran"),
+    [
+        (["-m", ""], "", "61 passed, 1 skipped"),
+        (["-k", "quick"], "", "1 passed, 61 deselected"),
+        (["-k", "slow and 7"], "6 slow tests were left out; about 1 minute:", "62 deselected"),
+    ],
+)
+def test_only_what_is_left_out_as_slow_is_counted(
+    tmp_path: Path, arguments: list[str], left_out: str, ran: str
+) -> None:
+    said = run(tmp_path, *arguments, tests=SLOW)
+    assert ran in said.splitlines()[-1]
+    assert left_out in said
+    assert ("slow test" in said) == bool(left_out)

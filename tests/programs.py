@@ -1,0 +1,233 @@
+"""Whole Python programs that begin with torch imported, forked from one process that has done that.
+
+Importing torch takes 1.5 s of a core, and what most programs of the tests do takes far less. The
+rest is as ever: a program imports pycollect, has a session of its own, one thread, and ends as any
+other, through the interpreter's end. What is about the import of torch, or about what Python reads
+when it starts, is not for here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import pickle
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import torch.distributed
+
+if TYPE_CHECKING:
+    import pytest
+
+_LARGEST = 1 << 20  # bytes of a request: arguments and an environment
+
+
+class Program:
+    """A running program, as `subprocess.Popen` has it; `command` begins with Python."""
+
+    def __init__(
+        self,
+        command: Sequence[str | Path],
+        *,
+        cwd: str | Path | None = None,
+        env: dict[str, str] | None = None,
+        stdout: int | None = None,
+        stderr: int | None = None,
+    ) -> None:
+        assert command[0] == sys.executable
+        self.args = list(map(str, command))
+        self.returncode: int | None = None
+        environ = dict(os.environ if env is None else env)
+        asked = pickle.dumps((self.args, str(cwd or Path.cwd()), environ))
+        mine, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # its pid, and its status
+        self._keeper = mine
+        with theirs, contextlib.ExitStack() as passed, open(os.devnull) as nothing:
+            self.stdout, out = _pipe(stdout, 1, passed)
+            self.stderr, err = _pipe(stderr, 2, passed)
+            socket.send_fds(_server(), [asked], [nothing.fileno(), out, err, theirs.fileno()])
+        self.pid = int(self._keeper.recv(32))
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self._keeper.settimeout(timeout)
+            try:
+                said = self._keeper.recv(32)
+            except (BlockingIOError, TimeoutError):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0) from None
+            self.returncode = int(said)
+            self._keeper.close()
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        said: dict[Any, str] = {}
+        readers = [
+            threading.Thread(target=lambda p=pipe: said.update({p: p.read()}), daemon=True)
+            for pipe in (self.stdout, self.stderr)
+            if pipe is not None and not pipe.closed
+        ]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join(timeout)
+            if reader.is_alive():
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        self.wait(timeout)
+        return said.get(self.stdout, ""), said.get(self.stderr, "")
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self.poll() is None and raised[0] is not None:
+                os.killpg(self.pid, signal.SIGKILL)
+        self.wait()
+        for pipe in (self.stdout, self.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def run(
+    command: Sequence[str | Path], *, timeout: float, **more: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, as `subprocess.run` does, and keep its text."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Program(command, **{**pipes, **more}) as program:
+        out, err = program.communicate(timeout)
+    return subprocess.CompletedProcess(program.args, program.wait(), out, err)
+
+
+def fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the processes that benchmarks and comparisons start begin with torch imported, too."""
+    from pycollect.bench.processes import crew
+
+    of_crew = types.SimpleNamespace(**{**vars(subprocess), "Popen": Program})
+    monkeypatch.setattr(crew, "subprocess", of_crew)
+    real = multiprocessing.get_context
+    for module in (multiprocessing, torch.multiprocessing):
+        monkeypatch.setattr(module, "get_context", lambda method=None: real("forkserver"))
+
+
+def _pipe(
+    wanted: int | None, inherited: int, passed: contextlib.ExitStack
+) -> tuple[IO[str] | None, int]:
+    """The end to read from, if any, and what the program writes to."""
+    if wanted is None:
+        return None, inherited
+    if wanted == subprocess.DEVNULL:
+        return None, passed.enter_context(open(os.devnull, "w")).fileno()
+    if wanted != subprocess.PIPE:
+        return None, wanted
+    reader, writer = os.pipe()
+    passed.callback(os.close, writer)
+    return open(reader), writer
+
+
+@cache
+def _server() -> socket.socket:
+    """The process that has torch; it ends with this one, which alone has the other end."""
+    mine, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with theirs:
+        subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # no terminal's: it is not written line by line
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    return mine
+
+
+def _serve(control: socket.socket) -> tuple[list[str], str, dict[str, str]]:
+    """Start programs until nobody asks for one; returns in each of them."""
+    assert "pycollect" not in sys.modules
+    assert len(os.listdir("/proc/self/task")) == 1, "another thread would be lost in a fork"
+    while True:
+        asked, fds, _, _ = socket.recv_fds(control, _LARGEST, 4)
+        if not asked:
+            os._exit(0)
+        first = os.fork()
+        if first == 0 and _begin(control, fds):
+            return pickle.loads(asked)  # type: ignore[no-any-return]
+        for fd in fds:
+            os.close(fd)
+        os.waitpid(first, 0)
+
+
+def _begin(control: socket.socket, fds: list[int]) -> bool:
+    """Become the program, or else who waits for its end and tells it; that one does not return."""
+    if os.fork():
+        os._exit(0)  # who waits is nobody's child: the server need not
+    control.close()
+    pid = os.fork()
+    *streams, told = fds
+    if pid == 0:
+        os.setsid()
+        os.write(told, b"%d" % os.getpid())
+        os.close(told)
+        for number, fd in enumerate(streams):
+            os.dup2(fd, number)
+            os.close(fd)
+        return True
+    for fd in (*streams, 0, 1, 2):
+        os.close(fd)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(BrokenPipeError):
+        os.write(told, b"%d" % status)
+    os._exit(0)
+
+
+def _become(command: list[str], folder: str, environ: dict[str, str]) -> None:
+    """Run a module or a file in this process, which has been nothing else before."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.orig_argv, sys.argv = command, command[1:]
+    sys.path[:1] = filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if command[1] == "-m":
+        module, sys.argv = command[2], ["-m", *command[3:]]
+        sys.path.insert(0, folder)
+        runpy._run_module_as_main(module)  # type: ignore[attr-defined]
+    elif command[1] == "-c":
+        sys.argv = ["-c", *command[3:]]
+        sys.path.insert(0, "")
+        exec(command[2], main.__dict__)
+    else:
+        file = main.__file__ = command[1]
+        sys.path.insert(0, str(Path(file).parent))
+        exec(compile(Path(file).read_bytes(), file, "exec"), main.__dict__)
+
+
+if __name__ == "__main__":
+    gc.collect()
+    gc.freeze()  # or the end of every program would look through all that torch has made
+    asked_for = _serve(socket.socket(fileno=int(sys.argv[1])))
+    _become(*asked_for)
