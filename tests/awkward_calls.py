@@ -1,7 +1,8 @@
 """Every public callable with every awkward value in place of every argument, one after the other.
 
-A program of its own, because it takes its memory away before it begins. Prints a line of JSON for
-each outcome that is neither success nor a sentence: TypeError, ValueError or CollectiveError.
+A program of its own, because it takes its memory away before it begins. Its arguments: which part
+of the calls it tries, from 0, and of how many. Prints a line of JSON for each outcome that is
+neither success nor a sentence: TypeError, ValueError or CollectiveError.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import functools
 import inspect
+import itertools
 import json
 import math
 import resource
@@ -254,7 +256,8 @@ def main() -> None:
     for name in missing():
         print(json.dumps([name, "", "is not in the table"]))
     tried = 0
-    for name, function, good in cases():
+    part, parts = map(int, sys.argv[1:])
+    for name, function, good in itertools.islice(cases(), part, None, parts):
         if came := outcome(name, function, good()):
             print(json.dumps([name, "good", came]))
         for argument in good():

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import programs
 import pytest
 import torch
 
@@ -32,6 +33,11 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 PLACES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.cuda)]
 # What a rung that this build has is called, and the library's own choice.
 OURS = ["pycollect", *(f"sync={rung}" for rung in _C.cuda_rungs()[1:])]
+
+
+@pytest.fixture(autouse=True)
+def ranks_have_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs.fork_ranks(monkeypatch)
 
 
 def sums(world: int, nbytes: int, device: torch.device = GPU) -> cases.ProcessCase:
@@ -201,9 +207,8 @@ def test_what_was_measured_is_kept_when_time_is_up(tmp_path):
     path = tmp_path / "run.json"
     arguments = ["--processes", "2", "--devices", "cpu", "-b", "4", "-e", "64M", "-f", "4"]
     arguments += ["-n", "5", "-w", "1", "--peers", "gloo", "--json", str(path)]
-    command = [sys.executable, "bench/allreduce_bandwidth.py", *arguments]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    child = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, ROOT / "bench" / "allreduce_bandwidth.py", *arguments]
+    child = programs.Program(command, stdout=subprocess.PIPE)
     assert child.stdout is not None
     timer = threading.Timer(60, child.kill)
     timer.start()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import programs
 import pytest
 import torch
 from test_bench_dist import CPU, job, result, row, sums
@@ -103,6 +104,7 @@ def test_a_failure_keeps_what_there_is(fake_crew, monkeypatch):
 
 @pytest.mark.slow
 def test_real_processes_of_a_peer_join_the_others(monkeypatch):
+    programs.fork_ranks(monkeypatch)
     monkeypatch.setattr(isolated, "_why_not", lambda peer, job: "")
     monkeypatch.setitem(isolated._SWITCHES, "gloo", ("PYCOLLECT_NOTHING", "1"))
     cases = (sums(2, 4, CPU), sums(2, 512 << 10, CPU))

@@ -8,6 +8,7 @@ import json
 import threading
 from functools import partial
 
+import programs
 import pytest
 import torch
 
@@ -18,6 +19,11 @@ from pycollect.bench.processes import contest as between
 
 CPU = torch.device("cpu")
 GLOO_ONLY = ["--backend", "gloo", "--peers", "gloo", "-n", "2", "-w", "1"]
+
+
+@pytest.fixture(autouse=True)
+def ranks_have_torch(monkeypatch):
+    programs.fork_ranks(monkeypatch)
 
 
 def empty(count, dtype):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import programs
 import pytest
 import torch
 
@@ -72,9 +72,9 @@ def test_the_targets_are_the_share_of_the_reduction_and_the_graph():
 @pytest.mark.slow
 def test_the_command(tmp_path):
     file = tmp_path / "step.json"
-    command = [sys.executable, "bench/train_step.py", "--devices", "cpu"]
-    command += ["-n", "1", "--batch", "8", "--targets", "--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, ROOT / "bench/train_step.py", "--devices", "cpu"]
+    command += ["-n", "1", "--batch", "8", "--targets", "--json", file]
+    done = programs.run(command, timeout=300)
     assert done.returncode in (0, 3), done.stderr
     record = json.loads(file.read_text())
     assert record["wrong"] == 0

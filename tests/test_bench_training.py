@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+import programs
 import pytest
 import torch
 
@@ -21,6 +22,11 @@ from pycollect.bench.training.ddp import BACKENDS, DDP_GLOO, DDP_OURS, Crew, Job
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 ONCE = Effort(iterations=1, warmup=1)
+
+
+@pytest.fixture(autouse=True)
+def ranks_have_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs.fork_ranks(monkeypatch)
 
 
 @pytest.fixture

@@ -157,7 +157,11 @@ def test_operators_stay_in_the_graph(backend, dynamic):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
-def test_inductor():
+def test_inductor(monkeypatch, pytestconfig):
+    """What g++ makes of it is kept with pytest's cache: a second run takes half of the time."""
+    if cache := getattr(pytestconfig, "cache", None):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache.mkdir("inductor")))
+
     def both(a, b):
         return with_ops(*all_reduce(a, b))
 
@@ -199,7 +203,10 @@ CHECKS = [
 
 
 @pytest.mark.parametrize(("name", "args", "options"), CHECKS, ids=str)
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    "layout",
+    [torch.contiguous_format, pytest.param(torch.channels_last, marks=pytest.mark.slow)],
+)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_opcheck(name, args, options, layout):
     for shape in ((6, 5, 2, 2), (7, 4, 1, 3)):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,8 +17,6 @@ import pycollect as pc
 from pycollect.train import digits, lenet
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-# One thread: convolutions this small wait for theirs, long on busy cores.
-ENV = os.environ | {"OMP_NUM_THREADS": "1"}
 CLOSE = {"rtol": 0, "atol": 1e-5}
 
 
@@ -94,7 +91,8 @@ def test_both_train() -> None:
 @pytest.mark.parametrize("name", ["network_partitioning", "layerwise_partitioning"])
 def test_they_run_as_programs(name: str) -> None:
     command = [sys.executable, EXAMPLES / f"{name}.py", "cpu*2"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=ENV)
+    ran = programs.run(command, timeout=120)
+    assert ran.returncode == 0, ran.stderr
     first, second = ran.stdout.splitlines()
     assert "cpu" in first
     assert "test acc 0.9" in second

@@ -13,6 +13,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
+import programs
 import pytest
 
 from pycollect import _files, bench, cli
@@ -253,7 +254,8 @@ def test_a_log_on_standard_output_goes_on_with_its_file(tmp_path: Path) -> None:
     code += "print('third')"
     path = tmp_path / "out"
     with path.open("w") as out:
-        subprocess.run([sys.executable, "-c", code], stdout=out, check=True, timeout=120)
+        ended = programs.run([sys.executable, "-c", code], stdout=out.fileno(), timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
     assert path.read_text() == 'first\n{"event": "second"}\nthird\n'
 
 

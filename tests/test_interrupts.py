@@ -1,6 +1,6 @@
 """Commands that are interrupted: one line or silence, what was measured kept, nothing left behind.
 
-Every test starts a process, because a signal meets whatever it is doing: measuring, importing
+Every test starts a program, because a signal meets whatever it is doing: measuring, importing
 torch, or waiting for processes of its own.
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import Program, run
 
 ROOT = Path(__file__).parents[1]
 # Generous: the machine may be busy with anything.
@@ -35,10 +36,17 @@ def bench_script(name: str) -> list[str]:
 
 
 @contextmanager
-def started(command: list[str], **more: Any) -> Iterator[subprocess.Popen[str]]:
-    """A process in a group of its own, as a terminal's; what is left of the group is killed."""
+def started(command: list[str], imports: bool = False, **more: Any) -> Iterator[Any]:
+    """A program in a group of its own, as a terminal's; what is left of the group is killed.
+
+    `imports`: torch as well, which it has otherwise.
+    """
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
-    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as process:
+    if imports:
+        started = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
+    else:
+        started = Program(command, **pipes)
+    with started as process:
         try:
             yield process
         finally:
@@ -46,7 +54,7 @@ def started(command: list[str], **more: Any) -> Iterator[subprocess.Popen[str]]:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def group(process: subprocess.Popen[str]) -> list[int]:
+def group(process: Any) -> list[int]:
     """The processes of its group that still run."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -59,7 +67,7 @@ def group(process: subprocess.Popen[str]) -> list[int]:
     return found
 
 
-def wait_for_line(process: subprocess.Popen[str], begin: str, end: str = "") -> None:
+def wait_for_line(process: Any, begin: str, end: str = "") -> None:
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(begin) and line.rstrip().endswith(end):
@@ -68,7 +76,7 @@ def wait_for_line(process: subprocess.Popen[str], begin: str, end: str = "") -> 
     pytest.fail(f"no line begins with {begin!r}; {process.stderr.read()}")
 
 
-def press(process: subprocess.Popen[str], number: int = signal.SIGINT) -> str:
+def press(process: Any, number: int = signal.SIGINT) -> str:
     """Send a signal to the whole group, as a terminal does; return what standard error says."""
     os.killpg(process.pid, number)
     _, errors = process.communicate(timeout=PATIENCE)
@@ -76,7 +84,7 @@ def press(process: subprocess.Popen[str], number: int = signal.SIGINT) -> str:
     return errors
 
 
-def assert_alone(process: subprocess.Popen[str]) -> None:
+def assert_alone(process: Any) -> None:
     """Nothing of its group is left; the tracker of multiprocessing notices a little later."""
     deadline = time.monotonic() + LITTLE
     while group(process) and time.monotonic() < deadline:
@@ -103,7 +111,7 @@ def test_rows_measured_so_far_are_kept(tmp_path: Path, number: int, status: int)
 def test_a_run_that_ends_by_itself_is_not_interrupted(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     command = [*CLI, "bench", "-e", "4K", "--world", "2", "-n", "1", "-w", "1", "--json", path]
-    subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE)
+    assert run(command, timeout=PATIENCE).returncode == 0
     assert json.loads(path.read_text())["interrupted"] is False
 
 
@@ -199,7 +207,7 @@ def test_a_step_is_all_or_nothing(tmp_path: Path) -> None:
     assert (process.returncode, errors, path.exists()) == (130, "interrupted\n", False)
 
 
-def loaded(process: subprocess.Popen[str], library: str) -> bool:
+def loaded(process: Any, library: str) -> bool:
     try:
         return library in Path(f"/proc/{process.pid}/maps").read_text()
     except OSError:
@@ -218,7 +226,7 @@ COMMANDS = {
 def test_ctrl_c_while_torch_is_imported(name: str) -> None:
     if name == "installed" and not Path(COMMANDS[name][0]).exists():
         pytest.skip("the command pycollect is not installed beside this Python")
-    with started(COMMANDS[name]) as process:
+    with started(COMMANDS[name], imports=True) as process:
         deadline = time.monotonic() + PATIENCE
         while not loaded(process, "libtorch_cpu") and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -238,7 +246,8 @@ def test_another_programs_ctrl_c_is_its_own(tmp_path: Path) -> None:
         "assert bench.main(['-e', '4K', '--world', '2', '-n', '1', '-w', '1']) == 0\n"
         "assert [signal.getsignal(n) for n in (2, 15)] == before\n"
     )
-    subprocess.run([sys.executable, program], check=True, capture_output=True, timeout=PATIENCE)
+    ended = run([sys.executable, program], timeout=PATIENCE)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def hears_ctrl_c(pid: int) -> bool:

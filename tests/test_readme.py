@@ -18,13 +18,16 @@ from collections.abc import Iterator
 from importlib.metadata import metadata
 from pathlib import Path
 
+import programs
 import pytest
+import torch
 from torch.distributed.run import get_args_parser
 
 from pycollect import cli
+from pycollect.train.__main__ import main as train
 
 ROOT = Path(__file__).resolve().parent.parent
-ENV = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 # What stands in prose between `...` and is to be typed into a shell.
@@ -83,14 +86,8 @@ def test_python_blocks_run(title: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PROGRAMS[title])
     several = "init_process_group" in PROGRAMS[title]
-    ran = subprocess.run(
-        [*([*TORCHRUN, "2"] if several else [sys.executable]), script],
-        cwd=tmp_path,
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    start = [*TORCHRUN, "2"] if several else [sys.executable]
+    ran = programs.run([*start, script], cwd=tmp_path, env=os.environ | ONE_THREAD, timeout=600)
     assert ran.returncode == 0, ran.stderr
     for shown in re.findall(r"^print\(.*\)  # (tensor\(.*\))$", PROGRAMS[title], re.M):
         assert shown in ran.stdout
@@ -107,7 +104,7 @@ def test_python_blocks_and_all_calls_have_types(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", *scripts],
         cwd=ROOT,
-        env=ENV,
+        env=os.environ | ONE_THREAD,
         capture_output=True,
         text=True,
         timeout=900,
@@ -176,19 +173,23 @@ def test_commands_are_understood(
 
 
 @pytest.mark.slow
-def test_the_trainers_commands_run_one_after_the_other(tmp_path: Path) -> None:
-    """For an epoch, or one more where a run goes on; a ResNet's takes minutes."""
+def test_the_trainers_commands_run_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For an epoch, or one more where a run goes on; a ResNet's takes minutes.
+
+    Only those with processes of their own are programs here; test_train_cli.py has one without.
+    """
     assert len(TRAININGS) >= 8
+    monkeypatch.chdir(tmp_path)
+    torch.set_num_threads(1)
     for command in (c for c in TRAININGS if "resnet" not in c):
-        words = shlex.split(command)
-        start = TORCHRUN[:-1] if words[0] == "torchrun" else [sys.executable]
-        ran = subprocess.run(
-            [*start, *words[1:], "--epochs", "2" if "--resume" in words else "1"],
-            cwd=tmp_path,
-            env=ENV,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert ran.returncode == 0, f"{command}: {ran.stderr}"
+        words = [*shlex.split(command), "--epochs", "2" if "--resume" in command else "1"]
+        if words[0] == "torchrun" or "--compare" in words:
+            start = TORCHRUN[:-1] if words[0] == "torchrun" else [sys.executable]
+            ran = programs.run([*start, *words[1:]], env=os.environ | ONE_THREAD, timeout=600)
+            assert ran.returncode == 0, f"{command}: {ran.stderr}"
+        else:
+            assert words[:3] == ["python", "-m", "pycollect.train"]
+            assert train(words[3:]) == 0, command
     assert {"run.pt", "run.png", "run.jsonl", "three.png"} <= {p.name for p in tmp_path.iterdir()}

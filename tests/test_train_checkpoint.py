@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import Program
 from torch import Tensor, nn
 
 from pycollect.train import (
@@ -278,9 +278,7 @@ def test_a_place_that_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
 def test_the_command_is_interrupted_and_continued(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     command = [sys.executable, "-m", "pycollect.train", "--data", "digits", "--devices", "cpu*2"]
-    with subprocess.Popen(
-        [*command, "--checkpoint", str(path)], stdout=-1, stderr=-1, text=True
-    ) as process:
+    with Program([*command, "--checkpoint", path], stdout=-1, stderr=-1) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("LeNet")
         assert process.stdout.readline().startswith("epoch 1")

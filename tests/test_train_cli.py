@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import programs
 import pytest
 
 from pycollect.train import Report, Unavailable
@@ -25,14 +26,8 @@ def test_one_epoch_in_a_process(tmp_path: Path) -> None:
     """Also: the digits need no torchvision, and without a terminal there is no bar."""
     (tmp_path / "torchvision.py").write_text("raise SystemExit('torchvision was imported')")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [*COMMAND, "--epochs", "1", "--batch-size", "100"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=60,
-        check=False,
-    )
+    command = [*COMMAND, "--epochs", "1", "--batch-size", "100"]
+    done = programs.run(command, env={**os.environ, "PYTHONPATH": path}, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     header, epoch, times, last = done.stdout.splitlines()
     assert "digits (1442 train, 355 test)" in header
@@ -43,9 +38,7 @@ def test_one_epoch_in_a_process(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_with_one_line() -> None:
-    with subprocess.Popen(
-        COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with programs.Program(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("LeNet")
         process.send_signal(signal.SIGINT)
@@ -55,14 +48,14 @@ def test_ctrl_c_ends_with_one_line() -> None:
 
 @pytest.mark.slow
 def test_a_reader_that_goes_is_no_error() -> None:
-    with subprocess.Popen(
-        [*COMMAND, "--epochs", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    command = [*COMMAND, "--epochs", "1"]
+    with programs.Program(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline().startswith("LeNet")
         process.stdout.close()
         errors = process.stderr.read()
+        process.wait(60)
     assert (process.returncode, errors) == (128 + signal.SIGPIPE, "")
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from dist_pool import Me, Pools, pools_of_a_module
@@ -196,14 +196,7 @@ def test_backend_and_processes_must_fit(
 def torchrun(*arguments: str) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "pycollect.train", *arguments]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = programs.run(command, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return done.returncode, done.stdout, done.stderr
 
 

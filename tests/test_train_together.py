@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import programs
 import pytest
 import torch
 import torch.distributed as dist
@@ -187,8 +187,8 @@ def test_torchrun_is_interrupted_and_continued(tmp_path: Path) -> None:
     start += ["--nproc-per-node", "2", "-m", "pycollect.train", "--backend", "pycollect"]
     options = ["--data", "digits", "--checkpoint", str(path), "--log-file", str(log)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [*start, *options, "--epochs", "40"], stdout=-1, stderr=-1, text=True, env=environment
+    with programs.Program(
+        [*start, *options, "--epochs", "40"], stdout=-1, stderr=-1, env=environment
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("LeNet")
@@ -203,9 +203,7 @@ def test_torchrun_is_interrupted_and_continued(tmp_path: Path) -> None:
     state = checkpoint.load(path)["contestant"]
     assert '"stopped", "why": "interrupted"' in log.read_text().splitlines()[-1]
     epochs = len(state["epochs"]) + 1
-    done = subprocess.run(
-        [*start, "--resume", str(path), "--epochs", str(epochs)],
-        capture_output=True, text=True, env=environment, timeout=120, check=False,
-    )  # fmt: skip
+    command = [*start, "--resume", path, "--epochs", str(epochs)]
+    done = programs.run(command, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     assert f"epoch {epochs}, time" in done.stdout
