@@ -230,3 +230,6 @@ def _spawned(rank: int, job: Job, folder: str, world: int, threads: int, report:
     with Log(None) as log, job.repeatable():
         train_epochs(job, enter(job, "ddp", log), quiet, suffix=" (ddp)")
     dist.destroy_process_group()
+    # DistributedDataParallel keeps the group all the same. A thread of gloo's that lets go of its
+    # last tensor while the interpreter ends aborts the process, so this one ends without that.
+    os._exit(0)
