@@ -49,7 +49,8 @@ class Program:
         self.args = list(map(str, command))
         self.returncode: int | None = None
         environ = dict(os.environ if env is None else env)
-        asked = pickle.dumps((self.args, str(cwd or Path.cwd()), environ))
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        asked = pickle.dumps((self.args, str(cwd or Path.cwd()), environ, blocked))
         mine, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # its pid, and its status
         self._keeper = mine
         with theirs, contextlib.ExitStack() as passed, open(os.devnull) as nothing:
@@ -165,7 +166,7 @@ def _server() -> socket.socket:
     return mine
 
 
-def _serve(control: socket.socket) -> tuple[list[str], str, dict[str, str]]:
+def _serve(control: socket.socket) -> tuple[list[str], str, dict[str, str], set[int]]:
     """Start programs until nobody asks for one; returns in each of them."""
     assert "pycollect" not in sys.modules
     assert len(os.listdir("/proc/self/task")) == 1, "another thread would be lost in a fork"
@@ -204,11 +205,12 @@ def _begin(control: socket.socket, fds: list[int]) -> bool:
     os._exit(0)
 
 
-def _become(command: list[str], folder: str, environ: dict[str, str]) -> None:
+def _become(command: list[str], folder: str, environ: dict[str, str], blocked: set[int]) -> None:
     """Run a module or a file in this process, which has been nothing else before."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     sys.orig_argv, sys.argv = command, command[1:]
     sys.path[:1] = filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))
     main = sys.modules["__main__"] = types.ModuleType("__main__")

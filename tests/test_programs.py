@@ -1,0 +1,47 @@
+"""Programs that are forked from a process with torch begin and end as any other does."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import programs
+import pytest
+
+BEGIN = "import atexit, os, sys; atexit.register(print, 'the end'); "
+ENDS = {
+    "by itself": ("print(sys.argv, os.environ['HERE'], os.getcwd())", 0),
+    "with a status": ("sys.exit(7)", 7),
+    "with an error": ("raise ValueError('wrong')", 1),
+    "by Ctrl-C": ("raise KeyboardInterrupt", -signal.SIGINT),
+    "by a signal": ("os.kill(os.getpid(), 9)", -signal.SIGKILL),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_program_ends_as_any_other(tmp_path: Path, how: str) -> None:
+    code, status = ENDS[how]
+    command = [sys.executable, "-c", BEGIN + code, "word"]
+    ended = programs.run(command, cwd=tmp_path, env={"HERE": "there"}, timeout=60)
+    assert ended.returncode == status
+    assert ended.stdout.endswith("the end\n") == (how != "by a signal")
+    assert ("Traceback" in ended.stderr) == (how in ("with an error", "by Ctrl-C"))
+    if how == "by itself":
+        assert ended.stdout.splitlines()[0] == f"['-c', 'word'] there {tmp_path}"
+
+
+def test_signals_that_are_blocked_are_blocked_there() -> None:
+    """Whatever was blocked when the first program was started."""
+    code = "import signal; print(2 in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+
+    def blocked() -> str:
+        return programs.run([sys.executable, "-c", code], timeout=60).stdout
+
+    programs._server.cache_clear()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        assert blocked() == "True\n"
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert blocked() == "False\n"
