@@ -42,8 +42,8 @@ class Program:
         *,
         cwd: str | Path | None = None,
         env: dict[str, str] | None = None,
-        stdout: int | None = None,
-        stderr: int | None = None,
+        stdout: int | IO[str] | None = None,
+        stderr: int | IO[str] | None = None,
     ) -> None:
         assert command[0] == sys.executable
         self.args = list(map(str, command))
@@ -136,7 +136,7 @@ def fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _pipe(
-    wanted: int | None, inherited: int, passed: contextlib.ExitStack
+    wanted: int | IO[str] | None, inherited: int, passed: contextlib.ExitStack
 ) -> tuple[IO[str] | None, int]:
     """The end to read from, if any, and what the program writes to."""
     if wanted is None:
@@ -144,7 +144,7 @@ def _pipe(
     if wanted == subprocess.DEVNULL:
         return None, passed.enter_context(open(os.devnull, "w")).fileno()
     if wanted != subprocess.PIPE:
-        return None, wanted
+        return None, wanted if isinstance(wanted, int) else wanted.fileno()
     reader, writer = os.pipe()
     passed.callback(os.close, writer)
     return open(reader), writer

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -295,14 +295,3 @@ def test_processes_of_a_comparison_end_with_it(number: int, training: bool) -> N
     assert process.returncode == (130 if number == signal.SIGINT else -number)
     if training or number == signal.SIGINT:  # who is being sent the data may say that it ended
         assert errors == ("interrupted\n" if number == signal.SIGINT else "")
-
-
-def test_the_second_sigterm_ends_at_once() -> None:
-    from pycollect._command import Interruption
-
-    before: Callable[..., object] = signal.getsignal(signal.SIGTERM)  # type: ignore[assignment]
-    with Interruption() as interruption:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
-    assert interruption.number == signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) == before

@@ -1,4 +1,4 @@
-"""Interrupts that come while something must not be broken off."""
+"""Interrupts of this process, and those that come while something must not be broken off."""
 
 from __future__ import annotations
 
@@ -26,3 +26,12 @@ def test_processes_are_started_whole(number: int) -> None:
     other.join()
     assert whole
     assert interruption.number == number
+
+
+def test_the_second_sigterm_ends_at_once() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Interruption() as interruption:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    assert interruption.number == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
