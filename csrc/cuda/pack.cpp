@@ -147,7 +147,8 @@ class Rows {
 // Fills tables with entries, in order.
 class Packer {
  public:
-  Packer(const Launch& launch, const Limits& limits, const Issue& issue)
+  Packer(const Launch& launch, const Limits& limits,
+         const std::function<void(const Packed&)>& issue)
       : limits_(limits),
         guard_(launch.guard),
         fixed_(kHeadWords + guard_words(launch)),
@@ -214,7 +215,7 @@ class Packer {
   const Limits& limits_;
   const std::byte* const guard_;
   const std::size_t fixed_;  // words of every table
-  const Issue& issue_;
+  const std::function<void(const Packed&)>& issue_;
   LargeTable table_;
   std::size_t used_ = 0;  // words of lists
   uint32_t blocks_ = 0;
@@ -222,7 +223,8 @@ class Packer {
 
 }  // namespace
 
-void for_each_table(const Launch& launch, const Limits& limits, const Issue& issue) {
+void for_each_table(const Launch& launch, const Limits& limits,
+                    const std::function<void(const Packed&)>& issue) {
   require_type(reduces(launch.dtype, launch.op), name(launch.op), " is not defined for ",
                name(launch.dtype));
   const Rows rows(launch, limits);

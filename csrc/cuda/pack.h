@@ -20,11 +20,11 @@ struct Packed {
   std::size_t bytes;  // of the table that are used
   uint32_t blocks;
 };
-using Issue = std::function<void(const Packed&)>;
 
 // All tables of a launch, to be issued one after the other. Throws TypeMismatch for a reduction
 // that the type does not have, and ValueError for memory that no GPU can read as this type, and for
 // more sources of one fold than a table holds (4,000, or 500 with drivers before CUDA 12.1).
-void for_each_table(const Launch& launch, const Limits& limits, const Issue& issue);
+void for_each_table(const Launch& launch, const Limits& limits,
+                    const std::function<void(const Packed&)>& issue);
 
 }  // namespace pycollect::cuda

@@ -18,10 +18,10 @@
 #include "../plan/error.h"
 
 namespace pycollect {
+namespace cuda {
 namespace {
 
 namespace py = pybind11;
-using namespace cuda;
 
 struct Access {
   uint64_t at;
@@ -130,10 +130,11 @@ std::vector<std::byte*> pointers(const std::vector<std::uintptr_t>& addresses) {
 
 using Addresses = std::vector<std::uintptr_t>;
 using Pitches = std::vector<std::ptrdiff_t>;
-using RowTuple = std::tuple<Addresses, Addresses, Pitches, Pitches, std::size_t, std::size_t, bool>;
+using LaunchRow =
+    std::tuple<Addresses, Addresses, Pitches, Pitches, std::size_t, std::size_t, bool>;
 
 // What each launch of a level did to the memory that its rows name.
-std::vector<py::dict> emulate_launch(const std::vector<RowTuple>& rows, const std::string& dtype,
+std::vector<py::dict> emulate_launch(const std::vector<LaunchRow>& rows, const std::string& dtype,
                                      const std::string& op, int world, int multiprocessors,
                                      std::size_t table_bytes, const std::array<uint8_t, 6>& float8,
                                      std::uintptr_t guard) {
@@ -153,8 +154,10 @@ std::vector<py::dict> emulate_launch(const std::vector<RowTuple>& rows, const st
 }
 
 }  // namespace
+}  // namespace cuda
 
-void bind_cuda_probe(py::module_& m) {
+void bind_cuda_probe(pybind11::module_& m) {
+  using namespace cuda;
   m.def("emulate_launch", &emulate_launch, py::arg("rows"), py::arg("dtype"), py::arg("op"),
         py::arg("world"), py::arg("multiprocessors"), py::arg("table_bytes"), py::arg("float8"),
         py::arg("guard") = 0);

@@ -73,16 +73,10 @@ py::tuple steps_of(const Plan& plan) {
   return steps;
 }
 
-DType dtype_of(const std::string& wanted) {
+DType dtype_named(const std::string& wanted) {
   for (std::size_t i = 0; i < kDTypeNames.size(); ++i)
     if (wanted == kDTypeNames[i]) return static_cast<DType>(i);
   throw TypeMismatch(text("there is no dtype '", wanted, "' here"));
-}
-
-Pace pace_of(const std::string& name) {
-  require(name == "any" || name == "one_task", "there is no pace '", name,
-          "'; choose 'any' or 'one_task'");
-  return name == "any" ? Pace::any : Pace::one_task;
 }
 
 Collective collective_from(py::handle word, const char* call) {
@@ -205,7 +199,9 @@ void bind_registry(py::module_& m) {
       .def_readonly("in_place", &Algorithm::in_place)
       .def(
           "canonical",
-          [](const Algorithm& a, const std::string& dtype) { return a.canonical(dtype_of(dtype)); },
+          [](const Algorithm& a, const std::string& dtype) {
+            return a.canonical(dtype_named(dtype));
+          },
           py::arg("dtype"))
       .def(
           "plan",
@@ -236,6 +232,12 @@ void bind_registry(py::module_& m) {
 }
 
 }  // namespace
+
+Pace pace_of(const std::string& name) {
+  require(name == "any" || name == "one_task", "there is no pace '", name,
+          "'; choose 'any' or 'one_task'");
+  return name == "any" ? Pace::any : Pace::one_task;
+}
 
 void bind_plan(py::module_& m) {
   bind_plans(m);

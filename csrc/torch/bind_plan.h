@@ -3,8 +3,14 @@
 #pragma once
 #include <pybind11/pybind11.h>
 
+#include <string>
+
+#include "../plan/program.h"
+
 namespace pycollect {
 
 void bind_plan(pybind11::module_& m);
+
+Pace pace_of(const std::string& name);  // "any" or "one_task"
 
 }  // namespace pycollect

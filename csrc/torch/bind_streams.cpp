@@ -17,12 +17,13 @@
 #include "../plan/stage.h"
 #include "../sim/predict.h"
 #include "../sim/rehearsal.h"
+#include "bind_plan.h"
 
 namespace pycollect {
+namespace cuda {
 namespace {
 
 namespace py = pybind11;
-using namespace cuda;
 
 using RowTuple = std::tuple<std::vector<uintptr_t>, std::vector<uintptr_t>, std::size_t>;
 using SeatTuple = std::array<int, 4>;
@@ -32,10 +33,6 @@ int index_of(const std::array<const char*, N>& names, const std::string& name, c
   for (std::size_t i = 0; i < N; ++i)
     if (name == names[i]) return static_cast<int>(i);
   throw std::invalid_argument(text("there is no ", what, " '", name, "' here"));
-}
-
-Pace pace_of(const std::string& name) {
-  return static_cast<Pace>(index_of(std::array{"any", "one_task"}, name, "pace"));
 }
 
 py::object words(const std::string& said) {
@@ -219,8 +216,10 @@ void bind_peers(py::module_& m) {
 }
 
 }  // namespace
+}  // namespace cuda
 
-void bind_streams(py::module_& m) {
+void bind_streams(pybind11::module_& m) {
+  using namespace cuda;
   bind_rehearsal(m);
   bind_fake(m);
   bind_peers(m);

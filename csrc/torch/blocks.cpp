@@ -5,8 +5,6 @@
 namespace pycollect {
 namespace {
 
-using enum Collective;
-
 Sizes even(int64_t length, int parts) {
   Sizes s(parts);
   for (int r = 0; r < parts; ++r) s[r] = length / parts + (r < length % parts);
@@ -21,7 +19,7 @@ Sizes pieces(const Cut& cut, int64_t length, int rank) {
   require(lists == 1 || lists == parts, name(cut.collective), ": split_sizes has lists for ", lists,
           " ranks; needed are ", parts);
   const auto& given = (*cut.sizes)[lists == 1 ? 0 : rank];
-  const char* what = cut.collective == scatter ? "chunk_sizes" : "split_sizes";
+  const char* what = cut.collective == Collective::scatter ? "chunk_sizes" : "split_sizes";
   int64_t total = 0;
   for (int64_t s : given) {
     require(s >= 0, name(cut.collective), ": ", what, " has a negative size, ", s);
@@ -52,16 +50,17 @@ Blocks everyone_to_everyone(const Cut& cut) {
 }  // namespace
 
 Blocks blocks_of(const Cut& cut) {
-  if (cut.collective == all_to_all) return everyone_to_everyone(cut);
-  const bool joins = cut.collective == all_gather || cut.collective == gather;
+  if (cut.collective == Collective::all_to_all) return everyone_to_everyone(cut);
+  const bool joins =
+      cut.collective == Collective::all_gather || cut.collective == Collective::gather;
   Blocks b{{},
            {},
            joins ? Sizes(cut.lengths.begin(), cut.lengths.end()) : pieces(cut, cut.lengths[0], 0)};
   b.whole.resize(cut.world);
   const Sizes none(cut.world);
   for (Rank r = 0; r < cut.world; ++r) {
-    const bool reads_all = cut.collective == reduce_scatter || r == cut.root;
-    const bool gets_all = cut.collective == all_gather || r == cut.root;
+    const bool reads_all = cut.collective == Collective::reduce_scatter || r == cut.root;
+    const bool gets_all = cut.collective == Collective::all_gather || r == cut.root;
     b.in.push_back(joins ? only(b.whole, r) : reads_all ? b.whole : none);
     b.out.push_back(!joins ? only(b.whole, r) : gets_all ? b.whole : none);
   }

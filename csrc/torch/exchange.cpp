@@ -15,14 +15,12 @@
 namespace pycollect {
 namespace {
 
-using enum Collective;
-
 Label label(const Exchange& ask, const char* list, std::size_t r) {
   return {name(ask.collective), list,
-          ask.collective == scatter && list[0] == 't' ? -1 : static_cast<int>(r)};
+          ask.collective == Collective::scatter && list[0] == 't' ? -1 : static_cast<int>(r)};
 }
 const char* inputs_name(const Exchange& ask) {
-  return ask.collective == scatter ? "tensor" : "tensors";
+  return ask.collective == Collective::scatter ? "tensor" : "tensors";
 }
 
 // Where every rank is. The root of scatter and gather is the first rank on the device of the one
@@ -36,14 +34,15 @@ struct Parties {
 
 Parties parties_of(const Exchange& ask, const Tensors& inputs) {
   Parties all{ask.devices, 0};
-  if (ask.collective != scatter) {
+  if (ask.collective != Collective::scatter) {
     all.devices.clear();
     for (const at::Tensor& t : inputs) all.devices.push_back(t.device());
   }
-  all.outputs = ask.collective == gather ? 1 : all.world();
-  if (ask.collective != scatter && ask.collective != gather) return all;
-  const at::Device at =
-      ask.collective == gather && !ask.devices.empty() ? ask.devices[0] : inputs[0].device();
+  all.outputs = ask.collective == Collective::gather ? 1 : all.world();
+  if (ask.collective != Collective::scatter && ask.collective != Collective::gather) return all;
+  const at::Device at = ask.collective == Collective::gather && !ask.devices.empty()
+                            ? ask.devices[0]
+                            : inputs[0].device();
   const auto found = std::find(all.devices.begin(), all.devices.end(), at);
   all.root = static_cast<Rank>(found - all.devices.begin());
   if (found == all.devices.end()) all.devices.push_back(at);
@@ -56,10 +55,11 @@ DType check_inputs(const Exchange& ask, const Tensors& inputs, int64_t dim) {
     const Label l = label(ask, inputs_name(ask), r);
     check_tensor(inputs[r], Use::read, l);
     check_alike(inputs[r], l, inputs[0], first,
-                ask.collective == reduce_scatter ? Alike::shape : Alike::all_but_dim, dim);
+                ask.collective == Collective::reduce_scatter ? Alike::shape : Alike::all_but_dim,
+                dim);
   }
   const DType dtype = dtype_of(inputs[0], first);
-  if (ask.collective == reduce_scatter) check_op(dtype, ask.op, first.call);
+  if (ask.collective == Collective::reduce_scatter) check_op(dtype, ask.op, first.call);
   return dtype;
 }
 
@@ -80,7 +80,7 @@ void check_outputs(const Exchange& ask, const Tensors& inputs, const std::vector
     extents.push_back(extent(inputs[r], Use::read, label(ask, inputs_name(ask), r)));
   for (std::size_t r = 0; r < wanted.size(); ++r) {
     const at::Tensor& t = (*ask.out)[r];
-    const Label l{call, "out", ask.collective == gather ? -1 : static_cast<int>(r)};
+    const Label l{call, "out", ask.collective == Collective::gather ? -1 : static_cast<int>(r)};
     check_tensor(t, Use::write, l);
     require(t.scalar_type() == inputs[0].scalar_type(), call, ": ", l, " is ", dtype_name(t),
             "; needed is ", dtype_name(inputs[0]));
@@ -167,7 +167,7 @@ std::vector<Wanted> results_of(const Exchange& ask, const Tensors& inputs, const
                                const Blocks& b, int64_t dim) {
   std::vector<Wanted> wanted;
   for (int i = 0; i < all.outputs; ++i) {
-    const Rank r = ask.collective == gather ? all.root : i;
+    const Rank r = ask.collective == Collective::gather ? all.root : i;
     wanted.push_back({inputs[0].sizes().vec(), all.devices[r]});
     wanted.back().sizes[dim] = sum(b.out[r], name(ask.collective));
   }
@@ -178,7 +178,8 @@ std::vector<Wanted> results_of(const Exchange& ask, const Tensors& inputs, const
 
 Job exchange_blocks(const Exchange& ask, Tensors inputs) {
   const char* call = name(ask.collective);
-  const bool to_root = ask.collective == gather, from_root = ask.collective == scatter;
+  const bool to_root = ask.collective == Collective::gather,
+             from_root = ask.collective == Collective::scatter;
   require(!inputs.empty(), call, ": tensors is empty; pass one tensor per rank");
   require(!from_root || !ask.devices.empty(), call, ": devices is empty; name one device per rank");
   const Label first = label(ask, inputs_name(ask), 0);

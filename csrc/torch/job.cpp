@@ -10,7 +10,7 @@
 
 #include "../plan/error.h"
 #include "gpus.h"
-#include "span.h"
+#include "profiled.h"
 #include "threads.h"
 
 namespace pycollect {
@@ -117,7 +117,7 @@ void Job::commit() {
 bool Job::on_gpus() const { return any_gpu(devices); }
 
 void Job::run() const {
-  const Span span(call);
+  const Profiled here(call);
   if (on_gpus()) return run_on_gpus(*this);
   for (const Part& p : parts)
     cpu::run({*p.compiled, p.bindings, p.dtype, p.op, p.options}, threads());

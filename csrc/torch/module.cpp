@@ -9,7 +9,7 @@
 #include "bind_probe.h"
 #include "bind_streams.h"
 #include "convert.h"
-#include "span.h"
+#include "profiled.h"
 #include "work.h"
 
 namespace pycollect {
@@ -247,7 +247,7 @@ void bind_collectives(py::module_& m) {
   m.def(
       "drain",
       [] {
-        const Span span("barrier");
+        const Profiled here("barrier");
         drain();
       },
       py::call_guard<py::gil_scoped_release>());

@@ -4,7 +4,7 @@
 
 #include "c10d/devices/devices.h"
 #include "gpus.h"
-#include "span.h"
+#include "profiled.h"
 
 namespace pycollect {
 

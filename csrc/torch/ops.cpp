@@ -5,7 +5,7 @@
 #include "collectives.h"
 #include "work.h"
 
-namespace pycollect {
+namespace pycollect::ops {
 namespace {
 
 using Name = std::optional<std::string_view>;
@@ -83,4 +83,4 @@ TORCH_LIBRARY_IMPL(pycollect, CPU, m) {
   m.impl("all_to_all", &all_to_all);
 }
 
-}  // namespace pycollect
+}  // namespace pycollect::ops

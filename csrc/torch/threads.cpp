@@ -15,7 +15,8 @@ namespace {
 
 std::atomic<bool> forked_{
     false};  // only ever set in a child, between fork and its first instruction
-[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { forked_ = true; });
+[[maybe_unused]] const int forks_are_noticed =
+    pthread_atfork(nullptr, nullptr, [] { forked_ = true; });
 
 // A thread lives for one call here, which costs some 50 us, so that each must be worth more.
 constexpr int64_t kFewestParts = 64;

@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "gpus.h"
-#include "span.h"
+#include "profiled.h"
 
 namespace pycollect {
 namespace {

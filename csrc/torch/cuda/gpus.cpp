@@ -16,7 +16,7 @@
 
 #include "../../cuda/executor.h"
 #include "../../plan/error.h"
-#include "../span.h"
+#include "../profiled.h"
 #include "../threads.h"
 #include "host.h"
 #include "reach.h"
@@ -43,8 +43,6 @@ CUDAStream lane(c10::DeviceIndex device, std::size_t number) {
   while (lanes.size() <= number) lanes.push_back(c10::cuda::getStreamFromPool(true, device));
   return lanes[number];
 }
-
-cuda::Stream plain(const CUDAStream& s) { return {s.device_index(), s.stream()}; }
 
 // The streams that stand for the ranks' callers.
 std::vector<CUDAStream> callers_of(const Job& job) {
@@ -195,7 +193,7 @@ bool is_pageable(const void* address) { return !at::detail::getCUDAHooks().isPin
 void run_on_gpus(const Job& job) { issue(job, callers_of(job)); }
 
 std::shared_ptr<Work> enqueue_on_gpus(Job job) {
-  const Span span(job.call);
+  const Profiled here(job.call);
   // Streams beside the callers' take their place, one for each, and only `wait` joins them again.
   std::vector<CUDAStream> callers = callers_of(job), sides;
   for (CUDAStream& s : callers) {

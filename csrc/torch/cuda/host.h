@@ -1,9 +1,13 @@
-// The host as the executor for devices asks for it.
+// The host, and torch's streams, as the executor for devices asks for them.
 #pragma once
+#include <c10/cuda/CUDAStream.h>
+
 #include "../../cuda/ring.h"
 
 namespace pycollect {
 
 cuda::Host& torch_host();
+
+inline cuda::Stream plain(const c10::cuda::CUDAStream& s) { return {s.device_index(), s.stream()}; }
 
 }  // namespace pycollect

@@ -2,7 +2,7 @@
 // once where there is none.
 #include <nvtx3/nvToolsExt.h>
 
-#include "../span.h"
+#include "../profiled.h"
 
 namespace pycollect {
 namespace {

@@ -42,8 +42,8 @@ class CudaMark final : public Mark {
   c10::Event event_;
 };
 
-// Also of inference tensors, and unseen by autograd.
-void copy(const at::Tensor& dst, const at::Tensor& src) {
+// Also of inference tensors; autograd does not see it.
+void copy_unseen(const at::Tensor& dst, const at::Tensor& src) {
   const at::AutoDispatchBelowADInplaceOrView as_memory;
   dst.copy_(src, /*non_blocking=*/true);
 }
@@ -108,7 +108,7 @@ at::Tensor TorchDevices::new_pinned(const at::Tensor& like) {
 
 void TorchDevices::copy_out(const Way& way) {
   const CUDAGuard guard(way.tensor.device());
-  copy(way.dense, way.tensor);
+  copy_unseen(way.dense, way.tensor);
 }
 
 void TorchDevices::fill(const at::Tensor& words, int64_t value) {
@@ -196,7 +196,7 @@ std::unique_ptr<Mark> TorchDevices::finish(at::Device device, const std::vector<
   for (const at::Tensor& t : kept) keep(t);
   for (const Way& way : ways) {
     keep(way.tensor);
-    copy(way.tensor, way.dense);
+    copy_unseen(way.tensor, way.dense);
   }
   auto end = std::make_unique<CudaMark>(stream);
   for (const Way& way : ways)

@@ -10,6 +10,7 @@
 
 #include "../../plan/error.h"
 #include "../gpus.h"
+#include "host.h"
 
 namespace pycollect {
 namespace {
@@ -22,7 +23,6 @@ constexpr std::size_t kBytes = 256 * 1024 + 48;
 // A working pair takes microseconds; nobody is made to wait longer than this for a broken one.
 constexpr std::chrono::seconds kLongest(10);
 
-cuda::Stream plain(const CUDAStream& s) { return {s.device_index(), s.stream()}; }
 std::byte* bytes_in(const at::Tensor& t) { return static_cast<std::byte*>(t.mutable_data_ptr()); }
 
 // Bytes that no failure leaves by chance: neither zeros nor ones, and nowhere the same word.

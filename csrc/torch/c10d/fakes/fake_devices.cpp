@@ -13,7 +13,6 @@
 namespace pycollect::dist {
 namespace {
 
-constexpr unsigned char kPoison = 0xA5;
 // Results of fewer bytes may look like poison by chance.
 constexpr std::size_t kTellingBytes = 8;
 

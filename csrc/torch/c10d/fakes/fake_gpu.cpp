@@ -16,7 +16,6 @@ using slabs::Event;
 using slabs::Launch;
 using slabs::Stream;
 
-constexpr std::size_t kPage = 4096;
 constexpr std::size_t kNote = 8;  // behind a counter's word
 
 void fold(const Launch& launch) {

@@ -16,6 +16,9 @@
 
 namespace pycollect::dist {
 
+inline constexpr unsigned char kPoison = 0xA5;  // what nobody has written to yet
+inline constexpr std::size_t kPage = 4096;
+
 inline std::atomic<uint64_t>& word_at(std::byte* at) {
   return *reinterpret_cast<std::atomic<uint64_t>*>(at);
 }

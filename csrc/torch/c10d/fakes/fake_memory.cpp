@@ -20,9 +20,6 @@ using slabs::Device;
 using slabs::Export;
 using slabs::Handle;
 
-constexpr unsigned char kPoison = 0xA5;
-constexpr std::size_t kPage = 4096;
-
 struct Owner {
   Outlet::Ticket ticket;
   pid_t pid;

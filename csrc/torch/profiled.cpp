@@ -1,10 +1,10 @@
-#include "span.h"
+#include "profiled.h"
 
 #include "../plan/error.h"
 
 namespace pycollect {
 
-Span::Span(const char* call) {
+Profiled::Profiled(const char* call) {
   begin_range(call);
   auto listeners = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
   if (!listeners) [[likely]]
@@ -18,6 +18,6 @@ bool is_profiled() {
   return at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value();
 }
 
-Span::~Span() { end_range(); }
+Profiled::~Profiled() { end_range(); }
 
 }  // namespace pycollect

@@ -9,12 +9,12 @@
 
 namespace pycollect {
 
-class Span {
+class Profiled {
  public:
-  explicit Span(const char* call);
-  ~Span();
-  Span(const Span&) = delete;
-  Span& operator=(const Span&) = delete;
+  explicit Profiled(const char* call);
+  ~Profiled();
+  Profiled(const Profiled&) = delete;
+  Profiled& operator=(const Profiled&) = delete;
 
  private:
   std::string name_;  // the profiler keeps no copy
