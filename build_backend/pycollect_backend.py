@@ -25,6 +25,7 @@ except ImportError:
         f"install them: {sys.executable} -m pip install 'setuptools>=77' ninja"
     ) from None
 
+import pycollect_make as make
 import pycollect_native as native
 
 TORCH = "torch>={}.{}".format(*native.OLDEST_TORCH)
@@ -76,12 +77,14 @@ def get_requires_for_build_sdist(config_settings: Any = None) -> list[str]:
 
 
 def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: Any = None) -> str:
+    find_torch()  # the version names it
     return build_meta.prepare_metadata_for_build_wheel(metadata_directory, config_settings)
 
 
 def prepare_metadata_for_build_editable(
     metadata_directory: str, config_settings: Any = None
 ) -> str:
+    find_torch()
     return build_meta.prepare_metadata_for_build_editable(metadata_directory, config_settings)
 
 
@@ -89,16 +92,18 @@ def build_wheel(
     wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
 ) -> str:
     find_torch()
-    for leftover in Path("build").glob("lib*"):  # setuptools would pack modules that are gone
-        shutil.rmtree(leftover)
-    return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
+    with native.in_one_sentence(), make.alone(Path.cwd()):
+        for leftover in Path("build").glob("lib*"):  # setuptools would pack modules that are gone
+            shutil.rmtree(leftover)
+        return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
 
 
 def build_editable(
     wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
 ) -> str:
     find_torch()
-    return build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
+    with native.in_one_sentence(), make.alone(Path.cwd()):
+        return build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
 
 
 def build_sdist(sdist_directory: str, config_settings: Any = None) -> str:

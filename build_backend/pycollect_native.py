@@ -1,12 +1,11 @@
 """The decisions of the native build, as functions of what they are told: tests can ask them.
 
-Which files, CUDA or not, which compiler, how many jobs, and what is recorded about the build.
-Compiles nothing itself: setup.py does, with torch's BuildExtension.
+CUDA or not, which compiler and flags, how many jobs, the version, and what is recorded.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import re
 import shlex
@@ -14,30 +13,20 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 OLDEST_TORCH = (2, 11)
 OLDEST_SETUPTOOLS = 77  # the first with `license = "..."` as an SPDX expression
-ROOMS = (
-    "plan",
-    "algorithms",
-    "cpu",
-    "cuda",
-    "shm",
-    "slabs",
-    "sim",
-    "torch",
-    "torch/c10d",
-    "torch/c10d/devices",
-    "torch/c10d/fakes",
-)
-ONLY_WITHOUT_CUDA = "no_cuda.cpp"
-ONLY_WITH_CUDA = ("csrc/cuda/*.cu", "csrc/torch/cuda/*.cpp")
+# What a compiler needs at most, for an ordinary file and for one that includes torch.
+BYTES_PER_JOB = 1 << 29
+BYTES_PER_TORCH_JOB = 3 << 30
 
-# torch's own headers need about this much memory for each compiler that reads them.
-BYTES_PER_JOB = 2 << 30
+SWITCHES = ("PYCOLLECT_CUDA", "PYCOLLECT_DEBUG", "PYCOLLECT_UNITY", "PYCOLLECT_WERROR")
+SWITCHES += ("TORCH_CUDA_ARCH_LIST",)  # not those that may tell a user's folders
+LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")  # words before a compiler
 
 # What csrc uses of C++20 and of GNU C++; the first compiler that accepts it is g++ 11. No clang
 # does: it lacks __builtin_shuffle, and the pragmas that give an instruction set its own file.
@@ -63,61 +52,100 @@ def stop(sentence: str) -> NoReturn:
     raise SystemExit(f"pycollect: {sentence}")
 
 
-def sources(root: Path, cuda: bool) -> list[str]:
-    """Return the source files below `root`, relative to it: a new file needs no other edit."""
-    found = [path for room in ROOMS for path in sorted((root / "csrc" / room).glob("*.cpp"))]
-    if cuda:
-        found = [path for path in found if path.name != ONLY_WITHOUT_CUDA]
-        found += [path for pattern in ONLY_WITH_CUDA for path in sorted(root.glob(pattern))]
-    return [str(path.relative_to(root)) for path in found]
+@contextlib.contextmanager
+def in_one_sentence() -> Iterator[None]:
+    """Stop with what the system says, where it refuses a file."""
+    try:
+        yield
+    except OSError as error:
+        stop(f"the build failed: {error}.")
 
 
-def decide_cuda(
-    asked: str | None, *, kernels: bool, torch_cuda: str | None, toolkit: str | None
-) -> bool:
-    """Say whether to build the CUDA part: never asks for a GPU, only for what compiles.
+def words(environ: Mapping[str, str], name: str) -> list[str]:
+    """Return the words of a variable that is written as for a shell."""
+    try:
+        return shlex.split(environ.get(name) or "")
+    except ValueError as error:
+        stop(f"{name} is {environ[name]!r}: {str(error).lower()}.")
+
+
+def switch(environ: Mapping[str, str], name: str, default: str) -> bool:
+    """Return whether a switch, which is 0 or 1 or left out, is on."""
+    value = environ.get(name) or default
+    if value not in ("0", "1"):
+        stop(f"{name} is {value!r}; set it to 0 or 1, or leave it out.")
+    return value == "1"
+
+
+def why_no_cuda(
+    asked: str | None, *, kernels: bool, torch_cuda: str | None, toolkit_cuda: str | None
+) -> str | None:
+    """Say why the CUDA part is left out, or None: never asks for a GPU, only for what compiles.
 
     `asked` is PYCOLLECT_CUDA, `kernels` whether csrc/cuda has any, `torch_cuda` the CUDA version
-    of the torch that is built against, `toolkit` the folder of the CUDA toolkit.
+    of the torch that is built against, `toolkit_cuda` that of the CUDA toolkit.
     """
-    if asked not in (None, "", "0", "1"):
-        stop(f"PYCOLLECT_CUDA is {asked!r}; set it to 0 or 1, or leave it out.")
-    if asked == "0":
-        return False
+    if not switch({"PYCOLLECT_CUDA": asked or "1"}, "PYCOLLECT_CUDA", "1"):
+        return "PYCOLLECT_CUDA is 0"
     missing = None
     if not kernels:
         missing = "this version has no CUDA kernels (csrc/cuda/*.cu)"
     elif torch_cuda is None:
         missing = "the installed torch is a CPU-only torch"
-    elif toolkit is None:
+    elif toolkit_cuda is None:
         missing = "no CUDA toolkit was found (put nvcc on PATH or set CUDA_HOME)"
+    elif toolkit_cuda.partition(".")[0] != torch_cuda.partition(".")[0]:
+        stop(
+            f"torch is for CUDA {torch_cuda} and the CUDA toolkit is {toolkit_cuda}; name a "
+            "fitting one with CUDA_HOME, or leave the CUDA part out with PYCOLLECT_CUDA=0."
+        )
     if asked == "1" and missing is not None:
         stop(f"PYCOLLECT_CUDA=1 asks for a CUDA build, but {missing}.")
-    return missing is None
+    return missing
 
 
 def flags(environ: Mapping[str, str]) -> list[str]:
-    """Return the compiler's flags; no contraction: an FMA would lose the contract's bits."""
-    chosen = ["-std=c++20", "-ffp-contract=off", "-Wall", "-Wextra", "-fvisibility=hidden"]
-    # Without it at::parallel_for, a template in torch's headers, runs serially in silence. Not for
-    # the linker: the threads must come from the one OpenMP library that torch has loaded.
-    chosen.append("-fopenmp")
-    if environ.get("PYCOLLECT_DEBUG") == "1":
+    """Return the compiler's flags; no contraction: an FMA would lose the contract's bits.
+
+    Python's own flags are left out: they differ from one Python to the next.
+    """
+    chosen = words(environ, "CPPFLAGS") + words(environ, "CXXFLAGS")
+    chosen += ["-std=c++20", "-fPIC", "-fwrapv", "-ffp-contract=off", "-fvisibility=hidden"]
+    chosen += ["-Wall", "-Wextra"]
+    if switch(environ, "PYCOLLECT_DEBUG", "0"):
         chosen += ["-O0", "-g", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS"]
     else:
-        chosen += ["-O3", "-g0"]  # Python's own flags often hold -g: twice the time and 50 MB
-    if environ.get("PYCOLLECT_WERROR") == "1":
+        chosen += ["-O3", "-g0", "-DNDEBUG"]  # with -g it takes twice the time and 50 MB
+    if switch(environ, "PYCOLLECT_WERROR", "0"):
         chosen.append("-Werror")
     return chosen
 
 
+def torch_flags() -> list[str]:
+    """Return the flags of what includes torch, besides those.
+
+    Without OpenMP at::parallel_for, a template in torch's headers, runs serially in silence. It is
+    not for the linker: the threads must come from the one library that torch has loaded.
+    """
+    return ["-fopenmp"]
+
+
+def link_flags(environ: Mapping[str, str]) -> list[str]:
+    """Return the linker's flags: what instruments code, such as --coverage, is for both."""
+    return words(environ, "CXXFLAGS") + words(environ, "LDFLAGS")
+
+
 def kernel_flags(environ: Mapping[str, str], architectures: list[str]) -> list[str]:
-    """Return nvcc's flags; `architectures` is empty when TORCH_CUDA_ARCH_LIST decides."""
-    chosen = ["-std=c++20", "-fmad=false", "-Xcompiler=-fvisibility=hidden", *architectures]
+    """Return nvcc's flags; `architectures` are its words for what the kernels are compiled for."""
+    chosen = ["-std=c++20", "-fmad=false", *architectures]
+    chosen += ["-Xcompiler=-fPIC", "-Xcompiler=-fvisibility=hidden"]
     chosen.append("--expt-relaxed-constexpr")  # what both sides compute is written once, constexpr
-    chosen += ["-O0", "-g"] if environ.get("PYCOLLECT_DEBUG") == "1" else ["-O3"]
-    if environ.get("PYCOLLECT_WERROR") == "1":
+    chosen += ["-O0", "-g"] if switch(environ, "PYCOLLECT_DEBUG", "0") else ["-O3", "-DNDEBUG"]
+    if switch(environ, "PYCOLLECT_WERROR", "0"):
         chosen.append("-Werror=all-warnings")
+    compiler = [w for w in words(environ, "CXX") if Path(w).name not in LAUNCHERS]
+    if compiler:
+        chosen += [f"-ccbin={compiler[0]}", *(f"-Xcompiler={word}" for word in compiler[1:])]
     return chosen
 
 
@@ -148,19 +176,37 @@ def require_setuptools(version: str) -> None:
         )
 
 
-def require_ninja(environ: dict[str, str]) -> None:
-    """Stop the build without ninja; finds the one of an environment that is not activated."""
-    scripts = sysconfig.get_path("scripts")
+def require_ninja(environ: MutableMapping[str, str]) -> None:
+    """Put ninja on the path, and stop the build where there is none.
+
+    The package's comes before the system's: one release does not believe another's records, and
+    the next build, which may have the package, would make everything anew.
+    """
     search = environ.get("PATH", os.defpath)
+    for folder in _folders_of_ninja():
+        if shutil.which("ninja", path=folder) is not None:
+            environ["PATH"] = os.pathsep.join([folder, search])
+            return
     if shutil.which("ninja", path=search) is None:
-        environ["PATH"] = os.pathsep.join([search, scripts])
-        if shutil.which("ninja", path=scripts) is None:
-            stop(f"ninja was not found; install it: {sys.executable} -m pip install ninja")
+        stop(f"ninja was not found; install it: {sys.executable} -m pip install ninja")
+
+
+def _folders_of_ninja() -> list[str]:
+    try:
+        from ninja import BIN_DIR
+    except ImportError:
+        return [sysconfig.get_path("scripts")]  # of an environment that is not activated
+    return [BIN_DIR]
+
+
+def compiler_command(environ: Mapping[str, str]) -> list[str]:
+    """Return the C++ compiler's command."""
+    return words(environ, "CXX") or ["c++"]
 
 
 def require_compiler(environ: Mapping[str, str]) -> str:
     """Stop the build unless the C++ compiler understands C++20; return the compiler's name."""
-    command = shlex.split(environ.get("CXX", "c++"))
+    command = compiler_command(environ)
     wanted = "g++ 11 or newer (CXX names another one than c++)"
     try:
         version = subprocess.run([*command, "--version"], capture_output=True, text=True)
@@ -174,11 +220,40 @@ def require_compiler(environ: Mapping[str, str]) -> str:
     return name
 
 
-def jobs(cores: int, available_bytes: int | None) -> int:
-    """Return how many compilers to run at once: one a core, but only as many as memory holds."""
-    if available_bytes is None:
-        return max(1, cores)
-    return max(1, min(cores, available_bytes // BYTES_PER_JOB))
+def launcher(environ: Mapping[str, str]) -> list[str]:
+    """Return ccache where it is installed and works: it may have no folder that it can write to."""
+    command = compiler_command(environ)
+    if Path(command[0]).name in LAUNCHERS or not shutil.which("ccache", path=environ.get("PATH")):
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        empty = ["ccache", *command, "-c", "-x", "c++", os.devnull, "-o", f"{folder}/empty.o"]
+        done = subprocess.run(empty, capture_output=True)
+    return ["ccache"] if done.returncode == 0 else []
+
+
+def require_python_headers(include: str) -> None:
+    """Stop the build without Python's own headers."""
+    if not Path(include, "Python.h").exists():
+        stop(
+            f"Python's headers are not in {include}; install them (on Debian and Ubuntu: apt "
+            "install python3-dev)."
+        )
+
+
+def jobs(environ: Mapping[str, str], cores: int, available: int | None) -> tuple[int, int]:
+    """Return how many compilers to run at once, and how many of these on what includes torch.
+
+    MAX_JOBS, else one a core; as many as fit into `available` bytes of memory.
+    """
+    most = cores
+    if environ.get("MAX_JOBS"):
+        if not environ["MAX_JOBS"].isdecimal() or int(environ["MAX_JOBS"]) == 0:
+            stop(f"MAX_JOBS is {environ['MAX_JOBS']!r}; set it to a number from 1 on.")
+        most = int(environ["MAX_JOBS"])
+    if available is None:
+        return most, most
+    at_once = max(1, min(most, available // BYTES_PER_JOB))
+    return at_once, max(1, min(at_once, available // BYTES_PER_TORCH_JOB))
 
 
 def available_bytes() -> int | None:
@@ -188,6 +263,18 @@ def available_bytes() -> int | None:
     except OSError:
         return None
     return int(match[1]) * 1024 if match else None
+
+
+def local_version(torch: str, cuda: str | None) -> str:
+    """Return what a build's version has behind its "+": the torch and the CUDA that it is for.
+
+    >>> local_version("2.15.0+cu132", "13.2"), local_version("2.16.0.dev20261101+cpu", None)
+    ('torch2.15.cu132', 'torch2.16.0.dev20261101.cpu')
+    """
+    public = torch.partition("+")[0]
+    released = re.fullmatch(r"\d+(\.\d+)*", public) is not None
+    release = "{}.{}".format(*torch_release(torch)) if released else re.sub(r"\W", ".", public)
+    return f"torch{release}." + (f"cu{cuda.replace('.', '')}" if cuda else "cpu")
 
 
 def commit(root: Path) -> str | None:
@@ -203,10 +290,7 @@ def commit(root: Path) -> str | None:
 
 
 def build_info_text(build: Mapping[str, Any]) -> str:
-    """Return the source of pycollect/_build_info.py."""
-    lines = [
-        f"    {json.dumps(name)}: {json.dumps(value) if isinstance(value, str) else value},"
-        for name, value in build.items()
-    ]
+    """Return the source of pycollect/_build_info_*.py."""
+    lines = [f"    {name!r}: {value!r}," for name, value in build.items()]
     head = '"""What this build was made with; written by setup.py, read by pycollect._compat."""'
     return "\n".join([head, "", "BUILD = {", *lines, "}", ""])

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 OLDEST_CAPABILITY = 75
-EMBEDDED = {87, 88, 110}  # nobody trains on these boards; naming one compiles for it all the same
+USUAL = (80, 90)  # without a GPU: A100 and H100; each costs a minute on one core
+VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")  # that nvcc reads itself
 
 
 def find_toolkit(environ: Mapping[str, str]) -> str | None:
@@ -28,6 +29,14 @@ def find_toolkit(environ: Mapping[str, str]) -> str | None:
     return str(Path(here[1].strip()).parent) if here else None
 
 
+def read_version(toolkit: str) -> str:
+    """Return the toolkit's version, such as "13.0.88"."""
+    nvcc = str(Path(toolkit) / "bin" / "nvcc")
+    told = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    version = re.search(r"\bV(\d+\.\d+\.\d+)", told)
+    return version[1] if version else told
+
+
 def list_architectures(toolkit: str) -> list[int]:
     """Return the compute capabilities that this nvcc knows, times ten."""
     nvcc = str(Path(toolkit) / "bin" / "nvcc")
@@ -35,22 +44,24 @@ def list_architectures(toolkit: str) -> list[int]:
     return sorted({int(n) for n in re.findall(r"compute_(\d+)\b", told)})
 
 
-def choose_architectures(known: Iterable[int], present: Iterable[int]) -> list[int]:
-    """Return what to compile for: the GPUs that are there, else the first of each generation.
+def choose_architectures(known: Iterable[int], present: Iterable[int]) -> list[str]:
+    """Return nvcc's words for what to compile for: the GPUs that are there, else the usual ones.
 
-    Code of one capability runs on all later ones of the same generation; for those to come the
-    highest is kept as PTX, too.
+    Code of one capability runs on all later ones of the same generation; for other generations the
+    driver translates PTX, once for each machine, when a kernel is first used.
     """
     usable = sorted(n for n in set(known) if n >= OLDEST_CAPABILITY)
     here = sorted({max((n for n in usable if n <= gpu), default=0) for gpu in present} - {0})
-    if here:
-        return here
-    common = [n for n in usable if n not in EMBEDDED]
-    return sorted({min(n for n in common if n // 10 == m) for m in {n // 10 for n in common}})
+    chosen = here or [n for n in USUAL if n in usable] or usable[:1]
+    ptx = {chosen[-1], usable[0]} if not here else {chosen[-1]}
+    flags = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in chosen]
+    return flags + [f"-gencode=arch=compute_{n},code=compute_{n}" for n in sorted(ptx)]
 
 
-def architecture_flags(chosen: Iterable[int]) -> list[str]:
-    """Return nvcc's flags for these capabilities, with PTX of the highest."""
-    numbers = sorted(chosen)
-    flags = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers]
-    return [*flags, f"-gencode=arch=compute_{numbers[-1]},code=compute_{numbers[-1]}"]
+def described(flags: Iterable[str]) -> list[str]:
+    """Return what these words of nvcc's compile for: sm_90 is code, compute_90 is PTX.
+
+    >>> described(["-gencode=arch=compute_90,code=sm_90"])
+    ['sm_90']
+    """
+    return [flag.rpartition("code=")[2] for flag in flags]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+import sysconfig
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.machinery import PathFinder
@@ -19,15 +20,16 @@ OLDEST_TORCH = (2, 11)
 
 
 def build_info() -> dict[str, Any]:
-    """Return what the build recorded: torch, cxx11_abi, cuda, compiler, python, debug, commit.
+    """Return what the build recorded: the torch and the CUDA it is for, its compiler, and so on.
 
     Empty when pycollect was never built here.
 
-    >>> sorted(build_info())
-    ['commit', 'compiler', 'cuda', 'cxx11_abi', 'debug', 'python', 'torch']
+    >>> sorted(build_info())  # doctest: +NORMALIZE_WHITESPACE
+    ['architectures', 'commit', 'compiler', 'cuda', 'cxx11_abi', 'debug', 'python', 'switches',
+     'torch']
     """
     try:
-        found = import_module("pycollect._build_info").BUILD
+        found = import_module(f"pycollect._build_info_{_python()}").BUILD
     except ModuleNotFoundError:
         return {}
     return dict(found)
@@ -45,7 +47,7 @@ def check() -> None:
             raise
         raise ImportError(
             f"pycollect needs torch {_dotted(OLDEST_TORCH)} or newer and none is installed; "
-            f"run: {sys.executable} -m pip install torch, and then {rebuild_command()}"
+            f"run: {_install()} torch, and then {rebuild_command()}"
         ) from None
     found = {
         "torch": str(torch.__version__),
@@ -71,7 +73,7 @@ def mismatch(build: Mapping[str, Any], torch: Mapping[str, Any]) -> str | None:
     if _release(has) < OLDEST_TORCH:
         return (
             f"pycollect needs torch {_dotted(OLDEST_TORCH)} or newer and {has} is installed; "
-            f"run: {sys.executable} -m pip install --upgrade torch, and then {rebuild_command()}"
+            f"run: {_install()} --upgrade torch, and then {rebuild_command()}"
         )
     if not build:
         here = Path(__file__).parent
@@ -85,7 +87,11 @@ def mismatch(build: Mapping[str, Any], torch: Mapping[str, Any]) -> str | None:
         why = f"pycollect was built for CUDA {build['cuda']}, but the installed torch has {cuda}"
     else:
         return None
-    return f"{why}; rebuild it: {rebuild_command()}"
+    rebuilt = f"rebuild it: {rebuild_command()}"
+    if build and _checkout() is None and _interface(build["torch"]) != _interface(has):
+        wanted = build["torch"].partition("+")[0]
+        return f"{why}; install that torch: {_install()} torch=={wanted}, or {rebuilt}"
+    return f"{why}; {rebuilt}"
 
 
 def rebuild_command() -> str:
@@ -94,12 +100,32 @@ def rebuild_command() -> str:
     An environment without pip is one of uv's, which hides the installed torch from an isolated
     build.
     """
+    source = "<pycollect's source>" if _checkout() is None else f"-e {_checkout()}"
+    if _has_pip():
+        return f"{_install()} --no-deps --force-reinstall {source}"
+    build = f"{_install()} --no-build-isolation --no-deps --reinstall {source}"
+    return f"{_install()} setuptools ninja && {build}"
+
+
+def _checkout() -> Path | None:
+    """Return the folder of pycollect's source that this runs from; None where it is installed."""
     root = Path(__file__).parents[1]
-    source = f"-e {root}" if (root / "setup.py").exists() else "<folder of pycollect's source>"
-    if PathFinder.find_spec("pip") is not None:  # importlib.util would run setuptools' hooks
-        return f"{sys.executable} -m pip install --no-deps --force-reinstall {source}"
-    uv = f"uv pip install --python {sys.executable}"
-    return f"{uv} setuptools ninja && {uv} --no-build-isolation --no-deps --reinstall {source}"
+    return root if (root / "setup.py").exists() else None
+
+
+def _has_pip() -> bool:
+    return PathFinder.find_spec("pip") is not None  # importlib.util would run setuptools' hooks
+
+
+def _install() -> str:
+    if _has_pip():
+        return f"{sys.executable} -m pip install"
+    return f"uv pip install --python {sys.executable}"
+
+
+def _python() -> str:
+    """Return what the module's name says of this Python: "cpython_312_x86_64_linux_gnu"."""
+    return str(sysconfig.get_config_var("EXT_SUFFIX")).split(".")[1].replace("-", "_")
 
 
 def _release(version: str) -> tuple[int, int]:

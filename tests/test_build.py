@@ -1,147 +1,76 @@
-"""The build's decisions and its backend, asked without building; whole installs are .ci/run's."""
+"""The decisions of the build, asked without building."""
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import os
-import shutil
-import subprocess
 import sys
-import tarfile
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
-import torch
+from build_project import module
 
-import pycollect
 from pycollect import _compat
 
 ROOT = Path(__file__).parents[1]
-BACKEND = ROOT / "build_backend"
 
 
 @pytest.fixture
-def native(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BACKEND))
-    return importlib.import_module("pycollect_native")
+def native() -> ModuleType:
+    return module("native")
 
 
 @pytest.fixture
-def toolkit(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BACKEND))
-    return importlib.import_module("pycollect_toolkit")
+def ninja() -> ModuleType:
+    return module("ninja")
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BACKEND))
-    return importlib.import_module("pycollect_backend")
+def toolkit() -> ModuleType:
+    return module("toolkit")
 
 
-def test_oldest_torch_is_the_same_everywhere(native: ModuleType, backend: ModuleType):
+def test_oldest_torch_is_the_same_everywhere(native: ModuleType):
+    backend = module("backend")
     assert native.OLDEST_TORCH == _compat.OLDEST_TORCH
     assert backend.TORCH in (metadata.requires("pycollect") or [])
     assert f"oldest_torch={backend.TORCH.partition('>=')[2]}." in (ROOT / ".ci/run").read_text()
 
 
-# The backend
-
-
-def test_torch_is_asked_for_only_when_the_target_has_none(
-    backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    """Isolation is faked as pip does it: the site-packages are taken off the path."""
-    monkeypatch.setattr(sys, "path", [str(BACKEND)])
-    monkeypatch.setattr(sys, "path_importer_cache", {})
-    monkeypatch.setattr(sys, "meta_path", [importlib.machinery.PathFinder])
-    monkeypatch.delitem(sys.modules, "torch")
-    monkeypatch.setattr(backend, "target_sites", lambda: [str(tmp_path)])
-
-    assert backend.get_requires_for_build_wheel() == [backend.TORCH]
-    (tmp_path / "torch").mkdir()  # what an uninstall leaves behind
-    assert backend.get_requires_for_build_editable() == [backend.TORCH]
-    (tmp_path / "torch" / "__init__.py").touch()
-    (tmp_path / "torch-2.12.0.dist-info").mkdir()
-    version = tmp_path / "torch-2.12.0.dist-info" / "METADATA"
-    version.write_text("Name: torch\nVersion: 2.12.0\n")
-    assert backend.get_requires_for_build_wheel() == []
-    assert backend.get_requires_for_build_editable() == []
-    assert str(tmp_path) in sys.path
-    assert sys.path[0] == str(BACKEND)  # what isolation offers still comes first
-    assert backend.get_requires_for_build_sdist() == []
-
-    version.write_text("Name: torch\nVersion: 2.9.1\n")
-    with pytest.raises(SystemExit, match=r"torch 2\.11 or newer is needed and 2\.9\.1"):
-        backend.get_requires_for_build_wheel()
-
-
-def test_target_is_found_when_isolation_hides_it(tmp_path: Path):
-    """A process of this environment without its site-packages, as pip starts one."""
-    code = (
-        "import sys\n"
-        "sys.path = [p for p in sys.path if '-packages' not in p]\n"
-        f"sys.path += [{str(BACKEND)!r}, {str(tmp_path)!r}]\n"
-        "import pycollect_backend as backend\n"
-        "print(backend.torch_is_importable(), backend.get_requires_for_build_wheel())\n"
-        "import importlib.util; print(importlib.util.find_spec('torch').origin)\n"
-    )
-    for name in ("setuptools", "_distutils_hack"):
-        shutil.copytree(Path(_origin(name)).parent, tmp_path / name)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONNOUSERSITE": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split("\n")[:2] == ["False []", torch.__file__]
-
-
-def _origin(name: str) -> str:
-    spec = importlib.util.find_spec(name)
-    assert spec is not None
-    assert spec.origin is not None
-    return spec.origin
-
-
-def test_source_distribution_holds_what_a_build_needs(tmp_path: Path):
-    copy = tmp_path / "copy"
-    ignored = shutil.ignore_patterns(".git", "build", "*.egg-info", ".*_cache", ".venv", "data")
-    shutil.copytree(ROOT, copy, ignore=ignored)
-    (copy / "pycollect" / "_C.cpython-00-none.so").touch()  # neither may travel
-    (copy / "pycollect" / "_build_info.py").touch()
-    code = f"import sys; sys.path.insert(0, {str(BACKEND)!r}); import pycollect_backend as backend"
-    code += f"; backend.build_sdist({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, check=True)
-
-    with tarfile.open(tmp_path / f"pycollect-{pycollect.__version__}.tar.gz") as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    native_code = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cpp")]
-    wanted = {str(path.relative_to(ROOT)) for path in native_code}
-    wanted |= {"setup.py", "build_backend/pycollect_backend.py", "LICENSE", "pycollect/py.typed"}
-    assert wanted <= names
-    assert not {name for name in names if name.endswith(".so") or "_build_info" in name}
-
-
-# The decisions of the build
-
-
-def test_every_source_is_compiled(native: ModuleType, tmp_path: Path):
-    rooms = {
-        "always": ["plan/a.cpp", "plan/b.cpp", "cuda/x.cpp", "torch/m.cpp"],
-        "without CUDA": ["torch/no_cuda.cpp"],
-        "with CUDA": ["cuda/k.cu", "torch/cuda/d.cpp"],
-    }
-    for name in (name for names in rooms.values() for name in names):
+def test_every_source_is_compiled(ninja: ModuleType, tmp_path: Path):
+    core = ["plan/a.cpp", "plan/b.cpp", "cuda/x.cpp"]
+    always = ["torch/m.cpp", "torch/c10d/fakes/f.cpp"]
+    for name in [*core, *always, "torch/no_cuda.cpp", "cuda/k.cu", "torch/cuda/d.cpp"]:
         (tmp_path / "csrc" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "csrc" / name).touch()
-    for cuda, also in ((False, "without CUDA"), (True, "with CUDA")):
-        expected = [f"csrc/{name}" for name in rooms["always"] + rooms[also]]
-        assert native.sources(tmp_path, cuda) == expected
+
+    def names(found: list[Path]) -> set[str]:
+        return {str(path.relative_to("csrc")) for path in found}
+
+    assert names(ninja.core_sources(tmp_path)) == set(core)
+    assert names(ninja.kernel_sources(tmp_path)) == {"cuda/k.cu"}
+    assert names(ninja.torch_sources(tmp_path, cuda=False)) == {*always, "torch/no_cuda.cpp"}
+    assert names(ninja.torch_sources(tmp_path, cuda=True)) == {*always, "torch/cuda/d.cpp"}
+
+
+def test_no_source_is_forgotten(ninja: ModuleType):
+    for cuda in (False, True):
+        found = [*ninja.core_sources(ROOT), *ninja.torch_sources(ROOT, cuda)]
+        missing = set((ROOT / "csrc").rglob("*.cpp")) - {ROOT / path for path in found}
+        of_cuda = {path for path in missing if path.parent.name == "cuda"}
+        assert missing == ({ROOT / "csrc/torch/no_cuda.cpp"} if cuda else of_cuda)
+        assert cuda or of_cuda
+
+
+def test_only_the_rooms_of_torch_include_torch(ninja: ModuleType):
+    """Else an object that is kept for all torches would be of one."""
+    core = [p for room in ninja.CORE_ROOMS for p in (ROOT / "csrc" / room).iterdir()]
+    assert len(core) > 100
+    words = ("#include <torch", "#include <ATen", "#include <c10", "#include <pybind", "Python.h")
+    for path in core:
+        assert not [word for word in words if word in path.read_text()], path
+        assert "../torch/" not in path.read_text(), path
 
 
 def test_the_toolkit_is_where_nvcc_says(toolkit: ModuleType, tmp_path: Path):
@@ -154,23 +83,32 @@ def test_the_toolkit_is_where_nvcc_says(toolkit: ModuleType, tmp_path: Path):
     assert toolkit.find_toolkit({"PATH": str(tmp_path)}) is None
 
 
-def test_architectures_are_those_of_the_gpus_or_one_a_generation(toolkit: ModuleType):
+def test_architectures_are_those_of_the_gpus_or_the_usual_ones(toolkit: ModuleType):
     known = [50, 75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121]
-    assert toolkit.choose_architectures(known, []) == [75, 80, 90, 100, 120]
-    assert toolkit.choose_architectures(known, [90, 90]) == [90]
-    assert toolkit.choose_architectures(known, [89, 130]) == [89, 121]
-    assert toolkit.architecture_flags([80, 90])[1:] == [
-        "-gencode=arch=compute_90,code=sm_90",
-        "-gencode=arch=compute_90,code=compute_90",
+
+    def targets(*gpus: int) -> list[str]:
+        return toolkit.described(toolkit.choose_architectures(known, gpus))
+
+    # Without a GPU: A100 and H100, the oldest that there are by PTX, and those to come.
+    assert targets() == ["sm_80", "sm_90", "compute_75", "compute_90"]
+    assert targets(90, 90) == ["sm_90", "compute_90"]
+    assert targets(89, 130) == ["sm_89", "sm_121", "compute_121"]
+    assert toolkit.choose_architectures(known, [80]) == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_80,code=compute_80",
+    ]
+    assert toolkit.described(toolkit.choose_architectures([100, 120], [])) == [
+        "sm_100",
+        "compute_100",
     ]
 
 
 def test_cuda_is_built_where_it_can_be(native: ModuleType):
-    able = {"kernels": True, "torch_cuda": "13.0", "toolkit": "/usr/local/cuda"}
-    assert native.decide_cuda(None, **able)
-    assert native.decide_cuda("", **able)
-    assert native.decide_cuda("1", **able)
-    assert not native.decide_cuda("0", **able)
+    able = {"kernels": True, "torch_cuda": "13.2", "toolkit_cuda": "13.0.88"}
+    assert native.why_no_cuda(None, **able) is None
+    assert native.why_no_cuda("", **able) is None
+    assert native.why_no_cuda("1", **able) is None
+    assert native.why_no_cuda("0", **able) == "PYCOLLECT_CUDA is 0"
 
 
 @pytest.mark.parametrize(
@@ -178,22 +116,31 @@ def test_cuda_is_built_where_it_can_be(native: ModuleType):
     [
         ({"kernels": False}, "no CUDA kernels"),
         ({"torch_cuda": None}, "CPU-only torch"),
-        ({"toolkit": None}, "no CUDA toolkit"),
+        ({"toolkit_cuda": None}, "no CUDA toolkit"),
     ],
 )
 def test_cuda_is_left_out_where_it_cannot_be(
     native: ModuleType, lacking: dict[str, object], sentence: str
 ):
-    able = {"kernels": True, "torch_cuda": "13.0", "toolkit": "/usr/local/cuda"} | lacking
-    assert not native.decide_cuda(None, **able)
-    assert not native.decide_cuda("0", **able)
+    able = {"kernels": True, "torch_cuda": "13.0", "toolkit_cuda": "13.0.88"} | lacking
+    assert sentence in native.why_no_cuda(None, **able)
+    assert native.why_no_cuda("0", **able)
     with pytest.raises(SystemExit, match=f"PYCOLLECT_CUDA=1 asks for a CUDA build.*{sentence}"):
-        native.decide_cuda("1", **able)
+        native.why_no_cuda("1", **able)
 
 
-def test_cuda_switch_takes_no_other_word(native: ModuleType):
+def test_a_toolkit_for_another_cuda_stops_the_build(native: ModuleType):
+    apart = {"kernels": True, "torch_cuda": "13.2", "toolkit_cuda": "12.8.93"}
+    with pytest.raises(SystemExit, match=r"CUDA 13\.2 and the CUDA toolkit is 12\.8\.93; .*=0"):
+        native.why_no_cuda(None, **apart)
+    assert native.why_no_cuda("0", **apart)
+
+
+def test_switches_take_no_other_word(native: ModuleType):
     with pytest.raises(SystemExit, match="PYCOLLECT_CUDA is 'yes'; set it to 0 or 1"):
-        native.decide_cuda("yes", kernels=True, torch_cuda="13.0", toolkit="/usr/local/cuda")
+        native.why_no_cuda("yes", kernels=True, torch_cuda="13.0", toolkit_cuda="13.0")
+    with pytest.raises(SystemExit, match="PYCOLLECT_WERROR is 'on'; set it to 0 or 1"):
+        native.flags({"PYCOLLECT_WERROR": "on"})
 
 
 def test_flags_follow_the_switches(native: ModuleType):
@@ -229,28 +176,104 @@ def test_old_compiler_stops_the_build(native: ModuleType, tmp_path: Path):
         native.require_compiler({"CXX": str(old)})
 
 
+def test_the_package_of_ninja_comes_before_the_systems(
+    native: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """One release of ninja does not believe another's records, and makes everything anew."""
+    for folder in ("package", "system"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "ninja").touch(mode=0o755)
+    package, system = str(tmp_path / "package"), str(tmp_path / "system")
+    monkeypatch.setitem(sys.modules, "ninja", SimpleNamespace(BIN_DIR=package))
+    environ = {"PATH": system}
+    native.require_ninja(environ)
+    assert environ["PATH"] == f"{package}{os.pathsep}{system}"
+
+
 def test_missing_ninja_stops_the_build(
     native: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
+    monkeypatch.setitem(sys.modules, "ninja", None)
     monkeypatch.setattr(native.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(SystemExit, match="ninja was not found"):
         native.require_ninja({"PATH": ""})
-    ninja = tmp_path / "ninja"
-    ninja.touch(mode=0o755)
-    environ = {"PATH": "/nowhere"}
-    native.require_ninja(environ)
-    assert environ["PATH"].endswith(str(tmp_path))
+    (tmp_path / "ninja").touch(mode=0o755)
+    for before in ("/nowhere", ""):
+        environ = {"PATH": before}
+        native.require_ninja(environ)
+        assert environ["PATH"].startswith(str(tmp_path))
 
 
 def test_jobs_fit_cores_and_memory(native: ModuleType):
-    assert native.jobs(8, 64 << 30) == 8
-    assert native.jobs(8, 5 << 30) == 2
-    assert native.jobs(8, 1 << 20) == 1
-    assert native.jobs(4, None) == 4
+    assert native.jobs({}, 8, 64 << 30) == (8, 8)
+    assert native.jobs({}, 8, 8 << 30) == (8, 2)
+    assert native.jobs({}, 8, 1 << 30) == (2, 1)
+    assert native.jobs({}, 8, 1 << 20) == (1, 1)
+    assert native.jobs({}, 4, None) == (4, 4)
+    assert native.jobs({"MAX_JOBS": "3"}, 8, 64 << 30) == (3, 3)
+    for bad in ("0", "-1", "many"):
+        with pytest.raises(SystemExit, match=f"MAX_JOBS is '{bad}'"):
+            native.jobs({"MAX_JOBS": bad}, 8, None)
+
+
+def test_flags_of_others_come_before_ours(native: ModuleType):
+    chosen = native.flags({"CXXFLAGS": "-march=native -O1"})
+    assert chosen[:2] == ["-march=native", "-O1"]
+    assert chosen.index("-O3") > 1
+
+
+def test_a_version_says_what_the_build_is_for(native: ModuleType):
+    assert native.local_version("2.15.0+cu132", "13.2") == "torch2.15.cu132"
+    assert native.local_version("2.15.1", None) == "torch2.15.cpu"
+    assert native.local_version("2.16.0.dev20261101+cpu", None) == "torch2.16.0.dev20261101.cpu"
+    assert native.local_version("2.16.0a0+gitabc", None) == "torch2.16.0a0.cpu"
 
 
 def test_build_info_is_python(native: ModuleType):
-    build = {"torch": "2.13.0+cpu", "cuda": None, "debug": False, "compiler": 'a "b"'}
+    build = {"torch": "2.13.0+cpu", "cuda": None, "debug": False, "compiler": 'a "b"', "of": ["x"]}
     scope: dict[str, object] = {}
     exec(native.build_info_text(build), scope)
     assert scope["BUILD"] == build
+
+
+def test_the_compilers_words_go_to_nvcc(native: ModuleType):
+    def host(cxx: str) -> list[str]:
+        return [w for w in native.kernel_flags({"CXX": cxx}, []) if w[:4] in ("-ccb", "-Xco")][-2:]
+
+    assert host("ccache g++-12")[-1] == "-ccbin=g++-12"
+    assert host("g++ -m64") == ["-ccbin=g++", "-Xcompiler=-m64"]
+
+
+def test_flags_are_for_the_linker_too(native: ModuleType):
+    told = {"CPPFLAGS": "-I/a", "CXXFLAGS": "--coverage", "LDFLAGS": "-L/b"}
+    assert native.link_flags(told) == ["--coverage", "-L/b"]
+    assert native.flags(told)[:2] == ["-I/a", "--coverage"]
+    with pytest.raises(SystemExit, match='CXXFLAGS is "\'": no closing quotation'):
+        native.flags({"CXXFLAGS": "'"})
+
+
+def test_ccache_is_taken_where_it_works(native: ModuleType, tmp_path: Path):
+    ccache = tmp_path / "ccache"
+    ccache.write_text('#!/bin/sh\nexec "$@"\n')
+    ccache.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    monkey = {"PATH": path}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", path)
+        assert native.launcher(monkey) == ["ccache"]
+        assert native.launcher({**monkey, "CXX": "sccache g++"}) == []
+        ccache.write_text("#!/bin/sh\nexit 1\n")  # HOME cannot be written to
+        assert native.launcher(monkey) == []
+
+
+def test_missing_headers_of_python_stop_the_build(native: ModuleType, tmp_path: Path):
+    with pytest.raises(SystemExit, match="apt install python3-dev"):
+        native.require_python_headers(str(tmp_path))
+
+
+def test_a_file_that_is_refused_is_one_sentence(native: ModuleType, tmp_path: Path):
+    with (
+        pytest.raises(SystemExit, match=r"pycollect: the build failed: .*nowhere"),
+        native.in_one_sentence(),
+    ):
+        (tmp_path / "nowhere" / "file").write_text("")

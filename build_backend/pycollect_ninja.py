@@ -1,0 +1,222 @@
+"""The native build as a ninja file: which objects there are, what each is made of, and where it is.
+
+What includes no torch is kept by its compiler and flags, so that another torch compiles only its
+own part. What includes torch is compiled in a few files that include the others, because torch's
+headers take longer to read than all the code behind them. Paths are relative to the checkout, and
+torch's is a link: pip's temporary torch and the environment's give the same commands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+CORE_ROOMS = ("plan", "algorithms", "cpu", "cuda", "shm", "slabs", "sim")
+TORCH_ROOMS = ("torch", "torch/c10d", "torch/c10d/devices", "torch/c10d/fakes")
+CUDA_ROOM = "torch/cuda"
+ONLY_WITHOUT_CUDA = "no_cuda.cpp"
+TORCH_PARTS = 3  # each reads torch's headers, 9 s, and then a third of 60 s of our own code
+
+COMPILED = ("-c", "$in", "-o", "$out", "-MMD", "-MF", "$out.d")
+DEPENDENCIES = {"depfile": "$out.d", "deps": "gcc"}
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """How C++ is compiled, with a wrapper such as ccache where there is one."""
+
+    command: Sequence[str]
+    version: str
+    flags: Sequence[str]
+    torch_flags: Sequence[str] = ()  # besides those, for what includes torch
+    link_flags: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Torch:
+    """What is built against."""
+
+    name: str  # differs wherever the headers may
+    root: Path  # where it lies now
+    python: str  # cpython-312
+    python_include: str
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """How the kernels are compiled."""
+
+    command: Sequence[str]
+    versions: Sequence[str]  # and whatever else decides what nvcc does
+    flags: Sequence[str]
+    toolkit: Path
+
+
+def core_sources(root: Path) -> list[Path]:
+    """Return the C++ files that include no torch, relative to `root`."""
+    return _files(root, CORE_ROOMS, "*.cpp")
+
+
+def torch_sources(root: Path, cuda: bool) -> list[Path]:
+    """Return the C++ files that include torch, relative to `root`."""
+    found = _files(root, TORCH_ROOMS, "*.cpp")
+    if not cuda:
+        return found
+    return [f for f in found if f.name != ONLY_WITHOUT_CUDA] + _files(root, (CUDA_ROOM,), "*.cpp")
+
+
+def kernel_sources(root: Path) -> list[Path]:
+    """Return nvcc's files, relative to `root`."""
+    return _files(root, ("cuda",), "*.cu")
+
+
+@dataclass(frozen=True)
+class Build:
+    """One configuration: what its ninja file says, and where its module comes to lie."""
+
+    root: Path
+    compiler: Compiler
+    torch: Torch
+    kernels: Kernels | None
+    unity: bool = True
+    torch_jobs: int = 1  # files that include torch and are compiled at the same time
+
+    @property
+    def core(self) -> Path:
+        """The folder of what includes no torch."""
+        key = _key(self.compiler.version, *self.compiler.command, *self.compiler.flags)
+        return Path("build", f"core-{key}")
+
+    @property
+    def fatbins(self) -> Path:
+        """The folder of the kernels."""
+        assert self.kernels is not None
+        decisive = [*self.kernels.versions, *self.kernels.command, *self.kernels.flags]
+        key = _key(self.compiler.version, *decisive)
+        return Path("build", f"kernels-{key}")
+
+    @property
+    def folder(self) -> Path:
+        """The folder of what depends on torch, and of the module itself."""
+        rest = [self.fatbins.name] if self.kernels else []
+        key = _key(self.core.name, *rest, *self.torch_flags(), *self.link_flags())
+        return Path("build", f"{self.torch.name}-{self.torch.python}-{key}")
+
+    @property
+    def module(self) -> Path:
+        return self.folder / "_C.so"
+
+    @property
+    def manifest(self) -> Path:
+        return self.folder / "build.ninja"
+
+    @property
+    def torch_link(self) -> Path:
+        return Path("build", self.torch.name)
+
+    def torch_flags(self) -> list[str]:
+        """Return them with the headers of others as the system's, whose warnings are not ours."""
+        include = self.torch_link / "include"
+        folders = [str(include), str(include / "torch/csrc/api/include"), self.torch.python_include]
+        if self.kernels is not None and self.kernels.toolkit != Path("/usr"):  # it is there anyway
+            folders.append(str(self.kernels.toolkit / "include"))
+        system = [word for folder in folders for word in ("-isystem", folder)]
+        return ["-I.", *self.compiler.torch_flags, *system]
+
+    def link_flags(self) -> list[str]:
+        libraries = ["c10", "torch", "torch_cpu", "torch_python"]
+        flags = [*self.compiler.link_flags, f"-L{self.torch_link / 'lib'}"]
+        if self.kernels is not None:
+            folders = [self.kernels.toolkit / "lib64", self.kernels.toolkit / "lib"]
+            flags += [f"-L{folder}" for folder in folders if folder.is_dir()][:1]
+            libraries += ["cudart", "c10_cuda", "torch_cuda"]
+        return [*flags, *(f"-l{library}" for library in libraries)]
+
+    def write(self) -> None:
+        """Write the ninja file and what it names; what is as it should be keeps its time."""
+        (self.root / self.folder).mkdir(parents=True, exist_ok=True)
+        link = self.root / self.torch_link
+        if not link.is_symlink() or link.readlink() != self.torch.root:
+            if link.is_dir() and not link.is_symlink():  # the checkout was copied without links
+                shutil.rmtree(link)
+            link.unlink(missing_ok=True)
+            link.symlink_to(self.torch.root)
+        for part, sources in self._torch_parts().items():
+            if self.unity:
+                _write(self.root / part, "".join(f'#include "{s}"\n' for s in sources))
+        _write(self.root / self.manifest, self.text())
+
+    def text(self) -> str:
+        """Return what the ninja file says; what takes longest comes first."""
+        cxx = [*self.compiler.command, *self.compiler.flags]
+        link = [*self.compiler.command, "-shared", "$in", *self.link_flags(), "-o", "$out"]
+        lines = ["ninja_required_version = 1.8", "builddir = build"]
+        lines += ["pool torch", f"  depth = {self.torch_jobs}"]
+        torch = [*cxx, *self.torch_flags(), *COMPILED]
+        lines += _rule("torch", torch, **DEPENDENCIES, pool="torch")
+        lines += _rule("core", [*cxx, *COMPILED], **DEPENDENCIES)
+        lines += _rule("link", link)
+        made = {self._object(self.folder, source): source for source in self._torch_parts()}
+        rules = dict.fromkeys(made, "torch")
+        if self.kernels is not None:
+            nvcc = [*self.kernels.command, *self.kernels.flags, *COMPILED]
+            lines += _rule("kernels", nvcc, **DEPENDENCIES)
+            fatbins = {self._object(self.fatbins, s): s for s in kernel_sources(self.root)}
+            made |= fatbins
+            rules |= dict.fromkeys(fatbins, "kernels")
+        made |= {self._object(self.core, source): source for source in core_sources(self.root)}
+        lines += [_build(o, rules.get(o, "core"), [source]) for o, source in made.items()]
+        return "\n".join([*lines, _build(self.module, "link", sorted(made)), ""])
+
+    def _torch_parts(self) -> dict[Path, list[Path]]:
+        """What is compiled, and the sources that it stands for."""
+        cuda = self.kernels is not None
+        sources = torch_sources(self.root, cuda)
+        if not self.unity:
+            return {source: [source] for source in sources}
+        # The same parts with CUDA and without: files that clash do so in both.
+        beside = _files(self.root, (CUDA_ROOM,), "*.cpp") if cuda else []
+        beside += [source for source in sources if source.name == ONLY_WITHOUT_CUDA]
+        sources = [source for source in sources if source not in beside]
+        names = [self.folder / f"torch_{n}.cpp" for n in range(min(TORCH_PARTS, len(sources)))]
+        # Files that are alike are neighbours, so each part gets as much of what takes long.
+        parts = {name: sources[n :: len(names)] for n, name in enumerate(names)}
+        return parts | {self.folder / "torch_cuda.cpp": beside}
+
+    @staticmethod
+    def _object(folder: Path, source: Path) -> Path:
+        name = source.name if source.is_relative_to(folder) else "-".join(source.parts[1:])
+        return folder / f"{name}.o"
+
+
+def _files(root: Path, rooms: Iterable[str], pattern: str) -> list[Path]:
+    found = [path for room in rooms for path in sorted((root / "csrc" / room).glob(pattern))]
+    return [path.relative_to(root) for path in found]
+
+
+def _key(*decisive: str) -> str:
+    return hashlib.sha256("\0".join(decisive).encode()).hexdigest()[:8]
+
+
+def _rule(name: str, command: Iterable[str], **bindings: str) -> list[str]:
+    words = [w if w in COMPILED else shlex.quote(w).replace("$", "$$") for w in command]
+    bindings = {"command": " ".join(words), "description": f"{name} $out", **bindings}
+    return [f"rule {name}", *(f"  {key} = {value}" for key, value in bindings.items())]
+
+
+def _build(output: Path, rule: str, inputs: Iterable[Path]) -> str:
+    return f"build {_escaped(output)}: {rule} {' '.join(map(_escaped, inputs))}"
+
+
+def _escaped(path: Path) -> str:
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def _write(path: Path, text: str) -> None:
+    """What is read again only when it differs: ninja goes by times."""
+    if not path.exists() or path.read_bytes() != text.encode():
+        path.write_text(text)

@@ -1,0 +1,200 @@
+"""What is left of a build that was broken off, and of two at the same time."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import select
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from build_project import answer, kill, make, making, module, small_project, todo, wait_for
+
+RECORD = "_build_info_cpython_1_linux.py"
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Any:
+    return small_project(tmp_path)
+
+
+@pytest.mark.parametrize("edited", [False, True], ids=["at first", "after an edit"])
+@pytest.mark.parametrize("how", ["Ctrl-C", "Ctrl-C alone", "SIGTERM alone", "killed"])
+def test_what_is_broken_off_is_made_again(build: Any, tmp_path: Path, how: str, edited: bool):
+    if edited:
+        make(build)
+        time.sleep(0.01)
+        for name in ("plan/plan.cpp", "torch/one.cpp", "torch/c10d/two.cpp"):
+            (build.root / "csrc" / name).touch()
+    (tmp_path / "stand_still").touch()
+    with making(build) as child:
+        wait_for(tmp_path / "stands_still")
+        if how == "Ctrl-C alone":
+            child.send_signal(signal.SIGINT)
+        elif how == "SIGTERM alone":
+            child.terminate()
+        elif how == "Ctrl-C":
+            os.killpg(child.pid, signal.SIGINT)
+        if how == "killed":  # as when the machine stops: nobody takes anything away
+            kill(child.pid)
+        said = child.communicate(timeout=30)[0]
+        assert child.returncode != 0, said
+    (tmp_path / "stand_still").unlink()
+    make(build)
+    assert answer(build) == 42
+    assert todo(build) == {}
+
+
+def test_an_object_without_a_byte_is_made_again(build: Any):
+    """As a file system may leave it when the machine stops; the linker takes it without a word."""
+    make(build)
+    (one,) = (build.root / build.core).glob("plan-*.o")
+    times = one.stat()
+    one.write_bytes(b"")
+    os.utime(one, ns=(times.st_atime_ns, times.st_mtime_ns))
+    make(build)
+    assert answer(build) == 42
+
+
+def test_a_full_disk_is_an_error_and_no_half_object(build: Any, capfd: pytest.CaptureFixture[str]):
+    room = resource.getrlimit(resource.RLIMIT_FSIZE)
+    build.write()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, room[1]))  # for all files: objects are larger
+    try:
+        with pytest.raises(SystemExit, match="the build failed"):
+            module("make").run(build.root, build, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, room)
+    make(build)
+    assert answer(build) == 42
+
+
+def first_line(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    assert select.select([child.stdout], [], [], 30)[0], "it says nothing"
+    return child.stdout.readline()
+
+
+def test_two_builds_at_the_same_time_are_one_after_the_other(build: Any, tmp_path: Path):
+    (tmp_path / "stand_still").touch()
+    with making(build) as first:
+        wait_for(tmp_path / "stands_still")
+        (tmp_path / "stand_still").unlink()
+        with making(build) as second:
+            assert "another build is at work" in first_line(second)
+            kill(first.pid, "sleep")
+            assert first.wait(60) == 0
+            assert second.wait(60) == 0
+    assert answer(build) == 42
+    compiled = (tmp_path / "compiled").read_text().splitlines()
+    assert len(compiled) == 3 + 2 + 1
+
+
+def test_where_nothing_can_be_locked_it_is_said(
+    build: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(module("make").fcntl, "flock", refused)
+    with module("make").alone(build.root):
+        make(build)
+    assert "cannot be locked (Function not implemented): build once at" in capsys.readouterr().err
+
+
+def test_a_server_of_the_compiler_does_not_keep_the_lock(build: Any, tmp_path: Path):
+    """sccache begins one with the first file that it compiles, which stays."""
+    (tmp_path / "sccache").symlink_to(build.compiler.command[0])
+    compiler = replace(build.compiler, command=[str(tmp_path / "sccache")])
+    make(replace(build, compiler=compiler))
+    assert (tmp_path / "compiled").read_text().splitlines()[0] == "--start-server"
+
+
+def test_compilers_that_outlive_their_build_keep_others_out(build: Any, tmp_path: Path):
+    (tmp_path / "stand_still").touch()
+    with making(build) as first:
+        wait_for(tmp_path / "stands_still")
+        first.kill()  # alone: ninja and the compilers go on
+        with making(build) as second:
+            assert "another build is at work" in first_line(second)
+
+
+# The module and its record
+
+
+@pytest.fixture
+def placed(tmp_path: Path) -> Path:
+    (tmp_path / "built.so").write_bytes(b"old module" * 1000)
+    at = tmp_path / "package" / "_C.cpython-1-linux.so"
+    module("make").place(tmp_path / "built.so", at, "old record")
+    return at
+
+
+def pair(at: Path) -> tuple[bytes, str | None]:
+    record = at.with_name(RECORD)
+    return at.read_bytes()[:10], record.read_text() if record.exists() else None
+
+
+def test_module_and_record_are_replaced(placed: Path, tmp_path: Path):
+    assert pair(placed) == (b"old module", "old record")
+    inode = placed.stat().st_ino
+    module("make").place(tmp_path / "built.so", placed, "old record")
+    assert placed.stat().st_ino == inode  # programs that run it are left alone
+    (tmp_path / "built.so").write_bytes(b"new module" * 1000)
+    module("make").place(tmp_path / "built.so", placed, "new record")
+    assert pair(placed) == (b"new module", "new record")
+    assert placed.stat().st_ino != inode
+    assert {p.name for p in placed.parent.iterdir()} == {
+        placed.name,
+        "_build_info_cpython_1_linux.py",
+    }
+
+
+def test_a_full_disk_leaves_the_old_pair(placed: Path, tmp_path: Path):
+    (tmp_path / "built.so").write_bytes(b"new module" * 1000)
+    room = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, room[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            module("make").place(tmp_path / "built.so", placed, "new record")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, room)
+    assert pair(placed) == (b"old module", "old record")
+    assert {p.name for p in placed.parent.iterdir()} == {
+        placed.name,
+        "_build_info_cpython_1_linux.py",
+    }
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_no_record_speaks_of_another_module(
+    placed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+):
+    (tmp_path / "built.so").write_bytes(b"new module" * 1000)
+    left = [None] * after
+    real = Path.replace
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        module("make").place(tmp_path / "built.so", placed, "new record")
+    assert pair(placed)[1] is None  # which the import takes for a build that is missing
+
+
+def test_each_python_has_a_record_of_its_own(placed: Path, tmp_path: Path):
+    (tmp_path / "built.so").write_bytes(b"new module" * 1000)
+    other = placed.with_name("_C.cpython-2-linux.so")
+    module("make").place(tmp_path / "built.so", other, "new record")
+    assert pair(placed) == (b"old module", "old record")
+    assert other.with_name("_build_info_cpython_2_linux.py").read_text() == "new record"
