@@ -43,7 +43,7 @@ def test_what_is_broken_off_is_made_again(build: Any, tmp_path: Path, how: str, 
             os.killpg(child.pid, signal.SIGINT)
         if how == "killed":  # as when the machine stops: nobody takes anything away
             kill(child.pid)
-        said = child.communicate(timeout=30)[0]
+        said = child.communicate(timeout=90)[0]
         assert child.returncode != 0, said
     (tmp_path / "stand_still").unlink()
     make(build)
