@@ -2,7 +2,7 @@
 
 The decisions are in build_backend/, the metadata in pyproject.toml. Switches: PYCOLLECT_CUDA=0/1,
 TORCH_CUDA_ARCH_LIST, PYCOLLECT_UNITY=0, PYCOLLECT_DEBUG=1, PYCOLLECT_WERROR=1, MAX_JOBS=n,
-CXX=compiler, CXXFLAGS, LDFLAGS.
+CXX=compiler, CPPFLAGS, CXXFLAGS, LDFLAGS.
 """
 
 import sys

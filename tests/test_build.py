@@ -257,13 +257,13 @@ def test_ccache_is_taken_where_it_works(native: ModuleType, tmp_path: Path):
     ccache.write_text('#!/bin/sh\nexec "$@"\n')
     ccache.chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    monkey = {"PATH": path}
+    environ = {"PATH": path}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", path)
-        assert native.launcher(monkey) == ["ccache"]
-        assert native.launcher({**monkey, "CXX": "sccache g++"}) == []
+        assert native.launcher(environ) == ["ccache"]
+        assert native.launcher({**environ, "CXX": "sccache g++"}) == []
         ccache.write_text("#!/bin/sh\nexit 1\n")  # HOME cannot be written to
-        assert native.launcher(monkey) == []
+        assert native.launcher(environ) == []
 
 
 def test_missing_headers_of_python_stop_the_build(native: ModuleType, tmp_path: Path):
