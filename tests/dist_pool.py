@@ -31,16 +31,6 @@ _DUMP_SECONDS = 0.5  # for the stacks of a hung rank to arrive in its file
 _ENDED_SECONDS = 0.3  # for a rank that is gone to have an exit code; by exec it goes without one
 
 
-def _loaded() -> list[str]:
-    """What the process that ranks are forked from has loaded: it would take each of them 0.2 s, and
-    another second if it trains (torch._dynamo, with which DDP begins).
-
-    Where there are GPUs a rank loads the extension itself: that might ask for them.
-    """
-    ours = [] if torch.cuda.is_available() else ["pycollect"]
-    return ["torch", "torch.distributed", "torch._dynamo", "pytest", *ours]
-
-
 class Pool:
     """The ranks of one world. `run` is for jobs that succeed, `outcomes` for those that may not."""
 
@@ -53,7 +43,6 @@ class Pool:
         self.folder = Path(self._folder.name)
         self.whole = True
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_loaded())
         pairs = [context.Pipe() for _ in range(spec.world)]
         self.pipes = [ours for ours, _ in pairs]
         self.ranks = [

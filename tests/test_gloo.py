@@ -55,7 +55,6 @@ def gloo(tmp_path_factory):
     """[rank][world, case]: what every process found."""
     folder = tmp_path_factory.mktemp("gloo")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
     ranks = [
         context.Process(target=work, args=(rank, CASES, str(folder)), daemon=True)
         for rank in range(max(WORLDS))

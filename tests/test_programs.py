@@ -8,6 +8,7 @@ from pathlib import Path
 
 import programs
 import pytest
+from dist_pool import Me, fresh
 
 BEGIN = "import atexit, os, sys; atexit.register(print, 'the end'); "
 ENDS = {
@@ -45,3 +46,13 @@ def test_signals_that_are_blocked_are_blocked_there() -> None:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert blocked() == "False\n"
+
+
+def _begins_with_torch(me: Me) -> bool:
+    return "torch._dynamo" in sys.modules  # which importing torch alone does not import
+
+
+def test_ranks_begin_with_torch() -> None:
+    """However many tests have forked processes in other ways before."""
+    with fresh(1, group=False) as pool:
+        assert pool.run(_begins_with_torch) == [True]
