@@ -8,6 +8,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -23,9 +24,10 @@ MISSING = {
     "of GPU memory": "the GPU has too little free memory for them",
 }
 
-# What leaves the slow tests out (pyproject.toml), and how long one of them takes on two cores.
-QUICK, SECONDS_EACH = "not slow", 2.0
-LEFT_OUT = pytest.StashKey[list[pytest.Item]]()
+# What leaves the slow tests out (pyproject.toml), what runs them, and how long one takes on two
+# cores.
+QUICK, SLOW, SECONDS_EACH = "not slow", "python -m pytest -q -n auto -m slow", 1.3
+LEFT_OUT = pytest.StashKey[tuple[int, int]]()  # how many, and how many of them would run here
 
 # Derandomized: the same examples in every run, so that a red run is red again. No deadline: ranks
 # outnumber cores here, and a slow machine is no defect. HYPOTHESIS_PROFILE=explore looks further.
@@ -50,15 +52,45 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == QUICK:  # done here, so that nothing else is counted as slow
         config.option.markexpr = ""
-        config.stash[LEFT_OUT] = []
+        config.stash[LEFT_OUT] = 0, 0
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if (left_out := config.stash.get(LEFT_OUT, None)) is not None:
-        left_out += (item for item in items if item.get_closest_marker("slow"))
-        items[:] = (item for item in items if not item.get_closest_marker("slow"))
-        config.hook.pytest_deselected(items=left_out)
+    if LEFT_OUT not in config.stash:
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    items[:] = (item for item in items if not item.get_closest_marker("slow"))
+    run = [i for i in slow if torch.cuda.is_available() or not i.get_closest_marker("cuda")]
+    config.stash[LEFT_OUT] = len(slow), len(run)
+    config.hook.pytest_deselected(items=slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """For `-n auto`: a worker starts ranks of its own, several at a time. Tests on a GPU share its
+    memory, of which some take nearly all: there is no other process beside them."""
+    cores = len(os.sched_getaffinity(0))
+    return 0 if torch.cuda.is_available() else min(cores, max(2, cores // 2), 8)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file stays together, so that its pools of ranks are started once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log) if config.option.dist == "load" else None
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, (0, 0))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every worker has collected, and left out, the same tests."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", (0, 0))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -78,16 +110,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
         if count:
             tests = "1 test" if count == 1 else f"{count} tests"
             terminalreporter.write_line(f"{tests} did not run: {advice}", yellow=True)
-    if left_out := terminalreporter.config.stash.get(LEFT_OUT, []):
-        terminalreporter.write_line(say_left_out(left_out))
-
-
-def say_left_out(items: list[pytest.Item]) -> str:
-    run = [i for i in items if torch.cuda.is_available() or not i.get_closest_marker("cuda")]
-    minutes = max(1, math.ceil(len(run) * SECONDS_EACH / 60))
-    tests = "1 slow test was" if len(items) == 1 else f"{len(items)} slow tests were"
-    about = "1 minute" if minutes == 1 else f"{minutes} minutes"
-    return f"{tests} left out; about {about}: python -m pytest -q -m slow"
+    count, run = terminalreporter.config.stash.get(LEFT_OUT, (0, 0))
+    if count:
+        tests = "1 slow test was" if count == 1 else f"{count} slow tests were"
+        minutes = max(1, math.ceil(run * SECONDS_EACH / 60))
+        about = "1 minute" if minutes == 1 else f"{minutes} minutes"
+        terminalreporter.write_line(f"{tests} left out; about {about}: {SLOW}")
 
 
 @pytest.fixture(scope="session", autouse=True)

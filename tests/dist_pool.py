@@ -185,9 +185,19 @@ def pools_of_a_module(**always: Any) -> Iterator[Pools]:  # what all specs have 
         yield pools
 
 
-def shared_files() -> list[str]:  # other programs have theirs there
+def shared_files() -> set[str]:
     """The backend's files in /dev/shm."""
-    return sorted(name for name in os.listdir("/dev/shm") if "pycollect" in name)
+    return {name for name in os.listdir("/dev/shm") if "pycollect" in name}
+
+
+def left_over(before: set[str]) -> set[str]:
+    """Those that are new and stay: other programs' go."""
+    until = time.monotonic() + 10
+    left = shared_files() - before
+    while left and time.monotonic() < until:
+        time.sleep(0.2)
+        left &= shared_files()
+    return left
 
 
 def backend_of(group: dist.ProcessGroup | None = None) -> Any:

@@ -25,6 +25,7 @@ from dist_pool import (
     begun,
     caught,
     fresh,
+    left_over,
     shared_files,
 )
 from dist_waits import DESTROYED, NOTICED
@@ -89,7 +90,7 @@ def test_a_rank_dies_while_all_meet(share, delay):
         error, took = outcome.value
         assert error.kind, "nothing was raised"
         assert took < 1 + 2 * NOTICED, error
-    assert shared_files() == files
+    assert not left_over(files)
 
 
 # --- late is not dead -----------------------------------------------------------------------------

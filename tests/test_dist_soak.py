@@ -11,7 +11,7 @@ import os
 import time
 
 import pytest
-from dist_pool import BACKEND, OURS, fresh, shared_files
+from dist_pool import BACKEND, OURS, fresh, left_over, shared_files
 from dist_soak import chapters_of, tell
 
 pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no type for what is raised")
@@ -27,7 +27,7 @@ def one_story(seed: int) -> float:
     dead = {c.victim for c in chapters_of(seed, world) if c.fault == "death"}
     ways = {"SHARE": ("memfd", "named")[seed % 2], "WATCH": ("pidfd", "hangup")[seed // 2 % 2]}
     environ = tuple((f"PYCOLLECT_SHM_{key}", value) for key, value in ways.items())
-    before = set(shared_files())
+    before = shared_files()
     with fresh(world, group=False, environ=environ) as pool:
         outcomes = pool.outcomes(tell, seed, pool.pids(), WITHOUT, seconds=LIMIT)
         wrong = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.died != (r in dead)]
@@ -36,16 +36,6 @@ def one_story(seed: int) -> float:
     assert not wrong, "\n".join([f"PYCOLLECT_TEST_SOAK_SEED={seed}", *wrong, *logs])
     assert not left_over(before)
     return max((o.value for o in outcomes if not o.died), default=0.0)
-
-
-def left_over(before: set[str]) -> set[str]:
-    """Files that are new and stay: those of other programs go."""
-    until = time.monotonic() + 10
-    left = set(shared_files()) - before
-    while left and time.monotonic() < until:
-        time.sleep(0.2)
-        left &= set(shared_files())
-    return left
 
 
 SHORT = (0, 3)  # stories with every fault, each with its own way to share and to watch

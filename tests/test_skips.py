@@ -9,8 +9,10 @@ import shutil
 import sys
 from pathlib import Path
 
+import conftest
 import programs
 import pytest
+import torch
 
 HERE = Path(__file__).parent
 TESTS = """
@@ -48,6 +50,20 @@ def test_with_cupy(cupy):
 
 def test_runs():
     pass
+"""
+
+
+TOGETHER = """
+import os
+import pytest
+
+
+@pytest.mark.parametrize("n", range(20))
+def test_here(n, request):
+    workers = request.config.rootpath / (request.path.name + ".workers")
+    with open(workers, "a") as file:
+        file.write(os.environ["PYTEST_XDIST_WORKER"] + "\\n")
+    assert len(set(workers.read_text().split())) == 1
 """
 
 
@@ -105,17 +121,36 @@ def test_a_gpu_may_be_insisted_on(tmp_path: Path) -> None:
     assert "2 errors" in said or "2 failed" in said
 
 
-def test_slow_tests_are_left_out_and_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("workers", "end"), [("0", "1 passed, 61 deselected"), ("2", "1 passed")])
+def test_slow_tests_are_left_out_and_counted(tmp_path: Path, workers: str, end: str) -> None:
     """By the default of this project; those on a GPU that is not there would take no time."""
-    *_, line, last = run(tmp_path, tests=SLOW).splitlines()
-    assert line == "61 slow tests were left out; about 2 minutes: python -m pytest -q -m slow"
-    assert last.startswith("1 passed, 61 deselected")
+    *_, line, last = run(tmp_path, "-n", workers, tests=SLOW).splitlines()
+    command = "python -m pytest -q -n auto -m slow"
+    assert line == f"61 slow tests were left out; about 2 minutes: {command}"
+    assert last.startswith(f"{end} in ")
+
+
+def test_a_worker_for_two_cores_unless_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, gpu, workers in (
+        (1, False, 1), (2, False, 2), (3, False, 2), (6, False, 3), (64, False, 8), (64, True, 0)
+    ):  # fmt: skip
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: set(range(n)))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        assert conftest.pytest_xdist_auto_num_workers() == workers
+
+
+def test_a_file_stays_with_one_worker(tmp_path: Path) -> None:
+    """And with it the processes that its tests share."""
+    (tmp_path / "test_other.py").write_text(TOGETHER)
+    assert run(tmp_path, "-n", "2", tests=TOGETHER).splitlines()[-1].startswith("40 passed")
+    assert {len(f.read_text().split()) for f in tmp_path.glob("*.workers")} == {20}
 
 
 @pytest.mark.parametrize(
     ("arguments", "left_out", "ran"),
     [
         (["-m", ""], "", "61 passed, 1 skipped"),
+        (["-n", "2", "-m", ""], "", "61 passed, 1 skipped"),
         (["-k", "quick"], "", "1 passed, 61 deselected"),
         (["-k", "slow and 7"], "6 slow tests were left out; about 1 minute:", "62 deselected"),
     ],
