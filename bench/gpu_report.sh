@@ -157,7 +157,7 @@ stage_test() {
   can_test test || return
   lacks=$(missing cupy sklearn tqdm matplotlib)
   [[ -z $lacks ]] || say "this environment lacks $lacks: tests of these are skipped"
-  [[ -n $(missing xdist) ]] || workers=(-n 6)
+  [[ -n $(missing xdist) ]] || workers=(-n 6 --dist worksteal)
   export PYCOLLECT_REQUIRE_CUDA=1
   step test-cuda "$python" -m pytest "${all[@]}" -m "cuda and not slow" "${rest[@]}"
   step test-cuda-matrix "$python" -m pytest "${all[@]}" "${workers[@]}" -m "cuda and not slow" \

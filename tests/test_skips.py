@@ -88,6 +88,9 @@ def test_quick():
 """
 
 
+LINE = "61 slow tests were left out; about 2 minutes: python -m pytest -q -n auto -m slow"
+
+
 def run(folder: Path, *arguments: str, tests: str = TESTS, **environ: str) -> str:
     for name in ("conftest.py", "homes.py"):
         shutil.copy(HERE / name, folder)
@@ -121,13 +124,20 @@ def test_a_gpu_may_be_insisted_on(tmp_path: Path) -> None:
     assert "2 errors" in said or "2 failed" in said
 
 
-@pytest.mark.parametrize(("workers", "end"), [("0", "1 passed, 61 deselected"), ("2", "1 passed")])
-def test_slow_tests_are_left_out_and_counted(tmp_path: Path, workers: str, end: str) -> None:
+def test_slow_tests_are_left_out_and_counted(tmp_path: Path) -> None:
     """By the default of this project; those on a GPU that is not there would take no time."""
-    *_, line, last = run(tmp_path, "-n", workers, tests=SLOW).splitlines()
-    command = "python -m pytest -q -n auto -m slow"
-    assert line == f"61 slow tests were left out; about 2 minutes: {command}"
-    assert last.startswith(f"{end} in ")
+    *_, line, last = run(tmp_path, tests=SLOW).splitlines()
+    assert line == LINE
+    assert last.startswith("1 passed, 61 deselected")
+
+
+def test_workers_leave_out_the_same_and_keep_a_file_together(tmp_path: Path) -> None:
+    """And with the file the processes that its tests share."""
+    for name in ("one", "two"):
+        (tmp_path / f"test_{name}.py").write_text(TOGETHER)
+    *_, line, last = run(tmp_path, "-n", "2", tests=SLOW).splitlines()
+    assert line == LINE
+    assert last.startswith("41 passed")
 
 
 def test_a_worker_for_two_cores_unless_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,18 +149,10 @@ def test_a_worker_for_two_cores_unless_there_is_a_gpu(monkeypatch: pytest.Monkey
         assert conftest.pytest_xdist_auto_num_workers() == workers
 
 
-def test_a_file_stays_with_one_worker(tmp_path: Path) -> None:
-    """And with it the processes that its tests share."""
-    (tmp_path / "test_other.py").write_text(TOGETHER)
-    assert run(tmp_path, "-n", "2", tests=TOGETHER).splitlines()[-1].startswith("40 passed")
-    assert {len(f.read_text().split()) for f in tmp_path.glob("*.workers")} == {20}
-
-
 @pytest.mark.parametrize(
     ("arguments", "left_out", "ran"),
     [
         (["-m", ""], "", "61 passed, 1 skipped"),
-        (["-n", "2", "-m", ""], "", "61 passed, 1 skipped"),
         (["-k", "quick"], "", "1 passed, 61 deselected"),
         (["-k", "slow and 7"], "6 slow tests were left out; about 1 minute:", "62 deselected"),
     ],
