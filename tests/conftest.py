@@ -15,8 +15,8 @@ import pytest
 
 # Tests have more threads than there are cores: one that waits lets others run. What libgomp and
 # OpenBLAS do of themselves, waiting in a loop, took a quarter of all CPU time of the slow tests.
-os.environ["OMP_WAIT_POLICY"] = "passive"
-os.environ["OPENBLAS_NUM_THREADS"] = "1"
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import torch
 
@@ -28,6 +28,7 @@ MISSING = {
     "needs CuPy": "CuPy is not installed (pip install 'pycollect[cuda13]')",
     "needs mypy": "mypy is not installed (pip install -e '.[test]')",
     "of GPU memory": "the GPU has too little free memory for them",
+    "of free memory": "this machine has too little of it for them",
 }
 
 # What leaves the slow tests out (pyproject.toml), what runs them, and how long one takes on two
@@ -35,8 +36,9 @@ MISSING = {
 QUICK, SLOW, SECONDS_EACH = "not slow", "python -m pytest -q -n auto -m slow", 1.3
 LEFT_OUT = pytest.StashKey[tuple[int, int]]()  # how many, and how many of them would run here
 
-# Derandomized: the same examples in every run, so that a red run is red again. No deadline: ranks
-# outnumber cores here, and a slow machine is no defect. HYPOTHESIS_PROFILE=explore looks further.
+# Derandomized: nearly the same examples in every run, so that a red run is red again (constants of
+# the modules that a process has imported are tried, too). No deadline: ranks outnumber cores here,
+# and a slow machine is no defect. HYPOTHESIS_PROFILE=explore looks further.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
@@ -59,6 +61,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == QUICK:  # done here, so that nothing else is counted as slow
         config.option.markexpr = ""
         config.stash[LEFT_OUT] = 0, 0
+    # A worker that dies ends the run: pytest-xdist 3.8 gives the files that it had done to others
+    # once more, and then waits for ever for tests that nobody runs.
+    if getattr(config.option, "maxworkerrestart", "") is None:
+        config.option.maxworkerrestart = "0"
 
 
 @pytest.hookimpl(trylast=True)
@@ -76,6 +82,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_xdist_auto_num_workers() -> int:
     """For `-n auto`: a worker starts ranks of its own, several at a time. Tests on a GPU share its
     memory, of which some take nearly all: there is no other process beside them."""
+    if wanted := os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
+        return int(wanted)
     cores = len(os.sched_getaffinity(0))
     return 0 if torch.cuda.is_available() else min(cores, max(2, cores // 2), 8)
 
@@ -96,7 +104,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Every worker has collected, and left out, the same tests."""
-    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", (0, 0))
+    if hasattr(node, "workeroutput"):  # one that has died says nothing
+        node.config.stash[LEFT_OUT] = node.workeroutput["left_out"]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -104,7 +104,7 @@ def test_import_refuses_a_build_for_another_torch(monkeypatch: pytest.MonkeyPatc
 
 
 def test_import_without_the_compiled_part_says_so(tmp_path: Path):
-    built = shutil.ignore_patterns("*.so", "_build_info_*.py")
+    built = shutil.ignore_patterns("*.so", "_build_info_*.py", "__pycache__")
     shutil.copytree(ROOT / "pycollect", tmp_path / "pycollect", ignore=built)
     code = (  # an editable install would still find the compiled part
         "import sys; sys.meta_path = [f for f in sys.meta_path if 'Editable' not in str(f)]\n"

@@ -98,10 +98,11 @@ def run(folder: Path, *arguments: str, tests: str = TESTS, **environ: str) -> st
     shutil.copy(HERE.parent / "pyproject.toml", folder)
     hidden = {"CUDA_VISIBLE_DEVICES": "", "PYCOLLECT_TEST_GPU": "cuda:0"}
     paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    outside = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
     done = programs.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, "."],
         cwd=folder,
-        env=os.environ | hidden | {"PYTHONPATH": os.pathsep.join(paths)} | environ,
+        env=outside | hidden | {"PYTHONPATH": os.pathsep.join(paths)} | environ,
         timeout=120,
     )
     return done.stdout
@@ -133,20 +134,37 @@ def test_slow_tests_are_left_out_and_counted(tmp_path: Path) -> None:
 
 def test_workers_leave_out_the_same_and_keep_a_file_together(tmp_path: Path) -> None:
     """And with the file the processes that its tests share."""
+    pytest.importorskip("xdist", reason="needs pytest-xdist")
     for name in ("one", "two"):
         (tmp_path / f"test_{name}.py").write_text(TOGETHER)
     *_, line, last = run(tmp_path, "-n", "2", tests=SLOW).splitlines()
     assert line == LINE
     assert last.startswith("41 passed")
+    assert len({f.read_text().split()[0] for f in tmp_path.glob("*.workers")}) == 2
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_ends_the_run(tmp_path: Path) -> None:
+    """Not before it has done several files, which nobody is to do, or to wait for, once more."""
+    pytest.importorskip("xdist", reason="needs pytest-xdist")
+    for number in range(6):
+        (tmp_path / f"test_{number}.py").write_text(TOGETHER)
+    dies = "import os\n\ndef test_here():\n    pass\n\ndef test_that_dies():\n    os._exit(1)\n"
+    said = run(tmp_path, "-n", "2", tests=dies)
+    assert "crashed" in said
+    assert "1 failed" in said.splitlines()[-1]
 
 
 def test_a_worker_for_two_cores_unless_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, gpu, workers in (
         (1, False, 1), (2, False, 2), (3, False, 2), (6, False, 3), (64, False, 8), (64, True, 0)
     ):  # fmt: skip
+        monkeypatch.delenv("PYTEST_XDIST_AUTO_NUM_WORKERS", raising=False)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: set(range(n)))
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
         assert conftest.pytest_xdist_auto_num_workers() == workers
+    monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "5")
+    assert conftest.pytest_xdist_auto_num_workers() == 5
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("needs the objects of a build in this checkout")
     copy = tmp_path_factory.mktemp("wheel") / "pycollect"
     ignored = shutil.ignore_patterns(
-        *(".git", "*.egg-info", ".*_cache", ".venv", ".hypothesis", "data", "dist"),
+        *(".git", "*.egg-info", ".*_cache", ".venv", ".hypothesis", "data", "dist", "__pycache__"),
         *("_C.*.so", "_build_info_*.py", "native-*", "lib.*", "bdist.*", "wheels"),
     )
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
