@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds plans, folds and the room of shared memory without torch, with a sanitizer of the compiler,
-# and runs their native tests: sanitize.sh [none|thread|address|undefined] [quick].
+# and runs their native tests: sanitize.sh [none|thread|address|undefined] [quick|full|build].
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 kind=${1:-thread} length=${2:-full}
@@ -17,18 +17,18 @@ export TSAN_OPTIONS="halt_on_error=1 ${TSAN_OPTIONS:-}" ASAN_OPTIONS="detect_lea
 cases=400 worlds=(1 2 3 4 5 8) programs=12
 [[ $length != quick ]] || cases=60 worlds=(1 2 3 5) programs=3
 
-build() { "$root/tests/native/build.sh" "$folder" "tests/native/$1.cpp" "${flags[@]}"; }
-"$(build passes_test | tail -n 1)" "$length"
-"$(build executor_test | tail -n 1)" "$cases" "${worlds[@]}"
-"$(build mailbox_test | tail -n 1)" "$programs"
-"$(build faults_test | tail -n 1)" 1  # the others are between processes
-"$(build life_test | tail -n 1)"
+run() {  # test, arguments...
+  local program
+  program=$("$root/tests/native/build.sh" "$folder" "tests/native/$1.cpp" "${flags[@]}" | tail -n 1)
+  [[ $length == build ]] || "$program" "${@:2}"
+}
+run passes_test "$length"
+run executor_test "$cases" "${worlds[@]}"
+run mailbox_test "$programs"
+run faults_test 1  # the others are between processes
+run life_test
 if [[ $kind != thread ]]; then  # these fork
-  "$(build arena_test | tail -n 1)"
-  "$(build group_test | tail -n 1)"
-  "$(build strangers_test | tail -n 1)"
-  "$(build limits_test | tail -n 1)"
-  "$(build apart_test | tail -n 1)"
+  for test in arena group strangers limits apart; do run "${test}_test"; done
 fi
-"$(build headroom_test | tail -n 1)"
+run headroom_test
 echo "sanitize.sh $kind $length: right"

@@ -62,12 +62,13 @@ void tells_a_program_from_its_successor() {
   expect(after->dead() == 0, "the new program was taken for the old one");
   kill(pid, SIGKILL);
   expect_death(*after, "the end of the new program was not noticed");
-  expect(watch(pid)->dead() == 2, "one that has ended was taken for a live one");
+  expect_death(*watch(pid), "one that has ended was taken for a live one");
   waitpid(pid, nullptr, 0);
   expect(watch(pid)->dead() == 2, "one that is not there was taken for a live one");
 }
 
-// At any moment of a thread that begins and ends to watch.
+// At any moment of a thread that begins and ends to watch. Not under AddressSanitizer, whose
+// allocator's locks stay locked in the child when that thread held one of them.
 void watches_in_a_forked_child() {
   std::atomic<bool> end = false;
   const pid_t watched = getppid();
@@ -92,7 +93,9 @@ int main() {
   is_shared_by_threads();
   if (std::getenv("NO_FORK") == nullptr) {
     tells_a_program_from_its_successor();
+#ifndef __SANITIZE_ADDRESS__
     watches_in_a_forked_child();
+#endif
   }
   std::puts("life_test: all good");
 }
