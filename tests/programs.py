@@ -105,9 +105,8 @@ class Program:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if self.poll() is None and raised[0] is not None:
-                os.killpg(self.pid, signal.SIGKILL)
+        if self.poll() is None and raised[0] is not None:
+            os.killpg(self.pid, signal.SIGKILL)
         self.wait()
         for pipe in (self.stdout, self.stderr):
             if pipe is not None:
@@ -199,9 +198,12 @@ def _begin(control: socket.socket, fds: list[int]) -> bool:
         return True
     for fd in (*streams, 0, 1, 2):
         os.close(fd)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with contextlib.suppress(BrokenPipeError):
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its number stays its own
+    status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    with contextlib.suppress(ConnectionError):
         os.write(told, b"%d" % status)
+        os.read(told, 1)  # nothing comes: whoever asks has read it, or is gone
+    os.waitpid(pid, 0)
     os._exit(0)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import programs
@@ -30,6 +32,16 @@ def test_a_program_ends_as_any_other(tmp_path: Path, how: str) -> None:
     assert ("Traceback" in ended.stderr) == (how in ("with an error", "by Ctrl-C"))
     if how == "by itself":
         assert ended.stdout.splitlines()[0] == f"['-c', 'word'] there {tmp_path}"
+
+
+def test_the_number_of_an_ended_program_is_its_own_until_its_status_is_read() -> None:
+    with programs.Program([sys.executable, "-c", "0"]) as program:
+        stat = Path(f"/proc/{program.pid}/stat")
+        while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+        time.sleep(0.1)  # for whoever waits for it to have heard
+        os.kill(program.pid, signal.SIGKILL)
+        assert program.wait(60) == 0
 
 
 def test_signals_that_are_blocked_are_blocked_there() -> None:
