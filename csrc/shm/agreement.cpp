@@ -92,7 +92,9 @@ std::string words(const Description& d, const Description& other) {
   const auto collective = static_cast<Collective>(d.collective);
   std::string said = one_of(kCollectiveNames, d.collective);
   if (d.call != other.call) said += text(" as its call ", d.call);
-  if ((d.flags & Description::meets) != 0)
+  const auto tensors = static_cast<uint32_t>(d.options),
+             other_tensors = static_cast<uint32_t>(other.options);
+  if (tensors == 0 && (d.flags & Description::on_gpus) != 0)  // the ranks are to meet
     return collective == Collective::barrier ? "init_process_group with a device_id"
                                              : said + " of tensors on GPUs, for the first time";
   const std::string part = d.parts > 1       ? text(", part ", d.part + 1, " of ", d.parts)
@@ -102,9 +104,7 @@ std::string words(const Description& d, const Description& other) {
   said += text(" of ", d.elements, " ", one_of(kDTypeNames, d.dtype));
   if (reduces(collective)) said += text(", op ", one_of(kReduceOpNames, d.op));
   if (has_root(collective)) said += text(", root ", d.root);
-  const auto tensors = static_cast<uint32_t>(d.options),
-             other_tensors = static_cast<uint32_t>(other.options);
-  if (tensors != other_tensors) said += text(", in ", tensors, " tensors");
+  if (tensors != other_tensors && other_tensors != 0) said += text(", in ", tensors, " tensors");
   const uint8_t unlike = d.flags ^ other.flags;
   if ((unlike & Description::in_place) != 0)
     said += (d.flags & Description::in_place) != 0 ? ", in place" : ", out of place";
@@ -165,10 +165,10 @@ uint64_t signature(const Request& r, uint64_t call) {
   h.add(static_cast<uint64_t>(r.collective) | static_cast<uint64_t>(r.dtype) << 8 |
         (reduces(r.collective) ? static_cast<uint64_t>(r.op) : 0) << 16 |
         uint64_t{r.in_place} << 24 | uint64_t{r.irregular} << 25 | uint64_t{r.on_gpus} << 26 |
-        uint64_t{r.meets} << 27 | static_cast<uint64_t>(has_root(r.collective) ? r.root : 0) << 32);
+        static_cast<uint64_t>(has_root(r.collective) ? r.root : 0) << 32);
   h.add(call);
   h.add(options(r));
-  if (r.irregular || r.meets || r.collective == Collective::barrier) return h.value();
+  if (r.irregular || r.tensors == 0) return h.value();
   add_blocks(h, r);
   return h.value();
 }
@@ -199,8 +199,7 @@ void state(Group& group, const Statement& s, const Request* request) {
     d.dtype = static_cast<uint8_t>(request->dtype);
     d.op = static_cast<uint8_t>(request->op);
     d.flags = static_cast<uint8_t>((request->in_place ? Description::in_place : 0) |
-                                   (request->on_gpus ? Description::on_gpus : 0) |
-                                   (request->meets ? Description::meets : 0));
+                                   (request->on_gpus ? Description::on_gpus : 0));
     d.root = request->root;
     d.elements = elements(*request);
     d.options = options(*request);

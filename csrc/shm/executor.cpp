@@ -175,7 +175,7 @@ Agreed exchange(Group& group, const Request& request, const Offer& offer,
 }
 
 void check(const Group& group, const Request& request) {
-  if (request.collective != Collective::barrier) Prepared(group, request);
+  if (request.tensors != 0) Prepared(group, request);
 }
 
 // A fingerprint of all of them tells whether they are alike; only if not, or where the counts that
@@ -213,7 +213,7 @@ void run(Group& group, const Request& request, uint64_t call, Deadline deadline,
   const Occasion occasion{name(request.collective), call, deadline};
   group.require_whole(occasion);
   fetch_own(group);
-  if (request.collective == Collective::barrier) {
+  if (request.tensors == 0) {
     exchange(group, request, {}, occasion);
     return;
   }

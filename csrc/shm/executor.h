@@ -43,9 +43,9 @@ struct Request {
   // May blocks differ from rank to rank in a way that only the two ends of a transfer know
   // (all_to_all with split sizes, gather and scatter of unlike parts)? The same on all ranks.
   bool irregular = false;
-  uint64_t tensors = 1;  // how many the caller gave: must agree
+  // How many the caller gave: must agree. None: nothing moves, the ranks only agree on the call.
+  uint64_t tensors = 1;
   bool on_gpus = false;  // the sides are in GPUs' memory, and this executor does not touch them
-  bool meets = false;    // nothing moves: the ranks are about to find out how GPUs reach each other
 };
 
 // Runs it to its end in the calling thread, with the others' help. One at a time per group, in the

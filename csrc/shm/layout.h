@@ -85,7 +85,7 @@ struct alignas(64) Description {
   // describes the first and stands for all of them.
   uint32_t part = 0, parts = 1;
   std::array<char, 216> refusal = {};  // a sentence
-  enum : uint8_t { in_place = 1, on_gpus = 2, meets = 4 };
+  enum : uint8_t { in_place = 1, on_gpus = 2 };
 };
 
 // What broke the group: the first who finds out writes it, between the two values of `state`.

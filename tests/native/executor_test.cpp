@@ -159,7 +159,7 @@ void run_cases(Member& me, int cases, uint64_t seed) {
   const int world = me.group.world();
   for (int i = 0; i < cases; ++i)
     if (const Case c = Picker(world, seed + i).pick(); is_possible(c, world)) run_case(me, c);
-  me.run({.collective = Collective::barrier});
+  me.run({.collective = Collective::barrier, .tensors = 0});
 }
 
 #include "refusals.h"

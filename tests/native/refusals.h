@@ -57,7 +57,7 @@ void run_differences(Member& me) {
       me, [](Request& r, Buffers&) { r.collective = Collective::broadcast; },
       "called broadcast of 100 float32, root 0");
   differ(
-      me, [](Request& r, Buffers&) { r = {.collective = Collective::barrier}; },
+      me, [](Request& r, Buffers&) { r = {.collective = Collective::barrier, .tensors = 0}; },
       last + "called barrier, rank 0 called all_reduce");
   differ(me, [](Request& r, Buffers&) { r.algorithm = "ring"; }, "with different algorithms");
   differ(me, [](Request& r, Buffers&) { r.tensors = 7; }, "in 7 tensors, rank 0 called");

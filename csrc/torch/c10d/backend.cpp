@@ -69,7 +69,6 @@ Backend::Backend(const StorePtr& store, Seat seat, OptionsPtr options)
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   init();
   ladder_->allot(*group_);
-  ladder_->convene_by([this](const Call& like, at::Device device) { convene(like, device); });
   const std::lock_guard lock(living().mutex);
   living().all.insert(this);
 }
@@ -196,7 +195,7 @@ Call Backend::new_call(const Ask& ask) const {
   return {.collective = ask.collective,
           .name = ask.name,
           .algorithm = options_->algorithm,
-          .ladder = ladder_.get(),
+          .devices = ladder_->devices().get(),
           .timeout = given ? ask.timeout : std::chrono::milliseconds(timeout_ms_)};
 }
 
@@ -207,29 +206,39 @@ void Backend::tell(const Refusal& refusal, Call call) {
   queue_->run(std::move(call));
 }
 
-// Before the call, and in its place in the queue.
-void Backend::convene(const Call& like, at::Device device) {
-  Call call{.collective = like.collective,
-            .name = like.name,
-            .ladder = ladder_.get(),
-            .meets = device,
-            .timeout = like.timeout};
+// In a call of the group's before the one that needs it, so that ranks which were asked for
+// something else are told so.
+void Backend::rendezvous(const Call& before, at::Device device) {
+  const std::lock_guard lock(meeting_);
+  if (!ladder_->is_to_meet()) return;
+  Call call{.collective = before.collective,
+            .name = before.name,
+            .timeout = before.timeout,
+            .requests = {{.collective = before.collective, .tensors = 0, .on_gpus = true}},
+            .then = [ladder = ladder_, group = group(), device](const shm::Occasion& occasion) {
+              ladder->meet(group, device, occasion);
+            }};
   queue_->run(std::move(call))->wait();
+}
+
+// Null: the call's tensors are in host memory. A capture is refused with the other arguments.
+std::shared_ptr<Passage> Backend::begin(const Call& call, const at::Tensor* first) {
+  if (first == nullptr || !first->defined() || !call.devices->serves(*first)) return nullptr;
+  if (!call.devices->is_capturing(first->device())) rendezvous(call, first->device());
+  return ladder_->begin();
 }
 
 void Backend::eagerConnectSingleDevice(at::Device device) {
   const Ask ask{Collective::barrier, "init_process_group", kNoTimeout, false};
   forks_.require_none(ask.name);
-  try {
-    ladder_->connect(new_call(ask), device);
-  } catch (const Unmet& all) {
-    std::rethrow_exception(all.error);
-  }
+  if (!ladder_->devices()->has(device)) return;
+  rendezvous(new_call(ask), device);
+  ladder_->begin();  // or throws: the rung that was named does not work
 }
 
 // What is wrong with a call, if anything is. All ranks raise one sentence.
 std::optional<Refusal> Backend::attempt(const Ask& ask, const char* manner, Call& call,
-                                        c10::function_ref<void(Call&)> build) const {
+                                        Build build) const {
   const auto what = [&](std::string_view why) {
     const std::string operation = text(ask.name, ": ");
     if (why.starts_with(operation)) why.remove_prefix(operation.size());
@@ -241,8 +250,6 @@ std::optional<Refusal> Backend::attempt(const Ask& ask, const char* manner, Call
   try {
     build(call);
     return std::nullopt;
-  } catch (const Unmet& all) {
-    return Refusal{{}, all.error};
   } catch (const TypeMismatch& error) {
     const std::string why = error.what();
     return Refusal{what(why), std::make_exception_ptr(TypeMismatch(sentence(why)))};
@@ -254,13 +261,14 @@ std::optional<Refusal> Backend::attempt(const Ask& ask, const char* manner, Call
   }
 }
 
-WorkPtr Backend::collective(const Ask& ask, c10::function_ref<void(Call&)> build) {
+WorkPtr Backend::collective(const Ask& ask, const at::Tensor* first, Build build) {
   const UnderWay under_way;
   forks_.require_none(ask.name);
-  const uint64_t number = calls_++;  // also of what is refused: the ranks count alike
-  if (CoalescedList* const list = coalescing_->find()) return coalesce(*list, ask, number, build);
   Call call = new_call(ask);
-  call.number = number;
+  call.number = calls_++;  // also of what is refused: the ranks count alike
+  if (CoalescedList* const list = coalescing_->find())
+    return coalesce(*list, ask, std::move(call), first, build);
+  call.passage = begin(call, first);
   if (const auto refusal = attempt(ask, "", call, build)) {
     tell(*refusal, new_call(ask));
     std::rethrow_exception(refusal->error);

@@ -109,13 +109,15 @@ class Backend final : public c10d::Backend {
     std::chrono::milliseconds timeout;
     bool later;  // may it run after this returns?
   };
-  WorkPtr collective(const Ask& ask, c10::function_ref<void(Call&)> build);
-  WorkPtr coalesce(CoalescedList& list, const Ask& ask, uint64_t number,
-                   c10::function_ref<void(Call&)> build);
-  std::optional<Refusal> attempt(const Ask& ask, const char* manner, Call& call,
-                                 c10::function_ref<void(Call&)> build) const;
+  using Build = c10::function_ref<void(Call&)>;
+  // `first`: what the call binds first; all of its tensors are on devices if that one is.
+  WorkPtr collective(const Ask& ask, const at::Tensor* first, Build build);
+  WorkPtr coalesce(CoalescedList& list, const Ask& ask, Call call, const at::Tensor* first,
+                   Build build);
+  std::optional<Refusal> attempt(const Ask& ask, const char* manner, Call& call, Build build) const;
   Call new_call(const Ask& ask) const;
-  void convene(const Call& like, at::Device device);
+  std::shared_ptr<Passage> begin(const Call& call, const at::Tensor* first);
+  void rendezvous(const Call& before, at::Device device);
   void tell(const Refusal& refusal, Call call);
   void tell(const CoalescedList& list);
 
@@ -141,6 +143,7 @@ class Backend final : public c10d::Backend {
   std::shared_ptr<Messages> messages_;
   std::shared_ptr<ArenaAllocator> allocator_;
   std::shared_ptr<Queue> queue_;
+  std::mutex meeting_;  // held by the thread that has the ranks meet
 
   std::shared_ptr<Coalescing> coalescing_ = std::make_shared<Coalescing>();
 

@@ -22,10 +22,12 @@ std::byte* address(const at::Tensor& t, bool writes) {
 
 }  // namespace
 
-bool check_operand(const at::Tensor& t, Use use, const Label& label, const Ladder* ladder) {
-  if (ladder != nullptr && ladder->serves(t)) {
+bool check_operand(const at::Tensor& t, Use use, const Label& label, Devices& devices) {
+  if (devices.serves(t)) {
     check_memory(t, use, label);
-    ladder->check_no_capture(t, label);
+    require(!devices.is_capturing(t.device()), label.call, ": ", label, " is on ", t.device(),
+            ", whose current stream is under capture, and a CUDA graph cannot hold what other "
+            "processes do; call it outside of the capture");
     return true;
   }
   require(!t.is_cuda(), label.call, ": ", label, " is on ", t.device(),
@@ -36,13 +38,10 @@ bool check_operand(const at::Tensor& t, Use use, const Label& label, const Ladde
   return false;
 }
 
-void Binder::check_together(const at::Tensor& t, bool away, const Label& label) {
-  if (!first_) {
-    first_.emplace(t.device(), label);
-    away_ = away;
-  }
-  require(away == away_, label.call, ": ", label, " is on ", t.device(), " and ", first_->second,
-          " on ", first_->first, "; the tensors of one call are all in host memory or all on GPUs");
+void Binder::check_together(const at::Tensor& t, bool on_device, const Label& label) {
+  require(on_device == (call_.passage != nullptr), label.call, ": ", label, " is on ", t.device(),
+          " and the call's first tensor is ", on_device ? "in host memory" : "on a GPU",
+          "; the tensors of one call are all in host memory or all on GPUs");
 }
 
 // Where a tensor itself has what the executor finds at `host`.
@@ -53,7 +52,6 @@ const std::byte* Binder::origin(const std::byte* host) const {
 }
 
 shm::Span Binder::enter(const at::Tensor& t, bool reads, bool writes) {
-  if (!call_.passage) call_.passage = call_.ladder->begin(call_, t.device());
   if (call_.written != nullptr) call_.held.push_back(t);
   const shm::Span span = call_.passage->enter(t, reads, writes);
   if (t.is_contiguous()) stand_ins_.push_back({span.base, address(t, writes), t.nbytes()});
@@ -62,10 +60,10 @@ shm::Span Binder::enter(const at::Tensor& t, bool reads, bool writes) {
 
 shm::Span Binder::bind(const at::Tensor& t, const Label& label, bool reads, bool writes) {
   const Use use = writes ? Use::write : Use::read;
-  const bool away = check_operand(t, use, label, call_.ladder);
-  check_together(t, away, label);
+  const bool on_device = check_operand(t, use, label, *call_.devices);
+  check_together(t, on_device, label);
   extents_.push_back(extent(t, use, label));
-  if (away) return enter(t, reads, writes);
+  if (on_device) return enter(t, reads, writes);
   if (t.is_contiguous()) {
     call_.held.push_back(t);
     return {address(t, writes), static_cast<std::size_t>(t.numel())};
@@ -77,7 +75,7 @@ shm::Span Binder::bind(const at::Tensor& t, const Label& label, bool reads, bool
 }
 
 shm::Span Binder::compute(const at::Tensor& like, Fill fill) {
-  if (away_) {
+  if (call_.passage) {
     const at::Tensor there = at::empty_like(like);
     call_.fills.push_back([&devices = call_.passage->devices(), there, like,
                            fill = std::move(fill)] { devices.compute(there, like, fill); });

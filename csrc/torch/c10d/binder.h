@@ -8,9 +8,9 @@
 
 namespace pycollect::dist {
 
-// Dense or strided memory that is really there, on the host or where the ladder serves it. Throws
-// under capture. Returns whether it is on a device.
-bool check_operand(const at::Tensor& tensor, Use use, const Label& label, const Ladder* ladder);
+// Dense or strided memory that is really there, on the host or on one of the devices. Throws under
+// capture. Returns whether it is on a device.
+bool check_operand(const at::Tensor& tensor, Use use, const Label& label, Devices& devices);
 
 struct Seat {  // in the group
   Rank rank;
@@ -27,6 +27,7 @@ struct Form {
 
 class Binder {
  public:
+  // The call has its passage, if its tensors are to be on devices.
   Binder(Call& call, Seat seat, const Form& form) : call_(call), seat_(seat), form_(form) {}
 
   // Where the elements of a tensor are when the call runs.
@@ -68,7 +69,7 @@ class Binder {
     std::size_t bytes;
   };
   static shm::Side joined(const Blocks& blocks, std::size_t item_bytes);
-  void check_together(const at::Tensor& tensor, bool away, const Label& label);
+  void check_together(const at::Tensor& tensor, bool on_device, const Label& label);
   shm::Span enter(const at::Tensor& tensor, bool reads, bool writes);
   shm::Span keep(at::Tensor tensor);
   const std::byte* origin(const std::byte* host) const;
@@ -82,8 +83,6 @@ class Binder {
   c10::SmallVector<Parts, 1> parts_;  // [request]
   std::vector<Extent> extents_;
   c10::SmallVector<StandIn, 1> stand_ins_;
-  std::optional<std::pair<at::Device, Label>> first_;  // where the first tensor is ...
-  bool away_ = false;                                  // ... on a device, and so all are
 };
 
 }  // namespace pycollect::dist

@@ -33,11 +33,9 @@ struct Call {
   const char* name;                 // as the caller knows it
   uint64_t number = 0;              // of the group's calls, as torch counts them
   std::string_view algorithm = {};  // of the group's options; empty: the selector's
-  Ladder* ladder = nullptr;         // of the group; none: host memory only
+  Devices* devices = nullptr;       // of the group
   // Of the blocks of one rank that all ranks know to be as large; none: they may differ.
   std::optional<std::size_t> bytes = {};
-  // Nothing but the meeting before the group's first such call, on this device of the rank's.
-  std::optional<at::Device> meets = {};
   std::chrono::milliseconds timeout{};
   std::vector<shm::Request> requests = {};  // one after the other: one of each dtype
   std::shared_ptr<Together> together = {};  // none: it is alone
@@ -51,6 +49,8 @@ struct Call {
   // On devices, of what touches something of that: where it was asked for. Its tensors depart when
   // its turn comes, with what the calls before it have written.
   std::vector<std::shared_ptr<Mark>> asked = {};
+  // Done last, before the group's next call begins.
+  std::function<void(const shm::Occasion&)> then = {};
   Tensors results = {};  // the value of the call's future
 };
 

@@ -8,12 +8,16 @@
 namespace pycollect::dist {
 
 // These return no work. Behind a refusal nothing is looked at any more.
-WorkPtr Backend::coalesce(CoalescedList& list, const Ask& ask, uint64_t number,
-                          c10::function_ref<void(Call&)> build) {
+WorkPtr Backend::coalesce(CoalescedList& list, const Ask& ask, Call call, const at::Tensor* first,
+                          Build build) {
   if (!list.first) list.first = ask.collective;
   if (list.refusal) return {};
-  Call call = new_call(ask);
-  call.number = number;
+  try {
+    call.passage = begin(call, first);
+  } catch (...) {  // on all ranks: nobody has to be told
+    list.refusal = Refusal{{}, std::current_exception()};
+    return {};
+  }
   call.written = &list.written;
   list.refusal = attempt(ask, "coalesced ", call, build);
   call.written = nullptr;

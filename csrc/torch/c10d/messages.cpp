@@ -33,7 +33,7 @@ bool Messages::check(const Letter& letter, const char* name, bool receives) cons
   require(letter.tag >= 0, name, ": tag is ", letter.tag, "; it must not be negative");
   const Label label{name, "tensor"};
   const bool away =
-      check_operand(letter.tensor, receives ? Use::write : Use::read, label, ladder_.get());
+      check_operand(letter.tensor, receives ? Use::write : Use::read, label, *ladder_->devices());
   dtype_of(letter.tensor, label);
   return away;
 }

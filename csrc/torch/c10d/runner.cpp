@@ -104,7 +104,6 @@ void Runner::fill(Call& call, shm::Deadline deadline) {
 void Runner::run(Call& call) {
   const shm::Deadline deadline = shm::deadline_after(call.timeout);
   if (!call.refusal.empty()) return refuse(call, deadline);
-  if (call.meets) return meet(call, deadline);
   agree_on_all(call, deadline);
   fill(call, deadline);
   if (!call.passage) return perform(call, deadline);
@@ -169,16 +168,7 @@ void Runner::perform(Call& call, shm::Deadline deadline) {
     else
       shm::run(*group_, request, calls_++, deadline, parallel_for_);
   for (const auto& [to, from] : call.copies) lay(to, from);
-}
-
-// All ranks come to it as to a call of the group's, so that one which was asked for something else
-// is told as usual.
-void Runner::meet(const Call& call, shm::Deadline deadline) {
-  if (call.ladder->has_met()) return;  // another thread's call was first
-  const shm::Occasion occasion{call.name, calls_++, deadline};
-  const shm::Request request{.collective = call.collective, .on_gpus = true, .meets = true};
-  shm::exchange(*group_, request, {}, occasion);
-  call.ladder->meet(group_, *call.meets, occasion);
+  if (call.then) call.then({call.name, calls_ - 1, deadline});
 }
 
 }  // namespace pycollect::dist

@@ -26,7 +26,6 @@ class Runner {
 
  private:
   void refuse(const Call& call, shm::Deadline deadline);
-  void meet(const Call& call, shm::Deadline deadline);
   void agree_on_all(Call& call, shm::Deadline deadline);
   void agree(const std::vector<Together::Bound>& requests, shm::Deadline deadline);
   void fill(Call& call, shm::Deadline deadline);

@@ -80,54 +80,20 @@ void Ladder::leave(uint64_t dead) {
         "kept until the processes end");
 }
 
-void Ladder::check_no_capture(const at::Tensor& t, const Label& label) const {
-  require(!devices_->is_capturing(t.device()), label.call, ": ", label, " is on ", t.device(),
-          ", whose current stream is under capture, and a CUDA graph cannot hold what other "
-          "processes do; call it outside of the capture");
-}
-
 bool Ladder::shares_memory() const { return terms_.rung != kHost.name && devices_->gpu(); }
 
-void Ladder::connect(const Call& call, at::Device device) {
-  if (devices_->has(device)) dock_for(call, device);
-}
-
-std::shared_ptr<Passage> Ladder::begin_staged() const {
-  say_rung(kHost);
-  return stage_through_host(devices_);
-}
-
-// All ranks go the same way: whoever has other sizes has other calls, and is told so.
-std::shared_ptr<Passage> Ladder::begin(const Call& call, at::Device device) {
-  if (call.bytes && *call.bytes <= terms_.host_bytes) return begin_staged();
-  const auto dock = dock_for(call, device);
-  if (!dock) return begin_staged();
-  say_rung(dock->sync() == slabs::Sync::stream ? kStream : kWait);
-  return pass_through_slabs(devices_, dock);
-}
-
-// Null: through the host.
-std::shared_ptr<slabs::Dock> Ladder::dock_for(const Call& call, at::Device device) {
-  const auto state = [&] {
-    const std::lock_guard lock(mutex_);
-    return std::tuple(met_, failed_, dock_);
-  };
-  auto [met, failed, dock] = state();
-  if (!met) {
-    try {
-      convene_(call, device);
-    } catch (...) {
-      throw Unmet{std::current_exception()};
-    }
-    std::tie(met, failed, dock) = state();
-  }
-  if (!failed.empty()) throw Unmet{std::make_exception_ptr(CollectiveError(failed))};
-  return dock;
-}
-
-bool Ladder::has_met() {
+bool Ladder::is_to_meet() {
   const std::lock_guard lock(mutex_);
-  return met_;
+  return !met_;
+}
+
+std::shared_ptr<Passage> Ladder::begin() {
+  std::unique_lock lock(mutex_);
+  if (!failed_.empty()) throw CollectiveError(failed_);
+  const std::shared_ptr<slabs::Dock> dock = dock_;
+  lock.unlock();
+  say_rung(!dock ? kHost : dock->sync() == slabs::Sync::stream ? kStream : kWait);
+  return dock ? pass_through_slabs(devices_, dock) : stage_through_host(devices_);
 }
 
 void Ladder::meet(const std::shared_ptr<shm::Group>& group, at::Device device,

@@ -19,17 +19,10 @@ std::shared_ptr<Passage> stage_through_host(std::shared_ptr<Devices> devices);
 std::shared_ptr<Passage> pass_through_slabs(std::shared_ptr<Devices> devices,
                                             std::shared_ptr<slabs::Dock> dock);
 
-struct Call;
-
 inline constexpr const char* kBestRung = "best";
 std::vector<const char*> rung_names();
 // "best" or the name of one; throws std::invalid_argument, which lists them.
 void check_rung(const std::string& name);
-
-// What a meeting of all ranks has ended with: all of them raise it, and none has to tell.
-struct Unmet {
-  std::exception_ptr error;
-};
 
 class Ladder {
  public:
@@ -57,24 +50,18 @@ class Ladder {
   // Would tensors on that device gain by lying there, as far as is known?
   bool is_worth_reaching(at::Device device);
 
-  // Throws while the current stream of the tensor's device is under capture.
-  void check_no_capture(const at::Tensor& tensor, const Label& label) const;
-
-  // Has all ranks `meet`, in its turn among the group's calls, before one like this.
-  using Convene = std::function<void(const Call& like, at::Device device)>;
-  void convene_by(Convene convene) { convene_ = std::move(convene); }
-  // At once, where the device may need it; else does nothing. Throws as `begin` does.
-  void connect(const Call& call, at::Device device);
-  // For one collective, the first tensor of which is on `device`. Throws Unmet with what
-  // convening throws.
-  std::shared_ptr<Passage> begin(const Call& call, at::Device device);
+  // Must the ranks meet before the first collective of tensors on devices, and have not?
+  bool is_to_meet();
+  // Finds out, with all ranks, how their GPUs reach each other. Throws what slabs::meet does.
+  void meet(const std::shared_ptr<shm::Group>& group, at::Device device,
+            const shm::Occasion& occasion);
+  // For one collective of tensors on devices. Throws CollectiveError, on all ranks alike, where the
+  // rung that was named does not work.
+  std::shared_ptr<Passage> begin();
   // Of messages, which two ranks alone exchange: may they go through memory that both reach?
   bool shares_memory() const;
   const std::shared_ptr<Devices>& devices() const { return devices_; }
   std::size_t slot_bytes() const { return terms_.slot_bytes; }
-  bool has_met();
-  void meet(const std::shared_ptr<shm::Group>& group, at::Device device,
-            const shm::Occasion& occasion);
   // Frees what it has on devices; gives what is under way there some time.
   void close(std::chrono::milliseconds grace);
   // Behind that, and when no message is under way: lets go of the others' memory and frees its own.
@@ -82,14 +69,11 @@ class Ladder {
   void leave(uint64_t dead);
 
  private:
-  std::shared_ptr<Passage> begin_staged() const;
-  std::shared_ptr<slabs::Dock> dock_for(const Call& call, at::Device device);
   void settle(const slabs::Found& found, const char* operation);
 
   const std::shared_ptr<Devices> devices_;
   const Terms terms_;
   std::shared_ptr<slabs::Tracts> tracts_;
-  Convene convene_;
   std::mutex closing_;  // who closes it second finds it closed
   std::mutex mutex_;    // of what follows
   bool met_ = false;
