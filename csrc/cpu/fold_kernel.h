@@ -69,7 +69,7 @@ void fold_bytes(Pointers dsts, Pointers srcs, std::size_t bytes, const FoldOptio
 
 template <class T, class Op>
 void fold(Pointers dsts, Pointers srcs, std::size_t count, const FoldOptions& options) {
-  using Same = decltype(canonical<T, Op>());
+  using Same = decltype(kernel_type<T, Op, false>());
   fold_bytes<typename Same::Type, typename Same::Operation>(dsts, srcs, count * sizeof(T), options);
 }
 

@@ -1,30 +1,7 @@
-// The arithmetic: which type and operation a kernel really computes in, how two vectors of
-// accumulators are combined, and how `avg` divides. Included inside the namespace of an instruction
-// set, as fold_vectors.h says.
+// The arithmetic: how two vectors of accumulators are combined, and how `avg` divides. Included
+// inside the namespace of an instruction set, as fold_vectors.h says.
 #pragma once
 #include "fold_elements.h"
-
-// Kernels that would compute the same are one: a bit does not know its type, nor a wrapping sum
-// its sign, and a sum of complex numbers is one of twice as many reals.
-template <class T, class Op>
-struct Work {
-  using Type = T;
-  using Operation = Op;
-};
-template <class T, class Op>
-constexpr auto canonical() {
-  constexpr bool sums = std::is_same_v<Op, Sum>, multiplies = std::is_same_v<Op, Prod>;
-  if constexpr (std::is_same_v<T, Bool> && !is_bitwise<Op>)
-    return Work<Bool, std::conditional_t<sums || std::is_same_v<Op, Max>, BitOr, BitAnd>>{};
-  else if constexpr (is_bitwise<Op> && !std::is_same_v<T, Bool>)
-    return Work<uint8_t, Op>{};
-  else if constexpr (std::is_integral_v<T> && (sums || multiplies))
-    return Work<std::make_unsigned_t<T>, Op>{};
-  else if constexpr (is_complex<T> && !multiplies)
-    return Work<decltype(T::real), Op>{};
-  else
-    return Work<T, Op>{};
-}
 
 // (a + bi)(c + di), the textbook way: ac - bd and ad + bc.
 template <class V, int kLanes>

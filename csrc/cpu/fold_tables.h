@@ -1,7 +1,7 @@
 // The fold kernels that each instruction set was compiled to: what fold.cpp chooses from. Plain
 // arrays, so that a file compiled for wide vectors emits no function of a shared template.
 #pragma once
-#include "../plan/dtype.h"
+#include "../plan/kernel_type.h"
 #include "fold.h"
 
 namespace pycollect::cpu {

@@ -4,8 +4,8 @@
 #pragma once
 #include <bit>
 
+#include "kernel_table.h"
 #include "walk.h"
-#include "work.h"
 
 namespace pycollect::cuda {
 

@@ -7,7 +7,7 @@ struct Kernel {
   const void *small = nullptr, *large = nullptr;  // for either size of table
 };
 
-// Of a canonical type and operation; one that no file defines is an undefined symbol.
+// Of a kernel_type's type and operation; one that no file defines is an undefined symbol.
 template <class T, class Op>
 Kernel fold_kernel();
 Kernel copy_kernel();

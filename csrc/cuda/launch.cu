@@ -1,18 +1,18 @@
 // See launch.h. The kernel is a function of dtype and op, found in a table made from the type
 // lists; small tables have kernels of their own, because parameters are copied whole.
 #include "check.h"
+#include "kernel_table.h"
 #include "kernels.h"
 #include "launch.h"
-#include "work.h"
 
 namespace pycollect::cuda {
 namespace {
 
 Kernel find_kernel(Kind kind, DType dtype, ReduceOp op) {
   if (kind == Kind::copy) return copy_kernel();
-  static const auto folds = work_table<Kernel>([](auto work) {
-    using W = decltype(work);
-    return fold_kernel<typename W::Type, typename W::Operation>();
+  static const auto folds = kernel_table<Kernel>([](auto kernel) {
+    using K = decltype(kernel);
+    return fold_kernel<typename K::Type, typename K::Operation>();
   });
   return folds[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)];
 }

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "../plan/error.h"
-#include "work.h"
+#include "kernel_table.h"
 
 namespace pycollect::cuda {
 namespace {

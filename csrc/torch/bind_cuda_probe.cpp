@@ -60,9 +60,9 @@ using Run = void (*)(const TableHead&, const uint64_t* words, Where, const Watch
 
 Run find_run(Kind kind, DType dtype, ReduceOp op) {
   if (kind == Kind::copy) return &run_copies<Watched>;
-  static constexpr auto kRuns = work_table<Run>([](auto work) -> Run {
-    using W = decltype(work);
-    return &run_folds<typename W::Type, typename W::Operation, Watched>;
+  static constexpr auto kRuns = kernel_table<Run>([](auto kernel) -> Run {
+    using K = decltype(kernel);
+    return &run_folds<typename K::Type, typename K::Operation, Watched>;
   });
   return kRuns[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)];
 }

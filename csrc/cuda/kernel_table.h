@@ -1,0 +1,42 @@
+// A value for every reduction that the device's kernels compute: the kernels themselves, and what
+// they count in.
+#pragma once
+#include "../plan/kernel_type.h"
+
+namespace pycollect::cuda {
+
+// make(KernelType) for every reduction of the contract; Value{} for the others.
+template <class Value>
+using KernelTable = std::array<std::array<Value, ReduceOps::size>, DTypes::size>;
+namespace detail {
+template <class Value, class T, class Op, class Make>
+constexpr Value made(Make make) {
+  if constexpr (ReducesOn<Op, T>)
+    return make(kernel_type<T, Op, true>());
+  else
+    return {};
+}
+template <class Value, class T, class Make, class... Op>
+constexpr std::array<Value, sizeof...(Op)> made_row(Make make, TypeList<Op...>) {
+  return {made<Value, T, Op>(make)...};
+}
+template <class Value, class Make, class... T>
+constexpr KernelTable<Value> made_table(Make make, TypeList<T...>) {
+  return {made_row<Value, T>(make, ReduceOps{})...};
+}
+}  // namespace detail
+template <class Value, class Make>
+constexpr KernelTable<Value> kernel_table(Make make) {
+  return detail::made_table<Value>(make, DTypes{});
+}
+
+// What a kernel counts in, and what the addresses of its scalar accesses are multiples of.
+struct Unit {
+  int bytes = 1, alignment = 1;
+};
+inline constexpr auto kUnits = kernel_table<Unit>([](auto kernel) {
+  using T = typename decltype(kernel)::Type;
+  return Unit{sizeof(T), alignof(T)};
+});
+
+}  // namespace pycollect::cuda

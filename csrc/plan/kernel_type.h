@@ -1,0 +1,32 @@
+// Which type and operation a kernel really computes in. Reductions whose kernels would compute the
+// same share one: a bit does not know its type, a wrapping sum or product not its sign, and a sum
+// of complex numbers is one of twice as many reals.
+#pragma once
+#include "dtype.h"
+
+namespace pycollect {
+
+template <class T, class Op>
+struct KernelType {
+  using Type = T;
+  using Operation = Op;
+};
+
+// `kSumsDivide`: a sum is computed as an average over one rank, as the device's kernels do.
+template <class T, class Op, bool kSumsDivide>
+constexpr auto kernel_type() {
+  constexpr bool sums = std::is_same_v<Op, Sum>, products = std::is_same_v<Op, Prod>;
+  using Same = std::conditional_t<sums && kSumsDivide, Avg, Op>;
+  if constexpr (std::is_same_v<T, Bool> && !is_bitwise<Op>)
+    return KernelType<Bool, std::conditional_t<sums || std::is_same_v<Op, Max>, BitOr, BitAnd>>{};
+  else if constexpr (is_bitwise<Op> && !std::is_same_v<T, Bool>)
+    return KernelType<uint8_t, Op>{};
+  else if constexpr (std::is_integral_v<T> && (products || std::is_same_v<Same, Sum>))
+    return KernelType<std::make_unsigned_t<T>, Op>{};
+  else if constexpr (is_complex<T> && !products)
+    return KernelType<decltype(T::real), Same>{};
+  else
+    return KernelType<T, Same>{};
+}
+
+}  // namespace pycollect
