@@ -2,8 +2,6 @@
 // all buffers share.
 #include "offsets.h"
 
-#include <algorithm>
-
 #include "error.h"
 
 namespace pycollect {
@@ -21,23 +19,12 @@ void Offsets::set(Rank rank, Buffer buffer, const Sizes& blocks) {
   row_of_[rank * kBuffers + static_cast<int>(buffer)] = static_cast<int>(rows_.size()) - 1;
 }
 
-// A block is cut in whole units of `align` elements, as evenly as they go; the last piece has what
-// is left over.
-Sizes Offsets::row(const Sizes& blocks) const {
+ChunkOffsets Offsets::row(const Sizes& blocks) const {
   require(!blocks.empty() && chunks_ % blocks.size() == 0, "a plan of ", chunks_,
           " chunks cannot be cut from ", blocks.size(), " blocks");
-  const std::size_t pieces = chunks_ / blocks.size();
-  Sizes at;
-  at.reserve(chunks_ + 1);
-  std::size_t start = 0;
-  for (std::size_t block : blocks) {
-    const std::size_t units = block / align_ + (block % align_ != 0);
-    for (std::size_t p = 0; p < pieces; ++p)
-      at.push_back(start + std::min(block, units * p / pieces * align_));
-    start += block;
-  }
-  at.push_back(start);
-  return at;
+  ChunkOffsets row;
+  row.bind(chunks_, blocks.size(), align_, [&](std::size_t i) { return blocks[i]; });
+  return row;
 }
 
 void Offsets::check(const Plan& plan) const {

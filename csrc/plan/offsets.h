@@ -1,5 +1,7 @@
 // Where chunks begin, bound per call: even cuts, uneven chunks and all-to-all-v are the same plan.
 #pragma once
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <vector>
 
@@ -8,6 +10,48 @@
 namespace pycollect {
 
 using Sizes = std::vector<std::size_t>;  // elements per block
+
+// Where the chunks of one buffer begin: running sums, kept without an allocation for few of them.
+class ChunkOffsets {
+ public:
+  // `blocks` blocks of block(i) elements. Each is cut in whole units of `align` elements, as evenly
+  // as they go, and its last chunk has what is left over. No division where a block is one chunk:
+  // they would be a tenth of a small call.
+  template <class Block>
+  void bind(int chunks, std::size_t blocks, std::size_t align, Block&& block) {
+    chunks_ = chunks;
+    if (chunks >= kFew) many_.resize(chunks + 1);
+    std::size_t* at = many_.empty() ? few_.data() : many_.data();
+    const std::size_t pieces = static_cast<int>(blocks) == chunks ? 1 : chunks / blocks;
+    std::size_t start = 0;
+    for (std::size_t i = 0; i < blocks; ++i) {
+      const std::size_t size = block(i);
+      *at++ = start;
+      for (std::size_t p = 1; p < pieces; ++p) {
+        const std::size_t units = size / align + (size % align != 0);
+        *at++ = start + std::min(size, units * p / pieces * align);
+      }
+      start += size;
+    }
+    *at = start;
+  }
+  std::size_t begin(int chunk) const { return at()[chunk]; }
+  std::size_t size(int chunk, int n = 1) const { return at()[chunk + n] - at()[chunk]; }
+  std::size_t total() const { return at()[chunks_]; }
+  std::size_t largest() const {
+    std::size_t most = 0;
+    for (int c = 0; c < chunks_; ++c) most = std::max(most, size(c));
+    return most;
+  }
+
+ private:
+  static constexpr int kFew = 20;  // one a rank, where ranks share a host's cores
+  const std::size_t* at() const { return many_.empty() ? few_.data() : many_.data(); }
+
+  int chunks_ = 0;
+  std::array<std::size_t, kFew> few_;
+  std::vector<std::size_t> many_;
+};
 
 class Offsets {
  public:
@@ -18,23 +62,23 @@ class Offsets {
   // One buffer of one rank; zeros where it has no such block.
   void set(Rank rank, Buffer buffer, const Sizes& blocks);
 
-  std::size_t begin(const Slice& s) const { return of(s)[s.first]; }
-  std::size_t count(const Slice& s) const { return of(s)[s.first + s.count] - of(s)[s.first]; }
-  std::size_t total(Rank rank, Buffer buffer) const { return of({rank, buffer, 0})[chunks_]; }
+  std::size_t begin(const Slice& s) const { return of(s).begin(s.first); }
+  std::size_t count(const Slice& s) const { return of(s).size(s.first, s.count); }
+  std::size_t total(Rank rank, Buffer buffer) const { return of({rank, buffer, 0}).total(); }
 
   // What all slices of a step must agree on, chunk by chunk. Throws ValueError.
   void check(const Plan& plan) const;
 
  private:
-  const Sizes& of(const Slice& s) const {
+  const ChunkOffsets& of(const Slice& s) const {
     return rows_[row_of_[s.rank * kBuffers + static_cast<int>(s.buffer)]];
   }
-  Sizes row(const Sizes& blocks) const;
+  ChunkOffsets row(const Sizes& blocks) const;
 
   int chunks_;
   std::size_t align_;
   std::vector<int> row_of_;  // [rank][buffer]
-  std::vector<Sizes> rows_;
+  std::vector<ChunkOffsets> rows_;
 };
 
 }  // namespace pycollect

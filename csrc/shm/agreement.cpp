@@ -180,6 +180,19 @@ uint64_t signature(const std::vector<const Request*>& requests, uint64_t call) {
   return h.value();
 }
 
+Statement statement(const Request& request, uint64_t call) {
+  Statement mine{request.collective, call, {.signature = signature(request, call), .pieces = 1}};
+  if (request.irregular) mine.post.flags |= Post::irregular;
+  return mine;
+}
+
+uint64_t run_number(const Group& group) {
+  const Line& line = group.line(group.rank());
+  const uint64_t done = line.done.load(std::memory_order_relaxed);
+  const uint64_t ended = line.ended.load(std::memory_order_relaxed);
+  return (reached(ended, done) ? ended : done) >> kTaskBits;
+}
+
 void settle(Group& group, uint64_t run, const Occasion& occasion) {
   for (Rank r = 0; r < group.world(); ++r)
     if (r != group.rank()) group.await(r, at_run(run - 1), occasion);
@@ -238,6 +251,16 @@ Agreed agree(Group& group, const Statement& mine, uint64_t run, const Occasion& 
     refuse_difference(group, mine.call);
   if ((mine.post.flags & Post::irregular) != 0) check_counts(group, mine);
   return agreed;
+}
+
+Agreed exchange(Group& group, const Statement& mine, const Request& request,
+                const Occasion& occasion) {
+  group.require_whole(occasion);
+  const uint64_t run = run_number(group);
+  begin(group, run, occasion);
+  state(group, mine, &request);
+  group.advance(at_run(run + 1));
+  return agree(group, mine, run, occasion);
 }
 
 bool all_state_as_many(Group& group, const Statement& mine) {

@@ -20,15 +20,16 @@ const Script& looked_up(Rank rank, const Request& r, const Situation& s) {
 const Script& script_for(Rank rank, int world, const Request& r, const Scene& scene) {
   struct Last {
     Situation situation;
+    std::string algorithm;
     Rank rank, root;
     const Script* value = nullptr;
   };
   thread_local std::array<Last, kGrounds> last;
   const Situation s{r.collective, world, scene.bytes, r.dtype, r.in_place, scene.ground};
-  if (!r.algorithm.empty()) return looked_up(rank, r, s);
   Last& kept = last[static_cast<std::size_t>(scene.ground)];
-  if (kept.value == nullptr || kept.situation != s || kept.rank != rank || kept.root != r.root)
-    kept = {s, rank, r.root, &looked_up(rank, r, s)};
+  if (kept.value == nullptr || kept.situation != s || kept.rank != rank || kept.root != r.root ||
+      kept.algorithm != r.algorithm)
+    kept = {s, std::string(r.algorithm), rank, r.root, &looked_up(rank, r, s)};
   return *kept.value;
 }
 

@@ -160,7 +160,9 @@ Cache& cache() {
   return it;
 }
 
-const Script& looked_up(const ScriptKey& key) {
+}  // namespace
+
+const Script& script(const ScriptKey& key) {
   {
     const std::shared_lock lock(cache().mutex);
     const auto found = cache().kept.find(key);
@@ -171,19 +173,6 @@ const Script& looked_up(const ScriptKey& key) {
   auto made = std::make_unique<const Script>(Writing(staged, key.in_place, key.rank).run());
   const std::unique_lock lock(cache().mutex);
   return *cache().kept.emplace(key, std::move(made)).first->second;
-}
-
-}  // namespace
-
-const Script& script(const ScriptKey& key) {
-  struct Last {
-    ScriptKey key;
-    const Script* value = nullptr;
-  };
-  thread_local std::array<Last, 2> last;  // through slots, and not
-  Last& kept = last[key.open];
-  if (kept.value == nullptr || kept.key != key) kept = {key, &looked_up(key)};
-  return *kept.value;
 }
 
 }  // namespace pycollect::shm

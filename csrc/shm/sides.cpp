@@ -101,7 +101,7 @@ void Sides::cut(int chunks) {
           " chunks has no blocks for ", world_, " ranks");
   per_block_ = !blocks ? chunks : chunks == world_ ? 1 : chunks / world_;
   const std::size_t n = blocks ? world_ : 1, align = kLine / item_;
-  auto bind = [&](Cut& cut, const Side& side, Holds holds) {
+  auto bind = [&](ChunkOffsets& cut, const Side& side, Holds holds) {
     cut.bind(chunks, n, align, [&](std::size_t i) { return block(side, holds, i); });
   };
   if (!request_.irregular) {

@@ -64,9 +64,9 @@ class Dock {
   Sync sync() const { return parts_.sync; }
   const std::byte* guard() const { return parts_.adopted->base(); }  // see Launch::guard
 
-  // The next run's number, of the thread that runs the group's calls; a call then takes some.
+  // The next run's number, of the thread that runs the group's calls.
   uint64_t run() const { return run_; }
-  void take_runs(uint32_t n) { run_ += n; }
+  void begin_run(uint64_t run) { run_ = run; }
 
   // Behind what is on the stream: says how far it is; what follows waits until another is there.
   // The latter throws what Group::await does, before `r` has enqueued it.

@@ -9,7 +9,7 @@
 #include "../../csrc/cpu/executor.h"
 #include "../../csrc/plan/error.h"
 #include "../../csrc/plan/registry.h"
-#include "../../csrc/shm/executor.h"
+#include "../../csrc/shm/host_transport.h"
 #include "../../csrc/shm/sides.h"
 
 namespace pycollect::shm {

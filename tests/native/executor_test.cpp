@@ -35,10 +35,11 @@ constexpr std::size_t kArena = 4 << 20;
 struct Member {
   Group& group;
   uint64_t call = 0;
-  cpu::ParallelFor threads = [](int64_t size, int64_t grain, const cpu::Body& body) {
-    for (int64_t at = 0; at < size; at += grain) body(at, std::min(size, at + grain));
-  };
-  void run(const Request& request) { shm::run(group, request, call++, soon(), threads); }
+  HostTransport transport{group, [](int64_t size, int64_t grain, const cpu::Body& body) {
+                            for (int64_t at = 0; at < size; at += grain)
+                              body(at, std::min(size, at + grain));
+                          }};
+  void run(const Request& request) { shm::run(transport, request, call++, soon()); }
 };
 
 // Memory of one side: spread over tensors that do not follow each other, or in the arena.

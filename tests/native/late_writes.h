@@ -61,7 +61,8 @@ void run_late_writer() {
     };
     const cpu::ParallelFor threads = group.rank() == 1 ? late : cpu::ParallelFor();
     try {
-      run(group, mine.all_reduce(), 0, soon(), threads);
+      HostTransport transport(group, threads);
+      run(transport, mine.all_reduce(), 0, soon());
     } catch (const CollectiveError&) {
       if (group.rank() == 1) {
         const auto* other = reinterpret_cast<const float*>(group.arena(0)) + kCount / 2;
@@ -80,9 +81,14 @@ void run_impossible_place() {
   constexpr std::size_t kCount = 1 << 20;
   const auto said = run_late([&](Group& group) {
     const Placed mine = placed(group, kCount);
-    if (group.rank() == 0) return run(group, mine.all_reduce(), 0, soon(), {});
-    const Places places{kLateArena - 64, uint64_t{1} << 60};
-    exchange(group, mine.all_reduce(), {.places = places}, {"all_reduce", 0, soon()});
+    const Request request = mine.all_reduce();
+    if (group.rank() == 0) {
+      HostTransport transport(group, {});
+      return run(transport, request, 0, soon());
+    }
+    Statement lie = statement(request, 0);
+    lie.offer(Places{kLateArena - 64, uint64_t{1} << 60});
+    exchange(group, lie, request, {"all_reduce", 0, soon()});
   });
   expect(said[0].find("rank 1 lends memory that it does not have") != said[0].npos, said[0]);
 }

@@ -189,7 +189,7 @@ void Binder::finish() {
     shm::Request& r = call_.requests[i];
     r.input = joined(parts_[i].input, item_bytes(r.dtype));
     r.output = joined(parts_[i].output, item_bytes(r.dtype));
-    r.on_gpus = call_.passage && call_.passage->dock() != nullptr;
+    r.on_gpus = call_.passage && call_.passage->transport() != nullptr;
   }
   check_disjoint(extents_);
   if (call_.passage) depart();

@@ -20,7 +20,7 @@ namespace pycollect::dist {
 struct Together {
   struct Bound {
     const shm::Request* request;
-    slabs::Dock* dock;  // null: the executor of the host's memory runs it
+    shm::Transport* transport;  // null: the host's
   };
   std::vector<Bound> requests = {};
   std::vector<std::shared_ptr<Passage>> passages = {};

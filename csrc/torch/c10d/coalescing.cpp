@@ -18,9 +18,9 @@ std::vector<Call> bind_together(std::vector<Call> calls) {
   if (calls.size() < 2) return calls;
   const auto together = std::make_shared<Together>();
   for (Call& call : calls) {
-    slabs::Dock* const dock = call.passage ? call.passage->dock() : nullptr;
+    shm::Transport* const transport = call.passage ? call.passage->transport() : nullptr;
     for (const shm::Request& request : call.requests)
-      together->requests.push_back({&request, dock});
+      together->requests.push_back({&request, transport});
     if (call.passage && call.asked.empty()) together->passages.push_back(call.passage);
     call.together = together;
   }

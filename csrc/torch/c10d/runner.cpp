@@ -7,7 +7,6 @@
 #include <thread>
 
 #include "../../plan/error.h"
-#include "../../slabs/executor.h"
 #include "../threads.h"
 
 namespace pycollect::dist {
@@ -134,21 +133,17 @@ void Runner::agree_on_all(Call& call, shm::Deadline deadline) {
       throw;
     }
   } else if (call.requests.size() > 1) {
-    slabs::Dock* const dock = call.passage ? call.passage->dock() : nullptr;
     std::vector<Together::Bound> own;
-    for (const shm::Request& request : call.requests) own.push_back({&request, dock});
+    for (const shm::Request& request : call.requests) own.push_back({&request, &transport(call)});
     agree(own, deadline);
   }
 }
 
 void Runner::agree(const std::vector<Together::Bound>& bound, shm::Deadline deadline) {
   std::vector<const shm::Request*> requests;
-  for (const auto& [request, dock] : bound) {
+  for (const auto& [request, transport] : bound) {
     try {
-      if (dock != nullptr)
-        slabs::check(*dock, *request);
-      else
-        shm::check(*group_, *request);
+      shm::check(transport == nullptr ? host_ : *transport, *request);
     } catch (const std::invalid_argument& error) {
       const Collective collective = request->collective;
       shm::refuse(*group_, collective, calls_++, deadline,
@@ -160,13 +155,14 @@ void Runner::agree(const std::vector<Together::Bound>& bound, shm::Deadline dead
   shm::agree_on_all(*group_, requests, calls_, deadline);
 }
 
+shm::Transport& Runner::transport(const Call& call) {
+  shm::Transport* const own = call.passage ? call.passage->transport() : nullptr;
+  return own == nullptr ? host_ : *own;
+}
+
 void Runner::perform(Call& call, shm::Deadline deadline) {
-  slabs::Dock* const dock = call.passage ? call.passage->dock() : nullptr;
   for (const shm::Request& request : call.requests)
-    if (dock != nullptr)
-      slabs::run(*dock, request, calls_++, deadline);
-    else
-      shm::run(*group_, request, calls_++, deadline, parallel_for_);
+    shm::run(transport(call), request, calls_++, deadline);
   for (const auto& [to, from] : call.copies) lay(to, from);
   if (call.then) call.then({call.name, calls_ - 1, deadline});
 }

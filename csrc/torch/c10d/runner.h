@@ -2,6 +2,7 @@
 #pragma once
 #include <memory>
 
+#include "../../shm/host_transport.h"
 #include "call.h"
 
 namespace pycollect::dist {
@@ -17,7 +18,7 @@ void refuse_for(Call& call, const std::exception& why);
 class Runner {
  public:
   explicit Runner(std::shared_ptr<shm::Group> group)
-      : group_(std::move(group)), parallel_for_(threads_of_rank(group_->world())) {}
+      : group_(std::move(group)), host_(*group_, threads_of_rank(group_->world())) {}
 
   void run(Call& call);
   // From any thread: breaks what runs; and who has not come to it, if anybody has not.
@@ -30,10 +31,11 @@ class Runner {
   void agree(const std::vector<Together::Bound>& requests, shm::Deadline deadline);
   void fill(Call& call, shm::Deadline deadline);
   void perform(Call& call, shm::Deadline deadline);
+  shm::Transport& transport(const Call& call);
   void await_arrival(Call& call, Passage& passage, shm::Deadline deadline);
 
   const std::shared_ptr<shm::Group> group_;
-  const cpu::ParallelFor parallel_for_;
+  shm::HostTransport host_;
   uint64_t calls_ = 0;
 };
 

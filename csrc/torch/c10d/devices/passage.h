@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "../../../shm/executor.h"
-#include "../../../slabs/dock.h"
 #include "devices.h"
 
 namespace pycollect::dist {
@@ -24,8 +23,8 @@ class Passage {
   virtual bool landed() = 0;  // are they where the tensors are, or never will be?
   // What has gone wrong since the executor was done; null: nothing yet.
   virtual std::exception_ptr failure() const { return nullptr; }
-  // Whose executor finds them; none: the one of the host's memory.
-  virtual slabs::Dock* dock() const { return nullptr; }
+  // What finds them there; null: the transport through the host's memory.
+  virtual shm::Transport* transport() { return nullptr; }
   // What follows on the current streams of the calling thread finds them there.
   virtual void join() = 0;
   virtual void let_go() = 0;  // of the tensors: the call has ended

@@ -1,9 +1,10 @@
-// The rungs above host staging: the executor for slabs finds the tensors where they are, on the
+// The rungs above host staging: the transport of GPUs finds the tensors where they are, on the
 // group's stream, which comes behind the caller's. Those that are not contiguous there, or are on
 // another device, go through a copy that is. The host waits for no device. What others may touch
 // where it is belongs to nobody else until they have.
 #include <algorithm>
 
+#include "../../../slabs/gpu_transport.h"
 #include "ladder.h"
 
 namespace pycollect::dist {
@@ -12,7 +13,7 @@ namespace {
 class SlabPassage final : public Passage {
  public:
   SlabPassage(std::shared_ptr<Devices> devices, std::shared_ptr<slabs::Dock> dock)
-      : devices_(std::move(devices)), dock_(std::move(dock)) {}
+      : devices_(std::move(devices)), dock_(std::move(dock)), transport_(dock_) {}
 
   shm::Span enter(const at::Tensor& tensor, bool reads, bool writes) override;
   void depart() override;
@@ -23,7 +24,7 @@ class SlabPassage final : public Passage {
   std::exception_ptr failure() const override { return errand_ ? errand_->error() : nullptr; }
   void join() override;
   void let_go() override;
-  slabs::Dock* dock() const override { return dock_.get(); }
+  shm::Transport* transport() override { return &transport_; }
   const std::vector<at::Device>& on() const override { return on_; }
   Devices& devices() const override { return *devices_; }
 
@@ -36,6 +37,7 @@ class SlabPassage final : public Passage {
 
   const std::shared_ptr<Devices> devices_;
   const std::shared_ptr<slabs::Dock> dock_;
+  slabs::GpuTransport transport_;
   std::vector<at::Device> on_;
   std::vector<at::Tensor> kept_;  // that the executor touches
   std::vector<Way> out_, back_;
