@@ -1,5 +1,7 @@
 """Builds pycollect._C from csrc/ with ninja, against the torch that is installed.
 
+In place, which an editable install is too, also pycollect._testing.
+
 The decisions are in build_backend/, the metadata in pyproject.toml. Switches: PYCOLLECT_CUDA=0/1,
 TORCH_CUDA_ARCH_LIST, PYCOLLECT_UNITY=0, PYCOLLECT_DEBUG=1, PYCOLLECT_WERROR=1, MAX_JOBS=n,
 CXX=compiler, CPPFLAGS, CXXFLAGS, LDFLAGS.
@@ -30,13 +32,13 @@ class BuildModule(build_ext):
 
     def run(self) -> None:
         with native.in_one_sentence(), make.alone(ROOT):
-            found = configure.configure(ROOT)
+            found = configure.configure(ROOT, testing=bool(self.inplace))
             make.make(ROOT, found.build, found.jobs, found.architectures, found.title)
-            make.place(
-                ROOT / found.build.module,
-                Path(self.get_ext_fullpath("pycollect._C")),
-                native.build_info_text(found.info),
-            )
+            module = Path(self.get_ext_fullpath("pycollect._C"))
+            if found.build.testing:
+                doubles = module.with_name(module.name.replace("_C", "_testing", 1))
+                make.put(ROOT / found.build.testing_module, doubles)
+            make.place(ROOT / found.build.module, module, native.build_info_text(found.info))
 
 
 setup(

@@ -50,8 +50,11 @@ def version(root: Path, labelled: bool) -> str:
     return f"{found[1]}+{native.local_version(str(torch.__version__), cuda)}"
 
 
-def configure(root: Path) -> Configuration:
-    """Return what to build here; stop with one sentence where that cannot be."""
+def configure(root: Path, testing: bool) -> Configuration:
+    """Return what to build here; stop with one sentence where that cannot be.
+
+    `testing`: with the module of doubles and probes, which only a checkout's tests need.
+    """
     torch = find_torch()
     if torch is None:
         native.stop(
@@ -74,6 +77,7 @@ def configure(root: Path) -> Configuration:
         kernels=_kernels(architectures) if no_cuda is None else None,
         unity=native.switch(os.environ, "PYCOLLECT_UNITY", "1"),
         torch_jobs=torch_jobs,
+        testing=testing,
     )
     cuda = f"CUDA for {', '.join(targets)}" if no_cuda is None else f"without CUDA: {no_cuda}"
     info = {

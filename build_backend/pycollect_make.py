@@ -102,6 +102,7 @@ def seconds(
 ) -> float:
     """Return about how long this takes: no less than the longest, which has a core to itself."""
     sources = len(ninja.torch_sources(root, cuda=build.kernels is not None))
+    sources += len(ninja.testing_sources(root)[1]) if build.testing else 0
     files = sources / ninja.TORCH_PARTS if build.unity else 1
     of_torch = SECONDS_OF_HEADERS + files * SECONDS_OF_TORCH
     of_kernels = architectures * SECONDS_OF_KERNELS
@@ -153,6 +154,18 @@ def run(root: Path, build: ninja.Build, jobs: int) -> None:
         signal.signal(signal.SIGTERM, before)
     if status != 0:
         stop("the build failed; the compiler's own words are above.")
+
+
+def put(built: Path, module: Path) -> None:
+    """Put a module into a folder, whole or not at all."""
+    if _same(module, built.read_bytes()):
+        return
+    new = module.with_name(f"{module.name}.new")
+    try:
+        shutil.copyfile(built, new)
+        new.replace(module)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def place(built: Path, module: Path, info: str) -> None:

@@ -16,9 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CORE_ROOMS = ("plan", "algorithms", "cpu", "cuda", "shm", "slabs", "sim")
-TORCH_ROOMS = ("torch", "torch/c10d", "torch/c10d/devices", "torch/c10d/fakes")
+TORCH_ROOMS = ("torch", "torch/c10d", "torch/c10d/devices")
 CUDA_ROOM = "torch/cuda"
 ONLY_WITHOUT_CUDA = "no_cuda.cpp"
+# What registers itself with Python and torch, once in a process.
+ONLY_IN_MODULE = ("module.cpp", "ops.cpp")
+# Doubles and probes, a module of their own that takes everything else as it is.
+TESTING_ROOM = "testing"
+TESTING_TORCH_ROOM = "testing/torch"
 TORCH_PARTS = 3  # each reads torch's headers, 9 s, and then a third of 60 s of our own code
 
 COMPILED = ("-c", "$in", "-o", "$out", "-MMD", "-MF", "$out.d")
@@ -69,6 +74,11 @@ def torch_sources(root: Path, cuda: bool) -> list[Path]:
     return [f for f in found if f.name != ONLY_WITHOUT_CUDA] + _files(root, (CUDA_ROOM,), "*.cpp")
 
 
+def testing_sources(root: Path) -> tuple[list[Path], list[Path]]:
+    """Return the C++ files of the doubles, without torch and with it, relative to `root`."""
+    return _files(root, (TESTING_ROOM,), "*.cpp"), _files(root, (TESTING_TORCH_ROOM,), "*.cpp")
+
+
 def kernel_sources(root: Path) -> list[Path]:
     """Return nvcc's files, relative to `root`."""
     return _files(root, ("cuda",), "*.cu")
@@ -84,6 +94,7 @@ class Build:
     kernels: Kernels | None
     unity: bool = True
     torch_jobs: int = 1  # files that include torch and are compiled at the same time
+    testing: bool = False  # is the module of doubles and probes made as well?
 
     @property
     def core(self) -> Path:
@@ -109,6 +120,10 @@ class Build:
     @property
     def module(self) -> Path:
         return self.folder / "_C.so"
+
+    @property
+    def testing_module(self) -> Path:
+        return self.folder / "_testing.so"
 
     @property
     def manifest(self) -> Path:
@@ -160,7 +175,8 @@ class Build:
         lines += _rule("torch", torch, **DEPENDENCIES, pool="torch")
         lines += _rule("core", [*cxx, *COMPILED], **DEPENDENCIES)
         lines += _rule("link", link)
-        made = {self._object(self.folder, source): source for source in self._torch_parts()}
+        parts = self._torch_parts()
+        made = {self._object(self.folder, source): source for source in parts}
         rules = dict.fromkeys(made, "torch")
         if self.kernels is not None:
             nvcc = [*self.kernels.command, *self.kernels.flags, *COMPILED]
@@ -168,29 +184,46 @@ class Build:
             fatbins = {self._object(self.fatbins, s): s for s in kernel_sources(self.root)}
             made |= fatbins
             rules |= dict.fromkeys(fatbins, "kernels")
-        made |= {self._object(self.core, source): source for source in core_sources(self.root)}
+        doubles, torch_doubles = testing_sources(self.root) if self.testing else ([], [])
+        core = core_sources(self.root)
+        made |= {self._object(self.core, source): source for source in core + doubles}
         lines += [_build(o, rules.get(o, "core"), [source]) for o, source in made.items()]
-        return "\n".join([*lines, _build(self.module, "link", sorted(made)), ""])
+        only_testing = {*doubles, *torch_doubles}
+        modules = {self.module: only_testing}
+        if self.testing:
+            modules[self.testing_module] = set(_only_in_module(self.root))
+        for module, others in modules.items():
+            objects = [o for o, s in made.items() if not others & {s, *parts.get(s, [])}]
+            lines.append(_build(module, "link", sorted(objects)))
+        return "\n".join([*lines, ""])
 
     def _torch_parts(self) -> dict[Path, list[Path]]:
         """What is compiled, and the sources that it stands for."""
         cuda = self.kernels is not None
         sources = torch_sources(self.root, cuda)
+        doubles = testing_sources(self.root)[1] if self.testing else []
         if not self.unity:
-            return {source: [source] for source in sources}
+            return {source: [source] for source in sources + doubles}
         # The same parts with CUDA and without: files that clash do so in both.
         beside = _files(self.root, (CUDA_ROOM,), "*.cpp") if cuda else []
         beside += [source for source in sources if source.name == ONLY_WITHOUT_CUDA]
-        sources = [source for source in sources if source not in beside]
+        registers = _only_in_module(self.root)
+        sources = [source for source in sources if source not in beside + registers]
         names = [self.folder / f"torch_{n}.cpp" for n in range(min(TORCH_PARTS, len(sources)))]
         # Files that are alike are neighbours, so each part gets as much of what takes long.
         parts = {name: sources[n :: len(names)] for n, name in enumerate(names)}
-        return parts | {self.folder / "torch_cuda.cpp": beside}
+        parts |= {self.folder / "torch_cuda.cpp": beside}
+        apart = {"module.cpp": registers, "testing.cpp": doubles}
+        return parts | {self.folder / name: files for name, files in apart.items() if files}
 
     @staticmethod
     def _object(folder: Path, source: Path) -> Path:
         name = source.name if source.is_relative_to(folder) else "-".join(source.parts[1:])
         return folder / f"{name}.o"
+
+
+def _only_in_module(root: Path) -> list[Path]:
+    return [s for s in torch_sources(root, cuda=False) if s.name in ONLY_IN_MODULE]
 
 
 def _files(root: Path, rooms: Iterable[str], pattern: str) -> list[Path]:

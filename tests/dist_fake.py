@@ -15,6 +15,7 @@ def options(how: str, ipc: str = "best") -> tuple[Any, Any]:
     goes to other processes.
     """
     import pycollect as pc  # not before the process is a rank
+    from pycollect import _testing
 
     pace, rung, small = (*how.split(":"), "", "")[:3]
     made = pc.distributed.options(
@@ -23,7 +24,7 @@ def options(how: str, ipc: str = "best") -> tuple[Any, Any]:
         slab_bytes=SLAB_BYTES,
         cuda_host_bytes=int(small or 0),
     )
-    return made, pc._C.fake_devices(made, pace == "eager", bool(rung))
+    return made, _testing.fake_devices(made, pace == "eager", bool(rung))
 
 
 def alive(fake: Any) -> dict[str, int]:

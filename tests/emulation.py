@@ -14,7 +14,7 @@ import reference as ref
 import torch
 from torch import Tensor
 
-from pycollect import _C
+from pycollect import _testing
 
 SMALL, LARGE = 4096, 32760  # bytes of parameters
 
@@ -54,7 +54,7 @@ def launch(
     guard: int = 0,
 ) -> list[dict[str, Any]]:
     dtype = ref.short(rows[0].dsts[0].dtype)
-    launches: list[dict[str, Any]] = _C.emulate_launch(
+    launches: list[dict[str, Any]] = _testing.emulate_launch(
         [row.packed() for row in rows],
         dtype,
         op,

@@ -9,7 +9,7 @@ from typing import Any
 
 from plan_cases import Case, cases
 
-from pycollect import _C
+from pycollect import _C, _testing
 
 WORKERS = ("callers", "devices", "ranks")
 Devices = list[int]
@@ -54,9 +54,9 @@ def calls(
 
 def rehearse(
     plan: _C.Plan, in_place: bool, devices: Devices, runs: int = 1, **way: Any
-) -> _C.Rehearsal:
+) -> _testing.Rehearsal:
     """Issue a call and see that nothing races."""
-    rehearsal = _C.Rehearsal(plan, in_place, devices, **way)
+    rehearsal = _testing.Rehearsal(plan, in_place, devices, **way)
     rehearsal.run(runs)
     assert rehearsal.race is None, f"{devices} {way}: {rehearsal.race}"
     return rehearsal

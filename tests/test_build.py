@@ -40,8 +40,9 @@ def test_oldest_torch_is_the_same_everywhere(native: ModuleType):
 
 def test_every_source_is_compiled(ninja: ModuleType, tmp_path: Path):
     core = ["plan/a.cpp", "plan/b.cpp", "cuda/x.cpp"]
-    always = ["torch/m.cpp", "torch/c10d/fakes/f.cpp"]
-    for name in [*core, *always, "torch/no_cuda.cpp", "cuda/k.cu", "torch/cuda/d.cpp"]:
+    always = ["torch/m.cpp", "torch/c10d/devices/f.cpp"]
+    doubles = ["testing/t.cpp", "testing/torch/u.cpp"]
+    for name in [*core, *always, *doubles, "torch/no_cuda.cpp", "cuda/k.cu", "torch/cuda/d.cpp"]:
         (tmp_path / "csrc" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "csrc" / name).touch()
 
@@ -52,11 +53,13 @@ def test_every_source_is_compiled(ninja: ModuleType, tmp_path: Path):
     assert names(ninja.kernel_sources(tmp_path)) == {"cuda/k.cu"}
     assert names(ninja.torch_sources(tmp_path, cuda=False)) == {*always, "torch/no_cuda.cpp"}
     assert names(ninja.torch_sources(tmp_path, cuda=True)) == {*always, "torch/cuda/d.cpp"}
+    assert list(map(names, ninja.testing_sources(tmp_path))) == [{name} for name in doubles]
 
 
 def test_no_source_is_forgotten(ninja: ModuleType):
     for cuda in (False, True):
         found = [*ninja.core_sources(ROOT), *ninja.torch_sources(ROOT, cuda)]
+        found += [source for sources in ninja.testing_sources(ROOT) for source in sources]
         missing = set((ROOT / "csrc").rglob("*.cpp")) - {ROOT / path for path in found}
         of_cuda = {path for path in missing if path.parent.name == "cuda"}
         assert missing == ({ROOT / "csrc/torch/no_cuda.cpp"} if cuda else of_cuda)
@@ -65,12 +68,19 @@ def test_no_source_is_forgotten(ninja: ModuleType):
 
 def test_only_the_rooms_of_torch_include_torch(ninja: ModuleType):
     """Else an object that is kept for all torches would be of one."""
-    core = [p for room in ninja.CORE_ROOMS for p in (ROOT / "csrc" / room).iterdir()]
+    rooms = [ROOT / "csrc" / room for room in (*ninja.CORE_ROOMS, ninja.TESTING_ROOM)]
+    core = [path for room in rooms for path in room.iterdir() if path.is_file()]
     assert len(core) > 100
     words = ("#include <torch", "#include <ATen", "#include <c10", "#include <pybind", "Python.h")
     for path in core:
         assert not [word for word in words if word in path.read_text()], path
         assert "../torch/" not in path.read_text(), path
+
+
+def test_what_ships_includes_no_double():
+    for path in (ROOT / "csrc").rglob("*.*"):
+        is_double = "testing" in path.relative_to(ROOT).parts
+        assert is_double or "testing/" not in path.read_text(), path
 
 
 def test_the_toolkit_is_where_nvcc_says(toolkit: ModuleType, tmp_path: Path):

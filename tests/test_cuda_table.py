@@ -12,7 +12,7 @@ from emulation import LARGE, SMALL, Row, float8_bytes, launch, lines, reals, shi
 from hypothesis import given, settings
 from torch import Tensor
 
-from pycollect import _C
+from pycollect import _testing
 
 # Copies
 
@@ -154,7 +154,7 @@ def test_memory_that_a_gpu_cannot_read_is_refused():
     even = torch.zeros(64, dtype=torch.uint8).data_ptr()
     row = ([odd], [odd, even], [0], [0, 0], 4, 1, True)
     with pytest.raises(ValueError, match="float32 at multiples of 4 bytes"):
-        _C.emulate_launch([row], "float32", "sum", 2, 1, LARGE, float8_bytes())
+        _testing.emulate_launch([row], "float32", "sum", 2, 1, LARGE, float8_bytes())
 
 
 def test_reductions_that_do_not_exist_are_refused():

@@ -137,13 +137,14 @@ def test_several_gpus_share_the_folds():
 def by_name(me: Me) -> list[str]:
     """Every algorithm, on tensors that all reach and on others by turns: whole numbers, exactly."""
     import pycollect
+    from pycollect import _testing
 
     wrong = []
     for name in pycollect.algorithms("all_reduce"):
         options = pycollect.distributed.options(
             algorithm=name, slab_bytes=dist_fake.SLAB_BYTES, cuda_sync="stream"
         )
-        fake = pycollect._C.fake_devices(options, False, True)
+        fake = _testing.fake_devices(options, False, True)
         me.init(f"by_{name}", pg_options=options)
         for turn in range(4):
             for placed in (make(LARGE // 10), make(100), torch.empty(LARGE // 10)):

@@ -160,8 +160,9 @@ def test_destroyed_with_a_send_under_way():
 
 PROGRAM = """
 import os, pycollect as pc, torch, torch.distributed as dist
+from pycollect import _testing
 options = pc.distributed.options(**{options})
-pc._C.fake_devices(options)
+_testing.fake_devices(options)
 dist.init_process_group("pycollect", store=dist.HashStore(), rank=0, world_size=1,
                         pg_options=options)
 for _ in range(2):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from pycollect import _C
+from pycollect import _testing
 
 
 @contextmanager
@@ -20,7 +20,7 @@ class Stage:
     """Two devices, a stream and 64 bytes on each."""
 
     def __init__(self) -> None:
-        self.cuda = _C.FakeCuda(2)
+        self.cuda = _testing.FakeCuda(2)
         self.streams = [self.cuda.stream(device) for device in range(2)]
         self.memory = [self.cuda.allocate("device", device, 64) for device in range(2)]
 

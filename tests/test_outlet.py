@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pycollect import _C
+from pycollect import _testing
 
 Ticket = tuple[int, int]
 
@@ -24,7 +24,7 @@ def offered(outlet: Any, text: bytes) -> Ticket:
 
 
 def fetched(ticket: Ticket) -> bytes:
-    file = _C.fetch_descriptor(ticket)
+    file = _testing.fetch_descriptor(ticket)
     assert not os.get_inheritable(file)
     try:
         return os.pread(file, 100, 0)
@@ -43,38 +43,38 @@ def open_files() -> set[str]:
 
 def test_descriptors_are_fetched_by_ticket_and_none_is_left():
     before = open_files()
-    outlet, other = _C.Outlet(), _C.Outlet()
+    outlet, other = _testing.Outlet(), _testing.Outlet()
     tickets = [offered(outlet, b"one"), offered(outlet, b"two"), offered(other, b"three")]
     for _ in range(2):
         assert [fetched(t) for t in tickets] == [b"one", b"two", b"three"]
     outlet.withdraw(tickets[0])
     with pytest.raises(RuntimeError, match="does not offer it any more"):
-        _C.fetch_descriptor(tickets[0])
+        _testing.fetch_descriptor(tickets[0])
     assert fetched(tickets[1]) == b"two"
     del outlet, other
     assert open_files() == before
 
 
 def test_what_is_not_known_is_not_given():
-    outlet = _C.Outlet()
+    outlet = _testing.Outlet()
     name, number = offered(outlet, b"secret")
     for guess in (number ^ 1, 0):
         with pytest.raises(RuntimeError, match="does not offer it any more"):
-            _C.fetch_descriptor((name, guess))
+            _testing.fetch_descriptor((name, guess))
 
 
 def test_an_owner_that_is_gone_cannot_be_reached():
-    outlet = _C.Outlet()
+    outlet = _testing.Outlet()
     ticket = offered(outlet, b"gone")
     del outlet
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"must be alive .*: Connection refused"):
-        _C.fetch_descriptor(ticket)
+        _testing.fetch_descriptor(ticket)
     assert time.monotonic() - begin < 1
 
 
 def test_many_fetch_at_once_beside_a_stranger_who_says_nothing():
-    outlet = _C.Outlet()
+    outlet = _testing.Outlet()
     tickets = [offered(outlet, b"%d" % i) for i in range(20)]
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.connect(f"\0pycollect-outlet-{tickets[0][0]:016x}")
@@ -84,7 +84,7 @@ def test_many_fetch_at_once_beside_a_stranger_who_says_nothing():
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_another_process_fetches_and_one_that_was_forked_lets_it_be():
-    outlet = _C.Outlet()
+    outlet = _testing.Outlet()
     ticket = offered(outlet, b"for all")
     child = os.fork()
     if child == 0:

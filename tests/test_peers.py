@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pycollect as pc
-from pycollect import _C
+from pycollect import _C, _testing
 
 
 class Machine:
@@ -17,7 +17,7 @@ class Machine:
     def __init__(self, reported, broken=()):
         self.reported, self.broken = set(reported), dict(broken)
         self.asked, self.tried, self.said = [], [], []
-        self.peers = _C.Peers(self.ask, self.try_out, self.said.append)
+        self.peers = _testing.Peers(self.ask, self.try_out, self.said.append)
 
     def ask(self, one, other):
         self.asked.append((one, other))
@@ -71,7 +71,7 @@ def test_a_trial_that_fails_is_made_again():
             raise answer
         return answer
 
-    peers = _C.Peers(machine.ask, try_out, machine.said.append)
+    peers = _testing.Peers(machine.ask, try_out, machine.said.append)
     with pytest.raises(ValueError, match="capture"):
         peers.works(0, 1)
     assert peers.works(0, 1)

@@ -16,7 +16,7 @@ import torch
 from plan_cases import Case, cases, random_plan
 from streams_cases import all_reduce, rehearse, ways
 
-from pycollect import _C
+from pycollect import _C, _testing
 
 REGISTRY = plan_cases.registry()
 IDS = [f"{a.collective}-{a.name}" for a in REGISTRY]
@@ -107,7 +107,7 @@ def test_a_gather_waits_for_what_it_writes() -> None:
     # Of streams, those behind the host's waits order nothing more; the host's own are the last two.
     assert not {rehearsal.waits - 1, rehearsal.waits - 2} & set(rehearsal.missed())
 
-    def late(seed: int) -> _C.Rehearsal:
+    def late(seed: int) -> _testing.Rehearsal:
         fresh = rehearse(gather(3), False, [PAGEABLE, 0, 1], ring=(4096, 4), lanes=True)
         fresh.drop_wait(fresh.waits - 1)
         assert fresh.race is not None
@@ -152,7 +152,7 @@ def test_pinned_ranks_are_waited_for_as_before() -> None:
 
 def test_a_capture_refuses_pageable_memory_before_anything_is_issued() -> None:
     for host_waits in (False, True):
-        rehearsal = _C.Rehearsal(
+        rehearsal = _testing.Rehearsal(
             all_reduce("leader", 2), True, [0, PAGEABLE], host_waits=host_waits
         )
         with pytest.raises(ValueError, match="not pinned cannot be read or written while a CUDA"):
@@ -165,7 +165,7 @@ def test_a_failure_leaves_the_ring_usable() -> None:
     for plan, devices in ((scatter(3), [PAGEABLE, 0, 1]), (gather(3), [PAGEABLE, 0, 1])):
         healthy = rehearse(plan, False, devices, ring=(32, 2), bindings=2).counts["host_copies"]
         for after in range(40):
-            rehearsal = _C.Rehearsal(plan, False, devices, ring=(32, 2), bindings=2)
+            rehearsal = _testing.Rehearsal(plan, False, devices, ring=(32, 2), bindings=2)
             rehearsal.fail_call(after)
             with contextlib.suppress(RuntimeError):  # a call beyond the last one fails nothing
                 rehearsal.run()
@@ -178,8 +178,8 @@ def test_a_failure_leaves_the_ring_usable() -> None:
 
 
 def test_runs_beside_each_other_have_rings_of_their_own() -> None:
-    first = _C.Rehearsal(all_reduce("leader", 3), True, [0, PAGEABLE, 1])
-    second = _C.Rehearsal(all_reduce("ring", 3), True, [0, PAGEABLE, 1], beside=first)
+    first = _testing.Rehearsal(all_reduce("leader", 3), True, [0, PAGEABLE, 1])
+    second = _testing.Rehearsal(all_reduce("ring", 3), True, [0, PAGEABLE, 1], beside=first)
     for _ in range(3):
         for rehearsal in (first, second):
             rehearsal.run(2)
@@ -196,10 +196,10 @@ def test_the_hosts_own_copies_move_every_byte_once(threads: int, size: int, rows
     torch.set_num_threads(threads)
     src = torch.randint(256, (rows, size + 5), dtype=torch.uint8)
     dst = torch.zeros(rows, size + 3, dtype=torch.uint8)
-    _C.copy_rows(dst, src, size, rows, (size + 3, size + 5))
+    _testing.copy_rows(dst, src, size, rows, (size + 3, size + 5))
     assert torch.equal(dst[:, :size], src[:, :size])
     assert int(dst[:, size:].sum()) == 0
     back = torch.zeros(rows, size, dtype=torch.uint8)
     first = src[rows - 1 :]  # from the last row to the first one
-    _C.copy_rows(back, first, size, rows, (size, -(size + 5)))
+    _testing.copy_rows(back, first, size, rows, (size, -(size + 5)))
     assert torch.equal(back, src[:, :size].flip(0))

@@ -7,7 +7,7 @@ import pytest
 from plan_cases import cases, cells, executor, random_plan
 from streams_cases import all_reduce, rehearse
 
-from pycollect import _C
+from pycollect import _C, _testing
 
 REGISTRY = plan_cases.registry()
 IDS = [f"{a.collective}-{a.name}" for a in REGISTRY]
@@ -25,7 +25,7 @@ def staged(
     """Ranks of one island reach each other."""
     directly = [[a == b for b in islands] for a in islands]
     hosts = [rank in (on_host or []) for rank in range(plan.world)]
-    return _C.stage(plan, in_place, hosts, directly, pieces)
+    return _testing.stage(plan, in_place, hosts, directly, pieces)
 
 
 def is_on_host(at: _C.SliceTuple, hosts: list[int]) -> bool:
@@ -129,7 +129,7 @@ def test_pieces_of_a_staged_plan_overlap() -> None:
         plan = staged(all_reduce("ring", 4, pieces), True, [0, 1, 2, 3])
         seats = [(r, 4 + r, 8 + r, 12 + r) if lanes else (r, 4 + r, 4 + r, 4 + r) for r in range(4)]
         model = (3e-6, 24e9, 800e9, 0.0, 2.5e-6)
-        return _C.predict_streams(
+        return _testing.predict_streams(
             plan, True, "one_task", seats, 16, -1, [0, 1, 2, 3], 64 << 20, model
         )
 
@@ -150,7 +150,7 @@ def test_reaches_that_make_no_sense_are_refused() -> None:
         ([False, False], alone, 0, "at least one piece, not 0"),
     ]:
         with pytest.raises(ValueError, match=why):
-            _C.stage(plan, True, on_host, directly, pieces)
+            _testing.stage(plan, True, on_host, directly, pieces)
     with pytest.raises(ValueError, match="the plan has been staged already"):
         staged(staged(plan, True, [0, 1]), True, [0, 1])
 

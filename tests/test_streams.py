@@ -15,7 +15,7 @@ import pytest
 from plan_cases import random_plan
 from streams_cases import all_reduce, calls, placements, rehearse, ways
 
-from pycollect import _C
+from pycollect import _C, _testing
 
 REGISTRY = plan_cases.registry()
 IDS = [f"{a.collective}-{a.name}" for a in REGISTRY]
@@ -46,7 +46,7 @@ def test_any_order_of_the_streams_gives_the_same_bits(algorithm: _C.Algorithm) -
             assert rehearsal.mismatch(order) is None, f"{case} on {devices}, {way}"
 
 
-def random_call(seed: int) -> tuple[_C.Rehearsal, str]:
+def random_call(seed: int) -> tuple[_testing.Rehearsal, str]:
     pick = random.Random(seed)
     plan, in_place = random_plan(seed // 4)
     devices = [pick.randrange(pick.randint(1, plan.world)) for _ in range(plan.world)]
@@ -153,7 +153,7 @@ def test_one_hub_is_never_more_waits_than_all_pairs() -> None:
 
 def test_schedules_are_kept_by_plan_and_placement() -> None:
     one = rehearse(all_reduce("two_shot", 4), True, [0, 1, 2, 3])
-    two = _C.Rehearsal(all_reduce("ring", 4), True, [0, 1, 2, 3], beside=one)
+    two = _testing.Rehearsal(all_reduce("ring", 4), True, [0, 1, 2, 3], beside=one)
     for workers in ("devices", "callers", "ranks", "devices"):
         for rehearsal in (one, two):
             rehearsal.reseat(workers, workers == "ranks")
@@ -163,7 +163,7 @@ def test_schedules_are_kept_by_plan_and_placement() -> None:
 
 
 def test_events_are_made_once_and_used_again() -> None:
-    rehearsal = _C.Rehearsal(all_reduce("two_shot", 4), True, [0, 1, 2, 3])
+    rehearsal = _testing.Rehearsal(all_reduce("two_shot", 4), True, [0, 1, 2, 3])
     rehearsal.run()
     made = rehearsal.counts["events"]
     for _ in range(10):
@@ -176,7 +176,7 @@ def test_events_are_made_once_and_used_again() -> None:
 @pytest.mark.parametrize("capture", [False, True])
 def test_a_call_that_fails_half_way_leaves_streams_joined_and_events_whole(capture: bool) -> None:
     for after in range(1000):
-        rehearsal = _C.Rehearsal(
+        rehearsal = _testing.Rehearsal(
             all_reduce("ring", 4), True, [0, 1, 2, 3], callers_apart=True, pace="one_task"
         )
         rehearsal.run()
@@ -200,7 +200,9 @@ def test_a_call_that_fails_half_way_leaves_streams_joined_and_events_whole(captu
 def test_a_capture_has_events_of_its_own(devices: list[int]) -> None:
     for way in (next(ways_from(n)) for n in range(48)):
         for peers in (True, False):
-            rehearsal = _C.Rehearsal(all_reduce("two_shot", 4), True, devices, peers=peers, **way)
+            rehearsal = _testing.Rehearsal(
+                all_reduce("two_shot", 4), True, devices, peers=peers, **way
+            )
             rehearsal.run(2, capture=True)
             assert rehearsal.race is None, way
             assert rehearsal.mismatch(1) is None, way
@@ -210,7 +212,7 @@ def test_a_capture_has_events_of_its_own(devices: list[int]) -> None:
 
 
 def test_a_capture_on_some_of_the_callers_is_refused_before_anything_is_issued() -> None:
-    rehearsal = _C.Rehearsal(all_reduce("fused", 3), True, [0, 1, 2])
+    rehearsal = _testing.Rehearsal(all_reduce("fused", 3), True, [0, 1, 2])
     with pytest.raises(ValueError, match="on 1 of the 3 current streams of this call"):
         rehearsal.run_half_captured()
     assert rehearsal.counts["launches"] == rehearsal.counts["records"] == 0
@@ -228,10 +230,10 @@ def test_the_host_waits_for_ranks_in_its_memory() -> None:
 
 
 def test_a_capture_that_the_host_would_have_to_wait_for_is_refused() -> None:
-    rehearsal = _C.Rehearsal(all_reduce("leader", 2), True, [0, -1])
+    rehearsal = _testing.Rehearsal(all_reduce("leader", 2), True, [0, -1])
     with pytest.raises(ValueError, match="the host cannot wait"):
         rehearsal.run(1, capture=True)
-    rehearsal = _C.Rehearsal(all_reduce("leader", 2), True, [0, -1], host_waits=False)
+    rehearsal = _testing.Rehearsal(all_reduce("leader", 2), True, [0, -1], host_waits=False)
     rehearsal.run(1, capture=True)
     assert rehearsal.race is None
     assert rehearsal.mismatch(5) is None
@@ -239,7 +241,7 @@ def test_a_capture_that_the_host_would_have_to_wait_for_is_refused() -> None:
 
 def test_placements_that_are_not_the_plans_are_refused() -> None:
     plan, seat = all_reduce("leader", 2), (0, 1, 1, 1)
-    schedule = _C.schedule(plan, True, "any", [seat, seat], 2)
+    schedule = _testing.schedule(plan, True, "any", [seat, seat], 2)
     assert [(stream, after, recorded) for stream, _, after, recorded in schedule] == [
         (0, [], True),
         (1, [0], True),
@@ -253,4 +255,4 @@ def test_placements_that_are_not_the_plans_are_refused() -> None:
         ([seat, seat], 5, "the hub is stream 5 of 2"),
     ]:
         with pytest.raises(ValueError, match=why):
-            _C.schedule(plan, True, "any", seats, 2, hub)
+            _testing.schedule(plan, True, "any", seats, 2, hub)

@@ -31,7 +31,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("wheel") / "pycollect"
     ignored = shutil.ignore_patterns(
         *(".git", "*.egg-info", ".*_cache", ".venv", ".hypothesis", "data", "dist", "__pycache__"),
-        *("_C.*.so", "_build_info_*.py", "native-*", "lib.*", "bdist.*", "wheels"),
+        *("_C.*.so", "_testing.*.so", "_build_info_*.py", "native-*", "lib.*", "bdist.*", "wheels"),
     )
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
     return copy
@@ -96,7 +96,7 @@ def test_a_wheel_says_what_it_is_for(wheel: Path):
     assert wheel.name.startswith(f"pycollect-{pycollect.__version__}+{local}-{python}-{python}-")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-    assert not [name for name in names if "fake" in name or name.startswith(("csrc", "tests"))]
+    assert not [name for name in names if "testing" in name or name.startswith(("csrc", "tests"))]
     assert {"pycollect/__init__.py", "pycollect/py.typed"} <= {*names}
     assert [name for name in names if name.startswith("pycollect/_build_info_cpython")]
 

@@ -4,7 +4,6 @@
 #include <array>
 
 #include "../plan/names.h"
-#include "bind_fake_devices.h"
 #include "c10d/backend.h"
 
 namespace pycollect {
@@ -124,7 +123,6 @@ void bind_distributed(py::module_& m) {
   m.def("cuda_rungs", &dist::rung_names);
   m.def("cuda_exports", &slabs::export_names);
   m.def("close_groups", &dist::close_groups, py::call_guard<py::gil_scoped_release>());
-  bind_fake_devices(m);
 }
 
 }  // namespace pycollect

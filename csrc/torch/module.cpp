@@ -2,12 +2,9 @@
 // Called by pycollect/collectives.py alone, always with every argument, so there are no defaults
 // here.
 #include "../plan/error.h"
-#include "bind_cuda_probe.h"
 #include "bind_distributed.h"
 #include "bind_machine.h"
 #include "bind_plan.h"
-#include "bind_probe.h"
-#include "bind_streams.h"
 #include "convert.h"
 #include "profiled.h"
 #include "work.h"
@@ -289,9 +286,6 @@ PYBIND11_MODULE(_C, m) {
   bind_collectives(m);
   bind_conversions(m);
   bind_plan(m);
-  bind_probe(m);
-  bind_streams(m);
-  bind_cuda_probe(m);
   bind_distributed(m);
   bind_machine(m);
 }

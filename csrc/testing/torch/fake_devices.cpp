@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../../../plan/error.h"
-#include "../../threads.h"
+#include "../../plan/error.h"
+#include "../../torch/threads.h"
 
 namespace pycollect::dist {
 namespace {

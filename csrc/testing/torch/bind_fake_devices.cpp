@@ -1,8 +1,7 @@
-// See bind_fake_devices.h: they come into a group with its options.
-#include "bind_fake_devices.h"
-
-#include "c10d/fakes/fake_devices.h"
-#include "c10d/options.h"
+// They come into a group with its options.
+#include "../../torch/c10d/options.h"
+#include "bind.h"
+#include "fake_devices.h"
 
 namespace pycollect {
 namespace {

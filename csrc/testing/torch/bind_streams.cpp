@@ -1,7 +1,5 @@
 // Streams and events are opaque, addresses are numbers, and a schedule is a list of (stream, tasks,
 // issues that it waits for, is it recorded?).
-#include "bind_streams.h"
-
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
@@ -12,12 +10,13 @@
 #include <utility>
 #include <vector>
 
-#include "../cuda/peers.h"
-#include "../plan/error.h"
-#include "../plan/stage.h"
-#include "../sim/predict.h"
-#include "../sim/rehearsal.h"
-#include "bind_plan.h"
+#include "../../cuda/peers.h"
+#include "../../plan/error.h"
+#include "../../plan/stage.h"
+#include "../../sim/predict.h"
+#include "../../torch/bind_plan.h"
+#include "../rehearsal.h"
+#include "bind.h"
 
 namespace pycollect {
 namespace cuda {

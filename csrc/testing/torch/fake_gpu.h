@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "../../../shm/outlet.h"
-#include "../../../slabs/exports.h"
+#include "../../shm/outlet.h"
+#include "../../slabs/exports.h"
 #include "fake_streams.h"
 
 namespace pycollect::dist {

@@ -1,8 +1,6 @@
 // Runs what a GPU would run: the same tables and the same functions, one thread after the other on
 // host memory, with every access checked as the device would and written down. What is not seen
 // here is what only a device has: inline loads and stores, its own conversions of fp16, and timing.
-#include "bind_cuda_probe.h"
-
 #include <c10/util/Half.h>
 #include <pybind11/stl.h>
 
@@ -12,10 +10,11 @@
 #include <utility>
 #include <vector>
 
-#include "../cuda/copy.h"
-#include "../cuda/fold.h"
-#include "../cuda/pack.h"
-#include "../plan/error.h"
+#include "../../cuda/copy.h"
+#include "../../cuda/fold.h"
+#include "../../cuda/pack.h"
+#include "../../plan/error.h"
+#include "bind.h"
 
 namespace pycollect {
 namespace cuda {

@@ -5,7 +5,7 @@
 #include <set>
 #include <string>
 
-#include "../devices/devices.h"
+#include "../../torch/c10d/devices/devices.h"
 #include "fake_gpu.h"
 
 namespace pycollect::dist {

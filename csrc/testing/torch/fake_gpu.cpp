@@ -4,9 +4,9 @@
 
 #include <cstring>
 
-#include "../../../cpu/step_runner.h"
-#include "../../../plan/error.h"
-#include "../../../shm/layout.h"
+#include "../../cpu/step_runner.h"
+#include "../../plan/error.h"
+#include "../../shm/layout.h"
 
 namespace pycollect::dist {
 namespace {

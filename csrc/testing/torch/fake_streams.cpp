@@ -3,7 +3,7 @@
 
 #include <chrono>
 
-#include "../without_interpreter.h"
+#include "../../torch/c10d/without_interpreter.h"
 
 namespace pycollect::dist {
 

@@ -7,8 +7,8 @@
 
 #include <cstring>
 
-#include "../../../plan/error.h"
-#include "../../job.h"
+#include "../../plan/error.h"
+#include "../../torch/job.h"
 #include "fake_gpu.h"
 
 namespace pycollect::dist {
