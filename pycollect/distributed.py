@@ -29,9 +29,7 @@ _SETTINGS = {
     "share": ("PYCOLLECT_SHM_SHARE", ("memfd", "named")),
     "watch": ("PYCOLLECT_SHM_WATCH", ("pidfd", "hangup")),
     "cuda_sync": ("PYCOLLECT_CUDA_SYNC", tuple(_C.cuda_rungs()[1:])),
-    "cuda_ipc": ("PYCOLLECT_CUDA_IPC", tuple(_C.cuda_exports()[1:])),
 }
-_HOST_BYTES = "PYCOLLECT_CUDA_HOST_BYTES"
 _MOST_BYTES = 2**46  # more than any address space has
 
 
@@ -44,8 +42,6 @@ def options(
     share: str = "best",
     watch: str = "best",
     cuda_sync: str = "best",
-    cuda_ipc: str = "best",
-    cuda_host_bytes: int | None = None,
 ) -> Any:
     """Return options of a group, for `pg_options=` of torch's functions that make one.
 
@@ -58,16 +54,11 @@ def options(
     what the variables PYCOLLECT_SHM_SHARE and PYCOLLECT_SHM_WATCH say.
 
     CUDA tensors go through `slab_bytes` bytes of GPU memory for each rank, which all processes
-    reach, with the GPUs' streams waiting for each other (`cuda_sync="stream"`) or the hosts for
-    them ("wait"), or else through pinned memory ("host"): "best" tries them in this order at the
-    group's first such call, and takes the first that works on all ranks; PYCOLLECT_CUDA_SYNC may
-    name one, too. One that is named and does not work is an error. A group that is made with a
-    `device_id` tries at once, and the first calls of several groups may then come in any order.
-
-    Collectives of at most `cuda_host_bytes` bytes (of a rank's largest buffer, all tensors of the
-    call together; 0 unless PYCOLLECT_CUDA_HOST_BYTES says otherwise) go through pinned memory
-    although slabs work: `wait()` then holds up the host, but not for the GPUs' launches and waits.
-    gather, scatter and all_to_all, whose sizes not all ranks know, never do.
+    reach and where the GPUs' streams wait for each other (`cuda_sync="stream"`), or else through
+    pinned memory ("host"): "best" finds out at the group's first such call whether the former works
+    on all ranks; PYCOLLECT_CUDA_SYNC may name one, too. One that is named and does not work is an
+    error. A group that is made with a `device_id` tries at once, and the first calls of several
+    groups may then come in any order.
 
     Messages of 64 KiB and more between two ranks go through other memory of the sender's GPU, twice
     `slab_bytes` bytes at the most, which the receiver opens; smaller ones, those of which one end
@@ -76,11 +67,7 @@ def options(
     Where all CUDA tensors of a collective lie in memory that the other ranks reach, from
     `pycollect.empty(..., device="cuda")`, they are read and written there and not copied to slabs.
 
-    Processes get at each other's GPU memory by CUDA's own handles (`cuda_ipc="legacy"`) or by file
-    descriptors over a Unix socket ("fd"), which works in virtual machines that refuse the former:
-    "best" takes the first that each rank's GPU does not refuse, or the other if its peers cannot
-    open that, and PYCOLLECT_CUDA_IPC may name one. Ranks need not take the same way here; all other
-    options must be the same on all of them.
+    All options must be the same on all ranks.
 
     >>> options(algorithm="fused").algorithm
     'fused'
@@ -95,12 +82,9 @@ def options(
         made.arena_bytes = _bytes("arena_bytes", arena_bytes, least=0)
     if slab_bytes is not None:
         made.slab_bytes = _bytes("slab_bytes", slab_bytes, least=16384)
-    if cuda_host_bytes is not None:
-        made.cuda_host_bytes = _bytes("cuda_host_bytes", cuda_host_bytes, least=0)
     made.share = share
     made.watch = watch
     made.cuda_sync = cuda_sync
-    made.cuda_ipc = cuda_ipc
     return made
 
 
@@ -127,11 +111,6 @@ def _read_environment(made: Any) -> None:
             raise ValueError(f"{variable} is {wanted!r}; allowed are {', '.join(allowed)}")
         if wanted and getattr(made, name) == "best":
             setattr(made, name, wanted)
-    wanted = os.environ.get(_HOST_BYTES, "").strip()
-    if wanted and not wanted.isdecimal():
-        raise ValueError(f"{_HOST_BYTES} is {wanted!r}; it must be a number of bytes")
-    if wanted and made.cuda_host_bytes is None:
-        made.cuda_host_bytes = _bytes(_HOST_BYTES, int(wanted), least=0)
 
 
 def _own(given: Any) -> Any:

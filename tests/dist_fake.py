@@ -7,23 +7,16 @@ from typing import Any
 SLAB_BYTES = 1 << 16  # of a rank: 300,000 elements are dozens of pieces
 
 
-def options(how: str, ipc: str = "best") -> tuple[Any, Any]:
+def options(how: str) -> tuple[Any, Any]:
     """Options of a group, and its devices: they do everything "late", or are "eager".
 
-    "late:stream" and so on are of devices whose memory processes can reach, on that rung; with
-    "late:stream:1024" what has up to 1,024 bytes goes through the host. `ipc` is how the memory
-    goes to other processes.
+    "late:stream" and so on are of devices whose memory processes can reach, on that rung.
     """
     import pycollect as pc  # not before the process is a rank
     from pycollect import _testing
 
-    pace, rung, small = (*how.split(":"), "", "")[:3]
-    made = pc.distributed.options(
-        cuda_sync=rung or "best",
-        cuda_ipc=ipc,
-        slab_bytes=SLAB_BYTES,
-        cuda_host_bytes=int(small or 0),
-    )
+    pace, rung = (*how.split(":"), "")[:2]
+    made = pc.distributed.options(cuda_sync=rung or "best", slab_bytes=SLAB_BYTES)
     return made, _testing.fake_devices(made, pace == "eager", bool(rung))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-RUNGS = ("stream", "wait", "host")
+RUNGS = ("stream", "host")
 
 
 def on_rung(name: str) -> tuple[tuple[str, str], ...]:

@@ -12,7 +12,6 @@ from dist_fake import alive
 from dist_pool import Me, backend_of
 from torch import Tensor
 
-RUNGS = ("stream", "wait")
 GPU = "cuda:0"  # that is not there
 LARGE = 300_000  # elements: more than are copied to slots in any collective
 

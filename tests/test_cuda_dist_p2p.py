@@ -112,7 +112,7 @@ def reached(me: Me) -> list[bool]:
     return good
 
 
-@pytest.mark.parametrize("rung", ["stream", "wait"])
+@pytest.mark.parametrize("rung", ["stream"])
 def test_tensors_that_the_receiver_reaches(rung):
     with fresh(2, environ=on_rung(rung)) as pool:
         assert pool.run(reached, seconds=SECONDS) == [[], [True] * 6]

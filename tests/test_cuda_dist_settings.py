@@ -15,7 +15,6 @@ import torch.distributed as dist
 from dist_pool import Me, fresh
 from homes import GPU
 
-import pycollect as pc
 from pycollect import _C
 
 pytestmark = [pytest.mark.cuda, pytest.mark.slow]
@@ -120,21 +119,6 @@ def test_groups_leave_no_memory_behind(rung):
     assert lost < (count - settled) // 2 * 2 * MIB, f"{lost / MIB:.1f} MiB in {count} cycles"
 
 
-def shared_in_ways(me: Me, ways: tuple[str, ...]) -> tuple[int, list[str]]:
-    """Ranks whose memory goes to the others in one way or another."""
-    way = ways[me.rank % len(ways)]
-    me.init("_".join(ways), pg_options=pc.distributed.options(cuda_ipc=way))
-    found = dist_staged.sweep(me, torch.float32, GPU)
-    dist.destroy_process_group()
-    return found
-
-
-@pytest.mark.parametrize(("ways", "rung"), [(("fd",), "wait"), (("legacy", "fd"), "stream")])
-def test_ways_of_memory_to_other_processes(ways, rung):
-    with fresh(3, group=False, environ=environ(rung)) as pool:
-        right(pool.run(shared_in_ways, ways, seconds=SECONDS))
-
-
 def descriptors_and_bytes(me: Me, count: int, settled: int) -> tuple[int, int]:
     """What groups leave behind whose memory is file descriptors."""
     files, before = 0, 0
@@ -152,8 +136,7 @@ def descriptors_and_bytes(me: Me, count: int, settled: int) -> tuple[int, int]:
 
 
 def test_descriptors_are_closed_and_what_they_stand_for_is_freed():
-    by_fd = environ("wait", ("PYCOLLECT_CUDA_IPC", "fd"))
-    with fresh(2, group=False, environ=by_fd) as pool:
+    with fresh(2, group=False, environ=environ("stream")) as pool:
         for files, lost in pool.run(descriptors_and_bytes, 20, 5, seconds=SECONDS):
             assert files <= 0
             assert lost < 15 // 2 * 2 * MIB, f"{lost / MIB:.1f} MiB"
@@ -176,9 +159,8 @@ def crowded(me: Me) -> tuple[int, float]:
     return kept, x.mean().item()
 
 
-@pytest.mark.parametrize("way", _C.cuda_exports()[1:])
-def test_what_torch_keeps_for_later_is_room_for_slabs(way):
-    with fresh(2, environ=environ("wait", ("PYCOLLECT_CUDA_IPC", way))) as pool:
+def test_what_torch_keeps_for_later_is_room_for_slabs():
+    with fresh(2, environ=environ("stream")) as pool:
         for kept, mean in pool.run(crowded, seconds=SECONDS):
             assert kept >= 128 * MIB, "another rank had taken it all"  # a slab, and some more
             assert mean == 2.0

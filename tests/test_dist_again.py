@@ -191,7 +191,7 @@ def test_a_time_limit_on_a_store_that_tells_of_its_own_late():
     assert store.waits == 2
 
 
-@pytest.mark.parametrize("name", ["slot_bytes", "arena_bytes", "slab_bytes", "cuda_host_bytes"])
+@pytest.mark.parametrize("name", ["slot_bytes", "arena_bytes", "slab_bytes"])
 def test_sizes_that_no_machine_has_are_refused(name):
     import pycollect
 
@@ -199,14 +199,6 @@ def test_sizes_that_no_machine_has_are_refused(name):
         with pytest.raises(ValueError, match=f"{name} is {size}; it must be at most {2**46}"):
             pycollect.distributed.options(**{name: size})
     assert getattr(pycollect.distributed.options(**{name: 2**46}), name) == 2**46
-
-
-def test_a_size_in_the_environment_that_no_machine_has_is_refused(monkeypatch):
-    import pycollect
-
-    monkeypatch.setenv("PYCOLLECT_CUDA_HOST_BYTES", str(10**30))
-    with pytest.raises(ValueError, match=r"PYCOLLECT_CUDA_HOST_BYTES is 10+; it must be at most"):
-        pycollect.distributed._read_environment(pycollect._C.Options())
 
 
 def patient(me: Me, timeout: datetime.timedelta) -> None:

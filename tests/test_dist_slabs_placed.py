@@ -18,7 +18,7 @@ import test_dist_memory
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Me, Pools, fresh, pools_of_a_module
-from dist_tracts import LARGE, RUNGS, launches, make, reached
+from dist_tracts import LARGE, launches, make, reached
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not OURS, reason="has memory of its own")
@@ -48,10 +48,9 @@ JOBS = (
 )
 
 
-@pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
-def test_what_holds_of_host_memory(pools, job, rung):
-    pools(3, staged=f"eager:{rung}").run(job, make_flat, seconds=60.0)
+def test_what_holds_of_host_memory(pools, job):
+    pools(3, staged="eager:stream").run(job, make_flat, seconds=60.0)
 
 
 def counted(me: Me) -> dict[str, int]:
@@ -90,9 +89,8 @@ WANTED = {
 }
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_nothing_is_copied(pools, rung):
-    found = pools(3, staged=f"late:{rung}").run(counted)
+def test_nothing_is_copied(pools):
+    found = pools(3, staged="late:stream").run(counted)
     assert {name: tuple(f[name] for f in found) for name in WANTED} == WANTED
 
 
@@ -200,10 +198,9 @@ def at_random(me: Me, seed: int, calls: int) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("rung", RUNGS)
-def test_any_mixture(pools, rung, seed):
+def test_any_mixture(pools, seed):
     pace = ("late", "eager")[seed % 2]
-    assert pools(3, staged=f"{pace}:{rung}").run(at_random, seed, 40, seconds=60.0) == [[]] * 3
+    assert pools(3, staged=f"{pace}:stream").run(at_random, seed, 40, seconds=60.0) == [[]] * 3
 
 
 def gradients(me: Me) -> list[bool]:

@@ -5,7 +5,6 @@ used again, groups that come and go.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import gc
 import time
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, Me, caught, fresh
-from dist_tracts import GPU, LARGE, RUNGS, in_the_end, launches, listened, make, reached, use
+from dist_tracts import GPU, LARGE, in_the_end, launches, listened, make, reached, use
 
 pytestmark = pytest.mark.skipif(not OURS, reason="has memory of its own")
 
@@ -38,31 +37,6 @@ def crowded(me: Me) -> tuple[int, int]:
 def test_more_parts_than_can_be_known():
     with fresh(3, staged="eager:stream") as pool:
         assert pool.run(crowded) == [(64, 0), (64, 64), (64, 64)]
-
-
-def too_early(me: Me) -> tuple[bool, bool, bool, int]:
-    """Tensors that are made before it turns out that their memory must be given in another way."""
-    made, fake = dist_fake.options("eager:best")
-    me.init("too_early", pg_options=made)
-    lines = listened()
-    x = make(LARGE).fill_(me.rank)
-    before = reached(x)
-    if me.rank == 1:
-        fake.gpu.fail("open by name")
-    dist.all_reduce(x)  # with the meeting in front of it
-    assert x.eq(3).all()
-    assert sum("before it turned out how others reach it" in line for line in lines) == 1, lines
-    y = make(LARGE).fill_(me.rank)
-    count = launches(dataclasses.replace(me, fake=fake), lambda: dist.all_reduce(y))
-    assert y.eq(3).all()
-    assert fake.gpu.fouls() == []
-    return before, reached(x), reached(y), count
-
-
-def test_memory_that_must_be_given_in_another_way():
-    with fresh(3, group=False) as pool:
-        found = pool.run(too_early)
-    assert found == [(True, False, True, int(rank == 0)) for rank in range(3)]
 
 
 def overlapping(me: Me) -> list[bool]:
@@ -115,7 +89,7 @@ def test_what_others_have_open_is_used_again():
 def cycles(me: Me, count: int) -> list[Any]:
     left = []
     for i in range(count):
-        made, fake = dist_fake.options(f"eager:{RUNGS[i % 2]}")
+        made, fake = dist_fake.options("eager:stream")
         me.init(f"cycle_{i}", pg_options=made)
         xs = [make(1000).fill_(1) for _ in range(3)]
         dist.all_reduce(xs[0])

@@ -182,8 +182,8 @@ def test_the_rung_is_said_once():
     [
         ("{}", "host", ""),
         ("{'cuda_sync': 'host'}", "", ""),
-        ("{'cuda_sync': 'ipc'}", "", "cuda_sync is 'ipc'; allowed are best, stream, wait, host"),
-        ("{}", "spin", "PYCOLLECT_CUDA_SYNC is 'spin'; allowed are stream, wait, host"),
+        ("{'cuda_sync': 'ipc'}", "", "cuda_sync is 'ipc'; allowed are best, stream, host"),
+        ("{}", "spin", "PYCOLLECT_CUDA_SYNC is 'spin'; allowed are stream, host"),
     ],
 )
 def test_rungs_by_name(options, environ, says):

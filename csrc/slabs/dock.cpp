@@ -5,10 +5,6 @@
 namespace pycollect::slabs {
 namespace {
 
-std::unique_ptr<Signals> signals_of(Sync sync, const Station& station) {
-  return sync == Sync::stream ? stream_signals(station) : host_signals(station);
-}
-
 // Whom it depends on that `r` enqueues something: on itself, if it is gone, or else on those who
 // are behind all others: the rest may only wait for them.
 std::vector<Rank> missing(const shm::Group& group, const Deck& deck, Rank r) {
@@ -38,15 +34,13 @@ Adopted::~Adopted() {
 
 Dock::Dock(Parts parts)
     : parts_(std::move(parts)),
-      signals_(signals_of(parts_.sync, {*parts_.group, *parts_.gpu, parts_.stream, parts_.deck,
-                                        parts_.adopted->base()})),
       awaited_(parts_.group->world()),
       watch_(parts_.group, parts_.deck) {}
 
 Dock::~Dock() = default;
 
-void Dock::tell(uint64_t value, const shm::Occasion& occasion) {
-  signals_->tell(value, occasion);
+void Dock::tell(uint64_t value) {
+  gpu().write(stream(), word(group().rank()), value);
   parts_.deck.berth(group().rank()).enqueued.store(value, std::memory_order_release);
 }
 
@@ -54,8 +48,9 @@ void Dock::await(Rank r, uint64_t value, const shm::Occasion& occasion) {
   const std::atomic<uint64_t>& enqueued = parts_.deck.berth(r).enqueued;
   const auto ready = [&] { return shm::reached(enqueued.load(std::memory_order_acquire), value); };
   if (!ready()) group().await(ready, [&] { return missing(group(), parts_.deck, r); }, occasion);
-  if (!shm::reached(awaited_[r], value)) awaited_[r] = value;
-  signals_->await(r, value);
+  if (shm::reached(awaited_[r], value)) return;  // counters only grow
+  gpu().await(stream(), word(r), value);
+  awaited_[r] = value;
 }
 
 // A stream that was let go comes to its end as well, perhaps before this rank has heard of what was

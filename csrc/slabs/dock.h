@@ -5,14 +5,11 @@
 #include <memory>
 
 #include "../plan/select.h"
-#include "signals.h"
 #include "slab.h"
 #include "tracts.h"
 #include "watch.h"
 
 namespace pycollect::slabs {
-
-enum class Sync : uint8_t { stream, wait };  // the fastest first
 
 // The deck's part that devices touch, as long as this device may.
 class Adopted {
@@ -45,7 +42,6 @@ class Dock {
     std::shared_ptr<Tracts> tracts;
     std::unique_ptr<Slab> slab;
     std::unique_ptr<Adopted> adopted;
-    Sync sync;
     bool apart;  // on several GPUs
   };
   explicit Dock(Parts parts);
@@ -61,16 +57,17 @@ class Dock {
   // Of tensors that go through the slabs, and of those that are taken where they are, in tracts.
   Ground ground() const { return parts_.apart ? Ground::slabs_apart : Ground::slabs; }
   Ground open_ground() const { return parts_.apart ? Ground::tracts_apart : Ground::tracts; }
-  Sync sync() const { return parts_.sync; }
   const std::byte* guard() const { return parts_.adopted->base(); }  // see Launch::guard
 
   // The next run's number, of the thread that runs the group's calls.
   uint64_t run() const { return run_; }
   void begin_run(uint64_t run) { run_ = run; }
 
-  // Behind what is on the stream: says how far it is; what follows waits until another is there.
-  // The latter throws what Group::await does, before `r` has enqueued it.
-  void tell(uint64_t value, const shm::Occasion& occasion);
+  // Stream memory operations on the ranks' counters, so no host waits for a device and no kernel
+  // spins. Behind what is on the stream: signals how far it is; what follows waits until another is
+  // there. The latter is enqueued when `r` has enqueued its signal, and throws what Group::await
+  // does before that, so that no stream waits for what may never be signalled.
+  void tell(uint64_t value);
   void await(Rank r, uint64_t value, const shm::Occasion& occasion);
 
   // Sees to it that what the stream has now comes to an end, which is what `reached` says. Until
@@ -84,9 +81,9 @@ class Dock {
 
  private:
   bool others_closed() const;
+  std::byte* word(Rank r) const { return parts_.adopted->base() + parts_.deck.offset(r); }
 
   Parts parts_;
-  std::unique_ptr<Signals> signals_;
   std::vector<uint64_t> awaited_;  // [rank]: how far its stream must come for what this one has
   uint64_t run_ = 1;               // counters begin at zero, which is before every run
   Watch watch_;

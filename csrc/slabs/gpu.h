@@ -2,12 +2,15 @@
 // torch/cuda/ipc_gpu.cpp; the tests have one in which processes share host memory and streams are
 // lists, so what is tested without a GPU is what runs. No CUDA headers: handles are opaque.
 #pragma once
-#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
 #include <string>
 
 #include "../cuda/runtime.h"
+#include "../shm/outlet.h"
 
 namespace pycollect::slabs {
 
@@ -16,8 +19,12 @@ using cuda::Event;
 using cuda::Launch;
 using cuda::Stream;
 
-// With which another process opens memory: in which way, and that way's key (see exports.h).
-using Handle = std::array<std::byte, 72>;
+// With which another process opens memory: where it fetches a descriptor of it, and how much that
+// is.
+struct Handle {
+  shm::Outlet::Ticket ticket = {};
+  uint64_t bytes = 0;
+};
 
 // CUDA gives memory to other processes in such pages: what shares one with something else gives
 // that away as well.
@@ -31,18 +38,19 @@ constexpr std::size_t whole_granules(std::size_t bytes) {
 class Gpu {
  public:
   virtual ~Gpu() = default;
+
+  // What was allocated goes to other processes as a file descriptor, which they fetch from this
+  // process's outlet.
+  Handle handle_of(Device device, std::byte* memory);
+  std::byte* open(Device device, const Handle& handle);  // of another process; once
+  void free(Device device, std::byte* memory);
+
   virtual std::string identity(Device device) = 0;  // the same in all processes that see it
 
   virtual std::byte* allocate(Device device, std::size_t bytes) = 0;  // an allocation by itself
   // Has whoever allocates tensors give back what it keeps for those to come. Not from within that.
   virtual void make_room(Device device) = 0;
-  virtual void free(Device device, std::byte* memory) = 0;
-  virtual Handle handle_of(Device device, std::byte* memory) = 0;
-  virtual std::byte* open(Device device, const Handle& handle) = 0;  // of another process; once
   virtual void close(Device device, std::byte* opened) = 0;
-  // What is allocated from now on goes to other processes in another way, because they could not
-  // open it; false: there is none.
-  virtual bool share_otherwise(Device device) = 0;
 
   // Whole pages of the host's memory; returns where the device finds them.
   virtual std::byte* adopt(Device device, std::byte* memory, std::size_t bytes) = 0;
@@ -61,6 +69,20 @@ class Gpu {
   virtual void launch(Stream stream, const Launch& launch) = 0;
   virtual void fill(Stream stream, std::byte* memory, unsigned char value, std::size_t bytes) = 0;
   virtual void read(Stream stream, void* host, const std::byte* memory, std::size_t bytes) = 0;
+
+ protected:
+  struct Exported {
+    shm::Descriptor descriptor;
+    std::size_t bytes;
+  };
+  virtual Exported exported(Device device, std::byte* memory) = 0;
+  virtual std::byte* map(Device device, const shm::Descriptor& memory, std::size_t bytes) = 0;
+  virtual void release(Device device, std::byte* memory) = 0;
+
+ private:
+  std::mutex mutex_;
+  std::optional<shm::Outlet> outlet_;  // from the first handle on
+  std::map<std::byte*, Handle> offered_;
 };
 
 }  // namespace pycollect::slabs

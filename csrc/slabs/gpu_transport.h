@@ -30,7 +30,7 @@ class GpuTransport final : public shm::Transport {
   std::byte* tensor(Rank r, shm::Where where) const override { return reached_[index(r, where)]; }
   void settle(uint64_t run) override;
   void wait(Rank r, uint64_t value) override { dock_->await(r, value, *occasion_); }
-  void signal(uint64_t value) override { dock_->tell(value, *occasion_); }
+  void signal(uint64_t value) override { dock_->tell(value); }
   void end(uint64_t value, bool) override { dock_->begin_run(value >> shm::kTaskBits); }
   void launch(const shm::Rows& rows) override;
 

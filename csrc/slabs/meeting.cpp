@@ -29,26 +29,11 @@ class Meeting {
 
   Found run() {
     introduce();
-    Found found;
-    std::string why = share_somehow();
-    if (!why.empty()) {
-      let_go();
-      found.steps = {{"stream", why}, {"wait", why}};
-      return found;
-    }
-    Sync sync = Sync::wait;
-    if (ask_.wanted != "wait") {
-      why = try_stream();
-      if (why.empty())
-        sync = Sync::stream;
-      else
-        found.steps.push_back({"stream", why});
-    }
-    if (ask_.wanted == "stream" && sync != Sync::stream)
-      let_go();
-    else
-      found.dock = make_dock(sync);
-    return found;
+    std::string why = share_memory();
+    if (why.empty()) why = try_streams();
+    if (why.empty()) return {make_dock(), {}};
+    let_go();
+    return {{}, why};
   }
 
   // Nobody hears of anybody any more: the others may still have this rank's memory open.
@@ -113,13 +98,6 @@ class Meeting {
     }
   }
 
-  std::string share_somehow() {
-    const std::string why = share_memory();
-    if (why.empty() || handed_over_ || !share_otherwise()) return why;
-    const std::string again = share_memory();
-    return again.empty() ? again : text(why, "; otherwise ", again);
-  }
-
   std::string share_memory() {
     const Device device = ask_.stream.device;
     std::string why = together([&] {
@@ -135,27 +113,12 @@ class Meeting {
       for (Rank r = 0; r < group_.world(); ++r)
         if (r != group_.rank()) slab_->open(r, deck_.berth(r).handle);
     });
-    handed_over_ = why.empty();
     if (why.empty()) why = together([&] { trial_->write_everywhere(); });
     if (why.empty()) why = together([&] { trial_->read_everywhere(); });
     return why;
   }
 
-  // For those whose memory could not be opened, or even given; with all of it gone again. False: no
-  // rank has another way.
-  bool share_otherwise() {
-    let_go();
-    together([&] {
-      if (!ask_.gpu->share_otherwise(ask_.stream.device))
-        throw std::runtime_error("has no other way");
-      ask_.tracts->withdraw(ask_.stream.device);
-    });
-    for (Rank r = 0; r < group_.world(); ++r)
-      if (deck_.berth(r).verdicts[station_ & 1].fine) return true;
-    return false;
-  }
-
-  std::string try_stream() {
+  std::string try_streams() {
     std::string why = together([&] { trial_->tell(); });
     if (why.empty()) why = together([&] { trial_->await_everybody(); });
     return why;
@@ -173,7 +136,7 @@ class Meeting {
     adopted_.reset();
   }
 
-  std::shared_ptr<Dock> make_dock(Sync sync) {
+  std::shared_ptr<Dock> make_dock() {
     const bool stuck = !trial_->drain();
     trial_.reset();
     if (stuck) slab_->abandon();  // in the end: the device may never let go of it
@@ -183,7 +146,7 @@ class Meeting {
     bool apart = false;
     for (Rank r = 0; r < group_.world(); ++r) apart |= !same(r);
     return std::make_shared<Dock>(Dock::Parts{ask_.group, ask_.gpu, ask_.stream, deck_, ask_.tracts,
-                                              std::move(slab_), std::move(adopted_), sync, apart});
+                                              std::move(slab_), std::move(adopted_), apart});
   }
 
   const Ask& ask_;
@@ -195,7 +158,6 @@ class Meeting {
   std::unique_ptr<Adopted> adopted_;
   std::unique_ptr<Slab> slab_;
   std::unique_ptr<Trial> trial_;
-  bool handed_over_ = false;  // everybody's memory is open to all
 };
 
 }  // namespace

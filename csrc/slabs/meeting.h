@@ -16,17 +16,13 @@ struct Ask {
   std::shared_ptr<Tracts> tracts;  // of the same
   Stream stream;  // the group's own, on the device that this rank's slab is to be on
   std::size_t slot_bytes;
-  std::string wanted;  // the rung that must work, by name; "best": the first that does
+  std::string wanted;  // as the option says: must be the same on all ranks
 };
 
-// `dock` is null where none works; `why` says of each rung that does not what was in its way.
+// `dock` is null where that does not work; `why` says what was in its way, rank by rank.
 struct Found {
-  struct Step {
-    const char* rung;
-    std::string why;
-  };
   std::shared_ptr<Dock> dock = {};
-  std::vector<Step> steps = {};
+  std::string why = {};
 };
 
 // The same on all ranks. Throws std::invalid_argument, on all ranks alike, when they ask for

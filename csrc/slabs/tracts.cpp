@@ -135,17 +135,6 @@ void Tracts::free(Device device, std::byte* memory) const noexcept {
   }
 }
 
-void Tracts::withdraw(Device device) {
-  const std::lock_guard lock(mutex_);
-  for (auto& [memory, own] : own_) {
-    if (own.device != device || own.number == kNone || !take_down(own.number)) continue;
-    own.number = kNone;
-    unreachable_.push_back(
-        "GPU memory that was made before it turned out how others reach it is copied in "
-        "collectives; make such tensors after the first one");
-  }
-}
-
 // At the end: all that nobody uses here and nobody has open. The rest is memory without places.
 void Tracts::free_idle() {
   std::map<std::byte*, Device> idle;

@@ -51,10 +51,6 @@ class Tracts {
   // the memory that the processes share until this object does.
   bool close(uint64_t dead);
 
-  // Others could not open what this device has given them, and from now on it gives in another way:
-  // what was added before is memory without places.
-  void withdraw(Device device);
-
   struct Use {
     std::size_t used, kept;  // bytes given out; free, but kept
   };

@@ -87,7 +87,6 @@ void bind_distributed(py::module_& m) {
       .def_readwrite("slot_bytes", &Options::slot_bytes)
       .def_readwrite("slab_bytes", &Options::slab_bytes)
       .def_readwrite("arena_bytes", &Options::arena_bytes)
-      .def_readwrite("cuda_host_bytes", &Options::cuda_host_bytes)
       .def_property(
           "share", [](const Options& o) { return word(kShares, o.share); },
           [](Options& o, const std::string& w) {
@@ -104,12 +103,6 @@ void bind_distributed(py::module_& m) {
             dist::check_rung(w);
             o.cuda_sync = w;
           })
-      .def_property(
-          "cuda_ipc", [](const Options& o) { return o.cuda_ipc; },
-          [](Options& o, const std::string& w) {
-            slabs::check_export(w);
-            o.cuda_ipc = w;
-          })
       .def("__copy__", &copy_of)
       .def("__deepcopy__", [](const Options& o, const py::dict&) { return copy_of(o); });
   m.def("make_backend", &make_backend, py::arg("store"), py::arg("rank"), py::arg("world"),
@@ -121,7 +114,6 @@ void bind_distributed(py::module_& m) {
   m.def("abandon_coalescing", &abandon_coalescing, py::arg("backend"), py::arg("why"),
         py::arg("asked"), py::call_guard<py::gil_scoped_release>());
   m.def("cuda_rungs", &dist::rung_names);
-  m.def("cuda_exports", &slabs::export_names);
   m.def("close_groups", &dist::close_groups, py::call_guard<py::gil_scoped_release>());
 }
 

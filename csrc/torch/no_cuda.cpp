@@ -62,7 +62,7 @@ class NoDevices final : public Devices {
 
 }  // namespace
 
-std::shared_ptr<Devices> torch_devices(const std::string&) { return std::make_shared<NoDevices>(); }
+std::shared_ptr<Devices> torch_devices() { return std::make_shared<NoDevices>(); }
 
 }  // namespace dist
 }  // namespace pycollect

@@ -12,7 +12,7 @@ using dist::Options;
 
 std::shared_ptr<FakeDevices> fake_devices(const c10::intrusive_ptr<Options>& options, bool eager,
                                           bool slabs) {
-  auto made = std::make_shared<FakeDevices>(eager, slabs, options->cuda_ipc);
+  auto made = std::make_shared<FakeDevices>(eager, slabs);
   options->devices = made;
   return made;
 }

@@ -74,9 +74,9 @@ class FakeDevices::Point final : public Mark {
   bool asked_ = false, said_ = false;
 };
 
-FakeDevices::FakeDevices(bool eager, bool slabs, const std::string& ipc)
+FakeDevices::FakeDevices(bool eager, bool slabs)
     : streams_(std::make_shared<FakeStreams>(eager)),
-      gpu_(slabs ? std::make_shared<FakeGpu>(streams_, ipc) : nullptr),
+      gpu_(slabs ? std::make_shared<FakeGpu>(streams_) : nullptr),
       mutex_(streams_->mutex) {}
 
 void FakeDevices::may_fail(const char* call, bool in_capture) {

@@ -12,8 +12,8 @@ namespace pycollect::dist {
 
 class FakeDevices final : public Devices, public std::enable_shared_from_this<FakeDevices> {
  public:
-  // `slabs`: processes can reach each other's memory on them, given as `ipc` says (slabs::Exports).
-  FakeDevices(bool eager, bool slabs, const std::string& ipc);
+  // `slabs`: processes can reach each other's memory on them.
+  FakeDevices(bool eager, bool slabs);
 
   bool serves(const at::Tensor& tensor) const override;
   bool has(at::Device device) const override { return device.is_cpu(); }

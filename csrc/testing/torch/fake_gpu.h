@@ -10,8 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "../../shm/outlet.h"
-#include "../../slabs/exports.h"
+#include "../../slabs/gpu.h"
 #include "fake_streams.h"
 
 namespace pycollect::dist {
@@ -25,17 +24,13 @@ inline std::atomic<uint64_t>& word_at(std::byte* at) {
 
 class FakeGpu final : public slabs::Gpu {
  public:
-  FakeGpu(std::shared_ptr<FakeStreams> streams, const std::string& ipc);
+  explicit FakeGpu(std::shared_ptr<FakeStreams> streams);
   ~FakeGpu() override;
 
   std::string identity(slabs::Device device) override;
   std::byte* allocate(slabs::Device device, std::size_t bytes) override;
   void make_room(slabs::Device device) override;
-  void free(slabs::Device device, std::byte* memory) override;
-  slabs::Handle handle_of(slabs::Device device, std::byte* memory) override;
-  std::byte* open(slabs::Device device, const slabs::Handle& handle) override;
   void close(slabs::Device device, std::byte* opened) override;
-  bool share_otherwise(slabs::Device device) override;
   std::byte* adopt(slabs::Device device, std::byte* memory, std::size_t bytes) override;
   void forsake(slabs::Device device, std::byte* memory) override;
   slabs::Stream new_stream(slabs::Device device) override;
@@ -66,12 +61,11 @@ class FakeGpu final : public slabs::Gpu {
     std::byte* base;
     std::size_t bytes;  // without the page of its own books
     int file;
-    slabs::Export::Key key = {};  // of opened memory
-    std::optional<shm::Outlet::Ticket> offered = {};
   };
   struct Point;
-  class Given;  // to others, in one way or the other: fake_memory.cpp
-  slabs::Exports::Ways both_ways();
+  Exported exported(slabs::Device device, std::byte* memory) override;
+  std::byte* map(slabs::Device device, const shm::Descriptor& memory, std::size_t bytes) override;
+  void release(slabs::Device device, std::byte* memory) override;
 
   bool enter(const char* call);  // false: it is dropped
   [[noreturn]] void foul(const std::string& what);
@@ -79,8 +73,6 @@ class FakeGpu final : public slabs::Gpu {
   static std::size_t index(slabs::Stream stream);
 
   const std::shared_ptr<FakeStreams> streams_;
-  slabs::Exports exports_;
-  std::optional<shm::Outlet> outlet_;
   std::string identity_ = "the GPU that is not there";
   std::map<std::byte*, Memory> own_, opened_;
   std::map<std::byte*, std::size_t> adopted_;

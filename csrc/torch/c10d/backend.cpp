@@ -58,9 +58,8 @@ Backend::Backend(const StorePtr& store, Seat seat, OptionsPtr options)
       seat_(seat),
       options_(std::move(options)),
       ladder_(std::make_shared<Ladder>(
-          options_->devices ? options_->devices : torch_devices(options_->cuda_ipc),
-          Ladder::Terms{options_->cuda_sync, options_->slab_bytes / kSlotsOfSlab,
-                        options_->cuda_host_bytes.value_or(0)})),
+          options_->devices ? options_->devices : torch_devices(),
+          Ladder::Terms{options_->cuda_sync, options_->slab_bytes / kSlotsOfSlab})),
       timeout_ms_(options_->timeout.count()),
       group_(meet(store, seat, *options_)),
       messages_(std::make_shared<Messages>(group_, ladder_)),

@@ -34,8 +34,6 @@ struct Call {
   uint64_t number = 0;              // of the group's calls, as torch counts them
   std::string_view algorithm = {};  // of the group's options; empty: the selector's
   Devices* devices = nullptr;       // of the group
-  // Of the blocks of one rank that all ranks know to be as large; none: they may differ.
-  std::optional<std::size_t> bytes = {};
   std::chrono::milliseconds timeout{};
   std::vector<shm::Request> requests = {};  // one after the other: one of each dtype
   std::shared_ptr<Together> together = {};  // none: it is alone

@@ -23,7 +23,6 @@ Form between(std::size_t input_blocks, std::size_t output_blocks, int64_t root =
 // The input may lie where its part of the output is.
 void all_gather(Call& call, Seat seat, const TensorLists& outputs, const Tensors& inputs) {
   check_lists(call, seat, inputs, outputs);
-  call.bytes = bytes_of(outputs);
   Binder binder(call, seat, {.input_blocks = 1, .output_blocks = all(seat)});
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     const Label input = label_of(call, kInput, inputs, i);
@@ -46,7 +45,6 @@ void all_gather(Call& call, Seat seat, const TensorLists& outputs, const Tensors
 
 void all_gather_single(Call& call, Seat seat, const Tensors& outputs, const Tensors& inputs) {
   check_pairs(call, outputs, inputs);
-  call.bytes = bytes_of(outputs);
   Binder binder(call, seat, {.input_blocks = 1, .output_blocks = all(seat)});
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     const Label input = label_of(call, kInput, inputs, i);

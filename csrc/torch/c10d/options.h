@@ -5,7 +5,6 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "../../shm/settings.h"
-#include "../../slabs/exports.h"
 #include "devices/ladder.h"
 
 namespace pycollect::dist {
@@ -22,11 +21,7 @@ struct Options final : c10d::Backend::Options {
   // Of a GPU's memory for each rank. A piece of a large message is half of it, and what a piece
   // costs besides its bytes, some 20 us of hand-overs, is then a few percent; a guess.
   std::size_t slab_bytes = 32 << 20;
-  std::string cuda_sync = kBestRung;          // how tensors on GPUs are served
-  std::string cuda_ipc = slabs::kBestExport;  // how a GPU's memory goes to other processes
-  // Up to here they go through the host instead. 0 if nobody says otherwise, because it has not
-  // been measured where that begins to pay, and whoever waits for it is held up.
-  std::optional<std::size_t> cuda_host_bytes = {};
+  std::string cuda_sync = kBestRung;      // how tensors on GPUs are served
   std::shared_ptr<Devices> devices = {};  // in place of torch's, for tests
   shm::Share share = shm::Share::best;
   shm::Watch watch = shm::Watch::best;

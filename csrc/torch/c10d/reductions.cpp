@@ -28,7 +28,6 @@ void bind(const InPlace& what, Binder& binder, const at::Tensor& t, const Label&
 void bind_all(Call& call, Seat seat, const Tensors& tensors, const InPlace& what) {
   require(!tensors.empty(), call.name, ": no tensors were passed; pass at least one");
   const bool apart = what.reduction.scales();
-  call.bytes = bytes_of(tensors);
   Binder binder(call, seat,
                 {.input_blocks = 1,
                  .output_blocks = apart && what.writes,
@@ -76,7 +75,6 @@ Binder scattering(Call& call, Seat seat, const Reduction& reduction) {
 void reduce_scatter(Call& call, Seat seat, const Tensors& outputs, const TensorLists& inputs,
                     const c10d::ReduceOp& op) {
   const Reduction reduction(op, call.name);
-  call.bytes = bytes_of(inputs);
   Binder binder = scattering(call, seat, reduction);
   check_lists(call, seat, outputs, inputs);
   for (std::size_t i = 0; i < outputs.size(); ++i) {
@@ -102,7 +100,6 @@ void reduce_scatter(Call& call, Seat seat, const Tensors& outputs, const TensorL
 void reduce_scatter_single(Call& call, Seat seat, const Tensors& outputs, const Tensors& inputs,
                            const c10d::ReduceOp& op) {
   const Reduction reduction(op, call.name);
-  call.bytes = bytes_of(inputs);
   Binder binder = scattering(call, seat, reduction);
   check_pairs(call, outputs, inputs);
   for (std::size_t i = 0; i < outputs.size(); ++i) {

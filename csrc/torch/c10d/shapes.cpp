@@ -47,20 +47,6 @@ void check_lists(const Call& call, Seat seat, const Tensors& tensors,
   for (const Tensors& list : lists) check_list(call, seat, list);
 }
 
-// Of whatever was passed, before it is checked.
-std::size_t bytes_of(const Tensors& tensors) {
-  std::size_t sum = 0;
-  for (const at::Tensor& t : tensors)
-    if (t.defined()) sum += static_cast<std::size_t>(t.numel()) * t.element_size();
-  return sum;
-}
-
-std::size_t bytes_of(const std::vector<Tensors>& lists) {
-  std::size_t sum = 0;
-  for (const Tensors& list : lists) sum += bytes_of(list);
-  return sum;
-}
-
 void check_one(const Call& call, const char* what, std::size_t given) {
   require(given == 1, call.name, ": ", given, " ", what, " were passed; this rank passes 1");
 }

@@ -22,9 +22,6 @@ void check_list(const Call& call, Seat seat, const Tensors& list);
 // As many lists as tensors, and at least one.
 void check_lists(const Call& call, Seat seat, const Tensors& tensors,
                  const std::vector<Tensors>& lists);
-// What the call's tensors come to, of which the collective's rules say that all ranks have as much.
-std::size_t bytes_of(const Tensors& tensors);
-std::size_t bytes_of(const std::vector<Tensors>& lists);
 // Exactly one.
 void check_one(const Call& call, const char* what, std::size_t given);
 

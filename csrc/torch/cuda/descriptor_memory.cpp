@@ -1,25 +1,19 @@
-// Memory that goes to other processes as file descriptors, which they fetch from this one's outlet:
-// physical memory, mapped by whoever uses it for his own device. It is gone when nobody has it
-// mapped and no descriptor of it is left, so each of those ends as soon as it has served.
+// See descriptor_memory.h.
+#include "descriptor_memory.h"
+
 #include <cuda_runtime_api.h>
 #include <fcntl.h>
 
 #include <cerrno>
-#include <cstring>
-#include <map>
-#include <optional>
 
 #include "../../cuda/check.h"
-#include "../../shm/outlet.h"
 #include "beside.h"
 #include "driver.h"
-#include "shared_memory.h"
 
 namespace pycollect::dist {
 namespace {
 
 using shm::Descriptor;
-using shm::Outlet;
 using slabs::Device;
 using Physical = CUmemGenericAllocationHandle;
 
@@ -42,8 +36,10 @@ std::size_t granularity_of(const CUmemAllocationProp& properties) {
 // The driver's calls, unlike the runtime's, begin no context of the current device.
 void begin_context() { cuda::check(cudaFree(nullptr)); }
 
+}  // namespace
+
 // This process's claim to some physical memory.
-class Claim {
+class DescriptorMemory::Claim {
  public:
   Claim(Device device, std::size_t bytes) {
     const CUmemAllocationProp properties = properties_of(device);
@@ -80,7 +76,7 @@ class Claim {
 };
 
 // Addresses, and what is mapped there for one device.
-class Mapping {
+class DescriptorMemory::Mapping {
  public:
   explicit Mapping(std::size_t bytes) : bytes_(bytes) {
     call_driver<decltype(&cuMemAddressReserve)>("cuMemAddressReserve", &at_, bytes, 0, 0, 0);
@@ -117,84 +113,60 @@ class Mapping {
   bool mapped_ = false;
 };
 
-// What a key holds.
-struct Whereabouts {
-  Outlet::Ticket ticket;
-  uint64_t bytes;
-};
+DescriptorMemory::DescriptorMemory() = default;
 
-class DescriptorMemory final : public slabs::Export {
- public:
-  // What is still here has been given up: others may have it open, or streams be stuck in it.
-  ~DescriptorMemory() override {
-    if (!own_.empty() || !opened_.empty())
-      static_cast<void>(new auto(std::make_pair(std::move(own_), std::move(opened_))));
-  }
+// What is still here has been given up: others may have it open, or streams be stuck in it.
+DescriptorMemory::~DescriptorMemory() {
+  if (!own_.empty() || !mapped_.empty())
+    static_cast<void>(new auto(std::make_pair(std::move(own_), std::move(mapped_))));
+}
 
-  std::byte* allocate(Device device, std::size_t bytes) override {
-    const Beside beside(device_of(device));
-    begin_context();
-    const std::size_t page = granularity_of(properties_of(device));
-    const std::size_t whole = (bytes + page - 1) / page * page;
-    Own own{std::make_unique<Claim>(device, whole), std::make_unique<Mapping>(whole)};
-    own.mapping->begin(device, *own.claim);
-    std::byte* const base = own.mapping->base();
-    own_[base] = std::move(own);
-    return base;
-  }
+std::byte* DescriptorMemory::allocate(Device device, std::size_t bytes) {
+  const Beside beside(device_of(device));
+  begin_context();
+  const std::size_t page = granularity_of(properties_of(device));
+  const std::size_t whole = (bytes + page - 1) / page * page;
+  Own own{std::make_unique<Claim>(device, whole), std::make_unique<Mapping>(whole)};
+  own.mapping->begin(device, *own.claim);
+  std::byte* const base = own.mapping->base();
+  const std::lock_guard lock(mutex_);
+  own_[base] = std::move(own);
+  return base;
+}
 
-  void free(Device device, std::byte* memory) override {
-    const Beside beside(device_of(device));
-    auto own = own_.extract(memory);
-    if (own.mapped().offered) outlet_->withdraw(*own.mapped().offered);
-    own.mapped().mapping->end();
-  }
+void DescriptorMemory::release(Device device, std::byte* memory) {
+  const Beside beside(device_of(device));
+  const std::lock_guard lock(mutex_);
+  own_.extract(memory).mapped().mapping->end();
+}
 
-  Key key_of(Device device, std::byte* memory) override {
-    const Beside beside(device_of(device));
-    Own& own = own_.at(memory);
-    if (!outlet_) outlet_.emplace();
-    if (!own.offered) own.offered = outlet_->offer(own.claim->descriptor());
-    const Whereabouts found{*own.offered, own.mapping->bytes()};
-    Key key = {};
-    static_assert(sizeof found <= sizeof key);
-    std::memcpy(key.data(), &found, sizeof found);
-    return key;
-  }
+shm::Descriptor DescriptorMemory::descriptor_of(Device device, std::byte* memory) {
+  const Beside beside(device_of(device));
+  const std::lock_guard lock(mutex_);
+  return own_.at(memory).claim->descriptor();
+}
 
-  std::byte* open(Device device, const Key& key) override {
-    Whereabouts found = {};
-    std::memcpy(&found, key.data(), sizeof found);
-    const Descriptor descriptor = fetch(found.ticket);
-    const Beside beside(device_of(device));
-    begin_context();
-    const Claim claim(descriptor);  // what is mapped needs none
-    auto mapping = std::make_unique<Mapping>(found.bytes);
-    mapping->begin(device, claim);
-    std::byte* const base = mapping->base();
-    opened_[base] = std::move(mapping);
-    return base;
-  }
+std::size_t DescriptorMemory::bytes_of(std::byte* memory) {
+  const std::lock_guard lock(mutex_);
+  return own_.at(memory).mapping->bytes();
+}
 
-  void close(Device device, std::byte* opened) override {
-    const Beside beside(device_of(device));
-    opened_.extract(opened).mapped()->end();
-  }
+std::byte* DescriptorMemory::map(Device device, const Descriptor& memory, std::size_t bytes) {
+  const Beside beside(device_of(device));
+  begin_context();
+  const Claim claim(memory);  // what is mapped needs none
+  auto mapping = std::make_unique<Mapping>(bytes);
+  mapping->begin(device, claim);
+  std::byte* const base = mapping->base();
+  const std::lock_guard lock(mutex_);
+  mapped_[base] = std::move(mapping);
+  return base;
+}
 
- private:
-  struct Own {
-    std::unique_ptr<Claim> claim;
-    std::unique_ptr<Mapping> mapping;  // ends before the claim does
-    std::optional<Outlet::Ticket> offered = {};
-  };
-
-  std::optional<Outlet> outlet_;  // from the first key on
-  std::map<std::byte*, Own> own_;
-  std::map<std::byte*, std::unique_ptr<Mapping>> opened_;
-};
-
-}  // namespace
-
-std::unique_ptr<slabs::Export> descriptor_memory() { return std::make_unique<DescriptorMemory>(); }
+void DescriptorMemory::unmap(Device device, std::byte* opened) {
+  const Beside beside(device_of(device));
+  const std::lock_guard lock(mutex_);
+  mapped_.extract(opened).mapped()->end();
+}
 
 }  // namespace pycollect::dist

@@ -1,5 +1,4 @@
-// See ipc_gpu.h: each call is one of CUDA's, or two. Memory goes to other processes in the ways of
-// legacy_memory.cpp and descriptor_memory.cpp.
+// See ipc_gpu.h: each call is one of CUDA's, or two.
 #include "ipc_gpu.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -8,10 +7,9 @@
 
 #include "../../cuda/check.h"
 #include "../../shm/system.h"
-#include "../job.h"
 #include "beside.h"
+#include "descriptor_memory.h"
 #include "driver.h"
-#include "shared_memory.h"
 
 namespace pycollect::dist {
 namespace {
@@ -19,7 +17,6 @@ namespace {
 using cuda::check;
 using slabs::Device;
 using slabs::Event;
-using slabs::Handle;
 using slabs::Launch;
 using slabs::Stream;
 
@@ -28,17 +25,8 @@ cudaEvent_t handle(Event e) { return static_cast<cudaEvent_t>(e.handle); }
 
 using StreamValue = CUresult(CUDAAPI*)(CUstream, CUdeviceptr, cuuint64_t, unsigned int);
 
-slabs::Exports::Ways all_ways() {
-  slabs::Exports::Ways ways;
-  ways.push_back(legacy_memory());
-  ways.push_back(descriptor_memory());
-  return ways;
-}
-
 class IpcGpu final : public slabs::Gpu {
  public:
-  explicit IpcGpu(const std::string& ipc) : exports_(all_ways(), ipc, &say_once) {}
-
   // Its number on the bus is the same in all processes, and so is that of a part of it.
   std::string identity(Device device) override {
     cudaDeviceProp properties = {};
@@ -53,21 +41,13 @@ class IpcGpu final : public slabs::Gpu {
   }
 
   std::byte* allocate(Device device, std::size_t bytes) override {
-    return exports_.allocate(device, bytes);
+    return memory_.allocate(device, bytes);
   }
   void make_room(Device device) override {
     const Beside beside(device_of(device));
     c10::cuda::CUDACachingAllocator::emptyCache();
   }
-  void free(Device device, std::byte* memory) override { exports_.free(device, memory); }
-  Handle handle_of(Device device, std::byte* memory) override {
-    return exports_.handle_of(device, memory);
-  }
-  std::byte* open(Device device, const Handle& handle) override {
-    return exports_.open(device, handle);
-  }
-  void close(Device device, std::byte* opened) override { exports_.close(device, opened); }
-  bool share_otherwise(Device device) override { return exports_.share_otherwise(device); }
+  void close(Device device, std::byte* opened) override { memory_.unmap(device, opened); }
 
   std::byte* adopt(Device device, std::byte* memory, std::size_t bytes) override {
     const Beside beside(device_of(device));
@@ -134,16 +114,23 @@ class IpcGpu final : public slabs::Gpu {
     check(cudaMemcpyAsync(host, memory, bytes, cudaMemcpyDeviceToHost, handle(stream)));
   }
 
+ protected:
+  Exported exported(Device device, std::byte* memory) override {
+    return {memory_.descriptor_of(device, memory), memory_.bytes_of(memory)};
+  }
+  std::byte* map(Device device, const shm::Descriptor& memory, std::size_t bytes) override {
+    return memory_.map(device, memory, bytes);
+  }
+  void release(Device device, std::byte* memory) override { memory_.release(device, memory); }
+
  private:
   static CUdeviceptr address(std::byte* word) { return reinterpret_cast<CUdeviceptr>(word); }
 
-  slabs::Exports exports_;
+  DescriptorMemory memory_;
 };
 
 }  // namespace
 
-std::shared_ptr<slabs::Gpu> ipc_gpu(const std::string& ipc) {
-  return std::make_shared<IpcGpu>(ipc);
-}
+std::shared_ptr<slabs::Gpu> ipc_gpu() { return std::make_shared<IpcGpu>(); }
 
 }  // namespace pycollect::dist

@@ -215,8 +215,6 @@ void TorchDevices::with_results(c10::ArrayRef<at::Device> devices, c10::function
 
 }  // namespace
 
-std::shared_ptr<Devices> torch_devices(const std::string& ipc) {
-  return std::make_shared<TorchDevices>(ipc_gpu(ipc));
-}
+std::shared_ptr<Devices> torch_devices() { return std::make_shared<TorchDevices>(ipc_gpu()); }
 
 }  // namespace pycollect::dist

@@ -76,8 +76,7 @@ class Devices {
   }
 };
 
-// Those that torch knows, for one group; in a build without CUDA they serve no tensor. `ipc` is how
-// a GPU's memory goes to other processes: see slabs::Exports.
-std::shared_ptr<Devices> torch_devices(const std::string& ipc);
+// Those that torch knows, for one group; in a build without CUDA they serve no tensor.
+std::shared_ptr<Devices> torch_devices();
 
 }  // namespace pycollect::dist

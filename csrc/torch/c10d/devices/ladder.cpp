@@ -21,16 +21,12 @@ constexpr std::array kRungs{
     Rung{"stream",
          "through slabs that all processes reach, ordered by stream memory operations; wait() "
          "blocks the stream only"},
-    Rung{"wait",
-         "through slabs that all processes reach, ordered by the hosts; wait() blocks the host "
-         "until the ranks have exchanged"},
     Rung{"host",
          "copied to pinned memory and back around the exchange between processes; wait() blocks "
          "the host until the ranks have exchanged, then only the stream"},
 };
 constexpr const Rung& kStream = kRungs[0];
-constexpr const Rung& kWait = kRungs[1];
-constexpr const Rung& kHost = kRungs[2];
+constexpr const Rung& kHost = kRungs[1];
 
 void say_rung(const Rung& rung) {
   say_once(text("collectives of CUDA tensors, PYCOLLECT_CUDA_SYNC=", rung.name, ": ", rung.what));
@@ -92,27 +88,24 @@ std::shared_ptr<Passage> Ladder::begin() {
   if (!failed_.empty()) throw CollectiveError(failed_);
   const std::shared_ptr<slabs::Dock> dock = dock_;
   lock.unlock();
-  say_rung(!dock ? kHost : dock->sync() == slabs::Sync::stream ? kStream : kWait);
+  say_rung(dock ? kStream : kHost);
   return dock ? pass_through_slabs(devices_, dock) : stage_through_host(devices_);
 }
 
 void Ladder::meet(const std::shared_ptr<shm::Group>& group, at::Device device,
                   const shm::Occasion& occasion) {
-  const auto gpu = devices_->gpu();
-  if (!gpu) return settle({{}, {{kStream.name, "this build has no CUDA"}}}, occasion.operation);
-  const slabs::Ask ask{group,      gpu, tracts_, devices_->stream(device), terms_.slot_bytes,
-                       terms_.rung};
-  settle(slabs::meet(ask, occasion), occasion.operation);
-  for (const std::string& why : tracts_->unreachable()) say_once(why);
-}
-
-// Every step down is said, and of a rung that was named it is an error.
-void Ladder::settle(const slabs::Found& found, const char* operation) {
+  slabs::Found found{{}, "this build has no CUDA"};
+  if (const auto gpu = devices_->gpu()) {
+    found = slabs::meet(
+        {group, gpu, tracts_, devices_->stream(device), terms_.slot_bytes, terms_.rung}, occasion);
+    for (const std::string& why : tracts_->unreachable()) say_once(why);
+  }
   std::string failed;
-  for (const auto& [rung, why] : found.steps) {
-    const std::string said = text("PYCOLLECT_CUDA_SYNC=", rung, " does not work here: ", why);
+  if (!found.dock) {
+    const std::string said =
+        text("PYCOLLECT_CUDA_SYNC=", kStream.name, " does not work here: ", found.why);
     say_once(text("collectives of CUDA tensors: ", said));
-    if (terms_.rung == rung) failed = text(operation, ": ", said);
+    if (terms_.rung == kStream.name) failed = text(occasion.operation, ": ", said);
   }
   const std::lock_guard lock(mutex_);
   failed_ = failed;

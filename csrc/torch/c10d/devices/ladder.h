@@ -29,9 +29,6 @@ class Ladder {
   struct Terms {
     std::string rung;
     std::size_t slot_bytes;  // of a slab
-    // Collectives of no more than this go through the host whatever works, and nobody meets for
-    // them.
-    std::size_t host_bytes = 0;
   };
   Ladder(std::shared_ptr<Devices> devices, Terms terms);
 
@@ -69,8 +66,6 @@ class Ladder {
   void leave(uint64_t dead);
 
  private:
-  void settle(const slabs::Found& found, const char* operation);
-
   const std::shared_ptr<Devices> devices_;
   const Terms terms_;
   std::shared_ptr<slabs::Tracts> tracts_;
