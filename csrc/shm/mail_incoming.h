@@ -24,9 +24,6 @@ class Incoming {
   Incoming(const MailArea& area, Rank me, Effects& effects);
 
   void receive(const MailPtr& mail);
-  void fetched(Mail& mail, bool all);
-  void accept(Mail& mail, std::byte* into, bool never);
-  void take_no_parcels() { takes_parcels_ = false; }
   void move();
   uint64_t missing() const;  // bit r: something of rank r's is asked for; from anybody: all bits
   void fail(const std::exception_ptr& error);
@@ -48,7 +45,6 @@ class Incoming {
   struct Matched {  // a large message and its receive
     MailPtr mail;
     uint64_t number;
-    Record::Kind grant = Record::grant;  // what its sender is told
   };
   struct Peer {
     RingReader messages;
@@ -75,9 +71,6 @@ class Incoming {
   void keep(Rank from, const Record& record, const std::byte* payload);
   void settle(Rank from, const Record& record, const std::byte* payload, const MailPtr& mail);
   void answer(Rank to, const Record& record);
-  void offer(const Record& record, const std::byte* payload, const MailPtr& mail);
-  MailPtr take_offered(const Mail& mail);
-  void resume(Rank from, uint64_t number);
   void lend(Rank to);
   bool empty(Emptying& emptying);
 
@@ -89,9 +82,7 @@ class Incoming {
   Waiting waiting_;
   uint64_t order_ = 0;  // of the next receive
   int asked_anybody_ = 0;
-  Rank turn_ = 0;  // whose message the next receive from anybody takes, if there is one
-  std::vector<MailPtr> offered_;  // parcels whose turn to fetch has come, of all or of a part
-  bool takes_parcels_ = true;
+  Rank turn_ = 0;          // whose message the next receive from anybody takes, if there is one
   std::vector<int> free_;  // lanes
   std::size_t kept_free_;  // of these, those for peers that have none
   std::vector<Emptying> emptying_;

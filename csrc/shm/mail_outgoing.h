@@ -15,8 +15,6 @@ class Outgoing {
   Outgoing(const MailArea& area, Rank me, Effects& effects);
 
   void send(MailPtr mail);
-  void supply(Mail& mail, const std::byte* data);
-  void send_more(Mail& mail);
   void move();
   uint64_t missing() const;  // bit r: something is under way to rank r
   void fail(const std::exception_ptr& error);
@@ -33,15 +31,9 @@ class Outgoing {
     MailPtr mail;
     Flow flow;
   };
-  struct Lent {  // for a parcel whose bytes are yet to come
-    MailPtr mail;
-    Record grant;
-  };
 
   bool post(Peer& peer, const MailPtr& mail);
-  bool post_part(Peer& peer, const Mail& mail);
   void hear(Peer& peer);
-  void granted(const MailPtr& mail, const Record& grant);
   bool fill(Filling& filling);
 
   MailArea area_;
@@ -49,7 +41,6 @@ class Outgoing {
   Effects& effects_;
   std::size_t most_whole_;
   std::vector<Peer> peers_;  // [rank]
-  std::vector<Lent> lent_;
   std::vector<Filling> filling_;
 };
 

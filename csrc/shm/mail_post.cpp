@@ -80,11 +80,10 @@ Mailbox::Post::Post(Group& group)
 bool Mailbox::Post::unlock(Locked locked) {
   const Effects effects = std::exchange(effects_, {});
   open_.fetch_sub(effects.finished, std::memory_order_acq_rel);
-  if (effects.turns != 0) turns_.fetch_add(effects.turns, std::memory_order_seq_cst);
   locked.unlock();
   for (uint64_t left = effects.touched; left != 0; left &= left - 1)
     area_.bell(std::countr_zero(left)).ring();
-  if (effects.awaited || effects.turns != 0) ring_own();
+  if (effects.awaited) ring_own();
   return effects.touched != 0 || effects.finished != 0;
 }
 
@@ -136,11 +135,10 @@ void Mailbox::Post::receive(const MailPtr& mail) {
   request("recv", [&] { incoming_.receive(mail); });
 }
 
-void Mailbox::Post::end_turn(const std::function<void(Outgoing&, Incoming&)>& act) {
+void Mailbox::Post::supply(Mail& mail, uint64_t there) {
   if (!origin_.is_here()) return;
-  Locked locked = lock();
-  act(outgoing_, incoming_);
-  unlock(std::move(locked));
+  const Locked locked = lock();
+  mail.there = there;
 }
 
 void Mailbox::Post::fail(const std::exception_ptr& error) {

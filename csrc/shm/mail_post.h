@@ -15,9 +15,7 @@ class Mailbox::Post {
   Group& group() const { return group_; }
   void send(const MailPtr& mail);
   void receive(const MailPtr& mail);
-  // Does it with the queues locked, in the process whose they are.
-  void end_turn(const std::function<void(Outgoing&, Incoming&)>& act);
-  uint64_t turns() const { return turns_.load(std::memory_order_acquire); }
+  void supply(Mail& mail, uint64_t there);
   bool try_move();
   bool idle() const { return open_.load(std::memory_order_acquire) == 0; }
   void fail(const std::exception_ptr& error);
@@ -55,8 +53,7 @@ class Mailbox::Post {
   Incoming incoming_;
   std::mutex mutex_;
   std::atomic<uint64_t> requests_{0};
-  std::atomic<int> open_{0};  // transfers that are not done
-  std::atomic<uint64_t> turns_{0};
+  std::atomic<int> open_{0};   // transfers that are not done
   std::atomic<int> awake_{0};  // threads that wait and do not sleep
   Bell beside_;                // of those who sleep while another thread is awake
 };

@@ -15,6 +15,12 @@ std::string name(const Envelope& envelope) {
   return text(envelope.bytes, " bytes of ", dtype);
 }
 
+uint64_t checked_there(const Mail& mail, uint64_t there) {
+  require(there <= mail.envelope.bytes, "a message of ", mail.envelope.bytes, " bytes has ", there,
+          " there");
+  return there;
+}
+
 }  // namespace
 
 std::exception_ptr mismatch(Rank from, const Envelope& sent, Rank to, const Envelope& wanted) {
@@ -49,52 +55,27 @@ std::shared_ptr<Mailbox::Transfer> Mailbox::send(Rank to, const Envelope& envelo
   return mail;
 }
 
+std::shared_ptr<Mailbox::Transfer> Mailbox::send_partly(Rank to, const Envelope& envelope,
+                                                        const std::byte* data, uint64_t there) {
+  const std::size_t most_whole = MailArea::most_whole(post_->group().world());
+  require(envelope.bytes > most_whole, "a message of ", envelope.bytes,
+          " bytes cannot be sent partly: up to ", most_whole, " are copied at once");
+  const auto mail = std::make_shared<Mail>(check_to(to), envelope, data);
+  mail->there = checked_there(*mail, there);
+  post_->send(mail);
+  return mail;
+}
+
+void Mailbox::supply(Transfer& send, uint64_t there) {
+  Mail& mail = static_cast<Mail&>(send);
+  post_->supply(mail, checked_there(mail, there));
+}
+
 std::shared_ptr<Mailbox::Transfer> Mailbox::receive(std::optional<Rank> from,
                                                     const Envelope& envelope, std::byte* into) {
   const auto mail = std::make_shared<Mail>(check_from(from), envelope, into);
   post_->receive(mail);
   return mail;
-}
-
-std::shared_ptr<Mailbox::Transfer> Mailbox::send_parcel(Rank to, const Envelope& envelope,
-                                                        const Ticket& ticket) {
-  const auto mail = std::make_shared<Mail>(check_to(to), envelope);
-  mail->slip = ticket;
-  post_->send(mail);
-  return mail;
-}
-
-std::shared_ptr<Mailbox::Transfer> Mailbox::receive_parcel(std::optional<Rank> from,
-                                                           const Envelope& envelope) {
-  const std::size_t most_whole = MailArea::most_whole(post_->group().world());
-  require(envelope.bytes > most_whole, "a parcel has ", envelope.bytes, " bytes; up to ",
-          most_whole, " are sent with the message");
-  const auto mail = std::make_shared<Mail>(check_from(from), envelope);
-  post_->receive(mail);
-  return mail;
-}
-
-void Mailbox::fetched(Transfer& receive, bool all) {
-  post_->end_turn([&](Outgoing&, Incoming& in) { in.fetched(static_cast<Mail&>(receive), all); });
-}
-
-void Mailbox::send_more(Transfer& send) {
-  post_->end_turn([&](Outgoing& out, Incoming&) { out.send_more(static_cast<Mail&>(send)); });
-}
-
-void Mailbox::accept(Transfer& receive, std::byte* into, bool never) {
-  post_->end_turn(
-      [&](Outgoing&, Incoming& in) { in.accept(static_cast<Mail&>(receive), into, never); });
-}
-
-void Mailbox::supply(Transfer& send, const std::byte* data) {
-  post_->end_turn([&](Outgoing& out, Incoming&) { out.supply(static_cast<Mail&>(send), data); });
-}
-
-uint64_t Mailbox::turns() const { return post_->turns(); }
-
-void Mailbox::take_no_parcels() {
-  post_->end_turn([](Outgoing&, Incoming& in) { in.take_no_parcels(); });
 }
 
 bool Mailbox::progress() { return post_->try_move(); }

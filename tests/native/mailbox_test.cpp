@@ -6,7 +6,7 @@
 #include "mailbox_deep.h"
 #include "mailbox_faults.h"
 #include "mailbox_nonsense.h"
-#include "mailbox_parcels.h"
+#include "mailbox_partly.h"
 #include "mailbox_programs.h"
 #include "mailbox_ranks.h"
 
@@ -276,10 +276,9 @@ int main(int argc, char** argv) {
   run({"anybody but the gone", 3, anybody_but_the_gone});
   for (const auto& body : kNonsense) run({"nonsense", 2, body});
   for (int i = 0; i < 10; ++i) run({"deep in the ring", 2, deep_in_the_ring});
-  run({"parcels", 2, parcels});
-  run({"parcels one-sided", 2, parcels_one_sided});
-  run({"parcels unlike", 2, parcels_unlike});
-  run({"parcels of the dead", 2, parcels_of_the_dead, 1});
+  for (const int world : {1, 2}) run({"as it comes", world, as_it_comes});
+  run({"too little of it", 2, too_little_of_it});
+  run({"partly refused", 1, partly_refused});
   for (int seed = 0; seed < programs; ++seed)
     run({"random program", 2 + seed % 5, [&](const Member& m) { run_program(m, seed); }});
 }

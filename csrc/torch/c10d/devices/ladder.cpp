@@ -86,8 +86,6 @@ void Ladder::check_no_capture(const at::Tensor& t, const Label& label) const {
           "processes do; call it outside of the capture");
 }
 
-bool Ladder::shares_memory() const { return terms_.rung != kHost.name && devices_->gpu(); }
-
 void Ladder::connect(const Call& call, at::Device device) {
   if (devices_->has(device)) dock_for(call, device);
 }

@@ -68,10 +68,7 @@ class Ladder {
   // For one collective, the first tensor of which is on `device`. Throws Unmet with what
   // convening throws.
   std::shared_ptr<Passage> begin(const Call& call, at::Device device);
-  // Of messages, which two ranks alone exchange: may they go through memory that both reach?
-  bool shares_memory() const;
   const std::shared_ptr<Devices>& devices() const { return devices_; }
-  std::size_t slot_bytes() const { return terms_.slot_bytes; }
   bool has_met();
   void meet(const std::shared_ptr<shm::Group>& group, at::Device device,
             const shm::Occasion& occasion);
