@@ -69,9 +69,8 @@ def options(
     although slabs work: `wait()` then holds up the host, but not for the GPUs' launches and waits.
     gather, scatter and all_to_all, whose sizes not all ranks know, never do.
 
-    Messages of 64 KiB and more between two ranks go through other memory of the sender's GPU, twice
-    `slab_bytes` bytes at the most, which the receiver opens; smaller ones, those of which one end
-    cannot, and all if "host" is named, through pinned memory. Their `wait()` blocks the host.
+    Messages between two ranks go through pinned memory, in pieces where they are larger than 1 MiB.
+    Their `wait()` blocks the host until the receiver's has all of it.
 
     Where all CUDA tensors of a collective lie in memory that the other ranks reach, from
     `pycollect.empty(..., device="cuda")`, they are read and written there and not copied to slabs.

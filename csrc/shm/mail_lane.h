@@ -37,8 +37,8 @@ class Flow {
   uint64_t left() const { return left_; }  // bytes that have not been moved
   std::size_t lane_bytes() const { return lane_.bytes; }
 
-  // Copies what there is room for into the lane, a piece at the most, of the bytes `there`, which
-  // end with the message or are yet to be more; returns whether it was any.
+  // Copies into the lane what there is room for of so many bytes that are `there`, a piece at the
+  // most, and whole cache lines before the message's end; returns whether it was any.
   bool fill(const std::byte*& from, uint64_t there) {
     const uint64_t emptied = lane_.counters->emptied.load(std::memory_order_seq_cst);
     if (there < left_) there = there / kUnit * kUnit;

@@ -74,7 +74,7 @@ class Ladder {
             const shm::Occasion& occasion);
   // Frees what it has on devices; gives what is under way there some time.
   void close(std::chrono::milliseconds grace);
-  // Behind that, and when no message is under way: lets go of the others' memory and frees its own.
+  // Behind that: lets go of the others' memory and frees its own.
   // `dead`: a bit for each rank that has died.
   void leave(uint64_t dead);
 
