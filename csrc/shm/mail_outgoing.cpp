@@ -14,25 +14,25 @@ Outgoing::Outgoing(const MailArea& area, Rank me, Effects& effects)
     peers_.push_back({RingWriter(area.messages(me, to)), RingReader(area.answers(me, to))});
 }
 
-void Outgoing::send(MailPtr mail) {
-  Peer& peer = peers_[mail->peer()];
-  if (!peer.queued.empty() || !post(peer, mail)) peer.queued.push_back(std::move(mail));
+void Outgoing::send(TransferPtr transfer) {
+  Peer& peer = peers_[transfer->peer()];
+  if (!peer.queued.empty() || !post(peer, transfer)) peer.queued.push_back(std::move(transfer));
 }
 
-bool Outgoing::post(Peer& peer, const MailPtr& mail) {
-  const Envelope& envelope = mail->envelope;
+bool Outgoing::post(Peer& peer, const TransferPtr& transfer) {
+  const Envelope& envelope = transfer->envelope;
   const bool whole = envelope.bytes <= most_whole_;
   Record record{.number = peer.sent + 1, .bytes = envelope.bytes, .tag = envelope.tag};
   record.dtype = envelope.dtype;
   record.kind = whole ? Record::whole : Record::large;
   record.payload = whole ? static_cast<uint32_t>(envelope.bytes) : 0;
-  if (!peer.messages.push(record, mail->from)) return false;
+  if (!peer.messages.push(record, transfer->from_)) return false;
   ++peer.sent;
-  effects_.touch(mail->peer());
+  effects_.touch(transfer->peer());
   if (whole)
-    effects_.finish(*mail);
+    effects_.finish(*transfer);
   else
-    peer.unanswered.emplace(record.number, mail);
+    peer.unanswered.emplace(record.number, transfer);
   return true;
 }
 
@@ -45,30 +45,30 @@ void Outgoing::hear(Peer& peer) {
       peer.answers.pop();
       continue;
     }
-    const MailPtr& mail = asked.mapped();
+    const TransferPtr& transfer = asked.mapped();
     if (answer->kind == Record::refusal) {
-      const Envelope wanted{answer->bytes, answer->dtype, mail->envelope.tag};
-      effects_.finish(*mail, mismatch(me_, mail->envelope, mail->peer(), wanted));
+      const Envelope wanted{answer->bytes, answer->dtype, transfer->envelope.tag};
+      effects_.finish(*transfer, mismatch(me_, transfer->envelope, transfer->peer(), wanted));
     } else {
-      const LanePlace lane = area_.lane(mail->peer(), static_cast<int>(answer->tag));
-      filling_.push_back({mail, Flow(lane, answer->bytes, mail->envelope.bytes)});
+      const LanePlace lane = area_.lane(transfer->peer(), static_cast<int>(answer->tag));
+      filling_.push_back({transfer, Flow(lane, answer->bytes, transfer->envelope.bytes)});
     }
     peer.answers.pop();
-    effects_.touch(mail->peer());
+    effects_.touch(transfer->peer());
   }
 }
 
 // As much as is there and there is room for, but not more than one lane, so that a peer that
 // empties it as fast as it is filled does not keep the others waiting.
 bool Outgoing::fill(Filling& filling) {
-  auto& [mail, flow] = filling;
-  const std::byte* const end = mail->from + flow.lane_bytes();
-  const auto there = [&] { return mail->there - (mail->envelope.bytes - flow.left()); };
-  while (!flow.done() && mail->from < end && flow.fill(mail->from, there()))
-    effects_.touch(mail->peer());
-  mail->set_moved(mail->envelope.bytes - flow.left());
+  auto& [transfer, flow] = filling;
+  const std::byte* const end = transfer->from_ + flow.lane_bytes();
+  const auto there = [&] { return transfer->there_ - (transfer->envelope.bytes - flow.left()); };
+  while (!flow.done() && transfer->from_ < end && flow.fill(transfer->from_, there()))
+    effects_.touch(transfer->peer());
+  transfer->set_left(flow.left());
   if (!flow.done()) return false;
-  effects_.finish(*mail);
+  effects_.finish(*transfer);
   return true;
 }
 
@@ -84,18 +84,18 @@ uint64_t Outgoing::missing() const {
   Effects found;
   for (Rank r = 0; r < static_cast<Rank>(peers_.size()); ++r)
     if (!peers_[r].queued.empty() || !peers_[r].unanswered.empty()) found.touch(r);
-  for (const Filling& filling : filling_) found.touch(filling.mail->peer());
+  for (const Filling& filling : filling_) found.touch(filling.transfer->peer());
   return found.touched;
 }
 
 void Outgoing::fail(const std::exception_ptr& error) {
   for (Peer& peer : peers_) {
-    for (const auto& [number, mail] : peer.unanswered) effects_.finish(*mail, error);
-    for (const MailPtr& mail : peer.queued) effects_.finish(*mail, error);
+    for (const auto& [number, transfer] : peer.unanswered) effects_.finish(*transfer, error);
+    for (const TransferPtr& transfer : peer.queued) effects_.finish(*transfer, error);
     peer.queued.clear();
     peer.unanswered.clear();
   }
-  for (const Filling& filling : filling_) effects_.finish(*filling.mail, error);
+  for (const Filling& filling : filling_) effects_.finish(*filling.transfer, error);
   filling_.clear();
 }
 

@@ -14,7 +14,7 @@ class Outgoing {
  public:
   Outgoing(const MailArea& area, Rank me, Effects& effects);
 
-  void send(MailPtr mail);
+  void send(TransferPtr transfer);
   void move();
   uint64_t missing() const;  // bit r: something is under way to rank r
   void fail(const std::exception_ptr& error);
@@ -24,15 +24,15 @@ class Outgoing {
     RingWriter messages;
     RingReader answers;
     uint64_t sent = 0;
-    std::deque<MailPtr> queued = {};                        // behind a full ring
-    std::unordered_map<uint64_t, MailPtr> unanswered = {};  // [number]: large ones
+    std::deque<TransferPtr> queued = {};                        // behind a full ring
+    std::unordered_map<uint64_t, TransferPtr> unanswered = {};  // [number]: large ones
   };
   struct Filling {
-    MailPtr mail;
+    TransferPtr transfer;
     Flow flow;
   };
 
-  bool post(Peer& peer, const MailPtr& mail);
+  bool post(Peer& peer, const TransferPtr& transfer);
   void hear(Peer& peer);
   bool fill(Filling& filling);
 

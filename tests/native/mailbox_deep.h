@@ -54,7 +54,7 @@ class Busy {
   static constexpr std::size_t kBytes = 1 << 20;
 
   Mailbox& box_;
-  const std::shared_ptr<Mailbox::Transfer> unreceived_;
+  const TransferPtr unreceived_;
   std::atomic<int> at_it_{0};
   std::atomic<uint64_t> turns_{0};
   std::vector<std::jthread> team_;

@@ -18,12 +18,12 @@ inline void as_it_comes(const Member& m) {
   const std::size_t parts[] = {0, 1, 63, 64, 70'001, 1 << 20, kPartlyBytes - 1, kPartlyBytes};
   Bytes mine(kPartlyBytes), got(kPartlyBytes), beside(other.size());
   const bool sends = m.rank == 0, receives = m.rank == m.world - 1;
-  std::shared_ptr<Mailbox::Transfer> sent, received;
+  TransferPtr sent, received;
   if (sends) sent = m.box.send_partly(m.world - 1, of(kPartlyBytes), mine.data(), 0);
   if (receives) received = m.box.receive(0, of(kPartlyBytes), got.data());
   uint32_t tag = 1;
   for (const std::size_t there : parts) {
-    std::vector<std::shared_ptr<Mailbox::Transfer>> all;
+    std::vector<TransferPtr> all;
     int word = static_cast<int>(tag);
     std::byte* const at = reinterpret_cast<std::byte*>(&word);
     if (sends) {

@@ -85,7 +85,7 @@ shm::Deadline MessageWork::due() const {
   return due_;
 }
 
-std::shared_ptr<shm::Mailbox::Transfer> MessageWork::transfer() const {
+shm::TransferPtr MessageWork::transfer() const {
   const std::lock_guard lock(mutex_);
   return transfer_;
 }

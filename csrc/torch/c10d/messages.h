@@ -59,7 +59,7 @@ class MessageWork final : public OwnWork {
   bool supply(shm::Mailbox& mailbox);
   bool has_come() const;                // has a piece of a receive, which is to be handed on?
   void fail(std::exception_ptr error);  // before it was posted
-  std::shared_ptr<shm::Mailbox::Transfer> transfer() const;
+  shm::TransferPtr transfer() const;
   bool is_moved() const;                   // or has failed
   bool calls(shm::Deadline before) const;  // is moved, or must be by then
   void finish();                           // what is left to do when it has been moved
@@ -78,8 +78,8 @@ class MessageWork final : public OwnWork {
   MessageStaging* const staging_;  // the passage, if it goes in pieces
   at::Tensor dense_;               // the tensor, or a copy of one that is not contiguous
   std::byte* memory_ = nullptr;
-  std::shared_ptr<Messages> messages_;                // until it is settled
-  std::shared_ptr<shm::Mailbox::Transfer> transfer_;  // null until it is posted
+  std::shared_ptr<Messages> messages_;  // until it is settled
+  shm::TransferPtr transfer_;           // null until it is posted
   mutable std::mutex mutex_;
   bool settled_ = false, in_hand_ = false;  // in_hand_: a device of this process has the next of it
   std::exception_ptr error_;
