@@ -70,7 +70,7 @@ def options(
     gather, scatter and all_to_all, whose sizes not all ranks know, never do.
 
     Messages between two ranks go through pinned memory, in pieces where they are larger than 1 MiB.
-    Their `wait()` blocks the host until the receiver's has all of it.
+    Their `wait()` blocks the host until they have left there, or come.
 
     Where all CUDA tensors of a collective lie in memory that the other ranks reach, from
     `pycollect.empty(..., device="cuda")`, they are read and written there and not copied to slabs.
