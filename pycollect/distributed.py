@@ -60,9 +60,8 @@ def options(
     error. A group that is made with a `device_id` tries at once, and the first calls of several
     groups may then come in any order.
 
-    Messages of 64 KiB and more between two ranks go through other memory of the sender's GPU, twice
-    `slab_bytes` bytes at the most, which the receiver opens; smaller ones, those of which one end
-    cannot, and all if "host" is named, through pinned memory. Their `wait()` blocks the host.
+    Messages between two ranks go through pinned memory, in pieces where they are larger than 1 MiB.
+    Their `wait()` blocks the host until they have left there, or come.
 
     Where all CUDA tensors of a collective lie in memory that the other ranks reach, from
     `pycollect.empty(..., device="cuda")`, they are read and written there and not copied to slabs.

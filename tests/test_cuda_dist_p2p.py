@@ -1,5 +1,5 @@
 """send and recv of CUDA tensors between processes on one GPU: the sizes at which they go another
-way, whose stream waits for whom, and ends that die. Without a GPU: test_dist_slabs_p2p*.py.
+way, whose stream waits for whom, and ends that die. Without a GPU: test_dist_staging_p2p*.py.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, Me, Pools, caught, fresh, pools_of_a_module
-from dist_rungs import RUNGS, on_rung
 from homes import GPU
 from torch import Tensor
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not OURS, reason="has memory of its own")]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not OURS, reason="stages by itself")]
 SECONDS = 120.0  # the first command also makes a CUDA context in every process
 NOTICED = 2.0
-LEAST = (64 << 10) // 4  # elements of float32: smaller messages go through pinned memory
-PART = ((16 << 20) - 256) // 4  # larger ones in parts
+PIECE = (1 << 20) // 4  # elements of float32: larger messages go in pieces
+MOST = 64 * PIECE  # in larger ones
 _NAP = 100_000_000  # cycles: some 50 ms
 
 
-@pytest.fixture(scope="module", params=RUNGS)
-def pools(request: pytest.FixtureRequest) -> Iterator[Pools]:
-    yield from pools_of_a_module(environ=on_rung(request.param))
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    yield from pools_of_a_module()
 
 
 def values(count: int, seed: int) -> Tensor:
@@ -38,7 +37,7 @@ def around(me: Me) -> list[str]:
     """To the right neighbour, strided and not, each tensor made on a stream that is late."""
     right, left = (me.rank + 1) % me.world, (me.rank - 1) % me.world
     wrong = []
-    for count in [n + d for n in (LEAST, PART, 2 * PART) for d in (-1, 0, 1)]:
+    for count in [n + d for n in (4096, PIECE, 4 * PIECE, MOST) for d in (-1, 0, 1)]:
         for stride in (1, 2):
             x, y = (torch.zeros(count * stride, device=GPU)[::stride] for _ in range(2))
             torch.cuda._sleep(_NAP // 10)
@@ -60,7 +59,7 @@ def test_sizes_around_a_ring(pools, world):
 
 def by_tag(me: Me) -> list[bool]:
     tags = range(10)
-    xs = [values(LEAST + 7 * tag if tag % 3 else 11, tag) for tag in tags]
+    xs = [values(PIECE + 7 * tag if tag % 3 else 11, tag) for tag in tags]
     ys = [torch.zeros_like(x) for x in xs]
     if me.rank == 0:
         works = [dist.isend(xs[tag], 1, tag=tag) for tag in tags]
@@ -79,14 +78,14 @@ def mixed(me: Me) -> list[bool]:
     """One end on the CPU, by turns, and both on the GPU again."""
     good = []
     for turn in range(6):
-        x, y = values(100_000, turn), torch.zeros(100_000, device=GPU)
+        x, y = values(4 * PIECE, turn), torch.zeros(4 * PIECE, device=GPU)
         if turn % 3 == me.rank:
             x, y = x.cpu(), y.cpu()
         if me.rank == 0:
             dist.send(x, 1)
         else:
             dist.recv(y, 0)
-            good.append(torch.equal(y.cpu(), values(100_000, turn).cpu()))
+            good.append(torch.equal(y.cpu(), values(4 * PIECE, turn).cpu()))
     return good
 
 
@@ -100,7 +99,7 @@ def reached(me: Me) -> list[bool]:
 
     good = []
     for turn in range(6):
-        x = pycollect.empty(2 * PART, dtype=torch.float32, device=GPU)[1000 * turn :]
+        x = pycollect.empty(4 * PIECE, dtype=torch.float32, device=GPU)[1000 * turn :]
         y = torch.zeros_like(x)
         x.copy_(values(x.numel(), turn))
         if me.rank == 0:
@@ -112,14 +111,12 @@ def reached(me: Me) -> list[bool]:
     return good
 
 
-@pytest.mark.parametrize("rung", ["stream"])
-def test_tensors_that_the_receiver_reaches(rung):
-    with fresh(2, environ=on_rung(rung)) as pool:
-        assert pool.run(reached, seconds=SECONDS) == [[], [True] * 6]
+def test_tensors_that_the_receiver_reaches(pools):
+    assert pools(2, beside=None).run(reached, seconds=SECONDS) == [[], [True] * 6]
 
 
 def dies(me: Me, victim: int) -> tuple[Caught, float]:
-    x = torch.ones(100_000, device=GPU)
+    x = torch.ones(40 * PIECE, device=GPU)
     for rank in (0, 1):
         if me.rank == rank:
             dist.send(x, 1 - me.rank)
@@ -137,10 +134,9 @@ def dies(me: Me, victim: int) -> tuple[Caught, float]:
     return error, error.when - start
 
 
-@pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("victim", [0, 1])
-def test_an_end_dies(victim, rung):
-    with fresh(2, environ=on_rung(rung)) as pool:
+def test_an_end_dies(victim):
+    with fresh(2) as pool:
         survivor = pool.outcomes(dies, victim, seconds=SECONDS)[1 - victim]
         assert not survivor.error, survivor.error
         error, took = survivor.value
@@ -154,7 +150,7 @@ def cycles(me: Me, count: int) -> int:
     before = 0
     for i in range(count):
         me.init(f"cycle_{i}")
-        x, y = torch.ones(LEAST, device=GPU), torch.zeros(LEAST, device=GPU)
+        x, y = torch.ones(4 * PIECE, device=GPU), torch.zeros(4 * PIECE, device=GPU)
         works = [dist.isend(x, 1 - me.rank), dist.irecv(y, 1 - me.rank)]
         for work in works:
             work.wait()
@@ -167,10 +163,9 @@ def cycles(me: Me, count: int) -> int:
     return before - torch.cuda.mem_get_info(GPU)[0]
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_groups_come_and_go(rung):
+def test_groups_come_and_go():
     count = int(os.environ.get("PYCOLLECT_TEST_CYCLES", "20"))
-    with fresh(2, group=False, environ=on_rung(rung)) as pool:
+    with fresh(2, group=False) as pool:
         lost = pool.run(cycles, count, seconds=SECONDS)
         # Both look at one GPU while the other may be in a group still: a few blocks, not one each.
         assert max(lost) < count * (1 << 20), lost

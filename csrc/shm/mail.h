@@ -3,78 +3,80 @@
 #include <atomic>
 #include <exception>
 #include <memory>
-#include <string>
 
-#include "mailbox.h"
+#include "group.h"
 
 namespace pycollect::shm {
 
-class Mail final : public Mailbox::Transfer {
+struct Envelope {  // what both ends must agree on
+  uint64_t bytes;
+  uint8_t dtype;
+  uint32_t tag;
+};
+
+inline constexpr Rank kAnybody = -1;  // whose message a receive takes
+
+class Transfer {
  public:
-  static constexpr Rank kAnybody = -1;
+  Transfer(Rank peer, const Envelope& what, const std::byte* data, uint64_t there)
+      : envelope(what), from_(data), there_(there), peer_(peer) {}
+  Transfer(Rank peer, const Envelope& what, std::byte* data)
+      : envelope(what), into_(data), peer_(peer) {}
 
-  Mail(Rank peer, const Envelope& what, const std::byte* data)
-      : envelope(what), from(data), peer_(peer) {}
-  Mail(Rank peer, const Envelope& what, std::byte* data)
-      : envelope(what), into(data), peer_(peer) {}
-  Mail(Rank peer, const Envelope& what) : envelope(what), parcel(true), peer_(peer) {}
-
-  bool done() const override { return done_.load(std::memory_order_seq_cst); }
-  void rethrow() const override {
+  // From any thread.
+  bool done() const { return done_.load(std::memory_order_seq_cst); }  // moved whole, or failed
+  void rethrow() const {  // what it failed with, if it did
     if (done() && error_) std::rethrow_exception(error_);
   }
-  Rank peer() const override { return peer_.load(std::memory_order_relaxed); }
-  Mailbox::Turn turn() const override { return turn_.load(std::memory_order_acquire); }
-  std::optional<Ticket> ticket() const override {
-    return has_ticket ? std::optional(slip) : std::nullopt;
-  }
-  bool in_vain() const override { return vain; }
+  // Of a receive from anybody: known when it is found.
+  Rank peer() const { return peer_.load(std::memory_order_relaxed); }
+  // Bytes, from the first on: from here, or to here.
+  uint64_t moved() const { return moved_.load(std::memory_order_acquire); }
 
-  void set_turn(Mailbox::Turn turn) { turn_.store(turn, std::memory_order_release); }
+  const Envelope envelope;
+
+ private:
+  friend class Mailbox;
+  friend class Outgoing;
+  friend class Incoming;
+  friend struct Effects;
+
   void set_peer(Rank peer) { peer_.store(peer, std::memory_order_relaxed); }
+  void set_left(uint64_t bytes) { moved_.store(envelope.bytes - bytes, std::memory_order_release); }
   // Returns whether a thread sleeps until this. See Bell for the order.
   bool finish(std::exception_ptr error) {
+    if (!error) set_left(0);
     error_ = std::move(error);
     done_.store(true, std::memory_order_seq_cst);
     return sleepers_.load(std::memory_order_seq_cst) != 0;
   }
   void count_sleeper(int more) { sleepers_.fetch_add(more, std::memory_order_seq_cst); }
 
-  const Envelope envelope;
-  const bool parcel = false;
-  const std::byte* from = nullptr;  // of a send: what has not been moved yet begins here
-  std::byte* into = nullptr;        // the same of a receive
-  bool matched = false;             // the message of this receive has been found
-  // Of a parcel; written before its turn comes.
-  Ticket slip = {};
-  uint64_t number = 0;
-  bool has_ticket = false, vain = false;
+  // With the mailbox locked.
+  const std::byte* from_ = nullptr;  // of a send: what has not been moved yet begins here
+  uint64_t there_ = 0;               // of a send: bytes, from its first on, that may be read
+  std::byte* into_ = nullptr;        // of a receive, as `from_`
+  bool matched_ = false;             // the message of this receive has been found
 
- private:
   std::atomic<Rank> peer_;
-  std::atomic<Mailbox::Turn> turn_{Mailbox::Turn::none};
+  std::atomic<uint64_t> moved_{0};
   std::atomic<bool> done_{false};
   std::atomic<int> sleepers_{0};
   std::exception_ptr error_;
 };
-using MailPtr = std::shared_ptr<Mail>;
+using TransferPtr = std::shared_ptr<Transfer>;
 
 // Collected while the mailbox is locked, acted on when things have been moved.
 struct Effects {
   uint64_t touched = 0;  // bit r: something was done that rank r may sleep for
   int finished = 0;
   bool awaited = false;  // another thread of this rank sleeps for something that has finished
-  int turns = 0;         // that have come to this rank
   static_assert(kMostRanks <= 64);
 
   void touch(Rank r) { touched |= uint64_t{1} << r; }
-  void finish(Mail& mail, std::exception_ptr error = nullptr) {
-    awaited |= mail.finish(std::move(error));
+  void finish(Transfer& transfer, std::exception_ptr error = nullptr) {
+    awaited |= transfer.finish(std::move(error));
     ++finished;
-  }
-  void turn(Mail& mail, Mailbox::Turn turn) {
-    mail.set_turn(turn);
-    ++turns;
   }
 };
 

@@ -18,11 +18,7 @@ namespace {
 constexpr std::size_t kMostKept = 4 << 20;  // bytes of one peer's
 
 // Is as much behind the header as its kind has there?
-bool fits(const Record& r) {
-  return r.payload == (r.kind == Record::whole    ? r.bytes
-                       : r.kind == Record::parcel ? sizeof(Ticket)
-                                                  : 0);
-}
+bool fits(const Record& r) { return r.payload == (r.kind == Record::whole ? r.bytes : 0); }
 
 }  // namespace
 
@@ -37,16 +33,16 @@ Incoming::Incoming(const MailArea& area, Rank me, Effects& effects)
     peers_.push_back({RingReader(area.messages(from, me)), RingWriter(area.answers(from, me))});
 }
 
-void Incoming::receive(const MailPtr& mail) {
-  const Rank peer = mail->peer();
-  const bool anybody = peer == Mail::kAnybody;
-  const auto asked = waiting_.insert({{peer, mail->envelope.tag}, {order_++, mail}});
+void Incoming::receive(const TransferPtr& transfer) {
+  const Rank peer = transfer->peer();
+  const bool anybody = peer == kAnybody;
+  const auto asked = waiting_.insert({{peer, transfer->envelope.tag}, {order_++, transfer}});
   ++askers(peer);
   for (int i = 0, turn = turn_; i < (anybody ? area_.world() : 1); ++i) {
     const Rank from = anybody ? (turn + i) % area_.world() : peer;
     if (take_kept(from, asked)) return;
-    for (int taken = 0; !mail->matched && taken < kMostTaken && take_one(from);) ++taken;
-    if (mail->matched) return;
+    for (int taken = 0; !transfer->matched_ && taken < kMostTaken && take_one(from);) ++taken;
+    if (transfer->matched_) return;
   }
 }
 
@@ -72,9 +68,7 @@ bool Incoming::take_one(Rank from) {
   if (record == nullptr) return false;
   if (!fits(*record)) throw CollectiveError(text("a message of rank ", from, " makes no sense"));
   const auto asked = find(from, record->tag);
-  if (record->kind == Record::part)
-    resume(from, record->number);
-  else if (asked == waiting_.end())
+  if (asked == waiting_.end())
     keep(from, *record, peer.messages.payload());
   else
     settle(from, *record, peer.messages.payload(), unlist(asked));
@@ -90,17 +84,17 @@ Incoming::Waiting::iterator Incoming::find(Rank from, uint32_t tag) {
     return at != waiting_.end() && at->first == Key{peer, tag} ? at : waiting_.end();
   };
   const auto named = first(from);
-  const auto anybody = asked_anybody_ > 0 ? first(Mail::kAnybody) : waiting_.end();
+  const auto anybody = asked_anybody_ > 0 ? first(kAnybody) : waiting_.end();
   if (named == waiting_.end() || anybody == waiting_.end())
     return named == waiting_.end() ? anybody : named;
   return named->second.order < anybody->second.order ? named : anybody;
 }
 
-MailPtr Incoming::unlist(Waiting::iterator asked) {
-  MailPtr mail = std::move(asked->second.mail);
+TransferPtr Incoming::unlist(Waiting::iterator asked) {
+  TransferPtr transfer = std::move(asked->second.transfer);
   --askers(asked->first.peer);
   waiting_.erase(asked);
-  return mail;
+  return transfer;
 }
 
 void Incoming::keep(Rank from, const Record& record, const std::byte* payload) {
@@ -111,73 +105,25 @@ void Incoming::keep(Rank from, const Record& record, const std::byte* payload) {
 }
 
 void Incoming::settle(Rank from, const Record& record, const std::byte* payload,
-                      const MailPtr& mail) {
-  mail->matched = true;
-  if (mail->peer() == Mail::kAnybody) turn_ = (from + 1) % area_.world();
-  mail->set_peer(from);
-  const Envelope sent{record.bytes, record.dtype, record.tag}, &wanted = mail->envelope;
+                      const TransferPtr& transfer) {
+  transfer->matched_ = true;
+  if (transfer->peer() == kAnybody) turn_ = (from + 1) % area_.world();
+  transfer->set_peer(from);
+  const Envelope sent{record.bytes, record.dtype, record.tag}, &wanted = transfer->envelope;
   if (sent.bytes != wanted.bytes || sent.dtype != wanted.dtype) {
     if (record.kind != Record::whole) {
       Record refusal{.number = record.number, .bytes = wanted.bytes, .kind = Record::refusal};
       refusal.dtype = wanted.dtype;
       answer(from, refusal);
     }
-    effects_.finish(*mail, mismatch(from, sent, me_, wanted));
-  } else if (mail->parcel) {
-    offer(record, payload, mail);
+    effects_.finish(*transfer, mismatch(from, sent, me_, wanted));
   } else if (record.kind != Record::whole) {
-    const bool vain = record.kind == Record::parcel && !takes_parcels_;
-    peers_[from].unlent.push_back({mail, record.number, vain ? Record::bare : Record::grant});
+    peers_[from].unlent.push_back({transfer, record.number});
     lend(from);
   } else {
-    if (record.payload != 0) std::memcpy(mail->into, payload, record.payload);
-    effects_.finish(*mail);
+    if (record.payload != 0) std::memcpy(transfer->into_, payload, record.payload);
+    effects_.finish(*transfer);
   }
-}
-
-void Incoming::offer(const Record& record, const std::byte* payload, const MailPtr& mail) {
-  mail->number = record.number;
-  mail->has_ticket = record.kind == Record::parcel;
-  if (mail->has_ticket) std::memcpy(mail->slip.data(), payload, sizeof mail->slip);
-  offered_.push_back(mail);
-  effects_.turn(*mail, Mailbox::Turn::fetch);
-}
-
-// Null when it has failed since.
-MailPtr Incoming::take_offered(const Mail& mail) {
-  const auto found = std::find_if(offered_.begin(), offered_.end(),
-                                  [&](const MailPtr& m) { return m.get() == &mail; });
-  if (found == offered_.end()) return nullptr;
-  MailPtr taken = std::move(*found);
-  offered_.erase(found);
-  taken->set_turn(Mailbox::Turn::none);
-  return taken;
-}
-
-void Incoming::fetched(Mail& mail, bool all) {
-  const MailPtr taken = take_offered(mail);
-  if (taken == nullptr) return;
-  answer(mail.peer(), {.number = mail.number, .kind = all ? Record::fetched : Record::more});
-  if (all) return effects_.finish(mail);
-  offered_.push_back(taken);
-  ++peers_[mail.peer()].asked;  // for the part
-}
-
-void Incoming::resume(Rank from, uint64_t number) {
-  for (const MailPtr& mail : offered_)
-    if (mail->peer() == from && mail->number == number) {
-      --peers_[from].asked;
-      effects_.turn(*mail, Mailbox::Turn::fetch);
-    }
-}
-
-void Incoming::accept(Mail& mail, std::byte* into, bool never) {
-  MailPtr taken = take_offered(mail);
-  if (taken == nullptr) return;
-  mail.into = into;
-  peers_[mail.peer()].unlent.push_back(
-      {std::move(taken), mail.number, never ? Record::bare : Record::grant});
-  lend(mail.peer());
 }
 
 void Incoming::answer(Rank to, const Record& record) {
@@ -190,29 +136,31 @@ void Incoming::answer(Rank to, const Record& record) {
 void Incoming::lend(Rank to) {
   Peer& peer = peers_[to];
   while (!peer.unlent.empty() && (peer.lanes == 0 || free_.size() > kept_free_)) {
-    const auto [mail, number, grant] = peer.unlent.front();
+    const auto [transfer, number] = peer.unlent.front();
     const int lane = free_.back();
     peer.unlent.pop_front();
     free_.pop_back();
     if (peer.lanes++ == 0) --kept_free_;
     const LanePlace place = area_.lane(me_, lane);
     const uint64_t begin = place.counters->emptied.load(std::memory_order_relaxed);
-    emptying_.push_back({mail, lane, Flow(place, begin, mail->envelope.bytes)});
-    answer(to,
-           {.number = number, .bytes = begin, .tag = static_cast<uint32_t>(lane), .kind = grant});
+    emptying_.push_back({transfer, lane, Flow(place, begin, transfer->envelope.bytes)});
+    Record grant{.number = number, .bytes = begin, .tag = static_cast<uint32_t>(lane)};
+    grant.kind = Record::grant;
+    answer(to, grant);
   }
 }
 
 // See Outgoing::fill.
 bool Incoming::empty(Emptying& emptying) {
-  Mail& mail = *emptying.mail;
-  const std::byte* const end = mail.into + emptying.flow.lane_bytes();
-  while (!emptying.flow.done() && mail.into < end && emptying.flow.empty(mail.into))
-    effects_.touch(mail.peer());
+  Transfer& transfer = *emptying.transfer;
+  const std::byte* const end = transfer.into_ + emptying.flow.lane_bytes();
+  while (!emptying.flow.done() && transfer.into_ < end && emptying.flow.empty(transfer.into_))
+    effects_.touch(transfer.peer());
+  transfer.set_left(emptying.flow.left());
   if (!emptying.flow.done()) return false;
   free_.push_back(emptying.lane);
-  if (--peers_[mail.peer()].lanes == 0) ++kept_free_;
-  effects_.finish(mail);
+  if (--peers_[transfer.peer()].lanes == 0) ++kept_free_;
+  effects_.finish(transfer);
   return true;
 }
 
@@ -235,24 +183,21 @@ void Incoming::move() {
 uint64_t Incoming::missing() const {
   Effects found;
   for (const auto& [key, asked] : waiting_) {
-    if (key.peer == Mail::kAnybody) return ~uint64_t{0};
+    if (key.peer == kAnybody) return ~uint64_t{0};
     found.touch(key.peer);
   }
-  for (const MailPtr& mail : offered_) found.touch(mail->peer());
   for (Rank r = 0; r < area_.world(); ++r)
     if (!peers_[r].unlent.empty()) found.touch(r);
-  for (const Emptying& emptying : emptying_) found.touch(emptying.mail->peer());
+  for (const Emptying& emptying : emptying_) found.touch(emptying.transfer->peer());
   return found.touched;
 }
 
 void Incoming::fail(const std::exception_ptr& error) {
-  for (const auto& [key, asked] : waiting_) effects_.finish(*asked.mail, error);
-  for (const MailPtr& mail : offered_) effects_.finish(*mail, error);
+  for (const auto& [key, asked] : waiting_) effects_.finish(*asked.transfer, error);
   for (const Peer& peer : peers_)
-    for (const Matched& matched : peer.unlent) effects_.finish(*matched.mail, error);
-  for (const Emptying& emptying : emptying_) effects_.finish(*emptying.mail, error);
+    for (const Matched& matched : peer.unlent) effects_.finish(*matched.transfer, error);
+  for (const Emptying& emptying : emptying_) effects_.finish(*emptying.transfer, error);
   waiting_.clear();
-  offered_.clear();
   emptying_.clear();  // their lanes stay lent: the other end may still write there
   for (Peer& peer : peers_) peer.asked = 0, peer.unlent.clear();
   asked_anybody_ = 0;

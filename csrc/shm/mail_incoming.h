@@ -23,32 +23,28 @@ class Incoming {
 
   Incoming(const MailArea& area, Rank me, Effects& effects);
 
-  void receive(const MailPtr& mail);
-  void fetched(Mail& mail, bool all);
-  void accept(Mail& mail, std::byte* into, bool never);
-  void take_no_parcels() { takes_parcels_ = false; }
+  void receive(const TransferPtr& transfer);
   void move();
   uint64_t missing() const;  // bit r: something of rank r's is asked for; from anybody: all bits
   void fail(const std::exception_ptr& error);
 
  private:
   struct Key {
-    Rank peer;  // or Mail::kAnybody
+    Rank peer;  // or kAnybody
     uint32_t tag;
     auto operator<=>(const Key&) const = default;
   };
   struct Asked {
     uint64_t order;
-    MailPtr mail;
+    TransferPtr transfer;
   };
   struct Kept {
     Record record;
     std::unique_ptr<std::byte[]> payload;
   };
   struct Matched {  // a large message and its receive
-    MailPtr mail;
+    TransferPtr transfer;
     uint64_t number;
-    Record::Kind grant = Record::grant;  // what its sender is told
   };
   struct Peer {
     RingReader messages;
@@ -60,24 +56,22 @@ class Incoming {
     int lanes = 0;                    // that it has
   };
   struct Emptying {
-    MailPtr mail;
+    TransferPtr transfer;
     int lane;
     Flow flow;
   };
   using Waiting = std::multimap<Key, Asked>;  // equal keys stay in the order of insertion
 
-  int& askers(Rank peer) { return peer == Mail::kAnybody ? asked_anybody_ : peers_[peer].asked; }
+  int& askers(Rank peer) { return peer == kAnybody ? asked_anybody_ : peers_[peer].asked; }
   bool wants(const Peer& peer) const;
   bool take_kept(Rank from, Waiting::iterator asked);
   bool take_one(Rank from);
   Waiting::iterator find(Rank from, uint32_t tag);
-  MailPtr unlist(Waiting::iterator asked);
+  TransferPtr unlist(Waiting::iterator asked);
   void keep(Rank from, const Record& record, const std::byte* payload);
-  void settle(Rank from, const Record& record, const std::byte* payload, const MailPtr& mail);
+  void settle(Rank from, const Record& record, const std::byte* payload,
+              const TransferPtr& transfer);
   void answer(Rank to, const Record& record);
-  void offer(const Record& record, const std::byte* payload, const MailPtr& mail);
-  MailPtr take_offered(const Mail& mail);
-  void resume(Rank from, uint64_t number);
   void lend(Rank to);
   bool empty(Emptying& emptying);
 
@@ -89,9 +83,7 @@ class Incoming {
   Waiting waiting_;
   uint64_t order_ = 0;  // of the next receive
   int asked_anybody_ = 0;
-  Rank turn_ = 0;  // whose message the next receive from anybody takes, if there is one
-  std::vector<MailPtr> offered_;  // parcels whose turn to fetch has come, of all or of a part
-  bool takes_parcels_ = true;
+  Rank turn_ = 0;          // whose message the next receive from anybody takes, if there is one
   std::vector<int> free_;  // lanes
   std::size_t kept_free_;  // of these, those for peers that have none
   std::vector<Emptying> emptying_;

@@ -34,12 +34,15 @@ class Flow {
       : lane_(lane), at_(begin), left_(bytes), piece_(piece_for(bytes, lane.bytes)) {}
 
   bool done() const { return left_ == 0; }
+  uint64_t left() const { return left_; }  // bytes that have not been moved
   std::size_t lane_bytes() const { return lane_.bytes; }
 
-  // Copies what there is room for into the lane, a piece at the most; returns whether it was any.
-  bool fill(const std::byte*& from) {
+  // Copies into the lane what there is room for of so many bytes that are `there`, a piece at the
+  // most, and whole cache lines before the message's end; returns whether it was any.
+  bool fill(const std::byte*& from, uint64_t there) {
     const uint64_t emptied = lane_.counters->emptied.load(std::memory_order_seq_cst);
-    const std::size_t n = step(lane_.bytes - (at_ - emptied));
+    if (there < left_) there = there / kUnit * kUnit;
+    const std::size_t n = step(std::min(there, lane_.bytes - (at_ - emptied)));
     if (n == 0) return false;
     std::memcpy(lane_.data + at_ % lane_.bytes, from, n);
     from += n;

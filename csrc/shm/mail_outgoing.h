@@ -14,9 +14,7 @@ class Outgoing {
  public:
   Outgoing(const MailArea& area, Rank me, Effects& effects);
 
-  void send(MailPtr mail);
-  void supply(Mail& mail, const std::byte* data);
-  void send_more(Mail& mail);
+  void send(TransferPtr transfer);
   void move();
   uint64_t missing() const;  // bit r: something is under way to rank r
   void fail(const std::exception_ptr& error);
@@ -26,22 +24,16 @@ class Outgoing {
     RingWriter messages;
     RingReader answers;
     uint64_t sent = 0;
-    std::deque<MailPtr> queued = {};                        // behind a full ring
-    std::unordered_map<uint64_t, MailPtr> unanswered = {};  // [number]: large ones
+    std::deque<TransferPtr> queued = {};                        // behind a full ring
+    std::unordered_map<uint64_t, TransferPtr> unanswered = {};  // [number]: large ones
   };
   struct Filling {
-    MailPtr mail;
+    TransferPtr transfer;
     Flow flow;
   };
-  struct Lent {  // for a parcel whose bytes are yet to come
-    MailPtr mail;
-    Record grant;
-  };
 
-  bool post(Peer& peer, const MailPtr& mail);
-  bool post_part(Peer& peer, const Mail& mail);
+  bool post(Peer& peer, const TransferPtr& transfer);
   void hear(Peer& peer);
-  void granted(const MailPtr& mail, const Record& grant);
   bool fill(Filling& filling);
 
   MailArea area_;
@@ -49,7 +41,6 @@ class Outgoing {
   Effects& effects_;
   std::size_t most_whole_;
   std::vector<Peer> peers_;  // [rank]
-  std::vector<Lent> lent_;
   std::vector<Filling> filling_;
 };
 

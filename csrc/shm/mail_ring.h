@@ -15,12 +15,7 @@ struct Record {
   enum Kind : uint8_t {
     whole,    // a message with its bytes
     large,    // a message whose bytes the sender keeps until it is lent a lane
-    parcel,   // a message whose bytes lie where its ticket says, until it is fetched or asked for
-    part,     // of parcel `number`: the next part of it lies where the first did
     grant,    // to the sender: use lane `tag` for message `number`, from `bytes` of its counter on
-    bare,     // the same, because parcels cannot be fetched here, this one or any other
-    fetched,  // to the sender: parcel `number`, all of it, is no longer needed where it lies
-    more,     // the same of a part of it, and there are others
     refusal,  // to the sender: message `number` does not fit a receive of `bytes` and `dtype`
     filler,   // nothing, to the end of the ring: no record is cut in two
   };

@@ -1,9 +1,10 @@
-// See mailbox.h: requests, and how a thread waits for them.
+// See mailbox.h: requests, and the lock under which things are moved.
 #include "mailbox.h"
+
+#include <bit>
 
 #include "../plan/dtype.h"
 #include "../plan/error.h"
-#include "mail_post.h"
 
 namespace pycollect::shm {
 namespace {
@@ -15,6 +16,10 @@ std::string name(const Envelope& envelope) {
   return text(envelope.bytes, " bytes of ", dtype);
 }
 
+void check_there(uint64_t there, uint64_t bytes) {
+  require(there <= bytes, "a message of ", bytes, " bytes has ", there, " there");
+}
+
 }  // namespace
 
 std::exception_ptr mismatch(Rank from, const Envelope& sent, Rank to, const Envelope& wanted) {
@@ -23,106 +28,112 @@ std::exception_ptr mismatch(Rank from, const Envelope& sent, Rank to, const Enve
            ", which received ", name(wanted), " there: both must be the same")));
 }
 
-std::size_t Mailbox::bytes(int world) { return MailArea::bytes(world); }
-
-Mailbox::Mailbox(Group& group) : post_(std::make_unique<Post>(group)) {}
-Mailbox::~Mailbox() = default;
+Mailbox::Mailbox(Group& group)
+    : group_(group),
+      area_(group.mailboxes(), group.world()),
+      me_(group.rank()),
+      outgoing_(area_, me_, effects_),
+      incoming_(area_, me_, effects_) {}
 
 Rank Mailbox::check_to(Rank to) const {
-  const int world = post_->group().world();
+  const int world = group_.world();
   require(to >= 0 && to < world, "send to rank ", to, " of a group of ", world);
   return to;
 }
 
 Rank Mailbox::check_from(std::optional<Rank> from) const {
-  const int world = post_->group().world();
-  const Rank peer = from.value_or(Mail::kAnybody);
+  const int world = group_.world();
+  const Rank peer = from.value_or(kAnybody);
   require(!from || (peer >= 0 && peer < world), "receive from rank ", peer, " of a group of ",
           world);
   return peer;
 }
 
-std::shared_ptr<Mailbox::Transfer> Mailbox::send(Rank to, const Envelope& envelope,
-                                                 const std::byte* data) {
-  const auto mail = std::make_shared<Mail>(check_to(to), envelope, data);
-  post_->send(mail);
-  return mail;
+TransferPtr Mailbox::send(Rank to, const Envelope& envelope, const std::byte* data) {
+  const auto made = std::make_shared<Transfer>(check_to(to), envelope, data, envelope.bytes);
+  return ask("send", made, [&] { outgoing_.send(made); });
 }
 
-std::shared_ptr<Mailbox::Transfer> Mailbox::receive(std::optional<Rank> from,
-                                                    const Envelope& envelope, std::byte* into) {
-  const auto mail = std::make_shared<Mail>(check_from(from), envelope, into);
-  post_->receive(mail);
-  return mail;
+TransferPtr Mailbox::send_partly(Rank to, const Envelope& envelope, const std::byte* data,
+                                 uint64_t there) {
+  const std::size_t most_whole = MailArea::most_whole(group_.world());
+  require(envelope.bytes > most_whole, "a message of ", envelope.bytes,
+          " bytes cannot be sent partly: up to ", most_whole, " are copied at once");
+  check_there(there, envelope.bytes);
+  const auto made = std::make_shared<Transfer>(check_to(to), envelope, data, there);
+  return ask("send", made, [&] { outgoing_.send(made); });
 }
 
-std::shared_ptr<Mailbox::Transfer> Mailbox::send_parcel(Rank to, const Envelope& envelope,
-                                                        const Ticket& ticket) {
-  const auto mail = std::make_shared<Mail>(check_to(to), envelope);
-  mail->slip = ticket;
-  post_->send(mail);
-  return mail;
+void Mailbox::supply(Transfer& send, uint64_t there) {
+  check_there(there, send.envelope.bytes);
+  if (!origin_.is_here()) return;
+  const Locked locked(mutex_);
+  send.there_ = there;
 }
 
-std::shared_ptr<Mailbox::Transfer> Mailbox::receive_parcel(std::optional<Rank> from,
-                                                           const Envelope& envelope) {
-  const std::size_t most_whole = MailArea::most_whole(post_->group().world());
-  require(envelope.bytes > most_whole, "a parcel has ", envelope.bytes, " bytes; up to ",
-          most_whole, " are sent with the message");
-  const auto mail = std::make_shared<Mail>(check_from(from), envelope);
-  post_->receive(mail);
-  return mail;
+TransferPtr Mailbox::receive(std::optional<Rank> from, const Envelope& envelope, std::byte* into) {
+  const auto made = std::make_shared<Transfer>(check_from(from), envelope, into);
+  return ask("recv", made, [&] { incoming_.receive(made); });
 }
 
-void Mailbox::fetched(Transfer& receive, bool all) {
-  post_->end_turn([&](Outgoing&, Incoming& in) { in.fetched(static_cast<Mail&>(receive), all); });
+TransferPtr Mailbox::ask(const char* operation, TransferPtr transfer,
+                         const std::function<void()>& act) {
+  group_.require_whole({operation, ++requests_, Deadline::max()});
+  Locked locked(mutex_);
+  ++open_;
+  guard(act);
+  unlock(std::move(locked));
+  return transfer;
 }
 
-void Mailbox::send_more(Transfer& send) {
-  post_->end_turn([&](Outgoing& out, Incoming&) { out.send_more(static_cast<Mail&>(send)); });
+// Rings outside the lock: the kernel takes its time to wake somebody, who then wants the lock.
+bool Mailbox::unlock(Locked locked) {
+  const Effects effects = std::exchange(effects_, {});
+  open_.fetch_sub(effects.finished, std::memory_order_acq_rel);
+  locked.unlock();
+  for (uint64_t left = effects.touched; left != 0; left &= left - 1)
+    area_.bell(std::countr_zero(left)).ring();
+  if (effects.awaited) wake();
+  return effects.touched != 0 || effects.finished != 0;
 }
 
-void Mailbox::accept(Transfer& receive, std::byte* into, bool never) {
-  post_->end_turn(
-      [&](Outgoing&, Incoming& in) { in.accept(static_cast<Mail&>(receive), into, never); });
+// Under the lock. What a peer has written that makes no sense ends the group.
+template <class Act>
+void Mailbox::guard(const Act& act) {
+  try {
+    act();
+  } catch (const CollectiveError& error) {
+    group_.abort(error.what());
+    outgoing_.fail(std::current_exception());
+    incoming_.fail(std::current_exception());
+  }
 }
 
-void Mailbox::supply(Transfer& send, const std::byte* data) {
-  post_->end_turn([&](Outgoing& out, Incoming&) { out.supply(static_cast<Mail&>(send), data); });
+bool Mailbox::move(Locked locked) {
+  guard([this] {
+    outgoing_.move();
+    incoming_.move();
+  });
+  return unlock(std::move(locked));
 }
 
-uint64_t Mailbox::turns() const { return post_->turns(); }
-
-void Mailbox::take_no_parcels() {
-  post_->end_turn([](Outgoing&, Incoming& in) { in.take_no_parcels(); });
+bool Mailbox::progress() {
+  if (!origin_.is_here()) return false;
+  Locked locked(mutex_, std::try_to_lock);
+  return locked && move(std::move(locked));
 }
 
-bool Mailbox::progress() { return post_->try_move(); }
-bool Mailbox::idle() const { return post_->idle(); }
-void Mailbox::wake() { post_->ring_own(); }
-void Mailbox::fail(const std::exception_ptr& error) { post_->fail(error); }
-
-void Mailbox::wait(Transfer& transfer, const Occasion& occasion) {
-  if (!transfer.done()) wait(transfer, [&] { return transfer.done(); }, occasion);
-  transfer.rethrow();
+void Mailbox::fail(const std::exception_ptr& error) {
+  if (!origin_.is_here()) return;
+  Locked locked(mutex_);
+  outgoing_.fail(error);
+  incoming_.fail(error);
+  unlock(std::move(locked));
 }
 
-void Mailbox::wait(Transfer& transfer, const std::function<bool()>& stop,
-                   const Occasion& occasion) {
-  if (!stop())
-    post_->wait({stop, [&] { return missing(transfer); }, &static_cast<Mail&>(transfer)}, occasion);
-}
-
-std::vector<Rank> Mailbox::missing(const Transfer& transfer) const {
-  const Rank peer = transfer.peer();
-  return peer == Mail::kAnybody ? post_->anybody() : std::vector<Rank>{peer};
-}
-
-Rank Mailbox::rank() const { return post_->group().rank(); }
-
-bool Mailbox::work(const std::function<bool()>& stop, const Occasion& occasion) {
-  post_->wait({[&] { return idle() || stop(); }, [&] { return post_->missing(); }}, occasion);
-  return idle();
+void Mailbox::wake() {
+  area_.bell(me_).ring();
+  beside_.ring();
 }
 
 }  // namespace pycollect::shm

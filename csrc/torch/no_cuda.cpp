@@ -40,7 +40,6 @@ class NoDevices final : public Devices {
   bool is_capturing(at::Device) override { never(); }
   at::Tensor new_pinned(const at::Tensor&) override { never(); }
   void copy_out(const Way&) override { never(); }
-  void fill(const at::Tensor&, int64_t) override { never(); }
   void compute(const at::Tensor&, const at::Tensor&, const Computation&) override { never(); }
   std::unique_ptr<Mark> mark(at::Device) override { never(); }
   void follow(at::Device, Mark&) override { never(); }

@@ -129,7 +129,7 @@ inline void gone_in_good_order(const Member& m) {
 inline void past_who_has_stopped(const Member& m) {
   const std::size_t n = 300'000;
   const Bytes mine = pattern(n, m.rank);
-  std::vector<std::shared_ptr<Mailbox::Transfer>> stopped;
+  std::vector<TransferPtr> stopped;
   std::vector<Bytes> got(8, Bytes(n));
   const auto reach = [&](Rank r, uint64_t wanted) {
     while (!m.group.has_reached(r, wanted)) std::this_thread::yield();

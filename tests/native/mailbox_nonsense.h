@@ -6,7 +6,7 @@
 
 namespace pycollect::shm {
 
-inline void is_told(const Member& m, const std::shared_ptr<Mailbox::Transfer>& transfer) {
+inline void is_told(const Member& m, const TransferPtr& transfer) {
   try {
     m.wait(transfer);
     check(false, "nothing was raised");

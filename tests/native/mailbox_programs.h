@@ -103,7 +103,7 @@ class Program {
   std::vector<Message> messages_;
   std::multimap<double, std::function<void()>> steps_;
   std::vector<std::vector<std::byte>> data_, got_;
-  std::vector<std::shared_ptr<Mailbox::Transfer>> sent_, received_;
+  std::vector<TransferPtr> sent_, received_;
 };
 
 inline void run_program(const Member& member, uint64_t seed) { Program(member, seed).run(); }

@@ -30,9 +30,7 @@ struct Member {
   Occasion occasion(std::chrono::milliseconds most = std::chrono::seconds(60)) const {
     return {"recv", 7, Clock::now() + most};
   }
-  void wait(const std::shared_ptr<Mailbox::Transfer>& transfer) const {
-    box.wait(*transfer, occasion());
-  }
+  void wait(const TransferPtr& transfer) const { box.wait(*transfer, occasion()); }
 };
 using Body = std::function<void(const Member&)>;
 

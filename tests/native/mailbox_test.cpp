@@ -6,7 +6,7 @@
 #include "mailbox_deep.h"
 #include "mailbox_faults.h"
 #include "mailbox_nonsense.h"
-#include "mailbox_parcels.h"
+#include "mailbox_partly.h"
 #include "mailbox_programs.h"
 #include "mailbox_ranks.h"
 
@@ -31,7 +31,7 @@ void other_tag_first(const Member& m) {
   const std::size_t n = 700;
   if (m.rank == 0) {
     std::vector<Bytes> data;
-    std::vector<std::shared_ptr<Mailbox::Transfer>> sent;
+    std::vector<TransferPtr> sent;
     for (int i = 0; i <= kMany; ++i) data.push_back(pattern(n, i));
     for (int i = 0; i <= kMany; ++i) {
       // Time for the other to empty the ring, in front of which messages are queued.
@@ -68,7 +68,7 @@ void to_oneself(const Member& m) {
 void many_large(const Member& m) {
   const int many = 3 * 8;
   const std::size_t n = 300'000;
-  std::vector<std::shared_ptr<Mailbox::Transfer>> all;
+  std::vector<TransferPtr> all;
   std::vector<Bytes> got(m.world * many, Bytes(n));
   const Bytes mine = pattern(n, m.rank);
   for (int i = 0; i < many; ++i)
@@ -88,7 +88,7 @@ void anybody_is_fair(const Member& m) {
   const uint32_t tag = 9;
   int word = m.rank;
   std::byte* const at = reinterpret_cast<std::byte*>(&word);
-  std::vector<std::shared_ptr<Mailbox::Transfer>> sent;
+  std::vector<TransferPtr> sent;
   if (m.rank == 1)
     for (int i = 0; i < kFlood; ++i) sent.push_back(m.box.send(0, of(4, tag), at));
   if (m.rank == 2) m.wait(m.box.send(0, of(4, tag), at));
@@ -113,7 +113,7 @@ void in_order_of_asking(const Member& m) {
     int words[2] = {1, 2};
     std::byte* const at[2] = {reinterpret_cast<std::byte*>(words),
                               reinterpret_cast<std::byte*>(words + 1)};
-    std::shared_ptr<Mailbox::Transfer> both[2];
+    TransferPtr both[2];
     int go = 0;
     std::byte* const ready = reinterpret_cast<std::byte*>(&go);
     if (m.rank == 1) {
@@ -276,10 +276,9 @@ int main(int argc, char** argv) {
   run({"anybody but the gone", 3, anybody_but_the_gone});
   for (const auto& body : kNonsense) run({"nonsense", 2, body});
   for (int i = 0; i < 10; ++i) run({"deep in the ring", 2, deep_in_the_ring});
-  run({"parcels", 2, parcels});
-  run({"parcels one-sided", 2, parcels_one_sided});
-  run({"parcels unlike", 2, parcels_unlike});
-  run({"parcels of the dead", 2, parcels_of_the_dead, 1});
+  for (const int world : {1, 2}) run({"as it comes", world, as_it_comes});
+  run({"too little of it", 2, too_little_of_it});
+  run({"partly refused", 1, partly_refused});
   for (int seed = 0; seed < programs; ++seed)
     run({"random program", 2 + seed % 5, [&](const Member& m) { run_program(m, seed); }});
 }

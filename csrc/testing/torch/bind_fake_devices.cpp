@@ -26,7 +26,7 @@ void bind_fake_devices(py::module_& m) {
       .def("fill_later", &FakeDevices::fill_later, py::arg("tensor"), py::arg("value"), free)
       .def("use_second_stream", &FakeDevices::use_second_stream, py::arg("on"), free)
       .def("finish_caller", &FakeDevices::finish_caller, free)
-      .def("stall", &FakeDevices::stall, py::arg("on"), free)
+      .def("stall", &FakeDevices::stall, py::arg("on"), py::arg("after") = 0, free)
       .def("capture", &FakeDevices::capture, py::arg("on"), free)
       .def("fail_call", &FakeDevices::fail_call, py::arg("in_"), free)
       .def("look", &FakeDevices::look, py::arg("on"), free)

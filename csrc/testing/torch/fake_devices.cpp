@@ -104,7 +104,6 @@ at::Tensor FakeDevices::new_pinned(const at::Tensor& like) {
   ++pinned_;
   at::Tensor host = new_host(like);
   std::memset(host.mutable_data_ptr(), kPoison, host.nbytes());
-  if (gpu_) gpu_->pin(host.const_data_ptr());
   return host;
 }
 
@@ -117,16 +116,6 @@ void FakeDevices::copy_out(const Way& way) {
   streams_->enqueue(current(), [this, way] {
     lay(way.dense, way.tensor);
     leaving_.erase(way.dense.const_data_ptr());
-    return true;
-  });
-}
-
-void FakeDevices::fill(const at::Tensor& words, int64_t value) {
-  const std::lock_guard lock(mutex_);
-  may_fail("fill", true);
-  streams_->enqueue(current(), [words, value] {
-    auto* const at = static_cast<int64_t*>(words.mutable_data_ptr());
-    std::fill(at, at + words.numel(), value);
     return true;
   });
 }
@@ -238,9 +227,9 @@ void FakeDevices::use_second_stream(bool on) {
 
 void FakeDevices::finish_caller() { streams_->drain(FakeStreams::kCaller); }
 
-void FakeDevices::stall(bool on) {
+void FakeDevices::stall(bool on, int after) {
   const std::lock_guard lock(mutex_);
-  streams_->stall(on);
+  streams_->stall(on, after);
 }
 void FakeDevices::capture(bool on) {
   const std::lock_guard lock(mutex_);

@@ -20,7 +20,6 @@ class FakeDevices final : public Devices, public std::enable_shared_from_this<Fa
   bool is_capturing(at::Device device) override;
   at::Tensor new_pinned(const at::Tensor& like) override;
   void copy_out(const Way& way) override;
-  void fill(const at::Tensor& words, int64_t value) override;
   void compute(const at::Tensor& into, const at::Tensor& from, const Computation& how) override;
   std::unique_ptr<Mark> mark(at::Device device) override;
   void follow(at::Device device, Mark& after) override;
@@ -41,9 +40,10 @@ class FakeDevices final : public Devices, public std::enable_shared_from_this<Fa
   void fill_later(const at::Tensor& tensor, double value);  // the caller's stream does
   void use_second_stream(bool on);  // of the caller's: it is the current one
   void finish_caller();             // its first stream does all that it has
-  void stall(bool on);              // ... or comes to nothing more
-  void capture(bool on);            // the caller captures
-  void fail_call(int in);           // so many more calls go well, and then one does not
+  // ... or comes to nothing more, or only so many pieces of work.
+  void stall(bool on, int after);
+  void capture(bool on);   // the caller captures
+  void fail_call(int in);  // so many more calls go well, and then one does not
   // Otherwise whoever has joined results, or has their future, looks at them at once, which takes
   // an empty stream.
   void look(bool on);

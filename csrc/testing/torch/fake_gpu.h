@@ -45,9 +45,6 @@ class FakeGpu final : public slabs::Gpu {
             std::size_t bytes) override;
   void read(slabs::Stream stream, void* host, const std::byte* memory, std::size_t bytes) override;
 
-  // Memory of the host's that devices reach by themselves; for good. Under the streams' mutex.
-  void pin(const void* host) { pinned_.insert(host); }
-
   // The scenery.
   void fail(const std::string& call, int in);   // the call of this name, after so many that go well
   void drop(const std::string& call, bool on);  // it says that it did it, and does nothing
@@ -78,7 +75,6 @@ class FakeGpu final : public slabs::Gpu {
   std::map<std::byte*, std::size_t> adopted_;
   std::map<std::string, int> books_, failing_;
   std::set<std::string> dropped_;
-  std::set<const void*> pinned_;
   std::vector<std::string> fouls_;
 };
 

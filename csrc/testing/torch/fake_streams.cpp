@@ -30,7 +30,7 @@ void FakeStreams::enqueue(std::size_t stream, Work work) {
 
 bool FakeStreams::step(std::size_t stream) {
   Stream& s = streams_[stream];
-  if (s.work.empty() || (stream == kCaller && stalled_)) return false;
+  if (s.work.empty() || is_stalled(stream)) return false;
   if (!s.work.front()()) return false;
   if (thread_.joinable()) {
     spent_.push_back(std::move(s.work.front()));
@@ -75,7 +75,7 @@ void FakeStreams::serve() {
 void FakeStreams::drain(std::size_t stream) {
   std::unique_lock lock(mutex);
   const std::size_t to = streams_[stream].enqueued;
-  while (!advance(stream, to) && thread_.joinable() && !(stream == kCaller && stalled_)) {
+  while (!advance(stream, to) && thread_.joinable() && !is_stalled(stream)) {
     lock.unlock();
     std::this_thread::sleep_for(std::chrono::microseconds(20));
     lock.lock();

@@ -32,7 +32,10 @@ class FakeStreams {
   std::size_t enqueued(std::size_t stream) const { return streams_[stream].enqueued; }
   bool eager() const { return eager_; }
 
-  void stall(bool on) { stalled_ = on; }  // the caller's comes to nothing more
+  // The caller's comes to nothing behind so many more pieces of work.
+  void stall(bool on, std::size_t after) {
+    stalls_at_ = on ? streams_[kCaller].done + after : kNever;
+  }
   // From now on a thread does the work too: a step of each stream, and then a pause.
   void run_by_themselves();
   void pause_for(std::chrono::microseconds pause) { pause_ = pause; }
@@ -46,13 +49,18 @@ class FakeStreams {
     std::size_t done = 0, enqueued = 0;
   };
   void serve();
+  bool is_stalled(std::size_t stream) const {
+    return stream == kCaller && streams_[kCaller].done >= stalls_at_;
+  }
 
   const bool eager_;
   std::deque<Stream> streams_;
   // What has been done: letting go of a tensor can take the interpreter's lock, whose holder may be
   // waiting for ours.
   std::vector<Work> spent_;
-  bool stalled_ = false, closed_ = false;
+  static constexpr std::size_t kNever = -1;
+  std::size_t stalls_at_ = kNever;
+  bool closed_ = false;
   std::chrono::microseconds pause_{100};
   std::condition_variable changed_;
   std::thread thread_;

@@ -13,7 +13,6 @@ class FakeTwin final : public Devices {
   bool is_capturing(at::Device device) override { return first_->is_capturing(device); }
   at::Tensor new_pinned(const at::Tensor& like) override { return first_->new_pinned(like); }
   void copy_out(const Way& way) override { first_->copy_out(way); }
-  void fill(const at::Tensor& words, int64_t value) override { first_->fill(words, value); }
   void compute(const at::Tensor& into, const at::Tensor& from, const Computation& how) override {
     first_->compute(into, from, how);
   }

@@ -106,8 +106,8 @@ void Backend::close(shm::Deadline deadline) {
     group.swap(group_);
     allocator.swap(allocator_);
   }
-  const bool ended = !messages || messages->close(deadline);
-  if (group && ended) ladder_->leave(group->dead());
+  if (messages) messages->close(deadline);
+  if (group) ladder_->leave(group->dead());
 }
 
 // A callback may drop the last hold of a group, whose end wants the lock. All of them move on by

@@ -13,7 +13,7 @@ MessageWork::MessageWork(const Ask& ask, at::Tensor tensor, std::shared_ptr<Pass
     : ask_(ask),
       tensor_(std::move(tensor)),
       passage_(std::move(passage)),
-      parcel_(dynamic_cast<Parcel*>(passage_.get())),
+      staging_(dynamic_cast<MessageStaging*>(passage_.get())),
       dense_(tensor_),
       messages_(std::move(messages)) {
   if (passage_) {
@@ -36,24 +36,43 @@ shm::Envelope MessageWork::envelope() const {
 }
 
 void MessageWork::post(shm::Mailbox& mailbox) {
-  auto posted = parcel_         ? parcel_->post(mailbox, ask_.peer, envelope())
-                : ask_.receives ? mailbox.receive(ask_.peer, envelope(), memory_)
-                                : mailbox.send(*ask_.peer, envelope(), memory_);
+  auto posted =
+      ask_.receives ? mailbox.receive(ask_.peer, envelope(), memory_)
+      : staging_ ? mailbox.send_partly(*ask_.peer, envelope(), memory_, staging_->arrived_bytes())
+                 : mailbox.send(*ask_.peer, envelope(), memory_);
   const std::lock_guard lock(mutex_);
   transfer_ = std::move(posted);
 }
 
+// What a device has failed with is told when the mailbox lets go of the memory. That of a send does
+// so for nobody: its peer has some of it, and waits for the rest.
 bool MessageWork::advance(shm::Mailbox& mailbox) {
   const std::lock_guard lock(mutex_);
   in_hand_ = false;
-  if (settled_ || error_) return false;
+  if (settled_ || failure_ || transfer_->done()) return false;
   try {
-    in_hand_ = parcel_->advance(mailbox, *transfer_, occasion(shm::Deadline::max()));
-  } catch (...) {
-    error_ = std::current_exception();
-    parcel_->give_up(mailbox, *transfer_);
+    if (!ask_.receives) return supply(mailbox);
+    staging_->forward(transfer_->moved());
+    return true;
+  } catch (const std::exception& error) {
+    failure_ = std::current_exception();
+    if (!ask_.receives)
+      messages_->abort(text("the device of a rank failed in send: ", error.what()));
+    return false;
   }
-  return in_hand_;
+}
+
+bool MessageWork::supply(shm::Mailbox& mailbox) {
+  const std::size_t there = staging_->arrived_bytes();
+  mailbox.supply(*transfer_, there);
+  const bool coming = there < static_cast<std::size_t>(tensor_.nbytes());
+  in_hand_ = coming && transfer_->moved() == there;
+  return coming;
+}
+
+bool MessageWork::has_come() const {
+  const std::lock_guard lock(mutex_);
+  return ask_.receives && !settled_ && !failure_ && staging_->would_forward(transfer_->moved());
 }
 
 std::vector<Rank> MessageWork::missing(const shm::Mailbox& mailbox) const {
@@ -66,7 +85,7 @@ shm::Deadline MessageWork::due() const {
   return due_;
 }
 
-std::shared_ptr<shm::Mailbox::Transfer> MessageWork::transfer() const {
+shm::TransferPtr MessageWork::transfer() const {
   const std::lock_guard lock(mutex_);
   return transfer_;
 }
@@ -116,6 +135,7 @@ void MessageWork::settle() {
 }
 
 void MessageWork::finish() {
+  if (failure_) std::rethrow_exception(failure_);
   transfer_->rethrow();
   if (passage_) return passage_->land(occasion(shm::Deadline::max()));
   if (ask_.receives && !dense_.is_same(tensor_)) lay(tensor_, dense_);

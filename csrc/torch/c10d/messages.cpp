@@ -22,10 +22,8 @@ constexpr auto kForEver = std::chrono::hours(24 * 365);
 Messages::Messages(std::shared_ptr<shm::Group> group, std::shared_ptr<const Ladder> ladder)
     : group_(std::move(group)),
       ladder_(std::move(ladder)),
-      mailbox_(*group_),
-      parcels_(std::make_shared<Parcels>(group_, ladder_)) {
-  if (!parcels_->takes_any()) mailbox_.take_no_parcels();
-}
+      devices_(ladder_->devices()->twin()),
+      mailbox_(*group_) {}
 
 bool Messages::check(const Letter& letter, const char* name, bool receives) const {
   forks_.require_none(name);
@@ -70,7 +68,7 @@ c10::intrusive_ptr<c10d::Work> Messages::ask(const Letter& letter, const char* n
   const MessageWork::Ask what{name,       asking.number,  letter.peer,
                               letter.tag, letter.timeout, receives};
   auto work = c10::make_intrusive<MessageWork>(
-      what, letter.tensor, away ? passage_of(letter, receives) : nullptr, shared_from_this());
+      what, letter.tensor, away ? passage_of(letter.tensor) : nullptr, shared_from_this());
   if (receives)
     post(work);
   else
@@ -96,10 +94,10 @@ c10::intrusive_ptr<c10d::Work> Messages::started(c10::intrusive_ptr<MessageWork>
   return work;
 }
 
-void Messages::progress() {
+bool Messages::progress() {
   dispatch_arrived();
-  mailbox_.progress();
-  advance_parcels();
+  advance_staged();
+  return mailbox_.progress();
 }
 
 void Messages::wait(MessageWork& work, shm::Deadline deadline) {
@@ -111,7 +109,7 @@ void Messages::wait(MessageWork& work, shm::Deadline deadline) {
   std::exception_ptr error;
   try {
     await_dispatch(work, deadline);
-    if (handed_ != 0) await_parcels(work, deadline);
+    if (any_staged_) await_staged(work, deadline);
     if (const auto transfer = work.transfer()) mailbox_.wait(*transfer, work.occasion(deadline));
   } catch (...) {
     error = std::current_exception();
@@ -179,8 +177,9 @@ shm::Occasion Messages::most_urgent() const {
 void Messages::move_on(Lock& lock) {
   const shm::Occasion first = most_urgent();
   const auto stop = [&] {
+    if (glances() || stirs()) return true;
     const std::lock_guard hold(mutex_);
-    return closed_ || waiting_ > 0 || glances() || stirs() || any_calls(first.deadline);
+    return closed_ || waiting_ > 0 || any_calls(first.deadline);
   };
   lock.unlock();
   try {
@@ -235,7 +234,7 @@ void Messages::finish(shm::Deadline deadline) {
     group_->require_whole(occasion);
     progress();
     if (glances())
-      std::this_thread::sleep_for(kGlance);
+      nap();
     else
       idle = mailbox_.work([&] { return over() || stirs(); }, occasion);
   } while (!idle && !over());
@@ -257,7 +256,7 @@ void Messages::end_thread() {
     thread.join();
 }
 
-bool Messages::close(shm::Deadline deadline) {
+void Messages::close(shm::Deadline deadline) {
   take_no_more(deadline);
   try {
     finish(deadline);
@@ -273,11 +272,10 @@ bool Messages::close(shm::Deadline deadline) {
     Lock lock(mutex_);
     while (settle_done(lock)) continue;
   }
-  {
-    const std::lock_guard lock(handed_mutex_);
-    handed_over_.clear();
-  }
-  return parcels_->close(deadline);
+  std::vector<c10::intrusive_ptr<MessageWork>> staged;  // let go of without the lock
+  const std::lock_guard lock(staged_mutex_);
+  staged.swap(staged_);
+  any_staged_ = coming_ = false;
 }
 
 }  // namespace pycollect::dist

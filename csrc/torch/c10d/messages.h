@@ -1,7 +1,8 @@
 // send and recv: each moves on by itself, whatever the group's collectives do. Whoever waits moves
 // all of them; a thread does when nobody waits, made before the first has been asked for. What
 // is sent from a device is posted when it has come from there, in order with the rest for its peer.
-// What a device has in hand rings no bell: while there is such, one looks again and again.
+// A large one goes in pieces, as they come. What comes from a device rings no bell: while there is
+// such, one looks again and again.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -11,7 +12,8 @@
 #include <vector>
 
 #include "../../shm/mailbox.h"
-#include "devices/parcels.h"
+#include "devices/ladder.h"
+#include "devices/message_staging.h"
 #include "forks.h"
 #include "work.h"
 
@@ -52,10 +54,12 @@ class MessageWork final : public OwnWork {
   Rank peer() const;
   // Hands it to the mailbox.
   void post(shm::Mailbox& mailbox);
-  // Of a parcel: does what it is its turn to do; see Parcel.
+  // Of a message in pieces: hands on those that have come. Returns whether any are yet to.
   bool advance(shm::Mailbox& mailbox);
+  bool supply(shm::Mailbox& mailbox);
+  bool has_come() const;                // has a piece of a receive, which is to be handed on?
   void fail(std::exception_ptr error);  // before it was posted
-  std::shared_ptr<shm::Mailbox::Transfer> transfer() const;
+  shm::TransferPtr transfer() const;
   bool is_moved() const;                   // or has failed
   bool calls(shm::Deadline before) const;  // is moved, or must be by then
   void finish();                           // what is left to do when it has been moved
@@ -71,14 +75,15 @@ class MessageWork final : public OwnWork {
   const Ask ask_;
   const at::Tensor tensor_;
   const std::shared_ptr<Passage> passage_;
-  Parcel* const parcel_;  // the passage, if it is one
-  at::Tensor dense_;      // the tensor, or a copy of one that is not contiguous
+  MessageStaging* const staging_;  // the passage, if it goes in pieces
+  at::Tensor dense_;               // the tensor, or a copy of one that is not contiguous
   std::byte* memory_ = nullptr;
-  std::shared_ptr<Messages> messages_;                // until it is settled
-  std::shared_ptr<shm::Mailbox::Transfer> transfer_;  // null until it is posted
+  std::shared_ptr<Messages> messages_;  // until it is settled
+  shm::TransferPtr transfer_;           // null until it is posted
   mutable std::mutex mutex_;
-  bool settled_ = false, in_hand_ = false;  // in_hand_: a device of this process has it
+  bool settled_ = false, in_hand_ = false;  // in_hand_: a device of this process has the next of it
   std::exception_ptr error_;
+  std::exception_ptr failure_;  // of a device, while the mailbox has to do with the memory
   c10::intrusive_ptr<Future> future_;
   shm::Deadline due_ = shm::Deadline::max();
 };
@@ -98,10 +103,10 @@ class Messages : public std::enable_shared_from_this<Messages> {
   // Throws if those would, before anything moves. Returns whether the tensor is on a device.
   bool check(const Letter& letter, const char* name, bool receives) const;
   // Takes nothing more, and gives what is under way until then; what is left fails with the group,
-  // which is aborted for it. Returns whether no device has to do with the others' memory any more.
-  bool close(shm::Deadline deadline);
+  // which is aborted for it.
+  void close(shm::Deadline deadline);
   void abort(const std::string& why) { group_->abort(why); }
-  void progress();
+  bool progress();  // returns whether messages have moved
 
  private:
   friend class MessageWork;
@@ -125,13 +130,14 @@ class Messages : public std::enable_shared_from_this<Messages> {
   void end_thread();
 
   void post(const c10::intrusive_ptr<MessageWork>& work);
-  std::shared_ptr<Passage> passage_of(const Letter& letter, bool receives);
-  void await_parcels(MessageWork& work, shm::Deadline deadline);
+  std::shared_ptr<Passage> passage_of(const at::Tensor& tensor) const;
+  void await_staged(MessageWork& work, shm::Deadline deadline);
   void glance(MessageWork& work, const std::function<bool()>& stop, shm::Deadline deadline);
   void fail_with_group();
-  void advance_parcels();
-  bool stirs() const { return handed_ != 0 && mailbox_.turns() != turns_; }
-  bool glances() const { return leaves_ || in_hand_; }
+  void advance_staged();
+  bool stirs();  // has a piece of a receive come?
+  bool glances() const { return leaves_ || coming_; }
+  void nap();
 
   void dispatch(const c10::intrusive_ptr<MessageWork>& work);
   void dispatch_arrived();
@@ -141,12 +147,14 @@ class Messages : public std::enable_shared_from_this<Messages> {
   void attend(const shm::Occasion& first);
   bool any_calls(shm::Deadline before) const;
   shm::Occasion most_urgent() const;
+  std::vector<Rank> missing(const MessageWork& work) const;
   std::vector<Rank> missing();
 
   const std::shared_ptr<shm::Group> group_;
   const std::shared_ptr<const Ladder> ladder_;
+  // With streams of their own: whatever a collective's waits for is no matter of a message.
+  const std::shared_ptr<Devices> devices_;
   shm::Mailbox mailbox_;
-  const std::shared_ptr<Parcels> parcels_;
   const Forks forks_;
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -161,11 +169,11 @@ class Messages : public std::enable_shared_from_this<Messages> {
   std::deque<c10::intrusive_ptr<MessageWork>> leaving_;  // sends that have not been posted
   std::atomic<bool> leaves_{false};                      // are there any?
 
-  std::mutex handed_mutex_;                                   // never under mutex_
-  std::vector<c10::intrusive_ptr<MessageWork>> handed_over_;  // parcels that have been posted
-  std::atomic<int> handed_{0};                                // how many those are
-  std::atomic<uint64_t> turns_{0};                            // of the mailbox, when looked after
-  std::atomic<bool> in_hand_{false};                          // does a device have one?
+  // Under mutex_ it is only tried, and nothing but a mailbox is locked under it.
+  std::mutex staged_mutex_;
+  std::vector<c10::intrusive_ptr<MessageWork>> staged_;  // posted, and not all pieces handed on
+  std::atomic<bool> any_staged_{false};
+  std::atomic<bool> coming_{false};  // does any of them come from a device?
 };
 
 }  // namespace pycollect::dist

@@ -1,5 +1,5 @@
-// See messages.h: messages that devices have in hand. Those that have not come from there yet keep
-// their turn; parcels are looked after until both ends are done with them.
+// See messages.h: messages of tensors on devices. Those that have not come from there yet keep
+// their turn; of those in pieces the first has come when they are posted, and the others follow.
 #include <algorithm>
 
 #include "../../plan/error.h"
@@ -7,41 +7,50 @@
 
 namespace pycollect::dist {
 
-std::shared_ptr<Passage> Messages::passage_of(const Letter& letter, bool receives) {
-  std::shared_ptr<Passage> parcel = receives
-                                        ? parcels_->incoming(parcels_, letter.tensor)
-                                        : parcels_->outgoing(parcels_, letter.tensor, *letter.peer);
-  return parcel ? parcel : parcels_->staged();
+std::shared_ptr<Passage> Messages::passage_of(const at::Tensor& tensor) const {
+  if (MessageStaging::serves(tensor)) return std::make_shared<MessageStaging>(devices_);
+  return stage_through_host(devices_);
 }
 
 void Messages::post(const c10::intrusive_ptr<MessageWork>& work) {
   work->post(mailbox_);
-  if (work->parcel_ == nullptr) return;
+  if (work->staging_ == nullptr) return;
   {
-    const std::lock_guard lock(handed_mutex_);
-    handed_over_.push_back(work);
-    handed_ = static_cast<int>(handed_over_.size());
+    const std::lock_guard lock(staged_mutex_);
+    staged_.push_back(work);
+    any_staged_ = true;
+    if (!work->ask_.receives) coming_ = true;
   }
-  advance_parcels();  // its turn may have come already
-  if (in_hand_) mailbox_.wake();
+  if (coming_) mailbox_.wake();
 }
 
 // By one thread at a time; another has something else to do, or looks again.
-void Messages::advance_parcels() {
-  if (handed_ == 0) return;
+void Messages::advance_staged() {
+  if (!any_staged_) return;
   std::vector<c10::intrusive_ptr<MessageWork>> over;  // let go of without the lock
-  const std::unique_lock lock(handed_mutex_, std::try_to_lock);
+  const std::unique_lock lock(staged_mutex_, std::try_to_lock);
   if (!lock) return;
-  turns_ = mailbox_.turns();
-  bool in_hand = false;
-  std::erase_if(handed_over_, [&](c10::intrusive_ptr<MessageWork>& work) {
-    in_hand |= work->advance(mailbox_);
-    if (!work->is_moved()) return false;
-    over.push_back(std::move(work));
-    return true;
+  bool coming = false;
+  std::erase_if(staged_, [&](c10::intrusive_ptr<MessageWork>& work) {
+    const bool more = work->advance(mailbox_);
+    coming |= more && !work->ask_.receives;
+    if (!more) over.push_back(std::move(work));
+    return !more;
   });
-  handed_ = static_cast<int>(handed_over_.size());
-  in_hand_ = in_hand;
+  any_staged_ = !staged_.empty();
+  coming_ = coming;
+}
+
+bool Messages::stirs() {
+  if (!any_staged_) return false;
+  const std::unique_lock lock(staged_mutex_, std::try_to_lock);
+  return lock && std::any_of(staged_.begin(), staged_.end(),
+                             [](const auto& work) { return work->has_come(); });
+}
+
+// Between two looks at a device, unless other processes keep this one at work.
+void Messages::nap() {
+  if (!mailbox_.progress()) std::this_thread::sleep_for(kGlance);
 }
 
 // Behind what goes to the same rank and has not left: messages do not overtake each other.
@@ -88,7 +97,7 @@ void Messages::await_dispatch(const MessageWork& work, shm::Deadline deadline) {
     group_->await(left, [&] { return std::vector<Rank>{group_->rank()}; }, work.occasion(deadline));
 }
 
-// While a device has something in hand, or until `stop`.
+// While something comes from a device, or until `stop`.
 void Messages::glance(MessageWork& work, const std::function<bool()>& stop,
                       shm::Deadline deadline) {
   const auto over = [&] {
@@ -96,9 +105,7 @@ void Messages::glance(MessageWork& work, const std::function<bool()>& stop,
     return stop() || !glances();
   };
   try {
-    group_->await(
-        over, [&] { return work.missing(mailbox_); }, work.occasion(deadline),
-        [] { std::this_thread::sleep_for(kGlance); });
+    group_->await(over, [&] { return missing(work); }, work.occasion(deadline), [&] { nap(); });
   } catch (const CollectiveError&) {
     mailbox_.fail(std::current_exception());
     throw;
@@ -115,18 +122,27 @@ void Messages::fail_with_group() {
   }
 }
 
+// A device that holds a message up does not hide that its receiver has gone.
+std::vector<Rank> Messages::missing(const MessageWork& work) const {
+  const Rank peer = work.transfer() ? work.peer() : group_->rank();
+  const auto gone = [&] {
+    return (group_->dead() >> peer & 1) != 0 || group_->line(peer).left.load() != 0;
+  };
+  return peer >= 0 && gone() ? std::vector<Rank>{peer} : work.missing(mailbox_);
+}
+
 std::vector<Rank> Messages::missing() {
   std::vector<Rank> ranks;
   const std::lock_guard lock(mutex_);
   for (const auto& work : open_) {
     if (work->is_moved()) continue;
-    for (Rank r : work->missing(mailbox_))
+    for (Rank r : missing(*work))
       if (std::find(ranks.begin(), ranks.end(), r) == ranks.end()) ranks.push_back(r);
   }
   return ranks;
 }
 
-// Instead of the mailbox, which would sleep: while a device has something in hand, or until
+// Instead of the mailbox, which would sleep: while something comes from a device, or until
 // something is done. A stream that is held up hides no death of a rank that a message depends on.
 void Messages::attend(const shm::Occasion& first) {
   const auto over = [&] {
@@ -135,18 +151,17 @@ void Messages::attend(const shm::Occasion& first) {
     return closed_ || !glances() || any_calls(first.deadline);
   };
   try {
-    group_->await(
-        over, [&] { return missing(); }, first, [] { std::this_thread::sleep_for(kGlance); });
+    group_->await(over, [&] { return missing(); }, first, [&] { nap(); });
   } catch (const CollectiveError&) {
     fail_with_group();
     std::this_thread::sleep_for(kGlance);  // the device may have it for long yet
   }
 }
 
-// Looks after all parcels while this one is not moved, and as long as there are any.
-void Messages::await_parcels(MessageWork& work, shm::Deadline deadline) {
+// Looks after all that go in pieces while this one is not moved, and as long as there are any.
+void Messages::await_staged(MessageWork& work, shm::Deadline deadline) {
   const auto transfer = work.transfer();
-  const auto moved = [&] { return work.is_moved() || handed_ == 0; };
+  const auto moved = [&] { return work.is_moved() || !any_staged_; };
   while (!moved()) {
     progress();
     if (glances())

@@ -62,7 +62,6 @@ class TorchDevices final : public Devices {
   bool is_capturing(at::Device device) override;
   at::Tensor new_pinned(const at::Tensor& like) override;
   void copy_out(const Way& way) override;
-  void fill(const at::Tensor& words, int64_t value) override;
   void compute(const at::Tensor& into, const at::Tensor&, const Computation& how) override {
     how(into);
   }
@@ -109,12 +108,6 @@ at::Tensor TorchDevices::new_pinned(const at::Tensor& like) {
 void TorchDevices::copy_out(const Way& way) {
   const CUDAGuard guard(way.tensor.device());
   copy_unseen(way.dense, way.tensor);
-}
-
-void TorchDevices::fill(const at::Tensor& words, int64_t value) {
-  const CUDAGuard guard(words.device());
-  const at::AutoDispatchBelowADInplaceOrView as_memory;
-  words.fill_(value);
 }
 
 std::unique_ptr<Mark> TorchDevices::mark(at::Device device) {

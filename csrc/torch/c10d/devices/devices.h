@@ -41,7 +41,6 @@ class Devices {
   virtual at::Tensor new_pinned(const at::Tensor& like) = 0;  // in any thread
   // Behind what is on the current stream of the tensor's device, without waiting.
   virtual void copy_out(const Way& way) = 0;
-  virtual void fill(const at::Tensor& words, int64_t value) = 0;  // there as well
   // There as well: what computes the one tensor from the other, and only launches.
   using Computation = std::function<void(const at::Tensor& into)>;
   virtual void compute(const at::Tensor& into, const at::Tensor& from, const Computation& how) = 0;

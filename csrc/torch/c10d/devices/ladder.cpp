@@ -76,8 +76,6 @@ void Ladder::leave(uint64_t dead) {
         "kept until the processes end");
 }
 
-bool Ladder::shares_memory() const { return terms_.rung != kHost.name && devices_->gpu(); }
-
 bool Ladder::is_to_meet() {
   const std::lock_guard lock(mutex_);
   return !met_;

@@ -55,14 +55,11 @@ class Ladder {
   // For one collective of tensors on devices. Throws CollectiveError, on all ranks alike, where the
   // rung that was named does not work.
   std::shared_ptr<Passage> begin();
-  // Of messages, which two ranks alone exchange: may they go through memory that both reach?
-  bool shares_memory() const;
   const std::shared_ptr<Devices>& devices() const { return devices_; }
-  std::size_t slot_bytes() const { return terms_.slot_bytes; }
   // Frees what it has on devices; gives what is under way there some time.
   void close(std::chrono::milliseconds grace);
-  // Behind that, and when no message is under way: lets go of the others' memory and frees its own.
-  // `dead`: a bit for each rank that has died.
+  // Behind that: lets go of the others' memory and frees its own. `dead`: a bit for each rank that
+  // has died.
   void leave(uint64_t dead);
 
  private:

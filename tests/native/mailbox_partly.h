@@ -1,0 +1,91 @@
+// Sends of which only the first bytes are there yet.
+#pragma once
+#include "mailbox_faults.h"
+
+namespace pycollect::shm {
+
+inline constexpr std::size_t kPartlyBytes = (3 << 20) + 5;
+
+inline void wait_until(const Member& m, const std::function<bool()>& holds) {
+  m.box.work(holds, m.occasion());
+  check(holds());
+}
+
+// It goes as far as its bytes are there, whatever else goes the same way meanwhile; what is not
+// there yet is not read.
+inline void as_it_comes(const Member& m) {
+  const Bytes data = pattern(kPartlyBytes, 3), other = pattern(300'000, 4);
+  const std::size_t parts[] = {0, 1, 63, 64, 70'001, 1 << 20, kPartlyBytes - 1, kPartlyBytes};
+  Bytes mine(kPartlyBytes), got(kPartlyBytes), beside(other.size());
+  const bool sends = m.rank == 0, receives = m.rank == m.world - 1;
+  TransferPtr sent, received;
+  if (sends) sent = m.box.send_partly(m.world - 1, of(kPartlyBytes), mine.data(), 0);
+  if (receives) received = m.box.receive(0, of(kPartlyBytes), got.data());
+  uint32_t tag = 1;
+  for (const std::size_t there : parts) {
+    std::vector<TransferPtr> all;
+    int word = static_cast<int>(tag);
+    std::byte* const at = reinterpret_cast<std::byte*>(&word);
+    if (sends) {
+      std::memcpy(mine.data(), data.data(), there);
+      m.box.supply(*sent, there);
+      all.push_back(m.box.send(m.world - 1, of(other.size(), tag), other.data()));
+      all.push_back(m.box.send(m.world - 1, of(4, tag), at));
+    }
+    if (receives) {
+      const std::size_t whole = there == kPartlyBytes ? there : there / 64 * 64;
+      if (there != 0) wait_until(m, [&] { return received->moved() >= whole; });
+      check(received->moved() == whole, text(received->moved(), " bytes, not ", whole));
+      check(std::equal(got.begin(), got.begin() + whole, data.begin()));
+      m.wait(m.box.receive(0, of(other.size(), tag), beside.data()));
+      all.push_back(m.box.receive(0, of(4, tag), at));
+    }
+    for (const auto& it : all) m.wait(it);
+    ++tag;
+    if (receives) check(beside == other && word == static_cast<int>(tag) - 1);
+  }
+  if (sends) m.wait(sent), check(sent->moved() == kPartlyBytes);
+  if (receives) m.wait(received), check(got == data);
+  check(m.box.idle());
+}
+
+// The rest does not come: no end takes it for the whole.
+inline void too_little_of_it(const Member& m) {
+  const std::size_t half = 1 << 20;
+  const Bytes data = pattern(half, 3);
+  Bytes got(kPartlyBytes);
+  const auto transfer = m.rank == 0 ? m.box.send_partly(1, of(kPartlyBytes), data.data(), half)
+                                    : m.box.receive(0, of(kPartlyBytes), got.data());
+  wait_until(m, [&] { return transfer->moved() == half; });
+  if (m.rank == 0) {
+    while (!m.group.has_reached(1, 1)) std::this_thread::yield();
+    m.group.abort("its device has failed");
+  }
+  m.group.advance(1);
+  try {
+    m.wait(transfer);
+    check(false, "nothing was raised");
+  } catch (const CollectiveError& error) {
+    check(std::string(error.what()).find("its device has failed") != std::string::npos);
+  }
+  check(transfer->done() && transfer->moved() == half && m.box.idle());
+  if (m.rank == 0) m.box.supply(*transfer, kPartlyBytes);  // to no effect
+  check(!m.box.progress() && transfer->moved() == half);
+}
+
+inline void partly_refused(const Member& m) {
+  const Bytes data(kPartlyBytes);
+  std::string why = refusal([&] { m.box.send_partly(0, of(100), data.data(), 0); });
+  check(why.starts_with("a message of 100 bytes cannot be sent partly"), why);
+  why = refusal([&] { m.box.send_partly(0, of(100'000), data.data(), 100'001); });
+  check(why == "a message of 100000 bytes has 100001 there", why);
+  Bytes got(100'000);
+  const auto received = m.box.receive(0, of(got.size()), got.data());
+  const auto sent = m.box.send_partly(0, of(got.size()), data.data(), 8);
+  why = refusal([&] { m.box.supply(*sent, 100'001); });
+  check(why == "a message of 100000 bytes has 100001 there", why);
+  m.box.supply(*sent, got.size());
+  m.wait(sent), m.wait(received);
+}
+
+}  // namespace pycollect::shm
