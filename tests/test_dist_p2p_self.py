@@ -18,7 +18,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not OURS, reason="connects no rank with itself")
 COUNTS = (0, 1, 7, 1023, 70_001, 1_000_003)  # at once, in one buffer, through several
-STAGED = ("", "late", "eager", "late:stream", "eager:wait", "late:best")
+STAGED = ("", "late", "eager", "late:stream", "late:best")
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,7 @@ UNLIKE = {
 }
 
 
-STAGED = ["", "late", "eager:stream", "eager:wait"]  # the host's tensors, and those on devices
+STAGED = ["", "late", "eager:stream"]  # the host's tensors, and those on devices
 
 
 @pytest.mark.parametrize("case", UNLIKE)

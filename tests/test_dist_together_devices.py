@@ -16,7 +16,7 @@ from dist_pool import OURS, Caught, Me, Pool, backend_of, begun, caught, pools_o
 from dist_step import is_in_step, ones
 
 pytestmark = pytest.mark.skipif(not OURS, reason="what only this backend promises")
-SLABS = ["late:stream", "eager:stream", "late:wait", "eager:wait"]
+SLABS = ["late:stream", "eager:stream"]
 HOST, DEVICES = [""], ["late", "eager", *SLABS]
 
 
