@@ -1,6 +1,6 @@
 // A rank's part of its GPU's memory that other processes reach, and theirs: two slots by turns, and
-// in front of them some bytes to try it with. A plain allocation, because only those can be
-// exported whatever the allocator of the tensors is.
+// in front of them some bytes to try it with. An allocation by itself, which can be handed to other
+// processes whatever the allocator of the tensors is.
 #pragma once
 #include <vector>
 
