@@ -83,7 +83,7 @@ void ChunkLoop::perform(const Move& move) {
   const std::size_t size = sides_.size(move);
   if (size <= from_) return;
   const std::size_t n = std::min(piece_, size - from_);
-  thread_local Rows rows;  // keeps its memory
+  Rows& rows = transport_.rows();
   rows.clear(move);
   for (std::size_t begin = 0; begin < n;) {
     std::size_t count = n - begin;

@@ -94,8 +94,11 @@ class Transport {
   virtual void end(uint64_t value, bool signalled) = 0;
   virtual void launch(const Rows& rows) = 0;
 
+  Rows& rows() { return rows_; }  // of the move that is being put together; keeps its memory
+
  private:
   Group& group_;
+  Rows rows_;
 };
 
 }  // namespace pycollect::shm
