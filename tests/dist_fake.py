@@ -17,7 +17,7 @@ def options(how: str) -> tuple[Any, Any]:
 
     pace, rung = (*how.split(":"), "")[:2]
     made = pc.distributed.options(cuda_sync=rung or "best", slab_bytes=SLAB_BYTES)
-    return made, _testing.fake_devices(made, pace == "eager", bool(rung))
+    return made, _testing.emulate(made, pace == "eager", bool(rung))
 
 
 def alive(fake: Any) -> dict[str, int]:

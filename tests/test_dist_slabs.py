@@ -148,6 +148,38 @@ def test_behind_what_the_stream_has_to_do(pools, staged):
         assert values == [35.0, 15.0] * 10
 
 
+def given_away(me: Me, calls: int) -> list[float]:
+    """Tensors go while the group's stream has to do with them; their stream takes the memory."""
+    me.fake.gpu.pace(0.001)
+    me.fake.look(False)
+    outs = [torch.zeros(64 * me.world) for _ in range(calls)]
+    works = []
+    for i, out in enumerate(outs):
+        x = me.fake.empty(128)[::2] if i % 2 else me.fake.empty(64)
+        me.fake.fill_later(x, float(i + me.rank))
+        works.append(dist.all_gather_into_tensor(out, x, async_op=True))
+        del x
+        time.sleep(0.002)
+        for n in (64, 128):
+            me.fake.fill_later(me.fake.empty(n), -1.0)
+    for work in works:
+        work.wait()
+    me.fake.look(True)
+    me.fake.gpu.pace(0.0001)
+    dist.barrier()
+    dist.all_reduce(torch.ones(3))
+    return [
+        abs(out.view(me.world, 64).sub(torch.arange(me.world)[:, None] + i)).max().item()
+        for i, out in enumerate(outs)
+    ]
+
+
+@pytest.mark.parametrize("staged", WAYS)
+def test_memory_is_given_to_nobody_else_while_a_stream_has_to_do_with_it(pools, staged):
+    for differences in pools(3, staged=staged, beside=None).run(given_away, 40):
+        assert differences == [0.0] * 40
+
+
 def ahead(me: Me, slow: int, calls: int) -> list[str]:
     """The hosts and most streams run ahead of one whose stream is slow.
 

@@ -28,13 +28,13 @@ def refused(me: Me, call: str) -> tuple[Any, ...]:
             fake.gpu.fail(call)
         x = torch.ones(1000)
         dist.all_reduce(x)
-        staged, opened = "copy_out" in fake.trace(), fake.gpu.books().get("opened", 0)
+        staged, opened = "copy_ caller" in fake.calls(), fake.gpu.books().get("opened", 0)
         dist.destroy_process_group()
         found.append((x.sum().item(), staged, opened, alive(fake), fake.gpu.fouls()))
     return tuple(found)
 
 
-@pytest.mark.parametrize("call", ["allocate", "handle_of", "open"])
+@pytest.mark.parametrize("call", ["allocate", "export_memory", "map"])
 def test_all_go_through_the_host_and_say_why_once(call):
     with fresh(3, group=False, environ=(("PYCOLLECT_LOG", "info"),)) as pool:
         for found in pool.run(refused, call):

@@ -126,11 +126,11 @@ def unopened(me: Me, call: str, victim: int) -> tuple[Any, ...]:
     x, whole = make(LARGE).fill_(me.rank), make(me.world * LARGE).fill_(-1)
     dist.all_reduce(torch.ones(3))  # the meeting
     if me.rank == victim:
-        me.fake.gpu.fail("open")
+        me.fake.gpu.fail("map")
     begin = time.monotonic()
     error = caught(CALLS[call], x, whole)
     took = time.monotonic() - begin
-    me.fake.gpu.fail("open", -1)
+    me.fake.gpu.fail("map", -1)
     again = caught(CALLS[call], x, whole)
     return error, again, took, x.unique().tolist(), me.fake.gpu.fouls()
 
@@ -144,7 +144,7 @@ def test_memory_that_one_rank_cannot_open(call, victim):
             assert took < NOTICED
             assert values == [rank]
             assert fouls == []
-        assert "'s tensor cannot be reached: CUDA error: made up, in open" in found[victim][0].text
+        assert "'s tensor cannot be reached: CUDA error: made up, in map" in found[victim][0].text
 
 
 def unshared(me: Me) -> list[int]:
@@ -152,12 +152,12 @@ def unshared(me: Me) -> list[int]:
     dist.all_reduce(torch.ones(3))  # the meeting
     lines = listened()
     if me.rank == VICTIM:
-        me.fake.gpu.fail("handle_of")
+        me.fake.gpu.fail("export_memory")
     x, y = make(LARGE).fill_(me.rank), make(LARGE).fill_(me.rank)
-    me.fake.gpu.fail("handle_of", -1)
+    me.fake.gpu.fail("export_memory", -1)
     heard = [line for line in lines if "cannot be handed to other processes" in line]
     assert len(heard) == (me.rank == VICTIM), lines
-    assert all("made up, in handle_of" in line for line in heard)
+    assert all("made up, in export_memory" in line for line in heard)
     counts = [launches(me, lambda: dist.all_reduce(x))]
     assert x.eq(3).all()
     y = make(LARGE).fill_(me.rank)

@@ -35,17 +35,23 @@ def met(me: Me, rung: str, call: str, after: int, lost: bool) -> tuple[Any, ...]
     second = caught(dist.all_reduce, x)
     books = fake.gpu.books()
     calls = {name: books.get(name, 0) for name in ("opened", "launch")}
-    staged = "copy_out" in fake.trace()
+    staged = "copy_ caller" in fake.calls()
     dist.destroy_process_group()
     return first, second, x.sum().item(), staged, calls, alive(fake), fake.gpu.fouls()
 
 
-MEMORY = ("identity", "adopt", "allocate", "new_stream", "fill", "handle_of", "open", "launch")
+MEMORY = ("register_host", "allocate", "create_stream", "fill", "export_memory", "map", "launch")
 
 
 @pytest.mark.parametrize(
     ("call", "after"),
-    [*((call, 0) for call in MEMORY[1:]), ("launch", 3), ("read", 0), ("write", 0), ("await", 0)],
+    [
+        *((call, 0) for call in MEMORY),
+        ("launch", 3),
+        ("copy", 0),
+        ("write_value", 0),
+        ("wait_value", 0),
+    ],
 )
 def test_every_step_of_the_meeting(call, after):
     """Memory that one rank cannot share, nobody does."""
@@ -85,14 +91,14 @@ def left_alone(me: Me) -> tuple[Caught, dict[str, int], list[str]]:
     """One rank is so slow in the meeting that the others give up, while it has their memory."""
     made, fake = dist_fake.options("eager:stream")
     me.init("left_alone", pg_options=made, timeout=datetime.timedelta(seconds=2))
-    fake.gpu.drop("write" if me.rank == VICTIM else "await")
+    fake.gpu.drop("write_value" if me.rank == VICTIM else "wait_value")
     error = caught(dist.all_reduce, torch.ones(3))
     return error, alive(fake), fake.gpu.fouls()
 
 
 @pytest.fixture(scope="module")
 def long() -> Iterator[dict[str, Pool]]:
-    jobs = {"lost": (met, "best", "write", 0, True), "left alone": (left_alone,)}
+    jobs = {"lost": (met, "best", "write_value", 0, True), "left alone": (left_alone,)}
     yield from begun(jobs, 3, group=False)
 
 
@@ -203,7 +209,7 @@ def unbound(me: Me) -> tuple[float, list[str]]:
     made, fake = dist_fake.options("eager")
     me.init("unbound", pg_options=made)
     connect()
-    before = fake.trace()
+    before = fake.calls()
     x = torch.ones(3)
     dist.all_reduce(x)
     return x.sum().item(), before
@@ -232,7 +238,7 @@ def failing(me: Me) -> Caught:
     made, fake = dist_fake.options("eager:stream")
     me.init("failing", pg_options=made)
     if me.rank == VICTIM:
-        fake.gpu.fail("adopt", 0)
+        fake.gpu.fail("register_host", 0)
     return caught(connect)
 
 

@@ -142,7 +142,7 @@ def by_name(me: Me) -> list[str]:
         options = pycollect.distributed.options(
             algorithm=name, slab_bytes=dist_fake.SLAB_BYTES, cuda_sync="stream"
         )
-        fake = _testing.fake_devices(options, False, True)
+        fake = _testing.emulate(options, False, True)
         me.init(f"by_{name}", pg_options=options)
         for turn in range(4):
             for placed in (make(LARGE // 10), make(100), torch.empty(LARGE // 10)):

@@ -49,7 +49,7 @@ def test_products_and_own_parts(pools, staged):
 
 
 def traced(me: Me, call: str, later: bool) -> list[str]:
-    before = len(me.fake.trace())
+    before = len(me.fake.calls())
     x = torch.full((1000,), float(me.rank))
     work = {
         "all_reduce": lambda: dist.all_reduce(x, async_op=later),
@@ -60,19 +60,20 @@ def traced(me: Me, call: str, later: bool) -> list[str]:
     }[call]()
     if later:
         work.wait()
-    return me.fake.trace()[before:]
+    return me.fake.calls()[before:]
 
 
 @pytest.mark.parametrize("later", [False, True])
 def test_the_order_of_things(pools, later):
     pool = pools(3, staged="late", beside=None)
-    out, back = ["copy_out", "mark"], ["copy_back", "join"]
+    out = ["copy_ caller", "record caller"]
+    back = ["wait group", "copy_ group", "record group", "wait caller"]
     for _ in range(3):
-        assert pool.run(traced, "all_reduce", later) == [[*out, "arrived", *back]] * 3
-        assert pool.run(traced, "all_gather", later) == [[*out, "arrived", *back]] * 3
+        assert pool.run(traced, "all_reduce", later) == [[*out, "done caller", *back]] * 3
+        assert pool.run(traced, "all_gather", later) == [[*out, "done caller", *back]] * 3
         root, *others = pool.run(traced, "broadcast", later)
-        assert root == [*out, "arrived"]  # nothing comes back
-        assert others == [["mark", *back]] * 2  # nobody waits for what is overwritten
+        assert root == [*out, "done caller"]  # nothing comes back
+        assert others == [["record caller", *back]] * 2  # nobody waits for what is overwritten
 
 
 def overtaken(me: Me) -> list[float]:
@@ -141,13 +142,13 @@ def captured(me: Me) -> tuple[list[Caught], list[str], list[float]]:
     open_work = dist.all_reduce(torch.ones(2), async_op=True)
     dist.all_reduce(torch.ones(2))
     me.fake.capture(me.rank == 0)
-    before = len(me.fake.trace())
+    before = len(me.fake.calls())
     errors = [
         caught(dist.all_reduce, x),
         caught(dist.all_gather_into_tensor, out, x),
         caught(lambda: dist.all_reduce(x, async_op=True).wait()),
     ]
-    mine = me.fake.trace()[before:] if me.rank == 0 else []
+    mine = me.fake.calls()[before:] if me.rank == 0 else []
     if me.rank == 0:
         errors += [caught(dist.send, x, 1), caught(dist.recv, x, 1), caught(open_work.wait)]
     me.fake.capture(False)
@@ -194,7 +195,7 @@ def failing(me: Me, call: int) -> tuple[Caught, Caught, float]:
     return first, second, y.sum().item()
 
 
-BEFORE = 5  # memory, copy, event, two questions: then the ranks exchange
+BEFORE = 6  # memory, copy, event and record, two questions: then the ranks exchange
 
 
 @pytest.mark.parametrize("call", range(BEFORE + 2))

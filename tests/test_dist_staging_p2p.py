@@ -162,7 +162,7 @@ PROGRAM = """
 import os, pycollect as pc, torch, torch.distributed as dist
 from pycollect import _testing
 options = pc.distributed.options(**{options})
-_testing.fake_devices(options)
+_testing.emulate(options)
 dist.init_process_group("pycollect", store=dist.HashStore(), rank=0, world_size=1,
                         pg_options=options)
 for _ in range(2):

@@ -34,14 +34,14 @@ def values(count: int, seed: int) -> torch.Tensor:
 
 def pieces(me: Me) -> int:
     """Copies off the device until now."""
-    return me.fake.trace().count("copy_out")
+    return me.fake.calls().count("copy_ caller")
 
 
 def comes(me: Me, before: int) -> bool:
     """Has more been copied to the device since than `before`? Waits for it, but not for ever."""
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
-        if me.fake.trace().count("copy_back") > before:
+        if me.fake.calls().count("copy_ group") > before:
             return True
         time.sleep(0.001)
     return False
@@ -181,7 +181,7 @@ def test_batches_around_a_ring(pools, staged):
 def nobody_looks(me: Me) -> tuple[bool, bool]:
     """The group's thread moves large messages while nobody waits for them."""
     x, y = values(LARGE, me.rank), torch.zeros(LARGE)
-    before = me.fake.trace().count("copy_back")
+    before = me.fake.calls().count("copy_ group")
     if me.rank == 0:
         work = dist.irecv(y, 1)
         came = comes(me, before)

@@ -68,6 +68,8 @@ def held_up(me: Me, layout: str, waits: bool) -> tuple[list[float], list[float],
     """
     both = laid(8, 1.0, layout)
     seen = torch.empty(8 * me.world)
+    dist.all_reduce(laid(8, 1.0, layout))  # a kernel's first launch may wait for all streams
+    dist.all_gather(list(torch.empty(8 * me.world).chunk(me.world)), laid(8, 1.0, layout))
     me.fake.look(False)
     backend_of()._start_coalescing()
     dist.all_reduce(both[:4])

@@ -46,7 +46,7 @@ def test_no_algorithm_races_on_pageable_memory(algorithm: _C.Algorithm) -> None:
         rehearsal = rehearse(case.plan, case.in_place, devices, runs=2, **options)
         for order in (-1, seed, seed + 1):
             assert rehearsal.mismatch(order) is None, f"{case} on {devices}, {options}"
-        moved += rehearsal.counts["host_copies"]
+        moved += rehearsal.counts["host_copy"]
     assert moved > 0 or algorithm.collective == "barrier"
 
 
@@ -96,14 +96,14 @@ def test_a_scatter_leaves_the_host_free() -> None:
     """What is read has been read when the call returns, so nobody waits for the GPUs."""
     rehearsal = rehearse(scatter(4), False, [PAGEABLE, 0, 0, 1], ring=(4096, 4))
     counts = rehearsal.counts
-    assert counts["synchronizations"] == 0
-    assert counts["copies"] == 3
-    assert counts["host_copies"] == 3 + 1  # the root's own part, from host to host
+    assert counts["synchronize"] == 0
+    assert counts["copy"] == 3
+    assert counts["host_copy"] == 3 + 1  # the root's own part, from host to host
 
 
 def test_a_gather_waits_for_what_it_writes() -> None:
     rehearsal = rehearse(gather(3), False, [PAGEABLE, 0, 1], ring=(4096, 4), lanes=True)
-    assert rehearsal.counts["synchronizations"] == 2  # a piece from each device
+    assert rehearsal.counts["synchronize"] == 2  # a piece from each device
     # Of streams, those behind the host's waits order nothing more; the host's own are the last two.
     assert not {rehearsal.waits - 1, rehearsal.waits - 2} & set(rehearsal.missed())
 
@@ -119,7 +119,7 @@ def test_a_gather_waits_for_what_it_writes() -> None:
 
 def test_a_piece_is_filled_again_only_when_it_has_left() -> None:
     rehearsal = rehearse(scatter(2), False, [PAGEABLE, 0], ring=(32, 2), runs=4)
-    host_waits = rehearsal.counts["synchronizations"]
+    host_waits = rehearsal.counts["synchronize"]
     assert host_waits > 0
     for number in range(rehearsal.waits):
         fresh = rehearse(scatter(2), False, [PAGEABLE, 0], ring=(32, 2), runs=4)
@@ -129,10 +129,10 @@ def test_a_piece_is_filled_again_only_when_it_has_left() -> None:
 
 def test_small_tensors_share_a_piece() -> None:
     rehearsal = rehearse(scatter(2), False, [PAGEABLE, 0], ring=(1 << 16, 4), bindings=40)
-    assert rehearsal.counts["copies"] == 40
-    assert rehearsal.counts["synchronizations"] == 0
+    assert rehearsal.counts["copy"] == 40
+    assert rehearsal.counts["synchronize"] == 0
     gathered = rehearse(gather(2), False, [PAGEABLE, 0], ring=(1 << 16, 4), bindings=40)
-    assert gathered.counts["synchronizations"] == 1
+    assert gathered.counts["synchronize"] == 1
 
 
 def test_what_a_rank_in_pageable_memory_got_it_can_pass_on() -> None:
@@ -146,8 +146,8 @@ def test_what_a_rank_in_pageable_memory_got_it_can_pass_on() -> None:
 def test_pinned_ranks_are_waited_for_as_before() -> None:
     rehearsal = rehearse(all_reduce("leader", 3), True, [0, PINNED, PAGEABLE], ring=(4096, 4))
     pinned = rehearse(all_reduce("leader", 3), True, [0, PINNED, PINNED])
-    assert pinned.counts["synchronizations"] == 1
-    assert rehearsal.counts["synchronizations"] == 2
+    assert pinned.counts["synchronize"] == 1
+    assert rehearsal.counts["synchronize"] == 2
 
 
 def test_a_capture_refuses_pageable_memory_before_anything_is_issued() -> None:
@@ -157,22 +157,22 @@ def test_a_capture_refuses_pageable_memory_before_anything_is_issued() -> None:
         )
         with pytest.raises(ValueError, match="not pinned cannot be read or written while a CUDA"):
             rehearsal.run(capture=True)
-        assert rehearsal.counts["launches"] == rehearsal.counts["host_copies"] == 0
+        assert rehearsal.counts["launch"] == rehearsal.counts["host_copy"] == 0
 
 
 def test_a_failure_leaves_the_ring_usable() -> None:
     """Whatever call of CUDA fails, the next run finds pieces that nobody is using."""
     for plan, devices in ((scatter(3), [PAGEABLE, 0, 1]), (gather(3), [PAGEABLE, 0, 1])):
-        healthy = rehearse(plan, False, devices, ring=(32, 2), bindings=2).counts["host_copies"]
+        healthy = rehearse(plan, False, devices, ring=(32, 2), bindings=2).counts["host_copy"]
         for after in range(40):
             rehearsal = _testing.Rehearsal(plan, False, devices, ring=(32, 2), bindings=2)
             rehearsal.fail_call(after)
             with contextlib.suppress(RuntimeError):  # a call beyond the last one fails nothing
                 rehearsal.run()
-            before = rehearsal.counts["host_copies"]
+            before = rehearsal.counts["host_copy"]
             rehearsal.run(2)
             # Nothing of the call that failed arrives in the caller's memory any more.
-            assert rehearsal.counts["host_copies"] - before == 2 * healthy, f"after {after}"
+            assert rehearsal.counts["host_copy"] - before == 2 * healthy, f"after {after}"
             assert rehearsal.race is None, f"after {after}: {rehearsal.race}"
             assert rehearsal.mismatch(after) is None
 

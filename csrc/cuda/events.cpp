@@ -4,7 +4,7 @@ namespace pycollect::cuda {
 
 EventPool::~EventPool() {
   for (auto& [device, shelf] : shelves_)
-    for (Event event : shelf.idle) runtime_.destroy_event(event);
+    for (Event event : shelf.idle) api_.destroy(event);
 }
 
 Event EventPool::take(Device device) {
@@ -18,7 +18,7 @@ Event EventPool::take(Device device) {
     }
     shelf.idle.reserve(++shelf.made);  // so that giving back cannot fail
   }
-  return runtime_.create_event(device);
+  return api_.create_event(device);
 }
 
 void EventPool::give_back(Event event) noexcept {
@@ -28,14 +28,14 @@ void EventPool::give_back(Event event) noexcept {
 
 Event Lease::take(Device device) {
   taken_.reserve(taken_.size() + 1);  // nothing may fail between taking and noting
-  taken_.push_back(for_capture_ ? pool_.runtime().create_event(device) : pool_.take(device));
+  taken_.push_back(for_capture_ ? pool_.api().create_event(device) : pool_.take(device));
   return taken_.back();
 }
 
 Lease::~Lease() {
   for (Event event : taken_)
     if (for_capture_)
-      pool_.runtime().destroy_event(event);
+      pool_.api().destroy(event);
     else
       pool_.give_back(event);
 }

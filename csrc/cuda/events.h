@@ -6,27 +6,27 @@
 #include <mutex>
 #include <vector>
 
-#include "runtime.h"
+#include "api.h"
 
 namespace pycollect::cuda {
 
 class EventPool {
  public:
-  explicit EventPool(Runtime& runtime) : runtime_(runtime) {}
+  explicit EventPool(Api& api) : api_(api) {}
   ~EventPool();
   EventPool(const EventPool&) = delete;
   EventPool& operator=(const EventPool&) = delete;
 
   Event take(Device device);  // which must be current
   void give_back(Event event) noexcept;
-  Runtime& runtime() const { return runtime_; }
+  Api& api() const { return api_; }
 
  private:
   struct Shelf {
     std::vector<Event> idle = {};  // nobody is recording these, or still going to wait for them
     std::size_t made = 0;
   };
-  Runtime& runtime_;
+  Api& api_;
   std::mutex mutex_;
   std::map<Device, Shelf> shelves_;
 };

@@ -73,13 +73,13 @@ void check(const Call& call, const Posts& posts) {
 class Run {
  public:
   Run(EventPool& events, Rings& rings, const Call& call, const Posts& posts)
-      : runtime_(events.runtime()),
+      : api_(events.api()),
         call_(call),
         posts_(posts),
         item_(item_bytes(call.dtype)),
         numbered_(number(call, posts)),
         touched_(numbered_.streams.size()),
-        device_(runtime_),
+        device_(api_),
         passage_(rings, device_),
         lease_(events, is_captured()) {}
 
@@ -102,7 +102,7 @@ class Run {
     std::size_t capturing = 0;
     for (const Caller& c : numbered_.callers) {
       device_.use(c.stream.device);
-      capturing += runtime_.is_capturing(c.stream) ? 1 : 0;
+      capturing += api_.is_capturing(c.stream) ? 1 : 0;
     }
     require(capturing == 0 || capturing == numbered_.callers.size(),
             "a CUDA graph is being captured on ", capturing, " of the ", numbered_.callers.size(),
@@ -120,7 +120,7 @@ class Run {
     const Stream stream = numbered_.streams[it.stream];
     device_.use(stream.device);
     touched_[it.stream] = true;
-    for (int e : it.after) runtime_.wait(stream, events_[e]);
+    for (int e : it.after) api_.wait(stream, events_[e]);
     Launch launch{{}, call_.dtype, call_.op, call_.options};
     for (Place p : it.tasks) {
       const int step = call_.compiled.program[p.rank][p.index].step;
@@ -129,10 +129,10 @@ class Run {
         if (elements(binding, call_.compiled.plan.steps[step]) > 0)
           move(stream, binding, step, launch);
     }
-    if (!launch.rows.empty()) runtime_.launch(stream, launch);
+    if (!launch.rows.empty()) api_.launch(stream, launch);
     if (!it.recorded) return;
     event = lease_.take(stream.device);
-    runtime_.record(event, stream);
+    api_.record(event, stream);
   }
 
   void move(Stream stream, const Binding& binding, int number, Launch& launch) {
@@ -180,7 +180,7 @@ class Run {
     if (enters || leaves)
       passage_.copy(stream, r);
     else
-      runtime_.copy(stream, r);
+      api_.copy(stream, r);
     return true;
   }
   Rectangle rectangle(const Binding& binding, const Slice& dst, const Slice& src) const {
@@ -198,7 +198,7 @@ class Run {
     for (const Caller& c : numbered_.callers) {
       if (!c.has_pinned) continue;
       device_.use(c.stream.device);
-      runtime_.synchronize(c.stream);
+      api_.synchronize(c.stream);
     }
   }
 
@@ -211,18 +211,18 @@ class Run {
         const Stream from = numbered_.streams[i];
         device_.use(from.device);
         const Event event = lease_.take(from.device);
-        runtime_.record(event, from);
+        api_.record(event, from);
         for (const Caller& c : numbered_.callers) {
           if (c.stream == from) continue;
           device_.use(c.stream.device);
-          runtime_.wait(c.stream, event);
+          api_.wait(c.stream, event);
         }
       } catch (...) {
       }
     }
   }
 
-  Runtime& runtime_;
+  Api& api_;
   const Call& call_;
   const Posts& posts_;
   const std::size_t item_;

@@ -1,5 +1,5 @@
 // Runs a compiled plan in one process on the memory of any number of devices: what `schedule` says,
-// on real streams, through the eleven calls of `Runtime`. Nothing spins, and the host waits for
+// on real streams, through `Api`. Nothing spins, and the host waits for
 // nothing but for ranks in host memory: when told to, and always where that is pageable.
 #pragma once
 #include <memory>
@@ -42,13 +42,12 @@ struct Posts {
 // Owns events and remembers schedules; any thread may call `run` at any time.
 class Executor {
  public:
-  Executor(Runtime& runtime, Host& host, RingSize size = {})
-      : events_(runtime), rings_(runtime, host, size) {}
+  Executor(Api& api, Host& host, RingSize size = {}) : events_(api), rings_(api, host, size) {}
 
   // Issues everything and returns. On each rank's caller stream all that was issued there before
   // comes first, and what is issued there afterwards finds the result. During a capture all callers
   // must be capturing, and no memory may be pageable. Throws ValueError before anything is issued;
-  // what the runtime throws passes through, with the callers' streams behind all that had been
+  // what the Api throws passes through, with the callers' streams behind all that had been
   // issued and the device as it was.
   void run(const Call& call, const Posts& posts);
 

@@ -3,7 +3,7 @@
 #pragma once
 #include <functional>
 
-#include "runtime.h"
+#include "api.h"
 #include "table.h"
 
 namespace pycollect::cuda {

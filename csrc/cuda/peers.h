@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "runtime.h"
+#include "api.h"
 
 namespace pycollect::cuda {
 

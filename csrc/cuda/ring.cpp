@@ -60,15 +60,14 @@ Rectangle on_host(std::byte* dst, std::ptrdiff_t dst_pitch, const std::byte* src
 
 }  // namespace
 
-Ring::Ring(Runtime& runtime, Host& host, RingSize size)
-    : runtime_(runtime), host_(host), size_(size) {
+Ring::Ring(Api& api, Host& host, RingSize size) : api_(api), host_(host), size_(size) {
   std::byte* const base = host.new_pinned(size.piece_bytes * size.pieces);
   for (int i = 0; i < size.pieces; ++i) pieces_.push_back({base + size.piece_bytes * i});
 }
 
 Ring::~Ring() {
   for (const Piece& piece : pieces_)
-    for (const auto& [device, event] : piece.events) runtime_.destroy_event(event);
+    for (const auto& [device, event] : piece.events) api_.destroy(event);
 }
 
 void Ring::close(CurrentDevice& device) {
@@ -77,19 +76,18 @@ void Ring::close(CurrentDevice& device) {
   device.use(piece.stream.device);
   auto event = piece.events.find(piece.stream.device);
   if (event == piece.events.end())
-    event =
-        piece.events.emplace(piece.stream.device, runtime_.create_event(piece.stream.device)).first;
-  runtime_.record(event->second, piece.stream);
+    event = piece.events.emplace(piece.stream.device, api_.create_event(piece.stream.device)).first;
+  api_.record(event->second, piece.stream);
   piece.state = State::closed;
 }
 
 void Ring::finish(CurrentDevice& device, Piece& piece) {
   if (piece.state == State::idle) return;
   if (piece.state == State::closed) {
-    runtime_.synchronize(piece.events.at(piece.stream.device));
+    api_.synchronize(piece.events.at(piece.stream.device));
   } else {  // of a run that failed before it could be closed
     device.use(piece.stream.device);
-    runtime_.synchronize(piece.stream);
+    api_.synchronize(piece.stream);
   }
   piece.state = State::idle;
   for (const Rectangle& r : std::exchange(piece.leaving, {})) host_.copy(r);
@@ -135,11 +133,11 @@ void Ring::copy(CurrentDevice& device, Stream stream, const Rectangle& whole) {
     const std::byte* const src = moved(r.src, r.src_pitch, part, 1);
     if (enters) {
       host_.copy(on_host(piece, pitch, src, r.src_pitch, part, 1));
-      runtime_.copy(stream,
-                    {dst, piece, r.dst_pitch, pitch, part.count, part.lines, r.dst_device, kHost});
+      api_.copy(stream,
+                {dst, piece, r.dst_pitch, pitch, part.count, part.lines, r.dst_device, kHost});
     } else {
-      runtime_.copy(stream,
-                    {piece, src, pitch, r.src_pitch, part.count, part.lines, kHost, r.src_device});
+      api_.copy(stream,
+                {piece, src, pitch, r.src_pitch, part.count, part.lines, kHost, r.src_device});
       pieces_[at_].leaving.push_back(on_host(dst, r.dst_pitch, piece, pitch, part, 1));
     }
   }
@@ -220,7 +218,7 @@ void Ring::launch(CurrentDevice& device, Stream stream, const Launch& launch,
     };
     for (std::size_t i = 0; i < row.dsts.size(); ++i) place(mine.dsts[i], mine.dst_pitches[i]);
     for (std::size_t i = 0; i < row.srcs.size(); ++i) place(mine.srcs[i], mine.src_pitches[i]);
-    runtime_.launch(stream, some);
+    api_.launch(stream, some);
     auto& all = pieces_[at_].leaving;
     all.insert(all.end(), leaving.begin(), leaving.end());
   }
@@ -251,7 +249,7 @@ std::unique_ptr<Ring> Rings::take() {
       return ring;
     }
   }
-  return std::make_unique<Ring>(runtime_, host_, size_);
+  return std::make_unique<Ring>(api_, host_, size_);
 }
 
 void Rings::give_back(std::unique_ptr<Ring> ring) {

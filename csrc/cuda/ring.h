@@ -30,7 +30,7 @@ struct RingSize {
 
 class Ring {
  public:
-  Ring(Runtime& runtime, Host& host, RingSize size);
+  Ring(Api& api, Host& host, RingSize size);
   ~Ring();
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
@@ -67,7 +67,7 @@ class Ring {
   void finish(CurrentDevice& device, Piece& piece);
   void settle(CurrentDevice& device, const Rectangle& rectangle, bool reads);
 
-  Runtime& runtime_;
+  Api& api_;
   Host& host_;
   const RingSize size_;
   std::vector<Piece> pieces_;
@@ -77,13 +77,12 @@ class Ring {
 // Rings for as many runs as there are at a time.
 class Rings {
  public:
-  Rings(Runtime& runtime, Host& host, RingSize size)
-      : runtime_(runtime), host_(host), size_(size) {}
+  Rings(Api& api, Host& host, RingSize size) : api_(api), host_(host), size_(size) {}
   std::unique_ptr<Ring> take();
   void give_back(std::unique_ptr<Ring> ring);
 
  private:
-  Runtime& runtime_;
+  Api& api_;
   Host& host_;
   const RingSize size_;
   std::mutex mutex_;

@@ -27,7 +27,7 @@ std::vector<Rank> missing(const shm::Group& group, const Deck& deck, Rank r) {
 Adopted::~Adopted() {
   if (abandoned_) return;
   try {
-    gpu_.forsake(device_, host_);
+    gpu_.unregister_host(device_, host_);
   } catch (...) {  // the device is broken
   }
 }
@@ -40,7 +40,8 @@ Dock::Dock(Parts parts)
 Dock::~Dock() = default;
 
 void Dock::tell(uint64_t value) {
-  gpu().write(stream(), word(group().rank()), value);
+  gpu().on(stream().device,
+           [&](cuda::Api& api) { api.write_value(stream(), word(group().rank()), value); });
   parts_.deck.berth(group().rank()).enqueued.store(value, std::memory_order_release);
 }
 
@@ -49,7 +50,7 @@ void Dock::await(Rank r, uint64_t value, const shm::Occasion& occasion) {
   const auto ready = [&] { return shm::reached(enqueued.load(std::memory_order_acquire), value); };
   if (!ready()) group().await(ready, [&] { return missing(group(), parts_.deck, r); }, occasion);
   if (shm::reached(awaited_[r], value)) return;  // counters only grow
-  gpu().await(stream(), word(r), value);
+  gpu().on(stream().device, [&](cuda::Api& api) { api.wait_value(stream(), word(r), value); });
   awaited_[r] = value;
 }
 

@@ -18,7 +18,7 @@ class Adopted {
       : gpu_(gpu),
         device_(device),
         host_(deck.base()),
-        base_(gpu.adopt(device, host_, deck.adopted_bytes())) {}
+        base_(gpu.register_host(device, host_, deck.adopted_bytes())) {}
   ~Adopted();  // gives it back, unless `abandon`ed
   Adopted(const Adopted&) = delete;
   Adopted& operator=(const Adopted&) = delete;

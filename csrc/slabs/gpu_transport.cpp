@@ -83,7 +83,8 @@ void GpuTransport::launch(const shm::Rows& rows) {
   // What goes to buffers does no harm after an abort; who owns a tensor has been told of it, and
   // may have given its memory away.
   launch_.guard = move.in_slots == move.dsts ? nullptr : dock_->guard();
-  dock_->gpu().launch(dock_->stream(), launch_);
+  dock_->gpu().on(dock_->stream().device,
+                  [&](cuda::Api& api) { api.launch(dock_->stream(), launch_); });
 }
 
 }  // namespace pycollect::slabs

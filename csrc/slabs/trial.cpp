@@ -32,7 +32,8 @@ Trial::Trial(Gpu& gpu, const Slab& slab, const Deck& deck, std::byte* adopted)
       slab_(slab),
       deck_(deck),
       adopted_(adopted),
-      stream_(gpu.new_stream(slab.device())) {}
+      stream_(gpu.on(slab.device(),
+                     [&](cuda::Api& api) { return api.create_stream(slab.device()); })) {}
 
 bool Trial::drain() noexcept {
   if (lost_) return false;
@@ -52,32 +53,43 @@ Trial::~Trial() {
     return;                               // and to destroy the stream would wait for it
   }
   try {
-    gpu_.destroy(stream_);
+    on_stream([&](cuda::Api& api) { api.destroy(stream_); });
   } catch (...) {  // the device is broken
   }
 }
 
 void Trial::finish() {
-  const Event end = gpu_.record(stream_);
-  const auto deadline = shm::Clock::now() + kLongest;
   bool reached = false;
-  while (!(reached = gpu_.reached(end)) && shm::Clock::now() < deadline)
-    std::this_thread::sleep_for(kGlance);
-  gpu_.destroy(end);
+  on_stream([&](cuda::Api& api) {
+    const Event end = api.create_event(stream_.device);
+    const std::shared_ptr<void> destroyed(nullptr, [&](void*) { api.destroy(end); });
+    api.record(end, stream_);
+    const auto deadline = shm::Clock::now() + kLongest;
+    while (!(reached = api.query(end)) && shm::Clock::now() < deadline)
+      std::this_thread::sleep_for(kGlance);
+  });
   if (!reached) throw std::runtime_error("the GPU did not come to an end within 10 seconds");
 }
 
 void Trial::copy(std::byte* dst, std::byte* src) {
-  gpu_.launch(stream_, {.rows = {{.dsts = {dst}, .srcs = {src}, .count = Slab::kMarkBytes}},
-                        .dtype = DType::u8,
-                        .op = ReduceOp::sum,
-                        .options = {}});
+  on_stream([&](cuda::Api& api) {
+    api.launch(stream_, {.rows = {{.dsts = {dst}, .srcs = {src}, .count = Slab::kMarkBytes}},
+                         .dtype = DType::u8,
+                         .op = ReduceOp::sum,
+                         .options = {}});
+  });
+}
+
+void Trial::wait(Rank r, uint64_t value) {
+  on_stream([&](cuda::Api& api) { api.wait_value(stream_, word(r), value); });
 }
 
 void Trial::clear() {
   const Rank me = slab_.rank();
-  gpu_.fill(stream_, slab_.mark(me, 0), 0, kOwn * Slab::kMarkBytes);
-  gpu_.fill(stream_, slab_.mark(me, kOwn), pattern(me), Slab::kMarkBytes);
+  on_stream([&](cuda::Api& api) {
+    api.fill(stream_, slab_.mark(me, 0), 0, kOwn * Slab::kMarkBytes);
+    api.fill(stream_, slab_.mark(me, kOwn), pattern(me), Slab::kMarkBytes);
+  });
   finish();
 }
 
@@ -94,12 +106,22 @@ void Trial::read_everywhere() {
   finish();  // a copy to memory that is not pinned has the host wait for the stream without a limit
   found_ = std::make_unique<Found>(kOwn * Slab::kMarkBytes);
   Found& found = *found_;
-  gpu_.read(stream_, found.data(), slab_.mark(me, 0), found.size());
+  on_stream([&](cuda::Api& api) {
+    const auto bytes = static_cast<std::ptrdiff_t>(found.size());
+    api.copy(stream_, {.dst = found.data(),
+                       .src = slab_.mark(me, 0),
+                       .dst_pitch = bytes,
+                       .src_pitch = bytes,
+                       .bytes = found.size(),
+                       .rows = 1,
+                       .dst_device = cuda::kHost,
+                       .src_device = slab_.device()});
+  });
   finish();
   const auto is = [&](int number, Rank r) {
     const auto first = found.begin() + number * static_cast<std::ptrdiff_t>(Slab::kMarkBytes);
     return std::all_of(first, first + Slab::kMarkBytes,
-                       [&](unsigned char byte) { return byte == pattern(r); });
+                       [&](std::byte byte) { return byte == std::byte{pattern(r)}; });
   };
   for (Rank r = 0; r < slab_.world(); ++r) {
     if (!is(written_by(r), r))
@@ -110,14 +132,14 @@ void Trial::read_everywhere() {
 }
 
 void Trial::tell() {
-  gpu_.write(stream_, word(slab_.rank()), kTold);
+  on_stream([&](cuda::Api& api) { api.write_value(stream_, word(slab_.rank()), kTold); });
   finish();
 }
 
 void Trial::await_everybody() {
-  for (Rank r = 0; r < slab_.world(); ++r) gpu_.await(stream_, word(r), kTold);
+  for (Rank r = 0; r < slab_.world(); ++r) wait(r, kTold);
   finish();
-  gpu_.await(stream_, word(slab_.rank()), kReleased);
+  wait(slab_.rank(), kReleased);
   deck_.counter(slab_.rank()).reached.store(kReleased, std::memory_order_seq_cst);
   finish();
 }

@@ -26,8 +26,14 @@ class Trial {
   bool drain() noexcept;
 
  private:
-  using Found = std::vector<unsigned char>;  // a copy of the own marks
+  using Found = std::vector<std::byte>;  // a copy of the own marks
+  // Behind what is on the stream: act(api).
+  template <class F>
+  void on_stream(F&& act) {
+    gpu_.on(stream_.device, std::forward<F>(act));
+  }
   void copy(std::byte* dst, std::byte* src);
+  void wait(Rank r, uint64_t value);
   void finish();
   std::byte* word(Rank r) const { return adopted_ + deck_.offset(r); }
 

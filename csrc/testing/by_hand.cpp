@@ -17,7 +17,8 @@ void fold(const Row& row, const Launch& how) {
     else
       run({dsts.data(), n(dsts)}, {srcs.data(), n(srcs)}, row.count, how.options);
     auto advance = [](std::vector<void*>& at, const std::vector<std::ptrdiff_t>& pitches) {
-      for (std::size_t i = 0; i < at.size(); ++i)
+      for (std::size_t i = 0; i < pitches.size(); ++i)  // none for a single row
+
         at[i] = static_cast<std::byte*>(at[i]) + pitches[i];
     };
     advance(dsts, row.dst_pitches);

@@ -1,6 +1,6 @@
 // What launches and copies do, done by the host on real bytes.
 #pragma once
-#include "../cuda/runtime.h"
+#include "../cuda/api.h"
 
 namespace pycollect::cuda {
 

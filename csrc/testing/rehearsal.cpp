@@ -20,7 +20,7 @@ Rehearsal::Rehearsal(Scene scene, const Rehearsal* beside)
     : scene_(std::move(scene)),
       machine_(beside ? beside->machine_
                       : std::make_shared<Machine>(devices_of(scene_), scene_.ring)),
-      cuda_(machine_->cuda),
+      cuda_(*machine_->cuda),
       written_(compile(scene_.plan, scene_.in_place)),
       compiled_(staged(scene_)),
       cut_(how_to_cut(written_.plan, compiled_.plan, scene_.pieces, scene_.bindings)) {
@@ -48,7 +48,7 @@ void Rehearsal::make_posts() {
   Made callers, workers, senders, receivers;
   auto stream = [&](Made& made, bool apart, Rank rank, Device device) {
     const auto [at, is_new] = made.try_emplace({apart ? rank : -1, device});
-    if (is_new) at->second = cuda_.make_stream(device);
+    if (is_new) at->second = cuda_.create_stream(device);
     return at->second;
   };
   const auto on_device = [](Device d) { return d >= 0; };
@@ -67,7 +67,7 @@ void Rehearsal::make_posts() {
     posts_.ranks.push_back(post);
     posts_.host_waits |= scene_.devices[r] == kHost && scene_.host_waits;
   }
-  if (scene_.hub) posts_.hub = cuda_.make_stream(first);
+  if (scene_.hub) posts_.hub = cuda_.create_stream(first);
 }
 
 bool Rehearsal::is_pageable(Rank rank, int buffer) const {
@@ -174,7 +174,7 @@ void Rehearsal::through_callers(bool fork) {
     cuda_.record(event, from);
     cuda_.set_device(to.device);
     cuda_.wait(to, event);
-    cuda_.destroy_event(event);
+    cuda_.destroy(event);
   }
 }
 

@@ -8,14 +8,15 @@
 
 #include "../cuda/executor.h"
 #include "../plan/compiled.h"
-#include "fake_cuda.h"
+#include "emulator.h"
 #include "scene.h"
 
 namespace pycollect::cuda {
 
 struct Machine {
-  Machine(int devices, RingSize ring) : cuda(devices), executor(cuda, cuda, ring) {}
-  FakeCuda cuda;
+  Machine(int devices, RingSize ring)
+      : cuda(Emulator::that_records(devices)), executor(*cuda, *cuda, ring) {}
+  const std::shared_ptr<Emulator> cuda;
   Executor executor;
 };
 
@@ -38,7 +39,7 @@ class Rehearsal {
 
   const Compiled& compiled() const { return compiled_; }  // after staging
   const Posts& posts() const { return posts_; }
-  FakeCuda& cuda() { return cuda_; }
+  Emulator& cuda() { return cuda_; }
   Cut cut() const { return cut_; }
 
   StreamJudge judge() const { return StreamJudge(cuda_.trace()); }
@@ -67,7 +68,7 @@ class Rehearsal {
 
   Scene scene_;
   std::shared_ptr<Machine> machine_;
-  FakeCuda& cuda_;
+  Emulator& cuda_;
   Compiled written_, compiled_;
   Cut cut_;
   Posts posts_;

@@ -1,6 +1,6 @@
 // Copies of rectangles from host memory to host memory by torch's threads.
 #pragma once
-#include "../cuda/runtime.h"
+#include "../cuda/api.h"
 
 namespace pycollect {
 

@@ -2,7 +2,7 @@
 // nothing else is ever asked.
 #include <stdexcept>
 
-#include "c10d/devices/devices.h"
+#include "c10d/devices/torch_runtime.h"
 #include "gpus.h"
 #include "profiled.h"
 
@@ -30,38 +30,6 @@ void end_range() {}
 void run_on_gpus(const Job&) { never(); }
 std::shared_ptr<Work> enqueue_on_gpus(Job) { never(); }
 
-namespace dist {
-namespace {
+std::shared_ptr<dist::TorchRuntime> dist::torch_runtime() { return nullptr; }
 
-class NoDevices final : public Devices {
- public:
-  bool serves(const at::Tensor&) const override { return false; }
-  bool has(at::Device) const override { return false; }
-  bool is_capturing(at::Device) override { never(); }
-  at::Tensor new_pinned(const at::Tensor&) override { never(); }
-  void copy_out(const Way&) override { never(); }
-  void compute(const at::Tensor&, const at::Tensor&, const Computation&) override { never(); }
-  std::unique_ptr<Mark> mark(at::Device) override { never(); }
-  void follow(at::Device, Mark&) override { never(); }
-  std::unique_ptr<Mark> finish(at::Device, const std::vector<Way>&,
-                               const std::vector<at::Tensor>&) override {
-    never();
-  }
-  std::shared_ptr<slabs::Gpu> gpu() override { return nullptr; }
-  slabs::Stream stream(at::Device) override { never(); }
-  at::Tensor new_dense(const at::Tensor&, at::Device) override { never(); }
-  at::Tensor new_in_tract(const std::shared_ptr<slabs::Tracts>&, at::Device, int64_t,
-                          at::ScalarType) override {
-    never();
-  }
-  void drop_pools() override {}
-  std::shared_ptr<Devices> twin() override { return std::make_shared<NoDevices>(); }
-  void with_results(c10::ArrayRef<at::Device>, c10::function_ref<void()>) override { never(); }
-};
-
-}  // namespace
-
-std::shared_ptr<Devices> torch_devices() { return std::make_shared<NoDevices>(); }
-
-}  // namespace dist
 }  // namespace pycollect

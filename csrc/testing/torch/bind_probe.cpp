@@ -1,4 +1,4 @@
-#include "../../cuda/runtime.h"
+#include "../../cuda/api.h"
 #include "../../shm/outlet.h"
 #include "../../torch/host_copy.h"
 #include "bind.h"

@@ -24,7 +24,6 @@ namespace {
 
 namespace py = pybind11;
 
-using RowTuple = std::tuple<std::vector<uintptr_t>, std::vector<uintptr_t>, std::size_t>;
 using SeatTuple = std::array<int, 4>;
 
 template <std::size_t N>
@@ -32,10 +31,6 @@ int index_of(const std::array<const char*, N>& names, const std::string& name, c
   for (std::size_t i = 0; i < N; ++i)
     if (name == names[i]) return static_cast<int>(i);
   throw std::invalid_argument(text("there is no ", what, " '", name, "' here"));
-}
-
-py::object words(const std::string& said) {
-  return said.empty() ? py::object(py::none()) : py::object(py::str(said));
 }
 
 py::list tuples_of(const Schedule& schedule) {
@@ -84,19 +79,9 @@ auto rehearsal(const Plan& plan, bool in_place, const std::vector<Device>& devic
       beside);
 }
 
-py::dict counts(const FakeCuda& cuda) {
-  const FakeCuda::Counts& c = cuda.counts();
-  py::dict all;
-  all["launches"] = c.launches;
-  all["rows"] = c.rows;
-  all["copies"] = c.copies;
-  all["records"] = c.records;
-  all["waits"] = c.waits;
-  all["events"] = c.events;
-  all["alive"] = c.alive;
-  all["synchronizations"] = c.synchronizations;
-  all["host_copies"] = c.host_copies;
-  return all;
+// How often what was done, and what is given out.
+py::object counts(const Emulator& cuda) {
+  return py::module_::import("collections").attr("Counter")(cuda.books());
 }
 
 // Waits whose absence nobody notices.
@@ -143,65 +128,6 @@ void bind_rehearsal(py::module_& m) {
                              [](const Rehearsal& r) { return r.compiled().levels.size(); });
 }
 
-Launch launch_of(const std::vector<RowTuple>& rows) {
-  auto pointers = [](const std::vector<uintptr_t>& at) {
-    std::vector<std::byte*> all;
-    for (uintptr_t p : at) all.push_back(reinterpret_cast<std::byte*>(p));
-    return all;
-  };
-  Launch launch{{}, DType::u8, ReduceOp::sum, {}};
-  for (const auto& [dsts, srcs, count] : rows)
-    launch.rows.push_back({pointers(dsts), pointers(srcs), std::vector<std::ptrdiff_t>(dsts.size()),
-                           std::vector<std::ptrdiff_t>(srcs.size()), count});
-  return launch;
-}
-
-void copy_bytes(FakeCuda& cuda, Stream stream, std::pair<uintptr_t, Device> dst,
-                std::pair<uintptr_t, Device> src, std::size_t bytes) {
-  cuda.copy(stream, {.dst = reinterpret_cast<std::byte*>(dst.first),
-                     .src = reinterpret_cast<const std::byte*>(src.first),
-                     .dst_pitch = 0,
-                     .src_pitch = 0,
-                     .bytes = bytes,
-                     .rows = 1,
-                     .dst_device = dst.second,
-                     .src_device = src.second});
-}
-
-void bind_fake(py::module_& m) {
-  py::class_<Stream>(m, "FakeStream").def_readonly("device", &Stream::device);
-  py::class_<Event>(m, "FakeEvent").def_readonly("device", &Event::device);
-  py::class_<FakeCuda>(m, "FakeCuda")
-      .def(py::init<int>(), py::arg("devices"))
-      .def("set_device", &FakeCuda::set_device)
-      .def("current_device", &FakeCuda::current_device)
-      .def("stream", &FakeCuda::make_stream, py::arg("device"))
-      .def("default_stream", [](const FakeCuda&, Device device) { return Stream{device}; })
-      .def("event", &FakeCuda::create_event, py::arg("device"))
-      .def("destroy", &FakeCuda::destroy_event)
-      .def("record", &FakeCuda::record)
-      .def("wait", &FakeCuda::wait)
-      .def("connect", &FakeCuda::connect, py::arg("device"), py::arg("of"))
-      .def(
-          "allocate",
-          [](FakeCuda& c, const std::string& kind, Device device, std::size_t bytes) {
-            const auto k = index_of(std::array{"device", "pinned", "pageable"}, kind, "memory");
-            return reinterpret_cast<uintptr_t>(
-                c.allocate(static_cast<MemoryKind>(k), device, bytes));
-          },
-          py::arg("kind"), py::arg("device"), py::arg("bytes"))
-      .def("launch", [](FakeCuda& c, Stream s,
-                        const std::vector<RowTuple>& rows) { c.launch(s, launch_of(rows)); })
-      .def("copy", &copy_bytes, py::arg("stream"), py::arg("dst"), py::arg("src"), py::arg("bytes"))
-      .def("is_capturing", &FakeCuda::is_capturing)
-      .def("synchronize", py::overload_cast<Stream>(&FakeCuda::synchronize))
-      .def("begin_capture", &FakeCuda::begin_capture)
-      .def("end_capture", &FakeCuda::end_capture)
-      .def("begin_call", &FakeCuda::begin_call)
-      .def_property_readonly(
-          "race", [](const FakeCuda& c) { return words(StreamJudge(c.trace()).race()); });
-}
-
 void bind_peers(py::module_& m) {
   py::class_<Peers>(m, "Peers")
       .def(py::init([](std::function<bool(Device, Device)> ask,
@@ -220,7 +146,6 @@ void bind_peers(py::module_& m) {
 void bind_streams(pybind11::module_& m) {
   using namespace cuda;
   bind_rehearsal(m);
-  bind_fake(m);
   bind_peers(m);
   m.def(
       "stage",

@@ -6,10 +6,10 @@ namespace pycollect {
 
 PYBIND11_MODULE(_testing, m) {
   py::module_::import("pycollect._C");
+  bind_emulator(m);
   bind_streams(m);
   bind_probe(m);
   bind_cuda_probe(m);
-  bind_fake_devices(m);
 }
 
 }  // namespace pycollect

@@ -58,7 +58,7 @@ Backend::Backend(const StorePtr& store, Seat seat, OptionsPtr options)
       seat_(seat),
       options_(std::move(options)),
       ladder_(std::make_shared<Ladder>(
-          options_->devices ? options_->devices : torch_devices(),
+          std::make_shared<Devices>(options_->torch ? options_->torch : torch_runtime()),
           Ladder::Terms{options_->cuda_sync, options_->slab_bytes / kSlotsOfSlab})),
       timeout_ms_(options_->timeout.count()),
       group_(meet(store, seat, *options_)),

@@ -22,7 +22,7 @@ struct Options final : c10d::Backend::Options {
   // costs besides its bytes, some 20 us of hand-overs, is then a few percent; a guess.
   std::size_t slab_bytes = 32 << 20;
   std::string cuda_sync = kBestRung;      // how tensors on GPUs are served
-  std::shared_ptr<Devices> devices = {};  // in place of torch's, for tests
+  std::shared_ptr<TorchRuntime> torch = {};  // in place of torch's own, for tests
   shm::Share share = shm::Share::best;
   shm::Watch watch = shm::Watch::best;
 

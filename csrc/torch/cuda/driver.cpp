@@ -4,7 +4,7 @@
 
 #include "../../cuda/check.h"
 
-namespace pycollect::dist {
+namespace pycollect {
 namespace {
 
 // The version whose stream memory operations need no driver parameter to be switched on.
@@ -35,4 +35,4 @@ void check_driver(CUresult result, const char* call) {
                                 name == nullptr ? text("error ", static_cast<int>(result)) : name));
 }
 
-}  // namespace pycollect::dist
+}  // namespace pycollect

@@ -3,7 +3,7 @@
 #pragma once
 #include <cuda.h>
 
-namespace pycollect::dist {
+namespace pycollect {
 
 // As of CUDA 11.7. Throws std::runtime_error where the driver has none of this name.
 void* driver_entry(const char* name);
@@ -21,4 +21,4 @@ void call_driver(const char* name, Arguments... arguments) {
   check_driver(driver_function<Function>(name)(arguments...), name);
 }
 
-}  // namespace pycollect::dist
+}  // namespace pycollect

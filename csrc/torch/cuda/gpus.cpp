@@ -18,6 +18,7 @@
 #include "../../plan/error.h"
 #include "../profiled.h"
 #include "../threads.h"
+#include "api.h"
 #include "host.h"
 #include "reach.h"
 
@@ -29,7 +30,7 @@ using c10::cuda::CUDAStream;
 
 cuda::Executor& executor() {
   static cuda::Executor& it =
-      *new cuda::Executor(cuda::cuda_runtime(), torch_host());  // outlives main, as CUDA does
+      *new cuda::Executor(cuda_api(), torch_host());  // outlives main, as CUDA does
   return it;
 }
 
@@ -92,8 +93,7 @@ cuda::Posts posts_of(const Job& job, const Part& part, const std::vector<CUDAStr
 
 // torch may give the memory to somebody else only when our streams are done with it.
 void keep_until_done(const at::Tensor& t, const cuda::Stream& s) {
-  const CUDAStream stream = c10::cuda::getStreamFromExternal(
-      static_cast<cudaStream_t>(s.handle), static_cast<c10::DeviceIndex>(s.device));
+  const CUDAStream stream = of_torch(s);
   if (t.is_cuda() && t.device().index() == s.device)
     c10::cuda::CUDACachingAllocator::recordStream(t.storage().data_ptr(), stream);
   else if (t.is_cpu() && t.is_pinned())
@@ -110,7 +110,7 @@ void keep_until_done(const Job& job, const cuda::Posts& posts) {
 
 bool is_captured(const CUDAStream& s) {
   const c10::cuda::CUDAGuard guard(s.device());
-  return cuda::cuda_runtime().is_capturing(plain(s));
+  return cuda_api().is_capturing(plain(s));
 }
 
 // Between unlike layouts torch copies, which waits for pageable memory where a capture forbids it.

@@ -9,5 +9,9 @@ namespace pycollect {
 cuda::Host& torch_host();
 
 inline cuda::Stream plain(const c10::cuda::CUDAStream& s) { return {s.device_index(), s.stream()}; }
+inline c10::cuda::CUDAStream of_torch(const cuda::Stream& s) {
+  return c10::cuda::getStreamFromExternal(static_cast<cudaStream_t>(s.handle),
+                                          static_cast<c10::DeviceIndex>(s.device));
+}
 
 }  // namespace pycollect

@@ -8,18 +8,18 @@
 #include <mutex>
 #include <optional>
 
-#include "../../slabs/tracts.h"
+#include "../c10d/devices/torch_runtime.h"
 
 namespace pycollect::dist {
 
-class TractPool {
+class TractPool final : public Pool {
  public:
   // Throws std::runtime_error where no memory goes to other processes.
   TractPool(std::shared_ptr<slabs::Tracts> tracts, at::Device device);
   TractPool(const TractPool&) = delete;
   TractPool& operator=(const TractPool&) = delete;
 
-  at::Tensor empty(int64_t count, at::ScalarType type);
+  at::Tensor empty(int64_t count, at::ScalarType type) override;
 
  private:
   const at::Device device_;

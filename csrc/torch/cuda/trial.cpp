@@ -10,6 +10,7 @@
 
 #include "../../plan/error.h"
 #include "../gpus.h"
+#include "api.h"
 #include "host.h"
 
 namespace pycollect {
@@ -37,15 +38,14 @@ void write_pattern(const at::Tensor& t, uint32_t seed) {
 class Trial {
  public:
   Trial(Device from, Device to)
-      : runtime_(cuda::cuda_runtime()),
+      : api_(cuda_api()),
         from_(c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(from))),
         to_(c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(to))) {}
 
   std::string run() {
     for (const CUDAStream& s : {from_, to_}) {
       const c10::cuda::CUDAGuard guard(s.device());
-      require(!runtime_.is_capturing(plain(s)), "whether ", from_.device(), " reaches ",
-              to_.device(),
+      require(!api_.is_capturing(plain(s)), "whether ", from_.device(), " reaches ", to_.device(),
               " has not been tried yet, and cannot be while a CUDA graph is captured; make the "
               "call once before the capture");
     }
@@ -105,17 +105,17 @@ class Trial {
   void move(const CUDAStream& on, Block dst, Block src) {
     const c10::cuda::CUDAGuard guard(on.device());
     const auto pitch = static_cast<std::ptrdiff_t>(kBytes);
-    runtime_.copy(plain(on), {bytes_in(memory_[dst]), bytes_in(memory_[src]), pitch, pitch, kBytes,
-                              1, device_of(dst), device_of(src)});
+    api_.copy(plain(on), {bytes_in(memory_[dst]), bytes_in(memory_[src]), pitch, pitch, kBytes, 1,
+                          device_of(dst), device_of(src)});
   }
   void store(Block dst, Block src) {
     cuda::Launch launch{{}, DType::u8, ReduceOp::sum, {.world = 1}};
     launch.rows.push_back({{bytes_in(memory_[dst])}, {bytes_in(memory_[src])}, {0}, {0}, kBytes});
-    runtime_.launch(plain(from_), launch);
+    api_.launch(plain(from_), launch);
   }
   void synchronize(const CUDAStream& s) {
     const c10::cuda::CUDAGuard guard(s.device());
-    runtime_.synchronize(plain(s));
+    api_.synchronize(plain(s));
   }
   static bool finished(const c10::Event& done) {
     const auto end = std::chrono::steady_clock::now() + kLongest;
@@ -126,7 +126,7 @@ class Trial {
     return true;
   }
 
-  cuda::Runtime& runtime_;
+  cuda::Api& api_;
   const CUDAStream from_, to_;
   std::vector<at::Tensor> memory_;
 };

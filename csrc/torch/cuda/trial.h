@@ -3,7 +3,7 @@
 #pragma once
 #include <string>
 
-#include "../../cuda/runtime.h"
+#include "../../cuda/api.h"
 
 namespace pycollect {
 

@@ -12,7 +12,7 @@ from pycollect import _testing
 
 @contextmanager
 def fails(why: str) -> Iterator[None]:
-    with pytest.raises(RuntimeError, match=f"cuda: .*{why}"):
+    with pytest.raises(RuntimeError, match=f"CUDA error: .*{why}"):
         yield
 
 
@@ -20,7 +20,7 @@ class Stage:
     """Two devices, a stream and 64 bytes on each."""
 
     def __init__(self) -> None:
-        self.cuda = _testing.FakeCuda(2)
+        self.cuda = _testing.Emulator(2)
         self.streams = [self.cuda.stream(device) for device in range(2)]
         self.memory = [self.cuda.allocate("device", device, 64) for device in range(2)]
 
@@ -54,9 +54,9 @@ def test_everything_needs_its_device_to_be_current() -> None:
         cuda.record(event, stream)
     with fails("wait on a stream of device 1"):
         cuda.wait(stream, event)
-    with fails("synchronization on a stream of device 1"):
+    with fails("synchronize on a stream of device 1"):
         cuda.synchronize(stream)
-    with fails("query on a stream of device 1"):
+    with fails("query of a stream of device 1"):
         cuda.is_capturing(stream)
     with fails("no device 2"):
         cuda.set_device(2)

@@ -1,0 +1,192 @@
+// The memory of a GPU that is not there (emulator.h): files of this process, which others map by a
+// descriptor. Behind the memory is a page on which the processes count who has it mapped.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstring>
+
+#include "by_hand.h"
+#include "emulator.h"
+
+namespace pycollect::cuda {
+namespace {
+
+using shm::Descriptor;
+
+constexpr std::size_t kPage = 4096;
+
+std::byte* mapped(const Descriptor& file, std::size_t bytes) {
+  void* const at = mmap(nullptr, bytes + kPage, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
+  demand(at != MAP_FAILED, "no address space");
+  return static_cast<std::byte*>(at);
+}
+
+bool is_one_file(const Descriptor& a, const Descriptor& b) {
+  struct stat x = {}, y = {};
+  return fstat(a.get(), &x) == 0 && fstat(b.get(), &y) == 0 && x.st_ino == y.st_ino &&
+         x.st_dev == y.st_dev;
+}
+
+Descriptor copy_of(const Descriptor& file) {
+  return Descriptor(fcntl(file.get(), F_DUPFD_CLOEXEC, 0));
+}
+
+}  // namespace
+
+Emulator::~Emulator() {
+  streams_.stop();
+  for (const auto& [base, memory] : shared_) munmap(base, memory.bytes + kPage);
+}
+
+std::byte* Emulator::allocate(Device, std::size_t bytes) {
+  synchronize_all("allocate");
+  const Lock lock = locked();
+  enter("out of memory");
+  Descriptor file(memfd_create("pycollect_emulator", MFD_CLOEXEC));
+  demand(file && ftruncate(file.get(), static_cast<off_t>(bytes + kPage)) == 0, "out of memory");
+  std::byte* const base = mapped(file, bytes);
+  std::memset(base, kPoison, bytes);
+  shared_.emplace(base, Shared{bytes, std::move(file), true});
+  ++books_["allocated"];
+  return base;
+}
+
+Exported Emulator::export_memory(std::byte* base) {
+  const Lock lock = locked();
+  enter("export_memory");
+  const auto found = shared_.find(base);
+  if (found == shared_.end() || !found->second.own)
+    foul("memory was handed over that was not allocated by itself");
+  return {copy_of(found->second.file), found->second.bytes};
+}
+
+std::byte* Emulator::map(Device, const Descriptor& descriptor, std::size_t bytes) {
+  synchronize_all("map");
+  const Lock lock = locked();
+  for (const auto& [base, memory] : shared_)
+    if (is_one_file(memory.file, descriptor))
+      foul(memory.own ? "a process cannot map what it has allocated itself"
+                      : "memory was mapped twice");
+  std::byte* const base = mapped(descriptor, bytes);
+  word_at(base + bytes).fetch_add(1);
+  shared_.emplace(base, Shared{bytes, copy_of(descriptor), false});
+  ++books_["opened"];
+  return base;
+}
+
+void Emulator::unmap(std::byte* base) {
+  synchronize_all("unmap");
+  const Lock lock = locked();
+  const auto found = shared_.find(base);
+  if (found == shared_.end()) foul("memory was unmapped that was not mapped");
+  const Shared memory = std::move(found->second);
+  shared_.erase(found);
+  if (memory.own && word_at(base + memory.bytes).load() != 0)
+    foul("memory was freed while others had it mapped");
+  if (!memory.own) word_at(base + memory.bytes).fetch_sub(1);
+  munmap(base, memory.bytes + kPage);
+  --books_[memory.own ? "allocated" : "opened"];
+}
+
+std::byte* Emulator::register_host(std::byte* memory, std::size_t bytes) {
+  synchronize_all("register_host");
+  const Lock lock = locked();
+  if (reinterpret_cast<std::uintptr_t>(memory) % kPage != 0 || bytes % kPage != 0)
+    foul("only whole pages can be registered");
+  registered_[memory] = bytes;
+  ++books_["adopted"];
+  return memory;
+}
+
+void Emulator::unregister_host(std::byte* memory) {
+  synchronize_all("unregister_host");
+  const Lock lock = locked();
+  if (registered_.erase(memory) == 0) foul("memory was unregistered that was not registered");
+  --books_["adopted"];
+}
+
+bool Emulator::is_registered(const std::byte* word) const {
+  for (const auto& [base, bytes] : registered_)
+    if (word >= base && word < base + bytes) return true;
+  return false;
+}
+
+std::byte* Emulator::allocate(MemoryKind kind, Device device, std::size_t bytes) {
+  demand(capture_ == 0, "allocation during a capture");
+  auto storage = std::make_unique<std::byte[]>(bytes + 1);  // no two regions touch
+  std::byte* const base = storage.get();
+  const Device at = kind == MemoryKind::device ? device : kHost;
+  regions_[base] = {bytes, kind, at, std::move(storage)};
+  return base;
+}
+
+std::byte* Emulator::new_pinned(std::size_t bytes) {
+  enter("new_pinned");
+  return allocate(MemoryKind::pinned, kHost, bytes);
+}
+
+void Emulator::copy(const Rectangle& it) {
+  demand(it.bytes > 0 && it.rows > 0, "the host copies nothing");
+  demand(capture_ == 0, "the host copies during a capture");
+  host("a copy by the host", touches(it), [it] { move(it); });
+  ++books_["host_copy"];
+}
+
+const Emulator::Region& Emulator::region(const std::byte* begin, std::size_t bytes) const {
+  auto after = regions_.upper_bound(begin);
+  demand(after != regions_.begin(), "an address in no memory");
+  const auto& [base, r] = *std::prev(after);
+  demand(begin + bytes <= base + r.bytes, "an access beyond the end of its memory");
+  return r;
+}
+
+void Emulator::reachable(Device device, const std::byte* begin, std::size_t bytes) const {
+  const Region& r = region(begin, bytes);
+  demand(r.kind != MemoryKind::pageable, "a kernel touches pageable memory");
+  demand(r.kind == MemoryKind::pinned || r.device == device || peers_[device][r.device], "device ",
+         device, " cannot touch the memory of device ", r.device);
+}
+
+std::vector<Touch> Emulator::touches(Device device, const Row& row, std::size_t item,
+                                     int part) const {
+  demand(row.count > 0 && row.rows > 0 && !row.dsts.empty() && !row.srcs.empty(),
+         "a row of nothing");
+  demand(row.dsts.size() == row.dst_pitches.size() && row.srcs.size() == row.src_pitches.size(),
+         "a row without a pitch for each pointer");
+  std::vector<Touch> all;
+  auto side = [&](const std::vector<std::byte*>& at, const std::vector<std::ptrdiff_t>& pitches,
+                  bool writes) {
+    for (std::size_t i = 0; i < at.size(); ++i)
+      for (std::size_t r = 0; r < row.rows; ++r) {
+        const std::byte* begin = at[i] + pitches[i] * static_cast<std::ptrdiff_t>(r);
+        reachable(device, begin, row.count * item);
+        all.push_back({begin, row.count * item, writes, part});
+      }
+  };
+  side(row.srcs, row.src_pitches, false);
+  side(row.dsts, row.dst_pitches, true);
+  for (const Touch& a : all)
+    for (const Touch& b : all)
+      demand(!b.writes || a.begin == b.begin || a.begin + a.bytes <= b.begin ||
+                 b.begin + b.bytes <= a.begin,
+             "a row whose destination overlaps another of its slices without being it");
+  return all;
+}
+
+std::vector<Touch> Emulator::touches(const Rectangle& it) const {
+  std::vector<Touch> all;
+  for (std::size_t r = 0; r < it.rows; ++r) {
+    const auto row = static_cast<std::ptrdiff_t>(r);
+    for (bool writes : {false, true}) {
+      const std::byte* at = writes ? it.dst + it.dst_pitch * row : it.src + it.src_pitch * row;
+      demand(region(at, it.bytes).device == (writes ? it.dst_device : it.src_device),
+             "a copy names another memory than its address is in");
+      all.push_back({at, it.bytes, writes, 0});
+    }
+  }
+  return all;
+}
+
+}  // namespace pycollect::cuda

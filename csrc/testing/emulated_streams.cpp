@@ -1,0 +1,104 @@
+// See emulated_streams.h.
+#include "emulated_streams.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace pycollect::cuda {
+
+void EmulatedStreams::stop() {
+  {
+    const Lock lock(mutex);
+    closed_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+std::size_t EmulatedStreams::add() {
+  streams_.emplace_back();
+  return streams_.size() - 1;
+}
+
+void EmulatedStreams::enqueue(std::size_t stream, Work work) {
+  streams_[stream].work.push_back(std::move(work));
+  ++streams_[stream].enqueued;
+  changed_.notify_all();
+}
+
+bool EmulatedStreams::step(std::size_t stream) {
+  Stream& s = streams_[stream];
+  if (s.work.empty() || is_stalled(stream) || !s.work.front()()) return false;
+  Work done = std::move(s.work.front());
+  s.work.pop_front();
+  ++s.done;
+  if (thread_.joinable()) {
+    spent_.push_back(std::move(done));
+    changed_.notify_all();
+  }
+  return true;
+}
+
+bool EmulatedStreams::advance(Point to) {
+  while (!passed(to))
+    if (!step(to.stream)) return false;
+  return true;
+}
+
+void EmulatedStreams::run_by_themselves() {
+  if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
+}
+
+// In each round every stream is served in its turn, or now and then is not.
+void EmulatedStreams::serve() {
+  Lock lock(mutex);
+  while (!closed_) {
+    const bool any = std::any_of(streams_.begin(), streams_.end(),
+                                 [](const Stream& s) { return !s.work.empty(); });
+    if (!any && spent_.empty()) {
+      changed_.wait(lock);
+      continue;
+    }
+    std::vector<std::size_t> turns(streams_.size());
+    std::iota(turns.begin(), turns.end(), 0);
+    std::shuffle(turns.begin(), turns.end(), random_);
+    for (const std::size_t s : turns) {
+      if (random_() % 8 == 0) continue;
+      while (step(s) && eager_) {
+      }
+    }
+    std::vector<Work> spent;
+    spent.swap(spent_);
+    lock.unlock();
+    spent.clear();
+    lock.lock();
+    changed_.wait_for(lock, pause_, [&] { return closed_; });
+  }
+}
+
+void EmulatedStreams::drain(std::size_t stream) {
+  Lock lock(mutex);
+  const Point to = end(stream);
+  while (!advance(to) && thread_.joinable() && !is_stalled(stream)) {
+    lock.unlock();
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    lock.lock();
+  }
+}
+
+bool EmulatedStreams::drain_all(std::chrono::seconds limit) {
+  const auto deadline = std::chrono::steady_clock::now() + limit;
+  Lock lock(mutex);
+  for (std::size_t s = 0; s < streams_.size(); ++s) {
+    const Point to = end(s);
+    while (!advance(to)) {
+      if (std::chrono::steady_clock::now() >= deadline) return false;
+      lock.unlock();
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+      lock.lock();
+    }
+  }
+  return true;
+}
+
+}  // namespace pycollect::cuda

@@ -1,0 +1,329 @@
+// See emulator.h. An event is a snapshot of its stream's clock; work that a launch would do is kept
+// as a function on real bytes, done with the host's folds. What has been written to a word is noted
+// behind it, from which the rule is checked that nobody waits for what nobody will write.
+#include "emulator.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <numeric>
+
+#include "../plan/error.h"
+#include "../shm/layout.h"
+#include "by_hand.h"
+
+namespace pycollect::cuda {
+namespace {
+
+using Kind = Operation::Kind;
+
+constexpr std::size_t kNote = 8;  // behind a counter's word
+
+void join(std::vector<int>& mine, const std::vector<int>& seen) {
+  if (mine.size() < seen.size()) mine.resize(seen.size());
+  for (std::size_t i = 0; i < seen.size(); ++i) mine[i] = std::max(mine[i], seen[i]);
+}
+
+bool is_behind(const std::vector<int>& mine, const std::vector<int>& seen) {
+  for (std::size_t i = 0; i < seen.size(); ++i)
+    if (seen[i] > (i < mine.size() ? mine[i] : 0)) return false;
+  return true;
+}
+
+bool is_called_off(const Launch& launch) {
+  return launch.guard != nullptr &&
+         reinterpret_cast<const std::atomic<uint32_t>*>(launch.guard)->load() != 0;
+}
+
+}  // namespace
+
+Stream Emulator::create_stream(Device device) {
+  enter("create_stream");
+  const Lock lock = locked();
+  ++books_["streams"];
+  return create_stream_of(Owner::nobody, device);
+}
+
+Stream Emulator::create_stream_of(Owner owner, Device device) {
+  const Lock lock = locked();
+  demand(is_device(device), "no device ", device);
+  const std::size_t number = streams_.add();
+  states_.push_back({{device, reinterpret_cast<void*>(number + 1)}, owner});  // only compared
+  trace_.streams = static_cast<int>(states_.size());
+  return states_.back().stream;
+}
+
+void Emulator::destroy(Stream) {
+  const Lock lock = locked();
+  --books_["streams"];
+}
+
+std::size_t Emulator::number(Stream stream) const {
+  const auto found = std::find_if(states_.begin(), states_.end(),
+                                  [&](const StreamState& s) { return s.stream == stream; });
+  demand(found != states_.end(), "no such stream");
+  return found - states_.begin();
+}
+
+Emulator::StreamState& Emulator::state(Stream stream, const char* call) {
+  demand(stream.device == current_device(), call, " on a stream of device ", stream.device,
+         " while device ", current_device(), " is current");
+  StreamState& found = states_[number(stream)];
+  demand(records_ || found.capture == 0, call, " while the stream is capturing");
+  return found;
+}
+
+Emulator::EventState& Emulator::state(Event event, const char* call) {
+  const auto i = reinterpret_cast<std::size_t>(event.handle);
+  demand(i >= 1 && i <= events_.size() && events_[i - 1].alive, call, " of no event");
+  return events_[i - 1];
+}
+
+void Emulator::note(const char* call, const StreamState& stream) {
+  if (!records_) calls_.push_back(text(call, stream.owner == Owner::caller ? " caller" : " group"));
+}
+
+Event Emulator::create_event(Device device) {
+  const Lock lock = locked();
+  enter("create_event");
+  demand(device == current_device(), "an event for device ", device, " while device ",
+         current_device(), " is current");
+  events_.push_back({device});
+  ++books_["events"];
+  return {device, reinterpret_cast<void*>(events_.size())};
+}
+
+void Emulator::destroy(Event event) noexcept {
+  const Lock lock = locked();
+  events_[reinterpret_cast<std::size_t>(event.handle) - 1].alive = false;
+  --books_["events"];
+}
+
+void Emulator::record(Event event, Stream stream) {
+  const Lock lock = locked();
+  enter("record");
+  StreamState& s = state(stream, "record");
+  EventState& e = state(event, "record");
+  demand(e.device == stream.device, "an event of device ", e.device,
+         " recorded on a stream of device ", stream.device);
+  demand(!records_ || e.call != call_,
+         "an event recorded again while others may still have to wait for it");
+  const std::size_t at = number(stream);
+  e.recorded = static_cast<int>(trace_.operations.size());
+  e.is_recorded = true;
+  e.point = streams_.end(at);
+  e.capture = s.capture;
+  e.call = call_;
+  e.clock = s.clock;
+  e.asked = e.seen = false;
+  note("record", s);
+  if (records_) trace_.operations.push_back({.kind = Kind::record, .stream = static_cast<int>(at)});
+}
+
+void Emulator::wait(Stream stream, Event event) {
+  Lock lock = locked();
+  enter("wait");
+  StreamState& s = state(stream, "wait");
+  const EventState& e = state(event, "wait");
+  note("wait", s);
+  const std::size_t at = number(stream);
+  if (!records_) {
+    const bool looks = looks_ && s.owner == Owner::caller;
+    if (e.is_recorded)
+      streams_.enqueue(at, [this, point = e.point] { return streams_.advance(point); });
+    lock.unlock();
+    if (looks) streams_.drain(at);
+    return;
+  }
+  if (e.is_recorded) {
+    demand(e.capture == 0 || e.capture == capture_,
+           "wait for an event of a capture that has ended");
+    demand(s.capture == 0 || e.capture == s.capture,
+           "a stream under capture waits for work outside of it");
+    s.capture = e.capture == 0 ? s.capture : e.capture;
+    join(s.clock, e.clock);
+  }
+  trace_.operations.push_back({.kind = Kind::wait,
+                               .stream = static_cast<int>(at),
+                               .of = e.is_recorded ? e.recorded : Operation::kNobody});
+}
+
+// A step of work for each question, and never at the first: devices take their time.
+bool Emulator::query(Event event) {
+  const Lock lock = locked();
+  enter("query");
+  require_no_capture("query");
+  EventState& e = state(event, "query");
+  if (!e.is_recorded) return true;
+  if (!std::exchange(e.asked, true)) return false;
+  if (!streams_.passed(e.point) && !streams_.step(e.point.stream))
+    for (std::size_t s = 0; s < states_.size(); ++s)
+      if (states_[s].owner == Owner::caller) streams_.step(s);
+  const bool done = streams_.passed(e.point);
+  if (done && !std::exchange(e.seen, true)) note("done", states_[e.point.stream]);
+  return done;
+}
+
+void Emulator::synchronize(Event event) {
+  const Lock lock = locked();
+  enter("synchronize");
+  EventState& e = state(event, "synchronize");
+  demand(capture_ == 0, "the host waits during a capture");
+  e.call = -1;  // nobody can be waiting for it any more
+  if (e.is_recorded) trace_.operations.push_back({.kind = Kind::host_wait, .of = e.recorded});
+}
+
+void Emulator::synchronize(Stream stream) {
+  const Lock lock = locked();
+  enter("synchronize");
+  state(stream, "synchronize");
+  demand(capture_ == 0, "the host waits during a capture");
+  trace_.operations.push_back(
+      {.kind = Kind::host_wait, .stream = static_cast<int>(number(stream))});
+}
+
+bool Emulator::is_capturing(Stream stream) {
+  const Lock lock = locked();
+  demand(stream.device == current_device(), "query of a stream of device ", stream.device,
+         " while device ", current_device(), " is current");
+  return states_[number(stream)].capture != 0;
+}
+
+void Emulator::begin_capture(Stream stream) {
+  const Lock lock = locked();
+  demand(capture_ == 0, "two captures at once");
+  demand(stream.handle != nullptr, "the default stream cannot be captured");
+  states_[number(stream)].capture = capture_ = ++captures_;
+}
+
+void Emulator::end_capture(Stream stream) {
+  const Lock lock = locked();
+  const StreamState& origin = states_[number(stream)];
+  demand(capture_ != 0 && origin.capture == capture_, "this stream began no capture");
+  for (const StreamState& s : states_)
+    demand(s.capture != capture_ || is_behind(origin.clock, s.clock), "a stream of device ",
+           s.stream.device, " has work in the capture that was not joined");
+  for (StreamState& s : states_) s.capture = 0;
+  capture_ = 0;
+}
+
+void Emulator::enqueue(Stream stream, Operation operation) {
+  const std::size_t n = number(stream);
+  StreamState& s = states_[n];
+  demand(capture_ == 0 || !records_ || s.capture != 0, operation.what,
+         " escapes the capture: its stream has not joined");
+  if (s.clock.size() <= n) s.clock.resize(n + 1);
+  ++s.clock[n];
+  operation.stream = static_cast<int>(n);
+  if (records_) {
+    trace_.operations.push_back(std::move(operation));
+  } else {
+    streams_.enqueue(n, [parts = std::move(operation.parts)] {
+      for (const auto& part : parts) part();
+      return true;
+    });
+  }
+}
+
+void Emulator::enqueue(Stream stream, const char* call, EmulatedStreams::Work work) {
+  const Lock lock = locked();
+  enter(call);
+  note(call, state(stream, call));
+  const std::size_t n = number(stream);
+  streams_.enqueue(n, std::move(work));
+  if (streams_.eager() && states_[n].owner == Owner::group) streams_.advance(streams_.end(n));
+}
+
+// The kernel that copies, or one of a reduction.
+void Emulator::may_load(const Launch& launch) {
+  const bool copies = std::all_of(launch.rows.begin(), launch.rows.end(),
+                                  [](const Row& row) { return row.srcs.size() == 1; });
+  const std::pair<int, int> kernel =
+      copies ? std::pair(-1, -1)
+             : std::pair(static_cast<int>(launch.dtype), static_cast<int>(launch.op));
+  {
+    const Lock lock = locked();
+    if (records_ || !loaded_.insert(kernel).second) return;
+  }
+  synchronize_all("load");
+}
+
+void Emulator::launch(Stream stream, const Launch& launch) {
+  may_load(launch);
+  const Lock lock = locked();
+  enter("launch");
+  state(stream, "launch");
+  demand(!launch.rows.empty(), "a launch of nothing");
+  books_["rows"] += static_cast<int>(launch.rows.size());
+  if (is_dropped("launch")) return;
+  Operation o{.kind = Kind::work, .what = text("a launch on stream ", number(stream))};
+  const auto how = std::make_shared<const Launch>(launch);
+  for (std::size_t i = 0; i < how->rows.size(); ++i) {
+    const Row& row = how->rows[i];
+    if (records_)
+      for (const Touch& t :
+           touches(stream.device, row, item_bytes(how->dtype), static_cast<int>(i)))
+        o.touches.push_back(t);
+    o.parts.emplace_back([how, &row] {
+      if (!is_called_off(*how)) fold(row, *how);
+    });
+  }
+  enqueue(stream, std::move(o));
+}
+
+// The host waits for what is to be in pageable memory, however long that takes.
+void Emulator::copy(Stream stream, const Rectangle& it) {
+  const Lock lock = locked();
+  enter("copy");
+  state(stream, "copy");
+  demand(it.bytes > 0 && it.rows > 0, "a copy of nothing");
+  Operation o{.kind = Kind::work, .what = text("a copy on stream ", number(stream))};
+  if (records_) {
+    o.touches = touches(it);
+    for (const Touch& t : o.touches)
+      demand(region(t.begin, t.bytes).kind != MemoryKind::pageable || capture_ == 0,
+             "a copy of pageable memory during a capture");
+    demand(it.src_device == kHost || it.dst_device == kHost || it.src_device == it.dst_device ||
+               peers_[it.src_device][it.dst_device] || peers_[it.dst_device][it.src_device],
+           "a copy between devices ", it.src_device, " and ", it.dst_device,
+           ", which do not reach each other");
+  } else if (!streams_.is_idle(number(stream))) {
+    foul("the host was to wait for a stream without a limit");
+  }
+  o.parts.emplace_back([it] { move(it); });
+  enqueue(stream, std::move(o));
+}
+
+void Emulator::fill(Stream stream, std::byte* memory, unsigned char value, std::size_t bytes) {
+  const Lock lock = locked();
+  enter("fill");
+  state(stream, "fill");
+  Operation o{.kind = Kind::work, .what = "a fill"};
+  o.parts.emplace_back([=] { std::memset(memory, value, bytes); });
+  if (!is_dropped("fill")) enqueue(stream, std::move(o));
+}
+
+void Emulator::write_value(Stream stream, std::byte* word, uint64_t value) {
+  const Lock lock = locked();
+  if (!is_registered(word)) foul("a stream was to write memory that is not registered");
+  enter("write_value");
+  state(stream, "write_value");
+  word_at(word + kNote).store(value);
+  Operation o{.kind = Kind::work, .what = "a signal"};
+  o.parts.emplace_back([=] { word_at(word).store(value); });
+  if (!is_dropped("write_value")) enqueue(stream, std::move(o));
+}
+
+void Emulator::wait_value(Stream stream, std::byte* word, uint64_t value) {
+  const Lock lock = locked();
+  if (!is_registered(word)) foul("a stream was to wait for memory that is not registered");
+  enter("wait_value");
+  state(stream, "wait_value");
+  if (states_[number(stream)].owner == Owner::group &&
+      !shm::reached(word_at(word + kNote).load(), value))
+    foul("a stream was to wait for what nobody has been told to write");
+  if (!is_dropped("wait_value"))
+    streams_.enqueue(number(stream), [=] { return shm::reached(word_at(word).load(), value); });
+}
+
+}  // namespace pycollect::cuda

@@ -1,0 +1,205 @@
+// See emulated_torch.h.
+#include "emulated_torch.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+
+#include "../../torch/c10d/without_interpreter.h"
+#include "../../torch/threads.h"
+
+namespace pycollect::dist {
+namespace {
+
+using cuda::Emulator;
+using cuda::Stream;
+using Lock = cuda::EmulatedStreams::Lock;
+
+constexpr cuda::Device kDevice = -1;  // as torch numbers the CPU
+
+// Streams that are current in this thread instead of the caller's.
+struct Current {
+  const EmulatedTorch* of = nullptr;
+  Stream stream = {};
+};
+thread_local Current current_here;
+
+// Each tensor has a tract of its own.
+class EmulatedPool final : public Pool {
+ public:
+  explicit EmulatedPool(std::shared_ptr<slabs::Tracts> tracts) : tracts_(std::move(tracts)) {}
+
+  at::Tensor empty(int64_t count, at::ScalarType type) override {
+    const auto bytes = static_cast<std::size_t>(count) * at::elementSize(type);
+    std::byte* const memory = tracts_->add(kDevice, std::max<std::size_t>(bytes, 1));
+    return at::from_blob(
+        memory, {count}, [tracts = tracts_, memory](void*) { tracts->give_back(memory); },
+        at::TensorOptions(type));
+  }
+
+ private:
+  const std::shared_ptr<slabs::Tracts> tracts_;
+};
+
+}  // namespace
+
+EmulatedTorch::EmulatedTorch(bool eager, bool shares)
+    : shares_(shares),
+      emulator_(Emulator::that_runs(eager)),
+      mutex_(emulator_->streams().mutex),
+      cache_(std::make_shared<EmulatedCache>(emulator_)),
+      pinned_(std::make_shared<EmulatedCache>(emulator_)),
+      caller_(emulator_->create_stream_of(Emulator::Owner::caller, kDevice)),
+      second_(emulator_->create_stream_of(Emulator::Owner::caller, kDevice)),
+      current_(caller_) {
+  if (shares) emulator_->streams().run_by_themselves();
+}
+
+EmulatedTorch::~EmulatedTorch() {
+  const WithoutInterpreter without;
+  emulator_->streams().stop();
+}
+
+bool EmulatedTorch::serves(const at::Tensor& tensor) const {
+  const Lock lock(mutex_);
+  return tensor.is_cpu() && std::none_of(on_host_.begin(), on_host_.end(), [&](const auto& s) {
+           return s.is_alias_of(tensor.storage());
+         });
+}
+
+Stream EmulatedTorch::current_stream(at::Device) {
+  if (current_here.of == this) return current_here.stream;
+  const Lock lock(mutex_);
+  return current_;
+}
+
+Stream EmulatedTorch::new_stream(at::Device) {
+  return emulator_->create_stream_of(Emulator::Owner::group, kDevice);
+}
+
+void EmulatedTorch::with_streams(c10::ArrayRef<Stream> streams, c10::function_ref<void()> act) {
+  struct Under {
+    explicit Under(Current now) : before(std::exchange(current_here, now)) {}
+    ~Under() { current_here = before; }
+    const Current before;
+  } const under({this, streams.front()});
+  act();
+}
+
+// torch's future of CPU tensors has no streams to wait on: whoever waits for it looks at once.
+void EmulatedTorch::complete(c10::ArrayRef<Stream> streams, c10::function_ref<void()> act) {
+  if (emulator_->looks()) {
+    emulator_->streams().drain(number(caller_));
+    for (Stream s : streams) emulator_->streams().drain(number(s));
+  }
+  act();
+}
+
+at::Tensor EmulatedTorch::empty(at::IntArrayRef sizes, at::ScalarType type, at::Device device) {
+  return cache_->empty(sizes, type, number(current_stream(device)), false);
+}
+
+at::Tensor EmulatedTorch::empty_pinned(at::IntArrayRef sizes, at::ScalarType type) {
+  emulator_->enter("empty_pinned");
+  return pinned_->empty(sizes, type, EmulatedCache::kNoStream, true);
+}
+
+std::unique_ptr<Pool> EmulatedTorch::new_pool(std::shared_ptr<slabs::Tracts> tracts, at::Device) {
+  return std::make_unique<EmulatedPool>(std::move(tracts));
+}
+
+// Whoever was out of memory has some then.
+void EmulatedTorch::empty_cache() {
+  emulator_->synchronize_all("empty_cache");
+  emulator_->fail("out of memory", -1);
+}
+
+void EmulatedTorch::record_stream(const at::Tensor& tensor, Stream stream) {
+  const Lock lock(mutex_);
+  if (cache_->record(tensor, number(stream)) || !serves(tensor)) return;
+  // Memory of the CPU's allocator goes back there when the stream has done what it has now.
+  std::erase_if(kept_, [](const auto& old) { return old.second.expired(); });
+  kept_.emplace_back(stream, tensor.storage().getWeakStorageImpl());
+  emulator_->streams().enqueue(number(stream), [tensor] { return tensor.defined(); });
+}
+
+// A cache shows by wrong numbers what is not recorded.
+bool EmulatedTorch::is_kept(const at::Tensor& tensor, Stream stream) const {
+  return stream == current_ || !serves(tensor) || cache_->owns(tensor) || pinned_->owns(tensor) ||
+         std::any_of(kept_.begin(), kept_.end(), [&](const auto& kept) {
+           return kept.first == stream && kept.second == tensor.storage().getWeakStorageImpl();
+         });
+}
+
+void EmulatedTorch::enqueue(const char* call, std::initializer_list<at::Tensor> touched,
+                            std::function<void()> act) {
+  const Lock lock(mutex_);
+  const Stream stream = current_stream(at::kCPU);
+  for (const at::Tensor& t : touched) {
+    if (!is_kept(t, stream))
+      throw std::logic_error("a stream was given work on memory that nobody keeps for it");
+    pinned_->record(t, number(stream));
+  }
+  const cuda::Beside beside(*emulator_, kDevice);
+  emulator_->enqueue(stream, call, [act = std::move(act)] {
+    act();
+    return true;
+  });
+}
+
+// What work on a stream has of a tensor: the memory alone, as torch's own does, where a cache says
+// whose that is; other memory it holds.
+at::Tensor EmulatedTorch::reached(const at::Tensor& tensor) const {
+  if (!cache_->owns(tensor) && !pinned_->owns(tensor)) return tensor;
+  return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
+                       at::TensorOptions(tensor.scalar_type()));
+}
+
+void EmulatedTorch::copy(const at::Tensor& to, const at::Tensor& from) {
+  enqueue("copy_", {to, from}, [to = reached(to), from = reached(from)] { lay(to, from); });
+}
+
+void EmulatedTorch::compute(const at::Tensor& into, const at::Tensor& from,
+                            const Computation& how) {
+  enqueue("compute", {into, from}, [into, from, how] { how(into); });
+}
+
+void EmulatedTorch::put_on_host(const at::Tensor& tensor) {
+  const Lock lock(mutex_);
+  on_host_.push_back(tensor.storage());
+}
+
+void EmulatedTorch::fill_later(const at::Tensor& tensor, double value) {
+  const Lock lock(mutex_);
+  at::Tensor values(at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type()));
+  values.fill_(value);
+  emulator_->streams().enqueue(number(current_), [to = reached(tensor), values] {
+    lay(to, values);
+    return true;
+  });
+}
+
+void EmulatedTorch::use_second_stream(bool on) {
+  const Lock lock(mutex_);
+  current_ = on ? second_ : caller_;
+}
+
+void EmulatedTorch::finish_caller() { emulator_->streams().drain(number(caller_)); }
+
+void EmulatedTorch::stall(bool on, int after) {
+  const Lock lock(mutex_);
+  if (on)
+    emulator_->streams().stall(number(caller_), after);
+  else
+    emulator_->streams().go_on();
+}
+
+void EmulatedTorch::capture(bool on) {
+  if (on)
+    emulator_->begin_capture(caller_);
+  else if (emulator_->captures())
+    emulator_->end_capture(caller_);
+}
+
+}  // namespace pycollect::dist

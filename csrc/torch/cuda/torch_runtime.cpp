@@ -1,0 +1,76 @@
+// torch's CUDA as the backend for processes asks for it: its streams, its pinned memory, whose
+// blocks it gives to nobody before the copies that touch them are done, and its own copies.
+#include "../c10d/devices/torch_runtime.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/cuda/EmptyTensor.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include "api.h"
+#include "host.h"
+#include "tract_pool.h"
+
+namespace pycollect::dist {
+namespace {
+
+using c10::cuda::CUDAGuard;
+using c10::cuda::CUDAStream;
+
+class CudaRuntime final : public TorchRuntime {
+ public:
+  cuda::Api& cuda() override { return cuda_api(); }
+  bool shares_memory() const override { return true; }
+
+  bool serves(const at::Tensor& tensor) const override { return tensor.is_cuda(); }
+  bool has(at::Device device) const override { return device.is_cuda(); }
+  at::Device with_index(at::Device device) const override {
+    return device.has_index() ? device : at::Device(device.type(), c10::cuda::current_device());
+  }
+  cuda::Stream current_stream(at::Device device) override {
+    return plain(c10::cuda::getCurrentCUDAStream(device.index()));
+  }
+  cuda::Stream new_stream(at::Device device) override {
+    return plain(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device.index()));
+  }
+  void with_streams(c10::ArrayRef<cuda::Stream> streams, c10::function_ref<void()> act) override {
+    std::vector<CUDAStream> all;
+    for (const cuda::Stream& s : streams) all.push_back(of_torch(s));
+    const c10::cuda::CUDAMultiStreamGuard guard(all);
+    act();
+  }
+
+  at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type, at::Device device) override {
+    const CUDAGuard guard(device);
+    return at::Tensor(at::detail::empty_cuda(sizes, type, device, std::nullopt));
+  }
+  at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType type) override {
+    return at::Tensor(at::detail::empty_cpu(sizes, type, /*pin_memory=*/true));
+  }
+  std::unique_ptr<Pool> new_pool(std::shared_ptr<slabs::Tracts> tracts,
+                                 at::Device device) override {
+    return std::make_unique<TractPool>(std::move(tracts), device);
+  }
+  void empty_cache() override { c10::cuda::CUDACachingAllocator::emptyCache(); }
+  void record_stream(const at::Tensor& tensor, cuda::Stream stream) override {
+    if (tensor.is_cuda())
+      c10::cuda::CUDACachingAllocator::recordStream(tensor.storage().data_ptr(), of_torch(stream));
+  }
+
+  // Also of inference tensors; autograd does not see it.
+  void copy(const at::Tensor& to, const at::Tensor& from) override {
+    const CUDAGuard guard(from.is_cuda() ? from.device() : to.device());
+    const at::AutoDispatchBelowADInplaceOrView as_memory;
+    to.copy_(from, /*non_blocking=*/true);
+  }
+  void compute(const at::Tensor& into, const at::Tensor&, const Computation& how) override {
+    how(into);
+  }
+};
+
+}  // namespace
+
+std::shared_ptr<TorchRuntime> torch_runtime() { return std::make_shared<CudaRuntime>(); }
+
+}  // namespace pycollect::dist
