@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 from dist_pool import OURS, Me, backend_of, caught, fresh
 from dist_tracts import GPU, LARGE, in_the_end, make, reached
+from dist_waits import heard, say
 
 pytestmark = pytest.mark.skipif(not OURS, reason="has memory of its own")
 
@@ -55,34 +56,30 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
         time.sleep(0.001)
 
 
-def kept(me: Me, late: bool) -> list[int]:
-    """Mappings of a group's memory: with it, behind its end, and behind that of its tensors."""
+def kept(me: Me) -> list[int]:
+    """Mappings of a group's memory: with it, and behind its end, when there are tensors left."""
     made, fake = dist_fake.options("eager:stream")
     me.init("kept", pg_options=made)
     group, x, y = dist.group.WORLD, make(1000).fill_(3), make(LARGE).fill_(4)
     dist.all_reduce(x)  # rank 0 opens the others', and nobody does so with `y`
     found = [memory_of_groups()]
-    ended = [Path(me.folder, f"ended_{rank}") for rank in range(me.world)]
-    if late and me.rank == 0:
-        until(lambda: all(file.exists() for file in ended[1:]))
+    if me.rank == 0:
+        heard(me, "ended", range(1, me.world))
     dist.destroy_process_group()
     found.append(memory_of_groups())
-    ended[me.rank].touch()
+    say(me, "ended")
     assert x.eq(3 * me.world).all()
     assert y.eq(4).all()
-    until(ended[0].exists)
     del x, y
     gc.collect()
-    until(lambda: late or not in_the_end(fake))
+    until(lambda: not in_the_end(fake))
     assert group is not None
-    return [*found, memory_of_groups()]
+    return found
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_tensors_and_handles_keep_no_memory_of_a_group_that_has_ended(late):
-    """Unless another rank still has such a tensor open."""
-    with fresh(3, group=False, environ=(("PYCOLLECT_SHM_SHARE", "memfd"),)) as pool:
-        assert pool.run(kept, late) == [[1, int(late and rank > 0), 0] for rank in range(3)]
+def test_tensors_and_handles_keep_no_memory_of_a_group_that_has_ended():
+    with fresh(3, group=False) as pool:
+        assert pool.run(kept) == [[1, 0]] * 3
 
 
 def made_meanwhile(me: Me) -> tuple[list[str], int]:

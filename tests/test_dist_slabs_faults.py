@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from dist_fake import alive
 from dist_pool import OURS, Caught, Me, Pool, begun, caught, fresh
-from dist_waits import heard, say
 
 pytestmark = pytest.mark.skipif(not OURS, reason="has slabs of its own")
 VICTIM = 1
@@ -165,30 +164,6 @@ def test_groups_come_and_go():
         assert pool.run(cycles, count, seconds=60.0) == [[], []]
 
 
-def alone(me: Me) -> tuple[float, dict[str, int], list[str]]:
-    """One rank destroys the group, the other has its memory open for longer than that waits."""
-    made, fake = dist_fake.options("eager:stream")
-    me.init("alone", pg_options=made)
-    dist.all_reduce(torch.ones(3))
-    if me.rank == VICTIM:
-        heard(me, "destroyed", [0])
-    begin = time.monotonic()
-    dist.destroy_process_group()
-    took = time.monotonic() - begin
-    say(me, "destroyed")
-    return took, alive(fake), fake.gpu.fouls()
-
-
-@pytest.mark.slow
-def test_a_group_that_one_rank_destroys():
-    with fresh(2, group=False) as pool:
-        first, second = pool.run(alone)
-    assert first[0] < 3.0
-    assert first[1:] == ({"allocated": 1}, [])  # kept, because it may not be freed
-    assert second[0] < 1.0
-    assert second[1:] == ({}, [])
-
-
 def circle(me: Me) -> float:
     """Groups {0, 1}, {1, 2}, {0, 2}, each rank beginning with another: no order of waits hangs."""
     groups, fakes = [], []
@@ -223,7 +198,7 @@ def test_groups_in_a_circle():
 # --- deaths in CUDA -------------------------------------------------------------------------------
 
 
-def killed(me: Me, call: str, after: int) -> tuple[list[Caught], float, list[str]]:
+def dies_in_a_call(me: Me, call: str, after: int) -> tuple[list[Caught], float, list[str]]:
     """The victim dies in one of its calls: of the meeting, of a collective, or of the end."""
     made, fake = dist_fake.options("late:stream")
     me.init(f"{call}_{after}", pg_options=made)
@@ -243,7 +218,7 @@ CALLS |= {"record": 8, "wait": 1, "query": 12, "unmap": 0, "unregister_host": 0}
 
 @pytest.fixture(scope="module")
 def deaths() -> Iterator[dict[str, Pool]]:
-    yield from begun({call: (killed, call, CALLS[call]) for call in CALLS}, 3, group=False)
+    yield from begun({call: (dies_in_a_call, call, CALLS[call]) for call in CALLS}, 3, group=False)
 
 
 @pytest.mark.slow  # for so many ranks

@@ -35,7 +35,6 @@ struct alignas(128) Berth {
   std::array<char, 64> gpu = {};         // that the slab is on
   std::array<char, 16> wanted = {};      // the rung that was asked for
   uint64_t slot_bytes = 0;               // of its slab
-  std::atomic<uint32_t> closed{0};       // it has let go of the others' slabs
 };
 
 // A rank's word of memory beside its slab that the others may open (see tracts.h).

@@ -1,7 +1,5 @@
 #include "dock.h"
 
-#include "farewell.h"
-
 namespace pycollect::slabs {
 namespace {
 
@@ -75,25 +73,11 @@ std::shared_ptr<Errand> Dock::send(const shm::Occasion& occasion, std::function<
   return errand;
 }
 
-bool Dock::others_closed() const {
-  const uint64_t dead = parts_.group->dead();
-  for (Rank r = 0; r < parts_.group->world(); ++r)
-    if (r != parts_.group->rank() && (dead >> r & 1) == 0 &&
-        parts_.deck.berth(r).closed.load(std::memory_order_acquire) == 0)
-      return false;
-  return true;
-}
-
-bool Dock::close(std::chrono::milliseconds grace) {
-  if (std::exchange(closed_, true)) return true;
+void Dock::close(std::chrono::milliseconds grace) {
+  if (std::exchange(closed_, true)) return;
   watch_.close(grace);
-  parts_.slab->close_others();
-  parts_.deck.berth(group().rank()).closed.store(1, std::memory_order_release);
-  const bool all = farewell([&] { return others_closed(); });
-  if (!all) parts_.slab->abandon();
   parts_.slab.reset();
   parts_.adopted.reset();
-  return all;
 }
 
 }  // namespace pycollect::slabs

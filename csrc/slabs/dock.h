@@ -75,12 +75,10 @@ class Dock {
   std::shared_ptr<Errand> send(const shm::Occasion& occasion, std::function<bool()> reached,
                                std::shared_ptr<void> lent);
 
-  // Ends it: gives what is under way some time, and the others some to let go of this rank's slab.
-  // Returns whether they have; if not, its memory stays until the process ends.
-  bool close(std::chrono::milliseconds grace);
+  // Ends it: gives what is under way some time, and lets go of all memory.
+  void close(std::chrono::milliseconds grace);
 
  private:
-  bool others_closed() const;
   std::byte* word(Rank r) const { return parts_.adopted->base() + parts_.deck.offset(r); }
 
   Parts parts_;

@@ -36,12 +36,14 @@ class Meeting {
     return {{}, why};
   }
 
-  // Nobody hears of anybody any more: the others may still have this rank's memory open.
-  void give_up() noexcept {
+  // Lets go of what it has, but for what a device that does not come to an end may still touch.
+  void let_go() noexcept {
     const bool stuck = trial_ != nullptr && !trial_->drain();
+    trial_.reset();
     if (adopted_ && stuck) adopted_->abandon();
-    if (slab_ && !stuck) slab_->close_others();
-    if (slab_) slab_->abandon();
+    if (slab_ && stuck) slab_->abandon();
+    slab_.reset();
+    adopted_.reset();
   }
 
  private:
@@ -124,18 +126,6 @@ class Meeting {
     return why;
   }
 
-  // Whoever opened memory closes it before its owner frees it.
-  void let_go() {
-    const bool stuck = trial_ != nullptr && !trial_->drain();
-    trial_.reset();
-    if (adopted_ && stuck) adopted_->abandon();
-    if (slab_ && stuck) slab_->abandon();
-    if (slab_ && !stuck) slab_->close_others();
-    together([] {});
-    slab_.reset();
-    adopted_.reset();
-  }
-
   std::shared_ptr<Dock> make_dock() {
     const bool stuck = !trial_->drain();
     trial_.reset();
@@ -167,7 +157,7 @@ Found meet(const Ask& ask, const shm::Occasion& occasion) {
   try {
     return meeting.run();
   } catch (...) {
-    meeting.give_up();
+    meeting.let_go();
     throw;
   }
 }

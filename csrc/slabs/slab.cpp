@@ -21,24 +21,17 @@ Slab::Slab(Gpu& gpu, const SlabTerms& terms) : gpu_(gpu), terms_(terms), memory_
 
 Slab::~Slab() {
   if (abandoned_) return;
-  close_others();
-  try {
-    gpu_.free(terms_.device, memory_[terms_.rank]);
-  } catch (...) {  // the device is broken, and its memory is gone with it
+  for (Rank r = 0; r < terms_.world; ++r) {
+    try {
+      if (r == terms_.rank)
+        gpu_.free(terms_.device, memory_[r]);
+      else if (memory_[r] != nullptr)
+        gpu_.close(terms_.device, memory_[r]);
+    } catch (...) {  // the device is broken, and its memory is gone with it
+    }
   }
 }
 
 void Slab::open(Rank r, const Handle& handle) { memory_[r] = gpu_.open(terms_.device, handle); }
-
-void Slab::close_others() noexcept {
-  for (Rank r = 0; r < terms_.world; ++r) {
-    if (r == terms_.rank || memory_[r] == nullptr) continue;
-    try {
-      gpu_.close(terms_.device, memory_[r]);
-    } catch (...) {  // as above
-    }
-    memory_[r] = nullptr;
-  }
-}
 
 }  // namespace pycollect::slabs

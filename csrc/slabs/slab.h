@@ -21,14 +21,14 @@ class Slab {
   static constexpr std::size_t kMarkBytes = 16;  // one access of a thread
 
   Slab(Gpu& gpu, const SlabTerms& terms);
-  ~Slab();  // frees it, unless `abandon`ed
+  // Unmaps it, unless it was `abandon`ed. Whoever has this rank's open keeps that memory.
+  ~Slab();
   Slab(const Slab&) = delete;
   Slab& operator=(const Slab&) = delete;
 
   Handle handle() { return gpu_.handle_of(terms_.device, memory_[terms_.rank]); }
   void open(Rank r, const Handle& handle);
-  void close_others() noexcept;
-  // The device, or others, may still have to do with it: all of it stays until the process ends.
+  // The device may still have to do with it: all of it stays until the process ends.
   void abandon() { abandoned_ = true; }
 
   Device device() const { return terms_.device; }

@@ -6,7 +6,6 @@
 #include <bit>
 
 #include "../plan/error.h"
-#include "farewell.h"
 
 namespace pycollect::slabs {
 namespace {
@@ -32,7 +31,7 @@ Tracts::Tracts(std::shared_ptr<Gpu> gpu, const shm::Group& group)
 // To be held as long as a notice is looked at.
 std::shared_ptr<shm::Segment> Tracts::segment() const {
   const std::lock_guard lock(mutex_);
-  if (!segment_) throw std::runtime_error("the group has been destroyed");
+  if (!segment_) throw std::runtime_error(kEnded);
   return segment_;
 }
 
@@ -41,14 +40,17 @@ std::byte* Tracts::add(Device device, std::size_t bytes) {
     throw std::runtime_error("a forked child of a rank has no GPU memory of its own to allocate");
   const std::size_t size = whole_granules(bytes);
   if (std::byte* const again = reuse(device, size)) return again;
+  const auto held = segment();  // the group may end meanwhile
   std::byte* const memory = gpu_->allocate(device, size);
   const int number = put_up(device, memory, size);
   {
     const std::lock_guard lock(mutex_);
-    own_.emplace(memory, Own{device, size, number, true});
-    if (!closed_) return memory;
+    if (!closed_) {
+      own_.emplace(memory, Own{device, size, number, true});
+      return memory;
+    }
   }
-  give_back(memory);
+  free(device, memory);
   throw std::runtime_error(kEnded);
 }
 
@@ -114,7 +116,6 @@ bool Tracts::take_down(int number) {
 void Tracts::give_back(std::byte* memory) noexcept {
   if (!origin_.is_here()) return;  // it is the parent's
   Device device = 0;
-  std::shared_ptr<shm::Segment> unneeded;
   {
     const std::lock_guard lock(mutex_);
     const auto found = own_.find(memory);
@@ -123,7 +124,6 @@ void Tracts::give_back(std::byte* memory) noexcept {
     if (found->second.number != kNone && !take_down(found->second.number)) return;
     device = found->second.device;
     own_.erase(found);
-    unneeded = unneeded_segment();
   }
   free(device, memory);
 }
@@ -133,29 +133,6 @@ void Tracts::free(Device device, std::byte* memory) const noexcept {
     gpu_->free(device, memory);
   } catch (...) {  // the device is broken, and its memory is gone with it
   }
-}
-
-// At the end: all that nobody uses here and nobody has open. The rest is memory without places.
-void Tracts::free_idle() {
-  std::map<std::byte*, Device> idle;
-  std::shared_ptr<shm::Segment> unneeded;
-  {
-    const std::lock_guard lock(mutex_);
-    for (auto& [memory, own] : own_) {
-      if (own.number != kNone && !take_down(own.number)) continue;
-      own.number = kNone;
-      if (!own.given) idle.emplace(memory, own.device);
-    }
-    for (const auto& [memory, device] : idle) own_.erase(memory);
-    unneeded = unneeded_segment();
-  }
-  for (const auto& [memory, device] : idle) free(device, memory);
-}
-
-// Called under the lock. What it returns is let go of after the lock, because unmapping takes time.
-// Tensors may outlive their group, and no other memory of the group's does.
-std::shared_ptr<shm::Segment> Tracts::unneeded_segment() {
-  return closed_ && numbers_ == 0 ? std::exchange(segment_, nullptr) : nullptr;
 }
 
 std::optional<Place> Tracts::place_of(const std::byte* at, std::size_t bytes) const {
@@ -200,7 +177,7 @@ std::byte* Tracts::open(Device device, Rank owner, int number) {
   return found;
 }
 
-void Tracts::close_others(uint64_t dead) {
+void Tracts::close_others() {
   const std::lock_guard lock(opening_);
   let_go_ = true;
   for (const auto& [key, memory] : opened_) {
@@ -208,31 +185,29 @@ void Tracts::close_others(uint64_t dead) {
       gpu_->close(key.device, memory);
     } catch (...) {  // the device is broken
     }
-  }
-  for (const auto& [key, memory] : opened_)
     deck_.notice(key.owner, key.number).openers.fetch_and(~bit(rank_));
+  }
   opened_.clear();
-  for (int number = 0; number < kMostTracts; ++number)
-    deck_.notice(rank_, number).openers.fetch_and(~dead);
 }
 
-bool Tracts::is_open_to_others() const {
-  for (int number = 0; number < kMostTracts; ++number)
-    if (deck_.notice(rank_, number).openers.load() != 0) return true;
-  return false;
-}
-
-bool Tracts::close(uint64_t dead) {
-  std::shared_ptr<shm::Segment> held;
+// Tensors may outlive their group, and no other memory of the group's does. Who has a tract open
+// keeps its memory.
+void Tracts::close() {
+  std::shared_ptr<shm::Segment> held;  // until the end, without the lock: unmapping takes time
+  std::map<std::byte*, Device> idle;
   {
     const std::lock_guard lock(mutex_);
-    if (std::exchange(closed_, true)) return true;
-    held = segment_;
+    if (std::exchange(closed_, true)) return;
+    held.swap(segment_);
+    for (auto& [memory, own] : own_) {
+      if (own.number != kNone) deck_.notice(rank_, own.number).bytes.store(0);
+      own.number = kNone;
+      if (!own.given) idle.emplace(memory, own.device);
+    }
+    for (const auto& [memory, device] : idle) own_.erase(memory);
   }
-  close_others(dead);
-  const bool all = farewell([&] { return !is_open_to_others(); });
-  free_idle();
-  return all;
+  close_others();
+  for (const auto& [memory, device] : idle) free(device, memory);
 }
 
 Tracts::Use Tracts::use() const {

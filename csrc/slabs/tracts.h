@@ -45,11 +45,9 @@ class Tracts {
   // Throws std::runtime_error, with CUDA's reason, when that does not work.
   std::byte* at(Device device, Rank owner, Place place);
 
-  // Ends it: no device has to do with the others' memory any more. Lets go of it, gives the others
-  // some time to do the same (`dead`: a bit for each that will not), and frees what nobody uses.
-  // Returns whether they have; if not, what they may have open stays until the process ends, and
-  // the memory that the processes share until this object does.
-  bool close(uint64_t dead);
+  // Ends it, when no device of this process has to do with the others' memory any more: lets go of
+  // that, and frees what no tensor is in.
+  void close();
 
   struct Use {
     std::size_t used, kept;  // bytes given out; free, but kept
@@ -75,11 +73,8 @@ class Tracts {
   int put_up(Device device, std::byte* memory, std::size_t bytes);
   bool take_down(int number);
   std::byte* open(Device device, Rank owner, int number);
-  void close_others(uint64_t dead);
-  bool is_open_to_others() const;
-  void free_idle();
+  void close_others();
   std::shared_ptr<shm::Segment> segment() const;
-  std::shared_ptr<shm::Segment> unneeded_segment();
   void free(Device device, std::byte* memory) const noexcept;
 
   const std::shared_ptr<Gpu> gpu_;
@@ -89,7 +84,7 @@ class Tracts {
   const int world_;
 
   mutable std::mutex mutex_;  // of what follows; never held in a call of the GPU's
-  // That the notices are in. None: the group has ended, and this rank has none up any more.
+  // That the notices are in. None: the group has ended.
   std::shared_ptr<shm::Segment> segment_;
   std::map<std::byte*, Own> own_;
   uint64_t numbers_ = 0;  // a bit for each that is taken

@@ -1,5 +1,5 @@
 // The memory of a GPU that is not there (emulator.h): files of this process, which others map by a
-// descriptor. Behind the memory is a page on which the processes count who has it mapped.
+// descriptor.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -18,7 +18,7 @@ using shm::Descriptor;
 constexpr std::size_t kPage = 4096;
 
 std::byte* mapped(const Descriptor& file, std::size_t bytes) {
-  void* const at = mmap(nullptr, bytes + kPage, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
+  void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
   demand(at != MAP_FAILED, "no address space");
   return static_cast<std::byte*>(at);
 }
@@ -37,7 +37,7 @@ Descriptor copy_of(const Descriptor& file) {
 
 Emulator::~Emulator() {
   streams_.stop();
-  for (const auto& [base, memory] : shared_) munmap(base, memory.bytes + kPage);
+  for (const auto& [base, memory] : shared_) munmap(base, memory.bytes);
 }
 
 std::byte* Emulator::allocate(Device, std::size_t bytes) {
@@ -45,7 +45,7 @@ std::byte* Emulator::allocate(Device, std::size_t bytes) {
   const Lock lock = locked();
   enter("out of memory");
   Descriptor file(memfd_create("pycollect_emulator", MFD_CLOEXEC));
-  demand(file && ftruncate(file.get(), static_cast<off_t>(bytes + kPage)) == 0, "out of memory");
+  demand(file && ftruncate(file.get(), static_cast<off_t>(bytes)) == 0, "out of memory");
   std::byte* const base = mapped(file, bytes);
   std::memset(base, kPoison, bytes);
   shared_.emplace(base, Shared{bytes, std::move(file), true});
@@ -70,7 +70,6 @@ std::byte* Emulator::map(Device, const Descriptor& descriptor, std::size_t bytes
       foul(memory.own ? "a process cannot map what it has allocated itself"
                       : "memory was mapped twice");
   std::byte* const base = mapped(descriptor, bytes);
-  word_at(base + bytes).fetch_add(1);
   shared_.emplace(base, Shared{bytes, copy_of(descriptor), false});
   ++books_["opened"];
   return base;
@@ -83,10 +82,7 @@ void Emulator::unmap(std::byte* base) {
   if (found == shared_.end()) foul("memory was unmapped that was not mapped");
   const Shared memory = std::move(found->second);
   shared_.erase(found);
-  if (memory.own && word_at(base + memory.bytes).load() != 0)
-    foul("memory was freed while others had it mapped");
-  if (!memory.own) word_at(base + memory.bytes).fetch_sub(1);
-  munmap(base, memory.bytes + kPage);
+  munmap(base, memory.bytes);
   --books_[memory.own ? "allocated" : "opened"];
 }
 

@@ -135,8 +135,8 @@ class Emulator final : public Api, public Host {
     Device device;
     std::unique_ptr<std::byte[]> storage;
   };
-  struct Shared {       // that processes share
-    std::size_t bytes;  // without the page of its own books
+  struct Shared {  // that processes share
+    std::size_t bytes;
     shm::Descriptor file;
     bool own;
   };

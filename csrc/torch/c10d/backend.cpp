@@ -107,7 +107,7 @@ void Backend::close(shm::Deadline deadline) {
     allocator.swap(allocator_);
   }
   if (messages) messages->close(deadline);
-  if (group) ladder_->leave(group->dead());
+  if (group) ladder_->leave();
 }
 
 // A callback may drop the last hold of a group, whose end wants the lock. All of them move on by

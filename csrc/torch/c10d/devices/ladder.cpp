@@ -68,12 +68,9 @@ at::Tensor Ladder::empty(at::Device device, int64_t count, at::ScalarType type) 
   return made;
 }
 
-void Ladder::leave(uint64_t dead) {
+void Ladder::leave() {
   devices_->drop_pools();
-  if (tracts_ && !tracts_->close(dead))
-    say_once(
-        "a group was destroyed by some ranks only; GPU memory that others may still have open is "
-        "kept until the processes end");
+  if (tracts_) tracts_->close();
 }
 
 bool Ladder::is_to_meet() {
@@ -118,10 +115,7 @@ void Ladder::close(std::chrono::milliseconds grace) {
     const std::lock_guard lock(mutex_);
     dock.swap(dock_);
   }
-  if (dock && !dock->close(grace))
-    say_once(
-        "a group of CUDA tensors was destroyed by some ranks only; their slabs are kept until "
-        "the processes end, because others may still have them open");
+  if (dock) dock->close(grace);
 }
 
 void check_no_capture(const Passage& passage, const char* operation) {

@@ -58,9 +58,8 @@ class Ladder {
   const std::shared_ptr<Devices>& devices() const { return devices_; }
   // Frees what it has on devices; gives what is under way there some time.
   void close(std::chrono::milliseconds grace);
-  // Behind that: lets go of the others' memory and frees its own. `dead`: a bit for each rank that
-  // has died.
-  void leave(uint64_t dead);
+  // Behind that: lets go of the others' memory and frees its own.
+  void leave();
 
  private:
   const std::shared_ptr<Devices> devices_;
