@@ -21,7 +21,7 @@ struct Options final : c10d::Backend::Options {
   // Of a GPU's memory for each rank. A piece of a large message is half of it, and what a piece
   // costs besides its bytes, some 20 us of hand-overs, is then a few percent; a guess.
   std::size_t slab_bytes = 32 << 20;
-  std::string cuda_sync = kBestRung;      // how tensors on GPUs are served
+  std::string cuda_sync = kBestRung;         // how tensors on GPUs are served
   std::shared_ptr<TorchRuntime> torch = {};  // in place of torch's own, for tests
   shm::Share share = shm::Share::best;
   shm::Watch watch = shm::Watch::best;

@@ -1,0 +1,145 @@
+// The work of an emulator's streams (emulator.h): what a launch would do is kept as a function on
+// real bytes, done with the host's folds. What has been written to a word is noted behind it, from
+// which the rule is checked that nobody waits for what nobody will write.
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "../shm/layout.h"
+#include "by_hand.h"
+#include "emulator.h"
+
+namespace pycollect::cuda {
+namespace {
+
+using Kind = Operation::Kind;
+
+constexpr std::size_t kNote = 8;  // behind a counter's word
+
+bool is_called_off(const Launch& launch) {
+  return launch.guard != nullptr &&
+         reinterpret_cast<const std::atomic<uint32_t>*>(launch.guard)->load() != 0;
+}
+
+}  // namespace
+
+void Emulator::enqueue(Stream stream, Operation operation) {
+  const std::size_t n = number(stream);
+  StreamState& s = states_[n];
+  demand(capture_ == 0 || !records_ || s.capture != 0, operation.what,
+         " escapes the capture: its stream has not joined");
+  if (s.clock.size() <= n) s.clock.resize(n + 1);
+  ++s.clock[n];
+  operation.stream = static_cast<int>(n);
+  if (records_) {
+    trace_.operations.push_back(std::move(operation));
+  } else {
+    streams_.enqueue(n, [parts = std::move(operation.parts)] {
+      for (const auto& part : parts) part();
+      return true;
+    });
+  }
+}
+
+void Emulator::enqueue(Stream stream, const char* call, EmulatedStreams::Work work) {
+  const Lock lock = locked();
+  enter(call);
+  note(call, state(stream, call));
+  const std::size_t n = number(stream);
+  streams_.enqueue(n, std::move(work));
+  if (streams_.eager() && states_[n].owner == Owner::group) streams_.advance(streams_.end(n));
+}
+
+// The kernel that copies, or one of a reduction.
+void Emulator::may_load(const Launch& launch) {
+  const bool copies = std::all_of(launch.rows.begin(), launch.rows.end(),
+                                  [](const Row& row) { return row.srcs.size() == 1; });
+  const std::pair<int, int> kernel =
+      copies ? std::pair(-1, -1)
+             : std::pair(static_cast<int>(launch.dtype), static_cast<int>(launch.op));
+  {
+    const Lock lock = locked();
+    if (records_ || !loaded_.insert(kernel).second) return;
+  }
+  synchronize_all("load");
+}
+
+void Emulator::launch(Stream stream, const Launch& launch) {
+  may_load(launch);
+  const Lock lock = locked();
+  enter("launch");
+  state(stream, "launch");
+  demand(!launch.rows.empty(), "a launch of nothing");
+  books_["rows"] += static_cast<int>(launch.rows.size());
+  if (is_dropped("launch")) return;
+  Operation o{.kind = Kind::work, .what = text("a launch on stream ", number(stream))};
+  const auto how = std::make_shared<const Launch>(launch);
+  for (std::size_t i = 0; i < how->rows.size(); ++i) {
+    const Row& row = how->rows[i];
+    if (records_)
+      for (const Touch& t :
+           touches(stream.device, row, item_bytes(how->dtype), static_cast<int>(i)))
+        o.touches.push_back(t);
+    o.parts.emplace_back([how, &row] {
+      if (!is_called_off(*how)) fold(row, *how);
+    });
+  }
+  enqueue(stream, std::move(o));
+}
+
+// The host waits for what is to be in pageable memory, however long that takes.
+void Emulator::copy(Stream stream, const Rectangle& it) {
+  const Lock lock = locked();
+  enter("copy");
+  state(stream, "copy");
+  demand(it.bytes > 0 && it.rows > 0, "a copy of nothing");
+  Operation o{.kind = Kind::work, .what = text("a copy on stream ", number(stream))};
+  if (records_) {
+    o.touches = touches(it);
+    for (const Touch& t : o.touches)
+      demand(region(t.begin, t.bytes).kind != MemoryKind::pageable || capture_ == 0,
+             "a copy of pageable memory during a capture");
+    demand(it.src_device == kHost || it.dst_device == kHost || it.src_device == it.dst_device ||
+               peers_[it.src_device][it.dst_device] || peers_[it.dst_device][it.src_device],
+           "a copy between devices ", it.src_device, " and ", it.dst_device,
+           ", which do not reach each other");
+  } else if (!streams_.is_idle(number(stream))) {
+    foul("the host was to wait for a stream without a limit");
+  }
+  o.parts.emplace_back([it] { move(it); });
+  enqueue(stream, std::move(o));
+}
+
+void Emulator::fill(Stream stream, std::byte* memory, unsigned char value, std::size_t bytes) {
+  const Lock lock = locked();
+  enter("fill");
+  state(stream, "fill");
+  Operation o{.kind = Kind::work, .what = "a fill"};
+  o.parts.emplace_back([=] { std::memset(memory, value, bytes); });
+  if (!is_dropped("fill")) enqueue(stream, std::move(o));
+}
+
+void Emulator::write_value(Stream stream, std::byte* word, uint64_t value) {
+  const Lock lock = locked();
+  if (!is_registered(word)) foul("a stream was to write memory that is not registered");
+  enter("write_value");
+  state(stream, "write_value");
+  word_at(word + kNote).store(value);
+  Operation o{.kind = Kind::work, .what = "a signal"};
+  o.parts.emplace_back([=] { word_at(word).store(value); });
+  if (!is_dropped("write_value")) enqueue(stream, std::move(o));
+}
+
+void Emulator::wait_value(Stream stream, std::byte* word, uint64_t value) {
+  const Lock lock = locked();
+  if (!is_registered(word)) foul("a stream was to wait for memory that is not registered");
+  enter("wait_value");
+  state(stream, "wait_value");
+  if (states_[number(stream)].owner == Owner::group &&
+      !shm::reached(word_at(word + kNote).load(), value))
+    foul("a stream was to wait for what nobody has been told to write");
+  if (!is_dropped("wait_value"))
+    streams_.enqueue(number(stream), [=] { return shm::reached(word_at(word).load(), value); });
+}
+
+}  // namespace pycollect::cuda
