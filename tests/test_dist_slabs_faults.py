@@ -195,46 +195,6 @@ def test_groups_in_a_circle():
         assert pool.run(circle) == [2 * 2 * 500 * 10.0] * 3
 
 
-# --- deaths in CUDA -------------------------------------------------------------------------------
-
-
-def dies_in_a_call(me: Me, call: str, after: int) -> tuple[list[Caught], float, list[str]]:
-    """The victim dies in one of its calls: of the meeting, of a collective, or of the end."""
-    made, fake = dist_fake.options("late:stream")
-    me.init(f"{call}_{after}", pg_options=made)
-    if me.rank == VICTIM:
-        fake.gpu.kill(call, after)
-    begin = time.monotonic()
-    errors = [caught(dist.all_reduce, torch.ones(1000)) for _ in range(3)]
-    dist.destroy_process_group()
-    return errors, time.monotonic() - begin, fake.gpu.fouls()
-
-
-# Calls, and how many go well before: of the meeting, of the collectives, of the end.
-CALLS = dict.fromkeys(("identity", "allocate", "register_host", "export_memory", "map"), 0)
-CALLS |= {"create_stream": 0, "fill": 1, "copy": 0, "launch": 7, "write_value": 2, "wait_value": 4}
-CALLS |= {"record": 8, "wait": 1, "query": 12, "unmap": 0, "unregister_host": 0}
-
-
-@pytest.fixture(scope="module")
-def deaths() -> Iterator[dict[str, Pool]]:
-    yield from begun({call: (dies_in_a_call, call, CALLS[call]) for call in CALLS}, 3, group=False)
-
-
-@pytest.mark.slow  # for so many ranks
-@pytest.mark.parametrize("call", CALLS)
-def test_a_death_in_a_call(deaths, call):
-    """Who is left has its data or hears of it in time, and nothing is freed that others have."""
-    for rank, outcome in enumerate(deaths[call].answers()):
-        if rank == VICTIM:
-            assert outcome.died
-            continue
-        errors, took, fouls = outcome.value
-        assert all(not e.kind or "CollectiveError" in e.kinds for e in errors), errors
-        assert took < 15.0
-        assert fouls == []
-
-
 # --- what the tests above would notice ------------------------------------------------------------
 
 

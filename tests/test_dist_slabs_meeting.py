@@ -119,6 +119,32 @@ def test_memory_that_others_may_have_open_is_theirs(long):
         assert (left, fouls) == ({}, [])
 
 
+def met_in_a_callback(me: Me, turn: int) -> list[float]:
+    """What a call before the first one of GPUs is followed by comes to them as well."""
+    made, fake = dist_fake.options("eager:stream")
+    me.init(f"callback_{turn}", pg_options=made)
+    host, x, y = torch.ones(4), torch.full((5,), 3.0), torch.full((5,), 2.0)
+    fake.put_on_host(host)
+    inner = []
+
+    def then(future: torch.futures.Future[Any]) -> Any:
+        inner.append(dist.all_reduce(x, async_op=True))
+        return future.value()
+
+    chained = dist.all_reduce(host, async_op=True).get_future().then(then)
+    dist.all_reduce(y)
+    chained.wait()
+    inner[0].wait()
+    dist.destroy_process_group()
+    return (x + y).tolist()
+
+
+def test_ranks_meet_in_a_callback():
+    with fresh(2, group=False) as pool:
+        for turn in range(3):
+            assert pool.run(met_in_a_callback, turn, seconds=20) == [[10.0] * 5] * 2
+
+
 def different(me: Me) -> Caught:
     made, _ = dist_fake.options("eager:stream" if me.rank == VICTIM else "eager:best")
     me.init("different", pg_options=made)
@@ -130,6 +156,23 @@ def test_ranks_that_ask_for_different_rungs():
         for error in pool.run(different):
             assert error.kind == "ValueError", error
             assert "rank 1 asks for 'stream' and rank 0 for 'best'" in error.text
+
+
+def of_odd_sizes(me: Me) -> list[float]:
+    made, _ = dist_fake.options("eager:stream")
+    made.slab_bytes = 33_333
+    me.init("odd", pg_options=made)
+    totals = []
+    for _ in range(3):
+        x = torch.ones(30_000)
+        dist.all_reduce(x)
+        totals.append(x.sum().item())
+    return totals
+
+
+def test_a_slab_of_an_odd_size():
+    with fresh(2, group=False) as pool:
+        assert pool.run(of_odd_sizes) == [[60_000.0] * 3] * 2
 
 
 def of_other_sizes(me: Me) -> Caught:

@@ -99,3 +99,25 @@ def test_a_receiver_whose_device_fails():
         assert not sender.kind, sender
         assert "made up" in receiver.text
         assert right
+
+
+def broken_at_once(me: Me) -> tuple[Caught, float]:
+    """The sender's device fails before anything has come from it."""
+    x = torch.ones(LARGE)
+    if me.rank == 0:
+        me.fake.stall(True)
+        work = dist.isend(x, 1)
+        time.sleep(0.3)
+        me.fake.fail_call(0)
+    else:
+        work = dist.irecv(x, 0)
+    begin = time.monotonic()
+    return caught(work.wait), time.monotonic() - begin
+
+
+def test_a_receiver_hears_of_a_sender_whose_device_fails_at_once():
+    with fresh(2, staged="late") as pool:
+        (sender, _), (receiver, took) = pool.run(broken_at_once)
+        assert "made up" in sender.text, sender
+        assert "the device of a rank failed in send" in receiver.text, receiver
+        assert took < 0.3 + NOTICED

@@ -78,7 +78,9 @@ void Group::require_one_memory(const std::vector<uint64_t>& nonces) const {
                                  "' were handed different memory: are they on one host?"));
 }
 
-Group::~Group() {
+Group::~Group() { leave(); }
+
+void Group::leave() noexcept {
   if (!origin_.is_here()) return;
   lines_[rank_].left.store(1, std::memory_order_seq_cst);
   wake_everybody();

@@ -23,7 +23,9 @@ class Group {
   // ranks alike and naming hosts, std::invalid_argument when they are not processes of one host;
   // Timeout, naming who is missing.
   Group(Board& board, Rank rank, int world, Settings settings);
-  ~Group();  // never throws; whoever still waits for this rank learns that it has left
+  ~Group();
+  // Whoever still waits for this rank, and has no reason to, learns that it has left.
+  void leave() noexcept;
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 

@@ -73,11 +73,12 @@ std::shared_ptr<Errand> Dock::send(const shm::Occasion& occasion, std::function<
   return errand;
 }
 
-void Dock::close(std::chrono::milliseconds grace) {
-  if (std::exchange(closed_, true)) return;
-  watch_.close(grace);
+std::exception_ptr Dock::close(std::chrono::milliseconds grace) {
+  if (std::exchange(closed_, true)) return nullptr;
+  std::exception_ptr untold = watch_.close(grace);
   parts_.slab.reset();
   parts_.adopted.reset();
+  return untold;
 }
 
 }  // namespace pycollect::slabs

@@ -76,7 +76,8 @@ class Dock {
                                std::shared_ptr<void> lent);
 
   // Ends it: gives what is under way some time, and lets go of all memory.
-  void close(std::chrono::milliseconds grace);
+  // Returns the first error that nobody has been told.
+  std::exception_ptr close(std::chrono::milliseconds grace);
 
  private:
   std::byte* word(Rank r) const { return parts_.adopted->base() + parts_.deck.offset(r); }

@@ -41,8 +41,8 @@ class Tracts {
 
   // Of this rank's memory, if all of these bytes lie in one tract that others can reach.
   std::optional<Place> place_of(const std::byte* at, std::size_t bytes) const;
-  // A place of `owner`'s as a device of this process finds it: opens it when it is the first there.
-  // Throws std::runtime_error, with CUDA's reason, when that does not work.
+  // A place of another rank's as a device of this process finds it: opens it when it is the first
+  // there. Throws std::runtime_error, with CUDA's reason, when that does not work.
   std::byte* at(Device device, Rank owner, Place place);
 
   // Ends it, when no device of this process has to do with the others' memory any more: lets go of

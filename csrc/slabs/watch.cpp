@@ -31,6 +31,12 @@ std::exception_ptr Errand::error() const {
   return error_;
 }
 
+std::exception_ptr Errand::tell() {
+  const std::lock_guard lock(mutex_);
+  told_ = told_ || error_;
+  return error_;
+}
+
 void Errand::fail(std::exception_ptr error) {
   const std::lock_guard lock(mutex_);
   if (!error_) error_ = std::move(error);
@@ -70,6 +76,7 @@ void Watch::serve() {
     see_through(*errand);
     errand->return_lent();
     lock.lock();
+    if (errand->error()) failed_.push_back(errand);
     open_.pop_front();
     changed_.notify_all();
   }
@@ -103,16 +110,22 @@ std::vector<Rank> Watch::missing(const Errand& errand) const {
   for (Rank r = 0; r < group_->world(); ++r)
     if ((dead >> r & 1) != 0 && !shm::reached(counter(r), awaited[r])) gone.push_back(r);
   if (!gone.empty()) return gone;
+  // Whoever has done its part may go.
+  const auto is_through = [&](Rank r) {
+    return ((dead >> r & 1) != 0 || group_->line(r).left.load() != 0) &&
+           shm::reached(counter(r), awaited[r]);
+  };
   uint64_t least = counter(group_->rank());
   for (Rank r = 0; r < group_->world(); ++r)
-    if (const uint64_t seen = counter(r); shm::reached(least, seen)) least = seen;
+    if (const uint64_t seen = counter(r); shm::reached(least, seen) && !is_through(r)) least = seen;
   std::vector<Rank> last, waited_for;
   for (Rank r = 0; r < group_->world(); ++r) {
     const uint64_t seen = counter(r);
-    if (seen != least) continue;
+    if (seen != least || is_through(r)) continue;
     last.push_back(r);
     if (!shm::reached(seen, awaited[r])) waited_for.push_back(r);
   }
+  if (last.empty()) return {group_->rank()};
   return waited_for.empty() ? last : waited_for;
 }
 
@@ -137,7 +150,7 @@ void Watch::let_go(Errand& errand) const {
   }
 }
 
-void Watch::close(std::chrono::milliseconds grace) {
+std::exception_ptr Watch::close(std::chrono::milliseconds grace) {
   Lock lock(mutex_);
   closed_ = true;
   changed_.notify_all();
@@ -149,6 +162,9 @@ void Watch::close(std::chrono::milliseconds grace) {
   }
   lock.unlock();
   if (thread_.joinable()) thread_.join();
+  for (const auto& errand : failed_)
+    if (!errand->told_) return errand->error();
+  return nullptr;
 }
 
 }  // namespace pycollect::slabs

@@ -32,6 +32,8 @@ class Errand {
   // Has it ended, well or not? From any thread.
   bool ended();
   std::exception_ptr error() const;  // null: none yet
+  // The same, for whoever asked for the call: it is no longer a secret.
+  std::exception_ptr tell();
 
  private:
   friend class Watch;
@@ -45,6 +47,7 @@ class Errand {
   std::shared_ptr<void> lent_;  // the watch's
   mutable std::mutex mutex_;
   std::exception_ptr error_;
+  bool told_ = false;
 };
 
 // A launch of another rank's that runs already goes on writing into what it was lent, whatever has
@@ -60,8 +63,8 @@ class Watch {
 
   void take(std::shared_ptr<Errand> errand);
   // Until all that it was given has ended, or else so long; then aborts the group. Takes nothing
-  // more.
-  void close(std::chrono::milliseconds grace);
+  // more. Returns the first error that nobody has been told.
+  std::exception_ptr close(std::chrono::milliseconds grace);
 
  private:
   using Lock = std::unique_lock<std::mutex>;
@@ -76,6 +79,7 @@ class Watch {
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Errand>> open_;
   bool closed_ = false;
+  std::vector<std::shared_ptr<Errand>> failed_;
   std::thread thread_;  // from the first errand on
 };
 

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "../cuda/kernel_table.h"
 #include "../shm/layout.h"
 #include "by_hand.h"
 #include "emulator.h"
@@ -76,6 +77,11 @@ void Emulator::launch(Stream stream, const Launch& launch) {
   const auto how = std::make_shared<const Launch>(launch);
   for (std::size_t i = 0; i < how->rows.size(); ++i) {
     const Row& row = how->rows[i];
+    const int alignment = kUnits[static_cast<int>(how->dtype)][static_cast<int>(how->op)].alignment;
+    for (const auto* side : {&row.dsts, &row.srcs})
+      for (const std::byte* at : *side)
+        demand(row.srcs.size() == 1 || reinterpret_cast<std::uintptr_t>(at) % alignment == 0,
+               "misaligned address");
     if (records_)
       for (const Touch& t :
            touches(stream.device, row, item_bytes(how->dtype), static_cast<int>(i)))

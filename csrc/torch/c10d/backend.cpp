@@ -1,28 +1,20 @@
-// See backend.h: how a group begins and ends, and how calls get into its queue.
+// See backend.h: how a group begins, and how calls get into its queue.
 #include "backend.h"
 
-#include <torch/csrc/utils/pybind.h>
-
 #include <algorithm>
-#include <set>
 
 #include "../../plan/error.h"
 #include "runner.h"
 #include "store_board.h"
 #include "under_way.h"
-#include "without_interpreter.h"
 
 namespace pycollect::dist {
 namespace {
 
-// What fire-and-forget calls get to finish in before the group is aborted: much more than they take
-// when the other ranks are there, much less than anybody waits for a process to end.
-constexpr std::chrono::milliseconds kGrace{5000};
-// What threads get that wake when the groups end: they have nothing to do but to raise. Those that
-// end a group themselves have the time of grace before that.
-constexpr std::chrono::milliseconds kWaking{1000};
 // By turns, so that a rank can fill one while others still read the other.
 constexpr std::size_t kSlotsOfSlab = 2;
+constexpr std::chrono::seconds kLook{1};  // any: what is waited for has a limit of its own
+constexpr std::size_t kAlign = 128;       // of a slot, in bytes: whatever a kernel accesses
 
 shm::Settings settings_of(const Options& o, int world) {
   return {.name = o.group_name.empty() ? "default" : o.group_name,
@@ -41,16 +33,6 @@ std::shared_ptr<shm::Group> meet(const StorePtr& store, Seat seat, const Options
                                       settings_of(options, seat.world));
 }
 
-// Every backend of this process, for its end.
-struct Living {
-  std::mutex mutex;
-  std::set<Backend*> all;
-};
-Living& living() {
-  static auto* const one = new Living;  // outlives whatever is destroyed late
-  return *one;
-}
-
 }  // namespace
 
 Backend::Backend(const StorePtr& store, Seat seat, OptionsPtr options)
@@ -59,7 +41,8 @@ Backend::Backend(const StorePtr& store, Seat seat, OptionsPtr options)
       options_(std::move(options)),
       ladder_(std::make_shared<Ladder>(
           std::make_shared<Devices>(options_->torch ? options_->torch : torch_runtime()),
-          Ladder::Terms{options_->cuda_sync, options_->slab_bytes / kSlotsOfSlab})),
+          Ladder::Terms{options_->cuda_sync,
+                        options_->slab_bytes / kSlotsOfSlab / kAlign * kAlign})),
       timeout_ms_(options_->timeout.count()),
       group_(meet(store, seat, *options_)),
       messages_(std::make_shared<Messages>(group_, ladder_)),
@@ -68,66 +51,7 @@ Backend::Backend(const StorePtr& store, Seat seat, OptionsPtr options)
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   init();
   ladder_->allot(*group_);
-  const std::lock_guard lock(living().mutex);
-  living().all.insert(this);
-}
-
-Backend::~Backend() {
-  if (!forks_.none()) {
-    // Locks and threads in there are the parent's: not even their destructors may run.
-    new auto(std::make_tuple(std::move(queue_), std::move(messages_), std::move(group_),
-                             std::move(allocator_), std::move(coalescing_), ladder_));
-    return;
-  }
-  const UnderWay under_way;  // until it has the interpreter's lock again
-  const WithoutInterpreter without;
-  {
-    const std::lock_guard lock(living().mutex);
-    living().all.erase(this);
-  }
-  close(shm::Clock::now() + kGrace);
-}
-
-void Backend::shutdown() {
-  const UnderWay under_way;
-  if (forks_.none()) close(shm::Clock::now() + kGrace);
-}
-
-void Backend::close(shm::Deadline deadline) {
-  const WithoutInterpreter without;
-  queue_->close(deadline);
-  ladder_->close(kGrace);
-  std::shared_ptr<Messages> messages;
-  std::shared_ptr<shm::Group> group;
-  std::shared_ptr<ArenaAllocator> allocator;
-  {
-    const std::lock_guard lock(life_);
-    messages.swap(messages_);
-    group.swap(group_);
-    allocator.swap(allocator_);
-  }
-  if (messages) messages->close(deadline);
-  if (group) ladder_->leave();
-}
-
-// A callback may drop the last hold of a group, whose end wants the lock. All of them move on by
-// themselves meanwhile, and so have one time of grace together.
-bool close_groups() {
-  const bool wakes = UnderWay::any();
-  std::vector<c10::intrusive_ptr<Backend>> all;
-  {
-    const std::lock_guard lock(living().mutex);
-    for (Backend* b : living().all)  // none: it is about to end already
-      if (Backend* held = c10::raw::weak_intrusive_ptr::lock(b))
-        all.push_back(c10::intrusive_ptr<Backend>::reclaim(held));
-  }
-  const auto deadline = shm::Clock::now() + kGrace;
-  for (const auto& b : all)
-    if (b->forks_.none()) b->close(deadline);
-  const auto patience = std::max(shm::Clock::now(), deadline) + kWaking;
-  while (UnderWay::any() && shm::Clock::now() < patience)
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  return wakes;
+  begin_life();
 }
 
 std::shared_ptr<shm::Group> Backend::group() const {
@@ -217,7 +141,11 @@ void Backend::rendezvous(const Call& before, at::Device device) {
             .then = [ladder = ladder_, group = group(), device](const shm::Occasion& occasion) {
               ladder->meet(group, device, occasion);
             }};
-  queue_->run(std::move(call))->wait();
+  // Without this thread's help: of the calls before it, a callback may come here as well.
+  const auto work = queue_->push(std::move(call));
+  while (!queue_->wait_until(*work, shm::Clock::now() + kLook)) {
+  }
+  if (const auto error = work->exception()) std::rethrow_exception(error);
 }
 
 // Null: the call's tensors are in host memory. A capture is refused with the other arguments.

@@ -129,7 +129,9 @@ class Backend final : public c10d::Backend {
   std::shared_ptr<Messages> messages(const char* name) const;
   std::shared_ptr<shm::Group> group() const;
   friend bool close_groups();
-  void close(shm::Deadline deadline);
+  void begin_life();
+  // Returns an error that nobody has been told.
+  std::exception_ptr close(shm::Deadline deadline);
 
   const Seat seat_;
   const OptionsPtr options_;

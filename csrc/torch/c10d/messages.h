@@ -141,6 +141,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
 
   void dispatch(const c10::intrusive_ptr<MessageWork>& work);
   void dispatch_arrived();
+  bool leave(const c10::intrusive_ptr<MessageWork>& work);
   void await_dispatch(const MessageWork& work, shm::Deadline deadline);
   void drop_leaving(const std::exception_ptr& error);
   void tick(Lock& lock);

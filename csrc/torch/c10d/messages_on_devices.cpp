@@ -65,24 +65,34 @@ void Messages::dispatch(const c10::intrusive_ptr<MessageWork>& work) {
   if (leaves_) mailbox_.wake();  // the thread, which only looks after what it knows of
 }
 
+// Has it left, or never will? Its peer may have come for it already.
+bool Messages::leave(const c10::intrusive_ptr<MessageWork>& work) {
+  try {
+    if (work->passage_ && !work->passage_->arrived()) return false;
+    post(work);
+  } catch (const CollectiveError&) {
+    work->fail(std::current_exception());
+  } catch (const std::exception& error) {
+    work->fail(std::current_exception());
+    abort(text("the device of a rank failed in send: ", error.what()));
+  }
+  return true;
+}
+
 // A stream that is held up holds up no message to another rank.
 void Messages::dispatch_arrived() {
   if (!leaves_) return;
+  std::vector<c10::intrusive_ptr<MessageWork>> over;  // let go of without the lock
   const std::lock_guard lock(leaving_mutex_);
   uint64_t held_up = 0;  // a bit for each rank
-  std::erase_if(leaving_, [&](const c10::intrusive_ptr<MessageWork>& work) {
+  std::erase_if(leaving_, [&](c10::intrusive_ptr<MessageWork>& work) {
     const uint64_t peer = uint64_t{1} << *work->ask_.peer;
-    try {
-      if ((held_up & peer) == 0 && (!work->passage_ || work->passage_->arrived())) {
-        post(work);
-        return true;
-      }
-    } catch (...) {
-      work->fail(std::current_exception());
-      return true;
+    if ((held_up & peer) != 0 || !leave(work)) {
+      held_up |= peer;
+      return false;
     }
-    held_up |= peer;
-    return false;
+    over.push_back(std::move(work));
+    return true;
   });
   leaves_ = !leaving_.empty();
 }
@@ -172,9 +182,10 @@ void Messages::await_staged(MessageWork& work, shm::Deadline deadline) {
 }
 
 void Messages::drop_leaving(const std::exception_ptr& error) {
+  std::deque<c10::intrusive_ptr<MessageWork>> over;  // let go of without the lock
   const std::lock_guard lock(leaving_mutex_);
   for (const auto& work : leaving_) work->fail(error);
-  leaving_.clear();
+  over.swap(leaving_);
   leaves_ = false;
 }
 

@@ -27,6 +27,7 @@ c10::intrusive_ptr<QueuedWork> Queue::run(Call call) {
     runner_->run(call);
   } catch (...) {
     error = std::current_exception();
+    failed_ = true;
   }
   lock.lock();
   running_ = false;
@@ -99,6 +100,7 @@ void Queue::run_next(Lock& lock, bool goes_on) {
     runner_->run(work->call_);
   } catch (...) {
     error = std::current_exception();
+    failed_ = true;
   }
   work->let_go();
   lock.lock();

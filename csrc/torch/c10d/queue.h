@@ -1,6 +1,7 @@
 // The collectives of a group, in the order in which they were asked for. Whoever waits for one that
 // has not begun runs what is before it and then it; threads of the queue do it when nobody waits.
 #pragma once
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -35,6 +36,8 @@ class Queue : public std::enable_shared_from_this<Queue> {
   // to run and no thread to run it.
   void close(shm::Deadline deadline);
 
+  bool has_failed() const { return failed_; }  // any call: somebody has heard of it
+
   std::mutex& mutex() { return mutex_; }  // guards what every work of this queue says of itself
 
  private:
@@ -52,6 +55,7 @@ class Queue : public std::enable_shared_from_this<Queue> {
   std::condition_variable changed_;
   std::deque<c10::intrusive_ptr<QueuedWork>> waiting_;
   bool running_ = false, closed_ = false;
+  std::atomic<bool> failed_{false};
   int idle_ = 0;  // threads that wait for something to do
   std::vector<std::thread> threads_;
 };

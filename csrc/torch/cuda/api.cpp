@@ -82,6 +82,9 @@ class Cuda final : public cuda::Api {
       int multiprocessors = 0;
       check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
       limits_.push_back({multiprocessors, bytes});
+      int flushes = 0;
+      check(cudaDeviceGetAttribute(&flushes, cudaDevAttrCanFlushRemoteWrites, device));
+      flushes_.push_back(flushes != 0);
     }
   }
 
@@ -179,10 +182,12 @@ class Cuda final : public cuda::Api {
     static const auto call = driver_function<StreamValue>(kName);
     on_word(call, kName, stream, word, value, CU_STREAM_WRITE_VALUE_DEFAULT);
   }
+  // What other GPUs have written before it is there as well, where a device has to see to that.
   void wait_value(Stream stream, std::byte* word, uint64_t value) override {
     constexpr const char* kName = "cuStreamWaitValue64";
     static const auto call = driver_function<StreamValue>(kName);
-    on_word(call, kName, stream, word, value, CU_STREAM_WAIT_VALUE_GEQ);
+    const unsigned int flush = flushes_.at(stream.device) ? CU_STREAM_WAIT_VALUE_FLUSH : 0;
+    on_word(call, kName, stream, word, value, CU_STREAM_WAIT_VALUE_GEQ | flush);
   }
 
   std::byte* allocate(Device device, std::size_t bytes) override {
@@ -192,7 +197,11 @@ class Cuda final : public cuda::Api {
   std::byte* map(Device device, const shm::Descriptor& memory, std::size_t bytes) override {
     return map_shareable(device, memory, bytes);
   }
-  void unmap(std::byte* memory) override { unmap_shareable(memory); }
+  // Unlike cudaFree, on which torch counts, the driver's call does not wait for who is still there.
+  void unmap(std::byte* memory) override {
+    check(cudaDeviceSynchronize());
+    unmap_shareable(memory);
+  }
 
   std::byte* register_host(std::byte* memory, std::size_t bytes) override {
     check(cudaHostRegister(memory, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped));
@@ -204,6 +213,7 @@ class Cuda final : public cuda::Api {
 
  private:
   std::vector<cuda::Limits> limits_;  // [device]
+  std::vector<bool> flushes_;         // [device]: can a wait be told to?
 };
 
 }  // namespace

@@ -82,8 +82,9 @@ std::shared_ptr<Passage> Ladder::begin() {
   std::unique_lock lock(mutex_);
   if (!failed_.empty()) throw CollectiveError(failed_);
   const std::shared_ptr<slabs::Dock> dock = dock_;
+  const bool says = met_ && !std::exchange(said_, met_);
   lock.unlock();
-  say_rung(dock ? kStream : kHost);
+  if (says) say_rung(dock ? kStream : kHost);
   return dock ? pass_through_slabs(devices_, dock) : stage_through_host(devices_);
 }
 
@@ -108,14 +109,14 @@ void Ladder::meet(const std::shared_ptr<shm::Group>& group, at::Device device,
   met_ = true;
 }
 
-void Ladder::close(std::chrono::milliseconds grace) {
+std::exception_ptr Ladder::close(std::chrono::milliseconds grace) {
   const std::lock_guard closing(closing_);
   std::shared_ptr<slabs::Dock> dock;
   {
     const std::lock_guard lock(mutex_);
     dock.swap(dock_);
   }
-  if (dock) dock->close(grace);
+  return dock ? dock->close(grace) : nullptr;
 }
 
 void check_no_capture(const Passage& passage, const char* operation) {

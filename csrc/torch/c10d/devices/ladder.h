@@ -32,7 +32,6 @@ class Ladder {
   };
   Ladder(std::shared_ptr<Devices> devices, Terms terms);
 
-  bool serves(const at::Tensor& tensor) const { return devices_->serves(tensor); }
   // Once, as soon as there is a group: it may then have GPU memory that others reach.
   void allot(const shm::Group& group);
   // null: this build has no CUDA.
@@ -56,8 +55,9 @@ class Ladder {
   // rung that was named does not work.
   std::shared_ptr<Passage> begin();
   const std::shared_ptr<Devices>& devices() const { return devices_; }
-  // Frees what it has on devices; gives what is under way there some time.
-  void close(std::chrono::milliseconds grace);
+  // Frees what it has on devices; gives what is under way there some time. Returns the first error
+  // of a call there that nobody has been told.
+  std::exception_ptr close(std::chrono::milliseconds grace);
   // Behind that: lets go of the others' memory and frees its own.
   void leave();
 
@@ -67,7 +67,7 @@ class Ladder {
   std::shared_ptr<slabs::Tracts> tracts_;
   std::mutex closing_;  // who closes it second finds it closed
   std::mutex mutex_;    // of what follows
-  bool met_ = false;
+  bool met_ = false, said_ = false;
   std::string failed_;                 // why the rung that was named does not work
   std::shared_ptr<slabs::Dock> dock_;  // null: through the host
 };

@@ -21,7 +21,7 @@ class SlabPassage final : public Passage {
   void land(const shm::Occasion& occasion) override { send(occasion, back_); }
   void cut_short(const shm::Occasion& occasion) override { send(occasion, {}); }
   bool landed() override { return errand_->ended(); }
-  std::exception_ptr failure() const override { return errand_ ? errand_->error() : nullptr; }
+  std::exception_ptr failure() const override { return errand_ ? errand_->tell() : nullptr; }
   void join() override;
   void let_go() override;
   shm::Transport* transport() override { return &transport_; }
@@ -33,7 +33,7 @@ class SlabPassage final : public Passage {
   void send(const shm::Occasion& occasion, const std::vector<Way>& back);
   std::shared_ptr<void> lent() const;
   // As torch names the device of the slab, which is that of the first tensor of the group's.
-  at::Device home(const at::Tensor& like) const;
+  at::Device home() const;
 
   const std::shared_ptr<Devices> devices_;
   const std::shared_ptr<slabs::Dock> dock_;
@@ -46,8 +46,8 @@ class SlabPassage final : public Passage {
   std::shared_ptr<slabs::Errand> errand_;
 };
 
-at::Device SlabPassage::home(const at::Tensor& like) const {
-  return {like.device().type(), static_cast<c10::DeviceIndex>(dock_->stream().device)};
+at::Device SlabPassage::home() const {
+  return {on_[0].type(), static_cast<c10::DeviceIndex>(dock_->stream().device)};
 }
 
 void SlabPassage::visit(at::Device device) {
@@ -58,7 +58,7 @@ void SlabPassage::visit(at::Device device) {
 shm::Span SlabPassage::enter(const at::Tensor& tensor, bool reads, bool writes) {
   visit(tensor.device());
   if (tensor.numel() == 0) return {nullptr, 0};
-  const at::Device slab = home(tensor);
+  const at::Device slab = home();
   at::Tensor found = tensor;
   if (!tensor.is_contiguous() || tensor.device() != slab) {
     visit(slab);
@@ -80,8 +80,7 @@ void SlabPassage::depart() {
 
 // The stream waits for the caller's, and not the host.
 bool SlabPassage::arrived() {
-  for (std::size_t i = 0; i < left_.size(); ++i)
-    devices_->follow(kept_.empty() ? on_[i] : home(kept_[0]), *left_[i]);
+  for (std::size_t i = 0; i < left_.size(); ++i) devices_->follow(home(), *left_[i]);
   left_.clear();
   return true;
 }
@@ -99,7 +98,7 @@ std::shared_ptr<void> SlabPassage::lent() const {
 void SlabPassage::send(const shm::Occasion& occasion, const std::vector<Way>& back) {
   std::shared_ptr<void> lent = this->lent();
   try {
-    end_ = devices_->finish(kept_.empty() ? on_[0] : home(kept_[0]), back, kept_);
+    end_ = devices_->finish(home(), back, kept_);
     errand_ = dock_->send(occasion, [end = end_] { return end->reached(); }, lent);
   } catch (...) {
     slabs::keep_for_ever(std::move(lent));

@@ -1,0 +1,130 @@
+"""Slabs without a device, when a rank dies: in any call of CUDA, or when its hosts are through.
+
+Who is left has its data or an error, and no error is a secret.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import dist_fake
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import OURS, Caught, Me, Pool, begun, caught, fresh
+from test_dist_slabs_faults import VICTIM, ended, work_of
+
+pytestmark = pytest.mark.skipif(not OURS, reason="has slabs of its own")
+
+
+def untold(me: Me, asks: bool) -> tuple[list[float], str, Caught]:
+    """A rank dies when all hosts are through with a call, and nobody asks for another one."""
+    dist.all_reduce(torch.ones(3))
+    me.fake.look(False)
+    x = torch.full((5,), me.rank + 1.0)
+    if me.rank == VICTIM:
+        me.fake.stall(True)
+        me.fake.fill_later(x, 7.0)
+    dist.all_reduce(x)
+    if me.rank == VICTIM:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1.5)
+    me.fake.finish_caller()
+    asked = caught(dist.all_reduce, torch.ones(3)) if asks else None
+    return x.tolist(), asked.kind if asked else "", caught(dist.destroy_process_group)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_results_that_were_not_written_are_no_secret(asks):
+    """The end of the group says so, if no call has had the occasion."""
+    with fresh(3, staged="late:stream") as pool:
+        for rank, outcome in enumerate(pool.outcomes(untold, asks)):
+            if rank == VICTIM:
+                continue
+            values, asked, error = outcome.value
+            assert values == [rank + 1.0] * 5
+            assert (asked, error.kind) == (("PeerLost", "") if asks else ("", "PeerLost")), error
+
+
+def through(me: Me) -> tuple[str, list[float]]:
+    """A rank that has done its part dies while another's stream is slow: nobody misses it."""
+    dist.all_reduce(torch.ones(3))
+    me.fake.look(False)
+    me.fake.gpu.pace(0.0001 if me.rank == VICTIM else 0.2)
+    y = torch.full((10,), float(me.rank))
+    work = dist.broadcast(y, VICTIM, async_op=True)
+    if me.rank == VICTIM:
+        assert ended(work)
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert ended(work, 10.0)
+    error = caught(work.wait)
+    me.fake.gpu.pace(0.0001)
+    me.fake.finish_caller()
+    return error.kind, y[:3].tolist()
+
+
+def test_a_death_of_a_rank_that_is_through_with_a_call():
+    with fresh(3, staged="late:stream") as pool:
+        for rank, outcome in enumerate(pool.outcomes(through)):
+            if rank != VICTIM:
+                assert outcome.value == ("", [float(VICTIM)] * 3), outcome.error
+
+
+def holds_on(me: Me, late: bool) -> tuple[str, float]:
+    """A work that a rank keeps does not hide that it has left."""
+    work = work_of(torch.ones(10))
+    work.wait()
+    if me.rank == VICTIM:
+        dist.destroy_process_group()
+        return "", 0.0 if work.is_completed() and late else 1.0
+    time.sleep(0.5)
+    begin = time.monotonic()
+    return caught(dist.all_reduce, torch.ones(10)).kind, time.monotonic() - begin
+
+
+def test_a_work_that_outlives_its_group():
+    with fresh(2, staged="eager:stream") as pool:
+        kind, took = pool.run(holds_on, True)[0]
+        assert kind == "PeerLost"
+        assert took < 3.0
+
+
+def dies_in_a_call(me: Me, call: str, after: int) -> tuple[list[Caught], float, list[str]]:
+    """The victim dies in one of its calls: of the meeting, of a collective, or of the end."""
+    made, fake = dist_fake.options("late:stream")
+    me.init(f"{call}_{after}", pg_options=made)
+    if me.rank == VICTIM:
+        fake.gpu.kill(call, after)
+    begin = time.monotonic()
+    errors = [caught(dist.all_reduce, torch.ones(1000)) for _ in range(3)]
+    dist.destroy_process_group()
+    return errors, time.monotonic() - begin, fake.gpu.fouls()
+
+
+# Calls, and how many go well before: of the meeting, of the collectives, of the end.
+CALLS = dict.fromkeys(("identity", "allocate", "register_host", "export_memory", "map"), 0)
+CALLS |= {"create_stream": 0, "fill": 1, "copy": 0, "launch": 7, "write_value": 2, "wait_value": 4}
+CALLS |= {"record": 8, "wait": 1, "query": 12, "unmap": 0, "unregister_host": 0}
+
+
+@pytest.fixture(scope="module")
+def deaths() -> Iterator[dict[str, Pool]]:
+    yield from begun({call: (dies_in_a_call, call, CALLS[call]) for call in CALLS}, 3, group=False)
+
+
+@pytest.mark.slow  # for so many ranks
+@pytest.mark.parametrize("call", CALLS)
+def test_a_death_in_a_call(deaths, call):
+    """Who is left has its data or hears of it in time, and nothing is freed that others have."""
+    for rank, outcome in enumerate(deaths[call].answers()):
+        if rank == VICTIM:
+            assert outcome.died
+            continue
+        errors, took, fouls = outcome.value
+        assert all(not e.kind or "CollectiveError" in e.kinds for e in errors), errors
+        assert took < 15.0
+        assert fouls == []
