@@ -70,24 +70,36 @@ void on_word(StreamValue call, const char* name, Stream stream, std::byte* word,
   check_driver(call(handle(stream), reinterpret_cast<CUdeviceptr>(word), value, how), name);
 }
 
+struct Properties {
+  cuda::Limits limits;
+  bool flushes;  // can a wait be told to see to what other GPUs wrote?
+};
+
+std::vector<Properties> ask_all_devices() {
+  // Parameters beyond 4 KiB came with CUDA 12.1, whatever this was built with.
+  int driver = 0, devices = 0;
+  check(cudaDriverGetVersion(&driver));
+  check(cudaGetDeviceCount(&devices));
+  const std::size_t bytes = driver >= 12010 ? sizeof(cuda::LargeTable) : sizeof(cuda::SmallTable);
+  std::vector<Properties> all;
+  for (Device device = 0; device < devices; ++device) {
+    int multiprocessors = 0, flushes = 0;
+    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+    check(cudaDeviceGetAttribute(&flushes, cudaDevAttrCanFlushRemoteWrites, device));
+    all.push_back({{multiprocessors, bytes}, flushes != 0});
+  }
+  return all;
+}
+
+// Asked when a device is first used: a process that has none, or that forks before it uses one, may
+// have this object nevertheless.
+const Properties& of_device(Device device) {
+  static const std::vector<Properties> all = ask_all_devices();
+  return all.at(device);
+}
+
 class Cuda final : public cuda::Api {
  public:
-  Cuda() {
-    // Parameters beyond 4 KiB came with CUDA 12.1, whatever this was built with.
-    int driver = 0, devices = 0;
-    check(cudaDriverGetVersion(&driver));
-    check(cudaGetDeviceCount(&devices));
-    const std::size_t bytes = driver >= 12010 ? sizeof(cuda::LargeTable) : sizeof(cuda::SmallTable);
-    for (Device device = 0; device < devices; ++device) {
-      int multiprocessors = 0;
-      check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-      limits_.push_back({multiprocessors, bytes});
-      int flushes = 0;
-      check(cudaDeviceGetAttribute(&flushes, cudaDevAttrCanFlushRemoteWrites, device));
-      flushes_.push_back(flushes != 0);
-    }
-  }
-
   Device current_device() override {
     c10::DeviceIndex device = 0;
     check(c10::cuda::GetDevice(&device));
@@ -158,7 +170,7 @@ class Cuda final : public cuda::Api {
   void synchronize(Event event) override { check(cudaEventSynchronize(handle(event))); }
 
   void launch(Stream stream, const Launch& launch) override {
-    cuda::launch_level(stream, launch, limits_.at(stream.device));
+    cuda::launch_level(stream, launch, of_device(stream.device).limits);
   }
   void copy(Stream stream, const Rectangle& r) override {
     constexpr std::ptrdiff_t kMostPitch = std::numeric_limits<int>::max();  // of every device
@@ -186,7 +198,7 @@ class Cuda final : public cuda::Api {
   void wait_value(Stream stream, std::byte* word, uint64_t value) override {
     constexpr const char* kName = "cuStreamWaitValue64";
     static const auto call = driver_function<StreamValue>(kName);
-    const unsigned int flush = flushes_.at(stream.device) ? CU_STREAM_WAIT_VALUE_FLUSH : 0;
+    const unsigned int flush = of_device(stream.device).flushes ? CU_STREAM_WAIT_VALUE_FLUSH : 0;
     on_word(call, kName, stream, word, value, CU_STREAM_WAIT_VALUE_GEQ | flush);
   }
 
@@ -210,10 +222,6 @@ class Cuda final : public cuda::Api {
     return static_cast<std::byte*>(found);
   }
   void unregister_host(std::byte* memory) override { check(cudaHostUnregister(memory)); }
-
- private:
-  std::vector<cuda::Limits> limits_;  // [device]
-  std::vector<bool> flushes_;         // [device]: can a wait be told to?
 };
 
 }  // namespace
