@@ -22,8 +22,7 @@ from pycollect.train.one_process import OneProcess
 from pycollect.train.options import choice, parser, running
 from pycollect.train.reduce import collective
 from pycollect.train.running import PREFETCH, Running
-from pycollect.train.settings import Settings, parse_weights
-from pycollect.train.step_options import StepOptions
+from pycollect.train.settings import Settings, StepOptions, parse_weights
 
 CPU = torch.device("cpu")
 X, Y = torch.randn(26, 1, 5, 5, generator=torch.Generator().manual_seed(2)), torch.arange(26) % 3

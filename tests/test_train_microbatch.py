@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from train_cases import batches, difference, perceptron, replicas_of, trained
 
 from pycollect.train import LeNet, Replicas
-from pycollect.train.portions import microbatches
+from pycollect.train.shares import microbatches
 
 SIZES = [16, 16, 7, 3, 1, 16]
 

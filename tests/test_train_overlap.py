@@ -10,14 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from train_cases import CLASSES, CPU, FEATURES, batches, perceptron, replicas_of, same_bits, trained
+from train_cases import CLASSES, FEATURES, batches, perceptron, replicas_of, same_bits, trained
 
 from pycollect.train import REDUCTIONS, collective, naive
 from pycollect.train.buckets import Buckets, bucket_indices
-from pycollect.train.losses import summed_cross_entropy
-from pycollect.train.passes import Passes
 from pycollect.train.reduce import Gradients
-from pycollect.train.step_clock import StepClock
 
 SIZES = [12, 12, 7, 2, 1]
 
@@ -188,7 +185,7 @@ def test_a_joint_backward_pass_has_the_same_bits(shares: list[int]) -> None:
     ((X, y),) = batches([12])
     in_turn, joint = (replicas_of(perceptron(), 3, bucket_bytes=1) for _ in range(2))
     in_turn.step(X, y, shares=shares)
-    joint._passes.joint = True
+    joint._joint = True
     joint.step(X, y, shares=shares)
     for a, b in zip(in_turn.modules, joint.modules, strict=True):
         assert same_bits(a, b)
@@ -197,9 +194,7 @@ def test_a_joint_backward_pass_has_the_same_bits(shares: list[int]) -> None:
 def test_hooks_outlive_no_buckets() -> None:
     module = perceptron()
     buckets = Buckets([list(module.parameters())], naive, 1)
-    passes = Passes([module], [CPU], summed_cross_entropy, StepClock([CPU], exact=False))
     buckets.remove()
     with buckets.during([0]):
         F.cross_entropy(module(torch.zeros(1, FEATURES)), torch.tensor([0])).backward()
         assert not any(bucket.launched for bucket in buckets._buckets)
-    assert len(passes.run([torch.zeros(2, FEATURES)], [torch.tensor([0, 1])])) == 1

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from train_cases import CPU, batches, perceptron, replicas_of, same_bits
 
 from pycollect.train import AutoShares, split_batch
-from pycollect.train.portions import shares_of
+from pycollect.train.shares import shares_of
 
 
 @given(st.integers(0, 1000), st.lists(st.floats(0, 1e6), min_size=1, max_size=8))

@@ -18,7 +18,7 @@ from pycollect.train import (
     sgd_optimizer,
     train,
 )
-from pycollect.train.single_values import SingleValues
+from pycollect.train.trial import SingleValues
 
 
 def net(*layers: nn.Module) -> nn.Module:

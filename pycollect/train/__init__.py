@@ -7,7 +7,6 @@ From scratch, every part is a plain function of tensors and devices: `lenet`, `r
 """
 
 from .._files import OutputError
-from .auto_shares import AutoShares
 from .checkpoint import CheckpointError
 from .compare import Comparison, compare
 from .data import Data, DataError, Defaults, ImageFolder, Unavailable, digits, image_folder, load
@@ -24,11 +23,10 @@ from .reduce import REDUCTIONS, allreduce, collective, naive
 from .replicas import Replicas
 from .replication import replicate_module
 from .report import Report
-from .settings import Settings
-from .shares import split_batch
+from .settings import Settings, StepOptions
+from .shares import AutoShares, split_batch
 from .step import evaluate, get_params, replicate, sgd, train_batch
 from .step_clock import StepSeconds
-from .step_options import StepOptions
 from .sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from .trainer import History, train
 

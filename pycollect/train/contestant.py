@@ -12,7 +12,7 @@ from .history import Epoch, Step, mean_loss
 from .loader import Batch
 from .log import Log
 from .one_process import Trainee
-from .reduce import Clock
+from .step_clock import wait_for
 
 # Steps between two readings of the losses, each of which waits for the GPUs: rare enough to cost
 # nothing, often enough to follow a log. Counted in steps so that all processes read at once.
@@ -47,7 +47,7 @@ class Contestant:
         )
         self._unread.append((step, losses))
         if self.first_batch is None:
-            Clock(self.trainee.devices, exact=True).wait()
+            wait_for(self.trainee.devices)
             self.first_batch = time.perf_counter() - self.started
         if len(self._unread) >= _READ_EVERY:
             self.read()
@@ -68,9 +68,8 @@ class Contestant:
 
     def finish_epoch(self, number: int, test: Iterable[Batch]) -> None:
         """Evaluate and record the epoch."""
-        clock = Clock(self.trainee.devices, exact=True)
         start = time.perf_counter()
-        clock.wait()
+        wait_for(self.trainee.devices)
         tail = time.perf_counter() - start
         self.read()
         steps = [step for step in self.steps if step.epoch == number]

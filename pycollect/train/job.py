@@ -20,11 +20,10 @@ from .data import Data, count
 from .loader import Loading
 from .models import LeNet
 from .models.lenet import SIZE
-from .portions import check_strict, microbatches, shares_of
 from .running import Running
-from .settings import Settings, device_list
-from .single_values import SingleValues
-from .step_options import StepOptions
+from .settings import Settings, StepOptions, device_list
+from .shares import check_strict, microbatches, shares_of
+from .trial import SingleValues
 
 TITLES = {"lenet": "LeNet", "resnet18": "ResNet-18"}
 # What a run may be continued with in another form; of the devices only the kinds matter.

@@ -8,17 +8,15 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from .auto_shares import AutoShares
 from .checkpoint import generators, set_generators
 from .data import Examples
 from .loader import Batch, Loader, Loading
 from .optimizers import MakeOptimizer, sgd_optimizer
-from .portions import shares_of
 from .reduce import Reduction
 from .replicas import Replicas
-from .settings import Settings
+from .settings import Settings, StepOptions
+from .shares import AutoShares, shares_of
 from .step_clock import StepSeconds
-from .step_options import StepOptions
 
 # What captures the step of replicas for batches of one shape, see `GraphedStep.of`.
 Capture: TypeAlias = Callable[..., Callable[[Tensor, Tensor], Sequence[Tensor]]]

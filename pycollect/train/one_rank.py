@@ -18,17 +18,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .auto_shares import AutoShares
 from .checkpoint import generators, set_generators
 from .data import Examples
 from .loader import Batch, Loader, Loading
 from .losses import summed_cross_entropy
 from .one_process import optimizer_of
-from .portions import check_strict, microbatches, shares_of
 from .settings import Settings
-from .single_values import SingleValues
+from .shares import AutoShares, check_strict, microbatches, shares_of
 from .step_clock import StepClock, StepSeconds, mark, seconds_between
 from .sync_batchnorm import convert_sync_batchnorm
+from .trial import SingleValues
 
 # Odd, so that the seeds of all ranks and of neighbouring runs are apart.
 _SPREAD = 0x9E3779B97F4A7C15

@@ -28,8 +28,8 @@ from .entrant import Entrant
 from .interrupt import Together
 from .job import Job
 from .log import Log
-from .reduce import Clock
 from .report import Report
+from .step_clock import wait_for
 from .trainer import enter, run, train_epochs
 
 T = TypeVar("T")
@@ -168,8 +168,7 @@ def run_rank(job: Job, family: Family) -> None:
     if family.rank:
         job = replace(job, running=replace(job.running, log=None, plot=None))
     own = job.settings.devices[family.rank]
-    settle = Clock([own], exact=True).wait
-    together = Together(family.store, family.rank, family.world, settle)
+    together = Together(family.store, family.rank, family.world, lambda: wait_for([own]))
     run(job, Report(quiet=family.rank != 0), together)
     dist.destroy_process_group()
 

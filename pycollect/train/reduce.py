@@ -1,12 +1,10 @@
-"""The ways to sum the gradients of all ranks, and a stopwatch around them.
+"""The ways to sum the gradients of all ranks.
 
 A reduction is a function of `gradients[rank][parameter]` that leaves the sum over the ranks in
 every rank, in place. Both ways here add in rank order, so they leave the same bits.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -89,39 +87,3 @@ def matching_gradients(parameters: Sequence[Sequence[Tensor]]) -> list[list[Tens
 
 
 REDUCTIONS: Mapping[str, Reduction] = MappingProxyType({"pycollect": collective, "naive": naive})
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Tells the time in seconds; an exact one first waits until the devices are idle.
-
-    Waiting costs a GPU its head start on the CPU, so only a comparison is exact at every step.
-    """
-
-    devices: Sequence[torch.device]
-    exact: bool
-
-    def __call__(self) -> float:
-        if self.exact:
-            self.wait()
-        return time.perf_counter()
-
-    def wait(self) -> None:
-        """Wait until everything issued to the devices so far is done."""
-        for device in set(self.devices):
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-
-
-@dataclass
-class Timed:
-    """A reduction that records the seconds of every call."""
-
-    reduction: Reduction
-    clock: Clock
-    seconds: list[float] = field(default_factory=list)
-
-    def __call__(self, gradients: Gradients) -> None:
-        start = self.clock()
-        self.reduction(gradients)
-        self.seconds.append(self.clock() - start)

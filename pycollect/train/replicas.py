@@ -2,11 +2,17 @@
 
 Every rank works on its shard of a batch with a summed loss; the gradients are summed over the ranks
 and divided by the size of the batch, and every replica takes the same step of its optimizer. A rank
-without examples counts as zeros. Ranks on the CPU run one after the other, each on all cores.
+without examples counts as zeros.
+
+The ranks go forward and backward in turn or jointly. In turn, each is done before the next begins,
+so that only one has activations in memory; on the CPU each has all cores. Jointly, all go forward,
+and one backward pass takes them all back, which batch statistics over all ranks demand.
 """
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,17 +23,16 @@ from pycollect.devices import DeviceSpec
 
 from .buckets import Buckets
 from .evaluation import accuracy
-from .losses import Loss, check_reduction, summed_cross_entropy
+from .lockstep import lockstep
+from .losses import Loss, check_reduction, check_scalar, summed_cross_entropy
 from .optimizers import MakeOptimizer, check_step
-from .passes import Passes
-from .portions import microbatches, shares_of
 from .reduce import Reduction, collective, matching_gradients
 from .replication import replicate_module
-from .shares import scatter
-from .single_values import SingleValues
+from .settings import StepOptions
+from .shares import check_strict, microbatches, scatter, shares_of
 from .step_clock import StepClock, StepSeconds, is_captured
-from .step_options import StepOptions
 from .sync_batchnorm import convert_sync_batchnorm
+from .trial import SingleValues, explained
 
 
 class Replicas:
@@ -68,9 +73,9 @@ class Replicas:
         self.optimizers = [check_step(optimizer(list(mine))) for mine in self.parameters]
         self.loss, self.reduction = loss, reduction
         self._clock = StepClock(self.devices, self.options.exact_seconds)
-        self._passes = Passes(
-            self.modules, self.devices, loss, self._clock, meeting=self.options.sync_batchnorm
-        )
+        # Several GPUs have a thread each for one backward pass, and wait for each other in many.
+        gpus = {device for device in self.devices if device.type == "cuda"}
+        self._joint = self.options.sync_batchnorm or len(gpus) > 1
         self._single_values = SingleValues(self.modules[0])
         self._buckets = self._make_buckets()
 
@@ -160,7 +165,8 @@ class Replicas:
                 "a training step records gradients, which is switched off here: call it outside of "
                 "torch.no_grad() and torch.inference_mode()"
             )
-        self.options.check(n, self.world)
+        if self.options.strict:
+            check_strict(n, self.world, self.options.microbatch)
 
     def _train(self, X: Sequence[Tensor], y: Sequence[Tensor]) -> list[Tensor]:
         """Do the step on the shards."""
@@ -173,7 +179,7 @@ class Replicas:
         losses: dict[int, Tensor] = {}
         for i, (X_parts, y_parts) in enumerate(parts, 1):
             buckets = early if i == len(parts) else None
-            for rank, loss in self._passes.run(X_parts, y_parts, buckets).items():
+            for rank, loss in self._pass(X_parts, y_parts, buckets).items():
                 losses[rank] = losses[rank] + loss if rank in losses else loss
         self._clock.end_of("compute")
         gradients = matching_gradients(self.parameters)
@@ -190,6 +196,45 @@ class Replicas:
             losses[rank] if rank in losses else torch.zeros((), device=device)
             for rank, device in enumerate(self.devices)
         ]
+
+    def _pass(
+        self, X: Sequence[Tensor], y: Sequence[Tensor], buckets: Buckets | None = None
+    ) -> dict[int, Tensor]:
+        """Go forward and backward over a microbatch; give the summed losses of who took part.
+
+        `buckets` come with the last microbatch of a step: they reduce beside its last pass.
+        """
+        losses: dict[int, Tensor] = {}
+        groups = self._groups(X)
+        for group in groups:
+            with self._clock.ranks(group):
+                runs = [partial(self._forward, rank, X[rank], y[rank]) for rank in group]
+                meet = self.options.sync_batchnorm
+                found = lockstep(runs) if meet else [run() for run in runs]
+                last = buckets.during(group) if buckets and group is groups[-1] else nullcontext()
+                with last:
+                    torch.autograd.backward(found)
+            losses |= {rank: loss.detach() for rank, loss in zip(group, found, strict=True)}
+        return losses
+
+    def _groups(self, X: Sequence[Tensor]) -> list[list[int]]:
+        """Give the ranks that go forward and backward together, one group after the other."""
+        if self.options.sync_batchnorm:  # without examples too: the others wait for it
+            return [list(range(self.world))]
+        busy = [rank for rank in range(self.world) if len(X[rank])]
+        # The calls of a GPU return at once, and those of the CPU do not: GPUs work meanwhile.
+        busy.sort(key=lambda rank: self.devices[rank].type == "cpu")
+        return [busy] if self._joint else [[rank] for rank in busy]
+
+    def _forward(self, rank: int, X: Tensor, y: Tensor) -> Tensor:
+        """Give the summed loss of one rank's examples."""
+        device = self.devices[rank]
+        # Kernels that people write by hand rely on the current GPU.
+        on = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        # Over all ranks the layers say what is missing, and the size of a shard is no matter.
+        advice = nullcontext() if self.options.sync_batchnorm else explained(rank, len(X))
+        with on, advice:
+            return check_scalar(self.loss(self.modules[rank](X), y))
 
     def _microbatches(
         self, X: Sequence[Tensor], y: Sequence[Tensor]

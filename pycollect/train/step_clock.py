@@ -1,14 +1,12 @@
 """What the parts of a training step take, and what each rank's shard takes on its device."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from .reduce import Clock
 
 
 @dataclass(frozen=True)
@@ -35,12 +33,15 @@ class StepSeconds:
 class StepClock:
     """Takes the time of one part of a step after the other, and of the ranks within.
 
+    An exact one first waits until the devices are idle. That costs a GPU its head start on the CPU,
+    so only a comparison is exact at every step.
+
     Ranks on GPUs are timed by events on their streams, so that nobody waits for them before
     `rank_seconds` asks.
     """
 
     def __init__(self, devices: Sequence[torch.device], exact: bool) -> None:
-        self._devices, self._now = list(devices), Clock(devices, exact)
+        self._devices, self._exact = list(devices), exact
         self.begin()
 
     def begin(self) -> None:
@@ -55,6 +56,11 @@ class StepClock:
         now = self._now()
         self._parts[part] = self._parts.get(part, 0.0) + now - self._last
         self._last = now
+
+    def _now(self) -> float:
+        if self._exact:
+            wait_for(self._devices)
+        return time.perf_counter()
 
     @property
     def seconds(self) -> StepSeconds:
@@ -80,6 +86,13 @@ class StepClock:
             host + sum(seconds_between(*pair) for pair in events)
             for host, events in zip(self._host, self._events, strict=True)
         ]
+
+
+def wait_for(devices: Iterable[torch.device]) -> None:
+    """Wait until everything issued to the devices so far is done."""
+    for device in set(devices):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def is_captured(device: torch.device) -> bool:

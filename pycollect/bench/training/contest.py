@@ -23,7 +23,7 @@ from ...train.models import MODELS
 from ...train.optimizers import sgd_optimizer
 from ...train.reduce import REDUCTIONS
 from ...train.replicas import Replicas
-from ...train.step_options import StepOptions
+from ...train.settings import StepOptions
 from ..measure import Effort, Sampler, Timing, ratios
 from .ddp import BACKENDS, Crew, Job
 from .turns import in_turns

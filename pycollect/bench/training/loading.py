@@ -22,7 +22,7 @@ from ...train.loader import Loader, Loading
 from ...train.models import LeNet
 from ...train.optimizers import sgd_optimizer
 from ...train.replicas import Replicas
-from ...train.step_options import StepOptions
+from ...train.settings import StepOptions
 from ..measure import Effort, Sampler, Timing
 from .contest import LR
 from .turns import in_turns

@@ -1,9 +1,12 @@
-"""What the trainer can train on: three data sets by name, and `Data` for anything else."""
+"""What the trainer can train on: three data sets by name, and `Data` for anything else.
 
-from .catalog import NAMES, check, load
+By name there are Fashion-MNIST, scikit-learn's handwritten digits, and image folders.
+"""
+
+from pathlib import Path
+
 from .digits import digits
-from .errors import DataError, Unavailable
-from .examples import Data, Defaults, Examples, MapStyle, count, fetch
+from .examples import Data, DataError, Defaults, Examples, MapStyle, Unavailable, count, fetch
 from .fashion import fashion_mnist
 from .folder import IMAGE_SIZE, ImageFolder, image_folder
 
@@ -25,3 +28,42 @@ __all__ = [
     "image_folder",
     "load",
 ]
+
+NAMES = ("auto", "digits", "fashion-mnist", "folder")
+
+
+def load(
+    name: str = "auto", data_dir: Path | str = "data", image_size: int | None = None
+) -> tuple[Data, str]:
+    """Load a data set by name; give it and the sentence on what was used instead, or "".
+
+    Only `auto` chooses: Fashion-MNIST, or the digits if it is unavailable. A damaged file is a
+    DataError even then. `image_size` is for folders alone, in pixels. Raises ValueError for a
+    name that is not in NAMES.
+
+    >>> load("digits")[0].name
+    'digits'
+    """
+    check(name, image_size)
+    if name == "digits":
+        return digits(), ""
+    if name == "folder":
+        return image_folder(Path(data_dir), image_size or IMAGE_SIZE), ""
+    try:
+        return fashion_mnist(Path(data_dir)), ""
+    except Unavailable as error:
+        if name == "fashion-mnist":
+            raise
+        return digits(), f"{error}; using scikit-learn's handwritten digits instead"
+
+
+def check(name: str, image_size: int | None) -> None:
+    """Raise ValueError for what `load` would refuse, before anything is loaded."""
+    if name not in NAMES:
+        raise ValueError(f"unknown data set {name!r}; there are {', '.join(NAMES)}")
+    if image_size is None:
+        return
+    if name != "folder":
+        raise ValueError(f"the image size is for image folders (data 'folder'), not for {name!r}")
+    if image_size < 1:
+        raise ValueError(f"the image size must be at least 1 pixel, not {image_size}")

@@ -2,8 +2,7 @@
 
 import torch
 
-from .errors import DataError
-from .examples import Data, Defaults
+from .examples import Data, DataError, Defaults
 
 LENET = Defaults(batch_size=64, lr=0.3, epochs=40)
 RESNET18 = Defaults(batch_size=64, lr=0.1, epochs=5)

@@ -4,6 +4,7 @@ What is in memory is one pair of tensors, images [n, C, H, W] and labels [n]. Ev
 asked for its examples one by one, which is where a file is decoded.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +14,27 @@ import torch
 from torch import Tensor
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
+_TERMINAL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+class DataError(RuntimeError):
+    """A data set cannot be loaded; the message is one sentence that says why."""
+
+
+class Unavailable(DataError):
+    """A data set is not here and cannot be downloaded."""
+
+
+def first_line(error: object) -> str:
+    """Give the first line of an error's message, or its type when it has none.
+
+    What torch adds for terminals, bold letters, is left out.
+
+    >>> first_line(ValueError("it is \\x1b[1mnot\\x1b[0m there:\\nlook elsewhere"))
+    'it is not there'
+    """
+    plain = _TERMINAL.sub("", str(error))
+    return (plain.splitlines() or [type(error).__name__])[0].rstrip(":")
 
 
 class MapStyle(Protocol):

@@ -22,8 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .errors import DataError, Unavailable, first_line
-from .examples import Data, Defaults
+from .examples import Data, DataError, Defaults, Unavailable, first_line
 
 # The chapters' figures: LeNet from scratch (256 images, 0.2), and the concise ResNet-18.
 LENET = Defaults(batch_size=256, lr=0.2, epochs=10)

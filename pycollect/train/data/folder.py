@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import DataError, first_line
-from .examples import Data, Defaults
+from .examples import Data, DataError, Defaults, first_line
 
 _SIXTEEN_BITS = 65_535
 IMAGE_SIZE = 320  # pixels; the larger of Imagenette's own sizes, and BatchFlow's
