@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from pycollect.train import Data, checkpoint
 from pycollect.train.__main__ import main
 from pycollect.train.compare import compare
+from pycollect.train.config import Config
 from pycollect.train.entrant import same_bits
-from pycollect.train.job import Job, job_of
+from pycollect.train.job import Job, prepare
 from pycollect.train.processes import Family, devices_of
 from pycollect.train.report import Report
 from pycollect.train.trainer import run
@@ -52,9 +53,9 @@ class Ends(nn.Sequential):
 
 
 def job(world: int, norm: bool, backend: str | None = None, **options: Any) -> Job:
-    chosen = {"momentum": 0.9, "weight_decay": 1e-3, "epochs": 2, **options}
-    options = {"model": net(norm), "data": DATA, **chosen}
-    return job_of(f"cpu*{world}", 8, 0.05, options, backend)[0]
+    chosen = {"devices": f"cpu*{world}", "batch_size": 8, "lr": 0.05, "data": DATA}
+    chosen |= {"model": net(norm), "momentum": 0.9, "weight_decay": 1e-3, "epochs": 2, **options}
+    return prepare(Config.of(chosen), backend)[0]
 
 
 def trained(me: Me, norm: bool, options: dict[str, Any]) -> tuple[list[float], list[float], Any]:

@@ -16,7 +16,7 @@ from .compare import check_options
 from .compare import run as compare
 from .data import DataError
 from .job import Job, prepare
-from .options import choice, parser, running
+from .options import config, parser
 from .processes import (
     Family,
     check_backend,
@@ -76,10 +76,10 @@ def _main(command: ArgumentParser, arguments: Sequence[str] | None) -> int:
 def _prepare(args: Namespace, world: int) -> tuple[Job, str]:
     if args.compare:
         check_options(vars(args))
-    chosen = choice(args)
+    asked = config(args)
     if args.backend is not None:
-        chosen = with_devices(chosen, args.backend, world)
-    job, notice = prepare(chosen, running(args), args.backend)
+        asked = with_devices(asked, args.backend, world)
+    job, notice = prepare(asked, args.backend)
     if args.compare:
         check_comparison(job, args.compare, args.ddp_backend)
     elif args.ddp_backend is not None:

@@ -10,11 +10,12 @@ from typing import Any
 
 from pycollect.devices import DeviceSpec
 
+from .config import Config
 from .contestant import Contestant
 from .curves import Curve, plot
 from .entrant import Entrant
 from .history import divergence
-from .job import Job, job_of
+from .job import Job, prepare
 from .log import Log
 from .processes import check_available, run_spawned
 from .reduce import REDUCTIONS
@@ -132,7 +133,8 @@ def compare(
     """
     names = parse_names(",".join(names))
     check_options(options)
-    job, notice = job_of(devices, batch_size, lr, options)
+    asked = {"devices": devices, "batch_size": batch_size, "lr": lr, **options}
+    job, notice = prepare(Config.of(asked))
     report = Report(quiet)
     if notice:
         report.line(notice)
@@ -188,9 +190,9 @@ def run(job: Job, names: Sequence[str], report: Report, backend: str | None = No
     for entrant in comparison.entrants:
         if lost := divergence(entrant.steps, entrant.replicas[0]):
             report.warning(f"{entrant.name}: {lost}")
-    if job.running.plot is not None:
+    if job.config.plot is not None:
         curves = [Curve(e.name, e.epochs, e.steps) for e in comparison.entrants]
-        plot(curves, job.running.plot, f"{job.title} on {job.data}: {job.settings}")
+        plot(curves, job.config.plot, f"{job.title} on {job.data}: {job.settings}")
     return comparison
 
 

@@ -4,23 +4,21 @@ import os
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from pycollect.devices import DeviceSpec
-
 from .._version import __version__
-from .checkpoint import CheckpointError, differences
-from .choice import Choice, Source
-from .data import Data, count
+from . import checkpoint
+from .config import Config
+from .data import Data, count, load
 from .loader import Loading
 from .models import LeNet
 from .models.lenet import SIZE
-from .running import Running
 from .settings import Settings, StepOptions, device_list
 from .shares import check_strict, microbatches, shares_of
 from .trial import SingleValues
@@ -36,17 +34,17 @@ class Job:
 
     data: Data
     settings: Settings
-    running: Running
+    config: Config
     module: nn.Module
-    source: Source | Data  # where the data is, for a continuation
+    source: Mapping[str, Any] | None  # where the data is, for a continuation
     stored: Mapping[str, Any] | None = None  # the checkpoint to continue
     shares: Mapping[str, Any] | None = None  # measured ones, to be used again
     backend: str | None = None  # of torch.distributed, where every rank is a process
 
     def __post_init__(self) -> None:
-        if self.backend is not None and self.running.overlap is not None:
+        if self.backend is not None and self.config.overlap is not None:
             raise ValueError("DistributedDataParallel always overlaps: leave the option out")
-        if self.running.graph:
+        if self.config.graph:
             self._check_graph()
         if isinstance(self.module, LeNet) and self.data.image_shape[-2:] != (SIZE, SIZE):
             height, width = self.data.image_shape[-2:]
@@ -81,7 +79,7 @@ class Job:
             )
         if self.settings.weights == "auto" or self.settings.sync_batchnorm:
             raise ValueError("measured shares and synchronised batch statistics need no --graph")
-        if self.running.exact_times or self.backend is not None:
+        if self.config.exact_times or self.backend is not None:
             raise ValueError("a captured step has no parts to time, and is of one process")
 
     @cached_property
@@ -92,7 +90,7 @@ class Job:
             seed=self.settings.seed,
             shuffle=self.settings.shuffle,
             drop_last=self.settings.drop_last,
-            prefetch=self.running.batches_ahead(self.data, self.settings.devices),
+            prefetch=self.config.batches_ahead(self.data, self.settings.devices),
         )
 
     @property
@@ -104,7 +102,7 @@ class Job:
     def reducer(self) -> str:
         """The name of what reduces, for people."""
         if self.backend is None:
-            return self.running.reduce
+            return self.config.reduce
         return f"DistributedDataParallel over {self.backend}"
 
     def identity(self) -> dict[str, Any]:
@@ -151,7 +149,7 @@ class Job:
         gpus = list(dict.fromkeys(d for d in self.settings.devices if d.type == "cuda"))
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(gpus))
-            if self.running.deterministic:
+            if self.config.deterministic:
                 stack.enter_context(_deterministic_algorithms())
             torch.manual_seed(self.settings.seed)
             yield
@@ -171,50 +169,42 @@ def _deterministic_algorithms() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
-def prepare(choice: Choice, running: Running, backend: str | None = None) -> tuple[Job, str]:
+def prepare(config: Config, backend: str | None = None) -> tuple[Job, str]:
     """Load the data and build the model; give the job, and what was used instead or "".
 
     Raises ValueError for a bad value, before anything is loaded, DataError if the data cannot be
     had, and CheckpointError if a run cannot be continued as it is asked for.
     """
-    stored, shares = running.load(), running.load_shares()
-    if shares is not None:
-        if choice.weights not in (None, "auto"):
+    stored = None if config.resume is None else checkpoint.load(config.resume)
+    shares = None
+    if config.replay_shares is not None:
+        shares = _measured_shares(config.replay_shares)
+        if config.weights not in (None, "auto"):
             raise ValueError("weights that are given and measured shares are two things: choose")
-        choice = replace(choice, weights="auto")
+        config = replace(config, weights="auto")
     # Whether a batch divides is known once the data set has told its size.
-    (choice if choice.batch_size else replace(choice, strict=None)).settings(None, stored)
-    source = choice.source(stored)
-    data, notice = source.load() if isinstance(source, Source) else (source, "")
-    if isinstance(source, Source) and source.name == "auto":
-        source = replace(source, name=data.name)
-    settings = choice.settings(data, stored)
-    module = choice.module(data, settings)
-    job = Job(data, settings, running, module, source, stored, shares, backend)
-    found = differences(stored["identity"], job.identity()) if stored else []
+    (config if config.batch_size else replace(config, strict=None)).settings(None, stored)
+    source = config.source(stored)
+    if isinstance(config.data, Data):
+        data, notice = config.data, ""
+    else:
+        assert source is not None
+        data, notice = load(**source)
+        source["name"] = data.name if source["name"] == "auto" else source["name"]
+    settings = config.settings(data, stored)
+    module = config.module(data, settings)
+    job = Job(data, settings, config, module, source, stored, shares, backend)
+    found = checkpoint.differences(stored["identity"], job.identity()) if stored else []
     if found:
-        raise CheckpointError(
-            f"{running.resume} cannot be continued with other settings: it has {'; '.join(found)}"
+        raise checkpoint.CheckpointError(
+            f"{config.resume} cannot be continued with other settings: it has {'; '.join(found)}"
         )
     return job, notice
 
 
-def job_of(
-    devices: DeviceSpec,
-    batch_size: int | None,
-    lr: float | None,
-    options: Mapping[str, Any],
-    backend: str | None = None,
-) -> tuple[Job, str]:
-    """Prepare the job of a library call, whose options are those of `Choice` and of `Running`.
-
-    Raises TypeError for an option that neither has, and what `prepare` raises.
-    """
-    running = {field.name for field in fields(Running)}
-    known = running | {field.name for field in fields(Choice)}
-    unknown = sorted(options.keys() - known)
-    if unknown:
-        there = ", ".join(sorted(known))
-        raise TypeError(f"there is no option {unknown[0]!r}; there are {there}")
-    parts = [{k: v for k, v in options.items() if (k in running) == of} for of in (False, True)]
-    return prepare(Choice(devices, batch_size, lr, **parts[0]), Running(**parts[1]), backend)
+def _measured_shares(path: Path | str) -> dict[str, Any]:
+    """Read the measured shares of a run from its checkpoint."""
+    found = checkpoint.load(path)["contestant"]["trainee"].get("auto")
+    if found is None:
+        raise checkpoint.CheckpointError(f"{path} holds no measured shares")
+    return dict(found)

@@ -3,17 +3,15 @@
 import argparse
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
-from .choice import Choice
 from .compare import DDP_BACKEND, PAIR, parse_names
 from .compare import NAMES as COMPARED
+from .config import PREFETCH, Config
 from .data import IMAGE_SIZE, NAMES
 from .data.digits import LENET as DIGITS
 from .data.fashion import LENET as FASHION_MNIST
 from .models import MODELS
 from .reduce import REDUCTIONS
-from .running import PREFETCH, Running
 
 EPILOG = """\
 The line of an epoch gives the seconds of its training steps (splitting the batch, forward,
@@ -42,19 +40,10 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def choice(args: argparse.Namespace) -> Choice:
-    """Give what the command line chose that decides the result."""
-    return Choice(**_of(args, Choice))
-
-
-def running(args: argparse.Namespace) -> Running:
-    """Give what the command line chose besides."""
-    return Running(**_of(args, Running))
-
-
-def _of(args: argparse.Namespace, kind: Any) -> dict[str, Any]:
-    names = {field.name for field in fields(kind)}
-    return {name: value for name, value in vars(args).items() if name in names}
+def config(args: argparse.Namespace) -> Config:
+    """Give what the command line asks for."""
+    names = {field.name for field in fields(Config)}
+    return Config(**{name: value for name, value in vars(args).items() if name in names})
 
 
 def _add_ranks(p: argparse._ArgumentGroup) -> None:

@@ -23,7 +23,7 @@ import pycollect as pc
 
 from .._command import interrupts_kept_from_children
 from . import checkpoint, history
-from .choice import Choice
+from .config import Config
 from .entrant import Entrant
 from .interrupt import Together
 from .job import Job
@@ -147,11 +147,11 @@ def torchrun_family(backend: str | None) -> Family:
     return Family(rank, world, store)
 
 
-def with_devices(choice: Choice, backend: str, world: int) -> Choice:
-    """Give the choice with a device for every process."""
-    if choice.num_gpus is not None:
+def with_devices(config: Config, backend: str, world: int) -> Config:
+    """Name a device for every process."""
+    if config.num_gpus is not None:
         raise ValueError("the number of processes is the number of ranks; leave out --num-gpus")
-    return replace(choice, devices=devices_of(choice.devices, backend, world))
+    return replace(config, devices=devices_of(config.devices, backend, world))
 
 
 def join(backend: str, family: Family) -> None:
@@ -166,7 +166,7 @@ def run_rank(job: Job, family: Family) -> None:
     assert job.backend is not None
     join(job.backend, family)
     if family.rank:
-        job = replace(job, running=replace(job.running, log=None, plot=None))
+        job = replace(job, config=replace(job.config, log=None, plot=None))
     own = job.settings.devices[family.rank]
     together = Together(family.store, family.rank, family.world, lambda: wait_for([own]))
     run(job, Report(quiet=family.rank != 0), together)
@@ -181,9 +181,9 @@ def run_spawned(job: Job, backend: str, report: Report) -> Entrant:
     world = len(job.settings.devices)
     threads = max(1, torch.get_num_threads() // world)
     with tempfile.TemporaryDirectory() as folder:
-        running = replace(job.running, checkpoint=Path(folder) / "run.pt", log=None, plot=None)
-        running = replace(running, overlap=None, exact_times=True)  # DDP overlaps by itself
-        job = replace(job, backend=backend, running=running)
+        config = replace(job.config, checkpoint=Path(folder) / "run.pt", log=None, plot=None)
+        config = replace(config, overlap=None, exact_times=True)  # DDP overlaps by itself
+        job = replace(job, backend=backend, config=config)
         try:
             pickle.dumps(job)
         except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -16,12 +16,12 @@ from pycollect.devices import DeviceSpec
 
 from .._command import Stopped
 from . import checkpoint, curves
-from .choice import Source
+from .config import Config
 from .contestant import Contestant
 from .graph import GraphedStep
 from .history import Epoch, Step, divergence
 from .interrupt import Interrupt, Together
-from .job import Job, job_of
+from .job import Job, prepare
 from .loader import Loading
 from .log import Log
 from .one_process import OneProcess, Trainee
@@ -117,11 +117,11 @@ def fit(
 
 def run(job: Job, report: Report, together: Together | None = None) -> History:
     """Train with one way of reducing, a line per epoch; see `train`, and `train_epochs`."""
-    running, settings = job.running, job.settings
+    config, settings = job.config, job.settings
     report.line(f"{job.title} on {job.data}: {settings}, reduced by {job.reducer}")
-    with Log(running.log, append=job.stored is not None) as log, job.repeatable():
+    with Log(config.log, append=job.stored is not None) as log, job.repeatable():
         log.write("start", **job.described())
-        contestant = enter(job, running.reduce, log)
+        contestant = enter(job, config.reduce, log)
         train_epochs(job, contestant, report, together=together)
         history = History(
             settings,
@@ -147,7 +147,7 @@ def train_epochs(
     something that has them stop `together`.
     """
     alone = job.backend is None
-    wanted = job.running.checkpoint is not None and (alone or together is not None)
+    wanted = job.config.checkpoint is not None and (alone or together is not None)
     with Interrupt(wanted, together) as interrupt:
         try:
             for _ in fit(job, [contestant], report, interrupt):
@@ -164,9 +164,9 @@ def enter(job: Job, name: str, log: Log, *, compared: bool = False) -> Contestan
 
     One that is compared shows what its reduction takes: exactly, and after the backward pass.
     """
-    running = job.running
+    config = job.config
     started = time.perf_counter()
-    exact = compared or running.exact_times
+    exact = compared or config.exact_times
     trainee: Trainee
     if job.backend is not None:
         prefetch = job.loading.prefetch
@@ -177,10 +177,10 @@ def enter(job: Job, name: str, log: Log, *, compared: bool = False) -> Contestan
             job.settings,
             reduction=REDUCTIONS[name],
             options=job.options(
-                overlap=not compared if running.overlap is None else running.overlap,
+                overlap=not compared if config.overlap is None else config.overlap,
                 exact_seconds=exact,
             ),
-            capture=GraphedStep.of if running.graph else None,
+            capture=GraphedStep.of if config.graph else None,
         )
     if job.shares is not None and trainee.auto is not None:
         trainee.auto.replay(job.shares)
@@ -192,16 +192,16 @@ def enter(job: Job, name: str, log: Log, *, compared: bool = False) -> Contestan
 
 def save(job: Job, contestant: Contestant) -> None:
     """Write the checkpoint, if one is wanted."""
-    if job.running.checkpoint is None:
+    if job.config.checkpoint is None:
         return
     state = {
         "settings": job.settings.stored(),
         "identity": job.identity(),
-        "source": job.source.stored() if isinstance(job.source, Source) else None,
+        "source": job.source,
         "contestant": contestant.state_dict(),
     }
     if contestant.trainee.speaks:
-        checkpoint.save(job.running.checkpoint, state)
+        checkpoint.save(job.config.checkpoint, state)
     contestant.trainee.total([0.0])  # the others meet the writer here: nobody reads an old one
 
 
@@ -220,11 +220,11 @@ def finish(history: History, job: Job, report: Report, log: Log) -> None:
     report.line(history)
     if history.divergence:
         report.warning(f"{history.divergence}; a smaller learning rate may help")
-    if job.running.plot is not None:
+    if job.config.plot is not None:
         on_gpu = any(device.type == "cuda" for device in job.settings.devices)
-        hint = " (times of the host)" if on_gpu and not job.running.exact_times else ""
-        curve = curves.Curve(job.running.reduce, history.epochs, history.steps)
-        curves.plot([curve], job.running.plot, f"{job.title} on {job.data}: {job.settings}{hint}")
+        hint = " (times of the host)" if on_gpu and not job.config.exact_times else ""
+        curve = curves.Curve(job.config.reduce, history.epochs, history.steps)
+        curves.plot([curve], job.config.plot, f"{job.title} on {job.data}: {job.settings}{hint}")
 
 
 def train(
@@ -239,9 +239,9 @@ def train(
 
     `devices` may be a number of GPUs, as in the chapters, and so may `num_gpus`. `batch_size`
     counts the examples of all ranks together; what is None is the default of model and data set.
-    Further options are those of `Choice` (data, model, epochs, seed, momentum, weight_decay,
+    Further options are those of `Config` (data, model, epochs, seed, momentum, weight_decay,
     weights, microbatch, sync_batchnorm, strict, shuffle, drop_last, scale_batch, scale_lr,
-    data_dir, image_size) and of `Running` (reduce, overlap, prefetch, graph, deterministic,
+    data_dir, image_size; reduce, overlap, prefetch, graph, deterministic,
     exact_times, checkpoint, resume, replay_shares, log, plot). The same choice gives the same
     bits, whatever is running. Raises ValueError for a bad value, TypeError for an unknown option,
     DataError if the data cannot be had, CheckpointError if a checkpoint cannot be read, written or
@@ -250,7 +250,8 @@ def train(
     >>> train("cpu*2", data="digits", epochs=1, quiet=True).epochs[0].number
     1
     """
-    job, notice = job_of(devices, batch_size, lr, options)
+    asked = {"devices": devices, "batch_size": batch_size, "lr": lr, **options}
+    job, notice = prepare(Config.of(asked))
     report = Report(quiet)
     if notice:
         report.line(notice)

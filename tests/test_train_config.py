@@ -13,15 +13,14 @@ from torch import nn
 
 from pycollect.train import AutoShares, Data, ImageFolder, Loading, digits, train
 from pycollect.train.__main__ import main
-from pycollect.train.choice import Choice, ranks
+from pycollect.train.config import PREFETCH, Config, ranks
 from pycollect.train.data import Defaults
 from pycollect.train.entrant import same_bits
 from pycollect.train.graph import GraphedStep
-from pycollect.train.job import job_of
+from pycollect.train.job import prepare
 from pycollect.train.one_process import OneProcess
-from pycollect.train.options import choice, parser, running
+from pycollect.train.options import config, parser
 from pycollect.train.reduce import collective
-from pycollect.train.running import PREFETCH, Running
 from pycollect.train.settings import Settings, StepOptions, parse_weights
 
 CPU = torch.device("cpu")
@@ -35,7 +34,8 @@ def net() -> nn.Module:
 
 
 def settings(devices: Any = "cpu*2", batch_size: int | None = None, **options: Any) -> Settings:
-    return job_of(devices, batch_size, None, {"data": DATA, "model": net(), **options})[0].settings
+    chosen = {"devices": devices, "batch_size": batch_size, "data": DATA, "model": net()}
+    return prepare(Config.of(chosen | options))[0].settings
 
 
 def run(devices: Any = "cpu*2", batch_size: int = 8, **options: Any) -> Any:
@@ -85,7 +85,7 @@ def test_numbers_of_gpus_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.cuda
 def test_hidden_gpus_are_not_used() -> None:
-    program = "from pycollect.train.choice import ranks; print(len(ranks('cuda:*', None)))"
+    program = "from pycollect.train.config import ranks; print(len(ranks('cuda:*', None)))"
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "0"},
@@ -98,7 +98,7 @@ def test_hidden_gpus_are_not_used() -> None:
 
 
 def test_defaults_belong_to_data_and_model() -> None:
-    lenet, resnet = (Choice("cpu", model=name).settings(digits()) for name in (None, "resnet18"))
+    lenet, resnet = (Config("cpu", model=name).settings(digits()) for name in (None, "resnet18"))
     assert (lenet.model, lenet.batch_size, lenet.lr, lenet.epochs) == ("lenet", 64, 0.3, 40)
     assert (resnet.batch_size, resnet.lr, resnet.epochs) == (64, 0.1, 5)
     assert settings().lr == 0.1
@@ -187,15 +187,15 @@ def test_the_command_line_makes_the_same_choice() -> None:
         "--drop-last --batch-size 10 --lr 0.2 --epochs 3 --scale-batch --scale-lr --momentum 0.9 "
         "--weight-decay 0.001 --microbatch 4 --sync-batchnorm --seed 5 --prefetch 3 --no-overlap"
     )
-    args = parser().parse_args(text.split())
-    made = choice(args).settings(digits())
+    made = config(parser().parse_args(text.split()))
     expected = Settings(
         devices=(CPU, CPU), batch_size=20, lr=0.4, epochs=3, seed=5, model="resnet18",
         momentum=0.9, weight_decay=0.001, weights=(80.0, 20.0), microbatch=4, sync_batchnorm=True,
         strict=True, shuffle=False, drop_last=True,
     )  # fmt: skip
-    assert made == expected
-    assert running(args) == Running(prefetch=3, overlap=False)
+    assert made.settings(digits()) == expected
+    assert (made.prefetch, made.overlap) == (3, False)
+    assert config(parser().parse_args([])) == Config()
 
 
 def test_the_header_says_what_is_unusual(capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,10 +231,10 @@ def test_what_only_runs_otherwise_leaves_the_bits(options: dict[str, Any]) -> No
 def test_prefetch_is_on_where_it_takes_work_off_the_step() -> None:
     gpu = torch.device("cuda", 0)
     files = Data("files", ImageFolder((Path("a.png"),), (0,), ("a",)), (X, Y))
-    assert Running().batches_ahead(DATA, (CPU,)) == 0
-    assert Running().batches_ahead(DATA, (CPU, gpu)) == PREFETCH
-    assert Running().batches_ahead(files, (CPU,)) == PREFETCH
-    assert Running(prefetch=0).batches_ahead(files, (gpu,)) == 0
+    assert Config().batches_ahead(DATA, (CPU,)) == 0
+    assert Config().batches_ahead(DATA, (CPU, gpu)) == PREFETCH
+    assert Config().batches_ahead(files, (CPU,)) == PREFETCH
+    assert Config(prefetch=0).batches_ahead(files, (gpu,)) == 0
 
 
 def test_a_captured_step_is_replayed_for_every_size_of_batch() -> None:

@@ -1,7 +1,10 @@
-"""What the user asked for, made into settings: defaults, scaling, and what a checkpoint brings."""
+"""What the user asks of a run, on the command line or of `train`, and the settings made of it.
+
+Defaults are filled in, sizes scaled, and what is not asked for comes from a checkpoint.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +14,38 @@ from torch import nn
 import pycollect as pc
 from pycollect.devices import DeviceSpec
 
+from .._files import check_picture, check_place
 from . import data as data_sets
 from .data import Data, Defaults
 from .models import MODELS
 from .optimizers import linear_lr
+from .reduce import REDUCTIONS
 from .settings import Settings, parse_weights
 
-
-@dataclass(frozen=True)
-class Source:
-    """Where a data set is loaded from; ValueError for a name or size that there is not."""
-
-    name: str = "auto"
-    data_dir: Path | str = "data"
-    image_size: int | None = None  # of folders alone
-
-    def __post_init__(self) -> None:
-        data_sets.check(self.name, self.image_size)
-
-    def stored(self) -> dict[str, Any]:
-        """Give it in plain numbers and strings."""
-        return {"name": self.name, "data_dir": str(self.data_dir), "image_size": self.image_size}
-
-    def load(self) -> tuple[Data, str]:
-        """Load it; see `data.load`."""
-        return data_sets.load(self.name, self.data_dir, self.image_size)
+# Batches prepared ahead where that takes work off the step; one more evens out slow ones.
+PREFETCH = 2
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What the user asked for; None means the default of data set, model or machine.
+class Config:
+    """What the user asks for; None means the default of data set, model or machine.
 
-    A run that is continued has the settings of its checkpoint where nothing else is asked for.
-    `scale_batch` and `scale_lr` multiply batch size and learning rate by the number of ranks.
+    Down to `image_size` it decides the result, and a run that is continued has the settings of its
+    checkpoint where nothing else is asked for. `scale_batch` and `scale_lr` multiply batch size and
+    learning rate by the number of ranks.
+
+    The rest leaves the result as it is; ValueError for a value out of range. `deterministic` makes
+    torch take only algorithms that give the same bits every time, which on a GPU costs time and on
+    the CPU nothing. `graph` replays the step as a CUDA graph, on one GPU. `overlap` reduces
+    gradients while the backward pass runs; a comparison, which measures the reduction, does so only
+    if it is asked to. `prefetch` is the number of batches prepared ahead; by default 2 where files
+    are decoded or a GPU takes part, and otherwise 0. `checkpoint` is written after every epoch, and
+    at Ctrl-C or SIGTERM after the step that is under way; `resume` names one to continue, and
+    `replay_shares` one whose measured shares are used again, step for step.
+
+    >>> Config(prefetch=-1)
+    Traceback (most recent call last):
+    ValueError: prefetch must be at least 0 batches, not -1
     """
 
     devices: DeviceSpec = None
@@ -66,6 +68,47 @@ class Choice:
     data: Data | str | None = None
     data_dir: Path | str | None = None
     image_size: int | None = None
+    reduce: str = "pycollect"
+    overlap: bool | None = None
+    prefetch: int | None = None
+    exact_times: bool = False
+    graph: bool = False
+    deterministic: bool = False
+    checkpoint: Path | str | None = None
+    resume: Path | str | None = None
+    replay_shares: Path | str | None = None
+    log: Path | str | None = None
+    plot: Path | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.reduce not in REDUCTIONS:
+            known = ", ".join(REDUCTIONS)
+            raise ValueError(f"unknown reduction {self.reduce!r}; there are {known}")
+        if self.prefetch is not None and self.prefetch < 0:
+            raise ValueError(f"prefetch must be at least 0 batches, not {self.prefetch}")
+        if self.checkpoint is not None:
+            check_place("checkpoint", self.checkpoint, moved=True)
+        if self.log is not None:
+            check_place("log", self.log, streamed=True)
+        if self.plot is not None:
+            check_picture(self.plot)
+
+    def batches_ahead(self, data: Data, devices: tuple[torch.device, ...]) -> int:
+        """Give the number of batches to prepare ahead."""
+        if self.prefetch is not None:
+            return self.prefetch
+        lazy = not isinstance(data.train, tuple)
+        return PREFETCH if lazy or any(d.type == "cuda" for d in devices) else 0
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "Config":
+        """Take the options by their names; TypeError for one that there is not."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(options.keys() - known)
+        if unknown:
+            there = ", ".join(sorted(known))
+            raise TypeError(f"there is no option {unknown[0]!r}; there are {there}")
+        return cls(**options)
 
     def settings(self, data: Data | None, stored: Mapping[str, Any] | None = None) -> Settings:
         """Fill in what was not asked for; ValueError for a value or device out of range.
@@ -124,20 +167,23 @@ class Choice:
         build = MODELS[settings.model]
         return build(data.image_shape[0], data.num_classes, settings.seed)
 
-    def source(self, stored: Mapping[str, Any] | None = None) -> Source | Data:
-        """Give where the data comes from, or the data itself if it was handed over.
+    def source(self, stored: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+        """Give what `data.load` takes, in plain strings and numbers; None for data handed over.
 
         Raises ValueError for what nothing can be loaded from.
         """
         if isinstance(self.data, Data):
-            return self.data
-        known: dict[str, Any] = Source().stored()
+            return None
+        known: Mapping[str, Any] = {"name": "auto", "data_dir": "data", "image_size": None}
         if stored is not None and stored["source"] is not None:
             known = stored["source"]
         elif stored is not None and self.data is None:
             raise ValueError("the run was on data of your own: pass the same data to continue it")
-        asked = {"name": self.data, "data_dir": self.data_dir, "image_size": self.image_size}
-        return Source(**known | {k: value for k, value in asked.items() if value is not None})
+        folder = None if self.data_dir is None else str(self.data_dir)
+        asked = {"name": self.data, "data_dir": folder, "image_size": self.image_size}
+        source = {**known, **{key: value for key, value in asked.items() if value is not None}}
+        data_sets.check(source["name"], source["image_size"])
+        return source
 
 
 def ranks(devices: DeviceSpec, num_gpus: int | None) -> list[torch.device]:
