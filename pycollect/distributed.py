@@ -26,8 +26,6 @@ _WAKING = 1.0  # seconds: much more than it takes a thread to raise an error and
 
 # Environment variables that decide where the options of a group leave it to "best".
 _SETTINGS = {
-    "share": ("PYCOLLECT_SHM_SHARE", ("memfd", "named")),
-    "watch": ("PYCOLLECT_SHM_WATCH", ("pidfd", "hangup")),
     "cuda_sync": ("PYCOLLECT_CUDA_SYNC", tuple(_C.cuda_rungs()[1:])),
 }
 _MOST_BYTES = 2**46  # more than any address space has
@@ -39,8 +37,6 @@ def options(
     slot_bytes: int | None = None,
     arena_bytes: int | None = None,
     slab_bytes: int | None = None,
-    share: str = "best",
-    watch: str = "best",
     cuda_sync: str = "best",
 ) -> Any:
     """Return options of a group, for `pg_options=` of torch's functions that make one.
@@ -48,10 +44,8 @@ def options(
     `algorithm` is run by every collective that has one of this name, instead of the one that would
     be chosen (see `pycollect.algorithms`). Each rank has two slots of `slot_bytes` bytes, through
     which its data goes piece by piece, and `arena_bytes` bytes of address space for tensors that
-    live in shared memory. Processes share memory over a Unix socket (`share="memfd"`) or through
-    /dev/shm ("named"), and learn of each other's death from the kernel (`watch="pidfd"`) or from a
-    lock that a dead process no longer holds ("hangup"): "best" takes what works, in this order, or
-    what the variables PYCOLLECT_SHM_SHARE and PYCOLLECT_SHM_WATCH say.
+    live in shared memory. That is handed over on a Unix socket, so ranks in containers need one
+    network namespace.
 
     CUDA tensors go through `slab_bytes` bytes of GPU memory for each rank, which all processes
     reach and where the GPUs' streams wait for each other (`cuda_sync="stream"`), or else through
@@ -81,8 +75,6 @@ def options(
         made.arena_bytes = _bytes("arena_bytes", arena_bytes, least=0)
     if slab_bytes is not None:
         made.slab_bytes = _bytes("slab_bytes", slab_bytes, least=16384)
-    made.share = share
-    made.watch = watch
     made.cuda_sync = cuda_sync
     return made
 

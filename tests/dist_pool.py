@@ -191,8 +191,7 @@ def shared_files() -> set[str]:
 
 
 def left_over(before: set[str]) -> set[str]:
-    """Those that are new and stay: other programs' go. A group of another program that shares by
-    name takes away what dead ones have left, and hides it: alone, these tests are exact."""
+    """Those that are new and stay: other programs' go."""
     until = time.monotonic() + 10
     left = shared_files() - before
     while left and time.monotonic() < until:

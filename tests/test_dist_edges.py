@@ -31,7 +31,6 @@ from dist_pool import (
 from dist_waits import DESTROYED, NOTICED
 
 ours_only = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no such thing, or hangs")
-WATCHES = ("pidfd", "hangup")
 
 
 def seconds(value: float) -> datetime.timedelta:
@@ -41,30 +40,23 @@ def seconds(value: float) -> datetime.timedelta:
 # --- meetings -------------------------------------------------------------------------------------
 
 
-def with_environment(me: Me, variable: str, values: list[str]) -> tuple[Caught, float]:
-    os.environ[variable] = values[me.rank]
+def with_options(me: Me, slot_bytes: list[int]) -> tuple[Caught, float]:
+    import pycollect as pc
+
     start = time.monotonic()
-    error = caught(me.init, "meeting", timeout=seconds(3))
+    options = pc.distributed.options(slot_bytes=slot_bytes[me.rank])
+    error = caught(me.init, "meeting", timeout=seconds(3), pg_options=options)
     return error, error.when - start
 
 
 @ours_only
-@pytest.mark.parametrize("variable", ["PYCOLLECT_SHM_SHARE", "PYCOLLECT_SHM_WATCH"])
-def test_settings_that_do_not_exist(variable):
-    with fresh(2, group=False) as pool:
-        for error, _ in pool.run(with_environment, variable, ["telepathy"] * 2):
-            assert error.kind == "ValueError", error
-            assert variable in error.text, error
-
-
-@ours_only
-def test_ranks_that_would_share_otherwise():
-    """One wants a memfd, one a name in /dev/shm: they agree, or all are told."""
+def test_ranks_that_want_unlike_groups():
     with fresh(3, group=False) as pool:
-        found = pool.run(with_environment, "PYCOLLECT_SHM_SHARE", ["memfd", "named", "memfd"])
-    kinds = {error.kind for error, _ in found}
-    assert len(kinds) == 1, found
-    assert kinds <= {"", "ValueError"}, found
+        for error, took in pool.run(with_options, [8192, 8192, 4096]):
+            assert error.kind == "ValueError", error
+            assert "slot_bytes=8192" in error.text, error
+            assert "slot_bytes=4096" in error.text, error
+            assert took < 3
 
 
 def interrupted(me: Me, delay: float) -> tuple[Caught, float]:
@@ -80,11 +72,10 @@ def interrupted(me: Me, delay: float) -> tuple[Caught, float]:
 
 
 @ours_only
-@pytest.mark.parametrize("share", ["memfd", "named"])
-@pytest.mark.parametrize("delay", [0.0, 0.004, 0.02, 0.1])
-def test_a_rank_dies_while_all_meet(share, delay):
+@pytest.mark.parametrize("delay", [0.0, 0.002, 0.004, 0.01, 0.02, 0.1])
+def test_a_rank_dies_while_all_meet(delay):
     files = shared_files()
-    with fresh(3, group=False, environ=(("PYCOLLECT_SHM_SHARE", share),)) as pool:
+    with fresh(3, group=False) as pool:
         outcomes = pool.outcomes(interrupted, delay)
     for outcome in (outcomes[0], outcomes[2]):
         error, took = outcome.value
@@ -108,20 +99,16 @@ def patient(me: Me, seconds: float) -> float:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def still() -> Iterator[dict[str, Pool]]:
+def still() -> Iterator[Pool]:
     """Stopped for two seconds (a debugger, a suspended machine), then it goes on."""
-    jobs = dict.fromkeys(WATCHES, (patient, 3.0))
-    each = {watch: {"environ": (("PYCOLLECT_SHM_WATCH", watch),)} for watch in WATCHES}
-    for pools in begun(jobs, 2, each):
-        for pool in pools.values():
-            for seconds, number in ((0.3, signal.SIGSTOP), (2.3, signal.SIGCONT)):
-                threading.Timer(seconds, os.kill, (pool.pids()[1], number)).start()
-        yield pools
+    for pools in begun({"still": (patient, 3.0)}, 2):
+        for seconds, number in ((0.3, signal.SIGSTOP), (2.3, signal.SIGCONT)):
+            threading.Timer(seconds, os.kill, (pools["still"].pids()[1], number)).start()
+        yield pools["still"]
 
 
-@pytest.mark.parametrize("watch", WATCHES)
-def test_a_rank_that_stands_still_is_not_dead(still, watch):
-    assert still[watch].results() == [300_000.0] * 2
+def test_a_rank_that_stands_still_is_not_dead(still):
+    assert still.results() == [300_000.0] * 2
 
 
 def own_limit(me: Me) -> tuple[Caught, Caught, float]:

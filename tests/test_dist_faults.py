@@ -34,11 +34,6 @@ from dist_waits import (
 pytestmark = pytest.mark.skipif(
     not OURS, reason=f"{BACKEND} has no type for it, hangs, or says nothing of the rank"
 )
-WAYS = [
-    {"SHARE": share, "WATCH": watch}
-    for share in ("memfd", "named")
-    for watch in ("pidfd", "hangup")
-]
 
 ANOTHER_PROGRAM = ("/bin/sleep", ["sleep", "5"])  # which ends when everybody must have noticed
 
@@ -77,9 +72,8 @@ def check_loss(found: Found, operation: str) -> None:
     assert destroyed < DESTROYED
 
 
-def lose(wait: str, how: str = "kill", watch: dict[str, str] | None = None) -> None:
-    environ = tuple((f"PYCOLLECT_SHM_{key}", value) for key, value in (watch or {}).items())
-    with fresh(3, environ=environ) as pool:
+def lose(wait: str, how: str = "kill") -> None:
+    with fresh(3) as pool:
         outcomes = pool.outcomes(bereaved, wait, how, seconds=15)
     for rank, outcome in enumerate(outcomes):
         if rank == VICTIM:
@@ -99,16 +93,9 @@ def test_a_rank_exits_or_crashes(how):
     lose("all_reduce", how)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way.values()))
-@pytest.mark.parametrize("wait", ["large all_reduce", "recv"])
-def test_every_way_to_share_and_to_watch(way, wait):
-    lose(wait, watch=way)
-
-
-@pytest.mark.parametrize("watch", ["pidfd", "hangup"])
-def test_a_rank_becomes_another_program(watch):
+def test_a_rank_becomes_another_program():
     """By exec: the process lives on, with the same number."""
-    lose("all_reduce", "exec", {"WATCH": watch})
+    lose("all_reduce", "exec")
 
 
 def becoming_another(me: Me, when: float) -> tuple[int, Caught, tuple]:
@@ -125,9 +112,8 @@ def becoming_another(me: Me, when: float) -> tuple[int, Caught, tuple]:
     return called, caught(forever), after(me)
 
 
-@pytest.mark.parametrize("watch", ["pidfd", "hangup"])
-def test_a_rank_becomes_another_program_in_the_middle_of_a_call(watch):
-    with fresh(2, environ=(("PYCOLLECT_SHM_WATCH", watch),)) as pool:
+def test_a_rank_becomes_another_program_in_the_middle_of_a_call():
+    with fresh(2) as pool:
         when = time.monotonic() + 0.7
         outcomes = pool.outcomes(becoming_another, when, seconds=15)
     assert outcomes[VICTIM].died
@@ -159,9 +145,8 @@ def with_children(me: Me) -> float:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("watch", ["pidfd", "hangup"])
-def test_a_rank_that_begins_other_programs_is_alive(watch):
-    with fresh(2, environ=(("PYCOLLECT_SHM_WATCH", watch),)) as pool:
+def test_a_rank_that_begins_other_programs_is_alive():
+    with fresh(2) as pool:
         assert pool.run(with_children) == [2.0, 2.0]
 
 
@@ -215,9 +200,8 @@ def outlived(me: Me) -> Found:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("watch", ["pidfd", "hangup"])
-def test_a_child_outlives_its_rank(watch):
-    with fresh(2, environ=(("PYCOLLECT_SHM_WATCH", watch),)) as pool:
+def test_a_child_outlives_its_rank():
+    with fresh(2) as pool:
         found = pool.outcomes(outlived, seconds=15)[0]
     assert not found.error, found.error
     check_loss(found.value, "all_reduce")

@@ -33,8 +33,6 @@ from dist_pool import (
 from dist_whole import own_process
 
 CYCLES = int(os.environ.get("PYCOLLECT_TEST_CYCLES", "200"))
-SHARES = ("memfd", "named")
-WATCHES = ("pidfd", "hangup")
 ours_only = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no such thing")
 
 
@@ -72,16 +70,12 @@ def cycles(me: Me, count: int) -> tuple[dict[str, int], dict[str, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("watch", WATCHES)
-def test_cycles_leave_nothing(share, watch):
+def test_cycles_leave_nothing():
     if not OURS:
-        pytest.skip(f"{BACKEND} has one way only, and its threads are not always gone")
-    environ = (("PYCOLLECT_SHM_SHARE", share), ("PYCOLLECT_SHM_WATCH", watch))
+        pytest.skip(f"{BACKEND}'s threads are not always gone")
     files = shared_files()
-    with fresh(2, group=False, environ=environ) as pool:
-        count = CYCLES if (share, watch) == (SHARES[0], WATCHES[0]) else CYCLES // 4
-        for before, now in pool.run(cycles, count, seconds=20 + CYCLES / 5):
+    with fresh(2, group=False) as pool:
+        for before, now in pool.run(cycles, CYCLES, seconds=20 + CYCLES / 5):
             assert now == before
         assert not left_over(files)
     assert not left_over(files)
@@ -106,18 +100,17 @@ def beside_each_other(me: Me, count: int) -> list[int]:
 
 
 @ours_only
-def test_groups_of_the_same_ranks_watch_them_once():
-    """1024 descriptors are all that a process usually has; a group takes one, its memory's."""
+def test_a_group_takes_one_descriptor():
+    """1024 are all that a process usually has."""
     count = 50
-    with fresh(4, environ=(("PYCOLLECT_SHM_WATCH", "pidfd"),)) as pool:
+    with fresh(4) as pool:
         for before, among, after in pool.run(beside_each_other, count):
             assert (among - before, after) == (count, before)
 
 
-@pytest.mark.parametrize("share", SHARES)
-def test_a_killed_job_leaves_nothing(share):
+def test_a_killed_job_leaves_nothing():
     files = shared_files()
-    with fresh(3, environ=(("PYCOLLECT_SHM_SHARE", share),)) as pool:
+    with fresh(3) as pool:
         for n, pid in enumerate(pool.pids()):
             threading.Timer(0.4 + 0.1 * n, os.kill, (pid, signal.SIGKILL)).start()
         assert all(outcome.died for outcome in pool.outcomes(busy_until_killed))

@@ -25,10 +25,8 @@ def one_story(seed: int) -> float:
     """How late anybody was told of a death, in seconds."""
     world = 4 + seed % 3
     dead = {c.victim for c in chapters_of(seed, world) if c.fault == "death"}
-    ways = {"SHARE": ("memfd", "named")[seed % 2], "WATCH": ("pidfd", "hangup")[seed // 2 % 2]}
-    environ = tuple((f"PYCOLLECT_SHM_{key}", value) for key, value in ways.items())
     before = shared_files()
-    with fresh(world, group=False, environ=environ) as pool:
+    with fresh(world, group=False) as pool:
         outcomes = pool.outcomes(tell, seed, pool.pids(), WITHOUT, seconds=LIMIT)
         wrong = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.died != (r in dead)]
         wrong += [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error and not o.died]
@@ -38,7 +36,7 @@ def one_story(seed: int) -> float:
     return max((o.value for o in outcomes if not o.died), default=0.0)
 
 
-SHORT = (0, 3)  # stories with every fault, each with its own way to share and to watch
+SHORT = (0, 3)  # stories with every fault
 
 
 @pytest.mark.parametrize("seed", [int(ONE)] if ONE else SHORT)

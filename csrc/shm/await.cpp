@@ -75,7 +75,7 @@ class Group::Lookout {
 
   std::string with_pids(const std::vector<Rank>& ranks) const {
     std::string pids;
-    for (Rank r : ranks) pids += text(pids.empty() ? "" : ", ", group_.pids_[r]);
+    for (Rank r : ranks) pids += text(pids.empty() ? "" : ", ", group_.peers_->pid(r));
     return text(name(ranks), ranks.size() == 1 ? " (pid " : " (pids ", pids, ")");
   }
 

@@ -32,48 +32,41 @@ Group::Group(Board& board, Rank rank, int world, Settings settings)
       layout_(checked({world, settings_.slot_bytes, settings_.mailbox_bytes, settings_.arena_bytes,
                        settings_.deck_bytes})),
       seen_(std::make_unique<std::atomic<uint64_t>[]>(world)) {
-  Meeting meeting(board, rank, world, settings_);
-  pids_ = pids(meeting.ranks());
-  std::vector<uint64_t> nonces;
-  for (const Introduction& it : meeting.ranks()) nonces.push_back(it.nonce);
-  const bool by_pidfd = settings_.watch != Watch::hangup && can_all_watch(meeting.ranks());
-  require(by_pidfd || settings_.watch != Watch::pidfd, "the ranks of group '", settings_.name,
-          "' cannot watch each other by pidfd: the kernel is older than 5.3, or they are in "
-          "different pid namespaces; PYCOLLECT_SHM_WATCH=hangup needs neither");
-  const int cores = settings_.cores > 0 ? settings_.cores : shared_cores(meeting.ranks());
-  crowded_ = world > cores;
-  meeting.share(layout_.total, [&](std::shared_ptr<Segment> segment) {
+  Meeting meeting(board, rank, world, settings_, peers_);
+  const auto prepare = [&](std::shared_ptr<Segment> segment, uint64_t nonce) {
     adopt(std::move(segment));
     Control& control = *reinterpret_cast<Control*>(base_);
-    control.nonces[rank].store(nonces[rank]);
-    peers_ = by_pidfd ? watch_by_pidfd(pids_, rank) : watch_by_lock(control, world, rank);
-  });
-  require_one_memory(nonces);
+    control.nonces[rank].store(nonce);
+    peers_ = std::make_unique<Peers>(control, world, rank);
+    commit();
+  };
+  const std::vector<Introduction> ranks = meeting.share(layout_.total, prepare);
+  require_one_memory(ranks);
+  crowded_ = world > (settings_.cores > 0 ? settings_.cores : shared_cores(ranks));
   // Now that all have committed theirs: everything that a collective touches but the arenas.
   segment_->touch(0, layout_.arenas);
   note_core();
 }
 
-// Takes the memory, and commits what is this rank's to commit: its slots, and rank 0 what is
-// everybody's.
 void Group::adopt(std::shared_ptr<Segment> segment) {
-  peers_.reset();  // what it holds may be in memory that is let go of now
   segment_ = std::move(segment);
   base_ = segment_->data();
   lines_ = reinterpret_cast<Line*>(base_ + layout_.lines);
-  const std::size_t first = layout_.slot(rank_, 0), end = first + 2 * layout_.slot_stride;
-  if (rank_ == 0)
-    segment_->commit(0, layout_.slots);
-  else
-    segment_->commit(0, Layout::up(sizeof(Control)));
-  segment_->commit(first, end - first);
+  segment_->commit(0, Layout::up(sizeof(Control)));
   broken_ = std::make_unique<Broken>(reinterpret_cast<Control*>(base_)->breakage, settings_.name);
 }
 
-void Group::require_one_memory(const std::vector<uint64_t>& nonces) const {
+// What is this rank's to commit: its slots, and rank 0 what is everybody's. After its lock is held,
+// as a process can be killed for want of memory here.
+void Group::commit() {
+  if (rank_ == 0) segment_->commit(0, layout_.slots);
+  segment_->commit(layout_.slot(rank_, 0), 2 * layout_.slot_stride);
+}
+
+void Group::require_one_memory(const std::vector<Introduction>& ranks) const {
   const Control& control = *reinterpret_cast<const Control*>(base_);
   for (Rank r = 0; r < world_; ++r)
-    if (control.nonces[r].load() != nonces[r])
+    if (control.nonces[r].load() != ranks[r].nonce)
       throw CollectiveError(text("the ranks of group '", settings_.name,
                                  "' were handed different memory: are they on one host?"));
 }

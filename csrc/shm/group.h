@@ -8,6 +8,7 @@
 
 #include "board.h"
 #include "broken.h"
+#include "introduction.h"
 #include "layout.h"
 #include "life.h"
 #include "segment.h"
@@ -70,7 +71,8 @@ class Group {
  private:
   class Lookout;  // await.cpp
   void adopt(std::shared_ptr<Segment> segment);
-  void require_one_memory(const std::vector<uint64_t>& nonces) const;
+  void commit();
+  void require_one_memory(const std::vector<Introduction>& ranks) const;
   int32_t note_core();
   bool shares_core();
   bool holds_up(Rank awaited);
@@ -84,9 +86,8 @@ class Group {
   int world_;
   Settings settings_;
   Layout layout_;
-  Origin origin_;            // the process that this is a rank of
-  bool crowded_ = false;     // more ranks than cores
-  std::vector<pid_t> pids_;  // [rank]: as each says itself
+  Origin origin_;         // the process that this is a rank of
+  bool crowded_ = false;  // more ranks than cores
   std::shared_ptr<Segment> segment_;
   std::byte* base_ = nullptr;
   Line* lines_ = nullptr;

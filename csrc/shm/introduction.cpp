@@ -8,11 +8,12 @@
 #include <bit>
 #include <cstring>
 #include <fstream>
+#include <iterator>
+#include <map>
 #include <sstream>
 #include <thread>
 
 #include "../plan/error.h"
-#include "life.h"
 #include "ranks.h"
 #include "system.h"
 
@@ -20,7 +21,7 @@ namespace pycollect::shm {
 namespace {
 
 // The first word of what is posted. Another number means that the ranks' versions do not fit.
-constexpr char kVersion[] = "pycollect-2";
+constexpr char kVersion[] = "pycollect-3";
 
 std::string host_name() {
   std::array<char, 256> name = {};
@@ -46,32 +47,54 @@ std::array<uint64_t, Introduction::kCoreWords> own_cores() {
   return words;
 }
 
+// What can have kept ranks from sharing.
+std::string differences(const std::vector<Introduction>& ranks) {
+  std::vector<Rank> here, elsewhere;
+  std::string users;
+  for (Rank r = 0; r < static_cast<Rank>(ranks.size()); ++r) {
+    const Introduction& it = ranks[r];
+    (it.network_space == ranks[0].network_space ? here : elsewhere).push_back(r);
+    if (!users.empty()) continue;
+    if (it.user_space != ranks[0].user_space)
+      users = text("; rank 0 is in another user namespace than rank ", r,
+                   ", and both must be the same user of the host");
+    else if (it.user != ranks[0].user)
+      users = text("; rank 0 is run by user ", ranks[0].user, ", rank ", r, " by user ", it.user,
+                   ", and all ranks need the same user");
+  }
+  if (elsewhere.empty()) return users;
+  return text(users, "; ", name(here), here.size() == 1 ? " is" : " are",
+              " in another network namespace than ", name(elsewhere),
+              ", and all ranks need the same: give their containers one network (docker run ",
+              "--network=host or --network=container:NAME), or put them in one container");
+}
+
 }  // namespace
 
 Introduction introduce(const Settings& settings, int world) {
-  const std::string terms = text(
-      "ranks=", world, " slot_bytes=", settings.slot_bytes,
-      " mailbox_bytes=", settings.mailbox_bytes, " arena_bytes=", settings.arena_bytes,
-      " share=", static_cast<int>(settings.share), " watch=", static_cast<int>(settings.watch));
+  const std::string terms =
+      text("ranks=", world, " slot_bytes=", settings.slot_bytes,
+           " mailbox_bytes=", settings.mailbox_bytes, " arena_bytes=", settings.arena_bytes);
   return {.host = host_name(),
           .boot = boot_id(),
           .pid = getpid(),
-          .pid_space = space_of("pid"),
-          .can_watch = can_open_pidfd(),
           .user = geteuid(),
           .user_space = space_of("user"),
+          .network_space = space_of("net"),
           .nonce = random_number(),
-          .hatch = {},
+          .ticket = {},
           .cores = own_cores(),
-          .terms = terms};
+          .terms = terms,
+          .failure = {}};
 }
 
 std::string Introduction::encode() const {
   std::ostringstream out;
-  out << kVersion << '\n' << host << '\n' << boot << '\n' << terms << '\n' << hatch << '\n';
-  out << pid << ' ' << pid_space << ' ' << can_watch << ' ' << user << ' ' << user_space << ' '
-      << nonce;
+  out << kVersion << '\n' << host << '\n' << boot << '\n' << terms << '\n';
+  out << pid << ' ' << user << ' ' << user_space << ' ' << network_space << ' ' << nonce << ' '
+      << ticket.outlet << ' ' << ticket.number;
   for (uint64_t word : cores) out << ' ' << word;
+  out << '\n' << failure;
   return out.str();
 }
 
@@ -80,10 +103,13 @@ Introduction Introduction::decode(const std::string& posted) {
   Introduction it;
   std::string version;
   std::getline(in, version);
-  for (std::string* line : {&it.host, &it.boot, &it.terms, &it.hatch}) std::getline(in, *line);
-  in >> it.pid >> it.pid_space >> it.can_watch >> it.user >> it.user_space >> it.nonce;
+  for (std::string* line : {&it.host, &it.boot, &it.terms}) std::getline(in, *line);
+  in >> it.pid >> it.user >> it.user_space >> it.network_space >> it.nonce;
+  in >> it.ticket.outlet >> it.ticket.number;
   for (uint64_t& word : it.cores) in >> word;
+  in.get();
   require(in && version == kVersion, "the ranks of a group must run the same version of pycollect");
+  it.failure.assign(std::istreambuf_iterator<char>(in), {});
   return it;
 }
 
@@ -113,18 +139,6 @@ void require_one_host(const std::vector<Introduction>& ranks, const std::string&
                                    "group within each"));
 }
 
-std::string unlike_users(const std::vector<Introduction>& ranks) {
-  for (Rank r = 1; r < static_cast<Rank>(ranks.size()); ++r) {
-    if (ranks[r].user_space != ranks[0].user_space)
-      return text("; rank 0 is in another user namespace than rank ", r,
-                  ", and both must be the same user of the host");
-    if (ranks[r].user != ranks[0].user)
-      return text("; rank 0 is run by user ", ranks[0].user, ", rank ", r, " by user ",
-                  ranks[r].user, ", and all ranks need the same user");
-  }
-  return "";
-}
-
 void require_same_terms(const std::vector<Introduction>& ranks, const std::string& group) {
   for (Rank r = 1; r < static_cast<Rank>(ranks.size()); ++r)
     require(ranks[r].terms == ranks[0].terms, "the ranks of group '", group,
@@ -132,16 +146,15 @@ void require_same_terms(const std::vector<Introduction>& ranks, const std::strin
             ranks[r].terms, "; options and PYCOLLECT_ variables must be the same on all");
 }
 
-bool can_all_watch(const std::vector<Introduction>& ranks) {
-  return std::ranges::all_of(ranks, [&](const Introduction& it) {
-    return it.can_watch && it.pid_space != 0 && it.pid_space == ranks[0].pid_space;
-  });
-}
-
-std::vector<pid_t> pids(const std::vector<Introduction>& ranks) {
-  std::vector<pid_t> all;
-  for (const Introduction& it : ranks) all.push_back(it.pid);
-  return all;
+void require_shared(const std::vector<Introduction>& ranks, const std::string& group) {
+  std::map<std::string, std::vector<Rank>> failures;
+  for (Rank r = 0; r < static_cast<Rank>(ranks.size()); ++r)
+    if (!ranks[r].failure.empty()) failures[ranks[r].failure].push_back(r);
+  if (failures.empty()) return;
+  std::string whose;
+  for (const auto& [why, who] : failures) whose += text("; ", name(who), ": ", why);
+  throw CollectiveError(
+      text("the ranks of group '", group, "' cannot share memory", whose, differences(ranks)));
 }
 
 int shared_cores(const std::vector<Introduction>& ranks) {

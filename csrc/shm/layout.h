@@ -4,7 +4,7 @@
 //   control | a line per rank | two descriptions per rank | mailboxes | deck of GPUs | two slots
 //   per rank | arenas
 #pragma once
-#include <pthread.h>
+#include <linux/futex.h>
 
 #include <array>
 #include <atomic>
@@ -97,9 +97,15 @@ struct Breakage {
   std::array<char, 512> cause = {};
 };
 
-// Held by a rank for as long as its process lives: the kernel lets go of it when that ends.
+// A rank's lock, held by one of its threads, and the list of that thread's locks, which the kernel
+// goes through when the thread ends. C libraries keep that list in memory of the process alone,
+// which some kernels take from a process that they kill for want of memory, and then its locks stay
+// held; from memory that others have, too, they take nothing.
 struct alignas(64) Life {
-  pthread_mutex_t held;
+  robust_list_head list;
+  robust_list entry;
+  std::atomic<uint32_t> holder{0};  // the thread; FUTEX_OWNER_DIED: it has ended and held the lock
+  std::atomic<int32_t> pid{0};      // of the process, as it has it itself; 0: not come yet
 };
 
 // One for all.

@@ -1,28 +1,43 @@
-// Who of the other ranks is dead, or has become another program. By descriptors of each process and
-// of its memory, where process numbers mean the same to all ranks; otherwise by a lock that each
-// holds and the kernel lets go of at its end: unlike a pulse it is no work for anybody, does not
-// mistake a stopped process for a dead one, and a forked child does not keep it up.
+// Who of the other ranks is dead, or has become another program: by a lock that each holds and the
+// kernel lets go of at its end (a robust futex), wherever the others are. Unlike a pulse it is no
+// work for anybody, does not mistake a stopped process for a dead one, and a forked child does not
+// keep it up. Unlike a descriptor of the process it tells before a GPU's driver has cleared up
+// after it.
 #pragma once
 #include <sys/types.h>
 
 #include <cstdint>
 #include <memory>
-#include <vector>
+#include <semaphore>
+#include <thread>
 
 #include "layout.h"
+#include "system.h"
 
 namespace pycollect::shm {
 
 class Peers {
  public:
-  virtual ~Peers() = default;
-  virtual uint64_t dead() = 0;  // a bit for each; from any thread
-};
+  // Returns when this rank's lock is held, by a thread that does nothing else: the kernel keeps
+  // account of threads, and any other may end before the process.
+  Peers(Control& control, int world, Rank me);
+  ~Peers();
+  Peers(const Peers&) = delete;
+  Peers& operator=(const Peers&) = delete;
 
-bool can_open_pidfd();
-// The ranks must be known to live until after this: a number can be given to a new process.
-std::unique_ptr<Peers> watch_by_pidfd(const std::vector<pid_t>& pids, Rank me);
-// Begins to hold this rank's lock. The others' are looked at only when all have come so far.
-std::unique_ptr<Peers> watch_by_lock(Control& control, int world, Rank me);
+  // A bit for each rank, from any thread. Neither who has not come yet is dead nor who has left.
+  uint64_t dead() const;
+  pid_t pid(Rank r) const { return control_.lives[r].pid.load(std::memory_order_acquire); }
+
+ private:
+  void hold(Life& mine);
+
+  Control& control_;
+  const int world_;
+  const Origin origin_;
+  int failed_ = 0;
+  std::binary_semaphore held_{0}, end_{0};
+  std::unique_ptr<std::thread> holder_;
+};
 
 }  // namespace pycollect::shm

@@ -1,6 +1,6 @@
-// How ranks that know of each other only through a board come to share memory. They introduce
-// themselves, rank 0 offers memory in one way after the other, and all say whether they got it;
-// each reads everything that was said, so all agree without another word.
+// How ranks that know of each other only through a board come to share memory. Rank 0 makes it and
+// says where it is to be had; each takes it and introduces itself, and says whether it could. Each
+// reads everything that was said, so all agree without another word.
 #pragma once
 #include <functional>
 #include <memory>
@@ -9,33 +9,30 @@
 #include <vector>
 
 #include "board.h"
-#include "hatch.h"
 #include "introduction.h"
 #include "life.h"
+#include "outlet.h"
 #include "segment.h"
 
 namespace pycollect::shm {
 
 class Meeting {
  public:
-  // Returns when all have introduced themselves; throws what Group's constructor says.
-  Meeting(Board& board, Rank rank, int world, const Settings& settings);
+  // `peers` are looked after as soon as a preparation has made them.
+  Meeting(Board& board, Rank rank, int world, const Settings& settings,
+          const std::unique_ptr<Peers>& peers);
 
-  const std::vector<Introduction>& ranks() const { return ranks_; }
-  // Returns when all have the memory and each has done its `preparation` in it without an
-  // exception; that is called again with other memory when somebody's failed. Throws
-  // CollectiveError that says whose and how, PeerLost when somebody has died meanwhile.
-  using Preparation = std::function<void(std::shared_ptr<Segment>)>;
-  void share(std::size_t bytes, const Preparation& preparation);
+  // Makes the rank ready in the memory, and writes its nonce there.
+  using Preparation = std::function<void(std::shared_ptr<Segment>, uint64_t nonce)>;
+  // Returns when all have the memory and are ready in it; what they are is returned. Throws what
+  // Group's constructor says; CollectiveError that says who cannot have it and why; PeerLost when
+  // somebody has died meanwhile.
+  std::vector<Introduction> share(std::size_t bytes, const Preparation& preparation);
 
  private:
-  struct Way;
-  bool attempt(const Way& way, std::size_t bytes, const Preparation& preparation);
-  std::string offer(const Way& way, std::size_t bytes, std::shared_ptr<Segment>& segment);
-  std::shared_ptr<Segment> accept(const Way& way, std::size_t bytes);
-  bool all_have(const Way& way, const std::string& outcome);
-  std::vector<std::string> read_all(const std::string& phase, const std::vector<Rank>& from);
-  std::vector<Rank> everybody() const;
+  std::shared_ptr<Segment> take(Introduction& mine, std::size_t bytes);
+  Descriptor fetch_from(const Introduction& owner) const;
+  std::vector<std::string> read_all();
   [[noreturn]] void time_out(const std::vector<Rank>& missing) const;
   void require_all_alive() const;
 
@@ -44,10 +41,9 @@ class Meeting {
   int world_;
   const Settings& settings_;
   Deadline deadline_;
-  std::optional<Hatch> hatch_;
-  std::vector<Introduction> ranks_;
-  std::unique_ptr<Peers> watched_;  // where that is possible before there is memory
-  std::string failures_;
+  const std::unique_ptr<Peers>& peers_;
+  uint64_t network_space_ = 0;
+  std::optional<Outlet> outlet_;  // rank 0's
 };
 
 }  // namespace pycollect::shm

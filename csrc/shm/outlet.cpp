@@ -5,18 +5,17 @@
 #include <sys/eventfd.h>
 #include <sys/time.h>
 
+#include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <stdexcept>
 
 #include "../plan/error.h"
+#include "new_thread.h"
 #include "unix_socket.h"
 
 namespace pycollect::shm {
 namespace {
 
-// An answer takes microseconds, and longer only if cores are short. Who asks waits for so long.
-constexpr timeval kLongest = {10, 0};
 // Who is let in and says nothing for so long is put out again, and how often to look for such.
 constexpr std::chrono::milliseconds kForQuestions{1000}, kLook{100};
 // As many callers as there can be ranks may come at once; the others wait until one has gone.
@@ -39,9 +38,15 @@ Descriptor ending() {
   return event;
 }
 
-void limit(const Descriptor& socket, const timeval& time) {
-  if (setsockopt(socket.get(), SOL_SOCKET, SO_RCVTIMEO, &time, sizeof time) != 0)
-    refuse("cannot limit the time of a Unix socket", errno);
+// Of connecting, and of receiving.
+void limit(const Descriptor& socket, Deadline deadline) {
+  using std::chrono::microseconds;
+  const auto left = std::chrono::duration_cast<microseconds>(deadline - Clock::now()).count();
+  constexpr int64_t kSecond = 1'000'000, kLeast = 1000;  // none at all is for ever
+  const timeval time = {std::max(left, kLeast) / kSecond, std::max(left, kLeast) % kSecond};
+  for (const int what : {SO_SNDTIMEO, SO_RCVTIMEO})
+    if (setsockopt(socket.get(), SOL_SOCKET, what, &time, sizeof time) != 0)
+      refuse("cannot limit the time of a Unix socket", errno);
 }
 
 }  // namespace
@@ -50,15 +55,15 @@ Outlet::Outlet()
     : name_(random_number()),
       listening_(listening(name_)),
       end_(ending()),
-      thread_([this] { serve(); }) {}
+      thread_(std::make_unique<std::thread>(new_thread([this] { serve(); }))) {}
 
 Outlet::~Outlet() {
-  if (origin_.is_here()) {
-    eventfd_write(end_.get(), 1);
-    thread_.join();
-  } else {
-    thread_.detach();
+  if (!origin_.is_here()) {
+    static_cast<void>(thread_.release());  // it stayed with the parent: nothing here is that thread
+    return;
   }
+  eventfd_write(end_.get(), 1);
+  thread_->join();
 }
 
 Outlet::Ticket Outlet::offer(Descriptor descriptor) {
@@ -84,7 +89,7 @@ void Outlet::serve() {
     const int most = callers.empty() ? -1 : static_cast<int>(kLook.count());
     if (poll(polled.data(), polled.size(), most) < 0) continue;  // a signal
     if (polled[0].revents != 0) return;
-    const auto now = std::chrono::steady_clock::now();
+    const auto now = Clock::now();
     auto said = polled.begin() + 2;
     std::erase_if(callers, [&](const Caller& it) {
       const bool asks = (said++)->revents != 0;
@@ -100,8 +105,8 @@ void Outlet::let_in(std::vector<Caller>& callers) {
   if (!caller) {
     if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)
       std::this_thread::sleep_for(kShortage);
-  } else if (is_of_own_user(caller)) {
-    callers.push_back({std::move(caller), std::chrono::steady_clock::now() + kForQuestions});
+  } else if (is_of_own_user(caller, true)) {
+    callers.push_back({std::move(caller), Clock::now() + kForQuestions});
   }
 }
 
@@ -117,21 +122,18 @@ void Outlet::answer(const Descriptor& connection) {
     send_letter(connection.get(), 0, -1);
 }
 
-Descriptor fetch(const Outlet::Ticket& ticket) {
+Descriptor fetch(const Outlet::Ticket& ticket, Deadline deadline) {
   const Descriptor socket = make_socket(SOCK_SEQPACKET);
   const SocketName there(name_of(ticket.outlet));
-  limit(socket, kLongest);
-  if (setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &kLongest, sizeof kLongest) != 0 ||
-      connect(socket.get(), there.get(), there.bytes) != 0)
-    refuse(
-        "cannot reach the process that offers it, which must be alive and in the same network "
-        "namespace",
-        errno);
-  const bool asked = send_letter(socket.get(), ticket.number, -1);
-  auto letter = asked ? receive_letter(socket.get(), 0) : std::nullopt;
-  if ((!letter || letter->number == 0) && !is_of_own_user(socket))
+  limit(socket, deadline);
+  if (connect(socket.get(), there.get(), there.bytes) != 0)
+    refuse(text("cannot reach the Unix socket @", name_of(ticket.outlet), " of the process that ",
+                "offers it, which must be alive and in the same network namespace"),
+           errno);
+  if (!is_of_own_user(socket, false) && geteuid() != 0)
     throw std::runtime_error("the process that offers it is run by another user, and lets none in");
-  if (!asked) refuse("cannot ask for it", errno);
+  if (!send_letter(socket.get(), ticket.number, -1)) refuse("cannot ask for it", errno);
+  auto letter = receive_letter(socket.get(), 0);
   if (!letter) refuse("the process that offers it does not answer", errno);
   if (letter->number == 0)
     throw std::runtime_error("the process that offered it does not offer it any more");

@@ -1,14 +1,15 @@
 // Where other processes of this host fetch descriptors of this one, whenever they like and whatever
 // it is doing: a socket without a file, and a thread that answers whoever knows a number. Nobody
-// needs leave to trace anybody, as to take descriptors out of a process does; other users are not
-// let in.
+// needs leave to trace anybody, as to take descriptors out of a process does; of other users only
+// root is let in, who may take anything.
 #pragma once
-#include <chrono>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
+#include "board.h"
 #include "system.h"
 
 namespace pycollect::shm {
@@ -30,7 +31,7 @@ class Outlet {
  private:
   struct Caller {
     Descriptor connection;
-    std::chrono::steady_clock::time_point until;  // its question must have come
+    Deadline until;  // its question must have come
   };
   void serve();
   void let_in(std::vector<Caller>& callers);
@@ -41,10 +42,14 @@ class Outlet {
   const Descriptor listening_, end_;
   std::mutex mutex_;
   std::map<uint64_t, Descriptor> offered_;
-  std::thread thread_;
+  std::unique_ptr<std::thread> thread_;
 };
 
-// From any process. Throws std::runtime_error with what is in the way, within some seconds.
-Descriptor fetch(const Outlet::Ticket& ticket);
+// An answer takes microseconds, and longer only if cores are short, or the process is stopped.
+inline constexpr std::chrono::milliseconds kForAnswers{10'000};
+// From any process. Throws std::runtime_error with what is in the way: a std::system_error with
+// EAGAIN when the time is over, ECONNREFUSED where there is no such outlet (any more), ECONNRESET
+// or EPIPE when it has ended or put this process out meanwhile.
+Descriptor fetch(const Outlet::Ticket& ticket, Deadline deadline = deadline_after(kForAnswers));
 
 }  // namespace pycollect::shm

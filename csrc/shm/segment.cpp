@@ -1,16 +1,13 @@
 #include "segment.h"
 
 #include <fcntl.h>
-#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/statvfs.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <filesystem>
 
 #include "../plan/error.h"
 #include "headroom.h"
@@ -19,8 +16,6 @@
 namespace pycollect::shm {
 namespace {
 
-constexpr char kPrefix[] = "pycollect-";  // of names in /dev/shm
-constexpr char kFolder[] = "/dev/shm";
 // What is committed at once. The kernel undoes the whole when a signal comes (a profiler's, every
 // 10 ms), and this much takes it 1 to 2 ms.
 constexpr std::size_t kCommitBytes = 4 << 20;
@@ -40,49 +35,7 @@ void resize(int fd, std::size_t bytes) {
     if (errno != EINTR) refuse(text("shared memory of ", mebibytes(bytes)), errno);
 }
 
-[[noreturn]] void refuse_memory(int fd, std::size_t bytes, int error) {
-  struct statvfs folder = {};
-  std::string rest;
-  if (error == ENOSPC && fstatvfs(fd, &folder) == 0 && folder.f_blocks > 0)
-    rest = text(" (", mebibytes(folder.f_bavail * folder.f_frsize), " of ",
-                mebibytes(folder.f_blocks * folder.f_frsize),
-                " are free in /dev/shm; containers give more with --shm-size)");
-  refuse(text("no memory for ", mebibytes(bytes), " to share", rest), error);
-}
-
-// The folder is everybody's: others can have put there what it takes for ever to open, or what they
-// would like to be removed.
-Descriptor open_own_file(const std::filesystem::path& path) {
-  Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
-  struct stat found = {};
-  const bool own =
-      file && fstat(file.get(), &found) == 0 && S_ISREG(found.st_mode) && found.st_uid == geteuid();
-  return own ? std::move(file) : Descriptor();
-}
-
-// Removes what nobody holds a lock on. Somebody who has just made his file and not yet locked it
-// can lose it here, sees that, and makes another.
-void sweep() {
-  std::error_code error;
-  std::filesystem::directory_iterator entry(kFolder, error), end;
-  for (; !error && entry != end; entry.increment(error)) {
-    const std::filesystem::path& path = entry->path();
-    if (!path.filename().string().starts_with(kPrefix)) continue;
-    const Descriptor file = open_own_file(path);
-    if (file && flock(file.get(), LOCK_EX | LOCK_NB) == 0) unlink(path.c_str());
-  }
-}
-
-Descriptor make_named(const std::string& name) {
-  Descriptor file(shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
-  if (!file) refuse(text("cannot create ", name, " in /dev/shm"), errno);
-  while (flock(file.get(), LOCK_EX) != 0)
-    if (errno != EINTR) refuse(text("cannot lock ", name, " in /dev/shm"), errno);
-  struct stat found = {};
-  return fstat(file.get(), &found) == 0 && found.st_nlink > 0 ? std::move(file) : Descriptor();
-}
-
-Descriptor make_unnamed() {
+Descriptor make_file() {
   // Newer kernels want to be told that this is no program; older ones do not know the flag.
   constexpr unsigned kNoExecSeal = 8;
   int fd = memfd_create("pycollect", MFD_CLOEXEC | MFD_ALLOW_SEALING | kNoExecSeal);
@@ -93,37 +46,13 @@ Descriptor make_unnamed() {
 
 }  // namespace
 
-std::shared_ptr<Segment> Segment::create_unnamed(std::size_t bytes) {
-  Descriptor file = make_unnamed();
+std::shared_ptr<Segment> Segment::create(std::size_t bytes) {
+  Descriptor file = make_file();
   resize(file.get(), bytes);
   // A file that shrank under somebody would kill him with SIGBUS.
   fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
   return adopt(std::move(file), bytes);
 }
-
-std::shared_ptr<Segment> Segment::create_named(const std::string& name, std::size_t bytes) {
-  sweep();
-  Descriptor file;
-  while (!file) file = make_named(name);
-  try {
-    resize(file.get(), bytes);
-    return adopt(std::move(file), bytes);
-  } catch (...) {
-    remove_name(name);
-    throw;
-  }
-}
-
-std::shared_ptr<Segment> Segment::open_named(const std::string& name, std::size_t bytes) {
-  Descriptor file(shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0));
-  if (!file)
-    refuse(text("cannot open ", name, " in /dev/shm, which must be the same for all ranks"), errno);
-  return adopt(std::move(file), bytes);
-}
-
-void Segment::remove_name(const std::string& name) { shm_unlink(name.c_str()); }
-
-std::string Segment::name_of(uint64_t number) { return text("/", kPrefix, hexadecimal(number)); }
 
 std::shared_ptr<Segment> Segment::adopt(Descriptor file, std::size_t bytes) {
   return std::shared_ptr<Segment>(new Segment(std::move(file), bytes));
@@ -153,7 +82,7 @@ void Segment::commit(std::size_t offset, std::size_t bytes) {
     if (fallocate(descriptor(), 0, offset + done, part) == 0)
       done += part;
     else if (errno != EINTR)
-      refuse_memory(descriptor(), bytes, errno);
+      refuse(text("no memory for ", mebibytes(bytes), " to share"), errno);
   }
 }
 

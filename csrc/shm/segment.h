@@ -1,11 +1,9 @@
-// Memory that several processes map: a file without a name, or one whose name is gone as soon as
-// all have opened it, so that nothing is left behind however a job ends. Address space is reserved
-// whole and memory is committed in parts, so what is mapped never moves.
+// Memory that several processes map: a file without a name, so that nothing is left behind however
+// a job ends. Address space is reserved whole and memory is committed in parts, so what is mapped
+// never moves.
 #pragma once
 #include <cstddef>
-#include <cstdint>
 #include <memory>
-#include <string>
 
 #include "system.h"
 
@@ -13,13 +11,7 @@ namespace pycollect::shm {
 
 class Segment {
  public:
-  static std::shared_ptr<Segment> create_unnamed(std::size_t bytes);
-  // In /dev/shm. Whoever creates one holds a lock on it, and first removes those that nobody holds:
-  // of jobs that were killed between here and `remove_name`.
-  static std::shared_ptr<Segment> create_named(const std::string& name, std::size_t bytes);
-  static std::shared_ptr<Segment> open_named(const std::string& name, std::size_t bytes);
-  static void remove_name(const std::string& name);  // may be gone already
-  static std::string name_of(uint64_t number);
+  static std::shared_ptr<Segment> create(std::size_t bytes);
   static std::shared_ptr<Segment> adopt(Descriptor file, std::size_t bytes);
   ~Segment();
   Segment(const Segment&) = delete;
@@ -30,7 +22,7 @@ class Segment {
   int descriptor() const { return file_.get(); }
 
   // Gets memory for a part now, or throws std::runtime_error that says how much there was to get:
-  // a full /dev/shm is an error here and not a SIGBUS later.
+  // too little is an error here and not a SIGBUS later.
   void commit(std::size_t offset, std::size_t bytes);
   // Maps a committed part's pages into this process, so that no collective pays for the faults.
   // Harmless to who uses them meanwhile.

@@ -10,11 +10,6 @@ namespace pycollect::shm {
 
 class Segment;
 
-// How processes come to share memory, and how one learns of another's death: the best that works
-// is taken, and each can be named (PYCOLLECT_SHM_SHARE, PYCOLLECT_SHM_WATCH).
-enum class Share : uint8_t { best, memfd, named };   // over a Unix socket; through /dev/shm
-enum class Watch : uint8_t { best, pidfd, hangup };  // hangup: of a lock that the kernel lets go of
-
 struct Settings {
   std::string name = "default";  // of the group, for messages
   std::chrono::milliseconds timeout{30 * 60 * 1000};
@@ -22,8 +17,6 @@ struct Settings {
   std::size_t mailbox_bytes = 0;
   std::size_t arena_bytes = 0;
   std::size_t deck_bytes = 0;
-  Share share = Share::best;
-  Watch watch = Watch::best;
   int cores = 0;  // that the ranks share; 0: those that they may run on
   // Ranks that are threads of one process can be given one mapping of Layout::total bytes, so that
   // a sanitizer sees what they do to each other.

@@ -12,7 +12,7 @@
 namespace pycollect::shm {
 
 void refuse(const std::string& what, int error) {
-  throw std::runtime_error(text(what, ": ", std::generic_category().message(error)));
+  throw std::system_error(error, std::generic_category(), what);
 }
 
 uint64_t random_number() {

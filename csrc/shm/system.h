@@ -28,7 +28,7 @@ class Descriptor {
   int fd_;
 };
 
-// Throws std::runtime_error: "`what`: No space left on device".
+// Throws std::system_error: "`what`: No space left on device".
 [[noreturn]] void refuse(const std::string& what, int error);
 uint64_t random_number();  // never 0
 std::string hexadecimal(uint64_t number);

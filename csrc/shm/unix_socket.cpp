@@ -9,15 +9,11 @@
 namespace pycollect::shm {
 namespace {
 
-// With SO_PASSCRED the kernel gives a sender's real user, with SO_PEERCRED the effective one.
-bool is_own(uid_t user) { return user == geteuid() || user == getuid(); }
-
 struct Message {
   uint64_t number = 0;
   iovec data = {&number, sizeof number};
-  // A sender's numbers and a descriptor; padding makes it room for two of those.
-  alignas(
-      cmsghdr) std::array<char, CMSG_SPACE(sizeof(ucred)) + CMSG_SPACE(sizeof(int))> control = {};
+  // Of one descriptor; padding makes it room for two.
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control = {};
   msghdr header = {};
   Message() {
     header.msg_iov = &data;
@@ -32,7 +28,6 @@ struct Message {
   }
   void carry(int fd) {
     make_room();
-    header.msg_controllen = CMSG_SPACE(sizeof fd);
     cmsghdr* with = CMSG_FIRSTHDR(&header);
     with->cmsg_level = SOL_SOCKET;
     with->cmsg_type = SCM_RIGHTS;
@@ -42,33 +37,17 @@ struct Message {
   // All that have come are this process's now, and those that are not returned are closed.
   Descriptor carried() {
     std::vector<Descriptor> all;
-    each([&](const cmsghdr& with) {
-      if (with.cmsg_type != SCM_RIGHTS) return;
-      for (std::size_t at = 0; at + sizeof(int) <= with.cmsg_len - CMSG_LEN(0); at += sizeof(int)) {
+    for (cmsghdr* with = CMSG_FIRSTHDR(&header); with != nullptr;
+         with = CMSG_NXTHDR(&header, with)) {
+      if (with->cmsg_level != SOL_SOCKET || with->cmsg_type != SCM_RIGHTS) continue;
+      for (std::size_t at = CMSG_LEN(0); at + sizeof(int) <= with->cmsg_len; at += sizeof(int)) {
         int fd = -1;
-        std::memcpy(&fd, CMSG_DATA(&with) + at, sizeof fd);
+        std::memcpy(&fd, reinterpret_cast<const char*>(with) + at, sizeof fd);
         all.emplace_back(fd);
       }
-    });
+    }
     const bool one = all.size() == 1 && (header.msg_flags & MSG_CTRUNC) == 0;
     return one ? std::move(all.front()) : Descriptor();
-  }
-  bool by_own_user() {
-    bool own = false;
-    each([&](const cmsghdr& with) {
-      ucred sender = {};
-      if (with.cmsg_type != SCM_CREDENTIALS) return;
-      std::memcpy(&sender, CMSG_DATA(&with), sizeof sender);
-      own = is_own(sender.uid);
-    });
-    return own;
-  }
-
- private:
-  template <class F>
-  void each(const F& f) {
-    for (cmsghdr* with = CMSG_FIRSTHDR(&header); with != nullptr; with = CMSG_NXTHDR(&header, with))
-      if (with->cmsg_level == SOL_SOCKET) f(*with);
   }
 };
 
@@ -89,36 +68,22 @@ Descriptor make_socket(int type) {
 
 Descriptor make_socket(int type, const std::string& name) {
   Descriptor socket = make_socket(type);
-  bind_to(socket, name);
+  const SocketName here(name);
+  if (bind(socket.get(), here.get(), here.bytes) != 0) refuse("cannot bind a Unix socket", errno);
   return socket;
 }
 
-void bind_to(const Descriptor& socket, const std::string& name) {
-  const SocketName here(name);
-  if (bind(socket.get(), here.get(), here.bytes) != 0) refuse("cannot bind a Unix socket", errno);
-}
-
-void ask_for_senders(const Descriptor& socket) {
-  constexpr int kOn = 1;
-  if (setsockopt(socket.get(), SOL_SOCKET, SO_PASSCRED, &kOn, sizeof kOn) != 0)
-    refuse("cannot ask who sends to a Unix socket", errno);
-}
-
-bool is_of_own_user(const Descriptor& connection) {
+bool is_of_own_user(const Descriptor& connection, bool or_root) {
   ucred other = {};
   socklen_t bytes = sizeof other;
-  return getsockopt(connection.get(), SOL_SOCKET, SO_PEERCRED, &other, &bytes) == 0 &&
-         is_own(other.uid);
+  if (getsockopt(connection.get(), SOL_SOCKET, SO_PEERCRED, &other, &bytes) != 0) return false;
+  return other.uid == geteuid() || other.uid == getuid() || (or_root && other.uid == 0);
 }
 
-bool send_letter(int socket, uint64_t number, int carried, const SocketName* to) {
+bool send_letter(int socket, uint64_t number, int carried) {
   Message message;
   message.number = number;
   if (carried >= 0) message.carry(carried);
-  if (to != nullptr) {
-    message.header.msg_name = const_cast<sockaddr*>(to->get());
-    message.header.msg_namelen = to->bytes;
-  }
   for (;;) {
     if (sendmsg(socket, &message.header, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0) return true;
     if (errno != EINTR) return false;
@@ -131,8 +96,9 @@ std::optional<Letter> receive_letter(int socket, int flags) {
     message.make_room();
     const ssize_t got = recvmsg(socket, &message.header, flags | MSG_CMSG_CLOEXEC);
     if (got < 0 && errno == EINTR) continue;
-    if (got < 0) return {};
-    Letter letter{message.number, message.carried(), message.by_own_user()};
+    if (got == 0) errno = ECONNRESET;
+    if (got <= 0) return {};
+    Letter letter{message.number, message.carried()};
     if (got != sizeof message.number) letter.number = 0;
     return letter;
   }

@@ -21,22 +21,17 @@ struct SocketName {
 Descriptor make_socket(int type);
 // As another process finds it by this name.
 Descriptor make_socket(int type, const std::string& name);
-void bind_to(const Descriptor& socket, const std::string& name);
 
 struct Letter {
   uint64_t number = 0;  // 0: not one of ours
   Descriptor carried = Descriptor();
-  bool by_own_user = false;  // known only of a socket that asks for it
 };
-// Has the kernel say with each letter who sent it.
-void ask_for_senders(const Descriptor& socket);
-// Is the other end of a connection a process of this one's user?
-bool is_of_own_user(const Descriptor& connection);
-// Over a socket that is connected, or to a name; with no descriptor if it is negative. False: not,
-// and errno says why.
-bool send_letter(int socket, uint64_t number, int carried, const SocketName* to = nullptr);
-// Nothing: errno says why. `flags` are those of recvmsg. Of a letter that carries several
-// descriptors, none is kept.
+// Is the other end of a connection a process of this one's user, or of root's if that is as good?
+bool is_of_own_user(const Descriptor& connection, bool or_root);
+// With no descriptor if it is negative. False: not, and errno says why.
+bool send_letter(int socket, uint64_t number, int carried);
+// Nothing: errno says why, which is ECONNRESET when the other end has gone. `flags` are those of
+// recvmsg. Of a letter that carries several descriptors, none is kept.
 std::optional<Letter> receive_letter(int socket, int flags);
 
 }  // namespace pycollect::shm

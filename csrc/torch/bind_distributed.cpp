@@ -1,8 +1,6 @@
 // See bind_distributed.h. The backend itself reaches Python as torch's own class.
 #include "bind_distributed.h"
 
-#include <array>
-
 #include "../plan/names.h"
 #include "c10d/backend.h"
 
@@ -10,20 +8,6 @@ namespace pycollect {
 namespace {
 
 using dist::Options;
-
-// In the order of the enums.
-constexpr std::array kShares{"best", "memfd", "named"};
-constexpr std::array kWatches{"best", "pidfd", "hangup"};
-
-template <class Enum, std::size_t N>
-Enum named(const std::array<const char*, N>& names, const std::string& word, const char* what) {
-  return static_cast<Enum>(find_name(what, word, names));
-}
-
-template <class Enum, std::size_t N>
-std::string word(const std::array<const char*, N>& names, Enum value) {
-  return names[static_cast<std::size_t>(value)];
-}
 
 // Waits for the other ranks, without the interpreter: a store may be written in Python.
 c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store,
@@ -87,16 +71,6 @@ void bind_distributed(py::module_& m) {
       .def_readwrite("slot_bytes", &Options::slot_bytes)
       .def_readwrite("slab_bytes", &Options::slab_bytes)
       .def_readwrite("arena_bytes", &Options::arena_bytes)
-      .def_property(
-          "share", [](const Options& o) { return word(kShares, o.share); },
-          [](Options& o, const std::string& w) {
-            o.share = named<shm::Share>(kShares, w, "share");
-          })
-      .def_property(
-          "watch", [](const Options& o) { return word(kWatches, o.watch); },
-          [](Options& o, const std::string& w) {
-            o.watch = named<shm::Watch>(kWatches, w, "watch");
-          })
       .def_property(
           "cuda_sync", [](const Options& o) { return o.cuda_sync; },
           [](Options& o, const std::string& w) {

@@ -1,13 +1,14 @@
 // Ranks that the kernel keeps apart: processes of several users, and in namespaces of their own.
 // Each raises an error that says which, or the group works.
 #include <sched.h>
+#include <signal.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 
 #include <cerrno>
 #include <cstring>
 
-#include "../../csrc/shm/hatch.h"
 #include "../../csrc/shm/outlet.h"
 #include "group_ranks.h"
 
@@ -29,11 +30,11 @@ std::vector<End> meet(const Settings& settings, const std::function<bool(Rank)>&
 
 bool become(uid_t user) { return setresuid(user, user, user) == 0; }
 
-// A folder of shared memory of its own.
+// A folder of shared memory of its own, with too little for anything, as containers have it.
 bool leave_shm() {
   return unshare(CLONE_NEWNS) == 0 &&
          mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
-         mount("tmpfs", "/dev/shm", "tmpfs", 0, "size=64m") == 0;
+         mount("tmpfs", "/dev/shm", "tmpfs", 0, "size=4k") == 0;
 }
 
 void names_users() {
@@ -46,8 +47,8 @@ void names_users() {
   }
 }
 
-// Root may open what is another user's; the other may not, and hears why.
-void works_where_root_opens() {
+// Root may take what is another user's; the other may not, and hears why.
+void works_where_root_takes() {
   for (const End& end : meet(quick(), [](Rank r) { return r == 1 || become(kNobody); }))
     expect_equal(end.said, "right");
   for (const End& end : meet(quick(), [](Rank r) { return r == 0 || become(kNobody); }))
@@ -56,13 +57,8 @@ void works_where_root_opens() {
 
 // Nor may they look at each other's memory, as ranks that are begun by their user may.
 void works_as_another_user() {
-  for (Share share : kShares)
-    for (Watch watch : kWatches) {
-      Settings settings = quick();
-      settings.share = share, settings.watch = watch;
-      for (const End& end : meet(settings, [](Rank) { return become(kNobody); }))
-        expect_equal(end.said, "right");
-    }
+  for (const End& end : meet(quick(), [](Rank) { return become(kNobody); }))
+    expect_equal(end.said, "right");
 }
 
 // Leaves for a namespace in which this process's user is number 7 and nobody else has one.
@@ -83,55 +79,91 @@ void works_in_user_namespaces() {
            end.said);
 }
 
-void names_what_is_not_shared() {
-  const auto ends = meet(quick(), [](Rank) { return unshare(CLONE_NEWNET) == 0 && leave_shm(); });
+void names_networks() {
+  Settings settings = quick();
+  settings.timeout = 3s;
+  const auto ends = run(4, settings, [](Me& me) {
+    if (me.rank > 1 && unshare(CLONE_NEWNET) != 0) return std::string("cannot be put there");
+    Group group(me.board, me.rank, me.world, me.settings);
+    return std::string("nothing");
+  });
   for (const End& end : ends) {
-    expect(contains(end.said,
-                    "cannot share memory in either of two ways, of which one is enough; "
-                    "memfd: rank 0: cannot reach another rank's Unix socket, which must "
-                    "be in the same network namespace: "),
+    expect(
+        end.said.starts_with("CollectiveError: the ranks of group 'default' cannot share memory; "
+                             "ranks 2, 3: cannot reach the Unix socket @pycollect-outlet-"),
+        end.said);
+    expect(contains(end.said, "; ranks 0, 1 are in another network namespace than ranks 2, 3, and"),
            end.said);
-    expect(contains(end.said, " in /dev/shm, which must be the same for all ranks: "), end.said);
+    expect(end.when < 2s, "took too long");
   }
-  for (const End& end : meet(quick(), [](Rank) { return unshare(CLONE_NEWNET) == 0; }))
-    expect_equal(end.said, "right");
+}
+
+void works_without_shm() {
   for (const End& end : meet(quick(), [](Rank) { return leave_shm(); }))
     expect_equal(end.said, "right");
 }
 
-// Process numbers are 1 and 2 for these ranks, and others in the /proc that they see.
-void notices_another_program_by_a_foreign_proc() {
-  const pid_t pid = fork();
-  if (pid == 0) {
-    expect(unshare(CLONE_NEWPID) == 0, "cannot make a pid namespace");
-    const auto ends = run(2, quick(), [](Me& me) {
-      me.settings.watch = Watch::pidfd;
-      Group group(me.board, me.rank, me.world, me.settings);
-      const auto begin = Clock::now();
-      if (me.rank == 1) execl("/bin/sleep", "sleep", "5", nullptr);
-      const std::string said = attempt([&] {
-        group.await(1, at_run(1), me.occasion(20s));
-        return "nothing";
-      });
-      expect(Clock::now() - begin < 3s, "was noticed when the other program had ended");
-      return said;
-    });
-    expect(contains(ends[0].said, "rank 1 (pid 2) died"), ends[0].said);
-    _exit(0);
-  }
-  int status = 0;
-  waitpid(pid, &status, 0);
-  expect(status == 0, "see above");
+void names_who_can_make_no_thread() {
+  const auto place = [](Rank r) {
+    const rlimit least = {1, 1};
+    return become(kNobody) && (r == 0 || setrlimit(RLIMIT_NPROC, &least) == 0);
+  };
+  for (const End& end : meet(quick(), place))
+    expect(
+        end.said.starts_with("CollectiveError: the ranks of group 'default' cannot share memory; "
+                             "rank 1: this process cannot make another thread"),
+        end.said);
 }
 
-// In a child with a real user that is not the effective one: the kernel says the one of who sends a
-// letter, and the other of who connects.
+// In a pid namespace of its own, where its number is that of the other rank.
+std::string alone(const Body& body, Me& me) {
+  if (unshare(CLONE_NEWPID) != 0) return "cannot make a pid namespace";
+  const pid_t pid = fork();
+  if (pid == 0) {
+    me.board.post(text("alone/", me.rank), attempt([&] { return body(me); }));
+    _exit(0);
+  }
+  if (me.rank == 1) {
+    me.board.read("to be killed", Clock::now() + 20s);
+    std::this_thread::sleep_for(100ms);
+    kill(pid, SIGKILL);
+  }
+  waitpid(pid, nullptr, 0);
+  return me.rank == 1 ? "" : me.board.read("alone/0", Clock::now() + 1s);
+}
+
+void notices_deaths_in_other_pid_namespaces() {
+  for (const std::string how : {"exec", "exit", "kill"}) {
+    const auto ends = run(2, quick(), [&](Me& mine) {
+      const Body body = [&](Me& me) {
+        Group group(me.board, me.rank, me.world, me.settings);
+        expect(getpid() == 1, "is not apart");
+        const auto begin = Clock::now();
+        if (me.rank == 1) {
+          std::this_thread::sleep_for(300ms);
+          me.board.post("to be killed", "");
+          if (how == "exec") execl("/bin/sleep", "sleep", "5", nullptr);
+          if (how == "exit") _exit(0);
+          pause();
+        }
+        const std::string said = attempt([&] {
+          group.await(1, at_run(1), me.occasion(20s));
+          return "nothing";
+        });
+        const auto waited = Clock::now() - begin;
+        expect(waited > 250ms && waited < 1500ms, "was noticed too early or too late");
+        return said;
+      };
+      return alone(body, mine);
+    });
+    expect(contains(ends[0].said, "rank 1 (pid 1) died"), how + ": " + ends[0].said);
+  }
+}
+
+// In a child with a real user that is not the effective one.
 void takes_either_user_for_its_own() {
   const auto ends = run(1, quick(), [](Me&) {
     if (setresuid(kNobody, 0, 0) != 0) return std::string("cannot become another user");
-    Hatch hatch;
-    hand_in(hatch.address(), STDERR_FILENO, 7);
-    hatch.take(7);
     Outlet outlet;
     fetch(outlet.offer(Descriptor(dup(STDERR_FILENO))));
     return std::string("right");
@@ -160,11 +192,13 @@ int main() {
   if (geteuid() != 0) return std::puts("apart_test: SKIPPED: no right to become another user"), 0;
   const std::pair<const char*, void (*)()> tests[] = {
       {"names users", names_users},
-      {"works where root opens", works_where_root_opens},
+      {"works where root takes", works_where_root_takes},
       {"works as another user", works_as_another_user},
       {"works in user namespaces", works_in_user_namespaces},
-      {"names what is not shared", names_what_is_not_shared},
-      {"notices another program by a foreign /proc", notices_another_program_by_a_foreign_proc},
+      {"names networks", names_networks},
+      {"works without /dev/shm", works_without_shm},
+      {"names who can make no thread", names_who_can_make_no_thread},
+      {"notices deaths in other pid namespaces", notices_deaths_in_other_pid_namespaces},
       {"takes either user for its own", takes_either_user_for_its_own},
       {"says whose outlet it is", says_whose_outlet_it_is},
   };

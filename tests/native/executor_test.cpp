@@ -185,7 +185,7 @@ std::size_t total_bytes(int world, std::size_t slot_bytes) {
 template <class F>
 void with_threads(int world, std::size_t slot_bytes, F&& f) {
   MapBoard board;
-  auto segment = Segment::create_unnamed(total_bytes(world, slot_bytes));
+  auto segment = Segment::create(total_bytes(world, slot_bytes));
   std::vector<std::thread> ranks;
   for (Rank r = 0; r < world; ++r)
     ranks.emplace_back([&, r] {

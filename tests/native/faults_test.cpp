@@ -11,11 +11,9 @@ const uint64_t kGoal = at_run(5) + 1;
 
 // Rank 1 of three dies while the others have waited for `after`, with a child of its own that lives
 // on; they wait for a counter, or for a condition.
-void notices(Watch watch, std::chrono::microseconds after, bool by_counter) {
-  Settings settings = quick();
-  settings.watch = watch;
+void notices(std::chrono::microseconds after, bool by_counter) {
   const Folder folder;
-  const auto ends = run(3, settings, [&](Me& me) {
+  const auto ends = run(3, quick(), [&](Me& me) {
     Group group(me.board, me.rank, me.world, me.settings);
     group.advance(at_run(5));
     for (Rank r = 0; r < 3; ++r) group.await(r, at_run(5), me.occasion(10s));
@@ -54,9 +52,8 @@ void notices(Watch watch, std::chrono::microseconds after, bool by_counter) {
 }
 
 void notices_deaths() {
-  for (Watch watch : kWatches)
-    for (auto after : {10us, 1000us, 300'000us})
-      for (bool by_counter : {true, false}) notices(watch, after, by_counter);
+  for (auto after : {10us, 1000us, 300'000us})
+    for (bool by_counter : {true, false}) notices(after, by_counter);
 }
 
 void names_who_is_late() {
@@ -124,29 +121,25 @@ void tells_who_left() {
 }
 
 void waits_for_who_is_stopped() {
-  for (Watch watch : kWatches) {
-    Settings settings = quick();
-    settings.watch = watch;
-    const auto ends = run(2, settings, [](Me& me) {
-      Group group(me.board, me.rank, me.world, me.settings);
-      if (me.rank == 1) {
-        if (const pid_t parent = getpid(); fork() == 0) {
-          std::this_thread::sleep_for(1500ms);
-          kill(parent, SIGCONT);
-          _exit(0);
-        }
-        kill(getpid(), SIGSTOP);
-        group.advance(kGoal);
-        return std::string("came");
+  const auto ends = run(2, quick(), [](Me& me) {
+    Group group(me.board, me.rank, me.world, me.settings);
+    if (me.rank == 1) {
+      if (const pid_t parent = getpid(); fork() == 0) {
+        std::this_thread::sleep_for(1500ms);
+        kill(parent, SIGCONT);
+        _exit(0);
       }
-      return attempt([&] {
-        group.await(1, kGoal, me.occasion(10s));
-        return "came";
-      });
+      kill(getpid(), SIGSTOP);
+      group.advance(kGoal);
+      return std::string("came");
+    }
+    return attempt([&] {
+      group.await(1, kGoal, me.occasion(10s));
+      return "came";
     });
-    for (const End& end : ends) expect_equal(end.said, "came");
-    expect(ends[0].when > 1400ms, "was not stopped");
-  }
+  });
+  for (const End& end : ends) expect_equal(end.said, "came");
+  expect(ends[0].when > 1400ms, "was not stopped");
 }
 
 void aborts() {
@@ -170,42 +163,37 @@ void aborts() {
 
 // A child forked from a rank, by a data loader say, neither works in the group nor ends it.
 void tells_children_apart() {
-  for (Watch watch : kWatches) {
-    Settings settings = quick();
-    settings.watch = watch;
-    const auto ends = run(2, settings, [](Me& me) {
-      auto group = std::make_unique<Group>(me.board, me.rank, me.world, me.settings);
-      const Folder folder;
-      const pid_t child = fork();
-      if (child == 0) {
-        const std::string said = attempt([&] {
-          group->require_whole(me.occasion(1s));
-          return "whole";
-        });
-        group->abort("not mine");
-        group.reset();
-        _exit(contains(said, "forked child of rank") ? 7 : 8);
-      }
-      int status = 0;
-      waitpid(child, &status, 0);
-      if (WEXITSTATUS(status) != 7) return std::string("the child took itself for a rank");
-      group->advance(kGoal);
-      return attempt([&] {
-        group->await(1 - me.rank, kGoal, me.occasion(5s));
+  const auto ends = run(2, quick(), [](Me& me) {
+    auto group = std::make_unique<Group>(me.board, me.rank, me.world, me.settings);
+    const Folder folder;
+    const pid_t child = fork();
+    if (child == 0) {
+      const std::string said = attempt([&] {
         group->require_whole(me.occasion(1s));
         return "whole";
       });
+      group->abort("not mine");
+      group.reset();
+      _exit(contains(said, "forked child of rank") ? 7 : 8);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    if (WEXITSTATUS(status) != 7) return std::string("the child took itself for a rank");
+    group->advance(kGoal);
+    return attempt([&] {
+      group->await(1 - me.rank, kGoal, me.occasion(5s));
+      group->require_whole(me.occasion(1s));
+      return "whole";
     });
-    for (const End& end : ends) expect_equal(end.said, "whole");
-  }
+  });
+  for (const End& end : ends) expect_equal(end.said, "whole");
 }
 
 // Ranks that are threads, in one mapping: what a sanitizer can look at.
 void works_between_threads() {
   constexpr int kWorld = 3;
   Settings settings = quick();
-  settings.watch = Watch::hangup;
-  settings.segment = Segment::create_unnamed(Layout({kWorld, settings.slot_bytes, 0, 0}).total);
+  settings.segment = Segment::create(Layout({kWorld, settings.slot_bytes, 0, 0}).total);
   MapBoard board;
   std::vector<std::jthread> team;
   for (Rank me = 0; me < kWorld; ++me)

@@ -7,7 +7,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
-#include <set>
 #include <source_location>
 
 #include "../../csrc/shm/group.h"
@@ -140,13 +139,6 @@ inline std::vector<End> run(int world, const Settings& settings, const Body& bod
   return ends;
 }
 
-inline std::set<std::string> files_in_shm() {
-  std::set<std::string> names;
-  for (const auto& entry : fs::directory_iterator("/dev/shm"))
-    if (entry.path().filename().string().starts_with("pycollect-"))
-      names.insert(entry.path().filename());
-  return names;
-}
 inline int count_entries(const char* folder) {
   return std::distance(fs::directory_iterator(folder), fs::directory_iterator());
 }
@@ -157,14 +149,5 @@ inline Settings quick() {
   settings.timeout = 20s;
   return settings;
 }
-
-inline const char* name_of(Share share) {
-  return share == Share::best ? "best" : share == Share::memfd ? "memfd" : "named";
-}
-inline const char* name_of(Watch watch) {
-  return watch == Watch::best ? "best" : watch == Watch::pidfd ? "pidfd" : "hangup";
-}
-inline constexpr Share kShares[] = {Share::best, Share::memfd, Share::named};
-inline constexpr Watch kWatches[] = {Watch::pidfd, Watch::hangup};
 
 }  // namespace pycollect::shm

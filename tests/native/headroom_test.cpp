@@ -87,7 +87,7 @@ void is_an_error_and_no_death() {
   if (pid == 0) {
     const bool second = !fs::exists(one.parent_path());
     if (!join_group(second ? two : one, second, 64 * kMiB)) _exit(77);
-    const auto segment = Segment::create_unnamed(1024 * kMiB);
+    const auto segment = Segment::create(1024 * kMiB);
     segment->commit(0, 16 * kMiB);
     const std::string said = attempt([&] {
       segment->commit(0, 256 * kMiB);

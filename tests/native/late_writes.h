@@ -28,7 +28,7 @@ std::array<std::string, 2> run_late(F&& body) {
   MapBoard board;
   Settings settings = pycollect::shm::settings(4096, nullptr);
   settings.arena_bytes = kLateArena;
-  settings.segment = Segment::create_unnamed(Layout({2, 4096, 0, kLateArena}).total);
+  settings.segment = Segment::create(Layout({2, 4096, 0, kLateArena}).total);
   std::array<std::unique_ptr<Group>, 2> groups;
   std::array<std::string, 2> said;
   const auto both = [](auto&& f) {

@@ -1,5 +1,12 @@
 // Limits that a group meets: sizes and times beyond all measure, a thread that cannot be made.
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <signal.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+
+#include <cerrno>
+#include <cstddef>
 
 #include "group_ranks.h"
 
@@ -51,7 +58,7 @@ void blocks_no_signals_for_good() {
     pthread_attr_setstacksize(&vast, std::size_t{1} << 50);
     if (pthread_setattr_default_np(&vast) != 0) _exit(3);
     Control control;
-    const std::string said = refusal([&] { watch_by_lock(control, 1, 0); });
+    const std::string said = refusal([&] { Peers(control, 1, 0); });
     sigset_t now;
     pthread_sigmask(SIG_SETMASK, nullptr, &now);
     _exit(said == "nothing" ? 2 : sigismember(&now, SIGINT));
@@ -62,6 +69,28 @@ void blocks_no_signals_for_good() {
   expect(WEXITSTATUS(status) == 0, text("signals are blocked: ", WEXITSTATUS(status)));
 }
 
+// As under emulators of other machines; told to all, as nobody would notice a death.
+void says_that_the_kernel_knows_no_such_locks() {
+  const auto ends = run(2, quick(), [](Me& me) {
+    const std::array<sock_filter, 4> refused = {
+        sock_filter BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+        sock_filter BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_set_robust_list, 0, 1),
+        sock_filter BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENOSYS),
+        sock_filter BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
+    const sock_fprog program = {refused.size(), const_cast<sock_filter*>(refused.data())};
+    if (me.rank == 1 && (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 ||
+                         prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0))
+      return std::string("no filter");
+    Group group(me.board, me.rank, me.world, me.settings);
+    return std::string("nothing");
+  });
+  for (const End& end : ends)
+    expect_equal(end.said,
+                 "CollectiveError: the ranks of group 'default' cannot share memory; rank 1: the "
+                 "kernel would tell nobody of this process's death (set_robust_list): Function not "
+                 "implemented");
+}
+
 }  // namespace
 }  // namespace pycollect::shm
 
@@ -70,5 +99,6 @@ int main() {
   refuses_sizes_beyond_all_measure();
   waits_for_ever();
   blocks_no_signals_for_good();
+  says_that_the_kernel_knows_no_such_locks();
   std::puts("limits_test: all good");
 }

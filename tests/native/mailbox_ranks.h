@@ -69,7 +69,7 @@ inline void be_rank(Board& board, Rank rank, const Settings& settings, int world
 inline void run_threads(int world, const Body& body) {
   Settings settings = mailbox_settings(world);
   const Layout layout({world, settings.slot_bytes, settings.mailbox_bytes, 0});
-  settings.segment = Segment::create_unnamed(layout.total);
+  settings.segment = Segment::create(layout.total);
   MapBoard board;
   std::vector<std::exception_ptr> errors(world);
   {

@@ -1,15 +1,11 @@
-// What others of the machine can do to a group: names in /dev/shm that are not ours, letters with
-// too many descriptors, processes of other users, words without an end.
-#include <fcntl.h>
+// What others of the machine can do to a group: letters with too many descriptors, processes of
+// other users, callers that say nothing, words without an end.
 #include <signal.h>
-#include <sys/stat.h>
 
 #include <cstring>
 
 #include "../../csrc/shm/agreement.h"
 #include "../../csrc/shm/broken.h"
-#include "../../csrc/shm/hatch.h"
-#include "../../csrc/shm/introduction.h"
 #include "../../csrc/shm/outlet.h"
 #include "../../csrc/shm/unix_socket.h"
 #include "group_ranks.h"
@@ -33,43 +29,17 @@ bool as_another_user(const std::function<void()>& body) {
   }
   int status = 0;
   waitpid(pid, &status, 0);
-  expect(status == 0, "could not become another user");
+  expect(status == 0, text("as another user: ", WEXITSTATUS(status)));
   return true;
 }
 
-// Opening it would wait for its other end for ever.
-void is_not_held_up_by_a_pipe() {
-  const std::string pipe = "/dev/shm/pycollect-pipe", link = "/dev/shm/pycollect-link";
-  unlink(pipe.c_str()), unlink(link.c_str());
-  expect(mkfifo(pipe.c_str(), 0666) == 0 && symlink(pipe.c_str(), link.c_str()) == 0, "mkfifo");
-  alarm(20);
-  Segment::create_named(Segment::name_of(3), 4096);
-  alarm(0);
-  Segment::remove_name(Segment::name_of(3));
-  struct stat found = {};
-  expect(lstat(pipe.c_str(), &found) == 0 && lstat(link.c_str(), &found) == 0, "it was removed");
-  unlink(pipe.c_str()), unlink(link.c_str());
-}
-
-void leaves_others_files_alone() {
-  const std::string file = "/dev/shm/pycollect-other";
-  if (!as_another_user([&] { open(file.c_str(), O_CREAT | O_RDWR, 0666); })) return;
-  Segment::create_named(Segment::name_of(3), 4096);
-  Segment::remove_name(Segment::name_of(3));
-  struct stat found = {};
-  expect(stat(file.c_str(), &found) == 0, "it was removed");
-  unlink(file.c_str());
-}
-
 // As many descriptors as there are room for in a letter, and one more.
-void send_many(int socket, const SocketName* to, uint64_t number, int count) {
+void send_many(int socket, uint64_t number, int count) {
   std::vector<char> control(CMSG_SPACE(sizeof(int) * count));
   iovec data = {&number, sizeof number};
   msghdr header = {};
   header.msg_iov = &data, header.msg_iovlen = 1;
   header.msg_control = control.data(), header.msg_controllen = control.size();
-  if (to != nullptr) header.msg_name = const_cast<sockaddr*>(to->get());
-  if (to != nullptr) header.msg_namelen = to->bytes;
   cmsghdr* with = CMSG_FIRSTHDR(&header);
   with->cmsg_level = SOL_SOCKET, with->cmsg_type = SCM_RIGHTS;
   with->cmsg_len = CMSG_LEN(sizeof(int) * count);
@@ -78,78 +48,99 @@ void send_many(int socket, const SocketName* to, uint64_t number, int count) {
   expect(sendmsg(socket, &header, 0) == sizeof number, "sendmsg");
 }
 
-void keeps_no_descriptor_of_several() {
-  for (const int count : {1, 2, 3, 9}) {
-    Hatch hatch;
-    const SocketName there(hatch.address());
-    const Descriptor socket = make_socket(SOCK_DGRAM);
-    const int before = count_entries("/proc/self/fd");
-    for (int i = 0; i < 5; ++i) send_many(socket.get(), &there, 5, count);
-    const std::string said = refusal([&] { hatch.take(6); });
-    expect(contains(said, "did not hand over"), said);
-    expect(count_entries("/proc/self/fd") == before, text(count, " descriptors: some are left"));
-    send_many(socket.get(), &there, 7, count);
-    const std::string taken = refusal([&] { hatch.take(7); });
-    expect(count == 1 ? taken == "nothing" : contains(taken, "cannot take"), taken);
-    expect(count_entries("/proc/self/fd") == before, text(count, " descriptors: some are left"));
-  }
-}
-
-void takes_nothing_from_other_users() {
-  Hatch hatch;
-  const auto stranger = [&] {
-    hand_in(hatch.address(), STDERR_FILENO, 7);  // even if it knows the number
-    if (contains(refusal([&] { hand_in(hatch.address(), STDERR_FILENO, 8); }), "cannot")) _exit(1);
-  };
-  if (!as_another_user(stranger)) return;
-  const std::string said = refusal([&] { hatch.take(7); });
-  expect(contains(said, "did not hand over"), said);
-  hand_in(hatch.address(), STDERR_FILENO, 9);
-  expect(static_cast<bool>(hatch.take(9)), "a descriptor of its own user's");
-}
-
-// Until nobody can hand in anything.
-void fill_queue(const std::string& address) {
-  const SocketName there(address);
-  const Descriptor socket = make_socket(SOCK_DGRAM);
-  while (send_letter(socket.get(), 1, -1, &there)) continue;
-}
-
-// Strangers fill the queue; the owner looks now and then.
-void is_reached_through_a_full_queue() {
-  Hatch hatch;
-  fill_queue(hatch.address());
-  std::thread owner([&] {
-    std::this_thread::sleep_for(100ms);
-    hatch.sort(7);
-  });
-  const std::string said = refusal([&] { hand_in(hatch.address(), STDERR_FILENO, 7); });
-  owner.join();
-  expect_equal(said, "nothing");
-  expect(static_cast<bool>(hatch.take(7)), "nothing was handed in");
-}
-
-// As soon as they know where: the rank looks twice in a second, if the machine is not too crowded.
-void meets_past_a_full_queue() {
-  std::set<std::string> said;
-  Settings settings = quick();
-  settings.share = Share::memfd;
-  for (int tries = 0; tries < 5 && !said.contains("right"); ++tries) {
-    const auto ends = run(2, settings, [](Me& me) {
-      LyingBoard crowded(me.board, {}, [](const std::string& key, const std::string& value) {
-        if (key == "hello/1") fill_queue(Introduction::decode(value).hatch);
-        return value;
-      });
-      Group group(me.rank == 0 ? crowded : me.board, me.rank, me.world, me.settings);
-      return std::string("right");
-    });
-    said.insert(ends.front().said);
-  }
-  expect(said.contains("right"), *said.begin());
-}
-
 std::string name_of(const Outlet::Ticket& ticket) {
   return text("pycollect-outlet-", hexadecimal(ticket.outlet));
+}
+
+// In an outlet's place, for as many callers as there are `answers`.
+class Pretender {
+ public:
+  using Answer = std::function<void(const Descriptor& caller)>;
+  explicit Pretender(std::vector<Answer> answers)
+      : socket_(make_socket(SOCK_SEQPACKET, name_of(ticket))) {
+    expect(listen(socket_.get(), 9) == 0, "listen");
+    thread_ = std::jthread([this, answers = std::move(answers)] {
+      for (const Answer& answer : answers)
+        answer(Descriptor(accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC)));
+    });
+  }
+  const Outlet::Ticket ticket{random_number(), 7};
+
+ private:
+  Descriptor socket_;
+  std::jthread thread_;
+};
+
+void keeps_no_descriptor_of_several() {
+  for (const int count : {1, 2, 3, 9}) {
+    const int before = count_entries("/proc/self/fd");
+    {
+      const Pretender pretender({[=](const Descriptor& caller) {
+        receive_letter(caller.get(), 0);
+        send_many(caller.get(), 7, count);
+      }});
+      const std::string said = refusal([&] { fetch(pretender.ticket); });
+      expect(count == 1 ? said == "nothing" : contains(said, "cannot take"), said);
+    }
+    expect(count_entries("/proc/self/fd") == before, text(count, " descriptors: some are left"));
+  }
+}
+
+// Even if it knows the name and the number.
+void takes_nothing_from_other_users() {
+  Pretender pretender({[&](const Descriptor& caller) {
+    receive_letter(caller.get(), 0);
+    send_letter(caller.get(), 7, STDERR_FILENO);
+  }});
+  if (!as_another_user([&] {
+        const std::string said = refusal([&] { fetch(pretender.ticket); });
+        _exit(contains(said, "is run by another user") ? 0 : 1);
+      }))
+    fetch(pretender.ticket);
+}
+
+// A meeting's ranks, of which the owner of the memory has put one out that was slow to ask, or has
+// been full of strangers since it was known where it is.
+void meets_past(const std::function<std::string(const std::string& said)>& change) {
+  const auto ends = run(2, quick(), [&](Me& me) {
+    LyingBoard board(me.board, {}, [&](const std::string& key, const std::string& value) {
+      return me.rank == 1 && key == "hello/0" ? change(value) : value;
+    });
+    Group group(board, me.rank, me.world, me.settings);
+    return std::string("right");
+  });
+  for (const End& end : ends) {
+    expect_equal(end.said, "right");
+    expect(end.when < 10s, "took too long");
+  }
+}
+
+void meets_past_strangers() {
+  std::vector<Descriptor> silent;
+  meets_past([&](const std::string& said) {
+    const SocketName there(name_of(Introduction::decode(said).ticket));
+    while (silent.size() < 150) {
+      silent.push_back(make_socket(SOCK_SEQPACKET));
+      expect(connect(silent.back().get(), there.get(), there.bytes) == 0, "connect");
+    }
+    return said;
+  });
+}
+
+void meets_although_put_out() {
+  std::optional<Pretender> pretender;
+  meets_past([&](const std::string& said) {
+    if (pretender) return said;
+    Introduction it = Introduction::decode(said);
+    const Outlet::Ticket real = it.ticket;
+    const auto answer = [=](const Descriptor& caller) {
+      receive_letter(caller.get(), 0);
+      send_letter(caller.get(), 7, fetch(real).get());
+    };
+    const auto put_out = [](const Descriptor&) {};
+    it.ticket = pretender.emplace(std::vector<Pretender::Answer>{put_out, put_out, answer}).ticket;
+    return it.encode();
+  });
 }
 
 // However many come and say nothing, and whoever sends more than a question.
@@ -166,7 +157,7 @@ void answers_past_who_says_nothing() {
   expect(static_cast<bool>(fetch(ticket)), "nothing was fetched");
   expect(Clock::now() - begin < 5s, "who says nothing held it up");
   const int before = count_entries("/proc/self/fd");
-  send_many(silent.front().get(), nullptr, ticket.number, 2);
+  send_many(silent.front().get(), ticket.number, 2);
   expect(static_cast<bool>(fetch(ticket)), "nothing was fetched");
   expect(count_entries("/proc/self/fd") <= before, "descriptors of a stranger's are left");
 }
@@ -227,12 +218,10 @@ void names_no_more_than_there_are() {
 
 int main() {
   using namespace pycollect::shm;
-  is_not_held_up_by_a_pipe();
-  leaves_others_files_alone();
   keeps_no_descriptor_of_several();
   takes_nothing_from_other_users();
-  is_reached_through_a_full_queue();
-  meets_past_a_full_queue();
+  meets_past_strangers();
+  meets_although_put_out();
   answers_past_who_says_nothing();
   lets_no_other_users_in();
   reads_no_further_than_the_words();

@@ -22,9 +22,7 @@ shm::Settings settings_of(const Options& o, int world) {
           .slot_bytes = o.slot_bytes,
           .mailbox_bytes = shm::Mailbox::bytes(world),
           .arena_bytes = o.arena_bytes.value_or(shm::Arena::default_bytes(world)),
-          .deck_bytes = slabs::Deck::bytes(world),
-          .share = o.share,
-          .watch = o.watch};
+          .deck_bytes = slabs::Deck::bytes(world)};
 }
 
 std::shared_ptr<shm::Group> meet(const StorePtr& store, Seat seat, const Options& options) {

@@ -7,8 +7,8 @@
 #include <algorithm>
 
 #include "../../plan/error.h"
+#include "../../shm/new_thread.h"
 #include "binder.h"
-#include "new_thread.h"
 
 namespace pycollect::dist {
 namespace {
@@ -44,7 +44,7 @@ class Messages::Asking {
     const std::lock_guard lock(all_.mutex_);
     if (!all_.takes_more_) throw CollectiveError(text(name, ": the group has been destroyed"));
     if (!all_.thread_.joinable())
-      all_.thread_ = new_thread([self = all_.shared_from_this()] { self->serve(); });
+      all_.thread_ = shm::new_thread([self = all_.shared_from_this()] { self->serve(); });
     ++all_.asking_;
     number = all_.made_++;
   }

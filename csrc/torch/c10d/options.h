@@ -23,8 +23,6 @@ struct Options final : c10d::Backend::Options {
   std::size_t slab_bytes = 32 << 20;
   std::string cuda_sync = kBestRung;         // how tensors on GPUs are served
   std::shared_ptr<TorchRuntime> torch = {};  // in place of torch's own, for tests
-  shm::Share share = shm::Share::best;
-  shm::Watch watch = shm::Watch::best;
 
   // What newer torch overrides, so that a group that is split off has its own.
   virtual c10::intrusive_ptr<c10d::Backend::Options> clone() const {

@@ -5,7 +5,7 @@
 #include <pthread.h>
 
 #include "../../plan/error.h"
-#include "new_thread.h"
+#include "../../shm/new_thread.h"
 
 namespace pycollect::dist {
 
@@ -70,7 +70,7 @@ std::vector<c10::intrusive_ptr<QueuedWork>> Queue::push_all(std::vector<Call> ca
 void Queue::see_to_it() {
   if (running_ || waiting_.empty() || idle_ > 0 || closed_) return;
   threads_.reserve(threads_.size() + 1);
-  threads_.push_back(new_thread([self = shared_from_this()] { self->serve(); }));
+  threads_.push_back(shm::new_thread([self = shared_from_this()] { self->serve(); }));
   ++idle_;
 }
 

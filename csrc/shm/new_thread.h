@@ -4,9 +4,9 @@
 #include <system_error>
 #include <thread>
 
-#include "../../plan/error.h"
+#include "../plan/error.h"
 
-namespace pycollect::dist {
+namespace pycollect::shm {
 
 template <class Body>
 std::thread new_thread(Body body) {
@@ -19,4 +19,4 @@ std::thread new_thread(Body body) {
   }
 }
 
-}  // namespace pycollect::dist
+}  // namespace pycollect::shm
