@@ -42,10 +42,11 @@ class Transfer {
   friend struct Effects;
 
   void set_peer(Rank peer) { peer_.store(peer, std::memory_order_relaxed); }
-  void set_left(uint64_t bytes) { moved_.store(envelope.bytes - bytes, std::memory_order_release); }
+  uint64_t left() const { return envelope.bytes - moved(); }
+  void move_on(uint64_t bytes) { moved_.store(moved() + bytes, std::memory_order_release); }
   // Returns whether a thread sleeps until this. See Bell for the order.
   bool finish(std::exception_ptr error) {
-    if (!error) set_left(0);
+    if (!error) move_on(left());
     error_ = std::move(error);
     done_.store(true, std::memory_order_seq_cst);
     return sleepers_.load(std::memory_order_seq_cst) != 0;
@@ -53,9 +54,10 @@ class Transfer {
   void count_sleeper(int more) { sleepers_.fetch_add(more, std::memory_order_seq_cst); }
 
   // With the mailbox locked.
-  const std::byte* from_ = nullptr;  // of a send: what has not been moved yet begins here
+  const std::byte* from_ = nullptr;  // of a send
   uint64_t there_ = 0;               // of a send: bytes, from its first on, that may be read
-  std::byte* into_ = nullptr;        // of a receive, as `from_`
+  uint64_t number_ = 0;              // of a send: of those to its peer
+  std::byte* into_ = nullptr;        // of a receive
   bool matched_ = false;             // the message of this receive has been found
 
   std::atomic<Rank> peer_;

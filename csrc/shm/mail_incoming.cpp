@@ -1,11 +1,7 @@
-// See mail_incoming.h. Only transfers that both ends have asked for hold a lane, so every lane
-// comes free as long as both ranks move things, and no peer can hold the last one that another
-// could have; and a ring is read for as long as somebody waits for what may be in it, whatever else
-// is.
+// See mail_incoming.h. Pieces are only of messages that both ends have asked for, so they never
+// stay in their ring as long as both ranks move things; and the ring of messages is read for as
+// long as somebody waits for what may be in it, whatever else is.
 #include "mail_incoming.h"
-
-#include <algorithm>
-#include <numeric>
 
 #include "../plan/error.h"
 
@@ -23,14 +19,10 @@ bool fits(const Record& r) { return r.payload == (r.kind == Record::whole ? r.by
 }  // namespace
 
 Incoming::Incoming(const MailArea& area, Rank me, Effects& effects)
-    : area_(area),
-      me_(me),
-      effects_(effects),
-      free_(MailArea::lanes(area.world())),
-      kept_free_(area.world()) {
-  std::iota(free_.rbegin(), free_.rend(), 0);
+    : area_(area), me_(me), effects_(effects) {
   for (Rank from = 0; from < area.world(); ++from)
-    peers_.push_back({RingReader(area.messages(from, me)), RingWriter(area.answers(from, me))});
+    peers_.push_back({RingReader(area.messages(from, me)), RingReader(area.pieces(from, me)),
+                      RingWriter(area.answers(from, me))});
 }
 
 void Incoming::receive(const TransferPtr& transfer) {
@@ -118,8 +110,8 @@ void Incoming::settle(Rank from, const Record& record, const std::byte* payload,
     }
     effects_.finish(*transfer, mismatch(from, sent, me_, wanted));
   } else if (record.kind != Record::whole) {
-    peers_[from].unlent.push_back({transfer, record.number});
-    lend(from);
+    peers_[from].requested.emplace(record.number, transfer);
+    answer(from, {.number = record.number, .kind = Record::request});
   } else {
     if (record.payload != 0) std::memcpy(transfer->into_, payload, record.payload);
     effects_.finish(*transfer);
@@ -132,35 +124,24 @@ void Incoming::answer(Rank to, const Record& record) {
   effects_.touch(to);
 }
 
-// The first is there for every peer, others as far as they are not the first ones of somebody else.
-void Incoming::lend(Rank to) {
-  Peer& peer = peers_[to];
-  while (!peer.unlent.empty() && (peer.lanes == 0 || free_.size() > kept_free_)) {
-    const auto [transfer, number] = peer.unlent.front();
-    const int lane = free_.back();
-    peer.unlent.pop_front();
-    free_.pop_back();
-    if (peer.lanes++ == 0) --kept_free_;
-    const LanePlace place = area_.lane(me_, lane);
-    const uint64_t begin = place.counters->emptied.load(std::memory_order_relaxed);
-    emptying_.push_back({transfer, lane, Flow(place, begin, transfer->envelope.bytes)});
-    Record grant{.number = number, .bytes = begin, .tag = static_cast<uint32_t>(lane)};
-    grant.kind = Record::grant;
-    answer(to, grant);
+bool Incoming::take_piece(Rank from) {
+  Peer& peer = peers_[from];
+  const Record* const record = peer.pieces.peek();
+  if (record == nullptr) return false;
+  const auto at = peer.requested.find(record->number);
+  if (at != peer.requested.end()) {  // or it has failed since, with the group
+    Transfer& transfer = *at->second;
+    if (record->payload > transfer.left())
+      throw CollectiveError(text("a message of rank ", from, " is longer than it said"));
+    std::memcpy(transfer.into_ + transfer.moved(), peer.pieces.payload(), record->payload);
+    transfer.move_on(record->payload);
+    if (transfer.left() == 0) {
+      effects_.finish(transfer);
+      peer.requested.erase(at);
+    }
   }
-}
-
-// See Outgoing::fill.
-bool Incoming::empty(Emptying& emptying) {
-  Transfer& transfer = *emptying.transfer;
-  const std::byte* const end = transfer.into_ + emptying.flow.lane_bytes();
-  while (!emptying.flow.done() && transfer.into_ < end && emptying.flow.empty(transfer.into_))
-    effects_.touch(transfer.peer());
-  transfer.set_left(emptying.flow.left());
-  if (!emptying.flow.done()) return false;
-  free_.push_back(emptying.lane);
-  if (--peers_[transfer.peer()].lanes == 0) ++kept_free_;
-  effects_.finish(transfer);
+  peer.pieces.pop();
+  effects_.touch(from);
   return true;
 }
 
@@ -171,13 +152,13 @@ void Incoming::move() {
     taken = false;
     for (int i = 0, turn = turn_; i < world; ++i) taken |= take_one((turn + i) % world);
   }
-  std::erase_if(emptying_, [this](Emptying& emptying) { return empty(emptying); });
-  for (int i = 0, turn = turn_; i < world; ++i) lend((turn + i) % world);
-  for (Rank to = 0; to < world; ++to)
-    for (Peer& peer = peers_[to]; !peer.unsaid.empty() && peer.answers.push(peer.unsaid.front());) {
+  for (Rank from = 0; from < world; ++from) {
+    Peer& peer = peers_[from];
+    const uint64_t end = peer.pieces.read() + MailArea::piece_bytes(world);  // see push_pieces
+    while (!peer.requested.empty() && peer.pieces.read() < end && take_piece(from)) continue;
+    for (; !peer.unsaid.empty() && peer.answers.push(peer.unsaid.front()); effects_.touch(from))
       peer.unsaid.pop_front();
-      effects_.touch(to);
-    }
+  }
 }
 
 uint64_t Incoming::missing() const {
@@ -187,19 +168,18 @@ uint64_t Incoming::missing() const {
     found.touch(key.peer);
   }
   for (Rank r = 0; r < area_.world(); ++r)
-    if (!peers_[r].unlent.empty()) found.touch(r);
-  for (const Emptying& emptying : emptying_) found.touch(emptying.transfer->peer());
+    if (!peers_[r].requested.empty()) found.touch(r);
   return found.touched;
 }
 
 void Incoming::fail(const std::exception_ptr& error) {
   for (const auto& [key, asked] : waiting_) effects_.finish(*asked.transfer, error);
-  for (const Peer& peer : peers_)
-    for (const Matched& matched : peer.unlent) effects_.finish(*matched.transfer, error);
-  for (const Emptying& emptying : emptying_) effects_.finish(*emptying.transfer, error);
   waiting_.clear();
-  emptying_.clear();  // their lanes stay lent: the other end may still write there
-  for (Peer& peer : peers_) peer.asked = 0, peer.unlent.clear();
+  for (Peer& peer : peers_) {
+    for (const auto& [number, transfer] : peer.requested) effects_.finish(*transfer, error);
+    peer.asked = 0;
+    peer.requested.clear();
+  }
   asked_anybody_ = 0;
 }
 

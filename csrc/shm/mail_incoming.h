@@ -1,6 +1,6 @@
 // The receiving half of a mailbox: finds the receive that each message belongs to, keeps messages
-// that nobody has asked for yet, and lends lanes to large ones. Not locked: Mailbox does that.
-// Throws CollectiveError when what a peer has written makes no sense.
+// that nobody has asked for yet, and asks for the pieces of large ones. Not locked: Mailbox does
+// that. Throws CollectiveError when what a peer has written makes no sense.
 //
 // A message and a receive belong together when peer and tag are the same, both in the order in
 // which they were asked for; receives from anybody take the peers in turn.
@@ -8,6 +8,7 @@
 #include <compare>
 #include <deque>
 #include <map>
+#include <unordered_map>
 #include <vector>
 
 #include "mail.h"
@@ -42,23 +43,13 @@ class Incoming {
     Record record;
     std::unique_ptr<std::byte[]> payload;
   };
-  struct Matched {  // a large message and its receive
-    TransferPtr transfer;
-    uint64_t number;
-  };
   struct Peer {
-    RingReader messages;
+    RingReader messages, pieces;
     RingWriter answers;
     std::deque<Record> unsaid = {};  // answers behind a full ring
     std::size_t kept_bytes = 0;
-    int asked = 0;                    // receives that wait for a message of this peer's only
-    std::deque<Matched> unlent = {};  // behind others that have the lanes
-    int lanes = 0;                    // that it has
-  };
-  struct Emptying {
-    TransferPtr transfer;
-    int lane;
-    Flow flow;
+    int asked = 0;  // receives that wait for a message of this peer's only
+    std::unordered_map<uint64_t, TransferPtr> requested = {};  // [number]: large messages
   };
   using Waiting = std::multimap<Key, Asked>;  // equal keys stay in the order of insertion
 
@@ -72,8 +63,7 @@ class Incoming {
   void settle(Rank from, const Record& record, const std::byte* payload,
               const TransferPtr& transfer);
   void answer(Rank to, const Record& record);
-  void lend(Rank to);
-  bool empty(Emptying& emptying);
+  bool take_piece(Rank from);
 
   MailArea area_;
   Rank me_;
@@ -83,10 +73,7 @@ class Incoming {
   Waiting waiting_;
   uint64_t order_ = 0;  // of the next receive
   int asked_anybody_ = 0;
-  Rank turn_ = 0;          // whose message the next receive from anybody takes, if there is one
-  std::vector<int> free_;  // lanes
-  std::size_t kept_free_;  // of these, those for peers that have none
-  std::vector<Emptying> emptying_;
+  Rank turn_ = 0;  // whose message the next receive from anybody takes, if there is one
 };
 
 }  // namespace pycollect::shm

@@ -11,7 +11,8 @@ namespace pycollect::shm {
 Outgoing::Outgoing(const MailArea& area, Rank me, Effects& effects)
     : area_(area), me_(me), effects_(effects), most_whole_(MailArea::most_whole(area.world())) {
   for (Rank to = 0; to < area.world(); ++to)
-    peers_.push_back({RingWriter(area.messages(me, to)), RingReader(area.answers(me, to))});
+    peers_.push_back({RingWriter(area.messages(me, to)), RingWriter(area.pieces(me, to)),
+                      RingReader(area.answers(me, to))});
 }
 
 void Outgoing::send(TransferPtr transfer) {
@@ -27,7 +28,7 @@ bool Outgoing::post(Peer& peer, const TransferPtr& transfer) {
   record.kind = whole ? Record::whole : Record::large;
   record.payload = whole ? static_cast<uint32_t>(envelope.bytes) : 0;
   if (!peer.messages.push(record, transfer->from_)) return false;
-  ++peer.sent;
+  transfer->number_ = ++peer.sent;
   effects_.touch(transfer->peer());
   if (whole)
     effects_.finish(*transfer);
@@ -37,66 +38,69 @@ bool Outgoing::post(Peer& peer, const TransferPtr& transfer) {
 }
 
 void Outgoing::hear(Peer& peer) {
-  const auto lanes = static_cast<uint32_t>(MailArea::lanes(area_.world()));
-  while (const Record* const answer = peer.answers.peek()) {
-    if (answer->tag >= lanes) throw CollectiveError("an answer of another rank makes no sense");
+  for (; const Record* const answer = peer.answers.peek(); peer.answers.pop()) {
     const auto asked = peer.unanswered.extract(answer->number);
-    if (asked.empty()) {  // it has failed since, with the group
-      peer.answers.pop();
+    if (asked.empty()) continue;  // it has failed since, with the group
+    const TransferPtr& transfer = asked.mapped();
+    effects_.touch(transfer->peer());
+    if (answer->kind != Record::refusal) {
+      peer.requested.push_back(transfer);
       continue;
     }
-    const TransferPtr& transfer = asked.mapped();
-    if (answer->kind == Record::refusal) {
-      const Envelope wanted{answer->bytes, answer->dtype, transfer->envelope.tag};
-      effects_.finish(*transfer, mismatch(me_, transfer->envelope, transfer->peer(), wanted));
-    } else {
-      const LanePlace lane = area_.lane(transfer->peer(), static_cast<int>(answer->tag));
-      filling_.push_back({transfer, Flow(lane, answer->bytes, transfer->envelope.bytes)});
-    }
-    peer.answers.pop();
-    effects_.touch(transfer->peer());
+    const Envelope wanted{answer->bytes, answer->dtype, transfer->envelope.tag};
+    effects_.finish(*transfer, mismatch(me_, transfer->envelope, transfer->peer(), wanted));
   }
 }
 
-// As much as is there and there is room for, but not more than one lane, so that a peer that
-// empties it as fast as it is filled does not keep the others waiting.
-bool Outgoing::fill(Filling& filling) {
-  auto& [transfer, flow] = filling;
-  const std::byte* const end = transfer->from_ + flow.lane_bytes();
-  const auto there = [&] { return transfer->there_ - (transfer->envelope.bytes - flow.left()); };
-  while (!flow.done() && transfer->from_ < end && flow.fill(transfer->from_, there()))
-    effects_.touch(transfer->peer());
-  transfer->set_left(flow.left());
-  if (!flow.done()) return false;
-  effects_.finish(*transfer);
+bool Outgoing::push_piece(Peer& peer, Transfer& transfer) {
+  const uint64_t moved = transfer.moved();
+  const std::size_t most = MailArea::piece(area_.world(), transfer.envelope.bytes);
+  Record record{.number = transfer.number_, .kind = Record::piece};
+  record.payload = static_cast<uint32_t>(std::min<uint64_t>(transfer.there_ - moved, most));
+  if (record.payload == 0 || !peer.pieces.push(record, transfer.from_ + moved)) return false;
+  transfer.move_on(record.payload);
+  effects_.touch(transfer.peer());
   return true;
+}
+
+// As much as is there and there is room for, in the order of the requests, but not more than a
+// ring, so that a peer that empties it as fast as it is filled does not keep the others waiting.
+void Outgoing::push_pieces(Peer& peer) {
+  const uint64_t end = peer.pieces.written() + MailArea::piece_bytes(area_.world());
+  std::erase_if(peer.requested, [&](const TransferPtr& transfer) {
+    while (peer.pieces.written() < end && push_piece(peer, *transfer)) continue;
+    if (transfer->left() != 0) return false;
+    effects_.finish(*transfer);
+    return true;
+  });
 }
 
 void Outgoing::move() {
   for (Peer& peer : peers_) {
     if (!peer.unanswered.empty()) hear(peer);
     while (!peer.queued.empty() && post(peer, peer.queued.front())) peer.queued.pop_front();
+    if (!peer.requested.empty()) push_pieces(peer);
   }
-  std::erase_if(filling_, [this](Filling& filling) { return fill(filling); });
 }
 
 uint64_t Outgoing::missing() const {
   Effects found;
-  for (Rank r = 0; r < static_cast<Rank>(peers_.size()); ++r)
-    if (!peers_[r].queued.empty() || !peers_[r].unanswered.empty()) found.touch(r);
-  for (const Filling& filling : filling_) found.touch(filling.transfer->peer());
+  for (Rank r = 0; r < static_cast<Rank>(peers_.size()); ++r) {
+    const auto& [messages, pieces, answers, sent, queued, unanswered, requested] = peers_[r];
+    if (!queued.empty() || !unanswered.empty() || !requested.empty()) found.touch(r);
+  }
   return found.touched;
 }
 
 void Outgoing::fail(const std::exception_ptr& error) {
   for (Peer& peer : peers_) {
     for (const auto& [number, transfer] : peer.unanswered) effects_.finish(*transfer, error);
-    for (const TransferPtr& transfer : peer.queued) effects_.finish(*transfer, error);
+    for (const auto* const list : {&peer.queued, &peer.requested})
+      for (const TransferPtr& transfer : *list) effects_.finish(*transfer, error);
     peer.queued.clear();
     peer.unanswered.clear();
+    peer.requested.clear();
   }
-  for (const Filling& filling : filling_) effects_.finish(*filling.transfer, error);
-  filling_.clear();
 }
 
 }  // namespace pycollect::shm

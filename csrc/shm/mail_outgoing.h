@@ -1,5 +1,6 @@
 // The sending half of a mailbox: puts messages into the peers' rings in order, keeps what does not
-// fit there yet, and fills the lanes that it is lent. Not locked: Mailbox does that.
+// fit there yet, and the pieces of large ones when they are asked for. Not locked: Mailbox does
+// that.
 #pragma once
 #include <deque>
 #include <unordered_map>
@@ -21,27 +22,24 @@ class Outgoing {
 
  private:
   struct Peer {
-    RingWriter messages;
+    RingWriter messages, pieces;
     RingReader answers;
     uint64_t sent = 0;
     std::deque<TransferPtr> queued = {};                        // behind a full ring
     std::unordered_map<uint64_t, TransferPtr> unanswered = {};  // [number]: large ones
-  };
-  struct Filling {
-    TransferPtr transfer;
-    Flow flow;
+    std::deque<TransferPtr> requested = {};                     // of those
   };
 
   bool post(Peer& peer, const TransferPtr& transfer);
   void hear(Peer& peer);
-  bool fill(Filling& filling);
+  bool push_piece(Peer& peer, Transfer& transfer);
+  void push_pieces(Peer& peer);
 
   MailArea area_;
   Rank me_;
   Effects& effects_;
   std::size_t most_whole_;
   std::vector<Peer> peers_;  // [rank]
-  std::vector<Filling> filling_;
 };
 
 }  // namespace pycollect::shm

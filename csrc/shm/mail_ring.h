@@ -14,8 +14,9 @@ namespace pycollect::shm {
 struct Record {
   enum Kind : uint8_t {
     whole,    // a message with its bytes
-    large,    // a message whose bytes the sender keeps until it is lent a lane
-    grant,    // to the sender: use lane `tag` for message `number`, from `bytes` of its counter on
+    large,    // a message whose bytes the sender keeps until it is asked for them
+    piece,    // of message `number`, the bytes behind those of the pieces before
+    request,  // to the sender: the pieces of message `number`
     refusal,  // to the sender: message `number` does not fit a receive of `bytes` and `dtype`
     filler,   // nothing, to the end of the ring: no record is cut in two
   };
@@ -37,8 +38,9 @@ static_assert(sizeof(RingCounters) == 256);
 struct RingPlace {
   RingCounters* counters;
   std::byte* data;
-  // A power of two, and four of the largest records: where there is no room for one, even if it
+  // A power of two, and so many of the largest records: where there is no room for one, even if it
   // cannot begin before the end of the ring, more than half is in use.
+  static constexpr std::size_t kFewest = 4;
   std::size_t bytes;
 };
 
@@ -74,6 +76,7 @@ class RingWriter {
     place_.counters->written.store(written_, std::memory_order_seq_cst);  // see Bell
     return true;
   }
+  uint64_t written() const { return written_; }
 
  private:
   std::size_t at() const { return written_ & (place_.bytes - 1); }
@@ -113,6 +116,7 @@ class RingReader {
     read_ += detail::record_bytes(record->payload);
     place_.counters->read.store(read_, std::memory_order_seq_cst);
   }
+  uint64_t read() const { return read_; }
   // Is so much in it that the writer may soon have to wait?
   bool crowded() const {
     return place_.counters->written.load(std::memory_order_seq_cst) - read_ > place_.bytes / 2;

@@ -5,7 +5,9 @@
 namespace pycollect::shm {
 
 // While at least one thread that waits is awake it sees what is done for this rank; the others
-// sleep where other processes need not wake them for every message.
+// sleep where other processes need not wake them for every message, and are woken for what they
+// wait for only: else messages of 64 KiB take 1.4 times as long while another thread sleeps, and of
+// 64 bytes twice.
 class Mailbox::Watch {
  public:
   Watch(Mailbox& box, const Condition& until) : box_(box), until_(until) { ++box_.awake_; }

@@ -1,7 +1,8 @@
 // Messages between two processes: sends and receives that match by peer and tag, each of which
-// moves on by itself. Small ones are copied into the peer's queue at once; for a large one the
-// receiver lends a buffer when it has found the receive that it belongs to, so nothing that nobody
-// waits for can be in the way of what somebody does. A rank may be its own peer.
+// moves on by itself. Small ones are copied into the peer's ring at once; the pieces of a large one
+// follow in another when the receiver has found the receive that it belongs to and asks for them,
+// so nothing that nobody waits for can be in the way of what somebody does. A rank may be its own
+// peer.
 //
 // One thread at a time moves things, and rings for whoever may sleep for what was moved.
 #pragma once
@@ -29,8 +30,8 @@ class Mailbox {
   TransferPtr send(Rank to, const Envelope& envelope, const std::byte* data);
   TransferPtr receive(std::optional<Rank> from, const Envelope& envelope, std::byte* into);
 
-  // A send of which only the first bytes are `there` yet. It goes as far as they do, and takes one
-  // of the receiver's buffers from when it has been asked for until its end.
+  // A send of which only the first bytes are `there` yet. It goes as far as they do, past which
+  // goes what has come whole.
   TransferPtr send_partly(Rank to, const Envelope& envelope, const std::byte* data, uint64_t there);
   // So many of its bytes are there now. Moves none of them: `progress` does, and whoever waits.
   void supply(Transfer& send, uint64_t there);

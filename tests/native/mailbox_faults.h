@@ -124,7 +124,7 @@ inline void gone_in_good_order(const Member& m) {
   check(got == small);
 }
 
-// Rank 1 has sent rank 0 more large messages than there are lanes, and does nothing more: those of
+// Rank 1 has sent rank 0 more large messages than a ring holds, and does nothing more: those of
 // rank 2, and of rank 0 to itself, come all the same.
 inline void past_who_has_stopped(const Member& m) {
   const std::size_t n = 300'000;

@@ -32,17 +32,29 @@ inline void nonsense_message(const Member& m, const Record& record) {
   is_told(m, m.box.receive(1, of(record.bytes, 0, 0), into.data()));
 }
 
-inline void nonsense_lane(const Member& m) {
-  const Bytes data(1 << 20);
-  if (m.rank == 0) return is_told(m, m.box.send(1, of(data.size()), data.data()));
-  RingWriter(MailArea(m.group.mailboxes(), 2).answers(0, 1))
-      .push({.number = 1, .tag = 1 << 20, .kind = Record::grant});
+// More than the message has; of another message, which is to no effect.
+inline void nonsense_piece(const Member& m) {
+  constexpr uint32_t kBytes = 1 << 17, kHalf = kBytes / 2;
+  const MailArea area(m.group.mailboxes(), 2);
+  Bytes payload(kHalf + 1), into(kBytes);
+  if (m.rank == 0) {
+    const auto received = m.box.receive(1, of(kBytes - 1, 0, 0), into.data());
+    is_told(m, received);
+    return check(received->moved() == kHalf);
+  }
+  Record record{.number = 1, .bytes = kBytes - 1, .kind = Record::large};
+  RingWriter(area.messages(1, 0)).push(record);
+  RingWriter pieces(area.pieces(1, 0));
+  for (const auto& [number, bytes] : {std::pair{2u, kHalf}, {1u, kHalf}, {1u, kHalf}}) {
+    record = {.number = number, .payload = bytes, .kind = Record::piece};
+    pieces.push(record, payload.data());
+  }
 }
 
 inline const std::vector<Body> kNonsense = {
     [](const Member& m) { nonsense_message(m, {.number = 1, .bytes = 64, .payload = 1 << 30}); },
     [](const Member& m) { nonsense_message(m, {.number = 1, .bytes = 64, .payload = 4096}); },
-    nonsense_lane,
+    nonsense_piece,
 };
 
 }  // namespace pycollect::shm

@@ -64,7 +64,7 @@ void to_oneself(const Member& m) {
   }
 }
 
-// More large messages than lanes, received in the opposite order.
+// More large messages than a ring holds, received in the opposite order.
 void many_large(const Member& m) {
   const int many = 3 * 8;
   const std::size_t n = 300'000;
