@@ -161,17 +161,6 @@ void Incoming::move() {
   }
 }
 
-uint64_t Incoming::missing() const {
-  Effects found;
-  for (const auto& [key, asked] : waiting_) {
-    if (key.peer == kAnybody) return ~uint64_t{0};
-    found.touch(key.peer);
-  }
-  for (Rank r = 0; r < area_.world(); ++r)
-    if (!peers_[r].requested.empty()) found.touch(r);
-  return found.touched;
-}
-
 void Incoming::fail(const std::exception_ptr& error) {
   for (const auto& [key, asked] : waiting_) effects_.finish(*asked.transfer, error);
   waiting_.clear();

@@ -26,7 +26,6 @@ class Incoming {
 
   void receive(const TransferPtr& transfer);
   void move();
-  uint64_t missing() const;  // bit r: something of rank r's is asked for; from anybody: all bits
   void fail(const std::exception_ptr& error);
 
  private:

@@ -83,15 +83,6 @@ void Outgoing::move() {
   }
 }
 
-uint64_t Outgoing::missing() const {
-  Effects found;
-  for (Rank r = 0; r < static_cast<Rank>(peers_.size()); ++r) {
-    const auto& [messages, pieces, answers, sent, queued, unanswered, requested] = peers_[r];
-    if (!queued.empty() || !unanswered.empty() || !requested.empty()) found.touch(r);
-  }
-  return found.touched;
-}
-
 void Outgoing::fail(const std::exception_ptr& error) {
   for (Peer& peer : peers_) {
     for (const auto& [number, transfer] : peer.unanswered) effects_.finish(*transfer, error);

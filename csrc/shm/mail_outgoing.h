@@ -17,7 +17,6 @@ class Outgoing {
 
   void send(TransferPtr transfer);
   void move();
-  uint64_t missing() const;  // bit r: something is under way to rank r
   void fail(const std::exception_ptr& error);
 
  private:

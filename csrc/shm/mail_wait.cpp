@@ -10,7 +10,7 @@ namespace pycollect::shm {
 // 64 bytes twice.
 class Mailbox::Watch {
  public:
-  Watch(Mailbox& box, const Condition& until) : box_(box), until_(until) { ++box_.awake_; }
+  Watch(Mailbox& box, const Until& until) : box_(box), until_(until) { ++box_.awake_; }
   ~Watch() { --box_.awake_; }
 
   // When something has moved, more of it is on its way: that is waited for without offering the
@@ -42,39 +42,41 @@ class Mailbox::Watch {
   void sleep();
 
   Mailbox& box_;
-  const Condition& until_;
+  const Until& until_;
   Clock::time_point moved_ = Clock::now();  // when something was last
-  std::chrono::milliseconds next_{1};
+  std::chrono::microseconds next_{1'000};
 };
 
 // Before it sleeps it waits for the lock and moves things itself, so that no thread can have looked
 // too early and left. One that sleeps beside another looks after a millisecond whether it is
 // needed.
 void Mailbox::Watch::sleep() {
-  constexpr std::chrono::milliseconds kBeside{1}, kLongest{10};
+  // A glance costs a tenth of what the exchange of a small message through the host does.
+  constexpr std::chrono::microseconds kGlance{50}, kBeside{1'000}, kLongest{10'000};
   const auto busy = [&] {
     const bool moved = box_.move(Locked(box_.mutex_));
     if (moved) moved_ = Clock::now();
     return moved || until_.holds();
   };
+  const auto at_most = [&](auto nap) { return until_.glances && until_.glances() ? kGlance : nap; };
   if (until_.transfer != nullptr) until_.transfer->count_sleeper(1);
   if (--box_.awake_ == 0) {
-    box_.area_.bell(box_.me_).sleep(next_, busy);
+    box_.area_.bell(box_.me_).sleep(at_most(next_), busy);
     next_ = std::min(2 * next_, kLongest);
   } else {
-    box_.beside_.sleep(kBeside, busy);
+    box_.beside_.sleep(at_most(kBeside), busy);
   }
   ++box_.awake_;
   if (until_.transfer != nullptr) until_.transfer->count_sleeper(-1);
 }
 
 // What has come, however much; but not for ever, because ranks that are there may go on sending.
-void Mailbox::move_all(const Condition& until) {
+void Mailbox::move_all(const Until& until) {
   for (int n = MailArea::most_unread(group_.world()) / Incoming::kMostTaken + 1; n >= 0; --n)
     if (until.holds() || !move(Locked(mutex_))) return;
 }
 
-void Mailbox::wait(const Condition& until, const Occasion& occasion) {
+void Mailbox::wait(const Until& until, const Occasion& occasion) {
   if (until.holds()) return;
   Watch watch(*this, until);
   // Who is gone may have done its part before. All of that is in the memory, and is moved by this,
@@ -93,28 +95,9 @@ void Mailbox::wait(const Condition& until, const Occasion& occasion) {
 }
 
 void Mailbox::wait(Transfer& transfer, const Occasion& occasion) {
-  if (!transfer.done()) wait(transfer, [&] { return transfer.done(); }, occasion);
+  const auto missing = [&] { return this->missing(transfer); };
+  wait({[&] { return transfer.done(); }, missing, &transfer}, occasion);
   transfer.rethrow();
-}
-
-void Mailbox::wait(Transfer& transfer, const std::function<bool()>& stop,
-                   const Occasion& occasion) {
-  if (!stop()) wait({stop, [&] { return missing(transfer); }, &transfer}, occasion);
-}
-
-bool Mailbox::work(const std::function<bool()>& stop, const Occasion& occasion) {
-  wait({[&] { return idle() || stop(); }, [&] { return missing(); }}, occasion);
-  return idle();
-}
-
-std::vector<Rank> Mailbox::missing() {
-  const std::lock_guard locked(mutex_);
-  const uint64_t ranks = outgoing_.missing() | incoming_.missing();
-  if (ranks == ~uint64_t{0}) return anybody();
-  std::vector<Rank> named;
-  for (Rank r = 0; r < group_.world(); ++r)
-    if (ranks >> r & 1) named.push_back(r);
-  return named;
 }
 
 // Who has left in good order sends nothing any more, but the message may come from another.

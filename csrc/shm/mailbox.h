@@ -44,13 +44,16 @@ class Mailbox {
   // threads may wait at a time. Throws what it failed with; PeerLost and Timeout, and with those
   // everything that is under way fails.
   void wait(Transfer& transfer, const Occasion& occasion);
-  // The same until `stop` says so, which is looked at whenever something moves; it must hold when
-  // the transfer is done, and nothing is thrown that this has failed with.
-  void wait(Transfer& transfer, const std::function<bool()>& stop, const Occasion& occasion);
-  // The same for everything that is under way, until all is done or `stop` says so; for a thread
-  // that keeps things moving while nobody waits. Returns idle(). `stop` is looked at about every
-  // 10 ms when nothing moves, and after `wake`.
-  bool work(const std::function<bool()>& stop, const Occasion& occasion);
+  struct Until {
+    // Looked at whenever something moves, about every 10 ms when nothing does, and after `wake`;
+    // may move what the mailbox knows nothing of.
+    std::function<bool()> holds;
+    std::function<std::vector<Rank>()> missing;  // whom it depends on
+    Transfer* transfer = nullptr;                // whose end it is, if of any
+    std::function<bool()> glances = {};          // is it to be looked at every 50 us?
+  };
+  // The same until that holds, whatever has failed meanwhile.
+  void wait(const Until& until, const Occasion& occasion);
   void wake();
   void fail(const std::exception_ptr& error);  // everything that is under way, with this
   std::vector<Rank> missing(const Transfer& transfer) const;  // whom it depends on
@@ -58,11 +61,6 @@ class Mailbox {
 
  private:
   class Watch;  // a thread that waits: mail_wait.cpp
-  struct Condition {
-    std::function<bool()> holds;
-    std::function<std::vector<Rank>()> missing;  // whom it depends on
-    Transfer* transfer = nullptr;                // whose end it is, if of any
-  };
   using Locked = std::unique_lock<std::mutex>;
 
   Rank check_to(Rank to) const;
@@ -72,11 +70,7 @@ class Mailbox {
   void guard(const Act& act);
   bool move(Locked locked);
   bool unlock(Locked locked);
-  void move_all(const Condition& until);
-  // Moves things until it holds. Throws what Group::await does, and then all that is under way has
-  // failed with it.
-  void wait(const Condition& until, const Occasion& occasion);
-  std::vector<Rank> missing();        // whom anything under way depends on
+  void move_all(const Until& until);
   std::vector<Rank> anybody() const;  // if it is all the same who, those that are there
 
   Group& group_;

@@ -7,7 +7,7 @@ namespace pycollect::shm {
 inline constexpr std::size_t kPartlyBytes = (3 << 20) + 5;
 
 inline void wait_until(const Member& m, const std::function<bool()>& holds) {
-  m.box.work(holds, m.occasion());
+  m.wait(holds);
   check(holds());
 }
 

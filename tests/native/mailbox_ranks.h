@@ -31,6 +31,9 @@ struct Member {
     return {"recv", 7, Clock::now() + most};
   }
   void wait(const TransferPtr& transfer) const { box.wait(*transfer, occasion()); }
+  void wait(const std::function<bool()>& holds) const {
+    box.wait({holds, [this] { return std::vector<Rank>{world - 1 - rank}; }}, occasion());
+  }
 };
 using Body = std::function<void(const Member&)>;
 

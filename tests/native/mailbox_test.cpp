@@ -155,7 +155,7 @@ void several_threads(const Member& m) {
   const Rank other = 1 - m.rank;
   std::vector<std::jthread> team;
   const auto pending = m.box.receive(other, of(4, 99), reinterpret_cast<std::byte*>(&word));
-  std::jthread server([&] { m.box.work([&] { return stop.load(); }, m.occasion()); });
+  std::jthread server([&] { m.wait([&] { return stop.load(); }); });
   for (int t = 0; t < kThreads; ++t)
     team.emplace_back([&, t] {
       for (int i = 0; i < kRounds; ++i) {

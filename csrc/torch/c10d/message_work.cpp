@@ -70,11 +70,6 @@ bool MessageWork::supply(shm::Mailbox& mailbox) {
   return coming;
 }
 
-bool MessageWork::has_come() const {
-  const std::lock_guard lock(mutex_);
-  return ask_.receives && !settled_ && !failure_ && staging_->would_forward(transfer_->moved());
-}
-
 std::vector<Rank> MessageWork::missing(const shm::Mailbox& mailbox) const {
   const std::lock_guard lock(mutex_);
   return in_hand_ || !transfer_ ? std::vector<Rank>{mailbox.rank()} : mailbox.missing(*transfer_);

@@ -100,6 +100,16 @@ bool Messages::progress() {
   return mailbox_.progress();
 }
 
+void Messages::await(const std::function<bool()>& over, const Suspects& missing,
+                     shm::Transfer* transfer, const shm::Occasion& occasion) {
+  const auto holds = [&] {
+    dispatch_arrived();
+    advance_staged();
+    return over();
+  };
+  mailbox_.wait({holds, missing, transfer, [this] { return glances(); }}, occasion);
+}
+
 void Messages::wait(MessageWork& work, shm::Deadline deadline) {
   forks_.require_none(work.ask_.name);
   {
@@ -107,10 +117,13 @@ void Messages::wait(MessageWork& work, shm::Deadline deadline) {
     ++waiting_;
   }
   std::exception_ptr error;
+  const auto missing = [&] { return this->missing(work, gone()); };
   try {
-    await_dispatch(work, deadline);
-    if (any_staged_) await_staged(work, deadline);
-    if (const auto transfer = work.transfer()) mailbox_.wait(*transfer, work.occasion(deadline));
+    const shm::Occasion occasion = work.occasion(deadline);
+    if (!work.transfer())
+      await([&] { return work.transfer() || work.is_moved(); }, missing, nullptr, occasion);
+    if (const auto transfer = work.transfer(); transfer && !transfer->done())
+      await([&] { return transfer->done(); }, missing, transfer.get(), occasion);
   } catch (...) {
     error = std::current_exception();
   }
@@ -128,13 +141,9 @@ void Messages::wait(MessageWork& work, shm::Deadline deadline) {
 bool Messages::wait_until(MessageWork& work, shm::Deadline deadline) {
   forks_.require_none(work.ask_.name);
   const auto over = [&] { return work.is_moved() || shm::Clock::now() >= deadline; };
-  while (!over()) {
-    progress();
-    if (glances())
-      glance(work, over, shm::Clock::now() + kForEver);
-    else
-      mailbox_.work([&] { return over() || stirs(); }, work.occasion(shm::Clock::now() + kForEver));
-  }
+  await(
+      over, [&] { return missing(work, gone()); }, work.transfer().get(),
+      work.occasion(shm::Clock::now() + kForEver));
   work.settle();
   return work.is_moved();
 }
@@ -177,15 +186,14 @@ shm::Occasion Messages::most_urgent() const {
 void Messages::move_on(Lock& lock) {
   const shm::Occasion first = most_urgent();
   const auto stop = [&] {
-    if (glances() || stirs()) return true;
     const std::lock_guard hold(mutex_);
     return closed_ || waiting_ > 0 || any_calls(first.deadline);
   };
   lock.unlock();
   try {
-    mailbox_.work(stop, first);
+    await(stop, [this] { return missing(); }, nullptr, first);
   } catch (const std::exception&) {
-    // Everything that was under way has failed with it, and says so itself.
+    fail_with_group();
   }
   lock.lock();
 }
@@ -193,6 +201,7 @@ void Messages::move_on(Lock& lock) {
 void Messages::serve() {
   pthread_setname_np(pthread_self(), "pycollect p2p");
   Lock lock(mutex_);
+  const auto serves = [&] { return !closed_ && !open_.empty() && waiting_ == 0; };
   for (int ticks = 0; !closed_;) {
     if (open_.empty() && ticks >= kTicksAwake) {
       dozes_ = true;
@@ -200,24 +209,12 @@ void Messages::serve() {
       dozes_ = false;
       ticks = 0;
     }
-    tick(lock);
+    if (!serves() || !glances()) changed_.wait_for(lock, kTick, [&] { return closed_; });
     ++ticks;
     if (!open_.empty()) ticks = 0;
     while (settle_done(lock)) continue;
-    if (!closed_ && !open_.empty() && waiting_ == 0 && !glances() && !stirs()) move_on(lock);
+    if (serves()) move_on(lock);
   }
-}
-
-// Whoever waits for one message does not look after what leaves for another.
-void Messages::tick(Lock& lock) {
-  if (!glances() && !stirs()) {
-    changed_.wait_for(lock, kTick, [&] { return closed_; });
-    return;
-  }
-  const shm::Occasion first = most_urgent();
-  lock.unlock();
-  attend(first);
-  lock.lock();
 }
 
 void Messages::take_no_more(shm::Deadline deadline) {
@@ -226,18 +223,15 @@ void Messages::take_no_more(shm::Deadline deadline) {
   changed_.wait_until(lock, deadline, [&] { return asking_ == 0; });
 }
 
+// Once at least: another group may have taken all the time there was.
 void Messages::finish(shm::Deadline deadline) {
-  const auto over = [&] { return shm::Clock::now() >= deadline; };
   const shm::Occasion occasion{"destroy_process_group", 0, shm::Clock::now() + kForEver};
-  bool idle = false;
-  do {  // once at least: another group may have taken all the time there was
-    group_->require_whole(occasion);
-    progress();
-    if (glances())
-      nap();
-    else
-      idle = mailbox_.work([&] { return over() || stirs(); }, occasion);
-  } while (!idle && !over());
+  group_->require_whole(occasion);
+  progress();
+  const auto over = [&] {
+    return (mailbox_.idle() && !glances()) || shm::Clock::now() >= deadline;
+  };
+  await(over, [this] { return missing(); }, nullptr, occasion);
 }
 
 // From a callback it is this very thread, which ends by itself.

@@ -2,7 +2,7 @@
 // all of them; a thread does when nobody waits, made before the first has been asked for. What
 // is sent from a device is posted when it has come from there, in order with the rest for its peer.
 // A large one goes in pieces, as they come. What comes from a device rings no bell: while there is
-// such, one looks again and again.
+// such, whoever waits looks again and again.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -57,7 +57,6 @@ class MessageWork final : public OwnWork {
   // Of a message in pieces: hands on those that have come. Returns whether any are yet to.
   bool advance(shm::Mailbox& mailbox);
   bool supply(shm::Mailbox& mailbox);
-  bool has_come() const;                // has a piece of a receive, which is to be handed on?
   void fail(std::exception_ptr error);  // before it was posted
   shm::TransferPtr transfer() const;
   bool is_moved() const;                   // or has failed
@@ -111,13 +110,14 @@ class Messages : public std::enable_shared_from_this<Messages> {
  private:
   friend class MessageWork;
   using Lock = std::unique_lock<std::mutex>;
-  // How often to ask a device whether it is done with what it has in hand: a tenth of what the
-  // exchange of a small message through the host costs.
-  static constexpr std::chrono::microseconds kGlance{50};
-
   class Asking;  // messages.cpp
   c10::intrusive_ptr<c10d::Work> ask(const Letter& letter, const char* name, bool receives);
   c10::intrusive_ptr<c10d::Work> started(c10::intrusive_ptr<MessageWork> work);
+  using Suspects = std::function<std::vector<Rank>()>;
+  // Moves all messages until `over`, which the end of a transfer may be. Throws what the mailbox
+  // does.
+  void await(const std::function<bool()>& over, const Suspects& missing, shm::Transfer* transfer,
+             const shm::Occasion& occasion);
   void wait(MessageWork& work, shm::Deadline deadline);
   bool wait_until(MessageWork& work, shm::Deadline deadline);
   void forget(const MessageWork& work);  // which is settled
@@ -131,24 +131,18 @@ class Messages : public std::enable_shared_from_this<Messages> {
 
   void post(const c10::intrusive_ptr<MessageWork>& work);
   std::shared_ptr<Passage> passage_of(const at::Tensor& tensor) const;
-  void await_staged(MessageWork& work, shm::Deadline deadline);
-  void glance(MessageWork& work, const std::function<bool()>& stop, shm::Deadline deadline);
   void fail_with_group();
   void advance_staged();
-  bool stirs();  // has a piece of a receive come?
   bool glances() const { return leaves_ || coming_; }
-  void nap();
 
   void dispatch(const c10::intrusive_ptr<MessageWork>& work);
   void dispatch_arrived();
   bool leave(const c10::intrusive_ptr<MessageWork>& work);
-  void await_dispatch(const MessageWork& work, shm::Deadline deadline);
   void drop_leaving(const std::exception_ptr& error);
-  void tick(Lock& lock);
-  void attend(const shm::Occasion& first);
   bool any_calls(shm::Deadline before) const;
   shm::Occasion most_urgent() const;
-  std::vector<Rank> missing(const MessageWork& work) const;
+  uint64_t gone() const;  // a bit for each rank that is dead or has left
+  std::vector<Rank> missing(const MessageWork& work, uint64_t gone) const;
   std::vector<Rank> missing();
 
   const std::shared_ptr<shm::Group> group_;

@@ -41,18 +41,6 @@ void Messages::advance_staged() {
   coming_ = coming;
 }
 
-bool Messages::stirs() {
-  if (!any_staged_) return false;
-  const std::unique_lock lock(staged_mutex_, std::try_to_lock);
-  return lock && std::any_of(staged_.begin(), staged_.end(),
-                             [](const auto& work) { return work->has_come(); });
-}
-
-// Between two looks at a device, unless other processes keep this one at work.
-void Messages::nap() {
-  if (!mailbox_.progress()) std::this_thread::sleep_for(kGlance);
-}
-
 // Behind what goes to the same rank and has not left: messages do not overtake each other.
 void Messages::dispatch(const c10::intrusive_ptr<MessageWork>& work) {
   if (!work->passage_ && !leaves_) return post(work);
@@ -97,31 +85,6 @@ void Messages::dispatch_arrived() {
   leaves_ = !leaving_.empty();
 }
 
-void Messages::await_dispatch(const MessageWork& work, shm::Deadline deadline) {
-  const auto left = [&] {
-    if (work.transfer() || work.is_moved()) return true;
-    dispatch_arrived();
-    return work.transfer() || work.is_moved();
-  };
-  if (!left())
-    group_->await(left, [&] { return std::vector<Rank>{group_->rank()}; }, work.occasion(deadline));
-}
-
-// While something comes from a device, or until `stop`.
-void Messages::glance(MessageWork& work, const std::function<bool()>& stop,
-                      shm::Deadline deadline) {
-  const auto over = [&] {
-    progress();
-    return stop() || !glances();
-  };
-  try {
-    group_->await(over, [&] { return missing(work); }, work.occasion(deadline), [&] { nap(); });
-  } catch (const CollectiveError&) {
-    mailbox_.fail(std::current_exception());
-    throw;
-  }
-}
-
 // As the mailbox does when it is waited in.
 void Messages::fail_with_group() {
   try {
@@ -132,53 +95,29 @@ void Messages::fail_with_group() {
   }
 }
 
+uint64_t Messages::gone() const {
+  uint64_t ranks = group_->dead();
+  for (Rank r = 0; r < group_->world(); ++r)
+    if (group_->line(r).left.load() != 0) ranks |= uint64_t{1} << r;
+  return ranks;
+}
+
 // A device that holds a message up does not hide that its receiver has gone.
-std::vector<Rank> Messages::missing(const MessageWork& work) const {
+std::vector<Rank> Messages::missing(const MessageWork& work, uint64_t gone) const {
   const Rank peer = work.transfer() ? work.peer() : group_->rank();
-  const auto gone = [&] {
-    return (group_->dead() >> peer & 1) != 0 || group_->line(peer).left.load() != 0;
-  };
-  return peer >= 0 && gone() ? std::vector<Rank>{peer} : work.missing(mailbox_);
+  return peer >= 0 && (gone >> peer & 1) != 0 ? std::vector<Rank>{peer} : work.missing(mailbox_);
 }
 
 std::vector<Rank> Messages::missing() {
   std::vector<Rank> ranks;
+  const uint64_t gone = this->gone();
   const std::lock_guard lock(mutex_);
   for (const auto& work : open_) {
     if (work->is_moved()) continue;
-    for (Rank r : missing(*work))
+    for (Rank r : missing(*work, gone))
       if (std::find(ranks.begin(), ranks.end(), r) == ranks.end()) ranks.push_back(r);
   }
   return ranks;
-}
-
-// Instead of the mailbox, which would sleep: while something comes from a device, or until
-// something is done. A stream that is held up hides no death of a rank that a message depends on.
-void Messages::attend(const shm::Occasion& first) {
-  const auto over = [&] {
-    progress();
-    const std::lock_guard hold(mutex_);
-    return closed_ || !glances() || any_calls(first.deadline);
-  };
-  try {
-    group_->await(over, [&] { return missing(); }, first, [&] { nap(); });
-  } catch (const CollectiveError&) {
-    fail_with_group();
-    std::this_thread::sleep_for(kGlance);  // the device may have it for long yet
-  }
-}
-
-// Looks after all that go in pieces while this one is not moved, and as long as there are any.
-void Messages::await_staged(MessageWork& work, shm::Deadline deadline) {
-  const auto transfer = work.transfer();
-  const auto moved = [&] { return work.is_moved() || !any_staged_; };
-  while (!moved()) {
-    progress();
-    if (glances())
-      glance(work, moved, deadline);
-    else
-      mailbox_.wait(*transfer, [&] { return moved() || stirs(); }, work.occasion(deadline));
-  }
 }
 
 void Messages::drop_leaving(const std::exception_ptr& error) {

@@ -25,7 +25,6 @@ class MessageStaging final : public Passage {
   std::size_t arrived_bytes();
   // Of what is written: sends on what has come whole pieces of, when so many bytes have come.
   void forward(std::size_t moved);
-  bool would_forward(std::size_t moved) const { return whole_pieces(moved) > forwarded_; }
   void land(const shm::Occasion& occasion) override;
   bool landed() override { return landed_ == nullptr || landed_->reached(); }
   void join() override;
