@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -40,22 +41,31 @@ def seconds(value: float) -> datetime.timedelta:
 # --- meetings -------------------------------------------------------------------------------------
 
 
-def with_options(me: Me, slot_bytes: list[int]) -> tuple[Caught, float]:
+def with_option(me: Me, name: str, values: list[Any]) -> tuple[Caught, float]:
     import pycollect as pc
 
     start = time.monotonic()
-    options = pc.distributed.options(slot_bytes=slot_bytes[me.rank])
+    options = pc.distributed.options(**{name: values[me.rank]})
     error = caught(me.init, "meeting", timeout=seconds(3), pg_options=options)
     return error, error.when - start
 
 
 @ours_only
-def test_ranks_that_want_unlike_groups():
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        ("slot_bytes", 8192, 4096),
+        ("arena_bytes", 1 << 20, 1 << 21),
+        ("slab_bytes", 1 << 20, 1 << 21),
+        ("cuda_sync", "best", "host"),
+    ],
+)
+def test_ranks_that_want_unlike_groups(name, one, other):
     with fresh(3, group=False) as pool:
-        for error, took in pool.run(with_options, [8192, 8192, 4096]):
+        for error, took in pool.run(with_option, name, [one, one, other]):
             assert error.kind == "ValueError", error
-            assert "slot_bytes=8192" in error.text, error
-            assert "slot_bytes=4096" in error.text, error
+            assert f"{name}={one}" in error.text, error
+            assert f"{name}={other}" in error.text, error
             assert took < 3
 
 

@@ -145,19 +145,6 @@ def test_ranks_meet_in_a_callback():
             assert pool.run(met_in_a_callback, turn, seconds=20) == [[10.0] * 5] * 2
 
 
-def different(me: Me) -> Caught:
-    made, _ = dist_fake.options("eager:stream" if me.rank == VICTIM else "eager:best")
-    me.init("different", pg_options=made)
-    return caught(dist.all_reduce, torch.ones(3))
-
-
-def test_ranks_that_ask_for_different_rungs():
-    with fresh(3, group=False) as pool:
-        for error in pool.run(different):
-            assert error.kind == "ValueError", error
-            assert "rank 1 asks for 'stream' and rank 0 for 'best'" in error.text
-
-
 def of_odd_sizes(me: Me) -> list[float]:
     made, _ = dist_fake.options("eager:stream")
     made.slab_bytes = 33_333
@@ -173,20 +160,6 @@ def of_odd_sizes(me: Me) -> list[float]:
 def test_a_slab_of_an_odd_size():
     with fresh(2, group=False) as pool:
         assert pool.run(of_odd_sizes) == [[60_000.0] * 3] * 2
-
-
-def of_other_sizes(me: Me) -> Caught:
-    made, _ = dist_fake.options("eager:stream")
-    made.slab_bytes <<= me.rank == VICTIM
-    me.init("sizes", pg_options=made)
-    return caught(dist.all_reduce, torch.ones(3))
-
-
-def test_ranks_whose_slabs_differ():
-    with fresh(3, group=False) as pool:
-        for error in pool.run(of_other_sizes):
-            assert error.kind == "ValueError", error
-            assert "rank 1 has slots of 65536 bytes and rank 0 of 32768" in error.text
 
 
 def unlike(me: Me) -> tuple[Caught, Caught, float]:

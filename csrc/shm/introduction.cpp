@@ -72,9 +72,9 @@ std::string differences(const std::vector<Introduction>& ranks) {
 }  // namespace
 
 Introduction introduce(const Settings& settings, int world) {
-  const std::string terms =
-      text("ranks=", world, " slot_bytes=", settings.slot_bytes,
-           " mailbox_bytes=", settings.mailbox_bytes, " arena_bytes=", settings.arena_bytes);
+  const std::string terms = text("ranks=", world, " slot_bytes=", settings.slot_bytes,
+                                 " mailbox_bytes=", settings.mailbox_bytes,
+                                 " arena_bytes=", settings.arena_bytes, settings.terms);
   return {.host = host_name(),
           .boot = boot_id(),
           .pid = getpid(),

@@ -17,7 +17,8 @@ struct Settings {
   std::size_t mailbox_bytes = 0;
   std::size_t arena_bytes = 0;
   std::size_t deck_bytes = 0;
-  int cores = 0;  // that the ranks share; 0: those that they may run on
+  std::string terms = {};  // what else must be the same, for people: " name=value" each
+  int cores = 0;           // that the ranks share; 0: those that they may run on
   // Ranks that are threads of one process can be given one mapping of Layout::total bytes, so that
   // a sanitizer sees what they do to each other.
   std::shared_ptr<Segment> segment = {};

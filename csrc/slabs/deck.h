@@ -33,8 +33,6 @@ struct alignas(128) Berth {
   std::array<Verdict, 2> verdicts = {};  // [station & 1]; written before `stations`
   Handle handle = {};                    // of its slab
   std::array<char, 64> gpu = {};         // that the slab is on
-  std::array<char, 16> wanted = {};      // the rung that was asked for
-  uint64_t slot_bytes = 0;               // of its slab
 };
 
 // A rank's word of memory beside its slab that the others may open (see tracts.h).

@@ -28,7 +28,6 @@ class Meeting {
         station_(mine_.stations.load()) {}
 
   Found run() {
-    introduce();
     std::string why = share_memory();
     if (why.empty()) why = try_streams();
     if (why.empty()) return {make_dock(), {}};
@@ -81,28 +80,10 @@ class Meeting {
     group_.await([&] { return behind().empty(); }, behind, occasion_);
   }
 
-  void introduce() {
-    const std::string why = together([&] {
-      write(mine_.wanted, ask_.wanted);
-      mine_.slot_bytes = ask_.slot_bytes;
-      write(mine_.gpu, ask_.gpu->identity(ask_.stream.device));
-    });
-    if (!why.empty()) throw CollectiveError(text(occasion_.operation, ": ", why));
-    const Berth& zero = deck_.berth(0);
-    for (Rank r = 1; r < group_.world(); ++r) {
-      const Berth& one = deck_.berth(r);
-      require(zero.wanted == one.wanted, occasion_.operation,
-              ": all ranks must exchange CUDA tensors in the same way; rank ", r, " asks for '",
-              shm::sentence(one.wanted), "' and rank 0 for '", shm::sentence(zero.wanted), "'");
-      require(zero.slot_bytes == one.slot_bytes, occasion_.operation,
-              ": all ranks must have the same slab_bytes; rank ", r, " has slots of ",
-              one.slot_bytes, " bytes and rank 0 of ", zero.slot_bytes);
-    }
-  }
-
   std::string share_memory() {
     const Device device = ask_.stream.device;
     std::string why = together([&] {
+      write(mine_.gpu, ask_.gpu->identity(device));
       slab_ = std::make_unique<Slab>(
           *ask_.gpu, SlabTerms{device, group_.rank(), group_.world(), ask_.slot_bytes});
       adopted_ = std::make_unique<Adopted>(*ask_.gpu, device, deck_);

@@ -14,9 +14,8 @@ struct Ask {
   std::shared_ptr<shm::Group> group;
   std::shared_ptr<Gpu> gpu;
   std::shared_ptr<Tracts> tracts;  // of the same
-  Stream stream;  // the group's own, on the device that this rank's slab is to be on
-  std::size_t slot_bytes;
-  std::string wanted;  // as the option says: must be the same on all ranks
+  Stream stream;           // the group's own, on the device that this rank's slab is to be on
+  std::size_t slot_bytes;  // the same on all ranks
 };
 
 // `dock` is null where that does not work; `why` says what was in its way, rank by rank.
@@ -25,8 +24,7 @@ struct Found {
   std::string why = {};
 };
 
-// The same on all ranks. Throws std::invalid_argument, on all ranks alike, when they ask for
-// different things; PeerLost and Timeout as Group says.
+// The same on all ranks. Throws PeerLost and Timeout as Group says.
 Found meet(const Ask& ask, const shm::Occasion& occasion);
 
 }  // namespace pycollect::slabs

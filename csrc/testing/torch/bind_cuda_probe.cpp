@@ -13,7 +13,7 @@
 #include "../../cuda/copy.h"
 #include "../../cuda/fold.h"
 #include "../../cuda/pack.h"
-#include "../../plan/error.h"
+#include "../../plan/names.h"
 #include "bind.h"
 
 namespace pycollect {
@@ -114,13 +114,6 @@ py::dict run(const Launch& launch, const Packed& packed) {
   return result;
 }
 
-template <class Names>
-std::size_t index_of(const Names& names, const std::string& name) {
-  const auto found = std::find(names.begin(), names.end(), name);
-  require(found != names.end(), "no such name: ", name);
-  return found - names.begin();
-}
-
 std::vector<std::byte*> pointers(const std::vector<std::uintptr_t>& addresses) {
   std::vector<std::byte*> result;
   for (const std::uintptr_t a : addresses) result.push_back(reinterpret_cast<std::byte*>(a));
@@ -138,8 +131,8 @@ std::vector<py::dict> emulate_launch(const std::vector<LaunchRow>& rows, const s
                                      std::size_t table_bytes, const std::array<uint8_t, 6>& float8,
                                      std::uintptr_t guard) {
   Launch launch{{},
-                static_cast<DType>(index_of(kDTypeNames, dtype)),
-                static_cast<ReduceOp>(index_of(kReduceOpNames, op)),
+                static_cast<DType>(find_name("dtype", dtype, kDTypeNames)),
+                static_cast<ReduceOp>(find_name("op", op, kReduceOpNames)),
                 {.world = world, .float8 = std::bit_cast<Float8Rounding>(float8)},
                 reinterpret_cast<const std::byte*>(guard)};
   for (const auto& [dsts, srcs, dst_pitches, src_pitches, count, lines, finishes] : rows)

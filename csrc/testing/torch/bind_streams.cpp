@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "../../cuda/peers.h"
-#include "../../plan/error.h"
+#include "../../plan/names.h"
 #include "../../plan/stage.h"
 #include "../../sim/predict.h"
 #include "../../torch/bind_plan.h"
@@ -25,13 +25,6 @@ namespace {
 namespace py = pybind11;
 
 using SeatTuple = std::array<int, 4>;
-
-template <std::size_t N>
-int index_of(const std::array<const char*, N>& names, const std::string& name, const char* what) {
-  for (std::size_t i = 0; i < N; ++i)
-    if (name == names[i]) return static_cast<int>(i);
-  throw std::invalid_argument(text("there is no ", what, " '", name, "' here"));
-}
 
 py::list tuples_of(const Schedule& schedule) {
   py::list all;
@@ -52,7 +45,7 @@ Placement placement_of(const std::vector<SeatTuple>& seats, int streams, int hub
 
 Workers workers_of(const std::string& name) {
   return static_cast<Workers>(
-      index_of(std::array{"callers", "devices", "ranks"}, name, "kind of workers"));
+      find_name("workers", name, std::array{"callers", "devices", "ranks"}));
 }
 
 auto rehearsal(const Plan& plan, bool in_place, const std::vector<Device>& devices,
@@ -72,8 +65,8 @@ auto rehearsal(const Plan& plan, bool in_place, const std::vector<Device>& devic
             .host_waits = host_waits,
             .peers = peers,
             .pieces = pieces,
-            .dtype = static_cast<DType>(index_of(kDTypeNames, dtype, "dtype")),
-            .op = static_cast<ReduceOp>(index_of(kReduceOpNames, op, "op")),
+            .dtype = static_cast<DType>(find_name("dtype", dtype, kDTypeNames)),
+            .op = static_cast<ReduceOp>(find_name("op", op, kReduceOpNames)),
             .bindings = bindings,
             .ring = {ring.first, ring.second}},
       beside);

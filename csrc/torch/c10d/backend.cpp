@@ -22,7 +22,8 @@ shm::Settings settings_of(const Options& o, int world) {
           .slot_bytes = o.slot_bytes,
           .mailbox_bytes = shm::Mailbox::bytes(world),
           .arena_bytes = o.arena_bytes.value_or(shm::Arena::default_bytes(world)),
-          .deck_bytes = slabs::Deck::bytes(world)};
+          .deck_bytes = slabs::Deck::bytes(world),
+          .terms = text(" slab_bytes=", o.slab_bytes, " cuda_sync=", o.cuda_sync)};
 }
 
 std::shared_ptr<shm::Group> meet(const StorePtr& store, Seat seat, const Options& options) {

@@ -92,8 +92,8 @@ void Ladder::meet(const std::shared_ptr<shm::Group>& group, at::Device device,
                   const shm::Occasion& occasion) {
   slabs::Found found{{}, "this build has no CUDA"};
   if (const auto gpu = devices_->gpu()) {
-    found = slabs::meet(
-        {group, gpu, tracts_, devices_->stream(device), terms_.slot_bytes, terms_.rung}, occasion);
+    found =
+        slabs::meet({group, gpu, tracts_, devices_->stream(device), terms_.slot_bytes}, occasion);
     for (const std::string& why : tracts_->unreachable()) say_once(why);
   }
   std::string failed;
