@@ -56,6 +56,21 @@ def test_a_rank_is_killed_with_its_tensor_lent():
             assert fouls == []
 
 
+def dropped(me: Me) -> tuple[list[bool], list[str]]:
+    """Nobody holds what was lent: whoever asks for memory, or makes a call, gives it back."""
+    found = []
+    for _ in range(3):
+        work_of(make(1000).fill_(1))
+        time.sleep(0.1)  # it has ended, and has been seen to
+        found.append(use().used == 0)
+    return found, me.fake.gpu.fouls()
+
+
+def test_nobody_waits_for_the_streams_who_lets_them_go():
+    with fresh(3, staged="late:stream") as pool:
+        assert pool.run(dropped) == [([True] * 3, [])] * 3
+
+
 def waited_for(x: torch.Tensor) -> None:
     work_of(x).wait()
 

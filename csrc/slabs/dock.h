@@ -74,6 +74,8 @@ class Dock {
   // then it keeps what was lent to the others.
   std::shared_ptr<Errand> send(const shm::Occasion& occasion, std::function<bool()> reached,
                                std::shared_ptr<void> lent);
+  // Lets go of what was lent to calls that have ended, which the next call does otherwise.
+  void free_returned() { watch_.free_returned(); }
 
   // Ends it: gives what is under way some time, and lets go of all memory.
   // Returns the first error that nobody has been told.

@@ -42,9 +42,10 @@ void Errand::fail(std::exception_ptr error) {
   if (!error_) error_ = std::move(error);
 }
 
-void Errand::return_lent() {
-  if (lent_ && error()) keep_for_ever(std::move(lent_));
-  lent_.reset();
+std::shared_ptr<void> Errand::take_lent() {
+  std::shared_ptr<void> lent = std::move(lent_);
+  if (lent && error()) keep_for_ever(std::move(lent));
+  return lent;
 }
 
 void keep_for_ever(std::shared_ptr<void> lent) {
@@ -58,7 +59,14 @@ Watch::~Watch() {
   if (thread_.joinable()) thread_.join();
 }
 
+void Watch::free_returned() {
+  std::vector<std::shared_ptr<void>> returned;  // let go of without the lock
+  const Lock lock(mutex_);
+  returned.swap(returned_);
+}
+
 void Watch::take(std::shared_ptr<Errand> errand) {
+  free_returned();
   const Lock lock(mutex_);
   open_.push_back(std::move(errand));
   if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
@@ -74,8 +82,8 @@ void Watch::serve() {
     const std::shared_ptr<Errand> errand = open_.front();
     lock.unlock();
     see_through(*errand);
-    errand->return_lent();
     lock.lock();
+    if (auto lent = errand->take_lent()) returned_.push_back(std::move(lent));
     if (errand->error()) failed_.push_back(errand);
     open_.pop_front();
     changed_.notify_all();
@@ -162,6 +170,7 @@ std::exception_ptr Watch::close(std::chrono::milliseconds grace) {
   }
   lock.unlock();
   if (thread_.joinable()) thread_.join();
+  free_returned();
   for (const auto& errand : failed_)
     if (!errand->told_) return errand->error();
   return nullptr;

@@ -41,7 +41,7 @@ class Errand {
     return {about_.operation.c_str(), about_.call, about_.deadline};
   }
   void fail(std::exception_ptr error);
-  void return_lent();  // when it has ended
+  std::shared_ptr<void> take_lent();  // when it has ended
 
   const About about_;
   std::shared_ptr<void> lent_;  // the watch's
@@ -62,6 +62,9 @@ class Watch {
   Watch& operator=(const Watch&) = delete;
 
   void take(std::shared_ptr<Errand> errand);
+  // Lets go of what calls that have ended were lent. From any thread but the watch's own: to free
+  // memory may wait for all streams, and nobody else lets go those that are held up.
+  void free_returned();
   // Until all that it was given has ended, or else so long; then aborts the group. Takes nothing
   // more. Returns the first error that nobody has been told.
   std::exception_ptr close(std::chrono::milliseconds grace);
@@ -80,6 +83,7 @@ class Watch {
   std::deque<std::shared_ptr<Errand>> open_;
   bool closed_ = false;
   std::vector<std::shared_ptr<Errand>> failed_;
+  std::vector<std::shared_ptr<void>> returned_;
   std::thread thread_;  // from the first errand on
 };
 

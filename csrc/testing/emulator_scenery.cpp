@@ -1,10 +1,20 @@
 // What tests set up around a device that is not there (emulator.h), and what they ask it.
+#include <pthread.h>
+
+#include <array>
 #include <csignal>
+#include <string_view>
 
 #include "emulator.h"
 
 namespace pycollect::cuda {
 namespace {
+
+bool is_thread(std::string_view name) {
+  std::array<char, 16> found = {};
+  return pthread_getname_np(pthread_self(), found.data(), found.size()) == 0 &&
+         found.data() == name;
+}
 
 // A drain that lasts so long waits for what does not come.
 constexpr std::chrono::seconds kLongestDrain(30);
@@ -89,6 +99,10 @@ void Emulator::synchronize_all(const char* call) {
     enter(call);
     require_no_capture(call);
     if (records_) return;
+  }
+  if (is_thread("pycollect gpu")) {
+    const Lock lock = locked();
+    foul(text(call, " waits for all streams on the thread that lets go those that are held up"));
   }
   if (streams_.drain_all(kLongestDrain)) return;
   const Lock lock = locked();

@@ -25,24 +25,20 @@ std::optional<std::tuple<std::size_t, std::size_t, std::size_t>> arena_use(
   return std::tuple(use.used, use.kept, use.reserved);
 }
 
-std::shared_ptr<slabs::Tracts> tracts_of(const c10::intrusive_ptr<c10d::Backend>& backend) {
-  const auto* own = dynamic_cast<const dist::Backend*>(backend.get());
-  return own == nullptr ? nullptr : own->tracts();
-}
-
 // Bytes of GPU memory that other ranks reach: given to tensors, and free but kept; None for another
 // backend, and in a build without CUDA.
 std::optional<std::pair<std::size_t, std::size_t>> tract_use(
     const c10::intrusive_ptr<c10d::Backend>& backend) {
-  const auto tracts = tracts_of(backend);
-  if (!tracts) return std::nullopt;
-  const slabs::Tracts::Use use = tracts->use();
-  return std::pair(use.used, use.kept);
+  const auto* own = dynamic_cast<const dist::Backend*>(backend.get());
+  const auto use = own == nullptr ? std::nullopt : own->ladder().use();
+  if (!use) return std::nullopt;
+  return std::pair(use->used, use->kept);
 }
 
 // Can the group's other ranks reach the tensor on a GPU where it is?
 bool in_tract(const c10::intrusive_ptr<c10d::Backend>& backend, const at::Tensor& tensor) {
-  const auto tracts = tracts_of(backend);
+  const auto* own = dynamic_cast<const dist::Backend*>(backend.get());
+  const auto tracts = own == nullptr ? nullptr : own->ladder().tracts();
   const auto* const at = static_cast<const std::byte*>(tensor.const_data_ptr());
   return tracts && tracts->place_of(at, tensor.nbytes()).has_value();
 }
@@ -82,7 +78,7 @@ void bind_distributed(py::module_& m) {
   m.def("make_backend", &make_backend, py::arg("store"), py::arg("rank"), py::arg("world"),
         py::arg("options"), py::call_guard<py::gil_scoped_release>());
   m.def("arena_use", &arena_use);
-  m.def("tract_use", &tract_use);
+  m.def("tract_use", &tract_use, py::call_guard<py::gil_scoped_release>());
   m.def("in_tract", &in_tract);
   m.def("is_backend", &is_backend);
   m.def("abandon_coalescing", &abandon_coalescing, py::arg("backend"), py::arg("why"),

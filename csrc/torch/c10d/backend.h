@@ -48,7 +48,7 @@ class Backend final : public c10d::Backend {
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   std::shared_ptr<c10::Allocator> getMemAllocator() override { return allocator(); }
   std::shared_ptr<ArenaAllocator> allocator() const;
-  const std::shared_ptr<slabs::Tracts>& tracts() const { return ladder_->tracts(); }
+  Ladder& ladder() const { return *ladder_; }
 
   bool supportsSplitting() const override { return true; }
   c10::intrusive_ptr<c10d::Backend> split(

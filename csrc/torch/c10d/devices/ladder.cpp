@@ -63,9 +63,23 @@ at::Tensor Ladder::empty(at::Device device, int64_t count, at::ScalarType type) 
   require(!devices_->is_capturing(device), "allocate_tensor: the current stream of ", device,
           " is under capture, and a graph cannot own memory that other processes reach; make the "
           "tensor before the capture");
+  free_returned();
   const at::Tensor made = devices_->new_in_tract(tracts_, device, count, type);
   for (const std::string& why : tracts_->unreachable()) say_once(why);
   return made;
+}
+
+std::optional<slabs::Tracts::Use> Ladder::use() {
+  if (!tracts_) return {};
+  free_returned();
+  return tracts_->use();
+}
+
+void Ladder::free_returned() {
+  std::unique_lock lock(mutex_);
+  const auto dock = dock_;
+  lock.unlock();
+  if (dock) dock->free_returned();
 }
 
 void Ladder::leave() {

@@ -4,6 +4,7 @@
 #pragma once
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "../../../slabs/meeting.h"
@@ -43,6 +44,8 @@ class Ladder {
   // So many elements there. Throws std::invalid_argument where there is no such memory, or under
   // capture.
   at::Tensor empty(at::Device device, int64_t count, at::ScalarType type);
+  // Of the memory that they lie in; nothing where there is none. May wait for a device.
+  std::optional<slabs::Tracts::Use> use();
   // Would tensors on that device gain by lying there, as far as is known?
   bool is_worth_reaching(at::Device device);
 
@@ -62,6 +65,8 @@ class Ladder {
   void leave();
 
  private:
+  void free_returned();  // what calls that have ended were lent
+
   const std::shared_ptr<Devices> devices_;
   const Terms terms_;
   std::shared_ptr<slabs::Tracts> tracts_;

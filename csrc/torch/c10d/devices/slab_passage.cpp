@@ -110,6 +110,7 @@ void SlabPassage::send(const shm::Occasion& occasion, const std::vector<Way>& ba
 // Also on devices beside the slab's, whose tensors are copied back in the end.
 void SlabPassage::join() {
   for (at::Device d : on_) end_->hold_current(d);
+  dock_->free_returned();
 }
 
 void SlabPassage::let_go() {
