@@ -50,13 +50,13 @@ def test_results_that_were_not_written_are_no_secret(asks):
             assert (asked, error.kind) == (("PeerLost", "") if asks else ("", "PeerLost")), error
 
 
-def through(me: Me) -> tuple[str, list[float]]:
+def through(me: Me, call: str) -> tuple[str, list[float]]:
     """A rank that has done its part dies while another's stream is slow: nobody misses it."""
     dist.all_reduce(torch.ones(3))
     me.fake.look(False)
     me.fake.gpu.pace(0.0001 if me.rank == VICTIM else 0.2)
-    y = torch.full((10,), float(me.rank))
-    work = dist.broadcast(y, VICTIM, async_op=True)
+    x = torch.full((20,), float(me.rank))[::2]  # is copied back in the end
+    work = work_of(x) if call == "all_reduce" else dist.broadcast(x, VICTIM, async_op=True)
     if me.rank == VICTIM:
         assert ended(work)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -64,14 +64,15 @@ def through(me: Me) -> tuple[str, list[float]]:
     error = caught(work.wait)
     me.fake.gpu.pace(0.0001)
     me.fake.finish_caller()
-    return error.kind, y[:3].tolist()
+    return error.kind, x[:3].tolist()
 
 
-def test_a_death_of_a_rank_that_is_through_with_a_call():
+@pytest.mark.parametrize(("call", "value"), [("broadcast", float(VICTIM)), ("all_reduce", 3.0)])
+def test_a_death_of_a_rank_that_is_through_with_a_call(call, value):
     with fresh(3, staged="late:stream") as pool:
-        for rank, outcome in enumerate(pool.outcomes(through)):
+        for rank, outcome in enumerate(pool.outcomes(through, call)):
             if rank != VICTIM:
-                assert outcome.value == ("", [float(VICTIM)] * 3), outcome.error
+                assert outcome.value == ("", [value] * 3), outcome.error
 
 
 def holds_on(me: Me, late: bool) -> tuple[str, float]:

@@ -66,11 +66,13 @@ void Watch::free_returned() {
 }
 
 void Watch::take(std::shared_ptr<Errand> errand) {
-  free_returned();
-  const Lock lock(mutex_);
-  open_.push_back(std::move(errand));
-  if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
-  changed_.notify_all();
+  {
+    const Lock lock(mutex_);
+    open_.push_back(std::move(errand));
+    if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
+    changed_.notify_all();
+  }
+  free_returned();  // now that it is known what may have to be let go for that
 }
 
 void Watch::serve() {

@@ -45,6 +45,7 @@ class EmulatedStreams {
   }
   void go_on() { stalls_at_ = kNowhere; }
   void run_by_themselves();  // from now on a thread does the work too
+  bool run_themselves() const { return thread_.joinable(); }
   void pause_for(std::chrono::microseconds pause) { pause_ = pause; }
 
   // Without the mutex: until a stream is empty, if it runs by itself, or as far as it goes.

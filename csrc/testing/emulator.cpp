@@ -134,7 +134,8 @@ void Emulator::wait(Stream stream, Event event) {
                                .of = e.is_recorded ? e.recorded : Operation::kNobody});
 }
 
-// A step of work for each question, and never at the first: devices take their time.
+// Never at the first question: devices take their time. A step of work for each of the others,
+// unless streams run by themselves.
 bool Emulator::query(Event event) {
   const Lock lock = locked();
   enter("query");
@@ -142,7 +143,7 @@ bool Emulator::query(Event event) {
   EventState& e = state(event, "query");
   if (!e.is_recorded) return true;
   if (!std::exchange(e.asked, true)) return false;
-  if (!streams_.passed(e.point) && !streams_.step(e.point.stream))
+  if (!streams_.run_themselves() && !streams_.passed(e.point) && !streams_.step(e.point.stream))
     for (std::size_t s = 0; s < states_.size(); ++s)
       if (states_[s].owner == Owner::caller) streams_.step(s);
   const bool done = streams_.passed(e.point);
