@@ -150,7 +150,7 @@ stage_test() {
   local matrix=(tests/test_cuda_{all_reduce,collectives,contract,layouts,large}.py) workers=()
   local file rest=()
   for file in "${new[@]}"; do
-    [[ $file == tests/test_cuda_dist_* ]] && continue  # those have a stage of their own
+    [[ $file == tests/test_cuda_dist_* ]] && continue  # on a GPU those have stages of their own
     ours+=("$file")
     [[ " ${matrix[*]} " == *" $file "* ]] || rest+=("$file")
   done
@@ -165,6 +165,8 @@ stage_test() {
   step test-cuda-slow "$python" -m pytest "${all[@]}" -m "cuda and slow" "${ours[@]}"
   step test-others "$python" -m pytest "${all[@]}" -m "not (cuda and slow)" "${old[@]}" \
     "${new[@]/#/--ignore=}"
+  step test-emulated "$python" -m pytest "${all[@]}" "${workers[@]}" -m "not cuda and not slow" \
+    -k test_cuda_dist_ tests
   unset PYCOLLECT_REQUIRE_CUDA
 }
 
@@ -233,7 +235,7 @@ stage_bench() {
 stage_dist() {
   local sizes=(-b 4 -e 64M -f 8) few=(-b 4K -e 16M -f 64) seconds=1 world=4 others=2,8
   local json=(--json "$out/.content.json") plot=() training=(--batch 256 --seconds 20)
-  local some=(tests/test_cuda_dist_matrix.py -k "float32 or messages or rung")
+  local some=(tests/test_cuda_dist_{matrix,streams,p2p}.py -k "float32 or by_tag or best")
   if ((quick)); then
     sizes=(-b 4 -e 4K -f 1024 -n 1 -w 1) few=(-b 4K -e 4K -n 1 -w 1) seconds=0.01
     world=2 others=3 training=(--batch 8 -n 1)
@@ -257,22 +259,23 @@ dist_tests() {  # name, arguments of pytest...
 }
 
 stage_dist_test() {
-  local files=(tests/test_cuda_dist_{matrix,streams}.py)
+  local files=(tests/test_cuda_dist_{matrix,streams,meeting}.py)
   files+=(tests/test_bench_dist.py tests/test_bench_training.py tests/test_bench_replays.py)
   dist_tests dist-test "${files[@]}"
 }
 
-stage_dist_memory() { dist_tests dist-memory tests/test_cuda_dist_{placed,p2p}.py; }
+stage_dist_memory() { dist_tests dist-memory tests/test_cuda_dist_{placed,tracts,p2p,p2p_order}.py; }
 
 # Nearly every one of these has processes of its own: seconds each, whatever the GPU.
 stage_dist_faults() {
-  dist_tests dist-faults tests/test_cuda_dist_{faults,training,sharded}.py
+  dist_tests dist-faults tests/test_cuda_dist_{faults,deaths,p2p_faults,training}.py
 }
 
 stage_dist_slow() {
-  local file=tests/test_cuda_dist_settings.py
-  most=$((limit * 2 / 3)) dist_tests dist-settings -k "not memory_behind" "$file"
-  PYCOLLECT_TEST_CYCLES=200 dist_tests dist-cycles -k memory_behind "$file"
+  local lives=tests/test_cuda_dist_lives.py
+  most=$((limit * 2 / 3)) dist_tests dist-settings -k "not nothing_behind" "$lives" \
+    tests/test_cuda_dist_settings.py
+  PYCOLLECT_TEST_CYCLES=200 dist_tests dist-cycles -k nothing_behind "$lives"
 }
 
 stage_questions() {

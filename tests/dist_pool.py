@@ -25,8 +25,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_rank import BACKEND, OLD, OURS, Me, Outcome, Spec, begin, serve  # noqa: F401
+from dist_site import is_real
 
 SECONDS = 20.0  # that a command may take where the test does not say; usual ones take milliseconds
+GPU_SECONDS = 180.0  # where the first one also makes a CUDA context in every process
 _DUMP_SECONDS = 0.5  # for the stacks of a hung rank to arrive in its file
 _ENDED_SECONDS = 0.3  # for a rank that is gone to have an exit code; by exec it goes without one
 
@@ -55,21 +57,19 @@ class Pool:
             theirs.close()
         self.run(begin, seconds=60)
 
-    def run(self, job: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> list[Any]:
+    def run(self, job: Callable[..., Any], *args: Any, seconds: float = 0.0) -> list[Any]:
         """Every rank's result; fails with the tracebacks of all that failed."""
         self.begin(job, *args)
         return self.results(seconds)
 
-    def results(self, seconds: float = SECONDS) -> list[Any]:
+    def results(self, seconds: float = 0.0) -> list[Any]:
         outcomes = self.answers(seconds)
         errors = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error]
         if errors:
             self._fail(errors)  # who knows what the others are in
         return [o.value for o in outcomes]
 
-    def outcomes(
-        self, job: Callable[..., Any], *args: Any, seconds: float = SECONDS
-    ) -> list[Outcome]:
+    def outcomes(self, job: Callable[..., Any], *args: Any, seconds: float = 0.0) -> list[Outcome]:
         """What became of every rank. Fails only on a hang."""
         self.begin(job, *args)
         return self.answers(seconds)
@@ -80,7 +80,8 @@ class Pool:
         for pipe in self.pipes:
             pipe.send((job, args))
 
-    def answers(self, seconds: float = SECONDS) -> list[Outcome]:
+    def answers(self, seconds: float = 0.0) -> list[Outcome]:
+        seconds = seconds or (GPU_SECONDS if is_real(self.spec.site) else SECONDS)
         deadline = time.monotonic() + seconds
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < len(self.ranks):
@@ -183,6 +184,18 @@ def pools_of_a_module(**always: Any) -> Iterator[Pools]:  # what all specs have 
     """For a fixture."""
     with contextlib.closing(Pools(**always)) as pools:
         yield pools
+
+
+def pools_of_sites() -> Iterator[Pools]:
+    """For a fixture: nothing foul has been done in them in the end."""
+    for pools in pools_of_a_module(beside=None):
+        yield pools
+        for spec, pool in pools.made.items():
+            assert not pool.whole or pool.run(_fouls) == [[]] * spec.world
+
+
+def _fouls(me: Me) -> list[str]:
+    return me.site.fouls()
 
 
 def shared_files() -> set[str]:

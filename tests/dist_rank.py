@@ -10,7 +10,7 @@ import signal
 import traceback
 from typing import Any
 
-import dist_fake
+import dist_site
 import torch
 import torch.distributed as dist
 
@@ -29,7 +29,7 @@ class Spec:
     environ: tuple[tuple[str, str], ...] = ()
     beside: str | None = "gloo"  # a second group of the same ranks, to compare with
     group: bool = True  # False: the test makes its own
-    staged: str = ""  # CPU tensors as if they were on a device that is "late" or "eager"
+    site: str = ""  # where tensors are, if not in host memory (dist_site.py)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +40,22 @@ class Me:
     spec: Spec
     folder: str  # of the pool, the same for all ranks
     peer: Any = None  # the group beside
-    fake: Any = None  # the devices that are not there
+    site: Any = dist_site.HOST
 
     @property
     def world(self) -> int:
         return self.spec.world
+
+    @property
+    def fake(self) -> Any:
+        """The devices that are not there."""
+        return self.site.fake
+
+    def start(self, name: str, site: Any = None, **options: Any) -> Any:
+        """The default group on a site of its own, which is returned."""
+        site = site or dist_site.of(self.spec.site)
+        self.init(name, pg_options=site.options, **options)
+        return site
 
     def init(self, name: str, **options: Any) -> None:
         """The default group, met through a file of this name."""
@@ -87,7 +98,8 @@ def serve(rank: int, spec: Spec, pipe: Any, folder: str) -> None:
             if job is begin:
                 me, value = begin(me), None
             else:
-                value = job(me, *args)
+                with me.site.here():
+                    value = job(me, *args)
             answer = Outcome(value=value)
         except BaseException:
             answer = Outcome(error=traceback.format_exc())
@@ -99,9 +111,9 @@ def begin(me: Me) -> Me:
         import pycollect
 
         pycollect.log.configure()  # again: it is loaded already, and the variables are new
+    me = dataclasses.replace(me, site=dist_site.of(me.spec.site))
     if not me.spec.group:
         return me
-    options, fake = dist_fake.options(me.spec.staged) if me.spec.staged else (None, None)
-    me.init("store", pg_options=options)
+    me.init("store", pg_options=me.site.options)
     peer = dist.new_group(backend=me.spec.beside) if me.spec.beside else None
-    return dataclasses.replace(me, peer=peer, fake=fake)
+    return dataclasses.replace(me, peer=peer)

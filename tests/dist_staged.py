@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from dist_cases import COLLECTIVES, LAYOUTS, Case, Side, rows
 from dist_pool import Me
+from dist_site import by_hand
 from reference import assert_same
 
 COUNTS = (0, 1, 7, 1023)
@@ -31,8 +32,10 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case(collective, dtype, op, LARGE, LAYOUTS[turn % len(LAYOUTS)])
 
 
-def sweep(me: Me, dtype: torch.dtype, device: str) -> tuple[int, list[str]]:
-    """How many cases this rank has run with tensors there, and what was wrong."""
+@by_hand
+def sweep(me: Me, dtype: torch.dtype) -> tuple[int, list[str]]:
+    """How many cases this rank has run, and what was wrong."""
+    device = me.site.device
     run, wrong = 0, []
     for case in cases(dtype):
         root = case.count % me.world
@@ -61,9 +64,10 @@ def _differs(
     return ""
 
 
-def premultiplied(me: Me, dtype: torch.dtype, device: str) -> list[str]:
+@by_hand
+def premultiplied(me: Me, dtype: torch.dtype) -> list[str]:
     """PREMUL_SUM by half, which is exact, of every collective that reduces."""
-    op = dist._make_nccl_premul_sum(0.5)
+    op, device = dist._make_nccl_premul_sum(0.5), me.site.device
     wrong = []
     for count in COUNTS:
         case = Case("all_reduce", dtype, "sum", count)
@@ -82,8 +86,10 @@ def premultiplied(me: Me, dtype: torch.dtype, device: str) -> list[str]:
     return wrong
 
 
-def own_parts(me: Me, dtype: torch.dtype, device: str) -> list[str]:
+@by_hand
+def own_parts(me: Me, dtype: torch.dtype) -> list[str]:
     """Inputs that lie inside outputs, and the other way round."""
+    device = me.site.device
     wrong = []
     for count in COUNTS:
         case = Case("all_gather", dtype, "sum", count)
@@ -100,25 +106,6 @@ def own_parts(me: Me, dtype: torch.dtype, device: str) -> list[str]:
         why = _differs(part, x[me.rank][0], case, device)
         wrong += [f"reduce_scatter into itself, {count}: {why}"] if why else []
     return wrong
-
-
-def trained(me: Me) -> float:
-    """DDP's gradients, which come through futures, beside those of the host's."""
-    found = []
-    host = dist.new_group(backend="gloo")
-    for group in (None, host):
-        torch.manual_seed(1)
-        model = torch.nn.Sequential(
-            torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5)
-        )
-        ddp = torch.nn.parallel.DistributedDataParallel(
-            model, process_group=group, bucket_cap_mb=0.001
-        )
-        for step in range(3):
-            x = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * step + me.rank))
-            ddp(x).square().sum().backward()
-        found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
-    return (found[0] - found[1]).abs().max().item()
 
 
 def report(found: list[list[str]]) -> None:

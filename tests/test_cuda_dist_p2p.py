@@ -1,105 +1,129 @@
-"""send and recv of CUDA tensors between processes on one GPU: the sizes at which they go another
-way, whose stream waits for whom, and ends that die. Without a GPU: test_dist_staging_p2p*.py.
+"""send and recv of CUDA tensors: of all sizes, types and layouts, by tag and in batches.
+
+Through pinned memory, large ones in pieces, which come from one device while others are on their
+way to the other.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Me, Pools, caught, fresh, pools_of_a_module
-from homes import GPU
+from dist_pool import OURS, Caught, Me, caught, pools_of_sites
+from dist_site import REAL, each, sites
 from torch import Tensor
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not OURS, reason="stages by itself")]
-SECONDS = 120.0  # the first command also makes a CUDA context in every process
-NOTICED = 2.0
-PIECE = (1 << 20) // 4  # elements of float32: larger messages go in pieces
-MOST = 64 * PIECE  # in larger ones
-_NAP = 100_000_000  # cycles: some 50 ms
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module()
+pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
+pools = pytest.fixture(pools_of_sites, scope="module")
+SITES = ("late:stream", "late", "eager")
+PIECE = (1 << 20) // 4  # elements of float32: smaller messages are one piece
+MOST = 64  # pieces; of larger ones
+LARGE = 3 * PIECE + 3
+SECONDS = 10.0  # in which a message comes that nothing holds up
 
 
 def values(count: int, seed: int) -> Tensor:
-    return torch.arange(count, dtype=torch.float32, device=GPU) % 1009 + seed
+    return torch.arange(count, dtype=torch.float32) % 1009 + seed
 
 
-def around(me: Me) -> list[str]:
-    """To the right neighbour, strided and not, each tensor made on a stream that is late."""
+def pieces(me: Me) -> int:
+    """Copies off the device until now."""
+    return me.site.calls().count("copy_ caller")
+
+
+def received(me: Me) -> int:
+    return me.site.calls().count("copy_ group")
+
+
+def comes(me: Me, before: int) -> bool:
+    """Has more been copied to the device since than `before`? Waits for it, but not for ever."""
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        if received(me) > before:
+            return True
+        time.sleep(0.001)
+    return False
+
+
+def finish(works: list[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+SIZES = [0, 1, 1000, 4097, 400_000, LARGE, *(n * PIECE + d for n in (1, 2) for d in (-1, 0, 1))]
+MORE = [n * PIECE + d for n in (4, MOST) for d in (-1, 0, 1)]  # where memory is plenty
+
+
+def around(me: Me, counts: list[int]) -> list[str]:
+    """To the right neighbour, from the left one or from anybody, strided and not, made late."""
     right, left = (me.rank + 1) % me.world, (me.rank - 1) % me.world
     wrong = []
-    for count in [n + d for n in (4096, PIECE, 4 * PIECE, MOST) for d in (-1, 0, 1)]:
+    for count in counts:
         for stride in (1, 2):
-            x, y = (torch.zeros(count * stride, device=GPU)[::stride] for _ in range(2))
-            torch.cuda._sleep(_NAP // 10)
-            x.copy_(values(count, me.rank))
-            y.fill_(-1.0)
-            works = [dist.isend(x, right), dist.irecv(y, left)]
-            for work in works:
-                work.wait()
-            x.fill_(-2.0)  # it is the sender's again
-            if not torch.equal(y, values(count, left)):
-                wrong.append(f"{count} elements, stride {stride}: {y[:3].tolist()}")
+            y = torch.full((count * stride,), -1.0)[::stride]
+            me.site.fill_later(y, -2.0)
+            x = values(count * stride, me.rank)[::stride]
+            before = me.fake and (me.fake.pinned(), pieces(me))
+            sent = dist.isend(x, right)
+            source = dist.recv(y, None if count in (1000, 2 * PIECE) else left)
+            sent.wait()
+            took = me.fake and (me.fake.pinned() - before[0], pieces(me) - before[1])
+            x.fill_(-3.0)  # it is the sender's again
+            if source != left or not torch.equal(y, values(count * stride, left)[::stride]):
+                wrong.append(f"{count} elements, stride {stride}, from {source}: {y[:3]}")
+            whole = stride == 2 and count > PIECE  # to where it is contiguous
+            if me.fake and count > 1000 and took != (2, -(-count // PIECE) + whole):
+                wrong.append(f"{count} elements, stride {stride}: {took}")
     return wrong
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_sizes_around_a_ring(pools, world):
-    assert pools(world, beside=None).run(around, seconds=SECONDS) == [[]] * world
+@pytest.mark.parametrize(("site", "world"), each(*SITES, *REAL))
+def test_around_a_ring(pools, site, world):
+    counts = SIZES + MORE * (site in REAL)
+    assert pools(world, site=site).run(around, counts) == [[]] * world
 
 
-def by_tag(me: Me) -> list[bool]:
-    tags = range(10)
-    xs = [values(PIECE + 7 * tag if tag % 3 else 11, tag) for tag in tags]
-    ys = [torch.zeros_like(x) for x in xs]
+def huge(me: Me, count: int) -> tuple[bool, int]:
+    x, before = values(count, 7), pieces(me)
     if me.rank == 0:
-        works = [dist.isend(xs[tag], 1, tag=tag) for tag in tags]
-    else:
-        works = [dist.irecv(ys[t], 0, tag=t) for t in sorted(tags, key=lambda t: t * 7 % 10)]
-    for work in works:
-        work.wait()
-    return [me.rank == 0 or torch.equal(x, y) for x, y in zip(xs, ys, strict=True)]
+        dist.send(x, 1)
+        return True, pieces(me) - before
+    y = torch.zeros(count)
+    dist.recv(y, 0)
+    return torch.equal(x, y), 0
 
 
-def test_tags_in_any_order(pools):
-    assert pools(2, beside=None).run(by_tag, seconds=SECONDS) == [[True] * 10] * 2
+def test_so_many_pieces_at_the_most(pools):
+    pool = pools(2, site="late")
+    for count in (MOST * PIECE, MOST * PIECE + 1):
+        assert pool.run(huge, count) == [(True, MOST), (True, 0)]
 
 
-def mixed(me: Me) -> list[bool]:
-    """One end on the CPU, by turns, and both on the GPU again."""
-    good = []
-    for turn in range(6):
-        x, y = values(4 * PIECE, turn), torch.zeros(4 * PIECE, device=GPU)
-        if turn % 3 == me.rank:
-            x, y = x.cpu(), y.cpu()
-        if me.rank == 0:
-            dist.send(x, 1)
-        else:
-            dist.recv(y, 0)
-            good.append(torch.equal(y.cpu(), values(4 * PIECE, turn).cpu()))
-    return good
+DTYPES = (torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64)
 
 
-def test_one_end_on_the_cpu(pools):
-    assert pools(2, beside=None).run(mixed, seconds=SECONDS) == [[], [True] * 6]
+def of_dtypes(me: Me) -> list[str]:
+    wrong = []
+    for dtype in DTYPES:
+        x = values(LARGE, me.rank).to(dtype).reshape(3, -1)[:, 5:]  # begins within its storage
+        y = torch.zeros(3, LARGE // 3, dtype=dtype)[1:].expand(2, -1)
+        finish([dist.isend(x[1:], 1 - me.rank), dist.irecv(y[:, 5:], 1 - me.rank)])
+        theirs = values(LARGE, 1 - me.rank).to(dtype).reshape(3, -1)[1:]
+        if not torch.equal(y[:, 5:], theirs[:, 5:]) or y[:, :5].any():
+            wrong.append(str(dtype))
+    return wrong
 
 
-def reached(me: Me) -> list[bool]:
+def reached(me: Me) -> list[int]:
     """Tensors in memory that the receiver reaches, and parts of them."""
-    import pycollect
-
-    good = []
+    wrong = []
     for turn in range(6):
-        x = pycollect.empty(4 * PIECE, dtype=torch.float32, device=GPU)[1000 * turn :]
+        x = (me.site.make if me.site.streams else torch.empty)(LARGE)[1000 * turn :]
         y = torch.zeros_like(x)
         x.copy_(values(x.numel(), turn))
         if me.rank == 0:
@@ -107,65 +131,157 @@ def reached(me: Me) -> list[bool]:
             x.fill_(-1.0)
         else:
             dist.recv(y, 0)
-            good.append(torch.equal(y, values(x.numel(), turn)))
-    return good
+            wrong += [] if torch.equal(y, values(x.numel(), turn)) else [turn]
+    return wrong
 
 
-def test_tensors_that_the_receiver_reaches(pools):
-    assert pools(2, beside=None).run(reached, seconds=SECONDS) == [[], [True] * 6]
-
-
-def dies(me: Me, victim: int) -> tuple[Caught, float]:
-    x = torch.ones(40 * PIECE, device=GPU)
-    for rank in (0, 1):
-        if me.rank == rank:
-            dist.send(x, 1 - me.rank)
+def mixed(me: Me) -> list[int]:
+    """One end is in host memory, by turns; then both are on devices again."""
+    wrong = []
+    for turn in range(6):
+        x, y = values(LARGE, turn), torch.zeros(LARGE)
+        if turn % 3 == me.rank:
+            x, y = me.site.host(x), me.site.host(y)
+        if me.rank == 0:
+            dist.send(x, 1)
         else:
-            dist.recv(x, 1 - me.rank)
-    torch.cuda.synchronize()
-    if me.rank == victim:
-        if victim == 0:
-            dist.isend(x, 1)
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.6 * (victim == 0))
-    start = time.monotonic()
-    error = caught(dist.send, x, 1) if me.rank == 0 else caught(dist.recv, x, 0)
-    return error, error.when - start
+            dist.recv(y, 0)
+            wrong += [] if torch.equal(y.cpu(), values(LARGE, turn).cpu()) else [turn]
+    return wrong
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_an_end_dies(victim):
-    with fresh(2) as pool:
-        survivor = pool.outcomes(dies, victim, seconds=SECONDS)[1 - victim]
-        assert not survivor.error, survivor.error
-        error, took = survivor.value
-        assert error.kind == "PeerLost", error
-        assert f"rank {victim}" in error.text
-        assert took < 0.3 + NOTICED
+# --- several at a time ----------------------------------------------------------------------------
 
 
-def cycles(me: Me, count: int) -> int:
-    """Bytes of the GPU that groups which are gone have kept, torch's cache aside."""
-    before = 0
-    for i in range(count):
-        me.init(f"cycle_{i}")
-        x, y = torch.ones(4 * PIECE, device=GPU), torch.zeros(4 * PIECE, device=GPU)
-        works = [dist.isend(x, 1 - me.rank), dist.irecv(y, 1 - me.rank)]
-        for work in works:
+def by_tag(me: Me) -> list[str]:
+    """Ten at a time, large and small, received in another order, some before they are sent."""
+    counts = [PIECE + 7 * tag if tag % 3 else 11 for tag in range(10)]
+    wrong = []
+    for early in (True, False):
+        ys = [torch.zeros(n) for n in counts]
+        time.sleep(0.05 * (early == (me.rank == 0)))
+        if me.rank == 0:
+            finish([dist.isend(values(n, tag), 1, tag=tag) for tag, n in enumerate(counts)])
+            continue
+        tags = sorted(range(10), key=lambda tag: (tag * 7 + 3) % 10)
+        finish([dist.irecv(ys[tag], None if tag % 2 else 0, tag=tag) for tag in tags])
+        wrong += [
+            f"tag {tag}" for tag, n in enumerate(counts) if not torch.equal(ys[tag], values(n, tag))
+        ]
+    return wrong
+
+
+def batches(me: Me) -> list[str]:
+    """More at a time than a receiver has buffers for, to the neighbour and to oneself."""
+    right, left = (me.rank + 1) % me.world, (me.rank - 1) % me.world
+    wrong = []
+    for count in (50, PIECE + 1, LARGE):
+        xs = [values(count, 10 * me.rank + i) for i in range(6)]
+        ys = [torch.zeros(count) for _ in xs]
+        own, mine = values(count, 99), torch.zeros(count)
+        ops = [dist.P2POp(dist.irecv, y, left) for y in ys]
+        ops += [dist.P2POp(dist.irecv, mine, me.rank), dist.P2POp(dist.isend, own, me.rank)]
+        ops += [dist.P2POp(dist.isend, x, right) for x in xs]
+        finish(list(reversed(dist.batch_isend_irecv(ops))))
+        good = [torch.equal(y, values(count, 10 * left + i)) for i, y in enumerate(ys)]
+        wrong += [] if all(good) and torch.equal(own, mine) else [f"{count}: {good}"]
+    return wrong
+
+
+def futures(me: Me) -> list[int]:
+    wrong = []
+    for count in (50, LARGE):
+        x, y = values(count, me.rank), torch.zeros(count)
+        works = [dist.irecv(y, 1 - me.rank), dist.isend(x, 1 - me.rank)]
+        future = works[0].get_future()
+        future.wait()
+        works[1].wait()
+        while not all(work.is_completed() for work in works):
+            time.sleep(0.001)
+        wrong += [] if torch.equal(future.value()[0], values(count, 1 - me.rank)) else [count]
+    return wrong
+
+
+def nobody_waits(me: Me) -> list[int]:
+    """The group's thread moves what has come from the device while nobody waits for it."""
+    wrong = []
+    for count in (100, LARGE):
+        x, y = values(count, me.rank), torch.zeros(count)
+        if me.rank == 0:
+            work = dist.isend(x, 1)
+            dist.recv(y, 1)  # which rank 1 sends only after ours has come
             work.wait()
-        dist.barrier()
-        dist.destroy_process_group()
-        del x, y, works, work
-        torch.cuda.synchronize()
-        if i == 1:
-            before = torch.cuda.mem_get_info(GPU)[0]
-    return before - torch.cuda.mem_get_info(GPU)[0]
+        else:
+            dist.recv(y, 0)
+            dist.send(x, 0)
+        wrong += [] if torch.equal(y, values(count, 1 - me.rank)) else [count]
+    return wrong
 
 
-def test_groups_come_and_go():
-    count = int(os.environ.get("PYCOLLECT_TEST_CYCLES", "20"))
-    with fresh(2, group=False) as pool:
-        lost = pool.run(cycles, count, seconds=SECONDS)
-        # Both look at one GPU while the other may be in a group still: a few blocks, not one each.
-        assert max(lost) < count * (1 << 20), lost
+JOBS = (of_dtypes, reached, mixed, by_tag, batches, futures, nobody_waits)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
+@pytest.mark.parametrize("site", sites(*SITES, "eager:stream", *REAL))
+def test_messages(pools, site, job):
+    assert pools(2, site=site).run(job) == [[], []]
+
+
+@pytest.mark.parametrize("site", sites(*SITES, *REAL))
+def test_batches_around_a_ring(pools, site):
+    assert pools(3, site=site).run(batches) == [[]] * 3
+
+
+def nobody_looks(me: Me) -> bool:
+    """Large messages are on the device when nobody has waited for them."""
+    x, y = values(LARGE, me.rank), torch.zeros(LARGE)
+    before = received(me)
+    if me.rank == 0:
+        work = dist.irecv(y, 1)
+        came = comes(me, before)
+        work.wait()
+        return came and torch.equal(y, values(LARGE, 1))
+    time.sleep(0.1)
+    work = dist.isend(x, 0)
+    time.sleep(0.2)
+    work.wait()
+    return True
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_messages_that_nobody_waits_for(pools, site):
+    assert pools(2, site=site).run(nobody_looks) == [True] * 2
+
+
+# --- what does not fit ----------------------------------------------------------------------------
+
+
+def unlike(me: Me, size: int, dtype: torch.dtype) -> tuple[Caught, bool]:
+    x, out = torch.ones(LARGE), torch.zeros(size, dtype=dtype)
+    error = caught(dist.send, x, 1) if me.rank == 0 else caught(dist.recv, out, 0)
+    for turn in range(8):  # more than there would be buffers if refusals took them
+        x, y = values(LARGE, turn), torch.zeros(LARGE)
+        if me.rank == 0:
+            caught(dist.send, x, 1)
+        else:
+            caught(dist.recv, y[1:] if turn < 6 else y, 0)
+    return error, not out.any() and (me.rank == 0 or torch.equal(y, x))
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        (LARGE - 1, torch.float32),
+        (LARGE + 1, torch.float32),
+        (3, torch.float32),
+        (LARGE, torch.int32),
+    ],
+)
+def test_what_does_not_fit(pools, size, dtype):
+    (sender, kept), (receiver, untouched) = pools(2, site="late").run(unlike, size, dtype)
+    assert (sender.kind, receiver.kind) == ("ValueError", "ValueError"), (sender, receiver)
+    assert sender.text == receiver.text
+    said = f"rank 0 sent {4 * LARGE} bytes of float32 with tag 0 to rank 1"
+    assert receiver.text.startswith(said)
+    assert kept
+    assert untouched

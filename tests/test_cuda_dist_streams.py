@@ -1,220 +1,268 @@
-"""Whose stream waits for whom: CUDA tensors through torch.distributed, processes on one GPU.
+"""Whose stream waits for whom: CUDA tensors through torch.distributed.
 
-A stream that sleeps for a while shows who looks at a tensor too early.
+A stream that is late shows who looks at a tensor, or gives its memory away, too early.
 """
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Iterator
 
+import dist_staged
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import Caught, Me, Pools, caught, pools_of_a_module
-from dist_rungs import RUNGS, on_rung
-from homes import GPU, several_gpus
+from dist_pool import OURS, Caught, Me, backend_of, caught, pools_of_sites
+from dist_site import EMULATED, LARGE, REAL, SLABS, each
 
-pytestmark = pytest.mark.cuda
-WORLDS = (2, 4)
-COUNT = 300_007
-SECONDS = 120.0
-_NAP = 100_000_000  # cycles: some 50 ms
+pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
+pools = pytest.fixture(pools_of_sites, scope="module")
 
 
-@pytest.fixture(scope="module", params=RUNGS)
-def pools(request: pytest.FixtureRequest) -> Iterator[Pools]:
-    yield from pools_of_a_module(environ=on_rung(request.param))
-
-
-def nap() -> None:
-    torch.cuda._sleep(_NAP)
-
-
-def before_and_after(me: Me) -> list[bool]:
-    """The tensor is made on a side stream and used on another, behind a stream that sleeps."""
+def overtaken(me: Me) -> list[bool]:
+    """What the caller's stream has still to do with a tensor comes before the call."""
     good = []
-    first, second = torch.cuda.Stream(GPU), torch.cuda.Stream(GPU)
-    for later in (False, True, False, True):
-        x = torch.zeros(COUNT, device=GPU)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(first):
-            nap()
-            x.fill_(float(me.rank + 1))
-            work = dist.all_reduce(x, async_op=later)
+    for turn in range(12):
+        count, later, root = (5, LARGE // 10)[turn % 2], turn % 4 < 2, turn % me.world
+        x, y = torch.full((count,), 7.0), torch.zeros(2 * count)[::2]
+        me.site.fill_later(x, float(turn if me.rank == root else -1))
+        work = dist.broadcast(x, root, async_op=later)
+        while later and not work.is_completed():
+            time.sleep(0)
         if later:
-            with torch.cuda.stream(second):
-                work.wait()
-                y = x * 2
-            second.synchronize()
-        else:
-            with torch.cuda.stream(first):
-                y = x * 2
-            first.synchronize()
+            work.wait()
+        me.site.fill_later(y, 1.0)
+        dist.all_reduce(y)
+        good.append(bool((x == turn).all() & (y == me.world).all()))
+    return good
+
+
+@pytest.mark.parametrize(("site", "world"), each(*EMULATED, *REAL, stands_in=False))
+def test_behind_what_the_stream_has_to_do(pools, site, world):
+    assert pools(world, site=site).run(overtaken) == [[True] * 12] * world
+
+
+def on_a_side_stream(me: Me, placed: bool) -> list[bool]:
+    """Made there behind other work, and used there or, when it has been waited for, elsewhere."""
+    good = []
+    for later in (False, True, False, True):
+        x = (me.site.make if placed else torch.empty)(LARGE).fill_(0)
+        me.site.settle()
+        with me.site.second_stream():
+            me.site.fill_later(x, me.rank + 1.0)
+            work = dist.all_reduce(x, async_op=later)
+            y = x if later else x * 2
+        if later:
+            work.wait()
+            y = x * 2
+        me.site.settle()
         good.append(bool((y == me.world * (me.world + 1)).all()))
     return good
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_side_streams(pools, world):
-    assert pools(world, beside=None).run(before_and_after, seconds=SECONDS) == [[True] * 4] * world
+@pytest.mark.parametrize(("site", "world"), each(*EMULATED, *REAL, stands_in=False))
+def test_side_streams(pools, site, world):
+    for placed in (False, True)[: 1 + site.endswith("stream")]:
+        assert pools(world, site=site).run(on_a_side_stream, placed) == [[True] * 4] * world
 
 
-def on_another_gpu(me: Me) -> bool:
-    """The group's slab is on one GPU; the tensor, and who makes and reads it, are on another."""
-    home, other = several_gpus()[:2]
-    dist.all_reduce(torch.ones(COUNT, device=home))
-    side = torch.cuda.Stream(other)
-    with torch.cuda.stream(side):
-        x = torch.zeros(COUNT, device=other)
-        nap()
-        x.fill_(float(me.rank))
-        dist.all_reduce(x)
-        y = x * 2
-    side.synchronize()
-    return bool((y == me.world * (me.world - 1)).all())
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_side_stream_of_another_gpu(pools, world):
-    several_gpus()
-    found = pools(world, beside=None).run(on_another_gpu, seconds=SECONDS)
-    assert found == [True] * world
-
-
-def overwritten(me: Me) -> list[bool]:
-    """What the stream has still to do with an output comes before the result."""
-    x = torch.zeros(COUNT, device=GPU)
-    values = []
-    for root in range(me.world):
-        nap()
-        x.fill_(float(me.rank if me.rank == root else -1))
-        dist.broadcast(x, root)
-        values.append(x.clone())
-    return [bool((v == root).all()) for root, v in enumerate(values)]
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_outputs_are_not_written_too_early(pools, world):
-    found = pools(world, beside=None).run(overwritten, seconds=SECONDS)
-    assert found == [[True] * world] * world
-
-
-def at_once(me: Me) -> tuple[float, bool, bool]:
-    x = torch.zeros(COUNT, device=GPU)
-    # Contexts, and as much pinned memory as two calls at once need: to get it takes long.
-    for work in [dist.all_reduce(x, async_op=True) for _ in range(2)]:
-        work.wait()
-    x.fill_(1.0)
-    torch.cuda.synchronize()
-    for _ in range(4):
-        nap()
-    start = time.monotonic()
-    works = [dist.all_reduce(x, async_op=True) for _ in range(2)]
-    took = time.monotonic() - start
-    asleep = not torch.cuda.current_stream().query()
-    while not all(w.is_completed() for w in works):
-        time.sleep(0.001)
-    works[1].wait()
-    return took, asleep, bool((x == me.world**2).all())
-
-
-def test_async_calls_return_at_once(pools):
-    for took, asleep, right in pools(2, beside=None).run(at_once, seconds=SECONDS):
-        assert asleep, "the stream was done before the calls returned: nothing was tested"
-        assert took < 0.1  # of the 200 ms that the stream sleeps
-        assert right
-
-
-def dropped(me: Me) -> bool:
-    """Nobody holds inputs, outputs or works; freed memory is given to others at once."""
-    good = True
-    for _ in range(20):
-        x = torch.full((COUNT,), float(me.rank), device=GPU)
-        out = torch.zeros(me.world * COUNT, device=GPU)
-        work = dist.all_gather_into_tensor(out, x, async_op=True)
-        del x
-        junk = [torch.full((COUNT,), -7.0, device=GPU) for _ in range(3)]
-        work.wait()
-        good &= bool((out.view(me.world, -1).sum(0) == me.world * (me.world - 1) / 2).all())
-        dist.all_reduce(torch.ones(COUNT, device=GPU), async_op=True)
-        del junk, work, out
-        gc.collect()
+def at_once(me: Me) -> tuple[bool, list[float]]:
+    """A stream that comes to nothing until calls have returned holds up no host, nor a barrier."""
+    x, y = torch.ones(1000), torch.ones(3)
+    for work in [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(2)]:
+        work.wait()  # contexts, slabs and pinned memory: to get them takes long
     dist.barrier()
-    return good
+    with me.site.held():
+        works = [dist.all_reduce(x, async_op=True), dist.all_reduce(y, async_op=True)]
+        futures = [work.get_future() for work in works]
+        if me.site.streams:
+            works[0].wait()
+            dist.barrier()
+        time.sleep(0.05)
+        early = any(work.is_completed() for work in works)
+    works[1].wait()
+    futures[0].wait()
+    works[0].wait()
+    return early, [t.sum().item() for t in (x, y, futures[0].value()[0])]
 
 
-def test_memory_that_nobody_holds(pools):
-    assert pools(2, beside=None).run(dropped, seconds=SECONDS) == [True] * 2
+@pytest.mark.parametrize(("site", "world"), each(*EMULATED, *REAL, stands_in=False))
+def test_async_calls_return_at_once(pools, site, world):
+    for early, sums in pools(world, site=site).run(at_once):
+        assert not early
+        assert sums == [1000.0 * world, 3.0 * world, 1000.0 * world]
 
 
-def through_futures(me: Me) -> list[bool]:
-    x = torch.full((COUNT,), float(me.rank), device=GPU)
-    future = dist.all_reduce(x, async_op=True).get_future()
-    doubled = future.then(lambda f: f.value()[0] * 2)
-    doubled.wait()
-    wanted = me.world * (me.world - 1)
+def given_away(me: Me, calls: int) -> list[float]:
+    """Tensors go while the group's stream has to do with them; their stream takes the memory."""
+    outs = [torch.zeros(64 * me.world) for _ in range(calls)]
+    works = []
+    me.site.run_ahead(0.001)
+    for i, out in enumerate(outs):
+        x = me.site.empty(128)[::2] if i % 2 else me.site.empty(64)
+        me.site.fill_later(x, float(i + me.rank))
+        works.append(dist.all_gather_into_tensor(out, x, async_op=True))
+        del x
+        time.sleep(0.002)
+        for n in (64, 128):
+            me.site.fill_later(me.site.empty(n), -1.0)
+        dist.all_reduce(torch.ones(64), async_op=True)  # which nobody holds
+    for work in works:
+        work.wait()
+    me.site.go_on()
+    dist.barrier()
+    dist.all_reduce(torch.ones(3))
+    return [
+        abs(out.view(me.world, 64).sub(torch.arange(me.world)[:, None] + i)).max().item()
+        for i, out in enumerate(outs)
+    ]
+
+
+@pytest.mark.parametrize(("site", "world"), each(*SLABS, *REAL, stands_in=False))
+def test_memory_is_given_to_nobody_else_while_a_stream_has_to_do_with_it(pools, site, world):
+    for differences in pools(world, site=site).run(given_away, 40):
+        assert differences == [0.0] * 40
+
+
+def ahead(me: Me, slow: int, calls: int) -> list[str]:
+    """The hosts and most streams run ahead of one whose stream is slow.
+
+    A root waits for nobody but until its slot may be filled again, so broadcasts come in a row.
+    """
+    me.site.run_ahead(0.002 if me.rank == slow else 0.0)
+    xs = [torch.full((100,), float(i if me.rank == 0 else -1)) for i in range(calls)]
+    ys = [torch.full((30_000,), float(i + me.rank)) for i in range(calls)]
+    outs = [torch.full((me.world * 100,), -1.0) for _ in range(calls)]
+    works = [dist.broadcast(x, 0, async_op=True) for x in xs]
+    works += [dist.all_reduce(y, async_op=True) for y in ys]
+    for x, out in zip(xs, outs, strict=True):
+        works.append(dist.all_gather_into_tensor(out, x, async_op=True))
+    for work in works:
+        work.wait()
+    while not all(work.is_completed() for work in works):
+        time.sleep(0.001)
+    me.site.go_on()
+    wrong = []
+    for i, (x, y, out) in enumerate(zip(xs, ys, outs, strict=True)):
+        total = me.world * i + me.world * (me.world - 1) / 2
+        if not bool((x == i).all() & (y == total).all() & (out == i).all()):
+            wrong.append(f"call {i}")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("world", "slow"), [(3, 0), (3, 2), pytest.param(8, 3, marks=pytest.mark.slow)]
+)
+def test_a_slow_stream_holds_up_who_needs_it(pools, world, slow):
+    pool = pools(world, site="late:stream")
+    dist_staged.report(pool.run(ahead, slow, 12, seconds=60.0))
+
+
+def coalesced(me: Me) -> list[float]:
+    """Lists of calls, and results through futures, chained ones among them."""
+    xs = [torch.full((n,), 1.0) for n in (3, LARGE, 0, 7)]
     with dist._coalescing_manager(async_ops=True) as manager:
-        y = torch.ones(COUNT, device=GPU)
-        z = torch.ones(7, device=GPU)
-        dist.all_reduce(y)
-        dist.all_reduce(z)
+        for x in xs:
+            dist.all_reduce(x)
     manager.wait()
-    return [bool((doubled.value() == wanted).all()), bool((y == me.world).all() & (z[0] == y[0]))]
+    backend = backend_of()
+    backend._start_coalescing()
+    ys = [torch.full((n,), 1.0) for n in (3, 5)]
+    for y in ys:
+        backend.allreduce([y])
+    future = backend._end_coalescing().get_future()
+    future.wait()
+    chained = dist.all_reduce(torch.ones(5), async_op=True).get_future()
+    chained = chained.then(lambda done: [done.value()[0] * 2])
+    chained.wait()
+    return [t.sum().item() / me.world for t in (*xs, *ys, *future.value(), *chained.value())]
 
 
-def test_futures_and_coalesced_calls(pools):
-    assert pools(2, beside=None).run(through_futures, seconds=SECONDS) == [[True, True]] * 2
+@pytest.mark.parametrize(("site", "world"), each(*EMULATED, *REAL, "cuda:best"))
+def test_coalesced_calls_and_futures(pools, site, world):
+    for sums in pools(world, site=site).run(coalesced):
+        assert sums == [3.0, LARGE, 0.0, 7.0, 3.0, 5.0, 3.0, 5.0, 10.0]
 
 
-def captured(me: Me) -> tuple[list[Caught], bool]:
-    x = torch.ones(5, device=GPU)
-    dist.all_reduce(x.clone())
-    open_work = dist.all_reduce(torch.ones(3, device=GPU), async_op=True)
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream(GPU)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(side):
-        graph.capture_begin()
-        errors = [caught(dist.all_reduce, x), caught(open_work.wait)]
-        errors.append(caught(dist.send, x, (me.rank + 1) % me.world))
-        y = x + 1
-        graph.capture_end()  # the capture is whole
+def captured(me: Me) -> tuple[list[Caught], list[str], list[float]]:
+    x, out = torch.ones(7), torch.zeros(7 * me.world)
+    mine = me.rank == 0 or me.site.real
+    open_work = dist.all_reduce(torch.ones(2), async_op=True)
+    dist.all_reduce(torch.ones(2))
+
+    def refused() -> tuple[list[Caught], list[str]]:
+        before = len(me.site.calls())
+        errors = [
+            caught(dist.all_reduce, x),
+            caught(dist.all_gather_into_tensor, out, x),
+            caught(lambda: dist.all_reduce(x, async_op=True).wait()),
+        ]
+        moved = [call for call in me.site.calls()[before:] if "done" not in call]
+        if mine:
+            errors += [caught(dist.send, x, 1), caught(dist.recv, x, 1), caught(open_work.wait)]
+            errors += [caught(me.site.make, 3)] if me.site.streams else []
+        return errors, moved
+
+    if mine:
+        with me.site.capturing():
+            errors, moved = refused()
+    else:
+        errors, moved = refused()[0], []
     open_work.wait()
-    graph.replay()
-    torch.cuda.synchronize()
-    whole = bool((x == 1).all() & (y == 2).all())
     dist.all_reduce(x)
-    return errors, whole and bool((x == me.world).all())
+    return errors, moved, [x.sum().item(), out.sum().item()]
 
 
-def test_refused_in_a_capture(pools):
-    for errors, whole in pools(2, beside=None).run(captured, seconds=SECONDS):
-        assert all(e.kind == "ValueError" and "capture" in e.text for e in errors), errors
-        assert whole
+@pytest.mark.parametrize(("site", "world"), each(*EMULATED, *REAL, stands_in=False))
+def test_no_call_in_a_capture(pools, site, world):
+    """By one rank, of which the others hear, or by all."""
+    for errors, moved, sums in pools(world, site=site).run(captured):
+        assert all(e.kind == "ValueError" for e in errors), errors
+        assert all("capture" in e.text for e in errors), errors
+        assert all("rank 0" in e.text for e in errors[:3]) or site in REAL, errors
+        assert moved == []
+        assert sums == [7.0 * world, 0.0]
 
 
-def beside_a_capture(me: Me) -> bool:
+def beside_a_capture(me: Me) -> float:
     """A capture forbids much to all threads; those of the group work on meanwhile."""
-    x = torch.ones(COUNT, device=GPU)
-    dist.all_reduce(torch.ones(COUNT, device=GPU))
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream(GPU)
-    nap()
+    x = torch.zeros(LARGE)
+    dist.all_reduce(torch.ones(LARGE))
+    me.site.fill_later(x, 1.0)
     work = dist.all_reduce(x, async_op=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(side):
-        graph.capture_begin()
-        z = torch.ones(3, device=GPU)
+    with me.site.capturing():
         time.sleep(0.3)
-        z = z + 1
-        graph.capture_end()
     work.wait()
-    graph.replay()
-    torch.cuda.synchronize()
-    return bool((x == me.world).all() & (z == 2).all())
+    return x.unique().tolist()
 
 
-def test_a_capture_while_a_call_is_under_way(pools):
-    assert pools(2, beside=None).run(beside_a_capture, seconds=SECONDS) == [True] * 2
+@pytest.mark.parametrize(("site", "world"), each(*EMULATED, *REAL, stands_in=False))
+def test_a_capture_while_a_call_is_under_way(pools, site, world):
+    assert pools(world, site=site).run(beside_a_capture) == [[float(world)]] * world
+
+
+def traced(me: Me, call: str, later: bool) -> list[str]:
+    before = len(me.site.calls())
+    x = torch.full((1000,), float(me.rank))
+    work = {
+        "all_reduce": lambda: dist.all_reduce(x, async_op=later),
+        "broadcast": lambda: dist.broadcast(x, 0, async_op=later),
+        "all_gather": lambda: dist.all_gather_into_tensor(
+            torch.empty(me.world * 1000), x, async_op=later
+        ),
+    }[call]()
+    if later:
+        work.wait()
+    return me.site.calls()[before:]
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_the_order_of_what_is_staged(pools, later):
+    pool = pools(3, site="late")
+    out = ["copy_ caller", "record caller"]
+    back = ["wait group", "copy_ group", "record group", "wait caller"]
+    for _ in range(3):
+        assert pool.run(traced, "all_reduce", later) == [[*out, "done caller", *back]] * 3
+        assert pool.run(traced, "all_gather", later) == [[*out, "done caller", *back]] * 3
+        root, *others = pool.run(traced, "broadcast", later)
+        assert root == [*out, "done caller"]  # nothing comes back
+        assert others == [["record caller", *back]] * 2  # nobody waits for what is overwritten

@@ -142,7 +142,7 @@ def body_fails(me: Me, device: torch.device | None, calls: int) -> Caught:
 @pytest.mark.parametrize("staged", ["", "late:stream"])
 @pytest.mark.parametrize("device", [None, CPU], ids=["torch's list", "the group's list"])
 def test_an_exception_of_the_body_reaches_all_and_leaves_nothing(pools, device, staged, calls):
-    first, *others = pools(3, staged=staged).run(body_fails, device, calls)
+    first, *others = pools(3, site=staged).run(body_fails, device, calls)
     assert first.kind == "BodyFailed"
     for raised in others:
         assert "rank 0 refused coalesced calls: BodyFailed: in the body" in raised.text

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import BACKEND, OURS, Me, Pools, fresh, pools_of_a_module
+from dist_site import by_hand
 from reference import assert_same, left_fold, randoms
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -80,29 +81,32 @@ def ordinary(me: Me, make: Make) -> None:
     assert make(0, torch.int64).shape == (0,)
 
 
+@by_hand
 def same_bits(me: Me, make: Make) -> None:
     """Every mixture of ranks that have placed their tensors and ranks that have not."""
+    device = me.site.device
     for count in (1, 1023, 300_007):
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             values = randoms(me.world, (count,), dtype, seed=count)
             wanted = left_fold(values, "sum")
             for mask in (2**me.world - 1, 1, 0b10):
                 placed = mask >> me.rank & 1
-                x = make(count, dtype) if placed else torch.empty(count, dtype=dtype)
+                x = make(count, dtype) if placed else torch.empty(count, dtype=dtype, device=device)
                 x.copy_(values[me.rank])
                 dist.all_reduce(x)
-                assert_same([x], [wanted], f"all_reduce {count} {dtype} {mask:b}")
+                assert_same([x.cpu()], [wanted], f"all_reduce {count} {dtype} {mask:b}")
                 x.copy_(values[me.rank])
                 dist.broadcast(x, me.world - 1)
-                assert_same([x], [values[-1]], f"broadcast {count} {dtype} {mask:b}")
+                assert_same([x.cpu()], [values[-1]], f"broadcast {count} {dtype} {mask:b}")
                 out = make(me.world * count, dtype) if placed else x.new_empty(me.world * count)
                 dist.all_gather_into_tensor(out, x)
-                assert_same([out], [values[-1].repeat(me.world)], f"all_gather {count} {mask:b}")
+                wanted_all = [values[-1].repeat(me.world)]
+                assert_same([out.cpu()], wanted_all, f"all_gather {count} {mask:b}")
                 out.copy_(torch.cat(values))
                 part = x.new_empty(count)
                 dist.reduce_scatter_tensor(part, out)
                 same = left_fold([values[me.rank]] * me.world, "sum")
-                assert_same([part], [same], f"reduce_scatter {count} {mask:b}")
+                assert_same([part.cpu()], [same], f"reduce_scatter {count} {mask:b}")
                 dist.all_to_all_single(out.clone(), out)
 
 
@@ -124,12 +128,14 @@ def views(me: Me, make: Make) -> None:
 
 def lives_on(me: Me, make: Make) -> None:
     """Its owner may write as soon as a call is over, and reuse what it has let go of."""
-    x = make(100_000, torch.float32)
     for turn in range(50):
-        x.fill_(me.rank + turn)
+        x = make(100_000, torch.float32).fill_(me.rank + turn)
         dist.all_reduce(x)
-        assert x.eq(sum(range(me.world)) + turn * me.world).all()
+        y = x.clone()
         x.fill_(-1)
+        del x
+        make(100_000, torch.float32).fill_(-2)
+        assert y.eq(sum(range(me.world)) + turn * me.world).all()
     works = []
     for _ in range(20):
         y = make(50_000, torch.float32).fill_(1)

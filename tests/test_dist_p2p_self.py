@@ -101,7 +101,7 @@ def test_to_oneself(pools, world, job):
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
 @pytest.mark.parametrize("staged", STAGED[1:])
 def test_of_tensors_on_devices(pools, staged, job):
-    pools(2, staged=staged).run(job, seconds=60)
+    pools(2, site=staged).run(job, seconds=60)
 
 
 def beside_others(me: Me) -> list[int]:

@@ -66,7 +66,7 @@ STAGED = ["", "late", "eager:stream"]  # the host's tensors, and those on device
 @pytest.mark.parametrize("staged", STAGED)
 def test_lists_that_are_not_alike_are_refused_and_nothing_is_written(pools, case, swapped, staged):
     one, two, words = UNLIKE[case]
-    results = pools(2, staged=staged).run(several, [two, one] if swapped else [one, two])
+    results = pools(2, site=staged).run(several, [two, one] if swapped else [one, two])
     for raised, values in results:
         assert raised.kind == "ValueError", (raised, values)
         assert all(v == 1 for tensor in values for v in tensor), "an output was written"
@@ -96,7 +96,7 @@ def device_fails(me: Me, calls: int) -> tuple[Caught, list[float]]:
 
 @pytest.mark.parametrize("calls", [0, 1, 2])
 def test_what_does_not_come_from_a_device_holds_back_the_whole_list(pools, calls):
-    for rank, (raised, kept) in enumerate(pools(2, staged="eager").run(device_fails, calls)):
+    for rank, (raised, kept) in enumerate(pools(2, site="eager").run(device_fails, calls)):
         assert "rank 0 refused broadcast" in raised.text or rank == 0
         assert raised.kind
         assert kept == [rank] * 3
@@ -123,7 +123,7 @@ def unlike_batch(me: Me, what: str) -> tuple[Caught, float]:
 @pytest.mark.parametrize("what", ["counts", "sizes"])
 @pytest.mark.parametrize("staged", STAGED)
 def test_coalesced_calls_are_agreed_on_before_the_first_runs(pools, what, staged):
-    for raised, value in pools(2, staged=staged).run(unlike_batch, what):
+    for raised, value in pools(2, site=staged).run(unlike_batch, what):
         assert raised.kind == "ValueError", raised
         assert ("room for" if what == "counts" else "part 3 of 3") in raised.text
         assert value == 1
@@ -150,7 +150,7 @@ def right_batch(me: Me) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("staged", [*STAGED, "late:stream"])
 def test_coalesced_calls_run_in_order(pools, world, staged):
-    pools(world, staged=staged).run(right_batch)
+    pools(world, site=staged).run(right_batch)
 
 
 # --- messages and collectives ---------------------------------------------------------------------
@@ -178,7 +178,7 @@ def mixed(me: Me) -> list[str]:
 
 @pytest.mark.parametrize("staged", ["", "late", "eager:stream"])
 def test_messages_and_collectives_of_a_list_are_one(pools, staged):
-    for refused, differ, *right in pools(2, staged=staged).run(mixed):
+    for refused, differ, *right in pools(2, site=staged).run(mixed):
         assert "refused coalesced broadcast" in refused
         assert "must call the same" in differ
         assert right == ["", ""]
@@ -287,4 +287,4 @@ def message_of_results(me: Me) -> float:
 
 @pytest.mark.parametrize("staged", STAGED)
 def test_messages_come_after_the_collectives_of_their_list(pools, staged):
-    assert pools(2, staged=staged).run(message_of_results) == [0.0, 2.0**16]
+    assert pools(2, site=staged).run(message_of_results) == [0.0, 2.0**16]

@@ -58,7 +58,7 @@ def dependent(me: Me, layout: str) -> None:
 @pytest.mark.parametrize("staged", HOST + DEVICES)
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_call_reads_what_an_earlier_one_of_its_list_writes(pools, world, staged, layout):
-    pools(world, staged=staged).run(dependent, layout)
+    pools(world, site=staged).run(dependent, layout)
 
 
 def held_up(me: Me, layout: str, waits: bool) -> tuple[list[float], list[float], list[str]]:
@@ -95,9 +95,7 @@ def held_up(me: Me, layout: str, waits: bool) -> tuple[list[float], list[float],
 @pytest.mark.parametrize("staged", DEVICES)
 def test_a_call_comes_behind_what_its_stream_had_to_do_when_it_was_asked_for(pools, staged, layout):
     """No host waits for that where streams wait for each other."""
-    for seen, both, fouls in pools(2, staged=staged).run(
-        held_up, layout, staged.endswith("stream")
-    ):
+    for seen, both, fouls in pools(2, site=staged).run(held_up, layout, staged.endswith("stream")):
         assert both == [8.0, 12.0]
         assert seen == [2.0, 3.0] * 2
         assert fouls == []
@@ -128,7 +126,7 @@ HELD = ("late", *SLABS)
 
 @pytest.fixture(scope="module", autouse=True)
 def held() -> Iterator[dict[str, Pool]]:
-    each = {staged: {"staged": staged} for staged in HELD}
+    each = {staged: {"site": staged} for staged in HELD}
     yield from begun(dict.fromkeys(HELD, (never,)), 2, each, timeout=1.0)
 
 
@@ -159,7 +157,7 @@ def device_fails(me: Me, most: int) -> list[tuple[Caught, float]]:
 
 def test_a_device_that_fails_when_it_is_the_turn_of_a_call(pools):
     """Some of these fail the second call alone: all ranks know why, and go on together."""
-    first, second = pools(2, staged="eager").run(device_fails, 12)
+    first, second = pools(2, site="eager").run(device_fails, 12)
     told = [(raised.text, value) for raised, value in second if raised.kind]
     assert any(value == 2 for _, value in told), "none of them failed in the second call"
     assert all("rank 0 refused all_reduce: CUDA error: made up" in text for text, _ in told)
@@ -188,5 +186,5 @@ def under_another_stream(me: Me) -> list[float]:
 @pytest.mark.parametrize("staged", DEVICES)
 def test_messages_come_behind_what_their_stream_had_to_do(pools, staged):
     assert (
-        pools(2, staged=staged).run(under_another_stream) == [[1.0] * 4 + [2.0] * 4 + [3.0] * 4] * 2
+        pools(2, site=staged).run(under_another_stream) == [[1.0] * 4 + [2.0] * 4 + [3.0] * 4] * 2
     )

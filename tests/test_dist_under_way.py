@@ -195,7 +195,7 @@ def held_up(me: Me, how: str) -> tuple[Ends, float]:
 
 @pytest.mark.parametrize("how", ["dies", "late"])
 def test_a_stream_that_is_held_up(how):
-    with fresh(3, staged="late") as pool:
+    with fresh(3, site="late") as pool:
         found, took = pool.outcomes(held_up, how, seconds=40)[0].value
         assert not unsaid(found)
         assert took < 1.5 + NOTICED + 1.0

@@ -140,7 +140,13 @@ def test_tests_of_cuda_come_first(machine, fake_python, tmp_path):
     status, output = machine("test", python=fake_python(), nvidia_smi=SMI)
     assert status == 0, output
     runs = record_of(tmp_path / "out")["runs"]
-    assert list(runs) == ["test-cuda", "test-cuda-matrix", "test-cuda-slow", "test-others"]
+    assert list(runs) == [
+        "test-cuda",
+        "test-cuda-matrix",
+        "test-cuda-slow",
+        "test-others",
+        "test-emulated",
+    ]
     assert "tests/test_cuda_streams.py" in runs["test-cuda"]["command"]
     assert "tests/test_cuda_all_reduce.py" in runs["test-cuda-matrix"]["command"]
     assert "tests/test_cuda_all_reduce.py" not in runs["test-cuda"]["command"]
@@ -167,7 +173,7 @@ def test_every_test_of_cuda_belongs_to_one_stage(machine, fake_python, tmp_path)
     words = [word for run in runs for word in run["command"].split()]
     for file in sorted(path.name for path in (ROOT / "tests").glob("test_cuda_*.py")):
         # Most have quick tests and slow ones, and groups come and go more often in the end.
-        alone = file.startswith("test_cuda_dist_") and file != "test_cuda_dist_settings.py"
+        alone = file.startswith("test_cuda_dist_") and file != "test_cuda_dist_lives.py"
         times = 1 if alone else 2
         assert words.count(f"tests/{file}") == times, file
 

@@ -10,30 +10,27 @@ import signal
 import time
 from collections.abc import Iterator
 
-import dist_fake
 import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, Me, Pool, begun, caught, fresh
-from test_dist_slabs_faults import VICTIM, ended, work_of
+from test_cuda_dist_faults import VICTIM, completes, die, survivors
 
-pytestmark = pytest.mark.skipif(not OURS, reason="has slabs of its own")
+pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
 
 
 def untold(me: Me, asks: bool) -> tuple[list[float], str, Caught]:
     """A rank dies when all hosts are through with a call, and nobody asks for another one."""
     dist.all_reduce(torch.ones(3))
-    me.fake.look(False)
+    me.site.run_ahead()
     x = torch.full((5,), me.rank + 1.0)
     if me.rank == VICTIM:
-        me.fake.stall(True)
-        me.fake.fill_later(x, 7.0)
+        me.site.stall()
     dist.all_reduce(x)
     if me.rank == VICTIM:
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
+        die(0.3)
     time.sleep(1.5)
-    me.fake.finish_caller()
+    me.site.settle()
     asked = caught(dist.all_reduce, torch.ones(3)) if asks else None
     return x.tolist(), asked.kind if asked else "", caught(dist.destroy_process_group)
 
@@ -41,69 +38,62 @@ def untold(me: Me, asks: bool) -> tuple[list[float], str, Caught]:
 @pytest.mark.parametrize("asks", [False, True])
 def test_results_that_were_not_written_are_no_secret(asks):
     """The end of the group says so, if no call has had the occasion."""
-    with fresh(3, staged="late:stream") as pool:
-        for rank, outcome in enumerate(pool.outcomes(untold, asks)):
-            if rank == VICTIM:
-                continue
-            values, asked, error = outcome.value
+    with fresh(3, site="late:stream") as pool:
+        for rank, (values, asked, error) in zip((0, 2), survivors(pool, untold, asks), strict=True):
             assert values == [rank + 1.0] * 5
             assert (asked, error.kind) == (("PeerLost", "") if asks else ("", "PeerLost")), error
 
 
-def through(me: Me, call: str) -> tuple[str, list[float]]:
+def through(me: Me) -> tuple[str, list[float]]:
     """A rank that has done its part dies while another's stream is slow: nobody misses it."""
     dist.all_reduce(torch.ones(3))
-    me.fake.look(False)
-    me.fake.gpu.pace(0.0001 if me.rank == VICTIM else 0.2)
-    x = torch.full((20,), float(me.rank))[::2]  # is copied back in the end
-    work = work_of(x) if call == "all_reduce" else dist.broadcast(x, VICTIM, async_op=True)
+    me.site.run_ahead(0.0001 if me.rank == VICTIM else 0.2)
+    y = torch.full((10,), float(me.rank))
+    work = dist.broadcast(y, VICTIM, async_op=True)
     if me.rank == VICTIM:
-        assert ended(work)
+        assert completes(work)
         os.kill(os.getpid(), signal.SIGKILL)
-    assert ended(work, 10.0)
+    assert completes(work, 10.0)
     error = caught(work.wait)
     me.fake.gpu.pace(0.0001)
-    me.fake.finish_caller()
-    return error.kind, x[:3].tolist()
+    me.site.settle()
+    return error.kind, y.unique().tolist()
 
 
-@pytest.mark.parametrize(("call", "value"), [("broadcast", float(VICTIM)), ("all_reduce", 3.0)])
-def test_a_death_of_a_rank_that_is_through_with_a_call(call, value):
-    with fresh(3, staged="late:stream") as pool:
-        for rank, outcome in enumerate(pool.outcomes(through, call)):
-            if rank != VICTIM:
-                assert outcome.value == ("", [value] * 3), outcome.error
+def test_a_death_of_a_rank_that_is_through_with_a_call():
+    with fresh(3, site="late:stream") as pool:
+        assert survivors(pool, through) == [("", [float(VICTIM)])] * 2
 
 
-def holds_on(me: Me, late: bool) -> tuple[str, float]:
+def holds_on(me: Me) -> tuple[str, float]:
     """A work that a rank keeps does not hide that it has left."""
-    work = work_of(torch.ones(10))
+    work = dist.all_reduce(torch.ones(10), async_op=True)
     work.wait()
     if me.rank == VICTIM:
         dist.destroy_process_group()
-        return "", 0.0 if work.is_completed() and late else 1.0
+        assert work.is_completed()
+        return "", 0.0
     time.sleep(0.5)
     begin = time.monotonic()
     return caught(dist.all_reduce, torch.ones(10)).kind, time.monotonic() - begin
 
 
 def test_a_work_that_outlives_its_group():
-    with fresh(2, staged="eager:stream") as pool:
-        kind, took = pool.run(holds_on, True)[0]
+    with fresh(2, site="eager:stream") as pool:
+        kind, took = pool.run(holds_on)[0]
         assert kind == "PeerLost"
         assert took < 3.0
 
 
 def dies_in_a_call(me: Me, call: str, after: int) -> tuple[list[Caught], float, list[str]]:
     """The victim dies in one of its calls: of the meeting, of a collective, or of the end."""
-    made, fake = dist_fake.options("late:stream")
-    me.init(f"{call}_{after}", pg_options=made)
+    site = me.start(f"{call}_{after}")
     if me.rank == VICTIM:
-        fake.gpu.kill(call, after)
+        site.fake.gpu.kill(call, after)
     begin = time.monotonic()
     errors = [caught(dist.all_reduce, torch.ones(1000)) for _ in range(3)]
     dist.destroy_process_group()
-    return errors, time.monotonic() - begin, fake.gpu.fouls()
+    return errors, time.monotonic() - begin, site.fouls()
 
 
 # Calls, and how many go well before: of the meeting, of the collectives, of the end.
@@ -114,7 +104,8 @@ CALLS |= {"record": 8, "wait": 1, "query": 12, "unmap": 0, "unregister_host": 0}
 
 @pytest.fixture(scope="module")
 def deaths() -> Iterator[dict[str, Pool]]:
-    yield from begun({call: (dies_in_a_call, call, CALLS[call]) for call in CALLS}, 3, group=False)
+    jobs = {call: (dies_in_a_call, call, CALLS[call]) for call in CALLS}
+    yield from begun(jobs, 3, group=False, site="late:stream")
 
 
 @pytest.mark.slow  # for so many ranks

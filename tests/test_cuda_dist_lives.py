@@ -1,0 +1,276 @@
+"""Groups that move CUDA tensors come and go: nothing is left behind, whoever ends them, and tensors
+in the memory that they share may stay, or be made meanwhile.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import OURS, Me, backend_of, caught, fresh
+from dist_site import GPU, LARGE, REAL, is_real, sites
+from dist_waits import heard, say
+
+pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
+MIB = 1 << 20
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+# --- groups that come and go ----------------------------------------------------------------------
+
+
+def taken(me: Me, name: str) -> tuple[int, int, int]:
+    """Descriptors, bytes of torch's, and the GPU's, whoever owns them, when nobody uses it."""
+    files = len(os.listdir("/proc/self/fd"))
+    if not me.site.real:
+        return files, 0, 0
+    me.site.settle()
+    torch.cuda.empty_cache()
+    say(me, f"{name} before")
+    heard(me, f"{name} before", range(me.world))
+    free, total = torch.cuda.mem_get_info()
+    say(me, f"{name} after")
+    heard(me, f"{name} after", range(me.world))
+    return files, torch.cuda.memory_allocated(), total - free
+
+
+def one_life(me: Me, site: Any, i: int) -> Any:
+    """Calls, some of which nobody waits for, messages, other groups, and memory that is shared."""
+    x, y, z = torch.ones(1000), torch.full((LARGE,), float(me.rank)), torch.zeros(LARGE)
+    dist.all_reduce(x)
+    group = dist.new_group(pg_options=site.options) if i % 4 == 1 else None
+    works = [dist.all_reduce(x, group=group, async_op=True)]
+    works += [dist.isend(y, 1 - me.rank), dist.irecv(z, 1 - me.rank)]
+    for work in works if i % 3 else []:
+        work.wait()
+    placed = [site.make(1000).fill_(1) for _ in range(3 * site.streams)]
+    for tensor in placed[:2]:
+        dist.all_reduce(tensor)
+    del placed[: i % 2]
+    dist.destroy_process_group()
+    site.settle()
+    assert bool(z.eq(1 - me.rank).all())
+    assert not placed or placed[-1].eq(1).all()  # they may stay
+    placed.clear()
+
+
+def cycles(me: Me, count: int, settled: int) -> tuple[list[Any], list[int]]:
+    left, before = [], (0, 0, 0)
+    for i in range(count):
+        site = me.start(f"cycle_{i}")
+        one_life(me, site, i)
+        left += [found] if any(found := (site.left(), site.fouls())) else []
+        del site
+        if i + 1 == settled:
+            before = taken(me, "early")
+    return left, [b - a for a, b in zip(before, taken(me, "late"), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("site", "count"),
+    [
+        ("eager:stream", 16),
+        ("eager", 8),
+        *(pytest.param(site, 40, marks=[pytest.mark.cuda, pytest.mark.slow]) for site in REAL),
+    ],
+)
+def test_groups_leave_nothing_behind(site, count):
+    count = int(os.environ.get("PYCOLLECT_TEST_CYCLES", count))
+    settled = count // 4
+    with fresh(2, group=False, site=site) as pool:
+        for left, (files, bytes_of_torch, lost) in pool.run(cycles, count, settled, seconds=300.0):
+            assert left == []
+            assert files <= 0
+            assert bytes_of_torch <= 0
+            # The smallest thing that a group takes of a GPU is a page of 2 MiB, in every cycle;
+            # CUDA itself may load a module late.
+            assert lost < (count - settled) // 2 * 2 * MIB or not lost
+
+
+def circle(me: Me, bound: bool) -> tuple[float, list[int], list[str]]:
+    """Groups {0, 1}, {1, 2}, {0, 2}, each rank beginning with another: no order of waits hangs.
+
+    They have met before: in a call, or bound to a device as they were made.
+    """
+    binds = {"device_id": torch.device(GPU)} if bound and me.site.real else {}
+    site = me.start("circle", **binds)
+    groups, memory = [], []
+    if bound:
+        connect(me)
+    memory.append(site.given_out())
+    site.run_ahead()
+    for ranks in ((0, 1), (1, 2), (0, 2)):
+        groups.append(dist.new_group(list(ranks), pg_options=site.options))
+        if me.rank in ranks and bound:
+            connect(me, groups[-1])
+        elif me.rank in ranks:
+            dist.all_reduce(torch.ones(3), group=groups[-1])
+    memory.append(site.given_out())
+    total = 0.0
+    for turn in range(5):
+        xs = [torch.full((500,), float(turn + me.rank)) for _ in range(2)]
+        works = [
+            dist.all_reduce(x, group=groups[g], async_op=True)
+            for g, x in zip(((2, 0), (0, 1), (1, 2))[me.rank], xs, strict=True)
+        ]
+        for work in works:
+            work.wait()
+        until(lambda works=works: all(work.is_completed() for work in works))
+        total += sum(x.sum().item() for x in xs)
+    return total, memory, site.fouls()
+
+
+def connect(me: Me, group: dist.ProcessGroup | None = None) -> None:
+    """What torch does for groups that are made with a device_id; not for one on the CPU."""
+    if not me.site.real:
+        backend_of(group).eager_connect_single_device(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("bound", [False, True], ids=["met", "bound"])
+@pytest.mark.parametrize("site", sites("late:stream", "eager:stream", *REAL, stands_in=False))
+def test_groups_in_a_circle(site, bound):
+    with fresh(3, group=False, site=site) as pool:
+        for rank, (total, memory, fouls) in enumerate(pool.run(circle, bound)):
+            pairs = (1 + 2, 1 + 3, 2 + 3)[rank]
+            assert total == 500.0 * (5 * pairs + 4 * 10)
+            assert memory == ([1, 3] if bound else [0, 2]) or is_real(site)
+            assert fouls == []
+
+
+# --- the end of a group ---------------------------------------------------------------------------
+
+
+def outlives(me: Me) -> None:
+    site = me.start("first")
+    x = site.make(1000).fill_(3)
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    gc.collect()
+    assert x.eq(3 * me.world).all()
+    x += 1
+    other = me.start("second")
+    dist.all_reduce(x)
+    assert x.eq((3 * me.world + 1) * me.world).all()
+    if site.fake:
+        assert not other.reaches(x)
+        assert "RuntimeError" in caught(other.make, 2**50).kinds
+    del x
+    dist.destroy_process_group()
+    assert site.left() == {}
+
+
+@pytest.mark.parametrize("site", sites("eager:stream", "cuda:stream"))
+def test_a_tensor_outlives_its_group(site):
+    with fresh(2, group=False, site=site) as pool:
+        pool.run(outlives)
+
+
+def memory_of_groups() -> int:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sum("/memfd:pycollect " in line for line in maps)
+
+
+def kept(me: Me) -> list[int]:
+    """Mappings of a group's memory: with it, and behind its end, when there are tensors left.
+
+    One rank destroys it long after the others, which have its memory open: nobody waits for that.
+    """
+    site = me.start("kept")
+    group, x, y = dist.group.WORLD, site.make(1000).fill_(3), site.make(LARGE).fill_(4)
+    dist.all_reduce(x)  # rank 0 opens the others', and nobody does so with `y`
+    found = [memory_of_groups()]
+    if me.rank == 0:
+        heard(me, "ended", range(1, me.world))
+    begin = time.monotonic()
+    dist.destroy_process_group()
+    assert time.monotonic() - begin < 1.0
+    found.append(memory_of_groups())
+    say(me, "ended")
+    assert x.eq(3 * me.world).all()
+    assert y.eq(4).all()
+    del x, y
+    gc.collect()
+    assert site.left() == {}
+    assert site.fouls() == []
+    assert group is not None
+    return found
+
+
+def test_tensors_and_handles_keep_no_memory_of_a_group_that_has_ended():
+    with fresh(3, group=False, site="eager:stream") as pool:
+        assert pool.run(kept) == [[1, 0]] * 3
+
+
+def made_meanwhile(me: Me) -> tuple[list[str], int]:
+    """Tensors that threads make while the group ends."""
+    import pycollect
+
+    site = me.start("meanwhile")
+    allocator = pycollect.Allocator(device=site.gpu)
+    tensors, errors = [], []
+
+    def makes() -> None:
+        try:
+            while True:
+                tensors.append(allocator.empty(LARGE))
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=makes) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    until(lambda: len(tensors) > 4)
+    dist.destroy_process_group()
+    for thread in threads:
+        thread.join(10.0)
+    left = memory_of_groups()
+    tensors.clear()
+    gc.collect()
+    assert site.left() == {}
+    return errors, left
+
+
+def test_tensors_that_are_made_while_the_group_ends():
+    with fresh(2, group=False, site="eager:stream") as pool:
+        for errors, left in pool.run(made_meanwhile):
+            assert len(errors) == 2
+            assert all("destroyed" in error for error in errors), errors
+            assert left == 0
+
+
+def closed_twice(me: Me) -> list[bool]:
+    """Which of two threads that end a group wait for what is under way?"""
+    x = me.site.make(LARGE).fill_(1)
+    dist.all_reduce(x)
+    me.site.stall()
+    me.site.fill_later(x, 2.0)  # which the collective waits for
+    dist.all_reduce(x, async_op=True)
+    threads = [threading.Thread(target=backend_of().shutdown) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.2)
+    waiting = [thread.is_alive() for thread in threads]
+    me.site.go_on()
+    for thread in threads:
+        thread.join()
+    assert x.eq(2 * me.world).all()
+    return waiting
+
+
+def test_two_threads_end_a_group():
+    with fresh(2, site="late:stream") as pool:
+        assert pool.run(closed_twice) == [[True, True]] * 2

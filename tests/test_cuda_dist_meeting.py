@@ -1,0 +1,248 @@
+"""How ranks find out what their GPUs can do, without one: each call of CUDA fails on one rank, and
+all come to the same end. Memory goes to other processes as file descriptors.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import OURS, Caught, Me, Pool, begun, caught, fresh, said
+from dist_site import Emulated
+from test_cuda_dist_faults import VICTIM
+from test_cuda_dist_lives import connect
+
+pytestmark = pytest.mark.skipif(not OURS, reason="has slabs of its own")
+
+
+def met(me: Me, call: str, after: int, lost: bool = False, turn: int = 0) -> tuple[Any, ...]:
+    """A call of CUDA fails on one rank, or does nothing."""
+    site = me.start(f"{call}_{turn}")
+    if me.rank == VICTIM and lost:
+        site.fake.gpu.drop(call)
+    elif me.rank == VICTIM:
+        site.fake.gpu.fail(call, after)
+    x = torch.ones(100)
+    first = caught(dist.all_reduce, x)
+    site.fake.gpu.fail(call, -1)
+    site.fake.gpu.drop(call, False)
+    second = caught(dist.all_reduce, x)
+    staged, opened = "copy_ caller" in site.calls(), site.fake.gpu.books().get("opened", 0)
+    dist.destroy_process_group()
+    return first, second, x.sum().item(), staged, opened, site.left(), site.fouls()
+
+
+MEMORY = ("register_host", "allocate", "create_stream", "fill", "export_memory", "map", "launch")
+STEPS = [(call, 0) for call in (*MEMORY, "copy", "write_value", "wait_value")] + [("launch", 3)]
+
+
+@pytest.mark.parametrize(("call", "after"), STEPS)
+def test_every_step_of_the_meeting(call, after):
+    """Memory that one rank cannot share, nobody does, and all say once why that is."""
+    with fresh(3, group=False, site="eager:best", environ=(("PYCOLLECT_LOG", "info"),)) as pool:
+        for turn in range(2):
+            for first, second, *found in pool.run(met, call, after, False, turn):
+                assert (first.kind, second.kind) == ("", ""), (first, second)
+                assert found == [900.0, True, 0, {}, []]
+        why = f"PYCOLLECT_CUDA_SYNC=stream does not work here: rank {VICTIM}: "
+        for rank in range(3):
+            log = (pool.folder / f"rank_{rank}.log").read_text()
+            assert log.count(why) == 1, log
+            assert log.count("PYCOLLECT_CUDA_SYNC=host: ") == 1, log
+    with fresh(3, group=False, site="eager:stream") as pool:
+        for first, second, *_, left, fouls in pool.run(met, call, after):
+            assert why in first.text, first
+            assert "made up" in first.text
+            assert "does not work here" in second.text
+            assert (left, fouls) == ({}, [])
+
+
+def test_what_tensors_have_left_is_room_for_a_slab():
+    with fresh(3, group=False, site="eager:best") as pool:
+        for first, second, *found in pool.run(met, "out of memory", 0):
+            assert (first.kind, second.kind) == ("", ""), (first, second)
+            assert found == [900.0, False, 2, {}, []]
+
+
+def test_memory_that_does_not_arrive():
+    with fresh(3, group=False, site="eager:stream") as pool:
+        for first, *_ in pool.run(met, "launch", 0, True):
+            assert "rank 0: what rank 1 wrote here has not arrived" in first.text, first
+
+
+def left_alone(me: Me) -> tuple[Caught, dict[str, int], list[str]]:
+    """One rank is so slow in the meeting that the others give up, while it has their memory."""
+    site = me.start("left_alone", timeout=datetime.timedelta(seconds=2))
+    site.fake.gpu.drop("write_value" if me.rank == VICTIM else "wait_value")
+    return caught(dist.all_reduce, torch.ones(3)), site.left(), site.fouls()
+
+
+@pytest.fixture(scope="module")
+def long() -> Iterator[dict[str, Pool]]:
+    jobs = {"eager:best": (met, "write_value", 0, True), "eager:stream": (left_alone,)}
+    yield from begun(jobs, 3, {name: {"site": name} for name in jobs}, group=False)
+
+
+@pytest.mark.slow  # for the 10 seconds that a step has
+def test_a_wait_for_what_does_not_come_is_let_go(long):
+    """One rank's writes are lost: all end in the meeting, and the device keeps no memory."""
+    for first, second, total, staged, _, left, fouls in long["eager:best"].results(60):
+        assert (first.kind, second.kind) == ("", ""), (first, second)
+        assert (total, staged) == (900.0, True)
+        assert (left, fouls) == ({}, [])
+
+
+@pytest.mark.slow  # for the 10 seconds that a step has
+def test_memory_that_others_may_have_open_is_theirs(long):
+    for error, left, fouls in long["eager:stream"].results(60):
+        assert error.kind == "Timeout", error
+        assert f"rank {VICTIM} did not arrive" in error.text
+        assert (left, fouls) == ({}, [])
+
+
+# --- first calls that are not alike ---------------------------------------------------------------
+
+
+def refused(me: Me, how: str) -> Caught:
+    """What is wrong is the victim's, and all are told."""
+    victim, x = me.rank == VICTIM, torch.ones(4)
+    if how == "rungs":
+        me.start(how, Emulated("eager:stream" if victim else "eager:best"))
+    elif how == "slabs":
+        me.start(how, Emulated("eager:stream", slab_bytes=1 << (17 if victim else 16)))
+    else:
+        site = me.start(how)
+        if victim and how == "host":
+            site.host(x)
+        if victim and how == "broken":
+            site.fake.gpu.fail("register_host", 0)
+        if how == "broken" or (how == "some bound" and not victim):
+            return caught(connect, me)
+    return caught(dist.all_reduce, x)
+
+
+REFUSED = {
+    "rungs": ["rank 1 asks for 'stream' and rank 0 for 'best'"],
+    "slabs": ["rank 1 has slots of 65536 bytes and rank 0 of 32768"],
+    "host": ["rank 1 called all_reduce of 4 float32", "on GPUs, for the first time"],
+    "some bound": [
+        "rank 0 called init_process_group with a device_id",
+        "all_reduce of tensors on GPUs, for the first time",
+    ],
+    "broken": [
+        "init_process_group: PYCOLLECT_CUDA_SYNC=stream does not work here: rank 1: ",
+    ],
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_ranks_that_do_not_meet_alike(how):
+    with fresh(3, group=False, site="eager:stream") as pool:
+        for error in pool.run(refused, how):
+            assert error.kind == "ValueError" or how == "broken", error
+            assert all(says in error.text for says in REFUSED[how]), error
+
+
+def unlike(me: Me) -> tuple[str, str, float]:
+    """The first calls are one rank's for the host, or refused by it: others are as good as ever."""
+    site, x, y = me.start("unlike"), torch.ones(4), torch.ones(4)
+    if me.rank == VICTIM:
+        site.host(x)
+    first = caught(dist.all_reduce, x)
+    second = caught(dist.broadcast, y, 7 if me.rank == VICTIM else 0)
+    dist.all_reduce(y)
+    return first.kind, second.kind, y.sum().item()
+
+
+def test_a_first_call_that_is_not_everybodys():
+    with fresh(3, group=False, site="eager:best") as pool:
+        for rank, (first, second, total) in enumerate(pool.run(unlike)):
+            assert first == "ValueError"
+            assert second == "ValueError" or rank == VICTIM
+            assert total == 12.0
+
+
+# --- where they meet ------------------------------------------------------------------------------
+
+
+def in_a_callback(me: Me) -> list[float]:
+    """What a call before the first one of GPUs is followed by comes to them as well."""
+    site = me.start("callback")
+    host, x, y = site.host(torch.ones(4)), torch.full((5,), 3.0), torch.full((5,), 2.0)
+    inner = []
+
+    def then(future: torch.futures.Future[Any]) -> Any:
+        inner.append(dist.all_reduce(x, async_op=True))
+        return future.value()
+
+    chained = dist.all_reduce(host, async_op=True).get_future().then(then)
+    dist.all_reduce(y)
+    chained.wait()
+    inner[0].wait()
+    return (x + y).unique().tolist()
+
+
+def of_an_odd_size(me: Me) -> list[float]:
+    me.start("odd", Emulated("eager:stream", slab_bytes=33_333))
+    x = torch.full((30_000,), 1.25)
+    for _ in range(2):
+        dist.all_reduce(x)
+    return (x * 2).unique().tolist()
+
+
+def without_slabs(me: Me) -> list[float]:
+    """There is nothing to meet for."""
+    site = me.start("unbound", Emulated("eager"))
+    connect(me)
+    assert site.calls() == []
+    x = torch.full((3,), 5.0)
+    dist.all_reduce(x)
+    return x.unique().tolist()
+
+
+@pytest.mark.parametrize("job", [in_a_callback, of_an_odd_size, without_slabs])
+def test_where_ranks_meet(job):
+    with fresh(2, group=False, site="eager:stream") as pool:
+        assert pool.run(job) == [[10.0]] * 2
+
+
+# --- rungs by name --------------------------------------------------------------------------------
+
+PROGRAM = """
+import pycollect as pc, torch, torch.distributed as dist
+from pycollect import _testing
+try:
+    options = pc.distributed.options(**{options})
+    _testing.emulate(options)
+    dist.init_process_group("pycollect", store=dist.HashStore(), rank=0, world_size=1,
+                            pg_options=options)
+    for _ in range(2):
+        dist.all_reduce(torch.ones(3))
+    dist.destroy_process_group()
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_the_rung_is_said_once():
+    lines = said(PROGRAM.replace("{options}", "{}"), PYCOLLECT_LOG="info")
+    assert lines.count("PYCOLLECT_CUDA_SYNC=host") == 1
+    assert "pinned memory" in lines
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "says"),
+    [
+        ("{}", "host", ""),
+        ("{'cuda_sync': 'host'}", "", ""),
+        ("{'cuda_sync': 'ipc'}", "", "cuda_sync is 'ipc'; allowed are best, stream, host"),
+        ("{}", "spin", "PYCOLLECT_CUDA_SYNC is 'spin'; allowed are stream, host"),
+    ],
+)
+def test_rungs_by_name(options, environ, says):
+    program = PROGRAM.replace("{options}", options)
+    assert said(program, PYCOLLECT_CUDA_SYNC=environ).strip() == says

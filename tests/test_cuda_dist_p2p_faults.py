@@ -1,0 +1,296 @@
+"""Messages of CUDA tensors when something goes wrong: an end that dies, is late or leaves, and a
+device that fails. An error in time that names the rank, or the data.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import OURS, Caught, Me, Pool, backend_of, begun, caught, fresh
+from dist_site import REAL, sites
+from test_cuda_dist_faults import die, noticed
+from test_cuda_dist_p2p import LARGE, PIECE, comes, received, values
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
+NOTICED = noticed("late")
+
+
+def send(me: Me, some: bool, count: int = LARGE) -> Any:
+    """With `some`, only the first pieces leave the device."""
+    if some:
+        me.site.settle()
+        me.fake.stall(True, after=2)
+    return dist.isend(values(count, 1), 1)
+
+
+def receive(me: Me, some: bool, y: Tensor | None = None) -> Any:
+    """With `some`, returns when those are there."""
+    before = received(me)
+    work = dist.irecv(torch.zeros(LARGE) if y is None else y, 0)
+    assert not some or comes(me, before)
+    return work
+
+
+def timed(work: Any) -> tuple[Caught, float]:
+    begin = time.monotonic()
+    error = caught(work.wait)
+    return error, error.when - begin
+
+
+# --- ends that die, or whose devices fail ---------------------------------------------------------
+
+
+def dies(me: Me, victim: int, when: str) -> tuple[Caught, float, Caught, list[float]]:
+    """Before the other comes, or when that has some of the message: what the sender's device still
+    has to copy hides nothing."""
+    some, y = when == "meanwhile", torch.full((LARGE,), 3.0)
+    dist.barrier()
+    if me.rank == victim and (me.rank == 0 or some):
+        work = send(me, some) if me.rank == 0 else receive(me, some)
+        assert not work.is_completed()
+    if me.rank == victim:
+        die(0.5 if some else 0.2)
+    if not some and victim == 0:
+        time.sleep(0.5)
+    work = send(me, some) if me.rank == 0 else receive(me, some, y)
+    error, took = timed(work)
+    again = caught(dist.send, torch.ones(3), 1) if me.rank == 0 else error
+    return error, took, again, [] if some else y.unique().tolist()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("when", ["first", "meanwhile"])
+@pytest.mark.parametrize("site", sites("late", *REAL, stands_in=False))
+def test_an_end_dies(site, when, victim):
+    if site in REAL and when == "meanwhile":
+        pytest.skip("no GPU stops in the middle of a message")
+    with fresh(2, site=site) as pool:
+        outcomes = pool.outcomes(dies, victim, when)
+        assert outcomes[victim].died
+        assert not outcomes[1 - victim].error, outcomes[1 - victim].error
+        error, took, again, left = outcomes[1 - victim].value
+        assert (error.kind, again.kind) == ("PeerLost", "PeerLost"), (error, again)
+        assert f"rank {victim}" in error.text
+        assert took < 0.5 + noticed(site)
+        assert left in ([], [3.0])
+
+
+def sender_fails(me: Me, some: bool) -> tuple[Caught, float]:
+    """Before anything has come from its device, or when the receiver has some of it."""
+    if me.rank == 0:
+        if not some:
+            me.fake.stall(True)
+        work = send(me, some)
+        time.sleep(0.4)
+        me.fake.fail_call(0)
+    else:
+        work = receive(me, some)
+    return timed(work)
+
+
+@pytest.mark.parametrize("some", [False, True])
+def test_a_sender_whose_device_fails(some):
+    with fresh(2, site="late") as pool:
+        (sender, _), (receiver, took) = pool.run(sender_fails, some)
+        assert "made up" in sender.text, sender
+        assert "CollectiveError" in receiver.kinds, receiver
+        assert "the device of a rank failed in send" in receiver.text
+        assert took < 0.4 + NOTICED
+
+
+def receiver_fails(me: Me) -> tuple[Caught, bool]:
+    """It fails alone: the next message is right."""
+    y, word = torch.zeros(LARGE), me.site.host(torch.zeros(1))
+    if me.rank == 0:
+        work = send(me, True)
+        dist.recv(word, 1)
+        me.fake.stall(False)
+        error = caught(work.wait)
+        dist.send(values(LARGE, 2), 1)
+        return error, True
+    work = receive(me, True)
+    me.fake.fail_call(0)
+    dist.send(word, 0)
+    error = caught(work.wait)
+    me.fake.fail_call(-1)
+    dist.recv(y, 0)
+    return error, torch.equal(y, values(LARGE, 2))
+
+
+def small_one_fails(me: Me) -> tuple[Caught, bool]:
+    """A send of little fails alone, too."""
+    if me.rank == 0:
+        me.fake.fail_call(3)  # memory, copy and event go well, the first question does not
+        error = caught(lambda: dist.isend(torch.ones(3), 1).wait())
+        dist.send(torch.full((3,), 5.0), 1)
+        return error, True
+    y = torch.zeros(3)
+    dist.recv(y, 0)
+    return Caught((), "", 0.0), bool(y.eq(5).all())
+
+
+@pytest.mark.parametrize(("job", "victim"), [(receiver_fails, 1), (small_one_fails, 0)])
+def test_who_fails_alone(job, victim):
+    with fresh(2, site="late") as pool:
+        errors, right = zip(*pool.run(job), strict=True)
+        assert "made up" in errors[victim].text
+        assert not errors[1 - victim].kind, errors
+        assert all(right)
+
+
+def failing(me: Me, end: int, after: int) -> tuple[Caught, bool]:
+    """One of the calls for a message fails on one end."""
+    x, y = torch.full((3 * PIECE - 1,), 7.0), torch.zeros(3 * PIECE - 1)
+    if me.rank == end:
+        me.fake.fail_call(after)
+    error = caught(dist.send, x, 1) if me.rank == 0 else caught(dist.recv, y, 0)
+    me.fake.fail_call(-1)
+    return error, bool((y == 7.0).all())
+
+
+CALLS = range(18)
+# Pinned memory, a copy and an event for each piece, and at least two questions; or pinned memory,
+# an event, a copy of any number of pieces, and what follows.
+CERTAIN = {0: 1 + 2 * 3 + 2 * 3, 1: 1 + 1 + 1 + 1}
+
+
+@pytest.fixture(scope="module")
+def failures() -> Iterator[dict[tuple[int, int], Pool]]:
+    """Some wait for the time limit, in which all must have met before."""
+    jobs = {(end, after): (failing, end, after) for end in (0, 1) for after in CALLS}
+    yield from begun(jobs, 2, site="late", timeout=4.0)
+
+
+@pytest.mark.parametrize("end", [0, 1])
+@pytest.mark.parametrize("after", CALLS)
+def test_every_call_of_a_device(failures, end, after):
+    """Who has the failing device hears of it; the other has an error in time, or its data."""
+    errors, right = zip(*failures[end, after].results(), strict=True)
+    if errors[end].kind:
+        assert "made up" in errors[end].text, errors
+    other = errors[1 - end]
+    assert not other.kind or "CollectiveError" in other.kinds, errors
+    assert errors[1].kind or right[1]
+    assert after >= CERTAIN[end] or errors[end].kind, "nothing failed"
+
+
+# --- ends that are late ---------------------------------------------------------------------------
+
+
+def late(me: Me, how: str) -> Caught:
+    some, count = how in ("in part", "not looked at"), 3 if how == "small" else LARGE
+    if how == "not received" and me.rank == 1:
+        time.sleep(2.0)
+        return caught(dist.recv, torch.ones(LARGE), 0)
+    if how in ("not sent", "small") and me.rank == 0:
+        me.fake.stall(True)  # its stream does not come to it
+    work = send(me, some, count) if me.rank == 0 else receive(me, some, torch.zeros(count))
+    if how == "not looked at":  # messages that have a future, which nobody waits for
+        future = work.get_future()
+        time.sleep(1.5)
+        return caught(future.wait)
+    return caught(work.wait)
+
+
+LATE = {
+    "not received": ("Timeout", "rank 1"),
+    "not sent": ("Timeout", "rank 0"),
+    "small": ("CollectiveError", "rank 0"),
+    "in part": ("Timeout", "rank 0 did"),
+    "not looked at": ("Timeout", "rank 0 did"),
+}
+
+
+@pytest.fixture(scope="module")
+def late_ends() -> Iterator[dict[str, Pool]]:
+    yield from begun({how: (late, how) for how in LATE}, 2, site="late", timeout=1.0)
+
+
+@pytest.mark.parametrize("how", LATE)
+def test_an_end_that_is_late(late_ends, how):
+    kind, says = LATE[how]
+    for error in late_ends[how].results():
+        assert kind in error.kinds, error
+        assert says in error.text, error
+
+
+def limited(me: Me) -> tuple[Caught, bool]:
+    """The limit of one wait fails that wait alone, and the message may still come."""
+    y = torch.zeros(LARGE)
+    work = send(me, True) if me.rank == 0 else dist.irecv(y, 0)
+    error = caught(work.wait, datetime.timedelta(seconds=0.3))
+    time.sleep(0.3)
+    me.fake.stall(False)
+    work.wait()
+    return error, me.rank == 0 or torch.equal(y, values(LARGE, 1))
+
+
+@pytest.mark.parametrize("site", ["late", "eager"])
+def test_the_limit_of_one_wait(site):
+    with fresh(2, site=site) as pool:
+        for error, right in pool.run(limited):
+            assert error.kinds, error
+            assert "0.3" in error.text or "300" in error.text, error
+            assert right
+
+
+# --- ends that leave ------------------------------------------------------------------------------
+
+
+def aborted(me: Me, some: bool) -> Caught:
+    if me.rank == 0:
+        work = send(me, some)
+        time.sleep(0.5)
+        backend_of().abort()
+    else:
+        work = receive(me, True) if some else dist.irecv(torch.ones(LARGE), 0, tag=5)
+    return caught(work.wait)
+
+
+@pytest.mark.parametrize("some", [False, True])
+def test_aborted(some):
+    with fresh(2, site="late") as pool:
+        for error in pool.run(aborted, some):
+            assert "CollectiveError" in error.kinds, error
+            assert "abort" in error.text
+
+
+def destroyed(me: Me, how: str) -> tuple[float, Caught, bool]:
+    """Nobody waits for the send; who destroys the group first gives the other some time."""
+    y, work = torch.zeros(LARGE), None
+    if me.rank == 0:
+        if how == "small":
+            me.fake.stall(True)
+        work = send(me, how == "meanwhile", 3 if how == "small" else LARGE)
+    elif how == "received":
+        time.sleep(0.5)
+        dist.recv(y, 0)
+    elif how == "meanwhile":
+        work = receive(me, True)
+    start = time.monotonic()
+    dist.destroy_process_group()
+    took = time.monotonic() - start
+    return took, caught(work.wait) if work else caught(print), bool(y.any())
+
+
+GRACE = {"received": 3.0, "lonely": 12.0, "small": 12.0, "meanwhile": 24.0}  # once or twice
+
+
+@pytest.mark.parametrize(
+    "how", ["received", *(pytest.param(how, marks=pytest.mark.slow) for how in list(GRACE)[1:])]
+)
+def test_destroyed(how):
+    with fresh(2, site="late") as pool:
+        (first, sender, _), (second, receiver, right) = pool.run(destroyed, how, seconds=60.0)
+    assert max(first, second if how != "received" else 0) < GRACE[how]
+    assert right == (how == "received")
+    if how == "meanwhile":  # a device copies
+        assert "CollectiveError" in sender.kinds
+        assert "CollectiveError" in receiver.kinds

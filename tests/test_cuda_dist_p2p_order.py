@@ -1,0 +1,231 @@
+"""Messages of CUDA tensors: whose work comes before whose, that the copies of both devices overlap,
+and that no message is held up by what another one waits for.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import OURS, Caught, Me, caught, pools_of_sites
+from dist_site import REAL, SLABS, sites
+from test_cuda_dist_p2p import LARGE, SITES, comes, finish, received, values
+
+pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
+pools = pytest.fixture(pools_of_sites, scope="module")
+
+
+def in_order(me: Me) -> list[float]:
+    """Nothing overtakes a message whose stream is late: neither others like it nor the host's."""
+    found = []
+    for _ in range(3):
+        x, on_host = torch.zeros(4), me.site.host(torch.full((4,), 3.0))
+        if me.rank == 0:
+            with me.site.held():
+                works = [dist.isend(torch.full((4,), n), 1) for n in (1.0, 2.0)]
+                works.append(dist.isend(on_host, 1))
+                assert not any(w.is_completed() for w in works)  # the calls returned: nobody waited
+                dist.send(on_host, 2)  # to another rank, which is not held up
+            finish(works)
+        for _ in range((0, 3, 1)[me.rank]):
+            dist.recv(x, 0)
+            found.append(x[0].item())
+    return found
+
+
+@pytest.mark.parametrize("site", sites(*SITES, *REAL, stands_in=False))
+def test_messages_do_not_overtake(pools, site):
+    assert pools(3, site=site).run(in_order) == [[], [1.0, 2.0, 3.0] * 3, [3.0] * 3]
+
+
+def behind_the_stream(me: Me) -> list[bool]:
+    """What is sent is what the sender's stream has made of it by then, and it is the sender's again
+    as soon as that is said; what is received comes behind what the stream still does there."""
+    x, y = torch.zeros(LARGE), torch.full((LARGE,), -1.0)
+    if me.rank == 0:
+        with me.site.held():
+            me.site.fill_later(x, 5.0)
+            work = dist.isend(x, 1)
+            me.site.fill_later(x, 6.0)
+            time.sleep(0.1)
+            early = work.is_completed()
+        work.wait()
+        me.site.settle()
+        return [not early, bool((x == 6.0).all())]
+    with me.site.held():
+        me.site.fill_later(y, -2.0)
+        work = dist.irecv(y, 0)
+        time.sleep(0.2)
+    work.wait()
+    return [bool((y == 5.0).all())]
+
+
+def behind_the_current_stream(me: Me) -> list[bool]:
+    """Whichever that is, in the thread that calls."""
+    x, y = torch.zeros(LARGE), torch.full((LARGE,), -1.0)
+    me.site.settle()
+    me.site.stall()  # the other one
+    if me.fake:
+        me.fake.look(True)
+    with me.site.second_stream():
+        if me.rank == 0:
+            me.site.fill_later(x, 5.0)
+            dist.send(x, 1)
+        else:
+            me.site.fill_later(y, -2.0)
+            dist.recv(y, 0)
+    me.site.go_on()
+    me.site.settle()
+    return [me.rank == 0 or bool((y == 5.0).all())]
+
+
+@pytest.mark.parametrize("site", sites(*SITES, *REAL, stands_in=False))
+def test_behind_the_stream(pools, site):
+    pool = pools(2, site=site)
+    assert pool.run(behind_the_stream) == [[True] * 2, [True]]
+    assert pool.run(behind_the_current_stream) == [[True], [True]]
+
+
+def overlapped(me: Me) -> tuple[bool, bool]:
+    """The first pieces are on the receiver's device before the last have left the sender's."""
+    x, y = values(LARGE, 1), torch.zeros(LARGE)
+    word, came = me.site.host(torch.zeros(1)), True
+    if me.rank == 0:
+        me.site.settle()
+        me.fake.stall(True, after=2)
+        work = dist.isend(x, 1)
+        dist.recv(word, 1, tag=1)  # they are there
+        came = not work.is_completed()
+        me.fake.stall(False)
+    else:
+        before = received(me)
+        work = dist.irecv(y, 0)
+        came = comes(me, before) and not work.is_completed()
+        dist.send(word, 0, tag=1)
+    work.wait()
+    return came, me.rank == 0 or torch.equal(y, x)
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_copies_overlap(pools, site):
+    assert pools(2, site=site).run(overlapped) == [(True, True)] * 2
+
+
+def past_a_stream_that_stops(me: Me) -> list[bool]:
+    """A message whose device has stopped in the middle holds up nobody else's, nor others of its
+    sender's that are from elsewhere; nor does one that nobody receives."""
+    x, y, good = values(LARGE, 3), torch.zeros(LARGE), []
+    host, z, word = (me.site.host(t) for t in (values(LARGE, 4), torch.zeros(LARGE), torch.ones(1)))
+    if me.rank == 0:
+        me.site.settle()
+        me.fake.stall(True, after=2)
+        works = [dist.isend(x, 1, tag=5), dist.isend(x, 2, tag=5)]
+        dist.recv(word, 1, tag=1)
+        works += [dist.isend(host, r, tag=6) for r in (1, 2) for _ in range(4)]
+        dist.recv(word, 2, tag=2)
+        good.append(not works[0].is_completed())
+        me.fake.stall(False)
+        dist.send(word, 2, tag=3)
+        finish(works)
+        return good
+    if me.rank == 1:
+        before = received(me)
+        work = dist.irecv(y, 0, tag=5)
+        good.append(comes(me, before))
+        dist.send(word, 0, tag=1)
+        for _ in range(4):
+            z.zero_()
+            dist.recv(z, 0, tag=6)
+            good.append(torch.equal(z, host))
+        dist.send(x, 2)
+        work.wait()
+    else:
+        dist.recv(y, 1)
+        good.append(torch.equal(y, x))
+        dist.send(word, 0, tag=2)
+        dist.recv(word, 0, tag=3)
+        for _ in range(4):
+            dist.recv(z, 0, tag=6)
+        dist.recv(y, 0, tag=5)
+    return [*good, torch.equal(y, x)]
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_past_a_stream_that_stops(pools, site):
+    found = pools(3, site=site).run(past_a_stream_that_stops)
+    assert found == [[True], [True] * 6, [True] * 2]
+
+
+def late_receiver(me: Me) -> bool:
+    """A receiver whose stream is late holds up nobody: neither its host nor the sender."""
+    x, y = values(LARGE, 3), torch.zeros(LARGE)
+    if me.rank == 0:
+        dist.send(x, 1)
+        return True
+    with me.site.held():
+        me.site.fill_later(y, -2.0)
+        work = dist.irecv(y, 0)
+        work.wait()
+        early = work.is_completed() or bool(me.fake and torch.equal(y, x))
+    while not work.is_completed():
+        time.sleep(0.001)
+    return not early and torch.equal(y, x)
+
+
+@pytest.mark.parametrize("site", sites("late", "late:stream", *REAL, stands_in=False))
+def test_a_receiver_whose_stream_is_late(pools, site):
+    assert pools(2, site=site).run(late_receiver) == [True, True]
+
+
+def beside_a_collective(me: Me) -> bool:
+    """The group's streams wait for the last rank's, whose caller has something else to do."""
+    x, y = values(LARGE, 3), torch.zeros(LARGE)
+    for _ in range(2):
+        dist.all_reduce(torch.ones(3))
+    dist.barrier()
+    me.site.run_ahead()
+    if me.rank == 2:
+        me.site.stall()
+    work = dist.all_reduce(torch.ones(1000), async_op=True)
+    time.sleep(0.2)  # until the streams have it
+    if me.rank != 2:
+        message = dist.isend(x, 1) if me.rank == 0 else dist.irecv(y, 0)
+        message.wait()
+        while not message.is_completed():
+            time.sleep(0.001)
+    early = work.is_completed()
+    if me.rank == 2:
+        time.sleep(1.0)
+        me.fake.stall(False)
+    while not work.is_completed():
+        time.sleep(0.001)
+    me.site.go_on()
+    return not early and (me.rank != 1 or torch.equal(y, x))
+
+
+@pytest.mark.parametrize("site", SLABS)
+def test_a_message_waits_for_no_collective(pools, site):
+    assert all(pools(3, site=site).run(beside_a_collective))
+
+
+def captured(me: Me) -> tuple[list[Caught], bool]:
+    x, y = values(LARGE, 1), torch.zeros(LARGE)
+    before = me.fake and me.fake.pinned()
+    with me.site.capturing():
+        errors = [caught(dist.isend, x, 1 - me.rank), caught(dist.irecv, y, 1 - me.rank)]
+    untaken = not me.fake or me.fake.pinned() == before
+    works = [dist.isend(x, 1 - me.rank), dist.irecv(y, 1 - me.rank)]
+    with me.site.capturing():
+        errors += [caught(work.wait) for work in works]
+    finish(works)
+    return errors, untaken and torch.equal(x, y)
+
+
+@pytest.mark.parametrize("site", sites(*SITES, *REAL, stands_in=False))
+def test_no_message_in_a_capture(pools, site):
+    for errors, right in pools(2, site=site).run(captured):
+        assert [e.kind for e in errors] == ["ValueError"] * 4, errors
+        assert all("capture" in e.text for e in errors), errors
+        assert right

@@ -1,0 +1,212 @@
+"""GPU memory that other processes reach, without a device: what cannot be reached, and how long
+it is whose.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_pool import OURS, Caught, Me, caught, fresh
+from dist_site import LARGE
+from test_cuda_dist_faults import VICTIM
+from test_cuda_dist_placed import meet
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(not OURS, reason="has memory of its own")
+
+
+def listened() -> list[str]:
+    """The lines that the log gets from now on."""
+    import pycollect
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    pycollect.log.logger.addHandler(handler)
+    pycollect.log.logger.setLevel(logging.INFO)
+    pycollect._C.listen()
+    return lines
+
+
+def crowded(me: Me) -> tuple[int, int]:
+    """More tensors than there are notices for; sums of each."""
+    lines = listened()
+    meet(me)
+    xs = [me.site.make(100).fill_(i + me.rank) for i in range(70)]
+    known = sum(map(me.site.reaches, xs))
+    counts = [me.site.launches(lambda x=x: dist.all_reduce(x)) for x in xs]
+    for i, x in enumerate(xs):
+        assert x.eq(me.world * i + sum(range(me.world))).all(), i
+    assert sum("is in 64 parts already: what comes beyond is copied" in x for x in lines) == 1, (
+        lines
+    )
+    return known, counts.count(0)  # a leader launches in any case
+
+
+def unshared(me: Me) -> tuple[int, int]:
+    """Memory of one rank's that cannot be handed over is memory, and its tensors are copied."""
+    meet(me)
+    lines = listened()
+    if me.rank == VICTIM:
+        me.fake.gpu.fail("export_memory")
+    x, y = me.site.make(LARGE).fill_(me.rank), me.site.make(LARGE).fill_(me.rank)
+    me.fake.gpu.fail("export_memory", -1)
+    said = [line for line in lines if "cannot be handed to other processes" in line]
+    assert len(said) == (me.rank == VICTIM), lines
+    assert all("made up, in export_memory" in line for line in said)
+    copied = me.site.launches(lambda: dist.all_reduce(x))
+    assert x.eq(3).all()
+    y = me.site.make(LARGE).fill_(me.rank)
+    placed = me.site.launches(lambda: dist.all_reduce(y))
+    assert y.eq(3).all()
+    return min(copied, 2), placed
+
+
+@pytest.mark.parametrize(
+    ("job", "wanted"),
+    [(crowded, [(64, 0), (64, 64), (64, 64)]), (unshared, [(2, 1), (2, 0), (2, 0)])],
+    ids=["more parts than can be known", "not handed over"],
+)
+def test_what_others_do_not_reach_is_copied(job, wanted):
+    with fresh(3, site="eager:stream") as pool:
+        assert pool.run(job) == wanted
+
+
+CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "all_reduce": lambda x, whole: dist.all_reduce(x),
+    "all_gather": lambda x, whole: dist.all_gather_into_tensor(whole, x),
+}
+
+
+def unopened(me: Me, call: str, victim: int) -> tuple[Any, ...]:
+    """One rank cannot open the others' tensors, which it learns when all have agreed on them."""
+    x, whole = me.site.make(LARGE).fill_(me.rank), me.site.make(me.world * LARGE).fill_(-1)
+    meet(me)
+    if me.rank == victim:
+        me.fake.gpu.fail("map")
+    begin = time.monotonic()
+    error = caught(CALLS[call], x, whole)
+    took = time.monotonic() - begin
+    me.fake.gpu.fail("map", -1)
+    again = caught(CALLS[call], x, whole)
+    return error, again, took, x.unique().tolist(), me.site.fouls()
+
+
+@pytest.mark.parametrize(("call", "victim"), [("all_reduce", 0), ("all_gather", 1)])
+def test_memory_that_one_rank_cannot_open(call, victim):
+    with fresh(3, site="eager:stream") as pool:
+        found = pool.run(unopened, call, victim)
+        for rank, (_, again, took, values, fouls) in enumerate(found):
+            assert "CollectiveError" in again.kinds, again
+            assert took < 2.0
+            assert values == [rank]
+            assert fouls == []
+        assert "'s tensor cannot be reached: CUDA error: made up, in map" in found[victim][0].text
+
+
+def overlapping(me: Me) -> list[bool]:
+    """Memory that begins in a tract and ends elsewhere, as neighbours may."""
+    x = me.site.make(10)
+    tract = me.site.usage().used
+    found = []
+    for nbytes in (tract, tract + 4):
+        window = (ctypes.c_char * nbytes).from_address(x.data_ptr())
+        found.append(me.site.reaches(torch.frombuffer(window, dtype=torch.float32)))
+    return found
+
+
+def test_memory_of_two_tracts():
+    with fresh(1, site="eager:stream") as pool:
+        assert pool.run(overlapping) == [[True, False]]
+
+
+def refused(me: Me) -> list[Caught]:
+    import pycollect as pc
+
+    errors = [caught(lambda: pc.empty(3, device="meta")), caught(me.site.make, -1)]
+    gloo = dist.new_group(backend="gloo")
+    return [*errors, caught(lambda: pc.empty(3, device=me.site.gpu, group=gloo))]
+
+
+def test_what_is_refused():
+    with fresh(2, site="late:stream") as pool:
+        found = pool.run(refused)
+    for meta, negative, foreign in found:
+        assert "allowed are 'cpu' and GPUs" in meta.text
+        assert "no dimension may be negative" in negative.text
+        assert "make it with 'pycollect'" in foreign.text or "has no memory" in foreign.text
+        assert {e.kind for e in (meta, negative, foreign)} == {"ValueError"}
+
+
+# --- how long it is whose -------------------------------------------------------------------------
+
+
+def used(me: Me) -> int:
+    """When the streams' own hold on what is gone has ended."""
+    end = time.monotonic() + 2.0
+    while me.site.usage().used and time.monotonic() < end:
+        time.sleep(0.001)
+    return me.site.usage().used
+
+
+def used_again(me: Me) -> None:
+    """What others have open is kept, and given out again; what nobody has open is freed."""
+    x = me.site.make(LARGE).fill_(1)
+    first, before = x.data_ptr(), me.site.usage()
+    assert before.used >= x.nbytes
+    assert before.used == before.reserved
+    dist.all_reduce(x)
+    dist.barrier()
+    del x
+    assert used(me) == 0
+    dist.barrier()
+    assert me.site.usage().kept == (0 if me.rank == 0 else before.used)
+    y = me.site.make(LARGE // 2 + 10).fill_(1)
+    assert (y.data_ptr() == first) or me.rank == 0
+    dist.all_reduce(y)
+    z = me.site.make(LARGE).fill_(2)
+    assert z.data_ptr() != y.data_ptr()
+    dist.all_reduce(z)
+    assert z.eq(2 * me.world).all()
+    assert y.eq(me.world).all()
+
+
+def goes_well(me: Me) -> None:
+    """What a call that goes well was lent is nobody's any more soon after."""
+    for turn in range(20):
+        x = me.site.make(LARGE).fill_(turn)
+        dist.all_reduce(x)
+        assert x.eq(turn * me.world).all()
+        del x
+        assert used(me) == 0
+
+
+def forked(me: Me) -> None:
+    """A child that a rank has forked lets go of tensors, which are its parent's."""
+    x, whole = me.site.make(LARGE).fill_(me.rank), me.site.make(me.world * LARGE)
+    meet(me)
+    time.sleep(0.05)  # nothing else holds it then
+    child = os.fork()
+    if child == 0:
+        del x, whole
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert me.site.launches(lambda: dist.all_gather_into_tensor(whole, x)) == 1
+    assert whole.view(me.world, LARGE)[:, -1].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("job", "site"),
+    [(used_again, "eager:stream"), (goes_well, "late:stream"), (forked, "eager:stream")],
+)
+def test_how_long_memory_is_whose(job, site):
+    with fresh(3, site=site) as pool:
+        pool.run(job)
