@@ -28,8 +28,16 @@ LARGE = 300_000  # elements: more than are copied to slots in any collective
 _CYCLES = 10_000_000  # some 5 ms
 
 
-def is_real(site: str) -> bool:
-    return site.startswith("cuda")
+def is_real(name: str) -> bool:
+    return name.startswith("cuda")
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    """Waits for it, but not for ever."""
+    end = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.001)
+    return found
 
 
 def each(*names: str, stands_in: bool = True) -> list[Any]:
@@ -46,9 +54,7 @@ def each(*names: str, stands_in: bool = True) -> list[Any]:
 
 def sites(*names: str, stands_in: bool = True) -> list[Any]:
     """Parameters: these sites."""
-    from homes import MARKS  # not in a rank
-
-    marks = MARKS if stands_in else [pytest.mark.cuda]
+    marks = [] if stands_in and not is_real(GPU) else [pytest.mark.cuda]
     return [pytest.param(n, marks=marks if is_real(n) else [], id=n) for n in names]
 
 
@@ -208,15 +214,13 @@ class Emulated(Site):
 
     def left(self) -> dict[str, int]:
         """When the streams have let go of what they have done."""
-        end = time.monotonic() + 2.0
-        while self.alive() and time.monotonic() < end:
-            time.sleep(0.001)
+        until(lambda: not self.alive(), 2.0)
         return self.alive()
 
 
 class Gpu(Site):
     def __init__(self, name: str) -> None:
-        self.device, self.real = GPU, GPU != "cpu"
+        self.device, self.real = GPU, is_real(GPU)
         self.streams = name == "cuda:stream"
         if name in REAL:  # or the best rung that there is
             os.environ["PYCOLLECT_CUDA_SYNC"] = name.split(":")[1]

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, Me, Pool, begun, caught, fresh
-from test_cuda_dist_faults import VICTIM, completes, die, survivors
+from dist_site import until
+from test_cuda_dist_faults import VICTIM, die, survivors
 
 pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
 
@@ -51,9 +52,9 @@ def through(me: Me) -> tuple[str, list[float]]:
     y = torch.full((10,), float(me.rank))
     work = dist.broadcast(y, VICTIM, async_op=True)
     if me.rank == VICTIM:
-        assert completes(work)
+        assert until(work.is_completed)
         os.kill(os.getpid(), signal.SIGKILL)
-    assert completes(work, 10.0)
+    assert until(work.is_completed)
     error = caught(work.wait)
     me.fake.gpu.pace(0.0001)
     me.site.settle()

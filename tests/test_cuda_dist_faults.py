@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, Me, Pool, caught, fresh, pools_of_sites
-from dist_site import LARGE, REAL, is_real, sites
+from dist_site import LARGE, REAL, is_real, sites, until
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
@@ -57,13 +57,6 @@ def survivors(pool: Pool, job: Callable[..., Any], *args: Any) -> list[Any]:
     del outcomes[VICTIM]
     assert not any(outcome.error for outcome in outcomes), outcomes
     return [outcome.value for outcome in outcomes]
-
-
-def completes(work: Any, seconds: float = 5.0) -> bool:
-    end = time.monotonic() + seconds
-    while not work.is_completed() and time.monotonic() < end:
-        time.sleep(0.001)
-    return bool(work.is_completed())
 
 
 # --- ranks that die -------------------------------------------------------------------------------
@@ -112,7 +105,7 @@ def bereaved_later(me: Me, placed: bool) -> tuple[Any, ...]:
     if me.rank == VICTIM:
         die(0.2)
     begin = time.monotonic()
-    over = completes(work, 30.0)
+    over = until(work.is_completed)
     took, said = time.monotonic() - begin, str(work.exception())
     errors = [caught(work.wait), caught(dist.all_reduce, x)]
     values, address = x.unique().tolist(), x.data_ptr()
@@ -235,7 +228,7 @@ def damaged(me: Me, call: str) -> tuple[list[bool], Caught]:
         x, out = torch.full((100,), float(i)), torch.zeros(100 * me.world)
         dist.all_reduce(x, async_op=True)
         last = dist.all_gather_into_tensor(out, torch.full((100,), i + 1.0), async_op=True)
-        completes(last, 2.0)
+        until(last.is_completed, 2.0)
         right.append(bool((x == i * me.world).all() & (out == i + 1).all()))
     return right, caught(dist.all_reduce, torch.ones(3))
 

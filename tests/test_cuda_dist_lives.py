@@ -8,7 +8,6 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Me, backend_of, caught, fresh
-from dist_site import GPU, LARGE, REAL, is_real, sites
+from dist_site import GPU, LARGE, REAL, is_real, sites, until
 from dist_waits import heard, say
 
 pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
 MIB = 1 << 20
-
-
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 # --- groups that come and go ----------------------------------------------------------------------
@@ -129,7 +121,7 @@ def circle(me: Me, bound: bool) -> tuple[float, list[int], list[str]]:
         ]
         for work in works:
             work.wait()
-        until(lambda works=works: all(work.is_completed() for work in works))
+        assert all(until(work.is_completed) for work in works)
         total += sum(x.sum().item() for x in xs)
     return total, memory, site.fouls()
 
@@ -233,7 +225,7 @@ def made_meanwhile(me: Me) -> tuple[list[str], int]:
     threads = [threading.Thread(target=makes) for _ in range(2)]
     for thread in threads:
         thread.start()
-    until(lambda: len(tensors) > 4)
+    assert until(lambda: len(tensors) > 4)
     dist.destroy_process_group()
     for thread in threads:
         thread.join(10.0)

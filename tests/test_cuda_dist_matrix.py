@@ -1,19 +1,106 @@
-"""CUDA tensors through torch.distributed have the bits of the CPU, whatever way they go."""
+"""CUDA tensors through torch.distributed have the bits of the CPU, whatever way they go.
+
+The cases are some of test_dist_matrix.py's, turn by turn in layouts and sizes; the results are held
+against the one-process API on the CPU.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
-import dist_staged
+import dist_cases
 import pytest
 import torch
 import torch.distributed as dist
+from dist_cases import COLLECTIVES, LAYOUTS, Case, Side, rows
 from dist_pool import OURS, Caught, Me, backend_of, caught, fresh, pools_of_sites
-from dist_site import EMULATED, LARGE, REAL, SLAB_BYTES, SLABS, each, is_real
-from reference import DTYPES, short
+from dist_site import EMULATED, LARGE, REAL, SLAB_BYTES, SLABS, by_hand, each, is_real
+from reference import DTYPES, assert_same, short
+from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
 pools = pytest.fixture(pools_of_sites, scope="module")
+
+COUNTS = (0, 1, 7, 1023)
+
+
+def cases(dtype: torch.dtype) -> Iterator[Case]:
+    turn = 0
+    for collective in COLLECTIVES:
+        for op in dist_cases.ops(collective, dtype):
+            for count in COUNTS:
+                turn += 1
+                for layout in dict.fromkeys(("contiguous", LAYOUTS[turn % len(LAYOUTS)])):
+                    yield Case(collective, dtype, op, count, layout)
+        yield Case(collective, dtype, op, LARGE, LAYOUTS[turn % len(LAYOUTS)])
+
+
+def differs(actual: Tensor | None, wanted: Tensor | None, me: Me, what: Any) -> list[str]:
+    if actual is None or wanted is None:
+        return [] if actual is wanted else [f"{what}: only one of them has a result"]
+    if actual.device.type != torch.device(me.site.device).type:
+        return [f"{what}: the result is on {actual.device}"]
+    try:
+        op = what.op if isinstance(what, Case) else "sum"
+        assert_same([actual.cpu().reshape(-1)], [wanted.reshape(-1)], "bits", op)
+    except AssertionError as error:
+        return [f"{what}: {error}"]
+    return []
+
+
+@by_hand
+def sweep(me: Me, dtype: torch.dtype) -> tuple[int, list[str]]:
+    """How many cases this rank has run, and what was wrong."""
+    run, wrong = 0, []
+    for case in cases(dtype):
+        root = case.count % me.world
+        call = COLLECTIVES[case.collective]
+        x = rows(case, me.world)
+        wanted = call.model(x, case.op, root)[me.rank]
+        side = Side(dist.group.WORLD, me.rank, me.world, root, case, me.site.device)
+        actual = call.run(side, [b.to(me.site.device) for b in x[me.rank]])
+        wrong += differs(actual, wanted, me, case)
+        run += 1
+    return run, wrong
+
+
+@by_hand
+def premultiplied(me: Me, dtype: torch.dtype) -> list[str]:
+    """PREMUL_SUM by half, which is exact, of every collective that reduces."""
+    op, wrong = dist._make_nccl_premul_sum(0.5), []
+    for count in COUNTS:
+        case = Case("all_reduce", dtype, "sum", count)
+        x = rows(case, me.world, tame=True)
+        wanted = COLLECTIVES["all_reduce"].model([[r[0] * 0.5] for r in x], "sum", 0)[me.rank]
+        for layout in LAYOUTS:
+            actual = dist_cases.lay(x[me.rank][0].to(me.site.device), layout)
+            dist.all_reduce(actual, op)
+            wrong += differs(actual, wanted, me, dataclasses.replace(case, layout=layout))
+        out = x[me.rank][0].to(me.site.device)
+        dist.reduce_scatter_tensor(out, torch.cat([out] * me.world), op)
+        wrong += differs(out, wanted, me, f"reduce_scatter {count}")
+    return wrong
+
+
+@by_hand
+def own_parts(me: Me, dtype: torch.dtype) -> list[str]:
+    """Inputs that lie inside outputs, and the other way round."""
+    wrong = []
+    for count in COUNTS:
+        x = [r[0] for r in rows(Case("all_gather", dtype, "sum", count), me.world)]
+        whole = torch.zeros(me.world * count, dtype=dtype, device=me.site.device)
+        part = whole.view(me.world, count)[me.rank]
+        part.copy_(x[me.rank])
+        dist.all_gather_into_tensor(whole, part)
+        wrong += differs(whole, torch.cat(x), me, f"all_gather into itself, {count}")
+        whole = torch.cat(x).to(me.site.device)
+        part = whole.view(me.world, count)[me.rank]
+        dist.reduce_scatter_tensor(part, whole, dist.ReduceOp.MAX)
+        wrong += differs(part, x[me.rank], me, f"reduce_scatter into itself, {count}")
+    return wrong
+
 
 # Quick runs have a type of each kind on emulated devices: what is staged is bytes, and the host's
 # calls fold them. On late ones more may be missed.
@@ -37,9 +124,9 @@ def every() -> list[Any]:
 
 
 def right(pool: Any, dtype: torch.dtype) -> None:
-    found = pool.run(dist_staged.sweep, dtype, seconds=180.0)
-    assert min(run for run, _ in found) > 60
-    dist_staged.report([wrong for _, wrong in found])
+    for run, wrong in pool.run(sweep, dtype, seconds=180.0):
+        assert run > 60
+        assert wrong == []
 
 
 def launched(me: Me) -> int:
@@ -58,8 +145,8 @@ def test_bits_of_the_cpu(pools, site, world, dtype):
 def test_products_and_own_parts(pools, site, world):
     pool = pools(world, site=site)
     for dtype in (torch.float32, torch.bfloat16):
-        dist_staged.report(pool.run(dist_staged.premultiplied, dtype))
-        dist_staged.report(pool.run(dist_staged.own_parts, dtype))
+        assert pool.run(premultiplied, dtype) == [[]] * world
+        assert pool.run(own_parts, dtype) == [[]] * world
 
 
 SLOT = SLAB_BYTES // 2 // 4  # elements of float32
@@ -94,9 +181,9 @@ def apart(me: Me) -> list[str]:
 
 @pytest.mark.parametrize("site", SLABS)
 def test_sizes_around_a_slot(pools, site):
-    dist_staged.report(pools(3, site=site).run(at_the_edges))
+    assert pools(3, site=site).run(at_the_edges) == [[]] * 3
     with fresh(3, site=site) as pool:
-        dist_staged.report(pool.run(apart))
+        assert pool.run(apart) == [[]] * 3
 
 
 def refused(me: Me) -> tuple[list[Caught], float]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, Me, caught, pools_of_sites
-from dist_site import REAL, SLABS, sites
+from dist_site import REAL, SLABS, sites, until
 from test_cuda_dist_p2p import LARGE, SITES, comes, finish, received, values
 
 pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
@@ -169,8 +169,7 @@ def late_receiver(me: Me) -> bool:
         work = dist.irecv(y, 0)
         work.wait()
         early = work.is_completed() or bool(me.fake and torch.equal(y, x))
-    while not work.is_completed():
-        time.sleep(0.001)
+    assert until(work.is_completed)
     return not early and torch.equal(y, x)
 
 
@@ -193,14 +192,12 @@ def beside_a_collective(me: Me) -> bool:
     if me.rank != 2:
         message = dist.isend(x, 1) if me.rank == 0 else dist.irecv(y, 0)
         message.wait()
-        while not message.is_completed():
-            time.sleep(0.001)
+        assert until(message.is_completed)
     early = work.is_completed()
     if me.rank == 2:
         time.sleep(1.0)
         me.fake.stall(False)
-    while not work.is_completed():
-        time.sleep(0.001)
+    assert until(work.is_completed)
     me.site.go_on()
     return not early and (me.rank != 1 or torch.equal(y, x))
 

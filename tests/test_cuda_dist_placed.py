@@ -14,8 +14,7 @@ import test_dist_memory
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Me, fresh, pools_of_sites
-from dist_site import LARGE, Emulated, each
-from test_cuda_dist_faults import completes
+from dist_site import LARGE, Emulated, each, until
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not OURS, reason="has memory of its own")
@@ -165,7 +164,7 @@ def at_random(me: Me, seed: int, calls: int) -> list[str]:
             checks.append((x, me.world * (i + 1)))
         if own.random() < 0.2:
             me.site.run_ahead(own.choice((0.0, 0.0001, 0.002)))
-    assert all(completes(work, 30.0) for work in works)
+    assert all(until(work.is_completed, 30.0) for work in works)
     me.site.go_on()
     return [f"check {n}" for n, (x, value) in enumerate(checks) if not bool(x.eq(value).all())]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import dist_staged
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ MIB = 1 << 20
 @pytest.mark.parametrize("site", sites("eager:stream", *REAL, stands_in=False))
 def test_eight_ranks(site):
     with fresh(8, site=site) as pool:
-        dist_staged.report(pool.run(at_the_edges, seconds=180.0))
+        assert pool.run(at_the_edges, seconds=180.0) == [[]] * 8
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             right(pool, dtype)
 

@@ -5,14 +5,14 @@ A stream that is late shows who looks at a tensor, or gives its memory away, too
 
 from __future__ import annotations
 
+import contextlib
 import time
 
-import dist_staged
 import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, Me, backend_of, caught, pools_of_sites
-from dist_site import EMULATED, LARGE, REAL, SLABS, each
+from dist_site import EMULATED, LARGE, REAL, SLABS, each, until
 
 pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
 pools = pytest.fixture(pools_of_sites, scope="module")
@@ -26,9 +26,8 @@ def overtaken(me: Me) -> list[bool]:
         x, y = torch.full((count,), 7.0), torch.zeros(2 * count)[::2]
         me.site.fill_later(x, float(turn if me.rank == root else -1))
         work = dist.broadcast(x, root, async_op=later)
-        while later and not work.is_completed():
-            time.sleep(0)
         if later:
+            assert until(work.is_completed)
             work.wait()
         me.site.fill_later(y, 1.0)
         dist.all_reduce(y)
@@ -138,8 +137,7 @@ def ahead(me: Me, slow: int, calls: int) -> list[str]:
         works.append(dist.all_gather_into_tensor(out, x, async_op=True))
     for work in works:
         work.wait()
-    while not all(work.is_completed() for work in works):
-        time.sleep(0.001)
+    assert all(until(work.is_completed, 60.0) for work in works)
     me.site.go_on()
     wrong = []
     for i, (x, y, out) in enumerate(zip(xs, ys, outs, strict=True)):
@@ -154,7 +152,7 @@ def ahead(me: Me, slow: int, calls: int) -> list[str]:
 )
 def test_a_slow_stream_holds_up_who_needs_it(pools, world, slow):
     pool = pools(world, site="late:stream")
-    dist_staged.report(pool.run(ahead, slow, 12, seconds=60.0))
+    assert pool.run(ahead, slow, 12, seconds=60.0) == [[]] * world
 
 
 def coalesced(me: Me) -> list[float]:
@@ -188,25 +186,17 @@ def captured(me: Me) -> tuple[list[Caught], list[str], list[float]]:
     mine = me.rank == 0 or me.site.real
     open_work = dist.all_reduce(torch.ones(2), async_op=True)
     dist.all_reduce(torch.ones(2))
-
-    def refused() -> tuple[list[Caught], list[str]]:
+    with me.site.capturing() if mine else contextlib.nullcontext():
         before = len(me.site.calls())
         errors = [
             caught(dist.all_reduce, x),
             caught(dist.all_gather_into_tensor, out, x),
             caught(lambda: dist.all_reduce(x, async_op=True).wait()),
         ]
-        moved = [call for call in me.site.calls()[before:] if "done" not in call]
+        moved = [call for call in me.site.calls()[before:] if mine and "done" not in call]
         if mine:
             errors += [caught(dist.send, x, 1), caught(dist.recv, x, 1), caught(open_work.wait)]
             errors += [caught(me.site.make, 3)] if me.site.streams else []
-        return errors, moved
-
-    if mine:
-        with me.site.capturing():
-            errors, moved = refused()
-    else:
-        errors, moved = refused()[0], []
     open_work.wait()
     dist.all_reduce(x)
     return errors, moved, [x.sum().item(), out.sum().item()]
@@ -240,29 +230,27 @@ def test_a_capture_while_a_call_is_under_way(pools, site, world):
     assert pools(world, site=site).run(beside_a_capture) == [[float(world)]] * world
 
 
-def traced(me: Me, call: str, later: bool) -> list[str]:
-    before = len(me.site.calls())
-    x = torch.full((1000,), float(me.rank))
-    work = {
-        "all_reduce": lambda: dist.all_reduce(x, async_op=later),
-        "broadcast": lambda: dist.broadcast(x, 0, async_op=later),
-        "all_gather": lambda: dist.all_gather_into_tensor(
-            torch.empty(me.world * 1000), x, async_op=later
-        ),
-    }[call]()
-    if later:
-        work.wait()
-    return me.site.calls()[before:]
+def traced(me: Me, later: bool) -> list[list[str]]:
+    x, out, found = torch.ones(1000), torch.empty(me.world * 1000), []
+    for call in (
+        lambda: dist.all_reduce(x, async_op=later),
+        lambda: dist.all_gather_into_tensor(out, x, async_op=later),
+        lambda: dist.broadcast(x, 0, async_op=later),
+    ):
+        before = len(me.site.calls())
+        work = call()
+        if later:
+            work.wait()
+        found.append(me.site.calls()[before:])
+    return found
 
 
 @pytest.mark.parametrize("later", [False, True])
 def test_the_order_of_what_is_staged(pools, later):
-    pool = pools(3, site="late")
-    out = ["copy_ caller", "record caller"]
+    there = ["copy_ caller", "record caller", "done caller"]
     back = ["wait group", "copy_ group", "record group", "wait caller"]
     for _ in range(3):
-        assert pool.run(traced, "all_reduce", later) == [[*out, "done caller", *back]] * 3
-        assert pool.run(traced, "all_gather", later) == [[*out, "done caller", *back]] * 3
-        root, *others = pool.run(traced, "broadcast", later)
-        assert root == [*out, "done caller"]  # nothing comes back
-        assert others == [["record caller", *back]] * 2  # nobody waits for what is overwritten
+        root, *others = pools(3, site="late").run(traced, later)
+        assert root == [there + back, there + back, there]  # nothing comes back
+        # Nobody waits for what is overwritten.
+        assert others == [[there + back, there + back, ["record caller", *back]]] * 2

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, Me, caught, fresh
-from dist_site import LARGE
+from dist_site import LARGE, until
 from test_cuda_dist_faults import VICTIM
 from test_cuda_dist_placed import meet
 from torch import Tensor
@@ -151,9 +151,7 @@ def test_what_is_refused():
 
 def used(me: Me) -> int:
     """When the streams' own hold on what is gone has ended."""
-    end = time.monotonic() + 2.0
-    while me.site.usage().used and time.monotonic() < end:
-        time.sleep(0.001)
+    until(lambda: me.site.usage().used == 0, 2.0)
     return me.site.usage().used
 
 
