@@ -169,13 +169,18 @@ def at_the_edges(me: Me) -> list[str]:
 
 
 def apart(me: Me) -> list[str]:
-    """Ranks on several GPUs share the folds; on one, each has two launches a piece."""
+    """Ranks on several GPUs share the folds; on one, each has two launches a piece, or one rank one
+    for all where nothing is copied."""
     me.fake.gpu.live_on(f"GPU {me.rank}")
     wrong = at_the_edges(me)
     x = torch.full((LARGE,), float(me.rank))
     made, pieces = me.site.launches(lambda: dist.all_reduce(x)), LARGE // SLOT + 1
     if not bool((x == 3).all()) or made <= 2 * pieces:
         wrong.append(f"{made} launches for {pieces} pieces")
+    y = me.site.make(LARGE).fill_(me.rank)
+    made = me.site.launches(lambda: dist.all_reduce(y))
+    if not bool((y == 3).all()) or made != 1:
+        wrong.append(f"{made} launches for what all reach")
     return wrong
 
 

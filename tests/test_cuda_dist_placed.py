@@ -72,20 +72,9 @@ WANTED |= dict.fromkeys(("broadcast", "reduce"), ROOT)
 WANTED |= dict.fromkeys(("all_gather", "all_gather in place", "reduce_scatter"), EACH)
 
 
-def apart(me: Me) -> int:
-    me.fake.gpu.live_on(f"GPU {me.rank}")
-    meet(me)
-    x = me.site.make(LARGE).fill_(me.rank)
-    count = me.site.launches(lambda: dist.all_reduce(x))
-    assert x.eq(3).all()
-    return count
-
-
 def test_nothing_is_copied(pools):
     found = pools(3, site="late:stream").run(counted)
     assert {name: tuple(f[name] for f in found) for name in WANTED} == WANTED
-    with fresh(3, site="late:stream") as pool:
-        assert pool.run(apart) == [1, 1, 1]  # several GPUs share the folds
 
 
 def by_halves(me: Me) -> list[int]:
