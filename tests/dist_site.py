@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SLABS, STAGED = ("late:stream", "eager:stream"), ("late", "eager")
-EMULATED, REAL = (*SLABS, *STAGED), ("cuda:stream", "cuda:host")
+SLABS = ("late:stream", "eager:stream")
+EMULATED, REAL = (*SLABS, "late", "eager"), ("cuda:stream", "cuda:host")
 SLAB_BYTES = 1 << 16  # of an emulated rank: 300,000 elements are dozens of pieces
 GPU = os.environ.get("PYCOLLECT_TEST_GPU", "cuda:0")
 LARGE = 300_000  # elements: more than are copied to slots in any collective

@@ -40,7 +40,7 @@ def taken(me: Me, name: str) -> tuple[int, int, int]:
     return files, torch.cuda.memory_allocated(), total - free
 
 
-def one_life(me: Me, site: Any, i: int) -> Any:
+def one_life(me: Me, site: Any, i: int) -> None:
     """Calls, some of which nobody waits for, messages, other groups, and memory that is shared."""
     x, y, z = torch.ones(1000), torch.full((LARGE,), float(me.rank)), torch.zeros(LARGE)
     dist.all_reduce(x)

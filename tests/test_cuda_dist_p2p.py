@@ -197,27 +197,6 @@ def test_batches_around_a_ring(pools, site):
     assert pools(3, site=site).run(batches) == [[]] * 3
 
 
-def nobody_looks(me: Me) -> bool:
-    """Large messages are on the device when nobody has waited for them."""
-    x, y = values(LARGE, me.rank), torch.zeros(LARGE)
-    before = received(me)
-    if me.rank == 0:
-        work = dist.irecv(y, 1)
-        came = comes(me, before)
-        work.wait()
-        return came and torch.equal(y, values(LARGE, 1))
-    time.sleep(0.1)
-    work = dist.isend(x, 0)
-    time.sleep(0.2)
-    work.wait()
-    return True
-
-
-@pytest.mark.parametrize("site", SITES)
-def test_messages_that_nobody_waits_for(pools, site):
-    assert pools(2, site=site).run(nobody_looks) == [True] * 2
-
-
 # --- what does not fit ----------------------------------------------------------------------------
 
 

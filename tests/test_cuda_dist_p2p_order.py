@@ -9,8 +9,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Me, caught, pools_of_sites
+from dist_pool import OURS, Me, pools_of_sites
 from dist_site import REAL, SLABS, sites, until
+from dist_waits import heard, say
 from test_cuda_dist_p2p import LARGE, SITES, comes, finish, received, values
 
 pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
@@ -89,21 +90,21 @@ def test_behind_the_stream(pools, site):
 
 
 def overlapped(me: Me) -> tuple[bool, bool]:
-    """The first pieces are on the receiver's device before the last have left the sender's."""
+    """The first pieces are on the receiver's device before the last have left the sender's; nobody
+    waits for them, or is in a call, at either end."""
     x, y = values(LARGE, 1), torch.zeros(LARGE)
-    word, came = me.site.host(torch.zeros(1)), True
     if me.rank == 0:
         me.site.settle()
         me.fake.stall(True, after=2)
         work = dist.isend(x, 1)
-        dist.recv(word, 1, tag=1)  # they are there
+        heard(me, "there", [1])
         came = not work.is_completed()
         me.fake.stall(False)
     else:
         before = received(me)
         work = dist.irecv(y, 0)
         came = comes(me, before) and not work.is_completed()
-        dist.send(word, 0, tag=1)
+        say(me, "there")
     work.wait()
     return came, me.rank == 0 or torch.equal(y, x)
 
@@ -205,24 +206,3 @@ def beside_a_collective(me: Me) -> bool:
 @pytest.mark.parametrize("site", SLABS)
 def test_a_message_waits_for_no_collective(pools, site):
     assert all(pools(3, site=site).run(beside_a_collective))
-
-
-def captured(me: Me) -> tuple[list[Caught], bool]:
-    x, y = values(LARGE, 1), torch.zeros(LARGE)
-    before = me.fake and me.fake.pinned()
-    with me.site.capturing():
-        errors = [caught(dist.isend, x, 1 - me.rank), caught(dist.irecv, y, 1 - me.rank)]
-    untaken = not me.fake or me.fake.pinned() == before
-    works = [dist.isend(x, 1 - me.rank), dist.irecv(y, 1 - me.rank)]
-    with me.site.capturing():
-        errors += [caught(work.wait) for work in works]
-    finish(works)
-    return errors, untaken and torch.equal(x, y)
-
-
-@pytest.mark.parametrize("site", sites(*SITES, *REAL, stands_in=False))
-def test_no_message_in_a_capture(pools, site):
-    for errors, right in pools(2, site=site).run(captured):
-        assert [e.kind for e in errors] == ["ValueError"] * 4, errors
-        assert all("capture" in e.text for e in errors), errors
-        assert right

@@ -181,36 +181,42 @@ def test_coalesced_calls_and_futures(pools, site, world):
         assert sums == [3.0, LARGE, 0.0, 7.0, 3.0, 5.0, 3.0, 5.0, 10.0]
 
 
-def captured(me: Me) -> tuple[list[Caught], list[str], list[float]]:
-    x, out = torch.ones(7), torch.zeros(7 * me.world)
+def captured(me: Me) -> tuple[list[Caught], list[Caught], list[str], list[float]]:
+    """Calls are refused, and to wait for what was asked for before; then all is as ever."""
+    x, out, y, z = torch.ones(7), torch.zeros(7 * me.world), *(torch.ones(LARGE) for _ in range(2))
     mine = me.rank == 0 or me.site.real
-    open_work = dist.all_reduce(torch.ones(2), async_op=True)
+    right, left = (me.rank + 1) % me.world, (me.rank - 1) % me.world
     dist.all_reduce(torch.ones(2))
+    works = [dist.all_reduce(torch.ones(2), async_op=True)]
+    works += [dist.isend(y * me.rank, right), dist.irecv(z, left)]
     with me.site.capturing() if mine else contextlib.nullcontext():
-        before = len(me.site.calls())
+        before = len(me.site.calls()), me.fake and me.fake.pinned()
         errors = [
             caught(dist.all_reduce, x),
             caught(dist.all_gather_into_tensor, out, x),
             caught(lambda: dist.all_reduce(x, async_op=True).wait()),
         ]
-        moved = [call for call in me.site.calls()[before:] if mine and "done" not in call]
-        if mine:
-            errors += [caught(dist.send, x, 1), caught(dist.recv, x, 1), caught(open_work.wait)]
-            errors += [caught(me.site.make, 3)] if me.site.streams else []
-    open_work.wait()
+        own = [caught(call, y, right) for call in (dist.send, dist.recv) if mine]
+        own += [caught(call, x, right) for call in (dist.isend, dist.irecv) if mine]
+        own += [caught(me.site.make, 3)] if mine and me.site.streams else []
+        own += [caught(work.wait) for work in works if mine]
+        moved = [c for c in me.site.calls()[before[0] :] if mine and c.startswith("copy_ caller")]
+        moved += ["pinned"] * bool(mine and me.fake and me.fake.pinned() != before[1])
+    for work in works:
+        work.wait()
     dist.all_reduce(x)
-    return errors, moved, [x.sum().item(), out.sum().item()]
+    return errors, own, moved, [x.sum().item(), out.sum().item(), z.mean().item() - left]
 
 
 @pytest.mark.parametrize(("site", "world"), each(*EMULATED, *REAL, stands_in=False))
 def test_no_call_in_a_capture(pools, site, world):
     """By one rank, of which the others hear, or by all."""
-    for errors, moved, sums in pools(world, site=site).run(captured):
-        assert all(e.kind == "ValueError" for e in errors), errors
-        assert all("capture" in e.text for e in errors), errors
-        assert all("rank 0" in e.text for e in errors[:3]) or site in REAL, errors
+    for errors, own, moved, sums in pools(world, site=site).run(captured):
+        assert all(e.kind == "ValueError" for e in errors + own), errors + own
+        assert all("capture" in e.text for e in errors + own), errors + own
+        assert all("rank 0" in e.text for e in errors) or site in REAL, errors
         assert moved == []
-        assert sums == [7.0 * world, 0.0]
+        assert sums == [7.0 * world, 0.0, 0.0]
 
 
 def beside_a_capture(me: Me) -> float:
