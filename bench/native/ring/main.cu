@@ -23,29 +23,25 @@ void check(cudaError_t result, const char* what) {
     throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(result));
 }
 
-// What a ring asks of CUDA.
-class Plain final : public Runtime {
+// What a copy through a ring asks of CUDA, and nothing else.
+class Plain final : public Api {
  public:
   Device current_device() override { return 0; }
   void set_device(Device device) override { check(cudaSetDevice(device), "cudaSetDevice"); }
+  void restore_device(Device device) override { set_device(device); }
   Event create_event(Device device) override {
     cudaEvent_t event = nullptr;
     check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
     return {device, event};
   }
-  void destroy_event(Event event) noexcept override { cudaEventDestroy(of(event)); }
+  void destroy(Event event) noexcept override { cudaEventDestroy(of(event)); }
   void record(Event event, Stream stream) override {
     check(cudaEventRecord(of(event), of(stream)), "cudaEventRecord");
   }
-  void wait(Stream stream, Event event) override {
-    check(cudaStreamWaitEvent(of(stream), of(event), 0), "cudaStreamWaitEvent");
-  }
-  void launch(Stream, const Launch&) override { throw std::logic_error("nothing is folded here"); }
   void copy(Stream stream, const Rectangle& r) override {
     check(cudaMemcpyAsync(r.dst, r.src, r.bytes * r.rows, cudaMemcpyDefault, of(stream)),
           "cudaMemcpyAsync");
   }
-  bool is_capturing(Stream) override { return false; }
   void synchronize(Stream stream) override {
     check(cudaStreamSynchronize(of(stream)), "cudaStreamSynchronize");
   }
@@ -53,7 +49,26 @@ class Plain final : public Runtime {
     check(cudaEventSynchronize(of(event)), "cudaEventSynchronize");
   }
 
+  std::string identity(Device) override { unused(); }
+  CaptureMode exchange_capture_mode(CaptureMode) override { unused(); }
+  Stream create_stream(Device) override { unused(); }
+  void destroy(Stream) override { unused(); }
+  bool is_capturing(Stream) override { unused(); }
+  void wait(Stream, Event) override { unused(); }
+  bool query(Event) override { unused(); }
+  void launch(Stream, const Launch&) override { unused(); }
+  void fill(Stream, std::byte*, unsigned char, std::size_t) override { unused(); }
+  void write_value(Stream, std::byte*, uint64_t) override { unused(); }
+  void wait_value(Stream, std::byte*, uint64_t) override { unused(); }
+  std::byte* allocate(Device, std::size_t) override { unused(); }
+  Exported export_memory(std::byte*) override { unused(); }
+  std::byte* map(Device, const pycollect::shm::Descriptor&, std::size_t) override { unused(); }
+  void unmap(std::byte*) override { unused(); }
+  std::byte* register_host(std::byte*, std::size_t) override { unused(); }
+  void unregister_host(std::byte*) override { unused(); }
+
  private:
+  [[noreturn]] static void unused() { throw std::logic_error("a copy through a ring calls it"); }
   static cudaStream_t of(Stream stream) { return static_cast<cudaStream_t>(stream.handle); }
   static cudaEvent_t of(Event event) { return static_cast<cudaEvent_t>(event.handle); }
 };
