@@ -45,12 +45,15 @@ def test_results_that_were_not_written_are_no_secret(asks):
             assert (asked, error.kind) == (("PeerLost", "") if asks else ("", "PeerLost")), error
 
 
-def through(me: Me) -> tuple[str, list[float]]:
+def through(me: Me, call: str) -> tuple[str, list[float]]:
     """A rank that has done its part dies while another's stream is slow: nobody misses it."""
     dist.all_reduce(torch.ones(3))
     me.site.run_ahead(0.0001 if me.rank == VICTIM else 0.2)
-    y = torch.full((10,), float(me.rank))
-    work = dist.broadcast(y, VICTIM, async_op=True)
+    y = torch.full((20,), float(me.rank))[::2]  # is copied back in the end
+    work = {
+        "broadcast": lambda: dist.broadcast(y, VICTIM, async_op=True),
+        "all_reduce": lambda: dist.all_reduce(y, async_op=True),
+    }[call]()
     if me.rank == VICTIM:
         assert until(work.is_completed)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -61,9 +64,10 @@ def through(me: Me) -> tuple[str, list[float]]:
     return error.kind, y.unique().tolist()
 
 
-def test_a_death_of_a_rank_that_is_through_with_a_call():
+@pytest.mark.parametrize(("call", "value"), [("broadcast", float(VICTIM)), ("all_reduce", 3.0)])
+def test_a_death_of_a_rank_that_is_through_with_a_call(call, value):
     with fresh(3, site="late:stream") as pool:
-        assert survivors(pool, through) == [("", [float(VICTIM)])] * 2
+        assert survivors(pool, through, call) == [("", [value])] * 2
 
 
 def holds_on(me: Me) -> tuple[str, float]:

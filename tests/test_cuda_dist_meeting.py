@@ -105,24 +105,17 @@ def test_a_wait_for_what_does_not_come_is_let_go(long):
 def refused(me: Me, how: str) -> Caught:
     """What is wrong is the victim's, and all are told."""
     victim, x = me.rank == VICTIM, torch.ones(4)
-    if how == "rungs":
-        me.start(how, Emulated("eager:stream" if victim else "eager:best"))
-    elif how == "slabs":
-        me.start(how, Emulated("eager:stream", slab_bytes=1 << (17 if victim else 16)))
-    else:
-        site = me.start(how)
-        if victim and how == "host":
-            site.host(x)
-        if victim and how == "broken":
-            site.fake.gpu.fail("register_host", 0)
-        if how == "broken" or (how == "some bound" and not victim):
-            return caught(connect, me)
+    site = me.start(how)
+    if victim and how == "host":
+        site.host(x)
+    if victim and how == "broken":
+        site.fake.gpu.fail("register_host", 0)
+    if how == "broken" or (how == "some bound" and not victim):
+        return caught(connect, me)
     return caught(dist.all_reduce, x)
 
 
 REFUSED = {
-    "rungs": ["rank 1 asks for 'stream' and rank 0 for 'best'"],
-    "slabs": ["rank 1 has slots of 65536 bytes and rank 0 of 32768"],
     "host": ["rank 1 called all_reduce of 4 float32", "on GPUs, for the first time"],
     "some bound": [
         "rank 0 called init_process_group with a device_id",

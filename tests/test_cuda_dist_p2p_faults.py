@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, Me, Pool, backend_of, begun, caught, fresh
 from dist_site import REAL, sites
-from test_cuda_dist_faults import die, noticed
+from test_cuda_dist_faults import NOTICED, die
 from test_cuda_dist_p2p import LARGE, PIECE, comes, received, values
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
-NOTICED = noticed("late")
 
 
 def send(me: Me, some: bool, count: int = LARGE) -> Any:
@@ -78,7 +77,7 @@ def test_an_end_dies(site, when, victim):
         error, took, again, left = outcomes[1 - victim].value
         assert (error.kind, again.kind) == ("PeerLost", "PeerLost"), (error, again)
         assert f"rank {victim}" in error.text
-        assert took < 0.5 + noticed(site)
+        assert took < 0.5 + NOTICED
         assert left in ([], [3.0])
 
 

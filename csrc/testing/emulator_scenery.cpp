@@ -93,16 +93,18 @@ void Emulator::require_no_capture(const char* call) const {
          " is not permitted while a stream is capturing");
 }
 
+void Emulator::note_freed() {
+  const Lock lock = locked();
+  if (is_thread("pycollect gpu"))
+    fouls_.push_back("memory was freed, for which others may wait, by who lets go of streams");
+}
+
 void Emulator::synchronize_all(const char* call) {
   {
     const Lock lock = locked();
     enter(call);
     require_no_capture(call);
     if (records_) return;
-  }
-  if (is_thread("pycollect gpu")) {
-    const Lock lock = locked();
-    foul(text(call, " waits for all streams on the thread that lets go those that are held up"));
   }
   if (streams_.drain_all(kLongestDrain)) return;
   const Lock lock = locked();

@@ -5,6 +5,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <thread>
 
 #include "../../torch/c10d/without_interpreter.h"
 #include "../../torch/threads.h"
@@ -25,21 +26,28 @@ struct Current {
 };
 thread_local Current current_here;
 
-// Each tensor has a tract of its own.
+// Each tensor has a tract of its own, which goes back at once, but on a thread that holds up
+// nobody: torch's cache does not wait for devices when a tensor goes.
 class EmulatedPool final : public Pool {
  public:
-  explicit EmulatedPool(std::shared_ptr<slabs::Tracts> tracts) : tracts_(std::move(tracts)) {}
+  EmulatedPool(std::shared_ptr<slabs::Tracts> tracts, std::shared_ptr<cuda::Emulator> emulator)
+      : tracts_(std::move(tracts)), emulator_(std::move(emulator)) {}
 
   at::Tensor empty(int64_t count, at::ScalarType type) override {
     const auto bytes = static_cast<std::size_t>(count) * at::elementSize(type);
     std::byte* const memory = tracts_->add(kDevice, std::max<std::size_t>(bytes, 1));
     return at::from_blob(
-        memory, {count}, [tracts = tracts_, memory](void*) { tracts->give_back(memory); },
+        memory, {count},
+        [tracts = tracts_, emulator = emulator_, memory](void*) {
+          emulator->note_freed();
+          std::thread([=] { tracts->give_back(memory); }).detach();
+        },
         at::TensorOptions(type));
   }
 
  private:
   const std::shared_ptr<slabs::Tracts> tracts_;
+  const std::shared_ptr<cuda::Emulator> emulator_;
 };
 
 }  // namespace
@@ -106,7 +114,7 @@ at::Tensor EmulatedTorch::empty_pinned(at::IntArrayRef sizes, at::ScalarType typ
 }
 
 std::unique_ptr<Pool> EmulatedTorch::new_pool(std::shared_ptr<slabs::Tracts> tracts, at::Device) {
-  return std::make_unique<EmulatedPool>(std::move(tracts));
+  return std::make_unique<EmulatedPool>(std::move(tracts), emulator_);
 }
 
 // Whoever was out of memory has some then.
