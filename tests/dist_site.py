@@ -209,7 +209,7 @@ class Emulated(Site):
         return self.alive().get("allocated", 0)
 
     def alive(self) -> dict[str, int]:
-        kept = ("allocated", "opened", "adopted", "streams", "events")
+        kept = ("allocated", "freeing", "opened", "adopted", "streams", "events")
         return {name: n for name, n in self.fake.gpu.books().items() if name in kept and n != 0}
 
     def left(self) -> dict[str, int]:

@@ -87,8 +87,9 @@ class Emulator final : public Api, public Host {
   // Of whatever else asks for a device: does the books, fails as told, and waits for all streams.
   void enter(const char* call);
   void synchronize_all(const char* call);
-  // A tensor's memory is, by this thread: not by one that nothing may hold up.
-  void note_freed();
+  // A tensor's memory goes back: not from a thread that nothing may hold up.
+  void begin_free();
+  void end_free();
   // Work that nobody judges, on a stream of the current device.
   void enqueue(Stream stream, const char* call, EmulatedStreams::Work work);
 

@@ -93,10 +93,16 @@ void Emulator::require_no_capture(const char* call) const {
          " is not permitted while a stream is capturing");
 }
 
-void Emulator::note_freed() {
+void Emulator::begin_free() {
   const Lock lock = locked();
+  ++books_["freeing"];
   if (is_thread("pycollect gpu"))
     fouls_.push_back("memory was freed, for which others may wait, by who lets go of streams");
+}
+
+void Emulator::end_free() {
+  const Lock lock = locked();
+  --books_["freeing"];
 }
 
 void Emulator::synchronize_all(const char* call) {

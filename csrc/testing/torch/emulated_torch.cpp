@@ -38,9 +38,14 @@ class EmulatedPool final : public Pool {
     std::byte* const memory = tracts_->add(kDevice, std::max<std::size_t>(bytes, 1));
     return at::from_blob(
         memory, {count},
-        [tracts = tracts_, emulator = emulator_, memory](void*) {
-          emulator->note_freed();
-          std::thread([=] { tracts->give_back(memory); }).detach();
+        [tracts = tracts_, emulator = emulator_, memory](void*) mutable {
+          emulator->begin_free();
+          std::thread([tracts = std::move(tracts), emulator = std::move(emulator),
+                       memory]() mutable {
+            tracts->give_back(memory);
+            tracts.reset();
+            emulator->end_free();
+          }).detach();
         },
         at::TensorOptions(type));
   }
