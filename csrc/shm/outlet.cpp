@@ -125,15 +125,23 @@ void Outlet::answer(const Descriptor& connection) {
 Descriptor fetch(const Outlet::Ticket& ticket, Deadline deadline) {
   const Descriptor socket = make_socket(SOCK_SEQPACKET);
   const SocketName there(name_of(ticket.outlet));
-  limit(socket, deadline);
-  if (connect(socket.get(), there.get(), there.bytes) != 0)
+  // A signal ends a wait, as a profiler's do every few milliseconds: it is begun again, for what is
+  // left of the time.
+  const auto until = [&](const auto& act) {
+    do limit(socket, deadline);
+    while (!act() && errno == EINTR && Clock::now() < deadline);
+  };
+  int failed = 0;
+  until([&] { return (failed = connect(socket.get(), there.get(), there.bytes)) == 0; });
+  if (failed != 0)
     refuse(text("cannot reach the Unix socket @", name_of(ticket.outlet), " of the process that ",
                 "offers it, which must be alive and in the same network namespace"),
            errno);
   if (!is_of_own_user(socket, false) && geteuid() != 0)
     throw std::runtime_error("the process that offers it is run by another user, and lets none in");
   if (!send_letter(socket.get(), ticket.number, -1)) refuse("cannot ask for it", errno);
-  auto letter = receive_letter(socket.get(), 0);
+  std::optional<Letter> letter;
+  until([&] { return (letter = receive_letter(socket.get(), 0)).has_value(); });
   if (!letter) refuse("the process that offers it does not answer", errno);
   if (letter->number == 0)
     throw std::runtime_error("the process that offered it does not offer it any more");

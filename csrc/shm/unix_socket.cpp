@@ -91,17 +91,14 @@ bool send_letter(int socket, uint64_t number, int carried) {
 }
 
 std::optional<Letter> receive_letter(int socket, int flags) {
-  for (;;) {
-    Message message;
-    message.make_room();
-    const ssize_t got = recvmsg(socket, &message.header, flags | MSG_CMSG_CLOEXEC);
-    if (got < 0 && errno == EINTR) continue;
-    if (got == 0) errno = ECONNRESET;
-    if (got <= 0) return {};
-    Letter letter{message.number, message.carried()};
-    if (got != sizeof message.number) letter.number = 0;
-    return letter;
-  }
+  Message message;
+  message.make_room();
+  const ssize_t got = recvmsg(socket, &message.header, flags | MSG_CMSG_CLOEXEC);
+  if (got == 0) errno = ECONNRESET;
+  if (got <= 0) return {};
+  Letter letter{message.number, message.carried()};
+  if (got != sizeof message.number) letter.number = 0;
+  return letter;
 }
 
 }  // namespace pycollect::shm

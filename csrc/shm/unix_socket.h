@@ -30,8 +30,8 @@ struct Letter {
 bool is_of_own_user(const Descriptor& connection, bool or_root);
 // With no descriptor if it is negative. False: not, and errno says why.
 bool send_letter(int socket, uint64_t number, int carried);
-// Nothing: errno says why, which is ECONNRESET when the other end has gone. `flags` are those of
-// recvmsg. Of a letter that carries several descriptors, none is kept.
+// Nothing: errno says why, as ECONNRESET when the other end has gone, and EINTR after a signal.
+// `flags` are those of recvmsg. Of a letter that carries several descriptors, none is kept.
 std::optional<Letter> receive_letter(int socket, int flags);
 
 }  // namespace pycollect::shm

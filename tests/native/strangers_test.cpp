@@ -143,6 +143,27 @@ void meets_although_put_out() {
   });
 }
 
+// A process that is stopped, while a profiler's signals keep ending the waits for it.
+void waits_no_longer_for_signals() {
+  std::atomic<bool> over{false};
+  const Pretender pretender({[&](const Descriptor&) {
+    for (const auto begin = Clock::now(); !over && Clock::now() - begin < 5s;)
+      std::this_thread::sleep_for(1ms);
+  }});
+  struct sigaction act = {};
+  act.sa_handler = [](int) {};
+  sigaction(SIGUSR1, &act, nullptr);
+  std::jthread profiler([&, asks = pthread_self()] {
+    for (; !over; std::this_thread::sleep_for(2ms)) pthread_kill(asks, SIGUSR1);
+  });
+  const auto begin = Clock::now();
+  const std::string said = refusal([&] { fetch(pretender.ticket, deadline_after(200ms)); });
+  const auto took = Clock::now() - begin;
+  over = true;
+  expect(contains(said, "does not answer"), said);
+  expect(took > 150ms && took < 2s, "not at its deadline");
+}
+
 // However many come and say nothing, and whoever sends more than a question.
 void answers_past_who_says_nothing() {
   Outlet outlet;
@@ -222,6 +243,7 @@ int main() {
   takes_nothing_from_other_users();
   meets_past_strangers();
   meets_although_put_out();
+  waits_no_longer_for_signals();
   answers_past_who_says_nothing();
   lets_no_other_users_in();
   reads_no_further_than_the_words();
