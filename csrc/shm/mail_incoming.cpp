@@ -103,25 +103,33 @@ void Incoming::settle(Rank from, const Record& record, const std::byte* payload,
   transfer->set_peer(from);
   const Envelope sent{record.bytes, record.dtype, record.tag}, &wanted = transfer->envelope;
   if (sent.bytes != wanted.bytes || sent.dtype != wanted.dtype) {
-    if (record.kind != Record::whole) {
-      Record refusal{.number = record.number, .bytes = wanted.bytes, .kind = Record::refusal};
-      refusal.dtype = wanted.dtype;
-      answer(from, refusal);
-    }
-    effects_.finish(*transfer, mismatch(from, sent, me_, wanted));
+    const auto error = mismatch(from, sent, me_, wanted);
+    if (record.kind == Record::whole) return effects_.finish(*transfer, error);
+    Record refusal{.number = record.number, .bytes = wanted.bytes, .kind = Record::refusal};
+    refusal.dtype = wanted.dtype;
+    answer(from, {refusal, transfer, error});
   } else if (record.kind != Record::whole) {
     peers_[from].requested.emplace(record.number, transfer);
-    answer(from, {.number = record.number, .kind = Record::request});
+    answer(from, {{.number = record.number, .kind = Record::request}});
   } else {
     if (record.payload != 0) std::memcpy(transfer->into_, payload, record.payload);
     effects_.finish(*transfer);
   }
 }
 
-void Incoming::answer(Rank to, const Record& record) {
+void Incoming::answer(Rank to, Answer answer) {
+  peers_[to].unsaid.push_back(std::move(answer));
+  say(to);
+}
+
+void Incoming::say(Rank to) {
   Peer& peer = peers_[to];
-  if (!peer.unsaid.empty() || !peer.answers.push(record)) peer.unsaid.push_back(record);
-  effects_.touch(to);
+  for (; !peer.unsaid.empty() && peer.answers.push(peer.unsaid.front().record);
+       peer.unsaid.pop_front()) {
+    const Answer& said = peer.unsaid.front();
+    if (said.refused) effects_.finish(*said.refused, said.error);
+    effects_.touch(to);
+  }
 }
 
 bool Incoming::take_piece(Rank from) {
@@ -156,8 +164,7 @@ void Incoming::move() {
     Peer& peer = peers_[from];
     const uint64_t end = peer.pieces.read() + MailArea::piece_bytes(world);  // see push_pieces
     while (!peer.requested.empty() && peer.pieces.read() < end && take_piece(from)) continue;
-    for (; !peer.unsaid.empty() && peer.answers.push(peer.unsaid.front()); effects_.touch(from))
-      peer.unsaid.pop_front();
+    say(from);
   }
 }
 
@@ -166,6 +173,9 @@ void Incoming::fail(const std::exception_ptr& error) {
   waiting_.clear();
   for (Peer& peer : peers_) {
     for (const auto& [number, transfer] : peer.requested) effects_.finish(*transfer, error);
+    for (const Answer& answer : peer.unsaid)
+      if (answer.refused) effects_.finish(*answer.refused, answer.error);
+    peer.unsaid.clear();
     peer.asked = 0;
     peer.requested.clear();
   }

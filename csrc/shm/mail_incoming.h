@@ -42,10 +42,15 @@ class Incoming {
     Record record;
     std::unique_ptr<std::byte[]> payload;
   };
+  struct Answer {
+    Record record;
+    TransferPtr refused = {};  // the receive that fails when this is said: as long, it is under way
+    std::exception_ptr error = {};
+  };
   struct Peer {
     RingReader messages, pieces;
     RingWriter answers;
-    std::deque<Record> unsaid = {};  // answers behind a full ring
+    std::deque<Answer> unsaid = {};  // behind a full ring
     std::size_t kept_bytes = 0;
     int asked = 0;  // receives that wait for a message of this peer's only
     std::unordered_map<uint64_t, TransferPtr> requested = {};  // [number]: large messages
@@ -61,7 +66,8 @@ class Incoming {
   void keep(Rank from, const Record& record, const std::byte* payload);
   void settle(Rank from, const Record& record, const std::byte* payload,
               const TransferPtr& transfer);
-  void answer(Rank to, const Record& record);
+  void answer(Rank to, Answer answer);
+  void say(Rank to);
   bool take_piece(Rank from);
 
   MailArea area_;

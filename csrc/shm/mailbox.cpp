@@ -97,12 +97,13 @@ bool Mailbox::unlock(Locked locked) {
   return effects.touched != 0 || effects.finished != 0;
 }
 
-// Under the lock. What a peer has written that makes no sense ends the group.
+// Under the lock. What a peer has written that makes no sense ends the group, and so does a want of
+// memory: nothing stays listed whose caller has been told that it failed.
 template <class Act>
 void Mailbox::guard(const Act& act) {
   try {
     act();
-  } catch (const CollectiveError& error) {
+  } catch (const std::exception& error) {
     group_.abort(error.what());
     outgoing_.fail(std::current_exception());
     incoming_.fail(std::current_exception());

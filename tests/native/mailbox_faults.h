@@ -48,6 +48,21 @@ inline void unlike(const Member& m) {
   }
 }
 
+// More refusals than there is room for, and the sender does not look yet: each is heard all the
+// same, though nothing else keeps the receiver.
+inline void many_unlike(const Member& m) {
+  constexpr int kMany = 50;
+  const Bytes data = pattern(1 << 17, 1);
+  Bytes into(1 << 16);
+  std::vector<TransferPtr> all;
+  for (int i = 0; i < kMany; ++i)
+    all.push_back(m.rank == 0 ? m.box.send(1, of(data.size()), data.data())
+                              : m.box.receive(0, of(into.size()), into.data()));
+  if (m.rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  for (const TransferPtr& transfer : all) refusal([&] { m.wait(transfer); });
+  check(m.box.idle());
+}
+
 inline void late_peer(const Member& m) {
   if (m.rank == 1) return std::this_thread::sleep_for(std::chrono::milliseconds(600));
   int word = 3;

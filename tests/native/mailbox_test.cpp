@@ -267,6 +267,7 @@ int main(int argc, char** argv) {
   run({"in order of asking", 2, in_order_of_asking});
   run({"served meanwhile", 3, served_meanwhile});
   run({"unlike", 2, unlike});
+  run({"many unlike", 2, many_unlike});
   run({"several threads", 2, several_threads});
   run({"waits asleep", 2, waits_asleep});
   run({"is woken", 2, is_woken});
