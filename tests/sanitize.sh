@@ -28,7 +28,7 @@ run mailbox_test "$programs"
 run faults_test 1  # the others are between processes
 run life_test
 if [[ $kind != thread ]]; then  # these fork
-  for test in arena group strangers limits apart; do run "${test}_test"; done
+  for test in arena group meeting strangers limits apart; do run "${test}_test"; done
 fi
 run headroom_test
 echo "sanitize.sh $kind $length: right"

@@ -83,6 +83,31 @@ def test_many_fetch_at_once_beside_a_stranger_who_says_nothing():
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_children_keep_nothing_open():
+    """They may live for long, as those of a DataLoader do."""
+    outlet = _testing.Outlet()
+    reads, writes = os.pipe()
+    os.set_blocking(reads, False)
+    ticket = outlet.offer(writes)
+    lives, ends = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ends)
+        os.read(lives, 1)
+        os._exit(0)
+    with pytest.raises(BlockingIOError):
+        os.read(reads, 1)
+    outlet.withdraw(ticket)
+    assert os.read(reads, 1) == b""  # nobody writes any more
+    del outlet
+    with pytest.raises(RuntimeError, match="Connection refused"):
+        _testing.fetch_descriptor(ticket)
+    for file in (reads, lives, ends):
+        os.close(file)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_another_process_fetches_and_one_that_was_forked_lets_it_be():
     outlet = _testing.Outlet()
     ticket = offered(outlet, b"for all")

@@ -42,7 +42,7 @@ class Group::Lookout {
   void look(Deadline now) {
     if (group_.broken_->yes()) group_.broken_->rethrow(occasion_);
     const uint64_t dead = group_.peers_->dead();
-    const uint64_t left = who_left() & ~dead;
+    const uint64_t left = group_.left() & ~dead & ~(uint64_t{1} << group_.rank_);
     if ((dead | left) != 0) look_for(dead, left);
     if (now >= occasion_.deadline) time_out(now);
   }
@@ -50,14 +50,6 @@ class Group::Lookout {
   std::chrono::nanoseconds rest() const { return occasion_.deadline - Clock::now(); }
 
  private:
-  uint64_t who_left() const {
-    uint64_t left = 0;
-    for (Rank r = 0; r < group_.world_; ++r)
-      if (r != group_.rank_ && group_.lines_[r].left.load(std::memory_order_acquire) != 0)
-        left |= uint64_t{1} << r;
-    return left;
-  }
-
   // A rank that is gone does not matter when it did its part before, so that is asked afterwards.
   void look_for(uint64_t dead, uint64_t left) {
     std::vector<Rank> died, went;

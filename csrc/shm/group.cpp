@@ -1,5 +1,7 @@
 #include "group.h"
 
+#include <bit>
+
 #include "../plan/error.h"
 #include "meeting.h"
 
@@ -32,17 +34,38 @@ Group::Group(Board& board, Rank rank, int world, Settings settings)
       layout_(checked({world, settings_.slot_bytes, settings_.mailbox_bytes, settings_.arena_bytes,
                        settings_.deck_bytes})),
       seen_(std::make_unique<std::atomic<uint64_t>[]>(world)) {
-  Meeting meeting(board, rank, world, settings_, peers_);
+  try {
+    meet(board);
+  } catch (...) {  // the others may have seen this rank there
+    if (lines_ != nullptr) leave();
+    throw;
+  }
+}
+
+std::string Group::lost() const {
+  if (lines_ == nullptr) return "";
+  // Who has left may have done so because another died.
+  const uint64_t left = this->left(), dead = this->dead();
+  if (dead != 0) {
+    const Rank r = std::countr_zero(dead);
+    return text("rank ", r, " (pid ", peers_->pid(r), ") died");
+  }
+  return left == 0 ? "" : text("rank ", std::countr_zero(left), " has left");
+}
+
+void Group::meet(Board& board) {
+  Meeting meeting(board, rank_, world_, settings_, [this] { return lost(); });
   const auto prepare = [&](std::shared_ptr<Segment> segment, uint64_t nonce) {
     adopt(std::move(segment));
     Control& control = *reinterpret_cast<Control*>(base_);
-    control.nonces[rank].store(nonce);
-    peers_ = std::make_unique<Peers>(control, world, rank);
+    control.nonces[rank_].store(nonce);
+    peers_ = std::make_unique<Peers>(control, world_, rank_);
     commit();
+    lines_ = reinterpret_cast<Line*>(base_ + layout_.lines);
   };
   const std::vector<Introduction> ranks = meeting.share(layout_.total, prepare);
   require_one_memory(ranks);
-  crowded_ = world > (settings_.cores > 0 ? settings_.cores : shared_cores(ranks));
+  crowded_ = world_ > (settings_.cores > 0 ? settings_.cores : shared_cores(ranks));
   // Now that all have committed theirs: everything that a collective touches but the arenas.
   segment_->touch(0, layout_.arenas);
   note_core();
@@ -51,7 +74,6 @@ Group::Group(Board& board, Rank rank, int world, Settings settings)
 void Group::adopt(std::shared_ptr<Segment> segment) {
   segment_ = std::move(segment);
   base_ = segment_->data();
-  lines_ = reinterpret_cast<Line*>(base_ + layout_.lines);
   segment_->commit(0, Layout::up(sizeof(Control)));
   broken_ = std::make_unique<Broken>(reinterpret_cast<Control*>(base_)->breakage, settings_.name);
 }
@@ -69,6 +91,13 @@ void Group::require_one_memory(const std::vector<Introduction>& ranks) const {
     if (control.nonces[r].load() != ranks[r].nonce)
       throw CollectiveError(text("the ranks of group '", settings_.name,
                                  "' were handed different memory: are they on one host?"));
+}
+
+uint64_t Group::left() const {
+  uint64_t left = 0;
+  for (Rank r = 0; r < world_; ++r)
+    if (lines_[r].left.load(std::memory_order_acquire) != 0) left |= uint64_t{1} << r;
+  return left;
 }
 
 Group::~Group() { leave(); }

@@ -60,7 +60,10 @@ class Group {
   // Only the first stage of that: spins for as long as it makes sense on the cores there are.
   bool spin_for(const std::function<bool()>& ready);
 
-  uint64_t dead() const { return peers_->dead(); }  // a bit for each rank that has died
+  // A bit for each rank that has died, has destroyed its group, or either.
+  uint64_t dead() const { return peers_->dead(); }
+  uint64_t left() const;
+  uint64_t gone() const { return dead() | left(); }
 
   bool is_whole() const { return !broken_->yes(); }
   // Throws what broke the group, or that this process is a forked child of the rank's.
@@ -70,6 +73,8 @@ class Group {
 
  private:
   class Lookout;  // await.cpp
+  void meet(Board& board);
+  std::string lost() const;
   void adopt(std::shared_ptr<Segment> segment);
   void commit();
   void require_one_memory(const std::vector<Introduction>& ranks) const;
@@ -90,7 +95,7 @@ class Group {
   bool crowded_ = false;  // more ranks than cores
   std::shared_ptr<Segment> segment_;
   std::byte* base_ = nullptr;
-  Line* lines_ = nullptr;
+  Line* lines_ = nullptr;  // when this rank is ready in the memory
   std::unique_ptr<Broken> broken_;
   std::unique_ptr<Peers> peers_;
   std::unique_ptr<std::atomic<uint64_t>[]> seen_;  // [rank]: of its counter

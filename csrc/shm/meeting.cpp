@@ -22,14 +22,13 @@ std::string key(Rank rank) { return text("hello/", rank); }
 
 }  // namespace
 
-Meeting::Meeting(Board& board, Rank rank, int world, const Settings& settings,
-                 const std::unique_ptr<Peers>& peers)
+Meeting::Meeting(Board& board, Rank rank, int world, const Settings& settings, Lost lost)
     : board_(board),
       rank_(rank),
       world_(world),
       settings_(settings),
       deadline_(deadline_after(settings.timeout)),
-      peers_(peers) {}
+      lost_(std::move(lost)) {}
 
 std::vector<Introduction> Meeting::share(std::size_t bytes, const Preparation& preparation) {
   Introduction mine = introduce(settings_, world_);
@@ -80,32 +79,32 @@ std::shared_ptr<Segment> Meeting::take(Introduction& mine, std::size_t bytes) {
 }
 
 Descriptor Meeting::fetch_from(const Introduction& owner) const {
-  for (;;) {
-    try {
-      return fetch(owner.ticket, deadline_);
-    } catch (const std::system_error& error) {
-      const int why = error.code().value();
-      if (why == EAGAIN || Clock::now() >= deadline_) time_out({0});
-      if (why == ECONNREFUSED && network_space_ != 0 && owner.network_space == network_space_)
-        throw PeerLost(text("group '", settings_.name, "': rank 0 (pid ", owner.pid,
-                            ") died before all had come, or waits no longer"));
-      // Put out again, because this process did not run for a while; or rank 0 has just gone, and
-      // is not there the next time.
-      if (why != ECONNRESET && why != EPIPE) throw;
-    }
+  try {
+    return fetch(owner.ticket, deadline_);
+  } catch (const std::system_error& error) {
+    const int why = error.code().value();
+    if (why == EAGAIN || Clock::now() >= deadline_) time_out({0});
+    if (why == ECONNREFUSED && network_space_ != 0 && owner.network_space == network_space_)
+      throw PeerLost(text("group '", settings_.name, "': rank 0 (pid ", owner.pid,
+                          ") died before all had come, or waits no longer"));
+    throw;
   }
 }
 
 std::vector<std::string> Meeting::read_all() {
   std::vector<std::string> keys;
   for (Rank r = 0; r < world_; ++r) keys.push_back(key(r));
-  for (;;) {
+  for (std::string lost;;) {
     try {
-      return board_.read_all(keys, std::min(deadline_, Clock::now() + kGlances));
+      const auto glance = lost.empty() ? kGlances : kGlance;
+      return board_.read_all(keys, std::min(deadline_, Clock::now() + glance));
     } catch (const Timeout&) {  // which some boards throw a second late
       if (Clock::now() >= deadline_) break;
     }
-    if (peers_) require_all_alive();
+    // Whoever has gone may have met all the others first: then all is there now.
+    if (!lost.empty())
+      throw PeerLost(text("group '", settings_.name, "': ", lost, " before all had come"));
+    lost = lost_();
   }
   std::vector<Rank> missing;
   for (Rank r = 0; r < world_; ++r) {
@@ -123,14 +122,6 @@ void Meeting::time_out(const std::vector<Rank>& missing) const {
   throw Timeout(text(
       "group '", settings_.name, "': timed out after ", waited.count(), " s; ",
       missing.empty() ? "the last rank was too late" : text(name(missing), " did not arrive")));
-}
-
-void Meeting::require_all_alive() const {
-  const uint64_t dead = peers_->dead();
-  for (Rank r = 0; r < world_; ++r)
-    if ((dead >> r & 1) != 0)
-      throw PeerLost(text("group '", settings_.name, "': rank ", r, " (pid ", peers_->pid(r),
-                          ") died before all had come"));
 }
 
 }  // namespace pycollect::shm

@@ -10,7 +10,6 @@
 
 #include "board.h"
 #include "introduction.h"
-#include "life.h"
 #include "outlet.h"
 #include "segment.h"
 
@@ -18,15 +17,15 @@ namespace pycollect::shm {
 
 class Meeting {
  public:
-  // `peers` are looked after as soon as a preparation has made them.
-  Meeting(Board& board, Rank rank, int world, const Settings& settings,
-          const std::unique_ptr<Peers>& peers);
+  // Says which of the others has gone, if one has, and how.
+  using Lost = std::function<std::string()>;
+  Meeting(Board& board, Rank rank, int world, const Settings& settings, Lost lost);
 
   // Makes the rank ready in the memory, and writes its nonce there.
   using Preparation = std::function<void(std::shared_ptr<Segment>, uint64_t nonce)>;
   // Returns when all have the memory and are ready in it; what they are is returned. Throws what
   // Group's constructor says; CollectiveError that says who cannot have it and why; PeerLost when
-  // somebody has died meanwhile.
+  // somebody has died or given up meanwhile.
   std::vector<Introduction> share(std::size_t bytes, const Preparation& preparation);
 
  private:
@@ -34,14 +33,13 @@ class Meeting {
   Descriptor fetch_from(const Introduction& owner) const;
   std::vector<std::string> read_all();
   [[noreturn]] void time_out(const std::vector<Rank>& missing) const;
-  void require_all_alive() const;
 
   Board& board_;
   Rank rank_;
   int world_;
   const Settings& settings_;
   Deadline deadline_;
-  const std::unique_ptr<Peers>& peers_;
+  Lost lost_;
   uint64_t network_space_ = 0;
   std::optional<Outlet> outlet_;  // rank 0's
 };

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <set>
 #include <stdexcept>
 
 #include "../plan/error.h"
@@ -20,6 +21,8 @@ namespace {
 constexpr std::chrono::milliseconds kForQuestions{1000}, kLook{100};
 // As many callers as there can be ranks may come at once; the others wait until one has gone.
 constexpr int kCallers = 128;
+// Until whoever was put out asks again.
+constexpr std::chrono::milliseconds kPutOut{5};
 // Until a process that has no descriptor left for a caller may have one again.
 constexpr std::chrono::milliseconds kShortage{10};
 
@@ -39,25 +42,86 @@ Descriptor ending() {
 }
 
 // Of connecting, and of receiving.
-void limit(const Descriptor& socket, Deadline deadline) {
+void limit(int socket, Deadline deadline) {
   using std::chrono::microseconds;
   const auto left = std::chrono::duration_cast<microseconds>(deadline - Clock::now()).count();
   constexpr int64_t kSecond = 1'000'000, kLeast = 1000;  // none at all is for ever
   const timeval time = {std::max(left, kLeast) / kSecond, std::max(left, kLeast) % kSecond};
   for (const int what : {SO_SNDTIMEO, SO_RCVTIMEO})
-    if (setsockopt(socket.get(), SOL_SOCKET, what, &time, sizeof time) != 0)
+    if (setsockopt(socket, SOL_SOCKET, what, &time, sizeof time) != 0)
       refuse("cannot limit the time of a Unix socket", errno);
 }
 
+// A signal ends a wait, as a profiler's do every few milliseconds: it is begun again, for what is
+// left of the time.
+template <class Act>
+void until(int socket, Deadline deadline, const Act& act) {
+  do limit(socket, deadline);
+  while (!act() && errno == EINTR && Clock::now() < deadline);
+}
+
+// Whoever is put out may have been told why, which the kernel keeps behind what it says itself.
+std::optional<Letter> ask(int socket, uint64_t number, Deadline deadline) {
+  if (!send_letter(socket, number, -1) && errno != EPIPE) refuse("cannot ask for it", errno);
+  std::optional<Letter> letter;
+  until(socket, deadline, [&] { return (letter = receive_letter(socket, 0)).has_value(); });
+  if (!letter && errno == ECONNRESET) letter = receive_letter(socket, MSG_DONTWAIT);
+  return letter;
+}
+
 }  // namespace
+
+// A forked child closes what the outlets of its parent have: else nobody is told when that has
+// gone, and what it offered stays for as long as the child.
+class Forking {
+ public:
+  static Forking& only() {
+    static Forking& it = *new Forking;  // for as long as there may be outlets
+    return it;
+  }
+  void add(Outlet& outlet) {
+    const std::lock_guard hold(mutex_);
+    outlets_.insert(&outlet);
+  }
+  void remove(Outlet& outlet) {
+    const std::lock_guard hold(mutex_);
+    outlets_.erase(&outlet);
+  }
+
+ private:
+  Forking() {
+    pthread_atfork([] { only().lock(); }, [] { only().unlock(); }, [] { only().forget(); });
+  }
+  void lock() {
+    mutex_.lock();
+    for (Outlet* const outlet : outlets_) outlet->mutex_.lock();
+  }
+  void unlock() {
+    for (Outlet* const outlet : outlets_) outlet->mutex_.unlock();
+    mutex_.unlock();
+  }
+  void forget() {
+    for (Outlet* const outlet : outlets_) {
+      outlet->offered_.clear();
+      outlet->listening_ = Descriptor();
+    }
+    unlock();
+  }
+
+  std::mutex mutex_;
+  std::set<Outlet*> outlets_;
+};
 
 Outlet::Outlet()
     : name_(random_number()),
       listening_(listening(name_)),
       end_(ending()),
-      thread_(std::make_unique<std::thread>(new_thread([this] { serve(); }))) {}
+      thread_(std::make_unique<std::thread>(new_thread([this] { serve(); }))) {
+  Forking::only().add(*this);
+}
 
 Outlet::~Outlet() {
+  Forking::only().remove(*this);
   if (!origin_.is_here()) {
     static_cast<void>(thread_.release());  // it stayed with the parent: nothing here is that thread
     return;
@@ -107,6 +171,8 @@ void Outlet::let_in(std::vector<Caller>& callers) {
       std::this_thread::sleep_for(kShortage);
   } else if (is_of_own_user(caller, true)) {
     callers.push_back({std::move(caller), Clock::now() + kForQuestions});
+  } else {
+    send_letter(caller.get(), 0, -1);
   }
 }
 
@@ -123,30 +189,33 @@ void Outlet::answer(const Descriptor& connection) {
 }
 
 Descriptor fetch(const Outlet::Ticket& ticket, Deadline deadline) {
-  const Descriptor socket = make_socket(SOCK_SEQPACKET);
   const SocketName there(name_of(ticket.outlet));
-  // A signal ends a wait, as a profiler's do every few milliseconds: it is begun again, for what is
-  // left of the time.
-  const auto until = [&](const auto& act) {
-    do limit(socket, deadline);
-    while (!act() && errno == EINTR && Clock::now() < deadline);
-  };
-  int failed = 0;
-  until([&] { return (failed = connect(socket.get(), there.get(), there.bytes)) == 0; });
-  if (failed != 0)
-    refuse(text("cannot reach the Unix socket @", name_of(ticket.outlet), " of the process that ",
-                "offers it, which must be alive and in the same network namespace"),
-           errno);
-  if (!is_of_own_user(socket, false) && geteuid() != 0)
-    throw std::runtime_error("the process that offers it is run by another user, and lets none in");
-  if (!send_letter(socket.get(), ticket.number, -1)) refuse("cannot ask for it", errno);
-  std::optional<Letter> letter;
-  until([&] { return (letter = receive_letter(socket.get(), 0)).has_value(); });
-  if (!letter) refuse("the process that offers it does not answer", errno);
-  if (letter->number == 0)
-    throw std::runtime_error("the process that offered it does not offer it any more");
-  if (!letter->carried) refuse("cannot take it", EMFILE);
-  return std::move(letter->carried);
+  for (;; std::this_thread::sleep_for(kPutOut)) {
+    const Descriptor socket = make_socket(SOCK_SEQPACKET);
+    int failed = 0;
+    until(socket.get(), deadline,
+          [&] { return (failed = connect(socket.get(), there.get(), there.bytes)) == 0; });
+    if (failed != 0)
+      refuse(text("cannot reach the Unix socket @", name_of(ticket.outlet), " of the process that ",
+                  "offers it, which must be alive and in the same network namespace"),
+             errno);
+    if (!is_of_own_user(socket, false) && geteuid() != 0)
+      throw std::runtime_error(
+          "the process that offers it is run by another user, and lets none in");
+    auto letter = ask(socket.get(), ticket.number, deadline);
+    if (!letter) {
+      const int why = errno;
+      // Put out, because this process did not run for a while; or the other has just gone, and is
+      // not there the next time.
+      if (why == ECONNRESET && Clock::now() < deadline) continue;
+      refuse("the process that offers it does not answer", why);
+    }
+    if (letter->number == 0)
+      throw std::runtime_error(
+          "the process that offered it does not offer it any more, or not to this user");
+    if (!letter->carried) refuse("cannot take it", EMFILE);
+    return std::move(letter->carried);
+  }
 }
 
 }  // namespace pycollect::shm

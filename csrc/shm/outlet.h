@@ -33,13 +33,15 @@ class Outlet {
     Descriptor connection;
     Deadline until;  // its question must have come
   };
+  friend class Forking;  // outlet.cpp
   void serve();
   void let_in(std::vector<Caller>& callers);
   void answer(const Descriptor& connection);
 
   const uint64_t name_;
   const Origin origin_;  // a forked child has no such thread
-  const Descriptor listening_, end_;
+  Descriptor listening_;
+  const Descriptor end_;
   std::mutex mutex_;
   std::map<uint64_t, Descriptor> offered_;
   std::unique_ptr<std::thread> thread_;
@@ -48,8 +50,7 @@ class Outlet {
 // An answer takes microseconds, and longer only if cores are short, or the process is stopped.
 inline constexpr std::chrono::milliseconds kForAnswers{10'000};
 // From any process. Throws std::runtime_error with what is in the way: a std::system_error with
-// EAGAIN when the time is over, ECONNREFUSED where there is no such outlet (any more), ECONNRESET
-// or EPIPE when it has ended or put this process out meanwhile.
+// EAGAIN when the time is over, ECONNREFUSED where there is no such outlet (any more).
 Descriptor fetch(const Outlet::Ticket& ticket, Deadline deadline = deadline_after(kForAnswers));
 
 }  // namespace pycollect::shm

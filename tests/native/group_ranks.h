@@ -150,4 +150,28 @@ inline Settings quick() {
   return settings;
 }
 
+// What each rank wrote into its slots is read by all, for many turns.
+inline std::string exchange(Group& g, int turns) {
+  for (int i = 1; i <= turns; ++i) {
+    const Occasion now{"exchange", static_cast<uint64_t>(i), Clock::now() + 30s};
+    for (Rank r = 0; r < g.world(); ++r) g.await(r, at_run(i - 1), now);
+    auto* mine = reinterpret_cast<uint64_t*>(g.slot(g.rank(), i));
+    mine[0] = mine[511] = 1000 * i + g.rank();
+    g.advance(at_run(i) + 1);
+    for (Rank r = 0; r < g.world(); ++r) {
+      g.await(r, at_run(i) + 1, now);
+      const auto* its = reinterpret_cast<const uint64_t*>(g.slot(r, i));
+      const uint64_t wanted = 1000 * i + r;
+      if (its[0] != wanted || its[511] != wanted) return text("wrong in turn ", i);
+    }
+    g.advance(at_run(i + 1));
+  }
+  return "right";
+}
+
+inline std::string meet_and_exchange(Me& me) {
+  Group group(me.board, me.rank, me.world, me.settings);
+  return exchange(group, 50);
+}
+
 }  // namespace pycollect::shm

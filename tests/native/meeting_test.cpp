@@ -1,0 +1,170 @@
+// Who is told what when a rank is late, dies, gives up or is stopped while all meet.
+#include <signal.h>
+
+#include <random>
+
+#include "group_ranks.h"
+
+namespace pycollect::shm {
+namespace {
+
+void names_who_does_not_come() {
+  Settings settings = quick();
+  settings.timeout = 400ms;
+  for (const bool first : {false, true}) {
+    const auto ends = run(4, settings, [=](Me& me) {
+      return me.rank % 2 == 1 || (first && me.rank == 0) ? "absent" : meet_and_exchange(me);
+    });
+    for (Rank r : {0, 2})
+      expect_equal(ends[r].said, first && r == 0
+                                     ? "absent"
+                                     : text("Timeout: group 'default': timed out after 0.4 s; ",
+                                            first ? "rank 0" : "ranks 1, 3", " did not arrive"));
+    expect(ends[2].when < 2s, "took too long");
+  }
+}
+
+// What a rank does when it is about to post its introduction, or has posted it; the others hear of
+// rank 0's a little later.
+Body meets_until(Rank victim, bool posted, int signal) {
+  return [=](Me& me) {
+    LyingBoard board(
+        me.board,
+        [&](const std::string& key, const std::string& value) {
+          if (me.rank != victim) return value;
+          if (posted) me.board.post(key, value);
+          kill(getpid(), signal);
+          return value;
+        },
+        [&](const std::string& key, const std::string& value) {
+          if (key == "hello/0") std::this_thread::sleep_for(100ms);
+          return value;
+        });
+    Me other{me.rank, me.world, board, me.settings};
+    return meet_and_exchange(other);
+  };
+}
+
+// With the memory or without: the others need not wait for the time limit.
+void notices_who_dies_there() {
+  for (const auto& [victim, posted] : {std::pair{1, false}, {1, true}, {0, true}}) {
+    const auto ends = run(3, quick(), meets_until(victim, posted, SIGKILL));
+    for (Rank r : {0, 1, 2}) {
+      if (r == victim) continue;
+      const std::string whose = text("rank ", victim, " (pid ");
+      expect(ends[r].said.starts_with("PeerLost: ") && contains(ends[r].said, whose), ends[r].said);
+      expect(posted || contains(ends[r].said, ") died before all had come"), ends[r].said);
+      expect(ends[r].when < 2s, "took too long");
+    }
+  }
+}
+
+// One whose board fails, and who lives on: before the others know of it, or when they do.
+void notices_who_gives_up_there() {
+  for (const bool posted : {false, true}) {
+    const auto ends = run(3, quick(), [=](Me& me) {
+      const auto fail = [&](const std::string& key, const std::string& value) {
+        if (me.rank == 1 && (!posted || key == "hello/1")) throw std::runtime_error("no board");
+        return value;
+      };
+      LyingBoard board(me.board, posted ? Lie() : fail, posted ? fail : Lie());
+      Me other{me.rank, me.world, board, me.settings};
+      const std::string said = attempt([&] { return meet_and_exchange(other); });
+      if (me.rank == 1) std::this_thread::sleep_for(3s);
+      return said;
+    });
+    expect_equal(ends[1].said, "exception: no board");
+    for (Rank r : {0, 2}) {
+      expect(ends[r].said.starts_with("PeerLost: ") && contains(ends[r].said, "rank 1 has left"),
+             ends[r].said);
+      expect(ends[r].when < 2s, "took too long");
+    }
+  }
+}
+
+// Whoever has met all may leave while another has not read of it yet.
+void lets_go_who_has_met_all() {
+  for (const End& end : run(3, quick(), [](Me& me) {
+         bool late = me.rank == 2;
+         LyingBoard board(me.board, {}, [&](const std::string& key, const std::string& value) {
+           if (key == "hello/1" && std::exchange(late, false)) {
+             std::this_thread::sleep_for(300ms);
+             throw Timeout("a slow board");
+           }
+           return value;
+         });
+         Group group(board, me.rank, me.world, me.settings);
+         return std::string("right");
+       }))
+    expect_equal(end.said, "right");
+}
+
+// It cannot hand over the memory, and is not dead.
+void waits_for_who_is_stopped_there() {
+  Settings settings = quick();
+  settings.timeout = 600ms;
+  for (const bool goes_on : {false, true}) {
+    const Folder folder;
+    const auto ends = run(3, settings, [&](Me& me) {
+      if (const pid_t rank = getpid(); me.rank == 0 && fork() == 0) {
+        std::this_thread::sleep_for(goes_on ? 300ms : 1500ms);
+        kill(rank, goes_on ? SIGCONT : SIGKILL);
+        _exit(0);
+      }
+      return meets_until(0, true, SIGSTOP)(me);
+    });
+    for (Rank r : {1, 2})
+      expect_equal(ends[r].said, goes_on ? "right"
+                                         : "Timeout: group 'default': timed out after 0.6 s; "
+                                           "rank 0 did not arrive");
+  }
+}
+
+// Whenever one is killed, the others end in time.
+void ends_whoever_is_killed_when(int times) {
+  std::mt19937 random(1);
+  Settings settings = quick();
+  settings.timeout = 300ms;
+  for (int i = 0; i < times; ++i) {
+    const int64_t after = random() % 6000;
+    const auto ends = run(3, settings, [&](Me& me) {
+      if (me.rank == i % 3)
+        std::thread([after] {
+          std::this_thread::sleep_for(std::chrono::microseconds(after));
+          kill(getpid(), SIGKILL);
+        }).detach();
+      const std::string said = meet_and_exchange(me);
+      std::this_thread::sleep_for(10ms);
+      return said;
+    });
+    for (Rank r = 0; r < 3; ++r) {
+      if (r == i % 3) continue;
+      expect(ends[r].when < 2s, "took too long");
+      const std::string& said = ends[r].said;
+      expect(said == "right" || said.starts_with("PeerLost: ") || said.starts_with("Timeout: "),
+             said);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace pycollect::shm
+
+int main(int count, char** words) {
+  using namespace pycollect::shm;
+  const int times = count > 1 ? std::atoi(words[1]) : 100;
+  const std::pair<const char*, std::function<void()>> tests[] = {
+      {"names who does not come", names_who_does_not_come},
+      {"notices who dies there", notices_who_dies_there},
+      {"notices who gives up there", notices_who_gives_up_there},
+      {"lets go who has met all", lets_go_who_has_met_all},
+      {"waits for who is stopped there", waits_for_who_is_stopped_there},
+      {"ends whoever is killed when", [=] { ends_whoever_is_killed_when(times); }},
+  };
+  for (const auto& [name, test] : tests) {
+    std::printf("%s\n", name);
+    std::fflush(stdout);
+    test();
+  }
+  std::puts("meeting_test: all good");
+}
