@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from dist_held import held
 from dist_pool import OURS, Caught, Me, Pool, backend_of, begun, caught, fresh
-from dist_waits import NOTICED
+from dist_waits import NOTICED, heard, say
 
 pytestmark = pytest.mark.skipif(not OURS, reason="messages have no futures, or never end")
 GRACE = 5.0  # seconds that a group's end gives to what is under way
@@ -199,6 +199,33 @@ def test_a_stream_that_is_held_up(how):
         found, took = pool.outcomes(held_up, how, seconds=40)[0].value
         assert not unsaid(found)
         assert took < 1.5 + NOTICED + 1.0
+
+
+def beside_a_wait(me: Me, how: str) -> Caught | None:
+    """A future of one message, while a thread waits for another."""
+    if me.rank == 0:
+        impatient()
+        future = dist.irecv(torch.zeros(3), 1).get_future()
+        backend_of().set_timeout(datetime.timedelta(seconds=60))
+        waits = threading.Thread(target=caught, args=(dist.recv, torch.zeros(3), 2))
+        waits.start()
+        error = ends(future, 1.5 + NOTICED)
+        say(me, "over")
+        backend_of().abort()
+        waits.join()
+        return error
+    dist.barrier()
+    if me.rank == 1 and how == "dies":
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return heard(me, "over", [0]) and None  # nobody else notices anything
+
+
+@pytest.mark.parametrize(("how", "kind"), [("dies", "PeerLost"), ("late", "Timeout")])
+def test_a_future_while_a_thread_waits_for_another_message(how, kind):
+    with fresh(3) as pool:
+        error = pool.outcomes(beside_a_wait, how, seconds=40)[0].value
+    assert error.kind == kind, error
 
 
 def raised(future: Any) -> None:

@@ -19,11 +19,12 @@ class alignas(128) Bell {
     wake_sleepers(rings_);
   }
   // Sleeps until somebody rings, or the time is over, unless `busy` finds something to do.
-  template <class Busy>
-  void sleep(std::chrono::nanoseconds at_most, const Busy& busy) {
+  // `at_most` says how long, of what is the case when a ring would be heard.
+  template <class AtMost, class Busy>
+  void sleep(const AtMost& at_most, const Busy& busy) {
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
     const uint64_t seen = rings_.load(std::memory_order_seq_cst);
-    if (!busy()) sleep_on(rings_, seen, at_most);
+    if (!busy()) sleep_on(rings_, seen, at_most());
     sleepers_.fetch_sub(1, std::memory_order_seq_cst);
   }
 

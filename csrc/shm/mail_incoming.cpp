@@ -10,7 +10,8 @@ namespace {
 
 // Messages that nobody has asked for stay in their ring, and a full ring makes their sender wait.
 // That sender may be needed for something else first: up to here a ring that fills is emptied
-// whoever has asked for what, as long as this rank moves things at all.
+// whoever has asked for what, as long as this rank moves things at all. While a receive is open
+// that a message behind them may be for, they are kept however many they are.
 constexpr std::size_t kMostKept = 4 << 20;  // bytes of one peer's
 
 // Is as much behind the header as its kind has there?
@@ -33,8 +34,10 @@ void Incoming::receive(const TransferPtr& transfer) {
   for (int i = 0, turn = turn_; i < (anybody ? area_.world() : 1); ++i) {
     const Rank from = anybody ? (turn + i) % area_.world() : peer;
     if (take_kept(from, asked)) return;
-    for (int taken = 0; !transfer->matched_ && taken < kMostTaken && take_one(from);) ++taken;
+    int taken = 0;
+    while (!transfer->matched_ && taken < kMostTaken && take_one(from)) ++taken;
     if (transfer->matched_) return;
+    if (taken == kMostTaken) effects_.touch(me_);  // whoever sleeps takes the rest
   }
 }
 

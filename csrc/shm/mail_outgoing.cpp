@@ -57,7 +57,7 @@ bool Outgoing::push_piece(Peer& peer, Transfer& transfer) {
   const std::size_t most = MailArea::piece(area_.world(), transfer.envelope.bytes);
   Record record{.number = transfer.number_, .kind = Record::piece};
   record.payload = static_cast<uint32_t>(std::min<uint64_t>(transfer.there_ - moved, most));
-  if (record.payload == 0 || !peer.pieces.push(record, transfer.from_ + moved)) return false;
+  if (!peer.pieces.push(record, transfer.from_ + moved)) return false;
   transfer.move_on(record.payload);
   effects_.touch(transfer.peer());
   return true;
@@ -67,8 +67,10 @@ bool Outgoing::push_piece(Peer& peer, Transfer& transfer) {
 // ring, so that a peer that empties it as fast as it is filled does not keep the others waiting.
 void Outgoing::push_pieces(Peer& peer) {
   const uint64_t end = peer.pieces.written() + MailArea::piece_bytes(area_.world());
+  bool room = true;
   std::erase_if(peer.requested, [&](const TransferPtr& transfer) {
-    while (peer.pieces.written() < end && push_piece(peer, *transfer)) continue;
+    while (room && transfer->moved() < transfer->there_)
+      room = peer.pieces.written() < end && push_piece(peer, *transfer);
     if (transfer->left() != 0) return false;
     effects_.finish(*transfer);
     return true;

@@ -1,4 +1,6 @@
 // See mailbox.h: what a thread of this rank does and sleeps on while it waits.
+#include <algorithm>
+
 #include "../plan/error.h"
 #include "mailbox.h"
 
@@ -58,7 +60,9 @@ void Mailbox::Watch::sleep() {
     if (moved) moved_ = Clock::now();
     return moved || until_.holds();
   };
-  const auto at_most = [&](auto nap) { return until_.glances && until_.glances() ? kGlance : nap; };
+  const auto at_most = [&](auto nap) {
+    return [&, nap] { return until_.glances && until_.glances() ? kGlance : nap; };
+  };
   if (until_.transfer != nullptr) until_.transfer->count_sleeper(1);
   if (--box_.awake_ == 0) {
     box_.area_.bell(box_.me_).sleep(at_most(next_), busy);
@@ -80,10 +84,14 @@ void Mailbox::wait(const Until& until, const Occasion& occasion) {
   if (until.holds()) return;
   Watch watch(*this, until);
   // Who is gone may have done its part before. All of that is in the memory, and is moved by this,
-  // while `is_over` leaves it to the thread that holds the lock.
+  // while `is_over` leaves it to the thread that holds the lock. Meanwhile others may go, who have
+  // done theirs: so it names whom this has depended on all the while.
   const auto needed = [&] {
+    const std::vector<Rank> before = until.missing();
     move_all(until);
-    return until.missing();
+    std::vector<Rank> missing = until.missing();
+    std::erase_if(missing, [&](Rank r) { return !std::ranges::count(before, r); });
+    return missing;
   };
   try {
     group_.require_whole(occasion);
@@ -103,10 +111,11 @@ void Mailbox::wait(Transfer& transfer, const Occasion& occasion) {
 // Who has left in good order sends nothing any more, but the message may come from another.
 std::vector<Rank> Mailbox::anybody() const {
   std::vector<Rank> there, others;
+  const uint64_t left = group_.left();
   for (Rank r = 0; r < group_.world(); ++r) {
     if (r == me_) continue;
     others.push_back(r);
-    if (group_.line(r).left.load(std::memory_order_acquire) == 0) there.push_back(r);
+    if ((left >> r & 1) == 0) there.push_back(r);
   }
   if (others.empty()) return {me_};
   return there.empty() ? others : there;

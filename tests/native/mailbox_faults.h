@@ -139,6 +139,33 @@ inline void gone_in_good_order(const Member& m) {
   check(got == small);
 }
 
+// A message for which there is no room is not overtaken by smaller pieces of a later one.
+inline void in_the_order_of_requests(const Member& m) {
+  const std::size_t sizes[] = {100'000, 4 << 20, 20'000};
+  std::vector<Bytes> data;
+  for (const std::size_t n : sizes) data.push_back(m.rank == 0 ? pattern(n, n % 251) : Bytes(n));
+  const auto reach = [&](uint64_t wanted) {
+    m.group.await(1 - m.rank, wanted, m.occasion(std::chrono::seconds(20)));
+  };
+  std::vector<TransferPtr> all;
+  if (m.rank == 1) reach(1);
+  for (Bytes& it : data)
+    all.push_back(m.rank == 0 ? m.box.send(1, of(it.size()), it.data())
+                              : m.box.receive(0, of(it.size()), it.data()));
+  m.group.advance(1);
+  if (m.rank == 0) {
+    reach(1);
+    while (m.box.progress()) continue;
+    check(all[0]->done() && all[1]->moved() > 500'000 && !all[1]->done(), "the ring is not full");
+    check(all[2]->moved() == 0, "it has overtaken the one before");
+    m.group.advance(2);
+  } else {
+    reach(2);
+  }
+  for (const auto& it : all) m.wait(it);
+  for (const Bytes& it : data) check(it == pattern(it.size(), it.size() % 251));
+}
+
 // Rank 1 has sent rank 0 more large messages than a ring holds, and does nothing more: those of
 // rank 2, and of rank 0 to itself, come all the same.
 inline void past_who_has_stopped(const Member& m) {

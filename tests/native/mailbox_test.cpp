@@ -263,6 +263,7 @@ int main(int argc, char** argv) {
   for (const int world : {1, 3}) run({"to oneself", world, to_oneself});
   run({"many large", 3, many_large});
   run({"past who has stopped", 3, past_who_has_stopped});
+  run({"in the order of requests", 2, in_the_order_of_requests});
   run({"anybody is fair", 3, anybody_is_fair});
   run({"in order of asking", 2, in_order_of_asking});
   run({"served meanwhile", 3, served_meanwhile});

@@ -117,7 +117,7 @@ void Messages::wait(MessageWork& work, shm::Deadline deadline) {
     ++waiting_;
   }
   std::exception_ptr error;
-  const auto missing = [&] { return this->missing(work, gone()); };
+  const auto missing = [&] { return this->missing(work, group_->gone()); };
   try {
     const shm::Occasion occasion = work.occasion(deadline);
     if (!work.transfer())
@@ -142,7 +142,7 @@ bool Messages::wait_until(MessageWork& work, shm::Deadline deadline) {
   forks_.require_none(work.ask_.name);
   const auto over = [&] { return work.is_moved() || shm::Clock::now() >= deadline; };
   await(
-      over, [&] { return missing(work, gone()); }, work.transfer().get(),
+      over, [&] { return missing(work, group_->gone()); }, work.transfer().get(),
       work.occasion(shm::Clock::now() + kForEver));
   work.settle();
   return work.is_moved();
@@ -182,12 +182,26 @@ shm::Occasion Messages::most_urgent() const {
   return first;
 }
 
+// Whoever waits for a message moves all the others too; but looks for its own time and peer alone.
+bool Messages::somebody_waits() const {
+  if (waiting_ == 0) return false;
+  const uint64_t gone = group_->gone();
+  const auto now = shm::Clock::now();
+  return std::none_of(open_.begin(), open_.end(), [&](const auto& work) {
+    const shm::Deadline due = work->due();
+    if (due == shm::Deadline::max() || work->is_moved()) return false;
+    const std::vector<Rank> missing = this->missing(*work, gone);
+    return due <= now || std::any_of(missing.begin(), missing.end(),
+                                     [&](Rank r) { return (gone >> r & 1) != 0; });
+  });
+}
+
 // Until something is done, or somebody else does it.
 void Messages::move_on(Lock& lock) {
   const shm::Occasion first = most_urgent();
   const auto stop = [&] {
     const std::lock_guard hold(mutex_);
-    return closed_ || waiting_ > 0 || any_calls(first.deadline);
+    return closed_ || any_calls(first.deadline) || somebody_waits();
   };
   lock.unlock();
   try {
@@ -201,7 +215,7 @@ void Messages::move_on(Lock& lock) {
 void Messages::serve() {
   pthread_setname_np(pthread_self(), "pycollect p2p");
   Lock lock(mutex_);
-  const auto serves = [&] { return !closed_ && !open_.empty() && waiting_ == 0; };
+  const auto serves = [&] { return !closed_ && !open_.empty() && !somebody_waits(); };
   for (int ticks = 0; !closed_;) {
     if (open_.empty() && ticks >= kTicksAwake) {
       dozes_ = true;

@@ -141,7 +141,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   void drop_leaving(const std::exception_ptr& error);
   bool any_calls(shm::Deadline before) const;
   shm::Occasion most_urgent() const;
-  uint64_t gone() const;  // a bit for each rank that is dead or has left
+  bool somebody_waits() const;
   std::vector<Rank> missing(const MessageWork& work, uint64_t gone) const;
   std::vector<Rank> missing();
 

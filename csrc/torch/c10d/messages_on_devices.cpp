@@ -95,13 +95,6 @@ void Messages::fail_with_group() {
   }
 }
 
-uint64_t Messages::gone() const {
-  uint64_t ranks = group_->dead();
-  for (Rank r = 0; r < group_->world(); ++r)
-    if (group_->line(r).left.load() != 0) ranks |= uint64_t{1} << r;
-  return ranks;
-}
-
 // A device that holds a message up does not hide that its receiver has gone.
 std::vector<Rank> Messages::missing(const MessageWork& work, uint64_t gone) const {
   const Rank peer = work.transfer() ? work.peer() : group_->rank();
@@ -110,7 +103,7 @@ std::vector<Rank> Messages::missing(const MessageWork& work, uint64_t gone) cons
 
 std::vector<Rank> Messages::missing() {
   std::vector<Rank> ranks;
-  const uint64_t gone = this->gone();
+  const uint64_t gone = group_->gone();
   const std::lock_guard lock(mutex_);
   for (const auto& work : open_) {
     if (work->is_moved()) continue;
