@@ -14,10 +14,29 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, Me, Pool, begun, caught, fresh
-from dist_site import until
+from dist_site import LARGE, until
 from test_cuda_dist_faults import VICTIM, die, survivors
 
 pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
+
+
+def unopened(me: Me) -> Caught:
+    """A rank dies when all have agreed on a call, and before others have opened its tensor."""
+    x, whole = me.site.make(LARGE).fill_(me.rank), me.site.make(me.world * LARGE)
+    dist.all_reduce(torch.ones(1))
+    if me.rank == VICTIM:
+        me.fake.gpu.kill("map")
+    else:
+        me.fake.gpu.delay("map", 0.3)
+    return caught(dist.all_gather_into_tensor, whole, x)
+
+
+def test_a_death_before_a_tensor_is_opened():
+    """It is the dead one that everybody hears of, and not who could not reach its memory."""
+    with fresh(3, site="eager:stream") as pool:
+        for error in survivors(pool, unopened):
+            assert error.kind == "PeerLost", error
+            assert "rank 1 (pid " in error.text
 
 
 def untold(me: Me, asks: bool) -> tuple[list[float], str, Caught]:

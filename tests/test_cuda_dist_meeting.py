@@ -4,6 +4,7 @@ all come to the same end. Memory goes to other processes as file descriptors.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 from collections.abc import Iterator
 from typing import Any
@@ -19,15 +20,28 @@ from test_cuda_dist_lives import connect
 pytestmark = pytest.mark.skipif(not OURS, reason="has slabs of its own")
 
 
+def make_no_threads(really: bool = True) -> None:
+    """From now on there is no room for a thread's stack; or as at the beginning."""
+    libc, attributes = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    assert libc.pthread_attr_init(attributes) == 0
+    size = ctypes.c_size_t(1 << (46 if really else 23))
+    assert libc.pthread_attr_setstacksize(attributes, size) == 0
+    assert libc.pthread_setattr_default_np(attributes) == 0
+
+
 def met(me: Me, call: str, after: int, lost: bool = False, turn: int = 0) -> tuple[Any, ...]:
     """A call of CUDA fails on one rank, or does nothing."""
     site = me.start(f"{call}_{turn}")
-    if me.rank == VICTIM and lost:
+    if call == "thread":
+        dist.barrier(async_op=True).wait()  # the queue has its own now
+        make_no_threads(me.rank == VICTIM)
+    elif me.rank == VICTIM and lost:
         site.fake.gpu.drop(call)
     elif me.rank == VICTIM:
         site.fake.gpu.fail(call, after)
     x = torch.ones(100)
     first = caught(dist.all_reduce, x)
+    make_no_threads(False)
     site.fake.gpu.fail(call, -1)
     site.fake.gpu.drop(call, False)
     second = caught(dist.all_reduce, x)
@@ -37,12 +51,16 @@ def met(me: Me, call: str, after: int, lost: bool = False, turn: int = 0) -> tup
 
 
 MEMORY = ("register_host", "allocate", "create_stream", "fill", "export_memory", "map", "launch")
-STEPS = [(call, 0) for call in (*MEMORY, "copy", "write_value", "wait_value")] + [("launch", 3)]
+STEPS = [(call, 0) for call in (*MEMORY, "copy", "write_value", "wait_value", "thread")]
+STEPS += [("launch", 3)]
 
 
 @pytest.mark.parametrize(("call", "after"), STEPS)
 def test_every_step_of_the_meeting(call, after):
     """Memory that one rank cannot share, nobody does, and all say once why that is."""
+    failure = f"CUDA error: made up, in {call}"
+    if call == "thread":
+        failure = "this process cannot make another thread"
     with fresh(3, group=False, site="eager:best", environ=(("PYCOLLECT_LOG", "info"),)) as pool:
         for turn in range(2):
             for first, second, *found in pool.run(met, call, after, False, turn):
@@ -51,14 +69,30 @@ def test_every_step_of_the_meeting(call, after):
         why = f"PYCOLLECT_CUDA_SYNC=stream does not work here: rank {VICTIM}: "
         for rank in range(3):
             log = (pool.folder / f"rank_{rank}.log").read_text()
-            assert log.count(f"{why}CUDA error: made up, in {call}") == 1, log
+            assert log.count(why + failure) == 1, log
             assert log.count("PYCOLLECT_CUDA_SYNC=host: ") == 1, log
     with fresh(3, group=False, site="eager:stream") as pool:
         for first, second, *_, left, fouls in pool.run(met, call, after):
-            assert why in first.text, first
-            assert "made up" in first.text
+            assert why + failure in first.text, first
             assert "does not work here" in second.text
             assert (left, fouls) == ({}, [])
+
+
+def met_before(me: Me) -> tuple[Caught, float, list[str]]:
+    site, x = me.start("met_before"), torch.ones(100)
+    dist.barrier(async_op=True).wait()
+    connect(me)
+    make_no_threads()
+    error = caught(dist.all_reduce, x)
+    dist.destroy_process_group()
+    make_no_threads(False)
+    return error, x.sum().item(), site.fouls()
+
+
+def test_calls_make_no_thread_when_all_have_met():
+    with fresh(3, group=False, site="eager:stream") as pool:
+        for error, total, fouls in pool.run(met_before, seconds=30):
+            assert (error.kind, total, fouls) == ("", 300.0, []), error
 
 
 def test_memory_that_is_short_or_does_not_arrive():

@@ -1,6 +1,5 @@
 #include "life.h"
 
-#include <signal.h>
 #include <sys/syscall.h>
 
 #include <cerrno>
@@ -9,22 +8,6 @@
 
 namespace pycollect::shm {
 namespace {
-
-// Of this thread, and of those that it makes.
-class SignalsBlocked {
- public:
-  SignalsBlocked() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  SignalsBlocked(const SignalsBlocked&) = delete;
-  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
-
- private:
-  sigset_t before_;
-};
 
 // Instead of what the C library has registered for this thread, which then may hold no robust lock
 // of that one's.
@@ -36,10 +19,7 @@ int register_locks(robust_list_head* list) {
 
 Peers::Peers(Control& control, int world, Rank me) : control_(control), world_(world) {
   Life& mine = control.lives[me];
-  {
-    const SignalsBlocked blocked;  // they are for the threads that were there
-    holder_ = std::make_unique<std::thread>(new_thread([this, &mine] { hold(mine); }));
-  }
+  holder_ = std::make_unique<std::thread>(new_thread([this, &mine] { hold(mine); }));
   held_.acquire();
   if (failed_ != 0) {
     holder_->join();

@@ -6,7 +6,7 @@ namespace {
 // Whom it depends on that `r` enqueues something: on itself, if it is gone, or else on those who
 // are behind all others: the rest may only wait for them.
 std::vector<Rank> missing(const shm::Group& group, const Deck& deck, Rank r) {
-  if ((group.dead() >> r & 1) != 0 || group.line(r).left.load() != 0) return {r};
+  if ((group.gone() >> r & 1) != 0) return {r};
   std::vector<Rank> last;
   uint64_t least = 0;
   for (Rank other = 0; other < group.world(); ++other) {
@@ -30,10 +30,7 @@ Adopted::~Adopted() {
   }
 }
 
-Dock::Dock(Parts parts)
-    : parts_(std::move(parts)),
-      awaited_(parts_.group->world()),
-      watch_(parts_.group, parts_.deck) {}
+Dock::Dock(Parts parts) : parts_(std::move(parts)), awaited_(parts_.group->world()) {}
 
 Dock::~Dock() = default;
 
@@ -69,13 +66,13 @@ std::shared_ptr<Errand> Dock::send(const shm::Occasion& occasion, std::function<
       std::make_shared<Errand>(Errand::About{occasion.operation, occasion.call, occasion.deadline,
                                              std::move(reached), awaited_},
                                std::move(lent));
-  watch_.take(errand);
+  parts_.watch->take(errand);
   return errand;
 }
 
 std::exception_ptr Dock::close(std::chrono::milliseconds grace) {
   if (std::exchange(closed_, true)) return nullptr;
-  std::exception_ptr untold = watch_.close(grace);
+  std::exception_ptr untold = parts_.watch->close(grace);
   parts_.slab.reset();
   parts_.adopted.reset();
   return untold;

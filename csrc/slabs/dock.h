@@ -42,6 +42,7 @@ class Dock {
     std::shared_ptr<Tracts> tracts;
     std::unique_ptr<Slab> slab;
     std::unique_ptr<Adopted> adopted;
+    std::unique_ptr<Watch> watch;
     bool apart;  // on several GPUs
   };
   explicit Dock(Parts parts);
@@ -75,7 +76,7 @@ class Dock {
   std::shared_ptr<Errand> send(const shm::Occasion& occasion, std::function<bool()> reached,
                                std::shared_ptr<void> lent);
   // Lets go of what was lent to calls that have ended, which the next call does otherwise.
-  void free_returned() { watch_.free_returned(); }
+  void free_returned() { parts_.watch->free_returned(); }
 
   // Ends it: gives what is under way some time, and lets go of all memory.
   // Returns the first error that nobody has been told.
@@ -87,7 +88,6 @@ class Dock {
   Parts parts_;
   std::vector<uint64_t> awaited_;  // [rank]: how far its stream must come for what this one has
   uint64_t run_ = 1;               // counters begin at zero, which is before every run
-  Watch watch_;
   bool closed_ = false;
 };
 

@@ -45,6 +45,8 @@ std::byte* GpuTransport::find(Rank r, shm::Where where) const {
   try {
     return dock_->tracts().at(dock_->slab().device(), r, place);
   } catch (const std::runtime_error& error) {
+    if ((group().dead() >> r & 1) != 0)  // which says more than that it does not answer
+      group().await([] { return false; }, [r] { return std::vector<Rank>{r}; }, *occasion_);
     const std::string why = text("rank ", r, "'s tensor cannot be reached: ", error.what());
     group().abort(text("it failed in ", occasion_->operation, ": ", why));
     throw CollectiveError(text(occasion_->operation, ": ", why));

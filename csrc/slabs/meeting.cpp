@@ -53,8 +53,6 @@ class Meeting {
     verdict.fine = true;
     try {
       act();
-    } catch (const CollectiveError&) {
-      throw;
     } catch (const std::exception& error) {
       verdict.fine = false;
       write(verdict.why, error.what());
@@ -90,6 +88,7 @@ class Meeting {
       trial_ = std::make_unique<Trial>(*ask_.gpu, *slab_, deck_, adopted_->base());
       trial_->clear();
       mine_.handle = slab_->handle();
+      watch_ = std::make_unique<Watch>(ask_.group, deck_);
     });
     if (!why.empty()) return why;
     why = together([&] {
@@ -117,7 +116,8 @@ class Meeting {
     bool apart = false;
     for (Rank r = 0; r < group_.world(); ++r) apart |= !same(r);
     return std::make_shared<Dock>(Dock::Parts{ask_.group, ask_.gpu, ask_.stream, deck_, ask_.tracts,
-                                              std::move(slab_), std::move(adopted_), apart});
+                                              std::move(slab_), std::move(adopted_),
+                                              std::move(watch_), apart});
   }
 
   const Ask& ask_;
@@ -129,6 +129,7 @@ class Meeting {
   std::unique_ptr<Adopted> adopted_;
   std::unique_ptr<Slab> slab_;
   std::unique_ptr<Trial> trial_;
+  std::unique_ptr<Watch> watch_;
 };
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include "../plan/error.h"
+#include "../shm/new_thread.h"
 
 namespace pycollect::slabs {
 namespace {
@@ -53,9 +54,16 @@ void keep_for_ever(std::shared_ptr<void> lent) {
 }
 
 Watch::Watch(std::shared_ptr<shm::Group> group, const Deck& deck)
-    : group_(std::move(group)), deck_(deck) {}
+    : group_(std::move(group)), deck_(deck), thread_(shm::new_thread([this] { serve(); })) {}
 
-Watch::~Watch() {
+Watch::~Watch() { end(); }
+
+void Watch::end() {
+  {
+    const Lock lock(mutex_);
+    closed_ = true;
+    changed_.notify_all();
+  }
   if (thread_.joinable()) thread_.join();
 }
 
@@ -69,7 +77,6 @@ void Watch::take(std::shared_ptr<Errand> errand) {
   {
     const Lock lock(mutex_);
     open_.push_back(std::move(errand));
-    if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
     changed_.notify_all();
   }
   free_returned();  // now that it is known what may have to be let go for that
@@ -115,15 +122,14 @@ std::vector<Rank> Watch::missing(const Errand& errand) const {
   const auto counter = [&](Rank r) {
     return deck_.counter(r).reached.load(std::memory_order_acquire);
   };
-  const uint64_t dead = group_->dead();
-  std::vector<Rank> gone;
+  const uint64_t dead = group_->dead(), gone = group_->gone();
+  std::vector<Rank> lost;
   for (Rank r = 0; r < group_->world(); ++r)
-    if ((dead >> r & 1) != 0 && !shm::reached(counter(r), awaited[r])) gone.push_back(r);
-  if (!gone.empty()) return gone;
+    if ((dead >> r & 1) != 0 && !shm::reached(counter(r), awaited[r])) lost.push_back(r);
+  if (!lost.empty()) return lost;
   // Whoever has done its part may go.
   const auto is_through = [&](Rank r) {
-    return ((dead >> r & 1) != 0 || group_->line(r).left.load() != 0) &&
-           shm::reached(counter(r), awaited[r]);
+    return (gone >> r & 1) != 0 && shm::reached(counter(r), awaited[r]);
   };
   uint64_t least = counter(group_->rank());
   for (Rank r = 0; r < group_->world(); ++r)
@@ -171,7 +177,7 @@ std::exception_ptr Watch::close(std::chrono::milliseconds grace) {
     changed_.wait(lock, [&] { return open_.empty(); });
   }
   lock.unlock();
-  if (thread_.joinable()) thread_.join();
+  end();
   free_returned();
   for (const auto& errand : failed_)
     if (!errand->told_) return errand->error();

@@ -56,8 +56,9 @@ void keep_for_ever(std::shared_ptr<void> lent);
 
 class Watch {
  public:
+  // With its thread: where there can be none, the ranks hear of it as they meet.
   Watch(std::shared_ptr<shm::Group> group, const Deck& deck);
-  ~Watch();  // after `close`
+  ~Watch();  // after `close`, or with nothing taken
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
 
@@ -72,6 +73,7 @@ class Watch {
  private:
   using Lock = std::unique_lock<std::mutex>;
   void serve();
+  void end();
   void see_through(Errand& errand);
   void let_go(Errand& errand) const;
   std::vector<Rank> missing(const Errand& errand) const;
@@ -84,7 +86,7 @@ class Watch {
   bool closed_ = false;
   std::vector<std::shared_ptr<Errand>> failed_;
   std::vector<std::shared_ptr<void>> returned_;
-  std::thread thread_;  // from the first errand on
+  std::thread thread_;
 };
 
 }  // namespace pycollect::slabs

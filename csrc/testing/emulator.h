@@ -73,9 +73,10 @@ class Emulator final : public Api, public Host {
   void copy(const Rectangle& rectangle) override;
 
   // The scenery, and what became of it.
-  void fail_call(int in);                       // so many more calls go well, and then one does not
-  void fail(const std::string& call, int in);   // the same of those of this name; negative: none
-  void kill(const std::string& call, int in);   // the process dies there
+  void fail_call(int in);                      // so many more calls go well, and then one does not
+  void fail(const std::string& call, int in);  // the same of those of this name; negative: none
+  void kill(const std::string& call, int in);  // the process dies there
+  void delay(const std::string& call, double seconds);
   void drop(const std::string& call, bool on);  // it says that it did it, and does nothing
   void live_on(const std::string& gpu);         // its identity
   void pace(double seconds);                    // between two steps of a stream
@@ -173,6 +174,7 @@ class Emulator final : public Api, public Host {
   std::set<std::pair<int, int>> loaded_;  // kernels, by dtype and op
   Trace trace_;
   std::map<std::string, int> books_, failing_, killing_;
+  std::map<std::string, std::chrono::duration<double>> delays_;
   std::set<std::string> dropped_;
   std::vector<std::string> fouls_, calls_;
   bool looks_ = true;

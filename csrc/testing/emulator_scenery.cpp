@@ -83,6 +83,8 @@ void Emulator::enter(const char* call) {
   ++books_[call];
   if (const auto found = killing_.find(call); found != killing_.end() && found->second-- <= 0)
     std::raise(SIGKILL);
+  if (const auto found = delays_.find(call); found != delays_.end())
+    std::this_thread::sleep_for(found->second);
   const auto named = failing_.find(call);
   const bool fails = named != failing_.end() && named->second-- <= 0;
   if (fails || (fail_in_ >= 0 && fail_in_-- == 0)) demand(false, "made up, in ", call);
@@ -131,6 +133,11 @@ void Emulator::fail(const std::string& call, int in) {
 void Emulator::kill(const std::string& call, int in) {
   const Lock lock = locked();
   killing_[call] = in;
+}
+
+void Emulator::delay(const std::string& call, double seconds) {
+  const Lock lock = locked();
+  delays_[call] = std::chrono::duration<double>(seconds);
 }
 
 void Emulator::drop(const std::string& call, bool on) {

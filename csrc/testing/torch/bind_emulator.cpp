@@ -76,6 +76,7 @@ void bind_api(py::module_& m) {
                              [](const Emulator& c) { return words(StreamJudge(c.trace()).race()); })
       .def("fail", &Emulator::fail, py::arg("call"), py::arg("in_") = 0, kFree)
       .def("kill", &Emulator::kill, py::arg("call"), py::arg("in_") = 0, kFree)
+      .def("delay", &Emulator::delay, py::arg("call"), py::arg("seconds"), kFree)
       .def("drop", &Emulator::drop, py::arg("call"), py::arg("on") = true, kFree)
       .def("live_on", &Emulator::live_on, py::arg("gpu"), kFree)
       .def("pace", &Emulator::pace, py::arg("seconds"), kFree)
