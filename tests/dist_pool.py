@@ -198,21 +198,6 @@ def _fouls(me: Me) -> list[str]:
     return me.site.fouls()
 
 
-def shared_files() -> set[str]:
-    """The backend's files in /dev/shm."""
-    return {name for name in os.listdir("/dev/shm") if "pycollect" in name}
-
-
-def left_over(before: set[str]) -> set[str]:
-    """Those that are new and stay: other programs' go."""
-    until = time.monotonic() + 10
-    left = shared_files() - before
-    while left and time.monotonic() < until:
-        time.sleep(0.2)
-        left &= shared_files()
-    return left
-
-
 def backend_of(group: dist.ProcessGroup | None = None) -> Any:
     """The object behind a group, for what torch's front refuses to other names than its own."""
     return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))

