@@ -81,8 +81,8 @@ class Group::Lookout {
   void time_out(Deadline now) {
     const std::vector<Rank> late = question_.late();
     if (question_.ready()) return;
-    fail(Breakage::timed_out,
-         text("timed out after ", seconds(now - begin_), "; ", name(late), " did not arrive"));
+    const std::string who = late.empty() ? "" : text("; ", name(late), " did not arrive");
+    fail(Breakage::timed_out, text("timed out after ", seconds(now - begin_), who));
   }
 
   [[noreturn]] void fail(uint32_t kind, const std::string& cause) {

@@ -35,19 +35,31 @@ void Broken::say(uint32_t kind, const std::string& cause, const Occasion* found_
 }
 
 void Broken::rethrow(const Occasion& occasion) const {
+  const uint32_t kind = hear();
+  const std::string found_in = sentence(breakage_.operation);
+  const bool here = found_in == occasion.operation && breakage_.call == occasion.call;
+  const bool told = here || found_in.empty();
+  fail(kind, name(occasion),
+       told ? "" : text("broken since ", found_in, " #", breakage_.call, ": "));
+}
+
+void Broken::rethrow() const { fail(hear(), text("group '", group_, "'"), ""); }
+
+// Its kind, when the words are there; `being_said`: they never come.
+uint32_t Broken::hear() const {
   const Deadline end = Clock::now() + kSaying;
   uint32_t state = Breakage::being_said;
   while ((state = breakage_.state.load(std::memory_order_acquire)) == Breakage::being_said &&
          Clock::now() < end)
     sched_yield();
-  if (state == Breakage::being_said)
-    throw PeerLost(text(name(occasion), ": a rank died while it told why the group is broken"));
-  const std::string found_in = sentence(breakage_.operation);
-  const bool here = found_in == occasion.operation && breakage_.call == occasion.call;
-  const std::string since =
-      here || found_in.empty() ? "" : text("broken since ", found_in, " #", breakage_.call, ": ");
-  const std::string why = text(name(occasion), ": ", since, sentence(breakage_.cause));
-  if (state == Breakage::timed_out) throw Timeout(why);
+  return state;
+}
+
+void Broken::fail(uint32_t kind, const std::string& where, const std::string& since) const {
+  if (kind == Breakage::being_said)
+    throw PeerLost(text(where, ": a rank died while it told why the group is broken"));
+  const std::string why = text(where, ": ", since, sentence(breakage_.cause));
+  if (kind == Breakage::timed_out) throw Timeout(why);
   throw PeerLost(why);
 }
 

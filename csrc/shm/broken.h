@@ -17,9 +17,13 @@ class Broken {
   void say(uint32_t kind, const std::string& cause, const Occasion* found_in);
   // Throws what it is broken for: PeerLost or Timeout.
   [[noreturn]] void rethrow(const Occasion& occasion) const;
+  [[noreturn]] void rethrow() const;                 // while the group is made
   std::string name(const Occasion& occasion) const;  // "all_reduce #17 of group 'default'"
 
  private:
+  uint32_t hear() const;
+  [[noreturn]] void fail(uint32_t kind, const std::string& where, const std::string& since) const;
+
   Breakage& breakage_;
   const std::string group_;
 };

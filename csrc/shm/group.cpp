@@ -1,7 +1,5 @@
 #include "group.h"
 
-#include <bit>
-
 #include "../plan/error.h"
 #include "meeting.h"
 
@@ -36,32 +34,21 @@ Group::Group(Board& board, Rank rank, int world, Settings settings)
       seen_(std::make_unique<std::atomic<uint64_t>[]>(world)) {
   try {
     meet(board);
-  } catch (...) {  // the others may have seen this rank there
-    if (lines_ != nullptr) leave();
+  } catch (const std::exception& error) {  // the others may have seen this rank there
+    if (broken_)
+      broken_->say(Breakage::lost, text("rank ", rank_, " gave up: ", error.what()), nullptr);
     throw;
   }
 }
 
-std::string Group::lost() const {
-  if (lines_ == nullptr) return "";
-  // Who has left may have done so because another died.
-  const uint64_t left = this->left(), dead = this->dead();
-  if (dead != 0) {
-    const Rank r = std::countr_zero(dead);
-    return text("rank ", r, " (pid ", peers_->pid(r), ") died");
-  }
-  return left == 0 ? "" : text("rank ", std::countr_zero(left), " has left");
-}
-
 void Group::meet(Board& board) {
-  Meeting meeting(board, rank_, world_, settings_, [this] { return lost(); });
+  Meeting meeting(board, rank_, world_, settings_, {broken_, peers_});
   const auto prepare = [&](std::shared_ptr<Segment> segment, uint64_t nonce) {
     adopt(std::move(segment));
     Control& control = *reinterpret_cast<Control*>(base_);
     control.nonces[rank_].store(nonce);
     peers_ = std::make_unique<Peers>(control, world_, rank_);
     commit();
-    lines_ = reinterpret_cast<Line*>(base_ + layout_.lines);
   };
   const std::vector<Introduction> ranks = meeting.share(layout_.total, prepare);
   require_one_memory(ranks);
@@ -74,6 +61,7 @@ void Group::meet(Board& board) {
 void Group::adopt(std::shared_ptr<Segment> segment) {
   segment_ = std::move(segment);
   base_ = segment_->data();
+  lines_ = reinterpret_cast<Line*>(base_ + layout_.lines);
   segment_->commit(0, Layout::up(sizeof(Control)));
   broken_ = std::make_unique<Broken>(reinterpret_cast<Control*>(base_)->breakage, settings_.name);
 }

@@ -22,7 +22,7 @@ class Group {
  public:
   // Returns when all ranks share the memory and have read each other's nonce in it. Throws, on all
   // ranks alike and naming hosts, std::invalid_argument when they are not processes of one host;
-  // Timeout, naming who is missing.
+  // Timeout, naming who is missing; PeerLost when one has died or given up.
   Group(Board& board, Rank rank, int world, Settings settings);
   ~Group();
   // Whoever still waits for this rank, and has no reason to, learns that it has left.
@@ -74,7 +74,6 @@ class Group {
  private:
   class Lookout;  // await.cpp
   void meet(Board& board);
-  std::string lost() const;
   void adopt(std::shared_ptr<Segment> segment);
   void commit();
   void require_one_memory(const std::vector<Introduction>& ranks) const;
@@ -95,7 +94,7 @@ class Group {
   bool crowded_ = false;  // more ranks than cores
   std::shared_ptr<Segment> segment_;
   std::byte* base_ = nullptr;
-  Line* lines_ = nullptr;  // when this rank is ready in the memory
+  Line* lines_ = nullptr;
   std::unique_ptr<Broken> broken_;
   std::unique_ptr<Peers> peers_;
   std::unique_ptr<std::atomic<uint64_t>[]> seen_;  // [rank]: of its counter

@@ -19,7 +19,8 @@ int register_locks(robust_list_head* list) {
 
 Peers::Peers(Control& control, int world, Rank me) : control_(control), world_(world) {
   Life& mine = control.lives[me];
-  holder_ = std::make_unique<std::thread>(new_thread([this, &mine] { hold(mine); }));
+  holder_ =
+      std::make_unique<std::thread>(new_thread_without_signals([this, &mine] { hold(mine); }));
   held_.acquire();
   if (failed_ != 0) {
     holder_->join();

@@ -75,9 +75,13 @@ void Mailbox::Watch::sleep() {
 }
 
 // What has come, however much; but not for ever, because ranks that are there may go on sending.
-void Mailbox::move_all(const Until& until) {
-  for (int n = MailArea::most_unread(group_.world()) / Incoming::kMostTaken + 1; n >= 0; --n)
-    if (until.holds() || !move(Locked(mutex_))) return;
+// Returns whether the end of the wait was met on the way.
+bool Mailbox::move_all(const Until& until) {
+  for (int n = MailArea::most_unread(group_.world()) / Incoming::kMostTaken + 1; n >= 0; --n) {
+    if (until.holds()) return true;
+    if (!move(Locked(mutex_))) break;
+  }
+  return false;
 }
 
 void Mailbox::wait(const Until& until, const Occasion& occasion) {
@@ -88,7 +92,7 @@ void Mailbox::wait(const Until& until, const Occasion& occasion) {
   // done theirs: so it names whom this has depended on all the while.
   const auto needed = [&] {
     const std::vector<Rank> before = until.missing();
-    move_all(until);
+    if (move_all(until)) return std::vector<Rank>();
     std::vector<Rank> missing = until.missing();
     std::erase_if(missing, [&](Rank r) { return !std::ranges::count(before, r); });
     return missing;

@@ -70,7 +70,7 @@ class Mailbox {
   void guard(const Act& act);
   bool move(Locked locked);
   bool unlock(Locked locked);
-  void move_all(const Until& until);
+  bool move_all(const Until& until);
   std::vector<Rank> anybody() const;  // if it is all the same who, those that are there
 
   Group& group_;

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <system_error>
 
@@ -22,13 +23,13 @@ std::string key(Rank rank) { return text("hello/", rank); }
 
 }  // namespace
 
-Meeting::Meeting(Board& board, Rank rank, int world, const Settings& settings, Lost lost)
+Meeting::Meeting(Board& board, Rank rank, int world, const Settings& settings, const Signs& signs)
     : board_(board),
       rank_(rank),
       world_(world),
       settings_(settings),
       deadline_(deadline_after(settings.timeout)),
-      lost_(std::move(lost)) {}
+      signs_(signs) {}
 
 std::vector<Introduction> Meeting::share(std::size_t bytes, const Preparation& preparation) {
   Introduction mine = introduce(settings_, world_);
@@ -85,8 +86,8 @@ Descriptor Meeting::fetch_from(const Introduction& owner) const {
     const int why = error.code().value();
     if (why == EAGAIN || Clock::now() >= deadline_) time_out({0});
     if (why == ECONNREFUSED && network_space_ != 0 && owner.network_space == network_space_)
-      throw PeerLost(text("group '", settings_.name, "': rank 0 (pid ", owner.pid,
-                          ") died before all had come, or waits no longer"));
+      fail(Breakage::lost,
+           text("rank 0 (pid ", owner.pid, ") died before all had come, or waits no longer"));
     throw;
   }
 }
@@ -94,17 +95,15 @@ Descriptor Meeting::fetch_from(const Introduction& owner) const {
 std::vector<std::string> Meeting::read_all() {
   std::vector<std::string> keys;
   for (Rank r = 0; r < world_; ++r) keys.push_back(key(r));
-  for (std::string lost;;) {
+  for (bool vain = false;;) {
     try {
-      const auto glance = lost.empty() ? kGlances : kGlance;
-      return board_.read_all(keys, std::min(deadline_, Clock::now() + glance));
+      return board_.read_all(keys, std::min(deadline_, Clock::now() + (vain ? kGlance : kGlances)));
     } catch (const Timeout&) {  // which some boards throw a second late
       if (Clock::now() >= deadline_) break;
     }
-    // Whoever has gone may have met all the others first: then all is there now.
-    if (!lost.empty())
-      throw PeerLost(text("group '", settings_.name, "': ", lost, " before all had come"));
-    lost = lost_();
+    // Whoever has gone may have met all the others first: then all is there at the second look.
+    if (vain) say_why_vain();
+    vain = is_vain();
   }
   std::vector<Rank> missing;
   for (Rank r = 0; r < world_; ++r) {
@@ -119,9 +118,32 @@ std::vector<std::string> Meeting::read_all() {
 
 void Meeting::time_out(const std::vector<Rank>& missing) const {
   const std::chrono::duration<double> waited = settings_.timeout;
-  throw Timeout(text(
-      "group '", settings_.name, "': timed out after ", waited.count(), " s; ",
-      missing.empty() ? "the last rank was too late" : text(name(missing), " did not arrive")));
+  fail(Breakage::timed_out, text("timed out after ", waited.count(), " s; ",
+                                 missing.empty() ? "the last rank was too late"
+                                                 : text(name(missing), " did not arrive")));
+}
+
+// Is there no more reason to wait?
+bool Meeting::is_vain() const {
+  return signs_.broken && (signs_.broken->yes() || (signs_.peers && signs_.peers->dead() != 0));
+}
+
+void Meeting::say_why_vain() const {
+  if (signs_.broken->yes()) signs_.broken->rethrow();
+  const Rank r = std::countr_zero(signs_.peers->dead());
+  fail(Breakage::lost,
+       text("rank ", r, " (pid ", signs_.peers->pid(r), ") died before all had come"));
+}
+
+// With the words of whoever was the first to find that it is vain.
+void Meeting::fail(uint32_t kind, const std::string& cause) const {
+  if (signs_.broken) {
+    signs_.broken->say(kind, cause, nullptr);
+    signs_.broken->rethrow();
+  }
+  const std::string why = text("group '", settings_.name, "': ", cause);
+  if (kind == Breakage::timed_out) throw Timeout(why);
+  throw PeerLost(why);
 }
 
 }  // namespace pycollect::shm

@@ -9,7 +9,9 @@
 #include <vector>
 
 #include "board.h"
+#include "broken.h"
 #include "introduction.h"
+#include "life.h"
 #include "outlet.h"
 #include "segment.h"
 
@@ -17,9 +19,12 @@ namespace pycollect::shm {
 
 class Meeting {
  public:
-  // Says which of the others has gone, if one has, and how.
-  using Lost = std::function<std::string()>;
-  Meeting(Board& board, Rank rank, int world, const Settings& settings, Lost lost);
+  // What tells of the others in the memory, when a preparation has made it.
+  struct Signs {
+    const std::unique_ptr<Broken>& broken;
+    const std::unique_ptr<Peers>& peers;
+  };
+  Meeting(Board& board, Rank rank, int world, const Settings& settings, const Signs& signs);
 
   // Makes the rank ready in the memory, and writes its nonce there.
   using Preparation = std::function<void(std::shared_ptr<Segment>, uint64_t nonce)>;
@@ -33,13 +38,16 @@ class Meeting {
   Descriptor fetch_from(const Introduction& owner) const;
   std::vector<std::string> read_all();
   [[noreturn]] void time_out(const std::vector<Rank>& missing) const;
+  bool is_vain() const;
+  [[noreturn]] void say_why_vain() const;
+  [[noreturn]] void fail(uint32_t kind, const std::string& cause) const;
 
   Board& board_;
   Rank rank_;
   int world_;
   const Settings& settings_;
   Deadline deadline_;
-  Lost lost_;
+  const Signs signs_;
   uint64_t network_space_ = 0;
   std::optional<Outlet> outlet_;  // rank 0's
 };

@@ -1,5 +1,5 @@
-// A thread of a group's own, which takes no signals (they are for the threads that were there); or
-// the sentence that there can be none: at a limit of processes, or without memory for its stack.
+// A thread of a group's own; or the sentence that there can be none: at a limit of processes, or
+// without memory for its stack.
 #pragma once
 #include <signal.h>
 
@@ -10,13 +10,15 @@
 
 namespace pycollect::shm {
 
-// Of this thread, and of those that it makes.
+// But for those of errors. Of this thread, and of those that it makes.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
+    sigset_t signals;
+    sigfillset(&signals);
+    for (const int error : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS})
+      sigdelset(&signals, error);
+    pthread_sigmask(SIG_BLOCK, &signals, &before_);
   }
   ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
   SignalsBlocked(const SignalsBlocked&) = delete;
@@ -28,7 +30,6 @@ class SignalsBlocked {
 
 template <class Body>
 std::thread new_thread(Body body) {
-  const SignalsBlocked blocked;
   try {
     return std::thread(std::move(body));
   } catch (const std::system_error& error) {
@@ -36,6 +37,14 @@ std::thread new_thread(Body body) {
                                "); allow it more threads (ulimit -u, the cgroup's pids.max) or ",
                                "more memory"));
   }
+}
+
+// Signals are for the threads that were there. Not where a caller's code runs, whose processes
+// would begin without them, too.
+template <class Body>
+std::thread new_thread_without_signals(Body body) {
+  const SignalsBlocked blocked;
+  return new_thread(std::move(body));
 }
 
 }  // namespace pycollect::shm

@@ -7,8 +7,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <map>
+#include <mutex>
 #include <set>
 #include <stdexcept>
+#include <vector>
 
 #include "../plan/error.h"
 #include "new_thread.h"
@@ -62,7 +65,8 @@ void until(int socket, Deadline deadline, const Act& act) {
 
 // Whoever is put out may have been told why, which the kernel keeps behind what it says itself.
 std::optional<Letter> ask(int socket, uint64_t number, Deadline deadline) {
-  if (!send_letter(socket, number, -1) && errno != EPIPE) refuse("cannot ask for it", errno);
+  if (!send_letter(socket, number, -1) && errno != EPIPE && errno != ECONNRESET)
+    refuse("cannot ask for it", errno);
   std::optional<Letter> letter;
   until(socket, deadline, [&] { return (letter = receive_letter(socket, 0)).has_value(); });
   if (!letter && errno == ECONNRESET) letter = receive_letter(socket, MSG_DONTWAIT);
@@ -71,57 +75,65 @@ std::optional<Letter> ask(int socket, uint64_t number, Deadline deadline) {
 
 }  // namespace
 
-// A forked child closes what the outlets of its parent have: else nobody is told when that has
-// gone, and what it offered stays for as long as the child.
-class Forking {
- public:
-  static Forking& only() {
-    static Forking& it = *new Forking;  // for as long as there may be outlets
-    return it;
+// A forked child closes it: else nobody would be told when its parent has gone, and what that
+// offered would stay for as long as the child.
+struct Outlet::Open {
+  struct Caller {
+    Descriptor connection;
+    Deadline until;  // its question must have come
+  };
+
+  Open() {
+    const std::lock_guard hold(listing);
+    all.insert(this);
   }
-  void add(Outlet& outlet) {
-    const std::lock_guard hold(mutex_);
-    outlets_.insert(&outlet);
+  ~Open() {
+    const std::lock_guard hold(listing);
+    all.erase(this);
+    close();
   }
-  void remove(Outlet& outlet) {
-    const std::lock_guard hold(mutex_);
-    outlets_.erase(&outlet);
-  }
+  Open(const Open&) = delete;
+  Open& operator=(const Open&) = delete;
+
+  std::mutex mutex;  // held while something is opened or closed
+  Descriptor listening;
+  std::vector<Caller> callers;  // only changed by the outlet's thread
+  std::map<uint64_t, Descriptor> offered;
 
  private:
-  Forking() {
-    pthread_atfork([] { only().lock(); }, [] { only().unlock(); }, [] { only().forget(); });
+  void close() {
+    listening = Descriptor();
+    callers.clear();
+    offered.clear();
   }
-  void lock() {
-    mutex_.lock();
-    for (Outlet* const outlet : outlets_) outlet->mutex_.lock();
+  static void before_fork() {
+    listing.lock();
+    for (Open* const open : all) open->mutex.lock();
   }
-  void unlock() {
-    for (Outlet* const outlet : outlets_) outlet->mutex_.unlock();
-    mutex_.unlock();
+  static void in_parent() {
+    for (Open* const open : all) open->mutex.unlock();
+    listing.unlock();
   }
-  void forget() {
-    for (Outlet* const outlet : outlets_) {
-      outlet->offered_.clear();
-      outlet->listening_ = Descriptor();
-    }
-    unlock();
+  static void in_child() {
+    for (Open* const open : all) open->close();
+    in_parent();
   }
 
-  std::mutex mutex_;
-  std::set<Outlet*> outlets_;
+  static inline std::mutex listing;
+  static inline std::set<Open*>& all = *new std::set<Open*>;
+  [[maybe_unused]] static inline const int registered =
+      pthread_atfork(before_fork, in_parent, in_child);
 };
 
-Outlet::Outlet()
-    : name_(random_number()),
-      listening_(listening(name_)),
-      end_(ending()),
-      thread_(std::make_unique<std::thread>(new_thread([this] { serve(); }))) {
-  Forking::only().add(*this);
+Outlet::Outlet() : name_(random_number()), open_(std::make_unique<Open>()), end_(ending()) {
+  {
+    const std::lock_guard lock(open_->mutex);
+    open_->listening = listening(name_);
+  }
+  thread_ = std::make_unique<std::thread>(new_thread_without_signals([this] { serve(); }));
 }
 
 Outlet::~Outlet() {
-  Forking::only().remove(*this);
   if (!origin_.is_here()) {
     static_cast<void>(thread_.release());  // it stayed with the parent: nothing here is that thread
     return;
@@ -131,58 +143,63 @@ Outlet::~Outlet() {
 }
 
 Outlet::Ticket Outlet::offer(Descriptor descriptor) {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(open_->mutex);
   const Ticket ticket{name_, random_number()};
-  offered_.emplace(ticket.number, std::move(descriptor));
+  open_->offered.emplace(ticket.number, std::move(descriptor));
   return ticket;
 }
 
 void Outlet::withdraw(const Ticket& ticket) noexcept {
-  const std::lock_guard lock(mutex_);
-  offered_.erase(ticket.number);
+  const std::lock_guard lock(open_->mutex);
+  open_->offered.erase(ticket.number);
 }
 
 void Outlet::serve() {
   pthread_setname_np(pthread_self(), "pycollect fds");
-  std::vector<Caller> callers;
+  std::vector<Open::Caller>& callers = open_->callers;
   std::vector<pollfd> polled;
   for (;;) {
-    polled = {{end_.get(), POLLIN, 0}, {listening_.get(), POLLIN, 0}};
+    polled = {{end_.get(), POLLIN, 0}, {open_->listening.get(), POLLIN, 0}};
     if (callers.size() >= kCallers) polled[1].fd = -1;  // which poll passes over
-    for (const Caller& it : callers) polled.push_back({it.connection.get(), POLLIN, 0});
+    for (const auto& it : callers) polled.push_back({it.connection.get(), POLLIN, 0});
     const int most = callers.empty() ? -1 : static_cast<int>(kLook.count());
     if (poll(polled.data(), polled.size(), most) < 0) continue;  // a signal
     if (polled[0].revents != 0) return;
     const auto now = Clock::now();
     auto said = polled.begin() + 2;
-    std::erase_if(callers, [&](const Caller& it) {
-      const bool asks = (said++)->revents != 0;
-      if (asks) answer(it.connection);
-      return asks || now >= it.until;
-    });
-    if (polled[1].revents != 0) let_in(callers);
+    {
+      const std::lock_guard lock(open_->mutex);
+      std::erase_if(callers, [&](const Open::Caller& it) {
+        const bool asks = (said++)->revents != 0;
+        if (asks) answer(it.connection);
+        return asks || now >= it.until;
+      });
+    }
+    if (polled[1].revents != 0) let_in();
   }
 }
 
-void Outlet::let_in(std::vector<Caller>& callers) {
-  Descriptor caller(accept4(listening_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+void Outlet::let_in() {
+  std::unique_lock lock(open_->mutex);
+  Descriptor caller(accept4(open_->listening.get(), nullptr, nullptr, SOCK_CLOEXEC));
   if (!caller) {
-    if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)
+    const int why = errno;
+    lock.unlock();
+    if (why == EMFILE || why == ENFILE || why == ENOBUFS || why == ENOMEM)
       std::this_thread::sleep_for(kShortage);
   } else if (is_of_own_user(caller, true)) {
-    callers.push_back({std::move(caller), Clock::now() + kForQuestions});
+    open_->callers.push_back({std::move(caller), Clock::now() + kForQuestions});
   } else {
     send_letter(caller.get(), 0, -1);
   }
 }
 
-// Whoever has gone meanwhile needs no answer.
+// Under the lock. Whoever has gone meanwhile needs no answer.
 void Outlet::answer(const Descriptor& connection) {
   const auto asked = receive_letter(connection.get(), MSG_DONTWAIT);
   if (!asked) return;
-  const std::lock_guard lock(mutex_);
-  const auto found = offered_.find(asked->number);
-  if (found != offered_.end())
+  const auto found = open_->offered.find(asked->number);
+  if (found != open_->offered.end())
     send_letter(connection.get(), asked->number, found->second.get());
   else
     send_letter(connection.get(), 0, -1);

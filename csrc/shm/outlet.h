@@ -3,11 +3,8 @@
 // needs leave to trace anybody, as to take descriptors out of a process does; of other users only
 // root is let in, who may take anything.
 #pragma once
-#include <map>
 #include <memory>
-#include <mutex>
 #include <thread>
-#include <vector>
 
 #include "board.h"
 #include "system.h"
@@ -29,21 +26,16 @@ class Outlet {
   void withdraw(const Ticket& ticket) noexcept;
 
  private:
-  struct Caller {
-    Descriptor connection;
-    Deadline until;  // its question must have come
-  };
-  friend class Forking;  // outlet.cpp
+  struct Open;  // outlet.cpp: what a forked child closes
   void serve();
-  void let_in(std::vector<Caller>& callers);
+  void let_in();
   void answer(const Descriptor& connection);
 
   const uint64_t name_;
   const Origin origin_;  // a forked child has no such thread
-  Descriptor listening_;
+  // Not part of this, which may lie on a stack that a forked child does not keep.
+  const std::unique_ptr<Open> open_;
   const Descriptor end_;
-  std::mutex mutex_;
-  std::map<uint64_t, Descriptor> offered_;
   std::unique_ptr<std::thread> thread_;
 };
 

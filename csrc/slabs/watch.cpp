@@ -54,7 +54,9 @@ void keep_for_ever(std::shared_ptr<void> lent) {
 }
 
 Watch::Watch(std::shared_ptr<shm::Group> group, const Deck& deck)
-    : group_(std::move(group)), deck_(deck), thread_(shm::new_thread([this] { serve(); })) {}
+    : group_(std::move(group)),
+      deck_(deck),
+      thread_(shm::new_thread_without_signals([this] { serve(); })) {}
 
 Watch::~Watch() { end(); }
 

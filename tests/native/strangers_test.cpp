@@ -1,5 +1,6 @@
 // What others of the machine can do to a group: letters with too many descriptors, processes of
 // other users, callers that say nothing, words without an end.
+#include <poll.h>
 #include <signal.h>
 
 #include <cstring>
@@ -143,6 +144,22 @@ void meets_although_put_out() {
   });
 }
 
+// At any time: whoever is in line then asks again, and hears that there is nobody.
+void hears_that_the_owner_has_gone() {
+  for (int i = 0; i < 300; ++i) {
+    const Outlet::Ticket ticket{random_number(), 7};
+    Descriptor socket = make_socket(SOCK_SEQPACKET, name_of(ticket));
+    expect(listen(socket.get(), 9) == 0, "listen");
+    std::jthread owner([&] {
+      pollfd comes = {socket.get(), POLLIN, 0};
+      while (poll(&comes, 1, 0) == 0) continue;  // as fast as the caller asks
+      socket = Descriptor();
+    });
+    const std::string said = refusal([&] { fetch(ticket, deadline_after(5s)); });
+    expect(contains(said, "cannot reach") && contains(said, "Connection refused"), said);
+  }
+}
+
 // A process that is stopped, while a profiler's signals keep ending the waits for it.
 void waits_no_longer_for_signals() {
   std::atomic<bool> over{false};
@@ -243,6 +260,7 @@ int main() {
   takes_nothing_from_other_users();
   meets_past_strangers();
   meets_although_put_out();
+  hears_that_the_owner_has_gone();
   waits_no_longer_for_signals();
   answers_past_who_says_nothing();
   lets_no_other_users_in();

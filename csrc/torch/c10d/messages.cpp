@@ -190,9 +190,10 @@ bool Messages::somebody_waits() const {
   return std::none_of(open_.begin(), open_.end(), [&](const auto& work) {
     const shm::Deadline due = work->due();
     if (due == shm::Deadline::max() || work->is_moved()) return false;
+    if (due <= now || gone == 0) return due <= now;
     const std::vector<Rank> missing = this->missing(*work, gone);
-    return due <= now || std::any_of(missing.begin(), missing.end(),
-                                     [&](Rank r) { return (gone >> r & 1) != 0; });
+    return std::any_of(missing.begin(), missing.end(),
+                       [&](Rank r) { return (gone >> r & 1) != 0; });
   });
 }
 
