@@ -20,28 +20,28 @@ from test_cuda_dist_lives import connect
 pytestmark = pytest.mark.skipif(not OURS, reason="has slabs of its own")
 
 
-def make_no_threads(really: bool = True) -> None:
-    """From now on there is no room for a thread's stack; or as at the beginning."""
+def allow_threads(on: bool) -> None:
+    """Or from now on there is no room for a new thread's stack."""
     libc, attributes = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     assert libc.pthread_attr_init(attributes) == 0
-    size = ctypes.c_size_t(1 << (46 if really else 23))
+    size = ctypes.c_size_t(1 << (23 if on else 46))
     assert libc.pthread_attr_setstacksize(attributes, size) == 0
     assert libc.pthread_setattr_default_np(attributes) == 0
 
 
 def met(me: Me, call: str, after: int, lost: bool = False, turn: int = 0) -> tuple[Any, ...]:
-    """A call of CUDA fails on one rank, or does nothing."""
+    """A call of CUDA fails on one rank, or does nothing; or it can have no thread."""
     site = me.start(f"{call}_{turn}")
     if call == "thread":
         dist.barrier(async_op=True).wait()  # the queue has its own now
-        make_no_threads(me.rank == VICTIM)
+        allow_threads(me.rank != VICTIM)
     elif me.rank == VICTIM and lost:
         site.fake.gpu.drop(call)
     elif me.rank == VICTIM:
         site.fake.gpu.fail(call, after)
     x = torch.ones(100)
     first = caught(dist.all_reduce, x)
-    make_no_threads(False)
+    allow_threads(True)
     site.fake.gpu.fail(call, -1)
     site.fake.gpu.drop(call, False)
     second = caught(dist.all_reduce, x)
@@ -82,10 +82,10 @@ def met_before(me: Me) -> tuple[Caught, float, list[str]]:
     site, x = me.start("met_before"), torch.ones(100)
     dist.barrier(async_op=True).wait()
     connect(me)
-    make_no_threads()
+    allow_threads(False)
     error = caught(dist.all_reduce, x)
     dist.destroy_process_group()
-    make_no_threads(False)
+    allow_threads(True)
     return error, x.sum().item(), site.fouls()
 
 

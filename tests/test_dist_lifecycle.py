@@ -1,6 +1,6 @@
 """Groups come and go: how they meet, what they share, and that nothing of them is left.
 
-No file in /dev/shm, no descriptor, no thread, no mapping: after 200 groups and after a killed job.
+No descriptor, no thread, no mapping: after 200 groups.
 """
 
 from __future__ import annotations

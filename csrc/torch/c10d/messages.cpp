@@ -182,8 +182,9 @@ shm::Occasion Messages::most_urgent() const {
   return first;
 }
 
-// Whoever waits for a message moves all the others too; but looks for its own time and peer alone.
-bool Messages::somebody_waits() const {
+// Can all be left to threads that wait for a message? Each moves the other messages too, but looks
+// for its own deadline and peer alone: so not when a future is late, or its peer gone.
+bool Messages::waiters_suffice() const {
   if (waiting_ == 0) return false;
   const uint64_t gone = group_->gone();
   const auto now = shm::Clock::now();
@@ -202,7 +203,7 @@ void Messages::move_on(Lock& lock) {
   const shm::Occasion first = most_urgent();
   const auto stop = [&] {
     const std::lock_guard hold(mutex_);
-    return closed_ || any_calls(first.deadline) || somebody_waits();
+    return closed_ || any_calls(first.deadline) || waiters_suffice();
   };
   lock.unlock();
   try {
@@ -216,7 +217,7 @@ void Messages::move_on(Lock& lock) {
 void Messages::serve() {
   pthread_setname_np(pthread_self(), "pycollect p2p");
   Lock lock(mutex_);
-  const auto serves = [&] { return !closed_ && !open_.empty() && !somebody_waits(); };
+  const auto serves = [&] { return !closed_ && !open_.empty() && !waiters_suffice(); };
   for (int ticks = 0; !closed_;) {
     if (open_.empty() && ticks >= kTicksAwake) {
       dozes_ = true;

@@ -141,7 +141,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   void drop_leaving(const std::exception_ptr& error);
   bool any_calls(shm::Deadline before) const;
   shm::Occasion most_urgent() const;
-  bool somebody_waits() const;
+  bool waiters_suffice() const;
   std::vector<Rank> missing(const MessageWork& work, uint64_t gone) const;
   std::vector<Rank> missing();
 
