@@ -89,12 +89,14 @@ def test_forked_children_keep_nothing_open():
     reads, writes = os.pipe()
     os.set_blocking(reads, False)
     ticket = outlet.offer(writes)
-    lives, ends = os.pipe()
+    (begun, begins), (lives, ends) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(begins, b"!")
         os.close(ends)
         os.read(lives, 1)
         os._exit(0)
+    assert os.read(begun, 1) == b"!"  # fork has returned there, too
     with pytest.raises(BlockingIOError):
         os.read(reads, 1)
     outlet.withdraw(ticket)
@@ -102,7 +104,7 @@ def test_forked_children_keep_nothing_open():
     del outlet
     with pytest.raises(RuntimeError, match="Connection refused"):
         _testing.fetch_descriptor(ticket)
-    for file in (reads, lives, ends):
+    for file in (reads, begun, begins, lives, ends):
         os.close(file)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
