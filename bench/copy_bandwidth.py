@@ -1,7 +1,7 @@
 """Measure scatter and copy_ against `.to()`, torch.cuda.comm.scatter and a bare pinned copy.
 
-Try `python bench/copy_bandwidth.py -e 256M --world 4`; on a machine without a GPU the ranks are on
-the CPU, and the peers are torch.tensor_split with clone. All take turns; ratios are medians.
+Try `python bench/copy_bandwidth.py -e 256M --world 4`; without a GPU the ranks are on the CPU, and
+the peers are .to() and torch.tensor_split with clone. Candidates take turns; ratios are medians.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from itertools import chain
 
 import pycollect
 from pycollect._command import Interruption
-from pycollect.bench import environment, scripts, table
-from pycollect.bench.copies import (
+from pycollect._sizes import binary_size, parse_size, size_range
+from pycollect._timing import Effort
+from pycollect_bench import environment, scripts, table
+from pycollect_bench.copies import (
     BARE,
     PLAIN,
-    Copy,
+    CopyCase,
     CopyResult,
     copy_record,
     direct_copies,
@@ -26,10 +28,8 @@ from pycollect.bench.copies import (
     outcomes,
     scatter_copies,
 )
-from pycollect.bench.measure import Effort
-from pycollect.bench.output import write_json
-from pycollect.bench.record import SCHEMA, target_record
-from pycollect.bench.sizes import binary_size, parse_size, size_range
+from pycollect_bench.output import write_json
+from pycollect_bench.record import SCHEMA, target_record
 
 HEAD = (
     f"#{'what':<42} {'size':>8} {'way':<12} {'time (us)':>10} {'GB/s':>8} {'x to':>6} {'%bare':>6}"
@@ -53,7 +53,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return scripts.parse(parser, argv)
 
 
-def copies(args: argparse.Namespace) -> Iterator[Copy]:
+def copies(args: argparse.Namespace) -> Iterator[CopyCase]:
     named = pycollect.devices(args.devices)
     devices = tuple(named[rank % len(named)] for rank in range(args.world))
     for size in size_range(args.minbytes, args.maxbytes, args.stepfactor):

@@ -1,7 +1,7 @@
-"""Measure the executor itself beside Open MPI's own calls: no Python and no torch in either.
+"""Measure the executor alone against Open MPI's own calls, both without Python and torch.
 
-Builds native/allreduce.cpp with csrc's plain C++ and native/allreduce_mpi.cpp with mpicxx, and
-runs them by turns, every size in each; ratios are medians over the turns. Try
+The script builds native/allreduce.cpp with csrc's plain C++ and native/allreduce_mpi.cpp with
+mpicxx. The programs run in turns, all sizes in each run; ratios are medians over the turns. Try
 `python bench/executor_bandwidth.py -e 16M`; without Open MPI only the executor is timed.
 """
 
@@ -20,24 +20,24 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pycollect._command import Interruption
-from pycollect.bench import environment, scripts, table
-from pycollect.bench.measure import ratios
-from pycollect.bench.output import write_json
-from pycollect.bench.sizes import binary_size, parse_size
-from pycollect.bench.targets import MIB, Outcome
+from pycollect._sizes import binary_size, parse_size
+from pycollect._timing import ratios
+from pycollect_bench import environment, scripts, table
+from pycollect_bench.output import write_json
+from pycollect_bench.targets import MIB, Outcome
 
 ROOT = Path(__file__).resolve().parents[1]
-# Open MPI's C++ interface is neither needed nor free of warnings.
+# OMPI_SKIP_MPICXX leaves out Open MPI's C++ interface, which is not needed and causes warnings.
 MPI_FLAGS = ("-std=c++20", "-O3", "-Wall", "-Wextra", "-DOMPI_SKIP_MPICXX=1")
 COPY, ZERO_COPY, MPI = "copy", "zero-copy", "mpi"
 SCHEMA = 1
-# For one turn of one program : ten times what eight ranks take on two cores.
+# Timeout in seconds of one run of a program: ten times what eight ranks take on two cores.
 TURN_LIMIT = 600
-LEVEL = "-O3"  # of our program; a test that only wants it right compiles it in a third of the time
-# What a barrier moves; it has a line in the table too.
+LEVEL = "-O3"  # optimisation of our program; tests override it, to compile in a third of the time
+# The size in bytes under which a barrier's times are stored.
 BARRIER = 0
 
-Times = dict[str, dict[int, list[float]]]  # contestant, bytes: seconds, by turn
+Times = dict[str, dict[int, list[float]]]  # candidate, bytes: seconds, by turn
 
 
 def run(command: Sequence[str | Path]) -> str:
@@ -49,7 +49,7 @@ def run(command: Sequence[str | Path]) -> str:
 
 
 def build(folder: Path) -> tuple[Path, Path]:
-    """Return the two programs; the second does not exist where there is no mpicxx."""
+    """Build and return our program and Open MPI's; the second does not exist without mpicxx."""
     here = ROOT / "bench" / "native"
     ours = run([ROOT / "tests/native/build.sh", folder, here / "allreduce.cpp", LEVEL])
     theirs = folder / "allreduce_mpi"
@@ -68,7 +68,7 @@ def mpirun(world: int) -> list[str]:
 
 
 def medians(text: str) -> dict[int, float]:
-    """Read what measure.h prints, a line for each size: bytes and median us; return seconds.
+    """Parse the table that measure.h prints; return the median seconds by size in bytes.
 
     >>> medians("bytes us best\\n 4 0.5 0.4\\n barrier 0.25 0.2")
     {4: 5e-07, 0: 2.5e-07}
@@ -81,7 +81,7 @@ def medians(text: str) -> dict[int, float]:
 
 
 def measure(world: int, ours: Path, theirs: Path, args: argparse.Namespace, times: Times) -> None:
-    """Let all run by turns, and add their times; one with a wrong element ends everything."""
+    """Run all programs in turns and add their times; a wrong element ends the whole benchmark."""
     most = str(args.maxbytes >> 20)
     commands = {
         COPY: [str(ours), str(world), most],
@@ -98,7 +98,7 @@ def measure(world: int, ours: Path, theirs: Path, args: argparse.Namespace, time
 
 
 def faster(times: Times, name: str, nbytes: int) -> float | None:
-    """How many times as long Open MPI takes: the median over the turns."""
+    """Return Open MPI's time divided by that of `name`: the median over the turns, or None."""
     if MPI not in times or nbytes not in times.get(name, {}):
         return None
     return statistics.median(ratios(times[MPI][nbytes], times[name][nbytes]))

@@ -1,8 +1,9 @@
-"""Try the fold kernel's constants against the rate of a copy, and what lies in the second cache.
+"""Measure the fold kernel with other constants against the rate of a copy, with L2 hot and cold.
 
-Bytes of an access, loads in flight, blocks on a multiprocessor and waves of a grid: the best of
-each size, and where the library's own are. Builds native/folds with nvcc; without nvcc or a GPU it
-says so in one sentence, with status 77. `python bench/folds.py --all` prints every variant.
+The constants are bytes per access, loads in flight, blocks per multiprocessor and waves of a grid.
+For each size the table has the best variant and the library's. The script builds native/folds with
+nvcc; without nvcc or a GPU it prints one sentence and exits with status 77. `python bench/folds.py
+--all` prints every variant.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from pycollect.bench.nvcc import ROOT, Found, Probe, run_probe
-from pycollect.bench.sizes import binary_size
+from pycollect._sizes import binary_size
+from pycollect_bench.nvcc import ROOT, Found, Probe, run_probe
 
 SOURCES = [ROOT / "bench" / "native" / "folds" / "main.cu"]
 
@@ -22,7 +23,7 @@ def case_of(found: Found) -> tuple[str, int, int]:
 
 
 def rate(found: Found, us: float) -> float:
-    """GB/s: every rank's tensor is read and written."""
+    """Return GB/s, counting a read and a write of every rank's tensor."""
     return float(2 * found["world"] * found["bytes"] / us / 1e3)
 
 
@@ -39,7 +40,7 @@ def variant_line(found: Found, best: Found) -> str:
 
 
 def variant_lines(all_found: Sequence[Found], every: bool) -> Iterator[str]:
-    """Of each case the best and our own, or every variant, the fastest first."""
+    """Yield a line per variant, fastest first: for each case the best and ours, or `every` one."""
     for _, group in groupby(all_found, case_of):
         ordered = sorted(group, key=lambda found: float(found["us"]))
         for found in ordered:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Build, test and measure on a machine with a GPU, in stages of under eight minutes, each of which
-# leaves what it has when it is killed half-way: its log, and one JSON record of all runs so far.
+# Build, test and measure on a machine with a GPU, in stages of under eight minutes. A stage that is
+# killed midway leaves its log so far, and one JSON record of all finished runs.
 set -uo pipefail
 
 usage() {
@@ -67,7 +67,7 @@ fail() {
   say "FAILED: $*"
 }
 
-find_out() {  # once per call: what every run's record begins with
+find_out() {  # sets the GPU, versions and commit that every record contains; called once
   local found
   found=$(timeout 30 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1)
   gpu=${found%%,*}
@@ -79,15 +79,15 @@ find_out() {  # once per call: what every run's record begins with
   record=$(tr '[:upper:] ' '[:lower:]-' <<<"${gpu#NVIDIA }" | tr -cd 'a-z0-9.-').json
 }
 
-note() {  # name, status, seconds, content file, command: into both records
+note() {  # name, status, seconds, content file, command: adds a run to both records
   "$python" bench/merge_results.py "$out/$record" "$results/$record" --name "$1" --status "$2" \
     --seconds "$3" --content "$4" --log "$log" --command "$5" --gpu "$gpu" --driver "$driver" \
     --cuda "${cuda:-}" --torch "${torch:-}" --commit "$commit" ||
     say "the record of $1 could not be written"
 }
 
-# name, command...: run it within what is left of the stage, and within $most seconds if that is
-# set, log it, record it
+# name, command...: runs, logs and records the command. Its time limit is the rest of the stage, and
+# $most seconds if that is set.
 step() {
   local name=$1 begin=$SECONDS status=0 left content command
   shift
@@ -109,7 +109,7 @@ step() {
   status=${PIPESTATUS[0]}
   note "$name" "$status" $((SECONDS - begin)) "$content" "$command"
   rm -f "$content"
-  # 3: measured, and a target of speed was missed; the table says which. 77: it cannot run here.
+  # Status 3: measured, but a speed target of the table was missed. Status 77: it cannot run here.
   if ((status == 77)); then
     skip "$name: $(grep -v '^==' "$log" | tail -n 1)"
     return 0
@@ -118,7 +118,7 @@ step() {
   return 0
 }
 
-missing() {  # modules...: those that the environment lacks
+missing() {  # modules...: prints those that the environment lacks
   "$python" - "$@" <<'END'
 import sys
 from importlib.util import find_spec
@@ -136,7 +136,7 @@ stage_build() {
 
 tests=(-q -rfEs --tb=short --maxfail=50 -p no:cacheprovider)
 
-can_test() {  # name of what fails otherwise
+can_test() {  # name: fails this step if modules that the tests need are missing
   local lacks
   lacks=$(missing pytest hypothesis numpy)
   [[ -z $lacks ]] && return
@@ -146,11 +146,11 @@ can_test() {  # name of what fails otherwise
 
 stage_test() {
   local lacks new=(tests/test_cuda_*.py) old=(tests pycollect) all=("${tests[@]}") ours=()
-  # Thousands of small tests, which the CPU's side of each takes longest: several processes.
+  # Thousands of small tests, dominated by their CPU work: run them in several processes.
   local matrix=(tests/test_cuda_{all_reduce,collectives,contract,layouts,large}.py) workers=()
   local file rest=()
   for file in "${new[@]}"; do
-    [[ $file == tests/test_cuda_dist_* ]] && continue  # on a GPU those have stages of their own
+    [[ $file == tests/test_cuda_dist_* ]] && continue  # the dist stages run these on a GPU
     ours+=("$file")
     [[ " ${matrix[*]} " == *" $file "* ]] || rest+=("$file")
   done
@@ -170,7 +170,7 @@ stage_test() {
   unset PYCOLLECT_REQUIRE_CUDA
 }
 
-sanitizer() {  # the tool: on the path, beside nvcc, or where toolkits are usually put
+sanitizer() {  # prints the tool's path: in PATH, beside nvcc, or in usual toolkit folders
   local nvcc at
   command -v compute-sanitizer && return
   nvcc=$(command -v nvcc || true)
@@ -198,7 +198,7 @@ stage_sanitize() {
   fi
   rm -f "$out/.refusal"
   for check in memcheck initcheck; do
-    # Without torch's cache every tensor is an allocation of its own, whose end is watched.
+    # Without torch's cache every tensor is a separate allocation, whose bounds are checked.
     step "sanitize-$check" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYCOLLECT_REQUIRE_CUDA=1 \
       "$tool" --tool "$check" --error-exitcode 99 --print-limit 20 "$python" "${what[@]}"
   done
@@ -266,7 +266,7 @@ stage_dist_test() {
 
 stage_dist_memory() { dist_tests dist-memory tests/test_cuda_dist_{placed,tracts,p2p,p2p_order}.py; }
 
-# Nearly every one of these has processes of its own: seconds each, whatever the GPU.
+# Nearly every one of these tests starts its own processes: seconds each, on any GPU.
 stage_dist_faults() {
   dist_tests dist-faults tests/test_cuda_dist_{faults,deaths,p2p_faults,training}.py
 }

@@ -1,7 +1,7 @@
-"""Merge what one command wrote into the record of a GPU, a JSON file that grows run by run.
+"""Merge the results of one command into the record of a GPU, a JSON file with many named runs.
 
-A run has a name and takes the place of the one that had it: its command, exit status and seconds,
-where and with what it ran, and the content of its JSON file if it wrote one.
+A run replaces an earlier one of its name. It has the command, exit status and seconds, GPU and
+software versions, and the content of the command's JSON file if there is one.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from types import ModuleType
 from typing import Any
 
 SCHEMA = 1
-# What identifies a measurement; each is an option, with an empty string for "unknown".
+# Fields that identify a measurement; each is a command-line option, "" if unknown.
 ABOUT = ("gpu", "driver", "cuda", "torch", "commit")
 
 
 def merged(record: dict[str, Any], name: str, run: dict[str, Any]) -> dict[str, Any]:
-    """Return the record with this run in it; its head tells of the latest run."""
+    """Return the record with this run added; the fields of ABOUT are those of the latest run."""
     about = {key: run[key] for key in ABOUT}
     return {"schema": SCHEMA, **about, "runs": {**record.get("runs", {}), name: run}}
 
 
 def load_files() -> ModuleType:
-    """Load what writes files, without its package: there may be no torch, or no build of ours."""
+    """Load pycollect/_files.py without its package, because torch or the build may be missing."""
     path = Path(__file__).resolve().parents[1] / "pycollect" / "_files.py"
     spec = importlib.util.spec_from_file_location("pycollect_files", path)
     assert spec is not None
@@ -42,7 +42,7 @@ files = load_files()
 
 
 def read(what: str, path: Path) -> dict[str, Any]:
-    """Read a JSON object; ValueError in a sentence for a file that holds none."""
+    """Read a JSON object; ValueError with one sentence if the file has none."""
     files.check_input(what, path)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -54,14 +54,14 @@ def read(what: str, path: Path) -> dict[str, Any]:
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
-    """Replace the file in one step: whoever is killed half-way leaves the old one or the new."""
+    """Replace the file atomically: if killed midway, the old or the new file remains."""
     content = (json.dumps(record, indent=1) + "\n").encode()
     with files.writing("record", path):
         files.replace(path, lambda file: file.write(content))
 
 
 def last_line(log: Path) -> str:
-    """Give the last line of a log that says anything."""
+    """Return the last line of a log that is not blank."""
     files.check_input("log", log)
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run["time"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     try:
         for path in args.into:
-            files.check_place("record", path, moved=True)
+            files.check_output_path("record", path, moved=True)
         if args.log:
             run["last_line"] = last_line(args.log)
         if args.content and args.content.exists():

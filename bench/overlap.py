@@ -1,8 +1,8 @@
 """Time matrix products and copies to the CPU, synchronous against asynchronous, on many ranks.
 
-The runs of the textbook: until the calls return, until the device is done; rank after rank, or all
-at once; copies after the work, or along with it. `python bench/overlap.py --size 200` takes seconds
-on a CPU, where nothing is asynchronous and the rows say so.
+The runs are those of Dive into Deep Learning: until the calls return or until the device is done;
+rank after rank or all at once; copies after the products or along with them. `python
+bench/overlap.py --size 200` takes seconds on a CPU, where nothing is asynchronous.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch
 
 import pycollect
 from pycollect._command import Interruption
-from pycollect.bench import environment, scripts
-from pycollect.bench.output import write_json
-from pycollect.bench.record import SCHEMA
+from pycollect_bench import environment, scripts
+from pycollect_bench.output import write_json
+from pycollect_bench.record import SCHEMA
 
 Run = Callable[[], object]
 
 
 class Rank:
-    """A rank's matrix, its stream if it is on a GPU, and memory for its results on the CPU."""
+    """A rank's matrix, its stream if it is on a GPU, and CPU memory for its results."""
 
     def __init__(self, device: torch.device, size: int, products: int, own_stream: bool) -> None:
         self.device, self.products = device, products
@@ -47,7 +47,7 @@ class Rank:
         with contextlib.ExitStack() as stack:
             if self.gpu:
                 stack.enter_context(torch.cuda.device(self.device))
-                stack.enter_context(torch.cuda.stream(self.stream))  # None: the current one
+                stack.enter_context(torch.cuda.stream(self.stream))  # None: the current stream
             yield
 
     def work(self) -> list[torch.Tensor]:
@@ -108,7 +108,7 @@ def with_our_copies(ranks: Sequence[Rank]) -> None:
 
 
 def runs_of(ranks: Sequence[Rank]) -> dict[str, Run]:
-    """What is timed, by name; each run begins and ends with idle devices."""
+    """Return the timed runs by name; each run begins with idle devices."""
     return {
         "products, until the calls return": lambda: [rank.work() for rank in ranks],
         "products, issued on all, then synchronized": partial(at_once, ranks),
@@ -120,7 +120,7 @@ def runs_of(ranks: Sequence[Rank]) -> dict[str, Run]:
 
 
 def measure(ranks: Sequence[Rank], repeats: int) -> dict[str, float]:
-    """The median seconds of every run, the runs taking turns."""
+    """Return the median seconds of every run, with the runs in turns."""
     runs = runs_of(ranks)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 1):
@@ -130,13 +130,13 @@ def measure(ranks: Sequence[Rank], repeats: int) -> dict[str, float]:
             elapsed = time.perf_counter() - begin
             finish(ranks)
             del kept
-            if turn:  # the first one warms up
+            if turn:  # the first turn is a warm-up
                 seconds[name].append(elapsed)
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 def placements(args: argparse.Namespace) -> Iterator[tuple[str, list[torch.device], bool]]:
-    """One device, all of them if there are more, and virtual ranks on the first."""
+    """Yield label, devices and own-stream flag: one device, all devices, ranks on the first."""
     named = list(dict.fromkeys(pycollect.devices(args.devices)))
     yield f"one device, {named[0]}", named[:1], False
     if len(named) > 1:

@@ -1,8 +1,8 @@
-"""Below which size a CUDA graph's replay beats the call: all_reduce of ranks on one GPU.
+"""Find the size below which replaying a CUDA graph beats the call: all_reduce on one GPU.
 
-A single call against a graph of one, until the GPU is done, and calls in a row against a graph of
-as many. All take turns; ratios are medians. Without a GPU it says so in one sentence, with status
-77.
+A single call is timed against a graph of one call, and calls in a row against a graph of as many,
+until the GPU is done. Candidates take turns; ratios are medians. Without a GPU the script prints
+one sentence and exits with status 77.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch
 
 import pycollect
 from pycollect._command import Interruption
-from pycollect.bench import environment, gpu, scripts
-from pycollect.bench.cases import COLLECTIVES, Call, Workspace, sized_case
-from pycollect.bench.measure import Effort, Sampler, Timing, after_rewrite, interleave, ratios
-from pycollect.bench.nvcc import NO_GPU
-from pycollect.bench.output import write_json
-from pycollect.bench.record import SCHEMA, timing_record
-from pycollect.bench.sizes import binary_size, parse_size, size_range
+from pycollect._sizes import binary_size, parse_size, size_range
+from pycollect._timing import Effort, Sampler, Timing, after_rewrite, interleave, ratios
+from pycollect_bench import environment, gpu, scripts
+from pycollect_bench.cases import COLLECTIVES, Call, Workspace, sized_case
+from pycollect_bench.nvcc import NO_GPU
+from pycollect_bench.output import write_json
+from pycollect_bench.record import SCHEMA, timing_record
 
-# Calls in a row: a training step has as many.
+# Calls in a row, as many as in a training step.
 ROW = 20
-# A replay must be so much faster before it is worth a capture.
+# Least speedup of a replay that is worth a capture.
 WORTH = 1.1
 PAIRS = {"call": "replay", "row": "row in a graph"}
 
@@ -40,7 +40,7 @@ class Found(NamedTuple):
     timings: dict[str, Timing]
 
     def ratio(self, eager: str) -> float:
-        """How many times as long it takes without a graph: the median over the rounds."""
+        """Return the eager time divided by the graph's: the median over the rounds."""
         slow, fast = self.timings[eager].rounds, self.timings[PAIRS[eager]].rounds
         return statistics.median(ratios(slow, fast))
 
@@ -76,7 +76,7 @@ def each_of(sampler: Sampler, count: int) -> Sampler:
 
 
 def measure(world: int, nbytes: int, device: torch.device, effort: Effort) -> Found:
-    """Time the four ways in turns, on zeros, which no number of sums changes."""
+    """Time the four candidates in turns, on zeros, which sums do not change."""
     workspace = Workspace(sized_case("all_reduce", nbytes, torch.float32, "sum", (device,) * world))
     call = COLLECTIVES["all_reduce"].call(workspace, {})
     call()
@@ -104,7 +104,7 @@ def line(found: Found) -> str:
 
 
 def answers(all_found: Sequence[Found]) -> list[str]:
-    """For each number of ranks the sizes up to which every replay is worth it."""
+    """Return lines with the size up to which replays reach WORTH, per number of ranks and pair."""
     out = []
     for world in dict.fromkeys(found.world for found in all_found):
         for eager, graph in PAIRS.items():

@@ -1,8 +1,9 @@
-"""Try other sizes of the ring through which pageable host memory passes on its way to a GPU.
+"""Measure other sizes of the pinned staging ring between pageable host memory and a GPU.
 
-Bytes of a piece and how many pieces: the best of each copy, where the library's own are, and what
-pinned memory and CUDA's own pageable copies take. Builds native/ring with nvcc; without nvcc or a
-GPU it says so in one sentence, with status 77. `python bench/ring.py --all` prints every size.
+The sizes are bytes per piece and number of pieces. For each copy the table has the best and the
+library's, relative to pinned memory and to CUDA's own pageable copies. The script builds
+native/ring with nvcc; without nvcc or a GPU it prints one sentence and exits with status 77.
+`python bench/ring.py --all` prints every size.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import sys
 from collections.abc import Sequence
 from itertools import groupby
 
-from pycollect.bench.nvcc import ROOT, Found, Probe, run_probe
-from pycollect.bench.sizes import binary_size
+from pycollect._sizes import binary_size
+from pycollect_bench.nvcc import ROOT, Found, Probe, run_probe
 
-SOURCES = [ROOT / "bench" / "native" / "ring" / "main.cu", ROOT / "csrc" / "cuda" / "ring.cpp"]
+SOURCES = [
+    ROOT / "bench" / "native" / "ring" / "main.cu",
+    ROOT / "csrc" / "cuda" / "pinned_ring.cpp",
+]
 
 
 def case_of(found: Found) -> tuple[bool, int]:

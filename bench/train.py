@@ -1,8 +1,8 @@
-"""Measure training steps: naive loop, pycollect, and DDP's processes, against one replica.
+"""Measure training steps: naive loop, pycollect, and DDP processes, against one replica.
 
 `python bench/train.py --targets` takes about fifteen minutes on two cores, most of them for the
 ResNet-18; `--models lenet` takes one. With `--devices cuda:0 --worlds 4` DDP's four processes share
-a GPU. A target that is missed makes the status 3.
+a GPU. The exit status is 3 if a target is missed.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 import pycollect
 from pycollect._command import Interruption
-from pycollect.bench import environment, scripts, table, training
-from pycollect.bench.measure import Effort
-from pycollect.bench.output import write_json
-from pycollect.bench.record import SCHEMA, target_record, timing_record
-from pycollect.bench.training.picture import draw
+from pycollect._timing import Effort
 from pycollect.train.models import MODELS
+from pycollect_bench import environment, scripts, table, training
+from pycollect_bench.output import write_json
+from pycollect_bench.record import SCHEMA, target_record, timing_record
+from pycollect_bench.training.picture import draw
 
-DIGITS = 1442  # examples of an epoch
+DIGITS = 1442  # training examples of the digits data set, for the seconds of an epoch
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -49,11 +49,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def cases(args: argparse.Namespace) -> list[training.Case]:
-    """Every model with every number of ranks."""
+def cases(args: argparse.Namespace) -> list[training.TrainingCase]:
+    """Return a case for every model and number of ranks."""
     devices = pycollect.devices(args.devices)
     return [
-        training.Case(
+        training.TrainingCase(
             model, args.batch, tuple(devices[r % len(devices)] for r in range(world)), args.size
         )
         for model in args.models
@@ -62,7 +62,7 @@ def cases(args: argparse.Namespace) -> list[training.Case]:
 
 
 def lines(result: training.Result) -> list[str]:
-    """The table of one case."""
+    """Return the table of one case."""
     case = result.case
     ranks = "1 rank" if case.world == 1 else f"{case.world} ranks"
     out = [f"# {case.model}, {ranks}, batch {case.batch}, {case.size} x {case.size}"]
@@ -78,7 +78,7 @@ def lines(result: training.Result) -> list[str]:
 
 
 def loading_lines(result: training.LoadingResult) -> list[str]:
-    """The table of what preparing batches ahead brings."""
+    """Return the table about batches prepared ahead."""
     out = [f"#{'lenet on two ranks':<26} {'p50 (ms)':>9} {'p99 (ms)':>9} {'waited (ms)':>11}"]
     for name, entry in result.entries.items():
         p50, p99 = (entry.timing.percentile(p) * 1e3 for p in (50, 99))
@@ -87,7 +87,7 @@ def loading_lines(result: training.LoadingResult) -> list[str]:
 
 
 def loading_record(result: training.LoadingResult) -> dict[str, Any]:
-    """What the JSON file says of it."""
+    """Return the loading result for the JSON file."""
     entries = {
         name: {"step": timing_record(entry.timing), "waited": entry.waited}
         for name, entry in result.entries.items()
@@ -96,7 +96,7 @@ def loading_record(result: training.LoadingResult) -> dict[str, Any]:
 
 
 def result_record(result: training.Result) -> dict[str, Any]:
-    """What the JSON file says of one case."""
+    """Return the result of one case for the JSON file."""
     case = result.case
     about = {"model": case.model, "batch": case.batch, "world": case.world, "size": case.size}
     entries = {

@@ -1,7 +1,7 @@
-"""Measure a training step of LeNet on ranks that share a device: naive, ours, and ours in a graph.
+"""Measure a LeNet training step on ranks that share a device: naive, ours, and ours in a graph.
 
-Try `python bench/train_step.py --devices cuda:0 --targets`; on a CPU there is no graph. The wall
-time of a step until the device is done; a target that is missed makes the status 3.
+Try `python bench/train_step.py --devices cuda:0 --targets`; on a CPU there is no graph. Times are
+wall times of a step until the device is done. The exit status is 3 if a target is missed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 import pycollect
 from pycollect._command import Interruption
-from pycollect.bench import environment, scripts, table
-from pycollect.bench.measure import Effort
-from pycollect.bench.output import write_json
-from pycollect.bench.record import SCHEMA, target_record, timing_record
-from pycollect.bench.steps import NAIVE, measure_steps
+from pycollect._timing import Effort
+from pycollect_bench import environment, scripts, table
+from pycollect_bench.output import write_json
+from pycollect_bench.record import SCHEMA, target_record, timing_record
+from pycollect_bench.steps import NAIVE, measure_steps
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -62,7 +62,7 @@ def compare(argv: Sequence[str] | None) -> int:
     record["world"], record["batch"] = args.world, args.batch
     record["steps"] = {name: timing_record(t) for name, t in result.timings.items()}
     record["targets"] = [target_record(outcome) for outcome in outcomes]
-    write_json(args.json, record, Interruption())  # one measurement: all of it or nothing
+    write_json(args.json, record, Interruption())  # a single measurement has no partial results
     if result.wrong:
         return 1
     return 3 if any(outcome.met is False for outcome in outcomes) else 0

@@ -1,8 +1,9 @@
-"""Probe the five ways in which processes on one GPU can wait for each other, and what they cost.
+"""Measure five ways in which processes on one GPU can wait for each other, and their cost.
 
-An exchange is what a reduction by one rank needs: all hand over to rank 0, it sums, and hands back.
-Try `python bench/waits.py --world 2,4`. Builds native/waits with nvcc; every experiment has a time
-limit. Without nvcc or a GPU it says so in one sentence, with status 77.
+An exchange is the synchronisation of a reduction on one rank: all ranks signal rank 0, which sums
+and signals back. Try `python bench/waits.py --world 2,4`. The script builds native/waits with nvcc;
+every experiment has a time limit. Without nvcc or a GPU it prints one sentence and exits with
+status 77.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from pycollect._command import Interruption
-from pycollect.bench import environment, scripts
-from pycollect.bench.nvcc import NO_GPU, ROOT, SCHEMA, CannotRun, Found, build, lines_of
-from pycollect.bench.output import write_json
-from pycollect.bench.sizes import binary_size, parse_size
+from pycollect._sizes import binary_size, parse_size
+from pycollect_bench import environment, scripts
+from pycollect_bench.nvcc import NO_GPU, ROOT, SCHEMA, CannotRun, Found, build, lines_of
+from pycollect_bench.output import write_json
 
 SOURCES = [ROOT / "bench" / "native" / "waits" / name for name in ("main.cpp", "cuda.cu")]
 WAYS = {
@@ -33,7 +34,7 @@ BLOCKED = {
     "blocked-device": "a counter in the GPU's memory",
     "blocked-pinned": "a counter in pinned memory",
 }
-# Beyond the program's own limit and its grace: to start processes, and to end them.
+# Seconds beyond the program's own limit and shutdown timeout, for starting and ending processes.
 MARGIN = 75
 
 
@@ -54,7 +55,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def experiment(program: Path, way: str, world: int, nbytes: int, args: argparse.Namespace) -> Found:
-    """One run of the program; a failure is a finding, too."""
+    """Run the program once and return its result; a failure is returned as a result, too."""
     words = [way, world, nbytes, args.rounds, args.seconds]
     try:
         found: Found = json.loads(lines_of(program, words, args.seconds + MARGIN))
@@ -73,7 +74,7 @@ def exchange_line(found: Found) -> str:
 
 
 def blocked_sentences(found: Found) -> list[str]:
-    """The answer in words."""
+    """Return the result of a blocked-stream experiment as sentences."""
     where, others = BLOCKED[found["way"]], found["world"] - 1
     head = f"# {found['world']} processes, {others} with a stream that waits for {where}:"
     if "other_process_ran" not in found:
@@ -93,7 +94,7 @@ def blocked_sentences(found: Found) -> list[str]:
 
 
 def fastest(exchanges: Sequence[Found]) -> list[str]:
-    """For each number of processes and size, the way whose single exchange is shortest."""
+    """Return a line per number of processes and size, with the way of the shortest exchange."""
     best: dict[tuple[int, int], Found] = {}
     for found in exchanges:
         key = (found["world"], found["bytes"])
@@ -113,7 +114,7 @@ def is_bad(found: Found) -> bool:
 
 
 def run(program: Path, args: argparse.Namespace, keep: Callable[[Found, str], None]) -> None:
-    """All experiments, the answer about blocked streams first: it is the shortest."""
+    """Run all experiments, those on blocked streams first because they are the shortest."""
     for world in args.world:
         for way in BLOCKED:
             found = experiment(program, way, world, args.bytes[0], args)

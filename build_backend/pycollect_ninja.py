@@ -15,8 +15,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-CORE_ROOMS = ("plan", "algorithms", "cpu", "cuda", "shm", "slabs", "sim")
-TORCH_ROOMS = ("torch", "torch/c10d", "torch/c10d/devices")
+CORE_ROOMS = (
+    "plan",
+    "algorithms",
+    "cpu",
+    "cuda",
+    "bootstrap",
+    "shm",
+    "transport",
+    "p2p",
+    "cuda_ipc",
+    "sim",
+)
+TORCH_ROOMS = ("torch", "torch/c10d", "torch/c10d/staging")
 CUDA_ROOM = "torch/cuda"
 ONLY_WITHOUT_CUDA = "no_cuda.cpp"
 # What registers itself with Python and torch, once in a process.

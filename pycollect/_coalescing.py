@@ -1,10 +1,10 @@
-"""What torch's `_coalescing_manager` lacks: a clean-up when its body raises, and a list per thread.
+"""Patches torch's `_coalescing_manager`: clean-up when its body raises, and one list per thread.
 
-torch drops what a body has asked for only where the body ends well: after an exception, every later
-`all_reduce` of the group is put in the list that was left, and returns unreduced. Here the list of
-a group of this backend is dropped, and ranks that wait for what was in it are told why it does not
-come. torch has one list for all threads that share a group, too: a call of a thread that coalesces
-nothing would return unreduced. Groups of other backends are left as they are.
+torch removes the list of coalesced operations only when the body succeeds: after an exception every
+later `all_reduce` of the group is appended to the old list and returns unreduced. For groups of
+this backend, the patch drops that list and sends the error to ranks that wait for its operations.
+torch also has one list for all threads that share a group: a call from a thread that coalesces
+nothing would return unreduced. Groups of other backends are unchanged.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from .errors import CollectiveError
 
 
 def _backends(group: Any) -> list[Any]:
-    devices = getattr(group, "_device_types", ())  # a rank outside of the group has none
+    devices = getattr(group, "_device_types", ())  # absent on a rank outside of the group
     found = (group._get_backend(torch.device(device)) for device in devices)
     return [*{id(backend): backend for backend in found if _C.is_backend(backend)}.values()]
 
 
 class _Mine(threading.local):
-    """The calling thread's lists, of groups of this backend. They end with the thread."""
+    """The calling thread's lists for groups of this backend, freed when the thread ends."""
 
     def __init__(self) -> None:
         self.lists: dict[Any, list[Any]] = {}
 
 
 class _Lists(dict[Any, list[Any]]):
-    """torch's dictionary of groups and their lists, which it asks before every `all_reduce`: as
-    fast as it was while no block of this backend's is under way.
+    """Replaces torch's dictionary from group to list, which torch reads before every `all_reduce`.
+
+    As fast as the original while no block of this backend is active.
     """
 
     def __init__(self, found: dict[Any, list[Any]]) -> None:
@@ -50,9 +51,9 @@ class _Lists(dict[Any, list[Any]]):
 
     @contextlib.contextmanager
     def per_thread(self, group: Any) -> Iterator[Callable[[], bool]]:
-        """While a block of the calling thread is under way: the group's list is this thread's.
+        """Give the calling thread a list of its own for the group, while its block is active.
 
-        Yields what tells whether its caller still is this thread.
+        Yields a function that returns whether it is called from the same thread.
         """
         mine = self.mine.lists
         begun = group not in mine
@@ -72,7 +73,7 @@ class _Lists(dict[Any, list[Any]]):
 
 
 class _ListsOfThreads(_Lists):
-    """The same while there are such blocks, in the methods that torch calls."""
+    """`_Lists` while blocks of this backend are active; overrides the methods that torch calls."""
 
     def __contains__(self, group: Any) -> bool:
         return group in self.mine.lists or super().__contains__(group)
@@ -102,27 +103,27 @@ def _abandon(group: Any, operations: list[Any], error: BaseException) -> None:
     why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     for backend in _backends(group):
         asked = any(group._get_backend(o.tensor.device) is backend for o in operations)
-        with contextlib.suppress(CollectiveError):  # that a group has ended need not be told
+        with contextlib.suppress(CollectiveError):  # the group has ended: no rank waits
             _C.abandon_coalescing(backend, why, asked)
 
 
 def _name(op: Any) -> str:
-    """Of a ReduceOp or one of its kinds, which torch compares in one order only."""
+    """Return the name of a ReduceOp or of one of its kinds; torch supports only `op == kind`."""
     kinds = ReduceOp.RedOpType.__members__.items()
     return next((name for name, kind in kinds if op == kind), str(op))
 
 
 def _require_alike(operations: list[Any]) -> None:
-    """Raise RuntimeError for a list that torch would run as something else than was asked for."""
+    """Raise RuntimeError for a list that torch would run with the wrong operation."""
     for other in operations:
         first = operations[0]
-        if other.op is not first.op:  # torch finds out when the list is not known any more
+        if other.op is not first.op:  # torch itself detects this only after dropping the list
             kinds = f"{first.op.__name__} and {other.op.__name__}"
             raise RuntimeError(f"coalesced calls must be alike, not {kinds}")
         if other.redop is first.redop:
             continue
         ops = _name(first.redop), _name(other.redop)
-        if ops[0] != ops[1] or ops[0] == "PREMUL_SUM":  # torch takes the first one's for all
+        if ops[0] != ops[1] or ops[0] == "PREMUL_SUM":  # torch uses the first call's op for all
             raise RuntimeError(
                 f"coalesced calls must have one op, not {ops[0]} and {ops[1]}"
                 " (and PREMUL_SUM one object, for it has a factor)"
@@ -136,14 +137,14 @@ def _guarded(body: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]
         group: Any = None, device: torch.device | None = None, async_ops: bool = False
     ) -> Iterator[Any]:
         group = group or c10d._get_default_group()
-        if not _backends(group):  # whose lists are all threads'
+        if not _backends(group):  # another backend: its lists are shared by all threads
             yield from body(group, device, async_ops)
             return
         lists: Any = c10d._world.pg_coalesce_state
-        begun = group not in lists  # else the list is another block's, which goes on
-        # In a world of threads, torch's for tests, every thread has a dictionary of its own.
+        begun = group not in lists  # False: the list belongs to an outer block, which continues
+        # In torch's multi-threaded world for tests every thread has a dictionary of its own.
         own = lists.per_thread(group) if isinstance(lists, _Lists) else nullcontext(lambda: True)
-        operations: list[Any] = []  # that torch has put in the list
+        operations: list[Any] = []  # those that torch has put in the list
         with own as is_here:
             try:
                 with manager(group, device, async_ops) as works:
@@ -157,16 +158,16 @@ def _guarded(body: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]
                 if is_here() and begun:
                     _abandon(group, operations, error)
                 elif begun and (operations or device):
-                    group.abort()  # only the thread that began could take back what it has asked
+                    group.abort()  # only the thread that began the block can drop its list
                 raise
 
     return guarded
 
 
 def install() -> None:
-    """Put both where torch looks: inside its own manager, which others have imported by name."""
+    """Install both patches inside torch's manager, which other modules have imported by name."""
     manager: Any = c10d._coalescing_manager
-    (cell,) = manager.__closure__  # contextlib's, of the generator function that was decorated
+    (cell,) = manager.__closure__  # contextlib's cell with the decorated generator function
     assert inspect.isgeneratorfunction(cell.cell_contents)
     cell.cell_contents = _guarded(cell.cell_contents)
     c10d._world._pg_coalesce_state = _Lists(c10d._world.pg_coalesce_state)

@@ -1,6 +1,6 @@
-"""What all commands do around their work: Ctrl-C, SIGTERM, and standard output that takes no more.
+"""Common code of all commands: Ctrl-C, SIGTERM, and standard output that cannot be written.
 
-Imports next to nothing, because it is at work while torch is being imported.
+Imports few modules, because it is active while torch is being imported.
 """
 
 import os
@@ -17,23 +17,23 @@ from typing import Any
 from ._files import OutputError
 
 BAD_INPUT = 2
-BY_SIGNAL = 128  # and its number, as a shell reports it: 130 after Ctrl-C, 143 after SIGTERM
+BY_SIGNAL = 128  # plus the signal's number, as in a shell: 130 after Ctrl-C, 143 after SIGTERM
 
 
 class Stopped(KeyboardInterrupt):
-    """The work was asked to stop, and what it has is in order; the message says where that is."""
+    """The work was stopped by a signal; the message names the file with the partial results."""
 
     def __init__(self, number: int = signal.SIGINT, message: str = "interrupted") -> None:
         super().__init__(message)
-        self.number = number  # of the signal
+        self.number = number  # number of the signal
 
 
 class Unheard(Exception):
-    """Standard output takes no more: its reader has gone, or the disk is full."""
+    """Standard output cannot be written: its reader has closed it, or the disk is full."""
 
 
 class Interruption:
-    """Ends a block at Ctrl-C or SIGTERM, so that what it has done so far can be kept.
+    """Ends a block at Ctrl-C or SIGTERM, so that its partial results can be kept.
 
     >>> with Interruption() as interruption:
     ...     raise KeyboardInterrupt
@@ -42,14 +42,14 @@ class Interruption:
     """
 
     def __init__(self) -> None:
-        self.number = 0  # of the signal
+        self.number = 0  # number of the signal; 0: none
         self._before: Any = None
 
     def __bool__(self) -> bool:
         return self.number != 0
 
     def __enter__(self) -> "Interruption":
-        if threading.current_thread() is threading.main_thread():  # no other may, or needs to
+        if threading.current_thread() is threading.main_thread():  # only it can set handlers
             self._before = signal.signal(signal.SIGTERM, _stop)
         return self
 
@@ -66,7 +66,7 @@ class Interruption:
         return self.number != 0
 
     def reraise(self, kept: object = None) -> None:
-        """Stop here if the block was stopped; `kept` is the file with what it had done."""
+        """Raise Stopped if the block was stopped; `kept` is the file with its partial results."""
         if self.number:
             where = f"; what there was by then is in {kept}" if kept else ""
             raise Stopped(self.number, f"interrupted{where}")
@@ -78,11 +78,12 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def interrupts_kept_from_children(by_multiprocessing: bool = False) -> Iterator[None]:
-    """Start processes that never hear Ctrl-C: this one does, behind the block, and ends them.
+    """Keep Ctrl-C from the processes started in the block; the caller ends them after the block.
 
-    A terminal sends it to all of them, and each would print a traceback; so would one whose start
-    is broken off. A blocked signal is inherited. `by_multiprocessing`: that module starts them;
-    before its first one it starts a process of its own, and unblocks the signal behind that.
+    A terminal sends SIGINT to all processes, and each would print a traceback, even during its
+    start. Blocked signals are inherited. `by_multiprocessing`: that module starts the processes.
+    Before its first one it starts a resource tracker and then unblocks the signal, so the tracker
+    is started here first.
     """
     if by_multiprocessing:
         from multiprocessing import resource_tracker
@@ -98,9 +99,9 @@ def interrupts_kept_from_children(by_multiprocessing: bool = False) -> Iterator[
 
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """What Python would do at SIGINT and SIGTERM, it does at the end of the block.
+    """Postpone Python's handling of SIGINT and SIGTERM to the end of the block.
 
-    Blocking them is not enough: other threads of this process take them for it.
+    Blocking the signals is not enough: other threads of this process still receive them.
     """
     came: list[int] = []
     before: dict[int, Any] = {}
@@ -112,7 +113,7 @@ def _interrupts_later() -> Iterator[None]:
         else:
             before[number](number, frame)
 
-    if threading.current_thread() is threading.main_thread():  # no other is interrupted
+    if threading.current_thread() is threading.main_thread():  # handlers run in no other thread
         numbers = (signal.SIGINT, signal.SIGTERM)
         before = {n: signal.getsignal(n) for n in numbers if callable(signal.getsignal(n))}
     try:
@@ -120,8 +121,8 @@ def _interrupts_later() -> Iterator[None]:
             signal.signal(number, hear)
         yield
     finally:
-        # A signal that arrives while the handlers are put back may raise and leave `hear` in place
-        # for the other signal; `hear` then passes that one on.
+        # A signal that arrives while the handlers are restored may raise and leave `hear` installed
+        # for the other signal; `hear` then forwards that one.
         later = False
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -130,15 +131,16 @@ def _interrupts_later() -> Iterator[None]:
 
 
 def run(program: str, work: Callable[[], int]) -> int:
-    """Do the work of a command and return its exit status, that of a signal or of lost output too.
+    """Run a command and return its exit status, also after a signal or a failed write of output.
 
-    A reader that goes, as `head` does, is met with silence, a disk that is full with a sentence.
+    Prints nothing if the reader of a pipe has gone, as with `head`, and one sentence if the disk is
+    full.
     """
     ours = _heed_interrupts()
     try:
         return _heard(work)
     except KeyboardInterrupt as stop:
-        if ours:  # who presses Ctrl-C again while all ends gets no traceback for it
+        if ours:  # a second Ctrl-C during the shutdown must print no traceback
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         say(str(stop) or "interrupted")
         return BY_SIGNAL + getattr(stop, "number", signal.SIGINT)
@@ -146,7 +148,7 @@ def run(program: str, work: Callable[[], int]) -> int:
         say(f"{program}: error: {error}")
         return BAD_INPUT
     except Unheard as unheard:
-        with suppress(OSError, ValueError):  # or the end of Python tries once more
+        with suppress(OSError, ValueError):  # otherwise Python would flush it again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         cause = unheard.__cause__
         if isinstance(cause, BrokenPipeError):
@@ -157,13 +159,13 @@ def run(program: str, work: Callable[[], int]) -> int:
 
 
 def say(line: str) -> None:
-    """Print a line on standard error, if anybody is there."""
+    """Print a line on standard error; ignore a failure to do so."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
 
 def _heard(work: Callable[[], int]) -> int:
-    if sys.stdout is None:  # closed by who started this process, who wants to hear nothing
+    if sys.stdout is None:  # the parent process closed it: no output is wanted
         return work()
     output: Any = _Output(sys.stdout)
     with redirect_stdout(output):
@@ -174,7 +176,7 @@ def _heard(work: Callable[[], int]) -> int:
 
 
 class _Output:
-    """A stream that tells failures of its own from those of files and of pipes to processes."""
+    """A stream that raises its own failures as Unheard, so that they differ from other files'."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -196,10 +198,10 @@ class _Output:
 
 
 def quiet_imports() -> None:
-    """Let Ctrl-C end one of our own commands in silence, from here until `run` begins.
+    """Let Ctrl-C end a command of pycollect silently, from here until `run` begins.
 
-    A variable of the environment with a bad value is one sentence meanwhile. In another program
-    both stay as they are: there they are the program's own matter.
+    Until then an environment variable with a bad value is reported in one sentence. In any other
+    program nothing is changed, as both are decisions of that program.
     """
     if not _is_command(sys.argv[0] if sys.argv else "", sys.orig_argv):
         return
@@ -219,11 +221,11 @@ def _say_bad_value(
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> None:
-    os._exit(BY_SIGNAL + number)  # an exception would be a traceback through all of torch
+    os._exit(BY_SIGNAL + number)  # an exception would print a traceback through all of torch
 
 
 def _heed_interrupts() -> bool:
-    """End what `quiet_imports` began; tell whether this process is one of our commands."""
+    """Undo `quiet_imports`; return whether it changed SIGINT, as it does in our commands."""
     if sys.excepthook is _say_bad_value:
         sys.excepthook = sys.__excepthook__
     ours = signal.getsignal(signal.SIGINT) is _end_at_once
@@ -233,14 +235,14 @@ def _heed_interrupts() -> bool:
 
 
 def _is_command(script: str, arguments: list[str]) -> bool:
-    """Tell whether a process that imports this is one of our commands, by how it was started.
+    """Return whether this process is a command of pycollect, by its command line.
 
     >>> _is_command("-m", ["python", "-m", "pycollect.train"]), _is_command("mine.py", ["python"])
     (True, False)
     """
-    if script == "-m":  # until Python has found the module
+    if script == "-m":  # sys.argv[0] until Python has found the module
         modules = [b for a, b in pairwise(arguments) if a == "-m"]
         return modules[:1] != [] and modules[0].partition(".")[0] == "pycollect"
     path = Path(script)
-    ours = Path(__file__).resolve().parents[1] / "bench"  # of a checkout
+    ours = Path(__file__).resolve().parents[1] / "bench"  # exists in a checkout
     return path.name == "pycollect" or path.resolve().parent == ours

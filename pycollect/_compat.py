@@ -1,7 +1,7 @@
-"""Does the compiled part fit the torch and the Python that import it?
+"""Checks that the compiled part fits the torch and the Python that import it.
 
-The build records what it was made with; a torch upgraded since would crash or compute nonsense, so
-the import is refused in one sentence that says what to do. Loads nothing compiled itself.
+The build records its torch and Python. With another torch, the compiled part would crash or compute
+nonsense, so the import is refused in one sentence that says what to do. Loads no compiled module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OLDEST_TORCH = (2, 11)
 
 
 def build_info() -> dict[str, Any]:
-    """Return what the build recorded: the torch and the CUDA it is for, its compiler, and so on.
+    """Return the record of the build: the torch and CUDA that it is for, its compiler, and so on.
 
     Empty when pycollect was never built here.
 
@@ -63,8 +63,8 @@ def check() -> None:
 def mismatch(build: Mapping[str, Any], torch: Mapping[str, Any]) -> str | None:
     """Return one sentence on why `build` cannot run with `torch`, or None when it can.
 
-    Both map "torch" to a version, "cxx11_abi" to a bool, "cuda" to a version or None; an empty
-    `build` is one that never took place.
+    Both map "torch" to a version, "cxx11_abi" to a bool, "cuda" to a version or None. `build` is
+    empty if pycollect was never built here.
 
     >>> torch = {"torch": "2.13.1+cpu", "cxx11_abi": True, "cuda": None}
     >>> mismatch({"torch": "2.13.0", "cxx11_abi": True, "cuda": None}, torch)
@@ -95,10 +95,10 @@ def mismatch(build: Mapping[str, Any], torch: Mapping[str, Any]) -> str | None:
 
 
 def rebuild_command() -> str:
-    """Return the command that builds pycollect anew against the installed torch.
+    """Return the command that rebuilds pycollect against the installed torch.
 
-    An environment without pip is one of uv's, which hides the installed torch from an isolated
-    build.
+    An environment without pip is taken for one of uv, which hides the installed torch from an
+    isolated build.
     """
     source = "<pycollect's source>" if _checkout() is None else f"-e {_checkout()}"
     if _has_pip():
@@ -108,7 +108,7 @@ def rebuild_command() -> str:
 
 
 def _checkout() -> Path | None:
-    """Return the folder of pycollect's source that this runs from; None where it is installed."""
+    """Return the source folder from which this runs, or None if pycollect is installed."""
     root = Path(__file__).parents[1]
     return root if (root / "setup.py").exists() else None
 
@@ -124,7 +124,7 @@ def _install() -> str:
 
 
 def _python() -> str:
-    """Return what the module's name says of this Python: "cpython_312_x86_64_linux_gnu"."""
+    """Return this Python's tag in module names, such as "cpython_312_x86_64_linux_gnu"."""
     return str(sysconfig.get_config_var("EXT_SUFFIX")).split(".")[1].replace("-", "_")
 
 
@@ -136,7 +136,7 @@ def _release(version: str) -> tuple[int, int]:
 
 
 def _interface(version: str) -> object:
-    """What must not change: the minor release, or everything where torch is not a release."""
+    """Return the part of the torch version that must match: the minor of a release, else all."""
     released = re.fullmatch(r"\d+\.\d+(\.\d+)*(\+\w+)?", version) is not None
     return _release(version) if released else version
 

@@ -1,8 +1,8 @@
-"""How a function tells torch.compile that it runs outside of graphs.
+"""Marks functions that torch.compile must run outside of graphs.
 
-torch.compiler.disable says the same, but loads the compiler when it is applied, which is a second
-at import, and wraps every call, which is 1 us. The marks below are what it leaves behind; where a
-torch does not know one of them, torch.compile still breaks the graph and prints a warning with it.
+torch.compiler.disable does the same, but it loads the compiler when it is applied, which takes a
+second at import, and wraps every call, which takes 1 us. The marks below are those that it sets.
+With a torch that ignores one of them, torch.compile still breaks the graph, and prints a warning.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def eager(function: F) -> F:
 
 
 def _skip(code: CodeType) -> None:
-    """Keep the frame of a call, and those below it, from being compiled by themselves."""
+    """Keep torch.compile from compiling the frame of a call and the frames below it."""
     try:
         skip = eval_frame._FrameAction.SKIP
         eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
-    except (AttributeError, TypeError):  # another torch; the warning is all that is lost
+    except (AttributeError, TypeError):  # another torch, which then only prints the warning
         return

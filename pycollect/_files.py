@@ -1,8 +1,8 @@
-"""Files that commands write: looked at before any time is spent, one sentence if it fails later.
+"""Output files of commands: checked before the work starts; a later failure is one sentence.
 
-A file takes the place of a regular file or of nothing; a FIFO, a device, a socket and a folder are
-left as they are. A link stays a link: what it names is written. Imports nothing but the standard
-library, for scripts that run where there is no torch.
+A file may be new or replace a regular file, never a FIFO, a device, a socket or a folder. A
+symbolic link is kept, and its target is written. Imports only the standard library, for scripts
+that run without torch.
 """
 
 import errno
@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-# Of a name beside the final one, which must not become too long for the file system.
+# Length to which the name of a temporary file is cut, so that no file system refuses it.
 _NAME_BYTES = 40
 _REGULAR = "a regular file"
 _KINDS = (
@@ -27,7 +27,7 @@ _KINDS = (
     (stat.S_ISBLK, "a block device"),
     (stat.S_ISSOCK, "a socket"),
 )
-# What takes lines one by one, as a terminal and a pipe do.
+# Kinds of files to which lines may be streamed, such as terminals and pipes.
 _STREAMS = ("a FIFO", "a device")
 _DESCRIPTORS = {"/dev/stdout": 1, "/dev/stderr": 2}
 
@@ -39,7 +39,7 @@ class OutputError(RuntimeError):
 
 
 def kind_of(path: Path | str) -> str:
-    """Say what is there, links followed, or "" for nothing; OSError if that cannot be told.
+    """Return the kind of file at a path, links followed, or "" for none; OSError if unknown.
 
     >>> kind_of("/dev/null"), kind_of("no such file")
     ('a device', '')
@@ -51,16 +51,16 @@ def kind_of(path: Path | str) -> str:
     return next(kind for is_kind, kind in _KINDS if is_kind(mode))
 
 
-def check_place(
+def check_output_path(
     what: str, path: Path | str, *, moved: bool = False, streamed: bool = False
 ) -> None:
-    """Raise ValueError unless a file can be written there, which is tried; nothing is left behind.
+    """Raise ValueError unless a file can be written there. Tries it and leaves no file behind.
 
-    What is there may be written though its folder is not; what is written beside and then `moved`
-    there needs the folder alone. Lines that are `streamed` may go to a FIFO, a terminal or the
-    like.
+    An existing file may be writable where its folder is not. `moved`: the file is written next to
+    the path and moved there, so only the folder must be writable. `streamed`: lines may also go to
+    a FIFO, a terminal or another device.
 
-    >>> check_place("log", ".")
+    >>> check_output_path("log", ".")
     Traceback (most recent call last):
     ValueError: the log must be a file, and . is a folder
     """
@@ -89,7 +89,7 @@ def check_place(
 
 
 def check_picture(path: Path | str, endings: Sequence[str] = (".png", ".svg", ".pdf")) -> None:
-    """Raise ValueError unless a picture can be written there: its ending tells the format.
+    """Raise ValueError unless a picture can be written there; its suffix selects the format.
 
     >>> check_picture("run.gif")
     Traceback (most recent call last):
@@ -97,13 +97,13 @@ def check_picture(path: Path | str, endings: Sequence[str] = (".png", ".svg", ".
     """
     if Path(path).suffix.lower() not in endings:
         raise ValueError(f"a picture ends in {', '.join(endings)}, and {path} does not")
-    check_place("picture", path)
+    check_output_path("picture", path)
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("a picture needs matplotlib; install pycollect[train]")
 
 
 def check_input(what: str, path: Path | str) -> None:
-    """Raise ValueError unless there is a regular file to read: reading a FIFO could last for ever.
+    """Raise ValueError unless the path is a regular file: a read from a FIFO might never end.
 
     >>> check_input("checkpoint", "/dev/zero")
     Traceback (most recent call last):
@@ -120,15 +120,14 @@ def check_input(what: str, path: Path | str) -> None:
 
 
 def open_lines(path: Path | str, *, append: bool) -> TextIO:
-    """Open a file that is written line by line; OSError if that cannot be, or nobody reads a FIFO.
+    """Open a file for writing line by line; OSError if that fails, or if a FIFO has no reader.
 
-    The standard output and error of this process are taken as they are: a file that they go to is
-    gone on with.
+    Standard output and error of this process are used as they are: a file behind them is continued.
     """
     if str(path) in _DESCRIPTORS:
         return os.fdopen(os.dup(_DESCRIPTORS[str(path)]), "a", encoding="utf-8")
     how = os.O_APPEND if append else os.O_TRUNC
-    try:  # without blocking: opening a FIFO otherwise waits for a reader, perhaps for ever
+    try:  # without blocking: opening a FIFO otherwise waits for a reader, perhaps forever
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | how, 0o666)
     except OSError as error:
         if error.errno == errno.ENXIO:
@@ -140,7 +139,7 @@ def open_lines(path: Path | str, *, append: bool) -> TextIO:
 
 @contextmanager
 def writing(what: str, path: Path | str) -> Iterator[None]:
-    """Turn what the system refuses into an OutputError.
+    """Turn an OSError of the block into an OutputError.
 
     >>> with writing("log", "run.jsonl"):
     ...     raise OSError(28, "No space left")
@@ -156,23 +155,23 @@ def writing(what: str, path: Path | str) -> Iterator[None]:
 
 
 def write(what: str, path: Path | str, content: str | bytes) -> None:
-    """Write a whole file at once; OutputError if that fails, or if no regular file is there."""
+    """Write a complete file; OutputError if that fails, or if the path is not a regular file."""
     with writing(what, path):
         _require_regular(path)
         Path(path).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def write_picture(figure: Any, path: Path | str) -> None:
-    """Write a figure of matplotlib in the format of its ending; OutputError if that fails."""
-    drawn = io.BytesIO()  # the picture that is there stays until the new one is whole
+    """Write a matplotlib figure in the format of its suffix; OutputError if that fails."""
+    drawn = io.BytesIO()  # an existing picture stays until the new one is complete
     figure.savefig(drawn, dpi=150, format=Path(path).suffix[1:].lower())
     write("picture", path, drawn.getvalue())
 
 
 def replace(path: Path | str, fill: Fill) -> None:
-    """Write a file beside its place and move it there: who opens the path sees a whole file.
+    """Write a file next to the path and move it there, so that readers see only complete files.
 
-    Raises OSError, and what `fill` raises; then the old file is as it was.
+    Raises OSError, and the exceptions of `fill`; the old file is then unchanged.
     """
     _require_regular(path)
     target = Path(os.path.realpath(path))
@@ -184,12 +183,12 @@ def replace(path: Path | str, fill: Fill) -> None:
             os.fsync(file.fileno())
         os.replace(beside, target)
     finally:
-        with suppress(OSError):  # not there any more if all went well, or never was
+        with suppress(OSError):  # absent after a successful move, or if it was never created
             beside.unlink()
 
 
 def _require_regular(path: Path | str) -> None:
-    """What was looked at long ago may be something else by now."""
+    """Raise OSError unless the path is a regular file or free now; it may change after a check."""
     kind = kind_of(path)
     if kind not in ("", _REGULAR):
         raise OSError(errno.EINVAL, f"it is {kind}", str(path))

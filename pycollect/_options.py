@@ -1,8 +1,8 @@
-"""The keywords of the list collectives that `async_op` does not depend on, for type checkers alone.
+"""Keywords of the list collectives other than `async_op`, only for type checkers.
 
-Every call that takes `async_op` has three overloads: a result for False, a Work for True, and
-either of them for a bool that is only known when it runs. These spare them the rest. The functions
-themselves state all their keywords.
+Every call with `async_op` has three overloads: a result for False, a Work for True, and either of
+them for a bool known only at run time. With these types the overloads need not repeat the other
+keywords. The functions themselves list all their keywords.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from .collectives import Streams, TensorLike
 
 
 class OnStreams(TypedDict, total=False):
-    """A call without a choice of algorithms."""
+    """Keywords of calls without a choice of algorithm."""
 
     streams: Streams
 
 
 class Chosen(OnStreams, total=False):
-    """A call in place."""
+    """Keywords of calls in place."""
 
     algorithm: str | None
 
 
 class AlongDim(Chosen, total=False):
-    """all_gather and reduce_scatter."""
+    """Keywords of all_gather and reduce_scatter."""
 
     dim: int
     out: Sequence[TensorLike] | None
 
 
 class Splits(OnStreams, total=False):
-    """all_to_all."""
+    """Keywords of all_to_all."""
 
     dim: int
     split_sizes: Sequence[int] | Sequence[Sequence[int]] | None
@@ -41,7 +41,7 @@ class Splits(OnStreams, total=False):
 
 
 class Chunks(OnStreams, total=False):
-    """scatter."""
+    """Keywords of scatter."""
 
     dim: int
     chunk_sizes: Sequence[int] | None

@@ -1,6 +1,6 @@
-"""A plan as a picture: ranks against predicted time, one lane a rank and one bar a step.
+"""Draws a plan: ranks against predicted time, with one lane per rank and one bar per step.
 
-Uses matplotlib's figures without pyplot, so it needs no display and leaves no state behind.
+Uses matplotlib's figures without pyplot, so it needs no display and leaves no global state.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pycollect._files import check_place, write_picture
+from pycollect._files import check_output_path, write_picture
 from pycollect._plan_text import bytes_text
 
 if TYPE_CHECKING:
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     Steps = tuple[StepTuple, ...]
 
 _SUFFIXES = (".png", ".svg")
-_MOST_LANES = 256  # beyond this a lane is thinner than a line
+_MOST_LANES = 256  # with more, a lane is thinner than a line
 _LANE_INCHES = 0.34
 _WIDTH_INCHES = 10.0
 _MOST_INCHES = 14.0
 _DPI = 150
-_BAR = 0.72  # of a lane
-_EDGED_INCHES = 0.05  # a narrower bar would be all edge
+_BAR = 0.72  # height of a bar as a fraction of its lane
+_EDGED_INCHES = 0.05  # a narrower bar gets no edge, which would cover it
 _LABELLED_INCHES = 0.16  # a lower lane has no room for digits
 _DIGIT_INCHES = 0.075  # the width of a digit at the size of a label
-# Told apart by everybody, in grey too: Okabe and Ito's blue and orange.
+# Okabe and Ito's blue and orange: distinct for colour-blind readers, and in grey too.
 _COLOURS = {"reduce": "#0072B2", "copy": "#E69F00"}
 _TEXT = {"reduce": "white", "copy": "black"}
 
@@ -59,13 +59,13 @@ def draw(
 
 
 def check(world: int, path: str | PathLike[str]) -> None:
-    """Raise ValueError unless a plan of so many ranks can be drawn there."""
+    """Raise ValueError unless a plan of `world` ranks can be drawn into the file."""
     suffix = Path(path).suffix.lower()
     if suffix not in _SUFFIXES:
         raise ValueError(f"plot: {str(path)!r} ends in {suffix!r}; choose '.png' or '.svg'")
     if world > _MOST_LANES:
         raise ValueError(f"plot: {world} ranks cannot be told apart; draw at most {_MOST_LANES}")
-    check_place("picture", os.fspath(path))
+    check_output_path("picture", os.fspath(path))
 
 
 def _microseconds(seconds: float) -> float:
@@ -92,7 +92,7 @@ def _bars(axes: Any, steps: Steps, spans: list[SpanTuple], end: float, lane: flo
     from matplotlib.collections import PolyCollection
 
     # One object for all bars of a kind: thousands of patches would take minutes.
-    inches = (_WIDTH_INCHES - 1.0) / (end or 1.0)  # of a microsecond
+    inches = (_WIDTH_INCHES - 1.0) / (end or 1.0)  # per microsecond
     for kind, colour in _COLOURS.items():
         drawn = [s for s in spans if s[1] >= 0 and s[3] > s[2] and _kind(steps[s[1]]) == kind]
         if not drawn:
@@ -113,7 +113,7 @@ def _bars(axes: Any, steps: Steps, spans: list[SpanTuple], end: float, lane: flo
                 middle = _microseconds(span[2] + span[3]) / 2
                 text = {"ha": "center", "va": "center_baseline", "fontsize": 8}
                 axes.text(middle, span[0], label, color=_TEXT[kind], **text)
-    # What moves nothing has no width: a barrier's step.
+    # A step that moves nothing, as a barrier's, has no duration, so a bar would have no width.
     instants = [s for s in spans if s[1] >= 0 and s[3] == s[2]]
     if instants:
         axes.plot(

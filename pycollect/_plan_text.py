@@ -1,6 +1,6 @@
-"""A plan as text: a line a step, under its level, short enough to read at any world.
+"""Prints a plan: one line per step, under its level, short enough to read for any world size.
 
-Ranks that follow one another are told by their ends, and what is too long is cut, with a count.
+Consecutive ranks are shown as a range, and long lists are cut, with a count.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from pycollect._C import SliceTuple, StepTuple
     from pycollect.plans import Plan
 
-# Eight ranks that all copy from all the others are 56 steps: shown whole. Beyond that, the start.
+# Up to this number of steps all are shown (eight ranks that copy from all others have 56), else
+# only the first ones of each level.
 _WHOLE_STEPS = 64
 _LEVEL_STEPS = 8
 _SHOWN_LEVELS = 24
@@ -27,7 +28,7 @@ def describe(plan: Plan) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """Return a size for people.
+    """Return a size in readable units.
 
     >>> [bytes_text(n) for n in (0, 1000, 1536, 1 << 20, 5e9)]
     ['0 B', '1000 B', '1.5 KiB', '1 MiB', '4.66 GiB']
@@ -41,13 +42,13 @@ def bytes_text(count: float) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks in their order, runs by their ends.
+    """Return ranks in their order, with runs of consecutive ranks as ranges.
 
     >>> ranks_text([0, 1, 2, 3]), ranks_text([2, 0, 1]), ranks_text(range(0, 40, 4))
     ('0..3', '2,0,1', '0,4,8,12,16,20,... (10)')
     """
     runs: list[str] = []
-    # Neighbours that follow one another have the same distance to their place in the list.
+    # In a run of consecutive ranks the difference between rank and list index is constant.
     for _, group in groupby(enumerate(ranks), lambda at: at[1] - at[0]):
         run = [rank for _, rank in group]
         runs += [f"{run[0]}..{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]

@@ -1,4 +1,4 @@
-"""Doubles and probes (csrc/testing): there is no such module in wheels."""
+"""Emulated devices and probes for tests (csrc/testing): wheels do not contain this module."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -7,18 +7,18 @@ import torch
 
 from pycollect._C import Options, Plan
 
-# Copies by the host, and descriptors (bind_probe.cpp).
-Outlet: Any
+# Copies by the host, and the fd server (bind_probe.cpp).
+FdServer: Any
 
 def copy_rows(
     dst: torch.Tensor, src: torch.Tensor, bytes: int, rows: int, pitches: tuple[int, int]
 ) -> None: ...
 def fetch_descriptor(ticket: tuple[int, int]) -> int: ...
 
-# The executor for devices on devices that are not there (bind_streams.cpp).
+# The executor for devices on emulated devices (bind_streams.cpp).
 
 SeatTuple: TypeAlias = tuple[int, int, int, int]  # streams: caller, worker, sender, receiver
-# stream, tasks as (rank, index), issues that it waits for, does anybody wait for it?
+# stream, tasks as (rank, index), indices of issues to wait for, whether an event is recorded
 IssueTuple: TypeAlias = tuple[int, list[tuple[int, int]], list[int], bool]
 RowTuple: TypeAlias = tuple[Sequence[int], Sequence[int], int]  # destinations, sources, bytes
 
@@ -94,7 +94,7 @@ def predict_streams(
     model: tuple[float, float, float, float, float],
 ) -> float: ...
 
-# CUDA's calls without a device (bind_emulator.cpp).
+# CUDA's calls on emulated devices (bind_emulator.cpp).
 
 class Stream:
     @property
@@ -136,7 +136,7 @@ class Emulator:
     def books(self) -> dict[str, int]: ...
     def fouls(self) -> list[str]: ...
 
-# torch's devices for a group, in front of an emulator (bind_emulator.cpp).
+# The emulated torch runtime of a group, on an emulator (bind_emulator.cpp).
 def emulate(options: Options, eager: bool = ..., shares: bool = ...) -> Any: ...
 
 # The device's kernels on host memory (bind_cuda_probe.cpp).

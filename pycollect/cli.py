@@ -1,18 +1,20 @@
-"""The command ``pycollect``: info, plan and bench. Each says what it does with ``--help``."""
+"""The command ``pycollect``: info, plan and bench, each described by its ``--help``."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pycollect
 
-from . import _C, _command, bench, info
+from . import _C, _command, info
 from ._plan_picture import check as check_plot
-from .bench.sizes import parse_size
+from ._sizes import parse_size
 
 
 def _info(args: argparse.Namespace) -> int:
@@ -47,8 +49,23 @@ def _plan(args: argparse.Namespace) -> int:
     return 0 if defect is None else 1
 
 
-def _bench(args: argparse.Namespace) -> int:
-    return bench.run(args, shlex.join(sys.orig_argv))
+def _add_bench(command: argparse.ArgumentParser) -> None:
+    """Take in the benchmark of the checkout that this package lies in; a wheel has none."""
+    folder = Path(__file__).resolve().parents[1] / "bench"
+    if not (folder / "pycollect_bench").is_dir():
+        command.set_defaults(run=_no_bench)
+        return
+    sys.path.insert(0, str(folder))
+    bench = importlib.import_module("pycollect_bench")
+    bench.add_arguments(command)
+    command.set_defaults(run=lambda args: bench.run(args, shlex.join(sys.orig_argv)))
+
+
+def _no_bench(args: argparse.Namespace) -> int:
+    raise ValueError(
+        "bench: the benchmarks are not part of an installed pycollect; run them from a checkout: "
+        "python bench/allreduce_bandwidth.py"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,8 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--plot", metavar="FILE", help="ranks against predicted time, as PNG or SVG")
 
     command = commands.add_parser("bench", help="Measure collectives against their peers.")
-    command.set_defaults(run=_bench)
-    bench.add_arguments(command)
+    _add_bench(command)
     return parser
 
 
@@ -94,7 +110,7 @@ def _size(text: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with these arguments, or those of the process; return the exit status."""
+    """Run the command with these arguments, or with sys.argv's; return the exit status."""
     return _command.run("pycollect", lambda: _main(argv))
 
 

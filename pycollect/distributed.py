@@ -24,9 +24,9 @@ from .plans import algorithms
 NAME = "pycollect"
 _WAKING = 1.0  # seconds: much more than it takes a thread to raise an error and end
 
-# Environment variables that decide where the options of a group leave it to "best".
+# Environment variables that decide where the options of a group leave it to "auto".
 _SETTINGS = {
-    "cuda_sync": ("PYCOLLECT_CUDA_SYNC", tuple(_C.cuda_rungs()[1:])),
+    "cuda_transport": ("PYCOLLECT_CUDA_TRANSPORT", tuple(_C.cuda_transports()[1:])),
 }
 _MOST_BYTES = 2**46  # more than any address space has
 
@@ -34,31 +34,32 @@ _MOST_BYTES = 2**46  # more than any address space has
 def options(
     *,
     algorithm: str | None = None,
-    slot_bytes: int | None = None,
-    arena_bytes: int | None = None,
-    slab_bytes: int | None = None,
-    cuda_sync: str = "best",
+    buffer_bytes: int | None = None,
+    symmetric_heap_bytes: int | None = None,
+    cuda_buffer_bytes: int | None = None,
+    cuda_transport: str = "auto",
 ) -> Any:
     """Return options of a group, for `pg_options=` of torch's functions that make one.
 
     `algorithm` is run by every collective that has one of this name, instead of the one that would
-    be chosen (see `pycollect.algorithms`). Each rank has two slots of `slot_bytes` bytes, through
-    which its data goes piece by piece, and `arena_bytes` bytes of address space for tensors that
-    live in shared memory. That is handed over on a Unix socket, so ranks in containers need one
-    network namespace.
+    be chosen (see `pycollect.algorithms`). Each rank has two staging buffers of `buffer_bytes`
+    bytes in shared memory, through which its data goes piece by piece, and a symmetric heap of
+    `symmetric_heap_bytes` bytes of address space for tensors that live in shared memory. The shared
+    memory is passed on a Unix socket, so ranks in containers need one network namespace.
 
-    CUDA tensors go through `slab_bytes` bytes of GPU memory for each rank, which all processes
-    reach and where the GPUs' streams wait for each other (`cuda_sync="stream"`), or else through
-    pinned memory ("host"): "best" finds out at the group's first such call whether the former works
-    on all ranks; PYCOLLECT_CUDA_SYNC may name one, too. One that is named and does not work is an
-    error. A group that is made with a `device_id` tries at once, and the first calls of several
-    groups may then come in any order.
+    `cuda_transport` is how CUDA tensors reach other processes. "cuda_ipc": through a staging buffer
+    of `cuda_buffer_bytes` bytes of GPU memory for each rank, which all processes map and where
+    streams wait for each other. "host_staging": through pinned host memory. "auto" tests at the
+    group's first such call whether the former works on all ranks, and falls back to the latter;
+    PYCOLLECT_CUDA_TRANSPORT may name one, too. One that is named and does not work is an error. A
+    group that is made with a `device_id` tests at once, and the first calls of several groups may
+    then come in any order.
 
-    Messages between two ranks go through pinned memory, in pieces where they are larger than 1 MiB.
-    Their `wait()` blocks the host until they have left there, or come.
+    Messages between two ranks go through pinned memory, in fragments where they are larger than
+    1 MiB. Their `wait()` blocks the host until they have left it, or arrived.
 
-    Where all CUDA tensors of a collective lie in memory that the other ranks reach, from
-    `pycollect.empty(..., device="cuda")`, they are read and written there and not copied to slabs.
+    If all CUDA tensors of a collective lie in symmetric memory (`pycollect.empty(...,
+    device="cuda")`), peers read and write them in place, without staging.
 
     All options must be the same on all ranks.
 
@@ -69,13 +70,13 @@ def options(
     if algorithm is not None:
         _check_algorithm(algorithm)
         made.algorithm = algorithm
-    if slot_bytes is not None:
-        made.slot_bytes = _bytes("slot_bytes", slot_bytes, least=4096)
-    if arena_bytes is not None:
-        made.arena_bytes = _bytes("arena_bytes", arena_bytes, least=0)
-    if slab_bytes is not None:
-        made.slab_bytes = _bytes("slab_bytes", slab_bytes, least=16384)
-    made.cuda_sync = cuda_sync
+    if buffer_bytes is not None:
+        made.buffer_bytes = _bytes("buffer_bytes", buffer_bytes, least=4096)
+    if symmetric_heap_bytes is not None:
+        made.symmetric_heap_bytes = _bytes("symmetric_heap_bytes", symmetric_heap_bytes, least=0)
+    if cuda_buffer_bytes is not None:
+        made.cuda_buffer_bytes = _bytes("cuda_buffer_bytes", cuda_buffer_bytes, least=16384)
+    made.cuda_transport = cuda_transport
     return made
 
 
@@ -100,7 +101,7 @@ def _read_environment(made: Any) -> None:
         wanted = os.environ.get(variable, "").strip().lower()
         if wanted and wanted not in allowed:
             raise ValueError(f"{variable} is {wanted!r}; allowed are {', '.join(allowed)}")
-        if wanted and getattr(made, name) == "best":
+        if wanted and getattr(made, name) == "auto":
             setattr(made, name, wanted)
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import _C, gpus
+from . import _C, _machine, gpus
 from ._compat import build_info
-from .bench import environment
 from .plans import algorithms
 
 
@@ -24,7 +23,7 @@ def describe(rates: bool = False) -> dict[str, Any]:
     >>> describe()["torch"] == torch.__version__
     True
     """
-    machine = environment.describe(command="")
+    machine = _machine.describe(command="")
     del machine["command"]
     return {
         **machine,
@@ -40,7 +39,7 @@ def describe(rates: bool = False) -> dict[str, Any]:
 
 def _build() -> dict[str, Any]:
     built = build_info()
-    return {**built, "commit": environment.known_commit(built.get("commit"))}
+    return {**built, "commit": _machine.known_commit(built.get("commit"))}
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:

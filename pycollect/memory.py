@@ -22,8 +22,8 @@ class Usage(NamedTuple):
     """Of one rank, in bytes."""
 
     used: int  # in tensors that are alive; on a GPU, in the blocks that torch divides among them
-    kept: int  # free, with memory that will be used again
-    reserved: int  # of address space: what tensors may take at the most; on a GPU, used and kept
+    cached: int  # free, with memory that will be used again
+    reserved: int  # of address space: what tensors may take at the most; on a GPU, used and cached
 
 
 class Allocator:
@@ -84,10 +84,10 @@ class Allocator:
     def usage(self) -> Usage:
         """Return how much of this rank's part of that memory is in use: the CPU's, or all GPUs'."""
         if self._device.type == "cuda":
-            on_gpus = _C.tract_use(self._backend)
+            on_gpus = _C.symmetric_memory_usage(self._backend)
             found = None if on_gpus is None else (*on_gpus, sum(on_gpus))
         else:
-            found = _C.arena_use(self._backend)
+            found = _C.symmetric_heap_usage(self._backend)
         if found is None:
             raise ValueError("the group's backend is wrapped (TORCH_DISTRIBUTED_DEBUG=DETAIL)")
         return Usage(*found)
@@ -102,7 +102,7 @@ def _backend_of(group: Any, device: torch.device) -> Any:
             f"the group has no backend for {_NAMES[device.type]} tensors; make it with 'pycollect'"
         ) from error
     if device.type == "cuda":
-        shares = _C.tract_use(backend) is not None
+        shares = _C.symmetric_memory_usage(backend) is not None
     else:
         shares = backend.name() == "pycollect" and backend.supports_tensor_alloc(device)
     if not shares:

@@ -33,7 +33,7 @@ class Model:
 
     >>> import pycollect as pc
     >>> model = pc.Model(alpha=5e-6, port=12e9, memory=40e9)
-    >>> pc.plan("all_reduce", 4, algorithm="ring").predict(model) > 0
+    >>> pc.plan("all_reduce", 4, algorithm="chain").predict(model) > 0
     True
     """
 
@@ -57,7 +57,7 @@ class Model:
                 )
 
 
-class Span(NamedTuple):
+class TaskSpan(NamedTuple):
     """One step of a plan in predicted time, in seconds from the call."""
 
     rank: int
@@ -149,7 +149,7 @@ class Plan:
             return "a rank leaves the barrier before all have entered"
         return None
 
-    def timeline(self, model: str | Model = "nvlink") -> list[Span]:
+    def timeline(self, model: str | Model = "nvlink") -> list[TaskSpan]:
         """Return when each step would run, in the order of the steps.
 
         >>> import pycollect as pc
@@ -157,7 +157,7 @@ class Plan:
         [0, 0, 0]
         """
         spans = _C.predict(self._program, self.nbytes, _figures(model))[1]
-        return [Span(*span) for span in spans if span[1] >= 0]
+        return [TaskSpan(*span) for span in spans if span[1] >= 0]
 
     def predict(self, model: str | Model = "nvlink") -> float:
         """Return the predicted seconds, from the call until the last rank has left.
@@ -182,7 +182,7 @@ class Plan:
 
         >>> import pycollect as pc, tempfile, pathlib
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "ring.svg"
-        >>> pc.plan("all_reduce", 4, algorithm="ring").plot(path)
+        >>> pc.plan("all_reduce", 4, algorithm="chain").plot(path)
         >>> path.stat().st_size > 1000
         True
         """

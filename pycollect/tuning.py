@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from . import _C, collectives, exchange
-from .bench.measure import Effort, Sampler, after_rewrite, interleave, ratios
-from .bench.sizes import binary_size
+from ._sizes import binary_size
+from ._timing import Effort, Sampler, after_rewrite, interleave, ratios
 
 # What the library takes by itself is kept unless another is this much faster: noise is no reason.
 _GAIN = 1.05
@@ -38,7 +38,7 @@ SERVED = {name: name for name in _CALLS} | {"all_reduce_coalesced": "all_reduce"
 
 
 @dataclass(frozen=True)
-class Span:
+class SizeRange:
     """Up to so many bytes of a rank: the algorithms, best first; None is the library's choice."""
 
     up_to: float
@@ -49,14 +49,14 @@ class Span:
 class Tuning:
     """What was measured, by collective, in spans of growing size."""
 
-    spans: Mapping[str, tuple[Span, ...]]
+    spans: Mapping[str, tuple[SizeRange, ...]]
 
     def choice(self, call: str, ranks: Sequence[Any]) -> str | None:
         """Return the algorithm for a call on these tensors; None leaves it to the library.
 
-        >>> tuning = Tuning({"all_reduce": (Span(math.inf, ("ring", "two_shot", None)),)})
+        >>> tuning = Tuning({"all_reduce": (SizeRange(math.inf, ("chain", "two_shot", None)),)})
         >>> tuning.choice("all_reduce", [torch.ones(2), torch.ones(2)])
-        'ring'
+        'chain'
         >>> tuning.choice("all_reduce", [torch.ones(2).half(), torch.ones(2).half()])
         'two_shot'
         """
@@ -205,16 +205,18 @@ def _sampler(collective: str, tensors: list[torch.Tensor], name: str | None) -> 
     return after_rewrite(run, rewrite, synchronize)
 
 
-def _spans(sizes: Sequence[int], rankings: Sequence[tuple[str | None, ...]]) -> tuple[Span, ...]:
+def _spans(
+    sizes: Sequence[int], rankings: Sequence[tuple[str | None, ...]]
+) -> tuple[SizeRange, ...]:
     """Cut between two sizes where the ranking changes, half-way as factors go.
 
     >>> _spans([4, 64, 1024], [("a", None), (None, "a"), (None, "a")])
-    (Span(up_to=16, ranking=('a', None)), Span(up_to=inf, ranking=(None, 'a')))
+    (SizeRange(up_to=16, ranking=('a', None)), SizeRange(up_to=inf, ranking=(None, 'a')))
     """
     spans = []
     for i, ranking in enumerate(rankings):
         last = i + 1 == len(rankings)
         if last or rankings[i + 1] != ranking:
             up_to = math.inf if last else math.isqrt(sizes[i] * sizes[i + 1])
-            spans.append(Span(up_to, ranking))
+            spans.append(SizeRange(up_to, ranking))
     return tuple(spans)

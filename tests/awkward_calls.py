@@ -1,8 +1,8 @@
-"""Every public callable with every awkward value in place of every argument, one after the other.
+"""Calls every public callable with each awkward value in place of each argument, one at a time.
 
-A program of its own, because it takes its memory away before it begins. Its arguments: which part
-of the calls it tries, from 0, and of how many. Prints a line of JSON for each outcome that is
-neither success nor a sentence: TypeError, ValueError or CollectiveError.
+A separate program, because it limits its own address space before it starts. Arguments: the index
+(from 0) of the part of the calls to try, and the number of parts. Prints one JSON line for each
+outcome that is neither success nor a proper TypeError, ValueError or CollectiveError.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import pycollect as pc
 from pycollect import autograd
 from pycollect.train import Replicas, Trainer, sgd_optimizer
 
-MEMORY = 3 << 30  # beyond what the process has when it begins
-SECONDS = 120.0  # of one call, on a machine where others want the cores
+MEMORY = 3 << 30  # bytes of address space allowed beyond the process's size after initialisation
+SECONDS = 120.0  # time limit of one call, on a machine whose cores are shared with other tests
 
 NUMBERS: dict[str, Any] = {
     **{repr(n): n for n in (True, -1, 0, 1.0, math.nan, math.inf, -math.inf, 1e300, 5e-324, 1j)},
@@ -58,9 +58,9 @@ AWKWARD: dict[str, Any] = NUMBERS | {
     "type": int,
     "op": dist.ReduceOp.MAX,
 }
-# Those that may hold a number for each rank: tried with lists of awkward numbers as well.
+# Arguments that accept one number per rank; they are also tried with lists of awkward numbers.
 LISTS = {"split_sizes", "chunk_sizes", "sizes", "size", "devices", "spec", "tensors", "streams"}
-# What these take is an int, so True, 1.0 and "3" are refused and NumPy's ints are not.
+# Arguments that take an int: True, 1.0 and "3" are refused, NumPy integers are accepted.
 INTS = {"dst", "src", "dim", "world", "root", "pieces", "nbytes", "batch_size", *LISTS}
 INTS -= {"devices", "spec", "tensors", "streams"}
 NO_INTS = ("True", "1.0", "nan", "'3'", "None", "tensor(True)", "bool_(True)")
@@ -131,7 +131,7 @@ PLAN = {
     "in_place": None,
 }
 MODEL = {"alpha": 1e-6, "port": 1e9, "memory": 1e9, "bridge": 1e9}
-# In __all__ and not called: modules, types that the library makes, and what is raised.
+# Names of __all__ that are not called: modules, types that only the library creates, exceptions.
 NOT_CALLED = {"CollectiveError", "PeerLost", "Plan", "Timeout", "Work", "__version__"}
 NOT_CALLED |= {"autograd", "distributed", "ops"}
 
@@ -141,7 +141,7 @@ def without_devices(good: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def bound() -> Iterator[Case]:
-    """A communicator's methods: the module functions without their devices."""
+    """Yield a communicator's methods: the module functions without the `devices` argument."""
     communicator = pc.Communicator("cpu*2")
     for name, good in COLLECTIVES.items():
         method = getattr(communicator, name)
@@ -150,7 +150,7 @@ def bound() -> Iterator[Case]:
 
 
 def models(**figures: Any) -> object:
-    """What a model's figures lead to, too."""
+    """Build a Model from the figures and use it: predict, timeline and plot a plan with it."""
     plan, model = pc.plan("all_reduce", 2), pc.Model(**figures)
     return plan.predict(model), plan.timeline(model), plan.plot(FOLDER / "plan.svg", model)
 
@@ -194,14 +194,14 @@ def cases() -> Iterator[Case]:
 
 
 def missing() -> list[str]:
-    """Name what the table has forgotten: calls, and arguments of a call."""
+    """Return the public callables, and the arguments of callables, that `cases` does not cover."""
     table = {name: (function, set(good())) for name, function, good in cases()}
     public = {*pc.__all__} - NOT_CALLED | {f"autograd.{name}" for name in autograd.__all__}
     forgotten = [name for name in sorted(public) if name not in table]
     for name, (function, given) in table.items():
         try:
             known = inspect.signature(pc.plan if name == "plan" else function).parameters.values()
-        except ValueError:  # in the compiled part
+        except ValueError:  # compiled functions have no signature
             continue
         named = {p.name for p in known if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
         named -= {"devices"} if name.startswith("Communicator.") else set()
@@ -210,9 +210,9 @@ def missing() -> list[str]:
 
 
 def outcome(name: str, function: Callable[..., object], arguments: dict[str, Any]) -> str:
-    """Call it: "" for success, "refused", or what is wrong with how it failed."""
+    """Call the function: return "" on success, "refused", or a description of a bad failure."""
     rest = dict(arguments)
-    # A communicator's methods take their first argument by position alone.
+    # A communicator's methods take their first argument only by position.
     by_position = list(rest)[: name.startswith("Communicator.")]
     first = [rest.pop(argument) for argument in by_position]
     try:
@@ -222,7 +222,7 @@ def outcome(name: str, function: Callable[..., object], arguments: dict[str, Any
         pybinds = "incompatible" in said or "Invoked with" in said or "Unable to cast" in said
         return f"pybind's words: {said}" if pybinds or not said else "refused"
     except RuntimeError as error:
-        # What fits 64 bits and not the memory is refused by whoever has that memory.
+        # A size that fits 64 bits but not the memory is refused by the allocator or the device.
         wants_memory = "allocate memory" in str(error) or "does not fit into" in str(error)
         return "refused" if wants_memory else f"{type(error).__name__}: {error}"
     except BaseException as error:
@@ -231,7 +231,7 @@ def outcome(name: str, function: Callable[..., object], arguments: dict[str, Any
 
 
 def wrong(call: str, argument: str, what: str, came: str, in_list: bool) -> str:
-    """Return what is wrong with an outcome, if anything is."""
+    """Return a description of a wrong outcome, or "" if the outcome is right."""
     is_int = argument in INTS and not call.endswith("copy_")
     if is_int and what in NO_INTS and not came and (in_list or argument not in LISTS):
         return "taken for an int"
@@ -250,7 +250,7 @@ def main() -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     torch.set_num_threads(1)
     dist.init_process_group("pycollect", store=dist.HashStore(), rank=0, world_size=1)
-    pc.plan("all_reduce", 2).plot(FOLDER / "a.svg")  # matplotlib is loaded
+    pc.plan("all_reduce", 2).plot(FOLDER / "a.svg")  # loads matplotlib before the limit is set
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     for name in missing():
@@ -262,7 +262,7 @@ def main() -> None:
             print(json.dumps([name, "good", came]))
         for argument in good():
             for what, value, in_list in values(argument):
-                # Where a call hangs or the process is killed, its name is the last on stderr.
+                # If a call hangs or the process is killed, the last line on stderr names the call.
                 print(name, argument, what, "in a list" * in_list, file=sys.stderr, flush=True)
                 faulthandler.dump_traceback_later(SECONDS, exit=True)
                 came = outcome(name, function, good() | {argument: value})

@@ -1,4 +1,4 @@
-"""A project of a few lines for the tests of the build, and a folder that stands for torch."""
+"""Helpers for the build tests: a tiny C++ project, and a folder that imitates a torch install."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SOURCES = {
     'int one();\nextern "C" int answer() { return one() * half(); }\n',
 }
 LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
-# Stands for the compiler: says what it compiles, and stands still in the middle when told to.
+# A compiler wrapper: it logs its arguments, and stops halfway if the file `stand_still` exists.
 COMPILER = """#!/bin/sh
 echo "$*" >> "{root}/compiled"
 if [ -e "{root}/stand_still" ]; then
@@ -49,7 +49,7 @@ with make.alone(build.root):
 
 
 def module(name: str) -> ModuleType:
-    """A module of the build backend, which pip alone has on its path."""
+    """Import a module of the build backend, which otherwise only pip has on its path."""
     if str(BACKEND) not in sys.path:
         sys.path.insert(0, str(BACKEND))
     return importlib.import_module(f"pycollect_{name}")
@@ -66,7 +66,7 @@ def torch_at(folder: Path) -> Path:
 
 
 def small_project(tmp_path: Path) -> Any:
-    """Its build, in a folder with a space in its name."""
+    """Write the small project into a folder with a space in its name, and return its build."""
     ninja = module("ninja")
     root = tmp_path / "a project"
     for name, text in SOURCES.items():
@@ -84,7 +84,7 @@ def small_project(tmp_path: Path) -> Any:
 
 
 def answer(build: Any) -> int:
-    """What the module computes, asked in a process of its own: this one would keep the first."""
+    """Call the built module in a new process; this process would keep the first version loaded."""
     code = f"import ctypes; print(ctypes.CDLL({str(build.root / build.module)!r}).answer())"
     libraries = {"LD_LIBRARY_PATH": str(build.torch.root / "lib")}
     done = subprocess.run(
@@ -95,7 +95,7 @@ def answer(build: Any) -> int:
 
 
 def todo(build: Any) -> dict[str, int]:
-    """What ninja would make now."""
+    """Write the build files and return the numbers of steps that ninja would run now."""
     build.write()
     return dict(module("make").pending(build.root, build))
 
@@ -106,7 +106,7 @@ def make(build: Any) -> None:
 
 @contextlib.contextmanager
 def making(build: Any) -> Iterator[subprocess.Popen[str]]:
-    """A process that builds, in a group of its own as from a shell."""
+    """Start a process that builds, in a session of its own, as a shell starts a job."""
     code = MAKE.format(backend=str(BACKEND), build=pickle.dumps(build).hex())
     child = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -123,7 +123,7 @@ def making(build: Any) -> Iterator[subprocess.Popen[str]]:
 
 
 def kill(session: int, name: str = "") -> None:
-    """Kill the processes of a session, or those of this name."""
+    """Kill the processes of a session; with `name`, only those whose name contains it."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             before, _, after = (folder / "stat").read_text().rpartition(")")
@@ -134,5 +134,5 @@ def kill(session: int, name: str = "") -> None:
 def wait_for(path: Path) -> None:
     deadline = time.monotonic() + 60
     while not path.exists():
-        assert time.monotonic() < deadline, f"{path} does not come"
+        assert time.monotonic() < deadline, f"{path} was not created within 60 s"
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What every test gets: its own torch state, repeatable examples, loud skips without a GPU."""
+"""Setup of all tests: own torch state, repeatable examples, slow tests left out, reported skips."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 import hypothesis
 import pytest
 
-# Tests have more threads than there are cores: one that waits lets others run. What libgomp and
-# OpenBLAS do of themselves, waiting in a loop, took a quarter of all CPU time of the slow tests.
+# Tests have more threads than cores, so a waiting thread must yield its core. By default libgomp
+# and OpenBLAS wait in busy loops, which took a quarter of all CPU time of the slow tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import torch
 
 NO_GPU = "needs a CUDA GPU"
-# What a skip for want of hardware or of a package says, and what the summary says of all of these.
+# Maps the text of a skip (hardware or a package is missing) to the advice in the final summary.
 MISSING = {
     NO_GPU: "no CUDA GPU here (PYCOLLECT_REQUIRE_CUDA=1 turns this into a failure)",
     "needs two CUDA GPUs": "there are fewer than two CUDA GPUs here",
@@ -31,38 +31,38 @@ MISSING = {
     "of free memory": "this machine has too little of it for them",
 }
 
-# What leaves the slow tests out (pyproject.toml), what runs them, and how long one takes on two
-# cores.
+# The mark expression that leaves slow tests out (as in pyproject.toml), the command that runs
+# them, and the mean seconds of a slow test on two cores.
 QUICK, SLOW, SECONDS_EACH = "not slow", "python -m pytest -q -n auto -m slow", 1.3
-LEFT_OUT = pytest.StashKey[tuple[int, int]]()  # how many, and how many of them would run here
+LEFT_OUT = pytest.StashKey[tuple[int, int]]()  # slow tests left out, and how many could run here
 
-# Derandomized: nearly the same examples in every run, so that a red run is red again (constants of
-# the modules that a process has imported are tried, too). No deadline: ranks outnumber cores here,
-# and a slow machine is no defect. HYPOTHESIS_PROFILE=explore looks further.
+# Derandomized: runs use nearly the same examples, so a failing run fails again (Hypothesis also
+# tries constants of imported modules, which differ). No deadline: ranks outnumber cores here, and
+# a slow machine is not a defect. HYPOTHESIS_PROFILE=explore tries more, and random, examples.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
-# What the process has loaded that ranks are forked from: torch would take each of them 1.5 s, the
-# extension 0.2 s, torch._dynamo, with which DDP begins, 1 s. Said here, before any is forked: a
-# process that runs already loads nothing more. Where there are GPUs a rank loads the extension
-# itself, which might ask for them.
+# Modules to load in the fork server, from which ranks are forked. A rank saves 1.5 s for torch,
+# 0.2 s for the extension and 1 s for torch._dynamo, which DDP imports. The list is set before the
+# fork server starts, because a running server loads no more. On a machine with GPUs each rank
+# loads the extension itself, because the extension might query the GPUs.
 multiprocessing.set_forkserver_preload(
     ["torch", "torch.distributed", "torch._dynamo", "pytest"]
     + ([] if torch.cuda.is_available() else ["pycollect"])
 )
 
-# A shell starts what it puts into the background with Ctrl-C ignored, and programs inherit that.
+# A shell starts background jobs with SIGINT ignored, and their child processes inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.markexpr == QUICK:  # done here, so that nothing else is counted as slow
+    if config.option.markexpr == QUICK:  # deselected below instead, where slow tests are counted
         config.option.markexpr = ""
         config.stash[LEFT_OUT] = 0, 0
-    # A worker that dies ends the run: pytest-xdist 3.8 gives the files that it had done to others
-    # once more, and then waits for ever for tests that nobody runs.
+    # A worker that dies ends the run: pytest-xdist 3.8 would assign its finished files to other
+    # workers again, and then wait forever for tests that no worker runs.
     if getattr(config.option, "maxworkerrestart", "") is None:
         config.option.maxworkerrestart = "0"
 
@@ -80,8 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """For `-n auto`: a worker starts ranks of its own, several at a time. Tests on a GPU share its
-    memory, of which some take nearly all: there is no other process beside them."""
+    """Workers for `-n auto`: about half of the cores, because each worker starts several ranks.
+    With a GPU 0 (one process), because some tests need nearly all of the GPU's memory."""
     if wanted := os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
         return int(wanted)
     cores = len(os.sched_getaffinity(0))
@@ -90,7 +90,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file stays together, so that its pools of ranks are started once."""
+    """Schedule the tests of a file on one worker, so that the file's rank pools start only once."""
     from xdist.scheduler import LoadFileScheduling
 
     return LoadFileScheduling(config, log) if config.option.dist == "load" else None
@@ -103,8 +103,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Every worker has collected, and left out, the same tests."""
-    if hasattr(node, "workeroutput"):  # one that has died says nothing
+    """Take the counts of left-out tests from any worker: all workers leave out the same tests."""
+    if hasattr(node, "workeroutput"):  # a worker that died has no output
         node.config.stash[LEFT_OUT] = node.workeroutput["left_out"]
 
 
@@ -116,7 +116,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     pytest.skip(NO_GPU)
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # its lines are the last
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outermost wrapper: its lines are printed last
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
     yield
     skipped = terminalreporter.stats.get("skipped", [])
@@ -135,7 +135,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
 
 @pytest.fixture(scope="session", autouse=True)
 def own_tmp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What tests and their processes leave in the folder for temporary files goes with pytest's."""
+    """Point TMPDIR into pytest's temporary folder, so that left-over files are removed with it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
         patch.setattr(tempfile, "tempdir", None)
@@ -144,7 +144,7 @@ def own_tmp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_torch_state() -> Iterator[None]:
-    """Start from seed 0 and give back the caller's generator and number of threads."""
+    """Run the test from seed 0, then restore the random generator state and the thread count."""
     threads = torch.get_num_threads()
     generator = torch.random.get_rng_state()
     torch.manual_seed(0)

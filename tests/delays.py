@@ -1,8 +1,8 @@
-"""A collective between producers and consumers on streams that are late at random.
+"""Runs a collective between producers and consumers on streams with random delays.
 
-Every rank writes its input on its own stream after a delay, and afterwards counts on the same
-stream what is wrong and overwrites all of it: a missing event shows as wrong elements. Nothing is
-synchronized between the rounds. Ranks on the CPU have no stream and are never late.
+Every rank writes its input on its own stream after a delay. After the collective it counts wrong
+elements on the same stream and overwrites the memory, so a missing event shows as wrong elements.
+Rounds are not synchronized with each other. CPU ranks have no stream and no delays.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from reference import IN_PLACE, expected, randoms
 from torch import Tensor
 
-# At 1 to 2 GHz up to 50 to 100 us: longer than a kernel on these sizes, shorter than a test.
+# Longest delay in GPU cycles: 50 to 100 us at 1 to 2 GHz, longer than a kernel on these sizes.
 MOST_CYCLES = 100_000
 SPOILED = -77
 
 
 class Rank:
-    """A rank's stream and its memory. Its input in round k is `base + k`, so results are affine."""
+    """A rank's stream and tensors. Input k is `base + k`, so results are affine in the round k."""
 
     def __init__(self, device: torch.device, base: Tensor, results: Sequence[Tensor]) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -45,13 +45,13 @@ class Rank:
             torch.cuda._sleep(dice.randrange(MOST_CYCLES))
 
     def produce(self, k: int, dice: random.Random) -> None:
-        """Write the input of round k, late."""
+        """Write the input of round k on the rank's stream, after a random delay."""
         with self.here():
             self.delay(dice)
             torch.add(self.base, k, out=self.input)
 
     def consume(self, k: int, dice: random.Random) -> None:
-        """Count what is wrong and spoil all memory, perhaps late."""
+        """Count wrong elements and overwrite input and result, after a random delay."""
         with self.here():
             self.delay(dice)
             self.wrong += (self.result != self.wanted + self.slope * k).sum()
@@ -59,7 +59,7 @@ class Rank:
             self.input.fill_(SPOILED)
 
 
-# Given the inputs, the results and the streams of all ranks, issues the collective.
+# Issues the collective, given the inputs, the results and the streams of all ranks.
 Issue = Callable[[list[Tensor], list[Tensor], Any], object]
 
 
@@ -71,7 +71,7 @@ def wrong_elements(
     rounds: int = 30,
     seed: int = 0,
 ) -> int:
-    """Run the rounds and return how many elements were wrong in all of them together."""
+    """Run all rounds and return the total number of wrong elements."""
     values = randoms(len(devices), (count,), torch.int32, seed=seed)
     results = [expected(collective, [v + k for v in values]) for k in (0, 1)]
     dice = random.Random(seed)
@@ -94,6 +94,6 @@ def wrong_elements(
 
 
 def synchronize(devices: Sequence[torch.device]) -> None:
-    """Wait for all that was issued on the GPUs among them."""
+    """Synchronize every GPU among the devices."""
     for device in {d for d in devices if d.type == "cuda"}:
         torch.cuda.synchronize(device)

@@ -1,6 +1,7 @@
-"""The collectives of torch.distributed, each beside its model in the one-process API of pycollect.
+"""The torch.distributed collectives, each with a model in pycollect's one-process API.
 
-Inputs come from a case's name, so every rank knows those of all. A model takes rows[rank][block].
+Inputs are derived from the case, so every rank can compute the inputs of all ranks. A model takes
+rows[rank][block].
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 import pycollect as pc
 
 THEIRS = dict(zip(OPS, ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"), strict=True))
-_PERIOD = 1021  # prime: what is shifted by a piece or a row never looks right
+_PERIOD = 1021  # elements of the pattern; prime, so data shifted by a piece or a row never matches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +41,13 @@ def _pattern(dtype: torch.dtype, seed: int, tame: bool) -> Tensor:
 
 
 def block(case: Case, seed: int, tame: bool = False) -> Tensor:
-    """Repeats one pattern: large inputs cost little to make."""
+    """Return the case's block for a seed; it repeats one pattern, so large blocks are cheap."""
     pattern = _pattern(case.dtype, seed, tame)
     return pattern.repeat(case.count // _PERIOD + 1)[: case.count]
 
 
 def rows(case: Case, world: int, tame: bool = False) -> list[list[Tensor]]:
-    """[rank][block]: as many blocks as the collective takes from a rank."""
+    """Inputs as [rank][block]: as many blocks as the collective takes from a rank."""
     blocks = world if COLLECTIVES[case.collective].many else 1
     return [[block(case, r * world + b, tame) for b in range(blocks)] for r in range(world)]
 
@@ -63,7 +64,7 @@ def shape(count: int, layout: str) -> tuple[int, ...]:
 
 
 def lay(values: Tensor, layout: str) -> Tensor:
-    """New memory of a layout that holds the values in logical order."""
+    """Copy the values, in logical order, into new memory of the given layout."""
     values = values.view(shape(values.numel(), layout))
     if layout == "transposed":
         return values.new_empty(values.shape[::-1]).t().copy_(values)
@@ -78,7 +79,7 @@ def lay(values: Tensor, layout: str) -> Tensor:
 LAYOUTS = ("contiguous", "transposed", "channels_last", "sliced")
 
 
-# --- the calls: rows of this rank in, what this rank holds out (None: undefined) ------------------
+# --- the calls: this rank's blocks -> this rank's output (None: undefined) ------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """Who calls, and how."""
+    """The calling rank, its group, and the case that it runs."""
 
     group: Any
     rank: int
@@ -108,7 +109,7 @@ class Side:
         return lay(values, self.case.layout)
 
     def like(self, blocks: int = 1) -> list[Tensor]:
-        """Outputs, full of something else."""
+        """Output tensors, filled with values that no result has."""
         junk = block(self.case, 999).to(self.device)
         return [self.lay(junk) for _ in range(blocks)]
 
@@ -193,7 +194,7 @@ def _all_to_all_single(me: Side, mine: list[Tensor]) -> Tensor:
 
 
 def _stacked(me: Side, mine: list[Tensor]) -> Tensor:
-    """The blocks along dim 0, in a layout of the whole."""
+    """Concatenate the blocks along dim 0 into one tensor of the case's layout."""
     blocks = [b.view(shape(b.numel(), me.case.layout)) for b in mine]
     whole = torch.cat(blocks)
     if me.case.layout == "channels_last":
@@ -203,7 +204,7 @@ def _stacked(me: Side, mine: list[Tensor]) -> Tensor:
     return me.lay(whole)
 
 
-# --- the models: rows of all ranks in, what every rank holds out ----------------------------------
+# --- the models: the blocks of all ranks -> the output of every rank ------------------------------
 
 
 def _in_place(call: Callable[..., Any], x: list[list[Tensor]], *args: Any) -> list[Tensor]:
@@ -271,8 +272,8 @@ COLLECTIVES = {
 
 
 def ops(collective: str, dtype: torch.dtype) -> list[str]:
-    """Those of the contract that torch's own front lets through: some of its calls pass complex
-    tensors on as reals, and refuse what cannot be done with those."""
+    """The contract's ops that torch.distributed passes on to a backend. Some of its calls hand on
+    complex tensors as reals and refuse "prod", which reals cannot express."""
     if not COLLECTIVES[collective].reduces:
         return ["sum"]
     lacks = ["prod"] if dtype in COMPLEX and not collective.startswith("reduce_scatter") else []
@@ -280,7 +281,7 @@ def ops(collective: str, dtype: torch.dtype) -> list[str]:
 
 
 def gloo_lacks(case: Case) -> str:
-    """Why gloo is no peer for a case; "" where it is one."""
+    """Why gloo cannot serve as the reference for a case; "" if it can."""
     if case.dtype in (torch.int16, torch.float8_e4m3fn, torch.float8_e5m2):
         return "refuses the dtype"
     if COLLECTIVES[case.collective].reduces:
@@ -293,5 +294,5 @@ def gloo_lacks(case: Case) -> str:
     if case.collective == "gather" and case.dtype in COMPLEX:
         return "refuses complex tensors"
     if case.collective == "all_to_all" and OLD:
-        return "knows no lists"
+        return "does not take lists of tensors"
     return "" if case.layout == "contiguous" else "refuses or ignores strides"

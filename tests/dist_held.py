@@ -1,4 +1,4 @@
-"""What a process has of the things that leak."""
+"""Counts the resources of a process that can leak: descriptors, threads, shared mappings."""
 
 from __future__ import annotations
 

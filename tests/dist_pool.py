@@ -1,7 +1,8 @@
-"""Processes for the tests of torch.distributed: one a rank, kept alive, told what to run by name.
+"""Pools of processes for the torch.distributed tests: one process per rank, reused by many tests.
 
-Importing torch takes seconds, so a pool is forked once and serves many tests. Every command has a
-time limit: a hang fails the test within seconds, with the stacks of all ranks, and ends the pool.
+Importing torch takes seconds, so a pool is forked once; jobs are functions sent by name. Every job
+has a time limit: a hang fails the test within seconds with the stacks of the hung ranks, and ends
+the pool.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ import torch.distributed as dist
 from dist_rank import BACKEND, OLD, OURS, Me, Outcome, Spec, begin, serve  # noqa: F401
 from dist_site import is_real
 
-SECONDS = 20.0  # that a command may take where the test does not say; usual ones take milliseconds
-GPU_SECONDS = 180.0  # where the first one also makes a CUDA context in every process
-_DUMP_SECONDS = 0.5  # for the stacks of a hung rank to arrive in its file
-_ENDED_SECONDS = 0.3  # for a rank that is gone to have an exit code; by exec it goes without one
+SECONDS = 20.0  # default time limit of a job; most jobs take milliseconds
+GPU_SECONDS = 180.0  # limit on a GPU, where the first job creates a CUDA context in each process
+_DUMP_SECONDS = 0.5  # time for the stacks of a hung rank to arrive in its log file
+_ENDED_SECONDS = 0.3  # time for a dead rank to get an exit code; after exec it has none
 
 
 class Pool:
-    """The ranks of one world. `run` is for jobs that succeed, `outcomes` for those that may not."""
+    """The rank processes of a world. `run` is for jobs that must succeed, `outcomes` for others."""
 
     _numbers = itertools.count()
 
@@ -58,7 +59,7 @@ class Pool:
         self.run(begin, seconds=60)
 
     def run(self, job: Callable[..., Any], *args: Any, seconds: float = 0.0) -> list[Any]:
-        """Every rank's result; fails with the tracebacks of all that failed."""
+        """Run a job on all ranks and return their results; fails with the tracebacks of errors."""
         self.begin(job, *args)
         return self.results(seconds)
 
@@ -66,16 +67,17 @@ class Pool:
         outcomes = self.answers(seconds)
         errors = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error]
         if errors:
-            self._fail(errors)  # who knows what the others are in
+            self._fail(errors)  # ends the pool: the state of the other ranks is unknown
         return [o.value for o in outcomes]
 
     def outcomes(self, job: Callable[..., Any], *args: Any, seconds: float = 0.0) -> list[Outcome]:
-        """What became of every rank. Fails only on a hang."""
+        """Run a job on all ranks and return every rank's Outcome. Fails only on a hang."""
         self.begin(job, *args)
         return self.answers(seconds)
 
     def begin(self, job: Callable[..., Any], *args: Any) -> None:
-        """For several pools that wait side by side: `results` or `answers` come later."""
+        """Start a job and return at once, so that several pools can run jobs in parallel; collect
+        with `results` or `answers`."""
         self._job = job.__name__
         for pipe in self.pipes:
             pipe.send((job, args))
@@ -121,7 +123,7 @@ class Pool:
         return [rank.pid or 0 for rank in self.ranks]
 
     def close(self) -> None:
-        """End the processes, however they are."""
+        """Kill and join the processes, in whatever state they are, and remove the folder."""
         self.whole = False
         for rank in self.ranks:
             if rank.is_alive():
@@ -141,7 +143,7 @@ def _kernel(pid: int | None) -> list[str]:
 
 
 class Pools:
-    """One pool for each spec, made when it is first asked for, and again after it broke."""
+    """One pool per spec, created on first use, and again after a failure ended the pool."""
 
     def __init__(self, **always: Any) -> None:
         self._always = always
@@ -160,11 +162,11 @@ class Pools:
 
 @dataclasses.dataclass(frozen=True)
 class Caught:
-    """What a call raised: the names of its type and of those it derives from; none: nothing."""
+    """An exception of a call: the names of its type and base types, empty if the call returned."""
 
     kinds: tuple[str, ...]
     text: str
-    when: float  # seconds, on a clock that all processes of a host share
+    when: float  # time.monotonic(), which all processes of a host share
 
     @property
     def kind(self) -> str:
@@ -180,14 +182,14 @@ def caught(call: Callable[..., Any], *args: Any, **options: Any) -> Caught:
     return Caught((), "", time.monotonic())
 
 
-def pools_of_a_module(**always: Any) -> Iterator[Pools]:  # what all specs have in common
-    """For a fixture."""
+def pools_of_a_module(**always: Any) -> Iterator[Pools]:
+    """Body of a fixture that yields Pools; `always` holds options common to all specs."""
     with contextlib.closing(Pools(**always)) as pools:
         yield pools
 
 
 def pools_of_sites() -> Iterator[Pools]:
-    """For a fixture: nothing foul has been done in them in the end."""
+    """Body of a fixture that yields Pools and asserts at the end that no site saw a violation."""
     for pools in pools_of_a_module(beside=None):
         yield pools
         for spec, pool in pools.made.items():
@@ -199,13 +201,14 @@ def _fouls(me: Me) -> list[str]:
 
 
 def backend_of(group: dist.ProcessGroup | None = None) -> Any:
-    """The object behind a group, for what torch's front refuses to other names than its own."""
+    """The backend object of a group, for calls that torch.distributed allows only to its own
+    backends."""
     return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
 
 
 @contextlib.contextmanager
 def fresh(world: int, **spec: Any) -> Any:
-    """A pool of its own, for jobs that break it."""
+    """A pool used by one test, for jobs that break the pool."""
     pool = Pool(Spec(world, **{"beside": None, **spec}))
     try:
         yield pool
@@ -216,10 +219,11 @@ def fresh(world: int, **spec: Any) -> Any:
 def begun(
     jobs: dict[Any, tuple[Any, ...]],
     world: int,
-    each: Mapping[Any, dict[str, Any]] = MappingProxyType({}),  # what is the spec of some
+    each: Mapping[Any, dict[str, Any]] = MappingProxyType({}),  # job name -> own Spec options
     **spec: Any,
 ) -> Iterator[dict[Any, Pool]]:
-    """For a fixture: jobs that mostly wait, and their arguments, side by side in fresh pools."""
+    """Body of a fixture that starts jobs (name -> function and arguments) in parallel, each in a
+    fresh pool; meant for jobs that mostly wait."""
     with contextlib.ExitStack() as stack:
         pools = {
             name: stack.enter_context(fresh(world, **{**spec, **each.get(name, {})}))
@@ -236,7 +240,7 @@ def _execute(me: Me, program: str) -> None:
 
 
 def said(program: str, **environ: str) -> str:
-    """What a program prints, for one whose end says nothing: it is run by a rank."""
+    """Run a program in a rank process and return its output; the program's exit is not tested."""
     with fresh(1, group=False, environ=tuple(environ.items())) as pool:
         pool.run(_execute, program)
         return (pool.folder / "rank_0.log").read_text()

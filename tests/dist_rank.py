@@ -1,4 +1,4 @@
-"""A rank of a pool: what its process does, and what a job learns of where it runs."""
+"""The process of one rank of a pool: its start, its job loop, and the context given to jobs."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ import dist_site
 import torch
 import torch.distributed as dist
 
-BACKEND = os.environ.get("PYCOLLECT_TEST_BACKEND", "pycollect")  # gloo: is the harness right?
+BACKEND = os.environ.get("PYCOLLECT_TEST_BACKEND", "pycollect")  # "gloo" checks the harness
 OURS = BACKEND == "pycollect"
-OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)  # what that lacks is named there
+OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)  # torch lacks some features
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """How a pool's processes begin."""
+    """Start options of a pool's processes; pools are cached by it."""
 
     world: int
     backend: str = BACKEND
-    timeout: float = 60.0  # of the group, seconds
+    timeout: float = 60.0  # seconds, of the process group
     environ: tuple[tuple[str, str], ...] = ()
-    beside: str | None = "gloo"  # a second group of the same ranks, to compare with
-    group: bool = True  # False: the test makes its own
-    site: str = ""  # where tensors are, if not in host memory (dist_site.py)
+    beside: str | None = "gloo"  # backend of a second group of the same ranks, for comparison
+    group: bool = True  # False: the job creates the default group itself
+    site: str = ""  # site of the tensors (dist_site.py); "" is host memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Me:
-    """What a job learns of the rank that it runs as."""
+    """Context of the rank on which a job runs; the first argument of every job."""
 
     rank: int
     spec: Spec
-    folder: str  # of the pool, the same for all ranks
-    peer: Any = None  # the group beside
+    folder: str  # the pool's folder, shared by all ranks
+    peer: Any = None  # the second group (Spec.beside)
     site: Any = dist_site.HOST
 
     @property
@@ -48,17 +48,17 @@ class Me:
 
     @property
     def fake(self) -> Any:
-        """The devices that are not there."""
+        """The emulated devices of the site, or None."""
         return self.site.fake
 
     def start(self, name: str, site: Any = None, **options: Any) -> Any:
-        """The default group on a site of its own, which is returned."""
+        """Initialise the default group on a new site, and return the site."""
         site = site or dist_site.of(self.spec.site)
         self.init(name, pg_options=site.options, **options)
         return site
 
     def init(self, name: str, **options: Any) -> None:
-        """The default group, met through a file of this name."""
+        """Initialise the default group, with a file of this name as its store."""
         options.setdefault("timeout", datetime.timedelta(seconds=self.spec.timeout))
         dist.init_process_group(
             self.spec.backend,
@@ -71,7 +71,7 @@ class Me:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of one rank's job."""
+    """Result of one rank's job."""
 
     value: Any = None
     error: str = ""  # the traceback, or how the process ended
@@ -83,7 +83,7 @@ def serve(rank: int, spec: Spec, pipe: Any, folder: str) -> None:
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     os.close(log)
-    os.set_inheritable(pipe.fileno(), False)  # a rank that becomes another program is gone
+    os.set_inheritable(pipe.fileno(), False)  # a rank that calls exec counts as dead
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     os.environ.update(dict(spec.environ), OMP_NUM_THREADS="1")
@@ -93,7 +93,7 @@ def serve(rank: int, spec: Spec, pipe: Any, folder: str) -> None:
         try:
             job, args = pipe.recv()
         except EOFError:
-            os._exit(0)  # whoever gave the commands is gone
+            os._exit(0)  # the test process has ended
         try:
             if job is begin:
                 me, value = begin(me), None
@@ -110,7 +110,7 @@ def begin(me: Me) -> Me:
     if "pycollect" in me.spec.backend:
         import pycollect
 
-        pycollect.log.configure()  # again: it is loaded already, and the variables are new
+        pycollect.log.configure()  # again: the import ran before the environment was set
     me = dataclasses.replace(me, site=dist_site.of(me.spec.site))
     if not me.spec.group:
         return me

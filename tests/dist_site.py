@@ -1,9 +1,10 @@
-"""Where CUDA tensors between processes are tried: on devices that are not there, or on a GPU.
+"""Sites of the multi-process CUDA tests: emulated devices, or a GPU.
 
-"late" devices do nothing before somebody waits for it, "eager" ones all that they may at once: CPU
-tensors stand for CUDA tensors, staged through the host, or with "late:stream" and "eager:stream" in
-memory that processes reach. "cuda:stream" and "cuda:host" are a GPU, for which the CPU may stand in
-(homes.py). What a job makes lies there, unless it says another device.
+"late" devices defer all work until something waits for it; "eager" devices do all permitted work
+at once. On both, CPU tensors stand for CUDA tensors: staged through the host, or, as
+"late:cuda_ipc" and "eager:cuda_ipc", in memory that the peers can access. "cuda:cuda_ipc" and
+"cuda:host_staging" are a GPU, or the CPU in its place (homes.py). A job's tensors are created there
+unless it names another device.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SLABS = ("late:stream", "eager:stream")
-EMULATED, REAL = (*SLABS, "late", "eager"), ("cuda:stream", "cuda:host")
-SLAB_BYTES = 1 << 16  # of an emulated rank: 300,000 elements are dozens of pieces
+SLABS = ("late:cuda_ipc", "eager:cuda_ipc")
+EMULATED, REAL = (*SLABS, "late", "eager"), ("cuda:cuda_ipc", "cuda:host_staging")
+SLAB_BYTES = 1 << 16  # staging buffer of an emulated rank: 300,000 elements take dozens of pieces
 GPU = os.environ.get("PYCOLLECT_TEST_GPU", "cuda:0")
-LARGE = 300_000  # elements: more than are copied to slots in any collective
-_CYCLES = 10_000_000  # some 5 ms
+LARGE = 300_000  # elements; more than any collective copies to the staging buffers (slots)
+_CYCLES = 10_000_000  # GPU cycles, about 5 ms
 
 
 def is_real(name: str) -> bool:
@@ -33,7 +34,7 @@ def is_real(name: str) -> bool:
 
 
 def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    """Waits for it, but not for ever."""
+    """Poll until the condition is true or the time is over; return its last value."""
     end = time.monotonic() + seconds
     while not (found := condition()) and time.monotonic() < end:
         time.sleep(0.001)
@@ -41,9 +42,9 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 def each(*names: str, stands_in: bool = True) -> list[Any]:
-    """Parameters: these sites, and worlds of three ranks, on a GPU of two and four.
+    """pytest parameters (site, world): three ranks on emulated devices, two and four on a GPU.
 
-    Without `stands_in`, what is to run on a GPU runs on nothing else.
+    Without `stands_in`, GPU sites need a real GPU; the CPU does not replace it.
     """
     return [
         pytest.param(*site.values, world, marks=site.marks, id=f"{site.id}-{world}")
@@ -53,13 +54,13 @@ def each(*names: str, stands_in: bool = True) -> list[Any]:
 
 
 def sites(*names: str, stands_in: bool = True) -> list[Any]:
-    """Parameters: these sites."""
+    """pytest parameters (site); see `each` for `stands_in`."""
     marks = [] if stands_in and not is_real(GPU) else [pytest.mark.cuda]
     return [pytest.param(n, marks=marks if is_real(n) else [], id=n) for n in names]
 
 
 def by_hand(job: Callable[..., Any]) -> Callable[..., Any]:
-    """A job that says where each of its tensors is to lie."""
+    """Decorate a job that names the device of each tensor: the default device is the CPU."""
 
     @functools.wraps(job)
     def run(*args: Any) -> Any:
@@ -70,37 +71,37 @@ def by_hand(job: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Site:
-    """Host memory, and what jobs ask of any site."""
+    """Host memory as a site, and the interface of all sites."""
 
-    device = "cpu"  # of tensors
-    gpu = GPU  # by name, for memory that is shared
+    device = "cpu"  # device of tensors
+    gpu = GPU  # device name for pycollect.empty and pycollect.Allocator
     real, streams = False, False
-    options: Any = None  # of groups that are made there
+    options: Any = None  # pg_options of groups on the site
     fake: Any = None
 
     def here(self) -> Any:
         return contextlib.nullcontext()
 
     def fill_later(self, x: Tensor, value: float) -> None:
-        """The current stream does, behind all else that it has to do."""
+        """Enqueue the fill on the current stream, behind all earlier work (on a GPU, delayed)."""
         x.fill_(value)
 
     def empty(self, count: int) -> Tensor:
-        """Memory that its stream gives to the next when it is gone."""
+        """A tensor from a stream-ordered cache: once freed, its memory is reused on its stream."""
         return torch.empty(count)
 
     def make(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """In memory that the group's processes reach."""
+        """A tensor in memory that all processes of the group can access (pycollect.empty)."""
         import pycollect
 
         return pycollect.empty(*size, dtype=dtype, device=self.gpu)
 
     def reaches(self, x: Tensor) -> bool:
-        """Do the other processes of the default group reach it?"""
+        """Whether the tensor lies in memory that the peers of the default group can access."""
         import pycollect
 
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-        return pycollect._C.in_tract(backend, x)
+        return pycollect._C.in_symmetric_memory(backend, x)
 
     def usage(self) -> Any:
         import pycollect
@@ -108,20 +109,20 @@ class Site:
         return pycollect.Allocator(device=self.gpu).usage()
 
     def host(self, x: Tensor) -> Tensor:
-        """The same in host memory."""
+        """The tensor in host memory; on emulated devices, marked as an ordinary CPU tensor."""
         return x.cpu()
 
     def settle(self) -> None:
-        """The caller's streams do all that they have."""
+        """Wait until the caller's streams have finished all their work."""
 
     def stall(self, seconds: float = 0.2) -> None:
-        """The caller's stream comes to nothing more for so long, or until `go_on`."""
+        """Block the caller's stream for this time (GPU) or until `go_on` (emulated)."""
 
     def go_on(self) -> None:
-        """Ends `stall` and `run_ahead`."""
+        """End `stall` and `run_ahead`."""
 
     def run_ahead(self, pace: float | None = None) -> None:
-        """Hosts look at no result, and streams take so many seconds for a piece of work."""
+        """Let waits return without draining streams; `pace`: seconds per piece of stream work."""
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -139,24 +140,24 @@ class Site:
         return []
 
     def given_out(self) -> int:
-        """How many allocations of slabs and tensors."""
+        """Number of live device allocations: staging buffers and tensors."""
         return 0
 
     def left(self) -> dict[str, int]:
-        """What has been given out and is not back."""
+        """Counts of resources that have not been released."""
         return {}
 
 
 class Emulated(Site):
-    gpu = "cuda:0"  # that is not there
+    gpu = "cuda:0"  # name only: there is no such device
 
     def __init__(self, name: str, **options: Any) -> None:
-        import pycollect as pc  # not before the process is a rank
+        import pycollect as pc  # imported late: only in the rank's process
         from pycollect import _testing
 
         pace, rung = (*name.split(":"), "")[:2]
         self.streams = bool(rung)
-        options = {"cuda_sync": rung or "best", "slab_bytes": SLAB_BYTES, **options}
+        options = {"cuda_transport": rung or "auto", "cuda_buffer_bytes": SLAB_BYTES, **options}
         self.options = pc.distributed.options(**options)
         self.fake = _testing.emulate(self.options, pace == "eager", self.streams)
         self.fill_later, self.empty = self.fake.fill_later, self.fake.empty
@@ -169,7 +170,7 @@ class Emulated(Site):
     def stall(self, seconds: float = 0.2) -> None:
         self.fake.look(False)
         self.fake.stall(True)
-        self.fill_later(torch.zeros(1), 0.0)  # which it does not come to
+        self.fill_later(torch.zeros(1), 0.0)  # keeps the stream busy until `go_on`
 
     def run_ahead(self, pace: float | None = None) -> None:
         self.fake.look(False)
@@ -197,7 +198,7 @@ class Emulated(Site):
         return self.fake.gpu.fouls()
 
     def launched(self) -> int:
-        """How often this rank has launched a kernel."""
+        """Number of kernels that this rank has launched."""
         return self.fake.gpu.books().get("launch", 0)
 
     def launches(self, call: Callable[[], Any]) -> int:
@@ -213,7 +214,7 @@ class Emulated(Site):
         return {name: n for name, n in self.fake.gpu.books().items() if name in kept and n != 0}
 
     def left(self) -> dict[str, int]:
-        """When the streams have let go of what they have done."""
+        """Counts of live resources, after up to 2 s for the streams to release finished work."""
         until(lambda: not self.alive(), 2.0)
         return self.alive()
 
@@ -221,9 +222,9 @@ class Emulated(Site):
 class Gpu(Site):
     def __init__(self, name: str) -> None:
         self.device, self.real = GPU, is_real(GPU)
-        self.streams = name == "cuda:stream"
-        if name in REAL:  # or the best rung that there is
-            os.environ["PYCOLLECT_CUDA_SYNC"] = name.split(":")[1]
+        self.streams = name == "cuda:cuda_ipc"
+        if name in REAL:  # otherwise the group selects the best transport
+            os.environ["PYCOLLECT_CUDA_TRANSPORT"] = name.split(":")[1]
 
     def here(self) -> Any:
         return torch.device(self.device) if self.real else super().here()
@@ -246,7 +247,7 @@ class Gpu(Site):
         self.settle()
         self.stall(0.5)
         yield
-        assert not torch.cuda.current_stream().query(), "it was done before: nothing was tested"
+        assert not torch.cuda.current_stream().query(), "the stream was idle: nothing was tested"
 
     @contextlib.contextmanager
     def second_stream(self) -> Iterator[None]:
@@ -255,7 +256,7 @@ class Gpu(Site):
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """The capture is whole in the end."""
+        """Capture a graph around the body; then replay it, to check that the capture is intact."""
         graph, x = torch.cuda.CUDAGraph(), torch.ones(3)
         self.settle()
         with torch.cuda.stream(torch.cuda.Stream()):

@@ -1,8 +1,8 @@
-"""The soak: chapters of random calls, in threads over random groups, with ranks that fail.
+"""The soak: chapters of random calls, in threads over random groups, with rank failures.
 
-Everything is derived from one seed by every rank alike. In a chapter each thread has a group of its
-own, or sends messages beside a thread that has one. Somebody may die, or be stopped for a while;
-who waits for it must be told, and the next chapter makes new groups of those that are left.
+All ranks derive the same story from one seed. In a chapter each thread has a group of its own, or
+sends messages in the group of another thread. A rank may be killed, or stopped for a while; every
+rank that waits for it must raise, and the next chapter makes new groups of the remaining ranks.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from dist_soak_steps import KINDS, LENT, LENT_BYTES, MESSAGES, Pending, begin_st
 
 import pycollect as pc
 
-STEPS = 60  # of a thread that nobody disturbs
-OPEN = 6  # calls that a rank has under way at the most
-TOLD = 8.0  # seconds after a death in which every survivor has raised, on a crowded machine
-USUAL, SHORT = 120.0, 2.0  # the groups' timeout; it is short where somebody is to miss it
+STEPS = 60  # steps of a thread whose group loses no rank
+OPEN = 6  # largest number of calls that a thread has in flight
+TOLD = 8.0  # seconds after a death within which every survivor raises, on an overloaded machine
+USUAL, SHORT = 120.0, 2.0  # timeouts of groups, in seconds; SHORT where a timeout must expire
 FAULTS = ("", "pause", "death", "absence")
 
 
 @dataclasses.dataclass(frozen=True)
 class Chapter:
-    """What all ranks know of it. Ranks have the numbers that they began with."""
+    """The part of a chapter that all ranks derive alike. Ranks keep their initial numbers."""
 
     seed: str
     groups: tuple[tuple[int, ...], ...]
     fault: str
     victim: int
-    helper: int  # who stops the victim
-    after: float  # seconds
-    anew: bool  # everything is made again, the default group too
+    helper: int  # the rank that stops the victim
+    after: float  # seconds before the fault
+    anew: bool  # the default group is destroyed and created again, too
 
     def loses(self, group: int) -> bool:
         return self.fault in ("death", "absence") and self.victim in self.groups[group]
 
     def bereaved(self) -> set[int]:
-        """Who is in a group with the victim."""
+        """The other ranks of all groups that lose the victim."""
         lost = [members for n, members in enumerate(self.groups) if self.loses(n)]
         return {rank for members in lost for rank in members} - {self.victim}
 
@@ -60,7 +60,7 @@ class Chapter:
 
 
 def chapters_of(seed: int, world: int) -> list[Chapter]:
-    """A story: it ends when it is long enough, or few are left."""
+    """Return the chapters of a seed: at most five, and none once fewer than three ranks live."""
     rng, alive, told = random.Random(seed), list(range(world)), []
     while len(alive) >= 3 and len(told) < 5:
         fault = rng.choice(FAULTS) if told else ""
@@ -71,7 +71,7 @@ def chapters_of(seed: int, world: int) -> list[Chapter]:
         )
         anew = bool(told) and rng.random() < 0.5
         name = f"{seed}.{len(told)}"
-        after = rng.uniform(0, 0.8) + (fault == "absence")  # which is to come in the middle
+        after = rng.uniform(0, 0.8) + (fault == "absence")  # an absence must begin amid the calls
         told.append(Chapter(name, groups, fault, victim, helper, after, anew))
         if fault == "death":
             alive.remove(victim)
@@ -79,25 +79,25 @@ def chapters_of(seed: int, world: int) -> list[Chapter]:
 
 
 class Watched:
-    """New tensors where what was lent to a call that failed may have been: nobody writes there."""
+    """New tensors that may reuse memory exposed to a failed call: no late rank may write there."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
 
     def take(self, group: dist.ProcessGroup) -> None:
         gc.collect()
-        with contextlib.suppress(pc.CollectiveError):  # which a broken group raises
+        with contextlib.suppress(pc.CollectiveError):  # raised by an aborted group
             for _ in range(4):
                 x = pc.empty(LENT_BYTES, dtype=torch.uint8, group=group)
                 self.tensors.append(x.fill_(77))
 
     def check(self) -> None:
         changed = [int(t.ne(77).sum()) for t in self.tensors]
-        assert not any(changed), f"bytes of new tensors that somebody else has written: {changed}"
+        assert not any(changed), f"bytes of new tensors written by a late rank: {changed}"
 
 
 class Thread:
-    """One thread's calls in one group. `failure` is what it may not raise."""
+    """One thread's calls in one group. `failure` is the traceback of an unexpected exception."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Thread:
         self.side, self.name, self.watched, self.without = side, name, watched, without
         self.first = 100_000 if messages else 0
         self.only = MESSAGES if messages else tuple(KINDS)
-        self.bereaved = bereaved  # goes on until it is told that somebody is missing
+        self.bereaved = bereaved  # the group loses a rank: continue until a call raises
         self.told = 0.0
         self.error: BaseException | None = None
         self.failure = ""
@@ -124,9 +124,9 @@ class Thread:
     def _run(self) -> None:
         try:
             self._steps()
-            assert not self.bereaved, "nobody told it that a rank is missing"
+            assert not self.bereaved, "no call raised although a rank is missing"
         except pc.CollectiveError as error:
-            # Without the frames, which keep the tensors of the calls that have failed.
+            # The traceback is dropped, because its frames keep the tensors of failed calls alive.
             self.told, self.error = time.monotonic(), error.with_traceback(None)
         except BaseException:
             self.failure = traceback.format_exc()
@@ -159,7 +159,7 @@ class Thread:
         pending.finish()
 
     def _leave(self) -> None:
-        """What else is under way ends, too, and what it says it has done it has done."""
+        """Finish all other calls in flight: each raises, or its result is checked."""
         while self.open:
             with contextlib.suppress(pc.CollectiveError):
                 self._finish_one()
@@ -172,7 +172,10 @@ def wait_for(paths: list[Path]) -> None:
 
 
 def strike(chapter: Chapter, me: int, pids: list[int], folder: str) -> None:
-    """The victim dies, or the helper stops it for a while, once it has come to this chapter."""
+    """Inject the chapter's fault: the victim kills itself, or the helper stops it for a while.
+
+    The victim must have begun the chapter.
+    """
     begun = Path(folder, f"begun_{chapter.seed}")
     if me == chapter.victim:
         begun.touch()
@@ -185,21 +188,21 @@ def strike(chapter: Chapter, me: int, pids: list[int], folder: str) -> None:
     if chapter.fault in ("pause", "absence") and me == chapter.helper:
         os.kill(pids[chapter.victim], signal.SIGSTOP)
         time.sleep(0.7)
-        if chapter.fault == "absence":  # it comes back when all have given up, and gone on
+        if chapter.fault == "absence":  # the victim resumes after all its peers have timed out
             wait_for([Path(folder, f"over_{chapter.seed}_{rank}") for rank in chapter.bereaved()])
         os.kill(pids[chapter.victim], signal.SIGCONT)
 
 
 @dataclasses.dataclass
 class Story:
-    """One rank's part in it."""
+    """State of one rank while it plays a story."""
 
     me: Me
     seed: int
     pids: list[int]
     without: frozenset[str]
     alive: list[int] = dataclasses.field(default_factory=list)
-    met: list[int] = dataclasses.field(default_factory=list)  # the default group's ranks
+    met: list[int] = dataclasses.field(default_factory=list)  # ranks of the default group
     meetings: int = 0
     watched: Watched = dataclasses.field(default_factory=Watched)
     latest: float = 0.0
@@ -229,7 +232,7 @@ class Story:
             limit = datetime.timedelta(seconds=chapter.timeout(n))
             backend_of(group).set_timeout(limit)
             dist.barrier(group)
-        self.watched.check()  # everybody is back
+        self.watched.check()  # after the barrier: any stopped rank has resumed
         threads = [t for n, group in mine.items() for t in self._threads(chapter, n, group)]
         doer = threading.Thread(
             target=strike, args=(chapter, self.me.rank, self.pids, self.me.folder), daemon=True
@@ -269,7 +272,7 @@ class Story:
         self._check_words(chapter, threads)
 
     def _check_words(self, chapter: Chapter, threads: list[Thread]) -> None:
-        """Deaths are told in time, and of whom."""
+        """Check that errors come within TOLD seconds of a death, and name the dead rank."""
         for t in (t for t in threads if t.error):
             if chapter.fault == "death":
                 when = float(Path(self.me.folder, f"death_{chapter.seed}").read_text())
@@ -277,12 +280,12 @@ class Story:
                 assert self.latest < TOLD, f"{t.told - when:.1f} s after the death: {t.error}"
                 assert isinstance(t.error, pc.PeerLost), repr(t.error)
                 victim = chapter.groups[int(t.name.split()[2])].index(chapter.victim)
-                assert f"rank {victim}" in str(t.error), f"not of rank {victim}: {t.error}"
-            assert "rank" in str(t.error), f"of nobody: {t.error}"  # who waits for whom goes on
+                assert f"rank {victim}" in str(t.error), f"does not name rank {victim}: {t.error}"
+            assert "rank" in str(t.error), f"names no rank: {t.error}"  # it may name any
 
 
 def tell(me: Me, seed: int, pids: list[int], without: frozenset[str]) -> float:
-    """One rank's part in a story; who fails ends its process, so that the others need not wait."""
+    """Play one rank's part of a story. On failure end the process, so that no peer waits for it."""
     story = Story(me, seed, pids, without, list(range(me.world)))
     try:
         story.meet()

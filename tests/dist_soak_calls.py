@@ -1,7 +1,7 @@
-"""Calls of the soak: each is derived from a seed by all ranks alike, and knows its exact result.
+"""Calls of the soak: all ranks derive each call from a seed, and check its exact result.
 
-Values repeat one short pattern, so a fold is computed on that alone, by plain torch (reference.py).
-How its tensors lie in memory is every rank's own choice.
+Values repeat one short pattern, so plain torch (reference.py) folds only that pattern. Each rank
+chooses the memory layout of its tensors independently.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 
 import pycollect as pc
 
-_PERIOD = 1021  # prime: what is shifted by a piece or a row never looks right
-_PATTERNS = 64  # of a dtype: few enough to be kept
+_PERIOD = 1021  # elements of a pattern; prime, so data shifted by a piece or a row never matches
+_PATTERNS = 64  # patterns per dtype: few enough to cache
 _CPU = torch.device("cpu")
 Works = Sequence[Any]
 Check = Callable[[], None]
@@ -29,34 +29,34 @@ Check = Callable[[], None]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What all ranks of a group know of a call."""
+    """A call, as all ranks of a group derive it."""
 
     kind: str
-    number: int  # within its group
+    number: int  # index within the group
     seed: int
     later: bool  # async_op
     dtype: torch.dtype
     op: str
     count: int  # elements of a block
     root: int
-    odd: int  # who makes a mistake, where one is made
+    odd: int  # the rank that makes the mistake, in steps with a mistake
     world: int
 
     def own(self, what: object) -> random.Random:
-        """For further choices that all ranks make alike."""
+        """A generator for further choices that all ranks make alike."""
         return random.Random(f"{self.seed} {what}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """Who makes it."""
+    """The calling rank and its group."""
 
     group: Any
     rank: int
-    local: random.Random  # the rank's own
+    local: random.Random  # for choices that differ between ranks
 
     def at(self, rank: int) -> int:
-        """A rank of the group as torch's calls want it."""
+        """The global rank of a rank of the group, as torch.distributed calls take it."""
         return dist.get_global_rank(self.group, rank)
 
 
@@ -93,7 +93,7 @@ def fold(step: Step, block: int = 0, count: int | None = None, op: str = "") -> 
 
 
 def lay(side: Side, values: Tensor, flat: bool = False) -> Tensor:
-    """The values in memory of some kind; `flat`: torch asks for a contiguous one."""
+    """Copy the values into a randomly chosen kind of memory; `flat`: torch needs it contiguous."""
     how = side.local.choice(("own", "own", "placed", "offset") + (() if flat else ("gaps",)))
     count = values.numel()
     if how == "placed":
@@ -106,7 +106,7 @@ def lay(side: Side, values: Tensor, flat: bool = False) -> Tensor:
 
 
 def room(side: Side, step: Step, count: int | None = None, flat: bool = False) -> Tensor:
-    """For an output: full of something else."""
+    """An output tensor, filled with values that no result has."""
     junk = _pattern(step.dtype, _PATTERNS)
     return lay(side, _long(junk, step.count if count is None else count), flat)
 
@@ -144,7 +144,7 @@ def broadcast(side: Side, step: Step, **how: Any) -> tuple[Works, Check]:
 
 
 def all_gather(side: Side, step: Step, **how: Any) -> tuple[Works, Check]:
-    """Of unlike sizes."""
+    """all_gather of tensors whose sizes differ between ranks."""
     counts = [step.own(r).choice((step.count, step.count // 2)) for r in range(step.world)]
     out = [room(side, step, n) for n in counts]
     mine = lay(side, given(step, side.rank, count=counts[side.rank]))
@@ -192,7 +192,7 @@ def reduce_scatter_tensor(side: Side, step: Step, **how: Any) -> tuple[Works, Ch
 
 
 def _shares(step: Step, source: int) -> list[int]:
-    """How much a rank sends to each."""
+    """Elements that rank `source` sends to each rank."""
     return [step.own((source, to)).randint(0, step.count) for to in range(step.world)]
 
 
@@ -235,13 +235,13 @@ COLLECTIVES = {call.__name__: call for call in (
 
 
 def ops(kind: str, dtype: torch.dtype) -> list[str]:
-    """Those of the contract that torch's own front lets through."""
+    """The contract's ops that torch.distributed passes on to a backend."""
     lacks = ["prod"] if dtype in COMPLEX and not kind.startswith("reduce_scatter") else []
     return [op for op in OPS if allowed(dtype, op) and op not in lacks]
 
 
 def draw(kind: str, number: int, seed: int, world: int) -> Step:
-    """A call of this kind; most are small, a few have some MiB."""
+    """Draw a call of this kind; most are small, 4 % have 1 to 4 MiB."""
     rng = random.Random(f"{seed} {number} {kind}")
     dtype = rng.choice(DTYPES)
     nbytes = rng.choice((0, 8, 60, 700, 5000, 40_000, 70_000, 300_000))

@@ -1,4 +1,4 @@
-"""Steps of the soak that are more than one collective: messages, batches, and mistakes."""
+"""Steps of the soak that are not a single collective: messages, batches, and mistakes."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ import pycollect as pc
 
 _CPU = torch.device("cpu")
 _REFUSALS = (TypeError, ValueError)
-LENT = "calls on lent memory"  # long: only where somebody is stopped, and the others give up
+LENT = "calls on lent memory"  # long; only in groups with a stopped rank whose peers time out
 LENT_BYTES = 16 << 20
-# Kinds of steps and how often each comes; a collective is chosen evenly among all.
+# Kinds of steps and their weights; "collective" then selects uniformly among all collectives.
 KINDS = {
     "collective": 40,
     "exchange": 8,
@@ -47,15 +47,15 @@ MESSAGES = ("exchange", "message", "message too long")
 
 @dataclasses.dataclass
 class Pending:
-    """A step that is under way on this rank."""
+    """A step in flight on this rank."""
 
     step: Step
     works: Works
     check: Check
-    refused: bool = False  # it must be, on every rank
+    refused: bool = False  # every rank must refuse the step
 
     def finish(self) -> None:
-        """Wait for it and look at what it left."""
+        """Wait for the step and check its result."""
         told = None
         try:
             for work in self.works:
@@ -65,12 +65,12 @@ class Pending:
             told = error
             if not self.refused:
                 raise
-        assert not self.refused or told or self.works == (), f"nobody refused {self.step}"
+        assert not self.refused or told or self.works == (), f"this rank did not refuse {self.step}"
         self.check()
 
 
 def exchange(side: Side, step: Step) -> tuple[Works, Check]:
-    """Everybody sends to another rank, and receives from one."""
+    """Every rank sends to one rank and receives from another, along a random ring."""
     order = list(range(step.world))
     step.own("order").shuffle(order)
     place = order.index(side.rank)
@@ -86,7 +86,7 @@ def exchange(side: Side, step: Step) -> tuple[Works, Check]:
 
 
 def message(side: Side, step: Step) -> tuple[Works, Check]:
-    """One rank sends to one other, which may take it from anybody."""
+    """One rank sends to another, which may receive from any source."""
     source, to = step.own("pair").sample(range(step.world), 2)
     if side.rank == source:
         dist.send(lay(side, given(step, source)), side.at(to), side.group, tag=step.number)
@@ -118,11 +118,12 @@ def batch_of_messages(side: Side, step: Step, to_self: bool = True) -> tuple[Wor
     return dist.batch_isend_irecv(asked) if asked else [], check(step, found)
 
 
-FAST = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")  # torch collects them
+# Collectives that torch itself coalesces (_coalescing_manager without a device).
+FAST = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 
 
 def batch(side: Side, step: Step, mixed: bool = True) -> tuple[Works, Check]:
-    """Torch hands all calls of one kind on as one, of one op; `mixed`: of several dtypes."""
+    """Calls of one kind and op, which torch coalesces into one; `mixed`: with several dtypes."""
     rng = step.own("batch")
     kind = rng.choice(FAST)
     first = draw(kind, 0, step.seed, step.world)
@@ -136,7 +137,7 @@ def batch(side: Side, step: Step, mixed: bool = True) -> tuple[Works, Check]:
 
 
 def list_of_calls(side: Side, step: Step) -> tuple[Works, Check]:
-    """The backend collects what has nothing in common."""
+    """Calls of different kinds, which the backend coalesces."""
     rng = step.own("list")
     kinds = [k for k in COLLECTIVES if k not in (*FAST, "all_reduce_coalesced")]
     calls = [draw(rng.choice(kinds), n, step.seed, step.world) for n in range(rng.randint(0, 4))]
@@ -155,9 +156,10 @@ def _together(
 
 
 def calls_on_lent_memory(side: Side, step: Step) -> tuple[Works, Check]:
-    """One after the other, where every rank writes to all: it is stopped in the middle of one.
+    """100 zero-copy all_reduces, in which every rank writes to all; one is stopped amid a call.
 
-    A late rank reads from new tensors, too, which hold large numbers: what it writes is smaller.
+    A rank that resumes late may also read new tensors, which hold large numbers; the op is MIN, so
+    its late writes are smaller and therefore show.
     """
     x = pc.empty(LENT_BYTES // 4, dtype=torch.int32, group=side.group).fill_(side.rank)
     for _ in range(100):
@@ -171,7 +173,7 @@ Ask = Callable[[torch.Tensor], Any]
 
 
 def _asks(side: Side, step: Step) -> tuple[Ask, Ask]:
-    """What most ranks ask for, and what the odd one does."""
+    """The call of most ranks, and the mistaken call of the odd rank."""
     how = {"group": side.group, "async_op": step.later}
     first, last = side.at(0), side.at(step.world - 1)
 
@@ -197,7 +199,7 @@ def _asks(side: Side, step: Step) -> tuple[Ask, Ask]:
 
 
 def mistake(side: Side, step: Step) -> Pending:
-    """One rank asks for something else, or for what cannot be: nothing moves on any."""
+    """One rank makes another, or an invalid, call: every rank refuses, and no data changes."""
     step = dataclasses.replace(step, dtype=torch.float32, count=max(2, step.count))
     x = lay(side, given(step, side.rank))
     before = x.clone()
@@ -209,7 +211,7 @@ def mistake(side: Side, step: Step) -> Pending:
 
 
 def mistake_in_a_list(side: Side, step: Step) -> Pending:
-    """Among calls that are collected: all ranks raise, and have made as many calls."""
+    """A mistake among coalesced calls: all ranks raise, after the same number of calls."""
     calls = [draw("broadcast", n, step.seed, step.world) for n in range(3)]
     where = step.own("where").randrange(3)
     pending = Pending(step, (), lambda: None, refused=True)
@@ -218,14 +220,14 @@ def mistake_in_a_list(side: Side, step: Step) -> Pending:
             for n, call in enumerate(calls):
                 x = lay(side, given(call, side.rank))
                 if n == where and side.rank == step.odd:
-                    x = torch.ones(1).expand(2 * call.count + 1)  # fits no root, complex or not
+                    x = torch.ones(1).expand(2 * call.count + 1)  # size of no root, even as reals
                 dist.broadcast(x, side.at(call.root), group=side.group, async_op=True)
         pending.works = [all_of_them]
     return pending
 
 
 def message_too_long(side: Side, step: Step) -> Pending:
-    """The receiver has less room than was sent: it raises, and so may the sender."""
+    """The receiver's tensor is smaller than the message: it raises, and so may the sender."""
     step = dataclasses.replace(step, count=step.count + 2)
     source, to = step.own("pair").sample(range(step.world), 2)
     out = room(side, step, step.count - 1)
@@ -238,7 +240,7 @@ def message_too_long(side: Side, step: Step) -> Pending:
             dist.recv(out, side.at(source), side.group, tag=step.number)
     except ValueError:
         told = True
-    assert told or side.rank != to, f"nobody refused {step}"
+    assert told or side.rank != to, f"this rank did not refuse {step}"
     return Pending(step, [], check(step, [(out, before)]))
 
 

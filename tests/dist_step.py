@@ -1,4 +1,4 @@
-"""Whether ranks are still in step after calls that failed."""
+"""Check that the ranks' call sequences still match after failed calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def ones(n: int = 5) -> torch.Tensor:
 
 
 def is_in_step(me: Me) -> None:
-    """The next calls of all ranks belong together, though each has another size."""
+    """Assert that the next calls match on all ranks; each call has another size."""
     for n in (3, 20, 10):
         x = torch.full((n,), float(n))
         dist.all_reduce(x)

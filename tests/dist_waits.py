@@ -1,4 +1,4 @@
-"""What a rank can be waiting in when another fails it, and what comes before and after."""
+"""Calls in which a rank can wait for a failed peer, and helpers for before and after a failure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch.distributed as dist
 from dist_pool import Caught, Me, backend_of, caught
 
 VICTIM = 1
-NOTICED = 2.0  # seconds that everybody has to notice a death: one is promised, one is the crowd's
-AT_ONCE = 0.5  # seconds that a broken group may take to refuse, on a crowded machine
-DESTROYED = 5.0  # seconds that destroying a broken group may take
-BEFORE = 4  # calls that go well
-ASLEEP = 0.15  # seconds after which a thread that waits does not spin any more
+NOTICED = 2.0  # limit in seconds for every rank to notice a death: 1 promised, 1 for machine load
+AT_ONCE = 0.5  # limit in seconds for an aborted group to refuse a call, on a loaded machine
+DESTROYED = 5.0  # limit in seconds for destroying an aborted group
+BEFORE = 4  # successful calls before the failure
+ASLEEP = 0.15  # seconds after which a waiting thread no longer spins
 
 
 def large(value: float = 1.0) -> torch.Tensor:
@@ -30,7 +30,7 @@ def future(x: torch.Tensor) -> None:
     dist.all_reduce(x, async_op=True).get_future().wait()
 
 
-# What the survivors are in, by the name that the error must say.
+# Calls that survivors wait in: name -> (operation name in the error message, call).
 WAITS: dict[str, tuple[str, Callable[[], object]]] = {
     "all_reduce": ("all_reduce", lambda: dist.all_reduce(torch.ones(3))),
     "large all_reduce": ("all_reduce", lambda: dist.all_reduce(large())),
@@ -70,14 +70,14 @@ def begin(me: Me) -> int:
 
 
 def say(me: Me, word: str) -> None:
-    """For the ranks that wait for this, and not for some time."""
+    """Publish a word, as a file, for the ranks that wait for it in `heard`."""
     path = Path(me.folder, f"{word}_{me.rank}")
     path.with_suffix(".new").write_text(repr(time.monotonic()))
     path.with_suffix(".new").rename(path)
 
 
 def heard(me: Me, word: str, ranks: Iterable[int]) -> float:
-    """When the last of them said so."""
+    """Wait until all ranks have published the word (`say`); return the time of the last."""
     paths = [Path(me.folder, f"{word}_{rank}") for rank in ranks]
     limit = time.monotonic() + 15
     while not all(path.exists() for path in paths):
@@ -91,7 +91,7 @@ def others(me: Me) -> list[int]:
 
 
 def after(me: Me) -> tuple[Caught, float, float]:
-    """What the next call says and how long it took, and how long destroying takes."""
+    """Return the next call's error, the seconds it took, and the seconds that destroying took."""
     start = time.monotonic()
     refusal = caught(dist.all_reduce, torch.ones(3))
     refused = time.monotonic() - start

@@ -1,4 +1,4 @@
-"""Programs of their own, from their beginning to their end, for what no pool's rank can show."""
+"""Runs complete Python programs, for behaviour that a rank of a pool cannot show."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 
 def own_process(arguments: list[str], seconds: float, **environ: str) -> str:
-    """Run a Python program to its end, in a session that a hang is killed with; its output."""
-    with tempfile.TemporaryDirectory(prefix="program_") as folder:  # torchrun leaves some there
+    """Run a Python program to its end and return its output; on a hang kill its whole session."""
+    with tempfile.TemporaryDirectory(prefix="program_") as folder:  # torchrun leaves files there
         child = subprocess.Popen(
             [sys.executable, *arguments],
             stdout=subprocess.PIPE,

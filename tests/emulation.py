@@ -1,7 +1,7 @@
-"""A GPU's threads on host memory: what the kernels do with a level, every access checked.
+"""Emulates the GPU kernels on host memory: runs the steps of one level without a GPU.
 
-The functions are those of the kernels; only inline loads and stores are replaced, and every access
-is checked for alignment and written down. Nothing here needs a GPU.
+The code is that of the kernels; only inline loads and stores are replaced. Every access is checked
+for alignment and recorded.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from pycollect import _testing
 
-SMALL, LARGE = 4096, 32760  # bytes of parameters
+SMALL, LARGE = 4096, 32760  # limits of kernel parameter bytes
 
 
 @dataclasses.dataclass
 class Row:
-    """One step on views of any stride between lines; lines themselves are contiguous."""
+    """One step of a level, on 2-D views with contiguous lines and any stride between lines."""
 
     dsts: Sequence[Tensor]
     srcs: Sequence[Tensor]
@@ -37,7 +37,7 @@ class Row:
 
 
 def float8_bytes() -> list[int]:
-    """What the installed torch makes of overflow, infinity and NaN in either type."""
+    """The bytes of overflow, infinity and NaN in both float8 types, in the installed torch."""
     values = torch.tensor([1e6, float("inf"), float("nan")])
     kinds = (torch.float8_e4m3fn, torch.float8_e5m2)
     return [int(b) & 0x7F for kind in kinds for b in values.to(kind).view(torch.uint8)]
@@ -77,7 +77,7 @@ def lines(t: Tensor) -> Tensor:
 
 
 def shifted(t: Tensor, elements: int) -> Tensor:
-    """The same line, so many elements off an address that is a multiple of 64."""
+    """Copy a tensor as one line that starts `elements` elements after a multiple of 64 bytes."""
     room = torch.zeros(t.numel() + 64 + elements, dtype=t.dtype)
     start = -room.data_ptr() % 64 // t.element_size() + elements
     return room[start : start + t.numel()].copy_(t.flatten()).view(1, -1)

@@ -1,6 +1,6 @@
-"""What one process of test_gloo.py does: the same collectives through torch.distributed and gloo.
+"""One process of test_gloo.py: the same collectives through torch.distributed and gloo.
 
-Knows nothing of pycollect. Inputs come from seeds, so that only results travel.
+Does not import pycollect. Inputs are derived from seeds, so only results are passed back.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Case:
     op: str = "sum"
 
     def inputs(self, world: int) -> list[torch.Tensor]:
-        """Rows for every rank, so that every collective can cut them."""
+        """One tensor per rank, with two rows for each rank, so that collectives can split it."""
         return randoms(world, (2 * world, 5), self.dtype, seed=world, tame=True)
 
 
-# Each takes this rank's tensor (5 columns, two rows a rank) and gives this rank's result, or None
-# where torch.distributed leaves it undefined.
+# Each function takes this rank's tensor (5 columns, two rows per rank) and returns this rank's
+# result, or None where torch.distributed leaves the result undefined.
 
 
 def all_reduce(x, op, rank, world):
@@ -104,13 +104,13 @@ ASK = {f.__name__: f for f in _ALL}
 
 
 def ask_gloo(case: Case, rank: int, world: int) -> torch.Tensor | None:
-    """This rank's result."""
+    """Run the case with gloo and return this rank's result."""
     op = getattr(dist.ReduceOp, dict(zip(OPS, _THEIRS, strict=True))[case.op])
     return ASK[case.collective](case.inputs(world)[rank], op, rank, world)
 
 
 def work(rank: int, cases: list[Case], folder: str) -> None:
-    """Join every world that has this rank, and leave the results in a file a rank."""
+    """Join every world that includes this rank, and save the results to the rank's file."""
     results = {}
     for world in (w for w in WORLDS if rank < w):
         store = f"file://{folder}/store_{world}"

@@ -1,8 +1,8 @@
-"""Where the ranks of a test live, so that one test serves every kind of memory.
+"""Device fixtures: assign devices to a test's ranks, so that one test covers all kinds of memory.
 
-A Relay stands where `pycollect` stands in a CPU test: it takes the tensors of a call to the home's
-devices, makes the call there, and brings all the memory back, what lies around a view included.
-PYCOLLECT_TEST_GPU=cpu lets the CPU stand for the GPU, which tries the tests and not the library.
+A Relay replaces the `pycollect` module in a CPU test: it moves the tensors of a call to the home's
+devices, makes the call there, and copies all memory back, including the memory around views.
+PYCOLLECT_TEST_GPU=cpu uses the CPU in place of the GPU, which checks the tests, not the library.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ import pycollect as pc
 
 GPU = os.environ.get("PYCOLLECT_TEST_GPU", "cuda:0")
 STANDS_IN = not GPU.startswith("cuda")
-# For what runs on the stand-in as well; what cannot is marked cuda as such.
+# Marks of tests that can also run with the CPU as stand-in; tests that cannot are marked cuda.
 MARKS = [] if STANDS_IN else [pytest.mark.cuda]
 WORLDS = (1, 2, 3, 8) if STANDS_IN else tuple(range(1, 17))
 
 
 @dataclass(frozen=True)
 class Home:
-    """Rank r lives on device r mod n of `names`; "*" is every GPU, of which there must be two."""
+    """Devices of a test: rank r is on device r mod n of `names`; "*" is all GPUs, at least two."""
 
     label: str
     names: tuple[str, ...]
     peer_access: bool | None = None
 
     def devices(self, world: int) -> list[torch.device]:
-        """One for each rank; skips the test where the home needs more GPUs."""
+        """The device of each rank; skips the test if the home needs more GPUs."""
         names = self.names
         if names == ("*",):
             names = several_gpus()
         return [torch.device(names[rank % len(names)]) for rank in range(world)]
 
     def api(self, world: int) -> Any:
-        """Module functions, or the methods of a communicator where peers are not to be read."""
+        """The pycollect module, or a communicator if `peer_access` is set."""
         return pc if self.peer_access is None else _communicator(self, world)
 
     def bound(self, call: str, world: int) -> Callable[..., Any]:
-        """scatter and replicate without their devices, which a communicator knows."""
+        """scatter or replicate with the devices already bound, as a communicator has them."""
         api = self.api(world)
         if api is not pc:
             return getattr(api, call)
@@ -55,7 +55,7 @@ class Home:
         return lambda what, **options: function(what, devices, **options)
 
     def synchronize(self, world: int) -> None:
-        """Wait for every GPU that has a rank."""
+        """Synchronize every GPU that has a rank."""
         for device in {d for d in self.devices(world) if d.type == "cuda"}:
             torch.cuda.synchronize(device)
 
@@ -86,14 +86,14 @@ HOMES = [
 
 
 class Trip:
-    """The tensors of one call, there and back; views of one memory share one there too."""
+    """Copies of one call's tensors on devices; views of one memory share one copy there, too."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
         self._views: list[tuple[Tensor, Tensor]] = []
 
     def there(self, value: Any, device: torch.device) -> Any:
-        """The same values, strides and alignment on the device, for a tensor or a list of them."""
+        """Copy a tensor, or a list of them, to the device with the same strides and alignment."""
         if isinstance(value, (list, tuple)):
             return type(value)(self.there(item, device) for item in value)
         if not isinstance(value, Tensor) or value.is_meta:
@@ -117,7 +117,7 @@ class Trip:
         return copy.as_strided(value.size(), value.stride(), value.storage_offset())
 
     def back(self) -> None:
-        """Copy what the devices hold into the tensors it came from."""
+        """Copy the device tensors back into their original tensors."""
         places = [whole for whole, _ in self._copies]
         with torch.no_grad():
             for (whole, _), (tensor, copy) in self._copies.items():
@@ -125,12 +125,12 @@ class Trip:
                     tensor.copy_(copy)
             for tensor, moved in self._views:
                 whole = tensor if tensor._base is None else tensor._base
-                if places.count(id(whole)) > 1:  # ranks on several devices, parts of one memory
+                if places.count(id(whole)) > 1:  # views of one memory on several devices
                     tensor.copy_(moved)
 
 
 class Later:
-    """A Work whose results come back when it is waited for."""
+    """A Work whose results are copied back in `wait`."""
 
     def __init__(self, work: pc.Work, done: Callable[[Any], Any]) -> None:
         self._work, self._done = work, done
@@ -150,7 +150,7 @@ class Relay:
             return functools.partial(self._collective, name)
         if name in ("all_to_all", "all_reduce_coalesced", "broadcast_coalesced"):
             return functools.partial(self._collective, name)
-        return getattr(pc, name)  # what moves nothing: algorithms, plan
+        return getattr(pc, name)  # functions that move no data: algorithms, plan
 
     def Communicator(self, devices: Any) -> Relay:
         return self
@@ -221,7 +221,7 @@ class Relay:
 
 
 def brought(got: list[Tensor], devices: list[torch.device]) -> list[Tensor]:
-    """Results on the CPU, which must lie where they belong and share no memory."""
+    """Copy results to the CPU; assert that they are on their devices and share no memory."""
     assert [g.device for g in got] == devices
     filled = [g for g in got if g.numel()]
     assert len({g.untyped_storage().data_ptr() for g in filled}) == len(filled), "memory is shared"
@@ -229,11 +229,11 @@ def brought(got: list[Tensor], devices: list[torch.device]) -> list[Tensor]:
 
 
 def adopt(module: ModuleType, homes: list[Any]) -> dict[str, Any]:
-    """The tests of a CPU module, and a fixture that makes them run on each of the homes."""
+    """Return the tests of a CPU test module, with a fixture that runs them on each of the homes."""
 
     @pytest.fixture(autouse=True, params=homes)
     def relay(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-        request.param.devices(1)  # skips what cannot run here
+        request.param.devices(1)  # skips the test if the home's devices are missing
         monkeypatch.setattr(module, "pc", Relay(request.param))
         if hasattr(module, "WORLDS") and not STANDS_IN:
             monkeypatch.setattr(module, "WORLDS", WORLDS)

@@ -1,6 +1,6 @@
-"""Every algorithm and random plans, as cases; and a plan run in plain Python, as the specification.
+"""Test cases from all algorithms, random plans, and a reference plan interpreter in plain Python.
 
-Independent of the C++ side on purpose: cells, conflicts and values are worked out here again.
+Deliberately independent of the C++ code: cells, conflicts and values are computed here again.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def cases(
 
 
 def random_plan(seed: int) -> tuple[_C.Plan, bool]:
-    """Any list of steps is a plan: several destinations, several chunks, any rank as executor."""
+    """A random plan, and whether to run it in place: any list of steps on any ranks is a plan."""
     pick = random.Random(seed)
     world, chunks = pick.randint(2, 5), pick.randint(1, 4)
 
-    def side(first: int, count: int) -> list[_C.SliceTuple]:  # ranks differ: slices are disjoint
+    def side(first: int, count: int) -> list[_C.SliceTuple]:  # distinct ranks: disjoint slices
         ranks = pick.sample(range(world), pick.randint(1, world))
         return [(rank, pick.choice(BUFFERS), first, count) for rank in ranks]
 
@@ -90,14 +90,14 @@ def cells(slices: Sequence[_C.SliceTuple], in_place: bool) -> list[Cell]:
 
 
 def is_identity(step: _C.StepTuple, in_place: bool) -> bool:
-    """Whether it writes every cell with what is there: one source, which is every destination."""
+    """Whether a step writes every cell with its own value: its source is every destination."""
     dsts, srcs, _ = step
     source = cells(srcs, in_place)
     return len(srcs) == 1 and all(cells([d], in_place) == source for d in dsts)
 
 
 def run_steps(plan: _C.Plan, in_place: bool, order: Sequence[int]) -> dict[Cell, int]:
-    """Run steps one after the other on hashes; a cell that is missing holds its own name."""
+    """Run steps in this order on symbolic values (hashes); a missing cell holds its own name."""
     memory: dict[Cell, int] = {}
     for number in order:
         dsts, srcs, _ = plan.steps[number]

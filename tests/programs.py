@@ -1,9 +1,9 @@
-"""Whole Python programs that begin with torch imported, forked from one process that has done that.
+"""Runs Python programs that start with torch imported, forked from one process that imported it.
 
-Importing torch takes 1.5 s of a core, and what most programs of the tests do takes far less. The
-rest is as ever: a program imports pycollect, has a session of its own, one thread, and ends as any
-other, through the interpreter's end. What is about the import of torch, or about what Python reads
-when it starts, is not for here.
+Importing torch takes 1.5 s of a core, and most programs of the tests do far less work than that.
+Otherwise a program is ordinary: it imports pycollect itself, has its own session and one thread,
+and exits through normal interpreter shutdown. Not suitable for tests of the torch import or of
+interpreter start-up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LARGEST = 1 << 20  # bytes of a request: arguments and an environment
 
 
 class Program:
-    """A running program, as `subprocess.Popen` has it; `command` begins with Python."""
+    """A running program with the interface of `subprocess.Popen`; command[0] is sys.executable."""
 
     def __init__(
         self,
@@ -51,7 +51,8 @@ class Program:
         environ = dict(os.environ if env is None else env)
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         asked = pickle.dumps((self.args, str(cwd or Path.cwd()), environ, blocked))
-        mine, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # its pid, and its status
+        # Receives the program's pid, later its exit status.
+        mine, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         self._keeper = mine
         with theirs, contextlib.ExitStack() as passed, open(os.devnull) as nothing:
             self.stdout, out = _pipe(stdout, 1, passed)
@@ -116,7 +117,7 @@ class Program:
 def run(
     command: Sequence[str | Path], *, timeout: float, **more: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, as `subprocess.run` does, and keep its text."""
+    """Run a program to its end, as `subprocess.run` does, and capture its output as text."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with Program(command, **{**pipes, **more}) as program:
         out, err = program.communicate(timeout)
@@ -124,11 +125,11 @@ def run(
 
 
 def fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the processes that benchmarks and comparisons start begin with torch imported, too."""
-    from pycollect.bench.processes import crew
+    """Make benchmarks and training comparisons start their processes with torch imported."""
+    from pycollect_bench.processes import worker_pool
 
-    of_crew = types.SimpleNamespace(**{**vars(subprocess), "Popen": Program})
-    monkeypatch.setattr(crew, "subprocess", of_crew)
+    of_worker_pool = types.SimpleNamespace(**{**vars(subprocess), "Popen": Program})
+    monkeypatch.setattr(worker_pool, "subprocess", of_worker_pool)
     real = multiprocessing.get_context
     for module in (multiprocessing, torch.multiprocessing):
         monkeypatch.setattr(module, "get_context", lambda method=None: real("forkserver"))
@@ -137,7 +138,7 @@ def fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def _pipe(
     wanted: int | IO[str] | None, inherited: int, passed: contextlib.ExitStack
 ) -> tuple[IO[str] | None, int]:
-    """The end to read from, if any, and what the program writes to."""
+    """Return the end to read from, if any, and the descriptor that the program writes to."""
     if wanted is None:
         return None, inherited
     if wanted == subprocess.DEVNULL:
@@ -151,14 +152,15 @@ def _pipe(
 
 @cache
 def _server() -> socket.socket:
-    """The process that has torch; it ends with this one, which alone has the other end."""
+    """Start the server, which has torch imported, and return the socket to it. The server exits
+    when this process closes the socket or ends."""
     mine, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     with theirs:
         subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # no terminal's: it is not written line by line
+            stdout=subprocess.DEVNULL,  # not a terminal, so that programs do not line-buffer
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
@@ -166,7 +168,7 @@ def _server() -> socket.socket:
 
 
 def _serve(control: socket.socket) -> tuple[list[str], str, dict[str, str], set[int]]:
-    """Start programs until nobody asks for one; returns in each of them."""
+    """Fork a process for each request, until the socket closes; returns only in the programs."""
     assert "pycollect" not in sys.modules
     assert len(os.listdir("/proc/self/task")) == 1, "another thread would be lost in a fork"
     while True:
@@ -182,9 +184,10 @@ def _serve(control: socket.socket) -> tuple[list[str], str, dict[str, str], set[
 
 
 def _begin(control: socket.socket, fds: list[int]) -> bool:
-    """Become the program, or else who waits for its end and tells it; that one does not return."""
+    """Fork the program and a keeper that waits for it and sends its status; only the program
+    returns."""
     if os.fork():
-        os._exit(0)  # who waits is nobody's child: the server need not
+        os._exit(0)  # orphans the keeper, so that the server need not wait for it
     control.close()
     pid = os.fork()
     *streams, told = fds
@@ -198,17 +201,17 @@ def _begin(control: socket.socket, fds: list[int]) -> bool:
         return True
     for fd in (*streams, 0, 1, 2):
         os.close(fd)
-    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its number stays its own
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # the zombie reserves its pid
     status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
     with contextlib.suppress(ConnectionError):
         os.write(told, b"%d" % status)
-        os.read(told, 1)  # nothing comes: whoever asks has read it, or is gone
+        os.read(told, 1)  # returns at EOF, when the caller has read the status or has ended
     os.waitpid(pid, 0)
     os._exit(0)
 
 
 def _become(command: list[str], folder: str, environ: dict[str, str], blocked: set[int]) -> None:
-    """Run a module or a file in this process, which has been nothing else before."""
+    """Run a module (-m), code (-c) or a file as __main__ in this freshly forked process."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
@@ -232,6 +235,6 @@ def _become(command: list[str], folder: str, environ: dict[str, str], blocked: s
 
 if __name__ == "__main__":
     gc.collect()
-    gc.freeze()  # or the end of every program would look through all that torch has made
+    gc.freeze()  # keeps the final collection of each program from scanning torch's objects
     asked_for = _serve(socket.socket(fileno=int(sys.argv[1])))
     _become(*asked_for)

@@ -1,8 +1,7 @@
-"""What every collective must give, in plain torch on the CPU: one obvious loop per promise.
+"""Reference results of every collective, in plain torch on the CPU: one simple loop per promise.
 
-Nothing of pycollect is imported here: the tests compare two independent things. Results are
-compared by their bits, where NaN equals NaN and -0.0 is not +0.0 (but either may come from `min`
-and `max`).
+Does not import pycollect, so that tests compare two independent implementations. Results are
+compared bit by bit: NaN equals NaN, and -0.0 differs from +0.0 (except after `min` and `max`).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _EXTREMA = {"min": torch.minimum, "max": torch.maximum}
 
 
 def allowed(dtype: torch.dtype, op: str) -> bool:
-    """Does the contract define this reduction?"""
+    """Whether the contract defines this reduction."""
     if dtype == torch.bool:
         return op != "avg"
     if dtype in INTEGERS:
@@ -42,7 +41,7 @@ def allowed(dtype: torch.dtype, op: str) -> bool:
 
 
 def short(value: object) -> str:
-    """A test's id: torch.float32 is float32."""
+    """A short test id: "float32" for torch.float32."""
     return str(value).removeprefix("torch.")
 
 
@@ -52,9 +51,9 @@ def short(value: object) -> str:
 def randoms(
     world: int, shape: Sequence[int], dtype: torch.dtype, seed: int = 0, tame: bool = False
 ) -> list[Tensor]:
-    """One tensor per rank. Unless tame: signed zeros, infinities, NaN, subnormals, the largest
-    values, and magnitudes so mixed that the order of additions shows. Tame ones stay within
-    [0.75, 1.25] (any integer, any truth), so that every order gives nearly the same.
+    """One random tensor per rank. Unless tame: signed zeros, infinities, NaN, subnormals, extreme
+    values, and mixed magnitudes, so that the order of additions changes the bits. Tame floats lie
+    in [0.75, 1.25], so that every order gives nearly the same; integers and bools are arbitrary.
     """
     generator = torch.Generator().manual_seed(seed)
     return [_random(tuple(shape), dtype, generator, tame) for _ in range(world)]
@@ -68,7 +67,7 @@ def _random(
     if dtype in INTEGERS:
         limits = torch.iinfo(dtype)
         whole = torch.randint(-(2**62), 2**62, shape, generator=generator) * 2
-        whole += torch.rand(shape, generator=generator) < 0.9  # odd: products do not die out
+        whole += torch.rand(shape, generator=generator) < 0.9  # mostly odd: products stay nonzero
         extreme = torch.rand(shape, generator=generator) < 0.05
         return torch.where(extreme, limits.min, whole).to(dtype)
     if dtype in COMPLEX:
@@ -88,7 +87,7 @@ def _random(
 
 
 def place(values: Tensor, layout: str) -> Tensor:
-    """The same values in other memory; the room around a view is filled and can be watched."""
+    """Copy the values into new memory of a layout; memory around a view is filled, see `around`."""
     shape = list(values.shape)
     if layout == "contiguous" or not shape:
         return values.clone(memory_format=torch.contiguous_format)
@@ -113,7 +112,7 @@ def _room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def around(view: Tensor) -> Tensor:
-    """The bytes of the memory that a view of `place` was cut from, without those of the view."""
+    """The bytes of the base memory of a view from `place`, with those of the view zeroed."""
     base = view if view._base is None else view._base
     copy = base.clone()
     copy.as_strided(view.size(), view.stride(), view.storage_offset()).zero_()
@@ -124,7 +123,7 @@ def around(view: Tensor) -> Tensor:
 
 
 def left_fold(tensors: Sequence[Tensor], op: str) -> Tensor:
-    """((x0 op x1) op x2) op ... in the accumulator of the contract, rounded once."""
+    """((x0 op x1) op x2) op ... in the contract's accumulator type, rounded once at the end."""
     dtype, world = tensors[0].dtype, len(tensors)
     if dtype in COMPLEX:
         return _complex_fold(tensors, op)
@@ -146,7 +145,7 @@ def left_fold(tensors: Sequence[Tensor], op: str) -> Tensor:
 
 
 def _complex_fold(tensors: Sequence[Tensor], op: str) -> Tensor:
-    # Torch's own complex product is not used: in some tails it contracts into FMAs.
+    # torch's complex product is not used: its loop tails may contract into FMAs.
     re, im = (part.clone() for part in torch.view_as_real(tensors[0]).unbind(-1))
     for x in tensors[1:]:
         c, d = torch.view_as_real(x).unbind(-1)
@@ -164,7 +163,7 @@ COLLECTIVES = (*IN_PLACE, "all_gather", "reduce_scatter", "all_to_all")
 def expected(
     collective: str, tensors: Sequence[Tensor], op: str = "sum", root: int = 0, dim: int = 0
 ) -> list[Tensor]:
-    """What every rank holds afterwards."""
+    """The result of every rank."""
     ranks = range(len(tensors))
     folded = left_fold(tensors, op) if collective in REDUCING else None
     if collective == "all_reduce":
@@ -186,7 +185,7 @@ def expected(
 
 
 def bits(t: Tensor, zeros_equal: bool = False) -> Tensor:
-    """The bits of every real number as integers, all NaNs alike."""
+    """The bits of every real number as integers, with one pattern for all NaNs."""
     t = t.detach().resolve_conj().resolve_neg().contiguous()
     t = torch.view_as_real(t) if t.is_complex() else t
     if not t.is_floating_point():
@@ -202,7 +201,7 @@ def bits(t: Tensor, zeros_equal: bool = False) -> Tensor:
 def assert_same(
     actual: Sequence[Tensor], wanted: Sequence[Tensor], why: object = "", op: str = ""
 ) -> None:
-    """Same shapes, dtypes and bits, rank by rank."""
+    """Assert equal shapes, dtypes and bits, rank by rank."""
     assert len(actual) == len(wanted), f"{why}: {len(actual)} results for {len(wanted)} ranks"
     for rank, (a, w) in enumerate(zip(actual, wanted, strict=True)):
         where = f"{why}: rank {rank}"
@@ -222,7 +221,8 @@ def assert_same(
 def assert_close(
     actual: Sequence[Tensor], wanted: Sequence[Tensor], why: object = "", world: int = 0
 ) -> None:
-    """Within one rounding per rank: all that another order, or a rounding at every hop, owes."""
+    """Assert equality within one rounding error per rank, as another order, or rounding at every
+    hop, may cause."""
     assert len(actual) == len(wanted), why
     for a, w in zip(actual, wanted, strict=True):
         assert (a.shape, a.dtype) == (w.shape, w.dtype), why
@@ -233,5 +233,5 @@ def assert_close(
 
 
 def order_shows(dtype: torch.dtype, op: str) -> bool:
-    """Can another order of the same numbers give other bits?"""
+    """Whether another order of the same operands can give other bits."""
     return op in ("sum", "avg", "prod") and (dtype.is_floating_point or dtype.is_complex)

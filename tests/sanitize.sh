@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds plans, folds and the room of shared memory without torch, with a sanitizer of the compiler,
-# and runs their native tests: sanitize.sh [none|thread|address|undefined] [quick|full|build].
+# Builds plans, folds and csrc/shm without torch, with a sanitizer of the compiler, and runs their
+# native tests: sanitize.sh [none|thread|address|undefined] [quick|full|build].
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 kind=${1:-thread} length=${2:-full}
@@ -8,10 +8,10 @@ folder=${BUILD_FOLDER:-$root/build/native-$kind}
 
 flags=(-O1)
 [[ $kind == none ]] || flags+=(-g -fno-omit-frame-pointer -fsanitize="$kind" -fno-sanitize-recover=all)
-# Checks that are calls compile in half of the time, which is most of what this takes.
+# Checks that are calls halve the compile time, which is most of the time of this script.
 [[ $kind != address ]] || flags+=(--param asan-instrumentation-with-call-threshold=0)
 export TSAN_OPTIONS="halt_on_error=1 ${TSAN_OPTIONS:-}" ASAN_OPTIONS="detect_leaks=1 ${ASAN_OPTIONS:-}"
-# ThreadSanitizer sees nothing of what other processes do, and does not follow a fork with threads.
+# ThreadSanitizer does not see other processes, and does not follow a fork with threads.
 [[ $kind != thread ]] || export NO_FORK=1
 
 cases=400 worlds=(1 2 3 4 5 8) programs=12
@@ -25,9 +25,9 @@ run() {  # test, arguments...
 run passes_test "$length"
 run executor_test "$cases" "${worlds[@]}"
 run mailbox_test "$programs"
-run faults_test 1  # the others are between processes
+run faults_test 1  # its other tests use several processes
 run life_test
-if [[ $kind != thread ]]; then  # these fork
+if [[ $kind != thread ]]; then  # these tests fork
   for test in arena group meeting strangers limits apart; do run "${test}_test"; done
 fi
 run headroom_test

@@ -1,4 +1,4 @@
-"""Calls on devices that are not there: every algorithm, placement and way to run."""
+"""Emulated calls on devices: cases from every algorithm, device placement and stream layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def all_reduce(name: str, world: int, pieces: int = 4) -> _C.Plan:
 
 
 def ways() -> Iterator[dict[str, Any]]:
-    """Every way to lay a call over streams, over and over, in an order that fits no other loop."""
+    """Cycle endlessly through all stream layouts of a call, in a fixed shuffled order, so that the
+    cycle is not correlated with the caller's loops."""
     two = (False, True)
     found = [
         {"callers_apart": a, "workers": w, "lanes": lanes, "hub": hub, "pace": pace}
@@ -31,7 +32,7 @@ def ways() -> Iterator[dict[str, Any]]:
 
 
 def placements(world: int) -> Iterator[Devices]:
-    """Ranks in blocks and in turns, on 1 .. world devices."""
+    """Device of each rank, for 1 .. world devices: ranks in blocks, and ranks in turns."""
     for devices in range(1, world + 1):
         blocks = [rank * devices // world for rank in range(world)]
         yield blocks
@@ -43,7 +44,7 @@ def placements(world: int) -> Iterator[Devices]:
 def calls(
     algorithm: _C.Algorithm, worlds: Sequence[int]
 ) -> Iterator[tuple[Case, Devices, dict[str, Any]]]:
-    """Each case on each placement twice: with peer access and staged, in one way each."""
+    """Each case on each placement, with peer access and, on several devices, also staged."""
     way = ways()
     for case in cases(algorithm, worlds):
         for devices in placements(case.world):
@@ -55,7 +56,7 @@ def calls(
 def rehearse(
     plan: _C.Plan, in_place: bool, devices: Devices, runs: int = 1, **way: Any
 ) -> _testing.Rehearsal:
-    """Issue a call and see that nothing races."""
+    """Issue an emulated call `runs` times and assert that no accesses race."""
     rehearsal = _testing.Rehearsal(plan, in_place, devices, **way)
     rehearsal.run(runs)
     assert rehearsal.race is None, f"{devices} {way}: {rehearsal.race}"

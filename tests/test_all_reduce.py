@@ -1,7 +1,7 @@
-"""all_reduce keeps the numerical contract: the left fold in rank order, to the bit.
+"""all_reduce keeps the numerical contract: the left fold in rank order, bit for bit.
 
-Every dtype x op x algorithm x world, the sizes around which kernels change their path, and the
-literal examples that tell the contract from its neighbours. Arguments are in test_arguments.py.
+Covers every dtype x op x algorithm x world, the sizes around which kernels take another path, and
+literal examples that distinguish the contract from similar ones. test_arguments.py has arguments.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REFUSED = [(d, o) for d in DTYPES for o in OPS if not allowed(d, o)]
 
 
 def reduced(tensors, op="sum", **options):
-    """all_reduce on clones."""
+    """Run all_reduce on clones of the tensors."""
     clones = [t.clone() for t in tensors]
     assert pc.all_reduce(clones, op, **options) is None
     return clones
@@ -45,13 +45,13 @@ def canonical(algorithm, dtype):
 
 
 def test_the_algorithms_are_listed():
-    names = {"leader", "fused", "one_shot", "two_shot", "ring", "rotated_ring", "tree"}
+    names = {"leader", "fused", "one_shot", "two_shot", "chain", "ring", "tree"}
     assert names | {"halving_doubling"} <= set(pc.algorithms())
     assert pc.algorithms() == pc.algorithms("all_reduce")
     assert {n for n in pc.algorithms() if canonical(n, torch.bfloat16)} < set(pc.algorithms())
-    assert canonical("ring", torch.float32)
-    assert not canonical("ring", torch.bfloat16)
-    assert not canonical("rotated_ring", torch.float64)
+    assert canonical("chain", torch.float32)
+    assert not canonical("chain", torch.bfloat16)
+    assert not canonical("ring", torch.float64)
 
 
 @pytest.mark.parametrize(("dtype", "op"), COMBINATIONS, ids=short)
@@ -143,17 +143,17 @@ def test_a_world_larger_than_any_table():
 # --- examples that tell the contract from what is near it -----------------------------------------
 
 LITERALS = [
-    # The order: (1e8 + 1) - 1e8 loses the 1, and 1e8 - 1e8 + 1 does not.
+    # Order of additions: (1e8 + 1) - 1e8 loses the 1, and 1e8 - 1e8 + 1 does not.
     (torch.float32, "sum", [1e8, 1.0, -1e8], 0.0),
     (torch.float32, "sum", [1e8, -1e8, 1.0], 1.0),
-    # One rounding: bfloat16 has no 257, so a rounding at every hop stays at 256.
+    # One rounding: 257 has no bfloat16, so that rounding at every hop would stay at 256.
     (torch.bfloat16, "sum", [256.0, 1.0, 1.0], 258.0),
     (torch.float8_e5m2, "sum", [8.0, 1.0, 1.0], 10.0),
     (torch.float8_e4m3fn, "sum", [16.0, 1.0, 1.0], 18.0),
-    # The accumulator is wider than the type: no infinity on the way.
+    # The accumulator is wider than the type: no intermediate infinity.
     (torch.float16, "sum", [60000.0, 60000.0, -60000.0], 60000.0),
     (torch.float16, "prod", [60000.0, 2.0, 0.25], 30000.0),
-    # ... but float32 accumulates in float32, not in more.
+    # float32 accumulates in float32, not in a wider type.
     (torch.float32, "sum", [3e38, 3e38, -3e38], float("inf")),
     (torch.float32, "prod", [3e38, 10.0, 0.01], float("inf")),
     # avg scales before it rounds: the sum alone is infinite in float16.

@@ -1,8 +1,7 @@
-"""Bad arguments are refused before anything moves.
+"""Bad arguments are refused before any data is moved.
 
-A table of refusals: the call, the error, and what the message must name (what was asked, what is
-allowed, what to do). After each, every tensor and array of the call has the bytes and the version
-that it had.
+Each row of a table gives the call, the error, and words of the message (what was asked, what is
+allowed, what to do). A refused call leaves the bytes and versions of its tensors unchanged.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ NESTED = {
 
 
 def three(dtype=torch.float32, shape=(6, 4)):
-    """Three ranks with values that differ."""
+    """Three ranks' tensors, with different values."""
     return [(torch.arange(torch.Size(shape).numel()).view(shape) + r).to(dtype) for r in range(3)]
 
 
 def last(tensor):
-    """Two good ranks, and a third."""
+    """Two valid tensors, then the given one."""
     return [*three()[:2], tensor]
 
 
@@ -69,7 +68,7 @@ def expanded():
     return [torch.arange(4.0).expand(6, 4) for _ in range(3)]
 
 
-# What is wrong with a list: how it is made, the error, words of the message.
+# Invalid tensor lists: a function that makes the list, the error, words of the message.
 ANY_LIST = {
     "empty": (list, ValueError, "empty"),
     "one tensor": (lambda: torch.zeros(3, 4), EITHER, "list|sequence"),
@@ -105,12 +104,12 @@ IN_PLACE_LIST = {
 
 
 def given(*args, **options):
-    """Arguments for one call, made when the test runs: a callable stands for what it returns."""
+    """Arguments of one call, made when the test runs: callables are replaced by their results."""
     made = lambda value: value() if callable(value) else value  # noqa: E731
     return lambda: ([made(a) for a in args], {k: made(v) for k, v in options.items()})
 
 
-# Each of these yields: name of the call and what is wrong, call, arguments, error, words.
+# Each generator yields: name of the call and its defect, call, arguments, error, words.
 
 
 def of_lists():
@@ -264,7 +263,7 @@ CASES = [
 
 
 def memory(value, found=None):
-    """Every tensor and array somewhere in the arguments, with its bytes and its version."""
+    """Collect every tensor and array in the arguments, with its bytes and its version."""
     found = [] if found is None else found
     if isinstance(value, (list, tuple)):
         for v in value:

@@ -1,4 +1,4 @@
-"""async_op=True gives a Work: what it promises about order, results, errors and lifetimes."""
+"""async_op=True returns a Work: its guarantees for order, results, errors and lifetimes."""
 
 from __future__ import annotations
 
@@ -119,10 +119,10 @@ def test_tensors_live_until_their_work_is_done():
         gc.collect()
         _ = [
             torch.full((LARGE,), 7, dtype=torch.int32) for _ in range(3)
-        ]  # memory reused, if freed
+        ]  # reuses the inputs' memory, if freed
         assert_same(work.wait(), wanted)
     last = values[0].clone()
-    work = pc.all_reduce([last, *clones(values[1:])], async_op=True)  # a list nobody else holds
+    work = pc.all_reduce([last, *clones(values[1:])], async_op=True)  # a list held by no caller
     gc.collect()
     work.wait()
     assert_same([last], [left_fold(values, "sum")])
@@ -141,7 +141,7 @@ def test_tensors_are_let_go_when_their_work_is_done():
 def test_a_work_nobody_waits_for_is_done_all_the_same():
     values = randoms(2, (LARGE,), torch.int32)
     tensors = clones(values)
-    pc.all_reduce(tensors, async_op=True)  # dropped
+    pc.all_reduce(tensors, async_op=True)  # the Work is dropped
     gc.collect()
     pc.barrier("cpu*2")
     assert_same(tensors, [left_fold(values, "sum")] * 2)

@@ -1,4 +1,4 @@
-"""The recorded collectives: values as the plain ones', gradients as numerical ones', any order."""
+"""The recorded collectives: values of the plain ones, numerically checked gradients, any order."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def values(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def uneven(world: int, dim: int) -> Shapes:
-    """Lengths 2, 0, 1, 3 along dim, as far as there are ranks: one has no elements."""
+    """Lengths 2, 0, 1, 3, ... along dim: one rank of several has no elements."""
     return [(length, 2) if dim == 0 else (2, length) for length in (2, 0, 1, 3)[:world]]
 
 
 def splits(world: int) -> list[list[int]]:
-    """How many rows go from one rank to another: some none."""
+    """Numbers of rows that each rank sends to each other rank; some are zero."""
     return [[(i + 2 * j) % 3 for j in range(world)] for i in range(world)]
 
 
 def along(world: int) -> dict[str, tuple[Callable[..., object], Shapes]]:
-    """The cases with a dimension."""
+    """The cases with a dimension, by name."""
     even: Shapes = [(3, 2)] * world
     found: dict[str, tuple[Callable[..., object], Shapes]] = {}
     for dim in (0, -1):
@@ -60,7 +60,7 @@ def along(world: int) -> dict[str, tuple[Callable[..., object], Shapes]]:
 
 
 def cases(world: int) -> dict[str, tuple[Callable[..., object], Shapes]]:
-    """A call of the tensors for every collective, and the tensors' shapes."""
+    """A call for every collective, and the shapes of its input tensors, by name."""
     even: Shapes = [(3, 2)] * world
     rows: Shapes = [(sum(row), 2) for row in splits(world)]
     found: dict[str, tuple[Callable[..., object], Shapes]] = {
@@ -152,7 +152,7 @@ def test_algorithms_are_taken_by_name() -> None:
 
 
 def test_gradients_add_in_rank_order() -> None:
-    """1e8 + 1 - 1e8 is 0 in this order, and 1 in others."""
+    """1e8 + 1 - 1e8 is 0 in rank order, and 1 in other orders."""
     weight = torch.zeros(1, requires_grad=True)
     copies = autograd.replicate([weight], "cpu*3")
     factors = zip(copies, (1e8, 1.0, -1e8), strict=True)

@@ -1,4 +1,4 @@
-"""What the recorded collectives do besides: what costs nothing, layouts, transforms, refusals."""
+"""Other properties of recorded collectives: calls at no cost, layouts, transforms, refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_missing_gradients_are_zeros_and_unneeded_ones_are_not_made(name: str, w
 
 
 def moved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the plain collectives that are called from here on."""
+    """A list that records the name of every plain collective called from now on."""
     calls: list[str] = []
     for module, names in (
         (collectives, ("all_reduce", "reduce", "broadcast", "copy_", "replicate")),

@@ -1,7 +1,7 @@
-"""Collectives are not recorded by autograd, so autograd must never be fooled by one.
+"""Plain collectives are not recorded by autograd, and must never cause wrong gradients.
 
-What is overwritten has a new version, so that backward raises instead of using it; what is only
-read keeps its version. Views that are not what their memory says are refused or served rightly.
+Overwritten tensors get a new version, so that backward raises instead of using them; tensors that
+are only read keep theirs. Views that differ from their memory are refused or handled correctly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pycollect as pc
 OUT_OF_PLACE = ("all_gather", "reduce_scatter", "all_to_all")
 OTHER = torch.arange(6.0)
 
-# Each overwrites x, which is rank 0 of 2 where that matters.
+# Calls that overwrite x; x is rank 0's tensor of 2 where that matters.
 WRITES = {
     "all_reduce": lambda x: pc.all_reduce([x, OTHER.clone()]),
     "all_reduce, one rank": lambda x: pc.all_reduce([x]),

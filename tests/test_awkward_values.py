@@ -1,4 +1,4 @@
-"""Whatever number, word or object is given, the answer is a result or a sentence, and soon."""
+"""Any number, string or object as an argument gives a result or a one-sentence error, and soon."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 import pycollect as pc
 from pycollect import cli
 
-AWKWARD, PARTS = Path(__file__).with_name("awkward_calls.py"), 2  # side by side
+AWKWARD, PARTS = Path(__file__).with_name("awkward_calls.py"), 2  # the parts run side by side
 
 
 def start(command: list[Any]) -> programs.Program:
@@ -37,7 +37,7 @@ def test_every_argument_of_every_call() -> None:
     assert all_tried > 5000
 
 
-WRAPPING = [1 << 62] * 4  # to 0, in 64 bits
+WRAPPING = [1 << 62] * 4  # sums to 0 in 64 bits
 
 
 def empty_ones() -> list[torch.Tensor]:
@@ -64,7 +64,7 @@ def test_lengths_whose_sum_does_not_fit(call: Any, long: torch.Tensor) -> None:
 
 
 def test_waiting_for_ever_waits() -> None:
-    """The clock's own numbers end before: beyond them the time was over at once."""
+    """A timeout beyond the clock's range does not expire at once."""
     for seconds in (math.inf, 1e300, 1e10):
         work = pc.all_reduce([torch.ones(1 << 22) for _ in range(4)], async_op=True)
         assert work.wait(seconds) is None
@@ -95,7 +95,7 @@ def test_numbers_of_the_command_plan(
     options: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as left:
-        cli.main(["plan", "all_reduce", "--algorithm", "ring", *options.split()])
+        cli.main(["plan", "all_reduce", "--algorithm", "chain", *options.split()])
     assert left.value.code == 2
     *_, said = capsys.readouterr().err.splitlines()
     assert words in said
@@ -107,7 +107,7 @@ def test_the_largest_plans_are_written_and_proved_in_little_memory() -> None:
 import resource, sys, pycollect as pc
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 before = peak()
-plan = pc.plan("all_reduce", int(sys.argv[1]), algorithm="ring", pieces=int(sys.argv[2]))
+plan = pc.plan("all_reduce", int(sys.argv[1]), algorithm="chain", pieces=int(sys.argv[2]))
 str(plan), plan.predict()
 assert plan.verify() is None
 print(peak() - before)
@@ -115,7 +115,7 @@ print(peak() - before)
     started = []
     for world in (2, 64, 1024):
         with pytest.raises(ValueError, match=rf"pieces .* {world} ranks allow at most \d+") as said:
-            pc.plan("all_reduce", world, algorithm="ring", pieces=1 << 30)
+            pc.plan("all_reduce", world, algorithm="chain", pieces=1 << 30)
         most = re.findall(r"\d+", str(said.value))[-1]
         started.append(start(["-c", program, world, most]))
     for process in started:

@@ -1,6 +1,6 @@
-"""Whole runs of the benchmark: its table, its files, its exit status, what it refuses.
+"""Whole runs of the benchmark: its table, its files, its exit status, its refusals.
 
-Speeds are not asserted here; they belong to a quiet machine and to `--targets`.
+Speeds are not asserted here: they need a quiet machine, and `--targets`.
 """
 
 import json
@@ -9,8 +9,8 @@ import re
 import pytest
 
 import pycollect
-from pycollect import bench
-from pycollect.bench import targets
+import pycollect_bench as bench
+from pycollect_bench import targets
 
 QUICK = ["-n", "2", "-w", "1"]
 HEADINGS = [
@@ -31,7 +31,7 @@ HEADINGS = [
 
 
 def rows_of(output):
-    """The rows of the main table, as dictionaries by heading."""
+    """The rows of the main table, as dictionaries by column heading."""
     lines = [line.split() for line in output.splitlines() if re.match(r" +\d+ +\d+ ", line)]
     return [dict(zip(HEADINGS, line, strict=True)) for line in lines]
 

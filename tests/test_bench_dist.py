@@ -1,4 +1,4 @@
-"""The benchmark between processes on devices: both clocks, every rung, peers that may hang.
+"""The benchmark between processes on devices: both clocks, every transport, hanging peers.
 
 The CPU stands in for the GPU: its events are times of the host. Speeds are not asserted.
 """
@@ -20,19 +20,20 @@ import programs
 import pytest
 import torch
 
-from pycollect import _C, bench
-from pycollect.bench.contest import CaseResult, Row
-from pycollect.bench.measure import Effort, Timing
-from pycollect.bench.processes import cases, clocks, crew, groups, targets
-from pycollect.bench.processes.contestant import Contestant
-from pycollect.bench.processes.contestants import Entry, reason
-from pycollect.bench.processes.place import Place
+import pycollect_bench as bench
+from pycollect import _C
+from pycollect._timing import Effort, Timing
+from pycollect_bench.comparison import CaseResult, Row
+from pycollect_bench.processes import cases, clocks, groups, targets, worker_pool
+from pycollect_bench.processes.candidate import Candidate
+from pycollect_bench.processes.candidates import CandidateSet, reason
+from pycollect_bench.processes.rank_device import RankDevice
 
 ROOT = Path(__file__).parents[1]
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 PLACES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.cuda)]
-# What a rung that this build has is called, and the library's own choice.
-OURS = ["pycollect", *(f"sync={rung}" for rung in _C.cuda_rungs()[1:])]
+# Row names of the library's own choice of transport and of each transport in this build.
+OURS = ["pycollect", *(f"transport={transport}" for transport in _C.cuda_transports()[1:])]
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +45,11 @@ def sums(world: int, nbytes: int, device: torch.device = GPU) -> cases.ProcessCa
     return cases.process_case("all_reduce", nbytes, torch.float32, "sum", [device] * world)
 
 
-def job(world: int = 2, device: torch.device = GPU, **more: object) -> crew.Job:
+def job(world: int = 2, device: torch.device = GPU, **more: object) -> worker_pool.PoolJob:
     about = {"cases": (sums(world, 4, device),), "ours": ("pycollect",), "peers": ("gloo",)}
     about |= {"backend": "gloo", "effort": Effort(iterations=1, warmup=1), "threads": 1}
     about |= {"no_mpi": "not in this test", "apart": True, "asked": 1}
-    return crew.Job(devices=(device,) * world, **(about | more))  # type: ignore[arg-type]
+    return worker_pool.PoolJob(devices=(device,) * world, **(about | more))  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -57,7 +58,7 @@ def test_both_clocks_and_every_rung(device, tmp_path, capsys):
     path = tmp_path / "run.json"
     arguments = ["--processes", "2", "--devices", device, "-b", "4", "-e", "300K", "-f", "1000"]
     arguments += ["-n", "2", "-w", "1", "--json", str(path)]
-    # Those that may hang would take this test's time, where they run.
+    # Peer backends that may hang would use up this test's time where they run.
     assert bench.main([*arguments, "--peers", "all" if device == "cpu" else "gloo"]) == 0
     run = json.loads(path.read_text())
     assert run["failure"] is None
@@ -95,7 +96,7 @@ def test_what_does_not_go_together_is_refused(arguments, message, capsys):
 
 
 class Alone:
-    """A meeting of one rank."""
+    """The rendezvous of a single rank."""
 
     rank, world = 0, 1
 
@@ -116,27 +117,27 @@ def test_the_device_is_waited_for_and_its_clock_is_read():
         def elapsed_time(self, end: Event) -> float:
             return 6000.0 * order.count("call") / 8
 
-    place = Place(CPU)
-    place.event, place.synchronize = Event, lambda: order.append("synchronize")
-    mine = Contestant(
+    rank_device = RankDevice(CPU)
+    rank_device.event, rank_device.synchronize = Event, lambda: order.append("synchronize")
+    mine = Candidate(
         "a", "peer", lambda: order.append("call"), lambda v: order.append(f"{v}"), None
     )
-    calls = clocks.CallByCall(Alone(), place, apart=True).sample(mine, 1)
+    calls = clocks.CallByCall(Alone(), rank_device, apart=True).sample(mine, 1)
     assert order == ["1", "synchronize", "call", "synchronize"]
     assert calls["return"][0] < calls["wall"][0]
     order.clear()
-    watch = clocks.OnDevice(Alone(), place)
-    assert watch.sample(mine, 1)["gpu"] == [0.75]  # of two calls: a quarter of 6 s
+    stopwatch = clocks.OnDevice(Alone(), rank_device)
+    assert stopwatch.sample(mine, 1)["gpu"] == [0.75]  # two calls took a quarter of 6 s
     assert order == ["0", "synchronize", "record", "call", "call", "record", "synchronize"]
 
 
 def test_a_batch_is_as_long_as_the_skew_demands():
-    slow = Contestant("a", "peer", lambda: time.sleep(0.001), lambda value: None, None)
+    slow = Candidate("a", "peer", lambda: time.sleep(0.001), lambda value: None, None)
     fast = replace(slow, call=lambda: None)
-    for contestant, few in ((slow, True), (fast, False)):
-        watch = clocks.OnDevice(Alone(), Place(CPU))
-        watch.warm(contestant, 1)
-        assert (watch._batch == 2) == few
+    for candidate, few in ((slow, True), (fast, False)):
+        stopwatch = clocks.OnDevice(Alone(), RankDevice(CPU))
+        stopwatch.warm(candidate, 1)
+        assert (stopwatch._batch == 2) == few
 
 
 def test_ranks_on_one_gpu_are_held_against_a_copy_on_it():
@@ -158,12 +159,12 @@ def test_a_peer_may_not_run_and_what_is_measured_must():
     def breaks():
         raise RuntimeError("broken")
 
-    alone = SimpleNamespace(meeting=SimpleNamespace(gather=lambda mine: [mine]))
-    entry = SimpleNamespace(ranks=alone, not_run={}, found=[])
-    Entry._try(entry, "nccl", breaks)
-    assert entry.not_run == {"nccl": "broken"}
+    alone = SimpleNamespace(spin_barrier=SimpleNamespace(gather=lambda mine: [mine]))
+    candidate_set = SimpleNamespace(ranks=alone, not_run={}, found=[])
+    CandidateSet._try(candidate_set, "nccl", breaks)
+    assert candidate_set.not_run == {"nccl": "broken"}
     with pytest.raises(RuntimeError, match="broken"):
-        Entry._try(entry, "pycollect", breaks)
+        CandidateSet._try(candidate_set, "pycollect", breaks)
 
 
 def row(name: str, seconds: float, clock: str = "wall", **ratios: float) -> Row:
@@ -185,14 +186,14 @@ def test_the_targets_of_devices():
 
 @pytest.mark.slow
 def test_a_hang_ends_with_the_time_limit():
-    ranks = crew.Crew(job(device=CPU, cases=(sums(2, 64 << 20, CPU),) * 50))
+    ranks = worker_pool.WorkerPool(job(device=CPU, cases=(sums(2, 64 << 20, CPU),) * 50))
     begin = time.monotonic()
 
     def stop_and_ask() -> None:
         with ranks:
             ranks.result()
             for process in ranks._processes:
-                os.kill(process.pid, signal.SIGSTOP)  # hears no SIGTERM
+                os.kill(process.pid, signal.SIGSTOP)  # a stopped process handles no SIGTERM
             for _ in range(50):
                 ranks.result(1)
 
@@ -225,7 +226,7 @@ def test_what_was_measured_is_kept_when_time_is_up(tmp_path):
     assert 1 <= len(run["cases"]) < 13
 
 
-def test_a_rung_that_cannot_be_made_is_no_contestant(monkeypatch):
+def test_a_rung_that_cannot_be_made_is_no_candidate(monkeypatch):
     def refuses(**options: object) -> None:
         raise ValueError("this machine has no such thing")
 

@@ -1,4 +1,4 @@
-"""bench/executor_bandwidth.py: what it makes of the programs' output, and that both are right."""
+"""bench/executor_bandwidth.py: its report of the programs' output, and both programs' results."""
 
 import importlib.util
 import shutil
@@ -12,7 +12,7 @@ BENCH = Path(__file__).resolve().parents[1] / "bench"
 
 @pytest.fixture(scope="module")
 def script():
-    """The script as a module."""
+    """Import the script as a module."""
     spec = importlib.util.spec_from_file_location(
         "executor_bandwidth", BENCH / "executor_bandwidth.py"
     )

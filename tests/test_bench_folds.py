@@ -1,4 +1,4 @@
-"""The benches of the fold kernel's constants and of the ring's: what they make of what is found."""
+"""The benchmarks of the fold kernel's constants and of the ring: reports of measured values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_bench_gpu import script
 
-from pycollect.bench import nvcc
+from pycollect_bench import nvcc
 
 ABOUT = {"question": "about", "gpu": "GH999", "multiprocessors": 7, "l2": 1000}
 CASE = {"dtype": "float32", "world": 4, "bytes": 1 << 20}

@@ -1,6 +1,6 @@
-"""The benchmarks' GPU parts, on a GPU and on a fake of the few calls that they make of one.
+"""The benchmarks' GPU parts, on a GPU and on a fake of the few calls that they use.
 
-The fake's clock moves by what is asked of it, so that every time is known. Speeds are not asserted.
+The fake's clock advances only by its calls, so every time is known. Speeds are not asserted.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pycollect import bench
-from pycollect.bench import cases, contest, copies, gpu, measure, peers, targets
+import pycollect_bench as bench
+from pycollect import _timing
+from pycollect_bench import cases, comparison, copies, gpu, peers, targets
 
 BENCH = Path(__file__).parents[1] / "bench"
 CPUS = (torch.device("cpu"),) * 4
 
 
 def script(name):
-    """A script of bench/ as a module."""
+    """Import a script of bench/ as a module."""
     spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -31,7 +32,7 @@ def script(name):
 
 
 class FakeGpu:
-    """One stream: work is done in the order of issue, and events note the time between."""
+    """One stream: work is done in the order of issue, and events record the time between them."""
 
     def __init__(self):
         self.now = 0.0
@@ -61,7 +62,7 @@ def fake(monkeypatch):
 
 @pytest.fixture
 def as_gpu(monkeypatch, fake):
-    """Cases on the CPU that are measured as if it were a GPU of one second a call."""
+    """Measure cases on the CPU as if on a GPU that takes one second per call."""
 
     def counted(run, calls):
         return lambda: [run() for _ in range(calls)]
@@ -74,8 +75,8 @@ def as_gpu(monkeypatch, fake):
         return gpu.gpu_time(tick, rewrite, devices, calls)
 
     monkeypatch.setattr(cases.Case, "on_gpus", True)
-    monkeypatch.setattr(contest, "graph_of", counted)
-    monkeypatch.setattr(contest, "gpu_time", ticking)
+    monkeypatch.setattr(comparison, "graph_of", counted)
+    monkeypatch.setattr(comparison, "gpu_time", ticking)
     return fake
 
 
@@ -99,8 +100,8 @@ def test_gpu_time_leaves_out_the_delay_and_the_rewriting(fake):
 
 def test_rows_by_every_clock(as_gpu):
     case = cases.sized_case("all_reduce", 4_096, torch.float32, "sum", CPUS)
-    whom = contest.Contestants(peers=("naive", "stack"), inside=False)
-    result = contest.run_case(case, whom, measure.Effort(iterations=2, warmup=1))
+    whom = comparison.Candidates(peers=("naive", "stack"), inside=False)
+    result = comparison.run_case(case, whom, _timing.Effort(iterations=2, warmup=1))
     clocks = {row.name: row.clock for row in result.rows}
     assert clocks == {
         "default": "wall",
@@ -128,13 +129,15 @@ def test_a_gpu_has_targets_of_its_own(as_gpu):
     outcomes = []
     for dtype, nbytes in ((torch.float32, 4_096), (torch.bfloat16, 64 << 20)):
         case = cases.Case("all_reduce", dtype, "sum", CPUS, ((nbytes // dtype.itemsize,),))
-        timing = {name: measure.Timing(((seconds,),)) for name, seconds in TIMES.items()}
+        timing = {name: _timing.Timing(((seconds,),)) for name, seconds in TIMES.items()}
         rows = [
-            contest.Row("default", "pycollect", timing["default"], 0, None, None, {"naive": [3.0]}),
-            contest.Row("default:gpu", "pycollect", timing["gpu"], None, 0.95, clock="gpu"),
-            contest.Row("default:graph", "pycollect", timing["graph"], clock="graph"),
+            comparison.Row(
+                "default", "pycollect", timing["default"], 0, None, None, {"naive": [3.0]}
+            ),
+            comparison.Row("default:gpu", "pycollect", timing["gpu"], None, 0.95, clock="gpu"),
+            comparison.Row("default:graph", "pycollect", timing["graph"], clock="graph"),
         ]
-        outcomes.append(contest.CaseResult(case, rows, {}))
+        outcomes.append(comparison.CaseResult(case, rows, {}))
     found = {o.what: o for o in targets.judge(outcomes, {})}
     assert found["limit, from 64 MiB, GPU time"].met is True
     assert found["naive loop, from 64 MiB"].met is True
@@ -165,8 +168,8 @@ def test_the_table_record_and_plot_take_every_clock(as_gpu, tmp_path, capsys):
 def test_peers_for_gpus_are_not_usual_on_a_cpu_and_say_so_when_named():
     case = cases.sized_case("all_reduce", 4_096, torch.float32, "sum", CPUS)
     assert peers.usual(case) == ("naive", "stack")
-    whom = contest.Contestants(peers=("naive", "comm", "cupy"))
-    result = contest.run_case(case, whom, measure.Effort(iterations=1))
+    whom = comparison.Candidates(peers=("naive", "comm", "cupy"))
+    result = comparison.run_case(case, whom, _timing.Effort(iterations=1))
     assert result.not_run == {"comm": "needs every rank on a GPU", "cupy": "runs on one GPU"}
 
 
@@ -178,8 +181,8 @@ PLACES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.cuda)]
 def test_everyone_computes_the_same(device, collective):
     devices = (torch.device(device),) * 4
     case = cases.sized_case(collective, 40_960, torch.float32, "sum", devices)
-    whom = contest.Contestants(peers=peers.usual(case))
-    result = contest.run_case(case, whom, measure.Effort(iterations=1))
+    whom = comparison.Candidates(peers=peers.usual(case))
+    result = comparison.run_case(case, whom, _timing.Effort(iterations=1))
     assert {row.wrong for row in result.rows} <= {0, None}
     assert set(result.not_run) <= {"cupy", "stack", "comm"}
     assert "default:graph" in [row.name for row in result.rows] or device == "cpu"
@@ -190,7 +193,7 @@ def test_everyone_computes_the_same(device, collective):
 def test_every_dtype_is_checked_on_the_gpu(dtype):
     devices = (torch.device("cuda:0"),) * 3
     case = cases.sized_case("all_reduce", 999, getattr(torch, dtype), "sum", devices)
-    result = contest.run_case(case, contest.Contestants(), measure.Effort(iterations=1))
+    result = comparison.run_case(case, comparison.Candidates(), _timing.Effort(iterations=1))
     assert result.row("default").wrong == result.row("default:graph").wrong == 0
 
 

@@ -1,6 +1,6 @@
-"""Peers that may hang: processes and a time limit of their own, and what of a run that ends early.
+"""Peer backends that may hang run in processes of their own, with a time limit.
 
-A crew that answers as it is told to takes the place of the processes.
+A fake worker pool with a fixed number of answers replaces the processes.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import pytest
 import torch
 from test_bench_dist import CPU, job, result, row, sums
 
-from pycollect.bench.contest import CaseResult
-from pycollect.bench.processes import crew, isolated, worlds
+from pycollect_bench.comparison import CaseResult
+from pycollect_bench.processes import isolated, worker_pool, worlds
 
 
-class FakeCrew:
-    """Answers as often as it is told to, then not at all."""
+class FakeWorkerPool:
+    """Answers a given number of requests, then raises TimeoutError."""
 
-    made: ClassVar[list[FakeCrew]] = []
+    made: ClassVar[list[FakeWorkerPool]] = []
     answers: ClassVar[list[CaseResult]] = []
 
-    def __init__(self, job: crew.Job) -> None:
+    def __init__(self, job: worker_pool.PoolJob) -> None:
         self.job, self.left, self.abandoned = job, list(self.answers), False
         self.made.append(self)
 
-    def __enter__(self) -> FakeCrew:
+    def __enter__(self) -> FakeWorkerPool:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -42,17 +42,17 @@ class FakeCrew:
 
 
 @pytest.fixture
-def fake_crew(monkeypatch):
-    monkeypatch.setattr(isolated, "Crew", FakeCrew)
+def fake_worker_pool(monkeypatch):
+    monkeypatch.setattr(isolated, "WorkerPool", FakeWorkerPool)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(FakeCrew, "made", [])
-    return FakeCrew
+    monkeypatch.setattr(FakeWorkerPool, "made", [])
+    return FakeWorkerPool
 
 
-def test_a_peer_that_hangs_is_not_asked_again(fake_crew, monkeypatch):
+def test_a_peer_that_hangs_is_not_asked_again(fake_worker_pool, monkeypatch):
     beside = [row("pycollect", 2.0, nccl=1.5), row("pycollect:gpu", 1.0, "gpu", nccl=2.5)]
     other = CaseResult(sums(2, 4), [*beside, row("nccl", 3.0, nccl=1.0)], {"gloo": "was not asked"})
-    monkeypatch.setattr(fake_crew, "answers", [other])
+    monkeypatch.setattr(fake_worker_pool, "answers", [other])
     said: list[CaseResult] = []
     apart = isolated.Isolated(60, said.append)
     joined = apart.join("nccl", job(2), [result(2, 4, 7), result(2, 64, 7)])
@@ -62,20 +62,20 @@ def test_a_peer_that_hangs_is_not_asked_again(fake_crew, monkeypatch):
     assert joined[1].not_run == {"nccl": "did not answer within 60 s"}
     assert said[0] is other
     assert said[1].not_run == joined[1].not_run
-    assert fake_crew.made[0].job.environ == (("NCCL_MULTI_RANK_GPU_ENABLE", "1"),)
-    assert fake_crew.made[0].job.ours == ("pycollect",)
+    assert fake_worker_pool.made[0].job.environ == (("NCCL_MULTI_RANK_GPU_ENABLE", "1"),)
+    assert fake_worker_pool.made[0].job.ours == ("pycollect",)
     later = apart.join("nccl", job(4), [result(4, 4, 7)])
     assert later[0].not_run == {"nccl": "did not answer within 60 s (2 ranks)"}
-    assert len(fake_crew.made) == 1
+    assert len(fake_worker_pool.made) == 1
     assert apart.join("symm_mem", job(2), [result(2, 4, 7)])[0].rows[-1].name == "pycollect"
-    assert len(fake_crew.made) == 2
+    assert len(fake_worker_pool.made) == 2
 
 
-def test_a_peer_that_refuses_twice_is_not_asked_again(fake_crew, monkeypatch):
+def test_a_peer_that_refuses_twice_is_not_asked_again(fake_worker_pool, monkeypatch):
     refused = [
         CaseResult(sums(2, 4), [], {"nccl": why}) for why in ("odd", "duplicate", "duplicate")
     ]
-    monkeypatch.setattr(fake_crew, "answers", [*refused, result(2, 8, 7)])
+    monkeypatch.setattr(fake_worker_pool, "answers", [*refused, result(2, 8, 7)])
     joined = isolated.Isolated(60, lambda result: None).join(
         "nccl", job(2), [result(2, 4, 7) for _ in range(5)]
     )
@@ -83,19 +83,19 @@ def test_a_peer_that_refuses_twice_is_not_asked_again(fake_crew, monkeypatch):
     assert [r.row("pycollect").speedup["gloo"] for r in joined] == [[7]] * 5
 
 
-def test_peers_that_may_hang_have_what_was_asked_for(fake_crew, monkeypatch):
-    monkeypatch.setattr(worlds, "Crew", fake_crew)
-    monkeypatch.setattr(fake_crew, "answers", [result(2, 4, 7), result(2, 8, 7)])
+def test_peers_that_may_hang_have_what_was_asked_for(fake_worker_pool, monkeypatch):
+    monkeypatch.setattr(worlds, "WorkerPool", fake_worker_pool)
+    monkeypatch.setattr(fake_worker_pool, "answers", [result(2, 4, 7), result(2, 8, 7)])
     cases = (sums(2, 4), sums(2, 8))
     found = worlds.measure([job(2, cases=cases, asked=1)], ("nccl",), 60, lambda result: None)
-    assert [made.job.cases for made in fake_crew.made] == [cases, cases[:1]]
+    assert [made.job.cases for made in fake_worker_pool.made] == [cases, cases[:1]]
     assert [r.case for r in found.results] == list(cases)
     assert found.failure == ""
 
 
-def test_a_failure_keeps_what_there_is(fake_crew, monkeypatch):
-    monkeypatch.setattr(worlds, "Crew", fake_crew)
-    monkeypatch.setattr(fake_crew, "answers", [result(2, 4, 7)])
+def test_a_failure_keeps_what_there_is(fake_worker_pool, monkeypatch):
+    monkeypatch.setattr(worlds, "WorkerPool", fake_worker_pool)
+    monkeypatch.setattr(fake_worker_pool, "answers", [result(2, 4, 7)])
     cases = (sums(2, 4), sums(2, 8))
     found = worlds.measure([job(2, cases=cases)], (), 60, lambda result: None)
     assert [r.case for r in found.results] == list(cases[:1])
@@ -120,8 +120,8 @@ def test_real_processes_of_a_peer_join_the_others(monkeypatch):
     assert "memory:gpu" in rows
 
 
-def test_who_has_measured_everything_may_hang_at_its_end(fake_crew, monkeypatch):
-    monkeypatch.setattr(fake_crew, "answers", [result(2, 4, 1)])
+def test_who_has_measured_everything_may_hang_at_its_end(fake_worker_pool, monkeypatch):
+    monkeypatch.setattr(fake_worker_pool, "answers", [result(2, 4, 1)])
     apart = isolated.Isolated(60, lambda result: None)
     assert apart.join("nccl", job(2), [result(2, 4, 7)])[0].not_run == {}
-    assert fake_crew.made[0].abandoned
+    assert fake_worker_pool.made[0].abandoned

@@ -1,4 +1,4 @@
-"""The parts of the benchmark: sizes, turns, inputs with a known result, cases, targets, noise.
+"""Parts of the benchmark: sizes, turns, inputs with known results, cases, targets, noise.
 
 Whole runs are in test_bench.py.
 """
@@ -9,15 +9,14 @@ import pytest
 import torch
 
 import pycollect
-from pycollect.bench import (
+from pycollect import _sizes, _timing
+from pycollect_bench import (
     cases,
-    contest,
+    comparison,
     environment,
-    measure,
     options,
     pattern,
     peers,
-    sizes,
     targets,
 )
 
@@ -44,33 +43,33 @@ def cpus(world):
     ("text", "nbytes"), [("4K", 4096), ("1m", 1 << 20), ("2G", 2 << 30), ("12", 12), (" 8k ", 8192)]
 )
 def test_size_is_read(text, nbytes):
-    assert sizes.parse_size(text) == nbytes
+    assert _sizes.parse_size(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "K", "0", "-4K", "4KB", "1.5M", "4 K", "\u00b2"])
 def test_size_is_refused(text):
     with pytest.raises(ValueError, match="is no size"):
-        sizes.parse_size(text)
+        _sizes.parse_size(text)
 
 
 def test_sizes_grow_up_to_the_end_and_no_further():
-    assert sizes.size_range(4, 64, 4) == [4, 16, 64]
-    assert sizes.size_range(4, 63, 4) == [4, 16]
+    assert _sizes.size_range(4, 64, 4) == [4, 16, 64]
+    assert _sizes.size_range(4, 63, 4) == [4, 16]
     with pytest.raises(ValueError, match="past their end"):
-        sizes.size_range(8, 4, 2)
+        _sizes.size_range(8, 4, 2)
     with pytest.raises(ValueError, match="2 or more"):
-        sizes.size_range(4, 8, 1)
+        _sizes.size_range(4, 8, 1)
 
 
 def test_iterations_are_dealt_out_exactly():
     for n in (1, 6, 7, 20):
-        calls = measure.Effort(iterations=n).calls(1.0, 3)
+        calls = _timing.Effort(iterations=n).calls(1.0, 3)
         assert sum(calls) == n
-        assert len(calls) <= measure.ROUNDS
+        assert len(calls) <= _timing.ROUNDS
 
 
 def test_time_budget_gives_slow_contestants_fewer_calls():
-    effort = measure.Effort(seconds=1.0)
+    effort = _timing.Effort(seconds=1.0)
     slow, fast = effort.calls(10.0, 2), effort.calls(1e-3, 2)
     assert set(slow) == {1}
     assert min(fast) > 10
@@ -84,13 +83,13 @@ def test_contestants_take_turns():
         return [1.0] * n
 
     samplers = {name: partial(sampler, name) for name in "abc"}
-    timings = measure.interleave(samplers, measure.Effort(iterations=3, warmup=1))
-    assert "".join(order[6:]) == "abcbcacab"  # after two warm-up calls each
+    timings = _timing.interleave(samplers, _timing.Effort(iterations=3, warmup=1))
+    assert "".join(order[6:]) == "abcbcacab"  # after two warm-up calls of each
     assert timings["b"].count == 3
 
 
 def test_percentiles_are_times_that_were_measured():
-    timing = measure.Timing((tuple(range(1, 101)),))
+    timing = _timing.Timing((tuple(range(1, 101)),))
     assert [timing.percentile(p) for p in (0, 50, 99, 100)] == [1, 50, 99, 100]
 
 
@@ -128,18 +127,18 @@ def test_a_wrong_type_or_length_is_wrong_everywhere():
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_everyone_computes_the_same(collective, world):
     case = cases.sized_case(collective, 4_100, torch.float32, "sum", cpus(world))
-    result = contest.run_case(case, contest.Contestants(), measure.Effort(iterations=1))
+    result = comparison.run_case(case, comparison.Candidates(), _timing.Effort(iterations=1))
     wrong = {row.name: row.wrong for row in result.rows if row.kind in ("pycollect", "peer")}
     assert set(wrong.values()) == {0}
-    assert contest.DEFAULT in wrong
+    assert comparison.DEFAULT in wrong
     assert "naive" in wrong
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_is_measured_and_right(dtype):
     case = cases.sized_case("all_reduce", 999, dtype, "sum", cpus(3))
-    result = contest.run_case(case, contest.Contestants(), measure.Effort(iterations=1))
-    assert result.row(contest.DEFAULT).wrong == 0
+    result = comparison.run_case(case, comparison.Candidates(), _timing.Effort(iterations=1))
+    assert result.row(comparison.DEFAULT).wrong == 0
     if dtype.itemsize == 1 and dtype.is_floating_point:
         assert "not implemented" in result.not_run["naive"]  # torch cannot add them
 
@@ -147,8 +146,8 @@ def test_every_dtype_is_measured_and_right(dtype):
 @pytest.mark.parametrize("op", ["avg", "prod", "min", "max"])
 def test_other_ops_have_no_peers_but_are_checked(op):
     case = cases.sized_case("all_reduce", 4_096, torch.float32, op, cpus(3))
-    result = contest.run_case(case, contest.Contestants(), measure.Effort(iterations=1))
-    assert result.row(contest.DEFAULT).wrong == 0
+    result = comparison.run_case(case, comparison.Candidates(), _timing.Effort(iterations=1))
+    assert result.row(comparison.DEFAULT).wrong == 0
     assert result.not_run["naive"] == f"only sums, not {op}"
 
 
@@ -187,8 +186,8 @@ def test_a_size_without_an_element_is_refused():
 def test_a_collective_that_does_nothing_is_wrong(monkeypatch):
     monkeypatch.setattr(pycollect, "all_gather", lambda tensors, *, out, **how: out)
     case = cases.sized_case("all_gather", 4096, torch.float32, "sum", cpus(2))
-    result = contest.run_case(case, contest.Contestants(), measure.Effort(iterations=1))
-    assert result.row(contest.DEFAULT).wrong == 2 * case.count
+    result = comparison.run_case(case, comparison.Candidates(), _timing.Effort(iterations=1))
+    assert result.row(comparison.DEFAULT).wrong == 2 * case.count
 
 
 def test_the_book_loop_sums_into_every_rank():
@@ -198,18 +197,18 @@ def test_the_book_loop_sums_into_every_rank():
 
 
 def result_of(world, nbytes, ours, naive, limit):
-    """A measured case with given times in seconds."""
+    """A measured case with the given times in seconds."""
     case = cases.sized_case("all_reduce", nbytes, torch.float32, "sum", cpus(world))
-    timing = measure.Timing(((ours,),))
-    row = contest.Row(
-        contest.DEFAULT, "pycollect", timing, 0, limit / ours, None, {"naive": [naive / ours]}
+    timing = _timing.Timing(((ours,),))
+    row = comparison.Row(
+        comparison.DEFAULT, "pycollect", timing, 0, limit / ours, None, {"naive": [naive / ours]}
     )
-    return contest.CaseResult(case, [row], {})
+    return comparison.CaseResult(case, [row], {})
 
 
 def test_targets_take_the_worst_point():
     results = [result_of(4, 1 << 20, 1.0, 2.5, 0.95), result_of(4, 1 << 24, 1.0, 2.9, 0.8)]
-    calls = {targets.CALL: measure.Timing(((2.5e-6,),))}
+    calls = {targets.CALL: _timing.Timing(((2.5e-6,),))}
     outcomes = {o.what: o for o in targets.judge(results, calls)}
     limit = outcomes["limit, from 1 MiB"]
     assert (limit.measured, limit.met) == (pytest.approx(80), False)
@@ -222,9 +221,9 @@ def test_targets_take_the_worst_point():
 
 def test_a_target_out_of_reach_or_disturbed_is_said_to_be():
     case = result_of(2, 1 << 26, 1.0, 1.4, 1.0)
-    timing = measure.Timing(((1.0,), (2.0,)))
-    limit = contest.Row("memory", "limit", timing, speedup={"naive": [1.41, 1.41]})
-    disturbed = contest.CaseResult(case.case, [*case.rows, limit], {})
+    timing = _timing.Timing(((1.0,), (2.0,)))
+    limit = comparison.Row("memory", "limit", timing, speedup={"naive": [1.41, 1.41]})
+    disturbed = comparison.CaseResult(case.case, [*case.rows, limit], {})
     outcomes = {o.what: o for o in targets.judge([disturbed], {})}
     where = outcomes["naive loop, 2 ranks, every size"].where
     assert where == "2 ranks, 64 MiB; disturbed; the limit itself is at 1.41x"

@@ -1,6 +1,6 @@
 """The benchmark between processes: its parts, a whole run, and ranks that fail or die.
 
-Speeds are not asserted here; they belong to a quiet machine and to `--targets`.
+Speeds are not asserted here: they need a quiet machine, and `--targets`.
 """
 
 import contextlib
@@ -12,10 +12,11 @@ import programs
 import pytest
 import torch
 
-from pycollect import bench
-from pycollect.bench import contest, environment, measure
-from pycollect.bench.processes import cases, contestants, crew, groups, meeting, targets
-from pycollect.bench.processes import contest as between
+import pycollect_bench as bench
+from pycollect import _machine, _timing
+from pycollect_bench import comparison
+from pycollect_bench.processes import candidates, cases, groups, spin_barrier, targets, worker_pool
+from pycollect_bench.processes import comparison as between
 
 CPU = torch.device("cpu")
 GLOO_ONLY = ["--backend", "gloo", "--peers", "gloo", "-n", "2", "-w", "1"]
@@ -35,14 +36,14 @@ def sums(world, nbytes, collective="all_reduce", dtype=torch.float32):
 
 
 def job(*of, **more):
-    effort = measure.Effort(iterations=1, warmup=1)
+    effort = _timing.Effort(iterations=1, warmup=1)
     about = {"ours": ("pycollect",), "peers": ("gloo",), "backend": "gloo", "effort": effort}
     about |= {"threads": 1, "no_mpi": "not in this test"}
-    return crew.Job(devices=(CPU, CPU), cases=of, **(about | more))
+    return worker_pool.PoolJob(devices=(CPU, CPU), cases=of, **(about | more))
 
 
 def at_once(world, work):
-    """Run work(rank) in a thread per rank; return what each returned."""
+    """Run work(rank) in one thread per rank; return all results."""
     results = [None] * world
 
     def run(rank):
@@ -58,7 +59,7 @@ def at_once(world, work):
 
 def new_page(tmp_path, world):
     page = tmp_path / "page"
-    page.write_bytes(bytes(meeting.page_bytes(world)))
+    page.write_bytes(bytes(spin_barrier.page_bytes(world)))
     return str(page)
 
 
@@ -66,7 +67,7 @@ def test_nobody_leaves_a_meeting_before_all_have_come(tmp_path):
     page, come = new_page(tmp_path, 3), []
 
     def work(rank):
-        at = meeting.Meeting(page, rank, 3)
+        at = spin_barrier.SpinBarrier(page, rank, 3)
         if rank == 2:
             threading.Event().wait(0.05)
         come.append(rank)
@@ -82,10 +83,10 @@ def test_a_meeting_names_who_is_missing(tmp_path):
     page = new_page(tmp_path, 3)
 
     def work(rank):
-        at = meeting.Meeting(page, rank, 3, timeout=0.3)
+        at = spin_barrier.SpinBarrier(page, rank, 3, timeout=0.3)
         if rank == 1:
             return None
-        with pytest.raises(TimeoutError, match=r"ranks \[1\] did not come"):
+        with pytest.raises(TimeoutError, match=r"ranks \[1\] did not reach the barrier"):
             at.barrier()
         return "raised"
 
@@ -97,9 +98,9 @@ def test_a_barrier_that_lets_go_early_is_wrong(tmp_path, broken):
     page = new_page(tmp_path, 2)
 
     def work(rank):
-        at = meeting.Meeting(page, rank, 2)
-        early = contestants._early((lambda: None) if broken else at.barrier, at)
-        at.post(-1.0)  # as the next gathering does
+        at = spin_barrier.SpinBarrier(page, rank, 2)
+        early = candidates._early((lambda: None) if broken else at.barrier, at)
+        at.post(-1.0)  # as the next gather does
         return early
 
     assert at_once(2, work) == ([1, 0] if broken else [0, 0])
@@ -116,7 +117,7 @@ def test_parts_fill_the_output(name, world):
 
 
 def by_hand(buffers, pattern):
-    """What rank 1 of 2 holds after each collective, from the definition of it."""
+    """Rank 1's expected output of 2 ranks for each collective, from its definition."""
     half = buffers.case.count // 2
     inputs = [pattern.rank(r, buffers.case.count) for r in range(2)]
     return {
@@ -130,7 +131,7 @@ def by_hand(buffers, pattern):
 
 @pytest.mark.parametrize("name", [n for n in cases.COLLECTIVES if n != "barrier"])
 def test_wrong_elements_are_counted(name):
-    # Larger than what is compared at once.
+    # Larger than the part that is compared at once.
     buffers = cases.Buffers(sums(2, 5 << 20, name), 1, empty)
     op = "sum" if cases.COLLECTIVES[name].reduces else "max"
     right = by_hand(buffers, cases.Pattern(torch.float32, op, 2))
@@ -161,17 +162,17 @@ def test_a_call_takes_as_long_as_on_its_slowest_rank():
 
 
 def result_of(world, nbytes, row=groups.OURS, dtype=torch.float32, seconds=1.0, **ratios):
-    timing = measure.Timing(((seconds,),))
+    timing = _timing.Timing(((seconds,),))
     speedup = {peer: [ratio] for peer, ratio in ratios.items()}
-    measured = contest.Row(row, "pycollect", timing, 0, speedup=speedup)
-    return contest.CaseResult(sums(world, nbytes, dtype=dtype), [measured], {})
+    measured = comparison.Row(row, "pycollect", timing, 0, speedup=speedup)
+    return comparison.CaseResult(sums(world, nbytes, dtype=dtype), [measured], {})
 
 
 def test_targets_are_judged_by_their_worst_point():
     results = [
         result_of(2, 4, gloo=50),
         result_of(2, 1024, gloo=39),
-        result_of(2, 4096, gloo=1),  # nothing is promised there
+        result_of(2, 4096, gloo=1),  # no target for this one
         result_of(4, 65536, gloo=151, mpi=0.9),
         result_of(4, 1 << 20, groups.ZERO_COPY, mpi=2.6),
         result_of(16, 4, gloo=0.99),
@@ -232,7 +233,9 @@ def test_every_collective_is_measured_and_right(name, capsys):
 
 
 def test_a_rank_that_fails_is_quoted():
-    ranks = crew.Crew(job(cases.ProcessCase("nothing", torch.float32, "sum", (CPU,) * 2, ((1,),))))
+    ranks = worker_pool.WorkerPool(
+        job(cases.ProcessCase("nothing", torch.float32, "sum", (CPU,) * 2, ((1,),)))
+    )
     with pytest.raises(RuntimeError, match=r"(?s)rank \d: .*KeyError: 'nothing'"), ranks:
         ranks.result()
     assert all(process.poll() is not None for process in ranks._processes)
@@ -240,7 +243,7 @@ def test_a_rank_that_fails_is_quoted():
 
 @pytest.mark.slow
 def test_a_rank_that_dies_ends_the_run():
-    ranks = crew.Crew(job(*[sums(2, 64 << 20)] * 100))
+    ranks = worker_pool.WorkerPool(job(*[sums(2, 64 << 20)] * 100))
 
     def run_on():
         with ranks:
@@ -249,7 +252,7 @@ def test_a_rank_that_dies_ends_the_run():
             for _ in range(100):
                 ranks.result()
 
-    with pytest.raises(RuntimeError, match=r"gone without a word|rank 0: "):
+    with pytest.raises(RuntimeError, match=r"ended without an answer|rank 0: "):
         run_on()
     assert all(process.poll() is not None for process in ranks._processes)
 
@@ -287,4 +290,4 @@ def test_what_does_not_go_together_is_refused(arguments, message, capsys):
 def test_folders_of_the_machine_are_left_out():
     command = "/opt/x/bin/python bench/a.py --json /tmp/b.json --plot=/tmp/c.png -e 1M"
     plain = "python bench/a.py --json b.json --plot=c.png -e 1M"
-    assert environment.without_folders(command) == plain
+    assert _machine.without_folders(command) == plain

@@ -1,4 +1,4 @@
-"""The bench of calls against replays: its turns, its answers, and what it says without a GPU."""
+"""The benchmark of calls against graph replays: its turns, its conclusions, a run without a GPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from test_bench_gpu import script
 
-from pycollect.bench import gpu
-from pycollect.bench.measure import Timing
+from pycollect._timing import Timing
+from pycollect_bench import gpu
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The training step of the benchmark and its graph, and what is promised of scatters."""
+"""The benchmark's training step and its graph, and the speed targets of scatters."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import programs
 import pytest
 import torch
 
-from pycollect.bench import copies, steps
-from pycollect.bench.measure import Effort, Timing
+from pycollect._timing import Effort, Timing
+from pycollect_bench import copies, steps
 
 ROOT = Path(__file__).parents[1]
 
@@ -85,13 +85,13 @@ def test_the_command(tmp_path):
 def test_the_targets_of_scatters_are_at_their_worst_size():
     def result(kind, mib, **seconds):
         source = SimpleNamespace(nbytes=mib << 20)
-        copy = copies.Copy(f"scatter {kind} -> 4 x cuda:0, dim 0", source, {}, [], list, ())
+        copy = copies.CopyCase(f"scatter {kind} -> 4 x cuda:0, dim 0", source, {}, [], list, ())
         timings = {name: Timing(((t,),)) for name, t in seconds.items()}
         return copies.CopyResult(copy, timings, 0)
 
     found = copies.outcomes(
         [
-            result("pinned", 1, pycollect=9.0, to=9.0, bare=1.0),  # too small to be judged
+            result("pinned", 1, pycollect=9.0, to=9.0, bare=1.0),  # too small to count for a target
             result("pinned", 16, pycollect=1.0, to=2.0, bare=0.97),
             result("pinned", 256, pycollect=1.0, to=2.0, bare=0.96),
             result("pageable", 16, pycollect=1.0, to=3.0, bare=0.5),

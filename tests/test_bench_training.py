@@ -1,4 +1,4 @@
-"""The benchmark of training steps: its contestants, its table, its targets and its picture."""
+"""The benchmark of training steps: its engines, its table, its targets and its plot."""
 
 from __future__ import annotations
 
@@ -14,10 +14,18 @@ import programs
 import pytest
 import torch
 
-from pycollect.bench import training
-from pycollect.bench.measure import Effort, Timing
-from pycollect.bench.training import NAIVE, ONE, OVERLAPPED, PYCOLLECT, Case, Entry, Result
-from pycollect.bench.training.ddp import BACKENDS, DDP_GLOO, DDP_OURS, Crew, Job
+from pycollect._timing import Effort, Timing
+from pycollect_bench import training
+from pycollect_bench.training import (
+    NAIVE,
+    ONE,
+    OVERLAPPED,
+    PYCOLLECT,
+    Measured,
+    Result,
+    TrainingCase,
+)
+from pycollect_bench.training.ddp import BACKENDS, DDP_GLOO, DDP_OURS, DDPJob, DDPWorkers
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -40,7 +48,7 @@ def command() -> ModuleType:
 
 
 def test_all_ways_take_turns() -> None:
-    result = training.measure(Case("lenet", 8, (CPU,) * 3), ONCE, ddp=False)
+    result = training.measure(TrainingCase("lenet", 8, (CPU,) * 3), ONCE, ddp=False)
     assert list(result.entries) == [ONE, NAIVE, PYCOLLECT, OVERLAPPED]
     for name, entry in result.entries.items():
         assert entry.step > entry.reduction > 0
@@ -48,7 +56,9 @@ def test_all_ways_take_turns() -> None:
         assert 0 < (result.share(name) or 0) < 1
     assert result.slowdown(ONE) == 1
     assert result.slowdown("nobody") is None
-    assert list(training.measure(Case("lenet", 4, (CPU,)), ONCE, ddp=False).entries) == [ONE]
+    assert list(training.measure(TrainingCase("lenet", 4, (CPU,)), ONCE, ddp=False).entries) == [
+        ONE
+    ]
 
 
 def test_batches_are_loaded_with_and_without_preparing_ahead() -> None:
@@ -60,7 +70,7 @@ def test_batches_are_loaded_with_and_without_preparing_ahead() -> None:
 
 
 def test_without_pillow_there_are_no_image_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pycollect.bench.training.loading.find_spec", lambda name: None)
+    monkeypatch.setattr("pycollect_bench.training.loading.find_spec", lambda name: None)
     result = training.measure_loading([CPU], 2, ONCE)
     assert len(result.entries) == 2
     assert result.not_run == {"image files": "Pillow is not installed"}
@@ -87,7 +97,7 @@ def test_processes_of_ddp_take_their_turns(
 @pytest.mark.slow
 def test_a_rank_of_ddp_that_fails_is_heard() -> None:
     X, y = torch.zeros(2, 1, 5, 5), torch.zeros(2, dtype=torch.int64)
-    with Crew(Job("lenet", (X, y), 0.1, (CPU,), "gloo")) as crew:
+    with DDPWorkers(DDPJob("lenet", (X, y), 0.1, (CPU,), "gloo")) as crew:
         sample = crew.sampler([])
         with pytest.raises(RuntimeError, match=r"rank 0: (.|\n)*LeNet takes images of 28 x 28"):
             sample(1)
@@ -99,31 +109,31 @@ def test_ranks_of_ddp_end_with_a_start_that_is_broken_off(monkeypatch: pytest.Mo
         yield
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pycollect.bench.training.ddp.interrupts_kept_from_children", interrupted)
-    crew = Crew(Job("lenet", (torch.zeros(2), torch.zeros(2)), 0.1, (CPU, CPU), "gloo"))
+    monkeypatch.setattr("pycollect_bench.training.ddp.interrupts_kept_from_children", interrupted)
+    crew = DDPWorkers(DDPJob("lenet", (torch.zeros(2), torch.zeros(2)), 0.1, (CPU, CPU), "gloo"))
     with pytest.raises(KeyboardInterrupt):
         crew.__enter__()
     assert [process.is_alive() for process in crew._processes] == [False]
 
 
 def result_of(model: str, world: int, **seconds: tuple[float, float]) -> Result:
-    """A result from steps and reductions in seconds."""
+    """A result with the given seconds of steps and reductions."""
     names = {"one": ONE, "naive": NAIVE, "plain": PYCOLLECT, "overlapped": OVERLAPPED}
     entries = {
-        names[name]: Entry(Timing(((step,),)), [reduction])
+        names[name]: Measured(Timing(((step,),)), [reduction])
         for name, (step, reduction) in seconds.items()
     }
-    return Result(Case(model, 256, (CPU,) * world), entries, {})
+    return Result(TrainingCase(model, 256, (CPU,) * world), entries, {})
 
 
 def test_the_target_of_one_gpu_is_ddp_against_gloo() -> None:
     def ddp(world: int, ours: float, gpus: int = 1) -> Result:
         entries = {
-            DDP_OURS: Entry(Timing(((ours,),)), [0.0]),
-            DDP_GLOO: Entry(Timing(((6.0,),)), [0.0]),
+            DDP_OURS: Measured(Timing(((ours,),)), [0.0]),
+            DDP_GLOO: Measured(Timing(((6.0,),)), [0.0]),
         }
         devices = tuple(torch.device("cuda", r % gpus) for r in range(world))
-        return Result(Case("lenet", 256, devices), entries, {})
+        return Result(TrainingCase("lenet", 256, devices), entries, {})
 
     found = training.judge([ddp(4, 2.0), ddp(4, 3.0), ddp(2, 6.0), ddp(4, 5.0, gpus=2)])
     assert [(o.measured, o.met) for o in found] == [(2.0, False)]
@@ -132,14 +142,14 @@ def test_the_target_of_one_gpu_is_ddp_against_gloo() -> None:
 
 
 def test_ddp_wants_one_kind_of_device() -> None:
-    mixed = Case("lenet", 4, (CPU, torch.device("meta")))
+    mixed = TrainingCase("lenet", 4, (CPU, torch.device("meta")))
     assert not mixed.one_kind
-    assert Case("lenet", 4, (CPU, CPU)).one_kind
+    assert TrainingCase("lenet", 4, (CPU, CPU)).one_kind
 
 
 @pytest.mark.cuda
 def test_processes_of_ddp_share_a_gpu() -> None:
-    result = training.measure(Case("lenet", 8, (torch.device("cuda:0"),) * 2), ONCE)
+    result = training.measure(TrainingCase("lenet", 8, (torch.device("cuda:0"),) * 2), ONCE)
     assert set(BACKENDS) < set(result.entries)
     assert not result.not_run
 

@@ -1,4 +1,4 @@
-"""The probe of waits: its five ways, its watchdog and its answers, with threads for a GPU."""
+"""The probe of waits: its five ways, its watchdog and its conclusions, with threads as a GPU."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def probe(program: Path, fake: str, *words: object) -> tuple[int, str, float]:
     return done.returncode, done.stdout, time.monotonic() - begin
 
 
-@pytest.mark.slow  # the program is compiled
+@pytest.mark.slow  # compiles the program
 def test_a_way_that_does_not_wait_is_wrong(program):
     status, out, _ = probe(program, "hasty", "pinned", 4, 4096, 50, 10)
     assert status == 0
@@ -81,7 +81,7 @@ def test_one_that_hears_nothing_is_killed(program):
 
 @pytest.mark.slow
 def test_a_stream_that_keeps_others_from_running_is_found(program):
-    # Long enough for the second stream's second.
+    # The limit includes one second for the second stream.
     _, out, _ = probe(program, "exclusive", "blocked-pinned", 3, 8, 5, 4)
     found = json.loads(out)
     assert found["held"] is True
@@ -90,7 +90,7 @@ def test_a_stream_that_keeps_others_from_running_is_found(program):
     assert "did NOT run until they were released" in sentence[0]
 
 
-@pytest.mark.slow  # the program is compiled
+@pytest.mark.slow  # compiles the program
 def test_without_a_gpu_it_says_so(program, capsys, monkeypatch):
     assert probe(program, "none", "host", 2)[:2] == (77, "there is no GPU here: it was asked for\n")
     monkeypatch.setenv("WAITS_FAKE", "none")
@@ -98,7 +98,7 @@ def test_without_a_gpu_it_says_so(program, capsys, monkeypatch):
     assert capsys.readouterr().out == "bench/waits.py: there is no GPU here: it was asked for\n"
 
 
-@pytest.mark.slow  # the program is compiled
+@pytest.mark.slow  # compiles the program
 def test_bad_arguments_are_refused(program):
     for words in (["warp", 2], ["host"], ["host", 1], ["host", 17]):
         assert probe(program, "", *words)[0] == 2

@@ -1,4 +1,4 @@
-"""The decisions of the build, asked without building."""
+"""Decisions of the build, tested without building."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_oldest_torch_is_the_same_everywhere(native: ModuleType):
 
 def test_every_source_is_compiled(ninja: ModuleType, tmp_path: Path):
     core = ["plan/a.cpp", "plan/b.cpp", "cuda/x.cpp"]
-    always = ["torch/m.cpp", "torch/c10d/devices/f.cpp"]
+    always = ["torch/m.cpp", "torch/c10d/staging/f.cpp"]
     doubles = ["testing/t.cpp", "testing/torch/u.cpp"]
     for name in [*core, *always, *doubles, "torch/no_cuda.cpp", "cuda/k.cu", "torch/cuda/d.cpp"]:
         (tmp_path / "csrc" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def test_no_source_is_forgotten(ninja: ModuleType):
 
 
 def test_only_the_rooms_of_torch_include_torch(ninja: ModuleType):
-    """Else an object that is kept for all torches would be of one."""
+    """Otherwise an object that is kept for every torch would depend on one of them."""
     rooms = [ROOT / "csrc" / room for room in (*ninja.CORE_ROOMS, ninja.TESTING_ROOM)]
     core = [path for room in rooms for path in room.iterdir() if path.is_file()]
     assert len(core) > 100
@@ -84,7 +84,7 @@ def test_what_ships_includes_no_double():
 
 
 def test_the_toolkit_is_where_nvcc_says(toolkit: ModuleType, tmp_path: Path):
-    nvcc = tmp_path / "bin" / "nvcc"  # a wrapper, whose toolkit lies elsewhere
+    nvcc = tmp_path / "bin" / "nvcc"  # a wrapper; its toolkit is elsewhere
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\necho '#$ _HERE_=/opt/cuda-13/bin' >&2\n")
     nvcc.chmod(0o755)
@@ -99,7 +99,7 @@ def test_architectures_are_those_of_the_gpus_or_the_usual_ones(toolkit: ModuleTy
     def targets(*gpus: int) -> list[str]:
         return toolkit.described(toolkit.choose_architectures(known, gpus))
 
-    # Without a GPU: A100 and H100, the oldest that there are by PTX, and those to come.
+    # Without a GPU: A100 and H100, and by PTX the oldest supported and all later architectures.
     assert targets() == ["sm_80", "sm_90", "compute_75", "compute_90"]
     assert targets(90, 90) == ["sm_90", "compute_90"]
     assert targets(89, 130) == ["sm_89", "sm_121", "compute_121"]
@@ -189,7 +189,7 @@ def test_old_compiler_stops_the_build(native: ModuleType, tmp_path: Path):
 def test_the_package_of_ninja_comes_before_the_systems(
     native: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """One release of ninja does not believe another's records, and makes everything anew."""
+    """Some releases of ninja distrust records of others, and build everything again."""
     for folder in ("package", "system"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "ninja").touch(mode=0o755)
@@ -272,7 +272,7 @@ def test_ccache_is_taken_where_it_works(native: ModuleType, tmp_path: Path):
         patch.setenv("PATH", path)
         assert native.launcher(environ) == ["ccache"]
         assert native.launcher({**environ, "CXX": "sccache g++"}) == []
-        ccache.write_text("#!/bin/sh\nexit 1\n")  # HOME cannot be written to
+        ccache.write_text("#!/bin/sh\nexit 1\n")  # as when HOME is not writable
         assert native.launcher(environ) == []
 
 

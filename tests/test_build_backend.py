@@ -1,4 +1,4 @@
-"""The build backend as pip asks it, without building; whole installs are .ci/run's."""
+"""The build backend as pip calls it, without building; .ci/run does whole installs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def backend() -> ModuleType:
 def test_torch_is_asked_for_only_when_the_target_has_none(
     backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """Isolation is faked as pip does it: the site-packages are taken off the path."""
+    """Imitates pip's build isolation, which removes site-packages from sys.path."""
     monkeypatch.setattr(sys, "path", [str(BACKEND)])
     monkeypatch.setattr(sys, "path_importer_cache", {})
     monkeypatch.setattr(sys, "meta_path", [importlib.machinery.PathFinder])
@@ -37,7 +37,7 @@ def test_torch_is_asked_for_only_when_the_target_has_none(
     monkeypatch.setattr(backend, "target_sites", lambda: [str(tmp_path)])
 
     assert backend.get_requires_for_build_wheel() == [backend.TORCH]
-    (tmp_path / "torch").mkdir()  # what an uninstall leaves behind
+    (tmp_path / "torch").mkdir()  # an uninstall leaves an empty folder
     assert backend.get_requires_for_build_editable() == [backend.TORCH]
     (tmp_path / "torch" / "__init__.py").touch()
     (tmp_path / "torch-2.12.0.dist-info").mkdir()
@@ -46,7 +46,7 @@ def test_torch_is_asked_for_only_when_the_target_has_none(
     assert backend.get_requires_for_build_wheel() == []
     assert backend.get_requires_for_build_editable() == []
     assert str(tmp_path) in sys.path
-    assert sys.path[0] == str(BACKEND)  # what isolation offers still comes first
+    assert sys.path[0] == str(BACKEND)  # packages of the isolated environment still come first
     assert backend.get_requires_for_build_sdist() == []
 
     version.write_text("Name: torch\nVersion: 2.9.1\n")
@@ -55,7 +55,7 @@ def test_torch_is_asked_for_only_when_the_target_has_none(
 
 
 def test_target_is_found_when_isolation_hides_it(tmp_path: Path):
-    """A process of this environment without its site-packages, as pip starts one."""
+    """Runs this environment's Python without its site-packages, as pip does."""
     code = (
         "import sys\n"
         "sys.path = [p for p in sys.path if '-packages' not in p]\n"
@@ -91,7 +91,7 @@ def test_source_distribution_holds_what_a_build_needs(tmp_path: Path):
         *(".*_cache", ".hypothesis", "__pycache__"),  # other tests may be writing there
     )
     shutil.copytree(ROOT, copy, ignore=ignored)
-    (copy / "pycollect" / "_C.cpython-00-none.so").touch()  # neither may travel
+    (copy / "pycollect" / "_C.cpython-00-none.so").touch()  # neither file may be in the archive
     (copy / "pycollect" / "_build_info_cpython_0.py").touch()
     code = f"import sys; sys.path.insert(0, {str(BACKEND)!r}); import pycollect_backend as backend"
     code += f"; backend.build_sdist({str(tmp_path)!r})"
@@ -106,7 +106,7 @@ def test_source_distribution_holds_what_a_build_needs(tmp_path: Path):
     assert not {name for name in names if name.endswith(".so") or "_build_info" in name}
 
     shutil.unpack_archive(tmp_path / f"pycollect-{pycollect.__version__}.tar.gz", tmp_path)
-    # What is built from it has its version, which is in its name.
+    # A build from the archive has the version in the archive's name.
     version = [sys.executable, "setup.py", "--version"]
     source = tmp_path / f"pycollect-{pycollect.__version__}"
     said = subprocess.run(version, cwd=source, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""What is left of a build that was broken off, and of two at the same time."""
+"""Builds that are interrupted, and two builds at the same time: the next build is correct."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_is_broken_off_is_made_again(build: Any, tmp_path: Path, how: str, 
             child.terminate()
         elif how == "Ctrl-C":
             os.killpg(child.pid, signal.SIGINT)
-        if how == "killed":  # as when the machine stops: nobody takes anything away
+        if how == "killed":  # as if the machine stops: no cleanup runs
             kill(child.pid)
         said = child.communicate(timeout=90)[0]
         assert child.returncode != 0, said
@@ -52,7 +52,7 @@ def test_what_is_broken_off_is_made_again(build: Any, tmp_path: Path, how: str, 
 
 
 def test_an_object_without_a_byte_is_made_again(build: Any):
-    """As a file system may leave it when the machine stops; the linker takes it without a word."""
+    """A file system may leave an empty object when the machine stops; the linker accepts it."""
     make(build)
     (one,) = (build.root / build.core).glob("plan-*.o")
     times = one.stat()
@@ -109,7 +109,7 @@ def test_where_nothing_can_be_locked_it_is_said(
 
 
 def test_a_server_of_the_compiler_does_not_keep_the_lock(build: Any, tmp_path: Path):
-    """sccache begins one with the first file that it compiles, which stays."""
+    """sccache starts a server with the first file that it compiles; the server keeps running."""
     (tmp_path / "sccache").symlink_to(build.compiler.command[0])
     compiler = replace(build.compiler, command=[str(tmp_path / "sccache")])
     make(replace(build, compiler=compiler))
@@ -120,7 +120,7 @@ def test_compilers_that_outlive_their_build_keep_others_out(build: Any, tmp_path
     (tmp_path / "stand_still").touch()
     with making(build) as first:
         wait_for(tmp_path / "stands_still")
-        first.kill()  # alone: ninja and the compilers go on
+        first.kill()  # only this process: ninja and the compilers go on
         with making(build) as second:
             assert "another build is at work" in first_line(second)
 
@@ -145,7 +145,7 @@ def test_module_and_record_are_replaced(placed: Path, tmp_path: Path):
     assert pair(placed) == (b"old module", "old record")
     inode = placed.stat().st_ino
     module("make").place(tmp_path / "built.so", placed, "old record")
-    assert placed.stat().st_ino == inode  # programs that run it are left alone
+    assert placed.stat().st_ino == inode  # running programs that map it are unaffected
     (tmp_path / "built.so").write_bytes(b"new module" * 1000)
     module("make").place(tmp_path / "built.so", placed, "new record")
     assert pair(placed) == (b"new module", "new record")
@@ -189,7 +189,7 @@ def test_no_record_speaks_of_another_module(
     monkeypatch.setattr(Path, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         module("make").place(tmp_path / "built.so", placed, "new record")
-    assert pair(placed)[1] is None  # which the import takes for a build that is missing
+    assert pair(placed)[1] is None  # at import that counts as a missing build
 
 
 def test_each_python_has_a_record_of_its_own(placed: Path, tmp_path: Path):

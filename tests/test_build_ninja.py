@@ -1,4 +1,4 @@
-"""Which objects a build finds, which it makes, and what it says beforehand."""
+"""Which objects a build reuses, which it makes, and its message in advance."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def made(build: Any) -> Any:
 
 def test_nothing_is_made_twice(made: Any, tmp_path: Path):
     assert todo(made) == {}
-    # As pip's temporary torch, and afterwards the environment's: the same one elsewhere.
+    # pip builds with a temporary torch, then with the same torch at the environment's path.
     elsewhere = replace(made.torch, root=torch_at(tmp_path / "there" / "torch"))
     assert todo(replace(made, torch=elsewhere)) == {}
     make(replace(made, torch=elsewhere))
@@ -52,7 +52,7 @@ def test_another_torch_compiles_its_own_part_alone(made: Any):
     other = replace(made, torch=replace(made.torch, name="torch2.0"))
     assert todo(other) == {"torch": 3, "link": 1}
     make(other)
-    assert todo(made) == {}  # both are kept
+    assert todo(made) == {}  # both builds are kept
     assert todo(other) == {}
 
 
@@ -71,7 +71,7 @@ def test_another_compiler_compiles_all(made: Any, changed: dict[str, Any]):
 
 
 def test_an_edit_compiles_what_reads_it(made: Any):
-    time.sleep(0.01)  # for the clock of the file system
+    time.sleep(0.01)  # the file system's clock must advance
     (made.root / "csrc/plan/plan.h").write_text("int half();  // edited\n")
     assert todo(made) == {"torch": 1, "core": 1, "link": 1}
     (made.root / "csrc/plan/more.cpp").write_text("int more() { return 0; }\n")
@@ -90,7 +90,7 @@ def test_parts_hold_every_file_that_includes_torch_once(made: Any):
     sources = ninja.torch_sources(made.root, cuda=False)
     parts = sorted((made.root / made.folder).glob("torch_*.cpp"))
     lines = [line for part in parts for line in part.read_text().splitlines()]
-    assert len(parts) == ninja.TORCH_PARTS + 1  # one for what is only with CUDA, or without
+    assert len(parts) == ninja.TORCH_PARTS + 1  # one more: sources that depend on CUDA
     assert sorted(lines) == sorted(f'#include "{source}"' for source in sources)
 
 
@@ -104,7 +104,7 @@ def test_one_object_a_file_for_those_who_edit(made: Any):
     assert todo(apart) == {"torch": 1, "link": 1}
 
 
-# What is said beforehand
+# The message in advance
 
 
 def test_what_is_built_and_how_long_it_takes_is_said(build: Any, monkeypatch: pytest.MonkeyPatch):
@@ -130,7 +130,7 @@ def test_what_is_built_and_how_long_it_takes_is_said(build: Any, monkeypatch: py
 
 
 def test_a_terminal_is_told_what_pip_keeps_back():
-    """In a session of its own, whose terminal is not where its output goes."""
+    """Runs in a session of its own, whose controlling terminal is not its output."""
     code = (
         "import fcntl, os, sys, termios\n"
         f"sys.path.insert(0, {str(BACKEND)!r})\n"
@@ -158,7 +158,7 @@ def test_many_cores_wait_for_the_longest(build: Any):
     longest = make.SECONDS_OF_HEADERS + make.SECONDS_OF_TORCH / module("ninja").TORCH_PARTS
     assert make.seconds(build.root, crowd, make.Counter(todo), 1, 64) >= longest
     at_a_time = make.seconds(build.root, build, make.Counter(todo), 1, 64)
-    assert at_a_time >= 4 * longest  # one at a time for want of memory
+    assert at_a_time >= 4 * longest  # one job at a time, for lack of memory
 
 
 def test_what_is_to_be_made_is_counted_whatever_ninja_is_told_to_print(

@@ -1,7 +1,7 @@
-"""What every collective but all_reduce moves and adds, where it puts it, and what it leaves alone.
+"""Results of every collective except all_reduce: values, places, and memory that must not change.
 
-The numbers of the reductions are test_all_reduce.py's subject; here it is roots, dims, splits,
-`out=`, coalesced lists, and the same methods bound to devices.
+test_all_reduce.py has the numbers of reductions. Here: roots, dims, splits, `out=`, coalesced
+lists, and the same methods bound to devices.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def clones(tensors):
 
 
 def apart(tensors):
-    """No two of them share a storage."""
+    """Assert that no two tensors share a storage."""
     filled = [t for t in tensors if t.numel()]
     return len({t.untyped_storage().data_ptr() for t in filled}) == len(filled)
 
 
 def named(collective):
-    """None, and the algorithms that can be asked for by name."""
+    """None, and the collective's algorithms that can be selected by name."""
     return [None, *([] if collective == "all_to_all" else pc.algorithms(collective))]
 
 
@@ -148,7 +148,7 @@ def test_out_is_written_and_returned(collective, layout):
 
 
 def test_all_to_all_with_split_sizes():
-    # Row s says how rank s's tensor is cut: split_sizes[s][r] goes from rank s to rank r.
+    # Row s gives the split of rank s's tensor: split_sizes[s][r] goes from rank s to rank r.
     splits = [[1, 0, 4], [2, 2, 2], [0, 0, 3]]
     for dim in (0, 1, -1):
         shapes = [(sum(row), 4) if dim == 0 else (4, sum(row)) for row in splits]

@@ -1,5 +1,5 @@
-"""Under torch.compile a list collective is a graph break and never a wrong result, and the
-operators of torch.ops.pycollect say truly what they do to their arguments.
+"""Under torch.compile a list collective is a graph break and never gives a wrong result, and the
+schemas of torch.ops.pycollect declare correctly which arguments an operator changes.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def compiled_like_eager(function, backend, **options):
     a, b = inputs()
     wanted = function(a, b)
     compiled = torch.compile(function, backend=backend, **options)
-    for _ in range(2):  # traced, and then from the cache
+    for _ in range(2):  # first traced, then from the cache
         mine = inputs()
         assert_same(compiled(*mine), wanted, backend)
         assert_same(mine, [a, b], "the inputs")
@@ -158,7 +158,7 @@ def test_operators_stay_in_the_graph(backend, dynamic):
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
 def test_inductor(monkeypatch, pytestconfig):
-    """What g++ makes of it is kept with pytest's cache: a second run takes half of the time."""
+    """Inductor's compiled code is kept in pytest's cache, which halves the time of a second run."""
     if cache := getattr(pytestconfig, "cache", None):
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache.mkdir("inductor")))
 

@@ -1,8 +1,7 @@
-"""The contract over the product of everything that can vary, drawn by hypothesis.
+"""The contract over the product of all parameters, drawn by hypothesis.
 
-collective x algorithm x world x dtype x op x shape x layout x in or out of place: whatever comes,
-the values are those of reference.py, inputs that are only read keep theirs, and so does memory
-around a view.
+collective x algorithm x world x dtype x op x shape x layout x in or out of place: the values are
+always those of reference.py, and neither read-only inputs nor the memory around a view change.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Case:
     op: str
     shape: tuple[int, ...]
     layout: str
-    into: str | None = None  # the layout of `out`, where the caller brings it
+    into: str | None = None  # the layout of `out`, if the caller passes it
     root: int = 0
     dim: int = 0
     async_op: bool = False
@@ -52,7 +51,7 @@ class Case:
 
     @property
     def exact(self):
-        """Are bits promised? Always by default; by name if the algorithm keeps this dtype's."""
+        """True if bits are guaranteed: always by default, and by name if it keeps this dtype's."""
         reducing = self.collective in REDUCING and order_shows(self.dtype, self.op)
         if self.algorithm is None or self.world == 1 or not reducing:
             return True
@@ -105,7 +104,7 @@ def cases(draw):
 @settings(max_examples=1200, suppress_health_check=list(HealthCheck))
 @given(cases())
 @example(Case("all_reduce", None, 16, torch.float32, "sum", (100_003,), "misaligned"))
-@example(Case("all_reduce", "ring", 9, torch.bfloat16, "avg", (65, 3), "transposed"))
+@example(Case("all_reduce", "chain", 9, torch.bfloat16, "avg", (65, 3), "transposed"))
 @example(Case("reduce_scatter", None, 5, torch.float16, "avg", (7, 3), "columns", "misaligned"))
 @example(Case("all_to_all", None, 9, torch.int8, "sum", (4, 5), "every_other", "misaligned", 0, -1))
 def test_whatever_comes(case):

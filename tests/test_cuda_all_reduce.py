@@ -1,4 +1,4 @@
-"""test_all_reduce.py again, with its ranks on GPUs: the same values and the same wanted bits."""
+"""Runs test_all_reduce.py with its ranks on GPUs: the same values and the same expected bits."""
 
 import test_all_reduce
 from homes import HOMES, adopt

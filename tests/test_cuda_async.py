@@ -1,7 +1,7 @@
-"""async_op=True on GPUs: when a Work's results may be used, and how long memory lives.
+"""async_op=True on GPUs: when a Work's results may be used, and how long memory stays allocated.
 
-The caching allocator hands freed memory out again at once, so whatever is dropped too early is
-overwritten here before the GPU gets to it.
+The caching allocator reuses freed memory at once, so these tests overwrite memory that was freed
+too early before the GPU reaches it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COUNT = 300_007
 
 
 def busy(devices, cycles=20_000_000):
-    """Keep the GPUs' current streams busy for 10 ms or so."""
+    """Keep the GPUs' current streams busy for about 10 ms."""
     for device in {d for d in devices if d.type == "cuda"}:
         with torch.cuda.device(device):
             torch.cuda._sleep(cycles)
@@ -78,7 +78,7 @@ def test_memory_freed_after_a_call_on_rank_streams_is_not_reused_too_early(home)
         home.synchronize(world)
         tensors = []
         for side, b in zip(sides, base, strict=True):
-            with torch.cuda.stream(side):  # None changes nothing
+            with torch.cuda.stream(side):  # None keeps the current stream
                 tensors.append(b.clone())
         busy(devices, 2_000_000)
         got = api.all_gather(tensors, streams=sides, algorithm=algorithm)
@@ -100,7 +100,7 @@ def test_results_may_be_dropped_while_they_are_written(home):
     for _ in range(10):
         busy(devices, 2_000_000)
         for algorithm in pc.algorithms("all_gather"):
-            api.all_gather(tensors, algorithm=algorithm)  # dropped
+            api.all_gather(tensors, algorithm=algorithm)  # the results are freed at once
             kept.append([torch.full((3 * COUNT,), 7, dtype=torch.int32, device=d) for d in devices])
         home.synchronize(3)
         assert all(int((t != 7).sum()) == 0 for mine in kept for t in mine), "written after free"
@@ -150,7 +150,7 @@ def test_wait_joins_the_stream_that_is_current_then():
 def test_a_barrier_waits_for_the_gpu():
     tensors = [torch.ones(1000, device="cuda:0") for _ in range(2)]
     torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)  # a tenth of a second, or more
+    torch.cuda._sleep(200_000_000)  # at least 0.1 s
     done = torch.cuda.Event()
     pc.all_reduce(tensors)
     done.record()

@@ -1,4 +1,4 @@
-"""What autograd and the parts of the trainer do on a GPU: ranks that share it, or one on a CPU."""
+"""Autograd and the parts of the trainer on a GPU: ranks that share it, and a rank on the CPU."""
 
 from __future__ import annotations
 

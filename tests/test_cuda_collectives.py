@@ -1,4 +1,4 @@
-"""test_collectives.py again, with its ranks on GPUs: the same values and the same wanted bits."""
+"""Runs test_collectives.py with its ranks on GPUs: the same values and the same expected bits."""
 
 import test_collectives
 from homes import HOMES, adopt

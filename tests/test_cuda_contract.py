@@ -1,4 +1,4 @@
-"""test_contract.py again, with its ranks on GPUs: the same values and the same wanted bits."""
+"""Runs test_contract.py with its ranks on GPUs: the same values and the same expected bits."""
 
 import test_contract
 from homes import HOMES, adopt

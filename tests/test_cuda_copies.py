@@ -1,7 +1,7 @@
 """scatter, gather, replicate and copy_ between host memory, pinned or not, and GPUs.
 
-What the caller may rely on: after a call, or a Work's wait(), host memory that was written holds
-the result and host memory that was read may be written again; GPU memory follows its stream.
+The contract: after a call, or after a Work's wait(), host outputs hold the result and host inputs
+may be overwritten; GPU memory is ordered by its stream.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import pycollect as pc
 
 pytestmark = MARKS
 
-# One row, less than a row a rank, ragged, and more than any staging buffer holds.
+# One row, fewer rows than ranks, uneven chunks, and more than any staging buffer holds.
 SHAPES = [(1, 3), (3, 5), (1001, 7), (70_001, 3)] + [(9_000_001, 2)] * (not STANDS_IN)
 KINDS = ("pageable", "pinned", "gpu")
 WORLDS = (1, 2, 3, 8)
 
 
 def made(values, kind, layout="contiguous"):
-    """The values in memory of that kind, in that layout."""
+    """Copy the values into memory of the given kind and layout."""
     if kind == "gpu":
         base = place(values, layout)
         whole = base if base._base is None else base._base
@@ -37,7 +37,7 @@ def made(values, kind, layout="contiguous"):
 
 
 def busy():
-    """Keep the current stream busy for 10 ms or so: who does not wait for it is seen."""
+    """Keep the current stream busy for about 10 ms, so that a missing wait shows."""
     if not STANDS_IN:
         torch.cuda._sleep(20_000_000)
 
@@ -56,7 +56,7 @@ def test_scatter(kind, shape, dim):
         source = made(values, kind)
         busy()
         got = pc.scatter(source, ranks(world), dim=dim)
-        source.zero_()  # ours again: on the host at once, on the GPU in the order of the stream
+        source.zero_()  # inputs may be overwritten: at once on the host, in stream order on a GPU
         assert [g.device for g in got] == [torch.device(GPU)] * world
         assert_same([g.cpu() for g in got], wanted, f"world {world}")
 
@@ -202,7 +202,7 @@ def test_ranks_on_the_host_have_their_result_on_return(collective):
         assert_same([g.cpu() for g in got], expected(collective, values))
 
 
-# Less than a piece of the ring that pageable memory passes through, and many of them.
+# Counts of less than one piece, and of many pieces, of the staging ring for pageable memory.
 @pytest.mark.parametrize("count", [1_003, 3_000_001])
 @pytest.mark.parametrize("kinds", [("pageable",) * 2, ("pinned", "pageable"), ("pinned",) * 2])
 def test_reductions_over_host_memory_of_every_kind(kinds, count):
@@ -228,7 +228,7 @@ def test_strided_host_memory_is_reduced():
 @pytest.mark.cuda
 def test_a_pageable_scatter_does_not_wait_for_the_gpu():
     values = randoms(1, (100_000,), torch.int32)[0]
-    pc.scatter(values, ranks(2))  # what is made once is made now
+    pc.scatter(values, ranks(2))  # one-time allocations happen here
     torch.cuda.synchronize()
     busy()
     done = torch.cuda.Event()
@@ -249,7 +249,7 @@ def test_copies_between_gpus():
             with torch.cuda.device(first):
                 busy()
             api.copy_(dst, src)
-            src.zero_()  # its stream must wait until it has been read
+            src.zero_()  # the stream of `src` must wait until the copy has read it
             assert_same([dst.cpu()], [values], shape)
 
 

@@ -1,6 +1,7 @@
-"""CuPy arrays on CuPy's own stream: ordered before and after, though torch does not know it.
+"""CuPy arrays on CuPy's own stream: calls are ordered with it on entry and on exit.
 
-DLPack hands a consumer's stream to the producer, which orders the entry; the exit is the library's.
+On entry DLPack passes the consumer's stream to the producer, which orders the two; on exit the
+library orders CuPy's stream behind the call.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def tensors_of(cupy, arrays):
 
 
 def late(stream, cycles=20_000_000):
-    """Keep CuPy's stream busy for 10 ms or so."""
+    """Keep CuPy's stream busy for about 10 ms."""
     with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
         torch.cuda._sleep(cycles)
 

@@ -1,6 +1,6 @@
-"""Slabs without a device, when a rank dies: in any call of CUDA, or when its hosts are through.
+"""Rank deaths with emulated GPU staging buffers: in any CUDA call, or after all hosts returned.
 
-Who is left has its data or an error, and no error is a secret.
+Every survivor gets its data or an error, and every error is reported.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dist_pool import OURS, Caught, Me, Pool, begun, caught, fresh
 from dist_site import LARGE, until
 from test_cuda_dist_faults import VICTIM, die, survivors
 
-pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
+pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 
 
 def unopened(me: Me) -> Caught:
-    """A rank dies when all have agreed on a call, and before others have opened its tensor."""
+    """A rank dies after all ranks agreed on a call, and before its peers have mapped its tensor."""
     x, whole = me.site.make(LARGE).fill_(me.rank), me.site.make(me.world * LARGE)
     dist.all_reduce(torch.ones(1))
     if me.rank == VICTIM:
@@ -32,15 +32,15 @@ def unopened(me: Me) -> Caught:
 
 
 def test_a_death_before_a_tensor_is_opened():
-    """It is the dead one that everybody hears of, and not who could not reach its memory."""
-    with fresh(3, site="eager:stream") as pool:
+    """The error names the dead rank, not the ranks that could not map its memory."""
+    with fresh(3, site="eager:cuda_ipc") as pool:
         for error in survivors(pool, unopened):
             assert error.kind == "PeerLost", error
             assert "rank 1 (pid " in error.text
 
 
 def untold(me: Me, asks: bool) -> tuple[list[float], str, Caught]:
-    """A rank dies when all hosts are through with a call, and nobody asks for another one."""
+    """A rank dies after the call returned on all hosts; `asks`: survivors make another call."""
     dist.all_reduce(torch.ones(3))
     me.site.run_ahead()
     x = torch.full((5,), me.rank + 1.0)
@@ -57,18 +57,18 @@ def untold(me: Me, asks: bool) -> tuple[list[float], str, Caught]:
 
 @pytest.mark.parametrize("asks", [False, True])
 def test_results_that_were_not_written_are_no_secret(asks):
-    """The end of the group says so, if no call has had the occasion."""
-    with fresh(3, site="late:stream") as pool:
+    """Without another call, destroying the group reports the missing results."""
+    with fresh(3, site="late:cuda_ipc") as pool:
         for rank, (values, asked, error) in zip((0, 2), survivors(pool, untold, asks), strict=True):
             assert values == [rank + 1.0] * 5
             assert (asked, error.kind) == (("PeerLost", "") if asks else ("", "PeerLost")), error
 
 
 def through(me: Me, call: str) -> tuple[str, list[float]]:
-    """A rank that has done its part dies while another's stream is slow: nobody misses it."""
+    """A rank that has completed its part dies while a peer's stream is slow: no call fails."""
     dist.all_reduce(torch.ones(3))
     me.site.run_ahead(0.0001 if me.rank == VICTIM else 0.2)
-    y = torch.full((20,), float(me.rank))[::2]  # is copied back in the end
+    y = torch.full((20,), float(me.rank))[::2]  # strided: the result is copied back at the end
     work = {
         "broadcast": lambda: dist.broadcast(y, VICTIM, async_op=True),
         "all_reduce": lambda: dist.all_reduce(y, async_op=True),
@@ -85,12 +85,12 @@ def through(me: Me, call: str) -> tuple[str, list[float]]:
 
 @pytest.mark.parametrize(("call", "value"), [("broadcast", float(VICTIM)), ("all_reduce", 3.0)])
 def test_a_death_of_a_rank_that_is_through_with_a_call(call, value):
-    with fresh(3, site="late:stream") as pool:
+    with fresh(3, site="late:cuda_ipc") as pool:
         assert survivors(pool, through, call) == [("", [value])] * 2
 
 
 def holds_on(me: Me) -> tuple[str, float]:
-    """A work that a rank keeps does not hide that it has left."""
+    """Peers notice that a rank has left its group although it still holds a Work."""
     work = dist.all_reduce(torch.ones(10), async_op=True)
     work.wait()
     if me.rank == VICTIM:
@@ -103,14 +103,14 @@ def holds_on(me: Me) -> tuple[str, float]:
 
 
 def test_a_work_that_outlives_its_group():
-    with fresh(2, site="eager:stream") as pool:
+    with fresh(2, site="eager:cuda_ipc") as pool:
         kind, took = pool.run(holds_on)[0]
         assert kind == "PeerLost"
         assert took < 3.0
 
 
 def dies_in_a_call(me: Me, call: str, after: int) -> tuple[list[Caught], float, list[str]]:
-    """The victim dies in one of its calls: of the meeting, of a collective, or of the end."""
+    """The victim dies in a CUDA call: of bootstrap, of a collective, or of group destruction."""
     site = me.start(f"{call}_{after}")
     if me.rank == VICTIM:
         site.fake.gpu.kill(call, after)
@@ -120,7 +120,7 @@ def dies_in_a_call(me: Me, call: str, after: int) -> tuple[list[Caught], float, 
     return errors, time.monotonic() - begin, site.fouls()
 
 
-# Calls, and how many go well before: of the meeting, of the collectives, of the end.
+# CUDA call -> successful calls before the death: bootstrap, collectives, group destruction.
 CALLS = dict.fromkeys(("identity", "allocate", "register_host", "export_memory", "map"), 0)
 CALLS |= {"create_stream": 0, "fill": 1, "copy": 0, "launch": 7, "write_value": 2, "wait_value": 4}
 CALLS |= {"record": 8, "wait": 1, "query": 12, "unmap": 0, "unregister_host": 0}
@@ -129,13 +129,13 @@ CALLS |= {"record": 8, "wait": 1, "query": 12, "unmap": 0, "unregister_host": 0}
 @pytest.fixture(scope="module")
 def deaths() -> Iterator[dict[str, Pool]]:
     jobs = {call: (dies_in_a_call, call, CALLS[call]) for call in CALLS}
-    yield from begun(jobs, 3, group=False, site="late:stream")
+    yield from begun(jobs, 3, group=False, site="late:cuda_ipc")
 
 
-@pytest.mark.slow  # for so many ranks
+@pytest.mark.slow  # starts three ranks for each call
 @pytest.mark.parametrize("call", CALLS)
 def test_a_death_in_a_call(deaths, call):
-    """Who is left has its data or hears of it in time, and nothing is freed that others have."""
+    """Survivors get data or an error in time, and free no memory that a peer has mapped."""
     for rank, outcome in enumerate(deaths[call].answers()):
         if rank == VICTIM:
             assert outcome.died

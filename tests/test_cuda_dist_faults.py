@@ -1,7 +1,7 @@
-"""CUDA tensors and ranks that die, come late, or lose something: an error, in time, on all ranks.
+"""CUDA tensors and ranks that die, are late, or lose work: all ranks raise an error in time.
 
-Nothing is held up, and what a slow launch of another rank's may still write into is nobody else's.
-Most tests have processes of their own, because they break them.
+No stream stays blocked, and memory that a peer's late kernel may still write is not reused. Most
+tests start their own processes, because they break them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from dist_pool import OURS, Caught, Me, Pool, caught, fresh, pools_of_sites
 from dist_site import LARGE, REAL, is_real, sites, until
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
+pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 pools = pytest.fixture(pools_of_sites, scope="module")
 VICTIM = 1
-NOTICED = 2.0  # seconds after a death in which everybody has raised, on a busy machine
+NOTICED = 2.0  # seconds after a death within which every rank raises, on a busy machine
 
 
 def warm(me: Me, placed: bool = False) -> Tensor:
-    """Threes, perhaps in memory that all reach, when all have met."""
+    """Run a first call on all ranks, and return a tensor of threes; `placed`: for zero-copy."""
     new: Callable[[int], Tensor] = me.site.make if placed else torch.empty
     count = LARGE if me.site.real else 1000
     x = new(count).fill_(3)
@@ -45,7 +45,7 @@ def die(after: float) -> None:
 
 
 def survivors(pool: Pool, job: Callable[..., Any], *args: Any) -> list[Any]:
-    """What the others return when the victim dies."""
+    """Run a job in which the victim dies, and return the results of the other ranks."""
     outcomes = pool.outcomes(job, *args)
     assert [outcome.died for outcome in outcomes] == [r == VICTIM for r in range(len(outcomes))]
     del outcomes[VICTIM]
@@ -74,7 +74,7 @@ def bereaved(me: Me, call: str) -> tuple[float, Caught, Caught]:
     return error.when - begin, error, again
 
 
-@pytest.mark.parametrize("site", sites("late:stream", "late", *REAL, stands_in=False))
+@pytest.mark.parametrize("site", sites("late:cuda_ipc", "late", *REAL, stands_in=False))
 @pytest.mark.parametrize("call", CALLS)
 def test_a_rank_is_killed_before_it_comes(call, site):
     with fresh(3, site=site) as pool:
@@ -86,9 +86,9 @@ def test_a_rank_is_killed_before_it_comes(call, site):
 
 
 def bereaved_later(me: Me, placed: bool) -> tuple[Any, ...]:
-    """The victim has enqueued its part, and perhaps lent its tensor.
+    """The victim dies after it enqueued its part, and before its stream executes it.
 
-    It dies before its stream comes to it. The hosts have not waited, and nothing has happened yet.
+    With `placed`, its tensor is exposed to the peers. No host has waited, and no data has moved.
     """
     x = warm(me, placed)
     if me.rank == VICTIM:
@@ -115,7 +115,7 @@ def bereaved_later(me: Me, placed: bool) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("placed", [False, True], ids=["copied", "lent"])
-@pytest.mark.parametrize("site", sites("eager:stream", "cuda:stream", stands_in=False))
+@pytest.mark.parametrize("site", sites("eager:cuda_ipc", "cuda:cuda_ipc", stands_in=False))
 def test_a_rank_is_killed_with_its_work_enqueued(site, placed):
     with fresh(3, site=site) as pool:
         for over, took, said, errors, values, again, fouls in survivors(
@@ -136,7 +136,7 @@ def test_a_rank_is_killed_with_its_work_enqueued(site, placed):
 
 
 def late(me: Me, asleep: bool, placed: bool) -> tuple[float, list[Caught], list[float], bool]:
-    """The victim comes too late: its process, or its stream."""
+    """The victim's process, or with `asleep` its stream, is later than the timeout."""
     x = warm(me, placed)
     if me.rank == VICTIM and asleep:
         me.site.stall(7.0)
@@ -145,7 +145,7 @@ def late(me: Me, asleep: bool, placed: bool) -> tuple[float, list[Caught], list[
     me.site.run_ahead()
     begin = time.monotonic()
     errors = [caught(CALLS["async all_reduce"], x)]
-    if not errors[0].kind:  # the host has waited for no stream, and hears of it in the next call
+    if not errors[0].kind:  # the host has waited for no stream; the next call raises
         time.sleep(1.5 * me.spec.timeout)
         errors = [caught(dist.all_reduce, x)]
     errors.append(caught(dist.all_reduce, x))
@@ -162,14 +162,14 @@ def late(me: Me, asleep: bool, placed: bool) -> tuple[float, list[Caught], list[
 @pytest.mark.parametrize(
     ("asleep", "placed"), [(False, False), (True, False), (True, True)], ids=str
 )
-@pytest.mark.parametrize("site", sites("late", "eager:stream", *REAL, stands_in=False))
+@pytest.mark.parametrize("site", sites("late", "eager:cuda_ipc", *REAL, stands_in=False))
 def test_a_rank_is_late(site, asleep, placed):
-    if placed and not site.endswith("stream"):
-        pytest.skip("nobody reaches its tensors")
-    # The first call on a GPU also meets: slabs, handles, a kernel to load.
+    if placed and not site.endswith("cuda_ipc"):
+        pytest.skip("no zero-copy tensors with host staging")
+    # The first call on a GPU also bootstraps: staging buffers, IPC handles, a kernel to load.
     limit = 3.0 if is_real(site) else 1.0
     with fresh(3, site=site, timeout=limit) as pool:
-        pool.outcomes(warm)  # which may take longer than that
+        pool.outcomes(warm)  # may exceed the timeout
         for rank, (took, errors, values, kept) in enumerate(pool.run(late, asleep, placed)):
             assert "Timeout" in errors[0].kinds, errors
             assert f"rank {VICTIM}" in errors[0].text
@@ -183,7 +183,7 @@ def test_a_rank_is_late(site, asleep, placed):
 
 
 def failing(me: Me, call: int) -> tuple[Caught, Caught, float]:
-    """One call of the victim's device goes wrong."""
+    """One CUDA call of the victim fails."""
     if me.rank == VICTIM:
         me.fake.fail_call(call)
     first = caught(dist.all_reduce, torch.ones(100))
@@ -193,7 +193,7 @@ def failing(me: Me, call: int) -> tuple[Caught, Caught, float]:
     return first, second, y.sum().item()
 
 
-BEFORE = 6  # memory, copy, event and record, two questions: then the ranks exchange
+BEFORE = 6  # CUDA calls before the exchange: allocate, copy, create and record event, two queries
 
 
 @pytest.mark.parametrize("call", range(BEFORE + 2))
@@ -212,7 +212,7 @@ def test_a_device_that_fails(pools, call):
 
 
 def damaged(me: Me, call: str) -> tuple[list[bool], Caught]:
-    """One rank's calls of this kind do nothing; the others' streams are slow."""
+    """On one rank CUDA calls of this kind do nothing; the streams of its peers are slow."""
     dist.all_reduce(torch.ones(3))
     me.site.run_ahead(None if me.rank == VICTIM else 0.03)
     if me.rank == VICTIM:
@@ -229,7 +229,7 @@ def damaged(me: Me, call: str) -> tuple[list[bool], Caught]:
 
 @pytest.mark.parametrize("call", ["write_value", "wait_value", "launch"])
 def test_what_is_lost_is_noticed(call):
-    """By the tests of this file and of others, that is."""
-    with fresh(3, site="eager:stream", timeout=1.0) as pool:
+    """Check the tests themselves: a dropped CUDA call gives wrong results or an error."""
+    with fresh(3, site="eager:cuda_ipc", timeout=1.0) as pool:
         outcomes = [o.value for o in pool.outcomes(damaged, call, seconds=30.0)]
         assert not all(all(right) and error.kind == "" for right, error in outcomes), call

@@ -1,5 +1,5 @@
-"""Groups that move CUDA tensors come and go: nothing is left behind, whoever ends them, and tensors
-in the memory that they share may stay, or be made meanwhile.
+"""Life cycle of groups that move CUDA tensors: destroying a group leaks nothing, whichever rank is
+first, and tensors in shared memory may outlive the group or be created while it ends.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from dist_pool import OURS, Me, backend_of, caught, fresh
 from dist_site import GPU, LARGE, REAL, is_real, sites, until
 from dist_waits import heard, say
 
-pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
+pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 MIB = 1 << 20
 
 
-# --- groups that come and go ----------------------------------------------------------------------
+# --- repeated creation and destruction of groups --------------------------------------------------
 
 
 def taken(me: Me, name: str) -> tuple[int, int, int]:
-    """Descriptors, bytes of torch's, and the GPU's, whoever owns them, when nobody uses it."""
+    """Open descriptors, bytes of torch's allocator, and used bytes of the idle GPU (all users)."""
     files = len(os.listdir("/proc/self/fd"))
     if not me.site.real:
         return files, 0, 0
@@ -41,7 +41,7 @@ def taken(me: Me, name: str) -> tuple[int, int, int]:
 
 
 def one_life(me: Me, site: Any, i: int) -> None:
-    """Calls, some of which nobody waits for, messages, other groups, and memory that is shared."""
+    """Use a group once: calls (some never waited for), messages, a subgroup, and shared memory."""
     x, y, z = torch.ones(1000), torch.full((LARGE,), float(me.rank)), torch.zeros(LARGE)
     dist.all_reduce(x)
     group = dist.new_group(pg_options=site.options) if i % 4 == 1 else None
@@ -56,7 +56,7 @@ def one_life(me: Me, site: Any, i: int) -> None:
     dist.destroy_process_group()
     site.settle()
     assert bool(z.eq(1 - me.rank).all())
-    assert not placed or placed[-1].eq(1).all()  # they may stay
+    assert not placed or placed[-1].eq(1).all()  # tensors may outlive the group
     placed.clear()
 
 
@@ -75,7 +75,7 @@ def cycles(me: Me, count: int, settled: int) -> tuple[list[Any], list[int]]:
 @pytest.mark.parametrize(
     ("site", "count"),
     [
-        ("eager:stream", 16),
+        ("eager:cuda_ipc", 16),
         ("eager", 8),
         *(pytest.param(site, 40, marks=[pytest.mark.cuda, pytest.mark.slow]) for site in REAL),
     ],
@@ -88,15 +88,15 @@ def test_groups_leave_nothing_behind(site, count):
             assert left == []
             assert files <= 0
             assert bytes_of_torch <= 0
-            # The smallest thing that a group takes of a GPU is a page of 2 MiB, in every cycle;
-            # CUDA itself may load a module late.
+            # A leak would cost at least one 2 MiB page of the GPU per cycle; the tolerance is half
+            # of that, because CUDA itself may load a module late.
             assert lost < (count - settled) // 2 * 2 * MIB or not lost
 
 
 def circle(me: Me, bound: bool) -> tuple[float, list[int], list[str]]:
-    """Groups {0, 1}, {1, 2}, {0, 2}, each rank beginning with another: no order of waits hangs.
+    """Groups {0, 1}, {1, 2}, {0, 2}, each rank starting with another group: no order hangs.
 
-    They have met before: in a call, or bound to a device as they were made.
+    The groups bootstrapped before: in a first call, or at creation, bound to a device.
     """
     binds = {"device_id": torch.device(GPU)} if bound and me.site.real else {}
     site = me.start("circle", **binds)
@@ -127,13 +127,13 @@ def circle(me: Me, bound: bool) -> tuple[float, list[int], list[str]]:
 
 
 def connect(me: Me, group: dist.ProcessGroup | None = None) -> None:
-    """What torch does for groups that are made with a device_id; not for one on the CPU."""
+    """Connect eagerly, as torch does for groups created with a device_id, except on the CPU."""
     if not me.site.real:
         backend_of(group).eager_connect_single_device(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("bound", [False, True], ids=["met", "bound"])
-@pytest.mark.parametrize("site", sites("late:stream", "eager:stream", *REAL, stands_in=False))
+@pytest.mark.parametrize("site", sites("late:cuda_ipc", "eager:cuda_ipc", *REAL, stands_in=False))
 def test_groups_in_a_circle(site, bound):
     with fresh(3, group=False, site=site) as pool:
         for rank, (total, memory, fouls) in enumerate(pool.run(circle, bound)):
@@ -165,7 +165,7 @@ def outlives(me: Me) -> None:
     assert site.left() == {}
 
 
-@pytest.mark.parametrize("site", sites("eager:stream", "cuda:stream"))
+@pytest.mark.parametrize("site", sites("eager:cuda_ipc", "cuda:cuda_ipc"))
 def test_a_tensor_outlives_its_group(site):
     with fresh(2, group=False, site=site) as pool:
         pool.run(outlives)
@@ -177,13 +177,13 @@ def memory_of_groups() -> int:
 
 
 def kept(me: Me) -> list[int]:
-    """Mappings of a group's memory: with it, and behind its end, when there are tensors left.
+    """Numbers of mappings of a group's memory: before and after its end, while tensors are alive.
 
-    One rank destroys it long after the others, which have its memory open: nobody waits for that.
+    Rank 0, which has its peers' memory mapped, destroys the group long after them: no rank waits.
     """
     site = me.start("kept")
     group, x, y = dist.group.WORLD, site.make(1000).fill_(3), site.make(LARGE).fill_(4)
-    dist.all_reduce(x)  # rank 0 opens the others', and nobody does so with `y`
+    dist.all_reduce(x)  # rank 0 maps the peers' `x`; no rank maps `y`
     found = [memory_of_groups()]
     if me.rank == 0:
         heard(me, "ended", range(1, me.world))
@@ -203,12 +203,12 @@ def kept(me: Me) -> list[int]:
 
 
 def test_tensors_and_handles_keep_no_memory_of_a_group_that_has_ended():
-    with fresh(3, group=False, site="eager:stream") as pool:
+    with fresh(3, group=False, site="eager:cuda_ipc") as pool:
         assert pool.run(kept) == [[1, 0]] * 3
 
 
 def made_meanwhile(me: Me) -> tuple[list[str], int]:
-    """Tensors that threads make while the group ends."""
+    """Two threads allocate tensors while the group is destroyed."""
     import pycollect
 
     site = me.start("meanwhile")
@@ -237,7 +237,7 @@ def made_meanwhile(me: Me) -> tuple[list[str], int]:
 
 
 def test_tensors_that_are_made_while_the_group_ends():
-    with fresh(2, group=False, site="eager:stream") as pool:
+    with fresh(2, group=False, site="eager:cuda_ipc") as pool:
         for errors, left in pool.run(made_meanwhile):
             assert len(errors) == 2
             assert all("destroyed" in error for error in errors), errors
@@ -245,11 +245,11 @@ def test_tensors_that_are_made_while_the_group_ends():
 
 
 def closed_twice(me: Me) -> list[bool]:
-    """Which of two threads that end a group wait for what is under way?"""
+    """Two threads shut a group down: return whether each waits for the call in flight."""
     x = me.site.make(LARGE).fill_(1)
     dist.all_reduce(x)
     me.site.stall()
-    me.site.fill_later(x, 2.0)  # which the collective waits for
+    me.site.fill_later(x, 2.0)  # the collective waits for it
     dist.all_reduce(x, async_op=True)
     threads = [threading.Thread(target=backend_of().shutdown) for _ in range(2)]
     for thread in threads:
@@ -264,5 +264,5 @@ def closed_twice(me: Me) -> list[bool]:
 
 
 def test_two_threads_end_a_group():
-    with fresh(2, site="late:stream") as pool:
+    with fresh(2, site="late:cuda_ipc") as pool:
         assert pool.run(closed_twice) == [[True, True]] * 2

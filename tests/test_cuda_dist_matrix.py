@@ -1,7 +1,7 @@
-"""CUDA tensors through torch.distributed have the bits of the CPU, whatever way they go.
+"""CUDA tensors through torch.distributed give the CPU's bits on every transport.
 
-The cases are some of test_dist_matrix.py's, turn by turn in layouts and sizes; the results are held
-against the one-process API on the CPU.
+The cases are a subset of test_dist_matrix.py, alternating layouts and sizes; the results are
+compared with the one-process API on the CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dist_site import EMULATED, LARGE, REAL, SLAB_BYTES, SLABS, by_hand, each, i
 from reference import DTYPES, assert_same, short
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
+pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 pools = pytest.fixture(pools_of_sites, scope="module")
 
 COUNTS = (0, 1, 7, 1023)
@@ -52,7 +52,7 @@ def differs(actual: Tensor | None, wanted: Tensor | None, me: Me, what: Any) -> 
 
 @by_hand
 def sweep(me: Me, dtype: torch.dtype) -> tuple[int, list[str]]:
-    """How many cases this rank has run, and what was wrong."""
+    """Run all cases of a dtype; return their number and the mismatches."""
     run, wrong = 0, []
     for case in cases(dtype):
         root = case.count % me.world
@@ -68,7 +68,7 @@ def sweep(me: Me, dtype: torch.dtype) -> tuple[int, list[str]]:
 
 @by_hand
 def premultiplied(me: Me, dtype: torch.dtype) -> list[str]:
-    """PREMUL_SUM by half, which is exact, of every collective that reduces."""
+    """PREMUL_SUM by 0.5 (exact) in all_reduce and reduce_scatter_tensor; return mismatches."""
     op, wrong = dist._make_nccl_premul_sum(0.5), []
     for count in COUNTS:
         case = Case("all_reduce", dtype, "sum", count)
@@ -86,7 +86,7 @@ def premultiplied(me: Me, dtype: torch.dtype) -> list[str]:
 
 @by_hand
 def own_parts(me: Me, dtype: torch.dtype) -> list[str]:
-    """Inputs that lie inside outputs, and the other way round."""
+    """All-gather with the input inside the output, and reduce-scatter the other way round."""
     wrong = []
     for count in COUNTS:
         x = [r[0] for r in rows(Case("all_gather", dtype, "sum", count), me.world)]
@@ -102,8 +102,8 @@ def own_parts(me: Me, dtype: torch.dtype) -> list[str]:
     return wrong
 
 
-# Quick runs have a type of each kind on emulated devices: what is staged is bytes, and the host's
-# calls fold them. On late ones more may be missed.
+# Quick runs use one dtype of each kind on emulated devices: staging moves plain bytes, which the
+# host path folds. late:stream gets more dtypes than eager:stream: it exposes more missing waits.
 USUAL = {torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64}
 
 
@@ -115,12 +115,12 @@ def every() -> list[Any]:
             id=f"{place.id}-{short(dtype)}",
             marks=[*place.marks]
             + [pytest.mark.slow] * (not is_real(place.values[0]) and dtype not in USUAL)
-            + [pytest.mark.slow] * (place.values[0] == "eager:stream" and dtype != torch.float32),
+            + [pytest.mark.slow] * (place.values[0] == "eager:cuda_ipc" and dtype != torch.float32),
         )
         for place in each(*EMULATED, *REAL)
         for dtype in DTYPES
     ]
-    return found + [("eager:stream", world, torch.float32) for world in (1, 2, 4)]
+    return found + [("eager:cuda_ipc", world, torch.float32) for world in (1, 2, 4)]
 
 
 def right(pool: Any, dtype: torch.dtype) -> None:
@@ -138,7 +138,7 @@ def test_bits_of_the_cpu(pools, site, world, dtype):
     pool = pools(world, site=site)
     right(pool, dtype)
     if site in SLABS:
-        assert min(pool.run(launched)) > 60  # or else it went another way
+        assert min(pool.run(launched)) > 60  # otherwise another transport was selected
 
 
 @pytest.mark.parametrize(("site", "world"), [("", 3), *each(*EMULATED, *REAL)])
@@ -154,7 +154,7 @@ EDGES = sorted({n + d for n in (SLOT // 3, SLOT, 2 * SLOT, 3 * SLOT) for d in (-
 
 
 def at_the_edges(me: Me) -> list[str]:
-    """Sizes around those of a slot, of all its regions, and of several slots."""
+    """Check sizes around a slot, a third of it, and several slots; return wrong sizes."""
     wrong = []
     for count in EDGES:
         x = torch.arange(count, dtype=torch.float32) % 1013 + me.rank
@@ -169,8 +169,8 @@ def at_the_edges(me: Me) -> list[str]:
 
 
 def apart(me: Me) -> list[str]:
-    """Ranks on several GPUs share the folds; on one, each has two launches a piece, or one rank one
-    for all where nothing is copied."""
+    """With ranks on different GPUs, the ranks share the folds, so each needs more than two kernel
+    launches per piece; a zero-copy call takes one launch on each rank."""
     me.fake.gpu.live_on(f"GPU {me.rank}")
     wrong = at_the_edges(me)
     x = torch.full((LARGE,), float(me.rank))
@@ -200,7 +200,7 @@ def refused(me: Me) -> tuple[list[Caught], float]:
         caught(dist.all_reduce, torch.ones(1).expand(4)),
     ]
     dist.all_reduce(x)
-    dist.all_reduce(on_host)  # by itself it is as good as any
+    dist.all_reduce(on_host)  # valid in a call without GPU tensors
     return errors, x.sum().item() + on_host.sum().item()
 
 
@@ -220,7 +220,7 @@ def disagreeing(me: Me) -> tuple[list[Caught], float]:
 
 @pytest.mark.parametrize(("site", "world"), each(*EMULATED, *REAL, stands_in=False))
 def test_what_is_refused(pools, site, world):
-    """By each rank for itself, or by all when they do not ask for the same; the group goes on."""
+    """Invalid calls are refused by each rank, mismatched calls by all; the group stays usable."""
     for errors, total in pools(world, site=site).run(refused):
         assert [e.kind for e in errors] == ["ValueError"] * 4, errors
         assert all("all in host memory or all on GPUs" in e.text for e in errors[:2]), errors
@@ -230,7 +230,7 @@ def test_what_is_refused(pools, site, world):
         assert f"rank {world - 1} called all_reduce of 11 float32" in errors[0].text
         assert f"rank {world - 1} called broadcast" in errors[1].text
         assert f"rank {world - 1} refused all_reduce" in errors[2].text
-        if site.endswith("stream"):  # what is staged goes the host's way
+        if site.endswith("cuda_ipc"):  # with host staging, both tensors take the host path
             assert "called all_reduce of 4 float32, op sum, on the host" in errors[3].text
             assert errors[3].kind == "ValueError"
         assert total == 4.0 * world

@@ -1,5 +1,5 @@
-"""How ranks find out what their GPUs can do, without one: each call of CUDA fails on one rank, and
-all come to the same end. Memory goes to other processes as file descriptors.
+"""Bootstrap of the CUDA IPC transport on emulated devices: each CUDA call fails on one rank, and
+all ranks select the same transport. Memory is passed to the peers as file descriptors.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dist_site import Emulated
 from test_cuda_dist_faults import VICTIM
 from test_cuda_dist_lives import connect
 
-pytestmark = pytest.mark.skipif(not OURS, reason="has slabs of its own")
+pytestmark = pytest.mark.skipif(not OURS, reason="tests the staging buffers of pycollect")
 
 
 def allow_threads(on: bool) -> None:
-    """Or from now on there is no room for a new thread's stack."""
+    """Set the default thread stack size; with `on` False so large that no thread can start."""
     libc, attributes = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     assert libc.pthread_attr_init(attributes) == 0
     size = ctypes.c_size_t(1 << (23 if on else 46))
@@ -30,10 +30,10 @@ def allow_threads(on: bool) -> None:
 
 
 def met(me: Me, call: str, after: int, lost: bool = False, turn: int = 0) -> tuple[Any, ...]:
-    """A call of CUDA fails on one rank, or does nothing; or it can have no thread."""
+    """Bootstrap while, on one rank, a CUDA call fails, does nothing, or no thread can start."""
     site = me.start(f"{call}_{turn}")
     if call == "thread":
-        dist.barrier(async_op=True).wait()  # the queue has its own now
+        dist.barrier(async_op=True).wait()  # starts the work queue's thread
         allow_threads(me.rank != VICTIM)
     elif me.rank == VICTIM and lost:
         site.fake.gpu.drop(call)
@@ -57,21 +57,21 @@ STEPS += [("launch", 3)]
 
 @pytest.mark.parametrize(("call", "after"), STEPS)
 def test_every_step_of_the_meeting(call, after):
-    """Memory that one rank cannot share, nobody does, and all say once why that is."""
+    """If one rank cannot share memory, no rank does, and every rank logs the reason once."""
     failure = f"CUDA error: made up, in {call}"
     if call == "thread":
         failure = "this process cannot make another thread"
-    with fresh(3, group=False, site="eager:best", environ=(("PYCOLLECT_LOG", "info"),)) as pool:
+    with fresh(3, group=False, site="eager:auto", environ=(("PYCOLLECT_LOG", "info"),)) as pool:
         for turn in range(2):
             for first, second, *found in pool.run(met, call, after, False, turn):
                 assert (first.kind, second.kind) == ("", ""), (first, second)
                 assert found == [900.0, True, 0, {}, []]
-        why = f"PYCOLLECT_CUDA_SYNC=stream does not work here: rank {VICTIM}: "
+        why = f"PYCOLLECT_CUDA_TRANSPORT=cuda_ipc does not work here: rank {VICTIM}: "
         for rank in range(3):
             log = (pool.folder / f"rank_{rank}.log").read_text()
             assert log.count(why + failure) == 1, log
-            assert log.count("PYCOLLECT_CUDA_SYNC=host: ") == 1, log
-    with fresh(3, group=False, site="eager:stream") as pool:
+            assert log.count("PYCOLLECT_CUDA_TRANSPORT=host_staging: ") == 1, log
+    with fresh(3, group=False, site="eager:cuda_ipc") as pool:
         for first, second, *_, left, fouls in pool.run(met, call, after):
             assert why + failure in first.text, first
             assert "does not work here" in second.text
@@ -90,24 +90,24 @@ def met_before(me: Me) -> tuple[Caught, float, list[str]]:
 
 
 def test_calls_make_no_thread_when_all_have_met():
-    with fresh(3, group=False, site="eager:stream") as pool:
+    with fresh(3, group=False, site="eager:cuda_ipc") as pool:
         for error, total, fouls in pool.run(met_before, seconds=30):
             assert (error.kind, total, fouls) == ("", 300.0, []), error
 
 
 def test_memory_that_is_short_or_does_not_arrive():
-    """What torch keeps of it for later is room for a slab."""
-    with fresh(3, group=False, site="eager:best") as pool:
+    """Out of memory is resolved by emptying torch's cache; a lost kernel fails the self-test."""
+    with fresh(3, group=False, site="eager:auto") as pool:
         for first, second, *found in pool.run(met, "out of memory", 0):
             assert (first.kind, second.kind) == ("", ""), (first, second)
             assert found == [900.0, False, 2, {}, []]
-    with fresh(3, group=False, site="eager:stream") as pool:
+    with fresh(3, group=False, site="eager:cuda_ipc") as pool:
         for first, *_ in pool.run(met, "launch", 0, True):
-            assert "rank 0: what rank 1 wrote here has not arrived" in first.text, first
+            assert "rank 0: the mark that rank 1 wrote here has not arrived" in first.text, first
 
 
 def left_alone(me: Me) -> tuple[Caught, dict[str, int], list[str]]:
-    """One rank is so slow in the meeting that the others give up, while it has their memory."""
+    """One rank is so slow in the bootstrap that its peers time out while it has mapped memory."""
     site = me.start("left_alone", timeout=datetime.timedelta(seconds=2))
     site.fake.gpu.drop("write_value" if me.rank == VICTIM else "wait_value")
     return caught(dist.all_reduce, torch.ones(3)), site.alive(), site.fouls()
@@ -115,29 +115,29 @@ def left_alone(me: Me) -> tuple[Caught, dict[str, int], list[str]]:
 
 @pytest.fixture(scope="module")
 def long() -> Iterator[dict[str, Pool]]:
-    jobs = {"eager:best": (met, "write_value", 0, True), "eager:stream": (left_alone,)}
+    jobs = {"eager:auto": (met, "write_value", 0, True), "eager:cuda_ipc": (left_alone,)}
     yield from begun(jobs, 3, {name: {"site": name} for name in jobs}, group=False)
 
 
-@pytest.mark.slow  # for the 10 seconds that a step has
+@pytest.mark.slow  # waits for the 10 s limit of a bootstrap step
 def test_a_wait_for_what_does_not_come_is_let_go(long):
-    """One rank's writes are lost: all end in the meeting, and the device keeps no memory, but what
-    others may have open is theirs."""
-    for first, second, total, staged, _, left, fouls in long["eager:best"].results(60):
+    """One rank's writes are lost: the bootstrap ends on all ranks, and the device keeps no memory
+    except what peers may have mapped."""
+    for first, second, total, staged, _, left, fouls in long["eager:auto"].results(60):
         assert (first.kind, second.kind) == ("", ""), (first, second)
         assert (total, staged) == (900.0, True)
         assert (left, fouls) == ({}, [])
-    for error, left, fouls in long["eager:stream"].results(60):
+    for error, left, fouls in long["eager:cuda_ipc"].results(60):
         assert error.kind == "Timeout", error
         assert f"rank {VICTIM} did not arrive" in error.text
         assert (left, fouls) == ({}, [])
 
 
-# --- first calls that are not alike ---------------------------------------------------------------
+# --- first calls that do not match ----------------------------------------------------------------
 
 
 def refused(me: Me, how: str) -> Caught:
-    """What is wrong is the victim's, and all are told."""
+    """The victim's first call differs from its peers', or its device fails; every rank raises."""
     victim, x = me.rank == VICTIM, torch.ones(4)
     site = me.start(how)
     if victim and how == "host":
@@ -156,21 +156,21 @@ REFUSED = {
         "all_reduce of tensors on GPUs, for the first time",
     ],
     "broken": [
-        "init_process_group: PYCOLLECT_CUDA_SYNC=stream does not work here: rank 1: ",
+        "init_process_group: PYCOLLECT_CUDA_TRANSPORT=cuda_ipc does not work here: rank 1: ",
     ],
 }
 
 
 @pytest.mark.parametrize("how", REFUSED)
 def test_ranks_that_do_not_meet_alike(how):
-    with fresh(3, group=False, site="eager:stream") as pool:
+    with fresh(3, group=False, site="eager:cuda_ipc") as pool:
         for error in pool.run(refused, how):
             assert error.kind == "ValueError" or how == "broken", error
             assert all(says in error.text for says in REFUSED[how]), error
 
 
 def unlike(me: Me) -> tuple[str, str, float]:
-    """The first calls are one rank's for the host, or refused by it: others are as good as ever."""
+    """One rank's first calls use host memory, or are refused; a later matching call succeeds."""
     site, x, y = me.start("unlike"), torch.ones(4), torch.ones(4)
     if me.rank == VICTIM:
         site.host(x)
@@ -181,18 +181,18 @@ def unlike(me: Me) -> tuple[str, str, float]:
 
 
 def test_a_first_call_that_is_not_everybodys():
-    with fresh(3, group=False, site="eager:best") as pool:
+    with fresh(3, group=False, site="eager:auto") as pool:
         for rank, (first, second, total) in enumerate(pool.run(unlike)):
             assert first == "ValueError"
             assert second == "ValueError" or rank == VICTIM
             assert total == 12.0
 
 
-# --- where they meet ------------------------------------------------------------------------------
+# --- situations of the bootstrap ------------------------------------------------------------------
 
 
 def in_a_callback(me: Me) -> list[float]:
-    """What a call before the first one of GPUs is followed by comes to them as well."""
+    """The callback of a host call starts a GPU call, beside the group's first GPU call."""
     site = me.start("callback")
     host, x, y = site.host(torch.ones(4)), torch.full((5,), 3.0), torch.full((5,), 2.0)
     inner = []
@@ -209,7 +209,7 @@ def in_a_callback(me: Me) -> list[float]:
 
 
 def of_an_odd_size(me: Me) -> list[float]:
-    me.start("odd", Emulated("eager:stream", slab_bytes=33_333))
+    me.start("odd", Emulated("eager:cuda_ipc", cuda_buffer_bytes=33_333))
     x = torch.full((30_000,), 1.25)
     for _ in range(2):
         dist.all_reduce(x)
@@ -217,7 +217,7 @@ def of_an_odd_size(me: Me) -> list[float]:
 
 
 def without_slabs(me: Me) -> list[float]:
-    """There is nothing to meet for."""
+    """With host staging, connecting needs no CUDA calls."""
     site = me.start("unbound", Emulated("eager"))
     connect(me)
     assert site.calls() == []
@@ -228,11 +228,11 @@ def without_slabs(me: Me) -> list[float]:
 
 @pytest.mark.parametrize("job", [in_a_callback, of_an_odd_size, without_slabs])
 def test_where_ranks_meet(job):
-    with fresh(2, group=False, site="eager:stream") as pool:
+    with fresh(2, group=False, site="eager:cuda_ipc") as pool:
         assert pool.run(job) == [[10.0]] * 2
 
 
-# --- rungs by name --------------------------------------------------------------------------------
+# --- selection of the transport -------------------------------------------------------------------
 
 PROGRAM = """
 import pycollect as pc, torch, torch.distributed as dist
@@ -252,19 +252,23 @@ except ValueError as error:
 
 def test_the_rung_is_said_once():
     lines = said(PROGRAM.replace("{options}", "{}"), PYCOLLECT_LOG="info")
-    assert lines.count("PYCOLLECT_CUDA_SYNC=host") == 1
+    assert lines.count("PYCOLLECT_CUDA_TRANSPORT=host_staging") == 1
     assert "pinned memory" in lines
 
 
 @pytest.mark.parametrize(
     ("options", "environ", "says"),
     [
-        ("{}", "host", ""),
-        ("{'cuda_sync': 'host'}", "", ""),
-        ("{'cuda_sync': 'ipc'}", "", "cuda_sync is 'ipc'; allowed are best, stream, host"),
-        ("{}", "spin", "PYCOLLECT_CUDA_SYNC is 'spin'; allowed are stream, host"),
+        ("{}", "host_staging", ""),
+        ("{'cuda_transport': 'host_staging'}", "", ""),
+        (
+            "{'cuda_transport': 'ipc'}",
+            "",
+            "cuda_transport is 'ipc'; allowed are auto, cuda_ipc, host_staging",
+        ),
+        ("{}", "spin", "PYCOLLECT_CUDA_TRANSPORT is 'spin'; allowed are cuda_ipc, host_staging"),
     ],
 )
 def test_rungs_by_name(options, environ, says):
     program = PROGRAM.replace("{options}", options)
-    assert said(program, PYCOLLECT_CUDA_SYNC=environ).strip() == says
+    assert said(program, PYCOLLECT_CUDA_TRANSPORT=environ).strip() == says

@@ -1,7 +1,7 @@
-"""send and recv of CUDA tensors: of all sizes, types and layouts, by tag and in batches.
+"""send and recv of CUDA tensors: all sizes, dtypes and layouts, by tag and in batches.
 
-Through pinned memory, large ones in pieces, which come from one device while others are on their
-way to the other.
+Messages go through pinned memory. Large ones go in pieces, so that the copies off the sender's
+device overlap with the copies to the receiver's device.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dist_pool import OURS, Caught, Me, caught, pools_of_sites
 from dist_site import REAL, each, sites, until
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
+pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 pools = pytest.fixture(pools_of_sites, scope="module")
-SITES = ("late:stream", "late", "eager")
-PIECE = (1 << 20) // 4  # elements of float32: smaller messages are one piece
-MOST = 64  # pieces; of larger ones
+SITES = ("late:cuda_ipc", "late", "eager")
+PIECE = (1 << 20) // 4  # float32 elements of a piece; smaller messages are one piece
+MOST = 64  # largest number of pieces of a message; larger messages use larger pieces
 LARGE = 3 * PIECE + 3
 
 
@@ -29,7 +29,7 @@ def values(count: int, seed: int) -> Tensor:
 
 
 def pieces(me: Me) -> int:
-    """Copies off the device until now."""
+    """Number of copies off the device so far."""
     return me.site.calls().count("copy_ caller")
 
 
@@ -38,7 +38,7 @@ def received(me: Me) -> int:
 
 
 def comes(me: Me, before: int) -> bool:
-    """Has more been copied to the device since than `before`? Waits for it, but not for ever."""
+    """Wait, with a time limit, until more than `before` copies to the device have been made."""
     return until(lambda: received(me) > before)
 
 
@@ -50,11 +50,11 @@ def finish(works: list[Any]) -> None:
 # --- sizes ----------------------------------------------------------------------------------------
 
 SIZES = [0, 1, 1000, 4097, 400_000, LARGE, *(n * PIECE + d for n in (1, 2) for d in (-1, 0, 1))]
-MORE = [n * PIECE + d for n in (4, MOST) for d in (-1, 0, 1)]  # where memory is plenty
+MORE = [n * PIECE + d for n in (4, MOST) for d in (-1, 0, 1)]  # only on sites with enough memory
 
 
 def around(me: Me, counts: list[int]) -> list[str]:
-    """To the right neighbour, from the left one or from anybody, strided and not, made late."""
+    """Send to the right, receive from the left or any source; strided or not, filled late."""
     right, left = (me.rank + 1) % me.world, (me.rank - 1) % me.world
     wrong = []
     for count in counts:
@@ -67,10 +67,10 @@ def around(me: Me, counts: list[int]) -> list[str]:
             source = dist.recv(y, None if count in (1000, 2 * PIECE) else left)
             sent.wait()
             took = me.fake and (me.fake.pinned() - before[0], pieces(me) - before[1])
-            x.fill_(-3.0)  # it is the sender's again
+            x.fill_(-3.0)  # the sender may reuse its tensor after wait()
             if source != left or not torch.equal(y, values(count * stride, left)[::stride]):
                 wrong.append(f"{count} elements, stride {stride}, from {source}: {y[:3]}")
-            whole = stride == 2 and count > PIECE  # to where it is contiguous
+            whole = stride == 2 and count > PIECE  # one more copy, to make it contiguous
             if me.fake and count > 1000 and took != (2, min(MOST, -(-count // PIECE)) + whole):
                 wrong.append(f"{count} elements, stride {stride}: {took}")
     return wrong
@@ -88,7 +88,7 @@ DTYPES = (torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64
 def of_dtypes(me: Me) -> list[str]:
     wrong = []
     for dtype in DTYPES:
-        x = values(LARGE, me.rank).to(dtype).reshape(3, -1)[:, 5:]  # begins within its storage
+        x = values(LARGE, me.rank).to(dtype).reshape(3, -1)[:, 5:]  # nonzero storage offset
         y = torch.zeros(3, LARGE // 3, dtype=dtype)[1:].expand(2, -1)
         finish([dist.isend(x[1:], 1 - me.rank), dist.irecv(y[:, 5:], 1 - me.rank)])
         theirs = values(LARGE, 1 - me.rank).to(dtype).reshape(3, -1)[1:]
@@ -98,7 +98,7 @@ def of_dtypes(me: Me) -> list[str]:
 
 
 def unlike_ends(me: Me) -> list[int]:
-    """In host memory at one end, by turns, and parts of memory that the receiver reaches."""
+    """Messages between host memory and GPU, and from memory that the receiver can access."""
     wrong = []
     for turn in range(12):
         on_host, placed = turn % 3 == me.rank, turn % 2 and me.site.streams
@@ -109,7 +109,7 @@ def unlike_ends(me: Me) -> list[int]:
             x, y = me.site.host(x), me.site.host(y)
         if me.rank == 0:
             dist.send(x, 1)
-            x.fill_(-1.0)  # it is the sender's again
+            x.fill_(-1.0)  # the sender may reuse its tensor after send()
         else:
             dist.recv(y, 0)
             wrong += [] if torch.equal(y.cpu(), values(y.numel(), turn).cpu()) else [turn]
@@ -120,7 +120,7 @@ def unlike_ends(me: Me) -> list[int]:
 
 
 def by_tag(me: Me) -> list[str]:
-    """Ten at a time, large and small, received in another order, some before they are sent."""
+    """Ten concurrent messages, large and small, received in another order, early or late."""
     counts = [PIECE + 7 * tag if tag % 3 else 11 for tag in range(10)]
     wrong = []
     for early in (True, False):
@@ -138,7 +138,7 @@ def by_tag(me: Me) -> list[str]:
 
 
 def batches(me: Me) -> list[str]:
-    """More at a time than a receiver has buffers for, to the neighbour and to oneself."""
+    """Batches of more messages than a receiver has buffers, to the right neighbour and to self."""
     right, left = (me.rank + 1) % me.world, (me.rank - 1) % me.world
     wrong = []
     for count in (50, PIECE + 1, LARGE):
@@ -168,13 +168,13 @@ def futures(me: Me) -> list[int]:
 
 
 def nobody_waits(me: Me) -> list[int]:
-    """The group's thread moves what has come from the device while nobody waits for it."""
+    """The group's thread sends a message after its device copy, without any waiting thread."""
     wrong = []
     for count in (100, LARGE):
         x, y = values(count, me.rank), torch.zeros(count)
         if me.rank == 0:
             work = dist.isend(x, 1)
-            dist.recv(y, 1)  # which rank 1 sends only after ours has come
+            dist.recv(y, 1)  # rank 1 sends it only after the message from rank 0 has arrived
             work.wait()
         else:
             dist.recv(y, 0)
@@ -187,7 +187,7 @@ JOBS = (of_dtypes, unlike_ends, by_tag, batches, futures, nobody_waits)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
-@pytest.mark.parametrize("site", sites(*SITES, "eager:stream", *REAL))
+@pytest.mark.parametrize("site", sites(*SITES, "eager:cuda_ipc", *REAL))
 def test_messages(pools, site, job):
     assert pools(2, site=site).run(job) == [[], []]
 
@@ -203,7 +203,7 @@ def test_batches_around_a_ring(pools, site):
 def unlike(me: Me, size: int, dtype: torch.dtype) -> tuple[Caught, bool]:
     x, out = torch.ones(LARGE), torch.zeros(size, dtype=dtype)
     error = caught(dist.send, x, 1) if me.rank == 0 else caught(dist.recv, out, 0)
-    for turn in range(8):  # more than there would be buffers if refusals took them
+    for turn in range(8):  # more than the buffers, in case refused messages leaked them
         x, y = values(LARGE, turn), torch.zeros(LARGE)
         if me.rank == 0:
             caught(dist.send, x, 1)

@@ -1,5 +1,5 @@
-"""Messages of CUDA tensors when something goes wrong: an end that dies, is late or leaves, and a
-device that fails. An error in time that names the rank, or the data.
+"""Failures of messages of CUDA tensors: an end that dies, is late or leaves, or a failing device.
+The other end gets the data, or in time an error that names the rank.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from test_cuda_dist_faults import NOTICED, die
 from test_cuda_dist_p2p import LARGE, PIECE, comes, received, values
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
+pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 
 
 def send(me: Me, some: bool, count: int = LARGE) -> Any:
-    """With `some`, only the first pieces leave the device."""
+    """Start the send; with `some`, only the first two pieces leave the device."""
     if some:
         me.site.settle()
         me.fake.stall(True, after=2)
@@ -30,7 +30,7 @@ def send(me: Me, some: bool, count: int = LARGE) -> Any:
 
 
 def receive(me: Me, some: bool, y: Tensor | None = None) -> Any:
-    """With `some`, returns when those are there."""
+    """Start the receive; with `some`, return after the first pieces have arrived."""
     before = received(me)
     work = dist.irecv(torch.zeros(LARGE) if y is None else y, 0)
     assert not some or comes(me, before)
@@ -47,8 +47,8 @@ def timed(work: Any) -> tuple[Caught, float]:
 
 
 def dies(me: Me, victim: int, when: str) -> tuple[Caught, float, Caught, list[float]]:
-    """Before the other comes, or when that has some of the message: what the sender's device still
-    has to copy hides nothing."""
+    """The victim dies before its peer arrives, or after part of the message: the peer's error does
+    not wait for copies that remain on the sender's device."""
     some, y = when == "meanwhile", torch.full((LARGE,), 3.0)
     dist.barrier()
     if me.rank == victim and (me.rank == 0 or some):
@@ -82,7 +82,7 @@ def test_an_end_dies(site, when, victim):
 
 
 def sender_fails(me: Me, some: bool) -> tuple[Caught, float]:
-    """Before anything has come from its device, or when the receiver has some of it."""
+    """The sender's device fails before any copy, or after the receiver got the first pieces."""
     if me.rank == 0:
         if not some:
             me.fake.stall(True)
@@ -105,7 +105,7 @@ def test_a_sender_whose_device_fails(some):
 
 
 def receiver_fails(me: Me) -> tuple[Caught, bool]:
-    """It fails alone: the next message is right."""
+    """The receiver's device fails: only the receive raises, and the next message is right."""
     y, word = torch.zeros(LARGE), me.site.host(torch.zeros(1))
     if me.rank == 0:
         work = send(me, True)
@@ -124,9 +124,9 @@ def receiver_fails(me: Me) -> tuple[Caught, bool]:
 
 
 def small_one_fails(me: Me) -> tuple[Caught, bool]:
-    """A send of little fails alone, too."""
+    """A small send fails on the sender alone, and the next message is right."""
     if me.rank == 0:
-        me.fake.fail_call(3)  # memory, copy and event go well, the first question does not
+        me.fake.fail_call(3)  # allocation, copy and event succeed; the first query fails
         error = caught(lambda: dist.isend(torch.ones(3), 1).wait())
         dist.send(torch.full((3,), 5.0), 1)
         return error, True
@@ -145,7 +145,7 @@ def test_who_fails_alone(job, victim):
 
 
 def failing(me: Me, end: int, after: int) -> tuple[Caught, bool]:
-    """One of the calls for a message fails on one end."""
+    """One CUDA call for a message fails on one end."""
     x, y = torch.full((3 * PIECE - 1,), 7.0), torch.zeros(3 * PIECE - 1)
     if me.rank == end:
         me.fake.fail_call(after)
@@ -155,14 +155,14 @@ def failing(me: Me, end: int, after: int) -> tuple[Caught, bool]:
 
 
 CALLS = range(18)
-# Pinned memory, a copy and an event for each piece, and at least two questions; or pinned memory,
-# an event, a copy of any number of pieces, and what follows.
+# Least number of CUDA calls of each end. Sender: pinned memory, then a copy, an event and two
+# queries for each of three pieces. Receiver: pinned memory, an event, a copy, and a further call.
 CERTAIN = {0: 1 + 2 * 3 + 2 * 3, 1: 1 + 1 + 1 + 1}
 
 
 @pytest.fixture(scope="module")
 def failures() -> Iterator[dict[tuple[int, int], Pool]]:
-    """Some wait for the time limit, in which all must have met before."""
+    """A pool per failing call. Some jobs wait for the timeout, which must suffice to bootstrap."""
     jobs = {(end, after): (failing, end, after) for end in (0, 1) for after in CALLS}
     yield from begun(jobs, 2, site="late", timeout=4.0)
 
@@ -170,7 +170,7 @@ def failures() -> Iterator[dict[tuple[int, int], Pool]]:
 @pytest.mark.parametrize("end", [0, 1])
 @pytest.mark.parametrize("after", CALLS)
 def test_every_call_of_a_device(failures, end, after):
-    """Who has the failing device hears of it; the other has an error in time, or its data."""
+    """The end with the failing device raises; the other end gets its data, or an error in time."""
     errors, right = zip(*failures[end, after].results(), strict=True)
     if errors[end].kind:
         assert "made up" in errors[end].text, errors
@@ -189,9 +189,9 @@ def late(me: Me, how: str) -> Caught:
         time.sleep(2.0)
         return caught(dist.recv, torch.ones(LARGE), 0)
     if how in ("not sent", "small") and me.rank == 0:
-        me.fake.stall(True)  # its stream does not come to it
+        me.fake.stall(True)  # the stream does not reach the send
     work = send(me, some, count) if me.rank == 0 else receive(me, some, torch.zeros(count))
-    if how == "not looked at":  # messages that have a future, which nobody waits for
+    if how == "not looked at":  # the timeout expires while no thread waits for the future
         future = work.get_future()
         time.sleep(1.5)
         return caught(future.wait)
@@ -221,7 +221,7 @@ def test_an_end_that_is_late(late_ends, how):
 
 
 def limited(me: Me) -> tuple[Caught, bool]:
-    """The limit of one wait fails that wait alone, and the message may still come."""
+    """An expired timeout of one wait() fails only that wait; the message may still complete."""
     y = torch.zeros(LARGE)
     work = send(me, True) if me.rank == 0 else dist.irecv(y, 0)
     error = caught(work.wait, datetime.timedelta(seconds=0.3))
@@ -262,7 +262,7 @@ def test_aborted(some):
 
 
 def destroyed(me: Me, how: str) -> tuple[float, Caught, bool]:
-    """Nobody waits for the send; who destroys the group first gives the other some time."""
+    """Destroy the group without waiting for the send: the first rank gives its peer some time."""
     y, work = torch.zeros(LARGE), None
     if me.rank == 0:
         if how == "small":
@@ -279,7 +279,8 @@ def destroyed(me: Me, how: str) -> tuple[float, Caught, bool]:
     return took, caught(work.wait) if work else caught(print), bool(y.any())
 
 
-GRACE = {"received": 3.0, "lonely": 12.0, "small": 12.0, "meanwhile": 24.0}  # once or twice
+# Limits in seconds for destroying the group: up to one or two shutdown timeouts.
+GRACE = {"received": 3.0, "lonely": 12.0, "small": 12.0, "meanwhile": 24.0}
 
 
 @pytest.mark.parametrize(
@@ -290,6 +291,6 @@ def test_destroyed(how):
         (first, sender, _), (second, receiver, right) = pool.run(destroyed, how, seconds=60.0)
     assert max(first, second if how != "received" else 0) < GRACE[how]
     assert right == (how == "received")
-    if how == "meanwhile":  # a device copies
+    if how == "meanwhile":  # a device copy is still in flight
         assert "CollectiveError" in sender.kinds
         assert "CollectiveError" in receiver.kinds

@@ -1,5 +1,5 @@
-"""Messages of CUDA tensors: whose work comes before whose, that the copies of both devices overlap,
-and that no message is held up by what another one waits for.
+"""Messages of CUDA tensors: order relative to streams and other messages, overlap of the copies on
+both devices, and no message blocked by what another message waits for.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dist_site import REAL, SLABS, sites, until
 from dist_waits import heard, say
 from test_cuda_dist_p2p import LARGE, SITES, comes, finish, received, values
 
-pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
+pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 pools = pytest.fixture(pools_of_sites, scope="module")
 
 
 def in_order(me: Me) -> list[float]:
-    """Nothing overtakes a message whose stream is late: neither others like it nor the host's."""
+    """No message to the same rank, from GPU or host, overtakes one whose stream is late."""
     found = []
     for _ in range(3):
         x, on_host = torch.zeros(4), me.site.host(torch.full((4,), 3.0))
@@ -27,8 +27,8 @@ def in_order(me: Me) -> list[float]:
             with me.site.held():
                 works = [dist.isend(torch.full((4,), n), 1) for n in (1.0, 2.0)]
                 works.append(dist.isend(on_host, 1))
-                assert not any(w.is_completed() for w in works)  # the calls returned: nobody waited
-                dist.send(on_host, 2)  # to another rank, which is not held up
+                assert not any(w.is_completed() for w in works)  # the calls did not block
+                dist.send(on_host, 2)  # messages to another rank are not delayed
             finish(works)
         for _ in range((0, 3, 1)[me.rank]):
             dist.recv(x, 0)
@@ -42,8 +42,8 @@ def test_messages_do_not_overtake(pools, site):
 
 
 def behind_the_stream(me: Me) -> list[bool]:
-    """What is sent is what the sender's stream has made of it by then, and it is the sender's again
-    as soon as that is said; what is received comes behind what the stream still does there."""
+    """A send reads the tensor behind earlier work of its stream, and later work of the stream may
+    overwrite it; a receive writes the tensor behind earlier work of its stream."""
     x, y = torch.zeros(LARGE), torch.full((LARGE,), -1.0)
     if me.rank == 0:
         with me.site.held():
@@ -64,10 +64,10 @@ def behind_the_stream(me: Me) -> list[bool]:
 
 
 def behind_the_current_stream(me: Me) -> list[bool]:
-    """Whichever that is, in the thread that calls."""
+    """Messages are ordered behind the current stream of the calling thread, not the default one."""
     x, y = torch.zeros(LARGE), torch.full((LARGE,), -1.0)
     me.site.settle()
-    me.site.stall()  # the other one
+    me.site.stall()  # the first stream
     if me.fake:
         me.fake.look(True)
     with me.site.second_stream():
@@ -90,8 +90,8 @@ def test_behind_the_stream(pools, site):
 
 
 def overlapped(me: Me) -> tuple[bool, bool]:
-    """The first pieces are on the receiver's device before the last have left the sender's; nobody
-    waits for them, or is in a call, at either end."""
+    """The first pieces reach the receiver's device before the last have left the sender's, with no
+    thread in a call of torch.distributed on either end."""
     x, y = values(LARGE, 1), torch.zeros(LARGE)
     if me.rank == 0:
         me.site.settle()
@@ -115,8 +115,8 @@ def test_copies_overlap(pools, site):
 
 
 def past_a_stream_that_stops(me: Me) -> list[bool]:
-    """A message whose device has stopped in the middle holds up nobody else's, nor others of its
-    sender's that are from elsewhere; nor does one that nobody receives."""
+    """A message stalled on its device, or not yet received, delays neither messages of other
+    ranks nor host messages of the same sender."""
     x, y, good = values(LARGE, 3), torch.zeros(LARGE), []
     host, z, word = (me.site.host(t) for t in (values(LARGE, 4), torch.zeros(LARGE), torch.ones(1)))
     if me.rank == 0:
@@ -160,7 +160,7 @@ def test_past_a_stream_that_stops(pools, site):
 
 
 def late_receiver(me: Me) -> bool:
-    """A receiver whose stream is late holds up nobody: neither its host nor the sender."""
+    """A receiver whose stream is late blocks neither its own host nor the sender."""
     x, y = values(LARGE, 3), torch.zeros(LARGE)
     if me.rank == 0:
         dist.send(x, 1)
@@ -174,13 +174,13 @@ def late_receiver(me: Me) -> bool:
     return not early and torch.equal(y, x)
 
 
-@pytest.mark.parametrize("site", sites("late", "late:stream", *REAL, stands_in=False))
+@pytest.mark.parametrize("site", sites("late", "late:cuda_ipc", *REAL, stands_in=False))
 def test_a_receiver_whose_stream_is_late(pools, site):
     assert pools(2, site=site).run(late_receiver) == [True, True]
 
 
 def beside_a_collective(me: Me) -> bool:
-    """The group's streams wait for the last rank's, whose caller has something else to do."""
+    """Messages complete while a collective waits, on the group's streams, for a late rank."""
     x, y = values(LARGE, 3), torch.zeros(LARGE)
     for _ in range(2):
         dist.all_reduce(torch.ones(3))
@@ -189,7 +189,7 @@ def beside_a_collective(me: Me) -> bool:
     if me.rank == 2:
         me.site.stall()
     work = dist.all_reduce(torch.ones(1000), async_op=True)
-    time.sleep(0.2)  # until the streams have it
+    time.sleep(0.2)  # time for the streams to reach the collective
     if me.rank != 2:
         message = dist.isend(x, 1) if me.rank == 0 else dist.irecv(y, 0)
         message.wait()

@@ -1,6 +1,6 @@
-"""CUDA tensors in memory that the other processes reach: taken where they are.
+"""Zero-copy calls on CUDA tensors in memory that the other processes can access.
 
-With every mixture of ranks whose tensors lie there and ranks whose do not; and who launches what.
+Covers every mixture of ranks with zero-copy and ordinary tensors, and the launches of each rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dist_pool import OURS, Me, fresh, pools_of_sites
 from dist_site import LARGE, Emulated, each, until
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(not OURS, reason="has memory of its own")
+pytestmark = pytest.mark.skipif(not OURS, reason="tests the symmetric memory of pycollect")
 pools = pytest.fixture(pools_of_sites, scope="module")
 
 
@@ -26,7 +26,7 @@ def of_host_memory(me: Me, job: Callable[..., Any]) -> None:
 
 
 JOBS = (test_dist_memory.same_bits, test_dist_memory.views, test_dist_memory.lives_on)
-PLACES = each("eager:stream", "cuda:stream")
+PLACES = each("eager:cuda_ipc", "cuda:cuda_ipc")
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
@@ -36,10 +36,10 @@ def test_what_holds_of_host_memory(pools, site, world, job):
 
 
 def test_ordinary_tensors(pools):
-    pools(3, site="eager:stream").run(of_host_memory, test_dist_memory.ordinary)
+    pools(3, site="eager:cuda_ipc").run(of_host_memory, test_dist_memory.ordinary)
 
 
-# --- who launches what ----------------------------------------------------------------------------
+# --- launches of each rank ------------------------------------------------------------------------
 
 
 def meet(me: Me) -> None:
@@ -48,7 +48,7 @@ def meet(me: Me) -> None:
 
 
 def counted(me: Me) -> dict[str, int]:
-    """Launches of a call whose tensors are all placed."""
+    """Kernel launches of this rank, for calls with zero-copy tensors on all ranks."""
     meet(me)
     x, whole = me.site.make(LARGE).fill_(1), me.site.make(me.world * LARGE).fill_(1)
     part = whole[me.rank * LARGE :][:LARGE]
@@ -65,20 +65,20 @@ def counted(me: Me) -> dict[str, int]:
     return {name: me.site.launches(call) for name, call in calls.items()}
 
 
-LEADER, ROOT = (1, 0, 0), (0, 1, 0)  # one launch in all
-EACH = (1, 1, 1)  # one of each rank's, for all
+LEADER, ROOT = (1, 0, 0), (0, 1, 0)  # one launch in total: on rank 0, on the root
+EACH = (1, 1, 1)  # one launch on each rank
 WANTED = dict.fromkeys(("all_reduce", "of its part", "of little"), LEADER)
 WANTED |= dict.fromkeys(("broadcast", "reduce"), ROOT)
 WANTED |= dict.fromkeys(("all_gather", "all_gather in place", "reduce_scatter"), EACH)
 
 
 def test_nothing_is_copied(pools):
-    found = pools(3, site="late:stream").run(counted)
+    found = pools(3, site="late:cuda_ipc").run(counted)
     assert {name: tuple(f[name] for f in found) for name in WANTED} == WANTED
 
 
 def by_halves(me: Me) -> list[int]:
-    """One rank's tensor lies elsewhere, or is in two pieces; or there is too little of it."""
+    """Calls without zero-copy: one rank's tensor is ordinary, or in two pieces, or too small."""
     meet(me)
     one, two = me.site.make(1000).fill_(1), list(me.site.make(2000).fill_(1).view(2, 1000))
     if me.rank == 1:
@@ -95,19 +95,19 @@ def by_halves(me: Me) -> list[int]:
 
 
 def test_what_is_not_placed_everywhere_goes_through_slots(pools):
-    found = pools(3, site="late:stream").run(by_halves)
+    found = pools(3, site="late:cuda_ipc").run(by_halves)
     for rank, (one, two, small) in enumerate(found):
         assert min(one, two, small) >= 1, found
-        assert rank == 0 or min(one, two) == 2, found  # to the own slot, and from the leader's
+        assert rank == 0 or min(one, two) == 2, found  # to its own slot, and from rank 0's
 
 
 def by_name(me: Me) -> list[str]:
-    """Every algorithm, on tensors that all reach and on others by turns: whole numbers, exactly."""
+    """Run every algorithm on zero-copy and ordinary tensors of integers; results are exact."""
     import pycollect
 
     wrong = []
     for name in pycollect.algorithms("all_reduce"):
-        site = me.start(f"by_{name}", Emulated("late:stream", algorithm=name))
+        site = me.start(f"by_{name}", Emulated("late:cuda_ipc", algorithm=name))
         for turn in range(4):
             for x in (site.make(LARGE // 10), site.make(100), torch.empty(LARGE // 10)):
                 dist.all_reduce(x.fill_(me.rank + turn))
@@ -125,7 +125,7 @@ def test_every_algorithm():
 
 
 def at_random(me: Me, seed: int, calls: int) -> list[str]:
-    """Collectives in a row, of tensors that some ranks have placed, on streams of unlike speeds."""
+    """A series of collectives with zero-copy tensors on some ranks, on streams of unlike speed."""
     common, own = random.Random(seed), random.Random(seed * 100 + me.rank)
     meet(me)
     me.site.run_ahead()
@@ -160,5 +160,5 @@ def at_random(me: Me, seed: int, calls: int) -> list[str]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_mixture(pools, seed):
-    site = ("late:stream", "eager:stream")[seed % 2]
+    site = ("late:cuda_ipc", "eager:cuda_ipc")[seed % 2]
     assert pools(3, site=site).run(at_random, seed, 40, seconds=60.0) == [[]] * 3

@@ -1,5 +1,5 @@
-"""CUDA tensors between processes where only a GPU shows anything: settings that CUDA and torch
-read, several GPUs, and a GPU that is full.
+"""Multi-process tests that need a real GPU: settings of CUDA and torch, several GPUs, and a GPU
+without free memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("site", sites("eager:stream", *REAL, stands_in=False))
+@pytest.mark.parametrize("site", sites("eager:cuda_ipc", *REAL, stands_in=False))
 def test_eight_ranks(site):
     with fresh(8, site=site) as pool:
         assert pool.run(at_the_edges, seconds=180.0) == [[]] * 8
@@ -29,7 +29,7 @@ def test_eight_ranks(site):
             right(pool, dtype)
 
 
-# Read when the process first uses CUDA.
+# Environment variables that CUDA reads when the process first uses it.
 SETTINGS = ("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
@@ -43,10 +43,10 @@ def test_settings_of_cuda(setting, site):
 
 
 def expandable(me: Me, anew: bool) -> bool:
-    """Whether torch's tensors lie where no legacy handle of IPC reaches them, and ours as ever."""
+    """Calls with expandable segments, whose memory legacy CUDA IPC handles cannot export."""
     if anew:
         set_anew = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-        if set_anew is None:  # torch 2.11's name of it
+        if set_anew is None:  # the name in torch 2.11
             set_anew = torch.cuda.memory._set_allocator_settings
         set_anew("expandable_segments:True")
     x = torch.ones(MIB)
@@ -71,7 +71,7 @@ def test_expandable_segments(name, site):
 
 
 def on_all_gpus(me: Me) -> list[float]:
-    """Ranks on one GPU, one on each that there is, and on the host, by turns."""
+    """all_reduce with each rank on its own GPU, in host memory, and with all ranks on one GPU."""
     mine = torch.device("cuda", me.rank % torch.cuda.device_count())
     xs = [torch.ones(9, device=device) for device in (mine, "cpu", GPU)]
     for x in xs:
@@ -83,7 +83,7 @@ def on_all_gpus(me: Me) -> list[float]:
 
 
 def on_another_gpu(me: Me) -> bool:
-    """The group's slab is on one GPU; the tensor, and who makes and reads it, are on another."""
+    """The group's staging buffer is on one GPU, the tensor and its stream on another."""
     home, other = several_gpus()[:2]
     dist.all_reduce(torch.ones(LARGE, device=home))
     side = torch.cuda.Stream(other)
@@ -108,9 +108,9 @@ def test_several_gpus(site, world):
 
 
 def crowded(me: Me) -> tuple[int, float]:
-    """The first call of a group when torch has taken all of the GPU, and keeps it for later."""
+    """The first call of a group after torch's caching allocator has taken all memory of the GPU."""
     x = torch.ones(LARGE)
-    x.mean().item()  # what is loaded once is loaded now
+    x.mean().item()  # loads the kernels now
     say(me, "warm")
     heard(me, "warm", range(me.world))
     taken = []
@@ -129,7 +129,7 @@ def crowded(me: Me) -> tuple[int, float]:
 @cuda
 @pytest.mark.slow
 def test_what_torch_keeps_for_later_is_room_for_slabs():
-    with fresh(2, site="cuda:stream") as pool:
+    with fresh(2, site="cuda:cuda_ipc") as pool:
         for kept, mean in pool.run(crowded):
-            assert kept >= 128 * MIB, "another rank had taken it all"  # a slab, and some more
+            assert kept >= 128 * MIB, "another rank had taken it all"  # more than a staging buffer
             assert mean == 2.0

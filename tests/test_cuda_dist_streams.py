@@ -1,6 +1,6 @@
-"""Whose stream waits for whom: CUDA tensors through torch.distributed.
+"""Stream order of CUDA tensors through torch.distributed.
 
-A stream that is late shows who looks at a tensor, or gives its memory away, too early.
+Late streams expose code that reads a tensor, or frees its memory, too early.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch.distributed as dist
 from dist_pool import OURS, Caught, Me, backend_of, caught, pools_of_sites
 from dist_site import EMULATED, LARGE, REAL, SLABS, each, until
 
-pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
+pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 pools = pytest.fixture(pools_of_sites, scope="module")
 
 
 def overtaken(me: Me) -> list[bool]:
-    """What the caller's stream has still to do with a tensor comes before the call."""
+    """Earlier work of the caller's stream on a tensor comes before the call."""
     good = []
     for turn in range(12):
         count, later, root = (5, LARGE // 10)[turn % 2], turn % 4 < 2, turn % me.world
@@ -41,7 +41,7 @@ def test_behind_what_the_stream_has_to_do(pools, site, world):
 
 
 def on_a_side_stream(me: Me, placed: bool) -> list[bool]:
-    """Made there behind other work, and used there or, when it has been waited for, elsewhere."""
+    """A call on a side stream; its result is used there or, after wait(), on the main stream."""
     good = []
     for later in (False, True, False, True):
         x = (me.site.make if placed else torch.empty)(LARGE).fill_(0)
@@ -60,15 +60,15 @@ def on_a_side_stream(me: Me, placed: bool) -> list[bool]:
 
 @pytest.mark.parametrize(("site", "world"), each(*EMULATED, *REAL, stands_in=False))
 def test_side_streams(pools, site, world):
-    for placed in (False, True)[: 1 + site.endswith("stream")]:
+    for placed in (False, True)[: 1 + site.endswith("cuda_ipc")]:
         assert pools(world, site=site).run(on_a_side_stream, placed) == [[True] * 4] * world
 
 
 def at_once(me: Me) -> tuple[bool, list[float]]:
-    """A stream that comes to nothing until calls have returned holds up no host, nor a barrier."""
+    """Async calls, and a barrier, return while the caller's stream is blocked."""
     x, y = torch.ones(1000), torch.ones(3)
     for work in [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(2)]:
-        work.wait()  # contexts, slabs and pinned memory: to get them takes long
+        work.wait()  # creates contexts, staging buffers and pinned memory, which is slow
     dist.barrier()
     with me.site.held():
         works = [dist.all_reduce(x, async_op=True), dist.all_reduce(y, async_op=True)]
@@ -92,7 +92,7 @@ def test_async_calls_return_at_once(pools, site, world):
 
 
 def given_away(me: Me, calls: int) -> list[float]:
-    """Tensors go while the group's stream has to do with them; their stream takes the memory."""
+    """Tensors are freed while the group's stream uses them; new tensors may reuse the memory."""
     outs = [torch.zeros(64 * me.world) for _ in range(calls)]
     works = []
     me.site.run_ahead(0.001)
@@ -104,7 +104,7 @@ def given_away(me: Me, calls: int) -> list[float]:
         time.sleep(0.002)
         for n in (64, 128):
             me.site.fill_later(me.site.empty(n), -1.0)
-        dist.all_reduce(torch.ones(64), async_op=True)  # which nobody holds
+        dist.all_reduce(torch.ones(64), async_op=True)  # neither tensor nor Work is kept
     for work in works:
         work.wait()
     me.site.go_on()
@@ -123,9 +123,9 @@ def test_memory_is_given_to_nobody_else_while_a_stream_has_to_do_with_it(pools, 
 
 
 def ahead(me: Me, slow: int, calls: int) -> list[str]:
-    """The hosts and most streams run ahead of one whose stream is slow.
+    """The hosts and most streams run ahead of one rank's slow stream.
 
-    A root waits for nobody but until its slot may be filled again, so broadcasts come in a row.
+    Broadcasts come in a row, because a root waits only until its slot may be filled again.
     """
     me.site.run_ahead(0.002 if me.rank == slow else 0.0)
     xs = [torch.full((100,), float(i if me.rank == 0 else -1)) for i in range(calls)]
@@ -151,12 +151,12 @@ def ahead(me: Me, slow: int, calls: int) -> list[str]:
     ("world", "slow"), [(3, 0), (3, 2), pytest.param(8, 3, marks=pytest.mark.slow)]
 )
 def test_a_slow_stream_holds_up_who_needs_it(pools, world, slow):
-    pool = pools(world, site="late:stream")
+    pool = pools(world, site="late:cuda_ipc")
     assert pool.run(ahead, slow, 12, seconds=60.0) == [[]] * world
 
 
 def coalesced(me: Me) -> list[float]:
-    """Lists of calls, and results through futures, chained ones among them."""
+    """Coalesced calls, and results through futures, including a chained one."""
     xs = [torch.full((n,), 1.0) for n in (3, LARGE, 0, 7)]
     with dist._coalescing_manager(async_ops=True) as manager:
         for x in xs:
@@ -175,14 +175,14 @@ def coalesced(me: Me) -> list[float]:
     return [t.sum().item() / me.world for t in (*xs, *ys, *future.value(), *chained.value())]
 
 
-@pytest.mark.parametrize(("site", "world"), each(*EMULATED, *REAL, "cuda:best"))
+@pytest.mark.parametrize(("site", "world"), each(*EMULATED, *REAL, "cuda:auto"))
 def test_coalesced_calls_and_futures(pools, site, world):
     for sums in pools(world, site=site).run(coalesced):
         assert sums == [3.0, LARGE, 0.0, 7.0, 3.0, 5.0, 3.0, 5.0, 10.0]
 
 
 def captured(me: Me) -> tuple[list[Caught], list[Caught], list[str], list[float]]:
-    """Calls are refused, and to wait for what was asked for before; then all is as ever."""
+    """In a capture, calls and waits for earlier works are refused; afterwards both succeed."""
     x, out, y, z = torch.ones(7), torch.zeros(7 * me.world), *(torch.ones(LARGE) for _ in range(2))
     mine = me.rank == 0 or me.site.real
     right, left = (me.rank + 1) % me.world, (me.rank - 1) % me.world
@@ -210,7 +210,7 @@ def captured(me: Me) -> tuple[list[Caught], list[Caught], list[str], list[float]
 
 @pytest.mark.parametrize(("site", "world"), each(*EMULATED, *REAL, stands_in=False))
 def test_no_call_in_a_capture(pools, site, world):
-    """By one rank, of which the others hear, or by all."""
+    """One rank captures and all ranks refuse (emulated), or all ranks capture (GPU)."""
     for errors, own, moved, sums in pools(world, site=site).run(captured):
         assert all(e.kind == "ValueError" for e in errors + own), errors + own
         assert all("capture" in e.text for e in errors + own), errors + own
@@ -220,7 +220,7 @@ def test_no_call_in_a_capture(pools, site, world):
 
 
 def beside_a_capture(me: Me) -> float:
-    """A capture forbids much to all threads; those of the group work on meanwhile."""
+    """A capture restricts CUDA calls of all threads; the group's threads still make progress."""
     x = torch.zeros(LARGE)
     dist.all_reduce(torch.ones(LARGE))
     me.site.fill_later(x, 1.0)
@@ -257,6 +257,6 @@ def test_the_order_of_what_is_staged(pools, later):
     back = ["wait group", "copy_ group", "record group", "wait caller"]
     for _ in range(3):
         root, *others = pools(3, site="late").run(traced, later)
-        assert root == [there + back, there + back, there]  # nothing comes back
-        # Nobody waits for what is overwritten.
+        assert root == [there + back, there + back, there]  # no copy back after a root's broadcast
+        # Other ranks of a broadcast wait for no copy off the device: it overwrites their tensors.
         assert others == [[there + back, there + back, ["record caller", *back]]] * 2

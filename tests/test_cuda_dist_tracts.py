@@ -1,5 +1,5 @@
-"""GPU memory that other processes reach, without a device: what cannot be reached, and how long
-it is whose.
+"""Symmetric GPU memory on emulated devices: tensors that peers cannot access, and the lifetime of
+memory that peers have mapped.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from test_cuda_dist_faults import VICTIM
 from test_cuda_dist_placed import meet
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(not OURS, reason="has memory of its own")
+pytestmark = pytest.mark.skipif(not OURS, reason="tests the symmetric memory of pycollect")
 
 
 def listened() -> list[str]:
-    """The lines that the log gets from now on."""
+    """Return a list that collects all further log messages."""
     import pycollect
 
     lines: list[str] = []
@@ -37,7 +37,7 @@ def listened() -> list[str]:
 
 
 def crowded(me: Me) -> tuple[int, int]:
-    """More tensors than there are notices for; sums of each."""
+    """Reduce more shared tensors (70) than peers can map (64); the rest are copied."""
     lines = listened()
     meet(me)
     xs = [me.site.make(100).fill_(i + me.rank) for i in range(70)]
@@ -45,21 +45,19 @@ def crowded(me: Me) -> tuple[int, int]:
     counts = [me.site.launches(lambda x=x: dist.all_reduce(x)) for x in xs]
     for i, x in enumerate(xs):
         assert x.eq(me.world * i + sum(range(me.world))).all(), i
-    assert sum("is in 64 parts already: what comes beyond is copied" in x for x in lines) == 1, (
-        lines
-    )
-    return known, counts.count(0)  # a leader launches in any case
+    assert sum("already has 64 segments, the maximum" in x for x in lines) == 1, lines
+    return known, counts.count(0)  # rank 0 launches a kernel in every call
 
 
 def unshared(me: Me) -> tuple[int, int]:
-    """Memory of one rank's that cannot be handed over is memory, and its tensors are copied."""
+    """Memory that one rank cannot export remains usable; its tensors are copied."""
     meet(me)
     lines = listened()
     if me.rank == VICTIM:
         me.fake.gpu.fail("export_memory")
     x, y = me.site.make(LARGE).fill_(me.rank), me.site.make(LARGE).fill_(me.rank)
     me.fake.gpu.fail("export_memory", -1)
-    said = [line for line in lines if "cannot be handed to other processes" in line]
+    said = [line for line in lines if "cannot be exported to other processes" in line]
     assert len(said) == (me.rank == VICTIM), lines
     assert all("made up, in export_memory" in line for line in said)
     copied = me.site.launches(lambda: dist.all_reduce(x))
@@ -76,7 +74,7 @@ def unshared(me: Me) -> tuple[int, int]:
     ids=["more parts than can be known", "not handed over"],
 )
 def test_what_others_do_not_reach_is_copied(job, wanted):
-    with fresh(3, site="eager:stream") as pool:
+    with fresh(3, site="eager:cuda_ipc") as pool:
         assert pool.run(job) == wanted
 
 
@@ -87,7 +85,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 def unopened(me: Me, call: str, victim: int) -> tuple[Any, ...]:
-    """One rank cannot open the others' tensors, which it learns when all have agreed on them."""
+    """One rank cannot map its peers' tensors, which shows only after all agreed to use them."""
     x, whole = me.site.make(LARGE).fill_(me.rank), me.site.make(me.world * LARGE).fill_(-1)
     meet(me)
     if me.rank == victim:
@@ -102,7 +100,7 @@ def unopened(me: Me, call: str, victim: int) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(("call", "victim"), [("all_reduce", 0), ("all_gather", 1)])
 def test_memory_that_one_rank_cannot_open(call, victim):
-    with fresh(3, site="eager:stream") as pool:
+    with fresh(3, site="eager:cuda_ipc") as pool:
         found = pool.run(unopened, call, victim)
         for rank, (_, again, took, values, fouls) in enumerate(found):
             assert "CollectiveError" in again.kinds, again
@@ -113,7 +111,7 @@ def test_memory_that_one_rank_cannot_open(call, victim):
 
 
 def overlapping(me: Me) -> list[bool]:
-    """Memory that begins in a tract and ends elsewhere, as neighbours may."""
+    """Whether peers can access tensors that fill a symmetric segment, and that exceed it."""
     x = me.site.make(10)
     tract = me.site.usage().used
     found = []
@@ -124,7 +122,7 @@ def overlapping(me: Me) -> list[bool]:
 
 
 def test_memory_of_two_tracts():
-    with fresh(1, site="eager:stream") as pool:
+    with fresh(1, site="eager:cuda_ipc") as pool:
         assert pool.run(overlapping) == [[True, False]]
 
 
@@ -137,7 +135,7 @@ def refused(me: Me) -> list[Caught]:
 
 
 def test_what_is_refused():
-    with fresh(2, site="late:stream") as pool:
+    with fresh(2, site="late:cuda_ipc") as pool:
         found = pool.run(refused)
     for meta, negative, foreign in found:
         assert "allowed are 'cpu' and GPUs" in meta.text
@@ -146,17 +144,17 @@ def test_what_is_refused():
         assert {e.kind for e in (meta, negative, foreign)} == {"ValueError"}
 
 
-# --- how long it is whose -------------------------------------------------------------------------
+# --- lifetime of memory ---------------------------------------------------------------------------
 
 
 def used(me: Me) -> int:
-    """When the streams' own hold on what is gone has ended."""
+    """Used bytes, after up to 2 s for the streams to release freed tensors."""
     until(lambda: me.site.usage().used == 0, 2.0)
     return me.site.usage().used
 
 
 def used_again(me: Me) -> None:
-    """What others have open is kept, and given out again; what nobody has open is freed."""
+    """Freed memory that peers have mapped is kept and reused; other memory is freed."""
     x = me.site.make(LARGE).fill_(1)
     first, before = x.data_ptr(), me.site.usage()
     assert before.used >= x.nbytes
@@ -166,7 +164,7 @@ def used_again(me: Me) -> None:
     del x
     assert used(me) == 0
     dist.barrier()
-    assert me.site.usage().kept == (0 if me.rank == 0 else before.used)
+    assert me.site.usage().cached == (0 if me.rank == 0 else before.used)
     y = me.site.make(LARGE // 2 + 10).fill_(1)
     assert (y.data_ptr() == first) or me.rank == 0
     dist.all_reduce(y)
@@ -178,7 +176,7 @@ def used_again(me: Me) -> None:
 
 
 def goes_well(me: Me) -> None:
-    """What a call that goes well was lent is nobody's any more soon after."""
+    """Tensors exposed to a successful call are released soon after it."""
     for turn in range(20):
         x = me.site.make(LARGE).fill_(turn)
         dist.all_reduce(x)
@@ -188,10 +186,10 @@ def goes_well(me: Me) -> None:
 
 
 def forked(me: Me) -> None:
-    """A child that a rank has forked lets go of tensors, which are its parent's."""
+    """A forked child deletes tensors; its parent can still use them in zero-copy calls."""
     x, whole = me.site.make(LARGE).fill_(me.rank), me.site.make(me.world * LARGE)
     meet(me)
-    time.sleep(0.05)  # nothing else holds it then
+    time.sleep(0.05)  # until only the variables hold the tensors
     child = os.fork()
     if child == 0:
         del x, whole
@@ -203,7 +201,7 @@ def forked(me: Me) -> None:
 
 @pytest.mark.parametrize(
     ("job", "site"),
-    [(used_again, "eager:stream"), (goes_well, "late:stream"), (forked, "eager:stream")],
+    [(used_again, "eager:cuda_ipc"), (goes_well, "late:cuda_ipc"), (forked, "eager:cuda_ipc")],
 )
 def test_how_long_memory_is_whose(job, site):
     with fresh(3, site=site) as pool:
@@ -211,7 +209,7 @@ def test_how_long_memory_is_whose(job, site):
 
 
 def come_and_go(me: Me) -> tuple[bool, list[str]]:
-    """Tensors that nobody holds when their calls end, in memory that is offered to the others."""
+    """Shared tensors that only their calls hold; return whether descriptors stay constant."""
     files = []
     for _ in range(12):
         dist.all_reduce(me.site.make(LARGE).fill_(1), async_op=True)
@@ -221,6 +219,6 @@ def come_and_go(me: Me) -> tuple[bool, list[str]]:
 
 
 def test_what_was_lent_comes_back_and_is_offered_no_more():
-    """Whoever asks for memory frees it, and not the thread that must let go of streams."""
-    with fresh(3, site="late:stream") as pool:
+    """Allocating frees such memory, not the thread that releases the streams' finished work."""
+    with fresh(3, site="late:cuda_ipc") as pool:
         assert pool.run(come_and_go) == [(True, [])] * 3

@@ -1,4 +1,4 @@
-"""Models that several processes train with CUDA tensors are trained as by one: DDP and FSDP2."""
+"""DDP and FSDP2 with CUDA tensors on several processes train a model as one process does."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dist_site import EMULATED, REAL, SLABS, by_hand, sites
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-pytestmark = pytest.mark.skipif(not OURS, reason="moves CUDA tensors in ways of its own")
+pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 pools = pytest.fixture(pools_of_sites, scope="module")
-BATCH, STEPS = 36, 4  # which all worlds divide
+BATCH, STEPS = 36, 4  # every world size divides the batch
 
 
 def perceptron() -> nn.Sequential:
-    """Sizes that no number of ranks divides."""
+    """A perceptron with layer sizes that no world size divides."""
     torch.manual_seed(5)
     return nn.Sequential(
         nn.Linear(30, 203), nn.ReLU(), nn.Linear(203, 101), nn.ReLU(), nn.Linear(101, 10)
@@ -26,7 +26,7 @@ def perceptron() -> nn.Sequential:
 
 
 def train(net: nn.Module, me: Me, ranks: Sequence[int]) -> None:
-    """Some steps on these ranks' rows of every batch."""
+    """Train some steps on the rows that belong to these ranks."""
     torch.backends.cuda.matmul.allow_tf32 = False
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     for step in range(STEPS):
@@ -46,7 +46,7 @@ def parameters(net: nn.Module) -> Tensor:
 
 @by_hand
 def alone(me: Me) -> Tensor:
-    """One process trains with the rows of all, rank by rank: sums of so many are exact."""
+    """Train with the rows of all ranks in one process, adding gradients rank by rank."""
     net = perceptron().to(me.site.device)
     train(net, me, range(me.world))
     return parameters(net)
@@ -69,7 +69,7 @@ def test_replicas(pools, site, bucket_mb):
     for world in (2, 4) if site in REAL else (2,):
         pool = pools(world, site=site)
         wanted = pool.run(alone)[0]
-        for placed in (False, True)[: 1 + site.endswith("stream")]:
+        for placed in (False, True)[: 1 + site.endswith("cuda_ipc")]:
             found = pool.run(replicated, bucket_mb, placed)
             assert all(torch.equal(found[0], other) for other in found)
             assert site in REAL or torch.equal(found[0], wanted)
@@ -95,7 +95,7 @@ def sharded(me: Me, reshard: bool) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("site", sites(*SLABS, *REAL))
 def test_shards(site: str) -> None:
-    """Whoever holds which."""
+    """FSDP2 gives the parameters of a single process, with and without resharding."""
     with fresh(4, site=site) as pool:
         wanted = pool.run(alone)[0]
         for reshard in (True, False):

@@ -1,6 +1,6 @@
-"""What goes wrong leaves the library usable: bad arguments, missing devices, no memory left.
+"""Failed calls leave the library usable: bad arguments, missing devices, out of memory.
 
-The table of test_arguments.py comes again with its tensors on the GPU: the same refusals.
+The table of test_arguments.py runs again with tensors on the GPU and expects the same refusals.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def still_works():
 
 
 def tensors_in(value):
-    """All tensors and arrays somewhere in the arguments."""
+    """All tensors and arrays in the arguments, at any depth."""
     if isinstance(value, (list, tuple)):
         return [t for v in value for t in tensors_in(v)]
     return [value] if isinstance(value, (torch.Tensor, np.ndarray)) else []
 
 
 def on_gpu(args, trip):
-    """The arguments with tensors and devices of the CPU replaced."""
+    """The arguments with CPU tensors and devices replaced by those of the GPU."""
     if isinstance(args, str):
         return args.replace("cpu", GPU)
     if isinstance(args, torch.device):
@@ -48,7 +48,7 @@ def on_gpu(args, trip):
 
 
 def on_gpus(case):
-    """Can the case be told on a GPU? Not with arrays of NumPy or a CPU's communicator."""
+    """Whether the case can run on a GPU: not with NumPy arrays or a CPU communicator."""
     call, make, _, words, _ = case.values
     args, options = make()
     arrays = any(isinstance(t, np.ndarray) for t in tensors_in([args, list(options.values())]))
@@ -130,13 +130,13 @@ def test_a_device_without_an_index_is_the_current_one():
 
 
 def extremes(tensor):
-    """The least and the largest value, which takes no memory to find."""
+    """The smallest and largest value, computed without much extra memory."""
     return float(tensor.min()), float(tensor.max())
 
 
 @pytest.fixture
 def little_room():
-    """Leave 256 MiB for torch's allocator."""
+    """Limit torch's allocator to 256 MiB more than it has reserved."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory

@@ -1,4 +1,4 @@
-"""The arithmetic of the device's kernels, run on the host: the bits of the contract."""
+"""The arithmetic of the GPU kernels, run on the host, gives the bits of the contract."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_floats_that_8_bits_cannot_hold_become_what_is_asked(dtype: torch.dtype,
     a = torch.tensor([largest, -largest, 1.0, float("nan")]).to(dtype)
     b = torch.tensor([largest, -largest, 1.0, 1.0]).to(dtype)
     wanted = [overflow, overflow | 0x80, torch.tensor(2.0).to(dtype).view(torch.uint8).item(), nan]
-    if dtype == torch.float8_e5m2:  # the other has no infinity to begin with
+    if dtype == torch.float8_e5m2:  # float8_e4m3fn has no infinity
         endless = torch.tensor([float("inf"), float("-inf")]).to(dtype)
         a, b = torch.cat([a, endless]), torch.cat([b, endless])
         wanted += [infinity, infinity | 0x80]

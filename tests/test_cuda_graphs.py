@@ -1,7 +1,7 @@
-"""torch.cuda.graph: a captured collective runs again on whatever its inputs hold by then.
+"""torch.cuda.graph: each replay of a captured collective reads the current values of its inputs.
 
-Replays are mixed with eager calls, which must not share scratch with the graph, and a capture that
-is refused leaves everything usable.
+Replays are mixed with eager calls, which must not share scratch memory with the graph. A refused
+call leaves the capture and the library usable.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ CALLS = [
     for collective in COLLECTIVES
     for algorithm in (None, *([] if collective == "all_to_all" else pc.algorithms(collective)))
 ]
-COUNTS = (4_001, 3_000_001)  # one piece of a pipeline, and many
+COUNTS = (4_001, 3_000_001)  # elements of one pipeline piece, and of many
 
 
 def capture(work, warm=True):
-    """Run it once on a side stream, as torch asks for, then capture it."""
+    """Capture `work` in a graph, after one warm-up run on a side stream, as torch recommends."""
     if warm:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -72,7 +72,7 @@ def test_replays_read_what_is_there_by_then(home, collective, algorithm, count):
 
 def test_a_call_need_not_have_run_before_it_is_captured():
     for algorithm in (None, *pc.algorithms()):
-        tensors = empties(7, 12_345)  # a world that nothing else here uses
+        tensors = empties(7, 12_345)  # no other test here uses this world size
         graph, _ = capture(lambda t=tensors, a=algorithm: pc.all_reduce(t, algorithm=a), warm=False)
         values = randoms(7, (12_345,), torch.int32)
         write(tensors, values)
@@ -100,7 +100,7 @@ def test_many_calls_in_one_graph(algorithm):
 
 
 @pytest.mark.parametrize("home", [VIRTUAL, STAGED], ids=lambda h: h.label)
-@pytest.mark.parametrize("algorithm", ["one_shot", "ring", "two_shot", "tree"])
+@pytest.mark.parametrize("algorithm", ["one_shot", "chain", "two_shot", "tree"])
 def test_eager_calls_between_replays_share_nothing_with_the_graph(home, algorithm):
     count = 1_000_001
     tensors, others = empties(3, count), empties(3, count)
@@ -113,7 +113,7 @@ def test_eager_calls_between_replays_share_nothing_with_the_graph(home, algorith
         write(others, values[::-1])
         torch.cuda.synchronize()
         graph.replay()
-        with torch.cuda.stream(side):  # at the same time
+        with torch.cuda.stream(side):  # concurrently with the replay
             api.all_reduce(others, "max", algorithm=algorithm)
         side.synchronize()
         torch.cuda.synchronize()
@@ -193,7 +193,7 @@ def test_async_in_a_capture():
 
 
 def refused(work, words):
-    """A capture in which `work` is refused, with a kernel before and behind it."""
+    """Capture a refused `work` between two kernels; assert that the graph replays both."""
     x = torch.zeros(4, device="cuda:0")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,4 +1,4 @@
-"""test_large.py again, with its ranks on GPUs."""
+"""Runs test_large.py with its ranks on GPUs."""
 
 import test_large
 from homes import HOMES, adopt

@@ -1,4 +1,4 @@
-"""test_layouts.py again, with its ranks on GPUs: the same values and the same wanted bits."""
+"""Runs test_layouts.py with its ranks on GPUs: the same values and the same expected bits."""
 
 import test_layouts
 from homes import HOMES, adopt

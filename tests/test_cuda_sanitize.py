@@ -1,7 +1,7 @@
-"""A small matrix for compute-sanitizer, which runs it ten to fifty times slower.
+"""A small test matrix for compute-sanitizer, which slows programs down 10 to 50 times.
 
-Every kernel's paths once: vectors, heads, tails, strides, pieces, several tensors, staging. It is
-what `pytest -k sanitize` selects, and as a test in itself it is quick.
+Covers each path of every kernel once: vectors, heads, tails, strides, pieces, several tensors,
+staging. `pytest -k sanitize` selects it; without the sanitizer it is quick.
 """
 
 from __future__ import annotations

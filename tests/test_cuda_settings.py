@@ -1,6 +1,6 @@
-"""Settings of CUDA and of torch's allocator that are read at the start of a process.
+"""Environment settings that CUDA and torch's allocator read once, at process start.
 
-Each runs the matrix of test_cuda_sanitize.py in a process of its own.
+Each setting runs the matrix of test_cuda_sanitize.py in a new process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Streams: work is ordered after the ranks' streams and before what follows on them.
 
-Every algorithm runs between streams that are late at random (delays.py); that such delays expose a
-missing event is tested first. Where a rank is on the CPU, or all are, the rounds run in order.
+Every algorithm runs between streams with random delays (delays.py); other tests check that these
+delays expose a missing event. CPU ranks have no stream and run in order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CALLS = [
     for collective in ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
     for algorithm in (None, *pc.algorithms(collective))
 ] + [("all_to_all", None)]
-# Many small rounds look for a missing event, few large ones for one between pieces.
+# Many small rounds can expose a missing event, few large ones a missing event between pieces.
 EFFORTS = [
     pytest.param(5_003, 3 if STANDS_IN else 30, id="short"),
     pytest.param(1_500_007, 1 if STANDS_IN else 10, id="large"),
@@ -49,7 +49,7 @@ def test_late_streams_change_nothing(home, collective, algorithm, count, rounds)
         assert wrong == 0, f"world {world}"
 
 
-# --- what a broken library would do: the delays must see it ---------------------------------------
+# --- the delays must expose missing events --------------------------------------------------------
 
 
 def test_the_rounds_count_what_a_collective_leaves_undone():
@@ -128,7 +128,7 @@ def test_the_current_stream_is_the_ranks_stream(home, algorithm):
     before = {d: torch.cuda.current_stream(d) for d in sides}
     try:
         for side in sides.values():
-            torch.cuda.set_stream(side)  # of its device, which becomes the current one
+            torch.cuda.set_stream(side)  # also makes the stream's device the current one
             torch.cuda._sleep(2_000_000)
         for t, b in zip(tensors, base, strict=True):
             t.copy_(b)
@@ -151,9 +151,9 @@ def test_a_call_returns_before_the_gpu_is_done():
     tensors = [torch.ones(1000, device=GPU) for _ in range(4)]
     pc.all_reduce(tensors)
     for algorithm in (None, *pc.algorithms()):
-        pc.all_reduce(tensors, "max", algorithm=algorithm)  # what is made once is made now
+        pc.all_reduce(tensors, "max", algorithm=algorithm)  # one-time allocations happen here
         torch.cuda.synchronize()
-        torch.cuda._sleep(1_000_000_000)  # half a second, or more
+        torch.cuda._sleep(1_000_000_000)  # at least 0.5 s
         done = torch.cuda.Event()
         pc.all_reduce(tensors, "max", algorithm=algorithm)
         done.record()
@@ -177,7 +177,7 @@ def test_inputs_that_are_laid_anew_are_read_on_their_streams(collective):
     values = randoms(3, (60, 60), torch.int32)
     sides = [torch.cuda.Stream() for _ in values]
     tensors = [torch.zeros(60, 60, dtype=torch.int32, device=GPU) for _ in values]
-    tensors[1] = tensors[1].t()  # no order of dimensions serves all of them
+    tensors[1] = tensors[1].t()  # the tensors have no common order of dimensions
     torch.cuda.synchronize()
     for side, t, v in zip(sides, tensors, values, strict=True):
         there = v.to(GPU)

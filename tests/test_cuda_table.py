@@ -1,4 +1,4 @@
-"""Which thread of a GPU moves which bytes: tables, grids, heads, tails and pitches, on the host."""
+"""Launch tables of the GPU kernels, emulated on the host: grids, heads, tails and pitches."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_lines_without_gaps_are_one():
 @pytest.mark.parametrize("guard", [0, 0x7F00_1234_5678])
 @pytest.mark.parametrize("table_bytes", [SMALL, LARGE])
 def test_more_rows_than_fit_are_more_launches(table_bytes: int, guard: int):
-    """Each of them with the address of the word that may forbid it."""
+    """Each launch carries the address of the guard word that can disable it."""
     counts = [1 + 37 * i % 300 for i in range(700)]
     tensors = [ref.randoms(4, [count], torch.float32, seed=count) for count in counts]
     rows = [Row(srcs, srcs) for srcs in ([lines(t.clone()) for t in four] for four in tensors)]

@@ -1,6 +1,6 @@
-"""Threads with CUDA streams and communicators of their own, or with one of them shared by all.
+"""Threads with their own CUDA streams and communicators, or with shared ones.
 
-Without a GPU the CPU takes the ranks, and there are no streams.
+Without a GPU the ranks are on the CPU, without streams.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ PLACES = [pytest.param("cpu", id="cpu"), pytest.param("cuda:0", marks=pytest.mar
 
 
 def new_stream(device):
-    """A side stream, or nothing on the CPU."""
+    """A side stream, or None on the CPU."""
     return None if device == "cpu" else torch.cuda.Stream(device)
 
 
 def on(stream):
-    """Make it the thread's current stream."""
+    """Context that makes the stream the thread's current one; does nothing for None."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 

@@ -1,4 +1,4 @@
-"""test_threads.py again, with its ranks on GPUs: module functions from many threads at once."""
+"""Runs test_threads.py with its ranks on GPUs: module functions from many threads at once."""
 
 import test_threads
 from homes import HOMES, adopt

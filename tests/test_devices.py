@@ -1,6 +1,6 @@
-"""pc.devices: the forms in which people name devices, and the errors for those that are not there.
+"""pc.devices: the ways to name devices, and the errors for devices that are missing.
 
-Whatever names a GPU is tested where there is none; what there is with one is marked cuda.
+Names of GPUs are tested on machines without one; tests that need one are marked cuda.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Groups that meet through a store which remembers others: failed attempts, other sizes, the last.
-
-Also what a group is made with that no machine has: sizes and times.
+"""Bootstrap on a store that still holds keys of other groups: failed attempts, other sizes, earlier
+groups. Also options that no machine can satisfy: sizes and timeouts.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import torch.distributed as dist
 from dist_pool import BACKEND, OURS, Caught, Me, Pool, Pools, begun, caught, pools_of_a_module
 
 pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no options, or hangs")
-SOON = 1.0  # seconds: the timeout of attempts that fail
-AT_ONCE = 0.2  # the same where nobody is to come
+SOON = 1.0  # timeout in seconds of attempts that must fail
+AT_ONCE = 0.2  # timeout in seconds where no peer will come
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +27,7 @@ def pools() -> Iterator[Pools]:
 
 
 def meet(store: Any, rank: int, world: int, seconds: float = 20) -> None:
-    """Make a group on the store as torch does, use it, and let go of it."""
+    """Make a group on the store as torch does, run one all_reduce, and shut the group down."""
     from pycollect import _C
 
     options = _C.Options()
@@ -42,7 +41,7 @@ def meet(store: Any, rank: int, world: int, seconds: float = 20) -> None:
 
 
 def after_an_attempt(me: Me, early: tuple[int, ...], file: str) -> Caught | None:
-    """Some come too early and go away again; then all come."""
+    """The `early` ranks time out in a first attempt; then all ranks make the group."""
     store = dist.FileStore(f"{me.folder}/{file}", me.world)
     error = caught(meet, store, me.rank, me.world, SOON) if me.rank in early else None
     store.set(f"done {me.rank}", "")
@@ -76,7 +75,7 @@ def test_groups_of_other_sizes_meet_on_one_store(pools):
 
 
 def subgroups(me: Me) -> None:
-    """As under torchrun, whose store outlives the groups."""
+    """Subgroups of changing size on one store, as under torchrun, whose store outlives groups."""
     store = dist.FileStore(f"{me.folder}/agent", me.world)
     for ranks in ([0, 1], [0, 1, 2], [1, 2]):
         dist.init_process_group("pycollect", store=store, rank=me.rank, world_size=me.world)
@@ -93,7 +92,7 @@ def test_a_subgroup_whose_size_changes_with_the_next_initialization(pools):
 
 
 def one_after_the_other(me: Me) -> None:
-    """Nothing in between keeps the ranks together."""
+    """Make and shut down 30 groups on one store, without synchronisation in between."""
     from pycollect import _C
 
     store = dist.FileStore(f"{me.folder}/many", me.world)
@@ -106,7 +105,7 @@ def test_many_groups_one_after_the_other(pools):
 
 
 class Behind(dist.Store):
-    """A store behind which there is another."""
+    """A store that forwards to another store."""
 
     def __init__(self, store: Any) -> None:
         super().__init__()
@@ -132,7 +131,7 @@ class Behind(dist.Store):
 
 
 class Looking(Behind):
-    """Of a rank that looks for the open meeting, and is slow to read which one it is."""
+    """A store for a rank that reads the key of the open rendezvous slowly: after it is closed."""
 
     def get(self, key: str) -> bytes:
         self.store.wait(["closed"])
@@ -142,7 +141,7 @@ class Looking(Behind):
 
 
 class Late(Behind):
-    """Tells only long afterwards that nobody has come, and nothing in between."""
+    """A store that cannot check keys, and whose wait for a missing key times out late."""
 
     waits = 0
 
@@ -171,7 +170,8 @@ STORES: dict[str, Callable[[Path], list[Any]]] = {
 
 @pytest.mark.parametrize("kind", STORES)
 def test_a_meeting_that_is_closed_while_a_rank_looks_at_it(tmp_path, kind):
-    """It comes to the next one. A key that is gone would be waited for as long as stores do."""
+    """The rank joins the next rendezvous, and does not wait for a deleted key until the store's
+    timeout."""
     stores = STORES[kind](tmp_path)
     for store in stores:
         store.set_timeout(datetime.timedelta(seconds=10))
@@ -185,13 +185,13 @@ def test_a_meeting_that_is_closed_while_a_rank_looks_at_it(tmp_path, kind):
 
 
 def test_a_time_limit_on_a_store_that_tells_of_its_own_late():
-    """Whoever is missing is looked for once more, and not waited for."""
+    """After its timeout a rank checks once more for a missing peer, without a further wait."""
     store = Late(dist.HashStore())
     assert caught(meet, store, 0, 2, AT_ONCE).kind == "Timeout"
     assert store.waits == 2
 
 
-@pytest.mark.parametrize("name", ["slot_bytes", "arena_bytes", "slab_bytes"])
+@pytest.mark.parametrize("name", ["buffer_bytes", "symmetric_heap_bytes", "cuda_buffer_bytes"])
 def test_sizes_that_no_machine_has_are_refused(name):
     import pycollect
 
@@ -202,7 +202,7 @@ def test_sizes_that_no_machine_has_are_refused(name):
 
 
 def patient(me: Me, timeout: datetime.timedelta) -> None:
-    """Every wait that has a limit, with one that no clock reaches."""
+    """Every wait that takes a timeout, with a timeout beyond the range of clocks."""
     me.init("patient", timeout=timeout)
     if me.rank == 1:
         time.sleep(0.3)

@@ -1,7 +1,7 @@
-"""Every form in which torch.distributed asks for a collective: lists, splits, coalesced, aliased.
+"""Every form of collective call in torch.distributed: lists, splits, coalesced, aliased.
 
-Each job runs on every rank of a pool and compares with the plain torch that it stands for; the
-product of dtypes, ops and sizes is test_dist_matrix.py's.
+Each job runs on every rank of a pool and compares with the equivalent plain torch.
+test_dist_matrix.py covers the product of dtypes, ops and sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from reference import assert_same
 from torch import Tensor
 
 N = 5
-LARGE = 200_001  # several pieces
+LARGE = 200_001  # elements; takes several pieces
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def pools() -> Iterator[Pools]:
 
 
 def of(rank: int, count: int = N, first: int = 0) -> Tensor:
-    """What a rank brings: every element its own."""
+    """A rank's input: elements differ from each other and between ranks."""
     return torch.arange(first, first + count, dtype=torch.float32) + 1000 * rank
 
 
@@ -96,14 +96,14 @@ def all_to_all_splits(me: Me) -> None:
 
 
 def all_to_all_one_sided_splits(me: Me) -> None:
-    """One side may leave its splits out when they are even."""
+    """One of the two split lists may be omitted when the splits are even."""
     out = torch.zeros(2 * me.world)
     dist.all_to_all_single(out, of(me.rank, 2 * me.world), None, [2] * me.world)
     same(out, torch.cat([of(s, 2, 2 * me.rank) for s in range(me.world)]))
 
 
 def only_one_sends(me: Me) -> None:
-    """Most-nothing splits: rank 0 sends to the last, all else is empty."""
+    """Nearly empty splits: rank 0 sends to the last rank, all other splits are empty."""
     last = me.world - 1
     sent, received = [0] * me.world, [0] * me.world
     sent[last] = LARGE if me.rank == 0 else 0
@@ -154,7 +154,7 @@ def coalescing_manager(me: Me) -> None:
 
 
 def coalescing_of_a_device(me: Me) -> None:
-    """The old way: what is called inside has begun, in its order, when the block ends."""
+    """_coalescing_manager with a device: calls in the block start, in order, when it ends."""
     device = torch.device("cpu")
     x, y, z = of(me.rank), [torch.zeros(N) for _ in range(me.world)], of(me.rank, me.world)
     with dist._coalescing_manager(device=device, async_ops=True) as manager:
@@ -173,7 +173,7 @@ def coalescing_of_a_device(me: Me) -> None:
 
 
 def gather_in_place(me: Me) -> None:
-    """FSDP gathers a shard that lies in the output, at its place."""
+    """All-gather whose input is the rank's own block of the output, as in FSDP."""
     for count in (N, LARGE):
         whole = torch.zeros(me.world * count)
         shards = list(whole.split(count))
@@ -198,7 +198,7 @@ def reduce_scatter_in_place(me: Me) -> None:
 
 
 def roots_in_place(me: Me) -> None:
-    """The root's own part lies where it will be."""
+    """scatter and gather where the root's input block is its output block."""
     for count in (N, LARGE):
         parts = list(of(me.rank, me.world * count).split(count))
         dist.scatter(parts[me.rank].clone() if me.rank else parts[0], None if me.rank else parts, 0)
@@ -228,7 +228,7 @@ def objects(me: Me) -> None:
     dist.scatter_object_list(got, [f"to {r}" for r in range(me.world)], src=0)
     assert got == [f"to {me.rank}"]
     if me.world == 1:
-        return  # nobody to send to
+        return  # no peer to send to
     if me.rank == 0:
         dist.send_object_list(["a", 2], dst=me.world - 1)
     elif me.rank == me.world - 1:
@@ -246,7 +246,7 @@ def barriers(me: Me) -> None:
 
 
 def parameters(me: Me) -> None:
-    """What a model holds: leaves that require gradients, and views of them."""
+    """Tensors of a model: leaves that require gradients, and views of them."""
     parameter = torch.nn.Parameter(of(me.rank).view(1, N))
     dist.broadcast(parameter, 0)
     same(parameter.detach(), of(0).view(1, N))

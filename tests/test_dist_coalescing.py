@@ -1,7 +1,7 @@
-"""Calls that are coalesced: one to the other ranks. All of them run, or none does on any rank.
+"""Coalesced calls act as one call: either all of them run, or none runs on any rank.
 
-A refusal inside says nothing until the end, and no exception of a body's leaves anything behind:
-whatever happens, every rank has then taken part in as many of the group's calls as the others.
+A refused call raises only at the end of the block, and an exception of the block leaves nothing
+behind: afterwards all ranks have taken part in the same number of the group's calls.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_a_refusal_is_raised_at_the_end_by_all(pools, bad, where, who):
 
 
 def fast_path(me: Me) -> list[Caught]:
-    """torch's own list, which one call of the backend's stands for."""
+    """torch's own coalescing of all_reduce, which makes one call to the backend."""
     raised = []
     for bad in (torch.zeros(3, dtype=torch.uint16), torch.zeros(1).expand(3)):
         x = ones()
@@ -90,7 +90,7 @@ def test_a_refusal_in_a_list_of_torch(pools):
 
 
 def batch(me: Me) -> Caught:
-    """Nothing of a refused batch is sent: whoever repairs it and sends it again sends it once."""
+    """A refused batch sends nothing, so sending the corrected batch delivers each message once."""
     peer = 1 - me.rank
     good, bad = ones() * 3, torch.zeros(3, dtype=torch.uint16)
     if me.rank == 1:
@@ -111,11 +111,11 @@ def test_a_refused_batch_of_messages_sends_nothing(pools):
     assert "uint16" in raised.text
 
 
-# --- exceptions of the body's ---------------------------------------------------------------------
+# --- exceptions in the block ----------------------------------------------------------------------
 
 
 class BodyFailed(BaseException):
-    """Of the kind of KeyboardInterrupt."""
+    """An exception of a block that, like KeyboardInterrupt, is not an Exception."""
 
 
 def body_fails(me: Me, device: torch.device | None, calls: int) -> Caught:
@@ -139,7 +139,7 @@ def body_fails(me: Me, device: torch.device | None, calls: int) -> Caught:
 
 
 @pytest.mark.parametrize("calls", [1, 3])
-@pytest.mark.parametrize("staged", ["", "late:stream"])
+@pytest.mark.parametrize("staged", ["", "late:cuda_ipc"])
 @pytest.mark.parametrize("device", [None, CPU], ids=["torch's list", "the group's list"])
 def test_an_exception_of_the_body_reaches_all_and_leaves_nothing(pools, device, staged, calls):
     first, *others = pools(3, site=staged).run(body_fails, device, calls)
@@ -175,7 +175,7 @@ def nothing_asked(me: Me) -> None:
             raise BodyFailed
         is_in_step(me)
     with pytest.raises(AttributeError), dist._coalescing_manager(device=CPU):
-        dist.isend(ones(), 1 - me.rank).wait()  # there is no work until the end
+        dist.isend(ones(), 1 - me.rank).wait()  # there is no Work until the block ends
     is_in_step(me)
 
 
@@ -184,7 +184,7 @@ def test_an_exception_before_anything_was_asked_for_is_nobody_elses(pools):
 
 
 class Unrelated(Exception):
-    """Of a body's."""
+    """An exception of a block that has nothing to do with its calls."""
 
 
 def unlike_ops(me: Me) -> None:
@@ -194,7 +194,7 @@ def unlike_ops(me: Me) -> None:
 
 
 def beside(me: Me) -> list[Caught]:
-    """What is not the body's own: the manager that cannot begin, torch's rule, a group's end."""
+    """Failures outside the block: no backend for the device, torch's own rule, destroyed group."""
     raised = []
     for device in (torch.device("cuda"), "cpu"):  # "cpu:pycollect" has no backend for CUDA
         with pytest.raises((RuntimeError, TypeError)), dist._coalescing_manager(device=device):
@@ -236,7 +236,7 @@ def test_what_goes_wrong_beside_the_body_leaves_nothing_either(pools):
 
 
 def alike_ops(me: Me) -> None:
-    """However it is written; the factor of a PREMUL_SUM is in the object."""
+    """Ops compare equal in either spelling; PREMUL_SUM ops differ if their factors differ."""
     x, y = ones() * 0 + 1, ones(7) * 0 + 1
     with dist._coalescing_manager():
         dist.all_reduce(x, ReduceOp.SUM)

@@ -1,4 +1,4 @@
-"""A thread coalesces its own calls: what one begins and ends is nothing to another."""
+"""Coalescing is per thread: a block in one thread does not affect calls of other threads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def threads(me: Me) -> None:
     backend._start_coalescing()
     dist.broadcast(x, 1)
     assert not in_thread(another)
-    assert not in_thread(lambda: is_in_step(me))  # which coalesces nothing
+    assert not in_thread(lambda: is_in_step(me))  # not coalesced in that thread
     assert (x[0].item(), y[0].item()) == (me.rank, 1.0)
     backend._end_coalescing().wait()
     assert x.tolist() == [1.0] * 4
@@ -67,7 +67,7 @@ def threads_with_lists_of_torch(me: Me) -> None:
 
     with dist._coalescing_manager():
         dist.all_reduce(x)
-        assert not in_thread(lambda: dist.all_reduce(z))  # coalesces nothing
+        assert not in_thread(lambda: dist.all_reduce(z))  # not coalesced in that thread
         assert not in_thread(another)
         assert (x[0].item(), y[0].item(), z[0].item()) == (me.rank, 1.0, 1.0)
     assert x.tolist() == [1.0] * 4
@@ -79,7 +79,7 @@ def test_each_thread_has_a_list_of_torch_of_its_own(pools):
 
 
 def left_behind(me: Me) -> None:
-    """By a thread that has ended, whose number the system may give to the next one."""
+    """Unfinished blocks of ended threads do not affect later threads with a reused thread id."""
     left = [dist._coalescing_manager() for _ in range(5)]
     for manager in left:
         assert not in_thread(manager.__enter__)
@@ -112,12 +112,12 @@ def out_of_order(me: Me) -> list[Caught]:
 def test_an_end_without_a_start_and_a_start_without_an_end(pools):
     for no_start, no_end, still_none in pools(2).run(out_of_order):
         assert no_start.kind == still_none.kind == no_end.kind == "ValueError"
-        assert "this thread has begun to coalesce no calls" in no_start.text
-        assert "and not ended it" in no_end.text
+        assert "this thread has not started to coalesce calls" in no_start.text
+        assert "this thread has already started to coalesce calls" in no_end.text
 
 
 def ends_elsewhere(me: Me, device: torch.device | None, closes: bool) -> list[Caught]:
-    """A generator that is suspended in a block is finished by another thread than began it."""
+    """A generator suspended in a block is finished by another thread than the one that began it."""
     raised = []
     for asks in (False, True):
         group = dist.new_group([0, 1])

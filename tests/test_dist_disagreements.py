@@ -1,7 +1,7 @@
-"""Ranks that do not ask for the same: an error on all of them that says what differs.
+"""Mismatched collective calls: every rank raises an error that names the difference.
 
-Nothing is written, nobody hangs, and the group goes on afterwards. What a rank refuses of its own
-arguments is the others' error too.
+No output is written, no rank hangs, and the group stays usable. If one rank refuses its own
+arguments, its peers raise, too.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ def rows(count: int = 6, dtype: torch.dtype = torch.float32) -> list[torch.Tenso
 
 
 def splits(more: int) -> None:
-    """Two to each, but `more` more to the next rank; nobody expects those."""
+    """Send two elements to each rank, and `more` unexpected ones to the next rank."""
     rank, sent = dist.get_rank(), [2] * WORLD
     sent[(rank + 1) % WORLD] += more
     dist.all_to_all_single(ones(2 * WORLD), ones(sum(sent)), [2] * WORLD, sent)
 
 
 def parts(own: int) -> None:
-    """Gathers six of each, or `own` of this rank."""
+    """All-gather of six elements per rank, but `own` elements from this rank."""
     out = rows()
     out[dist.get_rank()] = ones(own)
     dist.all_gather(out, ones(own))
 
 
 Ask = Callable[[], Any]
-# What most ranks ask for, what one asks for, and words that the error must have.
+# The call of most ranks, the call of the odd rank, and words that the error must contain.
 DISAGREEMENTS: dict[str, tuple[Ask, Ask, tuple[str, ...]]] = {
     "collective": (
         lambda: dist.all_reduce(ones()),
@@ -112,7 +112,7 @@ DISAGREEMENTS: dict[str, tuple[Ask, Ask, tuple[str, ...]]] = {
 
 
 def disagree(me: Me, kind: str, odd: int) -> tuple[Caught, Caught]:
-    """The odd one asks otherwise, first with others before, then again; both are undone."""
+    """The odd rank makes another call, twice, between matching calls, which stay correct."""
     most, one, _ = DISAGREEMENTS[kind]
     errors = []
     for _ in range(2):
@@ -140,7 +140,7 @@ def test_everybody_is_told(pools, kind, odd):
 
 
 def asynchronous(me: Me) -> list[Caught]:
-    """In the queue, between calls that agree; each Work has its own error."""
+    """A mismatch of queued calls, between matching calls: only its own Work has an error."""
     good = [torch.ones(5), torch.ones(5)]
     works = [dist.all_reduce(good[0], async_op=True)]
     works.append(dist.all_reduce(ones(6 + me.rank), async_op=True))
@@ -148,7 +148,7 @@ def asynchronous(me: Me) -> list[Caught]:
     errors = [caught(work.wait) for work in works]
     future = works[1].get_future()
     errors.append(caught(future.wait))
-    assert OLD or works[1].exception() is not None  # torch could not hand it to Python
+    assert OLD or works[1].exception() is not None  # old torch cannot convert it to Python
     assert not works[1].is_success()
     assert [t[0].item() for t in good] == [WORLD, WORLD]
     return errors
@@ -163,7 +163,7 @@ def test_asynchronous_calls_disagree(pools):
 
 
 def untouched(me: Me) -> list[bool]:
-    """The outputs of a call that was refused are as they were."""
+    """Whether refused calls leave their outputs unchanged, for small and large tensors."""
     same = []
     for count in (6, 400_000):
         x = torch.full((count + me.rank,), 3.0)
@@ -241,7 +241,7 @@ def test_one_rank_s_mistake(pools, kind, odd):
 
 
 def with_child(me: Me) -> list[str]:
-    """A child of a rank is no rank: it is refused at once, and its end means nothing."""
+    """Calls in a forked child of a rank are refused at once; its exit does not affect the group."""
     dist.all_reduce(ones())
     said = []
     for call in (lambda: dist.all_reduce(ones()), lambda: dist.send(ones(), 1 - me.rank)):

@@ -1,6 +1,5 @@
-"""Meetings that go wrong, ranks that stand still, groups that end with work under way, full queues.
-
-What none of the other files asks for, and users have met: every job has its own processes.
+"""Edge cases seen by users: failed bootstraps, stopped ranks, groups destroyed with work in flight,
+full queues. Every job has its own processes.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def seconds(value: float) -> datetime.timedelta:
     return datetime.timedelta(seconds=value)
 
 
-# --- meetings -------------------------------------------------------------------------------------
+# --- bootstrap ------------------------------------------------------------------------------------
 
 
 def with_option(me: Me, name: str, values: list[Any]) -> tuple[Caught, float]:
@@ -52,10 +51,10 @@ def with_option(me: Me, name: str, values: list[Any]) -> tuple[Caught, float]:
 @pytest.mark.parametrize(
     ("name", "one", "other"),
     [
-        ("slot_bytes", 8192, 4096),
-        ("arena_bytes", 1 << 20, 1 << 21),
-        ("slab_bytes", 1 << 20, 1 << 21),
-        ("cuda_sync", "best", "host"),
+        ("buffer_bytes", 8192, 4096),
+        ("symmetric_heap_bytes", 1 << 20, 1 << 21),
+        ("cuda_buffer_bytes", 1 << 20, 1 << 21),
+        ("cuda_transport", "auto", "host_staging"),
     ],
 )
 def test_ranks_that_want_unlike_groups(name, one, other):
@@ -96,7 +95,7 @@ def test_a_rank_dies_while_all_meet(delay):
 def patient(me: Me, seconds: float) -> float:
     x, go_on = torch.ones(300_000), torch.ones(1)
     when = time.monotonic() + seconds
-    while go_on.item():  # rank 0 decides: clocks are read at different moments
+    while go_on.item():  # rank 0 decides for all, because ranks read the clock at different times
         dist.all_reduce(x, dist.ReduceOp.MAX)
         go_on.fill_(float(time.monotonic() < when))
         dist.broadcast(go_on, 0)
@@ -106,7 +105,7 @@ def patient(me: Me, seconds: float) -> float:
 
 @pytest.fixture(scope="module", autouse=True)
 def still() -> Iterator[Pool]:
-    """Stopped for two seconds (a debugger, a suspended machine), then it goes on."""
+    """A pool whose rank 1 is stopped for two seconds, as by a debugger or a suspended machine."""
     for pools in begun({"still": (patient, 3.0)}, 2):
         for seconds, number in ((0.3, signal.SIGSTOP), (2.3, signal.SIGCONT)):
             threading.Timer(seconds, os.kill, (pools["still"].pids()[1], number)).start()
@@ -118,7 +117,7 @@ def test_a_rank_that_stands_still_is_not_dead(still):
 
 
 def own_limit(me: Me) -> tuple[Caught, Caught, float]:
-    """A subgroup has its own time limit, and breaks alone."""
+    """A subgroup has its own timeout; when it expires, only the subgroup is aborted."""
     group = dist.new_group([0, 1, 2], timeout=seconds(0.5))
     start = time.monotonic()
     if me.rank == 2:
@@ -143,14 +142,14 @@ def test_limits_of_a_subgroup():
 
 
 def ends_busy(me: Me, kind: str) -> float:
-    """Destroys its group with work under way that the others still take part in, or never will."""
+    """Destroy the group with calls in flight, which the peers join or ("lonely") never join."""
     works = [dist.all_reduce(torch.ones(400_000), async_op=True) for _ in range(10)]
     if kind == "lonely" and me.rank == 0:
         works.append(dist.irecv(torch.ones(3), 1))
         works.append(dist.isend(torch.ones(3_000_000), 1))
         works.append(dist.all_reduce(torch.ones(3), async_op=True))
     if kind == "lonely" and me.rank == 1:
-        time.sleep(0.5)  # leaves after rank 0 has asked for what will never be
+        time.sleep(0.5)  # leaves after rank 0 has started calls that cannot complete
     start = time.monotonic()
     dist.destroy_process_group()
     return time.monotonic() - start
@@ -164,7 +163,7 @@ def test_destroyed_with_work_under_way(kind):
 
 
 def shut_down(me: Me) -> Caught:
-    """The backend itself may be told to end, more than once."""
+    """The backend's shutdown() may be called more than once, and abort() after it."""
     dist.barrier()
     backend = backend_of()
     backend.shutdown()
@@ -188,7 +187,7 @@ MANY = 3000
 
 
 def storm(me: Me) -> None:
-    """Far more messages than any queue holds before the first is taken, none kept by the sender."""
+    """Send far more messages than any queue holds before the first receive; no Work is kept."""
     if me.rank == 0:
         for n in range(MANY):
             dist.isend(torch.full((n % 300,), float(n)), 1, tag=n % 7)
@@ -210,7 +209,7 @@ def test_a_storm_of_messages():
 
 
 def forgotten(me: Me) -> None:
-    """Receives that were posted long before, and others from anybody between them."""
+    """A receive posted long before its message, with receives from any source in between."""
     if me.rank == 0:
         special = torch.zeros(5)
         work = dist.irecv(special, 2, tag=9)
@@ -234,7 +233,7 @@ def test_receives_from_anybody_beside_others():
 
 
 def pending(me: Me) -> None:
-    """A thousand collectives in the queue, of large and small tensors, nobody waiting."""
+    """A thousand queued collectives of large and small tensors, without any wait."""
     tensors = [torch.full((1 + 10_000 * (n % 7 == 0),), float(n)) for n in range(1000)]
     works = [dist.all_reduce(t, async_op=True) for t in tensors]
     dist.barrier()
@@ -249,11 +248,11 @@ def test_a_barrier_comes_after_all_before_it():
 
 
 def at_the_end(me: Me) -> None:
-    """Parts of unlike sizes, the small one where the shared memory ends."""
+    """All-gather of blocks of unlike sizes, the small one at the end of the symmetric heap."""
     import pycollect as pc
 
     counts = [1 << 20, 1 << 14]
-    options = pc.distributed.options(arena_bytes=12 << 20)
+    options = pc.distributed.options(symmetric_heap_bytes=12 << 20)
     group = dist.new_group([0, 1], backend=BACKEND, pg_options=options)
     whole = pc.empty(sum(counts), group=group)
     parts = []

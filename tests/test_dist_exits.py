@@ -1,4 +1,4 @@
-"""Programs that end or fork, and threads that end a group, while groups have work under way."""
+"""Programs that exit or fork, and threads that shut a group down, with calls in flight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dist_whole import own_process
 
 pytestmark = pytest.mark.skipif(not OURS, reason="never ends, or by a crash")
 
-# Two ranks of one program. What takes seconds to import is there before they are two.
+# Forks into two ranks. torch, which takes seconds to import, is imported before the fork.
 PROGRAM = """
 import gc, os, sys, time, torch, torch.distributed as dist
 there, here = os.pipe()
@@ -69,7 +69,7 @@ del other, work, future
 print("end", flush=True)
 """
 
-# So many children of one program, in pairs; what follows is what each is, to its end.
+# Forks PROCESSES children in pairs, each pair a group; appended code runs in every child.
 PAIRS = """
 import fcntl, os, sys, threading, time, torch, torch.distributed as dist
 children = []
@@ -133,14 +133,14 @@ PROGRAMS = {
 
 
 def ended(text: str, store: str) -> tuple[list[str], float]:
-    """What a program says, and when it has ended."""
+    """Run a program; return the words of its output, and the time of its end."""
     said = own_process(["-W", "ignore", "-c", text, store], 100)
     return said.split(), time.monotonic()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def programs(tmp_path_factory) -> Iterator[dict[str, Future]]:
-    """All begin at once, because most wait for the time of grace; each has a test."""
+    """Start all programs at once, because most wait for the shutdown timeout; each has a test."""
     folder = tmp_path_factory.mktemp("stores")
     with ThreadPoolExecutor(len(PROGRAMS)) as side_by_side:
         yield {
@@ -150,24 +150,24 @@ def programs(tmp_path_factory) -> Iterator[dict[str, Future]]:
 
 
 def test_a_fork_while_another_thread_asks(programs):
-    """No lock that a thread of the parent's holds is waited for."""
+    """A forked child never waits for a lock that a thread of its parent holds."""
     assert programs["forks"].result()[0] == ["hung", "0"]
 
 
 def test_programs_that_end_while_daemon_threads_wait(programs):
-    """The threads wake when the groups end, and the interpreter has no lock for them any more."""
+    """The threads wake when the groups end, when the interpreter no longer gives them the GIL."""
     assert programs["waits"].result()[0] == ["0"] * 4
 
 
 def test_a_program_that_ends_with_much_under_way(programs):
-    """One time of grace, however many groups there are."""
+    """At exit all groups share one shutdown timeout."""
     (end, *said), when = programs["much"].result()
     assert said == ["over"] * 8
     assert when - float(end) < 2 * DESTROYED + 4
 
 
 def test_a_callback_that_holds_another_group(programs):
-    """Which ends with it, while the interpreter ends all groups."""
+    """The held group is destroyed with the callback, while the interpreter exit ends all groups."""
     assert programs["holds"].result()[0] == ["end", "over"]
 
 
@@ -177,7 +177,7 @@ def test_programs_that_end_while_daemon_threads_end_groups(programs):
 
 @pytest.mark.slow
 def test_more_programs_that_end_while_daemon_threads_do(tmp_path):
-    """The last two again, whose moments differ from one to the next."""
+    """WAITS and ENDS again with more processes, because their timing varies between runs."""
     for n, rest in enumerate((WAITS, ENDS)):
         text = PAIRS.replace("PROCESSES", "6") + rest
         assert ended(text, f"{tmp_path}/{n}")[0] == ["0"] * 6
@@ -188,7 +188,7 @@ def test_a_thread_that_waits_is_joined_at_the_end(programs):
 
 
 def closed_at_once(me: Me, groups: int, threads: int) -> int:
-    """Several threads shut the same group down while a call is under way, and so many groups."""
+    """Several threads shut down the same groups at once, while calls are in flight."""
     made = [dist.new_group([0, 1]) for _ in range(groups)]
     works = []
     if me.rank == 0:

@@ -1,7 +1,7 @@
-"""A rank that dies: everybody who waits for it raises in time, and says for whom.
+"""A rank that dies: every rank that waits for it raises in time, and the error names it.
 
-Every test has processes of its own, because it breaks them. Afterwards the group refuses further
-work at once, and destroying it returns.
+Afterwards the group refuses further work at once, and destroying it returns. Every test has its own
+processes, because it breaks them.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from dist_waits import (
 )
 
 pytestmark = pytest.mark.skipif(
-    not OURS, reason=f"{BACKEND} has no type for it, hangs, or says nothing of the rank"
+    not OURS, reason=f"{BACKEND} has no exception type for it, hangs, or does not name the rank"
 )
 
-ANOTHER_PROGRAM = ("/bin/sleep", ["sleep", "5"])  # which ends when everybody must have noticed
+ANOTHER_PROGRAM = ("/bin/sleep", ["sleep", "5"])  # runs until every rank must have noticed
 
-Found = tuple[int, Caught, float, tuple]  # what was called before, what was raised; the death
+# Sequence number before the failure, error of the wait, time of the death, result of `after`.
+Found = tuple[int, Caught, float, tuple]
 
 
 def bereaved(me: Me, wait: str, how: str) -> Found:
-    """The victim dies when the others wait for it."""
+    """The victim dies while its peers wait for it in the given call."""
     called = begin(me)
     say(me, "waits")
     if me.rank == VICTIM:
@@ -94,12 +95,12 @@ def test_a_rank_exits_or_crashes(how):
 
 
 def test_a_rank_becomes_another_program():
-    """By exec: the process lives on, with the same number."""
+    """After exec the process lives on with the same pid, but the rank counts as dead."""
     lose("all_reduce", "exec")
 
 
 def becoming_another(me: Me, when: float) -> tuple[int, Caught, tuple]:
-    """Calls that never end, while another thread of the victim's replaces the program."""
+    """An endless series of calls, while another thread of the victim calls exec."""
     called = begin(me)
     if me.rank == VICTIM:
         threading.Timer(when - time.monotonic(), os.execv, ANOTHER_PROGRAM).start()
@@ -128,7 +129,7 @@ def test_a_rank_becomes_another_program_in_the_middle_of_a_call():
 
 
 def with_children(me: Me) -> float:
-    """The victim begins other programs in several ways, and the others wait for it."""
+    """The victim starts child programs in several ways: its peers must not take that for exec."""
     begin(me)
     if me.rank == VICTIM:
         os.environ.clear()
@@ -151,7 +152,7 @@ def test_a_rank_that_begins_other_programs_is_alive():
 
 
 def in_the_middle(me: Me, pid_file: str) -> tuple[int, Caught, tuple]:
-    """Calls that never end: whenever the death comes, it is in the middle of something."""
+    """An endless series of calls, so that a death at any time hits a call in flight."""
     called = begin(me)
     x = large(0.0)
     out = torch.zeros(3 * x.numel())
@@ -182,7 +183,7 @@ def test_death_in_the_middle_of_large_calls():
 
 
 def outlived(me: Me) -> Found:
-    """The victim has a child that lives on with all its descriptors."""
+    """The victim dies, but its forked child lives on with all its descriptors."""
     called = begin(me)
     say(me, "waits")
     if me.rank == VICTIM:

@@ -1,7 +1,7 @@
-"""An input is read when its call runs, in whichever memory it lies.
+"""Inputs are read when their call runs, in every kind of memory.
 
-Calls of a group run in the order in which they are asked for, so what one of them has made is the
-next one's input, although nobody has waited in between.
+Calls of a group run in the order of their issue, so the result of one call can be the input of the
+next one without a wait in between.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def new(x: Tensor) -> Tensor:
 
 
 def reads(me: Me, x: Tensor, name: str) -> tuple[dist.Work, list[Tensor], int]:
-    """A call that reads `x`; its results, and how often each has the value of `x` in it."""
+    """Start a call that reads `x`; return its Work, its results, and their multiple of `x`."""
     ranks, root = range(me.world), 1
     mine = [new(x) for _ in ranks]
     product = dist._make_nccl_premul_sum(3.0)
@@ -78,7 +78,7 @@ CALLS += ("all_to_all_single",)
 
 
 def one_after_the_other(me: Me, name: str, dtype: torch.dtype) -> list[str]:
-    """The second call's input is the first one's result. The last rank is late."""
+    """The second call's input is the first call's result, and the last rank is late."""
     wrong = []
     for how, view in VIEWS.items():
         x = torch.full(SHAPE, float(me.rank), dtype=torch.float32).to(dtype)
@@ -105,7 +105,7 @@ def test_the_result_of_the_call_before(pools, name, dtype):
 
 
 def narrow_products(me: Me) -> list[float]:
-    """torch does not multiply 8-bit floats."""
+    """PREMUL_SUM of 8-bit floats, which torch itself cannot multiply."""
     x = torch.full((16,), float(me.rank)).to(torch.float8_e4m3fn)
     time.sleep(0.1 * me.rank)
     first = dist.all_reduce(x, async_op=True)

@@ -1,6 +1,6 @@
-"""A rank that is late, leaves, or never comes: who waits for it raises after the group's timeout.
+"""A rank that is late, leaves, or never comes: waiting ranks raise after the group's timeout.
 
-The error names who is missing; then the group refuses further work, the late one's too.
+The error names the missing rank. Then the group refuses further work, also that of the late rank.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.distributed as dist
 from dist_pool import BACKEND, OURS, Caught, Me, backend_of, caught, fresh
 from dist_waits import AT_ONCE, DESTROYED, NOTICED, VICTIM, WAITS, after, begin, heard, others, say
 
-pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no type for it, or hangs")
-PATIENCE = 0.5  # seconds: the group's timeout
+pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no type for this error, or hangs")
+PATIENCE = 0.5  # timeout of the group, in seconds
 
 
 def kept_waiting(me: Me, wait: str) -> tuple[Caught, float, tuple]:
-    """The victim comes when all others have given up."""
+    """The victim makes its call after all its peers have timed out."""
     begin(me)
     backend_of().set_timeout(datetime.timedelta(seconds=PATIENCE))
     dist.barrier()
@@ -52,7 +52,7 @@ def test_a_late_rank(wait):
         assert "CollectiveError" in refusal.kinds, refusal
         assert destroyed < DESTROYED
         if rank == VICTIM:
-            continue  # is told at once what has become of the group
+            continue  # raises at once, because the group is aborted
         assert error.kind in ("Timeout", "PeerLost"), error
         assert seconds < PATIENCE + NOTICED, error
         assert f"rank {VICTIM}" in error.text, error
@@ -84,7 +84,7 @@ def test_a_rank_destroys_its_group():
 
 
 def aborted(me: Me) -> tuple[Caught, float]:
-    """Another thread of one rank gives up for all."""
+    """A second thread of rank 0 aborts the group."""
     begin(me)
     start = time.monotonic()
     if me.rank == 0:
@@ -105,7 +105,7 @@ def test_abort():
 
 
 def lonely(me: Me) -> tuple[Caught, float]:
-    """Nobody else comes to the meeting."""
+    """Rank 0 initialises alone: no peer joins the bootstrap."""
     start = time.monotonic()
     options = {"timeout": datetime.timedelta(seconds=1)}
     error = caught(me.init, "nobody", **options) if me.rank == 0 else caught(time.sleep, 0)

@@ -1,7 +1,7 @@
-"""A rank that is stopped in the middle of a call on tensors in shared memory, and goes on later.
+"""A rank that is stopped amid a call on tensors in shared memory, and resumes later.
 
-The others have given up by then: what it still writes must not land in tensors that are new, and
-it must soon notice and raise.
+By then its peers have timed out: its late writes must not land in new tensors, and it must soon
+notice and raise.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no memory to share")
 
-COUNT = 48 << 20  # elements of float32: a rank's share takes tens of milliseconds
-PATIENCE = 1.0  # seconds: the group's timeout
-TRIES = 20  # to stop the other rank in the middle: a crowded machine may be too slow for some
-# What a thread may still write before it looks at the group again: a few MiB, in elements.
+COUNT = 48 << 20  # float32 elements: a rank's share takes tens of milliseconds
+PATIENCE = 1.0  # timeout of the group, in seconds
+TRIES = 20  # attempts to stop the peer amid a call; some may be too slow on a loaded machine
+# Elements (4 MiB) that a thread may still write before it polls the group's abort state again.
 BLOCK = (4 << 20) // 4
 
 
 def stopped(x: Tensor, peer: int) -> bool:
-    """Stop the peer as soon as it has written into its share, the second half; was that in time?"""
+    """Stop the peer once it has begun to write its share, the second half of the tensor.
+
+    Returns true if the share was not yet complete.
+    """
     share = x[COUNT // 2 :]
     while share[0] == 1:
         pass
     os.kill(peer, signal.SIGSTOP)
-    time.sleep(0.1)  # until it has
+    time.sleep(0.1)  # until the peer has stopped
     return bool(share[-1] == 1)
 
 
 def given_up(x: Tensor, peer: int) -> Caught:
-    """What this rank's call raises while the peer is stopped in its own."""
+    """Return the error of this rank's call while the peer is stopped amid the same call."""
     for _ in range(TRIES):
         x.fill_(1)
         dist.barrier()
@@ -51,11 +54,11 @@ def given_up(x: Tensor, peer: int) -> Caught:
 
 
 def go_on_until(x: Tensor) -> Caught:
-    """What the call raises in which this rank was stopped."""
+    """Return the error of the call in which this rank was stopped."""
     for _ in range(TRIES):
         x.fill_(1)
         if caught(dist.barrier).kinds:
-            break  # the last call was that one
+            break  # this rank was stopped in the last call
         if (error := caught(dist.all_reduce, x)).kinds:
             return error
     return Caught((), "", 0)
@@ -68,7 +71,7 @@ def placed() -> Tensor:
 
 
 def survive(me: Me, keeps: bool) -> tuple[Caught, Caught, int]:
-    """What the call raises, what a new tensor does, and how much of memory changes afterwards."""
+    """Return the call's error, the error of a new tensor, and the elements that change later."""
     x = placed()
     pids = [None] * 2
     dist.all_gather_object(pids, os.getpid())
@@ -86,7 +89,7 @@ def survive(me: Me, keeps: bool) -> tuple[Caught, Caught, int]:
         before = watched.clone()
     finally:
         os.kill(pids[1], signal.SIGCONT)
-    time.sleep(1.0)  # much longer than the rest of its share takes
+    time.sleep(1.0)  # much longer than the peer would take to write the rest of its share
     return error, refusal, int((watched != before).sum())
 
 

@@ -1,6 +1,6 @@
-"""How programs start: torchrun, spawn, fork; and the libraries that start them, where installed.
+"""Ways to launch programs: torchrun, spawn, fork, and launcher libraries if they are installed.
 
-Each is a process of its own that a hang is killed with.
+Each program runs in its own session, which is killed on a hang.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def right(said: str, world: int) -> None:
         assert word not in said, said
 
 
-# That a program may just end has a quick test in test_dist_lifecycle.py.
+# Without --destroy: test_dist_lifecycle.py has a quick test of a program that just exits.
 @pytest.mark.parametrize("end", ["--destroy", pytest.param("--leave", marks=pytest.mark.slow)])
 def test_torchrun(tmp_path, end):
     if not OURS and end == "--leave":

@@ -1,6 +1,6 @@
-"""Groups come and go: how they meet, what they share, and that nothing of them is left.
+"""Life cycle of groups: bootstrap, subgroups, and no leaks.
 
-No descriptor, no thread, no mapping: after 200 groups.
+After 200 groups no descriptor, thread or mapping is left.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def works(world: int, group: dist.ProcessGroup | None = None) -> None:
 def cycles(me: Me, count: int) -> tuple[dict[str, int], dict[str, int]]:
     before: dict[str, int] = {}
     for n in range(count):
-        if n == 3:  # whatever is made once has been made
+        if n == 3:  # all one-time resources have been created
             before = held()
         store = dist.FileStore(f"{me.folder}/cycle_{n}", me.world)
         dist.init_process_group(me.spec.backend, store=store, rank=me.rank, world_size=me.world)
@@ -85,7 +85,7 @@ def beside_each_other(me: Me, count: int) -> list[int]:
 
 @ours_only
 def test_a_group_takes_one_descriptor():
-    """1024 are all that a process usually has."""
+    """A group costs one descriptor, because processes usually may have only 1024."""
     count = 50
     with fresh(4) as pool:
         for before, among, after in pool.run(beside_each_other, count):
@@ -107,7 +107,7 @@ def test_a_program_that_just_ends(tmp_path):
     assert "end [1.0, 1.0, 1.0]" in own_process(["-c", PROGRAM, BACKEND, f"{tmp_path}/st"], 30)
 
 
-# --- meeting --------------------------------------------------------------------------------------
+# --- bootstrap ------------------------------------------------------------------------------------
 
 
 def meet(me: Me, how: str, where: str) -> None:
@@ -197,7 +197,7 @@ def test_subgroups(pools):
 
 
 def split(me: Me) -> None:
-    """torch's front asks for a device; the group itself does not."""
+    """The group's split_group, because dist.split_group requires a device."""
     group = dist.group.WORLD
     assert group._get_backend(torch.device("cpu")).supports_splitting
     mine = [r for r in range(me.world) if r % 2 == me.rank % 2]
@@ -219,7 +219,7 @@ def test_split_group(pools):
 
 
 def tardy(me: Me) -> Caught | None:
-    """monitored_barrier names who did not come."""
+    """monitored_barrier names the missing rank."""
     if me.rank == 1:
         time.sleep(1.5)
         return None

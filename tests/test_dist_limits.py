@@ -1,7 +1,7 @@
-"""A process that can make no more threads: what cannot begin says so, on every rank; nothing hangs.
+"""A process that can start no more threads: calls that need one raise on every rank; none hangs.
 
-A thread's stack takes address space. Where all threads have stacks of a GiB, a limit of half of
-that more than the process has keeps it from making threads, and from nothing else.
+Thread stacks take address space. With stacks of 1 GiB, a limit of 0.5 GiB above the current size
+prevents only new threads.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ else:
     dist.send(torch.full((3,), 3.0), 0)
 """
 
-# All ranks learn of it at the first of the calls, and none of them comes to the others.
+# Every rank raises at the first of the coalesced calls, and no rank runs the other calls.
 COALESCED = """
 backend = dist.group.WORLD._get_backend(torch.device("cpu"))
 tensors = [torch.full((n,), 1.0 + rank) for n in (3, 4, 5)]
@@ -176,7 +176,7 @@ JOBS = {
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory) -> Path:
-    """Where each job has said "good", or what was wrong."""
+    """Folder with the output of each job: "good", or the failure."""
     folder = tmp_path_factory.mktemp("jobs")
     for name, job in JOBS.items():
         (folder / f"{name}.py").write_text(job)

@@ -1,7 +1,7 @@
 """Every collective x world x dtype x op x size x layout through torch.distributed.
 
-Each result has the bits of the one-process API, and is gloo's where gloo can be asked: bits for
-copies and integers, a rounding per rank for floats. A dtype is one command to a pool.
+Each result has the bits of the one-process API. It also equals gloo's where gloo supports the case:
+bit by bit for copies and integers, within one rounding per rank for floats. A dtype is one job.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 
 WORLDS = (1, 2, 3, 4, 8)
 SMALL = (0, 1, 7, 1023)
-LARGE = 300_000  # several pieces for most dtypes
-OVER_MIB = {1: 1_100_003, 2: 600_007, 4: 300_007, 8: 150_001, 16: 75_011}  # by bytes an element
+LARGE = 300_000  # elements; several pieces for most dtypes
+OVER_MIB = {1: 1_100_003, 2: 600_007, 4: 300_007, 8: 150_001, 16: 75_011}  # item size -> elements
 GLOO_COUNTS = (7, 1023)
-FACTOR = 0.5  # of PREMUL_SUM: exact in every dtype, so when it is rounded does not show
-_MOST = 12  # failures of one command that are told
+FACTOR = 0.5  # factor of PREMUL_SUM: exact in every dtype, so the moment of rounding has no effect
+_MOST = 12  # largest number of reported failures per job
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +33,9 @@ def pools() -> Iterator[Pools]:
 
 
 def cases(dtype: torch.dtype, world: int) -> Iterator[tuple[Case, tuple[str, ...]]]:
-    """Cases, and the layouts that each comes in. Eight ranks, and large cases, take turns with the
-    layouts, and but for all_reduce of few ranks with the ops: a piece knows nothing of either.
-    Large cases take turns with the two sizes, too."""
+    """Yield cases with their layouts. With eight ranks, and for large cases, the layouts alternate,
+    and for large cases the two sizes and (except all_reduce of few ranks) the ops: pieces are
+    independent of both."""
     turn = 0
     for collective in COLLECTIVES:
         ops = dist_cases.ops(collective, dtype)
@@ -56,13 +56,13 @@ def two_of(turn: int) -> tuple[str, ...]:
 
 
 def differs(actual: Tensor | None, wanted: Tensor | None, case: Case, close: int = 0) -> str:
-    """What is wrong with a result; `close`: the number of ranks whose order may be another."""
+    """Return the mismatch of a result, or "". `close`: allow a rounding for so many ranks."""
     if actual is None or wanted is None:
         return "" if actual is wanted else "only one of them has a result"
     actual, wanted = actual.reshape(-1), wanted.reshape(-1)
     large = actual.numel() > SMALL[-1] and actual.dtype == wanted.dtype
     if large and torch.equal(raw(actual), raw(wanted)):
-        return ""  # as all should be; what follows takes longer, and knows of NaNs and zeros
+        return ""  # fast path for equal bits; the slower checks below treat NaNs and zeros
     try:
         if close:
             assert_close([actual], [wanted], "gloo", close)
@@ -78,7 +78,7 @@ def raw(x: Tensor) -> Tensor:
 
 
 def sweep(me: Me, dtype: torch.dtype) -> tuple[int, list[str]]:
-    """How many cases this rank has run, and what was wrong."""
+    """Run all cases of a dtype; return their number and the mismatches."""
     run, wrong = 0, []
     for case, layouts in cases(dtype, me.world):
         if not OURS and gloo_lacks(case):
@@ -99,7 +99,7 @@ def sweep(me: Me, dtype: torch.dtype) -> tuple[int, list[str]]:
     return run, wrong
 
 
-# Quick runs have every dtype with three ranks, and one of each kind with every other number.
+# Quick runs test every dtype with three ranks, and one dtype of each kind with other world sizes.
 USUAL = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 EVERY = [
     pytest.param(
@@ -154,7 +154,7 @@ def test_as_gloo(pools, world, dtype):
 
 
 def premultiplied(me: Me, dtype: torch.dtype, factor: float, as_tensor: bool) -> list[str]:
-    """PREMUL_SUM is the sum of factor * x."""
+    """Check that PREMUL_SUM gives the sum of factor * x; return the mismatches."""
     scale = torch.tensor([factor], dtype=dtype) if as_tensor else factor
     op = dist._make_nccl_premul_sum(scale)
     wrong = []
@@ -186,7 +186,8 @@ def test_premul_sum(pools, world):
 
 
 def refused(me: Me) -> list[str]:
-    """What the contract leaves out is refused by name on every rank, and moves nothing."""
+    """Ops that the contract does not define raise on every rank, name op and dtype, and move no
+    data."""
     wrong = []
     asked = [(torch.float32, op) for op in ("BAND", "BOR", "BXOR")]
     asked += [(torch.bool, "AVG")]
@@ -211,7 +212,7 @@ def test_what_the_contract_leaves_out(pools):
 
 
 def complexes(me: Me) -> list[str]:
-    """Torch's own front refuses what is no sum of reals; nothing hangs, and the group lives."""
+    """torch.distributed refuses PRODUCT and MAX of complex tensors; the group stays usable."""
     wrong = []
     for dtype in COMPLEX:
         for op in ("PRODUCT", "MAX"):

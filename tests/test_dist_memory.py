@@ -1,7 +1,6 @@
-"""Tensors that live in the group's shared memory: ordinary to torch, moved by nobody, given back.
+"""Tensors in the group's symmetric heap: ordinary torch tensors, used without copies, and freed.
 
-Where a tensor lies is read from the process's own map of memory. Tensors of over 2^31 bytes are
-here too.
+/proc/self/maps shows whether a tensor lies in shared memory. Also tests tensors over 2^31 bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def pools() -> Iterator[Pools]:
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Does it lie in memory that other processes map?"""
+    """Whether the tensor lies in a shared mapping."""
     first = tensor.untyped_storage().data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, permissions, *_ = line.split()
@@ -83,7 +82,7 @@ def ordinary(me: Me, make: Make) -> None:
 
 @by_hand
 def same_bits(me: Me, make: Make) -> None:
-    """Every mixture of ranks that have placed their tensors and ranks that have not."""
+    """Collectives give the same bits with zero-copy tensors on all ranks, rank 0 or rank 1."""
     device = me.site.device
     for count in (1, 1023, 300_007):
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
@@ -111,7 +110,7 @@ def same_bits(me: Me, make: Make) -> None:
 
 
 def views(me: Me, make: Make) -> None:
-    """Parts of a placed tensor, at other places on every rank; in place and strided ones."""
+    """Zero-copy views at different offsets on every rank; strided and in-place ones."""
     room = make(10_000, torch.float32)
     x = room[100 * me.rank :][:5000].fill_(me.rank + 1)
     total = me.world * (me.world + 1) / 2
@@ -127,7 +126,7 @@ def views(me: Me, make: Make) -> None:
 
 
 def lives_on(me: Me, make: Make) -> None:
-    """Its owner may write as soon as a call is over, and reuse what it has let go of."""
+    """A tensor may be overwritten, and its memory reused, as soon as a call is complete."""
     for turn in range(50):
         x = make(100_000, torch.float32).fill_(me.rank + turn)
         dist.all_reduce(x)
@@ -147,7 +146,7 @@ def lives_on(me: Me, make: Make) -> None:
 
 
 def comes_back(me: Me, make: Make) -> None:
-    """64 GiB in all, never more than 64 MiB at a time."""
+    """Allocate 64 GiB in total, with at most 64 MiB live at a time."""
     for _ in range(1000):
         x = make(64 * MIB, torch.uint8)
         x[:: 16 * MIB] = 1
@@ -168,7 +167,7 @@ def test_placed(pools, job, make):
 
 
 def outlives(me: Me) -> None:
-    """A tensor may stay when its group has gone."""
+    """A tensor may outlive its group, and be used in the next one."""
     me.init("first")
     x = by_us(1000, torch.float32).fill_(3)
     dist.barrier()
@@ -196,7 +195,7 @@ def buckets(me: Me) -> list[bool]:
     model = DDP(net, bucket_cap_mb=0.05, gradient_as_bucket_view=True)
     shared: list[bool] = []
 
-    def hook(state, bucket):  # DDP takes no annotations that are strings
+    def hook(state, bucket):  # no annotations: DDP rejects those that are strings
         buffer = bucket.buffer()
         shared.append(is_shared(buffer))
         buffer /= me.world
@@ -251,7 +250,7 @@ def test_a_build_without_cuda(pools):
 # --- over 2^31 bytes ------------------------------------------------------------------------------
 
 HUGE = 2**31 + 12_345
-_NEEDED = 9 * 2**30  # bytes: two ranks, an input and an output of about 2 GiB each, and room
+_NEEDED = 9 * 2**30  # bytes: input and output of about 2 GiB each on two ranks, and a margin
 
 
 def available() -> int:

@@ -1,7 +1,7 @@
-"""send, recv and their kin: matched by peer and tag, each moving on by itself.
+"""send, recv, isend and irecv: messages match by peer and tag, and progress independently.
 
-No message waits for one that it has nothing to do with: not for a collective, not for another tag,
-not for the other direction, however large.
+No message waits for an unrelated one, of any size: a collective, a message with another tag, or a
+message in the other direction.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dist_pool import BACKEND, OURS, Me, Pools, pools_of_a_module
 from reference import DTYPES, assert_same, randoms
 from torch import Tensor
 
-COUNTS = (0, 1, 7, 1023, 70_001, 700_003)  # at once, in one buffer, through several
+COUNTS = (0, 1, 7, 1023, 70_001, 700_003)  # elements: eager, one buffer, several buffers
 MIB_64 = 64 * 2**20 // 4
 
 
@@ -30,7 +30,7 @@ def of(rank: int, count: int, tag: int = 0) -> Tensor:
 
 
 def ring(me: Me) -> None:
-    """Every size around a ring, even ranks sending first."""
+    """Send every size around a ring; even ranks send first."""
     to, source = (me.rank + 1) % me.world, (me.rank - 1) % me.world
     for count in COUNTS:
         x, y = of(me.rank, count), torch.full((count,), -1.0)
@@ -44,7 +44,7 @@ def ring(me: Me) -> None:
 
 
 def both_ways(me: Me) -> None:
-    """Each sends 64 MiB before it asks for anything."""
+    """Both ranks send 64 MiB before they post a receive."""
     other = 1 - me.rank
     x, y = of(me.rank, MIB_64), torch.zeros(MIB_64)
     sent = dist.isend(x, other)
@@ -55,7 +55,7 @@ def both_ways(me: Me) -> None:
 
 
 def everybody_to_everybody(me: Me) -> None:
-    """All pairs, two tags, three messages a tag: in order within a tag, and tags do not mix."""
+    """All pairs of ranks exchange three messages on each of two tags, ordered within each tag."""
     others = [r for r in range(me.world) if r != me.rank]
     sends, receives = [], []
     for other in others:
@@ -76,7 +76,7 @@ def everybody_to_everybody(me: Me) -> None:
 
 
 def tags_out_of_order(me: Me) -> None:
-    """The last tag sent is received first; small, and larger than any queue."""
+    """Receive tags in reverse order of sending; small messages, and larger than any queue."""
     for count in (3, 400_000):
         if me.rank == 0:
             sends = [dist.isend(of(0, count, tag), 1, tag=tag) for tag in range(6)]
@@ -124,7 +124,7 @@ def batch(me: Me) -> None:
         ]
         ops += [dist.P2POp(dist.isend, of(me.rank, count, 1), source)]
         ops += [dist.P2POp(dist.irecv, out[1], to)]
-        if me.world == 2:  # between two ranks, order in a direction is what matches
+        if me.world == 2:  # between two ranks, messages match by their order in each direction
             ops = [ops[0], ops[1], ops[3], ops[2]]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
@@ -143,7 +143,7 @@ def dtypes(me: Me) -> None:
 
 
 def past_collectives(me: Me) -> None:
-    """Messages pass a collective that is not over: rank 1 joins it when it has answered."""
+    """Messages overtake an unfinished collective: rank 1 joins it after its reply."""
     if me.rank == 0:
         x = torch.ones(5)
         work = dist.all_reduce(x, async_op=True)
@@ -164,7 +164,7 @@ def past_collectives(me: Me) -> None:
 
 
 def collectives_past_messages(me: Me) -> None:
-    """Collectives pass receives that nobody answers yet, and a large send that nobody takes yet."""
+    """Collectives overtake a receive without its send, and a large send without its receive."""
     out = torch.zeros(300_000)
     if me.rank == 0:
         work = dist.irecv(out, 1, tag=2)
@@ -184,7 +184,7 @@ def collectives_past_messages(me: Me) -> None:
 
 
 def polled(me: Me) -> None:
-    """is_completed becomes true without anybody waiting."""
+    """is_completed() becomes true without any call of wait()."""
     out = torch.zeros(300_000)
     if me.rank > 1:
         return
@@ -197,7 +197,7 @@ def polled(me: Me) -> None:
 
 
 def in_a_subgroup(me: Me) -> None:
-    """Ranks of the world, or of the group."""
+    """Messages in a subgroup, addressed by global rank or by group rank."""
     group = dist.new_group([me.world - 1, 0])
     if me.rank in (0, me.world - 1):
         out = torch.zeros(6)

@@ -1,6 +1,6 @@
-"""Messages that do not fit what they meet: an error, and memory that stays as it was.
+"""Messages that do not fit their receive: an error, and unchanged memory.
 
-What can match, and in which order, is test_dist_p2p.py's.
+test_dist_p2p.py tests matching and order.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_wrong_peers(pools):
 
 
 def larger(me: Me) -> Caught | None:
-    """Room for more than was sent is refused, or filled as far as the message goes."""
+    """A receive larger than its message is refused, or only its first elements are written."""
     if me.rank == 0:
         caught(dist.send, torch.ones(8), 1)
         return None
@@ -106,7 +106,7 @@ def late(me: Me) -> tuple[Caught, float] | None:
     return error, error.when - start
 
 
-@pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no type for it")
+@pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no type for this error")
 def test_a_wait_with_a_limit():
     with fresh(2) as pool:
         (error, seconds), _ = pool.run(late)

@@ -1,6 +1,6 @@
-"""Messages to oneself: isend and irecv, alone, in batches and beside those of others.
+"""Messages of a rank to itself: isend and irecv, alone, in batches and among other messages.
 
-torch's blocking send and recv refuse a rank's own number themselves.
+torch's blocking send and recv refuse the rank's own number.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from reference import assert_same
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not OURS, reason="connects no rank with itself")
-COUNTS = (0, 1, 7, 1023, 70_001, 1_000_003)  # at once, in one buffer, through several
-STAGED = ("", "late", "eager", "late:stream", "late:best")
+COUNTS = (0, 1, 7, 1023, 70_001, 1_000_003)  # elements: eager, one buffer, several buffers
+STAGED = ("", "late", "eager", "late:cuda_ipc", "late:auto")
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +31,13 @@ def of(rank: int, count: int, tag: int = 0) -> Tensor:
 
 
 def received(y: Tensor, source: int | None, tag: int = 0) -> dist.Work:
-    if source is None:  # torch's blocking recv would refuse what it has got
+    if source is None:  # torch's blocking recv would raise if the message is the rank's own
         return dist.group.WORLD.recv_anysource([y], tag)
     return dist.irecv(y, source, tag=tag)
 
 
 def sizes(me: Me) -> None:
-    """Sent first and received first, strided at either end, from oneself and from anybody."""
+    """Self-messages: send or receive first, strided at either end, from self or any source."""
     for count, (out, into), sends, source in itertools.product(
         COUNTS, [(1, 1), (2, 1), (1, 3)], [True, False], [me.rank, None]
     ):
@@ -52,7 +52,7 @@ def sizes(me: Me) -> None:
 
 
 def in_order(me: Me) -> None:
-    """By tag, and within a tag in the order of asking; waited for in any."""
+    """Self-messages match by tag, and within a tag in order of issue; waits in any order."""
     outs = [(tag, n, torch.zeros(30_000 * n + 5)) for n in range(3) for tag in (3, 1)]
     sends = [dist.isend(of(n, len(y), tag), me.rank, tag=tag) for tag, n, y in outs]
     receives = [dist.irecv(y, me.rank, tag=tag) for tag, _, y in sorted(outs, key=lambda o: o[0])]
@@ -63,7 +63,7 @@ def in_order(me: Me) -> None:
 
 
 def batches(me: Me) -> None:
-    """All to all by messages, one's own part among them; and one's own part alone."""
+    """Batched messages to all ranks including self, and to self alone."""
     for count in (5, 400_000):
         for peers in (range(me.world), [me.rank]):
             outs = {peer: torch.zeros(count) for peer in peers}
@@ -73,11 +73,11 @@ def batches(me: Me) -> None:
                 work.wait()
             for peer, y in outs.items():
                 assert_same([y], [of(peer, count, me.rank)], (count, peer))
-    dist.barrier()  # torch's list of a batch is closed: what comes now is run
+    dist.barrier()  # runs at once, because the batch has ended its coalescing
 
 
 def futures(me: Me) -> None:
-    """Nobody waits, or moves anything."""
+    """Self-messages complete through a future, and through polling, without wait()."""
     y, z = torch.zeros(400_000), torch.zeros(400_000)
     works = [dist.irecv(y, me.rank), dist.isend(of(me.rank, 400_000), me.rank)]
     assert_same(works[0].get_future().wait(), [of(me.rank, 400_000)])
@@ -105,7 +105,7 @@ def test_of_tensors_on_devices(pools, staged, job):
 
 
 def beside_others(me: Me) -> list[int]:
-    """Receives from anybody take one's own messages in turn with those of others."""
+    """Receives from any source match messages of the rank itself and of its peers."""
     dist.send(of(me.rank, 9), (me.rank + 1) % me.world)
     sent = dist.isend(of(me.rank, 9), me.rank)
     sources = []
@@ -154,7 +154,7 @@ def test_what_does_not_fit(pools, sent, room):
 
 def lonely(me: Me, how: str) -> Caught:
     if me.rank != 0:
-        time.sleep(1.5)  # so that it is the other one whose time is over first
+        time.sleep(1.5)  # so that the timeout of rank 0 expires first
         return caught(dist.barrier)
     if how == "irecv":
         return caught(dist.irecv(torch.zeros(3), 0).wait)

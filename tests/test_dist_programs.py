@@ -1,7 +1,7 @@
-"""Random programs of collectives over random subgroups, against a model that holds all ranks.
+"""Random programs of collectives over random subgroups, compared with a model of all ranks.
 
-Groups overlap and are used in an order that is the program's own; calls are synchronous or left
-open and waited for later. Data are small whole numbers, so every order of adding gives the same.
+Subgroups overlap and are used in random order; calls are synchronous, or async with a later wait.
+Data are small integers, so every order of addition gives the same result.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from dist_pool import Me, Pools, pools_of_a_module
 from hypothesis import strategies as st
 from torch import Tensor
 
-SLOTS = 3  # tensors that a rank works with, all of one length
+SLOTS = 3  # tensors of each rank, all of one length
 KINDS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
 KINDS += ("gather", "scatter", "barrier", "exchange")
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_BOUND = 97  # values are taken modulo it, so that sums never grow out of the dtype
+_BOUND = 97  # values are reduced modulo this, so that sums stay exact in every dtype
 
 pytestmark = pytest.mark.slow
 
@@ -34,18 +34,18 @@ pytestmark = pytest.mark.slow
 class Step:
     kind: str
     members: tuple[int, ...]
-    root: int  # place in members
+    root: int  # index into members
     op: str
     source: int
     target: int
-    wait: int  # steps later; 0: synchronous
-    pause: int  # milliseconds that the root comes late
+    wait: int  # number of steps until the wait; 0: synchronous
+    pause: int  # milliseconds by which the root is late
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
     world: int
-    count: int  # elements, divisible by every size of a group
+    count: int  # elements of a tensor, divisible by every group size
     dtype: torch.dtype
     steps: tuple[Step, ...]
 
@@ -71,7 +71,7 @@ def programs(draw: st.DrawFn) -> Program:
 
 
 def begin(program: Program) -> list[list[Tensor]]:
-    """[rank][slot]"""
+    """Initial tensors as [rank][slot]."""
     row = torch.arange(program.count) % _BOUND
     return [
         [((row * (3 * r + 1) + 7 * s) % _BOUND).to(program.dtype) for s in range(SLOTS)]
@@ -87,7 +87,7 @@ def tamed(x: Tensor) -> Tensor:
     return x.remainder(_BOUND)
 
 
-# --- the model: every rank's tensors at once ------------------------------------------------------
+# --- the model: the tensors of all ranks in one process -------------------------------------------
 
 
 def model(program: Program) -> list[list[Tensor]]:
@@ -133,7 +133,7 @@ def answers(step: Step, mine: list[Tensor], state: list[list[Tensor]]) -> list[T
 def ask(
     step: Step, mine: Tensor, group: dist.ProcessGroup, rank: int
 ) -> tuple[Tensor | None, list]:
-    """What becomes this rank's tensor when the works are done."""
+    """Start the step; return this rank's result, valid after its works, and the works."""
     size, place = len(step.members), step.members.index(rank)
     root, later = root_of(step), {"group": group, "async_op": step.wait > 0}
     parts = list(mine.chunk(size)) if len(mine) else [mine] * size
@@ -170,7 +170,7 @@ def ask(
 
 
 def settle(result: object, size: int) -> Tensor | None:
-    if isinstance(result, tuple):  # a part, as often as there are ranks
+    if isinstance(result, tuple):  # one part, to be repeated once per rank
         return tamed(result[1].repeat(size))
     if isinstance(result, list):
         return tamed(torch.cat(result))
@@ -179,7 +179,7 @@ def settle(result: object, size: int) -> Tensor | None:
 
 @functools.lru_cache
 def groups_of(world: int) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Every subset of the ranks; made once in a process, in the same order everywhere."""
+    """A group for every subset of ranks, created once per process, in one order on all ranks."""
     limit = datetime.timedelta(seconds=60)
     subsets = [m for n in range(1, world + 1) for m in itertools.combinations(range(world), n)]
     return {members: dist.new_group(members, timeout=limit) for members in subsets}
@@ -225,7 +225,7 @@ def pools() -> Iterator[Pools]:
     yield from pools_of_a_module()
 
 
-# No shrinking: every failure breaks a pool, and a hang costs its time limit.
+# No shrinking, because every failure ends a pool, and every hang takes the full time limit.
 @hypothesis.settings(
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],

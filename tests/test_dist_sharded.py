@@ -1,7 +1,6 @@
-"""What shards on top of the backend: FSDP, DTensor, functional collectives, pipelines, checkpoints.
+"""Sharding on top of the backend: FSDP, DTensor, functional collectives, pipelines, checkpoints.
 
-Compared with gloo's run of the same, or with one process; nothing of pycollect is named but the
-backend.
+Results are compared with gloo or with a single process; of pycollect only the backend name is used.
 """
 
 from __future__ import annotations
@@ -55,7 +54,8 @@ def train(model: nn.Module, me: Me) -> list[float]:
 
 
 def alone(me: Me) -> tuple[list[float], list[Tensor]]:
-    """One process with everybody's batches: this rank's losses, and the parameters at the end."""
+    """Train on the batches of all ranks in one process; return this rank's losses and the final
+    parameters."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     losses = []
@@ -115,7 +115,7 @@ def fsdp2(me: Me) -> None:
 
 
 def hsdp(me: Me) -> None:
-    """Sharded within pairs, replicated across them: subgroups of both kinds."""
+    """HSDP: sharded within pairs and replicated across them, with subgroups of both kinds."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -212,7 +212,7 @@ def compiled(me: Me) -> None:
 
 
 def pipeline(me: Me) -> None:
-    """A layer a rank, four microbatches, two schedules: the loss and gradients of the whole."""
+    """A layer per rank, four microbatches, two schedules: loss and gradients as in one process."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
     torch.manual_seed(0)

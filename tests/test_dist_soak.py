@@ -1,8 +1,8 @@
 """Random calls over random groups, from several threads, while ranks die or are stopped.
 
-What is done is in dist_soak.py, derived from a seed that a failure names.
-PYCOLLECT_TEST_SOAK_SEED=n tells that story first, PYCOLLECT_TEST_SOAK_WITHOUT leaves out kinds of
-steps (their names, with commas), PYCOLLECT_TEST_SOAK_SECONDS is how long the slow test goes on.
+dist_soak.py derives all steps from a seed, which failures report. PYCOLLECT_TEST_SOAK_SEED=n runs
+that story first, PYCOLLECT_TEST_SOAK_WITHOUT leaves out kinds of steps (comma-separated names), and
+PYCOLLECT_TEST_SOAK_SECONDS is the duration of the slow test.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import pytest
 from dist_pool import BACKEND, OURS, fresh
 from dist_soak import chapters_of, tell
 
-pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no type for what is raised")
+pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no types for these exceptions")
 SECONDS = float(os.environ.get("PYCOLLECT_TEST_SOAK_SECONDS", "20"))
 WITHOUT = frozenset(filter(None, os.environ.get("PYCOLLECT_TEST_SOAK_WITHOUT", "").split(",")))
 ONE = os.environ.get("PYCOLLECT_TEST_SOAK_SEED")
-LIMIT = 240.0  # seconds for a story, which takes about ten: what is over it hangs
+LIMIT = 240.0  # time limit of a story in seconds; usual ones take about 10
 
 
 def one_story(seed: int) -> float:
-    """How late anybody was told of a death, in seconds."""
+    """Run a story; return the longest time, in seconds, between a death and a survivor's error."""
     world = 4 + seed % 3
     dead = {c.victim for c in chapters_of(seed, world) if c.fault == "death"}
     with fresh(world, group=False) as pool:
@@ -34,7 +34,7 @@ def one_story(seed: int) -> float:
     return max((o.value for o in outcomes if not o.died), default=0.0)
 
 
-SHORT = (0, 3)  # stories with every fault
+SHORT = (0, 3)  # seeds that together have every fault
 
 
 @pytest.mark.parametrize("seed", [int(ONE)] if ONE else SHORT)

@@ -1,7 +1,7 @@
-"""Tensors that are no plain row of numbers: strides, shared memory, other devices, other layouts.
+"""Unusual tensors: strided, with overlapping elements, on other devices, in other layouts.
 
-What torch can address is done right, and nothing outside of an output is touched. What cannot be
-right (an output whose elements share memory) is refused on every rank before anything moves.
+Calls on any strided tensor are right and touch no memory outside of an output. Outputs whose
+elements share memory are refused on every rank before data moves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dist_pool import BACKEND, OURS, Caught, Me, Pools, caught, pools_of_a_modul
 from reference import LAYOUTS, around, assert_same, place
 from torch import Tensor
 
-SHAPES = ((4, 6), (300, 500))  # small; several pieces
+SHAPES = ((4, 6), (300, 500))  # a small one, and one of several pieces
 pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} ignores strides or refuses them")
 
 
@@ -30,7 +30,7 @@ def of(rank: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def strided(me: Me, inputs: str, outputs: str) -> None:
-    """Inputs of one layout, outputs of another; around the outputs, nothing changes."""
+    """Inputs of one layout, outputs of another; memory around the outputs stays unchanged."""
     for shape in SHAPES:
         everybody = [of(r, shape) for r in range(me.world)]
         whole = sum(everybody)
@@ -92,7 +92,7 @@ def test_into_strided_wholes(pools, layout):
 
 
 def unlike(me: Me) -> None:
-    """Each rank has another layout of the same shape: elements still meet by their index."""
+    """Ranks have different layouts of the same shape: elements match by index, or all refuse."""
     for shape in SHAPES:
         x = place(of(me.rank, shape), LAYOUTS[me.rank % len(LAYOUTS)])
         error = caught(dist.all_reduce, x)
@@ -111,7 +111,7 @@ def test_layouts_that_differ_between_ranks(pools, world):
 
 
 def repeated_inputs(me: Me) -> None:
-    """One element many times over is an input like any other."""
+    """Inputs of stride 0, whose elements are all the same memory, are accepted."""
     mine = torch.full((1,), float(me.rank)).expand(4, 5)
     out = [torch.zeros(4, 5) for _ in range(me.world)]
     dist.all_gather(out, mine)
@@ -125,7 +125,7 @@ def test_inputs_of_stride_0(pools):
     pools(3).run(repeated_inputs)
 
 
-# --- refusals: a rank's own error, the others' that quotes it, and the group goes on --------------
+# --- refusals: the rank's own error, its peers' error that quotes it, and a usable group ----------
 
 
 def _overlapping() -> Tensor:
@@ -195,7 +195,7 @@ def test_outputs_that_share_memory(pools):
 
 
 def halves(me: Me, count: int) -> list[Caught]:
-    """An input that lies in the output by a half, and not at its place: refused, or done right."""
+    """An input that half overlaps its output at another offset: refused, or the right result."""
     room = of(me.rank, (3 * count,))
     moved = [of(r, (3 * count,))[count // 2 :][:count] for r in range(me.world)]
     first = caught(dist.all_gather_into_tensor, room[: 2 * count], room[count // 2 :][:count])

@@ -1,6 +1,6 @@
-"""Several requests that are one to their caller: agreed on by all ranks before the first runs.
+"""Requests that form one call: all ranks compare all of them before the first runs.
 
-The dtypes of one call, and calls that were coalesced: where one differs, none runs on any rank.
+Covers the several dtypes of one call, and coalesced calls: if one differs, none runs on any rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def pools():
 
 
 def several(me: Me, jobs: list) -> tuple[Caught, list[list[float]]]:
-    """One all_reduce of these sizes and dtypes, or one after the other where they are in lists."""
+    """Coalesced all_reduces of this rank's jobs: one block per job, a list of sizes and dtypes."""
     tensors = [[torch.ones(n, dtype=t) for n, t in job] for job in jobs[me.rank]]
     raised = Caught((), "", 0.0)
 
@@ -58,7 +58,7 @@ UNLIKE = {
 }
 
 
-STAGED = ["", "late", "eager:stream"]  # the host's tensors, and those on devices
+STAGED = ["", "late", "eager:cuda_ipc"]  # host memory, and emulated devices
 
 
 @pytest.mark.parametrize("case", UNLIKE)
@@ -81,7 +81,7 @@ def test_who_has_another_number_of_requests_is_named(pools):
 
 
 def device_fails(me: Me, calls: int) -> tuple[Caught, list[float]]:
-    """A device of rank 0's fails when it is asked whether its tensors have come."""
+    """Rank 0's device fails when it is queried for the copies of the tensors."""
     tensors = [torch.full((5,), float(me.rank)) for _ in range(3)]
     backend_of()._start_coalescing()
     for x in tensors:
@@ -130,7 +130,7 @@ def test_coalesced_calls_are_agreed_on_before_the_first_runs(pools, what, staged
 
 
 def right_batch(me: Me) -> None:
-    """In order: each finds what the one before has written."""
+    """Coalesced calls run in order: each one reads the result of the previous one."""
     last = me.world - 1.0
     x, part, whole = (torch.full((n,), float(me.rank)) for n in (4, 2, 4 * me.world))
     with dist._coalescing_manager(device=CPU, async_ops=True) as manager:
@@ -148,7 +148,7 @@ def right_batch(me: Me) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("staged", [*STAGED, "late:stream"])
+@pytest.mark.parametrize("staged", [*STAGED, "late:cuda_ipc"])
 def test_coalesced_calls_run_in_order(pools, world, staged):
     pools(world, site=staged).run(right_batch)
 
@@ -157,7 +157,8 @@ def test_coalesced_calls_run_in_order(pools, world, staged):
 
 
 def mixed(me: Me) -> list[str]:
-    """A message leaves when the collectives beside it are agreed on: else nobody would take it."""
+    """A coalesced message is sent only after all ranks agree on the collectives beside it, because
+    otherwise its receive might never be posted."""
     got, raised = torch.zeros(3), []
     for step in range(4):
         bad = {0: torch.zeros(3, dtype=torch.uint16), 1: torch.zeros(4)}.get(step)
@@ -176,11 +177,11 @@ def mixed(me: Me) -> list[str]:
     return raised
 
 
-@pytest.mark.parametrize("staged", ["", "late", "eager:stream"])
+@pytest.mark.parametrize("staged", ["", "late", "eager:cuda_ipc"])
 def test_messages_and_collectives_of_a_list_are_one(pools, staged):
     for refused, differ, *right in pools(2, site=staged).run(mixed):
         assert "refused coalesced broadcast" in refused
-        assert "must call the same" in differ
+        assert "must make the same call" in differ
         assert right == ["", ""]
 
 
@@ -210,7 +211,7 @@ def test_ranks_count_alike_whoever_refuses(pools):
 
 
 def of_child(call: Callable[[], object]) -> str:
-    """What it raises in a forked child of this rank; "hangs": nothing, and it does not return."""
+    """The error text of a call in a forked child; "nothing" without error, "hangs" after 5 s."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -245,7 +246,7 @@ def in_children(me: Me) -> dict[str, str]:
         "messages": of_child(lambda: dist.batch_isend_irecv(batch)),
     }
     x = torch.full((4,), 1.0 + me.rank)
-    with dist._coalescing_manager(device=CPU):  # which is the parent's, in the children too
+    with dist._coalescing_manager(device=CPU):  # the block belongs to the parent, also in a child
         dist.broadcast(x, 1)
         said["call"] = of_child(lambda: dist.broadcast(x, 0))
         said["message"] = of_child(lambda: dist.isend(x, peer))
@@ -261,14 +262,14 @@ def in_children(me: Me) -> dict[str, str]:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forked_children(pools):
-    """They are refused at once, and nothing that they do or leave undone reaches the parent."""
+    """Calls of forked children are refused at once and have no effect on the parent."""
     for said in pools(2).run(in_children, seconds=60):
         for call, text in said.items():
             assert "this process was forked from the one that the group belongs to" in text, call
 
 
 def message_of_results(me: Me) -> float:
-    """A message that was asked for between collectives sends what all of them have written."""
+    """A message issued between coalesced collectives sends the result of all of them."""
     x, y = torch.ones(4), torch.ones(1 << 20)
     got = torch.zeros(4)
     backend_of()._start_coalescing()

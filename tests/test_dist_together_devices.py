@@ -1,7 +1,7 @@
-"""What is coalesced, of tensors on devices: in the order of the list and of the caller's streams.
+"""Coalesced calls on device tensors run in issue order and in the order of the caller's streams.
 
-Some of what the calls read is copied where they are asked for: not what an earlier call of the list
-writes, which is not there yet.
+Some inputs are copied in when a call is issued, but not those that an earlier coalesced call still
+has to write.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dist_pool import OURS, Caught, Me, Pool, backend_of, begun, caught, pools_o
 from dist_step import is_in_step, ones
 
 pytestmark = pytest.mark.skipif(not OURS, reason="what only this backend promises")
-SLABS = ["late:stream", "eager:stream"]
+SLABS = ["late:cuda_ipc", "eager:cuda_ipc"]
 HOST, DEVICES = [""], ["late", "eager", *SLABS]
 
 
@@ -32,8 +32,8 @@ def laid(n: int, value: float, layout: str) -> torch.Tensor:
 
 
 def dependent(me: Me, layout: str) -> None:
-    """Each call reads what the one before has written; the third reads a part of it, scaled."""
-    for turn in (1.0, 2.0):  # the second time with memory that has been used
+    """Each call reads the result of the previous one; the third scales a part of it."""
+    for turn in (1.0, 2.0):  # the second turn reuses memory of the first
         total = turn * me.world * (me.world + 1) / 2
         x = laid(6, turn * (me.rank + 1), layout)
         whole = [torch.zeros_like(x) for _ in range(me.world)]
@@ -62,9 +62,9 @@ def test_a_call_reads_what_an_earlier_one_of_its_list_writes(pools, world, stage
 
 
 def held_up(me: Me, layout: str, waits: bool) -> tuple[list[float], list[float], list[str]]:
-    """A part of what the second call reads is filled late, on a stream that is held up meanwhile.
+    """Part of the second call's input is filled late, on a stream that is blocked meanwhile.
 
-    Its tensors are nobody else's when its turn comes.
+    The call's tensors must still be allocated when it runs.
     """
     both = laid(8, 1.0, layout)
     seen = torch.empty(8 * me.world)
@@ -81,7 +81,7 @@ def held_up(me: Me, layout: str, waits: bool) -> tuple[list[float], list[float],
     work = backend_of()._end_coalescing()
     if waits:
         work.wait()
-    time.sleep(0.05)  # for what does not come behind that stream
+    time.sleep(0.05)  # time for work that is wrongly not ordered behind the blocked stream
     assert not work.is_completed()
     me.fake.stall(False)
     me.fake.look(True)
@@ -94,15 +94,17 @@ def held_up(me: Me, layout: str, waits: bool) -> tuple[list[float], list[float],
 @pytest.mark.parametrize("layout", ["dense", "strided"])
 @pytest.mark.parametrize("staged", DEVICES)
 def test_a_call_comes_behind_what_its_stream_had_to_do_when_it_was_asked_for(pools, staged, layout):
-    """No host waits for that where streams wait for each other."""
-    for seen, both, fouls in pools(2, site=staged).run(held_up, layout, staged.endswith("stream")):
+    """With stream-ordered transport, no host waits for the earlier work of the stream."""
+    for seen, both, fouls in pools(2, site=staged).run(
+        held_up, layout, staged.endswith("cuda_ipc")
+    ):
         assert both == [8.0, 12.0]
         assert seen == [2.0, 3.0] * 2
         assert fouls == []
 
 
 def never(me: Me) -> tuple[Caught, Caught]:
-    """Rank 0's stream comes to nothing that the second call of the list comes behind."""
+    """Rank 0's stream is blocked before the second call's input, so the call times out."""
     both = torch.ones(8)
     dist.all_reduce(torch.ones(3))
     me.fake.look(False)
@@ -138,7 +140,7 @@ def test_a_stream_that_never_comes_to_it(held, staged):
 
 
 def device_fails(me: Me, most: int) -> list[tuple[Caught, float]]:
-    """A device of rank 0's fails, each time a call of it later."""
+    """Rank 0's device fails in one CUDA call of the block, each time one call later."""
     found = []
     for calls in range(most):
         x, y = ones(), ones()
@@ -156,7 +158,7 @@ def device_fails(me: Me, most: int) -> list[tuple[Caught, float]]:
 
 
 def test_a_device_that_fails_when_it_is_the_turn_of_a_call(pools):
-    """Some of these fail the second call alone: all ranks know why, and go on together."""
+    """Some failures hit only the second call: all ranks get the reason, and stay in step."""
     first, second = pools(2, site="eager").run(device_fails, 12)
     told = [(raised.text, value) for raised, value in second if raised.kind]
     assert any(value == 2 for _, value in told), "none of them failed in the second call"
@@ -165,10 +167,10 @@ def test_a_device_that_fails_when_it_is_the_turn_of_a_call(pools):
 
 
 def under_another_stream(me: Me) -> list[float]:
-    """The list ends under another stream than the one where its messages were asked for."""
+    """The block ends on another current stream than the one on which its messages were issued."""
     x, found = torch.zeros(4), []
     for step in (1.0, 2.0, 3.0):
-        me.fake.fill_later(x, step if me.rank == 0 else -1.0)  # late, on the first stream
+        me.fake.fill_later(x, step if me.rank == 0 else -1.0)  # filled late, on the first stream
         backend_of()._start_coalescing()
         if me.rank == 0:
             dist.isend(x, 1)

@@ -1,6 +1,6 @@
-"""What is under way when its group ends or breaks: everything says so, nothing stays.
+"""Calls in flight when their group is destroyed or aborted: every Work raises, nothing leaks.
 
-A future has no time limit of torch's, so one that is never completed is a hang for ever.
+torch gives a future no timeout, so a future that never completes is a hang forever.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dist_pool import OURS, Caught, Me, Pool, backend_of, begun, caught, fresh
 from dist_waits import NOTICED, heard, say
 
 pytestmark = pytest.mark.skipif(not OURS, reason="messages have no futures, or never end")
-GRACE = 5.0  # seconds that a group's end gives to what is under way
-ENDED = GRACE + 2.0  # and what a crowded machine needs on top
+GRACE = 5.0  # shutdown timeout: seconds that destroying a group waits for calls in flight
+ENDED = GRACE + 2.0  # the same, with a margin for a loaded machine
 
 
 def ends(future: Any, seconds: float) -> Caught:
-    """What a future ends with; a kind of "hangs": it has not."""
+    """Wait for a future and return its exception; kind "hangs" if it does not complete in time."""
     limit = time.monotonic() + seconds
     while not future.done():
         if time.monotonic() > limit:
@@ -36,7 +36,7 @@ def ends(future: Any, seconds: float) -> Caught:
 
 
 def messages(group: dist.ProcessGroup, rank: int) -> list[tuple[str, dist.Work]]:
-    """That the other rank never answers: it neither receives nor sends."""
+    """Start messages that the other rank never answers: it neither receives nor sends."""
     other = 1 - rank
     return [
         ("irecv", dist.irecv(torch.zeros(3), other, group=group)),
@@ -48,7 +48,7 @@ def messages(group: dist.ProcessGroup, rank: int) -> list[tuple[str, dist.Work]]
 
 
 def collectives(group: dist.ProcessGroup) -> list[tuple[str, dist.Work]]:
-    """That the other rank does not come to."""
+    """Start collectives that the other rank does not join."""
     return [
         ("all_reduce", dist.all_reduce(torch.zeros(3), group=group, async_op=True)),
         ("another", dist.all_reduce(torch.zeros(3), group=group, async_op=True)),
@@ -59,7 +59,8 @@ Ends = dict[str, Caught]
 
 
 def unsaid(found: Ends) -> Ends:
-    """Those that hang, or were taken for good. What comes out of `then` has lost its type."""
+    """The ends that are wrong: a hang, no error, or an error of another type than CollectiveError
+    (except from `then`, which loses the type)."""
     return {
         name: error
         for name, error in found.items()
@@ -69,7 +70,7 @@ def unsaid(found: Ends) -> Ends:
 
 
 def destroyed(me: Me, what: str) -> tuple[Ends, dict[str, int], dict[str, int]]:
-    """Rank 0 destroys a group in which much is under way; the other one stays."""
+    """Rank 0 destroys a group with many calls in flight; rank 1 keeps it."""
     before = held()
     group = dist.new_group([0, 1])
     found: Ends = {}
@@ -102,12 +103,12 @@ def destroyed(me: Me, what: str) -> tuple[Ends, dict[str, int], dict[str, int]]:
 
 
 def lost(me: Me, how: str) -> tuple[Ends, float]:
-    """Nobody waits for what is under way."""
+    """Rank 1 dies, leaves or aborts while calls are in flight and no thread waits for them."""
     dist.barrier()
     works = messages(dist.group.WORLD, me.rank)
     works += collectives(dist.group.WORLD) if me.rank == 0 else []
     futures = [(name, work.get_future()) for name, work in works]
-    time.sleep(0.3)  # until the threads of the group sleep
+    time.sleep(0.3)  # until the group's threads no longer spin
     if me.rank == 1 and how == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     if me.rank == 1 and how == "leaves":
@@ -123,13 +124,13 @@ def lost(me: Me, how: str) -> tuple[Ends, float]:
 
 
 def impatient() -> None:
-    """From now on: ranks that begin on a crowded machine take longer."""
+    """Set a short timeout, but only after a barrier: start-up may take longer than the timeout."""
     dist.barrier()
     backend_of().set_timeout(datetime.timedelta(seconds=1.5))
 
 
 def never(me: Me) -> tuple[Ends, float]:
-    """The other rank is there, and sends nothing."""
+    """Futures of messages that the other, living rank never sends."""
     impatient()
     start = time.monotonic()
     futures = [(n, w.get_future()) for n, w in messages(dist.group.WORLD, me.rank)[me.rank :]]
@@ -137,7 +138,7 @@ def never(me: Me) -> tuple[Ends, float]:
 
 
 def test_a_future_of_what_never_comes():
-    """As long as wait() has, a future has too: the group's timeout."""
+    """A future times out, like wait(), after the group's timeout."""
     with fresh(2) as pool:
         for found, took in pool.run(never):
             assert {error.kind for error in found.values()} == {"Timeout"}, found
@@ -145,7 +146,7 @@ def test_a_future_of_what_never_comes():
 
 
 def not_sent(me: Me, how: str) -> list[Caught]:
-    """What a message that does not come leaves of the group."""
+    """A receive times out; return its error, and that of the next collective on each rank."""
     impatient() if how != "limited" else dist.barrier()
     x, raised = torch.zeros(3), Caught((), "", 0.0)
     if me.rank == 0:
@@ -155,9 +156,9 @@ def not_sent(me: Me, how: str) -> list[Caught]:
         else:
             raised = caught(work.wait, *([datetime.timedelta(seconds=0.3)] * (how == "limited")))
     else:
-        backend_of().set_timeout(datetime.timedelta(seconds=60))  # rank 0 gives up
+        backend_of().set_timeout(datetime.timedelta(seconds=60))  # only rank 0 times out
     after = caught(dist.all_reduce, torch.ones(3))
-    if not after.kind:  # it is still asked for
+    if not after.kind:  # the group is healthy, and the receive is still posted
         work.wait() if me.rank == 0 else dist.send(torch.ones(3), 0)
         assert x.tolist() == [1.0 - me.rank] * 3
     return [raised, after]
@@ -165,7 +166,7 @@ def not_sent(me: Me, how: str) -> list[Caught]:
 
 @pytest.mark.parametrize("how", ["wait", "future", "limited"])
 def test_the_timeout_of_a_message_is_the_groups(how):
-    """It breaks the group, whoever waits; a limit that a wait is given is its own, and does not."""
+    """The group's timeout aborts the group, in wait() or a future; that of one wait does not."""
     with fresh(2) as pool:
         (raised, after), (_, others) = pool.run(not_sent, how)
         assert raised.kind == "Timeout", raised
@@ -175,7 +176,7 @@ def test_the_timeout_of_a_message_is_the_groups(how):
 
 
 def held_up(me: Me, how: str) -> tuple[Ends, float]:
-    """A message that has not come from its device hides nothing that happens to the others."""
+    """A message that is still on its device does not hide failures of other messages."""
     found, took = Ends(), 0.0
     impatient()
     if me.rank == 0:
@@ -218,7 +219,7 @@ def beside_a_wait(me: Me, how: str) -> Caught | None:
     if me.rank == 1 and how == "dies":
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
-    return heard(me, "over", [0]) and None  # nobody else notices anything
+    return heard(me, "over", [0]) and None  # the other ranks see no error
 
 
 @pytest.mark.parametrize(("how", "kind"), [("dies", "PeerLost"), ("late", "Timeout")])
@@ -256,7 +257,7 @@ def called_back(me: Me) -> list[Caught]:
     return outcomes
 
 
-# --- what all wait the time of grace for: begun with the first test, looked at here ---------------
+# --- jobs that wait for the shutdown timeout: started with the first test, checked here -----------
 
 LONG = {
     **{what: (destroyed, what) for what in ("messages", "collectives", "both", "awaited")},
@@ -274,7 +275,7 @@ def long() -> Iterator[dict[str, Pool]]:
     ("what", "ended"), [("messages", 10), ("collectives", 4), ("both", 14), ("awaited", 21)]
 )
 def test_destroyed_with_anything_under_way(long, what, ended):
-    """As futures, and what comes after those; and where threads wait."""
+    """Futures, chained futures and waiting threads all end with an error, and nothing leaks."""
     outcomes = long[what].results(2 * ENDED)
     for found, before, after in outcomes:
         assert not unsaid(found)

@@ -1,7 +1,7 @@
 """Data-parallel training on top of the backend: DDP in its forms, Join, hooks, the ZeRO optimizer.
 
-Each job trains twice, once on the backend and once on gloo, and compares every parameter; nothing
-of pycollect is named but the backend.
+Each job trains twice, on the backend and on gloo, and compares every parameter; of pycollect only
+the backend name is used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(20, 300, bias=False)  # its gradient would be noise before a norm
+        self.first = nn.Linear(20, 300, bias=False)  # before a norm a bias's gradient is noise
         self.norm = nn.BatchNorm1d(300)
         self.left, self.right = nn.Linear(300, 40), nn.Linear(300, 40)
         self.last = nn.Linear(40, 3)
@@ -60,12 +60,12 @@ def step(model: nn.Module, me: Me, n: int, *args: Any) -> Tensor:
 
 
 def state(model: nn.Module) -> list[Tensor]:
-    """Of which every rank has the same: running means are its own."""
+    """The state that is equal on all ranks: parameters, not the running means of each rank."""
     return [t.detach().clone() for t in model.parameters()]
 
 
 def train(me: Me, group: dist.ProcessGroup, **options: Any) -> list[Tensor]:
-    """Rank 0's parameters count: the others begin with their own."""
+    """Train with DDP; ranks start with different parameters, and DDP takes those of rank 0."""
     model = DDP(net(me.rank), process_group=group, bucket_cap_mb=0.02, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for n in range(STEPS):
@@ -78,7 +78,7 @@ def train(me: Me, group: dist.ProcessGroup, **options: Any) -> list[Tensor]:
 def compare(
     me: Me, run: Callable[[Me, dist.ProcessGroup], list[Tensor]], **tolerance: float
 ) -> None:
-    """The backend's run against gloo's, and all ranks' against each other's."""
+    """Compare the run on the backend with that on gloo, and the parameters of all ranks."""
     ours, theirs = run(me, dist.group.WORLD), run(me, me.peer)
     assert ours
     for mine, other in zip(ours, theirs, strict=True):
@@ -101,7 +101,7 @@ def ddp_static_graph(me: Me) -> None:
 
 
 def as_one_process(me: Me) -> None:
-    """W ranks with a batch each are one process with all batches, but for batch norm."""
+    """Without batch norm, W ranks with a batch each train like one process with all batches."""
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 3))
     torch.manual_seed(me.rank)
@@ -153,7 +153,7 @@ def no_sync(me: Me) -> None:
 
 
 def uneven(me: Me, group: dist.ProcessGroup) -> list[Tensor]:
-    """Rank r has r batches more; DDP and ZeRO shadow what the others still do."""
+    """Rank r has r more batches; DDP and ZeRO shadow the remaining calls of their peers (Join)."""
     from torch.distributed.algorithms.join import Join
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -209,11 +209,11 @@ def hooked(
 
 
 def simple_hooks(me: Me) -> None:
-    """Gradients as they are, and compressed."""
+    """DDP communication hooks: plain, fp16 and bf16 gradients."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
 
     def bf16(state, bucket):
-        return hooks.bf16_compress_hook(state, bucket)  # by its own name DDP takes it for NCCL's
+        return hooks.bf16_compress_hook(state, bucket)  # under its own name DDP requires NCCL
 
     roughly = {"rtol": 1e-1, "atol": 1e-2}
     compare(me, lambda me, group: hooked(me, group, hooks.allreduce_hook, group))
@@ -222,8 +222,8 @@ def simple_hooks(me: Me) -> None:
 
 
 def power_sgd_hook(me: Me) -> None:
-    """Low-rank factors: futures of collectives that begin further collectives. One bucket: with
-    several, torch begins those in an order that differs from rank to rank."""
+    """PowerSGD: futures of collectives that start further collectives. One bucket only: with
+    several, torch starts those in an order that differs between ranks."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     def run(me: Me, group: dist.ProcessGroup) -> list[Tensor]:
@@ -236,7 +236,7 @@ def power_sgd_hook(me: Me) -> None:
 
 
 def syncs_buffers(me: Me) -> None:
-    """Before a forward, rank 0's running means are everybody's."""
+    """DDP broadcasts rank 0's buffers before a forward."""
     model = DDP(net(me.rank))
     for n in range(2):
         step(model, me, n)
@@ -250,20 +250,20 @@ def syncs_buffers(me: Me) -> None:
 
 
 def monitored(me: Me) -> None:
-    """What DDP checks when it is asked to be careful."""
+    """DDP with the checks of TORCH_DISTRIBUTED_DEBUG=INFO."""
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"
     compare(me, train)
 
 
 def averaged(me: Me) -> None:
-    """Parameters averaged every other step."""
+    """PeriodicModelAverager: parameters are averaged every other step."""
     from torch.distributed.algorithms.model_averaging import averagers
 
     model = net(me.rank)
     averager = averagers.PeriodicModelAverager(period=2, process_group=dist.group.WORLD)
     for _ in range(2):
         for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)  # those without one are left out
+            parameter.grad = torch.zeros_like(parameter)  # parameters without one are skipped
         averager.average_parameters(model.parameters())
     wanted = [
         torch.stack(ps).mean(0)

@@ -1,7 +1,7 @@
-"""What an asynchronous call gives back, in which order things happen, and from which threads.
+"""Asynchronous calls: Work objects and futures, execution order, and threads.
 
-Collectives of one group run in the order of their calls; groups and threads do not disturb each
-other, whichever way round their ranks wait.
+Collectives of one group run in call order. Groups and threads are independent of each other, in
+whatever order their ranks wait.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def waited(me: Me) -> None:
         assert work.wait() is True
         assert work.is_completed()
         assert work.is_success()
-        assert OLD or work.exception() is None  # torch could not hand it to Python
-        assert work.wait(datetime.timedelta(seconds=1)) is True  # again: at once
+        assert OLD or work.exception() is None  # old torch cannot convert it to Python
+        assert work.wait(datetime.timedelta(seconds=1)) is True  # a second wait returns at once
         assert_same([x], [summed(me.world, count)])
         assert_same(work.result(), [summed(me.world, count)])
 
 
 def completes_unwaited(me: Me) -> None:
-    """Nobody waits; those who ask whether it is done make it so."""
+    """Works complete without wait(): polling is_completed() is enough."""
     works = [(x := of(me.rank, n), dist.all_reduce(x, async_op=True)) for n in SIZES]
     limit = time.monotonic() + 10
     while not all(work.is_completed() for _, work in works):
@@ -62,7 +62,7 @@ def completes_unwaited(me: Me) -> None:
 
 
 def completes_alone(me: Me) -> None:
-    """Rank 0 never asks: its part happens all the same, or the others could not end."""
+    """A call completes on rank 0, which neither polls nor waits: its peers need its part."""
     x = of(me.rank, 300_000)
     work = dist.all_reduce(x, async_op=True)
     if me.rank == 0:
@@ -90,7 +90,7 @@ def futures(me: Me) -> None:
 
 
 def kept_alive(me: Me) -> None:
-    """The caller lets go of tensors and of the Work before anything has happened."""
+    """The caller releases tensors and Work before the call has run."""
     kept = torch.zeros(5)
     for _ in range(30):
         dist.all_reduce(of(me.rank, 50_000), async_op=True)
@@ -114,7 +114,7 @@ def sequence(me: Me) -> None:
 
 
 def in_order(me: Me) -> None:
-    """Collectives that depend on each other through their tensors, waited for in any order."""
+    """Collectives that depend on each other through a tensor, with waits in any order."""
     for seed in range(6):
         chance = random.Random(seed)
         x = of(me.rank, chance.choice(SIZES))
@@ -135,7 +135,7 @@ def in_order(me: Me) -> None:
 
 
 def mixed_order(me: Me) -> None:
-    """A synchronous call comes after the asynchronous ones before it; some are slow to arrive."""
+    """A synchronous call runs after earlier asynchronous ones; some ranks are late."""
     for n in range(10):
         if me.rank == n % me.world:
             time.sleep(0.01)
@@ -158,7 +158,7 @@ def many(me: Me) -> None:
 
 
 def cycle(me: Me) -> None:
-    """{0,1}, {1,2}, {0,2}: each rank begins with another group, so waiting in order would hang."""
+    """Groups {0,1}, {1,2}, {0,2}: each rank starts with another group, so blocking would hang."""
     pairs = [(0, 1), (1, 2), (0, 2)]
     groups = [dist.new_group(list(pair)) for pair in pairs]
     for count in SIZES:
@@ -176,7 +176,7 @@ def cycle(me: Me) -> None:
 
 
 def threads(me: Me) -> None:
-    """A thread for each group, all at work at once, none in step with another."""
+    """One thread per group; all run concurrently and unsynchronised."""
     groups = [dist.new_group(list(range(me.world))) for _ in range(4)]
     wrong: list[object] = []
 
@@ -202,7 +202,7 @@ def threads(me: Me) -> None:
 
 
 def threads_of_one_group(me: Me) -> None:
-    """One thread calls, others wait and poll: a Work is good in any thread."""
+    """One thread calls, others wait and poll: a Work can be used in any thread."""
     works = [dist.all_reduce(of(me.rank, 20_000), async_op=True) for _ in range(40)]
     failed: list[object] = []
 
@@ -219,7 +219,7 @@ def threads_of_one_group(me: Me) -> None:
 
 
 def messages_and_collectives(me: Me) -> None:
-    """send and recv in one thread, collectives of the same group in another."""
+    """send and recv in one thread, and collectives of the same group in another."""
     other = (me.rank + 1) % me.world, (me.rank - 1) % me.world
 
     def talk() -> None:

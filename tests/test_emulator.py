@@ -1,4 +1,4 @@
-"""The fake fails where CUDA fails, and sees what CUDA would let pass."""
+"""The fake CUDA fails where CUDA fails, and detects mistakes that CUDA would not report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def fails(why: str) -> Iterator[None]:
 
 
 class Stage:
-    """Two devices, a stream and 64 bytes on each."""
+    """Two devices, a stream, and 64 bytes on each device."""
 
     def __init__(self) -> None:
         self.cuda = _testing.Emulator(2)

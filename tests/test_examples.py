@@ -1,4 +1,4 @@
-"""The two other ways of the chapter: equal to one device, outputs and gradients, and they train."""
+"""The chapter's two other partitionings: outputs and gradients as on one device; both train."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NETWORK, LAYERWISE = example("network_partitioning"), example("layerwise_partiti
 
 
 def single(X: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Scores and gradients on one device; large enough to be compared."""
+    """Scores and gradients on one device; the gradients must be large enough to compare."""
     params = [p.clone().requires_grad_() for p in NETWORK.START]
     scores = lenet(X, params)
     F.cross_entropy(scores, y).backward()
@@ -78,7 +78,7 @@ def test_layerwise_partitioning_is_one_device(batch: tuple[Tensor, Tensor], worl
 
 
 def test_both_train() -> None:
-    torch.set_num_threads(1)  # convolutions this small wait for their threads, long on busy cores
+    torch.set_num_threads(1)  # small convolutions wait long for their threads on busy cores
     X, y = (part[:256] for part in digits().train)
     for losses in (
         NETWORK.train(X, y, NETWORK.place(NETWORK.START, pc.devices("cpu*2")), 20),
@@ -107,7 +107,7 @@ def test_network_partitioning_needs_two_ranks() -> None:
 @pytest.mark.parametrize("devices", ["cuda:0*2", ["cuda:0", "cpu"], ["cpu", "cuda:0"]])
 def test_on_gpus(batch: tuple[Tensor, Tensor], devices: object) -> None:
     ranks = pc.devices(devices)
-    # Convolutions in TF32 differ by more.
+    # TF32 convolutions would differ by more.
     with torch.backends.cudnn.flags(allow_tf32=False):
         assert NETWORK.difference(*batch, ranks) < 1e-5
         assert LAYERWISE.difference(*batch, ranks) < 1e-5

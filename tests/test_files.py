@@ -1,4 +1,4 @@
-"""Files that commands write: what is there and is no regular file stays what it is."""
+"""Files that commands write: an existing path that is not a regular file is left as it is."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from types import ModuleType
 import programs
 import pytest
 
-from pycollect import _files, bench, cli
-from pycollect._files import OutputError, check_input, check_place, open_lines, replace, write
+import pycollect_bench as bench
+from pycollect import _files, cli
+from pycollect._files import OutputError, check_input, check_output_path, open_lines, replace, write
 from pycollect.train import CheckpointError, checkpoint, train
 from pycollect.train.__main__ import main as train_main
 
@@ -30,7 +31,7 @@ def fifo(path: Path) -> None:
 
 
 def device(path: Path) -> None:
-    """A second /dev/null, so that nothing happens to the machine's."""
+    """A second /dev/null, so that the machine's own is never at risk."""
     try:
         os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
     except PermissionError:
@@ -39,7 +40,7 @@ def device(path: Path) -> None:
 
 def unix_socket(path: Path) -> None:
     here = os.getcwd()
-    os.chdir(path.parent)  # the name of a socket is at most 107 bytes
+    os.chdir(path.parent)  # a socket's path is at most 107 bytes
     try:
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(path.name)
@@ -136,9 +137,9 @@ def test_a_folder_that_is_not_there_is_one_sentence(
 
 
 def test_a_place_that_looks_writable_is_tried() -> None:
-    """Root may do everything in /proc by its permissions, and makes no file there."""
+    """By its permissions /proc is writable for root, but no file can be created there."""
     with pytest.raises(ValueError, match=r"the folder of the log /proc/run\.jsonl is not there or"):
-        check_place("log", "/proc/run.jsonl")
+        check_output_path("log", "/proc/run.jsonl")
 
 
 @pytest.fixture
@@ -166,43 +167,43 @@ def open_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_a_file_or_its_folder_must_be_writable(open_folder: Path, as_nobody: None) -> None:
-    """A log goes into the file that is there, a checkpoint takes its place."""
+    """A log is appended to an existing file; a checkpoint replaces it, which needs the folder."""
     path = open_folder / "file"
-    check_place("checkpoint", path, moved=True)
+    check_output_path("checkpoint", path, moved=True)
     with pytest.raises(ValueError, match=r"the log .*file is there already and not writable"):
-        check_place("log", path)
+        check_output_path("log", path)
     os.seteuid(0)
     path.chmod(0o666)
     open_folder.chmod(0o755)
     os.seteuid(NOBODY)
-    check_place("log", path)
+    check_output_path("log", path)
     with pytest.raises(ValueError, match=r"the folder of the checkpoint .* not writable"):
-        check_place("checkpoint", path, moved=True)
+        check_output_path("checkpoint", path, moved=True)
 
 
 def test_looking_leaves_everything_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "file"
     for moved in (True, False):
-        check_place("log", path, moved=moved)
+        check_output_path("log", path, moved=moved)
     assert list(tmp_path.iterdir()) == []
     path.write_text("old")
-    check_place("log", path)
+    check_output_path("log", path)
     assert path.read_text() == "old"
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["file", "dangling"])
 def test_a_link_stays_a_link(tmp_path: Path, there: bool) -> None:
-    """Relative, and in another folder: what it names is what is written."""
+    """The link is relative and leads to another folder: its target is written."""
     (tmp_path / "far").mkdir()
     target, link = tmp_path / "far" / "run.pt", tmp_path / "run.pt"
     if there:
         target.write_text("old")
     link.symlink_to(Path("far", "run.pt"))
-    check_place("checkpoint", link, moved=True)
+    check_output_path("checkpoint", link, moved=True)
     replace(link, lambda file: file.write(b"new"))
     assert (link.is_symlink(), target.read_text()) == (True, "new")
     target.unlink()
-    check_place("JSON file", link)
+    check_output_path("JSON file", link)
     write("JSON file", link, "newer")
     assert (link.is_symlink(), target.read_text()) == (True, "newer")
     assert {path.name for path in tmp_path.rglob("*")} == {"far", "run.pt"}
@@ -212,7 +213,7 @@ def test_a_link_into_no_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.pt").symlink_to("no/where")
     for moved in (True, False):
         with pytest.raises(ValueError, match=r"run\.pt is not there or not writable"):
-            check_place("checkpoint", tmp_path / "run.pt", moved=moved)
+            check_output_path("checkpoint", tmp_path / "run.pt", moved=moved)
 
 
 def test_what_has_become_something_else_meanwhile_is_left_alone(tmp_path: Path) -> None:
@@ -233,15 +234,15 @@ def test_a_long_name_has_room_beside_it(tmp_path: Path) -> None:
 
 
 def test_a_log_goes_to_whom_reads_it(tmp_path: Path) -> None:
-    """Its lines come one by one; without a reader it would wait for ever, and says so."""
+    """Log lines arrive one by one; without a reader, opening fails instead of blocking for ever."""
     path = tmp_path / "log"
     os.mkfifo(path)
-    check_place("log", path, streamed=True)
+    check_output_path("log", path, streamed=True)
     with pytest.raises(OSError, match="nobody reads it; start the reader first"):
         open_lines(path, append=False)
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as reader:
         with open_lines(path, append=False) as log:
-            assert os.get_blocking(log.fileno())  # a slow reader is waited for
+            assert os.get_blocking(log.fileno())  # writes block for a slow reader
         train("cpu", data="digits", epochs=1, log=path, quiet=True)
         events = [json.loads(line)["event"] for line in reader.read().splitlines()]
     assert (events[0], events[-2:]) == ("start", ["epoch", "end"])

@@ -1,4 +1,4 @@
-"""Files that have become something else when a command has done its work, and logs."""
+"""Output paths that turn into something else while a command works, and logs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ WRITERS: dict[str, Callable[[str], int]] = {
     "train.py-plot": lambda file: script("train").main([*SHORT, "--no-loading", "--plot", file]),
 }
 
-LOOKS = {"plan-plot": 2}  # the command's and the method's
+LOOKS = {"plan-plot": 2}  # the command and the method both check
 
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_what_has_become_something_else_during_the_work_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """It does so in the very moment in which the command has looked at it."""
+    """The path changes right after the command has checked it."""
     path = tmp_path / "result.png"
     looks = LOOKS.get(name, 1)
     look = _files.tempfile.TemporaryFile
@@ -77,7 +77,7 @@ def test_what_is_merged_must_be_a_file(
 
 
 def test_a_record_is_replaced_in_one_step(tmp_path: Path) -> None:
-    """Who reads the old one reads it to its end."""
+    """A reader that has opened the old record can read it to its end."""
     path = tmp_path / "record"
     path.write_text('{"old": 1}')
     with path.open() as old:

@@ -1,7 +1,7 @@
-"""A child that was forked after its parent has reduced in parallel works, and never hangs.
+"""A child that is forked after its parent has reduced in parallel works, and never hangs.
 
-at::parallel_for hangs in such a child, so nothing here lets the child call torch's own kernels:
-what is wanted is computed before the fork, and compared through NumPy. A hang is a failure.
+at::parallel_for hangs in such a child, so no test lets the child call torch's own kernels: expected
+values are computed before the fork, and compared through NumPy. A hang is a failure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 @pytest.fixture(autouse=True)
 def parallel_parent():
-    """Every test starts in a process whose threads have already reduced."""
+    """Every test starts in a process whose threads have already run reductions."""
     torch.set_num_threads(max(2, torch.get_num_threads()))
     tensors = [torch.ones(LARGE) for _ in range(3)]
     pc.all_reduce(tensors)
@@ -37,7 +37,7 @@ def parallel_parent():
 
 
 def in_child(body):
-    """Run body() in a forked child; its traceback, or that it hung, fails the test."""
+    """Run body() in a forked child; the test fails with its traceback, or if it hangs."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:  # never returns into pytest
@@ -61,7 +61,7 @@ def in_child(body):
 
 
 def case(count=LARGE, dtype=torch.float32, world=3):
-    """Tensors, and what their sum must be, as an array."""
+    """Tensors, and their sum as an array."""
     tensors = randoms(world, (count,), dtype, tame=True)
     return tensors, left_fold(tensors, "sum").numpy()
 
@@ -109,7 +109,7 @@ def test_out_of_place_and_async_in_a_child():
     in_child(body)
 
 
-# What lies in another order must be laid anew, which torch would do with threads of its own.
+# Calls that must rearrange elements; torch would do that with threads of its own.
 UNLIKE = {
     "all_gather": lambda a, b, out: pc.all_gather([a, b])[1],
     "all_gather, out": lambda a, b, out: pc.all_gather([a, a], out=out)[1],

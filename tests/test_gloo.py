@@ -1,7 +1,7 @@
-"""Every list collective against torch.distributed: W processes and gloo give the same.
+"""Every list collective against torch.distributed: W gloo processes give the same results.
 
-Bits for copies, integers, truths, and the smallest and largest; floats within the roundings of
-gloo's own order. All cases of all worlds run in one set of processes, with a time limit.
+Exact for copies, integers, booleans, minima and maxima; floats within the rounding of gloo's own
+order. All cases of all worlds run in one set of processes, with a time limit.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import pycollect as pc
 SECONDS = 100
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 WHOLE = tuple(d for d in INTEGERS if d != torch.int16)  # gloo has no int16 and no 8-bit floats
-TRUTH_OPS = ("min", "max", "band", "bor", "bxor")  # gloo adds truths as bytes
+TRUTH_OPS = ("min", "max", "band", "bor", "bxor")  # gloo adds booleans as bytes
 BITWISE = ("band", "bor", "bxor")
 
 
 def has(dtype, op):
-    """Does gloo define it, and in the same way?"""
+    """True if gloo defines op for dtype with the same meaning."""
     if dtype in FLOATS:
         return op not in BITWISE
     if dtype in WHOLE:
@@ -45,14 +45,14 @@ CASES += [
     Case(collective, dtype)
     for collective in COPIES
     for dtype in DTYPES
-    if not (collective == "gather" and dtype in COMPLEX)  # which gloo refuses
+    if not (collective == "gather" and dtype in COMPLEX)  # gloo does not support it
 ]
 CASES += [Case("coalesced", dtype) for dtype in (torch.float32, torch.int64)]
 
 
 @pytest.fixture(scope="module")
 def gloo(tmp_path_factory):
-    """[rank][world, case]: what every process found."""
+    """[rank][world, case]: the result of every process."""
     folder = tmp_path_factory.mktemp("gloo")
     context = multiprocessing.get_context("forkserver")
     ranks = [
@@ -74,7 +74,7 @@ def gloo(tmp_path_factory):
 
 
 def only_root(results):
-    """torch.distributed leaves the others undefined."""
+    """Keep the root's results: torch.distributed leaves the others undefined."""
     return [t if r == ROOT else None for r, t in enumerate(results)]
 
 
@@ -95,7 +95,7 @@ def coalesced(x, op):
     return [torch.cat([t.flatten(), u]) for t, u in lists]
 
 
-# Every rank's tensor in, every rank's result out.
+# Every rank's input tensor and every rank's result.
 ASK = {
     "all_reduce": lambda x, op: in_place(pc.all_reduce, x, op),
     "reduce": lambda x, op: only_root(in_place(pc.reduce, x, ROOT, op)),

@@ -1,7 +1,7 @@
-"""bench/gpu_report.sh on a machine without a GPU: its stages, its records, and loud skips.
+"""bench/gpu_report.sh on a machine without a GPU: its stages, its records, and visible skips.
 
-nvidia-smi, compute-sanitizer and Python are fakes on the path; what the script gives the benchmarks
-is given to them here, without a process for each, and the CPU takes the place of the GPU.
+nvidia-smi, compute-sanitizer and Python are fakes on PATH. The benchmarks get the script's
+arguments in this process instead of one process each, and the CPU takes the place of the GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCRIPT = ROOT / "bench" / "gpu_report.sh"
 SMI = "#!/bin/sh\necho 'NVIDIA H200, 580.159.04'\n"
 TOOLS = ("bash", "cat", "dirname", "env", "git", "grep", "head", "mkdir", "rm", "sh", "sleep")
 TOOLS += ("tail", "tee", "timeout", "tr")
-# Answers what the script itself asks, and takes note of the rest.
+# A fake Python: runs what the script itself needs, and only prints all other commands.
 PYTHON = f"""#!/bin/sh
 case "$1" in
   -c) echo 2.11.0+cu130 13.0; exit ;;
@@ -37,10 +37,10 @@ case "$*" in *"{{failing}}"*) exit {{status}} ;; esac
 
 @pytest.fixture
 def machine(tmp_path):
-    """A function that runs the script with fakes on the path, and says what came of it."""
+    """A function that runs the script with fakes on PATH, and returns its status and output."""
     fakes = tmp_path / "bin"
     fakes.mkdir()
-    # Without the folders of CUDA, if there are any: what is found must be the fake.
+    # PATH has no folders of CUDA, so that the script finds the fakes.
     for tool in TOOLS:
         (fakes / tool).symlink_to(shutil.which(tool))
 
@@ -96,7 +96,7 @@ def test_a_stage_leaves_its_log_and_the_record(machine, fake_python, tmp_path):
 
 @pytest.fixture
 def contents(machine, fake_python, tmp_path, monkeypatch):
-    """A function that gives what the benchmarks of a stage write, by the name of their run."""
+    """A function that returns the JSON output of a stage's benchmarks, by the name of their run."""
     monkeypatch.chdir(ROOT)
     programs.fork_ranks(monkeypatch)
 
@@ -172,7 +172,7 @@ def test_every_test_of_cuda_belongs_to_one_stage(machine, fake_python, tmp_path)
     runs = record_of(tmp_path / "out")["runs"].values()
     words = [word for run in runs for word in run["command"].split()]
     for file in sorted(path.name for path in (ROOT / "tests").glob("test_cuda_*.py")):
-        # Most have quick tests and slow ones, and groups come and go more often in the end.
+        # Most files have quick and slow tests; the lifecycle file runs twice in the last stage.
         alone = file.startswith("test_cuda_dist_") and file != "test_cuda_dist_lives.py"
         times = 1 if alone else 2
         assert words.count(f"tests/{file}") == times, file

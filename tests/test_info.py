@@ -1,4 +1,4 @@
-"""`pycollect info`: one line without a GPU; with GPUs, which are made up here, what there is."""
+"""`pycollect info`: one line without a GPU; with (fake) GPUs, their properties and connections."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pycollect import _C, _compat, cli, gpus, info, nvml
-from pycollect.bench import environment
+from pycollect import _C, _compat, _machine, cli, gpus, info, nvml
 from pycollect.info import describe
+from pycollect_bench import environment
 
 
 class Library:
-    """NVML's functions on made-up devices: 0 and 1 have NVLinks between them, 2 has none."""
+    """NVML's functions for fake devices: 0 and 1 are joined by NVLinks, 2 has none."""
 
     uuids = ("aaaa", "bbbb", "cccc")
 
@@ -187,16 +187,16 @@ def test_the_gpus_that_are_here():
 
 
 def test_a_build_from_an_sdist_has_no_commit_and_says_so(capsys, monkeypatch):
-    """Neither its folder nor its build knows one: nothing reads None."""
-    monkeypatch.setattr(environment, "_commit_of_checkout", lambda: None)
+    """Without a commit from the folder or the build, the output is "unknown", never None."""
+    monkeypatch.setattr(_machine, "_commit_of_checkout", lambda: None)
     built = {**_compat.build_info(), "commit": None}
-    monkeypatch.setattr(environment, "build_info", lambda: built)
+    monkeypatch.setattr(_machine, "build_info", lambda: built)
     monkeypatch.setattr(info, "build_info", lambda: built)
     assert cli.main(["info"]) == 0
     output = capsys.readouterr().out
     assert re.search(r"^commit +unknown$", output, re.MULTILINE)
     assert "commit: unknown" in output
     assert "commit: None" not in output
-    assert ", commit unknown, torch" in environment.header(environment.describe(""))[0]
-    monkeypatch.setattr(environment, "build_info", lambda: {"commit": "abc"})
-    assert environment.describe("")["commit"] == "abc"
+    assert ", commit unknown, torch" in environment.header(_machine.describe(""))[0]
+    monkeypatch.setattr(_machine, "build_info", lambda: {"commit": "abc"})
+    assert _machine.describe("")["commit"] == "abc"

@@ -1,4 +1,4 @@
-"""The package as it is installed, and the check at import; whole installs are .ci/run's."""
+"""The installed package, and the check at import; .ci/run does whole installs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def torch_of(version: str, *, abi: bool = True, cuda: str | None = None) -> dict
 
 
 def test_version_is_that_of_the_metadata():
-    """Which has behind it what the build is for, also where it was built again since."""
+    """The metadata's local version names torch and CUDA of the build, also after a rebuild."""
     public, _, local = metadata.version("pycollect").partition("+")
     assert pycollect.__version__ == public
     assert re.fullmatch(r"torch\d[\w.]*\.(cpu|cu\d+)", local)
@@ -106,7 +106,7 @@ def test_import_refuses_a_build_for_another_torch(monkeypatch: pytest.MonkeyPatc
 def test_import_without_the_compiled_part_says_so(tmp_path: Path):
     built = shutil.ignore_patterns("*.so", "_build_info_*.py", "__pycache__")
     shutil.copytree(ROOT / "pycollect", tmp_path / "pycollect", ignore=built)
-    code = (  # an editable install would still find the compiled part
+    code = (  # without this an editable install would still find the compiled part
         "import sys; sys.meta_path = [f for f in sys.meta_path if 'Editable' not in str(f)]\n"
         "import pycollect\n"
     )

@@ -1,4 +1,4 @@
-"""Anything with __dlpack__ is taken where a tensor is: NumPy arrays, and bare capsules."""
+"""Objects with __dlpack__ are accepted in place of tensors: NumPy arrays, and bare capsules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OUT_OF_PLACE = ("all_gather", "reduce_scatter", "all_to_all")
 
 
 class Capsule:
-    """The least that the protocol asks for."""
+    """The minimum that the DLPack protocol requires."""
 
     def __init__(self, owner):
         self.owner = owner
@@ -43,14 +43,14 @@ class Capsule:
 
 
 class OldCapsule(Capsule):
-    """From before the protocol had versions: takes a stream and nothing else."""
+    """An object of the protocol before versions: __dlpack__ takes a stream and nothing else."""
 
     def __dlpack__(self, stream=None):
         return self.owner.__dlpack__()
 
 
 def arrays(dtype=np.float32, shape=(6, 4)):
-    """Three ranks."""
+    """Arrays of three ranks."""
     count = int(np.prod(shape))
     return [(np.arange(count).reshape(shape) % (5 + r)).astype(dtype) for r in range(3)]
 
@@ -172,7 +172,7 @@ def test_strided_arrays():
 
 
 def test_negative_strides_are_refused():
-    # In a process of its own: torch.from_dlpack ends the process when it meets one.
+    # In a process of its own: torch.from_dlpack ends a process that passes negative strides.
     script = (
         "import numpy as np, pycollect as pc\n"
         "x = [np.arange(6.0)[::-1], np.arange(6.0)]\n"

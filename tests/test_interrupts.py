@@ -1,7 +1,7 @@
-"""Commands that are interrupted: one line or silence, what was measured kept, nothing left behind.
+"""Interrupted commands: one line or silence, measured rows are kept, no process is left.
 
-Every test starts a program, because a signal meets whatever it is doing: measuring, importing
-torch, or waiting for processes of its own.
+Every test starts a program, because a signal may arrive at any time: while it measures, imports
+torch, or waits for its own processes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import pytest
 from programs import Program, run
 
 ROOT = Path(__file__).parents[1]
-# Generous: the machine may be busy with anything.
+# Generous, because the machine may be busy.
 PATIENCE = 300
-LITTLE = 20  # far less than what is left would take to end by itself
+LITTLE = 20  # in s; the rest of the work would take far longer
 MODULE = [sys.executable, "-m"]
 TRAIN = [*MODULE, "pycollect.train", "--data", "digits", "--devices", "cpu*2"]
 CLI = [*MODULE, "pycollect.cli"]
-# Far more than is measured before the signal comes.
+# Far more sizes than are measured before the signal comes.
 BENCH = ["-b", "4K", "-e", "1G", "-f", "2", "--world", "2", "--seconds", "0.05"]
 
 
@@ -37,9 +37,9 @@ def bench_script(name: str) -> list[str]:
 
 @contextmanager
 def started(command: list[str], imports: bool = False, **more: Any) -> Iterator[Any]:
-    """A program in a group of its own, as a terminal's; what is left of the group is killed.
+    """A program in its own process group, as from a terminal; the group is killed in the end.
 
-    `imports`: torch as well, which it has otherwise.
+    With `imports` the program also imports torch, instead of starting with torch loaded.
     """
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
     if imports:
@@ -55,7 +55,7 @@ def started(command: list[str], imports: bool = False, **more: Any) -> Iterator[
 
 
 def group(process: Any) -> list[int]:
-    """The processes of its group that still run."""
+    """The processes of the program's group that still run."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -77,7 +77,7 @@ def wait_for_line(process: Any, begin: str, end: str = "") -> None:
 
 
 def press(process: Any, number: int = signal.SIGINT) -> str:
-    """Send a signal to the whole group, as a terminal does; return what standard error says."""
+    """Send a signal to the whole group, as a terminal does; return the standard error."""
     os.killpg(process.pid, number)
     _, errors = process.communicate(timeout=PATIENCE)
     assert_alone(process)
@@ -85,7 +85,7 @@ def press(process: Any, number: int = signal.SIGINT) -> str:
 
 
 def assert_alone(process: Any) -> None:
-    """Nothing of its group is left; the tracker of multiprocessing notices a little later."""
+    """Assert that the group is empty; multiprocessing's resource tracker ends a little later."""
     deadline = time.monotonic() + LITTLE
     while group(process) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -181,7 +181,7 @@ def test_every_script_keeps_its_rows(tmp_path: Path, name: str) -> None:
 
 
 def test_a_probe_ends_with_its_program(tmp_path: Path) -> None:
-    """What nvcc builds is a process of its own, which a terminal's Ctrl-C reaches as well."""
+    """The program that nvcc builds is a process of its own; a terminal's Ctrl-C reaches it, too."""
     program, path = tmp_path / "ring", tmp_path / "run.json"
     program.write_text(PROBE)
     program.chmod(0o755)
@@ -191,7 +191,7 @@ def test_a_probe_ends_with_its_program(tmp_path: Path) -> None:
         deadline = time.monotonic() + PATIENCE
         while len(group(process)) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
-        time.sleep(1)  # for its line to be read; without it there is one finding less
+        time.sleep(1)  # lets its line be read; without that line there is one result less
         errors = press(process)
     assert process.returncode == 130
     assert errors == f"interrupted; what there was by then is in {path}\n"
@@ -237,11 +237,12 @@ def test_ctrl_c_while_torch_is_imported(name: str) -> None:
 
 
 def test_another_programs_ctrl_c_is_its_own(tmp_path: Path) -> None:
-    """Neither the import nor a benchmark that it runs changes what a signal does to it."""
+    """Neither import nor a benchmark call changes the signal handlers of the calling program."""
     program = tmp_path / "mine.py"
     program.write_text(
         "import signal\nbefore = [signal.getsignal(n) for n in (2, 15)]\n"
-        "from pycollect import bench\n"
+        f"import sys; sys.path.insert(0, {str(ROOT / 'bench')!r})\n"
+        "import pycollect_bench as bench\n"
         "assert [signal.getsignal(n) for n in (2, 15)] == before\n"
         "assert bench.main(['-e', '4K', '--world', '2', '-n', '1', '-w', '1']) == 0\n"
         "assert [signal.getsignal(n) for n in (2, 15)] == before\n"
@@ -267,11 +268,11 @@ MEASURED = ["--models", "lenet", "--worlds", "2", "--batch", "6", "-n", "1", "--
     ids=["train", "bench"],
 )
 def test_ranks_do_not_hear_ctrl_c(command: list[str]) -> None:
-    """Not even while Python starts, which nothing else could keep from printing a traceback."""
+    """A rank that starts Python would otherwise print a traceback on Ctrl-C."""
     with started(command, stdout=subprocess.DEVNULL) as process:
         children: set[int] = set()
         deadline = time.monotonic() + PATIENCE
-        while len(children) < 3 and time.monotonic() < deadline:  # what tracks memory is one, too
+        while len(children) < 3 and time.monotonic() < deadline:  # two ranks, a resource tracker
             time.sleep(0.01)
             children = set(group(process)) - {process.pid}
         assert len(children) >= 3
@@ -283,15 +284,15 @@ def test_ranks_do_not_hear_ctrl_c(command: list[str]) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "importing"])
 def test_processes_of_a_comparison_end_with_it(number: int, training: bool) -> None:
-    """Ctrl-C comes to all of a terminal's processes, the others to the one that was started."""
+    """A terminal sends Ctrl-C to all processes; other signals go to the started one only."""
     with started([*TRAIN, "--epochs", "3", "--compare", "ddp,naive"]) as process:
         wait_for_line(process, *(("epoch 1", "(ddp)") if training else ("epoch 3", "(naive)")))
         deadline = time.monotonic() + PATIENCE
         while len(group(process)) < 4 and time.monotonic() < deadline:
-            time.sleep(0.01)  # two ranks, and the process that tracks what they share
+            time.sleep(0.01)  # two ranks and the resource tracker
         os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
-        _, errors = process.communicate(timeout=PATIENCE)  # all that have the pipe have ended
+        _, errors = process.communicate(timeout=PATIENCE)  # until all holders of it end
         assert_alone(process)
     assert process.returncode == (130 if number == signal.SIGINT else -number)
-    if training or number == signal.SIGINT:  # who is being sent the data may say that it ended
+    if training or number == signal.SIGINT:  # ranks receiving data may report it
         assert errors == ("interrupted\n" if number == signal.SIGINT else "")

@@ -1,4 +1,4 @@
-"""Interrupts of this process, and those that come while something must not be broken off."""
+"""Interrupts of this process, and interrupts during work that must not be cut short."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pycollect._command import Interruption, interrupts_kept_from_children
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_processes_are_started_whole(number: int) -> None:
-    """Other threads take the signal, where it is not blocked; it is heard when all have started."""
+    """Another thread takes the signal, which is reported once all processes have been started."""
     end, whole = threading.Event(), False
     other = threading.Thread(target=end.wait)
     other.start()

@@ -1,6 +1,6 @@
-"""Sizes at which kernels change their ways: many threads, streaming stores, several pieces.
+"""Sizes at which kernels change their method: many threads, streaming stores, several pieces.
 
-Integers compare quickly, floats show the order, misalignment by a few bytes shows heads and tails.
+Integers compare quickly, floats show the order, and misaligned tensors have heads and tails.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MIB = 2**20
 
 
 def cheap(world, count, dtype):
-    """Values that differ everywhere, quicker to make than random ones."""
+    """Values that differ everywhere, generated faster than random ones."""
     kinds = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
     step = torch.arange(count, dtype=torch.int32)
     ranks = [(step * (2 * r + 3) + r) % 251 for r in range(world)]

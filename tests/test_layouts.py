@@ -1,6 +1,6 @@
-"""Where the elements lie changes nothing: every layout gives the values of the contiguous one.
+"""Memory layout changes nothing: every layout gives the values of the contiguous one.
 
-What lies around a view is watched too, and must not change.
+The memory around a view must not change, either.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What plans compute, proved on symbols: every algorithm does what its collective promises, in the
-order that it is registered with, and no dropped step and no swapped source goes unnoticed."""
+"""Symbolic proofs of plans: every algorithm computes its collective in its registered order, and
+every dropped step or swapped source is noticed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def test_every_algorithm_is_right_and_in_its_registered_order(algorithm: _C.Algo
         assert defect is None, f"{case}: {defect}"
         if case.world >= 4:
             assert order == algorithm.order, case
-        # Two ranks have too few brackets to be anything but a left fold, mostly: better is fine.
+        # With two ranks most orders are a left fold: an order better than registered is fine.
         assert ORDERS.index(order) <= ORDERS.index(algorithm.order), case
 
 
@@ -36,7 +37,7 @@ def test_no_dropped_step_goes_unnoticed(algorithm: _C.Algorithm) -> None:
         for i, step in enumerate(plan.steps):
             mutant = _C.Plan(plan.world, plan.chunks, [*plan.steps[:i], *plan.steps[i + 1 :]])
             noticed = case.verify(mutant)[0] is not None
-            # A copy of a slice to itself changes nothing, and a barrier of one has nobody to meet.
+            # Two steps do nothing: a copy of a slice to itself, and the barrier of one rank.
             assert noticed == (not is_identity(step, case.in_place)), f"{case} without step {i}"
 
 
@@ -65,7 +66,7 @@ def test_no_swapped_source_of_an_ordered_plan_goes_unnoticed(algorithm: _C.Algor
     "algorithm",
     [
         a for a in REGISTRY if a.collective != "barrier"
-    ],  # there any source will do, if all are heard
+    ],  # a barrier accepts any source, if every rank is included
     ids=[i for i in IDS if "barrier" not in i],
 )
 def test_no_wrong_source_goes_unnoticed(algorithm: _C.Algorithm) -> None:
@@ -81,7 +82,7 @@ def test_no_wrong_source_goes_unnoticed(algorithm: _C.Algorithm) -> None:
             except ValueError:  # it now overlaps a destination
                 continue
             worse = ORDERS.index(order) > ORDERS.index(algorithm.order)
-            # From the neighbour who has had the result already is as good a place.
+            # A neighbour that already has the result is a valid source, too.
             same = plan_cases.run_steps(
                 plan, case.in_place, range(len(steps))
             ) == plan_cases.run_steps(mutant, case.in_place, range(len(steps)))
@@ -94,7 +95,7 @@ def test_exactly_one_fold_finishes_each_result(algorithm: _C.Algorithm) -> None:
         plan = case.plan
         finishes = plan.finishes(case.in_place)
         assert len(finishes) == len(plan.steps)
-        folds: dict[plan_cases.Cell, int] = {}  # finishing folds on the way to what a cell holds
+        folds: dict[plan_cases.Cell, int] = {}  # finishing folds in each cell's history
         for done, (dsts, srcs, _) in zip(finishes, plan.steps, strict=True):
             assert not (done and len(srcs) == 1), f"{case}: a copy adds nothing"
             for i in range(dsts[0][3]):

@@ -1,4 +1,4 @@
-"""Peer access: tried once for each pair and direction, believed only then, and named if missing."""
+"""Peer access: tried once per pair and direction, used only if that works, named if missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pycollect import _C, _testing
 
 
 class Machine:
-    """Pairs that the driver reports, and what is wrong with some of them."""
+    """Peer access as the driver reports it, and the defects of some pairs."""
 
     def __init__(self, reported, broken=()):
         self.reported, self.broken = set(reported), dict(broken)

@@ -1,4 +1,4 @@
-"""Every collective has a name in torch's profiler, on the thread that runs it."""
+"""Every collective has a named range in torch's profiler, on the thread that runs it."""
 
 from __future__ import annotations
 

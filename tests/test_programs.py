@@ -1,4 +1,4 @@
-"""Programs that are forked from a process with torch begin and end as any other does."""
+"""Programs forked from a process with torch start and end as any other program."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_the_number_of_an_ended_program_is_its_own_until_its_status_is_read() ->
         stat = Path(f"/proc/{program.pid}/stat")
         while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
             time.sleep(0.01)
-        time.sleep(0.1)  # for whoever waits for it to have heard
+        time.sleep(0.1)  # time for a waiter to notice the end
         os.kill(program.pid, signal.SIGKILL)
         assert program.wait(60) == 0
 
 
 def test_signals_that_are_blocked_are_blocked_there() -> None:
-    """Whatever was blocked when the first program was started."""
+    """A program inherits the caller's blocked signals, not those of the first program's start."""
     code = "import signal; print(2 in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
 
     def blocked() -> str:
@@ -61,10 +61,10 @@ def test_signals_that_are_blocked_are_blocked_there() -> None:
 
 
 def _begins_with_torch(me: Me) -> bool:
-    return "torch._dynamo" in sys.modules  # which importing torch alone does not import
+    return "torch._dynamo" in sys.modules  # importing torch alone does not import it
 
 
 def test_ranks_begin_with_torch() -> None:
-    """However many tests have forked processes in other ways before."""
+    """This holds whatever other tests have forked before."""
     with fresh(1, group=False) as pool:
         assert pool.run(_begins_with_torch) == [True]

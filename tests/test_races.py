@@ -1,7 +1,7 @@
-"""Waits and levels: enough of both and no wait too many, for every algorithm and random plans.
+"""Waits and levels: enough of both and no superfluous wait, for every algorithm and random plans.
 
-Every wait is taken away in turn and its absence must be seen; levels are held against conflicts
-worked out here again; and any order that waits or levels allow must compute what was written.
+Removing any single wait must be noticed. Levels are compared with conflicts that the test computes
+itself. Every order that waits or levels allow must compute the plan as written.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_random_plans_do_not_race_and_need_every_wait() -> None:
 
 
 def test_beyond_64_ranks_there_may_be_waits_too_many_but_never_too_few() -> None:
-    for name in ("two_shot", "ring", "rotated_ring", "halving_doubling", "fused"):
+    for name in ("two_shot", "chain", "ring", "halving_doubling", "fused"):
         plan = _C.find_algorithm("all_reduce", name).plan(70)
         assert _C.replay(_C.Program(plan, True)).defect is None
 
@@ -79,7 +79,7 @@ def accesses(
 
 
 def assert_levels_hold(plan: _C.Plan, in_place: bool, pace: str) -> None:
-    """Whatever conflicts was written in the order of the levels, and no two in one level."""
+    """Conflicting tasks are in the order of levels as written, and never in the same level."""
     program = _C.Program(plan, in_place, pace)
     tasks = program.tasks
     at = {task[0]: (rank, task) for rank, own in enumerate(tasks) for task in own[1:-1]}
@@ -101,7 +101,7 @@ def assert_levels_hold(plan: _C.Plan, in_place: bool, pace: str) -> None:
     step = 1 if pace == "one_task" else 0
     for own in tasks:
         assert all(a[1] + step <= b[1] for a, b in itertools.pairwise(own))
-    assert len({own[-1][1] for own in tasks}) == 1  # all leave in one level
+    assert len({own[-1][1] for own in tasks}) == 1  # all ranks leave in one level
     by_level = [(rank, i) for level in program.levels for rank, i in level]
     assert sorted(by_level) == [(r, i) for r, own in enumerate(tasks) for i in range(len(own))]
     assert all(
@@ -125,7 +125,7 @@ def test_levels_of_random_plans_hold(pace: str) -> None:
 
 
 def any_order(program: _C.Program, pick: random.Random) -> list[int]:
-    """One order in which ranks, each at its own speed, may run the steps."""
+    """A random order in which ranks, each at its own speed, may run the steps."""
     tasks, done, order = program.tasks, [0] * program.plan.world, []
     while True:
         ready = [
@@ -171,7 +171,7 @@ def test_any_order_within_levels_computes_the_same(pace: str) -> None:
         ("leader", "any", 1),
         ("two_shot", "any", 2),
         ("two_shot", "one_task", 8),
-        ("ring", "any", 14),
+        ("chain", "any", 14),
     ],
 )
 def test_levels_are_few(name: str, pace: str, levels: int) -> None:
@@ -193,8 +193,8 @@ def test_a_race_is_told_in_words() -> None:
 
 
 def test_a_deadlock_is_told_in_words() -> None:
-    program = _C.find_algorithm("all_reduce", "ring").plan(2, 0, 1)
-    waiting = _C.Program(program, True).with_wait(1, 0, (0, 2))  # for what waits for me
+    program = _C.find_algorithm("all_reduce", "chain").plan(2, 0, 1)
+    waiting = _C.Program(program, True).with_wait(1, 0, (0, 2))  # rank 0 in turn waits for rank 1
     found = _C.replay(waiting)
     assert found.deadlock
     assert found.defect == "deadlock: step 1 by rank 0 waits for task 2 of rank 1, which never ends"
@@ -206,7 +206,7 @@ def test_ranks_that_never_hear_of_each_other_do_not_meet() -> None:
 
 
 def test_programs_that_name_what_is_not_there_are_refused() -> None:
-    program = _C.Program(_C.find_algorithm("all_reduce", "ring").plan(3), True)
+    program = _C.Program(_C.find_algorithm("all_reduce", "chain").plan(3), True)
     for wait in [(3, 1), (-1, 1), (0, 0), (0, 99)]:
         with pytest.raises(ValueError, match="which is not there"):
             _C.replay(program.with_wait(1, 1, wait))

@@ -1,7 +1,7 @@
-"""Ranks in pageable memory: no GPU touches it, everything passes through a ring of pinned pieces.
+"""Ranks in pageable memory: no GPU accesses it, all data passes through a ring of pinned pieces.
 
-The fake refuses kernels that touch pageable memory, and the judge sees every filling and emptying
-of a piece: a piece that is filled too soon, or emptied before its copy has arrived, is a race.
+The fake refuses kernels that access pageable memory, and the checker sees when a piece is filled
+and emptied: filling it too soon, or emptying it before its copy arrives, is a race.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_no_algorithm_races_on_pageable_memory(algorithm: _C.Algorithm) -> None:
 
 @pytest.mark.parametrize("ring", [(64, 1), (64, 2), (96, 3), (4096, 4)])
 def test_any_size_of_ring_will_do(ring: tuple[int, int]) -> None:
-    for name in ("leader", "ring", "two_shot"):
+    for name in ("leader", "chain", "two_shot"):
         for dtype, op in (("float32", "avg"), ("bfloat16", "sum")):
             for devices in ([0, PAGEABLE], [PAGEABLE, 0], [0, PAGEABLE, 1]):
                 plan = all_reduce(name, len(devices))
@@ -93,18 +93,18 @@ def gather(world: int) -> _C.Plan:
 
 
 def test_a_scatter_leaves_the_host_free() -> None:
-    """What is read has been read when the call returns, so nobody waits for the GPUs."""
+    """The input has been read when the call returns, so the host does not wait for the GPUs."""
     rehearsal = rehearse(scatter(4), False, [PAGEABLE, 0, 0, 1], ring=(4096, 4))
     counts = rehearsal.counts
     assert counts["synchronize"] == 0
     assert counts["copy"] == 3
-    assert counts["host_copy"] == 3 + 1  # the root's own part, from host to host
+    assert counts["host_copy"] == 3 + 1  # the root's own part is copied from host to host
 
 
 def test_a_gather_waits_for_what_it_writes() -> None:
     rehearsal = rehearse(gather(3), False, [PAGEABLE, 0, 1], ring=(4096, 4), lanes=True)
-    assert rehearsal.counts["synchronize"] == 2  # a piece from each device
-    # Of streams, those behind the host's waits order nothing more; the host's own are the last two.
+    assert rehearsal.counts["synchronize"] == 2  # one piece from each device
+    # The last two stream waits are the host's own; stream waits before them order nothing new.
     assert not {rehearsal.waits - 1, rehearsal.waits - 2} & set(rehearsal.missed())
 
     def late(seed: int) -> _testing.Rehearsal:
@@ -113,7 +113,7 @@ def test_a_gather_waits_for_what_it_writes() -> None:
         assert fresh.race is not None
         return fresh
 
-    # A fresh one for each order, because what was in a piece before is right the second time.
+    # A new run for each order: in a second run a piece already has the right content.
     assert any(late(seed).mismatch(seed) is not None for seed in range(100))
 
 
@@ -136,7 +136,7 @@ def test_small_tensors_share_a_piece() -> None:
 
 
 def test_what_a_rank_in_pageable_memory_got_it_can_pass_on() -> None:
-    """Copies out of the ring must have arrived before the same memory is read again."""
+    """Copies out of the ring must arrive before the same memory is read again."""
     plan = _C.find_algorithm("broadcast", "chain").plan(3, 0, 4)
     rehearsal = rehearse(plan, True, [0, PAGEABLE, 1], peers=False, runs=2)
     for seed in range(20):
@@ -161,17 +161,17 @@ def test_a_capture_refuses_pageable_memory_before_anything_is_issued() -> None:
 
 
 def test_a_failure_leaves_the_ring_usable() -> None:
-    """Whatever call of CUDA fails, the next run finds pieces that nobody is using."""
+    """After a failure of any CUDA call, the next run gets pieces that are not in use."""
     for plan, devices in ((scatter(3), [PAGEABLE, 0, 1]), (gather(3), [PAGEABLE, 0, 1])):
         healthy = rehearse(plan, False, devices, ring=(32, 2), bindings=2).counts["host_copy"]
         for after in range(40):
             rehearsal = _testing.Rehearsal(plan, False, devices, ring=(32, 2), bindings=2)
             rehearsal.fail_call(after)
-            with contextlib.suppress(RuntimeError):  # a call beyond the last one fails nothing
+            with contextlib.suppress(RuntimeError):  # beyond the last call nothing fails
                 rehearsal.run()
             before = rehearsal.counts["host_copy"]
             rehearsal.run(2)
-            # Nothing of the call that failed arrives in the caller's memory any more.
+            # The failed call writes nothing to the caller's memory any more.
             assert rehearsal.counts["host_copy"] - before == 2 * healthy, f"after {after}"
             assert rehearsal.race is None, f"after {after}: {rehearsal.race}"
             assert rehearsal.mismatch(after) is None
@@ -179,7 +179,7 @@ def test_a_failure_leaves_the_ring_usable() -> None:
 
 def test_runs_beside_each_other_have_rings_of_their_own() -> None:
     first = _testing.Rehearsal(all_reduce("leader", 3), True, [0, PAGEABLE, 1])
-    second = _testing.Rehearsal(all_reduce("ring", 3), True, [0, PAGEABLE, 1], beside=first)
+    second = _testing.Rehearsal(all_reduce("chain", 3), True, [0, PAGEABLE, 1], beside=first)
     for _ in range(3):
         for rehearsal in (first, second):
             rehearsal.run(2)
@@ -189,7 +189,7 @@ def test_runs_beside_each_other_have_rings_of_their_own() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize(
-    ("size", "rows"),  # less and more than a thread's share, in few long lines and many short ones
+    ("size", "rows"),  # below and above a thread's share, in few long or many short lines
     [(1, 1), (1000, 1), (1_000_003, 1), (300_001, 5), (7, 100_000), (131_072, 9), (100, 3)],
 )
 def test_the_hosts_own_copies_move_every_byte_once(threads: int, size: int, rows: int) -> None:
@@ -200,6 +200,6 @@ def test_the_hosts_own_copies_move_every_byte_once(threads: int, size: int, rows
     assert torch.equal(dst[:, :size], src[:, :size])
     assert int(dst[:, size:].sum()) == 0
     back = torch.zeros(rows, size, dtype=torch.uint8)
-    first = src[rows - 1 :]  # from the last row to the first one
+    first = src[rows - 1 :]  # backwards, from the last row to the first
     _testing.copy_rows(back, first, size, rows, (size, -(size + 5)))
     assert torch.equal(back, src[:, :size].flip(0))

@@ -1,7 +1,7 @@
-"""What the compiler made of the kernels, read as machine code: no GPU is needed, only a toolkit.
+"""The compiler's machine code for the kernels; needs a CUDA toolkit, but no GPU.
 
-Two things go wrong in silence and show only here: packets stored in parts, and additions mixed
-between the loads, which then wait for each other.
+Two defects show only here: packets that are stored in parts, and additions between the loads, which
+then wait for each other.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ ROOT = Path(__file__).parents[1]
 SOURCE = f"""
 #include "{ROOT}/csrc/cuda/level.cuh"
 namespace pycollect::cuda {{
-template Kernel fold_kernel<float, Avg>();
-template Kernel fold_kernel<BFloat16, Avg>();
-template Kernel fold_kernel<Complex<float>, Prod>();
+template KernelPair fold_kernel<float, Avg>();
+template KernelPair fold_kernel<BFloat16, Avg>();
+template KernelPair fold_kernel<Complex<float>, Prod>();
 template __global__ void copy_level(const __grid_constant__ SmallTable);
 }}
 """
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
-SUMS = {"float, Avg": 4, "BFloat16, Avg": 8}  # elements of a packet
+SUMS = {"float, Avg": 4, "BFloat16, Avg": 8}  # elements per packet
 
 
 def tools() -> dict[str, str]:
-    """Find nvcc and cuobjdump, which also come in Triton's and NVIDIA's packages."""
+    """Find nvcc and cuobjdump, also in the packages of Triton and NVIDIA."""
     folders = os.environ.get("PATH", "").split(os.pathsep)
     folders += [f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin", "/usr/local/cuda/bin"]
     for package in ("triton", "nvidia"):
@@ -50,7 +50,7 @@ def tools() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Operations of each kernel with a small table, in the order of the code."""
+    """The operations of each kernel with a small table, in code order."""
     found, folder = tools(), tmp_path_factory.mktemp("sass")
     spec = importlib.util.spec_from_file_location(
         "pycollect_native", ROOT / "build_backend" / "pycollect_native.py"
@@ -80,7 +80,7 @@ def parsed(sass: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def readable(mangled: str) -> str:
-    """float, Avg for the mangled name of that fold's kernel."""
+    """The short name, such as float, Avg, from the mangled name of a kernel."""
     if "copy_level" in mangled:
         return "copy"
     operation = next(op for op in ("Avg", "Prod") if op in mangled)
@@ -89,13 +89,13 @@ def readable(mangled: str) -> str:
 
 
 def memory(operations: list[str]) -> list[tuple[str, str]]:
-    """Whether loaded or stored, and how wide: "128" are 16 bytes, "" are 4."""
+    """The kind and width of each access: "LDG" or "STG"; "128" is 16 bytes, "" is 4."""
     found = [re.match(r"(LDG|STG)\.E(?:\.EF)?\.?(\w*)", op) for op in operations]
     return [(m[1], m[2]) for m in found if m]
 
 
 def bursts(operations: list[str]) -> list[tuple[int, int]]:
-    """Packets loaded with no addition between them, and the additions that follow."""
+    """Packets loaded without an addition between them, and the number of additions that follow."""
     runs = [
         (kind, len(list(run)))
         for kind, run in groupby(op.split(".")[0] for op in operations if waits(op))
@@ -108,7 +108,7 @@ def bursts(operations: list[str]) -> list[tuple[int, int]]:
 
 
 def guarded(operations: list[str]) -> int:
-    """Where a block has heard whether it is forbidden to write."""
+    """Index of the operation at which a block learns whether it must not write."""
     return next(i for i, op in enumerate(operations) if op.startswith("BAR.RED"))
 
 
@@ -127,12 +127,12 @@ def test_all_loads_come_before_the_first_addition(kernels: dict[str, list[str]],
 
 @pytest.mark.slow
 def test_packets_are_loaded_and_stored_whole(kernels: dict[str, list[str]]):
-    """A store is as wide as the loads before it: 16 bytes, or one element at the edges."""
+    """Stores are as wide as the loads before them: 16 bytes, or one element at the edges."""
     edges = {"float, Avg": {""}, "BFloat16, Avg": {"U16"}, "Complex, Prod": {""}}
     edges["copy"] = {"64", "", "U16", "U8"}
     for name, operations in kernels.items():
         end = guarded(operations)
-        assert memory(operations[:end]) == [("LDG", "")], name  # by one thread of a block
+        assert memory(operations[:end]) == [("LDG", "")], name  # one thread of a block
         accesses = memory(operations[end:])
         assert {width for _, width in accesses} == {"128", *edges[name]}, name
         width = ""

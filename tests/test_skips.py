@@ -1,5 +1,5 @@
-"""Tests that do not run for want of hardware or of a package are counted at the end, by reason, and
-slow ones that were left out as well.
+"""Tests skipped for lack of hardware or a package are counted at the end, by reason, as are slow
+tests that were left out.
 """
 
 from __future__ import annotations
@@ -126,14 +126,14 @@ def test_a_gpu_may_be_insisted_on(tmp_path: Path) -> None:
 
 
 def test_slow_tests_are_left_out_and_counted(tmp_path: Path) -> None:
-    """By the default of this project; those on a GPU that is not there would take no time."""
+    """Slow tests are deselected by default; slow tests on a missing GPU would take no time."""
     *_, line, last = run(tmp_path, tests=SLOW).splitlines()
     assert line == LINE
     assert last.startswith("1 passed, 61 deselected")
 
 
 def test_workers_leave_out_the_same_and_keep_a_file_together(tmp_path: Path) -> None:
-    """And with the file the processes that its tests share."""
+    """A file's tests stay in one worker, with the processes that they share."""
     pytest.importorskip("xdist", reason="needs pytest-xdist")
     for name in ("one", "two"):
         (tmp_path / f"test_{name}.py").write_text(TOGETHER)
@@ -145,7 +145,7 @@ def test_workers_leave_out_the_same_and_keep_a_file_together(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_worker_that_dies_ends_the_run(tmp_path: Path) -> None:
-    """Not before it has done several files, which nobody is to do, or to wait for, once more."""
+    """The run ends before a replacement repeats the dead worker's files or waits for them."""
     pytest.importorskip("xdist", reason="needs pytest-xdist")
     for number in range(6):
         (tmp_path / f"test_{number}.py").write_text(TOGETHER)

@@ -1,7 +1,7 @@
-"""Tensors that are not plain memory: refused wherever they stand, or served rightly; never a crash.
+"""Unusual tensors: refused wherever they occur, or handled correctly; never a crash.
 
 Freed and shrunk storages, zeros without memory, nested, quantized and fake tensors, and tensors
-under a transformation or a mode that would see something else than what a collective does.
+under a transformation or a mode that would change the meaning of a collective.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def test_transformations_of_functions_are_refused(transform, call):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_fake_mode_does_not_crash(call):
-    # Results that are made while it is on have no memory.
+    # Results that are created under the mode have no memory.
     x, y = torch.ones(6), torch.ones(6)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -126,7 +126,7 @@ def test_a_fake_mode_does_not_crash(call):
 
 
 class Watching(TorchDispatchMode):
-    """Lets everything through."""
+    """A mode that passes every call on."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))

@@ -1,8 +1,8 @@
-"""The executor for devices, unchanged, on devices that only remember what came before what.
+"""The unchanged device executor, on emulated devices that only record the order of work.
 
-Every pair of conflicting accesses is ordered by streams and events, judged by the addresses that
-the executor hands out; no event is there in vain: each wait is dropped in turn and its absence must
-be seen. And any order that streams and events allow must give the bits of the plan as written.
+Streams and events order every pair of conflicting accesses, checked by the executor's addresses. No
+event is superfluous: dropping any wait must be noticed. Any order that streams and events allow
+gives the same bits as the plan as written.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_any_order_of_the_streams_gives_the_same_bits(algorithm: _C.Algorithm) -
         else:
             types = {"dtype": "bfloat16", "op": "sum"}
         rehearsal = rehearse(case.plan, case.in_place, devices, runs=2, bindings=2, **types, **way)
-        # As issued too: CUDA_LAUNCH_BLOCKING=1 allows no other order.
+        # -1 is the order of issue, the only one with CUDA_LAUNCH_BLOCKING=1.
         for order in (-1, seed, seed + 1):
             assert rehearsal.mismatch(order) is None, f"{case} on {devices}, {way}"
 
@@ -68,14 +68,14 @@ def ways_from(seed: int) -> Any:
 
 @pytest.mark.parametrize(
     ("first", "last"),
-    [(0, 144), pytest.param(144, 400, marks=pytest.mark.slow)],  # each way of 48 comes thrice
+    [(0, 144), pytest.param(144, 400, marks=pytest.mark.slow)],  # each of 48 ways three times
 )
 def test_random_plans_on_random_devices(first: int, last: int) -> None:
     waits = refused = 0
     for seed in range(first, last):
         try:
             rehearsal, what = random_call(seed)
-        except ValueError as error:  # many buffers of one rank, out of reach, in one step
+        except ValueError as error:  # one step uses many buffers of an unreachable rank
             if "cut the chunks into more pieces" not in str(error):
                 raise
             refused += 1
@@ -89,8 +89,8 @@ def test_random_plans_on_random_devices(first: int, last: int) -> None:
 
 
 def test_a_dropped_wait_shows_in_the_bits() -> None:
-    """The judge is not alone: an order that a missing event allows computes something else."""
-    rehearsal = rehearse(all_reduce("ring", 4), True, [0, 1, 2, 3], workers="devices")
+    """Besides the race checker, an order that a missing event allows gives other results."""
+    rehearsal = rehearse(all_reduce("chain", 4), True, [0, 1, 2, 3], workers="devices")
     assert all(rehearsal.mismatch(seed) is None for seed in range(20))
     rehearsal.drop_wait(rehearsal.waits // 2)
     assert rehearsal.race is not None
@@ -101,7 +101,7 @@ def test_one_device_and_one_stream_is_one_launch_and_no_event() -> None:
     for world in range(1, 17):
         plan = all_reduce("leader", world)
         rehearsal = rehearse(plan, True, [0] * world, workers="callers", bindings=8)
-        alone = world == 1  # in place there is nothing to do
+        alone = world == 1  # a single rank in place has nothing to do
         done = {"launch": 1, "rows": 8} if not alone else {}
         assert rehearsal.counts - Counter({"create_stream": 1, "streams": 1}) == done
 
@@ -117,9 +117,9 @@ def test_one_device_and_one_stream_is_one_launch_and_no_event() -> None:
         ("two_shot", "any", False, (8, 56, 24, 184)),
         ("two_shot", "any", True, (8, 56, 27, 48)),
         ("two_shot", "one_task", True, (8, 56, 26, 88)),
-        ("ring", "any", True, (7, 28, 22, 29)),
-        ("ring", "one_task", True, (28, 28, 61, 68)),
-        ("rotated_ring", "any", False, (56, 56, 120, 136)),
+        ("chain", "any", True, (7, 28, 22, 29)),
+        ("chain", "one_task", True, (28, 28, 61, 68)),
+        ("ring", "any", False, (56, 56, 120, 136)),
         ("tree", "any", False, (7, 7, 19, 29)),
         ("halving_doubling", "any", False, (24, 24, 56, 88)),
         ("halving_doubling", "any", True, (24, 24, 57, 72)),
@@ -145,7 +145,7 @@ def test_one_hub_is_never_more_waits_than_all_pairs() -> None:
 
 def test_schedules_are_kept_by_plan_and_placement() -> None:
     one = rehearse(all_reduce("two_shot", 4), True, [0, 1, 2, 3])
-    two = _testing.Rehearsal(all_reduce("ring", 4), True, [0, 1, 2, 3], beside=one)
+    two = _testing.Rehearsal(all_reduce("chain", 4), True, [0, 1, 2, 3], beside=one)
     for workers in ("devices", "callers", "ranks", "devices"):
         for rehearsal in (one, two):
             rehearsal.reseat(workers, workers == "ranks")
@@ -169,7 +169,7 @@ def test_events_are_made_once_and_used_again() -> None:
 def test_a_call_that_fails_half_way_leaves_streams_joined_and_events_whole(capture: bool) -> None:
     for after in range(1000):
         rehearsal = _testing.Rehearsal(
-            all_reduce("ring", 4), True, [0, 1, 2, 3], callers_apart=True, pace="one_task"
+            all_reduce("chain", 4), True, [0, 1, 2, 3], callers_apart=True, pace="one_task"
         )
         rehearsal.run()
         made = rehearsal.counts["events"]
@@ -180,11 +180,11 @@ def test_a_call_that_fails_half_way_leaves_streams_joined_and_events_whole(captu
         except RuntimeError as error:
             if "made up" not in str(error):
                 raise
-        assert rehearsal.race is None  # the callers went on behind what had been issued
+        assert rehearsal.race is None  # callers' streams wait for all issued work
         rehearsal.run(2)
         assert rehearsal.race is None
         assert rehearsal.mismatch(after) is None
-        assert rehearsal.counts["events"] <= made + 8  # one a stream, to join it
+        assert rehearsal.counts["events"] <= made + 8  # one more event per stream, to join it
     assert after > 60
 
 
@@ -211,13 +211,13 @@ def test_a_capture_on_some_of_the_callers_is_refused_before_anything_is_issued()
 
 
 def test_the_host_waits_for_ranks_in_its_memory() -> None:
-    for name in ("leader", "two_shot", "ring"):
+    for name in ("leader", "two_shot", "chain"):
         for devices in ([0, -1], [-1, 0, 0, -1], [1, -1, 0]):
             for peers in (True, False):
                 rehearsal = rehearse(
                     all_reduce(name, len(devices)), True, devices, runs=2, peers=peers
                 )
-                assert rehearsal.counts["synchronize"] == 2  # both share a stream, or one
+                assert rehearsal.counts["synchronize"] == 2  # 1 per run: hosts share a stream
                 assert all(rehearsal.mismatch(seed) is None for seed in range(4))
 
 

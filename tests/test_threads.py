@@ -1,4 +1,4 @@
-"""Module functions may be called from any thread, at the same time, on worlds of any size."""
+"""Module functions may be called from any thread, concurrently, on worlds of any size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECONDS = 60
 
 
 def together(task, threads=THREADS):
-    """Run task(0) ... task(threads - 1) at once; raise what any of them raised."""
+    """Run task(0) ... task(threads - 1) concurrently; raise the first error."""
     gate = threading.Barrier(threads)
 
     def start(i):
@@ -53,7 +53,7 @@ def test_the_same_inputs_read_by_all():
 
 
 def test_plans_that_nobody_has_made_yet():
-    # Worlds that no other test uses, every algorithm: all threads make the same plans at once.
+    # Worlds of no other test, every algorithm: all threads make the same plans at once.
     def task(i):
         for world in (17, 18, 19):
             for algorithm in pc.algorithms():
@@ -102,7 +102,7 @@ def test_errors_stay_in_their_thread():
 
 
 def test_other_threads_run_while_one_folds():
-    # The interpreter is free during a large fold: another thread gets through its steps.
+    # The GIL is released during a large fold: another thread completes steps.
     tensors = [torch.ones(8_000_000) for _ in range(4)]
     steps = [0]
     stop = threading.Event()

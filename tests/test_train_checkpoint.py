@@ -1,4 +1,4 @@
-"""Checkpoints: a continued run has the bits of an unbroken one; what does not fit is refused."""
+"""Checkpoints: a resumed run has the bits of an uninterrupted one; misfits are refused."""
 
 import os
 import signal
@@ -22,8 +22,8 @@ from pycollect.train import (
     train,
 )
 from pycollect.train.__main__ import main
-from pycollect.train.entrant import same_bits
 from pycollect.train.interrupt import Interrupt, Stopped
+from pycollect.train.run_result import same_bits
 
 GENERATOR = torch.Generator().manual_seed(3)
 X, Y = torch.randn(50, 1, 6, 6, generator=GENERATOR), torch.arange(50) % 3
@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {"data": DATA, "momentum": 0.9, "weight_decay": 1e-3, 
 
 
 def net() -> nn.Module:
-    """Everything that has a state: batch statistics of each rank's own, and random dropout."""
+    """A network with state of every kind: each rank's batch statistics, and random dropout."""
     torch.manual_seed(5)
     return nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.3), nn.Flatten(), nn.Linear(64, 3)
@@ -44,7 +44,7 @@ def run(**options: Any) -> History:
 
 
 def state(path: Path) -> list[Tensor]:
-    """All tensors of a checkpoint, in order."""
+    """Return all tensors of a checkpoint, in order."""
     found: list[Tensor] = []
 
     def visit(value: object) -> None:
@@ -57,12 +57,12 @@ def state(path: Path) -> list[Tensor]:
             for item in value:
                 visit(item)
 
-    visit(checkpoint.load(path)["contestant"])
+    visit(checkpoint.load(path)["run"])
     return found
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """Press Ctrl-C during the step of that number."""
+    """Send SIGINT to this process at the interrupt check of that number."""
     count = 0
     check = Interrupt.check
 
@@ -90,7 +90,7 @@ def test_a_run_is_continued_with_the_same_bits(tmp_path: Path, epochs: int) -> N
     whole, part = tmp_path / "whole.pt", tmp_path / "part.pt"
     unbroken = run(epochs=3, checkpoint=whole)
     run(epochs=epochs, checkpoint=part)
-    torch.manual_seed(99)  # whatever the state of the process is
+    torch.manual_seed(99)  # the process's own random state must not matter
     continued = run(epochs=3, resume=part, checkpoint=part, prefetch=2)
     assert_same_run(unbroken, continued, (whole, part))
 
@@ -99,7 +99,7 @@ def test_a_run_is_continued_with_the_same_bits(tmp_path: Path, epochs: int) -> N
 def test_ctrl_c_stops_between_two_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    """Within an epoch, after its last step, and after its evaluation; an epoch has 5 steps."""
+    """Stops within an epoch of 5 steps, after its last step, and after its evaluation."""
     whole, part = tmp_path / "whole.pt", tmp_path / "part.pt"
     unbroken = run(epochs=3, checkpoint=whole)
     with monkeypatch.context() as patch:
@@ -110,17 +110,17 @@ def test_ctrl_c_stops_between_two_steps(
 
 
 def test_dropout_and_momentum_are_in_the_state(tmp_path: Path) -> None:
-    """So that the tests above can fail: without one of both the bits differ."""
+    """The tests above depend on each state: spoiling a single one changes the bits."""
     run(epochs=1, checkpoint=tmp_path / "part.pt")
     loaded = checkpoint.load(tmp_path / "part.pt")
     whole = run(epochs=2)
     for spoil in (
-        lambda c: c["trainee"].update(generators={}),
-        lambda c: c["trainee"]["replicas"]["optimizer"]["state"][0]["momentum_buffer"].zero_(),
-        lambda c: c["trainee"]["replicas"]["buffers"][1]["1.running_mean"].add_(1),
+        lambda c: c["engine"].update(generators={}),
+        lambda c: c["engine"]["replicas"]["optimizer"]["state"][0]["momentum_buffer"].zero_(),
+        lambda c: c["engine"]["replicas"]["buffers"][1]["1.running_mean"].add_(1),
     ):
         spoiled = checkpoint.load(tmp_path / "part.pt")
-        spoil(spoiled["contestant"])
+        spoil(spoiled["run"])
         checkpoint.save(tmp_path / "spoiled.pt", spoiled)
         run(epochs=2, resume=tmp_path / "spoiled.pt", checkpoint=tmp_path / "after.pt")
         whole_state = run(epochs=2, resume=tmp_path / "part.pt", checkpoint=tmp_path / "good.pt")
@@ -133,12 +133,12 @@ def test_dropout_and_momentum_are_in_the_state(tmp_path: Path) -> None:
 def test_measured_shares_go_on(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     first = run(epochs=2, weights="auto", checkpoint=path)
-    kept = checkpoint.load(path)["contestant"]["trainee"]["auto"]
+    kept = checkpoint.load(path)["run"]["engine"]["auto"]
     assert kept["step"] == len(first.steps) == 10
     continued = run(epochs=3, resume=path, checkpoint=path)
     assert continued.settings.weights == "auto"
     assert [step.shares for step in continued.steps[:10]] == [step.shares for step in first.steps]
-    assert checkpoint.load(path)["contestant"]["trainee"]["auto"]["step"] == 15
+    assert checkpoint.load(path)["run"]["engine"]["auto"]["step"] == 15
 
 
 def test_measured_shares_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_measured_shares_are_replayed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(map(same_bits, first.parameters, again.parameters))
     other = run(epochs=3, weights="auto")
     assert [step.shares for step in other.steps] != [step.shares for step in first.steps]
-    with pytest.raises(ValueError, match="are two things: choose"):
+    with pytest.raises(ValueError, match="exclude each other: choose one"):
         run(weights="1,2", replay_shares=path)
     run(epochs=1, checkpoint=path)
     with pytest.raises(CheckpointError, match=r"run\.pt holds no measured shares"):
@@ -165,7 +165,7 @@ def test_what_is_not_chosen_is_as_it_was(tmp_path: Path) -> None:
     again = train(model=net(), data=DATA, epochs=2, resume=path, quiet=True)
     assert again.settings == Settings(**{**vars(first.settings), "epochs": 2})
     assert len(again.epochs) == 2
-    assert len(train(model=net(), data=DATA, resume=path, quiet=True).epochs) == 1  # as it was
+    assert len(train(model=net(), data=DATA, resume=path, quiet=True).epochs) == 1  # as before
     if not torch.cuda.is_available():
         again = train(model=net(), data=DATA, num_gpus=2, resume=path, quiet=True)
         assert again.settings == first.settings
@@ -249,7 +249,7 @@ def test_a_bad_file_is_one_sentence(
     error = capsys.readouterr().err
     assert error.startswith("python -m pycollect.train: error: ")
     assert (error.count("\n"), str(path) in error, message in error) == (1, True, True)
-    assert "\x1b" not in error  # torch's bold letters
+    assert "\x1b" not in error  # torch's bold text
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_other(
@@ -288,6 +288,6 @@ def test_the_command_is_interrupted_and_continued(tmp_path: Path) -> None:
         130,
         f"interrupted; --resume {path} --checkpoint {path} goes on from here\n",
     )
-    epochs = len(checkpoint.load(path)["contestant"]["epochs"])
+    epochs = len(checkpoint.load(path)["run"]["epochs"])
     arguments = ["--resume", str(path), "--epochs", str(epochs + 1)]
     assert main(arguments) == 0

@@ -1,4 +1,4 @@
-"""`python -m pycollect.train` as a user meets it: its lines, its errors, Ctrl-C, the bar."""
+"""`python -m pycollect.train` in a user's terminal: its lines, errors, Ctrl-C, the progress bar."""
 
 import io
 import os
@@ -23,7 +23,7 @@ COMMAND = [sys.executable, "-m", "pycollect.train", "--data", "digits", "--devic
 
 
 def test_one_epoch_in_a_process(tmp_path: Path) -> None:
-    """Also: the digits need no torchvision, and without a terminal there is no bar."""
+    """In addition: the digits need no torchvision, and without a terminal there is no bar."""
     (tmp_path / "torchvision.py").write_text("raise SystemExit('torchvision was imported')")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [*COMMAND, "--epochs", "1", "--batch-size", "100"]
@@ -101,11 +101,14 @@ def test_compare_prints_both_ratios(capsys: pytest.CaptureFixture[str]) -> None:
         (["--plot", "run.gif"], "a picture ends in .png, .svg, .pdf, and run.gif does not"),
         (["--log", "no/where.jsonl"], "the folder of the log no/where.jsonl is not there or not"),
         (["--checkpoint", "no/where.pt"], "the folder of the checkpoint no/where.pt is not there"),
-        (["--compare", "--log", "no/where.jsonl"], "a comparison goes without log"),
-        (["--compare", "--checkpoint", "no/where.pt"], "a comparison goes without checkpoint"),
-        (["--compare", "--resume", "no/where.pt"], "a comparison goes without resume"),
-        (["--compare", "--replay-shares", "no.pt"], "a comparison goes without measured shares"),
-        (["--compare", "--graph", "--devices", "cpu"], "a comparison goes without graph"),
+        (["--compare", "--log", "no/where.jsonl"], "a comparison does not support log"),
+        (["--compare", "--checkpoint", "no/where.pt"], "a comparison does not support checkpoint"),
+        (["--compare", "--resume", "no/where.pt"], "a comparison does not support resume"),
+        (
+            ["--compare", "--replay-shares", "no.pt"],
+            "a comparison does not support measured shares",
+        ),
+        (["--compare", "--graph", "--devices", "cpu"], "a comparison does not support graph"),
         (["--scale-batch", "--batch-size", "0"], "the batch size must be at least 1, not 0"),
         (["--strict", "--batch-size", "3", "--devices", "cpu*2"], "batch size must be divisible"),
     ],
@@ -170,8 +173,8 @@ def test_the_fallback_is_said_in_one_line(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--compare", "--log", "x.jsonl"], "a comparison goes without log"),
-        (["--compare", "--weights", "auto"], "a comparison goes without measured shares"),
+        (["--compare", "--log", "x.jsonl"], "a comparison does not support log"),
+        (["--compare", "--weights", "auto"], "a comparison does not support measured shares"),
         (["--compare", "--ddp-backend", "gloo"], "gloo is for ddp, which is not among naive, py"),
         (["--compare", "naive,ddp", "--ddp-backend", "magic"], "torch has no backend 'magic' here"),
         (["--ddp-backend", "gloo"], "--ddp-backend is for --compare"),
@@ -213,7 +216,7 @@ def test_there_is_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> N
     ):
         monkeypatch.setattr(sys, "stderr", stream)
         with Report(quiet).bar("epoch 7", images=64, done=32) as bar:
-            time.sleep(0.11)  # the bar is not drawn more often than ten times a second
+            time.sleep(0.11)  # the bar is drawn at most ten times a second
             bar.step(32, lambda: 2.345)
         for text in ("epoch 7", "64/64", "images/s", "loss 2.345"):
             assert (text in stream.getvalue()) == shown

@@ -1,4 +1,4 @@
-"""What is asked for becomes settings: devices, defaults, scaling, shares; and what is refused."""
+"""Options become settings: devices, defaults, scaling, shares; invalid options are refused."""
 
 import os
 import subprocess
@@ -15,13 +15,13 @@ from pycollect.train import AutoShares, Data, ImageFolder, Loading, digits, trai
 from pycollect.train.__main__ import main
 from pycollect.train.config import PREFETCH, Config, ranks
 from pycollect.train.data import Defaults
-from pycollect.train.entrant import same_bits
 from pycollect.train.graph import GraphedStep
-from pycollect.train.job import prepare
-from pycollect.train.one_process import OneProcess
 from pycollect.train.options import config, parser
+from pycollect.train.prepared_run import prepare
 from pycollect.train.reduce import collective
+from pycollect.train.run_result import same_bits
 from pycollect.train.settings import Settings, StepOptions, parse_weights
+from pycollect.train.single_process import SingleProcessEngine
 
 CPU = torch.device("cpu")
 X, Y = torch.randn(26, 1, 5, 5, generator=torch.Generator().manual_seed(2)), torch.arange(26) % 3
@@ -238,7 +238,7 @@ def test_prefetch_is_on_where_it_takes_work_off_the_step() -> None:
 
 
 def test_a_captured_step_is_replayed_for_every_size_of_batch() -> None:
-    """On the CPU nothing is captured: the replay just calls."""
+    """On the CPU nothing is captured: a replay calls the function."""
     captured: list[int] = []
 
     def capture(X: torch.Tensor, *args: Any, **options: Any) -> GraphedStep:
@@ -247,12 +247,12 @@ def test_a_captured_step_is_replayed_for_every_size_of_batch() -> None:
         return make(X, *args, **options)
 
     def trained(capture: Any) -> list[torch.Tensor]:
-        trainee = OneProcess(
+        engine = SingleProcessEngine(
             net(), settings(), reduction=collective, options=StepOptions(), capture=capture
         )
-        batches = trainee.loader(DATA.train, Loading(8)).epoch()
-        losses = [torch.stack(list(trainee.step(batch))) for batch in batches]
-        return [*losses, *trainee.modules[1].parameters()]
+        batches = engine.loader(DATA.train, Loading(8)).epoch()
+        losses = [torch.stack(list(engine.step(batch))) for batch in batches]
+        return [*losses, *engine.modules[1].parameters()]
 
     assert all(map(same_bits, trained(capture), trained(None)))
     assert captured == [8, 2]

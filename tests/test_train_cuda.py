@@ -1,4 +1,4 @@
-"""Replicas on GPUs: the same result as on the CPU, and the same bits however they are reduced."""
+"""Replicas on GPUs: results as on the CPU, and the same bits with every reduction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = [16, 16, 7, 3, 2, 16]
 
 
 def places(world: int) -> dict[str, list[torch.device]]:
-    """Virtual ranks, every GPU in turn, and a GPU together with the CPU."""
+    """Virtual ranks on one GPU, ranks on all GPUs in turn, and a GPU together with the CPU."""
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     return {
         "one GPU": [torch.device(GPU)] * world,

@@ -1,4 +1,4 @@
-"""`train` on GPUs: ranks that share one, beside the CPU, captured, prefetched, continued."""
+"""`train` on GPUs: ranks that share a GPU, with the CPU, captured, prefetched, continued."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pycollect.train import Data, History, train
-from pycollect.train.entrant import same_bits
+from pycollect.train.run_result import same_bits
 
 pytestmark = pytest.mark.cuda
 GENERATOR = torch.Generator().manual_seed(3)
@@ -18,7 +18,7 @@ DATA = Data("noise", (X[:60], Y[:60]), (X[60:], Y[60:]))
 
 @pytest.fixture(autouse=True)
 def whole_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Convolutions in TF32, which torch takes by itself, differ from the CPU's by far more."""
+    """Switch off TF32, torch's default for convolutions: it differs from the CPU by far more."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 

@@ -1,4 +1,4 @@
-"""The trainer's data: IDX files as they come, damaged ones, no network, and the digits' split."""
+"""The trainer's data: valid and damaged IDX files, a missing network, the split of the digits."""
 
 import gzip
 import socket
@@ -20,7 +20,7 @@ TRAIN, TEST = 30, 12
 
 
 def idx(*shape: int, content: bytes | None = None) -> bytes:
-    """An IDX file of bytes; its content counts up unless given."""
+    """An IDX file of bytes; by default its content counts up."""
     count = int(torch.tensor(shape).prod())
     data = bytes(i % 10 for i in range(count)) if content is None else content
     return struct.pack(f">4B{len(shape)}I", 0, 0, 8, len(shape), *shape) + data
@@ -48,7 +48,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def silent_server() -> Iterator[str]:
-    """The address of a server that takes connections and never says a word."""
+    """The address of a server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}/"
 
@@ -148,7 +148,7 @@ def test_a_missing_torchvision_is_named(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def fake_torchvision(monkeypatch: pytest.MonkeyPatch, mirror: str) -> None:
-    """Put a torchvision in place whose download fails if it is ever reached."""
+    """Install a fake torchvision whose download fails if it is ever called."""
 
     class FashionMNIST:
         mirrors = (mirror,)
@@ -173,12 +173,12 @@ def test_a_silent_network_is_given_up(
     start = time.monotonic()
     with pytest.raises(Unavailable, match=r"no answer from 127\.0\.0\.1"):
         fashion_module.download(tmp_path, patience=0.2)
-    assert time.monotonic() - start < 4  # it waits 1 s; torchvision alone would wait for ever
+    assert time.monotonic() - start < 4  # waits 1 s; torchvision alone would wait for ever
 
 
 def test_a_look_up_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(request: object, timeout: float) -> None:
-        time.sleep(2)  # no timeout covers the look-up of a name
+        time.sleep(2)  # a name lookup has no timeout
 
     monkeypatch.setattr("urllib.request.urlopen", hang)
     start = time.monotonic()

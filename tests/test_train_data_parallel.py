@@ -1,4 +1,4 @@
-"""DataParallel gives what the bare module gives, on any devices, and the same bits every time."""
+"""DataParallel gives the results of the bare module on any devices, and always the same bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def net() -> nn.Module:
 
 
 class Calls(nn.Module):
-    """A module whose forward is given, with a parameter and a buffer for it to use."""
+    """A module with the given forward, and a parameter and a buffer for it to use."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ def test_refusals() -> None:
 
 
 class Residual(nn.Module):
-    """The chapter's block, with two convolutions."""
+    """The chapter's residual block, with two convolutions."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class Residual(nn.Module):
 
 
 def test_the_chapters_training_loop() -> None:
-    torch.set_num_threads(1)  # convolutions this small wait for their threads, long on busy cores
+    torch.set_num_threads(1)  # small convolutions wait long for their threads on busy cores
     net = nn.Sequential(
         nn.Conv2d(1, 8, 3, 1, 1), nn.BatchNorm2d(8), nn.ReLU(), Residual(8, 16, 2),
         Residual(16, 16, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3),

@@ -1,4 +1,4 @@
-"""Image folders: real files that the test writes, read lazily, and refused in one sentence."""
+"""Image folders: real files that the test writes, read lazily, refused with one sentence."""
 
 import os
 from pathlib import Path
@@ -23,7 +23,7 @@ def write(path: Path, colour: object, size: tuple[int, int] = (50, 40), mode: st
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two classes of three images to train on and of one to test with, and what does not count."""
+    """Three images of each of two classes for training, one each for tests, and ignored files."""
     root = tmp_path / "fruit"
     for name, colour in COLOURS.items():
         for i, ending in enumerate(("png", "JPEG", "bmp")):
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def plain(image: torch.Tensor) -> torch.Tensor:
-    """Undo the normalisation."""
+    """Undo the image normalisation."""
     return image * STD + MEAN
 
 
@@ -75,7 +75,7 @@ def test_every_mode_becomes_three_channels(tmp_path: Path, mode: str, colour: ob
 
 @pytest.mark.parametrize("ending", ["png", "tif", "pgm"])
 def test_sixteen_bits_keep_their_greys(tmp_path: Path, ending: str) -> None:
-    """Pillow's own conversion makes white of everything above 255."""
+    """Pillow's own conversion turns all values above 255 white."""
     path = tmp_path / f"grey.{ending}"
     Image.new("I;16", (9, 9), 0x8000).save(path)
     assert float(plain(decode(path, 8)).mean()) == pytest.approx(0.5, abs=0.004)
@@ -121,7 +121,7 @@ def test_a_damaged_file_is_one_sentence(folder: Path, name: str, damage: str) ->
 
 
 def test_dead_links_are_counted_and_named(folder: Path) -> None:
-    """Images that are not there would be missed by nobody; nor would a whole class."""
+    """Otherwise missing images, or a whole missing class, would go unnoticed."""
     apple = folder / "train" / "apple"
     (apple / "5.png").symlink_to("nowhere.png")
     with pytest.raises(DataError, match=r"apple has 1 link that leads nowhere: 5\.png -> nowhere"):
@@ -136,7 +136,7 @@ def test_dead_links_are_counted_and_named(folder: Path) -> None:
         load("folder", folder, 32)
     for link in (apple / "5.png", *(apple / "deeper").iterdir()):
         link.unlink()
-    (apple / "notes").symlink_to("nowhere")  # no image, no matter
+    (apple / "notes").symlink_to("nowhere")  # not an image, so it is ignored
     (apple / "5.png").symlink_to("0.png")
     assert len(load("folder", folder, 32)[0].train) == 7
     (folder / "train" / "cherry").symlink_to("nowhere")
@@ -147,7 +147,7 @@ def test_dead_links_are_counted_and_named(folder: Path) -> None:
 def test_a_folder_that_cannot_be_read_is_one_sentence(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Root may read all, so that the system is made to refuse."""
+    """Root may read everything, so the test makes the system call fail."""
     deeper, scandir = folder / "train" / "apple" / "deeper", os.scandir
     deeper.mkdir()
 

@@ -1,4 +1,4 @@
-"""Gluon's Trainer: replicas stay equal and follow what one device with the whole batch does."""
+"""Gluon's Trainer: replicas stay equal, and match one device with the whole batch."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_refusals() -> None:
 
 
 def test_a_step_in_two_halves_is_taken_in_their_order() -> None:
-    """Otherwise sums are added up again, or every rank takes its own way."""
+    """In another order gradients would be summed twice, or the ranks would diverge."""
     nets = [net() for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
     trainer = Trainer(nets, "sgd", {"lr": 1.0})
@@ -177,7 +177,7 @@ def test_a_step_in_two_halves_is_taken_in_their_order() -> None:
     assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))
     one = net()
     backward([one], X, y)
-    Trainer([one], "sgd", {"lr": 1.0}).update(4)  # nothing to add up
+    Trainer([one], "sgd", {"lr": 1.0}).update(4)  # one rank has nothing to sum
 
 
 def of(one: nn.Module, world: int = 2, lr: float = 0.1) -> Replicas:
@@ -216,7 +216,7 @@ def test_replicas_keep_their_own_optimizer_where_none_is_named() -> None:
 
 
 def test_the_named_optimizer_is_the_only_one_from_then_on() -> None:
-    """Otherwise a checkpoint of the replicas has the momentum of steps that nobody takes."""
+    """Otherwise the replicas' checkpoint would hold the momentum of an optimizer without steps."""
     replicas, (X, y) = of(net()), (torch.randn(8, 4), torch.randint(3, (8,)))
     trainer = Trainer(replicas, "adam", {"learning_rate": 0.01})
     backward(replicas.modules, X, y)
@@ -230,7 +230,7 @@ def test_the_named_optimizer_is_the_only_one_from_then_on() -> None:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_what_a_step_of_the_replicas_leaves_is_no_gradient_of_the_next(first: bool) -> None:
-    """torch's backward adds to the gradients that are there."""
+    """torch's backward adds to existing gradients."""
     one, (X, y) = net(), (torch.randn(8, 4), torch.randint(3, (8,)))
     replicas = of(one)
     if first:

@@ -1,4 +1,4 @@
-"""The step as a CUDA graph. Without a GPU what surrounds it is tested, a function as the replay."""
+"""The training step as a CUDA graph; without a GPU a plain function stands in for the replay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEVICES = ["cpu", pytest.param(GPU, marks=MARKS)]
 
 
 def as_graph(run: Run) -> Run:
-    """Calls the function as often as a capture does, and again for a replay."""
+    """Call the function as often as a capture does; the replay is one more call."""
     for _ in range(3):
         run()
     return run

@@ -1,4 +1,4 @@
-"""The loader: one order whatever prepares it, errors come out, and no thread is left behind."""
+"""The loader: the order never depends on prefetching, errors surface, and no thread is left."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ PAIR = torch.arange(11.0)[:, None], torch.arange(11)
 
 
 class Slow:
-    """A data set that takes its time, and notes who asks."""
+    """A slow data set that records the reading threads and the indices read."""
 
     def __init__(self, seconds: float = 0.0, broken: int | None = None) -> None:
         self.seconds, self.broken = seconds, broken
@@ -137,7 +137,7 @@ def test_an_interrupted_caller_leaves_no_thread_once_the_iterator_is_closed() ->
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert workers()  # the traceback could still go on
+    assert workers()  # the traceback still holds the iterator
     batches.close()
     assert not workers()
 
@@ -148,7 +148,7 @@ def test_waiting_is_measured() -> None:
     waited = []
     for batch in Loader(Slow(0.01), Loading(4, prefetch=2)).epoch():
         waited.append(batch.waited)
-        time.sleep(0.5)  # the training step; the next batch is ready by its end
+        time.sleep(0.5)  # the training step, long enough to load the next batch
     assert waited[0] >= 4 * 0.01
     assert max(waited[1:]) < 4 * 0.01
 

@@ -1,4 +1,4 @@
-"""Ranks in lockstep: one at a time, in order, the same each time; and nobody ever hangs."""
+"""Rank threads (lockstep): one at a time, in rank order, always the same; and no test hangs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from pycollect.train import lockstep, meet, ranks_in_lockstep
 
 WORLDS = (1, 2, 3, 5)
-PATIENCE_SECONDS = 20  # a hang is a failure, and not a test run that never ends
+PATIENCE_SECONDS = 20  # a hang is a failure, and must not block the test run
 
 
 @pytest.fixture(autouse=True)
 def nobody_stays_behind() -> Iterator[None]:
-    """Interrupt a test that hangs, and see that all threads have gone."""
+    """Interrupt a test that hangs, and assert that all its threads have ended."""
     before = threading.active_count()
     alarm = threading.Timer(PATIENCE_SECONDS, _thread.interrupt_main)
     alarm.start()
@@ -40,7 +40,7 @@ def test_one_at_a_time_in_rank_order(world: int) -> None:
     def run(rank: int) -> int:
         for layer in range(3):
             trace.append((layer, rank))
-            time.sleep(0.002 * (world - rank))  # who could overtake, would
+            time.sleep(0.002 * (world - rank))  # overtaking would show
             assert exchange((layer, rank)) == [(layer, r) for r in range(world)]
         trace.append((3, rank))
         return 10 * rank
@@ -125,11 +125,11 @@ def test_an_error_where_the_ranks_meet_comes_out() -> None:
 
 
 class Interrupt:
-    """What Ctrl-C does: KeyboardInterrupt in the main thread, wherever it is."""
+    """Raise KeyboardInterrupt in the main thread, wherever it is, as Ctrl-C does."""
 
     def __call__(self) -> None:
         _thread.interrupt_main()
-        time.sleep(0.05)  # a rank that does not meet anybody for a while
+        time.sleep(0.05)  # this rank stays out of any exchange for a while
 
 
 def interrupted(runs: Sequence[Callable[[], object]]) -> None:
@@ -173,7 +173,7 @@ def test_ranks_that_pass_unlike_layers_are_told() -> None:
 
 
 def test_outside_of_a_lockstep_nobody_meets() -> None:
-    with pytest.raises(RuntimeError, match=r"bn1: the ranks can only meet in lockstep\(\)"):
+    with pytest.raises(RuntimeError, match=r"bn1: ranks can only synchronise in lockstep\(\)"):
         exchange(0, "bn1")
 
 

@@ -1,4 +1,4 @@
-"""A loss must be a sum over the examples; what says or shows that it is none is refused."""
+"""Losses must be sums over the examples; a loss that declares or shows otherwise is refused."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_losses_are_those_of_the_whole_batch() -> None:
 
 
 def saved_bytes(replicas: Replicas, X: Tensor, y: Tensor) -> int:
-    """The most bytes that a step holds for its backward passes at a time, parameters left out."""
+    """Peak bytes that a step saves for its backward passes, without parameters."""
     held: dict[int, int] = {}
     most = 0
     known = {p.untyped_storage().data_ptr() for params in replicas.parameters for p in params}

@@ -1,4 +1,4 @@
-"""What a run leaves to look at: the log's lines, the picture, the table."""
+"""Output files of a run: the log's lines, the plot, the table."""
 
 import json
 import math
@@ -70,7 +70,7 @@ def test_a_continued_run_appends(tmp_path: Path) -> None:
     events = [line["event"] for line in lines(files["log"])]
     assert events == ["start", *["step"] * 3, "epoch", "end"] * 2
     run(epochs=1, log=files["log"])
-    assert len(lines(files["log"])) == 6  # a new run begins a new file
+    assert len(lines(files["log"])) == 6  # a new run starts a new file
 
 
 def test_what_stops_a_run_is_logged(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_comparison_names_who_ends_in_nan(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_only_how_it_ends_counts() -> None:
-    """A loss that was nan for a while may be well again; the last update may lose the model."""
+    """A loss may be nan for a while and recover; the last update alone may ruin the model."""
     steps = [step(1, 1), step(1, 2, math.nan), step(2, 1, math.inf), step(2, 2)]
     fine = [torch.ones(2), torch.tensor([1])]
     assert divergence(steps, fine) == ""
@@ -192,7 +192,7 @@ def test_files_that_cannot_be_are_refused_at_once(options: dict[str, str], messa
 def test_a_full_disk_is_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log fails at its first line; the picture at the end, when all else has been said."""
+    """The log fails at its first line; the plot at the end, when all results have been printed."""
     with pytest.raises(OutputError, match=r"^the log /dev/full cannot be written \(No space left"):
         run(log="/dev/full")
 
@@ -223,7 +223,7 @@ def test_a_checkpoint_whose_folder_goes_is_one_sentence(tmp_path: Path) -> None:
 def test_one_epoch_is_epoch_1_and_all_runs_show(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs on the same batches lie on one another: the first has the largest mark."""
+    """The points of runs on the same batches coincide, so the first run has the largest marker."""
     figures: list[Any] = []
     monkeypatch.setattr(
         "matplotlib.figure.Figure.savefig", lambda self, *_, **__: figures.append(self)

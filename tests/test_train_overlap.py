@@ -1,4 +1,4 @@
-"""Gradients that are reduced beside the backward pass: the same bits, early, and no harm done."""
+"""Gradients that are reduced during the backward pass: the same bits, early, and safely."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_buckets_begin_with_the_last_layers() -> None:
 
 
 def note_gradient(events: list[str], what: str, module: nn.Module, X: Any, out: Tensor) -> None:
-    """A forward hook: note when the gradient of the module's output is there."""
+    """A forward hook: record when the gradient of the module's output has been computed."""
     out.register_hook(lambda grad: events.append(what))
 
 
 @pytest.mark.parametrize("microbatch", [None, 4])
 def test_reductions_begin_while_the_backward_pass_goes_on(microbatch: int | None) -> None:
-    """What has been reduced when the gradient of the first layer's output is computed."""
+    """Checks which reductions precede the gradient of the first layer's output on each rank."""
     events: list[str] = []
 
     def noted(gradients: Gradients) -> None:
@@ -79,7 +79,7 @@ def test_without_overlap_everything_is_reduced_at_once() -> None:
 
 
 class Tied(nn.Module):
-    """One weight that is used twice."""
+    """A module whose two layers share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_a_weight_that_is_used_twice_is_reduced_once() -> None:
 
 
 class Checkpointed(nn.Module):
-    """Uses a layer within a checkpoint and outside of it."""
+    """Uses one layer inside and outside of a checkpoint."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def test_checkpoints_that_enter_again_are_refused_and_others_are_right() -> None
 
 
 class Failing(torch.autograd.Function):
-    """Fails in the backward pass when it is told to."""
+    """A function whose backward pass fails on demand."""
 
     fails = False
 

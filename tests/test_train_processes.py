@@ -1,4 +1,4 @@
-"""One process per rank: the numbers of one process, one voice, and every error once."""
+"""One process per rank: the numbers of one process, one process's output, every error once."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from pycollect.train import Data, checkpoint
 from pycollect.train.__main__ import main
 from pycollect.train.compare import compare
 from pycollect.train.config import Config
-from pycollect.train.entrant import same_bits
-from pycollect.train.job import Job, prepare
-from pycollect.train.processes import Family, devices_of
+from pycollect.train.prepared_run import PreparedRun, prepare
+from pycollect.train.processes import LaunchContext, devices_of
 from pycollect.train.report import Report
+from pycollect.train.run_result import same_bits
 from pycollect.train.trainer import run
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -44,22 +44,22 @@ def net(norm: bool) -> nn.Module:
 
 
 class Ends(nn.Sequential):
-    """Aborts a process that it was sent to, when the interpreter there ends."""
+    """A module that makes a process to which it was sent abort at interpreter exit."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if multiprocessing.parent_process() is not None:  # a copy in the same process has none
+        if multiprocessing.parent_process() is not None:  # a copy in the same process has no parent
             atexit.register(os.abort)
 
 
-def job(world: int, norm: bool, backend: str | None = None, **options: Any) -> Job:
+def job(world: int, norm: bool, backend: str | None = None, **options: Any) -> PreparedRun:
     chosen = {"devices": f"cpu*{world}", "batch_size": 8, "lr": 0.05, "data": DATA}
     chosen |= {"model": net(norm), "momentum": 0.9, "weight_decay": 1e-3, "epochs": 2, **options}
     return prepare(Config.of(chosen), backend)[0]
 
 
 def trained(me: Me, norm: bool, options: dict[str, Any]) -> tuple[list[float], list[float], Any]:
-    """The losses, the accuracies, and the parameters of one rank."""
+    """One rank's losses, accuracies and parameters."""
     history = run(job(me.world, norm, me.spec.backend, **options), Report(quiet=True))
     return history.losses, [e.accuracy for e in history.epochs], history.parameters
 
@@ -84,7 +84,7 @@ def assert_alike(world: int, outcome: Any, norm: bool, options: dict[str, Any]) 
     [
         {},
         {"weights": "80,20", "drop_last": True},
-        {"weights": "0,1"},  # rank 0 has no example at all
+        {"weights": "0,1"},  # rank 0 has no examples
         {"microbatch": 3, "prefetch": 2},
         {"shuffle": False, "seed": 4},
     ],
@@ -98,8 +98,7 @@ def test_batch_statistics_are_each_ranks_own(pools: Pools, tmp_path: Path) -> No
     options = [{"drop_last": True, "checkpoint": tmp_path / f"{name}.pt"} for name in "ab"]
     assert_alike(2, pools(2).run(trained, True, options[0]), True, options[1])
     found = [
-        checkpoint.load(of["checkpoint"])["contestant"]["trainee"]["replicas"]["buffers"]
-        for of in options
+        checkpoint.load(of["checkpoint"])["run"]["engine"]["replicas"]["buffers"] for of in options
     ]
     for theirs, mine in zip(*found, strict=True):
         assert all(same_bits(theirs[name], mine[name]) for name in mine)
@@ -123,7 +122,7 @@ def test_gloo_differs_by_rounding_only(pools: Pools) -> None:
 
 
 def stopped_and_continued(me: Me, folder: str) -> bool:
-    """Two epochs, then a third in another run, against three at once; with dropout."""
+    """Compare two epochs and a third in another run with three epochs in one; with dropout."""
 
     def once(epochs: int, **options: Any) -> list[Tensor]:
         made = job(me.world, True, me.spec.backend, epochs=epochs, drop_last=True, **options)
@@ -142,14 +141,14 @@ def stopped_and_continued(me: Me, folder: str) -> bool:
 def test_processes_are_continued_with_the_same_bits(pools: Pools, tmp_path: Path) -> None:
     assert pools(2).run(stopped_and_continued, str(tmp_path)) == [True, True]
     state = checkpoint.load(tmp_path / "run.pt")
-    assert len(state["contestant"]["trainee"]["generators"]) == 2
+    assert len(state["run"]["engine"]["generators"]) == 2
     with pytest.raises(checkpoint.CheckpointError, match="processes over pycollect, not None"):
         job(2, True, drop_last=True, resume=tmp_path / "run.pt")
 
 
 def test_every_process_has_a_device() -> None:
     cpu = torch.device("cpu")
-    assert devices_of(["cpu", "cpu"], "gloo", 4) == [cpu] * 4  # two hosts
+    assert devices_of(["cpu", "cpu"], "gloo", 4) == [cpu] * 4  # as on two hosts
     assert devices_of(None, "pycollect", 3) == devices_of("cpu", "gloo", 3) == [cpu] * 3
     with pytest.raises(ValueError, match="there are 3 processes for 2 devices; start one"):
         devices_of("cpu*2", "gloo", 3)
@@ -171,9 +170,9 @@ def test_ddp_wants_every_parameter_to_take_part() -> None:
 
 def test_only_the_first_to_fail_speaks() -> None:
     store = torch.distributed.HashStore()
-    families = [Family(rank, 2, store) for rank in (0, 1)]
+    families = [LaunchContext(rank, 2, store) for rank in (0, 1)]
     assert [families[i].first_to_fail() for i in (1, 0, 1)] == [True, False, True]
-    assert Family().first_to_fail()
+    assert LaunchContext().first_to_fail()
 
 
 @pytest.mark.parametrize(
@@ -184,7 +183,7 @@ def test_only_the_first_to_fail_speaks() -> None:
             ["--backend", "gloo"],
             "torchrun --nproc-per-node 2 -m pycollect.train --backend gloo",
         ),
-        ({"WORLD_SIZE": "2"}, [], "torchrun has started 2 processes: say how they talk, with"),
+        ({"WORLD_SIZE": "2"}, [], "torchrun has started 2 processes: choose how they communicate"),
         ({"WORLD_SIZE": "1"}, ["--backend", "magic"], "torch has no backend 'magic' here"),
     ],
 )
@@ -224,7 +223,7 @@ def test_torchrun_speaks_with_one_voice() -> None:
 
 @pytest.mark.slow
 def test_an_error_of_one_rank_comes_out_once(tmp_path: Path) -> None:
-    """The second of two images is damaged, which rank 1 alone finds out."""
+    """The second of two images is damaged; only rank 1 reads it."""
     from PIL import Image
 
     for part in ("train", "val"):
@@ -235,20 +234,20 @@ def test_an_error_of_one_rank_comes_out_once(tmp_path: Path) -> None:
     arguments = ["--data", "folder", "--data-dir", str(tmp_path), "--image-size", "16"]
     code, out, err = torchrun("--backend", "pycollect", "--no-shuffle", *arguments)
     assert code != 0
-    assert out.count("\n") == 1  # the header
+    assert out.count("\n") == 1  # the header only
     assert len(re.findall("error: .*cannot be decoded as an image", err)) == 1
     assert "PeerLost" not in err
 
 
 @pytest.mark.slow
 def test_a_comparison_has_ddp_beside(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Its ranks do not go through the interpreter's end, where gloo's threads may abort them."""
+    """DDP's ranks skip the interpreter's exit, where gloo's threads may abort them."""
     options = {"data": DATA, "model": Ends(*net(False)), "epochs": 1, "overlap": True}
     options["plot"] = tmp_path / "three.png"
     names = ("naive", "pycollect", "ddp")
     torch.set_num_threads(2)
     comparison = compare("cpu*2", 8, 0.05, names=names, ddp_backend="pycollect", **options)
-    naive, ours, ddp = comparison.entrants
+    naive, ours, ddp = comparison.run_results
     assert ours.difference(naive) == 0
     assert ddp.difference(naive) < 1e-5
     assert len(ddp.steps) == len(ours.steps) == 6

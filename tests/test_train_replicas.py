@@ -1,4 +1,4 @@
-"""Replicas of modules: a step on many ranks is the step of one on the whole batch."""
+"""Replicas of modules: a step on many ranks equals one step on the whole batch."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from pycollect.train import (
     train_batch,
 )
 
-UNEVEN = [16, 16, 7, 3, 1, 16, 8, 5, 16, 2]  # ten steps; the 1 leaves every rank but one idle
+UNEVEN = [16, 16, 7, 3, 1, 16, 8, 5, 16, 2]  # ten steps; a batch of 1 leaves all ranks but one idle
 
 
 def on_one_device(module: nn.Module, sizes: list[int], lr: float = 0.3) -> nn.Module:
-    """The same training as plain torch does it, on the mean loss of whole batches."""
+    """The same training in plain torch, on the mean loss of whole batches."""
     module = copy.deepcopy(module)
     sgd = torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9, weight_decay=1e-3)
     for X, y in batches(sizes):
@@ -115,7 +115,7 @@ def test_the_same_seed_gives_the_same_bits() -> None:
 
 
 class Sometimes(nn.Module):
-    """Uses one layer only for shards with positive sums, and another never."""
+    """Uses one layer only for shards with a positive sum, and another layer never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,11 +167,11 @@ def test_a_frozen_parameter_stays_and_a_thawed_one_trains() -> None:
 
 
 def test_every_option_of_evaluation() -> None:
-    """Every example counts once; modes and the ranks' own statistics come back."""
+    """Every example counts once; modes and each rank's own statistics are restored."""
     module = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES), nn.Dropout())
     replicas = trained(module, 3, [12, 12])
     replicas.modules[1][0].eval()  # type: ignore[index]
-    for far in replicas.modules[1:]:  # so far that they would decide every example
+    for far in replicas.modules[1:]:  # far enough to change every prediction
         far.get_buffer("0.running_mean").fill_(1e3)
     before = copy.deepcopy(replicas.modules)
     assert not same_bits(before[0], before[1]), "statistics are each rank's own"
@@ -205,7 +205,7 @@ def test_a_stored_state_goes_on_bit_by_bit() -> None:
             each.step(X, y)
     for mine, theirs in zip(replicas.modules, other.modules, strict=True):
         assert same_bits(mine, theirs)
-    with pytest.raises(ValueError, match="the state is of 2 ranks, and there are 3"):
+    with pytest.raises(ValueError, match="the state is for 2 ranks, and there are 3"):
         replicas_of(perceptron(), 3).load_state_dict(state)
 
 

@@ -1,4 +1,4 @@
-"""A copy of a module for every rank: what is shared stays shared, and nothing else is."""
+"""Copies of a module for every rank: shared parameters stay shared, and nothing else is shared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pycollect.train import replicate_module
 
 
 class Everything(nn.Module):
-    """Tied and frozen parameters, buffers of many kinds, and what is no tensor."""
+    """Tied and frozen parameters, buffers of many kinds, and attributes that are not tensors."""
 
     kept: Tensor
     count: Tensor

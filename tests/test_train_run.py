@@ -1,4 +1,4 @@
-"""`train` and `compare` as library calls: they learn, repeat themselves, and refuse bad input."""
+"""`train` and `compare` as library calls: they learn, are reproducible, and refuse bad input."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from pycollect.train import Data, compare, digits, init_lenet, lenet, train
-from pycollect.train.entrant import same_bits
+from pycollect.train.run_result import same_bits
 
 
 def few(classes: int, examples: int | None = None) -> Data:
-    """The first examples of the first classes of the digits."""
+    """Return the first examples of the first classes of the digits."""
     parts = [
         (X[y < classes][:examples], y[y < classes][:examples])
         for X, y in (digits().train, digits().test)
@@ -53,9 +53,9 @@ def test_the_loss_is_the_mean_per_example() -> None:
 def test_compare_trains_both_on_the_same_batches(capsys: pytest.CaptureFixture[str]) -> None:
     comparison = compare("cpu*3", 16, 0.3, data=few(10, 40), epochs=2)
     assert comparison.identical
-    for entrant in comparison.entrants:
-        assert len(entrant.steps) == 2 * 3
-        assert min(entrant.reduce_seconds, entrant.step_seconds, entrant.epoch_seconds) > 0
+    for run_result in comparison.run_results:
+        assert len(run_result.steps) == 2 * 3
+        assert min(run_result.reduce_seconds, run_result.step_seconds, run_result.epoch_seconds) > 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("epoch 1, time ")
     assert [line.endswith("(naive)") for line in lines[1:5]] == [True, False, True, False]
@@ -63,7 +63,7 @@ def test_compare_trains_both_on_the_same_batches(capsys: pytest.CaptureFixture[s
     assert "ratio" in lines[6]
     assert lines[7] == "parameters after 6 steps: the same bits"
     with torch.no_grad():
-        comparison.entrants[1].replicas[2][7][0] += 1
+        comparison.run_results[1].replicas[2][7][0] += 1
     assert "DIFFERENT" in str(comparison)
 
 
@@ -89,5 +89,5 @@ def test_bad_arguments_are_refused(name: str, value: object, message: str) -> No
 
 @pytest.mark.parametrize("name", ["checkpoint", "resume", "log"])
 def test_a_comparison_refuses_files_before_it_looks_at_them(name: str) -> None:
-    with pytest.raises(ValueError, match=f"a comparison goes without {name}"):
+    with pytest.raises(ValueError, match=f"a comparison does not support {name}"):
         compare(data="digits", **{name: "no/where"})  # type: ignore[arg-type]

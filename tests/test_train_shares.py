@@ -1,4 +1,4 @@
-"""Shares: even, by weights, and by measured throughput that is followed, stored and replayed."""
+"""Per-rank batch sizes: even, weighted, or by measured throughput; followed, stored, replayed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_strict_rule() -> None:
 
 
 def run(auto: AutoShares, steps: int, rates: list[float], n: int = 100) -> list[list[int]]:
-    """The shares of so many steps on ranks of these rates in examples a second."""
+    """The batch sizes of all steps on ranks with the given rates, in examples a second."""
     used = []
     for _ in range(steps):
         used.append(auto.shares(n))
@@ -99,7 +99,7 @@ def test_noise_does_not_move_them() -> None:
 
 
 def test_a_fixed_cost_finds_its_balance() -> None:
-    """A rank that needs a second more whatever it does: both are done at the same time."""
+    """One rank needs an extra second per step: in the end both ranks finish at the same time."""
     auto = AutoShares(2)
     for _ in range(100):
         a, b = auto.shares(100)
@@ -117,7 +117,7 @@ def test_the_first_step_is_no_measure() -> None:
 
 
 def test_a_disturbed_step_does_not_move_them() -> None:
-    """One of a fifth more on one rank, at each of the steps after which shares may change."""
+    """One rank takes a fifth longer in a single step, at each step that may change the sizes."""
     for disturbed in range(1, 16):
         auto = AutoShares(2)
         run(auto, disturbed, [5.0, 5.0])
@@ -165,7 +165,7 @@ def test_the_same_shares_give_the_same_bits() -> None:
     for again in (False, True):
         auto, replicas = AutoShares(2), replicas_of(perceptron(), 2)
         if again:
-            auto.replay(state)  # noqa: F821  # of the first round
+            auto.replay(state)  # noqa: F821  # from the first round
         for X, y in batches([16] * 12):
             replicas.step(X, y, shares=auto.shares(16))
             auto.observe(replicas.rank_seconds() if again else [1.0, 3.0])
@@ -191,7 +191,7 @@ def test_misuse_is_refused() -> None:
 
 
 def test_a_delay_leaves_what_is_ahead_certain() -> None:
-    """What was told of a step when its batch was prepared is what the step then gets."""
+    """Batch sizes announced when a batch was prepared are those that its step gets."""
     auto = AutoShares(2, delay=3)
     told = [auto.shares_ahead(12, steps) for steps in range(3)]
     given = []
@@ -220,7 +220,7 @@ def test_a_delay_is_continued_and_replayed(delay: int) -> None:
 
     whole, part, rest = (AutoShares(2, delay) for _ in range(3))
     unbroken = go(whole, 30)
-    given = go(part, 6)  # the first change is decided, and with a delay not yet in effect
+    given = go(part, 6)  # the first change is decided, but not in effect with a delay
     rest.load_state_dict(part.state_dict())
     assert given + go(rest, 24) == unbroken
     again = AutoShares(2)

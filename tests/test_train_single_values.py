@@ -1,4 +1,4 @@
-"""A shard of one example under batch normalisation is refused before anything has happened."""
+"""A shard of one example under batch normalisation is refused before any state changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pycollect.train import (
     sgd_optimizer,
     train,
 )
-from pycollect.train.trial import SingleValues
+from pycollect.train.dry_run import SingleValueCheck
 
 
 def net(*layers: nn.Module) -> nn.Module:
@@ -31,7 +31,7 @@ def batch(n: int) -> tuple[Tensor, Tensor]:
 
 
 class Picky(nn.Module):
-    """Refuses zeros, so that a trial with them tells nothing."""
+    """A module that refuses zeros, so that a trial with zeros is inconclusive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Picky(nn.Module):
 
 
 def test_before_the_step_nothing_has_changed() -> None:
-    """Rank 0 would have been through its pass by the time that torch raises on rank 1."""
+    """torch's own error on rank 1 would come after rank 0's pass had changed its state."""
     replicas = Replicas(net(), "cpu*2", optimizer=sgd_optimizer(0.1))
     three = batch(3)
     before, drawn = copy.deepcopy(replicas.modules), torch.get_rng_state()
@@ -61,7 +61,7 @@ def test_before_the_step_nothing_has_changed() -> None:
     ids=str,
 )
 def test_a_run_is_refused_before_it_begins(options: dict[str, Any], last: int) -> None:
-    """Only the last batch is such, hours from the start in a long run."""
+    """Only the last batch has such a shard, which in a long run would come after hours."""
     X, y = batch(40 + last)
     data = Data("noise", (X, y), (X, y))
     steps: list[int] = []
@@ -95,7 +95,7 @@ def test_one_example_of_all_ranks_is_too_few_for_statistics_of_all(
 
 
 def test_what_is_on_is_not_advised() -> None:
-    """Before the step, and in it, for a module that a trial with zeros tells nothing of."""
+    """Synchronised statistics are not suggested if they are on, with a trial or without one."""
     options = StepOptions(sync_batchnorm=True)
     replicas = Replicas(net(), "cpu*2", optimizer=sgd_optimizer(0.1), options=options)
     with pytest.raises(ValueError, match="of one example") as caught:
@@ -123,16 +123,16 @@ def test_layers_that_take_no_statistics_of_a_shard(kind: str) -> None:
     options = StepOptions(sync_batchnorm=kind == "over all ranks")
     replicas = Replicas(module, "cpu*2", optimizer=sgd_optimizer(0.1), options=options)
     replicas.step(*batch(3))
-    assert len(calls) == 2  # no trial
+    assert len(calls) == 2  # no trial with zeros took place
 
 
 def test_without_running_statistics_evaluation_takes_them_too() -> None:
     module = nn.BatchNorm1d(3, track_running_stats=False).eval()
     with pytest.raises(ValueError, match="rank 0 has a shard of 1"):
-        SingleValues(module).check([(1, 4)], torch.zeros(1, 3))
+        SingleValueCheck(module).check([(1, 4)], torch.zeros(1, 3))
     (alone,) = convert_sync_batchnorm([nn.BatchNorm1d(3)])
     with pytest.raises(ValueError, match="rank 0 has a shard of 1"):
-        SingleValues(alone).check([(1,)], torch.zeros(1, 3))
+        SingleValueCheck(alone).check([(1,)], torch.zeros(1, 3))
 
 
 def test_a_module_that_zeros_do_not_suit_is_told_by_torch() -> None:

@@ -1,4 +1,4 @@
-"""The trainer's arithmetic: same bits as the book's loop, same result as one device, any split."""
+"""The trainer's arithmetic: bits as in the book's loop, results as on one device, for any split."""
 
 from collections.abc import Sequence
 
@@ -19,18 +19,18 @@ from pycollect.train import (
     split_batch,
     train_batch,
 )
-from pycollect.train.entrant import same_bits
 from pycollect.train.reduce import Reduction
+from pycollect.train.run_result import same_bits
 from pycollect.train.step import gradients
 
 CPU = torch.device("cpu")
-UNEVEN = (16, 16, 7, 3, 1, 16)  # nothing divides by 3; the 1 leaves every rank but one idle
+UNEVEN = (16, 16, 7, 3, 1, 16)  # not divisible by 3; a batch of 1 leaves all ranks but one idle
 
 
 def trained(
     world: int, sizes: Sequence[int], reduction: Reduction = collective
 ) -> list[list[Tensor]]:
-    """Replicas that have seen consecutive batches of the given sizes."""
+    """Replicas that were trained on consecutive batches of the given sizes."""
     X, y = (part[: sum(sizes)].split(list(sizes)) for part in digits().train)
     replicas = replicate(init_lenet(3), [CPU] * world)
     for X_batch, y_batch in zip(X, y, strict=True):

@@ -1,6 +1,6 @@
-"""Batch normalisation over all ranks is that of the whole batch: outputs, gradients, statistics.
+"""Batch normalisation over all ranks equals the whole batch's: outputs, gradients, statistics.
 
-The reference is nn.BatchNorm on the concatenated batch, in float64 where nothing else is said.
+The reference is nn.BatchNorm on the concatenated batch, in float64 unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def replicas(layer: nn.Module, world: int) -> list[nn.Module]:
 
 
 def prepared(layer: nn.Module) -> nn.Module:
-    """Parameters that are not the ones and zeros that hide mistakes."""
+    """Replace the initial ones and zeros of the parameters, which would hide mistakes."""
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
     return layer
@@ -41,13 +41,13 @@ def prepared(layer: nn.Module) -> nn.Module:
 def assert_like_one(
     layer: nn.Module, shares: Sequence[int], X: Tensor, *, tolerance: float = 1e-10, steps: int = 2
 ) -> None:
-    """Compare some steps of all ranks with the layer on the whole batch."""
+    """Compare several steps of all ranks with the layer on the whole batch."""
     ranks = replicas(layer, len(shares))
     close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
     for step in range(steps):
         whole = (X + step).detach().requires_grad_()
         shards = [s.detach().requires_grad_() for s in whole.split(list(shares))]
-        factor = torch.randn_like(X)  # the gradient of a sum alone is zero
+        factor = torch.randn_like(X)  # a plain sum has zero gradients here
         expected = layer(whole)
         got = together(ranks, shards)
         close(torch.cat(got), expected)
@@ -262,7 +262,7 @@ def test_what_cannot_be_converted_is_refused() -> None:
         ([nn.Sequential(Own(2))], "0 is a Own; only nn.BatchNorm1d"),
         ([nn.SyncBatchNorm(2)], "the module is a SyncBatchNorm"),
         ([nn.LazyBatchNorm1d()], "LazyBatchNorm1d"),
-        ([same, same], "one module stands for several ranks"),
+        ([same, same], "one module is shared by several ranks"),
         ([nn.Sequential(same), nn.Sequential(nn.ReLU(), nn.BatchNorm1d(2))], "rank 1 .*alike"),
     ):
         with pytest.raises(ValueError, match=message):

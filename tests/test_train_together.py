@@ -1,4 +1,4 @@
-"""What processes must agree on: batch statistics, measured shares, and the step to stop after."""
+"""Agreement between processes: batch statistics, measured batch sizes, and the last step."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from pycollect._command import Stopped
 from pycollect.train import checkpoint, convert_sync_batchnorm
-from pycollect.train.entrant import same_bits
-from pycollect.train.interrupt import Interrupt, Together
+from pycollect.train.interrupt import Interrupt, StopConsensus
 from pycollect.train.report import Report
+from pycollect.train.run_result import same_bits
 from pycollect.train.trainer import run
 
 
@@ -47,7 +47,7 @@ def batch(shares: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def normalised(me: Me, shares: list[int]) -> dict[str, Tensor]:
-    """Two steps of one rank's layer: output, gradients and running statistics."""
+    """Run two steps of one rank's layer; return output, gradients and running statistics."""
     (mine,) = convert_sync_batchnorm([layer()], dist.group.WORLD)
     X, factor = (whole.split(shares)[me.rank] for whole in batch(shares))
     for step in range(2):
@@ -89,7 +89,7 @@ def test_batch_statistics_of_processes_are_the_whole_batch(
 def test_a_network_with_them_has_the_bits_of_one_process(
     pools: Pools, options: dict[str, Any]
 ) -> None:
-    """The last batch of 41 has one example, so that one rank has none."""
+    """The last batch of 41 has one example, so one rank has none."""
     options = {"sync_batchnorm": True, **options}
     assert_alike(2, pools(2).run(trained, True, options), True, options)
 
@@ -108,10 +108,10 @@ def test_all_processes_refuse_one_value(pools: Pools) -> None:
 
 
 def measured(me: Me, folder: str, **options: Any) -> tuple[list[tuple[int, ...]], list[Tensor]]:
-    """Train where a rank's pass takes a second for each of its numbers, which are unlike."""
+    """Train with a fake clock: a pass takes 1 ms on rank 0 and 3 ms on rank 1."""
     seconds = (0.001, 0.003)[me.rank]
     options = {"prefetch": 2, "weights": "auto", "checkpoint": f"{folder}/run.pt", **options}
-    with mock.patch("pycollect.train.one_rank.seconds_between", return_value=seconds):
+    with mock.patch("pycollect.train.ddp.seconds_between", return_value=seconds):
         made = run(job(me.world, False, me.spec.backend, **options), Report(quiet=True))
     return [step.shares for step in made.steps], made.parameters
 
@@ -124,14 +124,14 @@ def test_all_processes_have_the_same_measured_shares(pools: Pools, tmp_path: Pat
     assert len({shares for shares in mine if sum(shares) == 8}) > 1
     assert all(map(same_bits, a, b))
     path = tmp_path / "run.pt"
-    assert checkpoint.load(path)["contestant"]["trainee"]["auto"]["step"] == len(mine) == 12
+    assert checkpoint.load(path)["run"]["engine"]["auto"]["step"] == len(mine) == 12
     again = {"weights": None, "replay_shares": path}
     assert_alike(2, pool.run(trained, False, again), False, again)
     assert all(map(same_bits, a, alone(2, False, again)[2]))
 
 
 def measured_in_parts(me: Me, folder: str) -> bool:
-    """An epoch and then another have the shares that two at once have, which two steps delay."""
+    """Two runs of an epoch have the batch sizes of one run of two, with two steps of delay."""
     whole, _ = measured(me, f"{folder}/whole")
     measured(me, f"{folder}/part", epochs=1)
     path = f"{folder}/part/run.pt"
@@ -146,7 +146,7 @@ def test_measured_shares_of_processes_go_on(pools: Pools, tmp_path: Path) -> Non
 
 
 def stopped(me: Me, path: str, heard: list[int]) -> tuple[int, bool]:
-    """Be asked to stop at this rank's check of that number; go on later, as if nothing had been."""
+    """Get SIGTERM at this rank's given check; compare a resumed run with an uninterrupted one."""
     check = Interrupt.check
     options = {"sync_batchnorm": True, "momentum": 0.9}
     checks = 0
@@ -159,11 +159,11 @@ def stopped(me: Me, path: str, heard: list[int]) -> tuple[int, bool]:
         check(self)
 
     store = dist.distributed_c10d._get_default_store()
-    together = Together(dist.PrefixStore(path, store), me.rank, me.world, lambda: None)
+    together = StopConsensus(dist.PrefixStore(path, store), me.rank, me.world, lambda: None)
     made = job(me.world, True, me.spec.backend, checkpoint=path, **options)
     with mock.patch.object(Interrupt, "check", asked), pytest.raises(Stopped):
         run(made, Report(quiet=True), together)
-    steps = len(checkpoint.load(path)["contestant"]["steps"])
+    steps = len(checkpoint.load(path)["run"]["steps"])
     go_on = job(me.world, True, me.spec.backend, resume=path, **options)
     whole = job(me.world, True, me.spec.backend, **options)
     ends = [run(made, Report(quiet=True)).parameters for made in (go_on, whole)]
@@ -175,7 +175,7 @@ def stopped(me: Me, path: str, heard: list[int]) -> tuple[int, bool]:
 def test_processes_stop_after_the_same_step(
     pools: Pools, tmp_path: Path, heard: list[int], after: int
 ) -> None:
-    """An epoch has 6 steps; the seventh check is at its end."""
+    """An epoch has 6 steps; the seventh check is at the end of the epoch."""
     found = pools(2).run(stopped, str(tmp_path / "run.pt"), heard)
     assert found == [(after, True)] * 2
 
@@ -200,7 +200,7 @@ def test_torchrun_is_interrupted_and_continued(tmp_path: Path) -> None:
     assert (
         errors.count(f"interrupted; --resume {path} --checkpoint {path} goes on from here\n") == 1
     )
-    state = checkpoint.load(path)["contestant"]
+    state = checkpoint.load(path)["run"]
     assert '"stopped", "why": "interrupted"' in log.read_text().splitlines()[-1]
     epochs = len(state["epochs"]) + 1
     command = [*start, "--resume", path, "--epochs", str(epochs)]

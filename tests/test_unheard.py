@@ -1,4 +1,4 @@
-"""Standard output that takes no more, and an environment that is wrong: a sentence or silence."""
+"""Standard output that fails, and bad environment variables: one sentence of error, or silence."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SPEAKERS = {
     "train": [*TRAIN, "--epochs", "1"],
     "script": [*bench_script("train_step"), "-n", "1", "-w", "1", "--batch", "8"],
 }
-# What writes at once hears of it at once, and loses what it could not write.
+# Unbuffered output fails at the write itself, and loses the data not written.
 EACH = [*((name, "") for name in SPEAKERS), ("plan", "1")]
 
 
 def ended(command: list[str], stdout: int, **environ: str) -> tuple[int, str]:
     more = {"stdout": stdout, "env": {**os.environ, **environ}}
-    if any(environ.values()):  # which Python or the import reads
+    if any(environ.values()):  # variables that Python or the import reads
         done = subprocess.run(command, stderr=-1, text=True, timeout=PATIENCE, **more)
     else:
         done = programs.run(command, timeout=PATIENCE, **more)
@@ -61,7 +61,7 @@ def test_a_full_disk_is_one_sentence(name: str, unbuffered: str) -> None:
 
 
 def test_a_process_of_ours_that_goes_is_no_reader_that_has_gone() -> None:
-    """A broken pipe to somebody else is an error like any other."""
+    """A broken pipe other than that of standard output is an ordinary error."""
 
     def work() -> int:
         raise BrokenPipeError(32, "Broken pipe")

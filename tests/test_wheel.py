@@ -1,6 +1,6 @@
-"""Wheels, and builds that find all objects of this one: with pip's temporary torch, and without.
+"""Wheels, and builds that reuse all objects: with pip's temporary torch, and without it.
 
-The objects are those of the build that is tested, in a copy of its checkout: nothing is compiled.
+The objects are those of the tested build, in a copy of its checkout: nothing is compiled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOCAL = "torch{}.{}.".format(*torch.__version__.split(".")[:2])
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkout with the objects of its last build."""
+    """A copy of the checkout, with the objects of its last build."""
     if not (ROOT / "build" / ".ninja_log").exists():
         pytest.skip("needs the objects of a build in this checkout")
     copy = tmp_path_factory.mktemp("wheel") / "pycollect"
@@ -38,14 +38,14 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environ(**more: str) -> dict[str, str]:
-    """As this build had it: other switches make other objects."""
+    """The environment of the tested build, as other switches give other objects."""
     from_here = {k: v for k, v in os.environ.items() if not k.startswith("PYCOLLECT_")}
     from_here.pop("TORCH_CUDA_ARCH_LIST", None)
     return from_here | _compat.build_info()["switches"] | more
 
 
 def run(command: list[str], cwd: Path, **more: str) -> str:
-    """Run it in a session of its own, which has no terminal."""
+    """Run the command in a session of its own, without a terminal."""
     done = subprocess.run(
         command,
         cwd=cwd,
@@ -60,7 +60,7 @@ def run(command: list[str], cwd: Path, **more: str) -> str:
 
 
 def test_nothing_is_compiled_twice(copy: Path, tmp_path: Path):
-    """First as pip does it in an empty environment, which installs a torch for the build alone."""
+    """The first build is as by pip in an empty environment: with a torch for this build alone."""
     overlay = tmp_path / "site-packages"
     overlay.mkdir()
     for folder in map(Path, filter(os.path.isdir, sys.path)):
@@ -71,9 +71,9 @@ def test_nothing_is_compiled_twice(copy: Path, tmp_path: Path):
     build = "import sys; sys.path.insert(0, 'build_backend'); import pycollect_backend as backend\n"
     build += f"backend.build_editable({str(tmp_path)!r})\n"
     isolated = run([sys.executable, "-S", "-c", build], copy, PYTHONPATH=str(overlay))
-    name = f"torch{torch.__version__}-*"  # other torches may have been built against here
+    name = f"torch{torch.__version__}-*"  # builds for other torches may be here, too
     (link,) = (path for path in (copy / "build").glob(name) if path.is_symlink())
-    assert link.readlink().parent == overlay  # that torch was used
+    assert link.readlink().parent == overlay  # the build used the temporary torch
     assert "ninja: no work to do." in isolated
     assert "ninja: no work to do." in run([sys.executable, "-c", build], copy)
     assert link.readlink() == Path(torch.__file__).parent
@@ -102,7 +102,7 @@ def test_a_wheel_says_what_it_is_for(wheel: Path):
 
 
 def test_a_wheel_is_made_where_torch_is_hidden(copy: Path, tmp_path: Path):
-    """As pip makes one when asked for no more than that: the metadata and the wheel must agree."""
+    """As `pip wheel` does by default: the metadata and the wheel must agree."""
     for name in ("setuptools", "_distutils_hack", "ninja"):
         spec = importlib.util.find_spec(name)
         assert spec is not None
@@ -131,7 +131,7 @@ def test_a_wheel_is_made_where_torch_is_hidden(copy: Path, tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the wheel brings; no compiler is there while it is installed."""
+    """A folder with the installed wheel; no compiler is on PATH during the installation."""
     target = tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(target)]
     run([*pip, str(wheel)], target, CXX="/nowhere/c++", PATH="/nowhere")

@@ -36,7 +36,7 @@ def perceptron(seed: int = 0) -> nn.Module:
 
 
 def replicas_of(module: nn.Module, world: int, lr: float = 0.3, **others: Any) -> Replicas:
-    """Replicas with momentum and weight decay; StepOptions and devices by their names."""
+    """Replicas with SGD, momentum and weight decay; StepOptions and devices passed by keyword."""
     names = StepOptions.__dataclass_fields__
     options = StepOptions(**{name: others.pop(name) for name in list(others) if name in names})
     sgd = partial(torch.optim.SGD, lr=lr, momentum=0.9, weight_decay=1e-3)
@@ -45,7 +45,7 @@ def replicas_of(module: nn.Module, world: int, lr: float = 0.3, **others: Any) -
 
 
 def trained(module: nn.Module, world: int, sizes: Sequence[int], **others: Any) -> Replicas:
-    """Replicas that have seen random batches of these sizes."""
+    """Replicas after one training step on each random batch of these sizes."""
     replicas = replicas_of(module, world, **others)
     for X, y in batches(sizes):
         replicas.step(X, y)
@@ -53,7 +53,7 @@ def trained(module: nn.Module, world: int, sizes: Sequence[int], **others: Any) 
 
 
 def same_bits(a: nn.Module, b: nn.Module) -> bool:
-    """Whether all parameters and buffers of two modules are bit by bit the same."""
+    """Whether all parameters and buffers of two modules are equal bit by bit."""
     mine, theirs = a.state_dict(), b.state_dict()
     return mine.keys() == theirs.keys() and all(
         torch.equal(_bytes(mine[name]), _bytes(theirs[name])) for name in mine
@@ -61,7 +61,7 @@ def same_bits(a: nn.Module, b: nn.Module) -> bool:
 
 
 def difference(a: nn.Module, b: nn.Module) -> float:
-    """The largest difference of two modules' parameters."""
+    """The largest absolute difference between the parameters of two modules."""
     return max(
         float((p - q).abs().max().detach())
         for p, q in zip(a.parameters(), b.parameters(), strict=True)

@@ -1,4 +1,4 @@
-"""What `async_op` makes of every result, for mypy alone: this is read and never run."""
+"""Static result types for each `async_op`, checked by mypy only: this file is never run."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ Tensors = list[torch.Tensor]
 
 def functions(x: Tensors, later: bool) -> None:
     assert_type(pc.all_reduce(x, "avg", async_op=True), pc.Work)
-    assert_type(pc.all_reduce_coalesced([x], "avg", async_op=True, algorithm="ring"), pc.Work)
+    assert_type(pc.all_reduce_coalesced([x], "avg", async_op=True, algorithm="chain"), pc.Work)
     assert_type(pc.reduce(x, 1, "max", async_op=True, streams=None), pc.Work)
     assert_type(pc.broadcast(x, src=1, async_op=True), pc.Work)
     assert_type(pc.broadcast_coalesced([x], 1, async_op=True), pc.Work)
@@ -41,7 +41,7 @@ def functions(x: Tensors, later: bool) -> None:
 
 def methods(two: pc.Communicator, x: Tensors, later: bool) -> None:
     assert_type(two.all_reduce(x, "avg", async_op=True), pc.Work)
-    assert_type(two.all_reduce_coalesced([x], "avg", async_op=True, algorithm="ring"), pc.Work)
+    assert_type(two.all_reduce_coalesced([x], "avg", async_op=True, algorithm="chain"), pc.Work)
     assert_type(two.reduce(x, 1, "max", async_op=True, streams=None), pc.Work)
     assert_type(two.broadcast(x, src=1, async_op=True), pc.Work)
     assert_type(two.broadcast_coalesced([x], 1, async_op=True), pc.Work)

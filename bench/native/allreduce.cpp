@@ -1,5 +1,6 @@
-// The executor by itself between forked processes: allreduce [world] [largest MiB] [placed]
-// [algorithm] [slot KiB]. Built by tests/native/build.sh FOLDER bench/native/allreduce.cpp -O3.
+// Benchmark of the executor alone between forked processes: allreduce [world] [largest MiB]
+// [placed] [algorithm] [slot KiB]. Built by tests/native/build.sh FOLDER
+// bench/native/allreduce.cpp -O3.
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -8,7 +9,8 @@
 #include <cstring>
 #include <string>
 
-#include "../../csrc/shm/executor.h"
+#include "../../csrc/transport/executor.h"
+#include "../../csrc/transport/shm_transport.h"
 #include "../../tests/native/boards.h"
 #include "measure.h"
 
@@ -18,31 +20,31 @@ namespace {
 struct Wanted {
   int world = 2;
   std::size_t most = std::size_t{128} << 20;
-  bool placed = false;
+  bool zero_copy = false;
   std::string algorithm = {};
-  std::size_t slot_bytes = Settings{}.slot_bytes;
+  std::size_t buffer_bytes = Settings{}.buffer_bytes;
 };
 
-void run_rank(Board& board, Rank rank, const Wanted& wanted) {
+void run_rank(Store& store, Rank rank, const Wanted& wanted) {
   Settings settings;
-  settings.slot_bytes = wanted.slot_bytes;
-  settings.arena_bytes = wanted.placed ? wanted.most + 4096 : 0;
-  Group group(board, rank, wanted.world, settings);
+  settings.buffer_bytes = wanted.buffer_bytes;
+  settings.symmetric_heap_bytes = wanted.zero_copy ? wanted.most + 4096 : 0;
+  Group group(store, rank, wanted.world, settings);
   std::byte* data = nullptr;
-  if (wanted.placed) {
-    const std::size_t at = group.layout().arena(rank);
+  if (wanted.zero_copy) {
+    const std::size_t at = group.layout().heap(rank);
     group.segment()->commit(at, wanted.most + 4096);
-    group.segment()->touch(group.layout().arenas, wanted.world * group.layout().arena_stride);
-    // As far apart as an allocator would put them, not on the same sets of a cache.
-    data = group.arena(rank) + rank % 16 * 64;
+    group.segment()->touch(group.layout().heaps, wanted.world * group.layout().arena_stride);
+    // Offset the ranks' data like an allocator would, so that they do not share cache sets.
+    data = group.heap(rank) + rank % 16 * 64;
   } else {
     data = static_cast<std::byte*>(
         mmap(nullptr, wanted.most, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   }
   std::memset(data, 1, wanted.most);
   uint64_t call = 0;
-  const cpu::ParallelFor alone;
-  // One for all calls: a look at the clock takes a third of a barrier, and Open MPI's has no limit.
+  ShmTransport transport(group, {});
+  // One deadline for all calls: reading the clock takes a third of a barrier; Open MPI has none.
   const Deadline deadline = Clock::now() + std::chrono::hours(1);
   Request request{.collective = Collective::all_reduce,
                   .dtype = DType::f32,
@@ -53,10 +55,10 @@ void run_rank(Board& board, Rank rank, const Wanted& wanted) {
   const auto reduce = [&](float* at, std::size_t n) {
     request.input.spans[0] = {reinterpret_cast<std::byte*>(at), n};
     request.input.blocks[0] = n;
-    run(group, request, call++, deadline, alone);
+    run(transport, request, call++, deadline);
   };
   const auto barrier = [&] {
-    run(group, {.collective = Collective::barrier}, call++, deadline, alone);
+    run(transport, {.collective = Collective::barrier}, call++, deadline);
   };
   bench::table({rank, wanted.world}, reinterpret_cast<float*>(data), wanted.most, reduce, barrier);
   std::vector<double> all;
@@ -70,15 +72,15 @@ void run_rank(Board& board, Rank rank, const Wanted& wanted) {
   std::fflush(stdout);
 }
 
-// Whether every rank found what it should.
+// Returns true if every rank's results were right.
 bool run_all(const Wanted& wanted) {
   const auto folder =
       std::filesystem::temp_directory_path() / ("allreduce." + std::to_string(getpid()));
   for (Rank r = 0; r < wanted.world; ++r)
     if (fork() == 0) {
       bench::pin(r);
-      FolderBoard board(folder);
-      run_rank(board, r, wanted);
+      FolderBoard store(folder);
+      run_rank(store, r, wanted);
       std::_Exit(0);
     }
   bool right = true;
@@ -94,8 +96,8 @@ int main(int argc, char** argv) {
   pycollect::shm::Wanted wanted;
   if (argc > 1) wanted.world = std::atoi(argv[1]);
   if (argc > 2) wanted.most = std::strtoull(argv[2], nullptr, 10) << 20;
-  if (argc > 3) wanted.placed = std::string(argv[3]) == "placed";
+  if (argc > 3) wanted.zero_copy = std::string(argv[3]) == "placed";
   if (argc > 4) wanted.algorithm = std::string(argv[4]) == "-" ? "" : argv[4];
-  if (argc > 5) wanted.slot_bytes = std::strtoull(argv[5], nullptr, 10) << 10;
+  if (argc > 5) wanted.buffer_bytes = std::strtoull(argv[5], nullptr, 10) << 10;
   return pycollect::shm::run_all(wanted) ? 0 : 1;
 }

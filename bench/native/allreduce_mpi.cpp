@@ -1,4 +1,4 @@
-// MPI's all-reduce as allreduce.cpp times the executor's: mpirun -np WORLD allreduce_mpi
+// MPI's all-reduce, timed as allreduce.cpp times the executor's: mpirun -np WORLD allreduce_mpi
 // [largest MiB]. bench/executor_bandwidth.py builds it.
 #include <mpi.h>
 

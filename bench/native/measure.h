@@ -1,6 +1,6 @@
-// One table of all-reduce times, whoever does the reducing: float32 sums in place, buffers
-// rewritten before each call, the median over repetitions. Small calls are timed many at once,
-// because a look at the clock costs a tenth of one.
+// A table of all-reduce times, for any implementation: float32 sums in place, buffers rewritten
+// before each call, medians over repetitions. Small calls are timed in batches, because reading the
+// clock costs a tenth of a call.
 #pragma once
 #include <sched.h>
 
@@ -20,7 +20,7 @@ inline double microseconds(Clock::duration d) {
   return std::chrono::duration<double, std::micro>(d).count();
 }
 
-// The median, and the best of twenty: what it takes when nobody else wants the cores.
+// The median and the 5 % percentile of times, the latter for cores without other load.
 struct Times {
   double median, best;
 };
@@ -29,7 +29,7 @@ inline Times summary(std::vector<double> all) {
   return {all[all.size() / 2], all[all.size() / 20]};
 }
 
-// Each rank on a core of its own as far as there are, as mpirun does it.
+// Pins the process to a core, a different one per rank as far as there are cores, like mpirun.
 inline void pin(int rank) {
   cpu_set_t all, one;
   CPU_ZERO(&one);
@@ -44,7 +44,8 @@ struct Team {
   int rank, world;
 };
 
-// What a rank brings. Written anew by a copy: small calls are timed together with it.
+// Returns the input of a rank. The buffer is rewritten by copying it, and this copy is part of the
+// time of small calls.
 inline std::vector<float> numbers(std::size_t n, int rank) {
   std::vector<float> all(n);
   for (std::size_t i = 0; i < n; ++i) all[i] = static_cast<float>(rank + 1 + i % 5);
@@ -60,7 +61,7 @@ inline void check(const Team& team, const float* data, std::size_t n) {
   }
 }
 
-// A call takes as long as it takes the rank that is the last to have its result.
+// Returns each call's time on its slowest rank; exchanges the times with `reduce`.
 template <class Reduce>
 std::vector<double> slowest(const Team& team, const std::vector<double>& mine, Reduce&& reduce) {
   std::vector<float> all(mine.size() * team.world);
@@ -95,7 +96,7 @@ Times time_size(const Team& team, float* data, std::size_t n, Reduce&& reduce, B
   return summary(slowest(team, all, reduce));
 }
 
-// `data` has room for `most` bytes.
+// Prints the table on rank 0; `data` has room for `most` bytes.
 template <class Reduce, class Barrier>
 void table(const Team& team, float* data, std::size_t most, Reduce&& reduce, Barrier&& barrier) {
   if (team.rank == 0)

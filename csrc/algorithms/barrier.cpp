@@ -1,13 +1,13 @@
-// Nobody leaves before all have entered: one step that reads and writes everybody's scratch, which
-// is empty. 1 round, no bytes; the waits that `lower` finds for it are the whole barrier.
+// Barrier: no rank leaves before all have entered. One step reads and writes every rank's scratch,
+// which is empty. 1 round, no bytes; the waits that `lower` finds for the step form the barrier.
 #include "../plan/registry.h"
 
 namespace pycollect {
 namespace {
 
-Plan barrier(const Ask& ask) {
-  Plan p{ask.world, 1};
-  p.fold(everyone(tmp(0, 0), ask.world), everyone(tmp(0, 0), ask.world));
+Plan barrier(const AlgorithmParams& params) {
+  Plan p{params.world, 1};
+  p.fold(everyone(tmp(0, 0), params.world), everyone(tmp(0, 0), params.world));
   return p;
 }
 

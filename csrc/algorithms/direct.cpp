@@ -1,58 +1,60 @@
-// Whoever has a block, or must have it, moves it in a single step: 1 round for each collective
-// here. S is what a rank holds whole: broadcast sends (W-1) S from the root and reduce reads as
-// much there; all-gather, reduce-scatter and all-to-all move (W-1)/W S per rank and direction;
-// scatter and gather move that at the root and S/W elsewhere. Sizes live in `Offsets`, so uneven
-// blocks and all-to-all-v are the same plans.
+// Direct algorithms: the source or the destination of a block moves it in a single step, so every
+// collective here takes 1 round. S is the size of a rank's full buffer. Broadcast sends (W-1) S
+// from the root and reduce reads as much there; all-gather, reduce-scatter and all-to-all move
+// (W-1)/W S per rank and direction; scatter and gather move that at the root and S/W elsewhere.
+// Sizes are in `Offsets`, so uneven blocks and all-to-all-v use the same plans.
 #include "../plan/registry.h"
 
 namespace pycollect {
 namespace {
 
-Plan broadcast(const Ask& ask) {
-  Plan p{ask.world, 1};
-  p.fold(everyone(out(0, 0), ask.world), {in(ask.root, 0)}, ask.root);
+Plan broadcast(const AlgorithmParams& params) {
+  Plan p{params.world, 1};
+  p.fold(everyone(out(0, 0), params.world), {in(params.root, 0)}, params.root);
   return p;
 }
 
-Plan reduce(const Ask& ask) {
-  Plan p{ask.world, 1};
-  p.fold({out(ask.root, 0)}, everyone(in(0, 0), ask.world));
+Plan reduce(const AlgorithmParams& params) {
+  Plan p{params.world, 1};
+  p.fold({out(params.root, 0)}, everyone(in(0, 0), params.world));
   return p;
 }
 
-Plan all_gather(const Ask& ask) {
-  Plan p{ask.world, ask.world};
-  for (Rank c = 0; c < ask.world; ++c) p.fold(everyone(out(0, c), ask.world), {in(c, c)}, c);
+Plan all_gather(const AlgorithmParams& params) {
+  Plan p{params.world, params.world};
+  for (Rank c = 0; c < params.world; ++c) p.fold(everyone(out(0, c), params.world), {in(c, c)}, c);
   return p;
 }
 
-Plan reduce_scatter(const Ask& ask) {
-  Plan p{ask.world, ask.world};
-  for (Rank me = 0; me < ask.world; ++me) p.fold({out(me, me)}, everyone(in(0, me), ask.world));
+Plan reduce_scatter(const AlgorithmParams& params) {
+  Plan p{params.world, params.world};
+  for (Rank me = 0; me < params.world; ++me)
+    p.fold({out(me, me)}, everyone(in(0, me), params.world));
   return p;
 }
 
-// In place it would read blocks that have already been overwritten: a valid plan, but of something
-// else. A rank begins with its own block and goes on around, so that no port is asked by all.
-Plan all_to_all(const Ask& ask) {
-  Plan p{ask.world, ask.world};
-  for (int shift = 0; shift < ask.world; ++shift)
-    for (Rank me = 0; me < ask.world; ++me) {
-      const Rank from = (me + shift) % ask.world;
+// In place, this plan would read blocks that are already overwritten: a valid plan with another
+// result. Each rank starts at its own block and proceeds in rank order, so that the ranks read from
+// different ports.
+Plan all_to_all(const AlgorithmParams& params) {
+  Plan p{params.world, params.world};
+  for (int shift = 0; shift < params.world; ++shift)
+    for (Rank me = 0; me < params.world; ++me) {
+      const Rank from = (me + shift) % params.world;
       p.copy(out(me, from), in(from, me));
     }
   return p;
 }
 
-Plan scatter(const Ask& ask) {
-  Plan p{ask.world, ask.world};
-  for (Rank me = 0; me < ask.world; ++me) p.copy(out(me, me), in(ask.root, me));
+Plan scatter(const AlgorithmParams& params) {
+  Plan p{params.world, params.world};
+  for (Rank me = 0; me < params.world; ++me) p.copy(out(me, me), in(params.root, me));
   return p;
 }
 
-Plan gather(const Ask& ask) {
-  Plan p{ask.world, ask.world};
-  for (Rank r = 0; r < ask.world; ++r) p.copy(out(ask.root, r), in(r, r));
+Plan gather(const AlgorithmParams& params) {
+  Plan p{params.world, params.world};
+  for (Rank r = 0; r < params.world; ++r) p.copy(out(params.root, r), in(r, r));
   return p;
 }
 

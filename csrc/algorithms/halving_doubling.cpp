@@ -1,7 +1,7 @@
-// Partners at half the distance exchange and add half of what they hold, down to one chunk each,
-// and then hand the results back the same way. 2 log2(m) rounds and 2 (m-1)/m S per rank for the m
-// ranks of the largest power of two; the others give S to a partner before and get S after, in 2
-// more rounds. Adds in another order than the left fold.
+// Recursive halving and doubling: partners exchange and add half of their data, in each round at
+// half the distance, down to one chunk each; then they return the results in the reverse order.
+// 2 log2(m) rounds and 2 (m-1)/m S per rank for the m ranks of the largest power of two. The other
+// ranks give S to a partner before and get S after, in 2 more rounds. Not the left fold's order.
 #include <algorithm>
 
 #include "../plan/registry.h"
@@ -9,11 +9,11 @@
 namespace pycollect {
 namespace {
 
-Plan halving_doubling(const Ask& ask) {
+Plan halving_doubling(const AlgorithmParams& params) {
   int m = 1;
-  while (2 * m <= ask.world) m *= 2;
-  const int extra = ask.world - m;
-  Plan p{ask.world, m};
+  while (2 * m <= params.world) m *= 2;
+  const int extra = params.world - m;
+  Plan p{params.world, m};
   for (Rank r = 0; r < extra; ++r) p.fold({tmp(r, 0, m)}, {in(r, 0, m), in(m + r, 0, m)});
   for (int half = m / 2; half >= 1; half /= 2)
     for (Rank me = 0; me < m; ++me) {

@@ -1,14 +1,14 @@
-// One step over all ranks: rank 0 reads every input once and writes every output, 2 W S bytes in
-// all, the least there is. 1 round; rank 0 moves everything and the others nothing, so it is for
+// Single pass over all ranks' buffers: rank 0 reads every input once and writes every output, 2 W S
+// bytes in all, the minimum. 1 round; rank 0 moves all bytes and the others none, so it is for
 // ranks that share one memory, where the executor splits the step by elements.
 #include "../plan/registry.h"
 
 namespace pycollect {
 namespace {
 
-Plan leader(const Ask& ask) {
-  Plan p{ask.world, 1};
-  p.fold(everyone(out(0, 0), ask.world), everyone(in(0, 0), ask.world));
+Plan leader(const AlgorithmParams& params) {
+  Plan p{params.world, 1};
+  p.fold(everyone(out(0, 0), params.world), everyone(in(0, 0), params.world));
   return p;
 }
 

@@ -1,15 +1,16 @@
-// Everybody keeps a copy of its input where the others can read it, then adds up all copies itself.
+// Every rank copies its input to where the others can read it, then adds up all copies itself.
 // 2 rounds, the first without a link; every rank reads (W-1) S over its links. For small messages,
-// where the number of rounds is all that counts.
+// where only the number of rounds matters.
 #include "../plan/registry.h"
 
 namespace pycollect {
 namespace {
 
-Plan one_shot(const Ask& ask) {
-  Plan p{ask.world, 1};
-  for (Rank me = 0; me < ask.world; ++me) p.copy(tmp(me, 0), in(me, 0));
-  for (Rank me = 0; me < ask.world; ++me) p.fold({out(me, 0)}, everyone(tmp(0, 0), ask.world));
+Plan one_shot(const AlgorithmParams& params) {
+  Plan p{params.world, 1};
+  for (Rank me = 0; me < params.world; ++me) p.copy(tmp(me, 0), in(me, 0));
+  for (Rank me = 0; me < params.world; ++me)
+    p.fold({out(me, 0)}, everyone(tmp(0, 0), params.world));
   return p;
 }
 

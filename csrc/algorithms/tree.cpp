@@ -5,14 +5,14 @@
 namespace pycollect {
 namespace {
 
-Plan tree(const Ask& ask) {
-  const int n = ask.world;
+Plan tree(const AlgorithmParams& params) {
+  const int n = params.world;
   Plan p{n, 1};
-  int span = 1;  // ranks below one node
+  int span = 1;  // number of ranks in the subtree of one node
   for (; span < n; span *= 2)
     for (Rank r = 0; r + span < n; r += 2 * span) {
       auto has = [&](Rank x) { return span == 1 || x + 1 >= n ? in(x, 0) : out(x, 0); };
-      p.fold({out(r, 0)}, {has(r), has(r + span)});  // a leaf or a partial sum, each
+      p.fold({out(r, 0)}, {has(r), has(r + span)});  // each a leaf or a partial sum
     }
   for (span /= 2; span >= 1; span /= 2)
     for (Rank r = 0; r + span < n; r += 2 * span) p.copy(out(r + span, 0), out(r, 0));

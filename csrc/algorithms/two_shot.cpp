@@ -1,17 +1,18 @@
-// Everybody adds up one chunk, then collects the others' chunks; all of it pulled. 2 rounds;
-// 2 (W-1)/W S per rank and direction, the least that links can do. A rank begins with the chunk of
-// its right neighbour, so that no port is asked by everybody at once.
+// Reduce-scatter and all-gather by reads: every rank adds up one chunk, then copies the other
+// chunks from their owners. 2 rounds; 2 (W-1)/W S per rank and direction, the minimum. The copies
+// start at the right neighbour's chunk, so that the ranks read from different ports.
 #include "../plan/registry.h"
 
 namespace pycollect {
 namespace {
 
-Plan two_shot(const Ask& ask) {
-  Plan p{ask.world, ask.world};
-  for (Rank me = 0; me < ask.world; ++me) p.fold({out(me, me)}, everyone(in(0, me), ask.world));
-  for (int shift = 1; shift < ask.world; ++shift)
-    for (Rank me = 0; me < ask.world; ++me) {
-      const Rank from = (me + shift) % ask.world;
+Plan two_shot(const AlgorithmParams& params) {
+  Plan p{params.world, params.world};
+  for (Rank me = 0; me < params.world; ++me)
+    p.fold({out(me, me)}, everyone(in(0, me), params.world));
+  for (int shift = 1; shift < params.world; ++shift)
+    for (Rank me = 0; me < params.world; ++me) {
+      const Rank from = (me + shift) % params.world;
       p.copy(out(me, from), out(from, from));
     }
   return p;

@@ -1,5 +1,5 @@
-// See executor.h. The smallest calls run in the written order on the calling thread; a level that
-// moves enough bytes to pay for waking threads is cut over all of them, by bytes moved.
+// See executor.h. The smallest calls run in the written order on the calling thread. A level that
+// moves enough bytes to pay for waking threads is split among all of them by bytes moved.
 #include "executor.h"
 
 #include <algorithm>
@@ -9,19 +9,19 @@
 namespace pycollect::cpu {
 namespace {
 
-// Below this many bytes read and written a level runs on the calling thread: one thread moves 1 MiB
-// in 3 to 6 us, while handing a part to another costs 1 us if that spins and 35 us if it sleeps.
+// A level that reads and writes fewer bytes runs on the calling thread: one thread moves 1 MiB in 3
+// to 6 us, while passing a part to another thread costs 1 us if that spins and 35 us if it sleeps.
 constexpr std::size_t kParallelBytes = 1 << 20;
-// No thread gets less: about as long as it takes to hand it out.
+// Fewest bytes for one thread: moving them takes about as long as passing them to the thread.
 constexpr std::size_t kGrainBytes = kParallelBytes / 4;
-// From about here on no cache near the core keeps the result, and streamed stores are up to twice
-// as fast. In place they lose up to threefold: see StepRunner.
+// From about this size on no cache near the core keeps the result, and streamed stores are up to
+// twice as fast. In place they are up to three times as slow: see StepRunner.
 constexpr std::size_t kStreamedBytes = 16 << 20;
-// Cuts are a whole number of cache lines from a job's beginning, so that threads share none.
+// Threads' parts begin at a multiple of this from a job's beginning, so that they share no line.
 constexpr std::size_t kCacheLine = 64;
 
-// One step on one binding's memory, and which of the bytes that its level moves are its own.
-struct Job {
+// One step on one binding's memory, with its range [begin, end) of the bytes that its level moves.
+struct LevelJob {
   const Binding* binding;
   int step;
   std::size_t elements;   // in all rows
@@ -30,11 +30,11 @@ struct Job {
 };
 
 struct Level {
-  std::vector<Job> jobs;
+  std::vector<LevelJob> jobs;
   std::size_t moved = 0, written = 0;
 };
 
-bool is_small(const Call& call) {
+bool is_small(const BoundPlan& call) {
   std::size_t moved = 0;
   for (const Binding& binding : call.bindings)
     for (const Step& step : call.compiled.plan.steps) {
@@ -44,13 +44,13 @@ bool is_small(const Call& call) {
   return true;
 }
 
-void collect(const Call& call, const std::vector<Place>& places, Level& level) {
+void collect(const BoundPlan& call, const std::vector<TaskId>& places, Level& level) {
   level.jobs.clear();
   level.moved = level.written = 0;
   const std::size_t item = item_bytes(call.dtype);
-  for (const Place& place : places) {
+  for (const TaskId& place : places) {
     const int at = call.compiled.program[place.rank][place.index].step;
-    if (at == kBoundary) continue;
+    if (at == kAllBuffers) continue;
     const Step& step = call.compiled.plan.steps[at];
     for (const Binding& binding : call.bindings) {
       const std::size_t n = elements(binding, step);
@@ -63,22 +63,22 @@ void collect(const Call& call, const std::vector<Place>& places, Level& level) {
   }
 }
 
-// The first element of the job that belongs to who begins at byte `at` of the level.
-std::size_t cut(const Job& job, std::size_t at, std::size_t per_line) {
+// The first element of the job in a part that begins at byte `at` of the level.
+std::size_t cut(const LevelJob& job, std::size_t at, std::size_t per_line) {
   if (at <= job.begin) return 0;
   const std::size_t element = (at - job.begin) / job.moved_per;
   return std::min(job.elements, (element + per_line - 1) / per_line * per_line);
 }
 
 void run_level(const StepRunner& runner, const Level& level, const ParallelFor& parallel_for,
-               std::size_t per_line, bool streamed) {
+               std::size_t per_line, bool non_temporal) {
   const auto part = [&](int64_t from, int64_t to) {
     const std::size_t begin = from, end = to;
     auto job = std::partition_point(level.jobs.begin(), level.jobs.end(),
-                                    [&](const Job& j) { return j.end <= begin; });
+                                    [&](const LevelJob& j) { return j.end <= begin; });
     for (; job != level.jobs.end() && job->begin < end; ++job)
       runner.run(*job->binding, job->step, {cut(*job, begin, per_line), cut(*job, end, per_line)},
-                 streamed);
+                 non_temporal);
   };
   if (level.moved < kParallelBytes)
     part(0, level.moved);
@@ -88,23 +88,23 @@ void run_level(const StepRunner& runner, const Level& level, const ParallelFor& 
 
 }  // namespace
 
-void run_in_order(const Call& call) {
+void run_in_order(const BoundPlan& call) {
   const StepRunner runner(call);
   for (std::size_t step = 0; step < call.compiled.plan.steps.size(); ++step)
     for (const Binding& binding : call.bindings)
       runner.run(binding, step, {0, elements(binding, call.compiled.plan.steps[step])}, false);
 }
 
-void run(const Call& call, const ParallelFor& parallel_for) {
+void run(const BoundPlan& call, const ParallelFor& parallel_for) {
   if (is_small(call)) return run_in_order(call);
   const StepRunner runner(call);
   const std::size_t per_line = std::max<std::size_t>(1, kCacheLine / item_bytes(call.dtype));
   Level level;
-  for (const std::vector<Place>& places : call.compiled.levels) {
+  for (const std::vector<TaskId>& places : call.compiled.levels) {
     collect(call, places, level);
     if (level.jobs.empty()) continue;
-    const bool streamed = call.options.non_temporal && level.written >= kStreamedBytes;
-    run_level(runner, level, parallel_for, per_line, streamed);
+    const bool non_temporal = call.options.non_temporal && level.written >= kStreamedBytes;
+    run_level(runner, level, parallel_for, per_line, non_temporal);
   }
 }
 

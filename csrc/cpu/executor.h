@@ -1,21 +1,21 @@
-// Runs a compiled plan in one process on host memory: level after level, each cut by elements over
-// the threads that `parallel_for` gives. Knows nothing of torch: csrc/torch hands the threads in.
+// Runs a compiled plan in one process on host memory: level after level, each split by elements
+// among the threads of `parallel_for`. Does not depend on torch: csrc/torch passes the threads in.
 #pragma once
 #include <cstdint>
 #include <functional>
 
-#include "../plan/call.h"
+#include "../plan/bound_plan.h"
 
 namespace pycollect::cpu {
 
-// body(begin, end) for parts of [0, size), at least `grain` long, on any threads; returns when all
-// ran.
+// Calls body(begin, end) for parts of [0, size), at least `grain` long, on any threads; returns
+// when all calls have returned.
 using Body = std::function<void(int64_t, int64_t)>;
 using ParallelFor = std::function<void(int64_t size, int64_t grain, const Body& body)>;
 
-void run(const Call& call, const ParallelFor& parallel_for);
+void run(const BoundPlan& call, const ParallelFor& parallel_for);
 
-// The specification: step after step in the written order, on one thread.
-void run_in_order(const Call& call);
+// Reference execution, the specification: step after step in written order, on one thread.
+void run_in_order(const BoundPlan& call);
 
 }  // namespace pycollect::cpu

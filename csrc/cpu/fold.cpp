@@ -1,4 +1,4 @@
-// Which of the compiled kernels this processor runs, and copies, which need no arithmetic.
+// Selects the kernels for this processor, and copies, which need no arithmetic.
 #include "fold.h"
 
 #include <algorithm>
@@ -40,7 +40,7 @@ Fold find_fold(DType dtype, ReduceOp op) {
 const char* instruction_set() { return chosen().name; }
 
 void copy(Pointers dsts, const void* src, std::size_t bytes, bool non_temporal) {
-  // One large block memcpy streams by itself, a little faster.
+  // memcpy streams one large block by itself, a little faster than this.
   constexpr std::size_t kLarge = 32 << 20;
   const bool onto_itself = std::find(dsts.at, dsts.at + dsts.n, src) != dsts.at + dsts.n;
   if (non_temporal && !onto_itself && (dsts.n > 1 || bytes < kLarge)) {
@@ -48,7 +48,7 @@ void copy(Pointers dsts, const void* src, std::size_t bytes, bool non_temporal) 
     find_fold(DType::u8, ReduceOp::bor)(dsts, {&from, 1}, bytes, {.non_temporal = true});
     return;
   }
-  // One destination at a time, from a piece of the source that stays in the first-level cache.
+  // Copies to one destination at a time, from a piece of the source that stays in the L1 cache.
   constexpr std::size_t kPiece = 16 << 10;
   const std::size_t piece = dsts.n == 1 ? bytes : kPiece;
   for (std::size_t at = 0; at < bytes; at += piece)

@@ -35,9 +35,9 @@ struct Element<Half> {
   }
 };
 
-#include "fold_part.h"
+#include "fold_tail.h"
 
-struct Streamed : Whole {
+struct NonTemporal : Whole {
   [[gnu::always_inline]] static void store(std::byte* to, Raw v) {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(to), as<__m256i>(v));
   }

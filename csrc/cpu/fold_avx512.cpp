@@ -41,9 +41,9 @@ struct Element<Half> {
   }
 };
 
-struct Part {
+struct Tail {
   __mmask64 lanes;
-  [[gnu::always_inline]] explicit Part(std::size_t bytes)
+  [[gnu::always_inline]] explicit Tail(std::size_t bytes)
       : lanes(~uint64_t{} >> (kVectorBytes - bytes)) {}
   [[gnu::always_inline]] Raw load(const std::byte* from) const {
     return as<Raw>(_mm512_maskz_loadu_epi8(lanes, from));
@@ -53,7 +53,7 @@ struct Part {
   }
 };
 
-struct Streamed : Whole {
+struct NonTemporal : Whole {
   [[gnu::always_inline]] static void store(std::byte* to, Raw v) {
     _mm512_stream_si512(reinterpret_cast<__m512i*>(to), as<__m512i>(v));
   }

@@ -15,9 +15,9 @@ template <bool kUnrolled, class F>
   }
 }
 
-// What kVectors vectors of every source add up to.
+// The sums of kVectors vectors of every source.
 template <class K, int kVectors>
-struct Block {
+struct FoldBlock {
   typename K::Acc sums[kVectors][K::kParts];
 
   template <class Access>
@@ -56,11 +56,11 @@ template <int kVectors, class Access>
   for (int v = 0; v < kVectors; ++v) access.store(dst + v * kVectorBytes, result[v]);
 }
 
-// Of every source and destination, the bytes of kVectors vectors from `at` on.
+// Folds the bytes of kVectors vectors, from offset `at`, of every source into every destination.
 template <int kVectors, class K, class Access>
 [[gnu::always_inline]] inline void fold_block(const K& kernel, Pointers dsts, Pointers srcs,
                                               std::size_t at, Access access) {
-  Block<K, kVectors> block;
+  FoldBlock<K, kVectors> block;
   Raw result[kVectors];
   block.load(kernel, stream(srcs, 0, at), access);
   each<K::kHot>(1, srcs.n, [&](int s) [[gnu::always_inline]] {
@@ -85,22 +85,22 @@ template <class K, class Access>
   return at;
 }
 
-// For more streams than the first-level cache has ways and the prefetchers follow, and more data
-// than the caches hold: a few sources at a time over a piece that stays in the cache, then a few
-// more. Up to twice as fast there, slower than fold_blocks everywhere else.
+// For more streams than the L1 cache has ways and the prefetchers follow, and more data than the
+// caches hold: adds a few sources at a time over a piece that stays in the cache, then a few more.
+// Up to twice as fast in this case, slower than fold_blocks in all others.
 template <class K>
 inline std::size_t fold_pieces(const K& kernel, Pointers dsts, Pointers srcs, std::size_t at,
                                std::size_t bytes) {
   constexpr std::size_t kBlock = kVectors<K> * kVectorBytes, kPiece = 2048;
   constexpr int kTogether = 8;
-  Block<K, kVectors<K>> blocks[kPiece / kBlock];
+  FoldBlock<K, kVectors<K>> blocks[kPiece / kBlock];
   Raw results[kPiece / kBlock][kVectors<K>];
   for (; at + kPiece <= bytes; at += kPiece) {
     for (int first = 0; first < srcs.n; first += kTogether) {
       const int end = first + kTogether < srcs.n ? first + kTogether : srcs.n;
       for (std::size_t b = 0; b < kPiece / kBlock; ++b) {
         const std::size_t from = at + b * kBlock;
-        Block<K, kVectors<K>> block;
+        FoldBlock<K, kVectors<K>> block;
         if (first == 0)
           block.load(kernel, stream(srcs, 0, from), Whole());
         else

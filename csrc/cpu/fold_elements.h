@@ -1,10 +1,9 @@
-// How each element type is read into accumulators and written back: a vector of memory becomes
-// kParts vectors of accumulators. Included inside the namespace of an instruction set, as
-// fold_vectors.h says.
+// Converts each element type to accumulators and back: a vector of memory becomes kParts vectors of
+// accumulators. Included inside the namespace of an instruction set (see fold_vectors.h).
 #pragma once
 #include "fold_vectors.h"
 
-// Types that accumulate in themselves.
+// The primary template is for types that accumulate in themselves.
 template <class T>
 struct Element {
   using Acc = Vector<T>;
@@ -15,7 +14,7 @@ struct Element {
   [[gnu::always_inline]] Raw encode(const Acc (&from)[1]) const { return as<Raw>(from[0]); }
 };
 
-// Real and imaginary parts alternate; only the product needs to know.
+// Real and imaginary parts alternate; only the product treats them differently.
 template <class T>
 struct Element<Complex<T>> : Element<T> {
   using Element<T>::Element;
@@ -31,8 +30,8 @@ struct Element<Bool> {
   [[gnu::always_inline]] Raw encode(const Acc (&from)[1]) const { return from[0]; }
 };
 
-// The low halves of 32-bit words in one vector, the high halves in the other: nothing is shuffled,
-// since a fold does not mind in which lane an element is.
+// One accumulator vector has the low halves of the 32-bit words, and the other the high halves.
+// This needs no shuffle; a fold gives the same result whatever the lane of an element.
 template <>
 struct Element<BFloat16> {
   using Acc = Vector<float>;
@@ -54,9 +53,9 @@ struct Element<BFloat16> {
   }
 };
 
-// Binary floats of up to 16 bits: a sign, an exponent, and kMantissa bits, the value of exponent
-// field 1 being 2^(1 - kBias). All arithmetic on subnormals of the small type is on normals of
-// fp32, so that neither speed nor result depends on the processor's flush-to-zero mode.
+// Binary floats of up to 16 bits: a sign, an exponent, and kMantissa bits; exponent field 1 means
+// 2^(1 - kBias). Subnormals of the small type are computed with normals of fp32, so that neither
+// speed nor result depends on the processor's flush-to-zero mode.
 template <class T, int kMantissa, int kBias, int kMaxCode, bool kInfinity>
 struct SmallFloat {
   using Acc = Vector<float>;
@@ -100,7 +99,7 @@ struct SmallFloat {
     return as<Acc>(bits | ((code & kSign) << (32 - kBits)));
   }
   [[gnu::always_inline]] Words narrowed(Acc v) const {
-    constexpr int kOne = kRebias + ((kShift + 1) << 23);  // whose last bit is the last subnormal's
+    constexpr int kOne = kRebias + ((kShift + 1) << 23);  // its last bit is that of a subnormal
     const Words all = as<Words>(v), bits = all & 0x7fffffff;
     const Words even = bits + ((bits >> kShift) & 1) + ((1 << (kShift - 1)) - 1);
     const Words normal = (even >> kShift) - (kRebias >> kShift);

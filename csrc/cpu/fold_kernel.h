@@ -1,11 +1,11 @@
-// The fold itself, for every type and reduction, and the table of them. Included inside the
-// namespace of an instruction set, as fold_vectors.h says, after its Part, Streamed and
-// Element<Half>.
+// The fold function for every type and reduction, and the table of these functions. Included inside
+// the namespace of an instruction set (see fold_vectors.h), after its definitions of Part, Streamed
+// and Element<Half>.
 #pragma once
 #include "fold_blocks.h"
 
-// A world whose size the compiler knows has no inner loops and its pointers in registers: 1.2 times
-// as fast as long as the data is in the caches.
+// With a world size known at compile time there are no inner loops, and the pointers are in
+// registers: 1.2 times as fast as long as the data is in the caches.
 template <int kWorld, class K>
 [[gnu::always_inline]] inline std::size_t fold_world(const K& kernel, Pointers dsts, Pointers srcs,
                                                      std::size_t at, std::size_t bytes) {
@@ -21,8 +21,8 @@ template <class K>
 [[gnu::always_inline]] inline std::size_t fold_whole(const K& kernel, Pointers dsts, Pointers srcs,
                                                      std::size_t at, std::size_t bytes) {
   if constexpr (K::kHot) {
-    constexpr int kMany = 12;                // ways of the first-level cache
-    constexpr std::size_t kLarge = 2 << 20;  // of every source: beyond the core's own caches
+    constexpr int kMany = 12;                // ways of the L1 cache
+    constexpr std::size_t kLarge = 2 << 20;  // bytes per source, more than the core's own caches
     if (srcs.n > kMany && bytes >= kLarge) at = fold_pieces(kernel, dsts, srcs, at, bytes);
     if (dsts.n == 2 && srcs.n == 2) return fold_world<2>(kernel, dsts, srcs, at, bytes);
     if (dsts.n == 4 && srcs.n == 4) return fold_world<4>(kernel, dsts, srcs, at, bytes);
@@ -36,12 +36,12 @@ template <class K>
                                               std::size_t at, std::size_t bytes) {
   for (; at < bytes; at += kVectorBytes) {
     const std::size_t left = bytes - at;
-    fold_block<1>(kernel, dsts, srcs, at, Part(left < kVectorBytes ? left : kVectorBytes));
+    fold_block<1>(kernel, dsts, srcs, at, Tail(left < kVectorBytes ? left : kVectorBytes));
   }
 }
 
-// How far it is to where every destination is aligned as streamed stores need it; `bytes` or more
-// if there is no such place.
+// Returns the offset at which every destination is aligned for streamed stores; `bytes` or more if
+// there is none.
 inline std::size_t to_aligned(Pointers dsts, std::size_t item, std::size_t bytes) {
   const auto past = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % kVectorBytes; };
   const std::size_t head = (kVectorBytes - past(dsts.at[0])) % kVectorBytes;
@@ -59,8 +59,8 @@ void fold_bytes(Pointers dsts, Pointers srcs, std::size_t bytes, const FoldOptio
     const std::size_t head = to_aligned(dsts, sizeof(T), bytes);
     if (head < bytes) {
       fold_parts(kernel, dsts, srcs, 0, head);
-      at = fold_blocks(kernel, dsts, srcs, head, bytes, Streamed());
-      Streamed::fence();
+      at = fold_blocks(kernel, dsts, srcs, head, bytes, NonTemporal());
+      NonTemporal::fence();
     }
   }
   at = fold_whole(kernel, dsts, srcs, at, bytes);

@@ -1,5 +1,5 @@
-// The arithmetic: how two vectors of accumulators are combined, and how `avg` divides. Included
-// inside the namespace of an instruction set, as fold_vectors.h says.
+// The arithmetic: combines two vectors of accumulators, and divides for `avg`. Included inside the
+// namespace of an instruction set (see fold_vectors.h).
 #pragma once
 #include "fold_elements.h"
 
@@ -18,7 +18,7 @@ template <class V, int kLanes>
 template <class T, class Op, class V>
 [[gnu::always_inline]] inline V apply(V a, V b) {
   if constexpr (std::is_same_v<Op, Avg> && std::is_integral_v<T>) {
-    using Wrapping = Vector<std::make_unsigned_t<T>>;  // of a signed sum C++ leaves it open
+    using Wrapping = Vector<std::make_unsigned_t<T>>;  // signed overflow is undefined in C++
     return as<V>(as<Wrapping>(a) + as<Wrapping>(b));
   } else if constexpr (std::is_same_v<Op, Sum> || std::is_same_v<Op, Avg>)
     return a + b;
@@ -42,9 +42,9 @@ template <class T, class Op, class V>
     return a ^ b;
 }
 
-// The wrapped sum over the number of ranks, toward zero. Floats that hold every quotient's
-// numerator exactly give it exactly (a quotient that is no integer is further from the next one
-// than their rounding), and have vector instructions, which integers have not.
+// Divides the wrapped sum by the number of ranks, rounding toward zero. Floats that hold every
+// numerator exactly give the exact result (the distance of a fractional quotient to the next
+// integer is more than their rounding), and unlike integers they have vector division.
 template <class T>
 [[gnu::always_inline]] inline Vector<T> quotient(Vector<T> sum, int world) {
   using Divided =
@@ -60,8 +60,8 @@ template <class T>
 template <class T, class Op>
 struct Kernel : Element<T> {
   using Acc = typename Element<T>::Acc;
-  // Worth more code: sums are what everybody asks for, and little is gained where there is more
-  // arithmetic than memory access, or vectors are narrow.
+  // Kernels that get more code for more speed: sums, which are the usual reduction. The gain is
+  // small where there is more arithmetic than memory access, or vectors are narrow.
   static constexpr bool kHot =
       kVectorBytes > 16 && !Element<T>::kSlow &&
       (std::is_same_v<Op, Sum> || (std::is_same_v<Op, Avg> && !std::is_integral_v<T>));

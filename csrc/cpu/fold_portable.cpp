@@ -19,17 +19,17 @@ struct Element<Half> : AnyHalf {
   explicit Element(const FoldOptions&) : AnyHalf({0x7c00, 0x7c00, 0x7e00}) {}
 };
 
-#include "fold_part.h"
+#include "fold_tail.h"
 
 #if defined(__x86_64__)
-struct Streamed : Whole {
+struct NonTemporal : Whole {
   static void store(std::byte* to, Raw v) {
     _mm_stream_si128(reinterpret_cast<__m128i*>(to), as<__m128i>(v));
   }
   static void fence() { _mm_sfence(); }
 };
 #else
-struct Streamed : Whole {
+struct NonTemporal : Whole {
   static void fence() {}
 };
 #endif

@@ -1,5 +1,5 @@
-// The fold kernels that each instruction set was compiled to: what fold.cpp chooses from. Plain
-// arrays, so that a file compiled for wide vectors emits no function of a shared template.
+// The tables of fold kernels, one per instruction set, from which fold.cpp selects. Plain arrays,
+// so that a file compiled for wide vectors emits no function of a shared template.
 #pragma once
 #include "../plan/kernel_type.h"
 #include "fold.h"
@@ -10,10 +10,10 @@ struct FoldRow {
   Fold of[ReduceOps::size];
 };
 struct FoldTable {
-  FoldRow of[DTypes::size];  // null where the contract has no such reduction
+  FoldRow of[DTypes::size];  // null entries where the contract has no such reduction
 };
 
-// Null where the compiler's target is another architecture.
+// Each returns null where the compiler's target is another architecture.
 const FoldTable* portable_folds();
 const FoldTable* avx2_folds();
 const FoldTable* avx512_folds();

@@ -1,6 +1,6 @@
-// Vectors of the width kVectorBytes, and how they go to memory. Included by fold_<isa>.cpp inside
-// a namespace of its own and with the compiler set to that instruction set, so it includes nothing
-// of std: a function compiled here could be the copy that the linker keeps for everybody.
+// Vectors of kVectorBytes bytes, and their loads and stores. fold_<isa>.cpp includes this inside a
+// namespace of its own, with the compiler set to that instruction set. So this includes nothing of
+// std: the linker could keep a function compiled here as the only copy for the whole program.
 #pragma once
 
 template <class T>

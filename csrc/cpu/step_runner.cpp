@@ -1,5 +1,5 @@
-// See step_runner.h. A small call is to cost nanoseconds: nothing here allocates unless a step has
-// very many slices.
+// See step_runner.h. A small call must take only nanoseconds, so nothing here allocates unless a
+// step has very many slices.
 #include "step_runner.h"
 
 #include <algorithm>
@@ -10,7 +10,8 @@
 namespace pycollect::cpu {
 namespace {
 
-// Where a step's destinations, then its sources, are in one row, and how far it is to the next.
+// The addresses in one row of a step's destinations, then of its sources, and the distance in bytes
+// of each to the next row.
 class Cursors {
  public:
   explicit Cursors(std::size_t n) {
@@ -48,14 +49,15 @@ class Cursors {
   std::size_t size_ = 0;
 };
 
-// Streamed stores push out of the caches what has just been read: in place that costs threefold.
+// Returns false in place. There, streamed stores evict the data just read from the caches, which
+// makes them three times as slow.
 bool keeps_apart(Pointers dsts, Pointers srcs) {
   return std::none_of(dsts.at, dsts.at + dsts.n, [&](const void* dst) {
     return std::find(srcs.at, srcs.at + srcs.n, dst) != srcs.at + srcs.n;
   });
 }
 
-// Scratch is there to be read soon.
+// A step that writes scratch is not streamed, because scratch is read soon.
 bool writes_scratch(const Step& step) {
   return std::any_of(step.dsts.begin(), step.dsts.end(),
                      [](const Slice& s) { return s.buffer == Buffer::scratch; });
@@ -72,16 +74,17 @@ RowRunner::RowRunner(DType dtype, ReduceOp op, const FoldOptions& options)
 }
 
 void RowRunner::run(bool finishes, Pointers dsts, Pointers srcs, std::size_t count,
-                    bool streamed) const {
-  if (srcs.n == 1) return copy(dsts, srcs.at[0], count * item_, streamed);
+                    bool non_temporal) const {
+  if (srcs.n == 1) return copy(dsts, srcs.at[0], count * item_, non_temporal);
   FoldOptions options = options_;
-  options.non_temporal = streamed && keeps_apart(dsts, srcs);
+  options.non_temporal = non_temporal && keeps_apart(dsts, srcs);
   (finishes ? finishing_ : partial_)(dsts, srcs, count, options);
 }
 
-StepRunner::StepRunner(const Call& call) : call_(call), row_(call.dtype, call.op, call.options) {}
+StepRunner::StepRunner(const BoundPlan& call)
+    : call_(call), row_(call.dtype, call.op, call.options) {}
 
-void StepRunner::run(const Binding& binding, int step, Range range, bool streamed) const {
+void StepRunner::run(const Binding& binding, int step, Range range, bool non_temporal) const {
   if (range.begin >= range.end) return;
   const Step& s = call_.compiled.plan.steps[step];
   const bool finishes = call_.compiled.finishes[step];
@@ -93,7 +96,7 @@ void StepRunner::run(const Binding& binding, int step, Range range, bool streame
   while (true) {
     const std::size_t n = std::min(width - from, left);
     row_.run(finishes, cursors.slice(0, s.dsts.size()), cursors.slice(s.dsts.size(), s.srcs.size()),
-             n, streamed && !writes_scratch(s));
+             n, non_temporal && !writes_scratch(s));
     left -= n;
     if (left == 0) return;
     cursors.move(1, -static_cast<std::ptrdiff_t>(from * row_.item()));

@@ -1,5 +1,5 @@
-// One step on one binding's memory: turns slices into pointers and hands them to the kernel. What
-// every executor on host memory does with a step, whoever decides when.
+// Runs one step on one binding's memory: turns slices into pointers and calls the kernel. Shared by
+// all executors on host memory, which differ in when they run a step.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -9,20 +9,20 @@
 
 namespace pycollect::cpu {
 
-// A part of a step's elements, numbered through all rows.
+// A range of a step's elements, numbered consecutively through all rows.
 struct Range {
   std::size_t begin, end;
 };
 
-// The arithmetic of a call on plain pointers, whoever found them.
+// The arithmetic of a call on plain pointers.
 class RowRunner {
  public:
   // Throws TypeMismatch for a reduction that the type does not have.
   RowRunner(DType dtype, ReduceOp op, const FoldOptions& options);
 
-  // `finishes`: nothing is added to the result afterwards. `streamed`: nobody reads it soon;
-  // ignored in place.
-  void run(bool finishes, Pointers dsts, Pointers srcs, std::size_t count, bool streamed) const;
+  // `finishes`: nothing is added to the result afterwards. `non_temporal`: the result will not be
+  // read soon; ignored in place.
+  void run(bool finishes, Pointers dsts, Pointers srcs, std::size_t count, bool non_temporal) const;
   std::size_t item() const { return item_; }
 
  private:
@@ -33,14 +33,14 @@ class RowRunner {
 
 class StepRunner {
  public:
-  explicit StepRunner(const Call& call);
+  explicit StepRunner(const BoundPlan& call);
 
-  // `streamed`: the level writes more than the caches hold. Ignored where this step, or probably a
-  // later one, reads what is written.
-  void run(const Binding& binding, int step, Range range, bool streamed) const;
+  // `non_temporal`: the level writes more than the caches hold. Ignored where this step, or
+  // probably a later one, reads the result.
+  void run(const Binding& binding, int step, Range range, bool non_temporal) const;
 
  private:
-  const Call& call_;
+  const BoundPlan& call_;
   const RowRunner row_;
 };
 

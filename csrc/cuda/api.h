@@ -26,7 +26,7 @@ struct Event {
 };
 
 // One step on the memory of one tensor, all of its rows: dst[i] = srcs[0][i] op srcs[1][i] op ...
-struct Row {
+struct KernelRow {
   std::vector<std::byte*> dsts, srcs;
   std::vector<std::ptrdiff_t> dst_pitches = {}, src_pitches = {};  // bytes from row to row
   std::size_t count = 0;                                           // elements of a row
@@ -36,7 +36,7 @@ struct Row {
 
 // One kernel, or as few as the parameter limit allows: rows that touch nothing in common.
 struct Launch {
-  std::vector<Row> rows;
+  std::vector<KernelRow> rows;
   DType dtype;
   ReduceOp op;
   FoldOptions options;
@@ -45,7 +45,7 @@ struct Launch {
 };
 
 // A rectangle through a copy engine, between any two memories.
-struct Rectangle {
+struct CopyRect {
   std::byte* dst;
   const std::byte* src;
   std::ptrdiff_t dst_pitch, src_pitch;
@@ -91,7 +91,7 @@ class Api {
   // Behind what is on the stream. The first launch of a kernel may load it, and so wait for all
   // streams of the process.
   virtual void launch(Stream stream, const Launch& launch) = 0;
-  virtual void copy(Stream stream, const Rectangle& rectangle) = 0;
+  virtual void copy(Stream stream, const CopyRect& rectangle) = 0;
   virtual void fill(Stream stream, std::byte* memory, unsigned char value, std::size_t bytes) = 0;
   // `word` is of memory that the device knows. The wait ends when the word has reached the value,
   // cyclically: shm::reached says how.

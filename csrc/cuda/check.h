@@ -10,8 +10,8 @@
 
 namespace pycollect::cuda {
 
-// Throws RuntimeError. What CUDA remembers of an error that can be survived is forgotten, so that
-// nobody else trips over it.
+// Throws RuntimeError. Clears CUDA's last error, so that a later check of another caller does not
+// report it again.
 inline void check(cudaError_t error, std::source_location at = std::source_location::current()) {
   if (error == cudaSuccess) [[likely]]
     return;

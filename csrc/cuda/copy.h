@@ -1,7 +1,7 @@
 // Copies, which know no type: bytes of one source to every destination, in the widest accesses for
 // which all addresses of a row are alike.
 #pragma once
-#include "walk.h"
+#include "thread_work.h"
 
 namespace pycollect::cuda {
 
@@ -26,9 +26,9 @@ struct Copier {
 };
 
 template <class V, class Machine>
-constexpr void copy_row(const Job& job, const Machine& machine) {
+constexpr void copy_row(const BlockWork& job, const Machine& machine) {
   const TableRow& row = job.row;
-  const Share share = job.share;
+  const ThreadShare share = job.share;
   const Line line(row, 1);
   const auto on = [&](auto dsts, auto src) {
     return [&machine, dsts, src]<class W>(std::type_identity<W>) {
@@ -55,9 +55,9 @@ constexpr void copy_row(const Job& job, const Machine& machine) {
 
 // What the kernel of copies does.
 template <class Machine>
-constexpr void run_copies(const TableHead& head, const uint64_t* words, Where where,
+constexpr void run_copies(const TableHead& head, const uint64_t* words, ThreadId where,
                           const Machine& machine) {
-  const Job job(head, words, where);
+  const BlockWork job(head, words, where);
   switch (job.row.width) {  // the same for a whole block
     case 16:
       return copy_row<Packet>(job, machine);

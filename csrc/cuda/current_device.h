@@ -27,23 +27,23 @@ class CurrentDevice {
   Device now_;
 };
 
-// Whoever works on a device whatever others capture meanwhile: its streams are under no capture,
-// but one forbids calls that may synchronize to all threads that do not say so. The device is made
-// current because a new thread's is the first, which this process may have no use for.
-class Beside {
+// Lets a thread work on a device while others capture graphs. A capture in the global mode forbids
+// calls that may synchronize to every thread, except in thread-local mode, which this sets. The
+// device is made current because a new thread starts on device 0, which this process may not use.
+class CaptureModeGuard {
  public:
-  Beside(Api& api, Device device)
+  CaptureModeGuard(Api& api, Device device)
       : api_(api), device_(api), mode_(api.exchange_capture_mode(CaptureMode::thread_local_only)) {
     device_.use(device);
   }
-  ~Beside() {
+  ~CaptureModeGuard() {
     try {
       api_.exchange_capture_mode(mode_);
     } catch (...) {  // the device is broken
     }
   }
-  Beside(const Beside&) = delete;
-  Beside& operator=(const Beside&) = delete;
+  CaptureModeGuard(const CaptureModeGuard&) = delete;
+  CaptureModeGuard& operator=(const CaptureModeGuard&) = delete;
 
  private:
   Api& api_;

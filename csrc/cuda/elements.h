@@ -5,7 +5,7 @@
 #include <bit>
 
 #include "kernel_table.h"
-#include "walk.h"
+#include "thread_work.h"
 
 namespace pycollect::cuda {
 
@@ -43,8 +43,8 @@ struct Elements {
 
   using Factor = std::conditional_t<std::same_as<Acc, double>, double, float>;
 
-  // Worth more code: sums are what everybody asks for. Elements of a byte are bound by arithmetic,
-  // not by memory, and a division of eight bytes needs the registers.
+  // Sums are worth more code, because they are the most frequent operation. Elements of a byte are
+  // bound by arithmetic, not by memory, and a division of eight bytes needs the registers.
   static constexpr bool kHot =
       std::same_as<Op, Avg> && sizeof(T) > 1 && !(std::integral<T> && sizeof(T) == 8);
 

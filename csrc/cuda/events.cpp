@@ -3,14 +3,14 @@
 namespace pycollect::cuda {
 
 EventPool::~EventPool() {
-  for (auto& [device, shelf] : shelves_)
+  for (auto& [device, shelf] : by_device_)
     for (Event event : shelf.idle) api_.destroy(event);
 }
 
 Event EventPool::take(Device device) {
   {
     const std::lock_guard lock(mutex_);
-    Shelf& shelf = shelves_[device];
+    DeviceEvents& shelf = by_device_[device];
     if (!shelf.idle.empty()) {
       const Event event = shelf.idle.back();
       shelf.idle.pop_back();
@@ -23,16 +23,16 @@ Event EventPool::take(Device device) {
 
 void EventPool::give_back(Event event) noexcept {
   const std::lock_guard lock(mutex_);
-  shelves_.find(event.device)->second.idle.push_back(event);
+  by_device_.find(event.device)->second.idle.push_back(event);
 }
 
-Event Lease::take(Device device) {
+Event EventLease::take(Device device) {
   taken_.reserve(taken_.size() + 1);  // nothing may fail between taking and noting
   taken_.push_back(for_capture_ ? pool_.api().create_event(device) : pool_.take(device));
   return taken_.back();
 }
 
-Lease::~Lease() {
+EventLease::~EventLease() {
   for (Event event : taken_)
     if (for_capture_)
       pool_.api().destroy(event);

@@ -22,23 +22,23 @@ class EventPool {
   Api& api() const { return api_; }
 
  private:
-  struct Shelf {
-    std::vector<Event> idle = {};  // nobody is recording these, or still going to wait for them
+  struct DeviceEvents {
+    std::vector<Event> idle = {};  // events that no run records or waits for any more
     std::size_t made = 0;
   };
   Api& api_;
   std::mutex mutex_;
-  std::map<Device, Shelf> shelves_;
+  std::map<Device, DeviceEvents> by_device_;
 };
 
 // Events for one run, none of them twice. A graph keeps to itself what was used while it was
 // captured, so those are made for it alone.
-class Lease {
+class EventLease {
  public:
-  Lease(EventPool& pool, bool for_capture) : pool_(pool), for_capture_(for_capture) {}
-  ~Lease();
-  Lease(const Lease&) = delete;
-  Lease& operator=(const Lease&) = delete;
+  EventLease(EventPool& pool, bool for_capture) : pool_(pool), for_capture_(for_capture) {}
+  ~EventLease();
+  EventLease(const EventLease&) = delete;
+  EventLease& operator=(const EventLease&) = delete;
 
   Event take(Device device);  // which must be current
 

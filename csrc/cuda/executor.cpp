@@ -11,29 +11,29 @@
 namespace pycollect::cuda {
 namespace {
 
-// A training loop has a handful of plans and placements; whoever has this many has stopped using
-// most of them.
+// A training loop has a handful of plans and placements; with this many, most are no
+// longer used.
 constexpr std::size_t kMostSchedules = 1024;
 
-struct Caller {
+struct CallerStream {
   Stream stream;
   bool has_pinned;  // is it that of a rank with pinned memory?
 };
 struct Numbered {
-  Placement at;
+  StreamMap at;
   std::vector<Stream> streams;
-  std::vector<Caller> callers;  // distinct ones
+  std::vector<CallerStream> callers;  // distinct ones
 };
 
 // Has the rank an input or an output of this kind?
-bool has_memory(const Call& call, Rank r, bool pageable) {
+bool has_memory(const BoundPlan& call, Rank r, bool pageable) {
   const auto fits = [&](const Memory& m) { return m.base != nullptr && m.pageable == pageable; };
   return std::any_of(call.bindings.begin(), call.bindings.end(), [&](const Binding& b) {
     return fits(b.memory[r * kBuffers]) || fits(b.memory[r * kBuffers + 1]);
   });
 }
 
-Numbered number(const Call& call, const Posts& posts) {
+Numbered number(const BoundPlan& call, const CallStreams& streams_of_ranks) {
   Numbered result{{{}, 0}, {}, {}};
   auto of = [&](Stream s) {
     const auto known = std::find(result.streams.begin(), result.streams.end(), s);
@@ -41,27 +41,27 @@ Numbered number(const Call& call, const Posts& posts) {
     result.streams.push_back(s);
     return static_cast<int>(result.streams.size()) - 1;
   };
-  for (std::size_t r = 0; r < posts.ranks.size(); ++r) {
-    const Post& p = posts.ranks[r];
-    result.at.seats.push_back({of(p.caller), of(p.worker), of(p.sender), of(p.receiver)});
+  for (std::size_t r = 0; r < streams_of_ranks.ranks.size(); ++r) {
+    const RankStreams& p = streams_of_ranks.ranks[r];
+    result.at.stream_ids.push_back({of(p.caller), of(p.worker), of(p.sender), of(p.receiver)});
     auto& callers = result.callers;
     auto known = std::find_if(callers.begin(), callers.end(),
-                              [&](const Caller& c) { return c.stream == p.caller; });
+                              [&](const CallerStream& c) { return c.stream == p.caller; });
     if (known == callers.end()) known = callers.insert(callers.end(), {p.caller, false});
     known->has_pinned |= p.device == kHost && has_memory(call, static_cast<Rank>(r), false);
   }
-  if (posts.hub.device != kHost) result.at.hub = of(posts.hub);
+  if (streams_of_ranks.hub.device != kHost) result.at.hub = of(streams_of_ranks.hub);
   result.at.streams = static_cast<int>(result.streams.size());
   return result;
 }
 
-void check(const Call& call, const Posts& posts) {
+void check(const BoundPlan& call, const CallStreams& streams_of_ranks) {
   require_type(reduces(call.dtype, call.op), name(call.op), " is not defined for ",
                name(call.dtype));
-  require(static_cast<int>(posts.ranks.size()) == call.compiled.plan.world, "posts for ",
-          posts.ranks.size(), " ranks, and a plan of ", call.compiled.plan.world);
-  for (std::size_t r = 0; r < posts.ranks.size(); ++r) {
-    const Post& p = posts.ranks[r];
+  require(static_cast<int>(streams_of_ranks.ranks.size()) == call.compiled.plan.world, "posts for ",
+          streams_of_ranks.ranks.size(), " ranks, and a plan of ", call.compiled.plan.world);
+  for (std::size_t r = 0; r < streams_of_ranks.ranks.size(); ++r) {
+    const RankStreams& p = streams_of_ranks.ranks[r];
     for (const Stream& s : {p.caller, p.worker, p.sender, p.receiver}) {
       require(s.device != kHost, "rank ", r, " needs streams of a device");
       require(p.device == kHost || s.device == p.device, "rank ", r, " is on device ", p.device,
@@ -70,26 +70,27 @@ void check(const Call& call, const Posts& posts) {
   }
 }
 
-class Run {
+class ExecutorRun {
  public:
-  Run(EventPool& events, Rings& rings, const Call& call, const Posts& posts)
+  ExecutorRun(EventPool& events, PinnedRings& rings, const BoundPlan& call,
+              const CallStreams& streams_of_ranks)
       : api_(events.api()),
         call_(call),
-        posts_(posts),
+        posts_(streams_of_ranks),
         item_(item_bytes(call.dtype)),
-        numbered_(number(call, posts)),
+        numbered_(number(call, streams_of_ranks)),
         touched_(numbered_.streams.size()),
         device_(api_),
-        passage_(rings, device_),
+        session_(rings, device_),
         lease_(events, is_captured()) {}
 
-  const Placement& placement() const { return numbered_.at; }
+  const StreamMap& placement() const { return numbered_.at; }
 
   void go(const Schedule& schedule) {
     events_.resize(schedule.size());
     try {
       for (std::size_t i = 0; i < schedule.size(); ++i) issue(schedule[i], events_[i]);
-      passage_.drain();
+      session_.drain();
     } catch (...) {
       join_what_was_issued();
       throw;
@@ -100,7 +101,7 @@ class Run {
  private:
   bool is_captured() {
     std::size_t capturing = 0;
-    for (const Caller& c : numbered_.callers) {
+    for (const CallerStream& c : numbered_.callers) {
       device_.use(c.stream.device);
       capturing += api_.is_capturing(c.stream) ? 1 : 0;
     }
@@ -116,15 +117,15 @@ class Run {
     return capturing > 0;
   }
 
-  void issue(const Issue& it, Event& event) {
+  void issue(const ScheduledLaunch& it, Event& event) {
     const Stream stream = numbered_.streams[it.stream];
     device_.use(stream.device);
     touched_[it.stream] = true;
     for (int e : it.after) api_.wait(stream, events_[e]);
     Launch launch{{}, call_.dtype, call_.op, call_.options};
-    for (Place p : it.tasks) {
+    for (TaskId p : it.tasks) {
       const int step = call_.compiled.program[p.rank][p.index].step;
-      if (step == kBoundary) continue;
+      if (step == kAllBuffers) continue;
       for (const Binding& binding : call_.bindings)
         if (elements(binding, call_.compiled.plan.steps[step]) > 0)
           move(stream, binding, step, launch);
@@ -137,7 +138,7 @@ class Run {
 
   void move(Stream stream, const Binding& binding, int number, Launch& launch) {
     const Step& step = call_.compiled.plan.steps[number];
-    Row row{{}, {}, {}, {}, binding.offsets->count(step.dsts[0]), binding.rows};
+    KernelRow row{{}, {}, {}, {}, binding.offsets->count(step.dsts[0]), binding.rows};
     row.finishes = call_.compiled.finishes[number];
     std::vector<bool> pageable;  // [pointer], destinations first
     for (const Slice& dst : step.dsts) {
@@ -157,7 +158,7 @@ class Run {
     if (std::find(pageable.begin(), pageable.end(), true) == pageable.end())
       launch.rows.push_back(std::move(row));
     else
-      passage_.launch(stream, {{std::move(row)}, launch.dtype, launch.op, launch.options},
+      session_.launch(stream, {{std::move(row)}, launch.dtype, launch.op, launch.options},
                       pageable);
   }
 
@@ -171,19 +172,19 @@ class Run {
   // pageable memory a kernel copies, because an engine would make the host wait.
   bool copied(Stream stream, const Binding& binding, const Slice& dst, const Slice& src) {
     const bool enters = is_pageable(binding, src), leaves = is_pageable(binding, dst);
-    const Rectangle r = rectangle(binding, dst, src);
+    const CopyRect r = rectangle(binding, dst, src);
     if (enters && leaves) {
-      if (r.dst != r.src) passage_.copy_on_host(stream, r);
+      if (r.dst != r.src) session_.copy_on_host(stream, r);
       return true;
     }
     if (memory_of(dst) == memory_of(src)) return false;
     if (enters || leaves)
-      passage_.copy(stream, r);
+      session_.copy(stream, r);
     else
       api_.copy(stream, r);
     return true;
   }
-  Rectangle rectangle(const Binding& binding, const Slice& dst, const Slice& src) const {
+  CopyRect rectangle(const Binding& binding, const Slice& dst, const Slice& src) const {
     return {.dst = address(binding, dst, item_),
             .src = address(binding, src, item_),
             .dst_pitch = pitch(binding, dst),
@@ -195,15 +196,15 @@ class Run {
   }
 
   void wait_for_hosts() {
-    for (const Caller& c : numbered_.callers) {
+    for (const CallerStream& c : numbered_.callers) {
       if (!c.has_pinned) continue;
       device_.use(c.stream.device);
       api_.synchronize(c.stream);
     }
   }
 
-  // Whoever frees or reuses the memory now does so behind what is still running on it. What fails
-  // here as well is not reported: the first error is on its way.
+  // Orders the callers' streams after all issued work, so that freeing or reusing the memory is
+  // safe. Errors here are dropped, because the first error is being thrown.
   void join_what_was_issued() noexcept {
     for (std::size_t i = 0; i < touched_.size(); ++i) {
       if (!touched_[i]) continue;
@@ -212,7 +213,7 @@ class Run {
         device_.use(from.device);
         const Event event = lease_.take(from.device);
         api_.record(event, from);
-        for (const Caller& c : numbered_.callers) {
+        for (const CallerStream& c : numbered_.callers) {
           if (c.stream == from) continue;
           device_.use(c.stream.device);
           api_.wait(c.stream, event);
@@ -223,36 +224,36 @@ class Run {
   }
 
   Api& api_;
-  const Call& call_;
-  const Posts& posts_;
+  const BoundPlan& call_;
+  const CallStreams& posts_;
   const std::size_t item_;
   const Numbered numbered_;
   std::vector<bool> touched_;  // [stream]
   CurrentDevice device_;
-  Passage passage_;
-  Lease lease_;
+  StagingSession session_;
+  EventLease lease_;
   std::vector<Event> events_;  // [issue]
 };
 
 }  // namespace
 
-void Executor::run(const Call& call, const Posts& posts) {
-  check(call, posts);
-  Run run(events_, rings_, call, posts);
+void Executor::run(const BoundPlan& call, const CallStreams& streams_of_ranks) {
+  check(call, streams_of_ranks);
+  ExecutorRun run(events_, rings_, call, streams_of_ranks);
   run.go(*scheduled(call.compiled, run.placement()));
 }
 
-std::size_t Executor::Hash::operator()(const Key& key) const {
+std::size_t Executor::ScheduleHash::operator()(const ScheduleKey& key) const {
   std::size_t h = key.compiled;
   auto mix = [&](int part) { h = h * 1000003 + static_cast<std::size_t>(part); };  // large and odd
-  for (const Seat& seat : key.at.seats)
-    for (int stream : {seat.caller, seat.worker, seat.sender, seat.receiver}) mix(stream);
+  for (const StreamIds& me : key.at.stream_ids)
+    for (int stream : {me.caller, me.worker, me.sender, me.receiver}) mix(stream);
   mix(key.at.hub);
   return h;
 }
 
-std::shared_ptr<const Schedule> Executor::scheduled(const Compiled& compiled, const Placement& at) {
-  Key key{compiled.id, at};
+std::shared_ptr<const Schedule> Executor::scheduled(const Compiled& compiled, const StreamMap& at) {
+  ScheduleKey key{compiled.id, at};
   {
     const std::lock_guard lock(mutex_);
     const auto known = schedules_.find(key);

@@ -7,14 +7,14 @@
 #include <unordered_map>
 #include <vector>
 
-#include "../plan/call.h"
+#include "../plan/bound_plan.h"
 #include "events.h"
-#include "ring.h"
+#include "pinned_ring.h"
 #include "streams.h"
 
 namespace pycollect::cuda {
 
-// Whoever is asked to during a capture refuses with this.
+// The message of every refusal to use pageable host memory during a capture.
 inline constexpr const char* kPageableInCapture =
     "memory on the host that is not pinned cannot be read or written while a CUDA graph is "
     "captured; pin it with .pin_memory()";
@@ -23,7 +23,7 @@ inline constexpr const char* kPageableInCapture =
 // other ranks': one device and one stream for all is one launch a level and no event. Streams of a
 // rank run on the device that reads and writes for it; for a rank in host memory, which executes
 // nothing (see `stage`), any device's.
-struct Post {
+struct RankStreams {
   Device device;           // kHost: on the host, pinned or not
   Stream caller;           // of what came before and comes after: torch's current stream
   Stream worker;           // for what the rank executes
@@ -31,8 +31,8 @@ struct Post {
   Stream receiver = worker;  // both directions and the folds overlap in a staged plan
 };
 
-struct Posts {
-  std::vector<Post> ranks;
+struct CallStreams {
+  std::vector<RankStreams> ranks;
   Stream hub = {};  // its device is kHost: there is none, and joins go pair by pair
   // Are results in pinned memory there, and has it been read, when `run` returns? For pageable
   // memory they are and it has, whatever this says.
@@ -42,30 +42,31 @@ struct Posts {
 // Owns events and remembers schedules; any thread may call `run` at any time.
 class Executor {
  public:
-  Executor(Api& api, Host& host, RingSize size = {}) : events_(api), rings_(api, host, size) {}
+  Executor(Api& api, Host& host, PinnedRingSize size = {})
+      : events_(api), rings_(api, host, size) {}
 
   // Issues everything and returns. On each rank's caller stream all that was issued there before
   // comes first, and what is issued there afterwards finds the result. During a capture all callers
   // must be capturing, and no memory may be pageable. Throws ValueError before anything is issued;
   // what the Api throws passes through, with the callers' streams behind all that had been
   // issued and the device as it was.
-  void run(const Call& call, const Posts& posts);
+  void run(const BoundPlan& call, const CallStreams& streams_of_ranks);
 
  private:
-  struct Key {
+  struct ScheduleKey {
     uint64_t compiled;
-    Placement at;
-    bool operator==(const Key&) const = default;
+    StreamMap at;
+    bool operator==(const ScheduleKey&) const = default;
   };
-  struct Hash {
-    std::size_t operator()(const Key& key) const;
+  struct ScheduleHash {
+    std::size_t operator()(const ScheduleKey& key) const;
   };
-  std::shared_ptr<const Schedule> scheduled(const Compiled& compiled, const Placement& at);
+  std::shared_ptr<const Schedule> scheduled(const Compiled& compiled, const StreamMap& at);
 
   EventPool events_;
-  Rings rings_;
+  PinnedRings rings_;
   std::mutex mutex_;
-  std::unordered_map<Key, std::shared_ptr<const Schedule>, Hash> schedules_;
+  std::unordered_map<ScheduleKey, std::shared_ptr<const Schedule>, ScheduleHash> schedules_;
 };
 
 }  // namespace pycollect::cuda

@@ -3,7 +3,7 @@
 // rounded once. A dst may be a src. Constexpr: `Machine` is how memory is reached, a GPU or a test.
 #pragma once
 #include "elements.h"
-#include "walk.h"
+#include "thread_work.h"
 
 namespace pycollect::cuda {
 
@@ -90,7 +90,7 @@ struct Folder {
 // As many whole batches of packets as there are, for a number of sources that is known; returns the
 // first slot left.
 template <int kSrcs, class F>
-constexpr int64_t fold_batches(const F& fold, const Line& line, Share share) {
+constexpr int64_t fold_batches(const F& fold, const Line& line, ThreadShare share) {
   constexpr int kPackets = kInFlight / kSrcs;
   int64_t slot = share.first;
   for (; slot + (kPackets - 1) * share.step < line.wide; slot += kPackets * share.step)
@@ -99,7 +99,8 @@ constexpr int64_t fold_batches(const F& fold, const Line& line, Share share) {
 }
 
 template <class K, class Machine>
-constexpr int64_t fold_known(const Folder<K, Machine, Flat>& fold, const Line& line, Share share) {
+constexpr int64_t fold_known(const Folder<K, Machine, Flat>& fold, const Line& line,
+                             ThreadShare share) {
   if constexpr (!K::kHot) return share.first;
   switch (fold.srcs.n) {  // the same for a whole block
     case 2:
@@ -115,10 +116,10 @@ constexpr int64_t fold_known(const Folder<K, Machine, Flat>& fold, const Line& l
 
 // What a kernel of folds does.
 template <class T, class Op, class Machine>
-constexpr void run_folds(const TableHead& head, const uint64_t* words, Where where,
+constexpr void run_folds(const TableHead& head, const uint64_t* words, ThreadId where,
                          const Machine& machine) {
   using K = Arithmetic<T, Op>;
-  const Job job(head, words, where);
+  const BlockWork job(head, words, where);
   const TableRow& row = job.row;
   const K kernel(head, row.finishes);
   const Line line(row, sizeof(T));

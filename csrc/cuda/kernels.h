@@ -3,13 +3,13 @@
 
 namespace pycollect::cuda {
 
-struct Kernel {
+struct KernelPair {
   const void *small = nullptr, *large = nullptr;  // for either size of table
 };
 
 // Of a kernel_type's type and operation; one that no file defines is an undefined symbol.
 template <class T, class Op>
-Kernel fold_kernel();
-Kernel copy_kernel();
+KernelPair fold_kernel();
+KernelPair copy_kernel();
 
 }  // namespace pycollect::cuda

@@ -8,9 +8,9 @@
 namespace pycollect::cuda {
 namespace {
 
-Kernel find_kernel(Kind kind, DType dtype, ReduceOp op) {
-  if (kind == Kind::copy) return copy_kernel();
-  static const auto folds = kernel_table<Kernel>([](auto kernel) {
+KernelPair find_kernel(KernelKind kind, DType dtype, ReduceOp op) {
+  if (kind == KernelKind::copy) return copy_kernel();
+  static const auto folds = kernel_table<KernelPair>([](auto kernel) {
     using K = decltype(kernel);
     return fold_kernel<typename K::Type, typename K::Operation>();
   });
@@ -21,7 +21,7 @@ Kernel find_kernel(Kind kind, DType dtype, ReduceOp op) {
 
 void launch_level(Stream stream, const Launch& launch, const Limits& limits) {
   for_each_table(launch, limits, [&](const Packed& packed) {
-    const Kernel kernel = find_kernel(packed.kind, launch.dtype, launch.op);
+    const KernelPair kernel = find_kernel(packed.kind, launch.dtype, launch.op);
     const bool small = packed.bytes <= sizeof(SmallTable);
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(packed.blocks);

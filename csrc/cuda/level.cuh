@@ -17,7 +17,7 @@ using Word = std::conditional_t<
 // stores a packet in four parts (eight for bf16), and may load through the cache that a kernel's
 // own stores do not reach, while a dst may be a src. For the host as well only because what calls
 // it is constexpr; the host never runs it.
-struct Gpu {
+struct GpuMachine {
   template <class V>
   __host__ __device__ __forceinline__ static V load(uint64_t at) {
     if constexpr (std::is_same_v<V, Packet>) {
@@ -27,7 +27,7 @@ struct Gpu {
                    : "l"(at));
       return v;
     } else {
-      struct Words {
+      struct LoadedWords {
         Word<alignof(V)> of[sizeof(V) / alignof(V)];
       } v;
       each<sizeof(V) / alignof(V)>([&](auto i) { word(v.of[i], at + i * alignof(V)); });
@@ -41,10 +41,10 @@ struct Gpu {
       asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.words[0]),
                    "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3]));
     } else {
-      struct Words {
+      struct StoredWords {
         Word<alignof(V)> of[sizeof(V) / alignof(V)];
       };
-      const auto words = std::bit_cast<Words>(v);
+      const auto words = std::bit_cast<StoredWords>(v);
       each<sizeof(V) / alignof(V)>([&](auto i) { set_word(at + i * alignof(V), words.of[i]); });
     }
   }
@@ -94,25 +94,25 @@ template <class Table>
 __device__ __forceinline__ bool is_forbidden(const Table& table) {
   if (table.head.guard == 0) return false;
   const uint64_t at = table.words[table.head.guard];
-  return __syncthreads_or(threadIdx.x == 0 && Gpu::load<uint32_t>(at) != 0) != 0;
+  return __syncthreads_or(threadIdx.x == 0 && GpuMachine::load<uint32_t>(at) != 0) != 0;
 }
 
 template <class T, class Op, class Table>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     fold_level(const __grid_constant__ Table table) {
   if (is_forbidden(table)) return;
-  run_folds<T, Op>(table.head, table.words, {blockIdx.x, gridDim.x, threadIdx.x}, Gpu());
+  run_folds<T, Op>(table.head, table.words, {blockIdx.x, gridDim.x, threadIdx.x}, GpuMachine());
 }
 
 template <class Table>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     copy_level(const __grid_constant__ Table table) {
   if (is_forbidden(table)) return;
-  run_copies(table.head, table.words, {blockIdx.x, gridDim.x, threadIdx.x}, Gpu());
+  run_copies(table.head, table.words, {blockIdx.x, gridDim.x, threadIdx.x}, GpuMachine());
 }
 
 template <class T, class Op>
-Kernel fold_kernel() {
+KernelPair fold_kernel() {
   return {reinterpret_cast<const void*>(&fold_level<T, Op, SmallTable>),
           reinterpret_cast<const void*>(&fold_level<T, Op, LargeTable>)};
 }

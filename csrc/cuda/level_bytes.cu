@@ -3,14 +3,14 @@
 
 namespace pycollect::cuda {
 
-template Kernel fold_kernel<uint8_t, BitAnd>();
-template Kernel fold_kernel<uint8_t, BitOr>();
-template Kernel fold_kernel<uint8_t, BitXor>();
-template Kernel fold_kernel<Bool, BitAnd>();
-template Kernel fold_kernel<Bool, BitOr>();
-template Kernel fold_kernel<Bool, BitXor>();
+template KernelPair fold_kernel<uint8_t, BitAnd>();
+template KernelPair fold_kernel<uint8_t, BitOr>();
+template KernelPair fold_kernel<uint8_t, BitXor>();
+template KernelPair fold_kernel<Bool, BitAnd>();
+template KernelPair fold_kernel<Bool, BitOr>();
+template KernelPair fold_kernel<Bool, BitXor>();
 
-Kernel copy_kernel() {
+KernelPair copy_kernel() {
   return {reinterpret_cast<const void*>(&copy_level<SmallTable>),
           reinterpret_cast<const void*>(&copy_level<LargeTable>)};
 }

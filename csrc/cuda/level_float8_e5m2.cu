@@ -3,9 +3,9 @@
 
 namespace pycollect::cuda {
 
-template Kernel fold_kernel<Float8E5M2, Avg>();
-template Kernel fold_kernel<Float8E5M2, Prod>();
-template Kernel fold_kernel<Float8E5M2, Min>();
-template Kernel fold_kernel<Float8E5M2, Max>();
+template KernelPair fold_kernel<Float8E5M2, Avg>();
+template KernelPair fold_kernel<Float8E5M2, Prod>();
+template KernelPair fold_kernel<Float8E5M2, Min>();
+template KernelPair fold_kernel<Float8E5M2, Max>();
 
 }  // namespace pycollect::cuda

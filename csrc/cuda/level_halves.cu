@@ -3,13 +3,13 @@
 
 namespace pycollect::cuda {
 
-template Kernel fold_kernel<Half, Avg>();
-template Kernel fold_kernel<Half, Prod>();
-template Kernel fold_kernel<Half, Min>();
-template Kernel fold_kernel<Half, Max>();
-template Kernel fold_kernel<BFloat16, Avg>();
-template Kernel fold_kernel<BFloat16, Prod>();
-template Kernel fold_kernel<BFloat16, Min>();
-template Kernel fold_kernel<BFloat16, Max>();
+template KernelPair fold_kernel<Half, Avg>();
+template KernelPair fold_kernel<Half, Prod>();
+template KernelPair fold_kernel<Half, Min>();
+template KernelPair fold_kernel<Half, Max>();
+template KernelPair fold_kernel<BFloat16, Avg>();
+template KernelPair fold_kernel<BFloat16, Prod>();
+template KernelPair fold_kernel<BFloat16, Min>();
+template KernelPair fold_kernel<BFloat16, Max>();
 
 }  // namespace pycollect::cuda

@@ -3,15 +3,15 @@
 
 namespace pycollect::cuda {
 
-template Kernel fold_kernel<double, Avg>();
-template Kernel fold_kernel<double, Prod>();
-template Kernel fold_kernel<double, Min>();
-template Kernel fold_kernel<double, Max>();
-template Kernel fold_kernel<float, Avg>();
-template Kernel fold_kernel<float, Prod>();
-template Kernel fold_kernel<float, Min>();
-template Kernel fold_kernel<float, Max>();
-template Kernel fold_kernel<Complex<float>, Prod>();
-template Kernel fold_kernel<Complex<double>, Prod>();
+template KernelPair fold_kernel<double, Avg>();
+template KernelPair fold_kernel<double, Prod>();
+template KernelPair fold_kernel<double, Min>();
+template KernelPair fold_kernel<double, Max>();
+template KernelPair fold_kernel<float, Avg>();
+template KernelPair fold_kernel<float, Prod>();
+template KernelPair fold_kernel<float, Min>();
+template KernelPair fold_kernel<float, Max>();
+template KernelPair fold_kernel<Complex<float>, Prod>();
+template KernelPair fold_kernel<Complex<double>, Prod>();
 
 }  // namespace pycollect::cuda

@@ -3,13 +3,13 @@
 
 namespace pycollect::cuda {
 
-template Kernel fold_kernel<int32_t, Avg>();
-template Kernel fold_kernel<int32_t, Min>();
-template Kernel fold_kernel<int32_t, Max>();
-template Kernel fold_kernel<int64_t, Avg>();
-template Kernel fold_kernel<int64_t, Min>();
-template Kernel fold_kernel<int64_t, Max>();
-template Kernel fold_kernel<uint32_t, Prod>();
-template Kernel fold_kernel<uint64_t, Prod>();
+template KernelPair fold_kernel<int32_t, Avg>();
+template KernelPair fold_kernel<int32_t, Min>();
+template KernelPair fold_kernel<int32_t, Max>();
+template KernelPair fold_kernel<int64_t, Avg>();
+template KernelPair fold_kernel<int64_t, Min>();
+template KernelPair fold_kernel<int64_t, Max>();
+template KernelPair fold_kernel<uint32_t, Prod>();
+template KernelPair fold_kernel<uint64_t, Prod>();
 
 }  // namespace pycollect::cuda

@@ -18,15 +18,15 @@ constexpr int kWaves = 4;
 
 constexpr std::size_t kHeadWords = sizeof(TableHead) / 8;
 
-bool is_copy(const Row& row) { return row.srcs.size() == 1; }
-bool is_in_place(const Row& row) {
+bool is_copy(const KernelRow& row) { return row.srcs.size() == 1; }
+bool is_in_place(const KernelRow& row) {
   return row.dsts == row.srcs && (row.rows == 1 || row.dst_pitches == row.src_pitches);
 }
 uint64_t number(const std::byte* address) { return reinterpret_cast<uintptr_t>(address); }
 
 // A row and the form that it takes in a table.
 struct Entry {
-  const Row* row;
+  const KernelRow* row;
   TableRow form;
   bool in_place;  // one list for sources and destinations
   uint64_t slots, moved;
@@ -42,7 +42,7 @@ struct Alignment {
   uint64_t all = 0;     // of addresses and pitches
   uint64_t unlike = 0;  // of differences between addresses, and of pitches
 
-  Alignment(const Row& row, bool pitched) {
+  Alignment(const KernelRow& row, bool pitched) {
     const uint64_t first = number(row.dsts[0]);
     for (const auto* list : {&row.dsts, &row.srcs})
       for (const std::byte* address : *list) {
@@ -56,7 +56,7 @@ struct Alignment {
   }
 };
 
-bool is_one_line(const Row& row, std::size_t line_bytes) {
+bool is_one_line(const KernelRow& row, std::size_t line_bytes) {
   const auto follows = [&](std::ptrdiff_t pitch) {
     return pitch == static_cast<std::ptrdiff_t>(line_bytes);
   };
@@ -65,7 +65,8 @@ bool is_one_line(const Row& row, std::size_t line_bytes) {
 }
 
 // Sets how wide the accesses are and where the first one is.
-void choose_width(TableRow& form, const Row& row, const Alignment& alignment, std::size_t unit) {
+void choose_width(TableRow& form, const KernelRow& row, const Alignment& alignment,
+                  std::size_t unit) {
   const uint64_t alike = kPacketBytes | alignment.unlike;
   uint64_t width = alike & -alike;  // the largest power of two that divides it
   if (!is_copy(row) && width < kPacketBytes) return;
@@ -78,7 +79,7 @@ void choose_width(TableRow& form, const Row& row, const Alignment& alignment, st
   form.head = static_cast<uint8_t>(width > 1 ? head_bytes / unit : 0);
 }
 
-Entry entry_of(const Row& row, DType dtype, ReduceOp op) {
+Entry entry_of(const KernelRow& row, DType dtype, ReduceOp op) {
   const Unit unit = is_copy(row) ? Unit{} : kUnits[static_cast<int>(dtype)][static_cast<int>(op)];
   const std::size_t line_bytes = row.count * item_bytes(dtype), unit_bytes = unit.bytes;
   Entry entry{&row, {}, false, 0, 0};
@@ -104,17 +105,17 @@ Entry entry_of(const Row& row, DType dtype, ReduceOp op) {
 std::size_t guard_words(const Launch& launch) { return launch.guard == nullptr ? 0 : 1; }
 
 // The rows of a launch, none of them empty or too long for a table.
-class Rows {
+class PackedRows {
  public:
-  Rows(const Launch& launch, const Limits& limits)
+  PackedRows(const Launch& launch, const Limits& limits)
       : words_(limits.table_bytes / 8 - kHeadWords - kRowWords - guard_words(launch)) {
-    for (const Row& row : launch.rows)
+    for (const KernelRow& row : launch.rows)
       if (row.count > 0 && row.rows > 0 && !row.dsts.empty()) add(row);
   }
-  std::vector<const Row*> folds, copies;
+  std::vector<const KernelRow*> folds, copies;
 
  private:
-  void add(const Row& row) {
+  void add(const KernelRow& row) {
     const std::size_t most = row.rows > 1 ? words_ / 2 : words_;
     const std::size_t n = row.srcs.size() + (is_in_place(row) ? 0 : row.dsts.size());
     if (n <= most) return (is_copy(row) ? copies : folds).push_back(&row);
@@ -122,7 +123,7 @@ class Rows {
             row.srcs.size());
     std::size_t done = most - row.srcs.size();
     keep(row, row, 0, done);
-    Row other = row;
+    KernelRow other = row;
     if (!is_copy(row)) {
       other.srcs = {row.dsts[0]};
       if (row.rows > 1) other.src_pitches = {row.dst_pitches[0]};
@@ -132,7 +133,7 @@ class Rows {
   }
 
   // `made`, with some of the destinations of `row`.
-  void keep(Row made, const Row& row, std::size_t begin, std::size_t end) {
+  void keep(KernelRow made, const KernelRow& row, std::size_t begin, std::size_t end) {
     made.dsts.assign(row.dsts.begin() + begin, row.dsts.begin() + end);
     if (row.rows > 1)
       made.dst_pitches.assign(row.dst_pitches.begin() + begin, row.dst_pitches.begin() + end);
@@ -140,8 +141,8 @@ class Rows {
     (is_copy(made_.back()) ? copies : folds).push_back(&made_.back());
   }
 
-  const std::size_t words_;  // behind the only row of a table
-  std::deque<Row> made_;     // which stay where they are
+  const std::size_t words_;     // behind the only row of a table
+  std::deque<KernelRow> made_;  // which stay where they are
 };
 
 // Fills tables with entries, in order.
@@ -160,7 +161,7 @@ class Packer {
     table_.head.inverse_f32 = static_cast<float>(table_.head.inverse);
   }
 
-  void pack(Kind kind, const std::vector<Entry>& entries) {
+  void pack(KernelKind kind, const std::vector<Entry>& entries) {
     for (auto first = entries.begin(); first != entries.end();) {
       std::size_t words = fixed_;
       uint64_t moved = 0;
@@ -227,12 +228,12 @@ void for_each_table(const Launch& launch, const Limits& limits,
                     const std::function<void(const Packed&)>& issue) {
   require_type(reduces(launch.dtype, launch.op), name(launch.op), " is not defined for ",
                name(launch.dtype));
-  const Rows rows(launch, limits);
+  const PackedRows rows(launch, limits);
   Packer packer(launch, limits, issue);
   std::vector<Entry> entries;
-  for (const Kind kind : {Kind::fold, Kind::copy}) {
+  for (const KernelKind kind : {KernelKind::fold, KernelKind::copy}) {
     entries.clear();
-    for (const Row* row : kind == Kind::fold ? rows.folds : rows.copies)
+    for (const KernelRow* row : kind == KernelKind::fold ? rows.folds : rows.copies)
       entries.push_back(entry_of(*row, launch.dtype, launch.op));
     packer.pack(kind, entries);
   }

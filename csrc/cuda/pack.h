@@ -13,9 +13,9 @@ struct Limits {
   std::size_t table_bytes = sizeof(LargeTable);
 };
 
-enum class Kind { fold, copy };
+enum class KernelKind { fold, copy };
 struct Packed {
-  Kind kind;
+  KernelKind kind;
   const LargeTable& table;
   std::size_t bytes;  // of the table that are used
   uint32_t blocks;

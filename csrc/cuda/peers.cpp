@@ -15,7 +15,8 @@ PeerAccess Peers::access(Device from, Device to) {
     if (found.asked) found.defect = questions_.try_out(from, to);
     known_[{from, to}] = found;
   }
-  // Without the lock: whoever writes the line may have to wait for somebody who asks.
+  // The warning is printed without the lock, because its writer may wait for a thread that asks for
+  // peer access.
   if (!found.defect.empty())
     questions_.warn(text("cuda:", from, " is said to reach the memory of cuda:", to, ", but ",
                          found.defect, "; copies between them go through the host"));

@@ -12,25 +12,25 @@
 namespace pycollect::cuda {
 namespace {
 
-using Clock = std::vector<int>;  // [stream]: how many issues
+using StreamClock = std::vector<int>;  // [stream]: how many issues
 
-void join(Clock& mine, const Clock& seen) {
+void join(StreamClock& mine, const StreamClock& seen) {
   for (std::size_t i = 0; i < mine.size(); ++i) mine[i] = std::max(mine[i], seen[i]);
 }
 
 constexpr int kNobody = -1;
-struct Cell {
+struct LastStreamAccess {
   int writer = kNobody;           // an issue
   std::vector<int> readers = {};  // since the writer
 };
 
-void check(const Plan& plan, const Placement& at) {
-  require(static_cast<int>(at.seats.size()) == plan.world, "a placement of ", at.seats.size(),
-          " ranks is not one of a plan of ", plan.world);
+void check(const Plan& plan, const StreamMap& at) {
+  require(static_cast<int>(at.stream_ids.size()) == plan.world, "a placement of ",
+          at.stream_ids.size(), " ranks is not one of a plan of ", plan.world);
   auto inside = [&](int stream) { return stream >= 0 && stream < at.streams; };
   for (Rank r = 0; r < plan.world; ++r) {
-    const Seat& seat = at.seats[r];
-    for (int stream : {seat.caller, seat.worker, seat.sender, seat.receiver}) {
+    const StreamIds& me = at.stream_ids[r];
+    for (int stream : {me.caller, me.worker, me.sender, me.receiver}) {
       require(inside(stream), "rank ", r, " is on stream ", stream, " of ", at.streams);
       require(stream != at.hub, "rank ", r, " is on stream ", stream, ", which is the hub");
     }
@@ -40,38 +40,38 @@ void check(const Plan& plan, const Placement& at) {
 
 class Scheduling {
  public:
-  Scheduling(const Compiled& compiled, const Placement& at)
+  Scheduling(const Compiled& compiled, const StreamMap& at)
       : plan_(compiled.plan),
         compiled_(compiled),
         at_(at),
         cells_(cells(plan_)),
-        now_(at.streams, Clock(at.streams)) {}
+        now_(at.streams, StreamClock(at.streams)) {}
 
   Schedule run() {
-    for (const std::vector<Place>& level : compiled_.levels) {
-      std::vector<Issue> issues = grouped(level);
-      for (Issue& issue : issues) issue.after = needed(wanted(issue), now_[issue.stream]);
+    for (const std::vector<TaskId>& level : compiled_.levels) {
+      std::vector<ScheduledLaunch> issues = grouped(level);
+      for (ScheduledLaunch& issue : issues) issue.after = needed(wanted(issue), now_[issue.stream]);
       join_through_hub(issues);
-      for (Issue& issue : issues) commit(std::move(issue));
+      for (ScheduledLaunch& issue : issues) commit(std::move(issue));
     }
     return std::move(result_);
   }
 
  private:
-  const Task& task(Place p) const { return compiled_.program[p.rank][p.index]; }
+  const Task& task(TaskId p) const { return compiled_.program[p.rank][p.index]; }
 
-  int stream(Place p) const {
-    const Seat& seat = at_.seats[p.rank];
+  int stream(TaskId p) const {
+    const StreamIds& me = at_.stream_ids[p.rank];
     const int step = task(p).step;
-    if (step == kBoundary) return seat.caller;
+    if (step == kAllBuffers) return me.caller;
     const auto& [dsts, srcs, by] = plan_.steps[step];
-    if (srcs.size() > 1 || dsts.size() > 1) return seat.worker;
-    if (dsts[0].buffer == Buffer::host) return seat.sender;
-    return srcs[0].buffer == Buffer::host ? seat.receiver : seat.worker;
+    if (srcs.size() > 1 || dsts.size() > 1) return me.worker;
+    if (dsts[0].buffer == Buffer::host) return me.sender;
+    return srcs[0].buffer == Buffer::host ? me.receiver : me.worker;
   }
 
   // What a task really writes: in place, a copy finds some destinations done.
-  Slices written(Place p) const {
+  Slices written(TaskId p) const {
     Slices dsts = writes(plan_, task(p), p.rank);
     const Slices& srcs = reads(plan_, task(p));
     if (srcs.size() == 1)
@@ -86,12 +86,12 @@ class Scheduling {
   }
 
   // One per stream that has anything to do, by stream.
-  std::vector<Issue> grouped(const std::vector<Place>& level) const {
-    std::vector<Issue> issues;
+  std::vector<ScheduledLaunch> grouped(const std::vector<TaskId>& level) const {
+    std::vector<ScheduledLaunch> issues;
     for (int s = 0; s < at_.streams; ++s) issues.push_back({s, {}});
-    for (Place p : level)
+    for (TaskId p : level)
       if (!written(p).empty()) issues[stream(p)].tasks.push_back(p);
-    std::erase_if(issues, [](const Issue& issue) { return issue.tasks.empty(); });
+    std::erase_if(issues, [](const ScheduledLaunch& issue) { return issue.tasks.empty(); });
     return issues;
   }
 
@@ -102,11 +102,11 @@ class Scheduling {
   }
 
   // Earlier issues with a conflicting access. Tasks of one level have none with each other.
-  std::vector<int> wanted(const Issue& issue) {
+  std::vector<int> wanted(const ScheduledLaunch& issue) {
     std::vector<int> found;
-    for (Place p : issue.tasks) {
-      each(reads(plan_, task(p)), [&](Cell& c) { found.push_back(c.writer); });
-      each(written(p), [&](Cell& c) {
+    for (TaskId p : issue.tasks) {
+      each(reads(plan_, task(p)), [&](LastStreamAccess& c) { found.push_back(c.writer); });
+      each(written(p), [&](LastStreamAccess& c) {
         found.push_back(c.writer);
         found.insert(found.end(), c.readers.begin(), c.readers.end());
       });
@@ -115,7 +115,7 @@ class Scheduling {
   }
 
   // Latest first: only a later issue can imply another one.
-  std::vector<int> needed(std::vector<int> wanted, Clock clock) const {
+  std::vector<int> needed(std::vector<int> wanted, StreamClock clock) const {
     std::sort(wanted.begin(), wanted.end(), std::greater<>());
     std::vector<int> kept;
     for (int w : wanted) {
@@ -130,53 +130,53 @@ class Scheduling {
 
   // D streams that each wait for D - 1 others are D^2 waits; if one waits for all and all for that
   // one, it is 2 D.
-  void join_through_hub(std::vector<Issue>& issues) {
+  void join_through_hub(std::vector<ScheduledLaunch>& issues) {
     if (at_.hub == kNoHub) return;
     std::vector<int> all;
     int joining = 0;
-    for (const Issue& issue : issues) {
+    for (const ScheduledLaunch& issue : issues) {
       if (issue.after.size() < 2) continue;
       all.insert(all.end(), issue.after.begin(), issue.after.end());
       ++joining;
     }
     const std::size_t pairs = all.size();
-    Issue hub{at_.hub, {}, needed(std::move(all), now_[at_.hub])};
+    ScheduledLaunch hub{at_.hub, {}, needed(std::move(all), now_[at_.hub])};
     if (hub.after.size() + joining >= pairs) return;
     const int self = static_cast<int>(result_.size());
     commit(std::move(hub));
-    for (Issue& issue : issues)
+    for (ScheduledLaunch& issue : issues)
       if (issue.after.size() >= 2) issue.after = {self};
   }
 
-  void commit(Issue issue) {
+  void commit(ScheduledLaunch issue) {
     const int self = static_cast<int>(result_.size());
-    Clock& clock = now_[issue.stream];
+    StreamClock& clock = now_[issue.stream];
     for (int w : issue.after) {
       join(clock, then_[w]);
       result_[w].recorded = true;
     }
     ++clock[issue.stream];
     then_.push_back(clock);
-    for (Place p : issue.tasks)
-      each(reads(plan_, task(p)), [&](Cell& c) {
+    for (TaskId p : issue.tasks)
+      each(reads(plan_, task(p)), [&](LastStreamAccess& c) {
         if (c.readers.empty() || c.readers.back() != self) c.readers.push_back(self);
       });
-    for (Place p : issue.tasks) each(written(p), [&](Cell& c) { c = {self, {}}; });
+    for (TaskId p : issue.tasks) each(written(p), [&](LastStreamAccess& c) { c = {self, {}}; });
     result_.push_back(std::move(issue));
   }
 
   const Plan& plan_;
   const Compiled& compiled_;
-  const Placement& at_;
-  std::vector<Cell> cells_;
-  std::vector<Clock> now_;   // [stream]
-  std::vector<Clock> then_;  // [issue]: of its stream, behind it
+  const StreamMap& at_;
+  std::vector<LastStreamAccess> cells_;
+  std::vector<StreamClock> now_;   // [stream]
+  std::vector<StreamClock> then_;  // [issue]: of its stream, behind it
   Schedule result_;
 };
 
 }  // namespace
 
-Schedule schedule(const Compiled& compiled, const Placement& at) {
+Schedule schedule(const Compiled& compiled, const StreamMap& at) {
   check(compiled.plan, at);
   return Scheduling(compiled, at).run();
 }

@@ -1,5 +1,5 @@
-// Compiles a plan, and keeps what it compiled: a call that comes again costs a comparison of small
-// integers, or one look in a table under a shared lock.
+// Compiles plans and caches them. A repeated call costs a comparison of small integers, or one
+// table lookup under a shared lock.
 #include "compiled.h"
 
 #include <algorithm>
@@ -15,16 +15,16 @@
 namespace pycollect {
 namespace {
 
-struct Key {
+struct CompiledKey {
   const Algorithm* algorithm = nullptr;
   int world = 0, root = 0, pieces = 0;
   bool in_place = false;
-  Pace pace = Pace::any;
-  bool operator==(const Key&) const = default;
+  LevelPolicy pace = LevelPolicy::any;
+  bool operator==(const CompiledKey&) const = default;
 };
 
-struct Hash {
-  std::size_t operator()(const Key& k) const {
+struct CompiledHash {
+  std::size_t operator()(const CompiledKey& k) const {
     std::size_t h = std::hash<const void*>()(k.algorithm);
     for (int part : {k.world, k.root, k.pieces, 2 * k.in_place + static_cast<int>(k.pace)})
       h = h * 1000003 + static_cast<std::size_t>(part);  // any large odd number spreads them
@@ -32,28 +32,29 @@ struct Hash {
   }
 };
 
-class Cache {
+class CompiledCache {
  public:
-  std::shared_ptr<const Compiled> get(const Key& key) const {
+  std::shared_ptr<const Compiled> get(const CompiledKey& key) const {
     const std::shared_lock lock(mutex_);
     const auto found = kept_.find(key);
     return found == kept_.end() ? nullptr : found->second;
   }
 
-  // Two threads may have compiled the same plan; all get the first one.
-  std::shared_ptr<const Compiled> put(const Key& key, std::shared_ptr<const Compiled> made) {
+  // Two threads may have compiled the same plan: both get the one that was stored first.
+  std::shared_ptr<const Compiled> put(const CompiledKey& key,
+                                      std::shared_ptr<const Compiled> made) {
     const std::unique_lock lock(mutex_);
     return kept_.emplace(key, std::move(made)).first->second;
   }
 
  private:
   mutable std::shared_mutex mutex_;
-  std::unordered_map<Key, std::shared_ptr<const Compiled>, Hash> kept_;
+  std::unordered_map<CompiledKey, std::shared_ptr<const Compiled>, CompiledHash> kept_;
 };
 
 // Never destroyed: threads that outlive main may still be calling.
-Cache& cache() {
-  static Cache& it = *new Cache;
+CompiledCache& cache() {
+  static CompiledCache& it = *new CompiledCache;
   return it;
 }
 
@@ -68,7 +69,7 @@ std::vector<bool> touched(const Plan& plan, Buffer buffer) {
 
 }  // namespace
 
-Compiled compile(Plan plan, bool in_place, Pace pace, const Algorithm* algorithm) {
+Compiled compile(Plan plan, bool in_place, LevelPolicy pace, const Algorithm* algorithm) {
   check(plan, in_place);
   static std::atomic<uint64_t> next_id{0};
   Compiled made{algorithm, in_place, std::move(plan), {}, {}, {}, {}, {}, next_id++};
@@ -80,19 +81,19 @@ Compiled compile(Plan plan, bool in_place, Pace pace, const Algorithm* algorithm
   return made;
 }
 
-std::shared_ptr<const Compiled> compiled(const Algorithm& algorithm, const Ask& ask, bool in_place,
-                                         Pace pace) {
-  struct Last {
-    Key key;
+std::shared_ptr<const Compiled> compiled(const Algorithm& algorithm, const AlgorithmParams& params,
+                                         bool in_place, LevelPolicy pace) {
+  struct LastCompiled {
+    CompiledKey key;
     std::shared_ptr<const Compiled> value;
   };
-  thread_local Last last;
-  const Key key{&algorithm, ask.world, ask.root, ask.pieces, in_place, pace};
+  thread_local LastCompiled last;
+  const CompiledKey key{&algorithm, params.world, params.root, params.pieces, in_place, pace};
   if (last.key == key) return last.value;
   auto value = cache().get(key);
   if (!value)
-    value = cache().put(
-        key, std::make_shared<const Compiled>(compile(algorithm(ask), in_place, pace, &algorithm)));
+    value = cache().put(key, std::make_shared<const Compiled>(
+                                 compile(algorithm(params), in_place, pace, &algorithm)));
   last = {key, value};
   return value;
 }

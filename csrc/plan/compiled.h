@@ -1,5 +1,5 @@
-// A plan that is ready to run any number of times: lowered, cut in levels, and with each step
-// marked that finishes a reduction (where `avg` scales). Computed once per key and kept.
+// A plan that is ready to run any number of times: lowered, divided into levels, and with a mark on
+// each step that finishes a reduction (where `avg` scales). Computed once per key and cached.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -11,22 +11,22 @@
 namespace pycollect {
 
 struct Compiled {
-  const Algorithm* algorithm;  // null for a plan from elsewhere
+  const Algorithm* algorithm;  // null for a plan that no registered algorithm made
   bool in_place;
   Plan plan;
   Program program;
   Levels levels;
-  std::vector<bool> finishes;   // [step]: a fold whose result has a leaf of every rank
+  std::vector<bool> finishes;   // [step]: is it a fold whose result contains every rank's data?
   std::vector<bool> scratched;  // [rank]: does any step touch the rank's scratch?
-  std::vector<bool> staged;     // [rank]: and its memory on the host?
-  uint64_t id;                  // no other one ever has it: what is derived from this is kept by it
+  std::vector<bool> staged;     // [rank]: does any step touch the rank's host memory?
+  uint64_t id;                  // unique in this process: caches of derived data use it as the key
 };
 
-Compiled compile(Plan plan, bool in_place, Pace pace = Pace::any,
+Compiled compile(Plan plan, bool in_place, LevelPolicy pace = LevelPolicy::any,
                  const Algorithm* algorithm = nullptr);
 
-// From the cache, or made now. Thread-safe.
-std::shared_ptr<const Compiled> compiled(const Algorithm& algorithm, const Ask& ask, bool in_place,
-                                         Pace pace = Pace::any);
+// Returns the compiled plan from the cache, or compiles it. Thread-safe.
+std::shared_ptr<const Compiled> compiled(const Algorithm& algorithm, const AlgorithmParams& params,
+                                         bool in_place, LevelPolicy pace = LevelPolicy::any);
 
 }  // namespace pycollect

@@ -1,7 +1,7 @@
-// Every element type and every reduction, once: the lists below are the enums, the tables of
-// kernels on host and device, and what is refused. A new one is a word in a list (and its
-// arithmetic in cpu/ and cuda/). Storage only: how a narrow float becomes a float is the kernels'
-// business.
+// Defines every element type and every reduction in one place: the lists below determine the enums,
+// the kernel tables of host and device, and which pairs are refused. To add one, add it to a list
+// (and its arithmetic to cpu/ and cuda/). The types here only store bits: the kernels convert
+// narrow floats to float.
 #pragma once
 #include <array>
 #include <concepts>
@@ -73,8 +73,8 @@ template <class T>
 inline constexpr bool is_complex = false;
 template <class T>
 inline constexpr bool is_complex<Complex<T>> = true;
-// Floats that are narrower than what they are added in: a partial sum that goes through memory in
-// this type has been rounded once too often.
+// Floats that are narrower than their accumulator: a partial sum that goes through memory in such a
+// type is rounded once too often.
 template <class T>
 inline constexpr bool is_narrow = std::same_as<T, Half> || std::same_as<T, BFloat16> ||
                                   std::same_as<T, Float8E4M3> || std::same_as<T, Float8E5M2>;
@@ -86,7 +86,8 @@ inline constexpr bool is_bitwise =
 template <class Op>
 inline constexpr bool is_extremum = std::same_as<Op, Min> || std::same_as<Op, Max>;
 
-// What the contract allows: no bits of floats, no order among complex numbers, no half of a truth.
+// Reductions that the contract allows: no bitwise ones on floats and complex numbers, no min and
+// max of complex numbers, and no average of bools.
 template <class Op, class T>
 concept ReducesOn =
     !(is_bitwise<Op> && (is_float<T> || is_complex<T>)) && !(is_extremum<Op> && is_complex<T>) &&
@@ -129,8 +130,8 @@ inline constexpr std::array<const char*, ReduceOps::size> kReduceOpNames{
 constexpr const char* name(DType t) { return kDTypeNames[static_cast<std::size_t>(t)]; }
 constexpr const char* name(ReduceOp op) { return kReduceOpNames[static_cast<std::size_t>(op)]; }
 
-// What the installed torch makes of a float that an 8-bit type cannot hold: the bytes for a
-// positive finite overflow, for +infinity and for NaN (the sign is or-ed in, but not to a NaN).
+// How the installed torch converts a float that an 8-bit type cannot hold: the bytes for a positive
+// finite overflow, for +infinity and for NaN (the sign is or-ed in, except to a NaN).
 // Probed once at import, because torch 2.11 gives NaN for 1000 in e4m3fn and 2.13 gives 448.
 struct Float8Rounding {
   struct Bytes {
@@ -139,10 +140,10 @@ struct Float8Rounding {
   Bytes e4m3{0x7f, 0x7f, 0x7f}, e5m2{0x7c, 0x7c, 0x7f};
 };
 
-// What a fold must know besides its pointers.
+// The parameters of a fold besides its pointers.
 struct FoldOptions {
-  int world = 1;              // avg divides by it
-  bool non_temporal = false;  // the destinations are large and nobody reads them soon
+  int world = 1;              // the divisor of `avg`
+  bool non_temporal = false;  // the destinations are large and will not be read soon
   Float8Rounding float8 = {};
 };
 

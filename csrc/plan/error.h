@@ -1,5 +1,5 @@
-// How the core reports what went wrong: exceptions that say what was asked, what is allowed and
-// what to do. No macros; csrc/torch turns them into ValueError, TypeError and RuntimeError.
+// Errors of the core: exceptions whose messages state what was asked, what is allowed and what to
+// do. No macros; csrc/torch converts them to ValueError, TypeError and RuntimeError.
 #pragma once
 #include <sstream>
 #include <stdexcept>
@@ -7,7 +7,7 @@
 
 namespace pycollect {
 
-// A dtype or an op that cannot be served: becomes TypeError in Python.
+// An unsupported dtype or op: becomes TypeError in Python.
 struct TypeMismatch : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
@@ -19,7 +19,7 @@ std::string text(const Parts&... parts) {
   return out.str();
 }
 
-// What went wrong while a collective ran: becomes pycollect.CollectiveError and its subclasses.
+// A failure while a collective runs: becomes pycollect.CollectiveError and its subclasses.
 struct CollectiveError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -30,14 +30,14 @@ struct Timeout : CollectiveError {
   using CollectiveError::CollectiveError;
 };
 
-// The caller's mistake: becomes ValueError in Python.
+// Throws for a mistake of the caller; becomes ValueError in Python.
 template <class... Parts>
 void require(bool ok, const Parts&... why) {
   if (!ok) [[unlikely]]
     throw std::invalid_argument(text(why...));
 }
 
-// The caller's mistake about a type: becomes TypeError in Python.
+// Throws for a mistake of the caller about a type; becomes TypeError in Python.
 template <class... Parts>
 void require_type(bool ok, const Parts&... why) {
   if (!ok) [[unlikely]]

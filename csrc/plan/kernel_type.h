@@ -1,6 +1,6 @@
-// Which type and operation a kernel really computes in. Reductions whose kernels would compute the
-// same share one: a bit does not know its type, a wrapping sum or product not its sign, and a sum
-// of complex numbers is one of twice as many reals.
+// Maps a dtype and op to the type and operation in which a kernel really computes. Reductions that
+// compute the same share a kernel: bitwise ones do not depend on the type, wrapping sums and
+// products not on the sign, and a sum of complex numbers is a sum of twice as many reals.
 #pragma once
 #include "dtype.h"
 

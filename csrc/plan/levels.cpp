@@ -1,6 +1,7 @@
-// A bucket per level. Tasks of one level touch nothing in common, because a task's level is above
-// that of everything it conflicts with; a rank's tasks never go back, so its waits stay valid.
-// `lower` found the levels from all hazards: the waits alone, being the fewest, would not do.
+// Sorts tasks into one bucket per level. Tasks of one level touch nothing in common, because a
+// task's level is above that of every task it conflicts with. The levels of a rank's tasks never
+// decrease, so its waits stay valid. `lower` computes the levels from all hazards, as the minimal
+// set of waits does not determine them.
 #include "program.h"
 
 namespace pycollect {

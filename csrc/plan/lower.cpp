@@ -1,6 +1,7 @@
-// Turns a plan into one task list per rank, adding the fewest waits that order every
-// read-after-write, write-after-read and write-after-write across ranks. What a rank knows of the
-// others is searched when it is asked for, not copied into every task, so this is linear in slices.
+// Turns a plan into one task list per rank, with the fewest waits that order every
+// read-after-write, write-after-read and write-after-write across ranks. Which tasks a rank's
+// earlier waits imply is searched on demand instead of copied into every task, so the time is
+// linear in slices.
 #include <algorithm>
 #include <limits>
 #include <queue>
@@ -12,31 +13,32 @@ namespace pycollect {
 namespace {
 
 constexpr Rank kNobody = -1;
-struct Cell {
+struct LastAccess {
   Wait writer{kNobody, 0};
   std::vector<Wait> readers = {};  // since the writer
 };
 
-struct Note {   // about one task
-  int written;  // its place in the plan: anything it depends on was written earlier
-  int newest;   // the largest count it depends on, directly or not: it cannot imply a larger one
+struct TaskInfo {  // facts about one task
+  int written;     // its position in the plan; it depends only on tasks with smaller ones
+  int newest;      // the largest count it depends on, directly or not: it cannot imply a larger one
 };
 
-// What one rank knows; everything under `pending` is known too, but not looked at yet.
-struct Mind {
+// The tasks that one rank's waits imply. The waits of tasks under `pending` are implied too, but
+// have not been searched yet.
+struct VectorClock {
   struct Pending {
     int newest;
     Wait wait;
     bool operator<(const Pending& o) const { return newest < o.newest; }
   };
-  explicit Mind(int world) : known(world), searched(world) {}
+  explicit VectorClock(int world) : known(world), searched(world) {}
   std::vector<int> known, searched;
   std::priority_queue<Pending> pending = {};
 };
 
 class Lowering {
  public:
-  Lowering(const Plan& plan, bool in_place, Pace pace, int boundary)
+  Lowering(const Plan& plan, bool in_place, LevelPolicy pace, int boundary)
       : plan_(plan),
         in_place_(in_place),
         pace_(pace),
@@ -45,14 +47,14 @@ class Lowering {
         program_(plan.world),
         notes_(plan.world),
         wanted_(plan.world),
-        minds_(plan.world, Mind(plan.world)) {}
+        minds_(plan.world, VectorClock(plan.world)) {}
 
   Program run() {
     for (Rank r = 0; r < plan_.world; ++r) add(r, boundary_);
     for (std::size_t i = 0; i < plan_.steps.size(); ++i)
       add(plan_.steps[i].owner(), static_cast<int>(i));
     for (Rank r = 0; r < plan_.world; ++r) add(r, boundary_);
-    int last = 0;  // all ranks leave in one level: callers' streams join once
+    int last = 0;  // all ranks end in one level, so that callers' streams join once
     for (auto& tasks : program_) last = std::max(last, tasks.back().level);
     for (auto& tasks : program_) tasks.back().level = last;
     return std::move(program_);
@@ -61,20 +63,20 @@ class Lowering {
  private:
   void add(Rank me, int step) {
     auto& tasks = program_[me];
-    Task task{step, tasks.empty() ? 0 : tasks.back().level + (pace_ == Pace::one_task)};
+    Task task{step, tasks.empty() ? 0 : tasks.back().level + (pace_ == LevelPolicy::one_task)};
     auto each = [&](const Slices& slices, auto&& f) {
       for (const Slice& s : slices) each_cell(plan_, in_place_, s, [&](int c) { f(cells_[c]); });
     };
     const Slices dsts = writes(plan_, task, me);
     const Slices& srcs = reads(plan_, task);
-    each(srcs, [&](Cell& c) { after(me, task, c.writer); });
-    each(dsts, [&](Cell& c) {
+    each(srcs, [&](LastAccess& c) { after(me, task, c.writer); });
+    each(dsts, [&](LastAccess& c) {
       after(me, task, c.writer);
       for (Wait r : c.readers) after(me, task, r);
     });
     const Wait self{me, static_cast<int>(tasks.size()) + 1};
-    each(srcs, [&](Cell& c) { c.readers.push_back(self); });
-    each(dsts, [&](Cell& c) {
+    each(srcs, [&](LastAccess& c) { c.readers.push_back(self); });
+    each(dsts, [&](LastAccess& c) {
       c.writer = self;
       c.readers.clear();
     });
@@ -85,8 +87,8 @@ class Lowering {
     tasks.push_back(std::move(task));
   }
 
-  // The task conflicts with what `w` names: above its level, and behind it where no order of the
-  // rank's own list sees to that.
+  // Orders the task after `w`, with which it conflicts: on a higher level, and with a wait unless
+  // both are tasks of the same rank.
   void after(Rank me, Task& task, Wait w) {
     if (w.rank == kNobody) return;
     task.level = std::max(task.level, program_[w.rank][w.count - 1].level + 1);
@@ -95,7 +97,8 @@ class Lowering {
     wanted_[w.rank] = std::max(wanted_[w.rank], w.count);
   }
 
-  // Latest first: only a task written later can imply another wait.
+  // Adds the wanted waits that no other wait implies. Latest task first: only a task written later
+  // can imply another wait.
   void choose(Rank me, Task& task) {
     auto written = [&](Rank r) { return note({r, wanted_[r]}).written; };
     std::sort(touched_.begin(), touched_.end(),
@@ -109,9 +112,10 @@ class Lowering {
     touched_.clear();
   }
 
-  // Beyond 64 ranks a ring makes everybody search everything, so there the search gives up early: a
-  // wait that was not needed costs one load and is never wrong.
-  bool knows(Mind& mind, Wait w) {
+  // Returns whether earlier waits imply `w`. With a ring of more than 64 ranks every rank would
+  // search all tasks, so there the search stops early: a redundant wait costs one load and is
+  // correct.
+  bool knows(VectorClock& mind, Wait w) {
     int budget = plan_.world <= 64 ? std::numeric_limits<int>::max() : 16;
     while (budget-- > 0 && mind.known[w.rank] < w.count && !mind.pending.empty() &&
            mind.pending.top().newest >= w.count) {
@@ -123,30 +127,30 @@ class Lowering {
     return mind.known[w.rank] >= w.count;
   }
 
-  void learn(Mind& mind, Wait w) {
+  void learn(VectorClock& mind, Wait w) {
     if (mind.known[w.rank] >= w.count) return;
     mind.known[w.rank] = w.count;
     if (note(w).newest > 0) mind.pending.push({note(w).newest, w});
   }
 
-  const Note& note(Wait w) const { return notes_[w.rank][w.count - 1]; }
+  const TaskInfo& note(Wait w) const { return notes_[w.rank][w.count - 1]; }
 
   const Plan& plan_;
   bool in_place_;
-  Pace pace_;
+  LevelPolicy pace_;
   int boundary_;
-  std::vector<Cell> cells_;
+  std::vector<LastAccess> cells_;
   Program program_;
-  std::vector<std::vector<Note>> notes_;
-  std::vector<int> wanted_;    // [rank]: the count that the task at hand must wait for
+  std::vector<std::vector<TaskInfo>> notes_;
+  std::vector<int> wanted_;    // [rank]: the count for which the current task must wait; 0: none
   std::vector<Rank> touched_;  // ranks with a wanted count
-  std::vector<Mind> minds_;
+  std::vector<VectorClock> minds_;
   int written_ = 0;
 };
 
 }  // namespace
 
-Program lower(const Plan& plan, bool in_place, Pace pace, int boundary) {
+Program lower(const Plan& plan, bool in_place, LevelPolicy pace, int boundary) {
   return Lowering(plan, in_place, pace, boundary).run();
 }
 

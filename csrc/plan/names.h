@@ -1,4 +1,4 @@
-// A word that somebody has chosen, which must be one of several.
+// Looks up a name among the allowed ones.
 #pragma once
 #include <span>
 #include <stdexcept>
@@ -8,7 +8,7 @@
 
 namespace pycollect {
 
-// Which of them it is. Throws std::invalid_argument, which lists them.
+// Returns the index of `word` in `names`. Throws std::invalid_argument that lists the names.
 inline std::size_t find_name(const char* what, const std::string& word,
                              std::span<const char* const> names) {
   std::string allowed;

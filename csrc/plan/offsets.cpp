@@ -1,5 +1,5 @@
-// Chunk boundaries as running sums, one row per distinct cut: most calls have a single row that
-// all buffers share.
+// Stores chunk boundaries as running sums, one row per distinct cut: in most calls all buffers
+// share a single row.
 #include "offsets.h"
 
 #include "error.h"

@@ -1,4 +1,4 @@
-// Where chunks begin, bound per call: even cuts, uneven chunks and all-to-all-v are the same plan.
+// Chunk offsets, bound per call: even cuts, uneven chunks and all-to-all-v use the same plan.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -11,12 +11,13 @@ namespace pycollect {
 
 using Sizes = std::vector<std::size_t>;  // elements per block
 
-// Where the chunks of one buffer begin: running sums, kept without an allocation for few of them.
+// The offsets of the chunks of one buffer: running sums, stored without an allocation if there are
+// fewer than kFew.
 class ChunkOffsets {
  public:
-  // `blocks` blocks of block(i) elements. Each is cut in whole units of `align` elements, as evenly
-  // as they go, and its last chunk has what is left over. No division where a block is one chunk:
-  // they would be a tenth of a small call.
+  // Binds `blocks` blocks of block(i) elements. Each block is cut in whole units of `align`
+  // elements, as evenly as possible, and its last chunk gets the remainder. There is no division
+  // where a block is one chunk: the divisions would take a tenth of a small call's time.
   template <class Block>
   void bind(int chunks, std::size_t blocks, std::size_t align, Block&& block) {
     chunks_ = chunks;
@@ -45,7 +46,7 @@ class ChunkOffsets {
   }
 
  private:
-  static constexpr int kFew = 20;  // one a rank, where ranks share a host's cores
+  static constexpr int kFew = 20;  // enough for one chunk per rank where ranks share a host's cores
   const std::size_t* at() const { return many_.empty() ? few_.data() : many_.data(); }
 
   int chunks_ = 0;
@@ -55,18 +56,18 @@ class ChunkOffsets {
 
 class Offsets {
  public:
-  // Every buffer alike. A plan with more chunks than blocks cuts each block into pieces, which
-  // begin at multiples of `align` elements within their block, so that vectors stay whole.
+  // Cuts every buffer in the same way. A plan with more chunks than blocks cuts each block into
+  // pieces, which begin at multiples of `align` elements within their block, to keep vectors whole.
   Offsets(const Plan& plan, const Sizes& blocks, std::size_t align = 1);
 
-  // One buffer of one rank; zeros where it has no such block.
+  // Cuts one buffer of one rank differently; `blocks` has zeros for blocks that it lacks.
   void set(Rank rank, Buffer buffer, const Sizes& blocks);
 
   std::size_t begin(const Slice& s) const { return of(s).begin(s.first); }
   std::size_t count(const Slice& s) const { return of(s).size(s.first, s.count); }
   std::size_t total(Rank rank, Buffer buffer) const { return of({rank, buffer, 0}).total(); }
 
-  // What all slices of a step must agree on, chunk by chunk. Throws ValueError.
+  // Checks that the slices of each step agree in size, chunk by chunk. Throws ValueError.
   void check(const Plan& plan) const;
 
  private:

@@ -1,5 +1,5 @@
-// Compares what a symbolic run left in every chunk with what the collective promises, and says the
-// first difference in words.
+// Compares the content of every chunk after a symbolic run with the promise of the collective, and
+// describes the first difference in words.
 #include "order.h"
 
 #include <algorithm>
@@ -11,34 +11,35 @@
 namespace pycollect {
 namespace {
 
-// What an output chunk of a rank must be.
-struct Want {
+// The required content of an output chunk of a rank.
+struct ExpectedChunk {
   enum { kept, leaf, sum } kind;
-  Leaf one{-1, -1};  // of a sum: its chunk
+  Leaf one{-1, -1};  // the leaf; for a sum only its chunk counts
 };
 
-// Chunk c of a plan whose collective deals in blocks belongs to rank c / pieces.
-Want wanted(Collective collective, const Plan& plan, Rank root, const Slice& at) {
+// Returns the required content of a chunk. If the collective deals in blocks, chunk c belongs to
+// rank c / pieces.
+ExpectedChunk wanted(Collective collective, const Plan& plan, Rank root, const Slice& at) {
   const int c = at.first, pieces = std::max(1, plan.chunks / plan.world), block = c / pieces;
-  const Want kept{Want::kept}, sum{Want::sum, {-1, c}};
-  auto only = [&](bool receives, Want want) { return receives ? want : kept; };
+  const ExpectedChunk kept{ExpectedChunk::kept}, sum{ExpectedChunk::sum, {-1, c}};
+  auto only = [&](bool receives, ExpectedChunk want) { return receives ? want : kept; };
   switch (collective) {
     case Collective::all_reduce:
       return sum;
     case Collective::reduce:
       return only(at.rank == root, sum);
     case Collective::broadcast:
-      return {Want::leaf, {root, c}};
+      return {ExpectedChunk::leaf, {root, c}};
     case Collective::all_gather:
-      return {Want::leaf, {block, c}};
+      return {ExpectedChunk::leaf, {block, c}};
     case Collective::reduce_scatter:
       return only(block == at.rank, sum);
     case Collective::all_to_all:
-      return {Want::leaf, {block, at.rank * pieces + c % pieces}};
+      return {ExpectedChunk::leaf, {block, at.rank * pieces + c % pieces}};
     case Collective::scatter:
-      return only(block == at.rank, {Want::leaf, {root, c}});
+      return only(block == at.rank, {ExpectedChunk::leaf, {root, c}});
     case Collective::gather:
-      return only(at.rank == root, {Want::leaf, {block, c}});
+      return only(at.rank == root, {ExpectedChunk::leaf, {block, c}});
     case Collective::barrier:
       return kept;
   }
@@ -53,7 +54,7 @@ bool deals_in_blocks(Collective c) {
 std::string words(Leaf leaf) { return text("x", leaf.rank, "[", leaf.chunk, "]"); }
 
 std::string words(const Leaves& leaves) {
-  constexpr std::size_t kShown = 8;  // a longer sum is told by its ends
+  constexpr std::size_t kShown = 8;  // a longer sum is shortened to its first and last terms
   const std::size_t n = leaves.size();
   std::string said;
   for (std::size_t i = 0; i < n; ++i) {
@@ -63,17 +64,17 @@ std::string words(const Leaves& leaves) {
   return n > kShown ? text(said, " (", n, " terms)") : said;
 }
 
-class Judge {
+class OrderCheck {
  public:
-  Judge(Collective collective, const Plan& plan, Rank root, bool in_place)
+  OrderCheck(Collective collective, const Plan& plan, Rank root, bool in_place)
       : collective_(collective),
         plan_(plan),
         root_(root),
         in_place_(in_place),
         run_(plan, in_place, Buffer::input),
-        summed_(run_.terms(), Sum{}) {}
+        summed_(run_.terms(), FoldTerms{}) {}
 
-  Verdict judge() {
+  Verification judge() {
     for (Rank r = 0; r < plan_.world && verdict_.right(); ++r)
       for (int c = 0; c < plan_.chunks && verdict_.right(); ++c) {
         output(out(r, c));
@@ -83,20 +84,20 @@ class Judge {
   }
 
  private:
-  struct Sum {
-    int chunk = -1;  // a term that is the whole sum of this chunk
+  struct FoldTerms {
+    int chunk = -1;  // the chunk whose complete sum the term is; -1: none found
     Order order = Order::exact;
   };
 
   void output(const Slice& at) {
-    Want want = wanted(collective_, plan_, root_, at);
+    ExpectedChunk want = wanted(collective_, plan_, root_, at);
     const TermId got = run_.at(at);
-    if (want.kind == Want::kept && !in_place_) {
+    if (want.kind == ExpectedChunk::kept && !in_place_) {
       if (got != kUnwritten) wrong("out", at, got, "nothing: it receives no such chunk");
       return;
     }
-    if (want.kind == Want::kept) want = {Want::leaf, {at.rank, at.first}};
-    if (want.kind == Want::leaf) {
+    if (want.kind == ExpectedChunk::kept) want = {ExpectedChunk::leaf, {at.rank, at.first}};
+    if (want.kind == ExpectedChunk::leaf) {
       if (!run_.is_leaf(got, want.one)) wrong("out", at, got, words(want.one));
       return;
     }
@@ -111,7 +112,8 @@ class Judge {
     if (!run_.is_leaf(run_.at(at), own)) wrong("in", at, run_.at(at), words(own) + " as it was");
   }
 
-  // Ranks often share a term, so what was found is kept.
+  // Returns whether the term is the complete sum of the chunk, and sets `all` to that sum's leaves
+  // in rank order. Ranks often share a term, so the result is kept in `summed_`.
   bool sums(TermId id, int chunk, Leaves& all) {
     for (Rank r = 0; r < plan_.world; ++r) all.push_back({r, chunk});
     const Term& term = run_.term(id);
@@ -142,12 +144,12 @@ class Judge {
   Rank root_;
   bool in_place_;
   SymbolicRun run_;
-  std::vector<Sum> summed_;  // [term]
-  Verdict verdict_;
+  std::vector<FoldTerms> summed_;  // [term]
+  Verification verdict_;
 };
 
-// Everybody's scratch must depend on everybody's: then nobody leaves before all have entered.
-Verdict verify_barrier(const Plan& plan, bool in_place) {
+// Every rank's scratch must depend on every rank's, so that no rank leaves before all have entered.
+Verification verify_barrier(const Plan& plan, bool in_place) {
   SymbolicRun run(plan, in_place, Buffer::scratch);
   for (Rank me = 0; me < plan.world; ++me) {
     std::vector<bool> seen(run.terms()), ranks(plan.world);
@@ -162,7 +164,7 @@ Verdict verify_barrier(const Plan& plan, bool in_place) {
 
 }  // namespace
 
-Verdict verify(Collective collective, const Plan& plan, Rank root, bool in_place) {
+Verification verify(Collective collective, const Plan& plan, Rank root, bool in_place) {
   check(plan, in_place);
   require(root >= 0 && root < plan.world, "root ", root, " is not a rank of a world of ",
           plan.world);
@@ -170,11 +172,11 @@ Verdict verify(Collective collective, const Plan& plan, Rank root, bool in_place
   if (deals_in_blocks(collective) && plan.chunks % plan.world != 0)
     return {text(name(collective), " deals in one block a rank, and ", plan.chunks,
                  " chunks are no whole number of pieces for each of ", plan.world, " blocks")};
-  return Judge(collective, plan, root, in_place).judge();
+  return OrderCheck(collective, plan, root, in_place).judge();
 }
 
-// Counts leaves instead of naming them: in a plan that `verify` finds right no leaf comes twice,
-// and a term of as many leaves as ranks has one of each.
+// Counts leaves instead of naming them: in a plan that `verify` accepts no leaf is added twice, so
+// a term with as many leaves as ranks has one of each rank.
 std::vector<bool> finishes(const Plan& plan, bool in_place) {
   std::vector<int> leaves(cells(plan), 0);
   for (Rank r = 0; r < plan.world; ++r)

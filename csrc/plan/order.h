@@ -1,5 +1,5 @@
-// Runs a plan on symbols instead of numbers: proves what every chunk ends up as and in which order
-// it was added. No memory, no dtype, no executor.
+// Runs a plan on symbols instead of numbers, which proves the final content of every chunk and the
+// order of its additions. No memory, no dtype, no executor.
 #pragma once
 #include <string>
 #include <vector>
@@ -8,16 +8,17 @@
 
 namespace pycollect {
 
-struct Verdict {
-  std::string defect;  // the first thing that is wrong, in words; empty when all is right
+struct Verification {
+  std::string defect;  // describes the first error of the plan; empty if there is none
   Order order = Order::exact;
   bool right() const { return defect.empty(); }
 };
 
-// Does the plan do what the collective promises, and in which order does it add?
-Verdict verify(Collective collective, const Plan& plan, Rank root, bool in_place);
+// Checks that the plan does what the collective promises, and finds the order of its additions.
+Verification verify(Collective collective, const Plan& plan, Rank root, bool in_place);
 
-// [step]: is it a fold whose result has a leaf of every rank, so that nothing is added afterwards?
+// Returns, per step, whether it is a fold whose result contains every rank's data, so that nothing
+// is added to it afterwards.
 std::vector<bool> finishes(const Plan& plan, bool in_place);
 
 }  // namespace pycollect

@@ -1,5 +1,5 @@
-// Refuses a plan that is not one, in a sentence that names the step. What the plan computes is not
-// its business: `verify` asks that.
+// Refuses a malformed plan with a message that names the step. `verify` checks the result of a
+// plan.
 #include "plan.h"
 
 #include <limits>
@@ -23,7 +23,7 @@ std::string words(const Slice& s) {
 class Checking {
  public:
   Checking(const Plan& plan, bool in_place)
-      : plan_(plan), in_place_(in_place), written_(cells(plan), Mark{kNever, 0}) {}
+      : plan_(plan), in_place_(in_place), written_(cells(plan), LastWrite{kNever, 0}) {}
 
   void run() {
     for (; step_ < static_cast<int>(plan_.steps.size()); ++step_) {
@@ -43,11 +43,11 @@ class Checking {
 
  private:
   static constexpr int kNever = -1;
-  struct Mark {
-    int step, position;  // who wrote this cell last, as which chunk of its slice
+  struct LastWrite {
+    int step, position;  // the last step that wrote this cell, as which chunk of its slice
   };
 
-  // A plan may have millions of slices, so words are made only for the one that is refused.
+  // A plan may have millions of slices, so text is built only for a slice that is refused.
   void inside(const Slice& s, int count) const {
     if (s.rank < 0 || s.rank >= plan_.world)
       refuse("names ", words(s), ", but the world has ", plan_.world, " ranks");
@@ -66,7 +66,8 @@ class Checking {
     });
   }
 
-  // The same cells in the same place: then all of it is the same slice, since widths are equal.
+  // A source may contain cells that the step writes only at the same positions: then it is the same
+  // slice as that destination, since all widths are equal.
   void source(const Slice& s) const {
     int position = 0;
     each_cell(plan_, in_place_, s, [&](int c) {
@@ -83,7 +84,7 @@ class Checking {
 
   const Plan& plan_;
   bool in_place_;
-  std::vector<Mark> written_;  // [cell]
+  std::vector<LastWrite> written_;  // [cell]
   int step_ = 0;
 };
 

@@ -1,6 +1,6 @@
-// A plan says what moves where. It is written as if one thread ran the whole world, so a plan
-// cannot contain a race; `lower` finds the waits that keep it that way. No pointers, types, sizes
-// or streams.
+// A plan is the list of copies and folds of a collective. It is written as if one thread ran the
+// whole world, so it cannot contain a race; `lower` finds the waits that preserve this on several
+// ranks. No pointers, types, sizes or streams.
 #pragma once
 #include <cstdint>
 #include <utility>
@@ -9,13 +9,13 @@
 namespace pycollect {
 
 using Rank = int;
-// `host` is memory of the rank's host that everybody reaches: plans are written without it, `stage`
-// puts it in where ranks do not reach each other.
+// `host` is memory of the rank's host, which every rank reaches. Plans are written without it;
+// `stage` adds it where ranks do not reach each other.
 enum class Buffer : uint8_t { input, output, scratch, host };
 inline constexpr int kBuffers = 4;
 
-// Chunks [first, first + count) of one buffer of one rank. How many elements a chunk has is not
-// known here: `Offsets` binds that per call.
+// Chunks [first, first + count) of one buffer of one rank. `Offsets` binds the number of elements
+// of a chunk per call.
 struct Slice {
   Rank rank;
   Buffer buffer;
@@ -30,13 +30,13 @@ using Slices = std::vector<Slice>;
 struct Step {
   static constexpr Rank kFirstDestination = -1;
   Slices dsts, srcs;
-  Rank by = kFirstDestination;  // a pull, unless the source's rank is named: a push
+  Rank by = kFirstDestination;  // the rank that runs it: a destination's (pull), a source's (push)
   Rank owner() const { return by == kFirstDestination ? dsts.front().rank : by; }
 };
 
 struct Plan {
   int world;
-  int chunks;  // per buffer; a buffer that has fewer leaves some of them empty
+  int chunks;  // per buffer; some chunks are empty in a buffer that has fewer
   std::vector<Step> steps = {};
 
   void fold(Slices dsts, Slices srcs, Rank by = Step::kFirstDestination) {
@@ -58,7 +58,8 @@ inline Slices everyone(Slice s, int world) {
   return all;
 }
 
-// The cells of memory that a slice covers. In place, a rank's output is its input.
+// A cell is one chunk of one buffer of one rank. `each_cell` visits those that a slice covers. In
+// place, the cells of a rank's output are those of its input.
 inline int cells(const Plan& p) { return p.world * kBuffers * p.chunks; }
 template <class F>
 void each_cell(const Plan& p, bool in_place, const Slice& s, F&& f) {
@@ -67,8 +68,9 @@ void each_cell(const Plan& p, bool in_place, const Slice& s, F&& f) {
   for (int i = 0; i < s.count; ++i) f(base + i);
 }
 
-// Throws ValueError for a slice that is not there, an empty side, sides of unlike width, or a
-// source and a destination of one step that overlap without being the same.
+// Throws ValueError for a slice outside the world or its buffer, a step without sources or
+// destinations, slices of one step of different widths, and a source that overlaps a destination of
+// its step without being the same slice.
 void check(const Plan& plan, bool in_place);
 
 }  // namespace pycollect

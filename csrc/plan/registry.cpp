@@ -1,5 +1,5 @@
-// Collects what the algorithms' files hand in while the library loads, in whatever order that
-// happens, and freezes it, sorted, at the first look.
+// Collects the algorithms that their files register while the library loads, in any order, and
+// freezes them, sorted, at the first use.
 #include "registry.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace pycollect {
 namespace {
 
-// A function's static is made at its first use, so it is there before any file's `Register`.
+// A function's static is constructed at its first use, so every file's `Register` can use it.
 struct Entrance {
   std::vector<Algorithm> waiting;
   bool closed = false;
@@ -77,12 +77,12 @@ Collective collective_of(std::string_view wanted) {
   throw std::invalid_argument(text("there is no collective '", wanted, "'; choose one of ", names));
 }
 
-Plan Algorithm::operator()(const Ask& ask) const {
-  require(ask.world >= 1, "a world has at least one rank, not ", ask.world);
-  require(ask.root >= 0 && ask.root < ask.world, "root ", ask.root, " is not a rank of a world of ",
-          ask.world);
-  require(ask.pieces >= 1, "a pipeline has at least one piece, not ", ask.pieces);
-  if (ask.world > 1) return make(ask);
+Plan Algorithm::operator()(const AlgorithmParams& params) const {
+  require(params.world >= 1, "a world has at least one rank, not ", params.world);
+  require(params.root >= 0 && params.root < params.world, "root ", params.root,
+          " is not a rank of a world of ", params.world);
+  require(params.pieces >= 1, "a pipeline has at least one piece, not ", params.pieces);
+  if (params.world > 1) return make(params);
   Plan alone{1, 1};
   if (collective != Collective::barrier) alone.copy(out(0, 0), in(0, 0));
   return alone;

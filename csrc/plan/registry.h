@@ -1,6 +1,6 @@
-// Every algorithm, by collective and name: what the tests, the benchmark, the simulator and the
-// selector iterate. An algorithm is one file in csrc/algorithms that ends with `static const
-// Register`.
+// The registry of all algorithms, by collective and name, for the tests, the benchmark, the
+// simulator and the selector. An algorithm is one file in csrc/algorithms that ends with constants
+// of type `Register`.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -29,43 +29,44 @@ inline constexpr std::array kCollectiveNames{"all_reduce", "reduce",         "br
 constexpr const char* name(Collective c) { return kCollectiveNames[static_cast<std::size_t>(c)]; }
 Collective collective_of(std::string_view name);  // throws ValueError
 
-// Is the result the left fold in rank order?
+// The order in which a reduction adds the ranks' data.
 enum class Order : uint8_t {
-  exact,   // yes, rounded once: for every dtype
-  native,  // yes, but rounded at every hop: for dtypes that accumulate in themselves
-  other,   // no
+  exact,   // left fold in rank order, rounded once: for every dtype
+  native,  // left fold, rounded at every hop: for dtypes that accumulate in themselves
+  other,   // not the left fold in rank order
 };
 inline constexpr std::array kOrderNames{"exact", "native", "other"};
 constexpr const char* name(Order o) { return kOrderNames[static_cast<std::size_t>(o)]; }
 
-// What an algorithm is asked for.
-struct Ask {
+// The parameters from which an algorithm makes a plan.
+struct AlgorithmParams {
   int world;
   Rank root = 0;
-  int pieces = 4;  // of a pipeline, for algorithms that have one
+  int pieces = 4;  // number of pieces, for algorithms with a pipeline
 };
 
 struct Algorithm {
   const char* name;
   Collective collective;
-  Plan (*make)(const Ask&);  // only called for a world of two and more
-  const char* cost;          // rounds, and bytes a rank sends, of S bytes: for people
+  Plan (*make)(const AlgorithmParams&);  // only called for a world of two or more
+  const char* cost;  // for display: rounds, and bytes that a rank sends, for S bytes
   Order order = Order::exact;
   bool in_place = true;  // may output and input be the same memory?
 
-  Plan operator()(const Ask& ask) const;  // a world of one is a copy, whatever the collective
-  // Does it keep the numerical contract for this type?
+  Plan operator()(
+      const AlgorithmParams& params) const;  // in a world of one: a copy (a barrier: no step)
+  // Returns whether the algorithm keeps the numerical contract for this type.
   bool canonical(DType t) const {
     return order == Order::exact || (order == Order::native && accumulates_in_itself(t));
   }
 };
 
 const std::vector<Algorithm>& registry();  // by collective, then order, then name
-std::vector<const Algorithm*> algorithms(Collective collective);  // of one collective
+std::vector<const Algorithm*> algorithms(Collective collective);
 const Algorithm& find(Collective collective,
-                      std::string_view name);  // throws ValueError, with the names there are
+                      std::string_view name);  // throws ValueError, with the existing names
 
-// Only at load time: the registry is frozen by the first look at it.
+// Registers an algorithm. Only at load time: the first use of the registry freezes it.
 struct Register {
   explicit Register(const Algorithm& algorithm);
 };

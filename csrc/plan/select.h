@@ -1,5 +1,5 @@
-// The one place where an algorithm is chosen, and why. Only canonical algorithms are ever chosen
-// unasked, so the choice changes the speed and never the bits.
+// Selects the algorithm of a call, and explains the choice. Unless the caller names an algorithm,
+// only canonical ones are chosen, so the choice changes the speed and never the bits.
 #pragma once
 #include <cstddef>
 #include <string>
@@ -8,44 +8,45 @@
 
 namespace pycollect {
 
-// How the ranks reach each other's memory.
-enum class Ground : uint8_t {
-  shared,        // one memory
-  peers,         // several, which everybody may read and write
-  staged,        // several, some only through the host
-  slots,         // of processes: private, but for small slots that all of them share
-  arenas,        // of processes: the tensors themselves lie in memory that all of them share
-  slabs,         // of processes on one GPU: private, but for slots in its memory
-  slabs_apart,   // of processes on several GPUs, which reach each other's slots
-  tracts,        // of processes on one GPU: the tensors themselves lie where all of them reach
-  tracts_apart,  // the same on several GPUs
+// Topology: how the ranks reach each other's memory.
+enum class Topology : uint8_t {
+  shared,         // one process, one memory
+  peers,          // one process, several memories that every rank reads and writes
+  staged,         // one process, several memories, some reached only through the host
+  shm_buffers,    // processes with private tensors and small shared staging buffers on the host
+  shm_symmetric,  // processes whose tensors lie in shared memory (symmetric heap)
+  ipc_buffers,    // processes on one GPU with private tensors and shared staging buffers on it
+  ipc_buffers_multi_gpu,    // processes on several GPUs that reach each other's staging buffers
+  ipc_symmetric,            // processes on one GPU whose tensors lie in symmetric GPU memory
+  ipc_symmetric_multi_gpu,  // processes on several GPUs whose tensors lie in symmetric GPU memory
 };
-inline constexpr std::size_t kGrounds = 9;
+inline constexpr std::size_t kTopologies = 9;
 
-// Does everybody reach everybody's tensors, where processes have memory of their own?
-constexpr bool is_open(Ground g) {
-  return g == Ground::arenas || g == Ground::tracts || g == Ground::tracts_apart;
+// Returns whether every process reaches every other process's tensors in place.
+constexpr bool is_zero_copy(Topology g) {
+  return g == Topology::shm_symmetric || g == Topology::ipc_symmetric ||
+         g == Topology::ipc_symmetric_multi_gpu;
 }
 
-// What is known when a call arrives.
-struct Situation {
+// Selection key: the properties of a call that determine its algorithm.
+struct CallKey {
   Collective collective;
   int world;
-  std::size_t bytes;  // of one rank's largest buffer, all tensors of the call together
+  std::size_t bytes;  // of one rank's largest buffer, over all tensors of the call
   DType dtype;
   bool in_place;
-  Ground ground = Ground::shared;
-  bool operator==(const Situation&) const = default;
+  Topology topology = Topology::shared;
+  bool operator==(const CallKey&) const = default;
 };
 
 struct Choice {
   const Algorithm* algorithm;
-  int pieces;          // of a pipeline
-  std::string reason;  // for people; built only when asked for
+  int pieces;          // number of pieces of a pipeline
+  std::string reason;  // for display; empty unless `explain` is set
 };
 
-// `named` is empty when nobody asked for one. Throws ValueError for a name that does not exist or
-// that cannot run in place when it would have to.
-Choice choose(const Situation& situation, std::string_view named, bool explain = false);
+// `named`: the algorithm that the caller wants, or empty. Throws ValueError for an unknown name,
+// and for an algorithm that cannot run in place in a call that is in place.
+Choice choose(const CallKey& situation, std::string_view named, bool explain = false);
 
 }  // namespace pycollect

@@ -1,5 +1,5 @@
-// Walks the plan once and writes another. What every chunk holds is known by number, so that a
-// value that lies on some host already is copied out no second time, whoever had it meanwhile.
+// Walks the plan once and writes another. Values are numbered, so that a value already in some host
+// memory is not copied out again, no matter which rank's copy is read.
 #include "stage.h"
 
 #include <algorithm>
@@ -27,7 +27,7 @@ Plan cut(const Plan& plan, int pieces) {
 
 class Staging {
  public:
-  Staging(const Plan& plan, bool in_place, const Reach& reach)
+  Staging(const Plan& plan, bool in_place, const Reachability& reach)
       : plan_(plan),
         in_place_(in_place),
         reach_(reach),
@@ -76,9 +76,10 @@ class Staging {
     return static_cast<Rank>(std::find(hosts.begin(), hosts.end(), false) - hosts.begin());
   }
 
-  // From a host everybody fetches it for itself; on a device whoever had it does what it can.
+  // A value in host memory is copied in by each destination's rank. For a value on a device, the
+  // step's own rank copies to all destinations within its reach.
   void copy(const Step& step) {
-    if (reach_.near()) return copy_near(step);
+    if (reach_.shares_staging()) return copy_near(step);
     const Rank me = executor(step);
     const Slice& src = step.srcs[0];
     const Slice from = reaches(me, src) ? src : copied_out(src);
@@ -89,11 +90,12 @@ class Staging {
     if (!theirs.empty()) hand_out(theirs, copied_out(from));
   }
 
-  // Whoever is to have it copies it, so that all of them work at the same time.
+  // Each destination's rank copies if it reaches the source, so that all ranks copy at the same
+  // time.
   void copy_near(const Step& step) {
     const Slice& src = step.srcs[0];
     if (const Rank me = executor(step);
-        reach_.at_once && reaches(me, src) && reaches(me, step.dsts))
+        reach_.multicast && reaches(me, src) && reaches(me, step.dsts))
       return emit(step.dsts, {src}, me);
     for (const Slice& d : step.dsts) {
       if (reaches(d.rank, src))
@@ -105,7 +107,7 @@ class Staging {
     }
   }
 
-  // Folds read and write devices' memory where they can; copies take the result elsewhere.
+  // The fold reads and writes devices' memory within reach; copies take its result elsewhere.
   void fold(const Step& step) {
     const Rank me = executor(step);
     Slices srcs, mine, hosts, theirs;
@@ -113,7 +115,7 @@ class Staging {
       srcs.push_back(reaches(me, s) ? s : copied_out(s));
       each(srcs.back(), [&](int c) { needed_[c] = true; });
     }
-    if (!reach_.near()) copy_in(me, step.dsts, srcs);
+    if (!reach_.shares_staging()) copy_in(me, step.dsts, srcs);
     for (const Slice& d : step.dsts)
       (on_host(d) ? hosts : reaches(me, d) ? mine : theirs).push_back(d);
     if (mine.empty()) mine = {result_place(me, step.dsts.front(), hosts)};
@@ -125,8 +127,8 @@ class Staging {
     if (!theirs.empty()) hand_out(theirs, copied_out(result));
   }
 
-  // Sources that lie on a host go through a copy engine as far as there is room: where the result
-  // will be, unless that is a source too, and in the scratch beside it.
+  // Copies a fold's sources on a host to the device (by copy engine) as far as there is room: at
+  // the place of the result, unless that is a source too, and in the scratch at the same chunks.
   void copy_in(Rank me, const Slices& dsts, Slices& srcs) {
     const Slice scratch = tmp(me, dsts.front().first, dsts.front().count);
     Slices places;
@@ -152,10 +154,10 @@ class Staging {
     return at;
   }
 
-  // Of a fold that writes nothing within reach but host memory.
+  // Returns the place of the result of a fold whose only destinations within reach are host memory.
   Slice result_place(Rank me, const Slice& like, const Slices& hosts) const {
     const Slice scratch = tmp(me, like.first, like.count);
-    if (is_free(scratch) && !reach_.near()) return scratch;
+    if (is_free(scratch) && !reach_.shares_staging()) return scratch;
     return hosts.empty() ? room(me, like) : hosts.front();
   }
 
@@ -169,7 +171,7 @@ class Staging {
     for (const Slice& d : dsts) emit({d}, {from}, d.rank);
   }
 
-  // Where what is in `s` lies on a host: from now on, if it does not yet.
+  // Returns a slice in host memory with the content of `s`, which it first copies out if needed.
   Slice copied_out(const Slice& s) {
     if (on_host(s) || shared(s)) return s;
     if (const auto known = on_some_host(s)) return *known;
@@ -188,7 +190,8 @@ class Staging {
     return there == wanted ? std::optional(at) : std::nullopt;
   }
 
-  // Beside the slice, unless this step still needs what is there.
+  // Returns room in the rank's host memory: at the same chunks as `like`, or at the next ones that
+  // the current step no longer needs.
   Slice room(Rank rank, const Slice& like) const {
     for (int shift = 0; shift < plan_.chunks; ++shift) {
       const Slice at = host(rank, (like.first + shift) % plan_.chunks, like.count);
@@ -214,16 +217,16 @@ class Staging {
 
   const Plan& plan_;
   bool in_place_;
-  const Reach& reach_;
+  const Reachability& reach_;
   Plan result_;
-  std::vector<int> values_;                 // [cell]: equal where the content is
-  std::vector<bool> needed_;                // [cell]: the step at hand still has to read it
-  std::vector<bool> has_scratch_;           // [cell]: does the plan leave it alone?
-  std::unordered_map<int, Slice> lies_at_;  // [value]: on a host, unless overwritten since
+  std::vector<int> values_;                 // [cell]: value number; equal for equal content
+  std::vector<bool> needed_;                // [cell]: the current step still has to read it
+  std::vector<bool> has_scratch_;           // [cell]: the original plan does not use it
+  std::unordered_map<int, Slice> lies_at_;  // [value]: last host copy; may be overwritten since
   int next_value_ = 0;
 };
 
-void check(const Plan& plan, const Reach& reach, int pieces) {
+void check(const Plan& plan, const Reachability& reach, int pieces) {
   const std::size_t world = plan.world;
   require(pieces >= 1, "a chunk is cut into at least one piece, not ", pieces);
   require(reach.on_host.size() == world && reach.directly.size() == world,
@@ -241,21 +244,22 @@ void check(const Plan& plan, const Reach& reach, int pieces) {
 
 }  // namespace
 
-Reach Reach::processes(int world, bool input, bool output, bool at_once) {
-  Reach reach{std::vector<bool>(world), {}, {input, output, true, true}, at_once};
+Reachability Reachability::processes(int world, bool input, bool output, bool multicast) {
+  Reachability reach{std::vector<bool>(world), {}, {input, output, true, true}, multicast};
   reach.directly.assign(world, std::vector<bool>(world));
   return reach;
 }
 
-Plan stage(const Plan& plan, bool in_place, const Reach& reach, int pieces) {
+Plan stage(const Plan& plan, bool in_place, const Reachability& reach, int pieces) {
   check(plan, in_place);
   check(plan, reach, pieces);
-  if (pieces == 1 && !reach.near()) return Staging(plan, in_place, reach).run();
+  if (pieces == 1 && !reach.shares_staging()) return Staging(plan, in_place, reach).run();
   const Plan parts = cut(plan, pieces);
   return Staging(parts, in_place, reach).run();
 }
 
-// A step's slices agree in size, and what nobody staged has its size from another buffer.
+// Slices of a step agree in size, so a staged chunk has the size of its source. An unused chunk has
+// the size of the input's.
 void cut_host_memory(const Plan& staged, Offsets& offsets) {
   constexpr std::size_t kUnknown = -1;
   std::vector<Sizes> sizes(staged.world, Sizes(staged.chunks, kUnknown));

@@ -1,5 +1,5 @@
-// Makes a plan of copies through host memory out of one whose ranks do not reach each other. A pure
-// pass before `lower`, which then finds the waits: no executor knows of it.
+// Rewrites a plan for ranks that do not reach each other's memory, with copies through host memory.
+// A pure pass before `lower`, which then finds the waits; executors need no special case for it.
 #pragma once
 #include <array>
 #include <vector>
@@ -9,42 +9,44 @@
 
 namespace pycollect {
 
-// Who can touch whose memory. Host memory, that of ranks and `Buffer::host` alike, is reached by
-// everybody, but slowly: copies go there, and folds only where there is no room to copy to.
-struct Reach {
+// Reachability: which rank can touch which memory. Every rank reaches host memory (that of ranks on
+// the host, and `Buffer::host`), but slowly: copies use it, and folds only where there is no room
+// for a copy.
+struct Reachability {
   std::vector<bool> on_host;  // [rank]: its memory is the host's; it executes nothing
   std::vector<std::vector<bool>>
-      directly;  // [rank][of]: what the rank runs may touch `of`'s memory
-  // [buffer]: everybody's, as near to everybody as its own: processes that share memory. If the
-  // memory on the host is, folds read and write it, and a copy is made by whom it is for.
+      directly;  // [rank][of]: the rank's steps may touch the memory of rank `of`
+  // [buffer]: memory that all ranks share and reach equally fast, as processes with shared memory.
+  // If `Buffer::host` is shared, folds read and write it, and each destination's rank copies.
   std::array<bool, kBuffers> shared = {};
-  // A copy to several is made by whoever runs the step, for all at once, if it reaches all of it:
-  // for ranks that work by turns anyway, whose copies side by side would only read the source more
-  // often.
-  bool at_once = false;
+  // The rank that runs a step with several destinations copies to all of them at once if it reaches
+  // them. For ranks that run by turns anyway: separate copies would only read the source
+  // repeatedly.
+  bool multicast = false;
 
   bool operator()(Rank rank, Rank of) const {
     return rank == of || on_host[of] || directly[rank][of];
   }
-  bool near() const { return shared[static_cast<int>(Buffer::host)]; }
+  bool shares_staging() const { return shared[static_cast<int>(Buffer::host)]; }
 
-  // Ranks that are processes: all share their scratch and host memory, and the sides that are said.
-  static Reach processes(int world, bool input, bool output, bool at_once);
+  // For processes, which share scratch and host memory; `input`, `output`: these are shared, too.
+  static Reachability processes(int world, bool input, bool output, bool multicast);
 };
 
-// A source out of reach is first copied out by its own rank to that rank's memory on the host, once
-// however many read it; a destination out of reach is copied in by its own rank. A fold's slow
-// sources are copied in before it as far as there is room: where its result will be, and in scratch
-// that the plan leaves alone. Steps of ranks on the host are given to others. A rank needs no more
-// host memory than its largest buffer has.
+// The rank of an unreachable source first copies it out to its own host memory, once for all of its
+// readers. The rank of an unreachable destination copies it in. A fold's slow sources are copied in
+// before it as far as there is room: at the place of its result, and in scratch that the plan does
+// not use. Other ranks run the steps of ranks on the host. A rank needs no more host memory than
+// the size of its largest buffer.
 //
-// `pieces`: cut every chunk in so many, one step each, so that copies out, copies in and folds can
-// overlap; `lower` such a plan with `Pace::one_task`. Throws ValueError for a reach that is not of
-// this plan's world, or in which every rank is on the host.
-Plan stage(const Plan& plan, bool in_place, const Reach& reach, int pieces = 1);
+// `pieces`: the number of parts into which every chunk is cut, one step each, so that copies out,
+// copies in and folds can overlap; `lower` such a plan with `LevelPolicy::one_task`. Throws
+// ValueError for a reach of another world size, or one in which every rank is on the host.
+Plan stage(const Plan& plan, bool in_place, const Reachability& reach, int pieces = 1);
 
-// Cuts each rank's memory on the host as what is staged there is cut, when everything else has been
-// bound, and checks the whole. Throws ValueError if chunks of unlike sizes take turns in one place.
+// Sets the chunk sizes of each rank's host memory to those of the chunks staged there, and checks
+// all offsets. All other buffers are bound before. Throws ValueError if chunks of different sizes
+// use the same place.
 void cut_host_memory(const Plan& staged, Offsets& offsets);
 
 }  // namespace pycollect

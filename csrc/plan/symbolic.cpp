@@ -1,5 +1,5 @@
-// Terms are kept in one list and named by their place in it, so a copy costs nothing and a sum of W
-// parts costs W, however many ranks share it.
+// Terms are stored in one list and identified by their index, so a copy costs nothing, and a sum of
+// W parts costs W however many ranks share it.
 #include "symbolic.h"
 
 #include <algorithm>
@@ -51,7 +51,7 @@ TermId SymbolicRun::combine(std::vector<TermId> srcs) {
 
 Leaves SymbolicRun::leaves(TermId id) const {
   Leaves all;
-  std::vector<TermId> next{id};  // a stack, its top the leftmost: terms may nest deeply
+  std::vector<TermId> next{id};  // a stack with the leftmost term on top: terms may nest deeply
   while (!next.empty()) {
     const Term& t = terms_[next.back()];
     next.pop_back();

@@ -1,5 +1,5 @@
-// A plan run on terms instead of numbers: every fold makes a term of its sources' terms, every copy
-// shares one. What the terms should have been is `verify`'s business.
+// Runs a plan on terms instead of numbers: every fold makes a term of its sources' terms, and every
+// copy shares one. `verify` compares the terms with the expected ones.
 #pragma once
 #include <compare>
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace pycollect {
 
-struct Leaf {  // chunk `chunk` of what rank `rank` brought
+struct Leaf {  // chunk `chunk` of the initial data of rank `rank`
   Rank rank;
   int chunk;
   auto operator<=>(const Leaf&) const = default;
@@ -17,33 +17,33 @@ struct Leaf {  // chunk `chunk` of what rank `rank` brought
 using Leaves = std::vector<Leaf>;
 
 using TermId = int;
-inline constexpr TermId kUnwritten = 0;  // what nobody has written, and every sum with it
+inline constexpr TermId kUnwritten = 0;  // a cell that no step has written, and any sum with it
 
-// ((a + b) + c) + ... of other terms, or one leaf.
+// A sum ((a + b) + c) + ... of other terms, or one leaf.
 struct Term {
   Leaf leaf{-1, -1};
   std::vector<TermId> parts = {};
-  int leaves = 0;     // how many; saturates above the world, where it is wrong anyway
-  bool left = true;   // a left fold, and no other brackets
-  int roundings = 0;  // times a partial sum went through memory on the way
+  int leaves = 0;     // number of leaves; saturates at world + 1, which is wrong anyway
+  bool left = true;   // the sum is a left fold, without other brackets
+  int roundings = 0;  // roundings on the longest path to a leaf, this sum's included
 };
 
 class SymbolicRun {
  public:
-  // `brought`: the buffer in which every rank starts with a leaf a chunk.
+  // `brought`: the buffer in which every rank starts with one leaf per chunk.
   SymbolicRun(const Plan& plan, bool in_place, Buffer brought);
 
-  TermId at(const Slice& s) const { return memory_[cell(s)]; }  // its first chunk
+  TermId at(const Slice& s) const { return memory_[cell(s)]; }  // the term of the first chunk
   const Term& term(TermId id) const { return terms_[id]; }
   std::size_t terms() const { return terms_.size(); }
   bool is_leaf(TermId id, Leaf leaf) const {
     return terms_[id].parts.empty() && terms_[id].leaf == leaf;
   }
 
-  // In the order they were added. Only for terms of no more leaves than ranks.
+  // Returns the leaves in the order of addition. Only for terms with at most `world` leaves.
   Leaves leaves(TermId id) const;
 
-  // Marks the ranks with a leaf anywhere below, however often; `seen` is per term.
+  // Marks in `ranks` every rank with a leaf in the term. `seen` [term] skips visited terms.
   void heard(TermId id, std::vector<bool>& seen, std::vector<bool>& ranks) const;
 
  private:

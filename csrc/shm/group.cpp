@@ -1,84 +1,92 @@
 #include "group.h"
 
+#include <algorithm>
+#include <cstdio>
+#include <thread>
+
+#include "../bootstrap/rendezvous.h"
 #include "../plan/error.h"
-#include "meeting.h"
+#include "ranks.h"
 
 namespace pycollect::shm {
 namespace {
 
 int checked_world(Rank rank, int world) {
-  require(world >= 1 && world <= kMostRanks, "a pycollect group has 1 to ", kMostRanks,
+  require(world >= 1 && world <= kMaxRanks, "a pycollect group has 1 to ", kMaxRanks,
           " ranks, not ", world);
   require(rank >= 0 && rank < world, "rank ", rank, " is not in a group of ", world);
   return world;
 }
 
-// Also in what was not checked on its way here.
-Extents checked(const Extents& sizes) {
-  for (const auto& [what, bytes] : {std::pair{"slot_bytes", sizes.slot_bytes},
+// Returns `sizes` after a limit check, also for sizes that no caller has checked.
+SegmentSizes checked(const SegmentSizes& sizes) {
+  for (const auto& [what, bytes] : {std::pair{"buffer_bytes", sizes.buffer_bytes},
                                     {"mailbox_bytes", sizes.mailbox_bytes},
-                                    {"arena_bytes", sizes.arena_bytes},
-                                    {"deck_bytes", sizes.deck_bytes}})
+                                    {"symmetric_heap_bytes", sizes.symmetric_heap_bytes},
+                                    {"deck_bytes", sizes.signal_pad_bytes}})
     require(bytes <= kMostBytes, what, " is ", bytes, "; it must be at most ", kMostBytes);
   return sizes;
 }
 
 }  // namespace
 
-Group::Group(Board& board, Rank rank, int world, Settings settings)
+Group::Group(Store& store, Rank rank, int world, Settings settings)
     : rank_(rank),
       world_(checked_world(rank, world)),
       settings_(std::move(settings)),
-      layout_(checked({world, settings_.slot_bytes, settings_.mailbox_bytes, settings_.arena_bytes,
-                       settings_.deck_bytes})),
+      layout_(checked({world, settings_.buffer_bytes, settings_.mailbox_bytes,
+                       settings_.symmetric_heap_bytes, settings_.signal_pad_bytes})),
       seen_(std::make_unique<std::atomic<uint64_t>[]>(world)) {
   try {
-    meet(board);
-  } catch (const std::exception& error) {  // the others may have seen this rank there
-    if (broken_)
-      broken_->say(Breakage::lost, text("rank ", rank_, " gave up: ", error.what()), nullptr);
+    rendezvous(store);
+  } catch (const std::exception& error) {  // peers may have seen this rank in the shared memory
+    if (abort_state_)
+      abort_state_->set(AbortRecord::lost, text("rank ", rank_, " gave up: ", error.what()),
+                        nullptr);
     throw;
   }
 }
 
-void Group::meet(Board& board) {
-  Meeting meeting(board, rank_, world_, settings_, {broken_, peers_});
+void Group::rendezvous(Store& store) {
+  Rendezvous meeting(store, rank_, world_, settings_, {abort_state_, failure_detector_});
   const auto prepare = [&](std::shared_ptr<Segment> segment, uint64_t nonce) {
-    adopt(std::move(segment));
+    map_segment(std::move(segment));
     Control& control = *reinterpret_cast<Control*>(base_);
     control.nonces[rank_].store(nonce);
-    peers_ = std::make_unique<Peers>(control, world_, rank_);
+    failure_detector_ = std::make_unique<FailureDetector>(control, world_, rank_);
     commit();
   };
-  const std::vector<Introduction> ranks = meeting.share(layout_.total, prepare);
+  const std::vector<PeerInfo> ranks = meeting.share(layout_.total, prepare);
   require_one_memory(ranks);
   crowded_ = world_ > (settings_.cores > 0 ? settings_.cores : shared_cores(ranks));
-  // Now that all have committed theirs: everything that a collective touches but the arenas.
-  segment_->touch(0, layout_.arenas);
+  // All ranks have committed their parts now. Map all that a collective touches but the heaps.
+  segment_->touch(0, layout_.heaps);
   note_core();
 }
 
-void Group::adopt(std::shared_ptr<Segment> segment) {
+void Group::map_segment(std::shared_ptr<Segment> segment) {
   segment_ = std::move(segment);
   base_ = segment_->data();
-  lines_ = reinterpret_cast<Line*>(base_ + layout_.lines);
+  lines_ = reinterpret_cast<RankState*>(base_ + layout_.rank_states);
   segment_->commit(0, Layout::up(sizeof(Control)));
-  broken_ = std::make_unique<Broken>(reinterpret_cast<Control*>(base_)->breakage, settings_.name);
+  abort_state_ =
+      std::make_unique<AbortState>(reinterpret_cast<Control*>(base_)->record, settings_.name);
 }
 
-// What is this rank's to commit: its slots, and rank 0 what is everybody's. After its lock is held,
-// as a process can be killed for want of memory here.
+// Commits this rank's staging buffers, and on rank 0 the common part. The liveness lock must be
+// held before, because the kernel may kill the process for lack of memory here.
 void Group::commit() {
-  if (rank_ == 0) segment_->commit(0, layout_.slots);
-  segment_->commit(layout_.slot(rank_, 0), 2 * layout_.slot_stride);
+  if (rank_ == 0) segment_->commit(0, layout_.staging_buffers);
+  segment_->commit(layout_.staging_buffer(rank_, 0), 2 * layout_.buffer_stride);
 }
 
-void Group::require_one_memory(const std::vector<Introduction>& ranks) const {
+void Group::require_one_memory(const std::vector<PeerInfo>& ranks) const {
   const Control& control = *reinterpret_cast<const Control*>(base_);
   for (Rank r = 0; r < world_; ++r)
     if (control.nonces[r].load() != ranks[r].nonce)
-      throw CollectiveError(text("the ranks of group '", settings_.name,
-                                 "' were handed different memory: are they on one host?"));
+      throw CollectiveError(
+          text("the ranks of group '", settings_.name,
+               "' mapped different shared memory; all ranks must be on one host"));
 }
 
 uint64_t Group::left() const {
@@ -93,29 +101,219 @@ Group::~Group() { leave(); }
 void Group::leave() noexcept {
   if (!origin_.is_here()) return;
   lines_[rank_].left.store(1, std::memory_order_seq_cst);
-  wake_everybody();
+  wake_all();
 }
 
-Description& Group::description(Rank r, uint64_t call) const {
-  return *reinterpret_cast<Description*>(base_ + layout_.description(r, call));
+FingerprintDetails& Group::fingerprint_details(Rank r, uint64_t call) const {
+  return *reinterpret_cast<FingerprintDetails*>(base_ + layout_.fingerprint_details(r, call));
 }
 
-void Group::require_whole(const Occasion& occasion) const {
+void Group::require_healthy(const OpContext& context) const {
   if (!origin_.is_here()) [[unlikely]]
-    throw CollectiveError(text(broken_->name(occasion), ": this process is a forked child of rank ",
-                               rank_, ", and not a rank itself; make a group of its own in it"));
-  if (broken_->yes()) [[unlikely]]
-    broken_->rethrow(occasion);
+    throw CollectiveError(text(abort_state_->name(context),
+                               ": this process is a forked child of rank ", rank_,
+                               ", and not a rank itself; create another group in it"));
+  if (abort_state_->is_aborted()) [[unlikely]]
+    abort_state_->rethrow(context);
 }
 
 void Group::abort(const std::string& why) {
   if (!origin_.is_here()) return;
-  broken_->say(Breakage::lost, text("rank ", rank_, " aborted the group: ", why), nullptr);
-  wake_everybody();
+  abort_state_->set(AbortRecord::lost, text("rank ", rank_, " aborted the group: ", why), nullptr);
+  wake_all();
 }
 
-void Group::wake_everybody() const {
+void Group::wake_all() const {
   for (Rank r = 0; r < world_; ++r) wake_sleepers(lines_[r].done);
+}
+
+// Slow path of Group::await: the wait monitor and its error messages.
+namespace {
+
+// A wait that no wake-up ends sleeps for 1/50 of the time that it has lasted already: it loses at
+// most 1/50, and a long wait uses no core. Sleeps of less than 50 us would take as long, because
+// the kernel's timers are 50 us late.
+constexpr int kWaitedPerNap = 50;
+constexpr std::chrono::microseconds kShortestNap{50};
+constexpr std::chrono::milliseconds kLongestNap{2};
+
+std::string seconds(std::chrono::nanoseconds time) {
+  std::array<char, 32> digits;
+  std::snprintf(digits.data(), digits.size(), "%.1f s",
+                std::chrono::duration<double>(time).count());
+  return digits.data();
+}
+
+}  // namespace
+
+// Wait monitor: polls abort state, liveness and deadline during one wait.
+class Group::WaitMonitor {
+ public:
+  using Suspects = std::function<std::vector<Rank>()>;
+  // `suspects` returns the ranks whose death would, at that moment, end the wait with an error;
+  // `late` returns the ranks to name in a timeout.
+  struct WaitRequest {
+    std::function<bool()> ready;
+    Suspects suspects, late;
+  };
+  WaitMonitor(Group& group, const WaitRequest& question, const OpContext& context)
+      : group_(group), question_(question), context_(context) {}
+
+  // Throws PeerLost or Timeout if the group is aborted, a suspect is gone or the time is over.
+  void check(Deadline now) {
+    if (group_.abort_state_->is_aborted()) group_.abort_state_->rethrow(context_);
+    const uint64_t dead = group_.failure_detector_->dead();
+    const uint64_t left = group_.left() & ~dead & ~(uint64_t{1} << group_.rank_);
+    if ((dead | left) != 0) find_lost(dead, left);
+    if (now >= context_.deadline) time_out(now);
+  }
+
+  std::chrono::nanoseconds rest() const { return context_.deadline - Clock::now(); }
+
+ private:
+  // Fails if a suspect is gone, unless it did its part before: so `ready` is evaluated last.
+  void find_lost(uint64_t dead, uint64_t left) {
+    std::vector<Rank> died, went;
+    for (Rank r : question_.suspects()) {
+      if ((dead >> r & 1) != 0 && group_.lines_[r].left.load() == 0)
+        died.push_back(r);
+      else if (((dead | left) >> r & 1) != 0)
+        went.push_back(r);
+    }
+    if ((died.empty() && went.empty()) || question_.ready()) return;
+    fail(AbortRecord::lost,
+         died.empty() ? text(name(went), went.size() == 1 ? " has" : " have", " left the group")
+                      : text(with_pids(died), " died", alive(dead | left)));
+  }
+
+  std::string with_pids(const std::vector<Rank>& ranks) const {
+    std::string pids;
+    for (Rank r : ranks) pids += text(pids.empty() ? "" : ", ", group_.failure_detector_->pid(r));
+    return text(name(ranks), ranks.size() == 1 ? " (pid " : " (pids ", pids, ")");
+  }
+
+  std::string alive(uint64_t gone) const {
+    std::vector<Rank> alive;
+    for (Rank r = 0; r < group_.world_; ++r)
+      if ((gone >> r & 1) == 0) alive.push_back(r);
+    return text("; ", name(alive), alive.size() == 1 ? " is" : " are", " alive");
+  }
+
+  void time_out(Deadline now) {
+    const std::vector<Rank> late = question_.late();
+    if (question_.ready()) return;
+    const std::string who = late.empty() ? "" : text("; ", name(late), " did not arrive");
+    fail(AbortRecord::timed_out, text("timed out after ", seconds(now - begin_), who));
+  }
+
+  [[noreturn]] void fail(uint32_t kind, const std::string& cause) {
+    group_.abort_state_->set(kind, cause, &context_);
+    group_.wake_all();
+    group_.abort_state_->rethrow(context_);
+  }
+
+  Group& group_;
+  const WaitRequest& question_;
+  const OpContext& context_;
+  Deadline begin_ = Clock::now();
+};
+
+void Group::await_slowly(Rank r, uint64_t wanted, const OpContext& context) {
+  const auto ready = [&] { return has_reached(r, wanted); };
+  if (!crowded_ && spin(false, ready, [&] { return shares_core_with(r); })) return;
+  // Suspects are all ranks that have not finished the run of `wanted`: without them every rank
+  // stops there.
+  const uint64_t end = at_run(((wanted - 1) >> kTaskBits) + 1);
+  const WaitMonitor::WaitRequest question{ready, [&] { return behind(end); },
+                                          [&] { return last_behind(wanted); }};
+  WaitMonitor monitor(*this, question, context);
+  wait(
+      ready, [&] { return !crowded_ || shares_core_with(r); },
+      [&](Deadline now) { monitor.check(now); },
+      [&](std::chrono::nanoseconds) {
+        sleep_for(r, wanted, std::min<std::chrono::nanoseconds>(kSleeping, monitor.rest()));
+      });
+}
+
+std::vector<Rank> Group::behind(uint64_t goal) const {
+  std::vector<Rank> ranks;
+  for (Rank r = 0; r < world_; ++r)
+    if (r != rank_ && !reached(lines_[r].done.load(std::memory_order_acquire), goal) &&
+        !reached(lines_[r].ended.load(std::memory_order_acquire), goal))
+      ranks.push_back(r);
+  return ranks;
+}
+
+// Returns the ranks furthest behind `goal`: other ranks behind it may only be waiting for these.
+std::vector<Rank> Group::last_behind(uint64_t goal) const {
+  std::vector<Rank> last;
+  uint64_t least = goal;
+  for (Rank r = 0; r < world_; ++r) {
+    const uint64_t done = lines_[r].done.load(std::memory_order_acquire);
+    if (r == rank_ || reached(done, goal)) continue;
+    if (done != least && reached(least, done)) last.clear(), least = done;
+    if (done == least) last.push_back(r);
+  }
+  return last;
+}
+
+// Publishes in `on_core` the core on which this rank runs, and returns that value.
+int32_t Group::note_core() {
+  const int32_t here = sched_getcpu() + 1;
+  std::atomic<int32_t>& mine = lines_[rank_].on_core;
+  if (mine.load(std::memory_order_relaxed) != here) mine.store(here, std::memory_order_relaxed);
+  return here;
+}
+
+// Returns true if a peer ran last on this rank's core, as when another program occupies its core.
+// While one rank spins there the other cannot run, and the scheduler sees no reason to part them.
+bool Group::shares_core() {
+  const int32_t here = note_core();
+  for (Rank r = 0; r < world_; ++r)
+    if (r != rank_ && lines_[r].on_core.load(std::memory_order_relaxed) == here) return true;
+  return false;
+}
+
+// Returns true if a peer on this core is `awaited` or has progressed less than this rank, so that
+// it needs the core. Otherwise all ranks on this core are waiting, most often for the same rank. It
+// runs on another core and arrives before each of them has had a turn to poll in vain. So a core
+// is handed over once per rank and call (measured with 2 to 8 ranks on 2 cores), and a small
+// all_reduce of 4 ranks is a quarter faster, in Python a third.
+bool Group::shares_core_with(Rank awaited) {
+  const int32_t here = note_core();
+  const uint64_t own = lines_[rank_].done.load(std::memory_order_relaxed);
+  for (Rank r = 0; r < world_; ++r)
+    if (r != rank_ && lines_[r].on_core.load(std::memory_order_relaxed) == here &&
+        (r == awaited || !reached(lines_[r].done.load(std::memory_order_acquire), own)))
+      return true;
+  return false;
+}
+
+void Group::sleep_for(Rank r, uint64_t wanted, std::chrono::nanoseconds at_most) {
+  RankState& line = lines_[r];
+  line.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  const uint64_t seen = line.done.load(std::memory_order_seq_cst);
+  if (!reached(seen, wanted) && !abort_state_->is_aborted()) sleep_on(line.done, seen, at_most);
+  line.sleepers.fetch_sub(1, std::memory_order_relaxed);
+}
+
+bool Group::spin_for(const std::function<bool()>& ready) {
+  return spin(crowded_, ready, [this] { return shares_core(); });
+}
+
+void Group::await(const std::function<bool()>& ready,
+                  const std::function<std::vector<Rank>()>& missing, const OpContext& context,
+                  const std::function<void()>& rest) {
+  if (spin_for(ready)) return;
+  const WaitMonitor::WaitRequest question{ready, missing, missing};
+  WaitMonitor monitor(*this, question, context);
+  wait(
+      ready, [] { return true; }, [&](Deadline now) { monitor.check(now); },
+      [&](std::chrono::nanoseconds waited) {
+        if (rest) return rest();
+        std::this_thread::sleep_for(std::clamp<std::chrono::nanoseconds>(
+            waited / kWaitedPerNap, kShortestNap, kLongestNap));
+      });
 }
 
 }  // namespace pycollect::shm

@@ -1,8 +1,8 @@
-// What lies where in the memory that a group's processes share. Every word that changes while
-// others look has one writer; nothing here needs a lock, and all zeros is the state to begin with.
+// Layout of the shared-memory segment of a group. Every word that changes while peers read it has
+// one writer, so nothing here needs a lock. All zeros is the initial state.
 //
-//   control | a line per rank | two descriptions per rank | mailboxes | deck of GPUs | two slots
-//   per rank | arenas
+//   Control | a Line per rank | two Descriptions per rank | mailboxes | control block of the GPU
+//   transport | two staging buffers per rank | symmetric heaps
 #pragma once
 #include <linux/futex.h>
 
@@ -17,148 +17,152 @@
 
 namespace pycollect::shm {
 
-inline constexpr int kMostRanks = 64;  // not more than that share a host here; a bit each
+inline constexpr int kMaxRanks = 64;  // most ranks of a group: sets of ranks are 64-bit masks
 
-// A collective is one or more runs of a program, a piece of the data each. `done` says how far a
-// rank is: the number of its run, then how many tasks of that run it has finished. It only grows,
-// compared cyclically, and a finished run is the beginning of the next one, so ranks need no common
-// length of a run, and nobody ever resets anything.
+// A collective is one or more runs of a program, each for one piece of the data. `done` is a rank's
+// progress counter: its run number, then the number of finished tasks of that run. It only grows,
+// compared cyclically, and the end of a run is the beginning of the next one. So ranks need no
+// common length of a run, and no counter is ever reset.
 inline constexpr int kTaskBits = 20;
 constexpr uint64_t at_run(uint64_t run) { return run << kTaskBits; }
 constexpr bool reached(uint64_t seen, uint64_t wanted) {
   return static_cast<int64_t>(seen - wanted) >= 0;
 }
 
-// As another rank has written it, perhaps without a zero at its end.
+// Returns text that a peer wrote to shared memory, which may lack a terminating zero.
 template <std::size_t n>
 std::string sentence(const std::array<char, n>& written) {
   return {written.data(), strnlen(written.data(), n)};
 }
 
-// What a rank says of the call that it begins, in the line that the others poll anyway. Two of
-// each: a rank posts call n + 1 when all have posted n, and then all have read n - 1.
-struct Post {
-  uint64_t signature = 0;  // equal on all ranks, or else their descriptions say what differs
-  uint32_t pieces = 0;     // runs that the rank thinks it takes; the most that any rank says counts
+// Fingerprint that a rank publishes when it begins a call, in the line that its peers poll anyway.
+// Each rank has two: it publishes call n + 1 after all have published n, so all have read n - 1.
+struct Fingerprint {
+  uint64_t fingerprint_hash =
+      0;                // must be equal on all ranks; otherwise the descriptions are compared
+  uint32_t pieces = 0;  // number of runs that this rank expects; the maximum of all ranks counts
   uint32_t flags = 0;
   enum : uint32_t {
     refused = 1,    // the rank does not take part: its own arguments were bad
-    irregular = 2,  // what it sends and receives is in its description, and must fit the others'
-    placed = 4,     // what others would touch of its tensors lies where they reach it: see `places`
+    irregular = 2,  // its element counts are in its description, and must match the peers' counts
+    zero_copy = 4,  // peers can access its tensors in place (zero-copy): see `registered`
   };
 };
 
-// Where a call's tensors lie: in their rank's arena, in bytes from its beginning; or in GPU memory,
-// as slabs/tracts.h names places there.
-struct Places {
+// Registered offsets of a call's tensors: bytes from the beginning of the rank's symmetric heap, or
+// positions in symmetric GPU memory as cuda_ipc/symmetric_memory.h encodes them.
+struct RegisteredOffsets {
   uint64_t input = 0, output = 0;
 };
 
-// One per rank, and its only writer is the rank (but for `sleepers`). What is often written, what
-// is looked at meanwhile and what hardly ever changes have a cache line each: 1 KiB of two ranks
-// gained 7 % by it.
-struct alignas(128) Line {
+// Progress line of one rank, which is its only writer (except of `sleepers`). Fields that are often
+// written, fields that are read meanwhile and fields that hardly ever change have a cache line
+// each: a collective of 1 KiB between two ranks became 7 % faster.
+struct alignas(128) RankState {
   std::atomic<uint64_t> done{0};
-  std::array<Post, 2> posts = {};  // [call & 1]; written before `done` reaches the call
+  std::array<Fingerprint, 2> posts = {};  // [call & 1]; written before `done` reaches the call
 
-  alignas(64) std::array<Places, 2> places = {};
-  // The run after its last call's, for who asks what a rank that is gone has left undone. `done`
-  // has no need to say it before the next call does, and a store there takes the line from who
-  // looks at it: a fifth of a small call.
+  alignas(64) std::array<RegisteredOffsets, 2> registered = {};
+  // Counter value after this rank's last completed call, if `done` was not advanced that far: the
+  // next call advances it anyway, and an extra store to that polled line costs 20 % of a small
+  // call. Peers read `ended` only to decide whether a rank that is gone had finished.
   std::atomic<uint64_t> ended{0};
 
-  alignas(64) std::atomic<uint32_t> sleepers{0};  // how many wait in the kernel for `done`
-  std::atomic<uint32_t> left{0};                  // the rank has destroyed its group
-  std::atomic<int32_t> on_core{0};                // where it ran last, + 1; 0: nobody knows
+  alignas(64) std::atomic<uint32_t> sleepers{0};  // number of threads in a futex wait on `done`
+  std::atomic<uint32_t> left{0};                  // 1: the rank has destroyed its group
+  std::atomic<int32_t> on_core{0};  // core on which the rank ran last, + 1; 0: unknown
 };
-static_assert(sizeof(Line) == 256);
+static_assert(sizeof(RankState) == 256);
 
-// For people, and for what a signature cannot compare. The counts that follow are `world` sent and
-// `world` received elements, by peer.
-struct alignas(64) Description {
+// Description of a rank's call, for error messages and for counts that a fingerprint cannot
+// compare. It is followed by `world` counts of sent and `world` of received elements, by peer.
+struct alignas(64) FingerprintDetails {
   uint8_t collective = 0, dtype = 0, op = 0, flags = 0;
   int32_t root = -1;
   uint64_t call = 0;      // sequence number
-  uint64_t elements = 0;  // of the rank's largest buffer
-  uint64_t options = 0;   // what else must agree: algorithm, number of tensors
-  // Of the requests that are agreed on together: which one this is, and how many there are; 0: this
-  // describes the first and stands for all of them.
+  uint64_t elements = 0;  // of the rank's input, or of its output if it has no input
+  uint64_t options = 0;   // other values that must agree: algorithm hash, number of tensors
+  // Index of this request among the `parts` requests that are checked together. The combined check
+  // of all of them describes the first request, with part 0.
   uint32_t part = 0, parts = 1;
-  std::array<char, 216> refusal = {};  // a sentence
+  std::array<char, 216> refusal = {};  // why the rank refused, as text
   enum : uint8_t { in_place = 1, on_gpus = 2 };
 };
 
-// What broke the group: the first who finds out writes it, between the two values of `state`.
-struct Breakage {
-  enum : uint32_t { whole, being_said, lost, timed_out };
-  std::atomic<uint32_t> state{whole};
+// Abort state of the group. The first rank that detects a failure sets `being_said`, writes the
+// cause, and then sets `lost` or `timed_out`.
+struct AbortRecord {
+  enum : uint32_t { healthy, being_written, lost, timed_out };
+  std::atomic<uint32_t> state{healthy};
   uint64_t call = 0;
-  std::array<char, 48> operation = {};  // in which it was found; empty: in none
+  std::array<char, 48> operation = {};  // in which the failure was detected; empty: in none
   std::array<char, 512> cause = {};
 };
 
-// A rank's lock, held by one of its threads, and the list of that thread's locks, which the kernel
-// goes through when the thread ends. C libraries keep that list in memory of the process alone,
-// which some kernels take from a process that they kill for want of memory, and then its locks stay
-// held; from memory that others have, too, they take nothing.
-struct alignas(64) Life {
+// Liveness lock of a rank: a robust futex held by one of its threads, and that thread's robust
+// list, which the kernel walks when the thread ends. C libraries keep that list in private memory.
+// Some kernels reclaim private memory of an OOM-killed process before they walk the list, and its
+// locks stay held. They do not reclaim shared memory.
+struct alignas(64) LivenessLock {
   robust_list_head list;
   robust_list entry;
-  std::atomic<uint32_t> holder{0};  // the thread; FUTEX_OWNER_DIED: it has ended and held the lock
-  std::atomic<int32_t> pid{0};      // of the process, as it has it itself; 0: not come yet
+  std::atomic<uint32_t> holder{0};  // thread id; FUTEX_OWNER_DIED: it ended while it held the lock
+  std::atomic<int32_t> pid{0};      // pid in the process's own pid namespace; 0: not arrived yet
 };
 
-// One for all.
+// Control block of the group, at the beginning of the segment.
 struct alignas(128) Control {
-  Breakage breakage;
-  std::array<std::atomic<uint64_t>, kMostRanks> nonces = {};
-  std::array<Life, kMostRanks> lives = {};
+  AbortRecord record;
+  std::array<std::atomic<uint64_t>, kMaxRanks> nonces = {};
+  std::array<LivenessLock, kMaxRanks> liveness = {};
 };
 
-struct Extents {
+struct SegmentSizes {
   int world;
-  std::size_t slot_bytes;      // of one rank, for one of two runs
-  std::size_t mailbox_bytes;   // of all ranks
-  std::size_t arena_bytes;     // of one rank: address space, not memory, until somebody commits it
-  std::size_t deck_bytes = 0;  // of all ranks: what CUDA's streams read and write
+  std::size_t buffer_bytes;   // one of a rank's two staging buffers
+  std::size_t mailbox_bytes;  // mailboxes of all ranks
+  std::size_t
+      symmetric_heap_bytes;  // symmetric heap of one rank: address space until it is committed
+  std::size_t signal_pad_bytes = 0;  // all ranks' GPU control block, accessed by CUDA streams
 };
 
-// Of each of those sizes: more than an address space has, and so little that no sum of them wraps.
+// Upper limit of each of those sizes: 64 TiB, so small that no sum of them overflows.
 inline constexpr std::size_t kMostBytes = std::size_t{1} << 46;
 
-// Offsets in bytes from the beginning; each part begins at a page.
+// Offsets in bytes from the beginning of the segment; each part begins at a page.
 struct Layout {
   static constexpr std::size_t kPage = 4096;
   static constexpr std::size_t up(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
-  // Slots and arenas that are equal distances apart fall on the same sets of a cache: 3 pages and 5
-  // lines more keep them apart (copies between such were a third slower).
+  // Extra 3 pages and 5 lines between staging buffers. Without them all buffers fall on the same
+  // cache sets, and copies between them were a third slower.
   static constexpr std::size_t kStagger = 3 * kPage + 5 * 64;
 
-  explicit constexpr Layout(const Extents& s)
+  explicit constexpr Layout(const SegmentSizes& s)
       : sizes(s),
-        lines(up(sizeof(Control))),
-        descriptions(lines + up(s.world * sizeof(Line))),
-        description_bytes(sizeof(Description) + up_to_line(2 * s.world * sizeof(uint64_t))),
-        mailboxes(descriptions + up(2 * s.world * description_bytes)),
-        deck(mailboxes + up(s.mailbox_bytes)),
-        slots(deck + up(s.deck_bytes)),
-        slot_stride(up_to_line(s.slot_bytes) + kStagger),
-        arenas(slots + up(2 * s.world * slot_stride)),
-        arena_stride(up(s.arena_bytes)),
-        total(arenas + s.world * arena_stride) {}
+        rank_states(up(sizeof(Control))),
+        fingerprint_details_begin(rank_states + up(s.world * sizeof(RankState))),
+        fingerprint_details_bytes(sizeof(FingerprintDetails) +
+                                  up_to_line(2 * s.world * sizeof(uint64_t))),
+        mailboxes(fingerprint_details_begin + up(2 * s.world * fingerprint_details_bytes)),
+        signal_pad(mailboxes + up(s.mailbox_bytes)),
+        staging_buffers(signal_pad + up(s.signal_pad_bytes)),
+        buffer_stride(up_to_line(s.buffer_bytes) + kStagger),
+        heaps(staging_buffers + up(2 * s.world * buffer_stride)),
+        arena_stride(up(s.symmetric_heap_bytes)),
+        total(heaps + s.world * arena_stride) {}
 
-  constexpr std::size_t description(Rank r, uint64_t call) const {
-    return descriptions + (2 * r + (call & 1)) * description_bytes;
+  constexpr std::size_t fingerprint_details(Rank r, uint64_t call) const {
+    return fingerprint_details_begin + (2 * r + (call & 1)) * fingerprint_details_bytes;
   }
-  constexpr std::size_t slot(Rank r, uint64_t run) const {
-    return slots + (2 * r + (run & 1)) * slot_stride;
+  constexpr std::size_t staging_buffer(Rank r, uint64_t run) const {
+    return staging_buffers + (2 * r + (run & 1)) * buffer_stride;
   }
-  constexpr std::size_t arena(Rank r) const { return arenas + r * arena_stride; }
+  constexpr std::size_t heap(Rank r) const { return heaps + r * arena_stride; }
   static constexpr std::size_t up_to_line(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-  Extents sizes;
-  std::size_t lines, descriptions, description_bytes, mailboxes, deck, slots, slot_stride, arenas,
-      arena_stride, total;
+  SegmentSizes sizes;
+  std::size_t rank_states, fingerprint_details_begin, fingerprint_details_bytes, mailboxes,
+      signal_pad, staging_buffers, buffer_stride, heaps, arena_stride, total;
 };
 
 }  // namespace pycollect::shm

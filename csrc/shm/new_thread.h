@@ -1,5 +1,5 @@
-// A thread of a group's own; or the sentence that there can be none: at a limit of processes, or
-// without memory for its stack.
+// Starts a background thread of a group, or throws an error that says what to do: at a process
+// limit, or without memory for the thread's stack.
 #pragma once
 #include <signal.h>
 
@@ -10,7 +10,7 @@
 
 namespace pycollect::shm {
 
-// But for those of errors. Of this thread, and of those that it makes.
+// Blocks all signals except those of errors, in this thread and in threads that it creates.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
@@ -39,8 +39,8 @@ std::thread new_thread(Body body) {
   }
 }
 
-// Signals are for the threads that were there. Not where a caller's code runs, whose processes
-// would begin without them, too.
+// Starts a thread that handles no signals, which stay with the application's threads. Not for
+// threads that run a caller's code: processes started there would have the signals blocked, too.
 template <class Body>
 std::thread new_thread_without_signals(Body body) {
   const SignalsBlocked blocked;

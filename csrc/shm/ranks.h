@@ -1,4 +1,4 @@
-// Some of a group's ranks, and how a sentence names them.
+// Formats a list of ranks for messages.
 #pragma once
 #include <string>
 #include <vector>
@@ -14,7 +14,7 @@ inline std::string numbers(const std::vector<Rank>& ranks) {
   for (std::size_t i = 0, end = 0; i < ranks.size(); i = end) {
     end = i + 1;
     while (end < ranks.size() && ranks[end] == ranks[end - 1] + 1) ++end;
-    if (end - i < 3) end = i + 1;  // two are not a row
+    if (end - i < 3) end = i + 1;  // two ranks are not a range
     all += text(all.empty() ? "" : ", ", ranks[i]);
     if (end - i > 1) all += text("-", ranks[end - 1]);
   }

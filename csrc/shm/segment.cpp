@@ -10,23 +10,23 @@
 #include <cerrno>
 
 #include "../plan/error.h"
-#include "headroom.h"
+#include "available_memory.h"
 #include "system.h"
 
 namespace pycollect::shm {
 namespace {
 
-// What is committed at once. The kernel undoes the whole when a signal comes (a profiler's, every
-// 10 ms), and this much takes it 1 to 2 ms.
+// Bytes committed by one fallocate. The kernel undoes the whole call when a signal arrives (a
+// profiler's, every 10 ms), and this much takes 1 to 2 ms.
 constexpr std::size_t kCommitBytes = 4 << 20;
 constexpr std::size_t kPage = 4096;
 
 std::string mebibytes(std::size_t bytes) { return text((bytes + (1 << 20) - 1) >> 20, " MiB"); }
 
-// Sparse: nothing but address space until it is committed.
+// Sets the size of the file, which stays sparse: a range takes no memory until it is committed.
 void resize(int fd, std::size_t bytes) {
   rlimit most = {};
-  // Beyond its limit the kernel would not only refuse but kill.
+  // Beyond this limit ftruncate would not only fail: SIGXFSZ would kill the process.
   if (getrlimit(RLIMIT_FSIZE, &most) == 0 && most.rlim_cur < bytes)
     refuse(text("shared memory of ", mebibytes(bytes), " is more than a file may have here (ulimit",
                 " -f says ", mebibytes(most.rlim_cur), ")"),
@@ -36,7 +36,7 @@ void resize(int fd, std::size_t bytes) {
 }
 
 Descriptor make_file() {
-  // Newer kernels want to be told that this is no program; older ones do not know the flag.
+  // Newer kernels expect MFD_NOEXEC_SEAL for files that are not executed; older ones reject it.
   constexpr unsigned kNoExecSeal = 8;
   int fd = memfd_create("pycollect", MFD_CLOEXEC | MFD_ALLOW_SEALING | kNoExecSeal);
   if (fd < 0 && errno == EINVAL) fd = memfd_create("pycollect", MFD_CLOEXEC | MFD_ALLOW_SEALING);
@@ -49,7 +49,7 @@ Descriptor make_file() {
 std::shared_ptr<Segment> Segment::create(std::size_t bytes) {
   Descriptor file = make_file();
   resize(file.get(), bytes);
-  // A file that shrank under somebody would kill him with SIGBUS.
+  // If the file shrank, processes that access the mapping would die of SIGBUS.
   fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
   return adopt(std::move(file), bytes);
 }
@@ -67,14 +67,14 @@ Segment::Segment(Descriptor file, std::size_t bytes) : file_(std::move(file)), b
   if (data == MAP_FAILED)
     refuse(text("no address space for ", mebibytes(bytes), " to share (see ulimit -v)"), errno);
   data_ = static_cast<std::byte*>(data);
-  // A crashed process would write its whole address space, and be dead for the others only then.
+  // A core dump would contain the whole mapping, and peers would detect the death only after it.
   madvise(data, bytes, MADV_DONTDUMP);
 }
 
 Segment::~Segment() { munmap(data_, bytes_); }
 
 void Segment::commit(std::size_t offset, std::size_t bytes) {
-  if (const Headroom most = headroom(); bytes > most.bytes)
+  if (const AvailableMemory most = available(); bytes > most.bytes)
     throw std::runtime_error(text("no memory for ", mebibytes(bytes), " to share: ",
                                   mebibytes(most.bytes), " are available ", most.where));
   for (std::size_t done = 0; done < bytes;) {

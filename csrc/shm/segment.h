@@ -1,6 +1,6 @@
-// Memory that several processes map: a file without a name, so that nothing is left behind however
-// a job ends. Address space is reserved whole and memory is committed in parts, so what is mapped
-// never moves.
+// Memory shared by several processes: an unnamed file (memfd), so that nothing is left behind
+// however a job ends. The whole address range is reserved and memory is committed in parts, so the
+// mapping never moves.
 #pragma once
 #include <cstddef>
 #include <memory>
@@ -21,13 +21,13 @@ class Segment {
   std::size_t bytes() const { return bytes_; }
   int descriptor() const { return file_.get(); }
 
-  // Gets memory for a part now, or throws std::runtime_error that says how much there was to get:
-  // too little is an error here and not a SIGBUS later.
+  // Allocates memory for a range now, or throws std::runtime_error that says how much is available:
+  // a shortage is an error here and not a SIGBUS later.
   void commit(std::size_t offset, std::size_t bytes);
-  // Maps a committed part's pages into this process, so that no collective pays for the faults.
-  // Harmless to who uses them meanwhile.
+  // Maps a committed range's pages into this process, so that no collective pays for the faults.
+  // The range may be in use meanwhile.
   void touch(std::size_t offset, std::size_t bytes) const noexcept;
-  void give_back(std::size_t offset, std::size_t bytes) noexcept;  // whole pages of it
+  void give_back(std::size_t offset, std::size_t bytes) noexcept;  // frees whole pages in the range
 
  private:
   Segment(Descriptor file, std::size_t bytes);

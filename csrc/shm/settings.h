@@ -1,4 +1,4 @@
-// What a group is made with: the same on all ranks, but for the name and the time limit.
+// Parameters of a group: equal on all ranks, except for the name and the timeout.
 #pragma once
 #include <chrono>
 #include <cstddef>
@@ -11,16 +11,16 @@ namespace pycollect::shm {
 class Segment;
 
 struct Settings {
-  std::string name = "default";  // of the group, for messages
+  std::string name = "default";  // the group's name in messages
   std::chrono::milliseconds timeout{30 * 60 * 1000};
-  std::size_t slot_bytes = 512 << 10;
+  std::size_t buffer_bytes = 512 << 10;
   std::size_t mailbox_bytes = 0;
-  std::size_t arena_bytes = 0;
-  std::size_t deck_bytes = 0;
-  std::string terms = {};  // what else must be the same, for people: " name=value" each
-  int cores = 0;           // that the ranks share; 0: those that they may run on
-  // Ranks that are threads of one process can be given one mapping of Layout::total bytes, so that
-  // a sanitizer sees what they do to each other.
+  std::size_t symmetric_heap_bytes = 0;
+  std::size_t signal_pad_bytes = 0;
+  std::string terms = {};  // other settings that must be equal, as text: " name=value" each
+  int cores = 0;           // cores that the ranks share; 0: those that they may run on
+  // One mapping of Layout::total bytes for ranks that are threads of one process, so that a
+  // sanitizer sees the accesses of all of them.
   std::shared_ptr<Segment> segment = {};
 };
 

@@ -34,7 +34,7 @@ namespace {
 constexpr std::size_t kPageBytes = 4096;  // the least that can be mapped; larger pages round it up
 }
 
-Origin::Origin() : pid_(getpid()) {
+OwnerProcess::OwnerProcess() : pid_(getpid()) {
   void* page =
       mmap(nullptr, kPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (page == MAP_FAILED) return;
@@ -46,7 +46,7 @@ Origin::Origin() : pid_(getpid()) {
   *page_ = 1;
 }
 
-Origin::~Origin() {
+OwnerProcess::~OwnerProcess() {
   if (page_ != nullptr) munmap(page_, kPageBytes);
 }
 

@@ -1,5 +1,4 @@
-// What the kernel is asked for, with C++ around it: descriptors that close themselves, random
-// numbers, and what to say when it refuses.
+// Wrappers of kernel services: descriptors that close themselves, random numbers, and errors.
 #pragma once
 #include <unistd.h>
 
@@ -33,19 +32,19 @@ class Descriptor {
 uint64_t random_number();  // never 0
 std::string hexadecimal(uint64_t number);
 
-// Is this process the one that made the object, or a child that it forked? Asking the kernel took
-// 150 ns, nearly as long as a small all_reduce; a page that it empties on fork tells in 1.
-class Origin {
+// Fork guard: distinguishes the process that made the object from its forked children. getpid took
+// 150 ns, nearly as long as a small all_reduce; reading a page that is wiped on fork takes 1 ns.
+class OwnerProcess {
  public:
-  Origin();
-  ~Origin();
-  Origin(const Origin&) = delete;
-  Origin& operator=(const Origin&) = delete;
+  OwnerProcess();
+  ~OwnerProcess();
+  OwnerProcess(const OwnerProcess&) = delete;
+  OwnerProcess& operator=(const OwnerProcess&) = delete;
   bool is_here() const { return page_ != nullptr ? *page_ != 0 : getpid() == pid_; }
 
  private:
   pid_t pid_;
-  unsigned char* page_ = nullptr;  // none where the kernel is too old for it
+  unsigned char* page_ = nullptr;  // nullptr if the kernel cannot wipe a page on fork
 };
 
 }  // namespace pycollect::shm

@@ -1,5 +1,5 @@
-// How to wait for another process: pauses where it can be running, then the core is offered to it,
-// and the kernel is asked to wake only when that has gone on for long.
+// Backoff of a wait for another process: spin while that process can be running, then yield the
+// core, and sleep in the kernel only when the wait has lasted long.
 #pragma once
 #include <sched.h>
 
@@ -7,12 +7,12 @@
 #include <chrono>
 #include <cstdint>
 
-#include "board.h"
+#include "../bootstrap/store.h"
 
 namespace pycollect::shm {
 
-// What somebody waits in, for the message when it fails.
-struct Occasion {
+// Operation context of a wait: its deadline, and what error messages name.
+struct OpContext {
   const char* operation;  // "all_reduce"
   uint64_t call;          // its sequence number
   Deadline deadline;
@@ -26,32 +26,33 @@ inline void pause() {
 #endif
 }
 
-// Sleeps until somebody wakes the word's sleepers, it no longer holds `seen`, or the time is over.
-// Compares the lower halves: the word moves on by less than 2^32 while somebody falls asleep, or he
+// Sleeps until the word's sleepers are woken, the word no longer holds `seen`, or the time is over.
+// Compares the lower 32 bits: if the word advances by 2^32 while a thread falls asleep, the thread
 // sleeps the whole time.
 void sleep_on(const std::atomic<uint64_t>& word, uint64_t seen, std::chrono::nanoseconds at_most);
 void wake_sleepers(const std::atomic<uint64_t>& word);
 
-// Who is awaited has a core of its own: it is running, and leaving the core to nobody made the
-// scheduler put both ranks on one (1.5 us an exchange instead of 0.18). 20 to 100 us measured
+// How long to spin. The awaited rank has a core of its own and is running: yielding made the
+// scheduler put both ranks on one core (1.5 us an exchange instead of 0.18). 20 to 100 us measured
 // alike.
 inline constexpr std::chrono::microseconds kSpinning{50};
-// Then the clock is read, and who has come to share this core: longer than what an exchange takes.
+// Pauses between checks of the clock and of core sharing: longer than an exchange takes.
 inline constexpr int kPausesPerLook = 32;
-// More ranks than cores, and nobody knows whom this wait is for: it probably is not running. 0 and
-// 20 measured alike, 200 made a small all_reduce of 4 ranks on 2 cores 3 times as slow.
+// Pauses of a spin with more ranks than cores: the awaited rank is unknown and probably not
+// running. 0 and 20 measured alike; 200 made a small all_reduce of 4 ranks on 2 cores 3 times as
+// slow.
 inline constexpr int kPausesWhenCrowded = 16;
-// A wake-up by the kernel takes 35 us: under 2 % of a wait that has lasted so long.
+// How long to yield before sleeping. A kernel wake-up takes 35 us: under 2 % of a wait this long.
 inline constexpr std::chrono::milliseconds kYielding{2};
-inline constexpr int kTurnsPerLook = 8;  // at the clock: a tenth of what a yield takes
-// How often to look who is alive, what time it is, and whether the group is whole. Takes 1 us for 8
-// ranks, 10 for 64.
+inline constexpr int kTurnsPerLook = 8;  // yields per clock read, which costs a tenth of a yield
+// How often to check liveness, deadline, and abort state. Takes 1 us for 8 ranks, 10 us for 64.
 inline constexpr std::chrono::milliseconds kLooking{1};
-// The longest sleep, after which one looks again: a twentieth of the second in which a death must
-// be noticed.
+// The longest sleep before the next check: a twentieth of the second within which a death must be
+// noticed.
 inline constexpr std::chrono::milliseconds kSleeping{50};
 
-// `vain` tells that who is awaited cannot run as long as this goes on.
+// Spins for a short time; returns true if `ready` held. `vain` returns true if the awaited rank
+// cannot run while this thread spins.
 template <class Ready, class Vain>
 bool spin(bool crowded, const Ready& ready, const Vain& vain) {
   if (crowded) {
@@ -68,9 +69,9 @@ bool spin(bool crowded, const Ready& ready, const Vain& vain) {
   }
 }
 
-// Until `ready`, after spinning. `look(now)` is called now and then and throws when there is no
-// more sense in waiting; `sleep(waited)` is what to do in the last stage. Before that the core is
-// offered to others whenever it is `vain` to hold it, and after kSpinning always.
+// Waits until `ready`, after `spin`. `look(now)` is called now and then and throws when waiting has
+// become pointless; `sleep(waited)` is the last stage. Before that stage the core is yielded
+// whenever `vain` returns true, and after kSpinning always.
 template <class Ready, class Vain, class Look, class Sleep>
 void wait(const Ready& ready, const Vain& vain, const Look& look, const Sleep& sleep) {
   const auto begin = Clock::now();

@@ -1,5 +1,5 @@
-// Tasks are taken in the written order, which every wait points back in. Each resource serves them
-// in that order, so a task ends when the slowest thing that its bytes pass has served it.
+// Tasks are processed in the written order, in which every wait points back. Each resource serves
+// them in that order, so a task ends when the slowest resource on its way has served it.
 #include "predict.h"
 
 #include <algorithm>
@@ -28,7 +28,7 @@ constexpr int kHostMemory = -1;
 
 class Traffic {
  public:
-  // `devices`: [rank], negative where its memory is the host's.
+  // `devices`: [rank], negative for a rank in host memory.
   Traffic(const Plan& plan, std::vector<int> devices, double bytes, const Model& model)
       : plan_(plan),
         devices_(std::move(devices)),
@@ -40,9 +40,9 @@ class Traffic {
         port_in_(n_),
         bridge_(2) {}
 
-  // When does a task end that may start at `start`?
+  // Returns the end of a task that may start at `start`.
   double end(const Task& task, Rank me, double start) {
-    if (task.step == kBoundary) return start;
+    if (task.step == kAllBuffers) return start;
     const Step& step = plan_.steps[task.step];
     const int here = devices_[me];
     double finish = start;
@@ -56,7 +56,7 @@ class Traffic {
     return s.buffer == Buffer::host ? kHostMemory : std::max(devices_[s.rank], kHostMemory);
   }
 
-  // `s` is the end in memory; the other end is a register of whoever runs the step.
+  // Moves the bytes of `s` between its memory and registers of the device that runs the step.
   double move(int from, int to, const Slice& s, double start) {
     const double bytes = chunk_ * s.count;
     double finish = start;
@@ -78,30 +78,30 @@ class Traffic {
   int n_;
   double chunk_;  // bytes
   Model model_;
-  std::vector<double> memory_, port_out_, port_in_;  // [device]: seconds, when it is free again
+  std::vector<double> memory_, port_out_, port_in_;  // [device]: time in seconds when it is free
   std::vector<double> bridge_;                       // [direction]
 };
 
-// Every task as the plan was written: entries, steps, exits.
-std::vector<Place> as_written(const Plan& plan, const Program& program) {
+// Returns every task in the order of the plan: entries, steps, exits.
+std::vector<TaskId> as_written(const Plan& plan, const Program& program) {
   require(static_cast<int>(program.size()) == plan.world, "a program of ", program.size(),
           " ranks does not belong to a plan of ", plan.world);
   struct Written {
     int when;
-    Place place;
+    TaskId place;
   };
   std::vector<Written> all;
   const int steps = static_cast<int>(plan.steps.size());
   for (Rank r = 0; r < plan.world; ++r)
     for (int i = 0; i < static_cast<int>(program[r].size()); ++i) {
       const int step = program[r][i].step;
-      require(step >= kBoundary && step < steps, "a task names step ", step, " of a plan with ",
+      require(step >= kAllBuffers && step < steps, "a task names step ", step, " of a plan with ",
               steps);
-      all.push_back({step != kBoundary ? step : i == 0 ? -1 : steps, {r, i}});
+      all.push_back({step != kAllBuffers ? step : i == 0 ? -1 : steps, {r, i}});
     }
   std::stable_sort(all.begin(), all.end(),
                    [](const Written& a, const Written& b) { return a.when < b.when; });
-  std::vector<Place> places;
+  std::vector<TaskId> places;
   places.reserve(all.size());
   for (const Written& w : all) places.push_back(w.place);
   return places;
@@ -109,7 +109,7 @@ std::vector<Place> as_written(const Plan& plan, const Program& program) {
 
 }  // namespace
 
-// NVLink: a switch between eight accelerators of this decade. PCIe: two sockets with four each.
+// NVLink: a switch between eight accelerators of the 2020s. PCIe: two sockets with four each.
 const std::vector<NamedModel>& models() {
   static const std::vector<NamedModel> all{
       {"nvlink", {.alpha = 1.5e-6, .port = 400e9, .memory = 3000e9, .bridge = 0}},
@@ -125,7 +125,7 @@ Prediction predict(const Plan& plan, const Program& program, double bytes, const
   Traffic traffic(plan, std::move(own), bytes, model);
   std::vector<std::vector<double>> ends(plan.world);
   Prediction result;
-  for (Place p : as_written(plan, program)) {
+  for (TaskId p : as_written(plan, program)) {
     const Task& task = program[p.rank][p.index];
     require(static_cast<int>(ends[p.rank].size()) == p.index, "rank ", p.rank,
             " runs its tasks in another order than the plan");
@@ -145,7 +145,7 @@ Prediction predict(const Plan& plan, const Program& program, double bytes, const
   return result;
 }
 
-double predict(const Compiled& compiled, const cuda::Placement& at, const std::vector<int>& devices,
+double predict(const Compiled& compiled, const cuda::StreamMap& at, const std::vector<int>& devices,
                double bytes, const Model& model) {
   check(bytes, model);
   require(static_cast<int>(devices.size()) == compiled.plan.world, "a device for each of ",
@@ -153,14 +153,14 @@ double predict(const Compiled& compiled, const cuda::Placement& at, const std::v
   Traffic traffic(compiled.plan, devices, bytes, model);
   std::vector<double> streams(at.streams), ends;
   double host = 0;
-  for (const cuda::Issue& issue : cuda::schedule(compiled, at)) {
-    const auto task = [&](Place p) { return compiled.program[p.rank][p.index]; };
-    const bool moves = !issue.tasks.empty() && task(issue.tasks[0]).step != kBoundary;
+  for (const cuda::ScheduledLaunch& issue : cuda::schedule(compiled, at)) {
+    const auto task = [&](TaskId p) { return compiled.program[p.rank][p.index]; };
+    const bool moves = !issue.tasks.empty() && task(issue.tasks[0]).step != kAllBuffers;
     host += model.host * static_cast<double>(moves + issue.after.size() + issue.recorded);
     double start = std::max(streams[issue.stream], host);
     for (int earlier : issue.after) start = std::max(start, ends[earlier] + model.alpha);
     double end = start;
-    for (Place p : issue.tasks) end = std::max(end, traffic.end(task(p), p.rank, start));
+    for (TaskId p : issue.tasks) end = std::max(end, traffic.end(task(p), p.rank, start));
     ends.push_back(streams[issue.stream] = end);
   }
   return *std::max_element(streams.begin(), streams.end());

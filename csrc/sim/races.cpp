@@ -1,6 +1,6 @@
-// Every rank is an actor with a clock: how many tasks of every rank are known to be done. A clock
-// is kept as long as somebody will still wait for its task. Per chunk the last write and the reads
-// since are enough: whatever is ordered behind them is behind all that they were ordered behind.
+// Every rank is an actor with a clock: the number of each rank's tasks that are ordered before. A
+// task's clock is kept as long as other tasks will still wait for it. Per chunk the last write and
+// the reads since are enough: an access ordered after them is also after all accesses before them.
 #include "races.h"
 
 #include <algorithm>
@@ -12,27 +12,27 @@
 namespace pycollect {
 namespace {
 
-using Clock = std::vector<int>;  // [rank]
+using ReplayClock = std::vector<int>;  // [rank]
 
-void join(Clock& mine, const Clock& seen) {
+void join(ReplayClock& mine, const ReplayClock& seen) {
   for (std::size_t i = 0; i < mine.size(); ++i) mine[i] = std::max(mine[i], seen[i]);
 }
 
-struct Access {
-  Rank rank = -1;  // nobody
-  int count = 0, step = kBoundary;
+struct ReplayAccess {
+  Rank rank = -1;  // no access yet
+  int count = 0, step = kAllBuffers;
 };
-struct Cell {
-  Access writer = {};
-  std::vector<Access> readers = {};  // since the writer
-};
-
-struct Done {       // about one task
-  int waiting = 0;  // how many tasks will still ask for its clock
-  Clock clock = {};
+struct ReplayCell {
+  ReplayAccess writer = {};
+  std::vector<ReplayAccess> readers = {};  // since the writer
 };
 
-std::string words(const Access& a) {
+struct Done {       // state of one task
+  int waiting = 0;  // number of waits for the task that have not been processed
+  ReplayClock clock = {};
+};
+
+std::string words(const ReplayAccess& a) {
   return a.step < 0 ? text(a.count == 1 ? "the entry of rank " : "the exit of rank ", a.rank)
                     : text("step ", a.step, " by rank ", a.rank);
 }
@@ -52,7 +52,7 @@ class Replaying {
         cells_(cells(plan)),
         done_(plan.world),
         next_(plan.world, 0),
-        clocks_(plan.world, Clock(plan.world)),
+        clocks_(plan.world, ReplayClock(plan.world)),
         sleepers_(plan.world) {
     for (Rank r = 0; r < plan.world; ++r) done_[r].resize(program[r].size());
     for (const auto& tasks : program)
@@ -73,12 +73,13 @@ class Replaying {
     }
     for (Rank r = 0; r < plan_.world; ++r)
       if (next_[r] < program_[r].size()) stuck(r);
-    for (const Clock& c : clocks_) result_.meets &= *std::min_element(c.begin(), c.end()) > 0;
+    for (const ReplayClock& c : clocks_) result_.meets &= *std::min_element(c.begin(), c.end()) > 0;
     return std::move(result_);
   }
 
  private:
-  // Runs the next task of a rank, or puts the rank to sleep beside whom it waits for.
+  // Runs the next task of a rank, or adds the rank to the sleepers of the rank it waits for.
+  // Returns whether a task ran.
   bool advance(Rank me) {
     if (next_[me] == program_[me].size()) return false;
     const Task& task = program_[me][next_[me]];
@@ -87,13 +88,13 @@ class Replaying {
         sleepers_[w.rank].push_back(me);
         return false;
       }
-    Clock& clock = clocks_[me];
+    ReplayClock& clock = clocks_[me];
     for (Wait w : task.waits) {
       Done& done = done_[w.rank][w.count - 1];
       join(clock, done.clock);
-      if (--done.waiting == 0) Clock().swap(done.clock);
+      if (--done.waiting == 0) ReplayClock().swap(done.clock);
     }
-    const Access self{me, static_cast<int>(next_[me]) + 1, task.step};
+    const ReplayAccess self{me, static_cast<int>(next_[me]) + 1, task.step};
     touch(task, self, clock);
     clock[me] = self.count;
     if (Done& done = done_[me][next_[me]]; done.waiting > 0) done.clock = clock;
@@ -101,25 +102,25 @@ class Replaying {
     return true;
   }
 
-  void touch(const Task& task, const Access& self, const Clock& clock) {
+  void touch(const Task& task, const ReplayAccess& self, const ReplayClock& clock) {
     const Slices dsts = writes(plan_, task, self.rank);
     const Slices& srcs = reads(plan_, task);
     auto each = [&](const Slices& slices, auto&& f) {
       for (const Slice& s : slices) each_cell(plan_, in_place_, s, [&](int c) { f(cells_[c], c); });
     };
-    auto ordered = [&](const Access& a, int c) {
+    auto ordered = [&](const ReplayAccess& a, int c) {
       if (a.rank < 0 || a.rank == self.rank || clock[a.rank] >= a.count) return;
       if (result_.races++ > 0) return;
       result_.defect = text(words(a), " and ", words(self), " both touch ", place(plan_, c),
                             ", one of them writes, and nothing orders them");
     };
-    each(srcs, [&](Cell& cell, int c) { ordered(cell.writer, c); });
-    each(dsts, [&](Cell& cell, int c) {
+    each(srcs, [&](ReplayCell& cell, int c) { ordered(cell.writer, c); });
+    each(dsts, [&](ReplayCell& cell, int c) {
       ordered(cell.writer, c);
-      for (const Access& a : cell.readers) ordered(a, c);
+      for (const ReplayAccess& a : cell.readers) ordered(a, c);
     });
-    each(srcs, [&](Cell& cell, int) { cell.readers.push_back(self); });
-    each(dsts, [&](Cell& cell, int) {
+    each(srcs, [&](ReplayCell& cell, int) { cell.readers.push_back(self); });
+    each(dsts, [&](ReplayCell& cell, int) {
       cell.writer = self;
       cell.readers.clear();
     });
@@ -138,11 +139,11 @@ class Replaying {
   const Plan& plan_;
   const Program& program_;
   bool in_place_;
-  std::vector<Cell> cells_;
+  std::vector<ReplayCell> cells_;
   std::vector<std::vector<Done>> done_;      // [rank][task]
-  std::vector<std::size_t> next_;            // [rank]: the task to run
-  std::vector<Clock> clocks_;                // [rank]
-  std::vector<std::vector<Rank>> sleepers_;  // [rank]: who waits for it
+  std::vector<std::size_t> next_;            // [rank]: index of its next task
+  std::vector<ReplayClock> clocks_;          // [rank]
+  std::vector<std::vector<Rank>> sleepers_;  // [rank]: ranks that wait for a task of it
   Replay result_;
 };
 
@@ -151,7 +152,7 @@ void check(const Plan& plan, const Program& program) {
           " ranks does not belong to a plan of ", plan.world);
   for (const auto& tasks : program)
     for (const Task& task : tasks) {
-      require(task.step >= kSides && task.step < static_cast<int>(plan.steps.size()),
+      require(task.step >= kInOutBuffers && task.step < static_cast<int>(plan.steps.size()),
               "a task names step ", task.step, " of a plan with ", plan.steps.size());
       for (Wait w : task.waits)
         require(w.rank >= 0 && w.rank < plan.world && w.count >= 1 &&

@@ -1,6 +1,6 @@
-// Vector clocks: replays a program rank by rank behind its waits, without memory, and finds
-// accesses to one chunk, one of them a write, that nothing orders. Proves as well that nobody waits
-// for ever.
+// Race detector with vector clocks: replays a program rank by rank, honouring its waits, without
+// memory. Finds accesses to one chunk, at least one of them a write, that no wait orders. Also
+// proves that no rank waits forever.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -10,14 +10,14 @@
 namespace pycollect {
 
 struct Replay {
-  std::string defect;     // the first race, or who waits for whom for ever; empty when all is right
-  int64_t races = 0;      // at least this many; none is none
-  int64_t waits = 0;      // how many the program has
-  bool deadlock = false;  // then nothing is said about what never ran
-  bool meets = true;      // does every rank leave after all have entered?
+  std::string defect;     // describes the first race or a wait that never ends; empty without one
+  int64_t races = 0;      // lower bound of the number of races; 0 means that there is none
+  int64_t waits = 0;      // number of waits of the program
+  bool deadlock = false;  // if true, tasks that never ran are not checked for races
+  bool meets = true;      // true if every rank leaves after all ranks have entered
 };
 
-// Throws ValueError for a program that names steps, ranks or tasks which are not there.
+// Throws ValueError for a program that names steps, ranks or tasks that do not exist.
 Replay replay(const Plan& plan, const Program& program, bool in_place);
 
 }  // namespace pycollect

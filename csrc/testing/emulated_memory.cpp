@@ -1,5 +1,5 @@
-// The memory of a GPU that is not there (emulator.h): files of this process, which others map by a
-// descriptor.
+// The emulator's memory (emulator.h). Emulated GPU memory is a memfd, which other processes map
+// through its descriptor.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -7,8 +7,8 @@
 
 #include <cstring>
 
-#include "by_hand.h"
 #include "emulator.h"
+#include "reference_run.h"
 
 namespace pycollect::cuda {
 namespace {
@@ -49,7 +49,7 @@ std::byte* Emulator::allocate(Device, std::size_t bytes) {
   std::byte* const base = mapped(file, bytes);
   std::memset(base, kPoison, bytes);
   shared_.emplace(base, Shared{bytes, std::move(file), true});
-  ++books_["allocated"];
+  ++counters_["allocated"];
   return base;
 }
 
@@ -58,7 +58,7 @@ Exported Emulator::export_memory(std::byte* base) {
   enter("export_memory");
   const auto found = shared_.find(base);
   if (found == shared_.end() || !found->second.own)
-    foul("memory was handed over that was not allocated by itself");
+    violation("memory was handed over that was not allocated by itself");
   return {copy_of(found->second.file), found->second.bytes};
 }
 
@@ -67,11 +67,11 @@ std::byte* Emulator::map(Device, const Descriptor& descriptor, std::size_t bytes
   const Lock lock = locked();
   for (const auto& [base, memory] : shared_)
     if (is_one_file(memory.file, descriptor))
-      foul(memory.own ? "a process cannot map what it has allocated itself"
-                      : "memory was mapped twice");
+      violation(memory.own ? "a process cannot map what it has allocated itself"
+                           : "memory was mapped twice");
   std::byte* const base = mapped(descriptor, bytes);
   shared_.emplace(base, Shared{bytes, copy_of(descriptor), false});
-  ++books_["opened"];
+  ++counters_["opened"];
   return base;
 }
 
@@ -79,28 +79,28 @@ void Emulator::unmap(std::byte* base) {
   synchronize_all("unmap");
   const Lock lock = locked();
   const auto found = shared_.find(base);
-  if (found == shared_.end()) foul("memory was unmapped that was not mapped");
+  if (found == shared_.end()) violation("memory was unmapped that was not mapped");
   const Shared memory = std::move(found->second);
   shared_.erase(found);
   munmap(base, memory.bytes);
-  --books_[memory.own ? "allocated" : "opened"];
+  --counters_[memory.own ? "allocated" : "opened"];
 }
 
 std::byte* Emulator::register_host(std::byte* memory, std::size_t bytes) {
   synchronize_all("register_host");
   const Lock lock = locked();
   if (reinterpret_cast<std::uintptr_t>(memory) % kPage != 0 || bytes % kPage != 0)
-    foul("only whole pages can be registered");
+    violation("only whole pages can be registered");
   registered_[memory] = bytes;
-  ++books_["adopted"];
+  ++counters_["adopted"];
   return memory;
 }
 
 void Emulator::unregister_host(std::byte* memory) {
   synchronize_all("unregister_host");
   const Lock lock = locked();
-  if (registered_.erase(memory) == 0) foul("memory was unregistered that was not registered");
-  --books_["adopted"];
+  if (registered_.erase(memory) == 0) violation("memory was unregistered that was not registered");
+  --counters_["adopted"];
 }
 
 bool Emulator::is_registered(const std::byte* word) const {
@@ -123,11 +123,11 @@ std::byte* Emulator::new_pinned(std::size_t bytes) {
   return allocate(MemoryKind::pinned, kHost, bytes);
 }
 
-void Emulator::copy(const Rectangle& it) {
+void Emulator::copy(const CopyRect& it) {
   demand(it.bytes > 0 && it.rows > 0, "the host copies nothing");
   demand(capture_ == 0, "the host copies during a capture");
   host("a copy by the host", touches(it), [it] { move(it); });
-  ++books_["host_copy"];
+  ++counters_["host_copy"];
 }
 
 const Emulator::Region& Emulator::region(const std::byte* begin, std::size_t bytes) const {
@@ -145,7 +145,7 @@ void Emulator::reachable(Device device, const std::byte* begin, std::size_t byte
          device, " cannot touch the memory of device ", r.device);
 }
 
-std::vector<Touch> Emulator::touches(Device device, const Row& row, std::size_t item,
+std::vector<Touch> Emulator::touches(Device device, const KernelRow& row, std::size_t item,
                                      int part) const {
   demand(row.count > 0 && row.rows > 0 && !row.dsts.empty() && !row.srcs.empty(),
          "a row of nothing");
@@ -171,7 +171,7 @@ std::vector<Touch> Emulator::touches(Device device, const Row& row, std::size_t 
   return all;
 }
 
-std::vector<Touch> Emulator::touches(const Rectangle& it) const {
+std::vector<Touch> Emulator::touches(const CopyRect& it) const {
   std::vector<Touch> all;
   for (std::size_t r = 0; r < it.rows; ++r) {
     const auto row = static_cast<std::ptrdiff_t>(r);

@@ -27,7 +27,7 @@ void EmulatedStreams::enqueue(std::size_t stream, Work work) {
 }
 
 bool EmulatedStreams::step(std::size_t stream) {
-  Stream& s = streams_[stream];
+  StreamQueue& s = streams_[stream];
   if (s.work.empty() || is_stalled(stream) || !s.work.front()()) return false;
   Work done = std::move(s.work.front());
   s.work.pop_front();
@@ -49,12 +49,12 @@ void EmulatedStreams::run_by_themselves() {
   if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
 }
 
-// In each round every stream is served in its turn, or now and then is not.
+// Each round visits the streams in a random order and skips each with a probability of 1/8.
 void EmulatedStreams::serve() {
   Lock lock(mutex);
   while (!closed_) {
     const bool any = std::any_of(streams_.begin(), streams_.end(),
-                                 [](const Stream& s) { return !s.work.empty(); });
+                                 [](const StreamQueue& s) { return !s.work.empty(); });
     if (!any && spent_.empty()) {
       changed_.wait(lock);
       continue;

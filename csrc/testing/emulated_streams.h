@@ -1,6 +1,6 @@
-// Streams without a device: lists of work that is done as late as somebody asks for it, or by a
-// thread of their own when other processes wait for it, in any order that streams allow. Work that
-// cannot be done yet holds up its stream and no other.
+// Emulated streams: queues of work that runs only when a caller needs it, or on a thread of their
+// own where other processes wait for it, in any order that streams allow. Work that cannot run yet
+// blocks its own stream and no other.
 #pragma once
 #include <chrono>
 #include <condition_variable>
@@ -13,14 +13,14 @@
 
 namespace pycollect::cuda {
 
-// Behind what a stream had when somebody looked.
+// A position in a stream: behind the first `at` pieces of its work.
 struct Point {
   std::size_t stream, at;
 };
 
 class EmulatedStreams {
  public:
-  using Work = std::function<bool()>;  // false: it cannot be done yet
+  using Work = std::function<bool()>;  // returns false while the work cannot run yet
   using Lock = std::unique_lock<std::recursive_mutex>;
 
   explicit EmulatedStreams(bool eager) : eager_(eager) {}
@@ -28,34 +28,36 @@ class EmulatedStreams {
   EmulatedStreams(const EmulatedStreams&) = delete;
   EmulatedStreams& operator=(const EmulatedStreams&) = delete;
 
-  // All of these are called under the mutex, and so is the work, whose end may come back here.
+  // Guards every call up to pause_for: the caller holds it. Recursive, because work also runs under
+  // it, and both running and releasing work may call back into this class.
   std::recursive_mutex mutex;
   std::size_t add();
   void enqueue(std::size_t stream, Work work);
-  bool step(std::size_t stream);  // false: there is nothing that can be done
-  bool advance(Point to);         // as far as it goes without waiting: is it there?
+  bool step(std::size_t stream);  // runs the next piece of work; false: none can run now
+  bool advance(Point to);         // runs what can run up to `to`; true: the point is reached
   Point end(std::size_t stream) const { return {stream, streams_[stream].enqueued}; }
   bool passed(Point point) const { return streams_[point.stream].done >= point.at; }
   bool is_idle(std::size_t stream) const { return passed(end(stream)); }
   bool eager() const { return eager_; }
 
-  // This one comes to nothing behind so many more pieces of work.
+  // The stream stops after `after` more pieces of work, until go_on().
   void stall(std::size_t stream, std::size_t after) {
     stalls_at_ = {stream, streams_[stream].done + after};
   }
   void go_on() { stalls_at_ = kNowhere; }
-  void run_by_themselves();  // from now on a thread does the work too
+  void run_by_themselves();  // starts a thread that runs the work of all streams
   bool run_themselves() const { return thread_.joinable(); }
   void pause_for(std::chrono::microseconds pause) { pause_ = pause; }
 
-  // Without the mutex: until a stream is empty, if it runs by itself, or as far as it goes.
+  // The caller of these does not hold the mutex. `drain` runs the work that is on a stream now: all
+  // of it if a thread runs the streams, else as far as possible without waiting.
   void drain(std::size_t stream);
-  // The same of all of them, with a limit: is nothing left?
+  // Drains all streams; returns false if the time limit passes first.
   bool drain_all(std::chrono::seconds limit);
-  void stop();  // the thread, which may need the interpreter
+  void stop();  // joins the thread, which may need the interpreter's lock
 
  private:
-  struct Stream {
+  struct StreamQueue {
     std::deque<Work> work = {};
     std::size_t done = 0, enqueued = 0;
   };
@@ -66,9 +68,9 @@ class EmulatedStreams {
   static constexpr Point kNowhere{static_cast<std::size_t>(-1), 0};
 
   const bool eager_;
-  std::deque<Stream> streams_;
-  // What has been done: letting go of a tensor can take the interpreter's lock, whose holder may be
-  // waiting for ours.
+  std::deque<StreamQueue> streams_;
+  // Finished work, destroyed without the mutex: releasing a tensor can take the interpreter's lock,
+  // whose holder may be waiting for the mutex.
   std::vector<Work> spent_;
   Point stalls_at_ = kNowhere;
   bool closed_ = false;

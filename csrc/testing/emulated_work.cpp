@@ -1,21 +1,19 @@
-// The work of an emulator's streams (emulator.h): what a launch would do is kept as a function on
-// real bytes, done with the host's folds. What has been written to a word is noted behind it, from
-// which the rule is checked that nobody waits for what nobody will write.
+// The work of an emulator's streams (emulator.h): the effect of a launch is stored as a function on
+// real bytes, which uses the host's folds. Each enqueued write of a word is noted behind that word,
+// to check the rule that no stream of a group waits for a value whose write is not yet enqueued.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 
 #include "../cuda/kernel_table.h"
 #include "../shm/layout.h"
-#include "by_hand.h"
 #include "emulator.h"
+#include "reference_run.h"
 
 namespace pycollect::cuda {
 namespace {
 
-using Kind = Operation::Kind;
-
-constexpr std::size_t kNote = 8;  // behind a counter's word
+constexpr std::size_t kNote = 8;  // bytes from a counter's word to the last value enqueued for it
 
 bool is_called_off(const Launch& launch) {
   return launch.guard != nullptr &&
@@ -51,10 +49,11 @@ void Emulator::enqueue(Stream stream, const char* call, EmulatedStreams::Work wo
   if (streams_.eager() && states_[n].owner == Owner::group) streams_.advance(streams_.end(n));
 }
 
-// The kernel that copies, or one of a reduction.
+// The first launch of a kernel (the copy kernel, or the one of a dtype and op) may load it, and so
+// wait for all streams.
 void Emulator::may_load(const Launch& launch) {
   const bool copies = std::all_of(launch.rows.begin(), launch.rows.end(),
-                                  [](const Row& row) { return row.srcs.size() == 1; });
+                                  [](const KernelRow& row) { return row.srcs.size() == 1; });
   const std::pair<int, int> kernel =
       copies ? std::pair(-1, -1)
              : std::pair(static_cast<int>(launch.dtype), static_cast<int>(launch.op));
@@ -71,12 +70,12 @@ void Emulator::launch(Stream stream, const Launch& launch) {
   enter("launch");
   state(stream, "launch");
   demand(!launch.rows.empty(), "a launch of nothing");
-  books_["rows"] += static_cast<int>(launch.rows.size());
+  counters_["rows"] += static_cast<int>(launch.rows.size());
   if (is_dropped("launch")) return;
-  Operation o{.kind = Kind::work, .what = text("a launch on stream ", number(stream))};
+  Operation o{.kind = Operation::Kind::work, .what = text("a launch on stream ", number(stream))};
   const auto how = std::make_shared<const Launch>(launch);
   for (std::size_t i = 0; i < how->rows.size(); ++i) {
-    const Row& row = how->rows[i];
+    const KernelRow& row = how->rows[i];
     const int alignment = kUnits[static_cast<int>(how->dtype)][static_cast<int>(how->op)].alignment;
     for (const auto* side : {&row.dsts, &row.srcs})
       for (const std::byte* at : *side)
@@ -93,13 +92,14 @@ void Emulator::launch(Stream stream, const Launch& launch) {
   enqueue(stream, std::move(o));
 }
 
-// The host waits for what is to be in pageable memory, however long that takes.
-void Emulator::copy(Stream stream, const Rectangle& it) {
+// A copy to pageable memory makes the host wait without a time limit for work before it, so an
+// emulator that runs allows copies only on an idle stream.
+void Emulator::copy(Stream stream, const CopyRect& it) {
   const Lock lock = locked();
   enter("copy");
   state(stream, "copy");
   demand(it.bytes > 0 && it.rows > 0, "a copy of nothing");
-  Operation o{.kind = Kind::work, .what = text("a copy on stream ", number(stream))};
+  Operation o{.kind = Operation::Kind::work, .what = text("a copy on stream ", number(stream))};
   if (records_) {
     o.touches = touches(it);
     for (const Touch& t : o.touches)
@@ -110,7 +110,7 @@ void Emulator::copy(Stream stream, const Rectangle& it) {
            "a copy between devices ", it.src_device, " and ", it.dst_device,
            ", which do not reach each other");
   } else if (!streams_.is_idle(number(stream))) {
-    foul("the host was to wait for a stream without a limit");
+    violation("the host was to wait for a stream without a limit");
   }
   o.parts.emplace_back([it] { move(it); });
   enqueue(stream, std::move(o));
@@ -120,30 +120,30 @@ void Emulator::fill(Stream stream, std::byte* memory, unsigned char value, std::
   const Lock lock = locked();
   enter("fill");
   state(stream, "fill");
-  Operation o{.kind = Kind::work, .what = "a fill"};
+  Operation o{.kind = Operation::Kind::work, .what = "a fill"};
   o.parts.emplace_back([=] { std::memset(memory, value, bytes); });
   if (!is_dropped("fill")) enqueue(stream, std::move(o));
 }
 
 void Emulator::write_value(Stream stream, std::byte* word, uint64_t value) {
   const Lock lock = locked();
-  if (!is_registered(word)) foul("a stream was to write memory that is not registered");
+  if (!is_registered(word)) violation("a stream was to write memory that is not registered");
   enter("write_value");
   state(stream, "write_value");
   word_at(word + kNote).store(value);
-  Operation o{.kind = Kind::work, .what = "a signal"};
+  Operation o{.kind = Operation::Kind::work, .what = "a signal"};
   o.parts.emplace_back([=] { word_at(word).store(value); });
   if (!is_dropped("write_value")) enqueue(stream, std::move(o));
 }
 
 void Emulator::wait_value(Stream stream, std::byte* word, uint64_t value) {
   const Lock lock = locked();
-  if (!is_registered(word)) foul("a stream was to wait for memory that is not registered");
+  if (!is_registered(word)) violation("a stream was to wait for memory that is not registered");
   enter("wait_value");
   state(stream, "wait_value");
   if (states_[number(stream)].owner == Owner::group &&
       !shm::reached(word_at(word + kNote).load(), value))
-    foul("a stream was to wait for what nobody has been told to write");
+    violation("a stream was to wait for what nobody has been told to write");
   if (!is_dropped("wait_value"))
     streams_.enqueue(number(stream), [=] { return shm::reached(word_at(word).load(), value); });
 }

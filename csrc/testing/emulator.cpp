@@ -8,8 +8,6 @@
 namespace pycollect::cuda {
 namespace {
 
-using Kind = Operation::Kind;
-
 void join(std::vector<int>& mine, const std::vector<int>& seen) {
   if (mine.size() < seen.size()) mine.resize(seen.size());
   for (std::size_t i = 0; i < seen.size(); ++i) mine[i] = std::max(mine[i], seen[i]);
@@ -26,7 +24,7 @@ bool is_behind(const std::vector<int>& mine, const std::vector<int>& seen) {
 Stream Emulator::create_stream(Device device) {
   enter("create_stream");
   const Lock lock = locked();
-  ++books_["streams"];
+  ++counters_["streams"];
   return create_stream_of(Owner::nobody, device);
 }
 
@@ -41,7 +39,7 @@ Stream Emulator::create_stream_of(Owner owner, Device device) {
 
 void Emulator::destroy(Stream) {
   const Lock lock = locked();
-  --books_["streams"];
+  --counters_["streams"];
 }
 
 std::size_t Emulator::number(Stream stream) const {
@@ -75,14 +73,14 @@ Event Emulator::create_event(Device device) {
   demand(device == current_device(), "an event for device ", device, " while device ",
          current_device(), " is current");
   events_.push_back({device});
-  ++books_["events"];
+  ++counters_["events"];
   return {device, reinterpret_cast<void*>(events_.size())};
 }
 
 void Emulator::destroy(Event event) noexcept {
   const Lock lock = locked();
   events_[reinterpret_cast<std::size_t>(event.handle) - 1].alive = false;
-  --books_["events"];
+  --counters_["events"];
 }
 
 void Emulator::record(Event event, Stream stream) {
@@ -103,7 +101,8 @@ void Emulator::record(Event event, Stream stream) {
   e.clock = s.clock;
   e.asked = e.seen = false;
   note("record", s);
-  if (records_) trace_.operations.push_back({.kind = Kind::record, .stream = static_cast<int>(at)});
+  if (records_)
+    trace_.operations.push_back({.kind = Operation::Kind::record, .stream = static_cast<int>(at)});
 }
 
 void Emulator::wait(Stream stream, Event event) {
@@ -129,13 +128,14 @@ void Emulator::wait(Stream stream, Event event) {
     s.capture = e.capture == 0 ? s.capture : e.capture;
     join(s.clock, e.clock);
   }
-  trace_.operations.push_back({.kind = Kind::wait,
+  trace_.operations.push_back({.kind = Operation::Kind::wait,
                                .stream = static_cast<int>(at),
                                .of = e.is_recorded ? e.recorded : Operation::kNobody});
 }
 
-// Never at the first question: devices take their time. A step of work for each of the others,
-// unless streams run by themselves.
+// The first query after a record returns false, because devices take time. Unless a thread runs the
+// streams, each later one runs one piece of work: of the event's stream, or, where that one is
+// blocked, of every caller's stream.
 bool Emulator::query(Event event) {
   const Lock lock = locked();
   enter("query");
@@ -156,8 +156,9 @@ void Emulator::synchronize(Event event) {
   enter("synchronize");
   EventState& e = state(event, "synchronize");
   demand(capture_ == 0, "the host waits during a capture");
-  e.call = -1;  // nobody can be waiting for it any more
-  if (e.is_recorded) trace_.operations.push_back({.kind = Kind::host_wait, .of = e.recorded});
+  e.call = -1;  // no stream can still be waiting for the event, so it may be recorded again
+  if (e.is_recorded)
+    trace_.operations.push_back({.kind = Operation::Kind::host_wait, .of = e.recorded});
 }
 
 void Emulator::synchronize(Stream stream) {
@@ -166,7 +167,7 @@ void Emulator::synchronize(Stream stream) {
   state(stream, "synchronize");
   demand(capture_ == 0, "the host waits during a capture");
   trace_.operations.push_back(
-      {.kind = Kind::host_wait, .stream = static_cast<int>(number(stream))});
+      {.kind = Operation::Kind::host_wait, .stream = static_cast<int>(number(stream))});
 }
 
 bool Emulator::is_capturing(Stream stream) {

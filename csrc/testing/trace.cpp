@@ -1,5 +1,5 @@
-// Memory is cut into cells at every address where an access begins or ends, so a cell is touched
-// whole or not at all, and what is kept about it is as in races.cpp.
+// Memory is cut into cells at every address where an access begins or ends, so an access touches a
+// cell entirely or not at all. The record kept per cell is that of races.cpp.
 #include "trace.h"
 
 #include <algorithm>
@@ -10,19 +10,18 @@
 namespace pycollect {
 namespace {
 
-using Kind = Operation::Kind;
-using Clock = std::vector<int>;
+using TraceClock = std::vector<int>;
 
-void join(Clock& mine, const Clock& seen) {
+void join(TraceClock& mine, const TraceClock& seen) {
   for (std::size_t i = 0; i < mine.size(); ++i) mine[i] = std::max(mine[i], seen[i]);
 }
 
-struct Access {
+struct TraceAccess {
   int actor = Operation::kNobody, count = 0, operation = 0, part = 0;
 };
-struct Cell {
-  Access writer = {};
-  std::vector<Access> readers = {};  // since the writer
+struct TraceCell {
+  TraceAccess writer = {};
+  std::vector<TraceAccess> readers = {};  // since the writer
 };
 
 }  // namespace
@@ -43,7 +42,7 @@ StreamJudge::StreamJudge(const Trace& trace) : trace_(trace), spans_(trace.opera
       spans_[i].push_back({cell(t.begin), cell(t.begin + t.bytes), t.part, t.writes});
     // Reads first: an element is read before it is written.
     std::stable_sort(spans_[i].begin(), spans_[i].end(),
-                     [](const Span& a, const Span& b) { return a.writes < b.writes; });
+                     [](const CellRange& a, const CellRange& b) { return a.writes < b.writes; });
     if (is_for_event(trace.operations[i])) waits_.push_back(static_cast<int>(i));
   }
 }
@@ -53,7 +52,7 @@ class StreamJudge::Replaying {
   explicit Replaying(const StreamJudge& judge)
       : judge_(judge),
         host_(judge.trace_.streams),
-        clocks_(host_ + 1, Clock(host_ + 1)),
+        clocks_(host_ + 1, TraceClock(host_ + 1)),
         then_(judge.spans_.size()),
         cells_(judge.bounds_.size()) {}
 
@@ -66,37 +65,38 @@ class StreamJudge::Replaying {
  private:
   void step(int i) {
     const Operation& o = judge_.trace_.operations[i];
-    Clock& host = clocks_[host_];
-    if (o.kind == Kind::host_work) return touch(i, host_);
-    if (o.kind == Kind::host_wait && o.of != Operation::kNobody) return join(host, then_[o.of]);
-    Clock& clock = clocks_[o.stream];
-    if (o.kind == Kind::host_wait) return join(host, clock);
+    TraceClock& host = clocks_[host_];
+    if (o.kind == Operation::Kind::host_work) return touch(i, host_);
+    if (o.kind == Operation::Kind::host_wait && o.of != Operation::kNobody)
+      return join(host, then_[o.of]);
+    TraceClock& clock = clocks_[o.stream];
+    if (o.kind == Operation::Kind::host_wait) return join(host, clock);
     join(clock, host);
-    if (o.kind == Kind::record) then_[i] = clock;
-    if (o.kind == Kind::wait && o.of != Operation::kNobody) join(clock, then_[o.of]);
-    if (o.kind == Kind::work) touch(i, o.stream);
+    if (o.kind == Operation::Kind::record) then_[i] = clock;
+    if (o.kind == Operation::Kind::wait && o.of != Operation::kNobody) join(clock, then_[o.of]);
+    if (o.kind == Operation::Kind::work) touch(i, o.stream);
   }
 
   void touch(int i, int actor) {
-    Clock& clock = clocks_[actor];
+    TraceClock& clock = clocks_[actor];
     const int count = clock[actor] + 1;
-    for (const Span& s : judge_.spans_[i])
+    for (const CellRange& s : judge_.spans_[i])
       for (int c = s.first; c < s.last; ++c) {
-        const Access self{actor, count, i, s.part};
-        Cell& cell = cells_[c];
+        const TraceAccess self{actor, count, i, s.part};
+        TraceCell& cell = cells_[c];
         ordered(cell.writer, self, clock);
         if (!s.writes) {
           cell.readers.push_back(self);
           continue;
         }
-        for (const Access& reader : cell.readers) ordered(reader, self, clock);
+        for (const TraceAccess& reader : cell.readers) ordered(reader, self, clock);
         cell.writer = self;
         cell.readers.clear();
       }
     clock[actor] = count;
   }
 
-  void ordered(const Access& a, const Access& self, const Clock& clock) {
+  void ordered(const TraceAccess& a, const TraceAccess& self, const TraceClock& clock) {
     if (a.actor == Operation::kNobody || clock[a.actor] >= a.count) return;
     if (a.operation == self.operation && a.part == self.part) return;
     const auto& all = judge_.trace_.operations;
@@ -107,9 +107,9 @@ class StreamJudge::Replaying {
 
   const StreamJudge& judge_;
   int host_;
-  std::vector<Clock> clocks_;  // [actor]
-  std::vector<Clock> then_;    // [operation]: of a record
-  std::vector<Cell> cells_;
+  std::vector<TraceClock> clocks_;  // [actor]
+  std::vector<TraceClock> then_;    // [operation]: the stream's clock at a record
+  std::vector<TraceCell> cells_;
   std::string race_;
 };
 
@@ -129,7 +129,8 @@ class Shuffling {
         done_(trace.operations.size()) {
     for (int i = 0; i < static_cast<int>(trace.operations.size()); ++i) {
       const Operation& o = trace.operations[i];
-      const bool by_host = o.kind == Kind::host_work || o.kind == Kind::host_wait;
+      const bool by_host =
+          o.kind == Operation::Kind::host_work || o.kind == Operation::Kind::host_wait;
       (by_host ? host_ : queues_[o.stream]).push_back(i);
     }
   }
@@ -151,11 +152,12 @@ class Shuffling {
  private:
   bool can_run(int i, int issued) const {
     const Operation& o = trace_.operations[i];
-    return i < issued && (o.kind != Kind::wait || o.of == Operation::kNobody || done_[o.of]);
+    return i < issued &&
+           (o.kind != Operation::Kind::wait || o.of == Operation::kNobody || done_[o.of]);
   }
   bool host_can_run(int i) const {
     const Operation& o = trace_.operations[i];
-    if (o.kind == Kind::host_work) return true;
+    if (o.kind == Operation::Kind::host_work) return true;
     if (o.of != Operation::kNobody) return done_[o.of];
     const std::vector<int>& queue = queues_[o.stream];
     return next_[o.stream] == queue.size() || queue[next_[o.stream]] > i;
@@ -168,7 +170,8 @@ class Shuffling {
     std::shuffle(order.begin(), order.end(), random_);
     for (std::size_t p : order) o.parts[p]();
     done_[i] = true;
-    const bool by_host = o.kind == Kind::host_work || o.kind == Kind::host_wait;
+    const bool by_host =
+        o.kind == Operation::Kind::host_work || o.kind == Operation::Kind::host_wait;
     ++(by_host ? at_ : next_[o.stream]);
   }
 
@@ -176,8 +179,8 @@ class Shuffling {
   std::mt19937_64 random_;
   std::vector<std::vector<int>> queues_;  // [stream]
   std::vector<std::size_t> next_;         // [stream]
-  std::vector<int> host_;                 // what the host does itself
-  std::size_t at_ = 0;                    // and how far it is
+  std::vector<int> host_;                 // operations of the host itself
+  std::size_t at_ = 0;                    // number of those that are done
   std::vector<bool> done_;                // [operation]
 };
 

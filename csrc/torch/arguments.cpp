@@ -60,8 +60,8 @@ bool same_strides(const at::Tensor& a, const at::Tensor& b) {
   return true;
 }
 
-// One place per element: each stride steps over everything inside it. Conservative for layouts that
-// interleave, which nobody writes by accident.
+// Returns whether each stride steps over everything inside it, so that no two elements share a
+// place. Also false for some interleaved layouts that are valid, which do not occur by accident.
 bool one_place_per_element(const at::Tensor& t) {
   if (t.is_non_overlapping_and_dense() || t.numel() <= 1) return true;
   std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
@@ -121,7 +121,7 @@ DType dtype_of(const at::Tensor& tensor, const Label& label) {
   return *found;
 }
 
-void check_memory(const at::Tensor& t, Use use, const Label& label) {
+void check_memory(const at::Tensor& t, AccessMode use, const Label& label) {
   require(!t.is_nested() && t.layout() == at::kStrided, label.call, ": ", label,
           " is nested, sparse or of another layout without strides; pass a dense tensor");
   require(
@@ -130,13 +130,13 @@ void check_memory(const at::Tensor& t, Use use, const Label& label) {
       "a plain tensor");
   require(!t.is_conj() && !t.is_neg(), label.call, ": ", label,
           " is a lazy conjugate or negative view; call .resolve_conj().resolve_neg() first");
-  if (use == Use::read) return;
+  if (use == AccessMode::read) return;
   require(one_place_per_element(t), label.call, ": ", label, " of shape ", t.sizes(),
           " and strides ", t.strides(),
           " has several elements in one place (expanded?) and would be written; pass .clone()");
 }
 
-void check_tensor(const at::Tensor& t, Use use, const Label& label) {
+void check_tensor(const at::Tensor& t, AccessMode use, const Label& label) {
   check_memory(t, use, label);
   require(serves(t.device()), label.call, ": ", label, " is on ", t.device(),
           ", which this build does not serve; move it to the CPU with .cpu()");
@@ -165,12 +165,12 @@ void check_alike(const at::Tensor& t, const Label& label, const at::Tensor& firs
           "; all ranks must have the same layout in memory, e.g. through .contiguous()");
 }
 
-Extent extent(const at::Tensor& t, Use use, const Label& label) {
+Extent extent(const at::Tensor& t, AccessMode use, const Label& label) {
   // Asked for as it will be used: a lazy clone gets memory of its own when it is written.
-  const auto* begin =
-      static_cast<const std::byte*>(use == Use::write ? t.mutable_data_ptr() : t.const_data_ptr());
+  const auto* begin = static_cast<const std::byte*>(use == AccessMode::write ? t.mutable_data_ptr()
+                                                                             : t.const_data_ptr());
   const std::byte* end = begin + span_of(t) * static_cast<int64_t>(t.element_size());
-  return {begin, end, use == Use::write, label};
+  return {begin, end, use == AccessMode::write, label};
 }
 
 void check_disjoint(std::vector<Extent>& all) {

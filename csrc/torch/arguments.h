@@ -26,14 +26,14 @@ std::ostream& operator<<(std::ostream& out, const Label& label);
 std::string dtype_name(const at::Tensor& tensor);              // as Python spells it
 DType dtype_of(const at::Tensor& tensor, const Label& label);  // throws TypeError
 
-enum class Use { read, write };
+enum class AccessMode { read, write };
 
 // One tensor by itself: dense or strided memory that is really there and, when it is written, one
 // place per element.
-void check_memory(const at::Tensor& tensor, Use use, const Label& label);
+void check_memory(const at::Tensor& tensor, AccessMode use, const Label& label);
 
 // And that is served, and not part of a graph.
-void check_tensor(const at::Tensor& tensor, Use use, const Label& label);
+void check_tensor(const at::Tensor& tensor, AccessMode use, const Label& label);
 
 // The same device kind, dtype, shape and order in memory as the first of them.
 enum class Alike { shape_and_layout, shape, all_but_dim };
@@ -46,7 +46,7 @@ struct Extent {
   bool written;
   Label label;
 };
-Extent extent(const at::Tensor& tensor, Use use, const Label& label);
+Extent extent(const at::Tensor& tensor, AccessMode use, const Label& label);
 void check_disjoint(std::vector<Extent>& extents);  // reorders them
 
 ReduceOp op_named(std::string_view word, const char* call);

@@ -13,34 +13,35 @@ using dist::Options;
 c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                int rank, int world,
                                                const c10::intrusive_ptr<Options>& options) {
-  return c10::make_intrusive<dist::Backend>(store, dist::Seat{rank, world}, options);
+  return c10::make_intrusive<dist::Backend>(store, dist::GroupRank{rank, world}, options);
 }
 
 // Bytes in tensors, free but kept, and reserved as address space; None for another backend.
-std::optional<std::tuple<std::size_t, std::size_t, std::size_t>> arena_use(
+std::optional<std::tuple<std::size_t, std::size_t, std::size_t>> symmetric_heap_usage(
     const c10::intrusive_ptr<c10d::Backend>& backend) {
   const auto* own = dynamic_cast<const dist::Backend*>(backend.get());
   if (own == nullptr) return std::nullopt;
-  const shm::Arena::Use use = own->allocator()->use();
-  return std::tuple(use.used, use.kept, use.reserved);
+  const shm::SymmetricHeap::HeapUsage use = own->allocator()->usage();
+  return std::tuple(use.used, use.cached, use.reserved);
 }
 
 // Bytes of GPU memory that other ranks reach: given to tensors, and free but kept; None for another
 // backend, and in a build without CUDA.
-std::optional<std::pair<std::size_t, std::size_t>> tract_use(
+std::optional<std::pair<std::size_t, std::size_t>> symmetric_memory_usage(
     const c10::intrusive_ptr<c10d::Backend>& backend) {
   const auto* own = dynamic_cast<const dist::Backend*>(backend.get());
-  const auto use = own == nullptr ? std::nullopt : own->ladder().use();
+  const auto use = own == nullptr ? std::nullopt : own->selector().usage();
   if (!use) return std::nullopt;
-  return std::pair(use->used, use->kept);
+  return std::pair(use->used, use->cached);
 }
 
 // Can the group's other ranks reach the tensor on a GPU where it is?
-bool in_tract(const c10::intrusive_ptr<c10d::Backend>& backend, const at::Tensor& tensor) {
+bool in_symmetric_memory(const c10::intrusive_ptr<c10d::Backend>& backend,
+                         const at::Tensor& tensor) {
   const auto* own = dynamic_cast<const dist::Backend*>(backend.get());
-  const auto tracts = own == nullptr ? nullptr : own->ladder().tracts();
+  const auto symmetric_memory = own == nullptr ? nullptr : own->selector().symmetric_memory();
   const auto* const at = static_cast<const std::byte*>(tensor.const_data_ptr());
-  return tracts && tracts->place_of(at, tensor.nbytes()).has_value();
+  return symmetric_memory && symmetric_memory->offset_of(at, tensor.nbytes()).has_value();
 }
 
 bool is_backend(const c10::intrusive_ptr<c10d::Backend>& backend) {
@@ -64,26 +65,27 @@ void bind_distributed(py::module_& m) {
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(m, "Options")
       .def(py::init<>())
       .def_readwrite("algorithm", &Options::algorithm)
-      .def_readwrite("slot_bytes", &Options::slot_bytes)
-      .def_readwrite("slab_bytes", &Options::slab_bytes)
-      .def_readwrite("arena_bytes", &Options::arena_bytes)
+      .def_readwrite("buffer_bytes", &Options::buffer_bytes)
+      .def_readwrite("cuda_buffer_bytes", &Options::cuda_buffer_bytes)
+      .def_readwrite("symmetric_heap_bytes", &Options::symmetric_heap_bytes)
       .def_property(
-          "cuda_sync", [](const Options& o) { return o.cuda_sync; },
+          "cuda_transport", [](const Options& o) { return o.cuda_transport; },
           [](Options& o, const std::string& w) {
-            dist::check_rung(w);
-            o.cuda_sync = w;
+            dist::check_transport(w);
+            o.cuda_transport = w;
           })
       .def("__copy__", &copy_of)
       .def("__deepcopy__", [](const Options& o, const py::dict&) { return copy_of(o); });
   m.def("make_backend", &make_backend, py::arg("store"), py::arg("rank"), py::arg("world"),
         py::arg("options"), py::call_guard<py::gil_scoped_release>());
-  m.def("arena_use", &arena_use);
-  m.def("tract_use", &tract_use, py::call_guard<py::gil_scoped_release>());
-  m.def("in_tract", &in_tract);
+  m.def("symmetric_heap_usage", &symmetric_heap_usage);
+  m.def("symmetric_memory_usage", &symmetric_memory_usage,
+        py::call_guard<py::gil_scoped_release>());
+  m.def("in_symmetric_memory", &in_symmetric_memory);
   m.def("is_backend", &is_backend);
   m.def("abandon_coalescing", &abandon_coalescing, py::arg("backend"), py::arg("why"),
         py::arg("asked"), py::call_guard<py::gil_scoped_release>());
-  m.def("cuda_rungs", &dist::rung_names);
+  m.def("cuda_transports", &dist::transport_names);
   m.def("close_groups", &dist::close_groups, py::call_guard<py::gil_scoped_release>());
 }
 

@@ -35,11 +35,11 @@ std::vector<double> time_all_reduce(const py::object& tensors, const py::object&
   constexpr const char* kCall = "time_all_reduce";
   Tensors list = tensors_from(tensors, written, kCall);
   const int world = static_cast<int>(list.size());
-  const Job job = in_place({.collective = Collective::all_reduce,
-                            .call = kCall,
-                            .op = op_from(op, kCall),
-                            .algorithm = algorithm_from(algorithm, kCall)},
-                           {std::move(list), world});
+  const PreparedCall job = in_place({.collective = Collective::all_reduce,
+                                     .call = kCall,
+                                     .op = op_from(op, kCall),
+                                     .algorithm = algorithm_from(algorithm, kCall)},
+                                    {std::move(list), world});
   const py::gil_scoped_release free;
   std::vector<double> seconds;
   for (int i = 0; i < iterations; ++i) {

@@ -29,7 +29,7 @@ namespace py = pybind11;
 using SliceTuple = std::tuple<int, std::string, int, int>;
 using StepTuple = std::tuple<std::vector<SliceTuple>, std::vector<SliceTuple>, int>;
 using TaskTuple = std::tuple<int, int, std::vector<std::pair<int, int>>>;
-using SpanTuple = std::tuple<int, int, double, double>;
+using TimeSpanTuple = std::tuple<int, int, double, double>;
 constexpr std::array<const char*, kBuffers> kBufferNames{"in", "out", "tmp", "host"};
 
 Buffer buffer_of(const std::string& name) {
@@ -109,7 +109,7 @@ struct Lowered {
     std::vector<std::vector<std::pair<int, int>>> all;
     for (const auto& level : levels(program)) {
       all.emplace_back();
-      for (Place p : level) all.back().emplace_back(p.rank, p.index);
+      for (TaskId p : level) all.back().emplace_back(p.rank, p.index);
     }
     return all;
   }
@@ -138,7 +138,7 @@ struct Lowered {
 };
 
 auto verify_(const std::string& collective, const Plan& plan, Rank root, bool in_place) {
-  const Verdict v = verify(collective_of(collective), plan, root, in_place);
+  const Verification v = verify(collective_of(collective), plan, root, in_place);
   return std::pair(v.right() ? py::object(py::none()) : py::object(py::str(v.defect)),
                    name(v.order));
 }
@@ -146,9 +146,9 @@ auto verify_(const std::string& collective, const Plan& plan, Rank root, bool in
 auto predict_(const Lowered& p, double bytes, const std::array<double, 4>& model) {
   const auto [alpha, port, memory, bridge] = model;
   const Prediction done = predict(p.plan, p.program, bytes, {alpha, port, memory, bridge});
-  std::vector<SpanTuple> spans;
+  std::vector<TimeSpanTuple> spans;
   spans.reserve(done.spans.size());
-  for (const Span& s : done.spans) spans.emplace_back(s.rank, s.step, s.start, s.end);
+  for (const TimeSpan& s : done.spans) spans.emplace_back(s.rank, s.step, s.start, s.end);
   return std::pair(done.seconds, std::move(spans));
 }
 
@@ -224,7 +224,7 @@ void bind_registry(py::module_& m) {
   m.def(
       "default_algorithm",
       [](py::handle collective, int world, std::size_t nbytes) {
-        const Situation s{collective_from(collective, "plan"), world, nbytes, DType::f32, false};
+        const CallKey s{collective_from(collective, "plan"), world, nbytes, DType::f32, false};
         return choose(s, "").algorithm->name;
       },
       py::arg("collective"), py::arg("world"), py::arg("nbytes"));
@@ -233,10 +233,10 @@ void bind_registry(py::module_& m) {
 
 }  // namespace
 
-Pace pace_of(const std::string& name) {
+LevelPolicy pace_of(const std::string& name) {
   require(name == "any" || name == "one_task", "there is no pace '", name,
           "'; choose 'any' or 'one_task'");
-  return name == "any" ? Pace::any : Pace::one_task;
+  return name == "any" ? LevelPolicy::any : LevelPolicy::one_task;
 }
 
 void bind_plan(py::module_& m) {

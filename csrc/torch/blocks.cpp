@@ -12,7 +12,7 @@ Sizes even(int64_t length, int parts) {
 }
 
 // The caller's sizes of one rank, or the even cut.
-Sizes pieces(const Cut& cut, int64_t length, int rank) {
+Sizes pieces(const BlockCut& cut, int64_t length, int rank) {
   const int parts = cut.outputs;
   if (!cut.sizes) return even(length, parts);
   const auto lists = static_cast<int>(cut.sizes->size());
@@ -39,7 +39,7 @@ Sizes only(const Sizes& whole, Rank r) {
   return s;
 }
 
-Blocks everyone_to_everyone(const Cut& cut) {
+Blocks everyone_to_everyone(const BlockCut& cut) {
   Blocks b{{}, std::vector<Sizes>(cut.world, Sizes(cut.world)), Sizes(cut.world)};
   for (Rank r = 0; r < cut.world; ++r) b.in.push_back(pieces(cut, cut.lengths[r], r));
   for (Rank r = 0; r < cut.world; ++r)
@@ -49,7 +49,7 @@ Blocks everyone_to_everyone(const Cut& cut) {
 
 }  // namespace
 
-Blocks blocks_of(const Cut& cut) {
+Blocks blocks_of(const BlockCut& cut) {
   if (cut.collective == Collective::all_to_all) return everyone_to_everyone(cut);
   const bool joins =
       cut.collective == Collective::all_gather || cut.collective == Collective::gather;

@@ -14,7 +14,7 @@ struct Blocks {
   Sizes whole;  // the cut that every buffer is a part of: where scratch lies
 };
 
-struct Cut {
+struct BlockCut {
   Collective collective;
   std::vector<int64_t>
       lengths;  // of the inputs, in rank order; scatter has one, reduce_scatter W alike
@@ -27,7 +27,7 @@ struct Cut {
 
 // Cuts as torch.tensor_split where the caller gives no sizes. Throws ValueError for sizes that do
 // not fit.
-Blocks blocks_of(const Cut& cut);
+Blocks blocks_of(const BlockCut& cut);
 
 // Throws ValueError for a sum beyond 64 bits.
 int64_t sum(const Sizes& sizes, const char* call);

@@ -3,12 +3,12 @@
 #include <optional>
 #include <string_view>
 
-#include "job.h"
+#include "prepared_call.h"
 
 namespace pycollect {
 
 // Tensors of several ranks: [index * world + rank], where a plain list has one index.
-struct Grid {
+struct TensorGrid {
   Tensors flat;
   int world;
   const char* list = "tensors";  // what the caller calls it
@@ -20,19 +20,19 @@ struct Grid {
 };
 
 // Indices of a grid by dtype, in order of appearance, and the bytes of each.
-struct Kind {
+struct DtypeGroup {
   DType dtype;
   std::size_t bytes = 0;
   std::vector<std::size_t> indices = {};
 };
-std::vector<Kind> kinds(const char* call, const Grid& grid);
+std::vector<DtypeGroup> dtype_groups(const char* call, const TensorGrid& grid);
 
 // Without asking for the right to write, which would be a copy of a lazy clone that is only read;
 // who is written was asked for that when its extent was.
 std::byte* bytes_of(const at::Tensor& tensor);
 
 // all_reduce, reduce and broadcast, of one tensor a rank or of many.
-struct InPlace {
+struct InPlaceArgs {
   Collective collective;
   const char* call;
   ReduceOp op = ReduceOp::sum;
@@ -41,11 +41,11 @@ struct InPlace {
   std::string_view algorithm = {};
 };
 // What becomes of a rank's tensor: broadcast only reads its source, reduce all but its destination.
-Use use_of(const InPlace& ask, int64_t rank);
-Job in_place(const InPlace& ask, Grid tensors);
+AccessMode access_of(const InPlaceArgs& ask, int64_t rank);
+PreparedCall in_place(const InPlaceArgs& ask, TensorGrid tensors);
 
 // all_gather, reduce_scatter, all_to_all, scatter and gather: blocks along a dimension.
-struct Exchange {
+struct BlockArgs {
   Collective collective;
   ReduceOp op = ReduceOp::sum;
   int64_t dim = 0;
@@ -57,12 +57,12 @@ struct Exchange {
       {};                // scatter: of the ranks; gather: of the result, if not the first's
   Streams streams = {};  // [rank], where the caller named them
 };
-Job exchange_blocks(const Exchange& ask, Tensors inputs);
+PreparedCall block_collective(const BlockArgs& ask, Tensors inputs);
 
 // A copy of every tensor for every rank; results are [index * world + rank].
-Job replicate(Tensors tensors, const std::vector<at::Device>& devices);
+PreparedCall replicate(Tensors tensors, const std::vector<at::Device>& devices);
 
 // One tensor into another of the same shape and dtype, whatever their layouts.
-Job copy(const at::Tensor& dst, const at::Tensor& src);
+PreparedCall copy(const at::Tensor& dst, const at::Tensor& src);
 
 }  // namespace pycollect

@@ -40,12 +40,12 @@ py::object index_of(py::handle number) {
 
 }  // namespace
 
-at::Tensor tensor_from(py::handle item, Use use, const Label& label) {
+at::Tensor tensor_from(py::handle item, AccessMode use, const Label& label) {
   if (THPVariable_Check(item.ptr())) [[likely]]
     return THPVariable_Unpack(item.ptr());
   const py::object as_tensor = py::module_::import("pycollect.interop").attr("as_tensor");
   const std::string where = text(label.call, ": ", label);
-  return as_tensor(item, use == Use::write, where).cast<at::Tensor>();
+  return as_tensor(item, use == AccessMode::write, where).cast<at::Tensor>();
 }
 
 Tensors tensors_from(py::handle list, UseOf use, const char* call, const char* name) {
@@ -58,10 +58,10 @@ Tensors tensors_from(py::handle list, UseOf use, const char* call, const char* n
   return tensors;
 }
 
-Grid grid_from(py::handle lists, UseOf use, const char* call) {
+TensorGrid grid_from(py::handle lists, UseOf use, const char* call) {
   constexpr const char* kName = "tensor_lists";
   const py::object ranks = items_of(lists, {call, kName});
-  Grid grid{{}, static_cast<int>(size_of(ranks)), kName, true};
+  TensorGrid grid{{}, static_cast<int>(size_of(ranks)), kName, true};
   std::size_t width = 0;
   for (Rank r = 0; r < grid.world; ++r) {
     const py::object items = items_of(item_of(ranks, r), {call, kName, r});

@@ -8,10 +8,10 @@
 
 namespace pycollect {
 
-using UseOf = c10::function_ref<Use(int rank)>;
+using UseOf = c10::function_ref<AccessMode(int rank)>;
 Tensors tensors_from(py::handle list, UseOf use, const char* call, const char* name = "tensors");
-at::Tensor tensor_from(py::handle item, Use use, const Label& label);
-Grid grid_from(py::handle lists, UseOf use, const char* call);
+at::Tensor tensor_from(py::handle item, AccessMode use, const Label& label);
+TensorGrid grid_from(py::handle lists, UseOf use, const char* call);
 
 // What a caller gives for a number, a switch or a name is taken as a handle and looked at here, so
 // that a wrong type is a sentence that names the argument, and not pybind's list of signatures.
@@ -26,8 +26,8 @@ std::string_view word_from(py::handle word, const char* call, const char* name, 
 ReduceOp op_from(py::handle op, const char* call);
 std::string_view algorithm_from(py::handle name, const char* call);  // empty for None
 
-inline Use only_read(int) { return Use::read; }
-inline Use written(int) { return Use::write; }
+inline AccessMode only_read(int) { return AccessMode::read; }
+inline AccessMode written(int) { return AccessMode::write; }
 
 // None, or one per rank: a stream of the rank's own device, or None for what host memory has none
 // of.

@@ -1,4 +1,4 @@
-// Copies: of many tensors to everybody, and of one into another.
+// Copies: of many tensors to every rank (replicate), and of one tensor into another (copy_).
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
@@ -12,7 +12,7 @@
 namespace pycollect {
 namespace {
 
-const Offsets* keep(Part& part, const Sizes& blocks) {
+const Offsets* keep(DtypePlan& part, const Sizes& blocks) {
   return part.offsets.emplace_back(std::make_unique<Offsets>(part.compiled->plan, blocks)).get();
 }
 
@@ -21,21 +21,21 @@ void check_sources(Tensors& tensors) {
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     at::Tensor& t = tensors[i];
     const Label label{"replicate", "tensors", static_cast<int>(i)};
-    check_tensor(t, Use::read, label);
+    check_tensor(t, AccessMode::read, label);
     dtype_of(t, label);
     require(t.device() == tensors[0].device(), "replicate: ", label, " is on ", t.device(),
             " and tensors[0] on ", tensors[0].device(), "; all must be on one device");
     if (t.is_non_overlapping_and_dense()) continue;
     const at::Tensor dense = at::empty(t.sizes(), t.options());
-    check_tensor(dense, Use::write, {"replicate", "a copy of an input"});
-    lay(dense, t);
+    check_tensor(dense, AccessMode::write, {"replicate", "a copy of an input"});
+    copy_strided(dense, t);
     t = dense;
   }
 }
 
 // One tensor into the results of all ranks; the root may be a rank behind them, which has none.
-void bind_copies(Part& part, const at::Tensor& source, std::span<const at::Tensor> results,
-                 Rank root, Job& job) {
+void bind_copies(DtypePlan& part, const at::Tensor& source, std::span<const at::Tensor> results,
+                 Rank root, PreparedCall& job) {
   std::vector<Memory> memory(job.devices.size() * kBuffers);
   for (std::size_t r = 0; r < job.devices.size(); ++r)
     memory[r * kBuffers + 1] = {bytes_of(r < results.size() ? results[r] : source)};
@@ -49,13 +49,13 @@ std::byte* bytes_of(const at::Tensor& t) {
   return static_cast<std::byte*>(const_cast<void*>(t.const_data_ptr()));
 }
 
-std::vector<Kind> kinds(const char* call, const Grid& grid) {
-  std::vector<Kind> all;
+std::vector<DtypeGroup> dtype_groups(const char* call, const TensorGrid& grid) {
+  std::vector<DtypeGroup> all;
   for (std::size_t i = 0; i < grid.width(); ++i) {
     const at::Tensor& t = grid.flat[i * grid.world];
     const DType dtype = dtype_of(t, grid.label(call, i, 0));
     auto kind =
-        std::find_if(all.begin(), all.end(), [&](const Kind& k) { return k.dtype == dtype; });
+        std::find_if(all.begin(), all.end(), [&](const DtypeGroup& k) { return k.dtype == dtype; });
     if (kind == all.end()) kind = all.insert(all.end(), {dtype});
     kind->bytes += t.nbytes();
     kind->indices.push_back(i);
@@ -63,24 +63,24 @@ std::vector<Kind> kinds(const char* call, const Grid& grid) {
   return all;
 }
 
-Job replicate(Tensors tensors, const std::vector<at::Device>& devices) {
+PreparedCall replicate(Tensors tensors, const std::vector<at::Device>& devices) {
   require(!devices.empty(), "replicate: devices is empty; name one device per rank");
-  Job job{.call = "replicate", .devices = devices};
+  PreparedCall job{.call = "replicate", .devices = devices};
   if (tensors.empty()) return job;
   check_sources(tensors);
   for (const at::Tensor& t : tensors)
     for (const at::Device& d : devices) {
       job.results.push_back(at::empty_like(t.detach(), t.options().device(d)));
-      check_tensor(job.results.back(), Use::write, {"replicate", "a result"});
+      check_tensor(job.results.back(), AccessMode::write, {"replicate", "a result"});
     }
   const auto found = std::find(devices.begin(), devices.end(), tensors[0].device());
   const auto root = static_cast<Rank>(found - devices.begin());
   if (found == devices.end()) job.devices.push_back(tensors[0].device());
-  const Grid grid{std::move(tensors), 1};
-  for (const Kind& kind : kinds("replicate", grid)) {
+  const TensorGrid grid{std::move(tensors), 1};
+  for (const DtypeGroup& kind : dtype_groups("replicate", grid)) {
     const int world = static_cast<int>(job.devices.size());
-    Part part = make_part({Collective::broadcast, world, kind.bytes, kind.dtype, false}, {}, root,
-                          ReduceOp::sum, job.devices);
+    DtypePlan part = make_dtype_plan({Collective::broadcast, world, kind.bytes, kind.dtype, false},
+                                     {}, root, ReduceOp::sum, job.devices);
     for (std::size_t i : kind.indices)
       if (grid.flat[i].numel() > 0)
         bind_copies(part, grid.flat[i],
@@ -92,16 +92,18 @@ Job replicate(Tensors tensors, const std::vector<at::Device>& devices) {
   return job;
 }
 
-Job copy(const at::Tensor& dst, const at::Tensor& src) {
+PreparedCall copy(const at::Tensor& dst, const at::Tensor& src) {
   const Label to{"copy_", "dst"}, from{"copy_", "src"};
-  check_tensor(dst, Use::write, to);
-  check_tensor(src, Use::read, from);
+  check_tensor(dst, AccessMode::write, to);
+  check_tensor(src, AccessMode::read, from);
   check_alike(src, from, dst, to, Alike::shape);
   const DType dtype = dtype_of(dst, to);
-  std::vector<Extent> extents{extent(dst, Use::write, to), extent(src, Use::read, from)};
+  std::vector<Extent> extents{extent(dst, AccessMode::write, to),
+                              extent(src, AccessMode::read, from)};
   check_disjoint(extents);
   // From rank 0 to the last, which are the same rank on one device.
-  Job job{.call = "copy_", .devices = {src.device()}, .held = {dst, src}, .bytes = dst.nbytes()};
+  PreparedCall job{
+      .call = "copy_", .devices = {src.device()}, .held = {dst, src}, .bytes = dst.nbytes()};
   if (dst.device() != src.device()) job.devices.push_back(dst.device());
   job.written.push_back(dst);
   if (dst.strides() != src.strides()) {
@@ -109,8 +111,8 @@ Job copy(const at::Tensor& dst, const at::Tensor& src) {
     return job;
   }
   const int world = static_cast<int>(job.devices.size());
-  Part part = make_part({Collective::scatter, world, job.bytes, dtype, false}, {}, 0, ReduceOp::sum,
-                        job.devices);
+  DtypePlan part = make_dtype_plan({Collective::scatter, world, job.bytes, dtype, false}, {}, 0,
+                                   ReduceOp::sum, job.devices);
   const auto item = static_cast<int64_t>(item_bytes(dtype));
   for (const Rectangle& run : rectangles(dst)) {
     Sizes blocks(world);

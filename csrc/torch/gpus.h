@@ -4,22 +4,24 @@
 #include <memory>
 #include <string>
 
-#include "job.h"
+#include "prepared_call.h"
 #include "work.h"
 
 namespace pycollect {
+
+using DeviceList = std::vector<at::Device>;
 
 bool has_cuda();
 bool serves(const at::Device& device);
 
 // How ranks on these devices reach each other, as far as the thread that asks may know it
 // (`stage_all`).
-Ground ground_of(const std::vector<at::Device>& devices);
+Topology topology_of(const DeviceList& devices);
 
 // The plan for ranks on these devices, with copies through the host where they do not reach each
 // other.
-std::shared_ptr<const Compiled> compiled_for(const Choice& choice, const Situation& situation,
-                                             Rank root, const std::vector<at::Device>& devices);
+std::shared_ptr<const Compiled> compiled_for(const Choice& choice, const CallKey& situation,
+                                             Rank root, const DeviceList& devices);
 
 // New memory for a rank; `pinned` is the host's, for copies from and to a device. What is made
 // while the device's current stream is under capture belongs to the graph.
@@ -43,10 +45,10 @@ PeerReport peer_access(int from, int to);
 
 // Issues a job with at least one rank on a GPU, behind what is on its streams and before what
 // follows.
-void run_on_gpus(const Job& job);
+void run_on_gpus(const PreparedCall& job);
 
-// The same on streams of its own: what follows on the callers' streams does not wait for it until
-// somebody waits for the work.
-std::shared_ptr<Work> enqueue_on_gpus(Job job);
+// Like run_on_gpus(), on streams of its own: the callers' streams do not wait for the job until
+// wait() of the returned work.
+std::shared_ptr<Work> enqueue_on_gpus(PreparedCall job);
 
 }  // namespace pycollect

@@ -20,7 +20,7 @@ void copy_line(std::byte* dst, const std::byte* src, int64_t bytes) {
 }  // namespace
 
 // Long lines are shared out by bytes, many short ones by lines.
-void copy_on_host(const cuda::Rectangle& r) {
+void copy_on_host(const cuda::CopyRect& r) {
   const auto bytes = static_cast<int64_t>(r.bytes), rows = static_cast<int64_t>(r.rows);
   if (rows == 1 || bytes >= kGrainBytes) {
     for (int64_t row = 0; row < rows; ++row)

@@ -4,6 +4,6 @@
 
 namespace pycollect {
 
-void copy_on_host(const cuda::Rectangle& rectangle);  // done when it returns
+void copy_on_host(const cuda::CopyRect& rectangle);  // done when it returns
 
 }  // namespace pycollect

@@ -6,21 +6,21 @@
 #include "bind_machine.h"
 #include "bind_plan.h"
 #include "convert.h"
-#include "profiled.h"
+#include "gpus.h"
+#include "profiler_range.h"
 #include "work.h"
 
 namespace pycollect {
 namespace {
 
 using Args = const py::handle&;
-using Devices = std::vector<at::Device>;
 
 // A call that moves less than this is over before another thread could have taken the interpreter.
 constexpr std::size_t kKeepGilBytes = 16 * 1024;
 
 py::object as_list(const Tensors& tensors) { return py::cast(tensors); }
 
-py::object finish(Job job, Args async_op) {
+py::object finish(PreparedCall job, Args async_op) {
   const bool later = flag_from(async_op, job.call, "async_op");
   job.commit();
   if (later) {
@@ -42,20 +42,20 @@ py::object finish(Job job, Args async_op) {
   return job.results.empty() ? py::none() : as_list(job.results);
 }
 
-py::object finish(Job job, Args async_op, Args streams, const char* call) {
+py::object finish(PreparedCall job, Args async_op, Args streams, const char* call) {
   const bool nothing = job.devices.empty();  // lists without tensors: there is nothing to order
   if (!streams.is_none() && !nothing) job.streams = streams_from(streams, job.devices, call);
   return finish(std::move(job), async_op);
 }
 
-py::object in_place(const InPlace& ask, py::handle tensors, Args async_op, py::handle streams) {
-  Tensors list = tensors_from(tensors, [&](int rank) { return use_of(ask, rank); }, ask.call);
+py::object in_place(const InPlaceArgs& ask, py::handle tensors, Args async_op, py::handle streams) {
+  Tensors list = tensors_from(tensors, [&](int rank) { return access_of(ask, rank); }, ask.call);
   const int world = static_cast<int>(list.size());
   return finish(pycollect::in_place(ask, {std::move(list), world}), async_op, streams, ask.call);
 }
 
-py::object coalesced(const InPlace& ask, py::handle lists, Args async_op, py::handle streams) {
-  Grid grid = grid_from(lists, [&](int rank) { return use_of(ask, rank); }, ask.call);
+py::object coalesced(const InPlaceArgs& ask, py::handle lists, Args async_op, py::handle streams) {
+  TensorGrid grid = grid_from(lists, [&](int rank) { return access_of(ask, rank); }, ask.call);
   return finish(pycollect::in_place(ask, std::move(grid)), async_op, streams, ask.call);
 }
 
@@ -87,7 +87,7 @@ py::object reduce(Args tensors, Args dst, Args op, Args algorithm, Args async_op
                   tensors, async_op, streams);
 }
 
-InPlace broadcast_of(Args src, Args algorithm, const char* call) {
+InPlaceArgs broadcast_of(Args src, Args algorithm, const char* call) {
   return {.collective = Collective::broadcast,
           .call = call,
           .root = int_from(src, call, "src"),
@@ -106,13 +106,13 @@ std::optional<Tensors> out_from(Args out, const char* call) {
   return tensors_from(out, written, call, "out");
 }
 
-py::object exchanged(Exchange ask, Args tensors, Args async_op, Args streams) {
+py::object exchanged(BlockArgs ask, Args tensors, Args async_op, Args streams) {
   const char* call = name(ask.collective);
   Tensors inputs = tensors_from(tensors, only_read, call);
-  Devices ranks;
+  DeviceList ranks;
   for (const at::Tensor& t : inputs) ranks.push_back(t.device());
   ask.streams = streams_from(streams, ranks, call);
-  return finish(exchange_blocks(ask, std::move(inputs)), async_op);
+  return finish(block_collective(ask, std::move(inputs)), async_op);
 }
 
 py::object all_gather(Args tensors, Args dim, Args algorithm, Args out, Args async_op,
@@ -159,43 +159,43 @@ std::vector<std::vector<int64_t>> split_sizes_from(Args sizes, const char* call)
 py::object all_to_all(Args tensors, Args dim, Args split_sizes, Args out, Args async_op,
                       Args streams) {
   constexpr const char* kCall = "all_to_all";
-  Exchange ask{.collective = Collective::all_to_all,
-               .dim = int_from(dim, kCall, "dim"),
-               .out = out_from(out, kCall)};
+  BlockArgs ask{.collective = Collective::all_to_all,
+                .dim = int_from(dim, kCall, "dim"),
+                .out = out_from(out, kCall)};
   if (!split_sizes.is_none()) ask.sizes = split_sizes_from(split_sizes, kCall);
   return exchanged(ask, tensors, async_op, streams);
 }
 
-py::object scatter(Args tensor, const Devices& devices, Args chunk_sizes, Args dim, Args out,
+py::object scatter(Args tensor, const DeviceList& devices, Args chunk_sizes, Args dim, Args out,
                    Args async_op, Args streams) {
   constexpr const char* kCall = "scatter";
-  Exchange ask{.collective = Collective::scatter,
-               .dim = int_from(dim, kCall, "dim"),
-               .out = out_from(out, kCall),
-               .devices = devices};
+  BlockArgs ask{.collective = Collective::scatter,
+                .dim = int_from(dim, kCall, "dim"),
+                .out = out_from(out, kCall),
+                .devices = devices};
   if (!chunk_sizes.is_none()) ask.sizes = {{sizes_from(chunk_sizes, kCall, "chunk_sizes")}};
   ask.streams = streams_from(streams, devices, kCall);
-  return finish(exchange_blocks(ask, {tensor_from(tensor, Use::read, {kCall, "tensor"})}),
+  return finish(block_collective(ask, {tensor_from(tensor, AccessMode::read, {kCall, "tensor"})}),
                 async_op);
 }
 
-py::object gather(Args tensors, const Devices& device, Args dim, Args out, Args streams) {
+py::object gather(Args tensors, const DeviceList& device, Args dim, Args out, Args streams) {
   constexpr const char* kCall = "gather";
-  Exchange ask{
+  BlockArgs ask{
       .collective = Collective::gather, .dim = int_from(dim, kCall, "dim"), .devices = device};
-  if (!out.is_none()) ask.out = {tensor_from(out, Use::write, {kCall, "out"})};
+  if (!out.is_none()) ask.out = {tensor_from(out, AccessMode::write, {kCall, "out"})};
   const py::list results = exchanged(ask, tensors, Py_False, streams);
   return results[0];
 }
 
-py::object replicate(Args tensors, const Devices& devices) {
+py::object replicate(Args tensors, const DeviceList& devices) {
   return finish(pycollect::replicate(tensors_from(tensors, only_read, "replicate"), devices),
                 Py_False);
 }
 
 py::object copy(Args dst, Args src, Args async_op) {
-  return finish(pycollect::copy(tensor_from(dst, Use::write, {"copy_", "dst"}),
-                                tensor_from(src, Use::read, {"copy_", "src"})),
+  return finish(pycollect::copy(tensor_from(dst, AccessMode::write, {"copy_", "dst"}),
+                                tensor_from(src, AccessMode::read, {"copy_", "src"})),
                 async_op);
 }
 
@@ -244,7 +244,7 @@ void bind_collectives(py::module_& m) {
   m.def(
       "drain",
       [] {
-        const Profiled here("barrier");
+        const ProfilerRange here("barrier");
         drain();
       },
       py::call_guard<py::gil_scoped_release>());

@@ -2,9 +2,9 @@
 // nothing else is ever asked.
 #include <stdexcept>
 
-#include "c10d/devices/torch_runtime.h"
+#include "c10d/staging/torch_runtime.h"
 #include "gpus.h"
-#include "profiled.h"
+#include "profiler_range.h"
 
 namespace pycollect {
 
@@ -15,9 +15,9 @@ namespace {
 [[noreturn]] void never() { throw std::logic_error("this build has no CUDA part"); }
 }  // namespace
 
-Ground ground_of(const std::vector<at::Device>&) { return Ground::shared; }
-std::shared_ptr<const Compiled> compiled_for(const Choice&, const Situation&, Rank,
-                                             const std::vector<at::Device>&) {
+Topology topology_of(const DeviceList&) { return Topology::shared; }
+std::shared_ptr<const Compiled> compiled_for(const Choice&, const CallKey&, Rank,
+                                             const DeviceList&) {
   never();
 }
 at::Tensor new_bytes_on_gpu(int64_t, at::Device) { never(); }
@@ -27,8 +27,8 @@ bool stage_all(bool) { return false; }
 PeerReport peer_access(int, int) { return {}; }
 void begin_range(const char*) {}
 void end_range() {}
-void run_on_gpus(const Job&) { never(); }
-std::shared_ptr<Work> enqueue_on_gpus(Job) { never(); }
+void run_on_gpus(const PreparedCall&) { never(); }
+std::shared_ptr<Work> enqueue_on_gpus(PreparedCall) { never(); }
 
 std::shared_ptr<dist::TorchRuntime> dist::torch_runtime() { return nullptr; }
 

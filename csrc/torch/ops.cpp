@@ -1,5 +1,5 @@
-// The same collectives as torch operators, for torch.compile, torch.export and whoever traces: what
-// they do to shapes without doing it is in pycollect/ops.py.
+// Registers the collectives as torch operators, for torch.compile, torch.export and other tracers.
+// Their shape functions are in pycollect/ops.py.
 #include <torch/library.h>
 
 #include "collectives.h"
@@ -10,7 +10,7 @@ namespace {
 
 using Name = std::optional<std::string_view>;
 
-Tensors now(Job job) {
+Tensors now(PreparedCall job) {
   job.commit();
   drain();
   job.run();
@@ -18,47 +18,47 @@ Tensors now(Job job) {
 }
 
 void all_reduce_(at::TensorList tensors, std::string_view op, Name algorithm) {
-  const InPlace ask{.collective = Collective::all_reduce,
-                    .call = "all_reduce",
-                    .op = op_named(op, "all_reduce"),
-                    .algorithm = algorithm.value_or("")};
+  const InPlaceArgs ask{.collective = Collective::all_reduce,
+                        .call = "all_reduce",
+                        .op = op_named(op, "all_reduce"),
+                        .algorithm = algorithm.value_or("")};
   now(in_place(ask, {tensors.vec(), static_cast<int>(tensors.size())}));
 }
 
 void reduce_(at::TensorList tensors, int64_t dst, std::string_view op, Name algorithm) {
-  const InPlace ask{.collective = Collective::reduce,
-                    .call = "reduce",
-                    .op = op_named(op, "reduce"),
-                    .root = dst,
-                    .algorithm = algorithm.value_or("")};
+  const InPlaceArgs ask{.collective = Collective::reduce,
+                        .call = "reduce",
+                        .op = op_named(op, "reduce"),
+                        .root = dst,
+                        .algorithm = algorithm.value_or("")};
   now(in_place(ask, {tensors.vec(), static_cast<int>(tensors.size())}));
 }
 
 void broadcast_(at::TensorList tensors, int64_t src, Name algorithm) {
-  const InPlace ask{.collective = Collective::broadcast,
-                    .call = "broadcast",
-                    .root = src,
-                    .root_name = "src",
-                    .algorithm = algorithm.value_or("")};
+  const InPlaceArgs ask{.collective = Collective::broadcast,
+                        .call = "broadcast",
+                        .root = src,
+                        .root_name = "src",
+                        .algorithm = algorithm.value_or("")};
   now(in_place(ask, {tensors.vec(), static_cast<int>(tensors.size())}));
 }
 
 Tensors all_gather(at::TensorList tensors, int64_t dim, Name algorithm) {
-  return now(exchange_blocks(
+  return now(block_collective(
       {.collective = Collective::all_gather, .dim = dim, .algorithm = algorithm.value_or("")},
       tensors.vec()));
 }
 
 Tensors reduce_scatter(at::TensorList tensors, std::string_view op, int64_t dim, Name algorithm) {
-  return now(exchange_blocks({.collective = Collective::reduce_scatter,
-                              .op = op_named(op, "reduce_scatter"),
-                              .dim = dim,
-                              .algorithm = algorithm.value_or("")},
-                             tensors.vec()));
+  return now(block_collective({.collective = Collective::reduce_scatter,
+                               .op = op_named(op, "reduce_scatter"),
+                               .dim = dim,
+                               .algorithm = algorithm.value_or("")},
+                              tensors.vec()));
 }
 
 Tensors all_to_all(at::TensorList tensors, int64_t dim) {
-  return now(exchange_blocks({.collective = Collective::all_to_all, .dim = dim}, tensors.vec()));
+  return now(block_collective({.collective = Collective::all_to_all, .dim = dim}, tensors.vec()));
 }
 
 }  // namespace

@@ -53,7 +53,7 @@ const cpu::ParallelFor& threads() {
   return run;
 }
 
-void lay(const at::Tensor& dst, const at::Tensor& src) {
+void copy_strided(const at::Tensor& dst, const at::Tensor& src) {
   const auto copy = [&] {
     const at::AutoDispatchBelowADInplaceOrView
         as_memory;  // also of inference tensors, on any thread

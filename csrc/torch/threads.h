@@ -13,6 +13,6 @@ const cpu::ParallelFor& threads();
 
 // torch's own copy between unlike layouts, kept to one thread in a forked child for the same
 // reason.
-void lay(const at::Tensor& dst, const at::Tensor& src);
+void copy_strided(const at::Tensor& dst, const at::Tensor& src);
 
 }  // namespace pycollect

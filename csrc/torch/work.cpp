@@ -11,14 +11,14 @@
 #include <thread>
 
 #include "gpus.h"
-#include "profiled.h"
+#include "profiler_range.h"
 
 namespace pycollect {
 namespace {
 
 class QueuedWork : public Work {
  public:
-  explicit QueuedWork(Job job) : Work(job.results), job_(std::move(job)) {
+  explicit QueuedWork(PreparedCall job) : Work(job.results), job_(std::move(job)) {
     if (is_profiled()) callers_.emplace();
   }
 
@@ -28,7 +28,7 @@ class QueuedWork : public Work {
   void run() noexcept;
 
  private:
-  Job job_;
+  PreparedCall job_;
   std::optional<at::ThreadLocalState> callers_;  // where the caller's profiler is found
   std::mutex mutex_;
   std::condition_variable finished_;
@@ -66,7 +66,7 @@ void QueuedWork::run() noexcept {
   } catch (...) {
     error = std::current_exception();
   }
-  job_ = Job{.call = job_.call};
+  job_ = PreparedCall{.call = job_.call};
   callers_.reset();
   const std::lock_guard lock(mutex_);
   error_ = error;
@@ -74,9 +74,9 @@ void QueuedWork::run() noexcept {
   finished_.notify_all();
 }
 
-class Queue {
+class JobQueue {
  public:
-  Queue() {
+  JobQueue() {
     std::thread([this] { serve(); }).detach();
   }
 
@@ -122,7 +122,7 @@ class Queue {
 
 // Never destroyed: its thread may outlive main. A forked child, which has no such thread, makes its
 // own.
-std::atomic<Queue*> queue_{nullptr};
+std::atomic<JobQueue*> queue_{nullptr};
 std::mutex making_;
 [[maybe_unused]] const int registered =
     pthread_atfork([] { making_.lock(); }, [] { making_.unlock(); },
@@ -131,15 +131,15 @@ std::mutex making_;
                      making_.unlock();
                    });
 
-Queue& queue() {
+JobQueue& queue() {
   const std::lock_guard lock(making_);
-  if (queue_ == nullptr) queue_ = new Queue;
+  if (queue_ == nullptr) queue_ = new JobQueue;
   return *queue_;
 }
 
 }  // namespace
 
-std::shared_ptr<Work> enqueue(Job job) {
+std::shared_ptr<Work> enqueue(PreparedCall job) {
   if (job.on_gpus()) return enqueue_on_gpus(std::move(job));
   auto work = std::make_shared<QueuedWork>(std::move(job));
   queue().push(work);
@@ -147,12 +147,12 @@ std::shared_ptr<Work> enqueue(Job job) {
 }
 
 bool busy() {
-  const Queue* q = queue_.load(std::memory_order_acquire);
+  const JobQueue* q = queue_.load(std::memory_order_acquire);
   return q != nullptr && q->busy();
 }
 
 void drain() {
-  if (Queue* q = queue_.load(std::memory_order_acquire)) q->drain();
+  if (JobQueue* q = queue_.load(std::memory_order_acquire)) q->drain();
 }
 
 }  // namespace pycollect

@@ -4,7 +4,7 @@
 #include <memory>
 #include <optional>
 
-#include "job.h"
+#include "prepared_call.h"
 
 namespace pycollect {
 
@@ -26,7 +26,7 @@ class Work {
 
 // Hands a job to where it runs: on the host to the queue, whose one thread takes jobs in the order
 // in which they were asked for, so that the ranks of a process never compete for its cores.
-std::shared_ptr<Work> enqueue(Job job);
+std::shared_ptr<Work> enqueue(PreparedCall job);
 
 bool busy();  // is anything in the queue or under way?
 

@@ -1,9 +1,9 @@
-"""Data-parallel training on pycollect: the book's functions, and `train` that puts them together.
+"""Data-parallel training on pycollect: functions as in Dive into Deep Learning, and `train`.
 
     python -m pycollect.train --data digits
 
-From scratch, every part is a plain function of tensors and devices: `lenet`, `replicate`,
-`split_batch`, `allreduce`, `train_batch`, `evaluate`. For any module there are `Replicas`.
+The from-scratch parts are plain functions of tensors and devices: `lenet`, `replicate`,
+`split_batch`, `allreduce`, `train_batch`, `evaluate`. `Replicas` trains any nn.Module.
 """
 
 from .._files import OutputError

@@ -1,4 +1,4 @@
-"""`python -m pycollect.train`: trains a model on the command line, see --help."""
+"""The command line `python -m pycollect.train`, which trains a model; see --help."""
 
 import signal
 import sys
@@ -15,14 +15,14 @@ from .compare import check as check_comparison
 from .compare import check_options
 from .compare import run as compare
 from .data import DataError
-from .job import Job, prepare
 from .options import config, parser
+from .prepared_run import PreparedRun, prepare
 from .processes import (
-    Family,
+    LaunchContext,
     check_backend,
     rank_of_this_process,
     run_rank,
-    torchrun_family,
+    torchrun_context,
     with_devices,
 )
 from .report import Report
@@ -32,7 +32,7 @@ FAILED = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; give the exit code: 0, 2 for bad input, 130 or 143 after a signal."""
+    """Run the command line; return 0, 1 on failure, 2 for bad input, 130 or 143 after a signal."""
     command = parser()
     return _command.run(command.prog, lambda: _main(command, arguments))
 
@@ -40,40 +40,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(command: ArgumentParser, arguments: Sequence[str] | None) -> int:
     with nullcontext() if rank_of_this_process() == 0 else redirect_stderr(None):
         args = command.parse_args(arguments)
-    family = Family()
+    launch_context = LaunchContext()
     try:
         try:
             check_backend(args.backend)
-            family = torchrun_family(args.backend)
-            job, notice = family.after_rank_0(lambda: _prepare(args, family.world))
+            launch_context = torchrun_context(args.backend)
+            job, notice = launch_context.after_rank_0(lambda: _prepare(args, launch_context.world))
         except ValueError as error:
-            # Processes that have not met yet all find the same; then rank 0 speaks for them.
-            if family.first_to_fail() and (family.store or rank_of_this_process() == 0):
+            # Before the rendezvous every process raises the same error; then only rank 0 prints it.
+            if launch_context.first_to_fail() and (
+                launch_context.store or rank_of_this_process() == 0
+            ):
                 command.error(str(error))
             return BAD_INPUT
-        if notice and family.rank == 0:
+        if notice and launch_context.rank == 0:
             print(notice, flush=True)
-        _run(args, job, family)
+        _run(args, job, launch_context)
     except (DataError, CheckpointError, OutputError) as error:
-        if family.first_to_fail():
+        if launch_context.first_to_fail():
             say(f"{command.prog}: error: {error}")
         return BAD_INPUT
     except KeyboardInterrupt as stop:
         number = getattr(stop, "number", signal.SIGINT)
-        if family.first_to_fail():
+        if launch_context.first_to_fail():
             raise Stopped(number, _interrupted(args.checkpoint)) from None
         return BY_SIGNAL + number
-    except Unheard:  # who reads the output, or the disk that it goes to, takes no more
-        family.first_to_fail()
+    except Unheard:  # standard output cannot be written: its reader is gone, or the disk is full
+        launch_context.first_to_fail()
         raise
     except Exception:
-        if family.first_to_fail():
+        if launch_context.first_to_fail():
             raise
         return FAILED
     return 0
 
 
-def _prepare(args: Namespace, world: int) -> tuple[Job, str]:
+def _prepare(args: Namespace, world: int) -> tuple[PreparedRun, str]:
     if args.compare:
         check_options(vars(args))
     asked = config(args)
@@ -83,13 +85,13 @@ def _prepare(args: Namespace, world: int) -> tuple[Job, str]:
     if args.compare:
         check_comparison(job, args.compare, args.ddp_backend)
     elif args.ddp_backend is not None:
-        raise ValueError("--ddp-backend is for --compare; of torchrun's processes it is --backend")
+        raise ValueError("--ddp-backend is for --compare; under torchrun use --backend")
     return job, notice
 
 
-def _run(args: Namespace, job: Job, family: Family) -> None:
+def _run(args: Namespace, job: PreparedRun, launch_context: LaunchContext) -> None:
     if job.backend is not None:
-        run_rank(job, family)
+        run_rank(job, launch_context)
     elif args.compare:
         compare(job, args.compare, Report(), args.ddp_backend)
     else:

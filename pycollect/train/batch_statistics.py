@@ -1,9 +1,9 @@
-"""Mean and variance of a batch that lies on several ranks, and the normalisation by them.
+"""Batch mean and variance over several ranks, and batch normalisation with them.
 
-Each rank takes those of its own shard with torch's kernels; three small sums over the ranks (the
-values, the weighted means, the weighted spreads) make the whole batch's of them, and one takes the
-gradients back. The same steps serve the ranks of one process and one rank of several, so that a
-backend that adds in rank order gives both the same bits. Can be differentiated once.
+Each rank computes the statistics of its own shard with torch's kernels. Three small all-reduces
+(number of values, weighted means, weighted spreads) combine them for the whole batch; the backward
+pass needs one. Ranks of one process and of several run the same steps, so a backend that adds in
+rank order gives both the same bits. The functions can be differentiated once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pycollect as pc
 
 
 class Statistics(NamedTuple):
-    """Mean and biased variance of every channel, and how many values they are of."""
+    """Mean and biased variance of every channel, and the number of values per channel."""
 
     mean: Tensor
     var: Tensor
@@ -30,45 +30,45 @@ class Statistics(NamedTuple):
 
 
 class Ranks(Protocol):
-    """Those whose shards are one batch; some or all of them are here, in this process."""
+    """The ranks whose shards form one batch; some or all of them run in this process."""
 
     def total(self, values: Sequence[int], device: torch.device) -> int:
-        """Add up a number of each rank that is here over all ranks."""
+        """Return the sum over all ranks; `values` holds one number per rank of this process."""
 
     def add_up(self, tensors: list[Tensor]) -> None:
-        """Add up a tensor of each rank that is here over all ranks, in place."""
+        """Sum over all ranks in place; `tensors` holds one tensor per rank of this process."""
 
 
 @dataclass(frozen=True)
-class OfOneProcess:
-    """All ranks are here."""
+class OneProcessRanks:
+    """The `Ranks` when every rank runs in this process."""
 
     def total(self, values: Sequence[int], device: torch.device) -> int:
-        """Add up what is here."""
+        """Return the sum of the values."""
         return sum(values)
 
     def add_up(self, tensors: list[Tensor]) -> None:
-        """Reduce the list."""
+        """All-reduce the tensors in place."""
         pc.all_reduce(tensors)
 
 
 @dataclass(frozen=True)
-class OfProcesses:
-    """One rank is here, and the others are in the other processes of a group."""
+class ProcessRanks:
+    """The `Ranks` when each rank is a process of a torch.distributed group."""
 
     group: dist.ProcessGroup
 
-    def __deepcopy__(self, memo: object) -> OfProcesses:
-        return self  # a copied layer meets the same processes; a group cannot be copied
+    def __deepcopy__(self, memo: object) -> ProcessRanks:
+        return self  # a copied layer uses the same group, because a group cannot be copied
 
     def total(self, values: Sequence[int], device: torch.device) -> int:
-        """Add up over the processes."""
+        """Return the sum over the processes."""
         whole = torch.tensor(values, device=device)
         dist.all_reduce(whole, group=self.group)
         return int(whole)
 
     def add_up(self, tensors: list[Tensor]) -> None:
-        """Reduce the one tensor over the processes."""
+        """All-reduce this process's one tensor in place."""
         (mine,) = tensors
         dist.all_reduce(mine, group=self.group)
 
@@ -76,13 +76,14 @@ class OfProcesses:
 class _Moments(torch.autograd.Function):
     """Mean and biased variance of every channel of a shard; [n, C, ...] to [C] and [C].
 
-    Those of no values are zeros, and recorded all the same: in a backward pass over processes all
-    ranks take the same way.
+    An empty shard has zeros for both, still recorded by autograd: in a backward pass over processes
+    every rank must issue the same collectives.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        # Two that run, which set the dtype and are not used; or what stands for no values.
+        # batch_norm_update_stats takes only the dtype from these running statistics. They are also
+        # the result for an empty shard.
         zeros = x.new_zeros(2, x.shape[1], dtype=wide(x.dtype))
         if x.numel() == 0:
             mean, var = zeros[0], zeros[1].clone()
@@ -104,11 +105,11 @@ class _Moments(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """The whole batch's mean and variance, once for each rank that is here.
+    """The whole batch's mean and variance, once for each rank of this process.
 
-    `weights` are the shares of these ranks' values in all; `shards` are their means, then their
-    variances. The variance is that within the shards and that of their means, which loses no
-    digits however far the values are from zero.
+    `weights` are each rank's fraction of all values; `shards` are the ranks' means, then their
+    variances. The variance is the sum of the variance within the shards and of the shard means,
+    which loses no digits however far the values are from zero.
     """
 
     @staticmethod
@@ -134,7 +135,7 @@ class _Whole(torch.autograd.Function):
         own, means = ctx.saved_tensors[:here], ctx.saved_tensors[here:]
         totals = [torch.stack(pair) for pair in zip(grads[:here], grads[here:], strict=True)]
         ctx.ranks.add_up(totals)
-        # The spreads' gradient by the whole mean is 0: the weighted deviations from it cancel.
+        # The gradient of the variance by the whole mean is 0: the weighted deviations cancel.
         d_means = [
             (d_mean + 2 * (mean - whole) * d_var) * weight
             for (d_mean, d_var), mean, whole, weight in zip(
@@ -146,7 +147,7 @@ class _Whole(torch.autograd.Function):
 
 
 class _Normalize(torch.autograd.Function):
-    """(x - mean) / sqrt(var + eps) * weight + bias, differentiable in mean and variance too."""
+    """Normalisation by mean and var, times weight plus bias; differentiable in mean and var too."""
 
     @staticmethod
     def forward(
@@ -189,25 +190,25 @@ class _Normalize(torch.autograd.Function):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return what statistics are computed in."""
+    """Return the dtype in which statistics are computed: float32 for float16 and bfloat16."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def across(channels: Tensor, x: Tensor) -> Tensor:
-    """Shape a value per channel so that it meets every value of [n, C, ...]."""
+    """Reshape one value per channel to broadcast over x of shape [n, C, ...]."""
     return channels.view(-1, *[1] * (x.dim() - 2))
 
 
 def statistics(x: Tensor) -> Statistics:
-    """Return those of a shard; a shard without examples has zeros, which weigh nothing."""
+    """Return the statistics of a shard; an empty shard has zeros, with weight 0."""
     mean, var = cast(Any, _Moments).apply(x)
     return Statistics(mean, var, x.numel() // x.shape[1])
 
 
 def merge(shards: Sequence[Statistics], ranks: Ranks) -> list[Statistics]:
-    """Make the whole batch's statistics of those of all shards, once for every rank that is here.
+    """Combine shard statistics to the whole batch's, one result per rank of this process.
 
-    ValueError, on all ranks, for less than two values per channel.
+    Raises ValueError, on all ranks, for less than two values per channel over all ranks.
     """
     total = ranks.total([shard.values for shard in shards], shards[0].mean.device)
     if total < 2:
@@ -225,6 +226,6 @@ def merge(shards: Sequence[Statistics], ranks: Ranks) -> list[Statistics]:
 def normalize(
     x: Tensor, whole: Statistics, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """Normalise a shard [n, C, ...] by the whole batch's statistics; the dtype stays."""
+    """Normalise a shard [n, C, ...] by the whole batch's statistics; the dtype is kept."""
     weight, bias = (None if p is None else p.to(wide(p.dtype)) for p in (weight, bias))
     return cast(Tensor, cast(Any, _Normalize).apply(x, whole.mean, whole.var, weight, bias, eps))

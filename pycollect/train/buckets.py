@@ -1,8 +1,8 @@
-"""Reduce gradients while the backward pass still makes others: in buckets, the last layers first.
+"""Overlap of gradient reduction and backward pass: in buckets, the last layers first.
 
-A hook on every parameter tells when its gradient is complete. As soon as all of a bucket are, on
-all ranks, its reduction is started beside what follows. The bits are the same however gradients are
-bucketed, because every sum is taken in rank order.
+A hook on every parameter runs when its gradient is complete. As soon as all gradients of a bucket
+are complete on all ranks, its reduction starts in the background. The bits do not depend on the
+bucketing, because every sum is taken in rank order.
 """
 
 import threading
@@ -22,15 +22,15 @@ from .reduce import Reduction, matching_gradients, start
 
 @dataclass
 class _Bucket:
-    """Some parameters, and on which ranks their gradients are still to come."""
+    """Parameters reduced together, and the gradients of them that are not complete yet."""
 
     indices: list[int]
-    missing: set[tuple[int, int]] = field(default_factory=set)  # ranks and indices
+    missing: set[tuple[int, int]] = field(default_factory=set)  # (rank, parameter index)
     launched: bool = False
 
 
 def bucket_indices(params: Sequence[Tensor], nbytes: int) -> list[list[int]]:
-    """Put those parameters that are trained into buckets of about so many bytes, the last first.
+    """Put the parameters that require grad into buckets of about `nbytes`, the last first.
 
     >>> bucket_indices([nn.Parameter(torch.zeros(2)) for _ in range(3)], 16)
     [[2, 1], [0]]
@@ -49,9 +49,9 @@ def bucket_indices(params: Sequence[Tensor], nbytes: int) -> list[list[int]]:
 
 
 class Buckets:
-    """Starts the reductions of one step's gradients as early as they can be.
+    """Starts the gradient reductions of a training step as early as possible.
 
-    `parameters` are [rank][index], alike on all ranks. The hooks do nothing but within `during`.
+    `parameters` are [rank][index], alike on all ranks. The hooks act only inside `during`.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Buckets:
         self._parameters, self._reduction = parameters, reduction
         self._buckets = [_Bucket(found) for found in bucket_indices(parameters[0], nbytes)]
         self._trained = [param.requires_grad for param in parameters[0]]
-        self._ranks: frozenset[int] = frozenset()  # whose hooks count
+        self._ranks: frozenset[int] = frozenset()  # ranks in the current backward pass
         self._streams: dict[torch.device, Any] = {}
         self._works: list[pc.Work] = []
-        self._lock = threading.Lock()  # each GPU has a thread of its own for the backward pass
+        self._lock = threading.Lock()  # autograd runs hooks in one thread per GPU
         self._hooks = [
             params[index].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 partial(self._complete, bucket, (rank, index))
@@ -75,7 +75,7 @@ class Buckets:
 
     @property
     def stale(self) -> bool:
-        """Whether parameters have been frozen or thawed since the hooks were made."""
+        """Whether any requires_grad flag has changed since the hooks were made."""
         return self._trained != [param.requires_grad for param in self._parameters[0]]
 
     def remove(self) -> None:
@@ -85,9 +85,10 @@ class Buckets:
 
     @contextmanager
     def during(self, ranks: Collection[int]) -> Iterator[None]:
-        """Reduce all gradients, beside a backward pass of these ranks and right after it.
+        """Reduce all gradients during the backward pass of these ranks and right after it.
 
-        The other ranks have done theirs. A rank without a gradient that others have gets zeros.
+        Every other rank has finished its backward pass. A rank that lacks a gradient which another
+        rank has gets zeros.
         """
         for bucket in self._buckets:
             bucket.missing = {(rank, index) for rank in ranks for index in bucket.indices}
@@ -108,7 +109,7 @@ class Buckets:
                 work.wait()
 
     def _complete(self, bucket: _Bucket, which: tuple[int, int], param: Tensor) -> None:
-        """Note a gradient, and start its bucket if it is the last one missing."""
+        """Mark a gradient as complete; launch its bucket if it was the last one missing."""
         rank, _ = which
         if rank not in self._ranks:
             return
@@ -132,7 +133,7 @@ class Buckets:
     def _launch(self, bucket: _Bucket) -> None:
         """Start the reduction of a bucket, ordered after its gradients."""
         with ExitStack() as stack, torch.no_grad():
-            # The threads of the backward pass do not know the caller's streams.
+            # Autograd's threads do not inherit the caller's current streams.
             for stream in self._streams.values():
                 stack.enter_context(torch.cuda.stream(stream))
             gradients = matching_gradients(

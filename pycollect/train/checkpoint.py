@@ -1,7 +1,7 @@
-"""A run on disk: everything that its continuation needs to give the same bits.
+"""Checkpoints of training runs, complete enough that a resumed run gives the same bits.
 
-A file is written beside its place and moved there, so a crash leaves the old one or the new one.
-Reading runs no code of the file, and a damaged one is a sentence.
+A checkpoint is written to a temporary file and renamed, so a crash leaves the old or the new one.
+Reading executes no code from the file; a damaged file raises a one-sentence CheckpointError.
 """
 
 import pickle
@@ -17,8 +17,8 @@ from .._files import check_input, replace
 from .data.examples import first_line
 
 FORMAT = "pycollect.train"
-VERSION = 1  # of the layout; another one is refused
-PARTS = ("settings", "identity", "source", "contestant")
+VERSION = 1  # of the checkpoint layout; `load` refuses any other
+PARTS = ("settings", "identity", "source", "run")
 
 
 class CheckpointError(RuntimeError):
@@ -26,7 +26,7 @@ class CheckpointError(RuntimeError):
 
 
 def save(path: Path | str, state: Mapping[str, Any]) -> None:
-    """Write a checkpoint in one go: whoever opens the path sees a whole file.
+    """Write a checkpoint atomically: a reader of the path always sees a complete file.
 
     Raises CheckpointError if it cannot be written.
     """
@@ -38,9 +38,9 @@ def save(path: Path | str, state: Mapping[str, Any]) -> None:
 
 
 def load(path: Path | str) -> dict[str, Any]:
-    """Read a checkpoint on the CPU; CheckpointError if it is not there, damaged, or something else.
+    """Read a checkpoint onto the CPU; CheckpointError if it is missing, damaged or of another kind.
 
-    Only tensors, numbers, strings and containers are read, whatever the file holds.
+    Only tensors, numbers, strings and containers are unpickled; anything else is refused.
     """
     try:
         check_input("checkpoint", path)
@@ -48,14 +48,14 @@ def load(path: Path | str) -> dict[str, Any]:
         raise CheckpointError(str(error)) from None
     try:
         with zipfile.ZipFile(path) as archive:
-            if archive.testzip() is not None:  # torch itself does not look at the checksums
+            if archive.testzip() is not None:  # torch.load does not verify the checksums
                 raise zipfile.BadZipFile("a checksum is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # torch advises to trust it
+    except pickle.UnpicklingError as error:  # replaces torch's message, which advises to trust it
         raise CheckpointError(
             f"{path} is no checkpoint: it holds more than tensors, numbers, strings and containers"
         ) from error
-    except Exception as error:  # nearly anything, where the file is something else or damaged
+    except Exception as error:  # torch.load raises many types for foreign or damaged files
         raise CheckpointError(
             f"{path} is no checkpoint, or is damaged ({first_line(error)})"
         ) from error
@@ -67,12 +67,12 @@ def load(path: Path | str) -> dict[str, Any]:
         )
     missing = [name for name in PARTS if name not in state]
     if missing:
-        raise CheckpointError(f"{path} is no whole checkpoint: it lacks {', '.join(missing)}")
+        raise CheckpointError(f"{path} is an incomplete checkpoint: it lacks {', '.join(missing)}")
     return state
 
 
 def generators(devices: Sequence[torch.device]) -> dict[str, Tensor]:
-    """Give the states of torch's generators: the CPU's, and that of every GPU that takes part.
+    """Return the states of torch's random generators: the CPU's, and one per GPU in `devices`.
 
     >>> list(generators([torch.device("cpu")]))
     ['cpu']
@@ -85,7 +85,7 @@ def generators(devices: Sequence[torch.device]) -> dict[str, Tensor]:
 
 
 def set_generators(states: Mapping[str, Tensor]) -> None:
-    """Set torch's generators to states that `generators` gave."""
+    """Restore torch's random generators from the states that `generators` returned."""
     for name, state in states.items():
         if name == "cpu":
             torch.set_rng_state(state)
@@ -94,7 +94,7 @@ def set_generators(states: Mapping[str, Tensor]) -> None:
 
 
 def differences(stored: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
-    """Say in words what differs between what was stored and what is asked for.
+    """Describe every difference between the stored and the requested values, one string each.
 
     >>> differences({"lr": 0.1, "seed": 0}, {"lr": 0.2, "seed": 0})
     ['lr 0.1, not 0.2']

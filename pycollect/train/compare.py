@@ -1,7 +1,7 @@
-"""Run several ways of reducing on the same batches and say what the difference is.
+"""Comparison of gradient reductions: one training run per reduction, on the same batches.
 
-Those of one process take turns at every step. Times are medians: of all steps for the reduction, of
-all epochs for the epoch, and a ratio above 1 means faster than the first.
+Runs of one process alternate at every step. Times are medians, of all steps for reduction and step
+and of all epochs for the epoch; a ratio above 1 means faster than the first run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,39 +11,39 @@ from typing import Any
 from pycollect.devices import DeviceSpec
 
 from .config import Config
-from .contestant import Contestant
 from .curves import Curve, plot
-from .entrant import Entrant
+from .dry_run import unused_parameters
 from .history import divergence
-from .job import Job, prepare
 from .log import Log
+from .prepared_run import PreparedRun, prepare
 from .processes import check_available, run_spawned
 from .reduce import REDUCTIONS
 from .report import Report
+from .run_result import RunResult
 from .trainer import enter, fit
-from .trial import unused_parameters
+from .training_run import TrainingRun
 
-PAIR = ("naive", "pycollect")  # the baseline first
+PAIR = ("naive", "pycollect")  # default reductions to compare, the baseline first
 NAMES = (*PAIR, "ddp")
-DDP_BACKEND = "gloo"  # what people have
+DDP_BACKEND = "gloo"  # default of "ddp": the backend that users commonly have
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Entrants that have trained on the same batches, the baseline first."""
+    """Results of runs on the same batches, the baseline first."""
 
-    entrants: Sequence[Entrant]
+    run_results: Sequence[RunResult]
 
     @property
     def identical(self) -> bool:
-        """Whether every parameter of every rank has the same bits in all of them."""
-        first = self.entrants[0]
-        return all(entrant.difference(first) == 0 for entrant in self.entrants[1:])
+        """Whether every parameter of every rank has the same bits in all runs."""
+        first = self.run_results[0]
+        return all(run_result.difference(first) == 0 for run_result in self.run_results[1:])
 
     def __str__(self) -> str:
-        last = self.entrants[-1]
+        last = self.run_results[-1]
         steps, epochs = len(last.steps), len(last.epochs)
-        if len(self.entrants) > 2:
+        if len(self.run_results) > 2:
             return f"{self._table()}\n{self._verdicts(steps)}"
         return "\n".join(
             (
@@ -53,30 +53,30 @@ class Comparison:
             )
         )
 
-    def _ratio(self, what: str, seconds: Callable[[Entrant], float]) -> str:
-        first, second = (seconds(entrant) for entrant in self.entrants)
-        names = [entrant.name for entrant in self.entrants]
+    def _ratio(self, what: str, seconds: Callable[[RunResult], float]) -> str:
+        first, second = (seconds(run_result) for run_result in self.run_results)
+        names = [run_result.name for run_result in self.run_results]
         return (
             f"{what}: {names[0]} {1e3 * first:.3f} ms, {names[1]} {1e3 * second:.3f} ms, "
             f"ratio {first / second:.2f}"
         )
 
     def _table(self) -> str:
-        """A line for each, with the ratios to the first."""
-        first = self.entrants[0]
+        """Return a table with one line per run and its ratios to the first run."""
+        first = self.run_results[0]
         columns = (("reduction", _reduction), ("step", _step), ("epoch", _epoch))
         head = "".join(f"{f'{name} (ms)':>16}{'ratio':>7}" for name, _ in columns)
         lines = [f"{'median of':<10}{head}{'test acc':>10}"]
-        for entrant in self.entrants:
+        for run_result in self.run_results:
             cells = "".join(
-                f"{1e3 * seconds(entrant):>16.3f}{seconds(first) / seconds(entrant):>7.2f}"
+                f"{1e3 * seconds(run_result):>16.3f}{seconds(first) / seconds(run_result):>7.2f}"
                 for _, seconds in columns
             )
-            lines.append(f"{entrant.name:<10}{cells}{entrant.epochs[-1].accuracy:>10.2f}")
+            lines.append(f"{run_result.name:<10}{cells}{run_result.epochs[-1].accuracy:>10.2f}")
         return "\n".join(lines)
 
     def _verdicts(self, steps: int) -> str:
-        first, others = self.entrants[0], self.entrants[1:]
+        first, others = self.run_results[0], self.run_results[1:]
         if self.identical:
             return f"parameters after {steps} steps: the same bits"
         found = ", ".join(
@@ -87,20 +87,20 @@ class Comparison:
         return f"parameters after {steps} steps, against {first.name}: {found}"
 
 
-def _reduction(entrant: Entrant) -> float:
-    return entrant.reduce_seconds
+def _reduction(run_result: RunResult) -> float:
+    return run_result.reduce_seconds
 
 
-def _step(entrant: Entrant) -> float:
-    return entrant.step_seconds
+def _step(run_result: RunResult) -> float:
+    return run_result.step_seconds
 
 
-def _epoch(entrant: Entrant) -> float:
-    return entrant.epoch_seconds
+def _epoch(run_result: RunResult) -> float:
+    return run_result.epoch_seconds
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """Read the names to compare, the baseline first; ValueError unless two or more are known.
+    """Parse the names to compare, the baseline first; ValueError unless two or more known names.
 
     >>> parse_names("naive,ddp")
     ('naive', 'ddp')
@@ -122,10 +122,10 @@ def compare(
     quiet: bool = False,
     **options: Any,
 ) -> Comparison:
-    """Train once for every name on the same batches; see `train` for the rest.
+    """Train once per name on the same batches; the other arguments are those of `train`.
 
-    "ddp" is DistributedDataParallel over `ddp_backend`, gloo by default, in processes that are
-    started here: a script that calls it needs the usual `if __name__ == "__main__":`.
+    "ddp" is DistributedDataParallel over `ddp_backend` (gloo by default) in spawned processes, so
+    a script that calls it needs the usual `if __name__ == "__main__":`.
 
     >>> comparison = compare("cpu*2", data="digits", epochs=1, quiet=True)
     >>> comparison.identical
@@ -142,21 +142,21 @@ def compare(
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for what a comparison goes without, before anybody looks at its value.
+    """Raise ValueError for an option that comparisons do not support, without checking its value.
 
     >>> check_options({"log": "no such folder/run.jsonl"})
     Traceback (most recent call last):
-    ValueError: a comparison goes without log
+    ValueError: a comparison does not support log
     """
     unfit = [name for name in ("checkpoint", "resume", "log") if options.get(name) is not None]
     unfit += ["graph"] * bool(options.get("graph"))
     if options.get("weights") == "auto" or options.get("replay_shares") is not None:
         unfit.append("measured shares")
     if unfit:
-        raise ValueError(f"a comparison goes without {unfit[0]}")
+        raise ValueError(f"a comparison does not support {unfit[0]}")
 
 
-def check(job: Job, names: Sequence[str], backend: str | None) -> None:
+def check(job: PreparedRun, names: Sequence[str], backend: str | None) -> None:
     """Raise ValueError for a job that cannot be compared with ddp, or a backend without ddp."""
     if "ddp" in names:
         check_available(backend or DDP_BACKEND)
@@ -165,50 +165,52 @@ def check(job: Job, names: Sequence[str], backend: str | None) -> None:
         raise ValueError(f"{backend} is for ddp, which is not among {', '.join(names)}")
 
 
-def _check_all_used(job: Job) -> None:
-    """Refuse what DistributedDataParallel refuses in the second step."""
+def _check_all_used(job: PreparedRun) -> None:
+    """Raise ValueError for unused parameters, which DDP would refuse only in the second step."""
     unused = unused_parameters(job.module, job.data.image_shape)
     if unused:
         raise ValueError(
-            f"{', '.join(unused)} take no part in what the model gives, and ddp waits for the "
+            f"{', '.join(unused)} take no part in the model's output, and ddp waits for the "
             "gradients of all parameters: freeze them with requires_grad_(False)"
         )
 
 
-def run(job: Job, names: Sequence[str], report: Report, backend: str | None = None) -> Comparison:
-    """Train once for every name; print a line per epoch and contestant, and the comparison.
+def run(
+    job: PreparedRun, names: Sequence[str], report: Report, backend: str | None = None
+) -> Comparison:
+    """Train once per name; print a line per epoch and run, and the comparison.
 
-    Raises ValueError as `check`.
+    Raises the ValueErrors of `check`.
     """
     check(job, names, backend)
     report.line(f"{job.title} on {job.data}: {job.settings}, {' against '.join(names)}")
-    entrants = {e.name: e for e in _in_turns(job, [n for n in names if n in REDUCTIONS], report)}
+    run_results = {e.name: e for e in _in_turns(job, [n for n in names if n in REDUCTIONS], report)}
     if "ddp" in names:
-        entrants["ddp"] = run_spawned(job, backend or DDP_BACKEND, report)
-    comparison = Comparison([entrants[name] for name in names])
+        run_results["ddp"] = run_spawned(job, backend or DDP_BACKEND, report)
+    comparison = Comparison([run_results[name] for name in names])
     report.line(comparison)
-    for entrant in comparison.entrants:
-        if lost := divergence(entrant.steps, entrant.replicas[0]):
-            report.warning(f"{entrant.name}: {lost}")
+    for run_result in comparison.run_results:
+        if lost := divergence(run_result.steps, run_result.replicas[0]):
+            report.warning(f"{run_result.name}: {lost}")
     if job.config.plot is not None:
-        curves = [Curve(e.name, e.epochs, e.steps) for e in comparison.entrants]
+        curves = [Curve(e.name, e.epochs, e.steps) for e in comparison.run_results]
         plot(curves, job.config.plot, f"{job.title} on {job.data}: {job.settings}")
     return comparison
 
 
-def _in_turns(job: Job, names: Sequence[str], report: Report) -> list[Entrant]:
-    """Run those of one process, a step of each in turn."""
+def _in_turns(job: PreparedRun, names: Sequence[str], report: Report) -> list[RunResult]:
+    """Train the runs that share this process, alternating at every step."""
     if not names:
         return []
     with Log(None) as log, job.repeatable():
-        contestants = [enter(job, name, log, compared=True) for name in names]
-        for _ in fit(job, contestants, report):
-            for contestant in contestants:
-                report.line(f"{contestant.epochs[-1]} ({contestant.name})")
-    return [_entrant(contestant) for contestant in contestants]
+        runs = [enter(job, name, log, compared=True) for name in names]
+        for _ in fit(job, runs, report):
+            for run in runs:
+                report.line(f"{run.epochs[-1]} ({run.name})")
+    return [_result(run) for run in runs]
 
 
-def _entrant(contestant: Contestant) -> Entrant:
-    modules = contestant.trainee.modules
+def _result(run: TrainingRun) -> RunResult:
+    modules = run.engine.modules
     replicas = [list(module.parameters()) for module in modules]
-    return Entrant(contestant.name, contestant.epochs, contestant.steps, replicas)
+    return RunResult(run.name, run.epochs, run.steps, replicas)

@@ -1,6 +1,6 @@
-"""What the user asks of a run, on the command line or of `train`, and the settings made of it.
+"""The user's options of a run, from the command line or `train`, and their `Settings`.
 
-Defaults are filled in, sizes scaled, and what is not asked for comes from a checkpoint.
+Options that are not given come from the resumed checkpoint or from defaults; sizes are scaled.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from torch import nn
 import pycollect as pc
 from pycollect.devices import DeviceSpec
 
-from .._files import check_picture, check_place
+from .._files import check_output_path, check_picture
 from . import data as data_sets
 from .data import Data, Defaults
 from .models import MODELS
@@ -22,26 +22,27 @@ from .optimizers import linear_lr
 from .reduce import REDUCTIONS
 from .settings import Settings, parse_weights
 
-# Batches prepared ahead where that takes work off the step; one more evens out slow ones.
+# Default number of batches prepared ahead: one takes the work off the step, the second evens out
+# slow batches.
 PREFETCH = 2
 
 
 @dataclass(frozen=True)
 class Config:
-    """What the user asks for; None means the default of data set, model or machine.
+    """The options of a training run; None means the default of data set, model or machine.
 
-    Down to `image_size` it decides the result, and a run that is continued has the settings of its
-    checkpoint where nothing else is asked for. `scale_batch` and `scale_lr` multiply batch size and
-    learning rate by the number of ranks.
+    The fields down to `image_size` decide the result. A resumed run takes those that are None from
+    its checkpoint. `scale_batch` and `scale_lr` multiply batch size and learning rate by the number
+    of ranks.
 
-    The rest leaves the result as it is; ValueError for a value out of range. `deterministic` makes
-    torch take only algorithms that give the same bits every time, which on a GPU costs time and on
-    the CPU nothing. `graph` replays the step as a CUDA graph, on one GPU. `overlap` reduces
-    gradients while the backward pass runs; a comparison, which measures the reduction, does so only
-    if it is asked to. `prefetch` is the number of batches prepared ahead; by default 2 where files
-    are decoded or a GPU takes part, and otherwise 0. `checkpoint` is written after every epoch, and
-    at Ctrl-C or SIGTERM after the step that is under way; `resume` names one to continue, and
-    `replay_shares` one whose measured shares are used again, step for step.
+    The other fields do not change the result. `deterministic` restricts torch to algorithms that
+    give the same bits every time, which costs time on a GPU and none on the CPU. `graph` replays
+    the step as a CUDA graph, on one GPU. `overlap` reduces gradients while the backward pass runs
+    (default: yes, but not in a comparison, which measures the reduction). `prefetch` is the number
+    of batches prepared ahead; by default 2 if files are decoded or a GPU is used, otherwise 0.
+    `checkpoint` is written after every epoch, and at Ctrl-C or SIGTERM after the current step;
+    `resume` names a checkpoint to continue, and `replay_shares` one whose measured shares are used
+    again, step for step. Raises ValueError for a value out of range.
 
     >>> Config(prefetch=-1)
     Traceback (most recent call last):
@@ -87,14 +88,14 @@ class Config:
         if self.prefetch is not None and self.prefetch < 0:
             raise ValueError(f"prefetch must be at least 0 batches, not {self.prefetch}")
         if self.checkpoint is not None:
-            check_place("checkpoint", self.checkpoint, moved=True)
+            check_output_path("checkpoint", self.checkpoint, moved=True)
         if self.log is not None:
-            check_place("log", self.log, streamed=True)
+            check_output_path("log", self.log, streamed=True)
         if self.plot is not None:
             check_picture(self.plot)
 
     def batches_ahead(self, data: Data, devices: tuple[torch.device, ...]) -> int:
-        """Give the number of batches to prepare ahead."""
+        """Return the number of batches to prepare ahead: `prefetch` or its default."""
         if self.prefetch is not None:
             return self.prefetch
         lazy = not isinstance(data.train, tuple)
@@ -102,7 +103,7 @@ class Config:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "Config":
-        """Take the options by their names; TypeError for one that there is not."""
+        """Return the config with these options by name; TypeError for an unknown name."""
         known = {field.name for field in fields(cls)}
         unknown = sorted(options.keys() - known)
         if unknown:
@@ -111,9 +112,9 @@ class Config:
         return cls(**options)
 
     def settings(self, data: Data | None, stored: Mapping[str, Any] | None = None) -> Settings:
-        """Fill in what was not asked for; ValueError for a value or device out of range.
+        """Return the settings, None filled in; ValueError for a value or device out of range.
 
-        Without data nothing but the values is checked. `stored` is a checkpoint to continue.
+        Without data only the values are checked. `stored` is the checkpoint to resume.
         """
         known: Mapping[str, Any] = stored["settings"] if stored else {}
 
@@ -151,7 +152,7 @@ class Config:
         )
 
     def model_name(self, data: Data | None, stored: Mapping[str, Any]) -> str:
-        """Give the name of the model; that of a module is its class's. ValueError if unknown."""
+        """Return the model's name, for a module its class name; ValueError if unknown."""
         if isinstance(self.model, nn.Module):
             return type(self.model).__name__
         name = self.model or stored.get("model") or (data.model if data else "lenet")
@@ -161,16 +162,17 @@ class Config:
         return str(name)
 
     def module(self, data: Data, settings: Settings) -> nn.Module:
-        """Build the model for the data, or give the module that was handed over."""
+        """Return a new model for the data, or the module that the user passed."""
         if isinstance(self.model, nn.Module):
             return self.model
         build = MODELS[settings.model]
         return build(data.image_shape[0], data.num_classes, settings.seed)
 
     def source(self, stored: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-        """Give what `data.load` takes, in plain strings and numbers; None for data handed over.
+        """Return the arguments of `data.load` as plain values; None if the user passed a `Data`.
 
-        Raises ValueError for what nothing can be loaded from.
+        Raises ValueError for arguments that `data.load` would refuse, and for a run to resume on
+        the user's own data without that data.
         """
         if isinstance(self.data, Data):
             return None
@@ -187,10 +189,10 @@ class Config:
 
 
 def ranks(devices: DeviceSpec, num_gpus: int | None) -> list[torch.device]:
-    """Give one device per rank. A number means so many GPUs, as in the chapters.
+    """Return one device per rank. A number is a number of GPUs, as in Dive into Deep Learning.
 
-    Where there is no GPU at all a number means ranks on the CPU. Raises ValueError for more GPUs
-    than there are, and if both are given.
+    Without any GPU a number means that many ranks on the CPU. Raises ValueError for more GPUs than
+    there are, and if both arguments are given.
 
     >>> ranks("cpu*3", None)
     [device(type='cpu'), device(type='cpu'), device(type='cpu')]

@@ -1,6 +1,6 @@
-"""A picture of a run, or of several: loss, accuracy, and what a step's time was spent on.
+"""Plots of one or several training runs: loss, accuracy, and the parts of a step's time.
 
-Needs matplotlib, which is imported only when a picture is asked for.
+Plotting needs matplotlib, which is imported only when a plot is drawn.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from .history import PARTS, Epoch, Step, typical
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Colours that stay apart for the colour-blind (Okabe and Ito). Runs on the same batches coincide,
-# so that the later ones are thinner and dashed, their marks smaller, and the first shows beneath.
+# Line styles with colours that stay apart for the colour-blind (Okabe and Ito). Runs on the same
+# batches coincide, so later lines are thinner and dashed with smaller marks, and show the first.
 STYLES: Sequence[Mapping[str, Any]] = (
     {"color": "#0072b2", "linewidth": 2, "markersize": 8},
     {"color": "#e69f00", "linewidth": 2, "markersize": 5, "linestyle": (0, (4, 4))},
@@ -32,25 +32,25 @@ COLOURS = {
 }
 _GREY = "#7f7f7f"
 _GRID = "#dddddd"
-_MOST_POINTS = 2000  # a line with more points than pixels is only a larger file
+_MOST_POINTS = 2000  # of a line; more points than pixels only make the file larger
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One run to draw."""
+    """The records of one run to draw."""
 
     name: str
     epochs: Sequence[Epoch]
-    steps: Sequence[Step] = ()  # without them there is no fine line and no bar
+    steps: Sequence[Step] = ()  # if empty, no per-step line and no bar is drawn
 
     @property
     def parts(self) -> list[float]:
-        """The seconds of a typical step by what they were spent on."""
+        """The median seconds of each part of a step, in the order of PARTS."""
         return [typical(self.steps)[part] for part in PARTS]
 
 
 def plot(curves: Sequence[Curve], path: Path | str, caption: str = "") -> None:
-    """Draw the curves; PNG, SVG or PDF by the ending. OutputError if they cannot be written."""
+    """Write a plot of the curves: PNG, SVG or PDF by the suffix; OutputError if not writable."""
     from matplotlib.figure import Figure
 
     times = [curve for curve in curves if curve.steps]
@@ -77,7 +77,7 @@ def _tidy(axes: Axes, title: str, ylabel: str) -> None:
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("epoch")
     axes.set_ylabel(ylabel)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # of one epoch, 1
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # one epoch: one tick
     axes.grid(True, color=_GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
@@ -85,7 +85,7 @@ def _tidy(axes: Axes, title: str, ylabel: str) -> None:
 
 
 def _loss(axes: Axes, curve: Curve, style: Mapping[str, Any], *, fine: bool) -> None:
-    """The loss of every epoch over that of every step, which is fainter."""
+    """Draw the loss of every epoch, over a fainter line with the loss of every step."""
     _tidy(axes, "training loss", "mean cross-entropy per example")
     if fine and curve.steps:
         last = {step.epoch: step.number for step in curve.steps}
@@ -110,12 +110,12 @@ def _epochs(
     axes: Axes, curve: Curve, values: list[float], style: Mapping[str, Any], label: str
 ) -> None:
     numbers = [epoch.number for epoch in curve.epochs]
-    marker = "o" if len(numbers) <= 30 else ""  # more of them would hide the line
+    marker = "o" if len(numbers) <= 30 else ""  # more markers would hide the line
     axes.plot(numbers, values, **style, marker=marker, label=label)
 
 
 def _bars(axes: Axes, curves: Sequence[Curve]) -> None:
-    """A bar for each run, its parts in the order in which a step goes through them."""
+    """Draw a bar for each run, its parts in the order in which a step runs them."""
     unit, scale = _unit(max((sum(curve.parts) for curve in curves), default=0.0))
     for row, curve in enumerate(curves):
         left = 0.0
@@ -130,7 +130,7 @@ def _bars(axes: Axes, curves: Sequence[Curve]) -> None:
     axes.margins(x=0.14)  # room for the number at the end of the longest bar
     axes.set_xlim(left=0)
     axes.set_yticks(range(len(curves)), [curve.name for curve in curves])
-    room = max(0.6, (3 - len(curves)) / 2)  # a lone bar is not thicker than one of three
+    room = max(0.6, (3 - len(curves)) / 2)  # a single bar is as thick as one of three
     axes.set_ylim(len(curves) - 1 + room, -room)
     axes.tick_params(axis="y", length=0)
     axes.grid(True, axis="x", color=_GRID, linewidth=0.7)
@@ -141,7 +141,7 @@ def _bars(axes: Axes, curves: Sequence[Curve]) -> None:
 
 
 def _key(axes: Axes, curves: Sequence[Curve], unit: str, scale: float) -> None:
-    """What the colours mean, with the numbers where they are of one run."""
+    """Draw the legend of the colours, with the seconds if there is only one run."""
     from matplotlib.patches import Patch
 
     names = list(PARTS)
@@ -153,7 +153,7 @@ def _key(axes: Axes, curves: Sequence[Curve], unit: str, scale: float) -> None:
 
 
 def _legend(axes: Axes, handles: Sequence[Any]) -> None:
-    """Say what is what below the axis, where no line can be in the way."""
+    """Draw the legend below the axis, where it hides no line."""
     axes.legend(
         handles=handles,
         frameon=False,
@@ -165,5 +165,5 @@ def _legend(axes: Axes, handles: Sequence[Any]) -> None:
 
 
 def _unit(seconds: float) -> tuple[str, float]:
-    """Give the unit in which so many seconds are easy to read, and how many make a second."""
+    """Return a readable unit for this time, and the number of these units in a second."""
     return ("s", 1.0) if seconds >= 1 else ("ms", 1e3)

@@ -1,12 +1,12 @@
-"""nn.DataParallel on the collectives: CPU ranks and repeated devices too, the same bits always.
+"""nn.DataParallel on pycollect's collectives: also on CPU ranks, always with the same bits.
 
 A forward pass scatters the inputs, copies the parameters to all ranks, runs the replicas and
-gathers the outputs. All of it is recorded, so a plain ``backward()`` leaves the gradients of the
-whole batch in the one module's parameters, added in rank order by one node for all parameters.
+gathers the outputs. Autograd records all of it, so a plain ``backward()`` leaves the gradients of
+the whole batch in the one module's parameters, added in rank order by one node for all parameters.
 
-The replicas run in turn. On a CPU each then has all cores (a thread for each was 1.8 times slower);
-on GPUs the calls return before the work is done, so that the devices work at the same time all the
-same, unless the module waits for one.
+The replicas run one after the other. On a CPU each then has all cores (one thread per replica was
+1.8 times slower). On GPUs the calls return before the work is done, so the devices still work at
+the same time, unless the module waits for one.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class DataParallel(nn.Module):
-    """Run a module on a shard of the batch per rank; a stand-in for torch.nn.DataParallel.
+    """Run a module on a shard of the batch per rank; a replacement for torch.nn.DataParallel.
 
     ``device_ids`` is what ``pycollect.devices`` takes (indices of GPUs, "cuda:0*2", "cpu*4"; None:
     every GPU, else two CPU ranks) and may name a device several times. Parameters and buffers are
-    on the first. Tensors in the inputs are cut along ``dim``, as by torch.tensor_split, and all
-    have one length there; those without dimensions go to every rank, and so does what is no
-    tensor. Fewer examples than ranks take fewer ranks; one rank runs the module itself. Outputs
-    are joined along ``dim`` on ``output_device`` (default: the first); those without dimensions
-    become a vector with an entry for each rank that ran. Tuples, lists and dicts are followed.
+    on the first device. Input tensors are split along ``dim`` like torch.tensor_split, and must
+    have the same length there; tensors without dimensions and other values go to every rank.
+    Fewer examples than ranks use fewer ranks; one rank runs the module itself. Output tensors
+    are joined along ``dim`` on ``output_device`` (default: the first); tensors without dimensions
+    become a vector with an entry for each rank that ran. Tuples, lists and dicts are traversed.
 
-    As in torch's: a rank normalises over its own shard, what replicas do to their buffers is kept
-    of rank 0 alone, and ``state_dict`` has the prefix ``module.``. Unlike torch's, a parameter that
-    no rank used has no gradient. Raises ValueError for a module that is elsewhere, inputs of
-    unlike lengths, and outputs that cannot be joined.
+    As in torch, a rank normalises over its own shard, only rank 0's changes to buffers are kept,
+    and ``state_dict`` has the prefix ``module.``. Unlike in torch, a parameter that no rank used
+    has no gradient. Raises ValueError for a module that is not on the first device, inputs of
+    different lengths, and outputs that cannot be joined.
 
     >>> net = DataParallel(nn.Linear(3, 2), "cpu*2")
     >>> net(torch.zeros(5, 3)).shape
@@ -79,13 +79,13 @@ class DataParallel(nn.Module):
         return self._gathered(outputs)
 
     def _run(self, calls: Sequence[Call]) -> list[Any]:
-        """Run a replica for each call; rank 0's uses the module's own buffers, and updates them."""
+        """Run a replica for each call; rank 0's replica uses and updates the module's buffers."""
         ranks = self.device_ids[: len(calls)]
         names = [name for name, _ in self.module.named_parameters()]
         parameters = autograd.replicate([p for _, p in self.module.named_parameters()], ranks)
         buffers = self._copied_buffers(ranks)
         outputs: dict[int, Any] = {}
-        # The calls of a GPU return at once, and those of the CPU do not: GPUs work meanwhile.
+        # GPU ranks first: their calls return at once, so GPUs work while the CPU ranks run.
         for rank in sorted(range(len(ranks)), key=lambda rank: ranks[rank].type == "cpu"):
             args, kwargs = calls[rank]
             state = dict(zip(names, parameters[rank], strict=True)) | buffers[rank]
@@ -95,14 +95,14 @@ class DataParallel(nn.Module):
         return [outputs[rank] for rank in range(len(ranks))]
 
     def _copied_buffers(self, ranks: Sequence[torch.device]) -> list[dict[str, Tensor]]:
-        """Return copies of the buffers for every rank but the first, which has none of its own."""
+        """Return copies of the buffers for each rank; rank 0 gets none and uses the module's."""
         named = dict(self.module.named_buffers())
         with torch.no_grad():
             copies = autograd.replicate(list(named.values()), ranks[1:])
         return [{}, *(dict(zip(named, rank, strict=True)) for rank in copies)]
 
     def _gathered(self, outputs: Sequence[Any]) -> Any:
-        """Join the outputs of all ranks, which are alike but for the examples."""
+        """Join the outputs of all ranks, which must have the same structure."""
         flat = [pytree.tree_flatten(output) for output in outputs]
         spec = flat[0][1]
         if any(other != spec for _, other in flat):
@@ -140,12 +140,12 @@ class DataParallel(nn.Module):
                     )
 
     def extra_repr(self) -> str:
-        """Name the devices."""
+        """Return the devices as shown in the module's repr."""
         return f"device_ids=[{', '.join(map(str, self.device_ids))}]"
 
 
 def _scattered(call: Call, ranks: Sequence[torch.device], dim: int) -> list[Call]:
-    """Cut the tensors of a call; return one call for every rank that gets examples."""
+    """Split the tensors of a call; return one call for every rank that gets examples."""
     leaves, spec = pytree.tree_flatten(call)
     lengths = {_length(t, dim) for t in leaves if isinstance(t, Tensor) and t.dim()}
     if len(lengths) > 1:

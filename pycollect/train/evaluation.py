@@ -1,4 +1,4 @@
-"""Test accuracy of replicated modules: all ranks take part, and every example counts once."""
+"""Test accuracy of replicated modules, with the examples shared among all ranks."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,10 +17,10 @@ def accuracy(
     devices: Sequence[torch.device],
     batches: Iterable[tuple[Tensor, Tensor]],
 ) -> float:
-    """Give the share of examples whose highest score is the label's, 0..1.
+    """Return the fraction of examples whose highest score is the label's, 0..1.
 
-    The modules are in evaluation mode for it and use the buffers of rank 0, so that what is tested
-    is the model that is stored. Raises ValueError if there are no examples.
+    The modules run in evaluation mode with the buffers of rank 0, so the tested model is the one
+    that a checkpoint stores. Raises ValueError if there are no examples.
     """
     correct = [torch.zeros((), dtype=torch.int64, device=device) for device in devices]
     examples = 0
@@ -38,7 +38,7 @@ def accuracy(
 
 @contextmanager
 def _as_rank_0(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put all modules in evaluation mode with rank 0's buffers, and everything back at the end."""
+    """Put all modules in evaluation mode with rank 0's buffers; restore both at the end."""
     parts = [part for module in modules for part in module.modules()]
     training = [part.training for part in parts]
     buffers = [list(module.buffers()) for module in modules]

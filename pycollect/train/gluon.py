@@ -1,6 +1,6 @@
-"""Gluon's Trainer: holds the replicas and an optimizer for each, and aggregates by itself.
+"""Gluon's Trainer: holds the replicas and one optimizer per rank, and sums the gradients.
 
-The training step of the lecture, as it is there: forward and backward on every device, then
+The training step is the lecture's: forward and backward on every device, then
 ``trainer.step(batch_size)``. Gluon's backward overwrites gradients and torch's adds to them, so an
 update clears them.
 """
@@ -22,21 +22,21 @@ from .optimizers import check_step
 from .replicas import Replicas
 
 MakeOptimizer: TypeAlias = Callable[..., Optimizer]
-_NAMES = {"learning_rate": "lr", "wd": "weight_decay"}  # Gluon's words, and torch's
+_NAMES = {"learning_rate": "lr", "wd": "weight_decay"}  # Gluon's option names to torch's
 
 
 class Trainer:
     """Update replicas of a model by gradients that it sums over their devices.
 
     ``replicas`` has a module or a list of parameters per rank, alike on all, or is a ``Replicas``.
-    ``optimizer`` is the name of a class of torch.optim ("sgd", "adam") or something that makes one
-    of parameters, and ``optimizer_params`` its arguments, in torch's words or Gluon's
-    (learning_rate, wd). Each rank has an optimizer of its own, so equal replicas stay equal, to the
-    bit. Raises ValueError for replicas that differ and unknown names.
+    ``optimizer`` is the name of a torch.optim class ("sgd", "adam") or a callable that makes an
+    optimizer from parameters, and ``optimizer_params`` are its arguments under torch's or Gluon's
+    names (learning_rate, wd). Each rank has its own optimizer, so equal replicas stay equal to the
+    bit. Raises ValueError for replicas that differ and for unknown names.
 
-    A ``Replicas`` has optimizers already: they are used where no other is named here, and one that
-    is takes their place, in its ``step`` and ``state_dict`` too, so that there never are two.
-    Gradients that its steps leave are cleared.
+    A ``Replicas`` already has optimizers. They are used unless ``optimizer`` is given, which
+    replaces them also in its ``step`` and ``state_dict``, so that there never are two per rank.
+    Gradients left by the steps of the ``Replicas`` are cleared.
 
     >>> nets = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     >>> for net in nets: _ = nn.init.ones_(net.weight)
@@ -57,7 +57,7 @@ class Trainer:
         parameters = [list(r.parameters() if isinstance(r, nn.Module) else r) for r in ranks]
         _check_alike(parameters)
         self._replicas = [[p for p in rank if p.requires_grad] for rank in parameters]
-        self._reduced = False  # are the gradients sums over the ranks already?
+        self._reduced = False  # whether the gradients are already summed over the ranks
         if whole is not None and optimizer is None and optimizer_params is None:
             self.optimizers = whole.optimizers
         else:
@@ -85,12 +85,12 @@ class Trainer:
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """Sum the gradients over all ranks, divide by ``batch_size``, update, and clear them.
 
-        ``batch_size`` counts the examples of all ranks, for gradients of summed losses; 1 for those
-        of a mean that is complete. Call it after every rank's backward pass. Raises ValueError for
-        a parameter that has no gradient on any rank, unless ``ignore_stale_grad``, which leaves it
-        as it is. Gluon itself wants a gradient on every device; here a rank without examples may
-        have none, and counts as zeros. RuntimeError after ``allreduce_grads``, which would add the
-        sums up again.
+        ``batch_size`` is the number of examples of all ranks if the losses are sums; pass 1 if
+        the gradients already add up to those of the mean. Call ``step`` after every rank's backward
+        pass. Raises ValueError for a parameter without a gradient on any rank;
+        ``ignore_stale_grad`` leaves it unchanged instead. Gluon requires a gradient on every
+        device; here a missing one on some ranks counts as zeros. Raises RuntimeError after
+        ``allreduce_grads``, because the sums would be added up again.
         """
         batch_size = _check_batch_size(batch_size)
         if self._reduced:
@@ -104,9 +104,9 @@ class Trainer:
 
     @torch.no_grad()
     def allreduce_grads(self) -> None:
-        """Sum the gradients over all ranks, in place: to clip or look at them before ``update``.
+        """Sum the gradients over all ranks in place, to clip or inspect them before ``update``.
 
-        A rank without a gradient for a parameter counts as zeros, and has the sum afterwards.
+        A missing gradient on some ranks counts as zeros; afterwards every rank has the sum.
         """
         gradients: list[list[Tensor]] = [[] for _ in self._replicas]
         for ranks in zip(*self._replicas, strict=True):
@@ -122,16 +122,17 @@ class Trainer:
 
     @torch.no_grad()
     def update(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
-        """Divide the gradients by ``batch_size``, update each rank by its own, and clear them.
+        """Divide the gradients by ``batch_size``, update each rank, and clear the gradients.
 
-        For after ``allreduce_grads``, without which several ranks part: RuntimeError. The arguments
-        and other errors are those of ``step``.
+        Raises RuntimeError with several ranks unless ``allreduce_grads`` was called before, because
+        the replicas would diverge. The arguments and other errors are those of ``step``.
         """
         batch_size = _check_batch_size(batch_size)
         self._check_stale(ignore_stale_grad)
         if not self._reduced and len(self._replicas) > 1:
             raise RuntimeError(
-                "Trainer: update() comes after allreduce_grads(), or the ranks part; step() is both"
+                "Trainer: update() comes after allreduce_grads(), or the replicas diverge; step() "
+                "does both"
             )
         self._reduced = False
         for parameters, optimizer in zip(self._replicas, self.optimizers, strict=True):
@@ -174,11 +175,11 @@ def _optimizer(asked: str | MakeOptimizer | None) -> MakeOptimizer:
 
 
 def _take_over(replicas: Replicas, optimizers: list[Optimizer]) -> None:
-    """Have the replicas use these, and leave no gradients that a backward pass would add to."""
+    """Make the replicas use these optimizers, and clear gradients before the next backward pass."""
     replicas.optimizers = optimizers
     for optimizer in optimizers:
         optimizer.register_step_post_hook(lambda stepped, *_: stepped.zero_grad())
-        if replicas.seconds.update:  # a step has been taken
+        if replicas.seconds.update:  # the replicas have trained a step and left gradients
             optimizer.zero_grad()
 
 
@@ -193,7 +194,7 @@ def _check_alike(replicas: Sequence[Sequence[Tensor]]) -> None:
                 "shape, dtype or requires_grad; pass replicas of one model"
             )
     if len({id(p) for rank in replicas for p in rank}) != sum(map(len, replicas)):
-        raise ValueError("Trainer: a parameter stands for several ranks; pass a copy per rank")
+        raise ValueError("Trainer: a parameter is shared by several ranks; pass a copy per rank")
 
 
 def _check_batch_size(batch_size: int) -> int:

@@ -1,7 +1,7 @@
 """A training step captured in a CUDA graph: the same bits, and one call in place of hundreds.
 
-A graph works on the memory it was captured with, so batches are copied into tensors that stay, and
-all of them have one shape. All ranks are on one GPU.
+A graph works on the memory it was captured with. Batches are therefore copied into fixed tensors,
+and all have one shape. All ranks are on one GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,12 +18,13 @@ from .step import Model, ParameterLists, gradients, train_batch
 
 Run: TypeAlias = Callable[[], object]
 Step: TypeAlias = Callable[[Tensor, Tensor], list[Tensor]]
-# torch's own advice: what libraries set up at their first calls must not be captured.
+# Number of calls before a capture, as torch advises: the lazy initialisation of libraries must not
+# be captured.
 _WARM_UP = 3
 
 
 def capture(run: Run) -> Run:
-    """Run a function a few times beside the current stream, capture it, and return the replay.
+    """Run a function a few times on a side stream, capture it, and return the replay.
 
     Raises ValueError without a GPU.
     """
@@ -42,11 +43,12 @@ def capture(run: Run) -> Run:
 
 
 class GraphedStep:
-    """A step of training, captured with the shape of a first batch.
+    """A training step, captured with the shape of the first batch.
 
-    Capturing trains nothing: what `state` gives is afterwards what it was, and what it gives then
-    for the first time is zeros, as the momentum of SGD begins. `capturing` makes a replay of a
-    function, and may call it. Raises ValueError for state on several devices, and on the CPU.
+    Capturing does not train: the tensors that `state` returns keep their values, and tensors that
+    it returns only afterwards are set to zeros, as the momentum of SGD begins. `capturing` turns a
+    function into its replay, and may call it. Raises ValueError for state on several devices or on
+    the CPU.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class GraphedStep:
             self._losses = step(self._X, self._y)
 
         before = {id(t): t.detach().clone() for t in kept}
-        # What is captured is the current device's current stream.
+        # torch captures the current stream of the current device.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self._replay = capturing(run)
         with torch.no_grad():
@@ -80,9 +82,9 @@ class GraphedStep:
                 t.copy_(before[id(t)] if id(t) in before else torch.zeros_like(t))
 
     def __call__(self, X: Tensor, y: Tensor) -> Sequence[Tensor]:
-        """Train on one batch; give each rank's summed loss, which the next step overwrites.
+        """Train on one batch; return each rank's summed loss, which the next step overwrites.
 
-        Raises ValueError for a batch of another shape than the first.
+        Raises ValueError if the shape differs from the first batch's.
         """
         if X.shape != self._X.shape or y.shape != self._y.shape:
             raise ValueError(
@@ -124,10 +126,10 @@ class GraphedStep:
         shares: Sequence[int] | None = None,
         capturing: Callable[[Run], Run] = capture,
     ) -> "GraphedStep":
-        """Capture the step of replicas, for batches of this shape and these shares.
+        """Capture the step of `Replicas`, for batches of this shape and these shares.
 
-        The gradients are reduced at once, in one launch among the others. Raises ValueError for
-        options that wait for the host: exact seconds, and batch statistics over all ranks.
+        All gradients are reduced in one launch after the backward pass. Raises ValueError for
+        options that synchronise with the host: exact seconds, and batch statistics over all ranks.
         """
         options = replicas.options
         if options.exact_seconds or options.sync_batchnorm:
@@ -146,7 +148,7 @@ def _one_device(tensors: Sequence[Tensor]) -> torch.device:
 
 
 def _state_of(replicas: Replicas) -> list[Tensor]:
-    """Give all tensors that a step changes, the same objects every time."""
+    """Return all tensors that a step changes, the same objects at every call."""
     found: list[Tensor] = []
     for module, optimizer in zip(replicas.modules, replicas.optimizers, strict=True):
         found += [*module.parameters(), *module.buffers()]

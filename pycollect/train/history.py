@@ -1,4 +1,4 @@
-"""What a run has measured: a record of every step and of every epoch.
+"""Measurements of a training run: one record per step and one per epoch.
 
 Losses are means per training example, times are seconds, accuracies are between 0 and 1.
 """
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from .step_clock import StepSeconds
 
-# What a step's time is spent on, in order: waiting for the batch, and then the step itself.
+# Names of the parts of a step's time, in order: waiting for the batch, then those of StepSeconds.
 PARTS = ("data", *(field.name for field in fields(StepSeconds)))
 
 
 @dataclass(frozen=True)
 class Step:
-    """One training step.
+    """Record of one training step.
 
     >>> step = Step(1, 1, 64, 2.3, 0.1, StepSeconds(compute=0.5), (32, 32))
     >>> step.parts["data"], step.parts["compute"]
@@ -31,19 +31,19 @@ class Step:
     number: int  # within the epoch, from 1
     examples: int  # of all ranks
     loss: float
-    waited: float  # for the batch
+    waited: float  # seconds until the batch was ready
     seconds: StepSeconds
     shares: tuple[int, ...]  # examples of each rank
 
     @property
     def parts(self) -> dict[str, float]:
-        """The seconds of the step by what they were spent on."""
+        """The seconds of each part of the step, by its name in PARTS."""
         return dict(zip(PARTS, (self.waited, *astuple(self.seconds)), strict=True))
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one epoch gave: seconds without evaluation, mean loss per example, test accuracy 0..1.
+    """Record of one epoch: seconds without evaluation, mean loss per example, test accuracy 0..1.
 
     >>> print(Epoch(3, 1.94, 0.4118, 0.8712))
     epoch 3, time 1.9 sec, loss 0.412, test acc 0.87
@@ -53,7 +53,7 @@ class Epoch:
     seconds: float  # of the training steps
     loss: float
     accuracy: float
-    data_seconds: float = 0.0  # of waiting for batches, besides
+    data_seconds: float = 0.0  # of waiting for batches, not part of `seconds`
 
     def __str__(self) -> str:
         return (
@@ -63,9 +63,9 @@ class Epoch:
 
 
 def typical(steps: Sequence[Step]) -> dict[str, float]:
-    """Give the median of every part of the steps' seconds, the first step's left out if it can be.
+    """Return the median seconds of every part of a step, without the first step if there are more.
 
-    The first is the initialisation: libraries choose their kernels, and memory is allocated.
+    The first step includes initialisation: libraries choose kernels and memory is allocated.
     """
     counted = steps[1:] or steps
     if not counted:
@@ -74,12 +74,12 @@ def typical(steps: Sequence[Step]) -> dict[str, float]:
 
 
 def mean_loss(steps: Sequence[Step]) -> float:
-    """Give the mean loss per example over the steps."""
+    """Return the mean loss per example over the steps."""
     return sum(s.loss * s.examples for s in steps) / sum(s.examples for s in steps)
 
 
 def divergence(steps: Sequence[Step], tensors: Iterable[Tensor]) -> str:
-    """Say since when a run's loss, or that its model, is not finite at the end; "" if all is well.
+    """Describe a loss or model that is not finite at the end of a run; "" if both are finite.
 
     >>> divergence([Step(1, 1, 64, float("nan"), 0.1, StepSeconds(), (64,))], [])
     'the loss is nan from step 1 of epoch 1 to the end'
@@ -97,12 +97,12 @@ def divergence(steps: Sequence[Step], tensors: Iterable[Tensor]) -> str:
 
 
 def stored(steps: Sequence[Step], epochs: Sequence[Epoch]) -> dict[str, Any]:
-    """Give both in plain numbers, for a checkpoint."""
+    """Return steps and epochs as plain numbers, for a checkpoint."""
     return {"steps": [astuple(step) for step in steps], "epochs": [astuple(e) for e in epochs]}
 
 
 def restored(state: Mapping[str, Any]) -> tuple[list[Step], list[Epoch]]:
-    """Make records of what `stored` gave.
+    """Return the steps and epochs from what `stored` returned.
 
     >>> steps = [Step(1, 1, 64, 2.3, 0.1, StepSeconds(compute=0.5), (32, 32))]
     >>> restored(stored(steps, [])) == (steps, [])

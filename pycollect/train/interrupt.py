@@ -1,6 +1,6 @@
-"""Ctrl-C as a request: the step under way is finished, then the run stops where it can go on.
+"""Ctrl-C and SIGTERM as requests to stop: the current step finishes, then the run can be resumed.
 
-So is SIGTERM, which schedulers and torchrun send.
+Schedulers and torchrun send SIGTERM.
 """
 
 import signal
@@ -15,19 +15,19 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """While it lasts, the first Ctrl-C or SIGTERM is only noted, and the second ends all at once.
+    """Context in which the first Ctrl-C or SIGTERM is only noted, and the second acts at once.
 
-    One that is not `wanted` leaves both as they are, and so does any outside of the main thread,
-    which never gets signals. `together` decides for processes that must stop at the same check.
+    Signal handlers stay unchanged if `wanted` is false, and outside of the main thread, the only
+    one that handles signals. `consensus` decides for processes that must stop at the same check.
 
     >>> with Interrupt(wanted=True) as interrupt:
     ...     interrupt.check()
     """
 
-    def __init__(self, wanted: bool, together: "Together | None" = None) -> None:
+    def __init__(self, wanted: bool, consensus: "StopConsensus | None" = None) -> None:
         self._wanted = wanted and threading.current_thread() is threading.main_thread()
-        self._together = together
-        self._asked = 0  # the signal
+        self._consensus = consensus
+        self._asked = 0  # number of the received signal, 0 for none
         self._checks = 0
         self._before: dict[int, Any] = {}
 
@@ -43,7 +43,7 @@ class Interrupt:
         traceback: TracebackType | None,
     ) -> None:
         for number, handler in self._before.items():
-            # None: somebody outside of Python had set it, and it cannot be put back.
+            # None: a handler that was not installed from Python, and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -52,25 +52,25 @@ class Interrupt:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def check(self) -> None:
-        """Raise Stopped if the run was asked to stop."""
+        """Raise Stopped if a signal was received, and all processes stop at this check."""
         self._checks += 1
-        if self._asked and (self._together is None or self._together.reached(self._checks)):
+        if self._asked and (self._consensus is None or self._consensus.reached(self._checks)):
             raise Stopped(self._asked)
 
 
-class Together:
-    """Lets processes stop at the same check, though each hears of it at a time of its own.
+class StopConsensus:
+    """Stop consensus: all processes stop at the same check, whenever each receives the signal.
 
-    Each writes down, once, at which check it has heard; all stop at the check after the latest of
-    these. Between two checks there is a collective that no process ends before all have begun it,
-    so that none can be further by then; `settle` returns when what was issued to GPUs is done,
-    because their collectives end later than their calls. Until all have heard they go on. Who sent
-    the signal may have less patience: torchrun kills after 30 seconds, which is then the time for
-    two steps and the writing.
+    Each process publishes in the store, once, the check at which it had the signal. All stop at the
+    check after the latest of these, and continue until every process has published. Between two
+    checks there is a collective that ends only after all processes have begun it, so no process is
+    further by then. `settle` returns when all work issued to GPUs is done, because GPU collectives
+    end later than their calls. torchrun kills 30 seconds after its signal, which must suffice for
+    two steps and the checkpoint.
 
     >>> import torch.distributed as dist
     >>> store = dist.HashStore()
-    >>> a, b = (Together(store, rank, 2, lambda: None) for rank in (0, 1))
+    >>> a, b = (StopConsensus(store, rank, 2, lambda: None) for rank in (0, 1))
     >>> a.reached(4), b.reached(5), a.reached(5), b.reached(6), a.reached(6)
     (False, False, False, True, True)
     """
@@ -80,10 +80,10 @@ class Together:
         self._keys = [f"pycollect.train/stop/{rank}" for rank in range(world)]
         self._own = self._keys[rank]
         self._said = False
-        self._last = 0  # the check to stop at, once that is known
+        self._last = 0  # the check to stop at, 0 while unknown
 
     def reached(self, check: int) -> bool:
-        """Tell whether this check, counted from 1, is where all stop."""
+        """Return whether all processes stop at this check, counted from 1."""
         self._settle()
         if not self._said:
             self._store.set(self._own, str(check))

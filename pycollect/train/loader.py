@@ -1,7 +1,7 @@
 """Batches of examples, shuffled by seed and epoch alone, and prepared ahead of the training step.
 
-Preparing is fetching (decoding, for files), pinning and the copy to the GPU. With `prefetch=n`
-threads keep n batches prepared or in preparation; the order and the bits are the same without.
+Preparation is fetching (for files: decoding), pinning and the copy to the GPU. With `prefetch=n`
+threads keep n batches prepared or in preparation; order and bits are the same as without.
 """
 
 import os
@@ -17,15 +17,16 @@ from torch import Tensor
 
 from .data import Examples, count, fetch
 
-# Threads prepare whole batches; more of them than cores would only wait for each other.
+# Largest number of loader threads. A thread prepares whole batches; more threads than cores would
+# only wait for each other.
 _MOST_WORKERS = os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
 class Loading:
-    """How the batches of an epoch are made; ValueError if out of range.
+    """Options for the batches of an epoch; ValueError if out of range.
 
-    `prefetch` is the number of batches prepared ahead; 0 prepares each when it is asked for.
+    `prefetch` is the number of batches prepared ahead; 0 prepares each batch on demand.
 
     >>> Loading(batch_size=0)
     Traceback (most recent call last):
@@ -45,16 +46,16 @@ class Loading:
             raise ValueError(f"prefetch must be at least 0 batches, not {self.prefetch}")
 
     def batches(self, examples: int, epoch: int = 1) -> list[Tensor]:
-        """Give the indices of every batch of one epoch; the last may be smaller, or is dropped.
+        """Return the indices of every batch of one epoch; the last may be smaller, or is dropped.
 
-        The order depends on seed and epoch alone, so that a run can be continued anywhere. Raises
+        The order depends on seed and epoch alone, so a run can be resumed anywhere. Raises
         ValueError if dropping the last batch leaves none.
 
         >>> [len(indices) for indices in Loading(batch_size=4).batches(11)]
         [4, 4, 3]
         """
         if self.shuffle:
-            # An odd multiplier keeps the orders of all epochs and of neighbouring seeds apart.
+            # With this odd multiplier all epochs and neighbouring seeds get different orders.
             mixed = (self.seed + 0x9E3779B97F4A7C15 * epoch) % 2**63
             order = torch.randperm(examples, generator=torch.Generator().manual_seed(mixed))
         else:
@@ -75,42 +76,42 @@ Shards: TypeAlias = tuple[Sequence[Tensor], Sequence[Tensor]]  # images and labe
 
 @dataclass(frozen=True)
 class Batch:
-    """Images [k, C, H, W] and labels [k] of a batch, or of the part of it that was asked for."""
+    """Images [k, C, H, W] and labels [k] of a batch, or of this process's part of it."""
 
     X: Tensor
     y: Tensor
-    examples: int  # of the whole batch
-    shards: Shards | None = None  # on their ranks' devices, where they were sent ahead
-    waited: float = 0.0  # seconds from the asking to the having: what the training step lost
+    examples: int  # number of examples in the whole batch
+    shards: Shards | None = None  # on the ranks' devices, if they were copied ahead
+    waited: float = 0.0  # seconds that the training loop waited for this batch
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A batch that may still be on its way to the devices."""
+    """A batch whose copies to the devices may not have finished."""
 
     batch: Batch
-    arrivals: Sequence[tuple[torch.device, Any]] = ()  # a CUDA event for each GPU
+    arrivals: Sequence[tuple[torch.device, Any]] = ()  # (GPU, CUDA event after its copies)
 
     def take(self, waited: float) -> Batch:
-        """Give the batch to the current streams, which wait for the copies."""
+        """Return the batch; the current streams wait for the copies to the GPUs."""
         for device, arrived in self.arrivals:
             torch.cuda.current_stream(device).wait_event(arrived)
         for shard in (shard for part in self.batch.shards or () for shard in part):
-            if shard.device.type == "cuda":  # or its memory could be used again while it is read
+            if shard.device.type == "cuda":  # keeps the allocator from reusing the memory early
                 shard.record_stream(torch.cuda.current_stream(shard.device))
         return replace(self.batch, waited=waited)
 
 
 class Loader:
-    """Gives the batches of an epoch, `prefetch` of them prepared ahead.
+    """Iterates over the batches of an epoch, `prefetch` of them prepared ahead.
 
-    For GPUs a prepared batch is in pinned memory. Where `shares` gives the examples of every rank
-    of a batch, the shards are on their devices too, copied on streams of their own while others
-    compute; shares that a measurement is still to decide cannot be known ahead.
-    `part` takes a rank's part of a batch's indices where a process has one rank; the rest is never
-    fetched. It is called in the order of the batches, in the caller's thread, and told how many
-    steps there are still to do before that batch's. An exception of a worker comes out where the
-    batch is asked for, and when the iteration ends, however it does, no thread is left.
+    For GPUs a prepared batch is in pinned memory. If `shares` is given, which returns the number of
+    examples of every rank, the shards are also copied to their devices, on side streams while other
+    streams compute; measured shares are not known ahead and do not allow this.
+    `part` selects a rank's part of a batch's indices if a process has one rank; the rest is never
+    fetched. `part` is called in the order of the batches, in the caller's thread, with the number
+    of steps before that batch's step. An exception in a worker is raised when its batch is
+    requested. When the iteration ends, in any way, no thread is left.
 
     >>> examples = torch.arange(5.0)[:, None], torch.arange(5)
     >>> loader = Loader(examples, Loading(batch_size=2, shuffle=False, prefetch=2))
@@ -133,15 +134,15 @@ class Loader:
         self._sides: dict[torch.device, Any] = {}
 
     def __len__(self) -> int:
-        """Give the number of batches of one epoch."""
+        """Return the number of batches of one epoch."""
         return len(self.loading.batches(count(self._examples)))
 
     def examples(self, number: int = 1) -> list[int]:
-        """Give the sizes of the batches of an epoch, parts of all ranks included."""
+        """Return the sizes of the whole batches of an epoch, over all ranks."""
         return [len(indices) for indices in self.loading.batches(count(self._examples), number)]
 
     def epoch(self, number: int = 1, start: int = 0) -> Generator[Batch, None, None]:
-        """Give the batches of an epoch, from batch `start` on; ValueError if there are none."""
+        """Yield an epoch's batches from batch `start` on; ValueError if drop_last leaves none."""
         order = self.loading.batches(count(self._examples), number)[start:]
         if self.loading.prefetch:
             yield from self._ahead(order)
@@ -153,7 +154,7 @@ class Loader:
 
     def _ahead(self, order: Sequence[Tensor]) -> Generator[Batch, None, None]:
         prefetch = self.loading.prefetch
-        # Reading memory needs one thread; decoding files is work that several can share.
+        # Examples in memory need one thread; decoding files benefits from several.
         workers = 1 if isinstance(self._examples, tuple) else min(prefetch, _MOST_WORKERS)
         pending: deque[Future[_Prepared]] = deque()
         if self._shares is not None and not self._sides:
@@ -174,18 +175,18 @@ class Loader:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _mine(self, indices: Tensor, steps: int) -> Tensor:
-        """Give those of a batch's indices that are to be fetched; that many steps come before."""
+        """Return the indices of a batch to fetch here; `steps` counts the steps before it."""
         return indices if self._part is None else self._part(indices, steps)
 
     def _fetch(self, indices: Tensor, mine: Tensor) -> Batch:
         if len(mine):
             X, y = fetch(self._examples, mine)
-        else:  # one example tells the shape of none
+        else:  # an empty part gets its shape from the batch's first example
             X, y = (tensor[:0] for tensor in fetch(self._examples, indices[:1]))
         return Batch(X, y, len(indices))
 
     def _prepare(self, indices: Tensor, mine: Tensor) -> _Prepared:
-        """Fetch a batch in a worker, and start its way to the GPUs."""
+        """Fetch a batch in a worker thread, and start its copies to the GPUs."""
         batch = self._fetch(indices, mine)
         if not self._gpus:
             return _Prepared(batch)
@@ -198,7 +199,7 @@ class Loader:
         return _Prepared(replace(batch, shards=(X, y)), arrivals)
 
     def _send(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Start the copies of shards in pinned memory; those of the CPU's ranks stay there."""
+        """Start the copies of pinned shards to the GPUs; shards of CPU ranks are not copied."""
         sent = []
         for device, shard in zip(self._devices, shards, strict=True):
             if device.type == "cuda":

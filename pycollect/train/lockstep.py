@@ -1,9 +1,9 @@
-"""Ranks of one process that meet in the middle: a thread each, of which one runs at a time.
+"""Rank threads of one process that exchange values: one thread per rank, one running at a time.
 
-The threads pass a baton in rank order, at every meeting and at the end, so that the order of all
-that happens, and with it the bits, is the same in every run; each rank has all cores to itself
-while it runs. Rank 0 runs in the caller's thread. Nobody waits for ever: when one rank raises, or
-has finished while others wait for it, all of them stop at their next meeting.
+The threads pass a baton in rank order, at every rendezvous and at their end. The order of all
+operations, and so the bits, is therefore the same in every run, and the running rank has all cores.
+Rank 0 runs in the caller's thread. No rank waits for ever: if a rank raises, or finishes while
+others wait for it, every rank stops at its next rendezvous.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ R = TypeVar("R")
 
 
 class _Stopped(BaseException):
-    """Unwinds a rank because of another one's failure; not for `except Exception` to swallow."""
+    """Unwinds a rank after another rank's failure; `except Exception` does not catch it."""
 
 
-class _Baton:
-    """Whose turn it is, who has arrived at the meeting, and what went wrong first."""
+class _Turn:
+    """The running rank, the values at the current rendezvous, and the first failure."""
 
     def __init__(self, world: int) -> None:
         lock = threading.Lock()
@@ -42,7 +42,7 @@ class _Baton:
         self.failure: BaseException | None = None
 
     def wait(self, rank: int) -> None:
-        """Return when it is this rank's turn."""
+        """Return when it is this rank's turn; raise _Stopped after a failure."""
         with self._lock:
             self._turns[rank].wait_for(lambda: self._turn == rank or self.failure is not None)
             if self.failure is not None:
@@ -56,7 +56,7 @@ class _Baton:
     def meet(
         self, rank: int, value: Any, combine: Callable[[list[Any]], Sequence[Any]], what: str
     ) -> Any:
-        """Hand in a value, and return this rank's part of what is made of all of them."""
+        """Pass a value to the rendezvous; return this rank's item of `combine(values)`."""
         if len(self._running) < self.world:
             done = sorted(set(range(self.world)) - self._running)
             raise _unlike(f"rank {rank} waits at {what} for rank {done[0]}, which has finished")
@@ -73,7 +73,7 @@ class _Baton:
         return self._results[rank]
 
     def leave(self, rank: int, error: BaseException | None) -> None:
-        """Take this rank out; its error, or others who wait for it in a meeting, stop all."""
+        """Remove a finished rank; its error, or ranks waiting for it in a rendezvous, stop all."""
         with self._lock:
             self._running.discard(rank)
             if error is None and self._arrived:
@@ -91,12 +91,12 @@ class _Baton:
             turn.notify_all()
 
     def stop(self, error: BaseException) -> None:
-        """Have all ranks stop at their next meeting."""
+        """Make all ranks stop at their next rendezvous."""
         with self._lock:
             self._fail(error)
 
     def finish(self) -> None:
-        """Wait until no rank runs; an interrupt meanwhile stops them at their next meeting."""
+        """Wait until every rank has ended; an interrupt stops them at their next rendezvous."""
         with self._lock:
             try:
                 self._over.wait_for(lambda: not self._running)
@@ -109,11 +109,11 @@ def _unlike(what: str) -> RuntimeError:
     return RuntimeError(f"lockstep: {what}; all ranks must pass the same layers in the same order")
 
 
-_seat: ContextVar[tuple[_Baton, int] | None] = ContextVar("_seat", default=None)
+_seat: ContextVar[tuple[_Turn, int] | None] = ContextVar("_seat", default=None)
 
 
 def ranks_in_lockstep() -> int | None:
-    """Return how many ranks the lockstep has that this is called in, or None outside of one.
+    """Return the number of ranks of the current lockstep, or None outside of any.
 
     >>> lockstep([ranks_in_lockstep] * 2), ranks_in_lockstep()
     ([2, 2], None)
@@ -125,9 +125,9 @@ def ranks_in_lockstep() -> int | None:
 def meet(value: V, combine: Callable[[list[V]], Sequence[R]], what: str) -> R:
     """Wait for all other ranks of the lockstep; return this rank's item of ``combine(values)``.
 
-    ``values`` are in rank order, and one rank calls ``combine`` for all. ``what`` names the meeting
-    in errors. Raises RuntimeError outside of a lockstep, and when another rank is at another
-    meeting or has finished.
+    ``values`` are in rank order, and one rank calls ``combine`` for all. ``what`` names the
+    rendezvous in errors. Raises RuntimeError outside of a lockstep, and if another rank is at
+    another rendezvous or has finished.
 
     >>> def share(x): return [sum(x)] * len(x)
     >>> lockstep([lambda: meet(1, share, "a sum"), lambda: meet(2, share, "a sum")])
@@ -135,43 +135,43 @@ def meet(value: V, combine: Callable[[list[V]], Sequence[R]], what: str) -> R:
     """
     seat = _seat.get()
     if seat is None:
-        raise RuntimeError(f"{what}: the ranks can only meet in lockstep(); call them through that")
-    baton, rank = seat
-    result: R = baton.meet(rank, value, combine, what)
+        raise RuntimeError(f"{what}: ranks can only synchronise in lockstep(); run them through it")
+    turn, rank = seat
+    result: R = turn.meet(rank, value, combine, what)
     return result
 
 
 def lockstep(runs: Sequence[Callable[[], T]]) -> list[T]:
     """Run one callable per rank, one at a time in rank order; return what they return.
 
-    A callable may meet the others on its way (``meet``; synchronised batch normalisation does).
+    Callables exchange values through ``meet``, as synchronised batch normalisation does.
     All run under the caller's grad mode, autocast, default device, saved-tensor hooks, CUDA device
     and streams; other modes of torch, such as FlopCounterMode, see rank 0 alone. The first error of
-    any rank comes out, KeyboardInterrupt too, when all have ended: those that wait in a meeting at
-    once, others at their next one.
+    any rank, KeyboardInterrupt too, is raised when all have ended: ranks that wait in a rendezvous
+    end at once, others at their next one.
 
     >>> lockstep([lambda: "a", lambda: "b"])
     ['a', 'b']
     """
     if not runs:
         return []
-    baton = _Baton(len(runs))
+    turn = _Turn(len(runs))
     results: list[Any] = [None] * len(runs)
     state = _ThreadState()
 
     def run(rank: int) -> None:
         error: BaseException | None = None
-        token = _seat.set((baton, rank))
+        token = _seat.set((turn, rank))
         try:
             with state.entered() if rank else nullcontext():
-                baton.wait(rank)
+                turn.wait(rank)
                 results[rank] = runs[rank]()
         except BaseException as raised:
             error = raised
         finally:
             _seat.reset(token)
-            baton.leave(rank, error)
-            del error  # its traceback holds this frame
+            turn.leave(rank, error)
+            del error  # breaks the reference cycle: its traceback holds this frame
 
     threads = [
         threading.Thread(target=copy_context().run, args=(run, rank), name=f"rank {rank}")
@@ -181,21 +181,21 @@ def lockstep(runs: Sequence[Callable[[], T]]) -> list[T]:
         for thread in threads:
             thread.start()
         run(0)
-        baton.finish()
-    except BaseException as error:  # an interrupt, and between two ranks' turns
-        baton.stop(error)
+        turn.finish()
+    except BaseException as error:  # an interrupt outside of `run` and `finish`
+        turn.stop(error)
         raise
     finally:
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
-    if baton.failure is not None:
-        raise baton.failure
+    if turn.failure is not None:
+        raise turn.failure
     return results
 
 
 class _ThreadState:
-    """What torch keeps for each thread and a new one does not inherit."""
+    """The caller's thread-local state of torch, which a new thread does not inherit."""
 
     def __init__(self) -> None:
         self._grad = torch.is_grad_enabled()
@@ -209,23 +209,23 @@ class _ThreadState:
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._streams: list[torch.cuda.Stream] = []
         self._gpu: int | None = None
-        if cast(Any, torch.cuda).is_initialized():  # torch leaves it unannotated
+        if cast(Any, torch.cuda).is_initialized():  # unannotated in torch
             self._gpu = torch.cuda.current_device()
             current = map(torch.cuda.current_stream, range(torch.cuda.device_count()))
             self._streams = [s for s in current if s != torch.cuda.default_stream(s.device)]
 
     def entered(self) -> ExitStack:
-        """Put the calling thread into this state, until the stack is closed."""
+        """Apply this state to the calling thread until the returned stack is closed."""
         stack = ExitStack()
         stack.enter_context(torch.inference_mode(self._inference))
         stack.enter_context(torch.set_grad_enabled(self._grad))
         for kind, dtype, cached in self._autocast:
             stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cached))
-        if self._device.type != "cpu":  # a mode that costs every call a little
+        if self._device.type != "cpu":  # a default-device mode adds some cost to every call
             stack.enter_context(self._device)
         if self._hooks is not None:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._hooks))
-        for stream in self._streams:  # streams and device are the thread's own, and gone with it
+        for stream in self._streams:  # streams and device are thread-local: no restore needed
             torch.cuda.set_stream(stream)
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)

@@ -1,11 +1,11 @@
-"""The log of a run as JSON lines: one object a line, its kind under "event".
+"""The log of a run as JSON lines: one object per line, its kind under "event".
 
-    start    what was chosen: data, model, devices, batch_size, lr, ..., and the versions
+    start    the options: data, model, devices, batch_size, lr, ..., and the versions
     step     epoch, step, examples, loss, shares (examples of every rank), and data_seconds,
              split_seconds, compute_seconds, reduction_seconds, update_seconds
     epoch    epoch, seconds, data_seconds, loss, accuracy
     end      accuracy, seconds_per_epoch, seconds_per_epoch_with_data, first_batch_seconds,
-             diverged: null, or since when the loss or that the model is not finite
+             diverged: null, or a sentence if the loss or the model is not finite at the end
     stopped  why: "interrupted", or the message of an error
 
 Losses are means per example, times are seconds; a number that is not finite is null.
@@ -26,8 +26,8 @@ from .history import Epoch, Step
 class Log:
     """Writes JSON lines to a file, each line at once; without a path it writes nothing.
 
-    A FIFO, a terminal, /dev/stdout and /dev/stderr will do as well. A run that is continued appends
-    to the log that is there. Raises OutputError if it cannot be written.
+    The file may be a FIFO, a terminal, /dev/stdout or /dev/stderr. A resumed run appends to the
+    existing log. Raises OutputError if the log cannot be written.
 
     >>> with Log(None) as log:
     ...     log.write("start", lr=0.1)
@@ -52,7 +52,7 @@ class Log:
     ) -> None:
         if self._file is None:
             return
-        # A log that failed fails again, and what stopped the run is the error to tell.
+        # After an error the log may fail again; the error that stopped the run is the one to raise.
         with suppress(OutputError) if error is not None else nullcontext():
             if error is not None:
                 why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
@@ -95,7 +95,7 @@ class Log:
 
 
 def _finite(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinity."""
+    """Replace NaN and infinity by None, because JSON has neither."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in fields.items()

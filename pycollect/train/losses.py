@@ -1,7 +1,7 @@
-"""What a loss must be for shards of any size to add up: the sum over the examples.
+"""Losses for data-parallel training: the sum over the examples, so that shards of any size add up.
 
-The gradients of sums are summed over the ranks and divided once, by the size of the whole batch,
-which weighs every example alike however the batch was split.
+The gradients of the sums are summed over the ranks and divided once by the size of the whole batch,
+so every example has the same weight, however the batch was split.
 """
 
 import inspect
@@ -11,11 +11,11 @@ from typing import TypeAlias
 import torch.nn.functional as F
 from torch import Tensor
 
-Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # of a module's output and the labels
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # (module output, labels) -> loss
 
 
 def summed_cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
-    """Give the cross-entropy of scores [n, classes] and labels [n], summed over the examples.
+    """Return the cross-entropy of scores [n, classes] and labels [n], summed over the examples.
 
     >>> import torch
     >>> summed_cross_entropy(torch.zeros(3, 2), torch.tensor([0, 1, 1])) / 3
@@ -25,9 +25,9 @@ def summed_cross_entropy(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def check_reduction(loss: Loss) -> None:
-    """Raise ValueError for a loss that says that it takes a mean, or does not reduce.
+    """Raise ValueError for a loss whose `reduction` is not "sum"; without one it is accepted.
 
-    Modules say so by `reduction`, functions by the default of a parameter of that name.
+    Modules have it as an attribute, functions as the default of a parameter of that name.
 
     >>> check_reduction(F.mse_loss)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -37,7 +37,7 @@ def check_reduction(loss: Loss) -> None:
     if reduction is None:
         try:
             parameter = inspect.signature(loss).parameters.get("reduction")
-        except (TypeError, ValueError):  # a callable without a signature says nothing
+        except (TypeError, ValueError):  # a callable without a signature cannot be checked
             return
         reduction = None if parameter is None else parameter.default
     if isinstance(reduction, str) and reduction != "sum":
@@ -49,7 +49,7 @@ def check_reduction(loss: Loss) -> None:
 
 
 def check_scalar(loss: Tensor) -> Tensor:
-    """Give back a loss that is one number; ValueError for another shape."""
+    """Return the loss if it is one number; ValueError for another shape."""
     if loss.dim() != 0:
         raise ValueError(
             f"the loss of a shard must be one number, the sum over its examples, and has shape "

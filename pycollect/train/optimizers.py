@@ -1,4 +1,4 @@
-"""Optimizers for replicas: what makes one for every rank, and how learning rates scale."""
+"""Optimizers for replicas: a factory of torch's SGD, and scaling of learning rates."""
 
 import inspect
 from collections.abc import Callable
@@ -11,7 +11,7 @@ MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def sgd_optimizer(lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> MakeOptimizer:
-    """Give what makes torch's SGD of a list of parameters; torch refuses what is out of range.
+    """Return a function that makes torch's SGD for parameters; torch checks the value ranges.
 
     >>> make = sgd_optimizer(0.1, momentum=0.9)
     >>> make([nn.Parameter(torch.ones(1))]).param_groups[0]["momentum"]
@@ -19,8 +19,8 @@ def sgd_optimizer(lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -
     """
 
     def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        # One pass over the memory where torch has one: the ResNet-18's update takes 10 ms on two
-        # cores, and 26 ms parameter by parameter.
+        # torch's fused SGD passes once over the memory: the update of the ResNet-18 takes 10 ms on
+        # two cores, and 26 ms parameter by parameter.
         fused = all(param.is_floating_point() for param in params)
         return torch.optim.SGD(
             params, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=fused
@@ -30,10 +30,10 @@ def sgd_optimizer(lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -
 
 
 def linear_lr(lr: float, batch_size: int, base_batch_size: int) -> float:
-    """Scale a learning rate that suits one batch size to another, in proportion.
+    """Scale a learning rate from one batch size to another, in proportion.
 
-    Twice the examples take twice the step, as the chapter does it on two GPUs. Raises ValueError
-    for sizes below 1.
+    Dive into Deep Learning doubles batch size and learning rate on two GPUs. Raises ValueError for
+    batch sizes below 1.
 
     >>> linear_lr(0.1, batch_size=512, base_batch_size=256)
     0.2
@@ -44,7 +44,7 @@ def linear_lr(lr: float, batch_size: int, base_batch_size: int) -> float:
 
 
 def check_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Give back an optimizer; ValueError for one that goes forward and backward by itself.
+    """Return the optimizer; ValueError if its step needs a closure for forward and backward.
 
     >>> check_step(torch.optim.LBFGS([nn.Parameter(torch.ones(1))]))
     Traceback (most recent call last):

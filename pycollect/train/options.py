@@ -1,4 +1,4 @@
-"""The options of `python -m pycollect.train`, and what they choose."""
+"""The command-line options of `python -m pycollect.train`, and their `Config`."""
 
 import argparse
 from dataclasses import fields
@@ -18,15 +18,15 @@ The line of an epoch gives the seconds of its training steps (splitting the batc
 backward, reduction, update) without the evaluation and without waiting for data, the mean loss per
 training example, and the share of test examples that are classified right. All ranks evaluate,
 each a part of the test set. A run whose loss or model is not finite at its end says so in a last
-line on standard error and in the log; its status is 0, for all of it was done as asked.
+line on standard error and in the log; its exit status is still 0.
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """Describe the command line."""
+    """Return the parser of the command line."""
     p = argparse.ArgumentParser(
         prog="python -m pycollect.train",
-        usage="%(prog)s [option ...]",  # all of them would hide the error that comes below
+        usage="%(prog)s [option ...]",  # the full list would hide an error message below it
         description="Train a model data-parallel: one replica per rank, the batch scattered over "
         "the ranks, the gradients summed in one collective.",
         epilog=EPILOG,
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def config(args: argparse.Namespace) -> Config:
-    """Give what the command line asks for."""
+    """Return the config of the parsed command line."""
     names = {field.name for field in fields(Config)}
     return Config(**{name: value for name, value in vars(args).items() if name in names})
 
@@ -144,7 +144,7 @@ def _add_output(p: argparse._ArgumentGroup) -> None:
         p.add_argument(flag, type=Path, metavar="FILE", help=meaning)
     p.add_argument(
         "--log",
-        "--log-file",  # torchrun takes a --log among its script's arguments for its own --log-dir
+        "--log-file",  # torchrun takes a script's --log as an abbreviation of its own --log-dir
         type=Path,
         metavar="FILE",
         help="write JSON lines: the start, every step, every epoch, the end (under torchrun it is "
@@ -222,5 +222,5 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _switch(p: argparse._ArgumentGroup, flag: str, meaning: str) -> None:
-    """Add a flag and its opposite, so that a run that is continued can be told either."""
+    """Add a flag and its negation, so that a resumed run can be given either."""
     p.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=meaning)

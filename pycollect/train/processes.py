@@ -1,7 +1,7 @@
-"""Runs with one process per rank: under torchrun, or started from here for a comparison.
+"""Runs with one process per rank: under torchrun, or spawned by a comparison.
 
-An error comes out once: who fails first says so in the store that all processes share, and those
-that fail after it, because it is gone, stay silent.
+An error is printed once: the first process to fail records this in the shared store, and processes
+that fail afterwards, for example because that process is gone, print nothing.
 """
 
 import multiprocessing
@@ -24,30 +24,30 @@ import pycollect as pc
 from .._command import interrupts_kept_from_children
 from . import checkpoint, history
 from .config import Config
-from .entrant import Entrant
-from .interrupt import Together
-from .job import Job
+from .interrupt import StopConsensus
 from .log import Log
+from .prepared_run import PreparedRun
 from .report import Report
+from .run_result import RunResult
 from .step_clock import wait_for
 from .trainer import enter, run, train_epochs
 
 T = TypeVar("T")
-# torch's stubs leave out what these two modules export.
+# torch's type stubs lack the exports of these two modules.
 _dist: Any = dist
 _mp: Any = mp
 
-# What torchrun sets in every process it starts.
+# Environment variables that torchrun sets in every process it starts.
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _FAILED = "pycollect.train/failed"
 _PREPARED = "pycollect.train/prepared"
-# A download by rank 0 may take long, and the others wait for it.
+# Timeout of the other ranks while rank 0 downloads a data set, which may take long.
 _PATIENCE = timedelta(hours=1)
 
 
 @dataclass
-class Family:
-    """The processes of a run, as one of them sees it; without a store there is only this one."""
+class LaunchContext:
+    """The launch context: rank, world size and store; without a store this process is alone."""
 
     rank: int = 0
     world: int = 1
@@ -55,16 +55,16 @@ class Family:
     _first: bool | None = None
 
     def first_to_fail(self) -> bool:
-        """Note that this process fails, and tell whether it is the first."""
+        """Record in the store that this process fails; return whether it is the first."""
         if self._first is None:
             try:
                 self._first = self.store is None or int(self.store.add(_FAILED, 1)) == 1
-            except RuntimeError:  # who kept the store is gone, so it has failed before
+            except RuntimeError:  # the process that hosts the store is gone, so it failed first
                 self._first = False
         return self._first
 
     def after_rank_0(self, make: Callable[[], T]) -> T:
-        """Call a function on rank 0, which may download something, and then on all others."""
+        """Call `make` on rank 0, which may download data, and then on all other ranks."""
         if self.store is None:
             return make()
         if self.rank:
@@ -83,18 +83,18 @@ class Family:
 
 
 def under_torchrun() -> bool:
-    """Tell whether torchrun, or something like it, has started this process."""
+    """Return whether torchrun, or a launcher with its variables, has started this process."""
     return all(variable in os.environ for variable in _VARIABLES)
 
 
 def rank_of_this_process() -> int:
-    """Give the rank that torchrun gave, 0 without it."""
+    """Return the rank that torchrun set, 0 without torchrun."""
     given = os.environ.get("RANK", "0")
-    return int(given) if given.isdecimal() else 0  # `check_backend` refuses what is no number
+    return int(given) if given.isdecimal() else 0  # `check_backend` raises for a bad number
 
 
 def check_backend(backend: str | None) -> None:
-    """Raise ValueError unless the processes that there are and the backend fit together."""
+    """Raise ValueError unless the backend fits the way in which this process was started."""
     for variable in ("RANK", "WORLD_SIZE", "MASTER_PORT") if under_torchrun() else ():
         value = os.environ[variable]
         if not value.isdecimal():
@@ -103,8 +103,8 @@ def check_backend(backend: str | None) -> None:
             )
     if backend is None and under_torchrun() and os.environ["WORLD_SIZE"] != "1":
         raise ValueError(
-            f"torchrun has started {os.environ['WORLD_SIZE']} processes: say how they talk, with "
-            "--backend pycollect, gloo or nccl"
+            f"torchrun has started {os.environ['WORLD_SIZE']} processes: choose how they "
+            "communicate with --backend pycollect, gloo or nccl"
         )
     if backend is not None and not under_torchrun():
         raise ValueError(
@@ -124,7 +124,7 @@ def check_available(backend: str) -> None:
 
 
 def devices_of(spec: Any, backend: str, world: int) -> list[torch.device]:
-    """Give every rank's device, those of one host over and over again; the usual is the backend's.
+    """Return every rank's device, those of one host repeated; the default depends on the backend.
 
     >>> devices_of(None, "gloo", 2)
     [device(type='cpu'), device(type='cpu')]
@@ -139,44 +139,48 @@ def devices_of(spec: Any, backend: str, world: int) -> list[torch.device]:
     return found * (world // len(found))
 
 
-def torchrun_family(backend: str | None) -> Family:
-    """Meet the other processes that torchrun has started; without a backend there are none."""
+def torchrun_context(backend: str | None) -> LaunchContext:
+    """Return the launch context after torchrun's rendezvous; without a backend one process."""
     if backend is None:
-        return Family()
+        return LaunchContext()
     store, rank, world = next(iter(_dist.rendezvous("env://")))
-    return Family(rank, world, store)
+    return LaunchContext(rank, world, store)
 
 
 def with_devices(config: Config, backend: str, world: int) -> Config:
-    """Name a device for every process."""
+    """Return the config with one device per process."""
     if config.num_gpus is not None:
         raise ValueError("the number of processes is the number of ranks; leave out --num-gpus")
     return replace(config, devices=devices_of(config.devices, backend, world))
 
 
-def join(backend: str, family: Family) -> None:
-    """Become a rank of the process group of all."""
-    assert family.store is not None
-    prefix = _dist.PrefixStore("pycollect.train/group", family.store)
-    dist.init_process_group(backend, store=prefix, rank=family.rank, world_size=family.world)
+def join(backend: str, launch_context: LaunchContext) -> None:
+    """Initialise the default process group over all processes of the launch context."""
+    assert launch_context.store is not None
+    prefix = _dist.PrefixStore("pycollect.train/group", launch_context.store)
+    dist.init_process_group(
+        backend, store=prefix, rank=launch_context.rank, world_size=launch_context.world
+    )
 
 
-def run_rank(job: Job, family: Family) -> None:
-    """Train as one rank of several processes; rank 0 prints and writes."""
+def run_rank(job: PreparedRun, launch_context: LaunchContext) -> None:
+    """Train as one rank of several processes; only rank 0 prints and writes files."""
     assert job.backend is not None
-    join(job.backend, family)
-    if family.rank:
+    join(job.backend, launch_context)
+    if launch_context.rank:
         job = replace(job, config=replace(job.config, log=None, plot=None))
-    own = job.settings.devices[family.rank]
-    together = Together(family.store, family.rank, family.world, lambda: wait_for([own]))
-    run(job, Report(quiet=family.rank != 0), together)
+    own = job.settings.devices[launch_context.rank]
+    consensus = StopConsensus(
+        launch_context.store, launch_context.rank, launch_context.world, lambda: wait_for([own])
+    )
+    run(job, Report(quiet=launch_context.rank != 0), consensus)
     dist.destroy_process_group()
 
 
-def run_spawned(job: Job, backend: str, report: Report) -> Entrant:
-    """Train with one process per rank, started here on shares of this process's threads.
+def run_spawned(job: PreparedRun, backend: str, report: Report) -> RunResult:
+    """Train with one spawned process per rank, each with a share of this process's threads.
 
-    Raises ValueError if data or model cannot be handed to another process.
+    Raises ValueError if data or model cannot be pickled for another process.
     """
     world = len(job.settings.devices)
     threads = max(1, torch.get_num_threads() // world)
@@ -191,16 +195,16 @@ def run_spawned(job: Job, backend: str, report: Report) -> Entrant:
                 f"ddp runs in processes of its own, and data or model cannot be sent there: {error}"
             ) from error
         _spawn((job, folder, world, threads, report), world)
-        state = checkpoint.load(Path(folder) / "run.pt")["contestant"]
+        state = checkpoint.load(Path(folder) / "run.pt")["run"]
     steps, epochs = history.restored(state)
-    model = state["trainee"]["replicas"]["model"]
-    # As a module lists its parameters; tensors that are tied are listed once.
+    model = state["engine"]["replicas"]["model"]
+    # In the order of `named_parameters`, which lists tied parameters once.
     named = [name for name, _ in job.module.named_parameters()]
-    return Entrant("ddp", epochs, steps, [[model[name] for name in named]])
+    return RunResult("ddp", epochs, steps, [[model[name] for name in named]])
 
 
 def _spawn(arguments: tuple[Any, ...], world: int) -> None:
-    """Run the processes to their end; whatever ends this one ends them."""
+    """Run the processes to their end; kill them if this function is left early."""
     processes: list[Any] = []
     try:
         with interrupts_kept_from_children(by_multiprocessing=True):
@@ -215,20 +219,22 @@ def _spawn(arguments: tuple[Any, ...], world: int) -> None:
             process.kill()
 
 
-def _spawned(rank: int, job: Job, folder: str, world: int, threads: int, report: Report) -> None:
-    # Who started this process ends it, even by its own death; torch's SIGINT would not be heard.
+def _spawned(
+    rank: int, job: PreparedRun, folder: str, world: int, threads: int, report: Report
+) -> None:
+    # Kill this process when its parent dies; torch's own choice, SIGINT, is blocked here.
     _mp._prctl_pr_set_pdeathsig(signal.SIGKILL)
     parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():  # it died before, of which no signal tells
+    if parent is not None and not parent.is_alive():  # it died before prctl: no signal will come
         return
     torch.set_num_threads(threads)
-    family = Family(rank, world, _dist.FileStore(str(Path(folder) / "store"), world))
+    launch_context = LaunchContext(rank, world, _dist.FileStore(str(Path(folder) / "store"), world))
     assert job.backend is not None
-    join(job.backend, family)
+    join(job.backend, launch_context)
     quiet = replace(report, quiet=report.quiet or rank != 0)
     with Log(None) as log, job.repeatable():
         train_epochs(job, enter(job, "ddp", log), quiet, suffix=" (ddp)")
     dist.destroy_process_group()
-    # DistributedDataParallel keeps the group all the same. A thread of gloo's that lets go of its
-    # last tensor while the interpreter ends aborts the process, so this one ends without that.
+    # DistributedDataParallel still holds the group. A gloo thread that releases its last tensor
+    # during interpreter shutdown aborts the process, so skip the shutdown.
     os._exit(0)

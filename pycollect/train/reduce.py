@@ -1,7 +1,7 @@
-"""The ways to sum the gradients of all ranks.
+"""Reductions: functions that sum the gradients of all ranks.
 
-A reduction is a function of `gradients[rank][parameter]` that leaves the sum over the ranks in
-every rank, in place. Both ways here add in rank order, so they leave the same bits.
+A reduction takes `gradients[rank][parameter]` and leaves the sum over the ranks in every rank, in
+place. Both reductions of this module add in rank order, so they give the same bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ Reduction: TypeAlias = Callable[[Gradients], None]
 
 
 def allreduce(data: Sequence[Tensor]) -> None:
-    """Sum one tensor per rank as the book does: into the first, then back to the others.
+    """Sum one tensor per rank as Dive into Deep Learning does: into the first, then copy back.
 
     >>> data = [torch.ones(2), 2 * torch.ones(2)]; allreduce(data)
     >>> data
@@ -31,7 +31,7 @@ def allreduce(data: Sequence[Tensor]) -> None:
 
 
 def naive(gradients: Gradients) -> None:
-    """Reduce the gradients one parameter after the other with the book's loop.
+    """Reduce the gradients one parameter after the other with `allreduce`, the naive loop.
 
     >>> g = [[torch.ones(2)], [torch.ones(2)]]; naive(g)
     >>> g[1]
@@ -52,7 +52,7 @@ def collective(gradients: Gradients) -> None:
 
 
 def start(reduction: Reduction, gradients: Gradients) -> pc.Work | None:
-    """Reduce, in the background where the reduction can; then `wait()` of what is given ends it.
+    """Start a reduction; return its Work to wait for, or None if it has already finished.
 
     >>> g = [[torch.ones(2)], [torch.ones(2)]]; work = start(collective, g)
     >>> work.wait(); g[1]
@@ -65,9 +65,9 @@ def start(reduction: Reduction, gradients: Gradients) -> pc.Work | None:
 
 
 def matching_gradients(parameters: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """Give the gradients of `parameters[rank][i]`, with zeros where only other ranks have one.
+    """Return the gradients of `parameters[rank][i]`, zeros where only other ranks have one.
 
-    What no rank has a gradient of is left out. Raises ValueError for sparse gradients.
+    Parameters without a gradient on any rank are left out. Raises ValueError for sparse gradients.
 
     >>> a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     >>> a.sum().backward(); matching_gradients([[a], [b]])

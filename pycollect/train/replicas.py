@@ -1,12 +1,12 @@
-"""Data-parallel training of any module: a replica for every rank, and the step they take together.
+"""Data-parallel training of any module: one replica per rank, and their common training step.
 
-Every rank works on its shard of a batch with a summed loss; the gradients are summed over the ranks
-and divided by the size of the batch, and every replica takes the same step of its optimizer. A rank
-without examples counts as zeros.
+Every rank computes a summed loss on its shard of a batch. The gradients are summed over the ranks
+and divided by the batch size, and every replica's optimizer takes the same step. A rank without
+examples contributes zeros.
 
-The ranks go forward and backward in turn or jointly. In turn, each is done before the next begins,
-so that only one has activations in memory; on the CPU each has all cores. Jointly, all go forward,
-and one backward pass takes them all back, which batch statistics over all ranks demand.
+The ranks run forward and backward in turn or jointly. In turn, each finishes before the next
+begins: only one has activations in memory, and on the CPU each has all cores. Jointly, all run
+forward before one common backward pass, which batch statistics over all ranks require.
 """
 
 import copy
@@ -22,6 +22,7 @@ import pycollect as pc
 from pycollect.devices import DeviceSpec
 
 from .buckets import Buckets
+from .dry_run import SingleValueCheck, explained
 from .evaluation import accuracy
 from .lockstep import lockstep
 from .losses import Loss, check_reduction, check_scalar, summed_cross_entropy
@@ -32,18 +33,17 @@ from .settings import StepOptions
 from .shares import check_strict, microbatches, scatter, shares_of
 from .step_clock import StepClock, StepSeconds, is_captured
 from .sync_batchnorm import convert_sync_batchnorm
-from .trial import SingleValues, explained
 
 
 class Replicas:
     """One replica of a module for every rank, trained on shards of the same batches.
 
-    `module` stays as it is. There is a rank for every device that `pycollect.devices` gives, which
-    may name one several times. `optimizer` makes the optimizer of a list of parameters, and is
-    called once for every rank. `loss` gives the *sum* over a shard's examples, never a mean. Batch
-    statistics are each rank's own, and rank 0's are the model's, unless the options say otherwise.
-    Raises ValueError for a module without parameters to train and for a loss that says it is a
-    mean.
+    `module` does not change. There is one rank per device that `pycollect.devices` returns, and a
+    device may occur several times. `optimizer` makes an optimizer from a list of parameters, and is
+    called once per rank. `loss` returns the *sum* over a shard's examples, never a mean. Each rank
+    has its own batch statistics, and the model takes rank 0's, unless the options synchronise them.
+    Raises ValueError for a module without parameters to train, and for a loss whose `reduction` is
+    not "sum".
 
     >>> from pycollect.train import LeNet, sgd_optimizer
     >>> replicas = Replicas(LeNet(), "cpu*2", optimizer=sgd_optimizer(0.1))
@@ -73,10 +73,10 @@ class Replicas:
         self.optimizers = [check_step(optimizer(list(mine))) for mine in self.parameters]
         self.loss, self.reduction = loss, reduction
         self._clock = StepClock(self.devices, self.options.exact_seconds)
-        # Several GPUs have a thread each for one backward pass, and wait for each other in many.
+        # One joint backward pass uses a thread per GPU; separate passes would serialise the GPUs.
         gpus = {device for device in self.devices if device.type == "cuda"}
         self._joint = self.options.sync_batchnorm or len(gpus) > 1
-        self._single_values = SingleValues(self.modules[0])
+        self._single_values = SingleValueCheck(self.modules[0])
         self._buckets = self._make_buckets()
 
     @property
@@ -86,21 +86,21 @@ class Replicas:
 
     @property
     def seconds(self) -> StepSeconds:
-        """What the parts of the last step took."""
+        """The seconds of the parts of the last step."""
         return self._clock.seconds
 
     def rank_seconds(self) -> list[float]:
-        """Give the seconds of every rank's forward and backward pass in the last step.
+        """Return the seconds of every rank's forward and backward passes in the last step.
 
-        Waits until they are over on GPUs.
+        Waits until the GPUs have finished those passes.
         """
         return self._clock.rank_seconds()
 
     def step(self, X: Tensor, y: Tensor, *, shares: Sequence[int] | None = None) -> list[Tensor]:
-        """Train on one batch; give each rank's summed loss, on its device.
+        """Train on one batch; return each rank's summed loss, on its device.
 
-        X has shape [n, ...] and y [n]; `shares` are the examples of every rank, by default as many
-        for each. Raises ValueError for shares that are not the batch, for a batch that strictness
+        X has shape [n, ...] and y [n]; `shares` are the numbers of examples per rank, even by
+        default. Raises ValueError for shares that do not add up to n, for a batch that `strict`
         forbids, and for a batch without examples.
         """
         self._clock.begin()
@@ -111,7 +111,7 @@ class Replicas:
         return self._train(X_shards, y_shards)
 
     def step_on_shards(self, X: Sequence[Tensor], y: Sequence[Tensor]) -> list[Tensor]:
-        """Train on shards that are on their ranks' devices already; see `step`."""
+        """Train on shards that are already on their ranks' devices; see `step`."""
         self._clock.begin()
         if [len(part) for part in X] != [len(part) for part in y] or len(X) != self.world:
             raise ValueError("there must be one shard for each rank, with one label per example")
@@ -119,18 +119,17 @@ class Replicas:
         return self._train(X, y)
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-        """Give the share of examples whose highest score is the label's, 0..1.
+        """Return the fraction of examples whose highest score is the label's, 0..1.
 
         Every example counts once and all ranks take part, with rank 0's batch statistics. Training
-        mode and the ranks' own statistics are afterwards as before. Raises ValueError if there are
-        no examples.
+        mode and the ranks' own statistics are restored. Raises ValueError if there are no examples.
         """
         return accuracy(self.modules, self.devices, batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the model as rank 0 has it, the other ranks' buffers, and the optimizer's state.
+        """Return rank 0's model state, the buffers of all ranks, and rank 0's optimizer state.
 
-        Parameters and optimizers of all ranks are alike. Tensors are not copied.
+        Parameters and optimizers of all ranks are equal. Tensors are not copied.
         """
         return {
             "model": self.modules[0].state_dict(),
@@ -141,17 +140,17 @@ class Replicas:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set all replicas and optimizers to a stored state.
 
-        Raises ValueError for a state of another number of ranks, and what torch raises for a state
-        of another model.
+        Raises ValueError for a state of another number of ranks, and torch's errors for a state of
+        another model.
         """
         if len(state["buffers"]) != self.world:
             raise ValueError(
-                f"the state is of {len(state['buffers'])} ranks, and there are {self.world}"
+                f"the state is for {len(state['buffers'])} ranks, and there are {self.world}"
             )
         mine = zip(self.modules, self.optimizers, state["buffers"], strict=True)
         for module, optimizer, buffers in mine:
             module.load_state_dict(state["model"])
-            # torch takes tensors as they are, and no two ranks may share their momentum.
+            # torch keeps the given tensors, and no two ranks may share their momentum.
             optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
             with torch.no_grad():
                 for name, buffer in module.named_buffers():
@@ -169,12 +168,12 @@ class Replicas:
             check_strict(n, self.world, self.options.microbatch)
 
     def _train(self, X: Sequence[Tensor], y: Sequence[Tensor]) -> list[Tensor]:
-        """Do the step on the shards."""
+        """Run the training step on the shards; return each rank's summed loss."""
         parts = list(self._microbatches(X, y))
         self._single_values.check([tuple(map(len, y_parts)) for _, y_parts in parts], X[0])
         for params in self.parameters:
             for param in params:
-                param.grad = None  # not zeros: the first gradient is then taken as it is
+                param.grad = None  # unlike zeros, this saves adding the first gradient
         early = self._current_buckets()
         losses: dict[int, Tensor] = {}
         for i, (X_parts, y_parts) in enumerate(parts, 1):
@@ -200,9 +199,9 @@ class Replicas:
     def _pass(
         self, X: Sequence[Tensor], y: Sequence[Tensor], buckets: Buckets | None = None
     ) -> dict[int, Tensor]:
-        """Go forward and backward over a microbatch; give the summed losses of who took part.
+        """Run forward and backward on a microbatch; return the summed loss of each busy rank.
 
-        `buckets` come with the last microbatch of a step: they reduce beside its last pass.
+        `buckets` is given for the last microbatch of a step; they reduce during its last pass.
         """
         losses: dict[int, Tensor] = {}
         groups = self._groups(X)
@@ -218,20 +217,20 @@ class Replicas:
         return losses
 
     def _groups(self, X: Sequence[Tensor]) -> list[list[int]]:
-        """Give the ranks that go forward and backward together, one group after the other."""
-        if self.options.sync_batchnorm:  # without examples too: the others wait for it
+        """Return groups of ranks: each group has one joint backward pass; groups run in turn."""
+        if self.options.sync_batchnorm:  # ranks without examples too: the others wait for them
             return [list(range(self.world))]
         busy = [rank for rank in range(self.world) if len(X[rank])]
-        # The calls of a GPU return at once, and those of the CPU do not: GPUs work meanwhile.
+        # GPU ranks first: their calls return at once, so GPUs work while the CPU ranks run.
         busy.sort(key=lambda rank: self.devices[rank].type == "cpu")
         return [busy] if self._joint else [[rank] for rank in busy]
 
     def _forward(self, rank: int, X: Tensor, y: Tensor) -> Tensor:
-        """Give the summed loss of one rank's examples."""
+        """Return the summed loss of one rank's examples."""
         device = self.devices[rank]
-        # Kernels that people write by hand rely on the current GPU.
+        # Custom kernels in the module may rely on the current GPU.
         on = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-        # Over all ranks the layers say what is missing, and the size of a shard is no matter.
+        # With synchronised statistics the layers raise their own error, and shards may be small.
         advice = nullcontext() if self.options.sync_batchnorm else explained(rank, len(X))
         with on, advice:
             return check_scalar(self.loss(self.modules[rank](X), y))
@@ -239,7 +238,7 @@ class Replicas:
     def _microbatches(
         self, X: Sequence[Tensor], y: Sequence[Tensor]
     ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
-        """Cut the shards into those of the microbatches."""
+        """Yield the shards (X, y) of every microbatch."""
         shares = tuple(map(len, X))
         sizes = microbatches(shares, self.options.microbatch or sum(shares))
         per_rank = [list(of_rank) for of_rank in zip(*sizes, strict=True)]
@@ -251,15 +250,15 @@ class Replicas:
             yield [parts[i] for parts in X_cut], [parts[i] for parts in y_cut]
 
     def _current_buckets(self) -> Buckets | None:
-        """Give what reduces beside the backward pass of the next step, if anything does."""
+        """Return the buckets of the next step, or None if it does not overlap its reduction."""
         if self._buckets is not None and self._buckets.stale:
             self._buckets.remove()
             self._buckets = self._make_buckets()
-        # In a graph nothing is launched late, and side streams would only be more of it.
+        # A CUDA graph has no launch delay to hide, and side streams would only enlarge it.
         return None if is_captured(self.devices[0]) else self._buckets
 
     def _make_buckets(self) -> Buckets | None:
-        """Give what reduces beside the backward pass, if that is wanted."""
+        """Return new buckets, or None for one rank or without the `overlap` option."""
         options = self.options
         if self.world == 1 or not options.overlap:
             return None

@@ -1,7 +1,7 @@
-"""A module for every rank: the same structure, with parameters and buffers of its own.
+"""Replication of a module: one copy per rank, with its own parameters and buffers.
 
-All tensors are copied in one collective; what is shared within the module stays shared, and what
-is not a tensor is copied as copy.deepcopy copies it.
+All tensors are copied in one collective. Tensors shared within the module stay shared, and
+everything that is not a tensor is copied by copy.deepcopy.
 """
 
 import copy
@@ -15,7 +15,7 @@ from pycollect.devices import DeviceSpec
 
 
 def replicate_module(module: nn.Module, devices: DeviceSpec) -> list[nn.Module]:
-    """Copy a module once for every rank, onto the rank's device; the original stays as it is.
+    """Copy a module once per rank, onto the rank's device; the original does not change.
 
     A device may be named several times. Training mode, frozen parameters, tied parameters, hooks
     and the order of dimensions in memory are kept; gradients are not. Raises ValueError for a
@@ -34,19 +34,19 @@ def replicate_module(module: nn.Module, devices: DeviceSpec) -> list[nn.Module]:
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
-    """All parameters and buffers, each once."""
+    """Return all parameters and buffers of the module, each once."""
     found = [*module.parameters(), *module.buffers()]
     return list({id(tensor): tensor for tensor in found}.values())
 
 
 def _with(module: nn.Module, tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> nn.Module:
-    """Copy the module with these copies in the place of its tensors."""
-    # deepcopy leaves alone what its memo says is copied already: so everything that refers to a
-    # tensor, however deep, refers to the same copy afterwards.
+    """Copy the module, with `copies` in place of its `tensors`."""
+    # deepcopy takes an object's copy from its memo, so every reference to a tensor, however deep,
+    # becomes a reference to the same copy.
     memo: dict[int, object] = {}
     for tensor, mine in zip(tensors, copies, strict=True):
         is_parameter = isinstance(tensor, nn.Parameter)
         new = nn.Parameter(mine, requires_grad=tensor.requires_grad) if is_parameter else mine
-        new.__dict__.update(tensor.__dict__)  # what libraries have noted on it
+        new.__dict__.update(tensor.__dict__)  # attributes that libraries have set on the tensor
         memo[id(tensor)] = new
     return copy.deepcopy(module, memo)

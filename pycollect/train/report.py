@@ -1,6 +1,6 @@
-"""What a run says: lines on standard output, and a progress bar on a terminal.
+"""Output of a training run: lines on standard output, and a progress bar on a terminal.
 
-The bar needs tqdm and goes to standard error; without tqdm or a terminal there is none.
+The bar needs tqdm and goes to standard error; without tqdm or a terminal there is no bar.
 """
 
 import sys
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-# Seconds between two readings of the loss, for which a GPU has to be waited for.
+# Least seconds between two reads of the loss for the bar; each read waits for the GPU.
 _PATIENCE = 0.5
 
 
@@ -38,7 +38,7 @@ class Bar:
             self._tqdm.close()
 
     def step(self, examples: int, loss: Callable[[], float]) -> None:
-        """Go on by so many images; the loss is asked for only now and then."""
+        """Advance by `examples` images; call `loss` at most every _PATIENCE seconds."""
         if self._tqdm is None:
             return
         now = time.monotonic()
@@ -50,12 +50,12 @@ class Bar:
 
 @dataclass(frozen=True)
 class Report:
-    """Prints the lines of a run and shows its progress; a quiet one does neither."""
+    """Prints the lines of a run and shows its progress; with `quiet` it does neither."""
 
     quiet: bool = False
 
     def line(self, text: object) -> None:
-        """Print one line, at once even into a pipe."""
+        """Print one line and flush, so that a pipe gets it at once."""
         if not self.quiet:
             print(text, flush=True)
 
@@ -65,7 +65,7 @@ class Report:
             print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def bar(self, label: str, images: int, done: int = 0) -> Bar:
-        """Give the bar of so many images, of which some may be done already."""
+        """Return a progress bar over `images` images, which starts at `done`."""
         if self.quiet or not sys.stderr.isatty():
             return Bar(None)
         try:

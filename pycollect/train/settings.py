@@ -1,6 +1,6 @@
-"""What decides the result of a run (model, devices, hyperparameters, seed, shares), and of a step.
+"""The settings that decide the result of a run (model, devices, hyperparameters, seed, shares).
 
-Bad values are refused here, before any data is loaded or downloaded.
+Bad values raise ValueError here, before any data is loaded or downloaded.
 """
 
 import math
@@ -13,23 +13,23 @@ import torch
 from .shares import check_strict, shares_of
 
 Weights: TypeAlias = "tuple[float, ...] | Literal['auto'] | None"
-# About one bucket is left to wait for when the backward pass is over, so they are small, but large
-# enough that LeNet is one and the ResNet-18 seven: a launch costs a GPU microseconds.
+# Default bucket size. About one bucket is still to be reduced when the backward pass ends, so
+# buckets are small. A launch costs a GPU microseconds, so LeNet has one and the ResNet-18 seven.
 BUCKET_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a step is done; ValueError for a value out of range.
+    """Options of a training step; ValueError for a value out of range.
 
     `microbatch` is the number of examples of a microbatch over all devices, whose gradients are
     accumulated. `overlap` reduces gradients in buckets of about `bucket_bytes` while the backward
-    pass still runs. `sync_batchnorm` takes batch statistics over all ranks. `strict` refuses
-    batches that do not divide, as BatchFlow does. `exact_seconds` waits for the devices wherever
-    time is taken, which costs a GPU its head start on the CPU.
+    pass still runs. `sync_batchnorm` takes batch statistics over all ranks. `strict` refuses batch
+    sizes that the number of devices does not divide, as BatchFlow does. `exact_seconds` waits for
+    the devices wherever time is taken, so the host can no longer issue work ahead of a GPU.
 
-    The bits are the same with the overlap and without. `bench/train.py` measures both side by side;
-    on two cores it shows no gain that could be told from noise.
+    The bits are the same with and without overlap. `bench/train.py` measures both side by side; on
+    two cores the gain is within the noise.
 
     >>> StepOptions(microbatch=0)
     Traceback (most recent call last):
@@ -52,10 +52,10 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides the result of a run on given data; ValueError if out of range.
+    """All values that decide the result of a run on given data; ValueError if out of range.
 
     `batch_size` and `microbatch` count the examples of all ranks together. `weights` are one
-    number per rank, or "auto" for measured throughput.
+    number per rank, or "auto" for shares by measured throughput.
 
     >>> Settings((torch.device("cpu"),), batch_size=64, lr=0.3, epochs=0)
     Traceback (most recent call last):
@@ -100,8 +100,8 @@ class Settings:
             check_strict(self.batch_size, world, self.microbatch)
         if self.weights == "auto" and self.sync_batchnorm:
             raise ValueError(
-                "measured shares need ranks whose times can be told apart, and for statistics of "
-                "all ranks they wait for each other: give weights such as 80,20"
+                "measured shares need separate times of the ranks, which wait for each other if "
+                "batch statistics are taken over all ranks: give weights such as 80,20"
             )
         if self.weights is None or self.weights == "auto":
             return
@@ -123,12 +123,12 @@ class Settings:
         return f"{', '.join(parts)}, on {device_list(self.devices)}"
 
     def stored(self) -> dict[str, Any]:
-        """Give the settings as a checkpoint keeps them, in plain numbers and strings."""
+        """Return the settings for a checkpoint, as plain numbers and strings."""
         return {**asdict(self), "devices": [str(device) for device in self.devices]}
 
 
 def weights_text(weights: Weights) -> str:
-    """Write weights as the command line takes them.
+    """Format weights as the command line accepts them.
 
     >>> weights_text((80.0, 20.0)), weights_text("auto")
     ('80,20', 'auto')
@@ -139,7 +139,7 @@ def weights_text(weights: Weights) -> str:
 
 
 def parse_weights(text: str | Sequence[float] | None) -> Weights:
-    """Read weights: "auto", "80,20", or numbers as they are; ValueError for anything else.
+    """Parse weights: "auto", "80,20", or a sequence of numbers; ValueError for anything else.
 
     >>> parse_weights("80,20")
     (80.0, 20.0)
@@ -155,7 +155,7 @@ def parse_weights(text: str | Sequence[float] | None) -> Weights:
 
 
 def device_list(devices: Sequence[torch.device]) -> str:
-    """Name the devices in rank order.
+    """Format the devices in rank order.
 
     >>> device_list([torch.device("cpu"), torch.device("cuda:0")])
     '[cpu, cuda:0]'

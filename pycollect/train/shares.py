@@ -1,8 +1,8 @@
-"""Shares of a batch: by weights, or by throughput that is measured and followed.
+"""Shares of a batch per rank: by given weights, or by measured throughput.
 
-A share is a whole number of examples, and the shares of a batch are its size, whatever divides.
-Measured shares are written down, because the same shares give the same bits: a run that is
-continued goes on from them, and a run that is repeated can use them again.
+A share is a whole number of examples, and the shares of a batch always add up to its size.
+Measured shares are recorded, because equal shares give equal bits: a resumed run continues with
+them, and a repeated run can replay them.
 """
 
 import math
@@ -16,20 +16,21 @@ from torch import Tensor
 import pycollect as pc
 from pycollect.devices import DeviceSpec
 
-# Of a new measurement in the smoothed throughput: a disturbed step moves the shares by little, and
-# after ten steps of another speed nine tenths of it are in them.
+# Weight of a new measurement in the smoothed throughput: one disturbed step changes the shares
+# little, and after ten steps at a new speed the shares contain nine tenths of the change.
 _NEW = 0.2
-# Steps between two changes: shapes that change at every step cost allocators and autotuners dear.
+# Steps between two changes of the shares: new shapes at every step are expensive for allocators and
+# autotuners.
 _PERIOD = 5
-# How many times as long a step must take as with the best shares before they change: the times of
-# equal ranks differ by less, and shares that follow noise change the bits for nothing.
+# Least ratio of the current step time to that with the best shares at which the shares change. The
+# times of equal ranks differ by less, and shares that follow noise would change the bits in vain.
 _WORTH = 1.05
 
 
 def shares_of(n: int, weights: Sequence[float]) -> list[int]:
-    """Share out n examples in proportion to the weights, one share per rank.
+    """Split n examples in proportion to the weights, one share per rank.
 
-    What is left after rounding down goes to the largest remainders, the first ranks first: equal
+    Examples left after rounding down go to the largest remainders, the first ranks first, so equal
     weights give the sizes of torch.tensor_split. Raises ValueError for weights that are negative,
     not finite, or all 0.
 
@@ -43,7 +44,7 @@ def shares_of(n: int, weights: Sequence[float]) -> list[int]:
         )
     wanted = [n * weight / total for weight in weights]
     shares = [math.floor(share) for share in wanted]
-    # n * weight / total may be a hair below a whole number; what it lacks is its remainder.
+    # n * weight / total may be slightly below a whole number; then its remainder is almost 1.
     by_remainder = sorted(range(len(shares)), key=lambda rank: shares[rank] - wanted[rank])
     for rank in by_remainder[: n - sum(shares)]:
         shares[rank] += 1
@@ -51,7 +52,7 @@ def shares_of(n: int, weights: Sequence[float]) -> list[int]:
 
 
 def check_strict(n: int, world: int, microbatch: int | None = None) -> None:
-    """Raise ValueError unless everything divides, as BatchFlow demands it.
+    """Raise ValueError unless batch and microbatch divide evenly, as BatchFlow requires.
 
     >>> check_strict(5, 2)
     Traceback (most recent call last):
@@ -76,19 +77,19 @@ def check_strict(n: int, world: int, microbatch: int | None = None) -> None:
         )
 
 
-@lru_cache(maxsize=64)  # full batches of steady shares, the last batch, and what shares drift by
+@lru_cache(maxsize=64)  # few distinct keys: full and last batches, and slowly changing shares
 def microbatches(shares: tuple[int, ...], size: int) -> tuple[tuple[int, ...], ...]:
-    """Cut the shards of a batch into microbatches of `size` examples over all ranks.
+    """Split the shards of a batch into microbatches of `size` examples over all ranks.
 
-    Gives the examples of every rank in every microbatch; only the last may be smaller than `size`.
-    Each takes of every shard in proportion, so that no rank is idle for long.
+    Returns the number of examples of every rank in every microbatch; only the last may be smaller
+    than `size`. Each microbatch takes proportionally from every shard, so no rank is idle for long.
 
     >>> microbatches((4, 4), 4)
     ((2, 2), (2, 2))
     >>> microbatches((3, 1), 2)
     ((2, 0), (1, 1))
     """
-    # Every example at its place between 0 and 1 within its shard; then runs of `size`.
+    # Sort all examples by their relative position (0 to 1) in their shard; cut into runs of `size`.
     turns = sorted(
         ((2 * i + 1) / (2 * share), rank) for rank, share in enumerate(shares) for i in range(share)
     )
@@ -98,13 +99,13 @@ def microbatches(shares: tuple[int, ...], size: int) -> tuple[tuple[int, ...], .
 
 
 class AutoShares:
-    """Shares that follow measured throughput, one rank's in examples a second.
+    """Shares that follow the measured throughput of every rank, in examples per second.
 
-    `shares(n)` gives those of the next step, and `observe(seconds)` takes what each rank then
-    needed. All begin alike, and no rank is left without an example while there are enough: nobody
-    would notice that it has become fast. With a `delay` a change takes effect so many steps after
-    it is decided, and `shares_ahead` tells until then what is certain, for who prepares batches
-    ahead. Raises ValueError for less than one rank.
+    `shares(n)` returns the shares of the next step, and `observe(seconds)` takes the times that the
+    ranks needed. All shares begin equal. Every rank gets an example while there are enough, because
+    without one its speed could not be measured. With a `delay` a change takes effect that many
+    steps after it is decided, and `shares_ahead` returns the shares of the steps before, for
+    loaders that prepare batches ahead. Raises ValueError for less than one rank.
 
     >>> auto = AutoShares(2)
     >>> for _ in range(20):
@@ -120,8 +121,8 @@ class AutoShares:
         if delay < 0:
             raise ValueError(f"the delay must be at least 0 steps, not {delay}")
         self.world, self.delay = world, delay
-        self._step = self._known = 0  # the next step, and the first that is not decided already
-        self._rates: list[float] = []  # smoothed; none before the first measurement
+        self._step = self._known = 0  # the next step; the first step that is not replayed
+        self._rates: list[float] = []  # smoothed examples per second; empty before measurements
         self._given: list[int] = []
         self._changes: list[tuple[int, list[float]]] = [(0, [1.0] * world)]
 
@@ -134,14 +135,14 @@ class AutoShares:
         return list(next(w for since, w in reversed(self._changes) if since <= step))
 
     def shares(self, n: int) -> list[int]:
-        """Give the shares of the next batch, of n examples, one per rank."""
+        """Return the shares of the next batch, of n examples, one per rank."""
         self._given = self.shares_ahead(n, 0)
         return list(self._given)
 
     def shares_ahead(self, n: int, steps: int) -> list[int]:
-        """Give the shares of a batch of n examples that comes so many steps after the next.
+        """Return the shares of a batch of n examples that comes `steps` steps after the next.
 
-        Raises ValueError for more steps than the delay: what comes then may still change.
+        Raises ValueError for more steps than the delay: those shares may still change.
         """
         if not 0 <= steps <= self.delay:
             raise ValueError(f"shares are certain for {self.delay} steps ahead, not for {steps}")
@@ -152,10 +153,10 @@ class AutoShares:
         return shares
 
     def observe(self, seconds: Sequence[float]) -> None:
-        """Take the seconds of every rank for the shares that were given last; a step is over.
+        """Record the seconds of every rank for the last returned shares; ends a step.
 
-        Those of a rank without examples are ignored. Raises ValueError for another number of ranks
-        and without shares that were given.
+        The seconds of a rank without examples are ignored. Raises ValueError for another number of
+        ranks, and without a preceding `shares`.
         """
         if len(seconds) != self.world or len(self._given) != self.world:
             raise ValueError(
@@ -163,7 +164,7 @@ class AutoShares:
             )
         given, self._given = self._given, []
         self._step += 1
-        # The first step is no measure: libraries choose and load their kernels in it.
+        # Ignore the times of the first step, in which libraries choose and load their kernels.
         if self._step <= self._known or self._step == 1:
             return
         known = self._rates or [0.0] * self.world
@@ -172,22 +173,22 @@ class AutoShares:
             for rate, share, time in zip(known, given, seconds, strict=True)
         ]
         if self._step % _PERIOD == 0 and all(self._rates) and self._slow_down() > _WORTH:
-            # The batches of the next `delay` steps may have been shared out already.
+            # Loaders may already have split the batches of the next `delay` steps.
             self._changes.append((self._step + self.delay, list(self._rates)))
 
     def _slow_down(self) -> float:
-        """How many times as long a step takes, when all is in effect, as with the best shares."""
+        """Return the ratio of the step time with the last decided shares to that with the best."""
         _, weights = self._changes[-1]
         longest = max(w / rate for w, rate in zip(weights, self._rates, strict=True))
         return longest / sum(weights) * sum(self._rates)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give everything that decides the next shares, and all that were used: numbers only."""
+        """Return the state that decides the next shares, and all used weights: numbers only."""
         changes = [[step, list(weights)] for step, weights in self._changes]
         return {"step": self._step, "rates": list(self._rates), "changes": changes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken; ValueError if it is of another number of ranks."""
+        """Restore a state of `state_dict`; ValueError if it has another number of ranks."""
         changes = [(int(step), [float(w) for w in weights]) for step, weights in state["changes"]]
         if len(changes[0][1]) != self.world:
             raise ValueError(
@@ -198,9 +199,9 @@ class AutoShares:
         self._given = []
 
     def replay(self, state: Mapping[str, Any], step: int = 0) -> None:
-        """Use the shares of a stored run again, from the given step on; measure after its end.
+        """Replay the shares of a stored run from `step` on; measure after its last step.
 
-        Raises ValueError for a step that the stored run has not come to.
+        Raises ValueError for a step that the stored run has not reached.
 
         >>> auto = AutoShares(2)
         >>> auto.replay({"step": 9, "rates": [3.0, 1.0], "changes": [[0, [1, 1]], [5, [3, 1]]]})
@@ -229,10 +230,10 @@ def split_batch(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Split a batch by examples, one shard per rank, in new memory on the rank's device.
 
-    Without weights every rank gets as many; the first ranks get one more when the number does not
-    divide, and the last ranks none when there are fewer examples than ranks. `weights` are one
-    number per rank, such as 80 and 20, or an AutoShares. Raises ValueError if X and y differ in
-    length, for weights that do not fit, and if `strict` and the number does not divide.
+    Without weights the shards are even: the first ranks get one example more if the number does not
+    divide, and the last ranks none if there are fewer examples than ranks. `weights` are one number
+    per rank, such as 80 and 20, or an AutoShares. Raises ValueError if X and y differ in length,
+    for weights that do not fit, and with `strict` if the number does not divide.
 
     >>> X, y = torch.zeros(5, 1, 28, 28), torch.arange(5)
     >>> split_batch(X, y, "cpu*2")[1]
@@ -251,7 +252,7 @@ def split_batch(
             raise ValueError(f"shares for {weights.world} ranks, and there are {world}")
         shares = weights.shares(len(X))
     elif isinstance(weights, str):
-        raise ValueError(f"weights {weights!r} says nothing of these ranks: pass an AutoShares")
+        raise ValueError(f"weights is {weights!r}: pass an AutoShares, or one number per rank")
     elif len(weights) != world:
         raise ValueError(f"there must be one weight per rank, not {len(weights)} for {world}")
     else:
@@ -262,10 +263,10 @@ def split_batch(
 def scatter(
     X: Tensor, y: Tensor, devices: Sequence[torch.device], shares: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Cut a batch into shards of the given sizes, each on its rank's device.
+    """Split a batch into shards of the given sizes, each on its rank's device.
 
     Raises ValueError unless there is a label for each example and a share for each rank, and the
-    shares are the whole batch.
+    shares add up to the batch.
     """
     if len(X) != len(y):
         raise ValueError(f"a batch needs one label per image: {len(X)} images, {len(y)} labels")

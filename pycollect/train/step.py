@@ -1,7 +1,7 @@
-"""The book's step from scratch: replicate, split, backward on every rank, reduce, update.
+"""The training step from scratch: replicate, split, backward on every rank, reduce, update.
 
-The ranks of one process run one after the other: on a CPU each uses all cores (a Python thread per
-rank was tried and took 1.8 times as long), and on GPUs the calls return before the work is done.
+The ranks of one process run one after the other: on a CPU each uses all cores (one Python thread
+per rank took 1.8 times as long), and on GPUs the calls return before the work is done.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ def get_params(params: Sequence[Tensor], device: torch.device | str) -> list[Ten
 def replicate(params: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
     """Copy the parameters once for every rank and attach gradients, which start as zeros.
 
-    A device may be named several times; each rank still has memory of its own.
+    A device may occur several times; each rank still has its own memory.
 
     >>> len(replicate([torch.ones(2)], [torch.device("cpu")] * 3))
     3
@@ -47,19 +47,19 @@ def replicate(params: Sequence[Tensor], devices: Sequence[torch.device]) -> list
 
 
 def backward(model: Model, X: Tensor, y: Tensor, params: Sequence[Tensor]) -> Tensor:
-    """Add the gradients of the summed cross-entropy of one shard to `.grad`; give the loss.
+    """Add the gradients of the summed cross-entropy of one shard to `.grad`; return the loss.
 
-    An empty shard adds nothing: its loss is 0.
+    An empty shard adds no gradients, and its loss is 0.
     """
     if len(X) == 0:
         return torch.zeros((), device=X.device)
     loss = F.cross_entropy(model(X, params), y, reduction="sum")
-    loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    loss.backward()  # type: ignore[no-untyped-call]  # unannotated in torch
     return loss.detach()
 
 
 def gradients(params: Sequence[Tensor]) -> list[Tensor]:
-    """Give the gradients of one replica; ValueError if one has none attached."""
+    """Return the gradients of one replica; ValueError if a parameter has none attached."""
     grads = [param.grad for param in params if param.grad is not None]
     if len(grads) != len(params):
         raise ValueError("a parameter has no gradient: make the replicas with replicate()")
@@ -68,9 +68,9 @@ def gradients(params: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def sgd(params: Sequence[Tensor], lr: float, batch_size: int) -> None:
-    """Take one step down the gradient of the mean loss and set the gradients to zero.
+    """Take one SGD step on the mean loss, and set the gradients to zero.
 
-    The gradients belong to a sum over `batch_size` examples, those of all ranks together.
+    The gradients are those of the loss summed over `batch_size` examples, those of all ranks.
     """
     for param, grad in zip(params, gradients(params), strict=True):
         param.sub_(grad, alpha=lr / batch_size)
@@ -86,10 +86,10 @@ def train_batch(
     model: Model,
     reduction: Reduction = collective,
 ) -> list[Tensor]:
-    """Train every replica on its shard of one batch; give each rank's summed loss.
+    """Train every replica on its shard of one batch; return each rank's summed loss.
 
-    X has shape [n, ...] and y [n]; a rank is where its replica is. All replicas are equal
-    afterwards if they were before. Raises ValueError if X and y differ in length.
+    X has shape [n, ...] and y [n]; a rank's device is that of its replica. Equal replicas stay
+    equal. Raises ValueError if X and y differ in length.
 
     >>> from pycollect.train import init_lenet, lenet
     >>> replicas = replicate(init_lenet(), [torch.device("cpu")] * 2)
@@ -112,10 +112,10 @@ def train_batch(
 def evaluate(
     X: Tensor, y: Tensor, replicas: ParameterLists, *, model: Model, batch_size: int = 1024
 ) -> float:
-    """Give the share of examples whose highest score is the label's, 0..1.
+    """Return the fraction of examples whose highest score is the label's, 0..1.
 
-    All ranks take part, every example counts once, and no more than `batch_size` examples are
-    on the devices at a time. Raises ValueError if there are no examples.
+    All ranks take part, every example counts once, and at most `batch_size` examples are on the
+    devices at a time. Raises ValueError if there are no examples.
     """
     if len(X) == 0:
         raise ValueError("no examples to evaluate")

@@ -1,4 +1,4 @@
-"""What the parts of a training step take, and what each rank's shard takes on its device."""
+"""Times of the parts of a training step, and of each rank's shard on its device."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,31 +13,30 @@ import torch
 class StepSeconds:
     """The host's seconds for the parts of a step.
 
-    Work on GPUs is still under way when its calls return, unless exact seconds were asked for.
+    GPU work may still be running when its calls return, unless the clock is exact.
 
     >>> StepSeconds(split=1.0, compute=2.0).total
     3.0
     """
 
     split: float = 0.0
-    compute: float = 0.0  # forward and backward, and what is reduced meanwhile
-    reduction: float = 0.0  # what the step waits for
+    compute: float = 0.0  # forward and backward, with the overlapped part of the reduction
+    reduction: float = 0.0  # time that the step waits for the reduction
     update: float = 0.0
 
     @property
     def total(self) -> float:
-        """The whole step."""
+        """The seconds of the whole step."""
         return self.split + self.compute + self.reduction + self.update
 
 
 class StepClock:
-    """Takes the time of one part of a step after the other, and of the ranks within.
+    """Measures the consecutive parts of a step, and the ranks' forward and backward passes.
 
-    An exact one first waits until the devices are idle. That costs a GPU its head start on the CPU,
-    so only a comparison is exact at every step.
+    An exact clock waits until the devices are idle before it reads the time. The host can then no
+    longer issue work ahead of a GPU, so only a comparison is exact at every step.
 
-    Ranks on GPUs are timed by events on their streams, so that nobody waits for them before
-    `rank_seconds` asks.
+    Ranks on GPUs are timed by events on their streams; only `rank_seconds` waits for them.
     """
 
     def __init__(self, devices: Sequence[torch.device], exact: bool) -> None:
@@ -45,14 +44,14 @@ class StepClock:
         self.begin()
 
     def begin(self) -> None:
-        """Forget the last step and start the next."""
+        """Discard the times of the last step and start the next."""
         self._parts: dict[str, float] = {}
         self._host = [0.0] * len(self._devices)
         self._events: list[list[tuple[Any, Any]]] = [[] for _ in self._devices]
         self._last = self._now()
 
     def end_of(self, part: str) -> None:
-        """Note that all since the end of the last part was this part."""
+        """Add the time since the end of the last part to this part."""
         now = self._now()
         self._parts[part] = self._parts.get(part, 0.0) + now - self._last
         self._last = now
@@ -69,7 +68,7 @@ class StepClock:
 
     @contextmanager
     def ranks(self, ranks: Sequence[int]) -> Iterator[None]:
-        """Take the time of what these ranks do together."""
+        """Add the time of the context to each of these ranks, except in a graph capture."""
         timed = [rank for rank in ranks if not is_captured(self._devices[rank])]
         starts = [mark(self._devices[rank]) for rank in timed]
         yield
@@ -81,7 +80,7 @@ class StepClock:
                 self._events[rank].append((start, end))
 
     def rank_seconds(self) -> list[float]:
-        """Give what every rank has taken for its shard, waiting for the GPUs that still work."""
+        """Return the seconds that every rank has taken for its shard; waits for busy GPUs."""
         return [
             host + sum(seconds_between(*pair) for pair in events)
             for host, events in zip(self._host, self._events, strict=True)
@@ -89,14 +88,14 @@ class StepClock:
 
 
 def wait_for(devices: Iterable[torch.device]) -> None:
-    """Wait until everything issued to the devices so far is done."""
+    """Wait until all work issued to the devices so far is done."""
     for device in set(devices):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
 def is_captured(device: torch.device) -> bool:
-    """Tell whether what is asked of the device now goes into a CUDA graph.
+    """Return whether the device's work is currently captured into a CUDA graph.
 
     >>> is_captured(torch.device("cpu"))
     False
@@ -105,7 +104,7 @@ def is_captured(device: torch.device) -> bool:
 
 
 def mark(device: torch.device) -> Any:
-    """Give the host's time, or an event on the current stream of a GPU.
+    """Return a time stamp: the host's time, or for a GPU an event on its current stream.
 
     >>> seconds_between(mark(torch.device("cpu")), mark(torch.device("cpu"))) >= 0
     True
@@ -118,7 +117,7 @@ def mark(device: torch.device) -> Any:
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Give the seconds between two marks of one device; waits for a GPU that has still to come.
+    """Return the seconds between two marks of one device; waits until a GPU has reached `end`.
 
     >>> seconds_between(1.5, 2.0)
     0.5

@@ -1,6 +1,6 @@
 """Batch normalisation with the statistics of all ranks, weighted by their examples.
 
-The ranks are replicas in one process, which meet, see lockstep.py, or processes of a
+The ranks are replicas of one process, synchronised by lockstep.py, or processes of a
 torch.distributed group. Outputs, gradients and running statistics are those of nn.BatchNorm on the
 whole batch, see batch_statistics.py, and the running statistics have the same bits on every rank.
 """
@@ -15,27 +15,34 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .batch_statistics import OfOneProcess, OfProcesses, Statistics, merge, normalize, statistics
+from .batch_statistics import (
+    OneProcessRanks,
+    ProcessRanks,
+    Statistics,
+    merge,
+    normalize,
+    statistics,
+)
 from .lockstep import meet, ranks_in_lockstep
 
 _DIMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
-_together = partial(merge, ranks=OfOneProcess())
+_together = partial(merge, ranks=OneProcessRanks())
 
 
 class SyncBatchNorm(_BatchNorm):
     """nn.BatchNorm1d, 2d or 3d over several ranks; made by convert_sync_batchnorm.
 
-    In training (and in evaluation, without running statistics) all ranks call it, those without
-    examples too. Ranks of one process do so in ``lockstep``, and their losses go backward in one
-    torch.autograd.backward; processes each go forward and backward by themselves. It can be
-    differentiated once. Raises RuntimeError outside of a lockstep of its number of ranks,
-    ValueError for less than two values per channel over all ranks.
+    In training (and in evaluation without running statistics) all ranks must call the layer, also
+    those without examples. Ranks of one process call it in ``lockstep``, and one
+    torch.autograd.backward takes all their losses; processes run forward and backward separately.
+    The layer can be differentiated once. Raises RuntimeError outside of a lockstep of its number of
+    ranks, ValueError for less than two values per channel over all ranks.
     """
 
     ranks: int
     path: str
     dims: tuple[int, ...]
-    processes: OfProcesses | None  # or the ranks are in this process
+    processes: ProcessRanks | None  # None if all ranks are in this process
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() not in self.dims:
@@ -43,7 +50,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected {allowed} input (got {input.dim()}D input)")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise [n, channels, ...]; the shape and dtype stay."""
+        """Normalise [n, channels, ...]; shape and dtype are kept."""
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
@@ -83,14 +90,14 @@ class SyncBatchNorm(_BatchNorm):
 def convert_sync_batchnorm(
     modules: Sequence[nn.Module], group: dist.ProcessGroup | None = None
 ) -> list[nn.Module]:
-    """Replace nn.BatchNorm1d, 2d and 3d in all replicas by layers over all of them, in place.
+    """Replace nn.BatchNorm1d, 2d and 3d in all replicas by SyncBatchNorm layers, in place.
 
-    ``modules`` has one replica per rank; returned are the same, or the new layer for one that is
-    itself a batch normalisation. With a ``group``, such as torch.distributed.group.WORLD, its
-    processes are the ranks, each of which passes its own replica alone; any backend will do, and
-    any device. Parameters, buffers and hooks stay the same objects, so optimizers stay valid.
-    Raises ValueError when the replicas differ or are one object, for several beside a group, and
-    for kinds of batch normalisation with a forward of their own.
+    ``modules`` has one replica per rank; the same modules are returned, or the new layer for a
+    module that is itself a batch normalisation. With a ``group``, such as
+    torch.distributed.group.WORLD, its processes are the ranks, and each passes only its own
+    replica; any backend and device will do. Parameters, buffers and hooks stay the same objects, so
+    optimizers stay valid. Raises ValueError if the replicas differ or are one object, for several
+    modules with a group, and for batch normalisation classes with their own forward.
 
     >>> convert_sync_batchnorm([nn.Sequential(nn.BatchNorm1d(2)) for _ in range(2)])[0]
     Sequential(
@@ -99,7 +106,7 @@ def convert_sync_batchnorm(
     """
     found = [dict(_layers(module)) for module in modules]
     if len({id(module) for module in modules}) != len(modules):
-        raise ValueError("convert_sync_batchnorm: one module stands for several ranks; copy it")
+        raise ValueError("convert_sync_batchnorm: one module is shared by several ranks; copy it")
     for rank, layers in enumerate(found):
         if list(layers) != list(found[0]):
             raise ValueError(
@@ -113,7 +120,7 @@ def convert_sync_batchnorm(
                 f"convert_sync_batchnorm: {ranks} modules for one process of a group; each process "
                 "passes its own replica"
             )
-        ranks, processes = dist.get_world_size(group), OfProcesses(group)
+        ranks, processes = dist.get_world_size(group), ProcessRanks(group)
         if ranks < 1:
             raise ValueError("convert_sync_batchnorm: this process is not in the group")
     pairs = zip(modules, found, strict=True)
@@ -121,7 +128,7 @@ def convert_sync_batchnorm(
 
 
 def _layers(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
-    """Return all places of batch normalisation, of shared layers too; refuse unknown kinds."""
+    """Return (path, layer) for every batch normalisation; ValueError for unsupported classes."""
     layers = [
         (name, layer)
         for name, layer in module.named_modules(remove_duplicate=False)
@@ -140,13 +147,13 @@ def _converted(
     module: nn.Module,
     layers: dict[str, _BatchNorm],
     ranks: int,
-    processes: OfProcesses | None,
+    processes: ProcessRanks | None,
 ) -> nn.Module:
     made: dict[_BatchNorm, SyncBatchNorm] = {}
     for path, old in layers.items():
         if old not in made:
             layer = SyncBatchNorm.__new__(SyncBatchNorm)
-            layer.__dict__.update(old.__dict__)  # everything of the old one: state, hooks, mode
+            layer.__dict__.update(old.__dict__)  # keep the old layer's state, hooks and mode
             layer.ranks, layer.processes = ranks, processes
             layer.path = path or "batch normalisation"
             layer.dims = next(dims for kind, dims in _DIMS.items() if isinstance(old, kind))

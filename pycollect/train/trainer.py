@@ -1,7 +1,7 @@
-"""The training loop: epochs over shuffled batches, for one way of reducing or several in turn.
+"""The training loop: epochs over shuffled batches, for one run or several alternating runs.
 
-Several are contestants that see the same batches in the same minutes, so that a comparison is
-fair on a machine whose speed drifts. What happens inside a step is not here, see replicas.py.
+Alternating runs train on the same batches at the same time, so a comparison is fair on a machine
+whose speed drifts. The training step itself is in replicas.py.
 """
 
 import time
@@ -17,20 +17,20 @@ from pycollect.devices import DeviceSpec
 from .._command import Stopped
 from . import checkpoint, curves
 from .config import Config
-from .contestant import Contestant
+from .ddp import DDPEngine
 from .graph import GraphedStep
 from .history import Epoch, Step, divergence
-from .interrupt import Interrupt, Together
-from .job import Job, prepare
+from .interrupt import Interrupt, StopConsensus
 from .loader import Loading
 from .log import Log
-from .one_process import OneProcess, Trainee
-from .one_rank import OneRank
+from .prepared_run import PreparedRun, prepare
 from .reduce import REDUCTIONS
 from .report import Report
 from .settings import Settings, device_list
+from .single_process import Engine, SingleProcessEngine
+from .training_run import TrainingRun
 
-# Examples of all ranks in a batch of the evaluation, unless a training batch is larger.
+# Examples of all ranks in an evaluation batch, unless a training batch is larger.
 _TEST_BATCH = 1024
 
 
@@ -41,12 +41,12 @@ class History:
     settings: Settings
     epochs: list[Epoch]
     steps: list[Step]
-    module: nn.Module  # as rank 0 has it
-    first_batch: float | None = None  # seconds of initialisation, up to the end of the first step
+    module: nn.Module  # the trained replica of rank 0
+    first_batch: float | None = None  # seconds from the start to the end of the first step
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The trained parameters, as rank 0 has them."""
+        """The trained parameters of rank 0."""
         return [param.detach() for param in self.module.parameters()]
 
     @property
@@ -67,12 +67,12 @@ class History:
 
     @property
     def divergence(self) -> str:
-        """The words on a loss or a model that is not finite at the end; "" if all is well."""
+        """A sentence if the loss or the model is not finite at the end; "" if both are finite."""
         return divergence(self.steps, self.module.state_dict().values())
 
     @property
     def times(self) -> str:
-        """The line on what took how long."""
+        """The printed line with the seconds of the first batch and of an epoch."""
         without, with_data = self.seconds_per_epoch
         first = "" if self.first_batch is None else f"first batch: {self.first_batch:.1f} sec; "
         return f"{first}epoch: {without:.1f} sec, {with_data:.1f} sec with data loading"
@@ -84,95 +84,98 @@ class History:
 
 
 def fit(
-    job: Job, contestants: Sequence[Contestant], report: Report, interrupt: Interrupt | None = None
-) -> Iterator[Sequence[Contestant]]:
-    """Train the contestants on the same batches; give them after every epoch.
+    job: PreparedRun,
+    runs: Sequence[TrainingRun],
+    report: Report,
+    interrupt: Interrupt | None = None,
+) -> Iterator[Sequence[TrainingRun]]:
+    """Train the runs on the same batches; yield them after every epoch.
 
-    Who goes first alternates. They go on where they are, which must be the same step.
+    Their order alternates from step to step. All must be at the same step when training starts.
     """
-    settings, trainee = job.settings, contestants[0].trainee
-    train = trainee.loader(job.data.train, job.loading)
-    # Images from files may be large: what fits in training fits here.
+    settings, engine = job.settings, runs[0].engine
+    train = engine.loader(job.data.train, job.loading)
+    # Images from files may be large: a batch size that fits in memory for training fits here too.
     small = _TEST_BATCH if isinstance(job.data.test, tuple) else 0
     test_size = max(small, settings.batch_size)
     in_order = Loading(test_size, shuffle=False, prefetch=job.loading.prefetch)
-    test = trainee.loader(job.data.test, in_order, ahead=False)
-    first, done = contestants[0].next_step
+    test = engine.loader(job.data.test, in_order, ahead=False)
+    first, done = runs[0].next_step
     for epoch in range(first, settings.epochs + 1):
         images = train.examples(epoch)
         bar = report.bar(f"epoch {epoch}", sum(images), sum(images[:done]))
         with closing(train.epoch(epoch, done)) as batches, bar:
             for number, batch in enumerate(batches, done + 1):
-                for contestant in contestants[:: 1 if number % 2 else -1]:
-                    contestant.step(batch, epoch, number)
-                bar.step(batch.examples, contestants[0].latest_loss)
+                for run in runs[:: 1 if number % 2 else -1]:
+                    run.step(batch, epoch, number)
+                bar.step(batch.examples, runs[0].latest_loss)
                 if interrupt is not None:
                     interrupt.check()
         done = 0
-        for contestant in contestants:
+        for run in runs:
             with closing(test.epoch()) as batches:
-                contestant.finish_epoch(epoch, batches)
-        yield contestants
+                run.finish_epoch(epoch, batches)
+        yield runs
 
 
-def run(job: Job, report: Report, together: Together | None = None) -> History:
-    """Train with one way of reducing, a line per epoch; see `train`, and `train_epochs`."""
+def run(job: PreparedRun, report: Report, consensus: StopConsensus | None = None) -> History:
+    """Train one run and print a line per epoch; see `train` and `train_epochs`."""
     config, settings = job.config, job.settings
     report.line(f"{job.title} on {job.data}: {settings}, reduced by {job.reducer}")
     with Log(config.log, append=job.stored is not None) as log, job.repeatable():
         log.write("start", **job.described())
-        contestant = enter(job, config.reduce, log)
-        train_epochs(job, contestant, report, together=together)
+        run = enter(job, config.reduce, log)
+        train_epochs(job, run, report, consensus=consensus)
         history = History(
             settings,
-            contestant.epochs,
-            contestant.steps,
-            contestant.trainee.modules[0],
-            contestant.first_batch,
+            run.epochs,
+            run.steps,
+            run.engine.modules[0],
+            run.first_batch,
         )
         finish(history, job, report, log)
     return history
 
 
 def train_epochs(
-    job: Job,
-    contestant: Contestant,
+    job: PreparedRun,
+    run: TrainingRun,
     report: Report,
     suffix: str = "",
-    together: Together | None = None,
+    consensus: StopConsensus | None = None,
 ) -> None:
-    """Train one contestant to the end, a line and a checkpoint per epoch.
+    """Train one run to the end, with a printed line and a checkpoint per epoch.
 
-    Ctrl-C is kept until a step is over where there is a checkpoint to write; processes need
-    something that has them stop `together`.
+    If a checkpoint is to be written, Ctrl-C takes effect after the current step. Several processes
+    need `consensus` for this, which makes them stop at the same step.
     """
     alone = job.backend is None
-    wanted = job.config.checkpoint is not None and (alone or together is not None)
-    with Interrupt(wanted, together) as interrupt:
+    wanted = job.config.checkpoint is not None and (alone or consensus is not None)
+    with Interrupt(wanted, consensus) as interrupt:
         try:
-            for _ in fit(job, [contestant], report, interrupt):
-                report.line(f"{contestant.epochs[-1]}{suffix}")
-                save(job, contestant)
+            for _ in fit(job, [run], report, interrupt):
+                report.line(f"{run.epochs[-1]}{suffix}")
+                save(job, run)
                 interrupt.check()
         except Stopped:
-            save(job, contestant)
+            save(job, run)
             raise
 
 
-def enter(job: Job, name: str, log: Log, *, compared: bool = False) -> Contestant:
-    """Make a contestant that stands where the job begins.
+def enter(job: PreparedRun, name: str, log: Log, *, compared: bool = False) -> TrainingRun:
+    """Return a run at the start of the job, or at its checkpoint.
 
-    One that is compared shows what its reduction takes: exactly, and after the backward pass.
+    With `compared` its reduction is timed exactly, and by default runs after the backward pass.
     """
     config = job.config
     started = time.perf_counter()
     exact = compared or config.exact_times
-    trainee: Trainee
+    engine: Engine
     if job.backend is not None:
         prefetch = job.loading.prefetch
-        trainee = OneRank(job.module, job.settings, exact_seconds=exact, prefetch=prefetch)
+        engine = DDPEngine(job.module, job.settings, exact_seconds=exact, prefetch=prefetch)
     else:
-        trainee = OneProcess(
+        engine = SingleProcessEngine(
             job.module,
             job.settings,
             reduction=REDUCTIONS[name],
@@ -182,31 +185,31 @@ def enter(job: Job, name: str, log: Log, *, compared: bool = False) -> Contestan
             ),
             capture=GraphedStep.of if config.graph else None,
         )
-    if job.shares is not None and trainee.auto is not None:
-        trainee.auto.replay(job.shares)
-    contestant = Contestant(name, trainee, log, started)
+    if job.shares is not None and engine.auto is not None:
+        engine.auto.replay(job.shares)
+    run = TrainingRun(name, engine, log, started)
     if job.stored is not None:
-        contestant.load_state_dict(job.stored["contestant"])
-    return contestant
+        run.load_state_dict(job.stored["run"])
+    return run
 
 
-def save(job: Job, contestant: Contestant) -> None:
-    """Write the checkpoint, if one is wanted."""
+def save(job: PreparedRun, run: TrainingRun) -> None:
+    """Write the checkpoint if the config names one; collective over processes."""
     if job.config.checkpoint is None:
         return
     state = {
         "settings": job.settings.stored(),
         "identity": job.identity(),
         "source": job.source,
-        "contestant": contestant.state_dict(),
+        "run": run.state_dict(),
     }
-    if contestant.trainee.speaks:
+    if run.engine.is_main_process:
         checkpoint.save(job.config.checkpoint, state)
-    contestant.trainee.total([0.0])  # the others meet the writer here: nobody reads an old one
+    run.engine.total([0.0])  # a barrier: no process continues before the file is written
 
 
-def finish(history: History, job: Job, report: Report, log: Log) -> None:
-    """Say, log and draw what came out."""
+def finish(history: History, job: PreparedRun, report: Report, log: Log) -> None:
+    """Print, log and plot the result of a run."""
     without, with_data = history.seconds_per_epoch
     log.write(
         "end",
@@ -235,17 +238,17 @@ def train(
     quiet: bool = False,
     **options: Any,
 ) -> History:
-    """Train a model data-parallel, one replica for every device that `pycollect.devices` gives.
+    """Train a model data-parallel, one replica for every device that `pycollect.devices` returns.
 
-    `devices` may be a number of GPUs, as in the chapters, and so may `num_gpus`. `batch_size`
-    counts the examples of all ranks together; what is None is the default of model and data set.
+    `devices` or `num_gpus` may be a number of GPUs, as in Dive into Deep Learning. `batch_size`
+    counts the examples of all ranks together; None means the default of model and data set.
     Further options are those of `Config` (data, model, epochs, seed, momentum, weight_decay,
     weights, microbatch, sync_batchnorm, strict, shuffle, drop_last, scale_batch, scale_lr,
     data_dir, image_size; reduce, overlap, prefetch, graph, deterministic,
-    exact_times, checkpoint, resume, replay_shares, log, plot). The same choice gives the same
-    bits, whatever is running. Raises ValueError for a bad value, TypeError for an unknown option,
-    DataError if the data cannot be had, CheckpointError if a checkpoint cannot be read, written or
-    continued, OutputError if log or picture cannot be written.
+    exact_times, checkpoint, resume, replay_shares, log, plot). Equal options give equal bits,
+    whatever the load of the machine. Raises ValueError for a bad value, TypeError for an unknown
+    option, DataError if the data is not available, CheckpointError if a checkpoint cannot be read,
+    written or resumed, OutputError if log or plot cannot be written.
 
     >>> train("cpu*2", data="digits", epochs=1, quiet=True).epochs[0].number
     1

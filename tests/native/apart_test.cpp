@@ -1,5 +1,5 @@
-// Ranks that the kernel keeps apart: processes of several users, and in namespaces of their own.
-// Each raises an error that says which, or the group works.
+// Ranks that the kernel separates: processes of several users, or in namespaces of their own.
+// Either the group works, or each rank throws an error that names the obstacle.
 #include <sched.h>
 #include <signal.h>
 #include <sys/mount.h>
@@ -9,7 +9,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "../../csrc/shm/outlet.h"
+#include "../../csrc/bootstrap/fd_server.h"
 #include "group_ranks.h"
 
 namespace pycollect::shm {
@@ -17,20 +17,20 @@ namespace {
 
 constexpr uid_t kNobody = 65534, kSomebody = 65533;
 
-// What becomes of two ranks, of which each is put where `place` says first.
+// Runs two ranks, each first moved to where `place` puts it; returns how they ended.
 std::vector<End> meet(const Settings& settings, const std::function<bool(Rank)>& place) {
   return run(2, settings, [&](Me& me) {
     if (!place(me.rank)) return text("cannot be put there: ", std::strerror(errno));
-    Group group(me.board, me.rank, me.world, me.settings);
+    Group group(me.store, me.rank, me.world, me.settings);
     group.advance(at_run(1));
-    group.await(1 - me.rank, at_run(1), me.occasion(10s));
+    group.await(1 - me.rank, at_run(1), me.context(10s));
     return std::string("right");
   });
 }
 
 bool become(uid_t user) { return setresuid(user, user, user) == 0; }
 
-// A folder of shared memory of its own, with too little for anything, as containers have it.
+// Enters a mount namespace whose /dev/shm is too small for anything, as in containers.
 bool leave_shm() {
   return unshare(CLONE_NEWNS) == 0 &&
          mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
@@ -47,7 +47,7 @@ void names_users() {
   }
 }
 
-// Root may take what is another user's; the other may not, and hears why.
+// Root may fetch another user's descriptor. The other may not fetch root's; both ranks report why.
 void works_where_root_takes() {
   for (const End& end : meet(quick(), [](Rank r) { return r == 1 || become(kNobody); }))
     expect_equal(end.said, "right");
@@ -55,13 +55,13 @@ void works_where_root_takes() {
     expect(contains(end.said, "; rank 0 is run by user 0, rank 1 by user 65534, and"), end.said);
 }
 
-// Nor may they look at each other's memory, as ranks that are begun by their user may.
+// Unlike processes that a user started, those that switched to it may not read each other's memory.
 void works_as_another_user() {
   for (const End& end : meet(quick(), [](Rank) { return become(kNobody); }))
     expect_equal(end.said, "right");
 }
 
-// Leaves for a namespace in which this process's user has this number and nobody else has one.
+// Enters a user namespace in which this process's user is `number` and no other user is mapped.
 bool rename_user(uid_t user, uid_t number) {
   if (unshare(CLONE_NEWUSER) != 0 || prctl(PR_SET_DUMPABLE, 1) != 0) return false;
   std::ofstream("/proc/self/uid_map") << number << " " << user << " 1";
@@ -71,7 +71,7 @@ bool rename_user(uid_t user, uid_t number) {
 void works_in_user_namespaces() {
   for (const End& end : meet(quick(), [](Rank r) { return r == 0 || rename_user(0, 7); }))
     expect_equal(end.said, "right");
-  for (const uid_t number : {7, 0}) {  // root there is not let in either
+  for (const uid_t number : {7, 0}) {  // root of that namespace is refused, too
     const auto other = [=](Rank r) {
       return r == 0 || (become(kNobody) && rename_user(kNobody, number));
     };
@@ -90,13 +90,13 @@ void names_networks() {
   settings.timeout = 3s;
   const auto ends = run(4, settings, [](Me& me) {
     if (me.rank > 1 && unshare(CLONE_NEWNET) != 0) return std::string("cannot be put there");
-    Group group(me.board, me.rank, me.world, me.settings);
+    Group group(me.store, me.rank, me.world, me.settings);
     return std::string("nothing");
   });
   for (const End& end : ends) {
     expect(
         end.said.starts_with("CollectiveError: the ranks of group 'default' cannot share memory; "
-                             "ranks 2, 3: cannot reach the Unix socket @pycollect-outlet-"),
+                             "ranks 2, 3: cannot reach the Unix socket @pycollect-fd-server-"),
         end.said);
     expect(contains(end.said, "; ranks 0, 1 are in another network namespace than ranks 2, 3, and"),
            end.said);
@@ -121,39 +121,39 @@ void names_who_can_make_no_thread() {
         end.said);
 }
 
-// In a pid namespace of its own, where its number is that of the other rank.
+// Runs `body` in a pid namespace of its own, where both ranks have the same pid.
 std::string alone(const Body& body, Me& me) {
   if (unshare(CLONE_NEWPID) != 0) return "cannot make a pid namespace";
   const pid_t pid = fork();
   if (pid == 0) {
-    me.board.post(text("alone/", me.rank), attempt([&] { return body(me); }));
+    me.store.post(text("alone/", me.rank), attempt([&] { return body(me); }));
     _exit(0);
   }
   if (me.rank == 1) {
-    me.board.read("to be killed", Clock::now() + 20s);
+    me.store.read("to be killed", Clock::now() + 20s);
     std::this_thread::sleep_for(100ms);
     kill(pid, SIGKILL);
   }
   waitpid(pid, nullptr, 0);
-  return me.rank == 1 ? "" : me.board.read("alone/0", Clock::now() + 1s);
+  return me.rank == 1 ? "" : me.store.read("alone/0", Clock::now() + 1s);
 }
 
 void notices_deaths_in_other_pid_namespaces() {
   for (const std::string how : {"exec", "exit", "kill"}) {
     const auto ends = run(2, quick(), [&](Me& mine) {
       const Body body = [&](Me& me) {
-        Group group(me.board, me.rank, me.world, me.settings);
+        Group group(me.store, me.rank, me.world, me.settings);
         expect(getpid() == 1, "is not apart");
         const auto begin = Clock::now();
         if (me.rank == 1) {
           std::this_thread::sleep_for(300ms);
-          me.board.post("to be killed", "");
+          me.store.post("to be killed", "");
           if (how == "exec") execl("/bin/sleep", "sleep", "5", nullptr);
           if (how == "exit") _exit(0);
           pause();
         }
         const std::string said = attempt([&] {
-          group.await(1, at_run(1), me.occasion(20s));
+          group.await(1, at_run(1), me.context(20s));
           return "nothing";
         });
         const auto waited = Clock::now() - begin;
@@ -166,20 +166,20 @@ void notices_deaths_in_other_pid_namespaces() {
   }
 }
 
-// In a child with a real user that is not the effective one.
+// Runs in a child whose real user is not its effective user.
 void takes_either_user_for_its_own() {
   const auto ends = run(1, quick(), [](Me&) {
     if (setresuid(kNobody, 0, 0) != 0) return std::string("cannot become another user");
-    Outlet outlet;
-    fetch(outlet.offer(Descriptor(dup(STDERR_FILENO))));
+    FdServer fd_server;
+    fetch(fd_server.offer(Descriptor(dup(STDERR_FILENO))));
     return std::string("right");
   });
   expect_equal(ends[0].said, "right");
 }
 
-void says_whose_outlet_it_is() {
-  Outlet outlet;
-  const auto ticket = outlet.offer(Descriptor(dup(STDERR_FILENO)));
+void says_which_fd_server_it_is() {
+  FdServer fd_server;
+  const auto ticket = fd_server.offer(Descriptor(dup(STDERR_FILENO)));
   const auto ends = run(1, quick(), [&](Me&) {
     return attempt([&] {
       if (!become(kNobody)) return "cannot become another user";
@@ -206,7 +206,7 @@ int main() {
       {"names who can make no thread", names_who_can_make_no_thread},
       {"notices deaths in other pid namespaces", notices_deaths_in_other_pid_namespaces},
       {"takes either user for its own", takes_either_user_for_its_own},
-      {"says whose outlet it is", says_whose_outlet_it_is},
+      {"says which fd server it is", says_which_fd_server_it_is},
   };
   for (const auto& [name, test] : tests) {
     std::printf("%s\n", name);

@@ -1,4 +1,4 @@
-// Boards for tests: a map for ranks that are threads, a folder for ranks that are processes.
+// Rendezvous stores for tests: a map for threads as ranks, a folder for processes as ranks.
 #pragma once
 #include <condition_variable>
 #include <filesystem>
@@ -8,12 +8,12 @@
 #include <sstream>
 #include <thread>
 
+#include "../../csrc/bootstrap/store.h"
 #include "../../csrc/plan/error.h"
-#include "../../csrc/shm/board.h"
 
 namespace pycollect::shm {
 
-class MapBoard final : public Board {
+class MapBoard final : public Store {
  public:
   void post(const std::string& key, const std::string& value) override {
     const std::lock_guard lock(mutex_);
@@ -22,10 +22,10 @@ class MapBoard final : public Board {
   }
   std::string read(const std::string& key, Deadline deadline) override {
     std::unique_lock lock(mutex_);
-    // The system's clock: ThreadSanitizer of g++ 12 does not know how one waits by the steady one.
+    // The system clock: ThreadSanitizer of g++ 12 does not support waits on the steady clock.
     const auto until = std::chrono::system_clock::now() + (deadline - Clock::now());
     if (!posted_.wait_until(lock, until, [&] { return values_.contains(key); }))
-      throw Timeout(text("nobody posted ", key));
+      throw Timeout(text("no value was posted for ", key));
     return values_[key];
   }
 
@@ -35,8 +35,8 @@ class MapBoard final : public Board {
   std::map<std::string, std::string> values_;
 };
 
-// A key is a file, complete when it has its name.
-class FolderBoard final : public Board {
+// A key is a file, which gets its final name only once it is complete.
+class FolderBoard final : public Store {
  public:
   explicit FolderBoard(std::filesystem::path folder) : folder_(std::move(folder)) {
     std::filesystem::create_directories(folder_);
@@ -49,15 +49,15 @@ class FolderBoard final : public Board {
   std::string read(const std::string& key, Deadline deadline) override {
     for (;;) {
       if (std::ifstream file(path(key)); file) return (std::ostringstream() << file.rdbuf()).str();
-      if (Clock::now() >= deadline) throw Timeout(text("nobody posted ", key));
+      if (Clock::now() >= deadline) throw Timeout(text("no value was posted for ", key));
       std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
   }
 
  private:
   std::filesystem::path path(std::string key) const {
-    for (char& letter : key)
-      if (letter == '/') letter = '_';
+    for (char& fd_message : key)
+      if (fd_message == '/') fd_message = '_';
     return folder_ / key;
   }
   std::filesystem::path folder_;

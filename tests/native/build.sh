@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds a native program of the core without torch: build.sh FOLDER MAIN.cpp [compiler flags...].
-# Compiles only what changed, and prints where the program is.
+# Compiles only what has changed, and prints the path of the program.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 folder=$1 main=$2
@@ -9,10 +9,10 @@ flags=(-std=c++20 -Wall -Wextra -ffp-contract=off -pthread "$@")
 mkdir -p "$folder"
 cd "$root"
 
-sources=("$main" csrc/plan/*.cpp csrc/algorithms/*.cpp csrc/cpu/*.cpp csrc/shm/*.cpp
-  csrc/sim/races.cpp)
+sources=("$main" csrc/plan/*.cpp csrc/algorithms/*.cpp csrc/cpu/*.cpp csrc/bootstrap/*.cpp csrc/shm/*.cpp
+  csrc/transport/*.cpp csrc/p2p/*.cpp csrc/sim/races.cpp)
 
-is_current() {  # object, list of what it was made from
+is_current() {  # object, dependency file: is the object newer than every file it depends on?
   [[ -f $1 && -f $2 ]] || return 1
   local from
   for from in $(sed -e 's/^[^:]*://' -e 's/\\$//' "$2"); do

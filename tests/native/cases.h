@@ -1,5 +1,5 @@
-// Collectives to run between ranks, each with what it must give: what the same plan gives when one
-// thread runs it in the written order, in one process. Every rank makes all of it from a seed.
+// Random collective calls, each with its expected result: that of the same plan run by one thread
+// in the written order, in one process. Every rank generates all of it from a seed.
 #pragma once
 #include <cstring>
 #include <random>
@@ -9,8 +9,8 @@
 #include "../../csrc/cpu/executor.h"
 #include "../../csrc/plan/error.h"
 #include "../../csrc/plan/registry.h"
-#include "../../csrc/shm/host_transport.h"
-#include "../../csrc/shm/sides.h"
+#include "../../csrc/transport/call_buffers.h"
+#include "../../csrc/transport/shm_transport.h"
 
 namespace pycollect::shm {
 
@@ -18,29 +18,29 @@ using Bytes = std::vector<std::byte>;
 
 struct Case {
   Collective collective;
-  std::string algorithm;  // empty: the selector's
+  std::string algorithm;  // empty: the selector chooses
   DType dtype;
   ReduceOp op;
   Rank root;
   bool in_place, irregular;
-  int tensors;               // that each side is spread over
-  bool placed;               // in the arenas
-  bool within;               // the own block is a part of the side that has all of them
-  std::vector<Sizes> sizes;  // [from][to], or one row of blocks, or one number
+  int tensors;               // number of tensors that each call buffer is spread over
+  bool zero_copy;            // in the symmetric heap
+  bool within;               // the rank's own block lies inside the buffer of all blocks
+  std::vector<Sizes> sizes;  // element counts: [from][to], one row of blocks, or one number
   uint64_t seed;
 
   std::string words() const {
     std::string said =
         text(name(collective), "/", algorithm, " ", name(dtype), " ", name(op), " root ", root,
              in_place ? " in place" : "", irregular ? " irregular" : "", " tensors ", tensors,
-             placed ? " placed" : "", within ? " within" : "", " seed ", seed, " sizes");
+             zero_copy ? " placed" : "", within ? " within" : "", " seed ", seed, " sizes");
     for (const Sizes& row : sizes)
       for (std::size_t n : row) said += text(" ", n);
     return said;
   }
 };
 
-// Ordinary numbers: of a magnitude around one, so that the order of additions shows in the bits.
+// Fills `bytes` with numbers around one, so that the order of additions shows in the bits.
 inline void fill(Bytes& bytes, DType t, uint64_t seed) {
   std::mt19937_64 random(seed);
   for (std::byte& b : bytes) b = static_cast<std::byte>(random());
@@ -74,10 +74,10 @@ inline std::size_t sum(const Sizes& s) {
   return all;
 }
 
-// What each rank's sides look like.
+// Block sizes of a rank's call buffers.
 struct Blocks {
-  Sizes in, out;            // as a Request has them; empty: no such side
-  Sizes full_in, full_out;  // as Offsets have them, one a rank
+  Sizes in, out;            // as in Request; empty: the rank has no such buffer
+  Sizes full_in, full_out;  // as in Offsets: one entry per rank
 };
 
 inline Blocks blocks(const Case& c, Rank r, int world) {
@@ -122,9 +122,9 @@ inline Bytes before(const Case& c, Rank r, int world) {
   return Bytes(sum(blocks(c, r, world).full_out) * item_bytes(c.dtype), std::byte{0x5a});
 }
 
-// What must be in every rank's buffers afterwards.
+// Expected contents of every rank's buffers after the call.
 struct Outcome {
-  std::vector<Bytes> in, out;  // in place: both are the input
+  std::vector<Bytes> in, out;  // in place: both are the input buffers
 };
 inline Outcome expected(const Case& c, const std::string& algorithm, int world) {
   const std::size_t item = item_bytes(c.dtype);
@@ -134,7 +134,7 @@ inline Outcome expected(const Case& c, const std::string& algorithm, int world) 
   std::vector<Bytes> in, out, scratch;
   const Sizes uniform =
       alone ? Sizes{sum(blocks(c, 0, 1).full_in)} : blocks(c, c.root, world).full_in;
-  Offsets offsets(plan->plan, uniform, 64 / item);  // as the one-process API cuts
+  Offsets offsets(plan->plan, uniform, 64 / item);  // cut as in the one-process API
   std::vector<Memory> memory;
   for (Rank r = 0; r < world; ++r) {
     const Blocks b = blocks(c, r, world);
@@ -153,7 +153,7 @@ inline Outcome expected(const Case& c, const std::string& algorithm, int world) 
   return {in, c.in_place ? in : out};
 }
 
-// Picks of everything, from a seed.
+// Picks random cases from a seed.
 class Picker {
  public:
   Picker(int world, uint64_t seed) : world_(world), random_(seed), seed_(seed) {}
@@ -181,7 +181,7 @@ class Picker {
                        c.collective == Collective::reduce || c.collective == Collective::broadcast;
     c.in_place = whole && below(2) == 0;
     c.tensors = below(3) == 0 ? 3 : 1;
-    c.placed = below(2) == 0;
+    c.zero_copy = below(2) == 0;
     c.within = c.tensors == 1 && below(3) == 0;
     const std::size_t n = size();
     if (whole)

@@ -1,5 +1,5 @@
-// The executor between ranks that are threads or forked processes: what it gives, bit for bit, and
-// how it refuses. executor_test [cases per world] [worlds...]
+// The executor between ranks that are threads or forked processes: its results, bit for bit, and
+// its refusals. Usage: executor_test [cases per world] [worlds...]
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -9,7 +9,7 @@
 #include <thread>
 #include <utility>
 
-#include "../../csrc/plan/tidy.h"
+#include "../../csrc/plan/passes.h"
 #include "boards.h"
 #include "cases.h"
 #include "random_plans.h"
@@ -31,18 +31,18 @@ Deadline soon() { return Clock::now() + 60s; }
 
 constexpr std::size_t kArena = 4 << 20;
 
-// One rank with its calls counted.
+// One rank, its number of calls, and its transport.
 struct Member {
   Group& group;
   uint64_t call = 0;
-  HostTransport transport{group, [](int64_t size, int64_t grain, const cpu::Body& body) {
-                            for (int64_t at = 0; at < size; at += grain)
-                              body(at, std::min(size, at + grain));
-                          }};
+  ShmTransport transport{group, [](int64_t size, int64_t grain, const cpu::Body& body) {
+                           for (int64_t at = 0; at < size; at += grain)
+                             body(at, std::min(size, at + grain));
+                         }};
   void run(const Request& request) { shm::run(transport, request, call++, soon()); }
 };
 
-// Memory of one side: spread over tensors that do not follow each other, or in the arena.
+// Memory of one call buffer: spread over tensors that are not adjacent, or in the symmetric heap.
 class Lent {
  public:
   Lent(Group& group, const Case& c, const Bytes& content, const Sizes& blocks, std::size_t arena_at)
@@ -50,8 +50,8 @@ class Lent {
     if (blocks.empty()) return;
     const std::size_t item = item_bytes(c.dtype), n = content.size() / item;
     side_.blocks = blocks;
-    if (c.placed) {
-      std::byte* at = group.arena(group.rank()) + arena_at;
+    if (c.zero_copy) {
+      std::byte* at = group.heap(group.rank()) + arena_at;
       std::copy(content.begin(), content.end(), at);
       side_.spans = {{at, n}};
       return;
@@ -59,26 +59,27 @@ class Lent {
     for (int i = 0; i < c.tensors; ++i) {
       const std::size_t begin = n * i / c.tensors, end = n * (i + 1) / c.tensors;
       parts_.emplace_back(content.begin() + begin * item, content.begin() + end * item);
-      parts_.back().resize((end - begin) * item + 1);  // so that an empty one has an address
+      parts_.back().resize((end - begin) * item + 1);  // gives an empty tensor an address
       side_.spans.push_back({parts_.back().data(), end - begin});
     }
   }
-  const Side& side() const { return side_; }
+  const CallBuffer& side() const { return side_; }
   Bytes now(std::size_t item) const {
     Bytes all;
-    for (const Span& s : side_.spans) all.insert(all.end(), s.base, s.base + s.count * item);
+    for (const BufferSegment& s : side_.spans)
+      all.insert(all.end(), s.base, s.base + s.count * item);
     return side_.blocks.empty() ? content_ : all;
   }
 
  private:
   Bytes content_;
   std::vector<Bytes> parts_;
-  Side side_;
+  CallBuffer side_;
 };
 
-// All-reduces that are none, by number: in this program the registry has them, too.
+// Random plans, registered in this program as the all_reduce algorithms nonsense0, nonsense1, ...
 template <int kSeed>
-Plan nonsense(const Ask& ask) {
+Plan nonsense(const AlgorithmParams& ask) {
   return random_plan(ask.world, kSeed);
 }
 template <int... kSeed>
@@ -92,14 +93,14 @@ std::vector<Register> register_nonsense(std::integer_sequence<int, kSeed...>) {
 }
 const std::vector<Register> kNonsense = register_nonsense(std::make_integer_sequence<int, 60>());
 
-// Any that keeps the contract gives the same.
+// The reference algorithm. Any that keeps the contract gives the bits of the selector's choice.
 std::string chosen(const Case& c) {
   if (!c.algorithm.empty()) return c.algorithm;
   return c.collective == Collective::all_reduce ? "leader" : "direct";
 }
 
-// Random plans may need more room in host memory than there is, or be no plans in place; and where
-// nothing is summed up, nobody can say where `avg` scales.
+// Returns whether a case can run. A random plan may need more host memory than there is or be
+// invalid in place, and where nothing is summed up, the step at which `avg` scales is undefined.
 bool is_possible(const Case& c, int world) {
   if (!c.algorithm.starts_with("nonsense")) return true;
   if (c.op == ReduceOp::avg) return false;
@@ -114,10 +115,11 @@ bool is_possible(const Case& c, int world) {
   }
 }
 
-// Lets the side that is one block be a part of the other one, as torch's callers do.
+// Puts the buffer of one block inside the other buffer, as torch's callers do, where possible.
 bool put_within(Request& request, Rank r, const Bytes& brought) {
-  const bool out = output_of(request.collective, false) == Holds::own_block;
-  Side &own = out ? request.output : request.input, &all = out ? request.input : request.output;
+  const bool out = output_of(request.collective, false) == BlockContent::own_block;
+  CallBuffer &own = out ? request.output : request.input,
+             &all = out ? request.input : request.output;
   if (own.blocks.size() != 1 || all.blocks.size() < 2) return false;
   std::byte*& base = own.spans[0].base;
   base = all.spans[0].base;
@@ -141,14 +143,14 @@ void run_case(Member& me, const Case& c) {
                   .algorithm = c.algorithm,
                   .in_place = c.in_place,
                   .input = in.side(),
-                  .output = c.in_place ? Side{} : out.side(),
+                  .output = c.in_place ? CallBuffer{} : out.side(),
                   .irregular = c.irregular,
                   .tensors = static_cast<uint64_t>(c.tensors)};
   const bool within = c.within && put_within(request, r, brought);
   me.run(request);
   const Outcome want = expected(c, chosen(c), world);
   const auto say = [&] { return text("rank ", r, " of ", world, ": ", c.words()); };
-  const auto holds = [&](const Side& side, const Bytes& bytes) {
+  const auto holds = [&](const CallBuffer& side, const Bytes& bytes) {
     return std::equal(bytes.begin(), bytes.end(), side.spans[0].base);
   };
   if (within) return expect(holds(request.output, want.out[r]), say());
@@ -165,32 +167,32 @@ void run_cases(Member& me, int cases, uint64_t seed) {
 
 #include "refusals.h"
 
-Settings settings(std::size_t slot_bytes, std::shared_ptr<Segment> segment) {
+Settings settings(std::size_t buffer_bytes, std::shared_ptr<Segment> segment) {
   Settings s;
-  s.slot_bytes = slot_bytes;
-  s.arena_bytes = kArena;
+  s.buffer_bytes = buffer_bytes;
+  s.symmetric_heap_bytes = kArena;
   s.timeout = 60s;
   s.segment = std::move(segment);
   return s;
 }
 
 void commit_arena(Group& group) {
-  group.segment()->commit(group.layout().arena(group.rank()), kArena);
+  group.segment()->commit(group.layout().heap(group.rank()), kArena);
 }
 
-std::size_t total_bytes(int world, std::size_t slot_bytes) {
-  return Layout({world, slot_bytes, 0, kArena}).total;
+std::size_t total_bytes(int world, std::size_t buffer_bytes) {
+  return Layout({world, buffer_bytes, 0, kArena}).total;
 }
 
 template <class F>
-void with_threads(int world, std::size_t slot_bytes, F&& f) {
-  MapBoard board;
-  auto segment = Segment::create(total_bytes(world, slot_bytes));
+void with_threads(int world, std::size_t buffer_bytes, F&& f) {
+  MapBoard store;
+  auto segment = Segment::create(total_bytes(world, buffer_bytes));
   std::vector<std::thread> ranks;
   for (Rank r = 0; r < world; ++r)
     ranks.emplace_back([&, r] {
       try {
-        Group group(board, r, world, settings(slot_bytes, segment));
+        Group group(store, r, world, settings(buffer_bytes, segment));
         commit_arena(group);
         Member me{group};
         f(me);
@@ -202,15 +204,15 @@ void with_threads(int world, std::size_t slot_bytes, F&& f) {
 }
 
 template <class F>
-void with_processes(int world, std::size_t slot_bytes, F&& f) {
+void with_processes(int world, std::size_t buffer_bytes, F&& f) {
   const auto folder = std::filesystem::temp_directory_path() / text("executor_test.", getpid());
   std::vector<pid_t> ranks;
   for (Rank r = 0; r < world; ++r) {
     ranks.push_back(fork());
     if (ranks.back() != 0) continue;
     try {
-      FolderBoard board(folder);
-      Group group(board, r, world, settings(slot_bytes, nullptr));
+      FolderBoard store(folder);
+      Group group(store, r, world, settings(buffer_bytes, nullptr));
       commit_arena(group);
       Member me{group};
       f(me);
@@ -237,13 +239,13 @@ void test(int cases, const std::vector<int>& worlds, bool forks) {
   run_late_writer();
   run_impossible_place();
   for (const int world : worlds) {
-    // Slots so small that most calls take several pieces, and of the usual size.
-    for (const std::size_t slot_bytes :
+    // Staging buffers so small that most calls take several pieces, and of the usual size.
+    for (const std::size_t buffer_bytes :
          {std::max<std::size_t>(192 * world, 512), std::size_t{4096}, std::size_t{512} << 10}) {
-      const uint64_t seed = slot_bytes + 100000 * world;
+      const uint64_t seed = buffer_bytes + 100000 * world;
       const auto calls = [&](Member& me) { run_cases(me, cases, seed); };
-      if (forks) with_processes(world, slot_bytes, calls);
-      with_threads(world, slot_bytes, calls);
+      if (forks) with_processes(world, buffer_bytes, calls);
+      with_threads(world, buffer_bytes, calls);
     }
     if (world > 1) with_threads(world, 4096, run_refusals);
     std::printf("world %d: right\n", world);
@@ -258,6 +260,6 @@ int main(int argc, char** argv) {
   std::vector<int> worlds;
   for (int i = 2; i < argc; ++i) worlds.push_back(std::atoi(argv[i]));
   if (worlds.empty()) worlds = {1, 2, 3, 4, 5, 8};
-  const bool forks = std::getenv("NO_FORK") == nullptr;  // ThreadSanitizer does not follow them
+  const bool forks = std::getenv("NO_FORK") == nullptr;  // ThreadSanitizer does not follow forks
   pycollect::shm::test(cases, worlds, forks);
 }

@@ -1,5 +1,5 @@
-// What those who wait learn of a rank that dies, leaves, stops or is late: within a second, on all
-// ranks alike, in every stage of waiting.
+// Errors of waiting ranks when a peer dies, leaves, stops or is late: within a second, the same on
+// every rank, in every stage of waiting.
 #include <signal.h>
 
 #include "group_ranks.h"
@@ -9,14 +9,14 @@ namespace {
 
 const uint64_t kGoal = at_run(5) + 1;
 
-// Rank 1 of three dies while the others have waited for `after`, with a child of its own that lives
-// on; they wait for a counter, or for a condition.
+// Rank 1 of three dies when the others have waited for `after`; its own child process lives on. The
+// others wait for a counter, or for a condition.
 void notices(std::chrono::microseconds after, bool by_counter) {
   const Folder folder;
   const auto ends = run(3, quick(), [&](Me& me) {
-    Group group(me.board, me.rank, me.world, me.settings);
+    Group group(me.store, me.rank, me.world, me.settings);
     group.advance(at_run(5));
-    for (Rank r = 0; r < 3; ++r) group.await(r, at_run(5), me.occasion(10s));
+    for (Rank r = 0; r < 3; ++r) group.await(r, at_run(5), me.context(10s));
     const auto begin = Clock::now();
     if (me.rank == 1) {
       if (fork() == 0) {
@@ -28,16 +28,16 @@ void notices(std::chrono::microseconds after, bool by_counter) {
     }
     const std::string said = attempt([&] {
       if (by_counter) {
-        group.await(me.rank == 0 ? 1 : 0, kGoal, me.occasion(10s));
+        group.await(me.rank == 0 ? 1 : 0, kGoal, me.context(10s));
       } else {
-        group.await([] { return false; }, [] { return std::vector<Rank>{1}; }, me.occasion(10s));
+        group.await([] { return false; }, [] { return std::vector<Rank>{1}; }, me.context(10s));
       }
       return std::string("nothing");
     });
     const double waited = std::chrono::duration<double>(Clock::now() - begin - after).count();
     expect(waited < 1, text("noticed after ", waited, " s"));
     const std::string again = attempt([&] {
-      group.require_whole({"broadcast", 18, Clock::now()});
+      group.require_healthy({"broadcast", 18, Clock::now()});
       return "whole";
     });
     expect(contains(again, "broadcast #18 of group 'default': broken since all_reduce #17: rank 1"),
@@ -59,12 +59,12 @@ void notices_deaths() {
 void names_who_is_late() {
   Settings settings = quick();
   const auto ends = run(4, settings, [](Me& me) {
-    Group group(me.board, me.rank, me.world, me.settings);
-    const Occasion now = me.occasion(300ms);
+    Group group(me.store, me.rank, me.world, me.settings);
+    const OpContext now = me.context(300ms);
     if (me.rank % 2 == 1) {
       std::this_thread::sleep_for(700ms);
       return attempt([&] {
-        group.require_whole({"all_reduce", 17, now.deadline});
+        group.require_healthy({"all_reduce", 17, now.deadline});
         return "whole";
       });
     }
@@ -81,11 +81,11 @@ void names_who_is_late() {
         "not arrive");
 }
 
-// The rank that others wait for waits itself: who is behind everybody is named.
+// An awaited rank is waiting itself: the error names the rank that is behind all others.
 void names_the_cause() {
   const auto ends = run(3, quick(), [](Me& me) {
-    Group group(me.board, me.rank, me.world, me.settings);
-    const Occasion now = me.occasion(300ms);
+    Group group(me.store, me.rank, me.world, me.settings);
+    const OpContext now = me.context(300ms);
     if (me.rank == 2)
       std::this_thread::sleep_for(700ms);
     else
@@ -101,17 +101,17 @@ void names_the_cause() {
 
 void tells_who_left() {
   const auto ends = run(3, quick(), [](Me& me) {
-    Group group(me.board, me.rank, me.world, me.settings);
+    Group group(me.store, me.rank, me.world, me.settings);
     group.advance(me.rank == 2 ? at_run(6) : kGoal);
     if (me.rank == 2) return std::string("finished before");
     if (me.rank == 1)
       return attempt([&] {
-        group.await(2, kGoal, me.occasion(5s));
+        group.await(2, kGoal, me.context(5s));
         return "went";
       });
-    std::this_thread::sleep_for(100ms);  // all that rank 2 had to do is done, so it is not missed
+    std::this_thread::sleep_for(100ms);  // rank 2 left with its work done, so it is not missed
     return attempt([&] {
-      group.await(1, at_run(6), me.occasion(5s));
+      group.await(1, at_run(6), me.context(5s));
       return "nothing";
     });
   });
@@ -122,7 +122,7 @@ void tells_who_left() {
 
 void waits_for_who_is_stopped() {
   const auto ends = run(2, quick(), [](Me& me) {
-    Group group(me.board, me.rank, me.world, me.settings);
+    Group group(me.store, me.rank, me.world, me.settings);
     if (me.rank == 1) {
       if (const pid_t parent = getpid(); fork() == 0) {
         std::this_thread::sleep_for(1500ms);
@@ -134,7 +134,7 @@ void waits_for_who_is_stopped() {
       return std::string("came");
     }
     return attempt([&] {
-      group.await(1, kGoal, me.occasion(10s));
+      group.await(1, kGoal, me.context(10s));
       return "came";
     });
   });
@@ -144,13 +144,13 @@ void waits_for_who_is_stopped() {
 
 void aborts() {
   const auto ends = run(3, quick(), [](Me& me) {
-    Group group(me.board, me.rank, me.world, me.settings);
+    Group group(me.store, me.rank, me.world, me.settings);
     std::jthread other([&] {
       std::this_thread::sleep_for(200ms);
       if (me.rank == 2) group.abort("enough");
     });
     return attempt([&] {
-      group.await((me.rank + 1) % 3, kGoal, me.occasion(10s));
+      group.await((me.rank + 1) % 3, kGoal, me.context(10s));
       return "nothing";
     });
   });
@@ -161,15 +161,15 @@ void aborts() {
   }
 }
 
-// A child forked from a rank, by a data loader say, neither works in the group nor ends it.
+// A forked child of a rank, such as a data loader's, can neither use the group nor abort it.
 void tells_children_apart() {
   const auto ends = run(2, quick(), [](Me& me) {
-    auto group = std::make_unique<Group>(me.board, me.rank, me.world, me.settings);
+    auto group = std::make_unique<Group>(me.store, me.rank, me.world, me.settings);
     const Folder folder;
     const pid_t child = fork();
     if (child == 0) {
       const std::string said = attempt([&] {
-        group->require_whole(me.occasion(1s));
+        group->require_healthy(me.context(1s));
         return "whole";
       });
       group->abort("not mine");
@@ -181,34 +181,34 @@ void tells_children_apart() {
     if (WEXITSTATUS(status) != 7) return std::string("the child took itself for a rank");
     group->advance(kGoal);
     return attempt([&] {
-      group->await(1 - me.rank, kGoal, me.occasion(5s));
-      group->require_whole(me.occasion(1s));
+      group->await(1 - me.rank, kGoal, me.context(5s));
+      group->require_healthy(me.context(1s));
       return "whole";
     });
   });
   for (const End& end : ends) expect_equal(end.said, "whole");
 }
 
-// Ranks that are threads, in one mapping: what a sanitizer can look at.
+// Ranks that are threads in one mapping, where a sanitizer sees their accesses.
 void works_between_threads() {
   constexpr int kWorld = 3;
   Settings settings = quick();
-  settings.segment = Segment::create(Layout({kWorld, settings.slot_bytes, 0, 0}).total);
-  MapBoard board;
+  settings.segment = Segment::create(Layout({kWorld, settings.buffer_bytes, 0, 0}).total);
+  MapBoard store;
   std::vector<std::jthread> team;
   for (Rank me = 0; me < kWorld; ++me)
     team.emplace_back([&, me] {
-      Group group(board, me, kWorld, settings);
+      Group group(store, me, kWorld, settings);
       for (uint64_t i = 1; i < 300; ++i) {
-        const Occasion now{"exchange", i, Clock::now() + 30s};
+        const OpContext now{"exchange", i, Clock::now() + 30s};
         for (Rank r = 0; r < kWorld; ++r) group.await(r, at_run(i - 1), now);
-        *reinterpret_cast<uint64_t*>(group.slot(me, i)) = i;
+        *reinterpret_cast<uint64_t*>(group.staging_buffer(me, i)) = i;
         if (static_cast<Rank>(i % 50) == me)
-          std::this_thread::sleep_for(5ms);  // the others go through all stages
+          std::this_thread::sleep_for(5ms);  // the others go through all stages of waiting
         group.advance(at_run(i) + 1);
         for (Rank r = 0; r < kWorld; ++r) {
           group.await(r, at_run(i) + 1, now);
-          expect(*reinterpret_cast<uint64_t*>(group.slot(r, i)) == i, "wrong");
+          expect(*reinterpret_cast<uint64_t*>(group.staging_buffer(r, i)) == i, "wrong");
         }
         group.advance(at_run(i + 1));
       }
@@ -226,7 +226,7 @@ void works_between_threads() {
 }  // namespace
 }  // namespace pycollect::shm
 
-// faults_test [first tests]: one is enough for a sanitizer, which sees nothing between processes.
+// Usage: faults_test [number of tests]. One is enough for a sanitizer, which sees one process only.
 int main(int count, char** words) {
   using namespace pycollect::shm;
   int rest = count > 1 ? std::atoi(words[1]) : 1000;

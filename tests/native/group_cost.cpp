@@ -1,5 +1,5 @@
-// What a group costs: to make it, an exchange between all ranks, the same beside a process that
-// takes a core for itself, and a wait that ended in the kernel. Medians, in microseconds.
+// Costs of a group: its construction, an exchange between all ranks, the same beside a process that
+// keeps a core busy, and a wait that ended in the kernel. Medians, in microseconds.
 #include <signal.h>
 
 #include <algorithm>
@@ -16,18 +16,18 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// By rank 0, of `times` that `body` takes a group for.
+// Rank 0's median of `times` values, each of a new group: from `body`, or the construction time.
 double measure(int world, int times, const std::function<double(Group&)>& body) {
   const Folder boards;
   Settings settings = quick();
-  settings.slot_bytes = 512 << 10;
-  settings.arena_bytes = std::size_t{32} << 30;
+  settings.buffer_bytes = 512 << 10;
+  settings.symmetric_heap_bytes = std::size_t{32} << 30;
   const auto ends = run(world, settings, [&](Me& me) {
     std::vector<double> all;
     for (int i = 0; i < times; ++i) {
-      FolderBoard board(text(boards.path(), "/", i));
+      FolderBoard store(text(boards.path(), "/", i));
       const auto begin = Clock::now();
-      Group group(board, me.rank, me.world, me.settings);
+      Group group(store, me.rank, me.world, me.settings);
       const double made = Microseconds(Clock::now() - begin).count();
       all.push_back(body ? body(group) : made);
     }
@@ -36,10 +36,10 @@ double measure(int world, int times, const std::function<double(Group&)>& body) 
   return std::stod(ends[0].said);
 }
 
-double exchange(Group& group) {
+double time_exchange(Group& group) {
   constexpr int kTurns = 2000;
   std::vector<double> parts;
-  const Occasion now{"exchange", 1, Clock::now() + 60s};
+  const OpContext now{"exchange", 1, Clock::now() + 60s};
   for (int i = 1; i <= 20 * kTurns;) {
     const auto begin = Clock::now();
     for (const int end = i + kTurns; i < end; ++i) {
@@ -51,12 +51,12 @@ double exchange(Group& group) {
   return median(parts);
 }
 
-// From rank 1's step, after 20 ms in which nothing happened, to rank 0 seeing it.
+// Time from rank 1's signal, after 20 ms without any event, until rank 0 sees it.
 double wake(Group& group) {
   std::vector<double> times;
-  const Occasion now{"wake", 1, Clock::now() + 60s};
+  const OpContext now{"wake", 1, Clock::now() + 60s};
   for (int i = 1; i <= 20; ++i) {
-    auto* stamp = reinterpret_cast<std::atomic<int64_t>*>(group.slot(1, 0));
+    auto* stamp = reinterpret_cast<std::atomic<int64_t>*>(group.staging_buffer(1, 0));
     if (group.rank() == 1) {
       std::this_thread::sleep_for(20ms);
       *stamp = Clock::now().time_since_epoch().count();
@@ -82,12 +82,12 @@ void print(const char* what, int world, double microseconds) {
 int main() {
   using namespace pycollect::shm;
   for (int world : {2, 4, 8}) print("make a group", world, measure(world, 15, {}));
-  for (int world : {2, 4, 8}) print("exchange", world, measure(world, 1, exchange));
+  for (int world : {2, 4, 8}) print("exchange", world, measure(world, 1, time_exchange));
   print("wake-up after 20 ms", 2, measure(2, 1, wake));
   const pid_t busy = fork();
   if (busy == 0)
     for (;;) pycollect::shm::pause();
   for (int world : {2, 4, 8})
-    print("exchange beside a busy process", world, measure(world, 1, exchange));
+    print("exchange beside a busy process", world, measure(world, 1, time_exchange));
   kill(busy, SIGKILL);
 }

@@ -1,5 +1,5 @@
-// Runs a body once per rank, each a forked process, and tells how every one of them ended. A board
-// can be given that does not tell the truth.
+// Runs a body once per rank, each in a forked process, and reports how every process ended.
+// LyingBoard is a store that falsifies values, for fault injection.
 #pragma once
 #include <sys/wait.h>
 #include <unistd.h>
@@ -35,28 +35,28 @@ inline bool contains(const std::string& whole, const std::string& part) {
 
 using Lie = std::function<std::string(const std::string& key, const std::string& value)>;
 
-class LyingBoard final : public Board {
+class LyingBoard final : public Store {
  public:
-  LyingBoard(Board& board, Lie of_posted, Lie of_read = {})
-      : board_(board), of_posted_(std::move(of_posted)), of_read_(std::move(of_read)) {}
+  LyingBoard(Store& store, Lie of_posted, Lie of_read = {})
+      : store_(store), of_posted_(std::move(of_posted)), of_read_(std::move(of_read)) {}
   void post(const std::string& key, const std::string& value) override {
-    board_.post(key, of_posted_ ? of_posted_(key, value) : value);
+    store_.post(key, of_posted_ ? of_posted_(key, value) : value);
   }
   std::string read(const std::string& key, Deadline deadline) override {
-    const std::string value = board_.read(key, deadline);
+    const std::string value = store_.read(key, deadline);
     return of_read_ ? of_read_(key, value) : value;
   }
 
  private:
-  Board& board_;
+  Store& store_;
   Lie of_posted_, of_read_;
 };
 
-class Folder {  // of a test, removed with it
+class Folder {  // temporary folder of a test, removed with this object
  public:
   Folder() : path_(fs::temp_directory_path() / "pycollect_group_XXXXXX") {
     if (mkdtemp(path_.data()) == nullptr) std::abort();
-    fs::permissions(path_, fs::perms::all);  // ranks can become other users
+    fs::permissions(path_, fs::perms::all);  // for ranks that switch to another user
   }
   ~Folder() {
     std::error_code ignored;
@@ -71,15 +71,15 @@ class Folder {  // of a test, removed with it
 struct Me {
   Rank rank;
   int world;
-  Board& board;
+  Store& store;
   Settings settings;
-  Occasion occasion(std::chrono::milliseconds most) const {
+  OpContext context(std::chrono::milliseconds most) const {
     return {"all_reduce", 17, Clock::now() + most};
   }
 };
 
 struct End {
-  std::string said;  // what the body returned, or "Timeout: ..." with what it threw
+  std::string said;  // the body's return value, or its exception, as in "Timeout: ..."
   std::chrono::duration<double> when;
   bool killed;
 };
@@ -111,16 +111,16 @@ inline std::string refusal(const std::function<void()>& body) {
 
 [[noreturn]] inline void be(Rank rank, int world, const std::string& folder,
                             const Settings& settings, const Body& body) {
-  alarm(120);  // no test takes so long, and none may hang
-  FolderBoard board(folder);
-  Me me{rank, world, board, settings};
-  board.post(text("said/", rank), attempt([&] { return body(me); }));
+  alarm(120);  // ends a rank that hangs; no test takes that long
+  FolderBoard store(folder);
+  Me me{rank, world, store, settings};
+  store.post(text("said/", rank), attempt([&] { return body(me); }));
   _exit(0);
 }
 
 inline std::vector<End> run(int world, const Settings& settings, const Body& body) {
   const Folder folder;
-  FolderBoard board(folder.path());
+  FolderBoard store(folder.path());
   const auto begin = Clock::now();
   std::vector<pid_t> pids;
   for (Rank r = 0; r < world; ++r) {
@@ -134,7 +134,7 @@ inline std::vector<End> run(int world, const Settings& settings, const Body& bod
     const pid_t pid = ::wait(&status);
     const Rank r = std::find(pids.begin(), pids.end(), pid) - pids.begin();
     ends.at(r) = {"", Clock::now() - begin, WIFSIGNALED(status)};
-    if (!WIFSIGNALED(status)) ends[r].said = board.read(text("said/", r), Clock::now() + 1s);
+    if (!WIFSIGNALED(status)) ends[r].said = store.read(text("said/", r), Clock::now() + 1s);
   }
   return ends;
 }
@@ -145,22 +145,22 @@ inline int count_entries(const char* folder) {
 
 inline Settings quick() {
   Settings settings;
-  settings.slot_bytes = 4096;
+  settings.buffer_bytes = 4096;
   settings.timeout = 20s;
   return settings;
 }
 
-// What each rank wrote into its slots is read by all, for many turns.
-inline std::string exchange(Group& g, int turns) {
+// Every rank reads what each rank has written into its staging buffers, for `turns` rounds.
+inline std::string publish_and_agree(Group& g, int turns) {
   for (int i = 1; i <= turns; ++i) {
-    const Occasion now{"exchange", static_cast<uint64_t>(i), Clock::now() + 30s};
+    const OpContext now{"exchange", static_cast<uint64_t>(i), Clock::now() + 30s};
     for (Rank r = 0; r < g.world(); ++r) g.await(r, at_run(i - 1), now);
-    auto* mine = reinterpret_cast<uint64_t*>(g.slot(g.rank(), i));
+    auto* mine = reinterpret_cast<uint64_t*>(g.staging_buffer(g.rank(), i));
     mine[0] = mine[511] = 1000 * i + g.rank();
     g.advance(at_run(i) + 1);
     for (Rank r = 0; r < g.world(); ++r) {
       g.await(r, at_run(i) + 1, now);
-      const auto* its = reinterpret_cast<const uint64_t*>(g.slot(r, i));
+      const auto* its = reinterpret_cast<const uint64_t*>(g.staging_buffer(r, i));
       const uint64_t wanted = 1000 * i + r;
       if (its[0] != wanted || its[511] != wanted) return text("wrong in turn ", i);
     }
@@ -170,8 +170,8 @@ inline std::string exchange(Group& g, int turns) {
 }
 
 inline std::string meet_and_exchange(Me& me) {
-  Group group(me.board, me.rank, me.world, me.settings);
-  return exchange(group, 50);
+  Group group(me.store, me.rank, me.world, me.settings);
+  return publish_and_agree(group, 50);
 }
 
 }  // namespace pycollect::shm

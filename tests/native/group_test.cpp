@@ -1,8 +1,8 @@
-// Whose memory ranks come to share, who is told what when they cannot, and that nothing is left of
-// it.
+// The memory that ranks come to share, the error of every rank when they cannot share any, and that
+// a group leaves nothing behind.
 #include <sys/resource.h>
 
-#include "../../csrc/shm/outlet.h"
+#include "../../csrc/bootstrap/fd_server.h"
 #include "group_ranks.h"
 
 namespace pycollect::shm {
@@ -13,62 +13,63 @@ void meets() {
     for (const End& end : run(world, quick(), meet_and_exchange)) expect_equal(end.said, "right");
 }
 
-// As rank `liar` would say it with `change` made to the truth.
-Body meets_with(Rank liar, const std::function<void(Introduction&)>& change) {
+// Ranks of which `liar` publishes its bootstrap record with `change` made to it.
+Body meets_with(Rank liar, const std::function<void(PeerInfo&)>& change) {
   return [=](Me& me) {
-    LyingBoard board(me.board, [&](const std::string&, const std::string& value) {
+    LyingBoard store(me.store, [&](const std::string&, const std::string& value) {
       if (me.rank != liar) return value;
-      Introduction it = Introduction::decode(value);
+      PeerInfo it = PeerInfo::decode(value);
       change(it);
       return it.encode();
     });
-    Me other{me.rank, me.world, board, me.settings};
+    Me other{me.rank, me.world, store, me.settings};
     return meet_and_exchange(other);
   };
 }
 
 void refuses_several_hosts() {
   const auto ends = run(4, quick(), [](Me& me) {
-    LyingBoard board(me.board, [&](const std::string&, const std::string& value) {
-      Introduction it = Introduction::decode(value);
+    LyingBoard store(me.store, [&](const std::string&, const std::string& value) {
+      PeerInfo it = PeerInfo::decode(value);
       it.host = me.rank == 3 ? "b" : "a", it.boot = it.host;
       return it.encode();
     });
-    Me other{me.rank, me.world, board, me.settings};
+    Me other{me.rank, me.world, store, me.settings};
     return meet_and_exchange(other);
   });
   for (const End& end : ends)
     expect_equal(end.said,
-                 "invalid_argument: a pycollect group is of one host; in group 'default' ranks 0-2 "
-                 "are on a, rank 3 is on b: use gloo (CPU) or nccl (CUDA) between hosts, and a "
-                 "pycollect group within each");
+                 "invalid_argument: all ranks of a pycollect group must be on one host; in group "
+                 "'default' ranks 0-2 are on a, rank 3 is on b: use gloo (CPU) or nccl (CUDA) "
+                 "between hosts, and a pycollect group within each");
 }
 
 void refuses_unlike_settings() {
   const auto ends = run(3, quick(), [](Me& me) {
-    if (me.rank == 2) me.settings.slot_bytes = 8192;
+    if (me.rank == 2) me.settings.buffer_bytes = 8192;
     return meet_and_exchange(me);
   });
   for (const End& end : ends) {
-    expect(contains(end.said, "invalid_argument: the ranks of group 'default' want different ones"),
+    expect(contains(end.said,
+                    "invalid_argument: the ranks of group 'default' have different settings"),
            end.said);
-    expect(contains(end.said, "slot_bytes=4096") && contains(end.said, "slot_bytes=8192"),
+    expect(contains(end.said, "buffer_bytes=4096") && contains(end.said, "buffer_bytes=8192"),
            end.said);
   }
 }
 
-// As ranks hear of it whose containers have unlike networks; apart_test has such.
+// Imitates ranks in containers with different networks; apart_test.cpp has real ones.
 void names_who_cannot_be_reached() {
-  const auto elsewhere = [](Introduction& it) { it.ticket.outlet = 7, it.network_space = 1; };
+  const auto elsewhere = [](PeerInfo& it) { it.ticket.fd_server = 7, it.network_space = 1; };
   for (const End& end : run(3, quick(), meets_with(0, elsewhere)))
     expect_equal(
         end.said,
         "CollectiveError: the ranks of group 'default' cannot share memory; ranks 1, 2: cannot "
-        "reach the Unix socket @pycollect-outlet-0000000000000007 of the process that offers it, "
-        "which must be alive and in the same network namespace: Connection refused; rank 0 is in "
-        "another network namespace than ranks 1, 2, and all ranks need the same: give their "
-        "containers one network (docker run --network=host or --network=container:NAME), or put "
-        "them in one container");
+        "reach the Unix socket @pycollect-fd-server-0000000000000007 of the process that offers the "
+        "descriptor, which must be alive and in the same network namespace: Connection refused; "
+        "rank 0 is in another network namespace than ranks 1, 2, and all ranks need the same: give "
+        "their containers one network (docker run --network=host or --network=container:NAME), or "
+        "put them in one container");
 }
 
 void names_who_can_make_none() {
@@ -84,31 +85,32 @@ void names_who_can_make_none() {
 void refuses_other_versions() {
   for (const Rank other : {0, 1}) {
     const auto ends = run(3, quick(), [=](Me& me) {
-      LyingBoard board(me.board, [&](const std::string&, const std::string& value) {
+      LyingBoard store(me.store, [&](const std::string&, const std::string& value) {
         return me.rank == other ? "pycollect-1" + value.substr(11) : value;
       });
-      Me it{me.rank, me.world, board, me.settings};
+      Me it{me.rank, me.world, store, me.settings};
       return meet_and_exchange(it);
     });
     for (const End& end : ends) expect(contains(end.said, "must run the same version"), end.said);
   }
 }
 
-// However rank 1 came by it.
+// Rank 1 opens another segment than the others, for whatever reason: every rank reports it.
 void proves_one_memory() {
   const auto ends = run(3, quick(), [](Me& me) {
-    Outlet outlet;
-    LyingBoard board(me.board, {}, [&](const std::string& key, const std::string& value) {
+    FdServer fd_server;
+    LyingBoard store(me.store, {}, [&](const std::string& key, const std::string& value) {
       if (me.rank != 1 || key != "hello/0") return value;
-      Introduction it = Introduction::decode(value);
+      PeerInfo it = PeerInfo::decode(value);
       const auto other = Segment::create(1 << 20);
-      it.ticket = outlet.offer(Descriptor(dup(other->descriptor())));
+      it.ticket = fd_server.offer(Descriptor(dup(other->descriptor())));
       return it.encode();
     });
-    Me elsewhere{me.rank, me.world, board, me.settings};
+    Me elsewhere{me.rank, me.world, store, me.settings};
     return meet_and_exchange(elsewhere);
   });
-  for (const End& end : ends) expect(contains(end.said, "were handed different memory"), end.said);
+  for (const End& end : ends)
+    expect(contains(end.said, "mapped different shared memory"), end.said);
 }
 
 void leaves_nothing(int cycles) {
@@ -116,9 +118,9 @@ void leaves_nothing(int cycles) {
   const auto ends = run(2, quick(), [&](Me& me) {
     int files = 0, threads = 0;
     for (int i = 0; i < cycles; ++i) {
-      FolderBoard board(text(boards.path(), "/", i));
-      Group group(board, me.rank, me.world, me.settings);
-      if (const std::string said = exchange(group, 2); said != "right") return said;
+      FolderBoard store(text(boards.path(), "/", i));
+      Group group(store, me.rank, me.world, me.settings);
+      if (const std::string said = publish_and_agree(group, 2); said != "right") return said;
       if (i == 2)
         files = count_entries("/proc/self/fd"), threads = count_entries("/proc/self/task");
       if (i > 2 &&

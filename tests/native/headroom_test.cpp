@@ -1,9 +1,8 @@
-// How much memory there is to get: limits of control groups, in made-up folders of either version
-// and, where there is the right to make one, in a real group that kills who goes beyond.
-#include "../../csrc/shm/headroom.h"
-
+// Available memory under the limits of control groups: in made-up folders of version 1 and 2 and,
+// where permitted, in a real group, which kills processes that exceed its limit.
 #include <fstream>
 
+#include "../../csrc/shm/available_memory.h"
 #include "../../csrc/shm/segment.h"
 #include "group_ranks.h"
 
@@ -17,17 +16,17 @@ void write(const fs::path& path, const std::string& content) {
   std::ofstream(path) << content << '\n';
 }
 
-void expect_room(const Headroom& got, std::size_t bytes, const std::string& where) {
+void expect_room(const AvailableMemory& got, std::size_t bytes, const std::string& where) {
   expect(got.bytes == bytes, text("got ", got.bytes, ", not ", bytes));
   expect_equal(got.where, where);
 }
 
-// The least of a group and those around it; pages of files count as free, and swap as far as the
-// group may have it.
+// The group with the least available memory counts, of a group and its ancestors. Pages of files
+// count as free, and swap as far as the group may use it.
 void reads_the_second_version() {
   const Folder folder;
   const fs::path root = folder.path(), list = root / "list";
-  const auto room = [&](std::size_t swap) { return headroom_in_groups(list, root, swap); };
+  const auto room = [&](std::size_t swap) { return available_in_cgroups(list, root, swap); };
   write(list, "0::/job/step");
   expect_room(room(7), SIZE_MAX, "");  // no limits at all
   write(root / "job/step/memory.max", "max");
@@ -51,7 +50,7 @@ void reads_the_second_version() {
 void reads_the_first_version() {
   const Folder folder;
   const fs::path root = folder.path(), list = root / "list", job = root / "memory/job";
-  const auto room = [&](std::size_t swap) { return headroom_in_groups(list, root, swap); };
+  const auto room = [&](std::size_t swap) { return available_in_cgroups(list, root, swap); };
   write(list, "4:cpu:/other\n3:hugetlb,memory:/job\n0::/");
   write(root / "memory/memory.limit_in_bytes", "9223372036854771712");
   write(job / "memory.limit_in_bytes", "1000");
@@ -61,14 +60,14 @@ void reads_the_first_version() {
   write(job / "memory.memsw.limit_in_bytes", "1001");
   write(job / "memory.memsw.usage_in_bytes", "900");
   expect_room(room(7), 151, "in the control group /job");
-  // What a container's root is called outside of it.
+  // A container sees its root group under the name that the group has outside of it.
   write(list, "3:memory:/docker/4711");
   write(root / "memory/memory.limit_in_bytes", "200");
   write(root / "memory/memory.usage_in_bytes", "50");
   expect_room(room(0), 150, "in the control group /");
 }
 
-// A group of `bytes` that this process is in from now on; false where there is no right to that.
+// Moves this process to a new control group of `bytes`; returns false where that is not permitted.
 bool join_group(const fs::path& folder, bool second, std::size_t bytes) {
   std::error_code error;
   if (!fs::create_directory(folder, error)) return false;

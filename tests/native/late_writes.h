@@ -1,5 +1,5 @@
-// Ranks that are late in calls on tensors where they lie, as executor_test.cpp runs it: when the
-// others have given up, they stop and raise; and places that cannot be are not written to.
+// Late ranks in zero-copy calls, included by executor_test.cpp: a late rank stops and throws once
+// the others have given up, and no rank writes to impossible registered offsets.
 #pragma once
 
 constexpr std::size_t kLateArena = 64 << 20;
@@ -15,19 +15,19 @@ struct Placed {
   }
 };
 
-Placed placed(Group& group, std::size_t count) {
-  group.segment()->commit(group.layout().arena(group.rank()), count * sizeof(float));
-  const Placed it{reinterpret_cast<float*>(group.arena(group.rank())), count};
+Placed zero_copy(Group& group, std::size_t count) {
+  group.segment()->commit(group.layout().heap(group.rank()), count * sizeof(float));
+  const Placed it{reinterpret_cast<float*>(group.heap(group.rank())), count};
   std::fill_n(it.at, count, 1.0F);
   return it;
 }
 
-// What each of two ranks, which are threads, is told.
+// Runs two ranks that are threads; returns the message of each rank's error, or "nothing".
 template <class F>
 std::array<std::string, 2> run_late(F&& body) {
-  MapBoard board;
+  MapBoard store;
   Settings settings = pycollect::shm::settings(4096, nullptr);
-  settings.arena_bytes = kLateArena;
+  settings.symmetric_heap_bytes = kLateArena;
   settings.segment = Segment::create(Layout({2, 4096, 0, kLateArena}).total);
   std::array<std::unique_ptr<Group>, 2> groups;
   std::array<std::string, 2> said;
@@ -36,7 +36,7 @@ std::array<std::string, 2> run_late(F&& body) {
     f(0);
     other.join();
   };
-  both([&](Rank r) { groups[r] = std::make_unique<Group>(board, r, 2, settings); });
+  both([&](Rank r) { groups[r] = std::make_unique<Group>(store, r, 2, settings); });
   both([&](Rank r) {
     try {
       body(*groups[r]);
@@ -48,12 +48,12 @@ std::array<std::string, 2> run_late(F&& body) {
   return said;
 }
 
-// Rank 1 has written a sixteenth of its share when somebody breaks the group.
+// Rank 1 aborts the group when it has written a sixteenth of its share.
 void run_late_writer() {
   constexpr std::size_t kCount = 8 << 20;
   std::size_t changed = 0;
   const auto said = run_late([&](Group& group) {
-    const Placed mine = placed(group, kCount);
+    const Placed mine = zero_copy(group, kCount);
     const cpu::ParallelFor late = [&](int64_t size, int64_t, const cpu::Body& body) {
       body(0, size / 16);
       if (group.rank() == 1) group.abort("nobody waits any longer");
@@ -61,11 +61,11 @@ void run_late_writer() {
     };
     const cpu::ParallelFor threads = group.rank() == 1 ? late : cpu::ParallelFor();
     try {
-      HostTransport transport(group, threads);
+      ShmTransport transport(group, threads);
       run(transport, mine.all_reduce(), 0, soon());
     } catch (const CollectiveError&) {
       if (group.rank() == 1) {
-        const auto* other = reinterpret_cast<const float*>(group.arena(0)) + kCount / 2;
+        const auto* other = reinterpret_cast<const float*>(group.heap(0)) + kCount / 2;
         changed = std::count_if(other, other + kCount / 2, [](float x) { return x != 1; });
       }
       throw;
@@ -76,19 +76,20 @@ void run_late_writer() {
   expect(changed <= kCount / 32, text(changed, " elements were written after that"));
 }
 
-// Rank 1 names a place far behind its arena.
+// Rank 1 publishes a registered offset far beyond its symmetric heap.
 void run_impossible_place() {
   constexpr std::size_t kCount = 1 << 20;
   const auto said = run_late([&](Group& group) {
-    const Placed mine = placed(group, kCount);
+    const Placed mine = zero_copy(group, kCount);
     const Request request = mine.all_reduce();
     if (group.rank() == 0) {
-      HostTransport transport(group, {});
+      ShmTransport transport(group, {});
       return run(transport, request, 0, soon());
     }
-    Statement lie = statement(request, 0);
-    lie.offer(Places{kLateArena - 64, uint64_t{1} << 60});
-    exchange(group, lie, request, {"all_reduce", 0, soon()});
+    CallFingerprint lie = fingerprint_of(request, 0);
+    lie.offer(RegisteredOffsets{kLateArena - 64, uint64_t{1} << 60});
+    publish_and_agree(group, lie, request, {"all_reduce", 0, soon()});
   });
-  expect(said[0].find("rank 1 lends memory that it does not have") != said[0].npos, said[0]);
+  expect(said[0].find("rank 1 exposed a tensor outside its shared memory") != said[0].npos,
+         said[0]);
 }

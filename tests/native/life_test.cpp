@@ -1,5 +1,5 @@
-// What a lock in shared memory tells of who holds it: that it has ended, however that came, and
-// nothing while it lives, whatever its threads and children do.
+// Failure detection by a lock in shared memory: it reports that its holder has ended, in whatever
+// way, but nothing while the holder lives, whatever its threads and children do.
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -7,13 +7,13 @@
 #include <cstring>
 #include <semaphore>
 
-#include "../../csrc/shm/outlet.h"
+#include "../../csrc/bootstrap/fd_server.h"
 #include "group_ranks.h"
 
 namespace pycollect::shm {
 namespace {
 
-// Shared with children.
+// A control block that is shared with forked children.
 class Shared {
  public:
   Shared() : segment_(Segment::create(sizeof(Control))) { segment_->commit(0, sizeof(Control)); }
@@ -23,24 +23,24 @@ class Shared {
   std::shared_ptr<Segment> segment_;
 };
 
-// Becomes rank 1 beside this process, says so, and goes on as `body` says.
+// Forks a child that becomes rank 1 and runs `body`; returns its pid when the rank has registered.
 template <typename Body>
 pid_t rank_one(Control& control, const Body& body) {
   const pid_t pid = fork();
   if (pid == 0) {
     alarm(60);
-    auto* peers = new Peers(control, 2, 1);
+    auto* peers = new FailureDetector(control, 2, 1);
     body(peers);
     for (;;) pause();
   }
-  while (control.lives[1].pid == 0) std::this_thread::sleep_for(1ms);
+  while (control.liveness[1].pid == 0) std::this_thread::sleep_for(1ms);
   return pid;
 }
 
-void expect_death(Peers& peers, const std::string& how) {
+void expect_death(FailureDetector& peers, const std::string& how) {
   const auto begin = Clock::now();
   while (peers.dead() != 2) {
-    expect(Clock::now() - begin < 1s, "nobody noticed: " + how);
+    expect(Clock::now() - begin < 1s, "death not noticed: " + how);
     std::this_thread::sleep_for(1ms);
   }
 }
@@ -52,25 +52,25 @@ void end(pid_t pid) {
 
 void is_quiet_about_who_has_not_come() {
   const Shared control;
-  Peers peers(*control, 3, 0);
-  expect(peers.dead() == 0, "who never came is dead");
+  FailureDetector peers(*control, 3, 0);
+  expect(peers.dead() == 0, "a rank that never joined is dead");
 }
 
-// By threads, which a sanitizer sees.
+// Several threads poll at once, where a sanitizer sees them.
 void is_asked_by_many() {
   const Shared control;
-  Peers one(*control, 3, 0), other(*control, 3, 1);
+  FailureDetector one(*control, 3, 0), other(*control, 3, 1);
   std::atomic<int> wrong = 0;
   {
     std::vector<std::jthread> threads;
-    for (Peers* peers : {&one, &other, &one, &other})
+    for (FailureDetector* peers : {&one, &other, &one, &other})
       threads.emplace_back([&wrong, peers] {
         for (int i = 0; i < 5000; ++i) wrong += peers->dead() != 0;
       });
-    const Peers leaves(*control, 3, 2);
+    const FailureDetector leaves(*control, 3, 2);
   }
-  expect(wrong == 0, "a live one was taken for a dead one");
-  expect(one.pid(1) == getpid(), "whose number");
+  expect(wrong == 0, "a live rank was taken for dead");
+  expect(one.pid(1) == getpid(), "wrong pid of rank 1");
 }
 
 void end_without_first_thread() {
@@ -81,8 +81,8 @@ void end_without_first_thread() {
   syscall(SYS_exit, 0);
 }
 
-// What the kernel takes from a process that it kills for want of memory, perhaps before its threads
-// have ended: all that nobody shares. Nothing here may need any of it afterwards.
+// Frees all unshared memory of this process, as the kernel's out-of-memory killer may do before the
+// process's threads have ended, then kills it. The code after that must not use such memory.
 void end_without_memory() {
 #if defined(__x86_64__)
   const auto call = [](long number, long a, long b, long c) {
@@ -111,24 +111,28 @@ void end_without_memory() {
 #endif
 }
 
-// Before it is waited for: a process that has ended keeps its number until then.
+// Every end is noticed before the process is reaped; until then it keeps its pid.
 void notices_every_end() {
-  const std::pair<const char*, void (*)(Peers*)> ends[] = {
-      {"SIGKILL", [](Peers*) { kill(getpid(), SIGKILL); }},
-      {"_exit", [](Peers*) { _exit(0); }},
-      {"exit", [](Peers*) { std::exit(0); }},
-      {"exit in another thread", [](Peers*) { std::thread([] { _exit(0); }).join(); }},
-      {"abort", [](Peers*) { signal(SIGABRT, SIG_DFL), std::abort(); }},
-      {"SIGKILL when the first thread has ended", [](Peers*) { end_without_first_thread(); }},
-      {"SIGKILL when its own memory has been taken", [](Peers*) { end_without_memory(); }},
-      {"exec", [](Peers*) { execl("/bin/sleep", "sleep", "60", nullptr); }},
+  const std::pair<const char*, void (*)(FailureDetector*)> ends[] = {
+      {"SIGKILL", [](FailureDetector*) { kill(getpid(), SIGKILL); }},
+      {"_exit", [](FailureDetector*) { _exit(0); }},
+      {"exit", [](FailureDetector*) { std::exit(0); }},
+      {"exit in another thread", [](FailureDetector*) { std::thread([] { _exit(0); }).join(); }},
+      {"abort", [](FailureDetector*) { signal(SIGABRT, SIG_DFL), std::abort(); }},
+      {"SIGKILL when the first thread has ended",
+       [](FailureDetector*) { end_without_first_thread(); }},
+      {"SIGKILL when its own memory has been taken",
+       [](FailureDetector*) { end_without_memory(); }},
+      {"exec", [](FailureDetector*) { execl("/bin/sleep", "sleep", "60", nullptr); }},
       {"exec in another thread",
-       [](Peers*) { std::thread([] { execl("/bin/sleep", "sleep", "60", nullptr); }).join(); }},
+       [](FailureDetector*) {
+         std::thread([] { execl("/bin/sleep", "sleep", "60", nullptr); }).join();
+       }},
   };
   for (const auto& [how, body] : ends) {
     const Shared control;
-    Peers peers(*control, 2, 0);
-    const pid_t pid = rank_one(*control, [body = body](Peers* own) {
+    FailureDetector peers(*control, 2, 0);
+    const pid_t pid = rank_one(*control, [body = body](FailureDetector* own) {
       std::this_thread::sleep_for(50ms);
       body(own);
     });
@@ -139,36 +143,36 @@ void notices_every_end() {
   }
 }
 
-// A child, a thread and a program that this process begins end, or outlive it.
+// Events of rank 1 that are not its death: it stops, or its child, thread or program ends.
 void tells_what_else_ends() {
-  const std::pair<const char*, void (*)(Peers*)> events[] = {
-      {"leaves", [](Peers* own) { delete own; }},
-      {"stops", [](Peers*) { kill(getpid(), SIGSTOP); }},
+  const std::pair<const char*, void (*)(FailureDetector*)> events[] = {
+      {"leaves", [](FailureDetector* own) { delete own; }},
+      {"stops", [](FailureDetector*) { kill(getpid(), SIGSTOP); }},
       {"a child ends",
-       [](Peers* own) {
+       [](FailureDetector* own) {
          if (fork() == 0) delete own, _exit(0);
        }},
       {"a child becomes another program",
-       [](Peers*) {
+       [](FailureDetector*) {
          if (fork() == 0) execl("/bin/true", "true", nullptr), _exit(0);
        }},
-      {"a program that it spawned ends", [](Peers*) { (void)!std::system("true"); }},
+      {"a program that it spawned ends", [](FailureDetector*) { (void)!std::system("true"); }},
       {"threads end",
-       [](Peers*) {
+       [](FailureDetector*) {
          for (int i = 0; i < 20; ++i) std::thread([] {}).join();
        }},
-      {"the first thread ends", [](Peers*) { syscall(SYS_exit, 0); }},
+      {"the first thread ends", [](FailureDetector*) { syscall(SYS_exit, 0); }},
       {"cannot become another program",
-       [](Peers*) { execl("/there is no such", "program", nullptr); }},
+       [](FailureDetector*) { execl("/there is no such", "program", nullptr); }},
       {"another group of its own ends",
-       [](Peers*) {
+       [](FailureDetector*) {
          const Shared other;
-         const Peers also(*other, 2, 1);
+         const FailureDetector also(*other, 2, 1);
        }},
   };
   for (const auto& [what, body] : events) {
     const Shared control;
-    Peers peers(*control, 2, 0);
+    FailureDetector peers(*control, 2, 0);
     const pid_t pid = rank_one(*control, body);
     const auto begin = Clock::now();
     while (Clock::now() - begin < 200ms) {
@@ -182,8 +186,8 @@ void tells_what_else_ends() {
 
 void notices_past_what_is_left() {
   const Shared control;
-  Peers peers(*control, 2, 0);
-  const pid_t pid = rank_one(*control, [](Peers*) {
+  FailureDetector peers(*control, 2, 0);
+  const pid_t pid = rank_one(*control, [](FailureDetector*) {
     if (fork() == 0) {
       std::this_thread::sleep_for(2s);
       _exit(0);
@@ -193,47 +197,47 @@ void notices_past_what_is_left() {
   expect_death(peers, "a child is left");
 }
 
-// Each of them, and no more: a process can be rank 1 of several groups.
+// A process that is rank 1 of several groups is reported dead in each, except in those it had left.
 void notices_in_every_group() {
   const Shared first, second, third;
-  Peers one(*first, 2, 0), two(*second, 2, 0), three(*third, 2, 0);
-  const pid_t pid = rank_one(*first, [&](Peers*) {
-    std::make_unique<Peers>(*third, 2, 1).reset();
-    new Peers(*second, 2, 1);
+  FailureDetector one(*first, 2, 0), two(*second, 2, 0), three(*third, 2, 0);
+  const pid_t pid = rank_one(*first, [&](FailureDetector*) {
+    std::make_unique<FailureDetector>(*third, 2, 1).reset();
+    new FailureDetector(*second, 2, 1);
   });
   while (two.pid(1) == 0) std::this_thread::sleep_for(1ms);
   end(pid);
   expect_death(one, "in the first group");
   expect_death(two, "in the second group");
-  expect(three.dead() == 0, "had left the third group, and is dead there");
+  expect(three.dead() == 0, "a rank that had left the third group is dead there");
 }
 
-// Its threads are not the parent's, even if they have taken their places.
+// A forked child's threads are left alone, even if they occupy the places of its parent's threads.
 void leaves_a_childs_threads_alone() {
   const Shared control;
-  auto peers = std::make_unique<Peers>(*control, 2, 0);
-  auto outlet = std::make_unique<Outlet>();
+  auto peers = std::make_unique<FailureDetector>(*control, 2, 0);
+  auto fd_server = std::make_unique<FdServer>();
   const pid_t pid = fork();
   if (pid == 0) {
     alarm(60);
     std::binary_semaphore over(0);
     const auto body = [&] { over.acquire(), over.release(); };
     std::thread one(body), other(body);
-    peers.reset(), outlet.reset();
+    peers.reset(), fd_server.reset();
     over.release();
     one.join(), other.join();
     _exit(7);
   }
   int status = 0;
   waitpid(pid, &status, 0);
-  expect(WIFEXITED(status) && WEXITSTATUS(status) == 7, "the child came to grief");
+  expect(WIFEXITED(status) && WEXITSTATUS(status) == 7, "the child did not end normally");
 }
 
-// They are for threads that know what to do with them: when all of those put one off, it waits.
+// Signals are left to the caller's threads: while all of those block a signal, it stays pending.
 void leaves_signals_to_the_others() {
   const Shared control;
-  Peers peers(*control, 2, 0);
-  const pid_t pid = rank_one(*control, [](Peers*) {
+  FailureDetector peers(*control, 2, 0);
+  const pid_t pid = rank_one(*control, [](FailureDetector*) {
     sigset_t put_off;
     sigemptyset(&put_off), sigaddset(&put_off, SIGUSR1);
     pthread_sigmask(SIG_BLOCK, &put_off, nullptr);

@@ -1,4 +1,4 @@
-// Limits that a group meets: sizes and times beyond all measure, a thread that cannot be made.
+// Limits of a group: excessive sizes and timeouts, and threads and locks that cannot be had.
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <signal.h>
@@ -15,29 +15,29 @@ namespace {
 
 void refuses_sizes_beyond_all_measure() {
   for (std::size_t Settings::* size :
-       {&Settings::slot_bytes, &Settings::mailbox_bytes, &Settings::arena_bytes})
+       {&Settings::buffer_bytes, &Settings::mailbox_bytes, &Settings::symmetric_heap_bytes})
     for (const std::size_t bytes : {kMostBytes + 1, std::size_t{1} << 63, ~std::size_t{0}}) {
       Settings settings = quick();
       settings.*size = bytes;
-      MapBoard board;
-      const std::string said = refusal([&] { Group(board, 0, 1, settings); });
+      MapBoard store;
+      const std::string said = refusal([&] { Group(store, 0, 1, settings); });
       expect(contains(said, text("_bytes is ", bytes, "; it must be at most ")), said);
     }
   Settings settings = quick();
-  settings.arena_bytes = kMostBytes;
-  MapBoard board;
-  const std::string said = refusal([&] { Group(board, 0, 1, settings); });
+  settings.symmetric_heap_bytes = kMostBytes;
+  MapBoard store;
+  const std::string said = refusal([&] { Group(store, 0, 1, settings); });
   expect(said == "nothing" || contains(said, "address space"), said);
 }
 
-// Longer than a clock counts.
+// Timeouts that are longer than the clock can represent never expire.
 void waits_for_ever() {
   for (const auto timeout : {std::chrono::milliseconds::max(), 300ms * 1000 * 3600 * 24 * 366}) {
     Settings settings = quick();
     settings.timeout = timeout;
     const auto ends = run(2, settings, [](Me& me) {
       if (me.rank == 1) std::this_thread::sleep_for(100ms);
-      Group group(me.board, me.rank, me.world, me.settings);
+      Group group(me.store, me.rank, me.world, me.settings);
       if (me.rank == 1) std::this_thread::sleep_for(100ms);
       group.advance(at_run(1));
       group.await(1 - me.rank, at_run(1), {"barrier", 1, deadline_after(me.settings.timeout)});
@@ -45,11 +45,11 @@ void waits_for_ever() {
     });
     for (const End& end : ends) expect_equal(end.said, "right");
   }
-  const auto before = -300ms * 1000 * 3600 * 24 * 366;  // 300 years: more than a clock counts
+  const auto before = -300ms * 1000 * 3600 * 24 * 366;  // 300 years exceed the clock
   expect(deadline_after(before) < Clock::now() + 10s, "no time at all");
 }
 
-// With stacks so large that there is no place for one.
+// The default stack is too large for any thread to be created: signals must not stay blocked.
 void blocks_no_signals_for_good() {
   const pid_t pid = fork();
   if (pid == 0) {
@@ -58,7 +58,7 @@ void blocks_no_signals_for_good() {
     pthread_attr_setstacksize(&vast, std::size_t{1} << 50);
     if (pthread_setattr_default_np(&vast) != 0) _exit(3);
     Control control;
-    const std::string said = refusal([&] { Peers(control, 1, 0); });
+    const std::string said = refusal([&] { FailureDetector(control, 1, 0); });
     sigset_t now;
     pthread_sigmask(SIG_SETMASK, nullptr, &now);
     _exit(said == "nothing" ? 2 : sigismember(&now, SIGINT));
@@ -69,7 +69,7 @@ void blocks_no_signals_for_good() {
   expect(WEXITSTATUS(status) == 0, text("signals are blocked: ", WEXITSTATUS(status)));
 }
 
-// As under emulators of other machines; told to all, as nobody would notice a death.
+// A kernel without robust lists, as in emulators: every rank throws, as deaths would go unnoticed.
 void says_that_the_kernel_knows_no_such_locks() {
   const auto ends = run(2, quick(), [](Me& me) {
     const std::array<sock_filter, 4> refused = {
@@ -81,14 +81,15 @@ void says_that_the_kernel_knows_no_such_locks() {
     if (me.rank == 1 && (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 ||
                          prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0))
       return std::string("no filter");
-    Group group(me.board, me.rank, me.world, me.settings);
+    Group group(me.store, me.rank, me.world, me.settings);
     return std::string("nothing");
   });
   for (const End& end : ends)
-    expect_equal(end.said,
-                 "CollectiveError: the ranks of group 'default' cannot share memory; rank 1: the "
-                 "kernel would tell nobody of this process's death (set_robust_list): Function not "
-                 "implemented");
+    expect_equal(
+        end.said,
+        "CollectiveError: the ranks of group 'default' cannot share memory; rank 1: cannot "
+        "register the lock by which peers detect this process's death (set_robust_list): "
+        "Function not implemented");
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// A message that lies deep in the ring of a rank that has left, for a rank whose threads are at the
-// mailbox all the time, and one of which was stopped while it had the lock.
+// A receive of a message that lies deep in the ring of a rank that has left, while the receiver's
+// other threads compete for the mailbox lock, and one of them was stopped while it held the lock.
 #pragma once
 #include <csignal>
 
@@ -9,17 +9,17 @@ namespace pycollect::shm {
 
 inline std::atomic<bool> stopped{false}, has_stopped{false};
 
-// In the thread that gets the signal.
+// SIGUSR1 handler: keeps the thread that runs it stopped while `stopped` is true.
 inline void stop_here(int) {
   has_stopped = true;
   while (stopped) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   has_stopped = false;
 }
 
-// Threads that take the lock again and again, and move nothing.
+// Threads that take the mailbox lock again and again, and move no bytes.
 class Busy {
  public:
-  // Returns when all are at it: one that is stopped while it starts can have the allocator's lock.
+  // Returns when all threads run: one stopped while it starts may hold the allocator's lock.
   explicit Busy(Mailbox& box)
       : box_(box), unreceived_(box.send_partly(box.rank(), of(kBytes), nullptr, 0)) {
     constexpr int kThreads = 3;
@@ -30,8 +30,8 @@ class Busy {
     while (at_it_ < kThreads) std::this_thread::yield();
   }
 
-  // Returns when one of them is stopped and has the lock; a sanitizer may see to it that it never
-  // has it then, and it goes on.
+  // Returns when one thread is stopped and holds the lock. If that never happens, as may be with a
+  // sanitizer, the thread runs on after kTries attempts.
   void stop_one() {
     constexpr int kTries = 50;
     bool free = true;
@@ -41,7 +41,7 @@ class Busy {
       while (!has_stopped) std::this_thread::yield();
       const uint64_t before = turns_;
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
-      free = turns_ != before;  // the others have gone on
+      free = turns_ != before;  // the other threads have got the lock
       if (free) go_on();
     }
   }

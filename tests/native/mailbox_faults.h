@@ -1,5 +1,4 @@
-// What must be refused on both sides of a message, and what becomes of messages when a rank is
-// late, dies or leaves.
+// Refusals on both sides of a message, and messages of a rank that is late, dies or leaves.
 #pragma once
 #include <csignal>
 
@@ -7,8 +6,8 @@
 
 namespace pycollect::shm {
 
-template <class Call>
-std::string refusal(const Call& call) {
+template <class BoundPlan>
+std::string refusal(const BoundPlan& call) {
   try {
     call();
   } catch (const std::invalid_argument& error) {
@@ -17,7 +16,7 @@ std::string refusal(const Call& call) {
   throw std::logic_error("was not refused");
 }
 
-// Unlike sizes and dtypes: the memory stays as it was, and what comes later is not disturbed.
+// Sizes or dtypes differ: the receiver's memory is not written, and later messages arrive intact.
 inline void unlike(const Member& m) {
   struct Case {
     Envelope sent, wanted;
@@ -37,7 +36,7 @@ inline void unlike(const Member& m) {
       Bytes into = before;
       const auto received = m.box.receive(0, it.wanted, into.data());
       why = refusal([&] { m.wait(received); });
-      check(into == before, "it was written");
+      check(into == before, "the receiver's memory was written");
     }
     for (const uint64_t bytes : {it.sent.bytes, it.wanted.bytes})
       check(why.empty() || why.find(text(bytes, " bytes of ")) != why.npos, why);
@@ -48,8 +47,8 @@ inline void unlike(const Member& m) {
   }
 }
 
-// More refusals than there is room for, and the sender does not look yet: each is heard all the
-// same, though nothing else keeps the receiver.
+// More NACKs than the ring has room for, while the sender does not poll yet: every NACK arrives,
+// though the receiver has nothing else to wait for.
 inline void many_unlike(const Member& m) {
   constexpr int kMany = 50;
   const Bytes data = pattern(1 << 17, 1);
@@ -69,7 +68,7 @@ inline void late_peer(const Member& m) {
   std::byte* const at = reinterpret_cast<std::byte*>(&word);
   const auto received = m.box.receive(1, of(4), at), other = m.box.receive(1, of(4, 2), at);
   try {
-    m.box.wait(*received, m.occasion(std::chrono::milliseconds(200)));
+    m.box.wait(*received, m.context(std::chrono::milliseconds(200)));
     check(false, "no Timeout");
   } catch (const Timeout&) {
   }
@@ -81,8 +80,8 @@ inline void late_peer(const Member& m) {
   }
 }
 
-// Rank 1 dies in the middle of a message of 64 MiB; who waits for another rank is not disturbed
-// before he needs the dead one.
+// Rank 1 dies in the middle of a message of 64 MiB. A rank that waits for another one is not
+// disturbed before it needs the dead rank.
 inline void killed_peer(const Member& m) {
   const std::size_t n = 64 << 20;
   Bytes data(n);
@@ -104,7 +103,7 @@ inline void killed_peer(const Member& m) {
   check(Clock::now() - begin < std::chrono::seconds(2), "noticed late");
 }
 
-// Who has left is not who a message from anybody must come from.
+// A receive from any source does not depend on a peer that has left, unless every peer has left.
 inline void anybody_but_the_gone(const Member& m) {
   int word = m.rank;
   std::byte* const at = reinterpret_cast<std::byte*>(&word);
@@ -122,7 +121,7 @@ inline void anybody_but_the_gone(const Member& m) {
   }
 }
 
-// What a rank sent before it left is still received.
+// A message that a rank sent before it left is still received.
 inline void gone_in_good_order(const Member& m) {
   Bytes small = pattern(100, 1), large = pattern(900'000, 2), got(100), more(900'000);
   if (m.rank != 0) {
@@ -139,13 +138,13 @@ inline void gone_in_good_order(const Member& m) {
   check(got == small);
 }
 
-// A message for which there is no room is not overtaken by smaller pieces of a later one.
+// A message that has no room in the ring is not overtaken by smaller fragments of a later one.
 inline void in_the_order_of_requests(const Member& m) {
   const std::size_t sizes[] = {100'000, 4 << 20, 20'000};
   std::vector<Bytes> data;
   for (const std::size_t n : sizes) data.push_back(m.rank == 0 ? pattern(n, n % 251) : Bytes(n));
   const auto reach = [&](uint64_t wanted) {
-    m.group.await(1 - m.rank, wanted, m.occasion(std::chrono::seconds(20)));
+    m.group.await(1 - m.rank, wanted, m.context(std::chrono::seconds(20)));
   };
   std::vector<TransferPtr> all;
   if (m.rank == 1) reach(1);
@@ -157,7 +156,7 @@ inline void in_the_order_of_requests(const Member& m) {
     reach(1);
     while (m.box.progress()) continue;
     check(all[0]->done() && all[1]->moved() > 500'000 && !all[1]->done(), "the ring is not full");
-    check(all[2]->moved() == 0, "it has overtaken the one before");
+    check(all[2]->moved() == 0, "a later message has overtaken");
     m.group.advance(2);
   } else {
     reach(2);
@@ -166,8 +165,8 @@ inline void in_the_order_of_requests(const Member& m) {
   for (const Bytes& it : data) check(it == pattern(it.size(), it.size() % 251));
 }
 
-// Rank 1 has sent rank 0 more large messages than a ring holds, and does nothing more: those of
-// rank 2, and of rank 0 to itself, come all the same.
+// Rank 1 sends rank 0 more large messages than a ring holds and makes no more progress: messages
+// from rank 2, and from rank 0 to itself, arrive all the same.
 inline void past_who_has_stopped(const Member& m) {
   const std::size_t n = 300'000;
   const Bytes mine = pattern(n, m.rank);

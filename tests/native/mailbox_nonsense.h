@@ -1,7 +1,7 @@
-// What a peer has written that makes no sense: nothing is read or written because of it beyond
-// where messages are, whoever meets it raises, and the group is broken.
+// Invalid records from a peer: they cause no access outside the message areas, the rank that reads
+// one throws, and the group is aborted.
 #pragma once
-#include "../../csrc/shm/mail_area.h"
+#include "../../csrc/p2p/mail_area.h"
 #include "mailbox_ranks.h"
 
 namespace pycollect::shm {
@@ -14,14 +14,14 @@ inline void is_told(const Member& m, const TransferPtr& transfer) {
   }
   check(m.box.idle(), "something is still under way");
   try {
-    m.group.require_whole(m.occasion());
+    m.group.require_healthy(m.context());
     check(false, "the group is whole");
   } catch (const CollectiveError&) {
   }
 }
 
-// As the first record of the ring, whatever it says.
-inline void write_first(const RingPlace& ring, const Record& record) {
+// Writes `record` as the first record of the ring, without any check.
+inline void write_first(const RingMemory& ring, const Record& record) {
   std::memcpy(ring.data, &record, sizeof record);
   ring.counters->written.store(detail::record_bytes(0));
 }
@@ -32,7 +32,7 @@ inline void nonsense_message(const Member& m, const Record& record) {
   is_told(m, m.box.receive(1, of(record.bytes, 0, 0), into.data()));
 }
 
-// More than the message has; of another message, which is to no effect.
+// A fragment beyond the end of its message is an error; one of an unknown message has no effect.
 inline void nonsense_piece(const Member& m) {
   constexpr uint32_t kBytes = 1 << 17, kHalf = kBytes / 2;
   const MailArea area(m.group.mailboxes(), 2);
@@ -42,11 +42,11 @@ inline void nonsense_piece(const Member& m) {
     is_told(m, received);
     return check(received->moved() == kHalf);
   }
-  Record record{.number = 1, .bytes = kBytes - 1, .kind = Record::large};
+  Record record{.number = 1, .bytes = kBytes - 1, .kind = Record::rts};
   RingWriter(area.messages(1, 0)).push(record);
   RingWriter pieces(area.pieces(1, 0));
   for (const auto& [number, bytes] : {std::pair{2u, kHalf}, {1u, kHalf}, {1u, kHalf}}) {
-    record = {.number = number, .payload = bytes, .kind = Record::piece};
+    record = {.number = number, .payload = bytes, .kind = Record::fragment};
     pieces.push(record, payload.data());
   }
 }

@@ -1,4 +1,4 @@
-// Sends of which only the first bytes are there yet.
+// Sends whose bytes become available in parts (send_partly and supply).
 #pragma once
 #include "mailbox_faults.h"
 
@@ -11,8 +11,8 @@ inline void wait_until(const Member& m, const std::function<bool()>& holds) {
   check(holds());
 }
 
-// It goes as far as its bytes are there, whatever else goes the same way meanwhile; what is not
-// there yet is not read.
+// A send goes as far as its bytes are available, whatever else is sent the same way meanwhile.
+// Bytes that are not available yet are not read.
 inline void as_it_comes(const Member& m) {
   const Bytes data = pattern(kPartlyBytes, 3), other = pattern(300'000, 4);
   const std::size_t parts[] = {0, 1, 63, 64, 70'001, 1 << 20, kPartlyBytes - 1, kPartlyBytes};
@@ -48,7 +48,7 @@ inline void as_it_comes(const Member& m) {
   check(m.box.idle());
 }
 
-// The rest does not come: no end takes it for the whole.
+// The rest of a send never becomes available: neither rank takes the message for complete.
 inline void too_little_of_it(const Member& m) {
   const std::size_t half = 1 << 20;
   const Bytes data = pattern(half, 3);
@@ -68,7 +68,7 @@ inline void too_little_of_it(const Member& m) {
     check(std::string(error.what()).find("its device has failed") != std::string::npos);
   }
   check(transfer->done() && transfer->moved() == half && m.box.idle());
-  if (m.rank == 0) m.box.supply(*transfer, kPartlyBytes);  // to no effect
+  if (m.rank == 0) m.box.supply(*transfer, kPartlyBytes);  // has no effect
   check(!m.box.progress() && transfer->moved() == half);
 }
 
@@ -77,12 +77,12 @@ inline void partly_refused(const Member& m) {
   std::string why = refusal([&] { m.box.send_partly(0, of(100), data.data(), 0); });
   check(why.starts_with("a message of 100 bytes cannot be sent partly"), why);
   why = refusal([&] { m.box.send_partly(0, of(100'000), data.data(), 100'001); });
-  check(why == "a message of 100000 bytes has 100001 there", why);
+  check(why == "a message of 100000 bytes cannot have 100001 available", why);
   Bytes got(100'000);
   const auto received = m.box.receive(0, of(got.size()), got.data());
   const auto sent = m.box.send_partly(0, of(got.size()), data.data(), 8);
   why = refusal([&] { m.box.supply(*sent, 100'001); });
-  check(why == "a message of 100000 bytes has 100001 there", why);
+  check(why == "a message of 100000 bytes cannot have 100001 available", why);
   m.box.supply(*sent, got.size());
   m.wait(sent), m.wait(received);
 }

@@ -1,6 +1,6 @@
-// Random programs of messages that end if sends never wait: every message gets a time at which it
-// is sent and a later one by which it is waited for, and each rank does what is its own in the
-// order of time.
+// Random programs of messages that end if sends never block: every message has a time of its send
+// and a later one at which it is waited for, and each rank performs its own calls in the order of
+// time.
 #pragma once
 #include <algorithm>
 #include <map>
@@ -17,7 +17,7 @@ struct Message {
   double sent = 0, asked = 0, waited = 0;
 };
 
-inline constexpr uint32_t kAnyTag = 1000;  // received from anybody; all of one size
+inline constexpr uint32_t kAnyTag = 1000;  // received from any source; all of one size
 
 inline std::vector<Message> random_messages(int world, uint64_t seed) {
   std::mt19937_64 random(seed);
@@ -38,7 +38,7 @@ inline std::vector<Message> random_messages(int world, uint64_t seed) {
     m.waited = m.sent + real() * (1.5 - m.sent);
     m.asked = m.waited * real();
   }
-  // Those of one pair and tag are sent, asked for and waited for in one order.
+  // Messages of one pair and tag are sent, requested and waited for in the same order.
   std::map<std::tuple<Rank, Rank, uint32_t>, std::vector<Message*>> alike;
   for (Message& m : all) alike[{m.tag == kAnyTag ? 0 : m.from, m.to, m.tag}].push_back(&m);
   for (auto& [key, group] : alike)
@@ -51,7 +51,7 @@ inline std::vector<Message> random_messages(int world, uint64_t seed) {
   return all;
 }
 
-// Every byte tells whose it is and where it belongs.
+// Every byte depends on its sender and on its position in the message.
 inline std::byte payload(const Message& m, std::size_t i) {
   return static_cast<std::byte>(m.from * 31 + (m.tag == kAnyTag ? 0 : m.bytes) + i * 7 + (i >> 8));
 }

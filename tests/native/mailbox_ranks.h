@@ -1,5 +1,5 @@
-// Runs a test's body once per rank, with a group and a mailbox: ranks are threads of one mapping,
-// where a sanitizer sees what they do to each other, or forked processes.
+// Runs a test's body once per rank, with a group and a mailbox. Ranks are threads of one mapping,
+// where a sanitizer sees how they interact, or forked processes.
 #pragma once
 #include <sys/prctl.h>
 #include <sys/wait.h>
@@ -12,7 +12,7 @@
 #include <random>
 #include <source_location>
 
-#include "../../csrc/shm/mailbox.h"
+#include "../../csrc/p2p/mailbox.h"
 #include "boards.h"
 
 namespace pycollect::shm {
@@ -27,12 +27,12 @@ struct Member {
   Mailbox& box;
   Rank rank, world;
 
-  Occasion occasion(std::chrono::milliseconds most = std::chrono::seconds(60)) const {
+  OpContext context(std::chrono::milliseconds most = std::chrono::seconds(60)) const {
     return {"recv", 7, Clock::now() + most};
   }
-  void wait(const TransferPtr& transfer) const { box.wait(*transfer, occasion()); }
+  void wait(const TransferPtr& transfer) const { box.wait(*transfer, context()); }
   void wait(const std::function<bool()>& holds) const {
-    box.wait({holds, [this] { return std::vector<Rank>{world - 1 - rank}; }}, occasion());
+    box.wait({holds, [this] { return std::vector<Rank>{world - 1 - rank}; }}, context());
   }
 };
 using Body = std::function<void(const Member&)>;
@@ -56,31 +56,31 @@ inline Envelope of(std::size_t bytes, uint32_t tag = 0, uint8_t dtype = 1) {
 
 inline Settings mailbox_settings(int world) {
   Settings settings;
-  settings.slot_bytes = 64;
+  settings.buffer_bytes = 64;
   settings.mailbox_bytes = Mailbox::bytes(world);
   settings.timeout = std::chrono::seconds(60);
   return settings;
 }
 
-inline void be_rank(Board& board, Rank rank, const Settings& settings, int world,
+inline void be_rank(Store& store, Rank rank, const Settings& settings, int world,
                     const Body& body) {
-  Group group(board, rank, world, settings);
+  Group group(store, rank, world, settings);
   Mailbox box(group);
   body({group, box, rank, world});
 }
 
 inline void run_threads(int world, const Body& body) {
   Settings settings = mailbox_settings(world);
-  const Layout layout({world, settings.slot_bytes, settings.mailbox_bytes, 0});
+  const Layout layout({world, settings.buffer_bytes, settings.mailbox_bytes, 0});
   settings.segment = Segment::create(layout.total);
-  MapBoard board;
+  MapBoard store;
   std::vector<std::exception_ptr> errors(world);
   {
     std::vector<std::jthread> team;
     for (Rank r = 0; r < world; ++r)
       team.emplace_back([&, r] {
         try {
-          be_rank(board, r, settings, world, body);
+          be_rank(store, r, settings, world, body);
         } catch (...) {
           errors[r] = std::current_exception();
         }
@@ -90,7 +90,7 @@ inline void run_threads(int world, const Body& body) {
     if (error) std::rethrow_exception(error);
 }
 
-// `killed`: the rank that ends by a signal.
+// `killed` is the rank that must end by a signal.
 inline void run_processes(int world, const Body& body, Rank killed = -1) {
   std::string folder = std::filesystem::temp_directory_path() / "mailbox_test_XXXXXX";
   if (mkdtemp(folder.data()) == nullptr) throw std::runtime_error("mkdtemp");
@@ -103,8 +103,8 @@ inline void run_processes(int world, const Body& body, Rank killed = -1) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     int status = 0;
     try {
-      FolderBoard board(folder);
-      be_rank(board, r, mailbox_settings(world), world, body);
+      FolderBoard store(folder);
+      be_rank(store, r, mailbox_settings(world), world, body);
     } catch (const std::exception& error) {
       std::fprintf(stderr, "rank %d: %s\n", r, error.what());
       status = 1;

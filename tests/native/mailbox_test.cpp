@@ -1,6 +1,6 @@
-// Sends and receives between ranks: what must work in any order, what must be refused on both
-// sides, what becomes of it when a rank dies, and random programs of messages. The first argument
-// is the number of random programs. With NO_FORK in the environment ranks are threads only.
+// Sends and receives between ranks: transfers that must work in any order, refusals on both sides,
+// death of a peer, and random programs of messages. The first argument is the number of random
+// programs. With NO_FORK in the environment ranks are threads only.
 #include <sys/resource.h>
 
 #include "mailbox_deep.h"
@@ -14,7 +14,7 @@ namespace pycollect::shm {
 namespace {
 
 void both_send_first(const Member& m) {
-  const std::size_t n = std::getenv("NO_FORK") == nullptr ? 64 << 20 : 8 << 20;  // sanitizers crawl
+  const std::size_t n = std::getenv("NO_FORK") == nullptr ? 64 << 20 : 8 << 20;  // TSan is slow
   const Bytes mine = pattern(n, m.rank), other = pattern(n, 1 - m.rank);
   Bytes got(n);
   const auto sent = m.box.send(1 - m.rank, of(n), mine.data());
@@ -25,7 +25,7 @@ void both_send_first(const Member& m) {
   check(got == other && m.box.idle());
 }
 
-// The ring is full of messages of another tag when the one that is waited for is sent.
+// The ring is full of messages of another tag when the awaited message is sent.
 void other_tag_first(const Member& m) {
   constexpr int kMany = 1000;
   const std::size_t n = 700;
@@ -34,7 +34,7 @@ void other_tag_first(const Member& m) {
     std::vector<TransferPtr> sent;
     for (int i = 0; i <= kMany; ++i) data.push_back(pattern(n, i));
     for (int i = 0; i <= kMany; ++i) {
-      // Time for the other to empty the ring, in front of which messages are queued.
+      // Lets the receiver empty the ring while earlier messages are still queued for the ring.
       if (i == kMany / 2) std::this_thread::sleep_for(std::chrono::milliseconds(100));
       sent.push_back(m.box.send(1, of(n, i == kMany ? 2 : 1), data[i].data()));
     }
@@ -82,7 +82,7 @@ void many_large(const Member& m) {
     for (int i = 0; r != m.rank && i < many; ++i) check(got[r * many + i] == pattern(n, r));
 }
 
-// Rank 1's flood does not keep rank 2's only message waiting.
+// Receives from any source are fair: rank 1's flood does not delay rank 2's only message.
 void anybody_is_fair(const Member& m) {
   constexpr int kFlood = 3000;
   const uint32_t tag = 9;
@@ -107,7 +107,7 @@ void anybody_is_fair(const Member& m) {
   check(seen == 1 && behind <= 5, text("it came after ", behind));
 }
 
-// Receives from one rank and from anybody take the messages that both could in the order of asking.
+// Receives from one rank and from any source match messages in the order in which they were posted.
 void in_order_of_asking(const Member& m) {
   for (const bool anybody_first : {true, false}) {
     int words[2] = {1, 2};
@@ -132,8 +132,8 @@ void in_order_of_asking(const Member& m) {
   }
 }
 
-// Rank 1 waits for rank 2, which waits for rank 0, which first sends rank 1 much more than a ring
-// holds, and waits until it is sent.
+// Rank 1 waits for rank 2 and rank 2 for rank 0, which first sends rank 1 much more than a ring
+// holds and waits for the end of those sends.
 void served_meanwhile(const Member& m) {
   constexpr int kMany = 3000;
   const Bytes data = pattern(1000, 3);
@@ -147,7 +147,7 @@ void served_meanwhile(const Member& m) {
   check(m.rank == 0 || got == data);
 }
 
-// Several threads of a rank wait for one transfer each, and one keeps moving what nobody waits for.
+// Each of several threads waits for one transfer; one more thread progresses all other transfers.
 void several_threads(const Member& m) {
   constexpr int kThreads = 4, kRounds = 30;
   std::atomic<bool> stop{false};
@@ -196,7 +196,7 @@ void waits_asleep(const Member& m) {
   check(used < 0.05, text("waiting took ", used, " s of a core"));
 }
 
-// A quarter of some messages to who sleeps came within so many ms. Sends those as rank 0.
+// First quartile of the ms until messages reach a sleeping rank 1; returns 0 on the sender, rank 0.
 double ms_of_wakes(const Member& m) {
   constexpr int kRounds = 21;
   std::vector<double> late;
@@ -217,8 +217,8 @@ double ms_of_wakes(const Member& m) {
   return late.empty() ? 0 : late[kRounds / 4];
 }
 
-// Who sleeps is woken by what he sleeps for, not by the end of his nap, a quarter of which end
-// within 2.7 ms. Others may have the cores for a while.
+// A message wakes a sleeping receiver before its backoff ends (a quarter end within 2.7 ms). There
+// are several tries, as other processes may occupy the cores for a while.
 void is_woken(const Member& m) {
   constexpr int kTries = 10;
   double took = 0;
@@ -236,7 +236,7 @@ struct Case {
   const char* name;
   int world;
   Body body;
-  Rank killed = -1;  // in this case ranks must be processes
+  Rank killed = -1;  // if set, ranks must be processes
 };
 
 bool forks() { return std::getenv("NO_FORK") == nullptr; }

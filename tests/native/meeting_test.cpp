@@ -1,4 +1,4 @@
-// Who is told what when a rank is late, dies, gives up or is stopped while all meet.
+// Errors of the rendezvous: a rank is late, dies, gives up or is stopped while a group is formed.
 #include <signal.h>
 
 #include <random>
@@ -24,7 +24,7 @@ void names_who_does_not_come() {
   }
 }
 
-// Whoever begins later hears it with the first, in the same words.
+// A rank that begins later fails together with the first one, with the same message.
 void names_who_does_not_come_to_all_at_once() {
   Settings settings = quick();
   settings.timeout = 1s;
@@ -37,15 +37,15 @@ void names_who_does_not_come_to_all_at_once() {
                  "Timeout: group 'default': timed out after 1 s; rank 1 did not arrive");
 }
 
-// What a rank does when it is about to post its introduction, or has posted it; the others hear of
-// rank 0's a little later.
+// The victim sends itself `signal` before or after it publishes its bootstrap record; the others
+// read rank 0's record 100 ms late.
 Body meets_until(Rank victim, bool posted, int signal) {
   return [=](Me& me) {
-    LyingBoard board(
-        me.board,
+    LyingBoard store(
+        me.store,
         [&](const std::string& key, const std::string& value) {
           if (me.rank != victim) return value;
-          if (posted) me.board.post(key, value);
+          if (posted) me.store.post(key, value);
           kill(getpid(), signal);
           return value;
         },
@@ -53,12 +53,12 @@ Body meets_until(Rank victim, bool posted, int signal) {
           if (key == "hello/0") std::this_thread::sleep_for(100ms);
           return value;
         });
-    Me other{me.rank, me.world, board, me.settings};
+    Me other{me.rank, me.world, store, me.settings};
     return meet_and_exchange(other);
   };
 }
 
-// With the memory or without: the others need not wait for the time limit.
+// A rank dies during the rendezvous, with the memory or without: the others fail without a timeout.
 void notices_who_dies_there() {
   for (const auto& [victim, posted] : {std::pair{1, false}, {1, true}, {0, true}}) {
     const auto ends = run(3, quick(), meets_until(victim, posted, SIGKILL));
@@ -66,13 +66,13 @@ void notices_who_dies_there() {
       if (r == victim) continue;
       const std::string whose = text("rank ", victim, " (pid ");
       expect(ends[r].said.starts_with("PeerLost: ") && contains(ends[r].said, whose), ends[r].said);
-      expect(posted || contains(ends[r].said, ") died before all had come"), ends[r].said);
+      expect(posted || contains(ends[r].said, ") died before all ranks had joined"), ends[r].said);
       expect(ends[r].when < 2s, "took too long");
     }
   }
 }
 
-// One whose board fails, and who lives on: before the others know of it, or when they do.
+// Rank 1's store fails, and its process lives on: before its record is published, or after that.
 void notices_who_gives_up_there() {
   for (const bool posted : {false, true}) {
     const auto ends = run(3, quick(), [=](Me& me) {
@@ -80,8 +80,8 @@ void notices_who_gives_up_there() {
         if (me.rank == 1 && (!posted || key == "hello/1")) throw std::runtime_error("no board");
         return value;
       };
-      LyingBoard board(me.board, posted ? Lie() : fail, posted ? fail : Lie());
-      Me other{me.rank, me.world, board, me.settings};
+      LyingBoard store(me.store, posted ? Lie() : fail, posted ? fail : Lie());
+      Me other{me.rank, me.world, store, me.settings};
       const std::string said = attempt([&] { return meet_and_exchange(other); });
       if (me.rank == 1) std::this_thread::sleep_for(3s);
       return said;
@@ -95,24 +95,24 @@ void notices_who_gives_up_there() {
   }
 }
 
-// Whoever has met all may leave while another has not read of it yet.
+// A rank that has read all records may leave before another rank has read its record.
 void lets_go_who_has_met_all() {
   for (const End& end : run(3, quick(), [](Me& me) {
          bool late = me.rank == 2;
-         LyingBoard board(me.board, {}, [&](const std::string& key, const std::string& value) {
+         LyingBoard store(me.store, {}, [&](const std::string& key, const std::string& value) {
            if (key == "hello/1" && std::exchange(late, false)) {
              std::this_thread::sleep_for(300ms);
              throw Timeout("a slow board");
            }
            return value;
          });
-         Group group(board, me.rank, me.world, me.settings);
+         Group group(store, me.rank, me.world, me.settings);
          return std::string("right");
        }))
     expect_equal(end.said, "right");
 }
 
-// It cannot hand over the memory, and is not dead.
+// A stopped rank 0 cannot hand over the memory, and is not dead: the others wait until the timeout.
 void waits_for_who_is_stopped_there() {
   Settings settings = quick();
   settings.timeout = 600ms;
@@ -133,7 +133,7 @@ void waits_for_who_is_stopped_there() {
   }
 }
 
-// Whenever one is killed, the others end in time.
+// The others end in time, at whatever moment one rank is killed.
 void ends_whoever_is_killed_when(int times) {
   std::mt19937 random(1);
   Settings settings = quick();

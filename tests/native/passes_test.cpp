@@ -1,5 +1,7 @@
-// What plans become for processes: right, in the same order of additions, within everybody's reach,
-// without a race in a run and in runs that follow each other in alternate slots.
+// Plans rewritten for processes: correct, the same order of additions, only reachable buffers, and
+// no race within a run or between successive runs in alternate staging buffers.
+#include "../../csrc/plan/passes.h"
+
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -9,7 +11,6 @@
 #include "../../csrc/plan/order.h"
 #include "../../csrc/plan/program.h"
 #include "../../csrc/plan/registry.h"
-#include "../../csrc/plan/tidy.h"
 #include "../../csrc/sim/races.h"
 #include "random_plans.h"
 
@@ -23,7 +24,7 @@ void expect(bool ok, const std::string& why) {
 }
 
 struct Open {
-  bool input, output, at_once = false;
+  bool input, output, multicast = false;
 };
 constexpr Open kShut{false, false},
     kOpens[]{kShut, {true, false}, {false, true}, {true, true}, {true, true, true}};
@@ -34,19 +35,19 @@ void check_reach(const Plan& plan, const Open& open, const std::string& what) {
   for (const Step& step : plan.steps)
     for (const Slices* side : {&step.dsts, &step.srcs})
       for (const Slice& s : *side) {
-        const bool near = is_slot(s) || s.rank == step.owner() ||
-                          (s.buffer == Buffer::input ? open.input : open.output);
-        expect(near, what + ": a step touches what its rank does not reach");
+        const bool shares_staging = is_slot(s) || s.rank == step.owner() ||
+                                    (s.buffer == Buffer::input ? open.input : open.output);
+        expect(shares_staging, what + ": a step touches what its rank does not reach");
         expect(s.count == 1, what + ": a slice of several chunks has no place in a slot");
       }
 }
 
-// Three runs in a row, each on chunks of its own of the ranks' sides and in two slots by turns. All
-// that orders them is what the executor does: a rank begins a run when all have finished the run
-// before the last.
+// Replays three runs in a row, each on its own chunks of the call buffers and in two alternate
+// staging buffers. Only the executor's rule orders them: a rank begins a run when every rank has
+// finished the run before the previous one.
 Replay replay_runs(const Plan& plan, bool in_place, bool rule) {
   constexpr int kRuns = 3;
-  const Program single = lower(plan, in_place, Pace::any, kSides);
+  const Program single = lower(plan, in_place, LevelPolicy::any, kInOutBuffers);
   Plan all{plan.world, kRuns * plan.chunks};
   Program program(plan.world);
   const auto shifted = [&](Slices slices, int run) {
@@ -72,7 +73,7 @@ Replay replay_runs(const Plan& plan, bool in_place, bool rule) {
 }
 
 void check_runs(const Plan& plan, bool in_place, const std::string& what) {
-  const Replay one = replay(plan, lower(plan, in_place, Pace::any, kSides), in_place);
+  const Replay one = replay(plan, lower(plan, in_place, LevelPolicy::any, kInOutBuffers), in_place);
   expect(one.defect.empty(), what + ": " + one.defect);
   const Replay three = replay_runs(plan, in_place, true);
   expect(three.defect.empty(), what + ", three runs: " + three.defect);
@@ -92,20 +93,21 @@ void check_registry(int most) {
           for (const Open& open : kOpens) {
             if (in_place && (!a.in_place || open.input != open.output)) continue;
             if (root > 0 && !has_root(a.collective)) continue;
-            if (a.collective == Collective::barrier) continue;  // an exchange is all of it
+            if (a.collective == Collective::barrier) continue;  // it is only an exchange
             const std::string what = text(name(a.collective), "/", a.name, " W=", world,
                                           " root=", root, in_place ? " in place" : "",
                                           open.input ? " in" : "", open.output ? " out" : "");
             const Plan plain = a({world, root, 3});
-            const Plan made = for_processes(plain, in_place, open.input, open.output, open.at_once);
-            const Verdict was = verify(a.collective, plain, root, in_place);
-            const Verdict is = verify(a.collective, made, root, in_place);
+            const Plan made =
+                for_processes(plain, in_place, open.input, open.output, open.multicast);
+            const Verification was = verify(a.collective, plain, root, in_place);
+            const Verification is = verify(a.collective, made, root, in_place);
             expect(is.right(), what + ": " + is.defect);
             expect(is.order == was.order, what + ": adds in another order");
             check_reach(made, open, what);
             check_runs(made, in_place, what);
             ++plans;
-            // Where all wait for all in every run, that alone keeps runs apart.
+            // Where every rank waits for all others in each run, that alone keeps runs apart.
             const bool one_way = has_root(a.collective) && a.name == std::string_view("direct") &&
                                  world > 1 && !open.input && !open.output;
             expect(!one_way || !replay_runs(made, in_place, false).defect.empty(),
@@ -114,7 +116,7 @@ void check_registry(int most) {
   std::printf("%d plans of the registry: right\n", plans);
 }
 
-// What every cell of the sides holds in the end, as a number that depends on all that went in.
+// Final value of every cell of the call buffers, which depends on all values that went into it.
 std::vector<uint64_t> outcome(const Plan& plan, bool in_place) {
   std::vector<uint64_t> memory(cells(plan));
   const auto cell = [&](const Slice& s, int i) {
@@ -131,13 +133,13 @@ std::vector<uint64_t> outcome(const Plan& plan, bool in_place) {
                                       : (value ^ memory[cell(s, i)]) * 0x9e3779b97f4a7c15U + 1;
       for (const Slice& d : step.dsts) memory[cell(d, i)] = value;
     }
-  std::vector<uint64_t> sides;
+  std::vector<uint64_t> buffers;
   for (Rank r = 0; r < plan.world; ++r)
     for (int c = 0; c < plan.chunks; ++c) {
-      sides.push_back(memory[cell(in(r, c), 0)]);
-      sides.push_back(memory[cell(out(r, c), 0)]);
+      buffers.push_back(memory[cell(in(r, c), 0)]);
+      buffers.push_back(memory[cell(out(r, c), 0)]);
     }
-  return sides;
+  return buffers;
 }
 
 void check_random(int most) {
@@ -151,9 +153,9 @@ void check_random(int most) {
         Plan made{1, 1};
         try {
           check(plain, in_place);
-          made = for_processes(plain, in_place, open.input, open.output, open.at_once);
+          made = for_processes(plain, in_place, open.input, open.output, open.multicast);
         } catch (const std::invalid_argument&) {
-          continue;  // needs more room on one rank's host than it has, or is no plan in place
+          continue;  // needs more host memory than one rank has, or is invalid in place
         }
         ++made_plans;
         expect(outcome(plain, in_place) == outcome(made, in_place), what + ": another outcome");
@@ -164,7 +166,7 @@ void check_random(int most) {
   std::printf("%d random plans: the same outcome\n", made_plans);
 }
 
-// How many steps of a rank are copies into its slot, folds, and copies out of slots.
+// Numbers of a rank's steps: copies into its staging buffer, folds, copies out of staging buffers.
 struct Counted {
   int in = 0, folds = 0, out = 0, dsts = 0;
   bool operator==(const Counted&) const = default;

@@ -1,5 +1,5 @@
-// Plans that nobody would write, from a seed: any list of steps is a plan, so all of them must come
-// out as when one thread runs them in the written order.
+// Random plans from a seed. Any list of steps is a plan, so each must give the same result as one
+// thread that runs the steps in the written order.
 #pragma once
 #include <algorithm>
 #include <random>
@@ -9,8 +9,8 @@
 
 namespace pycollect {
 
-// All slices of a step are the same chunks of different ranks; scratch is written before it is
-// read, because slots hold what other calls have left there.
+// All slices of a step are the same chunks of different ranks. Scratch is written before it is
+// read, because staging buffers still hold data of earlier calls.
 inline Plan random_plan(int world, uint64_t seed) {
   std::mt19937 random(static_cast<uint32_t>(seed));
   const auto below = [&](int n) { return static_cast<int>(random() % n); };

@@ -1,10 +1,10 @@
-// What ranks do that were not asked for the same, as executor_test.cpp runs it: all of them raise
-// one sentence, no output is written, and the group goes on.
+// Ranks that make different calls, included by executor_test.cpp: every rank throws the same
+// message, no output is written, and the group stays usable.
 #pragma once
 
 struct Buffers {
   std::vector<float> in = std::vector<float>(512, 1), out = std::vector<float>(512, -1);
-  Side side(bool output, Sizes blocks) {
+  CallBuffer side(bool output, Sizes blocks) {
     std::vector<float>& all = output ? out : in;
     return {{{reinterpret_cast<std::byte*>(all.data()), sum(blocks)}}, blocks};
   }
@@ -17,7 +17,7 @@ Request all_reduce_of(Buffers& b, std::size_t n) {
           .output = b.side(true, {n})};
 }
 
-// Runs it, and returns what was thrown.
+// Returns the message of the std::invalid_argument that `f` throws, or "nothing".
 template <class F>
 std::string complaint(F&& f) {
   try {
@@ -28,7 +28,7 @@ std::string complaint(F&& f) {
   return "nothing";
 }
 
-// `odd` is what the last rank is asked for instead; the sentence has `words` in it.
+// `odd` changes the last rank's request; every rank's message must contain `words`.
 void differ(Member& me, const std::function<void(Request&, Buffers&)>& odd,
             const std::string& words) {
   Buffers b;
@@ -59,7 +59,7 @@ void run_differences(Member& me) {
   differ(
       me, [](Request& r, Buffers&) { r = {.collective = Collective::barrier, .tensors = 0}; },
       last + "called barrier, rank 0 called all_reduce");
-  differ(me, [](Request& r, Buffers&) { r.algorithm = "ring"; }, "with different algorithms");
+  differ(me, [](Request& r, Buffers&) { r.algorithm = "chain"; }, "with different algorithms");
   differ(me, [](Request& r, Buffers&) { r.tensors = 7; }, "in 7 tensors, rank 0 called");
   differ(me, [](Request& r, Buffers&) { r.op = ReduceOp::bor; }, "bor is not defined for float32");
   differ(
@@ -67,7 +67,7 @@ void run_differences(Member& me) {
   differ(me, [](Request& r, Buffers& b) { r.output = b.side(true, {7}); }, "the output has 7");
 }
 
-// Several in a row, from rank 0 too, and by name.
+// Several refusals in a row, also by rank 0; the other ranks' messages name the refusing rank.
 void run_refused(Member& me) {
   for (int i = 0; i < 5; ++i) {
     const Rank who = i % me.group.world();

@@ -1,14 +1,14 @@
-// What others of the machine can do to a group: letters with too many descriptors, processes of
-// other users, callers that say nothing, words without an end.
+// What other processes of the machine can do to a group: fd messages with too many descriptors,
+// processes of other users, silent callers, unterminated strings.
 #include <poll.h>
 #include <signal.h>
 
 #include <cstring>
 
-#include "../../csrc/shm/agreement.h"
-#include "../../csrc/shm/broken.h"
-#include "../../csrc/shm/outlet.h"
-#include "../../csrc/shm/unix_socket.h"
+#include "../../csrc/bootstrap/fd_server.h"
+#include "../../csrc/bootstrap/unix_socket.h"
+#include "../../csrc/shm/abort_state.h"
+#include "../../csrc/transport/agreement.h"
 #include "group_ranks.h"
 
 namespace pycollect::shm {
@@ -16,7 +16,7 @@ namespace {
 
 constexpr uid_t kNobody = 65534;
 
-// In a child that has been given another user.
+// Runs `body` in a child that has switched to another user; returns false where that is forbidden.
 bool as_another_user(const std::function<void()>& body) {
   if (geteuid() != 0) {
     std::puts("  SKIPPED: no right to become another user");
@@ -34,7 +34,7 @@ bool as_another_user(const std::function<void()>& body) {
   return true;
 }
 
-// As many descriptors as there are room for in a letter, and one more.
+// Sends one fd message with `count` descriptors, which may be more than a receiver accepts.
 void send_many(int socket, uint64_t number, int count) {
   std::vector<char> control(CMSG_SPACE(sizeof(int) * count));
   iovec data = {&number, sizeof number};
@@ -49,23 +49,23 @@ void send_many(int socket, uint64_t number, int count) {
   expect(sendmsg(socket, &header, 0) == sizeof number, "sendmsg");
 }
 
-std::string name_of(const Outlet::Ticket& ticket) {
-  return text("pycollect-outlet-", hexadecimal(ticket.outlet));
+std::string name_of(const FdServer::FdTicket& ticket) {
+  return text("pycollect-fd-server-", hexadecimal(ticket.fd_server));
 }
 
-// In an outlet's place, for as many callers as there are `answers`.
+// Takes the place of an fd server, for as many callers as there are `replies`.
 class Pretender {
  public:
   using Answer = std::function<void(const Descriptor& caller)>;
-  explicit Pretender(std::vector<Answer> answers)
+  explicit Pretender(std::vector<Answer> replies)
       : socket_(make_socket(SOCK_SEQPACKET, name_of(ticket))) {
     expect(listen(socket_.get(), 9) == 0, "listen");
-    thread_ = std::jthread([this, answers = std::move(answers)] {
-      for (const Answer& answer : answers)
+    thread_ = std::jthread([this, replies = std::move(replies)] {
+      for (const Answer& answer : replies)
         answer(Descriptor(accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC)));
     });
   }
-  const Outlet::Ticket ticket{random_number(), 7};
+  const FdServer::FdTicket ticket{random_number(), 7};
 
  private:
   Descriptor socket_;
@@ -77,21 +77,21 @@ void keeps_no_descriptor_of_several() {
     const int before = count_entries("/proc/self/fd");
     {
       const Pretender pretender({[=](const Descriptor& caller) {
-        receive_letter(caller.get(), 0);
+        receive_fd(caller.get(), 0);
         send_many(caller.get(), 7, count);
       }});
       const std::string said = refusal([&] { fetch(pretender.ticket); });
-      expect(count == 1 ? said == "nothing" : contains(said, "cannot take"), said);
+      expect(count == 1 ? said == "nothing" : contains(said, "cannot receive"), said);
     }
     expect(count_entries("/proc/self/fd") == before, text(count, " descriptors: some are left"));
   }
 }
 
-// Even if it knows the name and the number.
+// A fetch refuses the fd server of another user, even one with the right name and number.
 void takes_nothing_from_other_users() {
   Pretender pretender({[&](const Descriptor& caller) {
-    receive_letter(caller.get(), 0);
-    send_letter(caller.get(), 7, STDERR_FILENO);
+    receive_fd(caller.get(), 0);
+    send_fd(caller.get(), 7, STDERR_FILENO);
   }});
   if (!as_another_user([&] {
         const std::string said = refusal([&] { fetch(pretender.ticket); });
@@ -100,14 +100,14 @@ void takes_nothing_from_other_users() {
     fetch(pretender.ticket);
 }
 
-// A meeting's ranks, of which the owner of the memory has put one out that was slow to ask, or has
-// been full of strangers since it was known where it is.
+// A group of two whose rank 1 reads rank 0's record through `change`: the fd server of rank 0 has
+// dropped rank 1 as too slow, or is full of silent callers from the start.
 void meets_past(const std::function<std::string(const std::string& said)>& change) {
   const auto ends = run(2, quick(), [&](Me& me) {
-    LyingBoard board(me.board, {}, [&](const std::string& key, const std::string& value) {
+    LyingBoard store(me.store, {}, [&](const std::string& key, const std::string& value) {
       return me.rank == 1 && key == "hello/0" ? change(value) : value;
     });
-    Group group(board, me.rank, me.world, me.settings);
+    Group group(store, me.rank, me.world, me.settings);
     return std::string("right");
   });
   for (const End& end : ends) {
@@ -119,7 +119,7 @@ void meets_past(const std::function<std::string(const std::string& said)>& chang
 void meets_past_strangers() {
   std::vector<Descriptor> silent;
   meets_past([&](const std::string& said) {
-    const SocketName there(name_of(Introduction::decode(said).ticket));
+    const SocketName there(name_of(PeerInfo::decode(said).ticket));
     while (silent.size() < 150) {
       silent.push_back(make_socket(SOCK_SEQPACKET));
       expect(connect(silent.back().get(), there.get(), there.bytes) == 0, "connect");
@@ -132,11 +132,11 @@ void meets_although_put_out() {
   std::optional<Pretender> pretender;
   meets_past([&](const std::string& said) {
     if (pretender) return said;
-    Introduction it = Introduction::decode(said);
-    const Outlet::Ticket real = it.ticket;
+    PeerInfo it = PeerInfo::decode(said);
+    const FdServer::FdTicket real = it.ticket;
     const auto answer = [=](const Descriptor& caller) {
-      receive_letter(caller.get(), 0);
-      send_letter(caller.get(), 7, fetch(real).get());
+      receive_fd(caller.get(), 0);
+      send_fd(caller.get(), 7, fetch(real).get());
     };
     const auto put_out = [](const Descriptor&) {};
     it.ticket = pretender.emplace(std::vector<Pretender::Answer>{put_out, put_out, answer}).ticket;
@@ -144,10 +144,10 @@ void meets_although_put_out() {
   });
 }
 
-// At any time: whoever is in line then asks again, and hears that there is nobody.
+// The fd server closes at any moment: a queued caller then asks again and is refused.
 void hears_that_the_owner_has_gone() {
   for (int i = 0; i < 300; ++i) {
-    const Outlet::Ticket ticket{random_number(), 7};
+    const FdServer::FdTicket ticket{random_number(), 7};
     Descriptor socket = make_socket(SOCK_SEQPACKET, name_of(ticket));
     expect(listen(socket.get(), 9) == 0, "listen");
     std::jthread owner([&] {
@@ -160,7 +160,7 @@ void hears_that_the_owner_has_gone() {
   }
 }
 
-// A process that is stopped, while a profiler's signals keep ending the waits for it.
+// The fd server does not answer, while a profiler's signals keep interrupting the wait for it.
 void waits_no_longer_for_signals() {
   std::atomic<bool> over{false};
   const Pretender pretender({[&](const Descriptor&) {
@@ -181,10 +181,10 @@ void waits_no_longer_for_signals() {
   expect(took > 150ms && took < 2s, "not at its deadline");
 }
 
-// However many come and say nothing, and whoever sends more than a question.
+// The fd server answers despite many silent callers, and callers that send more than a request.
 void answers_past_who_says_nothing() {
-  Outlet outlet;
-  const auto ticket = outlet.offer(Descriptor(dup(STDERR_FILENO)));
+  FdServer fd_server;
+  const auto ticket = fd_server.offer(Descriptor(dup(STDERR_FILENO)));
   const SocketName there(name_of(ticket));
   std::vector<Descriptor> silent;
   for (int i = 0; i < 20; ++i) {
@@ -193,28 +193,28 @@ void answers_past_who_says_nothing() {
   }
   const auto begin = Clock::now();
   expect(static_cast<bool>(fetch(ticket)), "nothing was fetched");
-  expect(Clock::now() - begin < 5s, "who says nothing held it up");
+  expect(Clock::now() - begin < 5s, "silent callers held it up");
   const int before = count_entries("/proc/self/fd");
   send_many(silent.front().get(), ticket.number, 2);
   expect(static_cast<bool>(fetch(ticket)), "nothing was fetched");
-  expect(count_entries("/proc/self/fd") <= before, "descriptors of a stranger's are left");
+  expect(count_entries("/proc/self/fd") <= before, "descriptors of a stranger are left");
 }
 
 void lets_no_other_users_in() {
-  Outlet outlet;
-  const auto ticket = outlet.offer(Descriptor(dup(STDERR_FILENO)));
+  FdServer fd_server;
+  const auto ticket = fd_server.offer(Descriptor(dup(STDERR_FILENO)));
   as_another_user([&] { _exit(refusal([&] { fetch(ticket); }) == "nothing" ? 1 : 0); });
   expect(static_cast<bool>(fetch(ticket)), "nothing was fetched");
 }
 
-// Words of a rank's that have no end, and what follows them in the memory is no zero either.
+// Strings of a rank without a terminator; the memory behind them is not zero, either.
 void reads_no_further_than_the_words() {
   Settings settings = quick();
-  MapBoard board;
-  Group group(board, 0, 1, settings);
-  const Statement refused{.call = 1, .post = {.flags = Post::refused}};
-  state_refusal(group, refused, "why");
-  Description& d = group.description(0, 1);
+  MapBoard store;
+  Group group(store, 0, 1, settings);
+  const CallFingerprint refused{.call = 1, .post = {.flags = Fingerprint::refused}};
+  publish_refusal(group, refused, "why");
+  FingerprintDetails& d = group.fingerprint_details(0, 1);
   d.refusal.fill('x');
   std::memset(static_cast<void*>(&d + 1), 'x', 2 * sizeof(uint64_t));
   const std::string said =
@@ -222,33 +222,35 @@ void reads_no_further_than_the_words() {
   expect_equal(said, "invalid_argument: rank 0 refused " + std::string(d.refusal.size(), 'x'));
 
   struct {
-    Breakage breakage;
+    AbortRecord record;
     std::array<char, 64> behind;
   } memory;
-  memory.breakage.operation.fill('o'), memory.breakage.cause.fill('c'), memory.behind.fill('b');
-  memory.breakage.state = Breakage::lost;
-  const Broken broken(memory.breakage, "g");
-  const std::string words = refusal([&] { broken.rethrow({"send", 3, Clock::now()}); });
+  memory.record.operation.fill('o'), memory.record.cause.fill('c'), memory.behind.fill('b');
+  memory.record.state = AbortRecord::lost;
+  const AbortState abort_state(memory.record, "g");
+  const std::string words = refusal([&] { abort_state.rethrow({"send", 3, Clock::now()}); });
   expect_equal(words, "PeerLost: send #3 of group 'g': broken since " + std::string(48, 'o') +
                           " #0: " + std::string(512, 'c'));
 }
 
-// Of collectives, types and operations that there are not.
+// Published numbers of collectives, dtypes and operations that do not exist.
 void names_no_more_than_there_are() {
   const auto ends = run(2, quick(), [](Me& me) {
-    Group group(me.board, me.rank, me.world, me.settings);
-    const Statement mine{.call = 1, .post = {.signature = 1 + static_cast<uint64_t>(me.rank)}};
+    Group group(me.store, me.rank, me.world, me.settings);
+    const CallFingerprint mine{.call = 1,
+                               .post = {.fingerprint_hash = 1 + static_cast<uint64_t>(me.rank)}};
     const Request request{.collective = Collective::all_reduce};
-    state(group, mine, &request);
-    Description& d = group.description(me.rank, 1);
+    publish(group, mine, &request);
+    FingerprintDetails& d = group.fingerprint_details(me.rank, 1);
     d.collective = me.rank == 0 ? 0 : 200, d.dtype = 201, d.op = 202;
     group.advance(at_run(1) + 1);
-    return refusal([&] { agree(group, mine, 1, me.occasion(10s)); });
+    return refusal([&] { agree(group, mine, 1, me.context(10s)); });
   });
   for (const End& end : ends)
     expect_equal(end.said,
-                 "invalid_argument: ranks of a group must call the same: rank 1 called number 200 "
-                 "of 0 number 201, rank 0 called all_reduce of 0 number 201, op number 202");
+                 "invalid_argument: all ranks of a group must make the same call: rank 1 called "
+                 "number 200 of 0 number 201, rank 0 called all_reduce of 0 number 201, op number "
+                 "202");
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// The probe of waits without a GPU: a stream is a thread, the device's memory a mapping that all
-// processes share. WAITS_FAKE=none has no device, =deaf loses what streams write, =hasty does not
-// wait, =exclusive lets nobody run beside a stream that waits.
+// The device of the probe of waits without a GPU: a stream is a thread, and device memory is a
+// mapping that all processes share. WAITS_FAKE=none has no device, =deaf loses what streams write,
+// =hasty does not wait, =exclusive lets no other stream run while one waits.
 #include <sys/mman.h>
 
 #include <condition_variable>
@@ -16,11 +16,11 @@ namespace {
 
 constexpr std::size_t kArenaBytes = 64 << 20;
 
-struct Arena {
+struct SymmetricHeap {
   std::atomic<std::size_t> used;
-  std::atomic<int> busy;  // held by a stream that waits, where waits are exclusive
+  std::atomic<int> busy;  // number of waiting streams, where waits are exclusive
 };
-Arena* arena = nullptr;
+SymmetricHeap* heap = nullptr;
 
 bool fake_is(const char* what) {
   const char* const wanted = std::getenv("WAITS_FAKE");
@@ -74,7 +74,7 @@ class Thread {
 class Fake final : public Device {
  public:
   Word* allocate(std::size_t words, Handle& handle) override {
-    const std::size_t at = arena->used.fetch_add(words * sizeof(Word));
+    const std::size_t at = heap->used.fetch_add(words * sizeof(Word));
     if (at + words * sizeof(Word) > kArenaBytes) throw std::runtime_error("the arena is full");
     std::memcpy(handle.data(), &at, sizeof at);
     return at_offset(at);
@@ -90,7 +90,7 @@ class Fake final : public Device {
   void synchronize(Stream stream) override { of(stream).synchronize(); }
   bool is_done(Stream stream) override { return of(stream).is_done(); }
 
-  // Two counters: how often it was recorded, and up to which of these streams have come.
+  // An event is two counters: how often it was recorded, and how many of these streams have passed.
   Event new_event(Handle& handle) override { return allocate(2, handle); }
   Event open_event(const Handle& handle) override { return open(handle); }
   void record(Event event, Stream stream) override {
@@ -111,9 +111,9 @@ class Fake final : public Device {
     if (fake_is("hasty")) return;
     of(stream).add([=] {
       if (counter(at) >= least) return;
-      arena->busy += exclusive;
+      heap->busy += exclusive;
       while (counter(at) < least) sched_yield();
-      arena->busy -= exclusive;
+      heap->busy -= exclusive;
     });
   }
 
@@ -122,7 +122,7 @@ class Fake final : public Device {
   }
   void fill(Stream stream, Word* words, std::size_t count, Word value) override {
     work(stream, [=] {
-      // In every round some ranks are late, so that whoever does not wait is found.
+      // In every round some ranks are late, so that a missing wait is found.
       if (fake_is("hasty") && value % 2 == 1)
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       std::fill(words, words + count, value);
@@ -147,11 +147,11 @@ class Fake final : public Device {
  private:
   static Thread& of(Stream stream) { return *static_cast<Thread*>(stream); }
   static Word* at_offset(std::size_t at) {
-    return reinterpret_cast<Word*>(reinterpret_cast<std::byte*>(arena) + at);
+    return reinterpret_cast<Word*>(reinterpret_cast<std::byte*>(heap) + at);
   }
   void work(Stream stream, std::function<void()> what) {
     of(stream).add([what = std::move(what)] {
-      while (arena->busy > 0) sched_yield();
+      while (heap->busy > 0) sched_yield();
       what();
     });
   }
@@ -163,7 +163,7 @@ void prepare() {
   void* const at =
       mmap(nullptr, kArenaBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (at == MAP_FAILED) throw std::runtime_error("mmap: no memory for the arena");
-  arena = new (at) Arena{.used = 4096, .busy = 0};
+  heap = new (at) SymmetricHeap{.used = 4096, .busy = 0};
 }
 
 std::unique_ptr<Device> make_device() {

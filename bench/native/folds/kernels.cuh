@@ -1,21 +1,21 @@
-// The fold kernel with its constants as parameters, and the variants that are tried.
+// The fold kernel with its constants as template parameters, and the measured variants.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #include <vector>
 
-#include "../../../csrc/cuda/walk.h"
+#include "../../../csrc/cuda/thread_work.h"
 
 namespace folds {
 
 using pycollect::cuda::each;
 using pycollect::cuda::kThreads;
 
-inline constexpr int kMostRanks = 8;
+inline constexpr int kMaxRanks = 8;
 
 struct Ranks {
-  uint32_t* at[kMostRanks];
+  uint32_t* at[kMaxRanks];
 };
 
 template <int kWords>
@@ -23,7 +23,7 @@ struct Words {
   uint32_t of[kWords];
 };
 
-// Inline, as in the library: left to itself nvcc stores a packet in parts.
+// Inline assembly, as in the library: otherwise nvcc stores a packet in parts.
 template <int kWords>
 __device__ __forceinline__ Words<kWords> load(const uint32_t* at) {
   Words<kWords> v;
@@ -66,11 +66,13 @@ struct Half {
 };
 
 template <class T, int kWords, int kSrcs, int kPackets>
-__device__ __forceinline__ void fold(const Ranks& ranks, std::size_t slot, std::size_t step) {
+__device__ __forceinline__ void fold(const Ranks& ranks, std::size_t staging_buffer,
+                                     std::size_t step) {
   Words<kWords> v[kPackets * kSrcs];
   each<kPackets>([&](auto p) {
-    each<kSrcs>(
-        [&](auto s) { v[p * kSrcs + s] = load<kWords>(ranks.at[s] + (slot + p * step) * kWords); });
+    each<kSrcs>([&](auto s) {
+      v[p * kSrcs + s] = load<kWords>(ranks.at[s] + (staging_buffer + p * step) * kWords);
+    });
   });
   each<kPackets>([&](auto p) {
     Words<kWords> result;
@@ -82,7 +84,8 @@ __device__ __forceinline__ void fold(const Ranks& ranks, std::size_t slot, std::
       });
       result.of[w] = T::narrowed({sum.x * (1.0f / kSrcs), sum.y * (1.0f / kSrcs)});
     });
-    each<kSrcs>([&](auto d) { store<kWords>(ranks.at[d] + (slot + p * step) * kWords, result); });
+    each<kSrcs>(
+        [&](auto d) { store<kWords>(ranks.at[d] + (staging_buffer + p * step) * kWords, result); });
   });
 }
 
@@ -91,10 +94,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     fold_all(const __grid_constant__ Ranks ranks, std::size_t packets) {
   constexpr int kPackets = kLoads > kSrcs ? kLoads / kSrcs : 1;
   const std::size_t step = std::size_t{gridDim.x} * kThreads;
-  std::size_t slot = std::size_t{blockIdx.x} * kThreads + threadIdx.x;
-  for (; slot + (kPackets - 1) * step < packets; slot += kPackets * step)
-    fold<T, kWords, kSrcs, kPackets>(ranks, slot, step);
-  for (; slot < packets; slot += step) fold<T, kWords, kSrcs, 1>(ranks, slot, step);
+  std::size_t staging_buffer = std::size_t{blockIdx.x} * kThreads + threadIdx.x;
+  for (; staging_buffer + (kPackets - 1) * step < packets; staging_buffer += kPackets * step)
+    fold<T, kWords, kSrcs, kPackets>(ranks, staging_buffer, step);
+  for (; staging_buffer < packets; staging_buffer += step)
+    fold<T, kWords, kSrcs, 1>(ranks, staging_buffer, step);
 }
 
 using Kernel = void (*)(Ranks, std::size_t);

@@ -1,8 +1,7 @@
-// What of the fold kernel's constants reaches the rate of a copy on the device, and what the second
-// cache changes: bytes of an access, loads in flight, blocks on a multiprocessor, waves of a grid.
-// Prints lines of JSON; exit status 77 without a GPU. Each rank's tensor becomes the mean of all,
-// in place, as all-reduce does on one memory: 2 x world x bytes are moved, by a copy of half as
-// many.
+// Rate of the fold kernel relative to a copy on the device, with L2 hot and cold, by its constants:
+// bytes per access, loads in flight, blocks per multiprocessor, waves of a grid. Prints lines of
+// JSON; exit status 77 without a GPU. Each rank's tensor becomes the mean of all, in place, as in
+// all-reduce on one memory. This moves 2 x world x bytes, like the reference copy of world x bytes.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -20,9 +19,9 @@ using pycollect::cuda::kBlocksPerSm;
 using pycollect::cuda::kInFlight;
 using pycollect::cuda::kPacketBytes;
 
-constexpr int kWaves = 4;  // of pack.cpp, which keeps it to itself
+constexpr int kWaves = 4;  // equal to the private constant of pack.cpp
 constexpr int kRepeats = 15, kNoDevice = 77;
-// So long a delay that everything behind it has been issued before it runs.
+// Length of the delay kernel: long enough that all work behind it is issued before it ends.
 constexpr long long kDelayCycles = 100'000;
 
 void check(cudaError_t result, const char* what) {
@@ -57,7 +56,7 @@ class Bench {
     l2_ = about.l2CacheSize;
     std::size_t free = 0, total = 0;
     check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
-    // The tensors, and as much again for the copies.
+    // One third for the tensors, and as much again as the target of the copies.
     most_ = std::min<std::size_t>(std::size_t{2} << 30, free / 3);
     check(cudaMalloc(&memory_, most_), "cudaMalloc");
     check(cudaMalloc(&other_, most_), "cudaMalloc");
@@ -139,7 +138,8 @@ class Bench {
     return wrong;
   }
 
-  // The median in microseconds; before each run comes another, or what empties the cache.
+  // Returns the median microseconds of `run`. Each timed run follows an untimed one, or if `cold`
+  // a memset that flushes L2.
   template <class Run>
   double median_us(bool cold, Run run) {
     std::vector<float> ms(kRepeats);
@@ -182,7 +182,7 @@ uint32_t float_word(float value) {
   return word;
 }
 uint32_t half_words(float value) {
-  const uint32_t high = float_word(value) >> 16;  // exact for what is asked here
+  const uint32_t high = float_word(value) >> 16;  // exact for the small multiples of 0.5 used here
   return high << 16 | high;
 }
 
@@ -194,7 +194,7 @@ int main() {
     std::printf("there is no GPU to fold on here: %s\n", cudaGetErrorString(found));
     return kNoDevice;
   }
-  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // who is killed half-way has said something
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // keeps the printed lines if killed midway
   try {
     Bench bench;
     std::vector<std::size_t> sizes;

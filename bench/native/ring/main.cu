@@ -1,5 +1,5 @@
-// The ring through which pageable host memory passes, the library's own, with other numbers: bytes
-// of a piece and pieces, both ways. Prints lines of JSON; exit status 77 without a GPU.
+// Times the library's pinned staging ring for pageable host memory with other sizes: bytes per
+// piece and number of pieces, both ways. Prints lines of JSON; exit status 77 without a GPU.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 #include <string>
 #include <thread>
 
-#include "../../../csrc/cuda/ring.h"
+#include "../../../csrc/cuda/pinned_ring.h"
 
 namespace {
 
@@ -23,7 +23,7 @@ void check(cudaError_t result, const char* what) {
     throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(result));
 }
 
-// What a copy through a ring asks of CUDA, and nothing else.
+// The CUDA calls that a copy through the ring needs; all others throw.
 class Plain final : public Api {
  public:
   Device current_device() override { return 0; }
@@ -38,7 +38,7 @@ class Plain final : public Api {
   void record(Event event, Stream stream) override {
     check(cudaEventRecord(of(event), of(stream)), "cudaEventRecord");
   }
-  void copy(Stream stream, const Rectangle& r) override {
+  void copy(Stream stream, const CopyRect& r) override {
     check(cudaMemcpyAsync(r.dst, r.src, r.bytes * r.rows, cudaMemcpyDefault, of(stream)),
           "cudaMemcpyAsync");
   }
@@ -73,7 +73,7 @@ class Plain final : public Api {
   static cudaEvent_t of(Event event) { return static_cast<cudaEvent_t>(event.handle); }
 };
 
-// Copies by as many threads as torch would have.
+// Host copies by as many OpenMP threads as torch would use.
 class Threads final : public Host {
  public:
   std::byte* new_pinned(std::size_t bytes) override {
@@ -81,9 +81,9 @@ class Threads final : public Host {
     check(cudaHostAlloc(&at, bytes, cudaHostAllocDefault), "cudaHostAlloc");
     return static_cast<std::byte*>(at);
   }
-  void copy(const Rectangle& r) override {
+  void copy(const CopyRect& r) override {
     const auto bytes = static_cast<int64_t>(r.bytes * r.rows);
-    constexpr int64_t kGrain = 128 << 10;  // of a thread, as the library has it
+    constexpr int64_t kGrain = 128 << 10;  // bytes per copy of a thread, as in the library
 #pragma omp parallel for schedule(static)
     for (int64_t at = 0; at < bytes; at += kGrain)
       std::memcpy(r.dst + at, r.src + at, std::min(kGrain, bytes - at));
@@ -111,7 +111,7 @@ struct Memory {
   std::byte *device, *pageable, *pinned;
 };
 
-Rectangle way(const Memory& m, std::byte* host, std::size_t bytes, bool enters) {
+CopyRect way(const Memory& m, std::byte* host, std::size_t bytes, bool enters) {
   const auto pitch = static_cast<std::ptrdiff_t>(bytes);
   if (enters) return {m.device, host, pitch, pitch, bytes, 1, 0, kHost};
   return {host, m.device, pitch, pitch, bytes, 1, kHost, 0};
@@ -129,14 +129,14 @@ void measure(Plain& runtime, Stream stream, const Memory& memory, std::size_t by
   for (std::size_t piece = 256 * KiB; piece <= 8 * MiB; piece *= 2)
     for (int pieces : {2, 4, 8}) {
       Threads host;
-      Ring ring(runtime, host, {piece, pieces});
+      PinnedRing ring(runtime, host, {piece, pieces});
       CurrentDevice device(runtime);
       const double us = median_us([&] {
         ring.copy(device, stream, way(memory, memory.pageable, bytes, enters));
         ring.drain(device);
         runtime.synchronize(stream);
       });
-      const bool ours = piece == RingSize{}.piece_bytes && pieces == RingSize{}.pieces;
+      const bool ours = piece == PinnedRingSize{}.piece_bytes && pieces == PinnedRingSize{}.pieces;
       std::printf("{\"question\": \"ring\", \"enters\": %s, \"bytes\": %zu, \"piece\": %zu",
                   enters ? "true" : "false", bytes, piece);
       std::printf(", \"pieces\": %d, \"us\": %.2f, \"pinned_us\": %.2f, \"pageable_us\": %.2f",
@@ -170,7 +170,7 @@ int main() {
     std::printf("there is no GPU to copy to here: %s\n", cudaGetErrorString(found));
     return kNoDevice;
   }
-  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // who is killed half-way has said something
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // keeps the printed lines if killed midway
   try {
     run();
   } catch (const std::exception& error) {

@@ -1,6 +1,6 @@
-// Does a stream that waits for a counter keep another process's kernels, or another stream of its
-// own process, from running? All ranks but the last block a stream; the last one works, before and
-// meanwhile, and then releases them.
+// Experiment: whether a stream that waits for a counter keeps kernels of another process, or of
+// another stream of its process, from running. All ranks but the last block a stream. The last rank
+// runs kernels before and meanwhile, and then releases the streams.
 #pragma once
 #include <algorithm>
 
@@ -8,14 +8,15 @@
 
 namespace waits {
 
-// What the values in the page are, of the last rank, then of the others.
+// Indices of OfRank::values: OfWorker for the last rank, OfBlocked for all others.
 enum OfWorker { kFree, kFreeBurst, kBlocked, kBlockedBurst, kReleasedAt };
 enum OfBlocked { kHeld, kOwnSecondStream, kUntilReleased };
 
 class Blocked {
  public:
-  // `counters`: each rank's own, which only its owner's stream waits for.
-  Blocked(Device& device, Meeting& meeting, Word* words, std::vector<Word*> counters, bool pinned)
+  // `counters` has one counter per rank, for which only that rank's stream waits.
+  Blocked(Device& device, Rendezvous& meeting, Word* words, std::vector<Word*> counters,
+          bool pinned)
       : device_(device),
         meeting_(meeting),
         words_(words),
@@ -25,7 +26,7 @@ class Blocked {
         second_(device.new_stream()) {}
 
   void run() {
-    for (Stream stream : {stream_, second_}) {  // modules are loaded now, not beside a wait
+    for (Stream stream : {stream_, second_}) {  // loads CUDA modules before any stream waits
       kernel(stream);
       device_.wait(stream, counters_[meeting_.rank()], 0);
       device_.synchronize(stream);
@@ -45,7 +46,8 @@ class Blocked {
 
   void kernel(Stream stream) { device_.fill(stream, words_, 1, 1); }
 
-  // Microseconds: the median of a kernel until it is done, and one of many.
+  // Sets `one` to the median microseconds of a kernel until it is done, and `burst` to those per
+  // kernel of many in a row.
   void measure(double& one, double& burst) {
     std::vector<double> seconds(kTimes);
     for (double& s : seconds) {
@@ -67,13 +69,14 @@ class Blocked {
     meeting_.all(true);
     measure(values[kFree], values[kFreeBurst]);
     meeting_.all(true);
-    meeting_.all(true);  // the others are blocked
+    meeting_.all(true);  // the other ranks' streams are blocked
     meeting_.mine().stage.value.store(kBesideBlocked);
     measure(values[kBlocked], values[kBlockedBurst]);
     meeting_.mine().stage.value.store(kRunning);
     meeting_.all(true);
-    meeting_.all(true);  // the others have tried their second streams
-    std::this_thread::sleep_for(std::chrono::duration<double>(kNap));  // all wait for their stream
+    meeting_.all(true);  // the other ranks have tried their second streams
+    // Lets the other ranks enter the wait for their streams.
+    std::this_thread::sleep_for(std::chrono::duration<double>(kNap));
     values[kReleasedAt] = now();
     for (int r = 0; r < meeting_.world() - 1; ++r) {
       if (pinned_)
@@ -103,7 +106,7 @@ class Blocked {
     values[kUntilReleased] = (end - meeting_.of(meeting_.world() - 1).values[kReleasedAt]) * 1e6;
   }
 
-  // Microseconds that a kernel on it takes, or -1 if it does not end.
+  // Returns the microseconds of a kernel on the second stream, or -1 after kPatience seconds.
   double second_stream() {
     const double begin = now();
     kernel(second_);
@@ -113,7 +116,7 @@ class Blocked {
   }
 
   Device& device_;
-  Meeting& meeting_;
+  Rendezvous& meeting_;
   Word* const words_;
   const std::vector<Word*> counters_;
   const bool pinned_;

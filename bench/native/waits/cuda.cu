@@ -1,5 +1,5 @@
-// The probe's device on CUDA. Stream memory operations are the driver's, found through the runtime:
-// the program starts, and says why it cannot run, where there is no driver.
+// The probe's Device on CUDA. The driver's stream memory operations are looked up at run time, so
+// without a driver the program still starts, and prints why it cannot run.
 #include <cuda.h>
 #include <cuda_runtime.h>
 
@@ -12,8 +12,7 @@ namespace waits {
 namespace {
 
 constexpr int kThreads = 256, kMostBlocks = 132;
-// Memory that processes share is allocated in whole pages of the GPU, so that nothing else is in
-// it.
+// Size of a GPU page. Shared memory is allocated in whole pages, so that a page has nothing else.
 constexpr std::size_t kPage = 2 << 20;
 constexpr int kMostSums = 16;
 
@@ -62,7 +61,7 @@ template <class Function>
 Function driver_function(const char* name) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult status = {};
-  // As CUDA 12.0 has it, which all drivers that can run this have.
+  // The CUDA 12.0 version of the function, which every driver that can run this program has.
   check(cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &status), name);
   if (status != cudaDriverEntryPointSuccess)
     throw std::runtime_error(std::string("this driver has no ") + name);
@@ -113,7 +112,7 @@ class Cuda final : public Device {
   bool is_done(Stream stream) override {
     const cudaError_t found = cudaStreamQuery(of(stream));
     if (found != cudaErrorNotReady) check(found, "cudaStreamQuery");
-    if (found == cudaErrorNotReady) cudaGetLastError();  // or the next launch's check may find it
+    if (found == cudaErrorNotReady) cudaGetLastError();  // clear it for the next launch's check
     return found == cudaSuccess;
   }
 

@@ -1,5 +1,5 @@
-// What the probe of waits asks of a GPU: cuda.cu answers with one, tests/native/waits_threads.cpp
-// with threads. A process has one device, made after the fork.
+// Interface of the wait probe to a GPU, implemented by cuda.cu, and with threads by
+// tests/native/waits_threads.cpp. A process has one device, made after the fork.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -11,7 +11,7 @@
 namespace waits {
 
 using Word = uint64_t;
-using Handle = std::array<std::byte, 64>;  // as large as CUDA's of memory and of events
+using Handle = std::array<std::byte, 64>;  // the size of CUDA IPC memory and event handles
 using Stream = void*;
 using Event = void*;
 
@@ -23,10 +23,10 @@ class Device {
  public:
   virtual ~Device() = default;
 
-  // Zeroed memory of the device, which another process opens by the handle.
+  // Returns zeroed device memory, and sets `handle`, by which another process opens it.
   virtual Word* allocate(std::size_t words, Handle& handle) = 0;
   virtual Word* open(const Handle& handle) = 0;
-  // Pins memory of the host; returns its address for streams.
+  // Pins host memory; returns its device address.
   virtual Word* pin(void* host, std::size_t bytes) = 0;
 
   virtual Stream new_stream() = 0;
@@ -38,23 +38,23 @@ class Device {
   virtual void record(Event event, Stream stream) = 0;
   virtual void hold(Stream stream, Event event) = 0;
 
-  // Stream memory operations: what was on the stream before is visible to whoever sees the value.
+  // Stream memory operations: a reader of the written value sees all earlier work of the stream.
   virtual void write(Stream stream, Word* at, Word value) = 0;
   virtual void wait(Stream stream, Word* at, Word least) = 0;
 
   virtual void copy(Stream stream, void* to, const void* from, std::size_t bytes) = 0;
 
-  // Kernels over `count` words: a value into all, the sum of several into each, and the number of
-  // those that are not as wanted added to `*wrong`.
+  // Kernels over `count` words: `fill` sets all to a value, `sum` sets each of several arrays to
+  // their sum, and `compare` adds the number of words other than `wanted` to `*wrong`.
   virtual void fill(Stream stream, Word* words, std::size_t count, Word value) = 0;
   virtual void sum(Stream stream, const std::vector<Word*>& of, std::size_t count) = 0;
   virtual void compare(Stream stream, const Word* words, std::size_t count, Word wanted,
                        Word* wrong) = 0;
 };
 
-// Before the fork, which nothing of CUDA survives.
+// Called before the fork; must not use CUDA, whose state does not survive a fork.
 void prepare();
-// Throws NoDevice with a sentence that says why there is none.
+// Returns this process's device; throws NoDevice with the reason if there is none.
 std::unique_ptr<Device> make_device();
 
 }  // namespace waits

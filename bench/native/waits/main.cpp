@@ -1,9 +1,9 @@
-// How long a hand-over between processes on one GPU takes, by one way of waiting; or whether a
-// blocked stream keeps others from running. Prints one line of JSON.
+// Measures the synchronisation of processes on one GPU by one way of waiting, or whether a blocked
+// stream keeps others from running. Prints one line of JSON.
 //   waits WAY WORLD [bytes a rank] [rounds] [seconds]
 // WAY: device pinned events host staged, or blocked-device blocked-pinned. Exit status 77 without a
-// GPU. A watchdog ends everything in time: it releases the streams that wait on pinned memory by a
-// plain store, and two seconds later kills who is left. Nothing of CUDA happens before the fork.
+// GPU. At the time limit a watchdog releases the streams that wait on pinned memory by a plain
+// store, and kills the remaining processes two seconds later. CUDA is not used before the fork.
 #include <sys/prctl.h>
 #include <unistd.h>
 
@@ -17,7 +17,7 @@ namespace waits {
 namespace {
 
 constexpr int kWarmup = 10, kBatch = 50, kMostBatches = 10;
-constexpr double kShare = 0.3;  // of the time, for single rounds, and as much for batches
+constexpr double kShare = 0.3;  // of the time limit for single rounds, and the same for batches
 
 struct Wanted {
   std::string way;
@@ -29,17 +29,17 @@ struct Wanted {
   bool pinned() const { return way.ends_with("pinned"); }
 };
 
-// What one rank has opened of all.
+// The memory and events of all ranks, as opened by one rank.
 struct Opened {
   std::vector<Word*> words, counters;
   std::vector<Event> events;
   Word* wrong;
 };
 
-// A rank's memory is its words, then a line with its counter, then one with what is wrong.
-constexpr std::size_t kLineWords = sizeof(Line) / sizeof(Word);
+// A rank's memory: its words, then a line with its counter, then a line with its count of errors.
+constexpr std::size_t kLineWords = sizeof(RankState) / sizeof(Word);
 
-Opened open_all(Device& device, Meeting& meeting, const Wanted& wanted) {
+Opened open_all(Device& device, Rendezvous& meeting, const Wanted& wanted) {
   Page& page = meeting.page();
   OfRank& mine = meeting.mine();
   const std::size_t words = (wanted.words + kLineWords - 1) / kLineWords * kLineWords;
@@ -71,8 +71,8 @@ std::unique_ptr<Way> make_way(const std::string& name, const Station& station,
   return std::make_unique<Staged>(station);
 }
 
-// How often to measure, the same on all ranks, so that a slow way ends in time as well: rank 0 says
-// it, from what the first rounds took.
+// Sets the numbers of samples and batches, equal on all ranks. Rank 0 computes them from the time
+// of the first rounds, so that a slow way ends in time as well.
 void plan(const Station& s, const Wanted& wanted, double seconds_each) {
   OfRank& first = s.meeting.of(0);
   if (s.meeting.rank() == 0) {
@@ -83,14 +83,14 @@ void plan(const Station& s, const Wanted& wanted, double seconds_each) {
   s.meeting.all();
 }
 
-// A round by itself, until this rank's stream is done; then many without looking.
+// Times single rounds until this rank's stream is done; then batches without synchronisation.
 void time_rounds(Way& way, const Station& s, const Wanted& wanted) {
   OfRank& mine = s.meeting.mine();
   Word round = 0;
   const auto seconds = [&](int rounds) {
     s.meeting.all();
     const double begin = now();
-    for (int i = 0; i < rounds; ++i) way.exchange(++round);
+    for (int i = 0; i < rounds; ++i) way.publish_and_agree(++round);
     s.device.synchronize(s.stream);
     return now() - begin;
   };
@@ -98,12 +98,12 @@ void time_rounds(Way& way, const Station& s, const Wanted& wanted) {
   plan(s, wanted, seconds(kWarmup) / kWarmup);
   for (int i = 0; i < s.meeting.of(0).samples; ++i) mine.round[i] = seconds(1);
   for (int i = 0; i < s.meeting.of(0).batches; ++i) mine.batch[i] = seconds(kBatch) / kBatch;
-  s.device.copy(s.stream, s.meeting.page().slot(s.meeting.rank()), s.wrong, sizeof(Word));
+  s.device.copy(s.stream, s.meeting.page().staging_buffer(s.meeting.rank()), s.wrong, sizeof(Word));
   s.device.synchronize(s.stream);
-  mine.wrong = s.meeting.page().slot(s.meeting.rank())[0];
+  mine.wrong = s.meeting.page().staging_buffer(s.meeting.rank())[0];
 }
 
-void run_rank(Meeting& meeting, const Wanted& wanted) {
+void run_rank(Rendezvous& meeting, const Wanted& wanted) {
   const auto device = make_device();
   const Opened opened = open_all(*device, meeting, wanted);
   meeting.mine().stage.value.store(kRunning);
@@ -114,13 +114,13 @@ void run_rank(Meeting& meeting, const Wanted& wanted) {
                           opened.words, wanted.words, opened.wrong};
     time_rounds(*make_way(wanted.way, station, opened), station, wanted);
   }
-  meeting.all(true);  // nobody's memory goes while a peer may use it
+  meeting.all(true);  // no rank frees its memory while a peer may use it
   meeting.mine().stage.value.store(kFinished);
 }
 
 [[noreturn]] void child(Page& page, int rank, const Wanted& wanted) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
-  Meeting meeting(page, rank, wanted.world);
+  Rendezvous meeting(page, rank, wanted.world);
   int status = 0;
   try {
     run_rank(meeting, wanted);
@@ -132,11 +132,11 @@ void run_rank(Meeting& meeting, const Wanted& wanted) {
     status = 1;
   }
   if (status != 0) page.stop.value.store(1);
-  // Without destructors of CUDA's, which could wait for a stream that nobody releases.
+  // Skip CUDA's destructors, which could wait for a stream that no rank releases.
   _exit(status);
 }
 
-// Of every sample the rank that it took longest on; microseconds.
+// Returns a percentile in microseconds of the samples' times on their slowest rank.
 double percentile(const Page& page, int world, int count, double (OfRank::*of)[kMostSamples],
                   double share) {
   std::vector<double> slowest(count, 0);
@@ -179,7 +179,7 @@ void print_blocked(const Page& page, const Wanted& wanted, bool ran) {
   std::printf(", \"second_us\": %.3f, \"until_released_us\": %.3f", second, released);
 }
 
-// A sentence of the ranks' own, not that of one that another's failure stopped.
+// Returns the failure of a rank, preferring an original error to that of a rank stopped by it.
 std::string failure_of(const Page& page, int world) {
   std::string found;
   for (int r = 0; r < world; ++r) {
@@ -240,8 +240,8 @@ Wanted parse(int argc, char** argv) {
     wanted.words = std::max<std::size_t>(1, std::stoul(words[2]) / sizeof(Word));
   if (words.size() > 3) wanted.rounds = std::max(1, std::stoi(words[3]));
   if (words.size() > 4) wanted.seconds = std::stod(words[4]);
-  if (wanted.world < 2 || wanted.world > kMostRanks)
-    throw std::runtime_error("WORLD must be from 2 to " + std::to_string(kMostRanks));
+  if (wanted.world < 2 || wanted.world > kMaxRanks)
+    throw std::runtime_error("WORLD must be from 2 to " + std::to_string(kMaxRanks));
   return wanted;
 }
 

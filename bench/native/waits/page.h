@@ -1,5 +1,5 @@
-// What the processes of a probe share: a page of counters, handles and results, and how they meet
-// in it. Whoever waits here ends when the watchdog says stop.
+// The page that the processes of a probe share, with counters, handles and results, and a barrier
+// on it. Every wait on the page throws Stopped when the watchdog sets `stop`.
 #pragma once
 #include <sched.h>
 #include <sys/mman.h>
@@ -15,9 +15,9 @@
 
 namespace waits {
 
-inline constexpr int kMostRanks = 16;
+inline constexpr int kMaxRanks = 16;
 inline constexpr int kMostSamples = 2000;
-// What releases every stream that waits for a counter in here, whatever it waits for.
+// Counter value that releases every stream that waits for a counter in the page.
 inline constexpr Word kReleased = Word{1} << 62;
 
 struct Stopped : std::runtime_error {
@@ -28,38 +28,40 @@ inline double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Nobody's writing slows another's reading.
-struct alignas(128) Line {
+// A counter on its own cache lines, so that writes to it do not slow reads of others.
+struct alignas(128) RankState {
   std::atomic<Word> value;
 };
 
-// How far a process came; the watchdog asks when time is up.
+// The progress of a process, which the watchdog reads at the time limit.
 enum Stage : Word { kStarting, kRunning, kBesideBlocked, kFinished };
 
 struct OfRank {
-  Line counter;  // for streams
-  Line posted;   // for hosts: the round whose release is on the stream, or done
-  Line met, stage;
+  RankState counter;  // for stream waits
+  RankState posted;   // for host waits: the last round whose release is enqueued, or done
+  RankState met, stage;
   Handle memory, event;
   Word wrong;
-  int samples, batches;  // of rank 0: what all have
+  int samples, batches;  // set by rank 0 for all ranks
   double round[kMostSamples], batch[kMostSamples];
   double values[8];
   char failure[512];
 };
 
 struct Page {
-  Line stop;
-  OfRank ranks[kMostRanks];
+  RankState stop;
+  OfRank ranks[kMaxRanks];
   std::size_t slot_words;
-  std::byte slots[];  // of the ranks, then the result
+  std::byte staging_buffers[];  // one staging slot per rank, then the result
 
-  Word* slot(int rank) { return reinterpret_cast<Word*>(slots) + rank * slot_words; }
+  Word* staging_buffer(int rank) {
+    return reinterpret_cast<Word*>(staging_buffers) + rank * slot_words;
+  }
 };
 
 inline std::size_t page_bytes(std::size_t slot_words) {
   constexpr std::size_t kSize = 4096;
-  const std::size_t bytes = sizeof(Page) + (kMostRanks + 1) * slot_words * sizeof(Word);
+  const std::size_t bytes = sizeof(Page) + (kMaxRanks + 1) * slot_words * sizeof(Word);
   return (bytes + kSize - 1) / kSize * kSize;
 }
 
@@ -72,12 +74,12 @@ inline Page* new_page(std::size_t slot_words) {
   return page;
 }
 
-// One rank's end of the page.
-class Meeting {
+// The barrier and waits of one rank on the page.
+class Rendezvous {
  public:
-  Meeting(Page& page, int rank, int world) : page_(page), rank_(rank), world_(world) {}
+  Rendezvous(Page& page, int rank, int world) : page_(page), rank_(rank), world_(world) {}
 
-  // Until the counter has come so far. Looks often, then lets others have the core.
+  // Waits until the counter is at least `least`: polls kPatience times, then yields between polls.
   void await(const std::atomic<Word>& counter, Word least) const {
     for (int looks = 0; counter.load(std::memory_order_acquire) < least; ++looks) {
       if (looks > kPatience) sched_yield();
@@ -85,7 +87,7 @@ class Meeting {
     }
   }
 
-  // Returns when all ranks have come. `patient`: it may take long, and nobody is timed.
+  // Returns when all ranks have called it. `patient` sleeps between polls, for untimed long waits.
   void all(bool patient = false) {
     page_.ranks[rank_].met.value.store(++met_, std::memory_order_release);
     for (int r = 0; r < world_; ++r) {

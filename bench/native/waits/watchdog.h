@@ -1,4 +1,4 @@
-// The parent of the ranks: ends all of them in time, and says how they ended.
+// The watchdog in the parent of the ranks: ends all of them in time, and collects their statuses.
 #pragma once
 #include <sys/wait.h>
 
@@ -9,14 +9,14 @@
 
 namespace waits {
 
-inline constexpr int kNoDevice = 77;   // what automake calls a skipped test
-inline constexpr double kGrace = 2.0;  // for released processes to end by themselves
+inline constexpr int kNoDevice = 77;   // exit status without a GPU: automake's for a skipped test
+inline constexpr double kGrace = 2.0;  // seconds for released processes to end by themselves
 
 class Watchdog {
  public:
   Watchdog(Page& page, std::vector<pid_t> ranks) : page_(page), ranks_(std::move(ranks)) {}
 
-  // Whether all ended by themselves.
+  // Waits for the ranks; returns true if all ended by themselves within `seconds`.
   bool watch(double seconds) {
     if (collect(now() + seconds)) return true;
     for (int r = 0; r < static_cast<int>(ranks_.size()); ++r)

@@ -1,18 +1,18 @@
-// The five ways of waiting, each as the exchange that a reduction by one rank needs: all ranks hand
-// their words over to rank 0, it sums them into all, and hands them back. Two hand-overs.
+// The five ways of waiting, each as the exchange of a reduction on one rank: all ranks signal
+// rank 0 that their words are ready, it sums them into all, and signals back.
 #pragma once
 #include "page.h"
 
 namespace waits {
 
-// One rank's end of an exchange: what it works on.
+// The device, stream and memory with which one rank takes part in an exchange.
 struct Station {
   Device& device;
-  Meeting& meeting;
+  Rendezvous& meeting;
   Stream stream;
-  std::vector<Word*> words;  // of every rank, in this process's addresses
+  std::vector<Word*> words;  // every rank's words, mapped in this process
   std::size_t count;
-  Word* wrong;  // on the device
+  Word* wrong;  // error count in device memory
 };
 
 inline Word sum_of(Word round, int world) { return round * world + world * (world - 1) / 2; }
@@ -22,8 +22,8 @@ class Way {
   explicit Way(const Station& station) : s(station) {}
   virtual ~Way() = default;
 
-  // Rounds count up from 1, the same on all ranks.
-  void exchange(Word round) {
+  // Runs one exchange; rounds count up from 1, equal on all ranks.
+  void publish_and_agree(Word round) {
     const int rank = s.meeting.rank(), world = s.meeting.world();
     Word* const mine = s.words[rank];
     s.device.fill(s.stream, mine, s.count, round + rank);
@@ -41,7 +41,8 @@ class Way {
     s.device.sum(s.stream, s.words, s.count);
     release(round);
   }
-  // What is on the stream so far is done before any peer's stream passes await for this rank.
+  // Signals a round: all earlier work of this rank's stream is done before any peer's stream passes
+  // an `await` for this rank and round.
   virtual void release(Word round) = 0;
   virtual void await(int peer, Word round) = 0;
 
@@ -51,8 +52,8 @@ class Way {
   const Station s;
 };
 
-// Stream memory operations on counters of the device's memory, or of pinned memory that all share.
-// A wait is enqueued only when its release is on a stream already, so it always ends.
+// Stream memory operations on counters in device memory, or in shared pinned memory. A wait is
+// enqueued only after its release has been enqueued, so it always ends.
 class Counters final : public Way {
  public:
   Counters(const Station& station, std::vector<Word*> counters)
@@ -70,7 +71,7 @@ class Counters final : public Way {
   const std::vector<Word*> counters_;
 };
 
-// Events that processes share. One is recorded again only when all have been seen to wait for it.
+// Interprocess events. An event is recorded again only after all peers have enqueued their waits.
 class Events final : public Way {
  public:
   Events(const Station& station, std::vector<Event> events)
@@ -88,7 +89,7 @@ class Events final : public Way {
   const std::vector<Event> events_;
 };
 
-// The host waits for its stream, then for the other hosts.
+// Host waits: each host waits for its stream, then for the other hosts.
 class Hosts final : public Way {
  public:
   using Way::Way;
@@ -101,7 +102,7 @@ class Hosts final : public Way {
   void await(int peer, Word round) override { see(peer, round); }
 };
 
-// Copies to pinned memory that all share; rank 0's host sums there; copies back.
+// Copies to shared pinned memory, sums there on rank 0's host, and copies back.
 class Staged final : public Way {
  public:
   using Way::Way;
@@ -113,7 +114,7 @@ class Staged final : public Way {
     const int rank = s.meeting.rank(), world = s.meeting.world();
     Page& page = s.meeting.page();
     const std::size_t bytes = s.count * sizeof(Word);
-    s.device.copy(s.stream, page.slot(rank), s.words[rank], bytes);
+    s.device.copy(s.stream, page.staging_buffer(rank), s.words[rank], bytes);
     s.device.synchronize(s.stream);
     if (rank != 0) {
       release(round);
@@ -122,13 +123,13 @@ class Staged final : public Way {
       for (int peer = 1; peer < world; ++peer) await(peer, round);
       for (std::size_t i = 0; i < s.count; ++i) {
         Word sum = 0;
-        for (int r = 0; r < world; ++r) sum += page.slot(r)[i];
-        page.slot(kMostRanks)[i] = sum;
+        for (int r = 0; r < world; ++r) sum += page.staging_buffer(r)[i];
+        page.staging_buffer(kMaxRanks)[i] = sum;
       }
       release(round);
     }
-    s.device.copy(s.stream, s.words[rank], page.slot(kMostRanks), bytes);
-    s.device.synchronize(s.stream);  // before rank 0 may sum anew into what was copied
+    s.device.copy(s.stream, s.words[rank], page.staging_buffer(kMaxRanks), bytes);
+    s.device.synchronize(s.stream);  // before rank 0 overwrites the sum in the next round
   }
 };
 

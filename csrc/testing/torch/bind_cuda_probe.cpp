@@ -1,6 +1,6 @@
-// Runs what a GPU would run: the same tables and the same functions, one thread after the other on
-// host memory, with every access checked as the device would and written down. What is not seen
-// here is what only a device has: inline loads and stores, its own conversions of fp16, and timing.
+// Runs the device's kernels on the host: the same tables and functions, one thread after another on
+// host memory, with every access checked for alignment as on a device, and recorded. Not covered:
+// the device's inline loads and stores, its own conversions of fp16, and timing.
 #include <c10/util/Half.h>
 #include <pybind11/stl.h>
 
@@ -22,14 +22,14 @@ namespace {
 
 namespace py = pybind11;
 
-struct Access {
+struct WatchedAccess {
   uint64_t at;
   std::size_t bytes;
 };
 
-// Host memory, reached as a GPU reaches its own.
+// Memory accessor for the kernels: accesses host memory, checks alignment, and records accesses.
 struct Watched {
-  std::vector<Access>&loads, &stores;
+  std::vector<WatchedAccess>&loads, &stores;
 
   template <class V>
   [[gnu::noinline]] V load(uint64_t at) const {
@@ -48,17 +48,17 @@ struct Watched {
 
  private:
   template <class V>
-  static Access checked(uint64_t at) {
+  static WatchedAccess checked(uint64_t at) {
     if (at % alignof(V) != 0)
       throw std::runtime_error(text("misaligned access of ", sizeof(V), " bytes"));
     return {at, sizeof(V)};
   }
 };
 
-using Run = void (*)(const TableHead&, const uint64_t* words, Where, const Watched&);
+using Run = void (*)(const TableHead&, const uint64_t* words, ThreadId, const Watched&);
 
-Run find_run(Kind kind, DType dtype, ReduceOp op) {
-  if (kind == Kind::copy) return &run_copies<Watched>;
+Run find_run(KernelKind kind, DType dtype, ReduceOp op) {
+  if (kind == KernelKind::copy) return &run_copies<Watched>;
   static constexpr auto kRuns = kernel_table<Run>([](auto kernel) -> Run {
     using K = decltype(kernel);
     return &run_folds<typename K::Type, typename K::Operation, Watched>;
@@ -66,13 +66,13 @@ Run find_run(Kind kind, DType dtype, ReduceOp op) {
   return kRuns[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)];
 }
 
-// Bytes that were accessed, and how many of them more than once.
-std::pair<std::size_t, std::size_t> counted(std::vector<Access>& accesses) {
+// Returns the number of bytes accessed, and the number of those accessed more than once.
+std::pair<std::size_t, std::size_t> counted(std::vector<WatchedAccess>& accesses) {
   std::sort(accesses.begin(), accesses.end(),
-            [](const Access& a, const Access& b) { return a.at < b.at; });
+            [](const WatchedAccess& a, const WatchedAccess& b) { return a.at < b.at; });
   std::size_t bytes = 0, twice = 0;
   uint64_t end = 0;
-  for (const Access& a : accesses) {
+  for (const WatchedAccess& a : accesses) {
     bytes += a.bytes;
     twice += std::min<uint64_t>(a.bytes, end > a.at ? end - a.at : 0);
     end = std::max<uint64_t>(end, a.at + a.bytes);
@@ -80,15 +80,15 @@ std::pair<std::size_t, std::size_t> counted(std::vector<Access>& accesses) {
   return {bytes, twice};
 }
 
-std::size_t widest(const std::vector<Access>& accesses) {
+std::size_t widest(const std::vector<WatchedAccess>& accesses) {
   std::size_t result = 0;
-  for (const Access& a : accesses) result = std::max(result, a.bytes);
+  for (const WatchedAccess& a : accesses) result = std::max(result, a.bytes);
   return result;
 }
 
 py::dict run(const Launch& launch, const Packed& packed) {
   const Run body = find_run(packed.kind, launch.dtype, launch.op);
-  std::vector<Access> loads, stores;
+  std::vector<WatchedAccess> loads, stores;
   std::vector<std::size_t> moved;  // [block]
   for (uint32_t block = 0; block < packed.blocks; ++block) {
     const std::size_t before = loads.size() + stores.size();
@@ -98,7 +98,7 @@ py::dict run(const Launch& launch, const Packed& packed) {
     moved.push_back(loads.size() + stores.size() - before);
   }
   py::dict result;
-  result["kind"] = packed.kind == Kind::copy ? "copy" : "fold";
+  result["kind"] = packed.kind == KernelKind::copy ? "copy" : "fold";
   result["rows"] = packed.table.head.rows;
   result["table_bytes"] = packed.bytes;
   const uint16_t guard = packed.table.head.guard;
@@ -125,7 +125,7 @@ using Pitches = std::vector<std::ptrdiff_t>;
 using LaunchRow =
     std::tuple<Addresses, Addresses, Pitches, Pitches, std::size_t, std::size_t, bool>;
 
-// What each launch of a level did to the memory that its rows name.
+// Runs a level and returns, for each of its launches, how it accessed the memory of its rows.
 std::vector<py::dict> emulate_launch(const std::vector<LaunchRow>& rows, const std::string& dtype,
                                      const std::string& op, int world, int multiprocessors,
                                      std::size_t table_bytes, const std::array<uint8_t, 6>& float8,

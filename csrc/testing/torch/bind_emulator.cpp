@@ -1,5 +1,5 @@
-// Devices that are not there: CUDA's calls one by one, and those of a group, into which they come
-// with its options. Streams and events are opaque, and addresses are numbers.
+// Binds emulated devices: the single CUDA calls, and the emulated torch runtime, which `emulate`
+// puts into a group's options. Streams and events are opaque, and addresses are numbers.
 #include <pybind11/stl.h>
 
 #include <array>
@@ -80,8 +80,8 @@ void bind_api(py::module_& m) {
       .def("drop", &Emulator::drop, py::arg("call"), py::arg("on") = true, kFree)
       .def("live_on", &Emulator::live_on, py::arg("gpu"), kFree)
       .def("pace", &Emulator::pace, py::arg("seconds"), kFree)
-      .def("books", &Emulator::books, kFree)
-      .def("fouls", &Emulator::fouls, kFree);
+      .def("books", &Emulator::counters, kFree)
+      .def("fouls", &Emulator::violations, kFree);
 }
 
 }  // namespace

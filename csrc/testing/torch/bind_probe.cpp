@@ -1,12 +1,12 @@
+#include "../../bootstrap/fd_server.h"
 #include "../../cuda/api.h"
-#include "../../shm/outlet.h"
 #include "../../torch/host_copy.h"
 #include "bind.h"
 
 namespace pycollect {
 namespace {
 
-// Rows of bytes, `pitches` apart, from one tensor's memory into another's.
+// Copies rows of bytes, `pitches` apart, from one tensor's memory into another's.
 void copy_rows(const at::Tensor& dst, const at::Tensor& src, std::size_t bytes, std::size_t rows,
                std::pair<std::ptrdiff_t, std::ptrdiff_t> pitches) {
   copy_on_host({static_cast<std::byte*>(dst.mutable_data_ptr()),
@@ -14,29 +14,29 @@ void copy_rows(const at::Tensor& dst, const at::Tensor& src, std::size_t bytes, 
                 bytes, rows, cuda::kHost, cuda::kHost});
 }
 
-// A ticket as two numbers.
-using Ticket = std::pair<uint64_t, uint64_t>;
+// An offered descriptor (FdServer::FdTicket) as two numbers.
+using TicketTuple = std::pair<uint64_t, uint64_t>;
 
-int fetch_descriptor(const Ticket& ticket) {
+int fetch_descriptor(const TicketTuple& ticket) {
   return shm::fetch({ticket.first, ticket.second}).release();
 }
 
-void bind_outlet(py::module_& m) {
-  using shm::Outlet;
+void bind_fd_server(py::module_& m) {
+  using shm::FdServer;
   const auto free = py::call_guard<py::gil_scoped_release>();
-  py::class_<Outlet>(m, "Outlet")
+  py::class_<FdServer>(m, "FdServer")
       .def(py::init<>())
       .def(
-          "offer",  // from then on the descriptor is the outlet's
-          [](Outlet& outlet, int descriptor) {
-            const auto [name, number] = outlet.offer(shm::Descriptor(descriptor));
-            return Ticket{name, number};
+          "offer",  // takes ownership of the descriptor
+          [](FdServer& fd_server, int descriptor) {
+            const auto [name, number] = fd_server.offer(shm::Descriptor(descriptor));
+            return TicketTuple{name, number};
           },
           py::arg("descriptor"), free)
       .def(
           "withdraw",
-          [](Outlet& outlet, const Ticket& ticket) {
-            outlet.withdraw({ticket.first, ticket.second});
+          [](FdServer& fd_server, const TicketTuple& ticket) {
+            fd_server.withdraw({ticket.first, ticket.second});
           },
           py::arg("ticket"), free);
   m.def("fetch_descriptor", &fetch_descriptor, py::arg("ticket"), free);
@@ -47,7 +47,7 @@ void bind_outlet(py::module_& m) {
 void bind_probe(py::module_& m) {
   m.def("copy_rows", &copy_rows, py::arg("dst"), py::arg("src"), py::arg("bytes"), py::arg("rows"),
         py::arg("pitches"));
-  bind_outlet(m);
+  bind_fd_server(m);
 }
 
 }  // namespace pycollect

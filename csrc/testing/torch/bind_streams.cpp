@@ -1,5 +1,5 @@
-// Streams and events are opaque, addresses are numbers, and a schedule is a list of (stream, tasks,
-// issues that it waits for, is it recorded?).
+// Binds the executor for devices on emulated devices, the peer-access test, and schedules. A
+// schedule is a list of (stream, tasks, indices of issues to wait for, whether it is recorded).
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
@@ -15,7 +15,7 @@
 #include "../../plan/stage.h"
 #include "../../sim/predict.h"
 #include "../../torch/bind_plan.h"
-#include "../rehearsal.h"
+#include "../emulated_run.h"
 #include "bind.h"
 
 namespace pycollect {
@@ -24,22 +24,22 @@ namespace {
 
 namespace py = pybind11;
 
-using SeatTuple = std::array<int, 4>;
+using StreamIdsTuple = std::array<int, 4>;
 
 py::list tuples_of(const Schedule& schedule) {
   py::list all;
-  for (const Issue& issue : schedule) {
+  for (const ScheduledLaunch& issue : schedule) {
     py::list tasks;
-    for (Place p : issue.tasks) tasks.append(py::make_tuple(p.rank, p.index));
+    for (TaskId p : issue.tasks) tasks.append(py::make_tuple(p.rank, p.index));
     all.append(py::make_tuple(issue.stream, tasks, issue.after, issue.recorded));
   }
   return all;
 }
 
-Placement placement_of(const std::vector<SeatTuple>& seats, int streams, int hub) {
-  Placement at{{}, streams, hub};
-  for (const auto& [caller, worker, sender, receiver] : seats)
-    at.seats.push_back({caller, worker, sender, receiver});
+StreamMap placement_of(const std::vector<StreamIdsTuple>& stream_ids, int streams, int hub) {
+  StreamMap at{{}, streams, hub};
+  for (const auto& [caller, worker, sender, receiver] : stream_ids)
+    at.stream_ids.push_back({caller, worker, sender, receiver});
   return at;
 }
 
@@ -51,34 +51,34 @@ Workers workers_of(const std::string& name) {
 auto rehearsal(const Plan& plan, bool in_place, const std::vector<Device>& devices,
                const std::string& pace, bool callers_apart, const std::string& workers, bool lanes,
                bool hub, bool peers, bool host_waits, int pieces, const std::string& dtype,
-               const std::string& op, int bindings, const Rehearsal* beside,
+               const std::string& op, int bindings, const EmulatedRun* beside,
                std::pair<std::size_t, int> ring) {
-  return std::make_unique<Rehearsal>(
-      Scene{.plan = plan,
-            .in_place = in_place,
-            .pace = pace_of(pace),
-            .devices = devices,
-            .callers_apart = callers_apart,
-            .workers = workers_of(workers),
-            .lanes = lanes,
-            .hub = hub,
-            .host_waits = host_waits,
-            .peers = peers,
-            .pieces = pieces,
-            .dtype = static_cast<DType>(find_name("dtype", dtype, kDTypeNames)),
-            .op = static_cast<ReduceOp>(find_name("op", op, kReduceOpNames)),
-            .bindings = bindings,
-            .ring = {ring.first, ring.second}},
+  return std::make_unique<EmulatedRun>(
+      TestCase{.plan = plan,
+               .in_place = in_place,
+               .pace = pace_of(pace),
+               .devices = devices,
+               .callers_apart = callers_apart,
+               .workers = workers_of(workers),
+               .lanes = lanes,
+               .hub = hub,
+               .host_waits = host_waits,
+               .peers = peers,
+               .pieces = pieces,
+               .dtype = static_cast<DType>(find_name("dtype", dtype, kDTypeNames)),
+               .op = static_cast<ReduceOp>(find_name("op", op, kReduceOpNames)),
+               .bindings = bindings,
+               .ring = {ring.first, ring.second}},
       beside);
 }
 
-// How often what was done, and what is given out.
+// Returns the emulator's counters as a collections.Counter.
 py::object counts(const Emulator& cuda) {
-  return py::module_::import("collections").attr("Counter")(cuda.books());
+  return py::module_::import("collections").attr("Counter")(cuda.counters());
 }
 
-// Waits whose absence nobody notices.
-std::vector<int> missed(const Rehearsal& r) {
+// Returns the waits whose removal causes no race.
+std::vector<int> missed(const EmulatedRun& r) {
   const StreamJudge judge = r.judge();
   std::vector<int> found;
   for (int i = 0; i < judge.waits(); ++i)
@@ -87,38 +87,38 @@ std::vector<int> missed(const Rehearsal& r) {
 }
 
 void bind_rehearsal(py::module_& m) {
-  py::class_<Rehearsal>(m, "Rehearsal")
+  py::class_<EmulatedRun>(m, "Rehearsal")
       .def(py::init(&rehearsal), py::arg("plan"), py::arg("in_place"), py::arg("devices"),
            py::kw_only(), py::arg("pace") = "any", py::arg("callers_apart") = false,
            py::arg("workers") = "devices", py::arg("lanes") = false, py::arg("hub") = false,
            py::arg("peers") = true, py::arg("host_waits") = true, py::arg("pieces") = 1,
            py::arg("dtype") = "float32", py::arg("op") = "sum", py::arg("bindings") = 1,
            py::arg("beside") = nullptr, py::arg("ring") = std::pair<std::size_t, int>(256, 3))
-      .def("run", &Rehearsal::run, py::arg("calls") = 1, py::arg("capture") = false)
-      .def("fail_call", &Rehearsal::fail_call, py::arg("after"))
+      .def("run", &EmulatedRun::run, py::arg("calls") = 1, py::arg("capture") = false)
+      .def("fail_call", &EmulatedRun::fail_call, py::arg("after"))
       .def(
           "reseat",
-          [](Rehearsal& r, const std::string& workers, bool apart) {
+          [](EmulatedRun& r, const std::string& workers, bool apart) {
             r.reseat(workers_of(workers), apart);
           },
           py::arg("workers"), py::arg("callers_apart"))
-      .def("run_half_captured", &Rehearsal::run_half_captured)
-      .def("drop_wait", [](Rehearsal& r, int number) { r.cuda().drop_wait(number); })
-      .def_property_readonly("race", [](const Rehearsal& r) { return words(r.judge().race()); })
-      .def_property_readonly("waits", [](const Rehearsal& r) { return r.judge().waits(); })
+      .def("run_half_captured", &EmulatedRun::run_half_captured)
+      .def("drop_wait", [](EmulatedRun& r, int number) { r.cuda().drop_wait(number); })
+      .def_property_readonly("race", [](const EmulatedRun& r) { return words(r.judge().race()); })
+      .def_property_readonly("waits", [](const EmulatedRun& r) { return r.judge().waits(); })
       .def("missed", &missed)
       .def(
-          "mismatch", [](Rehearsal& r, int64_t seed) { return words(r.mismatch(seed)); },
+          "mismatch", [](EmulatedRun& r, int64_t seed) { return words(r.mismatch(seed)); },
           py::arg("seed") = -1)
-      .def_property_readonly("counts", [](Rehearsal& r) { return counts(r.cuda()); })
+      .def_property_readonly("counts", [](EmulatedRun& r) { return counts(r.cuda()); })
       .def_property_readonly("cut",
-                             [](const Rehearsal& r) {
+                             [](const EmulatedRun& r) {
                                return std::array{"uneven", "each",
                                                  "even"}[static_cast<int>(r.cut())];
                              })
-      .def_property_readonly("plan", [](const Rehearsal& r) { return r.compiled().plan; })
+      .def_property_readonly("plan", [](const EmulatedRun& r) { return r.compiled().plan; })
       .def_property_readonly("levels",
-                             [](const Rehearsal& r) { return r.compiled().levels.size(); });
+                             [](const EmulatedRun& r) { return r.compiled().levels.size(); });
 }
 
 void bind_peers(py::module_& m) {
@@ -151,20 +151,21 @@ void bind_streams(pybind11::module_& m) {
   m.def(
       "schedule",
       [](const Plan& plan, bool in_place, const std::string& pace,
-         const std::vector<SeatTuple>& seats, int streams, int hub) {
-        return tuples_of(
-            schedule(compile(plan, in_place, pace_of(pace)), placement_of(seats, streams, hub)));
+         const std::vector<StreamIdsTuple>& stream_ids, int streams, int hub) {
+        return tuples_of(schedule(compile(plan, in_place, pace_of(pace)),
+                                  placement_of(stream_ids, streams, hub)));
       },
       py::arg("plan"), py::arg("in_place"), py::arg("pace"), py::arg("seats"), py::arg("streams"),
       py::arg("hub") = kNoHub);
   m.def(
       "predict_streams",
       [](const Plan& plan, bool in_place, const std::string& pace,
-         const std::vector<SeatTuple>& seats, int streams, int hub, const std::vector<int>& devices,
-         double bytes, const std::array<double, 5>& model) {
+         const std::vector<StreamIdsTuple>& stream_ids, int streams, int hub,
+         const std::vector<int>& devices, double bytes, const std::array<double, 5>& model) {
         const auto [alpha, port, memory, bridge, host] = model;
-        return predict(compile(plan, in_place, pace_of(pace)), placement_of(seats, streams, hub),
-                       devices, bytes, {alpha, port, memory, bridge, host});
+        return predict(compile(plan, in_place, pace_of(pace)),
+                       placement_of(stream_ids, streams, hub), devices, bytes,
+                       {alpha, port, memory, bridge, host});
       },
       py::arg("plan"), py::arg("in_place"), py::arg("pace"), py::arg("seats"), py::arg("streams"),
       py::arg("hub"), py::arg("devices"), py::arg("bytes"), py::arg("model"));

@@ -9,15 +9,13 @@
 namespace pycollect::dist {
 namespace {
 
-using Lock = cuda::EmulatedStreams::Lock;
-
-constexpr std::size_t kUnit = 512;  // bytes, as torch rounds
+constexpr std::size_t kUnit = 512;  // bytes, to which torch rounds up
 
 }  // namespace
 
 at::Tensor EmulatedCache::empty(at::IntArrayRef sizes, at::ScalarType type, std::size_t stream,
                                 bool fresh) {
-  const Lock lock(streams_.mutex);
+  const cuda::EmulatedStreams::Lock lock(streams_.mutex);
   ++made_;
   const auto count = static_cast<std::size_t>(c10::multiply_integers(sizes));
   const std::size_t bytes =
@@ -33,7 +31,7 @@ at::Tensor EmulatedCache::empty(at::IntArrayRef sizes, at::ScalarType type, std:
     auto memory = std::make_unique<std::byte[]>(bytes);
     best = memory.get();
     std::memset(best, cuda::kPoison, bytes);
-    blocks_.emplace(best, Block{std::move(memory), bytes, stream});
+    blocks_.emplace(best, CachedBlock{std::move(memory), bytes, stream});
   }
   if (fresh) std::memset(best, cuda::kPoison, bytes);
   blocks_.at(best).given = true;
@@ -43,28 +41,28 @@ at::Tensor EmulatedCache::empty(at::IntArrayRef sizes, at::ScalarType type, std:
 }
 
 void EmulatedCache::give_back(std::byte* memory) {
-  const Lock lock(streams_.mutex);
-  Block& block = blocks_.at(memory);
+  const cuda::EmulatedStreams::Lock lock(streams_.mutex);
+  CachedBlock& block = blocks_.at(memory);
   block.given = false;
   block.returned = ++returns_;
   for (std::size_t stream : block.used_on) block.awaited.push_back(streams_.end(stream));
   block.used_on.clear();
 }
 
-EmulatedCache::Block* EmulatedCache::find(const at::Tensor& tensor) const {
+EmulatedCache::CachedBlock* EmulatedCache::find(const at::Tensor& tensor) const {
   const auto* const at = static_cast<const std::byte*>(tensor.storage().data());
   const auto found = blocks_.find(const_cast<std::byte*>(at));
-  return found == blocks_.end() ? nullptr : const_cast<Block*>(&found->second);
+  return found == blocks_.end() ? nullptr : const_cast<CachedBlock*>(&found->second);
 }
 
 bool EmulatedCache::owns(const at::Tensor& tensor) const {
-  const Lock lock(streams_.mutex);
+  const cuda::EmulatedStreams::Lock lock(streams_.mutex);
   return find(tensor) != nullptr;
 }
 
 bool EmulatedCache::record(const at::Tensor& tensor, std::size_t stream) {
-  const Lock lock(streams_.mutex);
-  Block* const block = find(tensor);
+  const cuda::EmulatedStreams::Lock lock(streams_.mutex);
+  CachedBlock* const block = find(tensor);
   if (block == nullptr) return false;
   if (stream != block->stream &&
       std::find(block->used_on.begin(), block->used_on.end(), stream) == block->used_on.end())

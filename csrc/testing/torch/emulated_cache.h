@@ -1,6 +1,6 @@
-// Memory for tensors as torch's caching allocators give it out: a block whose tensor has gone is
-// its stream's next tensor's at once, wherever that stream is, and waits only for the other streams
-// that it was recorded on. Nothing goes back before the end, and nothing is cleared.
+// Emulates torch's caching allocators: a block whose tensor is freed is reused at once by the next
+// tensor of its stream, whatever that stream still has to run, and waits only for the other streams
+// on which it was recorded. No block is returned to the system before the end, and none is cleared.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -17,28 +17,28 @@ class EmulatedCache : public std::enable_shared_from_this<EmulatedCache> {
   explicit EmulatedCache(std::shared_ptr<cuda::Emulator> emulator)
       : emulator_(std::move(emulator)), streams_(emulator_->streams()) {}
 
-  // Poison, if nobody has to do with the block any more (`fresh`): of memory that the host fills.
+  // `fresh`: fills the block with poison. For memory that the host fills, when no stream uses it.
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type, std::size_t stream, bool fresh);
-  // From then on the stream has to do with the tensor's memory; false: it is none of this cache's.
+  // Records that the stream uses the tensor's memory; returns false for memory of another owner.
   bool record(const at::Tensor& tensor, std::size_t stream);
   bool owns(const at::Tensor& tensor) const;
-  int made() const { return made_; }  // how often there was memory asked for
+  int made() const { return made_; }  // number of calls of `empty`
 
  private:
-  struct Block {
+  struct CachedBlock {
     std::unique_ptr<std::byte[]> memory;
     std::size_t bytes, stream;
-    bool given = true;
-    std::vector<std::size_t> used_on = {};  // streams, while it is given
-    std::vector<cuda::Point> awaited = {};  // ... and where they were when it came back
-    uint64_t returned = 0;
+    bool given = true;                      // a tensor has it
+    std::vector<std::size_t> used_on = {};  // recorded streams, while a tensor has the block
+    std::vector<cuda::Point> awaited = {};  // ends of those streams when the tensor was freed
+    uint64_t returned = 0;                  // number of the release; the latest is reused first
   };
   void give_back(std::byte* memory);
-  Block* find(const at::Tensor& tensor) const;
+  CachedBlock* find(const at::Tensor& tensor) const;
 
   const std::shared_ptr<cuda::Emulator> emulator_;
-  cuda::EmulatedStreams& streams_;  // under whose mutex all of this is
-  std::map<std::byte*, Block> blocks_;
+  cuda::EmulatedStreams& streams_;  // its mutex guards the members below
+  std::map<std::byte*, CachedBlock> blocks_;
   int made_ = 0;
   uint64_t returns_ = 0;
 };

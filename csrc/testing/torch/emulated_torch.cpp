@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <thread>
 
-#include "../../torch/c10d/without_interpreter.h"
+#include "../../torch/c10d/gil_release.h"
 #include "../../torch/threads.h"
 
 namespace pycollect::dist {
@@ -15,35 +15,35 @@ namespace {
 
 using cuda::Emulator;
 using cuda::Stream;
-using Lock = cuda::EmulatedStreams::Lock;
 
-constexpr cuda::Device kDevice = -1;  // as torch numbers the CPU
+constexpr cuda::Device kDevice = -1;  // torch's index of the CPU
 
-// Streams that are current in this thread instead of the caller's.
+// The stream that is current in this thread instead of the caller's.
 struct Current {
   const EmulatedTorch* of = nullptr;
   Stream stream = {};
 };
 thread_local Current current_here;
 
-// Each tensor has a tract of its own, which goes back at once, but on a thread that holds up
-// nobody: torch's cache does not wait for devices when a tensor goes.
-class EmulatedPool final : public Pool {
+// Each tensor has symmetric GPU memory of its own, which is returned at once, but on a thread of
+// its own: torch's cache does not wait for devices when a tensor is freed.
+class EmulatedPool final : public TensorPool {
  public:
-  EmulatedPool(std::shared_ptr<slabs::Tracts> tracts, std::shared_ptr<cuda::Emulator> emulator)
-      : tracts_(std::move(tracts)), emulator_(std::move(emulator)) {}
+  EmulatedPool(std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory,
+               std::shared_ptr<cuda::Emulator> emulator)
+      : symmetric_memory_(std::move(symmetric_memory)), emulator_(std::move(emulator)) {}
 
   at::Tensor empty(int64_t count, at::ScalarType type) override {
     const auto bytes = static_cast<std::size_t>(count) * at::elementSize(type);
-    std::byte* const memory = tracts_->add(kDevice, std::max<std::size_t>(bytes, 1));
+    std::byte* const memory = symmetric_memory_->add(kDevice, std::max<std::size_t>(bytes, 1));
     return at::from_blob(
         memory, {count},
-        [tracts = tracts_, emulator = emulator_, memory](void*) mutable {
+        [symmetric_memory = symmetric_memory_, emulator = emulator_, memory](void*) mutable {
           emulator->begin_free();
-          std::thread([tracts = std::move(tracts), emulator = std::move(emulator),
-                       memory]() mutable {
-            tracts->give_back(memory);
-            tracts.reset();
+          std::thread([symmetric_memory = std::move(symmetric_memory),
+                       emulator = std::move(emulator), memory]() mutable {
+            symmetric_memory->give_back(memory);
+            symmetric_memory.reset();
             emulator->end_free();
           }).detach();
         },
@@ -51,7 +51,7 @@ class EmulatedPool final : public Pool {
   }
 
  private:
-  const std::shared_ptr<slabs::Tracts> tracts_;
+  const std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory_;
   const std::shared_ptr<cuda::Emulator> emulator_;
 };
 
@@ -70,12 +70,12 @@ EmulatedTorch::EmulatedTorch(bool eager, bool shares)
 }
 
 EmulatedTorch::~EmulatedTorch() {
-  const WithoutInterpreter without;
+  const GilRelease without;
   emulator_->streams().stop();
 }
 
 bool EmulatedTorch::serves(const at::Tensor& tensor) const {
-  const Lock lock(mutex_);
+  const cuda::EmulatedStreams::Lock lock(mutex_);
   return tensor.is_cpu() && std::none_of(on_host_.begin(), on_host_.end(), [&](const auto& s) {
            return s.is_alias_of(tensor.storage());
          });
@@ -83,7 +83,7 @@ bool EmulatedTorch::serves(const at::Tensor& tensor) const {
 
 Stream EmulatedTorch::current_stream(at::Device) {
   if (current_here.of == this) return current_here.stream;
-  const Lock lock(mutex_);
+  const cuda::EmulatedStreams::Lock lock(mutex_);
   return current_;
 }
 
@@ -100,7 +100,8 @@ void EmulatedTorch::with_streams(c10::ArrayRef<Stream> streams, c10::function_re
   act();
 }
 
-// torch's future of CPU tensors has no streams to wait on: whoever waits for it looks at once.
+// torch's future of CPU tensors has no streams to wait on, and its waiters read the tensors at
+// once, so the streams are drained before it completes.
 void EmulatedTorch::complete(c10::ArrayRef<Stream> streams, c10::function_ref<void()> act) {
   if (emulator_->looks()) {
     emulator_->streams().drain(number(caller_));
@@ -118,26 +119,28 @@ at::Tensor EmulatedTorch::empty_pinned(at::IntArrayRef sizes, at::ScalarType typ
   return pinned_->empty(sizes, type, EmulatedCache::kNoStream, true);
 }
 
-std::unique_ptr<Pool> EmulatedTorch::new_pool(std::shared_ptr<slabs::Tracts> tracts, at::Device) {
-  return std::make_unique<EmulatedPool>(std::move(tracts), emulator_);
+std::unique_ptr<TensorPool> EmulatedTorch::new_pool(
+    std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory, at::Device) {
+  return std::make_unique<EmulatedPool>(std::move(symmetric_memory), emulator_);
 }
 
-// Whoever was out of memory has some then.
+// After this, allocations no longer fail as out of memory.
 void EmulatedTorch::empty_cache() {
   emulator_->synchronize_all("empty_cache");
   emulator_->fail("out of memory", -1);
 }
 
 void EmulatedTorch::record_stream(const at::Tensor& tensor, Stream stream) {
-  const Lock lock(mutex_);
+  const cuda::EmulatedStreams::Lock lock(mutex_);
   if (cache_->record(tensor, number(stream)) || !serves(tensor)) return;
-  // Memory of the CPU's allocator goes back there when the stream has done what it has now.
+  // The stream's work keeps a tensor of the CPU's allocator until all work before it is done.
   std::erase_if(kept_, [](const auto& old) { return old.second.expired(); });
   kept_.emplace_back(stream, tensor.storage().getWeakStorageImpl());
   emulator_->streams().enqueue(number(stream), [tensor] { return tensor.defined(); });
 }
 
-// A cache shows by wrong numbers what is not recorded.
+// Returns whether the stream may use the tensor's memory. Memory of a cache needs no check: without
+// a record, wrong numbers show the mistake.
 bool EmulatedTorch::is_kept(const at::Tensor& tensor, Stream stream) const {
   return stream == current_ || !serves(tensor) || cache_->owns(tensor) || pinned_->owns(tensor) ||
          std::any_of(kept_.begin(), kept_.end(), [&](const auto& kept) {
@@ -147,22 +150,22 @@ bool EmulatedTorch::is_kept(const at::Tensor& tensor, Stream stream) const {
 
 void EmulatedTorch::enqueue(const char* call, std::initializer_list<at::Tensor> touched,
                             std::function<void()> act) {
-  const Lock lock(mutex_);
+  const cuda::EmulatedStreams::Lock lock(mutex_);
   const Stream stream = current_stream(at::kCPU);
   for (const at::Tensor& t : touched) {
     if (!is_kept(t, stream))
       throw std::logic_error("a stream was given work on memory that nobody keeps for it");
     pinned_->record(t, number(stream));
   }
-  const cuda::Beside beside(*emulator_, kDevice);
+  const cuda::CaptureModeGuard beside(*emulator_, kDevice);
   emulator_->enqueue(stream, call, [act = std::move(act)] {
     act();
     return true;
   });
 }
 
-// What work on a stream has of a tensor: the memory alone, as torch's own does, where a cache says
-// whose that is; other memory it holds.
+// Returns the tensor for work on a stream to use: an alias that does not keep the memory alive, as
+// with torch's own work, where a cache owns that memory; otherwise the tensor itself.
 at::Tensor EmulatedTorch::reached(const at::Tensor& tensor) const {
   if (!cache_->owns(tensor) && !pinned_->owns(tensor)) return tensor;
   return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
@@ -170,7 +173,8 @@ at::Tensor EmulatedTorch::reached(const at::Tensor& tensor) const {
 }
 
 void EmulatedTorch::copy(const at::Tensor& to, const at::Tensor& from) {
-  enqueue("copy_", {to, from}, [to = reached(to), from = reached(from)] { lay(to, from); });
+  enqueue("copy_", {to, from},
+          [to = reached(to), from = reached(from)] { copy_strided(to, from); });
 }
 
 void EmulatedTorch::compute(const at::Tensor& into, const at::Tensor& from,
@@ -179,29 +183,29 @@ void EmulatedTorch::compute(const at::Tensor& into, const at::Tensor& from,
 }
 
 void EmulatedTorch::put_on_host(const at::Tensor& tensor) {
-  const Lock lock(mutex_);
+  const cuda::EmulatedStreams::Lock lock(mutex_);
   on_host_.push_back(tensor.storage());
 }
 
 void EmulatedTorch::fill_later(const at::Tensor& tensor, double value) {
-  const Lock lock(mutex_);
+  const cuda::EmulatedStreams::Lock lock(mutex_);
   at::Tensor values(at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type()));
   values.fill_(value);
   emulator_->streams().enqueue(number(current_), [to = reached(tensor), values] {
-    lay(to, values);
+    copy_strided(to, values);
     return true;
   });
 }
 
 void EmulatedTorch::use_second_stream(bool on) {
-  const Lock lock(mutex_);
+  const cuda::EmulatedStreams::Lock lock(mutex_);
   current_ = on ? second_ : caller_;
 }
 
 void EmulatedTorch::finish_caller() { emulator_->streams().drain(number(caller_)); }
 
 void EmulatedTorch::stall(bool on, int after) {
-  const Lock lock(mutex_);
+  const cuda::EmulatedStreams::Lock lock(mutex_);
   if (on)
     emulator_->streams().stall(number(caller_), after);
   else

@@ -1,15 +1,15 @@
-// torch's devices without a device: CPU tensors as if they were on one, with callers' streams and
-// the groups', in front of an emulator that runs. What is read too soon is poison or somebody
-// else's, and what CUDA would refuse is refused.
+// Emulates torch's CUDA runtime: treats CPU tensors as tensors of one device, with streams of the
+// callers and of the groups, on an emulator that runs. A read that comes too soon finds poison or
+// another tensor's data, and a call that CUDA would refuse is refused.
 #pragma once
-#include "../../torch/c10d/devices/torch_runtime.h"
+#include "../../torch/c10d/staging/torch_runtime.h"
 #include "emulated_cache.h"
 
 namespace pycollect::dist {
 
 class EmulatedTorch final : public TorchRuntime {
  public:
-  // `shares`: processes can reach each other's memory on the devices.
+  // `shares`: processes can map each other's device memory.
   EmulatedTorch(bool eager, bool shares);
   ~EmulatedTorch() override;
 
@@ -24,20 +24,21 @@ class EmulatedTorch final : public TorchRuntime {
   void complete(c10::ArrayRef<cuda::Stream> streams, c10::function_ref<void()> act) override;
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type, at::Device device) override;
   at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType type) override;
-  std::unique_ptr<Pool> new_pool(std::shared_ptr<slabs::Tracts> tracts, at::Device device) override;
+  std::unique_ptr<TensorPool> new_pool(std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory,
+                                       at::Device device) override;
   void empty_cache() override;
   void record_stream(const at::Tensor& tensor, cuda::Stream stream) override;
   void copy(const at::Tensor& to, const at::Tensor& from) override;
   void compute(const at::Tensor& into, const at::Tensor& from, const Computation& how) override;
 
-  // The scenery.
-  void put_on_host(const at::Tensor& tensor);               // this one is an ordinary CPU tensor
-  void fill_later(const at::Tensor& tensor, double value);  // the caller's stream does
-  void use_second_stream(bool on);  // of the caller's: it is the current one
-  void finish_caller();             // its first stream does all that it has
-  // ... or comes to nothing more, or only so many pieces of work.
+  // Controls for tests.
+  void put_on_host(const at::Tensor& tensor);  // treats this tensor as an ordinary CPU tensor
+  void fill_later(const at::Tensor& tensor, double value);  // by work on the current stream
+  void use_second_stream(bool on);  // makes the caller's second stream the current one
+  void finish_caller();             // runs all work on the caller's first stream
+  // Stops the caller's first stream after `after` more pieces of work.
   void stall(bool on, int after);
-  void capture(bool on);  // the caller captures
+  void capture(bool on);  // begins or ends a capture of the caller's first stream
   int pinned() const { return pinned_->made(); }
   const std::shared_ptr<cuda::Emulator>& emulator() const { return emulator_; }
 
@@ -55,7 +56,7 @@ class EmulatedTorch final : public TorchRuntime {
   const cuda::Stream caller_, second_;
   cuda::Stream current_;  // the caller's
   std::vector<c10::Storage> on_host_;
-  // What of others' memory a stream was told to keep, for as long as it is somebody's.
+  // Storages of other allocators that were recorded on a stream; weak, to drop freed ones.
   std::vector<std::pair<cuda::Stream, c10::weak_intrusive_ptr<c10::StorageImpl>>> kept_;
 };
 

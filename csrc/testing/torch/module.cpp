@@ -1,5 +1,5 @@
-// pycollect._testing: doubles and probes, for tests alone. It is linked from the objects of
-// pycollect._C, whose classes it takes and which is imported first; no wheel has it.
+// pycollect._testing: emulated devices and probes, for tests only. It is linked from the objects of
+// pycollect._C and takes that module's classes, so it imports it first. No wheel contains it.
 #include "bind.h"
 
 namespace pycollect {

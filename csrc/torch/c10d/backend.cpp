@@ -1,55 +1,58 @@
-// See backend.h: how a group begins, and how calls get into its queue.
+// See backend.h: creating a group, and adding calls to its queue.
 #include "backend.h"
 
 #include <algorithm>
 
 #include "../../plan/error.h"
-#include "runner.h"
-#include "store_board.h"
-#include "under_way.h"
+#include "call_runner.h"
+#include "in_flight_calls.h"
+#include "torch_store.h"
 
 namespace pycollect::dist {
 namespace {
 
-// By turns, so that a rank can fill one while others still read the other.
+// Staging buffers per rank, used in turn: a rank fills one while its peers still read the other.
 constexpr std::size_t kSlotsOfSlab = 2;
-constexpr std::chrono::seconds kLook{1};  // any: what is waited for has a limit of its own
-constexpr std::size_t kAlign = 128;       // of a slot, in bytes: whatever a kernel accesses
+constexpr std::chrono::seconds kLook{1};  // arbitrary: the awaited call has its own timeout
+constexpr std::size_t kAlign = 128;  // staging buffer alignment in bytes, for any kernel access
 
 shm::Settings settings_of(const Options& o, int world) {
   return {.name = o.group_name.empty() ? "default" : o.group_name,
           .timeout = o.timeout,
-          .slot_bytes = o.slot_bytes,
+          .buffer_bytes = o.buffer_bytes,
           .mailbox_bytes = shm::Mailbox::bytes(world),
-          .arena_bytes = o.arena_bytes.value_or(shm::Arena::default_bytes(world)),
-          .deck_bytes = slabs::Deck::bytes(world),
-          .terms = text(" slab_bytes=", o.slab_bytes, " cuda_sync=", o.cuda_sync)};
+          .symmetric_heap_bytes =
+              o.symmetric_heap_bytes.value_or(shm::SymmetricHeap::default_bytes(world)),
+          .signal_pad_bytes = cuda_ipc::SignalPad::bytes(world),
+          .terms = text(" cuda_buffer_bytes=", o.cuda_buffer_bytes,
+                        " cuda_transport=", o.cuda_transport)};
 }
 
-std::shared_ptr<shm::Group> meet(const StorePtr& store, Seat seat, const Options& options) {
-  StoreBoard board(store, seat.rank, shm::deadline_after(options.timeout));
-  return std::make_shared<shm::Group>(board, seat.rank, seat.world,
-                                      settings_of(options, seat.world));
+std::shared_ptr<shm::Group> make_group(const StorePtr& store, GroupRank me,
+                                       const Options& options) {
+  TorchStore bootstrap(store, me.rank, shm::deadline_after(options.timeout));
+  return std::make_shared<shm::Group>(bootstrap, me.rank, me.world, settings_of(options, me.world));
 }
 
 }  // namespace
 
-Backend::Backend(const StorePtr& store, Seat seat, OptionsPtr options)
-    : c10d::Backend(seat.rank, seat.world),
-      seat_(seat),
+Backend::Backend(const StorePtr& store, GroupRank me, OptionsPtr options)
+    : c10d::Backend(me.rank, me.world),
+      me_(me),
       options_(std::move(options)),
-      ladder_(std::make_shared<Ladder>(
-          std::make_shared<Devices>(options_->torch ? options_->torch : torch_runtime()),
-          Ladder::Terms{options_->cuda_sync,
-                        options_->slab_bytes / kSlotsOfSlab / kAlign * kAlign})),
+      selector_(std::make_shared<TransportSelector>(
+          std::make_shared<GroupDevices>(options_->torch ? options_->torch : torch_runtime()),
+          TransportSelector::TransportSettings{
+              options_->cuda_transport,
+              options_->cuda_buffer_bytes / kSlotsOfSlab / kAlign * kAlign})),
       timeout_ms_(options_->timeout.count()),
-      group_(meet(store, seat, *options_)),
-      messages_(std::make_shared<Messages>(group_, ladder_)),
-      allocator_(std::make_shared<ArenaAllocator>(*group_)),
-      queue_(std::make_shared<Queue>(std::make_shared<Runner>(group_))),
+      group_(make_group(store, me, *options_)),
+      messages_(std::make_shared<Messages>(group_, selector_)),
+      allocator_(std::make_shared<SymmetricAllocator>(*group_)),
+      queue_(std::make_shared<CallQueue>(std::make_shared<CallRunner>(group_))),
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   init();
-  ladder_->allot(*group_);
+  selector_->attach(*group_);
   begin_life();
 }
 
@@ -58,21 +61,22 @@ std::shared_ptr<shm::Group> Backend::group() const {
   return group_;
 }
 
-std::shared_ptr<ArenaAllocator> Backend::allocator() const {
-  forks_.require_none("allocate_tensor");
+std::shared_ptr<SymmetricAllocator> Backend::allocator() const {
+  fork_guard_.require_none("allocate_tensor");
   const std::lock_guard lock(life_);
   if (!allocator_) throw CollectiveError("allocate_tensor: the group has been destroyed");
   return allocator_;
 }
 
-// CUDA devices have a number.
+// A negative index means the CPU, any other a CUDA device.
 bool Backend::supportsTensorAlloc(c10::DeviceIndex index) {
   const at::Device device = index < 0 ? at::Device(at::kCPU) : at::Device(at::kCUDA, index);
-  if (!forks_.none()) return false;  // a lock may be held by a thread that is not here
+  if (!fork_guard_.none()) return false;  // in a forked child, an absent thread may hold a lock
   const std::lock_guard lock(life_);
   if (!group_) return false;
-  if (device.is_cuda() || ladder_->lends(device)) return ladder_->is_worth_reaching(device);
-  return group_->layout().sizes.arena_bytes > 0;
+  if (device.is_cuda() || selector_->serves_symmetric(device))
+    return selector_->benefits_from_symmetric_memory(device);
+  return group_->layout().sizes.symmetric_heap_bytes > 0;
 }
 
 at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
@@ -80,24 +84,25 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   require(device.is_cpu() || device.is_cuda(), "allocate_tensor: a tensor on ", device,
           " cannot lie in memory that processes share; ask for one on the CPU or a GPU");
   require(size >= 0, "allocate_tensor: the size is ", size);
-  const auto arena = allocator();  // or throws: there is no group any more
+  const auto heap = allocator();  // throws if the group has been destroyed
   const at::ScalarType type = c10::typeMetaToScalarType(options.dtype());
-  if (device.is_cuda() || ladder_->lends(device)) return ladder_->empty(device, size, type);
-  return arena->empty({size}, type);
+  if (device.is_cuda() || selector_->serves_symmetric(device))
+    return selector_->empty(device, size, type);
+  return heap->empty({size}, type);
 }
 
 void Backend::abort() {
-  if (!forks_.none()) return;
+  if (!fork_guard_.none()) return;
   coalescing_->close();
   if (const auto group = this->group()) group->abort("abort() was called");
 }
 
 c10d::ErrorType Backend::getError() {
-  if (!forks_.none()) return c10d::ErrorType::COMM_ERROR;
+  if (!fork_guard_.none()) return c10d::ErrorType::COMM_ERROR;
   const auto group = this->group();
   if (!group) return c10d::ErrorType::SUCCESS;
   try {
-    group->require_whole({"get_error", calls_, shm::Clock::now()});
+    group->require_healthy({"get_error", calls_, shm::Clock::now()});
     return c10d::ErrorType::SUCCESS;
   } catch (const Timeout&) {
     return c10d::ErrorType::TIMEOUT;
@@ -112,58 +117,58 @@ void Backend::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
 }
 
-Call Backend::new_call(const Ask& ask) const {
+Call Backend::new_call(const CallInfo& ask) const {
   const bool given = is_limit(ask.timeout);
   return {.collective = ask.collective,
           .name = ask.name,
           .algorithm = options_->algorithm,
-          .devices = ladder_->devices().get(),
+          .devices = selector_->devices().get(),
           .timeout = given ? ask.timeout : std::chrono::milliseconds(timeout_ms_)};
 }
 
-// In its place in the queue, like the call that it stands for.
+// Enqueues the refusal in the queue position of the call that it replaces.
 void Backend::tell(const Refusal& refusal, Call call) {
   if (refusal.told.empty()) return;
   call.refusal = shortened(refusal.told);
   queue_->run(std::move(call));
 }
 
-// In a call of the group's before the one that needs it, so that ranks which were asked for
-// something else are told so.
+// Runs the GPU rendezvous as a call before the one that needs it, so that ranks which were called
+// with another operation get an error.
 void Backend::rendezvous(const Call& before, at::Device device) {
   const std::lock_guard lock(meeting_);
-  if (!ladder_->is_to_meet()) return;
+  if (!selector_->needs_rendezvous()) return;
   Call call{.collective = before.collective,
             .name = before.name,
             .timeout = before.timeout,
             .requests = {{.collective = before.collective, .tensors = 0, .on_gpus = true}},
-            .then = [ladder = ladder_, group = group(), device](const shm::Occasion& occasion) {
-              ladder->meet(group, device, occasion);
+            .then = [selector = selector_, group = group(), device](const shm::OpContext& context) {
+              selector->rendezvous(group, device, context);
             }};
-  // Without this thread's help: of the calls before it, a callback may come here as well.
+  // Unlike wait(), this runs no queued call here: its callbacks may enter rendezvous() as well.
   const auto work = queue_->push(std::move(call));
   while (!queue_->wait_until(*work, shm::Clock::now() + kLook)) {
   }
   if (const auto error = work->exception()) std::rethrow_exception(error);
 }
 
-// Null: the call's tensors are in host memory. A capture is refused with the other arguments.
-std::shared_ptr<Passage> Backend::begin(const Call& call, const at::Tensor* first) {
+// Returns null for tensors in host memory. The binder refuses stream capture later.
+std::shared_ptr<TensorStaging> Backend::begin(const Call& call, const at::Tensor* first) {
   if (first == nullptr || !first->defined() || !call.devices->serves(*first)) return nullptr;
   if (!call.devices->is_capturing(first->device())) rendezvous(call, first->device());
-  return ladder_->begin();
+  return selector_->begin();
 }
 
 void Backend::eagerConnectSingleDevice(at::Device device) {
-  const Ask ask{Collective::barrier, "init_process_group", kNoTimeout, false};
-  forks_.require_none(ask.name);
-  if (!ladder_->devices()->has(device)) return;
+  const CallInfo ask{Collective::barrier, "init_process_group", kNoTimeout, false};
+  fork_guard_.require_none(ask.name);
+  if (!selector_->devices()->has(device)) return;
   rendezvous(new_call(ask), device);
-  ladder_->begin();  // or throws: the rung that was named does not work
+  selector_->begin();  // throws if the requested transport does not work
 }
 
-// What is wrong with a call, if anything is. All ranks raise one sentence.
-std::optional<Refusal> Backend::attempt(const Ask& ask, const char* manner, Call& call,
+// Builds the call. Returns a refusal if an argument is invalid; all ranks raise one message.
+std::optional<Refusal> Backend::attempt(const CallInfo& ask, const char* manner, Call& call,
                                         Build build) const {
   const auto what = [&](std::string_view why) {
     const std::string operation = text(ask.name, ": ");
@@ -171,7 +176,7 @@ std::optional<Refusal> Backend::attempt(const Ask& ask, const char* manner, Call
     return text(manner, pycollect::name(ask.collective), ": ", why);
   };
   const auto sentence = [&](std::string_view why) {
-    return text("rank ", seat_.rank, " refused ", what(why));
+    return text("rank ", me_.rank, " refused ", what(why));
   };
   try {
     build(call);
@@ -187,14 +192,14 @@ std::optional<Refusal> Backend::attempt(const Ask& ask, const char* manner, Call
   }
 }
 
-WorkPtr Backend::collective(const Ask& ask, const at::Tensor* first, Build build) {
-  const UnderWay under_way;
-  forks_.require_none(ask.name);
+WorkPtr Backend::collective(const CallInfo& ask, const at::Tensor* first, Build build) {
+  const InFlightCalls under_way;
+  fork_guard_.require_none(ask.name);
   Call call = new_call(ask);
-  call.number = calls_++;  // also of what is refused: the ranks count alike
+  call.number = calls_++;  // refused calls count as well: call numbers must agree across ranks
   if (CoalescedList* const list = coalescing_->find())
     return coalesce(*list, ask, std::move(call), first, build);
-  call.passage = begin(call, first);
+  call.staging = begin(call, first);
   if (const auto refusal = attempt(ask, "", call, build)) {
     tell(*refusal, new_call(ask));
     std::rethrow_exception(refusal->error);
@@ -202,23 +207,201 @@ WorkPtr Backend::collective(const Ask& ask, const at::Tensor* first, Build build
   return ask.later ? queue_->push(std::move(call)) : queue_->run(std::move(call));
 }
 
-// torch asks once for each kind of device, with one store: both are to have the same group.
+// torch calls this once per device type with one store; both calls must return the same group.
 c10::intrusive_ptr<c10d::Backend> Backend::split(
     const StorePtr& store, const std::vector<int>& ranks,
     const c10::intrusive_ptr<c10d::Backend::Options>& options) {
-  forks_.require_none("split");
-  const auto mine = std::find(ranks.begin(), ranks.end(), seat_.rank);
+  fork_guard_.require_none("split");
+  const auto mine = std::find(ranks.begin(), ranks.end(), me_.rank);
   if (mine == ranks.end()) return {};
   if (auto last = last_split_.lock(); last && last_split_name_ == options->group_name) return last;
   const auto* given = dynamic_cast<const dist::Options*>(options.get());
   auto own = c10::make_intrusive<dist::Options>(given != nullptr ? *given : *options_);
   own->timeout = options->timeout;
   own->group_name = options->group_name;
-  const Seat seat{static_cast<Rank>(mine - ranks.begin()), static_cast<int>(ranks.size())};
-  auto made = c10::make_intrusive<Backend>(store->clone(), seat, std::move(own));
+  const GroupRank me{static_cast<Rank>(mine - ranks.begin()), static_cast<int>(ranks.size())};
+  auto made = c10::make_intrusive<Backend>(store->clone(), me, std::move(own));
   last_split_ = c10::weak_intrusive_ptr<c10d::Backend>(made);
   last_split_name_ = options->group_name;
   return made;
+}
+
+// torch's collective methods, each translated to a builder of builders.h.
+namespace {
+
+const at::Tensor* first(const Tensors& tensors) {
+  return tensors.empty() ? nullptr : &tensors.front();
+}
+const at::Tensor* first(const TensorLists& lists) {
+  return lists.empty() ? nullptr : first(lists.front());
+}
+
+}  // namespace
+
+WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) {
+  return collective({Collective::all_reduce, "all_reduce", o.timeout, o.asyncOp}, first(tensors),
+                    [&](Call& call) { dist::all_reduce(call, me_, tensors, o.reduceOp); });
+}
+
+WorkPtr Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& o) {
+  return collective({Collective::all_reduce, "all_reduce_coalesced", o.timeout, o.asyncOp},
+                    first(tensors),
+                    [&](Call& call) { dist::all_reduce(call, me_, tensors, o.reduceOp); });
+}
+
+WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& o) {
+  return allreduce(tensors, o);  // its checks refuse sparse tensors with a reason
+}
+
+WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& o) {
+  return collective({Collective::reduce, "reduce", o.timeout, o.asyncOp}, first(tensors),
+                    [&](Call& call) { dist::reduce(call, me_, tensors, o.reduceOp, o.rootRank); });
+}
+
+WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) {
+  return collective({Collective::broadcast, "broadcast", o.timeout, o.asyncOp}, first(tensors),
+                    [&](Call& call) { dist::broadcast(call, me_, tensors, o.rootRank); });
+}
+
+namespace {
+
+void nothing(Call& call) {
+  call.requests.push_back({.collective = Collective::barrier, .tensors = 0});
+}
+
+}  // namespace
+
+WorkPtr Backend::barrier(const c10d::BarrierOptions& o) {
+  return collective({Collective::barrier, "barrier", o.timeout, o.asyncOp}, nullptr, nothing);
+}
+
+// Every rank that arrives names all of the missing ranks at once.
+void Backend::monitoredBarrier(const c10d::BarrierOptions& o, bool /*wait_all_ranks*/) {
+  const auto work =
+      collective({Collective::barrier, "monitored_barrier", o.timeout, false}, nullptr, nothing);
+  if (work) work->wait();  // null: coalesced, and waited for at the end of that
+}
+
+WorkPtr Backend::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& o) {
+  return collective({Collective::all_gather, "all_gather", o.timeout, o.asyncOp}, first(outputs),
+                    [&](Call& call) { dist::all_gather(call, me_, outputs, inputs); });
+}
+
+// The output lists of allgather_coalesced are indexed [rank][tensor].
+WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                                     const c10d::AllgatherOptions& o) {
+  return collective({Collective::all_gather, "all_gather_coalesced", o.timeout, o.asyncOp},
+                    first(outputs), [&](Call& call) {
+                      require(static_cast<int>(outputs.size()) == me_.world, call.name, ": ",
+                              outputs.size(), " output lists; ", me_.world, " ranks need ",
+                              me_.world);
+                      TensorLists by_tensor(inputs.size());
+                      for (const Tensors& of_rank : outputs) {
+                        require(of_rank.size() == inputs.size(), call.name, ": an output list has ",
+                                of_rank.size(), " tensors for ", inputs.size(), " inputs");
+                        for (std::size_t i = 0; i < inputs.size(); ++i)
+                          by_tensor[i].push_back(of_rank[i]);
+                      }
+                      dist::all_gather(call, me_, by_tensor, inputs);
+                    });
+}
+
+WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                 const c10d::AllgatherOptions& o) {
+  return collective({Collective::all_gather, "all_gather_into_tensor", o.timeout, o.asyncOp},
+                    &output,
+                    [&](Call& call) { dist::all_gather_single(call, me_, {output}, {input}); });
+}
+
+WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                 const c10d::AllgatherOptions& o) {
+  return collective(
+      {Collective::all_gather, "all_gather_into_tensor_coalesced", o.timeout, o.asyncOp},
+      first(outputs), [&](Call& call) { dist::all_gather_single(call, me_, outputs, inputs); });
+}
+
+WorkPtr Backend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                                const c10d::ReduceScatterOptions& o) {
+  return collective(
+      {Collective::reduce_scatter, "reduce_scatter", o.timeout, o.asyncOp}, first(outputs),
+      [&](Call& call) { dist::reduce_scatter(call, me_, outputs, inputs, o.reduceOp); });
+}
+
+WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                      const c10d::ReduceScatterOptions& o) {
+  return collective(
+      {Collective::reduce_scatter, "reduce_scatter_tensor", o.timeout, o.asyncOp}, &output,
+      [&](Call& call) { dist::reduce_scatter_single(call, me_, {output}, {input}, o.reduceOp); });
+}
+
+WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                 const c10d::ReduceScatterOptions& o) {
+  return collective(
+      {Collective::reduce_scatter, "reduce_scatter_tensor_coalesced", o.timeout, o.asyncOp},
+      first(outputs),
+      [&](Call& call) { dist::reduce_scatter_single(call, me_, outputs, inputs, o.reduceOp); });
+}
+
+WorkPtr Backend::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& o) {
+  return collective({Collective::gather, "gather", o.timeout, o.asyncOp},
+                    outputs.empty() ? first(inputs) : first(outputs),
+                    [&](Call& call) { dist::gather(call, me_, outputs, inputs, o.rootRank); });
+}
+
+WorkPtr Backend::gather_into_tensor(at::Tensor& output, at::Tensor& input,
+                                    const c10d::GatherOptions& o) {
+  return collective({Collective::gather, "gather_into_tensor", o.timeout, o.asyncOp},
+                    me_.rank == o.rootRank ? &output : &input,
+                    [&](Call& call) { dist::gather_single(call, me_, output, input, o.rootRank); });
+}
+
+WorkPtr Backend::scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& o) {
+  return collective({Collective::scatter, "scatter", o.timeout, o.asyncOp}, first(outputs),
+                    [&](Call& call) { dist::scatter(call, me_, outputs, inputs, o.rootRank); });
+}
+
+WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& o) {
+  return collective({Collective::all_to_all, "all_to_all", o.timeout, o.asyncOp}, first(outputs),
+                    [&](Call& call) { dist::all_to_all(call, me_, outputs, inputs); });
+}
+
+WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                               std::vector<int64_t>& output_sizes,
+                               std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& o) {
+  return collective({Collective::all_to_all, "all_to_all_single", o.timeout, o.asyncOp}, &output,
+                    [&](Call& call) {
+                      dist::all_to_all_single(call, me_, output, input,
+                                              {output_sizes, input_sizes});
+                    });
+}
+
+std::shared_ptr<Messages> Backend::messages(const char* name) const {
+  fork_guard_.require_none(name);
+  const std::lock_guard lock(life_);
+  if (!messages_) throw CollectiveError(text(name, ": the group has been destroyed"));
+  return messages_;
+}
+
+WorkPtr Backend::message(const char* name, const Tensors& tensors, std::optional<Rank> peer,
+                         int tag, bool receives) {
+  const auto messages = this->messages(name);
+  const auto letter = [&]() -> Messages::P2POp {
+    require(tensors.size() == 1, name, ": ", tensors.size(), " tensors were passed; pass 1");
+    return {tensors[0], peer, tag, std::chrono::milliseconds(timeout_ms_)};
+  };
+  if (CoalescedList* const list = coalescing_->find())
+    return coalesce(*list, *messages, name, receives, letter);
+  return receives ? messages->receive(letter()) : messages->send(letter());
+}
+
+WorkPtr Backend::send(Tensors& tensors, int to, int tag) {
+  return message("send", tensors, to, tag, false);
+}
+WorkPtr Backend::recv(Tensors& tensors, int from, int tag) {
+  return message("recv", tensors, from, tag, true);
+}
+WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
+  return message("recv", tensors, std::nullopt, tag, true);
 }
 
 }  // namespace pycollect::dist

@@ -1,5 +1,5 @@
-// The torch.distributed backend "pycollect": ranks that are processes of one host. It turns
-// torch's calls into calls of the group's queue and messages of its mailbox.
+// The torch.distributed backend "pycollect", for ranks that are processes of one host. It maps c10d
+// collectives to the group's queue, and send and recv to its mailbox.
 #pragma once
 #include <c10/util/FunctionRef.h>
 
@@ -7,12 +7,12 @@
 #include <mutex>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "arena_allocator.h"
 #include "builders.h"
+#include "call_queue.h"
 #include "coalescing.h"
 #include "messages.h"
 #include "options.h"
-#include "queue.h"
+#include "symmetric_allocator.h"
 
 namespace pycollect::dist {
 
@@ -20,35 +20,35 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 using OptionsPtr = c10::intrusive_ptr<Options>;
 
-// Shuts down all groups of this process that have not been: no thread of theirs may outlive the
-// interpreter. Returns whether other threads were in calls, and have woken.
+// Closes every group of this process that is still open: no group thread may outlive the
+// interpreter. Returns true if other threads were inside calls, after a bounded wait for them.
 bool close_groups();
 
-// Methods that only some versions of torch have say `virtual` where the others say `override`.
+// Methods that are `virtual` here instead of `override` exist only in some versions of torch.
 class Backend final : public c10d::Backend {
  public:
-  // Returns when all ranks share memory; throws what shm::Group does.
-  Backend(const StorePtr& store, Seat seat, OptionsPtr options);
+  // Returns once all ranks share memory. Throws what the constructor of shm::Group throws.
+  Backend(const StorePtr& store, GroupRank me, OptionsPtr options);
   ~Backend() override;
 
   const std::string getBackendName() const override { return kBackendName; }
-  // A copy: torch writes the next group's name into what it splits one off with.
+  // Returns a copy, because torch writes the name of a split-off group into these options.
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override {
     return options_->clone();
   }
   void setTimeout(std::chrono::milliseconds timeout) override;
-  void setSequenceNumberForGroup() override {}  // all ranks count from zero
+  void setSequenceNumberForGroup() override {}  // every rank counts from zero
   uint64_t getSequenceNumberForGroup() override { return calls_; }
   c10d::ErrorType getError() override;
   void abort() override;
   void shutdown() override;
 
-  // Tensors in the memory that the ranks share: DDP's buckets, and pycollect.empty.
+  // Allocate in memory that the ranks share, for DDP's buckets and pycollect.empty.
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   std::shared_ptr<c10::Allocator> getMemAllocator() override { return allocator(); }
-  std::shared_ptr<ArenaAllocator> allocator() const;
-  Ladder& ladder() const { return *ladder_; }
+  std::shared_ptr<SymmetricAllocator> allocator() const;
+  TransportSelector& selector() const { return *selector_; }
 
   bool supportsSplitting() const override { return true; }
   c10::intrusive_ptr<c10d::Backend> split(
@@ -57,11 +57,11 @@ class Backend final : public c10d::Backend {
 
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override;
-  // Runs what this thread has asked for since, as one: all of it, or nothing of it on any rank.
-  // Waits for the others where there are collectives and messages both.
+  // Runs what this thread has requested since startCoalescing() as one operation: all of it, or
+  // nothing on any rank. Waits for the collectives if the list holds messages too.
   WorkPtr endCoalescing() override;
-  // Instead of that: nothing runs, and `why` is told to the ranks that wait for its collectives.
-  // `asked`: there are some that are not in the list. Does nothing where there is nothing to end.
+  // Ends coalescing without running anything, and publishes `why` to peers that wait for its
+  // collectives. `asked`: some are not listed. Without it, does nothing if there is no list.
   void abandonCoalescing(std::string_view why, bool asked);
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) override;
@@ -94,8 +94,8 @@ class Backend final : public c10d::Backend {
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
                         std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& o) override;
 
-  // What the first collective of tensors on GPUs would do before anything else, with the group's
-  // ranks, who all must come: torch calls it where a group is made with a device.
+  // Runs the GPU rendezvous that otherwise precedes the first collective of GPU tensors. Every rank
+  // must call it. torch calls it if a group is created with a device.
   void eagerConnectSingleDevice(at::Device device) override;
 
   WorkPtr send(Tensors& tensors, int to, int tag) override;
@@ -103,20 +103,21 @@ class Backend final : public c10d::Backend {
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
  private:
-  struct Ask {
+  struct CallInfo {
     Collective collective;
     const char* name;
     std::chrono::milliseconds timeout;
-    bool later;  // may it run after this returns?
+    bool later;  // true: the call may run after collective() returns
   };
   using Build = c10::function_ref<void(Call&)>;
-  // `first`: what the call binds first; all of its tensors are on devices if that one is.
-  WorkPtr collective(const Ask& ask, const at::Tensor* first, Build build);
-  WorkPtr coalesce(CoalescedList& list, const Ask& ask, Call call, const at::Tensor* first,
+  // `first`: the tensor that the call binds first. If it is on a device, all of them must be.
+  WorkPtr collective(const CallInfo& ask, const at::Tensor* first, Build build);
+  WorkPtr coalesce(CoalescedList& list, const CallInfo& ask, Call call, const at::Tensor* first,
                    Build build);
-  std::optional<Refusal> attempt(const Ask& ask, const char* manner, Call& call, Build build) const;
-  Call new_call(const Ask& ask) const;
-  std::shared_ptr<Passage> begin(const Call& call, const at::Tensor* first);
+  std::optional<Refusal> attempt(const CallInfo& ask, const char* manner, Call& call,
+                                 Build build) const;
+  Call new_call(const CallInfo& ask) const;
+  std::shared_ptr<TensorStaging> begin(const Call& call, const at::Tensor* first);
   void rendezvous(const Call& before, at::Device device);
   void tell(const Refusal& refusal, Call call);
   void tell(const CoalescedList& list);
@@ -124,28 +125,28 @@ class Backend final : public c10d::Backend {
   WorkPtr message(const char* name, const Tensors& tensors, std::optional<Rank> peer, int tag,
                   bool receives);
   WorkPtr coalesce(CoalescedList& list, const Messages& messages, const char* name, bool receives,
-                   c10::function_ref<Messages::Letter()> letter);
-  std::vector<WorkPtr> post(const std::vector<CoalescedList::Message>& list);
+                   c10::function_ref<Messages::P2POp()> letter);
+  std::vector<WorkPtr> post(const std::vector<CoalescedList::CoalescedMessage>& list);
   std::shared_ptr<Messages> messages(const char* name) const;
   std::shared_ptr<shm::Group> group() const;
   friend bool close_groups();
   void begin_life();
-  // Returns an error that nobody has been told.
+  // Returns the first device error that was reported to no caller, or null.
   std::exception_ptr close(shm::Deadline deadline);
 
-  const Seat seat_;
+  const GroupRank me_;
   const OptionsPtr options_;
-  const std::shared_ptr<Ladder> ladder_;
-  const Forks forks_;
+  const std::shared_ptr<TransportSelector> selector_;
+  const ForkGuard fork_guard_;
   std::atomic<int64_t> timeout_ms_;
   std::atomic<uint64_t> calls_{0};
 
-  mutable std::mutex life_;  // of the group and its messages, which end when this is shut down
+  mutable std::mutex life_;  // guards group_, messages_ and allocator_, which close() resets
   std::shared_ptr<shm::Group> group_;
   std::shared_ptr<Messages> messages_;
-  std::shared_ptr<ArenaAllocator> allocator_;
-  std::shared_ptr<Queue> queue_;
-  std::mutex meeting_;  // held by the thread that has the ranks meet
+  std::shared_ptr<SymmetricAllocator> allocator_;
+  std::shared_ptr<CallQueue> queue_;
+  std::mutex meeting_;  // held by the thread that runs the GPU rendezvous
 
   std::shared_ptr<Coalescing> coalescing_ = std::make_shared<Coalescing>();
 

@@ -1,6 +1,6 @@
-// Puts the tensors of a call where the executor finds them: contiguous ones are used where they
-// lie, others through a copy; parts of several tensors in the order of the plan's blocks. Refuses
-// what cannot be served, before anything moves.
+// Binds the tensors of a call to addresses for the executor: contiguous tensors in place, others
+// through a copy, and parts of several tensors in the order of the plan's blocks. Throws on
+// unsupported tensors before any data moves.
 #pragma once
 #include <c10/util/SmallVector.h>
 
@@ -8,18 +8,19 @@
 
 namespace pycollect::dist {
 
-// Dense or strided memory that is really there, on the host or on one of the devices. Throws under
-// capture. Returns whether it is on a device.
-bool check_operand(const at::Tensor& tensor, Use use, const Label& label, Devices& devices);
+// Requires dense or strided tensors with real memory, on the host or on a supported device. Throws
+// under stream capture. Returns whether the tensor is on a device.
+bool check_operand(const at::Tensor& tensor, AccessMode use, const Label& label,
+                   GroupDevices& devices);
 
-struct Seat {  // in the group
+struct GroupRank {  // a rank's position in the group
   Rank rank;
   int world;
 };
 
-// What all requests of a call have in common.
-struct Form {
-  std::size_t input_blocks, output_blocks;  // none: the rank has no part in that side
+// Properties that all requests of a call share.
+struct RequestForm {
+  std::size_t input_blocks, output_blocks;  // 0: this rank does not use the buffer
   ReduceOp op = ReduceOp::sum;
   Rank root = 0;
   bool in_place = false, irregular = false;
@@ -27,62 +28,64 @@ struct Form {
 
 class Binder {
  public:
-  // The call has its passage, if its tensors are to be on devices.
-  Binder(Call& call, Seat seat, const Form& form) : call_(call), seat_(seat), form_(form) {}
+  // `call.staging` must be set if the call's tensors are to be on devices.
+  Binder(Call& call, GroupRank me, const RequestForm& form) : call_(call), me_(me), form_(form) {}
 
-  // Where the elements of a tensor are when the call runs.
-  shm::Span read(const at::Tensor& tensor, const Label& label);
-  shm::Span write(const at::Tensor& tensor, const Label& label);
-  shm::Span update(const at::Tensor& tensor, const Label& label);  // both
-  // What it has from element `first` on may be the very memory of `place`, which is written: no
-  // plan writes an element there before it has been read.
-  shm::Span read_beside(const at::Tensor& tensor, const Label& label, const shm::Span& place,
-                        std::size_t first = 0);
-  // May itself be the very memory of `place`, a part of what is written.
-  shm::Span read_inside(const at::Tensor& tensor, const Label& label, const shm::Span& place);
-  // Of what `fill` computes from one of the call's tensors, and is like that: on the host when the
-  // call runs.
+  // Returns where the elements of the tensor are when the call runs.
+  shm::BufferSegment read(const at::Tensor& tensor, const Label& label);
+  shm::BufferSegment write(const at::Tensor& tensor, const Label& label);
+  shm::BufferSegment update(const at::Tensor& tensor, const Label& label);  // reads and writes
+  // Like read(), but the elements from `first` on may alias `place`, which is written: no plan
+  // writes an element there before it has been read.
+  shm::BufferSegment read_beside(const at::Tensor& tensor, const Label& label,
+                                 const shm::BufferSegment& place, std::size_t first = 0);
+  // Like read(), but the whole tensor may alias `place`, a part of a written tensor.
+  shm::BufferSegment read_inside(const at::Tensor& tensor, const Label& label,
+                                 const shm::BufferSegment& place);
+  // Binds a temporary with the properties of `like`, which `fill` computes from one of the call's
+  // tensors. For host tensors, `fill` runs when the call runs.
   using Fill = std::function<void(const at::Tensor& into)>;
-  shm::Span compute(const at::Tensor& like, Fill fill);
+  shm::BufferSegment compute(const at::Tensor& like, Fill fill);
 
-  // There is one request of each dtype, in order of appearance, to which spans are added by block.
+  // Returns the index of the request for `dtype`; requests are in order of first appearance.
   std::size_t request(DType dtype);
-  void add_input(std::size_t request, std::size_t block, shm::Span span);
-  void add_output(std::size_t request, std::size_t block, shm::Span span);
-  // The same of all blocks at once, where each is an equal part.
-  void add_whole_input(std::size_t request, const shm::Span& span);
-  void add_whole_output(std::size_t request, const shm::Span& span);
-  shm::Span part(std::size_t request, const shm::Span& whole, std::size_t block) const;
+  void add_input(std::size_t request, std::size_t block, shm::BufferSegment span);
+  void add_output(std::size_t request, std::size_t block, shm::BufferSegment span);
+  // Add a buffer that holds the equal blocks of all ranks.
+  void add_whole_input(std::size_t request, const shm::BufferSegment& span);
+  void add_whole_output(std::size_t request, const shm::BufferSegment& span);
+  shm::BufferSegment part(std::size_t request, const shm::BufferSegment& whole,
+                          std::size_t block) const;
 
-  // After the last tensor. What is on devices departs.
+  // Ends binding, after the last tensor. Starts the copies out of device tensors.
   void finish();
 
  private:
-  // Without an allocation for what most calls have: one tensor, one block.
-  using Block = c10::SmallVector<shm::Span, 1>;
+  // Inline storage for the most common call, with one tensor and one block.
+  using Block = c10::SmallVector<shm::BufferSegment, 1>;
   using Blocks = c10::SmallVector<Block, 1>;
-  struct Parts {
+  struct RequestBuffers {
     Blocks input, output;
   };
-  struct StandIn {  // host memory for a contiguous tensor that is elsewhere
+  struct StagedRange {  // executor memory that stands for a contiguous device tensor
     const std::byte *host, *tensor;
     std::size_t bytes;
   };
-  static shm::Side joined(const Blocks& blocks, std::size_t item_bytes);
+  static shm::CallBuffer joined(const Blocks& blocks, std::size_t item_bytes);
   void check_together(const at::Tensor& tensor, bool on_device, const Label& label);
-  shm::Span enter(const at::Tensor& tensor, bool reads, bool writes);
-  shm::Span keep(at::Tensor tensor);
+  shm::BufferSegment add_tensor(const at::Tensor& tensor, bool reads, bool writes);
+  shm::BufferSegment keep(at::Tensor tensor);
   const std::byte* origin(const std::byte* host) const;
   bool touches_written() const;
-  void depart();
-  shm::Span bind(const at::Tensor& tensor, const Label& label, bool reads, bool writes);
+  void begin_copy_in();
+  shm::BufferSegment bind(const at::Tensor& tensor, const Label& label, bool reads, bool writes);
 
   Call& call_;
-  const Seat seat_;
-  const Form form_;
-  c10::SmallVector<Parts, 1> parts_;  // [request]
+  const GroupRank me_;
+  const RequestForm form_;
+  c10::SmallVector<RequestBuffers, 1> parts_;  // [request]
   std::vector<Extent> extents_;
-  c10::SmallVector<StandIn, 1> stand_ins_;
+  c10::SmallVector<StagedRange, 1> stand_ins_;
 };
 
 }  // namespace pycollect::dist

@@ -1,5 +1,5 @@
-// A collective of one process that has been checked and bound to memory: what the executor runs,
-// now or later, and what must live until it has.
+// A collective of one rank, checked and bound to memory: the requests that the executor runs now or
+// later, and everything that must stay alive until they have run.
 #pragma once
 #include <chrono>
 #include <functional>
@@ -9,46 +9,46 @@
 #include <utility>
 #include <vector>
 
-#include "../../shm/executor.h"
+#include "../../transport/executor.h"
 #include "../arguments.h"
-#include "devices/ladder.h"
 #include "ranges.h"
+#include "staging/transport_selector.h"
 
 namespace pycollect::dist {
 
-// Several calls that were coalesced: their requests, for as long as the first has not run.
-struct Together {
-  struct Bound {
+// Coalesced calls and their requests. The pointers are valid until the first call has run.
+struct CoalescedAgreement {
+  struct BoundRequest {
     const shm::Request* request;
-    shm::Transport* transport;  // null: the host's
+    shm::Transport* transport;  // null: the host transport
   };
-  std::vector<Bound> requests = {};
-  std::vector<std::shared_ptr<Passage>> passages = {};
+  std::vector<BoundRequest> requests = {};
+  std::vector<std::shared_ptr<TensorStaging>> stagings = {};
   bool agreed = false;
-  std::exception_ptr error = {};  // why they did not: what all of the calls raise
+  std::exception_ptr error = {};  // set if the agreement failed; every call of the list rethrows it
 };
 
 struct Call {
   Collective collective;
-  const char* name;                 // as the caller knows it
-  uint64_t number = 0;              // of the group's calls, as torch counts them
-  std::string_view algorithm = {};  // of the group's options; empty: the selector's
-  Devices* devices = nullptr;       // of the group
+  const char* name;                 // operation name in the public API
+  uint64_t number = 0;              // sequence number of the group's calls in torch's count
+  std::string_view algorithm = {};  // from the group's options; empty: the selector chooses
+  GroupDevices* devices = nullptr;  // the group's devices
   std::chrono::milliseconds timeout{};
-  std::vector<shm::Request> requests = {};  // one after the other: one of each dtype
-  std::shared_ptr<Together> together = {};  // none: it is alone
-  std::string refusal = {};                 // why there are none: what the other ranks are told
-  Tensors held = {};                        // what the requests' addresses point into
-  std::vector<std::function<void()>> fills = {};  // done first: inputs that lie nowhere else
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies = {};  // what is left to do then: dst, src
-  std::shared_ptr<Passage> passage = {};  // of tensors on devices; none: there are none
-  // While it is bound: what the calls of its list write, so far; null: it is in no list.
+  std::vector<shm::Request> requests = {};            // run in this order, one per dtype
+  std::shared_ptr<CoalescedAgreement> together = {};  // null: the call is not coalesced
+  std::string refusal = {};  // if not empty, published to the peers; the call does not run
+  Tensors held = {};         // tensors that the requests' addresses point into
+  std::vector<std::function<void()>> fills = {};  // run first: compute temporary inputs
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies = {};  // done after the requests: dst, src
+  std::shared_ptr<TensorStaging> staging = {};  // staging of device tensors; null: host tensors
+  // Memory that the calls of the same list write so far. Set only while a coalesced call is bound.
   Ranges* written = nullptr;
-  // On devices, of what touches something of that: where it was asked for. Its tensors depart when
-  // its turn comes, with what the calls before it have written.
-  std::vector<std::shared_ptr<Mark>> asked = {};
-  // Done last, before the group's next call begins.
-  std::function<void(const shm::Occasion&)> then = {};
+  // Stream positions at the request, set if a device tensor overlaps `written`. The call's tensors
+  // are then copied out in its turn, after the earlier calls have written them.
+  std::vector<std::shared_ptr<DeviceEvent>> asked = {};
+  // Callback that runs last, before the group's next call begins.
+  std::function<void(const shm::OpContext&)> then = {};
   Tensors results = {};  // the value of the call's future
 };
 

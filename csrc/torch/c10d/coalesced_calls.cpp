@@ -1,20 +1,19 @@
-// What the backend makes of coalescing.h's lists. All that a list asks the group for is one to the
-// other ranks: they agree on all of it before anything runs, and a list that is refused takes no
-// more and no fewer of the group's calls on one rank than on another.
+// Backend's part of coalescing.h. A list is one operation to the other ranks: they agree on all of
+// it before anything runs, and a refused list uses as many call numbers of the group on every rank.
 #include "../../plan/error.h"
 #include "backend.h"
-#include "runner.h"
+#include "call_runner.h"
 
 namespace pycollect::dist {
 
-// These return no work. Behind a refusal nothing is looked at any more.
-WorkPtr Backend::coalesce(CoalescedList& list, const Ask& ask, Call call, const at::Tensor* first,
-                          Build build) {
+// Adds a call to the list and returns no work. After a refusal, further calls are not checked.
+WorkPtr Backend::coalesce(CoalescedList& list, const CallInfo& ask, Call call,
+                          const at::Tensor* first, Build build) {
   if (!list.first) list.first = ask.collective;
   if (list.refusal) return {};
   try {
-    call.passage = begin(call, first);
-  } catch (...) {  // on all ranks: nobody has to be told
+    call.staging = begin(call, first);
+  } catch (...) {  // begin() fails on all ranks alike, so nothing is published
     list.refusal = Refusal{{}, std::current_exception()};
     return {};
   }
@@ -26,13 +25,13 @@ WorkPtr Backend::coalesce(CoalescedList& list, const Ask& ask, Call call, const 
 }
 
 WorkPtr Backend::coalesce(CoalescedList& list, const Messages& messages, const char* name,
-                          bool receives, c10::function_ref<Messages::Letter()> letter) {
+                          bool receives, c10::function_ref<Messages::P2POp()> letter) {
   if (list.refusal) return {};
   try {
-    CoalescedList::Message message{letter(), receives, {}};
+    CoalescedList::CoalescedMessage message{letter(), receives, {}};
     const at::Tensor& tensor = message.letter.tensor;
     if (messages.check(message.letter, name, receives))
-      message.asked = ladder_->devices()->mark(tensor.device());
+      message.asked = selector_->devices()->mark(tensor.device());
     list.messages.push_back(std::move(message));
   } catch (const std::exception& error) {
     list.refusal = Refusal{text("coalesced ", error.what()), std::current_exception()};
@@ -40,8 +39,8 @@ WorkPtr Backend::coalesce(CoalescedList& list, const Messages& messages, const c
   return {};
 }
 
-// As if each were posted where it was asked for.
-std::vector<WorkPtr> Backend::post(const std::vector<CoalescedList::Message>& list) {
+// Posts each message behind the stream position at which it was requested.
+std::vector<WorkPtr> Backend::post(const std::vector<CoalescedList::CoalescedMessage>& list) {
   std::vector<WorkPtr> works;
   if (list.empty()) return works;
   const auto messages = this->messages("batch_isend_irecv");
@@ -52,7 +51,7 @@ std::vector<WorkPtr> Backend::post(const std::vector<CoalescedList::Message>& li
   return works;
 }
 
-// Nobody waits for a list of messages alone.
+// A list with messages only publishes no refusal: no peer waits for it.
 void Backend::tell(const CoalescedList& list) {
   if (!list.first) return;
   Call call = new_call({*list.first, pycollect::name(*list.first), kNoTimeout, false});
@@ -61,36 +60,36 @@ void Backend::tell(const CoalescedList& list) {
 }
 
 void Backend::startCoalescing() {
-  forks_.require_none("start of coalescing");
+  fork_guard_.require_none("start of coalescing");
   if (coalescing_->find() == nullptr) return coalescing_->start();
-  const std::string why = "this thread has begun to coalesce calls of the group, and not ended it";
+  const std::string why = "this thread has already started to coalesce calls of the group";
   abandonCoalescing(why, false);
   throw std::invalid_argument(
-      text("start of coalescing: ", why, "; what it has asked for since did not run"));
+      text("start of coalescing: ", why, "; the calls that it has made since did not run"));
 }
 
-// Messages come after the collectives beside them, whose results they may be, and which may not
-// run: nobody would take a message then.
+// Messages are posted after the list's collectives have run: they may send the results of these,
+// and if the collectives are refused, no peer would receive the messages.
 WorkPtr Backend::endCoalescing() {
-  forks_.require_none("end of coalescing");
+  fork_guard_.require_none("end of coalescing");
   auto list = coalescing_->take();
   require(list.has_value(),
-          "end of coalescing: this thread has begun to coalesce no calls of the group");
+          "end of coalescing: this thread has not started to coalesce calls of the group");
   if (list->refusal) {
     tell(*list);
     std::rethrow_exception(list->refusal->error);
   }
   const auto calls = queue_->push_all(bind_together(std::move(list->calls)));
   const std::vector<WorkPtr> collectives(calls.begin(), calls.end());
-  if (!list->messages.empty()) c10::make_intrusive<JointWork>(collectives)->wait();
+  if (!list->messages.empty()) c10::make_intrusive<CoalescedWork>(collectives)->wait();
   std::vector<WorkPtr> works = post(list->messages);
   works.insert(works.end(), collectives.begin(), collectives.end());
   if (works.size() == 1) return works.front();
-  return c10::make_intrusive<JointWork>(std::move(works));
+  return c10::make_intrusive<CoalescedWork>(std::move(works));
 }
 
 void Backend::abandonCoalescing(std::string_view why, bool asked) {
-  if (!forks_.none()) return;
+  if (!fork_guard_.none()) return;
   auto list = coalescing_->take();
   if (!list && !asked) return;
   if (!list) list.emplace();

@@ -4,8 +4,8 @@
 namespace pycollect::dist {
 namespace {
 
-// Not std::thread::id, which the system gives to another thread when this one has ended: that would
-// find a list which somebody else began and left.
+// Not std::thread::id, which the system reuses after a thread has ended: the new thread would find
+// a list that the old one had left open.
 uint64_t this_thread() {
   static std::atomic<uint64_t> threads{0};
   thread_local const uint64_t number = threads++;
@@ -16,12 +16,12 @@ uint64_t this_thread() {
 
 std::vector<Call> bind_together(std::vector<Call> calls) {
   if (calls.size() < 2) return calls;
-  const auto together = std::make_shared<Together>();
+  const auto together = std::make_shared<CoalescedAgreement>();
   for (Call& call : calls) {
-    shm::Transport* const transport = call.passage ? call.passage->transport() : nullptr;
+    shm::Transport* const transport = call.staging ? call.staging->transport() : nullptr;
     for (const shm::Request& request : call.requests)
       together->requests.push_back({&request, transport});
-    if (call.passage && call.asked.empty()) together->passages.push_back(call.passage);
+    if (call.staging && call.asked.empty()) together->stagings.push_back(call.staging);
     call.together = together;
   }
   return calls;

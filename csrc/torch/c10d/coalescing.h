@@ -1,6 +1,6 @@
-// What threads have asked a group for since they called startCoalescing: a list for each thread,
-// because what one begins and ends is nothing to another. Nothing in a list has moved yet, and
-// nothing is thrown inside: a refusal stands in the list until its end. No queue, no mailbox.
+// Calls requested since startCoalescing(), in one list per thread, because threads start and end
+// coalescing independently. No data of a listed call has moved. Listing a call never throws: the
+// list keeps its first refusal until it ends. Uses neither the queue nor the mailbox.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -15,41 +15,41 @@
 
 namespace pycollect::dist {
 
-// Why a call will not run.
+// The reason why a call does not run.
 struct Refusal {
-  std::string told;          // to the other ranks; empty: they find out by themselves
-  std::exception_ptr error;  // that this rank raises
+  std::string told;          // published to the peers; empty: they fail by themselves
+  std::exception_ptr error;  // raised on this rank
 };
 
 struct CoalescedList {
-  struct Message {
-    Messages::Letter letter;
+  struct CoalescedMessage {
+    Messages::P2POp letter;
     bool receives;
-    std::shared_ptr<Mark> asked;  // where it was, on the tensor's device; null: on the host
+    std::shared_ptr<DeviceEvent> asked;  // stream position of the request; null: a host tensor
   };
   std::vector<Call> calls = {};
-  std::vector<Message> messages = {};
-  Ranges written = {};                   // by the calls
-  std::optional<Collective> first = {};  // collective that was asked for; none: messages at most
-  std::optional<Refusal> refusal = {};   // the first; nothing of the list will run
+  std::vector<CoalescedMessage> messages = {};
+  Ranges written = {};                   // memory that `calls` write
+  std::optional<Collective> first = {};  // the first collective requested; none: messages at most
+  std::optional<Refusal> refusal = {};   // the first refusal; if set, no part of the list runs
 };
 
-// Has all ranks agree on all of them before the first one runs.
+// Makes all ranks agree on all of the calls before the first one runs.
 std::vector<Call> bind_together(std::vector<Call> calls);
 
 class Coalescing {
  public:
-  // The calling thread's list, which no other thread touches; null: it has none.
+  // Returns the calling thread's list, which no other thread accesses, or null.
   CoalescedList* find();
   void start();
-  // Ends it; none: there was none.
+  // Removes and returns the calling thread's list, if there is one.
   std::optional<CoalescedList> take();
-  // The group has been aborted: nothing more is put in any list, but is told so where it is asked.
+  // Call when the group is aborted: new calls are then not listed, but fail at once.
   void close() { closed_ = true; }
 
  private:
   std::mutex mutex_;
-  std::atomic<int> threads_{0};  // that have a list: most calls look no further
+  std::atomic<int> threads_{0};  // number of threads with a list; 0 saves most calls the lock
   std::atomic<bool> closed_{false};
   std::map<uint64_t, CoalescedList> lists_;
 };

@@ -1,29 +1,29 @@
-// See messages.h: one send or receive, as torch knows it.
+// See messages.h: the Work of one send or receive.
 #include <ATen/EmptyTensor.h>
 
 #include "../../plan/error.h"
 #include "../threads.h"
+#include "in_flight_calls.h"
 #include "messages.h"
-#include "under_way.h"
 
 namespace pycollect::dist {
 
-MessageWork::MessageWork(const Ask& ask, at::Tensor tensor, std::shared_ptr<Passage> passage,
-                         std::shared_ptr<Messages> messages)
+MessageWork::MessageWork(const MessageInfo& ask, at::Tensor tensor,
+                         std::shared_ptr<TensorStaging> staging, std::shared_ptr<Messages> messages)
     : ask_(ask),
       tensor_(std::move(tensor)),
-      passage_(std::move(passage)),
-      staging_(dynamic_cast<MessageStaging*>(passage_.get())),
+      staging_(std::move(staging)),
+      fragments_(dynamic_cast<MessageStaging*>(staging_.get())),
       dense_(tensor_),
       messages_(std::move(messages)) {
-  if (passage_) {
-    memory_ = passage_->enter(tensor_, !ask_.receives, ask_.receives).base;
-    passage_->depart();
+  if (staging_) {
+    memory_ = staging_->add_tensor(tensor_, !ask_.receives, ask_.receives).base;
+    staging_->begin_copy_in();
     return;
   }
   if (!tensor_.is_contiguous()) {
     dense_ = at::Tensor(at::detail::empty_cpu(tensor_.sizes(), tensor_.scalar_type()));
-    if (!ask_.receives) lay(dense_, tensor_);
+    if (!ask_.receives) copy_strided(dense_, tensor_);
   }
   memory_ = static_cast<std::byte*>(ask_.receives ? dense_.mutable_data_ptr()
                                                   : const_cast<void*>(dense_.const_data_ptr()));
@@ -36,23 +36,23 @@ shm::Envelope MessageWork::envelope() const {
 }
 
 void MessageWork::post(shm::Mailbox& mailbox) {
-  auto posted =
-      ask_.receives ? mailbox.receive(ask_.peer, envelope(), memory_)
-      : staging_ ? mailbox.send_partly(*ask_.peer, envelope(), memory_, staging_->arrived_bytes())
-                 : mailbox.send(*ask_.peer, envelope(), memory_);
+  auto posted = ask_.receives ? mailbox.receive(ask_.peer, envelope(), memory_)
+                : fragments_  ? mailbox.send_partly(*ask_.peer, envelope(), memory_,
+                                                    fragments_->arrived_bytes())
+                              : mailbox.send(*ask_.peer, envelope(), memory_);
   const std::lock_guard lock(mutex_);
   transfer_ = std::move(posted);
 }
 
-// What a device has failed with is told when the mailbox lets go of the memory. That of a send does
-// so for nobody: its peer has some of it, and waits for the rest.
+// A device error is thrown only after the mailbox has released the memory. For a send, the group is
+// aborted: the peer has received a part of the message and waits for the rest.
 bool MessageWork::advance(shm::Mailbox& mailbox) {
   const std::lock_guard lock(mutex_);
-  in_hand_ = false;
+  device_pending_ = false;
   if (settled_ || failure_ || transfer_->done()) return false;
   try {
     if (!ask_.receives) return supply(mailbox);
-    staging_->forward(transfer_->moved());
+    fragments_->forward(transfer_->moved());
     return true;
   } catch (const std::exception& error) {
     failure_ = std::current_exception();
@@ -63,16 +63,17 @@ bool MessageWork::advance(shm::Mailbox& mailbox) {
 }
 
 bool MessageWork::supply(shm::Mailbox& mailbox) {
-  const std::size_t there = staging_->arrived_bytes();
+  const std::size_t there = fragments_->arrived_bytes();
   mailbox.supply(*transfer_, there);
   const bool coming = there < static_cast<std::size_t>(tensor_.nbytes());
-  in_hand_ = coming && transfer_->moved() == there;
+  device_pending_ = coming && transfer_->moved() == there;
   return coming;
 }
 
 std::vector<Rank> MessageWork::missing(const shm::Mailbox& mailbox) const {
   const std::lock_guard lock(mutex_);
-  return in_hand_ || !transfer_ ? std::vector<Rank>{mailbox.rank()} : mailbox.missing(*transfer_);
+  return device_pending_ || !transfer_ ? std::vector<Rank>{mailbox.rank()}
+                                       : mailbox.missing(*transfer_);
 }
 
 shm::Deadline MessageWork::due() const {
@@ -121,19 +122,19 @@ void MessageWork::settle() {
     } catch (...) {
       error_ = std::current_exception();
     }
-    if (passage_) passage_->let_go();
+    if (staging_) staging_->release();
     settled_ = true;
     future = future_;
     last.swap(messages_);
   }
-  if (future) complete(*future, {tensor_}, error_, passage());
+  if (future) complete(*future, {tensor_}, error_, staging());
 }
 
 void MessageWork::finish() {
   if (failure_) std::rethrow_exception(failure_);
   transfer_->rethrow();
-  if (passage_) return passage_->land(occasion(shm::Deadline::max()));
-  if (ask_.receives && !dense_.is_same(tensor_)) lay(tensor_, dense_);
+  if (staging_) return staging_->begin_copy_out(context(shm::Deadline::max()));
+  if (ask_.receives && !dense_.is_same(tensor_)) copy_strided(tensor_, dense_);
 }
 
 std::string MessageWork::described() const {
@@ -146,7 +147,7 @@ bool MessageWork::isCompleted() {
   if (const auto messages = this->messages()) messages->progress();
   settle();
   const std::lock_guard lock(mutex_);
-  return settled_ && (error_ || !passage_ || passage_->landed());
+  return settled_ && (error_ || !staging_ || staging_->outputs_ready());
 }
 
 bool MessageWork::isSuccess() const {
@@ -160,8 +161,8 @@ std::exception_ptr MessageWork::exception() const {
 }
 
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
-  const UnderWay under_way;
-  if (passage_) check_no_capture(*passage_, ask_.name);
+  const InFlightCalls under_way;
+  if (staging_) check_no_capture(*staging_, ask_.name);
   if (const auto messages = this->messages()) {
     if (!is_limit(timeout))
       messages->wait(*this, shm::deadline_after(ask_.timeout));
@@ -169,7 +170,7 @@ bool MessageWork::wait(std::chrono::milliseconds timeout) {
       throw_unfinished(described(), timeout);
   }
   if (auto error = exception()) std::rethrow_exception(error);
-  if (passage_) passage_->join();
+  if (staging_) staging_->wait_on_current_streams();
   return true;
 }
 
@@ -183,11 +184,11 @@ c10::intrusive_ptr<Future> MessageWork::getFuture() {
   {
     const std::lock_guard lock(mutex_);
     if (future_) return future_;
-    future_ = new_future(passage());
+    future_ = new_future(staging());
     complete_now = settled_;
     due_ = shm::deadline_after(ask_.timeout);
   }
-  if (complete_now) complete(*future_, {tensor_}, error_, passage());
+  if (complete_now) complete(*future_, {tensor_}, error_, staging());
   return future_;
 }
 

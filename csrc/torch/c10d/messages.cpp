@@ -1,5 +1,5 @@
-// See messages.h. The thread only looks in every millisecond, and dozes when there has been nothing
-// for a while: a send or a receive that is waited for at once must not pay for waking it.
+// See messages.h. The service thread polls once a millisecond, and sleeps after a while without
+// messages: a send or receive that is waited for at once must not pay for waking it.
 #include "messages.h"
 
 #include <pthread.h>
@@ -19,28 +19,29 @@ constexpr auto kForEver = std::chrono::hours(24 * 365);
 
 }  // namespace
 
-Messages::Messages(std::shared_ptr<shm::Group> group, std::shared_ptr<const Ladder> ladder)
+Messages::Messages(std::shared_ptr<shm::Group> group,
+                   std::shared_ptr<const TransportSelector> selector)
     : group_(std::move(group)),
-      ladder_(std::move(ladder)),
-      devices_(ladder_->devices()->twin()),
+      selector_(std::move(selector)),
+      devices_(selector_->devices()->with_own_streams()),
       mailbox_(*group_) {}
 
-bool Messages::check(const Letter& letter, const char* name, bool receives) const {
-  forks_.require_none(name);
+bool Messages::check(const P2POp& letter, const char* name, bool receives) const {
+  fork_guard_.require_none(name);
   if (letter.peer) check_rank(*letter.peer, group_->world(), name, receives ? "src" : "dst");
   require(letter.tag >= 0, name, ": tag is ", letter.tag, "; it must not be negative");
   const Label label{name, "tensor"};
-  const bool away =
-      check_operand(letter.tensor, receives ? Use::write : Use::read, label, *ladder_->devices());
+  const bool away = check_operand(letter.tensor, receives ? AccessMode::write : AccessMode::read,
+                                  label, *selector_->devices());
   dtype_of(letter.tensor, label);
   return away;
 }
 
-// From before a message is known to anybody until it is listed or has completed: the group's end
-// waits for that, and overlooks none.
-class Messages::Asking {
+// Exists from before a message is visible to any thread until it is listed or complete, so that
+// closing the group waits for it and misses no message.
+class Messages::PostingScope {
  public:
-  Asking(Messages& all, const char* name) : all_(all) {
+  PostingScope(Messages& all, const char* name) : all_(all) {
     const std::lock_guard lock(all_.mutex_);
     if (!all_.takes_more_) throw CollectiveError(text(name, ": the group has been destroyed"));
     if (!all_.thread_.joinable())
@@ -48,12 +49,12 @@ class Messages::Asking {
     ++all_.asking_;
     number = all_.made_++;
   }
-  ~Asking() {
+  ~PostingScope() {
     const std::lock_guard lock(all_.mutex_);
     if (--all_.asking_ == 0 && !all_.takes_more_) all_.changed_.notify_all();
   }
-  Asking(const Asking&) = delete;
-  Asking& operator=(const Asking&) = delete;
+  PostingScope(const PostingScope&) = delete;
+  PostingScope& operator=(const PostingScope&) = delete;
 
   uint64_t number;
 
@@ -61,12 +62,11 @@ class Messages::Asking {
   Messages& all_;
 };
 
-c10::intrusive_ptr<c10d::Work> Messages::ask(const Letter& letter, const char* name,
-                                             bool receives) {
+c10::intrusive_ptr<c10d::Work> Messages::ask(const P2POp& letter, const char* name, bool receives) {
   const bool away = check(letter, name, receives);
-  const Asking asking(*this, name);
-  const MessageWork::Ask what{name,       asking.number,  letter.peer,
-                              letter.tag, letter.timeout, receives};
+  const PostingScope asking(*this, name);
+  const MessageWork::MessageInfo what{name,       asking.number,  letter.peer,
+                                      letter.tag, letter.timeout, receives};
   auto work = c10::make_intrusive<MessageWork>(
       what, letter.tensor, away ? passage_of(letter.tensor) : nullptr, shared_from_this());
   if (receives)
@@ -76,10 +76,10 @@ c10::intrusive_ptr<c10d::Work> Messages::ask(const Letter& letter, const char* n
   return started(std::move(work));
 }
 
-c10::intrusive_ptr<c10d::Work> Messages::send(const Letter& letter) {
+c10::intrusive_ptr<c10d::Work> Messages::send(const P2POp& letter) {
   return ask(letter, "send", false);
 }
-c10::intrusive_ptr<c10d::Work> Messages::receive(const Letter& letter) {
+c10::intrusive_ptr<c10d::Work> Messages::receive(const P2POp& letter) {
   return ask(letter, "recv", true);
 }
 
@@ -90,7 +90,7 @@ c10::intrusive_ptr<c10d::Work> Messages::started(c10::intrusive_ptr<MessageWork>
   }
   const std::lock_guard lock(mutex_);
   open_.push_back(work);
-  if (dozes_) changed_.notify_all();
+  if (polling_) changed_.notify_all();
   return work;
 }
 
@@ -101,17 +101,17 @@ bool Messages::progress() {
 }
 
 void Messages::await(const std::function<bool()>& over, const Suspects& missing,
-                     shm::Transfer* transfer, const shm::Occasion& occasion) {
+                     shm::Transfer* transfer, const shm::OpContext& context) {
   const auto holds = [&] {
     dispatch_arrived();
     advance_staged();
     return over();
   };
-  mailbox_.wait({holds, missing, transfer, [this] { return glances(); }}, occasion);
+  mailbox_.wait({holds, missing, transfer, [this] { return polls(); }}, context);
 }
 
 void Messages::wait(MessageWork& work, shm::Deadline deadline) {
-  forks_.require_none(work.ask_.name);
+  fork_guard_.require_none(work.ask_.name);
   {
     const std::lock_guard lock(mutex_);
     ++waiting_;
@@ -119,11 +119,11 @@ void Messages::wait(MessageWork& work, shm::Deadline deadline) {
   std::exception_ptr error;
   const auto missing = [&] { return this->missing(work, group_->gone()); };
   try {
-    const shm::Occasion occasion = work.occasion(deadline);
+    const shm::OpContext context = work.context(deadline);
     if (!work.transfer())
-      await([&] { return work.transfer() || work.is_moved(); }, missing, nullptr, occasion);
+      await([&] { return work.transfer() || work.is_moved(); }, missing, nullptr, context);
     if (const auto transfer = work.transfer(); transfer && !transfer->done())
-      await([&] { return transfer->done(); }, missing, transfer.get(), occasion);
+      await([&] { return transfer->done(); }, missing, transfer.get(), context);
   } catch (...) {
     error = std::current_exception();
   }
@@ -139,11 +139,11 @@ void Messages::wait(MessageWork& work, shm::Deadline deadline) {
 }
 
 bool Messages::wait_until(MessageWork& work, shm::Deadline deadline) {
-  forks_.require_none(work.ask_.name);
+  fork_guard_.require_none(work.ask_.name);
   const auto over = [&] { return work.is_moved() || shm::Clock::now() >= deadline; };
   await(
       over, [&] { return missing(work, group_->gone()); }, work.transfer().get(),
-      work.occasion(shm::Clock::now() + kForEver));
+      work.context(shm::Clock::now() + kForEver));
   work.settle();
   return work.is_moved();
 }
@@ -153,7 +153,7 @@ void Messages::forget(const MessageWork& work) {
   std::erase_if(open_, [&](const auto& w) { return w.get() == &work; });
 }
 
-// What others have moved. Callbacks run without the lock.
+// Settles messages that other threads have moved. Callbacks run without the lock.
 bool Messages::settle_done(Lock& lock) {
   const auto first = std::stable_partition(open_.begin(), open_.end(),
                                            [](const auto& w) { return !w->is_moved(); });
@@ -168,22 +168,22 @@ bool Messages::settle_done(Lock& lock) {
   return true;
 }
 
-// Looked at all the time, so at each of them once only.
+// Called in a polling loop, so it locks each message only once.
 bool Messages::any_calls(shm::Deadline before) const {
   return std::any_of(open_.begin(), open_.end(), [&](const auto& w) { return w->calls(before); });
 }
 
-// Which of them must be done first, because it has a future.
-shm::Occasion Messages::most_urgent() const {
-  shm::Occasion first{"send or recv", 0, shm::Deadline::max()};
+// Returns the context of the open message whose future has the earliest deadline.
+shm::OpContext Messages::most_urgent() const {
+  shm::OpContext first{"send or recv", 0, shm::Deadline::max()};
   for (const auto& work : open_)
     if (const auto due = work->due(); due < first.deadline && !work->is_moved())
-      first = work->occasion(due);
+      first = work->context(due);
   return first;
 }
 
-// Can all be left to threads that wait for a message? Each moves the other messages too, but looks
-// for its own deadline and peer alone: so not when a future is late, or its peer gone.
+// Returns whether waiting threads can serve all messages. Each moves every message, but checks only
+// its own deadline and peer, so they do not suffice if a future is late or its peer is gone.
 bool Messages::waiters_suffice() const {
   if (waiting_ == 0) return false;
   const uint64_t gone = group_->gone();
@@ -198,9 +198,9 @@ bool Messages::waiters_suffice() const {
   });
 }
 
-// Until something is done, or somebody else does it.
+// Moves messages until one is done or due, or until waiting threads suffice.
 void Messages::move_on(Lock& lock) {
-  const shm::Occasion first = most_urgent();
+  const shm::OpContext first = most_urgent();
   const auto stop = [&] {
     const std::lock_guard hold(mutex_);
     return closed_ || any_calls(first.deadline) || waiters_suffice();
@@ -220,12 +220,12 @@ void Messages::serve() {
   const auto serves = [&] { return !closed_ && !open_.empty() && !waiters_suffice(); };
   for (int ticks = 0; !closed_;) {
     if (open_.empty() && ticks >= kTicksAwake) {
-      dozes_ = true;
+      polling_ = true;
       changed_.wait(lock, [&] { return closed_ || !open_.empty(); });
-      dozes_ = false;
+      polling_ = false;
       ticks = 0;
     }
-    if (!serves() || !glances()) changed_.wait_for(lock, kTick, [&] { return closed_; });
+    if (!serves() || !polls()) changed_.wait_for(lock, kTick, [&] { return closed_; });
     ++ticks;
     if (!open_.empty()) ticks = 0;
     while (settle_done(lock)) continue;
@@ -239,18 +239,16 @@ void Messages::take_no_more(shm::Deadline deadline) {
   changed_.wait_until(lock, deadline, [&] { return asking_ == 0; });
 }
 
-// Once at least: another group may have taken all the time there was.
+// Makes progress at least once: another group may have used up the shutdown timeout.
 void Messages::finish(shm::Deadline deadline) {
-  const shm::Occasion occasion{"destroy_process_group", 0, shm::Clock::now() + kForEver};
-  group_->require_whole(occasion);
+  const shm::OpContext context{"destroy_process_group", 0, shm::Clock::now() + kForEver};
+  group_->require_healthy(context);
   progress();
-  const auto over = [&] {
-    return (mailbox_.idle() && !glances()) || shm::Clock::now() >= deadline;
-  };
-  await(over, [this] { return missing(); }, nullptr, occasion);
+  const auto over = [&] { return (mailbox_.idle() && !polls()) || shm::Clock::now() >= deadline; };
+  await(over, [this] { return missing(); }, nullptr, context);
 }
 
-// From a callback it is this very thread, which ends by itself.
+// A callback may run this on the service thread itself, which then ends by itself.
 void Messages::end_thread() {
   std::thread thread;
   {
@@ -271,10 +269,10 @@ void Messages::close(shm::Deadline deadline) {
   try {
     finish(deadline);
   } catch (const std::exception&) {
-    // The group is broken, which is what everything fails with below.
+    // The group is aborted; the pending messages fail with its error below.
   }
-  drop_leaving(std::make_exception_ptr(
-      CollectiveError("send: the group was destroyed before the stream came to it")));
+  drop_pending_sends(std::make_exception_ptr(
+      CollectiveError("send: the group was destroyed before the tensor's stream reached it")));
   if (!mailbox_.idle()) group_->abort("it was destroyed while messages were under way");
   fail_with_group();
   end_thread();
@@ -282,10 +280,126 @@ void Messages::close(shm::Deadline deadline) {
     Lock lock(mutex_);
     while (settle_done(lock)) continue;
   }
-  std::vector<c10::intrusive_ptr<MessageWork>> staged;  // let go of without the lock
+  std::vector<c10::intrusive_ptr<MessageWork>> staged;  // released without the lock
   const std::lock_guard lock(staged_mutex_);
   staged.swap(staged_);
-  any_staged_ = coming_ = false;
+  any_staged_ = any_device_send_ = false;
+}
+
+// See messages.h: messages of device tensors. Sends are posted in order once their data is in host
+// memory. A message in fragments is posted with the first one, and the others follow.
+std::shared_ptr<TensorStaging> Messages::passage_of(const at::Tensor& tensor) const {
+  if (MessageStaging::serves(tensor)) return std::make_shared<MessageStaging>(devices_);
+  return stage_through_host(devices_);
+}
+
+void Messages::post(const c10::intrusive_ptr<MessageWork>& work) {
+  work->post(mailbox_);
+  if (work->fragments_ == nullptr) return;
+  {
+    const std::lock_guard lock(staged_mutex_);
+    staged_.push_back(work);
+    any_staged_ = true;
+    if (!work->ask_.receives) any_device_send_ = true;
+  }
+  if (any_device_send_) mailbox_.wake();
+}
+
+// Runs in one thread at a time: another thread returns at once, and may poll again.
+void Messages::advance_staged() {
+  if (!any_staged_) return;
+  std::vector<c10::intrusive_ptr<MessageWork>> over;  // released without the lock
+  const std::unique_lock lock(staged_mutex_, std::try_to_lock);
+  if (!lock) return;
+  bool coming = false;
+  std::erase_if(staged_, [&](c10::intrusive_ptr<MessageWork>& work) {
+    const bool more = work->advance(mailbox_);
+    coming |= more && !work->ask_.receives;
+    if (!more) over.push_back(std::move(work));
+    return !more;
+  });
+  any_staged_ = !staged_.empty();
+  any_device_send_ = coming;
+}
+
+// Queues behind unposted sends: a message must not overtake an earlier one to the same rank.
+void Messages::dispatch(const c10::intrusive_ptr<MessageWork>& work) {
+  if (!work->staging_ && !any_pending_send_) return post(work);
+  {
+    const std::lock_guard lock(pending_mutex_);
+    pending_sends_.push_back(work);
+    any_pending_send_ = true;
+  }
+  dispatch_arrived();
+  if (any_pending_send_) mailbox_.wake();  // waiting threads must now poll for this send
+}
+
+// Returns true if the message was posted or has failed. The peer may already wait for it.
+bool Messages::leave(const c10::intrusive_ptr<MessageWork>& work) {
+  try {
+    if (work->staging_ && !work->staging_->inputs_ready()) return false;
+    post(work);
+  } catch (const CollectiveError&) {
+    work->fail(std::current_exception());
+  } catch (const std::exception& error) {
+    work->fail(std::current_exception());
+    abort(text("the device of a rank failed in send: ", error.what()));
+  }
+  return true;
+}
+
+// A send that its stream holds up does not delay messages to other ranks.
+void Messages::dispatch_arrived() {
+  if (!any_pending_send_) return;
+  std::vector<c10::intrusive_ptr<MessageWork>> over;  // released without the lock
+  const std::lock_guard lock(pending_mutex_);
+  uint64_t held_up = 0;  // bit mask of ranks
+  std::erase_if(pending_sends_, [&](c10::intrusive_ptr<MessageWork>& work) {
+    const uint64_t peer = uint64_t{1} << *work->ask_.peer;
+    if ((held_up & peer) != 0 || !leave(work)) {
+      held_up |= peer;
+      return false;
+    }
+    over.push_back(std::move(work));
+    return true;
+  });
+  any_pending_send_ = !pending_sends_.empty();
+}
+
+// Fails all messages if the group is aborted, as Mailbox::wait does.
+void Messages::fail_with_group() {
+  try {
+    group_->require_healthy({"send or recv", 0, shm::Deadline::max()});
+  } catch (const CollectiveError&) {
+    mailbox_.fail(std::current_exception());
+    drop_pending_sends(std::current_exception());
+  }
+}
+
+// Names a receiver that is gone, even if a device of this rank still holds the message up.
+std::vector<Rank> Messages::missing(const MessageWork& work, uint64_t gone) const {
+  const Rank peer = work.transfer() ? work.peer() : group_->rank();
+  return peer >= 0 && (gone >> peer & 1) != 0 ? std::vector<Rank>{peer} : work.missing(mailbox_);
+}
+
+std::vector<Rank> Messages::missing() {
+  std::vector<Rank> ranks;
+  const uint64_t gone = group_->gone();
+  const std::lock_guard lock(mutex_);
+  for (const auto& work : open_) {
+    if (work->is_moved()) continue;
+    for (Rank r : missing(*work, gone))
+      if (std::find(ranks.begin(), ranks.end(), r) == ranks.end()) ranks.push_back(r);
+  }
+  return ranks;
+}
+
+void Messages::drop_pending_sends(const std::exception_ptr& error) {
+  std::deque<c10::intrusive_ptr<MessageWork>> over;  // released without the lock
+  const std::lock_guard lock(pending_mutex_);
+  for (const auto& work : pending_sends_) work->fail(error);
+  over.swap(pending_sends_);
+  any_pending_send_ = false;
 }
 
 }  // namespace pycollect::dist

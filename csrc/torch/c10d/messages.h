@@ -1,8 +1,8 @@
-// send and recv: each moves on by itself, whatever the group's collectives do. Whoever waits moves
-// all of them; a thread does when nobody waits, made before the first has been asked for. What
-// is sent from a device is posted when it has come from there, in order with the rest for its peer.
-// A large one goes in pieces, as they come. What comes from a device rings no bell: while there is
-// such, whoever waits looks again and again.
+// send and recv. Every message makes progress by itself, independently of collectives. A waiting
+// thread moves all messages; a service thread, started before the first message, does if none
+// waits. A send from a device is posted once its data is in host memory, in order with other sends
+// to the same peer; a large one goes in fragments, as they arrive. Device copies ring no doorbell,
+// so waiting threads poll while any are outstanding.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -11,19 +11,19 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
-#include "../../shm/mailbox.h"
-#include "devices/ladder.h"
-#include "devices/message_staging.h"
-#include "forks.h"
+#include "../../p2p/mailbox.h"
+#include "fork_guard.h"
+#include "staging/message_staging.h"
+#include "staging/transport_selector.h"
 #include "work.h"
 
 namespace pycollect::dist {
 
 class Messages;
 
-class MessageWork final : public OwnWork {
+class MessageWork final : public GroupWork {
  public:
-  struct Ask {
+  struct MessageInfo {
     const char* name;
     uint64_t number;
     std::optional<Rank> peer;
@@ -31,8 +31,8 @@ class MessageWork final : public OwnWork {
     std::chrono::milliseconds timeout;
     bool receives;
   };
-  // `passage` is that of a tensor on a device.
-  MessageWork(const Ask& ask, at::Tensor tensor, std::shared_ptr<Passage> passage,
+  // `staging` stages a device tensor; null: a host tensor.
+  MessageWork(const MessageInfo& ask, at::Tensor tensor, std::shared_ptr<TensorStaging> staging,
               std::shared_ptr<Messages> messages);
 
   bool isCompleted() override;
@@ -40,7 +40,7 @@ class MessageWork final : public OwnWork {
   std::exception_ptr exception() const override;
   int sourceRank() const override { return peer(); }
   Tensors result() override { return {tensor_}; }
-  const Passage* passage() const override { return passage_.get(); }
+  const TensorStaging* staging() const override { return staging_.get(); }
   void synchronize() override { wait(); }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
@@ -52,75 +52,77 @@ class MessageWork final : public OwnWork {
   std::string described() const;
   shm::Envelope envelope() const;
   Rank peer() const;
-  // Hands it to the mailbox.
+  // Posts the message to the mailbox.
   void post(shm::Mailbox& mailbox);
-  // Of a message in pieces: hands on those that have come. Returns whether any are yet to.
+  // Passes on the fragments of a staged message that have arrived. Returns whether more will come.
   bool advance(shm::Mailbox& mailbox);
   bool supply(shm::Mailbox& mailbox);
-  void fail(std::exception_ptr error);  // before it was posted
+  void fail(std::exception_ptr error);  // for an error before the message is posted
   shm::TransferPtr transfer() const;
-  bool is_moved() const;                   // or has failed
-  bool calls(shm::Deadline before) const;  // is moved, or must be by then
-  void finish();                           // what is left to do when it has been moved
-  // After it was moved or has failed; by any thread, any number of times.
+  bool is_moved() const;                   // true also after a failure
+  bool calls(shm::Deadline before) const;  // is moved or failed, or is due before then
+  void finish();                           // throws its error, or copies it to the tensor
+  // Completes a message that was moved or has failed. Thread-safe, and may be called repeatedly.
   void settle();
   std::shared_ptr<Messages> messages() const;
-  std::vector<Rank> missing(const shm::Mailbox& mailbox) const;  // whom it depends on
-  shm::Deadline due() const;  // of its future, which itself can be waited for without a limit
-  shm::Occasion occasion(shm::Deadline deadline) const {
+  std::vector<Rank> missing(const shm::Mailbox& mailbox) const;  // ranks that it waits for
+  shm::Deadline due() const;  // the limit for its future, which has none itself
+  shm::OpContext context(shm::Deadline deadline) const {
     return {ask_.name, ask_.number, deadline};
   }
 
-  const Ask ask_;
+  const MessageInfo ask_;
   const at::Tensor tensor_;
-  const std::shared_ptr<Passage> passage_;
-  MessageStaging* const staging_;  // the passage, if it goes in pieces
-  at::Tensor dense_;               // the tensor, or a copy of one that is not contiguous
+  const std::shared_ptr<TensorStaging> staging_;
+  MessageStaging* const fragments_;  // `staging_`, if the message goes in fragments; else null
+  at::Tensor dense_;                 // the tensor, or a contiguous copy
   std::byte* memory_ = nullptr;
-  std::shared_ptr<Messages> messages_;  // until it is settled
-  shm::TransferPtr transfer_;           // null until it is posted
+  std::shared_ptr<Messages> messages_;  // null once the message is settled
+  shm::TransferPtr transfer_;           // null until the message is posted
   mutable std::mutex mutex_;
-  bool settled_ = false, in_hand_ = false;  // in_hand_: a device of this process has the next of it
+  bool settled_ = false,
+       device_pending_ = false;  // device_pending_: the next fragment is on this rank's device
   std::exception_ptr error_;
-  std::exception_ptr failure_;  // of a device, while the mailbox has to do with the memory
+  std::exception_ptr failure_;  // a device error, while the mailbox uses the memory
   c10::intrusive_ptr<Future> future_;
   shm::Deadline due_ = shm::Deadline::max();
 };
 
 class Messages : public std::enable_shared_from_this<Messages> {
  public:
-  Messages(std::shared_ptr<shm::Group> group, std::shared_ptr<const Ladder> ladder);
+  Messages(std::shared_ptr<shm::Group> group, std::shared_ptr<const TransportSelector> selector);
 
-  struct Letter {
+  struct P2POp {
     at::Tensor tensor;
-    std::optional<Rank> peer;  // a receive from anybody has none
+    std::optional<Rank> peer;  // none: receive from any rank
     int tag;
     std::chrono::milliseconds timeout;
   };
-  c10::intrusive_ptr<c10d::Work> send(const Letter& letter);
-  c10::intrusive_ptr<c10d::Work> receive(const Letter& letter);
-  // Throws if those would, before anything moves. Returns whether the tensor is on a device.
-  bool check(const Letter& letter, const char* name, bool receives) const;
-  // Takes nothing more, and gives what is under way until then; what is left fails with the group,
-  // which is aborted for it.
+  c10::intrusive_ptr<c10d::Work> send(const P2POp& letter);
+  c10::intrusive_ptr<c10d::Work> receive(const P2POp& letter);
+  // Throws if send() or receive() would, before data moves. Returns whether the tensor is on a
+  // device.
+  bool check(const P2POp& letter, const char* name, bool receives) const;
+  // Refuses new messages and lets pending ones finish until the deadline. Then aborts the group if
+  // any are left, which fail with it.
   void close(shm::Deadline deadline);
   void abort(const std::string& why) { group_->abort(why); }
-  bool progress();  // returns whether messages have moved
+  bool progress();  // returns true if any message has moved
 
  private:
   friend class MessageWork;
   using Lock = std::unique_lock<std::mutex>;
-  class Asking;  // messages.cpp
-  c10::intrusive_ptr<c10d::Work> ask(const Letter& letter, const char* name, bool receives);
+  class PostingScope;  // defined in messages.cpp
+  c10::intrusive_ptr<c10d::Work> ask(const P2POp& letter, const char* name, bool receives);
   c10::intrusive_ptr<c10d::Work> started(c10::intrusive_ptr<MessageWork> work);
   using Suspects = std::function<std::vector<Rank>()>;
-  // Moves all messages until `over`, which the end of a transfer may be. Throws what the mailbox
-  // does.
+  // Moves all messages until `over` returns true; `transfer`, if given, is the awaited transfer.
+  // Throws what Mailbox::wait throws.
   void await(const std::function<bool()>& over, const Suspects& missing, shm::Transfer* transfer,
-             const shm::Occasion& occasion);
+             const shm::OpContext& context);
   void wait(MessageWork& work, shm::Deadline deadline);
   bool wait_until(MessageWork& work, shm::Deadline deadline);
-  void forget(const MessageWork& work);  // which is settled
+  void forget(const MessageWork& work);  // removes a settled message
   bool settle_done(Lock& lock);
   void move_on(Lock& lock);
   void serve();
@@ -130,45 +132,45 @@ class Messages : public std::enable_shared_from_this<Messages> {
   void end_thread();
 
   void post(const c10::intrusive_ptr<MessageWork>& work);
-  std::shared_ptr<Passage> passage_of(const at::Tensor& tensor) const;
+  std::shared_ptr<TensorStaging> passage_of(const at::Tensor& tensor) const;
   void fail_with_group();
   void advance_staged();
-  bool glances() const { return leaves_ || coming_; }
+  bool polls() const { return any_pending_send_ || any_device_send_; }
 
   void dispatch(const c10::intrusive_ptr<MessageWork>& work);
   void dispatch_arrived();
   bool leave(const c10::intrusive_ptr<MessageWork>& work);
-  void drop_leaving(const std::exception_ptr& error);
+  void drop_pending_sends(const std::exception_ptr& error);
   bool any_calls(shm::Deadline before) const;
-  shm::Occasion most_urgent() const;
+  shm::OpContext most_urgent() const;
   bool waiters_suffice() const;
   std::vector<Rank> missing(const MessageWork& work, uint64_t gone) const;
   std::vector<Rank> missing();
 
   const std::shared_ptr<shm::Group> group_;
-  const std::shared_ptr<const Ladder> ladder_;
-  // With streams of their own: whatever a collective's waits for is no matter of a message.
-  const std::shared_ptr<Devices> devices_;
+  const std::shared_ptr<const TransportSelector> selector_;
+  // Devices with streams of their own: messages must not wait for work of the collectives.
+  const std::shared_ptr<GroupDevices> devices_;
   shm::Mailbox mailbox_;
-  const Forks forks_;
+  const ForkGuard fork_guard_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<c10::intrusive_ptr<MessageWork>> open_;  // not done when they were last looked at
+  std::vector<c10::intrusive_ptr<MessageWork>> open_;  // messages not done when last checked
   std::thread thread_;
-  int waiting_ = 0;  // threads that move things because they wait for one
-  int asking_ = 0;   // threads that are in `ask`
-  bool takes_more_ = true, closed_ = false, dozes_ = false;
+  int waiting_ = 0;  // threads that wait for a message, and move all
+  int asking_ = 0;   // threads inside `ask`
+  bool takes_more_ = true, closed_ = false, polling_ = false;
   uint64_t made_ = 0;
 
-  std::mutex leaving_mutex_;  // held while the mailbox is given what it guards; never under mutex_
-  std::deque<c10::intrusive_ptr<MessageWork>> leaving_;  // sends that have not been posted
-  std::atomic<bool> leaves_{false};                      // are there any?
+  std::mutex pending_mutex_;  // held while posting to the mailbox; never locked under mutex_
+  std::deque<c10::intrusive_ptr<MessageWork>> pending_sends_;  // sends that are not posted yet
+  std::atomic<bool> any_pending_send_{false};                  // pending_sends_ is not empty
 
-  // Under mutex_ it is only tried, and nothing but a mailbox is locked under it.
+  // Only try-locked under mutex_. Under it, only a work's own mutex and the mailbox's are locked.
   std::mutex staged_mutex_;
-  std::vector<c10::intrusive_ptr<MessageWork>> staged_;  // posted, and not all pieces handed on
+  std::vector<c10::intrusive_ptr<MessageWork>> staged_;  // posted, but not all fragments passed on
   std::atomic<bool> any_staged_{false};
-  std::atomic<bool> coming_{false};  // does any of them come from a device?
+  std::atomic<bool> any_device_send_{false};  // whether any of staged_ is a send
 };
 
 }  // namespace pycollect::dist

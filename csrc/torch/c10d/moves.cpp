@@ -1,4 +1,4 @@
-// What moves blocks and adds nothing up: all_gather, gather, scatter and all_to_all.
+// Collectives that move blocks without a reduction: all_gather, gather, scatter and all_to_all.
 #include "../../plan/error.h"
 #include "builders.h"
 #include "shapes.h"
@@ -8,10 +8,10 @@ namespace {
 
 constexpr const char *kInput = "input", *kOutput = "output";
 
-std::size_t all(Seat seat) { return static_cast<std::size_t>(seat.world); }
+std::size_t all(GroupRank me) { return static_cast<std::size_t>(me.world); }
 
-// The other end of a transfer knows how large it is, and nobody else.
-Form between(std::size_t input_blocks, std::size_t output_blocks, int64_t root = 0) {
+// The form of a call in which only the two ends of a transfer know its size.
+RequestForm between(std::size_t input_blocks, std::size_t output_blocks, int64_t root = 0) {
   return {.input_blocks = input_blocks,
           .output_blocks = output_blocks,
           .root = static_cast<Rank>(root),
@@ -20,22 +20,22 @@ Form between(std::size_t input_blocks, std::size_t output_blocks, int64_t root =
 
 }  // namespace
 
-// The input may lie where its part of the output is.
-void all_gather(Call& call, Seat seat, const TensorLists& outputs, const Tensors& inputs) {
-  check_lists(call, seat, inputs, outputs);
-  Binder binder(call, seat, {.input_blocks = 1, .output_blocks = all(seat)});
+// The input of all_gather may be this rank's own part of the output.
+void all_gather(Call& call, GroupRank me, const TensorLists& outputs, const Tensors& inputs) {
+  check_lists(call, me, inputs, outputs);
+  Binder binder(call, me, {.input_blocks = 1, .output_blocks = all(me)});
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     const Label input = label_of(call, kInput, inputs, i);
     const std::size_t request = binder.request(dtype_of(inputs[i], input));
-    shm::Span own{};
-    for (Rank r = 0; r < seat.world; ++r) {
+    shm::BufferSegment own{};
+    for (Rank r = 0; r < me.world; ++r) {
       const Label label{call.name, "output_list", r};
       const at::Tensor& output = outputs[i][r];
       check_dtype(output, label, inputs[i], input);
-      if (r == seat.rank) check_size(output, label, inputs[i], input);
-      const shm::Span span = binder.write(output, label);
+      if (r == me.rank) check_size(output, label, inputs[i], input);
+      const shm::BufferSegment span = binder.write(output, label);
       binder.add_output(request, r, span);
-      if (r == seat.rank) own = span;
+      if (r == me.rank) own = span;
       call.results.push_back(output);
     }
     binder.add_input(request, 0, binder.read_inside(inputs[i], input, own));
@@ -43,41 +43,41 @@ void all_gather(Call& call, Seat seat, const TensorLists& outputs, const Tensors
   binder.finish();
 }
 
-void all_gather_single(Call& call, Seat seat, const Tensors& outputs, const Tensors& inputs) {
+void all_gather_single(Call& call, GroupRank me, const Tensors& outputs, const Tensors& inputs) {
   check_pairs(call, outputs, inputs);
-  Binder binder(call, seat, {.input_blocks = 1, .output_blocks = all(seat)});
+  Binder binder(call, me, {.input_blocks = 1, .output_blocks = all(me)});
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     const Label input = label_of(call, kInput, inputs, i);
     const Label output = label_of(call, kOutput, outputs, i);
-    check_joined(outputs[i], output, inputs[i], input, seat.world);
+    check_joined(outputs[i], output, inputs[i], input, me.world);
     const std::size_t request = binder.request(dtype_of(inputs[i], input));
-    const shm::Span whole = binder.write(outputs[i], output);
+    const shm::BufferSegment whole = binder.write(outputs[i], output);
     binder.add_whole_output(request, whole);
     binder.add_input(request, 0,
-                     binder.read_inside(inputs[i], input, binder.part(request, whole, seat.rank)));
+                     binder.read_inside(inputs[i], input, binder.part(request, whole, me.rank)));
   }
   binder.finish();
   call.results = outputs;
 }
 
-void gather(Call& call, Seat seat, const TensorLists& outputs, const Tensors& inputs,
+void gather(Call& call, GroupRank me, const TensorLists& outputs, const Tensors& inputs,
             int64_t root) {
-  check_rank(root, seat.world, call.name, "dst");
+  check_rank(root, me.world, call.name, "dst");
   check_one(call, "inputs", inputs.size());
-  const bool receives = seat.rank == root;
+  const bool receives = me.rank == root;
   const Label input{call.name, "tensor"};
-  Binder binder(call, seat, between(1, receives ? all(seat) : 0, root));
+  Binder binder(call, me, between(1, receives ? all(me) : 0, root));
   const std::size_t request = binder.request(dtype_of(inputs[0], input));
-  shm::Span own{};
+  shm::BufferSegment own{};
   if (receives) {
-    check_lists(call, seat, inputs, outputs);
-    for (Rank r = 0; r < seat.world; ++r) {
+    check_lists(call, me, inputs, outputs);
+    for (Rank r = 0; r < me.world; ++r) {
       const Label label{call.name, "gather_list", r};
       check_dtype(outputs[0][r], label, inputs[0], input);
-      if (r == seat.rank) check_size(outputs[0][r], label, inputs[0], input);
-      const shm::Span span = binder.write(outputs[0][r], label);
+      if (r == me.rank) check_size(outputs[0][r], label, inputs[0], input);
+      const shm::BufferSegment span = binder.write(outputs[0][r], label);
       binder.add_output(request, r, span);
-      if (r == seat.rank) own = span;
+      if (r == me.rank) own = span;
     }
     call.results = outputs[0];
   } else {
@@ -87,41 +87,41 @@ void gather(Call& call, Seat seat, const TensorLists& outputs, const Tensors& in
   binder.finish();
 }
 
-void gather_single(Call& call, Seat seat, const at::Tensor& output, const at::Tensor& input,
+void gather_single(Call& call, GroupRank me, const at::Tensor& output, const at::Tensor& input,
                    int64_t root) {
-  check_rank(root, seat.world, call.name, "dst");
-  const bool receives = seat.rank == root;
+  check_rank(root, me.world, call.name, "dst");
+  const bool receives = me.rank == root;
   const Label in{call.name, kInput}, out{call.name, kOutput};
-  Binder binder(call, seat, between(1, receives ? all(seat) : 0, root));
+  Binder binder(call, me, between(1, receives ? all(me) : 0, root));
   const std::size_t request = binder.request(dtype_of(input, in));
-  shm::Span own{};
+  shm::BufferSegment own{};
   if (receives) {
-    check_joined(output, out, input, in, seat.world);
-    const shm::Span whole = binder.write(output, out);
+    check_joined(output, out, input, in, me.world);
+    const shm::BufferSegment whole = binder.write(output, out);
     binder.add_whole_output(request, whole);
-    own = binder.part(request, whole, seat.rank);
+    own = binder.part(request, whole, me.rank);
     call.results = {output};
   }
   binder.add_input(request, 0, binder.read_inside(input, in, own));
   binder.finish();
 }
 
-void scatter(Call& call, Seat seat, const Tensors& outputs, const TensorLists& inputs,
+void scatter(Call& call, GroupRank me, const Tensors& outputs, const TensorLists& inputs,
              int64_t root) {
-  check_rank(root, seat.world, call.name, "src");
+  check_rank(root, me.world, call.name, "src");
   check_one(call, "outputs", outputs.size());
-  const bool sends = seat.rank == root;
+  const bool sends = me.rank == root;
   const Label output{call.name, "tensor"};
-  Binder binder(call, seat, between(sends ? all(seat) : 0, 1, root));
+  Binder binder(call, me, between(sends ? all(me) : 0, 1, root));
   const std::size_t request = binder.request(dtype_of(outputs[0], output));
-  const shm::Span own = binder.write(outputs[0], output);
+  const shm::BufferSegment own = binder.write(outputs[0], output);
   binder.add_output(request, 0, own);
   if (sends) {
-    check_lists(call, seat, outputs, inputs);
-    for (Rank r = 0; r < seat.world; ++r) {
+    check_lists(call, me, outputs, inputs);
+    for (Rank r = 0; r < me.world; ++r) {
       const Label label{call.name, "scatter_list", r};
       check_dtype(inputs[0][r], label, outputs[0], output);
-      if (r == seat.rank) check_size(inputs[0][r], label, outputs[0], output);
+      if (r == me.rank) check_size(inputs[0][r], label, outputs[0], output);
       binder.add_input(request, r, binder.read_beside(inputs[0][r], label, own));
     }
   } else {
@@ -131,17 +131,17 @@ void scatter(Call& call, Seat seat, const Tensors& outputs, const TensorLists& i
   call.results = outputs;
 }
 
-void all_to_all(Call& call, Seat seat, const Tensors& outputs, const Tensors& inputs) {
-  check_list(call, seat, outputs);
-  check_list(call, seat, inputs);
-  Binder binder(call, seat, between(all(seat), all(seat)));
+void all_to_all(Call& call, GroupRank me, const Tensors& outputs, const Tensors& inputs) {
+  check_list(call, me, outputs);
+  check_list(call, me, inputs);
+  Binder binder(call, me, between(all(me), all(me)));
   const Label first{call.name, "output_list", 0};
   const std::size_t request = binder.request(dtype_of(outputs[0], first));
-  for (Rank r = 0; r < seat.world; ++r) {
+  for (Rank r = 0; r < me.world; ++r) {
     const Label output{call.name, "output_list", r}, input{call.name, "input_list", r};
     check_dtype(outputs[r], output, outputs[0], first);
     check_dtype(inputs[r], input, outputs[0], first);
-    if (r == seat.rank) check_size(inputs[r], input, outputs[r], output);
+    if (r == me.rank) check_size(inputs[r], input, outputs[r], output);
     binder.add_output(request, r, binder.write(outputs[r], output));
     binder.add_input(request, r, binder.read(inputs[r], input));
   }
@@ -151,7 +151,7 @@ void all_to_all(Call& call, Seat seat, const Tensors& outputs, const Tensors& in
 
 namespace {
 
-// Elements per rank.
+// Returns the number of elements for each rank.
 Sizes cut(const at::Tensor& t, const Label& label, const std::vector<int64_t>& splits,
           const char* what, int world) {
   require(t.dim() > 0, label.call, ": ", label, " has no dimension to split; pass .reshape(1)");
@@ -169,27 +169,26 @@ Sizes cut(const at::Tensor& t, const Label& label, const std::vector<int64_t>& s
     sizes.push_back(s * row);
   }
   require(static_cast<int>(splits.size()) == world && total == rows, label.call, ": ", what,
-          " has ", splits.size(), " sizes that sum to ", total, "; needed are ", world,
-          " that sum to ", rows, ", the first dimension of ", label);
+          " has ", splits.size(), " sizes that sum to ", total, "; pass ", world, " that sum to ",
+          rows, ", the first dimension of ", label);
   return sizes;
 }
 
 }  // namespace
 
-void all_to_all_single(Call& call, Seat seat, const at::Tensor& output, const at::Tensor& input,
+void all_to_all_single(Call& call, GroupRank me, const at::Tensor& output, const at::Tensor& input,
                        const Splits& splits) {
   const Label in{call.name, kInput}, out{call.name, kOutput};
   check_dtype(input, in, output, out);
-  const Sizes sent = cut(input, in, splits.input, "input_split_sizes", seat.world);
-  const Sizes got = cut(output, out, splits.output, "output_split_sizes", seat.world);
-  require(sent[seat.rank] == got[seat.rank], call.name, ": this rank keeps ", sent[seat.rank],
-          " elements of ", in, " for itself and has room for ", got[seat.rank], " of them in ",
-          out);
-  Binder binder(call, seat, between(all(seat), all(seat)));
+  const Sizes sent = cut(input, in, splits.input, "input_split_sizes", me.world);
+  const Sizes got = cut(output, out, splits.output, "output_split_sizes", me.world);
+  require(sent[me.rank] == got[me.rank], call.name, ": this rank keeps ", sent[me.rank],
+          " elements of ", in, " for itself and has room for ", got[me.rank], " of them in ", out);
+  Binder binder(call, me, between(all(me), all(me)));
   const std::size_t request = binder.request(dtype_of(output, out));
   const std::size_t item = item_bytes(call.requests[request].dtype);
-  shm::Span to = binder.write(output, out), from = binder.read(input, in);
-  for (Rank r = 0; r < seat.world; ++r) {
+  shm::BufferSegment to = binder.write(output, out), from = binder.read(input, in);
+  for (Rank r = 0; r < me.world; ++r) {
     binder.add_output(request, r, {to.base, got[r]});
     binder.add_input(request, r, {from.base, sent[r]});
     to.base += got[r] * item;

@@ -1,11 +1,10 @@
-// What a group is made with beyond what torch asks: `pycollect.distributed.Options`, for
-// `pg_options=`.
+// Group options beyond torch's own: `pycollect.distributed.Options`, passed as `pg_options=`.
 #pragma once
 #include <optional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "../../shm/settings.h"
-#include "devices/ladder.h"
+#include "staging/transport_selector.h"
 
 namespace pycollect::dist {
 
@@ -15,16 +14,17 @@ struct Options final : c10d::Backend::Options {
   explicit Options(std::chrono::milliseconds limit = kBackendDefaultTimeout)
       : c10d::Backend::Options(kBackendName, limit) {}
 
-  std::string algorithm = {};  // of every collective that has one of this name; empty: chosen
-  std::size_t slot_bytes = shm::Settings{}.slot_bytes;
-  std::optional<std::size_t> arena_bytes = {};  // of one rank: address space; default: the arena's
-  // Of a GPU's memory for each rank. A piece of a large message is half of it, and what a piece
-  // costs besides its bytes, some 20 us of hand-overs, is then a few percent; a guess.
-  std::size_t slab_bytes = 32 << 20;
-  std::string cuda_sync = kBestRung;         // how tensors on GPUs are served
-  std::shared_ptr<TorchRuntime> torch = {};  // in place of torch's own, for tests
+  std::string algorithm = {};  // used by every collective that has it; empty: automatic
+  std::size_t buffer_bytes = shm::Settings{}.buffer_bytes;
+  std::optional<std::size_t> symmetric_heap_bytes =
+      {};  // of a rank's heap (address space); none: default
+  // GPU memory of each rank for staging. A piece of a large message is half of it, so that a
+  // piece's fixed cost, some 20 us of synchronization, is a few percent. The value is a guess.
+  std::size_t cuda_buffer_bytes = 32 << 20;
+  std::string cuda_transport = kAutoTransport;  // transport of GPU tensors
+  std::shared_ptr<TorchRuntime> torch = {};     // replaces torch's runtime in tests
 
-  // What newer torch overrides, so that a group that is split off has its own.
+  // Newer torch calls this override, so that a split-off group has its own options.
   virtual c10::intrusive_ptr<c10d::Backend::Options> clone() const {
     return c10::make_intrusive<Options>(*this);
   }

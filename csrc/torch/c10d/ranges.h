@@ -1,5 +1,5 @@
-// Memory, as ranges that are merged where they meet: to add one or to look one up costs as much as
-// finding it among them.
+// A set of memory ranges in which overlapping and adjacent ranges are merged. Adding or looking up
+// a range costs one search in an ordered map.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -21,14 +21,14 @@ class Ranges {
     ends_.emplace(begin, end);
   }
 
-  // Is any byte of that in them?
+  // Returns whether any byte of [begin, end) is in the set.
   bool touch(const std::byte* begin, const std::byte* end) const {
     const auto behind = ends_.lower_bound(end);
     return begin != end && behind != ends_.begin() && std::prev(behind)->second > begin;
   }
 
  private:
-  std::map<const std::byte*, const std::byte*> ends_;  // [begin]
+  std::map<const std::byte*, const std::byte*> ends_;  // begin -> end
 };
 
 }  // namespace pycollect::dist

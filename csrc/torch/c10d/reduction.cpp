@@ -10,9 +10,9 @@
 namespace pycollect::dist {
 namespace {
 
-// Waits for a factor on a device, so not before the call's tensors have been looked at.
+// Waits for a factor on a device, so the call's tensors must have been checked before.
 at::Scalar factor_of(const c10d::_SupplementBase& supplement) {
-  // What torch._make_nccl_premul_sum makes; nothing else is ever behind this operation.
+  // Type made by torch._make_nccl_premul_sum; PREMUL_SUM has no other supplement.
   const auto& given = static_cast<const c10d::NCCLPreMulSumSupplement&>(supplement);
   return given.tensor_factor.defined() ? given.tensor_factor.item()
                                        : at::Scalar(given.double_factor);
@@ -20,8 +20,8 @@ at::Scalar factor_of(const c10d::_SupplementBase& supplement) {
 
 Binder::Fill product(const at::Tensor& t, const at::Scalar& factor) {
   return [t, factor](const at::Tensor& into) {
-    const at::AutoDispatchBelowADInplaceOrView as_memory;  // as `lay` does, on any thread
-    if (at::isFloatingType(t.scalar_type()) && t.element_size() == 1) {  // torch multiplies none
+    const at::AutoDispatchBelowADInplaceOrView as_memory;  // works on any thread, as in `lay`
+    if (at::isFloatingType(t.scalar_type()) && t.element_size() == 1) {  // torch cannot multiply
       into.copy_(at::mul(t.to(at::kFloat), factor));
       return;
     }

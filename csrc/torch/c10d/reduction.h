@@ -1,4 +1,4 @@
-// torch's reductions as the contract's: one operation, and what is done to the data before it.
+// Maps a torch reduction to a library operation and, for PREMUL_SUM, a factor applied beforehand.
 #pragma once
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
@@ -11,15 +11,15 @@ class Reduction {
   Reduction(const c10d::ReduceOp& op, const char* call);
 
   ReduceOp op() const { return op_; }
-  bool scales() const { return supplement_ != nullptr; }  // PREMUL_SUM
-  // Makes the product with the factor, in the tensor's own dtype, of what the tensor has by then.
+  bool scales() const { return supplement_ != nullptr; }  // true for PREMUL_SUM
+  // Returns a function that multiplies by the factor, in the tensor's own dtype, when it is called.
   Binder::Fill scaled(const at::Tensor& tensor, const Label& label) const;
-  // Of a tensor that is reduced: its dtype, if the operation is defined for it.
+  // Returns the tensor's dtype. Throws if the reduction is not defined for it.
   DType dtype(const at::Tensor& tensor, const Label& label) const;
 
  private:
   ReduceOp op_ = ReduceOp::sum;
-  c10::intrusive_ptr<c10d::_SupplementBase> supplement_ = {};  // where its factor is
+  c10::intrusive_ptr<c10d::_SupplementBase> supplement_ = {};  // holds the factor of PREMUL_SUM
 };
 
 }  // namespace pycollect::dist

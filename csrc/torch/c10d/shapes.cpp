@@ -35,16 +35,16 @@ void check_pairs(const Call& call, const Tensors& outputs, const Tensors& inputs
           " outputs and ", inputs.size(), " inputs; pass one output for each input");
 }
 
-void check_list(const Call& call, Seat seat, const Tensors& list) {
-  require(static_cast<int>(list.size()) == seat.world, call.name, ": a list has ", list.size(),
-          " tensors; ", seat.world, " ranks need ", seat.world);
+void check_list(const Call& call, GroupRank me, const Tensors& list) {
+  require(static_cast<int>(list.size()) == me.world, call.name, ": a list has ", list.size(),
+          " tensors; ", me.world, " ranks need ", me.world);
 }
 
-void check_lists(const Call& call, Seat seat, const Tensors& tensors,
+void check_lists(const Call& call, GroupRank me, const Tensors& tensors,
                  const std::vector<Tensors>& lists) {
   require(!tensors.empty() && lists.size() == tensors.size(), call.name, ": ", lists.size(),
           " lists for ", tensors.size(), " tensors; pass one list for each");
-  for (const Tensors& list : lists) check_list(call, seat, list);
+  for (const Tensors& list : lists) check_list(call, me, list);
 }
 
 void check_one(const Call& call, const char* what, std::size_t given) {

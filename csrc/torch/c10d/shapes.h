@@ -1,28 +1,28 @@
-// What the tensors of one call must have in common; everything else about them is the binder's.
+// Checks of the tensors of one call against each other; the binder checks each tensor alone.
 #pragma once
 #include "binder.h"
 
 namespace pycollect::dist {
 
-// Numbered when there are several.
+// Returns the label of `all[i]`, with its index if the list has several tensors.
 Label label_of(const Call& call, const char* list, const Tensors& all, std::size_t i);
 
 void check_dtype(const at::Tensor& t, const Label& label, const at::Tensor& other,
                  const Label& other_label);
 void check_size(const at::Tensor& t, const Label& label, const at::Tensor& other,
-                const Label& other_label);  // the same number of elements
-// `joined` is as large as `world` of the other.
+                const Label& other_label);  // requires equal element counts
+// Requires the dtype of `part` and `world` times its number of elements.
 void check_joined(const at::Tensor& joined, const Label& label, const at::Tensor& part,
                   const Label& part_label, int world);
 
-// As many of the one as of the other, and at least one.
+// Requires as many outputs as inputs, and at least one.
 void check_pairs(const Call& call, const Tensors& outputs, const Tensors& inputs);
-// One tensor for every rank.
-void check_list(const Call& call, Seat seat, const Tensors& list);
-// As many lists as tensors, and at least one.
-void check_lists(const Call& call, Seat seat, const Tensors& tensors,
+// Requires one tensor for every rank.
+void check_list(const Call& call, GroupRank me, const Tensors& list);
+// Requires as many lists as tensors, at least one, and one tensor per rank in each list.
+void check_lists(const Call& call, GroupRank me, const Tensors& tensors,
                  const std::vector<Tensors>& lists);
-// Exactly one.
+// Requires exactly one tensor.
 void check_one(const Call& call, const char* what, std::size_t given);
 
 }  // namespace pycollect::dist

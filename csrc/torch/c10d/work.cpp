@@ -1,35 +1,35 @@
-// See work.h. A work that has run in its caller's thread has no queue and no lock.
+// See work.h. A work that ran on its caller's thread has no queue, and needs no lock.
 #include "work.h"
 
 #include "../../plan/error.h"
-#include "queue.h"
-#include "under_way.h"
+#include "call_queue.h"
+#include "in_flight_calls.h"
 
 namespace pycollect::dist {
 
 namespace {
 
 c10::intrusive_ptr<Future> new_future_on(std::vector<at::Device> devices) {
-  std::erase_if(devices, [](at::Device d) { return d.is_cpu(); });  // torch's have no streams
+  std::erase_if(devices, [](at::Device d) { return d.is_cpu(); });  // no streams in torch
   return c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()),
                                      std::move(devices));
 }
 
 }  // namespace
 
-c10::intrusive_ptr<Future> new_future(const Passage* passage) {
-  return new_future_on(passage == nullptr ? std::vector<at::Device>() : passage->on());
+c10::intrusive_ptr<Future> new_future(const TensorStaging* staging) {
+  return new_future_on(staging == nullptr ? std::vector<at::Device>() : staging->on());
 }
 
 void complete(Future& future, const Tensors& results, std::exception_ptr error,
-              const Passage* passage) {
+              const TensorStaging* staging) {
   const auto mark = [&] { future.markCompleted(c10::IValue(results)); };
   if (error)
     future.setErrorIfNeeded(std::move(error));
-  else if (passage == nullptr)
+  else if (staging == nullptr)
     mark();
   else
-    passage->devices().complete(passage->on(), mark);
+    staging->devices().complete(staging->on(), mark);
 }
 
 void throw_unfinished(const std::string& operation, std::chrono::milliseconds timeout) {
@@ -37,7 +37,7 @@ void throw_unfinished(const std::string& operation, std::chrono::milliseconds ti
                      std::chrono::duration<double>(timeout).count(), " seconds"));
 }
 
-std::string QueuedWork::described() const {
+std::string CollectiveWork::described() const {
   std::string said = text(name(), " #", call_.number);
   const char* before = ", which rank ";
   const std::vector<Rank> missing = queue_->missing();
@@ -45,21 +45,21 @@ std::string QueuedWork::described() const {
   return missing.empty() ? said : said + (missing.size() == 1 ? " has" : " have") + " not begun,";
 }
 
-bool QueuedWork::isCompleted() {
-  return is_done() && (error_ || !call_.passage || call_.passage->landed());
+bool CollectiveWork::isCompleted() {
+  return is_done() && (error_ || !call_.staging || call_.staging->outputs_ready());
 }
 
-bool QueuedWork::isSuccess() const { return is_done() && exception() == nullptr; }
+bool CollectiveWork::isSuccess() const { return is_done() && exception() == nullptr; }
 
-// `error_` is written once, before `done_`.
-std::exception_ptr QueuedWork::exception() const {
+// `error_` is written only once, before `done_` is set.
+std::exception_ptr CollectiveWork::exception() const {
   if (!is_done() || error_) return is_done() ? error_ : nullptr;
-  return call_.passage ? call_.passage->failure() : nullptr;
+  return call_.staging ? call_.staging->failure() : nullptr;
 }
 
-bool QueuedWork::wait(std::chrono::milliseconds timeout) {
-  const UnderWay under_way;
-  if (call_.passage) check_no_capture(*call_.passage, name());
+bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
+  const InFlightCalls under_way;
+  if (call_.staging) check_no_capture(*call_.staging, name());
   if (!is_done()) {
     if (!is_limit(timeout))
       queue_->wait(*this);
@@ -67,72 +67,72 @@ bool QueuedWork::wait(std::chrono::milliseconds timeout) {
       throw_unfinished(described(), timeout);
   }
   if (const auto error = exception()) std::rethrow_exception(error);
-  if (call_.passage) call_.passage->join();
+  if (call_.staging) call_.staging->wait_on_current_streams();
   return true;
 }
 
-void QueuedWork::abort() {
+void CollectiveWork::abort() {
   if (!is_done()) queue_->abort(text(name(), " was aborted"));
 }
 
-c10::intrusive_ptr<Future> QueuedWork::getFuture() {
+c10::intrusive_ptr<Future> CollectiveWork::getFuture() {
   if (queue_ == nullptr) {
-    auto future = new_future(passage());
-    complete(*future, call_.results, nullptr, passage());
+    auto future = new_future(staging());
+    complete(*future, call_.results, nullptr, staging());
     return future;
   }
   bool first = false;
   {
     const std::lock_guard lock(queue_->mutex());
     first = future_ == nullptr;
-    if (first) future_ = new_future(passage());
+    if (first) future_ = new_future(staging());
     first = first && is_done();
   }
-  if (first) complete(*future_, call_.results, error_, passage());
+  if (first) complete(*future_, call_.results, error_, staging());
   return future_;
 }
 
-void QueuedWork::let_go() {
+void CollectiveWork::release() {
   call_.requests.clear();
   call_.held.clear();
   call_.fills.clear();
   call_.copies.clear();
-  if (call_.passage) call_.passage->let_go();
+  if (call_.staging) call_.staging->release();
 }
 
-c10::intrusive_ptr<Future> QueuedWork::finish(std::exception_ptr error) {
+c10::intrusive_ptr<Future> CollectiveWork::finish(std::exception_ptr error) {
   error_ = std::move(error);
   done_.store(true, std::memory_order_release);
   return future_;
 }
 
-bool JointWork::isCompleted() {
+bool CoalescedWork::isCompleted() {
   for (const auto& part : parts_)
     if (!part->isCompleted()) return false;
   return true;
 }
 
-bool JointWork::isSuccess() const {
+bool CoalescedWork::isSuccess() const {
   for (const auto& part : parts_)
     if (!part->isSuccess()) return false;
   return true;
 }
 
-std::exception_ptr JointWork::exception() const {
+std::exception_ptr CoalescedWork::exception() const {
   for (const auto& part : parts_)
     if (auto error = part->exception()) return error;
   return nullptr;
 }
 
-Tensors JointWork::result() {
+Tensors CoalescedWork::result() {
   Tensors all;
   for (const auto& part : parts_)
     for (at::Tensor& t : part->result()) all.push_back(std::move(t));
   return all;
 }
 
-// All of them, also when one has failed: their memory is the caller's again afterwards.
-bool JointWork::wait(std::chrono::milliseconds timeout) {
+// Waits for all parts even if one has failed: the caller may reuse their memory afterwards.
+bool CoalescedWork::wait(std::chrono::milliseconds timeout) {
   const auto deadline = shm::deadline_after(timeout);
   std::exception_ptr error;
   for (const auto& part : parts_) {
@@ -151,26 +151,26 @@ bool JointWork::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
-void JointWork::abort() {
+void CoalescedWork::abort() {
   for (const auto& part : parts_) part->abort();
 }
 
-// The parts' results are on several streams of the group's: what is marked comes after all of them
-// on those of the last.
-c10::intrusive_ptr<Future> JointWork::getFuture() {
+// The parts' results are on several streams of the group. The joint future is completed on the
+// streams of the last part, after these have waited for all parts.
+c10::intrusive_ptr<Future> CoalescedWork::getFuture() {
   c10::List<c10::intrusive_ptr<Future>> futures(
       c10::FutureType::create(c10::ListType::create(c10::TensorType::get())));
   std::vector<at::Device> devices;
-  const Passage* any = nullptr;
+  const TensorStaging* any = nullptr;
   for (const auto& part : parts_) {
     futures.push_back(part->getFuture());
-    if (const auto* own = dynamic_cast<const OwnWork*>(part.get()); own && own->passage()) {
-      any = own->passage();
+    if (const auto* own = dynamic_cast<const GroupWork*>(part.get()); own && own->staging()) {
+      any = own->staging();
       devices.insert(devices.end(), any->on().begin(), any->on().end());
     }
   }
   auto joint = new_future_on(devices);
-  const auto self = c10::intrusive_ptr<JointWork>::unsafe_reclaim_from_nonowning(this);
+  const auto self = c10::intrusive_ptr<CoalescedWork>::unsafe_reclaim_from_nonowning(this);
   c10::collectAll(futures)->addCallback([self, joint, any, devices](Future&) {
     const auto mark = [&] { joint->markCompleted(c10::IValue(self->result())); };
     if (auto error = self->exception())

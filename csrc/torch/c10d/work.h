@@ -1,4 +1,4 @@
-// What a collective returns: it has run, or is in a group's queue.
+// Work objects of collectives that have run or are in a group's queue.
 #pragma once
 #include <ATen/core/ivalue.h>
 
@@ -8,35 +8,36 @@
 
 namespace pycollect::dist {
 
-class Queue;
+class CallQueue;
 using Future = c10::ivalue::Future;
 
-// Of a list of tensors: those of `passage`, if there is one, where the devices have them.
-c10::intrusive_ptr<Future> new_future(const Passage* passage = nullptr);
+// A future of a list of tensors, on the devices of `staging` if that is not null.
+c10::intrusive_ptr<Future> new_future(const TensorStaging* staging = nullptr);
 void complete(Future& future, const Tensors& results, std::exception_ptr error,
-              const Passage* passage = nullptr);
+              const TensorStaging* staging = nullptr);
 
-// A time limit of `wait`, where none is given as zero.
+// Returns whether `timeout` limits a `wait`; zero stands for no limit.
 inline bool is_limit(std::chrono::milliseconds timeout) { return timeout.count() > 0; }
 [[noreturn]] void throw_unfinished(const std::string& operation, std::chrono::milliseconds timeout);
 
-class OwnWork : public c10d::Work {
+class GroupWork : public c10d::Work {
  public:
-  virtual const Passage* passage() const = 0;  // of tensors on devices; null: there are none
+  virtual const TensorStaging* staging()
+      const = 0;  // staging of device tensors; null: host tensors
 };
 
-class QueuedWork final : public OwnWork {
+class CollectiveWork final : public GroupWork {
  public:
-  QueuedWork(Call call, std::shared_ptr<Queue> queue)  // no queue: it has run
+  CollectiveWork(Call call, std::shared_ptr<CallQueue> queue)  // null queue: the call has run
       : call_(std::move(call)), queue_(std::move(queue)), done_(queue_ == nullptr) {}
 
-  bool isCompleted() override;  // on the devices, too
+  bool isCompleted() override;  // also on the devices
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
   int sourceRank() const override { return -1; }
   uint64_t getSequencenumber() const override { return call_.number; }
   Tensors result() override { return call_.results; }
-  const Passage* passage() const override { return call_.passage.get(); }
+  const TensorStaging* staging() const override { return call_.staging.get(); }
   void synchronize() override { wait(); }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
@@ -44,25 +45,25 @@ class QueuedWork final : public OwnWork {
   c10::intrusive_ptr<Future> getFutureResult() override { return getFuture(); }
 
  private:
-  friend class Queue;
+  friend class CallQueue;
   const char* name() const { return call_.name; }
   std::string described() const;
-  bool is_done() const { return done_.load(std::memory_order_acquire); }  // it has run
-  void let_go();  // of what only the run needed
-  // Under the queue's lock; what it returns is then to be completed without.
+  bool is_done() const { return done_.load(std::memory_order_acquire); }  // the run is over
+  void release();  // releases what only the run needed
+  // Call under the queue's lock, and complete the returned future without it.
   c10::intrusive_ptr<Future> finish(std::exception_ptr error);
 
   Call call_;
-  const std::shared_ptr<Queue> queue_;
+  const std::shared_ptr<CallQueue> queue_;
   std::atomic<bool> done_;
   std::exception_ptr error_;
   c10::intrusive_ptr<Future> future_;
 };
 
-// Several as one: what `endCoalescing` returns.
-class JointWork final : public c10d::Work {
+// Several works as one, returned by `endCoalescing`.
+class CoalescedWork final : public c10d::Work {
  public:
-  explicit JointWork(std::vector<c10::intrusive_ptr<c10d::Work>> parts)
+  explicit CoalescedWork(std::vector<c10::intrusive_ptr<c10d::Work>> parts)
       : parts_(std::move(parts)) {}
 
   bool isCompleted() override;

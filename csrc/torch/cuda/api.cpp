@@ -18,28 +18,28 @@ namespace pycollect {
 namespace {
 
 using cuda::check;
+using cuda::CopyRect;
 using cuda::Device;
 using cuda::Event;
 using cuda::kHost;
 using cuda::Launch;
-using cuda::Rectangle;
 using cuda::Stream;
 
 cudaStream_t handle(Stream stream) { return static_cast<cudaStream_t>(stream.handle); }
 cudaEvent_t handle(Event event) { return static_cast<cudaEvent_t>(event.handle); }
 
-cudaMemcpyKind kind(const Rectangle& r) {
+cudaMemcpyKind kind(const CopyRect& r) {
   if (r.src_device == kHost)
     return r.dst_device == kHost ? cudaMemcpyHostToHost : cudaMemcpyHostToDevice;
   return r.dst_device == kHost ? cudaMemcpyDeviceToHost : cudaMemcpyDeviceToDevice;
 }
-bool crosses_devices(const Rectangle& r) {
+bool crosses_devices(const CopyRect& r) {
   return r.src_device != kHost && r.dst_device != kHost && r.src_device != r.dst_device;
 }
 
 // Between devices by the call for peers, the only one that is right for memory which is mapped into
 // one of them alone; it works without peer access, through the host.
-void copy_line(cudaStream_t stream, const Rectangle& r, std::ptrdiff_t line, std::size_t bytes) {
+void copy_line(cudaStream_t stream, const CopyRect& r, std::ptrdiff_t line, std::size_t bytes) {
   std::byte* const dst = r.dst + line * r.dst_pitch;
   const std::byte* const src = r.src + line * r.src_pitch;
   if (crosses_devices(r))
@@ -48,7 +48,7 @@ void copy_line(cudaStream_t stream, const Rectangle& r, std::ptrdiff_t line, std
     check(cudaMemcpyAsync(dst, src, bytes, kind(r), stream));
 }
 
-void copy_lines(cudaStream_t stream, const Rectangle& r) {
+void copy_lines(cudaStream_t stream, const CopyRect& r) {
   const std::size_t dst_pitch = r.dst_pitch, src_pitch = r.src_pitch;
   if (!crosses_devices(r)) {
     check(cudaMemcpy2DAsync(r.dst, dst_pitch, r.src, src_pitch, r.bytes, r.rows, kind(r), stream));
@@ -172,7 +172,7 @@ class Cuda final : public cuda::Api {
   void launch(Stream stream, const Launch& launch) override {
     cuda::launch_level(stream, launch, of_device(stream.device).limits);
   }
-  void copy(Stream stream, const Rectangle& r) override {
+  void copy(Stream stream, const CopyRect& r) override {
     constexpr std::ptrdiff_t kMostPitch = std::numeric_limits<int>::max();  // of every device
     if (r.bytes == 0 || r.rows == 0) return;
     const auto bytes = static_cast<std::ptrdiff_t>(r.bytes);

@@ -1,5 +1,5 @@
-// Calls of CUDA's driver, asked of the runtime by name: nothing links libcuda, and a driver without
-// one of them is an error of whoever needs it.
+// Functions of the CUDA driver, looked up by name through the runtime: libcuda is not linked, and a
+// driver that lacks a function is an error only where that function is called.
 #pragma once
 #include <cuda.h>
 

@@ -16,16 +16,15 @@
 
 #include "../../cuda/executor.h"
 #include "../../plan/error.h"
-#include "../profiled.h"
+#include "../profiler_range.h"
 #include "../threads.h"
 #include "api.h"
 #include "host.h"
-#include "reach.h"
+#include "reachability.h"
 
 namespace pycollect {
 namespace {
 
-using Devices = std::vector<at::Device>;
 using c10::cuda::CUDAStream;
 
 cuda::Executor& executor() {
@@ -46,7 +45,7 @@ CUDAStream lane(c10::DeviceIndex device, std::size_t number) {
 }
 
 // The streams that stand for the ranks' callers.
-std::vector<CUDAStream> callers_of(const Job& job) {
+std::vector<CUDAStream> callers_of(const PreparedCall& job) {
   std::vector<CUDAStream> callers;
   c10::DeviceIndex first = -1;
   for (at::Device d : job.devices)
@@ -60,7 +59,7 @@ std::vector<CUDAStream> callers_of(const Job& job) {
   return callers;
 }
 
-bool all_alike(const Job& job, const std::vector<CUDAStream>& callers) {
+bool all_alike(const PreparedCall& job, const std::vector<CUDAStream>& callers) {
   return std::all_of(job.devices.begin(), job.devices.end(),
                      [&](at::Device d) { return d == job.devices[0]; }) &&
          std::all_of(callers.begin(), callers.end(),
@@ -72,26 +71,27 @@ bool all_alike(const Job& job, const std::vector<CUDAStream>& callers) {
 constexpr std::size_t kRankLanes = 16, kSender = kRankLanes, kReceiver = kSender + 1,
                       kHub = kReceiver + 1, kAside = kHub + 1;
 
-cuda::Posts posts_of(const Job& job, const Part& part, const std::vector<CUDAStream>& callers) {
+cuda::CallStreams posts_of(const PreparedCall& job, const DtypePlan& part,
+                           const std::vector<CUDAStream>& callers) {
   const bool on_the_spot = !part.named && all_alike(job, callers) && !stages_all();
-  cuda::Posts posts;
+  cuda::CallStreams streams_of_ranks;
   std::map<c10::DeviceIndex, std::size_t> used;
   for (std::size_t r = 0; r < job.devices.size(); ++r) {
     const auto device = callers[r].device_index();
     const std::size_t number = part.named ? used[device]++ % kRankLanes : 0;
     const cuda::Stream caller = plain(callers[r]);
     const auto ours = [&](std::size_t n) { return on_the_spot ? caller : plain(lane(device, n)); };
-    posts.ranks.push_back({.device = job.devices[r].is_cpu() ? cuda::kHost : device,
-                           .caller = caller,
-                           .worker = ours(number),
-                           .sender = ours(kSender),
-                           .receiver = ours(kReceiver)});
+    streams_of_ranks.ranks.push_back({.device = job.devices[r].is_cpu() ? cuda::kHost : device,
+                                      .caller = caller,
+                                      .worker = ours(number),
+                                      .sender = ours(kSender),
+                                      .receiver = ours(kReceiver)});
   }
-  if (!on_the_spot) posts.hub = plain(lane(callers[0].device_index(), kHub));
-  return posts;
+  if (!on_the_spot) streams_of_ranks.hub = plain(lane(callers[0].device_index(), kHub));
+  return streams_of_ranks;
 }
 
-// torch may give the memory to somebody else only when our streams are done with it.
+// Tells torch's allocator not to reuse the memory before the work on the stream has ended.
 void keep_until_done(const at::Tensor& t, const cuda::Stream& s) {
   const CUDAStream stream = of_torch(s);
   if (t.is_cuda() && t.device().index() == s.device)
@@ -100,10 +100,10 @@ void keep_until_done(const at::Tensor& t, const cuda::Stream& s) {
     at::getHostAllocator(at::kCUDA)->record_event(
         t.data_ptr(), t.storage().data_ptr().get_context(), stream.unwrap());
 }
-void keep_until_done(const Job& job, const cuda::Posts& posts) {
+void keep_until_done(const PreparedCall& job, const cuda::CallStreams& streams_of_ranks) {
   for (const Tensors* list : {&job.held, &job.results})
     for (const at::Tensor& t : *list)
-      for (const cuda::Post& p : posts.ranks)
+      for (const cuda::RankStreams& p : streams_of_ranks.ranks)
         for (const cuda::Stream& s : {p.worker, p.sender, p.receiver})
           if (t.numel() > 0 && !(s == p.caller)) keep_until_done(t, s);
 }
@@ -114,7 +114,7 @@ bool is_captured(const CUDAStream& s) {
 }
 
 // Between unlike layouts torch copies, which waits for pageable memory where a capture forbids it.
-void check_transposes(const Job& job) {
+void check_transposes(const PreparedCall& job) {
   for (const auto& [dst, src] : job.transposes)
     for (const at::Tensor* t : {&dst, &src})
       require(t->is_cuda() || t->numel() == 0 || t->is_pinned(), cuda::kPageableInCapture);
@@ -122,8 +122,9 @@ void check_transposes(const Job& job) {
 
 class GpuWork : public Work {
  public:
-  GpuWork(Job job, std::vector<CUDAStream> sides) : Work(job.results), job_(std::move(job)) {
-    for (const CUDAStream& s : sides) {
+  GpuWork(PreparedCall job, std::vector<CUDAStream> buffers)
+      : Work(job.results), job_(std::move(job)) {
+    for (const CUDAStream& s : buffers) {
       events_.emplace_back(at::kCUDA);
       events_.back().record(s.unwrap());
     }
@@ -145,7 +146,7 @@ class GpuWork : public Work {
  private:
   bool finished_within(double seconds);
 
-  Job job_;
+  PreparedCall job_;
   std::vector<c10::Event> events_;
 };
 
@@ -158,21 +159,20 @@ bool GpuWork::finished_within(double seconds) {
   return true;
 }
 
-void issue(const Job& job, const std::vector<CUDAStream>& callers) {
-  // A graph's results in host memory are there when a replay is done, and nobody waits for them
-  // now.
+void issue(const PreparedCall& job, const std::vector<CUDAStream>& callers) {
+  // In a capture the host does not wait: results in host memory are complete when a replay is.
   const bool captured = std::any_of(callers.begin(), callers.end(), is_captured);
   if (captured) check_transposes(job);
-  for (const Part& p : job.parts) {
-    cuda::Posts posts = posts_of(job, p, callers);
-    posts.host_waits = !captured && std::any_of(job.devices.begin(), job.devices.end(),
-                                                [](at::Device d) { return d.is_cpu(); });
-    keep_until_done(job, posts);
-    executor().run({*p.compiled, p.bindings, p.dtype, p.op, p.options}, posts);
+  for (const DtypePlan& p : job.parts) {
+    cuda::CallStreams streams_of_ranks = posts_of(job, p, callers);
+    streams_of_ranks.host_waits = !captured && std::any_of(job.devices.begin(), job.devices.end(),
+                                                           [](at::Device d) { return d.is_cpu(); });
+    keep_until_done(job, streams_of_ranks);
+    executor().run({*p.compiled, p.bindings, p.dtype, p.op, p.options}, streams_of_ranks);
   }
   if (job.transposes.empty()) return;
   const c10::cuda::CUDAMultiStreamGuard as_the_callers(callers);
-  for (const auto& [dst, src] : job.transposes) lay(dst, src);
+  for (const auto& [dst, src] : job.transposes) copy_strided(dst, src);
 }
 
 }  // namespace
@@ -190,19 +190,19 @@ at::Tensor new_pinned_bytes(int64_t bytes, at::Device device) {
 
 bool is_pageable(const void* address) { return !at::detail::getCUDAHooks().isPinnedPtr(address); }
 
-void run_on_gpus(const Job& job) { issue(job, callers_of(job)); }
+void run_on_gpus(const PreparedCall& job) { issue(job, callers_of(job)); }
 
-std::shared_ptr<Work> enqueue_on_gpus(Job job) {
-  const Profiled here(job.call);
+std::shared_ptr<Work> enqueue_on_gpus(PreparedCall job) {
+  const ProfilerRange here(job.call);
   // Streams beside the callers' take their place, one for each, and only `wait` joins them again.
-  std::vector<CUDAStream> callers = callers_of(job), sides;
+  std::vector<CUDAStream> callers = callers_of(job), buffers;
   for (CUDAStream& s : callers) {
     const CUDAStream side = lane(s.device_index(), kAside);
     c10::Event ready(at::kCUDA);
     ready.record(s.unwrap());
     ready.block(side.unwrap());
     s = side;
-    if (std::find(sides.begin(), sides.end(), side) == sides.end()) sides.push_back(side);
+    if (std::find(buffers.begin(), buffers.end(), side) == buffers.end()) buffers.push_back(side);
   }
   for (const Tensors* list : {&job.held, &job.results})
     for (const at::Tensor& t : *list)
@@ -210,7 +210,7 @@ std::shared_ptr<Work> enqueue_on_gpus(Job job) {
         c10::cuda::CUDACachingAllocator::recordStream(t.storage().data_ptr(),
                                                       lane(t.device().index(), kAside));
   issue(job, callers);
-  return std::make_shared<GpuWork>(std::move(job), std::move(sides));
+  return std::make_shared<GpuWork>(std::move(job), std::move(buffers));
 }
 
 }  // namespace pycollect

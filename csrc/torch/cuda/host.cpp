@@ -18,7 +18,7 @@ class TorchHost final : public cuda::Host {
     const at::Tensor& kept = *new at::Tensor(new_pinned_bytes(size, current));
     return static_cast<std::byte*>(kept.mutable_data_ptr());
   }
-  void copy(const cuda::Rectangle& r) override { copy_on_host(r); }
+  void copy(const cuda::CopyRect& r) override { copy_on_host(r); }
 };
 
 }  // namespace

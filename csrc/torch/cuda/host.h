@@ -2,7 +2,7 @@
 #pragma once
 #include <c10/cuda/CUDAStream.h>
 
-#include "../../cuda/ring.h"
+#include "../../cuda/pinned_ring.h"
 
 namespace pycollect {
 

@@ -2,7 +2,7 @@
 // once where there is none.
 #include <nvtx3/nvToolsExt.h>
 
-#include "../profiled.h"
+#include "../profiler_range.h"
 
 namespace pycollect {
 namespace {

@@ -1,6 +1,6 @@
 // GPU memory that goes to other processes as a file descriptor: physical memory, mapped by each
-// process for its own device, as torch's symmetric memory does. It is gone when nobody has it
-// mapped and no descriptor of it is left, so no other claim to it is kept.
+// process for its own device, as torch's symmetric memory does. It is freed
+// when no process maps it and no descriptor of it is open.
 #pragma once
 #include "../../cuda/api.h"
 

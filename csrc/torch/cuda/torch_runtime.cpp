@@ -1,6 +1,6 @@
-// torch's CUDA as the backend for processes asks for it: its streams, its pinned memory, whose
-// blocks it gives to nobody before the copies that touch them are done, and its own copies.
-#include "../c10d/devices/torch_runtime.h"
+// Implements TorchRuntime with torch's CUDA: its streams, its copies, and its pinned memory, whose
+// blocks it does not reuse before the copies that access them have ended.
+#include "../c10d/staging/torch_runtime.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -10,7 +10,7 @@
 
 #include "api.h"
 #include "host.h"
-#include "tract_pool.h"
+#include "symmetric_pool.h"
 
 namespace pycollect::dist {
 namespace {
@@ -48,9 +48,9 @@ class CudaRuntime final : public TorchRuntime {
   at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType type) override {
     return at::Tensor(at::detail::empty_cpu(sizes, type, /*pin_memory=*/true));
   }
-  std::unique_ptr<Pool> new_pool(std::shared_ptr<slabs::Tracts> tracts,
-                                 at::Device device) override {
-    return std::make_unique<TractPool>(std::move(tracts), device);
+  std::unique_ptr<TensorPool> new_pool(std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory,
+                                       at::Device device) override {
+    return std::make_unique<SymmetricPool>(std::move(symmetric_memory), device);
   }
   void empty_cache() override { c10::cuda::CUDACachingAllocator::emptyCache(); }
   void record_stream(const at::Tensor& tensor, cuda::Stream stream) override {

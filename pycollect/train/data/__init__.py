@@ -1,6 +1,6 @@
-"""What the trainer can train on: three data sets by name, and `Data` for anything else.
+"""Data sets of the trainer: three by name, and `Data` for any other.
 
-By name there are Fashion-MNIST, scikit-learn's handwritten digits, and image folders.
+The named ones are Fashion-MNIST, scikit-learn's handwritten digits, and image folders.
 """
 
 from pathlib import Path
@@ -35,11 +35,11 @@ NAMES = ("auto", "digits", "fashion-mnist", "folder")
 def load(
     name: str = "auto", data_dir: Path | str = "data", image_size: int | None = None
 ) -> tuple[Data, str]:
-    """Load a data set by name; give it and the sentence on what was used instead, or "".
+    """Load a data set by name; return it and a sentence about a substitute that was used, or "".
 
-    Only `auto` chooses: Fashion-MNIST, or the digits if it is unavailable. A damaged file is a
-    DataError even then. `image_size` is for folders alone, in pixels. Raises ValueError for a
-    name that is not in NAMES.
+    Only `auto` substitutes: Fashion-MNIST, or the digits if it is unavailable. A damaged file
+    raises DataError even then. `image_size` in pixels applies to folders only. Raises ValueError
+    for a name that is not in NAMES.
 
     >>> load("digits")[0].name
     'digits'
@@ -58,7 +58,7 @@ def load(
 
 
 def check(name: str, image_size: int | None) -> None:
-    """Raise ValueError for what `load` would refuse, before anything is loaded."""
+    """Raise ValueError for arguments that `load` refuses; loads nothing."""
     if name not in NAMES:
         raise ValueError(f"unknown data set {name!r}; there are {', '.join(NAMES)}")
     if image_size is None:

@@ -11,8 +11,8 @@ RESNET18 = Defaults(batch_size=64, lr=0.1, epochs=5)
 def digits() -> Data:
     """Load the 1,797 handwritten digits that ship with scikit-learn: 1,442 train, 355 test.
 
-    An image of 8 x 8 becomes 28 x 28: every pixel three times in each direction, with a border
-    of 2, about the margin that digits of this size usually have. Every fifth example of each
+    An image of 8 x 8 becomes 28 x 28: every pixel is repeated three times in each direction, with
+    a border of 2, about the usual margin of digits of this size. Every fifth example of each
     class, in the order of the file, is for testing. Raises DataError without scikit-learn.
 
     >>> digits().test[0].shape
@@ -26,12 +26,12 @@ def digits() -> Data:
             f"({error}); install pycollect[train]"
         ) from error
     bunch = load_digits()
-    small = torch.from_numpy(bunch.images).float().div(16)  # the file counts ink from 0 to 16
+    small = torch.from_numpy(bunch.images).float().div(16)  # pixel values are 0 to 16
     X = torch.nn.functional.interpolate(small[:, None], scale_factor=3)
     X = torch.nn.functional.pad(X, (2, 2, 2, 2))
     y = torch.from_numpy(bunch.target).long()
     one_hot = torch.nn.functional.one_hot(y)
-    seen = (one_hot.cumsum(dim=0) * one_hot).sum(dim=1)  # 1 for the first of its class
+    seen = (one_hot.cumsum(dim=0) * one_hot).sum(dim=1)  # position within its class, from 1
     test = seen % 5 == 0
     return Data(
         "digits",

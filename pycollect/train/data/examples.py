@@ -1,7 +1,7 @@
-"""Examples to train on and to test with: tensors in memory, or any map-style data set.
+"""Examples for training and testing: tensors in memory, or any map-style data set.
 
-What is in memory is one pair of tensors, images [n, C, H, W] and labels [n]. Everything else is
-asked for its examples one by one, which is where a file is decoded.
+Examples in memory are one pair of tensors, images [n, C, H, W] and labels [n]. A map-style data set
+is indexed one example at a time, and decodes the example's file then.
 """
 
 import re
@@ -18,17 +18,17 @@ _TERMINAL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 class DataError(RuntimeError):
-    """A data set cannot be loaded; the message is one sentence that says why."""
+    """A data set cannot be loaded; the message is one sentence with the reason."""
 
 
 class Unavailable(DataError):
-    """A data set is not here and cannot be downloaded."""
+    """A data set is not on disk and cannot be downloaded."""
 
 
 def first_line(error: object) -> str:
-    """Give the first line of an error's message, or its type when it has none.
+    """Return the first line of an error's message, or its type if the message is empty.
 
-    What torch adds for terminals, bold letters, is left out.
+    Terminal escape sequences, which torch uses for bold letters, are removed.
 
     >>> first_line(ValueError("it is \\x1b[1mnot\\x1b[0m there:\\nlook elsewhere"))
     'it is not there'
@@ -38,7 +38,7 @@ def first_line(error: object) -> str:
 
 
 class MapStyle(Protocol):
-    """A `torch.utils.data.Dataset` that knows its length and gives (image, label) by index."""
+    """A `torch.utils.data.Dataset` with a length that returns (image, label) by index."""
 
     def __len__(self) -> int: ...
 
@@ -50,26 +50,26 @@ Examples: TypeAlias = Pair | MapStyle
 
 @dataclass(frozen=True)
 class Defaults:
-    """The hyperparameters that a model is known to train well with on a data set."""
+    """Hyperparameters with which a model trains well on a data set."""
 
     batch_size: int
     lr: float
     epochs: int
 
 
-# What cross-entropy takes as the numbers of classes.
+# Dtypes that cross-entropy accepts for class numbers.
 _LABEL_KINDS = ("int64", "uint8")
-# The chapters' figures for Fashion-MNIST, and the first guess for data that nobody has tried.
+# Dive into Deep Learning's values for Fashion-MNIST, and the first guess for untested data sets.
 USUAL = Defaults(batch_size=256, lr=0.2, epochs=10)
 
 
 @dataclass(frozen=True)
 class Data:
-    """Images and labels to train on and to test with; ValueError if they do not fit together.
+    """Images and labels for training and testing; ValueError if they do not fit together.
 
     `train` and `test` are each a pair of tensors or a map-style data set. `classes` names the
-    classes; without it the labels of tensors, or the `classes` of a data set, tell their number.
-    `defaults` holds for every model that `tuned` does not name.
+    classes; without it their number comes from the `classes` of the data set or from the labels of
+    tensors. `defaults` applies to every model that is not in `tuned`.
 
     >>> images, labels = torch.zeros(3, 1, 28, 28), torch.tensor([0, 1, 2])
     >>> data = Data("mine", (images, labels), (images, labels))
@@ -83,7 +83,7 @@ class Data:
     defaults: Defaults = USUAL
     classes: Sequence[str] = ()
     tuned: Mapping[str, Defaults] = field(default_factory=dict)
-    model: str = "lenet"  # what is trained on it unless another model is asked for
+    model: str = "lenet"  # the default model for this data set
 
     def __post_init__(self) -> None:
         for part, examples in (("train", self.train), ("test", self.test)):
@@ -99,7 +99,7 @@ class Data:
                 self._check_labels(part, examples[1])
 
     def _check_labels(self, part: str, labels: Tensor) -> None:
-        """Refuse here what the loss would refuse in the middle of a step."""
+        """Raise ValueError for labels that the loss would refuse only during a step."""
         kind = str(labels.dtype).removeprefix("torch.")
         if labels.dim() != 1 or kind not in _LABEL_KINDS:
             raise ValueError(
@@ -118,19 +118,19 @@ class Data:
         return f"{self.name} ({count(self.train)} train, {count(self.test)} test)"
 
     def defaults_for(self, model: str) -> Defaults:
-        """Give the hyperparameters for a model by name, those of the data set if none are known."""
+        """Return the hyperparameters for a model by name, `defaults` if it is not in `tuned`."""
         return self.tuned.get(model, self.defaults)
 
     @cached_property
     def image_shape(self) -> tuple[int, ...]:
-        """The shape of one image, as the first of the training set has it."""
+        """The shape of the first image of the training set."""
         if isinstance(self.train, tuple):
             return tuple(self.train[0].shape[1:])
         return tuple(fetch(self.train, torch.tensor([0]))[0].shape[1:])
 
     @cached_property
     def num_classes(self) -> int:
-        """How many classes there are; ValueError if nothing tells."""
+        """The number of classes; ValueError if neither class names nor label tensors are given."""
         classes = self.classes or getattr(self.train, "classes", ())
         if classes:
             return len(classes)
@@ -141,7 +141,7 @@ class Data:
 
 
 def count(examples: Examples) -> int:
-    """Give the number of examples.
+    """Return the number of examples.
 
     >>> count((torch.zeros(3, 1), torch.zeros(3)))
     3
@@ -150,7 +150,7 @@ def count(examples: Examples) -> int:
 
 
 def fetch(examples: Examples, indices: Tensor) -> Pair:
-    """Give the images [k, C, H, W] and labels [k] of k examples; TypeError if no image is a tensor.
+    """Return the images [k, C, H, W] and labels [k] of k examples; TypeError for non-tensor images.
 
     >>> fetch((torch.arange(4.0)[:, None], torch.tensor([7, 8, 9, 6])), torch.tensor([2, 0]))
     (tensor([[2.],

@@ -1,7 +1,7 @@
 """Fashion-MNIST: its four IDX files, found in a directory or downloaded by torchvision.
 
-Reading needs no torchvision, only downloading does. Without a network the attempt ends within
-PATIENCE seconds, whether the network refuses or stays silent.
+Only downloading needs torchvision, reading does not. Without a network the attempt ends within
+PATIENCE seconds, whether connections are refused or get no answer.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .examples import Data, DataError, Defaults, Unavailable, first_line
 
-# The chapters' figures: LeNet from scratch (256 images, 0.2), and the concise ResNet-18.
+# Dive into Deep Learning's values: LeNet from scratch (256 images, 0.2), and concise ResNet-18.
 LENET = Defaults(batch_size=256, lr=0.2, epochs=10)
 RESNET18 = Defaults(batch_size=256, lr=0.1, epochs=10)
 CLASSES = (
@@ -37,15 +37,15 @@ FILES = (
     "t10k-images-idx3-ubyte",
     "t10k-labels-idx1-ubyte",
 )
-PLACES = ("", "FashionMNIST/raw", "raw")  # torchvision keeps them in the second
-PATIENCE = 4.5  # seconds until a silent network counts as none; 5 are promised
+PLACES = ("", "FashionMNIST/raw", "raw")  # subfolders with the files; torchvision uses the second
+PATIENCE = 4.5  # seconds until a silent network counts as unavailable; documented are 5
 IDX_UBYTE = 0x08  # the type code of bytes in an IDX header
 
 
 def fashion_mnist(data_dir: Path) -> Data:
-    """Load Fashion-MNIST from its IDX files, which are downloaded when they are not there.
+    """Load Fashion-MNIST from its IDX files, which are downloaded if they are missing.
 
-    Raises Unavailable if there is no way to get it, DataError if a file is damaged.
+    Raises Unavailable if they are missing and cannot be downloaded, DataError if damaged.
     """
     train, test = (
         (images[:, None].float().div_(255), labels.long()) for images, labels in load(data_dir)
@@ -55,7 +55,7 @@ def fashion_mnist(data_dir: Path) -> Data:
 
 
 def find(data_dir: Path) -> list[Path]:
-    """Give the four files, as they are or with .gz, if one directory holds all; else nothing."""
+    """Return the four files, plain or with .gz, if one directory has all of them; else []."""
     for place in PLACES:
         paths = [
             next((p for p in (folder, Path(f"{folder}.gz")) if p.is_file()), None)
@@ -106,9 +106,9 @@ def read_pair(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
 
 
 def load(data_dir: Path) -> list[tuple[Tensor, Tensor]]:
-    """Give images and labels to train on, then those to test with; download them if need be.
+    """Return the training images and labels, then the test ones; download missing files.
 
-    Raises Unavailable if they are not there and cannot be downloaded, DataError if damaged.
+    Raises Unavailable if they are missing and cannot be downloaded, DataError if damaged.
     """
     try:
         paths = find(data_dir)
@@ -126,7 +126,7 @@ def load(data_dir: Path) -> list[tuple[Tensor, Tensor]]:
 
 
 def download(data_dir: Path, patience: float = PATIENCE) -> None:
-    """Let torchvision download the files; Unavailable with the reason if it cannot."""
+    """Download the files with torchvision; raise Unavailable with the reason if that fails."""
     start = time.monotonic()
     try:
         from torchvision.datasets import FashionMNIST
@@ -148,9 +148,9 @@ def download(data_dir: Path, patience: float = PATIENCE) -> None:
 
 
 def require_answer(url: str, seconds: float) -> None:
-    """Return when the server answers; raise Unavailable if it refuses or `seconds` pass.
+    """Return when the server answers; raise Unavailable after a refusal or `seconds`.
 
-    A thread asks, because no timeout of the standard library covers the look-up of a name.
+    The request runs in a thread, because no timeout of the standard library covers name resolution.
     """
     host = urllib.parse.urlsplit(url).hostname
     reasons = [f"no answer from {host} within {seconds:.1f} s"]
@@ -160,7 +160,7 @@ def require_answer(url: str, seconds: float) -> None:
             request = urllib.request.Request(url, method="HEAD")
             with urllib.request.urlopen(request, timeout=seconds):
                 reasons.clear()
-        except Exception as error:  # whatever it is, it is the reason
+        except Exception as error:  # every error becomes the reason of Unavailable
             reasons[:] = [f"no answer from {host}: {first_line(getattr(error, 'reason', error))}"]
 
     thread = threading.Thread(target=ask, daemon=True)
@@ -172,7 +172,7 @@ def require_answer(url: str, seconds: float) -> None:
 
 @contextlib.contextmanager
 def bounded_sockets(seconds: float) -> Iterator[None]:
-    """Let no new socket stay silent for longer; torchvision itself sets no limit."""
+    """Set a default timeout for new sockets in this context; torchvision itself sets none."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:

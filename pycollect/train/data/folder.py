@@ -1,7 +1,7 @@
-"""Image folders as Imagenette's: `train/` and `val/` (or `test/`) with one folder per class.
+"""Image folders like Imagenette: `train/` and `val/` (or `test/`) with one folder per class.
 
-A file is decoded when its batch is, by whoever fetches the batch, so nothing is kept in memory.
-Pillow decodes, with torchvision installed or not, so that the same files give the same bits.
+A file is decoded when its batch is fetched, in the fetching thread; no image is kept in memory.
+Pillow always decodes, even if torchvision is installed, so equal files give equal bits.
 """
 
 import os
@@ -16,22 +16,22 @@ from torch import Tensor
 from .examples import Data, DataError, Defaults, first_line
 
 _SIXTEEN_BITS = 65_535
-IMAGE_SIZE = 320  # pixels; the larger of Imagenette's own sizes, and BatchFlow's
-_SHOWN = 3  # dead links that are named; the others are counted
+IMAGE_SIZE = 320  # default in pixels: the larger of Imagenette's own sizes, and BatchFlow's
+_SHOWN = 3  # number of dead links named in an error; the others are only counted
 TEST_NAMES = ("val", "test")
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-# Mean and standard deviation of ImageNet's pixels by channel: the usual ones for photographs.
+# Mean and standard deviation of ImageNet's pixels by channel, the usual values for photographs.
 MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
 STD = torch.tensor([0.229, 0.224, 0.225])[:, None, None]
-# BatchFlow's batch size; 0.1 is the chapter's rate for ResNet-18.
+# BatchFlow's batch size; 0.1 is Dive into Deep Learning's learning rate for ResNet-18.
 RESNET18 = Defaults(batch_size=64, lr=0.1, epochs=10)
 
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """The images below one folder per class, each [3, size, size], and the number of its class.
+    """A data set of (image [3, size, size], class number), from one folder per class.
 
-    The shorter side is scaled to `size` and the centre is cut out.
+    The shorter side of an image is scaled to `size`, and the centre is cropped.
     """
 
     files: tuple[Path, ...]
@@ -52,10 +52,10 @@ def decode(path: Path, size: int) -> Tensor:
 
     try:
         with Image.open(path) as image:
-            # A JPEG can be decoded at an eighth, a quarter or half of its size, which is cheaper.
+            # draft() decodes a JPEG at an eighth, a quarter or half of its size, which is cheaper.
             image.draft("RGB", (2 * size, 2 * size))
             fitted = ImageOps.fit(_in_colour(image), (size, size), Image.Resampling.BILINEAR)
-    # Pillow's decoders raise nearly anything for a damaged file, SyntaxError among them.
+    # Pillow's decoders raise many exception types for a damaged file, even SyntaxError.
     except Exception as error:
         raise DataError(
             f"{path} cannot be decoded as an image ({first_line(error)}); replace or delete it"
@@ -65,22 +65,22 @@ def decode(path: Path, size: int) -> Tensor:
 
 
 def _in_colour(image: Any) -> Any:
-    """Give an image in three channels of 8 bits; ValueError for more than 16 bits a pixel.
+    """Convert an image to three channels of 8 bits; ValueError for more than 16 bits per pixel.
 
-    Pillow itself would cut off what is above 255, which leaves a 16-bit image white.
+    Pillow's own conversion clips values above 255, which turns a 16-bit image white.
     """
     if image.mode == "F" or (image.mode == "I" and image.getextrema()[1] > _SIXTEEN_BITS):
         raise ValueError("it has 32 bits per pixel, and up to 16 are known to mean grey")
-    if image.mode.startswith("I"):  # "I" itself is what older versions of Pillow open 16 bits as
+    if image.mode.startswith("I"):  # older versions of Pillow open 16-bit images in mode "I"
         image = image.convert("I").point(lambda grey: grey * (255 / _SIXTEEN_BITS)).convert("L")
     return image.convert("RGB")
 
 
 def image_folder(data_dir: Path, image_size: int = IMAGE_SIZE) -> Data:
-    """Find the images below `data_dir`; they are decoded when they are needed.
+    """Find the images below `data_dir`; each is decoded when its batch is fetched.
 
     The classes are the folders of `train/`, in alphabetical order. Raises DataError if a folder
-    is missing or cannot be read, a class has no image or a dead link, or Pillow is not installed;
+    is missing or unreadable, if a class has no image or a dead link, or without Pillow;
     ValueError for a bad size.
     """
     if image_size < 1:
@@ -111,7 +111,7 @@ def image_folder(data_dir: Path, image_size: int = IMAGE_SIZE) -> Data:
 
 
 def folders(parent: Path) -> list[Path]:
-    """Give the folders in a folder by name, hidden ones left out; DataError if it has none."""
+    """Return the folders in `parent`, sorted, without hidden ones; DataError if there are none."""
     there = sorted(p for p in parent.iterdir() if not p.name.startswith("."))
     _refuse_dead_links(parent, there)
     found = [p for p in there if p.is_dir()]
@@ -140,7 +140,7 @@ def scan(parent: Path, classes: tuple[str, ...], size: int) -> ImageFolder:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Give all but the folders; OSError for one that cannot be read, which rglob leaves out."""
+    """Yield all files below `folder`; OSError for unreadable folders, which rglob would skip."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -150,12 +150,12 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def _has_name_of_image(path: Path) -> bool:
-    """Tell by the name; hidden files are what some systems note beside an image."""
+    """Return whether the name is that of an image; hidden files are metadata of some systems."""
     return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
 
 
 def _refuse_dead_links(parent: Path, paths: Sequence[Path]) -> None:
-    """Raise DataError if there are any: without them others would be trained on than were meant."""
+    """Raise DataError for dead links: skipping them would silently train on other data."""
     dead = [path for path in paths if path.is_symlink() and not path.exists()]
     if not dead:
         return

@@ -1,4 +1,4 @@
-"""The models of the chapters: LeNet from scratch and the ResNet-18 for small images.
+"""The models of Dive into Deep Learning: LeNet from scratch and the ResNet-18 for small images.
 
 A model is built as `MODELS[name](in_channels=1, num_classes=10, seed=0)`: on the CPU, and with the
 same bits for the same seed, whatever the state of torch's own generators.
@@ -17,7 +17,7 @@ __all__ = ["MODELS", "Build", "LeNet", "init_lenet", "lenet", "resnet18"]
 
 
 class Build(Protocol):
-    """What makes a model."""
+    """A function or class that builds a model."""
 
     def __call__(
         self, in_channels: int = ..., num_classes: int = ..., seed: int = ...

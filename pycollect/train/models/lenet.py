@@ -1,7 +1,7 @@
 """LeNet as a plain function of a list of eight parameters, and a module around it.
 
-In the function nothing is hidden: a replica is a copy of the list, and its gradients are what the
-ranks reduce. The initialisation is part of the definition (weights 0.01 * N(0, 1), biases 0).
+For the function a replica is a copy of the list, and its gradients are what the ranks reduce.
+The initialisation is part of the definition (weights 0.01 * N(0, 1), biases 0).
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SIZE = 28  # of the images, both ways: the first dense layer is as wide as this leaves it
+SIZE = 28  # height and width of the images; the first dense layer's width follows from it
 WEIGHT_SCALE = 0.01
 
 
 def shapes(in_channels: int = 1, num_classes: int = 10) -> list[tuple[int, ...]]:
-    """Give the shapes of two convolutions and two dense layers: every weight, then its bias.
+    """Return the parameter shapes of two convolutions and two dense layers: weight, then bias.
 
     >>> shapes(in_channels=3)[0]
     (20, 3, 3, 3)
@@ -40,7 +40,7 @@ def init_lenet(seed: int = 0, in_channels: int = 1, num_classes: int = 10) -> li
 
 
 def lenet(images: Tensor, params: Sequence[Tensor]) -> Tensor:
-    """Give the scores of every image: [n, channels, 28, 28] to [n, classes].
+    """Return the scores of every image: [n, channels, 28, 28] to [n, classes].
 
     >>> lenet(torch.zeros(2, 1, 28, 28), init_lenet()).shape
     torch.Size([2, 10])
@@ -53,7 +53,7 @@ def lenet(images: Tensor, params: Sequence[Tensor]) -> Tensor:
 
 
 class LeNet(nn.Module):
-    """LeNet with parameters of its own, in the order and with the bits of `init_lenet`.
+    """LeNet as a module; its parameters have the order and the bits of `init_lenet`.
 
     >>> LeNet(num_classes=3)(torch.zeros(2, 1, 28, 28)).shape
     torch.Size([2, 3])
@@ -64,7 +64,7 @@ class LeNet(nn.Module):
         self.params = nn.ParameterList(init_lenet(seed, in_channels, num_classes))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Give the scores of every image; ValueError if they are not 28 x 28."""
+        """Return the scores of every image; ValueError if the images are not 28 x 28."""
         if images.shape[-2:] != (SIZE, SIZE):
             height, width = images.shape[-2:]
             raise ValueError(

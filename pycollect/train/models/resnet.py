@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 CHANNELS = (64, 128, 256, 512)
-BLOCKS = 2  # in each stage
+BLOCKS = 2  # residual blocks per stage
 WEIGHT_STD = 0.01
 
 
@@ -31,7 +31,7 @@ class Residual(nn.Module):
         self.conv3 = None if same else nn.Conv2d(before, after, kernel_size=1, stride=stride)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Add what the two convolutions find to the images."""
+        """Return the activated sum of the two convolutions and the shortcut."""
         found = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(images)))))
         return F.relu(found + (images if self.conv3 is None else self.conv3(images)))
 
@@ -44,9 +44,9 @@ def stage(before: int, after: int) -> nn.Sequential:
 
 
 def resnet18(in_channels: int = 1, num_classes: int = 10, seed: int = 0) -> nn.Module:
-    """Build the chapter's ResNet-18 on the CPU, for images of any size: [n, in_channels, h, w].
+    """Build the ResNet-18 on the CPU, for images [n, in_channels, h, w] of any size.
 
-    The same seed gives the same bits, and torch's own generator stays where it is.
+    The same seed gives the same bits; the state of torch's own generator does not change.
 
     >>> resnet18(in_channels=3)(torch.zeros(2, 3, 8, 8)).shape
     torch.Size([2, 10])

@@ -1,0 +1,156 @@
+"""Benchmark of the collectives: nccl-tests' columns, with peers and limit measured in the same run.
+
+`main` is the command; `add_arguments` and `run` let another command include it. Importing this
+package does not affect measurements; matplotlib is loaded only for a plot.
+"""
+
+from __future__ import annotations
+
+import pycollect  # before torch: from here on Ctrl-C ends one of our commands in silence
+
+# isort: split
+import argparse
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from pycollect import _command
+from pycollect._command import Interruption
+from pycollect._sizes import parse_size, size_range
+from pycollect._timing import Effort, Timing
+
+from . import environment, output, processes, record, table
+from .cases import COLLECTIVES, LENET, Case, sized_case
+from .comparison import DEFAULT, Candidates, CaseResult, run_case
+from .gpu import GRAPH_CALLS
+from .options import add_arguments, algorithms
+from .overhead import call_costs
+from .peers import NAMES, usual
+from .targets import Outcome, judge
+
+__all__ = ["add_arguments", "main", "run"]
+
+_LEGEND = """\
+# One process. Times are of one call through Python; `inside` leaves Python out.
+# Before each timed call every rank's buffer is rewritten, so caches hold what a producer leaves:
+# dirty lines of all ranks (`inside` runs back to back on what its last call wrote).
+# {speed}
+# %limit: against the faster of `memory` and `memory_flat`, as many bytes multiplied in place
+# (`inside`: the latter back to back, less what a torch call on one element costs).
+# xnaive: the naive loop's time over this one's. All take turns; ratios are medians over rounds.
+# #wrong: elements of all ranks that differ from the exact result, in a run of its own."""
+_GPU_LEGEND = """\
+# One process. Times are of one call through Python until the GPU is done; `:gpu` is the GPU's own
+# time, by events, and `:graph` the same for one of {calls} calls replayed in a graph (on zeros).
+# Before each timed call every rank's buffer is rewritten.
+# {speed}
+# %limit: against `memcpy`, a copy of as many bytes on the device, by the same clock.
+# xnaive: the naive loop's time over this one's, by the same clock (a graph against `:gpu`).
+# #wrong: elements of all ranks that differ from the exact result, in a run of its own."""
+_MOVED = "moved: bytes that must be read and written (all_reduce: 2 x world x size) over time."
+_BUS = "busbw: as nccl-tests define it; no limit is measured between memories."
+
+
+def _devices(spec: str | None, world: int) -> tuple[torch.device, ...]:
+    """Return a device per rank: the named devices, repeated in order."""
+    named = pycollect.devices(spec)
+    return tuple(named[rank % len(named)] for rank in range(world))
+
+
+def _cases(args: argparse.Namespace) -> Iterator[Case]:
+    only_extras = (args.coalesced or args.overhead) and not args.targets
+    for dtype in args.dtype:
+        for world in args.world:
+            devices = _devices(args.devices, world)
+            if not only_extras:
+                for size in size_range(args.minbytes, args.maxbytes, args.stepfactor):
+                    yield sized_case(args.collective, size, dtype, args.op, devices)
+            if args.coalesced or args.targets:
+                yield Case("all_reduce_coalesced", dtype, args.op, devices, LENET)
+
+
+def _measure(
+    args: argparse.Namespace, cases: Sequence[Case], effort: Effort, results: list[CaseResult]
+) -> None:
+    """Measure case by case; print every result and append it to `results`."""
+    if not cases:
+        return
+    one_memory = all(case.one_memory for case in cases)
+    columns = table.columns(one_memory)
+    legend = _GPU_LEGEND if all(case.on_gpus for case in cases) else _LEGEND
+    legend = legend.format(speed=_MOVED if one_memory else _BUS, calls=GRAPH_CALLS)
+    print(legend, *table.head(columns), sep="\n", flush=True)
+    for case in cases:
+        peers = usual(case) if args.peers is None else tuple(args.peers)
+        whom = Candidates(algorithms(args.algorithms, case.collective), peers)
+        results.append(run_case(case, whom, effort))
+        print(*table.lines(results[-1], columns), sep="\n", flush=True)
+
+
+def _status(results: list[CaseResult], outcomes: list[Outcome]) -> int:
+    if any(row.wrong for result in results for row in result.rows):
+        return 1
+    if any(DEFAULT in result.not_run for result in results):
+        return 1
+    return 3 if any(outcome.met is False for outcome in outcomes) else 0
+
+
+def run(args: argparse.Namespace, command: str) -> int:
+    """Run the benchmark of `args` (see `add_arguments`), print it, and return the exit status.
+
+    Ctrl-C and SIGTERM end the measurement; results up to then are still written.
+
+    Raises:
+        KeyboardInterrupt: after an interruption, when the results are written.
+        OutputError: if a file cannot be written.
+        ValueError: if sizes, devices or algorithms do not go together.
+    """
+    if args.minbytes is None:
+        args.minbytes = parse_size("4" if args.processes else "4K")
+    if args.processes:
+        return processes.run(args, command)
+    if args.collective not in COLLECTIVES:
+        raise ValueError(f"--collective of one process is one of {', '.join(COLLECTIVES)}")
+    for peer in args.peers or ():
+        if peer not in NAMES:
+            raise ValueError(f"{peer!r} is no peer of one process; there are {', '.join(NAMES)}")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    effort = Effort(args.seconds, args.iterations, args.warmup)
+    cases = list(_cases(args))
+    output.check(args, any(len(case.shapes) == 1 for case in cases))
+    about, before = environment.describe(command), environment.Load.now()
+    print(*environment.header(about), sep="\n", flush=True)
+    results: list[CaseResult] = []
+    calls: dict[str, Timing] = {}
+    with Interruption() as interruption:
+        _measure(args, cases, effort, results)
+        if args.overhead or args.targets:
+            calls = call_costs(effort, _devices(args.devices, 1)[0])
+            print(*table.call_lines(calls), sep="\n")
+    outcomes = judge(results, calls) if args.targets else []
+    if outcomes:
+        print(*table.target_lines(outcomes), sep="\n")
+    disturbed = environment.noise(before, environment.Load.now(), results)
+    print(*environment.footer(disturbed), sep="\n")
+    content = record.run_record(about, disturbed, results, calls, outcomes)
+    output.write_all(args, content, results, interruption)
+    return _status(results, outcomes)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark with these arguments, or those of the process; return the exit status."""
+    return _command.run("pycollect bench", lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    parser = argparse.ArgumentParser(prog="pycollect bench", description=__doc__)
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    command = shlex.join(sys.orig_argv if argv is None else ["pycollect", "bench", *argv])
+    try:
+        return run(args, command)
+    except ValueError as error:
+        parser.error(str(error))

@@ -1,0 +1,234 @@
+"""Measurement of one case: all candidates, interleaved, and the ratios of their times."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pycollect import _C
+from pycollect._timing import Effort, Sampler, Timing, after_rewrite, batched, interleave, ratios
+
+from .cases import COLLECTIVES, Call, Case, Workspace
+from .gpu import GRAPH_CALLS, gpu_time, graph_of
+from .peers import limits, peer
+
+# Name of `algorithm=None` in tables.
+DEFAULT = "default"
+INSIDE = "inside"
+NAIVE = "naive"
+# The clocks: the process's until the device is done, the GPU's, the GPU's for a call in a graph,
+# and (between processes) the process's until the call returns. Rows of all but the first clock get
+# its name as a suffix, such as default:gpu.
+WALL, GPU, GRAPH, RETURN = "wall", "gpu", "graph", "return"
+
+TimeAllReduce = Callable[[Sequence[Tensor], str, "str | None", int], list[float]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The result of one candidate. `limit_share` is 1.0 at the limit; `wrong` counts elements.
+
+    `limit_rounds` are the limit's seconds by round; `speedup[peer]` are the ratios of the peer's
+    time to this candidate's, also by round.
+    """
+
+    name: str
+    kind: str  # "pycollect", "inside", "peer" or "limit"
+    timing: Timing
+    wrong: int | None = None
+    limit_share: float | None = None
+    limit_rounds: list[float] | None = None
+    speedup: dict[str, list[float]] = field(default_factory=dict)
+    clock: str = WALL
+
+    def times_faster_than(self, peer_name: str) -> float | None:
+        """Return the median speedup over the rounds, or None if the peer did not run."""
+        rounds = self.speedup.get(peer_name)
+        return statistics.median(rounds) if rounds else None
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """All rows of a case; `not_run` has the reason for each candidate that could not run."""
+
+    case: Case
+    rows: list[Row]
+    not_run: dict[str, str]
+
+    def row(self, name: str) -> Row | None:
+        """Return the row of that name, if it was measured."""
+        return next((row for row in self.rows if row.name == name), None)
+
+    @property
+    def limit(self) -> Row | None:
+        """The row of the faster way to measure the limit, or None."""
+        rows = [row for row in self.rows if row.kind == "limit" and row.clock == WALL]
+        return min(rows, key=lambda row: row.timing.percentile(50), default=None)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The candidates to measure: pycollect's algorithms (None is its own choice) and peers."""
+
+    algorithms: tuple[str | None, ...] = (None,)
+    peers: tuple[str, ...] = ("naive", "stack")
+    inside: bool = True
+
+
+def time_inside() -> TimeAllReduce | None:
+    """Return the extension's timed loop of all_reduce calls, without Python; None if not built."""
+    function: TimeAllReduce | None = getattr(_C, "time_all_reduce", None)
+    return function
+
+
+def _on_zeros(
+    loop: TimeAllReduce, workspace: Workspace, algorithm: str | None, calls: int
+) -> list[float]:
+    workspace.rewrite(0)  # zeros stay zeros under every op, however often it runs
+    return loop(workspace.firsts, workspace.case.op, algorithm, calls)
+
+
+class _Candidates:
+    """The samplers of a case by name, and the reasons of candidates that cannot run."""
+
+    def __init__(self, case: Case, whom: Candidates) -> None:
+        self.case = case
+        self.workspace = Workspace(case)
+        self.samplers: dict[str, Sampler] = {}
+        self.kinds: dict[str, str] = {}
+        self.clocks: dict[str, str] = {}
+        self.calls: dict[str, Call] = {}
+        self.not_run: dict[str, str] = {}
+        for algorithm in whom.algorithms:
+            self._ours(algorithm)
+        on_one_cpu = case.one_memory and not case.on_gpus
+        if whom.inside and case.collective == "all_reduce" and on_one_cpu:
+            self._inside(whom.algorithms[0])
+        for name in whom.peers:
+            self._try(name, "peer", partial(peer, name, case, self.workspace))
+        if case.one_memory:
+            self._limits()
+
+    def _try(self, name: str, kind: str, make: Callable[[], Call]) -> None:
+        """Add a candidate, or the reason if it refuses the case; other errors are not caught."""
+        self.workspace.rewrite()
+        try:
+            call = make()
+            call()
+        except (TypeError, ValueError, NotImplementedError) as error:
+            self.not_run[name] = str(error)
+            return
+        self._add(name, kind, call, self.workspace.rewrite)
+        self.calls[name] = call
+        if kind == "pycollect" and self.case.on_gpus and self.case.one_memory:
+            self._add_graph(name, call)
+
+    def _add(self, name: str, kind: str, call: Call, rewrite: Call) -> None:
+        self.samplers[name] = after_rewrite(call, rewrite, self.workspace.synchronize)
+        self.kinds[name] = kind
+        if self.case.on_gpus:
+            sampler = gpu_time(call, rewrite, self.case.devices)
+            self._add_clock(name, GPU, sampler)
+
+    def _add_clock(self, name: str, clock: str, sampler: Sampler) -> None:
+        timed = clocked(name, clock)
+        self.samplers[timed], self.clocks[timed] = sampler, clock
+        self.kinds[timed] = self.kinds[name]
+
+    def _add_graph(self, name: str, call: Call) -> None:
+        """Add the same call captured many times in a graph, on zeros, which no op changes."""
+        zeros = partial(self.workspace.rewrite, 0)
+        replay = graph_of(call, GRAPH_CALLS)
+        sampler = gpu_time(replay, zeros, self.case.devices, GRAPH_CALLS)
+        self._add_clock(name, GRAPH, sampler)
+        self.calls[clocked(name, GRAPH)] = graph_of(call, 1)
+
+    def _ours(self, algorithm: str | None) -> None:
+        how: dict[str, Any] = {"algorithm": algorithm}
+        call = COLLECTIVES[self.case.collective].call
+        self._try(algorithm or DEFAULT, "pycollect", partial(call, self.workspace, how))
+
+    def _inside(self, algorithm: str | None) -> None:
+        loop = time_inside()
+        if loop is None:
+            self.not_run[INSIDE] = "this build of pycollect has no _C.time_all_reduce"
+        elif (algorithm or DEFAULT) in self.samplers:
+            self.samplers[INSIDE] = partial(_on_zeros, loop, self.workspace, algorithm)
+            self.kinds[INSIDE] = "inside"
+
+    def _limits(self) -> None:
+        ways = limits(self.workspace)
+        for name, (call, rewrite) in ways.items():
+            self._add(name, "limit", call, rewrite)
+        if INSIDE in self.samplers:
+            # The inside loop neither rewrites buffers nor pays for a torch call. Its limit must not
+            # either, so the time of a torch call on one element is subtracted from it.
+            self.samplers["_warm"] = batched(ways["memory_flat"][0], 1)
+            self.samplers["_call"] = batched(partial(torch.ones(1).mul_, 1.0), 1)
+
+
+def _median_ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
+    return statistics.median(ratios(slow, fast))
+
+
+def clocked(name: str, clock: str) -> str:
+    """Return the name of a candidate's row for a clock.
+
+    >>> clocked("naive", "wall"), clocked("naive", "gpu")
+    ('naive', 'naive:gpu')
+    """
+    return name if clock == WALL else f"{name}:{clock}"
+
+
+def _limit(
+    entry: _Candidates, timings: dict[str, Timing], kind: str, clock: str
+) -> list[float] | None:
+    """Return the limit's seconds by round for this kind and clock, or None if unknown."""
+    if kind == "inside":
+        if "_warm" not in timings:
+            return None
+        call = timings["_call"].rounds
+        work = [t - c for t, c in zip(timings["_warm"].rounds, call, strict=True)]
+        # If the work is much shorter than the call, the difference is noise.
+        return work if min(work) > statistics.median(call) / 2 else None
+    clock = WALL if clock == WALL else GPU
+    limits = [n for n, k in entry.kinds.items() if k == "limit"]
+    ways = [timings[n] for n in limits if entry.clocks.get(n, WALL) == clock]
+    return min(ways, key=lambda t: t.percentile(50)).rounds if ways else None
+
+
+def _row(entry: _Candidates, timings: dict[str, Timing], name: str, peers: Sequence[str]) -> Row:
+    kind, timing = entry.kinds[name], timings[name]
+    clock = entry.clocks.get(name, WALL)
+    limit = _limit(entry, timings, kind, clock)
+    theirs = {p: clocked(p, WALL if clock == WALL else GPU) for p in peers}
+    return Row(
+        name,
+        kind,
+        timing,
+        wrong=entry.workspace.wrong(entry.calls[name]) if name in entry.calls else None,
+        limit_share=_median_ratio(limit, timing.rounds) if limit else None,
+        limit_rounds=limit,
+        speedup={
+            p: ratios(timings[n].rounds, timing.rounds) for p, n in theirs.items() if n in timings
+        },
+        clock=clock,
+    )
+
+
+def run_case(case: Case, whom: Candidates, effort: Effort) -> CaseResult:
+    """Measure every candidate on one case and check the result of each.
+
+    Sizes are bytes, times seconds. Candidates that refuse the arguments are listed in `not_run`;
+    every other error is raised.
+    """
+    entry = _Candidates(case, whom)
+    timings = interleave(entry.samplers, effort)
+    rows = [_row(entry, timings, name, whom.peers) for name in entry.kinds]
+    return CaseResult(case, rows, entry.not_run)

@@ -1,0 +1,170 @@
+"""Building and running the GPU programs of bench/native: with nvcc, independent of torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pycollect._command import Interruption
+
+from . import environment, scripts
+from .output import write_json
+
+# Exit status of these programs without a GPU; automake's status of a skipped test.
+NO_GPU = 77
+# Architecture to build for if there is no GPU: that of the H100 and the H200.
+_ARCHITECTURE = "sm_90"
+_FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xcompiler", "-Wall,-Wextra,-fopenmp")
+
+
+Found = dict[str, Any]
+SCHEMA = 1
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class CannotRun(Exception):
+    """A program cannot run without nvcc or a GPU; the message is one sentence."""
+
+
+def architecture() -> str:
+    """Return nvcc's name for the architecture of the first GPU."""
+    if not torch.cuda.is_available():
+        return _ARCHITECTURE
+    major, minor = torch.cuda.get_device_capability(0)
+    return f"sm_{major}{minor}"
+
+
+def build(sources: Sequence[Path], program: Path) -> Path:
+    """Compile and link `program`, unless it is newer than all files beside its sources.
+
+    Raises:
+        CannotRun: without nvcc.
+        RuntimeError: with nvcc's messages if it fails.
+    """
+    made_of = [file for source in sources for file in source.parent.iterdir() if file.is_file()]
+    if program.exists() and all(f.stat().st_mtime < program.stat().st_mtime for f in made_of):
+        return program
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        raise CannotRun("there is no nvcc on the path, which builds the program")
+    program.parent.mkdir(parents=True, exist_ok=True)
+    command = [nvcc, *_FLAGS, f"-arch={architecture()}", *map(str, sources)]
+    done = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"nvcc ended with {done.returncode}\n{done.stderr}")
+    return program
+
+
+def lines_of(program: Path, arguments: Sequence[object], seconds: float) -> str:
+    """Run `program` to its end and return its output.
+
+    Raises:
+        CannotRun: without a GPU, with the program's sentence.
+        RuntimeError: if it fails or takes longer.
+    """
+    command = [str(program), *map(str, arguments)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{program.name} did not end within {seconds:g} s") from None
+    if done.returncode == NO_GPU:
+        raise CannotRun(done.stdout.strip())
+    if done.returncode and not done.stdout:
+        raise RuntimeError(f"{program.name} ended with {done.returncode}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def findings(program: Path, arguments: Sequence[object], seconds: float) -> Iterator[Found]:
+    """Run `program` and yield the JSON object of each line of output as it arrives.
+
+    Raises:
+        CannotRun: without a GPU, with the program's sentence.
+        RuntimeError: if it fails, or takes longer than `seconds` and is killed.
+    """
+    command = [str(program), *map(str, arguments)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        timer = threading.Timer(seconds, child.kill)
+        timer.start()
+        try:
+            said = ""
+            for line in child.stdout:
+                said = line.strip()
+                if said.startswith("{"):
+                    yield json.loads(said)
+            errors = child.stderr.read().strip()
+        finally:
+            timer.cancel()
+            child.kill()
+    if child.returncode == NO_GPU:
+        raise CannotRun(said)
+    if child.returncode:
+        raise RuntimeError(f"{program.name} ended with {child.returncode}: {errors or said}")
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A program that runs once and prints many results; `show(found, every)` displays them."""
+
+    name: str
+    about: str
+    sources: Sequence[Path]
+    show: Callable[[Sequence[Found], bool], None]
+    seconds: float = 120.0
+
+
+def _arguments(probe: Probe, argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"{probe.name}.py", description=probe.about)
+    add = parser.add_argument
+    add("--all", action="store_true", help="everything, not only the best and our own")
+    limit = f"after which it is ended ({probe.seconds:g})"
+    add("--seconds", type=float, default=probe.seconds, help=limit)
+    add("--program", type=Path, help="a program that is built already")
+    add("--build", type=Path, default=ROOT / "build" / "native", help="where it is built")
+    add("--json", metavar="FILE", help="everything")
+    return scripts.parse(parser, argv)
+
+
+def run_probe(probe: Probe, argv: Sequence[str] | None) -> int:
+    """Build and run a probe, show its results, even of a failed run; return the exit status."""
+    return scripts.run(probe.name, lambda: _run(probe, argv))
+
+
+def _run(probe: Probe, argv: Sequence[str] | None) -> int:
+    args = _arguments(probe, argv)
+    about = environment.describe(shlex.join(sys.orig_argv))
+    print(*environment.header(about), sep="\n", flush=True)
+    found: list[Found] = []
+    failure = ""
+    interruption = Interruption()
+    try:
+        with interruption:
+            program = args.program or build(probe.sources, args.build / probe.name)
+            found.extend(findings(program, [], args.seconds))
+    except CannotRun as error:
+        print(f"bench/{probe.name}.py: {error}")
+        return NO_GPU
+    except RuntimeError as error:
+        failure = str(error)
+    probe.show(found, args.all)
+    if failure:
+        print(f"# FAILED: {failure}")
+    content = {"schema": SCHEMA, "environment": about, "findings": found}
+    content["failure"] = failure or None
+    write_json(args.json, content, interruption)
+    interruption.reraise(args.json)
+    return 1 if failure or any(f.get("wrong") for f in found) else 0

@@ -1,0 +1,146 @@
+"""Plots of speed against size on logarithmic axes, a panel per world: library, peers and limit.
+
+Plotting needs matplotlib, which is imported only when a plot is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pycollect._files import write_picture
+from pycollect._sizes import binary_size
+
+from .comparison import DEFAULT, WALL, CaseResult
+from .table import gigabytes_per_second
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Colours that stay apart for the colour-blind (Okabe and Ito); the library has the strong ones.
+_OURS = ("#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#d55e00")
+_PEERS = {
+    "naive": "#d55e00",
+    "stack": "#e69f00",
+    "comm": "#cc79a7",
+    "cupy": "#56b4e9",
+    "gloo": "#d55e00",
+    "mpi": "#e69f00",
+    "nccl": "#009e73",
+    "symm_mem": "#cc79a7",
+}
+_GREY = "#7f7f7f"
+
+_Key = tuple[str, str, str]
+
+
+def _key(result: CaseResult) -> _Key:
+    case = result.case
+    return case.collective, str(case.dtype).removeprefix("torch."), case.op
+
+
+def _speed(result: CaseResult, name: str) -> float | None:
+    row, case = result.row(name), result.case
+    if row is None:
+        return None
+    nbytes = case.minimum_bytes if case.one_memory else case.nbytes * case.bus_factor
+    return gigabytes_per_second(nbytes, row.timing)
+
+
+def _line(axes: Axes, results: Sequence[CaseResult], name: str, **style: Any) -> None:
+    points = [(r.case.nbytes, v) for r in results if (v := _speed(r, name)) is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), label=name, **style)
+
+
+def _limit_area(axes: Axes, results: Sequence[CaseResult]) -> None:
+    """Draw the limit as a wide grey line, behind the others."""
+    points = [(r.case.nbytes, _speed(r, r.limit.name)) for r in results if r.limit]
+    if not points:
+        return
+    sizes, speeds = zip(*points, strict=True)
+    axes.plot(sizes, speeds, color=_GREY, linewidth=5, alpha=0.45, label="memory limit", zorder=1)
+
+
+def _panel(axes: Axes, results: Sequence[CaseResult]) -> None:
+    results = sorted(results, key=lambda r: r.case.nbytes)
+    rows = [row for result in results for row in result.rows]
+    kinds = {row.name: row.kind for row in rows if row.clock == WALL}
+    clocked = [r.name for r in rows if r.clock != WALL and r.name.startswith(f"{DEFAULT}:")]
+    _limit_area(axes, results)
+    ours = [name for name, kind in kinds.items() if kind == "pycollect"]
+    for i, name in enumerate(ours):
+        colour = _OURS[i % len(_OURS)]
+        # The library's own choice is a thick line, so it shows below the algorithm that it selects.
+        width, size = (3.5, 6) if i == 0 else (1.2, 3)
+        _line(axes, results, name, color=colour, marker="o", markersize=size, linewidth=width)
+    for name, kind in kinds.items():
+        if kind == "inside":
+            _line(axes, results, name, color=_OURS[0], linestyle=":", linewidth=1.6)
+        elif kind == "peer":
+            _line(axes, results, name, color=_PEERS[name], marker="s", markersize=3.5, ls="--")
+    for name, style in zip(dict.fromkeys(clocked), (":", "-."), strict=False):
+        _line(axes, results, name, color=_OURS[0], linestyle=style, linewidth=1.6)
+    world = results[0].case.world
+    axes.set_title(f"{world} ranks" if world > 1 else "1 rank")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    sizes = [r.case.nbytes for r in results]
+    step = -(-len(sizes) // 5)
+    axes.set_xticks(sizes[::step], [binary_size(s) for s in sizes[::step]])
+    axes.minorticks_off()
+    axes.grid(True, which="major", color="#dddddd", linewidth=0.7)
+    axes.set_xlabel("bytes per rank")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _legend(figure: Figure) -> None:
+    """Draw one legend for all panels beside them, where it hides no line."""
+    found: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    figure.legend(
+        list(found.values()), list(found), loc="outside right center", frameon=False, fontsize=9
+    )
+
+
+def plot(results: Sequence[CaseResult], path: str, caption: str) -> None:
+    """Write a plot of all results to `path` (PNG, SVG or PDF by its suffix).
+
+    There is a row of panels for each collective, dtype and op, and a panel for each world.
+
+    Raises:
+        ImportError: without matplotlib.
+        OutputError: if the file cannot be written.
+        ValueError: if there are no results.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    groups: dict[_Key, dict[int, list[CaseResult]]] = {}
+    for result in results:
+        groups.setdefault(_key(result), {}).setdefault(result.case.world, []).append(result)
+    if not groups:
+        raise ValueError("nothing to plot: no case was measured")
+    across = max(len(worlds) for worlds in groups.values())
+    figure = Figure(figsize=(2.4 + 4.0 * across, 1.1 + 3.9 * len(groups)), layout="constrained")
+    panels = figure.subplots(len(groups), across, squeeze=False, sharey="row")
+    for row, (key, worlds) in zip(panels, groups.items(), strict=True):
+        for axes in row[len(worlds) :]:
+            axes.set_visible(False)
+        for axes, (_, group) in zip(row, sorted(worlds.items()), strict=False):
+            _panel(axes, group)
+        one_memory = all(r.case.one_memory for group in worlds.values() for r in group)
+        speed = "bytes moved per second" if one_memory else "bus bandwidth"
+        row[0].set_ylabel(f"{' '.join(key)}\n{speed} (GB/s)")
+        low, high = row[0].get_ylim()
+        # Over many powers of ten, labels at 2 and 5 times each would be too dense.
+        steps = (1, 2, 5) if high < 1e4 * low else (1,)
+        row[0].yaxis.set_major_locator(LogLocator(subs=steps, numticks=20))
+        row[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    _legend(figure)
+    figure.supxlabel(caption, fontsize=8, color=_GREY)
+    write_picture(figure, path)

@@ -1,0 +1,172 @@
+"""Benchmark between processes: torch.distributed over pycollect's backend, gloo and others.
+
+`run` starts the ranks of each world once, and prints their results as they arrive. All timing is
+done in the ranks (comparison.py); this process sleeps meanwhile. Results up to the failure of a
+rank or a timeout are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+
+import pycollect
+from pycollect._sizes import size_range
+from pycollect._timing import Effort
+
+from .. import environment, output, record, table
+from ..comparison import CaseResult
+from ..targets import Outcome
+from .candidates import DEVICE_PEERS, PEERS
+from .cases import COLLECTIVES, ProcessCase, process_case
+from .groups import MPI, OURS, ZERO_COPY, transports
+from .isolated import ISOLATED
+from .targets import LEAST, OTHERS, judge
+from .worker_pool import PoolJob, why_no_mpi
+from .worlds import Printer, measure
+
+__all__ = ["run"]
+
+Devices = tuple[torch.device, ...]
+# Timeout in seconds of a call on devices: on one host a longer call hangs, and a whole run has only
+# minutes.
+_DEVICE_TIMEOUT = 30.0
+
+_LEGEND = """\
+# A process per rank, {threads} thread each; times are of one call through Python, on the slowest
+# rank. Before each timed call every rank rewrites its buffer, and all pass a barrier. Up to 16 KiB
+# calls are timed in batches instead, on zeros (except zero-copy, where peers write to a rank's
+# tensors). The candidates take turns, in a new order every round.
+# zero-copy: the same call on tensors in shared memory. mpi: Open MPI's, through mpi4py.
+# %limit: against `memory`, as many bytes as must be read and written, multiplied in place.
+# xgloo, xmpi: the peer's time over this one's, medians over rounds.
+# #wrong: elements of all ranks that differ from the exact result, in a run of its own."""
+_DEVICE_LEGEND = """\
+# A process per rank; times are of one call through Python until the device is done, on the slowest
+# rank; `:return` until the call returns, `:gpu` the device's own time, by events around a batch of
+# calls on zeros. Before each timed call every rank rewrites its buffer, and all pass a barrier. The
+# candidates take turns, in a new order every round.
+# transport=...: pycollect with that PYCOLLECT_CUDA_TRANSPORT. zero-copy: tensors in shared memory.
+# nccl, symm_mem: in processes of their own beside pycollect, at most {seconds:g} s for a size;
+# torch's symmetric memory has its own tensors.
+# moved: bytes that must be read and written (all_reduce: 2 x world x size) over time.
+# %limit: on one GPU, against `memcpy`, a copy of as many bytes on it, by the same clock.
+# xgloo, ...: the peer's time over this one's by the same clock, medians over rounds.
+# #wrong: elements of all ranks that differ from the exact result, in a run of its own."""
+# Options that exist for one process but not for several.
+_NOT_HERE = ("coalesced", "overhead", "algorithms")
+
+
+def _sizes(args: argparse.Namespace) -> list[int]:
+    sizes = size_range(args.minbytes, args.maxbytes, args.stepfactor)
+    return sizes if sizes[-1] == args.maxbytes else [*sizes, args.maxbytes]
+
+
+def _cases(args: argparse.Namespace, devices: Devices) -> Iterator[ProcessCase]:
+    """Yield the cases that the options request."""
+    for dtype in args.dtype:
+        for size in [0] if args.collective == "barrier" else _sizes(args):
+            yield process_case(args.collective, size, dtype, args.op, devices)
+
+
+def _cases_of_targets(devices: Devices) -> Iterator[ProcessCase]:
+    """Yield the additional cases that only the targets need."""
+    for nbytes in (LEAST, OTHERS):
+        for name in COLLECTIVES:
+            yield process_case(name, nbytes, torch.float32, "sum", devices)
+    yield process_case("all_reduce", OTHERS, torch.bfloat16, "sum", devices)
+
+
+def _refuse_what_does_not_go_together(args: argparse.Namespace) -> None:
+    for name in _NOT_HERE:
+        if getattr(args, name):
+            raise ValueError(f"--{name} does not go with --processes")
+    if args.collective not in COLLECTIVES:
+        raise ValueError(f"--collective of processes is one of {', '.join(COLLECTIVES)}")
+    known = _peers(args)
+    for peer in args.peers or ():
+        if peer not in known:
+            kind = "processes on devices" if args.devices else "processes"
+            raise ValueError(f"{peer!r} is no peer of {kind}; there are {', '.join(known)}")
+
+
+def _peers(args: argparse.Namespace) -> tuple[str, ...]:
+    return DEVICE_PEERS if args.devices else PEERS
+
+
+def _job(args: argparse.Namespace, world: int) -> PoolJob:
+    peers = _peers(args) if args.peers is None else tuple(args.peers)
+    named = pycollect.devices(args.devices or "cpu")
+    devices = tuple(named[rank % len(named)] for rank in range(world))
+    asked = tuple(dict.fromkeys(_cases(args, devices)))
+    others = tuple(_cases_of_targets(devices)) if args.targets else ()
+    ladder = transports() if args.devices and args.backend == OURS else ()
+    return PoolJob(
+        devices=devices,
+        cases=tuple(dict.fromkeys((*asked, *others))),
+        ours=(OURS, *ladder, ZERO_COPY),
+        peers=tuple(peer for peer in peers if peer not in ISOLATED),
+        backend=args.backend,
+        effort=Effort(args.seconds, args.iterations, args.warmup),
+        threads=args.threads or max(1, len(os.sched_getaffinity(0)) // world),
+        no_mpi=why_no_mpi() if MPI in peers else "it was not asked for",
+        apart=bool(args.devices),
+        asked=len(asked),
+        timeout=_DEVICE_TIMEOUT if args.devices else PoolJob.timeout,
+    )
+
+
+def _status(results: Sequence[CaseResult], outcomes: Sequence[Outcome]) -> int:
+    if any(row.wrong for result in results for row in result.rows):
+        return 1
+    if any(OURS in result.not_run for result in results):
+        return 1
+    return 3 if any(outcome.met is False for outcome in outcomes) else 0
+
+
+def run(args: argparse.Namespace, command: str) -> int:
+    """Run the benchmark of `args` between processes, print it, and return the exit status.
+
+    The failure of a rank ends the run with status 1, Ctrl-C and SIGTERM with their status; results
+    measured before are still written.
+
+    Raises:
+        KeyboardInterrupt: after an interruption.
+        OutputError: if a file cannot be written.
+        ValueError: if the options do not go together.
+    """
+    _refuse_what_does_not_go_together(args)
+    jobs = [_job(args, world) for world in args.processes]
+    output.check(args, any(case.count for job in jobs for case in job.cases))
+    about, before = environment.describe(command), environment.Load.now()
+    about["threads"] = f"{jobs[0].threads} a rank"
+    against = tuple(p for p in _peers(args) if args.peers is None or p in args.peers)
+    if jobs[0].no_mpi:
+        against = tuple(p for p in against if p != MPI)
+    one_memory = all(case.one_memory for job in jobs for case in job.cases)
+    columns = table.columns(one_memory, against)
+    legend = _DEVICE_LEGEND if args.devices else _LEGEND
+    print(*environment.header(about), sep="\n")
+    print(legend.format(threads=jobs[0].threads, seconds=args.peer_limit))
+    print(*table.head(columns), sep="\n", flush=True)
+    isolated = tuple(peer for peer in ISOLATED if peer in against)
+    found = measure(jobs, isolated, args.peer_limit, Printer(columns))
+    results = found.results
+    outcomes = judge(results, bool(args.devices)) if args.targets else []
+    if outcomes:
+        print(*table.target_lines(outcomes), sep="\n")
+    if found.failure:
+        print(f"# FAILED: {found.failure}", flush=True)
+    disturbed = environment.noise(before, environment.Load.now(), results)
+    print(*environment.footer(disturbed), sep="\n")
+    # Cases that only the targets need have too few sizes for a plot.
+    drawn = [
+        r for r in results if r.case.collective == args.collective and r.case.dtype in args.dtype
+    ]
+    content = record.run_record(about, disturbed, results, {}, outcomes)
+    content["failure"] = found.failure or None
+    output.write_all(args, content, drawn, found.interruption)
+    return 1 if found.failure else _status(results, outcomes)

@@ -1,0 +1,171 @@
+"""The candidates between processes: torch.distributed over several backends, and MPI itself.
+
+All run on the same tensors, except `zero-copy`, whose tensors are in the group's shared memory, and
+`symm_mem`. The limit is `memory`: every rank multiplies its share of the bytes in place; for ranks
+on one GPU it is `memcpy`: rank 0 copies as many bytes on the GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+import pycollect
+
+from ..cases import Call
+from .candidate import Candidate
+from .cases import COLLECTIVES, Buffers, ProcessCase
+from .groups import (
+    GLOO,
+    MPI,
+    NCCL,
+    OURS,
+    SYMM_MEM,
+    TRANSPORT,
+    ZERO_COPY,
+    shared_empty,
+    symm_mem_call,
+)
+from .limits import limits
+from .rank_device import RankDevice
+from .spin_barrier import SpinBarrier
+
+PEERS = (GLOO, MPI)
+DEVICE_PEERS = (GLOO, NCCL, SYMM_MEM)
+# Least bytes for a limit: below it a call through Python and a barrier cost as much as the bytes.
+LEAST_FOR_LIMIT = 256 << 10
+_MPI_TYPES = {
+    torch.float64: "DOUBLE",
+    torch.float32: "FLOAT",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+    torch.int8: "INT8_T",
+    torch.uint8: "UINT8_T",
+}
+_Make = Callable[[], tuple[Buffers, Call]]
+# Seconds by which the last rank is late at a barrier that is checked.
+_LATE = 0.01
+
+
+@dataclass
+class RankState:
+    """The process groups, barrier page and MPI module of one rank's process.
+
+    `refusals` has the reason for each candidate without a group. `apart` requests both clocks.
+    """
+
+    spin_barrier: SpinBarrier
+    groups: dict[str, Any] = field(default_factory=dict)
+    mpi: Any = None
+    refusals: dict[str, str] = field(default_factory=dict)
+    apart: bool = False
+
+
+class CandidateSet:
+    """The candidates of one case on this rank, and the reasons of those that cannot run."""
+
+    def __init__(self, case: ProcessCase, ranks: RankState, names: tuple[str, ...]) -> None:
+        self.case, self.ranks = case, ranks
+        self.found: list[Candidate] = []
+        self.not_run: dict[str, str] = {}
+        self._device = case.devices[ranks.spin_barrier.rank]
+        self._plain = Buffers(case, ranks.spin_barrier.rank, self._empty)
+        ways = {
+            ZERO_COPY: self._zero_copy,
+            MPI: self._through_mpi,
+            SYMM_MEM: self._through_symm_mem,
+        }
+        for name in names:
+            if name != ZERO_COPY or case.count:
+                self._try(name, ways.get(name, partial(self._through_torch, name)))
+        if case.nbytes >= LEAST_FOR_LIMIT:
+            self.found += limits(case, ranks.spin_barrier)
+
+    def _empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(count, dtype=dtype, device=self._device)
+
+    def _group(self, name: str) -> Any:
+        if name not in self.ranks.groups:
+            raise ValueError(self.ranks.refusals[name])
+        return self.ranks.groups[name]
+
+    def _through_torch(self, name: str) -> tuple[Buffers, Call]:
+        group = self._group(name)
+        return self._plain, COLLECTIVES[self.case.collective].call(self._plain, group)
+
+    def _zero_copy(self) -> tuple[Buffers, Call]:
+        group = self._group(OURS)
+        empty = shared_empty(group, self._device)
+        buffers = Buffers(self.case, self.ranks.spin_barrier.rank, empty)
+        return buffers, COLLECTIVES[self.case.collective].call(buffers, group)
+
+    def _through_mpi(self) -> tuple[Buffers, Call]:
+        case, mpi = self.case, self.ranks.mpi
+        if mpi is None:
+            raise ValueError(self.ranks.refusals[MPI])
+        if case.dtype not in _MPI_TYPES or case.op not in ("sum", "none"):
+            raise ValueError(f"is measured only for sums of C types, not {case.op} of {case.dtype}")
+        of = getattr(mpi, _MPI_TYPES[case.dtype])
+        return self._plain, COLLECTIVES[case.collective].mpi(self._plain, mpi, of)
+
+    def _through_symm_mem(self) -> tuple[Buffers, Call]:
+        self._group(SYMM_MEM)
+        return symm_mem_call(self.case, self.ranks.spin_barrier.rank)
+
+    def _try(self, name: str, make: _Make) -> None:
+        """Add a candidate, unless it refuses the case on any rank; collective."""
+        refusal = ""
+        try:
+            buffers, call = make()
+            call()
+            RankDevice(self._device).synchronize()
+        except pycollect.CollectiveError as error:
+            if not name.startswith(TRANSPORT):  # a transport has its own group, which may break
+                raise
+            refusal = reason(error)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            refusal = reason(error)
+        except RuntimeError as error:  # a peer's error is its reason; ours is a failure
+            if name == OURS:
+                raise
+            refusal = reason(error)
+        refused = self.ranks.spin_barrier.gather(float(bool(refusal)))
+        if any(refused):
+            self.not_run[name] = refusal or f"rank {refused.index(1.0)} refused"
+            return
+        check = partial(buffers.wrong, call)
+        if self.case.collective == "barrier":
+            check = partial(_early, call, self.ranks.spin_barrier)
+        kind = "peer" if name in (*PEERS, *DEVICE_PEERS) else "pycollect"
+        self.found.append(Candidate(name, kind, call, buffers.rewrite, check, name == ZERO_COPY))
+
+
+def reason(error: Exception) -> str:
+    """Return one line with the reason why a candidate does not run.
+
+    >>> reason(RuntimeError("NCCL error in: a.cpp:1\\nLast error:\\nDuplicate GPU detected"))
+    'NCCL error in: a.cpp:1 ... Duplicate GPU detected'
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    # NCCL's own message is the last line, after torch's call site.
+    of_nccl = len(lines) > 1 and lines[0].startswith("NCCL")
+    return f"{lines[0]} ... {lines[-1]}" if of_nccl else lines[0]
+
+
+def _early(call: Call, spin_barrier: SpinBarrier) -> int:
+    """Return the number of ranks that had not entered the barrier when this rank left it."""
+    spin_barrier.gather(0.0)
+    if spin_barrier.rank == spin_barrier.world - 1:
+        time.sleep(_LATE)
+    spin_barrier.post(1.0)
+    call()
+    early = sum(number != 1.0 for number in spin_barrier.posted())
+    spin_barrier.barrier()  # before any rank posts its next number
+    return early

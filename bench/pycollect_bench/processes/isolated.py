@@ -1,0 +1,101 @@
+"""Peers that may hang, measured beside pycollect in separate processes with a time limit.
+
+Their ratio is to pycollect's default in the same processes and rounds; it is merged into the
+case's earlier result. A peer that hangs is not run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from ..comparison import CaseResult, Row
+from .groups import NCCL, OURS, SYMM_MEM
+from .worker_pool import PoolJob, WorkerPool
+
+# Environment variables with which these peers support ranks that share a GPU (experimental).
+_SWITCHES = {
+    NCCL: ("NCCL_MULTI_RANK_GPU_ENABLE", "1"),
+    SYMM_MEM: ("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1"),
+}
+ISOLATED = tuple(_SWITCHES)
+Say = Callable[[CaseResult], None]
+
+
+def _of_peer(peer: str, job: PoolJob) -> PoolJob:
+    shares = len(set(job.devices)) < job.world
+    job = replace(job, ours=(OURS,), peers=(peer,), cases=job.cases[: job.asked])
+    return replace(job, environ=(_SWITCHES[peer],) if shares else ())
+
+
+def _why_not(peer: str, job: PoolJob) -> str:
+    """Return the reason why the peer cannot run, or "" if it may."""
+    if any(device.type != "cuda" for device in job.devices):
+        return "needs every rank on a GPU"
+    if peer == NCCL and not torch.distributed.is_nccl_available():
+        return "this torch has no NCCL"
+    return ""
+
+
+class Isolated:
+    """Runs the peers that may hang. `seconds` is the limit per case, process start included."""
+
+    def __init__(self, seconds: float, say: Say) -> None:
+        self._seconds, self._say = seconds, say
+        self._lost: dict[str, str] = {}
+
+    def join(self, peer: str, job: PoolJob, results: Sequence[CaseResult]) -> list[CaseResult]:
+        """Return the results of the requested cases, merged with those of this peer."""
+        joined: list[CaseResult] = []
+        lost = self._lost.get(peer) or _why_not(peer, job)
+        try:
+            if not lost:
+                with WorkerPool(_of_peer(peer, job)) as worker_pool:
+                    self._collect(worker_pool, peer, results, joined)
+        except (RuntimeError, TimeoutError) as error:
+            lost = str(error).strip().splitlines()[-1]
+            self._lost[peer] = f"{lost} ({job.world} ranks)"
+        rest = results[len(joined) :]
+        if rest:
+            self._say(replace(rest[0], rows=[], not_run={peer: lost}))
+        return joined + [replace(r, not_run={**r.not_run, peer: lost}) for r in rest]
+
+    def _collect(
+        self,
+        worker_pool: WorkerPool,
+        peer: str,
+        results: Sequence[CaseResult],
+        joined: list[CaseResult],
+    ) -> None:
+        refusal = ""
+        for result in results:
+            try:
+                found = worker_pool.result(self._seconds)
+            except TimeoutError:
+                raise TimeoutError(f"did not answer within {self._seconds:g} s") from None
+            self._say(found)
+            # After the same refusal of two sizes, assume it for all sizes.
+            refusal, before = found.not_run.get(peer, ""), refusal
+            if refusal and refusal == before:
+                raise RuntimeError(refusal)
+            joined.append(_merged(result, found, peer))
+        worker_pool.abandon()  # the processes may still hang at their end
+
+
+def _is_of(row: Row, name: str) -> bool:
+    return row.name.split(":")[0] == name
+
+
+def _merged(result: CaseResult, found: CaseResult, peer: str) -> CaseResult:
+    """Return the result with the peer's rows, and its ratio in our rows of the same clock."""
+    beside = {row.clock: row for row in found.rows if _is_of(row, OURS)}
+    rows = []
+    for row in result.rows:
+        other = beside.get(row.clock) if _is_of(row, OURS) else None
+        ratio = other.speedup.get(peer) if other else None
+        rows.append(replace(row, speedup={**row.speedup, peer: ratio}) if ratio else row)
+    rows += [row for row in found.rows if _is_of(row, peer)]
+    refused = {k: v for k, v in found.not_run.items() if k == peer}
+    return replace(result, rows=rows, not_run={**result.not_run, **refused})

@@ -1,0 +1,215 @@
+"""The worker pool: processes that are started once for many cases, monitored, and always ended.
+
+Each has a connection to this process, which sleeps until a result arrives or a rank is gone. mpirun
+starts the processes if MPI is measured; otherwise this process does.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+import pycollect
+import pycollect_bench
+from pycollect._command import interrupts_kept_from_children
+from pycollect._timing import Effort
+
+from ..comparison import CaseResult
+from .cases import ProcessCase
+from .spin_barrier import page_bytes
+
+dist: Any = import_module("torch.distributed")  # torch has no type annotations for its stores
+RANK = "PYCOLLECT_BENCH_RANK"
+_WORKER = "pycollect_bench.processes.worker"
+HOST = "127.0.0.1"
+# Timeouts in seconds: for all ranks to import torch on a slow machine, and for them to end after
+# their last result.
+_START_SECONDS, _END_SECONDS = 180, 30
+# Seconds between two checks whether the processes that have not connected are alive.
+_LOOK_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class PoolJob:
+    """The job of the ranks. `no_mpi` is the reason why MPI is not measured; "" if it is.
+
+    Rank 0 answers with a CaseResult for every case; a rank that fails answers with a Failure.
+    `ours` and `peers` are the candidates; `apart` requests host and device clocks. The first
+    `asked` cases are requested by the options, the others only needed for targets. A rank that
+    waits `timeout` seconds for another treats it as lost.
+    """
+
+    devices: tuple[torch.device, ...]
+    cases: tuple[ProcessCase, ...]
+    ours: tuple[str, ...]
+    peers: tuple[str, ...]
+    backend: str
+    effort: Effort
+    threads: int
+    no_mpi: str = ""
+    apart: bool = False
+    asked: int = 0
+    timeout: float = 120.0
+    environ: tuple[tuple[str, str], ...] = ()
+    page: str = ""
+    port: int = 0
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.devices)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The exception of a rank, as text."""
+
+    text: str
+
+
+def why_no_mpi() -> str:
+    """Return the reason why MPI cannot be measured here, or "" if it can."""
+    if find_spec("mpi4py") is None:
+        return "mpi4py is not installed"
+    if shutil.which("mpirun") is None:
+        return "there is no mpirun"
+    shown = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
+    return "" if "Open MPI" in shown.stdout else "mpirun is not Open MPI's"
+
+
+def _mpirun(world: int) -> list[str]:
+    command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(world)]
+    if os.geteuid() == 0:
+        command.append("--allow-run-as-root")
+    if world > len(os.sched_getaffinity(0)):
+        command += ["--mca", "mpi_yield_when_idle", "1"]
+    return command
+
+
+class WorkerPool:
+    """Context with the processes of one world, which have ended when the context ends.
+
+    Raises:
+        RuntimeError: if a rank failed or died, with its error.
+    """
+
+    def __init__(self, job: PoolJob) -> None:
+        self._job = job
+        self._folder = tempfile.TemporaryDirectory()
+        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ranks: list[Connection[Any, Any]] = []
+        self._abandoned = False
+
+    def __enter__(self) -> WorkerPool:
+        page = Path(self._folder.name, "page")
+        page.write_bytes(bytes(page_bytes(self._job.world)))
+        job = replace(self._job, page=str(page), port=self._store.port)
+        try:
+            with socket.socket(socket.AF_UNIX) as listener:
+                address = str(Path(self._folder.name, "ranks"))
+                listener.bind(address)
+                listener.listen(job.world)
+                with interrupts_kept_from_children():
+                    self._start(address)
+                self._accept(listener)
+            for rank in self._ranks:
+                rank.send(job)
+        except BaseException:
+            self._end(at_once=True)
+            raise
+        return self
+
+    def _start(self, address: str) -> None:
+        job = self._job
+        packages = [*pycollect.__path__, *pycollect_bench.__path__]
+        folders = [str(Path(package).resolve().parent) for package in packages]
+        path = os.pathsep.join(filter(None, (*folders, os.environ.get("PYTHONPATH"))))
+        # Loopback is gloo's fastest interface here, whatever the host's name resolves to.
+        about = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": path}
+        about |= {"OMP_NUM_THREADS": str(job.threads), **dict(job.environ)}
+        worker = [sys.executable, "-m", _WORKER, address]
+        if not job.no_mpi:
+            self._processes = [subprocess.Popen([*_mpirun(job.world), *worker], env=about)]
+            return
+        for rank in range(job.world):
+            self._processes.append(subprocess.Popen(worker, env={**about, RANK: str(rank)}))
+
+    def _accept(self, listener: socket.socket) -> None:
+        listener.settimeout(_LOOK_SECONDS)
+        deadline = time.monotonic() + _START_SECONDS
+        while len(self._ranks) < self._job.world:
+            try:
+                self._ranks.append(Connection(listener.accept()[0].detach()))
+            except TimeoutError:
+                ended = [p.returncode for p in self._processes if p.poll() is not None]
+                if ended or time.monotonic() > deadline:
+                    raise RuntimeError(
+                        f"{len(self._ranks)} of {self._job.world} ranks connected; exit statuses "
+                        f"of those that ended: {ended}"
+                    ) from None
+
+    def result(self, seconds: float | None = None) -> CaseResult:
+        """Wait for the result of the next case; TimeoutError after `seconds`."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = wait(self._ranks, left)
+            if not ready:
+                raise TimeoutError(f"the processes did not answer within {seconds:.0f} s")
+            for rank in ready:
+                assert isinstance(rank, Connection)
+                try:
+                    answer = rank.recv()
+                except (EOFError, ConnectionResetError):
+                    raise RuntimeError("a rank ended without an answer") from None
+                if isinstance(answer, Failure):
+                    raise RuntimeError(answer.text)
+                if isinstance(answer, CaseResult):
+                    return answer
+
+    def abandon(self) -> None:
+        """Make the end of the context kill the processes at once, and ignore their status."""
+        self._abandoned = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        status = self._end(at_once=self._abandoned or kind is not None)
+        if kind is None and any(status) and not self._abandoned:
+            raise RuntimeError(f"after the last result the processes ended with {status}")
+
+    def _end(self, at_once: bool) -> list[int]:
+        status = []
+        if at_once:
+            for process in self._processes:
+                # A process stuck in a driver reacts only to SIGKILL; mpirun ends its own ranks.
+                process.kill() if self._job.no_mpi else process.terminate()
+        try:
+            for process in self._processes:
+                try:
+                    status.append(process.wait(_END_SECONDS))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    status.append(process.wait())
+        finally:
+            for process in self._processes:  # any left over if the wait was interrupted
+                process.kill()
+            for rank in self._ranks:
+                rank.close()
+            self._folder.cleanup()
+        return status

@@ -1,0 +1,193 @@
+"""Speed targets of the library on a CPU and on one GPU, and their check against a run.
+
+Most targets are ratios to a peer or limit of the same run; costs of calls are in microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pycollect._sizes import binary_size
+from pycollect._timing import MOST_SPREAD, Timing
+
+from .comparison import DEFAULT, GPU, GRAPH, INSIDE, NAIVE, CaseResult, Row, clocked
+
+KIB, MIB = 1 << 10, 1 << 20
+# Name of the target's row in the table of call costs.
+CALL = "all_reduce, 4 ranks x 4 elements"
+_BY_GPU, _IN_GRAPH = clocked(DEFAULT, GPU), clocked(DEFAULT, GRAPH)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A checked target: `measured` is its worst point, at `where`; None if the run has none."""
+
+    what: str
+    wanted: float
+    measured: float | None
+    sign: str = ">="
+    unit: str = "x"
+    where: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target was met; None if it was not measured."""
+        if self.measured is None:
+            return None
+        if self.sign == ">=":
+            return self.measured >= self.wanted
+        return self.measured < self.wanted or (self.sign == "<=" and self.measured == self.wanted)
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A speed target: in cases that `applies`, `value` of `row` is at least (or most) `wanted`."""
+
+    what: str
+    wanted: float
+    applies: Callable[[CaseResult], bool]
+    value: Callable[[Row], float | None]
+    row: str = DEFAULT
+    unit: str = "x"
+    sign: str = ">="
+
+    def judge(self, results: Iterable[CaseResult]) -> Outcome:
+        """Return the outcome: the target's worst point among these results."""
+        points = []
+        for result in filter(self.applies, results):
+            row = result.row(self.row)
+            value = self.value(row) if row else None
+            if value is not None:
+                points.append((value, self._where(result)))
+        choose = min if self.sign == ">=" else max
+        worst, where = choose(points, default=(None, ""))
+        return Outcome(self.what, self.wanted, worst, self.sign, self.unit, where)
+
+    def _where(self, result: CaseResult) -> str:
+        """Describe a point: world, size, disturbance, and whether the limit allows the target."""
+        notes = [f"{result.case.world} ranks, {binary_size(result.case.nbytes)}"]
+        limit = result.limit
+        if limit and limit.timing.spread > MOST_SPREAD:
+            notes.append("disturbed")
+        # A ratio to a peer may be impossible on this machine because of its memory bandwidth.
+        reach = self.value(limit) if limit and self.unit == "x" else None
+        if reach is not None and reach < self.wanted:
+            notes.append(f"the limit itself is at {reach:.2f}x")
+        return "; ".join(notes)
+
+
+def _sums(worlds: Sequence[int] | None, begin: int, end: int | None = None) -> Callable[..., bool]:
+    """Select float32 sum all-reduces on CPUs, of `begin` to `end` bytes per rank (None: no end)."""
+
+    def applies(result: CaseResult) -> bool:
+        case = result.case
+        return (
+            (case.collective, case.dtype, case.op) == ("all_reduce", torch.float32, "sum")
+            and all(device.type == "cpu" for device in case.devices)
+            and (case.world in worlds if worlds else case.world > 1)
+            and begin <= case.nbytes <= (end or case.nbytes)
+        )
+
+    return applies
+
+
+def _gpu_sums(worlds: Sequence[int], begin: int, end: int | None = None) -> Callable[..., bool]:
+    """Select float32 and bfloat16 sum all-reduces on one GPU, of `begin` to `end` bytes per rank.
+
+    Without `end` there is no upper bound.
+    """
+
+    def applies(result: CaseResult) -> bool:
+        case = result.case
+        return (
+            (case.collective, case.op) == ("all_reduce", "sum")
+            and case.dtype in (torch.float32, torch.bfloat16)
+            and (case.on_gpus and case.one_memory and case.world in worlds)
+            and begin <= case.nbytes <= (end or case.nbytes)
+        )
+
+    return applies
+
+
+def _lenet_of_four(result: CaseResult) -> bool:
+    case = result.case
+    kind = (case.collective, case.dtype, case.op, case.world)
+    return kind == ("all_reduce_coalesced", torch.float32, "sum", 4) and case.one_memory
+
+
+def _limit_percent(row: Row) -> float | None:
+    return None if row.limit_share is None else 100 * row.limit_share
+
+
+def _against_naive(row: Row) -> float | None:
+    return row.times_faster_than(NAIVE)
+
+
+def _microseconds(row: Row) -> float | None:
+    return row.timing.percentile(50) * 1e6
+
+
+def _versus_naive() -> list[Promise]:
+    spans = (
+        ("at 4 KiB", 3.0, 4 * KIB, 4 * KIB),
+        ("at 64 KiB", 3.0, 64 * KIB, 64 * KIB),
+        ("at 1 MiB", 2.0, MIB, MIB),
+        ("from 16 MiB", 3.0, 16 * MIB, None),
+    )
+    promises = [
+        Promise(f"naive loop, {w} ranks, {name}", wanted, _sums((w,), b, e), _against_naive)
+        for w in (4, 8)
+        for name, wanted, b, e in spans
+    ]
+    return [
+        Promise("naive loop, 2 ranks, every size", 1.5, _sums((2,), 1), _against_naive),
+        *promises,
+    ]
+
+
+_PROMISES = (
+    Promise("limit, from 1 MiB", 90, _sums(None, MIB), _limit_percent, unit="%"),
+    Promise(
+        "limit, from 64 KiB, inside the extension",
+        90,
+        _sums(None, 64 * KIB),
+        _limit_percent,
+        row=INSIDE,
+        unit="%",
+    ),
+    *_versus_naive(),
+    Promise("naive loop, LeNet's gradients of 4 ranks", 5.0, _lenet_of_four, _against_naive),
+)
+
+
+_SMALL, _LARGE = _gpu_sums((4, 8), 1, 256 * KIB), _gpu_sums((4, 8), 64 * MIB)
+_GPU_PROMISES = (
+    Promise("limit, from 64 MiB, GPU time", 92, _LARGE, _limit_percent, _BY_GPU, "%"),
+    Promise("naive loop, from 64 MiB", 2.0, _LARGE, _against_naive),
+    Promise("a call up to 256 KiB, GPU time", 8.0, _SMALL, _microseconds, _BY_GPU, "us", "<="),
+    Promise("the same in a graph of many", 5.0, _SMALL, _microseconds, _IN_GRAPH, "us", "<="),
+    *(
+        Promise(
+            f"naive loop, {w} ranks, up to 256 KiB",
+            x,
+            _gpu_sums((w,), 1, 256 * KIB),
+            _against_naive,
+        )
+        for w, x in ((4, 6.0), (8, 10.0))
+    ),
+    Promise("naive loop, LeNet's gradients of 4 ranks", 20.0, _lenet_of_four, _against_naive),
+)
+
+
+def judge(results: Sequence[CaseResult], calls: dict[str, Timing]) -> list[Outcome]:
+    """Return an outcome for every target, `measured` being the worst point of the run."""
+    if results and all(result.case.on_gpus for result in results):
+        return [promise.judge(results) for promise in _GPU_PROMISES]
+    call = calls[CALL].percentile(50) * 1e6 if CALL in calls else None
+    return [
+        *(promise.judge(results) for promise in _PROMISES),
+        Outcome("cost of a call, 4 ranks x 4 elements", 3.0, call, sign="<", unit="us"),
+    ]

@@ -1,0 +1,77 @@
+"""Bar plots of training steps, a panel per model: computation, and the reduction on top.
+
+Plotting needs matplotlib, which is imported only when a plot is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pycollect._files import write_picture
+
+from .comparison import ONE, Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Colours that stay apart for the colour-blind (Okabe and Ito).
+_COMPUTE, _REDUCTION, _GREY, _BASELINE = "#56b4e9", "#d55e00", "#7f7f7f", "#bdbdbd"
+_INSIDE = 0.015  # gap between a bar and its label, as a fraction of the widest bar
+
+
+def _panel(axes: Axes, results: Sequence[Result]) -> None:
+    labels: list[str] = []
+    bars: list[tuple[float, float, float]] = []
+    for result in results:
+        for name, entry in result.entries.items():
+            labels.append(ONE if name == ONE else _label(result.case.world, name))
+            part = min(entry.reduction, entry.step)
+            bars.append((entry.step * 1e3, part * 1e3, result.slowdown(name) or 0))
+    places = range(len(labels))
+    steps = [step for step, _, _ in bars]
+    computed = [step - part for step, part, _ in bars]
+    colours = [_BASELINE if label == ONE else _COMPUTE for label in labels]
+    axes.barh(places, computed, color=colours)
+    parts = [part for _, part, _ in bars]
+    axes.barh(places, parts, left=computed, color=_REDUCTION)
+    for place, (step, part, slowdown) in zip(places, bars, strict=True):
+        text = f"{slowdown:.2f}x, reduction {100 * part / step:.2g} %"
+        axes.text(step + _INSIDE * max(steps), place, text, va="center", fontsize=8)
+    axes.set_yticks(places, labels)
+    axes.margins(y=0.01)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.45 * max(steps))
+    axes.set_xlabel("median step (ms); x: of one replica in the same rounds")
+    axes.set_title(f"{results[0].case.model}, batch {results[0].case.batch}")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _label(world: int, name: str) -> str:
+    return f"{world} ranks: {name}" if world > 1 else f"1 rank: {name}"
+
+
+def draw(results: Sequence[Result], path: str, caption: str) -> None:
+    """Write the plot to `path` (PNG, SVG or PDF by its suffix).
+
+    Raises:
+        ImportError: without matplotlib.
+        OutputError: if the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    by_model: dict[str, list[Result]] = {}
+    for result in results:
+        by_model.setdefault(result.case.model, []).append(result)
+    bars = max(sum(len(r.entries) for r in group) for group in by_model.values())
+    figure = Figure(figsize=(7.0 * len(by_model), 1.6 + 0.34 * bars), layout="constrained")
+    panels = figure.subplots(1, len(by_model), squeeze=False)[0]
+    for axes, group in zip(panels, by_model.values(), strict=True):
+        _panel(axes, group)
+    colours = {ONE: _BASELINE, "forward, backward, update": _COMPUTE, "reduction": _REDUCTION}
+    handles = [Patch(color=colour, label=label) for label, colour in colours.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, frameon=False, fontsize=9)
+    figure.supxlabel(caption, fontsize=8, color=_GREY)
+    write_picture(figure, path)

@@ -1,0 +1,49 @@
+// The fd server: other processes of this host fetch offered descriptors from this process at any
+// time, whatever it is doing. It is an abstract Unix socket and a thread that answers requests with
+// a valid number. Unlike pidfd_getfd, this needs no permission to trace the process. Of other users
+// only root is admitted, which may take any descriptor anyway.
+#pragma once
+#include <memory>
+#include <thread>
+
+#include "../shm/system.h"
+#include "store.h"
+
+namespace pycollect::shm {
+
+class FdServer {
+ public:
+  FdServer();
+  ~FdServer();  // descriptors can no longer be fetched
+  FdServer(const FdServer&) = delete;
+  FdServer& operator=(const FdServer&) = delete;
+
+  // Key of an offered descriptor: the server and the entry. Both numbers are random, so only
+  // processes that were given the ticket can fetch the descriptor.
+  struct FdTicket {
+    uint64_t fd_server, number;
+  };
+  FdTicket offer(Descriptor descriptor);
+  void withdraw(const FdTicket& ticket) noexcept;
+
+ private:
+  struct OpenSockets;  // fd_server.cpp: the descriptors that a forked child closes
+  void serve();
+  void let_in();
+  void answer(const Descriptor& connection);
+
+  const uint64_t name_;
+  const OwnerProcess origin_;  // a forked child has no server thread
+  // On the heap, because the server may lie on a stack that a forked child does not keep.
+  const std::unique_ptr<OpenSockets> open_;
+  const Descriptor end_;
+  std::unique_ptr<std::thread> thread_;
+};
+
+// Time limit of a fetch, which takes microseconds unless cores are short or a process is stopped.
+inline constexpr std::chrono::milliseconds kForAnswers{10'000};
+// Fetches a descriptor offered by any process. Throws std::runtime_error with the cause: a
+// std::system_error with EAGAIN after the deadline, ECONNREFUSED if the server does not exist.
+Descriptor fetch(const FdServer::FdTicket& ticket, Deadline deadline = deadline_after(kForAnswers));
+
+}  // namespace pycollect::shm

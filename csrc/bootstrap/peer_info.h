@@ -1,0 +1,47 @@
+// Bootstrap information that a rank publishes in the store before the ranks share memory, and the
+// checks of all ranks' information. Every rank checks the same data, so all continue or all throw.
+#pragma once
+#include <sys/types.h>
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "../plan/plan.h"
+#include "../shm/settings.h"
+#include "fd_server.h"
+
+namespace pycollect::shm {
+
+struct PeerInfo {
+  static constexpr int kCoreWords = 16;  // size of the C library's cpu_set_t: 1024 bits
+
+  std::string host, boot;  // host name, for messages; random id that the kernel made at boot
+  pid_t pid = 0;
+  uid_t user = 0;
+  // Ids of namespaces; 0: unknown. User ids and socket names are comparable only within one.
+  uint64_t user_space = 0, network_space = 0;
+  uint64_t nonce = 0;
+  FdServer::FdTicket ticket = {};               // rank 0's offered descriptor of the shared memory
+  std::array<uint64_t, kCoreWords> cores = {};  // cores on which the rank may run; 0: unknown
+  std::string terms;                            // settings that must be equal on all ranks
+  std::string failure;                          // why the rank cannot share memory; empty: it can
+
+  std::string encode() const;
+  static PeerInfo decode(const std::string& text);
+};
+
+// Returns the bootstrap information of this process; `ticket` and `failure` are filled in later.
+PeerInfo describe_self(const Settings& settings, int world);
+
+// Throws std::invalid_argument, naming hosts and ranks, if the ranks are on several hosts.
+void require_one_host(const std::vector<PeerInfo>& ranks, const std::string& group);
+// Throws std::invalid_argument, naming both settings, if a rank's settings differ from rank 0's.
+void require_same_terms(const std::vector<PeerInfo>& ranks, const std::string& group);
+// Throws CollectiveError, naming ranks, reasons and remedies, if a rank cannot share the memory.
+void require_shared(const std::vector<PeerInfo>& ranks, const std::string& group);
+// Returns the number of cores on which at least one rank may run.
+int shared_cores(const std::vector<PeerInfo>& ranks);
+
+}  // namespace pycollect::shm

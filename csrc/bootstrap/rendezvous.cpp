@@ -1,0 +1,152 @@
+#include "rendezvous.h"
+
+#include <fcntl.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <system_error>
+
+#include "../plan/error.h"
+#include "../shm/ranks.h"
+
+namespace pycollect::shm {
+namespace {
+
+// How long to query the store for a key that may be missing once waiting is pointless; per rank.
+constexpr std::chrono::milliseconds kGlance{20};
+// How long to wait for the store before liveness is checked: half the second within which a death
+// must be noticed.
+constexpr std::chrono::milliseconds kGlances{500};
+
+std::string key(Rank rank) { return text("hello/", rank); }
+
+}  // namespace
+
+Rendezvous::Rendezvous(Store& store, Rank rank, int world, const Settings& settings,
+                       const PeerStatus& signs)
+    : store_(store),
+      rank_(rank),
+      world_(world),
+      settings_(settings),
+      deadline_(deadline_after(settings.timeout)),
+      peer_status_(signs) {}
+
+std::vector<PeerInfo> Rendezvous::share(std::size_t bytes, const Preparation& preparation) {
+  PeerInfo mine = describe_self(settings_, world_);
+  network_space_ = mine.network_space;
+  try {
+    if (auto segment = take(mine, bytes)) preparation(std::move(segment), mine.nonce);
+  } catch (const PeerLost&) {
+    throw;
+  } catch (const Timeout&) {
+    throw;
+  } catch (const std::exception& error) {  // published to all ranks below
+    mine.failure = error.what();
+  }
+  try {
+    store_.post(key(rank_), mine.encode());
+  } catch (const Timeout&) {  // the store accepts other ranks' keys only after rank 0 opened it
+    time_out({0});
+  }
+  std::vector<PeerInfo> ranks;
+  for (const std::string& said : read_all()) ranks.push_back(PeerInfo::decode(said));
+  require_one_host(ranks, settings_.name);
+  require_same_terms(ranks, settings_.name);
+  require_shared(ranks, settings_.name);
+  return ranks;
+}
+
+// Returns nullptr where rank 0's Introduction shows why no memory can be fetched: another host,
+// other settings, or a failure.
+std::shared_ptr<Segment> Rendezvous::take(PeerInfo& mine, std::size_t bytes) {
+  if (settings_.segment) return settings_.segment;
+  if (rank_ == 0) {
+    auto segment = Segment::create(bytes);
+    if (world_ == 1) return segment;
+    Descriptor file(fcntl(segment->descriptor(), F_DUPFD_CLOEXEC, 0));
+    if (!file) refuse("cannot offer the shared memory", errno);
+    mine.ticket = fd_server_.emplace().offer(std::move(file));
+    return segment;
+  }
+  std::string said;
+  try {
+    said = store_.read(key(0), deadline_);
+  } catch (const Timeout&) {
+    time_out({0});
+  }
+  const PeerInfo owner = PeerInfo::decode(said);
+  if (owner.boot != mine.boot || owner.terms != mine.terms || !owner.failure.empty())
+    return nullptr;
+  return Segment::adopt(fetch_from(owner), bytes);
+}
+
+Descriptor Rendezvous::fetch_from(const PeerInfo& owner) const {
+  try {
+    return fetch(owner.ticket, deadline_);
+  } catch (const std::system_error& error) {
+    const int why = error.code().value();
+    if (why == EAGAIN || Clock::now() >= deadline_) time_out({0});
+    if (why == ECONNREFUSED && network_space_ != 0 && owner.network_space == network_space_)
+      fail(AbortRecord::lost, text("rank 0 (pid ", owner.pid,
+                                   ") died before all ranks had joined, or no longer waits"));
+    throw;
+  }
+}
+
+std::vector<std::string> Rendezvous::read_all() {
+  std::vector<std::string> keys;
+  for (Rank r = 0; r < world_; ++r) keys.push_back(key(r));
+  for (bool vain = false;;) {
+    try {
+      return store_.read_all(keys, std::min(deadline_, Clock::now() + (vain ? kGlance : kGlances)));
+    } catch (const Timeout&) {  // some stores throw it a second late
+      if (Clock::now() >= deadline_) break;
+    }
+    // A rank that is gone may have completed the rendezvous first: then the second read succeeds.
+    if (vain) throw_why_doomed();
+    vain = is_doomed();
+  }
+  std::vector<Rank> missing;
+  for (Rank r = 0; r < world_; ++r) {
+    try {
+      store_.read(keys[r], Clock::now() + kGlance);
+    } catch (const Timeout&) {
+      missing.push_back(r);
+    }
+  }
+  time_out(missing);
+}
+
+void Rendezvous::time_out(const std::vector<Rank>& missing) const {
+  const std::chrono::duration<double> waited = settings_.timeout;
+  fail(AbortRecord::timed_out, text("timed out after ", waited.count(), " s; ",
+                                    missing.empty() ? "the last rank joined too late"
+                                                    : text(name(missing), " did not arrive")));
+}
+
+// Returns true if waiting is pointless: the group is aborted or a rank has died.
+bool Rendezvous::is_doomed() const {
+  return peer_status_.abort_state && (peer_status_.abort_state->is_aborted() ||
+                                      (peer_status_.peers && peer_status_.peers->dead() != 0));
+}
+
+void Rendezvous::throw_why_doomed() const {
+  if (peer_status_.abort_state->is_aborted()) peer_status_.abort_state->rethrow();
+  const Rank r = std::countr_zero(peer_status_.peers->dead());
+  fail(AbortRecord::lost, text("rank ", r, " (pid ", peer_status_.peers->pid(r),
+                               ") died before all ranks had joined"));
+}
+
+// Throws with the cause published by the first rank that failed.
+void Rendezvous::fail(uint32_t kind, const std::string& cause) const {
+  if (peer_status_.abort_state) {
+    peer_status_.abort_state->set(kind, cause, nullptr);
+    peer_status_.abort_state->rethrow();
+  }
+  const std::string why = text("group '", settings_.name, "': ", cause);
+  if (kind == AbortRecord::timed_out) throw Timeout(why);
+  throw PeerLost(why);
+}
+
+}  // namespace pycollect::shm

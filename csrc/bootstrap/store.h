@@ -1,0 +1,36 @@
+// Bootstrap store: keys and values that every rank of a group can write and read before the ranks
+// share memory. csrc/torch implements it with a torch Store, tests with a map.
+#pragma once
+#include <algorithm>
+#include <chrono>
+#include <string>
+#include <vector>
+
+namespace pycollect::shm {
+
+using Clock = std::chrono::steady_clock;
+using Deadline = Clock::time_point;
+
+// Returns now + `timeout`, which is clamped to 0 to 100 years. Clocks count nanoseconds in 64 bits,
+// and neither this sum nor its conversion to another clock may overflow.
+inline Deadline deadline_after(std::chrono::milliseconds timeout) {
+  constexpr std::chrono::milliseconds kNone{0}, kLongest = std::chrono::hours(24 * 365 * 100);
+  return Clock::now() + std::clamp(timeout, kNone, kLongest);
+}
+
+class Store {
+ public:
+  virtual ~Store() = default;
+  virtual void post(const std::string& key, const std::string& value) = 0;
+  // Waits until a rank has posted `key`, and returns the value. Throws Timeout.
+  virtual std::string read(const std::string& key, Deadline deadline) = 0;
+  // Reads all keys, in this order. A store that can read them in one access overrides this.
+  virtual std::vector<std::string> read_all(const std::vector<std::string>& keys,
+                                            Deadline deadline) {
+    std::vector<std::string> values;
+    for (const std::string& key : keys) values.push_back(read(key, deadline));
+    return values;
+  }
+};
+
+}  // namespace pycollect::shm

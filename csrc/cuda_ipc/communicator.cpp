@@ -1,0 +1,84 @@
+#include "communicator.h"
+
+namespace pycollect::cuda_ipc {
+namespace {
+
+// Ranks that must act before `r` enqueues its signal: `r` itself if it is gone, otherwise the ranks
+// furthest behind, because the others may only be waiting for them.
+std::vector<Rank> missing(const shm::Group& group, const SignalPad& signal_pad, Rank r) {
+  if ((group.gone() >> r & 1) != 0) return {r};
+  std::vector<Rank> last;
+  uint64_t least = 0;
+  for (Rank other = 0; other < group.world(); ++other) {
+    const uint64_t seen = signal_pad.entry(other).enqueued.load(std::memory_order_acquire);
+    if (other == group.rank() || (!last.empty() && seen != least && shm::reached(seen, least)))
+      continue;
+    if (seen != least) last.clear();
+    least = seen;
+    last.push_back(other);
+  }
+  return last;
+}
+
+}  // namespace
+
+RegisteredHostMemory::~RegisteredHostMemory() {
+  if (abandoned_) return;
+  try {
+    gpu_.unregister_host(device_, host_);
+  } catch (...) {  // the device is broken
+  }
+}
+
+CudaIpcCommunicator::CudaIpcCommunicator(Resources parts)
+    : parts_(std::move(parts)), awaited_(parts_.group->world()) {}
+
+CudaIpcCommunicator::~CudaIpcCommunicator() = default;
+
+void CudaIpcCommunicator::signal(uint64_t value) {
+  gpu().on(stream().device,
+           [&](cuda::Api& api) { api.write_value(stream(), word(group().rank()), value); });
+  parts_.signal_pad.entry(group().rank()).enqueued.store(value, std::memory_order_release);
+}
+
+void CudaIpcCommunicator::wait(Rank r, uint64_t value, const shm::OpContext& context) {
+  const std::atomic<uint64_t>& enqueued = parts_.signal_pad.entry(r).enqueued;
+  const auto ready = [&] { return shm::reached(enqueued.load(std::memory_order_acquire), value); };
+  if (!ready())
+    group().await(ready, [&] { return missing(group(), parts_.signal_pad, r); }, context);
+  if (shm::reached(awaited_[r], value)) return;  // counters only grow
+  gpu().on(stream().device, [&](cuda::Api& api) { api.wait_value(stream(), word(r), value); });
+  awaited_[r] = value;
+}
+
+// A stream released by an abort also reaches its end, without results and perhaps before this rank
+// has noticed the abort. Such an end is a failure, unless the end was seen before the abort.
+std::shared_ptr<PendingWork> CudaIpcCommunicator::watch(const shm::OpContext& context,
+                                                        std::function<bool()> ended,
+                                                        std::shared_ptr<void> exposed) {
+  auto well = std::make_shared<std::atomic<bool>>(false);
+  auto reached = [group = parts_.group, signal_pad = parts_.signal_pad, context, well,
+                  ended = std::move(ended)] {
+    if (well->load()) return true;
+    if (!ended()) return false;
+    if (signal_pad.aborted().load(std::memory_order_acquire) != 0) group->require_healthy(context);
+    well->store(true);
+    return true;
+  };
+  auto work = std::make_shared<PendingWork>(
+      PendingWork::WorkInfo{context.operation, context.call, context.deadline, std::move(reached),
+                            awaited_},
+      std::move(exposed));
+  parts_.watch->take(work);
+  return work;
+}
+
+std::exception_ptr CudaIpcCommunicator::close(std::chrono::milliseconds grace) {
+  if (std::exchange(closed_, true)) return nullptr;
+  std::exception_ptr untold = parts_.watch->close(grace);
+  parts_.staging_buffer.reset();
+  parts_.registered.reset();
+  return untold;
+}
+
+}  // namespace pycollect::cuda_ipc

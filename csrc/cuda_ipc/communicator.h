@@ -1,0 +1,100 @@
+// CUDA IPC communicator of a group, made by the GPU rendezvous: mappings of every peer's staging
+// buffer, signals between streams, and run numbers separate from the host's. One stream of this
+// rank does all work. The host enqueues it; no stream waits for a signal that is not enqueued.
+#pragma once
+#include <memory>
+
+#include "../plan/select.h"
+#include "staging_buffer.h"
+#include "symmetric_memory.h"
+#include "watchdog.h"
+
+namespace pycollect::cuda_ipc {
+
+// Registration of the control block's device part with one device.
+class RegisteredHostMemory {
+ public:
+  RegisteredHostMemory(IpcGpu& gpu, Device device, const SignalPad& signal_pad)
+      : gpu_(gpu),
+        device_(device),
+        host_(signal_pad.base()),
+        base_(gpu.register_host(device, host_, signal_pad.registered_bytes())) {}
+  ~RegisteredHostMemory();  // unregisters it, unless `abandon`ed
+  RegisteredHostMemory(const RegisteredHostMemory&) = delete;
+  RegisteredHostMemory& operator=(const RegisteredHostMemory&) = delete;
+  std::byte* base() const { return base_; }
+  void abandon() { abandoned_ = true; }  // the device may still access it
+
+ private:
+  IpcGpu& gpu_;
+  const Device device_;
+  std::byte *host_, *base_;
+  bool abandoned_ = false;
+};
+
+class CudaIpcCommunicator {
+ public:
+  struct Resources {
+    std::shared_ptr<shm::Group> group;
+    std::shared_ptr<IpcGpu> gpu;
+    Stream stream;
+    SignalPad signal_pad;
+    std::shared_ptr<SymmetricMemory> symmetric_memory;
+    std::unique_ptr<StagingBuffer> staging_buffer;
+    std::unique_ptr<RegisteredHostMemory> registered;
+    std::unique_ptr<Watchdog> watch;
+    bool apart;  // the ranks use several GPUs
+  };
+  explicit CudaIpcCommunicator(Resources parts);
+  ~CudaIpcCommunicator();  // to be called after `close`
+  CudaIpcCommunicator(const CudaIpcCommunicator&) = delete;
+  CudaIpcCommunicator& operator=(const CudaIpcCommunicator&) = delete;
+
+  shm::Group& group() const { return *parts_.group; }
+  IpcGpu& gpu() const { return *parts_.gpu; }
+  Stream stream() const { return parts_.stream; }
+  const StagingBuffer& staging_buffer() const { return *parts_.staging_buffer; }
+  SymmetricMemory& symmetric_memory() const { return *parts_.symmetric_memory; }
+  // Topology for tensors that go through staging buffers, and for tensors in symmetric GPU memory
+  // that peers access in place.
+  Topology topology() const {
+    return parts_.apart ? Topology::ipc_buffers_multi_gpu : Topology::ipc_buffers;
+  }
+  Topology zero_copy_topology() const {
+    return parts_.apart ? Topology::ipc_symmetric_multi_gpu : Topology::ipc_symmetric;
+  }
+  const std::byte* guard() const { return parts_.registered->base(); }  // see Launch::guard
+
+  // Number of the next run; only for the thread that runs the group's calls.
+  uint64_t run() const { return run_; }
+  void begin_run(uint64_t run) { run_ = run; }
+
+  // Stream memory operations on the ranks' counters, so no host waits for a device and no kernel
+  // spins. `signal` signals `value` after the work already on the stream. `wait` makes later work
+  // wait until `r` signals `value`; it enqueues that wait only once `r` has enqueued the signal,
+  // and throws as Group::await does until then, so no stream waits for a signal that may never
+  // come.
+  void signal(uint64_t value);
+  void wait(Rank r, uint64_t value, const shm::OpContext& context);
+
+  // Has the watchdog poll the work now on the stream until `reached` returns true. Until then the
+  // pending work keeps `exposed`, the memory that is exposed to peers.
+  std::shared_ptr<PendingWork> watch(const shm::OpContext& context, std::function<bool()> reached,
+                                     std::shared_ptr<void> exposed);
+  // Releases memory exposed by calls that have ended; otherwise the next call releases it.
+  void free_returned() { parts_.watch->free_returned(); }
+
+  // Shuts down: gives pending work the time `grace`, then releases all memory. Returns the first
+  // error that no caller has received.
+  std::exception_ptr close(std::chrono::milliseconds grace);
+
+ private:
+  std::byte* word(Rank r) const { return parts_.registered->base() + parts_.signal_pad.offset(r); }
+
+  Resources parts_;
+  std::vector<uint64_t> awaited_;  // [rank]: signal of it that work on this stream waits for
+  uint64_t run_ = 1;               // counters begin at zero, which is before every run
+  bool closed_ = false;
+};
+
+}  // namespace pycollect::cuda_ipc

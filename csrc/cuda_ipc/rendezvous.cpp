@@ -1,0 +1,150 @@
+// See rendezvous.h. In each station a rank tries one step alone, then reads whether it worked on
+// all ranks. A device whose work does not end is abandoned, with all memory that it may still
+// access.
+#include "rendezvous.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "../plan/error.h"
+#include "self_test.h"
+
+namespace pycollect::cuda_ipc {
+namespace {
+
+template <std::size_t n>
+void write(std::array<char, n>& to, std::string_view from) {
+  to = {};
+  std::memcpy(to.data(), from.data(), std::min(from.size(), n - 1));
+}
+
+class CudaIpcRendezvous {
+ public:
+  CudaIpcRendezvous(const CudaIpcSetup& ask, const shm::OpContext& context)
+      : ask_(ask),
+        context_(context),
+        group_(*ask.group),
+        signal_pad_(group_.signal_pad(), group_.world()),
+        mine_(signal_pad_.entry(group_.rank())),
+        station_(mine_.steps.load()) {}
+
+  CudaIpcResult run() {
+    std::string why = share_memory();
+    if (why.empty()) why = test_streams();
+    if (why.empty()) return {make_communicator(), {}};
+    release();
+    return {{}, why};
+  }
+
+  // Releases all memory, except what a device whose work does not end may still access.
+  void release() noexcept {
+    const bool stuck = trial_ != nullptr && !trial_->drain();
+    trial_.reset();
+    if (registered_ && stuck) registered_->abandon();
+    if (staging_buffer_ && stuck) staging_buffer_->abandon();
+    staging_buffer_.reset();
+    registered_.reset();
+  }
+
+ private:
+  // One station: runs `act` and waits for every rank. Returns all ranks' failures, or "".
+  template <class F>
+  std::string run_step(F&& act) {
+    StepResult& verdict = mine_.results[++station_ & 1];
+    verdict.fine = true;
+    try {
+      act();
+    } catch (const std::exception& error) {
+      verdict.fine = false;
+      write(verdict.why, error.what());
+    }
+    mine_.steps.store(station_, std::memory_order_release);
+    hear();
+    std::string why;
+    for (Rank r = 0; r < group_.world(); ++r) {
+      const StepResult& said = signal_pad_.entry(r).results[station_ & 1];
+      if (!said.fine)
+        why += text(why.empty() ? "" : "; ", "rank ", r, ": ", shm::sentence(said.why));
+    }
+    return why;
+  }
+
+  void hear() {
+    const auto behind = [&] {
+      std::vector<Rank> ranks;
+      for (Rank r = 0; r < group_.world(); ++r)
+        if (signal_pad_.entry(r).steps.load(std::memory_order_acquire) < station_)
+          ranks.push_back(r);
+      return ranks;
+    };
+    group_.await([&] { return behind().empty(); }, behind, context_);
+  }
+
+  std::string share_memory() {
+    const Device device = ask_.stream.device;
+    std::string why = run_step([&] {
+      write(mine_.gpu, ask_.gpu->identity(device));
+      staging_buffer_ = std::make_unique<StagingBuffer>(
+          *ask_.gpu, StagingBufferParams{device, group_.rank(), group_.world(), ask_.buffer_bytes});
+      registered_ = std::make_unique<RegisteredHostMemory>(*ask_.gpu, device, signal_pad_);
+      trial_ =
+          std::make_unique<SelfTest>(*ask_.gpu, *staging_buffer_, signal_pad_, registered_->base());
+      trial_->clear();
+      mine_.handle = staging_buffer_->handle();
+      watch_ = std::make_unique<Watchdog>(ask_.group, signal_pad_);
+    });
+    if (!why.empty()) return why;
+    why = run_step([&] {
+      for (Rank r = 0; r < group_.world(); ++r)
+        if (r != group_.rank()) staging_buffer_->open(r, signal_pad_.entry(r).handle);
+    });
+    if (why.empty()) why = run_step([&] { trial_->write_to_all(); });
+    if (why.empty()) why = run_step([&] { trial_->read_from_all(); });
+    return why;
+  }
+
+  std::string test_streams() {
+    std::string why = run_step([&] { trial_->signal_all(); });
+    if (why.empty()) why = run_step([&] { trial_->wait_for_all(); });
+    return why;
+  }
+
+  std::shared_ptr<CudaIpcCommunicator> make_communicator() {
+    const bool stuck = !trial_->drain();
+    trial_.reset();
+    if (stuck) staging_buffer_->abandon();  // not freed at the end: the device may still access it
+    if (stuck) registered_->abandon();
+    run_step([] {});  // a barrier: no rank signals a run before all have drained
+    const auto same = [&](Rank r) { return signal_pad_.entry(r).gpu == mine_.gpu; };
+    bool apart = false;
+    for (Rank r = 0; r < group_.world(); ++r) apart |= !same(r);
+    return std::make_shared<CudaIpcCommunicator>(CudaIpcCommunicator::Resources{
+        ask_.group, ask_.gpu, ask_.stream, signal_pad_, ask_.symmetric_memory,
+        std::move(staging_buffer_), std::move(registered_), std::move(watch_), apart});
+  }
+
+  const CudaIpcSetup& ask_;
+  const shm::OpContext& context_;
+  shm::Group& group_;
+  const SignalPad signal_pad_;
+  PeerEntry& mine_;
+  uint64_t station_;
+  std::unique_ptr<RegisteredHostMemory> registered_;
+  std::unique_ptr<StagingBuffer> staging_buffer_;
+  std::unique_ptr<SelfTest> trial_;
+  std::unique_ptr<Watchdog> watch_;
+};
+
+}  // namespace
+
+CudaIpcResult rendezvous(const CudaIpcSetup& ask, const shm::OpContext& context) {
+  CudaIpcRendezvous meeting(ask, context);
+  try {
+    return meeting.run();
+  } catch (...) {
+    meeting.release();
+    throw;
+  }
+}
+
+}  // namespace pycollect::cuda_ipc

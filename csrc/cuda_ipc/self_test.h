@@ -1,0 +1,50 @@
+// Self-test of exported memory and counters on one rank: small launches and waits on a separate
+// stream, each with a time limit.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "staging_buffer.h"
+
+namespace pycollect::cuda_ipc {
+
+// Each call of the self-test throws what failed, and ends in time whatever the device does.
+class SelfTest {
+ public:
+  SelfTest(IpcGpu& gpu, const StagingBuffer& staging_buffer, const SignalPad& signal_pad,
+           std::byte* registered);
+  ~SelfTest();
+  SelfTest(const SelfTest&) = delete;
+  SelfTest& operator=(const SelfTest&) = delete;
+
+  void clear();          // resets the own marks, before the staging buffer is published
+  void write_to_all();   // writes a mark into every rank's staging buffer
+  void read_from_all();  // checks every rank's own mark and the marks written into this buffer
+  void signal_all();     // signals on the stream
+  void wait_for_all();   // waits on the stream for all signals, and for one of the host
+  // Ends the device's work, however the calls went and whatever the stream waits for; returns false
+  // if it does not end. To be called once no rank reads the counters any more.
+  bool drain() noexcept;
+
+ private:
+  using Marks = std::vector<std::byte>;  // host copy of the own marks
+  // Calls act(api), which enqueues work on the stream, with the device current.
+  template <class F>
+  void on_stream(F&& act) {
+    gpu_.on(stream_.device, std::forward<F>(act));
+  }
+  void copy(std::byte* dst, std::byte* src);
+  void wait(Rank r, uint64_t value);
+  void finish();
+  std::byte* word(Rank r) const { return registered_ + signal_pad_.offset(r); }
+
+  IpcGpu& gpu_;
+  const StagingBuffer& staging_buffer_;
+  const SignalPad signal_pad_;
+  std::byte* const registered_;
+  const Stream stream_;
+  std::unique_ptr<Marks> found_;
+  bool lost_ = false;  // the work on the stream has not ended
+};
+
+}  // namespace pycollect::cuda_ipc

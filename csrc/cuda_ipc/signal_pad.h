@@ -1,0 +1,81 @@
+// Control block of a group's GPUs, in the shared memory that the ranks' streams read and write,
+// too. Every word has one writer, except a counter whose stream will not reach the awaited value: a
+// rank that gives up waiting advances it. All zeros is the initial state.
+#pragma once
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "../shm/layout.h"
+#include "ipc_gpu.h"
+
+namespace pycollect::cuda_ipc {
+
+// Signal pad entry: progress of a rank's stream, like shm::Line's `done`, but counted by its GPU.
+// On a cache line of its own, which only streams and threads that poll them access.
+struct alignas(128) Counter {
+  std::atomic<uint64_t> reached{0};
+};
+static_assert(sizeof(Counter) == 128);
+
+// A rank's result of one station of the GPU rendezvous (see rendezvous.h).
+struct StepResult {
+  bool fine = false;
+  std::array<char, 239> why = {};
+};
+
+// Peer entry of the control block: published by one rank for its peers.
+struct alignas(128) PeerEntry {
+  // The last signal enqueued on the rank's stream: no stream of a peer waits for a later one.
+  std::atomic<uint64_t> enqueued{0};
+  std::atomic<uint64_t> steps{0};          // rendezvous stations that the rank has completed
+  std::array<StepResult, 2> results = {};  // [station & 1]; written before `steps`
+  MemHandle handle = {};                   // of its staging buffer
+  std::array<char, 64> gpu = {};           // identity of the GPU with the staging buffer
+};
+
+// Published descriptor of one symmetric GPU memory segment, which peers may open (see
+// symmetric_memory.h).
+struct alignas(64) ExportEntry {
+  std::atomic<uint64_t> bytes{0};    // 0: not published; written after the handle
+  std::atomic<uint64_t> openers{0};  // a bit for each rank that has it open or is opening it
+  MemHandle handle = {};
+};
+// Symmetric segments of one rank: one bit each in a word. torch's allocator requests either 20 MiB
+// and more at once, or 2 MiB.
+inline constexpr int kMaxExports = 64;
+
+class SignalPad {
+ public:
+  SignalPad(std::byte* base, int world) : base_(base), world_(world) {}
+  static constexpr std::size_t bytes(int world) {
+    return shm::Layout::up(sizeof(Counter) * (1 + world)) +
+           world * (sizeof(PeerEntry) + kMaxExports * sizeof(ExportEntry));
+  }
+
+  // Nonzero: launches no longer write results (see Launch::guard).
+  std::atomic<uint32_t>& aborted() const {
+    return *reinterpret_cast<std::atomic<uint32_t>*>(base_);
+  }
+  Counter& counter(Rank r) const { return reinterpret_cast<Counter*>(base_)[1 + r]; }
+  PeerEntry& entry(Rank r) const {
+    return reinterpret_cast<PeerEntry*>(base_ + shm::Layout::up(counter_bytes()))[r];
+  }
+  ExportEntry& export_entry(Rank r, int number) const {
+    std::byte* const first = base_ + shm::Layout::up(counter_bytes()) + world_ * sizeof(PeerEntry);
+    return reinterpret_cast<ExportEntry*>(first)[r * kMaxExports + number];
+  }
+  // The part that devices access: whole pages from the beginning of the control block.
+  std::byte* base() const { return base_; }
+  std::size_t registered_bytes() const { return shm::Layout::up(counter_bytes()); }
+  std::size_t offset(Rank r) const { return sizeof(Counter) * (1 + r); }
+
+ private:
+  std::size_t counter_bytes() const { return sizeof(Counter) * (1 + world_); }
+  std::byte* base_;
+  int world_;
+};
+
+}  // namespace pycollect::cuda_ipc

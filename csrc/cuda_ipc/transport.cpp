@@ -1,0 +1,92 @@
+// See transport.h. The hosts first check that their calls match, as in every call of the group,
+// so that a refused call has touched no stream, and whether all tensors are exposed to all ranks. A
+// stream wait is enqueued only after the host has seen that the matching signal is enqueued.
+#include "transport.h"
+
+#include "../plan/error.h"
+#include "../transport/chunk_loop.h"
+#include "../transport/program_choice.h"
+
+namespace pycollect::cuda_ipc {
+namespace {
+
+// Bytes from which tensors are accessed in place instead of copied through staging buffers. An
+// all_reduce always gains: two hand-overs either way (all ranks have arrived, the fold is done),
+// and no launch but the fold's. In other collectives a rank that exposes a tensor waits until the
+// peers are done with it, one hand-over more than staging needs. Below this size, which a GPU
+// copies in about the time of one hand-over, copies are assumed cheaper. Not measured.
+constexpr std::size_t kPlacedBytes = 1 << 20;
+
+}  // namespace
+
+bool CudaIpcTransport::may_use_tensors(Collective collective, std::size_t bytes) const {
+  return collective == Collective::all_reduce || bytes >= kPlacedBytes;
+}
+
+void CudaIpcTransport::begin(const shm::Request& request, const shm::OpContext& context) {
+  request_ = &request;
+  context_ = &context;
+  launch_ = {{}, request.dtype, request.op, shm::fold_options(request, world())};
+}
+
+shm::Agreement CudaIpcTransport::agree(const shm::CallFingerprint& mine, shm::ChunkLoop& loop) {
+  const shm::Agreement agreed = shm::publish_and_agree(group(), mine, *request_, *context_);
+  if (agreed.zero_copy) return agreed;
+  shm::abort_on_error(group(), *context_, [&] {
+    wait_for_previous(next_run());
+    signal(shm::at_run(next_run()) + loop.enter(next_run(), true));
+  });
+  return agreed;
+}
+
+std::byte* CudaIpcTransport::find(Rank r, shm::Where where) const {
+  const shm::RegisteredOffsets& registered = group().line(r).registered[context_->call & 1];
+  const RemoteOffset place = where == shm::Where::input ? registered.input : registered.output;
+  try {
+    return communicator_->symmetric_memory().at(communicator_->staging_buffer().device(), r, place);
+  } catch (const std::runtime_error& error) {
+    if ((group().dead() >> r & 1) != 0)  // its death explains more than a failed fetch
+      group().await([] { return false; }, [r] { return std::vector<Rank>{r}; }, *context_);
+    const std::string why = text("rank ", r, "'s tensor cannot be reached: ", error.what());
+    group().abort(text("it failed in ", context_->operation, ": ", why));
+    throw CollectiveError(text(context_->operation, ": ", why));
+  }
+}
+
+// Opens all peers' tensors before anything is enqueued.
+void CudaIpcTransport::reach_tensors(const shm::RankProgram& rank_program, std::size_t) {
+  reached_.assign(2 * static_cast<std::size_t>(world()), nullptr);
+  for (const shm::Instruction& move : rank_program.moves)
+    for (const shm::Operand& o : move.operands) {
+      if (o.where == shm::Where::staging || o.rank == rank()) continue;
+      std::byte*& at = reached_[index(o.rank, o.where)];
+      if (at == nullptr) at = find(o.rank, o.where);
+    }
+}
+
+void CudaIpcTransport::wait_for_previous(uint64_t run) {
+  for (Rank r = 0; r < world(); ++r)
+    if (r != rank()) wait(r, shm::at_run(run - 1));
+}
+
+// Enqueues one launch, however many tensors the elements are spread over.
+void CudaIpcTransport::launch(const shm::Rows& rows) {
+  const shm::Instruction& move = rows.move();
+  launch_.rows.clear();
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const shm::Rows::RowView row = rows[i];
+    const auto first = reinterpret_cast<std::byte* const*>(row.at);
+    const auto dsts = first + move.dsts, end = first + move.operands.size();
+    launch_.rows.push_back({.dsts = {first, dsts},
+                            .srcs = {dsts, end},
+                            .count = row.count,
+                            .finishes = move.finishes});
+  }
+  // Writes to staging buffers are harmless after an abort. The owner of a tensor has received the
+  // error by then, and may have freed the tensor's memory.
+  launch_.guard = move.in_staging == move.dsts ? nullptr : communicator_->guard();
+  communicator_->gpu().on(communicator_->stream().device,
+                          [&](cuda::Api& api) { api.launch(communicator_->stream(), launch_); });
+}
+
+}  // namespace pycollect::cuda_ipc

@@ -1,0 +1,193 @@
+#include "watchdog.h"
+
+#include <pthread.h>
+
+#include "../plan/error.h"
+#include "../shm/new_thread.h"
+
+namespace pycollect::cuda_ipc {
+namespace {
+
+// Delay before the first regular poll: most calls have ended by then and cost only that one poll.
+constexpr std::chrono::milliseconds kFirstLook{5};
+// Interval of later polls: a five-hundredth of the second within which a death must be noticed.
+constexpr std::chrono::milliseconds kLooks{2};
+// Added to an awaited signal: beyond every value that a stream waits for, but still ahead of it in
+// the wrap-around comparison of counters.
+constexpr uint64_t kBeyond = uint64_t{1} << 62;
+
+}  // namespace
+
+bool PendingWork::ended() {
+  if (error()) return true;
+  try {
+    return about_.reached();
+  } catch (...) {
+    fail(std::current_exception());
+    return true;
+  }
+}
+
+std::exception_ptr PendingWork::error() const {
+  const std::lock_guard lock(mutex_);
+  return error_;
+}
+
+std::exception_ptr PendingWork::tell() {
+  const std::lock_guard lock(mutex_);
+  reported_ = reported_ || error_;
+  return error_;
+}
+
+void PendingWork::fail(std::exception_ptr error) {
+  const std::lock_guard lock(mutex_);
+  if (!error_) error_ = std::move(error);
+}
+
+std::shared_ptr<void> PendingWork::take_exposed() {
+  std::shared_ptr<void> exposed = std::move(exposed_);
+  if (exposed && error()) leak(std::move(exposed));
+  return exposed;
+}
+
+void leak(std::shared_ptr<void> exposed) {
+  static_cast<void>(new std::shared_ptr<void>(std::move(exposed)));
+}
+
+Watchdog::Watchdog(std::shared_ptr<shm::Group> group, const SignalPad& signal_pad)
+    : group_(std::move(group)),
+      signal_pad_(signal_pad),
+      thread_(shm::new_thread_without_signals([this] { serve(); })) {}
+
+Watchdog::~Watchdog() { end(); }
+
+void Watchdog::end() {
+  {
+    const Lock lock(mutex_);
+    closed_ = true;
+    changed_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+void Watchdog::free_returned() {
+  std::vector<std::shared_ptr<void>> returned;  // released after unlocking
+  const Lock lock(mutex_);
+  returned.swap(returned_);
+}
+
+void Watchdog::take(std::shared_ptr<PendingWork> work) {
+  {
+    const Lock lock(mutex_);
+    open_.push_back(std::move(work));
+    changed_.notify_all();
+  }
+  free_returned();  // only now: it may wait for this work, whose stream the watchdog can release
+}
+
+void Watchdog::serve() {
+  pthread_setname_np(pthread_self(), "pycollect gpu");
+  Lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [&] { return closed_ || !open_.empty(); });
+    if (open_.empty()) return;
+    const std::shared_ptr<PendingWork> work = open_.front();
+    lock.unlock();
+    poll_until_done(*work);
+    lock.lock();
+    if (auto exposed = work->take_exposed()) returned_.push_back(std::move(exposed));
+    if (work->error()) failed_.push_back(work);
+    open_.pop_front();
+    changed_.notify_all();
+  }
+}
+
+// Polls one call's work until complete. Work is handled in stream order, so the next call's work
+// has often ended already.
+void Watchdog::poll_until_done(PendingWork& work) {
+  if (work.ended() && !work.error()) return;
+  std::this_thread::sleep_for(kFirstLook);
+  try {
+    group_->await([&] { return work.ended(); }, [&] { return missing(work); }, work.context(),
+                  [] { std::this_thread::sleep_for(kLooks); });
+  } catch (...) {
+    work.fail(std::current_exception());
+  }
+  if (!work.error()) return;
+  // The error may come from this rank's device, and then the peers have not seen it yet.
+  group_->abort(text("its GPU failed in ", work.about_.operation));
+  release(work);
+}
+
+// Ranks that hold up the work: the dead ones that it waits for. Otherwise the ranks whose streams
+// are furthest behind, because the others may only be waiting for them; of these only the ones that
+// the work itself waits for, if there are any.
+std::vector<Rank> Watchdog::missing(const PendingWork& work) const {
+  const std::vector<uint64_t>& awaited = work.about_.awaited;
+  const auto counter = [&](Rank r) {
+    return signal_pad_.counter(r).reached.load(std::memory_order_acquire);
+  };
+  const uint64_t dead = group_->dead(), gone = group_->gone();
+  std::vector<Rank> lost;
+  for (Rank r = 0; r < group_->world(); ++r)
+    if ((dead >> r & 1) != 0 && !shm::reached(counter(r), awaited[r])) lost.push_back(r);
+  if (!lost.empty()) return lost;
+  // A rank that has done its part may leave.
+  const auto is_through = [&](Rank r) {
+    return (gone >> r & 1) != 0 && shm::reached(counter(r), awaited[r]);
+  };
+  uint64_t least = counter(group_->rank());
+  for (Rank r = 0; r < group_->world(); ++r)
+    if (const uint64_t seen = counter(r); shm::reached(least, seen) && !is_through(r)) least = seen;
+  std::vector<Rank> last, waited_for;
+  for (Rank r = 0; r < group_->world(); ++r) {
+    const uint64_t seen = counter(r);
+    if (seen != least || is_through(r)) continue;
+    last.push_back(r);
+    if (!shm::reached(seen, awaited[r])) waited_for.push_back(r);
+  }
+  if (last.empty()) return {group_->rank()};
+  return waited_for.empty() ? last : waited_for;
+}
+
+// Releases this rank's stream by advancing the peers' counters. A live stream may overwrite its
+// counter with a lower value, so the store is repeated until this rank's stream has ended. All that
+// it still waits for is enqueued somewhere, so it does end. `aborted` is set before, so that no
+// results are written after the first stream is released.
+void Watchdog::release(PendingWork& work) const {
+  signal_pad_.aborted().store(1, std::memory_order_seq_cst);
+  const auto drained = [&] {
+    try {
+      return work.about_.reached();
+    } catch (...) {  // a device that has failed does nothing more
+      return true;
+    }
+  };
+  while (!drained()) {
+    for (Rank r = 0; r < static_cast<Rank>(work.about_.awaited.size()); ++r)
+      if (r != group_->rank())
+        signal_pad_.counter(r).reached.store(work.about_.awaited[r] + kBeyond,
+                                             std::memory_order_seq_cst);
+    std::this_thread::sleep_for(kLooks);
+  }
+}
+
+std::exception_ptr Watchdog::close(std::chrono::milliseconds grace) {
+  Lock lock(mutex_);
+  closed_ = true;
+  changed_.notify_all();
+  if (!changed_.wait_for(lock, grace, [&] { return open_.empty(); })) {
+    lock.unlock();
+    group_->abort("it was destroyed while collectives were under way on a GPU");
+    lock.lock();
+    changed_.wait(lock, [&] { return open_.empty(); });
+  }
+  lock.unlock();
+  end();
+  free_returned();
+  for (const auto& work : failed_)
+    if (!work->reported_) return work->error();
+  return nullptr;
+}
+
+}  // namespace pycollect::cuda_ipc

@@ -1,0 +1,87 @@
+// The receiving half of a mailbox: matches messages with receives, buffers unexpected messages, and
+// requests the fragments of large ones (CTS). The caller (Mailbox) holds the lock. Throws
+// CollectiveError when a peer has written an invalid record.
+//
+// A message matches a receive when peer and tag are equal, both in the order in which they were
+// issued; wildcard receives take the peers in turn.
+#pragma once
+#include <compare>
+#include <deque>
+#include <map>
+#include <unordered_map>
+#include <vector>
+
+#include "mail_area.h"
+#include "transfer.h"
+
+namespace pycollect::shm {
+
+class Incoming {
+ public:
+  // Messages taken from one peer before the lock is released, so that a peer that never stops
+  // sending does not hold up other threads. Taking them lasts about 10 us.
+  static constexpr int kMostTaken = 100;
+
+  Incoming(const MailArea& area, Rank me, Wakeups& effects);
+
+  void receive(const TransferPtr& transfer);
+  void move();
+  void fail(const std::exception_ptr& error);
+
+ private:
+  struct MatchKey {
+    Rank peer;  // or kAnySource
+    uint32_t tag;
+    auto operator<=>(const MatchKey&) const = default;
+  };
+  struct PostedReceive {
+    uint64_t order;
+    TransferPtr transfer;
+  };
+  struct UnexpectedMessage {
+    Record record;
+    std::unique_ptr<std::byte[]> payload;
+  };
+  struct Reply {
+    Record record;
+    TransferPtr refused = {};  // NACK: the receive, which stays pending until this is sent
+    std::exception_ptr error = {};
+  };
+  struct Sender {
+    RingReader messages, pieces;
+    RingWriter replies;
+    std::deque<Reply> queued = {};  // answers that wait for room in the ring
+    std::size_t unexpected_bytes = 0;
+    int asked = 0;  // posted receives that name this peer
+    std::unordered_map<uint64_t, TransferPtr> requested = {};  // [number]: receives after their CTS
+  };
+  using PostedReceives =
+      std::multimap<MatchKey, PostedReceive>;  // equal keys stay in the order of insertion
+
+  int& askers(Rank peer) {
+    return peer == kAnySource ? asked_anybody_ : failure_detector_[peer].asked;
+  }
+  bool wants(const Sender& peer) const;
+  bool take_unexpected(Rank from, PostedReceives::iterator asked);
+  bool take_one(Rank from);
+  PostedReceives::iterator find(Rank from, uint32_t tag);
+  TransferPtr unlist(PostedReceives::iterator asked);
+  void buffer_unexpected(Rank from, const Record& record, const std::byte* payload);
+  void settle(Rank from, const Record& record, const std::byte* payload,
+              const TransferPtr& transfer);
+  void answer(Rank to, Reply answer);
+  void flush_replies(Rank to);
+  bool take_fragment(Rank from);
+
+  MailArea area_;
+  Rank me_;
+  Wakeups& effects_;
+  std::vector<Sender> failure_detector_;                   // [rank]
+  std::multimap<MatchKey, UnexpectedMessage> unexpected_;  // unexpected-message queue
+  PostedReceives posted_;                                  // posted-receive queue
+  uint64_t order_ = 0;                                     // sequence number of the next receive
+  int asked_anybody_ = 0;                                  // posted wildcard receives
+  Rank turn_ = 0;  // the peer whose messages a wildcard receive tries first
+};
+
+}  // namespace pycollect::shm

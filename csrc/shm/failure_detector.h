@@ -1,0 +1,43 @@
+// Failure detection: finds peers that have died or called exec. Each rank holds a robust futex,
+// which the kernel releases when the rank ends, whatever container the peers run in. Unlike a
+// heartbeat it costs no work, does not take a stopped process for a dead one, and is not kept up by
+// a forked child. Unlike a pidfd it reports a death before a GPU driver has cleaned up after it.
+#pragma once
+#include <sys/types.h>
+
+#include <cstdint>
+#include <memory>
+#include <semaphore>
+#include <thread>
+
+#include "layout.h"
+#include "system.h"
+
+namespace pycollect::shm {
+
+class FailureDetector {
+ public:
+  // Returns when a dedicated thread holds this rank's lock. The kernel releases robust futexes at
+  // the end of a thread, and any other thread may end before the process.
+  FailureDetector(Control& control, int world, Rank me);
+  ~FailureDetector();
+  FailureDetector(const FailureDetector&) = delete;
+  FailureDetector& operator=(const FailureDetector&) = delete;
+
+  // Returns a mask with bit r set if rank r is dead; callable from any thread. A rank that has not
+  // arrived yet or has left is not dead.
+  uint64_t dead() const;
+  pid_t pid(Rank r) const { return control_.liveness[r].pid.load(std::memory_order_acquire); }
+
+ private:
+  void hold(LivenessLock& mine);
+
+  Control& control_;
+  const int world_;
+  const OwnerProcess origin_;
+  int failed_ = 0;
+  std::binary_semaphore lock_held_{0}, end_{0};
+  std::unique_ptr<std::thread> lock_holder_;
+};
+
+}  // namespace pycollect::shm

@@ -1,0 +1,188 @@
+#include "symmetric_heap.h"
+
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <iterator>
+#include <optional>
+
+#include "../plan/error.h"
+#include "group.h"
+
+namespace pycollect::shm {
+namespace {
+
+constexpr std::size_t kMiB = 1 << 20;
+// How much memory a heap commits at once: little while the heap is small, and at most what takes
+// about 30 ms to commit.
+constexpr std::size_t kLeastGrowth = 1 * kMiB, kMostGrowth = 64 * kMiB;
+// Free memory is returned to the kernel above the memory in use plus this much. A lower limit would
+// have it committed again in the next step of a training loop, at 2 us for 4 KiB.
+constexpr std::size_t kKept = 256 * kMiB;
+// Without these offsets, large blocks of equal sizes, and the blocks of different ranks, would fall
+// on the same cache sets; copies between such blocks were a third slower.
+constexpr std::size_t kLargeBlock = 32 << 10, kBlockStagger = 5 * SymmetricHeap::kAlignment;
+constexpr std::size_t kRankStagger = 3 * Layout::kPage + kBlockStagger;
+// Limit for the heaps of all ranks of a group. A process has 128 TiB of address space, and can be
+// in tens of groups.
+constexpr std::size_t kMostAddressSpace = std::size_t{4} << 40;
+// A group reserves at most this fraction (1 / 8) of a limited address space (ulimit -v).
+constexpr int kShareOfLimit = 8;
+
+std::size_t rounded(std::size_t bytes) {
+  const std::size_t least =
+      std::max(bytes, std::size_t{1}) + (bytes >= kLargeBlock) * kBlockStagger;
+  return (least + SymmetricHeap::kAlignment - 1) / SymmetricHeap::kAlignment *
+         SymmetricHeap::kAlignment;
+}
+
+}  // namespace
+
+std::size_t SymmetricHeap::default_bytes(int world) {
+  const std::size_t memory = static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) *
+                             static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  std::size_t all = kMostAddressSpace;
+  rlimit limit = {};
+  if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
+    all = std::min<std::size_t>(all, limit.rlim_cur / kShareOfLimit);
+  return std::min(std::bit_ceil(memory), all / world) / Layout::kPage * Layout::kPage;
+}
+
+SymmetricHeap::SymmetricHeap(const Group& group)
+    : segment_(group.segment()),
+      abort_state_(reinterpret_cast<Control*>(segment_->data())->record, group.settings().name),
+      begin_(group.layout().heap(group.rank())),
+      bytes_(group.layout().sizes.symmetric_heap_bytes),
+      end_(std::min(group.rank() * kRankStagger, bytes_)),
+      committed_(end_ / Layout::kPage * Layout::kPage),
+      growth_(kLeastGrowth) {}
+
+std::size_t SymmetricHeap::allocate(std::size_t bytes) {
+  if (!origin_.is_here())
+    throw std::runtime_error(
+        "a forked child of a rank cannot allocate shared memory; create another group in it");
+  const std::lock_guard lock(mutex_);
+  ++asked_;
+  if (abort_state_.is_aborted()) abort_state_.rethrow({"allocate_tensor", asked_, Deadline()});
+  if (bytes > bytes_ || rounded(bytes) > bytes_)
+    throw std::runtime_error(text("a tensor of ", bytes, " bytes does not fit into the ", bytes_,
+                                  " that a rank can have in its group's shared memory"));
+  const std::size_t size = rounded(bytes), offset = take(size);
+  blocks_.emplace(offset, size);
+  used_ += size;
+  return offset;
+}
+
+// Allocates from the smallest free run that is large enough, preferably a committed one.
+std::size_t SymmetricHeap::take(std::size_t bytes) {
+  std::optional<FreeRuns::iterator> bare;
+  for (auto found = by_size_.lower_bound({bytes, 0}); found != by_size_.end(); ++found) {
+    const auto run = runs_.find(found->second);
+    if (!run->second.bare) return take_run(run, bytes);
+    if (!bare) bare = run;
+  }
+  return bare ? take_run(*bare, bytes) : extend(bytes);
+}
+
+std::size_t SymmetricHeap::take_run(FreeRuns::iterator run, std::size_t bytes) {
+  const std::size_t offset = run->first;
+  const FreeRun old = run->second;
+  if (old.bare) {
+    segment_->commit(begin_ + offset, bytes);
+    segment_->touch(begin_ + offset, bytes);
+  }
+  remove(run);
+  if (old.bytes > bytes) add(offset + bytes, {old.bytes - bytes, old.bare});
+  return offset;
+}
+
+// Allocates at `end_`, or from the beginning of the committed free run that ends there.
+std::size_t SymmetricHeap::extend(std::size_t bytes) {
+  std::size_t offset = end_;
+  const auto last = runs_.empty() ? runs_.end() : std::prev(runs_.end());
+  const bool adjoins =
+      last != runs_.end() && !last->second.bare && last->first + last->second.bytes == end_;
+  if (adjoins) offset = last->first;
+  if (bytes > bytes_ - offset)
+    throw std::runtime_error(text("no place for ", bytes, " bytes in the group's shared memory: ",
+                                  used_, " of ", bytes_, " are in use by this rank's tensors"));
+  if (offset + bytes > committed_) commit_to(offset + bytes);
+  if (adjoins) remove(last);
+  end_ = offset + bytes;
+  return offset;
+}
+
+void SymmetricHeap::commit_to(std::size_t end) {
+  const auto commit = [this](std::size_t until) {
+    until = std::min(Layout::up(until), bytes_);
+    segment_->commit(begin_ + committed_, until - committed_);
+    segment_->touch(begin_ + committed_, until - committed_);
+    committed_ = until;
+  };
+  try {
+    commit(std::max(end, committed_ + growth_));
+    growth_ = std::min(growth_ * 2, kMostGrowth);
+  } catch (const std::runtime_error&) {
+    commit(end);  // memory may suffice for this block without the extra growth
+  }
+}
+
+void SymmetricHeap::free(std::size_t offset) noexcept {
+  if (!origin_.is_here() || abort_state_.is_aborted()) return;
+  const std::lock_guard lock(mutex_);
+  const auto block = blocks_.find(offset);
+  if (block == blocks_.end()) return;
+  used_ -= block->second;
+  add(offset, {block->second, false});
+  blocks_.erase(block);
+  if (cached_ > used_ + kKept) give_back();
+}
+
+// Adds a free run, merged with adjacent free runs of the same kind.
+void SymmetricHeap::add(std::size_t offset, FreeRun run) {
+  auto next = runs_.lower_bound(offset);
+  if (next != runs_.end() && next->first == offset + run.bytes && next->second.bare == run.bare) {
+    run.bytes += next->second.bytes;
+    remove(next++);
+  }
+  if (next != runs_.begin()) {
+    const auto before = std::prev(next);
+    if (before->first + before->second.bytes == offset && before->second.bare == run.bare) {
+      offset = before->first;
+      run.bytes += before->second.bytes;
+      remove(before);
+    }
+  }
+  runs_.emplace(offset, run);
+  by_size_.emplace(run.bytes, offset);
+  if (!run.bare) cached_ += run.bytes;
+}
+
+void SymmetricHeap::remove(FreeRuns::iterator run) {
+  if (!run->second.bare) cached_ -= run->second.bytes;
+  by_size_.erase({run->second.bytes, run->first});
+  runs_.erase(run);
+}
+
+// Returns the memory of the largest runs first: that takes few calls, and small runs are requested
+// most often.
+void SymmetricHeap::give_back() noexcept {
+  for (auto last = by_size_.end(); last != by_size_.begin() && cached_ > used_ + kKept;) {
+    const auto run = runs_.find((--last)->second);
+    if (run->second.bare) continue;
+    const auto [offset, old] = *run;
+    segment_->give_back(begin_ + offset, old.bytes);
+    remove(run);
+    add(offset, {old.bytes, true});
+    last = by_size_.end();
+  }
+}
+
+SymmetricHeap::HeapUsage SymmetricHeap::usage() const {
+  const std::lock_guard lock(mutex_);
+  return {used_, cached_ + committed_ - std::min(end_, committed_), bytes_};
+}
+
+}  // namespace pycollect::shm

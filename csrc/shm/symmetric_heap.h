@@ -1,0 +1,78 @@
+// Allocator of a rank's symmetric heap. Peers read and write tensors there in place (zero-copy).
+// It commits more memory than requested and keeps free memory for a while, because fresh pages cost
+// more than a collective does. It keeps the segment mapped after the group is destroyed.
+//
+// After a failed call, peers that were in the middle of it may go on for a while and access exposed
+// tensors. So the heap of an aborted group neither takes back nor allocates memory.
+#pragma once
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <unordered_map>
+#include <utility>
+
+#include "../plan/plan.h"
+#include "abort_state.h"
+#include "segment.h"
+#include "system.h"
+
+namespace pycollect::shm {
+
+class Group;
+
+class SymmetricHeap {
+ public:
+  // Returns the bytes of address space to reserve for each rank, so that no tensor that fits into
+  // the machine fails for lack of it. The same on all ranks of a host.
+  static std::size_t default_bytes(int world);
+  static constexpr std::size_t kAlignment = 256;  // bytes, as cudaMalloc aligns
+
+  explicit SymmetricHeap(const Group& group);
+
+  // Returns an offset from the beginning of the rank's heap, also for 0 bytes. Throws
+  // std::runtime_error when memory runs out or in a forked child, and the abort cause (PeerLost or
+  // Timeout) when the group is aborted.
+  std::size_t allocate(std::size_t bytes);
+  // Does nothing in a forked child, whose parent owns the memory, or when the group is aborted.
+  void free(std::size_t offset) noexcept;
+  std::byte* data() const { return segment_->data() + begin_; }
+
+  struct HeapUsage {
+    // Bytes of allocated blocks, of free but committed memory, and of reserved address space.
+    std::size_t used, cached, reserved;
+  };
+  HeapUsage usage() const;
+
+ private:
+  struct FreeRun {  // free bytes between blocks or runs of the other kind
+    std::size_t bytes;
+    bool bare;  // true if the memory was returned to the kernel
+  };
+  using FreeRuns = std::map<std::size_t, FreeRun>;
+
+  std::size_t take(std::size_t bytes);
+  std::size_t take_run(FreeRuns::iterator run, std::size_t bytes);
+  std::size_t extend(std::size_t bytes);
+  void commit_to(std::size_t end);
+  void add(std::size_t offset, FreeRun run);
+  void remove(FreeRuns::iterator run);
+  void give_back() noexcept;
+
+  const OwnerProcess origin_;
+  const std::shared_ptr<Segment> segment_;
+  const AbortState abort_state_;
+  const std::size_t begin_, bytes_;  // offset in the segment and size of this rank's heap
+  mutable std::mutex mutex_;
+  std::unordered_map<std::size_t, std::size_t> blocks_;
+  FreeRuns runs_;
+  std::set<std::pair<std::size_t, std::size_t>> by_size_;  // (bytes, offset) of the runs
+  std::size_t end_;            // no block was ever allocated at or after this offset
+  std::size_t committed_ = 0;  // memory is committed up to this offset, except in bare runs
+  std::size_t growth_;
+  std::size_t used_ = 0, cached_ = 0;
+  uint64_t asked_ = 0;  // number of calls of `allocate`
+};
+
+}  // namespace pycollect::shm

@@ -1,0 +1,207 @@
+// Fault injection, counters and trace controls of the emulator (emulator.h).
+#include <pthread.h>
+
+#include <array>
+#include <csignal>
+#include <string_view>
+
+#include "emulator.h"
+
+namespace pycollect::cuda {
+namespace {
+
+bool is_thread(std::string_view name) {
+  std::array<char, 16> found = {};
+  return pthread_getname_np(pthread_self(), found.data(), found.size()) == 0 &&
+         found.data() == name;
+}
+
+// A drain that takes longer is taken for a deadlock.
+constexpr std::chrono::seconds kLongestDrain(30);
+
+struct OfThread {
+  const Emulator* emulator = nullptr;
+  Device device = 0;
+  CaptureMode mode = CaptureMode::global;
+};
+
+// Returns the thread's state for this emulator. A thread that switches to another emulator starts
+// there with the state of a new thread.
+OfThread& of_thread(const Emulator* emulator) {
+  static thread_local OfThread mine;
+  if (mine.emulator != emulator) mine = {emulator};
+  return mine;
+}
+
+}  // namespace
+
+Emulator::Emulator(int devices, bool records, bool eager)
+    : records_(records), streams_(eager), peers_(devices, std::vector<bool>(devices)) {
+  for (int d = 0; d < devices; ++d) {  // default streams
+    streams_.add();
+    states_.push_back({{d, nullptr}, Owner::nobody});
+  }
+  trace_.streams = devices;
+}
+
+std::shared_ptr<Emulator> Emulator::that_records(int devices) {
+  demand(devices >= 1, "no device");
+  return std::shared_ptr<Emulator>(new Emulator(devices, true, false));
+}
+
+std::shared_ptr<Emulator> Emulator::that_runs(bool eager) {
+  return std::shared_ptr<Emulator>(new Emulator(0, false, eager));
+}
+
+bool Emulator::is_device(Device device) const {
+  return records_ ? device >= 0 && device < static_cast<int>(peers_.size()) : device >= -1;
+}
+
+Device Emulator::current_device() { return of_thread(this).device; }
+
+void Emulator::set_device(Device device) {
+  demand(is_device(device), "no device ", device);
+  of_thread(this).device = device;
+}
+
+CaptureMode Emulator::exchange_capture_mode(CaptureMode mode) {
+  return std::exchange(of_thread(this).mode, mode);
+}
+
+std::string Emulator::identity(Device) {
+  enter("identity");
+  const Lock lock = locked();
+  return identity_;
+}
+
+void Emulator::violation(const std::string& what) {
+  violations_.push_back(what);
+  throw std::logic_error(what);
+}
+
+void Emulator::enter(const char* call) {
+  const Lock lock = locked();
+  ++counters_[call];
+  if (const auto found = killing_.find(call); found != killing_.end() && found->second-- <= 0)
+    std::raise(SIGKILL);
+  if (const auto found = delays_.find(call); found != delays_.end())
+    std::this_thread::sleep_for(found->second);
+  const auto named = failing_.find(call);
+  const bool fails = named != failing_.end() && named->second-- <= 0;
+  if (fails || (fail_in_ >= 0 && fail_in_-- == 0)) demand(false, "made up, in ", call);
+}
+
+void Emulator::require_no_capture(const char* call) const {
+  demand(records_ || capture_ == 0 || of_thread(this).mode != CaptureMode::global, call,
+         " is not permitted while a stream is capturing");
+}
+
+void Emulator::begin_free() {
+  const Lock lock = locked();
+  ++counters_["freeing"];
+  if (is_thread("pycollect gpu"))
+    violations_.push_back("memory was freed, for which others may wait, by who lets go of streams");
+}
+
+void Emulator::end_free() {
+  const Lock lock = locked();
+  --counters_["freeing"];
+}
+
+void Emulator::synchronize_all(const char* call) {
+  {
+    const Lock lock = locked();
+    enter(call);
+    require_no_capture(call);
+    if (records_) return;
+  }
+  if (streams_.drain_all(kLongestDrain)) return;
+  const Lock lock = locked();
+  violation(text("the host waits in ", call, " for a stream that does not come to its end"));
+}
+
+void Emulator::fail_call(int in) {
+  const Lock lock = locked();
+  fail_in_ = in;
+}
+
+void Emulator::fail(const std::string& call, int in) {
+  const Lock lock = locked();
+  failing_.erase(call);
+  if (in >= 0) failing_[call] = in;
+}
+
+void Emulator::kill(const std::string& call, int in) {
+  const Lock lock = locked();
+  killing_[call] = in;
+}
+
+void Emulator::delay(const std::string& call, double seconds) {
+  const Lock lock = locked();
+  delays_[call] = std::chrono::duration<double>(seconds);
+}
+
+void Emulator::drop(const std::string& call, bool on) {
+  const Lock lock = locked();
+  dropped_.erase(call);
+  if (on) dropped_.insert(call);
+}
+
+void Emulator::live_on(const std::string& gpu) {
+  const Lock lock = locked();
+  identity_ = gpu;
+}
+
+void Emulator::pace(double seconds) {
+  const Lock lock = locked();
+  streams_.pause_for(std::chrono::microseconds(static_cast<int64_t>(seconds * 1e6)));
+}
+
+void Emulator::look(bool on) {
+  const Lock lock = locked();
+  looks_ = on;
+}
+
+std::map<std::string, int> Emulator::counters() const {
+  const Lock lock = locked();
+  return counters_;
+}
+
+std::vector<std::string> Emulator::violations() const {
+  const Lock lock = locked();
+  return violations_;
+}
+
+std::vector<std::string> Emulator::calls() const {
+  const Lock lock = locked();
+  return calls_;
+}
+
+void Emulator::somebody(Stream stream, std::string what, std::vector<Touch> touches,
+                        std::function<void()> act) {
+  Operation o{.kind = Operation::Kind::work, .what = std::move(what)};
+  o.touches = std::move(touches);
+  o.parts.push_back(std::move(act));
+  enqueue(stream, std::move(o));
+}
+
+void Emulator::host(std::string what, std::vector<Touch> touches, std::function<void()> act) {
+  Operation o{
+      .kind = Operation::Kind::host_work, .what = std::move(what), .touches = std::move(touches)};
+  o.parts.push_back(std::move(act));
+  trace_.operations.push_back(std::move(o));
+}
+
+void Emulator::drop_wait(int number) {
+  using Kind = Operation::Kind;
+  for (Operation& o : trace_.operations)
+    if (is_for_event(o) && number-- == 0)
+      o = {.kind = o.kind == Kind::wait ? Kind::wait : Kind::host_work, .stream = o.stream};
+}
+
+void Emulator::forget_trace() {
+  trace_.operations.clear();
+  for (EventState& e : events_) e.is_recorded = false;
+}
+
+}  // namespace pycollect::cuda

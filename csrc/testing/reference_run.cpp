@@ -1,0 +1,36 @@
+#include "reference_run.h"
+
+#include <cstring>
+
+#include "../cpu/fold.h"
+
+namespace pycollect::cuda {
+
+void fold(const KernelRow& row, const Launch& how) {
+  std::vector<void*> dsts(row.dsts.begin(), row.dsts.end()), srcs(row.srcs.begin(), row.srcs.end());
+  const bool scales = how.op != ReduceOp::avg || row.finishes;
+  const cpu::Fold run = cpu::find_fold(how.dtype, scales ? how.op : ReduceOp::sum);
+  auto n = [](const std::vector<void*>& v) { return static_cast<int>(v.size()); };
+  for (std::size_t r = 0; r < row.rows; ++r) {
+    if (srcs.size() == 1)
+      cpu::copy({dsts.data(), n(dsts)}, srcs[0], row.count * item_bytes(how.dtype), false);
+    else
+      run({dsts.data(), n(dsts)}, {srcs.data(), n(srcs)}, row.count, how.options);
+    auto advance = [](std::vector<void*>& at, const std::vector<std::ptrdiff_t>& pitches) {
+      for (std::size_t i = 0; i < pitches.size(); ++i)  // a single row may have no pitches
+
+        at[i] = static_cast<std::byte*>(at[i]) + pitches[i];
+    };
+    advance(dsts, row.dst_pitches);
+    advance(srcs, row.src_pitches);
+  }
+}
+
+void move(const CopyRect& it) {
+  for (std::size_t r = 0; r < it.rows; ++r) {
+    const auto row = static_cast<std::ptrdiff_t>(r);
+    std::memmove(it.dst + it.dst_pitch * row, it.src + it.src_pitch * row, it.bytes);
+  }
+}
+
+}  // namespace pycollect::cuda

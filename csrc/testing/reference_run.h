@@ -1,0 +1,10 @@
+// Reference execution of launches and copies by the host, on real bytes.
+#pragma once
+#include "../cuda/api.h"
+
+namespace pycollect::cuda {
+
+void fold(const KernelRow& row, const Launch& how);
+void move(const CopyRect& it);
+
+}  // namespace pycollect::cuda

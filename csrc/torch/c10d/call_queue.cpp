@@ -1,0 +1,194 @@
+// See call_queue.h. One call runs at a time, on any thread. The callbacks of its future run
+// afterwards without blocking the queue: they may issue more collectives and wait for them.
+#include "call_queue.h"
+
+#include <pthread.h>
+
+#include "../../plan/error.h"
+#include "../../shm/new_thread.h"
+
+namespace pycollect::dist {
+
+void CallQueue::require_open(const Call& call) const {
+  if (closed_) throw CollectiveError(text(call.name, ": the group has been destroyed"));
+}
+
+c10::intrusive_ptr<CollectiveWork> CallQueue::run(Call call) {
+  Lock lock(mutex_);
+  require_open(call);
+  if (running_ || !waiting_.empty()) {
+    lock.unlock();
+    return push(std::move(call));
+  }
+  running_ = true;
+  lock.unlock();
+  std::exception_ptr error;
+  try {
+    runner_->run(call);
+  } catch (...) {
+    error = std::current_exception();
+    failed_ = true;
+  }
+  lock.lock();
+  running_ = false;
+  if (!hand_on()) run_waiting(lock);
+  if (closed_ || !waiting_.empty()) changed_.notify_all();
+  lock.unlock();
+  if (error) std::rethrow_exception(error);
+  return c10::make_intrusive<CollectiveWork>(std::move(call), nullptr);
+}
+
+c10::intrusive_ptr<CollectiveWork> CallQueue::push(Call call) {
+  std::vector<Call> one;
+  one.push_back(std::move(call));
+  return push_all(std::move(one)).front();
+}
+
+std::vector<c10::intrusive_ptr<CollectiveWork>> CallQueue::push_all(std::vector<Call> calls) {
+  std::vector<c10::intrusive_ptr<CollectiveWork>> works;
+  if (calls.empty()) return works;
+  for (Call& call : calls)
+    works.push_back(c10::make_intrusive<CollectiveWork>(std::move(call), shared_from_this()));
+  Lock lock(mutex_);
+  for (const auto& work : works) require_open(work->call_);
+  waiting_.insert(waiting_.end(), works.begin(), works.end());
+  try {
+    ensure_thread();
+  } catch (const std::exception& error) {  // refused in queue order: peers wait there
+    Call& first = works.front()->call_;
+    refuse_for(first, error);
+    if (first.together) first.together->error = std::current_exception();
+    lock.unlock();
+    for (const auto& work : works) wait(*work);
+    throw;
+  }
+  changed_.notify_all();
+  return works;
+}
+
+// Requires the lock. Ensures that a thread will run the queued calls, if none is running one.
+void CallQueue::ensure_thread() {
+  if (running_ || waiting_.empty() || idle_ > 0 || closed_) return;
+  threads_.reserve(threads_.size() + 1);
+  threads_.push_back(shm::new_thread([self = shared_from_this()] { self->serve(); }));
+  ++idle_;
+}
+
+// Like ensure_thread(), but returns false if no other thread can be started for the queued calls.
+bool CallQueue::hand_on() {
+  try {
+    ensure_thread();
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+void CallQueue::run_waiting(Lock& lock) {
+  while (!running_ && !waiting_.empty()) run_next(lock, true);
+}
+
+// `goes_on`: this thread runs the next call, too. Releasing a tensor can take the GIL, whose holder
+// may be waiting for this mutex, so tensors are released without the mutex.
+void CallQueue::run_next(Lock& lock, bool goes_on) {
+  c10::intrusive_ptr<CollectiveWork> work = std::move(waiting_.front());
+  waiting_.pop_front();
+  running_ = true;
+  lock.unlock();
+  std::exception_ptr error;
+  try {
+    runner_->run(work->call_);
+  } catch (...) {
+    error = std::current_exception();
+    failed_ = true;
+  }
+  work->release();
+  lock.lock();
+  running_ = false;
+  auto future = work->finish(error);
+  const bool handed_on = (!future && goes_on) || hand_on();
+  changed_.notify_all();
+  lock.unlock();
+  if (future) complete(*future, work->result(), error, work->staging());
+  future.reset();
+  work.reset();
+  lock.lock();
+  if (!handed_on && !goes_on) run_waiting(lock);
+}
+
+void CallQueue::serve() {
+  pthread_setname_np(pthread_self(), "pycollect");
+  Lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [&] { return waiting_.empty() ? closed_ : !running_; });
+    --idle_;
+    if (waiting_.empty()) return;
+    run_next(lock, true);
+    ++idle_;
+  }
+}
+
+void CallQueue::wait(CollectiveWork& work) {
+  fork_guard_.require_none(work.name());
+  Lock lock(mutex_);
+  while (!work.is_done())
+    if (!running_ && !waiting_.empty())
+      run_next(lock, false);
+    else
+      changed_.wait(lock);
+}
+
+bool CallQueue::wait_until(CollectiveWork& work, shm::Deadline deadline) {
+  fork_guard_.require_none(work.name());
+  Lock lock(mutex_);
+  return changed_.wait_until(lock, deadline, [&] { return work.is_done(); });
+}
+
+void CallQueue::close(shm::Deadline deadline) {
+  std::vector<std::thread> threads;
+  {
+    Lock lock(mutex_);
+    closed_ = true;
+    changed_.notify_all();
+    const auto empty = [&] { return !running_ && waiting_.empty(); };
+    while (!empty() && shm::Clock::now() < deadline)
+      if (!running_ && idle_ == 0)
+        run_next(lock, true);
+      else
+        changed_.wait_until(lock, deadline);
+    if (!empty()) {
+      const std::shared_ptr<CallRunner> runner = runner_;  // a concurrent close() may reset runner_
+      lock.unlock();
+      runner->abort("it was destroyed while collectives were under way");
+      lock.lock();
+    }
+    while (!empty())
+      if (running_)
+        changed_.wait(lock);
+      else
+        run_next(lock, true);
+    threads.swap(threads_);
+    runner_.reset();  // releases the group
+  }
+  for (std::thread& t : threads)
+    if (t.get_id() == std::this_thread::get_id())
+      t.detach();  // called from a callback: this thread ends by itself
+    else
+      t.join();
+}
+
+void CallQueue::abort(const std::string& why) {
+  std::shared_ptr<CallRunner> runner;
+  {
+    const Lock lock(mutex_);
+    runner = runner_;
+  }
+  if (runner) runner->abort(why);
+}
+
+std::vector<Rank> CallQueue::missing() {
+  const Lock lock(mutex_);
+  return runner_ && running_ ? runner_->missing() : std::vector<Rank>();
+}
+
+}  // namespace pycollect::dist

@@ -1,0 +1,63 @@
+// The collectives of a group in call order. A thread that waits for a queued one runs the queue up
+// to and including it; otherwise a thread of the queue does.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "call.h"
+#include "call_runner.h"
+#include "fork_guard.h"
+#include "work.h"
+
+namespace pycollect::dist {
+
+class CallQueue : public std::enable_shared_from_this<CallQueue> {
+ public:
+  explicit CallQueue(std::shared_ptr<CallRunner> runner) : runner_(std::move(runner)) {}
+
+  // Runs the call on this thread if the queue is empty, and throws its error; else enqueues it.
+  c10::intrusive_ptr<CollectiveWork> run(Call call);
+  c10::intrusive_ptr<CollectiveWork> push(Call call);
+  // Enqueues the calls with no other call between them.
+  std::vector<c10::intrusive_ptr<CollectiveWork>> push_all(std::vector<Call> calls);
+
+  // wait() runs queued calls on this thread until the work is done; wait_until() only sleeps.
+  void wait(CollectiveWork& work);
+  bool wait_until(CollectiveWork& work, shm::Deadline deadline);
+
+  void abort(const std::string& why);
+  std::vector<Rank> missing();  // ranks that have not begun the running call
+  // Refuses new calls and lets the queued ones run until the deadline, then aborts them. Returns
+  // when the queue is empty and its threads have ended.
+  void close(shm::Deadline deadline);
+
+  bool has_failed() const { return failed_; }  // a call failed, and its error was reported
+
+  std::mutex& mutex() { return mutex_; }  // guards the state of every work of this queue
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  void run_next(Lock& lock, bool goes_on);
+  void run_waiting(Lock& lock);
+  void ensure_thread();
+  bool hand_on();
+  void serve();
+  void require_open(const Call& call) const;
+
+  std::shared_ptr<CallRunner> runner_;  // null once the queue is closed
+  const ForkGuard fork_guard_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<c10::intrusive_ptr<CollectiveWork>> waiting_;
+  bool running_ = false, closed_ = false;
+  std::atomic<bool> failed_{false};
+  int idle_ = 0;  // threads that wait for a call to run
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace pycollect::dist

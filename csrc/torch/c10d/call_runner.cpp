@@ -1,0 +1,171 @@
+// See call_runner.h. A step that is left out because of an error is left out by all ranks.
+#include "call_runner.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "../../plan/error.h"
+#include "../threads.h"
+
+namespace pycollect::dist {
+
+cpu::ParallelFor threads_of_rank(int ranks) {
+  const auto cores = static_cast<int>(std::thread::hardware_concurrency());
+  const int share = std::max(1, cores / ranks);
+  return [share](int64_t size, int64_t grain, const cpu::Body& body) {
+    const int64_t most = std::min(share, at::get_num_threads());
+    if (most <= 1 || size <= grain) return body(0, size);
+    threads()(size, std::max(grain, (size + most - 1) / most), body);
+  };
+}
+
+std::string shortened(std::string_view why) {
+  constexpr std::size_t kMost = std::tuple_size_v<decltype(shm::FingerprintDetails::refusal)> - 1;
+  constexpr std::string_view kMore = " ...";
+  if (why.size() <= kMost) return std::string(why);
+  const std::size_t end = why.rfind(' ', kMost - kMore.size());
+  return text(why.substr(0, end == why.npos ? kMost - kMore.size() : end), kMore);
+}
+
+void refuse_for(Call& call, const std::exception& why) {
+  call.refusal = shortened(text(pycollect::name(call.collective), ": ", why.what()));
+}
+
+// Drops errors, because the caller gets the reason for the refusal already.
+void CallRunner::refuse(const Call& call, shm::Deadline deadline) {
+  try {
+    shm::refuse(*group_, call.collective, calls_++, deadline, call.refusal);
+  } catch (const std::exception&) {
+    // The group is aborted, and its next call throws that error.
+  }
+}
+
+std::vector<Rank> CallRunner::missing() const {
+  const auto done_by = [&](Rank r) { return group_->line(r).done.load(std::memory_order_relaxed); };
+  const uint64_t own = done_by(group_->rank());
+  const uint64_t entered = shm::at_run(own >> shm::kTaskBits) + 1;
+  std::vector<Rank> ranks;
+  if (!shm::reached(own, entered)) return ranks;  // no call is running
+  for (Rank r = 0; r < group_->world(); ++r)
+    if (!shm::reached(done_by(r), entered)) ranks.push_back(r);
+  return ranks;
+}
+
+// A stalled stream stalls its rank, within the call's time limit. If the device fails, the refusal
+// spares the other ranks the wait.
+void CallRunner::await_arrival(Call& call, TensorStaging& staging, shm::Deadline deadline) {
+  try {
+    group_->await([&] { return staging.inputs_ready(); },
+                  [&] { return std::vector<Rank>{group_->rank()}; },
+                  {pycollect::name(call.collective), calls_, deadline});
+  } catch (const CollectiveError&) {
+    throw;
+  } catch (const std::exception& error) {
+    refuse_for(call, error);
+    refuse(call, deadline);
+    throw;
+  }
+}
+
+namespace {
+
+// Copies the tensors out behind the results of earlier calls, on the streams that these arrive on.
+// The tensors' memory is in use by these streams from then on.
+void depart_in_turn(Call& call) {
+  TensorStaging& staging = *call.staging;
+  GroupDevices& devices = staging.devices();
+  for (std::size_t i = 0; i < call.asked.size(); ++i) {
+    devices.wait_for(staging.on()[i], *call.asked[i]);
+    devices.finish(staging.on()[i], {}, call.held);
+  }
+  devices.with_results(staging.on(), [&] {
+    for (const auto& fill : call.fills) fill();
+    staging.begin_copy_in();
+  });
+}
+
+}  // namespace
+
+// Inputs may be results of earlier calls. A failure, as of allocation, is published to the peers.
+void CallRunner::fill(Call& call, shm::Deadline deadline) {
+  try {
+    if (!call.asked.empty()) return depart_in_turn(call);
+    for (const auto& fill : call.fills) fill();
+  } catch (const std::exception& error) {
+    refuse_for(call, error);
+    refuse(call, deadline);
+    throw;
+  }
+}
+
+void CallRunner::run(Call& call) {
+  const shm::Deadline deadline = shm::deadline_after(call.timeout);
+  if (!call.refusal.empty()) return refuse(call, deadline);
+  agree_on_all(call, deadline);
+  fill(call, deadline);
+  if (!call.staging) return perform(call, deadline);
+  await_arrival(call, *call.staging, deadline);
+  const shm::OpContext context{pycollect::name(call.collective), calls_, deadline};
+  try {
+    perform(call, deadline);
+  } catch (...) {
+    call.staging->abort_copies(context);
+    throw;
+  }
+  call.staging->begin_copy_out(context);
+}
+
+// Runs all or nothing of what is one operation to the caller: several dtypes in a call, or
+// coalesced calls. An exception is a rank that runs out of memory when it reaches a call. A single
+// request is agreed on when it runs.
+void CallRunner::agree_on_all(Call& call, shm::Deadline deadline) {
+  if (call.together) {
+    CoalescedAgreement& all = *call.together;
+    if (all.error) std::rethrow_exception(all.error);
+    if (std::exchange(all.agreed, true)) return;
+    try {
+      for (const auto& staging : all.stagings) await_arrival(call, *staging, deadline);
+      agree(all.requests, deadline);
+    } catch (...) {
+      all.error = std::current_exception();
+      throw;
+    }
+  } else if (call.requests.size() > 1) {
+    std::vector<CoalescedAgreement::BoundRequest> own;
+    for (const shm::Request& request : call.requests) own.push_back({&request, &transport(call)});
+    agree(own, deadline);
+  }
+}
+
+void CallRunner::agree(const std::vector<CoalescedAgreement::BoundRequest>& bound,
+                       shm::Deadline deadline) {
+  std::vector<const shm::Request*> requests;
+  for (const auto& [request, transport] : bound) {
+    try {
+      shm::check(transport == nullptr ? host_ : *transport, *request);
+    } catch (const std::invalid_argument& error) {
+      const Collective collective = request->collective;
+      shm::refuse(*group_, collective, calls_++, deadline,
+                  shortened(text(pycollect::name(collective), ": ", error.what())));
+      throw;
+    }
+    requests.push_back(request);
+  }
+  shm::agree_on_all(*group_, requests, calls_, deadline);
+}
+
+shm::Transport& CallRunner::transport(const Call& call) {
+  shm::Transport* const own = call.staging ? call.staging->transport() : nullptr;
+  return own == nullptr ? host_ : *own;
+}
+
+void CallRunner::perform(Call& call, shm::Deadline deadline) {
+  for (const shm::Request& request : call.requests)
+    shm::run(transport(call), request, calls_++, deadline);
+  for (const auto& [to, from] : call.copies) copy_strided(to, from);
+  if (call.then) call.then({call.name, calls_ - 1, deadline});
+}
+
+}  // namespace pycollect::dist

@@ -1,0 +1,27 @@
+// See fork_guard.h. Forks are counted, because asking the kernel for the process id costs more than
+// the rest of a call.
+#include "fork_guard.h"
+
+#include <pthread.h>
+
+#include "../../plan/error.h"
+
+namespace pycollect::dist {
+namespace {
+
+uint64_t generation_ = 0;  // changed only in a child, before its first instruction
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { ++generation_; });
+
+}  // namespace
+
+ForkGuard::ForkGuard() : before_(generation_) {}
+bool ForkGuard::none() const { return before_ == generation_; }
+
+void ForkGuard::require_none(const char* operation) const {
+  if (none()) [[likely]]
+    return;
+  throw CollectiveError(text(operation, ": this process was forked from the one that the group ",
+                             "belongs to; make a group of its own"));
+}
+
+}  // namespace pycollect::dist

@@ -1,0 +1,22 @@
+// Counts the threads inside calls that may wait. When the groups are closed at interpreter exit,
+// these threads wake with an error and must take the GIL while it exists: up to Python 3.13, a
+// thread that comes later is ended by unwinding its stack, which C++ answers with SIGABRT.
+#pragma once
+#include <atomic>
+
+namespace pycollect::dist {
+
+class InFlightCalls {
+ public:
+  InFlightCalls() { ++count_; }
+  ~InFlightCalls() { --count_; }
+  InFlightCalls(const InFlightCalls&) = delete;
+  InFlightCalls& operator=(const InFlightCalls&) = delete;
+
+  static bool any() { return count_ != 0; }
+
+ private:
+  static inline std::atomic<int> count_{0};
+};
+
+}  // namespace pycollect::dist

@@ -1,0 +1,114 @@
+// See backend.h: closing a group in its destructor, in shutdown(), or at process exit.
+#include <algorithm>
+#include <set>
+#include <thread>
+
+#include "../../plan/error.h"
+#include "../prepared_call.h"
+#include "backend.h"
+#include "gil_release.h"
+#include "in_flight_calls.h"
+
+namespace pycollect::dist {
+namespace {
+
+// Shutdown timeout: the time for fire-and-forget calls to finish before the group is aborted. Much
+// longer than they take with all ranks present, much shorter than users wait for an exit.
+constexpr std::chrono::milliseconds kGrace{5000};
+// Time for threads that wake when the groups close; they only have to raise an error. Threads that
+// close a group themselves have the shutdown timeout before that.
+constexpr std::chrono::milliseconds kWaking{1000};
+
+void warn_of(const std::exception_ptr& untold) {
+  if (!untold) return;
+  try {
+    std::rethrow_exception(untold);
+  } catch (const std::exception& error) {
+    warn(
+        text("a collective of CUDA tensors has failed, and its results are wrong: ", error.what()));
+  }
+}
+
+// Every backend of this process, for close_groups().
+struct LiveBackends {
+  std::mutex mutex;
+  std::set<Backend*> all;
+};
+LiveBackends& living() {
+  static auto* const one = new LiveBackends;  // never freed: backends may be destroyed late
+  return *one;
+}
+
+}  // namespace
+
+void Backend::begin_life() {
+  const std::lock_guard lock(living().mutex);
+  living().all.insert(this);
+}
+
+Backend::~Backend() {
+  if (!fork_guard_.none()) {
+    // Deliberate leak in a forked child: the parent's locks and threads must not be destroyed.
+    new auto(std::make_tuple(std::move(queue_), std::move(messages_), std::move(group_),
+                             std::move(allocator_), std::move(coalescing_), selector_));
+    return;
+  }
+  const InFlightCalls under_way;  // counts until this thread has retaken the GIL
+  const GilRelease without;
+  {
+    const std::lock_guard lock(living().mutex);
+    living().all.erase(this);
+  }
+  warn_of(close(shm::Clock::now() + kGrace));
+}
+
+// Throws the error of a call that failed on its device without a caller waiting for it: no later
+// call can report it.
+void Backend::shutdown() {
+  const InFlightCalls under_way;
+  if (!fork_guard_.none()) return;
+  if (const auto untold = close(shm::Clock::now() + kGrace)) std::rethrow_exception(untold);
+}
+
+std::exception_ptr Backend::close(shm::Deadline deadline) {
+  const GilRelease without;
+  queue_->close(deadline);
+  const std::exception_ptr untold = selector_->close(kGrace);
+  std::shared_ptr<Messages> messages;
+  std::shared_ptr<shm::Group> group;
+  std::shared_ptr<SymmetricAllocator> allocator;
+  {
+    const std::lock_guard lock(life_);
+    messages.swap(messages_);
+    group.swap(group_);
+    allocator.swap(allocator_);
+  }
+  if (messages) messages->close(deadline);
+  if (group) {
+    selector_->leave();
+    group->leave();  // a work held by the caller may keep the group alive
+  }
+  return queue_->has_failed() ? nullptr : untold;
+}
+
+// A callback may drop the last reference to a group, whose destructor locks this mutex; so the
+// groups are closed without it. They all make progress meanwhile, and share one shutdown timeout.
+bool close_groups() {
+  const bool wakes = InFlightCalls::any();
+  std::vector<c10::intrusive_ptr<Backend>> all;
+  {
+    const std::lock_guard lock(living().mutex);
+    for (Backend* b : living().all)  // null: its destructor has begun
+      if (Backend* held = c10::raw::weak_intrusive_ptr::lock(b))
+        all.push_back(c10::intrusive_ptr<Backend>::reclaim(held));
+  }
+  const auto deadline = shm::Clock::now() + kGrace;
+  for (const auto& b : all)
+    if (b->fork_guard_.none()) warn_of(b->close(deadline));
+  const auto patience = std::max(shm::Clock::now(), deadline) + kWaking;
+  while (InFlightCalls::any() && shm::Clock::now() < patience)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return wakes;
+}
+
+}  // namespace pycollect::dist

@@ -1,0 +1,35 @@
+// Staging of one call's device tensors to the executor's memory and back. Begins on the caller's
+// thread, ends on the thread that runs the call. No copy starts before `begin_copy_in`.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "../../../transport/executor.h"
+#include "group_devices.h"
+
+namespace pycollect::dist {
+
+class TensorStaging {
+ public:
+  virtual ~TensorStaging() = default;
+  // Returns where the executor finds the tensor's elements, in logical order.
+  virtual shm::BufferSegment add_tensor(const at::Tensor& tensor, bool reads, bool writes) = 0;
+  virtual void begin_copy_in() = 0;  // starts the copies out, after the last tensor
+  virtual bool inputs_ready() = 0;   // whether the executor may begin
+  // Starts the copies back, after the executor has ended.
+  virtual void begin_copy_out(const shm::OpContext& context) = 0;
+  // Replaces land() if the executor has failed: copies no results back.
+  virtual void abort_copies(const shm::OpContext&) {}
+  virtual bool outputs_ready() = 0;  // whether the results have arrived, or never will
+  // Returns the error of device work since the executor was done, or null.
+  virtual std::exception_ptr failure() const { return nullptr; }
+  // Returns the transport that can use the staged tensors; null: the host transport.
+  virtual shm::Transport* transport() { return nullptr; }
+  // Makes the calling thread's current streams wait for the results.
+  virtual void wait_on_current_streams() = 0;
+  virtual void release() = 0;  // releases the tensors when the call has ended
+  virtual const std::vector<at::Device>& on() const = 0;
+  virtual GroupDevices& devices() const = 0;
+};
+
+}  // namespace pycollect::dist

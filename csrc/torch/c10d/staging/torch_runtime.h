@@ -1,0 +1,62 @@
+// Device operations that only torch provides: current streams, memory ownership and tensor copies.
+// torch/cuda/torch_runtime.cpp implements it for CUDA; the tests have an implementation whose
+// device tensors are CPU tensors.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+#include <c10/util/FunctionRef.h>
+
+#include <functional>
+#include <memory>
+
+#include "../../../cuda_ipc/symmetric_memory.h"
+
+namespace pycollect::dist {
+
+// Allocates tensors of one device in memory that other processes can access.
+class TensorPool {
+ public:
+  virtual ~TensorPool() = default;
+  virtual at::Tensor empty(int64_t count, at::ScalarType type) = 0;  // for the current stream
+};
+
+class TorchRuntime {
+ public:
+  virtual ~TorchRuntime() = default;
+  virtual cuda::Api& cuda() = 0;
+  virtual bool shares_memory() const = 0;  // whether processes can share device memory
+
+  virtual bool serves(const at::Tensor& tensor) const = 0;
+  virtual bool has(at::Device device) const = 0;  // whether served tensors can be there
+  virtual at::Device with_index(at::Device device) const = 0;  // adds the current index if none
+  virtual cuda::Stream current_stream(at::Device device) = 0;
+  virtual cuda::Stream new_stream(at::Device device) = 0;  // not used by any caller
+  // Calls `act` with `streams` as the calling thread's current streams.
+  virtual void with_streams(c10::ArrayRef<cuda::Stream> streams, c10::function_ref<void()> act) = 0;
+  // Like with_streams(), for an `act` that completes a future.
+  virtual void complete(c10::ArrayRef<cuda::Stream> streams, c10::function_ref<void()> act) {
+    with_streams(streams, act);
+  }
+
+  // Returns contiguous memory, on a device for its current stream. Bypasses the dispatcher, whose
+  // modes may substitute a tensor without memory.
+  virtual at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type, at::Device device) = 0;
+  virtual at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType type) = 0;
+  // Throws std::runtime_error if the device's memory cannot be shared with other processes.
+  virtual std::unique_ptr<TensorPool> new_pool(
+      std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory, at::Device device) = 0;
+  virtual void empty_cache() = 0;
+  // After the tensor is gone, its memory is not reused before the stream's work at that time is
+  // done. Copies of pinned memory do the same by themselves.
+  virtual void record_stream(const at::Tensor& tensor, cuda::Stream stream) = 0;
+
+  // Enqueue on the current streams of the tensors' devices without waiting. `how` only launches.
+  virtual void copy(const at::Tensor& to, const at::Tensor& from) = 0;
+  using Computation = std::function<void(const at::Tensor& into)>;
+  virtual void compute(const at::Tensor& into, const at::Tensor& from, const Computation& how) = 0;
+};
+
+// Returns torch's own CUDA runtime; null in a build without CUDA.
+std::shared_ptr<TorchRuntime> torch_runtime();
+
+}  // namespace pycollect::dist

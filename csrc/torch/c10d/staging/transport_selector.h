@@ -1,0 +1,87 @@
+// Transport selection for device tensors, fastest first: stream-ordered CUDA IPC, or host staging,
+// which works wherever CUDA does. All ranks select one together at their first such call.
+// PYCOLLECT_CUDA_TRANSPORT requests one, which then must work.
+#pragma once
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "../../../cuda_ipc/rendezvous.h"
+#include "../../../cuda_ipc/symmetric_memory.h"
+#include "../../arguments.h"
+#include "tensor_staging.h"
+
+namespace pycollect::dist {
+
+// Stages tensors in pinned memory around the host executor (host_staging.cpp).
+std::shared_ptr<TensorStaging> stage_through_host(std::shared_ptr<GroupDevices> devices);
+// Uses the CUDA IPC staging buffers of the group's GPUs, without the host (cuda_ipc_staging.cpp).
+std::shared_ptr<TensorStaging> stage_through_cuda_ipc(
+    std::shared_ptr<GroupDevices> devices,
+    std::shared_ptr<cuda_ipc::CudaIpcCommunicator> communicator);
+
+inline constexpr const char* kAutoTransport = "auto";
+std::vector<const char*> transport_names();
+// Accepts "best" or a transport's name; throws std::invalid_argument, which lists them.
+void check_transport(const std::string& name);
+
+class TransportSelector {
+ public:
+  struct TransportSettings {
+    std::string transport;
+    std::size_t buffer_bytes;  // of one staging buffer
+  };
+  TransportSelector(std::shared_ptr<GroupDevices> devices, TransportSettings terms);
+
+  // Call once, as soon as the group exists: it can then allocate symmetric GPU memory.
+  void attach(const shm::Group& group);
+  // Null: this build has no CUDA.
+  const std::shared_ptr<cuda_ipc::SymmetricMemory>& symmetric_memory() const {
+    return symmetric_memory_;
+  }
+  // Returns whether tensors on `device` are allocated in symmetric memory.
+  bool serves_symmetric(at::Device device) const {
+    return symmetric_memory_ && (device.is_cuda() || devices_->has(device));
+  }
+  // Returns `count` elements of symmetric memory. Throws std::invalid_argument if there is no such
+  // memory, or under stream capture.
+  at::Tensor empty(at::Device device, int64_t count, at::ScalarType type);
+  // Returns the use of symmetric memory, or none if there is none. May wait for a device.
+  std::optional<cuda_ipc::SymmetricMemory::SymmetricUsage> usage();
+  // Returns whether symmetric memory is expected to help tensors on `device`.
+  bool benefits_from_symmetric_memory(at::Device device);
+
+  // Returns whether the GPU rendezvous must still precede the first collective of device tensors.
+  bool needs_rendezvous();
+  // Finds out, with all ranks, how their GPUs reach each other. Throws what cuda_ipc::rendezvous
+  // throws.
+  void rendezvous(const std::shared_ptr<shm::Group>& group, at::Device device,
+                  const shm::OpContext& context);
+  // Stages one collective of device tensors. Throws CollectiveError, on all ranks alike, if the
+  // requested transport does not work.
+  std::shared_ptr<TensorStaging> begin();
+  const std::shared_ptr<GroupDevices>& devices() const { return devices_; }
+  // Frees device resources, after pending device work had `grace` to finish. Returns the first
+  // device error that was reported to no caller.
+  std::exception_ptr close(std::chrono::milliseconds grace);
+  // Call after close(): unmaps the peers' memory and frees this rank's.
+  void leave();
+
+ private:
+  void free_returned();  // frees memory that ended calls had exposed to peers
+
+  const std::shared_ptr<GroupDevices> devices_;
+  const TransportSettings terms_;
+  std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory_;
+  std::mutex closing_;  // makes a second close() wait for the first one
+  std::mutex mutex_;    // guards the members below
+  bool rendezvous_done_ = false, logged_ = false;
+  std::string failed_;  // error if the requested transport does not work
+  std::shared_ptr<cuda_ipc::CudaIpcCommunicator> communicator_;  // null: host staging
+};
+
+// Throws if the calling thread captures a stream that would have to wait for these results.
+void check_no_capture(const TensorStaging& staging, const char* operation);
+
+}  // namespace pycollect::dist

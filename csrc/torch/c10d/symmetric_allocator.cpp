@@ -1,0 +1,36 @@
+// See symmetric_allocator.h.
+#include "symmetric_allocator.h"
+
+#include <ATen/EmptyTensor.h>
+
+#include <cstring>
+
+namespace pycollect::dist {
+
+struct SymmetricAllocator::Block {
+  std::shared_ptr<SymmetricAllocator> owner;
+  std::size_t offset;
+
+  static void free(void* context) {
+    const std::unique_ptr<Block> block(static_cast<Block*>(context));
+    block->owner->arena_.free(block->offset);
+  }
+};
+
+c10::DataPtr SymmetricAllocator::allocate(std::size_t bytes) {
+  auto block = std::make_unique<Block>(Block{shared_from_this(), 0});
+  block->offset = arena_.allocate(bytes);
+  void* const data = arena_.data() + block->offset;
+  return {data, block.release(), &Block::free, c10::Device(c10::kCPU)};
+}
+
+void SymmetricAllocator::copy_data(void* to, const void* from, std::size_t bytes) const {
+  std::memcpy(to, from, bytes);
+}
+
+at::Tensor SymmetricAllocator::empty(at::IntArrayRef sizes, at::ScalarType type) {
+  return at::Tensor(at::detail::empty_generic(
+      sizes, this, c10::DispatchKeySet(c10::DispatchKey::CPU), type, std::nullopt));
+}
+
+}  // namespace pycollect::dist

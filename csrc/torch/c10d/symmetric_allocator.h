@@ -1,0 +1,30 @@
+// torch's allocator interface to a rank's part of the symmetric heap. A tensor allocated there is
+// an ordinary tensor, which collectives access without a copy.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
+
+#include <memory>
+
+#include "../../shm/symmetric_heap.h"
+
+namespace pycollect::dist {
+
+class SymmetricAllocator final : public c10::Allocator,
+                                 public std::enable_shared_from_this<SymmetricAllocator> {
+ public:
+  explicit SymmetricAllocator(const shm::Group& group) : arena_(group) {}
+
+  // The returned memory keeps this allocator and the mapping alive, even after the group is gone.
+  c10::DataPtr allocate(std::size_t bytes) override;
+  void copy_data(void* to, const void* from, std::size_t bytes) const override;
+
+  at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type);
+  shm::SymmetricHeap::HeapUsage usage() const { return arena_.usage(); }
+
+ private:
+  struct Block;
+  shm::SymmetricHeap arena_;
+};
+
+}  // namespace pycollect::dist

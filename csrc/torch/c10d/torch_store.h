@@ -1,0 +1,39 @@
+// torch's store as the bootstrap store of a group. Rank 0 opens a numbered rendezvous, which the
+// other ranks join, so that no rank reads keys that an earlier group of the same name has left in
+// the store, whatever its ranks were and however it ended.
+#pragma once
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "../../bootstrap/store.h"
+
+namespace pycollect::dist {
+
+class TorchStore final : public shm::Store {
+ public:
+  // On ranks other than 0, the first `post` or `read` waits until the deadline for rank 0 to open
+  // the rendezvous, and throws Timeout after it.
+  TorchStore(c10::intrusive_ptr<c10d::Store> store, int rank, shm::Deadline deadline)
+      : store_(std::move(store)), rank_(rank), deadline_(deadline) {}
+  ~TorchStore() override;  // rank 0 closes the rendezvous
+  TorchStore(const TorchStore&) = delete;
+  TorchStore& operator=(const TorchStore&) = delete;
+
+  void post(const std::string& key, const std::string& value) override;
+  std::string read(const std::string& key, shm::Deadline deadline) override;
+  std::vector<std::string> read_all(const std::vector<std::string>& keys,
+                                    shm::Deadline deadline) override;
+
+ private:
+  const std::string& prefix();
+  std::string opened();
+  std::string found();
+  bool poll(const std::vector<std::string>& keys, shm::Deadline deadline);
+  void wait(const std::vector<std::string>& keys, shm::Deadline deadline);
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const int rank_;
+  const shm::Deadline deadline_;
+  std::string prefix_ = {};  // key prefix of the rendezvous; empty before the first use
+};
+
+}  // namespace pycollect::dist

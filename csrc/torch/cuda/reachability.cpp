@@ -1,0 +1,114 @@
+// Who reaches whom, and the plans for those that do not reach each other. Peer access is switched
+// on through torch, whose memory may be mapped into one device alone, and tried in that memory.
+#include "reachability.h"
+
+#include <ATen/cuda/PeerToPeerAccess.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+
+#include "../../cuda/check.h"
+#include "../../cuda/peers.h"
+#include "../../plan/stage.h"
+#include "../gpus.h"
+#include "peer_access_test.h"
+
+namespace pycollect {
+namespace {
+
+thread_local bool stage_all_ = false;
+
+cuda::Peers& peers() {
+  static cuda::Peers& it = *new cuda::Peers({
+      // outlives main, as CUDA does
+      .ask =
+          [](cuda::Device from, cuda::Device to) {
+            return at::cuda::get_p2p_access(static_cast<c10::DeviceIndex>(from),
+                                            static_cast<c10::DeviceIndex>(to));
+          },
+      .try_out = &try_out,
+      .warn = &warn,
+  });
+  return it;
+}
+
+bool reaches(at::Device from, at::Device to) {
+  if (stage_all_) return false;
+  return peers().access(from.index(), to.index()).works();
+}
+
+// A rank on the host executes nothing, and is reached by copies.
+Reachability reach_of(const DeviceList& devices) {
+  Reachability reach{{}, std::vector(devices.size(), std::vector<bool>(devices.size()))};
+  for (std::size_t r = 0; r < devices.size(); ++r) {
+    reach.on_host.push_back(devices[r].is_cpu());
+    for (std::size_t of = 0; of < devices.size(); ++of)
+      reach.directly[r][of] = r == of || (!devices[r].is_cpu() && !devices[of].is_cpu() &&
+                                          reaches(devices[r], devices[of]));
+  }
+  return reach;
+}
+
+struct StagedKey {
+  const Algorithm* algorithm;
+  int world, root, pieces;
+  bool in_place;
+  std::vector<bool> reach;
+  auto operator<=>(const StagedKey&) const = default;
+};
+
+std::shared_ptr<const Compiled> staged(const Choice& choice, const CallKey& s, Rank root,
+                                       const DeviceList& devices) {
+  static std::mutex mutex;
+  static auto& kept = *new std::map<StagedKey, std::shared_ptr<const Compiled>>;
+  const Reachability reach = reach_of(devices);
+  StagedKey key{choice.algorithm, s.world, root, choice.pieces, s.in_place, reach.on_host};
+  for (const auto& row : reach.directly) key.reach.insert(key.reach.end(), row.begin(), row.end());
+  const std::lock_guard lock(mutex);
+  auto& plan = kept[key];
+  if (plan == nullptr) {
+    const Plan whole = (*choice.algorithm)({s.world, root, choice.pieces});
+    // A pipeline has its pieces already.
+    const int pieces = whole.chunks >= choice.pieces ? 1 : choice.pieces;
+    plan = std::make_shared<const Compiled>(compile(stage(whole, s.in_place, reach, pieces),
+                                                    s.in_place, LevelPolicy::one_task,
+                                                    choice.algorithm));
+  }
+  return plan;
+}
+
+}  // namespace
+
+bool stages_all() { return stage_all_; }
+bool stage_all(bool on) { return std::exchange(stage_all_, on); }
+
+Topology topology_of(const DeviceList& devices) {
+  if (stage_all_) return Topology::staged;
+  if (std::all_of(devices.begin(), devices.end(), [&](at::Device d) { return d == devices[0]; }))
+    return Topology::shared;
+  DeviceList distinct;  // many ranks may be on few devices
+  for (at::Device d : devices)
+    if (std::find(distinct.begin(), distinct.end(), d) == distinct.end()) distinct.push_back(d);
+  for (at::Device from : distinct)
+    for (at::Device to : distinct)
+      if (from.is_cpu() || to.is_cpu() || !reaches(from, to)) return Topology::staged;
+  return Topology::peers;
+}
+
+std::shared_ptr<const Compiled> compiled_for(const Choice& choice, const CallKey& s, Rank root,
+                                             const DeviceList& devices) {
+  if (s.topology == Topology::staged) return staged(choice, s, root, devices);
+  return compiled(*choice.algorithm, {s.world, root, choice.pieces}, s.in_place);
+}
+
+PeerReport peer_access(int from, int to) {
+  const cuda::PeerAccess found = peers().access(from, to);
+  int rank = PeerReport::kUnknownRank;
+  if (found.asked && from != to)
+    cuda::check(cudaDeviceGetP2PAttribute(&rank, cudaDevP2PAttrPerformanceRank, from, to));
+  return {found.asked, found.defect, rank};
+}
+
+}  // namespace pycollect

@@ -1,0 +1,73 @@
+// A call that has been checked and bound to memory: it can run now, or later on the queue, and
+// holds what it touches until it has run.
+#pragma once
+#include <c10/core/Stream.h>
+
+#include <memory>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "../cpu/executor.h"
+#include "../plan/select.h"
+#include "arguments.h"
+
+namespace pycollect {
+
+// Pieces and buffers begin at whole vectors, and no two threads write one cache line.
+inline constexpr std::size_t kAlignBytes = 64;
+
+struct PreparedCall;
+using Streams = std::vector<std::optional<c10::Stream>>;
+
+// All tensors of one dtype in a call: one plan, run on every binding.
+struct DtypePlan {
+  std::shared_ptr<const Compiled> compiled;
+  DType dtype;
+  ReduceOp op;
+  FoldOptions options;
+  bool named;  // did the caller choose the algorithm?
+  std::vector<std::unique_ptr<const Offsets>> offsets = {};
+  std::vector<Binding> bindings = {};
+
+  // `memory` is [rank][buffer]; scratch is added here where the plan has a use for it, and held by
+  // the job.
+  void bind(const Offsets* at, std::vector<Memory> memory, std::size_t rows, PreparedCall& job);
+};
+
+struct PreparedCall {
+  const char* call;  // its name, for profiles
+  std::vector<DtypePlan> parts = {};
+  std::vector<at::Device> devices = {};  // of the ranks
+  Tensors held = {};                     // everything that must outlive the run
+  Tensors results = {};                  // what the call returns; nothing for calls in place
+  std::vector<std::pair<at::Tensor, at::Tensor>> transposes = {};  // dst and src of unlike layouts
+  std::size_t bytes = 0;                                           // of one rank, about
+  Streams streams = {};  // [rank], where the caller named them
+  Tensors written = {};  // what autograd has saved of these is no longer what they hold
+  bool on_gpus() const;
+  void commit();  // after the last refusal, before the run: `written` get a new version
+  void run() const;
+};
+
+// Chooses the algorithm and takes its plan from the cache.
+// `devices` are the ranks'.
+DtypePlan make_dtype_plan(CallKey situation, std::string_view algorithm, Rank root, ReduceOp op,
+                          const std::vector<at::Device>& devices);
+
+// How the installed torch rounds values that 8-bit floats cannot hold; probed once.
+const Float8Rounding& float8_rounding();
+
+// Sets the listener of the log (PYCOLLECT_LOG), once, at import. It gets one line per collective,
+// dtype, size and choice of algorithm; without a listener nothing is logged.
+using Listener = void (*)(const std::string& line);
+void listen(Listener listener);
+
+// Logs the line, but not a second time.
+void say_once(const std::string& line);
+
+// Warns the user, with or without a log; the function that prints warnings is set once, at import.
+void warn(const std::string& line);
+void warn_through(Listener listener);
+
+}  // namespace pycollect

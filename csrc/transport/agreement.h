@@ -1,0 +1,76 @@
+// Checks that all ranks make the same collective call, before any output is written. Each rank
+// publishes a fingerprint, and a description for error messages, with its progress counter.
+#pragma once
+#include <optional>
+#include <string_view>
+
+#include "../plan/error.h"
+#include "call_buffers.h"
+#include "executor.h"
+
+namespace pycollect::shm {
+
+// Fingerprint of a collective call as this rank publishes it.
+struct CallFingerprint {
+  Collective collective = Collective::barrier;
+  uint64_t call = 0;
+  Fingerprint post = {};
+  RegisteredOffsets registered = {};
+  uint32_t part = 0, parts = 1;  // see Description
+
+  void offer(const std::optional<RegisteredOffsets>& found) {
+    if (!found) return;
+    registered = *found;
+    post.flags |= Fingerprint::zero_copy;
+  }
+};
+
+struct Agreement {
+  uint32_t pieces = 0;    // maximum over all ranks
+  bool zero_copy = true;  // true if all ranks have published registered offsets
+};
+
+// Returns the fingerprint of `request` with one piece and without registered offsets.
+CallFingerprint fingerprint_of(const Request& request, uint64_t call);
+
+// Returns a hash that is equal on ranks that make the same request.
+uint64_t fingerprint_hash(const Request& request, uint64_t call);
+uint64_t fingerprint_hash(const std::vector<const Request*>& requests, uint64_t call);
+
+// Returns the number of this rank's next run, derived from its counters in the shared memory.
+uint64_t run_number(const Group& group);
+
+// `wait_for_previous` waits until every rank has finished the run before the last, whose staging
+// buffer may then be overwritten. `begin` does the same before a call's first run, and protects the
+// published fingerprint: a rank that refused the last call has not yet waited for the peers'
+// fingerprints.
+void begin(Group& group, uint64_t run, const OpContext& context);
+void wait_for_previous(Group& group, uint64_t run, const OpContext& context);
+// Writes the fingerprint or refusal. It is valid once the counter is beyond `at_run(run)`.
+void publish(Group& group, const CallFingerprint& fingerprint_of, const Request* request);
+void publish_refusal(Group& group, const CallFingerprint& fingerprint_of, std::string_view why);
+
+// Waits for every rank's fingerprint. Throws the same std::invalid_argument on every rank if the
+// fingerprints differ.
+Agreement agree(Group& group, const CallFingerprint& mine, uint64_t run, const OpContext& context);
+// Publishes the fingerprint and waits for all others, in a run of its own that moves no data.
+Agreement publish_and_agree(Group& group, const CallFingerprint& mine, const Request& request,
+                            const OpContext& context);
+// Called after `publish_and_agree` has thrown for several requests at once. Returns true if every
+// rank has as many requests as this one and no rank has refused.
+bool all_publish_as_many(Group& group, const CallFingerprint& mine);
+
+// Runs `f`, and aborts the group if it fails: the peers would wait for a rank that cannot go on.
+template <class F>
+void abort_on_error(Group& group, const OpContext& context, F&& f) {
+  try {
+    f();
+  } catch (const CollectiveError&) {
+    throw;
+  } catch (const std::exception& error) {
+    group.abort(text("it failed in ", context.operation, ": ", error.what()));
+    throw;
+  }
+}
+
+}  // namespace pycollect::shm

@@ -1,0 +1,117 @@
+// See chunk_loop.h. No code on the path of a small call allocates memory.
+#include "chunk_loop.h"
+
+#include <limits>
+
+#include "../plan/error.h"
+
+namespace pycollect::shm {
+namespace {
+
+constexpr std::size_t kLine = 64;
+
+std::size_t quotient_up(std::size_t n, std::size_t by) { return (n + by - 1) / by; }
+
+}  // namespace
+
+std::size_t region_bytes(std::size_t buffer_bytes, const RankProgram& rank_program) {
+  const auto n = static_cast<std::size_t>(std::max(rank_program.regions, 1));
+  if (n == 1 && buffer_bytes >= kLine) return buffer_bytes / kLine * kLine;
+  require(buffer_bytes / n >= kLine, "slots of ", buffer_bytes, " bytes are too small for ", n,
+          " chunks; a group of this many ranks needs slots of at least ", n * kLine, " bytes");
+  return buffer_bytes / n / kLine * kLine;
+}
+
+void ChunkLoop::use(const RankProgram& rank_program, bool irregular) {
+  script_ = &rank_program;
+  pieces_ = 1;
+  piece_ = std::numeric_limits<std::size_t>::max();
+  if (rank_program.regions == 0) return;
+  stride_ = region_bytes(transport_.buffer_bytes(), rank_program);
+  piece_ = stride_ / buffers_.item();
+  const std::size_t largest = buffers_.largest(), per_line = kLine / buffers_.item();
+  if (largest <= piece_) return;
+  const std::size_t pieces = quotient_up(largest, piece_);
+  pieces_ = static_cast<uint32_t>(pieces);
+  if (!irregular) piece_ = quotient_up(quotient_up(largest, pieces), per_line) * per_line;
+}
+
+int ChunkLoop::enter(uint64_t run, bool fill) {
+  run_ = run;
+  entered_ = true;
+  if (!fill) return 1;  // the first task of every run is its entry
+  while (filled_ < script_->prologue) perform(script_->moves[filled_++]);
+  return script_->led();
+}
+
+void ChunkLoop::run(uint64_t first, uint32_t pieces) {
+  // The end of a call's last run need not be signalled unless a peer waits for the last move: the
+  // next call waits for the fingerprint that follows.
+  const bool awaited = script_->moves.empty() || script_->moves.back().announced;
+  for (uint32_t k = 0; k < pieces; ++k) {
+    run_ = first + k;
+    from_ = k * piece_;
+    if (!std::exchange(entered_, false)) {
+      if (script_->regions > 0) transport_.wait_for_previous(run_);
+      // The first run always signals its entry, which also marks all earlier calls as finished.
+      if (k == 0 || script_->entered) transport_.signal(at_run(run_) + 1);
+    }
+    run_piece(std::exchange(filled_, 0));
+    const bool signals = k + 1 < pieces || awaited;
+    if (signals) transport_.signal(at_run(run_ + 1));
+    if (k + 1 == pieces) transport_.end(at_run(run_ + 1), signals);
+  }
+}
+
+void ChunkLoop::run_piece(std::size_t skip) {
+  for (std::size_t i = skip; i < script_->moves.size(); ++i) {
+    const Instruction& move = script_->moves[i];
+    wait(move.waits);
+    perform(move);
+    const bool last = i + 1 == script_->moves.size() && script_->exit.empty();
+    if (i + 1 == script_->prologue || (i >= script_->prologue && move.announced && !last))
+      transport_.signal(at_run(run_) + move.count);
+  }
+  wait(script_->exit);
+}
+
+void ChunkLoop::wait(const std::vector<Wait>& waits) {
+  for (const Wait w : waits) transport_.wait(w.rank, at_run(run_) + w.count);
+}
+
+void ChunkLoop::perform(const Instruction& move) {
+  const std::size_t size = buffers_.size(move);
+  if (size <= from_) return;
+  const std::size_t n = std::min(piece_, size - from_);
+  Rows& rows = transport_.rows();
+  rows.clear(move);
+  for (std::size_t begin = 0; begin < n;) {
+    std::size_t count = n - begin;
+    void** const at = rows.open();
+    for (std::size_t i = 0; i < move.operands.size(); ++i) {
+      const Operand& o = move.operands[i];
+      const bool is_own = o.where != Where::staging && o.rank == transport_.rank();
+      at[i] = is_own ? own(o, begin, count) : others(o, begin);
+    }
+    rows.close(begin += count);
+  }
+  transport_.launch(rows);
+}
+
+// Returns the address of an element of this rank, and limits `n` to where the next tensor begins.
+std::byte* ChunkLoop::own(const Operand& o, std::size_t at, std::size_t& n) const {
+  const SegmentList& memory = buffers_.memory(o.where);
+  const std::size_t element = buffers_.begin(o) + from_ + at;
+  if (memory.whole()) return memory.base() + element * buffers_.item();
+  const SegmentList::SegmentPosition piece = memory.find(element);
+  n = std::min(n, piece.count);
+  return piece.at;
+}
+
+std::byte* ChunkLoop::others(const Operand& o, std::size_t at) const {
+  if (o.where == Where::staging)
+    return transport_.buffer(o.rank, run_) + o.index * stride_ + at * buffers_.item();
+  return transport_.tensor(o.rank, o.where) + (buffers_.begin(o) + from_ + at) * buffers_.item();
+}
+
+}  // namespace pycollect::shm

@@ -1,0 +1,51 @@
+// Runs a rank program once for each piece of the data. A piece is one round through the staging
+// buffers: as much of every chunk as a region of a buffer holds. The loop produces rows; the
+// transport owns the buffers, moves the rows and synchronizes the ranks.
+#pragma once
+#include "call_buffers.h"
+#include "transport.h"
+
+namespace pycollect::shm {
+
+// Returns the bytes of a buffer for each of the script's regions; the same on all ranks. Throws
+// std::invalid_argument if buffers are too small for the script.
+std::size_t region_bytes(std::size_t buffer_bytes, const RankProgram& rank_program);
+
+// All ranks must cut the data into the same pieces, so the cuts follow from the script's regions
+// and the buffer size, never from a size that only one rank can compute.
+class ChunkLoop {
+ public:
+  ChunkLoop(Transport& transport, const CallBuffers& buffers)
+      : transport_(transport), buffers_(buffers) {}
+
+  // Selects the script, for which the sides must already be cut. If irregular, ranks do not know
+  // each other's sizes, and a piece fills a region; otherwise all pieces have about the same size.
+  void use(const RankProgram& rank_program, bool irregular);
+  uint32_t pieces() const { return pieces_; }  // this rank's number; peers may need more
+
+  // Enters the first run before the ranks have agreed on it. `fill`: also performs the moves that
+  // only fill this rank's buffer. Returns the number of finished tasks, for the transport to
+  // signal.
+  int enter(uint64_t run, bool fill);
+  void run(uint64_t first, uint32_t pieces);
+
+ private:
+  void run_piece(std::size_t skip);
+  void perform(const Instruction& move);
+  void wait(const std::vector<Wait>& waits);
+  std::byte* own(const Operand& o, std::size_t at, std::size_t& n) const;
+  std::byte* others(const Operand& o, std::size_t at) const;
+
+  Transport& transport_;
+  const CallBuffers& buffers_;
+  const RankProgram* script_ = nullptr;
+  uint64_t run_ = 0;
+  std::size_t stride_ = 0;  // bytes of a region
+  std::size_t piece_ = 0;   // most elements of a chunk in one piece
+  std::size_t from_ = 0;    // element of each chunk at which the current piece begins
+  uint32_t pieces_ = 1;
+  bool entered_ = false;
+  std::size_t filled_ = 0;  // number of moves of the first run that `enter` has performed
+};
+
+}  // namespace pycollect::shm

@@ -1,0 +1,154 @@
+// See executor.h. All ranks agree on a call before any output is written. No code on the path of a
+// small call allocates memory.
+#include "executor.h"
+
+#include "../plan/error.h"
+#include "agreement.h"
+#include "chunk_loop.h"
+#include "program_choice.h"
+
+namespace pycollect::shm {
+namespace {
+
+// Checks and prepares a request. Every reason to refuse it is found before the call is published.
+struct Prepared {
+  CallBuffers buffers;
+  const std::size_t bytes;        // size of all blocks; 0 if a rank cannot compute it
+  const RankProgram& in_buffers;  // program whose ranks access only each other's staging buffers
+  const RankProgram* const in_tensors;  // zero-copy program; null: not worth it, or not possible
+
+  Prepared(const Transport& transport, const Request& request)
+      : buffers(request, transport.rank(), transport.world()),
+        bytes(buffers.elements() * buffers.item()),
+        in_buffers(rank_program(transport, request, false)),
+        in_tensors(transport.may_use_tensors(request.collective, bytes)
+                       ? &rank_program(transport, request, true)
+                       : nullptr) {
+    require_type(reduces(request.dtype, request.op), name(request.op), " is not defined for ",
+                 name(request.dtype));
+    check_sizes_known(request, in_buffers);
+  }
+
+  // Returns the registered offsets of the exposed buffers if each is contiguous and registered.
+  std::optional<RegisteredOffsets> find_places(const Transport& transport) const {
+    if (in_tensors == nullptr) return {};
+    RegisteredOffsets registered;
+    const auto find = [&](Where where, bool lent, uint64_t& at) {
+      if (!lent) return true;
+      const SegmentList& m = buffers.memory(where);
+      if (!m.whole() || m.base() == nullptr) return false;
+      const std::optional<uint64_t> found =
+          transport.registered_offset(m.base(), buffers.bytes(where));
+      at = found.value_or(0);
+      return found.has_value();
+    };
+    if (!find(Where::input, in_tensors->exposes_input, registered.input) ||
+        !find(Where::output, in_tensors->exposes_output, registered.output))
+      return {};
+    return registered;
+  }
+
+ private:
+  const RankProgram& rank_program(const Transport& transport, const Request& request,
+                                  bool tensors) const {
+    const RankProgram& found = program_for(transport.rank(), transport.world(), request,
+                                           {bytes, transport.topology(tensors)});
+    region_bytes(transport.buffer_bytes(), found);
+    return found;
+  }
+};
+
+void refuse_at(Group& group, Collective collective, const OpContext& context,
+               std::string_view why) {
+  const uint64_t run = run_number(group);
+  begin(group, run, context);
+  publish_refusal(group, {collective, context.call, {.flags = Fingerprint::refused}}, why);
+  group.advance(at_run(run + 1));
+}
+
+Prepared prepare(Transport& transport, const Request& request, const OpContext& context) {
+  try {
+    transport.begin(request, context);
+    return Prepared(transport, request);
+  } catch (const std::invalid_argument& error) {
+    refuse_at(transport.group(), request.collective, context,
+              text(name(request.collective), ": ", error.what()));
+    throw;
+  }
+}
+
+}  // namespace
+
+void check(const Transport& transport, const Request& request) {
+  if (request.tensors != 0) Prepared(transport, request);
+}
+
+// One combined fingerprint shows whether all requests match. A request has its own exchange only if
+// they do not, or if its counts, which a fingerprint cannot hold, must be compared.
+void agree_on_all(Group& group, const std::vector<const Request*>& requests, uint64_t& calls,
+                  Deadline deadline) {
+  const Request& first = *requests.front();
+  const auto parts = static_cast<uint32_t>(requests.size());
+  const auto context = [&](const Request& r) {
+    return OpContext{name(r.collective), calls++, deadline};
+  };
+  const auto exchange_part = [&](uint32_t i) {
+    const OpContext own = context(*requests[i]);
+    CallFingerprint mine = fingerprint_of(*requests[i], own.call);
+    mine.part = i;
+    mine.parts = parts;
+    publish_and_agree(group, mine, *requests[i], own);
+  };
+  const OpContext together = context(first);
+  CallFingerprint all{first.collective,
+                      together.call,
+                      {.fingerprint_hash = fingerprint_hash(requests, together.call)}};
+  all.parts = parts;
+  try {
+    publish_and_agree(group, all, first, together);
+  } catch (const std::invalid_argument&) {
+    if (!all_publish_as_many(group, all)) throw;
+    for (uint32_t i = 0; i < parts; ++i) exchange_part(i);  // one of these throws
+    throw;
+  }
+  for (uint32_t i = 0; i < parts; ++i)
+    if (requests[i]->irregular) exchange_part(i);
+}
+
+void run(Transport& transport, const Request& request, uint64_t call, Deadline deadline) {
+  const OpContext context{name(request.collective), call, deadline};
+  Group& group = transport.group();
+  group.require_healthy(context);
+  if (request.tensors == 0) {
+    publish_and_agree(group, fingerprint_of(request, call), request, context);
+    return;
+  }
+  Prepared p = prepare(transport, request, context);
+  const uint64_t first = transport.next_run();
+  p.buffers.cut(p.in_buffers.chunks);
+  ChunkLoop loop(transport, p.buffers);
+  loop.use(p.in_buffers, request.irregular);
+  CallFingerprint mine = fingerprint_of(request, call);
+  mine.post.pieces = loop.pieces();
+  mine.offer(p.find_places(transport));
+  const Agreement agreed = transport.agree(mine, loop);
+  abort_on_error(group, context, [&] {
+    uint32_t pieces = agreed.pieces;
+    if (agreed.zero_copy) {
+      transport.reach_tensors(*p.in_tensors, p.bytes);
+      p.buffers.cut(p.in_tensors->chunks);
+      loop.use(*p.in_tensors, false);
+      pieces = loop.pieces();
+    }
+    loop.run(first, pieces);
+  });
+}
+
+void refuse(Group& group, Collective collective, uint64_t call, Deadline deadline,
+            std::string_view why) {
+  const OpContext context{name(collective), call, deadline};
+  group.require_healthy(context);
+  refuse_at(group, collective, context, why);
+}
+
+}  // namespace pycollect::shm

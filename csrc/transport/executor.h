@@ -1,0 +1,74 @@
+// Executes one rank's part of a collective between processes. Data that the plan moves between
+// ranks passes through the transport's staging buffers, piece by piece, in two buffers alternately.
+// Tensors that all ranks can access are read and written in place. This layer does not use torch.
+#pragma once
+#include <string_view>
+#include <vector>
+
+#include "../plan/error.h"
+#include "../plan/offsets.h"
+#include "../plan/registry.h"
+#include "../shm/group.h"
+
+namespace pycollect::shm {
+
+class Transport;
+
+struct BufferSegment {
+  std::byte* base;
+  std::size_t count;  // elements
+};
+
+// Input or output buffer of this rank: the elements of the spans, one span after the other, cut
+// into blocks for the plan's chunks. A buffer that holds the blocks of all ranks (all_gather's
+// output) has one per rank; any other (all_gather's input, both of all_reduce) has one block.
+struct CallBuffer {
+  std::vector<BufferSegment> spans = {};
+  Sizes blocks = {};
+  // Fingerprint of where tensors end within the blocks; 0 if each block is one tensor or empty.
+  uint64_t cuts = 0;
+};
+
+struct Request {
+  Collective collective;
+  DType dtype = DType::u8;
+  ReduceOp op = ReduceOp::sum;
+  Rank root = 0;
+  std::string_view algorithm = {};  // empty: the selector chooses
+  FoldOptions options = {};
+  // True if the output is the input; `output` is then empty. Must be the same on all ranks. Not
+  // needed where a rank's own block lies within the other buffer.
+  bool in_place = false;
+  CallBuffer input = {},
+             output = {};  // a buffer that the collective does not use on this rank is empty
+  // True if only the two ends of a transfer know its block size (all_to_all with split sizes,
+  // gather and scatter of unequal parts). Must be the same on all ranks.
+  bool irregular = false;
+  // Number of tensors of the caller; must agree. 0: no data moves, the ranks only agree on the
+  // call.
+  uint64_t tensors = 1;
+  bool on_gpus = false;  // true for the GPU transport; must agree
+};
+
+// Runs the request in the calling thread together with the other ranks: to its end, or until all of
+// it is enqueued if the transport's signals are stream-ordered. One call at a time per group, in
+// the same order on all ranks; `call` numbers all calls consecutively, refused calls included.
+// Throws std::invalid_argument on all ranks alike, before data has moved except into buffers, when
+// the ranks' requests do not match; PeerLost and Timeout as Group::await does.
+void run(Transport& transport, const Request& request, uint64_t call, Deadline deadline);
+
+// Throws std::invalid_argument if `run` would refuse the request before publishing it.
+void check(const Transport& transport, const Request& request);
+
+// Checks that several requests of one operation match on all ranks, so that either all of them run
+// or none. Takes the same number of call numbers from `calls` on all ranks. Throws as `run` does,
+// for the first request that differs.
+void agree_on_all(Group& group, const std::vector<const Request*>& requests, uint64_t& calls,
+                  Deadline deadline);
+
+// Publishes a refusal instead of running a call. All peers throw `why`, which begins with the name
+// of the refused operation. Waits only for peers that have not begun the previous call.
+void refuse(Group& group, Collective collective, uint64_t call, Deadline deadline,
+            std::string_view why);
+
+}  // namespace pycollect::shm

@@ -1,0 +1,24 @@
+// Selects (and caches) the rank program for a request, and checks that the two are compatible.
+#pragma once
+#include "../plan/select.h"
+#include "executor.h"
+#include "rank_program.h"
+
+namespace pycollect::shm {
+
+struct SelectionKey {
+  std::size_t bytes;  // of one rank's largest buffer; 0 where a rank cannot know it
+  Topology topology;
+};
+
+// Returns the rank program of the algorithm that the request names, or else of the selector's. Each
+// thread caches its last choice, which saves looking it up: a fourth of a small call's time.
+const RankProgram& program_for(Rank rank, int world, const Request& request,
+                               const SelectionKey& scene);
+
+// Throws std::invalid_argument if the request is irregular and the program needs equal blocks.
+void check_sizes_known(const Request& request, const RankProgram& rank_program);
+
+FoldOptions fold_options(const Request& request, int world);
+
+}  // namespace pycollect::shm

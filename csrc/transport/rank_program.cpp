@@ -1,0 +1,178 @@
+// See rank_program.h. Each chunk of scratch and of host memory that some task touches gets a region
+// of a staging buffer, in the same order on all ranks, so that ranks need not exchange offsets.
+#include "rank_program.h"
+
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+#include <utility>
+
+#include "../plan/error.h"
+#include "../plan/order.h"
+#include "../plan/passes.h"
+#include "../shm/layout.h"
+
+namespace pycollect::shm {
+namespace {
+
+bool in_slot(const Slice& s) { return s.buffer == Buffer::scratch || s.buffer == Buffer::host; }
+
+class Writing {
+ public:
+  Writing(const Plan& plan, bool in_place, Rank me)
+      : plan_(plan),
+        in_place_(in_place),
+        me_(me),
+        program_(lower(plan, in_place, LevelPolicy::any, kInOutBuffers)),
+        finishes_(finishes(plan, in_place)),
+        region_(cells(plan), kNone),
+        waited_(program_[me].size() + 1) {
+    script_.chunks = plan.chunks;
+    give_regions();
+    find_chunks();
+    for (const auto& tasks : program_)
+      for (const Task& task : tasks)
+        for (const Wait w : task.waits)
+          if (w.rank == me) waited_[w.count] = true;
+  }
+
+  RankProgram run() {
+    const auto& tasks = program_[me_];
+    require(tasks.size() < std::size_t{1} << kTaskBits, "a rank has ", tasks.size(),
+            " tasks; at most ", (1 << kTaskBits) - 1, " are supported");
+    for (std::size_t i = 1; i + 1 < tasks.size(); ++i) add(tasks[i], static_cast<int>(i) + 1);
+    script_.exit = tasks.back().waits;
+    script_.entered = waited_[1];
+    while (script_.prologue < script_.moves.size() && leads(script_.moves[script_.prologue]))
+      ++script_.prologue;
+    return std::move(script_);
+  }
+
+ private:
+  static constexpr int kNone = -1;
+
+  void give_regions() {
+    std::vector<int> used(plan_.world);
+    for (const Step& step : plan_.steps) {
+      const bool mine = step.owner() == me_;
+      for (const Slices* side : {&step.dsts, &step.srcs})
+        for (const Slice& s : *side) {
+          if (in_slot(s)) {
+            int& region = region_[cell(s)];
+            if (region == kNone) region = used[s.rank]++;
+          } else if (s.rank == me_ && !mine) {
+            (s.buffer == Buffer::input ? script_.exposes_input : script_.exposes_output) = true;
+          }
+        }
+    }
+    script_.regions = *std::max_element(used.begin(), used.end());
+  }
+
+  // Finds the chunk that gives each step's size. A value in host memory may lie under another
+  // chunk's index, so its size is that of the chunk it was copied or folded from.
+  void find_chunks() {
+    std::vector<int> held(cells(plan_), 0);  // [cell] of host memory: the chunk of its value
+    for (const Step& step : plan_.steps) {
+      int chunk = kNone;
+      for (const Slices* side : {&step.srcs, &step.dsts})
+        for (const Slice& s : *side)
+          if (s.buffer != Buffer::host) chunk = s.first;
+      if (chunk == kNone) chunk = held[cell(step.srcs[0])];
+      for (const Slice& d : step.dsts)
+        if (d.buffer == Buffer::host) held[cell(d)] = chunk;
+      chunk_.push_back(chunk);
+    }
+  }
+
+  int cell(const Slice& s) const {
+    int at = 0;
+    each_cell(plan_, in_place_, s, [&](int c) { at = c; });
+    return at;
+  }
+
+  void add(const Task& task, int count) {
+    const Step& step = plan_.steps[task.step];
+    Instruction move{.dsts = static_cast<int>(step.dsts.size()),
+                     .chunk = chunk_[task.step],
+                     .finishes = finishes_[task.step],
+                     .announced = waited_[count],
+                     .count = count,
+                     .waits = task.waits};
+    Slices slices = step.dsts;
+    const auto slotted = std::stable_partition(slices.begin(), slices.end(), std::not_fn(in_slot));
+    move.in_staging = static_cast<int>(slices.end() - slotted);
+    slices.insert(slices.end(), step.srcs.begin(), step.srcs.end());
+    for (const Slice& s : slices) {
+      move.operands.push_back(operand(s));
+      if (in_slot(s) || s.rank != me_) continue;
+      move.chunk = s.first;
+      move.like = move.operands.back().where;
+    }
+    require(move.operands.size() <= kMostOperands, "a step has ", move.operands.size(),
+            " slices; at most ", kMostOperands, " are supported between processes");
+    script_.sizes_known &= move.like != Where::staging;
+    script_.moves.push_back(std::move(move));
+  }
+
+  Operand operand(const Slice& s) const {
+    if (in_slot(s)) return {Where::staging, s.rank, region_[cell(s)]};
+    return {s.buffer == Buffer::input ? Where::input : Where::output, s.rank, s.first};
+  }
+
+  bool leads(const Instruction& move) const {
+    auto own = [&](const Operand& o) { return o.rank == me_; };
+    auto in_own_slot = [&](const Operand& o) { return own(o) && o.where == Where::staging; };
+    const auto first = move.operands.begin();
+    return move.waits.empty() && std::all_of(first, first + move.dsts, in_own_slot) &&
+           std::all_of(first, move.operands.end(), own);
+  }
+
+  const Plan& plan_;
+  bool in_place_;
+  Rank me_;
+  Program program_;
+  std::vector<bool> finishes_;
+  std::vector<int> region_;   // [cell]
+  std::vector<int> chunk_;    // [step]: the chunk that gives its size
+  std::vector<bool> waited_;  // [count]: a rank waits for this many tasks of this rank
+  RankProgram script_;
+};
+
+struct RankProgramHash {
+  std::size_t operator()(const RankProgramKey& k) const {
+    std::size_t h = std::hash<const void*>()(k.algorithm);
+    for (int part : {k.world, k.pieces, k.root, k.rank, 4 * k.multicast + 2 * k.in_place + k.open})
+      h = h * 1000003 + static_cast<std::size_t>(part);  // any large odd number spreads them
+    return h;
+  }
+};
+
+// The cache of rank programs. Never destroyed: threads that outlive main may still use it.
+struct RankProgramCache {
+  std::shared_mutex mutex;
+  std::unordered_map<RankProgramKey, std::unique_ptr<const RankProgram>, RankProgramHash> kept;
+};
+RankProgramCache& cache() {
+  static RankProgramCache& it = *new RankProgramCache;
+  return it;
+}
+
+}  // namespace
+
+const RankProgram& rank_program(const RankProgramKey& key) {
+  {
+    const std::shared_lock lock(cache().mutex);
+    const auto found = cache().kept.find(key);
+    if (found != cache().kept.end()) return *found->second;
+  }
+  const Plan plan = (*key.algorithm)({key.world, key.root, key.pieces});
+  const Plan staged = for_processes(plan, key.in_place, key.open, key.open, key.multicast);
+  auto made = std::make_unique<const RankProgram>(Writing(staged, key.in_place, key.rank).run());
+  const std::unique_lock lock(cache().mutex);
+  return *cache().kept.emplace(key, std::move(made)).first->second;
+}
+
+}  // namespace pycollect::shm

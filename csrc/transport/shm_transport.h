@@ -1,0 +1,48 @@
+// Host transport: staging buffers and symmetric heaps are in the group's shared memory, the rank's
+// own threads copy and reduce, and signals are the ranks' counters in that memory.
+#pragma once
+#include "../cpu/executor.h"
+#include "../cpu/step_runner.h"
+#include "transport.h"
+
+namespace pycollect::shm {
+
+class ShmTransport final : public Transport {
+ public:
+  ShmTransport(Group& group, cpu::ParallelFor parallel_for)
+      : Transport(group), parallel_for_(std::move(parallel_for)) {}
+
+  Topology topology(bool in_tensors) const override {
+    return in_tensors ? Topology::shm_symmetric : Topology::shm_buffers;
+  }
+  bool may_use_tensors(Collective collective, std::size_t bytes) const override;
+  std::optional<uint64_t> registered_offset(const std::byte* at, std::size_t bytes) const override;
+  std::size_t buffer_bytes() const override { return group().layout().sizes.buffer_bytes; }
+  uint64_t next_run() const override { return run_number(group()); }
+
+  void begin(const Request& request, const OpContext& context) override;
+  Agreement agree(const CallFingerprint& mine, ChunkLoop& loop) override;
+  void reach_tensors(const RankProgram& rank_program, std::size_t bytes) override;
+
+  std::byte* buffer(Rank r, uint64_t run) const override { return group().staging_buffer(r, run); }
+  std::byte* tensor(Rank r, Where where) const override;
+  void wait_for_previous(uint64_t run) override { shm::wait_for_previous(group(), run, *context_); }
+  void wait(Rank r, uint64_t value) override { group().await(r, value, *context_); }
+  void signal(uint64_t value) override { group().advance(value); }
+  void end(uint64_t value, bool signalled) override;
+  void launch(const Rows& rows) override;
+
+ private:
+  void run(const Rows& rows, std::size_t begin, std::size_t end) const;
+  void run(const Instruction& move, void** at, std::size_t count) const;
+  void share_out(const Rows& rows) const;
+
+  const cpu::ParallelFor parallel_for_;
+  // The members below belong to the current call.
+  const Request* request_ = nullptr;
+  const OpContext* context_ = nullptr;
+  std::optional<cpu::RowRunner> row_;
+  bool non_temporal_ = false;
+};
+
+}  // namespace pycollect::shm

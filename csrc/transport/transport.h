@@ -1,0 +1,109 @@
+// Transport interface of collectives between processes: a staging buffer of each rank that all
+// ranks can access, the peers' tensors if they lie in such memory, signals that publish a rank's
+// progress, and launches that move elements. There are two implementations: the host's shared
+// memory (shm_transport.h) and the memory of the ranks' GPUs (cuda_ipc/transport.h).
+#pragma once
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "../plan/select.h"
+#include "agreement.h"
+#include "rank_program.h"
+
+namespace pycollect::shm {
+
+class ChunkLoop;
+
+// One instruction of a piece, split into rows where any operand continues in another tensor.
+class Rows {
+ public:
+  struct RowView {
+    void* const* at;           // [operand]: addresses, in the instruction's order
+    std::size_t begin, count;  // elements, numbered through all rows
+  };
+
+  void clear(const Instruction& move) {
+    move_ = &move;
+    at_.clear();
+    ends_.clear();
+  }
+  // Adds a row and returns its operand addresses, to be filled in before `close` sets its end.
+  void** open() {
+    at_.resize(at_.size() + move_->operands.size());
+    return at_.data() + at_.size() - move_->operands.size();
+  }
+  void close(std::size_t end) { ends_.push_back(end); }
+
+  const Instruction& move() const { return *move_; }
+  std::size_t size() const { return ends_.size(); }
+  std::size_t count() const { return ends_.back(); }  // elements
+  RowView operator[](std::size_t i) const {
+    const std::size_t begin = i == 0 ? 0 : ends_[i - 1];
+    return {at_.data() + i * move_->operands.size(), begin, ends_[i] - begin};
+  }
+  std::size_t find(std::size_t element) const {  // the row that contains the element
+    return std::upper_bound(ends_.begin(), ends_.end(), element) - ends_.begin();
+  }
+
+ private:
+  const Instruction* move_ = nullptr;
+  std::vector<void*> at_;
+  std::vector<std::size_t> ends_;
+};
+
+// The transport of one rank, used by one call at a time. `wait`, `wait_for_previous` and `launch`
+// throw as Group::await does.
+class Transport {
+ public:
+  explicit Transport(Group& group) : group_(group) {}
+  virtual ~Transport() = default;
+  Transport(const Transport&) = delete;
+  Transport& operator=(const Transport&) = delete;
+
+  Group& group() const { return group_; }
+  Rank rank() const { return group_.rank(); }
+  int world() const { return group_.world(); }
+
+  // Topology for the selection of an algorithm: through staging buffers, or directly in tensors.
+  virtual Topology topology(bool in_tensors) const = 0;
+  // Returns true if checking whether all ranks can access the tensors in place is worthwhile.
+  // `bytes`: size of all blocks.
+  virtual bool may_use_tensors(Collective collective, std::size_t bytes) const = 0;
+  // Registered offset by which peers address these bytes of this rank; none: they cannot.
+  virtual std::optional<uint64_t> registered_offset(const std::byte* at,
+                                                    std::size_t bytes) const = 0;
+
+  virtual std::size_t buffer_bytes() const = 0;
+  virtual uint64_t next_run() const = 0;
+
+  // Begins a call; both arguments must live until it has ended. Throws TypeMismatch for a reduction
+  // that the dtype does not support.
+  virtual void begin(const Request& request, const OpContext& context) = 0;
+  // Checks that all ranks issued the same call, and may have the loop fill the own staging buffer
+  // before. Throws std::invalid_argument on all ranks alike if the calls differ.
+  virtual Agreement agree(const CallFingerprint& mine, ChunkLoop& loop) = 0;
+  // Prepares the exposed tensors of all ranks for a rank program that accesses them in place.
+  virtual void reach_tensors(const RankProgram& rank_program, std::size_t bytes) = 0;
+
+  // Staging buffer of a rank for a run: two alternate, so that a rank can fill one while peers
+  // still read the other.
+  virtual std::byte* buffer(Rank rank, uint64_t run) const = 0;
+  // The exposed input or output of a rank.
+  virtual std::byte* tensor(Rank rank, Where where) const = 0;
+  // Waits until the staging buffers of the run before the last may be overwritten.
+  virtual void wait_for_previous(uint64_t run) = 0;
+  virtual void wait(Rank rank, uint64_t value) = 0;
+  virtual void signal(uint64_t value) = 0;
+  // Ends the call's last run. `signalled`: `value` has been signalled, because a rank waits for it.
+  virtual void end(uint64_t value, bool signalled) = 0;
+  virtual void launch(const Rows& rows) = 0;
+
+  Rows& rows() { return rows_; }  // rows of the instruction being built; reuses memory
+
+ private:
+  Group& group_;
+  Rows rows_;
+};
+
+}  // namespace pycollect::shm
