@@ -1,4 +1,4 @@
-"""Fails when a file has more than 300 lines, or a Python function more than 40 of code.
+"""Fails when a file has more than 450 lines, or a Python function more than 40 of code.
 
 Docstrings do not count for functions. C++ functions are left to the reader: no parser here.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOMS = ("build_backend", "csrc", "pycollect", "tests", "bench", "examples", "tools")
 SUFFIXES = {".py", ".pyi", ".h", ".cpp", ".cu", ".cuh"}
-FILE_LINES = 300
+FILE_LINES = 450  # 300 are a smell, but a class stays in one file
 FUNCTION_LINES = 40
 
 

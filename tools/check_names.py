@@ -1,0 +1,62 @@
+"""Fails when a type name has two definitions in the library: one name, one meaning.
+
+Looks at classes, structs, enumerations and aliases of `csrc`, and at classes of `pycollect`, each
+language by itself. Declarations, template specialisations and parameters are not definitions.
+"""
+
+import ast
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+COMMENT_OR_STRING = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
+TYPE = re.compile(
+    r"""(?<![<,]\s) (?<!friend\s)
+        \b(?:class|struct|enum|union)\s+ (?:class\s+|struct\s+)? (?:alignas\([^)]*\)\s+)?
+        (?P<name>[A-Za-z_]\w*) (?:\s+final)? \s* (?::(?!:)[^;{]*)? \{
+      | ^using\s+ (?P<alias>[A-Za-z_]\w*) \s* =""",
+    re.VERBOSE | re.MULTILINE,
+)
+
+
+# What the fold of every instruction set has in its own version; the table of folds picks one.
+PER_INSTRUCTION_SET = {"NonTemporal", "Tail"}
+
+
+def cxx_types(text: str) -> list[str]:
+    code = COMMENT_OR_STRING.sub(" ", text)
+    names = [match["name"] or match["alias"] for match in TYPE.finditer(code)]
+    return [name for name in names if name not in PER_INSTRUCTION_SET]
+
+
+def python_types(text: str) -> list[str]:
+    return [node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+
+
+def defined_twice(root: Path) -> list[str]:
+    complaints = []
+    for folder, endings, types in (
+        ("csrc", {".h", ".cpp", ".cu", ".cuh"}, cxx_types),
+        ("pycollect", {".py"}, python_types),
+    ):
+        where = defaultdict(list)
+        for path in sorted((root / folder).rglob("*")):
+            if path.suffix in endings:
+                for name in types(path.read_text(encoding="utf-8")):
+                    where[name].append(str(path.relative_to(root)))
+        complaints += [
+            f"{name}: {', '.join(files)}" for name, files in sorted(where.items()) if len(files) > 1
+        ]
+    return complaints
+
+
+def main() -> int:
+    complaints = defined_twice(Path(__file__).resolve().parent.parent)
+    for complaint in complaints:
+        print(f"defined more than once: {complaint}")
+    return bool(complaints)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
