@@ -1,7 +1,7 @@
-"""README is true: its Python blocks run and have types, and its commands are understood.
+"""README and docs are correct: Python blocks run and type-check, commands parse, links are good.
 
-The blocks of a section are one program, in their order, as a reader would have them; what makes a
-group of processes is started by torchrun, as the text there says. Installing is left to .ci/run.
+The blocks of a section form one program, in order, as for a reader. Programs for process groups are
+started by torchrun, as README says. .ci/run tests the installation.
 """
 
 from __future__ import annotations
@@ -28,17 +28,21 @@ from pycollect.train.__main__ import main as train
 
 ROOT = Path(__file__).resolve().parent.parent
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
-# What stands in prose between `...` and is to be typed into a shell.
+# Shell commands in prose, between backquotes.
 COMMAND = re.compile(r"(python|pycollect|torchrun|pytest|pip|export) .+|bench/\w+\.(py|sh)\b.*")
 
 
 def sections() -> dict[str, list[tuple[str, str]]]:
-    """Give the blocks of each section, as language and text."""
-    parts = re.split(r"^##+ (.*)$", (ROOT / "README.md").read_text(), flags=re.M)
-    titled = zip(["pycollect", *parts[1::2]], parts[0::2], strict=True)
-    return {title: BLOCK.findall(text) for title, text in titled}
+    """Return the blocks of each section, as language and text."""
+    found = {}
+    for path in DOCUMENTS:
+        parts = re.split(r"^##+ (.*)$", path.read_text(), flags=re.M)
+        for title, text in zip(["", *parts[1::2]], parts[0::2], strict=True):
+            found[f"{path.name} {title}".strip()] = BLOCK.findall(text)
+    return found
 
 
 BLOCKS = [block for blocks in sections().values() for block in blocks]
@@ -50,12 +54,13 @@ PROGRAMS = {
 
 
 def commands() -> Iterator[str]:
-    """Give every command of README: of blocks, and of what stands in prose."""
+    """Yield every command of the documents, from blocks and from prose."""
     for language, text in BLOCKS:
         for line in text.splitlines() if language == "sh" else ():
             yield from (part.strip() for part in line.split("#")[0].split("&&"))
-    prose = BLOCK.sub("", (ROOT / "README.md").read_text())
-    yield from (span for span in re.findall(r"`([^`\n]+)`", prose) if COMMAND.fullmatch(span))
+    for path in DOCUMENTS:
+        prose = BLOCK.sub("", path.read_text())
+        yield from (span for span in re.findall(r"`([^`\n]+)`", prose) if COMMAND.fullmatch(span))
 
 
 COMMANDS = list(dict.fromkeys(commands()))
@@ -63,12 +68,22 @@ TRAININGS = [c for c in COMMANDS if re.match(r"(python|torchrun) .*pycollect\.tr
 
 
 def test_every_block_is_of_a_kind_that_is_tried() -> None:
-    assert {language for language, _ in BLOCKS} == {"python", "sh", ""}
+    assert {language for language, _ in BLOCKS} == {"python", "sh", "text", ""}
     assert len(PROGRAMS) >= 4
     assert sum(language == "python" for language, _ in BLOCKS) >= 6
     assert len(COMMANDS) >= 20
     (printed,) = [text for language, text in BLOCKS if not language]
     assert "test acc: " in printed, "a block without a language that is no output of a training"
+
+
+def test_readme_is_a_page() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", BLOCK.sub("", path.read_text())):
+        assert target.startswith("http") or (path.parent / target).exists(), target
 
 
 def without_comments(program: str) -> str:
@@ -100,7 +115,7 @@ def test_python_blocks_and_all_calls_have_types(tmp_path: Path) -> None:
     for number, program in enumerate(PROGRAMS.values()):
         scripts.append(tmp_path / f"section_{number}.py")
         scripts[-1].write_text(program)
-    # From the checkout, which an editable installation does not tell mypy of.
+    # mypy needs the checkout as its folder: it does not see an editable installation.
     ran = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", *scripts],
         cwd=ROOT,
@@ -113,11 +128,11 @@ def test_python_blocks_and_all_calls_have_types(tmp_path: Path) -> None:
 
 
 class Parsed(BaseException):
-    """The command line was understood; nothing has been run."""
+    """Raised when the command line has been parsed, before anything runs."""
 
 
 def understands(monkeypatch: pytest.MonkeyPatch, program: str, arguments: list[str]) -> None:
-    """Start a module or a script of ours, as far as its command line."""
+    """Run a module or script of this repository until its command line is parsed."""
     parse = argparse.ArgumentParser.parse_args
 
     def stop(self: argparse.ArgumentParser, *given: object) -> None:
@@ -178,9 +193,9 @@ def test_commands_are_understood(
 def test_the_trainers_commands_run_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For an epoch, or one more where a run goes on; a ResNet's takes minutes.
+    """One epoch each, or one more where a run is continued; a ResNet's would take minutes.
 
-    Only those with processes of their own are programs here; test_train_cli.py has one without.
+    Only commands with several processes are started as programs here, unlike test_train_cli.py.
     """
     assert len(TRAININGS) >= 8
     monkeypatch.chdir(tmp_path)
