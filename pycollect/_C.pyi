@@ -112,42 +112,80 @@ class Work:
         """Return the exception of a collective that failed, else None."""
 
 def all_reduce(
-    tensors: Any, op: Any, algorithm: str | None, async_op: bool, streams: Any
+    tensors: Any, op: Any, algorithm: str | None, async_op: bool, streams: Any, peer_access: bool
 ) -> Work | None: ...
 def all_reduce_coalesced(
-    tensor_lists: Any, op: Any, algorithm: str | None, async_op: bool, streams: Any
+    tensor_lists: Any,
+    op: Any,
+    algorithm: str | None,
+    async_op: bool,
+    streams: Any,
+    peer_access: bool,
 ) -> Work | None: ...
 def reduce(
-    tensors: Any, dst: int, op: Any, algorithm: str | None, async_op: bool, streams: Any
+    tensors: Any,
+    dst: int,
+    op: Any,
+    algorithm: str | None,
+    async_op: bool,
+    streams: Any,
+    peer_access: bool,
 ) -> Work | None: ...
 def broadcast(
-    tensors: Any, src: int, algorithm: str | None, async_op: bool, streams: Any
+    tensors: Any, src: int, algorithm: str | None, async_op: bool, streams: Any, peer_access: bool
 ) -> Work | None: ...
 def broadcast_coalesced(
-    tensor_lists: Any, src: int, async_op: bool, streams: Any
+    tensor_lists: Any, src: int, async_op: bool, streams: Any, peer_access: bool
 ) -> Work | None: ...
 def all_gather(
-    tensors: Any, dim: int, algorithm: str | None, out: Any, async_op: bool, streams: Any
+    tensors: Any,
+    dim: int,
+    algorithm: str | None,
+    out: Any,
+    async_op: bool,
+    streams: Any,
+    peer_access: bool,
 ) -> list[torch.Tensor] | Work: ...
 def reduce_scatter(
-    tensors: Any, op: Any, dim: int, algorithm: str | None, out: Any, async_op: bool, streams: Any
+    tensors: Any,
+    op: Any,
+    dim: int,
+    algorithm: str | None,
+    out: Any,
+    async_op: bool,
+    streams: Any,
+    peer_access: bool,
 ) -> list[torch.Tensor] | Work: ...
 def all_to_all(
-    tensors: Any, dim: int, split_sizes: Any, out: Any, async_op: bool, streams: Any
+    tensors: Any,
+    dim: int,
+    split_sizes: Any,
+    out: Any,
+    async_op: bool,
+    streams: Any,
+    peer_access: bool,
 ) -> list[torch.Tensor] | Work: ...
 def scatter(
-    tensor: Any, devices: Devices, sizes: Any, dim: int, out: Any, async_op: bool, streams: Any
+    tensor: Any,
+    devices: Devices,
+    sizes: Any,
+    dim: int,
+    out: Any,
+    async_op: bool,
+    streams: Any,
+    peer_access: bool,
 ) -> list[torch.Tensor] | Work: ...
-def gather(tensors: Any, device: Devices, dim: int, out: Any, streams: Any) -> torch.Tensor: ...
-def replicate(tensors: Any, devices: Devices) -> list[torch.Tensor] | None: ...
-def copy_(dst: Any, src: Any, async_op: bool) -> Work | None: ...
+def gather(
+    tensors: Any, device: Devices, dim: int, out: Any, streams: Any, peer_access: bool
+) -> torch.Tensor: ...
+def replicate(tensors: Any, devices: Devices, peer_access: bool) -> list[torch.Tensor] | None: ...
+def copy_(dst: Any, src: Any, async_op: bool, peer_access: bool) -> Work | None: ...
 def drain() -> None: ...
 def has_cuda() -> bool: ...
-def stage_all(on: bool) -> bool: ...
 
 # Returns: the driver's answer, the defect found by a self-test or "", and the performance rank.
 def peer_access(from_: int, to: int, /) -> tuple[bool, str, int]: ...
-def listen() -> None: ...
+def enable_log() -> None: ...
 def instruction_set() -> str: ...
 def time_all_reduce(
     tensors: Any, op: Any, algorithm: str | None, iterations: int
@@ -159,8 +197,6 @@ class Options(Backend.Options):
     buffer_bytes: int
     symmetric_heap_bytes: int | None
     cuda_buffer_bytes: int
-    share: str
-    watch: str
     cuda_transport: str
     def __init__(self) -> None: ...
 

@@ -17,6 +17,7 @@ class OnStreams(TypedDict, total=False):
     """Keywords of calls without a choice of algorithm."""
 
     streams: Streams
+    peer_access: bool
 
 
 class Chosen(OnStreams, total=False):

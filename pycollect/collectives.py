@@ -17,6 +17,8 @@ Common to all of them:
 * ``async_op=True`` returns a ``Work`` at once; its ``wait()`` returns what the call would have.
 * ``streams``: one per rank for CUDA tensors that were produced on streams of their own; CPU tensors
   have none.
+* ``peer_access=False`` sends what moves between GPUs through pinned host memory, also where one GPU
+  could read another's memory.
 
 Bad arguments raise TypeError (a type that cannot be served) or ValueError before anything moves.
 """
@@ -74,6 +76,7 @@ def all_reduce(
     algorithm: str | None = None,
     async_op: bool = False,
     streams: Streams = None,
+    peer_access: bool = True,
 ) -> Work | None:
     """Reduce over all ranks, in place: every tensor becomes the result.
 
@@ -83,7 +86,7 @@ def all_reduce(
     >>> all_reduce(x); x
     [tensor([3., 3.]), tensor([3., 3.])]
     """
-    return _C.all_reduce(tensors, op, algorithm, async_op, streams)
+    return _C.all_reduce(tensors, op, algorithm, async_op, streams, peer_access)
 
 
 @overload
@@ -114,6 +117,7 @@ def all_reduce_coalesced(
     algorithm: str | None = None,
     async_op: bool = False,
     streams: Streams = None,
+    peer_access: bool = True,
 ) -> Work | None:
     """All-reduce many tensors of every rank in one pass, in place.
 
@@ -123,7 +127,7 @@ def all_reduce_coalesced(
     >>> all_reduce_coalesced(x); x[0]
     [tensor([2.]), tensor([2., 2.])]
     """
-    return _C.all_reduce_coalesced(tensor_lists, op, algorithm, async_op, streams)
+    return _C.all_reduce_coalesced(tensor_lists, op, algorithm, async_op, streams, peer_access)
 
 
 @overload
@@ -157,6 +161,7 @@ def reduce(
     algorithm: str | None = None,
     async_op: bool = False,
     streams: Streams = None,
+    peer_access: bool = True,
 ) -> Work | None:
     """Reduce into ``tensors[dst]``, in place; the other tensors keep their values.
 
@@ -164,7 +169,7 @@ def reduce(
     >>> reduce(x, dst=1); x
     [tensor([1., 1.]), tensor([2., 2.])]
     """
-    return _C.reduce(tensors, dst, op, algorithm, async_op, streams)
+    return _C.reduce(tensors, dst, op, algorithm, async_op, streams, peer_access)
 
 
 @overload
@@ -191,6 +196,7 @@ def broadcast(
     algorithm: str | None = None,
     async_op: bool = False,
     streams: Streams = None,
+    peer_access: bool = True,
 ) -> Work | None:
     """Copy ``tensors[src]`` into all others, in place.
 
@@ -198,7 +204,7 @@ def broadcast(
     >>> broadcast(x, src=1); x[0]
     tensor([1., 1.])
     """
-    return _C.broadcast(tensors, src, algorithm, async_op, streams)
+    return _C.broadcast(tensors, src, algorithm, async_op, streams, peer_access)
 
 
 @overload
@@ -219,7 +225,11 @@ def broadcast_coalesced(
 ) -> Work: ...
 @overload
 def broadcast_coalesced(
-    tensor_lists: Sequence[TensorList], src: int = ..., *, async_op: bool, streams: Streams = ...
+    tensor_lists: Sequence[TensorList],
+    src: int = ...,
+    *,
+    async_op: bool,
+    **options: Unpack[OnStreams],
 ) -> Work | None: ...
 @eager
 def broadcast_coalesced(
@@ -228,6 +238,7 @@ def broadcast_coalesced(
     *,
     async_op: bool = False,
     streams: Streams = None,
+    peer_access: bool = True,
 ) -> Work | None:
     """Copy ``tensor_lists[src][i]`` into ``tensor_lists[rank][i]`` of all others, in one pass.
 
@@ -235,11 +246,13 @@ def broadcast_coalesced(
     >>> broadcast_coalesced(x, src=1); x[0]
     [tensor([1.]), tensor([1., 1.])]
     """
-    return _C.broadcast_coalesced(tensor_lists, src, async_op, streams)
+    return _C.broadcast_coalesced(tensor_lists, src, async_op, streams, peer_access)
 
 
 @eager
-def replicate(tensors: TensorList, devices: DeviceSpec) -> list[list[torch.Tensor]]:
+def replicate(
+    tensors: TensorList, devices: DeviceSpec, *, peer_access: bool = True
+) -> list[list[torch.Tensor]]:
     """Return a copy of every tensor for each rank, also on a repeated device: ``result[rank][i]``.
 
     Copies are dense and keep the order of dimensions in memory; they do not require grad.
@@ -248,25 +261,33 @@ def replicate(tensors: TensorList, devices: DeviceSpec) -> list[list[torch.Tenso
     [tensor([1.]), tensor([0., 0.])]
     """
     ranks = ranks_of(devices, "replicate")
-    flat = _C.replicate(tensors, ranks) or []
+    flat = _C.replicate(tensors, ranks, peer_access) or []
     return [flat[rank :: len(ranks)] for rank in range(len(ranks))]
 
 
 @overload
-def copy_(dst: TensorLike, src: TensorLike, *, async_op: Literal[False] = ...) -> None: ...
+def copy_(
+    dst: TensorLike, src: TensorLike, *, async_op: Literal[False] = ..., peer_access: bool = ...
+) -> None: ...
 @overload
-def copy_(dst: TensorLike, src: TensorLike, *, async_op: Literal[True]) -> Work: ...
+def copy_(
+    dst: TensorLike, src: TensorLike, *, async_op: Literal[True], peer_access: bool = ...
+) -> Work: ...
 @overload
-def copy_(dst: TensorLike, src: TensorLike, *, async_op: bool) -> Work | None: ...
+def copy_(
+    dst: TensorLike, src: TensorLike, *, async_op: bool, peer_access: bool = ...
+) -> Work | None: ...
 @eager
-def copy_(dst: TensorLike, src: TensorLike, *, async_op: bool = False) -> Work | None:
+def copy_(
+    dst: TensorLike, src: TensorLike, *, async_op: bool = False, peer_access: bool = True
+) -> Work | None:
     """Copy ``src`` into ``dst``: the same shape and dtype, any layouts, any two devices.
 
     >>> x = torch.zeros(2)
     >>> copy_(x, torch.ones(2)); x
     tensor([1., 1.])
     """
-    return _C.copy_(dst, src, async_op)
+    return _C.copy_(dst, src, async_op, peer_access)
 
 
 @eager

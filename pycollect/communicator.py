@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -38,8 +37,7 @@ def _bound(
         self._check(ranks, name)
         if tunable and self.tuning is not None and kwargs.get("algorithm") is None:
             kwargs["algorithm"] = self.tuning.choice(name, cast(Any, ranks))
-        with self._staging():
-            return function(ranks, *args, **kwargs)
+        return function(ranks, *args, **self._routed(kwargs))
 
     return eager(method)
 
@@ -51,8 +49,7 @@ def _placed(
 
     @functools.wraps(function)
     def method(self: Communicator, what: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._staging():
-            return function(what, self.devices, *args, **kwargs)
+        return function(what, self.devices, *args, **self._routed(kwargs))
 
     return eager(method)
 
@@ -62,8 +59,7 @@ def _staged(function: Callable[P, R]) -> Callable[Concatenate[Communicator, P], 
 
     @functools.wraps(function)
     def method(self: Communicator, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._staging():
-            return function(*args, **kwargs)
+        return function(*args, **self._routed(kwargs))
 
     return eager(method)
 
@@ -138,8 +134,9 @@ class Communicator:
         """
         from . import tuning  # which loads the benchmark
 
-        with self._staging():
-            found = tuning.measure(self.devices, collectives, sizes, seconds)
+        found = tuning.measure(
+            self.devices, collectives, sizes, seconds, peer_access=self.peer_access is not False
+        )
         self.tuning = found.merged(self.tuning)
         return self.tuning
 
@@ -147,14 +144,9 @@ class Communicator:
         names = ", ".join(map(str, self.devices))
         return f"Communicator([{names}], peer_access={self.peer_access})"
 
-    @contextmanager
-    def _staging(self) -> Iterator[None]:
-        """Have this thread's calls go through the host if that was asked for."""
-        before = _C.stage_all(self.peer_access is False)
-        try:
-            yield
-        finally:
-            _C.stage_all(before)
+    def _routed(self, kwargs: Any) -> Any:
+        """Return a call's keywords with the communicator's ``peer_access``, if it has none."""
+        return {"peer_access": self.peer_access is not False, **kwargs}
 
     def _check(self, ranks: Any, call: str) -> None:
         """Refuse a list that does not fit; what is no list at all is refused further down."""

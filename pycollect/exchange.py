@@ -44,6 +44,7 @@ def all_gather(
     out: Sequence[TensorLike] | None = None,
     async_op: bool = False,
     streams: Streams = None,
+    peer_access: bool = True,
 ) -> list[torch.Tensor] | Work:
     """Return, for every rank, the concatenation of all tensors along ``dim``.
 
@@ -52,7 +53,7 @@ def all_gather(
     >>> all_gather([torch.tensor([1]), torch.tensor([2, 3])])
     [tensor([1, 2, 3]), tensor([1, 2, 3])]
     """
-    return _C.all_gather(tensors, dim, algorithm, out, async_op, streams)
+    return _C.all_gather(tensors, dim, algorithm, out, async_op, streams, peer_access)
 
 
 @overload
@@ -81,6 +82,7 @@ def reduce_scatter(
     out: Sequence[TensorLike] | None = None,
     async_op: bool = False,
     streams: Streams = None,
+    peer_access: bool = True,
 ) -> list[torch.Tensor] | Work:
     """Reduce over all ranks and return chunk r along ``dim`` for rank r, cut as torch.tensor_split.
 
@@ -89,7 +91,7 @@ def reduce_scatter(
     >>> reduce_scatter([torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])])
     [tensor([5, 7]), tensor([9])]
     """
-    return _C.reduce_scatter(tensors, op, dim, algorithm, out, async_op, streams)
+    return _C.reduce_scatter(tensors, op, dim, algorithm, out, async_op, streams, peer_access)
 
 
 @overload
@@ -113,6 +115,7 @@ def all_to_all(
     out: Sequence[TensorLike] | None = None,
     async_op: bool = False,
     streams: Streams = None,
+    peer_access: bool = True,
 ) -> list[torch.Tensor] | Work:
     """Send chunk j of every tensor to rank j; return for each rank what arrived, in rank order.
 
@@ -122,7 +125,7 @@ def all_to_all(
     >>> all_to_all([torch.tensor([1, 2]), torch.tensor([3, 4])])
     [tensor([1, 3]), tensor([2, 4])]
     """
-    return _C.all_to_all(tensors, dim, split_sizes, out, async_op, streams)
+    return _C.all_to_all(tensors, dim, split_sizes, out, async_op, streams, peer_access)
 
 
 @overload
@@ -151,6 +154,7 @@ def scatter(
     out: Sequence[TensorLike] | None = None,
     async_op: bool = False,
     streams: Streams = None,
+    peer_access: bool = True,
 ) -> list[torch.Tensor] | Work:
     """Cut one tensor along ``dim`` and return a chunk for each device, always in new memory.
 
@@ -160,7 +164,7 @@ def scatter(
     [tensor([0, 1]), tensor([2])]
     """
     ranks = ranks_of(devices, "scatter")
-    return _C.scatter(tensor, ranks, chunk_sizes, dim, out, async_op, streams)
+    return _C.scatter(tensor, ranks, chunk_sizes, dim, out, async_op, streams, peer_access)
 
 
 @eager
@@ -171,6 +175,7 @@ def gather(
     dim: int = 0,
     out: TensorLike | None = None,
     streams: Streams = None,
+    peer_access: bool = True,
 ) -> torch.Tensor:
     """Return the concatenation along ``dim``, on ``device`` (default: that of the first tensor).
 
@@ -180,4 +185,4 @@ def gather(
     target = [] if device is None else ranks_of(device, "gather")
     if len(target) > 1:
         raise ValueError(f"gather: device {device!r} names {len(target)} devices; needed is one")
-    return _C.gather(tensors, target, dim, out, streams)
+    return _C.gather(tensors, target, dim, out, streams, peer_access)

@@ -37,4 +37,4 @@ def configure() -> None:
         logger.addHandler(handler)
     logger.setLevel(_LEVELS[wanted])
     if _LEVELS[wanted] <= logging.INFO:
-        _C.listen()
+        _C.enable_log()

@@ -122,6 +122,8 @@ def measure(
     wanted: Sequence[str] | None = None,
     sizes: Sequence[int] | None = None,
     seconds: float = SECONDS,
+    *,
+    peer_access: bool = True,
 ) -> Tuning:
     """Time all canonical algorithms on new float32 tensors, one a rank; `sizes` are bytes of each.
 
@@ -136,7 +138,7 @@ def measure(
         raise ValueError(f"tune: seconds is {seconds}; it must be more than 0, and finite")
     found = {}
     for collective in chosen:
-        rankings = [_rank(collective, devices, size, float(seconds)) for size in sizes]
+        rankings = [_rank(collective, devices, size, float(seconds), peer_access) for size in sizes]
         found[collective] = _spans(sizes, rankings)
     return Tuning(found)
 
@@ -174,7 +176,11 @@ def _check_memory(devices: Sequence[torch.device], collectives: Sequence[str], s
 
 
 def _rank(
-    collective: str, devices: Sequence[torch.device], nbytes: int, seconds: float
+    collective: str,
+    devices: Sequence[torch.device],
+    nbytes: int,
+    seconds: float,
+    peer_access: bool,
 ) -> tuple[str | None, ...]:
     """Order the algorithms on tensors of that size, the fastest first."""
     names: list[str | None] = [None, *_candidates(collective)]
@@ -182,7 +188,7 @@ def _rank(
         names.remove(_C.default_algorithm(collective, len(devices), nbytes))
     tensors = [torch.zeros(nbytes // 4, device=d) for d in devices]
     # Zeros stay zeros, so nothing overflows however often it runs.
-    samplers = {name or "": _sampler(collective, tensors, name) for name in names}
+    samplers = {name or "": _sampler(collective, tensors, name, peer_access) for name in names}
     timings = interleave(samplers, Effort(seconds))
     own = timings[""].rounds
     gain = {name: statistics.median(ratios(own, timings[name or ""].rounds)) for name in names}
@@ -190,7 +196,9 @@ def _rank(
     return tuple(sorted(names, key=lambda name: -gain[name]))
 
 
-def _sampler(collective: str, tensors: list[torch.Tensor], name: str | None) -> Sampler:
+def _sampler(
+    collective: str, tensors: list[torch.Tensor], name: str | None, peer_access: bool
+) -> Sampler:
     gpus = {t.device for t in tensors if t.device.type == "cuda"}
 
     def rewrite() -> None:
@@ -201,7 +209,7 @@ def _sampler(collective: str, tensors: list[torch.Tensor], name: str | None) -> 
         for device in gpus:
             torch.cuda.synchronize(device)
 
-    run = partial(_CALLS[collective], tensors, algorithm=name)
+    run = partial(_CALLS[collective], tensors, algorithm=name, peer_access=peer_access)
     return after_rewrite(run, rewrite, synchronize)
 
 

@@ -75,9 +75,10 @@ def lists() -> list[list[torch.Tensor]]:
     return [two(), two()]
 
 
-IN_PLACE = {"algorithm": None, "async_op": False, "streams": None}
-ALONG = {"dim": 0, "algorithm": None, "out": None, "async_op": False, "streams": None}
-SPLIT = {"dim": 0, "out": None, "async_op": False, "streams": None}
+ROUTE = {"streams": None, "peer_access": True}
+IN_PLACE = {"algorithm": None, "async_op": False, **ROUTE}
+ALONG = {"dim": 0, "algorithm": None, "out": None, "async_op": False, **ROUTE}
+SPLIT = {"dim": 0, "out": None, "async_op": False, **ROUTE}
 COLLECTIVES: dict[str, Callable[[], dict[str, Any]]] = {
     "all_reduce": lambda: {"tensors": two(), "op": "sum", **IN_PLACE},
     "all_reduce_coalesced": lambda: {"tensor_lists": lists(), "op": "sum", **IN_PLACE},
@@ -87,10 +88,15 @@ COLLECTIVES: dict[str, Callable[[], dict[str, Any]]] = {
         "tensor_lists": lists(),
         "src": 0,
         "async_op": False,
-        "streams": None,
+        **ROUTE,
     },
-    "replicate": lambda: {"tensors": two(), "devices": "cpu*2"},
-    "copy_": lambda: {"dst": torch.ones(4), "src": torch.ones(4), "async_op": False},
+    "replicate": lambda: {"tensors": two(), "devices": "cpu*2", "peer_access": True},
+    "copy_": lambda: {
+        "dst": torch.ones(4),
+        "src": torch.ones(4),
+        "async_op": False,
+        "peer_access": True,
+    },
     "barrier": lambda: {"devices": "cpu*2"},
     "all_gather": lambda: {"tensors": two(), **ALONG},
     "reduce_scatter": lambda: {"tensors": two(), "op": "sum", **ALONG},
@@ -101,7 +107,7 @@ COLLECTIVES: dict[str, Callable[[], dict[str, Any]]] = {
         "chunk_sizes": [1, 1],
         **SPLIT,
     },
-    "gather": lambda: {"tensors": two(), "device": "cpu", "dim": 0, "out": None, "streams": None},
+    "gather": lambda: {"tensors": two(), "device": "cpu", "dim": 0, "out": None, **ROUTE},
 }
 RECORDED: dict[str, Callable[[], dict[str, Any]]] = {
     "all_reduce": lambda: {"tensors": two(), "op": "sum", "algorithm": None},

@@ -32,7 +32,7 @@ def listened() -> list[str]:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     pycollect.log.logger.addHandler(handler)
     pycollect.log.logger.setLevel(logging.INFO)
-    pycollect._C.listen()
+    pycollect._C.enable_log()
     return lines
 
 

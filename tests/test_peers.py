@@ -127,6 +127,36 @@ def test_ranks_on_the_cpu_have_no_use_for_it():
     assert x[1].tolist() == [2.0, 2.0]
 
 
+@pytest.mark.parametrize("choice", [None, True, False])
+def test_a_communicator_hands_its_choice_to_every_call(monkeypatch, choice):
+    """Each collective passes it on as the last argument; a call's own choice comes first."""
+    communicator = pc.Communicator("cpu*2", peer_access=choice)
+    x = [torch.ones(2), torch.ones(2)]
+    calls = {
+        "all_reduce": (x,),
+        "all_reduce_coalesced": ([x, x],),
+        "reduce": (x,),
+        "broadcast": (x,),
+        "broadcast_coalesced": ([x, x],),
+        "all_gather": (x,),
+        "reduce_scatter": (x,),
+        "all_to_all": (x,),
+        "gather": (x,),
+        "scatter": (x[0],),
+        "replicate": (x,),
+        "copy_": (x[0], x[1]),
+    }
+    given = {}
+    for name, args in calls.items():
+        monkeypatch.setattr(
+            _C, name, lambda *given_args, name=name: given.update({name: given_args[-1]})
+        )
+        getattr(communicator, name)(*args)
+    assert given == dict.fromkeys(calls, choice is not False)
+    communicator.all_reduce(x, peer_access=choice is False)
+    assert given["all_reduce"] is (choice is False)
+
+
 @pytest.mark.cuda
 def test_gpus_that_are_here():
     count = torch.cuda.device_count()

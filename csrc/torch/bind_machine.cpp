@@ -6,6 +6,7 @@
 #include "collectives.h"
 #include "convert.h"
 #include "gpus.h"
+#include "log.h"
 
 namespace pycollect {
 namespace {
@@ -15,16 +16,15 @@ void say(const char* level, const std::string& line) {
   py::module_::import("pycollect.log").attr(level)(line);
 }
 
-// The functions outlive the module: they are asked for lines until the interpreter ends.
-void set_listener() {
-  listen([](const std::string& line) { say("info", line); });
+void enable_log() {
+  set_log_sink([](const std::string& line) { say("info", line); });
 }
 
 py::tuple peers(int from, int to) {
   PeerReport found;
   {
     const py::gil_scoped_release free;
-    found = peer_access(from, to);
+    found = report_peer_access(from, to);
   }
   return py::make_tuple(found.asked, found.defect, found.rank);
 }
@@ -55,10 +55,9 @@ std::vector<double> time_all_reduce(const py::object& tensors, const py::object&
 
 void bind_machine(py::module_& m) {
   m.def("has_cuda", &has_cuda);
-  m.def("stage_all", &stage_all);
   m.def("peer_access", &peers);
-  m.def("listen", &set_listener);
-  warn_through([](const std::string& line) { say("warning", line); });
+  m.def("enable_log", &enable_log);
+  set_warning_sink([](const std::string& line) { say("warning", line); });
   m.def("instruction_set", &cpu::instruction_set);
   m.def("time_all_reduce", &time_all_reduce, py::arg("tensors"), py::arg("op"),
         py::arg("algorithm"), py::arg("iterations"));

@@ -137,8 +137,7 @@ void bind_blocks(DtypePlan& part, const Blocks& b, const Parties& all, const Ten
   std::vector<Memory> memory(b.in.size() * kBuffers);
   auto put = [&](Rank r, Buffer buffer, const at::Tensor& t, const Sizes& blocks) {
     const int64_t pitch = sum(blocks, job.call) * frame.inner * static_cast<int64_t>(item);
-    memory[r * kBuffers + static_cast<int>(buffer)] = {
-        static_cast<std::byte*>(const_cast<void*>(t.const_data_ptr())), pitch};
+    memory[r * kBuffers + static_cast<int>(buffer)] = {bytes_of(t), pitch};
   };
   for (Rank r = 0; r < all.world(); ++r) {
     at->set(r, Buffer::input, times(b.in[r], frame.inner));
@@ -192,10 +191,10 @@ PreparedCall block_collective(const BlockArgs& ask, Tensors inputs) {
   if (ask.out) check_outputs(ask, inputs, wanted);
   std::size_t bytes = 0;
   for (const at::Tensor& t : inputs) bytes = std::max<std::size_t>(bytes, t.nbytes());
+  PreparedCall job{
+      .call = call, .devices = all.devices, .streams = ask.streams, .peer_access = ask.peer_access};
   DtypePlan part = make_dtype_plan({ask.collective, all.world(), bytes, dtype, false},
-                                   ask.algorithm, all.root, ask.op, all.devices);
-
-  PreparedCall job{.call = call, .devices = all.devices, .streams = ask.streams};
+                                   ask.algorithm, all.root, ask.op, job);
   if (!job.streams.empty()) job.streams.resize(all.devices.size());
   const std::vector<int64_t> order = agree(ask, inputs, from_root ? all.root : 0);
   if (ask.out) job.results = *ask.out;

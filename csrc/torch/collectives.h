@@ -4,32 +4,9 @@
 #include <string_view>
 
 #include "prepared_call.h"
+#include "tensor_grid.h"
 
 namespace pycollect {
-
-// Tensors of several ranks: [index * world + rank], where a plain list has one index.
-struct TensorGrid {
-  Tensors flat;
-  int world;
-  const char* list = "tensors";  // what the caller calls it
-  bool nested = false;
-  std::size_t width() const { return world == 0 ? 0 : flat.size() / world; }
-  Label label(const char* call, std::size_t i, Rank r) const {
-    return {call, list, r, nested ? static_cast<int>(i) : -1};
-  }
-};
-
-// Indices of a grid by dtype, in order of appearance, and the bytes of each.
-struct DtypeGroup {
-  DType dtype;
-  std::size_t bytes = 0;
-  std::vector<std::size_t> indices = {};
-};
-std::vector<DtypeGroup> dtype_groups(const char* call, const TensorGrid& grid);
-
-// Without asking for the right to write, which would be a copy of a lazy clone that is only read;
-// who is written was asked for that when its extent was.
-std::byte* bytes_of(const at::Tensor& tensor);
 
 // all_reduce, reduce and broadcast, of one tensor a rank or of many.
 struct InPlaceArgs {
@@ -39,6 +16,7 @@ struct InPlaceArgs {
   int64_t root = 0;
   const char* root_name = "dst";
   std::string_view algorithm = {};
+  bool peer_access = true;  // may a GPU read and write another's memory?
 };
 // What becomes of a rank's tensor: broadcast only reads its source, reduce all but its destination.
 AccessMode access_of(const InPlaceArgs& ask, int64_t rank);
@@ -56,13 +34,14 @@ struct BlockArgs {
   std::vector<at::Device> devices =
       {};                // scatter: of the ranks; gather: of the result, if not the first's
   Streams streams = {};  // [rank], where the caller named them
+  bool peer_access = true;
 };
 PreparedCall block_collective(const BlockArgs& ask, Tensors inputs);
 
 // A copy of every tensor for every rank; results are [index * world + rank].
-PreparedCall replicate(Tensors tensors, const std::vector<at::Device>& devices);
+PreparedCall replicate(Tensors tensors, const std::vector<at::Device>& devices, bool peer_access);
 
 // One tensor into another of the same shape and dtype, whatever their layouts.
-PreparedCall copy(const at::Tensor& dst, const at::Tensor& src);
+PreparedCall copy(const at::Tensor& dst, const at::Tensor& src, bool peer_access);
 
 }  // namespace pycollect

@@ -45,27 +45,9 @@ void bind_copies(DtypePlan& part, const at::Tensor& source, std::span<const at::
 
 }  // namespace
 
-std::byte* bytes_of(const at::Tensor& t) {
-  return static_cast<std::byte*>(const_cast<void*>(t.const_data_ptr()));
-}
-
-std::vector<DtypeGroup> dtype_groups(const char* call, const TensorGrid& grid) {
-  std::vector<DtypeGroup> all;
-  for (std::size_t i = 0; i < grid.width(); ++i) {
-    const at::Tensor& t = grid.flat[i * grid.world];
-    const DType dtype = dtype_of(t, grid.label(call, i, 0));
-    auto kind =
-        std::find_if(all.begin(), all.end(), [&](const DtypeGroup& k) { return k.dtype == dtype; });
-    if (kind == all.end()) kind = all.insert(all.end(), {dtype});
-    kind->bytes += t.nbytes();
-    kind->indices.push_back(i);
-  }
-  return all;
-}
-
-PreparedCall replicate(Tensors tensors, const std::vector<at::Device>& devices) {
+PreparedCall replicate(Tensors tensors, const std::vector<at::Device>& devices, bool peer_access) {
   require(!devices.empty(), "replicate: devices is empty; name one device per rank");
-  PreparedCall job{.call = "replicate", .devices = devices};
+  PreparedCall job{.call = "replicate", .devices = devices, .peer_access = peer_access};
   if (tensors.empty()) return job;
   check_sources(tensors);
   for (const at::Tensor& t : tensors)
@@ -80,7 +62,7 @@ PreparedCall replicate(Tensors tensors, const std::vector<at::Device>& devices) 
   for (const DtypeGroup& kind : dtype_groups("replicate", grid)) {
     const int world = static_cast<int>(job.devices.size());
     DtypePlan part = make_dtype_plan({Collective::broadcast, world, kind.bytes, kind.dtype, false},
-                                     {}, root, ReduceOp::sum, job.devices);
+                                     {}, root, ReduceOp::sum, job);
     for (std::size_t i : kind.indices)
       if (grid.flat[i].numel() > 0)
         bind_copies(part, grid.flat[i],
@@ -92,7 +74,7 @@ PreparedCall replicate(Tensors tensors, const std::vector<at::Device>& devices) 
   return job;
 }
 
-PreparedCall copy(const at::Tensor& dst, const at::Tensor& src) {
+PreparedCall copy(const at::Tensor& dst, const at::Tensor& src, bool peer_access) {
   const Label to{"copy_", "dst"}, from{"copy_", "src"};
   check_tensor(dst, AccessMode::write, to);
   check_tensor(src, AccessMode::read, from);
@@ -102,8 +84,11 @@ PreparedCall copy(const at::Tensor& dst, const at::Tensor& src) {
                               extent(src, AccessMode::read, from)};
   check_disjoint(extents);
   // From rank 0 to the last, which are the same rank on one device.
-  PreparedCall job{
-      .call = "copy_", .devices = {src.device()}, .held = {dst, src}, .bytes = dst.nbytes()};
+  PreparedCall job{.call = "copy_",
+                   .devices = {src.device()},
+                   .held = {dst, src},
+                   .bytes = dst.nbytes(),
+                   .peer_access = peer_access};
   if (dst.device() != src.device()) job.devices.push_back(dst.device());
   job.written.push_back(dst);
   if (dst.strides() != src.strides()) {
@@ -112,7 +97,7 @@ PreparedCall copy(const at::Tensor& dst, const at::Tensor& src) {
   }
   const int world = static_cast<int>(job.devices.size());
   DtypePlan part = make_dtype_plan({Collective::scatter, world, job.bytes, dtype, false}, {}, 0,
-                                   ReduceOp::sum, job.devices);
+                                   ReduceOp::sum, job);
   const auto item = static_cast<int64_t>(item_bytes(dtype));
   for (const Rectangle& run : rectangles(dst)) {
     Sizes blocks(world);

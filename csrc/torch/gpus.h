@@ -14,14 +14,14 @@ using DeviceList = std::vector<at::Device>;
 bool has_cuda();
 bool serves(const at::Device& device);
 
-// How ranks on these devices reach each other, as far as the thread that asks may know it
-// (`stage_all`).
-Topology topology_of(const DeviceList& devices);
+// How ranks on these devices reach each other. Without `peer_access` no GPU reaches another.
+Topology topology_of(const DeviceList& devices, bool peer_access);
 
 // The plan for ranks on these devices, with copies through the host where they do not reach each
 // other.
 std::shared_ptr<const Compiled> compiled_for(const Choice& choice, const CallKey& situation,
-                                             Rank root, const DeviceList& devices);
+                                             Rank root, const DeviceList& devices,
+                                             bool peer_access);
 
 // New memory for a rank; `pinned` is the host's, for copies from and to a device. What is made
 // while the device's current stream is under capture belongs to the graph.
@@ -31,9 +31,6 @@ at::Tensor new_pinned_bytes(int64_t bytes, at::Device device);
 // Is this address in host memory that no GPU should touch? Not asked of memory of zero bytes.
 bool is_pageable(const void* address);
 
-// Do calls of this thread pretend that no GPU reaches another? Returns what was before.
-bool stage_all(bool on);
-
 // What is known of one GPU's access to another's memory.
 struct PeerReport {
   static constexpr int kUnknownRank = -1;
@@ -41,7 +38,7 @@ struct PeerReport {
   std::string defect = {};  // what went wrong when it was tried; empty for who need not be
   int rank = kUnknownRank;  // of the link's speed, 0 being the fastest that there is here
 };
-PeerReport peer_access(int from, int to);
+PeerReport report_peer_access(int from, int to);
 
 // Issues a job with at least one rank on a GPU, behind what is on its streams and before what
 // follows.

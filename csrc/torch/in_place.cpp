@@ -64,13 +64,13 @@ PreparedCall in_place(const InPlaceArgs& ask, TensorGrid grid) {
   require(grid.world > 0, ask.call, ": ", grid.list, " is empty; pass one tensor per rank");
   check_rank(ask.root, grid.world, ask.call, ask.root_name);
   check(ask, grid);
-  PreparedCall job{.call = ask.call};
+  PreparedCall job{.call = ask.call, .peer_access = ask.peer_access};
   for (Rank r = 0; r < grid.world && !grid.flat.empty(); ++r)
     job.devices.push_back(grid.flat[r].device());
   for (const DtypeGroup& kind : dtype_groups(ask.call, grid)) {
     const CallKey situation{ask.collective, grid.world, kind.bytes, kind.dtype, true};
     DtypePlan part =
-        make_dtype_plan(situation, ask.algorithm, static_cast<Rank>(ask.root), ask.op, job.devices);
+        make_dtype_plan(situation, ask.algorithm, static_cast<Rank>(ask.root), ask.op, job);
     if (grid.world == 1 || kind.bytes == 0) continue;
     for (std::size_t i : kind.indices)
       bind_ranks(part, std::span(grid.flat).subspan(i * grid.world, grid.world), job);

@@ -8,6 +8,13 @@
 
 namespace pycollect {
 
+// The first byte of a tensor's memory. It comes from const_data_ptr(), because mutable_data_ptr()
+// copies a lazy clone, which a call that only reads must not do; extent() has already asked for
+// write access to every tensor that the call writes.
+inline std::byte* bytes_of(const at::Tensor& t) {
+  return static_cast<std::byte*>(const_cast<void*>(t.const_data_ptr()));
+}
+
 // `rows` runs of `count` elements, `pitch` elements apart, the first at `offset`.
 struct Rectangle {
   int64_t offset = 0, rows = 1, pitch = 0, count = 0;

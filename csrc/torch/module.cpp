@@ -18,6 +18,8 @@ using Args = const py::handle&;
 // A call that moves less than this is over before another thread could have taken the interpreter.
 constexpr std::size_t kKeepGilBytes = 16 * 1024;
 
+bool peer_access_from(Args flag, const char* call) { return flag_from(flag, call, "peer_access"); }
+
 py::object as_list(const Tensors& tensors) { return py::cast(tensors); }
 
 py::object finish(PreparedCall job, Args async_op) {
@@ -59,46 +61,57 @@ py::object coalesced(const InPlaceArgs& ask, py::handle lists, Args async_op, py
   return finish(pycollect::in_place(ask, std::move(grid)), async_op, streams, ask.call);
 }
 
-py::object all_reduce(Args tensors, Args op, Args algorithm, Args async_op, Args streams) {
+py::object all_reduce(Args tensors, Args op, Args algorithm, Args async_op, Args streams,
+                      Args peer_access) {
   constexpr const char* kCall = "all_reduce";
   return in_place({.collective = Collective::all_reduce,
                    .call = kCall,
                    .op = op_from(op, kCall),
-                   .algorithm = algorithm_from(algorithm, kCall)},
+                   .algorithm = algorithm_from(algorithm, kCall),
+                   .peer_access = peer_access_from(peer_access, kCall)},
                   tensors, async_op, streams);
 }
 
-py::object all_reduce_coalesced(Args lists, Args op, Args algorithm, Args async_op, Args streams) {
+py::object all_reduce_coalesced(Args lists, Args op, Args algorithm, Args async_op, Args streams,
+                                Args peer_access) {
   constexpr const char* kCall = "all_reduce_coalesced";
   return coalesced({.collective = Collective::all_reduce,
                     .call = kCall,
                     .op = op_from(op, kCall),
-                    .algorithm = algorithm_from(algorithm, kCall)},
+                    .algorithm = algorithm_from(algorithm, kCall),
+                    .peer_access = peer_access_from(peer_access, kCall)},
                    lists, async_op, streams);
 }
 
-py::object reduce(Args tensors, Args dst, Args op, Args algorithm, Args async_op, Args streams) {
+py::object reduce(Args tensors, Args dst, Args op, Args algorithm, Args async_op, Args streams,
+                  Args peer_access) {
   constexpr const char* kCall = "reduce";
   return in_place({.collective = Collective::reduce,
                    .call = kCall,
                    .op = op_from(op, kCall),
                    .root = int_from(dst, kCall, "dst"),
-                   .algorithm = algorithm_from(algorithm, kCall)},
+                   .algorithm = algorithm_from(algorithm, kCall),
+                   .peer_access = peer_access_from(peer_access, kCall)},
                   tensors, async_op, streams);
 }
 
-InPlaceArgs broadcast_of(Args src, Args algorithm, const char* call) {
+InPlaceArgs broadcast_of(Args src, Args algorithm, Args peer_access, const char* call) {
   return {.collective = Collective::broadcast,
           .call = call,
           .root = int_from(src, call, "src"),
           .root_name = "src",
-          .algorithm = algorithm_from(algorithm, call)};
+          .algorithm = algorithm_from(algorithm, call),
+          .peer_access = peer_access_from(peer_access, call)};
 }
-py::object broadcast(Args tensors, Args src, Args algorithm, Args async_op, Args streams) {
-  return in_place(broadcast_of(src, algorithm, "broadcast"), tensors, async_op, streams);
+py::object broadcast(Args tensors, Args src, Args algorithm, Args async_op, Args streams,
+                     Args peer_access) {
+  return in_place(broadcast_of(src, algorithm, peer_access, "broadcast"), tensors, async_op,
+                  streams);
 }
-py::object broadcast_coalesced(Args lists, Args src, Args async_op, Args streams) {
-  return coalesced(broadcast_of(src, py::none(), "broadcast_coalesced"), lists, async_op, streams);
+py::object broadcast_coalesced(Args lists, Args src, Args async_op, Args streams,
+                               Args peer_access) {
+  return coalesced(broadcast_of(src, py::none(), peer_access, "broadcast_coalesced"), lists,
+                   async_op, streams);
 }
 
 std::optional<Tensors> out_from(Args out, const char* call) {
@@ -115,24 +128,26 @@ py::object exchanged(BlockArgs ask, Args tensors, Args async_op, Args streams) {
   return finish(block_collective(ask, std::move(inputs)), async_op);
 }
 
-py::object all_gather(Args tensors, Args dim, Args algorithm, Args out, Args async_op,
-                      Args streams) {
+py::object all_gather(Args tensors, Args dim, Args algorithm, Args out, Args async_op, Args streams,
+                      Args peer_access) {
   constexpr const char* kCall = "all_gather";
   return exchanged({.collective = Collective::all_gather,
                     .dim = int_from(dim, kCall, "dim"),
                     .algorithm = algorithm_from(algorithm, kCall),
-                    .out = out_from(out, kCall)},
+                    .out = out_from(out, kCall),
+                    .peer_access = peer_access_from(peer_access, kCall)},
                    tensors, async_op, streams);
 }
 
 py::object reduce_scatter(Args tensors, Args op, Args dim, Args algorithm, Args out, Args async_op,
-                          Args streams) {
+                          Args streams, Args peer_access) {
   constexpr const char* kCall = "reduce_scatter";
   return exchanged({.collective = Collective::reduce_scatter,
                     .op = op_from(op, kCall),
                     .dim = int_from(dim, kCall, "dim"),
                     .algorithm = algorithm_from(algorithm, kCall),
-                    .out = out_from(out, kCall)},
+                    .out = out_from(out, kCall),
+                    .peer_access = peer_access_from(peer_access, kCall)},
                    tensors, async_op, streams);
 }
 
@@ -157,45 +172,54 @@ std::vector<std::vector<int64_t>> split_sizes_from(Args sizes, const char* call)
 }
 
 py::object all_to_all(Args tensors, Args dim, Args split_sizes, Args out, Args async_op,
-                      Args streams) {
+                      Args streams, Args peer_access) {
   constexpr const char* kCall = "all_to_all";
   BlockArgs ask{.collective = Collective::all_to_all,
                 .dim = int_from(dim, kCall, "dim"),
-                .out = out_from(out, kCall)};
+                .out = out_from(out, kCall),
+                .peer_access = peer_access_from(peer_access, kCall)};
   if (!split_sizes.is_none()) ask.sizes = split_sizes_from(split_sizes, kCall);
   return exchanged(ask, tensors, async_op, streams);
 }
 
 py::object scatter(Args tensor, const DeviceList& devices, Args chunk_sizes, Args dim, Args out,
-                   Args async_op, Args streams) {
+                   Args async_op, Args streams, Args peer_access) {
   constexpr const char* kCall = "scatter";
   BlockArgs ask{.collective = Collective::scatter,
                 .dim = int_from(dim, kCall, "dim"),
                 .out = out_from(out, kCall),
-                .devices = devices};
+                .devices = devices,
+                .peer_access = peer_access_from(peer_access, kCall)};
   if (!chunk_sizes.is_none()) ask.sizes = {{sizes_from(chunk_sizes, kCall, "chunk_sizes")}};
   ask.streams = streams_from(streams, devices, kCall);
   return finish(block_collective(ask, {tensor_from(tensor, AccessMode::read, {kCall, "tensor"})}),
                 async_op);
 }
 
-py::object gather(Args tensors, const DeviceList& device, Args dim, Args out, Args streams) {
+py::object gather(Args tensors, const DeviceList& device, Args dim, Args out, Args streams,
+                  Args peer_access) {
   constexpr const char* kCall = "gather";
-  BlockArgs ask{
-      .collective = Collective::gather, .dim = int_from(dim, kCall, "dim"), .devices = device};
+  BlockArgs ask{.collective = Collective::gather,
+                .dim = int_from(dim, kCall, "dim"),
+                .devices = device,
+                .peer_access = peer_access_from(peer_access, kCall)};
   if (!out.is_none()) ask.out = {tensor_from(out, AccessMode::write, {kCall, "out"})};
   const py::list results = exchanged(ask, tensors, Py_False, streams);
   return results[0];
 }
 
-py::object replicate(Args tensors, const DeviceList& devices) {
-  return finish(pycollect::replicate(tensors_from(tensors, only_read, "replicate"), devices),
+py::object replicate(Args tensors, const DeviceList& devices, Args peer_access) {
+  constexpr const char* kCall = "replicate";
+  return finish(pycollect::replicate(tensors_from(tensors, only_read, kCall), devices,
+                                     peer_access_from(peer_access, kCall)),
                 Py_False);
 }
 
-py::object copy(Args dst, Args src, Args async_op) {
-  return finish(pycollect::copy(tensor_from(dst, AccessMode::write, {"copy_", "dst"}),
-                                tensor_from(src, AccessMode::read, {"copy_", "src"})),
+py::object copy(Args dst, Args src, Args async_op, Args peer_access) {
+  constexpr const char* kCall = "copy_";
+  return finish(pycollect::copy(tensor_from(dst, AccessMode::write, {kCall, "dst"}),
+                                tensor_from(src, AccessMode::read, {kCall, "src"}),
+                                peer_access_from(peer_access, kCall)),
                 async_op);
 }
 

@@ -15,16 +15,15 @@ namespace {
 [[noreturn]] void never() { throw std::logic_error("this build has no CUDA part"); }
 }  // namespace
 
-Topology topology_of(const DeviceList&) { return Topology::shared; }
-std::shared_ptr<const Compiled> compiled_for(const Choice&, const CallKey&, Rank,
-                                             const DeviceList&) {
+Topology topology_of(const DeviceList&, bool) { return Topology::shared; }
+std::shared_ptr<const Compiled> compiled_for(const Choice&, const CallKey&, Rank, const DeviceList&,
+                                             bool) {
   never();
 }
 at::Tensor new_bytes_on_gpu(int64_t, at::Device) { never(); }
 at::Tensor new_pinned_bytes(int64_t, at::Device) { never(); }
 bool is_pageable(const void*) { never(); }
-bool stage_all(bool) { return false; }
-PeerReport peer_access(int, int) { return {}; }
+PeerReport report_peer_access(int, int) { return {}; }
 void begin_range(const char*) {}
 void end_range() {}
 void run_on_gpus(const PreparedCall&) { never(); }

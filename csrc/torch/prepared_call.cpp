@@ -1,35 +1,22 @@
 #include "prepared_call.h"
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/ops/from_blob.h>
 
 #include <algorithm>
-#include <limits>
-#include <mutex>
-#include <set>
 
 #include "../plan/error.h"
+#include "float8.h"
 #include "gpus.h"
+#include "log.h"
 #include "profiler_range.h"
 #include "threads.h"
 
 namespace pycollect {
 namespace {
 
-Listener listener_ = nullptr, warner_ = nullptr;  // set once, at import
-
-void announce(const CallKey& s, const Choice& choice) {
-  say_once(text(name(s.collective), " of ", s.bytes, " bytes of ", name(s.dtype), " on ", s.world,
+void log_choice(const CallKey& s, const Choice& choice) {
+  log_once(text(name(s.collective), " of ", s.bytes, " bytes of ", name(s.dtype), " on ", s.world,
                 " ranks: ", choice.algorithm->name, " (", choice.reason, ")"));
-}
-
-// A finite overflow, infinity and NaN, as the installed torch rounds them.
-Float8Rounding::Bytes probe(at::ScalarType type) {
-  float values[]{1e6F, std::numeric_limits<float>::infinity(),
-                 std::numeric_limits<float>::quiet_NaN()};
-  const at::Tensor bytes = at::from_blob(values, {3}, at::kFloat).to(type).view(at::kByte);
-  const auto* b = bytes.const_data_ptr<uint8_t>();
-  return {b[0], b[1], b[2]};
 }
 
 bool any_gpu(const std::vector<at::Device>& devices) {
@@ -49,36 +36,15 @@ at::Tensor new_bytes(int64_t bytes, at::Device device) {
 
 }  // namespace
 
-void listen(Listener listener) { listener_ = listener; }
-void say_once(const std::string& line) {
-  if (listener_ == nullptr) return;
-  static std::mutex mutex;
-  static std::set<std::string> said;
-  {
-    const std::lock_guard lock(mutex);
-    if (!said.insert(line).second) return;
-  }
-  listener_(line);
-}
-void warn_through(Listener listener) { warner_ = listener; }
-void warn(const std::string& line) {
-  if (warner_ != nullptr) warner_(line);
-}
-
-const Float8Rounding& float8_rounding() {
-  static const Float8Rounding rounding{probe(at::kFloat8_e4m3fn), probe(at::kFloat8_e5m2)};
-  return rounding;
-}
-
 DtypePlan make_dtype_plan(CallKey s, std::string_view algorithm, Rank root, ReduceOp op,
-                          const std::vector<at::Device>& devices) {
-  const bool on_gpus = any_gpu(devices);
-  if (on_gpus) s.topology = topology_of(devices);
-  const Choice choice = choose(s, algorithm, listener_ != nullptr);
-  if (listener_ != nullptr) announce(s, choice);
+                          const PreparedCall& call) {
+  const bool on_gpus = call.on_gpus();
+  if (on_gpus) s.topology = topology_of(call.devices, call.peer_access);
+  const Choice choice = choose(s, algorithm, is_logging());
+  if (is_logging()) log_choice(s, choice);
   FoldOptions options{.world = s.world, .non_temporal = !s.in_place};
   if (item_bytes(s.dtype) == 1) options.float8 = float8_rounding();
-  auto plan = on_gpus ? compiled_for(choice, s, root, devices)
+  auto plan = on_gpus ? compiled_for(choice, s, root, call.devices, call.peer_access)
                       : compiled(*choice.algorithm, {s.world, root, choice.pieces}, s.in_place);
   return {std::move(plan), s.dtype, op, options, !algorithm.empty()};
 }

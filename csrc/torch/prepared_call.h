@@ -43,31 +43,16 @@ struct PreparedCall {
   Tensors results = {};                  // what the call returns; nothing for calls in place
   std::vector<std::pair<at::Tensor, at::Tensor>> transposes = {};  // dst and src of unlike layouts
   std::size_t bytes = 0;                                           // of one rank, about
-  Streams streams = {};  // [rank], where the caller named them
-  Tensors written = {};  // what autograd has saved of these is no longer what they hold
+  Streams streams = {};     // [rank], where the caller named them
+  bool peer_access = true;  // may a GPU read and write another's memory?
+  Tensors written = {};     // what autograd has saved of these is no longer what they hold
   bool on_gpus() const;
   void commit();  // after the last refusal, before the run: `written` get a new version
   void run() const;
 };
 
-// Chooses the algorithm and takes its plan from the cache.
-// `devices` are the ranks'.
-DtypePlan make_dtype_plan(CallKey situation, std::string_view algorithm, Rank root, ReduceOp op,
-                          const std::vector<at::Device>& devices);
-
-// How the installed torch rounds values that 8-bit floats cannot hold; probed once.
-const Float8Rounding& float8_rounding();
-
-// Sets the listener of the log (PYCOLLECT_LOG), once, at import. It gets one line per collective,
-// dtype, size and choice of algorithm; without a listener nothing is logged.
-using Listener = void (*)(const std::string& line);
-void listen(Listener listener);
-
-// Logs the line, but not a second time.
-void say_once(const std::string& line);
-
-// Warns the user, with or without a log; the function that prints warnings is set once, at import.
-void warn(const std::string& line);
-void warn_through(Listener listener);
+// Chooses the algorithm and takes its plan, for the devices of the call's ranks, from the cache.
+DtypePlan make_dtype_plan(CallKey key, std::string_view algorithm, Rank root, ReduceOp op,
+                          const PreparedCall& call);
 
 }  // namespace pycollect

@@ -8,7 +8,7 @@
 
 #include "../../plan/error.h"
 #include "../../shm/hasher.h"
-#include "../prepared_call.h"
+#include "../float8.h"
 #include "../threads.h"
 
 namespace pycollect::dist {

@@ -4,7 +4,7 @@
 #include <thread>
 
 #include "../../plan/error.h"
-#include "../prepared_call.h"
+#include "../log.h"
 #include "backend.h"
 #include "gil_release.h"
 #include "in_flight_calls.h"

@@ -20,7 +20,6 @@
 #include "../threads.h"
 #include "api.h"
 #include "host.h"
-#include "reachability.h"
 
 namespace pycollect {
 namespace {
@@ -73,7 +72,7 @@ constexpr std::size_t kRankLanes = 16, kSender = kRankLanes, kReceiver = kSender
 
 cuda::CallStreams posts_of(const PreparedCall& job, const DtypePlan& part,
                            const std::vector<CUDAStream>& callers) {
-  const bool on_the_spot = !part.named && all_alike(job, callers) && !stages_all();
+  const bool on_the_spot = !part.named && job.peer_access && all_alike(job, callers);
   cuda::CallStreams streams_of_ranks;
   std::map<c10::DeviceIndex, std::size_t> used;
   for (std::size_t r = 0; r < job.devices.size(); ++r) {

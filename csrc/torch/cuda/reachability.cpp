@@ -1,7 +1,5 @@
 // Who reaches whom, and the plans for those that do not reach each other. Peer access is switched
 // on through torch, whose memory may be mapped into one device alone, and tried in that memory.
-#include "reachability.h"
-
 #include <ATen/cuda/PeerToPeerAccess.h>
 #include <cuda_runtime_api.h>
 
@@ -13,12 +11,11 @@
 #include "../../cuda/peers.h"
 #include "../../plan/stage.h"
 #include "../gpus.h"
+#include "../log.h"
 #include "peer_access_test.h"
 
 namespace pycollect {
 namespace {
-
-thread_local bool stage_all_ = false;
 
 cuda::Peers& peers() {
   static cuda::Peers& it = *new cuda::Peers({
@@ -35,18 +32,18 @@ cuda::Peers& peers() {
 }
 
 bool reaches(at::Device from, at::Device to) {
-  if (stage_all_) return false;
   return peers().access(from.index(), to.index()).works();
 }
 
 // A rank on the host executes nothing, and is reached by copies.
-Reachability reach_of(const DeviceList& devices) {
+Reachability reach_of(const DeviceList& devices, bool peer_access) {
   Reachability reach{{}, std::vector(devices.size(), std::vector<bool>(devices.size()))};
   for (std::size_t r = 0; r < devices.size(); ++r) {
     reach.on_host.push_back(devices[r].is_cpu());
     for (std::size_t of = 0; of < devices.size(); ++of)
-      reach.directly[r][of] = r == of || (!devices[r].is_cpu() && !devices[of].is_cpu() &&
-                                          reaches(devices[r], devices[of]));
+      reach.directly[r][of] =
+          r == of || (peer_access && !devices[r].is_cpu() && !devices[of].is_cpu() &&
+                      reaches(devices[r], devices[of]));
   }
   return reach;
 }
@@ -60,10 +57,10 @@ struct StagedKey {
 };
 
 std::shared_ptr<const Compiled> staged(const Choice& choice, const CallKey& s, Rank root,
-                                       const DeviceList& devices) {
+                                       const DeviceList& devices, bool peer_access) {
   static std::mutex mutex;
   static auto& kept = *new std::map<StagedKey, std::shared_ptr<const Compiled>>;
-  const Reachability reach = reach_of(devices);
+  const Reachability reach = reach_of(devices, peer_access);
   StagedKey key{choice.algorithm, s.world, root, choice.pieces, s.in_place, reach.on_host};
   for (const auto& row : reach.directly) key.reach.insert(key.reach.end(), row.begin(), row.end());
   const std::lock_guard lock(mutex);
@@ -81,11 +78,8 @@ std::shared_ptr<const Compiled> staged(const Choice& choice, const CallKey& s, R
 
 }  // namespace
 
-bool stages_all() { return stage_all_; }
-bool stage_all(bool on) { return std::exchange(stage_all_, on); }
-
-Topology topology_of(const DeviceList& devices) {
-  if (stage_all_) return Topology::staged;
+Topology topology_of(const DeviceList& devices, bool peer_access) {
+  if (!peer_access) return Topology::staged;
   if (std::all_of(devices.begin(), devices.end(), [&](at::Device d) { return d == devices[0]; }))
     return Topology::shared;
   DeviceList distinct;  // many ranks may be on few devices
@@ -98,12 +92,12 @@ Topology topology_of(const DeviceList& devices) {
 }
 
 std::shared_ptr<const Compiled> compiled_for(const Choice& choice, const CallKey& s, Rank root,
-                                             const DeviceList& devices) {
-  if (s.topology == Topology::staged) return staged(choice, s, root, devices);
+                                             const DeviceList& devices, bool peer_access) {
+  if (s.topology == Topology::staged) return staged(choice, s, root, devices, peer_access);
   return compiled(*choice.algorithm, {s.world, root, choice.pieces}, s.in_place);
 }
 
-PeerReport peer_access(int from, int to) {
+PeerReport report_peer_access(int from, int to) {
   const cuda::PeerAccess found = peers().access(from, to);
   int rank = PeerReport::kUnknownRank;
   if (found.asked && from != to)

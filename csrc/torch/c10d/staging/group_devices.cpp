@@ -2,7 +2,7 @@
 #include "group_devices.h"
 
 #include "../../../plan/error.h"
-#include "../../prepared_call.h"
+#include "../../log.h"
 
 namespace pycollect::dist {
 
@@ -147,7 +147,7 @@ std::shared_ptr<TensorPool> GroupDevices::pool_on(
   try {
     made = make_pool(device, symmetric_memory);
   } catch (const std::runtime_error& error) {
-    say_once(text("tensors on ", device, " cannot be shared with other processes: ", error.what()));
+    log_once(text("tensors on ", device, " cannot be shared with other processes: ", error.what()));
   }
   const std::lock_guard lock(mutex_);
   return pools_.emplace(device.index(), made).first->second;

@@ -6,7 +6,7 @@
 #include "../../../plan/error.h"
 #include "../../../plan/names.h"
 #include "../../../transport/executor.h"
-#include "../../prepared_call.h"
+#include "../../log.h"
 #include "../call.h"
 
 namespace pycollect::dist {
@@ -31,7 +31,7 @@ constexpr const TransportOption& kCudaIpc = kTransports[0];
 constexpr const TransportOption& kHostStaging = kTransports[1];
 
 void log_transport(const TransportOption& transport) {
-  say_once(text("collectives of CUDA tensors, PYCOLLECT_CUDA_TRANSPORT=", transport.name, ": ",
+  log_once(text("collectives of CUDA tensors, PYCOLLECT_CUDA_TRANSPORT=", transport.name, ": ",
                 transport.what));
 }
 
@@ -72,7 +72,7 @@ at::Tensor TransportSelector::empty(at::Device device, int64_t count, at::Scalar
           "tensor before the capture");
   free_returned();
   const at::Tensor made = devices_->new_symmetric(symmetric_memory_, device, count, type);
-  for (const std::string& why : symmetric_memory_->unreachable()) say_once(why);
+  for (const std::string& why : symmetric_memory_->unreachable()) log_once(why);
   return made;
 }
 
@@ -116,13 +116,13 @@ void TransportSelector::rendezvous(const std::shared_ptr<shm::Group>& group, at:
   if (const auto gpu = devices_->gpu()) {
     found = cuda_ipc::rendezvous(
         {group, gpu, symmetric_memory_, devices_->stream(device), terms_.buffer_bytes}, context);
-    for (const std::string& why : symmetric_memory_->unreachable()) say_once(why);
+    for (const std::string& why : symmetric_memory_->unreachable()) log_once(why);
   }
   std::string failed;
   if (!found.communicator) {
     const std::string said =
         text("PYCOLLECT_CUDA_TRANSPORT=", kCudaIpc.name, " does not work here: ", found.why);
-    say_once(text("collectives of CUDA tensors: ", said));
+    log_once(text("collectives of CUDA tensors: ", said));
     if (terms_.transport == kCudaIpc.name) failed = text(context.operation, ": ", said);
   }
   const std::lock_guard lock(mutex_);
