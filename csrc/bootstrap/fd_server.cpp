@@ -171,20 +171,20 @@ void FdServer::serve() {
     if (poll(polled.data(), polled.size(), most) < 0) continue;  // a signal
     if (polled[0].revents != 0) return;
     const auto now = Clock::now();
-    auto said = polled.begin() + 2;
+    auto client = polled.begin() + 2;
     {
       const std::lock_guard lock(open_->mutex);
       std::erase_if(callers, [&](const OpenSockets::FdClient& it) {
-        const bool asks = (said++)->revents != 0;
+        const bool asks = (client++)->revents != 0;
         if (asks) answer(it.connection);
         return asks || now >= it.until;
       });
     }
-    if (polled[1].revents != 0) let_in();
+    if (polled[1].revents != 0) accept_client();
   }
 }
 
-void FdServer::let_in() {
+void FdServer::accept_client() {
   std::unique_lock lock(open_->mutex);
   Descriptor caller(accept4(open_->listening.get(), nullptr, nullptr, SOCK_CLOEXEC));
   if (!caller) {

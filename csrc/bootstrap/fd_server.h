@@ -29,7 +29,7 @@ class FdServer {
  private:
   struct OpenSockets;  // fd_server.cpp: the descriptors that a forked child closes
   void serve();
-  void let_in();
+  void accept_client();
   void answer(const Descriptor& connection);
 
   const uint64_t name_;

@@ -140,7 +140,7 @@ void require_one_host(const std::vector<PeerInfo>& ranks, const std::string& gro
                                    "group within each"));
 }
 
-void require_same_terms(const std::vector<PeerInfo>& ranks, const std::string& group) {
+void require_same_settings(const std::vector<PeerInfo>& ranks, const std::string& group) {
   for (Rank r = 1; r < static_cast<Rank>(ranks.size()); ++r)
     require(ranks[r].terms == ranks[0].terms, "the ranks of group '", group,
             "' have different settings: rank 0 has ", ranks[0].terms, ", rank ", r, " has ",

@@ -38,7 +38,7 @@ PeerInfo describe_self(const Settings& settings, int world);
 // Throws std::invalid_argument, naming hosts and ranks, if the ranks are on several hosts.
 void require_one_host(const std::vector<PeerInfo>& ranks, const std::string& group);
 // Throws std::invalid_argument, naming both settings, if a rank's settings differ from rank 0's.
-void require_same_terms(const std::vector<PeerInfo>& ranks, const std::string& group);
+void require_same_settings(const std::vector<PeerInfo>& ranks, const std::string& group);
 // Throws CollectiveError, naming ranks, reasons and remedies, if a rank cannot share the memory.
 void require_shared(const std::vector<PeerInfo>& ranks, const std::string& group);
 // Returns the number of cores on which at least one rank may run.

@@ -14,10 +14,10 @@ namespace pycollect::shm {
 namespace {
 
 // How long to query the store for a key that may be missing once waiting is pointless; per rank.
-constexpr std::chrono::milliseconds kGlance{20};
+constexpr std::chrono::milliseconds kLastQuery{20};
 // How long to wait for the store before liveness is checked: half the second within which a death
 // must be noticed.
-constexpr std::chrono::milliseconds kGlances{500};
+constexpr std::chrono::milliseconds kLivenessInterval{500};
 
 std::string key(Rank rank) { return text("hello/", rank); }
 
@@ -50,9 +50,9 @@ std::vector<PeerInfo> Rendezvous::share(std::size_t bytes, const Preparation& pr
     time_out({0});
   }
   std::vector<PeerInfo> ranks;
-  for (const std::string& said : read_all()) ranks.push_back(PeerInfo::decode(said));
+  for (const std::string& record : read_all()) ranks.push_back(PeerInfo::decode(record));
   require_one_host(ranks, settings_.name);
-  require_same_terms(ranks, settings_.name);
+  require_same_settings(ranks, settings_.name);
   require_shared(ranks, settings_.name);
   return ranks;
 }
@@ -69,13 +69,13 @@ std::shared_ptr<Segment> Rendezvous::take(PeerInfo& mine, std::size_t bytes) {
     mine.ticket = fd_server_.emplace().offer(std::move(file));
     return segment;
   }
-  std::string said;
+  std::string record;
   try {
-    said = store_.read(key(0), deadline_);
+    record = store_.read(key(0), deadline_);
   } catch (const Timeout&) {
     time_out({0});
   }
-  const PeerInfo owner = PeerInfo::decode(said);
+  const PeerInfo owner = PeerInfo::decode(record);
   if (owner.boot != mine.boot || owner.terms != mine.terms || !owner.failure.empty())
     return nullptr;
   return Segment::adopt(fetch_from(owner), bytes);
@@ -99,18 +99,19 @@ std::vector<std::string> Rendezvous::read_all() {
   for (Rank r = 0; r < world_; ++r) keys.push_back(key(r));
   for (bool vain = false;;) {
     try {
-      return store_.read_all(keys, std::min(deadline_, Clock::now() + (vain ? kGlance : kGlances)));
+      return store_.read_all(
+          keys, std::min(deadline_, Clock::now() + (vain ? kLastQuery : kLivenessInterval)));
     } catch (const Timeout&) {  // some stores throw it a second late
       if (Clock::now() >= deadline_) break;
     }
     // A rank that is gone may have completed the rendezvous first: then the second read succeeds.
-    if (vain) throw_why_doomed();
-    vain = is_doomed();
+    if (vain) throw_cause();
+    vain = has_failed_peer();
   }
   std::vector<Rank> missing;
   for (Rank r = 0; r < world_; ++r) {
     try {
-      store_.read(keys[r], Clock::now() + kGlance);
+      store_.read(keys[r], Clock::now() + kLastQuery);
     } catch (const Timeout&) {
       missing.push_back(r);
     }
@@ -126,12 +127,12 @@ void Rendezvous::time_out(const std::vector<Rank>& missing) const {
 }
 
 // Returns true if waiting is pointless: the group is aborted or a rank has died.
-bool Rendezvous::is_doomed() const {
+bool Rendezvous::has_failed_peer() const {
   return peer_status_.abort_state && (peer_status_.abort_state->is_aborted() ||
                                       (peer_status_.peers && peer_status_.peers->dead() != 0));
 }
 
-void Rendezvous::throw_why_doomed() const {
+void Rendezvous::throw_cause() const {
   if (peer_status_.abort_state->is_aborted()) peer_status_.abort_state->rethrow();
   const Rank r = std::countr_zero(peer_status_.peers->dead());
   fail(AbortRecord::lost, text("rank ", r, " (pid ", peer_status_.peers->pid(r),

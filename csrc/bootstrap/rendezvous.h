@@ -38,8 +38,8 @@ class Rendezvous {
   Descriptor fetch_from(const PeerInfo& owner) const;
   std::vector<std::string> read_all();
   [[noreturn]] void time_out(const std::vector<Rank>& missing) const;
-  bool is_doomed() const;
-  [[noreturn]] void throw_why_doomed() const;
+  bool has_failed_peer() const;
+  [[noreturn]] void throw_cause() const;
   [[noreturn]] void fail(uint32_t kind, const std::string& cause) const;
 
   Store& store_;

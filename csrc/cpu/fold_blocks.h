@@ -92,12 +92,12 @@ template <class K>
 inline std::size_t fold_pieces(const K& kernel, Pointers dsts, Pointers srcs, std::size_t at,
                                std::size_t bytes) {
   constexpr std::size_t kBlock = kVectors<K> * kVectorBytes, kPiece = 2048;
-  constexpr int kTogether = 8;
+  constexpr int kSourcesAtOnce = 8;
   FoldBlock<K, kVectors<K>> blocks[kPiece / kBlock];
   Raw results[kPiece / kBlock][kVectors<K>];
   for (; at + kPiece <= bytes; at += kPiece) {
-    for (int first = 0; first < srcs.n; first += kTogether) {
-      const int end = first + kTogether < srcs.n ? first + kTogether : srcs.n;
+    for (int first = 0; first < srcs.n; first += kSourcesAtOnce) {
+      const int end = first + kSourcesAtOnce < srcs.n ? first + kSourcesAtOnce : srcs.n;
       for (std::size_t b = 0; b < kPiece / kBlock; ++b) {
         const std::size_t from = at + b * kBlock;
         FoldBlock<K, kVectors<K>> block;

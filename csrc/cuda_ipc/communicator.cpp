@@ -73,12 +73,12 @@ std::shared_ptr<PendingWork> CudaIpcCommunicator::watch(const shm::OpContext& co
   return work;
 }
 
-std::exception_ptr CudaIpcCommunicator::close(std::chrono::milliseconds grace) {
+std::exception_ptr CudaIpcCommunicator::close(std::chrono::milliseconds timeout) {
   if (std::exchange(closed_, true)) return nullptr;
-  std::exception_ptr untold = parts_.watch->close(grace);
+  std::exception_ptr unreported = parts_.watch->close(timeout);
   parts_.staging_buffer.reset();
   parts_.registered.reset();
-  return untold;
+  return unreported;
 }
 
 }  // namespace pycollect::cuda_ipc

@@ -84,9 +84,9 @@ class CudaIpcCommunicator {
   // Releases memory exposed by calls that have ended; otherwise the next call releases it.
   void free_returned() { parts_.watch->free_returned(); }
 
-  // Shuts down: gives pending work the time `grace`, then releases all memory. Returns the first
+  // Shuts down: gives pending work the time `timeout`, then releases all memory. Returns the first
   // error that no caller has received.
-  std::exception_ptr close(std::chrono::milliseconds grace);
+  std::exception_ptr close(std::chrono::milliseconds timeout);
 
  private:
   std::byte* word(Rank r) const { return parts_.registered->base() + parts_.signal_pad.offset(r); }

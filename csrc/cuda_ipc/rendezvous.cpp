@@ -38,8 +38,8 @@ class CudaIpcRendezvous {
 
   // Releases all memory, except what a device whose work does not end may still access.
   void release() noexcept {
-    const bool stuck = trial_ != nullptr && !trial_->drain();
-    trial_.reset();
+    const bool stuck = self_test_ != nullptr && !self_test_->drain();
+    self_test_.reset();
     if (registered_ && stuck) registered_->abandon();
     if (staging_buffer_ && stuck) staging_buffer_->abandon();
     staging_buffer_.reset();
@@ -50,21 +50,21 @@ class CudaIpcRendezvous {
   // One station: runs `act` and waits for every rank. Returns all ranks' failures, or "".
   template <class F>
   std::string run_step(F&& act) {
-    StepResult& verdict = mine_.results[++station_ & 1];
-    verdict.fine = true;
+    StepResult& result = mine_.results[++station_ & 1];
+    result.fine = true;
     try {
       act();
     } catch (const std::exception& error) {
-      verdict.fine = false;
-      write(verdict.why, error.what());
+      result.fine = false;
+      write(result.why, error.what());
     }
     mine_.steps.store(station_, std::memory_order_release);
     hear();
     std::string why;
     for (Rank r = 0; r < group_.world(); ++r) {
-      const StepResult& said = signal_pad_.entry(r).results[station_ & 1];
-      if (!said.fine)
-        why += text(why.empty() ? "" : "; ", "rank ", r, ": ", shm::sentence(said.why));
+      const StepResult& theirs = signal_pad_.entry(r).results[station_ & 1];
+      if (!theirs.fine)
+        why += text(why.empty() ? "" : "; ", "rank ", r, ": ", shm::sentence(theirs.why));
     }
     return why;
   }
@@ -87,9 +87,9 @@ class CudaIpcRendezvous {
       staging_buffer_ = std::make_unique<StagingBuffer>(
           *ask_.gpu, StagingBufferParams{device, group_.rank(), group_.world(), ask_.buffer_bytes});
       registered_ = std::make_unique<RegisteredHostMemory>(*ask_.gpu, device, signal_pad_);
-      trial_ =
+      self_test_ =
           std::make_unique<SelfTest>(*ask_.gpu, *staging_buffer_, signal_pad_, registered_->base());
-      trial_->clear();
+      self_test_->clear();
       mine_.handle = staging_buffer_->handle();
       watch_ = std::make_unique<Watchdog>(ask_.group, signal_pad_);
     });
@@ -98,20 +98,20 @@ class CudaIpcRendezvous {
       for (Rank r = 0; r < group_.world(); ++r)
         if (r != group_.rank()) staging_buffer_->open(r, signal_pad_.entry(r).handle);
     });
-    if (why.empty()) why = run_step([&] { trial_->write_to_all(); });
-    if (why.empty()) why = run_step([&] { trial_->read_from_all(); });
+    if (why.empty()) why = run_step([&] { self_test_->write_to_all(); });
+    if (why.empty()) why = run_step([&] { self_test_->read_from_all(); });
     return why;
   }
 
   std::string test_streams() {
-    std::string why = run_step([&] { trial_->signal_all(); });
-    if (why.empty()) why = run_step([&] { trial_->wait_for_all(); });
+    std::string why = run_step([&] { self_test_->signal_all(); });
+    if (why.empty()) why = run_step([&] { self_test_->wait_for_all(); });
     return why;
   }
 
   std::shared_ptr<CudaIpcCommunicator> make_communicator() {
-    const bool stuck = !trial_->drain();
-    trial_.reset();
+    const bool stuck = !self_test_->drain();
+    self_test_.reset();
     if (stuck) staging_buffer_->abandon();  // not freed at the end: the device may still access it
     if (stuck) registered_->abandon();
     run_step([] {});  // a barrier: no rank signals a run before all have drained
@@ -131,7 +131,7 @@ class CudaIpcRendezvous {
   uint64_t station_;
   std::unique_ptr<RegisteredHostMemory> registered_;
   std::unique_ptr<StagingBuffer> staging_buffer_;
-  std::unique_ptr<SelfTest> trial_;
+  std::unique_ptr<SelfTest> self_test_;
   std::unique_ptr<Watchdog> watch_;
 };
 

@@ -11,7 +11,7 @@ namespace {
 
 // Time limit of one test: it takes microseconds, or longer if a first launch loads its kernel.
 constexpr std::chrono::seconds kLongest(10);
-constexpr std::chrono::microseconds kGlance(20);
+constexpr std::chrono::microseconds kPollInterval(20);
 
 // Numbers of the marks in a staging buffer: written by rank r, read from rank r, and the owner's.
 constexpr int written_by(Rank r) { return r; }
@@ -22,7 +22,7 @@ constexpr int kOwn = 2 * shm::kMaxRanks;
 constexpr unsigned char pattern(Rank r) { return static_cast<unsigned char>(0x80 + r); }
 
 // Counter values of the self-test, stored by streams and by the host: lower than those of any run.
-constexpr uint64_t kTold = 1, kReleased = 2;
+constexpr uint64_t kSignalled = 1, kReleased = 2;
 
 }  // namespace
 
@@ -66,7 +66,7 @@ void SelfTest::finish() {
     api.record(end, stream_);
     const auto deadline = shm::Clock::now() + kLongest;
     while (!(reached = api.query(end)) && shm::Clock::now() < deadline)
-      std::this_thread::sleep_for(kGlance);
+      std::this_thread::sleep_for(kPollInterval);
   });
   if (!reached) throw std::runtime_error("the GPU did not finish a self-test within 10 seconds");
 }
@@ -135,12 +135,13 @@ void SelfTest::read_from_all() {
 }
 
 void SelfTest::signal_all() {
-  on_stream([&](cuda::Api& api) { api.write_value(stream_, word(staging_buffer_.rank()), kTold); });
+  on_stream(
+      [&](cuda::Api& api) { api.write_value(stream_, word(staging_buffer_.rank()), kSignalled); });
   finish();
 }
 
 void SelfTest::wait_for_all() {
-  for (Rank r = 0; r < staging_buffer_.world(); ++r) wait(r, kTold);
+  for (Rank r = 0; r < staging_buffer_.world(); ++r) wait(r, kSignalled);
   finish();
   wait(staging_buffer_.rank(), kReleased);
   signal_pad_.counter(staging_buffer_.rank()).reached.store(kReleased, std::memory_order_seq_cst);

@@ -15,12 +15,12 @@ namespace {
 // and no launch but the fold's. In other collectives a rank that exposes a tensor waits until the
 // peers are done with it, one hand-over more than staging needs. Below this size, which a GPU
 // copies in about the time of one hand-over, copies are assumed cheaper. Not measured.
-constexpr std::size_t kPlacedBytes = 1 << 20;
+constexpr std::size_t kZeroCopyBytes = 1 << 20;
 
 }  // namespace
 
 bool CudaIpcTransport::may_use_tensors(Collective collective, std::size_t bytes) const {
-  return collective == Collective::all_reduce || bytes >= kPlacedBytes;
+  return collective == Collective::all_reduce || bytes >= kZeroCopyBytes;
 }
 
 void CudaIpcTransport::begin(const shm::Request& request, const shm::OpContext& context) {
@@ -40,7 +40,7 @@ shm::Agreement CudaIpcTransport::agree(const shm::CallFingerprint& mine, shm::Ch
 }
 
 std::byte* CudaIpcTransport::find(Rank r, shm::Where where) const {
-  const shm::RegisteredOffsets& registered = group().line(r).registered[context_->call & 1];
+  const shm::RegisteredOffsets& registered = group().rank_state(r).registered[context_->call & 1];
   const RemoteOffset place = where == shm::Where::input ? registered.input : registered.output;
   try {
     return communicator_->symmetric_memory().at(communicator_->staging_buffer().device(), r, place);
@@ -54,10 +54,10 @@ std::byte* CudaIpcTransport::find(Rank r, shm::Where where) const {
 }
 
 // Opens all peers' tensors before anything is enqueued.
-void CudaIpcTransport::reach_tensors(const shm::RankProgram& rank_program, std::size_t) {
+void CudaIpcTransport::check_exposed(const shm::RankProgram& rank_program, std::size_t) {
   reached_.assign(2 * static_cast<std::size_t>(world()), nullptr);
-  for (const shm::Instruction& move : rank_program.moves)
-    for (const shm::Operand& o : move.operands) {
+  for (const shm::Instruction& instruction : rank_program.instructions)
+    for (const shm::Operand& o : instruction.operands) {
       if (o.where == shm::Where::staging || o.rank == rank()) continue;
       std::byte*& at = reached_[index(o.rank, o.where)];
       if (at == nullptr) at = find(o.rank, o.where);
@@ -71,20 +71,20 @@ void CudaIpcTransport::wait_for_previous(uint64_t run) {
 
 // Enqueues one launch, however many tensors the elements are spread over.
 void CudaIpcTransport::launch(const shm::Rows& rows) {
-  const shm::Instruction& move = rows.move();
+  const shm::Instruction& instruction = rows.instruction();
   launch_.rows.clear();
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const shm::Rows::RowView row = rows[i];
     const auto first = reinterpret_cast<std::byte* const*>(row.at);
-    const auto dsts = first + move.dsts, end = first + move.operands.size();
+    const auto dsts = first + instruction.dsts, end = first + instruction.operands.size();
     launch_.rows.push_back({.dsts = {first, dsts},
                             .srcs = {dsts, end},
                             .count = row.count,
-                            .finishes = move.finishes});
+                            .finishes = instruction.finishes});
   }
   // Writes to staging buffers are harmless after an abort. The owner of a tensor has received the
   // error by then, and may have freed the tensor's memory.
-  launch_.guard = move.in_staging == move.dsts ? nullptr : communicator_->guard();
+  launch_.guard = instruction.in_staging == instruction.dsts ? nullptr : communicator_->guard();
   communicator_->gpu().on(communicator_->stream().device,
                           [&](cuda::Api& api) { api.launch(communicator_->stream(), launch_); });
 }

@@ -26,7 +26,7 @@ class CudaIpcTransport final : public shm::Transport {
 
   void begin(const shm::Request& request, const shm::OpContext& context) override;
   shm::Agreement agree(const shm::CallFingerprint& mine, shm::ChunkLoop& loop) override;
-  void reach_tensors(const shm::RankProgram& rank_program, std::size_t bytes) override;
+  void check_exposed(const shm::RankProgram& rank_program, std::size_t bytes) override;
 
   std::byte* buffer(Rank r, uint64_t run) const override {
     return communicator_->staging_buffer().staging_buffer(r, run);

@@ -33,7 +33,7 @@ std::exception_ptr PendingWork::error() const {
   return error_;
 }
 
-std::exception_ptr PendingWork::tell() {
+std::exception_ptr PendingWork::report() {
   const std::lock_guard lock(mutex_);
   reported_ = reported_ || error_;
   return error_;
@@ -172,11 +172,11 @@ void Watchdog::release(PendingWork& work) const {
   }
 }
 
-std::exception_ptr Watchdog::close(std::chrono::milliseconds grace) {
+std::exception_ptr Watchdog::close(std::chrono::milliseconds timeout) {
   Lock lock(mutex_);
   closed_ = true;
   changed_.notify_all();
-  if (!changed_.wait_for(lock, grace, [&] { return open_.empty(); })) {
+  if (!changed_.wait_for(lock, timeout, [&] { return open_.empty(); })) {
     lock.unlock();
     group_->abort("it was destroyed while collectives were under way on a GPU");
     lock.lock();

@@ -33,7 +33,7 @@ class PendingWork {
   bool ended();
   std::exception_ptr error() const;  // null: none yet
   // Returns error() for the caller of the collective, and marks it as reported.
-  std::exception_ptr tell();
+  std::exception_ptr report();
 
  private:
   friend class Watchdog;
@@ -66,9 +66,9 @@ class Watchdog {
   // Releases memory exposed by calls that have ended. From any thread but the watchdog's: freeing
   // memory may wait for all streams, and only the watchdog releases blocked ones.
   void free_returned();
-  // Waits until all pending work has ended. Aborts the group if that takes longer than `grace`.
+  // Waits until all pending work has ended. Aborts the group if that takes longer than `timeout`.
   // Takes no more work. Returns the first error that no caller has received.
-  std::exception_ptr close(std::chrono::milliseconds grace);
+  std::exception_ptr close(std::chrono::milliseconds timeout);
 
  private:
   using Lock = std::unique_lock<std::mutex>;

@@ -22,18 +22,17 @@ bool fits(const Record& r) { return r.payload == (r.kind == Record::eager ? r.by
 Incoming::Incoming(const MailArea& area, Rank me, Wakeups& effects)
     : area_(area), me_(me), effects_(effects) {
   for (Rank from = 0; from < area.world(); ++from)
-    failure_detector_.push_back({RingReader(area.messages(from, me)),
-                                 RingReader(area.pieces(from, me)),
-                                 RingWriter(area.replies(from, me))});
+    senders_.push_back({RingReader(area.messages(from, me)), RingReader(area.pieces(from, me)),
+                        RingWriter(area.replies(from, me))});
 }
 
 void Incoming::receive(const TransferPtr& transfer) {
   const Rank peer = transfer->peer();
-  const bool anybody = peer == kAnySource;
+  const bool wildcard = peer == kAnySource;
   const auto asked = posted_.insert({{peer, transfer->envelope.tag}, {order_++, transfer}});
-  ++askers(peer);
-  for (int i = 0, turn = turn_; i < (anybody ? area_.world() : 1); ++i) {
-    const Rank from = anybody ? (turn + i) % area_.world() : peer;
+  ++posted_count(peer);
+  for (int i = 0, turn = turn_; i < (wildcard ? area_.world() : 1); ++i) {
+    const Rank from = wildcard ? (turn + i) % area_.world() : peer;
     if (take_unexpected(from, asked)) return;
     int taken = 0;
     while (!transfer->matched_ && taken < kMostTaken && take_one(from)) ++taken;
@@ -47,18 +46,18 @@ bool Incoming::take_unexpected(Rank from, PostedReceives::iterator asked) {
   if (kept == unexpected_.end() || kept->first != MatchKey{from, asked->first.tag}) return false;
   const auto [record, payload] = std::move(kept->second);
   unexpected_.erase(kept);
-  failure_detector_[from].unexpected_bytes -= sizeof(UnexpectedMessage) + record.payload;
+  senders_[from].unexpected_bytes -= sizeof(UnexpectedMessage) + record.payload;
   settle(from, record, payload.get(), unlist(asked));
   return true;
 }
 
 bool Incoming::wants(const Sender& peer) const {
-  if (peer.asked + asked_anybody_ > 0) return true;
+  if (peer.asked + wildcard_receives_ > 0) return true;
   return peer.unexpected_bytes < kMostKept && peer.messages.crowded();
 }
 
 bool Incoming::take_one(Rank from) {
-  Sender& peer = failure_detector_[from];
+  Sender& peer = senders_[from];
   if (!wants(peer)) return false;
   const Record* const record = peer.messages.peek();
   if (record == nullptr) return false;
@@ -81,15 +80,15 @@ Incoming::PostedReceives::iterator Incoming::find(Rank from, uint32_t tag) {
     return at != posted_.end() && at->first == MatchKey{peer, tag} ? at : posted_.end();
   };
   const auto named = first(from);
-  const auto anybody = asked_anybody_ > 0 ? first(kAnySource) : posted_.end();
-  if (named == posted_.end() || anybody == posted_.end())
-    return named == posted_.end() ? anybody : named;
-  return named->second.order < anybody->second.order ? named : anybody;
+  const auto wildcard = wildcard_receives_ > 0 ? first(kAnySource) : posted_.end();
+  if (named == posted_.end() || wildcard == posted_.end())
+    return named == posted_.end() ? wildcard : named;
+  return named->second.order < wildcard->second.order ? named : wildcard;
 }
 
 TransferPtr Incoming::unlist(PostedReceives::iterator asked) {
   TransferPtr transfer = std::move(asked->second.transfer);
-  --askers(asked->first.peer);
+  --posted_count(asked->first.peer);
   posted_.erase(asked);
   return transfer;
 }
@@ -98,7 +97,7 @@ void Incoming::buffer_unexpected(Rank from, const Record& record, const std::byt
   auto copy = std::make_unique_for_overwrite<std::byte[]>(record.payload);
   std::memcpy(copy.get(), payload, record.payload);
   unexpected_.emplace(MatchKey{from, record.tag}, UnexpectedMessage{record, std::move(copy)});
-  failure_detector_[from].unexpected_bytes += sizeof(UnexpectedMessage) + record.payload;
+  senders_[from].unexpected_bytes += sizeof(UnexpectedMessage) + record.payload;
 }
 
 void Incoming::settle(Rank from, const Record& record, const std::byte* payload,
@@ -114,7 +113,7 @@ void Incoming::settle(Rank from, const Record& record, const std::byte* payload,
     refusal.dtype = wanted.dtype;
     answer(from, {refusal, transfer, error});
   } else if (record.kind != Record::eager) {
-    failure_detector_[from].requested.emplace(record.number, transfer);
+    senders_[from].requested.emplace(record.number, transfer);
     answer(from, {{.number = record.number, .kind = Record::cts}});
   } else {
     if (record.payload != 0) std::memcpy(transfer->into_, payload, record.payload);
@@ -123,22 +122,22 @@ void Incoming::settle(Rank from, const Record& record, const std::byte* payload,
 }
 
 void Incoming::answer(Rank to, Reply answer) {
-  failure_detector_[to].queued.push_back(std::move(answer));
+  senders_[to].queued.push_back(std::move(answer));
   flush_replies(to);
 }
 
 void Incoming::flush_replies(Rank to) {
-  Sender& peer = failure_detector_[to];
+  Sender& peer = senders_[to];
   for (; !peer.queued.empty() && peer.replies.push(peer.queued.front().record);
        peer.queued.pop_front()) {
-    const Reply& said = peer.queued.front();
-    if (said.refused) effects_.finish(*said.refused, said.error);
+    const Reply& reply = peer.queued.front();
+    if (reply.refused) effects_.finish(*reply.refused, reply.error);
     effects_.touch(to);
   }
 }
 
 bool Incoming::take_fragment(Rank from) {
-  Sender& peer = failure_detector_[from];
+  Sender& peer = senders_[from];
   const Record* const record = peer.pieces.peek();
   if (record == nullptr) return false;
   const auto at = peer.requested.find(record->number);
@@ -166,7 +165,7 @@ void Incoming::move() {
     for (int i = 0, turn = turn_; i < world; ++i) taken |= take_one((turn + i) % world);
   }
   for (Rank from = 0; from < world; ++from) {
-    Sender& peer = failure_detector_[from];
+    Sender& peer = senders_[from];
     const uint64_t end =
         peer.pieces.read() + MailArea::fragment_ring_bytes(world);  // as in push_pieces
     while (!peer.requested.empty() && peer.pieces.read() < end && take_fragment(from)) continue;
@@ -177,7 +176,7 @@ void Incoming::move() {
 void Incoming::fail(const std::exception_ptr& error) {
   for (const auto& [key, asked] : posted_) effects_.finish(*asked.transfer, error);
   posted_.clear();
-  for (Sender& peer : failure_detector_) {
+  for (Sender& peer : senders_) {
     for (const auto& [number, transfer] : peer.requested) effects_.finish(*transfer, error);
     for (const Reply& answer : peer.queued)
       if (answer.refused) effects_.finish(*answer.refused, answer.error);
@@ -185,7 +184,7 @@ void Incoming::fail(const std::exception_ptr& error) {
     peer.asked = 0;
     peer.requested.clear();
   }
-  asked_anybody_ = 0;
+  wildcard_receives_ = 0;
 }
 
 }  // namespace pycollect::shm

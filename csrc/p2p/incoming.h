@@ -58,8 +58,8 @@ class Incoming {
   using PostedReceives =
       std::multimap<MatchKey, PostedReceive>;  // equal keys stay in the order of insertion
 
-  int& askers(Rank peer) {
-    return peer == kAnySource ? asked_anybody_ : failure_detector_[peer].asked;
+  int& posted_count(Rank peer) {
+    return peer == kAnySource ? wildcard_receives_ : senders_[peer].asked;
   }
   bool wants(const Sender& peer) const;
   bool take_unexpected(Rank from, PostedReceives::iterator asked);
@@ -76,11 +76,11 @@ class Incoming {
   MailArea area_;
   Rank me_;
   Wakeups& effects_;
-  std::vector<Sender> failure_detector_;                   // [rank]
+  std::vector<Sender> senders_;                            // [rank]
   std::multimap<MatchKey, UnexpectedMessage> unexpected_;  // unexpected-message queue
   PostedReceives posted_;                                  // posted-receive queue
   uint64_t order_ = 0;                                     // sequence number of the next receive
-  int asked_anybody_ = 0;                                  // posted wildcard receives
+  int wildcard_receives_ = 0;                              // posted wildcard receives
   Rank turn_ = 0;  // the peer whose messages a wildcard receive tries first
 };
 

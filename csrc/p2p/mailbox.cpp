@@ -187,15 +187,15 @@ class Mailbox::Waiter {
 // another thread checked for too early. A thread that sleeps while another is awake wakes after a
 // millisecond to check whether it is needed.
 void Mailbox::Waiter::sleep() {
-  // A poll every kGlance costs a tenth of the exchange of a small message through the host.
-  constexpr std::chrono::microseconds kGlance{50}, kBeside{1'000}, kLongest{10'000};
+  // A poll every kPollInterval costs a tenth of the exchange of a small message through the host.
+  constexpr std::chrono::microseconds kPollInterval{50}, kBeside{1'000}, kLongest{10'000};
   const auto busy = [&] {
     const bool moved = box_.move(Locked(box_.mutex_));
     if (moved) moved_ = Clock::now();
     return moved || until_.holds();
   };
-  const auto at_most = [&](auto nap) {
-    return [&, nap] { return until_.polls && until_.polls() ? kGlance : nap; };
+  const auto at_most = [&](auto interval) {
+    return [&, interval] { return until_.polls && until_.polls() ? kPollInterval : interval; };
   };
   if (until_.transfer != nullptr) until_.transfer->count_sleeper(1);
   if (--box_.awake_ == 0) {
@@ -248,7 +248,7 @@ void Mailbox::wait(Transfer& transfer, const OpContext& context) {
 
 // A wildcard receive depends on the peers that have not left: a rank that left in good order sends
 // nothing more, but the message may come from another rank.
-std::vector<Rank> Mailbox::anybody() const {
+std::vector<Rank> Mailbox::wildcard_sources() const {
   std::vector<Rank> there, others;
   const uint64_t left = group_.left();
   for (Rank r = 0; r < group_.world(); ++r) {
@@ -262,7 +262,7 @@ std::vector<Rank> Mailbox::anybody() const {
 
 std::vector<Rank> Mailbox::missing(const Transfer& transfer) const {
   const Rank peer = transfer.peer();
-  return peer == kAnySource ? anybody() : std::vector<Rank>{peer};
+  return peer == kAnySource ? wildcard_sources() : std::vector<Rank>{peer};
 }
 
 }  // namespace pycollect::shm

@@ -71,7 +71,7 @@ class Mailbox {
   bool move(Locked locked);
   bool unlock(Locked locked);
   bool move_all(const WaitCondition& until);
-  std::vector<Rank> anybody() const;  // the ranks that a wildcard receive depends on
+  std::vector<Rank> wildcard_sources() const;  // the ranks that a wildcard receive depends on
 
   Group& group_;
   OwnerProcess origin_;  // a forked child must not touch the queues of its parent

@@ -11,12 +11,12 @@ namespace pycollect::shm {
 Outgoing::Outgoing(const MailArea& area, Rank me, Wakeups& effects)
     : area_(area), me_(me), effects_(effects), max_eager_(MailArea::max_eager_bytes(area.world())) {
   for (Rank to = 0; to < area.world(); ++to)
-    failure_detector_.push_back({RingWriter(area.messages(me, to)), RingWriter(area.pieces(me, to)),
-                                 RingReader(area.replies(me, to))});
+    receivers_.push_back({RingWriter(area.messages(me, to)), RingWriter(area.pieces(me, to)),
+                          RingReader(area.replies(me, to))});
 }
 
 void Outgoing::send(TransferPtr transfer) {
-  Receiver& peer = failure_detector_[transfer->peer()];
+  Receiver& peer = receivers_[transfer->peer()];
   if (!peer.queued.empty() || !post(peer, transfer)) peer.queued.push_back(std::move(transfer));
 }
 
@@ -78,7 +78,7 @@ void Outgoing::push_fragments(Receiver& peer) {
 }
 
 void Outgoing::move() {
-  for (Receiver& peer : failure_detector_) {
+  for (Receiver& peer : receivers_) {
     if (!peer.awaiting_cts.empty()) read_replies(peer);
     while (!peer.queued.empty() && post(peer, peer.queued.front())) peer.queued.pop_front();
     if (!peer.requested.empty()) push_fragments(peer);
@@ -86,7 +86,7 @@ void Outgoing::move() {
 }
 
 void Outgoing::fail(const std::exception_ptr& error) {
-  for (Receiver& peer : failure_detector_) {
+  for (Receiver& peer : receivers_) {
     for (const auto& [number, transfer] : peer.awaiting_cts) effects_.finish(*transfer, error);
     for (const auto* const list : {&peer.queued, &peer.requested})
       for (const TransferPtr& transfer : *list) effects_.finish(*transfer, error);

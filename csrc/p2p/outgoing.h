@@ -38,7 +38,7 @@ class Outgoing {
   Rank me_;
   Wakeups& effects_;
   std::size_t max_eager_;
-  std::vector<Receiver> failure_detector_;  // [rank]
+  std::vector<Receiver> receivers_;  // [rank]
 };
 
 }  // namespace pycollect::shm

@@ -56,12 +56,12 @@ std::string words(Leaf leaf) { return text("x", leaf.rank, "[", leaf.chunk, "]")
 std::string words(const Leaves& leaves) {
   constexpr std::size_t kShown = 8;  // a longer sum is shortened to its first and last terms
   const std::size_t n = leaves.size();
-  std::string said;
+  std::string shown;
   for (std::size_t i = 0; i < n; ++i) {
     if (n > kShown && i > 2 && i + 1 < n) continue;
-    said += text(i > 0 ? " + " : "", n > kShown && i > 2 ? "... + " : "", words(leaves[i]));
+    shown += text(i > 0 ? " + " : "", n > kShown && i > 2 ? "... + " : "", words(leaves[i]));
   }
-  return n > kShown ? text(said, " (", n, " terms)") : said;
+  return n > kShown ? text(shown, " (", n, " terms)") : shown;
 }
 
 class OrderCheck {
@@ -75,12 +75,12 @@ class OrderCheck {
         summed_(run_.terms(), FoldTerms{}) {}
 
   Verification judge() {
-    for (Rank r = 0; r < plan_.world && verdict_.right(); ++r)
-      for (int c = 0; c < plan_.chunks && verdict_.right(); ++c) {
+    for (Rank r = 0; r < plan_.world && verification_.right(); ++r)
+      for (int c = 0; c < plan_.chunks && verification_.right(); ++c) {
         output(out(r, c));
         if (!in_place_) input(in(r, c));
       }
-    return verdict_;
+    return verification_;
   }
 
  private:
@@ -104,7 +104,7 @@ class OrderCheck {
     Leaves all;
     if (summed_[got].chunk != at.first && !sums(got, at.first, all))
       return wrong("out", at, got, words(all));
-    verdict_.order = std::max(verdict_.order, summed_[got].order);
+    verification_.order = std::max(verification_.order, summed_[got].order);
   }
 
   void input(const Slice& at) {
@@ -131,12 +131,12 @@ class OrderCheck {
 
   void wrong(const char* buffer, const Slice& at, TermId got, const std::string& want) {
     const bool few = run_.term(got).leaves <= plan_.world;
-    verdict_.defect = text("rank ", at.rank, ", ", buffer, "[", at.first, "]: got ",
-                           got == kUnwritten ? "what nobody has written"
-                           : few             ? words(run_.leaves(got))
-                                             : text("a sum of more than ", plan_.world, " terms"),
-                           ", wanted ", want, " (x", at.rank, "[", at.first, "] is chunk ",
-                           at.first, " of rank ", at.rank, "'s input)");
+    verification_.defect = text("rank ", at.rank, ", ", buffer, "[", at.first, "]: got ",
+                                got == kUnwritten ? "what nobody has written"
+                                : few ? words(run_.leaves(got))
+                                      : text("a sum of more than ", plan_.world, " terms"),
+                                ", wanted ", want, " (x", at.rank, "[", at.first, "] is chunk ",
+                                at.first, " of rank ", at.rank, "'s input)");
   }
 
   Collective collective_;
@@ -145,7 +145,7 @@ class OrderCheck {
   bool in_place_;
   SymbolicRun run_;
   std::vector<FoldTerms> summed_;  // [term]
-  Verification verdict_;
+  Verification verification_;
 };
 
 // Every rank's scratch must depend on every rank's, so that no rank leaves before all have entered.

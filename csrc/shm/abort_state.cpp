@@ -38,8 +38,9 @@ void AbortState::rethrow(const OpContext& context) const {
   const uint32_t kind = wait_for_cause();
   const std::string found_in = sentence(record_.operation);
   const bool here = found_in == context.operation && record_.call == context.call;
-  const bool told = here || found_in.empty();
-  fail(kind, name(context), told ? "" : text("broken since ", found_in, " #", record_.call, ": "));
+  const bool is_known = here || found_in.empty();
+  fail(kind, name(context),
+       is_known ? "" : text("broken since ", found_in, " #", record_.call, ": "));
 }
 
 void AbortState::rethrow() const { fail(wait_for_cause(), text("group '", group_, "'"), ""); }

@@ -67,7 +67,7 @@ void Group::rendezvous(Store& store) {
 void Group::map_segment(std::shared_ptr<Segment> segment) {
   segment_ = std::move(segment);
   base_ = segment_->data();
-  lines_ = reinterpret_cast<RankState*>(base_ + layout_.rank_states);
+  rank_states_ = reinterpret_cast<RankState*>(base_ + layout_.rank_states);
   segment_->commit(0, Layout::up(sizeof(Control)));
   abort_state_ =
       std::make_unique<AbortState>(reinterpret_cast<Control*>(base_)->record, settings_.name);
@@ -92,7 +92,7 @@ void Group::require_one_memory(const std::vector<PeerInfo>& ranks) const {
 uint64_t Group::left() const {
   uint64_t left = 0;
   for (Rank r = 0; r < world_; ++r)
-    if (lines_[r].left.load(std::memory_order_acquire) != 0) left |= uint64_t{1} << r;
+    if (rank_states_[r].left.load(std::memory_order_acquire) != 0) left |= uint64_t{1} << r;
   return left;
 }
 
@@ -100,7 +100,7 @@ Group::~Group() { leave(); }
 
 void Group::leave() noexcept {
   if (!origin_.is_here()) return;
-  lines_[rank_].left.store(1, std::memory_order_seq_cst);
+  rank_states_[rank_].left.store(1, std::memory_order_seq_cst);
   wake_all();
 }
 
@@ -124,7 +124,7 @@ void Group::abort(const std::string& why) {
 }
 
 void Group::wake_all() const {
-  for (Rank r = 0; r < world_; ++r) wake_sleepers(lines_[r].done);
+  for (Rank r = 0; r < world_; ++r) wake_sleepers(rank_states_[r].done);
 }
 
 // Slow path of Group::await: the wait monitor and its error messages.
@@ -133,9 +133,9 @@ namespace {
 // A wait that no wake-up ends sleeps for 1/50 of the time that it has lasted already: it loses at
 // most 1/50, and a long wait uses no core. Sleeps of less than 50 us would take as long, because
 // the kernel's timers are 50 us late.
-constexpr int kWaitedPerNap = 50;
-constexpr std::chrono::microseconds kShortestNap{50};
-constexpr std::chrono::milliseconds kLongestNap{2};
+constexpr int kWaitedPerSleep = 50;
+constexpr std::chrono::microseconds kShortestSleep{50};
+constexpr std::chrono::milliseconds kLongestSleep{2};
 
 std::string seconds(std::chrono::nanoseconds time) {
   std::array<char, 32> digits;
@@ -175,7 +175,7 @@ class Group::WaitMonitor {
   void find_lost(uint64_t dead, uint64_t left) {
     std::vector<Rank> died, went;
     for (Rank r : question_.suspects()) {
-      if ((dead >> r & 1) != 0 && group_.lines_[r].left.load() == 0)
+      if ((dead >> r & 1) != 0 && group_.rank_states_[r].left.load() == 0)
         died.push_back(r);
       else if (((dead | left) >> r & 1) != 0)
         went.push_back(r);
@@ -238,8 +238,8 @@ void Group::await_slowly(Rank r, uint64_t wanted, const OpContext& context) {
 std::vector<Rank> Group::behind(uint64_t goal) const {
   std::vector<Rank> ranks;
   for (Rank r = 0; r < world_; ++r)
-    if (r != rank_ && !reached(lines_[r].done.load(std::memory_order_acquire), goal) &&
-        !reached(lines_[r].ended.load(std::memory_order_acquire), goal))
+    if (r != rank_ && !reached(rank_states_[r].done.load(std::memory_order_acquire), goal) &&
+        !reached(rank_states_[r].ended.load(std::memory_order_acquire), goal))
       ranks.push_back(r);
   return ranks;
 }
@@ -249,7 +249,7 @@ std::vector<Rank> Group::last_behind(uint64_t goal) const {
   std::vector<Rank> last;
   uint64_t least = goal;
   for (Rank r = 0; r < world_; ++r) {
-    const uint64_t done = lines_[r].done.load(std::memory_order_acquire);
+    const uint64_t done = rank_states_[r].done.load(std::memory_order_acquire);
     if (r == rank_ || reached(done, goal)) continue;
     if (done != least && reached(least, done)) last.clear(), least = done;
     if (done == least) last.push_back(r);
@@ -260,7 +260,7 @@ std::vector<Rank> Group::last_behind(uint64_t goal) const {
 // Publishes in `on_core` the core on which this rank runs, and returns that value.
 int32_t Group::note_core() {
   const int32_t here = sched_getcpu() + 1;
-  std::atomic<int32_t>& mine = lines_[rank_].on_core;
+  std::atomic<int32_t>& mine = rank_states_[rank_].on_core;
   if (mine.load(std::memory_order_relaxed) != here) mine.store(here, std::memory_order_relaxed);
   return here;
 }
@@ -270,7 +270,7 @@ int32_t Group::note_core() {
 bool Group::shares_core() {
   const int32_t here = note_core();
   for (Rank r = 0; r < world_; ++r)
-    if (r != rank_ && lines_[r].on_core.load(std::memory_order_relaxed) == here) return true;
+    if (r != rank_ && rank_states_[r].on_core.load(std::memory_order_relaxed) == here) return true;
   return false;
 }
 
@@ -281,16 +281,16 @@ bool Group::shares_core() {
 // all_reduce of 4 ranks is a quarter faster, in Python a third.
 bool Group::shares_core_with(Rank awaited) {
   const int32_t here = note_core();
-  const uint64_t own = lines_[rank_].done.load(std::memory_order_relaxed);
+  const uint64_t own = rank_states_[rank_].done.load(std::memory_order_relaxed);
   for (Rank r = 0; r < world_; ++r)
-    if (r != rank_ && lines_[r].on_core.load(std::memory_order_relaxed) == here &&
-        (r == awaited || !reached(lines_[r].done.load(std::memory_order_acquire), own)))
+    if (r != rank_ && rank_states_[r].on_core.load(std::memory_order_relaxed) == here &&
+        (r == awaited || !reached(rank_states_[r].done.load(std::memory_order_acquire), own)))
       return true;
   return false;
 }
 
 void Group::sleep_for(Rank r, uint64_t wanted, std::chrono::nanoseconds at_most) {
-  RankState& line = lines_[r];
+  RankState& line = rank_states_[r];
   line.sleepers.fetch_add(1, std::memory_order_seq_cst);
   const uint64_t seen = line.done.load(std::memory_order_seq_cst);
   if (!reached(seen, wanted) && !abort_state_->is_aborted()) sleep_on(line.done, seen, at_most);
@@ -312,7 +312,7 @@ void Group::await(const std::function<bool()>& ready,
       [&](std::chrono::nanoseconds waited) {
         if (rest) return rest();
         std::this_thread::sleep_for(std::clamp<std::chrono::nanoseconds>(
-            waited / kWaitedPerNap, kShortestNap, kLongestNap));
+            waited / kWaitedPerSleep, kShortestSleep, kLongestSleep));
       });
 }
 

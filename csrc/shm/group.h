@@ -34,7 +34,7 @@ class Group {
   int world() const { return world_; }
   const Settings& settings() const { return settings_; }
   const Layout& layout() const { return layout_; }
-  RankState& line(Rank r) const { return lines_[r]; }
+  RankState& rank_state(Rank r) const { return rank_states_[r]; }
   FingerprintDetails& fingerprint_details(Rank r, uint64_t call) const;
   std::byte* staging_buffer(Rank r, uint64_t run) const {
     return base_ + layout_.staging_buffer(r, run);
@@ -99,7 +99,7 @@ class Group {
   bool crowded_ = false;  // more ranks than cores
   std::shared_ptr<Segment> segment_;
   std::byte* base_ = nullptr;
-  RankState* lines_ = nullptr;
+  RankState* rank_states_ = nullptr;
   std::unique_ptr<AbortState> abort_state_;
   std::unique_ptr<FailureDetector> failure_detector_;
   std::unique_ptr<std::atomic<uint64_t>[]> seen_;  // [rank]: last seen value of its counter
@@ -108,7 +108,7 @@ class Group {
 // The store of `done` and the load of `sleepers` must not be reordered (seq_cst). A sleeper counts
 // itself first and reads `done` second, so one of the two sees the other.
 inline void Group::advance(uint64_t done) {
-  RankState& mine = lines_[rank_];
+  RankState& mine = rank_states_[rank_];
   mine.done.store(done, std::memory_order_seq_cst);
   if (mine.sleepers.load(std::memory_order_seq_cst) != 0) [[unlikely]]
     wake_sleepers(mine.done);
@@ -117,7 +117,7 @@ inline void Group::advance(uint64_t done) {
 // Release and acquire on `seen_` pass a seen counter, and the data that it covers, between threads.
 inline bool Group::has_reached(Rank r, uint64_t wanted) {
   if (reached(seen_[r].load(std::memory_order_acquire), wanted)) return true;
-  const uint64_t done = lines_[r].done.load(std::memory_order_acquire);
+  const uint64_t done = rank_states_[r].done.load(std::memory_order_acquire);
   seen_[r].store(done, std::memory_order_release);
   return reached(done, wanted);
 }

@@ -148,8 +148,8 @@ struct Layout {
         staging_buffers(signal_pad + up(s.signal_pad_bytes)),
         buffer_stride(up_to_line(s.buffer_bytes) + kStagger),
         heaps(staging_buffers + up(2 * s.world * buffer_stride)),
-        arena_stride(up(s.symmetric_heap_bytes)),
-        total(heaps + s.world * arena_stride) {}
+        heap_stride(up(s.symmetric_heap_bytes)),
+        total(heaps + s.world * heap_stride) {}
 
   constexpr std::size_t fingerprint_details(Rank r, uint64_t call) const {
     return fingerprint_details_begin + (2 * r + (call & 1)) * fingerprint_details_bytes;
@@ -157,12 +157,12 @@ struct Layout {
   constexpr std::size_t staging_buffer(Rank r, uint64_t run) const {
     return staging_buffers + (2 * r + (run & 1)) * buffer_stride;
   }
-  constexpr std::size_t heap(Rank r) const { return heaps + r * arena_stride; }
+  constexpr std::size_t heap(Rank r) const { return heaps + r * heap_stride; }
   static constexpr std::size_t up_to_line(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
 
   SegmentSizes sizes;
   std::size_t rank_states, fingerprint_details_begin, fingerprint_details_bytes, mailboxes,
-      signal_pad, staging_buffers, buffer_stride, heaps, arena_stride, total;
+      signal_pad, staging_buffers, buffer_stride, heaps, heap_stride, total;
 };
 
 }  // namespace pycollect::shm

@@ -44,16 +44,16 @@ void add_blocks(Hasher& h, const Request& r) {
                      out = output_of(r.collective, r.in_place);
   const bool from_input = r.in_place || r.output.blocks.empty() ||
                           (in == BlockContent::all_blocks && !r.input.blocks.empty());
-  const CallBuffer& side = from_input ? r.input : r.output;
+  const CallBuffer& buffer = from_input ? r.input : r.output;
   const bool one = r.collective == Collective::all_to_all || r.collective == Collective::gather ||
                    r.collective == Collective::scatter;
-  h.add(side.cuts);
+  h.add(buffer.cuts);
   if ((from_input ? in : out) == BlockContent::own_block)
-    h.add(sum(side.blocks));
+    h.add(sum(buffer.blocks));
   else if (one)
-    h.add(side.blocks.empty() ? 0 : side.blocks[0]);
+    h.add(buffer.blocks.empty() ? 0 : buffer.blocks[0]);
   else
-    for (const std::size_t block : side.blocks) h.add(block);
+    for (const std::size_t block : buffer.blocks) h.add(block);
 }
 
 // Numbers of sent and received elements by peer, stored behind the description.
@@ -68,12 +68,12 @@ Counts counts(Group& group, Rank r, uint64_t call) {
 void write_counts(Group& group, const Request& r, uint64_t call) {
   const auto [sent, received] = counts(group, group.rank(), call);
   const int world = group.world();
-  auto fill = [&](uint64_t* to, const CallBuffer& side, BlockContent holds) {
+  auto fill = [&](uint64_t* to, const CallBuffer& buffer, BlockContent holds) {
     const bool is_own = holds == BlockContent::own_block;
     for (Rank peer = 0; peer < world; ++peer)
-      to[peer] = side.blocks.empty() ? 0
-                 : !is_own           ? side.blocks[peer]
-                                     : (peer == r.root ? sum(side.blocks) : 0);
+      to[peer] = buffer.blocks.empty() ? 0
+                 : !is_own             ? buffer.blocks[peer]
+                                       : (peer == r.root ? sum(buffer.blocks) : 0);
   };
   fill(sent, r.input, input_of(r.collective, r.in_place));
   fill(received, r.output, output_of(r.collective, r.in_place));
@@ -91,44 +91,49 @@ std::string one_of(const std::array<const char*, n>& names, std::size_t i) {
 
 std::string words(const FingerprintDetails& d, const FingerprintDetails& other) {
   const auto collective = static_cast<Collective>(d.collective);
-  std::string said = one_of(kCollectiveNames, d.collective);
-  if (d.call != other.call) said += text(" as its call ", d.call);
+  std::string description = one_of(kCollectiveNames, d.collective);
+  if (d.call != other.call) description += text(" as its call ", d.call);
   const auto tensors = static_cast<uint32_t>(d.options),
              other_tensors = static_cast<uint32_t>(other.options);
   if (tensors == 0 &&
       (d.flags & FingerprintDetails::on_gpus) != 0)  // rendezvous of the GPU transport
-    return collective == Collective::barrier ? "init_process_group with a device_id"
-                                             : said + " of tensors on GPUs, for the first time";
+    return collective == Collective::barrier
+               ? "init_process_group with a device_id"
+               : description + " of tensors on GPUs, for the first time";
   const std::string part = d.parts > 1       ? text(", part ", d.part + 1, " of ", d.parts)
                            : other.parts > 1 ? ", by itself"
                                              : "";
-  if (collective == Collective::barrier) return said + part;
-  said += text(" of ", d.elements, " ", one_of(kDTypeNames, d.dtype));
-  if (reduces(collective)) said += text(", op ", one_of(kReduceOpNames, d.op));
-  if (has_root(collective)) said += text(", root ", d.root);
-  if (tensors != other_tensors && other_tensors != 0) said += text(", in ", tensors, " tensors");
+  if (collective == Collective::barrier) return description + part;
+  description += text(" of ", d.elements, " ", one_of(kDTypeNames, d.dtype));
+  if (reduces(collective)) description += text(", op ", one_of(kReduceOpNames, d.op));
+  if (has_root(collective)) description += text(", root ", d.root);
+  if (tensors != other_tensors && other_tensors != 0)
+    description += text(", in ", tensors, " tensors");
   const uint8_t unlike = d.flags ^ other.flags;
   if ((unlike & FingerprintDetails::in_place) != 0)
-    said += (d.flags & FingerprintDetails::in_place) != 0 ? ", in place" : ", out of place";
+    description += (d.flags & FingerprintDetails::in_place) != 0 ? ", in place" : ", out of place";
   if ((unlike & FingerprintDetails::on_gpus) != 0)
-    said += (d.flags & FingerprintDetails::on_gpus) != 0 ? ", on GPUs" : ", on the host";
-  return said + part;
+    description += (d.flags & FingerprintDetails::on_gpus) != 0 ? ", on GPUs" : ", on the host";
+  return description + part;
 }
 
 std::string difference(Group& group, Rank r, uint64_t call) {
   const FingerprintDetails &one = group.fingerprint_details(r, call),
                            &zero = group.fingerprint_details(0, call);
   const std::string mine = words(one, zero), theirs = words(zero, one);
-  std::string said = text("all ranks of a group must make the same call: rank ", r, " called ",
-                          mine, ", rank 0 called ", theirs);
+  std::string description = text("all ranks of a group must make the same call: rank ", r,
+                                 " called ", mine, ", rank 0 called ", theirs);
   if (mine == theirs)
-    said += one.options >> 32 != zero.options >> 32 ? ", but with different algorithms"
-                                                    : ", but with tensors of different sizes";
-  return said;
+    description += one.options >> 32 != zero.options >> 32
+                       ? ", but with different algorithms"
+                       : ", but with tensors of different sizes";
+  return description;
 }
 
 [[noreturn]] void refuse_difference(Group& group, uint64_t call) {
-  const auto post = [&](Rank r) -> const Fingerprint& { return group.line(r).posts[call & 1]; };
+  const auto post = [&](Rank r) -> const Fingerprint& {
+    return group.rank_state(r).posts[call & 1];
+  };
   for (Rank r = 0; r < group.world(); ++r)
     if ((post(r).flags & Fingerprint::refused) != 0) {
       const FingerprintDetails& d = group.fingerprint_details(r, call);
@@ -191,7 +196,7 @@ CallFingerprint fingerprint_of(const Request& request, uint64_t call) {
 }
 
 uint64_t run_number(const Group& group) {
-  const RankState& line = group.line(group.rank());
+  const RankState& line = group.rank_state(group.rank());
   const uint64_t done = line.done.load(std::memory_order_relaxed);
   const uint64_t ended = line.ended.load(std::memory_order_relaxed);
   return (reached(ended, done) ? ended : done) >> kTaskBits;
@@ -203,7 +208,7 @@ void wait_for_previous(Group& group, uint64_t run, const OpContext& context) {
 }
 
 void begin(Group& group, uint64_t run, const OpContext& context) {
-  const Fingerprint& last = group.line(group.rank()).posts[(context.call - 1) & 1];
+  const Fingerprint& last = group.rank_state(group.rank()).posts[(context.call - 1) & 1];
   const bool refused = (last.flags & Fingerprint::refused) != 0;
   for (Rank r = 0; r < group.world(); ++r)
     if (r != group.rank()) group.await(r, at_run(run - 1) + refused, context);
@@ -222,7 +227,7 @@ void publish(Group& group, const CallFingerprint& s, const Request* request) {
     d.options = options(*request);
     if (request->irregular) write_counts(group, *request, s.call);
   }
-  RankState& line = group.line(group.rank());
+  RankState& line = group.rank_state(group.rank());
   line.posts[s.call & 1] = s.post;
   if ((s.post.flags & Fingerprint::zero_copy) != 0) line.registered[s.call & 1] = s.registered;
 }
@@ -233,7 +238,7 @@ void publish_refusal(Group& group, const CallFingerprint& s, std::string_view wh
   const std::size_t n = std::min(why.size(), d.refusal.size() - 1);
   std::memcpy(d.refusal.data(), why.data(), n);
   d.refusal[n] = '\0';
-  group.line(group.rank()).posts[s.call & 1] = s.post;
+  group.rank_state(group.rank()).posts[s.call & 1] = s.post;
 }
 
 Agreement agree(Group& group, const CallFingerprint& mine, uint64_t run, const OpContext& context) {
@@ -247,7 +252,7 @@ Agreement agree(Group& group, const CallFingerprint& mine, uint64_t run, const O
   Agreement agreed;
   bool alike = true;
   for (Rank r = 0; r < group.world(); ++r) {
-    const Fingerprint& post = group.line(r).posts[mine.call & 1];
+    const Fingerprint& post = group.rank_state(r).posts[mine.call & 1];
     alike &= same(post, mine.post.fingerprint_hash);
     agreed.pieces = std::max(agreed.pieces, post.pieces);
     agreed.zero_copy &= (post.flags & Fingerprint::zero_copy) != 0;
@@ -270,7 +275,7 @@ Agreement publish_and_agree(Group& group, const CallFingerprint& mine, const Req
 
 bool all_publish_as_many(Group& group, const CallFingerprint& mine) {
   for (Rank r = 0; r < group.world(); ++r) {
-    const Fingerprint& post = group.line(r).posts[mine.call & 1];
+    const Fingerprint& post = group.rank_state(r).posts[mine.call & 1];
     if ((post.flags & Fingerprint::refused) != 0) return false;
     if (group.fingerprint_details(r, mine.call).parts != mine.parts) return false;
   }

@@ -51,19 +51,19 @@ BlockContent output_of(Collective c, bool in_place) {
   }
 }
 
-void SegmentList::bind(const CallBuffer& side, std::size_t item) {
-  side_ = &side;
+void SegmentList::bind(const CallBuffer& buffer, std::size_t item) {
+  buffer_ = &buffer;
   item_ = item;
-  base_ = side.spans.empty() ? nullptr : side.spans[0].base;
-  if (side.spans.size() < 2) return;
+  base_ = buffer.segments.empty() ? nullptr : buffer.segments[0].base;
+  if (buffer.segments.size() < 2) return;
   std::size_t end = 0;
-  for (const BufferSegment& s : side.spans) ends_.push_back(end += s.count);
+  for (const BufferSegment& s : buffer.segments) ends_.push_back(end += s.count);
 }
 
 SegmentList::SegmentPosition SegmentList::find(std::size_t element) const {
   const auto span = std::upper_bound(ends_.begin(), ends_.end(), element) - ends_.begin();
-  const std::size_t begin = ends_[span] - side_->spans[span].count;
-  return {side_->spans[span].base + (element - begin) * item_, ends_[span] - element};
+  const std::size_t begin = ends_[span] - buffer_->segments[span].count;
+  return {buffer_->segments[span].base + (element - begin) * item_, ends_[span] - element};
 }
 
 CallBuffers::CallBuffers(const Request& request, Rank rank, int world)
@@ -77,9 +77,9 @@ CallBuffers::CallBuffers(const Request& request, Rank rank, int world)
   memories_[0].bind(request.input, item_);
   if (!request.in_place) memories_[1].bind(request.output, item_);
   if (request.irregular) return;
-  const CallBuffer& side = known();
-  const BlockContent holds = &side == &request.input ? input_ : output_;
-  elements_ = holds == BlockContent::own_block ? total(side) * world : total(side);
+  const CallBuffer& buffer = known();
+  const BlockContent holds = &buffer == &request.input ? input_ : output_;
+  elements_ = holds == BlockContent::own_block ? total(buffer) * world : total(buffer);
 }
 
 // Returns the buffer that determines most of the other ranks' block sizes.
@@ -89,11 +89,11 @@ const CallBuffer& CallBuffers::known() const {
   return in.blocks.empty() || input_ == BlockContent::own_block ? out : in;
 }
 
-std::size_t CallBuffers::total(const CallBuffer& side) const { return sum(side.blocks); }
+std::size_t CallBuffers::total(const CallBuffer& buffer) const { return sum(buffer.blocks); }
 
-std::size_t CallBuffers::block(const CallBuffer& side, BlockContent holds, std::size_t i) const {
-  if (holds != BlockContent::own_block) return side.blocks.empty() ? 0 : side.blocks[i];
-  return request_.irregular && static_cast<Rank>(i) != rank_ ? 0 : total(side);
+std::size_t CallBuffers::block(const CallBuffer& buffer, BlockContent holds, std::size_t i) const {
+  if (holds != BlockContent::own_block) return buffer.blocks.empty() ? 0 : buffer.blocks[i];
+  return request_.irregular && static_cast<Rank>(i) != rank_ ? 0 : total(buffer);
 }
 
 void CallBuffers::cut(int chunks) {
@@ -102,24 +102,24 @@ void CallBuffers::cut(int chunks) {
           " chunks cannot be divided into blocks for ", world_, " ranks");
   per_block_ = !blocks ? chunks : chunks == world_ ? 1 : chunks / world_;
   const std::size_t n = blocks ? world_ : 1, align = kLine / item_;
-  auto bind = [&](ChunkOffsets& cut, const CallBuffer& side, BlockContent holds) {
-    cut.bind(chunks, n, align, [&](std::size_t i) { return block(side, holds, i); });
+  auto bind = [&](ChunkOffsets& cut, const CallBuffer& buffer, BlockContent holds) {
+    cut.bind(chunks, n, align, [&](std::size_t i) { return block(buffer, holds, i); });
   };
   if (!request_.irregular) {
-    const CallBuffer& side = known();
-    return bind(cuts_[0], side, &side == &request_.input ? input_ : output_);
+    const CallBuffer& buffer = known();
+    return bind(cuts_[0], buffer, &buffer == &request_.input ? input_ : output_);
   }
   bind(cuts_[0], request_.input, input_);
   bind(cuts_[1], request_.in_place ? request_.input : request_.output, output_);
 }
 
-void CallBuffers::check(const char* what, const CallBuffer& side, BlockContent holds) const {
-  if (side.blocks.empty()) return require(side.spans.empty(), what, " has no block sizes");
+void CallBuffers::check(const char* what, const CallBuffer& buffer, BlockContent holds) const {
+  if (buffer.blocks.empty()) return require(buffer.segments.empty(), what, " has no block sizes");
   std::size_t elements = 0;
-  for (const BufferSegment& s : side.spans) elements += s.count;
-  require(elements == sum(side.blocks), what, " has ", elements, " elements, and its blocks have ",
-          sum(side.blocks));
-  const std::size_t n = side.blocks.size(), world = world_;
+  for (const BufferSegment& s : buffer.segments) elements += s.count;
+  require(elements == sum(buffer.blocks), what, " has ", elements,
+          " elements, and its blocks have ", sum(buffer.blocks));
+  const std::size_t n = buffer.blocks.size(), world = world_;
   require(holds == BlockContent::own_block || n == (holds == BlockContent::all_blocks ? world : 1),
           what, " is cut into ", n, " blocks; ", name(request_.collective), " of ", world,
           " ranks has ", holds == BlockContent::all_blocks ? world : 1);

@@ -18,7 +18,7 @@ BlockContent output_of(Collective collective, bool in_place);
 // The elements of one call buffer in order, in one buffer segment or several (IoVec).
 class SegmentList {
  public:
-  void bind(const CallBuffer& side, std::size_t item);
+  void bind(const CallBuffer& buffer, std::size_t item);
   bool whole() const { return ends_.empty(); }
   std::byte* base() const { return base_; }
   struct SegmentPosition {
@@ -28,7 +28,7 @@ class SegmentList {
   SegmentPosition find(std::size_t element) const;
 
  private:
-  const CallBuffer* side_ = nullptr;
+  const CallBuffer* buffer_ = nullptr;
   std::size_t item_ = 1;
   std::byte* base_ = nullptr;
   std::vector<std::size_t> ends_ = {};  // [buffer segment], if there are several
@@ -61,7 +61,7 @@ class CallBuffers {
            item_;
   }
   std::size_t item() const { return item_; }
-  std::size_t total(const CallBuffer& side) const;
+  std::size_t total(const CallBuffer& buffer) const;
 
  private:
   const ChunkOffsets& second() const { return cuts_[request_.irregular ? 1 : 0]; }
@@ -69,8 +69,8 @@ class CallBuffers {
     return where == Where::output ? second() : cuts_[0];
   }
   void check() const;
-  void check(const char* what, const CallBuffer& side, BlockContent holds) const;
-  std::size_t block(const CallBuffer& side, BlockContent holds, std::size_t i) const;
+  void check(const char* what, const CallBuffer& buffer, BlockContent holds) const;
+  std::size_t block(const CallBuffer& buffer, BlockContent holds, std::size_t i) const;
   const CallBuffer& known() const;
 
   const Request& request_;

@@ -23,7 +23,7 @@ std::size_t region_bytes(std::size_t buffer_bytes, const RankProgram& rank_progr
 }
 
 void ChunkLoop::use(const RankProgram& rank_program, bool irregular) {
-  script_ = &rank_program;
+  rank_program_ = &rank_program;
   pieces_ = 1;
   piece_ = std::numeric_limits<std::size_t>::max();
   if (rank_program.regions == 0) return;
@@ -40,21 +40,22 @@ int ChunkLoop::enter(uint64_t run, bool fill) {
   run_ = run;
   entered_ = true;
   if (!fill) return 1;  // the first task of every run is its entry
-  while (filled_ < script_->prologue) perform(script_->moves[filled_++]);
-  return script_->led();
+  while (filled_ < rank_program_->prologue) perform(rank_program_->instructions[filled_++]);
+  return rank_program_->tasks_after_prologue();
 }
 
 void ChunkLoop::run(uint64_t first, uint32_t pieces) {
   // The end of a call's last run need not be signalled unless a peer waits for the last move: the
   // next call waits for the fingerprint that follows.
-  const bool awaited = script_->moves.empty() || script_->moves.back().announced;
+  const bool awaited =
+      rank_program_->instructions.empty() || rank_program_->instructions.back().announced;
   for (uint32_t k = 0; k < pieces; ++k) {
     run_ = first + k;
     from_ = k * piece_;
     if (!std::exchange(entered_, false)) {
-      if (script_->regions > 0) transport_.wait_for_previous(run_);
+      if (rank_program_->regions > 0) transport_.wait_for_previous(run_);
       // The first run always signals its entry, which also marks all earlier calls as finished.
-      if (k == 0 || script_->entered) transport_.signal(at_run(run_) + 1);
+      if (k == 0 || rank_program_->entered) transport_.signal(at_run(run_) + 1);
     }
     run_piece(std::exchange(filled_, 0));
     const bool signals = k + 1 < pieces || awaited;
@@ -64,32 +65,33 @@ void ChunkLoop::run(uint64_t first, uint32_t pieces) {
 }
 
 void ChunkLoop::run_piece(std::size_t skip) {
-  for (std::size_t i = skip; i < script_->moves.size(); ++i) {
-    const Instruction& move = script_->moves[i];
-    wait(move.waits);
-    perform(move);
-    const bool last = i + 1 == script_->moves.size() && script_->exit.empty();
-    if (i + 1 == script_->prologue || (i >= script_->prologue && move.announced && !last))
-      transport_.signal(at_run(run_) + move.count);
+  for (std::size_t i = skip; i < rank_program_->instructions.size(); ++i) {
+    const Instruction& instruction = rank_program_->instructions[i];
+    wait(instruction.waits);
+    perform(instruction);
+    const bool last = i + 1 == rank_program_->instructions.size() && rank_program_->exit.empty();
+    if (i + 1 == rank_program_->prologue ||
+        (i >= rank_program_->prologue && instruction.announced && !last))
+      transport_.signal(at_run(run_) + instruction.count);
   }
-  wait(script_->exit);
+  wait(rank_program_->exit);
 }
 
 void ChunkLoop::wait(const std::vector<Wait>& waits) {
   for (const Wait w : waits) transport_.wait(w.rank, at_run(run_) + w.count);
 }
 
-void ChunkLoop::perform(const Instruction& move) {
-  const std::size_t size = buffers_.size(move);
+void ChunkLoop::perform(const Instruction& instruction) {
+  const std::size_t size = buffers_.size(instruction);
   if (size <= from_) return;
   const std::size_t n = std::min(piece_, size - from_);
   Rows& rows = transport_.rows();
-  rows.clear(move);
+  rows.clear(instruction);
   for (std::size_t begin = 0; begin < n;) {
     std::size_t count = n - begin;
     void** const at = rows.open();
-    for (std::size_t i = 0; i < move.operands.size(); ++i) {
-      const Operand& o = move.operands[i];
+    for (std::size_t i = 0; i < instruction.operands.size(); ++i) {
+      const Operand& o = instruction.operands[i];
       const bool is_own = o.where != Where::staging && o.rank == transport_.rank();
       at[i] = is_own ? own(o, begin, count) : others(o, begin);
     }

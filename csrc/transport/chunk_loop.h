@@ -7,19 +7,20 @@
 
 namespace pycollect::shm {
 
-// Returns the bytes of a buffer for each of the script's regions; the same on all ranks. Throws
-// std::invalid_argument if buffers are too small for the script.
+// Returns the bytes of a buffer for each of the rank program's regions; the same on all ranks.
+// Throws std::invalid_argument if buffers are too small for it.
 std::size_t region_bytes(std::size_t buffer_bytes, const RankProgram& rank_program);
 
-// All ranks must cut the data into the same pieces, so the cuts follow from the script's regions
+// All ranks must cut the data into the same pieces, so the cuts follow from its regions
 // and the buffer size, never from a size that only one rank can compute.
 class ChunkLoop {
  public:
   ChunkLoop(Transport& transport, const CallBuffers& buffers)
       : transport_(transport), buffers_(buffers) {}
 
-  // Selects the script, for which the sides must already be cut. If irregular, ranks do not know
-  // each other's sizes, and a piece fills a region; otherwise all pieces have about the same size.
+  // Selects the rank program, for which the buffers must already be cut. If irregular, ranks do not
+  // know each other's sizes, and a piece fills a region; otherwise all pieces have about the same
+  // size.
   void use(const RankProgram& rank_program, bool irregular);
   uint32_t pieces() const { return pieces_; }  // this rank's number; peers may need more
 
@@ -31,14 +32,14 @@ class ChunkLoop {
 
  private:
   void run_piece(std::size_t skip);
-  void perform(const Instruction& move);
+  void perform(const Instruction& instruction);
   void wait(const std::vector<Wait>& waits);
   std::byte* own(const Operand& o, std::size_t at, std::size_t& n) const;
   std::byte* others(const Operand& o, std::size_t at) const;
 
   Transport& transport_;
   const CallBuffers& buffers_;
-  const RankProgram* script_ = nullptr;
+  const RankProgram* rank_program_ = nullptr;
   uint64_t run_ = 0;
   std::size_t stride_ = 0;  // bytes of a region
   std::size_t piece_ = 0;   // most elements of a chunk in one piece

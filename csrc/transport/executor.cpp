@@ -33,8 +33,8 @@ struct Prepared {
   std::optional<RegisteredOffsets> find_places(const Transport& transport) const {
     if (in_tensors == nullptr) return {};
     RegisteredOffsets registered;
-    const auto find = [&](Where where, bool lent, uint64_t& at) {
-      if (!lent) return true;
+    const auto find = [&](Where where, bool exposed, uint64_t& at) {
+      if (!exposed) return true;
       const SegmentList& m = buffers.memory(where);
       if (!m.whole() || m.base() == nullptr) return false;
       const std::optional<uint64_t> found =
@@ -135,7 +135,7 @@ void run(Transport& transport, const Request& request, uint64_t call, Deadline d
   abort_on_error(group, context, [&] {
     uint32_t pieces = agreed.pieces;
     if (agreed.zero_copy) {
-      transport.reach_tensors(*p.in_tensors, p.bytes);
+      transport.check_exposed(*p.in_tensors, p.bytes);
       p.buffers.cut(p.in_tensors->chunks);
       loop.use(*p.in_tensors, false);
       pieces = loop.pieces();

@@ -19,11 +19,11 @@ struct BufferSegment {
   std::size_t count;  // elements
 };
 
-// Input or output buffer of this rank: the elements of the spans, one span after the other, cut
+// Input or output buffer of this rank: the elements of the segments, one span after the other, cut
 // into blocks for the plan's chunks. A buffer that holds the blocks of all ranks (all_gather's
 // output) has one per rank; any other (all_gather's input, both of all_reduce) has one block.
 struct CallBuffer {
-  std::vector<BufferSegment> spans = {};
+  std::vector<BufferSegment> segments = {};
   Sizes blocks = {};
   // Fingerprint of where tensors end within the blocks; 0 if each block is one tensor or empty.
   uint64_t cuts = 0;

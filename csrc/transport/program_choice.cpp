@@ -17,7 +17,7 @@ const RankProgram& looked_up(Rank rank, const Request& r, const CallKey& s) {
 
 }  // namespace
 
-const RankProgram& program_for(Rank rank, int world, const Request& r, const SelectionKey& scene) {
+const RankProgram& program_for(Rank rank, int world, const Request& r, const SelectionKey& key) {
   struct LastProgram {
     CallKey situation;
     std::string algorithm;
@@ -25,8 +25,8 @@ const RankProgram& program_for(Rank rank, int world, const Request& r, const Sel
     const RankProgram* value = nullptr;
   };
   thread_local std::array<LastProgram, kTopologies> last;
-  const CallKey s{r.collective, world, scene.bytes, r.dtype, r.in_place, scene.topology};
-  LastProgram& kept = last[static_cast<std::size_t>(scene.topology)];
+  const CallKey s{r.collective, world, key.bytes, r.dtype, r.in_place, key.topology};
+  LastProgram& kept = last[static_cast<std::size_t>(key.topology)];
   if (kept.value == nullptr || kept.situation != s || kept.rank != rank || kept.root != r.root ||
       kept.algorithm != r.algorithm)
     kept = {s, std::string(r.algorithm), rank, r.root, &looked_up(rank, r, s)};

@@ -14,7 +14,7 @@ struct SelectionKey {
 // Returns the rank program of the algorithm that the request names, or else of the selector's. Each
 // thread caches its last choice, which saves looking it up: a fourth of a small call's time.
 const RankProgram& program_for(Rank rank, int world, const Request& request,
-                               const SelectionKey& scene);
+                               const SelectionKey& key);
 
 // Throws std::invalid_argument if the request is irregular and the program needs equal blocks.
 void check_sizes_known(const Request& request, const RankProgram& rank_program);

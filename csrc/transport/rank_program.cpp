@@ -30,7 +30,7 @@ class Writing {
         finishes_(finishes(plan, in_place)),
         region_(cells(plan), kNone),
         waited_(program_[me].size() + 1) {
-    script_.chunks = plan.chunks;
+    rank_program_.chunks = plan.chunks;
     give_regions();
     find_chunks();
     for (const auto& tasks : program_)
@@ -44,11 +44,12 @@ class Writing {
     require(tasks.size() < std::size_t{1} << kTaskBits, "a rank has ", tasks.size(),
             " tasks; at most ", (1 << kTaskBits) - 1, " are supported");
     for (std::size_t i = 1; i + 1 < tasks.size(); ++i) add(tasks[i], static_cast<int>(i) + 1);
-    script_.exit = tasks.back().waits;
-    script_.entered = waited_[1];
-    while (script_.prologue < script_.moves.size() && leads(script_.moves[script_.prologue]))
-      ++script_.prologue;
-    return std::move(script_);
+    rank_program_.exit = tasks.back().waits;
+    rank_program_.entered = waited_[1];
+    while (rank_program_.prologue < rank_program_.instructions.size() &&
+           leads(rank_program_.instructions[rank_program_.prologue]))
+      ++rank_program_.prologue;
+    return std::move(rank_program_);
   }
 
  private:
@@ -64,11 +65,12 @@ class Writing {
             int& region = region_[cell(s)];
             if (region == kNone) region = used[s.rank]++;
           } else if (s.rank == me_ && !mine) {
-            (s.buffer == Buffer::input ? script_.exposes_input : script_.exposes_output) = true;
+            (s.buffer == Buffer::input ? rank_program_.exposes_input
+                                       : rank_program_.exposes_output) = true;
           }
         }
     }
-    script_.regions = *std::max_element(used.begin(), used.end());
+    rank_program_.regions = *std::max_element(used.begin(), used.end());
   }
 
   // Finds the chunk that gives each step's size. A value in host memory may lie under another
@@ -95,26 +97,27 @@ class Writing {
 
   void add(const Task& task, int count) {
     const Step& step = plan_.steps[task.step];
-    Instruction move{.dsts = static_cast<int>(step.dsts.size()),
-                     .chunk = chunk_[task.step],
-                     .finishes = finishes_[task.step],
-                     .announced = waited_[count],
-                     .count = count,
-                     .waits = task.waits};
+    Instruction instruction{.dsts = static_cast<int>(step.dsts.size()),
+                            .chunk = chunk_[task.step],
+                            .finishes = finishes_[task.step],
+                            .announced = waited_[count],
+                            .count = count,
+                            .waits = task.waits};
     Slices slices = step.dsts;
     const auto slotted = std::stable_partition(slices.begin(), slices.end(), std::not_fn(in_slot));
-    move.in_staging = static_cast<int>(slices.end() - slotted);
+    instruction.in_staging = static_cast<int>(slices.end() - slotted);
     slices.insert(slices.end(), step.srcs.begin(), step.srcs.end());
     for (const Slice& s : slices) {
-      move.operands.push_back(operand(s));
+      instruction.operands.push_back(operand(s));
       if (in_slot(s) || s.rank != me_) continue;
-      move.chunk = s.first;
-      move.like = move.operands.back().where;
+      instruction.chunk = s.first;
+      instruction.like = instruction.operands.back().where;
     }
-    require(move.operands.size() <= kMostOperands, "a step has ", move.operands.size(),
-            " slices; at most ", kMostOperands, " are supported between processes");
-    script_.sizes_known &= move.like != Where::staging;
-    script_.moves.push_back(std::move(move));
+    require(instruction.operands.size() <= kMostOperands, "a step has ",
+            instruction.operands.size(), " slices; at most ", kMostOperands,
+            " are supported between processes");
+    rank_program_.sizes_known &= instruction.like != Where::staging;
+    rank_program_.instructions.push_back(std::move(instruction));
   }
 
   Operand operand(const Slice& s) const {
@@ -122,12 +125,12 @@ class Writing {
     return {s.buffer == Buffer::input ? Where::input : Where::output, s.rank, s.first};
   }
 
-  bool leads(const Instruction& move) const {
+  bool leads(const Instruction& instruction) const {
     auto own = [&](const Operand& o) { return o.rank == me_; };
     auto in_own_slot = [&](const Operand& o) { return own(o) && o.where == Where::staging; };
-    const auto first = move.operands.begin();
-    return move.waits.empty() && std::all_of(first, first + move.dsts, in_own_slot) &&
-           std::all_of(first, move.operands.end(), own);
+    const auto first = instruction.operands.begin();
+    return instruction.waits.empty() && std::all_of(first, first + instruction.dsts, in_own_slot) &&
+           std::all_of(first, instruction.operands.end(), own);
   }
 
   const Plan& plan_;
@@ -138,7 +141,7 @@ class Writing {
   std::vector<int> region_;   // [cell]
   std::vector<int> chunk_;    // [step]: the chunk that gives its size
   std::vector<bool> waited_;  // [count]: a rank waits for this many tasks of this rank
-  RankProgram script_;
+  RankProgram rank_program_;
 };
 
 struct RankProgramHash {

@@ -33,7 +33,7 @@ struct Instruction {
 };
 
 struct RankProgram {
-  std::vector<Instruction> moves;
+  std::vector<Instruction> instructions;
   std::size_t prologue = 0;  // prologue: waits for no rank and fills only the own staging buffer
   std::vector<Wait> exit = {};
   bool entered = false;                                // a rank waits for this rank's entry
@@ -43,7 +43,7 @@ struct RankProgram {
   bool sizes_known = true;                             // every size follows from an own buffer
 
   // Tasks that are finished after the prologue. The first task of a run is its entry.
-  int led() const { return prologue == 0 ? 1 : moves[prologue - 1].count; }
+  int tasks_after_prologue() const { return prologue == 0 ? 1 : instructions[prologue - 1].count; }
 };
 
 struct RankProgramKey {

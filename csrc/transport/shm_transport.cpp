@@ -15,7 +15,7 @@ namespace {
 
 // Below this many bytes per rank, zero-copy is not tried: copying so little is cheaper than waiting
 // until the peers have finished with this rank's tensors.
-constexpr std::size_t kPlacedBytes = 512;
+constexpr std::size_t kZeroCopyBytes = 512;
 // An output this large is no longer in the caches when it has been written, and non-temporal stores
 // are up to twice as fast.
 constexpr std::size_t kStreamedBytes = 16 << 20;
@@ -25,7 +25,7 @@ constexpr std::size_t kParallelBytes = 1 << 20;
 constexpr std::size_t kBlock = 16 << 10;  // half of a core's L1 data cache
 // How many bytes a thread reads and writes between two polls of the abort state: about half a
 // millisecond. A poll is a load from a line that no rank writes while the group is healthy.
-constexpr std::size_t kGlanceBytes = 4 << 20;
+constexpr std::size_t kBytesPerPoll = 4 << 20;
 constexpr std::size_t kLine = 64;
 
 std::size_t quotient_up(std::size_t n, std::size_t by) { return (n + by - 1) / by; }
@@ -43,7 +43,7 @@ Agreement agree_or_skip(Group& group, const CallFingerprint& mine, uint64_t run,
 }  // namespace
 
 bool ShmTransport::may_use_tensors(Collective, std::size_t bytes) const {
-  return bytes >= kPlacedBytes * world() && group().layout().sizes.symmetric_heap_bytes > 0;
+  return bytes >= kZeroCopyBytes * world() && group().layout().sizes.symmetric_heap_bytes > 0;
 }
 
 std::optional<uint64_t> ShmTransport::registered_offset(const std::byte* at, std::size_t) const {
@@ -56,7 +56,7 @@ std::optional<uint64_t> ShmTransport::registered_offset(const std::byte* at, std
 // Prefetches the lines that this rank is going to write and that peers have read: getting them back
 // takes as long as everything before the writing.
 void ShmTransport::begin(const Request& request, const OpContext& context) {
-  __builtin_prefetch(&group().line(rank()), 1);
+  __builtin_prefetch(&group().rank_state(rank()), 1);
   __builtin_prefetch(group().staging_buffer(rank(), run_number(group())), 1);
   request_ = &request;
   context_ = &context;
@@ -85,7 +85,7 @@ Agreement ShmTransport::agree(const CallFingerprint& mine, ChunkLoop& loop) {
 // Checks the registered offsets at which this rank will access the peers' tensors. No rank
 // publishes an offset outside its heap, but an overwritten word may hold one. Offset 0 (a tensor
 // that is not exposed, or rank 0's first) always passes.
-void ShmTransport::reach_tensors(const RankProgram&, std::size_t bytes) {
+void ShmTransport::check_exposed(const RankProgram&, std::size_t bytes) {
   const Request& request = *request_;
   const std::size_t heap = group().layout().sizes.symmetric_heap_bytes;
   const auto ranks = static_cast<std::size_t>(world());
@@ -93,11 +93,11 @@ void ShmTransport::reach_tensors(const RankProgram&, std::size_t bytes) {
   const Sizes& blocks = out.size() == ranks ? out : request.input.blocks;
   const auto inside = [&](Rank r, uint64_t place, BlockContent holds) {
     const std::size_t block = blocks.size() == ranks ? blocks[r] * row_->item() : 0;
-    const std::size_t lent = holds == BlockContent::own_block ? block : bytes;
-    return place == 0 || (place <= heap && lent <= heap - place);
+    const std::size_t exposed = holds == BlockContent::own_block ? block : bytes;
+    return place == 0 || (place <= heap && exposed <= heap - place);
   };
   for (Rank r = 0; r < world(); ++r) {
-    const RegisteredOffsets& registered = group().line(r).registered[context_->call & 1];
+    const RegisteredOffsets& registered = group().rank_state(r).registered[context_->call & 1];
     if (inside(r, registered.input, input_of(request.collective, request.in_place)) &&
         inside(r, registered.output, output_of(request.collective, request.in_place)))
       continue;
@@ -107,31 +107,31 @@ void ShmTransport::reach_tensors(const RankProgram&, std::size_t bytes) {
 }
 
 std::byte* ShmTransport::tensor(Rank r, Where where) const {
-  const RegisteredOffsets& registered = group().line(r).registered[context_->call & 1];
+  const RegisteredOffsets& registered = group().rank_state(r).registered[context_->call & 1];
   return group().heap(r) + (where == Where::input ? registered.input : registered.output);
 }
 
 void ShmTransport::end(uint64_t value, bool signalled) {
-  if (!signalled) group().line(rank()).ended.store(value, std::memory_order_release);
+  if (!signalled) group().rank_state(rank()).ended.store(value, std::memory_order_release);
 }
 
 // Moves the rows with one thread, or with several from kParallelBytes on.
 void ShmTransport::launch(const Rows& rows) {
-  if (rows.count() * row_->item() * rows.move().operands.size() < kParallelBytes)
+  if (rows.count() * row_->item() * rows.instruction().operands.size() < kParallelBytes)
     run(rows, 0, rows.count());
   else
-    share_out(rows);
+    run_parallel(rows);
   group().require_healthy(*context_);
 }
 
 // Moves the rows with several threads. Each stops early when the group is aborted; the calling
 // thread throws afterwards.
-void ShmTransport::share_out(const Rows& rows) const {
-  const std::size_t n = rows.count(), element = row_->item() * rows.move().operands.size();
+void ShmTransport::run_parallel(const Rows& rows) const {
+  const std::size_t n = rows.count(), element = row_->item() * rows.instruction().operands.size();
   const std::size_t per_line = kLine / row_->item(), rank_states = quotient_up(n, per_line);
   const std::size_t grain =
       std::max<std::size_t>(1, rank_states / quotient_up(n * element, kParallelBytes / 4));
-  const std::size_t block = quotient_up(kGlanceBytes / element, per_line) * per_line;
+  const std::size_t block = quotient_up(kBytesPerPoll / element, per_line) * per_line;
   const auto part = [&](int64_t first, int64_t last) {
     const std::size_t end = std::min<std::size_t>(n, last * per_line);
     for (std::size_t at = first * per_line; at < end && group().is_healthy(); at += block)
@@ -145,14 +145,14 @@ void ShmTransport::share_out(const Rows& rows) const {
 }
 
 void ShmTransport::run(const Rows& rows, std::size_t begin, std::size_t end) const {
-  const std::size_t operands = rows.move().operands.size();
+  const std::size_t operands = rows.instruction().operands.size();
   for (std::size_t i = rows.find(begin); begin < end; ++i) {
     const Rows::RowView row = rows[i];
     const std::size_t skipped = begin - row.begin, n = std::min(end, row.begin + row.count) - begin;
     std::array<void*, kMostOperands> at;
     for (std::size_t k = 0; k < operands; ++k)
       at[k] = static_cast<std::byte*>(row.at[k]) + skipped * row_->item();
-    run(rows.move(), at.data(), n);
+    run(rows.instruction(), at.data(), n);
     begin += n;
   }
 }
@@ -160,18 +160,19 @@ void ShmTransport::run(const Rows& rows, std::size_t begin, std::size_t end) con
 // Results for staging buffers are folded into another destination first and copied from there while
 // in the L1 cache. memcpy takes over whole lines that a peer has read without reading them, which
 // the stores of a fold cannot. Between two cores this was 1.8 times as fast.
-void ShmTransport::run(const Instruction& move, void** at, std::size_t count) const {
-  const int dsts = move.dsts, srcs = static_cast<int>(move.operands.size()) - dsts;
-  const int first = dsts - move.in_staging;
+void ShmTransport::run(const Instruction& instruction, void** at, std::size_t count) const {
+  const int dsts = instruction.dsts, srcs = static_cast<int>(instruction.operands.size()) - dsts;
+  const int first = dsts - instruction.in_staging;
   const cpu::Pointers from{at + dsts, srcs};
   if (srcs == 1 || first == 0 || first == dsts)
-    return row_->run(move.finishes, {at, dsts}, from, count, non_temporal_ && move.in_staging == 0);
+    return row_->run(instruction.finishes, {at, dsts}, from, count,
+                     non_temporal_ && instruction.in_staging == 0);
   const std::size_t item = row_->item(), block = kBlock / item;
   for (std::size_t done = 0; done < count; done += block) {
     const std::size_t some = std::min(block, count - done);
-    row_->run(move.finishes, {at, first}, from, some, false);
+    row_->run(instruction.finishes, {at, first}, from, some, false);
     for (int d = first; d < dsts; ++d) std::memcpy(at[d], at[0], some * item);
-    for (std::size_t i = 0; i < move.operands.size(); ++i)
+    for (std::size_t i = 0; i < instruction.operands.size(); ++i)
       at[i] = static_cast<std::byte*>(at[i]) + some * item;
   }
 }

@@ -22,7 +22,7 @@ class ShmTransport final : public Transport {
 
   void begin(const Request& request, const OpContext& context) override;
   Agreement agree(const CallFingerprint& mine, ChunkLoop& loop) override;
-  void reach_tensors(const RankProgram& rank_program, std::size_t bytes) override;
+  void check_exposed(const RankProgram& rank_program, std::size_t bytes) override;
 
   std::byte* buffer(Rank r, uint64_t run) const override { return group().staging_buffer(r, run); }
   std::byte* tensor(Rank r, Where where) const override;
@@ -34,8 +34,8 @@ class ShmTransport final : public Transport {
 
  private:
   void run(const Rows& rows, std::size_t begin, std::size_t end) const;
-  void run(const Instruction& move, void** at, std::size_t count) const;
-  void share_out(const Rows& rows) const;
+  void run(const Instruction& instruction, void** at, std::size_t count) const;
+  void run_parallel(const Rows& rows) const;
 
   const cpu::ParallelFor parallel_for_;
   // The members below belong to the current call.

@@ -23,31 +23,31 @@ class Rows {
     std::size_t begin, count;  // elements, numbered through all rows
   };
 
-  void clear(const Instruction& move) {
-    move_ = &move;
+  void clear(const Instruction& instruction) {
+    instruction_ = &instruction;
     at_.clear();
     ends_.clear();
   }
   // Adds a row and returns its operand addresses, to be filled in before `close` sets its end.
   void** open() {
-    at_.resize(at_.size() + move_->operands.size());
-    return at_.data() + at_.size() - move_->operands.size();
+    at_.resize(at_.size() + instruction_->operands.size());
+    return at_.data() + at_.size() - instruction_->operands.size();
   }
   void close(std::size_t end) { ends_.push_back(end); }
 
-  const Instruction& move() const { return *move_; }
+  const Instruction& instruction() const { return *instruction_; }
   std::size_t size() const { return ends_.size(); }
   std::size_t count() const { return ends_.back(); }  // elements
   RowView operator[](std::size_t i) const {
     const std::size_t begin = i == 0 ? 0 : ends_[i - 1];
-    return {at_.data() + i * move_->operands.size(), begin, ends_[i] - begin};
+    return {at_.data() + i * instruction_->operands.size(), begin, ends_[i] - begin};
   }
   std::size_t find(std::size_t element) const {  // the row that contains the element
     return std::upper_bound(ends_.begin(), ends_.end(), element) - ends_.begin();
   }
 
  private:
-  const Instruction* move_ = nullptr;
+  const Instruction* instruction_ = nullptr;
   std::vector<void*> at_;
   std::vector<std::size_t> ends_;
 };
@@ -84,7 +84,7 @@ class Transport {
   // before. Throws std::invalid_argument on all ranks alike if the calls differ.
   virtual Agreement agree(const CallFingerprint& mine, ChunkLoop& loop) = 0;
   // Prepares the exposed tensors of all ranks for a rank program that accesses them in place.
-  virtual void reach_tensors(const RankProgram& rank_program, std::size_t bytes) = 0;
+  virtual void check_exposed(const RankProgram& rank_program, std::size_t bytes) = 0;
 
   // Staging buffer of a rank for a run: two alternate, so that a rank can fill one while peers
   // still read the other.

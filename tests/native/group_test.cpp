@@ -65,7 +65,8 @@ void names_who_cannot_be_reached() {
     expect_equal(
         end.said,
         "CollectiveError: the ranks of group 'default' cannot share memory; ranks 1, 2: cannot "
-        "reach the Unix socket @pycollect-fd-server-0000000000000007 of the process that offers the "
+        "reach the Unix socket @pycollect-fd-server-0000000000000007 of the process that offers "
+        "the "
         "descriptor, which must be alive and in the same network namespace: Connection refused; "
         "rank 0 is in another network namespace than ranks 1, 2, and all ranks need the same: give "
         "their containers one network (docker run --network=host or --network=container:NAME), or "

@@ -68,7 +68,7 @@ inline void deep_in_the_ring(const Member& m) {
     for (int i = 0; i <= kMany; ++i) m.wait(m.box.send(0, of(4, i == kMany ? 2 : 1), at));
     return;
   }
-  while (m.group.line(1).left.load() == 0) std::this_thread::yield();
+  while (m.group.rank_state(1).left.load() == 0) std::this_thread::yield();
   const auto received = m.box.receive(1, of(4, 2), at);
   std::signal(SIGUSR1, stop_here);
   Busy busy(m.box);

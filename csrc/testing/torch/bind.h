@@ -5,8 +5,8 @@
 namespace pycollect {
 
 // Converts a text to a Python str, and an empty text to None.
-inline py::object words(const std::string& said) {
-  return said.empty() ? py::object(py::none()) : py::object(py::str(said));
+inline py::object words(const std::string& line) {
+  return line.empty() ? py::object(py::none()) : py::object(py::str(line));
 }
 
 void bind_streams(py::module_& m);     // the executor for devices, on emulated devices

@@ -12,7 +12,7 @@ namespace pycollect::dist {
 namespace {
 
 // Staging buffers per rank, used in turn: a rank fills one while its peers still read the other.
-constexpr std::size_t kSlotsOfSlab = 2;
+constexpr std::size_t kStagingBuffers = 2;
 constexpr std::chrono::seconds kLook{1};  // arbitrary: the awaited call has its own timeout
 constexpr std::size_t kAlign = 128;  // staging buffer alignment in bytes, for any kernel access
 
@@ -44,7 +44,7 @@ Backend::Backend(const StorePtr& store, GroupRank me, OptionsPtr options)
           std::make_shared<GroupDevices>(options_->torch ? options_->torch : torch_runtime()),
           TransportSelector::TransportSettings{
               options_->cuda_transport,
-              options_->cuda_buffer_bytes / kSlotsOfSlab / kAlign * kAlign})),
+              options_->cuda_buffer_bytes / kStagingBuffers / kAlign * kAlign})),
       timeout_ms_(options_->timeout.count()),
       group_(make_group(store, me, *options_)),
       messages_(std::make_shared<Messages>(group_, selector_)),
@@ -127,9 +127,9 @@ Call Backend::new_call(const CallInfo& ask) const {
 }
 
 // Enqueues the refusal in the queue position of the call that it replaces.
-void Backend::tell(const Refusal& refusal, Call call) {
-  if (refusal.told.empty()) return;
-  call.refusal = shortened(refusal.told);
+void Backend::publish_refusal(const Refusal& refusal, Call call) {
+  if (refusal.published.empty()) return;
+  call.refusal = shortened(refusal.published);
   queue_->run(std::move(call));
 }
 
@@ -201,7 +201,7 @@ WorkPtr Backend::collective(const CallInfo& ask, const at::Tensor* first, Build 
     return coalesce(*list, ask, std::move(call), first, build);
   call.staging = begin(call, first);
   if (const auto refusal = attempt(ask, "", call, build)) {
-    tell(*refusal, new_call(ask));
+    publish_refusal(*refusal, new_call(ask));
     std::rethrow_exception(refusal->error);
   }
   return ask.later ? queue_->push(std::move(call)) : queue_->run(std::move(call));
@@ -385,13 +385,13 @@ std::shared_ptr<Messages> Backend::messages(const char* name) const {
 WorkPtr Backend::message(const char* name, const Tensors& tensors, std::optional<Rank> peer,
                          int tag, bool receives) {
   const auto messages = this->messages(name);
-  const auto letter = [&]() -> Messages::P2POp {
+  const auto op = [&]() -> Messages::P2POp {
     require(tensors.size() == 1, name, ": ", tensors.size(), " tensors were passed; pass 1");
     return {tensors[0], peer, tag, std::chrono::milliseconds(timeout_ms_)};
   };
   if (CoalescedList* const list = coalescing_->find())
-    return coalesce(*list, *messages, name, receives, letter);
-  return receives ? messages->receive(letter()) : messages->send(letter());
+    return coalesce(*list, *messages, name, receives, op);
+  return receives ? messages->receive(op()) : messages->send(op());
 }
 
 WorkPtr Backend::send(Tensors& tensors, int to, int tag) {

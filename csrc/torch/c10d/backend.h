@@ -119,13 +119,13 @@ class Backend final : public c10d::Backend {
   Call new_call(const CallInfo& ask) const;
   std::shared_ptr<TensorStaging> begin(const Call& call, const at::Tensor* first);
   void rendezvous(const Call& before, at::Device device);
-  void tell(const Refusal& refusal, Call call);
-  void tell(const CoalescedList& list);
+  void publish_refusal(const Refusal& refusal, Call call);
+  void publish_refusal(const CoalescedList& list);
 
   WorkPtr message(const char* name, const Tensors& tensors, std::optional<Rank> peer, int tag,
                   bool receives);
   WorkPtr coalesce(CoalescedList& list, const Messages& messages, const char* name, bool receives,
-                   c10::function_ref<Messages::P2POp()> letter);
+                   c10::function_ref<Messages::P2POp()> op);
   std::vector<WorkPtr> post(const std::vector<CoalescedList::CoalescedMessage>& list);
   std::shared_ptr<Messages> messages(const char* name) const;
   std::shared_ptr<shm::Group> group() const;

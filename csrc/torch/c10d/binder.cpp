@@ -37,7 +37,7 @@ bool check_operand(const at::Tensor& t, AccessMode use, const Label& label, Grou
   return false;
 }
 
-void Binder::check_together(const at::Tensor& t, bool on_device, const Label& label) {
+void Binder::check_same_memory_kind(const at::Tensor& t, bool on_device, const Label& label) {
   require(on_device == (call_.staging != nullptr), label.call, ": ", label, " is on ", t.device(),
           " and the call's first tensor is ", on_device ? "in host memory" : "on a GPU",
           "; the tensors of one call are all in host memory or all on GPUs");
@@ -60,7 +60,7 @@ shm::BufferSegment Binder::add_tensor(const at::Tensor& t, bool reads, bool writ
 shm::BufferSegment Binder::bind(const at::Tensor& t, const Label& label, bool reads, bool writes) {
   const AccessMode use = writes ? AccessMode::write : AccessMode::read;
   const bool on_device = check_operand(t, use, label, *call_.devices);
-  check_together(t, on_device, label);
+  check_same_memory_kind(t, on_device, label);
   extents_.push_back(extent(t, use, label));
   if (on_device) return add_tensor(t, reads, writes);
   if (t.is_contiguous()) {
@@ -165,7 +165,7 @@ void Binder::add_whole_output(std::size_t request, const shm::BufferSegment& spa
 
 // Concatenates the blocks of a call buffer and merges segments that are adjacent in memory.
 shm::CallBuffer Binder::joined(const Blocks& blocks, std::size_t item) {
-  shm::CallBuffer side{{}, Sizes(blocks.size())};
+  shm::CallBuffer buffer{{}, Sizes(blocks.size())};
   shm::Hasher cuts;
   bool cut = false;
   for (std::size_t b = 0; b < blocks.size(); ++b) {
@@ -173,16 +173,17 @@ shm::CallBuffer Binder::joined(const Blocks& blocks, std::size_t item) {
     cuts.add(b);
     for (const shm::BufferSegment& s : blocks[b]) {
       cuts.add(s.count);
-      side.blocks[b] += s.count;
+      buffer.blocks[b] += s.count;
       if (s.count == 0) continue;
-      if (!side.spans.empty() && side.spans.back().base + side.spans.back().count * item == s.base)
-        side.spans.back().count += s.count;
+      if (!buffer.segments.empty() &&
+          buffer.segments.back().base + buffer.segments.back().count * item == s.base)
+        buffer.segments.back().count += s.count;
       else
-        side.spans.push_back(s);
+        buffer.segments.push_back(s);
     }
   }
-  if (cut) side.cuts = cuts.value();
-  return side;
+  if (cut) buffer.cuts = cuts.value();
+  return buffer;
 }
 
 void Binder::finish() {

@@ -72,7 +72,7 @@ class Binder {
     std::size_t bytes;
   };
   static shm::CallBuffer joined(const Blocks& blocks, std::size_t item_bytes);
-  void check_together(const at::Tensor& tensor, bool on_device, const Label& label);
+  void check_same_memory_kind(const at::Tensor& tensor, bool on_device, const Label& label);
   shm::BufferSegment add_tensor(const at::Tensor& tensor, bool reads, bool writes);
   shm::BufferSegment keep(at::Tensor tensor);
   const std::byte* origin(const std::byte* host) const;

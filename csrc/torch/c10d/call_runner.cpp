@@ -43,7 +43,9 @@ void CallRunner::refuse(const Call& call, shm::Deadline deadline) {
 }
 
 std::vector<Rank> CallRunner::missing() const {
-  const auto done_by = [&](Rank r) { return group_->line(r).done.load(std::memory_order_relaxed); };
+  const auto done_by = [&](Rank r) {
+    return group_->rank_state(r).done.load(std::memory_order_relaxed);
+  };
   const uint64_t own = done_by(group_->rank());
   const uint64_t entered = shm::at_run(own >> shm::kTaskBits) + 1;
   std::vector<Rank> ranks;

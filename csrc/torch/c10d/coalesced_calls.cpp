@@ -25,12 +25,12 @@ WorkPtr Backend::coalesce(CoalescedList& list, const CallInfo& ask, Call call,
 }
 
 WorkPtr Backend::coalesce(CoalescedList& list, const Messages& messages, const char* name,
-                          bool receives, c10::function_ref<Messages::P2POp()> letter) {
+                          bool receives, c10::function_ref<Messages::P2POp()> op) {
   if (list.refusal) return {};
   try {
-    CoalescedList::CoalescedMessage message{letter(), receives, {}};
-    const at::Tensor& tensor = message.letter.tensor;
-    if (messages.check(message.letter, name, receives))
+    CoalescedList::CoalescedMessage message{op(), receives, {}};
+    const at::Tensor& tensor = message.op.tensor;
+    if (messages.check(message.op, name, receives))
       message.asked = selector_->devices()->mark(tensor.device());
     list.messages.push_back(std::move(message));
   } catch (const std::exception& error) {
@@ -44,19 +44,19 @@ std::vector<WorkPtr> Backend::post(const std::vector<CoalescedList::CoalescedMes
   std::vector<WorkPtr> works;
   if (list.empty()) return works;
   const auto messages = this->messages("batch_isend_irecv");
-  for (const auto& [letter, receives, asked] : list) {
-    if (asked) asked->hold_current(letter.tensor.device());
-    works.push_back(receives ? messages->receive(letter) : messages->send(letter));
+  for (const auto& [op, receives, asked] : list) {
+    if (asked) asked->hold_current(op.tensor.device());
+    works.push_back(receives ? messages->receive(op) : messages->send(op));
   }
   return works;
 }
 
 // A list with messages only publishes no refusal: no peer waits for it.
-void Backend::tell(const CoalescedList& list) {
+void Backend::publish_refusal(const CoalescedList& list) {
   if (!list.first) return;
   Call call = new_call({*list.first, pycollect::name(*list.first), kNoTimeout, false});
   if (!list.calls.empty()) call.timeout = list.calls.front().timeout;
-  tell(*list.refusal, std::move(call));
+  publish_refusal(*list.refusal, std::move(call));
 }
 
 void Backend::startCoalescing() {
@@ -76,10 +76,10 @@ WorkPtr Backend::endCoalescing() {
   require(list.has_value(),
           "end of coalescing: this thread has not started to coalesce calls of the group");
   if (list->refusal) {
-    tell(*list);
+    publish_refusal(*list);
     std::rethrow_exception(list->refusal->error);
   }
-  const auto calls = queue_->push_all(bind_together(std::move(list->calls)));
+  const auto calls = queue_->push_all(bind_coalesced(std::move(list->calls)));
   const std::vector<WorkPtr> collectives(calls.begin(), calls.end());
   if (!list->messages.empty()) c10::make_intrusive<CoalescedWork>(collectives)->wait();
   std::vector<WorkPtr> works = post(list->messages);
@@ -95,7 +95,7 @@ void Backend::abandonCoalescing(std::string_view why, bool asked) {
   if (!list) list.emplace();
   if (asked && !list->first) list->first = Collective::all_reduce;
   if (!list->refusal) list->refusal = Refusal{text("coalesced calls: ", why), {}};
-  tell(*list);
+  publish_refusal(*list);
 }
 
 }  // namespace pycollect::dist

@@ -14,7 +14,7 @@ uint64_t this_thread() {
 
 }  // namespace
 
-std::vector<Call> bind_together(std::vector<Call> calls) {
+std::vector<Call> bind_coalesced(std::vector<Call> calls) {
   if (calls.size() < 2) return calls;
   const auto together = std::make_shared<CoalescedAgreement>();
   for (Call& call : calls) {

@@ -17,13 +17,13 @@ namespace pycollect::dist {
 
 // The reason why a call does not run.
 struct Refusal {
-  std::string told;          // published to the peers; empty: they fail by themselves
+  std::string published;     // reason that the peers get; empty: they fail by themselves
   std::exception_ptr error;  // raised on this rank
 };
 
 struct CoalescedList {
   struct CoalescedMessage {
-    Messages::P2POp letter;
+    Messages::P2POp op;
     bool receives;
     std::shared_ptr<DeviceEvent> asked;  // stream position of the request; null: a host tensor
   };
@@ -35,7 +35,7 @@ struct CoalescedList {
 };
 
 // Makes all ranks agree on all of the calls before the first one runs.
-std::vector<Call> bind_together(std::vector<Call> calls);
+std::vector<Call> bind_coalesced(std::vector<Call> calls);
 
 class Coalescing {
  public:

@@ -26,14 +26,14 @@ Messages::Messages(std::shared_ptr<shm::Group> group,
       devices_(selector_->devices()->with_own_streams()),
       mailbox_(*group_) {}
 
-bool Messages::check(const P2POp& letter, const char* name, bool receives) const {
+bool Messages::check(const P2POp& op, const char* name, bool receives) const {
   fork_guard_.require_none(name);
-  if (letter.peer) check_rank(*letter.peer, group_->world(), name, receives ? "src" : "dst");
-  require(letter.tag >= 0, name, ": tag is ", letter.tag, "; it must not be negative");
+  if (op.peer) check_rank(*op.peer, group_->world(), name, receives ? "src" : "dst");
+  require(op.tag >= 0, name, ": tag is ", op.tag, "; it must not be negative");
   const Label label{name, "tensor"};
-  const bool away = check_operand(letter.tensor, receives ? AccessMode::write : AccessMode::read,
-                                  label, *selector_->devices());
-  dtype_of(letter.tensor, label);
+  const bool away = check_operand(op.tensor, receives ? AccessMode::write : AccessMode::read, label,
+                                  *selector_->devices());
+  dtype_of(op.tensor, label);
   return away;
 }
 
@@ -62,13 +62,12 @@ class Messages::PostingScope {
   Messages& all_;
 };
 
-c10::intrusive_ptr<c10d::Work> Messages::ask(const P2POp& letter, const char* name, bool receives) {
-  const bool away = check(letter, name, receives);
+c10::intrusive_ptr<c10d::Work> Messages::ask(const P2POp& op, const char* name, bool receives) {
+  const bool away = check(op, name, receives);
   const PostingScope asking(*this, name);
-  const MessageWork::MessageInfo what{name,       asking.number,  letter.peer,
-                                      letter.tag, letter.timeout, receives};
+  const MessageWork::MessageInfo what{name, asking.number, op.peer, op.tag, op.timeout, receives};
   auto work = c10::make_intrusive<MessageWork>(
-      what, letter.tensor, away ? passage_of(letter.tensor) : nullptr, shared_from_this());
+      what, op.tensor, away ? staging_of(op.tensor) : nullptr, shared_from_this());
   if (receives)
     post(work);
   else
@@ -76,12 +75,8 @@ c10::intrusive_ptr<c10d::Work> Messages::ask(const P2POp& letter, const char* na
   return started(std::move(work));
 }
 
-c10::intrusive_ptr<c10d::Work> Messages::send(const P2POp& letter) {
-  return ask(letter, "send", false);
-}
-c10::intrusive_ptr<c10d::Work> Messages::receive(const P2POp& letter) {
-  return ask(letter, "recv", true);
-}
+c10::intrusive_ptr<c10d::Work> Messages::send(const P2POp& op) { return ask(op, "send", false); }
+c10::intrusive_ptr<c10d::Work> Messages::receive(const P2POp& op) { return ask(op, "recv", true); }
 
 c10::intrusive_ptr<c10d::Work> Messages::started(c10::intrusive_ptr<MessageWork> work) {
   if (work->is_moved()) {
@@ -288,7 +283,7 @@ void Messages::close(shm::Deadline deadline) {
 
 // See messages.h: messages of device tensors. Sends are posted in order once their data is in host
 // memory. A message in fragments is posted with the first one, and the others follow.
-std::shared_ptr<TensorStaging> Messages::passage_of(const at::Tensor& tensor) const {
+std::shared_ptr<TensorStaging> Messages::staging_of(const at::Tensor& tensor) const {
   if (MessageStaging::serves(tensor)) return std::make_shared<MessageStaging>(devices_);
   return stage_through_host(devices_);
 }

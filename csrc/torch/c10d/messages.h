@@ -98,11 +98,11 @@ class Messages : public std::enable_shared_from_this<Messages> {
     int tag;
     std::chrono::milliseconds timeout;
   };
-  c10::intrusive_ptr<c10d::Work> send(const P2POp& letter);
-  c10::intrusive_ptr<c10d::Work> receive(const P2POp& letter);
+  c10::intrusive_ptr<c10d::Work> send(const P2POp& op);
+  c10::intrusive_ptr<c10d::Work> receive(const P2POp& op);
   // Throws if send() or receive() would, before data moves. Returns whether the tensor is on a
   // device.
-  bool check(const P2POp& letter, const char* name, bool receives) const;
+  bool check(const P2POp& op, const char* name, bool receives) const;
   // Refuses new messages and lets pending ones finish until the deadline. Then aborts the group if
   // any are left, which fail with it.
   void close(shm::Deadline deadline);
@@ -113,7 +113,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   friend class MessageWork;
   using Lock = std::unique_lock<std::mutex>;
   class PostingScope;  // defined in messages.cpp
-  c10::intrusive_ptr<c10d::Work> ask(const P2POp& letter, const char* name, bool receives);
+  c10::intrusive_ptr<c10d::Work> ask(const P2POp& op, const char* name, bool receives);
   c10::intrusive_ptr<c10d::Work> started(c10::intrusive_ptr<MessageWork> work);
   using Suspects = std::function<std::vector<Rank>()>;
   // Moves all messages until `over` returns true; `transfer`, if given, is the awaited transfer.
@@ -132,7 +132,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   void end_thread();
 
   void post(const c10::intrusive_ptr<MessageWork>& work);
-  std::shared_ptr<TensorStaging> passage_of(const at::Tensor& tensor) const;
+  std::shared_ptr<TensorStaging> staging_of(const at::Tensor& tensor) const;
   void fail_with_group();
   void advance_staged();
   bool polls() const { return any_pending_send_ || any_device_send_; }

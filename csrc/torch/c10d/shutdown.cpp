@@ -14,15 +14,15 @@ namespace {
 
 // Shutdown timeout: the time for fire-and-forget calls to finish before the group is aborted. Much
 // longer than they take with all ranks present, much shorter than users wait for an exit.
-constexpr std::chrono::milliseconds kGrace{5000};
+constexpr std::chrono::milliseconds kShutdownTimeout{5000};
 // Time for threads that wake when the groups close; they only have to raise an error. Threads that
 // close a group themselves have the shutdown timeout before that.
 constexpr std::chrono::milliseconds kWaking{1000};
 
-void warn_of(const std::exception_ptr& untold) {
-  if (!untold) return;
+void warn_of(const std::exception_ptr& unreported) {
+  if (!unreported) return;
   try {
-    std::rethrow_exception(untold);
+    std::rethrow_exception(unreported);
   } catch (const std::exception& error) {
     warn(
         text("a collective of CUDA tensors has failed, and its results are wrong: ", error.what()));
@@ -59,7 +59,7 @@ Backend::~Backend() {
     const std::lock_guard lock(living().mutex);
     living().all.erase(this);
   }
-  warn_of(close(shm::Clock::now() + kGrace));
+  warn_of(close(shm::Clock::now() + kShutdownTimeout));
 }
 
 // Throws the error of a call that failed on its device without a caller waiting for it: no later
@@ -67,13 +67,14 @@ Backend::~Backend() {
 void Backend::shutdown() {
   const InFlightCalls under_way;
   if (!fork_guard_.none()) return;
-  if (const auto untold = close(shm::Clock::now() + kGrace)) std::rethrow_exception(untold);
+  if (const auto unreported = close(shm::Clock::now() + kShutdownTimeout))
+    std::rethrow_exception(unreported);
 }
 
 std::exception_ptr Backend::close(shm::Deadline deadline) {
   const GilRelease without;
   queue_->close(deadline);
-  const std::exception_ptr untold = selector_->close(kGrace);
+  const std::exception_ptr unreported = selector_->close(kShutdownTimeout);
   std::shared_ptr<Messages> messages;
   std::shared_ptr<shm::Group> group;
   std::shared_ptr<SymmetricAllocator> allocator;
@@ -88,7 +89,7 @@ std::exception_ptr Backend::close(shm::Deadline deadline) {
     selector_->leave();
     group->leave();  // a work held by the caller may keep the group alive
   }
-  return queue_->has_failed() ? nullptr : untold;
+  return queue_->has_failed() ? nullptr : unreported;
 }
 
 // A callback may drop the last reference to a group, whose destructor locks this mutex; so the
@@ -102,7 +103,7 @@ bool close_groups() {
       if (Backend* held = c10::raw::weak_intrusive_ptr::lock(b))
         all.push_back(c10::intrusive_ptr<Backend>::reclaim(held));
   }
-  const auto deadline = shm::Clock::now() + kGrace;
+  const auto deadline = shm::Clock::now() + kShutdownTimeout;
   for (const auto& b : all)
     if (b->fork_guard_.none()) warn_of(b->close(deadline));
   const auto patience = std::max(shm::Clock::now(), deadline) + kWaking;

@@ -38,11 +38,12 @@ void throw_unfinished(const std::string& operation, std::chrono::milliseconds ti
 }
 
 std::string CollectiveWork::described() const {
-  std::string said = text(name(), " #", call_.number);
+  std::string description = text(name(), " #", call_.number);
   const char* before = ", which rank ";
   const std::vector<Rank> missing = queue_->missing();
-  for (Rank r : missing) said += text(std::exchange(before, " and "), r);
-  return missing.empty() ? said : said + (missing.size() == 1 ? " has" : " have") + " not begun,";
+  for (Rank r : missing) description += text(std::exchange(before, " and "), r);
+  return missing.empty() ? description
+                         : description + (missing.size() == 1 ? " has" : " have") + " not begun,";
 }
 
 bool CollectiveWork::isCompleted() {

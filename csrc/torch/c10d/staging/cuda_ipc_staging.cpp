@@ -23,8 +23,8 @@ class CudaIpcStaging final : public TensorStaging {
   bool inputs_ready() override;
   void begin_copy_out(const shm::OpContext& context) override { send(context, back_); }
   void abort_copies(const shm::OpContext& context) override { send(context, {}); }
-  bool outputs_ready() override { return errand_->ended(); }
-  std::exception_ptr failure() const override { return errand_ ? errand_->tell() : nullptr; }
+  bool outputs_ready() override { return pending_->ended(); }
+  std::exception_ptr failure() const override { return pending_ ? pending_->report() : nullptr; }
   void wait_on_current_streams() override;
   void release() override;
   shm::Transport* transport() override { return &transport_; }
@@ -46,7 +46,7 @@ class CudaIpcStaging final : public TensorStaging {
   std::vector<CopyPair> out_, back_;
   std::vector<std::unique_ptr<DeviceEvent>> left_;  // [i]: a mark on device on_[i]
   std::shared_ptr<DeviceEvent> end_;
-  std::shared_ptr<cuda_ipc::PendingWork> errand_;
+  std::shared_ptr<cuda_ipc::PendingWork> pending_;
 };
 
 at::Device CudaIpcStaging::home() const {
@@ -103,7 +103,7 @@ void CudaIpcStaging::send(const shm::OpContext& context, const std::vector<CopyP
   std::shared_ptr<void> exposed = this->exposed();
   try {
     end_ = devices_->finish(home(), back, kept_);
-    errand_ = communicator_->watch(context, [end = end_] { return end->reached(); }, exposed);
+    pending_ = communicator_->watch(context, [end = end_] { return end->reached(); }, exposed);
   } catch (...) {
     cuda_ipc::leak(std::move(exposed));
     throw;

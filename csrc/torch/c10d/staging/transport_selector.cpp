@@ -120,10 +120,10 @@ void TransportSelector::rendezvous(const std::shared_ptr<shm::Group>& group, at:
   }
   std::string failed;
   if (!found.communicator) {
-    const std::string said =
+    const std::string summary =
         text("PYCOLLECT_CUDA_TRANSPORT=", kCudaIpc.name, " does not work here: ", found.why);
-    log_once(text("collectives of CUDA tensors: ", said));
-    if (terms_.transport == kCudaIpc.name) failed = text(context.operation, ": ", said);
+    log_once(text("collectives of CUDA tensors: ", summary));
+    if (terms_.transport == kCudaIpc.name) failed = text(context.operation, ": ", summary);
   }
   const std::lock_guard lock(mutex_);
   failed_ = failed;
@@ -131,14 +131,14 @@ void TransportSelector::rendezvous(const std::shared_ptr<shm::Group>& group, at:
   rendezvous_done_ = true;
 }
 
-std::exception_ptr TransportSelector::close(std::chrono::milliseconds grace) {
+std::exception_ptr TransportSelector::close(std::chrono::milliseconds timeout) {
   const std::lock_guard closing(closing_);
   std::shared_ptr<cuda_ipc::CudaIpcCommunicator> communicator;
   {
     const std::lock_guard lock(mutex_);
     communicator.swap(communicator_);
   }
-  return communicator ? communicator->close(grace) : nullptr;
+  return communicator ? communicator->close(timeout) : nullptr;
 }
 
 void check_no_capture(const TensorStaging& staging, const char* operation) {

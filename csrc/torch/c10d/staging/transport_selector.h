@@ -62,9 +62,9 @@ class TransportSelector {
   // requested transport does not work.
   std::shared_ptr<TensorStaging> begin();
   const std::shared_ptr<GroupDevices>& devices() const { return devices_; }
-  // Frees device resources, after pending device work had `grace` to finish. Returns the first
+  // Frees device resources, after pending device work had `timeout` to finish. Returns the first
   // device error that was reported to no caller.
-  std::exception_ptr close(std::chrono::milliseconds grace);
+  std::exception_ptr close(std::chrono::milliseconds timeout);
   // Call after close(): unmaps the peers' memory and frees this rank's.
   void leave();
 
