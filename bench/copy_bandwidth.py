@@ -29,7 +29,7 @@ from pycollect_bench.copies import (
     scatter_copies,
 )
 from pycollect_bench.output import write_json
-from pycollect_bench.record import SCHEMA, target_record
+from pycollect_bench.record import target_record
 
 HEAD = (
     f"#{'what':<42} {'size':>8} {'way':<12} {'time (us)':>10} {'GB/s':>8} {'x to':>6} {'%bare':>6}"
@@ -49,7 +49,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("-w", "--warmup", type=int, default=3, help="calls before the first timed one (3)")
     add("--seconds", type=float, default=1.0, help="time for each line's contest (1.0)")
     add("--targets", action="store_true", help="judge what is promised of scatters to GPUs")
-    add("--json", metavar="FILE", help="everything, with the median of every round")
+    add("--json", metavar="FILE", help="everything, in medians and their spread")
     return scripts.parse(parser, argv)
 
 
@@ -96,7 +96,7 @@ def measure(argv: Sequence[str] | None) -> int:
         print(*table.target_lines(promised), sep="\n")
     noise = environment.noise(before, environment.Load.now(), [])
     print(*environment.footer(noise), sep="\n")
-    record = {"schema": SCHEMA, "environment": about, "noise": noise}
+    record = {"environment": about, "noise": noise}
     record["copies"] = [copy_record(result) for result in results]
     record["targets"] = [target_record(outcome) for outcome in promised]
     write_json(args.json, record, interruption)

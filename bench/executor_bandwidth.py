@@ -16,21 +16,21 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from pycollect._command import Interruption
 from pycollect._sizes import binary_size, parse_size
 from pycollect._timing import ratios
 from pycollect_bench import environment, scripts, table
 from pycollect_bench.output import write_json
+from pycollect_bench.record import rounds_record, target_record
 from pycollect_bench.targets import MIB, Outcome
 
 ROOT = Path(__file__).resolve().parents[1]
 # OMPI_SKIP_MPICXX leaves out Open MPI's C++ interface, which is not needed and causes warnings.
 MPI_FLAGS = ("-std=c++20", "-O3", "-Wall", "-Wextra", "-DOMPI_SKIP_MPICXX=1")
 COPY, ZERO_COPY, MPI = "copy", "zero-copy", "mpi"
-SCHEMA = 1
 # Timeout in seconds of one run of a program: ten times what eight ranks take on two cores.
 TURN_LIMIT = 600
 LEVEL = "-O3"  # optimisation of our program; tests override it, to compile in a third of the time
@@ -97,11 +97,17 @@ def measure(world: int, ours: Path, theirs: Path, args: argparse.Namespace, time
                 times[name].setdefault(nbytes, []).append(seconds)
 
 
+def speedups(times: Times, name: str, nbytes: int) -> list[float]:
+    """Return Open MPI's time divided by that of `name`, by turn; nothing without Open MPI."""
+    if MPI not in times or nbytes not in times.get(name, {}):
+        return []
+    return ratios(times[MPI][nbytes], times[name][nbytes])
+
+
 def faster(times: Times, name: str, nbytes: int) -> float | None:
     """Return Open MPI's time divided by that of `name`: the median over the turns, or None."""
-    if MPI not in times or nbytes not in times.get(name, {}):
-        return None
-    return statistics.median(ratios(times[MPI][nbytes], times[name][nbytes]))
+    found = speedups(times, name, nbytes)
+    return statistics.median(found) if found else None
 
 
 def print_table(world: int, times: Times) -> None:
@@ -133,6 +139,23 @@ def judge(found: dict[int, Times]) -> list[Outcome]:
     ]
 
 
+def rows(found: dict[int, Times]) -> list[dict[str, Any]]:
+    """Return a row for the JSON file per world, candidate and size, in seconds."""
+    return [
+        {
+            "world": world,
+            "bytes": nbytes,
+            "candidate": name,
+            "time": rounds_record(seconds),
+            "speedup": {MPI: rounds_record(won)} if won else {},
+        }
+        for world, times in found.items()
+        for name, by_size in times.items()
+        for nbytes, seconds in by_size.items()
+        for won in [speedups(times, name, nbytes)]
+    ]
+
+
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     def list_of(read: type[int] | object) -> object:
         return lambda text: [read(word) for word in text.split(",")]  # type: ignore[operator]
@@ -143,7 +166,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("-e", "--maxbytes", type=parse_size, default="128M", help="largest size (128M)")
     add("--turns", type=int, default=5, help="of each program (5)")
     add("--build", type=Path, default=ROOT / "build" / "native", help="where objects are kept")
-    add("--json", metavar="FILE", help="the median of every turn")
+    add("--json", metavar="FILE", help="everything, in medians and their spread")
     return scripts.parse(parser, argv)
 
 
@@ -171,12 +194,10 @@ def compare(argv: Sequence[str] | None) -> int:
     print(*table.target_lines(outcomes), sep="\n")
     print(*environment.footer(noise), sep="\n")
     content = {
-        "schema": SCHEMA,
         "environment": about,
         "noise": noise,
-        "unit": "seconds",
-        "worlds": found,
-        "targets": [{**asdict(outcome), "met": outcome.met} for outcome in outcomes],
+        "rows": rows(found),
+        "targets": [target_record(outcome) for outcome in outcomes],
     }
     write_json(args.json, content, interruption)
     interruption.reraise(args.json)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +15,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-SCHEMA = 1
 # Fields that identify a measurement; each is a command-line option, "" if unknown.
 ABOUT = ("gpu", "driver", "cuda", "torch", "commit")
 
@@ -24,13 +22,13 @@ ABOUT = ("gpu", "driver", "cuda", "torch", "commit")
 def merged(record: dict[str, Any], name: str, run: dict[str, Any]) -> dict[str, Any]:
     """Return the record with this run added; the fields of ABOUT are those of the latest run."""
     about = {key: run[key] for key in ABOUT}
-    return {"schema": SCHEMA, **about, "runs": {**record.get("runs", {}), name: run}}
+    return {"schema": layout.SCHEMA, **about, "runs": {**record.get("runs", {}), name: run}}
 
 
-def load_files() -> ModuleType:
-    """Load pycollect/_files.py without its package, because torch or the build may be missing."""
-    path = Path(__file__).resolve().parents[1] / "pycollect" / "_files.py"
-    spec = importlib.util.spec_from_file_location("pycollect_files", path)
+def load(file: str) -> ModuleType:
+    """Load a module of this repository without its package, whose torch or build may be missing."""
+    path = Path(__file__).resolve().parents[1] / file
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -38,24 +36,20 @@ def load_files() -> ModuleType:
     return module
 
 
-files = load_files()
+files = load("pycollect/_files.py")
+layout = load("bench/pycollect_bench/layout.py")
 
 
 def read(what: str, path: Path) -> dict[str, Any]:
     """Read a JSON object; ValueError with one sentence if the file has none."""
     files.check_input(what, path)
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"the {what} {path} cannot be read ({error})") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"the {what} {path} holds no JSON object")
+    found: dict[str, Any] = layout.read(what, path)
     return found
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
     """Replace the file atomically: if killed midway, the old or the new file remains."""
-    content = (json.dumps(record, indent=1) + "\n").encode()
+    content = layout.text(record).encode()
     with files.writing("record", path):
         files.replace(path, lambda file: file.write(content))
 

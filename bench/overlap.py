@@ -23,7 +23,6 @@ import pycollect
 from pycollect._command import Interruption
 from pycollect_bench import environment, scripts
 from pycollect_bench.output import write_json
-from pycollect_bench.record import SCHEMA
 
 Run = Callable[[], object]
 
@@ -172,8 +171,12 @@ def compare(argv: Sequence[str] | None) -> int:
             for name, seconds in results[label].items():
                 print(f"  {name:<50} {seconds:>9.4f}", flush=True)
             del ranks
-    record = {"schema": SCHEMA, "environment": about, "size": args.size}
-    record |= {"products": args.products, "overlap": results}
+    record = {"environment": about, "size": args.size, "products": args.products}
+    record["overlap"] = [
+        {"where": label, "way": name, "seconds": seconds}
+        for label, found in results.items()
+        for name, seconds in found.items()
+    ]
     write_json(args.json, record, interruption)
     interruption.reraise(args.json)
     return 0

@@ -25,7 +25,7 @@ from pycollect_bench import environment, gpu, scripts
 from pycollect_bench.cases import COLLECTIVES, Call, Workspace, sized_case
 from pycollect_bench.nvcc import NO_GPU
 from pycollect_bench.output import write_json
-from pycollect_bench.record import SCHEMA, timing_record
+from pycollect_bench.record import rounds_record, timing_record
 
 # Calls in a row, as many as in a training step.
 ROW = 20
@@ -39,10 +39,13 @@ class Found(NamedTuple):
     nbytes: int
     timings: dict[str, Timing]
 
+    def ratios(self, eager: str) -> list[float]:
+        """Return the eager time divided by the graph's, by round."""
+        return ratios(self.timings[eager].rounds, self.timings[PAIRS[eager]].rounds)
+
     def ratio(self, eager: str) -> float:
-        """Return the eager time divided by the graph's: the median over the rounds."""
-        slow, fast = self.timings[eager].rounds, self.timings[PAIRS[eager]].rounds
-        return statistics.median(ratios(slow, fast))
+        """Return the median over the rounds of the eager time divided by the graph's."""
+        return statistics.median(self.ratios(eager))
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -59,7 +62,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("-n", "--iterations", type=int, help="timed calls of each (by time, if not given)")
     add("-w", "--warmup", type=int, default=3, help="calls before the first timed one (3)")
     add("--seconds", type=float, default=1.0, help="time for each size (1.0)")
-    add("--json", metavar="FILE", help="everything, with the median of every round")
+    add("--json", metavar="FILE", help="everything, in medians and their spread")
     return scripts.parse(parser, argv)
 
 
@@ -120,7 +123,7 @@ def answers(all_found: Sequence[Found]) -> list[str]:
 
 def record(found: Found) -> dict[str, Any]:
     timings = {name: timing_record(timing) for name, timing in found.timings.items()}
-    won = {eager: found.ratio(eager) for eager in PAIRS}
+    won = {eager: rounds_record(found.ratios(eager)) for eager in PAIRS}
     return {"world": found.world, "bytes": found.nbytes, "timings": timings, "ratios": won}
 
 
@@ -146,7 +149,7 @@ def compare(argv: Sequence[str] | None) -> int:
                 found.append(measure(world, nbytes, device, effort))
                 print(line(found[-1]), flush=True)
     print(*answers(found), sep="\n")
-    content = {"schema": SCHEMA, "environment": about, "row": ROW}
+    content = {"environment": about, "row": ROW}
     content["replays"] = [record(one) for one in found]
     write_json(args.json, content, interruption)
     interruption.reraise(args.json)

@@ -19,7 +19,7 @@ from pycollect._timing import Effort
 from pycollect.train.models import MODELS
 from pycollect_bench import environment, scripts, table, training
 from pycollect_bench.output import write_json
-from pycollect_bench.record import SCHEMA, target_record, timing_record
+from pycollect_bench.record import call_record, rounds_record, target_record
 from pycollect_bench.training.picture import draw
 
 DIGITS = 1442  # training examples of the digits data set, for the seconds of an epoch
@@ -39,7 +39,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--no-ddp", action="store_true", help="leave DDP's processes out")
     add("--no-loading", action="store_true", help="leave out what preparing batches ahead brings")
     add("--targets", action="store_true", help="judge what is promised for this device")
-    add("--json", metavar="FILE", help="everything, with the median of every round")
+    add("--json", metavar="FILE", help="everything, in medians and their spread")
     add("--plot", metavar="FILE", help="a picture: bars of steps and of what reductions take")
     args = scripts.parse(parser, argv)
     if min(*args.worlds, args.batch, args.size) < 1:
@@ -88,27 +88,27 @@ def loading_lines(result: training.LoadingResult) -> list[str]:
 
 def loading_record(result: training.LoadingResult) -> dict[str, Any]:
     """Return the loading result for the JSON file."""
-    entries = {
-        name: {"step": timing_record(entry.timing), "waited": entry.waited}
+    rows = [
+        {**call_record(name, entry.timing), "waited": entry.waited}
         for name, entry in result.entries.items()
-    }
-    return {"entries": entries, "not_run": result.not_run}
+    ]
+    return {"not_run": result.not_run, "rows": rows}
 
 
 def result_record(result: training.Result) -> dict[str, Any]:
     """Return the result of one case for the JSON file."""
     case = result.case
     about = {"model": case.model, "batch": case.batch, "world": case.world, "size": case.size}
-    entries = {
-        name: {
-            "step": timing_record(entry.timing),
+    rows = [
+        {
+            **call_record(name, entry.timing),
             "reduction": entry.reduction,
-            "of_one_replica": result.slowdown(name),
+            "of_one_replica": rounds_record(result.slowdowns(name)),
         }
         for name, entry in result.entries.items()
-    }
+    ]
     devices = [str(device) for device in case.devices]
-    return {**about, "devices": devices, "entries": entries, "not_run": result.not_run}
+    return {**about, "devices": devices, "not_run": result.not_run, "rows": rows}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,13 +142,13 @@ def compare(argv: Sequence[str] | None) -> int:
         print(*table.target_lines(outcomes), sep="\n")
     noise = environment.noise(before, environment.Load.now(), [])
     print(*environment.footer(noise), sep="\n")
-    record = {"schema": SCHEMA, "environment": about, "noise": noise}
+    record = {"environment": about, "noise": noise}
     record["training"] = [result_record(result) for result in results]
     record["loading"] = loading_record(loading) if loading else None
     record["targets"] = [target_record(outcome) for outcome in outcomes]
     write_json(args.json, record, interruption)
     if args.plot and results:
-        draw(results, args.plot, f"{about['machine']}, torch {about['torch']}")
+        draw(record, args.plot)
     interruption.reraise(args.json)
     return 3 if any(outcome.met is False for outcome in outcomes) else 0
 

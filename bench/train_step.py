@@ -16,7 +16,7 @@ from pycollect._command import Interruption
 from pycollect._timing import Effort
 from pycollect_bench import environment, scripts, table
 from pycollect_bench.output import write_json
-from pycollect_bench.record import SCHEMA, target_record, timing_record
+from pycollect_bench.record import call_record, target_record
 from pycollect_bench.steps import NAIVE, measure_steps
 
 
@@ -30,7 +30,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("-w", "--warmup", type=int, default=3, help="calls before the first timed one (3)")
     add("--seconds", type=float, default=5.0, help="time for the contest (5)")
     add("--targets", action="store_true", help="judge what is promised for one GPU")
-    add("--json", metavar="FILE", help="everything, with the median of every round")
+    add("--json", metavar="FILE", help="everything, in medians and their spread")
     return scripts.parse(parser, argv)
 
 
@@ -58,9 +58,9 @@ def compare(argv: Sequence[str] | None) -> int:
         print(f"# WRONG: {result.wrong} parameters have other bits than the naive loop's")
     noise = environment.noise(before, environment.Load.now(), [])
     print(*environment.footer(noise), sep="\n")
-    record = {"schema": SCHEMA, "environment": about, "noise": noise, "wrong": result.wrong}
+    record = {"environment": about, "noise": noise, "wrong": result.wrong}
     record["world"], record["batch"] = args.world, args.batch
-    record["steps"] = {name: timing_record(t) for name, t in result.timings.items()}
+    record["steps"] = [call_record(name, timing) for name, timing in result.timings.items()]
     record["targets"] = [target_record(outcome) for outcome in outcomes]
     write_json(args.json, record, Interruption())  # a single measurement has no partial results
     if result.wrong:

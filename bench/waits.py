@@ -19,7 +19,7 @@ from typing import Any
 from pycollect._command import Interruption
 from pycollect._sizes import binary_size, parse_size
 from pycollect_bench import environment, scripts
-from pycollect_bench.nvcc import NO_GPU, ROOT, SCHEMA, CannotRun, Found, build, lines_of
+from pycollect_bench.nvcc import NO_GPU, ROOT, CannotRun, Found, build, lines_of
 from pycollect_bench.output import write_json
 
 SOURCES = [ROOT / "bench" / "native" / "waits" / name for name in ("main.cpp", "cuda.cu")]
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def probe(argv: Sequence[str] | None) -> int:
     args = arguments(argv)
     about = environment.describe(shlex.join(sys.orig_argv))
-    content: dict[str, Any] = {"schema": SCHEMA, "environment": about, "ways": WAYS}
+    content: dict[str, Any] = {"environment": about, "ways": WAYS}
     content |= {"blocked": [], "exchanges": []}
 
     def keep(found: Found, kind: str) -> None:

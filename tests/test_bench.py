@@ -81,21 +81,20 @@ def test_json_has_everything(tmp_path, capsys):
     wanted = ["--targets", "-b", "4K", "-e", "4K", "--world", "4", "--json", str(path), *QUICK]
     assert bench.main(wanted) in (0, 3)
     run = json.loads(path.read_text())
-    assert run["schema"] == 1
     assert {"environment", "noise", "cases", "calls", "targets"} < set(run)
     assert {"machine", "torch", "threads", "commit", "gpus", "command"} <= set(run["environment"])
     sized, coalesced = run["cases"]
-    assert (sized["bytes"], sized["count"], sized["minimum_bytes"]) == (4096, 1024, 8 * 4096)
+    assert (sized["bytes"], sized["count"]) == (4096, 1024)
     assert sized["limit"] in ("memory", "memory_flat")
     assert len(coalesced["shapes"]) == 8
     row = next(row for row in sized["rows"] if row["algorithm"] == "default")
-    assert row["time"]["samples"] == 2
-    assert len(row["time"]["rounds"]) == len(row["speedup"]["naive"]["rounds"]) == 2
     assert 0 < row["time"]["min"] <= row["time"]["p50"] <= row["time"]["p99"]
+    ratio = row["speedup"]["naive"]
+    assert 0 < ratio["min"] <= ratio["median"] <= ratio["max"]
     assert row["wrong"] == 0
     assert row["busbw"] is None
     assert row["moved"] == pytest.approx(8 * 4096 / row["time"]["p50"])
-    assert targets.CALL in run["calls"]
+    assert targets.CALL in [row["way"] for row in run["calls"]]
     assert "met" in capsys.readouterr().out
 
 

@@ -69,7 +69,7 @@ def test_both_clocks_and_every_rung(device, tmp_path, capsys):
             assert rows[name]["wrong"] == 0
             clocked = [rows[name], rows[f"{name}:return"], rows[f"{name}:gpu"]]
             assert [row["clock"] for row in clocked] == ["wall", "return", "gpu"]
-            assert all(len(row["speedup"]["gloo"]["rounds"]) == 2 for row in clocked)
+            assert all(row["speedup"]["gloo"]["median"] > 0 for row in clocked)
             done, returned = clocked[0]["time"]["p50"], clocked[1]["time"]["p50"]
             assert 0 < returned < done
         assert case["devices"] == [device] * 2

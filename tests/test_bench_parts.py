@@ -201,7 +201,7 @@ def result_of(world, nbytes, ours, naive, limit):
     case = cases.sized_case("all_reduce", nbytes, torch.float32, "sum", cpus(world))
     timing = _timing.Timing(((ours,),))
     row = comparison.Row(
-        comparison.DEFAULT, "pycollect", timing, 0, limit / ours, None, {"naive": [naive / ours]}
+        comparison.DEFAULT, "pycollect", timing, 0, limit / ours, {"naive": [naive / ours]}
     )
     return comparison.CaseResult(case, [row], {})
 

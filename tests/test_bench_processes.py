@@ -202,7 +202,7 @@ def test_a_whole_run(tmp_path, capsys):
     for case in run["cases"]:
         rows = {row["algorithm"]: row for row in case["rows"]}
         assert rows["pycollect"]["wrong"] == rows["gloo"]["wrong"] == 0
-        assert len(rows["pycollect"]["speedup"]["gloo"]["rounds"]) == 2
+        assert rows["pycollect"]["speedup"]["gloo"]["median"] > 0
         assert rows["pycollect"]["busbw"] == pytest.approx(
             case["bytes"] / rows["pycollect"]["time"]["p50"]
         )

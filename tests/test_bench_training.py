@@ -86,9 +86,9 @@ def test_processes_of_ddp_take_their_turns(
     assert command.main(arguments) in (0, 3)
     out = capsys.readouterr().out
     record = json.loads(files["run.json"].read_text())
-    entries = record["training"][0]["entries"]
-    assert list(entries) == [ONE, NAIVE, PYCOLLECT, OVERLAPPED, *BACKENDS]
-    assert all(f" {name} " in out for name in entries)
+    names = [row["way"] for row in record["training"][0]["rows"]]
+    assert names == [ONE, NAIVE, PYCOLLECT, OVERLAPPED, *BACKENDS]
+    assert all(f" {name} " in out for name in names)
     assert len(record["targets"]) == 4
     assert record["loading"] is None
     assert files["run.png"].stat().st_size > 10_000

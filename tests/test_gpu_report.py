@@ -30,7 +30,9 @@ case "$1" in
   - | bench/merge_results.py) exec {sys.executable} "$@" ;;
 esac
 echo "ran: $*"
-case "$*" in *"--json "*) echo '{{{{"schema": 1}}}}' >"$OUT/.content.json" ;; esac
+case "$*" in
+  *"--json "*) echo '{{{{"schema": 2, "rows": [{{{{"a": {{{{"b": 1}}}}}}}}]}}}}' >"$OUT/.content.json" ;;
+esac
 case "$*" in *"{{failing}}"*) exit {{status}} ;; esac
 """
 
@@ -85,7 +87,10 @@ def test_a_stage_leaves_its_log_and_the_record(machine, fake_python, tmp_path):
     assert (record["torch"], record["cuda"]) == ("2.11.0+cu130", "13.0")
     names = ["all_reduce-float32", "all_reduce-bfloat16", "copies", "overlap", "train_step"]
     assert list(record["runs"])[:5] == names
-    assert all(run["content"] == {"schema": 1} for run in record["runs"].values())
+    content = {"schema": 2, "rows": [{"a": {"b": 1}}]}
+    assert all(run["content"] == content for run in record["runs"].values())
+    lines = (tmp_path / "results" / "h200.json").read_text().splitlines()
+    assert lines.count('     {"a": {"b": 1}}') == len(record["runs"])  # a row has a line here too
     run = record["runs"]["copies"]
     assert run["status"] == 0
     assert run["last_line"].startswith("ran: bench/copy_bandwidth.py --devices cpu")
@@ -110,7 +115,7 @@ def contents(machine, fake_python, tmp_path, monkeypatch):
             file, *arguments = shlex.split(command)
             assert script(Path(file).stem).main(arguments) in (0, 3), line
             found[name] = json.loads((tmp_path / "out" / ".content.json").read_text())
-            assert found[name]["schema"] == 1
+            assert found[name]["schema"] == 2
         return found
 
     return of
@@ -184,7 +189,8 @@ def test_the_benchmarks_of_processes_take_what_the_script_gives_them(contents):
     assert list(found) == ["dist-all_reduce", "dist-train", "dist-worlds"]
     rows = found["dist-all_reduce"]["cases"][0]["rows"]
     assert {row["clock"] for row in rows} == {"wall", "return", "gpu"}
-    assert "DDP, gloo" in found["dist-train"]["training"][0]["entries"]
+    names = [row["way"] for row in found["dist-train"]["training"][0]["rows"]]
+    assert "DDP, gloo" in names
 
 
 def test_a_question_that_cannot_be_asked_here_is_a_loud_skip(machine, fake_python, tmp_path):

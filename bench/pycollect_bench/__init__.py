@@ -121,7 +121,8 @@ def run(args: argparse.Namespace, command: str) -> int:
     effort = Effort(args.seconds, args.iterations, args.warmup)
     cases = list(_cases(args))
     output.check(args, any(len(case.shapes) == 1 for case in cases))
-    about, before = environment.describe(command), environment.Load.now()
+    about = environment.describe(command) | record.asked(args)
+    before = environment.Load.now()
     print(*environment.header(about), sep="\n", flush=True)
     results: list[CaseResult] = []
     calls: dict[str, Timing] = {}
@@ -136,7 +137,7 @@ def run(args: argparse.Namespace, command: str) -> int:
     disturbed = environment.noise(before, environment.Load.now(), results)
     print(*environment.footer(disturbed), sep="\n")
     content = record.run_record(about, disturbed, results, calls, outcomes)
-    output.write_all(args, content, results, interruption)
+    output.write_all(args, content, interruption)
     return _status(results, outcomes)
 
 

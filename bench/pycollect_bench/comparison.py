@@ -34,8 +34,7 @@ TimeAllReduce = Callable[[Sequence[Tensor], str, "str | None", int], list[float]
 class Row:
     """The result of one candidate. `limit_share` is 1.0 at the limit; `wrong` counts elements.
 
-    `limit_rounds` are the limit's seconds by round; `speedup[peer]` are the ratios of the peer's
-    time to this candidate's, also by round.
+    `speedup[peer]` are the ratios of the peer's time to this candidate's, by round.
     """
 
     name: str
@@ -43,7 +42,6 @@ class Row:
     timing: Timing
     wrong: int | None = None
     limit_share: float | None = None
-    limit_rounds: list[float] | None = None
     speedup: dict[str, list[float]] = field(default_factory=dict)
     clock: str = WALL
 
@@ -214,7 +212,6 @@ def _row(entry: _Candidates, timings: dict[str, Timing], name: str, peers: Seque
         timing,
         wrong=entry.workspace.wrong(entry.calls[name]) if name in entry.calls else None,
         limit_share=_median_ratio(limit, timing.rounds) if limit else None,
-        limit_rounds=limit,
         speedup={
             p: ratios(timings[n].rounds, timing.rounds) for p, n in theirs.items() if n in timings
         },

@@ -200,13 +200,12 @@ def outcomes(results: Sequence[CopyResult]) -> list[Outcome]:
 
 
 def copy_record(result: CopyResult) -> dict[str, Any]:
-    """Return one result, ready for `json.dump`: seconds, and bytes per second."""
-    from .record import timing_record
+    """Return one result, ready for `output.write_json`: seconds, and bytes per second."""
+    from .record import call_record
 
     rows = [
         {
-            "way": name,
-            "time": timing_record(timing),
+            **call_record(name, timing),
             "bandwidth": result.copy.nbytes / timing.percentile(50),
             "times_faster_than_to": result.times_faster(name, PLAIN),
             "share_of_bare": result.times_faster(name, BARE),

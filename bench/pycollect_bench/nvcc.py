@@ -29,7 +29,6 @@ _FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xcompiler", "-Wall,
 
 
 Found = dict[str, Any]
-SCHEMA = 1
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -163,8 +162,7 @@ def _run(probe: Probe, argv: Sequence[str] | None) -> int:
     probe.show(found, args.all)
     if failure:
         print(f"# FAILED: {failure}")
-    content = {"schema": SCHEMA, "environment": about, "findings": found}
-    content["failure"] = failure or None
+    content = {"environment": about, "failure": failure or None, "findings": found}
     write_json(args.json, content, interruption)
     interruption.reraise(args.json)
     return 1 if failure or any(f.get("wrong") for f in found) else 0

@@ -123,7 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limit = "seconds a size for one that may hang, with --processes and --devices (60)"
     add("--peer-limit", type=_seconds, metavar="SECONDS", default=60.0, help=limit)
     out = parser.add_argument_group("where it goes besides standard output")
-    out.add_argument("--json", metavar="FILE", help="everything, with the median of every round")
+    out.add_argument("--json", metavar="FILE", help="everything, in medians and their spread")
     out.add_argument("--plot", metavar="FILE", help="speed against size (.png, .svg or .pdf)")
 
 

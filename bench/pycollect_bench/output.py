@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
 from typing import Any
 
 from pycollect._command import Interruption
 from pycollect._files import check_output_path, check_picture, write
 
-from .comparison import CaseResult
+from . import layout
+from .plot import drawn, plot
 
 
 def check_files(args: argparse.Namespace) -> None:
@@ -37,32 +36,24 @@ def check(args: argparse.Namespace, any_sizes: bool) -> None:
 
 
 def write_json(path: str | None, content: dict[str, Any], interruption: Interruption) -> None:
-    """Write the JSON file if `path` is given; it records whether the run was interrupted.
+    """Write the JSON file if `path` is given; it records its schema, and whether it is complete.
 
     Raises:
         OutputError: if it cannot be written.
     """
     if path:
-        whole = {**content, "interrupted": bool(interruption)}
-        write("JSON file", path, json.dumps(whole, indent=1) + "\n")
+        whole = {"schema": layout.SCHEMA, **content, "interrupted": bool(interruption)}
+        write("JSON file", path, layout.text(whole))
 
 
 def write_all(
-    args: argparse.Namespace,
-    content: dict[str, Any],
-    results: Sequence[CaseResult],
-    interruption: Interruption,
+    args: argparse.Namespace, content: dict[str, Any], interruption: Interruption
 ) -> None:
-    """Write the requested files. The plot shows the cases with one tensor per rank and some bytes.
+    """Write the requested files.
 
-    No plot is written if the run was interrupted before the first of these cases.
+    No plot is written if the run was interrupted before the first case that it shows.
     """
     write_json(args.json, content, interruption)
-    sized = [r for r in results if len(r.case.shapes) == 1 and r.case.count]
-    if args.plot and sized:
-        from .plot import plot
-
-        about = content["environment"]
-        caption = f"{about['machine']}, threads: {about['threads']}; torch {about['torch']}"
-        plot(sized, args.plot, caption)
+    if args.plot and drawn(content):
+        plot(content, args.plot)
     interruption.reraise(args.json)

@@ -1,6 +1,6 @@
 """Plots of speed against size on logarithmic axes, a panel per world: library, peers and limit.
 
-Plotting needs matplotlib, which is imported only when a plot is drawn.
+A plot is drawn from the record of a run, as it was made or as it was read from a file. Plotting needs matplotlib, which is imported only when a plot is drawn.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pycollect._files import write_picture
 from pycollect._sizes import binary_size
 
-from .comparison import DEFAULT, WALL, CaseResult
-from .table import gigabytes_per_second
+from .comparison import DEFAULT, WALL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,61 +31,76 @@ _PEERS = {
 }
 _GREY = "#7f7f7f"
 
+_Case = dict[str, Any]  # as record.case_record returns it
 _Key = tuple[str, str, str]
 
 
-def _key(result: CaseResult) -> _Key:
-    case = result.case
-    return case.collective, str(case.dtype).removeprefix("torch."), case.op
+def drawn(record: dict[str, Any]) -> list[_Case]:
+    """Return the cases of a run that its plot shows: those of the sizes that were asked for.
+
+    Cases that only the targets need have too few sizes.
+    """
+    about = record["environment"]
+    return [
+        case
+        for case in record["cases"]
+        if case["collective"] == about["collective"]
+        and case["dtype"] in about["dtypes"]
+        and len(case["shapes"]) == 1
+        and case["count"]
+    ]
 
 
-def _speed(result: CaseResult, name: str) -> float | None:
-    row, case = result.row(name), result.case
-    if row is None:
-        return None
-    nbytes = case.minimum_bytes if case.one_memory else case.nbytes * case.bus_factor
-    return gigabytes_per_second(nbytes, row.timing)
+def _points(cases: Sequence[_Case], name: str | None = None) -> list[tuple[int, float]]:
+    """Return bytes and GB/s of the rows of this name; without one, those of the limits."""
+    return [
+        (case["bytes"], (row["busbw"] if row["moved"] is None else row["moved"]) / 1e9)
+        for case in cases
+        for row in case["rows"]
+        if row["algorithm"] == (name or case["limit"])
+    ]
 
 
-def _line(axes: Axes, results: Sequence[CaseResult], name: str, **style: Any) -> None:
-    points = [(r.case.nbytes, v) for r in results if (v := _speed(r, name)) is not None]
+def _line(axes: Axes, cases: Sequence[_Case], name: str, **style: Any) -> None:
+    points = _points(cases, name)
     if points:
         axes.plot(*zip(*points, strict=True), label=name, **style)
 
 
-def _limit_area(axes: Axes, results: Sequence[CaseResult]) -> None:
+def _limit_area(axes: Axes, cases: Sequence[_Case]) -> None:
     """Draw the limit as a wide grey line, behind the others."""
-    points = [(r.case.nbytes, _speed(r, r.limit.name)) for r in results if r.limit]
+    points = _points(cases)
     if not points:
         return
     sizes, speeds = zip(*points, strict=True)
     axes.plot(sizes, speeds, color=_GREY, linewidth=5, alpha=0.45, label="memory limit", zorder=1)
 
 
-def _panel(axes: Axes, results: Sequence[CaseResult]) -> None:
-    results = sorted(results, key=lambda r: r.case.nbytes)
-    rows = [row for result in results for row in result.rows]
-    kinds = {row.name: row.kind for row in rows if row.clock == WALL}
-    clocked = [r.name for r in rows if r.clock != WALL and r.name.startswith(f"{DEFAULT}:")]
-    _limit_area(axes, results)
+def _panel(axes: Axes, cases: Sequence[_Case]) -> None:
+    cases = sorted(cases, key=lambda case: int(case["bytes"]))
+    rows = [row for case in cases for row in case["rows"]]
+    kinds = {row["algorithm"]: row["kind"] for row in rows if row["clock"] == WALL}
+    others = [row["algorithm"] for row in rows if row["clock"] != WALL]
+    clocked = [name for name in others if name.startswith(f"{DEFAULT}:")]
+    _limit_area(axes, cases)
     ours = [name for name, kind in kinds.items() if kind == "pycollect"]
     for i, name in enumerate(ours):
         colour = _OURS[i % len(_OURS)]
         # The library's own choice is a thick line, so it shows below the algorithm that it selects.
         width, size = (3.5, 6) if i == 0 else (1.2, 3)
-        _line(axes, results, name, color=colour, marker="o", markersize=size, linewidth=width)
+        _line(axes, cases, name, color=colour, marker="o", markersize=size, linewidth=width)
     for name, kind in kinds.items():
         if kind == "inside":
-            _line(axes, results, name, color=_OURS[0], linestyle=":", linewidth=1.6)
+            _line(axes, cases, name, color=_OURS[0], linestyle=":", linewidth=1.6)
         elif kind == "peer":
-            _line(axes, results, name, color=_PEERS[name], marker="s", markersize=3.5, ls="--")
+            _line(axes, cases, name, color=_PEERS[name], marker="s", markersize=3.5, ls="--")
     for name, style in zip(dict.fromkeys(clocked), (":", "-."), strict=False):
-        _line(axes, results, name, color=_OURS[0], linestyle=style, linewidth=1.6)
-    world = results[0].case.world
+        _line(axes, cases, name, color=_OURS[0], linestyle=style, linewidth=1.6)
+    world = cases[0]["world"]
     axes.set_title(f"{world} ranks" if world > 1 else "1 rank")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    sizes = [r.case.nbytes for r in results]
+    sizes = [case["bytes"] for case in cases]
     step = -(-len(sizes) // 5)
     axes.set_xticks(sizes[::step], [binary_size(s) for s in sizes[::step]])
     axes.minorticks_off()
@@ -107,22 +121,23 @@ def _legend(figure: Figure) -> None:
     )
 
 
-def plot(results: Sequence[CaseResult], path: str, caption: str) -> None:
-    """Write a plot of all results to `path` (PNG, SVG or PDF by its suffix).
+def plot(record: dict[str, Any], path: str) -> None:
+    """Write the plot of a run to `path` (PNG, SVG or PDF by its suffix).
 
     There is a row of panels for each collective, dtype and op, and a panel for each world.
 
     Raises:
         ImportError: without matplotlib.
         OutputError: if the file cannot be written.
-        ValueError: if there are no results.
+        ValueError: if there is no case to plot.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator
 
-    groups: dict[_Key, dict[int, list[CaseResult]]] = {}
-    for result in results:
-        groups.setdefault(_key(result), {}).setdefault(result.case.world, []).append(result)
+    groups: dict[_Key, dict[int, list[_Case]]] = {}
+    for case in drawn(record):
+        key = case["collective"], case["dtype"], case["op"]
+        groups.setdefault(key, {}).setdefault(case["world"], []).append(case)
     if not groups:
         raise ValueError("nothing to plot: no case was measured")
     across = max(len(worlds) for worlds in groups.values())
@@ -133,7 +148,8 @@ def plot(results: Sequence[CaseResult], path: str, caption: str) -> None:
             axes.set_visible(False)
         for axes, (_, group) in zip(row, sorted(worlds.items()), strict=False):
             _panel(axes, group)
-        one_memory = all(r.case.one_memory for group in worlds.values() for r in group)
+        rows = [row for group in worlds.values() for case in group for row in case["rows"]]
+        one_memory = all(row["moved"] is not None for row in rows)
         speed = "bytes moved per second" if one_memory else "bus bandwidth"
         row[0].set_ylabel(f"{' '.join(key)}\n{speed} (GB/s)")
         low, high = row[0].get_ylim()
@@ -142,5 +158,7 @@ def plot(results: Sequence[CaseResult], path: str, caption: str) -> None:
         row[0].yaxis.set_major_locator(LogLocator(subs=steps, numticks=20))
         row[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     _legend(figure)
+    about = record["environment"]
+    caption = f"{about['machine']}, threads: {about['threads']}; torch {about['torch']}"
     figure.supxlabel(caption, fontsize=8, color=_GREY)
     write_picture(figure, path)

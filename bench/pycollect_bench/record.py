@@ -1,7 +1,12 @@
-"""A benchmark run as JSON: all values of the tables, and those that the tables leave out."""
+"""A benchmark run as JSON: what the tables and pictures show, in medians.
+
+The rounds behind a median stay in memory. Of them a record has the smallest and the largest value.
+"""
 
 from __future__ import annotations
 
+import argparse
+import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,20 +16,19 @@ from .cases import Case
 from .comparison import CaseResult, Row
 from .targets import Outcome
 
-# Version of the JSON layout, increased whenever a reader of older files would misread a new one.
-SCHEMA = 1
+
+def timing_record(timing: Timing) -> dict[str, float]:
+    """Return seconds per call over all calls: the shortest, the median, the 99th percentile."""
+    return {name: timing.percentile(p) for name, p in (("min", 0), ("p50", 50), ("p99", 99))}
 
 
-def timing_record(timing: Timing) -> dict[str, Any]:
-    """Return seconds per call: percentiles over all calls, and the median of each round."""
-    return {
-        "unit": "seconds",
-        "p50": timing.percentile(50),
-        "p99": timing.percentile(99),
-        "min": timing.percentile(0),
-        "samples": timing.count,
-        "rounds": timing.rounds,
-    }
+def rounds_record(rounds: Sequence[float]) -> dict[str, float]:
+    """Return what is kept of a number that was measured in every round.
+
+    >>> rounds_record([2.0, 5.0, 1.0])
+    {'median': 2.0, 'min': 1.0, 'max': 5.0}
+    """
+    return {"median": statistics.median(rounds), "min": min(rounds), "max": max(rounds)}
 
 
 def _row_record(case: Case, row: Row) -> dict[str, Any]:
@@ -34,21 +38,19 @@ def _row_record(case: Case, row: Row) -> dict[str, Any]:
         "kind": row.kind,
         "clock": row.clock,
         "time": timing_record(row.timing),
-        "algbw": case.nbytes / median,
         "busbw": None if case.one_memory else case.nbytes * case.bus_factor / median,
         "moved": case.minimum_bytes / median if case.one_memory else None,
         "limit_share": row.limit_share,
-        "limit_rounds": row.limit_rounds,
-        "speedup": {
-            name: {"median": row.times_faster_than(name), "rounds": rounds}
-            for name, rounds in row.speedup.items()
-        },
+        "speedup": {peer: rounds_record(rounds) for peer, rounds in row.speedup.items()},
         "wrong": row.wrong,
     }
 
 
 def case_record(result: CaseResult) -> dict[str, Any]:
-    """Return one case with all its rows; bandwidths are bytes per second."""
+    """Return one case with all its rows; bandwidths are bytes per second.
+
+    A row has `moved` where the ranks share a memory and `busbw` elsewhere; the other one is None.
+    """
     case = result.case
     return {
         "collective": case.collective,
@@ -59,11 +61,15 @@ def case_record(result: CaseResult) -> dict[str, Any]:
         "shapes": [list(shape) for shape in case.shapes],
         "bytes": case.nbytes,
         "count": case.count,
-        "minimum_bytes": case.minimum_bytes,
         "limit": result.limit.name if result.limit else None,
-        "rows": [_row_record(case, row) for row in result.rows],
         "not_run": result.not_run,
+        "rows": [_row_record(case, row) for row in result.rows],
     }
+
+
+def call_record(name: str, timing: Timing) -> dict[str, Any]:
+    """Return the row of a call, or another candidate of which the time alone is known."""
+    return {"way": name, "time": timing_record(timing)}
 
 
 def target_record(outcome: Outcome) -> dict[str, Any]:
@@ -79,6 +85,14 @@ def target_record(outcome: Outcome) -> dict[str, Any]:
     }
 
 
+def asked(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what the sizes were asked for; the cases of targets alone have others as well."""
+    return {
+        "collective": args.collective,
+        "dtypes": [str(dtype).removeprefix("torch.") for dtype in args.dtype],
+    }
+
+
 def run_record(
     environment: dict[str, Any],
     noise: dict[str, Any],
@@ -86,12 +100,11 @@ def run_record(
     calls: dict[str, Timing],
     outcomes: Sequence[Outcome],
 ) -> dict[str, Any]:
-    """Return the whole run, ready for `json.dump`."""
+    """Return the whole run, ready for `output.write_json`."""
     return {
-        "schema": SCHEMA,
         "environment": environment,
         "noise": noise,
         "cases": [case_record(result) for result in results],
-        "calls": {name: timing_record(timing) for name, timing in calls.items()},
+        "calls": [call_record(name, timing) for name, timing in calls.items()],
         "targets": [target_record(outcome) for outcome in outcomes],
     }

@@ -141,7 +141,8 @@ def run(args: argparse.Namespace, command: str) -> int:
     _refuse_what_does_not_go_together(args)
     jobs = [_job(args, world) for world in args.processes]
     output.check(args, any(case.count for job in jobs for case in job.cases))
-    about, before = environment.describe(command), environment.Load.now()
+    about = environment.describe(command) | record.asked(args)
+    before = environment.Load.now()
     about["threads"] = f"{jobs[0].threads} a rank"
     against = tuple(p for p in _peers(args) if args.peers is None or p in args.peers)
     if jobs[0].no_mpi:
@@ -162,11 +163,7 @@ def run(args: argparse.Namespace, command: str) -> int:
         print(f"# FAILED: {found.failure}", flush=True)
     disturbed = environment.noise(before, environment.Load.now(), results)
     print(*environment.footer(disturbed), sep="\n")
-    # Cases that only the targets need have too few sizes for a plot.
-    drawn = [
-        r for r in results if r.case.collective == args.collective and r.case.dtype in args.dtype
-    ]
     content = record.run_record(about, disturbed, results, {}, outcomes)
     content["failure"] = found.failure or None
-    output.write_all(args, content, drawn, found.interruption)
+    output.write_all(args, content, found.interruption)
     return 1 if found.failure else _status(results, outcomes)

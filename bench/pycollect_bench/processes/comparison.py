@@ -94,7 +94,6 @@ def _row(candidate: Candidate, clock: str, timings: Mapping[str, Timing], wrong:
         timing,
         wrong=wrong if clock == WALL else None,
         limit_share=statistics.median(ratios(limit, timing.rounds)) if limit else None,
-        limit_rounds=limit,
         speedup={
             p: ratios(timings[n].rounds, timing.rounds) for p, n in theirs.items() if n in timings
         },

@@ -87,12 +87,16 @@ class Result:
     entries: dict[str, Measured]
     not_run: dict[str, str]
 
-    def slowdown(self, name: str) -> float | None:
-        """Return the step time divided by one replica's: the median over rounds."""
+    def slowdowns(self, name: str) -> list[float]:
+        """Return the step time divided by one replica's, by round; nothing if it did not run."""
         if name not in self.entries:
-            return None
-        found = ratios(self.entries[name].timing.rounds, self.entries[ONE].timing.rounds)
-        return statistics.median(found)
+            return []
+        return ratios(self.entries[name].timing.rounds, self.entries[ONE].timing.rounds)
+
+    def slowdown(self, name: str) -> float | None:
+        """Return the median over rounds of the step time divided by one replica's."""
+        found = self.slowdowns(name)
+        return statistics.median(found) if found else None
 
     def times_faster(self, name: str, than: str) -> float | None:
         """Return the steps per second of `name` over those of `than`: the median over rounds."""

@@ -1,16 +1,16 @@
 """Bar plots of training steps, a panel per model: computation, and the reduction on top.
 
-Plotting needs matplotlib, which is imported only when a plot is drawn.
+A plot is drawn from the record of a run, as it was made or as it was read from a file. Plotting needs matplotlib, which is imported only when a plot is drawn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pycollect._files import write_picture
 
-from .comparison import ONE, Result
+from .comparison import ONE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,14 +20,15 @@ _COMPUTE, _REDUCTION, _GREY, _BASELINE = "#56b4e9", "#d55e00", "#7f7f7f", "#bdbd
 _INSIDE = 0.015  # gap between a bar and its label, as a fraction of the widest bar
 
 
-def _panel(axes: Axes, results: Sequence[Result]) -> None:
+def _panel(axes: Axes, cases: Sequence[dict[str, Any]]) -> None:
     labels: list[str] = []
     bars: list[tuple[float, float, float]] = []
-    for result in results:
-        for name, entry in result.entries.items():
-            labels.append(ONE if name == ONE else _label(result.case.world, name))
-            part = min(entry.reduction, entry.step)
-            bars.append((entry.step * 1e3, part * 1e3, result.slowdown(name) or 0))
+    for case in cases:
+        for row in case["rows"]:
+            labels.append(ONE if row["way"] == ONE else _label(case["world"], row["way"]))
+            step = row["time"]["p50"]
+            part = min(row["reduction"], step)
+            bars.append((step * 1e3, part * 1e3, row["of_one_replica"]["median"]))
     places = range(len(labels))
     steps = [step for step, _, _ in bars]
     computed = [step - part for step, part, _ in bars]
@@ -43,7 +44,7 @@ def _panel(axes: Axes, results: Sequence[Result]) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.45 * max(steps))
     axes.set_xlabel("median step (ms); x: of one replica in the same rounds")
-    axes.set_title(f"{results[0].case.model}, batch {results[0].case.batch}")
+    axes.set_title(f"{cases[0]['model']}, batch {cases[0]['batch']}")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
@@ -52,20 +53,23 @@ def _label(world: int, name: str) -> str:
     return f"{world} ranks: {name}" if world > 1 else f"1 rank: {name}"
 
 
-def draw(results: Sequence[Result], path: str, caption: str) -> None:
-    """Write the plot to `path` (PNG, SVG or PDF by its suffix).
+def draw(record: dict[str, Any], path: str) -> None:
+    """Write the plot of a run to `path` (PNG, SVG or PDF by its suffix).
 
     Raises:
         ImportError: without matplotlib.
         OutputError: if the file cannot be written.
+        ValueError: if there is no case to plot.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    by_model: dict[str, list[Result]] = {}
-    for result in results:
-        by_model.setdefault(result.case.model, []).append(result)
-    bars = max(sum(len(r.entries) for r in group) for group in by_model.values())
+    by_model: dict[str, list[dict[str, Any]]] = {}
+    for case in record["training"]:
+        by_model.setdefault(case["model"], []).append(case)
+    if not by_model:
+        raise ValueError("nothing to plot: no case was measured")
+    bars = max(sum(len(case["rows"]) for case in group) for group in by_model.values())
     figure = Figure(figsize=(7.0 * len(by_model), 1.6 + 0.34 * bars), layout="constrained")
     panels = figure.subplots(1, len(by_model), squeeze=False)[0]
     for axes, group in zip(panels, by_model.values(), strict=True):
@@ -73,5 +77,7 @@ def draw(results: Sequence[Result], path: str, caption: str) -> None:
     colours = {ONE: _BASELINE, "forward, backward, update": _COMPUTE, "reduction": _REDUCTION}
     handles = [Patch(color=colour, label=label) for label, colour in colours.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=3, frameon=False, fontsize=9)
+    about = record["environment"]
+    caption = f"{about['machine']}, torch {about['torch']}"
     figure.supxlabel(caption, fontsize=8, color=_GREY)
     write_picture(figure, path)

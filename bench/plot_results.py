@@ -1,0 +1,42 @@
+"""Draw the picture of a result file: `python bench/plot_results.py bench/results/cpu.json cpu.png`.
+
+It is the one that the benchmark itself draws with --plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pycollect._files import check_input, check_picture
+from pycollect_bench import layout, scripts
+from pycollect_bench.plot import plot
+from pycollect_bench.training.picture import draw
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return scripts.run("plot_results", lambda: redraw(argv))
+
+
+def redraw(argv: Sequence[str] | None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("record", type=Path, help="the JSON file of bench/allreduce_bandwidth.py or bench/train.py")
+    add("picture", help="where it goes (.png, .svg or .pdf)")
+    args = parser.parse_args(argv)
+    check_picture(args.picture)
+    check_input("record", args.record)
+    record = layout.read("record", args.record)
+    if "cases" in record:
+        plot(record, args.picture)
+    elif "training" in record:
+        draw(record, args.picture)
+    else:
+        raise ValueError(f"the record {args.record} has nothing that is drawn")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

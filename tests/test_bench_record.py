@@ -1,0 +1,174 @@
+"""Result files: their layout, medians without the rounds behind them, pictures drawn from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_bench_gpu import script
+
+import pycollect_bench as bench
+from pycollect_bench import layout
+
+RESULTS = Path(__file__).parents[1] / "bench" / "results"
+RECORDS = sorted(RESULTS.glob("*.json"))
+# Most lines of all result files together: a number that nobody reads is not kept in git.
+LINES = 1_500
+# What a picture is drawn from: the key of its cases in a record.
+DRAWN = ("cases", "training")
+
+FEW = ["-n", "3", "-w", "1"]
+TRAIN = ["--models", "lenet", "--worlds", "1", "2", "--batch", "4", "--no-ddp", *FEW]
+COPIES = ["-b", "64K", "-e", "64K", "--world", "2", "--devices", "cpu", "--targets", *FEW]
+WRITERS = {
+    "allreduce_bandwidth": ["-e", "16K", "--world", "2,3", "--targets", *FEW],
+    "copy_bandwidth": COPIES,
+    "overlap": ["--size", "8", "--products", "2", "--world", "2", "--devices", "cpu"],
+    "train": [*TRAIN, "--targets"],
+    "train_step": ["--devices", "cpu", "--batch", "4", "--world", "2", "--targets", *FEW],
+}
+
+
+def objects(value: object) -> Iterator[dict[str, object]]:
+    """Yield every object in a JSON value."""
+    if isinstance(value, dict):
+        yield value
+    for entry in value.values() if isinstance(value, dict) else value:
+        if isinstance(entry, dict | list):
+            yield from objects(entry)
+
+
+def raw(record: dict[str, object]) -> list[str]:
+    """Return the keys in a record that hold several measured times or ratios."""
+    return [
+        key
+        for found in objects(record)
+        for key, value in found.items()
+        if isinstance(value, list) and any(isinstance(one, float) for one in value)
+    ]
+
+
+def run(name: str, arguments: list[str]) -> int:
+    return int(script(name).main(arguments))
+
+
+def test_a_row_has_a_line_and_a_header_is_indented():
+    record = {"a": {"b": [1, 2], "c": {}}, "rows": [{"x": {"y": 1}, "in": [{"z": None}]}], "d": []}
+    written = layout.text(record)
+    assert json.loads(written) == record
+    assert written.splitlines() == [
+        "{",
+        ' "a": {',
+        '  "b": [1, 2],',
+        '  "c": {}',
+        " },",
+        ' "rows": [',
+        '  {"x": {"y": 1}, "in": [',
+        '   {"z": null}',
+        "  ]}",
+        " ],",
+        ' "d": []',
+        "}",
+    ]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_writer_keeps_medians_and_no_rounds(name, tmp_path):
+    path = tmp_path / "run.json"
+    assert run(name, [*WRITERS[name], "--json", str(path)]) in (0, 3)
+    record = json.loads(path.read_text())
+    assert record["schema"] == layout.SCHEMA
+    assert record["interrupted"] is False
+    assert raw(record) == []
+    assert path.read_text() == layout.text(record)
+    assert all(line.count('"p50"') <= 1 or '"ratios"' in line for line in path.open())
+
+
+def test_turns_of_the_executor_become_medians():
+    executor = script("executor_bandwidth")
+    times = {
+        executor.COPY: {4: [1.0, 2.0, 4.0]},
+        executor.ZERO_COPY: {},
+        executor.MPI: {4: [8.0, 2.0, 4.0]},
+    }
+    rows = executor.rows({2: times})
+    assert rows[0] == {
+        "world": 2,
+        "bytes": 4,
+        "candidate": executor.COPY,
+        "time": {"median": 2.0, "min": 1.0, "max": 4.0},
+        "speedup": {executor.MPI: {"median": 1.0, "min": 1.0, "max": 8.0}},
+    }
+    assert [row["candidate"] for row in rows] == [executor.COPY, executor.MPI]
+    del times[executor.MPI]
+    assert executor.rows({2: times})[0]["speedup"] == {}
+
+
+PICTURES = {
+    "allreduce_bandwidth": WRITERS["allreduce_bandwidth"],  # with cases that are not drawn
+    "train": [*TRAIN, "--no-loading"],
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_the_same_from_the_file(name, tmp_path):
+    pytest.importorskip("matplotlib")
+    path, first, again = (tmp_path / file for file in ("run.json", "run.png", "again.png"))
+    arguments = [*PICTURES[name], "--json", str(path), "--plot", str(first)]
+    assert run(name, arguments) in (0, 3)
+    assert run("plot_results", [str(path), str(again)]) == 0
+    assert first.read_bytes() == again.read_bytes()
+
+
+def test_cases_of_targets_alone_are_not_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    path, both, one = (tmp_path / file for file in ("run.json", "both.png", "one.png"))
+    arguments = ["-e", "16K", "--world", "2", "-d", "float32,int32", *FEW, "--peers", "none"]
+    assert bench.main([*arguments, "--json", str(path)]) == 0
+    assert run("plot_results", [str(path), str(both)]) == 0
+    record = layout.read("record", path)
+    record["environment"]["dtypes"] = ["float32"]
+    path.write_text(layout.text(record))
+    assert run("plot_results", [str(path), str(one)]) == 0
+    assert len(one.read_bytes()) < len(both.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "holds no JSON object"),
+        ("{", "cannot be read"),
+        ('{"copies": []}', "has nothing that is drawn"),
+        ('{"environment": {"collective": "all_reduce", "dtypes": []}, "cases": []}', "nothing"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_in_a_sentence(tmp_path, capsys, content, message):
+    path = tmp_path / "run.json"
+    path.write_text(content)
+    assert run("plot_results", [str(path), str(tmp_path / "run.png")]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_all_results_have_few_lines():
+    assert RECORDS
+    assert sum(len(path.read_text().splitlines()) for path in RECORDS) < LINES
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
+def test_a_result_has_the_layout_and_no_rounds(path):
+    record = layout.read("record", path)
+    assert path.read_text() == layout.text(record)
+    assert record["schema"] == layout.SCHEMA
+    assert raw(record) == []
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
+def test_a_result_is_drawn_again(path, tmp_path):
+    if not any(key in layout.read("record", path) for key in DRAWN):
+        pytest.skip(f"{path.name} has no picture")
+    pytest.importorskip("matplotlib")
+    assert run("plot_results", [str(path), str(tmp_path / "again.png")]) == 0
+    assert (tmp_path / "again.png").stat().st_size > 10_000
