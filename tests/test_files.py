@@ -80,6 +80,7 @@ def merge(file: str) -> int:
     return int(script("merge_results").main([file, *ABOUT]))
 
 
+RECORD = ROOT / "bench" / "results" / "cpu.json"
 QUICK = ["-e", "4K", "--world", "2", "-n", "1", "-w", "1"]
 COMMANDS: dict[str, Callable[[str], int]] = {
     "train-checkpoint": lambda file: train_main(["--data", "digits", "--checkpoint", file]),
@@ -91,6 +92,7 @@ COMMANDS: dict[str, Callable[[str], int]] = {
     "plan-plot": lambda file: cli.main(["plan", "all_reduce", "2", "--plot", file]),
     "train.py-plot": lambda file: script("train").main(["--plot", file]),
     "merge_results": merge,
+    "plot_results": lambda file: int(script("plot_results").main([str(RECORD), file])),
     **{
         f"{name}.py-json": lambda file, name=name: script(name).main(["--json", file])
         for name in (

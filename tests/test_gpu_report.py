@@ -23,6 +23,8 @@ SCRIPT = ROOT / "bench" / "gpu_report.sh"
 SMI = "#!/bin/sh\necho 'NVIDIA H200, 580.159.04'\n"
 TOOLS = ("bash", "cat", "dirname", "env", "git", "grep", "head", "mkdir", "rm", "sh", "sleep")
 TOOLS += ("tail", "tee", "timeout", "tr")
+# What the fake benchmarks write.
+CONTENT = '{"schema": 2, "rows": [{"a": {"b": 1}}]}'
 # A fake Python: runs what the script itself needs, and only prints all other commands.
 PYTHON = f"""#!/bin/sh
 case "$1" in
@@ -30,9 +32,7 @@ case "$1" in
   - | bench/merge_results.py) exec {sys.executable} "$@" ;;
 esac
 echo "ran: $*"
-case "$*" in
-  *"--json "*) echo '{{{{"schema": 2, "rows": [{{{{"a": {{{{"b": 1}}}}}}}}]}}}}' >"$OUT/.content.json" ;;
-esac
+case "$*" in *"--json "*) echo '{{content}}' >"$OUT/.content.json" ;; esac
 case "$*" in *"{{failing}}"*) exit {{status}} ;; esac
 """
 
@@ -67,7 +67,7 @@ def machine(tmp_path):
 def fake_python(tmp_path):
     def write(failing="nothing of all", status=1):
         path = tmp_path / "python"
-        path.write_text(PYTHON.format(failing=failing, status=status))
+        path.write_text(PYTHON.format(content=CONTENT, failing=failing, status=status))
         path.chmod(0o755)
         return path
 
@@ -87,8 +87,7 @@ def test_a_stage_leaves_its_log_and_the_record(machine, fake_python, tmp_path):
     assert (record["torch"], record["cuda"]) == ("2.11.0+cu130", "13.0")
     names = ["all_reduce-float32", "all_reduce-bfloat16", "copies", "overlap", "train_step"]
     assert list(record["runs"])[:5] == names
-    content = {"schema": 2, "rows": [{"a": {"b": 1}}]}
-    assert all(run["content"] == content for run in record["runs"].values())
+    assert all(run["content"] == json.loads(CONTENT) for run in record["runs"].values())
     lines = (tmp_path / "results" / "h200.json").read_text().splitlines()
     assert lines.count('     {"a": {"b": 1}}') == len(record["runs"])  # a row has a line here too
     run = record["runs"]["copies"]
@@ -224,7 +223,8 @@ def test_a_missed_target_is_no_failure(machine, fake_python, tmp_path):
 
 def test_a_stage_ends_with_its_time(machine, tmp_path):
     slow = tmp_path / "slow"
-    slow.write_text(PYTHON.format(failing="nothing", status=0) + "sleep 60\n")
+    fake = PYTHON.format(content=CONTENT, failing="nothing", status=0)
+    slow.write_text(fake + "sleep 60\n")
     slow.chmod(0o755)
     status, output = machine("bench", python=slow, nvidia_smi=SMI, limit=3)
     assert status == 1

@@ -17,7 +17,8 @@ SCHEMA = 2
 def text(record: dict[str, Any]) -> str:
     """Return the record as JSON; the objects of a list are rows, the other objects are indented.
 
-    >>> print(text({"world": 2, "rows": [{"way": "a", "time": {"p50": 0.5}}, {"way": "b"}]}), end="")
+    >>> record = {"world": 2, "rows": [{"way": "a", "time": {"p50": 0.5}}, {"way": "b"}]}
+    >>> print(text(record), end="")
     {
      "world": 2,
      "rows": [

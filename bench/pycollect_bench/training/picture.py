@@ -1,6 +1,7 @@
 """Bar plots of training steps, a panel per model: computation, and the reduction on top.
 
-A plot is drawn from the record of a run, as it was made or as it was read from a file. Plotting needs matplotlib, which is imported only when a plot is drawn.
+A plot is drawn from the record of a run, whether just made or read from a file. Plotting needs
+matplotlib, which is imported only when a plot is drawn.
 """
 
 from __future__ import annotations
