@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from test_bench_gpu import script
 
-import pycollect_bench as bench
-from pycollect_bench import layout
+from pycollect_bench import layout, plot
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 RECORDS = sorted(RESULTS.glob("*.json"))
@@ -122,17 +121,28 @@ def test_a_picture_is_the_same_from_the_file(name, tmp_path):
     assert first.read_bytes() == again.read_bytes()
 
 
-def test_cases_of_targets_alone_are_not_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    path, both, one = (tmp_path / file for file in ("run.json", "both.png", "one.png"))
-    arguments = ["-e", "16K", "--world", "2", "-d", "float32,int32", *FEW, "--peers", "none"]
-    assert bench.main([*arguments, "--json", str(path)]) == 0
-    assert run("plot_results", [str(path), str(both)]) == 0
-    record = layout.read("record", path)
-    record["environment"]["dtypes"] = ["float32"]
-    path.write_text(layout.text(record))
-    assert run("plot_results", [str(path), str(one)]) == 0
-    assert len(one.read_bytes()) < len(both.read_bytes())
+def case_of(count: int = 1, shapes: int = 1, **about: object) -> dict[str, object]:
+    """A case with a row that moved 2e9 and one of 3e9 bytes a second over a bus."""
+    rows = [
+        {"algorithm": "default", "moved": 2e9, "busbw": None},
+        {"algorithm": "memory", "moved": None, "busbw": 3e9},
+    ]
+    sums = {"collective": "all_reduce", "dtype": "float32", "bytes": 4 * count, "limit": "memory"}
+    return {**sums, "count": count, "shapes": [[count]] * shapes, "rows": rows, **about}
+
+
+def test_a_picture_shows_the_sizes_that_were_asked_for():
+    wanted = [case_of(), case_of(7), case_of(dtype="int8")]
+    others = [case_of(0), case_of(shapes=8), case_of(collective="broadcast"), case_of(dtype="bool")]
+    asked = {"collective": "all_reduce", "dtypes": ["float32", "int8"]}
+    assert plot.drawn({"environment": asked, "cases": [*others, *wanted]}) == wanted
+
+
+def test_a_picture_shows_gigabytes_per_second():
+    cases = [case_of(1), case_of(4, limit=None)]
+    assert plot._points(cases, "default") == [(4, 2.0), (16, 2.0)]
+    assert plot._points(cases) == [(4, 3.0)]  # the limit, where there is one
+    assert plot._points(cases, "nobody") == []
 
 
 @pytest.mark.parametrize(
