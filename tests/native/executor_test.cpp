@@ -53,20 +53,20 @@ class Lent {
     if (c.zero_copy) {
       std::byte* at = group.heap(group.rank()) + arena_at;
       std::copy(content.begin(), content.end(), at);
-      side_.spans = {{at, n}};
+      side_.segments = {{at, n}};
       return;
     }
     for (int i = 0; i < c.tensors; ++i) {
       const std::size_t begin = n * i / c.tensors, end = n * (i + 1) / c.tensors;
       parts_.emplace_back(content.begin() + begin * item, content.begin() + end * item);
       parts_.back().resize((end - begin) * item + 1);  // gives an empty tensor an address
-      side_.spans.push_back({parts_.back().data(), end - begin});
+      side_.segments.push_back({parts_.back().data(), end - begin});
     }
   }
   const CallBuffer& side() const { return side_; }
   Bytes now(std::size_t item) const {
     Bytes all;
-    for (const BufferSegment& s : side_.spans)
+    for (const BufferSegment& s : side_.segments)
       all.insert(all.end(), s.base, s.base + s.count * item);
     return side_.blocks.empty() ? content_ : all;
   }
@@ -121,8 +121,8 @@ bool put_within(Request& request, Rank r, const Bytes& brought) {
   CallBuffer &own = out ? request.output : request.input,
              &all = out ? request.input : request.output;
   if (own.blocks.size() != 1 || all.blocks.size() < 2) return false;
-  std::byte*& base = own.spans[0].base;
-  base = all.spans[0].base;
+  std::byte*& base = own.segments[0].base;
+  base = all.segments[0].base;
   for (Rank before = 0; before < r; ++before)
     base += all.blocks[before] * item_bytes(request.dtype);
   if (!out) std::copy(brought.begin(), brought.end(), base);
@@ -151,7 +151,7 @@ void run_case(Member& me, const Case& c) {
   const Outcome want = expected(c, chosen(c), world);
   const auto say = [&] { return text("rank ", r, " of ", world, ": ", c.words()); };
   const auto holds = [&](const CallBuffer& side, const Bytes& bytes) {
-    return std::equal(bytes.begin(), bytes.end(), side.spans[0].base);
+    return std::equal(bytes.begin(), bytes.end(), side.segments[0].base);
   };
   if (within) return expect(holds(request.output, want.out[r]), say());
   expect(in.now(item) == want.in[r], say() + ": the input");
