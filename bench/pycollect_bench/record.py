@@ -1,6 +1,6 @@
 """A benchmark run as JSON: what the tables and pictures show, in medians.
 
-The rounds behind a median stay in memory. Of them a record has the smallest and the largest value.
+The rounds behind a median stay in memory: a record has their smallest and largest ratio instead.
 """
 
 from __future__ import annotations
