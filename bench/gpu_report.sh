@@ -259,12 +259,12 @@ dist_tests() {  # name, arguments of pytest...
 }
 
 stage_dist_test() {
-  local files=(tests/test_cuda_dist_{matrix,streams,meeting}.py)
+  local files=(tests/test_cuda_dist_{matrix,streams,rendezvous}.py)
   files+=(tests/test_bench_dist.py tests/test_bench_training.py tests/test_bench_replays.py)
   dist_tests dist-test "${files[@]}"
 }
 
-stage_dist_memory() { dist_tests dist-memory tests/test_cuda_dist_{placed,tracts,p2p,p2p_order}.py; }
+stage_dist_memory() { dist_tests dist-memory tests/test_cuda_dist_{zero_copy,symmetric_memory,p2p,p2p_order}.py; }
 
 # Nearly every one of these tests starts its own processes: seconds each, on any GPU.
 stage_dist_faults() {
@@ -272,10 +272,10 @@ stage_dist_faults() {
 }
 
 stage_dist_slow() {
-  local lives=tests/test_cuda_dist_lives.py
-  most=$((limit * 2 / 3)) dist_tests dist-settings -k "not nothing_behind" "$lives" \
+  local lifecycle=tests/test_cuda_dist_lifecycle.py
+  most=$((limit * 2 / 3)) dist_tests dist-settings -k "not nothing_behind" "$lifecycle" \
     tests/test_cuda_dist_settings.py
-  PYCOLLECT_TEST_CYCLES=200 dist_tests dist-cycles -k nothing_behind "$lives"
+  PYCOLLECT_TEST_CYCLES=200 dist_tests dist-cycles -k nothing_behind "$lifecycle"
 }
 
 stage_questions() {

@@ -25,8 +25,8 @@ from typing import Any, NoReturn
 import pytest
 import torch
 import torch.distributed as dist
-from dist_rank import BACKEND, OLD, OURS, Me, Outcome, Spec, begin, serve  # noqa: F401
-from dist_site import is_real
+from dist_rank import BACKEND, OLD, OURS, Outcome, RankContext, Spec, begin, serve  # noqa: F401
+from dist_sites import is_real
 
 SECONDS = 20.0  # default time limit of a job; most jobs take milliseconds
 GPU_SECONDS = 180.0  # limit on a GPU, where the first job creates a CUDA context in each process
@@ -193,11 +193,11 @@ def pools_of_sites() -> Iterator[Pools]:
     for pools in pools_of_a_module(beside=None):
         yield pools
         for spec, pool in pools.made.items():
-            assert not pool.whole or pool.run(_fouls) == [[]] * spec.world
+            assert not pool.whole or pool.run(_violations) == [[]] * spec.world
 
 
-def _fouls(me: Me) -> list[str]:
-    return me.site.fouls()
+def _violations(me: RankContext) -> list[str]:
+    return me.site.violations()
 
 
 def backend_of(group: dist.ProcessGroup | None = None) -> Any:
@@ -234,7 +234,7 @@ def begun(
         yield pools
 
 
-def _execute(me: Me, program: str) -> None:
+def _execute(me: RankContext, program: str) -> None:
     exec(program, {"__name__": "__main__"})
     sys.stdout.flush()
 

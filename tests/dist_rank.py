@@ -10,7 +10,7 @@ import signal
 import traceback
 from typing import Any
 
-import dist_site
+import dist_sites
 import torch
 import torch.distributed as dist
 
@@ -29,18 +29,18 @@ class Spec:
     environ: tuple[tuple[str, str], ...] = ()
     beside: str | None = "gloo"  # backend of a second group of the same ranks, for comparison
     group: bool = True  # False: the job creates the default group itself
-    site: str = ""  # site of the tensors (dist_site.py); "" is host memory
+    site: str = ""  # site of the tensors (dist_sites.py); "" is host memory
 
 
 @dataclasses.dataclass(frozen=True)
-class Me:
+class RankContext:
     """Context of the rank on which a job runs; the first argument of every job."""
 
     rank: int
     spec: Spec
     folder: str  # the pool's folder, shared by all ranks
     peer: Any = None  # the second group (Spec.beside)
-    site: Any = dist_site.HOST
+    site: Any = dist_sites.HOST
 
     @property
     def world(self) -> int:
@@ -53,7 +53,7 @@ class Me:
 
     def start(self, name: str, site: Any = None, **options: Any) -> Any:
         """Initialise the default group on a new site, and return the site."""
-        site = site or dist_site.of(self.spec.site)
+        site = site or dist_sites.of(self.spec.site)
         self.init(name, pg_options=site.options, **options)
         return site
 
@@ -88,7 +88,7 @@ def serve(rank: int, spec: Spec, pipe: Any, folder: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     os.environ.update(dict(spec.environ), OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
-    me = Me(rank, spec, folder)
+    me = RankContext(rank, spec, folder)
     while True:
         try:
             job, args = pipe.recv()
@@ -106,12 +106,12 @@ def serve(rank: int, spec: Spec, pipe: Any, folder: str) -> None:
         pipe.send(answer)
 
 
-def begin(me: Me) -> Me:
+def begin(me: RankContext) -> RankContext:
     if "pycollect" in me.spec.backend:
         import pycollect
 
         pycollect.log.configure()  # again: the import ran before the environment was set
-    me = dataclasses.replace(me, site=dist_site.of(me.spec.site))
+    me = dataclasses.replace(me, site=dist_sites.of(me.spec.site))
     if not me.spec.group:
         return me
     me.init("store", pg_options=me.site.options)

@@ -1,8 +1,8 @@
-"""The soak: chapters of random calls, in threads over random groups, with rank failures.
+"""The soak: phases of random calls, in threads over random groups, with rank failures.
 
-All ranks derive the same story from one seed. In a chapter each thread has a group of its own, or
+All ranks derive the same story from one seed. In a phase each thread has a group of its own, or
 sends messages in the group of another thread. A rank may be killed, or stopped for a while; every
-rank that waits for it must raise, and the next chapter makes new groups of the remaining ranks.
+rank that waits for it must raise, and the next phase makes new groups of the remaining ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from dist_pool import Me, backend_of
+from dist_pool import RankContext, backend_of
 from dist_soak_calls import Side
 from dist_soak_steps import KINDS, LENT, LENT_BYTES, MESSAGES, Pending, begin_step, choose
 
@@ -30,14 +30,14 @@ import pycollect as pc
 
 STEPS = 60  # steps of a thread whose group loses no rank
 OPEN = 6  # largest number of calls that a thread has in flight
-TOLD = 8.0  # seconds after a death within which every survivor raises, on an overloaded machine
+NOTICED = 8.0  # seconds after a death within which every survivor raises, on an overloaded machine
 USUAL, SHORT = 120.0, 2.0  # timeouts of groups, in seconds; SHORT where a timeout must expire
 FAULTS = ("", "pause", "death", "absence")
 
 
 @dataclasses.dataclass(frozen=True)
-class Chapter:
-    """The part of a chapter that all ranks derive alike. Ranks keep their initial numbers."""
+class Phase:
+    """The part of a phase that all ranks derive alike. Ranks keep their initial numbers."""
 
     seed: str
     groups: tuple[tuple[int, ...], ...]
@@ -59,8 +59,8 @@ class Chapter:
         return SHORT if self.fault == "absence" and self.loses(group) else USUAL
 
 
-def chapters_of(seed: int, world: int) -> list[Chapter]:
-    """Return the chapters of a seed: at most five, and none once fewer than three ranks live."""
+def phases_of(seed: int, world: int) -> list[Phase]:
+    """Return the phases of a seed: at most five, and none once fewer than three ranks live."""
     rng, alive, told = random.Random(seed), list(range(world)), []
     while len(alive) >= 3 and len(told) < 5:
         fault = rng.choice(FAULTS) if told else ""
@@ -72,7 +72,7 @@ def chapters_of(seed: int, world: int) -> list[Chapter]:
         anew = bool(told) and rng.random() < 0.5
         name = f"{seed}.{len(told)}"
         after = rng.uniform(0, 0.8) + (fault == "absence")  # an absence must begin amid the calls
-        told.append(Chapter(name, groups, fault, victim, helper, after, anew))
+        told.append(Phase(name, groups, fault, victim, helper, after, anew))
         if fault == "death":
             alive.remove(victim)
     return told
@@ -171,33 +171,33 @@ def wait_for(paths: list[Path]) -> None:
         time.sleep(0.01)
 
 
-def strike(chapter: Chapter, me: int, pids: list[int], folder: str) -> None:
-    """Inject the chapter's fault: the victim kills itself, or the helper stops it for a while.
+def inject_fault(phase: Phase, me: int, pids: list[int], folder: str) -> None:
+    """Inject the phase's fault: the victim kills itself, or the helper stops it for a while.
 
-    The victim must have begun the chapter.
+    The victim must have begun the phase.
     """
-    begun = Path(folder, f"begun_{chapter.seed}")
-    if me == chapter.victim:
+    begun = Path(folder, f"begun_{phase.seed}")
+    if me == phase.victim:
         begun.touch()
-    if me == chapter.helper:
+    if me == phase.helper:
         wait_for([begun])
-    time.sleep(chapter.after)
-    if chapter.fault == "death" and me == chapter.victim:
-        Path(folder, f"death_{chapter.seed}").write_text(repr(time.monotonic()))
+    time.sleep(phase.after)
+    if phase.fault == "death" and me == phase.victim:
+        Path(folder, f"death_{phase.seed}").write_text(repr(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
-    if chapter.fault in ("pause", "absence") and me == chapter.helper:
-        os.kill(pids[chapter.victim], signal.SIGSTOP)
+    if phase.fault in ("pause", "absence") and me == phase.helper:
+        os.kill(pids[phase.victim], signal.SIGSTOP)
         time.sleep(0.7)
-        if chapter.fault == "absence":  # the victim resumes after all its peers have timed out
-            wait_for([Path(folder, f"over_{chapter.seed}_{rank}") for rank in chapter.bereaved()])
-        os.kill(pids[chapter.victim], signal.SIGCONT)
+        if phase.fault == "absence":  # the victim resumes after all its peers have timed out
+            wait_for([Path(folder, f"over_{phase.seed}_{rank}") for rank in phase.bereaved()])
+        os.kill(pids[phase.victim], signal.SIGCONT)
 
 
 @dataclasses.dataclass
-class Story:
+class Scenario:
     """State of one rank while it plays a story."""
 
-    me: Me
+    me: RankContext
     seed: int
     pids: list[int]
     without: frozenset[str]
@@ -214,83 +214,83 @@ class Story:
         me = dataclasses.replace(self.me, rank=self.alive.index(self.me.rank), spec=here)
         me.init(f"story_{self.seed}_{self.meetings}")
 
-    def read(self, chapter: Chapter) -> None:
-        if chapter.anew:
+    def read(self, phase: Phase) -> None:
+        if phase.anew:
             dist.destroy_process_group()
             self.meet()
         limit = datetime.timedelta(seconds=USUAL)
         groups = [
             dist.new_group([self.met.index(r) for r in members], timeout=limit)
-            for members in chapter.groups
+            for members in phase.groups
         ]
         mine = {
             n: group
-            for n, (group, members) in enumerate(zip(groups, chapter.groups, strict=True))
+            for n, (group, members) in enumerate(zip(groups, phase.groups, strict=True))
             if self.me.rank in members
         }
         for n, group in mine.items():
-            limit = datetime.timedelta(seconds=chapter.timeout(n))
+            limit = datetime.timedelta(seconds=phase.timeout(n))
             backend_of(group).set_timeout(limit)
             dist.barrier(group)
         self.watched.check()  # after the barrier: any stopped rank has resumed
-        threads = [t for n, group in mine.items() for t in self._threads(chapter, n, group)]
+        threads = [t for n, group in mine.items() for t in self._threads(phase, n, group)]
         doer = threading.Thread(
-            target=strike, args=(chapter, self.me.rank, self.pids, self.me.folder), daemon=True
+            target=inject_fault, args=(phase, self.me.rank, self.pids, self.me.folder), daemon=True
         )
         doer.start()
-        self._join(chapter, threads)
-        Path(self.me.folder, f"over_{chapter.seed}_{self.me.rank}").touch()
+        self._join(phase, threads)
+        Path(self.me.folder, f"over_{phase.seed}_{self.me.rank}").touch()
         doer.join()
-        if chapter.fault == "death":
-            self.alive.remove(chapter.victim)
+        if phase.fault == "death":
+            self.alive.remove(phase.victim)
         for group in mine.values():
             dist.destroy_process_group(group)
 
-    def _threads(self, chapter: Chapter, n: int, group: dist.ProcessGroup) -> list[Thread]:
-        members = chapter.groups[n]
-        lost = chapter.loses(n)
-        name = f"{chapter.seed} group {n}"
+    def _threads(self, phase: Phase, n: int, group: dist.ProcessGroup) -> list[Thread]:
+        members = phase.groups[n]
+        lost = phase.loses(n)
+        name = f"{phase.seed} group {n}"
         two = "messengers" not in self.without and random.Random(name).random() < 0.5
         made = []
         for messages in (False, True)[: 1 + two]:
             side = Side(group, members.index(self.me.rank), random.Random(f"{name} {self.me.rank}"))
             name += " messages" if messages else ""
-            absent = lost and chapter.fault == "absence"
+            absent = lost and phase.fault == "absence"
             without = self.without.union(() if absent else (LENT,))
             how = {"messages": messages, "bereaved": lost, "without": without}
             made.append(Thread(side, name, self.watched, **how))
         return made
 
-    def _join(self, chapter: Chapter, threads: list[Thread]) -> None:
+    def _join(self, phase: Phase, threads: list[Thread]) -> None:
         while any(t.thread.is_alive() for t in threads) and not any(t.failure for t in threads):
             for t in threads:
                 t.thread.join(0.02)
         failures = [
             f"{t.name}, {t.now}:\n{t.error or ''}\n{t.failure}" for t in threads if t.failure
         ]
-        assert not failures, "\n".join([str(chapter), *failures])
-        self._check_words(chapter, threads)
+        assert not failures, "\n".join([str(phase), *failures])
+        self._check_words(phase, threads)
 
-    def _check_words(self, chapter: Chapter, threads: list[Thread]) -> None:
-        """Check that errors come within TOLD seconds of a death, and name the dead rank."""
+    def _check_words(self, phase: Phase, threads: list[Thread]) -> None:
+        """Check that errors come within NOTICED seconds of a death, and name the dead rank."""
         for t in (t for t in threads if t.error):
-            if chapter.fault == "death":
-                when = float(Path(self.me.folder, f"death_{chapter.seed}").read_text())
+            if phase.fault == "death":
+                when = float(Path(self.me.folder, f"death_{phase.seed}").read_text())
                 self.latest = max(self.latest, t.told - when)
-                assert self.latest < TOLD, f"{t.told - when:.1f} s after the death: {t.error}"
+                assert self.latest < NOTICED, f"{t.told - when:.1f} s after the death: {t.error}"
                 assert isinstance(t.error, pc.PeerLost), repr(t.error)
-                victim = chapter.groups[int(t.name.split()[2])].index(chapter.victim)
+                victim = phase.groups[int(t.name.split()[2])].index(phase.victim)
                 assert f"rank {victim}" in str(t.error), f"does not name rank {victim}: {t.error}"
             assert "rank" in str(t.error), f"names no rank: {t.error}"  # it may name any
 
 
-def tell(me: Me, seed: int, pids: list[int], without: frozenset[str]) -> float:
+def tell(me: RankContext, seed: int, pids: list[int], without: frozenset[str]) -> float:
     """Play one rank's part of a story. On failure end the process, so that no peer waits for it."""
-    story = Story(me, seed, pids, without, list(range(me.world)))
+    story = Scenario(me, seed, pids, without, list(range(me.world)))
     try:
         story.meet()
-        for chapter in chapters_of(seed, me.world):
-            story.read(chapter)
+        for phase in phases_of(seed, me.world):
+            story.read(phase)
         dist.destroy_process_group()
         story.watched.check()
     except BaseException:

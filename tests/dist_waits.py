@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from dist_pool import Caught, Me, backend_of, caught
+from dist_pool import Caught, RankContext, backend_of, caught
 
-VICTIM = 1
+KILLED_RANK = 1
 NOTICED = 2.0  # limit in seconds for every rank to notice a death: 1 promised, 1 for machine load
 AT_ONCE = 0.5  # limit in seconds for an aborted group to refuse a call, on a loaded machine
 DESTROYED = 5.0  # limit in seconds for destroying an aborted group
@@ -38,7 +38,7 @@ WAITS: dict[str, tuple[str, Callable[[], object]]] = {
     "async all_reduce": ("all_reduce", lambda: asynchronous(torch.ones(3))),
     "future": ("all_reduce", lambda: future(torch.ones(3))),
     "reduce": ("reduce", lambda: dist.reduce(torch.ones(3), 0)),
-    "broadcast": ("broadcast", lambda: dist.broadcast(torch.ones(3), VICTIM)),
+    "broadcast": ("broadcast", lambda: dist.broadcast(torch.ones(3), KILLED_RANK)),
     "all_gather": (
         "all_gather",
         lambda: dist.all_gather([torch.ones(3) for _ in range(3)], torch.ones(3)),
@@ -52,16 +52,16 @@ WAITS: dict[str, tuple[str, Callable[[], object]]] = {
         lambda: dist.reduce_scatter_tensor(torch.ones(3), torch.ones(9)),
     ),
     "all_to_all": ("all_to_all", lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3))),
-    "scatter": ("scatter", lambda: dist.scatter(torch.ones(3), None, VICTIM)),
+    "scatter": ("scatter", lambda: dist.scatter(torch.ones(3), None, KILLED_RANK)),
     "barrier": ("barrier", lambda: dist.barrier()),
-    "recv": ("recv", lambda: dist.recv(torch.ones(3), VICTIM)),
-    "irecv": ("recv", lambda: dist.irecv(torch.ones(3), VICTIM).wait()),
-    "send": ("send", lambda: dist.send(large(), VICTIM)),
+    "recv": ("recv", lambda: dist.recv(torch.ones(3), KILLED_RANK)),
+    "irecv": ("recv", lambda: dist.irecv(torch.ones(3), KILLED_RANK).wait()),
+    "send": ("send", lambda: dist.send(large(), KILLED_RANK)),
     "all_gather_object": ("all_gather", lambda: dist.all_gather_object([None] * 3, "x")),
 }
 
 
-def begin(me: Me) -> int:
+def begin(me: RankContext) -> int:
     for _ in range(BEFORE):
         x = torch.ones(100)
         dist.all_reduce(x)
@@ -69,14 +69,14 @@ def begin(me: Me) -> int:
     return backend_of()._get_sequence_number_for_group()
 
 
-def say(me: Me, word: str) -> None:
+def say(me: RankContext, word: str) -> None:
     """Publish a word, as a file, for the ranks that wait for it in `heard`."""
     path = Path(me.folder, f"{word}_{me.rank}")
     path.with_suffix(".new").write_text(repr(time.monotonic()))
     path.with_suffix(".new").rename(path)
 
 
-def heard(me: Me, word: str, ranks: Iterable[int]) -> float:
+def heard(me: RankContext, word: str, ranks: Iterable[int]) -> float:
     """Wait until all ranks have published the word (`say`); return the time of the last."""
     paths = [Path(me.folder, f"{word}_{rank}") for rank in ranks]
     limit = time.monotonic() + 15
@@ -86,11 +86,11 @@ def heard(me: Me, word: str, ranks: Iterable[int]) -> float:
     return max(float(path.read_text()) for path in paths)
 
 
-def others(me: Me) -> list[int]:
+def others(me: RankContext) -> list[int]:
     return [rank for rank in range(me.world) if rank != me.rank]
 
 
-def after(me: Me) -> tuple[Caught, float, float]:
+def after(me: RankContext) -> tuple[Caught, float, float]:
     """Return the next call's error, the seconds it took, and the seconds that destroying took."""
     start = time.monotonic()
     refusal = caught(dist.all_reduce, torch.ones(3))

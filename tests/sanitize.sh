@@ -26,9 +26,9 @@ run passes_test "$length"
 run executor_test "$cases" "${worlds[@]}"
 run mailbox_test "$programs"
 run faults_test 1  # its other tests use several processes
-run life_test
+run failure_detector_test
 if [[ $kind != thread ]]; then  # these tests fork
-  for test in arena group meeting strangers limits apart; do run "${test}_test"; done
+  for test in symmetric_heap group rendezvous untrusted limits isolation; do run "${test}_test"; done
 fi
-run headroom_test
+run available_memory_test
 echo "sanitize.sh $kind $length: right"

@@ -116,7 +116,7 @@ def test_parts_fill_the_output(name, world):
         assert sum(count for _, _, count in parts) == buffers.output.numel() > 0
 
 
-def by_hand(buffers, pattern):
+def cpu_by_default(buffers, pattern):
     """Rank 1's expected output of 2 ranks for each collective, from its definition."""
     half = buffers.case.count // 2
     inputs = [pattern.rank(r, buffers.case.count) for r in range(2)]
@@ -134,7 +134,7 @@ def test_wrong_elements_are_counted(name):
     # Larger than the part that is compared at once.
     buffers = cases.Buffers(sums(2, 5 << 20, name), 1, empty)
     op = "sum" if cases.COLLECTIVES[name].reduces else "max"
-    right = by_hand(buffers, cases.Pattern(torch.float32, op, 2))
+    right = cpu_by_default(buffers, cases.Pattern(torch.float32, op, 2))
     assert buffers.wrong(partial(buffers.output.copy_, right)) == 0
     for at in (0, -1):
         almost = right.clone()

@@ -1,6 +1,6 @@
 """Runs test_all_reduce.py with its ranks on GPUs: the same values and the same expected bits."""
 
 import test_all_reduce
-from homes import HOMES, adopt
+from device_placements import PLACEMENTS, adopt
 
-globals().update(adopt(test_all_reduce, HOMES))
+globals().update(adopt(test_all_reduce, PLACEMENTS))

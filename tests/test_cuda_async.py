@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from homes import HOMES
+from device_placements import PLACEMENTS
 from reference import COLLECTIVES, IN_PLACE, assert_same, expected, left_fold, randoms
 
 import pycollect as pc
@@ -32,11 +32,11 @@ def placed(values, devices):
     return [v.to(d, copy=True) for v, d in zip(values, devices, strict=True)]
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_results_are_there_after_wait(home, collective):
+def test_results_are_there_after_wait(placement, collective):
     for world in (1, 2, 5):
-        devices, api = home.devices(world), home.api(world)
+        devices, api = placement.devices(world), placement.api(world)
         values = randoms(world, (COUNT,), torch.int32, seed=world)
         for _ in range(3):
             tensors = placed(values, devices)
@@ -49,10 +49,10 @@ def test_results_are_there_after_wait(home, collective):
             assert_same([c.cpu() for c in copies], expected(collective, values))
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("algorithm", [None, *pc.algorithms("all_gather")])
-def test_inputs_live_until_they_are_read(home, algorithm):
-    devices, api = home.devices(3), home.api(3)
+def test_inputs_live_until_they_are_read(placement, algorithm):
+    devices, api = placement.devices(3), placement.api(3)
     values = randoms(3, (COUNT,), torch.int32)
     wanted = expected("all_gather", values)
     for _ in range(10):
@@ -66,16 +66,16 @@ def test_inputs_live_until_they_are_read(home, algorithm):
         del spoilers
 
 
-@pytest.mark.parametrize("home", HOMES)
-def test_memory_freed_after_a_call_on_rank_streams_is_not_reused_too_early(home):
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_memory_freed_after_a_call_on_rank_streams_is_not_reused_too_early(placement):
     world = 4
-    devices, api = home.devices(world), home.api(world)
+    devices, api = placement.devices(world), placement.api(world)
     sides = [torch.cuda.Stream(d) if d.type == "cuda" else None for d in devices]
     values = randoms(world, (COUNT,), torch.int32)
     wanted = expected("all_gather", values)
     for algorithm in (None, *pc.algorithms("all_gather")):
         base = placed(values, devices)
-        home.synchronize(world)
+        placement.synchronize(world)
         tensors = []
         for side, b in zip(sides, base, strict=True):
             with torch.cuda.stream(side):  # None keeps the current stream
@@ -87,13 +87,13 @@ def test_memory_freed_after_a_call_on_rank_streams_is_not_reused_too_early(home)
             with torch.cuda.stream(side):
                 for _ in range(3):
                     torch.full((COUNT,), 7, dtype=torch.int32, device=d)
-        home.synchronize(world)
+        placement.synchronize(world)
         assert_same([g.cpu() for g in got], wanted, algorithm)
 
 
-@pytest.mark.parametrize("home", HOMES)
-def test_results_may_be_dropped_while_they_are_written(home):
-    devices, api = home.devices(3), home.api(3)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_results_may_be_dropped_while_they_are_written(placement):
+    devices, api = placement.devices(3), placement.api(3)
     values = randoms(3, (COUNT,), torch.int32)
     tensors = placed(values, devices)
     kept = []
@@ -102,7 +102,7 @@ def test_results_may_be_dropped_while_they_are_written(home):
         for algorithm in pc.algorithms("all_gather"):
             api.all_gather(tensors, algorithm=algorithm)  # the results are freed at once
             kept.append([torch.full((3 * COUNT,), 7, dtype=torch.int32, device=d) for d in devices])
-        home.synchronize(3)
+        placement.synchronize(3)
         assert all(int((t != 7).sum()) == 0 for mine in kept for t in mine), "written after free"
         kept.clear()
 

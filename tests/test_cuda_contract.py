@@ -1,6 +1,6 @@
 """Runs test_contract.py with its ranks on GPUs: the same values and the same expected bits."""
 
 import test_contract
-from homes import HOMES, adopt
+from device_placements import PLACEMENTS, adopt
 
-globals().update(adopt(test_contract, HOMES))
+globals().update(adopt(test_contract, PLACEMENTS))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from homes import GPU, MARKS, STANDS_IN, VIRTUAL, several_gpus
+from device_placements import GPU, MARKS, STANDS_IN, VIRTUAL, several_gpus
 from reference import DTYPES, assert_same, expected, place, randoms, short
 
 import pycollect as pc
@@ -100,11 +100,11 @@ def test_many_scatters_share_the_staging_buffers(kind):
 
 def test_scatter_over_gpus_and_the_cpu():
     values = randoms(1, (999, 5), torch.float32)[0]
-    homes = [GPU, "cpu", GPU]
+    placements = [GPU, "cpu", GPU]
     for kind in KINDS:
         busy()
-        got = pc.scatter(made(values, kind), homes)
-        assert [g.device for g in got] == [torch.device(h) for h in homes]
+        got = pc.scatter(made(values, kind), placements)
+        assert [g.device for g in got] == [torch.device(h) for h in placements]
         assert_same([got[1]], [values.tensor_split(3)[1]], f"{kind}: on the host, at once")
         assert_same([g.cpu() for g in got], list(values.tensor_split(3)), kind)
 
@@ -193,9 +193,9 @@ def test_replicate_from_anywhere(kind):
 @pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "all_gather"])
 def test_ranks_on_the_host_have_their_result_on_return(collective):
     values = randoms(3, (200_003,), torch.int32)
-    homes = [GPU, "cpu", GPU]
+    placements = [GPU, "cpu", GPU]
     for _ in range(5):
-        tensors = [v.to(h, copy=True) for v, h in zip(values, homes, strict=True)]
+        tensors = [v.to(h, copy=True) for v, h in zip(values, placements, strict=True)]
         busy()
         got = getattr(pc, collective)(tensors) or tensors
         assert_same([got[1].clone()], expected(collective, values)[1:2])

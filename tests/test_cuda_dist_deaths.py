@@ -13,18 +13,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Me, Pool, begun, caught, fresh
-from dist_site import LARGE, until
-from test_cuda_dist_faults import VICTIM, die, survivors
+from dist_pool import OURS, Caught, Pool, RankContext, begun, caught, fresh
+from dist_sites import LARGE, until
+from test_cuda_dist_faults import KILLED_RANK, die, survivors
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 
 
-def unopened(me: Me) -> Caught:
+def unopened(me: RankContext) -> Caught:
     """A rank dies after all ranks agreed on a call, and before its peers have mapped its tensor."""
     x, whole = me.site.make(LARGE).fill_(me.rank), me.site.make(me.world * LARGE)
     dist.all_reduce(torch.ones(1))
-    if me.rank == VICTIM:
+    if me.rank == KILLED_RANK:
         me.fake.gpu.kill("map")
     else:
         me.fake.gpu.delay("map", 0.3)
@@ -39,15 +39,15 @@ def test_a_death_before_a_tensor_is_opened():
             assert "rank 1 (pid " in error.text
 
 
-def untold(me: Me, asks: bool) -> tuple[list[float], str, Caught]:
+def untold(me: RankContext, asks: bool) -> tuple[list[float], str, Caught]:
     """A rank dies after the call returned on all hosts; `asks`: survivors make another call."""
     dist.all_reduce(torch.ones(3))
     me.site.run_ahead()
     x = torch.full((5,), me.rank + 1.0)
-    if me.rank == VICTIM:
+    if me.rank == KILLED_RANK:
         me.site.stall()
     dist.all_reduce(x)
-    if me.rank == VICTIM:
+    if me.rank == KILLED_RANK:
         die(0.3)
     time.sleep(1.5)
     me.site.settle()
@@ -64,16 +64,16 @@ def test_results_that_were_not_written_are_no_secret(asks):
             assert (asked, error.kind) == (("PeerLost", "") if asks else ("", "PeerLost")), error
 
 
-def through(me: Me, call: str) -> tuple[str, list[float]]:
+def through(me: RankContext, call: str) -> tuple[str, list[float]]:
     """A rank that has completed its part dies while a peer's stream is slow: no call fails."""
     dist.all_reduce(torch.ones(3))
-    me.site.run_ahead(0.0001 if me.rank == VICTIM else 0.2)
+    me.site.run_ahead(0.0001 if me.rank == KILLED_RANK else 0.2)
     y = torch.full((20,), float(me.rank))[::2]  # strided: the result is copied back at the end
     work = {
-        "broadcast": lambda: dist.broadcast(y, VICTIM, async_op=True),
+        "broadcast": lambda: dist.broadcast(y, KILLED_RANK, async_op=True),
         "all_reduce": lambda: dist.all_reduce(y, async_op=True),
     }[call]()
-    if me.rank == VICTIM:
+    if me.rank == KILLED_RANK:
         assert until(work.is_completed)
         os.kill(os.getpid(), signal.SIGKILL)
     assert until(work.is_completed)
@@ -83,17 +83,19 @@ def through(me: Me, call: str) -> tuple[str, list[float]]:
     return error.kind, y.unique().tolist()
 
 
-@pytest.mark.parametrize(("call", "value"), [("broadcast", float(VICTIM)), ("all_reduce", 3.0)])
+@pytest.mark.parametrize(
+    ("call", "value"), [("broadcast", float(KILLED_RANK)), ("all_reduce", 3.0)]
+)
 def test_a_death_of_a_rank_that_is_through_with_a_call(call, value):
     with fresh(3, site="late:cuda_ipc") as pool:
         assert survivors(pool, through, call) == [("", [value])] * 2
 
 
-def holds_on(me: Me) -> tuple[str, float]:
+def holds_on(me: RankContext) -> tuple[str, float]:
     """Peers notice that a rank has left its group although it still holds a Work."""
     work = dist.all_reduce(torch.ones(10), async_op=True)
     work.wait()
-    if me.rank == VICTIM:
+    if me.rank == KILLED_RANK:
         dist.destroy_process_group()
         assert work.is_completed()
         return "", 0.0
@@ -109,15 +111,15 @@ def test_a_work_that_outlives_its_group():
         assert took < 3.0
 
 
-def dies_in_a_call(me: Me, call: str, after: int) -> tuple[list[Caught], float, list[str]]:
+def dies_in_a_call(me: RankContext, call: str, after: int) -> tuple[list[Caught], float, list[str]]:
     """The victim dies in a CUDA call: of bootstrap, of a collective, or of group destruction."""
     site = me.start(f"{call}_{after}")
-    if me.rank == VICTIM:
+    if me.rank == KILLED_RANK:
         site.fake.gpu.kill(call, after)
     begin = time.monotonic()
     errors = [caught(dist.all_reduce, torch.ones(1000)) for _ in range(3)]
     dist.destroy_process_group()
-    return errors, time.monotonic() - begin, site.fouls()
+    return errors, time.monotonic() - begin, site.violations()
 
 
 # CUDA call -> successful calls before the death: bootstrap, collectives, group destruction.
@@ -137,10 +139,10 @@ def deaths() -> Iterator[dict[str, Pool]]:
 def test_a_death_in_a_call(deaths, call):
     """Survivors get data or an error in time, and free no memory that a peer has mapped."""
     for rank, outcome in enumerate(deaths[call].answers()):
-        if rank == VICTIM:
+        if rank == KILLED_RANK:
             assert outcome.died
             continue
-        errors, took, fouls = outcome.value
+        errors, took, violations = outcome.value
         assert all(not e.kind or "CollectiveError" in e.kinds for e in errors), errors
         assert took < 15.0
-        assert fouls == []
+        assert violations == []

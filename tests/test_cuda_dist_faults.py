@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Me, Pool, caught, fresh, pools_of_sites
-from dist_site import LARGE, REAL, is_real, sites, until
+from dist_pool import OURS, Caught, Pool, RankContext, caught, fresh, pools_of_sites
+from dist_sites import LARGE, REAL, is_real, sites, until
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 pools = pytest.fixture(pools_of_sites, scope="module")
-VICTIM = 1
+KILLED_RANK = 1
 NOTICED = 2.0  # seconds after a death within which every rank raises, on a busy machine
 
 
-def warm(me: Me, placed: bool = False) -> Tensor:
+def warm(me: RankContext, placed: bool = False) -> Tensor:
     """Run a first call on all ranks, and return a tensor of threes; `placed`: for zero-copy."""
     new: Callable[[int], Tensor] = me.site.make if placed else torch.empty
     count = LARGE if me.site.real else 1000
@@ -47,8 +47,10 @@ def die(after: float) -> None:
 def survivors(pool: Pool, job: Callable[..., Any], *args: Any) -> list[Any]:
     """Run a job in which the victim dies, and return the results of the other ranks."""
     outcomes = pool.outcomes(job, *args)
-    assert [outcome.died for outcome in outcomes] == [r == VICTIM for r in range(len(outcomes))]
-    del outcomes[VICTIM]
+    assert [outcome.died for outcome in outcomes] == [
+        r == KILLED_RANK for r in range(len(outcomes))
+    ]
+    del outcomes[KILLED_RANK]
     assert not any(outcome.error for outcome in outcomes), outcomes
     return [outcome.value for outcome in outcomes]
 
@@ -59,13 +61,13 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "all_reduce": lambda x: dist.all_reduce(x),
     "async all_reduce": lambda x: dist.all_reduce(x, async_op=True).wait(),
     "future": lambda x: dist.all_reduce(x, async_op=True).get_future().wait(),
-    "recv": lambda x: dist.recv(x, VICTIM),
+    "recv": lambda x: dist.recv(x, KILLED_RANK),
 }
 
 
-def bereaved(me: Me, call: str) -> tuple[float, Caught, Caught]:
+def bereaved(me: RankContext, call: str) -> tuple[float, Caught, Caught]:
     x = warm(me)
-    if me.rank == VICTIM:
+    if me.rank == KILLED_RANK:
         die(0.2)
     begin = time.monotonic()
     error = caught(CALLS[call], x)
@@ -80,23 +82,23 @@ def test_a_rank_is_killed_before_it_comes(call, site):
     with fresh(3, site=site) as pool:
         for took, error, again in survivors(pool, bereaved, call):
             assert call == "future" or error.kind == "PeerLost", error
-            assert f"rank {VICTIM}" in error.text
+            assert f"rank {KILLED_RANK}" in error.text
             assert took < 0.2 + NOTICED
             assert "CollectiveError" in again.kinds, again
 
 
-def bereaved_later(me: Me, placed: bool) -> tuple[Any, ...]:
+def bereaved_later(me: RankContext, placed: bool) -> tuple[Any, ...]:
     """The victim dies after it enqueued its part, and before its stream executes it.
 
     With `placed`, its tensor is exposed to the peers. No host has waited, and no data has moved.
     """
     x = warm(me, placed)
-    if me.rank == VICTIM:
+    if me.rank == KILLED_RANK:
         me.site.stall(5.0)
     me.site.run_ahead()
     work = dist.all_reduce(x, async_op=True)
     work.wait()
-    if me.rank == VICTIM:
+    if me.rank == KILLED_RANK:
         die(0.2)
     begin = time.monotonic()
     over = until(work.is_completed)
@@ -111,36 +113,38 @@ def bereaved_later(me: Me, placed: bool) -> tuple[Any, ...]:
     me.site.settle()
     time.sleep(0.1)
     again = placed and me.site.make(count).data_ptr() == address
-    return over, took, said, errors, values, again, me.site.fouls()
+    return over, took, said, errors, values, again, me.site.violations()
 
 
 @pytest.mark.parametrize("placed", [False, True], ids=["copied", "lent"])
 @pytest.mark.parametrize("site", sites("eager:cuda_ipc", "cuda:cuda_ipc", stands_in=False))
 def test_a_rank_is_killed_with_its_work_enqueued(site, placed):
     with fresh(3, site=site) as pool:
-        for over, took, said, errors, values, again, fouls in survivors(
+        for over, took, said, errors, values, again, violations in survivors(
             pool, bereaved_later, placed
         ):
             assert over
             assert took < 0.2 + NOTICED
-            assert f"rank {VICTIM}" in said
+            assert f"rank {KILLED_RANK}" in said
             for error in errors:
                 assert error.kind == "PeerLost", error
-                assert f"rank {VICTIM}" in error.text, error
+                assert f"rank {KILLED_RANK}" in error.text, error
             assert values == [3.0]  # no result is written after that
             assert not again
-            assert fouls == []
+            assert violations == []
 
 
 # --- ranks that are late --------------------------------------------------------------------------
 
 
-def late(me: Me, asleep: bool, placed: bool) -> tuple[float, list[Caught], list[float], bool]:
+def late(
+    me: RankContext, asleep: bool, placed: bool
+) -> tuple[float, list[Caught], list[float], bool]:
     """The victim's process, or with `asleep` its stream, is later than the timeout."""
     x = warm(me, placed)
-    if me.rank == VICTIM and asleep:
+    if me.rank == KILLED_RANK and asleep:
         me.site.stall(7.0)
-    elif me.rank == VICTIM:
+    elif me.rank == KILLED_RANK:
         time.sleep(2 * me.spec.timeout)
     me.site.run_ahead()
     begin = time.monotonic()
@@ -172,9 +176,9 @@ def test_a_rank_is_late(site, asleep, placed):
         pool.outcomes(warm)  # may exceed the timeout
         for rank, (took, errors, values, kept) in enumerate(pool.run(late, asleep, placed)):
             assert "Timeout" in errors[0].kinds, errors
-            assert f"rank {VICTIM}" in errors[0].text
+            assert f"rank {KILLED_RANK}" in errors[0].text
             assert "CollectiveError" in errors[1].kinds, errors
-            assert rank == VICTIM or took < 1.5 * limit + NOTICED
+            assert rank == KILLED_RANK or took < 1.5 * limit + NOTICED
             assert values == [3.0]
             assert kept
 
@@ -182,9 +186,9 @@ def test_a_rank_is_late(site, asleep, placed):
 # --- devices that fail ----------------------------------------------------------------------------
 
 
-def failing(me: Me, call: int) -> tuple[Caught, Caught, float]:
+def failing(me: RankContext, call: int) -> tuple[Caught, Caught, float]:
     """One CUDA call of the victim fails."""
-    if me.rank == VICTIM:
+    if me.rank == KILLED_RANK:
         me.fake.fail_call(call)
     first = caught(dist.all_reduce, torch.ones(100))
     me.fake.fail_call(-1)
@@ -200,22 +204,22 @@ BEFORE = 6  # CUDA calls before the exchange: allocate, copy, create and record 
 def test_a_device_that_fails(pools, call):
     found = pools(3, site="late").run(failing, call)
     for rank, (first, second, total) in enumerate(found):
-        if rank == VICTIM:
+        if rank == KILLED_RANK:
             assert "made up" in first.text, first
         elif call < BEFORE:
             assert first.kind == "ValueError", first
-            assert f"rank {VICTIM}" in first.text
+            assert f"rank {KILLED_RANK}" in first.text
             assert "made up" in first.text
         else:
             assert first.kind == "", first
         assert (second.kind, total) == ("", 9.0), second
 
 
-def damaged(me: Me, call: str) -> tuple[list[bool], Caught]:
+def damaged(me: RankContext, call: str) -> tuple[list[bool], Caught]:
     """On one rank CUDA calls of this kind do nothing; the streams of its peers are slow."""
     dist.all_reduce(torch.ones(3))
-    me.site.run_ahead(None if me.rank == VICTIM else 0.03)
-    if me.rank == VICTIM:
+    me.site.run_ahead(None if me.rank == KILLED_RANK else 0.03)
+    if me.rank == KILLED_RANK:
         me.fake.gpu.drop(call)
     right = []
     for i in range(4):

@@ -15,8 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_cases import COLLECTIVES, LAYOUTS, Case, Side, rows
-from dist_pool import OURS, Caught, Me, backend_of, caught, fresh, pools_of_sites
-from dist_site import EMULATED, LARGE, REAL, SLAB_BYTES, SLABS, by_hand, each, is_real
+from dist_pool import OURS, Caught, RankContext, backend_of, caught, fresh, pools_of_sites
+from dist_sites import (
+    CUDA_IPC_SITES,
+    EMULATED,
+    LARGE,
+    REAL,
+    STAGING_BYTES,
+    cpu_by_default,
+    each,
+    is_real,
+)
 from reference import DTYPES, assert_same, short
 from torch import Tensor
 
@@ -37,7 +46,7 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case(collective, dtype, op, LARGE, LAYOUTS[turn % len(LAYOUTS)])
 
 
-def differs(actual: Tensor | None, wanted: Tensor | None, me: Me, what: Any) -> list[str]:
+def differs(actual: Tensor | None, wanted: Tensor | None, me: RankContext, what: Any) -> list[str]:
     if actual is None or wanted is None:
         return [] if actual is wanted else [f"{what}: only one of them has a result"]
     if actual.device.type != torch.device(me.site.device).type:
@@ -50,8 +59,8 @@ def differs(actual: Tensor | None, wanted: Tensor | None, me: Me, what: Any) -> 
     return []
 
 
-@by_hand
-def sweep(me: Me, dtype: torch.dtype) -> tuple[int, list[str]]:
+@cpu_by_default
+def sweep(me: RankContext, dtype: torch.dtype) -> tuple[int, list[str]]:
     """Run all cases of a dtype; return their number and the mismatches."""
     run, wrong = 0, []
     for case in cases(dtype):
@@ -66,8 +75,8 @@ def sweep(me: Me, dtype: torch.dtype) -> tuple[int, list[str]]:
     return run, wrong
 
 
-@by_hand
-def premultiplied(me: Me, dtype: torch.dtype) -> list[str]:
+@cpu_by_default
+def premultiplied(me: RankContext, dtype: torch.dtype) -> list[str]:
     """PREMUL_SUM by 0.5 (exact) in all_reduce and reduce_scatter_tensor; return mismatches."""
     op, wrong = dist._make_nccl_premul_sum(0.5), []
     for count in COUNTS:
@@ -84,8 +93,8 @@ def premultiplied(me: Me, dtype: torch.dtype) -> list[str]:
     return wrong
 
 
-@by_hand
-def own_parts(me: Me, dtype: torch.dtype) -> list[str]:
+@cpu_by_default
+def own_parts(me: RankContext, dtype: torch.dtype) -> list[str]:
     """All-gather with the input inside the output, and reduce-scatter the other way round."""
     wrong = []
     for count in COUNTS:
@@ -129,7 +138,7 @@ def right(pool: Any, dtype: torch.dtype) -> None:
         assert wrong == []
 
 
-def launched(me: Me) -> int:
+def launched(me: RankContext) -> int:
     return me.site.launched()
 
 
@@ -137,7 +146,7 @@ def launched(me: Me) -> int:
 def test_bits_of_the_cpu(pools, site, world, dtype):
     pool = pools(world, site=site)
     right(pool, dtype)
-    if site in SLABS:
+    if site in CUDA_IPC_SITES:
         assert min(pool.run(launched)) > 60  # otherwise another transport was selected
 
 
@@ -149,11 +158,11 @@ def test_products_and_own_parts(pools, site, world):
         assert pool.run(own_parts, dtype) == [[]] * world
 
 
-SLOT = SLAB_BYTES // 2 // 4  # elements of float32
+SLOT = STAGING_BYTES // 2 // 4  # elements of float32
 EDGES = sorted({n + d for n in (SLOT // 3, SLOT, 2 * SLOT, 3 * SLOT) for d in (-16, -1, 0, 1, 16)})
 
 
-def at_the_edges(me: Me) -> list[str]:
+def at_the_edges(me: RankContext) -> list[str]:
     """Check sizes around a slot, a third of it, and several slots; return wrong sizes."""
     wrong = []
     for count in EDGES:
@@ -168,7 +177,7 @@ def at_the_edges(me: Me) -> list[str]:
     return wrong
 
 
-def apart(me: Me) -> list[str]:
+def apart(me: RankContext) -> list[str]:
     """With ranks on different GPUs, the ranks share the folds, so each needs more than two kernel
     launches per piece; a zero-copy call takes one launch on each rank."""
     me.fake.gpu.live_on(f"GPU {me.rank}")
@@ -184,14 +193,14 @@ def apart(me: Me) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("site", SLABS)
+@pytest.mark.parametrize("site", CUDA_IPC_SITES)
 def test_sizes_around_a_slot(pools, site):
     assert pools(3, site=site).run(at_the_edges) == [[]] * 3
     with fresh(3, site=site) as pool:
         assert pool.run(apart) == [[]] * 3
 
 
-def refused(me: Me) -> tuple[list[Caught], float]:
+def refused(me: RankContext) -> tuple[list[Caught], float]:
     x, on_host = torch.ones(12), me.site.host(torch.ones(12))
     errors = [
         caught(dist.all_reduce_coalesced, [x, on_host]),
@@ -204,7 +213,7 @@ def refused(me: Me) -> tuple[list[Caught], float]:
     return errors, x.sum().item() + on_host.sum().item()
 
 
-def disagreeing(me: Me) -> tuple[list[Caught], float]:
+def disagreeing(me: RankContext) -> tuple[list[Caught], float]:
     last = me.rank == me.world - 1
     x, y, z = torch.ones(10), torch.ones(4), torch.ones(4)
     dist.all_reduce(x)

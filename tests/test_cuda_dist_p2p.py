@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Me, caught, pools_of_sites
-from dist_site import REAL, each, sites, until
+from dist_pool import OURS, Caught, RankContext, caught, pools_of_sites
+from dist_sites import REAL, each, sites, until
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
@@ -28,16 +28,16 @@ def values(count: int, seed: int) -> Tensor:
     return torch.arange(count, dtype=torch.float32) % 1009 + seed
 
 
-def pieces(me: Me) -> int:
+def pieces(me: RankContext) -> int:
     """Number of copies off the device so far."""
     return me.site.calls().count("copy_ caller")
 
 
-def received(me: Me) -> int:
+def received(me: RankContext) -> int:
     return me.site.calls().count("copy_ group")
 
 
-def comes(me: Me, before: int) -> bool:
+def comes(me: RankContext, before: int) -> bool:
     """Wait, with a time limit, until more than `before` copies to the device have been made."""
     return until(lambda: received(me) > before)
 
@@ -53,7 +53,7 @@ SIZES = [0, 1, 1000, 4097, 400_000, LARGE, *(n * PIECE + d for n in (1, 2) for d
 MORE = [n * PIECE + d for n in (4, MOST) for d in (-1, 0, 1)]  # only on sites with enough memory
 
 
-def around(me: Me, counts: list[int]) -> list[str]:
+def around(me: RankContext, counts: list[int]) -> list[str]:
     """Send to the right, receive from the left or any source; strided or not, filled late."""
     right, left = (me.rank + 1) % me.world, (me.rank - 1) % me.world
     wrong = []
@@ -85,7 +85,7 @@ def test_around_a_ring(pools, site, world):
 DTYPES = (torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64)
 
 
-def of_dtypes(me: Me) -> list[str]:
+def of_dtypes(me: RankContext) -> list[str]:
     wrong = []
     for dtype in DTYPES:
         x = values(LARGE, me.rank).to(dtype).reshape(3, -1)[:, 5:]  # nonzero storage offset
@@ -97,7 +97,7 @@ def of_dtypes(me: Me) -> list[str]:
     return wrong
 
 
-def unlike_ends(me: Me) -> list[int]:
+def unlike_ends(me: RankContext) -> list[int]:
     """Messages between host memory and GPU, and from memory that the receiver can access."""
     wrong = []
     for turn in range(12):
@@ -119,7 +119,7 @@ def unlike_ends(me: Me) -> list[int]:
 # --- several at a time ----------------------------------------------------------------------------
 
 
-def by_tag(me: Me) -> list[str]:
+def by_tag(me: RankContext) -> list[str]:
     """Ten concurrent messages, large and small, received in another order, early or late."""
     counts = [PIECE + 7 * tag if tag % 3 else 11 for tag in range(10)]
     wrong = []
@@ -137,7 +137,7 @@ def by_tag(me: Me) -> list[str]:
     return wrong
 
 
-def batches(me: Me) -> list[str]:
+def batches(me: RankContext) -> list[str]:
     """Batches of more messages than a receiver has buffers, to the right neighbour and to self."""
     right, left = (me.rank + 1) % me.world, (me.rank - 1) % me.world
     wrong = []
@@ -154,7 +154,7 @@ def batches(me: Me) -> list[str]:
     return wrong
 
 
-def futures(me: Me) -> list[int]:
+def futures(me: RankContext) -> list[int]:
     wrong = []
     for count in (50, LARGE):
         x, y = values(count, me.rank), torch.zeros(count)
@@ -167,7 +167,7 @@ def futures(me: Me) -> list[int]:
     return wrong
 
 
-def nobody_waits(me: Me) -> list[int]:
+def nobody_waits(me: RankContext) -> list[int]:
     """The group's thread sends a message after its device copy, without any waiting thread."""
     wrong = []
     for count in (100, LARGE):
@@ -200,7 +200,7 @@ def test_batches_around_a_ring(pools, site):
 # --- what does not fit ----------------------------------------------------------------------------
 
 
-def unlike(me: Me, size: int, dtype: torch.dtype) -> tuple[Caught, bool]:
+def unlike(me: RankContext, size: int, dtype: torch.dtype) -> tuple[Caught, bool]:
     x, out = torch.ones(LARGE), torch.zeros(size, dtype=dtype)
     error = caught(dist.send, x, 1) if me.rank == 0 else caught(dist.recv, out, 0)
     for turn in range(8):  # more than the buffers, in case refused messages leaked them

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Me, Pool, backend_of, begun, caught, fresh
-from dist_site import REAL, sites
+from dist_pool import OURS, Caught, Pool, RankContext, backend_of, begun, caught, fresh
+from dist_sites import REAL, sites
 from test_cuda_dist_faults import NOTICED, die
 from test_cuda_dist_p2p import LARGE, PIECE, comes, received, values
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 
 
-def send(me: Me, some: bool, count: int = LARGE) -> Any:
+def send(me: RankContext, some: bool, count: int = LARGE) -> Any:
     """Start the send; with `some`, only the first two pieces leave the device."""
     if some:
         me.site.settle()
@@ -29,7 +29,7 @@ def send(me: Me, some: bool, count: int = LARGE) -> Any:
     return dist.isend(values(count, 1), 1)
 
 
-def receive(me: Me, some: bool, y: Tensor | None = None) -> Any:
+def receive(me: RankContext, some: bool, y: Tensor | None = None) -> Any:
     """Start the receive; with `some`, return after the first pieces have arrived."""
     before = received(me)
     work = dist.irecv(torch.zeros(LARGE) if y is None else y, 0)
@@ -46,7 +46,7 @@ def timed(work: Any) -> tuple[Caught, float]:
 # --- ends that die, or whose devices fail ---------------------------------------------------------
 
 
-def dies(me: Me, victim: int, when: str) -> tuple[Caught, float, Caught, list[float]]:
+def dies(me: RankContext, victim: int, when: str) -> tuple[Caught, float, Caught, list[float]]:
     """The victim dies before its peer arrives, or after part of the message: the peer's error does
     not wait for copies that remain on the sender's device."""
     some, y = when == "meanwhile", torch.full((LARGE,), 3.0)
@@ -81,7 +81,7 @@ def test_an_end_dies(site, when, victim):
         assert left in ([], [3.0])
 
 
-def sender_fails(me: Me, some: bool) -> tuple[Caught, float]:
+def sender_fails(me: RankContext, some: bool) -> tuple[Caught, float]:
     """The sender's device fails before any copy, or after the receiver got the first pieces."""
     if me.rank == 0:
         if not some:
@@ -104,7 +104,7 @@ def test_a_sender_whose_device_fails(some):
         assert took < 0.4 + NOTICED
 
 
-def receiver_fails(me: Me) -> tuple[Caught, bool]:
+def receiver_fails(me: RankContext) -> tuple[Caught, bool]:
     """The receiver's device fails: only the receive raises, and the next message is right."""
     y, word = torch.zeros(LARGE), me.site.host(torch.zeros(1))
     if me.rank == 0:
@@ -123,7 +123,7 @@ def receiver_fails(me: Me) -> tuple[Caught, bool]:
     return error, torch.equal(y, values(LARGE, 2))
 
 
-def small_one_fails(me: Me) -> tuple[Caught, bool]:
+def small_one_fails(me: RankContext) -> tuple[Caught, bool]:
     """A small send fails on the sender alone, and the next message is right."""
     if me.rank == 0:
         me.fake.fail_call(3)  # allocation, copy and event succeed; the first query fails
@@ -144,7 +144,7 @@ def test_who_fails_alone(job, victim):
         assert all(right)
 
 
-def failing(me: Me, end: int, after: int) -> tuple[Caught, bool]:
+def failing(me: RankContext, end: int, after: int) -> tuple[Caught, bool]:
     """One CUDA call for a message fails on one end."""
     x, y = torch.full((3 * PIECE - 1,), 7.0), torch.zeros(3 * PIECE - 1)
     if me.rank == end:
@@ -183,7 +183,7 @@ def test_every_call_of_a_device(failures, end, after):
 # --- ends that are late ---------------------------------------------------------------------------
 
 
-def late(me: Me, how: str) -> Caught:
+def late(me: RankContext, how: str) -> Caught:
     some, count = how in ("in part", "not looked at"), 3 if how == "small" else LARGE
     if how == "not received" and me.rank == 1:
         time.sleep(2.0)
@@ -220,7 +220,7 @@ def test_an_end_that_is_late(late_ends, how):
         assert says in error.text, error
 
 
-def limited(me: Me) -> tuple[Caught, bool]:
+def limited(me: RankContext) -> tuple[Caught, bool]:
     """An expired timeout of one wait() fails only that wait; the message may still complete."""
     y = torch.zeros(LARGE)
     work = send(me, True) if me.rank == 0 else dist.irecv(y, 0)
@@ -243,7 +243,7 @@ def test_the_limit_of_one_wait(site):
 # --- ends that leave ------------------------------------------------------------------------------
 
 
-def aborted(me: Me, some: bool) -> Caught:
+def aborted(me: RankContext, some: bool) -> Caught:
     if me.rank == 0:
         work = send(me, some)
         time.sleep(0.5)
@@ -261,7 +261,7 @@ def test_aborted(some):
             assert "abort" in error.text
 
 
-def destroyed(me: Me, how: str) -> tuple[float, Caught, bool]:
+def destroyed(me: RankContext, how: str) -> tuple[float, Caught, bool]:
     """Destroy the group without waiting for the send: the first rank gives its peer some time."""
     y, work = torch.zeros(LARGE), None
     if me.rank == 0:

@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Me, pools_of_sites
-from dist_site import REAL, SLABS, sites, until
+from dist_pool import OURS, RankContext, pools_of_sites
+from dist_sites import CUDA_IPC_SITES, REAL, sites, until
 from dist_waits import heard, say
 from test_cuda_dist_p2p import LARGE, SITES, comes, finish, received, values
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA
 pools = pytest.fixture(pools_of_sites, scope="module")
 
 
-def in_order(me: Me) -> list[float]:
+def in_order(me: RankContext) -> list[float]:
     """No message to the same rank, from GPU or host, overtakes one whose stream is late."""
     found = []
     for _ in range(3):
@@ -41,7 +41,7 @@ def test_messages_do_not_overtake(pools, site):
     assert pools(3, site=site).run(in_order) == [[], [1.0, 2.0, 3.0] * 3, [3.0] * 3]
 
 
-def behind_the_stream(me: Me) -> list[bool]:
+def behind_the_stream(me: RankContext) -> list[bool]:
     """A send reads the tensor behind earlier work of its stream, and later work of the stream may
     overwrite it; a receive writes the tensor behind earlier work of its stream."""
     x, y = torch.zeros(LARGE), torch.full((LARGE,), -1.0)
@@ -63,7 +63,7 @@ def behind_the_stream(me: Me) -> list[bool]:
     return [bool((y == 5.0).all())]
 
 
-def behind_the_current_stream(me: Me) -> list[bool]:
+def behind_the_current_stream(me: RankContext) -> list[bool]:
     """Messages are ordered behind the current stream of the calling thread, not the default one."""
     x, y = torch.zeros(LARGE), torch.full((LARGE,), -1.0)
     me.site.settle()
@@ -89,7 +89,7 @@ def test_behind_the_stream(pools, site):
     assert pool.run(behind_the_current_stream) == [[True], [True]]
 
 
-def overlapped(me: Me) -> tuple[bool, bool]:
+def overlapped(me: RankContext) -> tuple[bool, bool]:
     """The first pieces reach the receiver's device before the last have left the sender's, with no
     thread in a call of torch.distributed on either end."""
     x, y = values(LARGE, 1), torch.zeros(LARGE)
@@ -114,7 +114,7 @@ def test_copies_overlap(pools, site):
     assert pools(2, site=site).run(overlapped) == [(True, True)] * 2
 
 
-def past_a_stream_that_stops(me: Me) -> list[bool]:
+def past_a_stream_that_stops(me: RankContext) -> list[bool]:
     """A message stalled on its device, or not yet received, delays neither messages of other
     ranks nor host messages of the same sender."""
     x, y, good = values(LARGE, 3), torch.zeros(LARGE), []
@@ -159,7 +159,7 @@ def test_past_a_stream_that_stops(pools, site):
     assert found == [[True], [True] * 6, [True] * 2]
 
 
-def late_receiver(me: Me) -> bool:
+def late_receiver(me: RankContext) -> bool:
     """A receiver whose stream is late blocks neither its own host nor the sender."""
     x, y = values(LARGE, 3), torch.zeros(LARGE)
     if me.rank == 0:
@@ -179,7 +179,7 @@ def test_a_receiver_whose_stream_is_late(pools, site):
     assert pools(2, site=site).run(late_receiver) == [True, True]
 
 
-def beside_a_collective(me: Me) -> bool:
+def beside_a_collective(me: RankContext) -> bool:
     """Messages complete while a collective waits, on the group's streams, for a late rank."""
     x, y = values(LARGE, 3), torch.zeros(LARGE)
     for _ in range(2):
@@ -203,6 +203,6 @@ def beside_a_collective(me: Me) -> bool:
     return not early and (me.rank != 1 or torch.equal(y, x))
 
 
-@pytest.mark.parametrize("site", SLABS)
+@pytest.mark.parametrize("site", CUDA_IPC_SITES)
 def test_a_message_waits_for_no_collective(pools, site):
     assert all(pools(3, site=site).run(beside_a_collective))

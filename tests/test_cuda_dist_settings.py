@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import Me, fresh
-from dist_site import GPU, LARGE, REAL, sites
+from device_placements import several_gpus
+from dist_pool import RankContext, fresh
+from dist_sites import GPU, LARGE, REAL, sites
 from dist_waits import heard, say
-from homes import several_gpus
 from test_cuda_dist_matrix import at_the_edges, right
 
 cuda = pytest.mark.cuda
@@ -42,7 +42,7 @@ def test_settings_of_cuda(setting, site):
         right(pool, torch.float32)
 
 
-def expandable(me: Me, anew: bool) -> bool:
+def expandable(me: RankContext, anew: bool) -> bool:
     """Calls with expandable segments, whose memory legacy CUDA IPC handles cannot export."""
     if anew:
         set_anew = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
@@ -70,7 +70,7 @@ def test_expandable_segments(name, site):
         right(pool, torch.float32)
 
 
-def on_all_gpus(me: Me) -> list[float]:
+def on_all_gpus(me: RankContext) -> list[float]:
     """all_reduce with each rank on its own GPU, in host memory, and with all ranks on one GPU."""
     mine = torch.device("cuda", me.rank % torch.cuda.device_count())
     xs = [torch.ones(9, device=device) for device in (mine, "cpu", GPU)]
@@ -82,10 +82,10 @@ def on_all_gpus(me: Me) -> list[float]:
     return [x.sum().item() for x in xs] + [sum(gathered)]
 
 
-def on_another_gpu(me: Me) -> bool:
+def on_another_gpu(me: RankContext) -> bool:
     """The group's staging buffer is on one GPU, the tensor and its stream on another."""
-    home, other = several_gpus()[:2]
-    dist.all_reduce(torch.ones(LARGE, device=home))
+    placement, other = several_gpus()[:2]
+    dist.all_reduce(torch.ones(LARGE, device=placement))
     side = torch.cuda.Stream(other)
     with torch.cuda.stream(side):
         x = torch.zeros(LARGE, device=other)
@@ -107,7 +107,7 @@ def test_several_gpus(site, world):
             assert pool.run(on_another_gpu) == [True] * world
 
 
-def crowded(me: Me) -> tuple[int, float]:
+def crowded(me: RankContext) -> tuple[int, float]:
     """The first call of a group after torch's caching allocator has taken all memory of the GPU."""
     x = torch.ones(LARGE)
     x.mean().item()  # loads the kernels now

@@ -11,14 +11,14 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Me, backend_of, caught, pools_of_sites
-from dist_site import EMULATED, LARGE, REAL, SLABS, each, until
+from dist_pool import OURS, Caught, RankContext, backend_of, caught, pools_of_sites
+from dist_sites import CUDA_IPC_SITES, EMULATED, LARGE, REAL, each, until
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 pools = pytest.fixture(pools_of_sites, scope="module")
 
 
-def overtaken(me: Me) -> list[bool]:
+def overtaken(me: RankContext) -> list[bool]:
     """Earlier work of the caller's stream on a tensor comes before the call."""
     good = []
     for turn in range(12):
@@ -40,7 +40,7 @@ def test_behind_what_the_stream_has_to_do(pools, site, world):
     assert pools(world, site=site).run(overtaken) == [[True] * 12] * world
 
 
-def on_a_side_stream(me: Me, placed: bool) -> list[bool]:
+def on_a_side_stream(me: RankContext, placed: bool) -> list[bool]:
     """A call on a side stream; its result is used there or, after wait(), on the main stream."""
     good = []
     for later in (False, True, False, True):
@@ -64,7 +64,7 @@ def test_side_streams(pools, site, world):
         assert pools(world, site=site).run(on_a_side_stream, placed) == [[True] * 4] * world
 
 
-def at_once(me: Me) -> tuple[bool, list[float]]:
+def at_once(me: RankContext) -> tuple[bool, list[float]]:
     """Async calls, and a barrier, return while the caller's stream is blocked."""
     x, y = torch.ones(1000), torch.ones(3)
     for work in [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(2)]:
@@ -91,7 +91,7 @@ def test_async_calls_return_at_once(pools, site, world):
         assert sums == [1000.0 * world, 3.0 * world, 1000.0 * world]
 
 
-def given_away(me: Me, calls: int) -> list[float]:
+def given_away(me: RankContext, calls: int) -> list[float]:
     """Tensors are freed while the group's stream uses them; new tensors may reuse the memory."""
     outs = [torch.zeros(64 * me.world) for _ in range(calls)]
     works = []
@@ -116,13 +116,13 @@ def given_away(me: Me, calls: int) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize(("site", "world"), each(*SLABS, *REAL, stands_in=False))
+@pytest.mark.parametrize(("site", "world"), each(*CUDA_IPC_SITES, *REAL, stands_in=False))
 def test_memory_is_given_to_nobody_else_while_a_stream_has_to_do_with_it(pools, site, world):
     for differences in pools(world, site=site).run(given_away, 40):
         assert differences == [0.0] * 40
 
 
-def ahead(me: Me, slow: int, calls: int) -> list[str]:
+def ahead(me: RankContext, slow: int, calls: int) -> list[str]:
     """The hosts and most streams run ahead of one rank's slow stream.
 
     Broadcasts come in a row, because a root waits only until its slot may be filled again.
@@ -155,7 +155,7 @@ def test_a_slow_stream_holds_up_who_needs_it(pools, world, slow):
     assert pool.run(ahead, slow, 12, seconds=60.0) == [[]] * world
 
 
-def coalesced(me: Me) -> list[float]:
+def coalesced(me: RankContext) -> list[float]:
     """Coalesced calls, and results through futures, including a chained one."""
     xs = [torch.full((n,), 1.0) for n in (3, LARGE, 0, 7)]
     with dist._coalescing_manager(async_ops=True) as manager:
@@ -181,7 +181,7 @@ def test_coalesced_calls_and_futures(pools, site, world):
         assert sums == [3.0, LARGE, 0.0, 7.0, 3.0, 5.0, 3.0, 5.0, 10.0]
 
 
-def captured(me: Me) -> tuple[list[Caught], list[Caught], list[str], list[float]]:
+def captured(me: RankContext) -> tuple[list[Caught], list[Caught], list[str], list[float]]:
     """In a capture, calls and waits for earlier works are refused; afterwards both succeed."""
     x, out, y, z = torch.ones(7), torch.zeros(7 * me.world), *(torch.ones(LARGE) for _ in range(2))
     mine = me.rank == 0 or me.site.real
@@ -219,7 +219,7 @@ def test_no_call_in_a_capture(pools, site, world):
         assert sums == [7.0 * world, 0.0, 0.0]
 
 
-def beside_a_capture(me: Me) -> float:
+def beside_a_capture(me: RankContext) -> float:
     """A capture restricts CUDA calls of all threads; the group's threads still make progress."""
     x = torch.zeros(LARGE)
     dist.all_reduce(torch.ones(LARGE))
@@ -236,7 +236,7 @@ def test_a_capture_while_a_call_is_under_way(pools, site, world):
     assert pools(world, site=site).run(beside_a_capture) == [[float(world)]] * world
 
 
-def traced(me: Me, later: bool) -> list[list[str]]:
+def traced(me: RankContext, later: bool) -> list[list[str]]:
     x, out, found = torch.ones(1000), torch.empty(me.world * 1000), []
     for call in (
         lambda: dist.all_reduce(x, async_op=later),

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from dist_pool import OURS, Me, fresh, pools_of_sites
-from dist_site import EMULATED, REAL, SLABS, by_hand, sites
+from dist_pool import OURS, RankContext, fresh, pools_of_sites
+from dist_sites import CUDA_IPC_SITES, EMULATED, REAL, cpu_by_default, sites
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,7 +25,7 @@ def perceptron() -> nn.Sequential:
     )
 
 
-def train(net: nn.Module, me: Me, ranks: Sequence[int]) -> None:
+def train(net: nn.Module, me: RankContext, ranks: Sequence[int]) -> None:
     """Train some steps on the rows that belong to these ranks."""
     torch.backends.cuda.matmul.allow_tf32 = False
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
@@ -44,16 +44,16 @@ def parameters(net: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in net.parameters()]).cpu()
 
 
-@by_hand
-def alone(me: Me) -> Tensor:
+@cpu_by_default
+def alone(me: RankContext) -> Tensor:
     """Train with the rows of all ranks in one process, adding gradients rank by rank."""
     net = perceptron().to(me.site.device)
     train(net, me, range(me.world))
     return parameters(net)
 
 
-@by_hand
-def replicated(me: Me, bucket_mb: float, placed: bool) -> Tensor:
+@cpu_by_default
+def replicated(me: RankContext, bucket_mb: float, placed: bool) -> Tensor:
     os.environ["DDP_DISABLE_COMM_MEM"] = "01"[not placed]
     net = perceptron().to(me.site.device)
     ddp = DistributedDataParallel(net, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=placed)
@@ -76,8 +76,8 @@ def test_replicas(pools, site, bucket_mb):
             torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-5)
 
 
-@by_hand
-def sharded(me: Me, reshard: bool) -> Tensor:
+@cpu_by_default
+def sharded(me: RankContext, reshard: bool) -> Tensor:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -93,7 +93,7 @@ def sharded(me: Me, reshard: bool) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("site", sites(*SLABS, *REAL))
+@pytest.mark.parametrize("site", sites(*CUDA_IPC_SITES, *REAL))
 def test_shards(site: str) -> None:
     """FSDP2 gives the parameters of a single process, with and without resharding."""
     with fresh(4, site=site) as pool:

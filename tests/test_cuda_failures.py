@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from homes import GPU, MARKS, STAGED, STANDS_IN, VIRTUAL, Trip, several_gpus
+from device_placements import GPU, MARKS, STAGED, STANDS_IN, VIRTUAL, PlacedCall, several_gpus
 from reference import assert_same, left_fold, randoms
 from test_arguments import CASES
 
@@ -60,7 +60,7 @@ def on_gpus(case):
 )
 def test_refused_before_anything_moves(call, make, error, words, later):
     args, options = make()
-    trip = Trip()
+    trip = PlacedCall()
     args = [on_gpu(a, trip) for a in args]
     options = {k: on_gpu(v, trip) for k, v in options.items()}
     if later:
@@ -148,9 +148,9 @@ def little_room():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("home", [VIRTUAL, STAGED], ids=lambda h: h.label)
-def test_out_of_memory_is_an_error_and_no_end(home, little_room):
-    api = home.api(4)
+@pytest.mark.parametrize("placement", [VIRTUAL, STAGED], ids=lambda h: h.label)
+def test_out_of_memory_is_an_error_and_no_end(placement, little_room):
+    api = placement.api(4)
     tensors = [torch.full((8 << 20,), float(r), device="cuda:0") for r in range(4)]  # 32 MiB each
     kept = []
     for _ in range(3):

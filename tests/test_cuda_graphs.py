@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from homes import SEVERAL, STAGED, VIRTUAL, several_gpus
+from device_placements import SEVERAL, STAGED, VIRTUAL, several_gpus
 from reference import COLLECTIVES, IN_PLACE, assert_same, expected, left_fold, randoms
 
 import pycollect as pc
@@ -54,13 +54,13 @@ def empties(world, count, device="cuda:0"):
     return [torch.zeros(count, dtype=torch.int32, device=device) for _ in range(world)]
 
 
-@pytest.mark.parametrize("home", [VIRTUAL, STAGED], ids=lambda h: h.label)
+@pytest.mark.parametrize("placement", [VIRTUAL, STAGED], ids=lambda h: h.label)
 @pytest.mark.parametrize(("collective", "algorithm"), CALLS)
 @pytest.mark.parametrize("count", COUNTS)
-def test_replays_read_what_is_there_by_then(home, collective, algorithm, count):
+def test_replays_read_what_is_there_by_then(placement, collective, algorithm, count):
     for world in (1, 4):
         tensors = empties(world, count)
-        graph, got = capture(call_of(home.api(world), collective, algorithm, tensors))
+        graph, got = capture(call_of(placement.api(world), collective, algorithm, tensors))
         for seed in range(4):
             values = randoms(world, (count,), torch.int32, seed=seed)
             write(tensors, values)
@@ -99,12 +99,12 @@ def test_many_calls_in_one_graph(algorithm):
         assert_same([t.cpu() for t in tensors], wanted)
 
 
-@pytest.mark.parametrize("home", [VIRTUAL, STAGED], ids=lambda h: h.label)
+@pytest.mark.parametrize("placement", [VIRTUAL, STAGED], ids=lambda h: h.label)
 @pytest.mark.parametrize("algorithm", ["one_shot", "chain", "two_shot", "tree"])
-def test_eager_calls_between_replays_share_nothing_with_the_graph(home, algorithm):
+def test_eager_calls_between_replays_share_nothing_with_the_graph(placement, algorithm):
     count = 1_000_001
     tensors, others = empties(3, count), empties(3, count)
-    api = home.api(3)
+    api = placement.api(3)
     graph, _ = capture(lambda: api.all_reduce(tensors, algorithm=algorithm))
     side = torch.cuda.Stream()
     for seed in range(8):

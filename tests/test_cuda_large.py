@@ -1,6 +1,6 @@
 """Runs test_large.py with its ranks on GPUs."""
 
 import test_large
-from homes import HOMES, adopt
+from device_placements import PLACEMENTS, adopt
 
-globals().update(adopt(test_large, HOMES))
+globals().update(adopt(test_large, PLACEMENTS))

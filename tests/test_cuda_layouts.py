@@ -1,6 +1,6 @@
 """Runs test_layouts.py with its ranks on GPUs: the same values and the same expected bits."""
 
 import test_layouts
-from homes import HOMES, adopt
+from device_placements import PLACEMENTS, adopt
 
-globals().update(adopt(test_layouts, HOMES))
+globals().update(adopt(test_layouts, PLACEMENTS))

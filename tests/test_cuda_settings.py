@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from homes import MARKS, STANDS_IN
+from device_placements import MARKS, STANDS_IN
 
 pytestmark = [*MARKS, pytest.mark.slow]
 

@@ -11,7 +11,7 @@ import functools
 import pytest
 import torch
 from delays import synchronize, wrong_elements
-from homes import CPU, GPU, HOMES, SEVERAL, STANDS_IN, VIRTUAL, several_gpus
+from device_placements import CPU, GPU, PLACEMENTS, SEVERAL, STANDS_IN, VIRTUAL, several_gpus
 from reference import IN_PLACE, assert_same, expected, left_fold, randoms
 
 import pycollect as pc
@@ -39,13 +39,15 @@ def issue(api, collective, algorithm, inputs, results, streams):
     getattr(api, collective)(inputs, **options)
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("collective", "algorithm"), CALLS)
 @pytest.mark.parametrize(("count", "rounds"), EFFORTS)
-def test_late_streams_change_nothing(home, collective, algorithm, count, rounds):
+def test_late_streams_change_nothing(placement, collective, algorithm, count, rounds):
     for world in (2, 5):
-        call = functools.partial(issue, home.api(world), collective, algorithm)
-        wrong = wrong_elements(collective, home.devices(world), call, count, rounds, seed=world)
+        call = functools.partial(issue, placement.api(world), collective, algorithm)
+        wrong = wrong_elements(
+            collective, placement.devices(world), call, count, rounds, seed=world
+        )
         assert wrong == 0, f"world {world}"
 
 
@@ -114,10 +116,10 @@ def test_the_delays_find_nothing_where_nothing_is_missing():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("home", [VIRTUAL, SEVERAL], ids=lambda h: h.label)
+@pytest.mark.parametrize("placement", [VIRTUAL, SEVERAL], ids=lambda h: h.label)
 @pytest.mark.parametrize("algorithm", [None, *pc.algorithms()])
-def test_the_current_stream_is_the_ranks_stream(home, algorithm):
-    devices = home.devices(4)
+def test_the_current_stream_is_the_ranks_stream(placement, algorithm):
+    devices = placement.devices(4)
     values = randoms(4, (200_003,), torch.int32)
     wanted = left_fold(values, "sum")
     sides = {d: torch.cuda.Stream(d) for d in set(devices)}

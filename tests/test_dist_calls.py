@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Me, Pools, pools_of_a_module
+from dist_pool import BACKEND, OURS, Pools, RankContext, pools_of_a_module
 from reference import assert_same
 from torch import Tensor
 
@@ -42,33 +42,33 @@ def same(actual: object, wanted: object) -> None:
 # --- lists ----------------------------------------------------------------------------------------
 
 
-def all_gather_uneven(me: Me) -> None:
+def all_gather_uneven(me: RankContext) -> None:
     for scale in (1, LARGE):
         out = [torch.zeros(scale * r) for r in range(me.world)]
         dist.all_gather(out, of(me.rank, scale * me.rank))
         same(out, [of(r, scale * r) for r in range(me.world)])
 
 
-def all_gather_into_other_shapes(me: Me) -> None:
+def all_gather_into_other_shapes(me: RankContext) -> None:
     out = [torch.zeros(2, 3) for _ in range(me.world)]
     dist.all_gather(out, of(me.rank, 6).view(2, 3).t().contiguous().t())
     same(out, [of(r, 6).view(2, 3) for r in range(me.world)])
 
 
-def all_gather_stacked(me: Me) -> None:
+def all_gather_stacked(me: RankContext) -> None:
     out = torch.zeros(me.world, 2, 3)
     dist.all_gather_into_tensor(out, of(me.rank, 6).view(2, 3))
     same(list(out), [of(r, 6).view(2, 3) for r in range(me.world)])
 
 
-def gather_uneven(me: Me) -> None:
+def gather_uneven(me: RankContext) -> None:
     for root in range(me.world):
         out = [torch.zeros(r + 1) for r in range(me.world)] if me.rank == root else None
         dist.gather(of(me.rank, me.rank + 1), out, root)
         same(out or [], [of(r, r + 1) for r in range(me.world)] if out else [])
 
 
-def scatter_uneven(me: Me) -> None:
+def scatter_uneven(me: RankContext) -> None:
     for root in range(me.world):
         out = torch.zeros(me.rank + 1)
         parts = [of(root, r + 1) for r in range(me.world)] if me.rank == root else None
@@ -76,7 +76,7 @@ def scatter_uneven(me: Me) -> None:
         same(out, of(root, me.rank + 1))
 
 
-def all_to_all_uneven(me: Me) -> None:
+def all_to_all_uneven(me: RankContext) -> None:
     for scale in (1, LARGE):
         sizes = [[scale * ((s + 2 * r) % 3) for r in range(me.world)] for s in range(me.world)]
         out = [torch.zeros(sizes[s][me.rank]) for s in range(me.world)]
@@ -84,7 +84,7 @@ def all_to_all_uneven(me: Me) -> None:
         same(out, [of(s, sizes[s][me.rank], me.rank) for s in range(me.world)])
 
 
-def all_to_all_splits(me: Me) -> None:
+def all_to_all_splits(me: RankContext) -> None:
     sizes = [[(s * r) % 4 for r in range(me.world)] for s in range(me.world)]
     sent, received = sizes[me.rank], [sizes[s][me.rank] for s in range(me.world)]
     for columns in (1, LARGE // 8):
@@ -95,14 +95,14 @@ def all_to_all_splits(me: Me) -> None:
         same(out, torch.cat(parts))
 
 
-def all_to_all_one_sided_splits(me: Me) -> None:
+def all_to_all_one_sided_splits(me: RankContext) -> None:
     """One of the two split lists may be omitted when the splits are even."""
     out = torch.zeros(2 * me.world)
     dist.all_to_all_single(out, of(me.rank, 2 * me.world), None, [2] * me.world)
     same(out, torch.cat([of(s, 2, 2 * me.rank) for s in range(me.world)]))
 
 
-def only_one_sends(me: Me) -> None:
+def only_one_sends(me: RankContext) -> None:
     """Nearly empty splits: rank 0 sends to the last rank, all other splits are empty."""
     last = me.world - 1
     sent, received = [0] * me.world, [0] * me.world
@@ -116,14 +116,14 @@ def only_one_sends(me: Me) -> None:
 # --- coalesced ------------------------------------------------------------------------------------
 
 
-def all_reduce_coalesced(me: Me) -> None:
+def all_reduce_coalesced(me: RankContext) -> None:
     counts = (3, 0, LARGE, 1)
     tensors = [of(me.rank, n) for n in counts]
     dist.all_reduce_coalesced(tensors)
     same(tensors, [summed(me.world, n) for n in counts])
 
 
-def all_gather_coalesced(me: Me) -> None:
+def all_gather_coalesced(me: RankContext) -> None:
     counts = (3, 7, LARGE)
     out = [[torch.zeros(n) for n in counts] for _ in range(me.world)]
     dist.all_gather_coalesced(out, [of(me.rank, n) for n in counts])
@@ -131,7 +131,7 @@ def all_gather_coalesced(me: Me) -> None:
         same(row, [of(rank, n) for n in counts])
 
 
-def coalescing_manager(me: Me) -> None:
+def coalescing_manager(me: RankContext) -> None:
     for async_ops in (False, True):
         tensors = [of(me.rank), of(me.rank, LARGE)]
         wholes = [torch.zeros(n * me.world) for n in (3, LARGE)]
@@ -153,7 +153,7 @@ def coalescing_manager(me: Me) -> None:
         same(parts, [summed(me.world, n, n * me.rank) for n in (2, 9)])
 
 
-def coalescing_of_a_device(me: Me) -> None:
+def coalescing_of_a_device(me: RankContext) -> None:
     """_coalescing_manager with a device: calls in the block start, in order, when it ends."""
     device = torch.device("cpu")
     x, y, z = of(me.rank), [torch.zeros(N) for _ in range(me.world)], of(me.rank, me.world)
@@ -172,7 +172,7 @@ def coalescing_of_a_device(me: Me) -> None:
 # --- in place -------------------------------------------------------------------------------------
 
 
-def gather_in_place(me: Me) -> None:
+def gather_in_place(me: RankContext) -> None:
     """All-gather whose input is the rank's own block of the output, as in FSDP."""
     for count in (N, LARGE):
         whole = torch.zeros(me.world * count)
@@ -186,7 +186,7 @@ def gather_in_place(me: Me) -> None:
         same(shards, [of(r, count) for r in range(me.world)])
 
 
-def reduce_scatter_in_place(me: Me) -> None:
+def reduce_scatter_in_place(me: RankContext) -> None:
     for count in (N, LARGE):
         whole = of(me.rank, me.world * count)
         shard = whole.split(count)[me.rank]
@@ -197,7 +197,7 @@ def reduce_scatter_in_place(me: Me) -> None:
         same(parts[me.rank], summed(me.world, count, me.rank * count))
 
 
-def roots_in_place(me: Me) -> None:
+def roots_in_place(me: RankContext) -> None:
     """scatter and gather where the root's input block is its output block."""
     for count in (N, LARGE):
         parts = list(of(me.rank, me.world * count).split(count))
@@ -212,7 +212,7 @@ def roots_in_place(me: Me) -> None:
 # --- objects, barriers, what tensors are ----------------------------------------------------------
 
 
-def objects(me: Me) -> None:
+def objects(me: RankContext) -> None:
     mine = {"rank": me.rank, "long": "x" * (1000 * me.rank), "tensor": of(me.rank)}
     everybody = [None] * me.world
     dist.all_gather_object(everybody, mine)
@@ -237,7 +237,7 @@ def objects(me: Me) -> None:
         assert received == ["a", 2]
 
 
-def barriers(me: Me) -> None:
+def barriers(me: RankContext) -> None:
     dist.barrier()
     dist.barrier(async_op=True).wait()
     group = dist.group.WORLD
@@ -245,7 +245,7 @@ def barriers(me: Me) -> None:
     group.monitored_barrier(datetime.timedelta(seconds=20))
 
 
-def parameters(me: Me) -> None:
+def parameters(me: RankContext) -> None:
     """Tensors of a model: leaves that require gradients, and views of them."""
     parameter = torch.nn.Parameter(of(me.rank).view(1, N))
     dist.broadcast(parameter, 0)
@@ -258,7 +258,7 @@ def parameters(me: Me) -> None:
     same(parameter.detach()[0], of(0) * me.world)
 
 
-def scalars(me: Me) -> None:
+def scalars(me: RankContext) -> None:
     x = torch.tensor(float(me.rank + 1))
     dist.all_reduce(x, dist.ReduceOp.MAX)
     assert x.item() == me.world
@@ -267,7 +267,7 @@ def scalars(me: Me) -> None:
     assert [t.item() for t in out] == list(range(me.world))
 
 
-def inference(me: Me) -> None:
+def inference(me: RankContext) -> None:
     with torch.inference_mode():
         x = of(me.rank)
         dist.all_reduce(x)

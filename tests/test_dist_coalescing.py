@@ -12,8 +12,8 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Me, caught, pools_of_a_module
-from dist_step import CPU, is_in_step, ones
+from dist_in_step import CPU, is_in_step, ones
+from dist_pool import OURS, Caught, RankContext, caught, pools_of_a_module
 from torch.distributed import ReduceOp
 
 pytestmark = pytest.mark.skipif(not OURS, reason="what only this backend promises")
@@ -35,7 +35,9 @@ BAD = {
 }
 
 
-def refusal(me: Me, bad: str, who: int, where: int, device: bool) -> tuple[Caught, list[float]]:
+def refusal(
+    me: RankContext, bad: str, who: int, where: int, device: bool
+) -> tuple[Caught, list[float]]:
     x, y = ones() * (me.rank + 1), ones(7) * (me.rank + 1)
 
     def body() -> None:
@@ -67,7 +69,7 @@ def test_a_refusal_is_raised_at_the_end_by_all(pools, bad, where, who):
             assert f"rank {who} refused coalesced" in raised.text
 
 
-def fast_path(me: Me) -> list[Caught]:
+def fast_path(me: RankContext) -> list[Caught]:
     """torch's own coalescing of all_reduce, which makes one call to the backend."""
     raised = []
     for bad in (torch.zeros(3, dtype=torch.uint16), torch.zeros(1).expand(3)):
@@ -89,7 +91,7 @@ def test_a_refusal_in_a_list_of_torch(pools):
         assert all("rank 0 refused" in r.text for r in raised), raised
 
 
-def batch(me: Me) -> Caught:
+def batch(me: RankContext) -> Caught:
     """A refused batch sends nothing, so sending the corrected batch delivers each message once."""
     peer = 1 - me.rank
     good, bad = ones() * 3, torch.zeros(3, dtype=torch.uint16)
@@ -118,7 +120,7 @@ class BodyFailed(BaseException):
     """An exception of a block that, like KeyboardInterrupt, is not an Exception."""
 
 
-def body_fails(me: Me, device: torch.device | None, calls: int) -> Caught:
+def body_fails(me: RankContext, device: torch.device | None, calls: int) -> Caught:
     tensors = [ones() for _ in range(calls)]
 
     def body() -> None:
@@ -169,7 +171,7 @@ def test_a_manager_that_was_imported_before_leaves_nothing_either():
     subprocess.run([sys.executable, "-c", IMPORTED_BEFORE], check=True, timeout=60)
 
 
-def nothing_asked(me: Me) -> None:
+def nothing_asked(me: RankContext) -> None:
     for device in (None, CPU):
         with pytest.raises(BodyFailed), dist._coalescing_manager(device=device):
             raise BodyFailed
@@ -187,13 +189,13 @@ class Unrelated(Exception):
     """An exception of a block that has nothing to do with its calls."""
 
 
-def unlike_ops(me: Me) -> None:
+def unlike_ops(me: RankContext) -> None:
     with dist._coalescing_manager():
         dist.all_reduce(ones(), ReduceOp.SUM)
         dist.all_reduce(ones(), ReduceOp.MAX if me.rank == 0 else ReduceOp.SUM)
 
 
-def beside(me: Me) -> list[Caught]:
+def beside(me: RankContext) -> list[Caught]:
     """Failures outside the block: no backend for the device, torch's own rule, destroyed group."""
     raised = []
     for device in (torch.device("cuda"), "cpu"):  # "cpu:pycollect" has no backend for CUDA
@@ -235,7 +237,7 @@ def test_what_goes_wrong_beside_the_body_leaves_nothing_either(pools):
         assert ends.kind == "Unrelated"
 
 
-def alike_ops(me: Me) -> None:
+def alike_ops(me: RankContext) -> None:
     """Ops compare equal in either spelling; PREMUL_SUM ops differ if their factors differ."""
     x, y = ones() * 0 + 1, ones(7) * 0 + 1
     with dist._coalescing_manager():

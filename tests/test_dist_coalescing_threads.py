@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Me, backend_of, caught, pools_of_a_module
-from dist_step import CPU, is_in_step, ones
+from dist_in_step import CPU, is_in_step, ones
+from dist_pool import OURS, Caught, RankContext, backend_of, caught, pools_of_a_module
 
 pytestmark = pytest.mark.skipif(not OURS, reason="what only this backend promises")
 
@@ -34,7 +34,7 @@ def in_thread(function) -> list[BaseException]:
     return raised
 
 
-def threads(me: Me) -> None:
+def threads(me: RankContext) -> None:
     backend = backend_of()
     x, y = (torch.full((4,), float(me.rank)) for _ in range(2))
 
@@ -57,7 +57,7 @@ def test_each_thread_has_a_list_of_its_own(pools):
     pools(2).run(threads)
 
 
-def threads_with_lists_of_torch(me: Me) -> None:
+def threads_with_lists_of_torch(me: RankContext) -> None:
     x, y, z = (torch.full((4,), float(me.rank)) for _ in range(3))
 
     def another() -> None:
@@ -78,7 +78,7 @@ def test_each_thread_has_a_list_of_torch_of_its_own(pools):
     pools(2).run(threads_with_lists_of_torch)
 
 
-def left_behind(me: Me) -> None:
+def left_behind(me: RankContext) -> None:
     """Unfinished blocks of ended threads do not affect later threads with a reused thread id."""
     left = [dist._coalescing_manager() for _ in range(5)]
     for manager in left:
@@ -98,7 +98,7 @@ def test_a_list_that_a_thread_left_is_nobody_elses(pools):
     pools(2).run(left_behind)
 
 
-def out_of_order(me: Me) -> list[Caught]:
+def out_of_order(me: RankContext) -> list[Caught]:
     backend = backend_of()
     raised = [caught(backend._end_coalescing)]
     x = ones()
@@ -116,7 +116,7 @@ def test_an_end_without_a_start_and_a_start_without_an_end(pools):
         assert "this thread has already started to coalesce calls" in no_end.text
 
 
-def ends_elsewhere(me: Me, device: torch.device | None, closes: bool) -> list[Caught]:
+def ends_elsewhere(me: RankContext, device: torch.device | None, closes: bool) -> list[Caught]:
     """A generator suspended in a block is finished by another thread than the one that began it."""
     raised = []
     for asks in (False, True):

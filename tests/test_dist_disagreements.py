@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OLD, OURS, Caught, Me, Pools, caught, pools_of_a_module
+from dist_pool import BACKEND, OLD, OURS, Caught, Pools, RankContext, caught, pools_of_a_module
 
 pytestmark = pytest.mark.skipif(
     not OURS, reason=f"{BACKEND} hangs, aborts or gives wrong numbers where ranks disagree"
@@ -111,7 +111,7 @@ DISAGREEMENTS: dict[str, tuple[Ask, Ask, tuple[str, ...]]] = {
 }
 
 
-def disagree(me: Me, kind: str, odd: int) -> tuple[Caught, Caught]:
+def disagree(me: RankContext, kind: str, odd: int) -> tuple[Caught, Caught]:
     """The odd rank makes another call, twice, between matching calls, which stay correct."""
     most, one, _ = DISAGREEMENTS[kind]
     errors = []
@@ -139,7 +139,7 @@ def test_everybody_is_told(pools, kind, odd):
     assert len({errors[0].text for errors in found}) == 1, "one sentence for all"
 
 
-def asynchronous(me: Me) -> list[Caught]:
+def asynchronous(me: RankContext) -> list[Caught]:
     """A mismatch of queued calls, between matching calls: only its own Work has an error."""
     good = [torch.ones(5), torch.ones(5)]
     works = [dist.all_reduce(good[0], async_op=True)]
@@ -162,7 +162,7 @@ def test_asynchronous_calls_disagree(pools):
         assert errors[3].kind, errors
 
 
-def untouched(me: Me) -> list[bool]:
+def untouched(me: RankContext) -> list[bool]:
     """Whether refused calls leave their outputs unchanged, for small and large tensors."""
     same = []
     for count in (6, 400_000):
@@ -218,7 +218,7 @@ MISTAKES: dict[str, tuple[Ask, Ask, str, str]] = {
 }
 
 
-def mistake(me: Me, kind: str, odd: int) -> Caught:
+def mistake(me: RankContext, kind: str, odd: int) -> Caught:
     right, wrong, _, _ = MISTAKES[kind]
     error = caught(wrong if me.rank == odd else right)
     x = ones()
@@ -240,7 +240,7 @@ def test_one_rank_s_mistake(pools, kind, odd):
 # --- forked children ------------------------------------------------------------------------------
 
 
-def with_child(me: Me) -> list[str]:
+def with_child(me: RankContext) -> list[str]:
     """Calls in a forked child of a rank are refused at once; its exit does not affect the group."""
     dist.all_reduce(ones())
     said = []

@@ -19,8 +19,8 @@ from dist_pool import (
     BACKEND,
     OURS,
     Caught,
-    Me,
     Pool,
+    RankContext,
     backend_of,
     begun,
     caught,
@@ -38,7 +38,7 @@ def seconds(value: float) -> datetime.timedelta:
 # --- bootstrap ------------------------------------------------------------------------------------
 
 
-def with_option(me: Me, name: str, values: list[Any]) -> tuple[Caught, float]:
+def with_option(me: RankContext, name: str, values: list[Any]) -> tuple[Caught, float]:
     import pycollect as pc
 
     start = time.monotonic()
@@ -66,7 +66,7 @@ def test_ranks_that_want_unlike_groups(name, one, other):
             assert took < 3
 
 
-def interrupted(me: Me, delay: float) -> tuple[Caught, float]:
+def interrupted(me: RankContext, delay: float) -> tuple[Caught, float]:
     if me.rank == 1:
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
     start = time.monotonic()
@@ -92,7 +92,7 @@ def test_a_rank_dies_while_all_meet(delay):
 # --- late is not dead -----------------------------------------------------------------------------
 
 
-def patient(me: Me, seconds: float) -> float:
+def patient(me: RankContext, seconds: float) -> float:
     x, go_on = torch.ones(300_000), torch.ones(1)
     when = time.monotonic() + seconds
     while go_on.item():  # rank 0 decides for all, because ranks read the clock at different times
@@ -116,7 +116,7 @@ def test_a_rank_that_stands_still_is_not_dead(still):
     assert still.results() == [300_000.0] * 2
 
 
-def own_limit(me: Me) -> tuple[Caught, Caught, float]:
+def own_limit(me: RankContext) -> tuple[Caught, Caught, float]:
     """A subgroup has its own timeout; when it expires, only the subgroup is aborted."""
     group = dist.new_group([0, 1, 2], timeout=seconds(0.5))
     start = time.monotonic()
@@ -141,7 +141,7 @@ def test_limits_of_a_subgroup():
 # --- ends -----------------------------------------------------------------------------------------
 
 
-def ends_busy(me: Me, kind: str) -> float:
+def ends_busy(me: RankContext, kind: str) -> float:
     """Destroy the group with calls in flight, which the peers join or ("lonely") never join."""
     works = [dist.all_reduce(torch.ones(400_000), async_op=True) for _ in range(10)]
     if kind == "lonely" and me.rank == 0:
@@ -162,7 +162,7 @@ def test_destroyed_with_work_under_way(kind):
         assert max(pool.run(ends_busy, kind)) < DESTROYED
 
 
-def shut_down(me: Me) -> Caught:
+def shut_down(me: RankContext) -> Caught:
     """The backend's shutdown() may be called more than once, and abort() after it."""
     dist.barrier()
     backend = backend_of()
@@ -186,7 +186,7 @@ def test_shutdown():
 MANY = 3000
 
 
-def storm(me: Me) -> None:
+def storm(me: RankContext) -> None:
     """Send far more messages than any queue holds before the first receive; no Work is kept."""
     if me.rank == 0:
         for n in range(MANY):
@@ -208,7 +208,7 @@ def test_a_storm_of_messages():
         pool.run(storm)
 
 
-def forgotten(me: Me) -> None:
+def forgotten(me: RankContext) -> None:
     """A receive posted long before its message, with receives from any source in between."""
     if me.rank == 0:
         special = torch.zeros(5)
@@ -232,7 +232,7 @@ def test_receives_from_anybody_beside_others():
         pool.run(forgotten)
 
 
-def pending(me: Me) -> None:
+def pending(me: RankContext) -> None:
     """A thousand queued collectives of large and small tensors, without any wait."""
     tensors = [torch.full((1 + 10_000 * (n % 7 == 0),), float(n)) for n in range(1000)]
     works = [dist.all_reduce(t, async_op=True) for t in tensors]
@@ -247,7 +247,7 @@ def test_a_barrier_comes_after_all_before_it():
         pool.run(pending)
 
 
-def at_the_end(me: Me) -> None:
+def at_the_end(me: RankContext) -> None:
     """All-gather of blocks of unlike sizes, the small one at the end of the symmetric heap."""
     import pycollect as pc
 

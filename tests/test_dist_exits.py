@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Me, backend_of, caught, fresh
+from dist_pool import OURS, RankContext, backend_of, caught, fresh
+from dist_process import own_process
 from dist_waits import DESTROYED
-from dist_whole import own_process
 
 pytestmark = pytest.mark.skipif(not OURS, reason="never ends, or by a crash")
 
@@ -187,7 +187,7 @@ def test_a_thread_that_waits_is_joined_at_the_end(programs):
     assert programs["joins"].result()[0][-2:] == ["ended", "True"]
 
 
-def closed_at_once(me: Me, groups: int, threads: int) -> int:
+def closed_at_once(me: RankContext, groups: int, threads: int) -> int:
     """Several threads shut down the same groups at once, while calls are in flight."""
     made = [dist.new_group([0, 1]) for _ in range(groups)]
     works = []

@@ -15,13 +15,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Caught, Me, caught, fresh
+from dist_pool import BACKEND, OURS, Caught, RankContext, caught, fresh
 from dist_waits import (
     ASLEEP,
     AT_ONCE,
     DESTROYED,
+    KILLED_RANK,
     NOTICED,
-    VICTIM,
     WAITS,
     after,
     begin,
@@ -41,11 +41,11 @@ ANOTHER_PROGRAM = ("/bin/sleep", ["sleep", "5"])  # runs until every rank must h
 Found = tuple[int, Caught, float, tuple]
 
 
-def bereaved(me: Me, wait: str, how: str) -> Found:
+def bereaved(me: RankContext, wait: str, how: str) -> Found:
     """The victim dies while its peers wait for it in the given call."""
     called = begin(me)
     say(me, "waits")
-    if me.rank == VICTIM:
+    if me.rank == KILLED_RANK:
         heard(me, "waits", others(me))
         time.sleep(ASLEEP)
         say(me, "dies")
@@ -55,7 +55,7 @@ def bereaved(me: Me, wait: str, how: str) -> Found:
             os.execv(*ANOTHER_PROGRAM)
         os.kill(os.getpid(), signal.SIGSEGV if how == "crash" else signal.SIGKILL)
     error = caught(WAITS[wait][1])
-    return called, error, heard(me, "dies", [VICTIM]), after(me)
+    return called, error, heard(me, "dies", [KILLED_RANK]), after(me)
 
 
 def check_loss(found: Found, operation: str) -> None:
@@ -64,11 +64,11 @@ def check_loss(found: Found, operation: str) -> None:
     assert "RuntimeError" in error.kinds, error
     assert error.when - when < NOTICED, f"{error.when - when:.2f} s: {error}"
     assert operation in error.text, error
-    assert f"rank {VICTIM}" in error.text, error
+    assert f"rank {KILLED_RANK}" in error.text, error
     collective = operation not in ("send", "recv")
     assert not collective or any(str(n) in error.text for n in (called, called + 1)), error
     assert "CollectiveError" in refusal.kinds, refusal
-    assert f"rank {VICTIM}" in refusal.text, refusal
+    assert f"rank {KILLED_RANK}" in refusal.text, refusal
     assert refused < AT_ONCE
     assert destroyed < DESTROYED
 
@@ -77,7 +77,7 @@ def lose(wait: str, how: str = "kill") -> None:
     with fresh(3) as pool:
         outcomes = pool.outcomes(bereaved, wait, how, seconds=15)
     for rank, outcome in enumerate(outcomes):
-        if rank == VICTIM:
+        if rank == KILLED_RANK:
             assert outcome.died
         else:
             assert not outcome.error, outcome.error
@@ -99,10 +99,10 @@ def test_a_rank_becomes_another_program():
     lose("all_reduce", "exec")
 
 
-def becoming_another(me: Me, when: float) -> tuple[int, Caught, tuple]:
+def becoming_another(me: RankContext, when: float) -> tuple[int, Caught, tuple]:
     """An endless series of calls, while another thread of the victim calls exec."""
     called = begin(me)
-    if me.rank == VICTIM:
+    if me.rank == KILLED_RANK:
         threading.Timer(when - time.monotonic(), os.execv, ANOTHER_PROGRAM).start()
     x = large(0.0)
 
@@ -117,21 +117,21 @@ def test_a_rank_becomes_another_program_in_the_middle_of_a_call():
     with fresh(2) as pool:
         when = time.monotonic() + 0.7
         outcomes = pool.outcomes(becoming_another, when, seconds=15)
-    assert outcomes[VICTIM].died
+    assert outcomes[KILLED_RANK].died
     assert not outcomes[0].error, outcomes[0].error
     _, error, (refusal, refused, destroyed) = outcomes[0].value
     assert error.kind == "PeerLost", error
-    assert f"rank {VICTIM}" in error.text, error
+    assert f"rank {KILLED_RANK}" in error.text, error
     assert error.when - when < NOTICED
     assert "CollectiveError" in refusal.kinds, refusal
     assert refused < AT_ONCE
     assert destroyed < DESTROYED
 
 
-def with_children(me: Me) -> float:
+def with_children(me: RankContext) -> float:
     """The victim starts child programs in several ways: its peers must not take that for exec."""
     begin(me)
-    if me.rank == VICTIM:
+    if me.rank == KILLED_RANK:
         os.environ.clear()
         os.environ["MUCH"] = "x" * 100_000
         subprocess.run(["/bin/sleep", "0.1"], check=True)
@@ -151,7 +151,7 @@ def test_a_rank_that_begins_other_programs_is_alive():
         assert pool.run(with_children) == [2.0, 2.0]
 
 
-def in_the_middle(me: Me, pid_file: str) -> tuple[int, Caught, tuple]:
+def in_the_middle(me: RankContext, pid_file: str) -> tuple[int, Caught, tuple]:
     """An endless series of calls, so that a death at any time hits a call in flight."""
     called = begin(me)
     x = large(0.0)
@@ -168,12 +168,12 @@ def in_the_middle(me: Me, pid_file: str) -> tuple[int, Caught, tuple]:
 
 def test_death_in_the_middle_of_large_calls():
     with fresh(3) as pool:
-        killer = threading.Timer(0.7, os.kill, (pool.pids()[VICTIM], signal.SIGKILL))
+        killer = threading.Timer(0.7, os.kill, (pool.pids()[KILLED_RANK], signal.SIGKILL))
         when = time.monotonic() + 0.7
         killer.start()
         outcomes = pool.outcomes(in_the_middle, "", seconds=15)
-    assert outcomes[VICTIM].died
-    for outcome in outcomes[:VICTIM] + outcomes[VICTIM + 1 :]:
+    assert outcomes[KILLED_RANK].died
+    for outcome in outcomes[:KILLED_RANK] + outcomes[KILLED_RANK + 1 :]:
         _, error, (refusal, refused, destroyed) = outcome.value
         assert error.kind == "PeerLost", error
         assert error.when - when < NOTICED + 0.2
@@ -182,11 +182,11 @@ def test_death_in_the_middle_of_large_calls():
         assert destroyed < DESTROYED
 
 
-def outlived(me: Me) -> Found:
+def outlived(me: RankContext) -> Found:
     """The victim dies, but its forked child lives on with all its descriptors."""
     called = begin(me)
     say(me, "waits")
-    if me.rank == VICTIM:
+    if me.rank == KILLED_RANK:
         if os.fork() == 0:
             heard(me, "noticed", others(me))
             os._exit(0)
@@ -197,7 +197,7 @@ def outlived(me: Me) -> Found:
     error = caught(dist.all_reduce, torch.ones(3))
     end = after(me)
     say(me, "noticed")
-    return called, error, heard(me, "dies", [VICTIM]), end
+    return called, error, heard(me, "dies", [KILLED_RANK]), end
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

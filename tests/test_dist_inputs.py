@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Me, Pools, pools_of_a_module
+from dist_pool import OURS, Pools, RankContext, pools_of_a_module
 from torch import Tensor
 
 SHAPE = (30, 30)
@@ -39,7 +39,7 @@ def new(x: Tensor) -> Tensor:
     return torch.full_like(x, -1.0, memory_format=torch.contiguous_format)
 
 
-def reads(me: Me, x: Tensor, name: str) -> tuple[dist.Work, list[Tensor], int]:
+def reads(me: RankContext, x: Tensor, name: str) -> tuple[dist.Work, list[Tensor], int]:
     """Start a call that reads `x`; return its Work, its results, and their multiple of `x`."""
     ranks, root = range(me.world), 1
     mine = [new(x) for _ in ranks]
@@ -77,7 +77,7 @@ CALLS += ("scatter", "reduce_scatter", "reduce_scatter of products", "all_to_all
 CALLS += ("all_to_all_single",)
 
 
-def one_after_the_other(me: Me, name: str, dtype: torch.dtype) -> list[str]:
+def one_after_the_other(me: RankContext, name: str, dtype: torch.dtype) -> list[str]:
     """The second call's input is the first call's result, and the last rank is late."""
     wrong = []
     for how, view in VIEWS.items():
@@ -104,7 +104,7 @@ def test_the_result_of_the_call_before(pools, name, dtype):
     assert pools(3).run(one_after_the_other, name, dtype) == [[]] * 3
 
 
-def narrow_products(me: Me) -> list[float]:
+def narrow_products(me: RankContext) -> list[float]:
     """PREMUL_SUM of 8-bit floats, which torch itself cannot multiply."""
     x = torch.full((16,), float(me.rank)).to(torch.float8_e4m3fn)
     time.sleep(0.1 * me.rank)

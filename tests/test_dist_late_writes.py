@@ -15,7 +15,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Caught, Me, backend_of, caught, fresh
+from dist_pool import BACKEND, OURS, Caught, RankContext, backend_of, caught, fresh
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no memory to share")
@@ -70,7 +70,7 @@ def placed() -> Tensor:
     return pycollect.empty(COUNT)
 
 
-def survive(me: Me, keeps: bool) -> tuple[Caught, Caught, int]:
+def survive(me: RankContext, keeps: bool) -> tuple[Caught, Caught, int]:
     """Return the call's error, the error of a new tensor, and the elements that change later."""
     x = placed()
     pids = [None] * 2

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from dist_pool import BACKEND, OURS
-from dist_whole import own_process
+from dist_process import own_process
 
 BEGIN = f"""
 import os, sys

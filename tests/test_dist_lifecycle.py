@@ -14,18 +14,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from dist_held import held
 from dist_pool import (
     BACKEND,
     OURS,
     Caught,
-    Me,
     Pools,
+    RankContext,
     caught,
     fresh,
     pools_of_a_module,
 )
-from dist_whole import own_process
+from dist_process import own_process
+from dist_resources import open_resources
 
 CYCLES = int(os.environ.get("PYCOLLECT_TEST_CYCLES", "200"))
 ours_only = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no such thing")
@@ -45,11 +45,11 @@ def works(world: int, group: dist.ProcessGroup | None = None) -> None:
 # --- nothing is left ------------------------------------------------------------------------------
 
 
-def cycles(me: Me, count: int) -> tuple[dict[str, int], dict[str, int]]:
+def cycles(me: RankContext, count: int) -> tuple[dict[str, int], dict[str, int]]:
     before: dict[str, int] = {}
     for n in range(count):
         if n == 3:  # all one-time resources have been created
-            before = held()
+            before = open_resources()
         store = dist.FileStore(f"{me.folder}/cycle_{n}", me.world)
         dist.init_process_group(me.spec.backend, store=store, rank=me.rank, world_size=me.world)
         x = torch.ones(3)
@@ -61,7 +61,7 @@ def cycles(me: Me, count: int) -> tuple[dict[str, int], dict[str, int]]:
         dist.barrier()
         dist.destroy_process_group()
         del store
-    return before, held()
+    return before, open_resources()
 
 
 @pytest.mark.slow
@@ -73,14 +73,14 @@ def test_cycles_leave_nothing():
             assert now == before
 
 
-def beside_each_other(me: Me, count: int) -> list[int]:
-    before = held()["descriptors"]
+def beside_each_other(me: RankContext, count: int) -> list[int]:
+    before = open_resources()["descriptors"]
     groups = [dist.new_group(list(range(me.world))) for _ in range(count)]
     works(me.world, groups[-1])
-    among = held()["descriptors"]
+    among = open_resources()["descriptors"]
     for group in groups:
         dist.destroy_process_group(group)
-    return [before, among, held()["descriptors"]]
+    return [before, among, open_resources()["descriptors"]]
 
 
 @ours_only
@@ -110,7 +110,7 @@ def test_a_program_that_just_ends(tmp_path):
 # --- bootstrap ------------------------------------------------------------------------------------
 
 
-def meet(me: Me, how: str, where: str) -> None:
+def meet(me: RankContext, how: str, where: str) -> None:
     rank, world = me.rank, me.world
     if how == "env":
         host, port = where.split(":")
@@ -145,7 +145,7 @@ def test_meeting_places(tmp_path, world, how):
         pool.run(meet, how, where)
 
 
-def for_devices(me: Me, spelled: str) -> list[Caught]:
+def for_devices(me: RankContext, spelled: str) -> list[Caught]:
     dist.init_process_group(
         spelled, init_method=f"file://{me.folder}/{spelled[:9]}", rank=me.rank, world_size=me.world
     )
@@ -167,7 +167,7 @@ def test_spellings(spelled):
 # --- subgroups ------------------------------------------------------------------------------------
 
 
-def subgroups(me: Me) -> None:
+def subgroups(me: RankContext) -> None:
     ranks = list(range(me.world))
     pairs = [[a, b] for a in ranks for b in ranks if a < b]
     groups = [(pair, dist.new_group(pair)) for pair in pairs]
@@ -196,7 +196,7 @@ def test_subgroups(pools):
     pools(4, beside=None).run(subgroups)
 
 
-def split(me: Me) -> None:
+def split(me: RankContext) -> None:
     """The group's split_group, because dist.split_group requires a device."""
     group = dist.group.WORLD
     assert group._get_backend(torch.device("cpu")).supports_splitting
@@ -218,7 +218,7 @@ def test_split_group(pools):
 # --- refusals -------------------------------------------------------------------------------------
 
 
-def tardy(me: Me) -> Caught | None:
+def tardy(me: RankContext) -> Caught | None:
     """monitored_barrier names the missing rank."""
     if me.rank == 1:
         time.sleep(1.5)
@@ -237,7 +237,7 @@ def test_monitored_barrier_names_the_missing():
         assert "CollectiveError" in errors[0].kinds
 
 
-def closed(me: Me) -> tuple[Caught, Caught]:
+def closed(me: RankContext) -> tuple[Caught, Caught]:
     group = dist.group.WORLD
     dist.destroy_process_group()
     direct = caught(lambda: group.allreduce([torch.ones(2)]).wait())

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_cases import COLLECTIVES, LAYOUTS, Case, Side, block, gloo_lacks, lay, rows
-from dist_pool import BACKEND, OURS, Me, Pools, pools_of_a_module
+from dist_pool import BACKEND, OURS, Pools, RankContext, pools_of_a_module
 from reference import COMPLEX, DTYPES, NARROW, assert_close, assert_same, order_shows, short
 from torch import Tensor
 
@@ -77,7 +77,7 @@ def raw(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.uint8)
 
 
-def sweep(me: Me, dtype: torch.dtype) -> tuple[int, list[str]]:
+def sweep(me: RankContext, dtype: torch.dtype) -> tuple[int, list[str]]:
     """Run all cases of a dtype; return their number and the mismatches."""
     run, wrong = 0, []
     for case, layouts in cases(dtype, me.world):
@@ -124,7 +124,7 @@ def report(wrong: list[list[str]]) -> None:
     assert not lines, "\n".join([f"{len(lines)} wrong results", *lines[:_MOST]])
 
 
-def beside_gloo(me: Me, dtype: torch.dtype) -> tuple[int, list[str]]:
+def beside_gloo(me: RankContext, dtype: torch.dtype) -> tuple[int, list[str]]:
     run, wrong = 0, []
     for collective in COLLECTIVES:
         for op in dist_cases.ops(collective, dtype):
@@ -153,7 +153,7 @@ def test_as_gloo(pools, world, dtype):
     report([wrong for _, wrong in found])
 
 
-def premultiplied(me: Me, dtype: torch.dtype, factor: float, as_tensor: bool) -> list[str]:
+def premultiplied(me: RankContext, dtype: torch.dtype, factor: float, as_tensor: bool) -> list[str]:
     """Check that PREMUL_SUM gives the sum of factor * x; return the mismatches."""
     scale = torch.tensor([factor], dtype=dtype) if as_tensor else factor
     op = dist._make_nccl_premul_sum(scale)
@@ -185,7 +185,7 @@ def test_premul_sum(pools, world):
                 report(pools(world).run(premultiplied, dtype, factor, as_tensor))
 
 
-def refused(me: Me) -> list[str]:
+def refused(me: RankContext) -> list[str]:
     """Ops that the contract does not define raise on every rank, name op and dtype, and move no
     data."""
     wrong = []
@@ -211,7 +211,7 @@ def test_what_the_contract_leaves_out(pools):
     report(pools(3).run(refused))
 
 
-def complexes(me: Me) -> list[str]:
+def complexes(me: RankContext) -> list[str]:
     """torch.distributed refuses PRODUCT and MAX of complex tensors; the group stays usable."""
     wrong = []
     for dtype in COMPLEX:

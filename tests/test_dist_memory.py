@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Me, Pools, fresh, pools_of_a_module
-from dist_site import by_hand
+from dist_pool import BACKEND, OURS, Pools, RankContext, fresh, pools_of_a_module
+from dist_sites import cpu_by_default
 from reference import assert_same, left_fold, randoms
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -61,7 +61,7 @@ MAKERS = (by_torch, by_us, by_allocator)
 Make = Callable[[int, torch.dtype], Tensor]
 
 
-def ordinary(me: Me, make: Make) -> None:
+def ordinary(me: RankContext, make: Make) -> None:
     x = make(600, torch.float32)
     assert (x.shape, x.dtype, x.device.type) == ((600,), torch.float32, "cpu")
     assert is_shared(x)
@@ -80,8 +80,8 @@ def ordinary(me: Me, make: Make) -> None:
     assert make(0, torch.int64).shape == (0,)
 
 
-@by_hand
-def same_bits(me: Me, make: Make) -> None:
+@cpu_by_default
+def same_bits(me: RankContext, make: Make) -> None:
     """Collectives give the same bits with zero-copy tensors on all ranks, rank 0 or rank 1."""
     device = me.site.device
     for count in (1, 1023, 300_007):
@@ -109,7 +109,7 @@ def same_bits(me: Me, make: Make) -> None:
                 dist.all_to_all_single(out.clone(), out)
 
 
-def views(me: Me, make: Make) -> None:
+def views(me: RankContext, make: Make) -> None:
     """Zero-copy views at different offsets on every rank; strided and in-place ones."""
     room = make(10_000, torch.float32)
     x = room[100 * me.rank :][:5000].fill_(me.rank + 1)
@@ -125,7 +125,7 @@ def views(me: Me, make: Make) -> None:
     assert whole.view(me.world, 1000)[:, 0].tolist() == list(range(me.world))
 
 
-def lives_on(me: Me, make: Make) -> None:
+def lives_on(me: RankContext, make: Make) -> None:
     """A tensor may be overwritten, and its memory reused, as soon as a call is complete."""
     for turn in range(50):
         x = make(100_000, torch.float32).fill_(me.rank + turn)
@@ -145,7 +145,7 @@ def lives_on(me: Me, make: Make) -> None:
         assert y.eq(me.world).all()
 
 
-def comes_back(me: Me, make: Make) -> None:
+def comes_back(me: RankContext, make: Make) -> None:
     """Allocate 64 GiB in total, with at most 64 MiB live at a time."""
     for _ in range(1000):
         x = make(64 * MIB, torch.uint8)
@@ -166,7 +166,7 @@ def test_placed(pools, job, make):
     pools(3).run(job, make)
 
 
-def outlives(me: Me) -> None:
+def outlives(me: RankContext) -> None:
     """A tensor may outlive its group, and be used in the next one."""
     me.init("first")
     x = by_us(1000, torch.float32).fill_(3)
@@ -188,7 +188,7 @@ def test_a_tensor_outlives_its_group():
         pool.run(outlives)
 
 
-def buckets(me: Me) -> list[bool]:
+def buckets(me: RankContext) -> list[bool]:
     os.environ["DDP_DISABLE_COMM_MEM"] = "0"
     torch.manual_seed(me.rank)
     net = nn.Sequential(nn.Linear(100, 200), nn.ReLU(), nn.Linear(200, 50))
@@ -218,7 +218,7 @@ def test_buckets_of_ddp(pools):
         assert all(shared), shared
 
 
-def too_much(me: Me) -> str:
+def too_much(me: RankContext) -> str:
     try:
         x = by_us(2**50, torch.uint8)
     except (RuntimeError, ValueError, MemoryError) as error:
@@ -231,7 +231,7 @@ def test_more_than_there_is(pools):
         assert str(2**50) in said, said
 
 
-def on_no_gpu(me: Me) -> str:
+def on_no_gpu(me: RankContext) -> str:
     import pycollect
 
     if pycollect._C.has_cuda():
@@ -262,7 +262,7 @@ def ends(x: Tensor) -> list[int]:
     return [int(x[n]) for n in (0, 1, len(x) // 2, len(x) // 2 + 1, len(x) - 2, len(x) - 1)]
 
 
-def huge(me: Me, kind: str) -> None:
+def huge(me: RankContext, kind: str) -> None:
     other = 1 - me.rank
     if kind == "gather":
         half = HUGE // 2

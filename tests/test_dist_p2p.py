@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Me, Pools, pools_of_a_module
+from dist_pool import BACKEND, OURS, Pools, RankContext, pools_of_a_module
 from reference import DTYPES, assert_same, randoms
 from torch import Tensor
 
@@ -29,7 +29,7 @@ def of(rank: int, count: int, tag: int = 0) -> Tensor:
     return torch.arange(count, dtype=torch.float32) + 1000 * rank + 17 * tag
 
 
-def ring(me: Me) -> None:
+def ring(me: RankContext) -> None:
     """Send every size around a ring; even ranks send first."""
     to, source = (me.rank + 1) % me.world, (me.rank - 1) % me.world
     for count in COUNTS:
@@ -43,7 +43,7 @@ def ring(me: Me) -> None:
         assert_same([y], [of(source, count)], count)
 
 
-def both_ways(me: Me) -> None:
+def both_ways(me: RankContext) -> None:
     """Both ranks send 64 MiB before they post a receive."""
     other = 1 - me.rank
     x, y = of(me.rank, MIB_64), torch.zeros(MIB_64)
@@ -54,7 +54,7 @@ def both_ways(me: Me) -> None:
     assert torch.equal(y, of(other, MIB_64))
 
 
-def everybody_to_everybody(me: Me) -> None:
+def everybody_to_everybody(me: RankContext) -> None:
     """All pairs of ranks exchange three messages on each of two tags, ordered within each tag."""
     others = [r for r in range(me.world) if r != me.rank]
     sends, receives = [], []
@@ -75,7 +75,7 @@ def everybody_to_everybody(me: Me) -> None:
         work.wait()
 
 
-def tags_out_of_order(me: Me) -> None:
+def tags_out_of_order(me: RankContext) -> None:
     """Receive tags in reverse order of sending; small messages, and larger than any queue."""
     for count in (3, 400_000):
         if me.rank == 0:
@@ -89,7 +89,7 @@ def tags_out_of_order(me: Me) -> None:
                 assert_same([out], [of(0, count, tag)], f"tag {tag}")
 
 
-def from_anybody(me: Me) -> None:
+def from_anybody(me: RankContext) -> None:
     for count in (5, 300_001):
         if me.rank == 0:
             seen = set()
@@ -103,7 +103,7 @@ def from_anybody(me: Me) -> None:
             dist.send(of(me.rank, count), 0, tag=count)
 
 
-def anybody_asynchronously(me: Me) -> None:
+def anybody_asynchronously(me: RankContext) -> None:
     if me.rank == 0:
         out = torch.zeros(9)
         work = dist.group.WORLD.recv_anysource([out], 5)
@@ -114,7 +114,7 @@ def anybody_asynchronously(me: Me) -> None:
         dist.send(of(me.rank, 9), 0, tag=5)
 
 
-def batch(me: Me) -> None:
+def batch(me: RankContext) -> None:
     to, source = (me.rank + 1) % me.world, (me.rank - 1) % me.world
     for count in (4, 200_000):
         out = [torch.zeros(count), torch.zeros(count)]
@@ -131,7 +131,7 @@ def batch(me: Me) -> None:
         assert_same(out, [of(source, count), of(to, count, 1)])
 
 
-def dtypes(me: Me) -> None:
+def dtypes(me: RankContext) -> None:
     for dtype in DTYPES:
         x = randoms(1, (1023,), dtype)[0]
         if me.rank == 0:
@@ -142,7 +142,7 @@ def dtypes(me: Me) -> None:
             assert_same([y], [x], dtype)
 
 
-def past_collectives(me: Me) -> None:
+def past_collectives(me: RankContext) -> None:
     """Messages overtake an unfinished collective: rank 1 joins it after its reply."""
     if me.rank == 0:
         x = torch.ones(5)
@@ -163,7 +163,7 @@ def past_collectives(me: Me) -> None:
     assert x.tolist() == [me.world] * 5
 
 
-def collectives_past_messages(me: Me) -> None:
+def collectives_past_messages(me: RankContext) -> None:
     """Collectives overtake a receive without its send, and a large send without its receive."""
     out = torch.zeros(300_000)
     if me.rank == 0:
@@ -183,7 +183,7 @@ def collectives_past_messages(me: Me) -> None:
         assert_same([out], [of(0, 300_000)])
 
 
-def polled(me: Me) -> None:
+def polled(me: RankContext) -> None:
     """is_completed() becomes true without any call of wait()."""
     out = torch.zeros(300_000)
     if me.rank > 1:
@@ -196,7 +196,7 @@ def polled(me: Me) -> None:
     assert_same([out], [of(1 - me.rank, 300_000)])
 
 
-def in_a_subgroup(me: Me) -> None:
+def in_a_subgroup(me: RankContext) -> None:
     """Messages in a subgroup, addressed by global rank or by group rank."""
     group = dist.new_group([me.world - 1, 0])
     if me.rank in (0, me.world - 1):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Caught, Me, Pools, caught, fresh, pools_of_a_module
+from dist_pool import BACKEND, OURS, Caught, Pools, RankContext, caught, fresh, pools_of_a_module
 from torch import Tensor
 
 
@@ -21,7 +21,7 @@ def pools() -> Iterator[Pools]:
     yield from pools_of_a_module()
 
 
-def mismatched(me: Me, sent: Tensor, out: Tensor, tag: int) -> tuple[Caught, bool]:
+def mismatched(me: RankContext, sent: Tensor, out: Tensor, tag: int) -> tuple[Caught, bool]:
     before = out.clone()
     if me.rank == 0:
         error = caught(dist.send, sent, 1, tag=tag)
@@ -63,7 +63,7 @@ def in_bytes(x: Tensor) -> str:
     return f"{x.numel() * x.element_size()} bytes"
 
 
-def wrong_peers(me: Me) -> list[Caught]:
+def wrong_peers(me: RankContext) -> list[Caught]:
     return [
         caught(dist.send, torch.ones(2), me.world),
         caught(dist.recv, torch.ones(2), me.world),
@@ -79,7 +79,7 @@ def test_wrong_peers(pools):
         assert all("ValueError" in e.kinds for e in errors), errors
 
 
-def larger(me: Me) -> Caught | None:
+def larger(me: RankContext) -> Caught | None:
     """A receive larger than its message is refused, or only its first elements are written."""
     if me.rank == 0:
         caught(dist.send, torch.ones(8), 1)
@@ -96,7 +96,7 @@ def test_more_room_than_message(pools):
     assert error.kind in ("", "ValueError"), error
 
 
-def late(me: Me) -> tuple[Caught, float] | None:
+def late(me: RankContext) -> tuple[Caught, float] | None:
     if me.rank != 0:
         time.sleep(1.5)
         return None

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Me, Pool, Pools, begun, caught, pools_of_a_module
+from dist_pool import OURS, Caught, Pool, Pools, RankContext, begun, caught, pools_of_a_module
 from reference import assert_same
 from torch import Tensor
 
@@ -36,7 +36,7 @@ def received(y: Tensor, source: int | None, tag: int = 0) -> dist.Work:
     return dist.irecv(y, source, tag=tag)
 
 
-def sizes(me: Me) -> None:
+def sizes(me: RankContext) -> None:
     """Self-messages: send or receive first, strided at either end, from self or any source."""
     for count, (out, into), sends, source in itertools.product(
         COUNTS, [(1, 1), (2, 1), (1, 3)], [True, False], [me.rank, None]
@@ -51,7 +51,7 @@ def sizes(me: Me) -> None:
         assert_same([y], [x], (count, out, into, sends, source))
 
 
-def in_order(me: Me) -> None:
+def in_order(me: RankContext) -> None:
     """Self-messages match by tag, and within a tag in order of issue; waits in any order."""
     outs = [(tag, n, torch.zeros(30_000 * n + 5)) for n in range(3) for tag in (3, 1)]
     sends = [dist.isend(of(n, len(y), tag), me.rank, tag=tag) for tag, n, y in outs]
@@ -62,7 +62,7 @@ def in_order(me: Me) -> None:
         assert_same([y], [of(n, len(y), tag)], (tag, n))
 
 
-def batches(me: Me) -> None:
+def batches(me: RankContext) -> None:
     """Batched messages to all ranks including self, and to self alone."""
     for count in (5, 400_000):
         for peers in (range(me.world), [me.rank]):
@@ -76,7 +76,7 @@ def batches(me: Me) -> None:
     dist.barrier()  # runs at once, because the batch has ended its coalescing
 
 
-def futures(me: Me) -> None:
+def futures(me: RankContext) -> None:
     """Self-messages complete through a future, and through polling, without wait()."""
     y, z = torch.zeros(400_000), torch.zeros(400_000)
     works = [dist.irecv(y, me.rank), dist.isend(of(me.rank, 400_000), me.rank)]
@@ -104,7 +104,7 @@ def test_of_tensors_on_devices(pools, staged, job):
     pools(2, site=staged).run(job, seconds=60)
 
 
-def beside_others(me: Me) -> list[int]:
+def beside_others(me: RankContext) -> list[int]:
     """Receives from any source match messages of the rank itself and of its peers."""
     dist.send(of(me.rank, 9), (me.rank + 1) % me.world)
     sent = dist.isend(of(me.rank, 9), me.rank)
@@ -123,7 +123,7 @@ def test_from_anybody(pools):
     assert pools(3).run(beside_others) == [[0, 2], [0, 1], [1, 2]]
 
 
-def unfit(me: Me, sent: Tensor, room: Tensor) -> list[Caught]:
+def unfit(me: RankContext, sent: Tensor, room: Tensor) -> list[Caught]:
     before = room.clone()
     works = [dist.isend(sent, me.rank), dist.irecv(room, me.rank)]
     errors = [caught(work.wait) for work in works]
@@ -152,7 +152,7 @@ def test_what_does_not_fit(pools, sent, room):
         assert sender.kind == ("ValueError" if sent.numel() > 1000 else ""), sender
 
 
-def lonely(me: Me, how: str) -> Caught:
+def lonely(me: RankContext, how: str) -> Caught:
     if me.rank != 0:
         time.sleep(1.5)  # so that the timeout of rank 0 expires first
         return caught(dist.barrier)
@@ -183,7 +183,7 @@ def test_without_the_other_end(lonely_ones, how, world):
         assert f"rank {missing} did not arrive" in error.text
 
 
-def refused(me: Me) -> list[Caught]:
+def refused(me: RankContext) -> list[Caught]:
     return [
         caught(dist.send, torch.ones(2), me.rank),
         caught(dist.isend, torch.ones(2), me.rank, tag=-1),

@@ -17,7 +17,7 @@ import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import Me, Pools, pools_of_a_module
+from dist_pool import Pools, RankContext, pools_of_a_module
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -185,7 +185,7 @@ def groups_of(world: int) -> dict[tuple[int, ...], dist.ProcessGroup]:
     return {members: dist.new_group(members, timeout=limit) for members in subsets}
 
 
-def run(me: Me, program: Program) -> list[str]:
+def run(me: RankContext, program: Program) -> list[str]:
     groups = groups_of(me.world)
     state = begin(program)[me.rank]
     open_until: list[tuple[int, Step, object, list]] = []

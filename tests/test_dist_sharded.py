@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, Me, Pools, pools_of_a_module
+from dist_pool import BACKEND, Pools, RankContext, pools_of_a_module
 from torch import Tensor, nn
 
 STEPS = 3
@@ -41,7 +41,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
     return nn.functional.mse_loss(model(x), y)
 
 
-def train(model: nn.Module, me: Me) -> list[float]:
+def train(model: nn.Module, me: RankContext) -> list[float]:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     losses = []
     for step in range(STEPS):
@@ -53,7 +53,7 @@ def train(model: nn.Module, me: Me) -> list[float]:
     return losses
 
 
-def alone(me: Me) -> tuple[list[float], list[Tensor]]:
+def alone(me: RankContext) -> tuple[list[float], list[Tensor]]:
     """Train on the batches of all ranks in one process; return this rank's losses and the final
     parameters."""
     model = net()
@@ -75,7 +75,7 @@ def close(ours: list, wanted: list) -> None:
 # --- FSDP -----------------------------------------------------------------------------------------
 
 
-def fsdp1(me: Me) -> None:
+def fsdp1(me: RankContext) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from torch.distributed.fsdp import ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -95,7 +95,7 @@ def fsdp1(me: Me) -> None:
         model.clip_grad_norm_(1.0)
 
 
-def fsdp2(me: Me) -> None:
+def fsdp2(me: RankContext) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -114,7 +114,7 @@ def fsdp2(me: Me) -> None:
     torch.testing.assert_close(train(half, me), losses, rtol=0.1, atol=0.1)
 
 
-def hsdp(me: Me) -> None:
+def hsdp(me: RankContext) -> None:
     """HSDP: sharded within pairs and replicated across them, with subgroups of both kinds."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -130,7 +130,7 @@ def hsdp(me: Me) -> None:
 # --- DTensor and functional collectives -----------------------------------------------------------
 
 
-def dtensor(me: Me) -> None:
+def dtensor(me: RankContext) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -151,7 +151,7 @@ def dtensor(me: Me) -> None:
     assert all(torch.equal(s, same[0]) for s in same)
 
 
-def tensor_parallel(me: Me) -> None:
+def tensor_parallel(me: RankContext) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import parallel as tp
 
@@ -163,7 +163,7 @@ def tensor_parallel(me: Me) -> None:
     close([model(x)], [wanted(x)])
 
 
-def functional(me: Me) -> None:
+def functional(me: RankContext) -> None:
     from torch.distributed import _functional_collectives as f
 
     group = list(range(me.world))
@@ -187,7 +187,7 @@ def functional(me: Me) -> None:
     assert torch.equal(x, everybody[me.rank])
 
 
-def compiled(me: Me) -> None:
+def compiled(me: RankContext) -> None:
     from torch.distributed import _functional_collectives as f
 
     group = list(range(me.world))
@@ -211,7 +211,7 @@ def compiled(me: Me) -> None:
 # --- pipelines and checkpoints --------------------------------------------------------------------
 
 
-def pipeline(me: Me) -> None:
+def pipeline(me: RankContext) -> None:
     """A layer per rank, four microbatches, two schedules: loss and gradients as in one process."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -237,7 +237,7 @@ def pipeline(me: Me) -> None:
             close([torch.stack(losses).mean()], [whole.detach()])
 
 
-def checkpoint(me: Me) -> None:
+def checkpoint(me: RankContext) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.device_mesh import init_device_mesh
@@ -271,7 +271,7 @@ def checkpoint(me: Me) -> None:
     dist.barrier()
 
 
-JOBS: tuple[Callable[[Me], None], ...]
+JOBS: tuple[Callable[[RankContext], None], ...]
 JOBS = (fsdp1, fsdp2, dtensor, tensor_parallel, functional, compiled, pipeline, checkpoint)
 
 
@@ -290,7 +290,7 @@ def test_backend_of_the_mesh(pools):
     pools(WORLD).run(of_a_mesh)
 
 
-def of_a_mesh(me: Me) -> None:
+def of_a_mesh(me: RankContext) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (me.world,))

@@ -12,7 +12,7 @@ import time
 
 import pytest
 from dist_pool import BACKEND, OURS, fresh
-from dist_soak import chapters_of, tell
+from dist_soak import phases_of, tell
 
 pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no types for these exceptions")
 SECONDS = float(os.environ.get("PYCOLLECT_TEST_SOAK_SECONDS", "20"))
@@ -24,7 +24,7 @@ LIMIT = 240.0  # time limit of a story in seconds; usual ones take about 10
 def one_story(seed: int) -> float:
     """Run a story; return the longest time, in seconds, between a death and a survivor's error."""
     world = 4 + seed % 3
-    dead = {c.victim for c in chapters_of(seed, world) if c.fault == "death"}
+    dead = {c.victim for c in phases_of(seed, world) if c.fault == "death"}
     with fresh(world, group=False) as pool:
         outcomes = pool.outcomes(tell, seed, pool.pids(), WITHOUT, seconds=LIMIT)
         wrong = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.died != (r in dead)]

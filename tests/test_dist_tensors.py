@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Caught, Me, Pools, caught, pools_of_a_module
+from dist_pool import BACKEND, OURS, Caught, Pools, RankContext, caught, pools_of_a_module
 from reference import LAYOUTS, around, assert_same, place
 from torch import Tensor
 
@@ -29,7 +29,7 @@ def of(rank: int, shape: tuple[int, ...]) -> Tensor:
     return (torch.arange(count, dtype=torch.float32) + 100_000 * rank).view(shape)
 
 
-def strided(me: Me, inputs: str, outputs: str) -> None:
+def strided(me: RankContext, inputs: str, outputs: str) -> None:
     """Inputs of one layout, outputs of another; memory around the outputs stays unchanged."""
     for shape in SHAPES:
         everybody = [of(r, shape) for r in range(me.world)]
@@ -68,7 +68,7 @@ def test_strided(pools, inputs, outputs):
     pools(3).run(strided, inputs, outputs)
 
 
-def into_strided_wholes(me: Me, layout: str) -> None:
+def into_strided_wholes(me: RankContext, layout: str) -> None:
     for rows, columns in SHAPES:
         everybody = [of(r, (rows, columns)) for r in range(me.world)]
         out = place(torch.zeros(me.world * rows, columns), layout)
@@ -91,7 +91,7 @@ def test_into_strided_wholes(pools, layout):
     pools(3).run(into_strided_wholes, layout)
 
 
-def unlike(me: Me) -> None:
+def unlike(me: RankContext) -> None:
     """Ranks have different layouts of the same shape: elements match by index, or all refuse."""
     for shape in SHAPES:
         x = place(of(me.rank, shape), LAYOUTS[me.rank % len(LAYOUTS)])
@@ -110,7 +110,7 @@ def test_layouts_that_differ_between_ranks(pools, world):
     pools(world).run(unlike)
 
 
-def repeated_inputs(me: Me) -> None:
+def repeated_inputs(me: RankContext) -> None:
     """Inputs of stride 0, whose elements are all the same memory, are accepted."""
     mine = torch.full((1,), float(me.rank)).expand(4, 5)
     out = [torch.zeros(4, 5) for _ in range(me.world)]
@@ -151,7 +151,9 @@ def reduce_scatter_into(make: Callable[[], Tensor]) -> None:
     dist.reduce_scatter(bad, [torch.ones(bad.shape)] * dist.get_world_size())
 
 
-def one_rank(me: Me, call: Callable[..., None], kind: str, ranks: tuple[int, ...]) -> Caught:
+def one_rank(
+    me: RankContext, call: Callable[..., None], kind: str, ranks: tuple[int, ...]
+) -> Caught:
     bad = {
         "expanded": lambda: torch.zeros(1).expand(12),
         "overlapping": _overlapping,
@@ -182,7 +184,7 @@ def test_sparse_tensors(pools, call):
         assert error.kind, "nothing was raised"
 
 
-def shared_outputs(me: Me) -> Caught:
+def shared_outputs(me: RankContext) -> Caught:
     room = torch.zeros(12)
     error = caught(dist.all_gather, [room[:8], room[4:]], torch.ones(8))
     assert not room.any()
@@ -194,7 +196,7 @@ def test_outputs_that_share_memory(pools):
         assert error.kind == "ValueError", error
 
 
-def halves(me: Me, count: int) -> list[Caught]:
+def halves(me: RankContext, count: int) -> list[Caught]:
     """An input that half overlaps its output at another offset: refused, or the right result."""
     room = of(me.rank, (3 * count,))
     moved = [of(r, (3 * count,))[count // 2 :][:count] for r in range(me.world)]

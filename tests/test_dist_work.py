@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OLD, OURS, Me, Pools, backend_of, pools_of_a_module
+from dist_pool import BACKEND, OLD, OURS, Pools, RankContext, backend_of, pools_of_a_module
 from reference import assert_same
 from torch import Tensor
 
@@ -38,7 +38,7 @@ def summed(world: int, count: int = 5) -> Tensor:
 # --- Work -----------------------------------------------------------------------------------------
 
 
-def waited(me: Me) -> None:
+def waited(me: RankContext) -> None:
     for count in SIZES:
         x = of(me.rank, count)
         work = dist.all_reduce(x, async_op=True)
@@ -51,7 +51,7 @@ def waited(me: Me) -> None:
         assert_same(work.result(), [summed(me.world, count)])
 
 
-def completes_unwaited(me: Me) -> None:
+def completes_unwaited(me: RankContext) -> None:
     """Works complete without wait(): polling is_completed() is enough."""
     works = [(x := of(me.rank, n), dist.all_reduce(x, async_op=True)) for n in SIZES]
     limit = time.monotonic() + 10
@@ -61,7 +61,7 @@ def completes_unwaited(me: Me) -> None:
     assert_same([x for x, _ in works], [summed(me.world, n) for n in SIZES])
 
 
-def completes_alone(me: Me) -> None:
+def completes_alone(me: RankContext) -> None:
     """A call completes on rank 0, which neither polls nor waits: its peers need its part."""
     x = of(me.rank, 300_000)
     work = dist.all_reduce(x, async_op=True)
@@ -72,7 +72,7 @@ def completes_alone(me: Me) -> None:
     dist.barrier()
 
 
-def futures(me: Me) -> None:
+def futures(me: RankContext) -> None:
     for count in SIZES:
         x = of(me.rank, count)
         future = dist.all_reduce(x, async_op=True).get_future()
@@ -89,7 +89,7 @@ def futures(me: Me) -> None:
     torch.futures.collect_all([work.get_future() for work in works]).wait()
 
 
-def kept_alive(me: Me) -> None:
+def kept_alive(me: RankContext) -> None:
     """The caller releases tensors and Work before the call has run."""
     kept = torch.zeros(5)
     for _ in range(30):
@@ -100,7 +100,7 @@ def kept_alive(me: Me) -> None:
     dist.all_reduce(kept)
 
 
-def sequence(me: Me) -> None:
+def sequence(me: RankContext) -> None:
     group = dist.new_group(list(range(me.world)))
     backend = backend_of(group)
     first = backend._get_sequence_number_for_group()
@@ -113,7 +113,7 @@ def sequence(me: Me) -> None:
 # --- order ----------------------------------------------------------------------------------------
 
 
-def in_order(me: Me) -> None:
+def in_order(me: RankContext) -> None:
     """Collectives that depend on each other through a tensor, with waits in any order."""
     for seed in range(6):
         chance = random.Random(seed)
@@ -134,7 +134,7 @@ def in_order(me: Me) -> None:
         torch.testing.assert_close(x, wanted[me.rank])
 
 
-def mixed_order(me: Me) -> None:
+def mixed_order(me: RankContext) -> None:
     """A synchronous call runs after earlier asynchronous ones; some ranks are late."""
     for n in range(10):
         if me.rank == n % me.world:
@@ -146,7 +146,7 @@ def mixed_order(me: Me) -> None:
         work.wait()
 
 
-def many(me: Me) -> None:
+def many(me: RankContext) -> None:
     tensors = [torch.full((17,), float(n)) for n in range(500)]
     works = [dist.all_reduce(t, async_op=True) for t in tensors]
     for work in works[::-1]:
@@ -157,7 +157,7 @@ def many(me: Me) -> None:
 # --- groups and threads ---------------------------------------------------------------------------
 
 
-def cycle(me: Me) -> None:
+def cycle(me: RankContext) -> None:
     """Groups {0,1}, {1,2}, {0,2}: each rank starts with another group, so blocking would hang."""
     pairs = [(0, 1), (1, 2), (0, 2)]
     groups = [dist.new_group(list(pair)) for pair in pairs]
@@ -175,7 +175,7 @@ def cycle(me: Me) -> None:
         dist.destroy_process_group(group)
 
 
-def threads(me: Me) -> None:
+def threads(me: RankContext) -> None:
     """One thread per group; all run concurrently and unsynchronised."""
     groups = [dist.new_group(list(range(me.world))) for _ in range(4)]
     wrong: list[object] = []
@@ -201,7 +201,7 @@ def threads(me: Me) -> None:
         dist.destroy_process_group(group)
 
 
-def threads_of_one_group(me: Me) -> None:
+def threads_of_one_group(me: RankContext) -> None:
     """One thread calls, others wait and poll: a Work can be used in any thread."""
     works = [dist.all_reduce(of(me.rank, 20_000), async_op=True) for _ in range(40)]
     failed: list[object] = []
@@ -218,7 +218,7 @@ def threads_of_one_group(me: Me) -> None:
     assert not failed, failed
 
 
-def messages_and_collectives(me: Me) -> None:
+def messages_and_collectives(me: RankContext) -> None:
     """send and recv in one thread, and collectives of the same group in another."""
     other = (me.rank + 1) % me.world, (me.rank - 1) % me.world
 

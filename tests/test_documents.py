@@ -29,6 +29,7 @@ from pycollect.train.__main__ import main as train
 ROOT = Path(__file__).resolve().parent.parent
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ROOMS = sorted((ROOT / "csrc").rglob("README.md"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 # Shell commands in prose, between backquotes.
@@ -80,10 +81,22 @@ def test_readme_is_a_page() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*DOCUMENTS, *ROOMS], ids=lambda path: path.as_posix()[-30:])
 def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", BLOCK.sub("", path.read_text())):
         assert target.startswith("http") or (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("path", ROOMS, ids=lambda path: path.parent.name)
+def test_a_room_names_files_that_exist(path: Path) -> None:
+    for name in re.findall(r"`([\w./*]+\.(?:h|cpp|cuh))`", path.read_text()):
+        assert list(path.parent.glob(name)), name
+
+
+def test_every_room_has_a_paragraph_at_its_head() -> None:
+    folders = {path.parent for path in (ROOT / "csrc").rglob("*.cpp")}
+    missing = {folder for folder in folders if not (folder / "README.md").exists()}
+    assert missing == {ROOT / "csrc" / "testing" / "torch"}  # one room with its parent
 
 
 def without_comments(program: str) -> str:

@@ -1,4 +1,4 @@
-"""The chapter's two other partitionings: outputs and gradients as on one device; both train."""
+"""The phase's two other partitionings: outputs and gradients as on one device; both train."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_every_test_of_cuda_belongs_to_one_stage(machine, fake_python, tmp_path)
     words = [word for run in runs for word in run["command"].split()]
     for file in sorted(path.name for path in (ROOT / "tests").glob("test_cuda_*.py")):
         # Most files have quick and slow tests; the lifecycle file runs twice in the last stage.
-        alone = file.startswith("test_cuda_dist_") and file != "test_cuda_dist_lives.py"
+        alone = file.startswith("test_cuda_dist_") and file != "test_cuda_dist_lifecycle.py"
         times = 1 if alone else 2
         assert words.count(f"tests/{file}") == times, file
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from homes import GPU, MARKS
+from device_placements import GPU, MARKS
 from torch.profiler import ProfilerActivity, profile
 
 import pycollect as pc

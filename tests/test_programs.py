@@ -10,7 +10,7 @@ from pathlib import Path
 
 import programs
 import pytest
-from dist_pool import Me, fresh
+from dist_pool import RankContext, fresh
 
 BEGIN = "import atexit, os, sys; atexit.register(print, 'the end'); "
 ENDS = {
@@ -60,7 +60,7 @@ def test_signals_that_are_blocked_are_blocked_there() -> None:
     assert blocked() == "False\n"
 
 
-def _begins_with_torch(me: Me) -> bool:
+def _begins_with_torch(me: RankContext) -> bool:
     return "torch._dynamo" in sys.modules  # importing torch alone does not import it
 
 

@@ -17,7 +17,7 @@ import torch
 HERE = Path(__file__).parent
 TESTS = """
 import pytest
-from homes import several_gpus
+from device_placements import several_gpus
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ LINE = "61 slow tests were left out; about 2 minutes: python -m pytest -q -n aut
 
 
 def run(folder: Path, *arguments: str, tests: str = TESTS, **environ: str) -> str:
-    for name in ("conftest.py", "homes.py"):
+    for name in ("conftest.py", "device_placements.py"):
         shutil.copy(HERE / name, folder)
     (folder / "test_some.py").write_text(tests)
     shutil.copy(HERE.parent / "pyproject.toml", folder)

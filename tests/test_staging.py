@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import plan_cases
 import pytest
+from emulated_calls import all_reduce, emulate_calls
 from plan_cases import cases, cells, executor, random_plan
-from streams_cases import all_reduce, rehearse
 
 from pycollect import _C, _testing
 
@@ -78,7 +78,8 @@ def test_chunks_may_differ_in_size_as_before() -> None:
         for world in (2, 5):
             plan, devices = algorithm.plan(world), list(range(world))
             direct, made = (
-                rehearse(plan, False, devices, peers=peers, pieces=3).cut for peers in (True, False)
+                emulate_calls(plan, False, devices, peers=peers, pieces=3).cut
+                for peers in (True, False)
             )
             assert direct == made == ("each" if algorithm.collective == "all_to_all" else "uneven")
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import plan_cases
 import pytest
+from emulated_calls import all_reduce, calls, emulate_calls, placements, ways
 from plan_cases import random_plan
-from streams_cases import all_reduce, calls, placements, rehearse, ways
 
 from pycollect import _C, _testing
 
@@ -28,9 +28,9 @@ each_algorithm = pytest.mark.parametrize("algorithm", REGISTRY, ids=IDS)
 def test_no_algorithm_races_and_no_wait_is_dropped_unnoticed(algorithm: _C.Algorithm) -> None:
     waits = 0
     for case, devices, way in calls(algorithm, range(2, 9)):
-        rehearsal = rehearse(case.plan, case.in_place, devices, **way)
-        assert rehearsal.missed() == [], f"{case} on {devices}, {way}"
-        waits += rehearsal.waits
+        emulated_run = emulate_calls(case.plan, case.in_place, devices, **way)
+        assert emulated_run.missed() == [], f"{case} on {devices}, {way}"
+        waits += emulated_run.waits
     assert waits > 1000
 
 
@@ -41,13 +41,15 @@ def test_any_order_of_the_streams_gives_the_same_bits(algorithm: _C.Algorithm) -
             types: dict[str, Any] = {"dtype": "float32", "op": "avg"}
         else:
             types = {"dtype": "bfloat16", "op": "sum"}
-        rehearsal = rehearse(case.plan, case.in_place, devices, runs=2, bindings=2, **types, **way)
+        emulated_run = emulate_calls(
+            case.plan, case.in_place, devices, runs=2, bindings=2, **types, **way
+        )
         # -1 is the order of issue, the only one with CUDA_LAUNCH_BLOCKING=1.
         for order in (-1, seed, seed + 1):
-            assert rehearsal.mismatch(order) is None, f"{case} on {devices}, {way}"
+            assert emulated_run.mismatch(order) is None, f"{case} on {devices}, {way}"
 
 
-def random_call(seed: int) -> tuple[_testing.Rehearsal, str]:
+def random_call(seed: int) -> tuple[_testing.EmulatedRun, str]:
     pick = random.Random(seed)
     plan, in_place = random_plan(seed // 4)
     devices = [pick.randrange(pick.randint(1, plan.world)) for _ in range(plan.world)]
@@ -55,8 +57,8 @@ def random_call(seed: int) -> tuple[_testing.Rehearsal, str]:
         devices[1:] = [d if pick.random() < 0.5 else -1 for d in devices[1:]]
     way = next(ways_from(seed)) | {"peers": pick.random() < 0.5, "pieces": pick.choice((2, 5, 8))}
     way |= {"bindings": pick.choice((1, 2)), "host_waits": False}
-    rehearsal = rehearse(plan, in_place, devices, pick.choice((1, 2)), **way)
-    return rehearsal, f"seed {seed}: {devices}, {way}"
+    emulated_run = emulate_calls(plan, in_place, devices, pick.choice((1, 2)), **way)
+    return emulated_run, f"seed {seed}: {devices}, {way}"
 
 
 def ways_from(seed: int) -> Any:
@@ -74,36 +76,36 @@ def test_random_plans_on_random_devices(first: int, last: int) -> None:
     waits = refused = 0
     for seed in range(first, last):
         try:
-            rehearsal, what = random_call(seed)
+            emulated_run, what = random_call(seed)
         except ValueError as error:  # one step uses many buffers of an unreachable rank
             if "cut the chunks into more pieces" not in str(error):
                 raise
             refused += 1
             continue
-        assert rehearsal.missed() == [], what
+        assert emulated_run.missed() == [], what
         for order in (-1, 0, 1):
-            assert rehearsal.mismatch(order) is None, what
-        waits += rehearsal.waits
+            assert emulated_run.mismatch(order) is None, what
+        waits += emulated_run.waits
     assert waits > 37 * (last - first)
     assert refused < 10
 
 
 def test_a_dropped_wait_shows_in_the_bits() -> None:
     """Besides the race checker, an order that a missing event allows gives other results."""
-    rehearsal = rehearse(all_reduce("chain", 4), True, [0, 1, 2, 3], workers="devices")
-    assert all(rehearsal.mismatch(seed) is None for seed in range(20))
-    rehearsal.drop_wait(rehearsal.waits // 2)
-    assert rehearsal.race is not None
-    assert any(rehearsal.mismatch(seed) is not None for seed in range(200))
+    emulated_run = emulate_calls(all_reduce("chain", 4), True, [0, 1, 2, 3], workers="devices")
+    assert all(emulated_run.mismatch(seed) is None for seed in range(20))
+    emulated_run.drop_wait(emulated_run.waits // 2)
+    assert emulated_run.race is not None
+    assert any(emulated_run.mismatch(seed) is not None for seed in range(200))
 
 
 def test_one_device_and_one_stream_is_one_launch_and_no_event() -> None:
     for world in range(1, 17):
         plan = all_reduce("leader", world)
-        rehearsal = rehearse(plan, True, [0] * world, workers="callers", bindings=8)
+        emulated_run = emulate_calls(plan, True, [0] * world, workers="callers", bindings=8)
         alone = world == 1  # a single rank in place has nothing to do
         done = {"launch": 1, "rows": 8} if not alone else {}
-        assert rehearsal.counts - Counter({"create_stream": 1, "streams": 1}) == done
+        assert emulated_run.counts - Counter({"create_stream": 1, "streams": 1}) == done
 
 
 @pytest.mark.parametrize(
@@ -128,8 +130,8 @@ def test_one_device_and_one_stream_is_one_launch_and_no_event() -> None:
 def test_calls_do_not_grow_in_silence(
     name: str, pace: str, hub: bool, want: tuple[int, int, int, int]
 ) -> None:
-    rehearsal = rehearse(all_reduce(name, 8), True, list(range(8)), pace=pace, hub=hub)
-    counts = rehearsal.counts
+    emulated_run = emulate_calls(all_reduce(name, 8), True, list(range(8)), pace=pace, hub=hub)
+    counts = emulated_run.counts
     assert tuple(counts[k] for k in ("launch", "copy", "record", "wait")) == want
 
 
@@ -137,54 +139,54 @@ def test_one_hub_is_never_more_waits_than_all_pairs() -> None:
     for algorithm in REGISTRY:
         for devices in placements(8):
             with_hub, without = (
-                rehearse(algorithm.plan(8), algorithm.in_place, devices, hub=hub).waits
+                emulate_calls(algorithm.plan(8), algorithm.in_place, devices, hub=hub).waits
                 for hub in (True, False)
             )
             assert with_hub <= without, (algorithm.name, devices)
 
 
 def test_schedules_are_kept_by_plan_and_placement() -> None:
-    one = rehearse(all_reduce("two_shot", 4), True, [0, 1, 2, 3])
-    two = _testing.Rehearsal(all_reduce("chain", 4), True, [0, 1, 2, 3], beside=one)
+    one = emulate_calls(all_reduce("two_shot", 4), True, [0, 1, 2, 3])
+    two = _testing.EmulatedRun(all_reduce("chain", 4), True, [0, 1, 2, 3], beside=one)
     for workers in ("devices", "callers", "ranks", "devices"):
-        for rehearsal in (one, two):
-            rehearsal.reseat(workers, workers == "ranks")
-            rehearsal.run(2)
-            assert rehearsal.race is None
-            assert rehearsal.mismatch(3) is None
+        for emulated_run in (one, two):
+            emulated_run.reseat(workers, workers == "ranks")
+            emulated_run.run(2)
+            assert emulated_run.race is None
+            assert emulated_run.mismatch(3) is None
 
 
 def test_events_are_made_once_and_used_again() -> None:
-    rehearsal = _testing.Rehearsal(all_reduce("two_shot", 4), True, [0, 1, 2, 3])
-    rehearsal.run()
-    made = rehearsal.counts["create_event"]
+    emulated_run = _testing.EmulatedRun(all_reduce("two_shot", 4), True, [0, 1, 2, 3])
+    emulated_run.run()
+    made = emulated_run.counts["create_event"]
     for _ in range(10):
-        rehearsal.run(5)
-        assert rehearsal.race is None
-    assert rehearsal.counts["create_event"] == rehearsal.counts["events"] == made
-    assert rehearsal.counts["record"] == 51 * made
+        emulated_run.run(5)
+        assert emulated_run.race is None
+    assert emulated_run.counts["create_event"] == emulated_run.counts["events"] == made
+    assert emulated_run.counts["record"] == 51 * made
 
 
 @pytest.mark.parametrize("capture", [False, True])
 def test_a_call_that_fails_half_way_leaves_streams_joined_and_events_whole(capture: bool) -> None:
     for after in range(1000):
-        rehearsal = _testing.Rehearsal(
+        emulated_run = _testing.EmulatedRun(
             all_reduce("chain", 4), True, [0, 1, 2, 3], callers_apart=True, pace="one_task"
         )
-        rehearsal.run()
-        made = rehearsal.counts["events"]
-        rehearsal.fail_call(after)
+        emulated_run.run()
+        made = emulated_run.counts["events"]
+        emulated_run.fail_call(after)
         try:
-            rehearsal.run(1, capture)
+            emulated_run.run(1, capture)
             break
         except RuntimeError as error:
             if "made up" not in str(error):
                 raise
-        assert rehearsal.race is None  # callers' streams wait for all issued work
-        rehearsal.run(2)
-        assert rehearsal.race is None
-        assert rehearsal.mismatch(after) is None
-        assert rehearsal.counts["events"] <= made + 8  # one more event per stream, to join it
+        assert emulated_run.race is None  # callers' streams wait for all issued work
+        emulated_run.run(2)
+        assert emulated_run.race is None
+        assert emulated_run.mismatch(after) is None
+        assert emulated_run.counts["events"] <= made + 8  # one more event per stream, to join it
     assert after > 60
 
 
@@ -192,43 +194,43 @@ def test_a_call_that_fails_half_way_leaves_streams_joined_and_events_whole(captu
 def test_a_capture_has_events_of_its_own(devices: list[int]) -> None:
     for way in (next(ways_from(n)) for n in range(48)):
         for peers in (True, False):
-            rehearsal = _testing.Rehearsal(
+            emulated_run = _testing.EmulatedRun(
                 all_reduce("two_shot", 4), True, devices, peers=peers, **way
             )
-            rehearsal.run(2, capture=True)
-            assert rehearsal.race is None, way
-            assert rehearsal.mismatch(1) is None, way
-            assert rehearsal.counts["events"] == 0
-            rehearsal.run()
-            assert rehearsal.race is None, way
+            emulated_run.run(2, capture=True)
+            assert emulated_run.race is None, way
+            assert emulated_run.mismatch(1) is None, way
+            assert emulated_run.counts["events"] == 0
+            emulated_run.run()
+            assert emulated_run.race is None, way
 
 
 def test_a_capture_on_some_of_the_callers_is_refused_before_anything_is_issued() -> None:
-    rehearsal = _testing.Rehearsal(all_reduce("fused", 3), True, [0, 1, 2])
+    emulated_run = _testing.EmulatedRun(all_reduce("fused", 3), True, [0, 1, 2])
     with pytest.raises(ValueError, match="on 1 of the 3 current streams of this call"):
-        rehearsal.run_half_captured()
-    assert rehearsal.counts["launch"] == rehearsal.counts["record"] == 0
+        emulated_run.run_half_captured()
+    assert emulated_run.counts["launch"] == emulated_run.counts["record"] == 0
 
 
 def test_the_host_waits_for_ranks_in_its_memory() -> None:
     for name in ("leader", "two_shot", "chain"):
         for devices in ([0, -1], [-1, 0, 0, -1], [1, -1, 0]):
             for peers in (True, False):
-                rehearsal = rehearse(
+                emulated_run = emulate_calls(
                     all_reduce(name, len(devices)), True, devices, runs=2, peers=peers
                 )
-                assert rehearsal.counts["synchronize"] == 2  # 1 per run: hosts share a stream
-                assert all(rehearsal.mismatch(seed) is None for seed in range(4))
+                assert emulated_run.counts["synchronize"] == 2  # 1 per run: hosts share a stream
+                assert all(emulated_run.mismatch(seed) is None for seed in range(4))
 
 
 def test_a_capture_that_the_host_would_have_to_wait_for_is_refused() -> None:
-    rehearsal = _testing.Rehearsal(all_reduce("leader", 2), True, [0, -1])
+    emulated_run = _testing.EmulatedRun(all_reduce("leader", 2), True, [0, -1])
     with pytest.raises(ValueError, match="the host cannot wait"):
-        rehearsal.run(1, capture=True)
-    rehearsal = _testing.Rehearsal(all_reduce("leader", 2), True, [0, -1], host_waits=False)
-    rehearsal.run(1, capture=True)
-    assert rehearsal.race is None
-    assert rehearsal.mismatch(5) is None
+        emulated_run.run(1, capture=True)
+    emulated_run = _testing.EmulatedRun(all_reduce("leader", 2), True, [0, -1], host_waits=False)
+    emulated_run.run(1, capture=True)
+    assert emulated_run.race is None
+    assert emulated_run.mismatch(5) is None
 
 
 def test_placements_that_are_not_the_plans_are_refused() -> None:

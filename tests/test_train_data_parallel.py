@@ -220,7 +220,7 @@ def test_refusals() -> None:
 
 
 class Residual(nn.Module):
-    """The chapter's residual block, with two convolutions."""
+    """The phase's residual block, with two convolutions."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()

@@ -203,15 +203,15 @@ def test_replicas_are_trained_as_their_modules_are() -> None:
 
 def test_replicas_keep_their_own_optimizer_where_none_is_named() -> None:
     one, (X, y) = net(), (torch.randn(8, 4), torch.randint(3, (8,)))
-    by_hand, stepped = of(one), of(one)
-    trainer = Trainer(by_hand)
-    assert trainer.optimizers is by_hand.optimizers
+    cpu_by_default, stepped = of(one), of(one)
+    trainer = Trainer(cpu_by_default)
+    assert trainer.optimizers is cpu_by_default.optimizers
     for _ in range(3):
-        backward(by_hand.modules, X, y)
+        backward(cpu_by_default.modules, X, y)
         trainer.step(8)
         stepped.step(X, y)
     torch.testing.assert_close(
-        weights(by_hand.modules), weights(stepped.modules), rtol=0, atol=1e-6
+        weights(cpu_by_default.modules), weights(stepped.modules), rtol=0, atol=1e-6
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from homes import GPU, MARKS
+from device_placements import GPU, MARKS
 from torch import Tensor, nn
 from train_cases import difference, replicas_of, same_bits
 

@@ -14,7 +14,7 @@ from typing import Any
 import programs
 import pytest
 import torch
-from dist_pool import Me, Pools, pools_of_a_module
+from dist_pool import Pools, RankContext, pools_of_a_module
 from torch import Tensor, nn
 
 from pycollect.train import Data, checkpoint
@@ -58,7 +58,9 @@ def job(world: int, norm: bool, backend: str | None = None, **options: Any) -> P
     return prepare(Config.of(chosen), backend)[0]
 
 
-def trained(me: Me, norm: bool, options: dict[str, Any]) -> tuple[list[float], list[float], Any]:
+def trained(
+    me: RankContext, norm: bool, options: dict[str, Any]
+) -> tuple[list[float], list[float], Any]:
     """One rank's losses, accuracies and parameters."""
     history = run(job(me.world, norm, me.spec.backend, **options), Report(quiet=True))
     return history.losses, [e.accuracy for e in history.epochs], history.parameters
@@ -121,7 +123,7 @@ def test_gloo_differs_by_rounding_only(pools: Pools) -> None:
             torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
-def stopped_and_continued(me: Me, folder: str) -> bool:
+def stopped_and_continued(me: RankContext, folder: str) -> bool:
     """Compare two epochs and a third in another run with three epochs in one; with dropout."""
 
     def once(epochs: int, **options: Any) -> list[Tensor]:

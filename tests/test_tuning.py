@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from homes import GPU, MARKS, VIRTUAL
+from device_placements import GPU, MARKS, VIRTUAL
 from reference import assert_same, expected, left_fold, randoms
 
 import pycollect as pc

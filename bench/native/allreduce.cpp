@@ -11,7 +11,7 @@
 
 #include "../../csrc/transport/executor.h"
 #include "../../csrc/transport/shm_transport.h"
-#include "../../tests/native/boards.h"
+#include "../../tests/native/stores.h"
 #include "measure.h"
 
 namespace pycollect::shm {

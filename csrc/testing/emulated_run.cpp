@@ -26,7 +26,7 @@ EmulatedRun::EmulatedRun(TestCase test_case, const EmulatedRun* beside)
       cut_(how_to_cut(written_.plan, compiled_.plan, test_case_.pieces, test_case_.bindings)) {
   require(test_case_.dtype == DType::f32 || test_case_.dtype == DType::bf16 ||
               (test_case_.dtype >= DType::i8 && test_case_.dtype <= DType::u8),
-          "a rehearsal has no numbers of type ", name(test_case_.dtype));
+          "an emulated run has no numbers of type ", name(test_case_.dtype));
   const int devices = devices_of(test_case_);
   for (Device a = 0; a < devices; ++a)
     for (Device b = 0; b < devices; ++b)

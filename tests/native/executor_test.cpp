@@ -10,9 +10,9 @@
 #include <utility>
 
 #include "../../csrc/plan/passes.h"
-#include "boards.h"
 #include "cases.h"
 #include "random_plans.h"
+#include "stores.h"
 
 namespace pycollect::shm {
 namespace {
@@ -186,7 +186,7 @@ std::size_t total_bytes(int world, std::size_t buffer_bytes) {
 
 template <class F>
 void with_threads(int world, std::size_t buffer_bytes, F&& f) {
-  MapBoard store;
+  MapStore store;
   auto segment = Segment::create(total_bytes(world, buffer_bytes));
   std::vector<std::thread> ranks;
   for (Rank r = 0; r < world; ++r)
@@ -211,7 +211,7 @@ void with_processes(int world, std::size_t buffer_bytes, F&& f) {
     ranks.push_back(fork());
     if (ranks.back() != 0) continue;
     try {
-      FolderBoard store(folder);
+      FileStore store(folder);
       Group group(store, r, world, settings(buffer_bytes, nullptr));
       commit_arena(group);
       Member me{group};

@@ -12,8 +12,8 @@ const uint64_t kGoal = at_run(5) + 1;
 // Rank 1 of three dies when the others have waited for `after`; its own child process lives on. The
 // others wait for a counter, or for a condition.
 void notices(std::chrono::microseconds after, bool by_counter) {
-  const Folder folder;
-  const auto ends = run(3, quick(), [&](Me& me) {
+  const TemporaryFolder folder;
+  const auto ends = run(3, quick(), [&](RankContext& me) {
     Group group(me.store, me.rank, me.world, me.settings);
     group.advance(at_run(5));
     for (Rank r = 0; r < 3; ++r) group.await(r, at_run(5), me.context(10s));
@@ -58,7 +58,7 @@ void notices_deaths() {
 
 void names_who_is_late() {
   Settings settings = quick();
-  const auto ends = run(4, settings, [](Me& me) {
+  const auto ends = run(4, settings, [](RankContext& me) {
     Group group(me.store, me.rank, me.world, me.settings);
     const OpContext now = me.context(300ms);
     if (me.rank % 2 == 1) {
@@ -74,7 +74,7 @@ void names_who_is_late() {
       return "nothing";
     });
   });
-  for (const End& end : ends)
+  for (const RankExit& end : ends)
     expect_equal(
         end.said,
         "Timeout: all_reduce #17 of group 'default': timed out after 0.3 s; ranks 1, 3 did "
@@ -83,7 +83,7 @@ void names_who_is_late() {
 
 // An awaited rank is waiting itself: the error names the rank that is behind all others.
 void names_the_cause() {
-  const auto ends = run(3, quick(), [](Me& me) {
+  const auto ends = run(3, quick(), [](RankContext& me) {
     Group group(me.store, me.rank, me.world, me.settings);
     const OpContext now = me.context(300ms);
     if (me.rank == 2)
@@ -100,7 +100,7 @@ void names_the_cause() {
 }
 
 void tells_who_left() {
-  const auto ends = run(3, quick(), [](Me& me) {
+  const auto ends = run(3, quick(), [](RankContext& me) {
     Group group(me.store, me.rank, me.world, me.settings);
     group.advance(me.rank == 2 ? at_run(6) : kGoal);
     if (me.rank == 2) return std::string("finished before");
@@ -121,7 +121,7 @@ void tells_who_left() {
 }
 
 void waits_for_who_is_stopped() {
-  const auto ends = run(2, quick(), [](Me& me) {
+  const auto ends = run(2, quick(), [](RankContext& me) {
     Group group(me.store, me.rank, me.world, me.settings);
     if (me.rank == 1) {
       if (const pid_t parent = getpid(); fork() == 0) {
@@ -138,12 +138,12 @@ void waits_for_who_is_stopped() {
       return "came";
     });
   });
-  for (const End& end : ends) expect_equal(end.said, "came");
+  for (const RankExit& end : ends) expect_equal(end.said, "came");
   expect(ends[0].when > 1400ms, "was not stopped");
 }
 
 void aborts() {
-  const auto ends = run(3, quick(), [](Me& me) {
+  const auto ends = run(3, quick(), [](RankContext& me) {
     Group group(me.store, me.rank, me.world, me.settings);
     std::jthread other([&] {
       std::this_thread::sleep_for(200ms);
@@ -154,7 +154,7 @@ void aborts() {
       return "nothing";
     });
   });
-  for (const End& end : ends) {
+  for (const RankExit& end : ends) {
     expect_equal(end.said,
                  "PeerLost: all_reduce #17 of group 'default': rank 2 aborted the group: enough");
     expect(end.when < 1s, "took too long");
@@ -163,9 +163,9 @@ void aborts() {
 
 // A forked child of a rank, such as a data loader's, can neither use the group nor abort it.
 void tells_children_apart() {
-  const auto ends = run(2, quick(), [](Me& me) {
+  const auto ends = run(2, quick(), [](RankContext& me) {
     auto group = std::make_unique<Group>(me.store, me.rank, me.world, me.settings);
-    const Folder folder;
+    const TemporaryFolder folder;
     const pid_t child = fork();
     if (child == 0) {
       const std::string said = attempt([&] {
@@ -186,7 +186,7 @@ void tells_children_apart() {
       return "whole";
     });
   });
-  for (const End& end : ends) expect_equal(end.said, "whole");
+  for (const RankExit& end : ends) expect_equal(end.said, "whole");
 }
 
 // Ranks that are threads in one mapping, where a sanitizer sees their accesses.
@@ -194,7 +194,7 @@ void works_between_threads() {
   constexpr int kWorld = 3;
   Settings settings = quick();
   settings.segment = Segment::create(Layout({kWorld, settings.buffer_bytes, 0, 0}).total);
-  MapBoard store;
+  MapStore store;
   std::vector<std::jthread> team;
   for (Rank me = 0; me < kWorld; ++me)
     team.emplace_back([&, me] {

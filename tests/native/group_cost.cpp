@@ -18,14 +18,14 @@ double median(std::vector<double> values) {
 
 // Rank 0's median of `times` values, each of a new group: from `body`, or the construction time.
 double measure(int world, int times, const std::function<double(Group&)>& body) {
-  const Folder boards;
+  const TemporaryFolder boards;
   Settings settings = quick();
   settings.buffer_bytes = 512 << 10;
   settings.symmetric_heap_bytes = std::size_t{32} << 30;
-  const auto ends = run(world, settings, [&](Me& me) {
+  const auto ends = run(world, settings, [&](RankContext& me) {
     std::vector<double> all;
     for (int i = 0; i < times; ++i) {
-      FolderBoard store(text(boards.path(), "/", i));
+      FileStore store(text(boards.path(), "/", i));
       const auto begin = Clock::now();
       Group group(store, me.rank, me.world, me.settings);
       const double made = Microseconds(Clock::now() - begin).count();

@@ -1,5 +1,5 @@
 // Runs a body once per rank, each in a forked process, and reports how every process ended.
-// LyingBoard is a store that falsifies values, for fault injection.
+// FaultyStore is a store that falsifies values, for fault injection.
 #pragma once
 #include <sys/wait.h>
 #include <unistd.h>
@@ -10,7 +10,7 @@
 #include <source_location>
 
 #include "../../csrc/shm/group.h"
-#include "boards.h"
+#include "stores.h"
 
 namespace pycollect::shm {
 
@@ -33,11 +33,11 @@ inline bool contains(const std::string& whole, const std::string& part) {
   return whole.find(part) != std::string::npos;
 }
 
-using Lie = std::function<std::string(const std::string& key, const std::string& value)>;
+using Falsify = std::function<std::string(const std::string& key, const std::string& value)>;
 
-class LyingBoard final : public Store {
+class FaultyStore final : public Store {
  public:
-  LyingBoard(Store& store, Lie of_posted, Lie of_read = {})
+  FaultyStore(Store& store, Falsify of_posted, Falsify of_read = {})
       : store_(store), of_posted_(std::move(of_posted)), of_read_(std::move(of_read)) {}
   void post(const std::string& key, const std::string& value) override {
     store_.post(key, of_posted_ ? of_posted_(key, value) : value);
@@ -49,16 +49,16 @@ class LyingBoard final : public Store {
 
  private:
   Store& store_;
-  Lie of_posted_, of_read_;
+  Falsify of_posted_, of_read_;
 };
 
-class Folder {  // temporary folder of a test, removed with this object
+class TemporaryFolder {  // temporary folder of a test, removed with this object
  public:
-  Folder() : path_(fs::temp_directory_path() / "pycollect_group_XXXXXX") {
+  TemporaryFolder() : path_(fs::temp_directory_path() / "pycollect_group_XXXXXX") {
     if (mkdtemp(path_.data()) == nullptr) std::abort();
     fs::permissions(path_, fs::perms::all);  // for ranks that switch to another user
   }
-  ~Folder() {
+  ~TemporaryFolder() {
     std::error_code ignored;
     fs::remove_all(path_, ignored);
   }
@@ -68,7 +68,7 @@ class Folder {  // temporary folder of a test, removed with this object
   std::string path_;
 };
 
-struct Me {
+struct RankContext {
   Rank rank;
   int world;
   Store& store;
@@ -78,13 +78,13 @@ struct Me {
   }
 };
 
-struct End {
+struct RankExit {
   std::string said;  // the body's return value, or its exception, as in "Timeout: ..."
   std::chrono::duration<double> when;
   bool killed;
 };
 
-using Body = std::function<std::string(Me&)>;
+using Body = std::function<std::string(RankContext&)>;
 
 inline std::string attempt(const std::function<std::string()>& body) {
   try {
@@ -112,15 +112,15 @@ inline std::string refusal(const std::function<void()>& body) {
 [[noreturn]] inline void be(Rank rank, int world, const std::string& folder,
                             const Settings& settings, const Body& body) {
   alarm(120);  // ends a rank that hangs; no test takes that long
-  FolderBoard store(folder);
-  Me me{rank, world, store, settings};
+  FileStore store(folder);
+  RankContext me{rank, world, store, settings};
   store.post(text("said/", rank), attempt([&] { return body(me); }));
   _exit(0);
 }
 
-inline std::vector<End> run(int world, const Settings& settings, const Body& body) {
-  const Folder folder;
-  FolderBoard store(folder.path());
+inline std::vector<RankExit> run(int world, const Settings& settings, const Body& body) {
+  const TemporaryFolder folder;
+  FileStore store(folder.path());
   const auto begin = Clock::now();
   std::vector<pid_t> pids;
   for (Rank r = 0; r < world; ++r) {
@@ -128,7 +128,7 @@ inline std::vector<End> run(int world, const Settings& settings, const Body& bod
     if (pid == 0) be(r, world, folder.path(), settings, body);
     pids.push_back(pid);
   }
-  std::vector<End> ends(world);
+  std::vector<RankExit> ends(world);
   for (int i = 0; i < world; ++i) {
     int status = 0;
     const pid_t pid = ::wait(&status);
@@ -169,7 +169,7 @@ inline std::string publish_and_agree(Group& g, int turns) {
   return "right";
 }
 
-inline std::string meet_and_exchange(Me& me) {
+inline std::string meet_and_exchange(RankContext& me) {
   Group group(me.store, me.rank, me.world, me.settings);
   return publish_and_agree(group, 50);
 }

@@ -10,34 +10,35 @@ namespace {
 
 void meets() {
   for (int world : {1, 2, 3, 8})
-    for (const End& end : run(world, quick(), meet_and_exchange)) expect_equal(end.said, "right");
+    for (const RankExit& end : run(world, quick(), meet_and_exchange))
+      expect_equal(end.said, "right");
 }
 
 // Ranks of which `liar` publishes its bootstrap record with `change` made to it.
 Body meets_with(Rank liar, const std::function<void(PeerInfo&)>& change) {
-  return [=](Me& me) {
-    LyingBoard store(me.store, [&](const std::string&, const std::string& value) {
+  return [=](RankContext& me) {
+    FaultyStore store(me.store, [&](const std::string&, const std::string& value) {
       if (me.rank != liar) return value;
       PeerInfo it = PeerInfo::decode(value);
       change(it);
       return it.encode();
     });
-    Me other{me.rank, me.world, store, me.settings};
+    RankContext other{me.rank, me.world, store, me.settings};
     return meet_and_exchange(other);
   };
 }
 
 void refuses_several_hosts() {
-  const auto ends = run(4, quick(), [](Me& me) {
-    LyingBoard store(me.store, [&](const std::string&, const std::string& value) {
+  const auto ends = run(4, quick(), [](RankContext& me) {
+    FaultyStore store(me.store, [&](const std::string&, const std::string& value) {
       PeerInfo it = PeerInfo::decode(value);
       it.host = me.rank == 3 ? "b" : "a", it.boot = it.host;
       return it.encode();
     });
-    Me other{me.rank, me.world, store, me.settings};
+    RankContext other{me.rank, me.world, store, me.settings};
     return meet_and_exchange(other);
   });
-  for (const End& end : ends)
+  for (const RankExit& end : ends)
     expect_equal(end.said,
                  "invalid_argument: all ranks of a pycollect group must be on one host; in group "
                  "'default' ranks 0-2 are on a, rank 3 is on b: use gloo (CPU) or nccl (CUDA) "
@@ -45,11 +46,11 @@ void refuses_several_hosts() {
 }
 
 void refuses_unlike_settings() {
-  const auto ends = run(3, quick(), [](Me& me) {
+  const auto ends = run(3, quick(), [](RankContext& me) {
     if (me.rank == 2) me.settings.buffer_bytes = 8192;
     return meet_and_exchange(me);
   });
-  for (const End& end : ends) {
+  for (const RankExit& end : ends) {
     expect(contains(end.said,
                     "invalid_argument: the ranks of group 'default' have different settings"),
            end.said);
@@ -58,10 +59,10 @@ void refuses_unlike_settings() {
   }
 }
 
-// Imitates ranks in containers with different networks; apart_test.cpp has real ones.
+// Imitates ranks in containers with different networks; isolation_test.cpp has real ones.
 void names_who_cannot_be_reached() {
   const auto elsewhere = [](PeerInfo& it) { it.ticket.fd_server = 7, it.network_space = 1; };
-  for (const End& end : run(3, quick(), meets_with(0, elsewhere)))
+  for (const RankExit& end : run(3, quick(), meets_with(0, elsewhere)))
     expect_equal(
         end.said,
         "CollectiveError: the ranks of group 'default' cannot share memory; ranks 1, 2: cannot "
@@ -74,7 +75,7 @@ void names_who_cannot_be_reached() {
 }
 
 void names_who_can_make_none() {
-  for (const End& end : run(3, quick(), [](Me& me) {
+  for (const RankExit& end : run(3, quick(), [](RankContext& me) {
          const rlimit least = {64 << 10, 64 << 10};
          if (me.rank == 0) setrlimit(RLIMIT_FSIZE, &least);
          return meet_and_exchange(me);
@@ -85,41 +86,42 @@ void names_who_can_make_none() {
 
 void refuses_other_versions() {
   for (const Rank other : {0, 1}) {
-    const auto ends = run(3, quick(), [=](Me& me) {
-      LyingBoard store(me.store, [&](const std::string&, const std::string& value) {
+    const auto ends = run(3, quick(), [=](RankContext& me) {
+      FaultyStore store(me.store, [&](const std::string&, const std::string& value) {
         return me.rank == other ? "pycollect-1" + value.substr(11) : value;
       });
-      Me it{me.rank, me.world, store, me.settings};
+      RankContext it{me.rank, me.world, store, me.settings};
       return meet_and_exchange(it);
     });
-    for (const End& end : ends) expect(contains(end.said, "must run the same version"), end.said);
+    for (const RankExit& end : ends)
+      expect(contains(end.said, "must run the same version"), end.said);
   }
 }
 
 // Rank 1 opens another segment than the others, for whatever reason: every rank reports it.
 void proves_one_memory() {
-  const auto ends = run(3, quick(), [](Me& me) {
+  const auto ends = run(3, quick(), [](RankContext& me) {
     FdServer fd_server;
-    LyingBoard store(me.store, {}, [&](const std::string& key, const std::string& value) {
+    FaultyStore store(me.store, {}, [&](const std::string& key, const std::string& value) {
       if (me.rank != 1 || key != "hello/0") return value;
       PeerInfo it = PeerInfo::decode(value);
       const auto other = Segment::create(1 << 20);
       it.ticket = fd_server.offer(Descriptor(dup(other->descriptor())));
       return it.encode();
     });
-    Me elsewhere{me.rank, me.world, store, me.settings};
+    RankContext elsewhere{me.rank, me.world, store, me.settings};
     return meet_and_exchange(elsewhere);
   });
-  for (const End& end : ends)
+  for (const RankExit& end : ends)
     expect(contains(end.said, "mapped different shared memory"), end.said);
 }
 
 void leaves_nothing(int cycles) {
-  const Folder boards;
-  const auto ends = run(2, quick(), [&](Me& me) {
+  const TemporaryFolder boards;
+  const auto ends = run(2, quick(), [&](RankContext& me) {
     int files = 0, threads = 0;
     for (int i = 0; i < cycles; ++i) {
-      FolderBoard store(text(boards.path(), "/", i));
+      FileStore store(text(boards.path(), "/", i));
       Group group(store, me.rank, me.world, me.settings);
       if (const std::string said = publish_and_agree(group, 2); said != "right") return said;
       if (i == 2)
@@ -130,7 +132,7 @@ void leaves_nothing(int cycles) {
     }
     return std::string("right");
   });
-  for (const End& end : ends) expect_equal(end.said, "right");
+  for (const RankExit& end : ends) expect_equal(end.said, "right");
 }
 
 }  // namespace

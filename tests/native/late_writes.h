@@ -25,7 +25,7 @@ Placed zero_copy(Group& group, std::size_t count) {
 // Runs two ranks that are threads; returns the message of each rank's error, or "nothing".
 template <class F>
 std::array<std::string, 2> run_late(F&& body) {
-  MapBoard store;
+  MapStore store;
   Settings settings = pycollect::shm::settings(4096, nullptr);
   settings.symmetric_heap_bytes = kLateArena;
   settings.segment = Segment::create(Layout({2, 4096, 0, kLateArena}).total);

@@ -19,13 +19,13 @@ void refuses_sizes_beyond_all_measure() {
     for (const std::size_t bytes : {kMostBytes + 1, std::size_t{1} << 63, ~std::size_t{0}}) {
       Settings settings = quick();
       settings.*size = bytes;
-      MapBoard store;
+      MapStore store;
       const std::string said = refusal([&] { Group(store, 0, 1, settings); });
       expect(contains(said, text("_bytes is ", bytes, "; it must be at most ")), said);
     }
   Settings settings = quick();
   settings.symmetric_heap_bytes = kMostBytes;
-  MapBoard store;
+  MapStore store;
   const std::string said = refusal([&] { Group(store, 0, 1, settings); });
   expect(said == "nothing" || contains(said, "address space"), said);
 }
@@ -35,7 +35,7 @@ void waits_for_ever() {
   for (const auto timeout : {std::chrono::milliseconds::max(), 300ms * 1000 * 3600 * 24 * 366}) {
     Settings settings = quick();
     settings.timeout = timeout;
-    const auto ends = run(2, settings, [](Me& me) {
+    const auto ends = run(2, settings, [](RankContext& me) {
       if (me.rank == 1) std::this_thread::sleep_for(100ms);
       Group group(me.store, me.rank, me.world, me.settings);
       if (me.rank == 1) std::this_thread::sleep_for(100ms);
@@ -43,7 +43,7 @@ void waits_for_ever() {
       group.await(1 - me.rank, at_run(1), {"barrier", 1, deadline_after(me.settings.timeout)});
       return std::string("right");
     });
-    for (const End& end : ends) expect_equal(end.said, "right");
+    for (const RankExit& end : ends) expect_equal(end.said, "right");
   }
   const auto before = -300ms * 1000 * 3600 * 24 * 366;  // 300 years exceed the clock
   expect(deadline_after(before) < Clock::now() + 10s, "no time at all");
@@ -71,7 +71,7 @@ void blocks_no_signals_for_good() {
 
 // A kernel without robust lists, as in emulators: every rank throws, as deaths would go unnoticed.
 void says_that_the_kernel_knows_no_such_locks() {
-  const auto ends = run(2, quick(), [](Me& me) {
+  const auto ends = run(2, quick(), [](RankContext& me) {
     const std::array<sock_filter, 4> refused = {
         sock_filter BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
         sock_filter BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_set_robust_list, 0, 1),
@@ -84,7 +84,7 @@ void says_that_the_kernel_knows_no_such_locks() {
     Group group(me.store, me.rank, me.world, me.settings);
     return std::string("nothing");
   });
-  for (const End& end : ends)
+  for (const RankExit& end : ends)
     expect_equal(
         end.said,
         "CollectiveError: the ranks of group 'default' cannot share memory; rank 1: cannot "

@@ -13,7 +13,7 @@
 #include <source_location>
 
 #include "../../csrc/p2p/mailbox.h"
-#include "boards.h"
+#include "stores.h"
 
 namespace pycollect::shm {
 
@@ -73,7 +73,7 @@ inline void run_threads(int world, const Body& body) {
   Settings settings = mailbox_settings(world);
   const Layout layout({world, settings.buffer_bytes, settings.mailbox_bytes, 0});
   settings.segment = Segment::create(layout.total);
-  MapBoard store;
+  MapStore store;
   std::vector<std::exception_ptr> errors(world);
   {
     std::vector<std::jthread> team;
@@ -103,7 +103,7 @@ inline void run_processes(int world, const Body& body, Rank killed = -1) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     int status = 0;
     try {
-      FolderBoard store(folder);
+      FileStore store(folder);
       be_rank(store, r, mailbox_settings(world), world, body);
     } catch (const std::exception& error) {
       std::fprintf(stderr, "rank %d: %s\n", r, error.what());

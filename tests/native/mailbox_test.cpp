@@ -3,10 +3,10 @@
 // programs. With NO_FORK in the environment ranks are threads only.
 #include <sys/resource.h>
 
-#include "mailbox_deep.h"
 #include "mailbox_faults.h"
-#include "mailbox_nonsense.h"
-#include "mailbox_partly.h"
+#include "mailbox_full_ring.h"
+#include "mailbox_invalid.h"
+#include "mailbox_parts.h"
 #include "mailbox_programs.h"
 #include "mailbox_ranks.h"
 

@@ -80,8 +80,8 @@ void bind_api(py::module_& m) {
       .def("drop", &Emulator::drop, py::arg("call"), py::arg("on") = true, kFree)
       .def("live_on", &Emulator::live_on, py::arg("gpu"), kFree)
       .def("pace", &Emulator::pace, py::arg("seconds"), kFree)
-      .def("books", &Emulator::counters, kFree)
-      .def("fouls", &Emulator::violations, kFree);
+      .def("counters", &Emulator::counters, kFree)
+      .def("violations", &Emulator::violations, kFree);
 }
 
 }  // namespace

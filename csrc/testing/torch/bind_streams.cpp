@@ -48,11 +48,11 @@ Workers workers_of(const std::string& name) {
       find_name("workers", name, std::array{"callers", "devices", "ranks"}));
 }
 
-auto rehearsal(const Plan& plan, bool in_place, const std::vector<Device>& devices,
-               const std::string& pace, bool callers_apart, const std::string& workers, bool lanes,
-               bool hub, bool peers, bool host_waits, int pieces, const std::string& dtype,
-               const std::string& op, int bindings, const EmulatedRun* beside,
-               std::pair<std::size_t, int> ring) {
+auto emulated_run(const Plan& plan, bool in_place, const std::vector<Device>& devices,
+                  const std::string& pace, bool callers_apart, const std::string& workers,
+                  bool lanes, bool hub, bool peers, bool host_waits, int pieces,
+                  const std::string& dtype, const std::string& op, int bindings,
+                  const EmulatedRun* beside, std::pair<std::size_t, int> ring) {
   return std::make_unique<EmulatedRun>(
       TestCase{.plan = plan,
                .in_place = in_place,
@@ -86,9 +86,9 @@ std::vector<int> missed(const EmulatedRun& r) {
   return found;
 }
 
-void bind_rehearsal(py::module_& m) {
-  py::class_<EmulatedRun>(m, "Rehearsal")
-      .def(py::init(&rehearsal), py::arg("plan"), py::arg("in_place"), py::arg("devices"),
+void bind_emulated_run(py::module_& m) {
+  py::class_<EmulatedRun>(m, "EmulatedRun")
+      .def(py::init(&emulated_run), py::arg("plan"), py::arg("in_place"), py::arg("devices"),
            py::kw_only(), py::arg("pace") = "any", py::arg("callers_apart") = false,
            py::arg("workers") = "devices", py::arg("lanes") = false, py::arg("hub") = false,
            py::arg("peers") = true, py::arg("host_waits") = true, py::arg("pieces") = 1,
@@ -138,7 +138,7 @@ void bind_peers(py::module_& m) {
 
 void bind_streams(pybind11::module_& m) {
   using namespace cuda;
-  bind_rehearsal(m);
+  bind_emulated_run(m);
   bind_peers(m);
   m.def(
       "stage",

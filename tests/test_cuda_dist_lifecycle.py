@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Me, backend_of, caught, fresh
-from dist_site import GPU, LARGE, REAL, is_real, sites, until
+from dist_pool import OURS, RankContext, backend_of, caught, fresh
+from dist_sites import GPU, LARGE, REAL, is_real, sites, until
 from dist_waits import heard, say
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
@@ -25,7 +25,7 @@ MIB = 1 << 20
 # --- repeated creation and destruction of groups --------------------------------------------------
 
 
-def taken(me: Me, name: str) -> tuple[int, int, int]:
+def taken(me: RankContext, name: str) -> tuple[int, int, int]:
     """Open descriptors, bytes of torch's allocator, and used bytes of the idle GPU (all users)."""
     files = len(os.listdir("/proc/self/fd"))
     if not me.site.real:
@@ -40,7 +40,7 @@ def taken(me: Me, name: str) -> tuple[int, int, int]:
     return files, torch.cuda.memory_allocated(), total - free
 
 
-def one_life(me: Me, site: Any, i: int) -> None:
+def one_life(me: RankContext, site: Any, i: int) -> None:
     """Use a group once: calls (some never waited for), messages, a subgroup, and shared memory."""
     x, y, z = torch.ones(1000), torch.full((LARGE,), float(me.rank)), torch.zeros(LARGE)
     dist.all_reduce(x)
@@ -60,12 +60,12 @@ def one_life(me: Me, site: Any, i: int) -> None:
     placed.clear()
 
 
-def cycles(me: Me, count: int, settled: int) -> tuple[list[Any], list[int]]:
+def cycles(me: RankContext, count: int, settled: int) -> tuple[list[Any], list[int]]:
     left, before = [], (0, 0, 0)
     for i in range(count):
         site = me.start(f"cycle_{i}")
         one_life(me, site, i)
-        left += [found] if any(found := (site.left(), site.fouls())) else []
+        left += [found] if any(found := (site.left(), site.violations())) else []
         del site
         if i + 1 == settled:
             before = taken(me, "early")
@@ -93,7 +93,7 @@ def test_groups_leave_nothing_behind(site, count):
             assert lost < (count - settled) // 2 * 2 * MIB or not lost
 
 
-def circle(me: Me, bound: bool) -> tuple[float, list[int], list[str]]:
+def circle(me: RankContext, bound: bool) -> tuple[float, list[int], list[str]]:
     """Groups {0, 1}, {1, 2}, {0, 2}, each rank starting with another group: no order hangs.
 
     The groups bootstrapped before: in a first call, or at creation, bound to a device.
@@ -123,10 +123,10 @@ def circle(me: Me, bound: bool) -> tuple[float, list[int], list[str]]:
             work.wait()
         assert all(until(work.is_completed) for work in works)
         total += sum(x.sum().item() for x in xs)
-    return total, memory, site.fouls()
+    return total, memory, site.violations()
 
 
-def connect(me: Me, group: dist.ProcessGroup | None = None) -> None:
+def connect(me: RankContext, group: dist.ProcessGroup | None = None) -> None:
     """Connect eagerly, as torch does for groups created with a device_id, except on the CPU."""
     if not me.site.real:
         backend_of(group).eager_connect_single_device(torch.device("cpu"))
@@ -136,17 +136,17 @@ def connect(me: Me, group: dist.ProcessGroup | None = None) -> None:
 @pytest.mark.parametrize("site", sites("late:cuda_ipc", "eager:cuda_ipc", *REAL, stands_in=False))
 def test_groups_in_a_circle(site, bound):
     with fresh(3, group=False, site=site) as pool:
-        for rank, (total, memory, fouls) in enumerate(pool.run(circle, bound)):
+        for rank, (total, memory, violations) in enumerate(pool.run(circle, bound)):
             pairs = (1 + 2, 1 + 3, 2 + 3)[rank]
             assert total == 500.0 * (5 * pairs + 4 * 10)
             assert memory == ([1, 3] if bound else [0, 2]) or is_real(site)
-            assert fouls == []
+            assert violations == []
 
 
 # --- the end of a group ---------------------------------------------------------------------------
 
 
-def outlives(me: Me) -> None:
+def outlives(me: RankContext) -> None:
     site = me.start("first")
     x = site.make(1000).fill_(3)
     dist.all_reduce(x)
@@ -176,7 +176,7 @@ def memory_of_groups() -> int:
     return sum("/memfd:pycollect " in line for line in maps)
 
 
-def kept(me: Me) -> list[int]:
+def kept(me: RankContext) -> list[int]:
     """Numbers of mappings of a group's memory: before and after its end, while tensors are alive.
 
     Rank 0, which has its peers' memory mapped, destroys the group long after them: no rank waits.
@@ -197,7 +197,7 @@ def kept(me: Me) -> list[int]:
     del x, y
     gc.collect()
     assert site.left() == {}
-    assert site.fouls() == []
+    assert site.violations() == []
     assert group is not None
     return found
 
@@ -207,7 +207,7 @@ def test_tensors_and_handles_keep_no_memory_of_a_group_that_has_ended():
         assert pool.run(kept) == [[1, 0]] * 3
 
 
-def made_meanwhile(me: Me) -> tuple[list[str], int]:
+def made_meanwhile(me: RankContext) -> tuple[list[str], int]:
     """Two threads allocate tensors while the group is destroyed."""
     import pycollect
 
@@ -244,7 +244,7 @@ def test_tensors_that_are_made_while_the_group_ends():
             assert left == 0
 
 
-def closed_twice(me: Me) -> list[bool]:
+def closed_twice(me: RankContext) -> list[bool]:
     """Two threads shut a group down: return whether each waits for the call in flight."""
     x = me.site.make(LARGE).fill_(1)
     dist.all_reduce(x)

@@ -12,7 +12,7 @@ void names_who_does_not_come() {
   Settings settings = quick();
   settings.timeout = 400ms;
   for (const bool first : {false, true}) {
-    const auto ends = run(4, settings, [=](Me& me) {
+    const auto ends = run(4, settings, [=](RankContext& me) {
       return me.rank % 2 == 1 || (first && me.rank == 0) ? "absent" : meet_and_exchange(me);
     });
     for (Rank r : {0, 2})
@@ -28,7 +28,7 @@ void names_who_does_not_come() {
 void names_who_does_not_come_to_all_at_once() {
   Settings settings = quick();
   settings.timeout = 1s;
-  const auto ends = run(3, settings, [](Me& me) {
+  const auto ends = run(3, settings, [](RankContext& me) {
     std::this_thread::sleep_for(me.rank * 400ms);
     return me.rank == 1 ? "absent" : meet_and_exchange(me);
   });
@@ -40,8 +40,8 @@ void names_who_does_not_come_to_all_at_once() {
 // The victim sends itself `signal` before or after it publishes its bootstrap record; the others
 // read rank 0's record 100 ms late.
 Body meets_until(Rank victim, bool posted, int signal) {
-  return [=](Me& me) {
-    LyingBoard store(
+  return [=](RankContext& me) {
+    FaultyStore store(
         me.store,
         [&](const std::string& key, const std::string& value) {
           if (me.rank != victim) return value;
@@ -53,7 +53,7 @@ Body meets_until(Rank victim, bool posted, int signal) {
           if (key == "hello/0") std::this_thread::sleep_for(100ms);
           return value;
         });
-    Me other{me.rank, me.world, store, me.settings};
+    RankContext other{me.rank, me.world, store, me.settings};
     return meet_and_exchange(other);
   };
 }
@@ -75,13 +75,13 @@ void notices_who_dies_there() {
 // Rank 1's store fails, and its process lives on: before its record is published, or after that.
 void notices_who_gives_up_there() {
   for (const bool posted : {false, true}) {
-    const auto ends = run(3, quick(), [=](Me& me) {
+    const auto ends = run(3, quick(), [=](RankContext& me) {
       const auto fail = [&](const std::string& key, const std::string& value) {
         if (me.rank == 1 && (!posted || key == "hello/1")) throw std::runtime_error("no board");
         return value;
       };
-      LyingBoard store(me.store, posted ? Lie() : fail, posted ? fail : Lie());
-      Me other{me.rank, me.world, store, me.settings};
+      FaultyStore store(me.store, posted ? Falsify() : fail, posted ? fail : Falsify());
+      RankContext other{me.rank, me.world, store, me.settings};
       const std::string said = attempt([&] { return meet_and_exchange(other); });
       if (me.rank == 1) std::this_thread::sleep_for(3s);
       return said;
@@ -97,9 +97,9 @@ void notices_who_gives_up_there() {
 
 // A rank that has read all records may leave before another rank has read its record.
 void lets_go_who_has_met_all() {
-  for (const End& end : run(3, quick(), [](Me& me) {
+  for (const RankExit& end : run(3, quick(), [](RankContext& me) {
          bool late = me.rank == 2;
-         LyingBoard store(me.store, {}, [&](const std::string& key, const std::string& value) {
+         FaultyStore store(me.store, {}, [&](const std::string& key, const std::string& value) {
            if (key == "hello/1" && std::exchange(late, false)) {
              std::this_thread::sleep_for(300ms);
              throw Timeout("a slow board");
@@ -117,8 +117,8 @@ void waits_for_who_is_stopped_there() {
   Settings settings = quick();
   settings.timeout = 600ms;
   for (const bool goes_on : {false, true}) {
-    const Folder folder;
-    const auto ends = run(3, settings, [&](Me& me) {
+    const TemporaryFolder folder;
+    const auto ends = run(3, settings, [&](RankContext& me) {
       if (const pid_t rank = getpid(); me.rank == 0 && fork() == 0) {
         std::this_thread::sleep_for(goes_on ? 300ms : 1500ms);
         kill(rank, goes_on ? SIGCONT : SIGKILL);
@@ -140,7 +140,7 @@ void ends_whoever_is_killed_when(int times) {
   settings.timeout = 300ms;
   for (int i = 0; i < times; ++i) {
     const int64_t after = random() % 6000;
-    const auto ends = run(3, settings, [&](Me& me) {
+    const auto ends = run(3, settings, [&](RankContext& me) {
       if (me.rank == i % 3)
         std::thread([after] {
           std::this_thread::sleep_for(std::chrono::microseconds(after));
@@ -180,5 +180,5 @@ int main(int count, char** words) {
     std::fflush(stdout);
     test();
   }
-  std::puts("meeting_test: all good");
+  std::puts("rendezvous_test: all good");
 }

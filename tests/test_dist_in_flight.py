@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_held import held
-from dist_pool import OURS, Caught, Me, Pool, backend_of, begun, caught, fresh
+from dist_pool import OURS, Caught, Pool, RankContext, backend_of, begun, caught, fresh
+from dist_resources import open_resources
 from dist_waits import NOTICED, heard, say
 
 pytestmark = pytest.mark.skipif(not OURS, reason="messages have no futures, or never end")
@@ -69,9 +69,9 @@ def unsaid(found: Ends) -> Ends:
     }
 
 
-def destroyed(me: Me, what: str) -> tuple[Ends, dict[str, int], dict[str, int]]:
+def destroyed(me: RankContext, what: str) -> tuple[Ends, dict[str, int], dict[str, int]]:
     """Rank 0 destroys a group with many calls in flight; rank 1 keeps it."""
-    before = held()
+    before = open_resources()
     group = dist.new_group([0, 1])
     found: Ends = {}
     if me.rank == 0:
@@ -99,10 +99,10 @@ def destroyed(me: Me, what: str) -> tuple[Ends, dict[str, int], dict[str, int]]:
     if me.rank == 1:
         dist.destroy_process_group(group)
     del group
-    return found, before, held()
+    return found, before, open_resources()
 
 
-def lost(me: Me, how: str) -> tuple[Ends, float]:
+def lost(me: RankContext, how: str) -> tuple[Ends, float]:
     """Rank 1 dies, leaves or aborts while calls are in flight and no thread waits for them."""
     dist.barrier()
     works = messages(dist.group.WORLD, me.rank)
@@ -129,7 +129,7 @@ def impatient() -> None:
     backend_of().set_timeout(datetime.timedelta(seconds=1.5))
 
 
-def never(me: Me) -> tuple[Ends, float]:
+def never(me: RankContext) -> tuple[Ends, float]:
     """Futures of messages that the other, living rank never sends."""
     impatient()
     start = time.monotonic()
@@ -145,7 +145,7 @@ def test_a_future_of_what_never_comes():
             assert 1.0 < took < ENDED
 
 
-def not_sent(me: Me, how: str) -> list[Caught]:
+def not_sent(me: RankContext, how: str) -> list[Caught]:
     """A receive times out; return its error, and that of the next collective on each rank."""
     impatient() if how != "limited" else dist.barrier()
     x, raised = torch.zeros(3), Caught((), "", 0.0)
@@ -175,7 +175,7 @@ def test_the_timeout_of_a_message_is_the_groups(how):
             assert ("CollectiveError" in error.kinds) == (how != "limited"), error
 
 
-def held_up(me: Me, how: str) -> tuple[Ends, float]:
+def held_up(me: RankContext, how: str) -> tuple[Ends, float]:
     """A message that is still on its device does not hide failures of other messages."""
     found, took = Ends(), 0.0
     impatient()
@@ -202,7 +202,7 @@ def test_a_stream_that_is_held_up(how):
         assert took < 1.5 + NOTICED + 1.0
 
 
-def beside_a_wait(me: Me, how: str) -> Caught | None:
+def beside_a_wait(me: RankContext, how: str) -> Caught | None:
     """A future of one message, while a thread waits for another."""
     if me.rank == 0:
         impatient()
@@ -233,7 +233,7 @@ def raised(future: Any) -> None:
     raise RuntimeError("made up, in a callback")
 
 
-def called_back(me: Me) -> list[Caught]:
+def called_back(me: RankContext) -> list[Caught]:
     """Callbacks that raise, and one that destroys the group from the group's own thread."""
     group = dist.new_group([0, 1])
     found = []

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Me, backend_of, caught, pools_of_a_module
-from dist_step import CPU, is_in_step, ones
+from dist_in_step import CPU, is_in_step, ones
+from dist_pool import OURS, Caught, RankContext, backend_of, caught, pools_of_a_module
 
 import pycollect as pc
 
@@ -26,7 +26,7 @@ def pools():
     yield from pools_of_a_module(beside=None)
 
 
-def several(me: Me, jobs: list) -> tuple[Caught, list[list[float]]]:
+def several(me: RankContext, jobs: list) -> tuple[Caught, list[list[float]]]:
     """Coalesced all_reduces of this rank's jobs: one block per job, a list of sizes and dtypes."""
     tensors = [[torch.ones(n, dtype=t) for n, t in job] for job in jobs[me.rank]]
     raised = Caught((), "", 0.0)
@@ -80,7 +80,7 @@ def test_who_has_another_number_of_requests_is_named(pools):
         assert "rank 2 called all_reduce of 4 float32, op sum, by itself" in raised.text
 
 
-def device_fails(me: Me, calls: int) -> tuple[Caught, list[float]]:
+def device_fails(me: RankContext, calls: int) -> tuple[Caught, list[float]]:
     """Rank 0's device fails when it is queried for the copies of the tensors."""
     tensors = [torch.full((5,), float(me.rank)) for _ in range(3)]
     backend_of()._start_coalescing()
@@ -102,7 +102,7 @@ def test_what_does_not_come_from_a_device_holds_back_the_whole_list(pools, calls
         assert kept == [rank] * 3
 
 
-def unlike_batch(me: Me, what: str) -> tuple[Caught, float]:
+def unlike_batch(me: RankContext, what: str) -> tuple[Caught, float]:
     x = ones()
     sent = {"counts": [1, 2 + me.rank], "sizes": [1, 1]}[what]
 
@@ -129,7 +129,7 @@ def test_coalesced_calls_are_agreed_on_before_the_first_runs(pools, what, staged
         assert value == 1
 
 
-def right_batch(me: Me) -> None:
+def right_batch(me: RankContext) -> None:
     """Coalesced calls run in order: each one reads the result of the previous one."""
     last = me.world - 1.0
     x, part, whole = (torch.full((n,), float(me.rank)) for n in (4, 2, 4 * me.world))
@@ -156,7 +156,7 @@ def test_coalesced_calls_run_in_order(pools, world, staged):
 # --- messages and collectives ---------------------------------------------------------------------
 
 
-def mixed(me: Me) -> list[str]:
+def mixed(me: RankContext) -> list[str]:
     """A coalesced message is sent only after all ranks agree on the collectives beside it, because
     otherwise its receive might never be posted."""
     got, raised = torch.zeros(3), []
@@ -188,7 +188,7 @@ def test_messages_and_collectives_of_a_list_are_one(pools, staged):
 # --- numbers --------------------------------------------------------------------------------------
 
 
-def counted(me: Me) -> int:
+def counted(me: RankContext) -> int:
     backend = backend_of()
     before = backend._get_sequence_number_for_group()
     for device in (None, CPU):
@@ -230,7 +230,7 @@ def of_child(call: Callable[[], object]) -> str:
     return said
 
 
-def in_children(me: Me) -> dict[str, str]:
+def in_children(me: RankContext) -> dict[str, str]:
     peer, backend = 1 - me.rank, backend_of()
 
     def whole(device: torch.device | None) -> None:
@@ -268,7 +268,7 @@ def test_forked_children(pools):
             assert "this process was forked from the one that the group belongs to" in text, call
 
 
-def message_of_results(me: Me) -> float:
+def message_of_results(me: RankContext) -> float:
     """A message issued between coalesced collectives sends the result of all of them."""
     x, y = torch.ones(4), torch.ones(1 << 20)
     got = torch.zeros(4)

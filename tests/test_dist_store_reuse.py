@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OURS, Caught, Me, Pool, Pools, begun, caught, pools_of_a_module
+from dist_pool import (
+    BACKEND,
+    OURS,
+    Caught,
+    Pool,
+    Pools,
+    RankContext,
+    begun,
+    caught,
+    pools_of_a_module,
+)
 
 pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no options, or hangs")
 SOON = 1.0  # timeout in seconds of attempts that must fail
@@ -40,7 +50,7 @@ def meet(store: Any, rank: int, world: int, seconds: float = 20) -> None:
     backend.shutdown()
 
 
-def after_an_attempt(me: Me, early: tuple[int, ...], file: str) -> Caught | None:
+def after_an_attempt(me: RankContext, early: tuple[int, ...], file: str) -> Caught | None:
     """The `early` ranks time out in a first attempt; then all ranks make the group."""
     store = dist.FileStore(f"{me.folder}/{file}", me.world)
     error = caught(meet, store, me.rank, me.world, SOON) if me.rank in early else None
@@ -61,7 +71,7 @@ def test_an_attempt_of_some_ranks_does_not_keep_them_apart(pools, early):
         ), errors[rank]
 
 
-def of_other_sizes(me: Me) -> None:
+def of_other_sizes(me: RankContext) -> None:
     store = dist.FileStore(f"{me.folder}/sizes", me.world)
     for turn, world in enumerate((2, 3, 1, 3, 2)):
         if me.rank < world:
@@ -74,7 +84,7 @@ def test_groups_of_other_sizes_meet_on_one_store(pools):
     pools(3).run(of_other_sizes)
 
 
-def subgroups(me: Me) -> None:
+def subgroups(me: RankContext) -> None:
     """Subgroups of changing size on one store, as under torchrun, whose store outlives groups."""
     store = dist.FileStore(f"{me.folder}/agent", me.world)
     for ranks in ([0, 1], [0, 1, 2], [1, 2]):
@@ -91,7 +101,7 @@ def test_a_subgroup_whose_size_changes_with_the_next_initialization(pools):
     pools(3).run(subgroups)
 
 
-def one_after_the_other(me: Me) -> None:
+def one_after_the_other(me: RankContext) -> None:
     """Make and shut down 30 groups on one store, without synchronisation in between."""
     from pycollect import _C
 
@@ -201,7 +211,7 @@ def test_sizes_that_no_machine_has_are_refused(name):
     assert getattr(pycollect.distributed.options(**{name: 2**46}), name) == 2**46
 
 
-def patient(me: Me, timeout: datetime.timedelta) -> None:
+def patient(me: RankContext, timeout: datetime.timedelta) -> None:
     """Every wait that takes a timeout, with a timeout beyond the range of clocks."""
     me.init("patient", timeout=timeout)
     if me.rank == 1:

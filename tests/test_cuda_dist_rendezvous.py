@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Me, Pool, begun, caught, fresh, said
-from dist_site import Emulated
-from test_cuda_dist_faults import VICTIM
-from test_cuda_dist_lives import connect
+from dist_pool import OURS, Caught, Pool, RankContext, begun, caught, fresh, said
+from dist_sites import Emulated
+from test_cuda_dist_faults import KILLED_RANK
+from test_cuda_dist_lifecycle import connect
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests the staging buffers of pycollect")
 
@@ -29,15 +29,17 @@ def allow_threads(on: bool) -> None:
     assert libc.pthread_setattr_default_np(attributes) == 0
 
 
-def met(me: Me, call: str, after: int, lost: bool = False, turn: int = 0) -> tuple[Any, ...]:
+def met(
+    me: RankContext, call: str, after: int, lost: bool = False, turn: int = 0
+) -> tuple[Any, ...]:
     """Bootstrap while, on one rank, a CUDA call fails, does nothing, or no thread can start."""
     site = me.start(f"{call}_{turn}")
     if call == "thread":
         dist.barrier(async_op=True).wait()  # starts the work queue's thread
-        allow_threads(me.rank != VICTIM)
-    elif me.rank == VICTIM and lost:
+        allow_threads(me.rank != KILLED_RANK)
+    elif me.rank == KILLED_RANK and lost:
         site.fake.gpu.drop(call)
-    elif me.rank == VICTIM:
+    elif me.rank == KILLED_RANK:
         site.fake.gpu.fail(call, after)
     x = torch.ones(100)
     first = caught(dist.all_reduce, x)
@@ -45,9 +47,9 @@ def met(me: Me, call: str, after: int, lost: bool = False, turn: int = 0) -> tup
     site.fake.gpu.fail(call, -1)
     site.fake.gpu.drop(call, False)
     second = caught(dist.all_reduce, x)
-    staged, opened = "copy_ caller" in site.calls(), site.fake.gpu.books().get("opened", 0)
+    staged, opened = "copy_ caller" in site.calls(), site.fake.gpu.counters().get("opened", 0)
     dist.destroy_process_group()
-    return first, second, x.sum().item(), staged, opened, site.alive(), site.fouls()
+    return first, second, x.sum().item(), staged, opened, site.alive(), site.violations()
 
 
 MEMORY = ("register_host", "allocate", "create_stream", "fill", "export_memory", "map", "launch")
@@ -66,19 +68,19 @@ def test_every_step_of_the_meeting(call, after):
             for first, second, *found in pool.run(met, call, after, False, turn):
                 assert (first.kind, second.kind) == ("", ""), (first, second)
                 assert found == [900.0, True, 0, {}, []]
-        why = f"PYCOLLECT_CUDA_TRANSPORT=cuda_ipc does not work here: rank {VICTIM}: "
+        why = f"PYCOLLECT_CUDA_TRANSPORT=cuda_ipc does not work here: rank {KILLED_RANK}: "
         for rank in range(3):
             log = (pool.folder / f"rank_{rank}.log").read_text()
             assert log.count(why + failure) == 1, log
             assert log.count("PYCOLLECT_CUDA_TRANSPORT=host_staging: ") == 1, log
     with fresh(3, group=False, site="eager:cuda_ipc") as pool:
-        for first, second, *_, left, fouls in pool.run(met, call, after):
+        for first, second, *_, left, violations in pool.run(met, call, after):
             assert why + failure in first.text, first
             assert "does not work here" in second.text
-            assert (left, fouls) == ({}, [])
+            assert (left, violations) == ({}, [])
 
 
-def met_before(me: Me) -> tuple[Caught, float, list[str]]:
+def met_before(me: RankContext) -> tuple[Caught, float, list[str]]:
     site, x = me.start("met_before"), torch.ones(100)
     dist.barrier(async_op=True).wait()
     connect(me)
@@ -86,13 +88,13 @@ def met_before(me: Me) -> tuple[Caught, float, list[str]]:
     error = caught(dist.all_reduce, x)
     dist.destroy_process_group()
     allow_threads(True)
-    return error, x.sum().item(), site.fouls()
+    return error, x.sum().item(), site.violations()
 
 
 def test_calls_make_no_thread_when_all_have_met():
     with fresh(3, group=False, site="eager:cuda_ipc") as pool:
-        for error, total, fouls in pool.run(met_before, seconds=30):
-            assert (error.kind, total, fouls) == ("", 300.0, []), error
+        for error, total, violations in pool.run(met_before, seconds=30):
+            assert (error.kind, total, violations) == ("", 300.0, []), error
 
 
 def test_memory_that_is_short_or_does_not_arrive():
@@ -106,11 +108,11 @@ def test_memory_that_is_short_or_does_not_arrive():
             assert "rank 0: the mark that rank 1 wrote here has not arrived" in first.text, first
 
 
-def left_alone(me: Me) -> tuple[Caught, dict[str, int], list[str]]:
+def left_alone(me: RankContext) -> tuple[Caught, dict[str, int], list[str]]:
     """One rank is so slow in the bootstrap that its peers time out while it has mapped memory."""
     site = me.start("left_alone", timeout=datetime.timedelta(seconds=2))
-    site.fake.gpu.drop("write_value" if me.rank == VICTIM else "wait_value")
-    return caught(dist.all_reduce, torch.ones(3)), site.alive(), site.fouls()
+    site.fake.gpu.drop("write_value" if me.rank == KILLED_RANK else "wait_value")
+    return caught(dist.all_reduce, torch.ones(3)), site.alive(), site.violations()
 
 
 @pytest.fixture(scope="module")
@@ -123,22 +125,22 @@ def long() -> Iterator[dict[str, Pool]]:
 def test_a_wait_for_what_does_not_come_is_let_go(long):
     """One rank's writes are lost: the bootstrap ends on all ranks, and the device keeps no memory
     except what peers may have mapped."""
-    for first, second, total, staged, _, left, fouls in long["eager:auto"].results(60):
+    for first, second, total, staged, _, left, violations in long["eager:auto"].results(60):
         assert (first.kind, second.kind) == ("", ""), (first, second)
         assert (total, staged) == (900.0, True)
-        assert (left, fouls) == ({}, [])
-    for error, left, fouls in long["eager:cuda_ipc"].results(60):
+        assert (left, violations) == ({}, [])
+    for error, left, violations in long["eager:cuda_ipc"].results(60):
         assert error.kind == "Timeout", error
-        assert f"rank {VICTIM} did not arrive" in error.text
-        assert (left, fouls) == ({}, [])
+        assert f"rank {KILLED_RANK} did not arrive" in error.text
+        assert (left, violations) == ({}, [])
 
 
 # --- first calls that do not match ----------------------------------------------------------------
 
 
-def refused(me: Me, how: str) -> Caught:
+def refused(me: RankContext, how: str) -> Caught:
     """The victim's first call differs from its peers', or its device fails; every rank raises."""
-    victim, x = me.rank == VICTIM, torch.ones(4)
+    victim, x = me.rank == KILLED_RANK, torch.ones(4)
     site = me.start(how)
     if victim and how == "host":
         site.host(x)
@@ -169,13 +171,13 @@ def test_ranks_that_do_not_meet_alike(how):
             assert all(says in error.text for says in REFUSED[how]), error
 
 
-def unlike(me: Me) -> tuple[str, str, float]:
+def unlike(me: RankContext) -> tuple[str, str, float]:
     """One rank's first calls use host memory, or are refused; a later matching call succeeds."""
     site, x, y = me.start("unlike"), torch.ones(4), torch.ones(4)
-    if me.rank == VICTIM:
+    if me.rank == KILLED_RANK:
         site.host(x)
     first = caught(dist.all_reduce, x)
-    second = caught(dist.broadcast, y, 7 if me.rank == VICTIM else 0)
+    second = caught(dist.broadcast, y, 7 if me.rank == KILLED_RANK else 0)
     dist.all_reduce(y)
     return first.kind, second.kind, y.sum().item()
 
@@ -184,14 +186,14 @@ def test_a_first_call_that_is_not_everybodys():
     with fresh(3, group=False, site="eager:auto") as pool:
         for rank, (first, second, total) in enumerate(pool.run(unlike)):
             assert first == "ValueError"
-            assert second == "ValueError" or rank == VICTIM
+            assert second == "ValueError" or rank == KILLED_RANK
             assert total == 12.0
 
 
 # --- situations of the bootstrap ------------------------------------------------------------------
 
 
-def in_a_callback(me: Me) -> list[float]:
+def in_a_callback(me: RankContext) -> list[float]:
     """The callback of a host call starts a GPU call, beside the group's first GPU call."""
     site = me.start("callback")
     host, x, y = site.host(torch.ones(4)), torch.full((5,), 3.0), torch.full((5,), 2.0)
@@ -208,7 +210,7 @@ def in_a_callback(me: Me) -> list[float]:
     return (x + y).unique().tolist()
 
 
-def of_an_odd_size(me: Me) -> list[float]:
+def of_an_odd_size(me: RankContext) -> list[float]:
     me.start("odd", Emulated("eager:cuda_ipc", cuda_buffer_bytes=33_333))
     x = torch.full((30_000,), 1.25)
     for _ in range(2):
@@ -216,7 +218,7 @@ def of_an_odd_size(me: Me) -> list[float]:
     return (x * 2).unique().tolist()
 
 
-def without_slabs(me: Me) -> list[float]:
+def without_slabs(me: RankContext) -> list[float]:
     """With host staging, connecting needs no CUDA calls."""
     site = me.start("unbound", Emulated("eager"))
     connect(me)

@@ -3,8 +3,8 @@
 "late" devices defer all work until something waits for it; "eager" devices do all permitted work
 at once. On both, CPU tensors stand for CUDA tensors: staged through the host, or, as
 "late:cuda_ipc" and "eager:cuda_ipc", in memory that the peers can access. "cuda:cuda_ipc" and
-"cuda:host_staging" are a GPU, or the CPU in its place (homes.py). A job's tensors are created there
-unless it names another device.
+"cuda:host_staging" are a GPU, or the CPU in its place (device_placements.py). A job's tensors are
+created there unless it names another device.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SLABS = ("late:cuda_ipc", "eager:cuda_ipc")
-EMULATED, REAL = (*SLABS, "late", "eager"), ("cuda:cuda_ipc", "cuda:host_staging")
-SLAB_BYTES = 1 << 16  # staging buffer of an emulated rank: 300,000 elements take dozens of pieces
+CUDA_IPC_SITES = ("late:cuda_ipc", "eager:cuda_ipc")
+EMULATED, REAL = (*CUDA_IPC_SITES, "late", "eager"), ("cuda:cuda_ipc", "cuda:host_staging")
+STAGING_BYTES = (
+    1 << 16
+)  # staging buffer of an emulated rank: 300,000 elements take dozens of pieces
 GPU = os.environ.get("PYCOLLECT_TEST_GPU", "cuda:0")
 LARGE = 300_000  # elements; more than any collective copies to the staging buffers (slots)
 _CYCLES = 10_000_000  # GPU cycles, about 5 ms
@@ -59,7 +61,7 @@ def sites(*names: str, stands_in: bool = True) -> list[Any]:
     return [pytest.param(n, marks=marks if is_real(n) else [], id=n) for n in names]
 
 
-def by_hand(job: Callable[..., Any]) -> Callable[..., Any]:
+def cpu_by_default(job: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a job that names the device of each tensor: the default device is the CPU."""
 
     @functools.wraps(job)
@@ -136,7 +138,7 @@ class Site:
     def calls(self) -> list[str]:
         return []
 
-    def fouls(self) -> list[str]:
+    def violations(self) -> list[str]:
         return []
 
     def given_out(self) -> int:
@@ -157,7 +159,7 @@ class Emulated(Site):
 
         pace, rung = (*name.split(":"), "")[:2]
         self.streams = bool(rung)
-        options = {"cuda_transport": rung or "auto", "cuda_buffer_bytes": SLAB_BYTES, **options}
+        options = {"cuda_transport": rung or "auto", "cuda_buffer_bytes": STAGING_BYTES, **options}
         self.options = pc.distributed.options(**options)
         self.fake = _testing.emulate(self.options, pace == "eager", self.streams)
         self.fill_later, self.empty = self.fake.fill_later, self.fake.empty
@@ -194,12 +196,12 @@ class Emulated(Site):
         yield
         self.fake.capture(False)
 
-    def fouls(self) -> list[str]:
-        return self.fake.gpu.fouls()
+    def violations(self) -> list[str]:
+        return self.fake.gpu.violations()
 
     def launched(self) -> int:
         """Number of kernels that this rank has launched."""
-        return self.fake.gpu.books().get("launch", 0)
+        return self.fake.gpu.counters().get("launch", 0)
 
     def launches(self, call: Callable[[], Any]) -> int:
         before = self.launched()
@@ -211,7 +213,7 @@ class Emulated(Site):
 
     def alive(self) -> dict[str, int]:
         kept = ("allocated", "freeing", "opened", "adopted", "streams", "events")
-        return {name: n for name, n in self.fake.gpu.books().items() if name in kept and n != 0}
+        return {name: n for name, n in self.fake.gpu.counters().items() if name in kept and n != 0}
 
     def left(self) -> dict[str, int]:
         """Counts of live resources, after up to 2 s for the streams to release finished work."""

@@ -53,11 +53,11 @@ def calls(
                 yield case, devices, next(way) | {"peers": False}
 
 
-def rehearse(
+def emulate_calls(
     plan: _C.Plan, in_place: bool, devices: Devices, runs: int = 1, **way: Any
-) -> _testing.Rehearsal:
+) -> _testing.EmulatedRun:
     """Issue an emulated call `runs` times and assert that no accesses race."""
-    rehearsal = _testing.Rehearsal(plan, in_place, devices, **way)
-    rehearsal.run(runs)
-    assert rehearsal.race is None, f"{devices} {way}: {rehearsal.race}"
-    return rehearsal
+    emulated_run = _testing.EmulatedRun(plan, in_place, devices, **way)
+    emulated_run.run(runs)
+    assert emulated_run.race is None, f"{devices} {way}: {emulated_run.race}"
+    return emulated_run

@@ -54,10 +54,10 @@ std::string name_of(const FdServer::FdTicket& ticket) {
 }
 
 // Takes the place of an fd server, for as many callers as there are `replies`.
-class Pretender {
+class FakeFdServer {
  public:
   using Answer = std::function<void(const Descriptor& caller)>;
-  explicit Pretender(std::vector<Answer> replies)
+  explicit FakeFdServer(std::vector<Answer> replies)
       : socket_(make_socket(SOCK_SEQPACKET, name_of(ticket))) {
     expect(listen(socket_.get(), 9) == 0, "listen");
     thread_ = std::jthread([this, replies = std::move(replies)] {
@@ -76,7 +76,7 @@ void keeps_no_descriptor_of_several() {
   for (const int count : {1, 2, 3, 9}) {
     const int before = count_entries("/proc/self/fd");
     {
-      const Pretender pretender({[=](const Descriptor& caller) {
+      const FakeFdServer pretender({[=](const Descriptor& caller) {
         receive_fd(caller.get(), 0);
         send_many(caller.get(), 7, count);
       }});
@@ -89,7 +89,7 @@ void keeps_no_descriptor_of_several() {
 
 // A fetch refuses the fd server of another user, even one with the right name and number.
 void takes_nothing_from_other_users() {
-  Pretender pretender({[&](const Descriptor& caller) {
+  FakeFdServer pretender({[&](const Descriptor& caller) {
     receive_fd(caller.get(), 0);
     send_fd(caller.get(), 7, STDERR_FILENO);
   }});
@@ -103,14 +103,14 @@ void takes_nothing_from_other_users() {
 // A group of two whose rank 1 reads rank 0's record through `change`: the fd server of rank 0 has
 // dropped rank 1 as too slow, or is full of silent callers from the start.
 void meets_past(const std::function<std::string(const std::string& said)>& change) {
-  const auto ends = run(2, quick(), [&](Me& me) {
-    LyingBoard store(me.store, {}, [&](const std::string& key, const std::string& value) {
+  const auto ends = run(2, quick(), [&](RankContext& me) {
+    FaultyStore store(me.store, {}, [&](const std::string& key, const std::string& value) {
       return me.rank == 1 && key == "hello/0" ? change(value) : value;
     });
     Group group(store, me.rank, me.world, me.settings);
     return std::string("right");
   });
-  for (const End& end : ends) {
+  for (const RankExit& end : ends) {
     expect_equal(end.said, "right");
     expect(end.when < 10s, "took too long");
   }
@@ -129,7 +129,7 @@ void meets_past_strangers() {
 }
 
 void meets_although_put_out() {
-  std::optional<Pretender> pretender;
+  std::optional<FakeFdServer> pretender;
   meets_past([&](const std::string& said) {
     if (pretender) return said;
     PeerInfo it = PeerInfo::decode(said);
@@ -139,7 +139,8 @@ void meets_although_put_out() {
       send_fd(caller.get(), 7, fetch(real).get());
     };
     const auto put_out = [](const Descriptor&) {};
-    it.ticket = pretender.emplace(std::vector<Pretender::Answer>{put_out, put_out, answer}).ticket;
+    it.ticket =
+        pretender.emplace(std::vector<FakeFdServer::Answer>{put_out, put_out, answer}).ticket;
     return it.encode();
   });
 }
@@ -163,7 +164,7 @@ void hears_that_the_owner_has_gone() {
 // The fd server does not answer, while a profiler's signals keep interrupting the wait for it.
 void waits_no_longer_for_signals() {
   std::atomic<bool> over{false};
-  const Pretender pretender({[&](const Descriptor&) {
+  const FakeFdServer pretender({[&](const Descriptor&) {
     for (const auto begin = Clock::now(); !over && Clock::now() - begin < 5s;)
       std::this_thread::sleep_for(1ms);
   }});
@@ -210,7 +211,7 @@ void lets_no_other_users_in() {
 // Strings of a rank without a terminator; the memory behind them is not zero, either.
 void reads_no_further_than_the_words() {
   Settings settings = quick();
-  MapBoard store;
+  MapStore store;
   Group group(store, 0, 1, settings);
   const CallFingerprint refused{.call = 1, .post = {.flags = Fingerprint::refused}};
   publish_refusal(group, refused, "why");
@@ -235,7 +236,7 @@ void reads_no_further_than_the_words() {
 
 // Published numbers of collectives, dtypes and operations that do not exist.
 void names_no_more_than_there_are() {
-  const auto ends = run(2, quick(), [](Me& me) {
+  const auto ends = run(2, quick(), [](RankContext& me) {
     Group group(me.store, me.rank, me.world, me.settings);
     const CallFingerprint mine{.call = 1,
                                .post = {.fingerprint_hash = 1 + static_cast<uint64_t>(me.rank)}};
@@ -246,7 +247,7 @@ void names_no_more_than_there_are() {
     group.advance(at_run(1) + 1);
     return refusal([&] { agree(group, mine, 1, me.context(10s)); });
   });
-  for (const End& end : ends)
+  for (const RankExit& end : ends)
     expect_equal(end.said,
                  "invalid_argument: all ranks of a group must make the same call: rank 1 called "
                  "number 200 of 0 number 201, rank 0 called all_reduce of 0 number 201, op number "
@@ -268,5 +269,5 @@ int main() {
   lets_no_other_users_in();
   reads_no_further_than_the_words();
   names_no_more_than_there_are();
-  std::puts("strangers_test: all good");
+  std::puts("untrusted_test: all good");
 }

@@ -18,8 +18,8 @@ namespace {
 constexpr uid_t kNobody = 65534, kSomebody = 65533;
 
 // Runs two ranks, each first moved to where `place` puts it; returns how they ended.
-std::vector<End> meet(const Settings& settings, const std::function<bool(Rank)>& place) {
-  return run(2, settings, [&](Me& me) {
+std::vector<RankExit> meet(const Settings& settings, const std::function<bool(Rank)>& place) {
+  return run(2, settings, [&](RankContext& me) {
     if (!place(me.rank)) return text("cannot be put there: ", std::strerror(errno));
     Group group(me.store, me.rank, me.world, me.settings);
     group.advance(at_run(1));
@@ -39,7 +39,7 @@ bool leave_shm() {
 
 void names_users() {
   const auto ends = meet(quick(), [](Rank r) { return become(r == 0 ? kNobody : kSomebody); });
-  for (const End& end : ends) {
+  for (const RankExit& end : ends) {
     expect(end.said.starts_with("CollectiveError: "), end.said);
     expect(end.said.ends_with("; rank 0 is run by user 65534, rank 1 by user 65533, and all ranks "
                               "need the same user"),
@@ -49,15 +49,15 @@ void names_users() {
 
 // Root may fetch another user's descriptor. The other may not fetch root's; both ranks report why.
 void works_where_root_takes() {
-  for (const End& end : meet(quick(), [](Rank r) { return r == 1 || become(kNobody); }))
+  for (const RankExit& end : meet(quick(), [](Rank r) { return r == 1 || become(kNobody); }))
     expect_equal(end.said, "right");
-  for (const End& end : meet(quick(), [](Rank r) { return r == 0 || become(kNobody); }))
+  for (const RankExit& end : meet(quick(), [](Rank r) { return r == 0 || become(kNobody); }))
     expect(contains(end.said, "; rank 0 is run by user 0, rank 1 by user 65534, and"), end.said);
 }
 
 // Unlike processes that a user started, those that switched to it may not read each other's memory.
 void works_as_another_user() {
-  for (const End& end : meet(quick(), [](Rank) { return become(kNobody); }))
+  for (const RankExit& end : meet(quick(), [](Rank) { return become(kNobody); }))
     expect_equal(end.said, "right");
 }
 
@@ -69,13 +69,13 @@ bool rename_user(uid_t user, uid_t number) {
 }
 
 void works_in_user_namespaces() {
-  for (const End& end : meet(quick(), [](Rank r) { return r == 0 || rename_user(0, 7); }))
+  for (const RankExit& end : meet(quick(), [](Rank r) { return r == 0 || rename_user(0, 7); }))
     expect_equal(end.said, "right");
   for (const uid_t number : {7, 0}) {  // root of that namespace is refused, too
     const auto other = [=](Rank r) {
       return r == 0 || (become(kNobody) && rename_user(kNobody, number));
     };
-    for (const End& end : meet(quick(), other)) {
+    for (const RankExit& end : meet(quick(), other)) {
       expect(contains(end.said,
                       "; rank 0 is in another user namespace than rank 1, and both must "
                       "be the same user of the host"),
@@ -88,12 +88,12 @@ void works_in_user_namespaces() {
 void names_networks() {
   Settings settings = quick();
   settings.timeout = 3s;
-  const auto ends = run(4, settings, [](Me& me) {
+  const auto ends = run(4, settings, [](RankContext& me) {
     if (me.rank > 1 && unshare(CLONE_NEWNET) != 0) return std::string("cannot be put there");
     Group group(me.store, me.rank, me.world, me.settings);
     return std::string("nothing");
   });
-  for (const End& end : ends) {
+  for (const RankExit& end : ends) {
     expect(
         end.said.starts_with("CollectiveError: the ranks of group 'default' cannot share memory; "
                              "ranks 2, 3: cannot reach the Unix socket @pycollect-fd-server-"),
@@ -105,7 +105,7 @@ void names_networks() {
 }
 
 void works_without_shm() {
-  for (const End& end : meet(quick(), [](Rank) { return leave_shm(); }))
+  for (const RankExit& end : meet(quick(), [](Rank) { return leave_shm(); }))
     expect_equal(end.said, "right");
 }
 
@@ -114,7 +114,7 @@ void names_who_can_make_no_thread() {
     const rlimit least = {1, 1};
     return become(kNobody) && (r == 0 || setrlimit(RLIMIT_NPROC, &least) == 0);
   };
-  for (const End& end : meet(quick(), place))
+  for (const RankExit& end : meet(quick(), place))
     expect(
         end.said.starts_with("CollectiveError: the ranks of group 'default' cannot share memory; "
                              "rank 1: this process cannot make another thread"),
@@ -122,7 +122,7 @@ void names_who_can_make_no_thread() {
 }
 
 // Runs `body` in a pid namespace of its own, where both ranks have the same pid.
-std::string alone(const Body& body, Me& me) {
+std::string alone(const Body& body, RankContext& me) {
   if (unshare(CLONE_NEWPID) != 0) return "cannot make a pid namespace";
   const pid_t pid = fork();
   if (pid == 0) {
@@ -140,8 +140,8 @@ std::string alone(const Body& body, Me& me) {
 
 void notices_deaths_in_other_pid_namespaces() {
   for (const std::string how : {"exec", "exit", "kill"}) {
-    const auto ends = run(2, quick(), [&](Me& mine) {
-      const Body body = [&](Me& me) {
+    const auto ends = run(2, quick(), [&](RankContext& mine) {
+      const Body body = [&](RankContext& me) {
         Group group(me.store, me.rank, me.world, me.settings);
         expect(getpid() == 1, "is not apart");
         const auto begin = Clock::now();
@@ -168,7 +168,7 @@ void notices_deaths_in_other_pid_namespaces() {
 
 // Runs in a child whose real user is not its effective user.
 void takes_either_user_for_its_own() {
-  const auto ends = run(1, quick(), [](Me&) {
+  const auto ends = run(1, quick(), [](RankContext&) {
     if (setresuid(kNobody, 0, 0) != 0) return std::string("cannot become another user");
     FdServer fd_server;
     fetch(fd_server.offer(Descriptor(dup(STDERR_FILENO))));
@@ -180,7 +180,7 @@ void takes_either_user_for_its_own() {
 void says_which_fd_server_it_is() {
   FdServer fd_server;
   const auto ticket = fd_server.offer(Descriptor(dup(STDERR_FILENO)));
-  const auto ends = run(1, quick(), [&](Me&) {
+  const auto ends = run(1, quick(), [&](RankContext&) {
     return attempt([&] {
       if (!become(kNobody)) return "cannot become another user";
       fetch(ticket);
@@ -195,7 +195,8 @@ void says_which_fd_server_it_is() {
 
 int main() {
   using namespace pycollect::shm;
-  if (geteuid() != 0) return std::puts("apart_test: SKIPPED: no right to become another user"), 0;
+  if (geteuid() != 0)
+    return std::puts("isolation_test: SKIPPED: no right to become another user"), 0;
   const std::pair<const char*, void (*)()> tests[] = {
       {"names users", names_users},
       {"works where root takes", works_where_root_takes},
@@ -213,5 +214,5 @@ int main() {
     std::fflush(stdout);
     test();
   }
-  std::puts("apart_test: all good");
+  std::puts("isolation_test: all good");
 }

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import Me, Pools, pools_of_a_module
+from dist_pool import Pools, RankContext, pools_of_a_module
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -43,7 +43,7 @@ class Net(nn.Module):
         return self.last(x)
 
 
-def batch(me: Me, step: int) -> tuple[Tensor, Tensor]:
+def batch(me: RankContext, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + me.rank)
     x = torch.randn(8, 20, generator=generator)
     return x, torch.randint(3, (8,), generator=generator)
@@ -54,7 +54,7 @@ def net(seed: int) -> Net:
     return Net()
 
 
-def step(model: nn.Module, me: Me, n: int, *args: Any) -> Tensor:
+def step(model: nn.Module, me: RankContext, n: int, *args: Any) -> Tensor:
     x, y = batch(me, n)
     return nn.functional.cross_entropy(model(x, *args), y)
 
@@ -64,7 +64,7 @@ def state(model: nn.Module) -> list[Tensor]:
     return [t.detach().clone() for t in model.parameters()]
 
 
-def train(me: Me, group: dist.ProcessGroup, **options: Any) -> list[Tensor]:
+def train(me: RankContext, group: dist.ProcessGroup, **options: Any) -> list[Tensor]:
     """Train with DDP; ranks start with different parameters, and DDP takes those of rank 0."""
     model = DDP(net(me.rank), process_group=group, bucket_cap_mb=0.02, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -76,7 +76,9 @@ def train(me: Me, group: dist.ProcessGroup, **options: Any) -> list[Tensor]:
 
 
 def compare(
-    me: Me, run: Callable[[Me, dist.ProcessGroup], list[Tensor]], **tolerance: float
+    me: RankContext,
+    run: Callable[[RankContext, dist.ProcessGroup], list[Tensor]],
+    **tolerance: float,
 ) -> None:
     """Compare the run on the backend with that on gloo, and the parameters of all ranks."""
     ours, theirs = run(me, dist.group.WORLD), run(me, me.peer)
@@ -88,19 +90,19 @@ def compare(
     assert all(e == everybody[0] for e in everybody), everybody
 
 
-def ddp(me: Me) -> None:
+def ddp(me: RankContext) -> None:
     compare(me, train)
 
 
-def ddp_views(me: Me) -> None:
+def ddp_views(me: RankContext) -> None:
     compare(me, lambda me, group: train(me, group, gradient_as_bucket_view=True))
 
 
-def ddp_static_graph(me: Me) -> None:
+def ddp_static_graph(me: RankContext) -> None:
     compare(me, lambda me, group: train(me, group, static_graph=True))
 
 
-def as_one_process(me: Me) -> None:
+def as_one_process(me: RankContext) -> None:
     """Without batch norm, W ranks with a batch each train like one process with all batches."""
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 3))
@@ -114,7 +116,7 @@ def as_one_process(me: Me) -> None:
         many.zero_grad()
         step(model, me, n).backward()
         for rank in range(me.world):
-            x, y = batch(Me(rank, me.spec, ""), n)
+            x, y = batch(RankContext(rank, me.spec, ""), n)
             (nn.functional.cross_entropy(alone(x), y) / me.world).backward()
         one.step()
         many.step()
@@ -122,7 +124,7 @@ def as_one_process(me: Me) -> None:
         torch.testing.assert_close(mine, wanted)
 
 
-def unused(me: Me, group: dist.ProcessGroup) -> list[Tensor]:
+def unused(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
     model = DDP(net(0), process_group=group, find_unused_parameters=True, bucket_cap_mb=0.02)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for n in range(STEPS):
@@ -132,11 +134,11 @@ def unused(me: Me, group: dist.ProcessGroup) -> list[Tensor]:
     return state(model)
 
 
-def find_unused(me: Me) -> None:
+def find_unused(me: RankContext) -> None:
     compare(me, unused)
 
 
-def accumulated(me: Me, group: dist.ProcessGroup) -> list[Tensor]:
+def accumulated(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
     model = DDP(net(0), process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for n in range(STEPS):
@@ -148,11 +150,11 @@ def accumulated(me: Me, group: dist.ProcessGroup) -> list[Tensor]:
     return state(model)
 
 
-def no_sync(me: Me) -> None:
+def no_sync(me: RankContext) -> None:
     compare(me, accumulated)
 
 
-def uneven(me: Me, group: dist.ProcessGroup) -> list[Tensor]:
+def uneven(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
     """Rank r has r more batches; DDP and ZeRO shadow the remaining calls of their peers (Join)."""
     from torch.distributed.algorithms.join import Join
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -170,11 +172,11 @@ def uneven(me: Me, group: dist.ProcessGroup) -> list[Tensor]:
     return state(model)
 
 
-def join(me: Me) -> None:
+def join(me: RankContext) -> None:
     compare(me, uneven)
 
 
-def zero(me: Me, group: dist.ProcessGroup) -> list[Tensor]:
+def zero(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = DDP(net(0), process_group=group)
@@ -191,12 +193,16 @@ def zero(me: Me, group: dist.ProcessGroup) -> list[Tensor]:
     return state(model)
 
 
-def zero_optimizer(me: Me) -> None:
+def zero_optimizer(me: RankContext) -> None:
     compare(me, zero, rtol=1e-3, atol=1e-4)
 
 
 def hooked(
-    me: Me, group: dist.ProcessGroup, hook: Callable[..., Any], given: Any, megabytes: float = 0.02
+    me: RankContext,
+    group: dist.ProcessGroup,
+    hook: Callable[..., Any],
+    given: Any,
+    megabytes: float = 0.02,
 ) -> list[Tensor]:
     model = DDP(net(0), process_group=group, bucket_cap_mb=megabytes)
     model.register_comm_hook(given, hook)
@@ -208,7 +214,7 @@ def hooked(
     return state(model)
 
 
-def simple_hooks(me: Me) -> None:
+def simple_hooks(me: RankContext) -> None:
     """DDP communication hooks: plain, fp16 and bf16 gradients."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
 
@@ -221,12 +227,12 @@ def simple_hooks(me: Me) -> None:
     compare(me, lambda me, group: hooked(me, group, bf16, group), **roughly)
 
 
-def power_sgd_hook(me: Me) -> None:
+def power_sgd_hook(me: RankContext) -> None:
     """PowerSGD: futures of collectives that start further collectives. One bucket only: with
     several, torch starts those in an order that differs between ranks."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-    def run(me: Me, group: dist.ProcessGroup) -> list[Tensor]:
+    def run(me: RankContext, group: dist.ProcessGroup) -> list[Tensor]:
         given = powerSGD_hook.PowerSGDState(
             group, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
         )
@@ -235,7 +241,7 @@ def power_sgd_hook(me: Me) -> None:
     compare(me, run, rtol=1e-2, atol=1e-2)
 
 
-def syncs_buffers(me: Me) -> None:
+def syncs_buffers(me: RankContext) -> None:
     """DDP broadcasts rank 0's buffers before a forward."""
     model = DDP(net(me.rank))
     for n in range(2):
@@ -249,13 +255,13 @@ def syncs_buffers(me: Me) -> None:
     assert all(torch.isfinite(t).all() for t in everybody)
 
 
-def monitored(me: Me) -> None:
+def monitored(me: RankContext) -> None:
     """DDP with the checks of TORCH_DISTRIBUTED_DEBUG=INFO."""
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"
     compare(me, train)
 
 
-def averaged(me: Me) -> None:
+def averaged(me: RankContext) -> None:
     """PeriodicModelAverager: parameters are averaged every other step."""
     from torch.distributed.algorithms.model_averaging import averagers
 

@@ -13,7 +13,7 @@
 
 namespace pycollect::shm {
 
-class MapBoard final : public Store {
+class MapStore final : public Store {
  public:
   void post(const std::string& key, const std::string& value) override {
     const std::lock_guard lock(mutex_);
@@ -36,9 +36,9 @@ class MapBoard final : public Store {
 };
 
 // A key is a file, which gets its final name only once it is complete.
-class FolderBoard final : public Store {
+class FileStore final : public Store {
  public:
-  explicit FolderBoard(std::filesystem::path folder) : folder_(std::move(folder)) {
+  explicit FileStore(std::filesystem::path folder) : folder_(std::move(folder)) {
     std::filesystem::create_directories(folder_);
   }
   void post(const std::string& key, const std::string& value) override {

@@ -265,5 +265,5 @@ int main() {
     leaves_a_childs_threads_alone();
     leaves_signals_to_the_others();
   }
-  std::puts("life_test: all good");
+  std::puts("failure_detector_test: all good");
 }

@@ -13,8 +13,8 @@ from typing import Any
 import plan_cases
 import pytest
 import torch
+from emulated_calls import all_reduce, emulate_calls, ways
 from plan_cases import Case, cases, random_plan
-from streams_cases import all_reduce, rehearse, ways
 
 from pycollect import _C, _testing
 
@@ -43,10 +43,10 @@ def test_no_algorithm_races_on_pageable_memory(algorithm: _C.Algorithm) -> None:
     for seed, case in enumerate(cases(algorithm, range(2, 9))):
         devices = mixed(case, seed)
         options: dict[str, Any] = next(way) | {"peers": seed % 2 == 0, "bindings": 1 + seed % 2}
-        rehearsal = rehearse(case.plan, case.in_place, devices, runs=2, **options)
+        emulated_run = emulate_calls(case.plan, case.in_place, devices, runs=2, **options)
         for order in (-1, seed, seed + 1):
-            assert rehearsal.mismatch(order) is None, f"{case} on {devices}, {options}"
-        moved += rehearsal.counts["host_copy"]
+            assert emulated_run.mismatch(order) is None, f"{case} on {devices}, {options}"
+        moved += emulated_run.counts["host_copy"]
     assert moved > 0 or algorithm.collective == "barrier"
 
 
@@ -58,9 +58,9 @@ def test_any_size_of_ring_will_do(ring: tuple[int, int]) -> None:
                 plan = all_reduce(name, len(devices))
                 for lanes in (False, True):
                     way: dict[str, Any] = {"dtype": dtype, "op": op, "lanes": lanes, "bindings": 2}
-                    rehearsal = rehearse(plan, True, devices, runs=3, ring=ring, **way)
+                    emulated_run = emulate_calls(plan, True, devices, runs=3, ring=ring, **way)
                     for seed in range(-1, 3):
-                        assert rehearsal.mismatch(seed) is None, (name, devices, way)
+                        assert emulated_run.mismatch(seed) is None, (name, devices, way)
 
 
 def test_random_plans_on_pageable_memory() -> None:
@@ -73,14 +73,14 @@ def test_random_plans_on_pageable_memory() -> None:
         way = {"peers": pick.random() < 0.5, "pieces": pick.choice((2, 5, 8)), "host_waits": False}
         way |= {"lanes": pick.random() < 0.5, "ring": pick.choice([(256, 2), (512, 3)])}
         try:
-            rehearsal = rehearse(plan, in_place, devices, 2, **way)
+            emulated_run = emulate_calls(plan, in_place, devices, 2, **way)
         except ValueError as error:
             if "cut the chunks into more pieces" not in str(error):
                 raise
             refused += 1
             continue
         for order in (-1, 0, 1):
-            assert rehearsal.mismatch(order) is None, f"seed {seed}: {devices}, {way}"
+            assert emulated_run.mismatch(order) is None, f"seed {seed}: {devices}, {way}"
     assert refused < 10
 
 
@@ -94,21 +94,21 @@ def gather(world: int) -> _C.Plan:
 
 def test_a_scatter_leaves_the_host_free() -> None:
     """The input has been read when the call returns, so the host does not wait for the GPUs."""
-    rehearsal = rehearse(scatter(4), False, [PAGEABLE, 0, 0, 1], ring=(4096, 4))
-    counts = rehearsal.counts
+    emulated_run = emulate_calls(scatter(4), False, [PAGEABLE, 0, 0, 1], ring=(4096, 4))
+    counts = emulated_run.counts
     assert counts["synchronize"] == 0
     assert counts["copy"] == 3
     assert counts["host_copy"] == 3 + 1  # the root's own part is copied from host to host
 
 
 def test_a_gather_waits_for_what_it_writes() -> None:
-    rehearsal = rehearse(gather(3), False, [PAGEABLE, 0, 1], ring=(4096, 4), lanes=True)
-    assert rehearsal.counts["synchronize"] == 2  # one piece from each device
+    emulated_run = emulate_calls(gather(3), False, [PAGEABLE, 0, 1], ring=(4096, 4), lanes=True)
+    assert emulated_run.counts["synchronize"] == 2  # one piece from each device
     # The last two stream waits are the host's own; stream waits before them order nothing new.
-    assert not {rehearsal.waits - 1, rehearsal.waits - 2} & set(rehearsal.missed())
+    assert not {emulated_run.waits - 1, emulated_run.waits - 2} & set(emulated_run.missed())
 
-    def late(seed: int) -> _testing.Rehearsal:
-        fresh = rehearse(gather(3), False, [PAGEABLE, 0, 1], ring=(4096, 4), lanes=True)
+    def late(seed: int) -> _testing.EmulatedRun:
+        fresh = emulate_calls(gather(3), False, [PAGEABLE, 0, 1], ring=(4096, 4), lanes=True)
         fresh.drop_wait(fresh.waits - 1)
         assert fresh.race is not None
         return fresh
@@ -118,73 +118,75 @@ def test_a_gather_waits_for_what_it_writes() -> None:
 
 
 def test_a_piece_is_filled_again_only_when_it_has_left() -> None:
-    rehearsal = rehearse(scatter(2), False, [PAGEABLE, 0], ring=(32, 2), runs=4)
-    host_waits = rehearsal.counts["synchronize"]
+    emulated_run = emulate_calls(scatter(2), False, [PAGEABLE, 0], ring=(32, 2), runs=4)
+    host_waits = emulated_run.counts["synchronize"]
     assert host_waits > 0
-    for number in range(rehearsal.waits):
-        fresh = rehearse(scatter(2), False, [PAGEABLE, 0], ring=(32, 2), runs=4)
+    for number in range(emulated_run.waits):
+        fresh = emulate_calls(scatter(2), False, [PAGEABLE, 0], ring=(32, 2), runs=4)
         fresh.drop_wait(number)
-        assert fresh.race is not None, f"wait {number} of {rehearsal.waits} is in vain"
+        assert fresh.race is not None, f"wait {number} of {emulated_run.waits} is in vain"
 
 
 def test_small_tensors_share_a_piece() -> None:
-    rehearsal = rehearse(scatter(2), False, [PAGEABLE, 0], ring=(1 << 16, 4), bindings=40)
-    assert rehearsal.counts["copy"] == 40
-    assert rehearsal.counts["synchronize"] == 0
-    gathered = rehearse(gather(2), False, [PAGEABLE, 0], ring=(1 << 16, 4), bindings=40)
+    emulated_run = emulate_calls(scatter(2), False, [PAGEABLE, 0], ring=(1 << 16, 4), bindings=40)
+    assert emulated_run.counts["copy"] == 40
+    assert emulated_run.counts["synchronize"] == 0
+    gathered = emulate_calls(gather(2), False, [PAGEABLE, 0], ring=(1 << 16, 4), bindings=40)
     assert gathered.counts["synchronize"] == 1
 
 
 def test_what_a_rank_in_pageable_memory_got_it_can_pass_on() -> None:
     """Copies out of the ring must arrive before the same memory is read again."""
     plan = _C.find_algorithm("broadcast", "chain").plan(3, 0, 4)
-    rehearsal = rehearse(plan, True, [0, PAGEABLE, 1], peers=False, runs=2)
+    emulated_run = emulate_calls(plan, True, [0, PAGEABLE, 1], peers=False, runs=2)
     for seed in range(20):
-        assert rehearsal.mismatch(seed) is None
+        assert emulated_run.mismatch(seed) is None
 
 
 def test_pinned_ranks_are_waited_for_as_before() -> None:
-    rehearsal = rehearse(all_reduce("leader", 3), True, [0, PINNED, PAGEABLE], ring=(4096, 4))
-    pinned = rehearse(all_reduce("leader", 3), True, [0, PINNED, PINNED])
+    emulated_run = emulate_calls(
+        all_reduce("leader", 3), True, [0, PINNED, PAGEABLE], ring=(4096, 4)
+    )
+    pinned = emulate_calls(all_reduce("leader", 3), True, [0, PINNED, PINNED])
     assert pinned.counts["synchronize"] == 1
-    assert rehearsal.counts["synchronize"] == 2
+    assert emulated_run.counts["synchronize"] == 2
 
 
 def test_a_capture_refuses_pageable_memory_before_anything_is_issued() -> None:
     for host_waits in (False, True):
-        rehearsal = _testing.Rehearsal(
+        emulated_run = _testing.EmulatedRun(
             all_reduce("leader", 2), True, [0, PAGEABLE], host_waits=host_waits
         )
         with pytest.raises(ValueError, match="not pinned cannot be read or written while a CUDA"):
-            rehearsal.run(capture=True)
-        assert rehearsal.counts["launch"] == rehearsal.counts["host_copy"] == 0
+            emulated_run.run(capture=True)
+        assert emulated_run.counts["launch"] == emulated_run.counts["host_copy"] == 0
 
 
 def test_a_failure_leaves_the_ring_usable() -> None:
     """After a failure of any CUDA call, the next run gets pieces that are not in use."""
     for plan, devices in ((scatter(3), [PAGEABLE, 0, 1]), (gather(3), [PAGEABLE, 0, 1])):
-        healthy = rehearse(plan, False, devices, ring=(32, 2), bindings=2).counts["host_copy"]
+        healthy = emulate_calls(plan, False, devices, ring=(32, 2), bindings=2).counts["host_copy"]
         for after in range(40):
-            rehearsal = _testing.Rehearsal(plan, False, devices, ring=(32, 2), bindings=2)
-            rehearsal.fail_call(after)
+            emulated_run = _testing.EmulatedRun(plan, False, devices, ring=(32, 2), bindings=2)
+            emulated_run.fail_call(after)
             with contextlib.suppress(RuntimeError):  # beyond the last call nothing fails
-                rehearsal.run()
-            before = rehearsal.counts["host_copy"]
-            rehearsal.run(2)
+                emulated_run.run()
+            before = emulated_run.counts["host_copy"]
+            emulated_run.run(2)
             # The failed call writes nothing to the caller's memory any more.
-            assert rehearsal.counts["host_copy"] - before == 2 * healthy, f"after {after}"
-            assert rehearsal.race is None, f"after {after}: {rehearsal.race}"
-            assert rehearsal.mismatch(after) is None
+            assert emulated_run.counts["host_copy"] - before == 2 * healthy, f"after {after}"
+            assert emulated_run.race is None, f"after {after}: {emulated_run.race}"
+            assert emulated_run.mismatch(after) is None
 
 
 def test_runs_beside_each_other_have_rings_of_their_own() -> None:
-    first = _testing.Rehearsal(all_reduce("leader", 3), True, [0, PAGEABLE, 1])
-    second = _testing.Rehearsal(all_reduce("chain", 3), True, [0, PAGEABLE, 1], beside=first)
+    first = _testing.EmulatedRun(all_reduce("leader", 3), True, [0, PAGEABLE, 1])
+    second = _testing.EmulatedRun(all_reduce("chain", 3), True, [0, PAGEABLE, 1], beside=first)
     for _ in range(3):
-        for rehearsal in (first, second):
-            rehearsal.run(2)
-            assert rehearsal.race is None
-            assert rehearsal.mismatch() is None
+        for emulated_run in (first, second):
+            emulated_run.run(2)
+            assert emulated_run.race is None
+            assert emulated_run.mismatch() is None
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

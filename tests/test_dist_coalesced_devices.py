@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Me, Pool, backend_of, begun, caught, pools_of_a_module
-from dist_step import is_in_step, ones
+from dist_in_step import is_in_step, ones
+from dist_pool import OURS, Caught, Pool, RankContext, backend_of, begun, caught, pools_of_a_module
 
 pytestmark = pytest.mark.skipif(not OURS, reason="what only this backend promises")
-SLABS = ["late:cuda_ipc", "eager:cuda_ipc"]
-HOST, DEVICES = [""], ["late", "eager", *SLABS]
+CUDA_IPC_SITES = ["late:cuda_ipc", "eager:cuda_ipc"]
+HOST, DEVICES = [""], ["late", "eager", *CUDA_IPC_SITES]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def laid(n: int, value: float, layout: str) -> torch.Tensor:
     return torch.full((n, 2), value)[:, 0] if layout == "strided" else torch.full((n,), value)
 
 
-def dependent(me: Me, layout: str) -> None:
+def dependent(me: RankContext, layout: str) -> None:
     """Each call reads the result of the previous one; the third scales a part of it."""
     for turn in (1.0, 2.0):  # the second turn reuses memory of the first
         total = turn * me.world * (me.world + 1) / 2
@@ -61,7 +61,9 @@ def test_a_call_reads_what_an_earlier_one_of_its_list_writes(pools, world, stage
     pools(world, site=staged).run(dependent, layout)
 
 
-def held_up(me: Me, layout: str, waits: bool) -> tuple[list[float], list[float], list[str]]:
+def held_up(
+    me: RankContext, layout: str, waits: bool
+) -> tuple[list[float], list[float], list[str]]:
     """Part of the second call's input is filled late, on a stream that is blocked meanwhile.
 
     The call's tensors must still be allocated when it runs.
@@ -87,23 +89,23 @@ def held_up(me: Me, layout: str, waits: bool) -> tuple[list[float], list[float],
     me.fake.look(True)
     work.wait()
     is_in_step(me)
-    fouls = me.fake.gpu.fouls() if me.fake.gpu else []
-    return seen.view(me.world, 2, 4)[:, :, 0].flatten().tolist(), both[::4].tolist(), fouls
+    violations = me.fake.gpu.violations() if me.fake.gpu else []
+    return seen.view(me.world, 2, 4)[:, :, 0].flatten().tolist(), both[::4].tolist(), violations
 
 
 @pytest.mark.parametrize("layout", ["dense", "strided"])
 @pytest.mark.parametrize("staged", DEVICES)
 def test_a_call_comes_behind_what_its_stream_had_to_do_when_it_was_asked_for(pools, staged, layout):
     """With stream-ordered transport, no host waits for the earlier work of the stream."""
-    for seen, both, fouls in pools(2, site=staged).run(
+    for seen, both, violations in pools(2, site=staged).run(
         held_up, layout, staged.endswith("cuda_ipc")
     ):
         assert both == [8.0, 12.0]
         assert seen == [2.0, 3.0] * 2
-        assert fouls == []
+        assert violations == []
 
 
-def never(me: Me) -> tuple[Caught, Caught]:
+def never(me: RankContext) -> tuple[Caught, Caught]:
     """Rank 0's stream is blocked before the second call's input, so the call times out."""
     both = torch.ones(8)
     dist.all_reduce(torch.ones(3))
@@ -123,7 +125,7 @@ def never(me: Me) -> tuple[Caught, Caught]:
     return first, second
 
 
-HELD = ("late", *SLABS)
+HELD = ("late", *CUDA_IPC_SITES)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -139,7 +141,7 @@ def test_a_stream_that_never_comes_to_it(held, staged):
         assert "CollectiveError" in second.kinds, second
 
 
-def device_fails(me: Me, most: int) -> list[tuple[Caught, float]]:
+def device_fails(me: RankContext, most: int) -> list[tuple[Caught, float]]:
     """Rank 0's device fails in one CUDA call of the block, each time one call later."""
     found = []
     for calls in range(most):
@@ -166,7 +168,7 @@ def test_a_device_that_fails_when_it_is_the_turn_of_a_call(pools):
     assert all(raised.kind for raised, _ in first)
 
 
-def under_another_stream(me: Me) -> list[float]:
+def under_another_stream(me: RankContext) -> list[float]:
     """The block ends on another current stream than the one on which its messages were issued."""
     x, found = torch.zeros(4), []
     for step in (1.0, 2.0, 3.0):

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 
-def held() -> dict[str, int]:
+def open_resources() -> dict[str, int]:
     gc.collect()
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {

@@ -16,7 +16,7 @@ import programs
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import Me, Pools, pools_of_a_module
+from dist_pool import Pools, RankContext, pools_of_a_module
 from test_train_processes import alone, assert_alike, job, trained
 from torch import Tensor, nn
 
@@ -46,7 +46,7 @@ def batch(shares: list[int]) -> tuple[Tensor, Tensor]:
     return tuple(3 + torch.randn(2, sum(shares), 4, 3, 2, dtype=torch.float64))  # type: ignore[return-value]
 
 
-def normalised(me: Me, shares: list[int]) -> dict[str, Tensor]:
+def normalised(me: RankContext, shares: list[int]) -> dict[str, Tensor]:
     """Run two steps of one rank's layer; return output, gradients and running statistics."""
     (mine,) = convert_sync_batchnorm([layer()], dist.group.WORLD)
     X, factor = (whole.split(shares)[me.rank] for whole in batch(shares))
@@ -94,7 +94,7 @@ def test_a_network_with_them_has_the_bits_of_one_process(
     assert_alike(2, pools(2).run(trained, True, options), True, options)
 
 
-def too_few(me: Me) -> str:
+def too_few(me: RankContext) -> str:
     (mine,) = convert_sync_batchnorm([nn.BatchNorm1d(3)], dist.group.WORLD)
     with pytest.raises(ValueError, match="more than 1 value per channel over all ranks"):
         mine(torch.zeros(1 - me.rank, 3))
@@ -107,7 +107,9 @@ def test_all_processes_refuse_one_value(pools: Pools) -> None:
     assert pools(2).run(too_few) == ["refused"] * 2
 
 
-def measured(me: Me, folder: str, **options: Any) -> tuple[list[tuple[int, ...]], list[Tensor]]:
+def measured(
+    me: RankContext, folder: str, **options: Any
+) -> tuple[list[tuple[int, ...]], list[Tensor]]:
     """Train with a fake clock: a pass takes 1 ms on rank 0 and 3 ms on rank 1."""
     seconds = (0.001, 0.003)[me.rank]
     options = {"prefetch": 2, "weights": "auto", "checkpoint": f"{folder}/run.pt", **options}
@@ -130,7 +132,7 @@ def test_all_processes_have_the_same_measured_shares(pools: Pools, tmp_path: Pat
     assert all(map(same_bits, a, alone(2, False, again)[2]))
 
 
-def measured_in_parts(me: Me, folder: str) -> bool:
+def measured_in_parts(me: RankContext, folder: str) -> bool:
     """Two runs of an epoch have the batch sizes of one run of two, with two steps of delay."""
     whole, _ = measured(me, f"{folder}/whole")
     measured(me, f"{folder}/part", epochs=1)
@@ -145,7 +147,7 @@ def test_measured_shares_of_processes_go_on(pools: Pools, tmp_path: Path) -> Non
     assert pools(2).run(measured_in_parts, str(tmp_path)) == [True, True]
 
 
-def stopped(me: Me, path: str, heard: list[int]) -> tuple[int, bool]:
+def stopped(me: RankContext, path: str, heard: list[int]) -> tuple[int, bool]:
     """Get SIGTERM at this rank's given check; compare a resumed run with an uninterrupted one."""
     check = Interrupt.check
     options = {"sync_batchnorm": True, "momentum": 0.9}

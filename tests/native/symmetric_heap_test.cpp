@@ -1,5 +1,7 @@
 // The allocator of the symmetric heap: blocks do not overlap, memory is committed and given back,
 // and a forked child can neither allocate nor free.
+#include "../../csrc/shm/symmetric_heap.h"
+
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -8,7 +10,6 @@
 #include <cstring>
 #include <random>
 
-#include "../../csrc/shm/symmetric_heap.h"
 #include "group_ranks.h"
 
 namespace pycollect::shm {
@@ -17,7 +18,7 @@ namespace {
 constexpr std::size_t kMiB = 1 << 20;
 
 std::unique_ptr<Group> alone(std::size_t symmetric_heap_bytes) {
-  MapBoard store;
+  MapStore store;
   Settings settings = quick();
   settings.symmetric_heap_bytes = symmetric_heap_bytes;
   return std::make_unique<Group>(store, 0, 1, settings);
@@ -204,5 +205,5 @@ int main() {
   leaves_the_parents_alone();
   keeps_large_blocks_off_the_same_sets();
   fits_into_address_space();
-  std::puts("arena_test: all good");
+  std::puts("symmetric_heap_test: all good");
 }

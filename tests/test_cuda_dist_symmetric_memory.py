@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Me, caught, fresh
-from dist_site import LARGE, until
-from test_cuda_dist_faults import VICTIM
-from test_cuda_dist_placed import meet
+from dist_pool import OURS, Caught, RankContext, caught, fresh
+from dist_sites import LARGE, until
+from test_cuda_dist_faults import KILLED_RANK
+from test_cuda_dist_zero_copy import meet
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests the symmetric memory of pycollect")
@@ -36,7 +36,7 @@ def listened() -> list[str]:
     return lines
 
 
-def crowded(me: Me) -> tuple[int, int]:
+def crowded(me: RankContext) -> tuple[int, int]:
     """Reduce more shared tensors (70) than peers can map (64); the rest are copied."""
     lines = listened()
     meet(me)
@@ -49,16 +49,16 @@ def crowded(me: Me) -> tuple[int, int]:
     return known, counts.count(0)  # rank 0 launches a kernel in every call
 
 
-def unshared(me: Me) -> tuple[int, int]:
+def unshared(me: RankContext) -> tuple[int, int]:
     """Memory that one rank cannot export remains usable; its tensors are copied."""
     meet(me)
     lines = listened()
-    if me.rank == VICTIM:
+    if me.rank == KILLED_RANK:
         me.fake.gpu.fail("export_memory")
     x, y = me.site.make(LARGE).fill_(me.rank), me.site.make(LARGE).fill_(me.rank)
     me.fake.gpu.fail("export_memory", -1)
     said = [line for line in lines if "cannot be exported to other processes" in line]
-    assert len(said) == (me.rank == VICTIM), lines
+    assert len(said) == (me.rank == KILLED_RANK), lines
     assert all("made up, in export_memory" in line for line in said)
     copied = me.site.launches(lambda: dist.all_reduce(x))
     assert x.eq(3).all()
@@ -84,7 +84,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-def unopened(me: Me, call: str, victim: int) -> tuple[Any, ...]:
+def unopened(me: RankContext, call: str, victim: int) -> tuple[Any, ...]:
     """One rank cannot map its peers' tensors, which shows only after all agreed to use them."""
     x, whole = me.site.make(LARGE).fill_(me.rank), me.site.make(me.world * LARGE).fill_(-1)
     meet(me)
@@ -95,22 +95,22 @@ def unopened(me: Me, call: str, victim: int) -> tuple[Any, ...]:
     took = time.monotonic() - begin
     me.fake.gpu.fail("map", -1)
     again = caught(CALLS[call], x, whole)
-    return error, again, took, x.unique().tolist(), me.site.fouls()
+    return error, again, took, x.unique().tolist(), me.site.violations()
 
 
 @pytest.mark.parametrize(("call", "victim"), [("all_reduce", 0), ("all_gather", 1)])
 def test_memory_that_one_rank_cannot_open(call, victim):
     with fresh(3, site="eager:cuda_ipc") as pool:
         found = pool.run(unopened, call, victim)
-        for rank, (_, again, took, values, fouls) in enumerate(found):
+        for rank, (_, again, took, values, violations) in enumerate(found):
             assert "CollectiveError" in again.kinds, again
             assert took < 2.0
             assert values == [rank]
-            assert fouls == []
+            assert violations == []
         assert "'s tensor cannot be reached: CUDA error: made up, in map" in found[victim][0].text
 
 
-def overlapping(me: Me) -> list[bool]:
+def overlapping(me: RankContext) -> list[bool]:
     """Whether peers can access tensors that fill a symmetric segment, and that exceed it."""
     x = me.site.make(10)
     tract = me.site.usage().used
@@ -126,7 +126,7 @@ def test_memory_of_two_tracts():
         assert pool.run(overlapping) == [[True, False]]
 
 
-def refused(me: Me) -> list[Caught]:
+def refused(me: RankContext) -> list[Caught]:
     import pycollect as pc
 
     errors = [caught(lambda: pc.empty(3, device="meta")), caught(me.site.make, -1)]
@@ -147,13 +147,13 @@ def test_what_is_refused():
 # --- lifetime of memory ---------------------------------------------------------------------------
 
 
-def used(me: Me) -> int:
+def used(me: RankContext) -> int:
     """Used bytes, after up to 2 s for the streams to release freed tensors."""
     until(lambda: me.site.usage().used == 0, 2.0)
     return me.site.usage().used
 
 
-def used_again(me: Me) -> None:
+def used_again(me: RankContext) -> None:
     """Freed memory that peers have mapped is kept and reused; other memory is freed."""
     x = me.site.make(LARGE).fill_(1)
     first, before = x.data_ptr(), me.site.usage()
@@ -175,7 +175,7 @@ def used_again(me: Me) -> None:
     assert y.eq(me.world).all()
 
 
-def goes_well(me: Me) -> None:
+def goes_well(me: RankContext) -> None:
     """Tensors exposed to a successful call are released soon after it."""
     for turn in range(20):
         x = me.site.make(LARGE).fill_(turn)
@@ -185,7 +185,7 @@ def goes_well(me: Me) -> None:
         assert used(me) == 0
 
 
-def forked(me: Me) -> None:
+def forked(me: RankContext) -> None:
     """A forked child deletes tensors; its parent can still use them in zero-copy calls."""
     x, whole = me.site.make(LARGE).fill_(me.rank), me.site.make(me.world * LARGE)
     meet(me)
@@ -208,14 +208,14 @@ def test_how_long_memory_is_whose(job, site):
         pool.run(job)
 
 
-def come_and_go(me: Me) -> tuple[bool, list[str]]:
+def come_and_go(me: RankContext) -> tuple[bool, list[str]]:
     """Shared tensors that only their calls hold; return whether descriptors stay constant."""
     files = []
     for _ in range(12):
         dist.all_reduce(me.site.make(LARGE).fill_(1), async_op=True)
         assert until(lambda: me.site.usage().used == 0)
         files.append(len(os.listdir("/proc/self/fd")))
-    return files[-1] - files[3] < 4, me.site.fouls()
+    return files[-1] - files[3] < 4, me.site.violations()
 
 
 def test_what_was_lent_comes_back_and_is_offered_no_more():

@@ -1,8 +1,9 @@
 // Available memory under the limits of control groups: in made-up folders of version 1 and 2 and,
 // where permitted, in a real group, which kills processes that exceed its limit.
+#include "../../csrc/shm/available_memory.h"
+
 #include <fstream>
 
-#include "../../csrc/shm/available_memory.h"
 #include "../../csrc/shm/segment.h"
 #include "group_ranks.h"
 
@@ -24,7 +25,7 @@ void expect_room(const AvailableMemory& got, std::size_t bytes, const std::strin
 // The group with the least available memory counts, of a group and its ancestors. Pages of files
 // count as free, and swap as far as the group may use it.
 void reads_the_second_version() {
-  const Folder folder;
+  const TemporaryFolder folder;
   const fs::path root = folder.path(), list = root / "list";
   const auto room = [&](std::size_t swap) { return available_in_cgroups(list, root, swap); };
   write(list, "0::/job/step");
@@ -48,7 +49,7 @@ void reads_the_second_version() {
 }
 
 void reads_the_first_version() {
-  const Folder folder;
+  const TemporaryFolder folder;
   const fs::path root = folder.path(), list = root / "list", job = root / "memory/job";
   const auto room = [&](std::size_t swap) { return available_in_cgroups(list, root, swap); };
   write(list, "4:cpu:/other\n3:hugetlb,memory:/job\n0::/");
@@ -114,5 +115,5 @@ int main() {
   reads_the_second_version();
   reads_the_first_version();
   is_an_error_and_no_death();
-  std::puts("headroom_test: all good");
+  std::puts("available_memory_test: all good");
 }

@@ -13,15 +13,15 @@ import pytest
 import test_dist_memory
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Me, fresh, pools_of_sites
-from dist_site import LARGE, Emulated, each, until
+from dist_pool import OURS, RankContext, fresh, pools_of_sites
+from dist_sites import LARGE, Emulated, each, until
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests the symmetric memory of pycollect")
 pools = pytest.fixture(pools_of_sites, scope="module")
 
 
-def of_host_memory(me: Me, job: Callable[..., Any]) -> None:
+def of_host_memory(me: RankContext, job: Callable[..., Any]) -> None:
     job(me, lambda count, dtype: me.site.make(count, dtype=dtype))
 
 
@@ -42,12 +42,12 @@ def test_ordinary_tensors(pools):
 # --- launches of each rank ------------------------------------------------------------------------
 
 
-def meet(me: Me) -> None:
+def meet(me: RankContext) -> None:
     dist.all_reduce(torch.ones(1))
     dist.barrier()
 
 
-def counted(me: Me) -> dict[str, int]:
+def counted(me: RankContext) -> dict[str, int]:
     """Kernel launches of this rank, for calls with zero-copy tensors on all ranks."""
     meet(me)
     x, whole = me.site.make(LARGE).fill_(1), me.site.make(me.world * LARGE).fill_(1)
@@ -77,7 +77,7 @@ def test_nothing_is_copied(pools):
     assert {name: tuple(f[name] for f in found) for name in WANTED} == WANTED
 
 
-def by_halves(me: Me) -> list[int]:
+def by_halves(me: RankContext) -> list[int]:
     """Calls without zero-copy: one rank's tensor is ordinary, or in two pieces, or too small."""
     meet(me)
     one, two = me.site.make(1000).fill_(1), list(me.site.make(2000).fill_(1).view(2, 1000))
@@ -101,7 +101,7 @@ def test_what_is_not_placed_everywhere_goes_through_slots(pools):
         assert rank == 0 or min(one, two) == 2, found  # to its own slot, and from rank 0's
 
 
-def by_name(me: Me) -> list[str]:
+def by_name(me: RankContext) -> list[str]:
     """Run every algorithm on zero-copy and ordinary tensors of integers; results are exact."""
     import pycollect
 
@@ -115,7 +115,7 @@ def by_name(me: Me) -> list[str]:
                     wrong.append(f"{name}, turn {turn}, {x.numel()} elements: {x.unique()}")
         dist.destroy_process_group()
         del x
-        wrong += [str(left) for left in (site.left(), site.fouls()) if left]
+        wrong += [str(left) for left in (site.left(), site.violations()) if left]
     return wrong
 
 
@@ -124,7 +124,7 @@ def test_every_algorithm():
         assert pool.run(by_name, seconds=60.0) == [[]] * 4
 
 
-def at_random(me: Me, seed: int, calls: int) -> list[str]:
+def at_random(me: RankContext, seed: int, calls: int) -> list[str]:
     """A series of collectives with zero-copy tensors on some ranks, on streams of unlike speed."""
     common, own = random.Random(seed), random.Random(seed * 100 + me.rank)
     meet(me)

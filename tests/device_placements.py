@@ -1,6 +1,6 @@
-"""Device fixtures: assign devices to a test's ranks, so that one test covers all kinds of memory.
+"""Device placements: the devices of a test's ranks, so that one test covers all kinds of memory.
 
-A Relay replaces the `pycollect` module in a CPU test: it moves the tensors of a call to the home's
+A PlacedApi replaces the `pycollect` module in a CPU test: it moves the tensors of a call to the
 devices, makes the call there, and copies all memory back, including the memory around views.
 PYCOLLECT_TEST_GPU=cpu uses the CPU in place of the GPU, which checks the tests, not the library.
 """
@@ -28,7 +28,7 @@ WORLDS = (1, 2, 3, 8) if STANDS_IN else tuple(range(1, 17))
 
 
 @dataclass(frozen=True)
-class Home:
+class Placement:
     """Devices of a test: rank r is on device r mod n of `names`; "*" is all GPUs, at least two."""
 
     label: str
@@ -36,7 +36,7 @@ class Home:
     peer_access: bool | None = None
 
     def devices(self, world: int) -> list[torch.device]:
-        """The device of each rank; skips the test if the home needs more GPUs."""
+        """The device of each rank; skips the test if the placement needs more GPUs."""
         names = self.names
         if names == ("*",):
             names = several_gpus()
@@ -61,8 +61,8 @@ class Home:
 
 
 @functools.cache
-def _communicator(home: Home, world: int) -> pc.Communicator:
-    return pc.Communicator(home.devices(world), peer_access=home.peer_access)
+def _communicator(placement: Placement, world: int) -> pc.Communicator:
+    return pc.Communicator(placement.devices(world), peer_access=placement.peer_access)
 
 
 def several_gpus() -> tuple[str, ...]:
@@ -73,19 +73,19 @@ def several_gpus() -> tuple[str, ...]:
     return tuple(f"cuda:{i}" for i in range(count))
 
 
-CPU = Home("cpu", ("cpu",))
-VIRTUAL = Home("virtual", (GPU,))
-STAGED = Home("staged", (GPU,), peer_access=False)
-MIXED = Home("mixed", (GPU, "cpu", GPU))
-SEVERAL = Home("several", ("*",))
-SEVERAL_STAGED = Home("several-staged", ("*",), peer_access=False)
-HOMES = [
-    pytest.param(home, id=home.label, marks=MARKS)
-    for home in (VIRTUAL, STAGED, MIXED, SEVERAL, SEVERAL_STAGED)
+CPU = Placement("cpu", ("cpu",))
+VIRTUAL = Placement("virtual", (GPU,))
+STAGED = Placement("staged", (GPU,), peer_access=False)
+MIXED = Placement("mixed", (GPU, "cpu", GPU))
+SEVERAL = Placement("several", ("*",))
+SEVERAL_STAGED = Placement("several-staged", ("*",), peer_access=False)
+PLACEMENTS = [
+    pytest.param(placement, id=placement.label, marks=MARKS)
+    for placement in (VIRTUAL, STAGED, MIXED, SEVERAL, SEVERAL_STAGED)
 ]
 
 
-class Trip:
+class PlacedCall:
     """Copies of one call's tensors on devices; views of one memory share one copy there, too."""
 
     def __init__(self) -> None:
@@ -139,11 +139,11 @@ class Later:
         return self._done(self._work.wait())
 
 
-class Relay:
-    """Makes the calls of `pycollect` on a home's devices, with CPU tensors for arguments."""
+class PlacedApi:
+    """Makes the calls of `pycollect` on a placement's devices, with CPU tensors for arguments."""
 
-    def __init__(self, home: Home) -> None:
-        self._home = home
+    def __init__(self, placement: Placement) -> None:
+        self._home = placement
 
     def __getattr__(self, name: str) -> Any:
         if name in ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"):
@@ -152,7 +152,7 @@ class Relay:
             return functools.partial(self._collective, name)
         return getattr(pc, name)  # functions that move no data: algorithms, plan
 
-    def Communicator(self, devices: Any) -> Relay:
+    def Communicator(self, devices: Any) -> PlacedApi:
         return self
 
     def barrier(self, devices: Any = ("cpu",)) -> None:
@@ -163,13 +163,13 @@ class Relay:
             self._home.api(world).barrier()
 
     def _collective(self, name: str, tensors: Any, *args: Any, **options: Any) -> Any:
-        trip, devices = Trip(), self._home.devices(len(tensors))
+        trip, devices = PlacedCall(), self._home.devices(len(tensors))
         moved = [trip.there(t, d) for t, d in zip(tensors, devices, strict=True)]
         call = functools.partial(getattr(self._home.api(len(devices)), name), moved, *args)
         return self._finish(call, trip, devices, options)
 
     def _finish(
-        self, call: Callable[..., Any], trip: Trip, devices: list[torch.device], options: Any
+        self, call: Callable[..., Any], trip: PlacedCall, devices: list[torch.device], options: Any
     ) -> Any:
         out = options.pop("out", None)
         if out is not None:
@@ -187,14 +187,14 @@ class Relay:
         return Later(result, done) if options.get("async_op") else done(result)
 
     def scatter(self, tensor: Any, devices: Any, **options: Any) -> Any:
-        homes = self._home.devices(len(pc.devices(devices)))
-        trip = Trip()
-        call = self._home.bound("scatter", len(homes))
-        source = trip.there(tensor, homes[0])
-        return self._finish(functools.partial(call, source), trip, homes, options)
+        placements = self._home.devices(len(pc.devices(devices)))
+        trip = PlacedCall()
+        call = self._home.bound("scatter", len(placements))
+        source = trip.there(tensor, placements[0])
+        return self._finish(functools.partial(call, source), trip, placements, options)
 
     def gather(self, tensors: Any, device: Any = None, *, dim: int = 0, out: Any = None) -> Tensor:
-        trip, devices = Trip(), self._home.devices(len(tensors))
+        trip, devices = PlacedCall(), self._home.devices(len(tensors))
         moved = [trip.there(t, d) for t, d in zip(tensors, devices, strict=True)]
         target = None if out is None else trip.there(out, devices[0])
         got = self._home.api(len(devices)).gather(moved, device, dim=dim, out=target)
@@ -205,15 +205,15 @@ class Relay:
         return brought([got], [torch.device(device) if device else devices[0]])[0]
 
     def replicate(self, tensors: Any, devices: Any) -> list[list[Tensor]]:
-        homes = self._home.devices(len(pc.devices(devices)))
-        moved = Trip().there(list(tensors), homes[0])
-        copies = self._home.bound("replicate", len(homes))(moved)
+        placements = self._home.devices(len(pc.devices(devices)))
+        moved = PlacedCall().there(list(tensors), placements[0])
+        copies = self._home.bound("replicate", len(placements))(moved)
         flat = [copy for mine in copies for copy in mine]
-        brought(flat, [d for d in homes for _ in tensors])
-        return [brought(mine, [d] * len(mine)) for mine, d in zip(copies, homes, strict=True)]
+        brought(flat, [d for d in placements for _ in tensors])
+        return [brought(mine, [d] * len(mine)) for mine, d in zip(copies, placements, strict=True)]
 
     def copy_(self, dst: Tensor, src: Tensor, *, async_op: bool = False) -> Any:
-        trip, (there, other) = Trip(), self._home.devices(2)
+        trip, (there, other) = PlacedCall(), self._home.devices(2)
         call = functools.partial(
             self._home.api(2).copy_, trip.there(dst, other), trip.there(src, there)
         )
@@ -228,13 +228,13 @@ def brought(got: list[Tensor], devices: list[torch.device]) -> list[Tensor]:
     return [g.cpu() for g in got]
 
 
-def adopt(module: ModuleType, homes: list[Any]) -> dict[str, Any]:
-    """Return the tests of a CPU test module, with a fixture that runs them on each of the homes."""
+def adopt(module: ModuleType, placements: list[Any]) -> dict[str, Any]:
+    """Return the tests of a CPU test module, with a fixture that runs them on each placement."""
 
-    @pytest.fixture(autouse=True, params=homes)
+    @pytest.fixture(autouse=True, params=placements)
     def relay(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-        request.param.devices(1)  # skips the test if the home's devices are missing
-        monkeypatch.setattr(module, "pc", Relay(request.param))
+        request.param.devices(1)  # skips the test if the placement's devices are missing
+        monkeypatch.setattr(module, "pc", PlacedApi(request.param))
         if hasattr(module, "WORLDS") and not STANDS_IN:
             monkeypatch.setattr(module, "WORLDS", WORLDS)
 
