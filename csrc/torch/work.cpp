@@ -18,8 +18,9 @@ namespace {
 
 class QueuedWork : public Work {
  public:
-  explicit QueuedWork(PreparedCall job) : Work(job.results), job_(std::move(job)) {
-    if (is_profiled()) callers_.emplace();
+  explicit QueuedWork(PreparedCall prepared)
+      : Work(prepared.results), prepared_(std::move(prepared)) {
+    if (is_profiled()) caller_state_.emplace();
   }
 
   bool wait(std::optional<double> seconds) override;
@@ -28,8 +29,8 @@ class QueuedWork : public Work {
   void run() noexcept;
 
  private:
-  PreparedCall job_;
-  std::optional<at::ThreadLocalState> callers_;  // where the caller's profiler is found
+  PreparedCall prepared_;
+  std::optional<at::ThreadLocalState> caller_state_;  // holds the caller's profiler
   std::mutex mutex_;
   std::condition_variable finished_;
   bool done_ = false;
@@ -60,99 +61,100 @@ std::exception_ptr QueuedWork::exception() {
 void QueuedWork::run() noexcept {
   std::exception_ptr error;
   try {
-    std::optional<at::ThreadLocalStateGuard> as_the_caller;
-    if (callers_) as_the_caller.emplace(*callers_);
-    job_.run();
+    std::optional<at::ThreadLocalStateGuard> guard;
+    if (caller_state_) guard.emplace(*caller_state_);
+    prepared_.run();
   } catch (...) {
     error = std::current_exception();
   }
-  job_ = PreparedCall{.call = job_.call};
-  callers_.reset();
+  prepared_ = PreparedCall{.call = prepared_.call};
+  caller_state_.reset();
   const std::lock_guard lock(mutex_);
   error_ = error;
   done_ = true;
   finished_.notify_all();
 }
 
-class JobQueue {
+class WorkQueue {
  public:
-  JobQueue() {
-    std::thread([this] { serve(); }).detach();
+  WorkQueue() {
+    std::thread thread([this] { serve(); });
+    thread_id_ = thread.get_id();
+    thread.detach();
   }
 
   void push(std::shared_ptr<QueuedWork> work) {
     {
       const std::lock_guard lock(mutex_);
-      waiting_.push_back(std::move(work));
+      queued_.push_back(std::move(work));
+      unfinished_.fetch_add(1, std::memory_order_relaxed);  // before the call can run
     }
-    open_.fetch_add(1, std::memory_order_relaxed);
     changed_.notify_all();
   }
 
-  bool busy() const { return open_.load(std::memory_order_acquire) != 0; }
+  bool busy() const { return unfinished_.load(std::memory_order_acquire) != 0; }
 
   void drain() {
-    if (!busy() || std::this_thread::get_id() == server_) return;
+    if (!busy() || std::this_thread::get_id() == thread_id_) return;
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return !busy(); });
   }
 
  private:
   void serve() {
-    server_ = std::this_thread::get_id();
     for (std::unique_lock lock(mutex_);;) {
-      changed_.wait(lock, [&] { return !waiting_.empty(); });
-      std::shared_ptr<QueuedWork> work = std::move(waiting_.front());
-      waiting_.pop_front();
+      changed_.wait(lock, [&] { return !queued_.empty(); });
+      std::shared_ptr<QueuedWork> work = std::move(queued_.front());
+      queued_.pop_front();
       lock.unlock();
       work->run();
-      work.reset();  // tensors go before anybody who drains goes on
+      work.reset();  // frees its tensors before drain() returns
       lock.lock();
-      open_.fetch_sub(1, std::memory_order_release);
+      unfinished_.fetch_sub(1, std::memory_order_release);
       changed_.notify_all();
     }
   }
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::shared_ptr<QueuedWork>> waiting_;
-  std::atomic<int> open_{0};  // enqueued and not yet run
-  std::thread::id server_;
+  std::deque<std::shared_ptr<QueuedWork>> queued_;
+  std::atomic<int> unfinished_{0};  // calls that are queued or running
+  std::thread::id thread_id_;
 };
 
-// Never destroyed: its thread may outlive main. A forked child, which has no such thread, makes its
-// own.
-std::atomic<JobQueue*> queue_{nullptr};
-std::mutex making_;
-[[maybe_unused]] const int registered =
-    pthread_atfork([] { making_.lock(); }, [] { making_.unlock(); },
+// Never destroyed, because its thread may outlive main. A forked child has no such thread and
+// creates its own queue.
+std::atomic<WorkQueue*> queue_{nullptr};
+std::mutex creation_mutex_;
+[[maybe_unused]] const int fork_handlers_registered =
+    pthread_atfork([] { creation_mutex_.lock(); }, [] { creation_mutex_.unlock(); },
                    [] {
                      queue_ = nullptr;
-                     making_.unlock();
+                     creation_mutex_.unlock();
                    });
 
-JobQueue& queue() {
-  const std::lock_guard lock(making_);
-  if (queue_ == nullptr) queue_ = new JobQueue;
+WorkQueue& queue() {
+  const std::lock_guard lock(creation_mutex_);
+  if (queue_ == nullptr) queue_ = new WorkQueue;
   return *queue_;
 }
 
 }  // namespace
 
-std::shared_ptr<Work> enqueue(PreparedCall job) {
-  if (job.on_gpus()) return enqueue_on_gpus(std::move(job));
-  auto work = std::make_shared<QueuedWork>(std::move(job));
+std::shared_ptr<Work> enqueue(PreparedCall prepared) {
+  if (prepared.on_gpus()) return enqueue_on_gpus(std::move(prepared));
+  auto work = std::make_shared<QueuedWork>(std::move(prepared));
   queue().push(work);
   return work;
 }
 
 bool busy() {
-  const JobQueue* q = queue_.load(std::memory_order_acquire);
+  const WorkQueue* q = queue_.load(std::memory_order_acquire);
   return q != nullptr && q->busy();
 }
 
 void drain() {
-  if (JobQueue* q = queue_.load(std::memory_order_acquire)) q->drain();
+  if (WorkQueue* q = queue_.load(std::memory_order_acquire)) q->drain();
 }
 
 }  // namespace pycollect
