@@ -29,7 +29,11 @@ from pycollect.train.__main__ import main as train
 ROOT = Path(__file__).resolve().parent.parent
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-ROOMS = sorted((ROOT / "csrc").rglob("README.md"))
+FOLDER_READMES = [
+    *sorted((ROOT / "csrc").rglob("README.md")),
+    ROOT / "tests/README.md",
+    ROOT / "bench/README.md",
+]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 # Shell commands in prose, between backquotes.
@@ -68,35 +72,52 @@ COMMANDS = list(dict.fromkeys(commands()))
 TRAININGS = [c for c in COMMANDS if re.match(r"(python|torchrun) .*pycollect\.train ", c)]
 
 
-def test_every_block_is_of_a_kind_that_is_tried() -> None:
+def test_every_block_is_of_a_tested_kind() -> None:
     assert {language for language, _ in BLOCKS} == {"python", "sh", "text", ""}
     assert len(PROGRAMS) >= 4
     assert sum(language == "python" for language, _ in BLOCKS) >= 6
     assert len(COMMANDS) >= 20
     (printed,) = [text for language, text in BLOCKS if not language]
-    assert "test acc: " in printed, "a block without a language that is no output of a training"
+    assert "test acc: " in printed, "a block without a language must be the output of a training"
 
 
-def test_readme_is_a_page() -> None:
+def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-@pytest.mark.parametrize("path", [*DOCUMENTS, *ROOMS], ids=lambda path: path.as_posix()[-30:])
-def test_links_lead_somewhere(path: Path) -> None:
+@pytest.mark.parametrize(
+    "path", [*DOCUMENTS, *FOLDER_READMES], ids=lambda path: path.as_posix()[-30:]
+)
+def test_links_are_valid(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", BLOCK.sub("", path.read_text())):
         assert target.startswith("http") or (path.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("path", ROOMS, ids=lambda path: path.parent.name)
-def test_a_room_names_files_that_exist(path: Path) -> None:
+@pytest.mark.parametrize("path", FOLDER_READMES, ids=lambda path: path.parent.name)
+def test_folder_readmes_name_existing_files(path: Path) -> None:
     for name in re.findall(r"`([\w./*]+\.(?:h|cpp|cuh))`", path.read_text()):
         assert list(path.parent.glob(name)), name
 
 
-def test_every_room_has_a_paragraph_at_its_head() -> None:
+def test_all_benchmarks_are_listed() -> None:
+    text = (ROOT / "bench/README.md").read_text()
+    scripts = {
+        path.name for ending in ("py", "sh") for path in (ROOT / "bench").glob(f"*.{ending}")
+    }
+    assert scripts == set(re.findall(r"`(\w+\.(?:py|sh))`", text))
+
+
+def test_pre_commit_has_the_versions_of_the_dev_extra() -> None:
+    pins = re.findall(r'"([\w-]+==[\d.*]+)"', (ROOT / ".pre-commit-config.yaml").read_text())
+    extra = {line.partition(";")[0] for line in metadata("pycollect").get_all("Requires-Dist")}
+    assert pins
+    assert set(pins) <= extra
+
+
+def test_every_source_folder_has_a_readme() -> None:
     folders = {path.parent for path in (ROOT / "csrc").rglob("*.cpp")}
     missing = {folder for folder in folders if not (folder / "README.md").exists()}
-    assert missing == {ROOT / "csrc" / "testing" / "torch"}  # one room with its parent
+    assert missing == {ROOT / "csrc" / "testing" / "torch"}  # described by its parent's
 
 
 def without_comments(program: str) -> str:
@@ -144,7 +165,7 @@ class Parsed(BaseException):
     """Raised when the command line has been parsed, before anything runs."""
 
 
-def understands(monkeypatch: pytest.MonkeyPatch, program: str, arguments: list[str]) -> None:
+def assert_parses(monkeypatch: pytest.MonkeyPatch, program: str, arguments: list[str]) -> None:
     """Run a module or script of this repository until its command line is parsed."""
     parse = argparse.ArgumentParser.parse_args
 
@@ -172,11 +193,11 @@ def check_pytest(config: pytest.Config, words: list[str]) -> None:
 def check_torchrun(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
     args = get_args_parser().parse_args(words)
     if args.module:
-        understands(monkeypatch, args.training_script, args.training_script_args)
+        assert_parses(monkeypatch, args.training_script, args.training_script_args)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_are_understood(
+def test_commands_parse(
     command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     program, *words = shlex.split(command.replace(".venv/bin/", ""))
@@ -199,11 +220,11 @@ def test_commands_are_understood(
     elif program.endswith(".sh"):
         subprocess.run(["bash", "-n", ROOT / program], check=True)
     elif program not in ("venv", "export"):
-        understands(monkeypatch, program, words)
+        assert_parses(monkeypatch, program, words)
 
 
 @pytest.mark.slow
-def test_the_trainers_commands_run_one_after_the_other(
+def test_the_trainers_commands_run_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One epoch each, or one more where a run is continued; a ResNet's would take minutes.
