@@ -1,6 +1,6 @@
 """Measure scatter and copy_ against `.to()`, torch.cuda.comm.scatter and a bare pinned copy.
 
-Try `python bench/copy_bandwidth.py -e 256M --world 4`; without a GPU the ranks are on the CPU, and
+Try `python bench/copy_bandwidth.py -e 256M --world 4`. Without a GPU the ranks are on the CPU, and
 the peers are .to() and torch.tensor_split with clone. Candidates take turns; ratios are medians.
 """
 
@@ -30,6 +30,7 @@ from pycollect_bench.copies import (
 )
 from pycollect_bench.output import write_json
 from pycollect_bench.record import target_record
+from pycollect_bench.targets import status
 
 HEAD = (
     f"#{'what':<42} {'size':>8} {'way':<12} {'time (us)':>10} {'GB/s':>8} {'x to':>6} {'%bare':>6}"
@@ -43,13 +44,20 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("-e", "--maxbytes", type=parse_size, default="256M", help="largest whole tensor (256M)")
     add("-f", "--stepfactor", type=int, default=16, help="from size to size (16)")
     add("--world", type=int, default=4, help="ranks of a scatter (4)")
-    add("--devices", help="rank r lives on device r mod n of these, as pycollect.devices reads it")
-    add("--dims", type=int, nargs="+", choices=(0, 1), default=(0, 1), help="of a scatter (0 1)")
+    add("--devices", help="devices of the ranks, in turn, as pycollect.devices reads them")
+    add(
+        "--dims",
+        type=int,
+        nargs="+",
+        choices=(0, 1),
+        default=(0, 1),
+        help="dimensions of a scatter (0 1)",
+    )
     add("-n", "--iterations", type=int, help="timed calls of each (by time, if not given)")
     add("-w", "--warmup", type=int, default=3, help="calls before the first timed one (3)")
-    add("--seconds", type=float, default=1.0, help="time for each line's contest (1.0)")
-    add("--targets", action="store_true", help="judge what is promised of scatters to GPUs")
-    add("--json", metavar="FILE", help="everything, in medians and their spread")
+    add("--seconds", type=float, default=1.0, help="time for each copy, about (1.0)")
+    add("--targets", action="store_true", help="check the speed targets of scatters to GPUs")
+    add("--json", metavar="FILE", help="all results, in medians and their spread")
     return scripts.parse(parser, argv)
 
 
@@ -91,19 +99,17 @@ def measure(argv: Sequence[str] | None) -> int:
         for copy in copies(args):
             results.append(measure_copy(copy, effort))
             print(*lines(results[-1]), sep="\n", flush=True)
-    promised = outcomes(results) if args.targets else []
-    if promised:
-        print(*table.target_lines(promised), sep="\n")
+    checked = outcomes(results) if args.targets else []
+    if checked:
+        print(*table.target_lines(checked), sep="\n")
     noise = environment.noise(before, environment.Load.now(), [])
     print(*environment.footer(noise), sep="\n")
     record = {"environment": about, "noise": noise}
     record["copies"] = [copy_record(result) for result in results]
-    record["targets"] = [target_record(outcome) for outcome in promised]
+    record["targets"] = [target_record(outcome) for outcome in checked]
     write_json(args.json, record, interruption)
     interruption.reraise(args.json)
-    if any(result.wrong for result in results):
-        return 1
-    return 3 if any(outcome.met is False for outcome in promised) else 0
+    return status(checked, any(result.wrong for result in results))
 
 
 if __name__ == "__main__":

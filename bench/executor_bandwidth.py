@@ -1,15 +1,13 @@
 """Measure the executor alone against Open MPI's own calls, both without Python and torch.
 
-The script builds native/allreduce.cpp with csrc's plain C++ and native/allreduce_mpi.cpp with
+The script builds native/allreduce.cpp with the C++ of csrc, and native/allreduce_mpi.cpp with
 mpicxx. The programs run in turns, all sizes in each run; ratios are medians over the turns. Try
-`python bench/executor_bandwidth.py -e 16M`; without Open MPI only the executor is timed.
+`python bench/executor_bandwidth.py -e 16M`. Without Open MPI only the executor is timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import random
 import shlex
 import shutil
 import statistics
@@ -21,20 +19,22 @@ from typing import Any
 
 from pycollect._command import Interruption
 from pycollect._sizes import binary_size, parse_size
-from pycollect._timing import ratios
+from pycollect._timing import ratios, shuffled, turns
 from pycollect_bench import environment, scripts, table
+from pycollect_bench.options import list_of
 from pycollect_bench.output import write_json
+from pycollect_bench.processes.worker_pool import mpirun
 from pycollect_bench.record import rounds_record, target_record
-from pycollect_bench.targets import MIB, Outcome
+from pycollect_bench.targets import MIB, Outcome, status
 
 ROOT = Path(__file__).resolve().parents[1]
 # OMPI_SKIP_MPICXX leaves out Open MPI's C++ interface, which is not needed and causes warnings.
 MPI_FLAGS = ("-std=c++20", "-O3", "-Wall", "-Wextra", "-DOMPI_SKIP_MPICXX=1")
 COPY, ZERO_COPY, MPI = "copy", "zero-copy", "mpi"
-# Timeout in seconds of one run of a program: ten times what eight ranks take on two cores.
+# Timeout in seconds of one run of a program: ten times the time of eight ranks on two cores.
 TURN_LIMIT = 600
-LEVEL = "-O3"  # optimisation of our program; tests override it, to compile in a third of the time
-# The size in bytes under which a barrier's times are stored.
+LEVEL = "-O3"  # optimisation of our program; tests override it, to compile three times as fast
+# The times of a barrier are stored under this size in bytes.
 BARRIER = 0
 
 Times = dict[str, dict[int, list[float]]]  # candidate, bytes: seconds, by turn
@@ -49,22 +49,13 @@ def run(command: Sequence[str | Path]) -> str:
 
 
 def build(folder: Path) -> tuple[Path, Path]:
-    """Build and return our program and Open MPI's; the second does not exist without mpicxx."""
+    """Build our program and Open MPI's, and return their paths; without mpicxx only ours exists."""
     here = ROOT / "bench" / "native"
     ours = run([ROOT / "tests/native/build.sh", folder, here / "allreduce.cpp", LEVEL])
     theirs = folder / "allreduce_mpi"
     if shutil.which("mpicxx"):
         run(["mpicxx", *MPI_FLAGS, here / "allreduce_mpi.cpp", "-o", theirs])
     return Path(ours.strip()), theirs
-
-
-def mpirun(world: int) -> list[str]:
-    command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(world)]
-    if os.geteuid() == 0:
-        command.append("--allow-run-as-root")
-    if world > len(os.sched_getaffinity(0)):
-        command += ["--mca", "mpi_yield_when_idle", "1"]
-    return command
 
 
 def medians(text: str) -> dict[int, float]:
@@ -81,24 +72,23 @@ def medians(text: str) -> dict[int, float]:
 
 
 def measure(world: int, ours: Path, theirs: Path, args: argparse.Namespace, times: Times) -> None:
-    """Run all programs in turns and add their times; a wrong element ends the whole benchmark."""
+    """Run all programs in turns and add their times; a wrong element ends the benchmark."""
     most = str(args.maxbytes >> 20)
     commands = {
         COPY: [str(ours), str(world), most],
-        ZERO_COPY: [str(ours), str(world), most, "placed"],
+        ZERO_COPY: [str(ours), str(world), most, "zero-copy"],
     }
     if theirs.exists():
         commands[MPI] = [*mpirun(world), str(theirs), most]
     times.update({name: {} for name in commands})
-    order = random.Random(world)
-    for _ in range(args.turns):
-        for name in order.sample(list(commands), len(commands)):
-            for nbytes, seconds in medians(run(commands[name])).items():
-                times[name].setdefault(nbytes, []).append(seconds)
+    # A run measures all sizes and warms up by itself, so it is not a sampler of `interleave`.
+    for _, name in turns(list(commands), args.turns, shuffled(world)):
+        for nbytes, seconds in medians(run(commands[name])).items():
+            times[name].setdefault(nbytes, []).append(seconds)
 
 
 def speedups(times: Times, name: str, nbytes: int) -> list[float]:
-    """Return Open MPI's time divided by that of `name`, by turn; nothing without Open MPI."""
+    """Return Open MPI's time divided by that of `name`, by turn; empty without Open MPI."""
     if MPI not in times or nbytes not in times.get(name, {}):
         return []
     return ratios(times[MPI][nbytes], times[name][nbytes])
@@ -157,16 +147,18 @@ def rows(found: dict[int, Times]) -> list[dict[str, Any]]:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    def list_of(read: type[int] | object) -> object:
-        return lambda text: [read(word) for word in text.split(",")]  # type: ignore[operator]
-
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--world", type=list_of(int), default="2,4", help="numbers of ranks (2,4)")
     add("-e", "--maxbytes", type=parse_size, default="128M", help="largest size (128M)")
-    add("--turns", type=int, default=5, help="of each program (5)")
-    add("--build", type=Path, default=ROOT / "build" / "native", help="where objects are kept")
-    add("--json", metavar="FILE", help="everything, in medians and their spread")
+    add("--turns", type=int, default=5, help="runs of each program (5)")
+    add(
+        "--build",
+        type=Path,
+        default=ROOT / "build" / "native",
+        help="folder of objects and programs",
+    )
+    add("--json", metavar="FILE", help="all results, in medians and their spread")
     return scripts.parse(parser, argv)
 
 
@@ -180,7 +172,9 @@ def compare(argv: Sequence[str] | None) -> int:
     about = environment.describe(shlex.join(sys.orig_argv))
     before = environment.Load.now()
     print(*environment.header(about), sep="\n")
-    print("# Microseconds a call on rank 0, medians; x: Open MPI's time over this one's.")
+    print(
+        "# Median us per call on the slowest rank (barrier: rank 0); x: Open MPI's divided by this"
+    )
     heads = (COPY, ZERO_COPY, MPI, f"x {COPY}", f"x {ZERO_COPY}")
     print(f"#world {'size':>8}", *(head.rjust(10) for head in heads), flush=True)
     found: dict[int, Times] = {}
@@ -201,7 +195,7 @@ def compare(argv: Sequence[str] | None) -> int:
     }
     write_json(args.json, content, interruption)
     interruption.reraise(args.json)
-    return 3 if any(outcome.met is False for outcome in outcomes) else 0
+    return status(outcomes)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,28 @@
 #!/usr/bin/env bash
-# Build, test and measure on a machine with a GPU, in stages of under eight minutes. A stage that is
-# killed midway leaves its log so far, and one JSON record of all finished runs.
+# Build, test and measure on a machine with a GPU, in stages of under eight minutes each. A killed
+# stage leaves its log up to then, and one JSON record of all finished runs.
 set -uo pipefail
 
 usage() {
   cat <<'END'
 usage: bench/gpu_report.sh [--dry-run] [STAGE | all]...
 
-  build     install into the environment of $PYTHON, which must have torch
-  test      the CUDA tests, quick ones first; then all others
-  sanitize  memcheck and initcheck over a reduced matrix
-  bench     all-reduce against its peers, copies, overlap, a training step
-  dist      one process per rank on one GPU: a few tests, all-reduce against its peers, DDP
-  dist-test all tests of that: values and streams
-  dist-memory   tensors that are taken where they are, and messages
-  dist-faults   ranks that die, are late or disagree, and training
-  dist-slow     many ranks, settings of CUDA, and groups that come and go 200 times
-  questions what the code decides by: waits between processes, folds, staging, graphs
+  build         install into the environment of $PYTHON, which must have torch
+  test          the CUDA tests, quick ones first; then all other tests
+  sanitize      memcheck and initcheck over a reduced matrix
+  bench         all-reduce against its peers, copies, overlap, a training step
+  dist          one process per rank on one GPU: a few tests, all-reduce against its peers, DDP
+  dist-test     tests of the same: values, streams, rendezvous
+  dist-memory   tests of the same: zero-copy, symmetric memory, messages
+  dist-faults   tests of the same: ranks that die, are late or disagree; training
+  dist-slow     tests of the same: many ranks, CUDA settings, 200 groups one after the other
+  questions     measurements behind design choices: waits between processes, folds, staging, graphs
 
-Several stages run in the order given; without one, all. --dry-run prints the commands.
+The stages run in the given order; without any, all run. --dry-run prints the commands.
 Environment: PYTHON (python3), OUT for logs, record and plots (bench/results/run), RESULTS for the
 record of this GPU (bench/results), LIMIT seconds of a stage (450), DEVICES (cuda:0), QUICK=1 for
-sizes that take seconds, COMMIT where a copy without git's folder is measured. The status is 1 if
-anything failed; a missed speed target is no failure.
+sizes that take seconds, COMMIT for a copy without git's folder. The exit status is 1 if a step
+failed; a missed speed target is not a failure.
 END
 }
 
@@ -67,7 +67,7 @@ fail() {
   say "FAILED: $*"
 }
 
-find_out() {  # sets the GPU, versions and commit that every record contains; called once
+describe_machine() {  # sets GPU, versions and commit, which every record contains; called once
   local found
   found=$(timeout 30 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -n 1)
   gpu=${found%%,*}
@@ -86,8 +86,8 @@ note() {  # name, status, seconds, content file, command: adds a run to both rec
     say "the record of $1 could not be written"
 }
 
-# name, command...: runs, logs and records the command. Its time limit is the rest of the stage, and
-# $most seconds if that is set.
+# name, command...: runs, logs and records the command. Its time limit is the rest of the stage, or
+# $most seconds if that is less.
 step() {
   local name=$1 begin=$SECONDS status=0 left content command
   shift
@@ -109,7 +109,7 @@ step() {
   status=${PIPESTATUS[0]}
   note "$name" "$status" $((SECONDS - begin)) "$content" "$command"
   rm -f "$content"
-  # Status 3: measured, but a speed target of the table was missed. Status 77: it cannot run here.
+  # Status 3: a speed target of the table was missed. Status 77: it cannot run on this machine.
   if ((status == 77)); then
     skip "$name: $(grep -v '^==' "$log" | tail -n 1)"
     return 0
@@ -118,7 +118,7 @@ step() {
   return 0
 }
 
-missing() {  # modules...: prints those that the environment lacks
+missing() {  # modules...: prints the modules that the environment lacks
   "$python" - "$@" <<'END'
 import sys
 from importlib.util import find_spec
@@ -136,7 +136,7 @@ stage_build() {
 
 tests=(-q -rfEs --tb=short --maxfail=50 -p no:cacheprovider)
 
-can_test() {  # name: fails this step if modules that the tests need are missing
+can_test() {  # name: fails this step if modules are missing that the tests need
   local lacks
   lacks=$(missing pytest hypothesis numpy)
   [[ -z $lacks ]] && return
@@ -146,7 +146,7 @@ can_test() {  # name: fails this step if modules that the tests need are missing
 
 stage_test() {
   local lacks new=(tests/test_cuda_*.py) old=(tests pycollect) all=("${tests[@]}") ours=()
-  # Thousands of small tests, dominated by their CPU work: run them in several processes.
+  # Thousands of small tests, which mostly use the CPU: run them in several processes.
   local matrix=(tests/test_cuda_{all_reduce,collectives,contract,layouts,large}.py) workers=()
   local file rest=()
   for file in "${new[@]}"; do
@@ -170,7 +170,7 @@ stage_test() {
   unset PYCOLLECT_REQUIRE_CUDA
 }
 
-sanitizer() {  # prints the tool's path: in PATH, beside nvcc, or in usual toolkit folders
+sanitizer() {  # prints the tool's path: from PATH, beside nvcc, or from usual toolkit folders
   local nvcc at
   command -v compute-sanitizer && return
   nvcc=$(command -v nvcc || true)
@@ -198,7 +198,7 @@ stage_sanitize() {
   fi
   rm -f "$out/.refusal"
   for check in memcheck initcheck; do
-    # Without torch's cache every tensor is a separate allocation, whose bounds are checked.
+    # Without torch's cache every tensor is a separate allocation, and its bounds are checked.
     step "sanitize-$check" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYCOLLECT_REQUIRE_CUDA=1 \
       "$tool" --tool "$check" --error-exitcode 99 --print-limit 20 "$python" "${what[@]}"
   done
@@ -235,7 +235,7 @@ stage_bench() {
 stage_dist() {
   local sizes=(-b 4 -e 64M -f 8) few=(-b 4K -e 16M -f 64) seconds=1 world=4 others=2,8
   local json=(--json "$out/.content.json") plot=() training=(--batch 256 --seconds 20)
-  local some=(tests/test_cuda_dist_{matrix,streams,p2p}.py -k "float32 or by_tag or best")
+  local some=(tests/test_cuda_dist_{matrix,streams,p2p}.py -k "float32 or by_tag or auto")
   if ((quick)); then
     sizes=(-b 4 -e 4K -f 1024 -n 1 -w 1) few=(-b 4K -e 4K -n 1 -w 1) seconds=0.01
     world=2 others=3 training=(--batch 8 -n 1)
@@ -266,7 +266,7 @@ stage_dist_test() {
 
 stage_dist_memory() { dist_tests dist-memory tests/test_cuda_dist_{zero_copy,symmetric_memory,p2p,p2p_order}.py; }
 
-# Nearly every one of these tests starts its own processes: seconds each, on any GPU.
+# Most of these tests start their own processes and take seconds each, on any GPU.
 stage_dist_faults() {
   dist_tests dist-faults tests/test_cuda_dist_{faults,deaths,p2p_faults,training}.py
 }
@@ -287,7 +287,7 @@ stage_questions() {
   step replays "$python" bench/replays.py --devices "$devices" "${sizes[@]}" "${json[@]}"
 }
 
-find_out
+describe_machine
 for stage in "${stages[@]}"; do
   stage_begin=$SECONDS
   ((dry_run)) || log=$out/$stage.log

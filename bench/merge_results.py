@@ -1,6 +1,6 @@
 """Merge the results of one command into the record of a GPU, a JSON file with many named runs.
 
-A run replaces an earlier one of its name. It has the command, exit status and seconds, GPU and
+A run replaces the earlier run of its name. It has the command, its exit status and seconds, GPU and
 software versions, and the content of the command's JSON file if there is one.
 """
 
@@ -26,7 +26,7 @@ def merged(record: dict[str, Any], name: str, run: dict[str, Any]) -> dict[str, 
 
 
 def load(file: str) -> ModuleType:
-    """Load a module of this repository without its package, whose torch or build may be missing."""
+    """Load a module of this repository without its package, which needs torch and a build."""
     path = Path(__file__).resolve().parents[1] / file
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
@@ -41,14 +41,14 @@ layout = load("bench/pycollect_bench/layout.py")
 
 
 def read(what: str, path: Path) -> dict[str, Any]:
-    """Read a JSON object; ValueError with one sentence if the file has none."""
+    """Read a JSON object; raise ValueError if the file has none."""
     files.check_input(what, path)
     found: dict[str, Any] = layout.read(what, path)
     return found
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
-    """Replace the file atomically: if killed midway, the old or the new file remains."""
+    """Replace the file atomically: after an interruption, it has the old or the new content."""
     content = layout.text(record).encode()
     with files.writing("record", path):
         files.replace(path, lambda file: file.write(content))
@@ -64,10 +64,10 @@ def last_line(log: Path) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("into", type=Path, nargs="+", help="records to merge into; made where there are none")
-    add("--name", required=True, help="of the run")
+    add("into", type=Path, nargs="+", help="records to merge into; missing ones are created")
+    add("--name", required=True, help="name of the run")
     add("--content", type=Path, help="the JSON file that the run wrote, if it exists")
-    add("--log", type=Path, help="a file whose last line says how it went")
+    add("--log", type=Path, help="a file whose last line describes the outcome")
     add("--command", required=True)
     add("--status", type=int, required=True)
     add("--seconds", type=int, required=True)

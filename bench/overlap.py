@@ -1,8 +1,8 @@
-"""Time matrix products and copies to the CPU, synchronous against asynchronous, on many ranks.
+"""Time matrix products and copies to the CPU, synchronous and asynchronous, on many ranks.
 
 The runs are those of Dive into Deep Learning: until the calls return or until the device is done;
-rank after rank or all at once; copies after the products or along with them. `python
-bench/overlap.py --size 200` takes seconds on a CPU, where nothing is asynchronous.
+rank after rank or on all ranks at the same time; copies after the products or overlapped with them.
+`python bench/overlap.py --size 200` takes seconds on a CPU, where nothing is asynchronous.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 
 import pycollect
 from pycollect._command import Interruption
+from pycollect._timing import Effort, Sampler, host_time, interleave
 from pycollect_bench import environment, scripts
 from pycollect_bench.output import write_json
 
@@ -42,7 +42,7 @@ class Rank:
             torch.cuda.synchronize(device)
 
     @contextlib.contextmanager
-    def here(self) -> Iterator[None]:
+    def current_device(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self.gpu:
                 stack.enter_context(torch.cuda.device(self.device))
@@ -50,7 +50,7 @@ class Rank:
             yield
 
     def work(self) -> list[torch.Tensor]:
-        with self.here():
+        with self.current_device():
             return [self.matrix.mm(self.matrix) for _ in range(self.products)]
 
     def synchronize(self) -> None:
@@ -58,11 +58,11 @@ class Rank:
             torch.cuda.synchronize(self.device)
 
     def copy(self, results: Sequence[torch.Tensor], non_blocking: bool) -> list[torch.Tensor]:
-        with self.here():
+        with self.current_device():
             return [r.to("cpu", non_blocking=non_blocking, copy=True) for r in results]
 
     def copy_async(self, results: Sequence[torch.Tensor]) -> list[pycollect.Work | None]:
-        with self.here():
+        with self.current_device():
             pairs = zip(self.host, results, strict=True)
             return [pycollect.copy_(host, r, async_op=True) for host, r in pairs]
 
@@ -98,7 +98,7 @@ def with_copies(ranks: Sequence[Rank]) -> None:
     finish(ranks)
 
 
-def with_our_copies(ranks: Sequence[Rank]) -> None:
+def with_async_copies(ranks: Sequence[Rank]) -> None:
     works = [work for rank in ranks for work in rank.copy_async(rank.work())]
     for work in works:
         if work is not None:
@@ -114,24 +114,25 @@ def runs_of(ranks: Sequence[Rank]) -> dict[str, Run]:
         "products, rank by rank, each synchronized": partial(in_turn, ranks),
         "products, then blocking copies to the CPU": partial(then_copies, ranks),
         "products and non-blocking copies": partial(with_copies, ranks),
-        "products and asynchronous copy_ to pinned memory": partial(with_our_copies, ranks),
+        "products and asynchronous copy_ to pinned memory": partial(with_async_copies, ranks),
     }
 
 
 def measure(ranks: Sequence[Rank], repeats: int) -> dict[str, float]:
     """Return the median seconds of every run, with the runs in turns."""
-    runs = runs_of(ranks)
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(repeats + 1):
-        for name, run in runs.items():
-            begin = time.perf_counter()
-            kept = run()
-            elapsed = time.perf_counter() - begin
-            finish(ranks)
-            del kept
-            if turn:  # the first turn is a warm-up
-                seconds[name].append(elapsed)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+    kept: list[object] = []  # results, which are freed between the runs
+
+    def idle() -> None:
+        finish(ranks)
+        kept.clear()
+
+    def sampler(run: Run) -> Sampler:
+        return host_time(lambda: kept.append(run()), idle)
+
+    samplers = {name: sampler(run) for name, run in runs_of(ranks).items()}
+    timings = interleave(samplers, Effort(iterations=repeats, warmup=1, single_calls=True))
+    idle()
+    return {name: statistics.median(timing.rounds) for name, timing in timings.items()}
 
 
 def placements(args: argparse.Namespace) -> Iterator[tuple[str, list[torch.device], bool]]:
@@ -151,9 +152,9 @@ def compare(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--size", type=int, default=4000, help="rows and columns of the matrices (4000)")
-    add("--products", type=int, default=50, help="of each rank (50)")
+    add("--products", type=int, default=50, help="products of each rank (50)")
     add("--world", type=int, default=4, help="virtual ranks (4)")
-    add("--repeats", type=int, default=3, help="of which the median is taken (3)")
+    add("--repeats", type=int, default=3, help="timed runs, whose median is reported (3)")
     add("--devices", help="as pycollect.devices reads it (all)")
     add("--json", metavar="FILE", help="write the seconds there")
     args = scripts.parse(parser, argv)
@@ -161,7 +162,7 @@ def compare(argv: Sequence[str] | None) -> int:
         parser.error("sizes and numbers must be positive")
     about = environment.describe(shlex.join(sys.orig_argv))
     print(*environment.header(about), sep="\n")
-    print(f"# {args.products} products of {args.size} x {args.size} float32 matrices a rank")
+    print(f"# {args.products} products of {args.size} x {args.size} float32 matrices per rank")
     results = {}
     with Interruption() as interruption:
         for label, devices, own_streams in placements(args):

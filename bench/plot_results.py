@@ -1,6 +1,6 @@
 """Draw the picture of a result file: `python bench/plot_results.py bench/results/cpu.json cpu.png`.
 
-It is the one that the benchmark itself draws with --plot.
+The benchmark itself draws the same picture with --plot.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def redraw(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("record", type=Path, help="the JSON file of bench/allreduce_bandwidth.py or bench/train.py")
-    add("picture", help="where it goes (.png, .svg or .pdf)")
+    add("picture", help="the picture to write (.png, .svg or .pdf)")
     args = parser.parse_args(argv)
     check_picture(args.picture)
     check_input("record", args.record)
@@ -34,7 +34,7 @@ def redraw(argv: Sequence[str] | None) -> int:
     elif "training" in record:
         draw(record, args.picture)
     else:
-        raise ValueError(f"the record {args.record} has nothing that is drawn")
+        raise ValueError(f"the record {args.record} has neither cases nor training steps to draw")
     return 0
 
 

@@ -1,15 +1,14 @@
 """Find the size below which replaying a CUDA graph beats the call: all_reduce on one GPU.
 
-A single call is timed against a graph of one call, and calls in a row against a graph of as many,
-until the GPU is done. Candidates take turns; ratios are medians. Without a GPU the script prints
-one sentence and exits with status 77.
+A single call is timed against a graph of one call, and a row of calls against a graph of the same
+number of calls, until the GPU is done. Candidates take turns; ratios are medians. Without a GPU the
+script prints one sentence and exits with status 77.
 """
 
 from __future__ import annotations
 
 import argparse
 import shlex
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,16 +19,17 @@ import torch
 import pycollect
 from pycollect._command import Interruption
 from pycollect._sizes import binary_size, parse_size, size_range
-from pycollect._timing import Effort, Sampler, Timing, after_rewrite, interleave, ratios
+from pycollect._timing import Effort, Timing, host_time, interleave, median_ratio, ratios, repeated
 from pycollect_bench import environment, gpu, scripts
-from pycollect_bench.cases import COLLECTIVES, Call, Workspace, sized_case
+from pycollect_bench.cases import COLLECTIVES, Workspace, sized_case
 from pycollect_bench.nvcc import NO_GPU
+from pycollect_bench.options import list_of
 from pycollect_bench.output import write_json
 from pycollect_bench.record import rounds_record, timing_record
 
-# Calls in a row, as many as in a training step.
+# Number of calls in a row, about that of a training step.
 ROW = 20
-# Least speedup of a replay that is worth a capture.
+# Least speedup at which a replay is worth the capture.
 WORTH = 1.1
 PAIRS = {"call": "replay", "row": "row in a graph"}
 
@@ -45,41 +45,26 @@ class Found(NamedTuple):
 
     def ratio(self, eager: str) -> float:
         """Return the median over the rounds of the eager time divided by the graph's."""
-        return statistics.median(self.ratios(eager))
+        return median_ratio(self.timings[eager].rounds, self.timings[PAIRS[eager]].rounds)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    def worlds(text: str) -> list[int]:
-        return [int(word) for word in text.split(",")]
-
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("-b", "--minbytes", type=parse_size, default="4K", help="smallest size of a rank (4K)")
     add("-e", "--maxbytes", type=parse_size, default="64M", help="largest size of a rank (64M)")
     add("-f", "--stepfactor", type=int, default=4, help="from size to size (4)")
-    add("--world", type=worlds, default="4,8", help="numbers of ranks (4,8)")
+    add("--world", type=list_of(int), default="4,8", help="numbers of ranks (4,8)")
     add("--devices", default="cuda:0", help="the device of all ranks (cuda:0)")
     add("-n", "--iterations", type=int, help="timed calls of each (by time, if not given)")
     add("-w", "--warmup", type=int, default=3, help="calls before the first timed one (3)")
     add("--seconds", type=float, default=1.0, help="time for each size (1.0)")
-    add("--json", metavar="FILE", help="everything, in medians and their spread")
+    add("--json", metavar="FILE", help="all results, in medians and their spread")
     return scripts.parse(parser, argv)
 
 
-def in_a_row(call: Call) -> Call:
-    def run() -> None:
-        for _ in range(ROW):
-            call()
-
-    return run
-
-
-def each_of(sampler: Sampler, count: int) -> Sampler:
-    return lambda calls: [seconds / count for seconds in sampler(calls)]
-
-
 def measure(world: int, nbytes: int, device: torch.device, effort: Effort) -> Found:
-    """Time the four candidates in turns, on zeros, which sums do not change."""
+    """Time the four candidates in turns, on zeros, because sums do not change them."""
     workspace = Workspace(sized_case("all_reduce", nbytes, torch.float32, "sum", (device,) * world))
     call = COLLECTIVES["all_reduce"].call(workspace, {})
     call()
@@ -87,13 +72,13 @@ def measure(world: int, nbytes: int, device: torch.device, effort: Effort) -> Fo
     runs: dict[str, Callable[[], object]] = {
         "call": call,
         "replay": gpu.graph_of(call, 1),
-        "row": in_a_row(call),
+        "row": repeated(call, ROW),
         "row in a graph": gpu.graph_of(call, ROW),
     }
     zeros = partial(workspace.rewrite, 0)
     samplers = {
-        name: each_of(
-            after_rewrite(run, zeros, workspace.synchronize), ROW if name.startswith("row") else 1
+        name: host_time(
+            run, zeros, workspace.synchronize, calls_in_run=ROW if name.startswith("row") else 1
         )
         for name, run in runs.items()
     }
@@ -116,8 +101,8 @@ def answers(all_found: Sequence[Found]) -> list[str]:
                 if found.ratio(eager) < WORTH:
                     break
                 upto = found.nbytes
-            said = f"up to {binary_size(upto)}" if upto else "at no size"
-            out.append(f"# {world} ranks: {graph} is {WORTH:g}x as fast as {eager} {said}")
+            sizes = f"up to {binary_size(upto)}" if upto else "at no size"
+            out.append(f"# {world} ranks: {graph} is {WORTH:g}x as fast as {eager} {sizes}")
     return out
 
 
@@ -139,7 +124,7 @@ def compare(argv: Sequence[str] | None) -> int:
     device = pycollect.devices(args.devices)[0]
     about = environment.describe(shlex.join(sys.orig_argv))
     print(*environment.header(about), sep="\n")
-    print(f"# Microseconds a call until the GPU is done; row: of {ROW} in a row")
+    print(f"# Microseconds per call until the GPU is done; row: {ROW} calls in a row")
     heads = "".join(f"{name:>15}" for way in PAIRS.items() for name in way)
     print(f"#world {'size':>8}{heads}{'x replay':>10}{'x graph':>10}", flush=True)
     effort, found = Effort(args.seconds, args.iterations, args.warmup), []

@@ -2,7 +2,7 @@
 
 The sizes are bytes per piece and number of pieces. For each copy the table has the best and the
 library's, relative to pinned memory and to CUDA's own pageable copies. The script builds
-native/ring with nvcc; without nvcc or a GPU it prints one sentence and exits with status 77.
+native/ring with nvcc. Without nvcc or a GPU it prints one sentence and exits with status 77.
 `python bench/ring.py --all` prints every size.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from pycollect._sizes import binary_size
-from pycollect_bench.nvcc import ROOT, Found, Probe, run_probe
+from pycollect_bench.nvcc import ROOT, Finding, Probe, run_probe
 
 SOURCES = [
     ROOT / "bench" / "native" / "ring" / "main.cu",
@@ -21,23 +21,26 @@ SOURCES = [
 ]
 
 
-def case_of(found: Found) -> tuple[bool, int]:
+def case_of(found: Finding) -> tuple[bool, int]:
     return found["enters"], found["bytes"]
 
 
-def line(found: Found, best: Found) -> str:
+def line(found: Finding, best: Finding) -> str:
     way = "to the GPU" if found["enters"] else "to the host"
     return (
         f" {way:<12}{binary_size(found['bytes']):>8} {binary_size(found['piece']):>8}"
         f" {found['pieces']:>6} {found['us']:>10.2f} {found['bytes'] / found['us'] / 1e3:>7.2f}"
         f" {100 * found['pinned_us'] / found['us']:>8.0f}"
         f" {found['pageable_us'] / found['us']:>10.2f} {best['us'] / found['us']:>8.2f}"
-        f"{'  ours' * found['library']}"
+        f"{'  library' * found['library']}"
     )
 
 
-def print_table(all_found: Sequence[Found], every: bool) -> None:
-    print("# %pinned: of the rate of pinned memory; x pageable: CUDA's own copy's time over this")
+def print_table(all_found: Sequence[Finding], every: bool) -> None:
+    print(
+        "# %pinned: of the rate of pinned memory; x pageable: time of CUDA's pageable copy "
+        "divided by this one"
+    )
     print(
         f"#{'way':<12}{'bytes':>8} {'a piece':>8} {'pieces':>6} {'us':>10} {'GB/s':>7}"
         f" {'%pinned':>8} {'x pageable':>10} {'of best':>8}"

@@ -1,8 +1,8 @@
 """Measure training steps: naive loop, pycollect, and DDP processes, against one replica.
 
 `python bench/train.py --targets` takes about fifteen minutes on two cores, most of them for the
-ResNet-18; `--models lenet` takes one. With `--devices cuda:0 --worlds 4` DDP's four processes share
-a GPU. The exit status is 3 if a target is missed.
+ResNet-18; `--models lenet` takes one minute. With `--devices cuda:0 --worlds 4` the four processes
+of DDP share a GPU. The exit status is 3 if a target is missed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pycollect.train.models import MODELS
 from pycollect_bench import environment, scripts, table, training
 from pycollect_bench.output import write_json
 from pycollect_bench.record import call_record, rounds_record, target_record
+from pycollect_bench.targets import status
 from pycollect_bench.training.picture import draw
 
 DIGITS = 1442  # training examples of the digits data set, for the seconds of an epoch
@@ -28,19 +29,27 @@ DIGITS = 1442  # training examples of the digits data set, for the seconds of an
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="which (both)")
+    add(
+        "--models",
+        nargs="+",
+        choices=list(MODELS),
+        default=list(MODELS),
+        help="models to train (both)",
+    )
     add("--worlds", nargs="+", type=int, default=[1, 2, 4], help="numbers of ranks (1 2 4)")
     add("--batch", type=int, default=256, help="examples of all ranks together (256)")
-    add("--size", type=int, default=28, help="of the images; only the ResNet-18 takes others (28)")
-    add("--devices", help="as pycollect.devices reads it; ranks go round (the first there is)")
+    add("--size", type=int, default=28, help="height and width of the images; LeNet needs 28 (28)")
+    add("--devices", help="devices of the ranks, in turn, as pycollect.devices reads them")
     add("-n", "--iterations", type=int, help="timed steps of each (by time, if not given)")
     add("-w", "--warmup", type=int, default=1, help="steps before the first timed one (1)")
-    add("--seconds", type=float, default=30.0, help="time for a contest, of 7 steps at least (30)")
-    add("--no-ddp", action="store_true", help="leave DDP's processes out")
-    add("--no-loading", action="store_true", help="leave out what preparing batches ahead brings")
-    add("--targets", action="store_true", help="judge what is promised for this device")
-    add("--json", metavar="FILE", help="everything, in medians and their spread")
-    add("--plot", metavar="FILE", help="a picture: bars of steps and of what reductions take")
+    add("--seconds", type=float, default=30.0, help="time for a case, with 7 steps at least (30)")
+    add("--no-ddp", action="store_true", help="leave out DDP")
+    add(
+        "--no-loading", action="store_true", help="leave out the benefit of preparing batches ahead"
+    )
+    add("--targets", action="store_true", help="check the speed targets of this device")
+    add("--json", metavar="FILE", help="all results, in medians and their spread")
+    add("--plot", metavar="FILE", help="a picture: bars of steps and of their reductions")
     args = scripts.parse(parser, argv)
     if min(*args.worlds, args.batch, args.size) < 1:
         parser.error("numbers and sizes must be positive")
@@ -120,11 +129,11 @@ def compare(argv: Sequence[str] | None) -> int:
     about = environment.describe(shlex.join(sys.orig_argv))
     print(*environment.header(about), sep="\n", flush=True)
     before = environment.Load.now()
-    effort = Effort(args.seconds, args.iterations, args.warmup)
+    effort = Effort(args.seconds, args.iterations, args.warmup, single_calls=True)
     print(
-        "# x one: the step over one replica's on the whole batch, median over rounds. reduction:\n"
-        "# what a step waits for; DDP, which overlaps: the same bytes by themselves. epoch: so\n"
-        f"# many steps as {DIGITS} digits take\n"
+        "# x one: step time divided by one replica's on the whole batch, median over rounds.\n"
+        "# reduction: the time in which a step waits for it; for DDP, which overlaps, a separate\n"
+        f"# reduction of the same bytes. epoch: the steps for {DIGITS} digits\n"
         f"#{'step':<26} {'p50 (ms)':>9} {'p99 (ms)':>9} {'x one':>6} {'epoch (s)':>9} "
         f"{'reduct(ms)':>10} {'% step':>6}"
     )
@@ -150,7 +159,7 @@ def compare(argv: Sequence[str] | None) -> int:
     if args.plot and results:
         draw(record, args.plot)
     interruption.reraise(args.json)
-    return 3 if any(outcome.met is False for outcome in outcomes) else 0
+    return status(outcomes)
 
 
 if __name__ == "__main__":

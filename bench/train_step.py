@@ -1,6 +1,6 @@
-"""Measure a LeNet training step on ranks that share a device: naive, ours, and ours in a graph.
+"""Measure a LeNet training step on ranks that share a device: naive loop, pycollect, and a graph.
 
-Try `python bench/train_step.py --devices cuda:0 --targets`; on a CPU there is no graph. Times are
+Try `python bench/train_step.py --devices cuda:0 --targets`. On a CPU there is no graph. Times are
 wall times of a step until the device is done. The exit status is 3 if a target is missed.
 """
 
@@ -18,19 +18,20 @@ from pycollect_bench import environment, scripts, table
 from pycollect_bench.output import write_json
 from pycollect_bench.record import call_record, target_record
 from pycollect_bench.steps import NAIVE, measure_steps
+from pycollect_bench.targets import status
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--devices", help="one device, as pycollect.devices reads it (the first there is)")
+    add("--devices", help="one device, as pycollect.devices reads it (the first of the machine)")
     add("--world", type=int, default=4, help="ranks on it (4)")
     add("--batch", type=int, default=256, help="examples of all ranks together (256)")
     add("-n", "--iterations", type=int, help="timed calls of each (by time, if not given)")
     add("-w", "--warmup", type=int, default=3, help="calls before the first timed one (3)")
-    add("--seconds", type=float, default=5.0, help="time for the contest (5)")
-    add("--targets", action="store_true", help="judge what is promised for one GPU")
-    add("--json", metavar="FILE", help="everything, in medians and their spread")
+    add("--seconds", type=float, default=5.0, help="time for all candidates, about (5)")
+    add("--targets", action="store_true", help="check the speed targets of one GPU")
+    add("--json", metavar="FILE", help="all results, in medians and their spread")
     return scripts.parse(parser, argv)
 
 
@@ -55,7 +56,7 @@ def compare(argv: Sequence[str] | None) -> int:
     if outcomes:
         print(*table.target_lines(outcomes), sep="\n")
     if result.wrong:
-        print(f"# WRONG: {result.wrong} parameters have other bits than the naive loop's")
+        print(f"# WRONG: {result.wrong} parameters differ in bits from those of the naive loop")
     noise = environment.noise(before, environment.Load.now(), [])
     print(*environment.footer(noise), sep="\n")
     record = {"environment": about, "noise": noise, "wrong": result.wrong}
@@ -63,9 +64,7 @@ def compare(argv: Sequence[str] | None) -> int:
     record["steps"] = [call_record(name, timing) for name, timing in result.timings.items()]
     record["targets"] = [target_record(outcome) for outcome in outcomes]
     write_json(args.json, record, Interruption())  # a single measurement has no partial results
-    if result.wrong:
-        return 1
-    return 3 if any(outcome.met is False for outcome in outcomes) else 0
+    return status(outcomes, bool(result.wrong))
 
 
 if __name__ == "__main__":

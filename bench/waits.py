@@ -1,8 +1,8 @@
-"""Measure five ways in which processes on one GPU can wait for each other, and their cost.
+"""Measure five ways in which processes on one GPU can wait for each other.
 
-An exchange is the synchronisation of a reduction on one rank: all ranks signal rank 0, which sums
-and signals back. Try `python bench/waits.py --world 2,4`. The script builds native/waits with nvcc;
-every experiment has a time limit. Without nvcc or a GPU it prints one sentence and exits with
+An exchange is the synchronisation of an all-reduce on one rank: all ranks signal rank 0, which sums
+and signals back. Try `python bench/waits.py --world 2,4`. The script builds native/waits with nvcc,
+and every experiment has a time limit. Without nvcc or a GPU it prints one sentence and exits with
 status 77.
 """
 
@@ -19,53 +19,53 @@ from typing import Any
 from pycollect._command import Interruption
 from pycollect._sizes import binary_size, parse_size
 from pycollect_bench import environment, scripts
-from pycollect_bench.nvcc import NO_GPU, ROOT, CannotRun, Found, build, lines_of
+from pycollect_bench.nvcc import NO_GPU, ROOT, CannotRun, Finding, build, output_of
+from pycollect_bench.options import list_of
 from pycollect_bench.output import write_json
 
 SOURCES = [ROOT / "bench" / "native" / "waits" / name for name in ("main.cpp", "cuda.cu")]
 WAYS = {
     "device": "stream memory operations on the GPU's memory",
-    "pinned": "stream memory operations on pinned memory that all share",
-    "events": "events between processes, with a handshake of the hosts",
-    "host": "hosts that wait for their streams and for each other",
-    "staged": "copies to pinned memory, summed by a host",
+    "pinned": "stream memory operations on shared pinned memory",
+    "events": "interprocess events, with a handshake of the hosts",
+    "host": "host waits: each host waits for its stream, then for the other hosts",
+    "staged": "host staging: copies to pinned memory, and a sum by the host of rank 0",
 }
 BLOCKED = {
     "blocked-device": "a counter in the GPU's memory",
     "blocked-pinned": "a counter in pinned memory",
 }
-# Seconds beyond the program's own limit and shutdown timeout, for starting and ending processes.
+# Seconds in addition to the program's own time limit, to start and to end its processes.
 MARGIN = 75
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    def list_of(read: Callable[[str], int]) -> Callable[[str], list[int]]:
-        return lambda text: [read(word) for word in text.split(",")]
-
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--world", type=list_of(int), default="2,4,8", help="numbers of processes (2,4,8)")
-    add("--bytes", type=list_of(parse_size), default="4K,64K", help="of a rank (4K,64K)")
+    add("--bytes", type=list_of(parse_size), default="4K,64K", help="sizes of a rank (4K,64K)")
     add("--rounds", type=int, default=500, help="exchanges that are timed one by one (500)")
-    add("--seconds", type=float, default=15, help="at most, for each experiment (15)")
-    add("--program", type=Path, help="a probe that is built already")
-    add("--build", type=Path, default=ROOT / "build" / "native", help="where it is built")
-    add("--json", metavar="FILE", help="everything; written anew after every experiment")
+    add("--seconds", type=float, default=15, help="time limit of each experiment (15)")
+    add("--program", type=Path, help="a program that is already built")
+    add("--build", type=Path, default=ROOT / "build" / "native", help="folder to build it in")
+    add("--json", metavar="FILE", help="write all results there, after every experiment")
     return scripts.parse(parser, argv)
 
 
-def experiment(program: Path, way: str, world: int, nbytes: int, args: argparse.Namespace) -> Found:
-    """Run the program once and return its result; a failure is returned as a result, too."""
+def experiment(
+    program: Path, way: str, world: int, nbytes: int, args: argparse.Namespace
+) -> Finding:
+    """Run the program once and return its result, even of a failed run."""
     words = [way, world, nbytes, args.rounds, args.seconds]
     try:
-        found: Found = json.loads(lines_of(program, words, args.seconds + MARGIN))
+        found: Finding = json.loads(output_of(program, words, args.seconds + MARGIN))
     except (RuntimeError, json.JSONDecodeError) as error:
         found = {"way": way, "world": world, "bytes": nbytes, "status": "failed"}
         found["failure"] = str(error)
     return found
 
 
-def exchange_line(found: Found) -> str:
+def exchange_line(found: Finding) -> str:
     head = f"{found['world']:6} {binary_size(found['bytes']):>8} {found['way']:<8}"
     if "round_us" not in found:
         return f"{head} {found['status']}: {found.get('failure', 'a stream or a host hung')}"
@@ -73,7 +73,7 @@ def exchange_line(found: Found) -> str:
     return f"{head} {times} {found['wrong']:>7}"
 
 
-def blocked_sentences(found: Found) -> list[str]:
+def blocked_sentences(found: Finding) -> list[str]:
     """Return the result of a blocked-stream experiment as sentences."""
     where, others = BLOCKED[found["way"]], found["world"] - 1
     head = f"# {found['world']} processes, {others} with a stream that waits for {where}:"
@@ -93,9 +93,9 @@ def blocked_sentences(found: Found) -> list[str]:
     ]
 
 
-def fastest(exchanges: Sequence[Found]) -> list[str]:
-    """Return a line per number of processes and size, with the way of the shortest exchange."""
-    best: dict[tuple[int, int], Found] = {}
+def fastest(exchanges: Sequence[Finding]) -> list[str]:
+    """Return a line per world and size, with the way of the shortest exchange."""
+    best: dict[tuple[int, int], Finding] = {}
     for found in exchanges:
         key = (found["world"], found["bytes"])
         if found.get("wrong") == 0 and (
@@ -109,11 +109,11 @@ def fastest(exchanges: Sequence[Found]) -> list[str]:
     ]
 
 
-def is_bad(found: Found) -> bool:
+def is_bad(found: Finding) -> bool:
     return found["status"] == "failed" or found.get("wrong", 0) != 0
 
 
-def run(program: Path, args: argparse.Namespace, keep: Callable[[Found, str], None]) -> None:
+def run(program: Path, args: argparse.Namespace, keep: Callable[[Finding, str], None]) -> None:
     """Run all experiments, those on blocked streams first because they are the shortest."""
     for world in args.world:
         for way in BLOCKED:
@@ -139,14 +139,14 @@ def probe(argv: Sequence[str] | None) -> int:
     content: dict[str, Any] = {"environment": about, "ways": WAYS}
     content |= {"blocked": [], "exchanges": []}
 
-    def keep(found: Found, kind: str) -> None:
+    def keep(found: Finding, kind: str) -> None:
         content[kind].append(found)
         write_json(args.json, content, interruption)
 
     interruption = Interruption()
     try:
         program = args.program or build(SOURCES, args.build / "waits")
-        lines_of(program, ["host", 2, 8, 1, args.seconds], args.seconds + MARGIN)
+        output_of(program, ["host", 2, 8, 1, args.seconds], args.seconds + MARGIN)
     except CannotRun as error:
         print(f"bench/waits.py: {error}")
         return NO_GPU
@@ -154,10 +154,8 @@ def probe(argv: Sequence[str] | None) -> int:
         print(f"bench/waits.py: {error}")
         return 1
     print(*environment.header(about), sep="\n")
-    print(
-        "# round: an exchange by itself, until the stream is done, on the slowest rank; batch: of"
-    )
-    print("# one of many in a row; #wrong: words that were not the sum when they were looked at")
+    print("# round: one exchange until the stream is done, on the slowest rank; batch: one of many")
+    print("# in a row; #wrong: words that were not the sum when they were compared")
     with interruption:
         run(program, args, keep)
     if interruption:

@@ -1,14 +1,13 @@
-"""Which algorithm is the fastest on these ranks, measured, by collective and size.
+"""Measures which algorithm is the fastest on given devices, by collective and size.
 
-Only algorithms that keep the numerical contract for the dtype at hand are ever chosen, so a tuning
-changes the speed and never the bits.
+Only algorithms that keep the numerical contract for a call's dtype are selected, so a tuning
+changes the speed but not the bits.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,26 +19,26 @@ import torch
 
 from . import _C, collectives, exchange
 from ._sizes import binary_size
-from ._timing import Effort, Sampler, after_rewrite, interleave, ratios
+from ._timing import Effort, Sampler, host_time, interleave, median_ratio
 
-# What the library takes by itself is kept unless another is this much faster: noise is no reason.
+# An algorithm replaces the library's default only if it is faster by this factor, not by noise.
 _GAIN = 1.05
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 SECONDS = 0.1
-# Those that take `algorithm`, and how each is called on a tensor per rank.
+# The collectives that can be tuned, each called with one tensor per rank.
 _CALLS: Mapping[str, Callable[..., object]] = {
     "all_reduce": collectives.all_reduce,
     "reduce": collectives.reduce,
     "broadcast": collectives.broadcast,
     "all_gather": exchange.all_gather,
 }
-# By the name of a call: whose measurements serve it.
-SERVED = {name: name for name in _CALLS} | {"all_reduce_coalesced": "all_reduce"}
+# Maps a call to the collective whose measurements it uses.
+_MEASURED_AS = {name: name for name in _CALLS} | {"all_reduce_coalesced": "all_reduce"}
 
 
 @dataclass(frozen=True)
 class SizeRange:
-    """Up to so many bytes of a rank: the algorithms, best first; None is the library's choice."""
+    """Algorithms for up to `up_to` bytes per rank, fastest first; None is the library's default."""
 
     up_to: float
     ranking: tuple[str | None, ...]
@@ -47,12 +46,12 @@ class SizeRange:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was measured, by collective, in spans of growing size."""
+    """The measured rankings of algorithms, by collective, in ranges of growing size."""
 
     spans: Mapping[str, tuple[SizeRange, ...]]
 
     def choice(self, call: str, ranks: Sequence[Any]) -> str | None:
-        """Return the algorithm for a call on these tensors; None leaves it to the library.
+        """Return the algorithm for a call on these tensors; None is the library's default.
 
         >>> tuning = Tuning({"all_reduce": (SizeRange(math.inf, ("chain", "two_shot", None)),)})
         >>> tuning.choice("all_reduce", [torch.ones(2), torch.ones(2)])
@@ -60,7 +59,7 @@ class Tuning:
         >>> tuning.choice("all_reduce", [torch.ones(2).half(), torch.ones(2).half()])
         'two_shot'
         """
-        collective = SERVED.get(call, call)
+        collective = _MEASURED_AS.get(call, call)
         spans = self.spans.get(collective)
         first = ranks[0] if isinstance(ranks, (list, tuple)) and ranks else None
         tensors = first if isinstance(first, (list, tuple)) else (first,)
@@ -75,7 +74,7 @@ class Tuning:
         )
 
     def merged(self, other: Tuning | None) -> Tuning:
-        """Return both, this one's where both know a collective."""
+        """Return the rankings of both; this tuning's take precedence."""
         return self if other is None else Tuning({**other.spans, **self.spans})
 
     def __str__(self) -> str:
@@ -94,12 +93,12 @@ class Tuning:
 def _canonical(collective: str, name: str, dtype: torch.dtype) -> bool:
     try:
         return _C.find_algorithm(collective, name).canonical(str(dtype).removeprefix("torch."))
-    except ValueError:  # a dtype that the call itself will refuse
+    except ValueError:  # an unknown dtype, which the call itself rejects
         return False
 
 
 def tunable() -> list[str]:
-    """List the collectives that there is a choice for.
+    """List the collectives that can be tuned: those with several algorithms.
 
     >>> tunable()
     ['all_gather', 'all_reduce', 'broadcast', 'reduce']
@@ -108,7 +107,7 @@ def tunable() -> list[str]:
 
 
 def _candidates(collective: str) -> list[str]:
-    """Those that keep the contract for float32; each call asks again for its own dtype."""
+    """List the algorithms that keep the contract for float32; `choice` checks each dtype."""
     in_place = collective != "all_gather"
     return [
         a.name
@@ -125,9 +124,11 @@ def measure(
     *,
     peer_access: bool = True,
 ) -> Tuning:
-    """Time all canonical algorithms on new float32 tensors, one a rank; `sizes` are bytes of each.
+    """Time all algorithms that keep the contract, on one new float32 tensor per device.
 
-    `seconds` is about what one collective takes at one size, all algorithms together.
+    `sizes` are bytes per rank. `seconds` is the approximate time for all algorithms of a collective
+    at one size. Raises ValueError for a collective with one algorithm only and for sizes or seconds
+    out of range, and TypeError for other types.
     """
     chosen = _checked_collectives(wanted)
     sizes = _checked_sizes(SIZES if sizes is None else sizes)
@@ -150,7 +151,7 @@ def _checked_collectives(wanted: Sequence[str] | None) -> list[str]:
     for collective in chosen:
         if collective not in tunable():
             known = ", ".join(map(repr, tunable()))
-            raise ValueError(f"tune: there is no choice for {collective!r}; choose from {known}")
+            raise ValueError(f"tune: {collective!r} cannot be tuned; allowed are {known}")
     return chosen
 
 
@@ -159,19 +160,19 @@ def _checked_sizes(sizes: Sequence[int]) -> list[int]:
         raise TypeError(f"tune: sizes is a {type(sizes).__name__}; pass a list of ints")
     found = sorted({_C.int_from(size, "tune", "sizes") for size in sizes})
     if not found or found[0] < 4:
-        raise ValueError("tune: sizes are bytes of a rank, one or more, of at least 4 each")
+        raise ValueError(f"tune: sizes is {found}; pass one or more sizes of at least 4 bytes")
     return found
 
 
 def _check_memory(devices: Sequence[torch.device], collectives: Sequence[str], size: int) -> None:
-    """Refuse what would push everything else out of the host's memory; a GPU refuses by itself."""
+    """Raise ValueError if tensors on the CPU need more than half of the host's memory."""
     ranks = sum(device.type == "cpu" for device in devices)
     whole = size * (1 + len(devices) * ("all_gather" in collectives))  # its results are W as large
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if ranks * whole > memory // 2:
         raise ValueError(
-            f"tune: sizes has {size} bytes, so {ranks} ranks on the CPU take {ranks * whole}; at "
-            f"most {memory // 2} are allowed, half of this machine's memory"
+            f"tune: sizes has {size} bytes, so {ranks} CPU ranks need {ranks * whole} bytes; "
+            f"at most {memory // 2} are allowed, half of this machine's memory"
         )
 
 
@@ -182,16 +183,16 @@ def _rank(
     seconds: float,
     peer_access: bool,
 ) -> tuple[str | None, ...]:
-    """Order the algorithms on tensors of that size, the fastest first."""
+    """Return the algorithms, fastest first, for tensors of `nbytes` bytes."""
     names: list[str | None] = [None, *_candidates(collective)]
-    if all(d.type == "cpu" for d in devices):  # where the library's choice is known by name
+    if all(d.type == "cpu" for d in devices):  # there the name of the library's default is known
         names.remove(_C.default_algorithm(collective, len(devices), nbytes))
     tensors = [torch.zeros(nbytes // 4, device=d) for d in devices]
-    # Zeros stay zeros, so nothing overflows however often it runs.
+    # Sums of zeros are zeros, so no number of calls overflows.
     samplers = {name or "": _sampler(collective, tensors, name, peer_access) for name in names}
     timings = interleave(samplers, Effort(seconds))
     own = timings[""].rounds
-    gain = {name: statistics.median(ratios(own, timings[name or ""].rounds)) for name in names}
+    gain = {name: median_ratio(own, timings[name or ""].rounds) for name in names}
     gain[None] = _GAIN
     return tuple(sorted(names, key=lambda name: -gain[name]))
 
@@ -210,13 +211,13 @@ def _sampler(
             torch.cuda.synchronize(device)
 
     run = partial(_CALLS[collective], tensors, algorithm=name, peer_access=peer_access)
-    return after_rewrite(run, rewrite, synchronize)
+    return host_time(run, rewrite, synchronize)
 
 
 def _spans(
     sizes: Sequence[int], rankings: Sequence[tuple[str | None, ...]]
 ) -> tuple[SizeRange, ...]:
-    """Cut between two sizes where the ranking changes, half-way as factors go.
+    """Return size ranges that end where the ranking changes, at the sizes' geometric mean.
 
     >>> _spans([4, 64, 1024], [("a", None), (None, "a"), (None, "a")])
     (SizeRange(up_to=16, ranking=('a', None)), SizeRange(up_to=inf, ranking=(None, 'a')))

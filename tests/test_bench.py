@@ -1,6 +1,6 @@
 """Whole runs of the benchmark: its table, its files, its exit status, its refusals.
 
-Speeds are not asserted here: they need a quiet machine, and `--targets`.
+No test asserts a speed: that needs a quiet machine, and `--targets`.
 """
 
 import json
@@ -76,7 +76,7 @@ def test_a_refused_case_is_named_and_fails_the_run(monkeypatch, capsys):
     assert "# default not run: not this one" in capsys.readouterr().out
 
 
-def test_json_has_everything(tmp_path, capsys):
+def test_the_json_file_has_all_results(tmp_path, capsys):
     path = tmp_path / "run.json"
     wanted = ["--targets", "-b", "4K", "-e", "4K", "--world", "4", "--json", str(path), *QUICK]
     assert bench.main(wanted) in (0, 3)
@@ -129,24 +129,24 @@ def test_every_registered_algorithm_can_be_named(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--algorithms", "warp"], "no algorithm of all_reduce"),
+        (["--algorithms", "warp"], "is not an algorithm of all_reduce"),
         (["-b", "8K", "-e", "4K"], "past their end"),
         (["-f", "1"], "2 or more"),
-        (["--dtype", "float31"], "no torch dtype"),
+        (["--dtype", "float31"], "is not a torch dtype"),
         (["--world", "2,0"], "positive whole number"),
-        (["--peers", "gloo"], "is no peer"),
+        (["--peers", "gloo"], "is not a peer"),
         (["-n", "0"], "positive whole number"),
         (["--overhead", "--plot", "x.png"], "no sizes are measured"),
-        (["--json", "/nowhere/at/all.json"], "the folder of the JSON file /nowhere/at/all.json is"),
-        (["--plot", "/nowhere/at/all.png"], "the folder of the picture /nowhere/at/all.png is not"),
+        (["--json", "/nowhere/at/all.json"], "the folder of the JSON file /nowhere/at/all.json"),
+        (["--plot", "/nowhere/at/all.png"], "the folder of the picture /nowhere/at/all.png"),
         (["--plot", "speed.gif"], "a picture ends in .png, .svg, .pdf, and speed.gif does not"),
         (["--json", "/dev/null"], "must be a regular file, and /dev/null is a device"),
-        (["-b", "4KB"], "is no size"),
+        (["-b", "4KB"], "is not a size"),
         (["--seconds", "nan"], "'nan' is not a positive number of seconds"),
         (["--peer-limit", "-1"], "'-1' is not a positive number of seconds"),
     ],
 )
-def test_bad_arguments_are_refused_in_a_sentence(arguments, message, capsys):
+def test_bad_arguments_are_refused_with_a_message(arguments, message, capsys):
     with pytest.raises(SystemExit) as stop:
         bench.main(["--seconds", "0.01", *arguments])
     assert stop.value.code == 2

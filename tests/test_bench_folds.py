@@ -1,4 +1,4 @@
-"""The benchmarks of the fold kernel's constants and of the ring: reports of measured values."""
+"""The benchmarks of the fold kernel's constants and of the pinned ring: their tables and files."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def run(tmp_path: Path, made: Path, *more: str) -> tuple[int, dict[str, object]]
     return status, json.loads(path.read_text()) if path.exists() else {}
 
 
-def test_the_best_and_our_own_are_printed(tmp_path, capsys):
+def test_the_best_variant_and_the_librarys_are_printed(tmp_path, capsys):
     others = [variant(5.0, library=False, waves=1), variant(9.0, library=False, waves=2)]
     made = program(tmp_path, ABOUT, variant(6.0), *others, CACHED)
     assert run(tmp_path, made)[0] == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" float32")]
     assert [row.split()[7:] for row in rows[:2]] == [
         ["1", "5.00", "1678", "80", "1.00", "0"],
-        ["4", "6.00", "1398", "67", "0.83", "0", "ours"],
+        ["4", "6.00", "1398", "67", "0.83", "0", "library"],
     ]
     assert rows[2].split()[-3:] == ["2.00", "50", "100"]
     run(tmp_path, made, "--all")
@@ -62,7 +62,7 @@ def test_wrong_elements_fail_the_run_and_are_shown(tmp_path, capsys):
     assert " 3\n" in capsys.readouterr().out
 
 
-def test_what_was_found_before_it_failed_is_kept(tmp_path, capsys):
+def test_results_before_a_failure_are_kept(tmp_path, capsys):
     made = program(tmp_path, ABOUT, variant(6.0), end="echo out of memory >&2; exit 1")
     status, record = run(tmp_path, made)
     assert status == 1
@@ -71,7 +71,7 @@ def test_what_was_found_before_it_failed_is_kept(tmp_path, capsys):
     assert "# FAILED: folds ended with 1: out of memory" in capsys.readouterr().out
 
 
-def test_what_takes_too_long_is_ended(tmp_path):
+def test_a_program_is_killed_at_the_time_limit(tmp_path):
     made = program(tmp_path, variant(6.0), end="exec sleep 60")
     status, record = run(tmp_path, made, "--seconds", "0.3")
     assert status == 1
@@ -79,19 +79,19 @@ def test_what_takes_too_long_is_ended(tmp_path):
     assert record["failure"].startswith("folds ended with -9")
 
 
-def test_without_a_gpu_it_says_so(tmp_path, capsys):
+def test_without_a_gpu_the_reason_is_printed(tmp_path, capsys):
     made = program(tmp_path, "there is no GPU to fold on here: none", end="exit 77")
     assert run(tmp_path, made) == (77, {})
     assert "bench/folds.py: there is no GPU to fold on here: none\n" in capsys.readouterr().out
 
 
-def test_without_nvcc_it_says_so(tmp_path, capsys, monkeypatch):
+def test_without_nvcc_the_reason_is_printed(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(nvcc.shutil, "which", lambda name: None)
     assert script("folds").main(["--build", str(tmp_path)]) == 77
     assert "there is no nvcc on the path" in capsys.readouterr().out
 
 
-def test_the_best_ring_and_our_own_are_printed(tmp_path, capsys):
+def test_the_best_ring_and_the_librarys_are_printed(tmp_path, capsys):
     ring = {"question": "ring", "enters": True, "bytes": 1 << 20, "pieces": 4, "piece": 2 << 20}
     ring |= {"us": 200.0, "pinned_us": 50.0, "pageable_us": 300.0, "library": True}
     others = [ring | {"us": us, "library": False, "piece": 1 << 20} for us in (100.0, 150.0)]
@@ -100,7 +100,7 @@ def test_the_best_ring_and_our_own_are_printed(tmp_path, capsys):
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" to the GPU")]
     assert [row.split()[-4:] for row in rows] == [
         ["10.49", "50", "3.00", "1.00"],
-        ["25", "1.50", "0.50", "ours"],
+        ["25", "1.50", "0.50", "library"],
     ]
     script("ring").main(["--program", str(made), "--all"])
     assert capsys.readouterr().out.count("\n to the GPU") == 3
@@ -108,7 +108,7 @@ def test_the_best_ring_and_our_own_are_printed(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["folds", "ring"])
-def test_it_compiles(name, tmp_path):
+def test_the_program_compiles(name, tmp_path):
     if shutil.which("nvcc") is None:
         pytest.skip("needs nvcc")
     made = nvcc.build(script(name).SOURCES, tmp_path / name)
@@ -116,7 +116,7 @@ def test_it_compiles(name, tmp_path):
     assert ended.returncode in (0, 77)
 
 
-def test_what_does_not_compile_is_quoted(tmp_path):
+def test_compiler_errors_are_reported(tmp_path):
     if shutil.which("nvcc") is None:
         pytest.skip("needs nvcc")
     source = tmp_path / "main.cu"

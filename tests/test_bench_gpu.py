@@ -1,6 +1,6 @@
-"""The benchmarks' GPU parts, on a GPU and on a fake of the few calls that they use.
+"""GPU parts of the benchmarks, on a GPU and on a fake of the few CUDA calls that they use.
 
-The fake's clock advances only by its calls, so every time is known. Speeds are not asserted.
+The clock of the fake advances only by its calls, so every time is known. No test asserts a speed.
 """
 
 from __future__ import annotations
@@ -32,16 +32,14 @@ def script(name):
 
 
 class FakeGpu:
-    """One stream: work is done in the order of issue, and events record the time between them."""
+    """A GPU with one stream, whose work is done in order of issue, and a clock for events."""
 
     def __init__(self):
         self.now = 0.0
         self.slept = []
 
-    def Event(self, enable_timing):
-        assert enable_timing
-        event = SimpleNamespace(at=None)
-        event.record = lambda stream: setattr(event, "at", self.now)
+    def recorded(self, device):
+        event = SimpleNamespace(at=self.now)
         event.elapsed_time = lambda end: (end.at - event.at) * 1e3
         return event
 
@@ -54,8 +52,7 @@ class FakeGpu:
 def fake(monkeypatch):
     fake = FakeGpu()
     monkeypatch.setattr(gpu, "_cuda", fake)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(gpu, "_recorded", fake.recorded)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     return fake
 
@@ -100,8 +97,8 @@ def test_gpu_time_leaves_out_the_delay_and_the_rewriting(fake):
 
 def test_rows_by_every_clock(as_gpu):
     case = cases.sized_case("all_reduce", 4_096, torch.float32, "sum", CPUS)
-    whom = comparison.Candidates(peers=("naive", "stack"), inside=False)
-    result = comparison.run_case(case, whom, _timing.Effort(iterations=2, warmup=1))
+    selection = comparison.Candidates(peers=("naive", "stack"), inside=False)
+    result = comparison.run_case(case, selection, _timing.Effort(iterations=2, warmup=1))
     clocks = {row.name: row.clock for row in result.rows}
     assert clocks == {
         "default": "wall",
@@ -125,7 +122,7 @@ def test_rows_by_every_clock(as_gpu):
     }  # fmt: skip
 
 
-def test_a_gpu_has_targets_of_its_own(as_gpu):
+def test_targets_of_a_gpu(as_gpu):
     outcomes = []
     for dtype, nbytes in ((torch.float32, 4_096), (torch.bfloat16, 64 << 20)):
         case = cases.Case("all_reduce", dtype, "sum", CPUS, ((nbytes // dtype.itemsize,),))
@@ -157,30 +154,33 @@ def test_the_table_record_and_plot_take_every_clock(as_gpu, tmp_path, capsys):
     assert bench.main(arguments) == 0
     out = capsys.readouterr().out
     assert " default:graph " in out
-    assert "against `memcpy`" in out
+    assert "relative to `memcpy`" in out
     rows = json.loads(path.read_text())["cases"][0]["rows"]
     assert {row["clock"] for row in rows} == {"wall", "gpu", "graph"}
     assert picture.stat().st_size > 1000
 
 
-def test_peers_for_gpus_are_not_usual_on_a_cpu_and_say_so_when_named():
+def test_peers_for_gpus_refuse_the_cpu_and_are_not_default_there():
     case = cases.sized_case("all_reduce", 4_096, torch.float32, "sum", CPUS)
     assert peers.usual(case) == ("naive", "stack")
-    whom = comparison.Candidates(peers=("naive", "comm", "cupy"))
-    result = comparison.run_case(case, whom, _timing.Effort(iterations=1))
-    assert result.not_run == {"comm": "needs every rank on a GPU", "cupy": "runs on one GPU"}
+    selection = comparison.Candidates(peers=("naive", "comm", "cupy"))
+    result = comparison.run_case(case, selection, _timing.Effort(iterations=1))
+    assert result.not_run == {
+        "comm": "needs every rank on a GPU",
+        "cupy": "needs all ranks on one GPU",
+    }
 
 
-PLACES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.cuda)]
+DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.cuda)]
 
 
-@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("collective", cases.COLLECTIVES)
-def test_everyone_computes_the_same(device, collective):
+def test_all_candidates_compute_the_same(device, collective):
     devices = (torch.device(device),) * 4
     case = cases.sized_case(collective, 40_960, torch.float32, "sum", devices)
-    whom = comparison.Candidates(peers=peers.usual(case))
-    result = comparison.run_case(case, whom, _timing.Effort(iterations=1))
+    selection = comparison.Candidates(peers=peers.usual(case))
+    result = comparison.run_case(case, selection, _timing.Effort(iterations=1))
     assert {row.wrong for row in result.rows} <= {0, None}
     assert set(result.not_run) <= {"cupy", "stack", "comm"}
     assert "default:graph" in [row.name for row in result.rows] or device == "cpu"
@@ -195,7 +195,7 @@ def test_every_dtype_is_checked_on_the_gpu(dtype):
     assert result.row("default").wrong == result.row("default:graph").wrong == 0
 
 
-@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("device", DEVICES)
 def test_copies_are_timed_and_checked(device, capsys, tmp_path):
     path = tmp_path / "copies.json"
     arguments = ["-b", "64K", "-e", "64K", "-n", "1", "-w", "1", "--world", "3"]
@@ -218,14 +218,14 @@ def test_a_wrong_copy_fails_the_run(monkeypatch, capsys):
     assert "# WRONG: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("device", DEVICES)
 def test_overlap_prints_every_run(device, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["overlap.py"])
     path = tmp_path / "overlap.json"
     arguments = ["--size", "32", "--products", "2", "--repeats", "1", "--world", "3"]
     assert script("overlap").main([*arguments, "--devices", device, "--json", str(path)]) == 0
     record = json.loads(path.read_text())["overlap"]
-    places = [f"one device, {device}", f"3 virtual ranks on {device}"]
-    assert [row["where"] for row in record] == [place for place in places for _ in range(6)]
+    labels = [f"one device, {device}", f"3 virtual ranks on {device}"]
+    assert [row["where"] for row in record] == [label for label in labels for _ in range(6)]
     assert all(row["seconds"] > 0 for row in record)
     assert "until the calls return" in capsys.readouterr().out

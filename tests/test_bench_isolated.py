@@ -1,6 +1,6 @@
-"""Peer backends that may hang run in processes of their own, with a time limit.
+"""Peer backends that may hang, which run in separate processes with a time limit.
 
-A fake worker pool with a fixed number of answers replaces the processes.
+A fake worker pool with a fixed number of results replaces the processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pycollect_bench.processes import isolated, worker_pool, worlds
 
 
 class FakeWorkerPool:
-    """Answers a given number of requests, then raises TimeoutError."""
+    """Returns the given results, then raises TimeoutError."""
 
     made: ClassVar[list[FakeWorkerPool]] = []
     answers: ClassVar[list[CaseResult]] = []
@@ -49,29 +49,31 @@ def fake_worker_pool(monkeypatch):
     return FakeWorkerPool
 
 
-def test_a_peer_that_hangs_is_not_asked_again(fake_worker_pool, monkeypatch):
+def test_a_peer_that_hangs_is_not_run_again(fake_worker_pool, monkeypatch):
     beside = [row("pycollect", 2.0, nccl=1.5), row("pycollect:gpu", 1.0, "gpu", nccl=2.5)]
-    other = CaseResult(sums(2, 4), [*beside, row("nccl", 3.0, nccl=1.0)], {"gloo": "was not asked"})
+    other = CaseResult(
+        sums(2, 4), [*beside, row("nccl", 3.0, nccl=1.0)], {"gloo": "was not selected"}
+    )
     monkeypatch.setattr(fake_worker_pool, "answers", [other])
-    said: list[CaseResult] = []
-    apart = isolated.Isolated(60, said.append)
-    joined = apart.join("nccl", job(2), [result(2, 4, 7), result(2, 64, 7)])
+    reported: list[CaseResult] = []
+    peers = isolated.Isolated(60, reported.append)
+    joined = peers.join("nccl", job(2), [result(2, 4, 7), result(2, 64, 7)])
     assert [r.name for r in joined[0].rows] == ["pycollect", "nccl"]
     assert joined[0].rows[0].speedup == {"gloo": [7], "nccl": [1.5]}
     assert joined[0].not_run == {}
     assert joined[1].not_run == {"nccl": "did not answer within 60 s"}
-    assert said[0] is other
-    assert said[1].not_run == joined[1].not_run
+    assert reported[0] is other
+    assert reported[1].not_run == joined[1].not_run
     assert fake_worker_pool.made[0].job.environ == (("NCCL_MULTI_RANK_GPU_ENABLE", "1"),)
     assert fake_worker_pool.made[0].job.ours == ("pycollect",)
-    later = apart.join("nccl", job(4), [result(4, 4, 7)])
+    later = peers.join("nccl", job(4), [result(4, 4, 7)])
     assert later[0].not_run == {"nccl": "did not answer within 60 s (2 ranks)"}
     assert len(fake_worker_pool.made) == 1
-    assert apart.join("symm_mem", job(2), [result(2, 4, 7)])[0].rows[-1].name == "pycollect"
+    assert peers.join("symm_mem", job(2), [result(2, 4, 7)])[0].rows[-1].name == "pycollect"
     assert len(fake_worker_pool.made) == 2
 
 
-def test_a_peer_that_refuses_twice_is_not_asked_again(fake_worker_pool, monkeypatch):
+def test_a_peer_that_refuses_twice_is_not_run_again(fake_worker_pool, monkeypatch):
     refused = [
         CaseResult(sums(2, 4), [], {"nccl": why}) for why in ("odd", "duplicate", "duplicate")
     ]
@@ -83,17 +85,17 @@ def test_a_peer_that_refuses_twice_is_not_asked_again(fake_worker_pool, monkeypa
     assert [r.row("pycollect").speedup["gloo"] for r in joined] == [[7]] * 5
 
 
-def test_peers_that_may_hang_have_what_was_asked_for(fake_worker_pool, monkeypatch):
+def test_peers_that_may_hang_get_only_requested_cases(fake_worker_pool, monkeypatch):
     monkeypatch.setattr(worlds, "WorkerPool", fake_worker_pool)
     monkeypatch.setattr(fake_worker_pool, "answers", [result(2, 4, 7), result(2, 8, 7)])
     cases = (sums(2, 4), sums(2, 8))
-    found = worlds.measure([job(2, cases=cases, asked=1)], ("nccl",), 60, lambda result: None)
+    found = worlds.measure([job(2, cases=cases, requested=1)], ("nccl",), 60, lambda result: None)
     assert [made.job.cases for made in fake_worker_pool.made] == [cases, cases[:1]]
     assert [r.case for r in found.results] == list(cases)
     assert found.failure == ""
 
 
-def test_a_failure_keeps_what_there_is(fake_worker_pool, monkeypatch):
+def test_a_failure_keeps_earlier_results(fake_worker_pool, monkeypatch):
     monkeypatch.setattr(worlds, "WorkerPool", fake_worker_pool)
     monkeypatch.setattr(fake_worker_pool, "answers", [result(2, 4, 7)])
     cases = (sums(2, 4), sums(2, 8))
@@ -103,13 +105,13 @@ def test_a_failure_keeps_what_there_is(fake_worker_pool, monkeypatch):
 
 
 @pytest.mark.slow
-def test_real_processes_of_a_peer_join_the_others(monkeypatch):
+def test_results_of_real_peer_processes_are_merged(monkeypatch):
     programs.fork_ranks(monkeypatch)
-    monkeypatch.setattr(isolated, "_why_not", lambda peer, job: "")
+    monkeypatch.setattr(isolated, "_refusal_of", lambda peer, job: "")
     monkeypatch.setitem(isolated._SWITCHES, "gloo", ("PYCOLLECT_NOTHING", "1"))
     cases = (sums(2, 4, CPU), sums(2, 512 << 10, CPU))
-    alone = job(device=CPU, cases=cases, peers=(), backend="pycollect", asked=2)
-    found = worlds.measure([alone], ("gloo",), 60, lambda result: None)
+    one_candidate = job(device=CPU, cases=cases, peers=(), backend="pycollect", requested=2)
+    found = worlds.measure([one_candidate], ("gloo",), 60, lambda result: None)
     assert found.failure == ""
     for measured in found.results:
         rows = {row.name: row for row in measured.rows}
@@ -120,8 +122,8 @@ def test_real_processes_of_a_peer_join_the_others(monkeypatch):
     assert "memory:gpu" in rows
 
 
-def test_who_has_measured_everything_may_hang_at_its_end(fake_worker_pool, monkeypatch):
+def test_a_peer_may_hang_after_its_last_result(fake_worker_pool, monkeypatch):
     monkeypatch.setattr(fake_worker_pool, "answers", [result(2, 4, 1)])
-    apart = isolated.Isolated(60, lambda result: None)
-    assert apart.join("nccl", job(2), [result(2, 4, 7)])[0].not_run == {}
+    peers = isolated.Isolated(60, lambda result: None)
+    assert peers.join("nccl", job(2), [result(2, 4, 7)])[0].not_run == {}
     assert fake_worker_pool.made[0].abandoned

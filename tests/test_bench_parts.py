@@ -1,8 +1,9 @@
 """Parts of the benchmark: sizes, turns, inputs with known results, cases, targets, noise.
 
-Whole runs are in test_bench.py.
+Tests of whole runs are in test_bench.py.
 """
 
+import time
 from functools import partial
 
 import pytest
@@ -48,7 +49,7 @@ def test_size_is_read(text, nbytes):
 
 @pytest.mark.parametrize("text", ["", "K", "0", "-4K", "4KB", "1.5M", "4 K", "\u00b2"])
 def test_size_is_refused(text):
-    with pytest.raises(ValueError, match="is no size"):
+    with pytest.raises(ValueError, match="is not a size"):
         _sizes.parse_size(text)
 
 
@@ -61,21 +62,26 @@ def test_sizes_grow_up_to_the_end_and_no_further():
         _sizes.size_range(4, 8, 1)
 
 
-def test_iterations_are_dealt_out_exactly():
+def test_iterations_are_distributed_exactly():
     for n in (1, 6, 7, 20):
-        calls = _timing.Effort(iterations=n).calls(1.0, 3)
+        _, calls, _ = _timing.Effort(iterations=n).calls([1.0] * 3)
         assert sum(calls) == n
         assert len(calls) <= _timing.ROUNDS
 
 
-def test_time_budget_gives_slow_contestants_fewer_calls():
-    effort = _timing.Effort(seconds=1.0)
-    slow, fast = effort.calls(10.0, 2), effort.calls(1e-3, 2)
+def test_time_budget_gives_slow_candidates_fewer_calls():
+    slow, fast = _timing.Effort(seconds=1.0).calls([10.0, 1e-3])
     assert set(slow) == {1}
     assert min(fast) > 10
 
 
-def test_contestants_take_turns():
+def test_long_calls_take_turns_one_by_one():
+    effort = _timing.Effort(seconds=1.0, single_calls=True)
+    assert effort.calls([0.02, 0.08]) == [[1] * 11] * 2
+    assert [len(effort.calls([s])[0]) for s in (10.0, 1e-6)] == [_timing.ROUNDS, 301]
+
+
+def test_candidates_take_turns():
     order = []
 
     def sampler(name, n):
@@ -84,8 +90,34 @@ def test_contestants_take_turns():
 
     samplers = {name: partial(sampler, name) for name in "abc"}
     timings = _timing.interleave(samplers, _timing.Effort(iterations=3, warmup=1))
-    assert "".join(order[6:]) == "abcbcacab"  # after two warm-up calls of each
+    assert "".join(order) == "abc" + "abcbcacab"  # after one warm-up of each
     assert timings["b"].count == 3
+
+
+def test_a_batch_is_timed_as_one():
+    calls = []
+    samples = _timing.batched(lambda: calls.append(time.sleep(1e-3)), 3)(2)
+    assert len(calls) == 6
+    assert all(1e-3 <= seconds < 3e-3 for seconds in samples)
+
+
+def test_ranks_agree_on_the_number_of_calls_and_on_the_order():
+    taken = []
+    for _ in range(2):  # two ranks
+        order = []
+
+        def sampler(name, n, order=order):
+            order.append(name)
+            return [1.0] * n
+
+        samplers = {name: partial(sampler, name) for name in "abc"}
+        effort = _timing.Effort(seconds=7e-3)
+        timings = _timing.interleave(samplers, effort, _timing.shuffled(5), lambda mine: 1e-4)
+        assert timings["a"].count == 7 * 3
+        taken.append(order[6:])
+    assert taken[0] == taken[1]
+    assert sorted(taken[0]) == sorted("abc" * 7)
+    assert taken[0] != list("abcbcacab" * 2 + "abc")  # a new order every round
 
 
 def test_percentiles_are_times_that_were_measured():
@@ -125,7 +157,7 @@ def test_a_wrong_type_or_length_is_wrong_everywhere():
 
 @pytest.mark.parametrize("collective", cases.COLLECTIVES)
 @pytest.mark.parametrize("world", [1, 2, 5])
-def test_everyone_computes_the_same(collective, world):
+def test_all_candidates_compute_the_same(collective, world):
     case = cases.sized_case(collective, 4_100, torch.float32, "sum", cpus(world))
     result = comparison.run_case(case, comparison.Candidates(), _timing.Effort(iterations=1))
     wrong = {row.name: row.wrong for row in result.rows if row.kind in ("pycollect", "peer")}
@@ -148,7 +180,7 @@ def test_other_ops_have_no_peers_but_are_checked(op):
     case = cases.sized_case("all_reduce", 4_096, torch.float32, op, cpus(3))
     result = comparison.run_case(case, comparison.Candidates(), _timing.Effort(iterations=1))
     assert result.row(comparison.DEFAULT).wrong == 0
-    assert result.not_run["naive"] == f"only sums, not {op}"
+    assert result.not_run["naive"] == f"is measured only for sums, not {op}"
 
 
 def test_lenet_has_eight_gradients():
@@ -190,7 +222,7 @@ def test_a_collective_that_does_nothing_is_wrong(monkeypatch):
     assert result.row(comparison.DEFAULT).wrong == 2 * case.count
 
 
-def test_the_book_loop_sums_into_every_rank():
+def test_the_naive_loop_sums_into_every_rank():
     data = [torch.full((3,), float(i)) for i in range(1, 5)]
     peers.naive_all_reduce(data)
     assert all(t.tolist() == [10.0] * 3 for t in data)
@@ -219,7 +251,7 @@ def test_targets_take_the_worst_point():
     assert outcomes["cost of a call, 4 ranks x 4 elements"].met is True
 
 
-def test_a_target_out_of_reach_or_disturbed_is_said_to_be():
+def test_the_outcome_notes_disturbance_and_an_unreachable_target():
     case = result_of(2, 1 << 26, 1.0, 1.4, 1.0)
     timing = _timing.Timing(((1.0,), (2.0,)))
     limit = comparison.Row("memory", "limit", timing, speedup={"naive": [1.41, 1.41]})
@@ -234,7 +266,7 @@ def test_peers_can_be_left_out():
     assert options._peers("stack") == ["stack"]
 
 
-def test_noise_is_reported_and_warned_of():
+def test_noise_is_reported_with_a_warning():
     before = environment.Load(0.0, 0.0, 0.0, 0.1)
     after = environment.Load(10.0, 10.0, 1.0, 2.0)
     measured = environment.noise(before, after, [])

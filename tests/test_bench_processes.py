@@ -1,6 +1,6 @@
 """The benchmark between processes: its parts, a whole run, and ranks that fail or die.
 
-Speeds are not asserted here: they need a quiet machine, and `--targets`.
+No test asserts a speed: that needs a quiet machine, and `--targets`.
 """
 
 import contextlib
@@ -63,44 +63,44 @@ def new_page(tmp_path, world):
     return str(page)
 
 
-def test_nobody_leaves_a_meeting_before_all_have_come(tmp_path):
-    page, come = new_page(tmp_path, 3), []
+def test_no_rank_leaves_the_barrier_before_all_have_entered(tmp_path):
+    page, entered = new_page(tmp_path, 3), []
 
     def work(rank):
-        at = spin_barrier.SpinBarrier(page, rank, 3)
+        barrier = spin_barrier.SpinBarrier(page, rank, 3)
         if rank == 2:
             threading.Event().wait(0.05)
-        come.append(rank)
-        at.barrier()
-        seen = len(come)
-        return seen, at.gather(rank + 0.5)
+        entered.append(rank)
+        barrier.barrier()
+        seen = len(entered)
+        return seen, barrier.gather(rank + 0.5)
 
     assert at_once(3, work) == [(3, [0.5, 1.5, 2.5])] * 3
     assert not list(tmp_path.iterdir())
 
 
-def test_a_meeting_names_who_is_missing(tmp_path):
+def test_the_barrier_names_missing_ranks(tmp_path):
     page = new_page(tmp_path, 3)
 
     def work(rank):
-        at = spin_barrier.SpinBarrier(page, rank, 3, timeout=0.3)
+        barrier = spin_barrier.SpinBarrier(page, rank, 3, timeout=0.3)
         if rank == 1:
             return None
         with pytest.raises(TimeoutError, match=r"ranks \[1\] did not reach the barrier"):
-            at.barrier()
+            barrier.barrier()
         return "raised"
 
     assert at_once(3, work) == ["raised", None, "raised"]
 
 
 @pytest.mark.parametrize("broken", [True, False])
-def test_a_barrier_that_lets_go_early_is_wrong(tmp_path, broken):
+def test_a_barrier_that_returns_early_is_wrong(tmp_path, broken):
     page = new_page(tmp_path, 2)
 
     def work(rank):
-        at = spin_barrier.SpinBarrier(page, rank, 2)
-        early = candidates._early((lambda: None) if broken else at.barrier, at)
-        at.post(-1.0)  # as the next gather does
+        barrier = spin_barrier.SpinBarrier(page, rank, 2)
+        early = candidates._early((lambda: None) if broken else barrier.barrier, barrier)
+        barrier.publish(-1.0)  # as the next gather does
         return early
 
     assert at_once(2, work) == ([1, 0] if broken else [0, 0])
@@ -116,7 +116,7 @@ def test_parts_fill_the_output(name, world):
         assert sum(count for _, _, count in parts) == buffers.output.numel() > 0
 
 
-def cpu_by_default(buffers, pattern):
+def expected_output(buffers, pattern):
     """Rank 1's expected output of 2 ranks for each collective, from its definition."""
     half = buffers.case.count // 2
     inputs = [pattern.rank(r, buffers.case.count) for r in range(2)]
@@ -134,7 +134,7 @@ def test_wrong_elements_are_counted(name):
     # Larger than the part that is compared at once.
     buffers = cases.Buffers(sums(2, 5 << 20, name), 1, empty)
     op = "sum" if cases.COLLECTIVES[name].reduces else "max"
-    right = cpu_by_default(buffers, cases.Pattern(torch.float32, op, 2))
+    right = expected_output(buffers, cases.Pattern(torch.float32, op, 2))
     assert buffers.wrong(partial(buffers.output.copy_, right)) == 0
     for at in (0, -1):
         almost = right.clone()
@@ -157,8 +157,9 @@ def test_bandwidths_are_counted_as_nccl_tests_do():
 
 
 def test_a_call_takes_as_long_as_on_its_slowest_rank():
-    first, second = {"a": [[1.0, 5.0], [3.0]]}, {"a": [[2.0, 4.0], [1.0]]}
-    assert between.slowest_rank([first, second])["a"].samples == ((2.0, 5.0), (3.0,))
+    first, second = _timing.Timing(((1.0, 5.0), (3.0,))), _timing.Timing(((2.0, 4.0), (1.0,)))
+    slowest = between.slowest_rank([{"a": first}, {"a": second}])
+    assert slowest["a"].samples == ((2.0, 5.0), (3.0,))
 
 
 def result_of(world, nbytes, row=groups.OURS, dtype=torch.float32, seconds=1.0, **ratios):
@@ -260,7 +261,7 @@ def test_a_rank_that_dies_ends_the_run():
 def test_an_unknown_backend_is_named_and_fails_the_run(capsys):
     args = ["--processes", "2", "-b", "4", "-e", "4", "--backend", "warp", "--peers", "gloo"]
     assert bench.main([*args, "-n", "1", "-w", "1"]) == 1
-    assert "# pycollect not run: torch.distributed knows no backend 'warp'" in (
+    assert "# pycollect not run: torch.distributed has no backend 'warp'" in (
         capsys.readouterr().out
     )
 
@@ -270,16 +271,19 @@ def test_an_unknown_backend_is_named_and_fails_the_run(capsys):
     [
         (["--processes", "2", "--algorithms", "all"], "--algorithms does not go with --processes"),
         (["--processes", "2", "--coalesced", "lenet"], "does not go with --processes"),
-        (["--processes", "2", "--collective", "reduce_scatter"], "--collective of processes is"),
+        (
+            ["--processes", "2", "--collective", "reduce_scatter"],
+            "--collective reduce_scatter does not exist between processes",
+        ),
         (["--processes", "0"], "positive whole number"),
-        (["--processes", "2", "--peers", "naive"], "'naive' is no peer of processes"),
+        (["--processes", "2", "--peers", "naive"], "'naive' is not a peer of processes"),
         (["--processes", "2", "-b", "8", "-e", "4"], "past their end"),
         (["--processes", "2", "--collective", "barrier", "--plot", "x.png"], "no sizes"),
-        (["--peers", "gloo"], "'gloo' is no peer of one process"),
-        (["--collective", "barrier"], "--collective of one process is"),
+        (["--peers", "gloo"], "'gloo' is not a peer of one process"),
+        (["--collective", "barrier"], "--collective barrier does not exist in one process"),
     ],
 )
-def test_what_does_not_go_together_is_refused(arguments, message, capsys):
+def test_incompatible_options_are_refused(arguments, message, capsys):
     with contextlib.suppress(SystemExit):
         bench.main(arguments)
     captured = capsys.readouterr()
@@ -287,7 +291,7 @@ def test_what_does_not_go_together_is_refused(arguments, message, capsys):
     assert "algorithm " not in captured.out
 
 
-def test_folders_of_the_machine_are_left_out():
+def test_folders_are_removed_from_commands():
     command = "/opt/x/bin/python bench/a.py --json /tmp/b.json --plot=/tmp/c.png -e 1M"
     plain = "python bench/a.py --json b.json --plot=c.png -e 1M"
     assert _machine.without_folders(command) == plain

@@ -13,15 +13,15 @@ from pycollect_bench import gpu, layout, plot
 
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 RECORDS = sorted(RESULTS.glob("*.json"))
-# Most lines of all result files together: a number that nobody reads is not kept in git.
+# Limit of the lines of all result files together, to keep unused numbers out of git.
 LINES = 1_500
-# What a picture is drawn from: the key of its cases in a record.
+# Keys of a record whose cases a picture shows.
 DRAWN = ("cases", "training")
 
 FEW = ["-n", "3", "-w", "1"]
 TRAIN = ["--models", "lenet", "--worlds", "1", "2", "--batch", "4", "--no-ddp", *FEW]
 COPIES = ["-b", "64K", "-e", "64K", "--world", "2", "--devices", "cpu", "--targets", *FEW]
-WRITERS = {
+SCRIPTS = {
     "allreduce_bandwidth": ["-e", "16K", "--world", "2,3", "--targets", *FEW],
     "copy_bandwidth": COPIES,
     "overlap": ["--size", "8", "--products", "2", "--world", "2", "--devices", "cpu"],
@@ -74,11 +74,11 @@ def test_a_row_has_a_line_and_a_header_is_indented():
     ]
 
 
-@pytest.mark.parametrize("name", WRITERS)
-def test_a_writer_keeps_medians_and_no_rounds(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_writes_medians_and_no_rounds(name, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "graph_of", lambda run, calls: lambda: [run() for _ in range(calls)])
     path = tmp_path / "run.json"
-    assert run(name, [*WRITERS[name], "--json", str(path)]) in (0, 3)
+    assert run(name, [*SCRIPTS[name], "--json", str(path)]) in (0, 3)
     record = json.loads(path.read_text())
     assert record["schema"] == layout.SCHEMA
     assert record["interrupted"] is False
@@ -107,7 +107,7 @@ def test_turns_of_the_executor_become_medians():
 
 
 PICTURES = {
-    "allreduce_bandwidth": WRITERS["allreduce_bandwidth"],  # with cases that are not drawn
+    "allreduce_bandwidth": SCRIPTS["allreduce_bandwidth"],  # with cases that are not drawn
     "train": [*TRAIN, "--no-loading"],
 }
 
@@ -123,7 +123,7 @@ def test_a_picture_is_the_same_from_the_file(name, tmp_path):
 
 
 def case_of(count: int = 1, shapes: int = 1, **about: object) -> dict[str, object]:
-    """A case with a row that moved 2e9 and one of 3e9 bytes a second over a bus."""
+    """A case with one row that moved 2e9 bytes per second, and one with a busbw of 3e9."""
     rows = [
         {"algorithm": "default", "moved": 2e9, "busbw": None},
         {"algorithm": "memory", "moved": None, "busbw": 3e9},
@@ -132,18 +132,18 @@ def case_of(count: int = 1, shapes: int = 1, **about: object) -> dict[str, objec
     return {**sums, "count": count, "shapes": [[count]] * shapes, "rows": rows, **about}
 
 
-def test_a_picture_shows_the_sizes_that_were_asked_for():
+def test_a_picture_shows_the_requested_sizes():
     wanted = [case_of(), case_of(7), case_of(dtype="int8")]
     others = [case_of(0), case_of(shapes=8), case_of(collective="broadcast"), case_of(dtype="bool")]
-    asked = {"collective": "all_reduce", "dtypes": ["float32", "int8"]}
-    assert plot.drawn({"environment": asked, "cases": [*others, *wanted]}) == wanted
+    requested = {"collective": "all_reduce", "dtypes": ["float32", "int8"]}
+    assert plot.drawn({"environment": requested, "cases": [*others, *wanted]}) == wanted
 
 
 def test_a_picture_shows_gigabytes_per_second():
     cases = [case_of(1), case_of(4, limit=None)]
     assert plot._points(cases, "default") == [(4, 2.0), (16, 2.0)]
-    assert plot._points(cases) == [(4, 3.0)]  # the limit, where there is one
-    assert plot._points(cases, "nobody") == []
+    assert plot._points(cases) == [(4, 3.0)]  # cases without a limit have no point
+    assert plot._points(cases, "unknown") == []
 
 
 @pytest.mark.parametrize(
@@ -151,11 +151,11 @@ def test_a_picture_shows_gigabytes_per_second():
     [
         ("[]", "holds no JSON object"),
         ("{", "cannot be read"),
-        ('{"copies": []}', "has nothing that is drawn"),
+        ('{"copies": []}', "has neither cases nor training steps"),
         ('{"environment": {"collective": "all_reduce", "dtypes": []}, "cases": []}', "nothing"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_in_a_sentence(tmp_path, capsys, content, message):
+def test_a_record_without_a_picture_is_refused(tmp_path, capsys, content, message):
     path = tmp_path / "run.json"
     path.write_text(content)
     assert run("plot_results", [str(path), str(tmp_path / "run.png")]) == 2

@@ -17,10 +17,10 @@ def replays():
     return script("replays")
 
 
-PLACES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.cuda)]
+DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.cuda)]
 
 
-@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("device", DEVICES)
 def test_calls_and_replays_take_turns(replays, device, monkeypatch, capsys, tmp_path):
     if device == "cpu":
         monkeypatch.setattr(gpu, "graph_of", lambda run, n: lambda: [run() for _ in range(n)])
@@ -36,7 +36,7 @@ def test_calls_and_replays_take_turns(replays, device, monkeypatch, capsys, tmp_
     assert out.count("# 3 ranks: ") == 2
 
 
-def test_the_answer_is_where_it_first_stops_to_be_worth_it(replays):
+def test_the_answer_is_the_size_up_to_which_replays_are_worth_it(replays):
     def found(nbytes: int, call: float, row: float) -> object:
         seconds = {"call": call, "replay": 1.0, "row": row, "row in a graph": 1.0}
         return replays.Found(4, nbytes, {k: Timing(((v,),)) for k, v in seconds.items()})
@@ -48,12 +48,7 @@ def test_the_answer_is_where_it_first_stops_to_be_worth_it(replays):
     ]
 
 
-def test_a_row_is_timed_by_the_call(replays):
-    sampler = replays.each_of(lambda calls: [20.0] * calls, 20)
-    assert sampler(2) == [1.0, 1.0]
-
-
-def test_without_a_gpu_it_says_so(replays, monkeypatch, capsys):
+def test_without_a_gpu_the_reason_is_printed(replays, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert replays.main([]) == 77
     assert capsys.readouterr().out == (

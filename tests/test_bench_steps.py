@@ -40,16 +40,16 @@ def test_a_wrong_reduction_is_noticed(monkeypatch):
     assert steps.Bench([torch.device("cpu")] * 2, 4).wrong() > 0
 
 
-def test_bits_are_compared_where_they_are_the_same_every_time(monkeypatch):
+def test_bits_are_compared_with_deterministic_convolutions(monkeypatch):
     seen = []
 
-    def noted(gradients):
+    def recorded(gradients):
         seen.append(torch.backends.cudnn.deterministic)
         steps.REDUCTIONS["naive"](gradients)
 
     before = torch.backends.cudnn.deterministic
     bench = steps.Bench([torch.device("cpu")] * 2, 4)
-    monkeypatch.setattr(steps, "REDUCTIONS", {**steps.REDUCTIONS, "pycollect": noted})
+    monkeypatch.setattr(steps, "REDUCTIONS", {**steps.REDUCTIONS, "pycollect": recorded})
     assert bench.wrong() == 0
     assert set(seen) == {True}
     assert torch.backends.cudnn.deterministic == before

@@ -1,8 +1,7 @@
-"""The benchmark of training steps: its engines, its table, its targets and its plot."""
+"""The benchmark of training steps: its candidates, its table, its targets and its plot."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from types import ModuleType
 import programs
 import pytest
 import torch
+from test_bench_gpu import script
 
 from pycollect._timing import Effort, Timing
 from pycollect_bench import training
@@ -27,7 +27,6 @@ from pycollect_bench.training import (
 )
 from pycollect_bench.training.ddp import BACKENDS, DDP_GLOO, DDP_OURS, DDPJob, DDPWorkers
 
-ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 ONCE = Effort(iterations=1, warmup=1)
 
@@ -39,15 +38,10 @@ def ranks_have_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def command() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_train", ROOT / "bench" / "train.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("train")
 
 
-def test_all_ways_take_turns() -> None:
+def test_all_candidates_take_turns() -> None:
     result = training.measure(TrainingCase("lenet", 8, (CPU,) * 3), ONCE, ddp=False)
     assert list(result.entries) == [ONE, NAIVE, PYCOLLECT, OVERLAPPED]
     for name, entry in result.entries.items():
@@ -55,7 +49,7 @@ def test_all_ways_take_turns() -> None:
         assert len(entry.reductions) == entry.timing.count == 1
         assert 0 < (result.share(name) or 0) < 1
     assert result.slowdown(ONE) == 1
-    assert result.slowdown("nobody") is None
+    assert result.slowdown("unknown") is None
     assert list(training.measure(TrainingCase("lenet", 4, (CPU,)), ONCE, ddp=False).entries) == [
         ONE
     ]
@@ -95,25 +89,25 @@ def test_processes_of_ddp_take_their_turns(
 
 
 @pytest.mark.slow
-def test_a_rank_of_ddp_that_fails_is_heard() -> None:
+def test_the_error_of_a_ddp_rank_is_raised() -> None:
     X, y = torch.zeros(2, 1, 5, 5), torch.zeros(2, dtype=torch.int64)
-    with DDPWorkers(DDPJob("lenet", (X, y), 0.1, (CPU,), "gloo")) as crew:
-        sample = crew.sampler([])
+    with DDPWorkers(DDPJob("lenet", (X, y), 0.1, (CPU,), "gloo")) as workers:
+        sample = workers.sampler([])
         with pytest.raises(RuntimeError, match=r"rank 0: (.|\n)*LeNet takes images of 28 x 28"):
             sample(1)
 
 
-def test_ranks_of_ddp_end_with_a_start_that_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ddp_ranks_end_if_their_start_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def interrupted(by_multiprocessing: bool) -> Iterator[None]:
         yield
         raise KeyboardInterrupt
 
     monkeypatch.setattr("pycollect_bench.training.ddp.interrupts_kept_from_children", interrupted)
-    crew = DDPWorkers(DDPJob("lenet", (torch.zeros(2), torch.zeros(2)), 0.1, (CPU, CPU), "gloo"))
+    workers = DDPWorkers(DDPJob("lenet", (torch.zeros(2), torch.zeros(2)), 0.1, (CPU, CPU), "gloo"))
     with pytest.raises(KeyboardInterrupt):
-        crew.__enter__()
-    assert [process.is_alive() for process in crew._processes] == [False]
+        workers.__enter__()
+    assert [process.is_alive() for process in workers._processes] == [False]
 
 
 def result_of(model: str, world: int, **seconds: tuple[float, float]) -> Result:
@@ -138,10 +132,10 @@ def test_the_target_of_one_gpu_is_ddp_against_gloo() -> None:
     found = training.judge([ddp(4, 2.0), ddp(4, 3.0), ddp(2, 6.0), ddp(4, 5.0, gpus=2)])
     assert [(o.measured, o.met) for o in found] == [(2.0, False)]
     assert training.judge([ddp(2, 1.0)])[0].met is None
-    assert ddp(4, 2.0).times_faster(DDP_OURS, "nobody") is None
+    assert ddp(4, 2.0).times_faster(DDP_OURS, "unknown") is None
 
 
-def test_ddp_wants_one_kind_of_device() -> None:
+def test_ddp_needs_one_kind_of_device() -> None:
     mixed = TrainingCase("lenet", 4, (CPU, torch.device("meta")))
     assert not mixed.one_kind
     assert TrainingCase("lenet", 4, (CPU, CPU)).one_kind
@@ -154,7 +148,7 @@ def test_processes_of_ddp_share_a_gpu() -> None:
     assert not result.not_run
 
 
-def test_the_targets_are_the_worst_of_the_run() -> None:
+def test_targets_take_the_worst_point() -> None:
     results = [
         result_of("lenet", 2, one=(1.0, 0), plain=(1.2, 0.06), overlapped=(1.04, 0)),
         result_of("lenet", 4, one=(1.0, 0), plain=(1.0, 0.11), overlapped=(9.0, 0)),
@@ -175,7 +169,7 @@ def test_the_targets_are_the_worst_of_the_run() -> None:
         (["-n", "-1"], "--iterations must be positive, not -1"),
         (["--size", "32"], "LeNet takes images of 28 x 28"),
         (["--models", "alexnet"], "invalid choice"),
-        (["--json", "/nowhere/at/all.json"], "the folder of the JSON file /nowhere/at/all.json is"),
+        (["--json", "/nowhere/at/all.json"], "the folder of the JSON file /nowhere/at/all.json"),
         (["--plot", "bars.gif"], "a picture ends in .png, .svg, .pdf, and bars.gif does not"),
     ],
 )
@@ -190,7 +184,9 @@ def test_bad_arguments_are_refused_before_anything_is_measured(
     assert message in capsys.readouterr().err
 
 
-def test_ranks_go_round_the_devices(command: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_take_the_devices_in_turn(
+    command: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
     monkeypatch.setattr(sys.modules["pycollect"], "devices", lambda spec: gpus)
     found = command.cases(command.arguments(["--models", "lenet", "--worlds", "1", "3"]))

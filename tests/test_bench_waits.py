@@ -1,4 +1,4 @@
-"""The probe of waits: its five ways, its watchdog and its conclusions, with threads as a GPU."""
+"""The wait probe: its five ways, its watchdog and its conclusions, on threads as a fake GPU."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_stream_that_hangs_is_released_by_a_store(program):
 
 
 @pytest.mark.slow
-def test_one_that_hears_nothing_is_killed(program):
+def test_a_process_whose_stream_is_not_released_is_killed(program):
     _, out, took = probe(program, "deaf", "blocked-device", 2, 8, 5, 0.5)
     found = json.loads(out)
     assert (found["status"], found["ended_when_released"]) == ("time is up", False)
@@ -80,7 +80,7 @@ def test_one_that_hears_nothing_is_killed(program):
 
 
 @pytest.mark.slow
-def test_a_stream_that_keeps_others_from_running_is_found(program):
+def test_a_stream_that_blocks_others_is_detected(program):
     # The limit includes one second for the second stream.
     _, out, _ = probe(program, "exclusive", "blocked-pinned", 3, 8, 5, 4)
     found = json.loads(out)
@@ -91,11 +91,11 @@ def test_a_stream_that_keeps_others_from_running_is_found(program):
 
 
 @pytest.mark.slow  # compiles the program
-def test_without_a_gpu_it_says_so(program, capsys, monkeypatch):
-    assert probe(program, "none", "host", 2)[:2] == (77, "there is no GPU here: it was asked for\n")
+def test_without_a_gpu_the_reason_is_printed(program, capsys, monkeypatch):
+    assert probe(program, "none", "host", 2)[:2] == (77, "no GPU here: WAITS_FAKE is none\n")
     monkeypatch.setenv("WAITS_FAKE", "none")
     assert script("waits").main(["--program", str(program)]) == 77
-    assert capsys.readouterr().out == "bench/waits.py: there is no GPU here: it was asked for\n"
+    assert capsys.readouterr().out == "bench/waits.py: no GPU here: WAITS_FAKE is none\n"
 
 
 @pytest.mark.slow  # compiles the program
@@ -104,7 +104,7 @@ def test_bad_arguments_are_refused(program):
         assert probe(program, "", *words)[0] == 2
 
 
-def test_what_fails_is_said_and_fails_the_run():
+def test_failures_are_printed_and_fail_the_run():
     waits = script("waits")
     failed = {"way": "events", "world": 2, "bytes": 8, "status": "failed", "failure": "no IPC"}
     hung = {"way": "device", "world": 2, "bytes": 8, "status": "time is up"}

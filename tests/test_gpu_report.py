@@ -1,7 +1,7 @@
-"""bench/gpu_report.sh on a machine without a GPU: its stages, its records, and visible skips.
+"""bench/gpu_report.sh on a machine without a GPU: its stages, its records, and printed skips.
 
 nvidia-smi, compute-sanitizer and Python are fakes on PATH. The benchmarks get the script's
-arguments in this process instead of one process each, and the CPU takes the place of the GPU.
+arguments in this process instead of one process each, and the CPU replaces the GPU.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ SCRIPT = ROOT / "bench" / "gpu_report.sh"
 SMI = "#!/bin/sh\necho 'NVIDIA H200, 580.159.04'\n"
 TOOLS = ("bash", "cat", "dirname", "env", "git", "grep", "head", "mkdir", "rm", "sh", "sleep")
 TOOLS += ("tail", "tee", "timeout", "tr")
-# What the fake benchmarks write.
+# JSON that the fake benchmarks write.
 CONTENT = '{"schema": 2, "rows": [{"a": {"b": 1}}]}'
-# A fake Python: runs what the script itself needs, and only prints all other commands.
+# A fake Python, which runs the commands that the script itself needs, and prints all others.
 PYTHON = f"""#!/bin/sh
 case "$1" in
   -c) echo 2.11.0+cu130 13.0; exit ;;
@@ -39,10 +39,10 @@ case "$*" in *"{{failing}}"*) exit {{status}} ;; esac
 
 @pytest.fixture
 def machine(tmp_path):
-    """A function that runs the script with fakes on PATH, and returns its status and output."""
+    """A function that runs the script with fakes on PATH, and returns exit status and output."""
     fakes = tmp_path / "bin"
     fakes.mkdir()
-    # PATH has no folders of CUDA, so that the script finds the fakes.
+    # PATH has no folder of CUDA, so that the script finds the fakes.
     for tool in TOOLS:
         (fakes / tool).symlink_to(shutil.which(tool))
 
@@ -65,7 +65,7 @@ def machine(tmp_path):
 
 @pytest.fixture
 def fake_python(tmp_path):
-    def write(failing="nothing of all", status=1):
+    def write(failing="no such command", status=1):
         path = tmp_path / "python"
         path.write_text(PYTHON.format(content=CONTENT, failing=failing, status=status))
         path.chmod(0o755)
@@ -100,7 +100,7 @@ def test_a_stage_leaves_its_log_and_the_record(machine, fake_python, tmp_path):
 
 @pytest.fixture
 def contents(machine, fake_python, tmp_path, monkeypatch):
-    """A function that returns the JSON output of a stage's benchmarks, by the name of their run."""
+    """A function that returns the JSON output of a stage's benchmarks, by name of the run."""
     monkeypatch.chdir(ROOT)
     programs.fork_ranks(monkeypatch)
 
@@ -121,7 +121,7 @@ def contents(machine, fake_python, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_benchmarks_take_what_the_script_gives_them(contents):
+def test_the_benchmarks_accept_the_scripts_arguments(contents):
     found = contents("bench")
     assert len(found) == 11
     assert found["copies"]["copies"]
@@ -140,7 +140,7 @@ def test_a_later_stage_adds_to_the_record(machine, fake_python, tmp_path):
     assert "--no-build-isolation --no-deps -e ." in runs["build"]["command"]
 
 
-def test_tests_of_cuda_come_first(machine, fake_python, tmp_path):
+def test_cuda_tests_run_first(machine, fake_python, tmp_path):
     status, output = machine("test", python=fake_python(), nvidia_smi=SMI)
     assert status == 0, output
     runs = record_of(tmp_path / "out")["runs"]
@@ -157,7 +157,7 @@ def test_tests_of_cuda_come_first(machine, fake_python, tmp_path):
     assert "--ignore=tests/test_cuda_streams.py" in runs["test-others"]["command"]
 
 
-def test_processes_have_a_stage_with_something_of_everything(machine, fake_python, tmp_path):
+def test_the_dist_stage_has_tests_and_benchmarks(machine, fake_python, tmp_path):
     status, output = machine("dist", python=fake_python(), nvidia_smi=SMI, limit=400)
     assert status == 0, output
     runs = record_of(tmp_path / "out")["runs"]
@@ -169,7 +169,7 @@ def test_processes_have_a_stage_with_something_of_everything(machine, fake_pytho
     assert "--models lenet --worlds 2" in runs["dist-train"]["command"]
 
 
-def test_every_test_of_cuda_belongs_to_one_stage(machine, fake_python, tmp_path):
+def test_every_cuda_test_belongs_to_one_stage(machine, fake_python, tmp_path):
     stages = ("test", "dist-test", "dist-memory", "dist-faults", "dist-slow")
     status, output = machine(*stages, python=fake_python(), nvidia_smi=SMI)
     assert status == 0, output
@@ -182,8 +182,25 @@ def test_every_test_of_cuda_belongs_to_one_stage(machine, fake_python, tmp_path)
         assert words.count(f"tests/{file}") == times, file
 
 
+def test_every_part_of_a_test_selection_selects_a_test(machine, fake_python, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    tools = {"nvidia_smi": SMI, "compute_sanitizer": "#!/bin/sh\n"}
+    _, output = machine("--dry-run", "all", python=fake_python(), **tools)
+    commands = [shlex.split(line) for line in output.splitlines() if " -m pytest " in line]
+    selections = [words for words in commands if "-k" in words]
+    assert len(selections) == 6
+    listed = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", ""]
+    done = programs.run([*listed, *sorted(ROOT.glob("tests/test_cuda_*.py"))], timeout=120)
+    ids = [line for line in done.stdout.splitlines() if "::" in line]
+    for words in selections:
+        paths = tuple(word for word in words if word.startswith("tests"))
+        names = [name for name in ids if name.startswith(paths)]
+        for part in set(words[words.index("-k") + 1].split()) - {"and", "or", "not"}:
+            assert any(part in name for name in names), part
+
+
 @pytest.mark.slow
-def test_the_benchmarks_of_processes_take_what_the_script_gives_them(contents):
+def test_the_dist_benchmarks_accept_the_scripts_arguments(contents):
     found = contents("dist")
     assert list(found) == ["dist-all_reduce", "dist-train", "dist-worlds"]
     rows = found["dist-all_reduce"]["cases"][0]["rows"]
@@ -192,7 +209,7 @@ def test_the_benchmarks_of_processes_take_what_the_script_gives_them(contents):
     assert "DDP, gloo" in names
 
 
-def test_a_question_that_cannot_be_asked_here_is_a_loud_skip(machine, fake_python, tmp_path):
+def test_a_measurement_that_cannot_run_is_a_printed_skip(machine, fake_python, tmp_path):
     status, output = machine("questions", python=fake_python("waits.py", 77), nvidia_smi=SMI)
     assert status == 0, output
     assert "SKIPPED: waits: ran: bench/waits.py --world 2" in output
@@ -205,7 +222,7 @@ def test_a_question_that_cannot_be_asked_here_is_a_loud_skip(machine, fake_pytho
     }
 
 
-def test_a_failure_is_recorded_and_the_rest_goes_on(machine, fake_python, tmp_path):
+def test_a_failure_is_recorded_and_the_next_step_runs(machine, fake_python, tmp_path):
     status, output = machine("bench", python=fake_python("overlap.py", 7), nvidia_smi=SMI)
     assert status == 1
     assert "FAILED: overlap status 7" in output
@@ -215,7 +232,7 @@ def test_a_failure_is_recorded_and_the_rest_goes_on(machine, fake_python, tmp_pa
     assert runs["reduce_scatter"]["status"] == 0
 
 
-def test_a_missed_target_is_no_failure(machine, fake_python, tmp_path):
+def test_a_missed_target_is_not_a_failure(machine, fake_python, tmp_path):
     status, _ = machine("bench", python=fake_python("--targets", 3), nvidia_smi=SMI)
     assert status == 0
     assert record_of(tmp_path / "out")["runs"]["all_reduce-float32"]["status"] == 3
@@ -223,7 +240,7 @@ def test_a_missed_target_is_no_failure(machine, fake_python, tmp_path):
 
 def test_a_stage_ends_with_its_time(machine, tmp_path):
     slow = tmp_path / "slow"
-    fake = PYTHON.format(content=CONTENT, failing="nothing", status=0)
+    fake = PYTHON.format(content=CONTENT, failing="no such command", status=0)
     slow.write_text(fake + "sleep 60\n")
     slow.chmod(0o755)
     status, output = machine("bench", python=slow, nvidia_smi=SMI, limit=3)
@@ -233,13 +250,13 @@ def test_a_stage_ends_with_its_time(machine, tmp_path):
     assert record_of(tmp_path / "out")["runs"]["all_reduce-float32"]["status"] == 124
 
 
-def test_no_sanitizer_is_a_loud_skip(machine, fake_python):
+def test_a_missing_sanitizer_is_a_printed_skip(machine, fake_python):
     status, output = machine("sanitize", python=fake_python(), nvidia_smi=SMI)
     assert status == 0
     assert "SKIPPED: sanitize: there is no compute-sanitizer" in output
 
 
-def test_a_sanitizer_that_refuses_the_device_is_a_loud_skip(machine, fake_python):
+def test_a_sanitizer_that_refuses_the_device_is_a_printed_skip(machine, fake_python):
     refuses = "#!/bin/sh\necho '========= Error: Device not supported'\nexit 1\n"
     tools = {"nvidia_smi": SMI, "compute_sanitizer": refuses}
     status, output = machine("sanitize", python=fake_python(), **tools)
@@ -248,14 +265,14 @@ def test_a_sanitizer_that_refuses_the_device_is_a_loud_skip(machine, fake_python
     assert "Device not supported" in output
 
 
-def test_a_sanitizer_that_hangs_is_given_up(machine, fake_python):
+def test_a_sanitizer_that_hangs_is_a_printed_skip(machine, fake_python):
     tools = {"nvidia_smi": SMI, "compute_sanitizer": "#!/bin/sh\nexec sleep 60\n"}
     status, output = machine("sanitize", python=fake_python(), limit=3, **tools)
     assert status == 0
     assert "SKIPPED: sanitize: compute-sanitizer does not run here: it hangs" in output
 
 
-def test_what_a_sanitizer_finds_fails(machine, fake_python, tmp_path):
+def test_an_error_of_the_sanitizer_fails(machine, fake_python, tmp_path):
     finds = '#!/bin/sh\ncase "$*" in *memcheck*) exit 99 ;; esac\n'
     tools = {"nvidia_smi": SMI, "compute_sanitizer": finds}
     status, output = machine("sanitize", python=fake_python(), **tools)

@@ -1,6 +1,6 @@
 // Benchmark of the executor alone between forked processes: allreduce [world] [largest MiB]
-// [placed] [algorithm] [slot KiB]. Built by tests/native/build.sh FOLDER
-// bench/native/allreduce.cpp -O3.
+// [zero-copy | copy] [algorithm | -] [staging buffer KiB]. Build it with tests/native/build.sh
+// FOLDER bench/native/allreduce.cpp -O3.
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -17,50 +17,52 @@
 namespace pycollect::shm {
 namespace {
 
-struct Wanted {
+struct Options {
   int world = 2;
-  std::size_t most = std::size_t{128} << 20;
+  std::size_t largest_bytes = std::size_t{128} << 20;
   bool zero_copy = false;
   std::string algorithm = {};
   std::size_t buffer_bytes = Settings{}.buffer_bytes;
 };
 
-void run_rank(Store& store, Rank rank, const Wanted& wanted) {
+void run_rank(Store& store, Rank rank, const Options& options) {
   Settings settings;
-  settings.buffer_bytes = wanted.buffer_bytes;
-  settings.symmetric_heap_bytes = wanted.zero_copy ? wanted.most + 4096 : 0;
-  Group group(store, rank, wanted.world, settings);
+  settings.buffer_bytes = options.buffer_bytes;
+  settings.symmetric_heap_bytes = options.zero_copy ? options.largest_bytes + 4096 : 0;
+  Group group(store, rank, options.world, settings);
   std::byte* data = nullptr;
-  if (wanted.zero_copy) {
+  if (options.zero_copy) {
     const std::size_t at = group.layout().heap(rank);
-    group.segment()->commit(at, wanted.most + 4096);
-    group.segment()->touch(group.layout().heaps, wanted.world * group.layout().arena_stride);
+    group.segment()->commit(at, options.largest_bytes + 4096);
+    group.segment()->touch(group.layout().heaps, options.world * group.layout().heap_stride);
     // Offset the ranks' data like an allocator would, so that they do not share cache sets.
     data = group.heap(rank) + rank % 16 * 64;
   } else {
-    data = static_cast<std::byte*>(
-        mmap(nullptr, wanted.most, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    data = static_cast<std::byte*>(mmap(nullptr, options.largest_bytes, PROT_READ | PROT_WRITE,
+                                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   }
-  std::memset(data, 1, wanted.most);
+  std::memset(data, 1, options.largest_bytes);
   uint64_t call = 0;
   ShmTransport transport(group, {});
-  // One deadline for all calls: reading the clock takes a third of a barrier; Open MPI has none.
+  // One deadline for all calls: reading the clock takes a third of a barrier, and Open MPI has no
+  // deadlines.
   const Deadline deadline = Clock::now() + std::chrono::hours(1);
   Request request{.collective = Collective::all_reduce,
                   .dtype = DType::f32,
-                  .algorithm = wanted.algorithm,
+                  .algorithm = options.algorithm,
                   .in_place = true};
-  request.input.spans.resize(1);
+  request.input.segments.resize(1);
   request.input.blocks.resize(1);
   const auto reduce = [&](float* at, std::size_t n) {
-    request.input.spans[0] = {reinterpret_cast<std::byte*>(at), n};
+    request.input.segments[0] = {reinterpret_cast<std::byte*>(at), n};
     request.input.blocks[0] = n;
     run(transport, request, call++, deadline);
   };
   const auto barrier = [&] {
     run(transport, {.collective = Collective::barrier}, call++, deadline);
   };
-  bench::table({rank, wanted.world}, reinterpret_cast<float*>(data), wanted.most, reduce, barrier);
+  bench::table({rank, options.world}, reinterpret_cast<float*>(data), options.largest_bytes, reduce,
+               barrier);
   std::vector<double> all;
   for (int t = 0; t < 101; ++t) {
     const auto begin = Clock::now();
@@ -72,15 +74,15 @@ void run_rank(Store& store, Rank rank, const Wanted& wanted) {
   std::fflush(stdout);
 }
 
-// Returns true if every rank's results were right.
-bool run_all(const Wanted& wanted) {
+// Returns true if the results of every rank were right.
+bool run_all(const Options& options) {
   const auto folder =
       std::filesystem::temp_directory_path() / ("allreduce." + std::to_string(getpid()));
-  for (Rank r = 0; r < wanted.world; ++r)
+  for (Rank r = 0; r < options.world; ++r)
     if (fork() == 0) {
       bench::pin(r);
-      FolderBoard store(folder);
-      run_rank(store, r, wanted);
+      FileStore store(folder);
+      run_rank(store, r, options);
       std::_Exit(0);
     }
   bool right = true;
@@ -93,11 +95,11 @@ bool run_all(const Wanted& wanted) {
 }  // namespace pycollect::shm
 
 int main(int argc, char** argv) {
-  pycollect::shm::Wanted wanted;
-  if (argc > 1) wanted.world = std::atoi(argv[1]);
-  if (argc > 2) wanted.most = std::strtoull(argv[2], nullptr, 10) << 20;
-  if (argc > 3) wanted.zero_copy = std::string(argv[3]) == "placed";
-  if (argc > 4) wanted.algorithm = std::string(argv[4]) == "-" ? "" : argv[4];
-  if (argc > 5) wanted.buffer_bytes = std::strtoull(argv[5], nullptr, 10) << 10;
-  return pycollect::shm::run_all(wanted) ? 0 : 1;
+  pycollect::shm::Options options;
+  if (argc > 1) options.world = std::atoi(argv[1]);
+  if (argc > 2) options.largest_bytes = std::strtoull(argv[2], nullptr, 10) << 20;
+  if (argc > 3) options.zero_copy = std::string(argv[3]) == "zero-copy";
+  if (argc > 4) options.algorithm = std::string(argv[4]) == "-" ? "" : argv[4];
+  if (argc > 5) options.buffer_bytes = std::strtoull(argv[5], nullptr, 10) << 10;
+  return pycollect::shm::run_all(options) ? 0 : 1;
 }

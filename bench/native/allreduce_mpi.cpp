@@ -1,5 +1,5 @@
-// MPI's all-reduce, timed as allreduce.cpp times the executor's: mpirun -np WORLD allreduce_mpi
-// [largest MiB]. bench/executor_bandwidth.py builds it.
+// Benchmark of MPI's all-reduce, timed like the executor in allreduce.cpp: mpirun -np WORLD
+// allreduce_mpi [largest MiB]. Built by bench/executor_bandwidth.py.
 #include <mpi.h>
 
 #include <cstring>
@@ -22,9 +22,9 @@ int main(int argc, char** argv) {
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &world);
   bench::pin(rank);
-  const std::size_t most = (argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 128) << 20;
-  std::vector<float> data(most / sizeof(float), 1.0F);
-  bench::table({rank, world}, data.data(), most, reduce, barrier);
+  const std::size_t largest_bytes = (argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 128) << 20;
+  std::vector<float> data(largest_bytes / sizeof(float), 1.0F);
+  bench::table({rank, world}, data.data(), largest_bytes, reduce, barrier);
   std::vector<double> all;
   for (int t = 0; t < 101; ++t) {
     const auto begin = bench::Clock::now();

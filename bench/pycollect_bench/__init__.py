@@ -1,12 +1,12 @@
 """Benchmark of the collectives: nccl-tests' columns, with peers and limit measured in the same run.
 
 `main` is the command; `add_arguments` and `run` let another command include it. Importing this
-package does not affect measurements; matplotlib is loaded only for a plot.
+package does not affect measurements. matplotlib is loaded only for a plot.
 """
 
 from __future__ import annotations
 
-import pycollect  # before torch: from here on Ctrl-C ends one of our commands in silence
+import pycollect  # before torch: Ctrl-C from here on prints no traceback
 
 # isort: split
 import argparse
@@ -28,28 +28,29 @@ from .gpu import GRAPH_CALLS
 from .options import add_arguments, algorithms
 from .overhead import call_costs
 from .peers import NAMES, usual
-from .targets import Outcome, judge
+from .targets import judge, status
 
 __all__ = ["add_arguments", "main", "run"]
 
 _LEGEND = """\
 # One process. Times are of one call through Python; `inside` leaves Python out.
-# Before each timed call every rank's buffer is rewritten, so caches hold what a producer leaves:
-# dirty lines of all ranks (`inside` runs back to back on what its last call wrote).
+# Before each timed call every rank's buffer is rewritten, so caches hold dirty lines of all ranks,
+# as after a producer (`inside` calls follow each other, on the results of the last call).
 # {speed}
-# %limit: against the faster of `memory` and `memory_flat`, as many bytes multiplied in place
-# (`inside`: the latter back to back, less what a torch call on one element costs).
-# xnaive: the naive loop's time over this one's. All take turns; ratios are medians over rounds.
-# #wrong: elements of all ranks that differ from the exact result, in a run of its own."""
+# %limit: relative to the faster of `memory` and `memory_flat`, which multiply the same bytes in
+# place (`inside`: `memory_flat` without rewrites, minus the time of a torch call on one element).
+# xnaive: the naive loop's time divided by this candidate's. The candidates take turns; ratios are
+# medians over rounds.
+# #wrong: elements of all ranks that differ from the exact result, in a separate run."""
 _GPU_LEGEND = """\
 # One process. Times are of one call through Python until the GPU is done; `:gpu` is the GPU's own
 # time, by events, and `:graph` the same for one of {calls} calls replayed in a graph (on zeros).
 # Before each timed call every rank's buffer is rewritten.
 # {speed}
-# %limit: against `memcpy`, a copy of as many bytes on the device, by the same clock.
-# xnaive: the naive loop's time over this one's, by the same clock (a graph against `:gpu`).
-# #wrong: elements of all ranks that differ from the exact result, in a run of its own."""
-_MOVED = "moved: bytes that must be read and written (all_reduce: 2 x world x size) over time."
+# %limit: relative to `memcpy`, which copies the same bytes on the device, by the same clock.
+# xnaive: the naive loop's time divided by this candidate's, by the same clock (graph: by `:gpu`).
+# #wrong: elements of all ranks that differ from the exact result, in a separate run."""
+_MOVED = "moved: bytes that must be read and written (all_reduce: 2 x world x size), per second."
 _BUS = "busbw: as nccl-tests define it; no limit is measured between memories."
 
 
@@ -74,7 +75,7 @@ def _cases(args: argparse.Namespace) -> Iterator[Case]:
 def _measure(
     args: argparse.Namespace, cases: Sequence[Case], effort: Effort, results: list[CaseResult]
 ) -> None:
-    """Measure case by case; print every result and append it to `results`."""
+    """Measure case by case, print every result and append it to `results`."""
     if not cases:
         return
     one_memory = all(case.one_memory for case in cases)
@@ -84,44 +85,39 @@ def _measure(
     print(legend, *table.head(columns), sep="\n", flush=True)
     for case in cases:
         peers = usual(case) if args.peers is None else tuple(args.peers)
-        whom = Candidates(algorithms(args.algorithms, case.collective), peers)
-        results.append(run_case(case, whom, effort))
+        selection = Candidates(algorithms(args.algorithms, case.collective), peers)
+        results.append(run_case(case, selection, effort))
         print(*table.lines(results[-1], columns), sep="\n", flush=True)
-
-
-def _status(results: list[CaseResult], outcomes: list[Outcome]) -> int:
-    if any(row.wrong for result in results for row in result.rows):
-        return 1
-    if any(DEFAULT in result.not_run for result in results):
-        return 1
-    return 3 if any(outcome.met is False for outcome in outcomes) else 0
 
 
 def run(args: argparse.Namespace, command: str) -> int:
     """Run the benchmark of `args` (see `add_arguments`), print it, and return the exit status.
 
-    Ctrl-C and SIGTERM end the measurement; results up to then are still written.
+    Ctrl-C and SIGTERM end the measurement, and results up to then are written.
 
     Raises:
-        KeyboardInterrupt: after an interruption, when the results are written.
+        KeyboardInterrupt: after an interruption, once the results are written.
         OutputError: if a file cannot be written.
-        ValueError: if sizes, devices or algorithms do not go together.
+        ValueError: if sizes, devices or algorithms are invalid together.
     """
     if args.minbytes is None:
         args.minbytes = parse_size("4" if args.processes else "4K")
     if args.processes:
         return processes.run(args, command)
     if args.collective not in COLLECTIVES:
-        raise ValueError(f"--collective of one process is one of {', '.join(COLLECTIVES)}")
+        raise ValueError(
+            f"--collective {args.collective} does not exist in one process; there are "
+            f"{', '.join(COLLECTIVES)}"
+        )
     for peer in args.peers or ():
         if peer not in NAMES:
-            raise ValueError(f"{peer!r} is no peer of one process; there are {', '.join(NAMES)}")
+            raise ValueError(f"{peer!r} is not a peer of one process; there are {', '.join(NAMES)}")
     if args.threads:
         torch.set_num_threads(args.threads)
     effort = Effort(args.seconds, args.iterations, args.warmup)
     cases = list(_cases(args))
     output.check(args, any(len(case.shapes) == 1 for case in cases))
-    about = environment.describe(command) | record.asked(args)
+    about = environment.describe(command) | record.requested(args)
     before = environment.Load.now()
     print(*environment.header(about), sep="\n", flush=True)
     results: list[CaseResult] = []
@@ -138,7 +134,7 @@ def run(args: argparse.Namespace, command: str) -> int:
     print(*environment.footer(disturbed), sep="\n")
     content = record.run_record(about, disturbed, results, calls, outcomes)
     output.write_all(args, content, interruption)
-    return _status(results, outcomes)
+    return status(outcomes, any(result.failed(DEFAULT) for result in results))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

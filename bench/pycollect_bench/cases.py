@@ -1,6 +1,6 @@
 """Benchmark cases of one process: a collective over W ranks, its buffers and expected results.
 
-A collective is one entry of a table: its call, the bytes it must at least move, and the expected
+A collective is one entry of a table: its call, the least number of bytes to move, and the expected
 result of each rank. A new collective needs only an entry (and its peers, in peers.py).
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 import pycollect
 
+from .gpu import synchronizer
 from .pattern import Pattern, count_wrong
 
 Call = Callable[[], object]
@@ -55,12 +56,12 @@ class Case:
 
     @property
     def one_memory(self) -> bool:
-        """Whether all ranks are on one device; a bus bandwidth has no meaning there."""
+        """Whether all ranks are on one device, where bus bandwidth is not defined."""
         return len(set(self.devices)) == 1
 
     @property
     def on_gpus(self) -> bool:
-        """Whether every rank is on a GPU, so that the GPU's own clock can be used."""
+        """Whether every rank is on a GPU, so that GPU time can be measured."""
         return all(device.type == "cuda" for device in self.devices)
 
     @property
@@ -82,7 +83,7 @@ class Workspace:
     """
 
     def __init__(self, case: Case) -> None:
-        self.case = case
+        self.case, self.synchronize = case, synchronizer(case.devices)
         spec = COLLECTIVES[case.collective]
         whole = [torch.Size(shape) for shape in case.shapes]
         part = [torch.Size((shape.numel() // case.world,)) for shape in whole]
@@ -124,26 +125,21 @@ class Workspace:
         return 2 * sum(tensor.numel() * tensor.itemsize for tensor in self.raw)
 
     def rewrite(self, value: int = 1) -> None:
-        """Write every input, as a producer would, without reading anything else."""
+        """Write every input, as a producer would."""
         for tensors in self.inputs:
             for tensor in tensors:
                 tensor.fill_(value)
 
     def rewrite_raw(self) -> None:
-        """Fill all memory with float32 ones: the limit must not multiply denormal numbers."""
+        """Fill all memory with float32 ones, so that the limit multiplies no denormal numbers."""
         for tensor in self.raw:
             tensor.fill_(1.0)
-
-    def synchronize(self) -> None:
-        """Wait until the GPUs have finished all issued work; does nothing for the CPU."""
-        for device in {d for d in self.case.devices if d.type == "cuda"}:
-            torch.cuda.synchronize(device)
 
     def wrong(self, call: Call) -> int:
         """Run `call` once on inputs with a known result; return the number of wrong elements."""
         case = self.case
         spec = COLLECTIVES[case.collective]
-        # Collectives without a reduction can move any small integers: "max" has the most varied.
+        # Collectives without a reduction can move any small integers; those of "max" vary the most.
         pattern = Pattern(
             case.dtype, case.op if spec.reduces else "max", case.world, case.devices[0]
         )

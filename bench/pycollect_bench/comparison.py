@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pycollect import _C
-from pycollect._timing import Effort, Sampler, Timing, after_rewrite, batched, interleave, ratios
+from pycollect._timing import Effort, Sampler, Timing, host_time, interleave, median_ratio, ratios
 
 from .cases import COLLECTIVES, Call, Case, Workspace
 from .gpu import GRAPH_CALLS, gpu_time, graph_of
@@ -22,9 +22,9 @@ from .peers import limits, peer
 DEFAULT = "default"
 INSIDE = "inside"
 NAIVE = "naive"
-# The clocks: the process's until the device is done, the GPU's, the GPU's for a call in a graph,
-# and (between processes) the process's until the call returns. Rows of all but the first clock get
-# its name as a suffix, such as default:gpu.
+# The clocks: the host's until the device is done, the GPU's, the GPU's for a call in a graph, and
+# (between processes) the host's until the call returns. Names of rows end with the clock, such as
+# default:gpu, unless it is the first.
 WALL, GPU, GRAPH, RETURN = "wall", "gpu", "graph", "return"
 
 TimeAllReduce = Callable[[Sequence[Tensor], str, "str | None", int], list[float]]
@@ -32,9 +32,9 @@ TimeAllReduce = Callable[[Sequence[Tensor], str, "str | None", int], list[float]
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one candidate. `limit_share` is 1.0 at the limit; `wrong` counts elements.
+    """The result of one candidate. `limit_share` is 1.0 at the limit, `wrong` counts elements.
 
-    `speedup[peer]` are the ratios of the peer's time to this candidate's, by round.
+    `speedup[peer]` has the peer's time divided by this candidate's, by round.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """All rows of a case; `not_run` has the reason for each candidate that could not run."""
+    """All rows of a case. `not_run` has the reason for each candidate that did not run."""
 
     case: Case
     rows: list[Row]
@@ -63,16 +63,20 @@ class CaseResult:
         """Return the row of that name, if it was measured."""
         return next((row for row in self.rows if row.name == name), None)
 
+    def failed(self, ours: str) -> bool:
+        """Return whether an element is wrong, or pycollect's candidate `ours` did not run."""
+        return ours in self.not_run or any(row.wrong for row in self.rows)
+
     @property
     def limit(self) -> Row | None:
-        """The row of the faster way to measure the limit, or None."""
+        """The row of the fastest limit by the host's clock, or None."""
         rows = [row for row in self.rows if row.kind == "limit" and row.clock == WALL]
         return min(rows, key=lambda row: row.timing.percentile(50), default=None)
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The candidates to measure: pycollect's algorithms (None is its own choice) and peers."""
+    """The selected candidates: pycollect's algorithms (None: its own choice) and peers."""
 
     algorithms: tuple[str | None, ...] = (None,)
     peers: tuple[str, ...] = ("naive", "stack")
@@ -88,14 +92,14 @@ def time_inside() -> TimeAllReduce | None:
 def _on_zeros(
     loop: TimeAllReduce, workspace: Workspace, algorithm: str | None, calls: int
 ) -> list[float]:
-    workspace.rewrite(0)  # zeros stay zeros under every op, however often it runs
+    workspace.rewrite(0)  # no op changes zeros, however often it runs
     return loop(workspace.firsts, workspace.case.op, algorithm, calls)
 
 
-class _Candidates:
-    """The samplers of a case by name, and the reasons of candidates that cannot run."""
+class _CandidateSet:
+    """The samplers of a case by name, and why other candidates do not run."""
 
-    def __init__(self, case: Case, whom: Candidates) -> None:
+    def __init__(self, case: Case, selection: Candidates) -> None:
         self.case = case
         self.workspace = Workspace(case)
         self.samplers: dict[str, Sampler] = {}
@@ -103,18 +107,18 @@ class _Candidates:
         self.clocks: dict[str, str] = {}
         self.calls: dict[str, Call] = {}
         self.not_run: dict[str, str] = {}
-        for algorithm in whom.algorithms:
-            self._ours(algorithm)
+        for algorithm in selection.algorithms:
+            self._add_algorithm(algorithm)
         on_one_cpu = case.one_memory and not case.on_gpus
-        if whom.inside and case.collective == "all_reduce" and on_one_cpu:
-            self._inside(whom.algorithms[0])
-        for name in whom.peers:
+        if selection.inside and case.collective == "all_reduce" and on_one_cpu:
+            self._add_inside(selection.algorithms[0])
+        for name in selection.peers:
             self._try(name, "peer", partial(peer, name, case, self.workspace))
         if case.one_memory:
-            self._limits()
+            self._add_limits()
 
     def _try(self, name: str, kind: str, make: Callable[[], Call]) -> None:
-        """Add a candidate, or the reason if it refuses the case; other errors are not caught."""
+        """Add a candidate, or its reason if it refuses the case; other errors are not caught."""
         self.workspace.rewrite()
         try:
             call = make()
@@ -128,7 +132,7 @@ class _Candidates:
             self._add_graph(name, call)
 
     def _add(self, name: str, kind: str, call: Call, rewrite: Call) -> None:
-        self.samplers[name] = after_rewrite(call, rewrite, self.workspace.synchronize)
+        self.samplers[name] = host_time(call, rewrite, self.workspace.synchronize)
         self.kinds[name] = kind
         if self.case.on_gpus:
             sampler = gpu_time(call, rewrite, self.case.devices)
@@ -140,19 +144,19 @@ class _Candidates:
         self.kinds[timed] = self.kinds[name]
 
     def _add_graph(self, name: str, call: Call) -> None:
-        """Add the same call captured many times in a graph, on zeros, which no op changes."""
+        """Add the call, captured many times in a graph and run on zeros, which no op changes."""
         zeros = partial(self.workspace.rewrite, 0)
         replay = graph_of(call, GRAPH_CALLS)
         sampler = gpu_time(replay, zeros, self.case.devices, GRAPH_CALLS)
         self._add_clock(name, GRAPH, sampler)
         self.calls[clocked(name, GRAPH)] = graph_of(call, 1)
 
-    def _ours(self, algorithm: str | None) -> None:
-        how: dict[str, Any] = {"algorithm": algorithm}
+    def _add_algorithm(self, algorithm: str | None) -> None:
+        options: dict[str, Any] = {"algorithm": algorithm}
         call = COLLECTIVES[self.case.collective].call
-        self._try(algorithm or DEFAULT, "pycollect", partial(call, self.workspace, how))
+        self._try(algorithm or DEFAULT, "pycollect", partial(call, self.workspace, options))
 
-    def _inside(self, algorithm: str | None) -> None:
+    def _add_inside(self, algorithm: str | None) -> None:
         loop = time_inside()
         if loop is None:
             self.not_run[INSIDE] = "this build of pycollect has no _C.time_all_reduce"
@@ -160,19 +164,15 @@ class _Candidates:
             self.samplers[INSIDE] = partial(_on_zeros, loop, self.workspace, algorithm)
             self.kinds[INSIDE] = "inside"
 
-    def _limits(self) -> None:
+    def _add_limits(self) -> None:
         ways = limits(self.workspace)
         for name, (call, rewrite) in ways.items():
             self._add(name, "limit", call, rewrite)
         if INSIDE in self.samplers:
-            # The inside loop neither rewrites buffers nor pays for a torch call. Its limit must not
-            # either, so the time of a torch call on one element is subtracted from it.
-            self.samplers["_warm"] = batched(ways["memory_flat"][0], 1)
-            self.samplers["_call"] = batched(partial(torch.ones(1).mul_, 1.0), 1)
-
-
-def _median_ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
-    return statistics.median(ratios(slow, fast))
+            # The loop inside the extension neither rewrites buffers nor calls torch. So its limit
+            # is measured without rewrites, and the time of a torch call on one element subtracted.
+            self.samplers["_warm"] = host_time(ways["memory_flat"][0])
+            self.samplers["_call"] = host_time(partial(torch.ones(1).mul_, 1.0))
 
 
 def clocked(name: str, clock: str) -> str:
@@ -185,15 +185,15 @@ def clocked(name: str, clock: str) -> str:
 
 
 def _limit(
-    entry: _Candidates, timings: dict[str, Timing], kind: str, clock: str
+    entry: _CandidateSet, timings: dict[str, Timing], kind: str, clock: str
 ) -> list[float] | None:
-    """Return the limit's seconds by round for this kind and clock, or None if unknown."""
+    """Return the seconds of the limit by round for this kind and clock, or None if unknown."""
     if kind == "inside":
         if "_warm" not in timings:
             return None
         call = timings["_call"].rounds
         work = [t - c for t, c in zip(timings["_warm"].rounds, call, strict=True)]
-        # If the work is much shorter than the call, the difference is noise.
+        # If the work takes much less time than the call, the difference is noise.
         return work if min(work) > statistics.median(call) / 2 else None
     clock = WALL if clock == WALL else GPU
     limits = [n for n, k in entry.kinds.items() if k == "limit"]
@@ -201,31 +201,30 @@ def _limit(
     return min(ways, key=lambda t: t.percentile(50)).rounds if ways else None
 
 
-def _row(entry: _Candidates, timings: dict[str, Timing], name: str, peers: Sequence[str]) -> Row:
-    kind, timing = entry.kinds[name], timings[name]
-    clock = entry.clocks.get(name, WALL)
-    limit = _limit(entry, timings, kind, clock)
+def compared(
+    row: Row, timings: Mapping[str, Timing], limit: list[float] | None, peers: Mapping[str, str]
+) -> Row:
+    """Return the row with its ratios to the limit's seconds by round, and to the rows of peers."""
+    mine = row.timing.rounds
+    speedup = {p: ratios(timings[n].rounds, mine) for p, n in peers.items() if n in timings}
+    return replace(row, limit_share=median_ratio(limit, mine) if limit else None, speedup=speedup)
+
+
+def _row(entry: _CandidateSet, timings: dict[str, Timing], name: str, peers: Sequence[str]) -> Row:
+    kind, clock = entry.kinds[name], entry.clocks.get(name, WALL)
+    wrong = entry.workspace.wrong(entry.calls[name]) if name in entry.calls else None
     theirs = {p: clocked(p, WALL if clock == WALL else GPU) for p in peers}
-    return Row(
-        name,
-        kind,
-        timing,
-        wrong=entry.workspace.wrong(entry.calls[name]) if name in entry.calls else None,
-        limit_share=_median_ratio(limit, timing.rounds) if limit else None,
-        speedup={
-            p: ratios(timings[n].rounds, timing.rounds) for p, n in theirs.items() if n in timings
-        },
-        clock=clock,
-    )
+    row = Row(name, kind, timings[name], wrong, clock=clock)
+    return compared(row, timings, _limit(entry, timings, kind, clock), theirs)
 
 
-def run_case(case: Case, whom: Candidates, effort: Effort) -> CaseResult:
-    """Measure every candidate on one case and check the result of each.
+def run_case(case: Case, selection: Candidates, effort: Effort) -> CaseResult:
+    """Measure every selected candidate on one case, and check its result.
 
-    Sizes are bytes, times seconds. Candidates that refuse the arguments are listed in `not_run`;
-    every other error is raised.
+    Sizes are bytes, times seconds. Candidates that refuse the case are listed in `not_run`; every
+    other error is raised.
     """
-    entry = _Candidates(case, whom)
+    entry = _CandidateSet(case, selection)
     timings = interleave(entry.samplers, effort)
-    rows = [_row(entry, timings, name, whom.peers) for name in entry.kinds]
+    rows = [_row(entry, timings, name, selection.peers) for name in entry.kinds]
     return CaseResult(case, rows, entry.not_run)

@@ -1,7 +1,7 @@
 """Benchmark cases of scatter and copy_: sources, targets, and the candidates of each copy.
 
-Peers are the calls that one would write without this library; `bare` is the limit, one copy of the
-same number of bytes from or to pinned memory. The library's results are checked.
+Peers are the usual calls of torch. `bare` is the limit: one copy of the same number of bytes from
+or to pinned memory. The results of pycollect are checked.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from torch import Tensor
 
 import pycollect
 from pycollect._sizes import binary_size
-from pycollect._timing import Effort, Timing, after_rewrite, interleave, ratios
+from pycollect._timing import Effort, Timing, host_time, interleave, median_ratio
 
 from .cases import Call
+from .gpu import synchronizer
 from .peers import comm
 from .targets import Outcome
 
-# Names of the library's copy, of the plain `.to()` that it is compared with, and of the limit.
+# Names of pycollect's copy, of the plain `.to()` to compare with, and of the limit.
 OURS, PLAIN, BARE = "pycollect", "to", "bare"
 
 
 @dataclass(frozen=True)
 class CopyCase:
-    """One copy to measure: `ways` are the candidates; ours must write `wanted()` to `results`."""
+    """One copy to measure. `ways` are the candidates; ours writes `wanted()` to `results`."""
 
     what: str
     source: Tensor
@@ -42,26 +43,25 @@ class CopyCase:
         """Bytes that are copied."""
         return self.source.nbytes
 
-    def synchronize(self) -> None:
-        """Wait for the GPUs; does nothing for the CPU."""
-        for device in {d for d in self.devices if d.type == "cuda"}:
-            torch.cuda.synchronize(device)
+    @property
+    def synchronize(self) -> Callable[[], None]:
+        """A function that waits for the GPUs."""
+        return synchronizer(self.devices)
 
 
 @dataclass(frozen=True)
 class CopyResult:
-    """Times of all candidates, and the number of wrong elements in the library's result."""
+    """Times of all candidates, and the number of wrong elements in pycollect's result."""
 
     copy: CopyCase
     timings: dict[str, Timing]
     wrong: int
 
     def times_faster(self, name: str, than: str) -> float | None:
-        """Return the median time ratio over the rounds, or None if `than` did not run."""
+        """Return the time of `than` divided by that of `name`: the median over rounds, or None."""
         if than not in self.timings:
             return None
-        found = sorted(ratios(self.timings[than].rounds, self.timings[name].rounds))
-        return found[len(found) // 2]
+        return median_ratio(self.timings[than].rounds, self.timings[name].rounds)
 
 
 def host_kinds(device: torch.device) -> tuple[str, ...]:
@@ -75,7 +75,7 @@ def _source(kind: str, shape: tuple[int, int], device: torch.device) -> Tensor:
 
 
 def _to(parts: Sequence[Tensor], devices: Sequence[torch.device], non_blocking: bool) -> list[Any]:
-    # .to() to the tensor's own device copies nothing without copy=True.
+    # Without copy=True, .to() does not copy to the tensor's own device.
     pairs = zip(parts, devices, strict=True)
     return [p.to(d, non_blocking=non_blocking, copy=True) for p, d in pairs]
 
@@ -85,7 +85,7 @@ def _clones(tensor: Tensor, world: int, dim: int) -> list[Tensor]:
 
 
 def _write(tensor: Tensor) -> None:
-    """Fill with small integers, exact in float32, that differ from their neighbours."""
+    """Fill with small integers, exact in float32; neighbours differ."""
     torch.arange(tensor.numel(), out=tensor.view(-1)).remainder_(1 << 20)
 
 
@@ -96,12 +96,15 @@ def _differ(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> int:
 def scatter_copies(
     nbytes: int, devices: tuple[torch.device, ...], dims: Sequence[int]
 ) -> Iterator[CopyCase]:
-    """Yield a float32 scatter of `nbytes` in all, from each kind of memory along each dim."""
+    """Yield a float32 scatter of `nbytes` for each kind of source memory and each dim."""
     world, first = len(devices), devices[0]
     kinds = (*host_kinds(first), *(["device"] if first.type == "cuda" else []))
     rows = nbytes // 4 // (64 * world) * world
     if not rows:
-        raise ValueError(f"{nbytes} bytes are too few to scatter over {world} ranks")
+        raise ValueError(
+            f"{nbytes} bytes are too few to scatter over {world} ranks; "
+            f"begin with at least {4 * 64 * world} bytes"
+        )
     for kind in kinds:
         for dim in dims:
             yield _scatter(kind, _source(kind, (rows, 64), first), devices, dim)
@@ -133,7 +136,7 @@ def _scatter(kind: str, source: Tensor, devices: tuple[torch.device, ...], dim: 
 
 
 def direct_copies(nbytes: int, device: torch.device) -> Iterator[CopyCase]:
-    """Yield copy_ between the device and each kind of host memory, both ways, and on the device."""
+    """Yield copy_ between the device and each kind of host memory, and on the device."""
     shape = (max(1, nbytes // 256), 64)
     pairs = [("device", "device")]
     if device.type == "cuda":
@@ -161,9 +164,9 @@ def _direct(source: str, target: str, shape: tuple[int, int], device: torch.devi
 
 
 def measure_copy(copy: CopyCase, effort: Effort) -> CopyResult:
-    """Time all candidates in turns, and check the library's result."""
+    """Time all candidates in turns, and check pycollect's result."""
     rewrite = partial(copy.source.fill_, 1.0)
-    samplers = {n: after_rewrite(w, rewrite, copy.synchronize) for n, w in copy.ways.items()}
+    samplers = {n: host_time(w, rewrite, copy.synchronize) for n, w in copy.ways.items()}
     timings = interleave(samplers, effort)
     _write(copy.source)
     copy.ways[OURS]()
@@ -171,12 +174,13 @@ def measure_copy(copy: CopyCase, effort: Effort) -> CopyResult:
     return CopyResult(copy, timings, _differ(copy.results, copy.wanted()))
 
 
-# Smallest size that is judged: below it the call itself costs as much as moving its bytes.
+# Least size in bytes of a scatter with a target: for fewer bytes, the call takes as long as the
+# copies.
 _JUDGED_BYTES = 16 << 20
 
 
 def outcomes(results: Sequence[CopyResult]) -> list[Outcome]:
-    """Return the outcomes for scatters to GPUs, each at its worst point from 16 MiB up."""
+    """Return the outcomes of the targets for scatters to GPUs, each at its worst point."""
     scatters = [
         r for r in results if r.copy.nbytes >= _JUDGED_BYTES and r.copy.what.startswith("scatter")
     ]
@@ -200,7 +204,7 @@ def outcomes(results: Sequence[CopyResult]) -> list[Outcome]:
 
 
 def copy_record(result: CopyResult) -> dict[str, Any]:
-    """Return one result, ready for `output.write_json`: seconds, and bytes per second."""
+    """Return one result for `output.write_json`: seconds, and bytes per second."""
     from .record import call_record
 
     rows = [

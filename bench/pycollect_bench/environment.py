@@ -1,4 +1,4 @@
-"""Whether a run was disturbed, and the header and footer that say so and where it took place."""
+"""Load of the machine during a run, and the header and footer that describe machine and load."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .comparison import CaseResult
 
 __all__ = ["Load", "describe", "footer", "header", "noise"]
 
-# Share of all cores used by other processes above which a run counts as disturbed. A quiet machine
-# stays below a tenth of it.
+# A run counts as disturbed if other processes use more than this share of all cores. On a quiet
+# machine they use less than a tenth of it.
 MOST_FOREIGN_CPU = 0.05
 
 
@@ -36,7 +36,7 @@ class Load:
     def now(cls) -> Load:
         """Read the counters."""
         ticks = [int(x) for line in read_lines("/proc/stat", "cpu ") for x in line.split()[1:9]]
-        # user, nice, system, idle, iowait, irq, softirq, steal: busy are all but idle and iowait.
+        # user, nice, system, idle, iowait, irq, softirq, steal: idle and iowait are not busy.
         busy = (sum(ticks) - sum(ticks[3:5])) / os.sysconf("SC_CLK_TCK")
         own = os.times()
         spent = own.user + own.system + own.children_user + own.children_system
@@ -69,7 +69,7 @@ def header(about: dict[str, Any]) -> list[str]:
 
 
 def footer(measured: dict[str, Any]) -> list[str]:
-    """Return the lines about disturbance by other processes, with a warning if it was large."""
+    """Return the lines about the load by other processes, with a warning if it was high."""
     share, spread = measured["foreign_cpu_share"], measured["limit_rounds_max_over_min"]
     tail = measured["limit_p99_over_p50"]
     varied = f"; limit: rounds max/min {spread:.2f}, p99/p50 {tail:.2f}" if spread else ""
@@ -79,5 +79,7 @@ def footer(measured: dict[str, Any]) -> list[str]:
         + varied
     ]
     if share > MOST_FOREIGN_CPU or (spread or 1) > MOST_SPREAD:
-        out.append("# WARNING: the machine was not quiet; trust ratios more than times, and rerun")
+        out.append(
+            "# WARNING: the machine was not quiet; rely on ratios rather than times, and run again"
+        )
     return out

@@ -1,7 +1,7 @@
 """The layout of a result file: an indented header, and every measured row on a line of its own.
 
-Results are kept in git, so a row that changes is a line that changes. This module needs nothing but
-Python: records are also merged where torch is missing.
+Results are kept in git, so a changed row is a changed line. This module needs only Python's
+standard library, because records are also merged without torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SCHEMA = 2
 
 
 def text(record: dict[str, Any]) -> str:
-    """Return the record as JSON; the objects of a list are rows, the other objects are indented.
+    """Return the record as JSON: objects in a list are rows, other objects are indented.
 
     >>> record = {"world": 2, "rows": [{"way": "a", "time": {"p50": 0.5}}, {"way": "b"}]}
     >>> print(text(record), end="")
@@ -31,7 +31,7 @@ def text(record: dict[str, Any]) -> str:
 
 
 def _form(value: Any, margin: str, in_row: bool) -> str:
-    """Return `value` as JSON; `margin` is a line feed and the indentation of its last line."""
+    """Return `value` as JSON; `margin` is a line feed and the indentation of the last line."""
     inner = margin + " "
     if isinstance(value, dict) and value:
         at = margin if in_row else inner
@@ -46,7 +46,7 @@ def _form(value: Any, margin: str, in_row: bool) -> str:
 
 
 def read(what: str, path: Path) -> dict[str, Any]:
-    """Read a record; ValueError with one sentence if the file holds no JSON object."""
+    """Read a record; raise ValueError if the file does not contain a JSON object."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

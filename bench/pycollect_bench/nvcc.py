@@ -1,4 +1,4 @@
-"""Building and running the GPU programs of bench/native: with nvcc, independent of torch."""
+"""Builds and runs the GPU programs of bench/native, with nvcc and without torch."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from pycollect._command import Interruption
 from . import environment, scripts
 from .output import write_json
 
-# Exit status of these programs without a GPU; automake's status of a skipped test.
+# Exit status of these programs without a GPU: a skipped test in automake.
 NO_GPU = 77
-# Architecture to build for if there is no GPU: that of the H100 and the H200.
+# Architecture to build for without a GPU: that of the H100 and the H200.
 _ARCHITECTURE = "sm_90"
 _FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xcompiler", "-Wall,-Wextra,-fopenmp")
 
 
-Found = dict[str, Any]
+Finding = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class CannotRun(Exception):
-    """A program cannot run without nvcc or a GPU; the message is one sentence."""
+    """The program needs nvcc or a GPU, which is missing; the message is one sentence."""
 
 
 def architecture() -> str:
@@ -45,18 +45,18 @@ def architecture() -> str:
 
 
 def build(sources: Sequence[Path], program: Path) -> Path:
-    """Compile and link `program`, unless it is newer than all files beside its sources.
+    """Compile and link `program`, unless it is newer than all files in the sources' folders.
 
     Raises:
         CannotRun: without nvcc.
-        RuntimeError: with nvcc's messages if it fails.
+        RuntimeError: if nvcc fails, with its messages.
     """
-    made_of = [file for source in sources for file in source.parent.iterdir() if file.is_file()]
-    if program.exists() and all(f.stat().st_mtime < program.stat().st_mtime for f in made_of):
+    inputs = [file for source in sources for file in source.parent.iterdir() if file.is_file()]
+    if program.exists() and all(f.stat().st_mtime < program.stat().st_mtime for f in inputs):
         return program
     nvcc = shutil.which("nvcc")
     if nvcc is None:
-        raise CannotRun("there is no nvcc on the path, which builds the program")
+        raise CannotRun("there is no nvcc on the path; it is needed to build the program")
     program.parent.mkdir(parents=True, exist_ok=True)
     command = [nvcc, *_FLAGS, f"-arch={architecture()}", *map(str, sources)]
     done = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True)
@@ -65,12 +65,12 @@ def build(sources: Sequence[Path], program: Path) -> Path:
     return program
 
 
-def lines_of(program: Path, arguments: Sequence[object], seconds: float) -> str:
+def output_of(program: Path, arguments: Sequence[object], seconds: float) -> str:
     """Run `program` to its end and return its output.
 
     Raises:
-        CannotRun: without a GPU, with the program's sentence.
-        RuntimeError: if it fails or takes longer.
+        CannotRun: without a GPU, with the program's message.
+        RuntimeError: if it fails without output, or takes longer than `seconds`.
     """
     command = [str(program), *map(str, arguments)]
     try:
@@ -84,12 +84,12 @@ def lines_of(program: Path, arguments: Sequence[object], seconds: float) -> str:
     return done.stdout
 
 
-def findings(program: Path, arguments: Sequence[object], seconds: float) -> Iterator[Found]:
+def findings(program: Path, arguments: Sequence[object], seconds: float) -> Iterator[Finding]:
     """Run `program` and yield the JSON object of each line of output as it arrives.
 
     Raises:
-        CannotRun: without a GPU, with the program's sentence.
-        RuntimeError: if it fails, or takes longer than `seconds` and is killed.
+        CannotRun: without a GPU, with the program's message.
+        RuntimeError: if it fails, or is killed after `seconds`.
     """
     command = [str(program), *map(str, arguments)]
     with subprocess.Popen(
@@ -100,46 +100,46 @@ def findings(program: Path, arguments: Sequence[object], seconds: float) -> Iter
         timer = threading.Timer(seconds, child.kill)
         timer.start()
         try:
-            said = ""
+            last_line = ""
             for line in child.stdout:
-                said = line.strip()
-                if said.startswith("{"):
-                    yield json.loads(said)
+                last_line = line.strip()
+                if last_line.startswith("{"):
+                    yield json.loads(last_line)
             errors = child.stderr.read().strip()
         finally:
             timer.cancel()
             child.kill()
     if child.returncode == NO_GPU:
-        raise CannotRun(said)
+        raise CannotRun(last_line)
     if child.returncode:
-        raise RuntimeError(f"{program.name} ended with {child.returncode}: {errors or said}")
+        raise RuntimeError(f"{program.name} ended with {child.returncode}: {errors or last_line}")
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A program that runs once and prints many results; `show(found, every)` displays them."""
+    """A program that runs once and prints many results; `show(findings, every)` prints them."""
 
     name: str
     about: str
     sources: Sequence[Path]
-    show: Callable[[Sequence[Found], bool], None]
+    show: Callable[[Sequence[Finding], bool], None]
     seconds: float = 120.0
 
 
 def _arguments(probe: Probe, argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"{probe.name}.py", description=probe.about)
     add = parser.add_argument
-    add("--all", action="store_true", help="everything, not only the best and our own")
-    limit = f"after which it is ended ({probe.seconds:g})"
+    add("--all", action="store_true", help="every result, not only the best and the library's")
+    limit = f"time limit of the program ({probe.seconds:g})"
     add("--seconds", type=float, default=probe.seconds, help=limit)
-    add("--program", type=Path, help="a program that is built already")
-    add("--build", type=Path, default=ROOT / "build" / "native", help="where it is built")
-    add("--json", metavar="FILE", help="everything")
+    add("--program", type=Path, help="a program that is already built")
+    add("--build", type=Path, default=ROOT / "build" / "native", help="folder to build it in")
+    add("--json", metavar="FILE", help="write all results there")
     return scripts.parse(parser, argv)
 
 
 def run_probe(probe: Probe, argv: Sequence[str] | None) -> int:
-    """Build and run a probe, show its results, even of a failed run; return the exit status."""
+    """Build and run a probe, show its results, also of a failed run; return the exit status."""
     return scripts.run(probe.name, lambda: _run(probe, argv))
 
 
@@ -147,7 +147,7 @@ def _run(probe: Probe, argv: Sequence[str] | None) -> int:
     args = _arguments(probe, argv)
     about = environment.describe(shlex.join(sys.orig_argv))
     print(*environment.header(about), sep="\n", flush=True)
-    found: list[Found] = []
+    found: list[Finding] = []
     failure = ""
     interruption = Interruption()
     try:

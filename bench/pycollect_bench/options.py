@@ -21,13 +21,13 @@ from .processes.candidates import DEVICE_PEERS, PEERS
 T = TypeVar("T")
 
 EPILOG = """\
-The exit status is 1 if a result is wrong or the library refuses a case, and with --targets 3 if
-a target is missed. --coalesced and --overhead are measured instead of the sizes; --targets
-measures everything that a target speaks of.
+The exit status is 1 if a result is wrong or pycollect refuses a case, and with --targets 3 if a
+target is missed. --coalesced and --overhead replace the sizes; --targets adds the cases that the
+targets need.
 """
 
 
-def _list_of(one: Callable[[str], T]) -> Callable[[str], list[T]]:
+def list_of(one: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Return a parser of comma-separated values that drops repeats."""
 
     def parse(text: str) -> list[T]:
@@ -53,7 +53,7 @@ def _whole(text: str) -> int:
 
 
 def _positive(text: str) -> int:
-    return _list_of(_whole)(text)[0]
+    return list_of(_whole)(text)[0]
 
 
 def _seconds(text: str) -> float:
@@ -69,25 +69,25 @@ def _seconds(text: str) -> float:
 def _dtype(text: str) -> torch.dtype:
     dtype = getattr(torch, text, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{text!r} is no torch dtype; give for example float32 or bfloat16")
+        raise ValueError(f"{text!r} is not a torch dtype; give for example float32 or bfloat16")
     return dtype
 
 
 def _peer(text: str) -> str:
     known = dict.fromkeys((*NAMES, *PEERS, *DEVICE_PEERS))
     if text not in known:
-        raise ValueError(f"{text!r} is no peer; there are {', '.join(known)}, all, none")
+        raise ValueError(f"{text!r} is not a peer; there are {', '.join(known)}, all, none")
     return text
 
 
 def _peers(text: str) -> list[str] | None:
-    """Parse the names of peers; None means the default peers of a case."""
+    """Parse the names of peers; None stands for the default peers of a case."""
     named = {"all": None, "none": list[str]()}
-    return named[text] if text in named else _list_of(_peer)(text)
+    return named[text] if text in named else list_of(_peer)(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options to `parser`, whose result `pycollect_bench.run` takes."""
+    """Add the benchmark's options to `parser`; `pycollect_bench.run` takes the parsed options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     what = parser.add_argument_group("what is measured")
@@ -97,12 +97,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("-b", "--minbytes", type=_size, help="smallest size of a rank (4K; 4 with --processes)")
     add("-e", "--maxbytes", type=_size, default="128M", help="largest size of a rank (128M)")
     add("-f", "--stepfactor", type=_positive, default=4, help="from size to size (4)")
-    dtypes = _list_of(_dtype)
+    dtypes = list_of(_dtype)
     add("-d", "--dtype", type=dtypes, default="float32", help="one or more, comma-separated")
     add("-o", "--op", choices=OPS, default="sum", help="the reduction (sum)")
-    worlds = _list_of(_whole)
+    worlds = list_of(_whole)
     add("--world", type=worlds, default="2,4,8", help="numbers of ranks (2,4,8)")
-    add("--devices", help="rank r lives on device r mod n of these, as pycollect.devices reads it")
+    add("--devices", help="devices of the ranks, in turn, as pycollect.devices reads them")
     add("--algorithms", help="'all' or names, besides the default choice")
     peers = f"{', '.join(NAMES)}; with --processes {', '.join(PEERS)}; with --devices as well "
     peers += f"{', '.join(DEVICE_PEERS)}; all or none (all)"
@@ -113,22 +113,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--backend", default="pycollect", help="of torch.distributed, with --processes (pycollect)")
     add("--coalesced", choices=["lenet"], help="the gradients of LeNet in one coalesced call")
     add("--overhead", action="store_true", help="the cost of a call on 4 ranks of 4 elements")
-    add("--targets", action="store_true", help="compare with the promised ratios")
+    add("--targets", action="store_true", help="check the speed targets")
     how = parser.add_argument_group("how it is measured")
     add = how.add_argument
     add("-n", "--iterations", type=_positive, help="timed calls of each (by time, if not given)")
     add("-w", "--warmup", type=_positive, default=3, help="calls before the first timed one (3)")
     add("--seconds", type=_seconds, default=1.0, help="time for each case, about (1.0)")
     add("-t", "--threads", type=_positive, help="threads that torch may use (its own choice)")
-    limit = "seconds a size for one that may hang, with --processes and --devices (60)"
+    limit = "time limit per size for peers that may hang, with --processes and --devices (60)"
     add("--peer-limit", type=_seconds, metavar="SECONDS", default=60.0, help=limit)
-    out = parser.add_argument_group("where it goes besides standard output")
-    out.add_argument("--json", metavar="FILE", help="everything, in medians and their spread")
+    out = parser.add_argument_group("where results go besides standard output")
+    out.add_argument("--json", metavar="FILE", help="all results, in medians and their spread")
     out.add_argument("--plot", metavar="FILE", help="speed against size (.png, .svg or .pdf)")
 
 
 def algorithms(text: str | None, collective: str) -> tuple[str | None, ...]:
-    """Return the algorithms to run: None is the library's own choice and always comes first.
+    """Return the algorithms to run; the first is always None, the library's own choice.
 
     Raises:
         ValueError: if a name is not registered for the collective.
@@ -139,5 +139,5 @@ def algorithms(text: str | None, collective: str) -> tuple[str | None, ...]:
     names = known if text == "all" else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:
-            raise ValueError(f"{name!r} is no algorithm of {collective}; there are {known}")
+            raise ValueError(f"{name!r} is not an algorithm of {collective}; there are {known}")
     return (None, *names)

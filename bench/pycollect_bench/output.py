@@ -16,7 +16,7 @@ def check_files(args: argparse.Namespace) -> None:
     """Check before the measurement that the output files can be written.
 
     Raises:
-        ValueError: with one sentence, if a file cannot be written.
+        ValueError: if a file cannot be written.
     """
     if args.json:
         check_output_path("JSON file", args.json)
@@ -25,10 +25,10 @@ def check_files(args: argparse.Namespace) -> None:
 
 
 def check(args: argparse.Namespace, any_sizes: bool) -> None:
-    """Check before the measurement that its output can be written.
+    """Check before the measurement that its output can be written, and plotted.
 
     Raises:
-        ValueError: if a file cannot be written, or there will be nothing to plot.
+        ValueError: if a file cannot be written, or --plot would have no sizes.
     """
     check_files(args)
     if args.plot and not any_sizes:
@@ -36,7 +36,7 @@ def check(args: argparse.Namespace, any_sizes: bool) -> None:
 
 
 def write_json(path: str | None, content: dict[str, Any], interruption: Interruption) -> None:
-    """Write the JSON file if `path` is given; it records its schema, and whether it is complete.
+    """Write the JSON file if `path` is given, with the schema and whether the run was interrupted.
 
     Raises:
         OutputError: if it cannot be written.
@@ -51,7 +51,7 @@ def write_all(
 ) -> None:
     """Write the requested files.
 
-    No plot is written if the run was interrupted before the first case that it shows.
+    An interrupted run without any case to plot writes no plot.
     """
     write_json(args.json, content, interruption)
     if args.plot and drawn(content):

@@ -1,7 +1,7 @@
 """Test inputs whose reduction is known exactly, so that every wrong element can be counted.
 
-Each rank's values are small integers such that every partial result, in any order, fits the
-element type without rounding. They repeat after a prime number of elements. The expected result is
+The values of each rank are small integers, so small that every partial result, in any order, is
+exact in the element type. They repeat after a prime number of elements. The expected result is
 computed for one period, in int64, by code that shares nothing with the measured code.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# A prime, so that no chunk boundary is a multiple of it and a misplaced chunk is detected.
+# A prime: no chunk boundary is a multiple of it, so a misplaced chunk is detected.
 PERIOD = 65_521
 # Largest number of distinct values; more would find no more errors.
 MOST_VALUES = 13
@@ -45,7 +45,7 @@ def largest_exact(dtype: torch.dtype) -> int:
 
 
 class Pattern:
-    """The inputs of `world` ranks for one `op` and `dtype`, and what they reduce to.
+    """The inputs of `world` ranks for one `op` and `dtype`, and their reduction.
 
     >>> p = Pattern(torch.float32, "sum", 2)
     >>> bool((p.rank(0, 9) + p.rank(1, 9) == p.reduced(9)).all())
@@ -60,39 +60,41 @@ class Pattern:
         digits = (torch.arange(PERIOD, dtype=torch.int64) * 2_654_435_761 >> 15) % 5_003
         ranks = torch.arange(world, dtype=torch.int64).unsqueeze(1)
         rows = self._integers(digits, ranks)
-        # One period is made on the CPU, and repeated on the ranks' device.
+        # One period is computed on the CPU, and repeated on the ranks' device.
         self._rows = [self._convert(row).to(device) for row in rows]
-        self._reduced = self._answer(_REDUCE[op](rows)).to(device)
+        self._reduced = self._convert_total(_REDUCE[op](rows)).to(device)
 
     def rank(self, rank: int, count: int, start: int = 0) -> Tensor:
         """Return elements [start, start + count) of a rank's input, one-dimensional."""
-        return _stretch(self._rows[rank], start, count)
+        return _repeat(self._rows[rank], start, count)
 
     def reduced(self, count: int, start: int = 0) -> Tensor:
         """Return elements [start, start + count) of the reduction over all ranks."""
-        return _stretch(self._reduced, start, count)
+        return _repeat(self._reduced, start, count)
 
     def _integers(self, digits: Tensor, ranks: Tensor) -> Tensor:
         """Return the inputs of one period as int64, one row per rank."""
         room = largest_exact(self.dtype)
         if self.dtype == torch.bool:
             return (digits + ranks) % 2
-        if self.op == "prod":  # at most `twos` ranks hold a 2, the others a 1
+        if self.op == "prod":  # at most `twos` ranks have a 2, the others a 1
             twos = room.bit_length() - 1
             return 1 + ((digits + ranks) % max(self.world, 2) < min(twos, self.world)).long()
         if self.op not in ("sum", "avg"):
             return 1 + (digits + ranks) % min(room, MOST_VALUES)
         if self.world <= room:
             return 1 + (digits + ranks) % min(room // self.world, MOST_VALUES)
-        # More ranks than the type's largest exact integer: most of them hold a 0.
+        # More ranks than the type's largest exact integer: most of them have a 0.
         return ((digits + ranks) % -(-self.world // room) == 0).long()
 
-    def _answer(self, total: Tensor) -> Tensor:
+    def _convert_total(self, total: Tensor) -> Tensor:
         if self.op != "avg":
             return self._convert(total)
         if not (self.dtype.is_floating_point or self.dtype.is_complex):
-            return self._convert(total // self.world)  # positive values: rounds toward zero
-        # Contract of "avg": the sum times 1/world in the accumulator's type, then one rounding.
+            return self._convert(
+                total // self.world
+            )  # values are positive: this rounds toward zero
+        # Definition of "avg": the sum times 1/world in the accumulator's type, then one rounding.
         wide = self.dtype in (torch.float64, torch.complex128)
         accumulator = torch.float64 if wide else torch.float32
         share = torch.tensor(1.0, dtype=accumulator) / self.world
@@ -101,13 +103,13 @@ class Pattern:
     def _convert(self, values: Tensor) -> Tensor:
         if not self.dtype.is_complex:
             return values.to(self.dtype)
-        # Products stay real, because imaginary parts would make them too large to be exact.
+        # Products are of real values: imaginary parts would make them too large to be exact.
         real = values.to(torch.float64)
         imag = torch.zeros_like(real) if self.op == "prod" else real
         return torch.complex(real, imag).to(self.dtype)
 
 
-def _stretch(period: Tensor, start: int, count: int) -> Tensor:
+def _repeat(period: Tensor, start: int, count: int) -> Tensor:
     skip = start % PERIOD
     copies = -(-(skip + count) // PERIOD)
     return period.repeat(copies)[skip : skip + count]

@@ -1,7 +1,7 @@
 """Peers and limits of the benchmark: loops and library calls over the same buffers.
 
 `naive` is a textbook loop, tensor by tensor; `stack` uses torch's stack and sum; on GPUs `comm` is
-torch.cuda.comm, and `cupy` is CuPy on the same memory. The limit is `memory`, multiplying all
+torch.cuda.comm, and `cupy` is CuPy on the same memory. The limit is `memory`, which multiplies all
 buffers in place by a number; on a GPU it is `memcpy`.
 """
 
@@ -122,9 +122,9 @@ def _cupy_all_reduce(cupy: Any, columns: list[list[Any]]) -> None:
 def _cupy(workspace: Workspace) -> Call:
     case = workspace.case
     if not (case.on_gpus and case.one_memory):
-        raise ValueError("runs on one GPU")
+        raise ValueError("needs all ranks on one GPU")
     if case.dtype not in _CUPY_DTYPES:
-        raise ValueError(f"CuPy has no {case.dtype}")
+        raise ValueError(f"is not measured for {case.dtype}")
     if find_spec("cupy") is None:
         raise ValueError("CuPy is not installed")
     cupy = import_module("cupy")
@@ -184,7 +184,7 @@ NAMES = ("naive", "stack", "comm", "cupy")
 
 
 def usual(case: Case) -> tuple[str, ...]:
-    """Return the default peers of a case: those for GPUs only if all ranks are on GPUs.
+    """Return the default peers of a case; those for GPUs only if all ranks are on GPUs.
 
     CuPy is included if it is installed and the ranks share one GPU.
     """
@@ -198,18 +198,18 @@ def peer(name: str, case: Case, workspace: Workspace) -> Call:
     """Return the peer's call on these buffers.
 
     Raises:
-        ValueError: if the peer does not have this collective or this op.
+        ValueError: if the peer has no such collective or op.
     """
     peers = _PEERS[case.collective]
     if name not in peers:
         raise ValueError(f"has no {case.collective}")
     if case.op not in ("sum", "none"):
-        raise ValueError(f"only sums, not {case.op}")
+        raise ValueError(f"is measured only for sums, not {case.op}")
     return peers[name](workspace)
 
 
 def multiply_each(tensors: list[Tensor]) -> None:
-    """Read and write every tensor once, in place, one torch call a tensor."""
+    """Read and write every tensor once, in place, one torch call per tensor."""
     for t in tensors:
         t.mul_(1.0)
 
@@ -217,10 +217,10 @@ def multiply_each(tensors: list[Tensor]) -> None:
 def limits(workspace: Workspace) -> dict[str, tuple[Call, Call]]:
     """Return the ways to measure the limit, each with its rewrite of the memory.
 
-    Each moves the least number of bytes that the collective must move. On a GPU the way is a copy
-    from device to device. On a CPU there are two: `memory` multiplies the buffers in place, or a
-    part of each, one call per buffer; `memory_flat` multiplies one tensor of the same size in one
-    call. The faster of the two, which depends on the case, is the limit.
+    Each moves the least number of bytes of the collective. On a GPU it is a copy from device to
+    device. On a CPU there are two: `memory` multiplies the buffers, or a part of each, in place,
+    one call per buffer; `memory_flat` multiplies one tensor of the same size in one call. The
+    faster of the two, which depends on the case, is the limit.
     """
     part = workspace.case.minimum_bytes / workspace.read_write_bytes
     buffers = [t[: round(t.numel() * part)] for t in workspace.raw]

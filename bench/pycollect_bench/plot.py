@@ -1,6 +1,6 @@
 """Plots of speed against size on logarithmic axes, a panel per world: library, peers and limit.
 
-A plot is drawn from the record of a run, whether just made or read from a file. Plotting needs
+A plot is drawn from the record of a run, whether new or read from a file. Plotting needs
 matplotlib, which is imported only when a plot is drawn.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Colours that stay apart for the colour-blind (Okabe and Ito); the library has the strong ones.
+# Colours that the colour-blind can distinguish (Okabe and Ito); the library has the strong ones.
 _OURS = ("#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#d55e00")
 _PEERS = {
     "naive": "#d55e00",
@@ -37,7 +37,7 @@ _Key = tuple[str, str, str]
 
 
 def drawn(record: dict[str, Any]) -> list[_Case]:
-    """Return the cases of a run that its plot shows: those of the sizes that were asked for.
+    """Return the cases of a run that its plot shows: those of the requested sizes.
 
     Cases that only the targets need have too few sizes.
     """
@@ -53,7 +53,7 @@ def drawn(record: dict[str, Any]) -> list[_Case]:
 
 
 def _points(cases: Sequence[_Case], name: str | None = None) -> list[tuple[int, float]]:
-    """Return bytes and GB/s of the rows of this name; without one, those of the limits."""
+    """Return bytes and GB/s of the rows of this name, or of the limits without a name."""
     return [
         (case["bytes"], (row["busbw"] if row["moved"] is None else row["moved"]) / 1e9)
         for case in cases
@@ -69,7 +69,7 @@ def _line(axes: Axes, cases: Sequence[_Case], name: str, **style: Any) -> None:
 
 
 def _limit_area(axes: Axes, cases: Sequence[_Case]) -> None:
-    """Draw the limit as a wide grey line, behind the others."""
+    """Draw the limit as a wide grey line, behind the other lines."""
     points = _points(cases)
     if not points:
         return
@@ -87,7 +87,7 @@ def _panel(axes: Axes, cases: Sequence[_Case]) -> None:
     ours = [name for name, kind in kinds.items() if kind == "pycollect"]
     for i, name in enumerate(ours):
         colour = _OURS[i % len(_OURS)]
-        # The library's own choice is a thick line, so it shows below the algorithm that it selects.
+        # The library's own choice is a thick line, visible behind the algorithm that it selects.
         width, size = (3.5, 6) if i == 0 else (1.2, 3)
         _line(axes, cases, name, color=colour, marker="o", markersize=size, linewidth=width)
     for name, kind in kinds.items():
@@ -112,7 +112,7 @@ def _panel(axes: Axes, cases: Sequence[_Case]) -> None:
 
 
 def _legend(figure: Figure) -> None:
-    """Draw one legend for all panels beside them, where it hides no line."""
+    """Draw one legend for all panels, beside them, so that it hides no line."""
     found: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -154,7 +154,7 @@ def plot(record: dict[str, Any], path: str) -> None:
         speed = "bytes moved per second" if one_memory else "bus bandwidth"
         row[0].set_ylabel(f"{' '.join(key)}\n{speed} (GB/s)")
         low, high = row[0].get_ylim()
-        # Over many powers of ten, labels at 2 and 5 times each would be too dense.
+        # For many powers of ten, labels also at 2 and 5 times each would be too dense.
         steps = (1, 2, 5) if high < 1e4 * low else (1,)
         row[0].yaxis.set_major_locator(LogLocator(subs=steps, numticks=20))
         row[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

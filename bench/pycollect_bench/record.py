@@ -1,6 +1,6 @@
-"""A benchmark run as JSON: what the tables and pictures show, in medians.
+"""A benchmark run as JSON: the numbers of its tables and pictures, in medians.
 
-The rounds behind a median stay in memory: a record has their smallest and largest ratio instead.
+A record has the smallest and the largest ratio of the rounds, not the rounds themselves.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .targets import Outcome
 
 
 def timing_record(timing: Timing) -> dict[str, float]:
-    """Return seconds per call over all calls: the shortest, the median, the 99th percentile."""
+    """Return seconds per call over all calls: minimum, median and 99th percentile."""
     return {name: timing.percentile(p) for name, p in (("min", 0), ("p50", 50), ("p99", 99))}
 
 
 def rounds_record(rounds: Sequence[float]) -> dict[str, float]:
-    """Return what is kept of a number that was measured in every round.
+    """Return median, minimum and maximum of a number that was measured in every round.
 
     >>> rounds_record([2.0, 5.0, 1.0])
     {'median': 2.0, 'min': 1.0, 'max': 5.0}
@@ -49,7 +49,7 @@ def _row_record(case: Case, row: Row) -> dict[str, Any]:
 def case_record(result: CaseResult) -> dict[str, Any]:
     """Return one case with all its rows; bandwidths are bytes per second.
 
-    A row has `moved` where the ranks share a memory and `busbw` elsewhere; the other one is None.
+    A row has `moved` if the ranks share one memory, else `busbw`; the other one is None.
     """
     case = result.case
     return {
@@ -68,7 +68,7 @@ def case_record(result: CaseResult) -> dict[str, Any]:
 
 
 def call_record(name: str, timing: Timing) -> dict[str, Any]:
-    """Return the row of a call, or another candidate of which the time alone is known."""
+    """Return the row of a candidate with a time and no bandwidth."""
     return {"way": name, "time": timing_record(timing)}
 
 
@@ -85,8 +85,8 @@ def target_record(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def asked(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what the sizes were asked for; the cases of targets alone have others as well."""
+def requested(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the requested collective and dtypes; the targets may have added other cases."""
     return {
         "collective": args.collective,
         "dtypes": [str(dtype).removeprefix("torch.") for dtype in args.dtype],
@@ -100,7 +100,7 @@ def run_record(
     calls: dict[str, Timing],
     outcomes: Sequence[Outcome],
 ) -> dict[str, Any]:
-    """Return the whole run, ready for `output.write_json`."""
+    """Return the whole run for `output.write_json`."""
     return {
         "environment": environment,
         "noise": noise,

@@ -1,4 +1,4 @@
-"""Common parts of the programs in bench/: checked options, Ctrl-C, and error messages."""
+"""Common parts of the scripts in bench/: checked options, Ctrl-C, and error messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .output import check_files
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments; exit for numbers that are not positive and files not writable."""
+    """Parse the arguments; exit if a number is not positive or a file is not writable."""
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         numbers = value if isinstance(value, list) else [value]
@@ -32,14 +32,14 @@ def _positive(value: object) -> bool:
 
 
 def run(name: str, work: Callable[[], int]) -> int:
-    """Run bench/NAME.py's `work` and return its exit status; print a ValueError as one line."""
+    """Run `work` of bench/NAME.py and return its exit status; print a ValueError as one line."""
     program = f"bench/{name}.py"
 
     def refusing() -> int:
         try:
             return work()
         except ValueError as error:
-            _command.say(f"{program}: error: {error}")
+            _command.print_error(f"{program}: error: {error}")
             return _command.BAD_INPUT
 
     return _command.run(program, refusing)

@@ -1,7 +1,7 @@
 """Cost of a LeNet training step on ranks that share a device: naive loop against pycollect.
 
-Eager steps differ in the reduction alone; the graph is pycollect's step captured once and replayed.
-The cost of the reductions alone is measured in the same rounds.
+Eager steps differ only in the reduction. The graph is pycollect's step, captured once and replayed.
+The reductions alone are measured in the same rounds.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pycollect._timing import Effort, Sampler, Timing, after_rewrite, interleave, ratios
+from pycollect._timing import Effort, Timing, host_time, interleave, median_ratio
 from pycollect.train.graph import GraphedStep
 from pycollect.train.models import init_lenet, lenet
 from pycollect.train.reduce import REDUCTIONS
 from pycollect.train.step import gradients, replicate, train_batch
 
+from .gpu import synchronizer
 from .targets import Outcome
 
 NAIVE, EAGER, GRAPH = "step, naive loop", "step, pycollect", "step, pycollect in a graph"
 NAIVE_REDUCTION, REDUCTION = "reduction, naive loop", "reduction, pycollect"
-# Learning rate, so small that any number of steps on one batch leaves all numbers finite.
+# Learning rate: so small that all numbers stay finite after any number of steps on one batch.
 _LR = 1e-3
-# Number of steps after which all ways must have trained the same bits.
+# Number of steps after which the parameters of all candidates are compared.
 _CHECKED = 3
 
 Step = Callable[[], object]
@@ -35,7 +36,7 @@ Parameters = list[list[Tensor]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """Times by candidate, and the number of parameters that ours trained to other bits."""
+    """Times by candidate, and the number of parameters whose bits differ from the naive loop's."""
 
     timings: dict[str, Timing]
     wrong: int
@@ -44,11 +45,10 @@ class StepResult:
         """Return the time of `slow` divided by that of `fast`: the median over the rounds."""
         if slow not in self.timings or fast not in self.timings:
             return None
-        found = sorted(ratios(self.timings[slow].rounds, self.timings[fast].rounds))
-        return found[len(found) // 2]
+        return median_ratio(self.timings[slow].rounds, self.timings[fast].rounds)
 
     def outcomes(self) -> list[Outcome]:
-        """Return the outcomes of the targets for a step on one GPU with four ranks."""
+        """Return the outcomes of the targets for a step of four ranks on one GPU."""
         share = self.ratio(REDUCTION, EAGER)
         percent = None if share is None else 100 * share
         return [
@@ -61,7 +61,7 @@ class Bench:
     """The replicas and the batch of every candidate, on one device."""
 
     def __init__(self, devices: list[torch.device], batch: int) -> None:
-        self.devices = devices
+        self.devices, self.synchronize = devices, synchronizer(devices)
         generator = torch.Generator().manual_seed(0)
         self.X = torch.rand((batch, 1, 28, 28), generator=generator).to(devices[0])
         self.y = torch.randint(10, (batch,), generator=generator).to(devices[0])
@@ -91,17 +91,12 @@ class Bench:
         return found
 
     def reduction(self, name: str) -> Step:
-        """Return a call of the reduction on gradients that are zeros and stay zeros."""
+        """Return a call of the reduction on zero gradients, which stay zero."""
         return partial(REDUCTIONS[name], [gradients(params) for params in self.replicas()])
 
-    def synchronize(self) -> None:
-        """Wait for the GPU; does nothing for the CPU."""
-        if self.devices[0].type == "cuda":
-            torch.cuda.synchronize(self.devices[0])
-
     def wrong(self) -> int:
-        """Count parameters, over all ranks, that ours trains to other bits than the naive loop."""
-        with _same_bits_every_time():
+        """Return the number of parameters of all ranks whose bits differ from the naive loop's."""
+        with _deterministic():
             return self._wrong()
 
     def _wrong(self) -> int:
@@ -122,8 +117,8 @@ class Bench:
 
 
 @contextmanager
-def _same_bits_every_time() -> Iterator[None]:
-    """Select deterministic cuDNN convolutions, whose bits otherwise differ from run to run."""
+def _deterministic() -> Iterator[None]:
+    """Select deterministic cuDNN convolutions; the bits of others differ from run to run."""
     before = torch.backends.cudnn.deterministic
     torch.backends.cudnn.deterministic = True
     try:
@@ -132,12 +127,8 @@ def _same_bits_every_time() -> Iterator[None]:
         torch.backends.cudnn.deterministic = before
 
 
-def _sampler(bench: Bench, run: Step) -> Sampler:
-    return after_rewrite(run, lambda: None, bench.synchronize)
-
-
 def measure_steps(devices: list[torch.device], batch: int, effort: Effort) -> StepResult:
-    """Time all candidates in turns on one batch of `batch` examples over all ranks.
+    """Time all candidates in turns, on one batch of `batch` examples over all ranks.
 
     Raises ValueError for ranks on several devices.
     """
@@ -147,5 +138,5 @@ def measure_steps(devices: list[torch.device], batch: int, effort: Effort) -> St
     runs = {name: way(bench.replicas()) for name, way in bench.ways().items()}
     runs[NAIVE_REDUCTION] = bench.reduction("naive")
     runs[REDUCTION] = bench.reduction("pycollect")
-    timings = interleave({name: _sampler(bench, run) for name, run in runs.items()}, effort)
-    return StepResult(timings, bench.wrong())
+    samplers = {n: host_time(run, synchronize=bench.synchronize) for n, run in runs.items()}
+    return StepResult(interleave(samplers, effort), bench.wrong())

@@ -1,4 +1,4 @@
-"""The printed tables: nccl-tests' columns, each defined once for head and rows."""
+"""The printed tables: nccl-tests' columns, each defined once for header and rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOTHING = "-"
 
 @dataclass(frozen=True)
 class Column:
-    """A column: heading, unit, and the text of a row; a negative width aligns left."""
+    """A column: heading, unit, and text of a row; a negative width aligns left."""
 
     head: str
     unit: str
@@ -50,7 +50,7 @@ def _count(wrong: int | None) -> str:
 def columns(one_memory: bool, against: Sequence[str] = (NAIVE,)) -> list[Column]:
     """Return the columns; for ranks on one memory `moved` replaces `busbw`.
 
-    There is a column with the ratio to each of the peers `against`.
+    For each peer in `against` there is a column with the ratio to it.
     """
     if one_memory:
         speed = Column("moved", "(GB/s)", 8, _moved)

@@ -16,14 +16,14 @@ from pycollect._timing import MOST_SPREAD, Timing
 from .comparison import DEFAULT, GPU, GRAPH, INSIDE, NAIVE, CaseResult, Row, clocked
 
 KIB, MIB = 1 << 10, 1 << 20
-# Name of the target's row in the table of call costs.
+# Name of the row in the table of call costs that has a target.
 CALL = "all_reduce, 4 ranks x 4 elements"
 _BY_GPU, _IN_GRAPH = clocked(DEFAULT, GPU), clocked(DEFAULT, GRAPH)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A checked target: `measured` is its worst point, at `where`; None if the run has none."""
+    """A checked target. `measured` is its worst point, at `where`, or None without any point."""
 
     what: str
     wanted: float
@@ -42,9 +42,15 @@ class Outcome:
         return self.measured < self.wanted or (self.sign == "<=" and self.measured == self.wanted)
 
 
+def status(outcomes: Iterable[Outcome], failed: bool = False) -> int:
+    """Return the exit status: 1 if a result `failed`, 3 if a target is missed, else 0."""
+    missed = any(outcome.met is False for outcome in outcomes)
+    return 1 if failed else 3 * missed
+
+
 @dataclass(frozen=True)
-class Promise:
-    """A speed target: in cases that `applies`, `value` of `row` is at least (or most) `wanted`."""
+class Target:
+    """A speed target: `value` of `row` is at least, or at most, `wanted` if the case `applies`."""
 
     what: str
     wanted: float
@@ -67,12 +73,12 @@ class Promise:
         return Outcome(self.what, self.wanted, worst, self.sign, self.unit, where)
 
     def _where(self, result: CaseResult) -> str:
-        """Describe a point: world, size, disturbance, and whether the limit allows the target."""
+        """Describe a point: world, size, a disturbed run, and a limit that excludes the target."""
         notes = [f"{result.case.world} ranks, {binary_size(result.case.nbytes)}"]
         limit = result.limit
         if limit and limit.timing.spread > MOST_SPREAD:
             notes.append("disturbed")
-        # A ratio to a peer may be impossible on this machine because of its memory bandwidth.
+        # The memory bandwidth of this machine may make the ratio to a peer impossible.
         reach = self.value(limit) if limit and self.unit == "x" else None
         if reach is not None and reach < self.wanted:
             notes.append(f"the limit itself is at {reach:.2f}x")
@@ -80,7 +86,7 @@ class Promise:
 
 
 def _sums(worlds: Sequence[int] | None, begin: int, end: int | None = None) -> Callable[..., bool]:
-    """Select float32 sum all-reduces on CPUs, of `begin` to `end` bytes per rank (None: no end)."""
+    """Select float32 sum all-reduces on CPUs, of `begin` to `end` bytes per rank."""
 
     def applies(result: CaseResult) -> bool:
         case = result.case
@@ -130,27 +136,27 @@ def _microseconds(row: Row) -> float | None:
     return row.timing.percentile(50) * 1e6
 
 
-def _versus_naive() -> list[Promise]:
+def _versus_naive() -> list[Target]:
     spans = (
         ("at 4 KiB", 3.0, 4 * KIB, 4 * KIB),
         ("at 64 KiB", 3.0, 64 * KIB, 64 * KIB),
         ("at 1 MiB", 2.0, MIB, MIB),
         ("from 16 MiB", 3.0, 16 * MIB, None),
     )
-    promises = [
-        Promise(f"naive loop, {w} ranks, {name}", wanted, _sums((w,), b, e), _against_naive)
+    targets = [
+        Target(f"naive loop, {w} ranks, {name}", wanted, _sums((w,), b, e), _against_naive)
         for w in (4, 8)
         for name, wanted, b, e in spans
     ]
     return [
-        Promise("naive loop, 2 ranks, every size", 1.5, _sums((2,), 1), _against_naive),
-        *promises,
+        Target("naive loop, 2 ranks, every size", 1.5, _sums((2,), 1), _against_naive),
+        *targets,
     ]
 
 
-_PROMISES = (
-    Promise("limit, from 1 MiB", 90, _sums(None, MIB), _limit_percent, unit="%"),
-    Promise(
+_TARGETS = (
+    Target("limit, from 1 MiB", 90, _sums(None, MIB), _limit_percent, unit="%"),
+    Target(
         "limit, from 64 KiB, inside the extension",
         90,
         _sums(None, 64 * KIB),
@@ -159,18 +165,18 @@ _PROMISES = (
         unit="%",
     ),
     *_versus_naive(),
-    Promise("naive loop, LeNet's gradients of 4 ranks", 5.0, _lenet_of_four, _against_naive),
+    Target("naive loop, LeNet's gradients of 4 ranks", 5.0, _lenet_of_four, _against_naive),
 )
 
 
 _SMALL, _LARGE = _gpu_sums((4, 8), 1, 256 * KIB), _gpu_sums((4, 8), 64 * MIB)
-_GPU_PROMISES = (
-    Promise("limit, from 64 MiB, GPU time", 92, _LARGE, _limit_percent, _BY_GPU, "%"),
-    Promise("naive loop, from 64 MiB", 2.0, _LARGE, _against_naive),
-    Promise("a call up to 256 KiB, GPU time", 8.0, _SMALL, _microseconds, _BY_GPU, "us", "<="),
-    Promise("the same in a graph of many", 5.0, _SMALL, _microseconds, _IN_GRAPH, "us", "<="),
+_GPU_TARGETS = (
+    Target("limit, from 64 MiB, GPU time", 92, _LARGE, _limit_percent, _BY_GPU, "%"),
+    Target("naive loop, from 64 MiB", 2.0, _LARGE, _against_naive),
+    Target("a call up to 256 KiB, GPU time", 8.0, _SMALL, _microseconds, _BY_GPU, "us", "<="),
+    Target("the same in a graph of many", 5.0, _SMALL, _microseconds, _IN_GRAPH, "us", "<="),
     *(
-        Promise(
+        Target(
             f"naive loop, {w} ranks, up to 256 KiB",
             x,
             _gpu_sums((w,), 1, 256 * KIB),
@@ -178,16 +184,16 @@ _GPU_PROMISES = (
         )
         for w, x in ((4, 6.0), (8, 10.0))
     ),
-    Promise("naive loop, LeNet's gradients of 4 ranks", 20.0, _lenet_of_four, _against_naive),
+    Target("naive loop, LeNet's gradients of 4 ranks", 20.0, _lenet_of_four, _against_naive),
 )
 
 
 def judge(results: Sequence[CaseResult], calls: dict[str, Timing]) -> list[Outcome]:
-    """Return an outcome for every target, `measured` being the worst point of the run."""
+    """Return an outcome for every target: its worst point of the run."""
     if results and all(result.case.on_gpus for result in results):
-        return [promise.judge(results) for promise in _GPU_PROMISES]
+        return [target.judge(results) for target in _GPU_TARGETS]
     call = calls[CALL].percentile(50) * 1e6 if CALL in calls else None
     return [
-        *(promise.judge(results) for promise in _PROMISES),
+        *(target.judge(results) for target in _TARGETS),
         Outcome("cost of a call, 4 ranks x 4 elements", 3.0, call, sign="<", unit="us"),
     ]

@@ -1,4 +1,4 @@
-// The fold kernel with its constants as template parameters, and the measured variants.
+// The fold kernel with its constants as template parameters, and the variants to measure.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -23,7 +23,7 @@ struct Words {
   uint32_t of[kWords];
 };
 
-// Inline assembly, as in the library: otherwise nvcc stores a packet in parts.
+// `load` and `store` use inline assembly, as in the library: otherwise nvcc splits a packet.
 template <int kWords>
 __device__ __forceinline__ Words<kWords> load(const uint32_t* at) {
   Words<kWords> v;
@@ -51,41 +51,39 @@ __device__ __forceinline__ void store(uint32_t* at, const Words<kWords>& v) {
 
 struct Float {
   static constexpr const char* kName = "float32";
-  static __device__ float2 widened(uint32_t word) { return {__uint_as_float(word), 0}; }
-  static __device__ uint32_t narrowed(float2 sum) { return __float_as_uint(sum.x); }
+  static __device__ float2 widen(uint32_t word) { return {__uint_as_float(word), 0}; }
+  static __device__ uint32_t narrow(float2 sum) { return __float_as_uint(sum.x); }
 };
 struct Half {
   static constexpr const char* kName = "bfloat16";
-  static __device__ float2 widened(uint32_t word) {
+  static __device__ float2 widen(uint32_t word) {
     return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
   }
-  static __device__ uint32_t narrowed(float2 sum) {
+  static __device__ uint32_t narrow(float2 sum) {
     const __nv_bfloat162 pair = __float22bfloat162_rn(sum);
     return *reinterpret_cast<const uint32_t*>(&pair);
   }
 };
 
 template <class T, int kWords, int kSrcs, int kPackets>
-__device__ __forceinline__ void fold(const Ranks& ranks, std::size_t staging_buffer,
-                                     std::size_t step) {
+__device__ __forceinline__ void fold(const Ranks& ranks, std::size_t packet, std::size_t step) {
   Words<kWords> v[kPackets * kSrcs];
   each<kPackets>([&](auto p) {
     each<kSrcs>([&](auto s) {
-      v[p * kSrcs + s] = load<kWords>(ranks.at[s] + (staging_buffer + p * step) * kWords);
+      v[p * kSrcs + s] = load<kWords>(ranks.at[s] + (packet + p * step) * kWords);
     });
   });
   each<kPackets>([&](auto p) {
     Words<kWords> result;
     each<kWords>([&](auto w) {
-      float2 sum = T::widened(v[p * kSrcs].of[w]);
+      float2 sum = T::widen(v[p * kSrcs].of[w]);
       each<kSrcs - 1>([&](auto s) {
-        const float2 next = T::widened(v[p * kSrcs + s + 1].of[w]);
+        const float2 next = T::widen(v[p * kSrcs + s + 1].of[w]);
         sum = {sum.x + next.x, sum.y + next.y};
       });
-      result.of[w] = T::narrowed({sum.x * (1.0f / kSrcs), sum.y * (1.0f / kSrcs)});
+      result.of[w] = T::narrow({sum.x * (1.0f / kSrcs), sum.y * (1.0f / kSrcs)});
     });
-    each<kSrcs>(
-        [&](auto d) { store<kWords>(ranks.at[d] + (staging_buffer + p * step) * kWords, result); });
+    each<kSrcs>([&](auto d) { store<kWords>(ranks.at[d] + (packet + p * step) * kWords, result); });
   });
 }
 
@@ -94,11 +92,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     fold_all(const __grid_constant__ Ranks ranks, std::size_t packets) {
   constexpr int kPackets = kLoads > kSrcs ? kLoads / kSrcs : 1;
   const std::size_t step = std::size_t{gridDim.x} * kThreads;
-  std::size_t staging_buffer = std::size_t{blockIdx.x} * kThreads + threadIdx.x;
-  for (; staging_buffer + (kPackets - 1) * step < packets; staging_buffer += kPackets * step)
-    fold<T, kWords, kSrcs, kPackets>(ranks, staging_buffer, step);
-  for (; staging_buffer < packets; staging_buffer += step)
-    fold<T, kWords, kSrcs, 1>(ranks, staging_buffer, step);
+  std::size_t packet = std::size_t{blockIdx.x} * kThreads + threadIdx.x;
+  for (; packet + (kPackets - 1) * step < packets; packet += kPackets * step)
+    fold<T, kWords, kSrcs, kPackets>(ranks, packet, step);
+  for (; packet < packets; packet += step) fold<T, kWords, kSrcs, 1>(ranks, packet, step);
 }
 
 using Kernel = void (*)(Ranks, std::size_t);

@@ -1,7 +1,8 @@
-// Rate of the fold kernel relative to a copy on the device, with L2 hot and cold, by its constants:
-// bytes per access, loads in flight, blocks per multiprocessor, waves of a grid. Prints lines of
-// JSON; exit status 77 without a GPU. Each rank's tensor becomes the mean of all, in place, as in
-// all-reduce on one memory. This moves 2 x world x bytes, like the reference copy of world x bytes.
+// Measures the rate of the fold kernel relative to a copy on the device, with L2 hot and cold, for
+// different constants: bytes per access, loads in flight, blocks per multiprocessor, waves of a
+// grid. Prints lines of JSON. The exit status without a GPU is 77. The tensor of each rank becomes
+// the mean of all, in place, as in all-reduce on one memory. This moves 2 x world x bytes, like the
+// reference copy of world x bytes.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -19,9 +20,9 @@ using pycollect::cuda::kBlocksPerSm;
 using pycollect::cuda::kInFlight;
 using pycollect::cuda::kPacketBytes;
 
-constexpr int kWaves = 4;  // equal to the private constant of pack.cpp
+constexpr int kWaves = 4;  // must equal the constant of csrc/cuda/pack.cpp, which is private
 constexpr int kRepeats = 15, kNoDevice = 77;
-// Length of the delay kernel: long enough that all work behind it is issued before it ends.
+// Length of the delay kernel: long enough that all later work is issued before it ends.
 constexpr long long kDelayCycles = 100'000;
 
 void check(cudaError_t result, const char* what) {
@@ -35,8 +36,8 @@ __global__ void set_all(uint32_t* at, std::size_t count, uint32_t value) {
     at[i] = value;
 }
 
-__global__ void count_others(const uint32_t* at, std::size_t count, uint32_t wanted,
-                             unsigned long long* wrong) {
+__global__ void count_wrong_words(const uint32_t* at, std::size_t count, uint32_t wanted,
+                                  unsigned long long* wrong) {
   for (std::size_t i = std::size_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
        i += std::size_t{gridDim.x} * blockDim.x)
     if (at[i] != wanted) atomicAdd(wrong, 1ull);
@@ -56,11 +57,11 @@ class Bench {
     l2_ = about.l2CacheSize;
     std::size_t free = 0, total = 0;
     check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
-    // One third for the tensors, and as much again as the target of the copies.
-    most_ = std::min<std::size_t>(std::size_t{2} << 30, free / 3);
-    check(cudaMalloc(&memory_, most_), "cudaMalloc");
-    check(cudaMalloc(&other_, most_), "cudaMalloc");
-    flushed_ = std::min<std::size_t>(4 * l2_, most_);
+    // A third of the free memory for the tensors, and a third as the target of the copies.
+    tensor_bytes_ = std::min<std::size_t>(std::size_t{2} << 30, free / 3);
+    check(cudaMalloc(&memory_, tensor_bytes_), "cudaMalloc");
+    check(cudaMalloc(&copy_target_, tensor_bytes_), "cudaMalloc");
+    flush_bytes_ = std::min<std::size_t>(4 * l2_, tensor_bytes_);
     check(cudaMalloc(&wrong_, sizeof *wrong_), "cudaMalloc");
     check(cudaEventCreate(&begin_), "cudaEventCreate");
     check(cudaEventCreate(&end_), "cudaEventCreate");
@@ -70,13 +71,13 @@ class Bench {
   }
 
   template <class T, int kSrcs>
-  void run(const std::vector<std::size_t>& sizes, uint32_t (*ones)(float)) {
+  void run(const std::vector<std::size_t>& sizes, uint32_t (*word_of)(float)) {
     for (std::size_t bytes :
          {std::size_t{256} << 10, std::size_t{4} << 20, std::size_t{64} << 20}) {
       const double copied = copy_us(kSrcs * bytes, false);
       for (const Variant& variant : variants<T, kSrcs>())
         for (int waves : {1, 2, 4, 8, 16}) {
-          const unsigned long long wrong = count_wrong(variant, waves, kSrcs, bytes, ones);
+          const unsigned long long wrong = count_wrong(variant, waves, kSrcs, bytes, word_of);
           head<T>("variant", kSrcs, bytes, variant, waves);
           std::printf(", \"us\": %.3f, \"memcpy_us\": %.3f, \"wrong\": %llu}\n",
                       fold_us(variant, waves, kSrcs, bytes, false), copied, wrong);
@@ -85,7 +86,7 @@ class Bench {
     for (const Variant& variant : variants<T, kSrcs>()) {
       if (!is_library(variant, kWaves)) continue;
       for (std::size_t bytes : sizes) {
-        if (kSrcs * bytes > most_) continue;
+        if (kSrcs * bytes > tensor_bytes_) continue;
         head<T>("l2", kSrcs, bytes, variant, kWaves);
         std::printf(", \"hot_us\": %.3f, \"cold_us\": %.3f, \"memcpy_hot_us\": %.3f",
                     fold_us(variant, kWaves, kSrcs, bytes, false),
@@ -126,34 +127,35 @@ class Bench {
   }
 
   unsigned long long count_wrong(const Variant& v, int waves, int world, std::size_t bytes,
-                                 uint32_t (*ones)(float)) {
+                                 uint32_t (*word_of)(float)) {
     const std::size_t count = bytes / sizeof(uint32_t);
     for (int r = 0; r < world; ++r)
-      set_all<<<sms_, kThreads>>>(memory_ + r * count, count, ones(r + 1.0f));
+      set_all<<<sms_, kThreads>>>(memory_ + r * count, count, word_of(r + 1.0f));
     launch(v, waves, world, bytes);
     check(cudaMemset(wrong_, 0, sizeof *wrong_), "cudaMemset");
-    count_others<<<sms_, kThreads>>>(memory_, world * count, ones((world + 1) / 2.0f), wrong_);
+    count_wrong_words<<<sms_, kThreads>>>(memory_, world * count, word_of((world + 1) / 2.0f),
+                                          wrong_);
     unsigned long long wrong = 0;
     check(cudaMemcpy(&wrong, wrong_, sizeof wrong, cudaMemcpyDefault), "the check");
     return wrong;
   }
 
-  // Returns the median microseconds of `run`. Each timed run follows an untimed one, or if `cold`
+  // Returns the median microseconds of `run`. Each timed run follows an untimed one, or, if `cold`,
   // a memset that flushes L2.
   template <class Run>
   double median_us(bool cold, Run run) {
     std::vector<float> ms(kRepeats);
-    for (float& each : ms) {
+    for (float& elapsed : ms) {
       delay<<<1, 1>>>();
       if (cold)
-        check(cudaMemsetAsync(other_, 0, flushed_), "cudaMemsetAsync");
+        check(cudaMemsetAsync(copy_target_, 0, flush_bytes_), "cudaMemsetAsync");
       else
         run();
       check(cudaEventRecord(begin_), "cudaEventRecord");
       run();
       check(cudaEventRecord(end_), "cudaEventRecord");
       check(cudaEventSynchronize(end_), "cudaEventSynchronize");
-      check(cudaEventElapsedTime(&each, begin_, end_), "cudaEventElapsedTime");
+      check(cudaEventElapsedTime(&elapsed, begin_, end_), "cudaEventElapsedTime");
     }
     std::nth_element(ms.begin(), ms.begin() + kRepeats / 2, ms.end());
     return ms[kRepeats / 2] * 1e3;
@@ -164,13 +166,14 @@ class Bench {
   }
   double copy_us(std::size_t bytes, bool cold) {
     return median_us(cold, [&] {
-      check(cudaMemcpyAsync(other_, memory_, bytes, cudaMemcpyDeviceToDevice), "cudaMemcpyAsync");
+      check(cudaMemcpyAsync(copy_target_, memory_, bytes, cudaMemcpyDeviceToDevice),
+            "cudaMemcpyAsync");
     });
   }
 
   int sms_ = 0;
-  std::size_t l2_ = 0, most_ = 0, flushed_ = 0;
-  uint32_t *memory_ = nullptr, *other_ = nullptr;
+  std::size_t l2_ = 0, tensor_bytes_ = 0, flush_bytes_ = 0;
+  uint32_t *memory_ = nullptr, *copy_target_ = nullptr;
   unsigned long long* wrong_ = nullptr;
   cudaEvent_t begin_, end_;
 };

@@ -1,5 +1,6 @@
-// Times the library's pinned staging ring for pageable host memory with other sizes: bytes per
-// piece and number of pieces, both ways. Prints lines of JSON; exit status 77 without a GPU.
+// Times the library's pinned staging ring, which copies pageable host memory, with other sizes:
+// bytes per piece and number of pieces, in both directions. Prints lines of JSON. The exit status
+// without a GPU is 77.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -24,7 +25,7 @@ void check(cudaError_t result, const char* what) {
 }
 
 // The CUDA calls that a copy through the ring needs; all others throw.
-class Plain final : public Api {
+class CopyApi final : public Api {
  public:
   Device current_device() override { return 0; }
   void set_device(Device device) override { check(cudaSetDevice(device), "cudaSetDevice"); }
@@ -68,13 +69,15 @@ class Plain final : public Api {
   void unregister_host(std::byte*) override { unused(); }
 
  private:
-  [[noreturn]] static void unused() { throw std::logic_error("a copy through a ring calls it"); }
+  [[noreturn]] static void unused() {
+    throw std::logic_error("copies through the ring do not use this call");
+  }
   static cudaStream_t of(Stream stream) { return static_cast<cudaStream_t>(stream.handle); }
   static cudaEvent_t of(Event event) { return static_cast<cudaEvent_t>(event.handle); }
 };
 
-// Host copies by as many OpenMP threads as torch would use.
-class Threads final : public Host {
+// Copies host memory with as many OpenMP threads as torch would use.
+class OpenMpHost final : public Host {
  public:
   std::byte* new_pinned(std::size_t bytes) override {
     void* at = nullptr;
@@ -83,7 +86,7 @@ class Threads final : public Host {
   }
   void copy(const CopyRect& r) override {
     const auto bytes = static_cast<int64_t>(r.bytes * r.rows);
-    constexpr int64_t kGrain = 128 << 10;  // bytes per copy of a thread, as in the library
+    constexpr int64_t kGrain = 128 << 10;  // bytes that a thread copies at once, as in the library
 #pragma omp parallel for schedule(static)
     for (int64_t at = 0; at < bytes; at += kGrain)
       std::memcpy(r.dst + at, r.src + at, std::min(kGrain, bytes - at));
@@ -111,55 +114,56 @@ struct Memory {
   std::byte *device, *pageable, *pinned;
 };
 
-CopyRect way(const Memory& m, std::byte* host, std::size_t bytes, bool enters) {
+CopyRect copy_between(const Memory& m, std::byte* host, std::size_t bytes, bool to_device) {
   const auto pitch = static_cast<std::ptrdiff_t>(bytes);
-  if (enters) return {m.device, host, pitch, pitch, bytes, 1, 0, kHost};
+  if (to_device) return {m.device, host, pitch, pitch, bytes, 1, 0, kHost};
   return {host, m.device, pitch, pitch, bytes, 1, kHost, 0};
 }
 
-void measure(Plain& runtime, Stream stream, const Memory& memory, std::size_t bytes, bool enters) {
+void measure(CopyApi& api, Stream stream, const Memory& memory, std::size_t bytes, bool to_device) {
   const double pinned = median_us([&] {
-    runtime.copy(stream, way(memory, memory.pinned, bytes, enters));
-    runtime.synchronize(stream);
+    api.copy(stream, copy_between(memory, memory.pinned, bytes, to_device));
+    api.synchronize(stream);
   });
   const double pageable = median_us([&] {
-    runtime.copy(stream, way(memory, memory.pageable, bytes, enters));
-    runtime.synchronize(stream);
+    api.copy(stream, copy_between(memory, memory.pageable, bytes, to_device));
+    api.synchronize(stream);
   });
   for (std::size_t piece = 256 * KiB; piece <= 8 * MiB; piece *= 2)
     for (int pieces : {2, 4, 8}) {
-      Threads host;
-      PinnedRing ring(runtime, host, {piece, pieces});
-      CurrentDevice device(runtime);
+      OpenMpHost host;
+      PinnedRing ring(api, host, {piece, pieces});
+      CurrentDevice device(api);
       const double us = median_us([&] {
-        ring.copy(device, stream, way(memory, memory.pageable, bytes, enters));
+        ring.copy(device, stream, copy_between(memory, memory.pageable, bytes, to_device));
         ring.drain(device);
-        runtime.synchronize(stream);
+        api.synchronize(stream);
       });
-      const bool ours = piece == PinnedRingSize{}.piece_bytes && pieces == PinnedRingSize{}.pieces;
+      const bool is_library =
+          piece == PinnedRingSize{}.piece_bytes && pieces == PinnedRingSize{}.pieces;
       std::printf("{\"question\": \"ring\", \"enters\": %s, \"bytes\": %zu, \"piece\": %zu",
-                  enters ? "true" : "false", bytes, piece);
+                  to_device ? "true" : "false", bytes, piece);
       std::printf(", \"pieces\": %d, \"us\": %.2f, \"pinned_us\": %.2f, \"pageable_us\": %.2f",
                   pieces, us, pinned, pageable);
-      std::printf(", \"library\": %s}\n", ours ? "true" : "false");
+      std::printf(", \"library\": %s}\n", is_library ? "true" : "false");
     }
 }
 
 void run() {
-  constexpr std::size_t kMost = 256 * MiB;
-  Plain runtime;
-  runtime.set_device(0);
+  constexpr std::size_t kLargestBytes = 256 * MiB;
+  CopyApi api;
+  api.set_device(0);
   Memory memory = {};
   void* at = nullptr;
-  check(cudaMalloc(&at, kMost), "cudaMalloc");
+  check(cudaMalloc(&at, kLargestBytes), "cudaMalloc");
   memory.device = static_cast<std::byte*>(at);
-  memory.pinned = Threads().new_pinned(kMost);
-  std::vector<std::byte> pageable(kMost);
+  memory.pinned = OpenMpHost().new_pinned(kLargestBytes);
+  std::vector<std::byte> pageable(kLargestBytes);
   memory.pageable = pageable.data();
-  cudaStream_t made = nullptr;
-  check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "cudaStreamCreate");
-  for (std::size_t bytes : {1 * MiB, 16 * MiB, kMost})
-    for (bool enters : {true, false}) measure(runtime, {0, made}, memory, bytes, enters);
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  for (std::size_t bytes : {1 * MiB, 16 * MiB, kLargestBytes})
+    for (bool to_device : {true, false}) measure(api, {0, stream}, memory, bytes, to_device);
 }
 
 }  // namespace

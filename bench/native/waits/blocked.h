@@ -1,6 +1,6 @@
 // Experiment: whether a stream that waits for a counter keeps kernels of another process, or of
-// another stream of its process, from running. All ranks but the last block a stream. The last rank
-// runs kernels before and meanwhile, and then releases the streams.
+// another stream of its own process, from running. All ranks but the last block a stream. The last
+// rank runs kernels before that and while the streams are blocked, and then releases them.
 #pragma once
 #include <algorithm>
 
@@ -8,17 +8,17 @@
 
 namespace waits {
 
-// Indices of OfRank::values: OfWorker for the last rank, OfBlocked for all others.
-enum OfWorker { kFree, kFreeBurst, kBlocked, kBlockedBurst, kReleasedAt };
-enum OfBlocked { kHeld, kOwnSecondStream, kUntilReleased };
+// Indices of RankState::values: WorkerValue for the last rank, BlockedValue for all other ranks.
+enum WorkerValue { kFree, kFreeBurst, kBlocked, kBlockedBurst, kReleasedAt };
+enum BlockedValue { kHeld, kOwnSecondStream, kUntilReleased };
 
 class Blocked {
  public:
-  // `counters` has one counter per rank, for which only that rank's stream waits.
-  Blocked(Device& device, Rendezvous& meeting, Word* words, std::vector<Word*> counters,
+  // `counters` has one counter per rank. Only the stream of that rank waits for it.
+  Blocked(Device& device, ProcessGroup& group, Word* words, std::vector<Word*> counters,
           bool pinned)
       : device_(device),
-        meeting_(meeting),
+        group_(group),
         words_(words),
         counters_(std::move(counters)),
         pinned_(pinned),
@@ -28,11 +28,11 @@ class Blocked {
   void run() {
     for (Stream stream : {stream_, second_}) {  // loads CUDA modules before any stream waits
       kernel(stream);
-      device_.wait(stream, counters_[meeting_.rank()], 0);
+      device_.wait(stream, counters_[group_.rank()], 0);
       device_.synchronize(stream);
     }
-    if (meeting_.rank() == meeting_.world() - 1) {
-      device_.write(stream_, counters_[meeting_.rank()], 1);
+    if (group_.rank() == group_.world() - 1) {
+      device_.write(stream_, counters_[group_.rank()], 1);
       device_.synchronize(stream_);
       work();
     } else {
@@ -42,12 +42,13 @@ class Blocked {
 
  private:
   static constexpr int kTimes = 50, kBurst = 500;
-  static constexpr double kNap = 0.02, kPatience = 1.0;
+  // Time for a stream to block; timeout of a kernel on the second stream.
+  static constexpr double kSettleSeconds = 0.02, kTimeoutSeconds = 1.0;
 
   void kernel(Stream stream) { device_.fill(stream, words_, 1, 1); }
 
-  // Sets `one` to the median microseconds of a kernel until it is done, and `burst` to those per
-  // kernel of many in a row.
+  // Sets `one` to the median microseconds until a single kernel is done, and `burst` to the
+  // microseconds per kernel of many in a row.
   void measure(double& one, double& burst) {
     std::vector<double> seconds(kTimes);
     for (double& s : seconds) {
@@ -65,58 +66,59 @@ class Blocked {
   }
 
   void work() {
-    double* const values = meeting_.mine().values;
-    meeting_.all(true);
+    double* const values = group_.mine().values;
+    group_.barrier(true);
     measure(values[kFree], values[kFreeBurst]);
-    meeting_.all(true);
-    meeting_.all(true);  // the other ranks' streams are blocked
-    meeting_.mine().stage.value.store(kBesideBlocked);
+    group_.barrier(true);
+    group_.barrier(true);  // the other ranks' streams are blocked
+    group_.mine().stage.value.store(kMeasuringWhileBlocked);
     measure(values[kBlocked], values[kBlockedBurst]);
-    meeting_.mine().stage.value.store(kRunning);
-    meeting_.all(true);
-    meeting_.all(true);  // the other ranks have tried their second streams
-    // Lets the other ranks enter the wait for their streams.
-    std::this_thread::sleep_for(std::chrono::duration<double>(kNap));
+    group_.mine().stage.value.store(kRunning);
+    group_.barrier(true);
+    group_.barrier(true);  // the other ranks have tried their second streams
+    // Time for the other ranks to begin to wait for their streams.
+    std::this_thread::sleep_for(std::chrono::duration<double>(kSettleSeconds));
     values[kReleasedAt] = now();
-    for (int r = 0; r < meeting_.world() - 1; ++r) {
+    for (int r = 0; r < group_.world() - 1; ++r) {
       if (pinned_)
-        meeting_.of(r).counter.value.store(1, std::memory_order_release);
+        group_.rank_state(r).counter.value.store(1, std::memory_order_release);
       else
         device_.write(stream_, counters_[r], 1);
     }
     device_.synchronize(stream_);
-    meeting_.all(true);
+    group_.barrier(true);
   }
 
   void block() {
-    double* const values = meeting_.mine().values;
-    meeting_.all(true);
-    meeting_.all(true);
-    device_.wait(stream_, counters_[meeting_.rank()], 1);
+    double* const values = group_.mine().values;
+    group_.barrier(true);
+    group_.barrier(true);
+    device_.wait(stream_, counters_[group_.rank()], 1);
     kernel(stream_);
-    std::this_thread::sleep_for(std::chrono::duration<double>(kNap));
+    std::this_thread::sleep_for(std::chrono::duration<double>(kSettleSeconds));
     values[kHeld] = device_.is_done(stream_) ? 0 : 1;
-    meeting_.all(true);
-    meeting_.all(true);
+    group_.barrier(true);
+    group_.barrier(true);
     values[kOwnSecondStream] = second_stream();
-    meeting_.all(true);
+    group_.barrier(true);
     device_.synchronize(stream_);
     const double end = now();
-    meeting_.all(true);
-    values[kUntilReleased] = (end - meeting_.of(meeting_.world() - 1).values[kReleasedAt]) * 1e6;
+    group_.barrier(true);
+    values[kUntilReleased] =
+        (end - group_.rank_state(group_.world() - 1).values[kReleasedAt]) * 1e6;
   }
 
-  // Returns the microseconds of a kernel on the second stream, or -1 after kPatience seconds.
+  // Returns the microseconds of a kernel on the second stream, or -1 after kTimeoutSeconds.
   double second_stream() {
     const double begin = now();
     kernel(second_);
     while (!device_.is_done(second_))
-      if (now() - begin > kPatience) return -1;
+      if (now() - begin > kTimeoutSeconds) return -1;
     return (now() - begin) * 1e6;
   }
 
   Device& device_;
-  Rendezvous& meeting_;
+  ProcessGroup& group_;
   Word* const words_;
   const std::vector<Word*> counters_;
   const bool pinned_;

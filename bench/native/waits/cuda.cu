@@ -1,5 +1,5 @@
-// The probe's Device on CUDA. The driver's stream memory operations are looked up at run time, so
-// without a driver the program still starts, and prints why it cannot run.
+// Device of the wait probe on CUDA. The stream memory operations of the driver are looked up at run
+// time, so that the program starts without a driver, and prints why it cannot run.
 #include <cuda.h>
 #include <cuda_runtime.h>
 
@@ -12,7 +12,7 @@ namespace waits {
 namespace {
 
 constexpr int kThreads = 256, kMostBlocks = 132;
-// Size of a GPU page. Shared memory is allocated in whole pages, so that a page has nothing else.
+// Size of a GPU page. Shared memory is allocated in whole pages: a page has no other data.
 constexpr std::size_t kPage = 2 << 20;
 constexpr int kMostSums = 16;
 
@@ -64,7 +64,8 @@ Function driver_function(const char* name) {
   // The CUDA 12.0 version of the function, which every driver that can run this program has.
   check(cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &status), name);
   if (status != cudaDriverEntryPointSuccess)
-    throw std::runtime_error(std::string("this driver has no ") + name);
+    throw std::runtime_error(std::string("the CUDA driver has no ") + name +
+                             "; CUDA 12.0 or newer is needed");
   return reinterpret_cast<Function>(found);
 }
 
@@ -80,17 +81,18 @@ class Cuda final : public Device {
     check(cudaMalloc(&at, bytes), "cudaMalloc");
     check(cudaMemset(at, 0, bytes), "cudaMemset");
     check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    cudaIpcMemHandle_t made;
-    check(cudaIpcGetMemHandle(&made, at), "cudaIpcGetMemHandle");
-    static_assert(sizeof made == sizeof handle);
-    std::memcpy(handle.data(), &made, sizeof made);
+    cudaIpcMemHandle_t exported;
+    check(cudaIpcGetMemHandle(&exported, at), "cudaIpcGetMemHandle");
+    static_assert(sizeof exported == sizeof handle);
+    std::memcpy(handle.data(), &exported, sizeof exported);
     return static_cast<Word*>(at);
   }
   Word* open(const Handle& handle) override {
-    cudaIpcMemHandle_t given;
-    std::memcpy(&given, handle.data(), sizeof given);
+    cudaIpcMemHandle_t ipc_handle;
+    std::memcpy(&ipc_handle, handle.data(), sizeof ipc_handle);
     void* at = nullptr;
-    check(cudaIpcOpenMemHandle(&at, given, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle");
+    check(cudaIpcOpenMemHandle(&at, ipc_handle, cudaIpcMemLazyEnablePeerAccess),
+          "cudaIpcOpenMemHandle");
     return static_cast<Word*>(at);
   }
   Word* pin(void* host, std::size_t bytes) override {
@@ -102,9 +104,9 @@ class Cuda final : public Device {
   }
 
   Stream new_stream() override {
-    cudaStream_t made = nullptr;
-    check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking), "cudaStreamCreate");
-    return made;
+    cudaStream_t stream = nullptr;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    return stream;
   }
   void synchronize(Stream stream) override {
     check(cudaStreamSynchronize(of(stream)), "cudaStreamSynchronize");
@@ -117,26 +119,26 @@ class Cuda final : public Device {
   }
 
   Event new_event(Handle& handle) override {
-    cudaEvent_t made = nullptr;
-    check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming | cudaEventInterprocess),
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventInterprocess),
           "cudaEventCreate");
-    cudaIpcEventHandle_t given;
-    check(cudaIpcGetEventHandle(&given, made), "cudaIpcGetEventHandle");
-    static_assert(sizeof given == sizeof handle);
-    std::memcpy(handle.data(), &given, sizeof given);
-    return made;
+    cudaIpcEventHandle_t ipc_handle;
+    check(cudaIpcGetEventHandle(&ipc_handle, event), "cudaIpcGetEventHandle");
+    static_assert(sizeof ipc_handle == sizeof handle);
+    std::memcpy(handle.data(), &ipc_handle, sizeof ipc_handle);
+    return event;
   }
   Event open_event(const Handle& handle) override {
-    cudaIpcEventHandle_t given;
-    std::memcpy(&given, handle.data(), sizeof given);
+    cudaIpcEventHandle_t ipc_handle;
+    std::memcpy(&ipc_handle, handle.data(), sizeof ipc_handle);
     cudaEvent_t opened = nullptr;
-    check(cudaIpcOpenEventHandle(&opened, given), "cudaIpcOpenEventHandle");
+    check(cudaIpcOpenEventHandle(&opened, ipc_handle), "cudaIpcOpenEventHandle");
     return opened;
   }
   void record(Event event, Stream stream) override {
     check(cudaEventRecord(static_cast<cudaEvent_t>(event), of(stream)), "cudaEventRecord");
   }
-  void hold(Stream stream, Event event) override {
+  void wait_event(Stream stream, Event event) override {
     check(cudaStreamWaitEvent(of(stream), static_cast<cudaEvent_t>(event), 0),
           "cudaStreamWaitEvent");
   }
@@ -188,7 +190,7 @@ std::unique_ptr<Device> make_device() {
     throw NoDevice(std::string("there is no GPU to probe here: ") +
                    (found != cudaSuccess ? cudaGetErrorString(found) : "no device was found"));
   check(cudaSetDevice(0), "cudaSetDevice");
-  check(cudaFree(nullptr), "the CUDA context");
+  check(cudaFree(nullptr), "creation of the CUDA context");
   return std::make_unique<Cuda>();
 }
 

@@ -1,5 +1,5 @@
-// Interface of the wait probe to a GPU, implemented by cuda.cu, and with threads by
-// tests/native/waits_threads.cpp. A process has one device, made after the fork.
+// Interface of the wait probe to a GPU. cuda.cu implements it on CUDA, tests/native/
+// waits_threads.cpp with threads. A process has one device, made after the fork.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -23,10 +23,10 @@ class Device {
  public:
   virtual ~Device() = default;
 
-  // Returns zeroed device memory, and sets `handle`, by which another process opens it.
+  // Returns zeroed device memory, and sets `handle`, with which another process opens it.
   virtual Word* allocate(std::size_t words, Handle& handle) = 0;
   virtual Word* open(const Handle& handle) = 0;
-  // Pins host memory; returns its device address.
+  // Pins host memory, and returns its device address.
   virtual Word* pin(void* host, std::size_t bytes) = 0;
 
   virtual Stream new_stream() = 0;
@@ -36,9 +36,10 @@ class Device {
   virtual Event new_event(Handle& handle) = 0;
   virtual Event open_event(const Handle& handle) = 0;
   virtual void record(Event event, Stream stream) = 0;
-  virtual void hold(Stream stream, Event event) = 0;
+  virtual void wait_event(Stream stream, Event event) = 0;
 
-  // Stream memory operations: a reader of the written value sees all earlier work of the stream.
+  // Stream memory operations. All earlier work of the stream is visible to a reader of the written
+  // value.
   virtual void write(Stream stream, Word* at, Word value) = 0;
   virtual void wait(Stream stream, Word* at, Word least) = 0;
 
@@ -52,9 +53,9 @@ class Device {
                        Word* wrong) = 0;
 };
 
-// Called before the fork; must not use CUDA, whose state does not survive a fork.
+// Called before the fork. Must not use CUDA, because its state does not survive a fork.
 void prepare();
-// Returns this process's device; throws NoDevice with the reason if there is none.
+// Returns the device of this process. Throws NoDevice with the reason if there is none.
 std::unique_ptr<Device> make_device();
 
 }  // namespace waits

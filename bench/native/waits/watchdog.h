@@ -1,4 +1,4 @@
-// The watchdog in the parent of the ranks: ends all of them in time, and collects their statuses.
+// The watchdog in the parent process: ends all ranks in time, and collects their exit statuses.
 #pragma once
 #include <sys/wait.h>
 
@@ -9,20 +9,21 @@
 
 namespace waits {
 
-inline constexpr int kNoDevice = 77;   // exit status without a GPU: automake's for a skipped test
-inline constexpr double kGrace = 2.0;  // seconds for released processes to end by themselves
+inline constexpr int kNoDevice = 77;   // exit status without a GPU: a skipped test in automake
+inline constexpr double kGrace = 2.0;  // seconds until released processes are killed
 
 class Watchdog {
  public:
   Watchdog(Page& page, std::vector<pid_t> ranks) : page_(page), ranks_(std::move(ranks)) {}
 
-  // Waits for the ranks; returns true if all ended by themselves within `seconds`.
+  // Waits for the ranks. Returns true if all ended by themselves within `seconds`. Otherwise
+  // releases their streams, and kills the ranks that do not end then.
   bool watch(double seconds) {
     if (collect(now() + seconds)) return true;
     for (int r = 0; r < static_cast<int>(ranks_.size()); ++r)
       stages_.push_back(page_.ranks[r].stage.value.load());
     page_.stop.value.store(1);
-    for (OfRank& rank : page_.ranks) rank.counter.value.store(kReleased);
+    for (RankState& rank : page_.ranks) rank.counter.value.store(kReleased);
     released_ = collect(now() + kGrace);
     for (pid_t pid : ranks_)
       if (!ended_.contains(pid)) kill(pid, SIGKILL);
@@ -30,14 +31,15 @@ class Watchdog {
     return false;
   }
 
-  int worst() const {
-    int found = 0;
+  // Returns the largest exit status of the ranks, but kNoDevice if any rank ended with it.
+  int exit_status() const {
+    int largest = 0;
     for (const auto& [pid, status] : ended_) {
       const int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
       if (code == kNoDevice) return code;
-      found = std::max(found, code);
+      largest = std::max(largest, code);
     }
-    return found;
+    return largest;
   }
   bool released() const { return released_; }
   const std::vector<Word>& stages() const { return stages_; }

@@ -1,90 +1,96 @@
-// The five ways of waiting, each as the exchange of a reduction on one rank: all ranks signal
-// rank 0 that their words are ready, it sums them into all, and signals back.
+// The five ways of waiting, each as the exchange of an all-reduce on rank 0: the other ranks signal
+// rank 0 that their words are ready, it writes the sum to all ranks, and signals back.
 #pragma once
 #include "page.h"
 
 namespace waits {
 
-// The device, stream and memory with which one rank takes part in an exchange.
-struct Station {
+// Device, stream and memory of one rank in an exchange.
+struct RankContext {
   Device& device;
-  Rendezvous& meeting;
+  ProcessGroup& group;
   Stream stream;
   std::vector<Word*> words;  // every rank's words, mapped in this process
   std::size_t count;
-  Word* wrong;  // error count in device memory
+  Word* wrong;  // number of wrong words, in device memory
 };
 
 inline Word sum_of(Word round, int world) { return round * world + world * (world - 1) / 2; }
 
 class Way {
  public:
-  explicit Way(const Station& station) : s(station) {}
+  explicit Way(const RankContext& context) : context_(context) {}
   virtual ~Way() = default;
 
-  // Runs one exchange; rounds count up from 1, equal on all ranks.
-  void publish_and_agree(Word round) {
-    const int rank = s.meeting.rank(), world = s.meeting.world();
-    Word* const mine = s.words[rank];
-    s.device.fill(s.stream, mine, s.count, round + rank);
-    hand_over(round);
-    s.device.compare(s.stream, mine, s.count, sum_of(round, world), s.wrong);
+  // Runs one exchange. Rounds count up from 1, equal on all ranks.
+  void exchange(Word round) {
+    const int rank = context_.group.rank(), world = context_.group.world();
+    Word* const mine = context_.words[rank];
+    context_.device.fill(context_.stream, mine, context_.count, round + rank);
+    reduce(round);
+    context_.device.compare(context_.stream, mine, context_.count, sum_of(round, world),
+                            context_.wrong);
   }
 
  protected:
-  virtual void hand_over(Word round) {
-    if (s.meeting.rank() != 0) {
-      release(round);
-      return await(0, round);
+  virtual void reduce(Word round) {
+    if (context_.group.rank() != 0) {
+      signal(round);
+      return wait(0, round);
     }
-    for (int peer = 1; peer < s.meeting.world(); ++peer) await(peer, round);
-    s.device.sum(s.stream, s.words, s.count);
-    release(round);
+    for (int peer = 1; peer < context_.group.world(); ++peer) wait(peer, round);
+    context_.device.sum(context_.stream, context_.words, context_.count);
+    signal(round);
   }
-  // Signals a round: all earlier work of this rank's stream is done before any peer's stream passes
-  // an `await` for this rank and round.
-  virtual void release(Word round) = 0;
-  virtual void await(int peer, Word round) = 0;
+  // Signals a round: all earlier work of this rank's stream is done before the stream of any peer
+  // passes a `wait` for this rank and round.
+  virtual void signal(Word round) = 0;
+  virtual void wait(int peer, Word round) = 0;
 
-  void post(Word round) { s.meeting.mine().posted.value.store(round, std::memory_order_release); }
-  void see(int peer, Word round) { s.meeting.await(s.meeting.of(peer).posted.value, round); }
+  void publish(Word round) {
+    context_.group.mine().published.value.store(round, std::memory_order_release);
+  }
+  void wait_on_host(int peer, Word round) {
+    context_.group.wait(context_.group.rank_state(peer).published.value, round);
+  }
 
-  const Station s;
+  const RankContext context_;
 };
 
-// Stream memory operations on counters in device memory, or in shared pinned memory. A wait is
-// enqueued only after its release has been enqueued, so it always ends.
+// Signals and waits are stream memory operations on counters in device memory, or in shared pinned
+// memory. A wait is enqueued only after its signal has been enqueued, so it always ends.
 class Counters final : public Way {
  public:
-  Counters(const Station& station, std::vector<Word*> counters)
-      : Way(station), counters_(std::move(counters)) {}
+  Counters(const RankContext& context, std::vector<Word*> counters)
+      : Way(context), counters_(std::move(counters)) {}
 
  private:
-  void release(Word round) override {
-    s.device.write(s.stream, counters_[s.meeting.rank()], round);
-    post(round);
+  void signal(Word round) override {
+    context_.device.write(context_.stream, counters_[context_.group.rank()], round);
+    publish(round);
   }
-  void await(int peer, Word round) override {
-    see(peer, round);
-    s.device.wait(s.stream, counters_[peer], round);
+  void wait(int peer, Word round) override {
+    wait_on_host(peer, round);
+    context_.device.wait(context_.stream, counters_[peer], round);
   }
   const std::vector<Word*> counters_;
 };
 
-// Interprocess events. An event is recorded again only after all peers have enqueued their waits.
+// Signals and waits are interprocess events. An event is recorded again only after all peers have
+// enqueued their waits.
 class Events final : public Way {
  public:
-  Events(const Station& station, std::vector<Event> events)
-      : Way(station), events_(std::move(events)) {}
+  Events(const RankContext& context, std::vector<Event> events)
+      : Way(context), events_(std::move(events)) {}
 
  private:
-  void release(Word round) override {
-    s.device.record(events_[s.meeting.rank()], s.stream);
-    post(round);
+  void signal(Word round) override {
+    context_.device.record(events_[context_.group.rank()], context_.stream);
+    publish(round);
   }
-  void await(int peer, Word round) override {
-    see(peer, round);
-    s.device.hold(s.stream, events_[peer]);
+  void wait(int peer, Word round) override {
+    wait_on_host(peer, round);
+    context_.device.wait_event(context_.stream, events_[peer]);
   }
   const std::vector<Event> events_;
 };
@@ -95,41 +101,43 @@ class Hosts final : public Way {
   using Way::Way;
 
  private:
-  void release(Word round) override {
-    s.device.synchronize(s.stream);
-    post(round);
+  void signal(Word round) override {
+    context_.device.synchronize(context_.stream);
+    publish(round);
   }
-  void await(int peer, Word round) override { see(peer, round); }
+  void wait(int peer, Word round) override { wait_on_host(peer, round); }
 };
 
-// Copies to shared pinned memory, sums there on rank 0's host, and copies back.
+// Host staging: copies to shared pinned memory, a sum there by the host of rank 0, and copies back.
 class Staged final : public Way {
  public:
   using Way::Way;
 
  private:
-  void release(Word round) override { post(round); }
-  void await(int peer, Word round) override { see(peer, round); }
-  void hand_over(Word round) override {
-    const int rank = s.meeting.rank(), world = s.meeting.world();
-    Page& page = s.meeting.page();
-    const std::size_t bytes = s.count * sizeof(Word);
-    s.device.copy(s.stream, page.staging_buffer(rank), s.words[rank], bytes);
-    s.device.synchronize(s.stream);
+  void signal(Word round) override { publish(round); }
+  void wait(int peer, Word round) override { wait_on_host(peer, round); }
+  void reduce(Word round) override {
+    const int rank = context_.group.rank(), world = context_.group.world();
+    Page& page = context_.group.page();
+    const std::size_t bytes = context_.count * sizeof(Word);
+    context_.device.copy(context_.stream, page.staging_buffer(rank), context_.words[rank], bytes);
+    context_.device.synchronize(context_.stream);
     if (rank != 0) {
-      release(round);
-      await(0, round);
+      signal(round);
+      wait(0, round);
     } else {
-      for (int peer = 1; peer < world; ++peer) await(peer, round);
-      for (std::size_t i = 0; i < s.count; ++i) {
+      for (int peer = 1; peer < world; ++peer) wait(peer, round);
+      for (std::size_t i = 0; i < context_.count; ++i) {
         Word sum = 0;
         for (int r = 0; r < world; ++r) sum += page.staging_buffer(r)[i];
         page.staging_buffer(kMaxRanks)[i] = sum;
       }
-      release(round);
+      signal(round);
     }
-    s.device.copy(s.stream, s.words[rank], page.staging_buffer(kMaxRanks), bytes);
-    s.device.synchronize(s.stream);  // before rank 0 overwrites the sum in the next round
+    context_.device.copy(context_.stream, context_.words[rank], page.staging_buffer(kMaxRanks),
+                         bytes);
+    context_.device.synchronize(
+        context_.stream);  // before rank 0 overwrites the sum in the next round
   }
 };
 

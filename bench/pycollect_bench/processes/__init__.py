@@ -1,15 +1,15 @@
 """Benchmark between processes: torch.distributed over pycollect's backend, gloo and others.
 
-`run` starts the ranks of each world once, and prints their results as they arrive. All timing is
-done in the ranks (comparison.py); this process sleeps meanwhile. Results up to the failure of a
-rank or a timeout are kept.
+`run` starts the ranks of each world once, and prints their results as they arrive. The ranks do all
+the timing (comparison.py), while this process sleeps. If a rank fails or a timeout expires, the
+results up to then are kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -18,8 +18,7 @@ from pycollect._sizes import size_range
 from pycollect._timing import Effort
 
 from .. import environment, output, record, table
-from ..comparison import CaseResult
-from ..targets import Outcome
+from ..targets import status
 from .candidates import DEVICE_PEERS, PEERS
 from .cases import COLLECTIVES, ProcessCase, process_case
 from .groups import MPI, OURS, ZERO_COPY, transports
@@ -31,8 +30,8 @@ from .worlds import Printer, measure
 __all__ = ["run"]
 
 Devices = tuple[torch.device, ...]
-# Timeout in seconds of a call on devices: on one host a longer call hangs, and a whole run has only
-# minutes.
+# Timeout in seconds of a call on devices. On one host a longer call is a hang, and a whole run has
+# only minutes.
 _DEVICE_TIMEOUT = 30.0
 
 _LEGEND = """\
@@ -40,24 +39,24 @@ _LEGEND = """\
 # rank. Before each timed call every rank rewrites its buffer, and all pass a barrier. Up to 16 KiB
 # calls are timed in batches instead, on zeros (except zero-copy, where peers write to a rank's
 # tensors). The candidates take turns, in a new order every round.
-# zero-copy: the same call on tensors in shared memory. mpi: Open MPI's, through mpi4py.
-# %limit: against `memory`, as many bytes as must be read and written, multiplied in place.
-# xgloo, xmpi: the peer's time over this one's, medians over rounds.
-# #wrong: elements of all ranks that differ from the exact result, in a run of its own."""
+# zero-copy: the same call on tensors in symmetric memory. mpi: Open MPI's call, through mpi4py.
+# %limit: relative to `memory`, which multiplies the bytes that must be read and written in place.
+# xgloo, xmpi: the peer's time divided by this candidate's, medians over rounds.
+# #wrong: elements of all ranks that differ from the exact result, in a separate run."""
 _DEVICE_LEGEND = """\
 # A process per rank; times are of one call through Python until the device is done, on the slowest
 # rank; `:return` until the call returns, `:gpu` the device's own time, by events around a batch of
 # calls on zeros. Before each timed call every rank rewrites its buffer, and all pass a barrier. The
 # candidates take turns, in a new order every round.
-# transport=...: pycollect with that PYCOLLECT_CUDA_TRANSPORT. zero-copy: tensors in shared memory.
-# nccl, symm_mem: in processes of their own beside pycollect, at most {seconds:g} s for a size;
-# torch's symmetric memory has its own tensors.
-# moved: bytes that must be read and written (all_reduce: 2 x world x size) over time.
-# %limit: on one GPU, against `memcpy`, a copy of as many bytes on it, by the same clock.
-# xgloo, ...: the peer's time over this one's by the same clock, medians over rounds.
-# #wrong: elements of all ranks that differ from the exact result, in a run of its own."""
-# Options that exist for one process but not for several.
-_NOT_HERE = ("coalesced", "overhead", "algorithms")
+# transport=...: pycollect with that PYCOLLECT_CUDA_TRANSPORT. zero-copy: on symmetric memory.
+# nccl, symm_mem: in separate processes beside pycollect, with a time limit of {seconds:g} s per
+# size; torch's symmetric memory has its own tensors.
+# moved: bytes that must be read and written (all_reduce: 2 x world x size), per second.
+# %limit: on one GPU, relative to `memcpy`, which copies the same bytes there, by the same clock.
+# xgloo, ...: the peer's time divided by this candidate's by the same clock, medians over rounds.
+# #wrong: elements of all ranks that differ from the exact result, in a separate run."""
+# Options that exist only without --processes.
+_ONE_PROCESS_OPTIONS = ("coalesced", "overhead", "algorithms")
 
 
 def _sizes(args: argparse.Namespace) -> list[int]:
@@ -80,17 +79,20 @@ def _cases_of_targets(devices: Devices) -> Iterator[ProcessCase]:
     yield process_case("all_reduce", OTHERS, torch.bfloat16, "sum", devices)
 
 
-def _refuse_what_does_not_go_together(args: argparse.Namespace) -> None:
-    for name in _NOT_HERE:
+def _check_options(args: argparse.Namespace) -> None:
+    for name in _ONE_PROCESS_OPTIONS:
         if getattr(args, name):
-            raise ValueError(f"--{name} does not go with --processes")
+            raise ValueError(f"--{name} does not go with --processes; leave one of them out")
     if args.collective not in COLLECTIVES:
-        raise ValueError(f"--collective of processes is one of {', '.join(COLLECTIVES)}")
+        raise ValueError(
+            f"--collective {args.collective} does not exist between processes; there are "
+            f"{', '.join(COLLECTIVES)}"
+        )
     known = _peers(args)
     for peer in args.peers or ():
         if peer not in known:
             kind = "processes on devices" if args.devices else "processes"
-            raise ValueError(f"{peer!r} is no peer of {kind}; there are {', '.join(known)}")
+            raise ValueError(f"{peer!r} is not a peer of {kind}; there are {', '.join(known)}")
 
 
 def _peers(args: argparse.Namespace) -> tuple[str, ...]:
@@ -101,30 +103,22 @@ def _job(args: argparse.Namespace, world: int) -> PoolJob:
     peers = _peers(args) if args.peers is None else tuple(args.peers)
     named = pycollect.devices(args.devices or "cpu")
     devices = tuple(named[rank % len(named)] for rank in range(world))
-    asked = tuple(dict.fromkeys(_cases(args, devices)))
+    requested = tuple(dict.fromkeys(_cases(args, devices)))
     others = tuple(_cases_of_targets(devices)) if args.targets else ()
-    ladder = transports() if args.devices and args.backend == OURS else ()
+    transport_candidates = transports() if args.devices and args.backend == OURS else ()
     return PoolJob(
         devices=devices,
-        cases=tuple(dict.fromkeys((*asked, *others))),
-        ours=(OURS, *ladder, ZERO_COPY),
+        cases=tuple(dict.fromkeys((*requested, *others))),
+        ours=(OURS, *transport_candidates, ZERO_COPY),
         peers=tuple(peer for peer in peers if peer not in ISOLATED),
         backend=args.backend,
         effort=Effort(args.seconds, args.iterations, args.warmup),
         threads=args.threads or max(1, len(os.sched_getaffinity(0)) // world),
-        no_mpi=why_no_mpi() if MPI in peers else "it was not asked for",
-        apart=bool(args.devices),
-        asked=len(asked),
+        no_mpi=why_no_mpi() if MPI in peers else "it is not among the peers",
+        both_clocks=bool(args.devices),
+        requested=len(requested),
         timeout=_DEVICE_TIMEOUT if args.devices else PoolJob.timeout,
     )
-
-
-def _status(results: Sequence[CaseResult], outcomes: Sequence[Outcome]) -> int:
-    if any(row.wrong for result in results for row in result.rows):
-        return 1
-    if any(OURS in result.not_run for result in results):
-        return 1
-    return 3 if any(outcome.met is False for outcome in outcomes) else 0
 
 
 def run(args: argparse.Namespace, command: str) -> int:
@@ -138,10 +132,10 @@ def run(args: argparse.Namespace, command: str) -> int:
         OutputError: if a file cannot be written.
         ValueError: if the options do not go together.
     """
-    _refuse_what_does_not_go_together(args)
+    _check_options(args)
     jobs = [_job(args, world) for world in args.processes]
     output.check(args, any(case.count for job in jobs for case in job.cases))
-    about = environment.describe(command) | record.asked(args)
+    about = environment.describe(command) | record.requested(args)
     before = environment.Load.now()
     about["threads"] = f"{jobs[0].threads} a rank"
     against = tuple(p for p in _peers(args) if args.peers is None or p in args.peers)
@@ -166,4 +160,4 @@ def run(args: argparse.Namespace, command: str) -> int:
     content = record.run_record(about, disturbed, results, {}, outcomes)
     content["failure"] = found.failure or None
     output.write_all(args, content, found.interruption)
-    return 1 if found.failure else _status(results, outcomes)
+    return status(outcomes, bool(found.failure) or any(r.failed(OURS) for r in results))

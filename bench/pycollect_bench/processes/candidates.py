@@ -1,8 +1,8 @@
 """The candidates between processes: torch.distributed over several backends, and MPI itself.
 
-All run on the same tensors, except `zero-copy`, whose tensors are in the group's shared memory, and
-`symm_mem`. The limit is `memory`: every rank multiplies its share of the bytes in place; for ranks
-on one GPU it is `memcpy`: rank 0 copies as many bytes on the GPU.
+All candidates use the same tensors, except `zero-copy`, whose tensors are in the group's symmetric
+memory, and `symm_mem`. The limit is `memory`: every rank multiplies its share of the bytes in
+place. For ranks on one GPU it is `memcpy`: rank 0 copies the same bytes on the GPU.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import pycollect
 
 from ..cases import Call
+from ..gpu import synchronizer
 from .candidate import Candidate
 from .cases import COLLECTIVES, Buffers, ProcessCase
 from .groups import (
@@ -32,12 +33,12 @@ from .groups import (
     symm_mem_call,
 )
 from .limits import limits
-from .rank_device import RankDevice
 from .spin_barrier import SpinBarrier
 
 PEERS = (GLOO, MPI)
 DEVICE_PEERS = (GLOO, NCCL, SYMM_MEM)
-# Least bytes for a limit: below it a call through Python and a barrier cost as much as the bytes.
+# Least size in bytes for a limit: fewer bytes take no longer than a call through Python and a
+# barrier.
 LEAST_FOR_LIMIT = 256 << 10
 _MPI_TYPES = {
     torch.float64: "DOUBLE",
@@ -48,7 +49,7 @@ _MPI_TYPES = {
     torch.uint8: "UINT8_T",
 }
 _Make = Callable[[], tuple[Buffers, Call]]
-# Seconds by which the last rank is late at a barrier that is checked.
+# Seconds by which the last rank is late in the check of a barrier.
 _LATE = 0.01
 
 
@@ -56,18 +57,19 @@ _LATE = 0.01
 class RankState:
     """The process groups, barrier page and MPI module of one rank's process.
 
-    `refusals` has the reason for each candidate without a group. `apart` requests both clocks.
+    `refusals` has the reason for each candidate without a group. With `both_clocks` candidates are
+    timed by the host's and by the device's clock.
     """
 
     spin_barrier: SpinBarrier
     groups: dict[str, Any] = field(default_factory=dict)
     mpi: Any = None
     refusals: dict[str, str] = field(default_factory=dict)
-    apart: bool = False
+    both_clocks: bool = False
 
 
 class CandidateSet:
-    """The candidates of one case on this rank, and the reasons of those that cannot run."""
+    """The candidates of one case on this rank, and why other candidates do not run."""
 
     def __init__(self, case: ProcessCase, ranks: RankState, names: tuple[str, ...]) -> None:
         self.case, self.ranks = case, ranks
@@ -123,14 +125,16 @@ class CandidateSet:
         try:
             buffers, call = make()
             call()
-            RankDevice(self._device).synchronize()
+            synchronizer([self._device])()
         except pycollect.CollectiveError as error:
-            if not name.startswith(TRANSPORT):  # a transport has its own group, which may break
+            if not name.startswith(TRANSPORT):  # only the group of a forced transport may break
                 raise
             refusal = reason(error)
         except (TypeError, ValueError, NotImplementedError) as error:
             refusal = reason(error)
-        except RuntimeError as error:  # a peer's error is its reason; ours is a failure
+        except (
+            RuntimeError
+        ) as error:  # an error of a peer is its reason; an error of pycollect fails the run
             if name == OURS:
                 raise
             refusal = reason(error)
@@ -154,7 +158,7 @@ def reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    # NCCL's own message is the last line, after torch's call site.
+    # The last line is NCCL's own message, the first one torch's call site.
     of_nccl = len(lines) > 1 and lines[0].startswith("NCCL")
     return f"{lines[0]} ... {lines[-1]}" if of_nccl else lines[0]
 
@@ -164,8 +168,8 @@ def _early(call: Call, spin_barrier: SpinBarrier) -> int:
     spin_barrier.gather(0.0)
     if spin_barrier.rank == spin_barrier.world - 1:
         time.sleep(_LATE)
-    spin_barrier.post(1.0)
+    spin_barrier.publish(1.0)
     call()
-    early = sum(number != 1.0 for number in spin_barrier.posted())
-    spin_barrier.barrier()  # before any rank posts its next number
+    early = sum(number != 1.0 for number in spin_barrier.published())
+    spin_barrier.barrier()  # before any rank publishes its next number
     return early

@@ -1,7 +1,7 @@
 """Benchmark cases between processes: a torch.distributed collective on one rank's buffers.
 
-A collective is one entry of a table: its call, the expected result of each rank, and the bytes it
-must at least move. Cases and bandwidths are defined as for one process.
+A collective is one entry of a table: its call, the expected result of each rank, and the least
+number of bytes to move. Cases and bandwidths are defined as for one process.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 from ..cases import Call, Case
 from ..pattern import Pattern, count_wrong
 
-# Number of elements compared at once, which bounds the memory that a comparison takes.
+# Number of elements that are compared at once, to limit the memory of a comparison.
 _COMPARED = 1 << 20
 
-# A part of an expected result: (source, start, count), which stands for `count` elements from
-# `start` on of rank `source`'s input, or of the reduction if `source` is None.
+# A part of an expected result: (source, start, count) means elements [start, start + count) of the
+# input of rank `source`, or of the reduction if `source` is None.
 Part = tuple["int | None", int, int]
 Empty = Callable[[int, torch.dtype], Tensor]
 
 
 class ProcessCase(Case):
-    """A case whose ranks are processes, between which bus bandwidth has a meaning on CPUs too."""
+    """A case whose ranks are processes. Between processes bus bandwidth is defined on CPUs, too."""
 
     @property
     def one_memory(self) -> bool:
@@ -116,7 +116,7 @@ class DistCollective:
     reduces: bool = False
 
 
-# The newer names of these functions, if torch has them: its older names then warn at every call.
+# Newer names of these functions. If torch has them, its older names warn at every call.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 

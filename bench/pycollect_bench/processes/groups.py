@@ -1,6 +1,6 @@
 """The process groups of the candidates, each over all ranks.
 
-A group of a peer that may hang is made only in the processes that measure it (isolated.py).
+The group of a peer that may hang is made only in the processes that measure it (isolated.py).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from .cases import Buffers, ProcessCase
 
 OURS, ZERO_COPY = "pycollect", "zero-copy"
 GLOO, MPI, NCCL, SYMM_MEM = "gloo", "mpi", "nccl", "symm_mem"
-# Prefix of candidates that force one CUDA transport, such as transport=host_staging.
+# Prefix of the candidates that force a CUDA transport, for example transport=host_staging.
 TRANSPORT = "transport="
-# Largest size in bytes for torch's one-shot kernel, which is faster for small sizes than the two
-# shots that share the work; vLLM uses the same limit for eight ranks.
+# Largest size in bytes for torch's one-shot kernel, which is faster for small sizes than the
+# two-shot kernel. vLLM uses the same limit for eight ranks.
 _ONE_SHOT = 256 << 10
 
 
 def transports() -> tuple[str, ...]:
-    """Return a candidate name for each CUDA transport of this build, without the automatic one."""
+    """Return a candidate name for each CUDA transport of this build, except automatic choice."""
     return tuple(f"{TRANSPORT}{transport}" for transport in _C.cuda_transports()[1:])
 
 
 def make_groups(backend: str, names: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the groups of these candidates, and the reasons of those that are missing.
+    """Return the groups of these candidates, and why other groups are missing.
 
-    The default group is gloo's.
+    The default group belongs to gloo.
     """
     makers: dict[str, Callable[[], Any]] = {
         OURS: partial(_ours, backend),
@@ -60,7 +60,7 @@ def make_groups(backend: str, names: tuple[str, ...]) -> tuple[dict[str, Any], d
 
 def _ours(backend: str) -> Any:
     if not dist.is_backend_available(backend):
-        raise NotImplementedError(f"torch.distributed knows no backend {backend!r}")
+        raise NotImplementedError(f"torch.distributed has no backend {backend!r}")
     return dist.new_group(backend=backend)
 
 
@@ -72,7 +72,7 @@ def _with_transport(transport: str) -> Any:
 
 def _nccl() -> Any:
     if not (dist.is_nccl_available() and torch.cuda.is_available()):
-        raise NotImplementedError("needs a torch with NCCL, and GPUs")
+        raise NotImplementedError("needs GPUs and a torch with NCCL")
     return dist.new_group(backend=NCCL)
 
 
@@ -102,7 +102,9 @@ def symm_mem_call(case: ProcessCase, rank: int) -> tuple[Buffers, Call]:
 
     def empty(count: int, dtype: torch.dtype) -> torch.Tensor:
         tensor: torch.Tensor = symm.empty(count, dtype=dtype, device=device)
-        with warnings.catch_warnings():  # older torch needs this call, newer torch warns about it
+        with (
+            warnings.catch_warnings()
+        ):  # older versions of torch need this call, newer ones warn about it
             warnings.simplefilter("ignore")
             symm.enable_symm_mem_for_group(group)
         symm.rendezvous(tensor, group)

@@ -1,7 +1,7 @@
 """Peers that may hang, measured beside pycollect in separate processes with a time limit.
 
-Their ratio is to pycollect's default in the same processes and rounds; it is merged into the
-case's earlier result. A peer that hangs is not run again.
+Their ratios are to pycollect in the same processes and rounds, and are merged into the earlier
+result of the case. A peer that hangs is not run again.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from ..comparison import CaseResult, Row
 from .groups import NCCL, OURS, SYMM_MEM
 from .worker_pool import PoolJob, WorkerPool
 
-# Environment variables with which these peers support ranks that share a GPU (experimental).
+# Environment variables that let ranks of these peers share a GPU (experimental).
 _SWITCHES = {
     NCCL: ("NCCL_MULTI_RANK_GPU_ENABLE", "1"),
     SYMM_MEM: ("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1"),
 }
 ISOLATED = tuple(_SWITCHES)
-Say = Callable[[CaseResult], None]
+Report = Callable[[CaseResult], None]
 
 
-def _of_peer(peer: str, job: PoolJob) -> PoolJob:
+def _peer_job(peer: str, job: PoolJob) -> PoolJob:
     shares = len(set(job.devices)) < job.world
-    job = replace(job, ours=(OURS,), peers=(peer,), cases=job.cases[: job.asked])
+    job = replace(job, ours=(OURS,), peers=(peer,), cases=job.cases[: job.requested])
     return replace(job, environ=(_SWITCHES[peer],) if shares else ())
 
 
-def _why_not(peer: str, job: PoolJob) -> str:
-    """Return the reason why the peer cannot run, or "" if it may."""
+def _refusal_of(peer: str, job: PoolJob) -> str:
+    """Return the reason why the peer cannot run, or "" if it can."""
     if any(device.type != "cuda" for device in job.devices):
         return "needs every rank on a GPU"
     if peer == NCCL and not torch.distributed.is_nccl_available():
@@ -40,27 +40,27 @@ def _why_not(peer: str, job: PoolJob) -> str:
 
 
 class Isolated:
-    """Runs the peers that may hang. `seconds` is the limit per case, process start included."""
+    """Runs the peers that may hang; `seconds` is the limit of each case, with the process start."""
 
-    def __init__(self, seconds: float, say: Say) -> None:
-        self._seconds, self._say = seconds, say
-        self._lost: dict[str, str] = {}
+    def __init__(self, seconds: float, report: Report) -> None:
+        self._seconds, self._report = seconds, report
+        self._refusals: dict[str, str] = {}
 
     def join(self, peer: str, job: PoolJob, results: Sequence[CaseResult]) -> list[CaseResult]:
         """Return the results of the requested cases, merged with those of this peer."""
         joined: list[CaseResult] = []
-        lost = self._lost.get(peer) or _why_not(peer, job)
+        refusal = self._refusals.get(peer) or _refusal_of(peer, job)
         try:
-            if not lost:
-                with WorkerPool(_of_peer(peer, job)) as worker_pool:
+            if not refusal:
+                with WorkerPool(_peer_job(peer, job)) as worker_pool:
                     self._collect(worker_pool, peer, results, joined)
         except (RuntimeError, TimeoutError) as error:
-            lost = str(error).strip().splitlines()[-1]
-            self._lost[peer] = f"{lost} ({job.world} ranks)"
+            refusal = str(error).strip().splitlines()[-1]
+            self._refusals[peer] = f"{refusal} ({job.world} ranks)"
         rest = results[len(joined) :]
         if rest:
-            self._say(replace(rest[0], rows=[], not_run={peer: lost}))
-        return joined + [replace(r, not_run={**r.not_run, peer: lost}) for r in rest]
+            self._report(replace(rest[0], rows=[], not_run={peer: refusal}))
+        return joined + [replace(r, not_run={**r.not_run, peer: refusal}) for r in rest]
 
     def _collect(
         self,
@@ -75,13 +75,13 @@ class Isolated:
                 found = worker_pool.result(self._seconds)
             except TimeoutError:
                 raise TimeoutError(f"did not answer within {self._seconds:g} s") from None
-            self._say(found)
-            # After the same refusal of two sizes, assume it for all sizes.
+            self._report(found)
+            # After the same refusal of two successive sizes, assume it for all sizes.
             refusal, before = found.not_run.get(peer, ""), refusal
             if refusal and refusal == before:
                 raise RuntimeError(refusal)
             joined.append(_merged(result, found, peer))
-        worker_pool.abandon()  # the processes may still hang at their end
+        worker_pool.abandon()  # the processes may hang when they end
 
 
 def _is_of(row: Row, name: str) -> bool:
@@ -89,7 +89,7 @@ def _is_of(row: Row, name: str) -> bool:
 
 
 def _merged(result: CaseResult, found: CaseResult, peer: str) -> CaseResult:
-    """Return the result with the peer's rows, and its ratio in our rows of the same clock."""
+    """Return the result with the rows of the peer, and its ratios in pycollect's rows."""
     beside = {row.clock: row for row in found.rows if _is_of(row, OURS)}
     rows = []
     for row in result.rows:

@@ -1,4 +1,4 @@
-"""The limit that no candidate can exceed: moving the least number of bytes, and nothing else."""
+"""The limit that no candidate can exceed: the time to move the least number of bytes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ LIMITS = (MEMORY, MEMCPY)
 
 
 def limits(case: ProcessCase, spin_barrier: SpinBarrier) -> list[Candidate]:
-    """Return the limit of this case; empty for several GPUs, where none is known."""
+    """Return the limit of this case, or nothing for ranks on several GPUs."""
     if not case.on_gpus:
         return [_memory(case, spin_barrier)]
     return [_memcpy(case, spin_barrier.rank)] if case.one_memory else []
 
 
 def _memory(case: ProcessCase, spin_barrier: SpinBarrier) -> Candidate:
-    """Return the limit of CPU ranks: each multiplies its share in place, 8 bytes per float32."""
+    """Return the limit on CPUs: each rank multiplies its share in place, 8 bytes per float32."""
     flat = torch.ones(case.minimum_bytes // case.world // 8)
-    # Ranks that share a core multiply one after the other; the limit is the time of all of them.
+    # Ranks that share a core multiply one after the other, and the limit is the time of all ranks.
     crowded = case.world > len(os.sched_getaffinity(0))
 
     def multiply() -> None:
@@ -39,7 +39,7 @@ def _memory(case: ProcessCase, spin_barrier: SpinBarrier) -> Candidate:
 
 
 def _memcpy(case: ProcessCase, rank: int) -> Candidate:
-    """Return the limit of ranks on one GPU: rank 0 copies the bytes, the others are idle."""
+    """Return the limit on one GPU: rank 0 copies the bytes, the other ranks are idle."""
     nbytes = case.minimum_bytes // 2 if rank == 0 else 0
     source, target = (
         torch.zeros(nbytes, dtype=torch.uint8, device=case.devices[rank]) for _ in range(2)

@@ -1,7 +1,7 @@
 """Speed targets of the torch.distributed backend, and their check against a run.
 
-Every target is a ratio to a peer of the same run. The targets of the executor alone are checked
-against Open MPI's own calls by bench/executor_bandwidth.py.
+Every target is a ratio to a peer of the same run. bench/executor_bandwidth.py checks the targets of
+the executor alone against Open MPI's own calls.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from pycollect._sizes import binary_size
 
 from ..comparison import CaseResult, Row
-from ..targets import KIB, MIB, Outcome, Promise
+from ..targets import KIB, MIB, Outcome, Target
 from .groups import GLOO, MPI, OURS, ZERO_COPY
 
-# Target sizes in bytes of collectives other than all_reduce: one element per part, and 1 MiB.
+# Sizes in bytes of the targets of other collectives than all_reduce: one element per part, 1 MiB.
 LEAST, OTHERS = 4, 1 * MIB
 _Applies = Callable[[CaseResult], bool]
 
@@ -60,14 +60,14 @@ def _to_mpi(row: Row) -> float | None:
     return row.times_faster_than(MPI)
 
 
-def _versus_gloo(world: int, spans: Sequence[tuple[str, float, int, int]]) -> list[Promise]:
+def _versus_gloo(world: int, spans: Sequence[tuple[str, float, int, int]]) -> list[Target]:
     return [
-        Promise(f"gloo, {world} ranks, {name}", wanted, _sums((world,), begin, end), _to_gloo, OURS)
+        Target(f"gloo, {world} ranks, {name}", wanted, _sums((world,), begin, end), _to_gloo, OURS)
         for name, wanted, begin, end in spans
     ]
 
 
-_PROMISES = (
+_TARGETS = (
     *_versus_gloo(
         2,
         (
@@ -87,9 +87,9 @@ _PROMISES = (
             ("at 128 MiB", 4, 128 * MIB, 128 * MIB),
         ),
     ),
-    Promise("gloo, 8 and 16 ranks, everything", 1, _many, _to_gloo, OURS),
+    Target("gloo, 8 and 16 ranks, everything", 1, _many, _to_gloo, OURS),
     *(
-        Promise(f"gloo, {name}, {size}", 5, _other(name, size == "1 MiB"), _to_gloo, OURS)
+        Target(f"gloo, {name}, {size}", 5, _other(name, size == "1 MiB"), _to_gloo, OURS)
         for name, sizes in (
             ("broadcast", ("4 B", "1 MiB")),
             ("all_gather_into_tensor", ("4 B a rank", "1 MiB")),
@@ -99,8 +99,8 @@ _PROMISES = (
         )
         for size in sizes
     ),
-    Promise("Open MPI, from 64 KiB", 1, _sums((), 64 * KIB), _to_mpi, OURS),
-    Promise("Open MPI, zero-copy, from 1 MiB", 2.5, _sums((), MIB), _to_mpi, ZERO_COPY),
+    Target("Open MPI, from 64 KiB", 1, _sums((), 64 * KIB), _to_mpi, OURS),
+    Target("Open MPI, zero-copy, from 1 MiB", 2.5, _sums((), MIB), _to_mpi, ZERO_COPY),
 )
 
 
@@ -130,14 +130,14 @@ def _anything(result: CaseResult) -> bool:
 
 
 # Targets for CUDA tensors on one GPU; the time is the host's, until the device is done.
-_DEVICE_PROMISES = (
+_DEVICE_TARGETS = (
     *_versus_gloo(4, (("from 1 MiB", 10, MIB, 1 << 62),)),
-    Promise("gloo, everything", 1, _anything, _to_gloo, OURS),
+    Target("gloo, everything", 1, _anything, _to_gloo, OURS),
 )
 
 
 def judge(results: Sequence[CaseResult], on_devices: bool = False) -> list[Outcome]:
-    """Return an outcome for every target, `measured` being the worst point of the run."""
+    """Return an outcome for every target: its worst point of the run."""
     if on_devices:
-        return [promise.judge(results) for promise in _DEVICE_PROMISES]
-    return [*(promise.judge(results) for promise in _PROMISES), _narrow(results)]
+        return [target.judge(results) for target in _DEVICE_TARGETS]
+    return [*(target.judge(results) for target in _TARGETS), _narrow(results)]

@@ -1,6 +1,7 @@
-"""One rank of the measurement, which worker_pool.py starts as a program of its own.
+"""Program of one rank of the measurement, started by worker_pool.py.
 
-It receives its job through a connection, measures the cases with the other ranks, and answers.
+It receives its job through a connection, measures the cases with the other ranks, and sends
+results.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _work(job: PoolJob, rank: int, parent: Connection[Any, Any]) -> None:
     limit = datetime.timedelta(seconds=job.timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world, timeout=limit)
     groups, missing = make_groups(job.backend, (*job.ours, *job.peers))
-    ranks = RankState(spin_barrier, groups, mpi, {MPI: job.no_mpi, **missing}, job.apart)
+    ranks = RankState(spin_barrier, groups, mpi, {MPI: job.no_mpi, **missing}, job.both_clocks)
     for number, case in enumerate(job.cases):
         result = run_case(case, ranks, (*job.ours, *job.peers), job.effort, number)
         if rank == 0:
@@ -50,7 +51,7 @@ def main(address: str) -> int:
         try:
             end.connect(address)
         except (FileNotFoundError, ConnectionRefusedError):
-            return 1  # the parent process has been stopped meanwhile, and has reported it
+            return 1  # the parent process has ended, and has reported why
         parent: Connection[Any, Any] = Connection(end.detach())
     try:
         _work(parent.recv(), rank, parent)

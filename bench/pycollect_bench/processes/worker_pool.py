@@ -1,7 +1,7 @@
 """The worker pool: processes that are started once for many cases, monitored, and always ended.
 
-Each has a connection to this process, which sleeps until a result arrives or a rank is gone. mpirun
-starts the processes if MPI is measured; otherwise this process does.
+Each rank has a connection to this process, which sleeps until a result arrives or a rank ends.
+mpirun starts the ranks if MPI is measured, otherwise this process does.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ dist: Any = import_module("torch.distributed")  # torch has no type annotations 
 RANK = "PYCOLLECT_BENCH_RANK"
 _WORKER = "pycollect_bench.processes.worker"
 HOST = "127.0.0.1"
-# Timeouts in seconds: for all ranks to import torch on a slow machine, and for them to end after
-# their last result.
+# Timeouts in seconds: until all ranks have imported torch on a slow machine, and until they have
+# ended after their last result.
 _START_SECONDS, _END_SECONDS = 180, 30
-# Seconds between two checks whether the processes that have not connected are alive.
-_LOOK_SECONDS = 0.5
+# Seconds between two checks whether processes have ended before they connected.
+_POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class PoolJob:
-    """The job of the ranks. `no_mpi` is the reason why MPI is not measured; "" if it is.
+    """The job of the ranks. `no_mpi` is the reason why MPI is not measured, or "".
 
-    Rank 0 answers with a CaseResult for every case; a rank that fails answers with a Failure.
-    `ours` and `peers` are the candidates; `apart` requests host and device clocks. The first
-    `asked` cases are requested by the options, the others only needed for targets. A rank that
-    waits `timeout` seconds for another treats it as lost.
+    Rank 0 sends a CaseResult for every case; a rank that fails sends a Failure. `ours` and `peers`
+    are the candidates. With `both_clocks` they are timed by the host's and by the device's clock.
+    The first `requested` cases are those of the options, the others only serve the targets.
+    `timeout` is the limit in seconds of a call.
     """
 
     devices: tuple[torch.device, ...]
@@ -61,8 +61,8 @@ class PoolJob:
     effort: Effort
     threads: int
     no_mpi: str = ""
-    apart: bool = False
-    asked: int = 0
+    both_clocks: bool = False
+    requested: int = 0
     timeout: float = 120.0
     environ: tuple[tuple[str, str], ...] = ()
     page: str = ""
@@ -76,7 +76,7 @@ class PoolJob:
 
 @dataclass(frozen=True)
 class Failure:
-    """The exception of a rank, as text."""
+    """An exception of a rank, as text."""
 
     text: str
 
@@ -86,12 +86,13 @@ def why_no_mpi() -> str:
     if find_spec("mpi4py") is None:
         return "mpi4py is not installed"
     if shutil.which("mpirun") is None:
-        return "there is no mpirun"
+        return "mpirun was not found"
     shown = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
     return "" if "Open MPI" in shown.stdout else "mpirun is not Open MPI's"
 
 
-def _mpirun(world: int) -> list[str]:
+def mpirun(world: int) -> list[str]:
+    """Return the command that starts the ranks of one world, without their program."""
     command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(world)]
     if os.geteuid() == 0:
         command.append("--allow-run-as-root")
@@ -101,7 +102,7 @@ def _mpirun(world: int) -> list[str]:
 
 
 class WorkerPool:
-    """Context with the processes of one world, which have ended when the context ends.
+    """Context manager of the processes of one world: they have ended when it exits.
 
     Raises:
         RuntimeError: if a rank failed or died, with its error.
@@ -139,18 +140,18 @@ class WorkerPool:
         packages = [*pycollect.__path__, *pycollect_bench.__path__]
         folders = [str(Path(package).resolve().parent) for package in packages]
         path = os.pathsep.join(filter(None, (*folders, os.environ.get("PYTHONPATH"))))
-        # Loopback is gloo's fastest interface here, whatever the host's name resolves to.
+        # Loopback is gloo's fastest interface on one host, whatever the host's name resolves to.
         about = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": path}
         about |= {"OMP_NUM_THREADS": str(job.threads), **dict(job.environ)}
         worker = [sys.executable, "-m", _WORKER, address]
         if not job.no_mpi:
-            self._processes = [subprocess.Popen([*_mpirun(job.world), *worker], env=about)]
+            self._processes = [subprocess.Popen([*mpirun(job.world), *worker], env=about)]
             return
         for rank in range(job.world):
             self._processes.append(subprocess.Popen(worker, env={**about, RANK: str(rank)}))
 
     def _accept(self, listener: socket.socket) -> None:
-        listener.settimeout(_LOOK_SECONDS)
+        listener.settimeout(_POLL_SECONDS)
         deadline = time.monotonic() + _START_SECONDS
         while len(self._ranks) < self._job.world:
             try:
@@ -164,7 +165,7 @@ class WorkerPool:
                     ) from None
 
     def result(self, seconds: float | None = None) -> CaseResult:
-        """Wait for the result of the next case; TimeoutError after `seconds`."""
+        """Return the result of the next case; raise TimeoutError after `seconds`."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -183,7 +184,7 @@ class WorkerPool:
                     return answer
 
     def abandon(self) -> None:
-        """Make the end of the context kill the processes at once, and ignore their status."""
+        """Kill the processes at the end of the context, and ignore their exit statuses."""
         self._abandoned = True
 
     def __exit__(
@@ -197,7 +198,7 @@ class WorkerPool:
         status = []
         if at_once:
             for process in self._processes:
-                # A process stuck in a driver reacts only to SIGKILL; mpirun ends its own ranks.
+                # A process that hangs in a driver needs SIGKILL. mpirun ends its ranks itself.
                 process.kill() if self._job.no_mpi else process.terminate()
         try:
             for process in self._processes:
@@ -207,7 +208,7 @@ class WorkerPool:
                     process.kill()
                     status.append(process.wait())
         finally:
-            for process in self._processes:  # any left over if the wait was interrupted
+            for process in self._processes:  # those left if the wait was interrupted
                 process.kill()
             for rank in self._ranks:
                 rank.close()

@@ -1,7 +1,7 @@
 """A benchmark run between processes: world by world, each followed by the peers that may hang.
 
-A rank that fails or does not answer ends the measurement; results up to then are kept. So do
-Ctrl-C and SIGTERM, the signal of a time limit.
+The measurement ends with a rank that fails or does not answer, with Ctrl-C, and with SIGTERM, the
+signal of a time limit. Results up to then are kept.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ..comparison import CaseResult
 from .isolated import Isolated
 from .worker_pool import PoolJob, WorkerPool
 
-# Timeout for a result of ranks on devices: a case takes seconds, so a longer silence is a hang.
+# Timeout in seconds for a result of ranks on devices: a case takes seconds, so more is a hang.
 _ANSWER_SECONDS = 120.0
 
 
 class Printer:
-    """Prints results as they arrive; each reason why a candidate does not run only once."""
+    """Prints results as they arrive, and each reason why a candidate does not run only once."""
 
     def __init__(self, columns: Sequence[table.Column]) -> None:
         self._columns = columns
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
         self._heading = ""
 
     def __call__(self, result: CaseResult) -> None:
@@ -35,8 +35,8 @@ class Printer:
             self._heading = heading
             print(heading)
         found = table.lines(result, self._columns)
-        new = [line for line in found if line not in self._said]
-        self._said.update(line for line in new if line.startswith("#"))
+        new = [line for line in found if line not in self._printed]
+        self._printed.update(line for line in new if line.startswith("#"))
         print(*new, sep="\n", flush=True)
 
 
@@ -50,26 +50,28 @@ class WorldResults:
 
 
 def measure(
-    jobs: Sequence[PoolJob], isolated: Sequence[str], seconds: float, say: Printer
+    jobs: Sequence[PoolJob], isolated: Sequence[str], seconds: float, report: Printer
 ) -> WorldResults:
-    """Measure world by world; `isolated` peers have at most `seconds` for each size."""
+    """Measure world by world; the time limit of the `isolated` peers is `seconds` for each size."""
     found = WorldResults()
-    apart = Isolated(seconds, say)
+    isolated_peers = Isolated(seconds, report)
     try:
         with found.interruption:
             for job in jobs:
-                _of_world(job, found.results, say)
+                _measure_world(job, found.results, report)
                 begin = len(found.results) - len(job.cases)
-                asked = slice(begin, begin + job.asked)
+                requested = slice(begin, begin + job.requested)
                 for peer in isolated:
-                    found.results[asked] = apart.join(peer, job, found.results[asked])
+                    found.results[requested] = isolated_peers.join(
+                        peer, job, found.results[requested]
+                    )
     except (RuntimeError, TimeoutError) as error:
         found.failure = str(error)
     return found
 
 
-def _of_world(job: PoolJob, results: list[CaseResult], say: Printer) -> None:
+def _measure_world(job: PoolJob, results: list[CaseResult], report: Printer) -> None:
     with WorkerPool(job) as worker_pool:
         for _ in job.cases:
-            results.append(worker_pool.result(_ANSWER_SECONDS if job.apart else None))
-            say(results[-1])
+            results.append(worker_pool.result(_ANSWER_SECONDS if job.both_clocks else None))
+            report(results[-1])

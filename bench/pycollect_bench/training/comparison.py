@@ -1,12 +1,12 @@
 """The candidates of one model and number of ranks, and the time of a training step of each.
 
-A step is complete: split, forward, backward, reduction and update, until the devices are done.
-Its reduction is the time that the step waits for it; for DDP, which overlaps the reduction, it is a
-separate reduction of the same buckets.
+A step is complete: split, forward, backward, reduction and update, until the devices are done. The
+time of its reduction is the time in which the step waits for it. DDP overlaps the reduction, so its
+reduction is timed separately, with the same buckets.
 
 Two ranks of the ResNet-18 take two thirds of one replica's time if malloc maps tensors over 32 MB
-anew at every step, as glibc does: the whole batch's tensors exceed this, those of half a batch do
-not. With large MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ two ranks take equally long.
+anew at every step, as glibc does: tensors of the whole batch exceed this, tensors of half a batch
+do not. With large MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ two ranks take as long as one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pycollect._timing import Effort, Sampler, Timing, ratios
+from pycollect._timing import Effort, Sampler, Timing, interleave, median_ratio, ratios
 from pycollect.train.models import MODELS
 from pycollect.train.optimizers import sgd_optimizer
 from pycollect.train.reduce import REDUCTIONS
@@ -27,11 +27,10 @@ from pycollect.train.replicas import Replicas
 from pycollect.train.settings import StepOptions
 
 from .ddp import BACKENDS, DDPJob, DDPWorkers
-from .turns import in_turns
 
 ONE = "one replica, whole batch"
 NAIVE, PYCOLLECT, OVERLAPPED = "naive loop", "pycollect", "pycollect, overlapped"
-# Learning rate, so small that any number of steps on one batch leaves all numbers finite.
+# Learning rate: so small that all numbers stay finite after any number of steps on one batch.
 LR = 1e-4
 
 
@@ -55,7 +54,7 @@ class TrainingCase:
         return len({device.type for device in self.devices}) == 1
 
     def examples(self) -> tuple[Tensor, Tensor]:
-        """Return a batch on the CPU, the same in every run; its values do not affect times."""
+        """Return a batch on the CPU, equal in all runs; its values do not affect the times."""
         generator = torch.Generator().manual_seed(0)
         X = torch.rand((self.batch, 1, self.size, self.size), generator=generator)
         return X, torch.randint(10, (self.batch,), generator=generator)
@@ -63,7 +62,7 @@ class TrainingCase:
 
 @dataclass
 class Measured:
-    """Times of a candidate's steps, and of the reductions in them."""
+    """Times of a candidate's steps, and of their reductions."""
 
     timing: Timing
     reductions: list[float] = field(default_factory=list)
@@ -81,29 +80,27 @@ class Measured:
 
 @dataclass(frozen=True)
 class Result:
-    """The entries of one case by name; `not_run` has the reasons of other candidates."""
+    """The entries of one case by name. `not_run` has the reasons of other candidates."""
 
     case: TrainingCase
     entries: dict[str, Measured]
     not_run: dict[str, str]
 
     def slowdowns(self, name: str) -> list[float]:
-        """Return the step time divided by one replica's, by round; nothing if it did not run."""
+        """Return the step time divided by one replica's, by round; empty if `name` did not run."""
         if name not in self.entries:
             return []
         return ratios(self.entries[name].timing.rounds, self.entries[ONE].timing.rounds)
 
     def slowdown(self, name: str) -> float | None:
         """Return the median over rounds of the step time divided by one replica's."""
-        found = self.slowdowns(name)
-        return statistics.median(found) if found else None
+        return self.times_faster(ONE, than=name)
 
     def times_faster(self, name: str, than: str) -> float | None:
         """Return the steps per second of `name` over those of `than`: the median over rounds."""
         if not {name, than} <= self.entries.keys():
             return None
-        found = ratios(self.entries[than].timing.rounds, self.entries[name].timing.rounds)
-        return statistics.median(found)
+        return median_ratio(self.entries[than].timing.rounds, self.entries[name].timing.rounds)
 
     def share(self, name: str) -> float | None:
         """Return the fraction of a step that is its reduction, 0..1."""
@@ -117,7 +114,7 @@ Reductions = dict[str, list[float]]
 def _in_process(
     case: TrainingCase, devices: Sequence[torch.device], reduction: str, overlap: bool
 ) -> Callable[[list[float]], Sampler]:
-    """Return a maker of samplers of steps on replicas, which record the reduction times."""
+    """Return a function that makes a sampler of steps, which records times of reductions."""
     options = StepOptions(overlap=overlap, exact_seconds=True)
     replicas = Replicas(
         MODELS[case.model](),
@@ -128,6 +125,7 @@ def _in_process(
     )
     X, y = case.examples()
 
+    # The step's own clock is read, not `host_time`: it has the reduction's part of the same step.
     def make(reductions: list[float]) -> Sampler:
         def sample(calls: int) -> list[float]:
             seconds = []
@@ -145,9 +143,9 @@ def _in_process(
 def _candidates(
     case: TrainingCase, ddp: bool, stack: ExitStack
 ) -> Iterator[tuple[str, Callable[[list[float]], Sampler]]]:
-    """Yield the name of every candidate and the maker of its sampler."""
+    """Yield the name of every candidate, and the function that makes its sampler."""
     yield ONE, _in_process(case, case.devices[:1], "pycollect", overlap=False)
-    if case.world > 1:  # one rank has nothing to reduce, so these would equal ONE
+    if case.world > 1:  # with one rank there is no reduction, and these would equal ONE
         yield NAIVE, _in_process(case, case.devices, "naive", overlap=False)
         yield PYCOLLECT, _in_process(case, case.devices, "pycollect", overlap=False)
         yield OVERLAPPED, _in_process(case, case.devices, "pycollect", overlap=True)
@@ -160,7 +158,7 @@ def _candidates(
 def measure(case: TrainingCase, effort: Effort, ddp: bool = True) -> Result:
     """Time a step of all candidates in turns.
 
-    `ddp` starts a process per rank and backend. Raises RuntimeError if a process fails.
+    With `ddp` there is a process per rank and backend. Raises RuntimeError if a process fails.
     """
     reductions: Reductions = {}
     samplers: dict[str, Sampler] = {}
@@ -168,7 +166,7 @@ def measure(case: TrainingCase, effort: Effort, ddp: bool = True) -> Result:
         for name, make in _candidates(case, ddp, stack):
             reductions[name] = []
             samplers[name] = make(reductions[name])
-        timings = in_turns(samplers, effort)
+        timings = interleave(samplers, effort)
     entries = {name: Measured(t, reductions[name][-t.count :]) for name, t in timings.items()}
     why = "needs all ranks on CPUs or all on GPUs"
     not_run = {name: why for name in BACKENDS if ddp and not case.one_kind}

@@ -1,14 +1,13 @@
-"""Torch's DistributedDataParallel as a candidate: a process per rank, idle between its turns.
+"""torch's DistributedDataParallel as a candidate: a process per rank, idle between its turns.
 
-The ranks share the cores: each has its part of the threads, as is usual under torchrun. They are on
-the CPU or on GPUs, which several ranks may share.
+The ranks divide the cores among their threads. They are on the CPU or on GPUs, and several ranks
+may share a GPU.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,21 +21,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pycollect._command import interrupts_kept_from_children
-from pycollect._timing import Sampler
+from pycollect._timing import Sampler, host_time
+
+from ..gpu import synchronizer
 
 DDP_GLOO, DDP_OURS = "DDP, gloo", "DDP, pycollect"
 BACKENDS = MappingProxyType({DDP_GLOO: "gloo", DDP_OURS: "pycollect"})
 # DDP's default bucket size; the separately timed reduction uses the same buckets.
 _BUCKET_BYTES = 25 << 20
-# Timeout in seconds for an answer: a step takes seconds at most, starting a process half a minute.
-_SILENCE = 300.0
-# Seconds for a rank to end by itself before it is killed; no result is lost then.
-_PATIENCE = 20.0
+# Timeout in seconds for an answer: a step takes seconds at most, the start of a process half a
+# minute.
+_ANSWER_SECONDS = 300.0
+# Seconds until a rank that does not end is killed; its results have arrived by then.
+_END_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
 class DDPJob:
-    """The training job of all ranks, each on its part of the batch and its own device."""
+    """The training job of all ranks; each rank has a part of the batch and a device."""
 
     model: str
     batch: tuple[Tensor, Tensor]
@@ -61,40 +63,33 @@ class Rank:
         from pycollect.train.losses import summed_cross_entropy
         from pycollect.train.models import MODELS
 
-        device = self._device = job.devices[rank]
+        device = job.devices[rank]
+        self._synchronize = synchronizer([device])
         self._X, self._y = (part.tensor_split(job.world)[rank].to(device) for part in job.batch)
         self._module = nn.parallel.DistributedDataParallel(MODELS[job.model]().to(device))
         self._loss = summed_cross_entropy
-        # DDP averages the gradients over the ranks; this scale makes them those of the batch mean.
+        # DDP averages the gradients over the ranks. This scale makes them those of the batch mean.
         self._scale = job.world / len(job.batch[0])
         self._sgd = torch.optim.SGD(self._module.parameters(), lr=job.lr, fused=True)
         sizes = [param.numel() for param in self._module.parameters()]
         flat = torch.zeros(sum(sizes), device=device)
         self._buckets = torch.split(flat, _BUCKET_BYTES // flat.element_size())
 
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    def step(self) -> float:
-        """Train on the batch; return the seconds until the device is done."""
-        self._synchronize()
-        begin = time.perf_counter()
+    def _step(self) -> None:
         self._sgd.zero_grad(set_to_none=True)
         loss = self._loss(self._module(self._X), self._y) * self._scale
         loss.backward()  # type: ignore[no-untyped-call]
         self._sgd.step()
-        self._synchronize()
-        return time.perf_counter() - begin
 
-    def reduce(self) -> float:
-        """Reduce as many bytes as a step does, without other work; return the seconds."""
-        dist.barrier()
-        begin = time.perf_counter()
+    def _reduce(self) -> None:
         for bucket in self._buckets:
             dist.all_reduce(bucket)
-        self._synchronize()
-        return time.perf_counter() - begin
+
+    def times(self, calls: int) -> Answer:
+        """Time steps on the batch, and then reductions of a step's bytes without other work."""
+        step = host_time(self._step, synchronize=self._synchronize)
+        reduction = host_time(self._reduce, synchronize=self._synchronize, barrier=dist.barrier)
+        return step(calls), reduction(calls)
 
 
 def _work(rank: int, job: DDPJob, store: str, threads: int, pipe: Pipe[Any, Any]) -> None:
@@ -110,8 +105,7 @@ def _work(rank: int, job: DDPJob, store: str, threads: int, pipe: Pipe[Any, Any]
         )
         mine = Rank(job, rank)
         while calls := pipe.recv():
-            steps = [mine.step() for _ in range(calls)]
-            pipe.send((steps, [mine.reduce() for _ in range(calls)]))
+            pipe.send(mine.times(calls))
         dist.destroy_process_group()
     except Exception:
         pipe.send(f"rank {rank}: {traceback.format_exc()}")
@@ -119,7 +113,7 @@ def _work(rank: int, job: DDPJob, store: str, threads: int, pipe: Pipe[Any, Any]
 
 
 class DDPWorkers:
-    """Context with the DDP processes of one job."""
+    """Context manager of the DDP processes of one job."""
 
     def __init__(self, job: DDPJob) -> None:
         self._job = job
@@ -130,7 +124,7 @@ class DDPWorkers:
     def __enter__(self) -> DDPWorkers:
         try:
             self._start()
-        except BaseException as error:  # also Ctrl-C: end the processes started so far
+        except BaseException as error:  # also Ctrl-C: end the processes that have started
             self.__exit__(type(error), error, None)
             raise
         return self
@@ -163,12 +157,12 @@ class DDPWorkers:
         return sample
 
     def _answers(self) -> Sequence[Answer]:
-        """Wait for the answers of all ranks; RuntimeError with the first failure's text."""
+        """Return the answers of all ranks; raise RuntimeError with the first failure's text."""
         missing, answers = list(self._pipes), []
         while missing:
-            ready = wait(missing, _SILENCE)
+            ready = wait(missing, _ANSWER_SECONDS)
             if not ready:
-                raise RuntimeError(f"a rank of DDP did not answer within {_SILENCE:g} s")
+                raise RuntimeError(f"a rank of DDP did not answer within {_ANSWER_SECONDS:g} s")
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 try:
@@ -190,7 +184,7 @@ class DDPWorkers:
             else:
                 process.terminate()
         for pipe, process in zip(self._pipes, self._processes, strict=True):
-            process.join(_PATIENCE)
+            process.join(_END_SECONDS)
             if process.is_alive():
                 process.kill()
                 process.join()

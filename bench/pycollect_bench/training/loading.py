@@ -1,13 +1,12 @@
 """Benefit of preparing batches ahead: LeNet on examples in memory, and on image files.
 
-A sample is the time of one epoch of a few batches, with loading, divided by its steps.
+A sample is the time of one epoch of a few batches, with loading, divided by the number of steps.
 """
 
 from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from pycollect._timing import Effort, Sampler, Timing
+from pycollect._timing import Effort, Sampler, Timing, host_time, interleave
 from pycollect.train.data.examples import Examples
 from pycollect.train.data.folder import scan
 from pycollect.train.loader import Loader, Loading
@@ -26,20 +25,19 @@ from pycollect.train.replicas import Replicas
 from pycollect.train.settings import StepOptions
 
 from .comparison import LR
-from .turns import in_turns
 
-# Batches in an epoch: the first can never be prepared ahead, so a few more follow.
+# Batches in an epoch. The first cannot be prepared ahead, so there are a few more.
 _BATCHES = 4
 # Batches prepared ahead: the next one, and one in preparation.
 AHEAD = 2
-# Width and height of the image files, those of small photographs; LeNet gets them as 28 x 28.
+# Width and height of the image files: those of small photographs, scaled to 28 x 28 for LeNet.
 _PHOTOGRAPH = (160, 120)
 MEMORY, FILES = "examples in memory", "image files"
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Times of a step with loading, and the seconds of it spent waiting for the batch."""
+    """Times of a step with loading, and the seconds in which it waits for its batch."""
 
     timing: Timing
     waited: float
@@ -47,7 +45,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class LoadingResult:
-    """Measurements by candidate; `not_run` has the reasons of those that did not run."""
+    """Measurements by candidate. `not_run` has the reason for each candidate that did not run."""
 
     entries: dict[str, Loaded]
     not_run: dict[str, str]
@@ -97,22 +95,18 @@ def _sampler(
     )
     loader = Loader(examples, loading, devices=devices)
 
-    def sample(calls: int) -> list[float]:
-        seconds = []
-        for _ in range(calls):
-            begin, waited = time.perf_counter(), []
-            for batch in loader.epoch():
-                waited.append(batch.waited)
-                replicas.step(batch.X, batch.y)
-            seconds.append((time.perf_counter() - begin) / len(waited))
-            waits.append(statistics.mean(waited))
-        return seconds
+    def epoch() -> None:
+        waited = []
+        for batch in loader.epoch():
+            waited.append(batch.waited)
+            replicas.step(batch.X, batch.y)
+        waits.append(statistics.mean(waited))
 
-    return sample
+    return host_time(epoch, calls_in_run=_BATCHES)
 
 
 def measure_loading(devices: Sequence[torch.device], batch: int, effort: Effort) -> LoadingResult:
-    """Time epochs of LeNet on these ranks in turns, with batches prepared ahead and without."""
+    """Time epochs of LeNet on these devices, in turns with and without batches ahead."""
     waits: dict[str, list[float]] = {}
     samplers: dict[str, Sampler] = {}
 
@@ -124,11 +118,11 @@ def measure_loading(devices: Sequence[torch.device], batch: int, effort: Effort)
 
     enter(MEMORY, _in_memory(batch * _BATCHES))
     if find_spec("PIL") is None:
-        timings, not_run = in_turns(samplers, effort), {FILES: "Pillow is not installed"}
+        timings, not_run = interleave(samplers, effort), {FILES: "Pillow is not installed"}
     else:
         with _files(batch * _BATCHES) as examples:
             enter(FILES, examples)
-            timings, not_run = in_turns(samplers, effort), {}
+            timings, not_run = interleave(samplers, effort), {}
     entries = {
         label: Loaded(t, statistics.median(waits[label][-t.count :]))
         for label, t in timings.items()

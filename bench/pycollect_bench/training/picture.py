@@ -1,6 +1,6 @@
 """Bar plots of training steps, a panel per model: computation, and the reduction on top.
 
-A plot is drawn from the record of a run, whether just made or read from a file. Plotting needs
+A plot is drawn from the record of a run, whether new or read from a file. Plotting needs
 matplotlib, which is imported only when a plot is drawn.
 """
 
@@ -16,9 +16,9 @@ from .comparison import ONE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Colours that stay apart for the colour-blind (Okabe and Ito).
+# Colours that the colour-blind can distinguish (Okabe and Ito).
 _COMPUTE, _REDUCTION, _GREY, _BASELINE = "#56b4e9", "#d55e00", "#7f7f7f", "#bdbdbd"
-_INSIDE = 0.015  # gap between a bar and its label, as a fraction of the widest bar
+_GAP = 0.015  # between a bar and its label, as a fraction of the longest bar
 
 
 def _panel(axes: Axes, cases: Sequence[dict[str, Any]]) -> None:
@@ -39,7 +39,7 @@ def _panel(axes: Axes, cases: Sequence[dict[str, Any]]) -> None:
     axes.barh(places, parts, left=computed, color=_REDUCTION)
     for place, (step, part, slowdown) in zip(places, bars, strict=True):
         text = f"{slowdown:.2f}x, reduction {100 * part / step:.2g} %"
-        axes.text(step + _INSIDE * max(steps), place, text, va="center", fontsize=8)
+        axes.text(step + _GAP * max(steps), place, text, va="center", fontsize=8)
     axes.set_yticks(places, labels)
     axes.margins(y=0.01)
     axes.invert_yaxis()

@@ -8,10 +8,10 @@ from ..targets import Outcome
 from .comparison import ONE, OVERLAPPED, PYCOLLECT, Result
 from .ddp import DDP_GLOO, DDP_OURS
 
-# Largest step time of two ranks relative to one replica's on the whole batch, for batches of at
+# Largest step time of two ranks, relative to one replica on the whole batch, for batches of at
 # least _BATCH examples.
 _MOST, _BATCH = 1.05, 256
-# Least ratio of DDP's steps per second over pycollect to those over gloo, with _PROCESSES processes
+# Least ratio of DDP's steps per second with pycollect to those with gloo, for _PROCESSES processes
 # on one GPU.
 _FASTER, _PROCESSES = 3.0, 4
 # Largest percentage of a step that its reduction may take, by model.
@@ -19,9 +19,9 @@ _SHARES = {"lenet": 10.0, "resnet18": 2.0}
 
 
 def judge(results: Iterable[Result]) -> list[Outcome]:
-    """Return an outcome for every target, `measured` being the worst point of the run.
+    """Return an outcome for every target: its worst point of the run.
 
-    The slowdown is taken from steps with overlap, the default; the reduction's share from steps
+    The slowdown is that of steps with overlap, the default. The reduction's share is that of steps
     without overlap.
     """
     results = list(results)
