@@ -2,8 +2,9 @@
 
     python examples/layerwise_partitioning.py ["cpu*2" | "cuda:*" | cuda:0 cpu | ...]
 
-A layer split by its outputs needs all inputs: an all_gather before it. One split by its inputs
-leaves partial sums: a reduce_scatter after it. The last of these hands each rank its own examples.
+A layer split by its outputs needs all inputs, so an all_gather precedes it. A layer split by its
+inputs leaves partial sums, so a reduce_scatter follows it; the last one leaves each rank the scores
+of its own examples.
 """
 
 import sys
@@ -18,17 +19,17 @@ from pycollect import autograd
 from pycollect.train import digits, init_lenet, lenet
 
 BATCH, STEPS = 64, 60
-START = [10 * p for p in init_lenet()]  # larger than the book's: few steps show something
-# The dimension along which ranks share each of LeNet's parameters. w3 is [128, 50, 16] for that:
-# its 800 inputs are 16 pixels of 50 channels. b4 is added by all.
-SHARED_DIM = (0, 0, 0, 0, 1, 0, 1, None)
+START = [10 * p for p in init_lenet()]  # ten times the book's, so that a few steps lower the loss
+# The dimension along which each of LeNet's parameters is split over the ranks. w3 is viewed as
+# [128, 50, 16], because its 800 inputs are 16 pixels of 50 channels. b4 stays on rank 0.
+SPLIT_DIM = (0, 0, 0, 0, 1, 0, 1, None)
 
 
 @torch.no_grad()
-def cut(params: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
-    """Give each rank its part of every parameter: result[parameter][rank]."""
+def split(params: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
+    """Split every parameter over the ranks; return parts[parameter][rank]."""
     parts = []
-    for param, dim in zip(params, SHARED_DIM, strict=True):
+    for param, dim in zip(params, SPLIT_DIM, strict=True):
         whole = param.unflatten(1, (50, 16)) if param.shape == (128, 800) else param
         if dim is None:
             parts.append([copy for [copy] in pc.replicate([whole], devices[:1])])
@@ -38,9 +39,9 @@ def cut(params: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[
 
 
 def forward(X: Tensor, parts: list[list[Tensor]]) -> list[Tensor]:
-    """Give each rank the scores of its share of the examples: [n, 1, 28, 28] to [n / W, 10] each.
+    """Return each rank's scores of its share of the examples: [n, 1, 28, 28] to [n / W, 10] each.
 
-    Only the second convolution sees all channels of the layer before it on every rank.
+    Only the second convolution has all channels of the layer before it on every rank.
     """
     w1, b1, w2, b2, w3, b3, w4, b4 = parts
     devices = [part.device for part in w1]
@@ -63,27 +64,27 @@ def forward(X: Tensor, parts: list[list[Tensor]]) -> list[Tensor]:
 
 
 def losses_of(scores: Sequence[Tensor], y: Tensor) -> list[Tensor]:
-    """Give each rank's part of the mean cross-entropy, for one backward pass of all."""
+    """Return each rank's part of the mean cross-entropy, for one joint backward pass."""
     labels = pc.scatter(y, [s.device for s in scores])
     pairs = zip(scores, labels, strict=True)
     return [F.cross_entropy(s, t, reduction="sum") / len(y) for s, t in pairs]
 
 
 def difference(X: Tensor, y: Tensor, devices: Sequence[torch.device]) -> float:
-    """Give the largest difference between the gradients here and on a single device."""
+    """Return the largest difference between these gradients and those on a single device."""
     single = [p.clone().requires_grad_() for p in START]
     expected = torch.autograd.grad(F.cross_entropy(lenet(X, single), y), single)
-    parts = cut(single, devices)
+    parts = split(single, devices)
     torch.autograd.backward(losses_of(forward(X, parts), y))
-    apart = 0.0
-    for ranks, dim, whole in zip(parts, SHARED_DIM, expected, strict=True):
+    deviation = 0.0
+    for ranks, dim, whole in zip(parts, SPLIT_DIM, expected, strict=True):
         found = pc.gather([part.grad for part in ranks], "cpu", dim=dim or 0)
-        apart = max(apart, float((found.view_as(whole) - whole).abs().max()))
-    return apart
+        deviation = max(deviation, float((found.view_as(whole) - whole).abs().max()))
+    return deviation
 
 
 def train(X: Tensor, y: Tensor, parts: list[list[Tensor]], steps: int = STEPS) -> list[float]:
-    """Train all parts with momentum; give the loss of every step."""
+    """Train all parts with momentum; return the loss of every step."""
     optimizer = torch.optim.SGD([p for ranks in parts for p in ranks], lr=0.1, momentum=0.9)
     history = []
     for _ in range(steps):
@@ -97,12 +98,12 @@ def train(X: Tensor, y: Tensor, parts: list[list[Tensor]], steps: int = STEPS) -
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Train on the digits, and say what came of it."""
+    """Train on the digits; print losses, accuracy and the difference of the gradients."""
     devices = pc.devices(arguments or None)
     torch.manual_seed(0)
     data = digits()
-    apart = difference(data.train[0][:BATCH], data.train[1][:BATCH], devices)
-    parts = cut(START, devices)
+    deviation = difference(data.train[0][:BATCH], data.train[1][:BATCH], devices)
+    parts = split(START, devices)
     losses = train(*data.train, parts)
     with torch.no_grad():
         scores = pc.gather(forward(data.test[0], parts), "cpu")
@@ -110,7 +111,7 @@ def main(arguments: Sequence[str]) -> None:
     print(f"channels of every layer over {', '.join(map(str, devices))}:")
     print(
         f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, test acc {accuracy:.2f}, after {STEPS} steps; "
-        f"gradients as on one device to {apart:.0e}"
+        f"gradients as on one device to {deviation:.0e}"
     )
 
 

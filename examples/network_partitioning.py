@@ -2,8 +2,8 @@
 
     python examples/network_partitioning.py ["cpu*2" | "cuda:*" | cuda:0 cpu | ...]
 
-What the first rank has computed is copied to the second, and the gradient comes back the same way.
-A batch passes in microbatches: while the second GPU works on one, the first is at the next.
+Activations are copied from the first rank to the second, and their gradients back. A batch is split
+into microbatches: while the second GPU works on one, the first works on the next.
 """
 
 import sys
@@ -18,53 +18,53 @@ import pycollect as pc
 from pycollect.train import digits, init_lenet, lenet
 
 BATCH, STEPS, MICROBATCHES = 64, 60, 4
-START = [10 * p for p in init_lenet()]  # larger than the book's: few steps show something
-CUT = 4  # of LeNet's eight parameters, four belong to the convolutions
+START = [10 * p for p in init_lenet()]  # ten times the book's, so that a few steps lower the loss
+CONVOLUTIONAL = 4  # of LeNet's eight parameters, the first four belong to the convolutions
 
 
 def convolutions(images: Tensor, params: Sequence[Tensor]) -> Tensor:
-    """Give the features of every image: [n, 1, 28, 28] to [n, 800]."""
+    """Return the features of every image: [n, 1, 28, 28] to [n, 800]."""
     w1, b1, w2, b2 = params
     hidden = F.avg_pool2d(F.relu(F.conv2d(images, w1, b1)), 2)
     return F.avg_pool2d(F.relu(F.conv2d(hidden, w2, b2)), 2).flatten(1)
 
 
 def dense(features: Tensor, params: Sequence[Tensor]) -> Tensor:
-    """Give the ten scores of every image: [n, 800] to [n, 10]."""
+    """Return the ten scores of every image: [n, 800] to [n, 10]."""
     w3, b3, w4, b4 = params
     return F.linear(F.relu(F.linear(features, w3, b3)), w4, b4)
 
 
 def place(params: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
-    """Copy the parameters of either part to its rank."""
+    """Copy the parameters of each part to its rank."""
     first, second = devices
-    homes = [first if i < CUT else second for i in range(len(params))]
+    homes = [first if i < CONVOLUTIONAL else second for i in range(len(params))]
     copies = [pc.autograd.copy(p, home) for p, home in zip(params, homes, strict=True)]
     return [copy.detach().requires_grad_() for copy in copies]
 
 
 def forward(X: Tensor, params: Sequence[Tensor], microbatches: int = MICROBATCHES) -> list[Tensor]:
-    """Give the scores of every microbatch, on the second rank.
+    """Return the scores of every microbatch, on the second rank.
 
-    Nothing here waits on GPUs: the calls for the next microbatch are made while this one runs.
+    No call waits for a GPU, so the next microbatch is issued while this one runs.
     """
-    first, second = params[0].device, params[CUT].device
+    first, second = params[0].device, params[CONVOLUTIONAL].device
     scores = []
-    for piece in X.tensor_split(microbatches):
-        features = convolutions(pc.autograd.copy(piece, first), params[:CUT])
-        scores.append(dense(pc.autograd.copy(features, second), params[CUT:]))
+    for microbatch in X.tensor_split(microbatches):
+        features = convolutions(pc.autograd.copy(microbatch, first), params[:CONVOLUTIONAL])
+        scores.append(dense(pc.autograd.copy(features, second), params[CONVOLUTIONAL:]))
     return scores
 
 
 def loss_of(scores: Sequence[Tensor], y: Tensor) -> Tensor:
-    """Give the mean cross-entropy over all microbatches, which backward passes in reverse."""
+    """Return the mean cross-entropy over all microbatches; backward runs them in reverse order."""
     labels = pc.autograd.copy(y, scores[0].device).tensor_split(len(scores))
     pairs = zip(scores, labels, strict=True)
     return torch.stack([F.cross_entropy(s, t, reduction="sum") for s, t in pairs]).sum() / len(y)
 
 
 def difference(X: Tensor, y: Tensor, devices: Sequence[torch.device]) -> float:
-    """Give the largest difference between the gradients here and on a single device."""
+    """Return the largest difference between these gradients and those on a single device."""
     single = [p.clone().requires_grad_() for p in START]
     split = place(single, devices)
     expected = torch.autograd.grad(F.cross_entropy(lenet(X, single), y), single)
@@ -74,7 +74,7 @@ def difference(X: Tensor, y: Tensor, devices: Sequence[torch.device]) -> float:
 
 
 def train(X: Tensor, y: Tensor, params: list[Tensor], steps: int = STEPS) -> list[float]:
-    """Train both parts with momentum; give the loss of every step."""
+    """Train both parts with momentum; return the loss of every step."""
     optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
     losses = []
     for _ in range(steps):
@@ -88,14 +88,14 @@ def train(X: Tensor, y: Tensor, params: list[Tensor], steps: int = STEPS) -> lis
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Train on the digits, and say what came of it."""
+    """Train on the digits; print losses, accuracy and the difference of the gradients."""
     devices = pc.devices(arguments or None)[:2]
     if len(devices) < 2:
         raise SystemExit("two ranks are needed; name two devices, or one twice: cuda:0*2")
     torch.manual_seed(0)
     data = digits()
     X, y = data.train
-    apart = difference(X[:BATCH], y[:BATCH], devices)
+    deviation = difference(X[:BATCH], y[:BATCH], devices)
     params = place(START, devices)
     began = time.perf_counter()
     losses = train(X, y, params)
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     print(
         f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, test acc {accuracy:.2f}, {STEPS} steps in "
-        f"{seconds:.1f} s; gradients as on one device to {apart:.0e}"
+        f"{seconds:.1f} s; gradients as on one device to {deviation:.0e}"
     )
 
 

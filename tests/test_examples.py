@@ -1,4 +1,4 @@
-"""The phase's two other partitionings: outputs and gradients as on one device; both train."""
+"""The two network partitionings of examples/: outputs and gradients as on one device."""
 
 from __future__ import annotations
 
@@ -65,31 +65,31 @@ def test_network_partitioning_is_one_device(
 def test_layerwise_partitioning_is_one_device(batch: tuple[Tensor, Tensor], world: int) -> None:
     X, y = batch
     devices = pc.devices(f"cpu*{world}")
-    parts = LAYERWISE.cut(LAYERWISE.START, devices)
+    parts = LAYERWISE.split(LAYERWISE.START, devices)
     scores = LAYERWISE.forward(X, parts)
     torch.autograd.backward(LAYERWISE.losses_of(scores, y))
     expected, grads = single(X, y)
     torch.testing.assert_close(torch.cat(scores), expected, **CLOSE)
-    for ranks, dim, grad in zip(parts, LAYERWISE.SHARED_DIM, grads, strict=True):
+    for ranks, dim, grad in zip(parts, LAYERWISE.SPLIT_DIM, grads, strict=True):
         assert dim is None or max(p.numel() for p in ranks) < grad.numel() or world == 1
         found = torch.cat([p.grad for p in ranks], dim or 0)
         torch.testing.assert_close(found.view_as(grad), grad, **CLOSE)
     assert LAYERWISE.difference(X, y, devices) < 1e-5
 
 
-def test_both_train() -> None:
+def test_both_examples_train() -> None:
     torch.set_num_threads(1)  # small convolutions wait long for their threads on busy cores
     X, y = (part[:256] for part in digits().train)
     for losses in (
         NETWORK.train(X, y, NETWORK.place(NETWORK.START, pc.devices("cpu*2")), 20),
-        LAYERWISE.train(X, y, LAYERWISE.cut(LAYERWISE.START, pc.devices("cpu*2")), 20),
+        LAYERWISE.train(X, y, LAYERWISE.split(LAYERWISE.START, pc.devices("cpu*2")), 20),
     ):
         assert sum(losses[-3:]) / 3 < 1.5 < 2 < losses[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["network_partitioning", "layerwise_partitioning"])
-def test_they_run_as_programs(name: str) -> None:
+def test_examples_run_as_programs(name: str) -> None:
     command = [sys.executable, EXAMPLES / f"{name}.py", "cpu*2"]
     ran = programs.run(command, timeout=120)
     assert ran.returncode == 0, ran.stderr

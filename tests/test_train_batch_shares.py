@@ -1,4 +1,4 @@
-"""Per-rank batch sizes: even, weighted, or by measured throughput; followed, stored, replayed."""
+"""Shares of a batch per rank: even, weighted, or by measured throughput; stored and replayed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_strict_rule() -> None:
 
 
 def run(auto: AutoShares, steps: int, rates: list[float], n: int = 100) -> list[list[int]]:
-    """The batch sizes of all steps on ranks with the given rates, in examples a second."""
+    """The shares of all steps on ranks with the given rates, in examples per second."""
     used = []
     for _ in range(steps):
         used.append(auto.shares(n))
@@ -89,7 +89,7 @@ def test_shares_follow_the_throughput() -> None:
     assert run(auto, 60, [200.0, 600.0])[-1] == pytest.approx([25, 75], abs=2)
 
 
-def test_noise_does_not_move_them() -> None:
+def test_noise_does_not_change_shares() -> None:
     auto = AutoShares(2)
     for step in range(50):
         auto.shares(64)
@@ -98,7 +98,7 @@ def test_noise_does_not_move_them() -> None:
     assert len(auto.state_dict()["changes"]) == 1
 
 
-def test_a_fixed_cost_finds_its_balance() -> None:
+def test_a_fixed_cost_per_step_is_balanced() -> None:
     """One rank needs an extra second per step: in the end both ranks finish at the same time."""
     auto = AutoShares(2)
     for _ in range(100):
@@ -108,7 +108,7 @@ def test_a_fixed_cost_finds_its_balance() -> None:
     assert seconds[0] == pytest.approx(seconds[1], rel=0.06)
 
 
-def test_the_first_step_is_no_measure() -> None:
+def test_the_times_of_the_first_step_are_ignored() -> None:
     auto = AutoShares(2)
     auto.shares(10)
     auto.observe([100.0, 1.0])
@@ -116,8 +116,8 @@ def test_the_first_step_is_no_measure() -> None:
     assert len(auto.state_dict()["changes"]) == 1
 
 
-def test_a_disturbed_step_does_not_move_them() -> None:
-    """One rank takes a fifth longer in a single step, at each step that may change the sizes."""
+def test_a_single_slow_step_does_not_change_shares() -> None:
+    """One rank takes a fifth longer in a single step, at each step that may change the shares."""
     for disturbed in range(1, 16):
         auto = AutoShares(2)
         run(auto, disturbed, [5.0, 5.0])
@@ -136,7 +136,7 @@ def test_every_rank_keeps_an_example_while_there_are_enough() -> None:
     assert run(auto, 60, [1e6, 1e6, 1e6])[-1] == pytest.approx([33, 33, 33], abs=2)
 
 
-def test_a_stored_state_goes_on_with_the_same_shares() -> None:
+def test_a_restored_state_continues_with_the_same_shares() -> None:
     whole, first, second = (AutoShares(2) for _ in range(3))
     rates = [700.0, 300.0]
     wanted = run(whole, 40, rates)
@@ -147,7 +147,7 @@ def test_a_stored_state_goes_on_with_the_same_shares() -> None:
         AutoShares(3).load_state_dict(first.state_dict())
 
 
-def test_a_replay_uses_the_stored_shares_whatever_it_measures() -> None:
+def test_a_replay_uses_the_stored_shares_and_ignores_times() -> None:
     stored = AutoShares(2)
     wanted = run(stored, 30, [900.0, 100.0])
     again, later = AutoShares(2), AutoShares(2)
@@ -190,16 +190,16 @@ def test_misuse_is_refused() -> None:
         AutoShares(0)
 
 
-def test_a_delay_leaves_what_is_ahead_certain() -> None:
-    """Batch sizes announced when a batch was prepared are those that its step gets."""
+def test_a_delay_fixes_the_shares_of_the_next_steps() -> None:
+    """The shares announced while a batch is prepared are those of its step."""
     auto = AutoShares(2, delay=3)
-    told = [auto.shares_ahead(12, steps) for steps in range(3)]
+    announced = [auto.shares_ahead(12, steps) for steps in range(3)]
     given = []
     for _ in range(30):
-        told.append(auto.shares_ahead(12, 3))
+        announced.append(auto.shares_ahead(12, 3))
         given.append(auto.shares(12))
         auto.observe([share * slow for share, slow in zip(given[-1], (1e-3, 5e-3), strict=True)])
-    assert given == told[:30]
+    assert given == announced[:30]
     changed = next(step for step, shares in enumerate(given) if shares != [6, 6])
     assert (changed, given[-1]) == (5 + 3, [10, 2])  # decided after five steps
     for steps in (-1, 4):
@@ -211,7 +211,7 @@ def test_a_delay_leaves_what_is_ahead_certain() -> None:
 
 @pytest.mark.parametrize("delay", [0, 3, 7])
 def test_a_delay_is_continued_and_replayed(delay: int) -> None:
-    def go(auto: AutoShares, steps: int) -> list[list[int]]:
+    def shares_of_steps(auto: AutoShares, steps: int) -> list[list[int]]:
         given = []
         for _ in range(steps):
             given.append(auto.shares(12))
@@ -219,10 +219,10 @@ def test_a_delay_is_continued_and_replayed(delay: int) -> None:
         return given
 
     whole, part, rest = (AutoShares(2, delay) for _ in range(3))
-    unbroken = go(whole, 30)
-    given = go(part, 6)  # the first change is decided, but not in effect with a delay
+    unbroken = shares_of_steps(whole, 30)
+    given = shares_of_steps(part, 6)  # the first change is decided, but not in effect with a delay
     rest.load_state_dict(part.state_dict())
-    assert given + go(rest, 24) == unbroken
+    assert given + shares_of_steps(rest, 24) == unbroken
     again = AutoShares(2)
     again.replay(whole.state_dict())
-    assert go(again, 30) == unbroken
+    assert shares_of_steps(again, 30) == unbroken

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from pycollect.train import (
     CheckpointError,
     Data,
-    History,
     Replicas,
+    RunResult,
     Settings,
     checkpoint,
     train,
@@ -39,7 +39,7 @@ def net() -> nn.Module:
     )
 
 
-def run(**options: Any) -> History:
+def run(**options: Any) -> RunResult:
     return train("cpu*2", 8, 0.05, **{"model": net(), **OPTIONS, **options})
 
 
@@ -66,17 +66,17 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     count = 0
     check = Interrupt.check
 
-    def pressed(self: Interrupt) -> None:
+    def interrupted(self: Interrupt) -> None:
         nonlocal count
         count += 1
         if count == steps:
             os.kill(os.getpid(), signal.SIGINT)
         check(self)
 
-    monkeypatch.setattr(Interrupt, "check", pressed)
+    monkeypatch.setattr(Interrupt, "check", interrupted)
 
 
-def assert_same_run(a: History, b: History, files: tuple[Path, Path]) -> None:
+def assert_same_run(a: RunResult, b: RunResult, files: tuple[Path, Path]) -> None:
     assert a.losses == b.losses
     assert [(e.loss, e.accuracy) for e in a.epochs] == [(e.loss, e.accuracy) for e in b.epochs]
     assert all(map(same_bits, a.parameters, b.parameters))
@@ -130,7 +130,7 @@ def test_dropout_and_momentum_are_in_the_state(tmp_path: Path) -> None:
     assert loaded["settings"]["lr"] == 0.05
 
 
-def test_measured_shares_go_on(tmp_path: Path) -> None:
+def test_measured_shares_are_continued(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     first = run(epochs=2, weights="auto", checkpoint=path)
     kept = checkpoint.load(path)["run"]["engine"]["auto"]
@@ -159,7 +159,7 @@ def test_measured_shares_are_replayed(tmp_path: Path, monkeypatch: pytest.Monkey
         run(replay_shares=path)
 
 
-def test_what_is_not_chosen_is_as_it_was(tmp_path: Path) -> None:
+def test_omitted_options_come_from_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     first = run(epochs=1, seed=7, drop_last=True, checkpoint=path)
     again = train(model=net(), data=DATA, epochs=2, resume=path, quiet=True)
@@ -184,20 +184,22 @@ def test_what_is_not_chosen_is_as_it_was(tmp_path: Path) -> None:
         ({"model": "resnet18"}, "model Sequential, not resnet18"),
     ],
 )
-def test_other_settings_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_different_settings_are_named(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
     run(epochs=1, checkpoint=tmp_path / "run.pt")
     with pytest.raises((CheckpointError, ValueError), match=message):
         run(resume=tmp_path / "run.pt", **options)
 
 
-def test_other_ranks_batch_and_rate_are_named(tmp_path: Path) -> None:
+def test_different_ranks_batch_and_rate_are_named(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     run(epochs=1, checkpoint=path)
     with pytest.raises(CheckpointError) as caught:
         train("cpu*3", 16, 0.1, model=net(), resume=path, **OPTIONS)
     for text in ("batch size 8, not 16", "lr 0.05, not 0.1", "['cpu', 'cpu'], not ['cpu', 'cpu',"):
         assert text in str(caught.value)
-    with pytest.raises(ValueError, match="on data of your own"):
+    with pytest.raises(ValueError, match="used data of its caller"):
         train(model=net(), resume=path, quiet=True)
 
 
@@ -219,10 +221,10 @@ def older(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (cut, "is no checkpoint, or is damaged"),
-        (flip, "is no checkpoint, or is damaged"),
-        (lambda path: path.write_bytes(b""), "is no checkpoint, or is damaged"),
-        (lambda path: path.write_text("hello"), "is no checkpoint, or is damaged"),
+        (cut, "is not a checkpoint, or is damaged"),
+        (flip, "is not a checkpoint, or is damaged"),
+        (lambda path: path.write_bytes(b""), "is not a checkpoint, or is damaged"),
+        (lambda path: path.write_text("hello"), "is not a checkpoint, or is damaged"),
         (lambda path: path.unlink(), "there is no checkpoint"),
         (lambda path: torch.save({"lr": 1}, path), "was not written by pycollect.train"),
         (lambda path: torch.save(nn.Linear(1, 1), path), "it holds more than tensors, numbers"),
@@ -269,8 +271,11 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_place_that_cannot_be_is_refused_at_once(tmp_path: Path) -> None:
-    for path, message in ((tmp_path, "is a folder"), (tmp_path / "no" / "run.pt", "not there")):
+def test_an_unwritable_path_is_refused_at_once(tmp_path: Path) -> None:
+    for path, message in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "no" / "run.pt", "does not exist"),
+    ):
         with pytest.raises(ValueError, match=message):
             run(checkpoint=path)
 
@@ -286,7 +291,7 @@ def test_the_command_is_interrupted_and_continued(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (
         130,
-        f"interrupted; --resume {path} --checkpoint {path} goes on from here\n",
+        f"interrupted; continue with --resume {path} --checkpoint {path}\n",
     )
     epochs = len(checkpoint.load(path)["run"]["epochs"])
     arguments = ["--resume", str(path), "--epochs", str(epochs + 1)]

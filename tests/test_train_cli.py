@@ -47,7 +47,7 @@ def test_ctrl_c_ends_with_one_line() -> None:
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_is_no_error() -> None:
+def test_a_closed_standard_output_ends_the_run_quietly() -> None:
     command = [*COMMAND, "--epochs", "1"]
     with programs.Program(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -99,8 +99,11 @@ def test_compare_prints_both_ratios(capsys: pytest.CaptureFixture[str]) -> None:
         (["--momentum", "2"], "the momentum must be from 0 to below 1, not 2"),
         (["--weights", "1,2,3", "--devices", "cpu*2"], "3 weights for 2 ranks"),
         (["--plot", "run.gif"], "a picture ends in .png, .svg, .pdf, and run.gif does not"),
-        (["--log", "no/where.jsonl"], "the folder of the log no/where.jsonl is not there or not"),
-        (["--checkpoint", "no/where.pt"], "the folder of the checkpoint no/where.pt is not there"),
+        (["--log", "no/where.jsonl"], "the folder of the log no/where.jsonl does not exist or is"),
+        (
+            ["--checkpoint", "no/where.pt"],
+            "the folder of the checkpoint no/where.pt does not exist",
+        ),
         (["--compare", "--log", "no/where.jsonl"], "a comparison does not support log"),
         (["--compare", "--checkpoint", "no/where.pt"], "a comparison does not support checkpoint"),
         (["--compare", "--resume", "no/where.pt"], "a comparison does not support resume"),
@@ -130,11 +133,11 @@ def test_bad_arguments_are_refused_before_any_data_is_loaded(
 
 
 @pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
-def test_what_torchrun_sets_must_be_numbers(
+def test_torchruns_variables_must_be_numbers(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    about = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    for name, value in {**about, variable: "abc"}.items():
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in {**variables, variable: "abc"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as exit_:
         main(["--data", "digits", "--backend", "gloo"])
@@ -147,7 +150,7 @@ def refuse(data_dir: Path) -> None:
     raise Unavailable("torchvision is not installed")
 
 
-def test_requested_fashion_mnist_that_is_not_there_is_one_sentence(
+def test_missing_fashion_mnist_is_one_sentence(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(fashion, "download", refuse)
@@ -160,7 +163,7 @@ def test_requested_fashion_mnist_that_is_not_there_is_one_sentence(
     )
 
 
-def test_the_fallback_is_said_in_one_line(
+def test_the_fallback_is_printed_in_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(fashion, "download", refuse)
@@ -181,7 +184,7 @@ def test_the_fallback_is_said_in_one_line(
         (["--graph", "--devices", "cpu"], "in a CUDA graph on one GPU, not on [cpu]"),
     ],
 )
-def test_what_does_not_go_together_is_refused(
+def test_incompatible_options_are_refused(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -195,7 +198,7 @@ def test_what_does_not_go_together_is_refused(
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_help_says_what_the_time_means(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_defines_the_printed_time(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     text = " ".join(capsys.readouterr().out.split())

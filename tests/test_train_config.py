@@ -57,19 +57,19 @@ def run(devices: Any = "cpu*2", batch_size: int = 8, **options: Any) -> Any:
     ],
 )
 def test_devices_come_in_every_form(spec: Any, world: int | None) -> None:
-    history = run(spec, epochs=1)
+    result = run(spec, epochs=1)
     if world is None:
         world = torch.cuda.device_count() or 2
-    assert len(history.settings.devices) == len(history.steps[0].shares) == world
+    assert len(result.settings.devices) == len(result.steps[0].shares) == world
 
 
-@pytest.mark.parametrize(("count", "there"), [(1, 0), (3, 0), (2, 2), (1, 2)])
+@pytest.mark.parametrize(("count", "visible"), [(1, 0), (3, 0), (2, 2), (1, 2)])
 def test_a_number_means_gpus_as_in_the_chapters(
-    monkeypatch: pytest.MonkeyPatch, count: int, there: int
+    monkeypatch: pytest.MonkeyPatch, count: int, visible: int
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    expected = [torch.device("cuda", i) for i in range(count)] if there else [CPU] * count
+    expected = [torch.device("cuda", i) for i in range(count)] if visible else [CPU] * count
     assert ranks(count, None) == ranks(None, count) == expected
 
 
@@ -79,7 +79,7 @@ def test_numbers_of_gpus_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ValueError, match="either devices or num_gpus"):
         ranks("cpu", 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match=r"3 and 2 can be seen; devices='cuda:0\*3' puts"):
+    with pytest.raises(ValueError, match=r"3, and 2 GPUs are visible; devices='cuda:0\*3' puts"):
         ranks(None, 3)
 
 
@@ -102,7 +102,7 @@ def test_defaults_belong_to_data_and_model() -> None:
     assert (lenet.model, lenet.batch_size, lenet.lr, lenet.epochs) == ("lenet", 64, 0.3, 40)
     assert (resnet.batch_size, resnet.lr, resnet.epochs) == (64, 0.1, 5)
     assert settings().lr == 0.1
-    with pytest.raises(ValueError, match=r"unknown model 'vgg'; there are lenet, resnet18, and"):
+    with pytest.raises(ValueError, match=r"unknown model 'vgg'; allowed are lenet, resnet18, and"):
         settings(model="vgg")
 
 
@@ -115,16 +115,16 @@ def test_weak_scaling_multiplies_by_the_ranks() -> None:
 
 
 def test_shares_by_weights() -> None:
-    history = run("cpu*2", 10, weights="80,20", epochs=1)
-    assert [step.shares for step in history.steps] == [(8, 2), (8, 2), (5, 1)]
+    result = run("cpu*2", 10, weights="80,20", epochs=1)
+    assert [step.shares for step in result.steps] == [(8, 2), (8, 2), (5, 1)]
     again = run("cpu*2", 10, weights=[80, 20], epochs=1)
-    assert all(map(same_bits, history.parameters, again.parameters))
+    assert all(map(same_bits, result.parameters, again.parameters))
     even = run("cpu*2", 10, epochs=1)
-    for a, b in zip(history.parameters, even.parameters, strict=True):
+    for a, b in zip(result.parameters, even.parameters, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
-def test_measured_shares_are_asked_for_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_shares_observe_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[float]] = []
 
     def observe(self: AutoShares, seconds: list[float]) -> None:
@@ -132,13 +132,13 @@ def test_measured_shares_are_asked_for_and_told(monkeypatch: pytest.MonkeyPatch)
         self._given = []
 
     monkeypatch.setattr(AutoShares, "observe", observe)
-    history = run(weights="auto", epochs=1)
-    assert len(seen) == len(history.steps) == 4
+    result = run(weights="auto", epochs=1)
+    assert len(seen) == len(result.steps) == 4
     assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in seen)
 
 
 @pytest.mark.parametrize("weights", ["80;20", "fast", [1, None], 3])
-def test_weights_that_are_no_weights(weights: Any) -> None:
+def test_malformed_weights_are_refused(weights: Any) -> None:
     with pytest.raises(ValueError, match="weights are 'auto' or one number per rank such as"):
         parse_weights(weights)
 
@@ -166,7 +166,7 @@ def test_weights_that_are_no_weights(weights: Any) -> None:
         ({"data": "digits", "image_size": 28}, "the image size is for image folders"),
     ],
 )
-def test_what_cannot_be_is_refused_before_a_step(
+def test_invalid_options_are_refused_before_a_step(
     options: dict[str, Any], message: str | None
 ) -> None:
     if message is None:
@@ -177,11 +177,11 @@ def test_what_cannot_be_is_refused_before_a_step(
 
 
 def test_an_unknown_option_is_named() -> None:
-    with pytest.raises(TypeError, match=r"there is no option 'momentun'; there are .*momentum"):
+    with pytest.raises(TypeError, match=r"unknown option 'momentun'; allowed are .*momentum"):
         train("cpu", data=DATA, momentun=0.9)
 
 
-def test_the_command_line_makes_the_same_choice() -> None:
+def test_the_command_line_gives_the_same_settings() -> None:
     text = (
         "--devices cpu*2 --weights 80,20 --strict --model resnet18 --data digits --no-shuffle "
         "--drop-last --batch-size 10 --lr 0.2 --epochs 3 --scale-batch --scale-lr --momentum 0.9 "
@@ -198,7 +198,7 @@ def test_the_command_line_makes_the_same_choice() -> None:
     assert config(parser().parse_args([])) == Config()
 
 
-def test_the_header_says_what_is_unusual(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_header_shows_unusual_settings(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "--data digits --epochs 1 --batch-size 700 --microbatch 350 --momentum 0.5"
     assert main([*arguments.split(), "--devices", "cpu*2", "--weights", "3,1"]) == 0
     header = capsys.readouterr().out.splitlines()[0]
@@ -206,7 +206,7 @@ def test_the_header_says_what_is_unusual(capsys: pytest.CaptureFixture[str]) -> 
     assert "weights 3,1, on [cpu, cpu]" in header
 
 
-def test_deterministic_algorithms_are_chosen_for_the_run_only() -> None:
+def test_deterministic_algorithms_are_enabled_for_the_run_only() -> None:
     seen = []
 
     class Watching(nn.Linear):
@@ -222,13 +222,13 @@ def test_deterministic_algorithms_are_chosen_for_the_run_only() -> None:
 
 
 @pytest.mark.parametrize("options", [{"prefetch": 3}, {"overlap": False}, {"reduce": "naive"}])
-def test_what_only_runs_otherwise_leaves_the_bits(options: dict[str, Any]) -> None:
-    history, other = run(momentum=0.9), run(momentum=0.9, **options)
-    assert history.losses == other.losses
-    assert all(map(same_bits, history.parameters, other.parameters))
+def test_speed_options_do_not_change_the_bits(options: dict[str, Any]) -> None:
+    result, other = run(momentum=0.9), run(momentum=0.9, **options)
+    assert result.losses == other.losses
+    assert all(map(same_bits, result.parameters, other.parameters))
 
 
-def test_prefetch_is_on_where_it_takes_work_off_the_step() -> None:
+def test_prefetch_is_on_for_files_and_gpus() -> None:
     gpu = torch.device("cuda", 0)
     files = Data("files", ImageFolder((Path("a.png"),), (0,), ("a",)), (X, Y))
     assert Config().batches_ahead(DATA, (CPU,)) == 0

@@ -1,4 +1,4 @@
-"""Agreement between processes: batch statistics, measured batch sizes, and the last step."""
+"""Agreement between processes: batch statistics, measured shares, and the last step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import Pools, RankContext, pools_of_a_module
-from test_train_processes import alone, assert_alike, job, trained
+from test_train_processes import alone, assert_alike, prepared, trained
 from torch import Tensor, nn
 
 from pycollect._command import Stopped
@@ -86,7 +86,7 @@ def test_batch_statistics_of_processes_are_the_whole_batch(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"weights": "0,1", "microbatch": 3}], ids=str)
-def test_a_network_with_them_has_the_bits_of_one_process(
+def test_a_network_with_batch_statistics_has_the_bits_of_one_process(
     pools: Pools, options: dict[str, Any]
 ) -> None:
     """The last batch of 41 has one example, so one rank has none."""
@@ -114,7 +114,7 @@ def measured(
     seconds = (0.001, 0.003)[me.rank]
     options = {"prefetch": 2, "weights": "auto", "checkpoint": f"{folder}/run.pt", **options}
     with mock.patch("pycollect.train.ddp.seconds_between", return_value=seconds):
-        made = run(job(me.world, False, me.spec.backend, **options), Report(quiet=True))
+        made = run(prepared(me.world, False, me.spec.backend, **options), Report(quiet=True))
     return [step.shares for step in made.steps], made.parameters
 
 
@@ -133,7 +133,7 @@ def test_all_processes_have_the_same_measured_shares(pools: Pools, tmp_path: Pat
 
 
 def measured_in_parts(me: RankContext, folder: str) -> bool:
-    """Two runs of an epoch have the batch sizes of one run of two, with two steps of delay."""
+    """Two runs of one epoch have the shares of one run of two, with a delay of two steps."""
     whole, _ = measured(me, f"{folder}/whole")
     measured(me, f"{folder}/part", epochs=1)
     path = f"{folder}/part/run.pt"
@@ -141,44 +141,46 @@ def measured_in_parts(me: RankContext, folder: str) -> bool:
 
 
 @pytest.mark.slow
-def test_measured_shares_of_processes_go_on(pools: Pools, tmp_path: Path) -> None:
+def test_measured_shares_of_processes_are_continued(pools: Pools, tmp_path: Path) -> None:
     for name in ("whole", "part"):
         (tmp_path / name).mkdir()
     assert pools(2).run(measured_in_parts, str(tmp_path)) == [True, True]
 
 
-def stopped(me: RankContext, path: str, heard: list[int]) -> tuple[int, bool]:
+def stopped(me: RankContext, path: str, signalled: list[int]) -> tuple[int, bool]:
     """Get SIGTERM at this rank's given check; compare a resumed run with an uninterrupted one."""
     check = Interrupt.check
     options = {"sync_batchnorm": True, "momentum": 0.9}
     checks = 0
 
-    def asked(self: Interrupt) -> None:
+    def send_signal(self: Interrupt) -> None:
         nonlocal checks
         checks += 1
-        if checks == heard[me.rank]:
+        if checks == signalled[me.rank]:
             os.kill(os.getpid(), signal.SIGTERM)
         check(self)
 
     store = dist.distributed_c10d._get_default_store()
-    together = StopConsensus(dist.PrefixStore(path, store), me.rank, me.world, lambda: None)
-    made = job(me.world, True, me.spec.backend, checkpoint=path, **options)
-    with mock.patch.object(Interrupt, "check", asked), pytest.raises(Stopped):
-        run(made, Report(quiet=True), together)
+    consensus = StopConsensus(dist.PrefixStore(path, store), me.rank, me.world, lambda: None)
+    made = prepared(me.world, True, me.spec.backend, checkpoint=path, **options)
+    with mock.patch.object(Interrupt, "check", send_signal), pytest.raises(Stopped):
+        run(made, Report(quiet=True), consensus)
     steps = len(checkpoint.load(path)["run"]["steps"])
-    go_on = job(me.world, True, me.spec.backend, resume=path, **options)
-    whole = job(me.world, True, me.spec.backend, **options)
-    ends = [run(made, Report(quiet=True)).parameters for made in (go_on, whole)]
+    continued = prepared(me.world, True, me.spec.backend, resume=path, **options)
+    whole = prepared(me.world, True, me.spec.backend, **options)
+    ends = [run(made, Report(quiet=True)).parameters for made in (continued, whole)]
     return steps, all(map(same_bits, *ends))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("heard", "after"), [([2, 2], 3), ([4, 2], 5), ([2, 5], 6), ([6, 6], 6)])
+@pytest.mark.parametrize(
+    ("signalled", "after"), [([2, 2], 3), ([4, 2], 5), ([2, 5], 6), ([6, 6], 6)]
+)
 def test_processes_stop_after_the_same_step(
-    pools: Pools, tmp_path: Path, heard: list[int], after: int
+    pools: Pools, tmp_path: Path, signalled: list[int], after: int
 ) -> None:
     """An epoch has 6 steps; the seventh check is at the end of the epoch."""
-    found = pools(2).run(stopped, str(tmp_path / "run.pt"), heard)
+    found = pools(2).run(stopped, str(tmp_path / "run.pt"), signalled)
     assert found == [(after, True)] * 2
 
 
@@ -199,9 +201,7 @@ def test_torchrun_is_interrupted_and_continued(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=120)
     assert process.returncode != 0
-    assert (
-        errors.count(f"interrupted; --resume {path} --checkpoint {path} goes on from here\n") == 1
-    )
+    assert errors.count(f"interrupted; continue with --resume {path} --checkpoint {path}\n") == 1
     state = checkpoint.load(path)["run"]
     assert '"stopped", "why": "interrupted"' in log.read_text().splitlines()[-1]
     epochs = len(state["epochs"]) + 1

@@ -66,7 +66,7 @@ def test_overlap_changes_no_bit_of_the_chapters_models(name: str) -> None:
         assert same_bits(a.cpu(), b.cpu())
 
 
-def test_a_stream_of_the_callers_own_is_kept_to() -> None:
+def test_a_step_runs_on_the_callers_stream() -> None:
     devices = places(2)["one GPU"]
     wanted = trained(perceptron(), 2, SIZES, devices=devices)
     side = torch.cuda.Stream()
@@ -80,7 +80,7 @@ def test_a_stream_of_the_callers_own_is_kept_to() -> None:
     assert same_bits(found.modules[1].cpu(), wanted.modules[1].cpu())
 
 
-def test_ranks_are_timed_where_they_compute() -> None:
+def test_ranks_are_timed_on_their_devices() -> None:
     replicas = replicas_of(perceptron(), 2, devices=places(2)["GPU and CPU"])
     auto = AutoShares(2)
     for X, y in batches([32] * 12):

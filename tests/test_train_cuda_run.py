@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from pycollect.train import Data, History, train
+from pycollect.train import Data, RunResult, train
 from pycollect.train.run_result import same_bits
 
 pytestmark = pytest.mark.cuda
@@ -28,12 +28,12 @@ def net(*, drawn: bool = False) -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 4, 3), *middle, nn.Flatten(), nn.Linear(64, 3))
 
 
-def run(devices: Any = "cuda:0*2", **options: Any) -> History:
+def run(devices: Any = "cuda:0*2", **options: Any) -> RunResult:
     usual = {"data": DATA, "model": net(), "momentum": 0.9, "epochs": 2, "deterministic": True}
     return train(devices, 16, 0.05, quiet=True, **usual | options)
 
 
-def assert_close(a: History, b: History) -> None:
+def assert_close(a: RunResult, b: RunResult) -> None:
     for mine, theirs in zip(a.parameters, b.parameters, strict=True):
         torch.testing.assert_close(mine.cpu(), theirs.cpu(), rtol=0, atol=1e-4)
     assert a.losses == pytest.approx(b.losses, abs=1e-4)
@@ -44,22 +44,22 @@ def test_a_gpu_trains_as_the_cpu() -> None:
 
 
 def test_a_gpu_and_the_cpu_train_together() -> None:
-    history = run(["cuda:0", "cpu"], weights="80,20", prefetch=2)
-    assert history.steps[0].shares == (13, 3)
-    assert_close(history, run("cpu*2", weights="80,20"))
+    result = run(["cuda:0", "cpu"], weights="80,20", prefetch=2)
+    assert result.steps[0].shares == (13, 3)
+    assert_close(result, run("cpu*2", weights="80,20"))
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [("prefetch", 0), ("prefetch", 5), ("overlap", False), ("reduce", "naive"), ("exact_times", 1)],
 )
-def test_how_it_runs_leaves_the_bits(name: str, value: Any) -> None:
-    history, other = run(), run(**{name: value})
-    assert history.losses == other.losses
-    assert all(map(same_bits, history.parameters, other.parameters))
+def test_speed_options_do_not_change_the_bits(name: str, value: Any) -> None:
+    result, other = run(), run(**{name: value})
+    assert result.losses == other.losses
+    assert all(map(same_bits, result.parameters, other.parameters))
 
 
-def test_the_captured_step_trains_as_the_other() -> None:
+def test_the_captured_step_trains_as_the_eager_step() -> None:
     assert_close(run(graph=True), run())
 
 

@@ -55,7 +55,7 @@ def silent_server() -> Iterator[str]:
 
 @pytest.mark.parametrize("gzipped", [False, True])
 @pytest.mark.parametrize("place", ["", "FashionMNIST/raw", "raw"])
-def test_fashion_mnist_is_read_where_it_is(tmp_path: Path, place: str, gzipped: bool) -> None:
+def test_fashion_mnist_is_found_in_every_folder(tmp_path: Path, place: str, gzipped: bool) -> None:
     write_fashion(tmp_path / place, gzipped=gzipped)
     data, notice = load("auto", tmp_path)
     assert (data.name, notice) == ("fashion-mnist", "")
@@ -118,7 +118,7 @@ def test_a_damaged_gzip_file_is_one_clear_sentence(tmp_path: Path, change: str) 
 
 
 @pytest.mark.usefixtures("no_network")
-def test_without_a_network_auto_takes_the_digits_and_says_so(tmp_path: Path) -> None:
+def test_without_a_network_auto_takes_the_digits_with_a_notice(tmp_path: Path) -> None:
     data, notice = load("auto", tmp_path)
     assert data.name == "digits"
     assert "\n" not in notice
@@ -132,7 +132,7 @@ def test_without_a_network_fashion_mnist_is_an_error(tmp_path: Path) -> None:
         load("fashion-mnist", tmp_path)
 
 
-def test_some_of_the_files_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_files_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def finish(data_dir: Path) -> None:
         write_fashion(data_dir / "FashionMNIST" / "raw")
 
@@ -165,18 +165,18 @@ def fake_torchvision(monkeypatch: pytest.MonkeyPatch, mirror: str) -> None:
     monkeypatch.setitem(sys.modules, "torchvision.datasets", datasets)
 
 
-def test_a_silent_network_is_given_up(
+def test_a_silent_network_times_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent_server: str
 ) -> None:
     fake_torchvision(monkeypatch, silent_server)
-    assert fashion_module.PATIENCE < 5
+    assert fashion_module.NETWORK_TIMEOUT < 5
     start = time.monotonic()
     with pytest.raises(Unavailable, match=r"no answer from 127\.0\.0\.1"):
-        fashion_module.download(tmp_path, patience=0.2)
-    assert time.monotonic() - start < 4  # waits 1 s; torchvision alone would wait for ever
+        fashion_module.download(tmp_path, timeout=0.2)
+    assert time.monotonic() - start < 4  # waits 1 s; torchvision alone would wait forever
 
 
-def test_a_look_up_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_lookup_that_hangs_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(request: object, timeout: float) -> None:
         time.sleep(2)  # a name lookup has no timeout
 
@@ -187,7 +187,7 @@ def test_a_look_up_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> No
     assert time.monotonic() - start < 1.5
 
 
-def test_a_refusing_network_is_given_up_at_once(tmp_path: Path) -> None:
+def test_a_refused_connection_is_reported_at_once(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(Unavailable, match=r"no answer from 127\.0\.0\.1: .*refused"):
@@ -204,7 +204,7 @@ def test_a_failed_download_is_one_sentence(tmp_path: Path, monkeypatch: pytest.M
     assert socket.getdefaulttimeout() == before
 
 
-def test_the_digits_are_split_by_class_for_good() -> None:
+def test_the_digits_are_split_by_class() -> None:
     (X, _), (X_test, y_test) = digits().train, digits().test
     assert X.shape == (1442, 1, 28, 28)
     assert X_test.shape == (355, 1, 28, 28)
@@ -246,7 +246,7 @@ def test_labels_are_numbers_of_classes(
         Data("mine", (images, labels), (images, torch.zeros(3).long()), classes=classes)
 
 
-def test_without_scikit_learn_the_digits_say_what_to_install(
+def test_without_scikit_learn_the_digits_name_the_package_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)

@@ -141,7 +141,7 @@ def test_buffers_are_those_of_rank_0() -> None:
     assert module.count == 2
 
 
-def test_modes() -> None:
+def test_training_evaluation_and_gradient_modes() -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     parallel = DataParallel(module, "cpu*3")
     assert list(parallel.state_dict()) == [f"module.{name}" for name in module.state_dict()]
@@ -200,7 +200,7 @@ def test_refusals() -> None:
     parallel = DataParallel(Calls(lambda self, x, y=None: x), "cpu*2")
     for call, message in (
         (lambda: parallel(torch.ones(3), torch.ones(4)), "3, 4 examples along dim 0"),
-        (lambda: DataParallel(net(), "cpu", "cpu*2"), "names 2 devices; needed is one"),
+        (lambda: DataParallel(net(), "cpu", "cpu*2"), "names 2 devices; pass one"),
         (lambda: DataParallel(net(), []), "empty"),
         (lambda: DataParallel(net().to("meta"), "cpu*2")(torch.ones(2)), "weight is on meta.*cpu"),
         (lambda: DataParallel(net(), "cpu*2", dim=4)(torch.ones(2)), r"dim is 4.*shape \[2\]"),
@@ -220,7 +220,7 @@ def test_refusals() -> None:
 
 
 class Residual(nn.Module):
-    """The phase's residual block, with two convolutions."""
+    """The residual block of the book's ResNet-18, with two convolutions."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()

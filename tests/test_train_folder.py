@@ -56,7 +56,7 @@ def test_test_may_be_called_test(folder: Path) -> None:
     assert count(load("folder", folder, 32)[0].test) == 2
 
 
-def test_the_centre_is_cut_out(tmp_path: Path) -> None:
+def test_the_centre_is_cropped(tmp_path: Path) -> None:
     image = Image.new("RGB", (90, 30), (255, 0, 0))
     image.paste((0, 255, 0), (30, 0, 60, 30))  # the middle third
     image.save(tmp_path / "wide.png")
@@ -82,18 +82,18 @@ def test_sixteen_bits_keep_their_greys(tmp_path: Path, ending: str) -> None:
 
 
 @pytest.mark.parametrize(("mode", "colour"), [("F", 0.5), ("I", 1 << 20)])
-def test_more_bits_are_refused(tmp_path: Path, mode: str, colour: float) -> None:
+def test_more_than_sixteen_bits_are_refused(tmp_path: Path, mode: str, colour: float) -> None:
     path = write(tmp_path / "deep.tif", colour, mode=mode)
     with pytest.raises(DataError, match=r"deep\.tif cannot be decoded .*32 bits per pixel"):
         decode(path, 8)
 
 
-def test_hidden_files_are_no_images(folder: Path) -> None:
+def test_hidden_files_are_ignored(folder: Path) -> None:
     (folder / "train" / "apple" / "._0.png").write_text("notes of a file system")
     assert count(load("folder", folder, 32)[0].train) == 6
 
 
-def test_nothing_is_decoded_before_it_is_asked_for(folder: Path) -> None:
+def test_an_image_is_decoded_when_it_is_fetched(folder: Path) -> None:
     path = folder / "train" / "banana" / "2.bmp"
     path.write_bytes(b"no image")
     data = load("folder", folder, 32)[0]
@@ -161,13 +161,13 @@ def test_a_folder_that_cannot_be_read_is_one_sentence(
         load("folder", folder, 32)
 
 
-def test_what_is_no_image_folder_is_one_sentence(folder: Path) -> None:
+def test_a_folder_of_another_layout_is_one_sentence(folder: Path) -> None:
     def refused(message: str) -> None:
         with pytest.raises(DataError, match=message):
             load("folder", folder, 32)
 
     write(folder / "val" / "cherry" / "0.png", 0)
-    refused("cherry is no class of the training set, which has apple, banana")
+    refused("cherry is not a class of the training set, which has apple, banana")
     (folder / "train" / "cherry").mkdir()
     refused("cherry holds no image")
     (folder / "val").rename(folder / "elsewhere")
@@ -189,14 +189,14 @@ def test_a_model_is_trained_on_a_folder(folder: Path, capsys: pytest.CaptureFixt
     assert "0.png cannot be decoded as an image" in error
 
 
-def test_an_image_size_is_for_folders(folder: Path) -> None:
+def test_an_image_size_applies_to_folders_only(folder: Path) -> None:
     with pytest.raises(ValueError, match="at least 1 pixel, not 0"):
         load("folder", folder, 0)
     with pytest.raises(ValueError, match="not for 'digits'"):
         load("digits", image_size=32)
 
 
-def test_any_map_style_data_set_will_do() -> None:
+def test_any_map_style_data_set_is_accepted() -> None:
     class Squares(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         classes = ("small", "large", "none")
 
@@ -216,7 +216,7 @@ def test_any_map_style_data_set_will_do() -> None:
     assert (X[:, 0, 0, 0].tolist(), y.tolist(), y.dtype) == ([4, 1], [1, 0], torch.int64)
 
 
-def test_a_data_set_without_tensors_is_told_so() -> None:
+def test_images_that_are_not_tensors_are_refused() -> None:
     class Pictures:
         def __len__(self) -> int:
             return 2
@@ -231,7 +231,7 @@ def test_a_data_set_without_tensors_is_told_so() -> None:
         _ = data.num_classes
 
 
-def test_images_of_several_shapes_make_no_batch() -> None:
+def test_a_batch_of_several_shapes_is_refused() -> None:
     class Growing:
         def __len__(self) -> int:
             return 3

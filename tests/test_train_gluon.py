@@ -61,7 +61,7 @@ def test_as_one_device(world: int, optimizer: object, options: dict[str, float])
         assert all(torch.equal(p, ranks[0]) for p in ranks)
 
 
-def test_the_single_one_is_plain_torch() -> None:
+def test_one_rank_trains_as_plain_torch() -> None:
     one, other = net(), net()
     other.load_state_dict(one.state_dict())
     X, y = torch.randn(8, 4), torch.randint(3, (8,))
@@ -157,7 +157,7 @@ def test_refusals() -> None:
             make()
 
 
-def test_a_step_in_two_halves_is_taken_in_their_order() -> None:
+def test_allreduce_grads_and_update_must_alternate() -> None:
     """In another order gradients would be summed twice, or the ranks would diverge."""
     nets = [net() for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
@@ -201,21 +201,21 @@ def test_replicas_are_trained_as_their_modules_are() -> None:
         assert all(map(torch.equal, mine, theirs))
 
 
-def test_replicas_keep_their_own_optimizer_where_none_is_named() -> None:
+def test_replicas_keep_their_own_optimizer_by_default() -> None:
     one, (X, y) = net(), (torch.randn(8, 4), torch.randint(3, (8,)))
-    cpu_by_default, stepped = of(one), of(one)
-    trainer = Trainer(cpu_by_default)
-    assert trainer.optimizers is cpu_by_default.optimizers
+    by_trainer, by_step = of(one), of(one)
+    trainer = Trainer(by_trainer)
+    assert trainer.optimizers is by_trainer.optimizers
     for _ in range(3):
-        backward(cpu_by_default.modules, X, y)
+        backward(by_trainer.modules, X, y)
         trainer.step(8)
-        stepped.step(X, y)
+        by_step.step(X, y)
     torch.testing.assert_close(
-        weights(cpu_by_default.modules), weights(stepped.modules), rtol=0, atol=1e-6
+        weights(by_trainer.modules), weights(by_step.modules), rtol=0, atol=1e-6
     )
 
 
-def test_the_named_optimizer_is_the_only_one_from_then_on() -> None:
+def test_a_named_optimizer_replaces_those_of_the_replicas() -> None:
     """Otherwise the replicas' checkpoint would hold the momentum of an optimizer without steps."""
     replicas, (X, y) = of(net()), (torch.randn(8, 4), torch.randint(3, (8,)))
     trainer = Trainer(replicas, "adam", {"learning_rate": 0.01})
@@ -229,7 +229,7 @@ def test_the_named_optimizer_is_the_only_one_from_then_on() -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_what_a_step_of_the_replicas_leaves_is_no_gradient_of_the_next(first: bool) -> None:
+def test_gradients_left_by_a_step_of_the_replicas_are_cleared(first: bool) -> None:
     """torch's backward adds to existing gradients."""
     one, (X, y) = net(), (torch.randn(8, 4), torch.randint(3, (8,)))
     replicas = of(one)
@@ -256,7 +256,7 @@ def test_gradients_of_a_backward_pass_before_the_trainer_count() -> None:
     assert not torch.equal(before[0][0], replicas.modules[0][0].weight)
 
 
-def test_what_is_no_optimizer_of_replicas_or_lists_is_refused() -> None:
+def test_invalid_optimizers_are_refused() -> None:
     for make in (
         lambda: Trainer(of(net()), optimizer_params={"learning_rate": 0.1}),
         lambda: Trainer([net()]),
@@ -266,7 +266,7 @@ def test_what_is_no_optimizer_of_replicas_or_lists_is_refused() -> None:
             make()
 
 
-def test_numbers_that_are_none_are_refused() -> None:
+def test_invalid_numbers_are_refused() -> None:
     trainer = Trainer([net()], "sgd", {"lr": 0.1})
     for bad in (True, 1.0, "8", None):
         with pytest.raises(TypeError, match=r"batch_size is a .*; pass an int"):

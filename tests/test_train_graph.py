@@ -45,7 +45,7 @@ def test_the_books_step_trains_the_same_bits(device: str) -> None:
     step = GraphedStep.from_scratch(
         *batch(99, device), graphed, 0.1, model=lenet, capturing=how(device)
     )
-    assert all(map(torch.equal, bits(eager), bits(graphed))), "capturing has trained something"
+    assert all(map(torch.equal, bits(eager), bits(graphed))), "capturing has changed the state"
     for seed in range(4):
         X, y = batch(seed, device)
         wanted = train_batch(X, y, eager, 0.1, model=lenet)
@@ -68,7 +68,7 @@ def test_replicas_train_the_same_bits(device: str, begun: bool) -> None:
     shares = [5, 5, 0]
     step = GraphedStep.of(*batch(99, device), graphed, shares=shares, capturing=how(device))
     for a, b in zip(eager.modules, graphed.modules, strict=True):
-        assert same_bits(a, b), "capturing has trained something"
+        assert same_bits(a, b), "capturing has changed the state"
     for seed in range(4):
         X, y = batch(seed, device)
         wanted = eager.step(X, y, shares=shares)
@@ -82,7 +82,7 @@ def test_replicas_train_the_same_bits(device: str, begun: bool) -> None:
     assert difference(eager.modules[0].cpu(), with_statistics()) > 1e-3
 
 
-def test_what_it_was_not_captured_for_is_refused() -> None:
+def test_other_shapes_and_several_devices_are_refused() -> None:
     replicas = replicas_of(LeNet(), 2)
     step = GraphedStep.of(*batch(0, "cpu"), replicas, capturing=as_graph)
     with pytest.raises(ValueError, match=r"captured for batches of shape \(10, 1, 28, 28\)"):
@@ -96,12 +96,14 @@ def test_what_it_was_not_captured_for_is_refused() -> None:
     ("options", "what"),
     [({"exact_seconds": True}, "exact seconds"), ({"sync_batchnorm": True}, "batch statistics")],
 )
-def test_what_waits_for_the_host_is_refused(options: dict[str, Any], what: str) -> None:
+def test_options_that_synchronise_with_the_host_are_refused(
+    options: dict[str, Any], what: str
+) -> None:
     with pytest.raises(ValueError, match=f"{what}.* cannot be captured"):
         GraphedStep.of(*batch(0, "cpu"), replicas_of(LeNet(), 2, **options), capturing=as_graph)
 
 
-def test_a_cpu_has_no_graphs() -> None:
+def test_ranks_on_the_cpu_are_refused() -> None:
     replicas = replicas_of(LeNet(), 2)
     with pytest.raises(ValueError, match="CUDA graph on a GPU, and these ranks are on cpu"):
         GraphedStep.of(*batch(0, "cpu"), replicas)

@@ -18,14 +18,14 @@ class Slow:
     def __init__(self, seconds: float = 0.0, broken: int | None = None) -> None:
         self.seconds, self.broken = seconds, broken
         self.threads: set[str] = set()
-        self.asked: list[int] = []
+        self.fetched: list[int] = []
 
     def __len__(self) -> int:
         return 24
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         self.threads.add(threading.current_thread().name)
-        self.asked.append(index)
+        self.fetched.append(index)
         time.sleep(self.seconds)
         if index == self.broken:
             raise OSError(f"example {index} is damaged")
@@ -82,19 +82,19 @@ def test_the_last_batch_can_be_dropped() -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
-def test_an_epoch_can_be_entered_in_its_middle(prefetch: int) -> None:
+def test_an_epoch_can_start_at_any_batch(prefetch: int) -> None:
     loader = Loader(PAIR, Loading(2, prefetch=prefetch))
     assert labels(loader.epoch(5, start=4)) == labels(loader.epoch(5))[4:]
     assert labels(loader.epoch(5, start=6)) == []
 
 
-def test_a_part_of_each_batch_is_all_that_is_fetched() -> None:
+def test_only_the_own_part_of_each_batch_is_fetched() -> None:
     examples = Slow()
     loader = Loader(examples, Loading(5, shuffle=False), part=lambda indices, _: indices[3:])
     batches = list(loader.epoch())
     assert labels(batches) == [[3, 4], [8, 9], [13, 14], [18, 19], [23]]
     assert [batch.examples for batch in batches] == [5, 5, 5, 5, 4]
-    assert examples.asked == [3, 4, 8, 9, 13, 14, 18, 19, 23]
+    assert examples.fetched == [3, 4, 8, 9, 13, 14, 18, 19, 23]
 
 
 def test_a_part_may_be_empty() -> None:
@@ -103,7 +103,7 @@ def test_a_part_may_be_empty() -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
-def test_an_error_comes_out_where_its_batch_is_asked_for(prefetch: int) -> None:
+def test_an_error_is_raised_when_its_batch_is_requested(prefetch: int) -> None:
     seen: list[Batch] = []
     with pytest.raises(OSError, match="example 9 is damaged"):
         seen.extend(Loader(Slow(broken=9), Loading(4, shuffle=False, prefetch=prefetch)).epoch())
@@ -115,20 +115,20 @@ def test_an_error_comes_out_where_its_batch_is_asked_for(prefetch: int) -> None:
         next(batches)
 
 
-def test_stopping_early_leaves_no_thread_and_prepares_no_more() -> None:
+def test_stopping_early_ends_all_threads() -> None:
     examples = Slow(0.002)
     for batch in Loader(examples, Loading(2, shuffle=False, prefetch=2)).epoch():
         assert workers()
         if batch.y[0] == 2:
             break
     assert not workers()
-    asked = len(examples.asked)
-    assert asked < 24
+    fetched = len(examples.fetched)
+    assert fetched < 24
     time.sleep(0.02)
-    assert len(examples.asked) == asked
+    assert len(examples.fetched) == fetched
 
 
-def test_an_interrupted_caller_leaves_no_thread_once_the_iterator_is_closed() -> None:
+def test_closing_the_iterator_of_an_interrupted_caller_ends_all_threads() -> None:
     batches = Loader(Slow(0.001), Loading(2, prefetch=3)).epoch()
 
     def interrupted() -> None:
@@ -177,7 +177,7 @@ def test_bad_values_are_refused(arguments: dict[str, int], message: str) -> None
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("prefetch", [1, 3])
-def test_shards_are_sent_ahead(prefetch: int) -> None:
+def test_shards_are_copied_ahead(prefetch: int) -> None:
     X, y = torch.randn(257, 64, 64), torch.arange(257)
     devices = [torch.device("cuda", 0), torch.device("cpu"), torch.device("cuda", 0)]
     loader = Loader(
@@ -204,18 +204,18 @@ def test_without_shares_batches_are_in_pinned_memory() -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_a_part_is_told_how_many_steps_come_before(prefetch: int) -> None:
-    told: list[tuple[int, int, int]] = []
+def test_a_part_gets_the_number_of_steps_before_its_own(prefetch: int) -> None:
+    calls: list[tuple[int, int, int]] = []
     done = 0
 
     def part(indices: torch.Tensor, steps: int) -> torch.Tensor:
-        told.append((int(indices[0]), done, steps))
+        calls.append((int(indices[0]), done, steps))
         return indices
 
     examples = torch.arange(12.0)[:, None], torch.arange(12)
     loader = Loader(examples, Loading(2, shuffle=False, prefetch=prefetch), part=part)
     for _ in loader.epoch(1):
         done += 1
-    assert [first for first, _, _ in told] == [0, 2, 4, 6, 8, 10]
-    assert all(first // 2 == before + steps for first, before, steps in told)
-    assert max(steps for _, _, steps in told) == prefetch
+    assert [first for first, _, _ in calls] == [0, 2, 4, 6, 8, 10]
+    assert all(first // 2 == before + steps for first, before, steps in calls)
+    assert max(steps for _, _, steps in calls) == prefetch

@@ -19,7 +19,7 @@ from train_cases import perceptron, replicas_of, same_bits, trained
         (partial(F.cross_entropy, reduction="mean"), "reduction='mean', and must be a sum"),
     ],
 )
-def test_a_loss_that_is_no_sum_is_refused(loss: object, message: str) -> None:
+def test_a_loss_that_is_not_a_sum_is_refused(loss: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replicas_of(perceptron(), 2, loss=loss)
 
@@ -27,11 +27,11 @@ def test_a_loss_that_is_no_sum_is_refused(loss: object, message: str) -> None:
 @pytest.mark.parametrize(
     "loss", [nn.CrossEntropyLoss(reduction="sum"), partial(F.cross_entropy, reduction="sum")]
 )
-def test_a_loss_of_ones_own(loss: object) -> None:
+def test_a_custom_loss(loss: object) -> None:
     mine = trained(perceptron(), 2, [5], loss=loss)
     assert same_bits(mine.modules[0], trained(perceptron(), 2, [5]).modules[0])
 
 
-def test_a_loss_that_is_no_number_is_refused() -> None:
+def test_a_loss_that_is_not_one_number_is_refused() -> None:
     with pytest.raises(ValueError, match=r"must be one number.* has shape \[3\]"):
         trained(perceptron(), 2, [6], loss=lambda scores, y: scores.sum(dim=1))

@@ -95,7 +95,7 @@ def test_microbatches_are_the_shards_cut_evenly(shares: list[int], size: int) ->
         assert all(abs(part[rank] - wanted) < len(shares) + 1 for part in parts[:-1])
 
 
-def test_what_divides_is_divided() -> None:
+def test_divisible_shares_are_split_evenly() -> None:
     assert microbatches((8, 8), 4) == ((2, 2),) * 4
     assert microbatches((6, 6, 6), 9) == ((3, 3, 3),) * 2
 
@@ -119,5 +119,5 @@ def test_strict_divisibility(n: int, microbatch: int | None, message: str) -> No
     assert difference(relaxed.modules[0], perceptron()) > 0
 
 
-def test_strict_lets_pass_what_divides() -> None:
+def test_strict_accepts_divisible_batches() -> None:
     trained(perceptron(), 2, [8, 12], strict=True, microbatch=4)

@@ -1,4 +1,4 @@
-"""The models of the phases: shapes, initial values, and the same bits for the same seed."""
+"""LeNet and ResNet-18: shapes, initial values, and the same bits for the same seed."""
 
 from __future__ import annotations
 

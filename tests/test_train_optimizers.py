@@ -31,7 +31,7 @@ def test_complex_parameters_are_trained_too() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"lr": -1.0}, {"lr": 0.1, "momentum": -1.0}])
-def test_torch_refuses_what_is_out_of_range(bad: dict[str, float]) -> None:
+def test_torch_refuses_values_out_of_range(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="Invalid"):
         sgd_optimizer(**bad)([nn.Parameter(torch.ones(1))])
 
@@ -42,8 +42,8 @@ def test_learning_rates_scale_with_the_batch() -> None:
         linear_lr(0.1, 0, 256)
 
 
-def test_one_that_wants_a_closure_is_refused() -> None:
-    with pytest.raises(ValueError, match="LBFGS wants a closure"):
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    with pytest.raises(ValueError, match="LBFGS needs a closure"):
         Replicas(nn.Linear(2, 2), "cpu*2", optimizer=torch.optim.LBFGS)
-    with pytest.raises(ValueError, match="LBFGS wants a closure"):
+    with pytest.raises(ValueError, match="LBFGS needs a closure"):
         Trainer([nn.Linear(2, 2)], "lbfgs")

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from pycollect.train import Data, OutputError, StepSeconds, checkpoint, train
+from pycollect.train import Data, OutputError, RunResult, Settings, StepSeconds, checkpoint, train
 from pycollect.train import log as log_module
 from pycollect.train.__main__ import main
-from pycollect.train.curves import Curve, plot
-from pycollect.train.history import PARTS, Epoch, Step, divergence, mean_loss, typical
+from pycollect.train.curves import plot
 from pycollect.train.log import Log
+from pycollect.train.records import PARTS, Epoch, Step, divergence, mean_loss, typical
 
 X, Y = torch.randn(21, 1, 4, 4, generator=torch.Generator().manual_seed(1)), torch.arange(21) % 3
 DATA = Data("noise", (X, Y), (X, Y))
@@ -38,9 +38,14 @@ def step(epoch: int, number: int, loss: float = 1.0, examples: int = 8) -> Step:
     return Step(epoch, number, examples, loss, 0.1 * number, StepSeconds(compute=number), (4, 4))
 
 
-def test_the_log_tells_the_run(tmp_path: Path) -> None:
+def result_of(name: str, epochs: list[Epoch], steps: list[Step]) -> RunResult:
+    settings = Settings((torch.device("cpu"),), batch_size=8, lr=0.1, epochs=2)
+    return RunResult(name, settings, epochs, steps, [])
+
+
+def test_the_log_has_every_step_and_epoch(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    history = run(log=path)
+    result = run(log=path)
     found = lines(path)
     order = ["start", *["step"] * 3, "epoch", *["step"] * 3, "epoch", "end"]
     assert [line["event"] for line in found] == order
@@ -48,13 +53,13 @@ def test_the_log_tells_the_run(tmp_path: Path) -> None:
     assert (start["batch_size"], start["lr"], start["devices"]) == (8, 0.1, ["cpu", "cpu"])
     assert (start["data"], start["model"], start["parameters"]) == ("noise", "Sequential", 51)
     assert (first["epoch"], first["step"], first["shares"]) == (1, 1, [4, 4])
-    assert first["loss"] == history.losses[0]
+    assert first["loss"] == result.losses[0]
     assert all(first[f"{part}_seconds"] >= 0 for part in PARTS)
-    assert (epoch["epoch"], epoch["accuracy"]) == (2, history.accuracy)
-    assert end["first_batch_seconds"] == history.first_batch > 0
+    assert (epoch["epoch"], epoch["accuracy"]) == (2, result.accuracy)
+    assert end["first_batch_seconds"] == result.first_batch > 0
 
 
-def test_the_fields_are_those_that_are_documented(tmp_path: Path) -> None:
+def test_all_fields_are_documented(tmp_path: Path) -> None:
     run(log=tmp_path / "run.jsonl")
     text = str(log_module.__doc__)
     for line in lines(tmp_path / "run.jsonl"):
@@ -73,7 +78,7 @@ def test_a_continued_run_appends(tmp_path: Path) -> None:
     assert len(lines(files["log"])) == 6  # a new run starts a new file
 
 
-def test_what_stops_a_run_is_logged(tmp_path: Path) -> None:
+def test_the_error_that_stops_a_run_is_logged(tmp_path: Path) -> None:
     class Broken(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -95,7 +100,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     assert (found[0]["loss"], found[1]["accuracy"]) == (None, None)
 
 
-def test_a_run_that_ends_in_nan_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_ends_in_nan_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.jsonl"
     arguments = ["--data", "digits", "--epochs", "1", "--devices", "cpu", "--log", str(path)]
     assert main([*arguments, "--lr", "1e30"]) == 0
@@ -107,14 +112,14 @@ def test_a_run_that_ends_in_nan_says_so(tmp_path: Path, capsys: pytest.CaptureFi
     assert lines(path)[-1]["diverged"] is None
 
 
-def test_a_comparison_names_who_ends_in_nan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_names_the_runs_that_end_in_nan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--data", "digits", "--epochs", "1", "--lr", "1e30", "--compare"]) == 0
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("warning: naive: the loss is nan from step ")
     assert second.startswith("warning: pycollect: the loss is nan from step ")
 
 
-def test_only_how_it_ends_counts() -> None:
+def test_only_the_end_of_a_run_counts_as_divergence() -> None:
     """A loss may be nan for a while and recover; the last update alone may ruin the model."""
     steps = [step(1, 1), step(1, 2, math.nan), step(2, 1, math.inf), step(2, 2)]
     fine = [torch.ones(2), torch.tensor([1])]
@@ -161,8 +166,9 @@ def test_a_picture_is_drawn(tmp_path: Path, ending: str) -> None:
 
 def test_losses_that_are_not_finite_can_be_drawn(tmp_path: Path) -> None:
     epochs = [Epoch(1, 1.0, math.nan, 0.1), Epoch(2, 1.0, math.inf, 0.1)]
-    plot([Curve("run", epochs, [step(1, 1, math.nan), step(2, 1, math.inf)])], tmp_path / "x.png")
-    plot([Curve(name, epochs) for name in "abc"], tmp_path / "y.png")
+    steps = [step(1, 1, math.nan), step(2, 1, math.inf)]
+    plot([result_of("run", epochs, steps)], tmp_path / "x.png")
+    plot([result_of(name, epochs, []) for name in "abc"], tmp_path / "y.png")
     assert (tmp_path / "y.png").stat().st_size > 1000
 
 
@@ -170,16 +176,16 @@ def test_losses_that_are_not_finite_can_be_drawn(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"plot": "run.gif"}, r"a picture ends in \.png, \.svg, \.pdf"),
-        ({"plot": "no/where.png"}, "the folder of the picture no/where.png is not there"),
+        ({"plot": "no/where.png"}, "the folder of the picture no/where.png does not exist"),
         (
             {"checkpoint": "/dev/full/run.pt"},
-            "the folder of the checkpoint /dev/full/run.pt is not",
+            "the folder of the checkpoint /dev/full/run.pt does not",
         ),
-        ({"log": "no/where.jsonl"}, "the folder of the log no/where.jsonl is not there"),
-        ({"checkpoint": "no/where.pt"}, "is not there or not writable"),
+        ({"log": "no/where.jsonl"}, "the folder of the log no/where.jsonl does not exist"),
+        ({"checkpoint": "no/where.pt"}, "does not exist or is not writable"),
     ],
 )
-def test_files_that_cannot_be_are_refused_at_once(options: dict[str, str], message: str) -> None:
+def test_unwritable_files_are_refused_at_once(options: dict[str, str], message: str) -> None:
     def trained(*_: object) -> None:
         pytest.fail("a step was done")
 
@@ -210,12 +216,12 @@ def test_a_full_disk_is_one_sentence(
     )
 
 
-def test_what_stopped_the_run_is_told_though_the_log_fails_too(tmp_path: Path) -> None:
+def test_the_error_of_the_run_is_raised_even_if_the_log_fails(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="why"), Log("/dev/full"):
         raise KeyError("why")
 
 
-def test_a_checkpoint_whose_folder_goes_is_one_sentence(tmp_path: Path) -> None:
+def test_a_checkpoint_without_its_folder_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(checkpoint.CheckpointError, match=r"cannot be written \(.*Not a directory"):
         checkpoint.save("/dev/full/run.pt", {})
 
@@ -229,7 +235,7 @@ def test_one_epoch_is_epoch_1_and_all_runs_show(
         "matplotlib.figure.Figure.savefig", lambda self, *_, **__: figures.append(self)
     )
     epochs = [Epoch(1, 1.0, 2.3, 0.1)]
-    plot([Curve(name, epochs, [step(1, 1)]) for name in "abc"], tmp_path / "x.png")
+    plot([result_of(name, epochs, [step(1, 1)]) for name in "abc"], tmp_path / "x.png")
     loss, accuracy, _ = figures[0].axes
     for axes in (loss, accuracy):
         low, high = axes.get_xlim()

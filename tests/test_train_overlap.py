@@ -67,7 +67,7 @@ def test_reductions_begin_while_the_backward_pass_goes_on(microbatch: int | None
     assert events == ([*ranks, *last] if microbatch else last)
 
 
-def test_without_overlap_everything_is_reduced_at_once() -> None:
+def test_without_overlap_all_gradients_are_reduced_at_once() -> None:
     sizes: list[int] = []
 
     def noted(gradients: Gradients) -> None:
@@ -116,7 +116,7 @@ class Checkpointed(nn.Module):
         return scores
 
 
-def test_checkpoints_that_enter_again_are_refused_and_others_are_right() -> None:
+def test_reentrant_checkpoints_are_refused() -> None:
     plain = trained(Checkpointed(True), 2, SIZES, overlap=False)
     early = trained(Checkpointed(False), 2, SIZES, bucket_bytes=1)
     for a, b in zip(plain.parameters[0], early.parameters[0], strict=True):
@@ -149,22 +149,22 @@ class Fragile(nn.Sequential):
 
 
 @pytest.mark.parametrize("where", ["backward", "reduction"])
-def test_a_step_that_failed_leaves_nothing_behind(where: str, monkeypatch: Any) -> None:
+def test_a_step_after_a_failed_one_is_unaffected(where: str, monkeypatch: Any) -> None:
     def breaks(gradients: Gradients) -> None:
-        if monkeypatched:
+        if failing:
             raise ArithmeticError("the reduction has failed")
         collective(gradients)
 
     torch.manual_seed(0)
     module = Fragile(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
     how = {"reduction": breaks, "bucket_bytes": 1}
-    wanted, monkeypatched = trained(module, 2, SIZES, bucket_bytes=1), False
+    wanted, failing = trained(module, 2, SIZES, bucket_bytes=1), False
     replicas = replicas_of(module, 2, **how)
-    monkeypatched = where == "reduction"
+    failing = where == "reduction"
     monkeypatch.setattr(Failing, "fails", where == "backward")
     with pytest.raises(ArithmeticError, match=f"the {where}"):
         replicas.step(*batches([6], seed=9)[0])
-    monkeypatched = False
+    failing = False
     monkeypatch.setattr(Failing, "fails", False)
     assert same_bits(replicas.modules[0], module)
     for X, y in batches(SIZES):
@@ -191,7 +191,7 @@ def test_a_joint_backward_pass_has_the_same_bits(shares: list[int]) -> None:
         assert same_bits(a, b)
 
 
-def test_hooks_outlive_no_buckets() -> None:
+def test_removed_buckets_reduce_nothing() -> None:
     module = perceptron()
     buckets = Buckets([list(module.parameters())], naive, 1)
     buckets.remove()

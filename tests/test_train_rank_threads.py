@@ -11,17 +11,17 @@ from contextvars import ContextVar
 import pytest
 import torch
 
-from pycollect.train import lockstep, meet, ranks_in_lockstep
+from pycollect.train import lockstep, ranks_in_lockstep, synchronize
 
 WORLDS = (1, 2, 3, 5)
-PATIENCE_SECONDS = 20  # a hang is a failure, and must not block the test run
+TIMEOUT_SECONDS = 20  # a hang is a failure, and must not block the test run
 
 
 @pytest.fixture(autouse=True)
-def nobody_stays_behind() -> Iterator[None]:
+def all_threads_end() -> Iterator[None]:
     """Interrupt a test that hangs, and assert that all its threads have ended."""
     before = threading.active_count()
-    alarm = threading.Timer(PATIENCE_SECONDS, _thread.interrupt_main)
+    alarm = threading.Timer(TIMEOUT_SECONDS, _thread.interrupt_main)
     alarm.start()
     yield
     alarm.cancel()
@@ -29,8 +29,8 @@ def nobody_stays_behind() -> Iterator[None]:
     assert threading.active_count() == before
 
 
-def exchange(value: object, what: str = "a meeting") -> list[object]:
-    return meet(value, lambda values: [values] * len(values), what)
+def exchange(value: object, name: str = "a barrier") -> list[object]:
+    return synchronize(value, lambda values: [values] * len(values), name)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -54,7 +54,7 @@ def test_each_rank_gets_its_own_result() -> None:
     def double(values: list[int]) -> list[int]:
         return [2 * v for v in values]
 
-    assert lockstep([lambda r=r: meet(r, double, "m") for r in range(4)]) == [0, 2, 4, 6]  # type: ignore[misc]
+    assert lockstep([lambda r=r: synchronize(r, double, "b") for r in range(4)]) == [0, 2, 4, 6]  # type: ignore[misc]
 
 
 def test_no_ranks_and_one_rank() -> None:
@@ -65,7 +65,7 @@ def test_no_ranks_and_one_rank() -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_an_error_of_any_rank_comes_out(world: int, layer: int) -> None:
+def test_an_error_of_any_rank_is_raised(world: int, layer: int) -> None:
     for bad in range(world):
         ended: list[int] = []
 
@@ -85,7 +85,7 @@ def test_an_error_of_any_rank_comes_out(world: int, layer: int) -> None:
         assert ranks_in_lockstep() is None
 
 
-def test_a_module_that_catches_errors_is_stopped_all_the_same() -> None:
+def test_a_module_that_catches_errors_is_stopped_too() -> None:
     caught: list[Exception] = []
 
     def run(rank: int) -> None:
@@ -102,7 +102,7 @@ def test_a_module_that_catches_errors_is_stopped_all_the_same() -> None:
     assert [type(error) for error in caught] == [LookupError]
 
 
-def test_the_first_error_is_the_one_that_comes_out() -> None:
+def test_the_first_error_is_the_one_raised() -> None:
     def wait_and_fail() -> None:
         try:
             exchange(0)
@@ -116,12 +116,12 @@ def test_the_first_error_is_the_one_that_comes_out() -> None:
         lockstep([wait_and_fail, fail])
 
 
-def test_an_error_where_the_ranks_meet_comes_out() -> None:
+def test_an_error_of_combine_is_raised() -> None:
     def combine(values: list[int]) -> list[int]:
         raise LookupError("combine")
 
     with pytest.raises(LookupError, match="combine"):
-        lockstep([lambda: meet(0, combine, "m")] * 3)
+        lockstep([lambda: synchronize(0, combine, "b")] * 3)
 
 
 class Interrupt:
@@ -129,7 +129,7 @@ class Interrupt:
 
     def __call__(self) -> None:
         _thread.interrupt_main()
-        time.sleep(0.05)  # this rank stays out of any exchange for a while
+        time.sleep(0.05)  # keeps this rank away from any barrier for a while
 
 
 def interrupted(runs: Sequence[Callable[[], object]]) -> None:
@@ -137,21 +137,21 @@ def interrupted(runs: Sequence[Callable[[], object]]) -> None:
         lockstep(runs)
 
 
-def test_an_interrupt_while_the_caller_waits_in_a_meeting() -> None:
-    went_on: list[int] = []
+def test_an_interrupt_while_the_caller_waits_at_a_barrier() -> None:
+    continued: list[int] = []
 
     def run(rank: int) -> None:
         exchange(rank)
         if rank == 1:
             Interrupt()()
         exchange(rank)
-        went_on.append(rank)
+        continued.append(rank)
 
     interrupted([lambda rank=rank: run(rank) for rank in range(3)])  # type: ignore[misc]
-    assert went_on == []
+    assert continued == []
 
 
-def test_an_interrupt_while_the_caller_waits_for_the_last() -> None:
+def test_an_interrupt_while_the_caller_waits_for_the_last_rank() -> None:
     interrupted([lambda: None, Interrupt(), lambda: None])
 
 
@@ -159,7 +159,7 @@ def test_an_interrupt_in_the_callers_own_rank() -> None:
     interrupted([Interrupt(), lambda: None])
 
 
-def test_ranks_that_pass_unlike_layers_are_told() -> None:
+def test_ranks_that_pass_different_layers_are_refused() -> None:
     for runs, message in (
         ([lambda: exchange(0, "bn1"), lambda: None], "rank 0 waits at bn1 for rank 1, which has"),
         ([lambda: None, lambda: exchange(0, "bn1")], "rank 1 waits at bn1 for rank 0, which has"),
@@ -172,7 +172,7 @@ def test_ranks_that_pass_unlike_layers_are_told() -> None:
             lockstep(runs)  # type: ignore[arg-type]
 
 
-def test_outside_of_a_lockstep_nobody_meets() -> None:
+def test_synchronize_outside_of_a_lockstep_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"bn1: ranks can only synchronise in lockstep\(\)"):
         exchange(0, "bn1")
 

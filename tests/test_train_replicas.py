@@ -68,7 +68,7 @@ def test_uneven_shares_are_weighted_by_examples() -> None:
     assert difference(replicas.modules[1], single) < 1e-6
 
 
-def test_shards_that_are_there_already_train_the_same() -> None:
+def test_shards_on_their_devices_train_the_same() -> None:
     ((X, y),) = batches([9])
     whole, shards = (replicas_of(perceptron(), 2) for _ in range(2))
     whole.step(X, y, shares=[4, 5])
@@ -129,7 +129,7 @@ class Sometimes(nn.Module):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
-def test_what_a_rank_does_not_use_counts_as_zeros(overlap: bool, order: list[int]) -> None:
+def test_unused_parameters_of_a_rank_count_as_zeros(overlap: bool, order: list[int]) -> None:
     X, y = torch.tensor([[1.0, 2.0], [-1.0, -2.0]])[order], torch.tensor([0, 1])[order]
     module = Sometimes()
     loss = sum(
@@ -166,7 +166,7 @@ def test_a_frozen_parameter_stays_and_a_thawed_one_trains() -> None:
     assert all(same_bits(mine, replicas.modules[0]) for mine in replicas.modules)
 
 
-def test_every_option_of_evaluation() -> None:
+def test_evaluation_restores_modes_and_statistics() -> None:
     """Every example counts once; modes and each rank's own statistics are restored."""
     module = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES), nn.Dropout())
     replicas = trained(module, 3, [12, 12])
@@ -191,7 +191,7 @@ def test_every_option_of_evaluation() -> None:
     assert replicas.modules[0].training
 
 
-def test_a_stored_state_goes_on_bit_by_bit() -> None:
+def test_a_restored_state_continues_with_the_same_bits() -> None:
     def make() -> Replicas:
         return replicas_of(nn.Sequential(nn.BatchNorm1d(FEATURES), perceptron()), 2)
 
@@ -225,9 +225,9 @@ def test_bad_batches_are_refused_before_anything_moves() -> None:
         replicas.step(X[:0], y[:0])
     with pytest.raises(ValueError, match="5 images, 4 labels"):
         replicas.step(X, y[:4])
-    with pytest.raises(ValueError, match=r"shares \[1, 1\] are not a batch of 5"):
+    with pytest.raises(ValueError, match=r"shares \[1, 1\] must .* add up to 5"):
         replicas.step(X, y, shares=[1, 1])
-    with pytest.raises(ValueError, match=r"shares \[6, -1\] are not a batch of 5"):
+    with pytest.raises(ValueError, match=r"shares \[6, -1\] must be at least 0"):
         replicas.step(X, y, shares=[6, -1])
     with pytest.raises(ValueError, match="one share per rank: 1 for 2"):
         replicas.step(X, y, shares=[5])
@@ -240,7 +240,7 @@ def test_bad_batches_are_refused_before_anything_moves() -> None:
     assert same_bits(replicas.modules[0], perceptron())
 
 
-def test_one_value_to_normalise_is_one_clear_sentence() -> None:
+def test_one_value_to_normalise_is_refused() -> None:
     module = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES))
     with pytest.raises(ValueError, match=r"rank 1 has a shard of 1, .* use larger batches"):
         trained(module, 2, [3])

@@ -31,7 +31,7 @@ class Everything(nn.Module):
         self.frozen.weight_decay = 0.0  # type: ignore[attr-defined]
 
 
-def test_what_a_module_holds_is_copied_for_every_rank() -> None:
+def test_the_whole_module_is_copied_for_every_rank() -> None:
     module = Everything().eval()
     module.conv.train()
     for copy in replicate_module(module, [CPU] * 3):
@@ -75,7 +75,7 @@ def test_parametrized_weights_are_computed_from_the_copy() -> None:
     assert all(param.grad is None for param in module.parameters())
 
 
-def test_gradients_and_the_graph_stay_behind() -> None:
+def test_gradients_are_not_copied() -> None:
     module = nn.Linear(2, 2)
     module(torch.ones(1, 2)).sum().backward()
     (copy,) = replicate_module(module, [CPU])

@@ -25,10 +25,10 @@ def assert_same_bits(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
 
 
 def test_it_learns_on_three_classes() -> None:
-    history = train("cpu*2", 8, 0.3, data=few(3), epochs=8, quiet=True)
-    assert history.accuracy >= 0.9
-    assert history.epochs[-1].loss < 0.3 < history.epochs[0].loss
-    assert [epoch.number for epoch in history.epochs] == list(range(1, 9))
+    result = train("cpu*2", 8, 0.3, data=few(3), epochs=8, quiet=True)
+    assert result.accuracy >= 0.9
+    assert result.epochs[-1].loss < 0.3 < result.epochs[0].loss
+    assert [epoch.number for epoch in result.epochs] == list(range(1, 9))
 
 
 def test_the_same_seed_gives_the_same_bits() -> None:
@@ -46,8 +46,8 @@ def test_the_loss_is_the_mean_per_example() -> None:
     with torch.no_grad():
         scores = lenet(data.train[0], init_lenet(0))
         expected = torch.nn.functional.cross_entropy(scores, data.train[1])
-    history = train("cpu*3", 40, 0.1, data=data, epochs=1, quiet=True)
-    assert history.epochs[0].loss == pytest.approx(float(expected), abs=1e-5)
+    result = train("cpu*3", 40, 0.1, data=data, epochs=1, quiet=True)
+    assert result.epochs[0].loss == pytest.approx(float(expected), abs=1e-5)
 
 
 def test_compare_trains_both_on_the_same_batches(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +63,7 @@ def test_compare_trains_both_on_the_same_batches(capsys: pytest.CaptureFixture[s
     assert "ratio" in lines[6]
     assert lines[7] == "parameters after 6 steps: the same bits"
     with torch.no_grad():
-        comparison.run_results[1].replicas[2][7][0] += 1
+        list(comparison.run_results[1].modules[2].parameters())[7][0] += 1
     assert "DIFFERENT" in str(comparison)
 
 

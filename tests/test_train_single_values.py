@@ -31,7 +31,7 @@ def batch(n: int) -> tuple[Tensor, Tensor]:
 
 
 class Picky(nn.Module):
-    """A module that refuses zeros, so that a trial with zeros is inconclusive."""
+    """A module that refuses zeros, so that a dry run is inconclusive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def test_a_run_is_refused_before_it_begins(options: dict[str, Any], last: int) -
     [({}, 1), ({"microbatch": 1}, 0), ({"microbatch": 3}, 4), ({"weights": "1,0"}, 1)],
     ids=str,
 )
-def test_one_example_of_all_ranks_is_too_few_for_statistics_of_all(
+def test_one_example_over_all_ranks_is_too_few_for_synchronised_statistics(
     options: dict[str, Any], last: int
 ) -> None:
     options = {"epochs": 1, "quiet": True, "sync_batchnorm": True, **options}
@@ -94,8 +94,8 @@ def test_one_example_of_all_ranks_is_too_few_for_statistics_of_all(
     train("cpu*2", 8, 0.1, model=net(), data=data, **two)
 
 
-def test_what_is_on_is_not_advised() -> None:
-    """Synchronised statistics are not suggested if they are on, with a trial or without one."""
+def test_synchronised_statistics_are_not_advised_when_they_are_on() -> None:
+    """Synchronised statistics are not suggested if they are on, with a dry run or without one."""
     options = StepOptions(sync_batchnorm=True)
     replicas = Replicas(net(), "cpu*2", optimizer=sgd_optimizer(0.1), options=options)
     with pytest.raises(ValueError, match="of one example") as caught:
@@ -123,7 +123,7 @@ def test_layers_that_take_no_statistics_of_a_shard(kind: str) -> None:
     options = StepOptions(sync_batchnorm=kind == "over all ranks")
     replicas = Replicas(module, "cpu*2", optimizer=sgd_optimizer(0.1), options=options)
     replicas.step(*batch(3))
-    assert len(calls) == 2  # no trial with zeros took place
+    assert len(calls) == 2  # no dry run took place
 
 
 def test_without_running_statistics_evaluation_takes_them_too() -> None:
@@ -135,7 +135,7 @@ def test_without_running_statistics_evaluation_takes_them_too() -> None:
         SingleValueCheck(alone).check([(1,)], torch.zeros(1, 3))
 
 
-def test_a_module_that_zeros_do_not_suit_is_told_by_torch() -> None:
+def test_a_module_that_fails_on_zeros_gets_torchs_error() -> None:
     replicas = Replicas(Picky(), "cpu*2", optimizer=sgd_optimizer(0.1))
     with pytest.raises(ValueError, match="rank 1 has a shard of 1"):
         replicas.step(*batch(3))

@@ -72,7 +72,7 @@ def test_ranks_without_examples_change_nothing() -> None:
     assert_same_bits(trained(4, [1, 1])[3], trained(1, [1, 1])[0])
 
 
-def test_a_shard_keeps_its_gradients_until_the_update() -> None:
+def test_gradients_are_zero_after_the_update() -> None:
     replicas = trained(2, [4])
     assert all(not grad.any() for params in replicas for grad in gradients(params))
 
@@ -114,7 +114,7 @@ def test_replicas_share_no_memory() -> None:
     assert len({tensor.data_ptr() for replica in replicas for tensor in replica}) == 3 * 8
 
 
-def test_lenet_starts_as_the_book_says() -> None:
+def test_lenet_has_the_initial_values_of_the_book() -> None:
     params = init_lenet(1)
     assert [tuple(p.shape) for p in params[::2]] == [
         (20, 1, 3, 3),

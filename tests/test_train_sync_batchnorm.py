@@ -20,7 +20,7 @@ EXTENTS = {1: (5,), 2: (5, 3), 3: (2, 3, 4)}
 SHARES = ([3, 2], [4], [1, 4, 2], [0, 3], [5, 0, 0, 1], [1, 1])
 
 
-def together(layers: Sequence[nn.Module], shards: Sequence[Tensor]) -> list[Tensor]:
+def in_lockstep(layers: Sequence[nn.Module], shards: Sequence[Tensor]) -> list[Tensor]:
     runs: list[Callable[[], Tensor]] = [
         partial(layer, x) for layer, x in zip(layers, shards, strict=True)
     ]
@@ -49,7 +49,7 @@ def assert_like_one(
         shards = [s.detach().requires_grad_() for s in whole.split(list(shares))]
         factor = torch.randn_like(X)  # a plain sum has zero gradients here
         expected = layer(whole)
-        got = together(ranks, shards)
+        got = in_lockstep(ranks, shards)
         close(torch.cat(got), expected)
         layer.zero_grad()
         (expected * factor).sum().backward()
@@ -92,7 +92,7 @@ def test_every_option(options: dict[str, object]) -> None:
     assert_like_one(layer, [4, 0, 2], X, steps=3)
 
 
-def test_rows_of_features_and_one_of_them_a_rank() -> None:
+def test_one_row_of_features_per_rank() -> None:
     X = torch.randn(3, 4, dtype=torch.float64)
     assert_like_one(prepared(nn.BatchNorm1d(4).double()), [1, 1, 1], X)
 
@@ -101,7 +101,7 @@ def test_channels_last_stays() -> None:
     X = torch.randn(5, 4, 6, 3, dtype=torch.float64).to(memory_format=torch.channels_last)
     assert_like_one(prepared(nn.BatchNorm2d(4).double()), [3, 2], X)
     ranks = replicas(nn.BatchNorm2d(4).double(), 2)
-    got = together(ranks, X.split([3, 2]))
+    got = in_lockstep(ranks, X.split([3, 2]))
     assert all(y.is_contiguous(memory_format=torch.channels_last) for y in got)
 
 
@@ -116,7 +116,7 @@ def test_narrow_inputs_have_statistics_in_float32(
     X = (100 + torch.randn(64, 4, 8, 8)).to(dtype)
     ranks = replicas(layer, 2)
     shards = [s.clone().requires_grad_() for s in X.split([40, 24])]
-    got = together(ranks, shards)
+    got = in_lockstep(ranks, shards)
     assert all(y.dtype == dtype for y in got)
     with torch.no_grad():
         one = copy.deepcopy(layer).double()
@@ -135,15 +135,15 @@ def test_narrow_inputs_have_statistics_in_float32(
 
 def test_far_from_zero_no_digits_are_lost() -> None:
     X = 1e4 + torch.randn(256, 2, 8, 8)
-    got = together(replicas(nn.BatchNorm2d(2), 2), X.split([200, 56]))
+    got = in_lockstep(replicas(nn.BatchNorm2d(2), 2), X.split([200, 56]))
     expected = nn.BatchNorm2d(2).double()(X.double())
     torch.testing.assert_close(torch.cat(got).double(), expected, rtol=0, atol=5e-3)
 
 
-def test_evaluation_needs_no_meeting_and_changes_nothing() -> None:
+def test_evaluation_needs_no_lockstep_and_changes_nothing() -> None:
     layer = prepared(nn.BatchNorm2d(3))
     ranks = replicas(layer, 2)
-    together(ranks, torch.randn(4, 3, 2, 2).split([2, 2]))
+    in_lockstep(ranks, torch.randn(4, 3, 2, 2).split([2, 2]))
     kept = {name: value.clone() for name, value in ranks[1].state_dict().items()}
     layer.load_state_dict(kept)
     layer.eval()
@@ -152,11 +152,11 @@ def test_evaluation_needs_no_meeting_and_changes_nothing() -> None:
     assert all(torch.equal(kept[name], v) for name, v in ranks[1].state_dict().items())
 
 
-def test_under_no_grad_the_statistics_are_kept_up() -> None:
+def test_under_no_grad_the_statistics_are_updated() -> None:
     ranks, layer = replicas(nn.BatchNorm1d(3).double(), 2), nn.BatchNorm1d(3).double()
     X = torch.randn(6, 3, dtype=torch.float64)
     with torch.no_grad():
-        got = together(ranks, X.split([2, 4]))
+        got = in_lockstep(ranks, X.split([2, 4]))
         torch.testing.assert_close(torch.cat(got), layer(X))
     assert not any(y.requires_grad for y in got)
     torch.testing.assert_close(ranks[1].running_var, layer.running_var)
@@ -181,7 +181,7 @@ def test_a_network_trains_as_one_on_the_whole_batch(shares: list[int]) -> None:
         for optimizer in optimizers:
             optimizer.zero_grad()
         total(one(X), y).backward()
-        scores = together(ranks, X.split(shares))
+        scores = in_lockstep(ranks, X.split(shares))
         losses = [total(s, t) for s, t in zip(scores, y.split(shares), strict=True)]
         torch.autograd.backward(losses)
         for parameters in zip(*(rank.parameters() for rank in ranks), strict=True):
@@ -214,7 +214,7 @@ def test_shared_layers_parameters_and_hooks_stay() -> None:
     assert converted[0] is converted[2]
     assert isinstance(converted[0], SyncBatchNorm)
     assert converted[0].weight is weight
-    together(modules, [torch.randn(3, 2)] * 2)
+    in_lockstep(modules, [torch.randn(3, 2)] * 2)
     assert len(called) == 2
     assert convert_sync_batchnorm(modules)[0][0] is converted[0]
 
@@ -226,7 +226,7 @@ def test_outside_of_lockstep_it_refuses() -> None:
     ):
         layers[0](torch.randn(4, 3))
     with pytest.raises(RuntimeError, match="in a lockstep of 1"):
-        together(layers[:1], [torch.randn(4, 3)])
+        in_lockstep(layers[:1], [torch.randn(4, 3)])
     (alone,) = replicas(nn.BatchNorm1d(3), 1)
     X = torch.randn(4, 3)
     torch.testing.assert_close(alone(X), nn.BatchNorm1d(3)(X))
@@ -235,24 +235,24 @@ def test_outside_of_lockstep_it_refuses() -> None:
 @pytest.mark.parametrize("shares", [[1, 0], [0, 0]], ids=str)
 def test_less_than_two_values_are_refused(shares: list[int]) -> None:
     with pytest.raises(ValueError, match=f"more than 1 value.*there are {sum(shares)}"):
-        together(replicas(nn.BatchNorm1d(3), 2), torch.randn(sum(shares), 3).split(shares))
+        in_lockstep(replicas(nn.BatchNorm1d(3), 2), torch.randn(sum(shares), 3).split(shares))
 
 
 def test_the_wrong_number_of_dimensions_is_refused() -> None:
     for layer, X in ((nn.BatchNorm2d(3), torch.randn(4, 3)), (nn.BatchNorm1d(3), torch.randn(3))):
         with pytest.raises(ValueError, match=r"expected .*D input"):
-            together(replicas(layer, 2), [X, X])
+            in_lockstep(replicas(layer, 2), [X, X])
 
 
-def test_a_backward_of_one_rank_alone_does_not_pass_unnoticed() -> None:
+def test_a_backward_pass_of_one_rank_alone_is_an_error() -> None:
     shards = [torch.randn(3, 2, requires_grad=True) for _ in range(2)]
-    got = together(replicas(nn.BatchNorm1d(2), 2), shards)
+    got = in_lockstep(replicas(nn.BatchNorm1d(2), 2), shards)
     got[0].square().sum().backward()
     with pytest.raises(RuntimeError, match="second time"):
         got[1].square().sum().backward()
 
 
-def test_what_cannot_be_converted_is_refused() -> None:
+def test_unsupported_modules_are_refused() -> None:
     class Own(nn.BatchNorm1d):
         def forward(self, input: Tensor) -> Tensor:
             return input

@@ -13,22 +13,23 @@ from .data import Data, DataError, Defaults, ImageFolder, Unavailable, digits, i
 from .data_parallel import DataParallel
 from .gluon import Trainer
 from .graph import GraphedStep
-from .history import Epoch, Step
 from .loader import Batch, Loader, Loading
-from .lockstep import lockstep, meet, ranks_in_lockstep
+from .lockstep import lockstep, ranks_in_lockstep, synchronize
 from .losses import summed_cross_entropy
 from .models import MODELS, LeNet, init_lenet, lenet, resnet18
 from .optimizers import linear_lr, sgd_optimizer
+from .records import Epoch, Step
 from .reduce import REDUCTIONS, allreduce, collective, naive
 from .replicas import Replicas
 from .replication import replicate_module
 from .report import Report
+from .run_result import RunResult
 from .settings import Settings, StepOptions
 from .shares import AutoShares, split_batch
 from .step import evaluate, get_params, replicate, sgd, train_batch
 from .step_clock import StepSeconds
 from .sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
-from .trainer import History, train
+from .trainer import train
 
 __all__ = [
     "MODELS",
@@ -43,7 +44,6 @@ __all__ = [
     "Defaults",
     "Epoch",
     "GraphedStep",
-    "History",
     "ImageFolder",
     "LeNet",
     "Loader",
@@ -51,6 +51,7 @@ __all__ = [
     "OutputError",
     "Replicas",
     "Report",
+    "RunResult",
     "Settings",
     "Step",
     "StepOptions",
@@ -71,7 +72,6 @@ __all__ = [
     "linear_lr",
     "load",
     "lockstep",
-    "meet",
     "naive",
     "ranks_in_lockstep",
     "replicate",
@@ -81,6 +81,7 @@ __all__ = [
     "sgd_optimizer",
     "split_batch",
     "summed_cross_entropy",
+    "synchronize",
     "train",
     "train_batch",
 ]

@@ -8,7 +8,7 @@ from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 
 from .. import _command
-from .._command import BAD_INPUT, BY_SIGNAL, Stopped, Unheard, say
+from .._command import BAD_INPUT, BY_SIGNAL, StdoutError, Stopped, print_error
 from .._files import OutputError
 from .checkpoint import CheckpointError
 from .compare import check as check_comparison
@@ -45,7 +45,9 @@ def _main(command: ArgumentParser, arguments: Sequence[str] | None) -> int:
         try:
             check_backend(args.backend)
             launch_context = torchrun_context(args.backend)
-            job, notice = launch_context.after_rank_0(lambda: _prepare(args, launch_context.world))
+            prepared, notice = launch_context.after_rank_0(
+                lambda: _prepare(args, launch_context.world)
+            )
         except ValueError as error:
             # Before the rendezvous every process raises the same error; then only rank 0 prints it.
             if launch_context.first_to_fail() and (
@@ -55,17 +57,17 @@ def _main(command: ArgumentParser, arguments: Sequence[str] | None) -> int:
             return BAD_INPUT
         if notice and launch_context.rank == 0:
             print(notice, flush=True)
-        _run(args, job, launch_context)
+        _run(args, prepared, launch_context)
     except (DataError, CheckpointError, OutputError) as error:
         if launch_context.first_to_fail():
-            say(f"{command.prog}: error: {error}")
+            print_error(f"{command.prog}: error: {error}")
         return BAD_INPUT
     except KeyboardInterrupt as stop:
         number = getattr(stop, "number", signal.SIGINT)
         if launch_context.first_to_fail():
             raise Stopped(number, _interrupted(args.checkpoint)) from None
         return BY_SIGNAL + number
-    except Unheard:  # standard output cannot be written: its reader is gone, or the disk is full
+    except StdoutError:  # the reader of standard output is gone, or the disk is full
         launch_context.first_to_fail()
         raise
     except Exception:
@@ -81,26 +83,26 @@ def _prepare(args: Namespace, world: int) -> tuple[PreparedRun, str]:
     asked = config(args)
     if args.backend is not None:
         asked = with_devices(asked, args.backend, world)
-    job, notice = prepare(asked, args.backend)
+    prepared, notice = prepare(asked, args.backend)
     if args.compare:
-        check_comparison(job, args.compare, args.ddp_backend)
+        check_comparison(prepared, args.compare, args.ddp_backend)
     elif args.ddp_backend is not None:
         raise ValueError("--ddp-backend is for --compare; under torchrun use --backend")
-    return job, notice
+    return prepared, notice
 
 
-def _run(args: Namespace, job: PreparedRun, launch_context: LaunchContext) -> None:
-    if job.backend is not None:
-        run_rank(job, launch_context)
+def _run(args: Namespace, prepared: PreparedRun, launch_context: LaunchContext) -> None:
+    if prepared.backend is not None:
+        run_rank(prepared, launch_context)
     elif args.compare:
-        compare(job, args.compare, Report(), args.ddp_backend)
+        compare(prepared, args.compare, Report(), args.ddp_backend)
     else:
-        run(job, Report())
+        run(prepared, Report())
 
 
 def _interrupted(checkpoint: Path | None) -> str:
     if checkpoint is not None and checkpoint.exists():
-        return f"interrupted; --resume {checkpoint} --checkpoint {checkpoint} goes on from here"
+        return f"interrupted; continue with --resume {checkpoint} --checkpoint {checkpoint}"
     return "interrupted"
 
 

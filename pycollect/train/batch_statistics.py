@@ -35,7 +35,7 @@ class Ranks(Protocol):
     def total(self, values: Sequence[int], device: torch.device) -> int:
         """Return the sum over all ranks; `values` holds one number per rank of this process."""
 
-    def add_up(self, tensors: list[Tensor]) -> None:
+    def all_reduce(self, tensors: list[Tensor]) -> None:
         """Sum over all ranks in place; `tensors` holds one tensor per rank of this process."""
 
 
@@ -47,7 +47,7 @@ class OneProcessRanks:
         """Return the sum of the values."""
         return sum(values)
 
-    def add_up(self, tensors: list[Tensor]) -> None:
+    def all_reduce(self, tensors: list[Tensor]) -> None:
         """All-reduce the tensors in place."""
         pc.all_reduce(tensors)
 
@@ -67,7 +67,7 @@ class ProcessRanks:
         dist.all_reduce(whole, group=self.group)
         return int(whole)
 
-    def add_up(self, tensors: list[Tensor]) -> None:
+    def all_reduce(self, tensors: list[Tensor]) -> None:
         """All-reduce this process's one tensor in place."""
         (mine,) = tensors
         dist.all_reduce(mine, group=self.group)
@@ -76,15 +76,15 @@ class ProcessRanks:
 class _Moments(torch.autograd.Function):
     """Mean and biased variance of every channel of a shard; [n, C, ...] to [C] and [C].
 
-    An empty shard has zeros for both, still recorded by autograd: in a backward pass over processes
-    every rank must issue the same collectives.
+    An empty shard has zeros for both, which autograd still records: in a backward pass over
+    processes every rank must issue the same collectives.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        # batch_norm_update_stats takes only the dtype from these running statistics. They are also
+        # batch_norm_update_stats reads only the dtype of these running statistics, which are also
         # the result for an empty shard.
-        zeros = x.new_zeros(2, x.shape[1], dtype=wide(x.dtype))
+        zeros = x.new_zeros(2, x.shape[1], dtype=statistics_dtype(x.dtype))
         if x.numel() == 0:
             mean, var = zeros[0], zeros[1].clone()
         else:
@@ -99,12 +99,12 @@ class _Moments(torch.autograd.Function):
         if x.numel() == 0:
             return torch.zeros_like(x)
         count = x.numel() // x.shape[1]
-        dx = x - across(mean, x)
-        dx.mul_(across(d_var * (2 / count), x)).add_(across(d_mean / count, x))
+        dx = x - per_channel(mean, x)
+        dx.mul_(per_channel(d_var * (2 / count), x)).add_(per_channel(d_mean / count, x))
         return cast(Tensor, dx.to(x.dtype))
 
 
-class _Whole(torch.autograd.Function):
+class _WholeBatchMoments(torch.autograd.Function):
     """The whole batch's mean and variance, once for each rank of this process.
 
     `weights` are each rank's fraction of all values; `shards` are the ranks' means, then their
@@ -118,12 +118,12 @@ class _Whole(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         own, variances = shards[: len(weights)], shards[len(weights) :]
         means = [mean * weight for mean, weight in zip(own, weights, strict=True)]
-        ranks.add_up(means)
+        ranks.all_reduce(means)
         spreads = [
             (var + (mean - whole).square()) * weight
             for var, mean, whole, weight in zip(variances, own, means, weights, strict=True)
         ]
-        ranks.add_up(spreads)
+        ranks.all_reduce(spreads)
         ctx.ranks, ctx.weights = ranks, weights
         ctx.save_for_backward(*own, *means)
         return *means, *spreads
@@ -134,7 +134,7 @@ class _Whole(torch.autograd.Function):
         here = len(ctx.weights)
         own, means = ctx.saved_tensors[:here], ctx.saved_tensors[here:]
         totals = [torch.stack(pair) for pair in zip(grads[:here], grads[here:], strict=True)]
-        ctx.ranks.add_up(totals)
+        ctx.ranks.all_reduce(totals)
         # The gradient of the variance by the whole mean is 0: the weighted deviations cancel.
         d_means = [
             (d_mean + 2 * (mean - whole) * d_var) * weight
@@ -189,12 +189,12 @@ class _Normalize(torch.autograd.Function):
         )
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which statistics are computed: float32 for float16 and bfloat16."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def across(channels: Tensor, x: Tensor) -> Tensor:
+def per_channel(channels: Tensor, x: Tensor) -> Tensor:
     """Reshape one value per channel to broadcast over x of shape [n, C, ...]."""
     return channels.view(-1, *[1] * (x.dim() - 2))
 
@@ -218,7 +218,7 @@ def merge(shards: Sequence[Statistics], ranks: Ranks) -> list[Statistics]:
         )
     weights = [shard.values / total for shard in shards]
     columns = (*(shard.mean for shard in shards), *(shard.var for shard in shards))
-    found = cast(Any, _Whole).apply(ranks, weights, *columns)
+    found = cast(Any, _WholeBatchMoments).apply(ranks, weights, *columns)
     pairs = zip(found[: len(shards)], found[len(shards) :], strict=True)
     return [Statistics(mean, var, total) for mean, var in pairs]
 
@@ -227,5 +227,5 @@ def normalize(
     x: Tensor, whole: Statistics, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """Normalise a shard [n, C, ...] by the whole batch's statistics; the dtype is kept."""
-    weight, bias = (None if p is None else p.to(wide(p.dtype)) for p in (weight, bias))
+    weight, bias = (None if p is None else p.to(statistics_dtype(p.dtype)) for p in (weight, bias))
     return cast(Tensor, cast(Any, _Normalize).apply(x, whole.mean, whole.var, weight, bias, eps))

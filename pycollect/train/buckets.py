@@ -22,7 +22,7 @@ from .reduce import Reduction, matching_gradients, start
 
 @dataclass
 class _Bucket:
-    """Parameters reduced together, and the gradients of them that are not complete yet."""
+    """Parameters that are reduced together, and their gradients that are not complete yet."""
 
     indices: list[int]
     missing: set[tuple[int, int]] = field(default_factory=set)  # (rank, parameter index)
@@ -75,11 +75,11 @@ class Buckets:
 
     @property
     def stale(self) -> bool:
-        """Whether any requires_grad flag has changed since the hooks were made."""
+        """Whether any requires_grad flag has changed since the hooks were registered."""
         return self._trained != [param.requires_grad for param in self._parameters[0]]
 
     def remove(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
@@ -121,8 +121,8 @@ class Buckets:
         with self._lock:
             if bucket.launched:
                 raise RuntimeError(
-                    "a gradient was added to after its reduction had begun, as re-entrant "
-                    "checkpoints do: use use_reentrant=False, or switch the overlap off"
+                    "a gradient has changed after the start of its reduction, as in re-entrant "
+                    "checkpoints: use use_reentrant=False, or switch the overlap off"
                 )
             bucket.missing.discard(which)
             bucket.launched = not bucket.missing

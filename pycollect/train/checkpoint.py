@@ -51,13 +51,14 @@ def load(path: Path | str) -> dict[str, Any]:
             if archive.testzip() is not None:  # torch.load does not verify the checksums
                 raise zipfile.BadZipFile("a checksum is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # replaces torch's message, which advises to trust it
+    except pickle.UnpicklingError as error:  # torch's own message advises to trust the file
         raise CheckpointError(
-            f"{path} is no checkpoint: it holds more than tensors, numbers, strings and containers"
+            f"{path} is not a checkpoint: it holds more than tensors, numbers, strings "
+            "and containers"
         ) from error
     except Exception as error:  # torch.load raises many types for foreign or damaged files
         raise CheckpointError(
-            f"{path} is no checkpoint, or is damaged ({first_line(error)})"
+            f"{path} is not a checkpoint, or is damaged ({first_line(error)})"
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(f"{path} was not written by pycollect.train")

@@ -11,21 +11,19 @@ from typing import Any
 from pycollect.devices import DeviceSpec
 
 from .config import Config
-from .curves import Curve, plot
+from .curves import plot
 from .dry_run import unused_parameters
-from .history import divergence
 from .log import Log
 from .prepared_run import PreparedRun, prepare
 from .processes import check_available, run_spawned
 from .reduce import REDUCTIONS
 from .report import Report
 from .run_result import RunResult
-from .trainer import enter, fit
-from .training_run import TrainingRun
+from .trainer import fit, start_run
 
 PAIR = ("naive", "pycollect")  # default reductions to compare, the baseline first
 NAMES = (*PAIR, "ddp")
-DDP_BACKEND = "gloo"  # default of "ddp": the backend that users commonly have
+DDP_BACKEND = "gloo"  # default backend of "ddp": the most widely available one
 
 
 @dataclass(frozen=True)
@@ -134,11 +132,11 @@ def compare(
     names = parse_names(",".join(names))
     check_options(options)
     asked = {"devices": devices, "batch_size": batch_size, "lr": lr, **options}
-    job, notice = prepare(Config.of(asked))
+    prepared, notice = prepare(Config.of(asked))
     report = Report(quiet)
     if notice:
         report.line(notice)
-    return run(job, names, report, ddp_backend)
+    return run(prepared, names, report, ddp_backend)
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -156,61 +154,55 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"a comparison does not support {unfit[0]}")
 
 
-def check(job: PreparedRun, names: Sequence[str], backend: str | None) -> None:
-    """Raise ValueError for a job that cannot be compared with ddp, or a backend without ddp."""
+def check(prepared: PreparedRun, names: Sequence[str], backend: str | None) -> None:
+    """Raise ValueError for a run that cannot be compared with ddp, or a backend without ddp."""
     if "ddp" in names:
         check_available(backend or DDP_BACKEND)
-        _check_all_used(job)
+        _check_all_used(prepared)
     elif backend is not None:
         raise ValueError(f"{backend} is for ddp, which is not among {', '.join(names)}")
 
 
-def _check_all_used(job: PreparedRun) -> None:
+def _check_all_used(prepared: PreparedRun) -> None:
     """Raise ValueError for unused parameters, which DDP would refuse only in the second step."""
-    unused = unused_parameters(job.module, job.data.image_shape)
+    unused = unused_parameters(prepared.module, prepared.data.image_shape)
     if unused:
         raise ValueError(
-            f"{', '.join(unused)} take no part in the model's output, and ddp waits for the "
+            f"the model's output does not depend on {', '.join(unused)}, and ddp waits for the "
             "gradients of all parameters: freeze them with requires_grad_(False)"
         )
 
 
 def run(
-    job: PreparedRun, names: Sequence[str], report: Report, backend: str | None = None
+    prepared: PreparedRun, names: Sequence[str], report: Report, backend: str | None = None
 ) -> Comparison:
     """Train once per name; print a line per epoch and run, and the comparison.
 
     Raises the ValueErrors of `check`.
     """
-    check(job, names, backend)
-    report.line(f"{job.title} on {job.data}: {job.settings}, {' against '.join(names)}")
-    run_results = {e.name: e for e in _in_turns(job, [n for n in names if n in REDUCTIONS], report)}
+    check(prepared, names, backend)
+    report.line(f"{prepared}, {' against '.join(names)}")
+    in_turns = _in_turns(prepared, [name for name in names if name in REDUCTIONS], report)
+    run_results = {run_result.name: run_result for run_result in in_turns}
     if "ddp" in names:
-        run_results["ddp"] = run_spawned(job, backend or DDP_BACKEND, report)
+        run_results["ddp"] = run_spawned(prepared, backend or DDP_BACKEND, report)
     comparison = Comparison([run_results[name] for name in names])
     report.line(comparison)
     for run_result in comparison.run_results:
-        if lost := divergence(run_result.steps, run_result.replicas[0]):
+        if lost := run_result.divergence:
             report.warning(f"{run_result.name}: {lost}")
-    if job.config.plot is not None:
-        curves = [Curve(e.name, e.epochs, e.steps) for e in comparison.run_results]
-        plot(curves, job.config.plot, f"{job.title} on {job.data}: {job.settings}")
+    if prepared.config.plot is not None:
+        plot(comparison.run_results, prepared.config.plot, str(prepared))
     return comparison
 
 
-def _in_turns(job: PreparedRun, names: Sequence[str], report: Report) -> list[RunResult]:
+def _in_turns(prepared: PreparedRun, names: Sequence[str], report: Report) -> list[RunResult]:
     """Train the runs that share this process, alternating at every step."""
     if not names:
         return []
-    with Log(None) as log, job.repeatable():
-        runs = [enter(job, name, log, compared=True) for name in names]
-        for _ in fit(job, runs, report):
+    with Log(None) as log, prepared.repeatable():
+        runs = [start_run(prepared, name, log, compared=True) for name in names]
+        for _ in fit(prepared, runs, report):
             for run in runs:
                 report.line(f"{run.epochs[-1]} ({run.name})")
-    return [_result(run) for run in runs]
-
-
-def _result(run: TrainingRun) -> RunResult:
-    modules = run.engine.modules
-    replicas = [list(module.parameters()) for module in modules]
-    return RunResult(run.name, run.epochs, run.steps, replicas)
+    return [run.result(prepared.settings) for run in runs]

@@ -84,7 +84,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.reduce not in REDUCTIONS:
             known = ", ".join(REDUCTIONS)
-            raise ValueError(f"unknown reduction {self.reduce!r}; there are {known}")
+            raise ValueError(f"unknown reduction {self.reduce!r}; allowed are {known}")
         if self.prefetch is not None and self.prefetch < 0:
             raise ValueError(f"prefetch must be at least 0 batches, not {self.prefetch}")
         if self.checkpoint is not None:
@@ -107,8 +107,8 @@ class Config:
         known = {field.name for field in fields(cls)}
         unknown = sorted(options.keys() - known)
         if unknown:
-            there = ", ".join(sorted(known))
-            raise TypeError(f"there is no option {unknown[0]!r}; there are {there}")
+            allowed = ", ".join(sorted(known))
+            raise TypeError(f"unknown option {unknown[0]!r}; allowed are {allowed}")
         return cls(**options)
 
     def settings(self, data: Data | None, stored: Mapping[str, Any] | None = None) -> Settings:
@@ -136,28 +136,18 @@ class Config:
         if self.scale_lr:
             usual = defaults.lr if self.lr is None else self.lr
             sizes["lr"] = linear_lr(usual, batch_size=world, base_batch_size=1)
-        return Settings(
-            devices=tuple(devices),
-            **sizes,
-            seed=pick("seed", 0),
-            model=model,
-            momentum=pick("momentum", 0.0),
-            weight_decay=pick("weight_decay", 0.0),
-            weights=parse_weights(pick("weights", None)),
-            microbatch=pick("microbatch", None),
-            sync_batchnorm=pick("sync_batchnorm", False),
-            strict=pick("strict", False),
-            shuffle=pick("shuffle", True),
-            drop_last=pick("drop_last", False),
-        )
+        values = {field.name: pick(field.name, field.default) for field in fields(Settings)}
+        values |= {"devices": tuple(devices), **sizes, "model": model}
+        values["weights"] = parse_weights(values["weights"])
+        return Settings(**values)
 
     def model_name(self, data: Data | None, stored: Mapping[str, Any]) -> str:
         """Return the model's name, for a module its class name; ValueError if unknown."""
         if isinstance(self.model, nn.Module):
             return type(self.model).__name__
-        name = self.model or stored.get("model") or (data.model if data else "lenet")
+        name = self.model or stored.get("model") or (data.model if data else Settings.model)
         if name not in MODELS:
-            what = f"unknown model {name!r}; there are {', '.join(MODELS)}"
+            what = f"unknown model {name!r}; allowed are {', '.join(MODELS)}"
             raise ValueError(f"{what}, and any torch.nn.Module")
         return str(name)
 
@@ -180,7 +170,7 @@ class Config:
         if stored is not None and stored["source"] is not None:
             known = stored["source"]
         elif stored is not None and self.data is None:
-            raise ValueError("the run was on data of your own: pass the same data to continue it")
+            raise ValueError("the run used data of its caller: pass the same data to continue it")
         folder = None if self.data_dir is None else str(self.data_dir)
         asked = {"name": self.data, "data_dir": folder, "image_size": self.image_size}
         source = {**known, **{key: value for key, value in asked.items() if value is not None}}
@@ -202,15 +192,15 @@ def ranks(devices: DeviceSpec, num_gpus: int | None) -> list[torch.device]:
     if num_gpus is None:
         return pc.devices(devices)
     if devices is not None:
-        raise ValueError("give either devices or num_gpus")
+        raise ValueError("pass either devices or num_gpus, not both")
     if num_gpus < 1:
         raise ValueError(f"num_gpus must be at least 1, not {num_gpus}")
-    there = torch.cuda.device_count()
-    if there == 0:
+    visible = torch.cuda.device_count()
+    if visible == 0:
         return pc.devices(f"cpu*{num_gpus}")
-    if num_gpus > there:
+    if num_gpus > visible:
         raise ValueError(
-            f"num_gpus is {num_gpus} and {there} can be seen; devices='cuda:0*{num_gpus}' puts "
-            "several ranks on one"
+            f"num_gpus is {num_gpus}, and {visible} GPUs are visible; devices='cuda:0*{num_gpus}' "
+            "puts several ranks on one"
         )
     return pc.devices("cuda:*")[:num_gpus]

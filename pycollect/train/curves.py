@@ -6,18 +6,18 @@ Plotting needs matplotlib, which is imported only when a plot is drawn.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._files import write_picture
-from .history import PARTS, Epoch, Step, typical
+from .records import PARTS
+from .run_result import RunResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Line styles with colours that stay apart for the colour-blind (Okabe and Ito). Runs on the same
-# batches coincide, so later lines are thinner and dashed with smaller marks, and show the first.
+# Line styles in colours that colour-blind readers can distinguish (Okabe and Ito). Lines of runs on
+# the same batches coincide, so later ones are thinner and dashed, and leave the first visible.
 STYLES: Sequence[Mapping[str, Any]] = (
     {"color": "#0072b2", "linewidth": 2, "markersize": 8},
     {"color": "#e69f00", "linewidth": 2, "markersize": 5, "linestyle": (0, (4, 4))},
@@ -32,46 +32,35 @@ COLOURS = {
 }
 _GREY = "#7f7f7f"
 _GRID = "#dddddd"
-_MOST_POINTS = 2000  # of a line; more points than pixels only make the file larger
+_MOST_POINTS = 2000  # points of a line; more points than pixels only make the file larger
 
 
-@dataclass(frozen=True)
-class Curve:
-    """The records of one run to draw."""
+def plot(runs: Sequence[RunResult], path: Path | str, caption: str = "") -> None:
+    """Write a plot of the runs: PNG, SVG or PDF by the suffix; OutputError if not writable.
 
-    name: str
-    epochs: Sequence[Epoch]
-    steps: Sequence[Step] = ()  # if empty, no per-step line and no bar is drawn
-
-    @property
-    def parts(self) -> list[float]:
-        """The median seconds of each part of a step, in the order of PARTS."""
-        return [typical(self.steps)[part] for part in PARTS]
-
-
-def plot(curves: Sequence[Curve], path: Path | str, caption: str = "") -> None:
-    """Write a plot of the curves: PNG, SVG or PDF by the suffix; OutputError if not writable."""
+    A run without steps has no per-step line and no bar.
+    """
     from matplotlib.figure import Figure
 
-    times = [curve for curve in curves if curve.steps]
-    height = 3.4 + 0.3 * max(0, len(times) - 3)
+    timed = [run for run in runs if run.steps]
+    height = 3.4 + 0.3 * max(0, len(timed) - 3)
     figure = Figure(figsize=(12.0, height), layout="constrained")
     loss, accuracy, bars = figure.subplots(1, 3, width_ratios=(1, 1, 1.25))
-    several = len(curves) > 1
-    for curve, style in zip(curves, STYLES, strict=False):
-        _loss(loss, curve, style, fine=not several)
-        _accuracy(accuracy, curve, style, last=not several)
-    highest = max((epoch.loss for curve in curves for epoch in curve.epochs), default=1.0)
+    several = len(runs) > 1
+    for run, style in zip(runs, STYLES, strict=False):
+        _loss(loss, run, style, fine=not several)
+        _accuracy(accuracy, run, style, last=not several)
+    highest = max((epoch.loss for run in runs for epoch in run.epochs), default=1.0)
     loss.set_ylim(0, 1.1 * highest if 0 < highest < float("inf") else None)
     if several:
         _legend(accuracy, accuracy.get_legend_handles_labels()[0])
-    _bars(bars, times)
+    _bars(bars, timed)
     if caption:
         figure.suptitle(caption, fontsize=9, color=_GREY)
     write_picture(figure, path)
 
 
-def _tidy(axes: Axes, title: str, ylabel: str) -> None:
+def _format_axes(axes: Axes, title: str, ylabel: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set_title(title, loc="left", fontsize=11)
@@ -84,42 +73,42 @@ def _tidy(axes: Axes, title: str, ylabel: str) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _loss(axes: Axes, curve: Curve, style: Mapping[str, Any], *, fine: bool) -> None:
+def _loss(axes: Axes, run: RunResult, style: Mapping[str, Any], *, fine: bool) -> None:
     """Draw the loss of every epoch, over a fainter line with the loss of every step."""
-    _tidy(axes, "training loss", "mean cross-entropy per example")
-    if fine and curve.steps:
-        last = {step.epoch: step.number for step in curve.steps}
-        every = -(-len(curve.steps) // _MOST_POINTS)
-        points = [(s.epoch - 1 + s.number / last[s.epoch], s.loss) for s in curve.steps[::every]]
+    _format_axes(axes, "training loss", "mean cross-entropy per example")
+    if fine and run.steps:
+        last = {step.epoch: step.number for step in run.steps}
+        every = -(-len(run.steps) // _MOST_POINTS)
+        points = [(s.epoch - 1 + s.number / last[s.epoch], s.loss) for s in run.steps[::every]]
         faint = {"color": style["color"], "alpha": 0.3, "linewidth": 1}
         axes.plot(*zip(*points, strict=True), **faint, label="per step")
-    _epochs(axes, curve, [epoch.loss for epoch in curve.epochs], style, "mean of the epoch")
-    if fine and curve.steps:
+    _epochs(axes, run, [epoch.loss for epoch in run.epochs], style, "mean of the epoch")
+    if fine and run.steps:
         _legend(axes, axes.get_legend_handles_labels()[0])
 
 
-def _accuracy(axes: Axes, curve: Curve, style: Mapping[str, Any], *, last: bool) -> None:
-    values = [100 * epoch.accuracy for epoch in curve.epochs]
+def _accuracy(axes: Axes, run: RunResult, style: Mapping[str, Any], *, last: bool) -> None:
+    values = [100 * epoch.accuracy for epoch in run.epochs]
     title = f"test accuracy: {values[-1]:.1f} % at the end" if last and values else "test accuracy"
-    _tidy(axes, title, "share classified right (%)")
-    _epochs(axes, curve, values, style, curve.name)
+    _format_axes(axes, title, "classified correctly (%)")
+    _epochs(axes, run, values, style, run.name)
     axes.set_ylim(0, 102)
 
 
 def _epochs(
-    axes: Axes, curve: Curve, values: list[float], style: Mapping[str, Any], label: str
+    axes: Axes, run: RunResult, values: list[float], style: Mapping[str, Any], label: str
 ) -> None:
-    numbers = [epoch.number for epoch in curve.epochs]
+    numbers = [epoch.number for epoch in run.epochs]
     marker = "o" if len(numbers) <= 30 else ""  # more markers would hide the line
     axes.plot(numbers, values, **style, marker=marker, label=label)
 
 
-def _bars(axes: Axes, curves: Sequence[Curve]) -> None:
+def _bars(axes: Axes, runs: Sequence[RunResult]) -> None:
     """Draw a bar for each run, its parts in the order in which a step runs them."""
-    unit, scale = _unit(max((sum(curve.parts) for curve in curves), default=0.0))
-    for row, curve in enumerate(curves):
+    unit, scale = _unit(max((sum(run.parts) for run in runs), default=0.0))
+    for row, run in enumerate(runs):
         left = 0.0
-        for part, seconds in zip(PARTS, curve.parts, strict=True):
+        for part, seconds in zip(PARTS, run.parts, strict=True):
             width = scale * seconds
             axes.barh(row, width, left=left, height=0.45, color=COLOURS[part])
             left += width
@@ -129,24 +118,24 @@ def _bars(axes: Axes, curves: Sequence[Curve]) -> None:
     axes.set_xlabel(f"time ({unit})")
     axes.margins(x=0.14)  # room for the number at the end of the longest bar
     axes.set_xlim(left=0)
-    axes.set_yticks(range(len(curves)), [curve.name for curve in curves])
-    room = max(0.6, (3 - len(curves)) / 2)  # a single bar is as thick as one of three
-    axes.set_ylim(len(curves) - 1 + room, -room)
+    axes.set_yticks(range(len(runs)), [run.name for run in runs])
+    room = max(0.6, (3 - len(runs)) / 2)  # a single bar is as thick as one of three
+    axes.set_ylim(len(runs) - 1 + room, -room)
     axes.tick_params(axis="y", length=0)
     axes.grid(True, axis="x", color=_GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    _key(axes, curves, unit, scale)
+    _colour_legend(axes, runs, unit, scale)
 
 
-def _key(axes: Axes, curves: Sequence[Curve], unit: str, scale: float) -> None:
+def _colour_legend(axes: Axes, runs: Sequence[RunResult], unit: str, scale: float) -> None:
     """Draw the legend of the colours, with the seconds if there is only one run."""
     from matplotlib.patches import Patch
 
     names = list(PARTS)
-    if len(curves) == 1:
-        values = (scale * seconds for seconds in curves[0].parts)
+    if len(runs) == 1:
+        values = (scale * seconds for seconds in runs[0].parts)
         names = [f"{part} {v:.2g} {unit}" for part, v in zip(PARTS, values, strict=True)]
     handles = [Patch(color=COLOURS[part], label=n) for part, n in zip(PARTS, names, strict=True)]
     _legend(axes, handles)

@@ -30,7 +30,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 class DataParallel(nn.Module):
     """Run a module on a shard of the batch per rank; a replacement for torch.nn.DataParallel.
 
-    ``device_ids`` is what ``pycollect.devices`` takes (indices of GPUs, "cuda:0*2", "cpu*4"; None:
+    ``device_ids`` is an argument of ``pycollect.devices`` (GPU indices, "cuda:0*2", "cpu*4"; None:
     every GPU, else two CPU ranks) and may name a device several times. Parameters and buffers are
     on the first device. Input tensors are split along ``dim`` like torch.tensor_split, and must
     have the same length there; tensors without dimensions and other values go to every rank.
@@ -62,14 +62,14 @@ class DataParallel(nn.Module):
         if len(outputs) != 1:
             raise ValueError(
                 f"DataParallel: output_device {output_device!r} names {len(outputs)} devices; "
-                "needed is one"
+                "pass one"
             )
         (self.output_device,) = outputs
         self.dim = dim
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return what the module returns for the whole batch."""
-        self._check_place()
+        self._check_devices()
         calls = _scattered((inputs, kwargs), self.device_ids, self.dim)
         if len(calls) == 1:
             args, options = calls[0]
@@ -126,7 +126,7 @@ class DataParallel(nn.Module):
             return autograd.gather([value.reshape(1) for value in ranks], self.output_device)
         return autograd.gather(ranks, self.output_device, dim=self.dim)
 
-    def _check_place(self) -> None:
+    def _check_devices(self) -> None:
         first = self.device_ids[0]
         for kind, tensors in (
             ("parameter", self.module.named_parameters()),
@@ -151,12 +151,12 @@ def _scattered(call: Call, ranks: Sequence[torch.device], dim: int) -> list[Call
     if len(lengths) > 1:
         raise ValueError(
             f"DataParallel: the inputs have {', '.join(map(str, sorted(lengths)))} examples along "
-            f"dim {dim}; all tensors that are cut need as many, others go in as a module's buffers"
+            f"dim {dim}; tensors to split must have one length, others can be buffers of the module"
         )
     length = next(iter(lengths), 0)
     used = list(ranks[: max(1, min(length, len(ranks)))])
-    cut = [_for_ranks(leaf, used, even(length, len(used)), dim) for leaf in leaves]
-    return [pytree.tree_unflatten([leaf[r] for leaf in cut], spec) for r in range(len(used))]
+    split = [_for_ranks(leaf, used, even(length, len(used)), dim) for leaf in leaves]
+    return [pytree.tree_unflatten([leaf[r] for leaf in split], spec) for r in range(len(used))]
 
 
 def _length(tensor: Tensor, dim: int) -> int:

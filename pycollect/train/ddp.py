@@ -21,31 +21,32 @@ from torch.nn.parallel import DistributedDataParallel
 from .checkpoint import generators, set_generators
 from .data import Examples
 from .dry_run import SingleValueCheck
+from .engine import optimizer_of
 from .loader import Batch, Loader, Loading
 from .losses import summed_cross_entropy
 from .settings import Settings
 from .shares import AutoShares, check_strict, microbatches, shares_of
-from .single_process import optimizer_of
 from .step_clock import StepClock, StepSeconds, mark, seconds_between
 from .sync_batchnorm import convert_sync_batchnorm
 
 # Difference of the seeds of two neighbouring ranks; odd, so that the seeds of all ranks and of
 # neighbouring runs differ.
-_SPREAD = 0x9E3779B97F4A7C15
+_SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
 class _SummedLoss(nn.Module):
     """A module with its loss summed over a shard; an empty shard gives 0, with gradients of 0.
 
-    If the module `meets` other ranks in its forward pass, it also runs on an empty shard.
+    With `sync_batchnorm` the module also runs on an empty shard: other ranks wait for its
+    statistics.
     """
 
-    def __init__(self, module: nn.Module, meets: bool) -> None:
+    def __init__(self, module: nn.Module, sync_batchnorm: bool) -> None:
         super().__init__()
-        self.module, self.meets = module, meets
+        self.module, self.sync_batchnorm = module, sync_batchnorm
 
     def forward(self, X: Tensor, y: Tensor) -> Tensor:
-        if len(X) or self.meets:
+        if len(X) or self.sync_batchnorm:
             return summed_cross_entropy(self.module(X), y)
         # An empty sum over every parameter: 0 even if a parameter is not finite.
         empty = [p.flatten()[:0].sum() for p in self.module.parameters() if p.requires_grad]
@@ -53,7 +54,7 @@ class _SummedLoss(nn.Module):
 
 
 class DDPEngine:
-    """The rank of this process; all processes must call the same methods in the same order.
+    """The engine of this process's one rank; all processes must call the same methods in order.
 
     `prefetch` is the number of batches that its training loader prepares ahead.
     """
@@ -74,14 +75,14 @@ class DDPEngine:
         self._single_values = SingleValueCheck(self._own)
         self.optimizer = optimizer_of(settings)(list(self._own.parameters()))
         self._ddp = DistributedDataParallel(
-            _SummedLoss(self._own, meets=settings.sync_batchnorm),
+            _SummedLoss(self._own, sync_batchnorm=settings.sync_batchnorm),
             device_ids=[self.device] if self.device.type == "cuda" else None,
             **_own_buffers(),
             gradient_as_bucket_view=True,
         )
         self._ddp.register_comm_hook(None, lambda _, bucket: self._reduce(bucket.buffer()))
-        # Each rank has its own seed: with equal dropout masks the ranks would not be independent.
-        torch.manual_seed((settings.seed + _SPREAD * self.rank) % 2**63)
+        # Each rank has its own seed, because equal dropout masks would correlate the ranks.
+        torch.manual_seed((settings.seed + _SEED_STRIDE * self.rank) % 2**63)
         self._clock = StepClock([self.device], exact_seconds)
         self._launched = 0.0
         self._marks: list[Any] = [0.0, 0.0]  # start and end of this rank's own work, see `mark`
@@ -171,7 +172,7 @@ class DDPEngine:
         dist.all_gather(found, mine)
         return [float(seconds) for seconds in found]
 
-    def covered(self) -> int:
+    def local_examples(self) -> int:
         """Return the number of this rank's examples in the last step."""
         return self.shares[self.rank]
 

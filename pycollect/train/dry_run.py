@@ -1,9 +1,9 @@
-"""Self-test of a module with two examples of zeros, to find errors before a training step.
+"""Dry run of a module on two examples of zeros, to find errors before a training step.
 
-The examples run in evaluation mode and change no state. The test does not cover behaviour specific
-to training, and has no result for a module that fails on zeros; then the step raises its own error.
+The examples run in evaluation mode and change no state. The dry run does not cover behaviour
+specific to training. A module that fails on zeros has no result, and its step raises the error.
 
-It finds shards of one example under batch normalisation: a single value per channel has no
+The dry run finds shards of one example under batch normalisation: a single value per channel has no
 variance, and torch would raise only in that layer, after other ranks have passed theirs.
 """
 
@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .sync_batchnorm import SyncBatchNorm
 
-_EXAMPLES = 2  # layers that take batch statistics even in evaluation refuse a single example
+_EXAMPLES = 2  # layers with batch statistics even in evaluation refuse a single example
 
 
 def dry_run(
@@ -73,8 +73,8 @@ def _in_evaluation(module: nn.Module) -> Iterator[None]:
             part.training = mode
 
 
-def _refusal(rank: int, examples: int) -> ValueError:
-    """Return the error for a rank with so few examples, with the possible remedies."""
+def _single_value_error(rank: int, examples: int) -> ValueError:
+    """Return the error for a rank with too few examples, with the possible remedies."""
     return ValueError(
         f"rank {rank} has a shard of {examples}, and batch normalisation needs more than one "
         "value per channel: use larger batches or microbatches, fewer ranks, drop_last, or "
@@ -90,22 +90,22 @@ def explained(rank: int, examples: int) -> Iterator[None]:
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
-        raise _refusal(rank, examples) from error
+        raise _single_value_error(rank, examples) from error
 
 
 class SingleValueCheck:
     """Refuses shards of one example if a batch normalisation of the module would get one value.
 
     For layers with statistics over all ranks, a single example over all ranks is refused instead.
-    With `to_meet` every layer counts as such, because the prepared run will convert it.
+    With `sync_batchnorm` every layer counts as such, because the prepared run will convert it.
 
     >>> SingleValueCheck(nn.BatchNorm1d(3)).check([(2, 1)], torch.zeros(3, 3))
     Traceback (most recent call last):
     ValueError: rank 1 has a shard of 1, and batch normalisation needs more than one ...
     """
 
-    def __init__(self, module: nn.Module, *, to_meet: bool = False) -> None:
-        self._module, self._to_meet = module, to_meet
+    def __init__(self, module: nn.Module, *, sync_batchnorm: bool = False) -> None:
+        self._module, self._sync_batchnorm = module, sync_batchnorm
         self._found: dict[Any, bool] = {}  # results by kind, example shape, dtype, training modes
 
     def check(self, parts: Iterable[Sequence[int]], examples: Tensor) -> None:
@@ -115,18 +115,19 @@ class SingleValueCheck:
         """
         parts = list(parts)
         ranks = [part.index(1) for part in parts if 1 in part]
-        if ranks and self._sees_one(_alone, examples):
-            raise _refusal(ranks[0], 1)
-        if any(sum(part) == 1 for part in parts) and self._sees_one(_together, examples):
+        if ranks and self._gets_one_value(_is_local, examples):
+            raise _single_value_error(ranks[0], 1)
+        single = any(sum(part) == 1 for part in parts)
+        if single and self._gets_one_value(_is_synchronized, examples):
             raise ValueError(
                 "there is a batch or microbatch of one example, and batch normalisation over all "
                 "ranks needs more than one value per channel: use another batch size or "
                 "microbatch, or drop_last"
             )
 
-    def _sees_one(self, kind: "Kind", examples: Tensor) -> bool:
+    def _gets_one_value(self, kind: "Kind", examples: Tensor) -> bool:
         """Return whether a layer of this kind gets only one value per channel from one example."""
-        layers = [layer for layer in self._module.modules() if self._is(kind, layer)]
+        layers = [layer for layer in self._module.modules() if self._matches(kind, layer)]
         if not layers:
             return False
         training = tuple(layer.training for layer in layers)
@@ -135,10 +136,10 @@ class SingleValueCheck:
             self._found[key] = 1 in self._values(layers, examples)
         return self._found[key]
 
-    def _is(self, kind: "Kind", layer: nn.Module) -> bool:
+    def _matches(self, kind: "Kind", layer: nn.Module) -> bool:
         if not isinstance(layer, _BatchNorm) or not (layer.training or layer.running_mean is None):
             return False
-        return kind(layer) if not self._to_meet else kind is _together
+        return kind(layer) if not self._sync_batchnorm else kind is _is_synchronized
 
     def _values(self, layers: Sequence[nn.Module], examples: Tensor) -> set[int]:
         """Return the numbers of values per channel that these layers get from one example."""
@@ -155,14 +156,14 @@ class SingleValueCheck:
 Kind: TypeAlias = Callable[[nn.Module], bool]
 
 
-def _alone(layer: nn.Module) -> bool:
+def _is_local(layer: nn.Module) -> bool:
     """Return whether a layer takes statistics over its own shard alone."""
     if isinstance(layer, SyncBatchNorm):
         return layer.ranks == 1
     return not isinstance(layer, nn.SyncBatchNorm)
 
 
-def _together(layer: nn.Module) -> bool:
+def _is_synchronized(layer: nn.Module) -> bool:
     """Return whether a layer takes statistics over all ranks."""
     return isinstance(layer, SyncBatchNorm) and layer.ranks > 1
 

@@ -35,7 +35,7 @@ class Trainer:
     bit. Raises ValueError for replicas that differ and for unknown names.
 
     A ``Replicas`` already has optimizers. They are used unless ``optimizer`` is given, which
-    replaces them also in its ``step`` and ``state_dict``, so that there never are two per rank.
+    also replaces them in its ``step`` and ``state_dict``, so a rank never has two optimizers.
     Gradients left by the steps of the ``Replicas`` are cleared.
 
     >>> nets = [nn.Linear(1, 1, bias=False) for _ in range(2)]
@@ -77,7 +77,7 @@ class Trainer:
         if isinstance(lr, bool) or not isinstance(lr, Real):
             raise TypeError(f"Trainer: the learning rate is a {type(lr).__name__}; pass a number")
         if not 0 <= lr <= torch.finfo(torch.float32).max:
-            raise ValueError(f"Trainer: the learning rate is {lr}; it is finite and not negative")
+            raise ValueError(f"Trainer: the learning rate is {lr}; it must be finite, at least 0")
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = float(lr)
@@ -159,7 +159,7 @@ def _optimizer(asked: str | MakeOptimizer | None) -> MakeOptimizer:
         if not callable(asked):
             raise TypeError(
                 f"Trainer: optimizer is a {type(asked).__name__}; pass a name or a class of "
-                "torch.optim, of which one is made for every rank"
+                "torch.optim, so that every rank can have its own"
             )
         return asked
     classes = {
@@ -200,5 +200,5 @@ def _check_alike(replicas: Sequence[Sequence[Tensor]]) -> None:
 def _check_batch_size(batch_size: int) -> int:
     count = _C.int_from(batch_size, "Trainer", "batch_size")
     if count <= 0:
-        raise ValueError(f"Trainer: batch_size is {count}; it counts the examples of a step")
+        raise ValueError(f"Trainer: batch_size is {count}; pass the examples of a step, at least 1")
     return count

@@ -15,25 +15,25 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """Context in which the first Ctrl-C or SIGTERM is only noted, and the second acts at once.
+    """Context that records the first Ctrl-C or SIGTERM; a second one takes effect at once.
 
-    Signal handlers stay unchanged if `wanted` is false, and outside of the main thread, the only
+    Signal handlers stay unchanged if `enabled` is false, and outside of the main thread, the only
     one that handles signals. `consensus` decides for processes that must stop at the same check.
 
-    >>> with Interrupt(wanted=True) as interrupt:
+    >>> with Interrupt(enabled=True) as interrupt:
     ...     interrupt.check()
     """
 
-    def __init__(self, wanted: bool, consensus: "StopConsensus | None" = None) -> None:
-        self._wanted = wanted and threading.current_thread() is threading.main_thread()
+    def __init__(self, enabled: bool, consensus: "StopConsensus | None" = None) -> None:
+        self._enabled = enabled and threading.current_thread() is threading.main_thread()
         self._consensus = consensus
-        self._asked = 0  # number of the received signal, 0 for none
+        self._received = 0  # number of the received signal, 0 for none
         self._checks = 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupt":
-        if self._wanted:
-            self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        if self._enabled:
+            self._before = {number: signal.signal(number, self._record) for number in _SIGNALS}
         return self
 
     def __exit__(
@@ -46,27 +46,27 @@ class Interrupt:
             # None: a handler that was not installed from Python, and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._asked = number
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def check(self) -> None:
         """Raise Stopped if a signal was received, and all processes stop at this check."""
         self._checks += 1
-        if self._asked and (self._consensus is None or self._consensus.reached(self._checks)):
-            raise Stopped(self._asked)
+        if self._received and (self._consensus is None or self._consensus.reached(self._checks)):
+            raise Stopped(self._received)
 
 
 class StopConsensus:
     """Stop consensus: all processes stop at the same check, whenever each receives the signal.
 
-    Each process publishes in the store, once, the check at which it had the signal. All stop at the
+    Each process publishes once, in the store, the check at which it has the signal. All stop at the
     check after the latest of these, and continue until every process has published. Between two
     checks there is a collective that ends only after all processes have begun it, so no process is
-    further by then. `settle` returns when all work issued to GPUs is done, because GPU collectives
-    end later than their calls. torchrun kills 30 seconds after its signal, which must suffice for
-    two steps and the checkpoint.
+    further by then. `synchronize` waits for all work issued to GPUs, because GPU collectives end
+    later than their calls. torchrun sends SIGKILL 30 seconds after its signal; two steps and the
+    checkpoint must finish before it.
 
     >>> import torch.distributed as dist
     >>> store = dist.HashStore()
@@ -75,19 +75,19 @@ class StopConsensus:
     (False, False, False, True, True)
     """
 
-    def __init__(self, store: Any, rank: int, world: int, settle: Callable[[], None]) -> None:
-        self._store, self._settle = store, settle
+    def __init__(self, store: Any, rank: int, world: int, synchronize: Callable[[], None]) -> None:
+        self._store, self._synchronize = store, synchronize
         self._keys = [f"pycollect.train/stop/{rank}" for rank in range(world)]
         self._own = self._keys[rank]
-        self._said = False
+        self._published = False
         self._last = 0  # the check to stop at, 0 while unknown
 
     def reached(self, check: int) -> bool:
         """Return whether all processes stop at this check, counted from 1."""
-        self._settle()
-        if not self._said:
+        self._synchronize()
+        if not self._published:
             self._store.set(self._own, str(check))
-            self._said = True
+            self._published = True
         if not self._last and self._store.check(self._keys):
             self._last = 1 + max(int(self._store.get(key)) for key in self._keys)
         return 0 < self._last <= check

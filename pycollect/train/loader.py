@@ -149,7 +149,7 @@ class Loader:
             return
         for indices in order:
             begin = time.perf_counter()
-            batch = self._fetch(indices, self._mine(indices, 0))
+            batch = self._fetch(indices, self._own_part(indices, 0))
             yield _Prepared(batch).take(time.perf_counter() - begin)
 
     def _ahead(self, order: Sequence[Tensor]) -> Generator[Batch, None, None]:
@@ -165,7 +165,7 @@ class Loader:
             for next_one in range(-prefetch, len(order)):
                 new = next_one + prefetch
                 if 0 <= new < len(order):
-                    mine = self._mine(order[new], new - max(next_one, 0))
+                    mine = self._own_part(order[new], new - max(next_one, 0))
                     pending.append(pool.submit(self._prepare, order[new], mine))
                 if next_one >= 0:
                     prepared = pending.popleft().result()
@@ -174,7 +174,7 @@ class Loader:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _mine(self, indices: Tensor, steps: int) -> Tensor:
+    def _own_part(self, indices: Tensor, steps: int) -> Tensor:
         """Return the indices of a batch to fetch here; `steps` counts the steps before it."""
         return indices if self._part is None else self._part(indices, steps)
 
@@ -194,17 +194,17 @@ class Loader:
         if self._shares is None:
             return _Prepared(batch)
         shares = list(self._shares(len(batch.X)))
-        X, y = (self._send(torch.split(whole, shares)) for whole in (batch.X, batch.y))
+        X, y = (self._copy_to_devices(torch.split(whole, shares)) for whole in (batch.X, batch.y))
         arrivals = [(gpu, side.record_event()) for gpu, side in self._sides.items()]
         return _Prepared(replace(batch, shards=(X, y)), arrivals)
 
-    def _send(self, shards: Sequence[Tensor]) -> list[Tensor]:
+    def _copy_to_devices(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Start the copies of pinned shards to the GPUs; shards of CPU ranks are not copied."""
-        sent = []
+        copies = []
         for device, shard in zip(self._devices, shards, strict=True):
             if device.type == "cuda":
                 with torch.cuda.stream(self._sides[device]):
-                    sent.append(shard.to(device, non_blocking=True))
+                    copies.append(shard.to(device, non_blocking=True))
             else:
-                sent.append(shard)
-        return sent
+                copies.append(shard)
+        return copies

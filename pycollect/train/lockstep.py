@@ -1,9 +1,9 @@
 """Rank threads of one process that exchange values: one thread per rank, one running at a time.
 
-The threads pass a baton in rank order, at every rendezvous and at their end. The order of all
+The threads pass a token in rank order, at every barrier and at their end. The order of all
 operations, and so the bits, is therefore the same in every run, and the running rank has all cores.
-Rank 0 runs in the caller's thread. No rank waits for ever: if a rank raises, or finishes while
-others wait for it, every rank stops at its next rendezvous.
+Rank 0 runs in the caller's thread. No rank waits forever: if a rank raises, or finishes while
+others wait for it, every rank stops at its next barrier.
 """
 
 from __future__ import annotations
@@ -21,48 +21,48 @@ V = TypeVar("V")
 R = TypeVar("R")
 
 
-class _Stopped(BaseException):
+class _Aborted(BaseException):
     """Unwinds a rank after another rank's failure; `except Exception` does not catch it."""
 
 
-class _Turn:
-    """The running rank, the values at the current rendezvous, and the first failure."""
+class _Lockstep:
+    """State of a lockstep: the running rank, the values at the current barrier, the failure."""
 
     def __init__(self, world: int) -> None:
         lock = threading.Lock()
         self._turns = [threading.Condition(lock) for _ in range(world)]
-        self._over = threading.Condition(lock)
+        self._ended = threading.Condition(lock)
         self._lock = lock
         self._turn = 0
         self._running = set(range(world))
         self._arrived: list[Any] = []
-        self._what = ""
+        self._barrier = ""
         self._results: Sequence[Any] = ()
         self.world = world
         self.failure: BaseException | None = None
 
     def wait(self, rank: int) -> None:
-        """Return when it is this rank's turn; raise _Stopped after a failure."""
+        """Return when it is this rank's turn; raise _Aborted after a failure."""
         with self._lock:
             self._turns[rank].wait_for(lambda: self._turn == rank or self.failure is not None)
             if self.failure is not None:
-                raise _Stopped
+                raise _Aborted
 
     def _pass_on(self, rank: int) -> None:
         following = [(rank + ahead) % self.world for ahead in range(1, self.world + 1)]
         self._turn = next((r for r in following if r in self._running), rank)
         self._turns[self._turn].notify_all()
 
-    def meet(
-        self, rank: int, value: Any, combine: Callable[[list[Any]], Sequence[Any]], what: str
+    def synchronize(
+        self, rank: int, value: Any, combine: Callable[[list[Any]], Sequence[Any]], name: str
     ) -> Any:
-        """Pass a value to the rendezvous; return this rank's item of `combine(values)`."""
+        """Wait at the named barrier; return this rank's item of `combine(values)`."""
         if len(self._running) < self.world:
             done = sorted(set(range(self.world)) - self._running)
-            raise _unlike(f"rank {rank} waits at {what} for rank {done[0]}, which has finished")
-        if self._arrived and self._what != what:
-            raise _unlike(f"rank {rank} is at {what} and rank 0 at {self._what}")
-        self._what = what
+            raise _mismatch(f"rank {rank} waits at {name} for rank {done[0]}, which has finished")
+        if self._arrived and self._barrier != name:
+            raise _mismatch(f"rank {rank} is at {name} and rank 0 at {self._barrier}")
+        self._barrier = name
         self._arrived.append(value)
         if len(self._arrived) == self.world:
             values, self._arrived = self._arrived, []
@@ -73,43 +73,46 @@ class _Turn:
         return self._results[rank]
 
     def leave(self, rank: int, error: BaseException | None) -> None:
-        """Remove a finished rank; its error, or ranks waiting for it in a rendezvous, stop all."""
+        """Remove a finished rank; abort if it has failed, or if others wait for it at a barrier."""
         with self._lock:
             self._running.discard(rank)
             if error is None and self._arrived:
-                error = _unlike(f"rank 0 waits at {self._what} for rank {rank}, which has finished")
-            if error is not None and not isinstance(error, _Stopped):
+                error = _mismatch(
+                    f"rank 0 waits at {self._barrier} for rank {rank}, which has finished"
+                )
+            if error is not None and not isinstance(error, _Aborted):
                 self._fail(error)
             if self._turn == rank:
                 self._pass_on(rank)
             if not self._running:
-                self._over.notify_all()
+                self._ended.notify_all()
 
     def _fail(self, error: BaseException) -> None:
         self.failure = self.failure or error
         for turn in self._turns:
             turn.notify_all()
 
-    def stop(self, error: BaseException) -> None:
-        """Make all ranks stop at their next rendezvous."""
+    def abort(self, error: BaseException) -> None:
+        """Make all ranks stop at their next barrier."""
         with self._lock:
             self._fail(error)
 
-    def finish(self) -> None:
-        """Wait until every rank has ended; an interrupt stops them at their next rendezvous."""
+    def join(self) -> None:
+        """Wait until every rank has ended; an interrupt stops them at their next barrier."""
         with self._lock:
             try:
-                self._over.wait_for(lambda: not self._running)
+                self._ended.wait_for(lambda: not self._running)
             except BaseException as error:
                 self._fail(error)
-                self._over.wait_for(lambda: not self._running)
+                self._ended.wait_for(lambda: not self._running)
 
 
-def _unlike(what: str) -> RuntimeError:
+def _mismatch(what: str) -> RuntimeError:
     return RuntimeError(f"lockstep: {what}; all ranks must pass the same layers in the same order")
 
 
-_seat: ContextVar[tuple[_Turn, int] | None] = ContextVar("_seat", default=None)
+# The lockstep of the running thread and its rank.
+_current: ContextVar[tuple[_Lockstep, int] | None] = ContextVar("_current", default=None)
 
 
 def ranks_in_lockstep() -> int | None:
@@ -118,59 +121,59 @@ def ranks_in_lockstep() -> int | None:
     >>> lockstep([ranks_in_lockstep] * 2), ranks_in_lockstep()
     ([2, 2], None)
     """
-    seat = _seat.get()
-    return None if seat is None else seat[0].world
+    current = _current.get()
+    return None if current is None else current[0].world
 
 
-def meet(value: V, combine: Callable[[list[V]], Sequence[R]], what: str) -> R:
+def synchronize(value: V, combine: Callable[[list[V]], Sequence[R]], name: str) -> R:
     """Wait for all other ranks of the lockstep; return this rank's item of ``combine(values)``.
 
-    ``values`` are in rank order, and one rank calls ``combine`` for all. ``what`` names the
-    rendezvous in errors. Raises RuntimeError outside of a lockstep, and if another rank is at
-    another rendezvous or has finished.
+    ``values`` are in rank order, and one rank calls ``combine`` for all. ``name`` is the
+    barrier's name in errors. Raises RuntimeError outside of a lockstep, and if another rank is at
+    another barrier or has finished.
 
     >>> def share(x): return [sum(x)] * len(x)
-    >>> lockstep([lambda: meet(1, share, "a sum"), lambda: meet(2, share, "a sum")])
+    >>> lockstep([lambda: synchronize(1, share, "sum"), lambda: synchronize(2, share, "sum")])
     [3, 3]
     """
-    seat = _seat.get()
-    if seat is None:
-        raise RuntimeError(f"{what}: ranks can only synchronise in lockstep(); run them through it")
-    turn, rank = seat
-    result: R = turn.meet(rank, value, combine, what)
+    current = _current.get()
+    if current is None:
+        raise RuntimeError(f"{name}: ranks can only synchronise in lockstep(); run them through it")
+    shared, rank = current
+    result: R = shared.synchronize(rank, value, combine, name)
     return result
 
 
 def lockstep(runs: Sequence[Callable[[], T]]) -> list[T]:
     """Run one callable per rank, one at a time in rank order; return what they return.
 
-    Callables exchange values through ``meet``, as synchronised batch normalisation does.
+    Callables exchange values in ``synchronize``, as synchronised batch normalisation does.
     All run under the caller's grad mode, autocast, default device, saved-tensor hooks, CUDA device
-    and streams; other modes of torch, such as FlopCounterMode, see rank 0 alone. The first error of
-    any rank, KeyboardInterrupt too, is raised when all have ended: ranks that wait in a rendezvous
-    end at once, others at their next one.
+    and streams; other modes of torch, such as FlopCounterMode, apply to rank 0 only. The
+    first error of any rank, KeyboardInterrupt too, is raised when all have ended: ranks that wait
+    at a barrier end at once, others at their next barrier.
 
     >>> lockstep([lambda: "a", lambda: "b"])
     ['a', 'b']
     """
     if not runs:
         return []
-    turn = _Turn(len(runs))
+    shared = _Lockstep(len(runs))
     results: list[Any] = [None] * len(runs)
-    state = _ThreadState()
+    inherited = _ThreadState()
 
     def run(rank: int) -> None:
         error: BaseException | None = None
-        token = _seat.set((turn, rank))
+        token = _current.set((shared, rank))
         try:
-            with state.entered() if rank else nullcontext():
-                turn.wait(rank)
+            with inherited.entered() if rank else nullcontext():
+                shared.wait(rank)
                 results[rank] = runs[rank]()
         except BaseException as raised:
             error = raised
         finally:
-            _seat.reset(token)
-            turn.leave(rank, error)
+            _current.reset(token)
+            shared.leave(rank, error)
             del error  # breaks the reference cycle: its traceback holds this frame
 
     threads = [
@@ -181,16 +184,16 @@ def lockstep(runs: Sequence[Callable[[], T]]) -> list[T]:
         for thread in threads:
             thread.start()
         run(0)
-        turn.finish()
-    except BaseException as error:  # an interrupt outside of `run` and `finish`
-        turn.stop(error)
+        shared.join()
+    except BaseException as error:  # an interrupt outside of `run` and `join`
+        shared.abort(error)
         raise
     finally:
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
-    if turn.failure is not None:
-        raise turn.failure
+    if shared.failure is not None:
+        raise shared.failure
     return results
 
 

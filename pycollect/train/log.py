@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from .._files import OutputError, open_lines, writing
-from .history import Epoch, Step
+from .records import Epoch, Step
 
 
 class Log:

@@ -48,12 +48,12 @@ def check_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
     >>> check_step(torch.optim.LBFGS([nn.Parameter(torch.ones(1))]))
     Traceback (most recent call last):
-    ValueError: LBFGS wants a closure that it calls several times a step; replicas take one ...
+    ValueError: LBFGS needs a closure that it calls several times a step; replicas run one ...
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ValueError(
-            f"{type(optimizer).__name__} wants a closure that it calls several times a step; "
-            "replicas take one forward and backward pass a step: choose another, such as Adam"
+            f"{type(optimizer).__name__} needs a closure that it calls several times a step; "
+            "replicas run one forward and backward pass a step: choose another, such as Adam"
         )
     return optimizer

@@ -16,9 +16,9 @@ from .reduce import REDUCTIONS
 EPILOG = """\
 The line of an epoch gives the seconds of its training steps (splitting the batch, forward,
 backward, reduction, update) without the evaluation and without waiting for data, the mean loss per
-training example, and the share of test examples that are classified right. All ranks evaluate,
-each a part of the test set. A run whose loss or model is not finite at its end says so in a last
-line on standard error and in the log; its exit status is still 0.
+training example, and the share of test examples that are classified correctly. All ranks evaluate,
+each a part of the test set. If loss or model are not finite at the end, a last line on standard
+error reports it, and so does the log; the exit status is still 0.
 """
 
 
@@ -63,8 +63,8 @@ def _add_ranks(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--weights",
         metavar="W,W,...",
-        help="how to share out a batch, e.g. 80,20 between a fast and a slow device, or auto: "
-        "measured throughput decides and is followed (default: evenly)",
+        help="shares of a batch per rank, e.g. 80,20 for a fast and a slow device, or auto: "
+        "by measured throughput (default: even shares)",
     )
     _switch(p, "--strict", "refuse a batch that the number of ranks does not divide")
 
@@ -86,13 +86,13 @@ def _add_data(p: argparse._ArgumentGroup) -> None:
         "--data-dir",
         type=Path,
         metavar="DIR",
-        help="where Fashion-MNIST is or goes, or the image folder (default: data)",
+        help="folder of Fashion-MNIST, also for its download, or the image folder (default: data)",
     )
     p.add_argument(
         "--image-size",
         type=int,
         metavar="PIXELS",
-        help=f"height and width that a folder's images are brought to (default: {IMAGE_SIZE})",
+        help=f"height and width to which a folder's images are scaled (default: {IMAGE_SIZE})",
     )
     _switch(p, "--shuffle", "shuffle the examples by seed and epoch (default: yes)")
     _switch(p, "--drop-last", "leave out the last batch of an epoch if it is smaller")
@@ -116,8 +116,8 @@ def _add_hyperparameters(p: argparse._ArgumentGroup) -> None:
         p.add_argument(
             flag, action="store_true", help=f"multiply the {what} by the number of ranks"
         )
-    p.add_argument("--momentum", type=float, metavar="M", help="of SGD (default: 0)")
-    p.add_argument("--weight-decay", type=float, metavar="D", help="of SGD (default: 0)")
+    p.add_argument("--momentum", type=float, metavar="M", help="momentum of SGD (default: 0)")
+    p.add_argument("--weight-decay", type=float, metavar="D", help="weight decay (default: 0)")
     p.add_argument(
         "--microbatch",
         type=int,
@@ -129,15 +129,15 @@ def _add_hyperparameters(p: argparse._ArgumentGroup) -> None:
         "--seed",
         type=int,
         metavar="N",
-        help="for initialisation and order; the same seed gives the same bits (default: 0)",
+        help="seed of initialisation and order; the same seed gives the same bits (default: 0)",
     )
 
 
 def _add_output(p: argparse._ArgumentGroup) -> None:
     files = (
-        ("--checkpoint", "write everything to FILE after every epoch, and at Ctrl-C or SIGTERM"),
-        ("--resume", "continue the run of a checkpoint; what is not chosen is as it was there"),
-        ("--replay-shares", "share out every batch as the run of a checkpoint measured it"),
+        ("--checkpoint", "write the state to FILE after every epoch, and at Ctrl-C or SIGTERM"),
+        ("--resume", "continue the run of a checkpoint, with its options unless they are given"),
+        ("--replay-shares", "split every batch by the measured shares of a checkpoint"),
         ("--plot", "draw loss, accuracy and the time per step (.png, .svg or .pdf)"),
     )
     for flag, meaning in files:
@@ -158,13 +158,13 @@ def _add_reduction(p: argparse._ArgumentGroup) -> None:
         "--reduce",
         choices=tuple(REDUCTIONS),
         default="pycollect",
-        help="naive: the book's loop over the tensors (default: pycollect)",
+        help="naive: Dive into Deep Learning's loop over the tensors (default: pycollect)",
     )
     how.add_argument(
         "--backend",
         metavar="NAME",
-        help="pycollect, gloo or nccl: one process per rank, which torchrun has started, with "
-        "torch's DistributedDataParallel",
+        help="pycollect, gloo or nccl: one process per rank, started by torchrun, with torch's "
+        "DistributedDataParallel",
     )
     how.add_argument(
         "--compare",
@@ -179,7 +179,7 @@ def _add_reduction(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--ddp-backend",
         metavar="NAME",
-        help=f"what the ddp of --compare runs over (default: {DDP_BACKEND})",
+        help=f"backend of torch.distributed for the ddp of --compare (default: {DDP_BACKEND})",
     )
 
 
@@ -187,15 +187,15 @@ def _add_speed(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--overlap",
         action=argparse.BooleanOptionalAction,
-        help="reduce the gradients of the last layers while the backward pass is still at the "
-        "first; the bits are the same (default: yes, but not for --compare)",
+        help="reduce the gradients of the last layers while the backward pass still "
+        "computes the first; the bits are the same (default: yes, but not for --compare)",
     )
     p.add_argument(
         "--prefetch",
         type=int,
         metavar="N",
         help="batches to prepare ahead, 0 for none; the bits are the same (default: "
-        f"{PREFETCH} where files are decoded or a GPU takes part, else 0)",
+        f"{PREFETCH} if files are decoded or a GPU is used, else 0)",
     )
     p.add_argument(
         "--graph",
@@ -205,12 +205,12 @@ def _add_speed(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--deterministic",
         action="store_true",
-        help="use only algorithms of torch that give the same bits every time; a GPU needs it",
+        help="use only algorithms of torch that give the same bits every time; GPUs need it",
     )
     p.add_argument(
         "--exact-times",
         action="store_true",
-        help="wait for the GPUs wherever time is taken, so that the parts of a step are true",
+        help="wait for the GPUs at every time measurement, so that a step's times are exact",
     )
 
 

@@ -65,7 +65,7 @@ class PreparedRun:
         if settings.weights == "auto":
             return  # measured shares are not known before the run
         weights = settings.weights or [1.0] * len(settings.devices)
-        single = SingleValueCheck(self.module, to_meet=settings.sync_batchnorm)
+        single = SingleValueCheck(self.module, sync_batchnorm=settings.sync_batchnorm)
         for size in sorted(sizes):
             parts = microbatches(tuple(shares_of(size, weights)), settings.microbatch or size)
             single.check(parts, torch.zeros(0, *self.data.image_shape))
@@ -99,10 +99,9 @@ class PreparedRun:
             prefetch=self.config.batches_ahead(self.data, self.settings.devices),
         )
 
-    @property
-    def title(self) -> str:
-        """The name of the model for messages."""
-        return TITLES.get(self.settings.model, self.settings.model)
+    def __str__(self) -> str:
+        model = TITLES.get(self.settings.model, self.settings.model)
+        return f"{model} on {self.data}: {self.settings}"
 
     @property
     def reducer(self) -> str:
@@ -176,7 +175,7 @@ def _deterministic_algorithms() -> Iterator[None]:
 
 
 def prepare(config: Config, backend: str | None = None) -> tuple[PreparedRun, str]:
-    """Load the data and build the model; return the job and a notice of substituted data, or "".
+    """Load data and model; return the run, and a notice if another data set is used, or "".
 
     Raises ValueError for a bad value, before any data is loaded; DataError if the data is not
     available; CheckpointError if the run cannot be resumed with these options.
@@ -200,13 +199,13 @@ def prepare(config: Config, backend: str | None = None) -> tuple[PreparedRun, st
         source["name"] = data.name if source["name"] == "auto" else source["name"]
     settings = config.settings(data, stored)
     module = config.module(data, settings)
-    job = PreparedRun(data, settings, config, module, source, stored, shares, backend)
-    found = checkpoint.differences(stored["identity"], job.identity()) if stored else []
+    prepared = PreparedRun(data, settings, config, module, source, stored, shares, backend)
+    found = checkpoint.differences(stored["identity"], prepared.identity()) if stored else []
     if found:
         raise checkpoint.CheckpointError(
             f"{config.resume} cannot be continued with other settings: it has {'; '.join(found)}"
         )
-    return job, notice
+    return prepared, notice
 
 
 def _measured_shares(path: Path | str) -> dict[str, Any]:

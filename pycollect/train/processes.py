@@ -4,6 +4,7 @@ An error is printed once: the first process to fail records this in the shared s
 that fail afterwards, for example because that process is gone, print nothing.
 """
 
+import copy
 import multiprocessing
 import os
 import pickle
@@ -22,7 +23,7 @@ import torch.multiprocessing as mp
 import pycollect as pc
 
 from .._command import interrupts_kept_from_children
-from . import checkpoint, history
+from . import checkpoint, records
 from .config import Config
 from .interrupt import StopConsensus
 from .log import Log
@@ -30,7 +31,7 @@ from .prepared_run import PreparedRun
 from .report import Report
 from .run_result import RunResult
 from .step_clock import wait_for
-from .trainer import enter, run, train_epochs
+from .trainer import run, start_run, train_epochs
 
 T = TypeVar("T")
 # torch's type stubs lack the exports of these two modules.
@@ -42,12 +43,12 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _FAILED = "pycollect.train/failed"
 _PREPARED = "pycollect.train/prepared"
 # Timeout of the other ranks while rank 0 downloads a data set, which may take long.
-_PATIENCE = timedelta(hours=1)
+_DOWNLOAD_TIMEOUT = timedelta(hours=1)
 
 
 @dataclass
 class LaunchContext:
-    """The launch context: rank, world size and store; without a store this process is alone."""
+    """Rank, world size and store of a launch; without a store there is one process."""
 
     rank: int = 0
     world: int = 1
@@ -68,7 +69,7 @@ class LaunchContext:
         if self.store is None:
             return make()
         if self.rank:
-            self.store.wait([_PREPARED], _PATIENCE)
+            self.store.wait([_PREPARED], _DOWNLOAD_TIMEOUT)
             if self.store.get(_PREPARED) != b"done":
                 raise RuntimeError("rank 0 has failed")
             return make()
@@ -120,7 +121,7 @@ def check_available(backend: str) -> None:
     for name in backend.split(","):
         plain = name.rpartition(":")[2]
         if not dist.is_backend_available(plain):
-            raise ValueError(f"torch has no backend {plain!r} here; there are pycollect and gloo")
+            raise ValueError(f"torch has no backend {plain!r} here; choose pycollect, gloo or nccl")
 
 
 def devices_of(spec: Any, backend: str, world: int) -> list[torch.device]:
@@ -134,7 +135,8 @@ def devices_of(spec: Any, backend: str, world: int) -> list[torch.device]:
     found = pc.devices(spec)
     if world % len(found):
         raise ValueError(
-            f"there are {world} processes for {len(found)} devices; start one for each, or name one"
+            f"there are {world} processes for {len(found)} devices; "
+            "start one per device, or name one"
         )
     return found * (world // len(found))
 
@@ -163,44 +165,43 @@ def join(backend: str, launch_context: LaunchContext) -> None:
     )
 
 
-def run_rank(job: PreparedRun, launch_context: LaunchContext) -> None:
+def run_rank(prepared: PreparedRun, launch_context: LaunchContext) -> None:
     """Train as one rank of several processes; only rank 0 prints and writes files."""
-    assert job.backend is not None
-    join(job.backend, launch_context)
+    assert prepared.backend is not None
+    join(prepared.backend, launch_context)
     if launch_context.rank:
-        job = replace(job, config=replace(job.config, log=None, plot=None))
-    own = job.settings.devices[launch_context.rank]
+        prepared = replace(prepared, config=replace(prepared.config, log=None, plot=None))
+    own = prepared.settings.devices[launch_context.rank]
     consensus = StopConsensus(
         launch_context.store, launch_context.rank, launch_context.world, lambda: wait_for([own])
     )
-    run(job, Report(quiet=launch_context.rank != 0), consensus)
+    run(prepared, Report(quiet=launch_context.rank != 0), consensus)
     dist.destroy_process_group()
 
 
-def run_spawned(job: PreparedRun, backend: str, report: Report) -> RunResult:
+def run_spawned(prepared: PreparedRun, backend: str, report: Report) -> RunResult:
     """Train with one spawned process per rank, each with a share of this process's threads.
 
     Raises ValueError if data or model cannot be pickled for another process.
     """
-    world = len(job.settings.devices)
+    world = len(prepared.settings.devices)
     threads = max(1, torch.get_num_threads() // world)
     with tempfile.TemporaryDirectory() as folder:
-        config = replace(job.config, checkpoint=Path(folder) / "run.pt", log=None, plot=None)
+        config = replace(prepared.config, checkpoint=Path(folder) / "run.pt", log=None, plot=None)
         config = replace(config, overlap=None, exact_times=True)  # DDP overlaps by itself
-        job = replace(job, backend=backend, config=config)
+        prepared = replace(prepared, backend=backend, config=config)
         try:
-            pickle.dumps(job)
+            pickle.dumps(prepared)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(
-                f"ddp runs in processes of its own, and data or model cannot be sent there: {error}"
+                f"ddp runs in spawned processes, for which data or model cannot be pickled: {error}"
             ) from error
-        _spawn((job, folder, world, threads, report), world)
+        _spawn((prepared, folder, world, threads, report), world)
         state = checkpoint.load(Path(folder) / "run.pt")["run"]
-    steps, epochs = history.restored(state)
-    model = state["engine"]["replicas"]["model"]
-    # In the order of `named_parameters`, which lists tied parameters once.
-    named = [name for name, _ in job.module.named_parameters()]
-    return RunResult("ddp", epochs, steps, [[model[name] for name in named]])
+    steps, epochs = records.restored(state)
+    module = copy.deepcopy(prepared.module)
+    module.load_state_dict(state["engine"]["replicas"]["model"])
+    return RunResult("ddp", prepared.settings, epochs, steps, [module])
 
 
 def _spawn(arguments: tuple[Any, ...], world: int) -> None:
@@ -220,7 +221,7 @@ def _spawn(arguments: tuple[Any, ...], world: int) -> None:
 
 
 def _spawned(
-    rank: int, job: PreparedRun, folder: str, world: int, threads: int, report: Report
+    rank: int, prepared: PreparedRun, folder: str, world: int, threads: int, report: Report
 ) -> None:
     # Kill this process when its parent dies; torch's own choice, SIGINT, is blocked here.
     _mp._prctl_pr_set_pdeathsig(signal.SIGKILL)
@@ -229,11 +230,11 @@ def _spawned(
         return
     torch.set_num_threads(threads)
     launch_context = LaunchContext(rank, world, _dist.FileStore(str(Path(folder) / "store"), world))
-    assert job.backend is not None
-    join(job.backend, launch_context)
+    assert prepared.backend is not None
+    join(prepared.backend, launch_context)
     quiet = replace(report, quiet=report.quiet or rank != 0)
-    with Log(None) as log, job.repeatable():
-        train_epochs(job, enter(job, "ddp", log), quiet, suffix=" (ddp)")
+    with Log(None) as log, prepared.repeatable():
+        train_epochs(prepared, start_run(prepared, "ddp", log), quiet, suffix=" (ddp)")
     dist.destroy_process_group()
     # DistributedDataParallel still holds the group. A gloo thread that releases its last tensor
     # during interpreter shutdown aborts the process, so skip the shutdown.

@@ -208,8 +208,8 @@ class Replicas:
         for group in groups:
             with self._clock.ranks(group):
                 runs = [partial(self._forward, rank, X[rank], y[rank]) for rank in group]
-                meet = self.options.sync_batchnorm
-                found = lockstep(runs) if meet else [run() for run in runs]
+                synchronized = self.options.sync_batchnorm
+                found = lockstep(runs) if synchronized else [run() for run in runs]
                 last = buckets.during(group) if buckets and group is groups[-1] else nullcontext()
                 with last:
                     torch.autograd.backward(found)

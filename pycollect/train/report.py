@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 # Least seconds between two reads of the loss for the bar; each read waits for the GPU.
-_PATIENCE = 0.5
+_READ_INTERVAL = 0.5
 
 
 class Bar:
@@ -38,12 +38,12 @@ class Bar:
             self._tqdm.close()
 
     def step(self, examples: int, loss: Callable[[], float]) -> None:
-        """Advance by `examples` images; call `loss` at most every _PATIENCE seconds."""
+        """Advance by `examples` images; call `loss` at most every _READ_INTERVAL seconds."""
         if self._tqdm is None:
             return
         now = time.monotonic()
         if now >= self._next:
-            self._next = now + _PATIENCE
+            self._next = now + _READ_INTERVAL
             self._tqdm.set_postfix_str(f"loss {loss():.3f}", refresh=False)
         self._tqdm.update(examples)
 

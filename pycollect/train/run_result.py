@@ -1,13 +1,14 @@
-"""The result of a finished training run, as a comparison needs it."""
+"""The result of a finished training run: what `train` returns, and `compare` for every run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .history import Epoch, Step
+from .records import PARTS, Epoch, Step, divergence, typical
+from .settings import Settings, device_list
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -22,12 +23,39 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The result of a finished run; `replicas` are its parameters as [rank][parameter]."""
+    """A finished run: its settings, a record of every epoch and step, and the trained model."""
 
-    name: str
+    name: str  # of the gradient reduction
+    settings: Settings
     epochs: Sequence[Epoch]
     steps: Sequence[Step]
-    replicas: Sequence[Sequence[Tensor]]
+    modules: Sequence[nn.Module]  # the trained replicas of this process, in rank order
+    first_batch: float | None = None  # seconds from the start to the end of the first step
+
+    @property
+    def module(self) -> nn.Module:
+        """The trained replica of rank 0, or of this process's rank if each rank is a process."""
+        return self.modules[0]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The trained parameters of `module`."""
+        return [param.detach() for param in self.module.parameters()]
+
+    @property
+    def losses(self) -> list[float]:
+        """The mean loss per example of every step."""
+        return [step.loss for step in self.steps]
+
+    @property
+    def accuracy(self) -> float:
+        """The test accuracy after the last epoch, 0..1."""
+        return self.epochs[-1].accuracy
+
+    @property
+    def parts(self) -> list[float]:
+        """The median seconds of each part of a step, in the order of PARTS."""
+        return [typical(self.steps)[part] for part in PARTS]
 
     @property
     def reduce_seconds(self) -> float:
@@ -44,13 +72,36 @@ class RunResult:
         """The median seconds of one epoch without evaluation."""
         return median(epoch.seconds for epoch in self.epochs)
 
+    @property
+    def seconds_per_epoch(self) -> tuple[float, float]:
+        """The mean seconds of an epoch, without data loading and with it."""
+        seconds = sum(epoch.seconds for epoch in self.epochs) / len(self.epochs)
+        return seconds, seconds + sum(e.data_seconds for e in self.epochs) / len(self.epochs)
+
+    @property
+    def times(self) -> str:
+        """The printed line with the seconds of the first batch and of an epoch."""
+        without, with_data = self.seconds_per_epoch
+        first = "" if self.first_batch is None else f"first batch: {self.first_batch:.1f} sec; "
+        return f"{first}epoch: {without:.1f} sec, {with_data:.1f} sec with data loading"
+
+    @property
+    def divergence(self) -> str:
+        """A sentence if the loss or the model is not finite at the end; "" if both are finite."""
+        return divergence(self.steps, self.module.state_dict().values())
+
     def difference(self, other: "RunResult") -> float:
         """Return the largest difference in any parameter of any rank; 0 only for the same bits."""
         pairs = [
             (a.detach().cpu(), b.detach().cpu())
-            for mine, theirs in zip(self.replicas, other.replicas, strict=False)
-            for a, b in zip(mine, theirs, strict=True)
+            for mine, theirs in zip(self.modules, other.modules, strict=False)
+            for a, b in zip(mine.parameters(), theirs.parameters(), strict=True)
         ]
         if all(same_bits(a, b) for a, b in pairs):
             return 0.0
         return max(float((a - b).abs().max()) for a, b in pairs) or float("nan")
+
+    def __str__(self) -> str:
+        where = device_list(self.settings.devices)
+        seconds, _ = self.seconds_per_epoch
+        return f"test acc: {self.accuracy:.2f}, {seconds:.1f} sec/epoch on {where}"

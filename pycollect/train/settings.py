@@ -14,7 +14,7 @@ from .shares import check_strict, shares_of
 
 Weights: TypeAlias = "tuple[float, ...] | Literal['auto'] | None"
 # Default bucket size. About one bucket is still to be reduced when the backward pass ends, so
-# buckets are small. A launch costs a GPU microseconds, so LeNet has one and the ResNet-18 seven.
+# buckets are small; but a launch costs a GPU microseconds. LeNet has one bucket, ResNet-18 seven.
 BUCKET_BYTES = 4 << 20
 
 
@@ -101,7 +101,7 @@ class Settings:
         if self.weights == "auto" and self.sync_batchnorm:
             raise ValueError(
                 "measured shares need separate times of the ranks, which wait for each other if "
-                "batch statistics are taken over all ranks: give weights such as 80,20"
+                "batch statistics are taken over all ranks: pass weights such as 80,20"
             )
         if self.weights is None or self.weights == "auto":
             return

@@ -18,13 +18,13 @@ from pycollect.devices import DeviceSpec
 
 # Weight of a new measurement in the smoothed throughput: one disturbed step changes the shares
 # little, and after ten steps at a new speed the shares contain nine tenths of the change.
-_NEW = 0.2
+_SMOOTHING = 0.2
 # Steps between two changes of the shares: new shapes at every step are expensive for allocators and
 # autotuners.
 _PERIOD = 5
 # Least ratio of the current step time to that with the best shares at which the shares change. The
 # times of equal ranks differ by less, and shares that follow noise would change the bits in vain.
-_WORTH = 1.05
+_MIN_SLOWDOWN = 1.05
 
 
 def shares_of(n: int, weights: Sequence[float]) -> list[int]:
@@ -117,7 +117,7 @@ class AutoShares:
 
     def __init__(self, world: int, delay: int = 0) -> None:
         if world < 1:
-            raise ValueError(f"shares are for at least one rank, not {world}")
+            raise ValueError(f"there must be at least one rank, not {world}")
         if delay < 0:
             raise ValueError(f"the delay must be at least 0 steps, not {delay}")
         self.world, self.delay = world, delay
@@ -160,7 +160,7 @@ class AutoShares:
         """
         if len(seconds) != self.world or len(self._given) != self.world:
             raise ValueError(
-                f"after shares() comes one observe() with {self.world} times, not {len(seconds)}"
+                f"after shares() call observe() once, with {self.world} times, not {len(seconds)}"
             )
         given, self._given = self._given, []
         self._step += 1
@@ -172,11 +172,11 @@ class AutoShares:
             _smoothed(rate, share, time)
             for rate, share, time in zip(known, given, seconds, strict=True)
         ]
-        if self._step % _PERIOD == 0 and all(self._rates) and self._slow_down() > _WORTH:
+        if self._step % _PERIOD == 0 and all(self._rates) and self._slowdown() > _MIN_SLOWDOWN:
             # Loaders may already have split the batches of the next `delay` steps.
             self._changes.append((self._step + self.delay, list(self._rates)))
 
-    def _slow_down(self) -> float:
+    def _slowdown(self) -> float:
         """Return the ratio of the step time with the last decided shares to that with the best."""
         _, weights = self._changes[-1]
         longest = max(w / rate for w, rate in zip(weights, self._rates, strict=True))
@@ -217,7 +217,7 @@ class AutoShares:
 def _smoothed(rate: float, share: int, seconds: float) -> float:
     if share == 0 or seconds <= 0:
         return rate
-    return share / seconds if rate == 0 else (1 - _NEW) * rate + _NEW * share / seconds
+    return share / seconds if rate == 0 else (1 - _SMOOTHING) * rate + _SMOOTHING * share / seconds
 
 
 def split_batch(
@@ -249,7 +249,7 @@ def split_batch(
         shares = shares_of(len(X), [1] * world)
     elif isinstance(weights, AutoShares):
         if weights.world != world:
-            raise ValueError(f"shares for {weights.world} ranks, and there are {world}")
+            raise ValueError(f"weights has shares for {weights.world} ranks, and there are {world}")
         shares = weights.shares(len(X))
     elif isinstance(weights, str):
         raise ValueError(f"weights is {weights!r}: pass an AutoShares, or one number per rank")
@@ -273,6 +273,6 @@ def scatter(
     if len(shares) != len(devices):
         raise ValueError(f"there must be one share per rank: {len(shares)} for {len(devices)}")
     if sum(shares) != len(X) or min(shares) < 0:
-        raise ValueError(f"the shares {list(shares)} are not a batch of {len(X)} examples")
+        raise ValueError(f"the shares {list(shares)} must be at least 0 and add up to {len(X)}")
     X_shards, y_shards = (pc.scatter(part, devices, chunk_sizes=shares) for part in (X, y))
     return X_shards, y_shards

@@ -3,15 +3,14 @@
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from .checkpoint import generators, set_generators
 from .data import Examples
+from .engine import optimizer_of
 from .loader import Batch, Loader, Loading
-from .optimizers import MakeOptimizer, sgd_optimizer
 from .reduce import Reduction
 from .replicas import Replicas
 from .settings import Settings, StepOptions
@@ -20,63 +19,6 @@ from .step_clock import StepSeconds
 
 # A function that captures the step of `Replicas` for batches of one shape, as `GraphedStep.of`.
 Capture: TypeAlias = Callable[..., Callable[[Tensor, Tensor], Sequence[Tensor]]]
-
-
-class Engine(Protocol):
-    """A training engine: the ranks of this process, and its part in those of all processes."""
-
-    @property
-    def devices(self) -> Sequence[torch.device]:
-        """The devices of this process's ranks."""
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this process prints and writes files: true in the process of rank 0."""
-
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        """The replicas of this process, in rank order."""
-
-    @property
-    def auto(self) -> AutoShares | None:
-        """The measured shares, or None if shares are even or weighted."""
-
-    @property
-    def seconds(self) -> StepSeconds:
-        """The seconds of the parts of the last step."""
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """The number of examples of every rank, over all processes, in the last step."""
-
-    def loader(self, examples: Examples, loading: Loading, *, ahead: bool = True) -> Loader:
-        """Return a loader of the part of every batch that this process's ranks need.
-
-        With `ahead`, for training, it copies the shards to the GPUs ahead if the shares are known.
-        """
-
-    def step(self, batch: Batch) -> Sequence[Tensor]:
-        """Train on one batch; return the summed losses of this process's ranks."""
-
-    def covered(self) -> int:
-        """Return the number of examples in the losses of this process's last step."""
-
-    def total(self, sums: list[float]) -> list[float]:
-        """Return the numbers summed over all processes; collective."""
-
-    def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Return the fraction of examples that are classified correctly."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all state on which the next steps depend."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state of `state_dict`."""
-
-
-def optimizer_of(settings: Settings) -> MakeOptimizer:
-    """Return the function that makes an optimizer for a list of parameters."""
-    return sgd_optimizer(settings.lr, settings.momentum, settings.weight_decay)
 
 
 class SingleProcessEngine:
@@ -148,7 +90,7 @@ class SingleProcessEngine:
         self.seconds = StepSeconds(compute=time.perf_counter() - begin)
         return [loss.clone() for loss in losses]  # the next replay overwrites the originals
 
-    def covered(self) -> int:
+    def local_examples(self) -> int:
         """Return the number of examples of the last step."""
         return sum(self.shares)
 

@@ -23,10 +23,10 @@ from .batch_statistics import (
     normalize,
     statistics,
 )
-from .lockstep import meet, ranks_in_lockstep
+from .lockstep import ranks_in_lockstep, synchronize
 
 _DIMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
-_together = partial(merge, ranks=OneProcessRanks())
+_merge_in_process = partial(merge, ranks=OneProcessRanks())
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -54,16 +54,17 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
-        whole = self._meet(statistics(input))
+        whole = self._merged(statistics(input))
         if self.training and self.running_mean is not None:
             self._update(whole)
         return normalize(input, whole, self.weight, self.bias, self.eps)
 
-    def _meet(self, here: Statistics) -> Statistics:
+    def _merged(self, here: Statistics) -> Statistics:
+        """Return the whole batch's statistics, from those of this rank's shard."""
         if self.processes is not None:
             return merge([here], self.processes)[0]
         if self.ranks == 1:
-            return _together([here])[0]
+            return _merge_in_process([here])[0]
         ranks = ranks_in_lockstep()
         if ranks != self.ranks:
             where = "outside of lockstep()" if ranks is None else f"in a lockstep of {ranks}"
@@ -71,13 +72,13 @@ class SyncBatchNorm(_BatchNorm):
                 f"{self.path}: batch normalisation over {self.ranks} ranks was called {where}; "
                 f"call all {self.ranks} replicas through pycollect.train.lockstep"
             )
-        return meet(here, _together, self.path)
+        return synchronize(here, _merge_in_process, self.path)
 
     @torch.no_grad()
     def _update(self, whole: Statistics) -> None:
         mean, var, seen = self.running_mean, self.running_var, self.num_batches_tracked
         if mean is None or var is None or seen is None:
-            raise RuntimeError(f"{self.path}: some of the running statistics were taken away")
+            raise RuntimeError(f"{self.path}: some of the running statistics are None")
         seen.add_(1)
         factor = 1 / float(seen) if self.momentum is None else self.momentum
         mean.mul_(1 - factor).add_(whole.mean, alpha=factor)
@@ -95,9 +96,9 @@ def convert_sync_batchnorm(
     ``modules`` has one replica per rank; the same modules are returned, or the new layer for a
     module that is itself a batch normalisation. With a ``group``, such as
     torch.distributed.group.WORLD, its processes are the ranks, and each passes only its own
-    replica; any backend and device will do. Parameters, buffers and hooks stay the same objects, so
-    optimizers stay valid. Raises ValueError if the replicas differ or are one object, for several
-    modules with a group, and for batch normalisation classes with their own forward.
+    replica; any backend and device is supported. Parameters, buffers and hooks stay the same
+    objects, so optimizers stay valid. Raises ValueError if the replicas differ or are one object,
+    for several modules with a group, and for batch normalisation classes with their own forward.
 
     >>> convert_sync_batchnorm([nn.Sequential(nn.BatchNorm1d(2)) for _ in range(2)])[0]
     Sequential(

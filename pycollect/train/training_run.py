@@ -7,11 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from . import history
-from .history import Epoch, Step, mean_loss
+from . import records
+from .engine import Engine
 from .loader import Batch
 from .log import Log
-from .single_process import Engine
+from .records import Epoch, Step, mean_loss
+from .run_result import RunResult
+from .settings import Settings
 from .step_clock import wait_for
 
 # Steps between two reads of the losses, each of which waits for the GPUs: rare enough to cost
@@ -21,7 +23,7 @@ _READ_EVERY = 50
 
 @dataclass
 class TrainingRun:
-    """A training run: the engine (`engine`) and the records of its steps and epochs."""
+    """A training run in progress: its engine, and the records of its steps and epochs."""
 
     name: str
     engine: Engine
@@ -56,7 +58,7 @@ class TrainingRun:
         """Return the mean loss of this process's examples in the last step; waits for GPUs."""
         if not self._unread:
             return self.steps[-1].loss
-        return sum(map(float, self._unread[-1][1])) / max(1, self.engine.covered())
+        return sum(map(float, self._unread[-1][1])) / max(1, self.engine.local_examples())
 
     def read(self) -> None:
         """Convert the pending losses to numbers and log their steps; collective over processes."""
@@ -84,19 +86,24 @@ class TrainingRun:
         self.read()
         return {
             "engine": self.engine.state_dict(),
-            **history.stored(self.steps, self.epochs),
+            **records.stored(self.steps, self.epochs),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state of `state_dict`."""
         self.engine.load_state_dict(state["engine"])
-        self.steps, self.epochs = history.restored(state)
+        self.steps, self.epochs = records.restored(state)
+
+    def result(self, settings: Settings) -> RunResult:
+        """Return the result of the finished run, which had these settings."""
+        modules = self.engine.modules
+        return RunResult(self.name, settings, self.epochs, self.steps, modules, self.first_batch)
 
     @property
     def next_step(self) -> tuple[int, int]:
         """The epoch in which to continue, from 1, and the number of its finished steps."""
         epoch = len(self.epochs) + 1
-        return epoch, sum(step.epoch == epoch for step in (*self.steps, *self._done()))
+        return epoch, sum(step.epoch == epoch for step in (*self.steps, *self._unread_steps()))
 
-    def _done(self) -> list[Step]:
+    def _unread_steps(self) -> list[Step]:
         return [step for step, _ in self._unread]

@@ -60,7 +60,7 @@ def load(
 def check(name: str, image_size: int | None) -> None:
     """Raise ValueError for arguments that `load` refuses; loads nothing."""
     if name not in NAMES:
-        raise ValueError(f"unknown data set {name!r}; there are {', '.join(NAMES)}")
+        raise ValueError(f"unknown data set {name!r}; allowed are {', '.join(NAMES)}")
     if image_size is None:
         return
     if name != "folder":

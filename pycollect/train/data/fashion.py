@@ -1,7 +1,7 @@
 """Fashion-MNIST: its four IDX files, found in a directory or downloaded by torchvision.
 
 Only downloading needs torchvision, reading does not. Without a network the attempt ends within
-PATIENCE seconds, whether connections are refused or get no answer.
+NETWORK_TIMEOUT seconds, whether connections are refused or get no answer.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ FILES = (
     "t10k-labels-idx1-ubyte",
 )
 PLACES = ("", "FashionMNIST/raw", "raw")  # subfolders with the files; torchvision uses the second
-PATIENCE = 4.5  # seconds until a silent network counts as unavailable; documented are 5
+NETWORK_TIMEOUT = 4.5  # seconds; without a network a run still starts within 5
 IDX_UBYTE = 0x08  # the type code of bytes in an IDX header
 
 
@@ -125,7 +125,7 @@ def load(data_dir: Path) -> list[tuple[Tensor, Tensor]]:
     return [read_pair(paths[0], paths[1]), read_pair(paths[2], paths[3])]
 
 
-def download(data_dir: Path, patience: float = PATIENCE) -> None:
+def download(data_dir: Path, timeout: float = NETWORK_TIMEOUT) -> None:
     """Download the files with torchvision; raise Unavailable with the reason if that fails."""
     start = time.monotonic()
     try:
@@ -139,9 +139,9 @@ def download(data_dir: Path, patience: float = PATIENCE) -> None:
         )
         raise Unavailable(reason) from error
     url = FashionMNIST.mirrors[0] + FashionMNIST.resources[0][0]
-    require_answer(url, max(1.0, patience - (time.monotonic() - start)))
+    require_answer(url, max(1.0, timeout - (time.monotonic() - start)))
     try:
-        with bounded_sockets(patience), quiet_unless_terminal():
+        with socket_timeout(timeout), quiet_unless_terminal():
             FashionMNIST(str(data_dir), download=True)
     except (OSError, RuntimeError) as error:
         raise Unavailable(f"the download failed: {first_line(error)}") from error
@@ -171,7 +171,7 @@ def require_answer(url: str, seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def bounded_sockets(seconds: float) -> Iterator[None]:
+def socket_timeout(seconds: float) -> Iterator[None]:
     """Set a default timeout for new sockets in this context; torchvision itself sets none."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)

@@ -17,7 +17,7 @@ from .examples import Data, DataError, Defaults, first_line
 
 _SIXTEEN_BITS = 65_535
 IMAGE_SIZE = 320  # default in pixels: the larger of Imagenette's own sizes, and BatchFlow's
-_SHOWN = 3  # number of dead links named in an error; the others are only counted
+_NAMED_LINKS = 3  # dead links that an error names; the others are only counted
 TEST_NAMES = ("val", "test")
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 # Mean and standard deviation of ImageNet's pixels by channel, the usual values for photographs.
@@ -70,7 +70,7 @@ def _in_colour(image: Any) -> Any:
     Pillow's own conversion clips values above 255, which turns a 16-bit image white.
     """
     if image.mode == "F" or (image.mode == "I" and image.getextrema()[1] > _SIXTEEN_BITS):
-        raise ValueError("it has 32 bits per pixel, and up to 16 are known to mean grey")
+        raise ValueError("it has 32 bits per pixel, and at most 16 are supported")
     if image.mode.startswith("I"):  # older versions of Pillow open 16-bit images in mode "I"
         image = image.convert("I").point(lambda grey: grey * (255 / _SIXTEEN_BITS)).convert("L")
     return image.convert("RGB")
@@ -127,9 +127,9 @@ def scan(parent: Path, classes: tuple[str, ...], size: int) -> ImageFolder:
     for folder in folders(parent):
         if folder.name not in numbers:
             raise DataError(
-                f"{folder} is no class of the training set, which has {', '.join(classes)}"
+                f"{folder} is not a class of the training set, which has {', '.join(classes)}"
             )
-        named = sorted(filter(_has_name_of_image, _files_below(folder)))
+        named = sorted(filter(_is_image_name, _files_below(folder)))
         _refuse_dead_links(folder, named)
         files = [p for p in named if p.is_file()]
         if not files:
@@ -149,8 +149,8 @@ def _files_below(folder: Path) -> Iterator[Path]:
         yield from (Path(where, name) for name in names)
 
 
-def _has_name_of_image(path: Path) -> bool:
-    """Return whether the name is that of an image; hidden files are metadata of some systems."""
+def _is_image_name(path: Path) -> bool:
+    """Return whether a file is an image by its name; hidden files are metadata of some systems."""
     return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
 
 
@@ -159,7 +159,7 @@ def _refuse_dead_links(parent: Path, paths: Sequence[Path]) -> None:
     dead = [path for path in paths if path.is_symlink() and not path.exists()]
     if not dead:
         return
-    shown = [f"{path.relative_to(parent)} -> {os.readlink(path)}" for path in dead[:_SHOWN]]
-    more = f" and {len(dead) - _SHOWN} more" if len(dead) > _SHOWN else ""
+    shown = [f"{path.relative_to(parent)} -> {os.readlink(path)}" for path in dead[:_NAMED_LINKS]]
+    more = f" and {len(dead) - _NAMED_LINKS} more" if len(dead) > _NAMED_LINKS else ""
     links = "1 link that leads" if len(dead) == 1 else f"{len(dead)} links that lead"
-    raise DataError(f"{parent} has {links} nowhere: {', '.join(shown)}{more}; mend or delete them")
+    raise DataError(f"{parent} has {links} nowhere: {', '.join(shown)}{more}; fix or delete them")

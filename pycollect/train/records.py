@@ -1,4 +1,4 @@
-"""Measurements of a training run: one record per step and one per epoch.
+"""Records of a training run: one per step and one per epoch.
 
 Losses are means per training example, times are seconds, accuracies are between 0 and 1.
 """
