@@ -1,8 +1,8 @@
-"""The PEP 517 backend: setuptools, but built against the torch that the target environment has.
+"""The PEP 517 backend: setuptools, but builds against the torch of the target environment.
 
-Under build isolation `requires = ["torch"]` would fetch a second torch and link against that one.
-pip runs this file with the target's Python and only hides the target's site-packages, so they can
-be found and put back on the path; torch is asked for only when it is not there.
+Under build isolation `requires = ["torch"]` would install a second torch and link against that one.
+pip runs this file with the target's Python and hides only its site-packages, so this backend finds
+them and puts them back on the path. It requires torch only if none is found there.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ TORCH = "torch>={}.{}".format(*native.OLDEST_TORCH)
 
 
 def target_sites() -> list[str]:
-    """Return the site-packages of the environment whose Python runs this, hidden or not.
+    """Return the site-packages of this Python's environment, also if build isolation hides them.
 
-    site.getsitepackages() knows of virtual environments, those with system packages, and Debian's
-    dist-packages. A user's own folder belongs to every environment that sees the system's.
+    site.getsitepackages() handles virtual environments, those with system packages, and Debian's
+    dist-packages. The user's site-packages belong to every environment with system packages.
     """
     found = site.getsitepackages()
     if sys.base_prefix in site.PREFIXES:
-        behind_the_venv = int(sys.prefix != sys.base_prefix)  # as on an ordinary sys.path
-        found.insert(behind_the_venv, site.getusersitepackages())
+        after_venv = int(sys.prefix != sys.base_prefix)  # as on an ordinary sys.path
+        found.insert(after_venv, site.getusersitepackages())
     return [path for path in found if os.path.isdir(path)]
 
 
 def torch_is_importable() -> bool:
-    """Say whether `import torch` finds a package (a folder that pip left behind is none)."""
+    """Return whether `import torch` finds a package, not just a folder that pip left behind."""
     importlib.invalidate_caches()
     spec = importlib.util.find_spec("torch")
     return spec is not None and spec.origin is not None
 
 
 def find_torch() -> bool:
-    """Make the target's torch importable, and say whether there is one."""
+    """Make the target's torch importable; return whether there is one."""
     if not torch_is_importable():
         for folder in target_sites():
-            site.addsitedir(folder)  # behind what isolation offers; honours .pth files
+            site.addsitedir(folder)  # after isolation's own folders; processes .pth files
     return torch_is_importable()
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
-    native.require_compiler(os.environ)  # here already: pip fetches gigabytes after this
+    native.require_compiler(os.environ)  # before pip downloads gigabytes
     if not find_torch():
         return [TORCH]
-    with contextlib.suppress(metadata.PackageNotFoundError):  # then setup.py asks torch itself
+    with contextlib.suppress(metadata.PackageNotFoundError):  # setup.py checks it then
         native.require_torch(metadata.version("torch"))
     return []
 
@@ -77,7 +77,7 @@ def get_requires_for_build_sdist(config_settings: Any = None) -> list[str]:
 
 
 def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: Any = None) -> str:
-    find_torch()  # the version names it
+    find_torch()  # torch is part of the version
     return build_meta.prepare_metadata_for_build_wheel(metadata_directory, config_settings)
 
 
@@ -92,8 +92,8 @@ def build_wheel(
     wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
 ) -> str:
     find_torch()
-    with native.in_one_sentence(), make.alone(Path.cwd()):
-        for leftover in Path("build").glob("lib*"):  # setuptools would pack modules that are gone
+    with native.in_one_sentence(), make.build_lock(Path.cwd()):
+        for leftover in Path("build").glob("lib*"):  # setuptools would package deleted modules
             shutil.rmtree(leftover)
         return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
 
@@ -102,7 +102,7 @@ def build_editable(
     wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
 ) -> str:
     find_torch()
-    with native.in_one_sentence(), make.alone(Path.cwd()):
+    with native.in_one_sentence(), make.build_lock(Path.cwd()):
         return build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
 
 

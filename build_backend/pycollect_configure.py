@@ -1,4 +1,4 @@
-"""Looks at the machine, torch, the compilers and the switches, and says what is to be built."""
+"""Determines the build from the machine, torch, the compilers and the environment variables."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ import pycollect_toolkit as toolkit
 
 @dataclass(frozen=True)
 class Configuration:
-    """What is to be built, how, and what is said and recorded of it."""
+    """A build, the number of its parallel jobs, its title and its record."""
 
     build: ninja.Build
-    jobs: int  # compilers at the same time
-    architectures: int  # that the kernels are compiled for
+    jobs: int  # compilers that run at the same time
+    architectures: int  # number of GPU architectures that kernels are compiled for
     title: str
     info: dict[str, Any]
 
 
 def find_torch() -> ModuleType | None:
-    """Return the torch that is built against, or None where there is none."""
+    """Return the installed torch, or None if there is none."""
     try:
         import torch
     except ModuleNotFoundError as error:
@@ -40,7 +40,7 @@ def find_torch() -> ModuleType | None:
 
 
 def version(root: Path, labelled: bool) -> str:
-    """Return pycollect's version, for a build with what it is for: "0.1.0+torch2.15.cu132"."""
+    """Return the version; `labelled` adds torch and CUDA, as in "0.1.0+torch2.15.cu132"."""
     found = re.search(r'__version__ = "(.+)"', (root / "pycollect" / "_version.py").read_text())
     assert found is not None
     torch = find_torch() if labelled else None
@@ -51,9 +51,9 @@ def version(root: Path, labelled: bool) -> str:
 
 
 def configure(root: Path, testing: bool) -> Configuration:
-    """Return what to build here; stop with one sentence where that cannot be.
+    """Return the configuration of a build; stop with one sentence if it is impossible.
 
-    `testing`: with the module of doubles and probes, which only a checkout's tests need.
+    `testing` adds the module of test doubles and probes, which only the tests of a checkout use.
     """
     torch = find_torch()
     if torch is None:
@@ -107,7 +107,7 @@ def _why_no_cuda(root: Path, torch: ModuleType) -> str | None:
 
 
 def _architectures(torch: ModuleType) -> list[str]:
-    """Return nvcc's words for what to compile for: as told, else the GPUs, else a choice."""
+    """Return nvcc's -gencode flags: by TORCH_CUDA_ARCH_LIST, for the GPUs, or the default."""
     if os.environ.get("TORCH_CUDA_ARCH_LIST"):
         from torch.utils.cpp_extension import _get_cuda_arch_flags
 
@@ -130,7 +130,7 @@ def _compiler(name: str, cxx11_abi: bool) -> ninja.Compiler:
 
 
 def _torch(torch: ModuleType) -> ninja.Torch:
-    source = (torch.version.git_version or "")[:8]  # names nightlies and builds of one's own
+    source = (torch.version.git_version or "")[:8]  # distinguishes nightlies and local builds
     return ninja.Torch(
         name=f"torch{torch.__version__}-{source}",
         root=Path(str(torch.__file__)).parent,
@@ -144,5 +144,5 @@ def _kernels(architectures: list[str]) -> ninja.Kernels:
     assert home is not None
     nvcc = [*native.launcher(os.environ), str(Path(home) / "bin" / "nvcc")]
     flags = native.kernel_flags(os.environ, architectures)
-    told = [f"{name}={os.environ[name]}" for name in toolkit.VARIABLES if name in os.environ]
-    return ninja.Kernels(nvcc, [toolkit.read_version(home), *told], flags, Path(home))
+    settings = [f"{name}={os.environ[name]}" for name in toolkit.VARIABLES if name in os.environ]
+    return ninja.Kernels(nvcc, [toolkit.read_version(home), *settings], flags, Path(home))

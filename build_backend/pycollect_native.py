@@ -1,6 +1,6 @@
-"""The decisions of the native build, as functions of what they are told: tests can ask them.
+"""The decisions of the native build, as functions of their arguments, so that tests can call them.
 
-CUDA or not, which compiler and flags, how many jobs, the version, and what is recorded.
+CUDA or not, the compiler and its flags, the number of jobs, the version, and the build's record.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any, NoReturn
 
 OLDEST_TORCH = (2, 11)
 OLDEST_SETUPTOOLS = 77  # the first with `license = "..."` as an SPDX expression
-# What a compiler needs at most, for an ordinary file and for one that includes torch.
+# The most memory that a compiler needs, for an ordinary file and for one that includes torch.
 BYTES_PER_JOB = 1 << 29
 BYTES_PER_TORCH_JOB = 3 << 30
 
 SWITCHES = ("PYCOLLECT_CUDA", "PYCOLLECT_DEBUG", "PYCOLLECT_UNITY", "PYCOLLECT_WERROR")
-SWITCHES += ("TORCH_CUDA_ARCH_LIST",)  # not those that may tell a user's folders
-LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")  # words before a compiler
+SWITCHES += ("TORCH_CUDA_ARCH_LIST",)  # recorded; others may contain a user's folders
+LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")  # commands before a compiler's name
 
-# What csrc uses of C++20 and of GNU C++; the first compiler that accepts it is g++ 11. No clang
-# does: it lacks __builtin_shuffle, and the pragmas that give an instruction set its own file.
+# The parts of C++20 and GNU C++ that csrc uses. g++ accepts them since version 11. clang does not:
+# it lacks __builtin_shuffle, and the pragmas that select a file's instruction set.
 PROBE = """
 #include <concepts>
 #include <source_location>
@@ -54,7 +54,7 @@ def stop(sentence: str) -> NoReturn:
 
 @contextlib.contextmanager
 def in_one_sentence() -> Iterator[None]:
-    """Stop with what the system says, where it refuses a file."""
+    """End the build with the system's message if a file operation in this context fails."""
     try:
         yield
     except OSError as error:
@@ -62,7 +62,7 @@ def in_one_sentence() -> Iterator[None]:
 
 
 def words(environ: Mapping[str, str], name: str) -> list[str]:
-    """Return the words of a variable that is written as for a shell."""
+    """Return the words of a variable with the syntax of a shell."""
     try:
         return shlex.split(environ.get(name) or "")
     except ValueError as error:
@@ -70,22 +70,22 @@ def words(environ: Mapping[str, str], name: str) -> list[str]:
 
 
 def switch(environ: Mapping[str, str], name: str, default: str) -> bool:
-    """Return whether a switch, which is 0 or 1 or left out, is on."""
+    """Return whether a switch is on; its value is 0, 1 or missing."""
     value = environ.get(name) or default
     if value not in ("0", "1"):
-        stop(f"{name} is {value!r}; set it to 0 or 1, or leave it out.")
+        stop(f"{name} is {value!r}; set it to 0 or 1, or unset it.")
     return value == "1"
 
 
 def why_no_cuda(
-    asked: str | None, *, kernels: bool, torch_cuda: str | None, toolkit_cuda: str | None
+    setting: str | None, *, kernels: bool, torch_cuda: str | None, toolkit_cuda: str | None
 ) -> str | None:
-    """Say why the CUDA part is left out, or None: never asks for a GPU, only for what compiles.
+    """Return why the CUDA part is omitted, or None if it is built; a GPU is not needed for it.
 
-    `asked` is PYCOLLECT_CUDA, `kernels` whether csrc/cuda has any, `torch_cuda` the CUDA version
-    of the torch that is built against, `toolkit_cuda` that of the CUDA toolkit.
+    `setting` is PYCOLLECT_CUDA, `kernels` whether csrc/cuda has any, `torch_cuda` the CUDA version
+    of the installed torch, `toolkit_cuda` that of the CUDA toolkit.
     """
-    if not switch({"PYCOLLECT_CUDA": asked or "1"}, "PYCOLLECT_CUDA", "1"):
+    if not switch({"PYCOLLECT_CUDA": setting or "1"}, "PYCOLLECT_CUDA", "1"):
         return "PYCOLLECT_CUDA is 0"
     missing = None
     if not kernels:
@@ -96,18 +96,18 @@ def why_no_cuda(
         missing = "no CUDA toolkit was found (put nvcc on PATH or set CUDA_HOME)"
     elif toolkit_cuda.partition(".")[0] != torch_cuda.partition(".")[0]:
         stop(
-            f"torch is for CUDA {torch_cuda} and the CUDA toolkit is {toolkit_cuda}; name a "
-            "fitting one with CUDA_HOME, or leave the CUDA part out with PYCOLLECT_CUDA=0."
+            f"torch is for CUDA {torch_cuda} and the CUDA toolkit is {toolkit_cuda}; set CUDA_HOME "
+            "to a matching toolkit, or omit the CUDA part with PYCOLLECT_CUDA=0."
         )
-    if asked == "1" and missing is not None:
+    if setting == "1" and missing is not None:
         stop(f"PYCOLLECT_CUDA=1 asks for a CUDA build, but {missing}.")
     return missing
 
 
 def flags(environ: Mapping[str, str]) -> list[str]:
-    """Return the compiler's flags; no contraction: an FMA would lose the contract's bits.
+    """Return the compiler's flags. Contraction is off, because an FMA would change results' bits.
 
-    Python's own flags are left out: they differ from one Python to the next.
+    Python's own flags are omitted, because they differ between Pythons.
     """
     chosen = words(environ, "CPPFLAGS") + words(environ, "CXXFLAGS")
     chosen += ["-std=c++20", "-fPIC", "-fwrapv", "-ffp-contract=off", "-fvisibility=hidden"]
@@ -115,31 +115,31 @@ def flags(environ: Mapping[str, str]) -> list[str]:
     if switch(environ, "PYCOLLECT_DEBUG", "0"):
         chosen += ["-O0", "-g", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS"]
     else:
-        chosen += ["-O3", "-g0", "-DNDEBUG"]  # with -g it takes twice the time and 50 MB
+        chosen += ["-O3", "-g0", "-DNDEBUG"]  # -g doubles the time and adds 50 MB
     if switch(environ, "PYCOLLECT_WERROR", "0"):
         chosen.append("-Werror")
     return chosen
 
 
 def torch_flags() -> list[str]:
-    """Return the flags of what includes torch, besides those.
+    """Return the additional flags of files that include torch.
 
-    Without OpenMP at::parallel_for, a template in torch's headers, runs serially in silence. It is
-    not for the linker: the threads must come from the one library that torch has loaded.
+    Without OpenMP, at::parallel_for, a template in torch's headers, silently runs serially. The
+    linker does not get the flag: threads must come from the one library that torch has loaded.
     """
     return ["-fopenmp"]
 
 
 def link_flags(environ: Mapping[str, str]) -> list[str]:
-    """Return the linker's flags: what instruments code, such as --coverage, is for both."""
+    """Return the linker's flags, with CXXFLAGS for instrumentation such as --coverage."""
     return words(environ, "CXXFLAGS") + words(environ, "LDFLAGS")
 
 
 def kernel_flags(environ: Mapping[str, str], architectures: list[str]) -> list[str]:
-    """Return nvcc's flags; `architectures` are its words for what the kernels are compiled for."""
+    """Return nvcc's flags; `architectures` are its -gencode flags."""
     chosen = ["-std=c++20", "-fmad=false", *architectures]
     chosen += ["-Xcompiler=-fPIC", "-Xcompiler=-fvisibility=hidden"]
-    chosen.append("--expt-relaxed-constexpr")  # what both sides compute is written once, constexpr
+    chosen.append("--expt-relaxed-constexpr")  # device code calls the host's constexpr functions
     chosen += ["-O0", "-g"] if switch(environ, "PYCOLLECT_DEBUG", "0") else ["-O3", "-DNDEBUG"]
     if switch(environ, "PYCOLLECT_WERROR", "0"):
         chosen.append("-Werror=all-warnings")
@@ -150,7 +150,7 @@ def kernel_flags(environ: Mapping[str, str], architectures: list[str]) -> list[s
 
 
 def torch_release(version: str) -> tuple[int, int]:
-    """Return (2, 13) for "2.13.0+cpu"."""
+    """Return the release of a version, such as (2, 13) for "2.13.0+cpu"."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
         stop(f"cannot read the version of torch, {version!r}.")
@@ -158,7 +158,7 @@ def torch_release(version: str) -> tuple[int, int]:
 
 
 def require_torch(version: str) -> None:
-    """Stop the build when this torch is older than the oldest one supported."""
+    """Stop the build if this torch is older than the oldest supported one."""
     if torch_release(version) < OLDEST_TORCH:
         oldest = "{}.{}".format(*OLDEST_TORCH)
         stop(
@@ -168,7 +168,7 @@ def require_torch(version: str) -> None:
 
 
 def require_setuptools(version: str) -> None:
-    """Stop the build when setuptools cannot read pyproject.toml."""
+    """Stop the build if setuptools cannot read pyproject.toml."""
     if int(version.partition(".")[0]) < OLDEST_SETUPTOOLS:
         stop(
             f"setuptools {OLDEST_SETUPTOOLS} or newer is needed and {version} is installed; "
@@ -177,10 +177,10 @@ def require_setuptools(version: str) -> None:
 
 
 def require_ninja(environ: MutableMapping[str, str]) -> None:
-    """Put ninja on the path, and stop the build where there is none.
+    """Put ninja on the path; stop the build if there is none.
 
-    The package's comes before the system's: one release does not believe another's records, and
-    the next build, which may have the package, would make everything anew.
+    The Python package precedes the system's ninja: releases do not trust each other's records, so a
+    later build with the package would recompile everything.
     """
     search = environ.get("PATH", os.defpath)
     for folder in _folders_of_ninja():
@@ -195,7 +195,7 @@ def _folders_of_ninja() -> list[str]:
     try:
         from ninja import BIN_DIR
     except ImportError:
-        return [sysconfig.get_path("scripts")]  # of an environment that is not activated
+        return [sysconfig.get_path("scripts")]  # the environment may not be activated
     return [BIN_DIR]
 
 
@@ -207,7 +207,7 @@ def compiler_command(environ: Mapping[str, str]) -> list[str]:
 def require_compiler(environ: Mapping[str, str]) -> str:
     """Stop the build unless the C++ compiler understands C++20; return the compiler's name."""
     command = compiler_command(environ)
-    wanted = "g++ 11 or newer (CXX names another one than c++)"
+    wanted = "g++ 11 or newer (CXX selects another compiler than c++)"
     try:
         version = subprocess.run([*command, "--version"], capture_output=True, text=True)
         probe = [*command, "-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
@@ -221,7 +221,7 @@ def require_compiler(environ: Mapping[str, str]) -> str:
 
 
 def launcher(environ: Mapping[str, str]) -> list[str]:
-    """Return ccache where it is installed and works: it may have no folder that it can write to."""
+    """Return ["ccache"] if it is installed and works; its folder may not be writable."""
     command = compiler_command(environ)
     if Path(command[0]).name in LAUNCHERS or not shutil.which("ccache", path=environ.get("PATH")):
         return []
@@ -232,7 +232,7 @@ def launcher(environ: Mapping[str, str]) -> list[str]:
 
 
 def require_python_headers(include: str) -> None:
-    """Stop the build without Python's own headers."""
+    """Stop the build if Python's headers are missing."""
     if not Path(include, "Python.h").exists():
         stop(
             f"Python's headers are not in {include}; install them (on Debian and Ubuntu: apt "
@@ -241,14 +241,14 @@ def require_python_headers(include: str) -> None:
 
 
 def jobs(environ: Mapping[str, str], cores: int, available: int | None) -> tuple[int, int]:
-    """Return how many compilers to run at once, and how many of these on what includes torch.
+    """Return the number of parallel compilers, and how many of them may compile files with torch.
 
-    MAX_JOBS, else one a core; as many as fit into `available` bytes of memory.
+    The number is MAX_JOBS or one per core, limited by `available` bytes of memory.
     """
     most = cores
     if environ.get("MAX_JOBS"):
         if not environ["MAX_JOBS"].isdecimal() or int(environ["MAX_JOBS"]) == 0:
-            stop(f"MAX_JOBS is {environ['MAX_JOBS']!r}; set it to a number from 1 on.")
+            stop(f"MAX_JOBS is {environ['MAX_JOBS']!r}; set it to a whole number of at least 1.")
         most = int(environ["MAX_JOBS"])
     if available is None:
         return most, most
@@ -257,7 +257,7 @@ def jobs(environ: Mapping[str, str], cores: int, available: int | None) -> tuple
 
 
 def available_bytes() -> int | None:
-    """Return the free memory of this machine in bytes, or None where it cannot be read."""
+    """Return this machine's available memory in bytes, or None if it cannot be read."""
     try:
         match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     except OSError:
@@ -266,7 +266,7 @@ def available_bytes() -> int | None:
 
 
 def local_version(torch: str, cuda: str | None) -> str:
-    """Return what a build's version has behind its "+": the torch and the CUDA that it is for.
+    """Return the local part of a build's version, after "+": the torch and CUDA of the build.
 
     >>> local_version("2.15.0+cu132", "13.2"), local_version("2.16.0.dev20261101+cpu", None)
     ('torch2.15.cu132', 'torch2.16.0.dev20261101.cpu')
@@ -278,7 +278,7 @@ def local_version(torch: str, cuda: str | None) -> str:
 
 
 def commit(root: Path) -> str | None:
-    """Return the commit of the checkout, "-dirty" when it was edited, or None outside of one."""
+    """Return the commit of the checkout, with "-dirty" if edited, or None outside of one."""
     if not (root / ".git").exists():
         return None
     describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
@@ -292,5 +292,5 @@ def commit(root: Path) -> str | None:
 def build_info_text(build: Mapping[str, Any]) -> str:
     """Return the source of pycollect/_build_info_*.py."""
     lines = [f"    {name!r}: {value!r}," for name, value in build.items()]
-    head = '"""What this build was made with; written by setup.py, read by pycollect._compat."""'
+    head = '"""The record of this build; written by setup.py, read by pycollect._compat."""'
     return "\n".join([head, "", "BUILD = {", *lines, "}", ""])

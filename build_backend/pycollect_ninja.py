@@ -1,9 +1,9 @@
-"""The native build as a ninja file: which objects there are, what each is made of, and where it is.
+"""The native build as a ninja file: its objects, their sources and their folders.
 
-What includes no torch is kept by its compiler and flags, so that another torch compiles only its
-own part. What includes torch is compiled in a few files that include the others, because torch's
-headers take longer to read than all the code behind them. Paths are relative to the checkout, and
-torch's is a link: pip's temporary torch and the environment's give the same commands.
+Objects without torch are stored by compiler and flags, so that another torch recompiles only the
+rest. Sources with torch are compiled in a few files that include them, because torch's headers take
+longer to read than all our code. Paths are relative to the checkout, and torch's is a link, so that
+pip's temporary torch and the environment's torch have the same commands.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-CORE_ROOMS = (
+CORE_FOLDERS = (
     "plan",
     "algorithms",
     "cpu",
@@ -27,15 +27,15 @@ CORE_ROOMS = (
     "cuda_ipc",
     "sim",
 )
-TORCH_ROOMS = ("torch", "torch/c10d", "torch/c10d/staging")
-CUDA_ROOM = "torch/cuda"
+TORCH_FOLDERS = ("torch", "torch/c10d", "torch/c10d/staging")
+CUDA_FOLDER = "torch/cuda"
 ONLY_WITHOUT_CUDA = "no_cuda.cpp"
-# What registers itself with Python and torch, once in a process.
+# Files that register with Python and torch, once in a process.
 ONLY_IN_MODULE = ("module.cpp", "ops.cpp")
-# Doubles and probes, a module of their own that takes everything else as it is.
-TESTING_ROOM = "testing"
-TESTING_TORCH_ROOM = "testing/torch"
-TORCH_PARTS = 3  # each reads torch's headers, 9 s, and then a third of 60 s of our own code
+# Test doubles and probes: a separate module that contains all other code as well.
+TESTING_FOLDER = "testing"
+TESTING_TORCH_FOLDER = "testing/torch"
+TORCH_PARTS = 3  # each takes 9 s for torch's headers and a third of 60 s for our own code
 
 COMPILED = ("-c", "$in", "-o", "$out", "-MMD", "-MF", "$out.d")
 DEPENDENCIES = {"depfile": "$out.d", "deps": "gcc"}
@@ -43,79 +43,79 @@ DEPENDENCIES = {"depfile": "$out.d", "deps": "gcc"}
 
 @dataclass(frozen=True)
 class Compiler:
-    """How C++ is compiled, with a wrapper such as ccache where there is one."""
+    """The C++ compiler, with a launcher such as ccache if there is one."""
 
     command: Sequence[str]
     version: str
     flags: Sequence[str]
-    torch_flags: Sequence[str] = ()  # besides those, for what includes torch
+    torch_flags: Sequence[str] = ()  # additional flags of files that include torch
     link_flags: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Torch:
-    """What is built against."""
+    """The torch of the build."""
 
-    name: str  # differs wherever the headers may
-    root: Path  # where it lies now
+    name: str  # differs if the headers may differ
+    root: Path  # its current folder
     python: str  # cpython-312
     python_include: str
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """How the kernels are compiled."""
+    """The compiler of the kernels."""
 
     command: Sequence[str]
-    versions: Sequence[str]  # and whatever else decides what nvcc does
+    versions: Sequence[str]  # nvcc's version and the variables that it reads
     flags: Sequence[str]
     toolkit: Path
 
 
 def core_sources(root: Path) -> list[Path]:
     """Return the C++ files that include no torch, relative to `root`."""
-    return _files(root, CORE_ROOMS, "*.cpp")
+    return _files(root, CORE_FOLDERS, "*.cpp")
 
 
 def torch_sources(root: Path, cuda: bool) -> list[Path]:
     """Return the C++ files that include torch, relative to `root`."""
-    found = _files(root, TORCH_ROOMS, "*.cpp")
+    found = _files(root, TORCH_FOLDERS, "*.cpp")
     if not cuda:
         return found
-    return [f for f in found if f.name != ONLY_WITHOUT_CUDA] + _files(root, (CUDA_ROOM,), "*.cpp")
+    return [f for f in found if f.name != ONLY_WITHOUT_CUDA] + _files(root, (CUDA_FOLDER,), "*.cpp")
 
 
 def testing_sources(root: Path) -> tuple[list[Path], list[Path]]:
-    """Return the C++ files of the doubles, without torch and with it, relative to `root`."""
-    return _files(root, (TESTING_ROOM,), "*.cpp"), _files(root, (TESTING_TORCH_ROOM,), "*.cpp")
+    """Return the C++ files of the test doubles, without torch and with it, relative to `root`."""
+    return _files(root, (TESTING_FOLDER,), "*.cpp"), _files(root, (TESTING_TORCH_FOLDER,), "*.cpp")
 
 
 def kernel_sources(root: Path) -> list[Path]:
-    """Return nvcc's files, relative to `root`."""
+    """Return the CUDA files, relative to `root`."""
     return _files(root, ("cuda",), "*.cu")
 
 
 @dataclass(frozen=True)
 class Build:
-    """One configuration: what its ninja file says, and where its module comes to lie."""
+    """One configuration: its ninja file, and the paths of its objects and modules."""
 
     root: Path
     compiler: Compiler
     torch: Torch
     kernels: Kernels | None
     unity: bool = True
-    torch_jobs: int = 1  # files that include torch and are compiled at the same time
-    testing: bool = False  # is the module of doubles and probes made as well?
+    torch_jobs: int = 1  # files with torch that are compiled at the same time
+    testing: bool = False  # also build the module of test doubles and probes
 
     @property
     def core(self) -> Path:
-        """The folder of what includes no torch."""
+        """The folder of objects without torch."""
         key = _key(self.compiler.version, *self.compiler.command, *self.compiler.flags)
         return Path("build", f"core-{key}")
 
     @property
     def fatbins(self) -> Path:
-        """The folder of the kernels."""
+        """The folder of the kernels' objects."""
         assert self.kernels is not None
         decisive = [*self.kernels.versions, *self.kernels.command, *self.kernels.flags]
         key = _key(self.compiler.version, *decisive)
@@ -123,7 +123,7 @@ class Build:
 
     @property
     def folder(self) -> Path:
-        """The folder of what depends on torch, and of the module itself."""
+        """The folder of objects with torch, and of the modules."""
         rest = [self.fatbins.name] if self.kernels else []
         key = _key(self.core.name, *rest, *self.torch_flags(), *self.link_flags())
         return Path("build", f"{self.torch.name}-{self.torch.python}-{key}")
@@ -145,10 +145,10 @@ class Build:
         return Path("build", self.torch.name)
 
     def torch_flags(self) -> list[str]:
-        """Return them with the headers of others as the system's, whose warnings are not ours."""
+        """Return the flags of files that include torch; foreign headers raise no warnings."""
         include = self.torch_link / "include"
         folders = [str(include), str(include / "torch/csrc/api/include"), self.torch.python_include]
-        if self.kernels is not None and self.kernels.toolkit != Path("/usr"):  # it is there anyway
+        if self.kernels is not None and self.kernels.toolkit != Path("/usr"):  # searched by default
             folders.append(str(self.kernels.toolkit / "include"))
         system = [word for folder in folders for word in ("-isystem", folder)]
         return ["-I.", *self.compiler.torch_flags, *system]
@@ -163,7 +163,7 @@ class Build:
         return [*flags, *(f"-l{library}" for library in libraries)]
 
     def write(self) -> None:
-        """Write the ninja file and what it names; what is as it should be keeps its time."""
+        """Write the ninja file and its inputs; an unchanged file keeps its modification time."""
         (self.root / self.folder).mkdir(parents=True, exist_ok=True)
         link = self.root / self.torch_link
         if not link.is_symlink() or link.readlink() != self.torch.root:
@@ -177,7 +177,7 @@ class Build:
         _write(self.root / self.manifest, self.text())
 
     def text(self) -> str:
-        """Return what the ninja file says; what takes longest comes first."""
+        """Return the content of the ninja file, with the slowest objects first."""
         cxx = [*self.compiler.command, *self.compiler.flags]
         link = [*self.compiler.command, "-shared", "$in", *self.link_flags(), "-o", "$out"]
         lines = ["ninja_required_version = 1.8", "builddir = build"]
@@ -209,19 +209,19 @@ class Build:
         return "\n".join([*lines, ""])
 
     def _torch_parts(self) -> dict[Path, list[Path]]:
-        """What is compiled, and the sources that it stands for."""
+        """Return each compiled file with the sources that it includes."""
         cuda = self.kernels is not None
         sources = torch_sources(self.root, cuda)
         doubles = testing_sources(self.root)[1] if self.testing else []
         if not self.unity:
             return {source: [source] for source in sources + doubles}
-        # The same parts with CUDA and without: files that clash do so in both.
-        beside = _files(self.root, (CUDA_ROOM,), "*.cpp") if cuda else []
+        # Parts are the same with and without CUDA, so that conflicts between files occur in both.
+        beside = _files(self.root, (CUDA_FOLDER,), "*.cpp") if cuda else []
         beside += [source for source in sources if source.name == ONLY_WITHOUT_CUDA]
         registers = _only_in_module(self.root)
         sources = [source for source in sources if source not in beside + registers]
         names = [self.folder / f"torch_{n}.cpp" for n in range(min(TORCH_PARTS, len(sources)))]
-        # Files that are alike are neighbours, so each part gets as much of what takes long.
+        # Similar files are neighbours, so every part gets as many slow ones.
         parts = {name: sources[n :: len(names)] for n, name in enumerate(names)}
         parts |= {self.folder / "torch_cuda.cpp": beside}
         apart = {"module.cpp": registers, "testing.cpp": doubles}
@@ -237,8 +237,8 @@ def _only_in_module(root: Path) -> list[Path]:
     return [s for s in torch_sources(root, cuda=False) if s.name in ONLY_IN_MODULE]
 
 
-def _files(root: Path, rooms: Iterable[str], pattern: str) -> list[Path]:
-    found = [path for room in rooms for path in sorted((root / "csrc" / room).glob(pattern))]
+def _files(root: Path, folders: Iterable[str], pattern: str) -> list[Path]:
+    found = [path for folder in folders for path in sorted((root / "csrc" / folder).glob(pattern))]
     return [path.relative_to(root) for path in found]
 
 
@@ -261,6 +261,6 @@ def _escaped(path: Path) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """What is read again only when it differs: ninja goes by times."""
+    """Write a file if its text differs: ninja compares modification times."""
     if not path.exists() or path.read_bytes() != text.encode():
         path.write_text(text)

@@ -1,4 +1,4 @@
-"""Where the CUDA toolkit is and what it is to compile for; asks nvcc, and never for a GPU."""
+"""Finds the CUDA toolkit and chooses its target architectures; calls nvcc, but no GPU."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 OLDEST_CAPABILITY = 75
 USUAL = (80, 90)  # without a GPU: A100 and H100; each costs a minute on one core
-VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")  # that nvcc reads itself
+VARIABLES = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")  # nvcc reads them itself
 
 
 def find_toolkit(environ: Mapping[str, str]) -> str | None:
-    """Return the root of the toolkit, or None: CUDA_HOME, CUDA_PATH, or what nvcc itself says.
+    """Return the root of the toolkit, or None: CUDA_HOME, CUDA_PATH, or the root that nvcc reports.
 
-    Not where nvcc lies: it may be a wrapper, and then nothing else is beside it.
+    The folder of nvcc on PATH is not used, because it may be a wrapper outside of the toolkit.
     """
     for name in ("CUDA_HOME", "CUDA_PATH"):
         if (Path(environ.get(name) or "/nowhere") / "bin" / "nvcc").exists():
@@ -24,31 +24,31 @@ def find_toolkit(environ: Mapping[str, str]) -> str | None:
     nvcc = shutil.which("nvcc", path=environ.get("PATH"))
     if nvcc is None:
         return None
-    told = subprocess.run([nvcc, "--dryrun", "none.cu"], capture_output=True, text=True)
-    here = re.search(r"^#\$ _HERE_=(.+)$", told.stdout + told.stderr, re.MULTILINE)
+    done = subprocess.run([nvcc, "--dryrun", "none.cu"], capture_output=True, text=True)
+    here = re.search(r"^#\$ _HERE_=(.+)$", done.stdout + done.stderr, re.MULTILINE)
     return str(Path(here[1].strip()).parent) if here else None
 
 
 def read_version(toolkit: str) -> str:
     """Return the toolkit's version, such as "13.0.88"."""
     nvcc = str(Path(toolkit) / "bin" / "nvcc")
-    told = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
-    version = re.search(r"\bV(\d+\.\d+\.\d+)", told)
-    return version[1] if version else told
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    version = re.search(r"\bV(\d+\.\d+\.\d+)", text)
+    return version[1] if version else text
 
 
 def list_architectures(toolkit: str) -> list[int]:
-    """Return the compute capabilities that this nvcc knows, times ten."""
+    """Return the compute capabilities that nvcc supports, times ten."""
     nvcc = str(Path(toolkit) / "bin" / "nvcc")
-    told = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout
-    return sorted({int(n) for n in re.findall(r"compute_(\d+)\b", told)})
+    text = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout
+    return sorted({int(n) for n in re.findall(r"compute_(\d+)\b", text)})
 
 
 def choose_architectures(known: Iterable[int], present: Iterable[int]) -> list[str]:
-    """Return nvcc's words for what to compile for: the GPUs that are there, else the usual ones.
+    """Return nvcc's -gencode flags for the GPUs that are present, or else for the usual ones.
 
-    Code of one capability runs on all later ones of the same generation; for other generations the
-    driver translates PTX, once for each machine, when a kernel is first used.
+    Code for one capability runs on all later ones of the same generation. For other generations the
+    driver compiles PTX, once per machine, at the first use of a kernel.
     """
     usable = sorted(n for n in set(known) if n >= OLDEST_CAPABILITY)
     here = sorted({max((n for n in usable if n <= gpu), default=0) for gpu in present} - {0})
@@ -59,7 +59,7 @@ def choose_architectures(known: Iterable[int], present: Iterable[int]) -> list[s
 
 
 def described(flags: Iterable[str]) -> list[str]:
-    """Return what these words of nvcc's compile for: sm_90 is code, compute_90 is PTX.
+    """Return the targets of nvcc's -gencode flags: sm_90 is code, compute_90 is PTX.
 
     >>> described(["-gencode=arch=compute_90,code=sm_90"])
     ['sm_90']

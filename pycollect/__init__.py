@@ -38,7 +38,7 @@ from .exchange import all_gather, all_to_all, gather, reduce_scatter, scatter  #
 from .plans import Model, Plan, algorithms, plan  # noqa: E402
 
 log.configure()
-_atexit.register(_C.drain)  # running collectives hold tensors, which must be freed before torch
+_atexit.register(_C.drain)  # frees the tensors of running collectives before torch ends
 
 if _dist.is_available():  # not in every build of torch
     from . import distributed

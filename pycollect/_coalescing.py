@@ -102,9 +102,9 @@ def _abandon(group: Any, operations: list[Any], error: BaseException) -> None:
     c10d._world.pg_coalesce_state.pop(group, None)
     why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     for backend in _backends(group):
-        asked = any(group._get_backend(o.tensor.device) is backend for o in operations)
+        unlisted = any(group._get_backend(o.tensor.device) is backend for o in operations)
         with contextlib.suppress(CollectiveError):  # the group has ended: no rank waits
-            _C.abandon_coalescing(backend, why, asked)
+            _C.abandon_coalescing(backend, why, unlisted)
 
 
 def _name(op: Any) -> str:

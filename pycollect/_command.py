@@ -21,15 +21,15 @@ BY_SIGNAL = 128  # plus the signal's number, as in a shell: 130 after Ctrl-C, 14
 
 
 class Stopped(KeyboardInterrupt):
-    """The work was stopped by a signal; the message names the file with the partial results."""
+    """Raised when a signal stops the work; the message names the file with the partial results."""
 
     def __init__(self, number: int = signal.SIGINT, message: str = "interrupted") -> None:
         super().__init__(message)
         self.number = number  # number of the signal
 
 
-class Unheard(Exception):
-    """Standard output cannot be written: its reader has closed it, or the disk is full."""
+class StdoutError(Exception):
+    """Raised if standard output cannot be written: its reader closed it, or the disk is full."""
 
 
 class Interruption:
@@ -68,7 +68,7 @@ class Interruption:
     def reraise(self, kept: object = None) -> None:
         """Raise Stopped if the block was stopped; `kept` is the file with its partial results."""
         if self.number:
-            where = f"; what there was by then is in {kept}" if kept else ""
+            where = f"; the partial results are in {kept}" if kept else ""
             raise Stopped(self.number, f"interrupted{where}")
 
 
@@ -103,13 +103,13 @@ def _interrupts_later() -> Iterator[None]:
 
     Blocking the signals is not enough: other threads of this process still receive them.
     """
-    came: list[int] = []
+    arrived: list[int] = []
     before: dict[int, Any] = {}
     later = True
 
-    def hear(number: int, frame: FrameType | None) -> None:
+    def postpone(number: int, frame: FrameType | None) -> None:
         if later:
-            came.append(number)
+            arrived.append(number)
         else:
             before[number](number, frame)
 
@@ -118,15 +118,15 @@ def _interrupts_later() -> Iterator[None]:
         before = {n: signal.getsignal(n) for n in numbers if callable(signal.getsignal(n))}
     try:
         for number in before:
-            signal.signal(number, hear)
+            signal.signal(number, postpone)
         yield
     finally:
-        # A signal that arrives while the handlers are restored may raise and leave `hear` installed
-        # for the other signal; `hear` then forwards that one.
+        # A signal that arrives while the handlers are restored may raise and leave `postpone`
+        # installed for the other signal; `postpone` then forwards that one.
         later = False
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in came[:1]:
+        for number in arrived[:1]:
             signal.raise_signal(number)
 
 
@@ -136,35 +136,35 @@ def run(program: str, work: Callable[[], int]) -> int:
     Prints nothing if the reader of a pipe has gone, as with `head`, and one sentence if the disk is
     full.
     """
-    ours = _heed_interrupts()
+    ours = _restore_handlers()
     try:
-        return _heard(work)
+        return _run_with_checked_stdout(work)
     except KeyboardInterrupt as stop:
         if ours:  # a second Ctrl-C during the shutdown must print no traceback
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        say(str(stop) or "interrupted")
+        print_error(str(stop) or "interrupted")
         return BY_SIGNAL + getattr(stop, "number", signal.SIGINT)
     except OutputError as error:
-        say(f"{program}: error: {error}")
+        print_error(f"{program}: error: {error}")
         return BAD_INPUT
-    except Unheard as unheard:
+    except StdoutError as failure:
         with suppress(OSError, ValueError):  # otherwise Python would flush it again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        cause = unheard.__cause__
+        cause = failure.__cause__
         if isinstance(cause, BrokenPipeError):
             return BY_SIGNAL + signal.SIGPIPE
         why = cause.strerror if isinstance(cause, OSError) else cause
-        say(f"{program}: error: standard output cannot be written ({why})")
+        print_error(f"{program}: error: standard output cannot be written ({why})")
         return BAD_INPUT
 
 
-def say(line: str) -> None:
+def print_error(line: str) -> None:
     """Print a line on standard error; ignore a failure to do so."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
 
-def _heard(work: Callable[[], int]) -> int:
+def _run_with_checked_stdout(work: Callable[[], int]) -> int:
     if sys.stdout is None:  # the parent process closed it: no output is wanted
         return work()
     output: Any = _Output(sys.stdout)
@@ -176,7 +176,7 @@ def _heard(work: Callable[[], int]) -> int:
 
 
 class _Output:
-    """A stream that raises its own failures as Unheard, so that they differ from other files'."""
+    """A stream that raises its own failures as StdoutError, unlike those of other files."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -185,13 +185,13 @@ class _Output:
         try:
             return int(self._stream.write(text))
         except OSError as error:
-            raise Unheard from error
+            raise StdoutError from error
 
     def flush(self) -> None:
         try:
             self._stream.flush()
         except OSError as error:
-            raise Unheard from error
+            raise StdoutError from error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -205,17 +205,17 @@ def quiet_imports() -> None:
     """
     if not _is_command(sys.argv[0] if sys.argv else "", sys.orig_argv):
         return
-    sys.excepthook = _say_bad_value
+    sys.excepthook = _print_bad_value
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if usual and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _end_at_once)
 
 
-def _say_bad_value(
+def _print_bad_value(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
     if issubclass(kind, ValueError):
-        say(f"pycollect: error: {error}")
+        print_error(f"pycollect: error: {error}")
     else:
         sys.__excepthook__(kind, error, traceback)
 
@@ -224,9 +224,9 @@ def _end_at_once(number: int, frame: FrameType | None) -> None:
     os._exit(BY_SIGNAL + number)  # an exception would print a traceback through all of torch
 
 
-def _heed_interrupts() -> bool:
+def _restore_handlers() -> bool:
     """Undo `quiet_imports`; return whether it changed SIGINT, as it does in our commands."""
-    if sys.excepthook is _say_bad_value:
+    if sys.excepthook is _print_bad_value:
         sys.excepthook = sys.__excepthook__
     ours = signal.getsignal(signal.SIGINT) is _end_at_once
     if ours:

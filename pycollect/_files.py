@@ -78,13 +78,13 @@ def check_output_path(
             os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
             return
     except OSError as error:
-        why = f"is there already and not writable ({error.strerror})"
+        why = f"exists and is not writable ({error.strerror})"
         raise ValueError(f"the {what} {path} {why}") from None
     try:
         with tempfile.TemporaryFile(dir=Path(os.path.realpath(path)).parent):
             pass
     except OSError as error:
-        why = f"is not there or not writable ({error.strerror})"
+        why = f"does not exist or is not writable ({error.strerror})"
         raise ValueError(f"the folder of the {what} {path} {why}") from None
 
 
@@ -131,7 +131,7 @@ def open_lines(path: Path | str, *, append: bool) -> TextIO:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | how, 0o666)
     except OSError as error:
         if error.errno == errno.ENXIO:
-            raise OSError(errno.ENXIO, "nobody reads it; start the reader first") from error
+            raise OSError(errno.ENXIO, "it has no reader; start the reader first") from error
         raise
     os.set_blocking(descriptor, True)
     return os.fdopen(descriptor, "a" if append else "w", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What machine, versions and settings a measurement or a bug report is from."""
+"""Describes the machine, versions and settings behind a measurement or a bug report."""
 
 from __future__ import annotations
 

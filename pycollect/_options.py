@@ -14,19 +14,19 @@ from .collectives import Streams, TensorLike
 
 
 class OnStreams(TypedDict, total=False):
-    """Keywords of calls without a choice of algorithm."""
+    """Keywords of all collectives."""
 
     streams: Streams
     peer_access: bool
 
 
-class Chosen(OnStreams, total=False):
-    """Keywords of calls in place."""
+class Tunable(OnStreams, total=False):
+    """Keywords of collectives with an argument `algorithm`."""
 
     algorithm: str | None
 
 
-class AlongDim(Chosen, total=False):
+class AlongDim(Tunable, total=False):
     """Keywords of all_gather and reduce_scatter."""
 
     dim: int

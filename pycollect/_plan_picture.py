@@ -64,7 +64,7 @@ def check(world: int, path: str | PathLike[str]) -> None:
     if suffix not in _SUFFIXES:
         raise ValueError(f"plot: {str(path)!r} ends in {suffix!r}; choose '.png' or '.svg'")
     if world > _MOST_LANES:
-        raise ValueError(f"plot: {world} ranks cannot be told apart; draw at most {_MOST_LANES}")
+        raise ValueError(f"plot: world is {world}; at most {_MOST_LANES} ranks can be drawn")
     check_output_path("picture", os.fspath(path))
 
 

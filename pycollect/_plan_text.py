@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from pycollect._C import SliceTuple, StepTuple
     from pycollect.plans import Plan
 
-# Up to this number of steps all are shown (eight ranks that copy from all others have 56), else
-# only the first ones of each level.
+# A plan of up to this number of steps is shown in full (eight ranks that copy from all others have
+# 56), a larger one only with the first steps of each level.
 _WHOLE_STEPS = 64
 _LEVEL_STEPS = 8
 _SHOWN_LEVELS = 24

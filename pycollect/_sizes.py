@@ -18,7 +18,9 @@ def parse_size(text: str) -> int:
     if digits and digits[-1] in _SUFFIXES:
         digits, factor = digits[:-1], _SUFFIXES[digits[-1]]
     if not (digits.isascii() and digits.isdigit() and int(digits)):
-        raise ValueError(f"{text!r} is no size; give bytes with at most a suffix K, M or G")
+        raise ValueError(
+            f"{text!r} is not a size; pass a number of bytes, such as 100, 4K, 1M or 2G"
+        )
     return int(digits) * factor
 
 

@@ -1,4 +1,4 @@
-"""Emulated devices and probes for tests (csrc/testing): wheels do not contain this module."""
+"""Emulated devices and probes for tests (csrc/testing). Wheels do not contain this module."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -8,21 +8,47 @@ import torch
 from pycollect._C import Options, Plan
 
 # Copies by the host, and the fd server (bind_probe.cpp).
-FdServer: Any
+TicketTuple: TypeAlias = tuple[int, int]  # fd server, random number
+
+class FdServer:
+    """A thread that passes file descriptors to the processes that have their ticket."""
+
+    def __init__(self) -> None: ...
+    def offer(self, descriptor: int) -> TicketTuple:
+        """Take ownership of the descriptor and return its ticket."""
+
+    def withdraw(self, ticket: TicketTuple) -> None:
+        """Close the descriptor; its ticket becomes invalid."""
+
+def fetch_descriptor(ticket: TicketTuple) -> int:
+    """Return a new descriptor of the file that the ticket names."""
 
 def copy_rows(
     dst: torch.Tensor, src: torch.Tensor, bytes: int, rows: int, pitches: tuple[int, int]
-) -> None: ...
-def fetch_descriptor(ticket: tuple[int, int]) -> int: ...
+) -> None:
+    """Copy ``rows`` rows of ``bytes`` bytes between CPU tensors, as the executor's host copies.
 
-# The executor for devices on emulated devices (bind_streams.cpp).
+    pitches: bytes from one row to the next, in ``dst`` and in ``src``.
+    """
 
-SeatTuple: TypeAlias = tuple[int, int, int, int]  # streams: caller, worker, sender, receiver
-# stream, tasks as (rank, index), indices of issues to wait for, whether an event is recorded
-IssueTuple: TypeAlias = tuple[int, list[tuple[int, int]], list[int], bool]
+# The CUDA executor on emulated devices (bind_streams.cpp).
+
+StreamIdsTuple: TypeAlias = tuple[int, int, int, int]  # caller, worker, sender, receiver
+# stream, tasks as (rank, index), indices of launches to wait for, whether an event is recorded
+LaunchTuple: TypeAlias = tuple[int, list[tuple[int, int]], list[int], bool]
 RowTuple: TypeAlias = tuple[Sequence[int], Sequence[int], int]  # destinations, sources, bytes
 
 class EmulatedRun:
+    """Runs of a plan by the executor for devices, on emulated devices that record a trace.
+
+    devices: of each rank; -1 for pinned host memory, -2 for pageable host memory.
+    workers: "callers", "devices" or "ranks": streams that run the plan.
+    pieces: per chunk, if the plan is staged.
+    bindings: number of tensors.
+    machine_of: another run, whose emulated devices this one shares.
+    ring: bytes and number of the pinned pieces for pageable memory.
+    """
+
     def __init__(
         self,
         plan: Plan,
@@ -32,7 +58,7 @@ class EmulatedRun:
         pace: str = "any",
         callers_apart: bool = False,
         workers: str = "devices",
-        lanes: bool = False,
+        copy_streams: bool = False,
         hub: bool = False,
         peers: bool = True,
         host_waits: bool = True,
@@ -40,37 +66,73 @@ class EmulatedRun:
         dtype: str = "float32",
         op: str = "sum",
         bindings: int = 1,
-        beside: EmulatedRun | None = None,
+        machine_of: EmulatedRun | None = None,
         ring: tuple[int, int] = (256, 3),
     ) -> None: ...
-    def run(self, calls: int = 1, capture: bool = False) -> None: ...
-    def run_half_captured(self) -> None: ...
-    def reseat(self, workers: str, callers_apart: bool) -> None: ...
-    def fail_call(self, after: int) -> None: ...
-    def drop_wait(self, number: int, /) -> None: ...
-    def missed(self) -> list[int]: ...
-    def mismatch(self, seed: int = -1) -> str | None: ...
+    def run(self, calls: int = 1, capture: bool = False) -> None:
+        """Clear the trace and issue calls without waiting, optionally during a stream capture."""
+
+    def run_half_captured(self) -> None:
+        """Run while only the first caller's stream is capturing."""
+
+    def replace_streams(self, workers: str, callers_apart: bool) -> None:
+        """Create new streams for later runs."""
+
+    def fail_call(self, after: int) -> None:
+        """Let the CUDA call after ``after`` successful ones fail in the next run."""
+
+    def drop_wait(self, number: int, /) -> None:
+        """Remove a wait from the trace."""
+
+    def redundant_waits(self) -> list[int]:
+        """Return the numbers of the waits whose removal causes no race."""
+
+    def mismatch(self, seed: int = -1) -> str | None:
+        """Run the trace on real bytes; describe the first wrong result, or return None.
+
+        seed: of a random order that streams and events allow; negative: issue order.
+        """
+
     @property
-    def race(self) -> str | None: ...
+    def race(self) -> str | None:
+        """Description of the first race of the trace, or None."""
+
     @property
-    def waits(self) -> int: ...
+    def waits(self) -> int:
+        """Number of waits for events in the trace."""
+
     @property
-    def counts(self) -> dict[str, int]: ...
+    def counts(self) -> dict[str, int]:
+        """The emulator's counters; 0 for every other name."""
+
     @property
-    def cut(self) -> str: ...
+    def chunk_sizes(self) -> str:
+        """Sizes of the chunks: "uneven", "each" (different for every rank, too) or "even"."""
+
     @property
-    def plan(self) -> Plan: ...
+    def plan(self) -> Plan:
+        """The plan as run, after staging."""
+
     @property
-    def levels(self) -> int: ...
+    def levels(self) -> int:
+        """Number of levels of the plan."""
 
 class Peers:
+    """Cache of the devices that can access each other's memory.
+
+    query: returns whether the driver reports access from one device to another.
+    test: returns the defect of an access, or ""; called once per pair.
+    warn: logs a line.
+    """
+
     def __init__(
         self,
-        ask: Callable[[int, int], bool],
-        try_out: Callable[[int, int], str],
+        query: Callable[[int, int], bool],
+        test: Callable[[int, int], str],
         warn: Callable[[str], None],
     ) -> None: ...
-    def works(self, from_: int, to: int, /) -> bool: ...
+    def works(self, from_: int, to: int, /) -> bool:
+        """Return whether work on device ``from_`` can access the memory of device ``to``."""
 
 def stage(
     plan: Plan,
@@ -78,23 +140,44 @@ def stage(
     on_host: Sequence[bool],
     directly: Sequence[Sequence[bool]],
     pieces: int = 1,
-) -> Plan: ...
+) -> Plan:
+    """Return the plan with copies through host memory (csrc/plan/stage.h).
+
+    on_host: for each rank, whether its memory is the host's.
+    directly: ``directly[r][of]``: whether rank ``r`` can access the memory of rank ``of``.
+    """
+
 def schedule(
-    plan: Plan, in_place: bool, pace: str, seats: Sequence[SeatTuple], streams: int, hub: int = -1
-) -> list[IssueTuple]: ...
+    plan: Plan,
+    in_place: bool,
+    pace: str,
+    stream_ids: Sequence[StreamIdsTuple],
+    streams: int,
+    hub: int = -1,
+) -> list[LaunchTuple]:
+    """Return the launches of a plan on streams, in issue order (csrc/cuda/streams.h).
+
+    stream_ids: numbers of each rank's streams, below ``streams``.
+    """
+
 def predict_streams(
     plan: Plan,
     in_place: bool,
     pace: str,
-    seats: Sequence[SeatTuple],
+    stream_ids: Sequence[StreamIdsTuple],
     streams: int,
     hub: int,
     devices: Sequence[int],
     bytes: float,
     model: tuple[float, float, float, float, float],
-) -> float: ...
+) -> float:
+    """Return the predicted seconds of a plan that one process issues to streams.
 
-# CUDA's calls on emulated devices (bind_emulator.cpp).
+    devices: of each rank; negative for host memory.
+    model: alpha, port, memory, bridge, host: the members of ``Model`` in csrc/sim/predict.h.
+    """
+
+# The CUDA emulator (bind_emulator.cpp).
 
 class Stream:
     @property
@@ -105,6 +188,11 @@ class Event:
     def device(self) -> int: ...
 
 class Emulator:
+    """An emulator of CUDA (csrc/testing/emulator.h) that records a trace; addresses are integers.
+
+    Its calls fail with RuntimeError where CUDA would.
+    """
+
     def __init__(self, devices: int) -> None: ...
     def set_device(self, device: int, /) -> None: ...
     def current_device(self) -> int: ...
@@ -114,30 +202,124 @@ class Emulator:
     def destroy(self, event: Event, /) -> None: ...
     def record(self, event: Event, stream: Stream, /) -> None: ...
     def wait(self, stream: Stream, event: Event, /) -> None: ...
-    def connect(self, device: int, of: int) -> None: ...
-    def allocate(self, kind: str, device: int, bytes: int) -> int: ...
-    def launch(self, stream: Stream, rows: Sequence[RowTuple], /) -> None: ...
-    def copy(
-        self, stream: Stream, dst: tuple[int, int], src: tuple[int, int], bytes: int
-    ) -> None: ...
+    def connect(self, device: int, of: int) -> None:
+        """Enable access from a device to the memory of device ``of``."""
+
+    def allocate(self, kind: str, device: int, bytes: int) -> int:
+        """Return the address of new memory; kind: "device", "pinned" or "pageable"."""
+
+    def launch(self, stream: Stream, rows: Sequence[RowTuple], /) -> None:
+        """Enqueue a sum of uint8 for each row."""
+
+    def copy(self, stream: Stream, dst: tuple[int, int], src: tuple[int, int], bytes: int) -> None:
+        """Enqueue a copy; dst, src: address and device."""
+
     def is_capturing(self, stream: Stream, /) -> bool: ...
     def synchronize(self, stream: Stream, /) -> None: ...
     def begin_capture(self, stream: Stream, /) -> None: ...
     def end_capture(self, stream: Stream, /) -> None: ...
-    def begin_call(self) -> None: ...
-    @property
-    def race(self) -> str | None: ...
-    def fail(self, call: str, in_: int = 0) -> None: ...
-    def kill(self, call: str, in_: int = 0) -> None: ...
-    def delay(self, call: str, seconds: float) -> None: ...
-    def drop(self, call: str, on: bool = True) -> None: ...
-    def live_on(self, gpu: str) -> None: ...
-    def pace(self, seconds: float) -> None: ...
-    def counters(self) -> dict[str, int]: ...
-    def violations(self) -> list[str]: ...
+    def begin_call(self) -> None:
+        """Begin a call, in which every event may be recorded once."""
 
-# The emulated torch runtime of a group, on an emulator (bind_emulator.cpp).
-def emulate(options: Options, eager: bool = ..., shares: bool = ...) -> Any: ...
+    @property
+    def race(self) -> str | None:
+        """Description of the first race of the trace, or None."""
+
+    def fail(self, call: str, after: int = 0) -> None:
+        """Let all calls of this name fail after ``after`` more; negative: none."""
+
+    def kill(self, call: str, after: int = 0) -> None:
+        """Kill the process in the call of this name after ``after`` more."""
+
+    def delay(self, call: str, seconds: float) -> None:
+        """Let every call of this name take ``seconds`` longer."""
+
+    def drop(self, call: str, on: bool = True) -> None:
+        """Let calls of this name succeed without an effect."""
+
+    def set_identity(self, gpu: str) -> None:
+        """Set the identity of every device."""
+
+    def set_pause(self, seconds: float) -> None:
+        """Set the pause of the streams' thread between two rounds of work."""
+
+    def counters(self) -> dict[str, int]:
+        """Return the numbers of resources held now, and of calls by name."""
+
+    def violations(self) -> list[str]:
+        """Return descriptions of all violations of the rules of CUDA or of the library."""
+
+# The emulated torch runtime of a group (bind_emulator.cpp).
+
+class EmulatedTorch:
+    """Torch's CUDA runtime on an emulator that runs: CPU tensors count as tensors of one device."""
+
+    def empty(self, count: int) -> torch.Tensor:
+        """Return an uninitialized float32 tensor [count] of the emulated device."""
+
+    def put_on_host(self, tensor: torch.Tensor) -> None:
+        """Treat the tensor as an ordinary CPU tensor."""
+
+    def fill_later(self, tensor: torch.Tensor, value: float) -> None:
+        """Enqueue a fill on the current stream."""
+
+    def use_second_stream(self, on: bool) -> None:
+        """Make the caller's second stream the current one, or the first one again."""
+
+    def finish_caller(self) -> None:
+        """Run all work on the caller's first stream."""
+
+    def stall(self, on: bool, after: int = 0) -> None:
+        """Stop the caller's first stream after ``after`` more items of work, or let it continue."""
+
+    def capture(self, on: bool) -> None:
+        """Begin or end a capture of the caller's first stream."""
+
+    def fail_call(self, after: int) -> None:
+        """Let the CUDA call after ``after`` more fail; negative: none."""
+
+    def drain_waits(self, on: bool) -> None:
+        """Set whether enqueueing a wait on a caller's stream drains that stream."""
+
+    def pinned(self) -> int:
+        """Return the number of pinned allocations so far."""
+
+    def calls(self) -> list[str]:
+        """Return the names of the stream calls so far, each followed by " caller" or " group"."""
+
+    @property
+    def gpu(self) -> Emulator: ...
+
+def emulate(options: Options, eager: bool = ..., shares: bool = ...) -> EmulatedTorch:
+    """Set an emulated torch runtime in a group's options and return it.
+
+    eager: run work as early as possible instead of as late as possible.
+    shares: processes can map each other's device memory.
+    """
 
 # The device's kernels on host memory (bind_cuda_probe.cpp).
-emulate_launch: Any
+
+# destinations, sources, their pitches in bytes, elements of a line, lines, whether `avg` scales
+LaunchRowTuple: TypeAlias = tuple[
+    Sequence[int], Sequence[int], Sequence[int], Sequence[int], int, int, bool
+]
+
+def emulate_launch(
+    rows: Sequence[LaunchRowTuple],
+    dtype: str,
+    op: str,
+    world: int,
+    multiprocessors: int,
+    table_bytes: int,
+    float8: Sequence[int],
+    guard: int = 0,
+) -> list[dict[str, Any]]:
+    """Run the rows with the device's kernels on host memory; describe each launch.
+
+    A description has the keys kind, rows, table_bytes, guard, accesses (of each block),
+    widest_load and widest_store (bytes), and loaded, loaded_twice, stored, stored_twice (bytes).
+
+    table_bytes: limit of the kernel parameters.
+    float8: bytes of overflow, infinity and NaN, in float8_e4m3fn and in float8_e5m2.
+    guard: address of a word; if the word is not zero, nothing is written.
+    """

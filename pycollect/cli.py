@@ -40,7 +40,7 @@ def _plan(args: argparse.Namespace) -> int:
         check_plot(args.world, args.plot)
     print(plan)
     defect = plan.verify()
-    print(f"verify   {defect or 'right, no race, no deadlock'}")
+    print(f"verify   {defect or 'correct, no race, no deadlock'}")
     for model in [args.model] if args.model else _C.models():
         print(f"predict  {plan.predict(model) * 1e6:,.1f} us on {model}, one device per rank")
     if args.plot:
@@ -50,7 +50,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _add_bench(command: argparse.ArgumentParser) -> None:
-    """Take in the benchmark of the checkout that this package lies in; a wheel has none."""
+    """Add the benchmark's arguments if this package is in a checkout; a wheel has no benchmark."""
     folder = Path(__file__).resolve().parents[1] / "bench"
     if not (folder / "pycollect_bench").is_dir():
         command.set_defaults(run=_no_bench)
@@ -84,20 +84,20 @@ def _parser() -> argparse.ArgumentParser:
 
     option = add("info", _info, "Print versions, devices and settings, to paste into a report.")
     option("--json", action="store_true", help="as one JSON object")
-    option("--rates", action="store_true", help="measure how fast GPUs copy: a second or so")
+    option("--rates", action="store_true", help="also measure copies of GPUs, for about a second")
 
-    option = add("plan", _plan, "Print, prove and time the plan of a collective.")
+    option = add("plan", _plan, "Print, verify and predict the plan of a collective.")
     option("collective", choices=_C.COLLECTIVES)
     option("world", type=int, help="number of ranks")
-    option("-a", "--algorithm", help="its name (default: the one for ranks that share a memory)")
-    option("-b", "--bytes", type=_size, default=1 << 20, help="of a rank, such as 64K (1M)")
-    option("--root", type=int, default=0, help="rank of broadcast, reduce, scatter and gather (0)")
-    option("--pieces", type=int, default=4, help="of a pipeline (4)")
+    option("-a", "--algorithm", help="its name (default: the one for ranks that share memory)")
+    option("-b", "--bytes", type=_size, default=1 << 20, help="per rank, such as 64K (default: 1M)")
+    option("--root", type=int, default=0, help="rank of broadcast, reduce, scatter or gather (0)")
+    option("--pieces", type=int, default=4, help="pieces of a pipeline (4)")
     option("--out-of-place", action="store_true", help="outputs have memory of their own")
     option("--model", choices=list(_C.models()), help="machine to predict for (default: each)")
-    option("--plot", metavar="FILE", help="ranks against predicted time, as PNG or SVG")
+    option("--plot", metavar="FILE", help="draw ranks against predicted time, as PNG or SVG")
 
-    command = commands.add_parser("bench", help="Measure collectives against their peers.")
+    command = commands.add_parser("bench", help="Compare collectives with other implementations.")
     _add_bench(command)
     return parser
 
@@ -110,7 +110,7 @@ def _size(text: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with these arguments, or with sys.argv's; return the exit status."""
+    """Run the command with `argv`, by default sys.argv's; return the exit status."""
     return _command.run("pycollect", lambda: _main(argv))
 
 

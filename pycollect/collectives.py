@@ -1,26 +1,28 @@
 """The list collectives: one process holds a tensor per rank, and the list order is the rank order.
 
 Every reduction is the left fold in rank order, ``((x0 + x1) + x2) + ...``, accumulated in fp32 for
-fp32 and narrower floats, in fp64 for fp64 and natively (wrapping) for integers, and rounded once:
-the same bits whatever the size, the algorithm or the number of threads.
+fp32 and narrower floats, in fp64 for fp64 and natively (wrapping) for integers, and rounded once.
+The result has the same bits for every size, every number of threads, and every algorithm that keeps
+this contract.
 
-Common to all of them:
+The functions share these arguments:
 
-* ``tensors`` is a list or tuple with one tensor per rank; anything with ``__dlpack__`` (a NumPy or
-  CuPy array) may stand for a tensor, results are torch tensors. Tensors that are worked on in place
-  have one shape, dtype and order in memory, share no memory, and may have any strides.
+* ``tensors``: a list or tuple with one tensor per rank. An array with ``__dlpack__`` (NumPy, CuPy)
+  is accepted as a tensor; results are torch tensors. Tensors that are modified in place have the
+  same shape, dtype and strides on all ranks, and share no memory; any strides are allowed.
 * dtypes: float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int8, int16, int32,
   int64, uint8, bool, complex64, complex128.
 * ``op``: "sum", "avg", "prod", "min", "max", "band", "bor", "bxor", or torch's own
   torch.distributed.ReduceOp.
-* ``algorithm``: a name of ``pycollect.algorithms(...)``; None takes one that keeps the order.
-* ``async_op=True`` returns a ``Work`` at once; its ``wait()`` returns what the call would have.
-* ``streams``: one per rank for CUDA tensors that were produced on streams of their own; CPU tensors
-  have none.
-* ``peer_access=False`` sends what moves between GPUs through pinned host memory, also where one GPU
-  could read another's memory.
+* ``algorithm``: a name from ``pycollect.algorithms(...)``; None selects one that keeps this
+  contract.
+* ``async_op=True`` returns a ``Work`` at once; its ``wait()`` returns the result of the call.
+* ``streams``: one torch.cuda.Stream per rank, on which its CUDA tensors are used; None stands for
+  the device's current stream, and is required for CPU tensors.
+* ``peer_access=False`` copies data between GPUs through pinned host memory, even if one GPU could
+  access another's memory.
 
-Bad arguments raise TypeError (a type that cannot be served) or ValueError before anything moves.
+Invalid arguments raise TypeError (unsupported types and dtypes) or ValueError before data moves.
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from typing_extensions import Unpack
 
-    from ._options import Chosen, OnStreams
+    from ._options import OnStreams, Tunable
 
 Work: TypeAlias = _C.Work
 Op: TypeAlias = "str | dist.ReduceOp | dist.ReduceOp.RedOpType"
 
 
 class SupportsDLPack(Protocol):
-    """An array of another library."""
+    """An array of another library that exports DLPack."""
 
     def __dlpack__(self, *, stream: Any = ...) -> Any: ...
 
@@ -58,15 +60,15 @@ Streams: TypeAlias = "Sequence[torch.cuda.Stream | None] | None"
 
 @overload
 def all_reduce(
-    tensors: TensorList, op: Op = ..., *, async_op: Literal[False] = ..., **options: Unpack[Chosen]
+    tensors: TensorList, op: Op = ..., *, async_op: Literal[False] = ..., **options: Unpack[Tunable]
 ) -> None: ...
 @overload
 def all_reduce(
-    tensors: TensorList, op: Op = ..., *, async_op: Literal[True], **options: Unpack[Chosen]
+    tensors: TensorList, op: Op = ..., *, async_op: Literal[True], **options: Unpack[Tunable]
 ) -> Work: ...
 @overload
 def all_reduce(
-    tensors: TensorList, op: Op = ..., *, async_op: bool, **options: Unpack[Chosen]
+    tensors: TensorList, op: Op = ..., *, async_op: bool, **options: Unpack[Tunable]
 ) -> Work | None: ...
 @eager
 def all_reduce(
@@ -80,7 +82,8 @@ def all_reduce(
 ) -> Work | None:
     """Reduce over all ranks, in place: every tensor becomes the result.
 
-    ``avg`` is the sum in the accumulator times 1/W (integers: the wrapped sum divided toward zero).
+    ``avg`` multiplies the accumulated sum by 1/W; for integers it divides the wrapped sum, rounding
+    toward zero.
 
     >>> x = [torch.ones(2), torch.full((2,), 2.0)]
     >>> all_reduce(x); x
@@ -95,7 +98,7 @@ def all_reduce_coalesced(
     op: Op = ...,
     *,
     async_op: Literal[False] = ...,
-    **options: Unpack[Chosen],
+    **options: Unpack[Tunable],
 ) -> None: ...
 @overload
 def all_reduce_coalesced(
@@ -103,11 +106,11 @@ def all_reduce_coalesced(
     op: Op = ...,
     *,
     async_op: Literal[True],
-    **options: Unpack[Chosen],
+    **options: Unpack[Tunable],
 ) -> Work: ...
 @overload
 def all_reduce_coalesced(
-    tensor_lists: Sequence[TensorList], op: Op = ..., *, async_op: bool, **options: Unpack[Chosen]
+    tensor_lists: Sequence[TensorList], op: Op = ..., *, async_op: bool, **options: Unpack[Tunable]
 ) -> Work | None: ...
 @eager
 def all_reduce_coalesced(
@@ -121,7 +124,7 @@ def all_reduce_coalesced(
 ) -> Work | None:
     """All-reduce many tensors of every rank in one pass, in place.
 
-    ``tensor_lists[rank][i]``; shapes and dtypes may differ between the i, not between ranks.
+    In ``tensor_lists[rank][i]``, shapes and dtypes may differ between i, but not between ranks.
 
     >>> x = [[torch.ones(1), torch.ones(2)], [torch.ones(1), torch.ones(2)]]
     >>> all_reduce_coalesced(x); x[0]
@@ -137,7 +140,7 @@ def reduce(
     op: Op = ...,
     *,
     async_op: Literal[False] = ...,
-    **options: Unpack[Chosen],
+    **options: Unpack[Tunable],
 ) -> None: ...
 @overload
 def reduce(
@@ -146,11 +149,11 @@ def reduce(
     op: Op = ...,
     *,
     async_op: Literal[True],
-    **options: Unpack[Chosen],
+    **options: Unpack[Tunable],
 ) -> Work: ...
 @overload
 def reduce(
-    tensors: TensorList, dst: int = ..., op: Op = ..., *, async_op: bool, **options: Unpack[Chosen]
+    tensors: TensorList, dst: int = ..., op: Op = ..., *, async_op: bool, **options: Unpack[Tunable]
 ) -> Work | None: ...
 @eager
 def reduce(
@@ -178,15 +181,15 @@ def broadcast(
     src: int = ...,
     *,
     async_op: Literal[False] = ...,
-    **options: Unpack[Chosen],
+    **options: Unpack[Tunable],
 ) -> None: ...
 @overload
 def broadcast(
-    tensors: TensorList, src: int = ..., *, async_op: Literal[True], **options: Unpack[Chosen]
+    tensors: TensorList, src: int = ..., *, async_op: Literal[True], **options: Unpack[Tunable]
 ) -> Work: ...
 @overload
 def broadcast(
-    tensors: TensorList, src: int = ..., *, async_op: bool, **options: Unpack[Chosen]
+    tensors: TensorList, src: int = ..., *, async_op: bool, **options: Unpack[Tunable]
 ) -> Work | None: ...
 @eager
 def broadcast(
@@ -198,7 +201,7 @@ def broadcast(
     streams: Streams = None,
     peer_access: bool = True,
 ) -> Work | None:
-    """Copy ``tensors[src]`` into all others, in place.
+    """Copy ``tensors[src]`` into all other tensors, in place.
 
     >>> x = [torch.zeros(2), torch.ones(2)]
     >>> broadcast(x, src=1); x[0]
@@ -240,7 +243,9 @@ def broadcast_coalesced(
     streams: Streams = None,
     peer_access: bool = True,
 ) -> Work | None:
-    """Copy ``tensor_lists[src][i]`` into ``tensor_lists[rank][i]`` of all others, in one pass.
+    """Copy ``tensor_lists[src][i]`` into ``tensor_lists[rank][i]`` of all ranks, in one pass.
+
+    Shapes and dtypes may differ between i, but not between ranks.
 
     >>> x = [[torch.zeros(1), torch.zeros(2)], [torch.ones(1), torch.ones(2)]]
     >>> broadcast_coalesced(x, src=1); x[0]
@@ -253,9 +258,10 @@ def broadcast_coalesced(
 def replicate(
     tensors: TensorList, devices: DeviceSpec, *, peer_access: bool = True
 ) -> list[list[torch.Tensor]]:
-    """Return a copy of every tensor for each rank, also on a repeated device: ``result[rank][i]``.
+    """Return a copy of every tensor for each rank: ``result[rank][i]``.
 
-    Copies are dense and keep the order of dimensions in memory; they do not require grad.
+    A device that is listed twice gets two copies. Copies are dense, keep the order of dimensions in
+    memory and do not require grad.
 
     >>> replicate([torch.ones(1), torch.zeros(2)], "cpu*2")[1]
     [tensor([1.]), tensor([0., 0.])]
@@ -281,7 +287,9 @@ def copy_(
 def copy_(
     dst: TensorLike, src: TensorLike, *, async_op: bool = False, peer_access: bool = True
 ) -> Work | None:
-    """Copy ``src`` into ``dst``: the same shape and dtype, any layouts, any two devices.
+    """Copy ``src`` into ``dst``, between any two devices.
+
+    Both have the same shape and dtype; their strides may differ.
 
     >>> x = torch.zeros(2)
     >>> copy_(x, torch.ones(2)); x
@@ -292,27 +300,30 @@ def copy_(
 
 @eager
 def barrier(devices: DeviceSpec) -> None:
-    """Return when everything that was asked for before, with ``async_op=True`` too, has finished.
+    """Wait until all earlier collectives, including asynchronous ones, have finished.
 
-    For GPUs that is everything on the device, whoever asked for it. Raises ValueError while a CUDA
-    graph is captured, which nobody can wait for.
+    On GPUs, waits for all work of the devices, as torch.cuda.synchronize does. Raises ValueError
+    during the capture of a CUDA graph, because the host cannot wait for captured work.
 
     >>> barrier("cpu*2")
     """
     gpus = {d for d in ranks_of(devices, "barrier") if d.type == "cuda"}
     if gpus and torch.cuda.is_current_stream_capturing():
-        raise ValueError("barrier: the host cannot wait while a CUDA graph is captured")
+        raise ValueError(
+            "barrier: the host cannot wait during the capture of a CUDA graph; call it before or "
+            "after the capture"
+        )
     _C.drain()
     for gpu in gpus:
         torch.cuda.synchronize(gpu)
 
 
 def ranks_of(devices: DeviceSpec, call: str) -> list[torch.device]:
-    """Return the devices of all ranks; refuse what this build cannot reach."""
+    """Return the devices of all ranks; raise ValueError if this build does not support one."""
     ranks = resolve(devices)
     other = next((str(d) for d in ranks if d.type != "cpu"), None)
     if other is not None and not _C.has_cuda():
         raise ValueError(
-            f"{call}: devices names {other}, which this build does not serve; use 'cpu'"
+            f"{call}: devices contains {other}, which this build does not support; use 'cpu'"
         )
     return ranks

@@ -1,4 +1,4 @@
-"""The same collectives bound to a list of devices, for many calls on the same ranks."""
+"""Communicator: the list collectives bound to a list of devices, for many calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 def _bound(
     function: Callable[Concatenate[T, P], R],
 ) -> Callable[Concatenate[Communicator, T, P], R]:
-    """Make a method of a module function whose first argument is a list with an item per rank."""
+    """Return a method for a module function whose first argument has one item per rank."""
 
     name = function.__name__
     tunable = "algorithm" in inspect.signature(function).parameters
@@ -37,41 +37,42 @@ def _bound(
         self._check(ranks, name)
         if tunable and self.tuning is not None and kwargs.get("algorithm") is None:
             kwargs["algorithm"] = self.tuning.choice(name, cast(Any, ranks))
-        return function(ranks, *args, **self._routed(kwargs))
+        return function(ranks, *args, **self._with_peer_access(kwargs))
 
     return eager(method)
 
 
-def _placed(
+def _bound_with_devices(
     function: Callable[Concatenate[T, DeviceSpec, P], R],
 ) -> Callable[Concatenate[Communicator, T, P], R]:
-    """Make a method of a module function whose second argument is the devices."""
+    """Return a method for a module function whose second argument is `devices`."""
 
     @functools.wraps(function)
-    def method(self: Communicator, what: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return function(what, self.devices, *args, **self._routed(kwargs))
+    def method(self: Communicator, data: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return function(data, self.devices, *args, **self._with_peer_access(kwargs))
 
     return eager(method)
 
 
-def _staged(function: Callable[P, R]) -> Callable[Concatenate[Communicator, P], R]:
-    """Make a method of a module function that knows the ranks by its tensors alone."""
+def _bound_with_peer_access(function: Callable[P, R]) -> Callable[Concatenate[Communicator, P], R]:
+    """Return a method for a module function without an argument per rank or `devices`."""
 
     @functools.wraps(function)
     def method(self: Communicator, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return function(*args, **self._routed(kwargs))
+        return function(*args, **self._with_peer_access(kwargs))
 
     return eager(method)
 
 
 class Communicator:
-    """All collectives over a fixed list of devices, one per rank.
+    """Run collectives on a fixed list of devices, one per rank.
 
-    ``devices`` is what ``pycollect.devices`` takes. GPUs that reach each other's memory, which is
-    tried once for every pair, read and write it; others, and all with ``peer_access=False``, go
-    through pinned host memory. ``peer_access=True`` insists: ValueError names the first pair that
-    does not reach each other. Ranks on the CPU share one memory and have no use for it. Methods
-    take what the module functions take, but for the devices.
+    ``devices`` takes the same values as in ``pycollect.devices``. GPUs with working peer access,
+    which is tested once for every pair, read and write each other's memory; data between other
+    GPUs, or between all GPUs with ``peer_access=False``, goes through pinned host memory. With
+    ``peer_access=True``, ValueError names the first pair without peer access. CPU ranks share their
+    memory, so ``peer_access`` does not affect them. Methods take the arguments of the module
+    functions, without ``devices``.
 
     >>> two = Communicator("cpu*2")
     >>> two.all_gather([torch.ones(1), torch.zeros(1)])[0]
@@ -86,7 +87,7 @@ class Communicator:
         self.peer_access = peer_access
         self.tuning: Tuning | None = None
         if peer_access:
-            _insist(self.devices)
+            _require_peer_access(self.devices)
 
     @property
     def world(self) -> int:
@@ -103,12 +104,12 @@ class Communicator:
     all_to_all = _bound(exchange.all_to_all)
     gather = _bound(exchange.gather)
 
-    scatter = _placed(exchange.scatter)
-    replicate = _placed(collectives.replicate)
-    copy_ = _staged(collectives.copy_)
+    scatter = _bound_with_devices(exchange.scatter)
+    replicate = _bound_with_devices(collectives.replicate)
+    copy_ = _bound_with_peer_access(collectives.copy_)
 
     def barrier(self) -> None:
-        """As ``pycollect.barrier``, over this communicator's devices."""
+        """Wait as ``pycollect.barrier`` does, on this communicator's devices."""
         collectives.barrier(self.devices)
 
     def tune(
@@ -118,21 +119,21 @@ class Communicator:
         sizes: Sequence[int] | None = None,
         seconds: float = 0.1,
     ) -> Tuning:
-        """Measure the algorithms on these devices, and take the fastest from now on.
+        """Time the algorithms on these devices, and use the fastest in later calls.
 
-        For each of ``collectives`` (default: all with a choice: all_reduce, reduce, broadcast,
-        all_gather) and each of ``sizes`` in bytes of a rank (default: 4 KiB to 16 MiB), all
-        algorithms take turns for about ``seconds``. Methods of this communicator that are not told
-        an ``algorithm`` then take the fastest of those that keep the numerical contract for their
-        dtype, so the bits do not change. What was measured is returned and kept in ``tuning``,
-        which may be given to another communicator, or set to None. Not during a capture of a CUDA
-        graph. Raises ValueError for a collective without a choice.
+        For each of ``collectives`` (default: all_reduce, reduce, broadcast and all_gather, which
+        have several algorithms) and each of ``sizes`` in bytes per rank (default: 4 KiB to 16 MiB),
+        all algorithms take turns for about ``seconds``. Calls without an ``algorithm`` then use the
+        fastest one that keeps the numerical contract for their dtype, so the bits do not change.
+        The result is returned and kept in ``tuning``, which may be assigned to another communicator
+        or set to None. Must not be called during the capture of a CUDA graph. Raises ValueError for
+        a collective with one algorithm only, and for sizes or seconds out of range.
 
         >>> two = Communicator("cpu*2")
         >>> list(two.tune(["broadcast"], sizes=[4096], seconds=0.01).spans)
         ['broadcast']
         """
-        from . import tuning  # which loads the benchmark
+        from . import tuning
 
         found = tuning.measure(
             self.devices, collectives, sizes, seconds, peer_access=self.peer_access is not False
@@ -144,33 +145,34 @@ class Communicator:
         names = ", ".join(map(str, self.devices))
         return f"Communicator([{names}], peer_access={self.peer_access})"
 
-    def _routed(self, kwargs: Any) -> Any:
-        """Return a call's keywords with the communicator's ``peer_access``, if it has none."""
+    def _with_peer_access(self, kwargs: Any) -> Any:
+        """Return a call's keywords, with the communicator's ``peer_access`` as the default."""
         return {"peer_access": self.peer_access is not False, **kwargs}
 
     def _check(self, ranks: Any, call: str) -> None:
-        """Refuse a list that does not fit; what is no list at all is refused further down."""
+        """Raise ValueError if a list does not fit the devices; the call rejects other types."""
         if not isinstance(ranks, (list, tuple)):
             return
         if len(ranks) != self.world:
-            raise ValueError(f"{call}: {len(ranks)} tensors for the {self.world} ranks of {self!r}")
+            raise ValueError(f"{call}: {len(ranks)} items for the {self.world} ranks of {self!r}")
         for rank, (item, device) in enumerate(zip(ranks, self.devices, strict=True)):
             for t in item if isinstance(item, (list, tuple)) else (item,):
                 if isinstance(t, torch.Tensor) and t.device != device:
                     raise ValueError(
-                        f"{call}: rank {rank} is {device} and its tensor on {t.device}"
+                        f"{call}: rank {rank} is on {device}, but its tensor is on {t.device}; "
+                        f"move it with .to({str(device)!r})"
                     )
 
 
-def _insist(devices: list[torch.device]) -> None:
-    """Refuse GPUs of which one does not reach another's memory."""
+def _require_peer_access(devices: list[torch.device]) -> None:
+    """Raise ValueError for the first pair of GPUs without working peer access."""
     gpus = sorted({d.index for d in devices if d.type == "cuda"})
     for one, other in permutations(gpus, 2):
-        asked, defect, _ = _C.peer_access(one, other)
-        if not asked:
+        reported, defect, _ = _C.peer_access(one, other)
+        if not reported:
             defect = "the driver reports no peer access"
         if defect:
             raise ValueError(
                 f"Communicator: peer_access=True, but cuda:{one} does not reach the memory of "
-                f"cuda:{other}: {defect}; leave peer_access out to go through the host there"
+                f"cuda:{other}: {defect}; omit peer_access to copy through the host there"
             )

@@ -1,4 +1,4 @@
-"""Which devices take part: strings, lists and patterns, in the forms that people use."""
+"""Device specifications: strings, patterns, indices and lists that name one device per rank."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from . import _C
 
 DeviceSpec: TypeAlias = "str | torch.device | int | Iterable[str | torch.device | int] | None"
 
-_MOST_RANKS = 65536  # a slip of the keyboard is refused; nobody needs as many in one process
+_MOST_RANKS = 65536  # of one process; a larger number is taken for a typing error
 _TIMES = re.compile(r"(?P<device>.*\S)\s*\*\s*(?P<times>\d+)")
 _EXACT = re.compile(r"(?P<kind>cpu|cuda|gpu)(?::(?P<index>\d+|\*))?", re.IGNORECASE)
-_MOST_LETTERS = 256  # of a string; Python itself refuses to read numbers of some thousand digits
+_MOST_CHARACTERS = 256  # of a string; int() refuses numbers of more than 4300 digits
 _FORMS = '"cpu", "cpu*4", "cuda:0", "cuda:0*4", "cuda:*", "GPU:1", "GPU:*", or a regular expression'
 
 
 def devices(spec: DeviceSpec = None) -> list[torch.device]:
     """Return one device per rank.
 
-    ``spec`` is None (every CUDA device, or two ranks on the CPU where there is none), a string such
-    as ``"cpu*4"``, ``"cuda:0"``, ``"cuda:0*4"`` (four ranks on one GPU), ``"cuda:*"``, ``"GPU:*"``,
-    ``"GPU:1"``, a regular expression over the names of the devices that there are, such as
-    ``"cuda:[0-3]"``, a torch.device, an index of a GPU, or a list of any of these. Raises
-    ValueError for a device that is not there and a pattern that fits none, TypeError for the rest.
+    ``spec`` is None (all CUDA devices, or two ranks on the CPU if there are none), a string such as
+    ``"cpu*4"``, ``"cuda:0"``, ``"cuda:0*4"`` (four ranks on one GPU), ``"cuda:*"``, ``"GPU:*"`` or
+    ``"GPU:1"``, a regular expression that is matched against the names of all visible devices, such
+    as ``"cuda:[0-3]"``, a torch.device, an index of a GPU, or a list of any of these. Raises
+    ValueError for a device that does not exist, a pattern that matches none, an empty list and more
+    than 65536 ranks; TypeError for other types.
 
     >>> devices("cpu*2")
     [device(type='cpu'), device(type='cpu')]
@@ -53,19 +54,20 @@ def devices(spec: DeviceSpec = None) -> list[torch.device]:
     for item in spec:
         if not (isinstance(item, (str, torch.device)) or _is_index(item)):
             kind = type(item).__name__
-            raise TypeError(f"devices: a list holds a {kind}; it may hold devices and strings")
+            raise TypeError(f"devices: the list contains a {kind}; pass devices or strings")
         found += devices(item)
         if len(found) > _MOST_RANKS:
-            raise ValueError(f"devices: a list asks for more than {_MOST_RANKS} ranks")
+            raise ValueError(f"devices: the list names more than the allowed {_MOST_RANKS} ranks")
     if not found:
         raise ValueError("devices: the list is empty; name one device per rank")
     return found
 
 
 def _parse(spec: str) -> list[torch.device]:
-    if len(spec) > _MOST_LETTERS:
+    if len(spec) > _MOST_CHARACTERS:
         raise ValueError(
-            f"devices: {spec[:32]!r}... has {len(spec)} letters; {_MOST_LETTERS} are allowed"
+            f"devices: {spec[:32]!r}... has {len(spec)} characters; at most {_MOST_CHARACTERS} are "
+            "allowed"
         )
     times = _TIMES.fullmatch(spec)
     if times and _EXACT.fullmatch(times["device"]) and not spec.endswith(":*"):
@@ -86,7 +88,7 @@ def _parse(spec: str) -> list[torch.device]:
     if index == "*":
         gpus = _gpus()
         if not gpus:
-            raise ValueError(f"devices: {spec!r} fits nothing: no CUDA device is visible")
+            raise ValueError(f"devices: {spec!r} matches nothing: no CUDA device is visible")
         return gpus
     return [
         _gpu(torch.cuda.current_device() if index is None and _gpus() else int(index or 0), spec)
@@ -98,17 +100,20 @@ def _match(pattern: str) -> list[torch.device]:
     try:
         expression = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
-        raise ValueError(f"devices: {pattern!r} is neither {_FORMS}: {error}") from error
+        raise ValueError(
+            f"devices: {pattern!r} is not a valid regular expression ({error}); allowed are "
+            f"{_FORMS}"
+        ) from error
     names = {d: {str(d), str(d).replace("cuda", "gpu")} for d in known}
     found = [d for d in known if any(expression.fullmatch(name) for name in names[d])]
     if not found:
         visible = ", ".join(map(str, known))
-        raise ValueError(f"devices: {pattern!r} fits none of {visible}; allowed are {_FORMS}")
+        raise ValueError(f"devices: {pattern!r} matches none of {visible}; allowed are {_FORMS}")
     return found
 
 
 def _is_index(spec: object) -> TypeGuard[int]:
-    """Tell whether it is an int, NumPy's included; a tensor or an array would be a list."""
+    """Return whether `spec` is an integer, of Python or NumPy, but not a bool or an array."""
     return isinstance(spec, Integral) and not isinstance(spec, bool)
 
 
@@ -116,11 +121,11 @@ def _gpus() -> list[torch.device]:
     return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
 
 
-def _gpu(index: int, asked: object) -> torch.device:
+def _gpu(index: int, spec: object) -> torch.device:
     count = len(_gpus())
     if not 0 <= index < count:
-        visible = f"there are {count}, from 0" if count else "no CUDA device is visible"
-        raise ValueError(f"devices: {asked!r} does not exist; {visible}")
+        visible = f"allowed are 0 to {count - 1}" if count else "no CUDA device is visible"
+        raise ValueError(f"devices: {spec!r} does not exist; {visible}")
     return torch.device("cuda", index)
 
 
@@ -129,5 +134,5 @@ def _checked(device: torch.device) -> torch.device:
         index = torch.cuda.current_device() if device.index is None and _gpus() else device.index
         return _gpu(index or 0, str(device))
     if device.type != "cpu":
-        raise ValueError(f"devices: {str(device)!r} is not served; allowed are cpu and cuda")
+        raise ValueError(f"devices: {str(device)!r} is not supported; allowed are cpu and cuda")
     return torch.device("cpu")

@@ -1,7 +1,7 @@
 """One process per rank: the torch.distributed backend "pycollect".
 
-`import pycollect` registers it. Ranks are processes of one host, on one GPU or several or none:
-tensors are on the CPU or, in a build with CUDA, on GPUs. Those can be left to another backend, too:
+`import pycollect` registers it. All ranks are processes of one host. Tensors are on the CPU or, in
+a build with CUDA, on one or several GPUs. Another backend can be chosen for CUDA tensors:
 `init_process_group("cpu:pycollect,cuda:nccl")`.
 """
 
@@ -16,19 +16,19 @@ import time
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend as _Base  # `dist.Backend` is a name of one
+from torch._C._distributed_c10d import Backend as _Base  # `dist.Backend` is a str
 
 from . import _C, _coalescing
 from .plans import algorithms
 
 NAME = "pycollect"
-_WAKING = 1.0  # seconds: much more than it takes a thread to raise an error and end
+_JOIN_SECONDS = 1.0  # far more than a woken thread needs to raise its error and end
 
-# Environment variables that decide where the options of a group leave it to "auto".
+# Environment variables that replace the value "auto" of an option, and their allowed values.
 _SETTINGS = {
     "cuda_transport": ("PYCOLLECT_CUDA_TRANSPORT", tuple(_C.cuda_transports()[1:])),
 }
-_MOST_BYTES = 2**46  # more than any address space has
+_MOST_BYTES = 2**46  # half of the address space of an x86-64 process
 
 
 def options(
@@ -39,29 +39,30 @@ def options(
     cuda_buffer_bytes: int | None = None,
     cuda_transport: str = "auto",
 ) -> Any:
-    """Return options of a group, for `pg_options=` of torch's functions that make one.
+    """Return the options of a group, for `pg_options=` of `init_process_group` and `new_group`.
 
-    `algorithm` is run by every collective that has one of this name, instead of the one that would
-    be chosen (see `pycollect.algorithms`). Each rank has two staging buffers of `buffer_bytes`
-    bytes in shared memory, through which its data goes piece by piece, and a symmetric heap of
-    `symmetric_heap_bytes` bytes of address space for tensors that live in shared memory. The shared
-    memory is passed on a Unix socket, so ranks in containers need one network namespace.
+    `algorithm` replaces the selected algorithm in all collectives that have one of this name (see
+    `pycollect.algorithms`). Each rank has two staging buffers of `buffer_bytes` bytes (at least
+    4096) in shared memory, through which its data moves piece by piece, and a symmetric heap of
+    `symmetric_heap_bytes` bytes of address space for tensors in shared memory. File descriptors of
+    the shared memory are sent through a Unix socket, so containers must share a network namespace.
 
-    `cuda_transport` is how CUDA tensors reach other processes. "cuda_ipc": through a staging buffer
-    of `cuda_buffer_bytes` bytes of GPU memory for each rank, which all processes map and where
-    streams wait for each other. "host_staging": through pinned host memory. "auto" tests at the
-    group's first such call whether the former works on all ranks, and falls back to the latter;
-    PYCOLLECT_CUDA_TRANSPORT may name one, too. One that is named and does not work is an error. A
-    group that is made with a `device_id` tests at once, and the first calls of several groups may
-    then come in any order.
+    `cuda_transport` selects how CUDA tensors reach other processes. "cuda_ipc" uses a staging
+    buffer of `cuda_buffer_bytes` bytes of GPU memory per rank (at least 16384), which all processes
+    map, and streams that wait for each other. "host_staging" uses pinned host memory. "auto" tests
+    in the group's first collective on CUDA tensors whether "cuda_ipc" works on all ranks, and
+    otherwise uses "host_staging"; the environment variable PYCOLLECT_CUDA_TRANSPORT replaces
+    "auto". If a named transport does not work, the call fails. A group with a `device_id` runs the
+    test when it is created, so that the first calls of several groups may come in any order.
 
-    Messages between two ranks go through pinned memory, in fragments where they are larger than
-    1 MiB. Their `wait()` blocks the host until they have left it, or arrived.
+    Messages of CUDA tensors between two ranks go through pinned memory, in fragments if larger than
+    1 MiB. Their `wait()` blocks the host until the data has been sent or received.
 
-    If all CUDA tensors of a collective lie in symmetric memory (`pycollect.empty(...,
+    If all CUDA tensors of a collective are in symmetric memory (`pycollect.empty(...,
     device="cuda")`), peers read and write them in place, without staging.
 
-    All options must be the same on all ranks.
+    All options must be the same on all ranks. Raises ValueError for an unknown algorithm or
+    transport and for a size out of range, and TypeError for a size that is not an int.
 
     >>> options(algorithm="fused").algorithm
     'fused'
@@ -106,7 +107,7 @@ def _read_environment(made: Any) -> None:
 
 
 def _own(given: Any) -> Any:
-    """Return options that nobody else changes; those of another backend are not meant for us."""
+    """Return a copy of pycollect's options, or default options in place of another backend's."""
     if isinstance(given, _C.Options):
         return copy.copy(given)
     if given is None or isinstance(given, _Base.Options):
@@ -116,33 +117,33 @@ def _own(given: Any) -> Any:
     )
 
 
-def _create(asked: Any, given: Any) -> Any:
-    """Make one group's backend, as torch.distributed asks plugins to."""
-    if asked.timeout < datetime.timedelta(0):
+def _create(request: Any, given: Any) -> Any:
+    """Create the backend of a group; torch.distributed calls it (`extended_api`)."""
+    if request.timeout < datetime.timedelta(0):
         raise ValueError(
-            f"the timeout is {asked.timeout}; it must not be negative, which is what torch makes of"
-            " one of more than 292,000 years"
+            f"the timeout is {request.timeout}; it must not be negative (torch makes a timeout of "
+            "more than 292,000 years negative)"
         )
     made = _own(given)
     _read_environment(made)
-    made._timeout = asked.timeout
-    made.group_name = asked.group_id
-    made.global_ranks_in_group = asked.global_ranks_in_group
-    return _C.make_backend(asked.store, asked.group_rank, asked.group_size, made)
+    made._timeout = request.timeout
+    made.group_name = request.group_id
+    made.global_ranks_in_group = request.global_ranks_in_group
+    return _C.make_backend(request.store, request.group_rank, request.group_size, made)
 
 
 def _end_groups() -> None:
-    """Let no thread of a group outlive the interpreter, and those that wait in one raise."""
+    """Close all groups at exit: waiting threads raise, and no thread outlives the interpreter."""
     if not _C.close_groups():
         return
-    until = time.monotonic() + _WAKING
-    for thread in threading.enumerate():  # those that are left are daemons
+    until = time.monotonic() + _JOIN_SECONDS
+    for thread in threading.enumerate():  # only daemon threads are left
         if thread is not threading.current_thread():
             thread.join(max(0.0, until - time.monotonic()))
 
 
 def register() -> None:
-    """Make the backend known to torch.distributed, for CPU tensors and those on GPUs."""
+    """Register the backend with torch.distributed, for CPU and CUDA tensors."""
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     _coalescing.install()
     atexit.register(_end_groups)

@@ -1,16 +1,16 @@
-"""What happens while a collective runs, as opposed to what is wrong with its arguments.
+"""Exceptions of collectives that fail while they run.
 
-Bad arguments are TypeError or ValueError and are raised before anything moves.
+Invalid arguments raise TypeError or ValueError instead, before any data moves.
 """
 
 
 class CollectiveError(RuntimeError):
-    """A collective that was under way could not be completed, or its group is no more."""
+    """Raised when a running collective cannot complete, or its group has ended."""
 
 
 class PeerLost(CollectiveError):
-    """A rank died, left its group or aborted it while others depended on it."""
+    """Raised when a rank dies, leaves its group or aborts it while other ranks depend on it."""
 
 
 class Timeout(CollectiveError):
-    """A collective did not complete within the time that it was given."""
+    """Raised when a collective does not complete within its timeout."""

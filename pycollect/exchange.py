@@ -1,8 +1,9 @@
-"""The list collectives that cut and join along a dimension; see collectives.py for what all share.
+"""The list collectives along a dimension; collectives.py documents the arguments that all share.
 
-Results are new tensors, or the caller's own in ``out``: of the right shape, contiguous or dense in
-the same order of dimensions as the inputs (channels_last stays channels_last). Inputs that are not
-dense, or not alike, are laid anew first, which costs a copy of them.
+Results are new tensors with the inputs' order of dimensions in memory (channels_last stays
+channels_last), or the tensors in ``out``, which have the results' shapes and are contiguous or all
+dense in the same order of dimensions. Inputs that are not dense, or not all in one order, are first
+copied.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def all_gather(
 ) -> list[torch.Tensor] | Work:
     """Return, for every rank, the concatenation of all tensors along ``dim``.
 
-    Lengths may differ along ``dim``; all other sizes and the dtype are the same on every rank.
+    Lengths along ``dim`` may differ; all other sizes and the dtype are the same on every rank.
 
     >>> all_gather([torch.tensor([1]), torch.tensor([2, 3])])
     [tensor([1, 2, 3]), tensor([1, 2, 3])]
@@ -84,9 +85,10 @@ def reduce_scatter(
     streams: Streams = None,
     peer_access: bool = True,
 ) -> list[torch.Tensor] | Work:
-    """Reduce over all ranks and return chunk r along ``dim`` for rank r, cut as torch.tensor_split.
+    """Reduce over all ranks, and return chunk r of the result along ``dim`` for rank r.
 
-    All tensors have one shape; a length that W does not divide gives the first ranks one more.
+    All tensors have the same shape. Chunks are cut as by torch.tensor_split: if W does not divide
+    the length, the first chunks are longer by one.
 
     >>> reduce_scatter([torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])])
     [tensor([5, 7]), tensor([9])]
@@ -117,10 +119,10 @@ def all_to_all(
     streams: Streams = None,
     peer_access: bool = True,
 ) -> list[torch.Tensor] | Work:
-    """Send chunk j of every tensor to rank j; return for each rank what arrived, in rank order.
+    """Send chunk j of every tensor to rank j; return each rank's chunks, joined in rank order.
 
-    ``split_sizes`` are the lengths along ``dim`` of the W chunks, one list for all ranks or one for
-    each; by default each tensor is cut as torch.tensor_split.
+    ``split_sizes`` are the lengths along ``dim`` of the W chunks: one list for all ranks, or one
+    list per rank. By default each tensor is cut as by torch.tensor_split.
 
     >>> all_to_all([torch.tensor([1, 2]), torch.tensor([3, 4])])
     [tensor([1, 3]), tensor([2, 4])]
@@ -156,9 +158,10 @@ def scatter(
     streams: Streams = None,
     peer_access: bool = True,
 ) -> list[torch.Tensor] | Work:
-    """Cut one tensor along ``dim`` and return a chunk for each device, always in new memory.
+    """Cut one tensor along ``dim`` and return a copy of a chunk for each device.
 
-    ``chunk_sizes`` are the lengths along ``dim``, one per device; by default as torch.tensor_split.
+    ``chunk_sizes`` are the lengths along ``dim``, one per device; by default the tensor is cut as
+    by torch.tensor_split.
 
     >>> scatter(torch.arange(3), "cpu*2")
     [tensor([0, 1]), tensor([2])]
@@ -177,12 +180,12 @@ def gather(
     streams: Streams = None,
     peer_access: bool = True,
 ) -> torch.Tensor:
-    """Return the concatenation along ``dim``, on ``device`` (default: that of the first tensor).
+    """Return the concatenation along ``dim`` on ``device`` (default: the first tensor's device).
 
     >>> gather([torch.tensor([1]), torch.tensor([2, 3])])
     tensor([1, 2, 3])
     """
     target = [] if device is None else ranks_of(device, "gather")
     if len(target) > 1:
-        raise ValueError(f"gather: device {device!r} names {len(target)} devices; needed is one")
+        raise ValueError(f"gather: device {device!r} names {len(target)} devices; pass one")
     return _C.gather(tensors, target, dim, out, streams, peer_access)

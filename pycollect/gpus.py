@@ -1,6 +1,6 @@
-"""What is known of this machine's GPUs: devices, who reaches whom and over what, and how fast.
+"""Describes this machine's GPUs: devices, peer access, links and copy rates.
 
-Everything is plain, for `pycollect info --json`. Without a GPU one sentence says why there is none.
+All values are plain, for `pycollect info --json`. Without a usable GPU, one sentence says why.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 from . import _C, nvml
 from .collectives import copy_
 
-# Long enough that starting a copy is no part of its time, short enough for any GPU.
+# Large enough that the start of a copy hardly counts, small enough for any GPU.
 RATE_BYTES = 64 << 20
 _RATE_COPIES = 5
 _cuda: Any = torch.cuda
-# Of what `describe` returns.
+# The keys of `describe`'s result.
 KEYS = ("gpus", "no_gpu", "gpu_software", "gpu_links", "copy_rates")
 
 
 def absence() -> str | None:
-    """Say in one sentence why there is no GPU to use; None if there is one.
+    """Return in one sentence why no GPU can be used; None if one can.
 
     >>> isinstance(absence(), str) == (torch.cuda.device_count() == 0)
     True
@@ -38,7 +38,7 @@ def absence() -> str | None:
 
 
 def describe(rates: bool = False) -> dict[str, Any]:
-    """Return devices, software, links and, if asked for, copy rates; or why there is nothing.
+    """Return devices, software, links and, if `rates`, copy rates; or why no GPU can be used.
 
     >>> describe()["gpus"] == [] or "name" in describe()["gpus"][0]
     True
@@ -83,19 +83,19 @@ def _software(library: nvml.Nvml | None) -> dict[str, str | None]:
 
 
 def _links(library: nvml.Nvml | None) -> list[dict[str, Any]]:
-    """Every ordered pair: what the driver says, what came of trying, and the kind of link."""
+    """Return for each ordered pair the driver's answer, the self-test's and the kind of link."""
     count = torch.cuda.device_count()
     uuids = [str(_cuda.get_device_properties(i).uuid) for i in range(count)]
     links = []
     for one, other in permutations(range(count), 2):
-        asked, defect, rank = _C.peer_access(one, other)
+        reported, defect, rank = _C.peer_access(one, other)
         link = library.link(uuids[one], uuids[other]) if library else None
         links.append(
             {
                 "from": f"cuda:{one}",
                 "to": f"cuda:{other}",
-                "peer_access": asked,
-                "works": asked and not defect,
+                "peer_access": reported,
+                "works": reported and not defect,
                 "defect": defect or None,
                 "link": link,
                 "performance_rank": rank if rank >= 0 else None,
@@ -107,9 +107,10 @@ def _links(library: nvml.Nvml | None) -> list[dict[str, Any]]:
 def copy_rates(
     devices: Sequence[torch.device], nbytes: int = RATE_BYTES
 ) -> list[dict[str, str | float]]:
-    """Measure copies from and to host memory and between devices, in bytes a second.
+    """Measure copies from and to host memory, within devices and between them.
 
-    The median of a few after one that is not counted, so a second or so in all.
+    Each rate is in bytes per second, the median of five copies of `nbytes` bytes after a warm-up.
+    All of them take about a second.
 
     >>> [rate["what"] for rate in copy_rates([torch.device("cpu")], 4096)][:1]
     ['pageable to cpu']
@@ -158,25 +159,25 @@ def _seconds(run: Callable[[], object], synchronize: Callable[[], None]) -> floa
 
 
 def lines(found: dict[str, Any]) -> dict[str, list[str]]:
-    """Return what `describe` found as text, by headline.
+    """Format the result of `describe` as lines of text, by heading.
 
     >>> lines({"gpus": [], "no_gpu": "the installed torch has no CUDA part"})
     {'gpus': ['none: the installed torch has no CUDA part']}
     """
     if not found["gpus"]:
         return {"gpus": [f"none: {found['no_gpu']}"]}
-    said = {"gpus": [_device_line(d) for d in found["gpus"]]}
+    texts = {"gpus": [_device_line(d) for d in found["gpus"]]}
     if "no_gpu" in found:
-        said["gpus"].append(f"none is used: {found['no_gpu']}")
+        texts["gpus"].append(f"none is used: {found['no_gpu']}")
     software = found["gpu_software"]
-    said["gpu_software"] = [f"{k}: {v or 'unknown'}" for k, v in software.items()]
+    texts["gpu_software"] = [f"{k}: {v or 'unknown'}" for k, v in software.items()]
     if found["gpu_links"]:
-        said["gpu_links"] = [_link_line(link) for link in found["gpu_links"]]
+        texts["gpu_links"] = [_link_line(link) for link in found["gpu_links"]]
     if found.get("copy_rates"):
-        said["copy_rates"] = [
+        texts["copy_rates"] = [
             f"{r['what']}: {r['bytes_per_second'] / 1e9:.1f} GB/s" for r in found["copy_rates"]
         ]
-    return said
+    return texts
 
 
 def _device_line(device: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Everything about an installation that a report needs, and nothing that identifies its owner."""
+"""Describes an installation for bug reports, without anything that identifies its user."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .plans import algorithms
 
 
 def describe(rates: bool = False) -> dict[str, Any]:
-    """Return versions, how the extension was built, devices, links, settings and algorithms.
+    """Return versions, the record of the build, devices, links, settings and algorithms.
 
-    All values are plain, so that the whole can be written as JSON. `rates` measures how fast GPUs
-    copy, which takes a second or so.
+    All values are plain, so that the result can be written as JSON. `rates` also measures copies of
+    GPUs, which takes about a second.
 
     >>> describe()["torch"] == torch.__version__
     True
@@ -43,15 +43,15 @@ def _build() -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """Yield what `describe` found as text, the names in a column.
+    """Format the result of `describe` as lines of text, with the names in a column.
 
     >>> next(lines({"torch": "2.13.0", "gpus": [], "no_gpu": "hidden"}))
     'torch  2.13.0'
     """
     plain = {name: _lines_of(value) for name, value in found.items() if name not in gpus.KEYS}
-    said = plain | gpus.lines(found)
-    width = max(map(len, said))
-    for name, texts in said.items():
+    by_name = plain | gpus.lines(found)
+    width = max(map(len, by_name))
+    for name, texts in by_name.items():
         for text in texts:
             yield f"{name:<{width}}  {text}"
             name = ""

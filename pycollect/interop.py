@@ -1,8 +1,8 @@
-"""What is not a torch tensor and yet may stand where one does: anything that speaks DLPack.
+"""Converts arguments of other libraries: DLPack arrays to tensors, and torch's ReduceOp to names.
 
-The memory is shared, never copied, so that a collective in place changes the caller's own array.
-torch.from_dlpack writes into read-only arrays in silence and ends the process on negative strides,
-so the capsule is read here first.
+A tensor shares the array's memory, so that a collective in place changes the caller's array; only a
+read-only input is copied. torch.from_dlpack accepts read-only arrays silently and ends the process
+on negative strides, so the capsule is inspected here first.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class _Versioned(ctypes.Structure):
 def _capsule(array: Any) -> object:
     try:
         return array.__dlpack__(max_version=(1, 0))
-    except TypeError:  # an exporter from before versions and flags
+    except TypeError:  # an exporter older than DLPack 1.0, without versions and flags
         return array.__dlpack__()
 
 
-def _look(capsule: object) -> tuple[bool, list[int]]:
+def _inspect(capsule: object) -> tuple[bool, list[int]]:
     """Return whether the array is read-only, and its strides in elements ([] for C order)."""
     name = b"dltensor_versioned" if "dltensor_versioned" in repr(capsule) else b"dltensor"
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -66,11 +66,11 @@ def _look(capsule: object) -> tuple[bool, list[int]]:
 
 
 def as_tensor(array: Any, written: bool, where: str) -> torch.Tensor:
-    """Return a tensor over the array's own memory.
+    """Return a tensor that shares the array's memory, or a copy of a read-only input.
 
-    ``written`` says that the collective will write to it; ``where`` names it in messages. Raises
-    TypeError for what is neither a tensor nor speaks DLPack, ValueError for a read-only array that
-    would be written and for an array that cannot be shared.
+    ``written``: the collective writes to it. ``where``: its name in messages. Raises TypeError for
+    an object that is neither a tensor nor exports DLPack, and ValueError for a read-only array if
+    ``written`` and for an array that cannot be shared.
     """
     if isinstance(array, torch.Tensor):
         return array
@@ -79,13 +79,13 @@ def as_tensor(array: Any, written: bool, where: str) -> torch.Tensor:
         raise TypeError(
             f"{where} is a {kind}; pass a torch.Tensor or an array with __dlpack__ (NumPy, CuPy)"
         )
-    flags = getattr(array, "flags", None)  # NumPy's, which its capsules carry only since 2.1
+    flags = getattr(array, "flags", None)  # NumPy's; its capsules have the flag only since 2.1
     read_only = getattr(flags, "writeable", True) is False
     try:
         if read_only and not written:
-            array = array.copy()  # torch takes no read-only capsules; it is only read anyway
+            array = array.copy()  # torch rejects its capsule; an input may be a copy
         capsule = None if read_only and written else _capsule(array)
-        marked, strides = _look(capsule) if capsule is not None else (True, [])
+        marked, strides = _inspect(capsule) if capsule is not None else (True, [])
         if written and (read_only or marked):
             raise ValueError(f"{where} is a read-only array and would be written; pass .copy()")
         if any(stride < 0 for stride in strides):
@@ -96,7 +96,7 @@ def as_tensor(array: Any, written: bool, where: str) -> torch.Tensor:
 
 
 def op_name(op: object, call: str) -> str:
-    """Return pycollect's name of a torch.distributed.ReduceOp.
+    """Return pycollect's name of a torch.distributed.ReduceOp; raise TypeError for other types.
 
     >>> op_name(torch.distributed.ReduceOp.PRODUCT, "all_reduce")
     'prod'

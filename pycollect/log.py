@@ -1,7 +1,7 @@
-"""PYCOLLECT_LOG=info: one line whenever an algorithm is chosen for a new kind of call.
+"""PYCOLLECT_LOG=info logs a line whenever an algorithm is chosen for a new kind of call.
 
-The lines go to the logger "pycollect"; a handler that writes them to stderr is added only when the
-variable asks for it and the program has not configured logging itself.
+The lines go to the logger "pycollect". A handler for stderr is added only if the variable is set
+and the program has not configured logging itself.
 """
 
 import logging
@@ -19,12 +19,12 @@ def info(line: str) -> None:
 
 
 def warning(line: str) -> None:
-    """Log one line that is worth seeing unasked; called by the extension."""
+    """Log one line as a warning; called by the extension."""
     logger.warning(line)
 
 
 def configure() -> None:
-    """Read PYCOLLECT_LOG and start listening if it asks for anything."""
+    """Set the log level from PYCOLLECT_LOG; raise ValueError for an unknown one."""
     wanted = os.environ.get("PYCOLLECT_LOG", "").strip().lower()
     if not wanted:
         return

@@ -1,7 +1,7 @@
-"""Ordinary tensors that live in memory that the processes of a group share, on the CPU or a GPU.
+"""Symmetric memory: tensors in memory that all ranks of a group reach, on the CPU or on GPUs.
 
-A collective whose tensors all lie there copies nothing: ranks read and write each other's memory
-where it is.
+A collective whose tensors are all in symmetric memory is zero-copy: ranks read and write them in
+place, without staging.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ _NAMES = {"cpu": "CPU", "cuda": "CUDA"}
 
 
 class Usage(NamedTuple):
-    """Of one rank, in bytes."""
+    """Symmetric memory of one rank, in bytes."""
 
-    used: int  # in tensors that are alive; on a GPU, in the blocks that torch divides among them
-    cached: int  # free, with memory that will be used again
-    reserved: int  # of address space: what tensors may take at the most; on a GPU, used and cached
+    used: int  # of live tensors; on GPUs, of the blocks that torch's allocator divides among them
+    cached: int  # free, and kept for later tensors
+    reserved: int  # address space: the limit for all tensors; on GPUs, used and cached together
 
 
 class Allocator:
-    """Makes tensors in memory that a group's ranks share; the default group's unless one is given.
+    """Allocate tensors in the symmetric memory of a group (default: the default group).
 
-    Its tensors are ordinary ones, on the CPU unless `device` is a GPU; they may stay when the group
-    has gone. Memory of a GPU comes from torch's caching allocator, in a pool of its own.
+    Tensors are ordinary torch tensors, on the CPU unless `device` is a GPU, and may outlive the
+    group. GPU memory comes from torch's caching allocator, in a separate pool.
 
-    When a call has failed (`PeerLost`, `Timeout`) a slow rank may still be writing to its tensors:
-    their memory is not used again, and no more of the CPU's is given out by this group.
+    After a call has failed (`PeerLost`, `Timeout`), a slow rank may still write to the call's
+    tensors. Their memory is then not reused, and the group allocates no more CPU memory.
+
+    Raises ValueError without a process group, for a device that is neither the CPU nor a GPU, and
+    for a group whose backend for the device has no symmetric memory.
 
     >>> import pycollect as pc, torch.distributed as dist
     >>> store = dist.HashStore()
@@ -49,10 +52,10 @@ class Allocator:
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | int | None = None,
     ) -> None:
-        """Use the memory that `group` shares on `device`: "cpu", or a GPU such as "cuda:0"."""
+        """Use the symmetric memory of `group` on `device`: "cpu", or a GPU such as "cuda:0"."""
         if not dist.is_initialized():
             raise ValueError(
-                "there is no group whose memory a tensor could lie in; call "
+                "symmetric memory needs a process group; call "
                 "torch.distributed.init_process_group('pycollect') first"
             )
         if not (group is None or isinstance(group, dist.ProcessGroup)):
@@ -60,13 +63,13 @@ class Allocator:
         try:
             self._device = torch.device("cpu" if device is None else device)
         except RuntimeError as error:
-            raise ValueError(f"device is {device!r}, which torch does not know: {error}") from None
+            raise ValueError(f"device is {device!r}; torch has no such device: {error}") from None
         if self._device.type not in _NAMES:
             raise ValueError(f"device is '{self._device}'; allowed are 'cpu' and GPUs ('cuda:0')")
         self._backend = _backend_of(dist.group.WORLD if group is None else group, self._device)
 
     def empty(self, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return an uninitialized tensor of this shape; `size` is as torch.empty has it."""
+        """Return an uninitialized tensor of shape `size`, as torch.empty does."""
         given = size[0] if len(size) == 1 and isinstance(size[0], Iterable) else size
         shape = torch.Size(_C.int_from(n, "empty", "size") for n in given)
         if any(n < 0 for n in shape):
@@ -75,26 +78,29 @@ class Allocator:
         if not isinstance(chosen, torch.dtype):
             raise TypeError(f"dtype is a {type(dtype).__name__}; pass a torch.dtype, or None")
         if math.prod(shape) * chosen.itemsize >= 1 << 63:
-            raise ValueError(f"size is {tuple(shape)}, which is more bytes than 64 bits count")
+            raise ValueError(f"size is {tuple(shape)}; a tensor has at most 2**63 - 1 bytes")
         made: torch.Tensor = self._backend.allocate_tensor(
             math.prod(shape), dtype=chosen, device=self._device
         )
         return made.view(shape)
 
     def usage(self) -> Usage:
-        """Return how much of this rank's part of that memory is in use: the CPU's, or all GPUs'."""
+        """Return this rank's usage in bytes: of the CPU's symmetric memory, or of all GPUs'."""
         if self._device.type == "cuda":
             on_gpus = _C.symmetric_memory_usage(self._backend)
             found = None if on_gpus is None else (*on_gpus, sum(on_gpus))
         else:
             found = _C.symmetric_heap_usage(self._backend)
         if found is None:
-            raise ValueError("the group's backend is wrapped (TORCH_DISTRIBUTED_DEBUG=DETAIL)")
+            raise ValueError(
+                "the group's backend is wrapped, which hides its usage; unset "
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL"
+            )
         return Usage(*found)
 
 
 def _backend_of(group: Any, device: torch.device) -> Any:
-    """Return what serves tensors on the device, if it is ours."""
+    """Return the group's backend for the device; raise ValueError without symmetric memory."""
     try:
         backend: Any = group._get_backend(device)
     except RuntimeError as error:
@@ -120,9 +126,10 @@ def empty(
     device: torch.device | str | int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Return an uninitialized tensor in memory that a group's ranks share; see `Allocator`.
+    """Return an uninitialized tensor in the symmetric memory of a group.
 
-    It is on the CPU unless `device` is a GPU.
+    `size` and `dtype` are those of torch.empty. The tensor is on the CPU unless `device` is a GPU.
+    `Allocator` has the details and errors.
 
     >>> import pycollect as pc, torch.distributed as dist
     >>> store = dist.HashStore()

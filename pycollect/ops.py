@@ -1,6 +1,6 @@
-"""What torch.ops.pycollect.* does to shapes, for whoever traces with fakes (torch.compile, export).
+"""Fake kernels of torch.ops.pycollect.*: result shapes for torch.compile and torch.export.
 
-The operators themselves are in csrc/torch/ops.cpp; the eager functions do not go through them.
+The operators are defined in csrc/torch/ops.cpp; the eager functions do not use them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 def _fake(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """torch.library.register_fake, which has no types of its own."""
+    """Return torch.library.register_fake(name), with the type that it lacks."""
     register: Callable[[Callable[P, R]], Callable[P, R]] = torch.library.register_fake(name)
     return register
 

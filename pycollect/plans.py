@@ -1,6 +1,6 @@
-"""Plans: what an algorithm moves where, to read, to prove and to time before anything runs.
+"""Plans: the steps of an algorithm, to print, verify, predict and draw without running them.
 
-A plan is data, so all of this works for any world on any machine: no tensor is touched here.
+A plan is data, so this works for any world on any machine and uses no tensors.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from pycollect import _C
 from pycollect._plan_picture import draw
 from pycollect._plan_text import describe
 
-# A plan is written out rank by rank and piece by piece; beyond these the larger ones no longer fit
-# in memory: 2 W P steps of a ring are half a million then.
+# Limits that keep the largest plans in memory. A plan has its steps for every rank and piece: a
+# chain of W ranks and P pieces has 2 W P steps, half a million at most.
 _MOST_RANKS = 1024
 _MOST_PIECES = 1 << 18  # of all ranks together
 
 
 @dataclass(frozen=True)
 class Model:
-    """Say how fast a machine is, for ``Plan.predict``: one device a rank.
+    """Describe the speed of a machine with one device per rank, for ``Plan.predict``.
 
-    alpha: seconds until a rank sees that another is done. port: bytes per second into a device,
+    alpha: seconds until a rank sees another rank's signal. port: bytes per second into a device,
     and as many out of it. memory: bytes per second of a device's memory, reads and writes
-    together. bridge: bytes per second between the two halves of the world, 0 where there is none.
-    Raises ValueError for a figure that is negative, zero (but alpha and bridge) or not finite.
+    together. bridge: bytes per second between the two halves of the world, 0 for no bridge.
+    Raises TypeError for a value that is not a number, and ValueError for one that is not finite,
+    negative, or zero (allowed for alpha and bridge).
 
     >>> import pycollect as pc
     >>> model = pc.Model(alpha=5e-6, port=12e9, memory=40e9)
@@ -47,18 +48,16 @@ class Model:
             value = getattr(self, item.name)
             is_number = isinstance(value, Real) and not isinstance(value, bool)
             if not is_number:
-                raise TypeError(f"Model: {item.name} is a number, not {value!r}")
+                raise TypeError(f"Model: {item.name} is {value!r}; pass a number")
             least = "not negative" if item.name in ("alpha", "bridge") else "above zero"
             in_range = value >= 0 if least == "not negative" else value > 0
             if not (in_range and value <= sys.float_info.max):
                 unit = "seconds" if item.name == "alpha" else "bytes per second"
-                raise ValueError(
-                    f"Model: {item.name} is in {unit}, finite and {least}, not {value}"
-                )
+                raise ValueError(f"Model: {item.name} is {value}; pass {unit}, finite and {least}")
 
 
 class TaskSpan(NamedTuple):
-    """One step of a plan in predicted time, in seconds from the call."""
+    """The predicted start and end of one step, in seconds since the call."""
 
     rank: int
     step: int
@@ -70,9 +69,9 @@ class TaskSpan(NamedTuple):
 class Plan:
     """Hold an algorithm's steps for one world; made by ``pycollect.plan``.
 
-    ``str`` shows the steps by level, those of a level at the same time. ``order`` is how sums keep
-    the numerical contract: "exact" (the left fold in rank order, rounded once), "native" (the same,
-    but rounded at every hop) or "other"; ``cost`` is the algorithm's rounds and bytes in words.
+    ``str`` lists the steps by level; steps of one level may run at the same time. ``order`` is the
+    order of additions: "exact" (the left fold in rank order, rounded once), "native" (the same, but
+    rounded at every hop) or "other". ``cost`` describes the algorithm's rounds and bytes.
 
     >>> import pycollect as pc
     >>> pc.plan("reduce", 8, algorithm="chain").order
@@ -96,15 +95,15 @@ class Plan:
 
     @property
     def chunks(self) -> int:
-        """Into how many chunks a buffer is cut."""
+        """The number of chunks of a buffer."""
         return self._plan.chunks
 
     @cached_property
     def steps(self) -> tuple[_C.StepTuple, ...]:
-        """The steps as written: (destinations, sources, rank that executes it).
+        """The steps in their order: (destinations, sources, executing rank).
 
-        A slice is (rank, "in" | "out" | "tmp" | "host", first chunk, chunks); the executing rank is
-        -1 for that of the first destination.
+        A slice is (rank, "in" | "out" | "tmp" | "host", first chunk, chunks). The executing rank is
+        -1 if it is the rank of the first destination.
 
         >>> import pycollect as pc
         >>> pc.plan("broadcast", 2).steps
@@ -121,16 +120,16 @@ class Plan:
         ((0, 1, 2), (3, 4, 5))
         """
         tasks = self._program.tasks
-        # The first level is "all are ready" and the last "all may go".
+        # Without the first and the last level, whose tasks take and return the ranks' buffers.
         inner = self._program.levels[1:-1]
         return tuple(tuple(tasks[rank][index][0] for rank, index in level) for level in inner)
 
     def verify(self) -> str | None:
-        """Return None when the plan is right, or its first defect in words.
+        """Return None if the plan is correct, or else a description of its first defect.
 
-        Runs it on symbols: every chunk must end up as the collective promises, added in the order
-        that the algorithm promises, and inputs must survive where outputs have their own memory.
-        Then replays it rank by rank: no two accesses may race, and nobody may wait for ever.
+        Executes the plan on symbols: every chunk must get the value that the collective defines,
+        added in the algorithm's ``order``, and out of place the inputs must keep their values.
+        Then replays the ranks' tasks: no two accesses may race, and no rank may wait forever.
 
         >>> import pycollect as pc
         >>> print(pc.plan("reduce_scatter", 5).verify())
@@ -145,12 +144,14 @@ class Plan:
         replay = _C.replay(self._program)
         if replay.defect is not None:
             return replay.defect
-        if self.collective == "barrier" and not replay.meets:
+        if self.collective == "barrier" and not replay.is_barrier:
             return "a rank leaves the barrier before all have entered"
         return None
 
     def timeline(self, model: str | Model = "nvlink") -> list[TaskSpan]:
-        """Return when each step would run, in the order of the steps.
+        """Return the predicted times of the steps, in the order of the steps.
+
+        Takes the models of ``predict``, and raises the same errors.
 
         >>> import pycollect as pc
         >>> [span.rank for span in pc.plan("gather", 3).timeline()]
@@ -160,11 +161,11 @@ class Plan:
         return [TaskSpan(*span) for span in spans if span[1] >= 0]
 
     def predict(self, model: str | Model = "nvlink") -> float:
-        """Return the predicted seconds, from the call until the last rank has left.
+        """Return the predicted seconds from the call until the last rank returns.
 
-        model: "nvlink", "pcie" or a ``Model``. One process and one device a rank; what arithmetic
-        costs is left out. Good for which algorithm at which size, not for the last 20 %.
-        Raises ValueError for a model that is not known.
+        model: "nvlink", "pcie" or a ``Model``. The prediction is for one process with one device
+        per rank and ignores the cost of arithmetic; it serves to compare algorithms and sizes, and
+        may be wrong by 20 %. Raises ValueError for an unknown name, TypeError for another type.
 
         >>> import pycollect as pc
         >>> small, large = (pc.plan("all_reduce", 8, nbytes=n).predict() for n in (1024, 1 << 30))
@@ -176,9 +177,9 @@ class Plan:
     def plot(self, path: str | PathLike[str], model: str | Model = "nvlink") -> None:
         """Draw ranks against predicted time into a PNG or SVG file, by the suffix of path.
 
-        One lane a rank, one bar a step; needs matplotlib (ImportError says how to get it). Raises
-        ValueError for another suffix, more ranks than a picture can show, or a place where no file
-        can be.
+        The picture has one lane per rank and one bar per step. Raises ImportError without
+        matplotlib, and ValueError for another suffix, for more than 256 ranks, and for a path that
+        cannot be written.
 
         >>> import pycollect as pc, tempfile, pathlib
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "ring.svg"
@@ -193,7 +194,7 @@ class Plan:
 def algorithms(collective: str = "all_reduce") -> list[str]:
     """List the algorithms of a collective, those that keep the numerical contract first.
 
-    Raises ValueError for a collective that there is not.
+    Raises ValueError for an unknown collective.
 
     >>> import pycollect as pc
     >>> pc.algorithms("broadcast")
@@ -212,13 +213,14 @@ def plan(
     pieces: int = 4,
     in_place: bool | None = None,
 ) -> Plan:
-    """Write the plan of a collective for a world of ranks, without running it.
+    """Return the plan of a collective for a world of ranks, without running it.
 
-    algorithm: a name of ``algorithms(collective)``; None takes the one for ranks that share a
-    memory. nbytes: of a rank's largest buffer, for ``predict``; a barrier moves none. root: of
-    those collectives that have one. pieces: of a pipeline. in_place: whether a rank's output is
-    its input; None means where the algorithm can.
-    Raises ValueError for a name, rank or number that there is not.
+    algorithm: a name from ``algorithms(collective)``; None selects the one for ranks that share
+    memory. nbytes: bytes of a rank's largest buffer, for ``predict``; ignored for a barrier. root:
+    the root rank, for collectives that have one. pieces: the number of pieces of a pipeline.
+    in_place: whether a rank's output is its input; None means yes if the algorithm allows it.
+    Raises ValueError for an unknown name and a rank or number out of range, and TypeError for a
+    value of another type.
 
     >>> import pycollect as pc
     >>> print(pc.plan("all_reduce", 2, algorithm="fused"))
@@ -253,24 +255,24 @@ def _check_numbers(world: int, nbytes: int, root: int, pieces: int) -> None:
     if nbytes < 0:
         raise ValueError(f"plan: nbytes is {nbytes}; it cannot be negative")
     if world < 1:
-        raise ValueError(f"plan: a world has at least one rank, not {world}")
+        raise ValueError(f"plan: world is {world}; pass at least one rank")
     if world > _MOST_RANKS:
-        raise ValueError(f"plan: world is {world}; plans are written for at most {_MOST_RANKS}")
+        raise ValueError(f"plan: world is {world}; at most {_MOST_RANKS} ranks are allowed")
     if not 0 <= root < world:
         raise ValueError(f"plan: root {root} is not a rank of a world of {world}")
     if pieces < 1:
-        raise ValueError(f"plan: a pipeline has at least one piece, not {pieces}")
+        raise ValueError(f"plan: pieces is {pieces}; pass at least one piece")
     most = _MOST_PIECES // world
     if pieces > most:
         raise ValueError(f"plan: pieces is {pieces}; {world} ranks allow at most {most}")
 
 
-def _in_place(chosen: _C.Algorithm, asked: bool | None) -> bool:
-    asked = None if asked is None else _C.flag_from(asked, "plan", "in_place")
-    if asked and not chosen.in_place:
+def _in_place(chosen: _C.Algorithm, wanted: bool | None) -> bool:
+    wanted = None if wanted is None else _C.flag_from(wanted, "plan", "in_place")
+    if wanted and not chosen.in_place:
         what = f"{chosen.collective} by '{chosen.name}'"
-        raise ValueError(f"plan: {what} cannot run in place; say in_place=False")
-    return chosen.in_place if asked is None else asked
+        raise ValueError(f"plan: {what} cannot run in place; pass in_place=False")
+    return chosen.in_place if wanted is None else wanted
 
 
 def _figures(model: str | Model) -> tuple[float, float, float, float]:
@@ -278,10 +280,10 @@ def _figures(model: str | Model) -> tuple[float, float, float, float]:
         known = _C.models()
         if model not in known:
             names = ", ".join(f"'{name}'" for name in known)
-            raise ValueError(f"there is no model '{model}'; choose one of {names}, or a Model")
+            raise ValueError(f"there is no model '{model}'; pass one of {names}, or a Model")
         return known[model]
     if not isinstance(model, Model):
-        raise TypeError(f"a model is a name or a pycollect.Model, not {type(model).__name__}")
+        raise TypeError(f"model is a {type(model).__name__}; pass a name or a pycollect.Model")
     return (float(model.alpha), float(model.port), float(model.memory), float(model.bridge))
 
 

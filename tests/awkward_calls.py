@@ -53,7 +53,7 @@ NUMBERS: dict[str, Any] = {
 }
 AWKWARD: dict[str, Any] = NUMBERS | {
     **{repr(v): v for v in (None, "3", "", "nan", "1e9", "9" * 5000, b"3", [], {}, ...)},
-    "half a letter": "\ud800",
+    "lone surrogate": "\ud800",
     "object": object(),
     "type": int,
     "op": dist.ReduceOp.MAX,
@@ -63,7 +63,7 @@ LISTS = {"split_sizes", "chunk_sizes", "sizes", "size", "devices", "spec", "tens
 # Arguments that take an int: True, 1.0 and "3" are refused, NumPy integers are accepted.
 INTS = {"dst", "src", "dim", "world", "root", "pieces", "nbytes", "batch_size", *LISTS}
 INTS -= {"devices", "spec", "tensors", "streams"}
-NO_INTS = ("True", "1.0", "nan", "'3'", "None", "tensor(True)", "bool_(True)")
+NOT_INTS = ("True", "1.0", "nan", "'3'", "None", "tensor(True)", "bool_(True)")
 Case = tuple[str, Callable[..., object], Callable[[], dict[str, Any]]]
 
 
@@ -224,9 +224,13 @@ def outcome(name: str, function: Callable[..., object], arguments: dict[str, Any
     try:
         function(*first, **rest)
     except (TypeError, ValueError, pc.CollectiveError) as error:
-        said = str(error)
-        pybinds = "incompatible" in said or "Invoked with" in said or "Unable to cast" in said
-        return f"pybind's words: {said}" if pybinds or not said else "refused"
+        complaint = str(error)
+        pybinds = (
+            "incompatible" in complaint
+            or "Invoked with" in complaint
+            or "Unable to cast" in complaint
+        )
+        return f"pybind11's message: {complaint}" if pybinds or not complaint else "refused"
     except RuntimeError as error:
         # A size that fits 64 bits but not the memory is refused by the allocator or the device.
         wants_memory = "allocate memory" in str(error) or "does not fit into" in str(error)
@@ -236,12 +240,12 @@ def outcome(name: str, function: Callable[..., object], arguments: dict[str, Any
     return ""
 
 
-def wrong(call: str, argument: str, what: str, came: str, in_list: bool) -> str:
+def wrong(call: str, argument: str, what: str, result: str, in_list: bool) -> str:
     """Return a description of a wrong outcome, or "" if the outcome is right."""
     is_int = argument in INTS and not call.endswith("copy_")
-    if is_int and what in NO_INTS and not came and (in_list or argument not in LISTS):
-        return "taken for an int"
-    return "" if came == "refused" else came
+    if is_int and what in NOT_INTS and not result and (in_list or argument not in LISTS):
+        return "was accepted as an int"
+    return "" if result == "refused" else result
 
 
 def values(argument: str) -> Iterator[tuple[str, Any, bool]]:
@@ -264,23 +268,25 @@ def main() -> None:
     tried = 0
     part, parts = map(int, sys.argv[1:])
     for name, function, good in itertools.islice(cases(), part, None, parts):
-        if came := outcome(name, function, good()):
-            print(json.dumps([name, "good", came]))
+        if result := outcome(name, function, good()):
+            print(json.dumps([name, "good", result]))
         for argument in good():
             for what, value, in_list in values(argument):
                 # If a call hangs or the process is killed, the last line on stderr names the call.
                 print(name, argument, what, "in a list" * in_list, file=sys.stderr, flush=True)
                 faulthandler.dump_traceback_later(SECONDS, exit=True)
-                came = outcome(name, function, good() | {argument: value})
+                result = outcome(name, function, good() | {argument: value})
                 tried += 1
                 plain = [1, 1] if in_list else 1
-                if what == "int64(1)" and came != outcome(
+                if what == "int64(1)" and result != outcome(
                     name, function, good() | {argument: plain}
                 ):
-                    came = "not as for an int of Python"
-                if said := wrong(name, argument, what, came, in_list):
+                    result = "the outcome differs from that of a Python int"
+                if complaint := wrong(name, argument, what, result, in_list):
                     print(
-                        json.dumps([name, f"{argument}={'list of ' * in_list}{what}", said[:300]])
+                        json.dumps(
+                            [name, f"{argument}={'list of ' * in_list}{what}", complaint[:300]]
+                        )
                     )
     faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()

@@ -27,13 +27,13 @@ SOURCES = {
     'int one();\nextern "C" int answer() { return one() * half(); }\n',
 }
 LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
-# A compiler wrapper: it logs its arguments, and stops halfway if the file `stand_still` exists.
+# A compiler wrapper: it logs its arguments, and stops halfway if the file `pause` exists.
 COMPILER = """#!/bin/sh
 echo "$*" >> "{root}/compiled"
-if [ -e "{root}/stand_still" ]; then
+if [ -e "{root}/pause" ]; then
   for word; do [ "$before" = -o ] && echo half > "$word"; before=$word; done
-  touch "{root}/stands_still"
-  sleep 20  # ninja ends it at once, nearly always; a build ends when its compilers have
+  touch "{root}/paused"
+  sleep 20  # usually ended by ninja at once; a build ends only after its compilers
 fi
 exec g++ "$@"
 """
@@ -43,7 +43,7 @@ sys.path.insert(0, {backend!r})
 import pycollect_make as make
 from pathlib import Path
 build = pickle.loads(bytes.fromhex({build!r}))
-with make.alone(build.root):
+with make.build_lock(build.root):
     make.make(build.root, build, 2, 1, "a test")
 """
 
@@ -55,7 +55,7 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f"pycollect_{name}")
 
 
-def torch_at(folder: Path) -> Path:
+def fake_torch(folder: Path) -> Path:
     (folder / "include" / "torch").mkdir(parents=True)
     (folder / "include" / "torch" / "fake.h").write_text("#define FAKE 2\n")
     (folder / "lib").mkdir()
@@ -78,7 +78,9 @@ def small_project(tmp_path: Path) -> Any:
     return ninja.Build(
         root=root,
         compiler=ninja.Compiler([str(compiler)], "1.0", ["-fPIC", "-O0", "-DA='a b'"]),
-        torch=ninja.Torch("torch1.0", torch_at(tmp_path / "here" / "torch"), "cpython-1", "/none"),
+        torch=ninja.Torch(
+            "torch1.0", fake_torch(tmp_path / "here" / "torch"), "cpython-1", "/none"
+        ),
         kernels=None,
     )
 
@@ -94,7 +96,7 @@ def answer(build: Any) -> int:
     return int(done.stdout)
 
 
-def todo(build: Any) -> dict[str, int]:
+def pending_steps(build: Any) -> dict[str, int]:
     """Write the build files and return the numbers of steps that ninja would run now."""
     build.write()
     return dict(module("make").pending(build.root, build))
@@ -105,7 +107,7 @@ def make(build: Any) -> None:
 
 
 @contextlib.contextmanager
-def making(build: Any) -> Iterator[subprocess.Popen[str]]:
+def building(build: Any) -> Iterator[subprocess.Popen[str]]:
     """Start a process that builds, in a session of its own, as a shell starts a job."""
     code = MAKE.format(backend=str(BACKEND), build=pickle.dumps(build).hex())
     child = subprocess.Popen(

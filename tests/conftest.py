@@ -1,4 +1,4 @@
-"""Setup of all tests: own torch state, repeatable examples, slow tests left out, reported skips."""
+"""Setup of all tests: separate torch state, repeatable examples, no slow tests, reported skips."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MISSING = {
     "needs CuPy": "CuPy is not installed (pip install 'pycollect[cuda13]')",
     "needs mypy": "mypy is not installed (pip install -e '.[test]')",
     "of GPU memory": "the GPU has too little free memory for them",
-    "of free memory": "this machine has too little of it for them",
+    "of free memory": "this machine has too little free memory for them",
 }
 
 # The mark expression that leaves slow tests out (as in pyproject.toml), the command that runs

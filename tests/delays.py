@@ -17,8 +17,8 @@ from reference import IN_PLACE, expected, randoms
 from torch import Tensor
 
 # Longest delay in GPU cycles: 50 to 100 us at 1 to 2 GHz, longer than a kernel on these sizes.
-MOST_CYCLES = 100_000
-SPOILED = -77
+MAX_CYCLES = 100_000
+POISON = -77
 
 
 class Rank:
@@ -27,36 +27,36 @@ class Rank:
     def __init__(self, device: torch.device, base: Tensor, results: Sequence[Tensor]) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.base = base.to(device)
-        self.input = torch.full_like(self.base, SPOILED)
+        self.input = torch.full_like(self.base, POISON)
         first, second = (r.to(device) for r in results)
         self.wanted, self.slope = first, second - first
-        self.result = torch.full_like(self.wanted, SPOILED)
+        self.result = torch.full_like(self.wanted, POISON)
         self.wrong = torch.zeros((), dtype=torch.int64, device=device)
 
     @contextlib.contextmanager
-    def here(self) -> Iterator[None]:
+    def on_stream(self) -> Iterator[None]:
         """Make the rank's stream and its device the current ones."""
         with contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             yield
 
-    def delay(self, dice: random.Random) -> None:
+    def delay(self, rng: random.Random) -> None:
         """Keep the rank's stream busy, half of the time."""
-        if self.stream is not None and dice.random() < 0.5:
-            torch.cuda._sleep(dice.randrange(MOST_CYCLES))
+        if self.stream is not None and rng.random() < 0.5:
+            torch.cuda._sleep(rng.randrange(MAX_CYCLES))
 
-    def produce(self, k: int, dice: random.Random) -> None:
+    def produce(self, k: int, rng: random.Random) -> None:
         """Write the input of round k on the rank's stream, after a random delay."""
-        with self.here():
-            self.delay(dice)
+        with self.on_stream():
+            self.delay(rng)
             torch.add(self.base, k, out=self.input)
 
-    def consume(self, k: int, dice: random.Random) -> None:
+    def consume(self, k: int, rng: random.Random) -> None:
         """Count wrong elements and overwrite input and result, after a random delay."""
-        with self.here():
-            self.delay(dice)
+        with self.on_stream():
+            self.delay(rng)
             self.wrong += (self.result != self.wanted + self.slope * k).sum()
-            self.result.fill_(SPOILED)
-            self.input.fill_(SPOILED)
+            self.result.fill_(POISON)
+            self.input.fill_(POISON)
 
 
 # Issues the collective, given the inputs, the results and the streams of all ranks.
@@ -74,7 +74,7 @@ def wrong_elements(
     """Run all rounds and return the total number of wrong elements."""
     values = randoms(len(devices), (count,), torch.int32, seed=seed)
     results = [expected(collective, [v + k for v in values]) for k in (0, 1)]
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     pairs = list(zip(*results, strict=True))
     ranks = [Rank(d, v, r) for d, v, r in zip(devices, values, pairs, strict=True)]
     if collective in IN_PLACE:
@@ -83,12 +83,12 @@ def wrong_elements(
     streams = [rank.stream for rank in ranks]
     synchronize(devices)
     for k in range(rounds):
-        for rank in dice.sample(ranks, len(ranks)):
-            rank.produce(k, dice)
+        for rank in rng.sample(ranks, len(ranks)):
+            rank.produce(k, rng)
         given = streams if any(s is not None for s in streams) else None
         issue([rank.input for rank in ranks], [rank.result for rank in ranks], given)
-        for rank in dice.sample(ranks, len(ranks)):
-            rank.consume(k, dice)
+        for rank in rng.sample(ranks, len(ranks)):
+            rank.consume(k, rng)
     synchronize(devices)
     return sum(int(rank.wrong) for rank in ranks)
 

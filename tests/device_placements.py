@@ -86,24 +86,24 @@ PLACEMENTS = [
 
 
 class PlacedCall:
-    """Copies of one call's tensors on devices; views of one memory share one copy there, too."""
+    """Copies of one call's tensors on devices; views of one memory are views of one copy, too."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
         self._views: list[tuple[Tensor, Tensor]] = []
 
-    def there(self, value: Any, device: torch.device) -> Any:
+    def to_device(self, value: Any, device: torch.device) -> Any:
         """Copy a tensor, or a list of them, to the device with the same strides and alignment."""
         if isinstance(value, (list, tuple)):
-            return type(value)(self.there(item, device) for item in value)
+            return type(value)(self.to_device(item, device) for item in value)
         if not isinstance(value, Tensor) or value.is_meta:
             return value
         if value.layout != torch.strided:
             return value.to(device)
         with torch.no_grad():
-            moved = self._view(value, device)
-        self._views.append((value, moved))
-        return moved.requires_grad_() if value.requires_grad else moved
+            on_device = self._view(value, device)
+        self._views.append((value, on_device))
+        return on_device.requires_grad_() if value.requires_grad else on_device
 
     def _view(self, value: Tensor, device: torch.device) -> Tensor:
         whole = value if value._base is None else value._base
@@ -116,20 +116,20 @@ class PlacedCall:
         copy = self._copies[key][1].view(value.dtype)
         return copy.as_strided(value.size(), value.stride(), value.storage_offset())
 
-    def back(self) -> None:
+    def copy_back(self) -> None:
         """Copy the device tensors back into their original tensors."""
         places = [whole for whole, _ in self._copies]
         with torch.no_grad():
             for (whole, _), (tensor, copy) in self._copies.items():
                 if places.count(whole) == 1:
                     tensor.copy_(copy)
-            for tensor, moved in self._views:
+            for tensor, on_device in self._views:
                 whole = tensor if tensor._base is None else tensor._base
                 if places.count(id(whole)) > 1:  # views of one memory on several devices
-                    tensor.copy_(moved)
+                    tensor.copy_(on_device)
 
 
-class Later:
+class PlacedWork:
     """A Work whose results are copied back in `wait`."""
 
     def __init__(self, work: pc.Work, done: Callable[[Any], Any]) -> None:
@@ -143,7 +143,7 @@ class PlacedApi:
     """Makes the calls of `pycollect` on a placement's devices, with CPU tensors for arguments."""
 
     def __init__(self, placement: Placement) -> None:
-        self._home = placement
+        self._placement = placement
 
     def __getattr__(self, name: str) -> Any:
         if name in ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"):
@@ -157,86 +157,92 @@ class PlacedApi:
 
     def barrier(self, devices: Any = ("cpu",)) -> None:
         world = len(pc.devices(devices))
-        if self._home.peer_access is None:
-            pc.barrier(self._home.devices(world))
+        if self._placement.peer_access is None:
+            pc.barrier(self._placement.devices(world))
         else:
-            self._home.api(world).barrier()
+            self._placement.api(world).barrier()
 
     def _collective(self, name: str, tensors: Any, *args: Any, **options: Any) -> Any:
-        trip, devices = PlacedCall(), self._home.devices(len(tensors))
-        moved = [trip.there(t, d) for t, d in zip(tensors, devices, strict=True)]
-        call = functools.partial(getattr(self._home.api(len(devices)), name), moved, *args)
-        return self._finish(call, trip, devices, options)
+        placed_call, devices = PlacedCall(), self._placement.devices(len(tensors))
+        on_device = [placed_call.to_device(t, d) for t, d in zip(tensors, devices, strict=True)]
+        call = functools.partial(getattr(self._placement.api(len(devices)), name), on_device, *args)
+        return self._finish(call, placed_call, devices, options)
 
     def _finish(
-        self, call: Callable[..., Any], trip: PlacedCall, devices: list[torch.device], options: Any
+        self,
+        call: Callable[..., Any],
+        placed_call: PlacedCall,
+        devices: list[torch.device],
+        options: Any,
     ) -> Any:
         out = options.pop("out", None)
         if out is not None:
-            targets = [trip.there(t, d) for t, d in zip(out, devices, strict=True)]
+            targets = [placed_call.to_device(t, d) for t, d in zip(out, devices, strict=True)]
             options["out"] = targets
 
-        def done(got: Any) -> Any:
-            trip.back()
+        def done(result: Any) -> Any:
+            placed_call.copy_back()
             if out is not None:
-                assert all(g is t for g, t in zip(got, targets, strict=True))
+                assert all(g is t for g, t in zip(result, targets, strict=True))
                 return out
-            return None if got is None else brought(got, devices)
+            return None if result is None else to_cpu(result, devices)
 
         result = call(**options)
-        return Later(result, done) if options.get("async_op") else done(result)
+        return PlacedWork(result, done) if options.get("async_op") else done(result)
 
     def scatter(self, tensor: Any, devices: Any, **options: Any) -> Any:
-        placements = self._home.devices(len(pc.devices(devices)))
-        trip = PlacedCall()
-        call = self._home.bound("scatter", len(placements))
-        source = trip.there(tensor, placements[0])
-        return self._finish(functools.partial(call, source), trip, placements, options)
+        placements = self._placement.devices(len(pc.devices(devices)))
+        placed_call = PlacedCall()
+        call = self._placement.bound("scatter", len(placements))
+        source = placed_call.to_device(tensor, placements[0])
+        return self._finish(functools.partial(call, source), placed_call, placements, options)
 
     def gather(self, tensors: Any, device: Any = None, *, dim: int = 0, out: Any = None) -> Tensor:
-        trip, devices = PlacedCall(), self._home.devices(len(tensors))
-        moved = [trip.there(t, d) for t, d in zip(tensors, devices, strict=True)]
-        target = None if out is None else trip.there(out, devices[0])
-        got = self._home.api(len(devices)).gather(moved, device, dim=dim, out=target)
-        trip.back()
+        placed_call, devices = PlacedCall(), self._placement.devices(len(tensors))
+        on_device = [placed_call.to_device(t, d) for t, d in zip(tensors, devices, strict=True)]
+        target = None if out is None else placed_call.to_device(out, devices[0])
+        result = self._placement.api(len(devices)).gather(on_device, device, dim=dim, out=target)
+        placed_call.copy_back()
         if out is not None:
-            assert got is target
+            assert result is target
             return out
-        return brought([got], [torch.device(device) if device else devices[0]])[0]
+        return to_cpu([result], [torch.device(device) if device else devices[0]])[0]
 
     def replicate(self, tensors: Any, devices: Any) -> list[list[Tensor]]:
-        placements = self._home.devices(len(pc.devices(devices)))
-        moved = PlacedCall().there(list(tensors), placements[0])
-        copies = self._home.bound("replicate", len(placements))(moved)
+        placements = self._placement.devices(len(pc.devices(devices)))
+        on_device = PlacedCall().to_device(list(tensors), placements[0])
+        copies = self._placement.bound("replicate", len(placements))(on_device)
         flat = [copy for mine in copies for copy in mine]
-        brought(flat, [d for d in placements for _ in tensors])
-        return [brought(mine, [d] * len(mine)) for mine, d in zip(copies, placements, strict=True)]
+        to_cpu(flat, [d for d in placements for _ in tensors])
+        return [to_cpu(mine, [d] * len(mine)) for mine, d in zip(copies, placements, strict=True)]
 
     def copy_(self, dst: Tensor, src: Tensor, *, async_op: bool = False) -> Any:
-        trip, (there, other) = PlacedCall(), self._home.devices(2)
+        placed_call, (home, other) = PlacedCall(), self._placement.devices(2)
         call = functools.partial(
-            self._home.api(2).copy_, trip.there(dst, other), trip.there(src, there)
+            self._placement.api(2).copy_,
+            placed_call.to_device(dst, other),
+            placed_call.to_device(src, home),
         )
-        return self._finish(call, trip, [], {"async_op": True} if async_op else {})
+        return self._finish(call, placed_call, [], {"async_op": True} if async_op else {})
 
 
-def brought(got: list[Tensor], devices: list[torch.device]) -> list[Tensor]:
+def to_cpu(result: list[Tensor], devices: list[torch.device]) -> list[Tensor]:
     """Copy results to the CPU; assert that they are on their devices and share no memory."""
-    assert [g.device for g in got] == devices
-    filled = [g for g in got if g.numel()]
+    assert [g.device for g in result] == devices
+    filled = [g for g in result if g.numel()]
     assert len({g.untyped_storage().data_ptr() for g in filled}) == len(filled), "memory is shared"
-    return [g.cpu() for g in got]
+    return [g.cpu() for g in result]
 
 
-def adopt(module: ModuleType, placements: list[Any]) -> dict[str, Any]:
+def on_placements(module: ModuleType, placements: list[Any]) -> dict[str, Any]:
     """Return the tests of a CPU test module, with a fixture that runs them on each placement."""
 
     @pytest.fixture(autouse=True, params=placements)
-    def relay(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def placed_api(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
         request.param.devices(1)  # skips the test if the placement's devices are missing
         monkeypatch.setattr(module, "pc", PlacedApi(request.param))
         if hasattr(module, "WORLDS") and not STANDS_IN:
             monkeypatch.setattr(module, "WORLDS", WORLDS)
 
     tests = {name: value for name, value in vars(module).items() if name.startswith("test_")}
-    return {"relay": relay, **tests}
+    return {"placed_api": placed_api, **tests}

@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dist_pool import OLD
+from dist_pool import OLD_TORCH
 from reference import COMPLEX, INTEGERS, OPS, allowed, randoms
 from torch import Tensor
 
 import pycollect as pc
 
-THEIRS = dict(zip(OPS, ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"), strict=True))
+TORCH_OPS = dict(
+    zip(OPS, ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"), strict=True)
+)
 _PERIOD = 1021  # elements of the pattern; prime, so data shifted by a piece or a row never matches
 
 
@@ -63,7 +65,7 @@ def shape(count: int, layout: str) -> tuple[int, ...]:
     return (1, pair[0], 1, pair[1]) if layout == "channels_last" else pair
 
 
-def lay(values: Tensor, layout: str) -> Tensor:
+def with_layout(values: Tensor, layout: str) -> Tensor:
     """Copy the values, in logical order, into new memory of the given layout."""
     values = values.view(shape(values.numel(), layout))
     if layout == "transposed":
@@ -71,8 +73,8 @@ def lay(values: Tensor, layout: str) -> Tensor:
     if layout == "channels_last":
         return values.clone(memory_format=torch.channels_last)
     if layout == "sliced":
-        room = values.new_zeros(2 * values.numel() + 1)
-        return room[1::2].copy_(values)
+        base = values.new_zeros(2 * values.numel() + 1)
+        return base[1::2].copy_(values)
     return values.clone()
 
 
@@ -91,7 +93,7 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True)
-class Side:
+class CaseContext:
     """The calling rank, its group, and the case that it runs."""
 
     group: Any
@@ -103,97 +105,99 @@ class Side:
 
     @property
     def op(self) -> Any:
-        return getattr(dist.ReduceOp, THEIRS[self.case.op])
+        return getattr(dist.ReduceOp, TORCH_OPS[self.case.op])
 
-    def lay(self, values: Tensor) -> Tensor:
-        return lay(values, self.case.layout)
+    def with_layout(self, values: Tensor) -> Tensor:
+        return with_layout(values, self.case.layout)
 
-    def like(self, blocks: int = 1) -> list[Tensor]:
+    def outputs(self, blocks: int = 1) -> list[Tensor]:
         """Output tensors, filled with values that no result has."""
-        junk = block(self.case, 999).to(self.device)
-        return [self.lay(junk) for _ in range(blocks)]
+        filler = block(self.case, 999).to(self.device)
+        return [self.with_layout(filler) for _ in range(blocks)]
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
-def _all_reduce(me: Side, mine: list[Tensor]) -> Tensor:
-    x = me.lay(mine[0])
+def _all_reduce(me: CaseContext, mine: list[Tensor]) -> Tensor:
+    x = me.with_layout(mine[0])
     dist.all_reduce(x, me.op, me.group)
     return x
 
 
-def _coalesced(me: Side, mine: list[Tensor]) -> Tensor:
-    x, y = me.lay(mine[0]), mine[0][: me.case.count // 2].clone()
+def _all_reduce_coalesced(me: CaseContext, mine: list[Tensor]) -> Tensor:
+    x, y = me.with_layout(mine[0]), mine[0][: me.case.count // 2].clone()
     dist.all_reduce_coalesced([x, y], me.op, me.group)
     return _flat([x, y])
 
 
-def _reduce(me: Side, mine: list[Tensor]) -> Tensor | None:
-    x = me.lay(mine[0])
+def _reduce(me: CaseContext, mine: list[Tensor]) -> Tensor | None:
+    x = me.with_layout(mine[0])
     dist.reduce(x, me.root, me.op, me.group)
     return x if me.rank == me.root else None
 
 
-def _broadcast(me: Side, mine: list[Tensor]) -> Tensor:
-    x = me.lay(mine[0])
+def _broadcast(me: CaseContext, mine: list[Tensor]) -> Tensor:
+    x = me.with_layout(mine[0])
     dist.broadcast(x, me.root, me.group)
     return x
 
 
-def _all_gather(me: Side, mine: list[Tensor]) -> Tensor:
-    out = me.like(me.world)
-    dist.all_gather(out, me.lay(mine[0]), me.group)
+def _all_gather(me: CaseContext, mine: list[Tensor]) -> Tensor:
+    out = me.outputs(me.world)
+    dist.all_gather(out, me.with_layout(mine[0]), me.group)
     return _flat(out)
 
 
-def _all_gather_into_tensor(me: Side, mine: list[Tensor]) -> Tensor:
-    x = me.lay(mine[0])
+def _all_gather_into_tensor(me: CaseContext, mine: list[Tensor]) -> Tensor:
+    x = me.with_layout(mine[0])
     out = block(dataclasses.replace(me.case, count=me.case.count * me.world), 999)
     out = out.to(me.device, copy=True).view(me.world * x.shape[0], *x.shape[1:])
     dist.all_gather_into_tensor(out, x, me.group)
     return out
 
 
-def _gather(me: Side, mine: list[Tensor]) -> Tensor | None:
-    out = me.like(me.world) if me.rank == me.root else None
-    dist.gather(me.lay(mine[0]), out, me.root, me.group)
+def _gather(me: CaseContext, mine: list[Tensor]) -> Tensor | None:
+    out = me.outputs(me.world) if me.rank == me.root else None
+    dist.gather(me.with_layout(mine[0]), out, me.root, me.group)
     return _flat(out) if out is not None else None
 
 
-def _scatter(me: Side, mine: list[Tensor]) -> Tensor:
-    (out,) = me.like()
-    dist.scatter(out, [me.lay(b) for b in mine] if me.rank == me.root else None, me.root, me.group)
+def _scatter(me: CaseContext, mine: list[Tensor]) -> Tensor:
+    (out,) = me.outputs()
+    dist.scatter(
+        out, [me.with_layout(b) for b in mine] if me.rank == me.root else None, me.root, me.group
+    )
     return out
 
 
-def _reduce_scatter(me: Side, mine: list[Tensor]) -> Tensor:
-    (out,) = me.like()
-    dist.reduce_scatter(out, [me.lay(b) for b in mine], me.op, me.group)
+def _reduce_scatter(me: CaseContext, mine: list[Tensor]) -> Tensor:
+    (out,) = me.outputs()
+    dist.reduce_scatter(out, [me.with_layout(b) for b in mine], me.op, me.group)
     return out
 
 
-def _reduce_scatter_tensor(me: Side, mine: list[Tensor]) -> Tensor:
-    (out,) = me.like()
+def _reduce_scatter_tensor(me: CaseContext, mine: list[Tensor]) -> Tensor:
+    (out,) = me.outputs()
     dist.reduce_scatter_tensor(out, _stacked(me, mine), me.op, me.group)
     return out
 
 
-def _all_to_all(me: Side, mine: list[Tensor]) -> Tensor:
-    out = me.like(me.world)
-    dist.all_to_all(out, [me.lay(b) for b in mine], me.group)
+def _all_to_all(me: CaseContext, mine: list[Tensor]) -> Tensor:
+    out = me.outputs(me.world)
+    dist.all_to_all(out, [me.with_layout(b) for b in mine], me.group)
     return _flat(out)
 
 
-def _all_to_all_single(me: Side, mine: list[Tensor]) -> Tensor:
+def _all_to_all_single(me: CaseContext, mine: list[Tensor]) -> Tensor:
     x = _stacked(me, mine)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all_single(out, x, group=me.group)
     return out
 
 
-def _stacked(me: Side, mine: list[Tensor]) -> Tensor:
+def _stacked(me: CaseContext, mine: list[Tensor]) -> Tensor:
     """Concatenate the blocks along dim 0 into one tensor of the case's layout."""
     blocks = [b.view(shape(b.numel(), me.case.layout)) for b in mine]
     whole = torch.cat(blocks)
@@ -201,7 +205,7 @@ def _stacked(me: Side, mine: list[Tensor]) -> Tensor:
         return whole.contiguous(memory_format=torch.channels_last)
     if me.case.layout == "transposed":
         return whole.t().contiguous().t()
-    return me.lay(whole)
+    return me.with_layout(whole)
 
 
 # --- the models: the blocks of all ranks -> the output of every rank ------------------------------
@@ -213,61 +217,61 @@ def _in_place(call: Callable[..., Any], x: list[list[Tensor]], *args: Any) -> li
     return tensors
 
 
-def _folded(x: list[list[Tensor]], op: str, root: int) -> list[Tensor]:
+def _all_reduce_model(x: list[list[Tensor]], op: str, root: int) -> list[Tensor]:
     return _in_place(pc.all_reduce, x, op)
 
 
-def _halved(x: list[list[Tensor]], op: str, root: int) -> list[Tensor]:
+def _all_reduce_coalesced_model(x: list[list[Tensor]], op: str, root: int) -> list[Tensor]:
     lists = [[row[0].clone(), row[0][: row[0].numel() // 2].clone()] for row in x]
     pc.all_reduce_coalesced(lists, op)
     return [_flat(tensors) for tensors in lists]
 
 
-def _rooted(x: list[list[Tensor]], op: str, root: int) -> list[Tensor | None]:
+def _reduce_model(x: list[list[Tensor]], op: str, root: int) -> list[Tensor | None]:
     folded = _in_place(pc.reduce, x, root, op)
     return [t if r == root else None for r, t in enumerate(folded)]
 
 
-def _spread(x: list[list[Tensor]], op: str, root: int) -> list[Tensor]:
+def _broadcast_model(x: list[list[Tensor]], op: str, root: int) -> list[Tensor]:
     return _in_place(pc.broadcast, x, root)
 
 
-def _gathered(x: list[list[Tensor]], op: str, root: int) -> list[Tensor]:
+def _all_gather_model(x: list[list[Tensor]], op: str, root: int) -> list[Tensor]:
     return pc.all_gather([row[0] for row in x])
 
 
-def _gathered_to_root(x: list[list[Tensor]], op: str, root: int) -> list[Tensor | None]:
+def _gather_model(x: list[list[Tensor]], op: str, root: int) -> list[Tensor | None]:
     whole = pc.gather([row[0] for row in x])
     return [whole if r == root else None for r in range(len(x))]
 
 
-def _scattered(x: list[list[Tensor]], op: str, root: int) -> list[Tensor]:
+def _scatter_model(x: list[list[Tensor]], op: str, root: int) -> list[Tensor]:
     return pc.scatter(_flat(x[root]), f"cpu*{len(x)}")
 
 
-def _folded_and_scattered(x: list[list[Tensor]], op: str, root: int) -> list[Tensor]:
+def _reduce_scatter_model(x: list[list[Tensor]], op: str, root: int) -> list[Tensor]:
     return pc.reduce_scatter([_flat(row) for row in x], op)
 
 
-def _exchanged(x: list[list[Tensor]], op: str, root: int) -> list[Tensor]:
+def _all_to_all_model(x: list[list[Tensor]], op: str, root: int) -> list[Tensor]:
     return pc.all_to_all([_flat(row) for row in x])
 
 
 COLLECTIVES = {
-    "all_reduce": Call(_all_reduce, _folded, reduces=True),
-    "all_reduce_coalesced": Call(_coalesced, _halved, reduces=True),
-    "reduce": Call(_reduce, _rooted, reduces=True),
-    "reduce_scatter": Call(_reduce_scatter, _folded_and_scattered, many=True, reduces=True),
+    "all_reduce": Call(_all_reduce, _all_reduce_model, reduces=True),
+    "all_reduce_coalesced": Call(_all_reduce_coalesced, _all_reduce_coalesced_model, reduces=True),
+    "reduce": Call(_reduce, _reduce_model, reduces=True),
+    "reduce_scatter": Call(_reduce_scatter, _reduce_scatter_model, many=True, reduces=True),
     "reduce_scatter_tensor": Call(
-        _reduce_scatter_tensor, _folded_and_scattered, many=True, reduces=True
+        _reduce_scatter_tensor, _reduce_scatter_model, many=True, reduces=True
     ),
-    "broadcast": Call(_broadcast, _spread),
-    "all_gather": Call(_all_gather, _gathered),
-    "all_gather_into_tensor": Call(_all_gather_into_tensor, _gathered),
-    "gather": Call(_gather, _gathered_to_root),
-    "scatter": Call(_scatter, _scattered, many=True),
-    "all_to_all": Call(_all_to_all, _exchanged, many=True),
-    "all_to_all_single": Call(_all_to_all_single, _exchanged, many=True),
+    "broadcast": Call(_broadcast, _broadcast_model),
+    "all_gather": Call(_all_gather, _all_gather_model),
+    "all_gather_into_tensor": Call(_all_gather_into_tensor, _all_gather_model),
+    "gather": Call(_gather, _gather_model),
+    "scatter": Call(_scatter, _scatter_model, many=True),
+    "all_to_all": Call(_all_to_all, _all_to_all_model, many=True),
+    "all_to_all_single": Call(_all_to_all_single, _all_to_all_model, many=True),
 }
 
 
@@ -276,23 +280,25 @@ def ops(collective: str, dtype: torch.dtype) -> list[str]:
     complex tensors as reals and refuse "prod", which reals cannot express."""
     if not COLLECTIVES[collective].reduces:
         return ["sum"]
-    lacks = ["prod"] if dtype in COMPLEX and not collective.startswith("reduce_scatter") else []
-    return [op for op in OPS if allowed(dtype, op) and op not in lacks]
+    unsupported = (
+        ["prod"] if dtype in COMPLEX and not collective.startswith("reduce_scatter") else []
+    )
+    return [op for op in OPS if allowed(dtype, op) and op not in unsupported]
 
 
-def gloo_lacks(case: Case) -> str:
+def gloo_limitation(case: Case) -> str:
     """Why gloo cannot serve as the reference for a case; "" if it can."""
     if case.dtype in (torch.int16, torch.float8_e4m3fn, torch.float8_e5m2):
         return "refuses the dtype"
     if COLLECTIVES[case.collective].reduces:
         if case.dtype == torch.bool and case.op not in ("min", "max", "band", "bor", "bxor"):
-            return "adds truths as bytes"
+            return "adds booleans as bytes"
         if case.dtype in INTEGERS and case.op == "avg":
             return "refuses to average integers"
         if case.dtype in COMPLEX and case.op == "prod":
             return "multiplies complex numbers as reals"
     if case.collective == "gather" and case.dtype in COMPLEX:
         return "refuses complex tensors"
-    if case.collective == "all_to_all" and OLD:
+    if case.collective == "all_to_all" and OLD_TORCH:
         return "does not take lists of tensors"
     return "" if case.layout == "contiguous" else "refuses or ignores strides"

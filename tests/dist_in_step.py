@@ -13,7 +13,7 @@ def ones(n: int = 5) -> torch.Tensor:
     return torch.ones(n)
 
 
-def is_in_step(me: RankContext) -> None:
+def assert_in_step(me: RankContext) -> None:
     """Assert that the next calls match on all ranks; each call has another size."""
     for n in (3, 20, 10):
         x = torch.full((n,), float(n))

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 import torch.distributed as dist
-from dist_rank import BACKEND, OLD, OURS, Outcome, RankContext, Spec, begin, serve  # noqa: F401
+from dist_rank import BACKEND, OLD_TORCH, OURS, Outcome, RankContext, Spec, begin, serve  # noqa: F401
 from dist_sites import is_real
 
 SECONDS = 20.0  # default time limit of a job; most jobs take milliseconds
@@ -44,7 +44,7 @@ class Pool:
         number = next(self._numbers)
         self._folder = tempfile.TemporaryDirectory(prefix=f"pool_{number}_")
         self.folder = Path(self._folder.name)
-        self.whole = True
+        self.usable = True
         context = multiprocessing.get_context("forkserver")
         pairs = [context.Pipe() for _ in range(spec.world)]
         self.pipes = [ours for ours, _ in pairs]
@@ -64,7 +64,7 @@ class Pool:
         return self.results(seconds)
 
     def results(self, seconds: float = 0.0) -> list[Any]:
-        outcomes = self.answers(seconds)
+        outcomes = self.collect_outcomes(seconds)
         errors = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error]
         if errors:
             self._fail(errors)  # ends the pool: the state of the other ranks is unknown
@@ -73,16 +73,16 @@ class Pool:
     def outcomes(self, job: Callable[..., Any], *args: Any, seconds: float = 0.0) -> list[Outcome]:
         """Run a job on all ranks and return every rank's Outcome. Fails only on a hang."""
         self.begin(job, *args)
-        return self.answers(seconds)
+        return self.collect_outcomes(seconds)
 
     def begin(self, job: Callable[..., Any], *args: Any) -> None:
         """Start a job and return at once, so that several pools can run jobs in parallel; collect
-        with `results` or `answers`."""
+        with `results` or `collect_outcomes`."""
         self._job = job.__name__
         for pipe in self.pipes:
             pipe.send((job, args))
 
-    def answers(self, seconds: float = 0.0) -> list[Outcome]:
+    def collect_outcomes(self, seconds: float = 0.0) -> list[Outcome]:
         seconds = seconds or (GPU_SECONDS if is_real(self.spec.site) else SECONDS)
         deadline = time.monotonic() + seconds
         outcomes: dict[int, Outcome] = {}
@@ -96,7 +96,7 @@ class Pool:
                     outcomes[rank] = self.pipes[rank].recv()
                 except (EOFError, ConnectionResetError):
                     self.ranks[rank].join(_ENDED_SECONDS)
-                    self.whole = False
+                    self.usable = False
                     code = self.ranks[rank].exitcode
                     outcomes[rank] = Outcome(error=f"the process ended: {code}", died=True)
         return [outcomes[r] for r in range(len(self.ranks))]
@@ -106,7 +106,7 @@ class Pool:
             with contextlib.suppress(ProcessLookupError, TypeError):
                 os.kill(self.ranks[rank].pid, signal.SIGUSR1)
         time.sleep(_DUMP_SECONDS)
-        asleep = [f"rank {r} threads in {_kernel(self.ranks[r].pid)}" for r in ranks]
+        asleep = [f"rank {r} threads in {_wait_channels(self.ranks[r].pid)}" for r in ranks]
         self._fail([f"{self._job}: ranks {ranks} hang", *asleep])
 
     def _fail(self, lines: list[str]) -> NoReturn:
@@ -124,7 +124,7 @@ class Pool:
 
     def close(self) -> None:
         """Kill and join the processes, in whatever state they are, and remove the folder."""
-        self.whole = False
+        self.usable = False
         for rank in self.ranks:
             if rank.is_alive():
                 rank.kill()
@@ -134,7 +134,7 @@ class Pool:
         self._folder.cleanup()
 
 
-def _kernel(pid: int | None) -> list[str]:
+def _wait_channels(pid: int | None) -> list[str]:
     names = []
     for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
         with contextlib.suppress(OSError):
@@ -151,7 +151,7 @@ class Pools:
 
     def __call__(self, world: int, **spec: Any) -> Pool:
         key = Spec(world, **(self._always | spec))
-        if key not in self.made or not self.made[key].whole:
+        if key not in self.made or not self.made[key].usable:
             self.made[key] = Pool(key)
         return self.made[key]
 
@@ -190,10 +190,10 @@ def pools_of_a_module(**always: Any) -> Iterator[Pools]:
 
 def pools_of_sites() -> Iterator[Pools]:
     """Body of a fixture that yields Pools and asserts at the end that no site saw a violation."""
-    for pools in pools_of_a_module(beside=None):
+    for pools in pools_of_a_module(second_backend=None):
         yield pools
         for spec, pool in pools.made.items():
-            assert not pool.whole or pool.run(_violations) == [[]] * spec.world
+            assert not pool.usable or pool.run(_violations) == [[]] * spec.world
 
 
 def _violations(me: RankContext) -> list[str]:
@@ -209,14 +209,14 @@ def backend_of(group: dist.ProcessGroup | None = None) -> Any:
 @contextlib.contextmanager
 def fresh(world: int, **spec: Any) -> Any:
     """A pool used by one test, for jobs that break the pool."""
-    pool = Pool(Spec(world, **{"beside": None, **spec}))
+    pool = Pool(Spec(world, **{"second_backend": None, **spec}))
     try:
         yield pool
     finally:
         pool.close()
 
 
-def begun(
+def started_jobs(
     jobs: dict[Any, tuple[Any, ...]],
     world: int,
     each: Mapping[Any, dict[str, Any]] = MappingProxyType({}),  # job name -> own Spec options
@@ -239,7 +239,7 @@ def _execute(me: RankContext, program: str) -> None:
     sys.stdout.flush()
 
 
-def said(program: str, **environ: str) -> str:
+def program_output(program: str, **environ: str) -> str:
     """Run a program in a rank process and return its output; the program's exit is not tested."""
     with fresh(1, group=False, environ=tuple(environ.items())) as pool:
         pool.run(_execute, program)

@@ -23,10 +23,10 @@ def own_process(arguments: list[str], seconds: float, **environ: str) -> str:
             env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": folder, **environ},
         )
         try:
-            said, _ = child.communicate(timeout=seconds)
+            output, _ = child.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)
-            said, _ = child.communicate()
-            pytest.fail(f"{arguments} hangs\n{said}", pytrace=False)
-    assert child.returncode == 0, said
-    return said
+            output, _ = child.communicate()
+            pytest.fail(f"{arguments} hangs\n{output}", pytrace=False)
+    assert child.returncode == 0, output
+    return output

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 BACKEND = os.environ.get("PYCOLLECT_TEST_BACKEND", "pycollect")  # "gloo" checks the harness
 OURS = BACKEND == "pycollect"
-OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)  # torch lacks some features
+OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)  # lacks some features
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Spec:
     backend: str = BACKEND
     timeout: float = 60.0  # seconds, of the process group
     environ: tuple[tuple[str, str], ...] = ()
-    beside: str | None = "gloo"  # backend of a second group of the same ranks, for comparison
+    second_backend: str | None = "gloo"  # of a second group of the same ranks, for comparison
     group: bool = True  # False: the job creates the default group itself
     site: str = ""  # site of the tensors (dist_sites.py); "" is host memory
 
@@ -39,7 +39,7 @@ class RankContext:
     rank: int
     spec: Spec
     folder: str  # the pool's folder, shared by all ranks
-    peer: Any = None  # the second group (Spec.beside)
+    second_group: Any = None  # the group of Spec.second_backend
     site: Any = dist_sites.HOST
 
     @property
@@ -98,7 +98,7 @@ def serve(rank: int, spec: Spec, pipe: Any, folder: str) -> None:
             if job is begin:
                 me, value = begin(me), None
             else:
-                with me.site.here():
+                with me.site.as_default_device():
                     value = job(me, *args)
             answer = Outcome(value=value)
         except BaseException:
@@ -115,5 +115,7 @@ def begin(me: RankContext) -> RankContext:
     if not me.spec.group:
         return me
     me.init("store", pg_options=me.site.options)
-    peer = dist.new_group(backend=me.spec.beside) if me.spec.beside else None
-    return dataclasses.replace(me, peer=peer)
+    second_group = (
+        dist.new_group(backend=me.spec.second_backend) if me.spec.second_backend else None
+    )
+    return dataclasses.replace(me, second_group=second_group)

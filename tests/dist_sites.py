@@ -23,11 +23,10 @@ from torch import Tensor
 
 CUDA_IPC_SITES = ("late:cuda_ipc", "eager:cuda_ipc")
 EMULATED, REAL = (*CUDA_IPC_SITES, "late", "eager"), ("cuda:cuda_ipc", "cuda:host_staging")
-STAGING_BYTES = (
-    1 << 16
-)  # staging buffer of an emulated rank: 300,000 elements take dozens of pieces
+# Bytes of the staging buffers of an emulated rank: 300,000 elements take dozens of pieces.
+STAGING_BYTES = 1 << 16
 GPU = os.environ.get("PYCOLLECT_TEST_GPU", "cuda:0")
-LARGE = 300_000  # elements; more than any collective copies to the staging buffers (slots)
+LARGE = 300_000  # elements; more than one piece through the staging buffers
 _CYCLES = 10_000_000  # GPU cycles, about 5 ms
 
 
@@ -43,7 +42,7 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
     return found
 
 
-def each(*names: str, stands_in: bool = True) -> list[Any]:
+def site_worlds(*names: str, stands_in: bool = True) -> list[Any]:
     """pytest parameters (site, world): three ranks on emulated devices, two and four on a GPU.
 
     Without `stands_in`, GPU sites need a real GPU; the CPU does not replace it.
@@ -56,7 +55,7 @@ def each(*names: str, stands_in: bool = True) -> list[Any]:
 
 
 def sites(*names: str, stands_in: bool = True) -> list[Any]:
-    """pytest parameters (site); see `each` for `stands_in`."""
+    """pytest parameters (site); see `site_worlds` for `stands_in`."""
     marks = [] if stands_in and not is_real(GPU) else [pytest.mark.cuda]
     return [pytest.param(n, marks=marks if is_real(n) else [], id=n) for n in names]
 
@@ -81,7 +80,7 @@ class Site:
     options: Any = None  # pg_options of groups on the site
     fake: Any = None
 
-    def here(self) -> Any:
+    def as_default_device(self) -> Any:
         return contextlib.nullcontext()
 
     def fill_later(self, x: Tensor, value: float) -> None:
@@ -92,7 +91,7 @@ class Site:
         """A tensor from a stream-ordered cache: once freed, its memory is reused on its stream."""
         return torch.empty(count)
 
-    def make(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def symmetric(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A tensor in memory that all processes of the group can access (pycollect.empty)."""
         import pycollect
 
@@ -114,23 +113,23 @@ class Site:
         """The tensor in host memory; on emulated devices, marked as an ordinary CPU tensor."""
         return x.cpu()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the caller's streams have finished all their work."""
 
     def stall(self, seconds: float = 0.2) -> None:
-        """Block the caller's stream for this time (GPU) or until `go_on` (emulated)."""
+        """Block the caller's stream for this time (GPU) or until `resume` (emulated)."""
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """End `stall` and `run_ahead`."""
 
     def run_ahead(self, pace: float | None = None) -> None:
         """Let waits return without draining streams; `pace`: seconds per piece of stream work."""
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def stalled(self) -> Iterator[None]:
         self.stall()
         yield
-        self.go_on()
+        self.resume()
 
     def second_stream(self) -> Any:
         return contextlib.nullcontext()
@@ -141,11 +140,11 @@ class Site:
     def violations(self) -> list[str]:
         return []
 
-    def given_out(self) -> int:
+    def allocations(self) -> int:
         """Number of live device allocations: staging buffers and tensors."""
         return 0
 
-    def left(self) -> dict[str, int]:
+    def unreleased(self) -> dict[str, int]:
         """Counts of resources that have not been released."""
         return {}
 
@@ -157,32 +156,36 @@ class Emulated(Site):
         import pycollect as pc  # imported late: only in the rank's process
         from pycollect import _testing
 
-        pace, rung = (*name.split(":"), "")[:2]
-        self.streams = bool(rung)
-        options = {"cuda_transport": rung or "auto", "cuda_buffer_bytes": STAGING_BYTES, **options}
+        pace, transport = (*name.split(":"), "")[:2]
+        self.streams = bool(transport)
+        options = {
+            "cuda_transport": transport or "auto",
+            "cuda_buffer_bytes": STAGING_BYTES,
+            **options,
+        }
         self.options = pc.distributed.options(**options)
         self.fake = _testing.emulate(self.options, pace == "eager", self.streams)
         self.fill_later, self.empty = self.fake.fill_later, self.fake.empty
-        self.calls, self.settle = self.fake.calls, self.fake.finish_caller
+        self.calls, self.synchronize = self.fake.calls, self.fake.finish_caller
 
     def host(self, x: Tensor) -> Tensor:
         self.fake.put_on_host(x)
         return x
 
     def stall(self, seconds: float = 0.2) -> None:
-        self.fake.look(False)
+        self.fake.drain_waits(False)
         self.fake.stall(True)
-        self.fill_later(torch.zeros(1), 0.0)  # keeps the stream busy until `go_on`
+        self.fill_later(torch.zeros(1), 0.0)  # keeps the stream busy until `resume`
 
     def run_ahead(self, pace: float | None = None) -> None:
-        self.fake.look(False)
+        self.fake.drain_waits(False)
         if pace is not None:
-            self.fake.gpu.pace(pace)
+            self.fake.gpu.set_pause(pace)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self.fake.stall(False)
-        self.fake.look(True)
-        self.fake.gpu.pace(0.0001)
+        self.fake.drain_waits(True)
+        self.fake.gpu.set_pause(0.0001)
 
     @contextlib.contextmanager
     def second_stream(self) -> Iterator[None]:
@@ -208,14 +211,14 @@ class Emulated(Site):
         call()
         return self.launched() - before
 
-    def given_out(self) -> int:
+    def allocations(self) -> int:
         return self.alive().get("allocated", 0)
 
     def alive(self) -> dict[str, int]:
-        kept = ("allocated", "freeing", "opened", "adopted", "streams", "events")
+        kept = ("allocated", "freeing", "mapped", "registered", "streams", "events")
         return {name: n for name, n in self.fake.gpu.counters().items() if name in kept and n != 0}
 
-    def left(self) -> dict[str, int]:
+    def unreleased(self) -> dict[str, int]:
         """Counts of live resources, after up to 2 s for the streams to release finished work."""
         until(lambda: not self.alive(), 2.0)
         return self.alive()
@@ -228,15 +231,15 @@ class Gpu(Site):
         if name in REAL:  # otherwise the group selects the best transport
             os.environ["PYCOLLECT_CUDA_TRANSPORT"] = name.split(":")[1]
 
-    def here(self) -> Any:
-        return torch.device(self.device) if self.real else super().here()
+    def as_default_device(self) -> Any:
+        return torch.device(self.device) if self.real else super().as_default_device()
 
     def fill_later(self, x: Tensor, value: float) -> None:
         if self.real:
             torch.cuda._sleep(_CYCLES)
         x.fill_(value)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         if self.real:
             torch.cuda.synchronize()
 
@@ -245,8 +248,8 @@ class Gpu(Site):
             torch.cuda._sleep(_CYCLES)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        self.settle()
+    def stalled(self) -> Iterator[None]:
+        self.synchronize()
         self.stall(0.5)
         yield
         assert not torch.cuda.current_stream().query(), "the stream was idle: nothing was tested"
@@ -260,14 +263,14 @@ class Gpu(Site):
     def capturing(self) -> Iterator[None]:
         """Capture a graph around the body; then replay it, to check that the capture is intact."""
         graph, x = torch.cuda.CUDAGraph(), torch.ones(3)
-        self.settle()
+        self.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
             graph.capture_begin()
             yield
             y = x + 1
             graph.capture_end()
         graph.replay()
-        self.settle()
+        self.synchronize()
         assert y.tolist() == [2.0] * 3
 
 

@@ -1,6 +1,6 @@
 """The soak: phases of random calls, in threads over random groups, with rank failures.
 
-All ranks derive the same story from one seed. In a phase each thread has a group of its own, or
+All ranks derive the same scenario from one seed. In a phase each thread has a group of its own, or
 sends messages in the group of another thread. A rank may be killed, or stopped for a while; every
 rank that waits for it must raise, and the next phase makes new groups of the remaining ranks.
 """
@@ -23,62 +23,70 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from dist_pool import RankContext, backend_of
-from dist_soak_calls import Side
-from dist_soak_steps import KINDS, LENT, LENT_BYTES, MESSAGES, Pending, begin_step, choose
+from dist_soak_calls import GroupRank
+from dist_soak_steps import (
+    KINDS,
+    MESSAGES,
+    SYMMETRIC_BYTES,
+    SYMMETRIC_CALLS,
+    Pending,
+    begin_step,
+    choose,
+)
 
 import pycollect as pc
 
 STEPS = 60  # steps of a thread whose group loses no rank
-OPEN = 6  # largest number of calls that a thread has in flight
-NOTICED = 8.0  # seconds after a death within which every survivor raises, on an overloaded machine
+MAX_OPEN = 6  # largest number of calls that a thread has in flight
+NOTICE_SECONDS = 8.0  # from a death until every survivor raises, on an overloaded machine
 USUAL, SHORT = 120.0, 2.0  # timeouts of groups, in seconds; SHORT where a timeout must expire
 FAULTS = ("", "pause", "death", "absence")
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """The part of a phase that all ranks derive alike. Ranks keep their initial numbers."""
+    """The part of a phase that all ranks derive from the seed. Ranks keep their initial numbers."""
 
     seed: str
     groups: tuple[tuple[int, ...], ...]
     fault: str
-    victim: int
-    helper: int  # the rank that stops the victim
+    faulty_rank: int
+    helper: int  # the rank that stops the faulty rank
     after: float  # seconds before the fault
-    anew: bool  # the default group is destroyed and created again, too
+    recreate: bool  # the default group, too, is destroyed and created again
 
     def loses(self, group: int) -> bool:
-        return self.fault in ("death", "absence") and self.victim in self.groups[group]
+        return self.fault in ("death", "absence") and self.faulty_rank in self.groups[group]
 
-    def bereaved(self) -> set[int]:
-        """The other ranks of all groups that lose the victim."""
+    def survivors(self) -> set[int]:
+        """The other ranks of all groups that lose the faulty rank."""
         lost = [members for n, members in enumerate(self.groups) if self.loses(n)]
-        return {rank for members in lost for rank in members} - {self.victim}
+        return {rank for members in lost for rank in members} - {self.faulty_rank}
 
     def timeout(self, group: int) -> float:
         return SHORT if self.fault == "absence" and self.loses(group) else USUAL
 
 
 def phases_of(seed: int, world: int) -> list[Phase]:
-    """Return the phases of a seed: at most five, and none once fewer than three ranks live."""
-    rng, alive, told = random.Random(seed), list(range(world)), []
-    while len(alive) >= 3 and len(told) < 5:
-        fault = rng.choice(FAULTS) if told else ""
-        victim, helper = rng.sample(alive, 2)
+    """Return the phases of a seed: at most five, and none once fewer than three ranks are alive."""
+    rng, alive, phases = random.Random(seed), list(range(world)), []
+    while len(alive) >= 3 and len(phases) < 5:
+        fault = rng.choice(FAULTS) if phases else ""
+        faulty_rank, helper = rng.sample(alive, 2)
         groups = tuple(
             tuple(sorted(rng.sample(alive, rng.randint(2, len(alive)))))
             for _ in range(rng.randint(1, 3))
         )
-        anew = bool(told) and rng.random() < 0.5
-        name = f"{seed}.{len(told)}"
-        after = rng.uniform(0, 0.8) + (fault == "absence")  # an absence must begin amid the calls
-        told.append(Phase(name, groups, fault, victim, helper, after, anew))
+        recreate = bool(phases) and rng.random() < 0.5
+        name = f"{seed}.{len(phases)}"
+        after = rng.uniform(0, 0.8) + (fault == "absence")  # an absence must begin during the calls
+        phases.append(Phase(name, groups, fault, faulty_rank, helper, after, recreate))
         if fault == "death":
-            alive.remove(victim)
-    return told
+            alive.remove(faulty_rank)
+    return phases
 
 
-class Watched:
+class CanaryTensors:
     """New tensors that may reuse memory exposed to a failed call: no late rank may write there."""
 
     def __init__(self) -> None:
@@ -88,7 +96,7 @@ class Watched:
         gc.collect()
         with contextlib.suppress(pc.CollectiveError):  # raised by an aborted group
             for _ in range(4):
-                x = pc.empty(LENT_BYTES, dtype=torch.uint8, group=group)
+                x = pc.empty(SYMMETRIC_BYTES, dtype=torch.uint8, group=group)
                 self.tensors.append(x.fill_(77))
 
     def check(self) -> None:
@@ -101,19 +109,19 @@ class Thread:
 
     def __init__(
         self,
-        side: Side,
+        me: GroupRank,
         name: str,
-        watched: Watched,
+        canaries: CanaryTensors,
         *,
         messages: bool,
-        bereaved: bool,
+        loses_rank: bool,
         without: frozenset[str],
     ):
-        self.side, self.name, self.watched, self.without = side, name, watched, without
+        self.me, self.name, self.canaries, self.without = me, name, canaries, without
         self.first = 100_000 if messages else 0
         self.only = MESSAGES if messages else tuple(KINDS)
-        self.bereaved = bereaved  # the group loses a rank: continue until a call raises
-        self.told = 0.0
+        self.loses_rank = loses_rank  # the group loses a rank: continue until a call raises
+        self.raised_at = 0.0
         self.error: BaseException | None = None
         self.failure = ""
         self.now = ""
@@ -124,17 +132,17 @@ class Thread:
     def _run(self) -> None:
         try:
             self._steps()
-            assert not self.bereaved, "no call raised although a rank is missing"
+            assert not self.loses_rank, "no call raised although a rank is missing"
         except pc.CollectiveError as error:
             # The traceback is dropped, because its frames keep the tensors of failed calls alive.
-            self.told, self.error = time.monotonic(), error.with_traceback(None)
+            self.raised_at, self.error = time.monotonic(), error.with_traceback(None)
         except BaseException:
             self.failure = traceback.format_exc()
         try:
             if self.error is not None:
-                assert self.bereaved, "all ranks of the group are there"
+                assert self.loses_rank, "no rank of the group is missing"
                 self._leave()
-                self.watched.take(self.side.group)
+                self.canaries.take(self.me.group)
         except BaseException:
             self.failure = traceback.format_exc()
 
@@ -142,19 +150,19 @@ class Thread:
         rng = random.Random(self.name)
         number = self.first
         until = time.monotonic() + 40
-        while time.monotonic() < until if self.bereaved else number < self.first + STEPS:
+        while time.monotonic() < until if self.loses_rank else number < self.first + STEPS:
             number += 1
             kind = choose(rng, self.only, self.without)
             seed = rng.randrange(2**30)
             self.now = f"step {number}, {kind}"
-            self.open.append(begin_step(self.side, kind, number, seed, self.without))
-            while len(self.open) > self.side.local.randint(0, OPEN):
+            self.open.append(begin_step(self.me, kind, number, seed, self.without))
+            while len(self.open) > self.me.local.randint(0, MAX_OPEN):
                 self._finish_one()
         while self.open:
             self._finish_one()
 
     def _finish_one(self) -> None:
-        pending = self.open.pop(self.side.local.randrange(len(self.open)))
+        pending = self.open.pop(self.me.local.randrange(len(self.open)))
         self.now = f"waits for {pending.step}"
         pending.finish()
 
@@ -172,55 +180,55 @@ def wait_for(paths: list[Path]) -> None:
 
 
 def inject_fault(phase: Phase, me: int, pids: list[int], folder: str) -> None:
-    """Inject the phase's fault: the victim kills itself, or the helper stops it for a while.
+    """Inject the fault: the faulty rank kills itself, or the helper stops it for a while.
 
-    The victim must have begun the phase.
+    The faulty rank must have begun the phase.
     """
     begun = Path(folder, f"begun_{phase.seed}")
-    if me == phase.victim:
+    if me == phase.faulty_rank:
         begun.touch()
     if me == phase.helper:
         wait_for([begun])
     time.sleep(phase.after)
-    if phase.fault == "death" and me == phase.victim:
+    if phase.fault == "death" and me == phase.faulty_rank:
         Path(folder, f"death_{phase.seed}").write_text(repr(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
     if phase.fault in ("pause", "absence") and me == phase.helper:
-        os.kill(pids[phase.victim], signal.SIGSTOP)
+        os.kill(pids[phase.faulty_rank], signal.SIGSTOP)
         time.sleep(0.7)
-        if phase.fault == "absence":  # the victim resumes after all its peers have timed out
-            wait_for([Path(folder, f"over_{phase.seed}_{rank}") for rank in phase.bereaved()])
-        os.kill(pids[phase.victim], signal.SIGCONT)
+        if phase.fault == "absence":  # it resumes after all its peers have timed out
+            wait_for([Path(folder, f"over_{phase.seed}_{rank}") for rank in phase.survivors()])
+        os.kill(pids[phase.faulty_rank], signal.SIGCONT)
 
 
 @dataclasses.dataclass
 class Scenario:
-    """State of one rank while it plays a story."""
+    """State of one rank while it runs a scenario."""
 
     me: RankContext
     seed: int
     pids: list[int]
     without: frozenset[str]
     alive: list[int] = dataclasses.field(default_factory=list)
-    met: list[int] = dataclasses.field(default_factory=list)  # ranks of the default group
-    meetings: int = 0
-    watched: Watched = dataclasses.field(default_factory=Watched)
+    members: list[int] = dataclasses.field(default_factory=list)  # ranks of the default group
+    bootstraps: int = 0
+    canaries: CanaryTensors = dataclasses.field(default_factory=CanaryTensors)
     latest: float = 0.0
 
-    def meet(self, seconds: float = USUAL) -> None:
-        self.meetings += 1
-        self.met = list(self.alive)
+    def bootstrap(self, seconds: float = USUAL) -> None:
+        self.bootstraps += 1
+        self.members = list(self.alive)
         here = dataclasses.replace(self.me.spec, world=len(self.alive), timeout=seconds)
         me = dataclasses.replace(self.me, rank=self.alive.index(self.me.rank), spec=here)
-        me.init(f"story_{self.seed}_{self.meetings}")
+        me.init(f"scenario_{self.seed}_{self.bootstraps}")
 
-    def read(self, phase: Phase) -> None:
-        if phase.anew:
+    def run(self, phase: Phase) -> None:
+        if phase.recreate:
             dist.destroy_process_group()
-            self.meet()
+            self.bootstrap()
         limit = datetime.timedelta(seconds=USUAL)
         groups = [
-            dist.new_group([self.met.index(r) for r in members], timeout=limit)
+            dist.new_group([self.members.index(r) for r in members], timeout=limit)
             for members in phase.groups
         ]
         mine = {
@@ -232,17 +240,17 @@ class Scenario:
             limit = datetime.timedelta(seconds=phase.timeout(n))
             backend_of(group).set_timeout(limit)
             dist.barrier(group)
-        self.watched.check()  # after the barrier: any stopped rank has resumed
+        self.canaries.check()  # after the barrier: any stopped rank has resumed
         threads = [t for n, group in mine.items() for t in self._threads(phase, n, group)]
-        doer = threading.Thread(
+        injector = threading.Thread(
             target=inject_fault, args=(phase, self.me.rank, self.pids, self.me.folder), daemon=True
         )
-        doer.start()
+        injector.start()
         self._join(phase, threads)
         Path(self.me.folder, f"over_{phase.seed}_{self.me.rank}").touch()
-        doer.join()
+        injector.join()
         if phase.fault == "death":
-            self.alive.remove(phase.victim)
+            self.alive.remove(phase.faulty_rank)
         for group in mine.values():
             dist.destroy_process_group(group)
 
@@ -250,15 +258,19 @@ class Scenario:
         members = phase.groups[n]
         lost = phase.loses(n)
         name = f"{phase.seed} group {n}"
-        two = "messengers" not in self.without and random.Random(name).random() < 0.5
+        message_thread = (
+            "message threads" not in self.without and random.Random(name).random() < 0.5
+        )
         made = []
-        for messages in (False, True)[: 1 + two]:
-            side = Side(group, members.index(self.me.rank), random.Random(f"{name} {self.me.rank}"))
+        for messages in (False, True)[: 1 + message_thread]:
+            me = GroupRank(
+                group, members.index(self.me.rank), random.Random(f"{name} {self.me.rank}")
+            )
             name += " messages" if messages else ""
             absent = lost and phase.fault == "absence"
-            without = self.without.union(() if absent else (LENT,))
-            how = {"messages": messages, "bereaved": lost, "without": without}
-            made.append(Thread(side, name, self.watched, **how))
+            without = self.without.union(() if absent else (SYMMETRIC_CALLS,))
+            options = {"messages": messages, "loses_rank": lost, "without": without}
+            made.append(Thread(me, name, self.canaries, **options))
         return made
 
     def _join(self, phase: Phase, threads: list[Thread]) -> None:
@@ -269,32 +281,34 @@ class Scenario:
             f"{t.name}, {t.now}:\n{t.error or ''}\n{t.failure}" for t in threads if t.failure
         ]
         assert not failures, "\n".join([str(phase), *failures])
-        self._check_words(phase, threads)
+        self._check_errors(phase, threads)
 
-    def _check_words(self, phase: Phase, threads: list[Thread]) -> None:
-        """Check that errors come within NOTICED seconds of a death, and name the dead rank."""
+    def _check_errors(self, phase: Phase, threads: list[Thread]) -> None:
+        """Check that errors come within NOTICE_SECONDS of a death, and name the dead rank."""
         for t in (t for t in threads if t.error):
             if phase.fault == "death":
                 when = float(Path(self.me.folder, f"death_{phase.seed}").read_text())
-                self.latest = max(self.latest, t.told - when)
-                assert self.latest < NOTICED, f"{t.told - when:.1f} s after the death: {t.error}"
+                self.latest = max(self.latest, t.raised_at - when)
+                assert self.latest < NOTICE_SECONDS, (
+                    f"{t.raised_at - when:.1f} s after the death: {t.error}"
+                )
                 assert isinstance(t.error, pc.PeerLost), repr(t.error)
-                victim = phase.groups[int(t.name.split()[2])].index(phase.victim)
-                assert f"rank {victim}" in str(t.error), f"does not name rank {victim}: {t.error}"
+                lost = phase.groups[int(t.name.split()[2])].index(phase.faulty_rank)
+                assert f"rank {lost}" in str(t.error), f"does not name rank {lost}: {t.error}"
             assert "rank" in str(t.error), f"names no rank: {t.error}"  # it may name any
 
 
-def tell(me: RankContext, seed: int, pids: list[int], without: frozenset[str]) -> float:
-    """Play one rank's part of a story. On failure end the process, so that no peer waits for it."""
-    story = Scenario(me, seed, pids, without, list(range(me.world)))
+def run_scenario(me: RankContext, seed: int, pids: list[int], without: frozenset[str]) -> float:
+    """Run one rank's part of a scenario; on failure end the process, so no peer waits for it."""
+    scenario = Scenario(me, seed, pids, without, list(range(me.world)))
     try:
-        story.meet()
+        scenario.bootstrap()
         for phase in phases_of(seed, me.world):
-            story.read(phase)
+            scenario.run(phase)
         dist.destroy_process_group()
-        story.watched.check()
+        scenario.canaries.check()
     except BaseException:
-        said = f"seed {seed}, rank {me.rank} fails: {traceback.format_exc()}"
-        print(said, file=sys.stderr, flush=True)
+        message = f"seed {seed}, rank {me.rank} fails: {traceback.format_exc()}"
+        print(message, file=sys.stderr, flush=True)
         os._exit(70)
-    return story.latest
+    return scenario.latest

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dist_cases import THEIRS
+from dist_cases import TORCH_OPS
 from reference import COMPLEX, DTYPES, OPS, allowed, assert_same, left_fold, randoms
 from torch import Tensor
 
@@ -34,7 +34,7 @@ class Step:
     kind: str
     number: int  # index within the group
     seed: int
-    later: bool  # async_op
+    async_op: bool
     dtype: torch.dtype
     op: str
     count: int  # elements of a block
@@ -42,20 +42,20 @@ class Step:
     odd: int  # the rank that makes the mistake, in steps with a mistake
     world: int
 
-    def own(self, what: object) -> random.Random:
+    def rng(self, what: object) -> random.Random:
         """A generator for further choices that all ranks make alike."""
         return random.Random(f"{self.seed} {what}")
 
 
 @dataclasses.dataclass(frozen=True)
-class Side:
-    """The calling rank and its group."""
+class GroupRank:
+    """The calling rank of a group, with its own random choices."""
 
     group: Any
     rank: int
     local: random.Random  # for choices that differ between ranks
 
-    def at(self, rank: int) -> int:
+    def global_rank(self, rank: int) -> int:
         """The global rank of a rank of the group, as torch.distributed calls take it."""
         return dist.get_global_rank(self.group, rank)
 
@@ -73,7 +73,7 @@ def _folded(dtype: torch.dtype, op: str, seeds: tuple[int, ...]) -> Tensor:
     return left_fold([_pattern(dtype, s) for s in seeds], op)
 
 
-def _long(pattern: Tensor, count: int) -> Tensor:
+def _repeated(pattern: Tensor, count: int) -> Tensor:
     return pattern.repeat(count // _PERIOD + 1)[:count]
 
 
@@ -81,34 +81,38 @@ def _seed(step: Step, rank: int, block: int) -> int:
     return (step.seed + 7 * rank + 31 * block) % _PATTERNS
 
 
-def given(step: Step, rank: int, block: int = 0, count: int | None = None) -> Tensor:
-    return _long(
+def input_block(step: Step, rank: int, block: int = 0, count: int | None = None) -> Tensor:
+    return _repeated(
         _pattern(step.dtype, _seed(step, rank, block)), step.count if count is None else count
     )
 
 
 def fold(step: Step, block: int = 0, count: int | None = None, op: str = "") -> Tensor:
     seeds = tuple(_seed(step, r, block) for r in range(step.world))
-    return _long(_folded(step.dtype, op or step.op, seeds), step.count if count is None else count)
+    return _repeated(
+        _folded(step.dtype, op or step.op, seeds), step.count if count is None else count
+    )
 
 
-def lay(side: Side, values: Tensor, flat: bool = False) -> Tensor:
+def in_random_layout(me: GroupRank, values: Tensor, flat: bool = False) -> Tensor:
     """Copy the values into a randomly chosen kind of memory; `flat`: torch needs it contiguous."""
-    how = side.local.choice(("own", "own", "placed", "offset") + (() if flat else ("gaps",)))
+    layout = me.local.choice(("own", "own", "symmetric", "offset") + (() if flat else ("gaps",)))
     count = values.numel()
-    if how == "placed":
-        return pc.empty(count, dtype=values.dtype, group=side.group).copy_(values)
-    if how == "offset":
+    if layout == "symmetric":
+        return pc.empty(count, dtype=values.dtype, group=me.group).copy_(values)
+    if layout == "offset":
         return values.new_empty(count + 3)[3:].copy_(values)
-    if how == "gaps":
+    if layout == "gaps":
         return values.new_empty(2 * count + 1)[1::2].copy_(values)
     return values.clone()
 
 
-def room(side: Side, step: Step, count: int | None = None, flat: bool = False) -> Tensor:
+def output_tensor(
+    me: GroupRank, step: Step, count: int | None = None, flat: bool = False
+) -> Tensor:
     """An output tensor, filled with values that no result has."""
-    junk = _pattern(step.dtype, _PATTERNS)
-    return lay(side, _long(junk, step.count if count is None else count), flat)
+    filler = _pattern(step.dtype, _PATTERNS)
+    return in_random_layout(me, _repeated(filler, step.count if count is None else count), flat)
 
 
 def check(step: Step, pairs: Sequence[tuple[Tensor, Tensor]]) -> Check:
@@ -123,107 +127,118 @@ def check(step: Step, pairs: Sequence[tuple[Tensor, Tensor]]) -> Check:
 
 
 def _op(step: Step) -> Any:
-    return getattr(dist.ReduceOp, THEIRS[step.op])
+    return getattr(dist.ReduceOp, TORCH_OPS[step.op])
 
 
-def all_reduce(side: Side, step: Step, **how: Any) -> tuple[Works, Check]:
-    x = lay(side, given(step, side.rank))
-    return [dist.all_reduce(x, _op(step), **how)], check(step, [(x, fold(step))])
+def all_reduce(me: GroupRank, step: Step, **options: Any) -> tuple[Works, Check]:
+    x = in_random_layout(me, input_block(step, me.rank))
+    return [dist.all_reduce(x, _op(step), **options)], check(step, [(x, fold(step))])
 
 
-def reduce(side: Side, step: Step, **how: Any) -> tuple[Works, Check]:
-    x = lay(side, given(step, side.rank))
-    work = dist.reduce(x, side.at(step.root), _op(step), **how)
-    return [work], check(step, [(x, fold(step))] if side.rank == step.root else [])
+def reduce(me: GroupRank, step: Step, **options: Any) -> tuple[Works, Check]:
+    x = in_random_layout(me, input_block(step, me.rank))
+    work = dist.reduce(x, me.global_rank(step.root), _op(step), **options)
+    return [work], check(step, [(x, fold(step))] if me.rank == step.root else [])
 
 
-def broadcast(side: Side, step: Step, **how: Any) -> tuple[Works, Check]:
-    x = lay(side, given(step, side.rank))
-    work = dist.broadcast(x, side.at(step.root), **how)
-    return [work], check(step, [(x, given(step, step.root))])
+def broadcast(me: GroupRank, step: Step, **options: Any) -> tuple[Works, Check]:
+    x = in_random_layout(me, input_block(step, me.rank))
+    work = dist.broadcast(x, me.global_rank(step.root), **options)
+    return [work], check(step, [(x, input_block(step, step.root))])
 
 
-def all_gather(side: Side, step: Step, **how: Any) -> tuple[Works, Check]:
+def all_gather(me: GroupRank, step: Step, **options: Any) -> tuple[Works, Check]:
     """all_gather of tensors whose sizes differ between ranks."""
-    counts = [step.own(r).choice((step.count, step.count // 2)) for r in range(step.world)]
-    out = [room(side, step, n) for n in counts]
-    mine = lay(side, given(step, side.rank, count=counts[side.rank]))
-    wanted = [given(step, r, count=n) for r, n in enumerate(counts)]
-    work = dist.all_gather(out, mine, **how)
+    counts = [step.rng(r).choice((step.count, step.count // 2)) for r in range(step.world)]
+    out = [output_tensor(me, step, n) for n in counts]
+    mine = in_random_layout(me, input_block(step, me.rank, count=counts[me.rank]))
+    wanted = [input_block(step, r, count=n) for r, n in enumerate(counts)]
+    work = dist.all_gather(out, mine, **options)
     return [work], check(step, list(zip(out, wanted, strict=True)))
 
 
-def all_gather_into_tensor(side: Side, step: Step, **how: Any) -> tuple[Works, Check]:
-    out = room(side, step, step.count * step.world, flat=True)
-    mine = lay(side, given(step, side.rank))
-    if step.count and side.local.random() < 0.2:  # in place
-        mine = out[step.count * side.rank :][: step.count].copy_(mine)
-    wanted = torch.cat([given(step, r) for r in range(step.world)])
-    return [dist.all_gather_into_tensor(out, mine, **how)], check(step, [(out, wanted)])
+def all_gather_into_tensor(me: GroupRank, step: Step, **options: Any) -> tuple[Works, Check]:
+    out = output_tensor(me, step, step.count * step.world, flat=True)
+    mine = in_random_layout(me, input_block(step, me.rank))
+    if step.count and me.local.random() < 0.2:  # in place
+        mine = out[step.count * me.rank :][: step.count].copy_(mine)
+    wanted = torch.cat([input_block(step, r) for r in range(step.world)])
+    return [dist.all_gather_into_tensor(out, mine, **options)], check(step, [(out, wanted)])
 
 
-def gather(side: Side, step: Step, **how: Any) -> tuple[Works, Check]:
+def gather(me: GroupRank, step: Step, **options: Any) -> tuple[Works, Check]:
     ranks = range(step.world)
-    out = [room(side, step) for _ in ranks] if side.rank == step.root else None
-    work = dist.gather(lay(side, given(step, side.rank)), out, side.at(step.root), **how)
-    return [work], check(step, list(zip(out or [], [given(step, r) for r in ranks], strict=False)))
+    out = [output_tensor(me, step) for _ in ranks] if me.rank == step.root else None
+    work = dist.gather(
+        in_random_layout(me, input_block(step, me.rank)), out, me.global_rank(step.root), **options
+    )
+    return [work], check(
+        step, list(zip(out or [], [input_block(step, r) for r in ranks], strict=False))
+    )
 
 
-def scatter(side: Side, step: Step, **how: Any) -> tuple[Works, Check]:
-    blocks = [lay(side, given(step, side.rank, b)) for b in range(step.world)]
-    out = room(side, step)
-    source = side.at(step.root)
-    work = dist.scatter(out, blocks if side.rank == step.root else None, source, **how)
-    return [work], check(step, [(out, given(step, step.root, side.rank))])
+def scatter(me: GroupRank, step: Step, **options: Any) -> tuple[Works, Check]:
+    blocks = [in_random_layout(me, input_block(step, me.rank, b)) for b in range(step.world)]
+    out = output_tensor(me, step)
+    source = me.global_rank(step.root)
+    work = dist.scatter(out, blocks if me.rank == step.root else None, source, **options)
+    return [work], check(step, [(out, input_block(step, step.root, me.rank))])
 
 
-def reduce_scatter(side: Side, step: Step, **how: Any) -> tuple[Works, Check]:
-    blocks = [lay(side, given(step, side.rank, b)) for b in range(step.world)]
-    out = room(side, step)
-    work = dist.reduce_scatter(out, blocks, _op(step), **how)
-    return [work], check(step, [(out, fold(step, side.rank))])
+def reduce_scatter(me: GroupRank, step: Step, **options: Any) -> tuple[Works, Check]:
+    blocks = [in_random_layout(me, input_block(step, me.rank, b)) for b in range(step.world)]
+    out = output_tensor(me, step)
+    work = dist.reduce_scatter(out, blocks, _op(step), **options)
+    return [work], check(step, [(out, fold(step, me.rank))])
 
 
-def reduce_scatter_tensor(side: Side, step: Step, **how: Any) -> tuple[Works, Check]:
-    whole = lay(side, torch.cat([given(step, side.rank, b) for b in range(step.world)]))
-    out = room(side, step)
-    work = dist.reduce_scatter_tensor(out, whole, _op(step), **how)
-    return [work], check(step, [(out, fold(step, side.rank))])
+def reduce_scatter_tensor(me: GroupRank, step: Step, **options: Any) -> tuple[Works, Check]:
+    whole = in_random_layout(
+        me, torch.cat([input_block(step, me.rank, b) for b in range(step.world)])
+    )
+    out = output_tensor(me, step)
+    work = dist.reduce_scatter_tensor(out, whole, _op(step), **options)
+    return [work], check(step, [(out, fold(step, me.rank))])
 
 
-def _shares(step: Step, source: int) -> list[int]:
+def _send_counts(step: Step, source: int) -> list[int]:
     """Elements that rank `source` sends to each rank."""
-    return [step.own((source, to)).randint(0, step.count) for to in range(step.world)]
+    return [step.rng((source, to)).randint(0, step.count) for to in range(step.world)]
 
 
-def all_to_all(side: Side, step: Step, **how: Any) -> tuple[Works, Check]:
+def all_to_all(me: GroupRank, step: Step, **options: Any) -> tuple[Works, Check]:
     ranks = range(step.world)
     mine = [
-        lay(side, given(step, side.rank, to, n)) for to, n in enumerate(_shares(step, side.rank))
+        in_random_layout(me, input_block(step, me.rank, to, n))
+        for to, n in enumerate(_send_counts(step, me.rank))
     ]
-    wanted = [given(step, r, side.rank, _shares(step, r)[side.rank]) for r in ranks]
-    out = [room(side, step, w.numel()) for w in wanted]
-    work = dist.all_to_all(out, mine, **how)
+    wanted = [input_block(step, r, me.rank, _send_counts(step, r)[me.rank]) for r in ranks]
+    out = [output_tensor(me, step, w.numel()) for w in wanted]
+    work = dist.all_to_all(out, mine, **options)
     return [work], check(step, list(zip(out, wanted, strict=True)))
 
 
-def all_to_all_single(side: Side, step: Step, **how: Any) -> tuple[Works, Check]:
-    sent = _shares(step, side.rank)
-    wanted = [given(step, r, side.rank, _shares(step, r)[side.rank]) for r in range(step.world)]
-    x = lay(side, torch.cat([given(step, side.rank, to, n) for to, n in enumerate(sent)]))
-    out = room(side, step, sum(w.numel() for w in wanted))
-    work = dist.all_to_all_single(out, x, [w.numel() for w in wanted], sent, **how)
+def all_to_all_single(me: GroupRank, step: Step, **options: Any) -> tuple[Works, Check]:
+    sent = _send_counts(step, me.rank)
+    wanted = [
+        input_block(step, r, me.rank, _send_counts(step, r)[me.rank]) for r in range(step.world)
+    ]
+    x = in_random_layout(
+        me, torch.cat([input_block(step, me.rank, to, n) for to, n in enumerate(sent)])
+    )
+    out = output_tensor(me, step, sum(w.numel() for w in wanted))
+    work = dist.all_to_all_single(out, x, [w.numel() for w in wanted], sent, **options)
     return [work], check(step, [(out, torch.cat(wanted))])
 
 
-def barrier(side: Side, step: Step, **how: Any) -> tuple[Works, Check]:
-    return [dist.barrier(**how)], check(step, [])
+def barrier(me: GroupRank, step: Step, **options: Any) -> tuple[Works, Check]:
+    return [dist.barrier(**options)], check(step, [])
 
 
-def all_reduce_coalesced(side: Side, step: Step, **how: Any) -> tuple[Works, Check]:
+def all_reduce_coalesced(me: GroupRank, step: Step, **options: Any) -> tuple[Works, Check]:
     parts = [step.count, step.count // 3, 1]
-    xs = [lay(side, given(step, side.rank, b, n)) for b, n in enumerate(parts)]
-    work = dist.all_reduce_coalesced(xs, _op(step), **how)
+    xs = [in_random_layout(me, input_block(step, me.rank, b, n)) for b, n in enumerate(parts)]
+    work = dist.all_reduce_coalesced(xs, _op(step), **options)
     return [work], check(step, [(x, fold(step, b, x.numel())) for b, x in enumerate(xs)])
 
 

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from dist_pool import Caught, RankContext, backend_of, caught
 
-KILLED_RANK = 1
-NOTICED = 2.0  # limit in seconds for every rank to notice a death: 1 promised, 1 for machine load
+FAULTY_RANK = 1
+# Limit for every rank to notice a death: 1 s as promised, and 1 s for machine load.
+NOTICE_SECONDS = 2.0
 AT_ONCE = 0.5  # limit in seconds for an aborted group to refuse a call, on a loaded machine
 DESTROYED = 5.0  # limit in seconds for destroying an aborted group
 BEFORE = 4  # successful calls before the failure
@@ -30,7 +31,7 @@ def future(x: torch.Tensor) -> None:
     dist.all_reduce(x, async_op=True).get_future().wait()
 
 
-# Calls that survivors wait in: name -> (operation name in the error message, call).
+# Calls in which survivors wait: name -> (operation name in the error message, call).
 WAITS: dict[str, tuple[str, Callable[[], object]]] = {
     "all_reduce": ("all_reduce", lambda: dist.all_reduce(torch.ones(3))),
     "large all_reduce": ("all_reduce", lambda: dist.all_reduce(large())),
@@ -38,7 +39,7 @@ WAITS: dict[str, tuple[str, Callable[[], object]]] = {
     "async all_reduce": ("all_reduce", lambda: asynchronous(torch.ones(3))),
     "future": ("all_reduce", lambda: future(torch.ones(3))),
     "reduce": ("reduce", lambda: dist.reduce(torch.ones(3), 0)),
-    "broadcast": ("broadcast", lambda: dist.broadcast(torch.ones(3), KILLED_RANK)),
+    "broadcast": ("broadcast", lambda: dist.broadcast(torch.ones(3), FAULTY_RANK)),
     "all_gather": (
         "all_gather",
         lambda: dist.all_gather([torch.ones(3) for _ in range(3)], torch.ones(3)),
@@ -52,16 +53,16 @@ WAITS: dict[str, tuple[str, Callable[[], object]]] = {
         lambda: dist.reduce_scatter_tensor(torch.ones(3), torch.ones(9)),
     ),
     "all_to_all": ("all_to_all", lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3))),
-    "scatter": ("scatter", lambda: dist.scatter(torch.ones(3), None, KILLED_RANK)),
+    "scatter": ("scatter", lambda: dist.scatter(torch.ones(3), None, FAULTY_RANK)),
     "barrier": ("barrier", lambda: dist.barrier()),
-    "recv": ("recv", lambda: dist.recv(torch.ones(3), KILLED_RANK)),
-    "irecv": ("recv", lambda: dist.irecv(torch.ones(3), KILLED_RANK).wait()),
-    "send": ("send", lambda: dist.send(large(), KILLED_RANK)),
+    "recv": ("recv", lambda: dist.recv(torch.ones(3), FAULTY_RANK)),
+    "irecv": ("recv", lambda: dist.irecv(torch.ones(3), FAULTY_RANK).wait()),
+    "send": ("send", lambda: dist.send(large(), FAULTY_RANK)),
     "all_gather_object": ("all_gather", lambda: dist.all_gather_object([None] * 3, "x")),
 }
 
 
-def begin(me: RankContext) -> int:
+def calls_before_failure(me: RankContext) -> int:
     for _ in range(BEFORE):
         x = torch.ones(100)
         dist.all_reduce(x)
@@ -69,16 +70,16 @@ def begin(me: RankContext) -> int:
     return backend_of()._get_sequence_number_for_group()
 
 
-def say(me: RankContext, word: str) -> None:
-    """Publish a word, as a file, for the ranks that wait for it in `heard`."""
-    path = Path(me.folder, f"{word}_{me.rank}")
+def publish(me: RankContext, key: str) -> None:
+    """Publish a key, as a file, for the ranks that wait for it in `wait_published`."""
+    path = Path(me.folder, f"{key}_{me.rank}")
     path.with_suffix(".new").write_text(repr(time.monotonic()))
     path.with_suffix(".new").rename(path)
 
 
-def heard(me: RankContext, word: str, ranks: Iterable[int]) -> float:
-    """Wait until all ranks have published the word (`say`); return the time of the last."""
-    paths = [Path(me.folder, f"{word}_{rank}") for rank in ranks]
+def wait_published(me: RankContext, key: str, ranks: Iterable[int]) -> float:
+    """Wait until all ranks have published the key (`publish`); return the time of the last."""
+    paths = [Path(me.folder, f"{key}_{rank}") for rank in ranks]
     limit = time.monotonic() + 15
     while not all(path.exists() for path in paths):
         assert time.monotonic() < limit, f"not all of {paths}"
@@ -90,7 +91,7 @@ def others(me: RankContext) -> list[int]:
     return [rank for rank in range(me.world) if rank != me.rank]
 
 
-def after(me: RankContext) -> tuple[Caught, float, float]:
+def after_failure(me: RankContext) -> tuple[Caught, float, float]:
     """Return the next call's error, the seconds it took, and the seconds that destroying took."""
     start = time.monotonic()
     refusal = caught(dist.all_reduce, torch.ones(3))

@@ -19,13 +19,15 @@ def all_reduce(name: str, world: int, pieces: int = 4) -> _C.Plan:
     return _C.find_algorithm("all_reduce", name).plan(world, 0, pieces)
 
 
-def ways() -> Iterator[dict[str, Any]]:
+def stream_layouts() -> Iterator[dict[str, Any]]:
     """Cycle endlessly through all stream layouts of a call, in a fixed shuffled order, so that the
     cycle is not correlated with the caller's loops."""
-    two = (False, True)
+    booleans = (False, True)
     found = [
-        {"callers_apart": a, "workers": w, "lanes": lanes, "hub": hub, "pace": pace}
-        for a, w, lanes, hub, pace in itertools.product(two, WORKERS, two, two, ("any", "one_task"))
+        {"callers_apart": a, "workers": w, "copy_streams": copy_streams, "hub": hub, "pace": pace}
+        for a, w, copy_streams, hub, pace in itertools.product(
+            booleans, WORKERS, booleans, booleans, ("any", "one_task")
+        )
     ]
     random.Random(0).shuffle(found)
     return itertools.cycle(found)
@@ -45,19 +47,19 @@ def calls(
     algorithm: _C.Algorithm, worlds: Sequence[int]
 ) -> Iterator[tuple[Case, Devices, dict[str, Any]]]:
     """Each case on each placement, with peer access and, on several devices, also staged."""
-    way = ways()
+    layout = stream_layouts()
     for case in cases(algorithm, worlds):
         for devices in placements(case.world):
-            yield case, devices, next(way) | {"peers": True}
+            yield case, devices, next(layout) | {"peers": True}
             if len(set(devices)) > 1:
-                yield case, devices, next(way) | {"peers": False}
+                yield case, devices, next(layout) | {"peers": False}
 
 
 def emulate_calls(
-    plan: _C.Plan, in_place: bool, devices: Devices, runs: int = 1, **way: Any
+    plan: _C.Plan, in_place: bool, devices: Devices, runs: int = 1, **layout: Any
 ) -> _testing.EmulatedRun:
     """Issue an emulated call `runs` times and assert that no accesses race."""
-    emulated_run = _testing.EmulatedRun(plan, in_place, devices, **way)
+    emulated_run = _testing.EmulatedRun(plan, in_place, devices, **layout)
     emulated_run.run(runs)
-    assert emulated_run.race is None, f"{devices} {way}: {emulated_run.race}"
+    assert emulated_run.race is None, f"{devices} {layout}: {emulated_run.race}"
     return emulated_run

@@ -78,9 +78,9 @@ def lines(t: Tensor) -> Tensor:
 
 def shifted(t: Tensor, elements: int) -> Tensor:
     """Copy a tensor as one line that starts `elements` elements after a multiple of 64 bytes."""
-    room = torch.zeros(t.numel() + 64 + elements, dtype=t.dtype)
-    start = -room.data_ptr() % 64 // t.element_size() + elements
-    return room[start : start + t.numel()].copy_(t.flatten()).view(1, -1)
+    base = torch.zeros(t.numel() + 64 + elements, dtype=t.dtype)
+    start = -base.data_ptr() % 64 // t.element_size() + elements
+    return base[start : start + t.numel()].copy_(t.flatten()).view(1, -1)
 
 
 def reals(t: Tensor) -> int:

@@ -16,7 +16,7 @@ from reference import OPS, randoms
 WORLDS = (2, 3, 4)
 ROOT = 1
 TIMEOUT = datetime.timedelta(seconds=60)
-_THEIRS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+_TORCH_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,13 +100,13 @@ def uneven(world: int) -> list[list[int]]:
 
 _ALL = (all_reduce, reduce, broadcast, all_gather, reduce_scatter)
 _ALL += (all_to_all, all_to_all_v, gather, scatter, coalesced)
-ASK = {f.__name__: f for f in _ALL}
+CALLS = {f.__name__: f for f in _ALL}
 
 
-def ask_gloo(case: Case, rank: int, world: int) -> torch.Tensor | None:
+def run_with_gloo(case: Case, rank: int, world: int) -> torch.Tensor | None:
     """Run the case with gloo and return this rank's result."""
-    op = getattr(dist.ReduceOp, dict(zip(OPS, _THEIRS, strict=True))[case.op])
-    return ASK[case.collective](case.inputs(world)[rank], op, rank, world)
+    op = getattr(dist.ReduceOp, dict(zip(OPS, _TORCH_OPS, strict=True))[case.op])
+    return CALLS[case.collective](case.inputs(world)[rank], op, rank, world)
 
 
 def work(rank: int, cases: list[Case], folder: str) -> None:
@@ -118,7 +118,7 @@ def work(rank: int, cases: list[Case], folder: str) -> None:
             "gloo", init_method=store, rank=rank, world_size=world, timeout=TIMEOUT
         )
         for case in cases:
-            results[world, case] = ask_gloo(case, rank, world)
+            results[world, case] = run_with_gloo(case, rank, world)
         dist.barrier()
         dist.destroy_process_group()
     torch.save(results, Path(folder) / f"rank_{rank}.pt")

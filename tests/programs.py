@@ -50,15 +50,15 @@ class Program:
         self.returncode: int | None = None
         environ = dict(os.environ if env is None else env)
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-        asked = pickle.dumps((self.args, str(cwd or Path.cwd()), environ, blocked))
+        request = pickle.dumps((self.args, str(cwd or Path.cwd()), environ, blocked))
         # Receives the program's pid, later its exit status.
-        mine, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        self._keeper = mine
-        with theirs, contextlib.ExitStack() as passed, open(os.devnull) as nothing:
+        own_end, other_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        self._status_socket = own_end
+        with other_end, contextlib.ExitStack() as passed, open(os.devnull) as nothing:
             self.stdout, out = _pipe(stdout, 1, passed)
             self.stderr, err = _pipe(stderr, 2, passed)
-            socket.send_fds(_server(), [asked], [nothing.fileno(), out, err, theirs.fileno()])
-        self.pid = int(self._keeper.recv(32))
+            socket.send_fds(_server(), [request], [nothing.fileno(), out, err, other_end.fileno()])
+        self.pid = int(self._status_socket.recv(32))
 
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -67,19 +67,19 @@ class Program:
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
-            self._keeper.settimeout(timeout)
+            self._status_socket.settimeout(timeout)
             try:
-                said = self._keeper.recv(32)
+                output = self._status_socket.recv(32)
             except (BlockingIOError, TimeoutError):
                 raise subprocess.TimeoutExpired(self.args, timeout or 0) from None
-            self.returncode = int(said)
-            self._keeper.close()
+            self.returncode = int(output)
+            self._status_socket.close()
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        said: dict[Any, str] = {}
+        output: dict[Any, str] = {}
         readers = [
-            threading.Thread(target=lambda p=pipe: said.update({p: p.read()}), daemon=True)
+            threading.Thread(target=lambda p=pipe: output.update({p: p.read()}), daemon=True)
             for pipe in (self.stdout, self.stderr)
             if pipe is not None and not pipe.closed
         ]
@@ -90,7 +90,7 @@ class Program:
             if reader.is_alive():
                 raise subprocess.TimeoutExpired(self.args, timeout or 0)
         self.wait(timeout)
-        return said.get(self.stdout, ""), said.get(self.stderr, "")
+        return output.get(self.stdout, ""), output.get(self.stderr, "")
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -154,17 +154,17 @@ def _pipe(
 def _server() -> socket.socket:
     """Start the server, which has torch imported, and return the socket to it. The server exits
     when this process closes the socket or ends."""
-    mine, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-    with theirs:
+    own_end, other_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with other_end:
         subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
+            [sys.executable, __file__, str(other_end.fileno())],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # not a terminal, so that programs do not line-buffer
-            pass_fds=[theirs.fileno()],
+            pass_fds=[other_end.fileno()],
             start_new_session=True,
         )
-    return mine
+    return own_end
 
 
 def _serve(control: socket.socket) -> tuple[list[str], str, dict[str, str], set[int]]:
@@ -172,29 +172,29 @@ def _serve(control: socket.socket) -> tuple[list[str], str, dict[str, str], set[
     assert "pycollect" not in sys.modules
     assert len(os.listdir("/proc/self/task")) == 1, "another thread would be lost in a fork"
     while True:
-        asked, fds, _, _ = socket.recv_fds(control, _LARGEST, 4)
-        if not asked:
+        request, fds, _, _ = socket.recv_fds(control, _LARGEST, 4)
+        if not request:
             os._exit(0)
         first = os.fork()
         if first == 0 and _begin(control, fds):
-            return pickle.loads(asked)  # type: ignore[no-any-return]
+            return pickle.loads(request)  # type: ignore[no-any-return]
         for fd in fds:
             os.close(fd)
         os.waitpid(first, 0)
 
 
 def _begin(control: socket.socket, fds: list[int]) -> bool:
-    """Fork the program and a keeper that waits for it and sends its status; only the program
+    """Fork the program and a reaper that waits for it and sends its status; only the program
     returns."""
     if os.fork():
-        os._exit(0)  # orphans the keeper, so that the server need not wait for it
+        os._exit(0)  # orphans the reaper, so that the server need not wait for it
     control.close()
     pid = os.fork()
-    *streams, told = fds
+    *streams, status_fd = fds
     if pid == 0:
         os.setsid()
-        os.write(told, b"%d" % os.getpid())
-        os.close(told)
+        os.write(status_fd, b"%d" % os.getpid())
+        os.close(status_fd)
         for number, fd in enumerate(streams):
             os.dup2(fd, number)
             os.close(fd)
@@ -204,13 +204,15 @@ def _begin(control: socket.socket, fds: list[int]) -> bool:
     ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # the zombie reserves its pid
     status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
     with contextlib.suppress(ConnectionError):
-        os.write(told, b"%d" % status)
-        os.read(told, 1)  # returns at EOF, when the caller has read the status or has ended
+        os.write(status_fd, b"%d" % status)
+        os.read(status_fd, 1)  # returns at EOF, when the caller has read the status or has ended
     os.waitpid(pid, 0)
     os._exit(0)
 
 
-def _become(command: list[str], folder: str, environ: dict[str, str], blocked: set[int]) -> None:
+def _run_as_main(
+    command: list[str], folder: str, environ: dict[str, str], blocked: set[int]
+) -> None:
     """Run a module (-m), code (-c) or a file as __main__ in this freshly forked process."""
     os.chdir(folder)
     os.environ.clear()
@@ -236,5 +238,5 @@ def _become(command: list[str], folder: str, environ: dict[str, str], blocked: s
 if __name__ == "__main__":
     gc.collect()
     gc.freeze()  # keeps the final collection of each program from scanning torch's objects
-    asked_for = _serve(socket.socket(fileno=int(sys.argv[1])))
-    _become(*asked_for)
+    program = _serve(socket.socket(fileno=int(sys.argv[1])))
+    _run_as_main(*program)

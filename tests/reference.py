@@ -92,26 +92,26 @@ def place(values: Tensor, layout: str) -> Tensor:
     if layout == "contiguous" or not shape:
         return values.clone(memory_format=torch.contiguous_format)
     if layout == "misaligned":
-        view = _room([values.numel() + 5], values.dtype)[3 : 3 + values.numel()].view(shape)
+        view = _filled([values.numel() + 5], values.dtype)[3 : 3 + values.numel()].view(shape)
     elif layout == "transposed":
-        view = _room(shape[::-1], values.dtype).permute(*range(len(shape))[::-1])
+        view = _filled(shape[::-1], values.dtype).permute(*range(len(shape))[::-1])
     elif layout == "columns":
-        view = _room([*shape[:-1], shape[-1] + 2], values.dtype)[..., 1 : 1 + shape[-1]]
+        view = _filled([*shape[:-1], shape[-1] + 2], values.dtype)[..., 1 : 1 + shape[-1]]
     else:
         assert layout == "every_other"
-        view = _room([*shape[:-1], 2 * shape[-1] + 1], values.dtype)[..., 1::2]
+        view = _filled([*shape[:-1], 2 * shape[-1] + 1], values.dtype)[..., 1::2]
     return view.copy_(values)
 
 
 LAYOUTS = ("contiguous", "misaligned", "transposed", "columns", "every_other")
 
 
-def _room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _filled(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     count = int(torch.Size(shape).numel())
     return torch.ones(count * dtype.itemsize, dtype=torch.uint8).view(dtype).clone().view(*shape)
 
 
-def around(view: Tensor) -> Tensor:
+def surrounding_bytes(view: Tensor) -> Tensor:
     """The bytes of the base memory of a view from `place`, with those of the view zeroed."""
     base = view if view._base is None else view._base
     copy = base.clone()
@@ -232,6 +232,6 @@ def assert_close(
         torch.testing.assert_close(a.to(wide), w.to(wide), rtol=rtol, atol=atol, msg=str(why))
 
 
-def order_shows(dtype: torch.dtype, op: str) -> bool:
+def depends_on_order(dtype: torch.dtype, op: str) -> bool:
     """Whether another order of the same operands can give other bits."""
     return op in ("sum", "avg", "prod") and (dtype.is_floating_point or dtype.is_complex)

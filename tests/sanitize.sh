@@ -8,10 +8,10 @@ folder=${BUILD_FOLDER:-$root/build/native-$kind}
 
 flags=(-O1)
 [[ $kind == none ]] || flags+=(-g -fno-omit-frame-pointer -fsanitize="$kind" -fno-sanitize-recover=all)
-# Checks that are calls halve the compile time, which is most of the time of this script.
+# Checks by calls instead of inline code halve the compile time, most of this script's time.
 [[ $kind != address ]] || flags+=(--param asan-instrumentation-with-call-threshold=0)
 export TSAN_OPTIONS="halt_on_error=1 ${TSAN_OPTIONS:-}" ASAN_OPTIONS="detect_leaks=1 ${ASAN_OPTIONS:-}"
-# ThreadSanitizer does not see other processes, and does not follow a fork with threads.
+# ThreadSanitizer does not check other processes, and does not support a fork with threads.
 [[ $kind != thread ]] || export NO_FORK=1
 
 cases=400 worlds=(1 2 3 4 5 8) programs=12
@@ -31,4 +31,4 @@ if [[ $kind != thread ]]; then  # these tests fork
   for test in symmetric_heap group rendezvous untrusted limits isolation; do run "${test}_test"; done
 fi
 run available_memory_test
-echo "sanitize.sh $kind $length: right"
+echo "sanitize.sh $kind $length: passed"

@@ -18,8 +18,8 @@ from reference import (
     allowed,
     assert_close,
     assert_same,
+    depends_on_order,
     left_fold,
-    order_shows,
     randoms,
     short,
 )
@@ -64,7 +64,7 @@ def test_the_default_is_the_left_fold(dtype, op):
 @pytest.mark.parametrize(("dtype", "op"), COMBINATIONS, ids=short)
 def test_every_algorithm_on_every_dtype_and_op(dtype, op):
     for algorithm in pc.algorithms():
-        exact = canonical(algorithm, dtype) or not order_shows(dtype, op)
+        exact = canonical(algorithm, dtype) or not depends_on_order(dtype, op)
         for world in WORLDS[:-1]:
             tensors = randoms(world, (37,), dtype, seed=world, tame=not exact)
             wanted = [left_fold(tensors, op)] * world
@@ -77,7 +77,7 @@ def test_every_algorithm_on_every_dtype_and_op(dtype, op):
 
 
 @pytest.mark.parametrize(("dtype", "op"), REFUSED, ids=short)
-def test_what_the_contract_does_not_define_is_a_type_error(dtype, op):
+def test_undefined_reductions_raise_type_error(dtype, op):
     tensors = randoms(3, (5,), dtype)
     kept = [t.clone() for t in tensors]
     with pytest.raises(TypeError, match=op):
@@ -85,7 +85,7 @@ def test_what_the_contract_does_not_define_is_a_type_error(dtype, op):
     assert_same(tensors, kept)
 
 
-def test_an_op_may_come_from_torch_distributed():
+def test_ops_of_torch_distributed_are_accepted():
     names = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
     for op, theirs in zip(OPS, names, strict=True):
         tensors = randoms(3, (20,), torch.int32)
@@ -103,7 +103,7 @@ def test_every_small_count(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
-def test_counts_that_are_split_over_threads(dtype):
+def test_counts_split_over_threads(dtype):
     for count in (8191, 8193, 32771, 2_400_007 // dtype.itemsize):
         tensors = randoms(4, (count,), dtype, seed=count)
         assert_same(reduced(tensors), [left_fold(tensors, "sum")] * 4, f"{count} elements")
@@ -118,7 +118,7 @@ def test_chunks_and_pieces_of_a_large_tensor(algorithm):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_the_number_of_threads_and_the_place_in_the_tensor_change_no_bit(dtype):
+def test_bits_do_not_depend_on_thread_count_or_offset(dtype):
     threads = torch.get_num_threads()
     tensors = randoms(4, (200_003,), dtype)
     wanted = left_fold(tensors, "sum")
@@ -133,20 +133,20 @@ def test_the_number_of_threads_and_the_place_in_the_tensor_change_no_bit(dtype):
         assert_same(part, [wanted[begin:end]] * 4, f"elements {begin} to {end}")
 
 
-def test_a_world_larger_than_any_table():
+def test_a_world_of_65_ranks():
     for algorithm in (None, *pc.algorithms()):
         tensors = randoms(65, (130,), torch.int16)
         got = reduced(tensors, algorithm=algorithm)
         assert_same(got, [left_fold(tensors, "sum")] * 65, algorithm)
 
 
-# --- examples that tell the contract from what is near it -----------------------------------------
+# --- examples that distinguish the contract from similar ones -------------------------------------
 
 LITERALS = [
     # Order of additions: (1e8 + 1) - 1e8 loses the 1, and 1e8 - 1e8 + 1 does not.
     (torch.float32, "sum", [1e8, 1.0, -1e8], 0.0),
     (torch.float32, "sum", [1e8, -1e8, 1.0], 1.0),
-    # One rounding: 257 has no bfloat16, so that rounding at every hop would stay at 256.
+    # One rounding: bfloat16 cannot represent 257, so rounding at every hop would stay at 256.
     (torch.bfloat16, "sum", [256.0, 1.0, 1.0], 258.0),
     (torch.float8_e5m2, "sum", [8.0, 1.0, 1.0], 10.0),
     (torch.float8_e4m3fn, "sum", [16.0, 1.0, 1.0], 18.0),
@@ -210,7 +210,7 @@ def test_every_pair_of_bytes(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=short)
-def test_every_half_with_some_other(dtype):
+def test_all_16_bit_floats_with_random_partners(dtype):
     every = torch.arange(-(2**15), 2**15).to(torch.int16)
     tensors = [every, *(every[torch.randperm(2**16)] for _ in range(2))]
     tensors = [t.view(dtype) for t in tensors]
@@ -227,7 +227,7 @@ def test_negative_zero_keeps_its_sign(dtype):
 
 
 @pytest.mark.parametrize("algorithm", pc.algorithms())
-def test_any_byte_but_zero_is_true(algorithm):
+def test_nonzero_bytes_of_bool_are_true(algorithm):
     raw = [[0, 1, 2, 255, 2, 0], [0, 0, 0, 1, 1, 4]]
     tensors = [torch.tensor(r * 9, dtype=torch.uint8) for r in raw]
     wanted = {"bxor": [0, 1, 1, 0, 0, 1], "sum": [0, 1, 1, 1, 1, 1], "prod": [0, 0, 0, 1, 1, 0]}
@@ -236,7 +236,7 @@ def test_any_byte_but_zero_is_true(algorithm):
             assert (t.view(torch.uint8) != 0).int().tolist() == truth * 9, op
 
 
-def test_integers_wrap_as_torchs_do():
+def test_integers_wrap_around_as_in_torch():
     for dtype in INTEGERS:
         largest = torch.full((33,), torch.iinfo(dtype).max, dtype=dtype)
         assert_same(reduced([largest] * 3), [largest + largest + largest] * 3, dtype)

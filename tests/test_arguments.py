@@ -97,7 +97,7 @@ IN_PLACE_LIST = {
     "windows": (
         lambda: [torch.ones(9).unfold(0, 4, 2)] * 3,
         ValueError,
-        r"\[[01]\].*one place.*clone",
+        r"\[[01]\].*share memory.*clone",
     ),
     "read-only": (lambda: [read_only()] * 3, ValueError, r"\[[01]\].*read-only.*copy"),
 }
@@ -112,7 +112,7 @@ def given(*args, **options):
 # Each generator yields: name of the call and its defect, call, arguments, error, words.
 
 
-def of_lists():
+def list_cases():
     for name, call in CALLS.items():
         for what, (make, *how) in (ANY_LIST | IN_PLACE_LIST).items():
             if name in IN_PLACE or what in ANY_LIST:
@@ -131,7 +131,7 @@ def of_lists():
             yield f"{name}, {what}", call, given(make), EITHER, words
 
 
-def of_words():
+def option_cases():
     def case(name, call, error, words, **options):
         what = " ".join(f"{k}={v!r}".partition(" object at ")[0] for k, v in options.items())
         return f"{name}, {what}", call, given(three, **options), error, words
@@ -162,7 +162,7 @@ def of_words():
             yield case(name, CALLS[name], EITHER, "streams", streams=bad)
 
 
-def of_dims():
+def dim_cases():
     scalars = given(lambda: [torch.tensor(1.0) for _ in range(3)])
     for name, call in ALONG_DIM.items():
         yield f"{name}, scalars", call, scalars, ValueError, "dim.*reshape"
@@ -172,7 +172,7 @@ def of_dims():
     yield "reduce_scatter, rows", pc.reduce_scatter, rows, ValueError, r"\[2\].*shape.*5, 4"
 
 
-def of_outputs():
+def output_cases():
     shapes = {"all_gather": (18, 4), "reduce_scatter": (2, 4), "all_to_all": (6, 4)}
     outs = {
         "number": (lambda s: [torch.zeros(s)] * 2, r"out.*2.*3"),
@@ -189,17 +189,17 @@ def of_outputs():
         for what, (make, words) in outs.items():
             args = given(three, out=partial(make, shape))
             yield f"{name}, out: {what}", CALLS[name], args, EITHER, words
-        room = torch.zeros(99, 4)
+        base = torch.zeros(99, 4)
         shared = given(
-            [room[:6], room[6:12], room[12:18]],
-            out=[room[7 : 7 + shape[0]], torch.zeros(shape), torch.zeros(shape)],
+            [base[:6], base[6:12], base[12:18]],
+            out=[base[7 : 7 + shape[0]], torch.zeros(shape), torch.zeros(shape)],
         )
         yield f"{name}, out: an input's memory", CALLS[name], shared, ValueError, "share"
     args = given(three, out=torch.zeros(17, 4))
     yield "gather, out: shape", pc.gather, args, ValueError, "out.*17, 4.*18, 4"
 
 
-def of_splits():
+def split_cases():
     good = torch.arange(24.0).view(6, 4)
     for sizes in ([1, 5], [1, 2, 2], [1, 2, 4], [-1, 3, 4], [2, 2, 1, 1], []):
         args = given(good, "cpu*3", chunk_sizes=sizes)
@@ -221,14 +221,14 @@ def of_splits():
         yield f"scatter, {what}", pc.scatter, args, error, words
 
 
-def of_the_rest():
-    room = torch.arange(9.0)
+def other_cases():
+    base = torch.arange(9.0)
     for what, dst, src, error, words in (
         ("shape", torch.ones(3), torch.zeros(4), ValueError, "shape.*3.*4|shape.*4.*3"),
         ("dtype", torch.ones(3), torch.zeros(3).int(), ValueError, "dtype"),
         ("read-only", read_only(), torch.zeros(6, 4), ValueError, "read-only.*copy"),
         ("expanded", torch.ones(1).expand(3), torch.zeros(3), ValueError, "expanded"),
-        ("overlap", room[:5], room[3:8], ValueError, "share"),
+        ("overlap", base[:5], base[3:8], ValueError, "share"),
         ("None", None, torch.zeros(3), TypeError, "None"),
         ("meta", torch.ones(3), torch.zeros(3, device="meta"), EITHER, "meta"),
     ):
@@ -251,14 +251,14 @@ def of_the_rest():
         yield f"plan, world {world}", pc.plan, given("all_reduce", world), ValueError, "world"
 
 
-TABLES = (of_lists, of_words, of_dims, of_outputs, of_splits, of_the_rest)
-ALWAYS_NOW = {"gather", "replicate", "broadcast_coalesced", "plan", "algorithms"}
+TABLES = (list_cases, option_cases, dim_cases, output_cases, split_cases, other_cases)
+SYNCHRONOUS = {"gather", "replicate", "broadcast_coalesced", "plan", "algorithms"}
 CASES = [
-    pytest.param(*case, later, id=name + (", async" if later else ""))
+    pytest.param(*case, async_op, id=name + (", async" if async_op else ""))
     for table in TABLES
     for name, *case in table()
-    for later in (False, True)
-    if not (later and name.split(",")[0] in ALWAYS_NOW)
+    for async_op in (False, True)
+    if not (async_op and name.split(",")[0] in SYNCHRONOUS)
 ]
 
 
@@ -275,22 +275,22 @@ def memory(value, found=None):
     return found
 
 
-@pytest.mark.parametrize(("call", "make", "error", "words", "later"), CASES)
-def test_refused_before_anything_moves(call, make, error, words, later):
+@pytest.mark.parametrize(("call", "make", "error", "words", "async_op"), CASES)
+def test_invalid_calls_raise_before_data_moves(call, make, error, words, async_op):
     args, options = make()
-    if later:
+    if async_op:
         options["async_op"] = True
     before = memory([args, list(options.values())])
     with pytest.raises(error, match=f"(?s){words}") as raised:
         call(*args, **options)
-    assert len(str(raised.value)) > 25, "says too little"
+    assert len(str(raised.value)) > 25, "the message is too short"
     for value, held, version in before:
         now = value.tobytes() if isinstance(value, np.ndarray) else bytes(value.untyped_storage())
         assert now == held, "a refused call changed a tensor"
-        assert version == getattr(value, "_version", 0), "a refused call touched a version"
+        assert version == getattr(value, "_version", 0), "a refused call changed a version"
 
 
-def test_under_no_grad_a_leaf_is_reduced():
+def test_leaf_tensors_are_reduced_under_no_grad():
     tensors = needs_grad()
     with torch.no_grad():
         pc.all_reduce(tensors)

@@ -65,7 +65,7 @@ def test_scatter_copy_and_coalesced():
         assert_same([mine[i] for mine in lists], [left_fold(column, "max")] * 3)
 
 
-def test_works_run_in_the_order_they_were_asked_for():
+def test_works_run_in_call_order():
     steps = [("all_reduce", "sum"), ("broadcast", 1), ("all_reduce", "bxor"), ("reduce", 2)]
     steps += [("all_reduce", "prod"), ("broadcast", 2), ("all_reduce", "avg")]
     for count in (7, 100_003):
@@ -81,7 +81,7 @@ def test_works_run_in_the_order_they_were_asked_for():
         assert_same(tensors, wanted)
 
 
-def test_what_runs_at_once_keeps_its_place_behind_what_is_under_way():
+def test_synchronous_calls_run_after_earlier_async_calls():
     for _ in range(5):
         tensors = randoms(4, (LARGE,), torch.int32)
         first = left_fold(tensors, "sum")
@@ -92,7 +92,7 @@ def test_what_runs_at_once_keeps_its_place_behind_what_is_under_way():
         assert work.is_completed()
 
 
-def test_a_result_feeds_the_next_call_before_it_is_there():
+def test_a_pending_result_may_be_the_next_calls_input():
     values = randoms(3, (LARGE,), torch.int32)
     out = [torch.zeros(3 * LARGE, dtype=torch.int32) for _ in range(3)]
     pc.all_gather(values, out=out, async_op=True)
@@ -100,7 +100,7 @@ def test_a_result_feeds_the_next_call_before_it_is_there():
     assert_same(out, [torch.cat(values) * 3] * 3)
 
 
-def test_many_in_flight_waited_for_in_any_order():
+def test_many_works_are_waited_for_in_any_order():
     values = [randoms(2, (1000 + i,), torch.int32, seed=i) for i in range(200)]
     tensors = [clones(v) for v in values]
     works = [pc.all_reduce(t, async_op=True) for t in tensors]
@@ -109,7 +109,7 @@ def test_many_in_flight_waited_for_in_any_order():
         assert_same(tensors[i], [left_fold(values[i], "sum")] * 2, i)
 
 
-def test_tensors_live_until_their_work_is_done():
+def test_tensors_live_until_their_work_completes():
     values = randoms(3, (LARGE,), torch.int32)
     wanted = expected("all_gather", values)
     for _ in range(3):
@@ -117,9 +117,8 @@ def test_tensors_live_until_their_work_is_done():
         work = pc.all_gather(inputs, async_op=True)
         del inputs
         gc.collect()
-        _ = [
-            torch.full((LARGE,), 7, dtype=torch.int32) for _ in range(3)
-        ]  # reuses the inputs' memory, if freed
+        # Reuses the inputs' memory if it has been freed.
+        _ = [torch.full((LARGE,), 7, dtype=torch.int32) for _ in range(3)]
         assert_same(work.wait(), wanted)
     last = values[0].clone()
     work = pc.all_reduce([last, *clones(values[1:])], async_op=True)  # a list held by no caller
@@ -128,7 +127,7 @@ def test_tensors_live_until_their_work_is_done():
     assert_same([last], [left_fold(values, "sum")])
 
 
-def test_tensors_are_let_go_when_their_work_is_done():
+def test_tensors_are_released_when_their_work_completes():
     tensors = randoms(2, (1000,), torch.int32)
     alive = [weakref.ref(t) for t in tensors]
     work = pc.all_reduce(tensors, async_op=True)
@@ -138,7 +137,7 @@ def test_tensors_are_let_go_when_their_work_is_done():
     assert [a() for a in alive] == [None, None], "a finished Work keeps its inputs"
 
 
-def test_a_work_nobody_waits_for_is_done_all_the_same():
+def test_a_work_completes_without_a_wait():
     values = randoms(2, (LARGE,), torch.int32)
     tensors = clones(values)
     pc.all_reduce(tensors, async_op=True)  # the Work is dropped
@@ -147,7 +146,7 @@ def test_a_work_nobody_waits_for_is_done_all_the_same():
     assert_same(tensors, [left_fold(values, "sum")] * 2)
 
 
-def test_bad_arguments_are_refused_at_the_call_and_disturb_no_other():
+def test_invalid_async_calls_raise_at_once_and_affect_no_other_call():
     tensors = randoms(2, (LARGE,), torch.int32)
     wanted = [left_fold(tensors, "sum")] * 2
     work = pc.all_reduce(tensors, async_op=True)
@@ -157,7 +156,7 @@ def test_bad_arguments_are_refused_at_the_call_and_disturb_no_other():
     assert_same(tensors, wanted)
 
 
-LEAVES = """
+EXITS_WITH_WORK = """
 import sys
 import numpy, torch
 import pycollect as pc
@@ -171,8 +170,8 @@ if sys.argv[1] == "drop":
 
 
 @pytest.mark.parametrize("how", ["keep", "drop"])
-def test_a_program_may_end_with_work_under_way(how):
+def test_a_program_may_exit_with_work_in_flight(how):
     done = subprocess.run(
-        [sys.executable, "-c", LEAVES, how], timeout=60, capture_output=True, text=True
+        [sys.executable, "-c", EXITS_WITH_WORK, how], timeout=60, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -100,7 +100,7 @@ def test_gradients(name: str, world: int) -> None:
 
 @pytest.mark.parametrize("op", ["max", "min", "prod"])
 @pytest.mark.parametrize("world", WORLDS)
-def test_gradients_of_what_is_not_linear(op: str, world: int) -> None:
+def test_gradients_of_nonlinear_ops(op: str, world: int) -> None:
     def call(*t: Tensor) -> tuple[Tensor, ...]:
         return tuple(autograd.all_reduce(t, op))
 
@@ -110,7 +110,7 @@ def test_gradients_of_what_is_not_linear(op: str, world: int) -> None:
         assert gradgradcheck(call, tensors)
 
 
-def test_values_are_the_plain_ones() -> None:
+def test_values_equal_those_of_plain_collectives() -> None:
     tensors = leaves([(4, 3)] * 3)
     for name in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"):
         got = getattr(autograd, name)(tensors)
@@ -126,7 +126,7 @@ def test_values_are_the_plain_ones() -> None:
     assert torch.equal(autograd.reduce(tensors, 2), sum(tensors[1:], tensors[0]))
 
 
-def test_results_are_new_memory_and_inputs_stay() -> None:
+def test_results_are_new_memory_and_inputs_are_unchanged() -> None:
     for world in (1, 3):
         for call, shapes in cases(world).values():
             tensors = leaves(shapes)
@@ -140,7 +140,7 @@ def test_results_are_new_memory_and_inputs_stay() -> None:
             assert all(t._version == 0 for t in tensors)
 
 
-def test_algorithms_are_taken_by_name() -> None:
+def test_algorithms_are_selected_by_name() -> None:
     x = [1e8, 1.0, -1e8, 1.0]
     tensors = [torch.tensor([v], requires_grad=True) for v in x]
     by_order, by_tree = (autograd.all_reduce(tensors, algorithm=a)[0] for a in (None, "tree"))

@@ -19,7 +19,9 @@ from pycollect import autograd, collectives, exchange
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("name", sorted(set(cases(4)) - {"copy", "all_reduce nothing"}))
-def test_missing_gradients_are_zeros_and_unneeded_ones_are_not_made(name: str, world: int) -> None:
+def test_missing_gradients_are_zeros_and_unneeded_ones_are_not_computed(
+    name: str, world: int
+) -> None:
     call, shapes = cases(world)[name]
     tensors = leaves(shapes)
     outputs = call(*tensors)
@@ -41,7 +43,7 @@ def test_missing_gradients_are_zeros_and_unneeded_ones_are_not_made(name: str, w
                 torch.testing.assert_close(t.grad, wanted[i])
 
 
-def moved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def record_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that records the name of every plain collective called from now on."""
     calls: list[str] = []
     for module, names in (
@@ -76,16 +78,16 @@ def test_the_backward_pass_is_a_collective(
 ) -> None:
     tensors = leaves([(4, 2)] * 2)
     got = getattr(autograd, name)(tensors)
-    calls = moved(monkeypatch)
+    calls = record_calls(monkeypatch)
     torch.autograd.backward([t.sum() for t in got] if isinstance(got, list) else got.sum())
     assert calls == [back]
 
 
-def test_what_needs_no_gradient_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_without_requires_grad_cost_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.randn(4, requires_grad=rank == 1) for rank in range(3)]
     gathered = autograd.all_gather(tensors)
     replicated = autograd.replicate(tensors, "cpu*2")
-    calls = moved(monkeypatch)
+    calls = record_calls(monkeypatch)
     torch.autograd.backward([g.sum() for g in gathered])
     assert calls == ["reduce"]
     sum(c.sum() for rank in replicated for c in rank).backward()
@@ -105,7 +107,7 @@ def test_a_replicated_tensor_that_no_rank_uses_has_no_gradient() -> None:
 # --- layouts, conjugates, modes -------------------------------------------------------------------
 
 
-def test_layouts_of_all_kinds() -> None:
+def test_all_layouts() -> None:
     base = torch.randn(4, 6, dtype=torch.float64)
     several = [base.t(), base[:, ::2].repeat(1, 1).expand(4, 3), torch.randn(1, 3).expand(4, 3)]
     for world, tensors in ((2, [base.t(), torch.randn(6, 4).double()]), (2, several[1:])):
@@ -123,14 +125,14 @@ def _tuple(name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(getattr(autograd, name)(tensors))
 
 
-def test_lazy_conjugates_go_in() -> None:
+def test_lazy_conjugates_are_accepted() -> None:
     x = [torch.randn(3, dtype=torch.complex128, requires_grad=True) for _ in range(2)]
     y = autograd.all_reduce([x[0].conj(), x[1]])
     torch.testing.assert_close(y[0], x[0].conj() + x[1])
     assert gradcheck(lambda a, b: _tuple("all_gather", a.conj(), b.conj().imag + 0j), x)
 
 
-def test_gradients_that_torch_only_knows_to_be_zero() -> None:
+def test_zero_tensors_without_memory_are_accepted() -> None:
     zeros = torch._efficientzerotensor((2,))
     assert autograd.all_gather([zeros, torch.ones(2)])[0].tolist() == [0, 0, 1, 1]
 
@@ -162,7 +164,7 @@ def test_vmap(name: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize("op", ["max", "prod"])
-def test_transforms_that_are_not_there_say_so(op: str) -> None:
+def test_unsupported_transforms_raise(op: str) -> None:
     def call(x: Tensor) -> Tensor:
         return autograd.all_reduce([x, x.detach() + 1], op)[0]
 
@@ -183,7 +185,7 @@ def test_max_shares_its_gradient_among_equal_ranks_and_keeps_nan() -> None:
     assert x[1].grad.tolist() == [1, 2, 1]
 
 
-def test_a_product_with_zeros_has_its_gradient() -> None:
+def test_gradient_of_a_product_with_zeros() -> None:
     x = [torch.tensor([0.0, 0.0, 3.0], requires_grad=True) for _ in range(2)]
     with torch.no_grad():
         x[1][0] = 5.0
@@ -191,7 +193,7 @@ def test_a_product_with_zeros_has_its_gradient() -> None:
     assert [t.grad.tolist() for t in x] == [[5, 0, 3], [0, 0, 3]]
 
 
-def test_torch_compile_goes_around() -> None:
+def test_gradients_under_torch_compile() -> None:
     @torch.compile(backend="eager")
     def compiled(x: Tensor) -> Tensor:
         return 3 * autograd.all_gather([2 * x, x])[1]
@@ -221,7 +223,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a torch op": (lambda: autograd.all_reduce([X], dist.ReduceOp.BOR), ValueError, "no gradient"),
     "max of reduce": (lambda: autograd.reduce([X], op="max"), ValueError, "all_reduce has 'max'"),
     "max of complex": (lambda: autograd.all_reduce([X + 0j], "max"), TypeError, "max"),
-    "two devices": (lambda: autograd.copy(X, "cpu*2"), ValueError, "2 devices; needed is one"),
+    "two devices": (lambda: autograd.copy(X, "cpu*2"), ValueError, "2 devices; pass one"),
     "a device": (lambda: autograd.copy(X, "toaster"), ValueError, "toaster"),
     "sizes": (
         lambda: autograd.scatter(X, "cpu*2", chunk_sizes=[1, 2]), ValueError, "chunk_sizes",
@@ -234,13 +236,13 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_refused(what: str) -> None:
+def test_invalid_arguments_raise(what: str) -> None:
     call, error, message = REFUSED[what]
     with pytest.raises(error, match=f"(?s){message}"):
         call()
 
 
-def test_operations_of_torch_are_taken() -> None:
+def test_ops_of_torch_distributed_are_accepted() -> None:
     assert autograd.all_reduce([X + 1, X + 3], dist.ReduceOp.AVG)[0][0, 0] == 2
 
 

@@ -15,7 +15,7 @@ import pycollect as pc
 OUT_OF_PLACE = ("all_gather", "reduce_scatter", "all_to_all")
 OTHER = torch.arange(6.0)
 
-# Calls that overwrite x; x is rank 0's tensor of 2 where that matters.
+# Calls that overwrite x, in most of them the tensor of rank 0 of two.
 WRITES = {
     "all_reduce": lambda x: pc.all_reduce([x, OTHER.clone()]),
     "all_reduce, one rank": lambda x: pc.all_reduce([x]),
@@ -36,7 +36,7 @@ WRITES = {
 
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("through", ["no_grad", "detach", "view"])
-def test_backward_raises_when_what_it_saved_is_overwritten(name, through):
+def test_backward_raises_if_a_saved_tensor_was_overwritten(name, through):
     leaf = torch.linspace(-1, 1, 6, requires_grad=True)
     saved = leaf.sigmoid()  # backward reads the output
     with torch.no_grad():
@@ -50,13 +50,13 @@ def test_backward_raises_when_what_it_saved_is_overwritten(name, through):
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_what_is_written_has_a_new_version(name):
+def test_written_tensors_have_a_new_version(name):
     x = torch.zeros(6)
     WRITES[name](x)
     assert x._version > 0
 
 
-def test_what_is_only_read_keeps_its_version():
+def test_read_tensors_keep_their_version():
     tensors = randoms(2, (6,), torch.float32)
     for collective in OUT_OF_PLACE:
         getattr(pc, collective)(tensors)
@@ -70,7 +70,7 @@ def test_what_is_only_read_keeps_its_version():
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_what_requires_grad_is_refused_while_grad_is_recorded(name):
+def test_outputs_that_require_grad_are_refused_in_grad_mode(name):
     x = torch.zeros(6, requires_grad=True)
     with pytest.raises((ValueError, RuntimeError), match=r"no_grad.*detach|detach.*no_grad"):
         WRITES[name](x)
@@ -79,7 +79,7 @@ def test_what_requires_grad_is_refused_while_grad_is_recorded(name):
 
 
 @pytest.mark.parametrize("collective", OUT_OF_PLACE)
-def test_inputs_that_require_grad(collective):
+def test_inputs_that_require_grad_need_no_grad(collective):
     values = [torch.nn.Parameter(v) for v in randoms(2, (6,), torch.float32)]
     with pytest.raises(ValueError, match="no_grad"):
         getattr(pc, collective)(values)
@@ -89,7 +89,7 @@ def test_inputs_that_require_grad(collective):
     assert not any(g.requires_grad for g in got)
 
 
-def test_parameters_are_reduced_replicated_and_their_gradients_too():
+def test_parameters_and_their_gradients_are_reduced_and_replicated():
     values = randoms(3, (4, 5), torch.float32)
     parameters = [torch.nn.Parameter(v.clone()) for v in values]
     for p, v in zip(parameters, values, strict=True):
@@ -132,7 +132,7 @@ def lazy_views():
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce", "broadcast", *OUT_OF_PLACE])
-def test_lazy_conjugates_and_negatives_are_served_or_refused(collective):
+def test_lazy_conjugates_and_negatives_are_correct_or_refused(collective):
     for what, tensors in lazy_views():
         assert any(t.is_conj() or t.is_neg() for t in tensors)
         values = [t.resolve_conj().resolve_neg().clone() for t in tensors]
@@ -144,7 +144,7 @@ def test_lazy_conjugates_and_negatives_are_served_or_refused(collective):
             assert_same(tensors if got is None else got, expected(collective, values), what)
 
 
-def test_a_lazy_view_of_the_same_memory_is_no_second_tensor():
+def test_lazy_views_of_one_memory_are_refused():
     z = randoms(1, (6,), torch.complex64)[0]
     kept = z.clone()
     with pytest.raises(ValueError, match=r"share|resolve_conj"):
@@ -152,7 +152,7 @@ def test_a_lazy_view_of_the_same_memory_is_no_second_tensor():
     assert_same([z], [kept])
 
 
-def test_under_vmap_the_result_is_right_or_an_error():
+def test_vmap_is_correct_or_refused():
     a, b = randoms(2, (3, 4), torch.float32, tame=True)
     wanted = a + b
 

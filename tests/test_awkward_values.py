@@ -1,4 +1,4 @@
-"""Any number, string or object as an argument gives a result or a one-sentence error, and soon."""
+"""Any number, string or object as an argument gives a result or a one-sentence error, in time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 import pycollect as pc
 from pycollect import cli
 
-AWKWARD, PARTS = Path(__file__).with_name("awkward_calls.py"), 2  # the parts run side by side
+AWKWARD, PARTS = Path(__file__).with_name("awkward_calls.py"), 2  # the parts run in parallel
 
 
 def start(command: list[Any]) -> programs.Program:
@@ -28,9 +28,9 @@ def start(command: list[Any]) -> programs.Program:
 def test_every_argument_of_every_call() -> None:
     all_tried = 0
     for process in [start([AWKWARD, part, PARTS]) for part in range(PARTS)]:
-        out, said = process.communicate(timeout=900)
-        status, last = process.returncode, said.splitlines()[-1:]
-        assert status == 0, f"exit status {status} after {last}: {said[-3000:]}"
+        out, errors = process.communicate(timeout=900)
+        status, last = process.returncode, errors.splitlines()[-1:]
+        assert status == 0, f"exit status {status} after {last}: {errors[-3000:]}"
         *wrong, (_, tried) = map(json.loads, out.splitlines())
         assert wrong == []
         all_tried += tried
@@ -40,30 +40,30 @@ def test_every_argument_of_every_call() -> None:
 WRAPPING = [1 << 62] * 4  # sums to 0 in 64 bits
 
 
-def empty_ones() -> list[torch.Tensor]:
+def empty_tensors() -> list[torch.Tensor]:
     return [torch.zeros(0, 4) for _ in range(4)]
 
 
-@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("sizes", [WRAPPING, [WRAPPING] * 4, [(1 << 63) - 1, 1] * 2])
-def test_sizes_whose_sum_does_not_fit(sizes: list[int], later: bool) -> None:
+def test_split_sizes_whose_sum_overflows_are_refused(sizes: list[int], async_op: bool) -> None:
     with pytest.raises(ValueError, match=r"split_sizes .* 64 bits; needed are 4 that sum to 0"):
-        pc.all_to_all(empty_ones(), split_sizes=sizes, async_op=later)
+        pc.all_to_all(empty_tensors(), split_sizes=sizes, async_op=async_op)
 
 
-def test_chunk_sizes_whose_sum_does_not_fit() -> None:
+def test_chunk_sizes_whose_sum_overflows_are_refused() -> None:
     with pytest.raises(ValueError, match=r"chunk_sizes .* 64 bits; needed are 4 that sum to 0"):
         pc.scatter(torch.zeros(0, 4), "cpu*4", chunk_sizes=WRAPPING)
 
 
 @pytest.mark.parametrize("call", [pc.all_gather, pc.gather])
 @pytest.mark.parametrize("long", [torch.zeros(1).expand(1 << 62), torch.zeros(1 << 62, 0)])
-def test_lengths_whose_sum_does_not_fit(call: Any, long: torch.Tensor) -> None:
+def test_lengths_whose_sum_overflows_are_refused(call: Any, long: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=f"{call.__name__}: the lengths along dim .* 64 bits"):
         call([long] * 4)
 
 
-def test_waiting_for_ever_waits() -> None:
+def test_huge_timeouts_do_not_expire_at_once() -> None:
     """A timeout beyond the clock's range does not expire at once."""
     for seconds in (math.inf, 1e300, 1e10):
         work = pc.all_reduce([torch.ones(1 << 22) for _ in range(4)], async_op=True)
@@ -75,10 +75,10 @@ def test_waiting_for_ever_waits() -> None:
     [
         ("4 --pieces 99999999", "pieces is 99999999; 4 ranks allow at most 65536"),
         ("4 --pieces 99999999999999999999", "pieces does not fit 64 bits"),
-        ("4 --pieces 0", "at least one piece, not 0"),
+        ("4 --pieces 0", "pieces is 0; pass at least one piece"),
         ("4 --pieces nan", "invalid int value: 'nan'"),
         ("4 --pieces " + "9" * 5000, "invalid int value"),
-        ("99999999", "world is 99999999; plans are written for at most 1024"),
+        ("99999999", "world is 99999999; at most 1024 ranks are allowed"),
         ("99999999999999999999", "world does not fit 64 bits"),
         ("1.0", "invalid int value: '1.0'"),
         ("4 --root 4", "root 4 is not a rank of a world of 4"),
@@ -86,23 +86,23 @@ def test_waiting_for_ever_waits() -> None:
         ("4 --root 99999999999999999999", "root does not fit 64 bits"),
         ("4 --bytes 99999999999G", "nbytes does not fit 64 bits"),
         ("4 --bytes -1", "bytes"),
-        ("4 --bytes 1e9", "'1e9' is no size"),
-        ("4 --bytes 0", "'0' is no size"),
+        ("4 --bytes 1e9", "'1e9' is not a size"),
+        ("4 --bytes 0", "'0' is not a size"),
         ("4 --model inf", "invalid choice: 'inf'"),
     ],
 )
-def test_numbers_of_the_command_plan(
+def test_numbers_of_the_plan_command_are_checked(
     options: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main(["plan", "all_reduce", "--algorithm", "chain", *options.split()])
     assert left.value.code == 2
-    *_, said = capsys.readouterr().err.splitlines()
-    assert words in said
+    *_, errors = capsys.readouterr().err.splitlines()
+    assert words in errors
 
 
 @pytest.mark.slow
-def test_the_largest_plans_are_written_and_proved_in_little_memory() -> None:
+def test_the_largest_plans_are_built_and_verified_in_little_memory() -> None:
     program = """
 import resource, sys, pycollect as pc
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
@@ -114,11 +114,13 @@ print(peak() - before)
 """
     started = []
     for world in (2, 64, 1024):
-        with pytest.raises(ValueError, match=rf"pieces .* {world} ranks allow at most \d+") as said:
+        with pytest.raises(
+            ValueError, match=rf"pieces .* {world} ranks allow at most \d+"
+        ) as raised:
             pc.plan("all_reduce", world, algorithm="chain", pieces=1 << 30)
-        most = re.findall(r"\d+", str(said.value))[-1]
+        most = re.findall(r"\d+", str(raised.value))[-1]
         started.append(start(["-c", program, world, most]))
     for process in started:
-        out, said = process.communicate(timeout=600)
-        assert process.returncode == 0, said
+        out, errors = process.communicate(timeout=600)
+        assert process.returncode == 0, errors
         assert int(out) < 3 << 30

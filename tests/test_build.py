@@ -56,7 +56,7 @@ def test_every_source_is_compiled(ninja: ModuleType, tmp_path: Path):
     assert list(map(names, ninja.testing_sources(tmp_path))) == [{name} for name in doubles]
 
 
-def test_no_source_is_forgotten(ninja: ModuleType):
+def test_every_source_of_the_repository_is_compiled(ninja: ModuleType):
     for cuda in (False, True):
         found = [*ninja.core_sources(ROOT), *ninja.torch_sources(ROOT, cuda)]
         found += [source for sources in ninja.testing_sources(ROOT) for source in sources]
@@ -66,10 +66,10 @@ def test_no_source_is_forgotten(ninja: ModuleType):
         assert cuda or of_cuda
 
 
-def test_only_the_rooms_of_torch_include_torch(ninja: ModuleType):
-    """Otherwise an object that is kept for every torch would depend on one of them."""
-    rooms = [ROOT / "csrc" / room for room in (*ninja.CORE_ROOMS, ninja.TESTING_ROOM)]
-    core = [path for room in rooms for path in room.iterdir() if path.is_file()]
+def test_only_csrc_torch_includes_torch(ninja: ModuleType):
+    """Objects of the other folders are reused for every torch, and must not depend on one."""
+    folders = [ROOT / "csrc" / name for name in (*ninja.CORE_FOLDERS, ninja.TESTING_FOLDER)]
+    core = [path for folder in folders for path in folder.iterdir() if path.is_file()]
     assert len(core) > 100
     words = ("#include <torch", "#include <ATen", "#include <c10", "#include <pybind", "Python.h")
     for path in core:
@@ -77,13 +77,13 @@ def test_only_the_rooms_of_torch_include_torch(ninja: ModuleType):
         assert "../torch/" not in path.read_text(), path
 
 
-def test_what_ships_includes_no_double():
+def test_the_library_does_not_include_csrc_testing():
     for path in (ROOT / "csrc").rglob("*.*"):
         is_double = "testing" in path.relative_to(ROOT).parts
         assert is_double or "testing/" not in path.read_text(), path
 
 
-def test_the_toolkit_is_where_nvcc_says(toolkit: ModuleType, tmp_path: Path):
+def test_the_toolkit_is_found_through_nvcc(toolkit: ModuleType, tmp_path: Path):
     nvcc = tmp_path / "bin" / "nvcc"  # a wrapper; its toolkit is elsewhere
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\necho '#$ _HERE_=/opt/cuda-13/bin' >&2\n")
@@ -93,7 +93,7 @@ def test_the_toolkit_is_where_nvcc_says(toolkit: ModuleType, tmp_path: Path):
     assert toolkit.find_toolkit({"PATH": str(tmp_path)}) is None
 
 
-def test_architectures_are_those_of_the_gpus_or_the_usual_ones(toolkit: ModuleType):
+def test_architectures_are_those_of_the_gpus_or_the_defaults(toolkit: ModuleType):
     known = [50, 75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121]
 
     def targets(*gpus: int) -> list[str]:
@@ -113,7 +113,7 @@ def test_architectures_are_those_of_the_gpus_or_the_usual_ones(toolkit: ModuleTy
     ]
 
 
-def test_cuda_is_built_where_it_can_be(native: ModuleType):
+def test_cuda_is_built_where_possible(native: ModuleType):
     able = {"kernels": True, "torch_cuda": "13.2", "toolkit_cuda": "13.0.88"}
     assert native.why_no_cuda(None, **able) is None
     assert native.why_no_cuda("", **able) is None
@@ -129,7 +129,7 @@ def test_cuda_is_built_where_it_can_be(native: ModuleType):
         ({"toolkit_cuda": None}, "no CUDA toolkit"),
     ],
 )
-def test_cuda_is_left_out_where_it_cannot_be(
+def test_cuda_is_omitted_where_impossible(
     native: ModuleType, lacking: dict[str, object], sentence: str
 ):
     able = {"kernels": True, "torch_cuda": "13.0", "toolkit_cuda": "13.0.88"} | lacking
@@ -146,7 +146,7 @@ def test_a_toolkit_for_another_cuda_stops_the_build(native: ModuleType):
     assert native.why_no_cuda("0", **apart)
 
 
-def test_switches_take_no_other_word(native: ModuleType):
+def test_switches_accept_only_0_and_1(native: ModuleType):
     with pytest.raises(SystemExit, match="PYCOLLECT_CUDA is 'yes'; set it to 0 or 1"):
         native.why_no_cuda("yes", kernels=True, torch_cuda="13.0", toolkit_cuda="13.0")
     with pytest.raises(SystemExit, match="PYCOLLECT_WERROR is 'on'; set it to 0 or 1"):
@@ -186,10 +186,10 @@ def test_old_compiler_stops_the_build(native: ModuleType, tmp_path: Path):
         native.require_compiler({"CXX": str(old)})
 
 
-def test_the_package_of_ninja_comes_before_the_systems(
+def test_the_ninja_package_is_preferred_to_the_systems(
     native: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """Some releases of ninja distrust records of others, and build everything again."""
+    """Some releases of ninja reject the log of another release and rebuild everything."""
     for folder in ("package", "system"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "ninja").touch(mode=0o755)
@@ -226,13 +226,13 @@ def test_jobs_fit_cores_and_memory(native: ModuleType):
             native.jobs({"MAX_JOBS": bad}, 8, None)
 
 
-def test_flags_of_others_come_before_ours(native: ModuleType):
+def test_flags_of_the_environment_come_first(native: ModuleType):
     chosen = native.flags({"CXXFLAGS": "-march=native -O1"})
     assert chosen[:2] == ["-march=native", "-O1"]
     assert chosen.index("-O3") > 1
 
 
-def test_a_version_says_what_the_build_is_for(native: ModuleType):
+def test_the_local_version_names_torch_and_cuda(native: ModuleType):
     assert native.local_version("2.15.0+cu132", "13.2") == "torch2.15.cu132"
     assert native.local_version("2.15.1", None) == "torch2.15.cpu"
     assert native.local_version("2.16.0.dev20261101+cpu", None) == "torch2.16.0.dev20261101.cpu"
@@ -246,7 +246,7 @@ def test_build_info_is_python(native: ModuleType):
     assert scope["BUILD"] == build
 
 
-def test_the_compilers_words_go_to_nvcc(native: ModuleType):
+def test_the_compiler_command_is_passed_to_nvcc(native: ModuleType):
     def host(cxx: str) -> list[str]:
         return [w for w in native.kernel_flags({"CXX": cxx}, []) if w[:4] in ("-ccb", "-Xco")][-2:]
 
@@ -254,15 +254,15 @@ def test_the_compilers_words_go_to_nvcc(native: ModuleType):
     assert host("g++ -m64") == ["-ccbin=g++", "-Xcompiler=-m64"]
 
 
-def test_flags_are_for_the_linker_too(native: ModuleType):
-    told = {"CPPFLAGS": "-I/a", "CXXFLAGS": "--coverage", "LDFLAGS": "-L/b"}
-    assert native.link_flags(told) == ["--coverage", "-L/b"]
-    assert native.flags(told)[:2] == ["-I/a", "--coverage"]
+def test_flags_are_passed_to_the_linker(native: ModuleType):
+    environ = {"CPPFLAGS": "-I/a", "CXXFLAGS": "--coverage", "LDFLAGS": "-L/b"}
+    assert native.link_flags(environ) == ["--coverage", "-L/b"]
+    assert native.flags(environ)[:2] == ["-I/a", "--coverage"]
     with pytest.raises(SystemExit, match='CXXFLAGS is "\'": no closing quotation'):
         native.flags({"CXXFLAGS": "'"})
 
 
-def test_ccache_is_taken_where_it_works(native: ModuleType, tmp_path: Path):
+def test_ccache_is_used_where_it_works(native: ModuleType, tmp_path: Path):
     ccache = tmp_path / "ccache"
     ccache.write_text('#!/bin/sh\nexec "$@"\n')
     ccache.chmod(0o755)
@@ -281,7 +281,7 @@ def test_missing_headers_of_python_stop_the_build(native: ModuleType, tmp_path: 
         native.require_python_headers(str(tmp_path))
 
 
-def test_a_file_that_is_refused_is_one_sentence(native: ModuleType, tmp_path: Path):
+def test_file_errors_are_reported_in_one_sentence(native: ModuleType, tmp_path: Path):
     with (
         pytest.raises(SystemExit, match=r"pycollect: the build failed: .*nowhere"),
         native.in_one_sentence(),

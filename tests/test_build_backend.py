@@ -26,7 +26,7 @@ def backend() -> ModuleType:
     return module("backend")
 
 
-def test_torch_is_asked_for_only_when_the_target_has_none(
+def test_torch_is_required_only_if_the_target_has_none(
     backend: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """Imitates pip's build isolation, which removes site-packages from sys.path."""
@@ -84,7 +84,7 @@ def _origin(name: str) -> str:
     return spec.origin
 
 
-def test_source_distribution_holds_what_a_build_needs(tmp_path: Path):
+def test_the_source_distribution_contains_all_that_a_build_needs(tmp_path: Path):
     copy = tmp_path / "copy"
     ignored = shutil.ignore_patterns(
         *(".git", "build", "*.egg-info", ".venv", "data"),
@@ -109,5 +109,5 @@ def test_source_distribution_holds_what_a_build_needs(tmp_path: Path):
     # A build from the archive has the version in the archive's name.
     version = [sys.executable, "setup.py", "--version"]
     source = tmp_path / f"pycollect-{pycollect.__version__}"
-    said = subprocess.run(version, cwd=source, capture_output=True, text=True, check=True)
-    assert said.stdout.split()[-1] == pycollect.__version__
+    ran = subprocess.run(version, cwd=source, capture_output=True, text=True, check=True)
+    assert ran.stdout.split()[-1] == pycollect.__version__

@@ -15,9 +15,9 @@ from reference import (
     allowed,
     assert_close,
     assert_same,
+    depends_on_order,
     expected,
     left_fold,
-    order_shows,
     place,
     randoms,
     short,
@@ -34,8 +34,8 @@ def clones(tensors):
     return [t.clone() for t in tensors]
 
 
-def apart(tensors):
-    """Assert that no two tensors share a storage."""
+def share_no_memory(tensors):
+    """Whether no two tensors share a storage."""
     filled = [t for t in tensors if t.numel()]
     return len({t.untyped_storage().data_ptr() for t in filled}) == len(filled)
 
@@ -46,7 +46,7 @@ def named(collective):
 
 
 def exact(collective, algorithm, dtype, op):
-    if algorithm is None or not order_shows(dtype, op):
+    if algorithm is None or not depends_on_order(dtype, op):
         return True
     order = pc.plan(collective, 4, algorithm=algorithm).order
     return order == "exact" or (order == "native" and dtype not in NARROW)
@@ -68,7 +68,7 @@ def test_broadcast(dtype, algorithm):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("algorithm", named("reduce"))
-def test_reduce_writes_the_root_and_nothing_else(dtype, algorithm):
+def test_reduce_writes_only_the_root(dtype, algorithm):
     for op in (o for o in OPS if allowed(dtype, o)):
         same = exact("reduce", algorithm, dtype, op)
         for world in (1, 2, 3, 5, 8):
@@ -107,7 +107,7 @@ def test_every_dim_and_algorithm(collective, dim):
             assert isinstance(got, list)
             assert_same(got, expected(collective, kept, dim=dim), why)
             assert_same(tensors, kept, f"{why}: an input changed")
-            assert apart([*got, *tensors]), f"{why}: results share memory"
+            assert share_no_memory([*got, *tensors]), f"{why}: results share memory"
 
 
 @pytest.mark.parametrize("collective", OUT_OF_PLACE)
@@ -169,12 +169,12 @@ def test_scatter_and_gather_are_inverse(dtype):
             chunks = pc.scatter(tensor, ["cpu"] * world, dim=dim)
             why = f"world {world}, dim {dim}"
             assert_same(chunks, list(tensor.tensor_split(world, dim)), why)
-            assert apart([tensor, *chunks]), f"{why}: chunks share memory"
+            assert share_no_memory([tensor, *chunks]), f"{why}: chunks share memory"
             assert_same([pc.gather(chunks, dim=dim)], [tensor], why)
             assert_same([pc.gather(chunks, "cpu", dim=dim)], [tensor], why)
 
 
-def test_scatter_takes_chunk_sizes_devices_and_out():
+def test_scatter_accepts_chunk_sizes_devices_and_out():
     tensor = torch.arange(24.0).view(6, 4)
     wanted = list(tensor.split([1, 0, 5]))
     assert_same(pc.scatter(tensor, "cpu*3", chunk_sizes=[1, 0, 5]), wanted)
@@ -190,7 +190,7 @@ def test_scatter_takes_chunk_sizes_devices_and_out():
     assert tensor.sum() == 276, "scatter to one rank aliases its input"
 
 
-def test_gather_takes_uneven_chunks_and_out():
+def test_gather_accepts_uneven_chunks_and_out():
     chunks = [torch.randn(n, 3) for n in (2, 0, 5)]
     out = torch.zeros(7, 3)
     assert pc.gather(chunks, out=out) is out
@@ -203,7 +203,9 @@ def test_replicate_copies_every_tensor_for_every_rank():
     assert len(copies) == 3
     for mine in copies:
         assert_same(mine, tensors)
-    assert apart([t for mine in (*copies, tensors) for t in mine]), "two ranks share memory"
+    assert share_no_memory([t for mine in (*copies, tensors) for t in mine]), (
+        "two ranks share memory"
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)

@@ -120,13 +120,13 @@ def test_a_list_collective_is_a_graph_break(function, backend):
     compiled_like_eager(function, backend)
 
 
-def test_with_a_full_graph_it_is_right_or_an_error():
+def test_full_graphs_are_correct_or_refused():
     for function in (all_reduce, out_of_place):
         with contextlib.suppress(torch._dynamo.exc.Unsupported):
             compiled_like_eager(function, "aot_eager", fullgraph=True)
 
 
-def test_refused_as_in_eager():
+def test_invalid_calls_raise_as_in_eager_mode():
     torch._dynamo.reset()
     a, _ = inputs()
 
@@ -214,16 +214,16 @@ def test_opcheck(name, args, options, layout):
         torch.library.opcheck(getattr(ops, name).default, (tensors, *args), options)
 
 
-OF = {"all_reduce_": "all_reduce", "reduce_": "reduce", "broadcast_": "broadcast"}
+FUNCTION_OF = {"all_reduce_": "all_reduce", "reduce_": "reduce", "broadcast_": "broadcast"}
 
 
 @pytest.mark.parametrize("name", [s.split("::")[1].split("(")[0] for s in SCHEMAS])
-def test_operators_do_what_the_functions_do(name):
+def test_operators_equal_the_functions(name):
     tensors = randoms(3, (7, 4), torch.bfloat16)
-    wanted = expected(OF.get(name, name), tensors)
+    wanted = expected(FUNCTION_OF.get(name, name), tensors)
     got = getattr(ops, name)(tensors)
     assert_same(tensors if got is None else got, wanted)
     for bad, words in ((tensors[:1] * 2, "share"), ([], "empty")):
-        if name in OF or not bad:
+        if name in FUNCTION_OF or not bad:
             with pytest.raises((ValueError, RuntimeError), match=words):
                 getattr(ops, name)(bad)

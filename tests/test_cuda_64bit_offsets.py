@@ -15,7 +15,7 @@ PIECE = 2**28
 
 
 @pytest.fixture(autouse=True)
-def room():
+def enough_memory():
     torch.cuda.empty_cache()
     needed, (free, _) = 24 << 30, torch.cuda.mem_get_info()
     if free < needed:

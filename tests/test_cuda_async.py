@@ -21,31 +21,32 @@ pytestmark = pytest.mark.cuda
 COUNT = 300_007
 
 
-def busy(devices, cycles=20_000_000):
+def delay_streams(devices, cycles=20_000_000):
     """Keep the GPUs' current streams busy for about 10 ms."""
     for device in {d for d in devices if d.type == "cuda"}:
         with torch.cuda.device(device):
             torch.cuda._sleep(cycles)
 
 
-def placed(values, devices):
+def on_devices(values, devices):
     return [v.to(d, copy=True) for v, d in zip(values, devices, strict=True)]
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_results_are_there_after_wait(placement, collective):
+def test_results_are_ready_after_wait(placement, collective):
     for world in (1, 2, 5):
         devices, api = placement.devices(world), placement.api(world)
         values = randoms(world, (COUNT,), torch.int32, seed=world)
         for _ in range(3):
-            tensors = placed(values, devices)
-            busy(devices)
+            tensors = on_devices(values, devices)
+            delay_streams(devices)
             work = getattr(api, collective)(tensors, async_op=True)
             got = work.wait()
             assert (got is None) is (collective in IN_PLACE)
             got = tensors if got is None else got
-            copies = [g.clone() for g in got]  # on the current streams, which wait() has joined
+            # On the current streams, which wait() has ordered behind the work.
+            copies = [g.clone() for g in got]
             assert_same([c.cpu() for c in copies], expected(collective, values))
 
 
@@ -56,8 +57,8 @@ def test_inputs_live_until_they_are_read(placement, algorithm):
     values = randoms(3, (COUNT,), torch.int32)
     wanted = expected("all_gather", values)
     for _ in range(10):
-        tensors = placed(values, devices)
-        busy(devices, 2_000_000)
+        tensors = on_devices(values, devices)
+        delay_streams(devices, 2_000_000)
         work = api.all_gather(tensors, algorithm=algorithm, async_op=True)
         del tensors
         gc.collect()
@@ -74,13 +75,13 @@ def test_memory_freed_after_a_call_on_rank_streams_is_not_reused_too_early(place
     values = randoms(world, (COUNT,), torch.int32)
     wanted = expected("all_gather", values)
     for algorithm in (None, *pc.algorithms("all_gather")):
-        base = placed(values, devices)
+        base = on_devices(values, devices)
         placement.synchronize(world)
         tensors = []
         for side, b in zip(sides, base, strict=True):
             with torch.cuda.stream(side):  # None keeps the current stream
                 tensors.append(b.clone())
-        busy(devices, 2_000_000)
+        delay_streams(devices, 2_000_000)
         got = api.all_gather(tensors, streams=sides, algorithm=algorithm)
         del tensors
         for side, d in zip(sides, devices, strict=True):
@@ -95,10 +96,10 @@ def test_memory_freed_after_a_call_on_rank_streams_is_not_reused_too_early(place
 def test_results_may_be_dropped_while_they_are_written(placement):
     devices, api = placement.devices(3), placement.api(3)
     values = randoms(3, (COUNT,), torch.int32)
-    tensors = placed(values, devices)
+    tensors = on_devices(values, devices)
     kept = []
     for _ in range(10):
-        busy(devices, 2_000_000)
+        delay_streams(devices, 2_000_000)
         for algorithm in pc.algorithms("all_gather"):
             api.all_gather(tensors, algorithm=algorithm)  # the results are freed at once
             kept.append([torch.full((3 * COUNT,), 7, dtype=torch.int32, device=d) for d in devices])
@@ -107,7 +108,7 @@ def test_results_may_be_dropped_while_they_are_written(placement):
         kept.clear()
 
 
-def test_a_work_lets_its_tensors_go():
+def test_a_completed_work_releases_its_tensors():
     tensors = [torch.ones(1000, device="cuda:0") for _ in range(2)]
     alive = [weakref.ref(t) for t in tensors]
     work = pc.all_reduce(tensors, async_op=True)
@@ -119,7 +120,7 @@ def test_a_work_lets_its_tensors_go():
     assert work.is_completed()
 
 
-def test_a_work_is_not_complete_before_the_gpu_is():
+def test_a_work_completes_only_after_its_gpu_work():
     tensors = [torch.ones(1000, device="cuda:0") for _ in range(2)]
     pc.all_reduce(tensors, async_op=True).wait()
     torch.cuda.synchronize()
@@ -131,9 +132,9 @@ def test_a_work_is_not_complete_before_the_gpu_is():
     assert work.is_completed()
 
 
-def test_wait_joins_the_stream_that_is_current_then():
+def test_wait_orders_the_current_stream_behind_the_work():
     values = randoms(3, (COUNT,), torch.int32)
-    tensors = placed(values, [torch.device("cuda:0")] * 3)
+    tensors = on_devices(values, [torch.device("cuda:0")] * 3)
     copies = [torch.zeros_like(t) for t in tensors]
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -159,9 +160,9 @@ def test_a_barrier_waits_for_the_gpu():
     assert done.query()
 
 
-def test_many_in_flight_waited_for_in_any_order():
+def test_many_works_are_waited_for_in_any_order():
     values = [randoms(2, (1000 + i,), torch.int32, seed=i) for i in range(100)]
-    tensors = [placed(v, [torch.device("cuda:0")] * 2) for v in values]
+    tensors = [on_devices(v, [torch.device("cuda:0")] * 2) for v in values]
     works = [pc.all_reduce(t, async_op=True) for t in tensors]
     for i in reversed(range(100)):
         works[i].wait()

@@ -21,7 +21,7 @@ DEVICES = ("cuda:0*2", ["cuda:0", "cpu"], ["cpu", "cuda:0", "cpu"])
 close = partial(torch.testing.assert_close, check_device=False)
 
 
-def placed(tensors: Sequence[Tensor], devices: object) -> list[Tensor]:
+def on_devices(tensors: Sequence[Tensor], devices: object) -> list[Tensor]:
     ranks = pc.devices(devices)
     return [t.detach().to(ranks[i % len(ranks)]).requires_grad_() for i, t in enumerate(tensors)]
 
@@ -30,18 +30,18 @@ def placed(tensors: Sequence[Tensor], devices: object) -> list[Tensor]:
 @pytest.mark.parametrize("name", cases(3))
 def test_gradients(name: str, devices: object) -> None:
     call, shapes = cases(len(pc.devices(devices)))[name]
-    tensors = placed([torch.randn(shape, dtype=torch.float64) for shape in shapes], devices)
+    tensors = on_devices([torch.randn(shape, dtype=torch.float64) for shape in shapes], devices)
     assert gradcheck(call, tensors, fast_mode=True)
     assert gradgradcheck(call, tensors, fast_mode=True)
 
 
 @pytest.mark.parametrize("op", ["max", "prod"])
-def test_gradients_of_what_is_not_linear(op: str) -> None:
-    tensors = placed([torch.randn(5, dtype=torch.float64) for _ in range(2)], DEVICES[1])
+def test_gradients_of_nonlinear_ops(op: str) -> None:
+    tensors = on_devices([torch.randn(5, dtype=torch.float64) for _ in range(2)], DEVICES[1])
     assert gradcheck(lambda *t: tuple(autograd.all_reduce(t, op)), tensors)
 
 
-def test_gradients_arrive_where_the_tensors_are() -> None:
+def test_gradients_are_on_the_devices_of_their_tensors() -> None:
     weight = torch.ones(3, requires_grad=True)
     copies = autograd.replicate([weight], "cuda:0*2")
     torch.autograd.backward([c.sum() for [c] in copies])
@@ -51,7 +51,7 @@ def test_gradients_arrive_where_the_tensors_are() -> None:
     assert x.grad.device == x.device
 
 
-def test_on_side_streams_backward_sees_what_forward_made() -> None:
+def test_backward_on_a_side_stream_is_ordered_behind_forward() -> None:
     x = [torch.randn(1 << 20, device="cuda:0", requires_grad=True) for _ in range(2)]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -82,11 +82,11 @@ def test_batch_norm_over_ranks(devices: object, memory_format: torch.memory_form
     layers = convert_sync_batchnorm([copy.deepcopy(layer).to(device) for device in ranks])
     X = torch.randn(7, 4, 5, 3, dtype=torch.float64).to(memory_format=memory_format)
     whole, factor = X.clone().requires_grad_(), torch.randn_like(X)
-    shards = placed(X.split(shares), devices)
+    shards = on_devices(X.split(shares), devices)
     got = lockstep([partial(m, x) for m, x in zip(layers, shards, strict=True)])
     expected = layer(whole)
     (expected * factor).sum().backward()
-    factors = placed(factor.split(shares), devices)
+    factors = on_devices(factor.split(shares), devices)
     torch.autograd.backward([(y * f).sum() for y, f in zip(got, factors, strict=True)])
     for y, e, x, g in zip(
         got, expected.split(shares), shards, whole.grad.split(shares), strict=True
@@ -126,7 +126,7 @@ def test_data_parallel(devices: object) -> None:
     assert all(map(torch.equal, found[1], found[2]))
 
 
-def test_data_parallel_refuses_a_module_that_is_elsewhere() -> None:
+def test_data_parallel_refuses_a_module_on_another_device() -> None:
     with pytest.raises(
         ValueError, match=r"is on cpu and rank 0 on cuda:0; move .*\.to\('cuda:0'\)"
     ):

@@ -30,7 +30,7 @@ def tensors_of(cupy, arrays):
     return [torch.from_numpy(cupy.asnumpy(a)) for a in arrays]
 
 
-def late(stream, cycles=20_000_000):
+def delay_stream(stream, cycles=20_000_000):
     """Keep CuPy's stream busy for about 10 ms."""
     with torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
         torch.cuda._sleep(cycles)
@@ -46,7 +46,7 @@ def test_arrays_are_written_in_place(cupy, collective):
 
 
 @pytest.mark.parametrize("algorithm", [None, *pc.algorithms()])
-def test_work_on_a_stream_of_cupys_is_ordered_before_and_after(cupy, algorithm):
+def test_calls_are_ordered_with_cupys_current_stream(cupy, algorithm):
     values = randoms(3, (COUNT,), torch.int32)
     base = arrays_of(cupy, values)
     arrays = [cupy.zeros_like(b) for b in base]
@@ -55,7 +55,7 @@ def test_work_on_a_stream_of_cupys_is_ordered_before_and_after(cupy, algorithm):
     cupy.cuda.Device().synchronize()
     for _ in range(5):
         with stream:
-            late(stream)
+            delay_stream(stream)
             for a, b in zip(arrays, base, strict=True):
                 a[...] = b
             pc.all_reduce(arrays, algorithm=algorithm)
@@ -66,7 +66,7 @@ def test_work_on_a_stream_of_cupys_is_ordered_before_and_after(cupy, algorithm):
         assert_same(tensors_of(cupy, copies), [left_fold(values, "sum")] * 3)
 
 
-def test_arrays_of_streams_of_their_own(cupy):
+def test_arrays_written_on_several_streams(cupy):
     values = randoms(3, (COUNT,), torch.int32)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in values]
     base = arrays_of(cupy, values)
@@ -74,10 +74,10 @@ def test_arrays_of_streams_of_their_own(cupy):
     cupy.cuda.Device().synchronize()
     for stream, a, b in zip(streams, arrays, base, strict=True):
         with stream:
-            late(stream)
+            delay_stream(stream)
             a[...] = b
-    ours = [torch.cuda.ExternalStream(s.ptr) for s in streams]
-    pc.all_reduce(arrays, streams=ours, algorithm="two_shot")
+    torch_streams = [torch.cuda.ExternalStream(s.ptr) for s in streams]
+    pc.all_reduce(arrays, streams=torch_streams, algorithm="two_shot")
     for stream in streams:
         stream.synchronize()
     assert_same(tensors_of(cupy, arrays), [left_fold(values, "sum")] * 3)
@@ -105,7 +105,7 @@ def test_arrays_and_tensors_mixed(cupy):
     assert_same(got, [left_fold(values, "sum")] * 3)
 
 
-def test_an_async_work_holds_the_arrays(cupy):
+def test_an_async_work_keeps_its_arrays_alive(cupy):
     values = randoms(3, (COUNT,), torch.int32)
     wanted = expected("all_gather", values)
     for _ in range(5):

@@ -21,19 +21,22 @@ from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 pools = pytest.fixture(pools_of_sites, scope="module")
-KILLED_RANK = 1
-NOTICED = 2.0  # seconds after a death within which every rank raises, on a busy machine
+FAULTY_RANK = 1
+NOTICE_SECONDS = 2.0  # seconds after a death within which every rank raises, on a busy machine
 
 
-def warm(me: RankContext, placed: bool = False) -> Tensor:
-    """Run a first call on all ranks, and return a tensor of threes; `placed`: for zero-copy."""
-    new: Callable[[int], Tensor] = me.site.make if placed else torch.empty
+def warm(me: RankContext, zero_copy: bool = False) -> Tensor:
+    """Run a first call on all ranks, and return a tensor of threes.
+
+    With `zero_copy`, the tensors are in symmetric memory.
+    """
+    new: Callable[[int], Tensor] = me.site.symmetric if zero_copy else torch.empty
     count = LARGE if me.site.real else 1000
     x = new(count).fill_(3)
-    used = me.site.usage().used if placed else 0
+    used = me.site.usage().used if zero_copy else 0
     dist.all_reduce(new(count).fill_(3))
-    me.site.settle()
-    if placed:
+    me.site.synchronize()
+    if zero_copy:
         until(lambda: me.site.usage().used == used)
     dist.barrier()
     return x
@@ -45,12 +48,12 @@ def die(after: float) -> None:
 
 
 def survivors(pool: Pool, job: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run a job in which the victim dies, and return the results of the other ranks."""
+    """Run a job in which the faulty rank dies, and return the results of the survivors."""
     outcomes = pool.outcomes(job, *args)
     assert [outcome.died for outcome in outcomes] == [
-        r == KILLED_RANK for r in range(len(outcomes))
+        r == FAULTY_RANK for r in range(len(outcomes))
     ]
-    del outcomes[KILLED_RANK]
+    del outcomes[FAULTY_RANK]
     assert not any(outcome.error for outcome in outcomes), outcomes
     return [outcome.value for outcome in outcomes]
 
@@ -61,76 +64,76 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "all_reduce": lambda x: dist.all_reduce(x),
     "async all_reduce": lambda x: dist.all_reduce(x, async_op=True).wait(),
     "future": lambda x: dist.all_reduce(x, async_op=True).get_future().wait(),
-    "recv": lambda x: dist.recv(x, KILLED_RANK),
+    "recv": lambda x: dist.recv(x, FAULTY_RANK),
 }
 
 
-def bereaved(me: RankContext, call: str) -> tuple[float, Caught, Caught]:
+def lost_rank_before_call(me: RankContext, call: str) -> tuple[float, Caught, Caught]:
     x = warm(me)
-    if me.rank == KILLED_RANK:
+    if me.rank == FAULTY_RANK:
         die(0.2)
     begin = time.monotonic()
     error = caught(CALLS[call], x)
-    again = caught(dist.all_reduce, x)
-    me.site.settle()  # no stream is left blocked
-    return error.when - begin, error, again
+    later = caught(dist.all_reduce, x)
+    me.site.synchronize()  # no stream is left blocked
+    return error.when - begin, error, later
 
 
 @pytest.mark.parametrize("site", sites("late:cuda_ipc", "late", *REAL, stands_in=False))
 @pytest.mark.parametrize("call", CALLS)
-def test_a_rank_is_killed_before_it_comes(call, site):
+def test_a_rank_is_killed_before_its_call(call, site):
     with fresh(3, site=site) as pool:
-        for took, error, again in survivors(pool, bereaved, call):
+        for took, error, later in survivors(pool, lost_rank_before_call, call):
             assert call == "future" or error.kind == "PeerLost", error
-            assert f"rank {KILLED_RANK}" in error.text
-            assert took < 0.2 + NOTICED
-            assert "CollectiveError" in again.kinds, again
+            assert f"rank {FAULTY_RANK}" in error.text
+            assert took < 0.2 + NOTICE_SECONDS
+            assert "CollectiveError" in later.kinds, later
 
 
-def bereaved_later(me: RankContext, placed: bool) -> tuple[Any, ...]:
-    """The victim dies after it enqueued its part, and before its stream executes it.
+def lost_rank_after_enqueue(me: RankContext, zero_copy: bool) -> tuple[Any, ...]:
+    """The faulty rank dies after it enqueued its part, and before its stream executes it.
 
-    With `placed`, its tensor is exposed to the peers. No host has waited, and no data has moved.
+    With `zero_copy`, its tensor is exposed to the peers. No host has waited, and no data has moved.
     """
-    x = warm(me, placed)
-    if me.rank == KILLED_RANK:
+    x = warm(me, zero_copy)
+    if me.rank == FAULTY_RANK:
         me.site.stall(5.0)
     me.site.run_ahead()
     work = dist.all_reduce(x, async_op=True)
     work.wait()
-    if me.rank == KILLED_RANK:
+    if me.rank == FAULTY_RANK:
         die(0.2)
     begin = time.monotonic()
     over = until(work.is_completed)
-    took, said = time.monotonic() - begin, str(work.exception())
+    took, message = time.monotonic() - begin, str(work.exception())
     errors = [caught(work.wait), caught(dist.all_reduce, x)]
     values, address = x.unique().tolist(), x.data_ptr()
-    if not placed:
-        me.site.go_on()
+    if not zero_copy:
+        me.site.resume()
         errors.append(caught(work.wait))
     count = x.numel()
     del x, work
-    me.site.settle()
+    me.site.synchronize()
     time.sleep(0.1)
-    again = placed and me.site.make(count).data_ptr() == address
-    return over, took, said, errors, values, again, me.site.violations()
+    reused = zero_copy and me.site.symmetric(count).data_ptr() == address
+    return over, took, message, errors, values, reused, me.site.violations()
 
 
-@pytest.mark.parametrize("placed", [False, True], ids=["copied", "lent"])
+@pytest.mark.parametrize("zero_copy", [False, True], ids=["staged", "zero-copy"])
 @pytest.mark.parametrize("site", sites("eager:cuda_ipc", "cuda:cuda_ipc", stands_in=False))
-def test_a_rank_is_killed_with_its_work_enqueued(site, placed):
+def test_a_rank_is_killed_with_its_work_enqueued(site, zero_copy):
     with fresh(3, site=site) as pool:
-        for over, took, said, errors, values, again, violations in survivors(
-            pool, bereaved_later, placed
+        for over, took, message, errors, values, reused, violations in survivors(
+            pool, lost_rank_after_enqueue, zero_copy
         ):
             assert over
-            assert took < 0.2 + NOTICED
-            assert f"rank {KILLED_RANK}" in said
+            assert took < 0.2 + NOTICE_SECONDS
+            assert f"rank {FAULTY_RANK}" in message
             for error in errors:
                 assert error.kind == "PeerLost", error
-                assert f"rank {KILLED_RANK}" in error.text, error
+                assert f"rank {FAULTY_RANK}" in error.text, error
             assert values == [3.0]  # no result is written after that
-            assert not again
+            assert not reused
             assert violations == []
 
 
@@ -138,13 +141,13 @@ def test_a_rank_is_killed_with_its_work_enqueued(site, placed):
 
 
 def late(
-    me: RankContext, asleep: bool, placed: bool
+    me: RankContext, stream_only: bool, zero_copy: bool
 ) -> tuple[float, list[Caught], list[float], bool]:
-    """The victim's process, or with `asleep` its stream, is later than the timeout."""
-    x = warm(me, placed)
-    if me.rank == KILLED_RANK and asleep:
+    """The faulty rank, or with `stream_only` its stream alone, is later than the timeout."""
+    x = warm(me, zero_copy)
+    if me.rank == FAULTY_RANK and stream_only:
         me.site.stall(7.0)
-    elif me.rank == KILLED_RANK:
+    elif me.rank == FAULTY_RANK:
         time.sleep(2 * me.spec.timeout)
     me.site.run_ahead()
     begin = time.monotonic()
@@ -153,9 +156,9 @@ def late(
         time.sleep(1.5 * me.spec.timeout)
         errors = [caught(dist.all_reduce, x)]
     errors.append(caught(dist.all_reduce, x))
-    me.site.go_on()
+    me.site.resume()
     values, kept = x.unique().tolist(), True
-    if placed:
+    if zero_copy:
         before = me.site.usage().used
         del x
         time.sleep(0.1)
@@ -164,21 +167,21 @@ def late(
 
 
 @pytest.mark.parametrize(
-    ("asleep", "placed"), [(False, False), (True, False), (True, True)], ids=str
+    ("stream_only", "zero_copy"), [(False, False), (True, False), (True, True)], ids=str
 )
 @pytest.mark.parametrize("site", sites("late", "eager:cuda_ipc", *REAL, stands_in=False))
-def test_a_rank_is_late(site, asleep, placed):
-    if placed and not site.endswith("cuda_ipc"):
+def test_a_late_rank_times_out(site, stream_only, zero_copy):
+    if zero_copy and not site.endswith("cuda_ipc"):
         pytest.skip("no zero-copy tensors with host staging")
     # The first call on a GPU also bootstraps: staging buffers, IPC handles, a kernel to load.
     limit = 3.0 if is_real(site) else 1.0
     with fresh(3, site=site, timeout=limit) as pool:
         pool.outcomes(warm)  # may exceed the timeout
-        for rank, (took, errors, values, kept) in enumerate(pool.run(late, asleep, placed)):
+        for rank, (took, errors, values, kept) in enumerate(pool.run(late, stream_only, zero_copy)):
             assert "Timeout" in errors[0].kinds, errors
-            assert f"rank {KILLED_RANK}" in errors[0].text
+            assert f"rank {FAULTY_RANK}" in errors[0].text
             assert "CollectiveError" in errors[1].kinds, errors
-            assert rank == KILLED_RANK or took < 1.5 * limit + NOTICED
+            assert rank == FAULTY_RANK or took < 1.5 * limit + NOTICE_SECONDS
             assert values == [3.0]
             assert kept
 
@@ -187,8 +190,8 @@ def test_a_rank_is_late(site, asleep, placed):
 
 
 def failing(me: RankContext, call: int) -> tuple[Caught, Caught, float]:
-    """One CUDA call of the victim fails."""
-    if me.rank == KILLED_RANK:
+    """One CUDA call of the faulty rank fails."""
+    if me.rank == FAULTY_RANK:
         me.fake.fail_call(call)
     first = caught(dist.all_reduce, torch.ones(100))
     me.fake.fail_call(-1)
@@ -201,25 +204,25 @@ BEFORE = 6  # CUDA calls before the exchange: allocate, copy, create and record 
 
 
 @pytest.mark.parametrize("call", range(BEFORE + 2))
-def test_a_device_that_fails(pools, call):
+def test_a_failing_cuda_call_is_reported(pools, call):
     found = pools(3, site="late").run(failing, call)
     for rank, (first, second, total) in enumerate(found):
-        if rank == KILLED_RANK:
-            assert "made up" in first.text, first
+        if rank == FAULTY_RANK:
+            assert "injected failure" in first.text, first
         elif call < BEFORE:
             assert first.kind == "ValueError", first
-            assert f"rank {KILLED_RANK}" in first.text
-            assert "made up" in first.text
+            assert f"rank {FAULTY_RANK}" in first.text
+            assert "injected failure" in first.text
         else:
             assert first.kind == "", first
         assert (second.kind, total) == ("", 9.0), second
 
 
-def damaged(me: RankContext, call: str) -> tuple[list[bool], Caught]:
-    """On one rank CUDA calls of this kind do nothing; the streams of its peers are slow."""
+def dropped_calls(me: RankContext, call: str) -> tuple[list[bool], Caught]:
+    """On the faulty rank, CUDA calls of this kind do nothing; the streams of its peers are slow."""
     dist.all_reduce(torch.ones(3))
-    me.site.run_ahead(None if me.rank == KILLED_RANK else 0.03)
-    if me.rank == KILLED_RANK:
+    me.site.run_ahead(None if me.rank == FAULTY_RANK else 0.03)
+    if me.rank == FAULTY_RANK:
         me.fake.gpu.drop(call)
     right = []
     for i in range(4):
@@ -232,8 +235,8 @@ def damaged(me: RankContext, call: str) -> tuple[list[bool], Caught]:
 
 
 @pytest.mark.parametrize("call", ["write_value", "wait_value", "launch"])
-def test_what_is_lost_is_noticed(call):
+def test_dropped_cuda_calls_are_detected(call):
     """Check the tests themselves: a dropped CUDA call gives wrong results or an error."""
     with fresh(3, site="eager:cuda_ipc", timeout=1.0) as pool:
-        outcomes = [o.value for o in pool.outcomes(damaged, call, seconds=30.0)]
+        outcomes = [o.value for o in pool.outcomes(dropped_calls, call, seconds=30.0)]
         assert not all(all(right) and error.kind == "" for right, error in outcomes), call

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from dist_pool import OURS, RankContext, backend_of, caught, fresh
 from dist_sites import GPU, LARGE, REAL, is_real, sites, until
-from dist_waits import heard, say
+from dist_waits import publish, wait_published
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 MIB = 1 << 20
@@ -25,22 +25,22 @@ MIB = 1 << 20
 # --- repeated creation and destruction of groups --------------------------------------------------
 
 
-def taken(me: RankContext, name: str) -> tuple[int, int, int]:
+def resources_in_use(me: RankContext, name: str) -> tuple[int, int, int]:
     """Open descriptors, bytes of torch's allocator, and used bytes of the idle GPU (all users)."""
     files = len(os.listdir("/proc/self/fd"))
     if not me.site.real:
         return files, 0, 0
-    me.site.settle()
+    me.site.synchronize()
     torch.cuda.empty_cache()
-    say(me, f"{name} before")
-    heard(me, f"{name} before", range(me.world))
+    publish(me, f"{name} before")
+    wait_published(me, f"{name} before", range(me.world))
     free, total = torch.cuda.mem_get_info()
-    say(me, f"{name} after")
-    heard(me, f"{name} after", range(me.world))
+    publish(me, f"{name} after")
+    wait_published(me, f"{name} after", range(me.world))
     return files, torch.cuda.memory_allocated(), total - free
 
 
-def one_life(me: RankContext, site: Any, i: int) -> None:
+def use_a_group_once(me: RankContext, site: Any, i: int) -> None:
     """Use a group once: calls (some never waited for), messages, a subgroup, and shared memory."""
     x, y, z = torch.ones(1000), torch.full((LARGE,), float(me.rank)), torch.zeros(LARGE)
     dist.all_reduce(x)
@@ -49,27 +49,27 @@ def one_life(me: RankContext, site: Any, i: int) -> None:
     works += [dist.isend(y, 1 - me.rank), dist.irecv(z, 1 - me.rank)]
     for work in works if i % 3 else []:
         work.wait()
-    placed = [site.make(1000).fill_(1) for _ in range(3 * site.streams)]
-    for tensor in placed[:2]:
+    symmetric = [site.symmetric(1000).fill_(1) for _ in range(3 * site.streams)]
+    for tensor in symmetric[:2]:
         dist.all_reduce(tensor)
-    del placed[: i % 2]
+    del symmetric[: i % 2]
     dist.destroy_process_group()
-    site.settle()
+    site.synchronize()
     assert bool(z.eq(1 - me.rank).all())
-    assert not placed or placed[-1].eq(1).all()  # tensors may outlive the group
-    placed.clear()
+    assert not symmetric or symmetric[-1].eq(1).all()  # tensors may outlive the group
+    symmetric.clear()
 
 
 def cycles(me: RankContext, count: int, settled: int) -> tuple[list[Any], list[int]]:
     left, before = [], (0, 0, 0)
     for i in range(count):
         site = me.start(f"cycle_{i}")
-        one_life(me, site, i)
-        left += [found] if any(found := (site.left(), site.violations())) else []
+        use_a_group_once(me, site, i)
+        left += [found] if any(found := (site.unreleased(), site.violations())) else []
         del site
         if i + 1 == settled:
-            before = taken(me, "early")
-    return left, [b - a for a, b in zip(before, taken(me, "late"), strict=True)]
+            before = resources_in_use(me, "early")
+    return left, [b - a for a, b in zip(before, resources_in_use(me, "late"), strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -93,17 +93,17 @@ def test_groups_leave_nothing_behind(site, count):
             assert lost < (count - settled) // 2 * 2 * MIB or not lost
 
 
-def circle(me: RankContext, bound: bool) -> tuple[float, list[int], list[str]]:
+def groups_in_a_cycle(me: RankContext, bound: bool) -> tuple[float, list[int], list[str]]:
     """Groups {0, 1}, {1, 2}, {0, 2}, each rank starting with another group: no order hangs.
 
-    The groups bootstrapped before: in a first call, or at creation, bound to a device.
+    The default group bootstrapped in a first call, or at creation, bound to a device.
     """
     binds = {"device_id": torch.device(GPU)} if bound and me.site.real else {}
     site = me.start("circle", **binds)
     groups, memory = [], []
     if bound:
         connect(me)
-    memory.append(site.given_out())
+    memory.append(site.allocations())
     site.run_ahead()
     for ranks in ((0, 1), (1, 2), (0, 2)):
         groups.append(dist.new_group(list(ranks), pg_options=site.options))
@@ -111,7 +111,7 @@ def circle(me: RankContext, bound: bool) -> tuple[float, list[int], list[str]]:
             connect(me, groups[-1])
         elif me.rank in ranks:
             dist.all_reduce(torch.ones(3), group=groups[-1])
-    memory.append(site.given_out())
+    memory.append(site.allocations())
     total = 0.0
     for turn in range(5):
         xs = [torch.full((500,), float(turn + me.rank)) for _ in range(2)]
@@ -132,23 +132,23 @@ def connect(me: RankContext, group: dist.ProcessGroup | None = None) -> None:
         backend_of(group).eager_connect_single_device(torch.device("cpu"))
 
 
-@pytest.mark.parametrize("bound", [False, True], ids=["met", "bound"])
+@pytest.mark.parametrize("bound", [False, True], ids=["first call", "bound"])
 @pytest.mark.parametrize("site", sites("late:cuda_ipc", "eager:cuda_ipc", *REAL, stands_in=False))
-def test_groups_in_a_circle(site, bound):
+def test_cyclic_groups_do_not_hang(site, bound):
     with fresh(3, group=False, site=site) as pool:
-        for rank, (total, memory, violations) in enumerate(pool.run(circle, bound)):
+        for rank, (total, memory, violations) in enumerate(pool.run(groups_in_a_cycle, bound)):
             pairs = (1 + 2, 1 + 3, 2 + 3)[rank]
             assert total == 500.0 * (5 * pairs + 4 * 10)
             assert memory == ([1, 3] if bound else [0, 2]) or is_real(site)
             assert violations == []
 
 
-# --- the end of a group ---------------------------------------------------------------------------
+# --- destroying a group ---------------------------------------------------------------------------
 
 
-def outlives(me: RankContext) -> None:
+def tensor_outlives_group(me: RankContext) -> None:
     site = me.start("first")
-    x = site.make(1000).fill_(3)
+    x = site.symmetric(1000).fill_(3)
     dist.all_reduce(x)
     dist.destroy_process_group()
     gc.collect()
@@ -159,16 +159,16 @@ def outlives(me: RankContext) -> None:
     assert x.eq((3 * me.world + 1) * me.world).all()
     if site.fake:
         assert not other.reaches(x)
-        assert "RuntimeError" in caught(other.make, 2**50).kinds
+        assert "RuntimeError" in caught(other.symmetric, 2**50).kinds
     del x
     dist.destroy_process_group()
-    assert site.left() == {}
+    assert site.unreleased() == {}
 
 
 @pytest.mark.parametrize("site", sites("eager:cuda_ipc", "cuda:cuda_ipc"))
 def test_a_tensor_outlives_its_group(site):
     with fresh(2, group=False, site=site) as pool:
-        pool.run(outlives)
+        pool.run(tensor_outlives_group)
 
 
 def memory_of_groups() -> int:
@@ -176,38 +176,38 @@ def memory_of_groups() -> int:
     return sum("/memfd:pycollect " in line for line in maps)
 
 
-def kept(me: RankContext) -> list[int]:
+def mappings_after_destroy(me: RankContext) -> list[int]:
     """Numbers of mappings of a group's memory: before and after its end, while tensors are alive.
 
     Rank 0, which has its peers' memory mapped, destroys the group long after them: no rank waits.
     """
     site = me.start("kept")
-    group, x, y = dist.group.WORLD, site.make(1000).fill_(3), site.make(LARGE).fill_(4)
+    group, x, y = dist.group.WORLD, site.symmetric(1000).fill_(3), site.symmetric(LARGE).fill_(4)
     dist.all_reduce(x)  # rank 0 maps the peers' `x`; no rank maps `y`
     found = [memory_of_groups()]
     if me.rank == 0:
-        heard(me, "ended", range(1, me.world))
+        wait_published(me, "ended", range(1, me.world))
     begin = time.monotonic()
     dist.destroy_process_group()
     assert time.monotonic() - begin < 1.0
     found.append(memory_of_groups())
-    say(me, "ended")
+    publish(me, "ended")
     assert x.eq(3 * me.world).all()
     assert y.eq(4).all()
     del x, y
     gc.collect()
-    assert site.left() == {}
+    assert site.unreleased() == {}
     assert site.violations() == []
     assert group is not None
     return found
 
 
-def test_tensors_and_handles_keep_no_memory_of_a_group_that_has_ended():
+def test_tensors_and_handles_keep_no_mapping_of_a_destroyed_group():
     with fresh(3, group=False, site="eager:cuda_ipc") as pool:
-        assert pool.run(kept) == [[1, 0]] * 3
+        assert pool.run(mappings_after_destroy) == [[1, 0]] * 3
 
 
-def made_meanwhile(me: RankContext) -> tuple[list[str], int]:
+def allocations_during_destroy(me: RankContext) -> tuple[list[str], int]:
     """Two threads allocate tensors while the group is destroyed."""
     import pycollect
 
@@ -232,21 +232,21 @@ def made_meanwhile(me: RankContext) -> tuple[list[str], int]:
     left = memory_of_groups()
     tensors.clear()
     gc.collect()
-    assert site.left() == {}
+    assert site.unreleased() == {}
     return errors, left
 
 
-def test_tensors_that_are_made_while_the_group_ends():
+def test_allocations_during_destroy_raise():
     with fresh(2, group=False, site="eager:cuda_ipc") as pool:
-        for errors, left in pool.run(made_meanwhile):
+        for errors, left in pool.run(allocations_during_destroy):
             assert len(errors) == 2
             assert all("destroyed" in error for error in errors), errors
             assert left == 0
 
 
-def closed_twice(me: RankContext) -> list[bool]:
+def shut_down_twice(me: RankContext) -> list[bool]:
     """Two threads shut a group down: return whether each waits for the call in flight."""
-    x = me.site.make(LARGE).fill_(1)
+    x = me.site.symmetric(LARGE).fill_(1)
     dist.all_reduce(x)
     me.site.stall()
     me.site.fill_later(x, 2.0)  # the collective waits for it
@@ -256,13 +256,13 @@ def closed_twice(me: RankContext) -> list[bool]:
         thread.start()
         time.sleep(0.2)
     waiting = [thread.is_alive() for thread in threads]
-    me.site.go_on()
+    me.site.resume()
     for thread in threads:
         thread.join()
     assert x.eq(2 * me.world).all()
     return waiting
 
 
-def test_two_threads_end_a_group():
+def test_two_threads_shut_a_group_down():
     with fresh(2, site="late:cuda_ipc") as pool:
-        assert pool.run(closed_twice) == [[True, True]] * 2
+        assert pool.run(shut_down_twice) == [[True, True]] * 2

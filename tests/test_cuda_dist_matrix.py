@@ -14,7 +14,7 @@ import dist_cases
 import pytest
 import torch
 import torch.distributed as dist
-from dist_cases import COLLECTIVES, LAYOUTS, Case, Side, rows
+from dist_cases import COLLECTIVES, LAYOUTS, Case, CaseContext, rows
 from dist_pool import OURS, Caught, RankContext, backend_of, caught, fresh, pools_of_sites
 from dist_sites import (
     CUDA_IPC_SITES,
@@ -23,8 +23,8 @@ from dist_sites import (
     REAL,
     STAGING_BYTES,
     cpu_by_default,
-    each,
     is_real,
+    site_worlds,
 )
 from reference import DTYPES, assert_same, short
 from torch import Tensor
@@ -46,7 +46,9 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case(collective, dtype, op, LARGE, LAYOUTS[turn % len(LAYOUTS)])
 
 
-def differs(actual: Tensor | None, wanted: Tensor | None, me: RankContext, what: Any) -> list[str]:
+def mismatches(
+    actual: Tensor | None, wanted: Tensor | None, me: RankContext, what: Any
+) -> list[str]:
     if actual is None or wanted is None:
         return [] if actual is wanted else [f"{what}: only one of them has a result"]
     if actual.device.type != torch.device(me.site.device).type:
@@ -68,9 +70,9 @@ def sweep(me: RankContext, dtype: torch.dtype) -> tuple[int, list[str]]:
         call = COLLECTIVES[case.collective]
         x = rows(case, me.world)
         wanted = call.model(x, case.op, root)[me.rank]
-        side = Side(dist.group.WORLD, me.rank, me.world, root, case, me.site.device)
-        actual = call.run(side, [b.to(me.site.device) for b in x[me.rank]])
-        wrong += differs(actual, wanted, me, case)
+        context = CaseContext(dist.group.WORLD, me.rank, me.world, root, case, me.site.device)
+        actual = call.run(context, [b.to(me.site.device) for b in x[me.rank]])
+        wrong += mismatches(actual, wanted, me, case)
         run += 1
     return run, wrong
 
@@ -84,17 +86,17 @@ def premultiplied(me: RankContext, dtype: torch.dtype) -> list[str]:
         x = rows(case, me.world, tame=True)
         wanted = COLLECTIVES["all_reduce"].model([[r[0] * 0.5] for r in x], "sum", 0)[me.rank]
         for layout in LAYOUTS:
-            actual = dist_cases.lay(x[me.rank][0].to(me.site.device), layout)
+            actual = dist_cases.with_layout(x[me.rank][0].to(me.site.device), layout)
             dist.all_reduce(actual, op)
-            wrong += differs(actual, wanted, me, dataclasses.replace(case, layout=layout))
+            wrong += mismatches(actual, wanted, me, dataclasses.replace(case, layout=layout))
         out = x[me.rank][0].to(me.site.device)
         dist.reduce_scatter_tensor(out, torch.cat([out] * me.world), op)
-        wrong += differs(out, wanted, me, f"reduce_scatter {count}")
+        wrong += mismatches(out, wanted, me, f"reduce_scatter {count}")
     return wrong
 
 
 @cpu_by_default
-def own_parts(me: RankContext, dtype: torch.dtype) -> list[str]:
+def in_place_blocks(me: RankContext, dtype: torch.dtype) -> list[str]:
     """All-gather with the input inside the output, and reduce-scatter the other way round."""
     wrong = []
     for count in COUNTS:
@@ -103,36 +105,44 @@ def own_parts(me: RankContext, dtype: torch.dtype) -> list[str]:
         part = whole.view(me.world, count)[me.rank]
         part.copy_(x[me.rank])
         dist.all_gather_into_tensor(whole, part)
-        wrong += differs(whole, torch.cat(x), me, f"all_gather into itself, {count}")
+        wrong += mismatches(whole, torch.cat(x), me, f"all_gather into itself, {count}")
         whole = torch.cat(x).to(me.site.device)
         part = whole.view(me.world, count)[me.rank]
         dist.reduce_scatter_tensor(part, whole, dist.ReduceOp.MAX)
-        wrong += differs(part, x[me.rank], me, f"reduce_scatter into itself, {count}")
+        wrong += mismatches(part, x[me.rank], me, f"reduce_scatter into itself, {count}")
     return wrong
 
 
 # Quick runs use one dtype of each kind on emulated devices: staging moves plain bytes, which the
-# host path folds. late:stream gets more dtypes than eager:stream: it exposes more missing waits.
-USUAL = {torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64}
+# host path folds. late:cuda_ipc gets more dtypes than eager:cuda_ipc, because it exposes more
+# missing waits.
+QUICK_DTYPES = {
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+}
 
 
-def every() -> list[Any]:
+def dtype_cases() -> list[Any]:
     found = [
         pytest.param(
             *place.values,
             dtype,
             id=f"{place.id}-{short(dtype)}",
             marks=[*place.marks]
-            + [pytest.mark.slow] * (not is_real(place.values[0]) and dtype not in USUAL)
+            + [pytest.mark.slow] * (not is_real(place.values[0]) and dtype not in QUICK_DTYPES)
             + [pytest.mark.slow] * (place.values[0] == "eager:cuda_ipc" and dtype != torch.float32),
         )
-        for place in each(*EMULATED, *REAL)
+        for place in site_worlds(*EMULATED, *REAL)
         for dtype in DTYPES
     ]
     return found + [("eager:cuda_ipc", world, torch.float32) for world in (1, 2, 4)]
 
 
-def right(pool: Any, dtype: torch.dtype) -> None:
+def assert_bits(pool: Any, dtype: torch.dtype) -> None:
     for run, wrong in pool.run(sweep, dtype, seconds=180.0):
         assert run > 60
         assert wrong == []
@@ -142,28 +152,34 @@ def launched(me: RankContext) -> int:
     return me.site.launched()
 
 
-@pytest.mark.parametrize(("site", "world", "dtype"), every())
-def test_bits_of_the_cpu(pools, site, world, dtype):
+@pytest.mark.parametrize(("site", "world", "dtype"), dtype_cases())
+def test_results_have_the_cpus_bits(pools, site, world, dtype):
     pool = pools(world, site=site)
-    right(pool, dtype)
+    assert_bits(pool, dtype)
     if site in CUDA_IPC_SITES:
         assert min(pool.run(launched)) > 60  # otherwise another transport was selected
 
 
-@pytest.mark.parametrize(("site", "world"), [("", 3), *each(*EMULATED, *REAL)])
-def test_products_and_own_parts(pools, site, world):
+@pytest.mark.parametrize(("site", "world"), [("", 3), *site_worlds(*EMULATED, *REAL)])
+def test_premul_sum_and_in_place_blocks(pools, site, world):
     pool = pools(world, site=site)
     for dtype in (torch.float32, torch.bfloat16):
         assert pool.run(premultiplied, dtype) == [[]] * world
-        assert pool.run(own_parts, dtype) == [[]] * world
+        assert pool.run(in_place_blocks, dtype) == [[]] * world
 
 
-SLOT = STAGING_BYTES // 2 // 4  # elements of float32
-EDGES = sorted({n + d for n in (SLOT // 3, SLOT, 2 * SLOT, 3 * SLOT) for d in (-16, -1, 0, 1, 16)})
+BUFFER_COUNT = STAGING_BYTES // 2 // 4  # float32 elements of one of a rank's two staging buffers
+EDGES = sorted(
+    {
+        n + d
+        for n in (BUFFER_COUNT // 3, BUFFER_COUNT, 2 * BUFFER_COUNT, 3 * BUFFER_COUNT)
+        for d in (-16, -1, 0, 1, 16)
+    }
+)
 
 
-def at_the_edges(me: RankContext) -> list[str]:
-    """Check sizes around a slot, a third of it, and several slots; return wrong sizes."""
+def sizes_around_a_staging_buffer(me: RankContext) -> list[str]:
+    """Check sizes around a staging buffer, a third of it, and several; return wrong sizes."""
     wrong = []
     for count in EDGES:
         x = torch.arange(count, dtype=torch.float32) % 1013 + me.rank
@@ -177,30 +193,30 @@ def at_the_edges(me: RankContext) -> list[str]:
     return wrong
 
 
-def apart(me: RankContext) -> list[str]:
+def ranks_on_different_gpus(me: RankContext) -> list[str]:
     """With ranks on different GPUs, the ranks share the folds, so each needs more than two kernel
     launches per piece; a zero-copy call takes one launch on each rank."""
-    me.fake.gpu.live_on(f"GPU {me.rank}")
-    wrong = at_the_edges(me)
+    me.fake.gpu.set_identity(f"GPU {me.rank}")
+    wrong = sizes_around_a_staging_buffer(me)
     x = torch.full((LARGE,), float(me.rank))
-    made, pieces = me.site.launches(lambda: dist.all_reduce(x)), LARGE // SLOT + 1
+    made, pieces = me.site.launches(lambda: dist.all_reduce(x)), LARGE // BUFFER_COUNT + 1
     if not bool((x == 3).all()) or made <= 2 * pieces:
         wrong.append(f"{made} launches for {pieces} pieces")
-    y = me.site.make(LARGE).fill_(me.rank)
+    y = me.site.symmetric(LARGE).fill_(me.rank)
     made = me.site.launches(lambda: dist.all_reduce(y))
     if not bool((y == 3).all()) or made != 1:
-        wrong.append(f"{made} launches for what all reach")
+        wrong.append(f"{made} launches for a zero-copy call")
     return wrong
 
 
 @pytest.mark.parametrize("site", CUDA_IPC_SITES)
-def test_sizes_around_a_slot(pools, site):
-    assert pools(3, site=site).run(at_the_edges) == [[]] * 3
+def test_sizes_around_a_staging_buffer(pools, site):
+    assert pools(3, site=site).run(sizes_around_a_staging_buffer) == [[]] * 3
     with fresh(3, site=site) as pool:
-        assert pool.run(apart) == [[]] * 3
+        assert pool.run(ranks_on_different_gpus) == [[]] * 3
 
 
-def refused(me: RankContext) -> tuple[list[Caught], float]:
+def invalid_calls(me: RankContext) -> tuple[list[Caught], float]:
     x, on_host = torch.ones(12), me.site.host(torch.ones(12))
     errors = [
         caught(dist.all_reduce_coalesced, [x, on_host]),
@@ -213,7 +229,7 @@ def refused(me: RankContext) -> tuple[list[Caught], float]:
     return errors, x.sum().item() + on_host.sum().item()
 
 
-def disagreeing(me: RankContext) -> tuple[list[Caught], float]:
+def mismatched_calls(me: RankContext) -> tuple[list[Caught], float]:
     last = me.rank == me.world - 1
     x, y, z = torch.ones(10), torch.ones(4), torch.ones(4)
     dist.all_reduce(x)
@@ -227,14 +243,14 @@ def disagreeing(me: RankContext) -> tuple[list[Caught], float]:
     return errors, z.sum().item()
 
 
-@pytest.mark.parametrize(("site", "world"), each(*EMULATED, *REAL, stands_in=False))
-def test_what_is_refused(pools, site, world):
+@pytest.mark.parametrize(("site", "world"), site_worlds(*EMULATED, *REAL, stands_in=False))
+def test_invalid_and_mismatched_calls_raise(pools, site, world):
     """Invalid calls are refused by each rank, mismatched calls by all; the group stays usable."""
-    for errors, total in pools(world, site=site).run(refused):
+    for errors, total in pools(world, site=site).run(invalid_calls):
         assert [e.kind for e in errors] == ["ValueError"] * 4, errors
         assert all("all in host memory or all on GPUs" in e.text for e in errors[:2]), errors
         assert total == 24.0 * world
-    for errors, total in pools(world, site=site).run(disagreeing):
+    for errors, total in pools(world, site=site).run(mismatched_calls):
         assert [e.kind for e in errors[:3]] == ["ValueError"] * 3, errors
         assert f"rank {world - 1} called all_reduce of 11 float32" in errors[0].text
         assert f"rank {world - 1} called broadcast" in errors[1].text

@@ -1,6 +1,6 @@
 """send and recv of CUDA tensors: all sizes, dtypes and layouts, by tag and in batches.
 
-Messages go through pinned memory. Large ones go in pieces, so that the copies off the sender's
+Messages go through pinned memory. Large ones go in fragments, so that the copies off the sender's
 device overlap with the copies to the receiver's device.
 """
 
@@ -13,33 +13,33 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, RankContext, caught, pools_of_sites
-from dist_sites import REAL, each, sites, until
+from dist_sites import REAL, site_worlds, sites, until
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 pools = pytest.fixture(pools_of_sites, scope="module")
 SITES = ("late:cuda_ipc", "late", "eager")
-PIECE = (1 << 20) // 4  # float32 elements of a piece; smaller messages are one piece
-MOST = 64  # largest number of pieces of a message; larger messages use larger pieces
-LARGE = 3 * PIECE + 3
+FRAGMENT = (1 << 20) // 4  # float32 elements of a fragment; smaller messages are one fragment
+MAX_FRAGMENTS = 64  # of a message; larger messages have larger fragments
+LARGE = 3 * FRAGMENT + 3
 
 
 def values(count: int, seed: int) -> Tensor:
     return torch.arange(count, dtype=torch.float32) % 1009 + seed
 
 
-def pieces(me: RankContext) -> int:
+def copies_off_device(me: RankContext) -> int:
     """Number of copies off the device so far."""
     return me.site.calls().count("copy_ caller")
 
 
-def received(me: RankContext) -> int:
+def copies_to_device(me: RankContext) -> int:
     return me.site.calls().count("copy_ group")
 
 
-def comes(me: RankContext, before: int) -> bool:
+def waits_for_a_copy_to_device(me: RankContext, before: int) -> bool:
     """Wait, with a time limit, until more than `before` copies to the device have been made."""
-    return until(lambda: received(me) > before)
+    return until(lambda: copies_to_device(me) > before)
 
 
 def finish(works: list[Any]) -> None:
@@ -49,11 +49,12 @@ def finish(works: list[Any]) -> None:
 
 # --- sizes ----------------------------------------------------------------------------------------
 
-SIZES = [0, 1, 1000, 4097, 400_000, LARGE, *(n * PIECE + d for n in (1, 2) for d in (-1, 0, 1))]
-MORE = [n * PIECE + d for n in (4, MOST) for d in (-1, 0, 1)]  # only on sites with enough memory
+SIZES = [0, 1, 1000, 4097, 400_000, LARGE, *(n * FRAGMENT + d for n in (1, 2) for d in (-1, 0, 1))]
+# Sizes for sites with enough memory.
+LARGE_SIZES = [n * FRAGMENT + d for n in (4, MAX_FRAGMENTS) for d in (-1, 0, 1)]
 
 
-def around(me: RankContext, counts: list[int]) -> list[str]:
+def around_a_ring(me: RankContext, counts: list[int]) -> list[str]:
     """Send to the right, receive from the left or any source; strided or not, filled late."""
     right, left = (me.rank + 1) % me.world, (me.rank - 1) % me.world
     wrong = []
@@ -62,24 +63,30 @@ def around(me: RankContext, counts: list[int]) -> list[str]:
             y = torch.full((count * stride,), -1.0)[::stride]
             me.site.fill_later(y, -2.0)
             x = values(count * stride, me.rank)[::stride]
-            before = me.fake and (me.fake.pinned(), pieces(me))
+            before = me.fake and (me.fake.pinned(), copies_off_device(me))
             sent = dist.isend(x, right)
-            source = dist.recv(y, None if count in (1000, 2 * PIECE) else left)
+            source = dist.recv(y, None if count in (1000, 2 * FRAGMENT) else left)
             sent.wait()
-            took = me.fake and (me.fake.pinned() - before[0], pieces(me) - before[1])
+            took = me.fake and (me.fake.pinned() - before[0], copies_off_device(me) - before[1])
             x.fill_(-3.0)  # the sender may reuse its tensor after wait()
             if source != left or not torch.equal(y, values(count * stride, left)[::stride]):
                 wrong.append(f"{count} elements, stride {stride}, from {source}: {y[:3]}")
-            whole = stride == 2 and count > PIECE  # one more copy, to make it contiguous
-            if me.fake and count > 1000 and took != (2, min(MOST, -(-count // PIECE)) + whole):
+            whole = stride == 2 and count > FRAGMENT  # one more copy, to make it contiguous
+            if (
+                me.fake
+                and count > 1000
+                and took != (2, min(MAX_FRAGMENTS, -(-count // FRAGMENT)) + whole)
+            ):
                 wrong.append(f"{count} elements, stride {stride}: {took}")
     return wrong
 
 
-@pytest.mark.parametrize(("site", "world"), [*each(*SITES, *REAL), ("late", 2)])
+@pytest.mark.parametrize(("site", "world"), [*site_worlds(*SITES, *REAL), ("late", 2)])
 def test_around_a_ring(pools, site, world):
-    counts = MORE[-1:] if (site, world) == ("late", 2) else SIZES + MORE * (site in REAL)
-    assert pools(world, site=site).run(around, counts) == [[]] * world
+    counts = (
+        LARGE_SIZES[-1:] if (site, world) == ("late", 2) else SIZES + LARGE_SIZES * (site in REAL)
+    )
+    assert pools(world, site=site).run(around_a_ring, counts) == [[]] * world
 
 
 DTYPES = (torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64)
@@ -97,12 +104,12 @@ def of_dtypes(me: RankContext) -> list[str]:
     return wrong
 
 
-def unlike_ends(me: RankContext) -> list[int]:
+def ends_in_different_memory(me: RankContext) -> list[int]:
     """Messages between host memory and GPU, and from memory that the receiver can access."""
     wrong = []
     for turn in range(12):
-        on_host, placed = turn % 3 == me.rank, turn % 2 and me.site.streams
-        x = (me.site.make if placed and not on_host else torch.empty)(LARGE)[1000 * turn :]
+        on_host, symmetric = turn % 3 == me.rank, turn % 2 and me.site.streams
+        x = (me.site.symmetric if symmetric and not on_host else torch.empty)(LARGE)[1000 * turn :]
         x.copy_(values(x.numel(), turn))
         y = torch.zeros_like(x)
         if on_host:
@@ -121,7 +128,7 @@ def unlike_ends(me: RankContext) -> list[int]:
 
 def by_tag(me: RankContext) -> list[str]:
     """Ten concurrent messages, large and small, received in another order, early or late."""
-    counts = [PIECE + 7 * tag if tag % 3 else 11 for tag in range(10)]
+    counts = [FRAGMENT + 7 * tag if tag % 3 else 11 for tag in range(10)]
     wrong = []
     for early in (True, False):
         ys = [torch.zeros(n) for n in counts]
@@ -141,7 +148,7 @@ def batches(me: RankContext) -> list[str]:
     """Batches of more messages than a receiver has buffers, to the right neighbour and to self."""
     right, left = (me.rank + 1) % me.world, (me.rank - 1) % me.world
     wrong = []
-    for count in (50, PIECE + 1, LARGE):
+    for count in (50, FRAGMENT + 1, LARGE):
         xs = [values(count, 10 * me.rank + i) for i in range(6)]
         ys = [torch.zeros(count) for _ in xs]
         own, mine = values(count, 99), torch.zeros(count)
@@ -167,7 +174,7 @@ def futures(me: RankContext) -> list[int]:
     return wrong
 
 
-def nobody_waits(me: RankContext) -> list[int]:
+def without_waiting_threads(me: RankContext) -> list[int]:
     """The group's thread sends a message after its device copy, without any waiting thread."""
     wrong = []
     for count in (100, LARGE):
@@ -183,7 +190,7 @@ def nobody_waits(me: RankContext) -> list[int]:
     return wrong
 
 
-JOBS = (of_dtypes, unlike_ends, by_tag, batches, futures, nobody_waits)
+JOBS = (of_dtypes, ends_in_different_memory, by_tag, batches, futures, without_waiting_threads)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
@@ -197,10 +204,10 @@ def test_batches_around_a_ring(pools, site):
     assert pools(3, site=site).run(batches) == [[]] * 3
 
 
-# --- what does not fit ----------------------------------------------------------------------------
+# --- messages that do not match -------------------------------------------------------------------
 
 
-def unlike(me: RankContext, size: int, dtype: torch.dtype) -> tuple[Caught, bool]:
+def mismatched_message(me: RankContext, size: int, dtype: torch.dtype) -> tuple[Caught, bool]:
     x, out = torch.ones(LARGE), torch.zeros(size, dtype=dtype)
     error = caught(dist.send, x, 1) if me.rank == 0 else caught(dist.recv, out, 0)
     for turn in range(8):  # more than the buffers, in case refused messages leaked them
@@ -221,11 +228,13 @@ def unlike(me: RankContext, size: int, dtype: torch.dtype) -> tuple[Caught, bool
         (LARGE, torch.int32),
     ],
 )
-def test_what_does_not_fit(pools, size, dtype):
-    (sender, kept), (receiver, untouched) = pools(2, site="late").run(unlike, size, dtype)
+def test_mismatched_messages_raise(pools, size, dtype):
+    (sender, kept), (receiver, untouched) = pools(2, site="late").run(
+        mismatched_message, size, dtype
+    )
     assert (sender.kind, receiver.kind) == ("ValueError", "ValueError"), (sender, receiver)
     assert sender.text == receiver.text
-    said = f"rank 0 sent {4 * LARGE} bytes of float32 with tag 0 to rank 1"
-    assert receiver.text.startswith(said)
+    start = f"rank 0 sent {4 * LARGE} bytes of float32 with tag 0 to rank 1"
+    assert receiver.text.startswith(start)
     assert kept
     assert untouched

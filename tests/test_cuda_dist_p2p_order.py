@@ -1,5 +1,5 @@
 """Messages of CUDA tensors: order relative to streams and other messages, overlap of the copies on
-both devices, and no message blocked by what another message waits for.
+both devices, and no message blocked by another message.
 """
 
 from __future__ import annotations
@@ -11,20 +11,27 @@ import torch
 import torch.distributed as dist
 from dist_pool import OURS, RankContext, pools_of_sites
 from dist_sites import CUDA_IPC_SITES, REAL, sites, until
-from dist_waits import heard, say
-from test_cuda_dist_p2p import LARGE, SITES, comes, finish, received, values
+from dist_waits import publish, wait_published
+from test_cuda_dist_p2p import (
+    LARGE,
+    SITES,
+    copies_to_device,
+    finish,
+    values,
+    waits_for_a_copy_to_device,
+)
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 pools = pytest.fixture(pools_of_sites, scope="module")
 
 
-def in_order(me: RankContext) -> list[float]:
+def messages_in_order(me: RankContext) -> list[float]:
     """No message to the same rank, from GPU or host, overtakes one whose stream is late."""
     found = []
     for _ in range(3):
         x, on_host = torch.zeros(4), me.site.host(torch.full((4,), 3.0))
         if me.rank == 0:
-            with me.site.held():
+            with me.site.stalled():
                 works = [dist.isend(torch.full((4,), n), 1) for n in (1.0, 2.0)]
                 works.append(dist.isend(on_host, 1))
                 assert not any(w.is_completed() for w in works)  # the calls did not block
@@ -38,7 +45,7 @@ def in_order(me: RankContext) -> list[float]:
 
 @pytest.mark.parametrize("site", sites(*SITES, *REAL, stands_in=False))
 def test_messages_do_not_overtake(pools, site):
-    assert pools(3, site=site).run(in_order) == [[], [1.0, 2.0, 3.0] * 3, [3.0] * 3]
+    assert pools(3, site=site).run(messages_in_order) == [[], [1.0, 2.0, 3.0] * 3, [3.0] * 3]
 
 
 def behind_the_stream(me: RankContext) -> list[bool]:
@@ -46,16 +53,16 @@ def behind_the_stream(me: RankContext) -> list[bool]:
     overwrite it; a receive writes the tensor behind earlier work of its stream."""
     x, y = torch.zeros(LARGE), torch.full((LARGE,), -1.0)
     if me.rank == 0:
-        with me.site.held():
+        with me.site.stalled():
             me.site.fill_later(x, 5.0)
             work = dist.isend(x, 1)
             me.site.fill_later(x, 6.0)
             time.sleep(0.1)
             early = work.is_completed()
         work.wait()
-        me.site.settle()
+        me.site.synchronize()
         return [not early, bool((x == 6.0).all())]
-    with me.site.held():
+    with me.site.stalled():
         me.site.fill_later(y, -2.0)
         work = dist.irecv(y, 0)
         time.sleep(0.2)
@@ -66,10 +73,10 @@ def behind_the_stream(me: RankContext) -> list[bool]:
 def behind_the_current_stream(me: RankContext) -> list[bool]:
     """Messages are ordered behind the current stream of the calling thread, not the default one."""
     x, y = torch.zeros(LARGE), torch.full((LARGE,), -1.0)
-    me.site.settle()
+    me.site.synchronize()
     me.site.stall()  # the first stream
     if me.fake:
-        me.fake.look(True)
+        me.fake.drain_waits(True)
     with me.site.second_stream():
         if me.rank == 0:
             me.site.fill_later(x, 5.0)
@@ -77,34 +84,34 @@ def behind_the_current_stream(me: RankContext) -> list[bool]:
         else:
             me.site.fill_later(y, -2.0)
             dist.recv(y, 0)
-    me.site.go_on()
-    me.site.settle()
+    me.site.resume()
+    me.site.synchronize()
     return [me.rank == 0 or bool((y == 5.0).all())]
 
 
 @pytest.mark.parametrize("site", sites(*SITES, *REAL, stands_in=False))
-def test_behind_the_stream(pools, site):
+def test_messages_are_ordered_behind_stream_work(pools, site):
     pool = pools(2, site=site)
     assert pool.run(behind_the_stream) == [[True] * 2, [True]]
     assert pool.run(behind_the_current_stream) == [[True], [True]]
 
 
 def overlapped(me: RankContext) -> tuple[bool, bool]:
-    """The first pieces reach the receiver's device before the last have left the sender's, with no
-    thread in a call of torch.distributed on either end."""
+    """The first fragments reach the receiver's device before the last have left the sender's,
+    with no thread in a call of torch.distributed on either end."""
     x, y = values(LARGE, 1), torch.zeros(LARGE)
     if me.rank == 0:
-        me.site.settle()
+        me.site.synchronize()
         me.fake.stall(True, after=2)
         work = dist.isend(x, 1)
-        heard(me, "there", [1])
+        wait_published(me, "arrived", [1])
         came = not work.is_completed()
         me.fake.stall(False)
     else:
-        before = received(me)
+        before = copies_to_device(me)
         work = dist.irecv(y, 0)
-        came = comes(me, before) and not work.is_completed()
-        say(me, "there")
+        came = waits_for_a_copy_to_device(me, before) and not work.is_completed()
+        publish(me, "arrived")
     work.wait()
     return came, me.rank == 0 or torch.equal(y, x)
 
@@ -114,28 +121,30 @@ def test_copies_overlap(pools, site):
     assert pools(2, site=site).run(overlapped) == [(True, True)] * 2
 
 
-def past_a_stream_that_stops(me: RankContext) -> list[bool]:
+def past_a_stalled_stream(me: RankContext) -> list[bool]:
     """A message stalled on its device, or not yet received, delays neither messages of other
     ranks nor host messages of the same sender."""
     x, y, good = values(LARGE, 3), torch.zeros(LARGE), []
-    host, z, word = (me.site.host(t) for t in (values(LARGE, 4), torch.zeros(LARGE), torch.ones(1)))
+    host, z, token = (
+        me.site.host(t) for t in (values(LARGE, 4), torch.zeros(LARGE), torch.ones(1))
+    )
     if me.rank == 0:
-        me.site.settle()
+        me.site.synchronize()
         me.fake.stall(True, after=2)
         works = [dist.isend(x, 1, tag=5), dist.isend(x, 2, tag=5)]
-        dist.recv(word, 1, tag=1)
+        dist.recv(token, 1, tag=1)
         works += [dist.isend(host, r, tag=6) for r in (1, 2) for _ in range(4)]
-        dist.recv(word, 2, tag=2)
+        dist.recv(token, 2, tag=2)
         good.append(not works[0].is_completed())
         me.fake.stall(False)
-        dist.send(word, 2, tag=3)
+        dist.send(token, 2, tag=3)
         finish(works)
         return good
     if me.rank == 1:
-        before = received(me)
+        before = copies_to_device(me)
         work = dist.irecv(y, 0, tag=5)
-        good.append(comes(me, before))
-        dist.send(word, 0, tag=1)
+        good.append(waits_for_a_copy_to_device(me, before))
+        dist.send(token, 0, tag=1)
         for _ in range(4):
             z.zero_()
             dist.recv(z, 0, tag=6)
@@ -145,8 +154,8 @@ def past_a_stream_that_stops(me: RankContext) -> list[bool]:
     else:
         dist.recv(y, 1)
         good.append(torch.equal(y, x))
-        dist.send(word, 0, tag=2)
-        dist.recv(word, 0, tag=3)
+        dist.send(token, 0, tag=2)
+        dist.recv(token, 0, tag=3)
         for _ in range(4):
             dist.recv(z, 0, tag=6)
         dist.recv(y, 0, tag=5)
@@ -154,18 +163,18 @@ def past_a_stream_that_stops(me: RankContext) -> list[bool]:
 
 
 @pytest.mark.parametrize("site", SITES)
-def test_past_a_stream_that_stops(pools, site):
-    found = pools(3, site=site).run(past_a_stream_that_stops)
+def test_a_stalled_stream_blocks_no_other_message(pools, site):
+    found = pools(3, site=site).run(past_a_stalled_stream)
     assert found == [[True], [True] * 6, [True] * 2]
 
 
-def late_receiver(me: RankContext) -> bool:
+def late_receiving_stream(me: RankContext) -> bool:
     """A receiver whose stream is late blocks neither its own host nor the sender."""
     x, y = values(LARGE, 3), torch.zeros(LARGE)
     if me.rank == 0:
         dist.send(x, 1)
         return True
-    with me.site.held():
+    with me.site.stalled():
         me.site.fill_later(y, -2.0)
         work = dist.irecv(y, 0)
         work.wait()
@@ -175,8 +184,8 @@ def late_receiver(me: RankContext) -> bool:
 
 
 @pytest.mark.parametrize("site", sites("late", "late:cuda_ipc", *REAL, stands_in=False))
-def test_a_receiver_whose_stream_is_late(pools, site):
-    assert pools(2, site=site).run(late_receiver) == [True, True]
+def test_a_late_receiving_stream_blocks_no_host(pools, site):
+    assert pools(2, site=site).run(late_receiving_stream) == [True, True]
 
 
 def beside_a_collective(me: RankContext) -> bool:
@@ -199,7 +208,7 @@ def beside_a_collective(me: RankContext) -> bool:
         time.sleep(1.0)
         me.fake.stall(False)
     assert until(work.is_completed)
-    me.site.go_on()
+    me.site.resume()
     return not early and (me.rank != 1 or torch.equal(y, x))
 
 

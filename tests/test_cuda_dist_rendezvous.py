@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Pool, RankContext, begun, caught, fresh, said
+from dist_pool import OURS, Caught, Pool, RankContext, caught, fresh, program_output, started_jobs
 from dist_sites import Emulated
-from test_cuda_dist_faults import KILLED_RANK
+from test_cuda_dist_faults import FAULTY_RANK
 from test_cuda_dist_lifecycle import connect
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests the staging buffers of pycollect")
@@ -29,17 +29,17 @@ def allow_threads(on: bool) -> None:
     assert libc.pthread_setattr_default_np(attributes) == 0
 
 
-def met(
-    me: RankContext, call: str, after: int, lost: bool = False, turn: int = 0
+def bootstrap_with_fault(
+    me: RankContext, call: str, after: int, dropped: bool = False, turn: int = 0
 ) -> tuple[Any, ...]:
     """Bootstrap while, on one rank, a CUDA call fails, does nothing, or no thread can start."""
     site = me.start(f"{call}_{turn}")
     if call == "thread":
         dist.barrier(async_op=True).wait()  # starts the work queue's thread
-        allow_threads(me.rank != KILLED_RANK)
-    elif me.rank == KILLED_RANK and lost:
+        allow_threads(me.rank != FAULTY_RANK)
+    elif me.rank == FAULTY_RANK and dropped:
         site.fake.gpu.drop(call)
-    elif me.rank == KILLED_RANK:
+    elif me.rank == FAULTY_RANK:
         site.fake.gpu.fail(call, after)
     x = torch.ones(100)
     first = caught(dist.all_reduce, x)
@@ -47,9 +47,9 @@ def met(
     site.fake.gpu.fail(call, -1)
     site.fake.gpu.drop(call, False)
     second = caught(dist.all_reduce, x)
-    staged, opened = "copy_ caller" in site.calls(), site.fake.gpu.counters().get("opened", 0)
+    staged, mapped = "copy_ caller" in site.calls(), site.fake.gpu.counters().get("mapped", 0)
     dist.destroy_process_group()
-    return first, second, x.sum().item(), staged, opened, site.alive(), site.violations()
+    return first, second, x.sum().item(), staged, mapped, site.alive(), site.violations()
 
 
 MEMORY = ("register_host", "allocate", "create_stream", "fill", "export_memory", "map", "launch")
@@ -58,30 +58,30 @@ STEPS += [("launch", 3)]
 
 
 @pytest.mark.parametrize(("call", "after"), STEPS)
-def test_every_step_of_the_meeting(call, after):
+def test_every_failing_step_of_the_bootstrap(call, after):
     """If one rank cannot share memory, no rank does, and every rank logs the reason once."""
-    failure = f"CUDA error: made up, in {call}"
+    failure = f"CUDA error: injected failure in {call}"
     if call == "thread":
         failure = "this process cannot make another thread"
     with fresh(3, group=False, site="eager:auto", environ=(("PYCOLLECT_LOG", "info"),)) as pool:
         for turn in range(2):
-            for first, second, *found in pool.run(met, call, after, False, turn):
+            for first, second, *found in pool.run(bootstrap_with_fault, call, after, False, turn):
                 assert (first.kind, second.kind) == ("", ""), (first, second)
                 assert found == [900.0, True, 0, {}, []]
-        why = f"PYCOLLECT_CUDA_TRANSPORT=cuda_ipc does not work here: rank {KILLED_RANK}: "
+        why = f"PYCOLLECT_CUDA_TRANSPORT=cuda_ipc does not work here: rank {FAULTY_RANK}: "
         for rank in range(3):
             log = (pool.folder / f"rank_{rank}.log").read_text()
             assert log.count(why + failure) == 1, log
             assert log.count("PYCOLLECT_CUDA_TRANSPORT=host_staging: ") == 1, log
     with fresh(3, group=False, site="eager:cuda_ipc") as pool:
-        for first, second, *_, left, violations in pool.run(met, call, after):
+        for first, second, *_, left, violations in pool.run(bootstrap_with_fault, call, after):
             assert why + failure in first.text, first
             assert "does not work here" in second.text
             assert (left, violations) == ({}, [])
 
 
-def met_before(me: RankContext) -> tuple[Caught, float, list[str]]:
-    site, x = me.start("met_before"), torch.ones(100)
+def bootstrapped_before(me: RankContext) -> tuple[Caught, float, list[str]]:
+    site, x = me.start("bootstrapped_before"), torch.ones(100)
     dist.barrier(async_op=True).wait()
     connect(me)
     allow_threads(False)
@@ -91,62 +91,66 @@ def met_before(me: RankContext) -> tuple[Caught, float, list[str]]:
     return error, x.sum().item(), site.violations()
 
 
-def test_calls_make_no_thread_when_all_have_met():
+def test_calls_after_the_bootstrap_start_no_thread():
     with fresh(3, group=False, site="eager:cuda_ipc") as pool:
-        for error, total, violations in pool.run(met_before, seconds=30):
+        for error, total, violations in pool.run(bootstrapped_before, seconds=30):
             assert (error.kind, total, violations) == ("", 300.0, []), error
 
 
-def test_memory_that_is_short_or_does_not_arrive():
+def test_out_of_memory_and_a_failed_self_test():
     """Out of memory is resolved by emptying torch's cache; a lost kernel fails the self-test."""
     with fresh(3, group=False, site="eager:auto") as pool:
-        for first, second, *found in pool.run(met, "out of memory", 0):
+        for first, second, *found in pool.run(bootstrap_with_fault, "out of memory", 0):
             assert (first.kind, second.kind) == ("", ""), (first, second)
             assert found == [900.0, False, 2, {}, []]
     with fresh(3, group=False, site="eager:cuda_ipc") as pool:
-        for first, *_ in pool.run(met, "launch", 0, True):
-            assert "rank 0: the mark that rank 1 wrote here has not arrived" in first.text, first
+        for first, *_ in pool.run(bootstrap_with_fault, "launch", 0, True):
+            why = "rank 0: the self-test pattern that rank 1 wrote into this rank's GPU memory"
+            assert f"{why} has not arrived" in first.text, first
 
 
-def left_alone(me: RankContext) -> tuple[Caught, dict[str, int], list[str]]:
+def slow_bootstrap(me: RankContext) -> tuple[Caught, dict[str, int], list[str]]:
     """One rank is so slow in the bootstrap that its peers time out while it has mapped memory."""
-    site = me.start("left_alone", timeout=datetime.timedelta(seconds=2))
-    site.fake.gpu.drop("write_value" if me.rank == KILLED_RANK else "wait_value")
+    site = me.start("slow_bootstrap", timeout=datetime.timedelta(seconds=2))
+    site.fake.gpu.drop("write_value" if me.rank == FAULTY_RANK else "wait_value")
     return caught(dist.all_reduce, torch.ones(3)), site.alive(), site.violations()
 
 
 @pytest.fixture(scope="module")
-def long() -> Iterator[dict[str, Pool]]:
-    jobs = {"eager:auto": (met, "write_value", 0, True), "eager:cuda_ipc": (left_alone,)}
-    yield from begun(jobs, 3, {name: {"site": name} for name in jobs}, group=False)
+def slow_jobs() -> Iterator[dict[str, Pool]]:
+    jobs = {
+        "eager:auto": (bootstrap_with_fault, "write_value", 0, True),
+        "eager:cuda_ipc": (slow_bootstrap,),
+    }
+    yield from started_jobs(jobs, 3, {name: {"site": name} for name in jobs}, group=False)
 
 
 @pytest.mark.slow  # waits for the 10 s limit of a bootstrap step
-def test_a_wait_for_what_does_not_come_is_let_go(long):
+def test_lost_signals_end_the_bootstrap(slow_jobs):
     """One rank's writes are lost: the bootstrap ends on all ranks, and the device keeps no memory
     except what peers may have mapped."""
-    for first, second, total, staged, _, left, violations in long["eager:auto"].results(60):
+    for first, second, total, staged, _, left, violations in slow_jobs["eager:auto"].results(60):
         assert (first.kind, second.kind) == ("", ""), (first, second)
         assert (total, staged) == (900.0, True)
         assert (left, violations) == ({}, [])
-    for error, left, violations in long["eager:cuda_ipc"].results(60):
+    for error, left, violations in slow_jobs["eager:cuda_ipc"].results(60):
         assert error.kind == "Timeout", error
-        assert f"rank {KILLED_RANK} did not arrive" in error.text
+        assert f"rank {FAULTY_RANK} did not arrive" in error.text
         assert (left, violations) == ({}, [])
 
 
 # --- first calls that do not match ----------------------------------------------------------------
 
 
-def refused(me: RankContext, how: str) -> Caught:
-    """The victim's first call differs from its peers', or its device fails; every rank raises."""
-    victim, x = me.rank == KILLED_RANK, torch.ones(4)
+def mismatched_bootstrap(me: RankContext, how: str) -> Caught:
+    """The faulty rank's first call differs, or its device fails; every rank raises."""
+    is_faulty, x = me.rank == FAULTY_RANK, torch.ones(4)
     site = me.start(how)
-    if victim and how == "host":
+    if is_faulty and how == "host":
         site.host(x)
-    if victim and how == "broken":
+    if is_faulty and how == "broken":
         site.fake.gpu.fail("register_host", 0)
-    if how == "broken" or (how == "some bound" and not victim):
+    if how == "broken" or (how == "some bound" and not is_faulty):
         return caught(connect, me)
     return caught(dist.all_reduce, x)
 
@@ -164,29 +168,29 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("how", REFUSED)
-def test_ranks_that_do_not_meet_alike(how):
+def test_mismatched_bootstraps_raise(how):
     with fresh(3, group=False, site="eager:cuda_ipc") as pool:
-        for error in pool.run(refused, how):
+        for error in pool.run(mismatched_bootstrap, how):
             assert error.kind == "ValueError" or how == "broken", error
-            assert all(says in error.text for says in REFUSED[how]), error
+            assert all(words in error.text for words in REFUSED[how]), error
 
 
-def unlike(me: RankContext) -> tuple[str, str, float]:
+def mismatched_first_calls(me: RankContext) -> tuple[str, str, float]:
     """One rank's first calls use host memory, or are refused; a later matching call succeeds."""
     site, x, y = me.start("unlike"), torch.ones(4), torch.ones(4)
-    if me.rank == KILLED_RANK:
+    if me.rank == FAULTY_RANK:
         site.host(x)
     first = caught(dist.all_reduce, x)
-    second = caught(dist.broadcast, y, 7 if me.rank == KILLED_RANK else 0)
+    second = caught(dist.broadcast, y, 7 if me.rank == FAULTY_RANK else 0)
     dist.all_reduce(y)
     return first.kind, second.kind, y.sum().item()
 
 
-def test_a_first_call_that_is_not_everybodys():
+def test_a_mismatched_first_call_raises():
     with fresh(3, group=False, site="eager:auto") as pool:
-        for rank, (first, second, total) in enumerate(pool.run(unlike)):
+        for rank, (first, second, total) in enumerate(pool.run(mismatched_first_calls)):
             assert first == "ValueError"
-            assert second == "ValueError" or rank == KILLED_RANK
+            assert second == "ValueError" or rank == FAULTY_RANK
             assert total == 12.0
 
 
@@ -210,7 +214,7 @@ def in_a_callback(me: RankContext) -> list[float]:
     return (x + y).unique().tolist()
 
 
-def of_an_odd_size(me: RankContext) -> list[float]:
+def with_an_odd_buffer_size(me: RankContext) -> list[float]:
     me.start("odd", Emulated("eager:cuda_ipc", cuda_buffer_bytes=33_333))
     x = torch.full((30_000,), 1.25)
     for _ in range(2):
@@ -218,7 +222,7 @@ def of_an_odd_size(me: RankContext) -> list[float]:
     return (x * 2).unique().tolist()
 
 
-def without_slabs(me: RankContext) -> list[float]:
+def without_staging_buffers(me: RankContext) -> list[float]:
     """With host staging, connecting needs no CUDA calls."""
     site = me.start("unbound", Emulated("eager"))
     connect(me)
@@ -228,8 +232,8 @@ def without_slabs(me: RankContext) -> list[float]:
     return x.unique().tolist()
 
 
-@pytest.mark.parametrize("job", [in_a_callback, of_an_odd_size, without_slabs])
-def test_where_ranks_meet(job):
+@pytest.mark.parametrize("job", [in_a_callback, with_an_odd_buffer_size, without_staging_buffers])
+def test_unusual_bootstraps(job):
     with fresh(2, group=False, site="eager:cuda_ipc") as pool:
         assert pool.run(job) == [[10.0]] * 2
 
@@ -252,14 +256,14 @@ except ValueError as error:
 """
 
 
-def test_the_rung_is_said_once():
-    lines = said(PROGRAM.replace("{options}", "{}"), PYCOLLECT_LOG="info")
+def test_the_transport_is_logged_once():
+    lines = program_output(PROGRAM.replace("{options}", "{}"), PYCOLLECT_LOG="info")
     assert lines.count("PYCOLLECT_CUDA_TRANSPORT=host_staging") == 1
     assert "pinned memory" in lines
 
 
 @pytest.mark.parametrize(
-    ("options", "environ", "says"),
+    ("options", "environ", "words"),
     [
         ("{}", "host_staging", ""),
         ("{'cuda_transport': 'host_staging'}", "", ""),
@@ -271,6 +275,6 @@ def test_the_rung_is_said_once():
         ("{}", "spin", "PYCOLLECT_CUDA_TRANSPORT is 'spin'; allowed are cuda_ipc, host_staging"),
     ],
 )
-def test_rungs_by_name(options, environ, says):
+def test_transports_by_name(options, environ, words):
     program = PROGRAM.replace("{options}", options)
-    assert said(program, PYCOLLECT_CUDA_TRANSPORT=environ).strip() == says
+    assert program_output(program, PYCOLLECT_CUDA_TRANSPORT=environ).strip() == words

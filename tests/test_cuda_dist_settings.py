@@ -13,8 +13,8 @@ import torch.distributed as dist
 from device_placements import several_gpus
 from dist_pool import RankContext, fresh
 from dist_sites import GPU, LARGE, REAL, sites
-from dist_waits import heard, say
-from test_cuda_dist_matrix import at_the_edges, right
+from dist_waits import publish, wait_published
+from test_cuda_dist_matrix import assert_bits, sizes_around_a_staging_buffer
 
 cuda = pytest.mark.cuda
 MIB = 1 << 20
@@ -24,9 +24,9 @@ MIB = 1 << 20
 @pytest.mark.parametrize("site", sites("eager:cuda_ipc", *REAL, stands_in=False))
 def test_eight_ranks(site):
     with fresh(8, site=site) as pool:
-        assert pool.run(at_the_edges, seconds=180.0) == [[]] * 8
+        assert pool.run(sizes_around_a_staging_buffer, seconds=180.0) == [[]] * 8
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
-            right(pool, dtype)
+            assert_bits(pool, dtype)
 
 
 # Environment variables that CUDA reads when the process first uses it.
@@ -39,21 +39,21 @@ SETTINGS = ("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_settings_of_cuda(setting, site):
     with fresh(2, site=site, environ=((setting, "1"),)) as pool:
-        right(pool, torch.float32)
+        assert_bits(pool, torch.float32)
 
 
-def expandable(me: RankContext, anew: bool) -> bool:
+def expandable(me: RankContext, at_runtime: bool) -> bool:
     """Calls with expandable segments, whose memory legacy CUDA IPC handles cannot export."""
-    if anew:
-        set_anew = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-        if set_anew is None:  # the name in torch 2.11
-            set_anew = torch.cuda.memory._set_allocator_settings
-        set_anew("expandable_segments:True")
+    if at_runtime:
+        set_settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        if set_settings is None:  # the name in torch 2.11
+            set_settings = torch.cuda.memory._set_allocator_settings
+        set_settings("expandable_segments:True")
     x = torch.ones(MIB)
     segments = torch.cuda.memory.memory_snapshot()
     assert all(segment["is_expandable"] for segment in segments)
     dist.all_reduce(x)
-    y = me.site.make(MIB).fill_(1) if me.site.streams else x
+    y = me.site.symmetric(MIB).fill_(1) if me.site.streams else x
     if me.site.streams:
         dist.all_reduce(y)
         assert me.site.reaches(y)
@@ -67,7 +67,7 @@ def test_expandable_segments(name, site):
     environ = ((name, "expandable_segments:True"),) if name else ()
     with fresh(2, site=site, environ=environ) as pool:
         assert pool.run(expandable, not name) == [True, True]
-        right(pool, torch.float32)
+        assert_bits(pool, torch.float32)
 
 
 def on_all_gpus(me: RankContext) -> list[float]:
@@ -107,20 +107,20 @@ def test_several_gpus(site, world):
             assert pool.run(on_another_gpu) == [True] * world
 
 
-def crowded(me: RankContext) -> tuple[int, float]:
+def first_call_on_a_full_gpu(me: RankContext) -> tuple[int, float]:
     """The first call of a group after torch's caching allocator has taken all memory of the GPU."""
     x = torch.ones(LARGE)
     x.mean().item()  # loads the kernels now
-    say(me, "warm")
-    heard(me, "warm", range(me.world))
-    taken = []
+    publish(me, "warm")
+    wait_published(me, "warm", range(me.world))
+    filling = []
     for size in (1 << 30, 64 * MIB, 2 * MIB):
         with contextlib.suppress(torch.cuda.OutOfMemoryError):
             while True:
-                taken.append(torch.empty(size, dtype=torch.uint8))
-    say(me, "full")
-    heard(me, "full", range(me.world))
-    taken.clear()
+                filling.append(torch.empty(size, dtype=torch.uint8))
+    publish(me, "full")
+    wait_published(me, "full", range(me.world))
+    filling.clear()
     kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     dist.all_reduce(x)
     return kept, x.mean().item()
@@ -128,8 +128,9 @@ def crowded(me: RankContext) -> tuple[int, float]:
 
 @cuda
 @pytest.mark.slow
-def test_what_torch_keeps_for_later_is_room_for_slabs():
+def test_memory_cached_by_torch_is_freed_for_staging_buffers():
     with fresh(2, site="cuda:cuda_ipc") as pool:
-        for kept, mean in pool.run(crowded):
-            assert kept >= 128 * MIB, "another rank had taken it all"  # more than a staging buffer
+        for kept, mean in pool.run(first_call_on_a_full_gpu):
+            # More than a staging buffer.
+            assert kept >= 128 * MIB, "another rank has allocated all memory"
             assert mean == 2.0

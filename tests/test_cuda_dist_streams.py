@@ -12,21 +12,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import OURS, Caught, RankContext, backend_of, caught, pools_of_sites
-from dist_sites import CUDA_IPC_SITES, EMULATED, LARGE, REAL, each, until
+from dist_sites import CUDA_IPC_SITES, EMULATED, LARGE, REAL, site_worlds, until
 
 pytestmark = pytest.mark.skipif(not OURS, reason="tests how pycollect moves CUDA tensors")
 pools = pytest.fixture(pools_of_sites, scope="module")
 
 
-def overtaken(me: RankContext) -> list[bool]:
+def earlier_stream_work(me: RankContext) -> list[bool]:
     """Earlier work of the caller's stream on a tensor comes before the call."""
     good = []
     for turn in range(12):
-        count, later, root = (5, LARGE // 10)[turn % 2], turn % 4 < 2, turn % me.world
+        count, async_op, root = (5, LARGE // 10)[turn % 2], turn % 4 < 2, turn % me.world
         x, y = torch.full((count,), 7.0), torch.zeros(2 * count)[::2]
         me.site.fill_later(x, float(turn if me.rank == root else -1))
-        work = dist.broadcast(x, root, async_op=later)
-        if later:
+        work = dist.broadcast(x, root, async_op=async_op)
+        if async_op:
             assert until(work.is_completed)
             work.wait()
         me.site.fill_later(y, 1.0)
@@ -35,42 +35,42 @@ def overtaken(me: RankContext) -> list[bool]:
     return good
 
 
-@pytest.mark.parametrize(("site", "world"), each(*EMULATED, *REAL, stands_in=False))
-def test_behind_what_the_stream_has_to_do(pools, site, world):
-    assert pools(world, site=site).run(overtaken) == [[True] * 12] * world
+@pytest.mark.parametrize(("site", "world"), site_worlds(*EMULATED, *REAL, stands_in=False))
+def test_calls_are_ordered_behind_earlier_stream_work(pools, site, world):
+    assert pools(world, site=site).run(earlier_stream_work) == [[True] * 12] * world
 
 
-def on_a_side_stream(me: RankContext, placed: bool) -> list[bool]:
+def on_a_side_stream(me: RankContext, zero_copy: bool) -> list[bool]:
     """A call on a side stream; its result is used there or, after wait(), on the main stream."""
     good = []
-    for later in (False, True, False, True):
-        x = (me.site.make if placed else torch.empty)(LARGE).fill_(0)
-        me.site.settle()
+    for async_op in (False, True, False, True):
+        x = (me.site.symmetric if zero_copy else torch.empty)(LARGE).fill_(0)
+        me.site.synchronize()
         with me.site.second_stream():
             me.site.fill_later(x, me.rank + 1.0)
-            work = dist.all_reduce(x, async_op=later)
-            y = x if later else x * 2
-        if later:
+            work = dist.all_reduce(x, async_op=async_op)
+            y = x if async_op else x * 2
+        if async_op:
             work.wait()
             y = x * 2
-        me.site.settle()
+        me.site.synchronize()
         good.append(bool((y == me.world * (me.world + 1)).all()))
     return good
 
 
-@pytest.mark.parametrize(("site", "world"), each(*EMULATED, *REAL, stands_in=False))
+@pytest.mark.parametrize(("site", "world"), site_worlds(*EMULATED, *REAL, stands_in=False))
 def test_side_streams(pools, site, world):
-    for placed in (False, True)[: 1 + site.endswith("cuda_ipc")]:
-        assert pools(world, site=site).run(on_a_side_stream, placed) == [[True] * 4] * world
+    for zero_copy in (False, True)[: 1 + site.endswith("cuda_ipc")]:
+        assert pools(world, site=site).run(on_a_side_stream, zero_copy) == [[True] * 4] * world
 
 
-def at_once(me: RankContext) -> tuple[bool, list[float]]:
+def return_while_blocked(me: RankContext) -> tuple[bool, list[float]]:
     """Async calls, and a barrier, return while the caller's stream is blocked."""
     x, y = torch.ones(1000), torch.ones(3)
     for work in [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(2)]:
         work.wait()  # creates contexts, staging buffers and pinned memory, which is slow
     dist.barrier()
-    with me.site.held():
+    with me.site.stalled():
         works = [dist.all_reduce(x, async_op=True), dist.all_reduce(y, async_op=True)]
         futures = [work.get_future() for work in works]
         if me.site.streams:
@@ -84,14 +84,14 @@ def at_once(me: RankContext) -> tuple[bool, list[float]]:
     return early, [t.sum().item() for t in (x, y, futures[0].value()[0])]
 
 
-@pytest.mark.parametrize(("site", "world"), each(*EMULATED, *REAL, stands_in=False))
+@pytest.mark.parametrize(("site", "world"), site_worlds(*EMULATED, *REAL, stands_in=False))
 def test_async_calls_return_at_once(pools, site, world):
-    for early, sums in pools(world, site=site).run(at_once):
+    for early, sums in pools(world, site=site).run(return_while_blocked):
         assert not early
         assert sums == [1000.0 * world, 3.0 * world, 1000.0 * world]
 
 
-def given_away(me: RankContext, calls: int) -> list[float]:
+def freed_while_in_use(me: RankContext, calls: int) -> list[float]:
     """Tensors are freed while the group's stream uses them; new tensors may reuse the memory."""
     outs = [torch.zeros(64 * me.world) for _ in range(calls)]
     works = []
@@ -107,7 +107,7 @@ def given_away(me: RankContext, calls: int) -> list[float]:
         dist.all_reduce(torch.ones(64), async_op=True)  # neither tensor nor Work is kept
     for work in works:
         work.wait()
-    me.site.go_on()
+    me.site.resume()
     dist.barrier()
     dist.all_reduce(torch.ones(3))
     return [
@@ -116,16 +116,16 @@ def given_away(me: RankContext, calls: int) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize(("site", "world"), each(*CUDA_IPC_SITES, *REAL, stands_in=False))
-def test_memory_is_given_to_nobody_else_while_a_stream_has_to_do_with_it(pools, site, world):
-    for differences in pools(world, site=site).run(given_away, 40):
+@pytest.mark.parametrize(("site", "world"), site_worlds(*CUDA_IPC_SITES, *REAL, stands_in=False))
+def test_freed_memory_is_not_reused_while_a_stream_uses_it(pools, site, world):
+    for differences in pools(world, site=site).run(freed_while_in_use, 40):
         assert differences == [0.0] * 40
 
 
-def ahead(me: RankContext, slow: int, calls: int) -> list[str]:
+def hosts_run_ahead(me: RankContext, slow: int, calls: int) -> list[str]:
     """The hosts and most streams run ahead of one rank's slow stream.
 
-    Broadcasts come in a row, because a root waits only until its slot may be filled again.
+    Broadcasts come in a row, because a root waits only until its staging buffer may be reused.
     """
     me.site.run_ahead(0.002 if me.rank == slow else 0.0)
     xs = [torch.full((100,), float(i if me.rank == 0 else -1)) for i in range(calls)]
@@ -138,7 +138,7 @@ def ahead(me: RankContext, slow: int, calls: int) -> list[str]:
     for work in works:
         work.wait()
     assert all(until(work.is_completed, 60.0) for work in works)
-    me.site.go_on()
+    me.site.resume()
     wrong = []
     for i, (x, y, out) in enumerate(zip(xs, ys, outs, strict=True)):
         total = me.world * i + me.world * (me.world - 1) / 2
@@ -150,9 +150,9 @@ def ahead(me: RankContext, slow: int, calls: int) -> list[str]:
 @pytest.mark.parametrize(
     ("world", "slow"), [(3, 0), (3, 2), pytest.param(8, 3, marks=pytest.mark.slow)]
 )
-def test_a_slow_stream_holds_up_who_needs_it(pools, world, slow):
+def test_a_slow_stream_delays_only_dependent_calls(pools, world, slow):
     pool = pools(world, site="late:cuda_ipc")
-    assert pool.run(ahead, slow, 12, seconds=60.0) == [[]] * world
+    assert pool.run(hosts_run_ahead, slow, 12, seconds=60.0) == [[]] * world
 
 
 def coalesced(me: RankContext) -> list[float]:
@@ -175,7 +175,7 @@ def coalesced(me: RankContext) -> list[float]:
     return [t.sum().item() / me.world for t in (*xs, *ys, *future.value(), *chained.value())]
 
 
-@pytest.mark.parametrize(("site", "world"), each(*EMULATED, *REAL, "cuda:auto"))
+@pytest.mark.parametrize(("site", "world"), site_worlds(*EMULATED, *REAL, "cuda:auto"))
 def test_coalesced_calls_and_futures(pools, site, world):
     for sums in pools(world, site=site).run(coalesced):
         assert sums == [3.0, LARGE, 0.0, 7.0, 3.0, 5.0, 3.0, 5.0, 10.0]
@@ -198,7 +198,7 @@ def captured(me: RankContext) -> tuple[list[Caught], list[Caught], list[str], li
         ]
         own = [caught(call, y, right) for call in (dist.send, dist.recv) if mine]
         own += [caught(call, x, right) for call in (dist.isend, dist.irecv) if mine]
-        own += [caught(me.site.make, 3)] if mine and me.site.streams else []
+        own += [caught(me.site.symmetric, 3)] if mine and me.site.streams else []
         own += [caught(work.wait) for work in works if mine]
         moved = [c for c in me.site.calls()[before[0] :] if mine and c.startswith("copy_ caller")]
         moved += ["pinned"] * bool(mine and me.fake and me.fake.pinned() != before[1])
@@ -208,8 +208,8 @@ def captured(me: RankContext) -> tuple[list[Caught], list[Caught], list[str], li
     return errors, own, moved, [x.sum().item(), out.sum().item(), z.mean().item() - left]
 
 
-@pytest.mark.parametrize(("site", "world"), each(*EMULATED, *REAL, stands_in=False))
-def test_no_call_in_a_capture(pools, site, world):
+@pytest.mark.parametrize(("site", "world"), site_worlds(*EMULATED, *REAL, stands_in=False))
+def test_calls_in_a_capture_are_refused(pools, site, world):
     """One rank captures and all ranks refuse (emulated), or all ranks capture (GPU)."""
     for errors, own, moved, sums in pools(world, site=site).run(captured):
         assert all(e.kind == "ValueError" for e in errors + own), errors + own
@@ -231,32 +231,32 @@ def beside_a_capture(me: RankContext) -> float:
     return x.unique().tolist()
 
 
-@pytest.mark.parametrize(("site", "world"), each(*EMULATED, *REAL, stands_in=False))
-def test_a_capture_while_a_call_is_under_way(pools, site, world):
+@pytest.mark.parametrize(("site", "world"), site_worlds(*EMULATED, *REAL, stands_in=False))
+def test_a_capture_while_a_call_is_in_flight(pools, site, world):
     assert pools(world, site=site).run(beside_a_capture) == [[float(world)]] * world
 
 
-def traced(me: RankContext, later: bool) -> list[list[str]]:
+def traced(me: RankContext, async_op: bool) -> list[list[str]]:
     x, out, found = torch.ones(1000), torch.empty(me.world * 1000), []
     for call in (
-        lambda: dist.all_reduce(x, async_op=later),
-        lambda: dist.all_gather_into_tensor(out, x, async_op=later),
-        lambda: dist.broadcast(x, 0, async_op=later),
+        lambda: dist.all_reduce(x, async_op=async_op),
+        lambda: dist.all_gather_into_tensor(out, x, async_op=async_op),
+        lambda: dist.broadcast(x, 0, async_op=async_op),
     ):
         before = len(me.site.calls())
         work = call()
-        if later:
+        if async_op:
             work.wait()
         found.append(me.site.calls()[before:])
     return found
 
 
-@pytest.mark.parametrize("later", [False, True])
-def test_the_order_of_what_is_staged(pools, later):
+@pytest.mark.parametrize("async_op", [False, True])
+def test_the_order_of_staging_operations(pools, async_op):
     there = ["copy_ caller", "record caller", "done caller"]
     back = ["wait group", "copy_ group", "record group", "wait caller"]
     for _ in range(3):
-        root, *others = pools(3, site="late").run(traced, later)
+        root, *others = pools(3, site="late").run(traced, async_op)
         assert root == [there + back, there + back, there]  # no copy back after a root's broadcast
         # Other ranks of a broadcast wait for no copy off the device: it overwrites their tensors.
         assert others == [[there + back, there + back, ["record caller", *back]]] * 2

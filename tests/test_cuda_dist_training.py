@@ -45,7 +45,7 @@ def parameters(net: nn.Module) -> Tensor:
 
 
 @cpu_by_default
-def alone(me: RankContext) -> Tensor:
+def train_alone(me: RankContext) -> Tensor:
     """Train with the rows of all ranks in one process, adding gradients rank by rank."""
     net = perceptron().to(me.site.device)
     train(net, me, range(me.world))
@@ -53,31 +53,31 @@ def alone(me: RankContext) -> Tensor:
 
 
 @cpu_by_default
-def replicated(me: RankContext, bucket_mb: float, placed: bool) -> Tensor:
-    os.environ["DDP_DISABLE_COMM_MEM"] = "01"[not placed]
+def train_with_ddp(me: RankContext, bucket_mb: float, symmetric: bool) -> Tensor:
+    os.environ["DDP_DISABLE_COMM_MEM"] = "01"[not symmetric]
     net = perceptron().to(me.site.device)
-    ddp = DistributedDataParallel(net, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=placed)
+    ddp = DistributedDataParallel(net, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=symmetric)
     train(ddp, me, [me.rank])
     reached = [me.site.reaches(p.grad) for p in net.parameters() if p.grad is not None]
-    assert reached == [placed] * len(reached) or (me.spec.site in REAL and not me.site.real)
+    assert reached == [symmetric] * len(reached) or (me.spec.site in REAL and not me.site.real)
     return parameters(net)
 
 
 @pytest.mark.parametrize("bucket_mb", [0.01, 25.0])
 @pytest.mark.parametrize("site", sites(*EMULATED, *REAL))
-def test_replicas(pools, site, bucket_mb):
+def test_ddp_equals_one_process(pools, site, bucket_mb):
     for world in (2, 4) if site in REAL else (2,):
         pool = pools(world, site=site)
-        wanted = pool.run(alone)[0]
-        for placed in (False, True)[: 1 + site.endswith("cuda_ipc")]:
-            found = pool.run(replicated, bucket_mb, placed)
+        wanted = pool.run(train_alone)[0]
+        for symmetric in (False, True)[: 1 + site.endswith("cuda_ipc")]:
+            found = pool.run(train_with_ddp, bucket_mb, symmetric)
             assert all(torch.equal(found[0], other) for other in found)
             assert site in REAL or torch.equal(found[0], wanted)
             torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-5)
 
 
 @cpu_by_default
-def sharded(me: RankContext, reshard: bool) -> Tensor:
+def train_with_fsdp2(me: RankContext, reshard: bool) -> Tensor:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -94,10 +94,10 @@ def sharded(me: RankContext, reshard: bool) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("site", sites(*CUDA_IPC_SITES, *REAL))
-def test_shards(site: str) -> None:
+def test_fsdp2_equals_one_process(site: str) -> None:
     """FSDP2 gives the parameters of a single process, with and without resharding."""
     with fresh(4, site=site) as pool:
-        wanted = pool.run(alone)[0]
+        wanted = pool.run(train_alone)[0]
         for reshard in (True, False):
-            for found in pool.run(sharded, reshard, seconds=180.0):
+            for found in pool.run(train_with_fsdp2, reshard, seconds=180.0):
                 torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

@@ -18,7 +18,7 @@ pytestmark = MARKS
 HERE = torch.device(GPU)
 
 
-def still_works():
+def assert_calls_work():
     values = randoms(3, (1001,), torch.int32)
     for algorithm in (None, *pc.algorithms()):
         tensors = [v.to(GPU, copy=True) for v in values]
@@ -36,18 +36,18 @@ def tensors_in(value):
     return [value] if isinstance(value, (torch.Tensor, np.ndarray)) else []
 
 
-def on_gpu(args, trip):
+def on_gpu(args, placed_call):
     """The arguments with CPU tensors and devices replaced by those of the GPU."""
     if isinstance(args, str):
         return args.replace("cpu", GPU)
     if isinstance(args, torch.device):
         return HERE
     if isinstance(args, (list, tuple)) and not tensors_in(args):
-        return type(args)(on_gpu(a, trip) for a in args)
-    return trip.there(args, HERE)
+        return type(args)(on_gpu(a, placed_call) for a in args)
+    return placed_call.to_device(args, HERE)
 
 
-def on_gpus(case):
+def runs_on_gpu(case):
     """Whether the case can run on a GPU: not with NumPy arrays or a CPU communicator."""
     call, make, _, words, _ = case.values
     args, options = make()
@@ -56,14 +56,14 @@ def on_gpus(case):
 
 
 @pytest.mark.parametrize(
-    ("call", "make", "error", "words", "later"), [case for case in CASES if on_gpus(case)]
+    ("call", "make", "error", "words", "async_op"), [case for case in CASES if runs_on_gpu(case)]
 )
-def test_refused_before_anything_moves(call, make, error, words, later):
+def test_invalid_calls_raise_before_data_moves(call, make, error, words, async_op):
     args, options = make()
-    trip = PlacedCall()
-    args = [on_gpu(a, trip) for a in args]
-    options = {k: on_gpu(v, trip) for k, v in options.items()}
-    if later:
+    placed_call = PlacedCall()
+    args = [on_gpu(a, placed_call) for a in args]
+    options = {k: on_gpu(v, placed_call) for k, v in options.items()}
+    if async_op:
         options["async_op"] = True
     watched = [t for t in tensors_in([args, list(options.values())]) if not t.is_meta]
     watched = [t for t in watched if t.layout == torch.strided]
@@ -74,14 +74,14 @@ def test_refused_before_anything_moves(call, make, error, words, later):
     assert after == before, "a refused call changed a tensor"
 
 
-def test_after_all_those_refusals_everything_works():
-    still_works()
+def test_calls_work_after_refusals():
+    assert_calls_work()
 
 
-# --- devices that do not fit ----------------------------------------------------------------------
+# --- invalid devices ------------------------------------------------------------------------------
 
 
-def test_devices_that_are_not_there():
+def test_missing_devices_are_refused():
     x = torch.ones(4, device=GPU)
     count = torch.cuda.device_count()
     missing = f"cuda:{count}"
@@ -95,10 +95,10 @@ def test_devices_that_are_not_there():
     ):
         with pytest.raises(ValueError, match=rf"{missing}|index {count}"):
             call()
-    still_works()
+    assert_calls_work()
 
 
-def test_tensors_that_are_not_where_a_communicator_is():
+def test_tensors_on_other_devices_than_the_communicators_are_refused():
     other = "meta" if STANDS_IN else "cpu"
     communicator = pc.Communicator([GPU] * 2)
     for name in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
@@ -107,11 +107,11 @@ def test_tensors_that_are_not_where_a_communicator_is():
             call([torch.ones(3, device=GPU), torch.ones(3, device=other)])
         with pytest.raises(ValueError, match=r"3.*2"):
             call([torch.ones(3, device=GPU) for _ in range(3)])
-    still_works()
+    assert_calls_work()
 
 
 @pytest.mark.cuda
-def test_ranks_of_another_gpu_than_the_communicators():
+def test_tensors_on_another_gpu_than_the_communicators_are_refused():
     first, second = several_gpus()[:2]
     with pytest.raises(ValueError, match=f"rank 1 .*{second}"):
         pc.Communicator([first, first]).all_reduce(
@@ -126,7 +126,7 @@ def test_a_device_without_an_index_is_the_current_one():
     assert {c.device for c in pc.scatter(torch.ones(4), ["cuda"] * 2)} == {current}
 
 
-# --- no memory left -------------------------------------------------------------------------------
+# --- out of memory --------------------------------------------------------------------------------
 
 
 def extremes(tensor):
@@ -135,13 +135,13 @@ def extremes(tensor):
 
 
 @pytest.fixture
-def little_room():
+def little_memory():
     """Limit torch's allocator to 256 MiB more than it has reserved."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    room = torch.cuda.memory_reserved() + (256 << 20)
-    torch.cuda.set_per_process_memory_fraction(room / total)
+    limit = torch.cuda.memory_reserved() + (256 << 20)
+    torch.cuda.set_per_process_memory_fraction(limit / total)
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.empty_cache()
@@ -149,7 +149,7 @@ def little_room():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("placement", [VIRTUAL, STAGED], ids=lambda h: h.label)
-def test_out_of_memory_is_an_error_and_no_end(placement, little_room):
+def test_out_of_memory_raises_and_keeps_no_memory(placement, little_memory):
     api = placement.api(4)
     tensors = [torch.full((8 << 20,), float(r), device="cuda:0") for r in range(4)]  # 32 MiB each
     kept = []
@@ -165,7 +165,7 @@ def test_out_of_memory_is_an_error_and_no_end(placement, little_room):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("algorithm", pc.algorithms())
-def test_no_memory_for_scratch_changes_no_input(algorithm, little_room):
+def test_no_memory_for_scratch_changes_no_input(algorithm, little_memory):
     tensors = [torch.full((12 << 20,), float(r), device="cuda:0") for r in range(4)]  # 48 MiB each
     try:
         pc.all_reduce(tensors, algorithm=algorithm)
@@ -174,11 +174,11 @@ def test_no_memory_for_scratch_changes_no_input(algorithm, little_room):
     else:
         assert [extremes(t) for t in tensors] == [(6.0, 6.0)] * 4
     del tensors
-    still_works()
+    assert_calls_work()
 
 
 @pytest.mark.cuda
-def test_out_of_memory_elsewhere_disturbs_nothing():
+def test_out_of_memory_elsewhere_does_not_affect_calls():
     values = randoms(3, (100_003,), torch.int32)
     tensors = [v.cuda() for v in values]
     work = pc.all_reduce(tensors, async_op=True)
@@ -186,4 +186,4 @@ def test_out_of_memory_elsewhere_disturbs_nothing():
         torch.empty(1 << 45, device="cuda:0")
     work.wait()
     assert_same([t.cpu() for t in tensors], [left_fold(values, "sum")] * 3)
-    still_works()
+    assert_calls_work()

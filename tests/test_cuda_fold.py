@@ -50,7 +50,7 @@ def test_all_pairs_of_8_bit_floats(dtype: torch.dtype, op: str):
 
 
 @pytest.mark.parametrize(("dtype", "first"), list(zip(ref.NARROW[2:], (0, 3), strict=True)))
-def test_floats_that_8_bits_cannot_hold_become_what_is_asked(dtype: torch.dtype, first: int):
+def test_8_bit_overflow_infinity_and_nan_become_the_given_bytes(dtype: torch.dtype, first: int):
     codes = [0x11, 0x22, 0x33, 0x44, 0x55, 0x66]
     overflow, infinity, nan = codes[first : first + 3]
     largest = torch.finfo(dtype).max
@@ -58,8 +58,8 @@ def test_floats_that_8_bits_cannot_hold_become_what_is_asked(dtype: torch.dtype,
     b = torch.tensor([largest, -largest, 1.0, 1.0]).to(dtype)
     wanted = [overflow, overflow | 0x80, torch.tensor(2.0).to(dtype).view(torch.uint8).item(), nan]
     if dtype == torch.float8_e5m2:  # float8_e4m3fn has no infinity
-        endless = torch.tensor([float("inf"), float("-inf")]).to(dtype)
-        a, b = torch.cat([a, endless]), torch.cat([b, endless])
+        infinite = torch.tensor([float("inf"), float("-inf")]).to(dtype)
+        a, b = torch.cat([a, infinite]), torch.cat([b, infinite])
         wanted += [infinity, infinity | 0x80]
     out = torch.empty_like(a)
     launch([Row([lines(out)], [lines(a), lines(b)])], float8=codes)
@@ -67,7 +67,7 @@ def test_floats_that_8_bits_cannot_hold_become_what_is_asked(dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "band", "bor", "bxor"])
-def test_any_byte_but_zero_is_true(op: str):
+def test_nonzero_bytes_of_bool_are_true(op: str):
     a, b = torch.arange(256).to(torch.uint8).repeat(256), torch.arange(2**16).div(256).byte()
     out = torch.empty(2**16, dtype=torch.bool)
     launch([Row([lines(out)], [lines(a.view(torch.bool)), lines(b.view(torch.bool))])], op)
@@ -85,7 +85,7 @@ def test_all_16_bit_floats(dtype: torch.dtype, other: float):
         ref.assert_same([out], [ref.left_fold([a, b], op)], op, op=op)
 
 
-def test_average_is_taken_only_where_the_reduction_finishes():
+def test_only_finishing_folds_divide_by_the_world():
     for dtype in (torch.float32, torch.float16, torch.int64):
         tensors = ref.randoms(3, [100], dtype)
         total, mean = lines(torch.empty_like(tensors[0])), lines(torch.empty_like(tensors[0]))

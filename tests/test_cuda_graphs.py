@@ -57,7 +57,7 @@ def empties(world, count, device="cuda:0"):
 @pytest.mark.parametrize("placement", [VIRTUAL, STAGED], ids=lambda h: h.label)
 @pytest.mark.parametrize(("collective", "algorithm"), CALLS)
 @pytest.mark.parametrize("count", COUNTS)
-def test_replays_read_what_is_there_by_then(placement, collective, algorithm, count):
+def test_replays_read_current_values(placement, collective, algorithm, count):
     for world in (1, 4):
         tensors = empties(world, count)
         graph, got = capture(call_of(placement.api(world), collective, algorithm, tensors))
@@ -70,7 +70,7 @@ def test_replays_read_what_is_there_by_then(placement, collective, algorithm, co
             assert_same([r.cpu() for r in results], expected(collective, values), why)
 
 
-def test_a_call_need_not_have_run_before_it_is_captured():
+def test_a_call_can_be_captured_without_an_earlier_run():
     for algorithm in (None, *pc.algorithms()):
         tensors = empties(7, 12_345)  # no other test here uses this world size
         graph, _ = capture(lambda t=tensors, a=algorithm: pc.all_reduce(t, algorithm=a), warm=False)
@@ -101,7 +101,7 @@ def test_many_calls_in_one_graph(algorithm):
 
 @pytest.mark.parametrize("placement", [VIRTUAL, STAGED], ids=lambda h: h.label)
 @pytest.mark.parametrize("algorithm", ["one_shot", "chain", "two_shot", "tree"])
-def test_eager_calls_between_replays_share_nothing_with_the_graph(placement, algorithm):
+def test_eager_calls_share_no_scratch_with_the_graph(placement, algorithm):
     count = 1_000_001
     tensors, others = empties(3, count), empties(3, count)
     api = placement.api(3)
@@ -121,19 +121,19 @@ def test_eager_calls_between_replays_share_nothing_with_the_graph(placement, alg
         assert_same([t.cpu() for t in others], [left_fold(values, "max")] * 3, seed)
 
 
-def test_a_graph_keeps_its_scratch_when_the_communicator_goes():
+def test_a_graph_keeps_its_scratch_when_the_communicator_is_deleted():
     communicator = pc.Communicator(["cuda:0"] * 4, peer_access=False)
     tensors = empties(4, 500_009)
     graph, _ = capture(partial(communicator.all_reduce, tensors, algorithm="two_shot"))
     del communicator
     gc.collect()
     torch.cuda.empty_cache()
-    room = [torch.full((500_009,), 7, dtype=torch.int32, device="cuda:0") for _ in range(8)]
+    fillers = [torch.full((500_009,), 7, dtype=torch.int32, device="cuda:0") for _ in range(8)]
     values = randoms(4, (500_009,), torch.int32)
     write(tensors, values)
     graph.replay()
     assert_same([t.cpu() for t in tensors], [left_fold(values, "sum")] * 4)
-    assert all(int((t != 7).sum()) == 0 for t in room), "the graph wrote into freed memory"
+    assert all(int((t != 7).sum()) == 0 for t in fillers), "the graph wrote into freed memory"
 
 
 def test_coalesced_lists_in_a_graph():
@@ -189,10 +189,10 @@ def test_async_in_a_capture():
     assert_same([t.cpu() for t in tensors], [left_fold(values, "sum") * 2] * 3)
 
 
-# --- what a capture cannot do ---------------------------------------------------------------------
+# --- calls that are refused in a capture ----------------------------------------------------------
 
 
-def refused(work, words):
+def assert_refused_in_capture(work, words):
     """Capture a refused `work` between two kernels; assert that the graph replays both."""
     x = torch.zeros(4, device="cuda:0")
     graph = torch.cuda.CUDAGraph()
@@ -211,18 +211,18 @@ def refused(work, words):
 def test_pageable_memory_is_refused_in_a_capture():
     host = torch.ones(100_000)
     there = torch.zeros(100_000, device="cuda:0")
-    refused(lambda: pc.scatter(host, "cuda:0*3"), "(?i)pageable|captur")
-    refused(lambda: pc.copy_(there, host), "(?i)pageable|captur")
-    refused(lambda: pc.all_reduce([there, host]), "(?i)captur")
+    assert_refused_in_capture(lambda: pc.scatter(host, "cuda:0*3"), "(?i)pageable|captur")
+    assert_refused_in_capture(lambda: pc.copy_(there, host), "(?i)pageable|captur")
+    assert_refused_in_capture(lambda: pc.all_reduce([there, host]), "(?i)captur")
 
 
 def test_a_barrier_is_refused_in_a_capture():
-    refused(lambda: pc.barrier("cuda:0*2"), "(?i)captur")
+    assert_refused_in_capture(lambda: pc.barrier("cuda:0*2"), "(?i)captur")
 
 
-def test_bad_arguments_are_refused_in_a_capture_as_elsewhere():
+def test_invalid_arguments_are_refused_in_a_capture():
     pair = [torch.ones(3, device="cuda:0"), torch.ones(4, device="cuda:0")]
-    refused(lambda: pc.all_reduce(pair), "shape")
+    assert_refused_in_capture(lambda: pc.all_reduce(pair), "shape")
 
 
 def test_pinned_memory_is_copied_in_a_capture():
@@ -250,10 +250,10 @@ def test_reductions_over_pinned_memory_are_captured():
 def test_unlike_layouts_in_pageable_memory_are_refused_in_a_capture():
     host = torch.ones(200, 300).t()
     there = torch.zeros(300, 200, device="cuda:0")
-    refused(lambda: pc.copy_(there, host), "(?i)pageable|captur")
+    assert_refused_in_capture(lambda: pc.copy_(there, host), "(?i)pageable|captur")
 
 
 def test_a_device_that_does_not_capture_is_refused():
     several_gpus()
     tensors = [torch.ones(5, device=d) for d in SEVERAL.devices(2)]
-    refused(lambda: pc.all_reduce(tensors), "(?i)captur")
+    assert_refused_in_capture(lambda: pc.all_reduce(tensors), "(?i)captur")

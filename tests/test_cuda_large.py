@@ -1,6 +1,6 @@
 """Runs test_large.py with its ranks on GPUs."""
 
 import test_large
-from device_placements import PLACEMENTS, adopt
+from device_placements import PLACEMENTS, on_placements
 
-globals().update(adopt(test_large, PLACEMENTS))
+globals().update(on_placements(test_large, PLACEMENTS))

@@ -20,14 +20,14 @@ PLACES = [pytest.param(CPU, id="cpu"), *PLACEMENTS]
 @pytest.mark.parametrize("placement", PLACES)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_sanitize_every_algorithm(placement, collective):
-    relay = PlacedApi(placement)
+    api = PlacedApi(placement)
     named = [] if collective == "all_to_all" else pc.algorithms(collective)
     for algorithm in (None, *named):
         options = {} if algorithm is None else {"algorithm": algorithm}
         for world in (2, 5):
             values = randoms(world, (1_003,), torch.int32, seed=world)
             tensors = [v.clone() for v in values]
-            got = getattr(relay, collective)(tensors, **options)
+            got = getattr(api, collective)(tensors, **options)
             got = tensors if collective in IN_PLACE else got
             assert_same(got, expected(collective, values), f"{algorithm}, world {world}")
 
@@ -35,12 +35,12 @@ def test_sanitize_every_algorithm(placement, collective):
 @pytest.mark.parametrize("placement", PLACES)
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 def test_sanitize_every_path_of_the_kernel(placement, dtype):
-    relay = PlacedApi(placement)
+    api = PlacedApi(placement)
     for layout in ("contiguous", "misaligned", "columns", "transposed", "every_other"):
         for shape in ((1,), (3, 33), (5, 129)):
             values = randoms(3, shape, dtype)
             tensors = [place(v, layout) for v in values]
-            relay.all_reduce(tensors)
+            api.all_reduce(tensors)
             assert_same(tensors, [left_fold(values, "sum")] * 3, f"{layout}, {shape}")
 
 

@@ -29,7 +29,7 @@ SETTINGS = {
 }
 
 
-def in_a_process(settings, *what):
+def run_pytest(settings, *what):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "", *what],
         cwd=Path(__file__).parents[1],
@@ -44,13 +44,13 @@ def in_a_process(settings, *what):
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 def test_the_reduced_matrix(settings):
-    in_a_process(settings, "tests/test_cuda_sanitize.py", "-k", "not cpu and not several")
+    run_pytest(settings, "tests/test_cuda_sanitize.py", "-k", "not cpu and not several")
 
 
 @pytest.mark.parametrize("settings", [BLOCKING, EXPANDABLE], ids=["blocking", "expandable"])
 def test_late_streams_and_graphs(settings):
     if STANDS_IN:
-        pytest.skip("streams are CUDA's")
+        pytest.skip("needs CUDA streams")
     chosen = "(short and (virtual or staged)) or (replays_read and 4001)"
     files = ("tests/test_cuda_streams.py", "tests/test_cuda_graphs.py")
-    in_a_process(settings, *files, "-k", chosen)
+    run_pytest(settings, *files, "-k", chosen)

@@ -54,7 +54,7 @@ def test_late_streams_change_nothing(placement, collective, algorithm, count, ro
 # --- the delays must expose missing events --------------------------------------------------------
 
 
-def test_the_rounds_count_what_a_collective_leaves_undone():
+def test_elements_that_a_collective_does_not_write_are_counted():
     def nothing(inputs, results, streams):
         assert streams is None
 
@@ -107,7 +107,7 @@ def test_the_delays_expose_a_missing_event(broken):
 
 
 @pytest.mark.cuda
-def test_the_delays_find_nothing_where_nothing_is_missing():
+def test_no_wrong_elements_with_all_events():
     call = functools.partial(with_all, torch.cuda.Stream())
     assert wrong_elements("all_reduce", VIRTUAL.devices(4), call, rounds=100) == 0
 
@@ -149,7 +149,7 @@ def test_the_current_stream_is_the_ranks_stream(placement, algorithm):
 
 
 @pytest.mark.cuda
-def test_a_call_returns_before_the_gpu_is_done():
+def test_a_call_returns_before_its_gpu_work_ends():
     tensors = [torch.ones(1000, device=GPU) for _ in range(4)]
     pc.all_reduce(tensors)
     for algorithm in (None, *pc.algorithms()):
@@ -164,7 +164,7 @@ def test_a_call_returns_before_the_gpu_is_done():
 
 
 @pytest.mark.cuda
-def test_the_current_device_and_stream_stay():
+def test_the_current_device_and_stream_are_unchanged():
     device, side = torch.cuda.current_device(), torch.cuda.Stream()
     with torch.cuda.stream(side):
         for algorithm in (None, *pc.algorithms()):
@@ -175,7 +175,7 @@ def test_the_current_device_and_stream_stay():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_to_all"])
-def test_inputs_that_are_laid_anew_are_read_on_their_streams(collective):
+def test_inputs_copied_to_another_layout_are_read_on_their_streams(collective):
     values = randoms(3, (60, 60), torch.int32)
     sides = [torch.cuda.Stream() for _ in values]
     tensors = [torch.zeros(60, 60, dtype=torch.int32, device=GPU) for _ in values]
@@ -195,7 +195,7 @@ def test_inputs_that_are_laid_anew_are_read_on_their_streams(collective):
 
 
 @pytest.mark.cuda
-def test_a_later_copy_between_unlike_layouts_is_waited_for():
+def test_wait_covers_async_copies_between_layouts():
     values = randoms(1, (700, 900), torch.int32)[0]
     src, dst = values.to(GPU), torch.zeros(900, 700, dtype=torch.int32, device=GPU).t()
     side = torch.cuda.Stream()
@@ -207,7 +207,7 @@ def test_a_later_copy_between_unlike_layouts_is_waited_for():
     assert_same([dst.cpu()], [values])
 
 
-# --- streams= that do not fit ---------------------------------------------------------------------
+# --- invalid streams= -----------------------------------------------------------------------------
 
 
 BAD_STREAMS = [[], [None], "stream", 0, [1, 2, 3], [None, None, "side"]]
@@ -222,7 +222,7 @@ def test_bad_streams_are_refused(device, bad):
     assert [t.tolist() for t in tensors] == [[float(r)] * 5 for r in range(3)]
 
 
-def test_lists_without_tensors_have_nothing_to_order():
+def test_lists_without_tensors_accept_streams():
     assert pc.all_reduce_coalesced([[], []], streams=[None, None]) is None
     assert (
         pc.all_gather([torch.ones(1), torch.ones(2)], streams=[None, None])[0].tolist() == [1] * 3

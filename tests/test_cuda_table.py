@@ -18,7 +18,7 @@ from pycollect import _testing
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.complex128])
-def test_copies_are_as_wide_as_addresses_are_alike(dtype: torch.dtype):
+def test_the_width_of_copies_is_the_common_alignment(dtype: torch.dtype):
     item = dtype.itemsize
     for count, to, source in itertools.product((1, 15, 16, 10_007), (0, 1, 2), (0, 1, 3, 4)):
         values = torch.arange(count * item).to(torch.uint8).view(dtype)
@@ -55,24 +55,24 @@ def test_any_lines(data: st.DataObject):
 
     def view(values: Tensor) -> Tensor:
         gap, first = draw(st.sampled_from([0, 0, 1, 2, 7, 8, 16])), draw(st.integers(0, 5))
-        room = torch.zeros(height * (width + gap) + first + 64, dtype=dtype)
-        return room[first:].as_strided([height, width], [width + gap, 1]).copy_(values)
+        base = torch.zeros(height * (width + gap) + first + 64, dtype=dtype)
+        return base[first:].as_strided([height, width], [width + gap, 1]).copy_(values)
 
     tensors = ref.randoms(world, [height, width], dtype)
     srcs = [view(t) for t in tensors]
     in_place = draw(st.booleans())
     dsts = srcs if in_place else [view(tensors[0] * 0) for _ in range(n_dsts)]
-    before = [ref.around(d) for d in dsts]
+    before = [ref.surrounding_bytes(d) for d in dsts]
     launches = launch([Row(dsts, srcs)], multiprocessors=multiprocessors)
     wanted = ref.left_fold(tensors, "sum") if world > 1 else tensors[0]
     ref.assert_same(dsts, [wanted] * len(dsts))
-    for dst, room in zip(dsts, before, strict=True):
-        assert torch.equal(ref.around(dst), room), "wrote beside the destination"
+    for dst, base in zip(dsts, before, strict=True):
+        assert torch.equal(ref.surrounding_bytes(dst), base), "wrote outside the destination"
     assert sum(one["loaded"] for one in launches) == world * reals(wanted)
     assert sum(one["loaded_twice"] for one in launches) == 0
 
 
-def test_lines_without_gaps_are_one():
+def test_lines_without_gaps_are_merged():
     srcs = [torch.arange(64.0).view(16, 4) + r for r in range(2)]
     (one,) = launch([Row(srcs, srcs)])
     assert one["widest_load"] == 16
@@ -85,7 +85,7 @@ def test_lines_without_gaps_are_one():
 
 @pytest.mark.parametrize("guard", [0, 0x7F00_1234_5678])
 @pytest.mark.parametrize("table_bytes", [SMALL, LARGE])
-def test_more_rows_than_fit_are_more_launches(table_bytes: int, guard: int):
+def test_rows_that_exceed_a_table_take_several_launches(table_bytes: int, guard: int):
     """Each launch carries the address of the guard word that can disable it."""
     counts = [1 + 37 * i % 300 for i in range(700)]
     tensors = [ref.randoms(4, [count], torch.float32, seed=count) for count in counts]
@@ -108,7 +108,7 @@ def test_gradients_of_a_small_network_are_one_small_launch():
     assert all(bool((s == 4).all()) for row in rows for s in row.srcs)
 
 
-def test_copies_and_folds_are_launched_apart():
+def test_copies_and_folds_are_launched_separately():
     fold = Row([lines(torch.zeros(9))], [lines(torch.ones(9))] * 2)
     copies = [Row([lines(torch.zeros(9))], [lines(torch.ones(9))]) for _ in range(2)]
     launches = launch([copies[0], fold, copies[1]])
@@ -132,10 +132,10 @@ def test_worlds_that_fill_a_table(world: int):
 
 @pytest.mark.parametrize("height", [1, 6])
 @pytest.mark.parametrize("world", [1, 2, 100])
-def test_more_destinations_than_fit_are_copied_from_the_first(world: int, height: int):
+def test_destinations_that_exceed_a_table_are_copied_from_the_first(world: int, height: int):
     tensors = ref.randoms(world, [height, 19], torch.bfloat16)
-    room = [torch.zeros(height, 32, dtype=torch.bfloat16) for _ in range(1300)]
-    dsts = [r[:, :19] for r in room]
+    base = [torch.zeros(height, 32, dtype=torch.bfloat16) for _ in range(1300)]
+    dsts = [r[:, :19] for r in base]
     launches = launch([Row(dsts, tensors)], "avg", table_bytes=SMALL)
     wanted = ref.left_fold(tensors, "avg") if world > 1 else tensors[0]
     ref.assert_same(dsts, [wanted] * 1300)
@@ -143,13 +143,13 @@ def test_more_destinations_than_fit_are_copied_from_the_first(world: int, height
     assert sum(one["stored"] for one in launches) == 1300 * reals(wanted)
 
 
-def test_more_sources_than_fit_are_refused():
+def test_sources_that_exceed_a_table_are_refused():
     srcs = [torch.ones(1, 4)] * 600
     with pytest.raises(ValueError, match="folds up to 503 sources at once; there are 600"):
         launch([Row([torch.zeros(1, 4)], srcs)], table_bytes=SMALL)
 
 
-def test_memory_that_a_gpu_cannot_read_is_refused():
+def test_misaligned_addresses_are_refused():
     odd = torch.zeros(65, dtype=torch.uint8)[1:].data_ptr()
     even = torch.zeros(64, dtype=torch.uint8).data_ptr()
     row = ([odd], [odd, even], [0], [0, 0], 4, 1, True)
@@ -157,12 +157,12 @@ def test_memory_that_a_gpu_cannot_read_is_refused():
         _testing.emulate_launch([row], "float32", "sum", 2, 1, LARGE, float8_bytes())
 
 
-def test_reductions_that_do_not_exist_are_refused():
+def test_undefined_reductions_are_refused():
     with pytest.raises(TypeError, match="band is not defined for float32"):
         launch([Row([torch.zeros(1, 4)], [torch.ones(1, 4)] * 2)], "band")
 
 
-def test_nothing_is_launched_for_nothing():
+def test_empty_rows_are_not_launched():
     empty, some = torch.zeros(1, 0), torch.ones(1, 4)
     assert launch([Row([empty], [empty, empty]), Row([empty], [empty])]) == []
     out = torch.zeros(1, 4)
@@ -170,7 +170,7 @@ def test_nothing_is_launched_for_nothing():
     assert one["rows"] == 1
 
 
-def test_a_big_row_among_small_ones_is_shared_by_most_blocks():
+def test_a_large_row_among_small_ones_is_shared_by_most_blocks():
     def row(count: int) -> Row:
         srcs = [lines(torch.ones(count)) for _ in range(2)]
         return Row(srcs, srcs)

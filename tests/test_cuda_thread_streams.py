@@ -10,7 +10,7 @@ import contextlib
 import pytest
 import torch
 from reference import assert_same, expected, left_fold, randoms
-from test_threads import together
+from test_threads import run_concurrently
 
 import pycollect as pc
 
@@ -28,7 +28,7 @@ def on(stream):
 
 
 @pytest.mark.parametrize("device", PLACES)
-def test_threads_on_streams_of_their_own(device):
+def test_threads_with_their_own_streams(device):
     def task(i):
         world = 2 + i % 3
         values = randoms(world, (20_000 + i,), torch.int32, seed=i)
@@ -40,12 +40,12 @@ def test_threads_on_streams_of_their_own(device):
                 got = [t.cpu() for t in tensors]
             assert_same(got, wanted, f"thread {i}, {algorithm}")
 
-    together(task)
+    run_concurrently(task)
 
 
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("peer_access", [None, False])
-def test_threads_on_communicators_of_their_own(device, peer_access):
+def test_threads_with_their_own_communicators(device, peer_access):
     def task(i):
         communicator = pc.Communicator([device] * 3, peer_access=peer_access)
         values = randoms(3, (30_000 + i,), torch.int32, seed=i)
@@ -56,7 +56,7 @@ def test_threads_on_communicators_of_their_own(device, peer_access):
                 got = communicator.reduce_scatter(tensors, algorithm=algorithm)
                 assert_same([g.cpu() for g in got], wanted, f"thread {i}, {algorithm}")
 
-    together(task)
+    run_concurrently(task)
 
 
 @pytest.mark.parametrize("device", PLACES)
@@ -72,7 +72,7 @@ def test_threads_share_a_communicator_and_a_stream(device):
                 communicator.all_reduce(tensors)
                 assert_same([t.cpu() for t in tensors], [left_fold(values, "sum")] * 4)
 
-    together(task)
+    run_concurrently(task)
 
 
 @pytest.mark.parametrize("device", PLACES)
@@ -88,4 +88,4 @@ def test_async_works_of_many_threads(device):
             for tensors in many:
                 assert_same([t.cpu() for t in tensors], [left_fold(values, "sum")] * 3)
 
-    together(task)
+    run_concurrently(task)

@@ -12,7 +12,7 @@ from reference import assert_same, randoms
 import pycollect as pc
 
 CPU = torch.device("cpu")
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without GPU")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests a machine without a GPU")
 
 FORMS = [
     ("cpu", 1),
@@ -39,7 +39,7 @@ def test_forms(spec, ranks):
 
 
 @without_gpu
-def test_nothing_asked_without_a_gpu_is_two_ranks_on_the_cpu():
+def test_the_default_without_a_gpu_is_two_cpu_ranks():
     assert pc.devices() == pc.devices(None) == [CPU, CPU]
 
 
@@ -49,7 +49,7 @@ ABSENT += [["cpu", "cuda:0"], [torch.device("cuda", 0)], torch.device("cuda"), "
 
 @without_gpu
 @pytest.mark.parametrize("spec", ABSENT, ids=str)
-def test_a_gpu_that_is_not_there(spec):
+def test_missing_gpus_are_refused(spec):
     with pytest.raises((ValueError, RuntimeError), match=r"(?i)cuda|gpu") as raised:
         pc.devices(spec)
     assert "cpu" in str(raised.value) or "no CUDA device" in str(raised.value)
@@ -61,28 +61,30 @@ BAD += [[], ["cpu", "toaster"], torch.device("meta"), torch.device("meta", 0)]
 
 
 @pytest.mark.parametrize("spec", BAD, ids=repr)
-def test_bad_strings(spec):
+def test_invalid_strings_are_refused(spec):
     with pytest.raises(ValueError, match=r"devices") as raised:
         pc.devices(spec)
     named = spec[-1] if isinstance(spec, list) and spec else spec
-    assert isinstance(spec, list) or str(named) in str(raised.value), "does not say what was asked"
+    assert isinstance(spec, list) or str(named) in str(raised.value), (
+        "the message does not quote the argument"
+    )
 
 
 @pytest.mark.parametrize(
     "spec", [1.5, True, object(), ["cpu", None], [["cpu"]], {"cpu": 1.0}.values()]
 )
-def test_bad_types(spec):
+def test_invalid_types_are_refused(spec):
     with pytest.raises((TypeError, ValueError), match="devices"):
         pc.devices(spec)
 
 
-def test_a_number_that_would_fill_the_memory_is_refused_or_quick():
+def test_huge_rank_counts_are_refused():
     with pytest.raises(ValueError, match="devices"):
         pc.devices("cpu*99999999999999")
 
 
 @pytest.mark.parametrize("spec", ["cpu*3", ["cpu"] * 3, ("cpu", "cpu*2"), [CPU] * 3], ids=str)
-def test_whatever_takes_devices_takes_every_form(spec):
+def test_every_call_with_devices_accepts_every_form(spec):
     tensor = randoms(1, (7, 2), torch.float32)[0]
     assert_same(pc.scatter(tensor, spec), tensor.tensor_split(3))
     assert_same([mine[0] for mine in pc.replicate([tensor], spec)], [tensor] * 3)
@@ -93,7 +95,7 @@ def test_whatever_takes_devices_takes_every_form(spec):
 
 
 @pytest.mark.parametrize("spec", ["toaster", [], 1.5, "cpu*0"], ids=repr)
-def test_whatever_takes_devices_refuses_the_same(spec):
+def test_every_call_with_devices_refuses_invalid_ones(spec):
     tensor = torch.ones(4)
     calls = (
         lambda: pc.scatter(tensor, spec),
@@ -106,7 +108,7 @@ def test_whatever_takes_devices_refuses_the_same(spec):
             call()
 
 
-def test_gather_takes_one_device():
+def test_gather_accepts_one_device():
     tensors = randoms(2, (3,), torch.float32)
     for device in (None, "cpu", CPU):
         assert pc.gather(tensors, device).device == CPU

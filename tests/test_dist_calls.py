@@ -209,7 +209,7 @@ def roots_in_place(me: RankContext) -> None:
         same(parts if me.rank == 0 else [parts[me.rank]], wanted)
 
 
-# --- objects, barriers, what tensors are ----------------------------------------------------------
+# --- objects, barriers, kinds of tensors ----------------------------------------------------------
 
 
 def objects(me: RankContext) -> None:
@@ -218,9 +218,9 @@ def objects(me: RankContext) -> None:
     dist.all_gather_object(everybody, mine)
     assert [o["rank"] for o in everybody] == list(range(me.world))
     assert [len(o["long"]) for o in everybody] == [1000 * r for r in range(me.world)]
-    said = ["hello", {"root": 1}, 3] if me.rank == me.world - 1 else [None] * 3
-    dist.broadcast_object_list(said, src=me.world - 1)
-    assert said == ["hello", {"root": 1}, 3]
+    sent = ["hello", {"root": 1}, 3] if me.rank == me.world - 1 else [None] * 3
+    dist.broadcast_object_list(sent, src=me.world - 1)
+    assert sent == ["hello", {"root": 1}, 3]
     gathered = [None] * me.world if me.rank == 0 else None
     dist.gather_object(me.rank, gathered, 0)
     assert gathered in (None, list(range(me.world)))
@@ -283,15 +283,15 @@ GLOO_LACKS = {
     coalescing_of_a_device: "does not coalesce",
     all_gather_uneven: "wants equal sizes",
     all_gather_stacked: "wants the ranks along the first dimension",
-    gather_uneven: "waits for ever after the root has raised",
-    scatter_uneven: "waits for ever after the root has raised",
+    gather_uneven: "hangs after the root has raised",
+    scatter_uneven: "hangs after the root has raised",
     all_to_all_uneven: "wants equal sizes",
 }
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_form(pools, world, job):
+def test_form_of_call(pools, world, job):
     if not OURS and job in GLOO_LACKS:
         pytest.skip(f"{BACKEND} {GLOO_LACKS[job]}")
     pools(world).run(job)

@@ -13,20 +13,20 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from dist_in_step import CPU, is_in_step, ones
+from dist_in_step import CPU, assert_in_step, ones
 from dist_pool import OURS, Caught, RankContext, backend_of, caught, pools_of_a_module
 
 import pycollect as pc
 
-pytestmark = pytest.mark.skipif(not OURS, reason="what only this backend promises")
+pytestmark = pytest.mark.skipif(not OURS, reason="tests promises of pycollect alone")
 
 
 @pytest.fixture(scope="module")
 def pools():
-    yield from pools_of_a_module(beside=None)
+    yield from pools_of_a_module(second_backend=None)
 
 
-def several(me: RankContext, jobs: list) -> tuple[Caught, list[list[float]]]:
+def coalesced_jobs(me: RankContext, jobs: list) -> tuple[Caught, list[list[float]]]:
     """Coalesced all_reduces of this rank's jobs: one block per job, a list of sizes and dtypes."""
     tensors = [[torch.ones(n, dtype=t) for n, t in job] for job in jobs[me.rank]]
     raised = Caught((), "", 0.0)
@@ -40,12 +40,12 @@ def several(me: RankContext, jobs: list) -> tuple[Caught, list[list[float]]]:
         raised = caught(body, job)
         if raised.kind:
             break
-    is_in_step(me)
+    assert_in_step(me)
     return raised, [t.tolist() for job in tensors for t in job]
 
 
 F, D, L = torch.float32, torch.float64, torch.int64
-UNLIKE = {
+MISMATCHED = {
     "one dtype of two": ([[(4, F), (4, D)]], [[(4, F)], [(4, D)]], "part 1 of 2"),
     "the second dtype's size": ([[(4, F), (4, D)]], [[(4, F), (5, D)]], "of 5 float64"),
     "the second of three": (
@@ -61,12 +61,12 @@ UNLIKE = {
 STAGED = ["", "late", "eager:cuda_ipc"]  # host memory, and emulated devices
 
 
-@pytest.mark.parametrize("case", UNLIKE)
+@pytest.mark.parametrize("case", MISMATCHED)
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("staged", STAGED)
-def test_lists_that_are_not_alike_are_refused_and_nothing_is_written(pools, case, swapped, staged):
-    one, two, words = UNLIKE[case]
-    results = pools(2, site=staged).run(several, [two, one] if swapped else [one, two])
+def test_mismatched_coalesced_calls_raise_and_write_nothing(pools, case, swapped, staged):
+    one, two, words = MISMATCHED[case]
+    results = pools(2, site=staged).run(coalesced_jobs, [two, one] if swapped else [one, two])
     for raised, values in results:
         assert raised.kind == "ValueError", (raised, values)
         assert all(v == 1 for tensor in values for v in tensor), "an output was written"
@@ -74,9 +74,9 @@ def test_lists_that_are_not_alike_are_refused_and_nothing_is_written(pools, case
     assert words in results[0][0].text
 
 
-def test_who_has_another_number_of_requests_is_named(pools):
+def test_the_rank_with_another_number_of_requests_is_named(pools):
     jobs = [[[(4, F), (4, D)]], [[(4, F), (4, L)]], [[(4, F)]]]
-    for raised, _ in pools(3).run(several, jobs):
+    for raised, _ in pools(3).run(coalesced_jobs, jobs):
         assert "rank 2 called all_reduce of 4 float32, op sum, by itself" in raised.text
 
 
@@ -90,19 +90,19 @@ def device_fails(me: RankContext, calls: int) -> tuple[Caught, list[float]]:
         me.fake.fail_call(calls)
     raised = caught(lambda: backend_of()._end_coalescing().wait())
     me.fake.fail_call(-1)
-    is_in_step(me)
+    assert_in_step(me)
     return raised, [x[0].item() for x in tensors]
 
 
 @pytest.mark.parametrize("calls", [0, 1, 2])
-def test_what_does_not_come_from_a_device_holds_back_the_whole_list(pools, calls):
+def test_a_device_failure_refuses_all_coalesced_calls(pools, calls):
     for rank, (raised, kept) in enumerate(pools(2, site="eager").run(device_fails, calls)):
         assert "rank 0 refused broadcast" in raised.text or rank == 0
         assert raised.kind
         assert kept == [rank] * 3
 
 
-def unlike_batch(me: RankContext, what: str) -> tuple[Caught, float]:
+def mismatched_batch(me: RankContext, what: str) -> tuple[Caught, float]:
     x = ones()
     sent = {"counts": [1, 2 + me.rank], "sizes": [1, 1]}[what]
 
@@ -116,20 +116,20 @@ def unlike_batch(me: RankContext, what: str) -> tuple[Caught, float]:
                 dist.broadcast(ones(3 + me.rank), 0)
 
     raised = caught(body)
-    is_in_step(me)
+    assert_in_step(me)
     return raised, x[0].item()
 
 
 @pytest.mark.parametrize("what", ["counts", "sizes"])
 @pytest.mark.parametrize("staged", STAGED)
 def test_coalesced_calls_are_agreed_on_before_the_first_runs(pools, what, staged):
-    for raised, value in pools(2, site=staged).run(unlike_batch, what):
+    for raised, value in pools(2, site=staged).run(mismatched_batch, what):
         assert raised.kind == "ValueError", raised
         assert ("room for" if what == "counts" else "part 3 of 3") in raised.text
         assert value == 1
 
 
-def right_batch(me: RankContext) -> None:
+def valid_batch(me: RankContext) -> None:
     """Coalesced calls run in order: each one reads the result of the previous one."""
     last = me.world - 1.0
     x, part, whole = (torch.full((n,), float(me.rank)) for n in (4, 2, 4 * me.world))
@@ -144,13 +144,13 @@ def right_batch(me: RankContext) -> None:
     assert x.tolist() == [last] * 4
     assert whole.tolist() == [last * (me.world if me.rank == 0 else 1)] * 4 * me.world
     assert part.tolist() == [last * me.world] * 2
-    is_in_step(me)
+    assert_in_step(me)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("staged", [*STAGED, "late:cuda_ipc"])
 def test_coalesced_calls_run_in_order(pools, world, staged):
-    pools(world, site=staged).run(right_batch)
+    pools(world, site=staged).run(valid_batch)
 
 
 # --- messages and collectives ---------------------------------------------------------------------
@@ -173,12 +173,12 @@ def mixed(me: RankContext) -> list[str]:
 
         raised.append(caught(body).text)
         assert raised[-1] or me.rank == 1 or got.tolist() == [step] * 3
-    is_in_step(me)
+    assert_in_step(me)
     return raised
 
 
 @pytest.mark.parametrize("staged", ["", "late", "eager:cuda_ipc"])
-def test_messages_and_collectives_of_a_list_are_one(pools, staged):
+def test_coalesced_messages_and_collectives_are_all_or_nothing(pools, staged):
     for refused, differ, *right in pools(2, site=staged).run(mixed):
         assert "refused coalesced broadcast" in refused
         assert "must make the same call" in differ
@@ -188,7 +188,7 @@ def test_messages_and_collectives_of_a_list_are_one(pools, staged):
 # --- numbers --------------------------------------------------------------------------------------
 
 
-def counted(me: RankContext) -> int:
+def sequence_numbers(me: RankContext) -> int:
     backend = backend_of()
     before = backend._get_sequence_number_for_group()
     for device in (None, CPU):
@@ -203,31 +203,31 @@ def counted(me: RankContext) -> int:
     return backend._get_sequence_number_for_group() - before
 
 
-def test_ranks_count_alike_whoever_refuses(pools):
-    assert pools(2).run(counted) == [6, 6]
+def test_sequence_numbers_match_after_refusals(pools):
+    assert pools(2).run(sequence_numbers) == [6, 6]
 
 
 # --- forked children ------------------------------------------------------------------------------
 
 
-def of_child(call: Callable[[], object]) -> str:
+def error_in_child(call: Callable[[], object]) -> str:
     """The error text of a call in a forked child; "nothing" without error, "hangs" after 5 s."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            said = caught(call).text
+            text = caught(call).text
         except BaseException as error:
-            said = type(error).__name__
-        os.write(writer, (said or "nothing").encode())
+            text = type(error).__name__
+        os.write(writer, (text or "nothing").encode())
         os._exit(0)
     os.close(writer)
-    heard = select.select([reader], [], [], 5.0)[0]
-    said = os.read(reader, 4096).decode() if heard else "hangs"
+    ready = select.select([reader], [], [], 5.0)[0]
+    text = os.read(reader, 4096).decode() if ready else "hangs"
     os.close(reader)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return said
+    return text
 
 
 def in_children(me: RankContext) -> dict[str, str]:
@@ -239,32 +239,34 @@ def in_children(me: RankContext) -> dict[str, str]:
             dist.all_reduce(ones())
 
     batch = [dist.P2POp(dist.isend, ones(), peer), dist.P2POp(dist.irecv, ones(), peer)]
-    said = {
-        "start": of_child(backend._start_coalescing),
-        "the group's list": of_child(lambda: whole(CPU)),
-        "torch's list": of_child(lambda: whole(None)),
-        "messages": of_child(lambda: dist.batch_isend_irecv(batch)),
+    texts = {
+        "start": error_in_child(backend._start_coalescing),
+        "the group's list": error_in_child(lambda: whole(CPU)),
+        "torch's list": error_in_child(lambda: whole(None)),
+        "messages": error_in_child(lambda: dist.batch_isend_irecv(batch)),
     }
     x = torch.full((4,), 1.0 + me.rank)
     with dist._coalescing_manager(device=CPU):  # the block belongs to the parent, also in a child
         dist.broadcast(x, 1)
-        said["call"] = of_child(lambda: dist.broadcast(x, 0))
-        said["message"] = of_child(lambda: dist.isend(x, peer))
-        said["end"] = of_child(backend._end_coalescing)
-        assert of_child(lambda: pc._C.abandon_coalescing(backend, "a child", True)) == "nothing"
+        texts["call"] = error_in_child(lambda: dist.broadcast(x, 0))
+        texts["message"] = error_in_child(lambda: dist.isend(x, peer))
+        texts["end"] = error_in_child(backend._end_coalescing)
+        assert (
+            error_in_child(lambda: pc._C.abandon_coalescing(backend, "a child", True)) == "nothing"
+        )
         dist.reduce(x, 0)
     assert x.tolist() == [4.0 if me.rank == 0 else 2.0] * 4
     for work in dist.batch_isend_irecv(batch):
         work.wait()
-    is_in_step(me)
-    return said
+    assert_in_step(me)
+    return texts
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forked_children(pools):
     """Calls of forked children are refused at once and have no effect on the parent."""
-    for said in pools(2).run(in_children, seconds=60):
-        for call, text in said.items():
+    for texts in pools(2).run(in_children, seconds=60):
+        for call, text in texts.items():
             assert "this process was forked from the one that the group belongs to" in text, call
 
 
@@ -282,10 +284,10 @@ def message_of_results(me: RankContext) -> float:
     for _ in range(15):
         dist.all_reduce(y)
     backend_of()._end_coalescing().wait()
-    is_in_step(me)
+    assert_in_step(me)
     return got[0].item()
 
 
 @pytest.mark.parametrize("staged", STAGED)
-def test_messages_come_after_the_collectives_of_their_list(pools, staged):
+def test_coalesced_messages_are_sent_after_the_collectives(pools, staged):
     assert pools(2, site=staged).run(message_of_results) == [0.0, 2.0**16]

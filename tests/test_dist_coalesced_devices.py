@@ -12,20 +12,29 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from dist_in_step import is_in_step, ones
-from dist_pool import OURS, Caught, Pool, RankContext, backend_of, begun, caught, pools_of_a_module
+from dist_in_step import assert_in_step, ones
+from dist_pool import (
+    OURS,
+    Caught,
+    Pool,
+    RankContext,
+    backend_of,
+    caught,
+    pools_of_a_module,
+    started_jobs,
+)
 
-pytestmark = pytest.mark.skipif(not OURS, reason="what only this backend promises")
+pytestmark = pytest.mark.skipif(not OURS, reason="tests promises of pycollect alone")
 CUDA_IPC_SITES = ["late:cuda_ipc", "eager:cuda_ipc"]
 HOST, DEVICES = [""], ["late", "eager", *CUDA_IPC_SITES]
 
 
 @pytest.fixture(scope="module")
 def pools():
-    yield from pools_of_a_module(beside=None)
+    yield from pools_of_a_module(second_backend=None)
 
 
-def laid(n: int, value: float, layout: str) -> torch.Tensor:
+def filled(n: int, value: float, layout: str) -> torch.Tensor:
     if layout == "transposed":
         return torch.full((2, n), value).t()
     return torch.full((n, 2), value)[:, 0] if layout == "strided" else torch.full((n,), value)
@@ -35,7 +44,7 @@ def dependent(me: RankContext, layout: str) -> None:
     """Each call reads the result of the previous one; the third scales a part of it."""
     for turn in (1.0, 2.0):  # the second turn reuses memory of the first
         total = turn * me.world * (me.world + 1) / 2
-        x = laid(6, turn * (me.rank + 1), layout)
+        x = filled(6, turn * (me.rank + 1), layout)
         whole = [torch.zeros_like(x) for _ in range(me.world)]
         half, root = whole[-1][:3], torch.zeros_like(whole[-1][:3])
         backend_of()._start_coalescing()
@@ -51,28 +60,28 @@ def dependent(me: RankContext, layout: str) -> None:
         scaled = total * me.world / 2
         assert half.unique().tolist() == [scaled * (me.world if me.rank == 0 else 1)]
         assert root.unique().tolist() == [scaled * me.world]
-    is_in_step(me)
+    assert_in_step(me)
 
 
 @pytest.mark.parametrize("layout", ["dense", "transposed", "strided"])
 @pytest.mark.parametrize("staged", HOST + DEVICES)
 @pytest.mark.parametrize("world", [1, 3])
-def test_a_call_reads_what_an_earlier_one_of_its_list_writes(pools, world, staged, layout):
+def test_coalesced_calls_read_results_of_earlier_ones(pools, world, staged, layout):
     pools(world, site=staged).run(dependent, layout)
 
 
-def held_up(
+def blocked_stream(
     me: RankContext, layout: str, waits: bool
 ) -> tuple[list[float], list[float], list[str]]:
     """Part of the second call's input is filled late, on a stream that is blocked meanwhile.
 
     The call's tensors must still be allocated when it runs.
     """
-    both = laid(8, 1.0, layout)
+    both = filled(8, 1.0, layout)
     seen = torch.empty(8 * me.world)
-    dist.all_reduce(laid(8, 1.0, layout))  # a kernel's first launch may wait for all streams
-    dist.all_gather(list(torch.empty(8 * me.world).chunk(me.world)), laid(8, 1.0, layout))
-    me.fake.look(False)
+    dist.all_reduce(filled(8, 1.0, layout))  # a kernel's first launch may wait for all streams
+    dist.all_gather(list(torch.empty(8 * me.world).chunk(me.world)), filled(8, 1.0, layout))
+    me.fake.drain_waits(False)
     backend_of()._start_coalescing()
     dist.all_reduce(both[:4])
     me.fake.finish_caller()
@@ -86,30 +95,30 @@ def held_up(
     time.sleep(0.05)  # time for work that is wrongly not ordered behind the blocked stream
     assert not work.is_completed()
     me.fake.stall(False)
-    me.fake.look(True)
+    me.fake.drain_waits(True)
     work.wait()
-    is_in_step(me)
+    assert_in_step(me)
     violations = me.fake.gpu.violations() if me.fake.gpu else []
     return seen.view(me.world, 2, 4)[:, :, 0].flatten().tolist(), both[::4].tolist(), violations
 
 
 @pytest.mark.parametrize("layout", ["dense", "strided"])
 @pytest.mark.parametrize("staged", DEVICES)
-def test_a_call_comes_behind_what_its_stream_had_to_do_when_it_was_asked_for(pools, staged, layout):
+def test_coalesced_calls_are_ordered_behind_earlier_stream_work(pools, staged, layout):
     """With stream-ordered transport, no host waits for the earlier work of the stream."""
     for seen, both, violations in pools(2, site=staged).run(
-        held_up, layout, staged.endswith("cuda_ipc")
+        blocked_stream, layout, staged.endswith("cuda_ipc")
     ):
         assert both == [8.0, 12.0]
         assert seen == [2.0, 3.0] * 2
         assert violations == []
 
 
-def never(me: RankContext) -> tuple[Caught, Caught]:
+def blocked_input(me: RankContext) -> tuple[Caught, Caught]:
     """Rank 0's stream is blocked before the second call's input, so the call times out."""
     both = torch.ones(8)
     dist.all_reduce(torch.ones(3))
-    me.fake.look(False)
+    me.fake.drain_waits(False)
     backend_of()._start_coalescing()
     dist.all_reduce(both[:4])
     if me.rank == 0:
@@ -125,18 +134,18 @@ def never(me: RankContext) -> tuple[Caught, Caught]:
     return first, second
 
 
-HELD = ("late", *CUDA_IPC_SITES)
+BLOCKED_SITES = ("late", *CUDA_IPC_SITES)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def held() -> Iterator[dict[str, Pool]]:
-    each = {staged: {"site": staged} for staged in HELD}
-    yield from begun(dict.fromkeys(HELD, (never,)), 2, each, timeout=1.0)
+def blocked_jobs() -> Iterator[dict[str, Pool]]:
+    each = {staged: {"site": staged} for staged in BLOCKED_SITES}
+    yield from started_jobs(dict.fromkeys(BLOCKED_SITES, (blocked_input,)), 2, each, timeout=1.0)
 
 
-@pytest.mark.parametrize("staged", HELD)
-def test_a_stream_that_never_comes_to_it(held, staged):
-    for first, second in held[staged].results():
+@pytest.mark.parametrize("staged", BLOCKED_SITES)
+def test_a_blocked_stream_times_out(blocked_jobs, staged):
+    for first, second in blocked_jobs[staged].results():
         assert first.kinds[:2] == ("Timeout", "CollectiveError"), first
         assert "CollectiveError" in second.kinds, second
 
@@ -154,17 +163,19 @@ def device_fails(me: RankContext, most: int) -> list[tuple[Caught, float]]:
             me.fake.fail_call(calls)
         raised = caught(lambda: backend_of()._end_coalescing().wait())
         me.fake.fail_call(-1)
-        is_in_step(me)
+        assert_in_step(me)
         found.append((raised, x[0].item()))
     return found
 
 
-def test_a_device_that_fails_when_it_is_the_turn_of_a_call(pools):
+def test_a_device_failure_during_a_later_call(pools):
     """Some failures hit only the second call: all ranks get the reason, and stay in step."""
     first, second = pools(2, site="eager").run(device_fails, 12)
-    told = [(raised.text, value) for raised, value in second if raised.kind]
-    assert any(value == 2 for _, value in told), "none of them failed in the second call"
-    assert all("rank 0 refused all_reduce: CUDA error: made up" in text for text, _ in told)
+    failures = [(raised.text, value) for raised, value in second if raised.kind]
+    assert any(value == 2 for _, value in failures), "no failure hit the second call"
+    assert all(
+        "rank 0 refused all_reduce: CUDA error: injected failure" in why for why, _ in failures
+    )
     assert all(raised.kind for raised, _ in first)
 
 
@@ -188,7 +199,7 @@ def under_another_stream(me: RankContext) -> list[float]:
 
 
 @pytest.mark.parametrize("staged", DEVICES)
-def test_messages_come_behind_what_their_stream_had_to_do(pools, staged):
+def test_coalesced_messages_are_ordered_behind_earlier_stream_work(pools, staged):
     assert (
         pools(2, site=staged).run(under_another_stream) == [[1.0] * 4 + [2.0] * 4 + [3.0] * 4] * 2
     )

@@ -12,16 +12,16 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from dist_in_step import CPU, is_in_step, ones
+from dist_in_step import CPU, assert_in_step, ones
 from dist_pool import OURS, Caught, RankContext, caught, pools_of_a_module
 from torch.distributed import ReduceOp
 
-pytestmark = pytest.mark.skipif(not OURS, reason="what only this backend promises")
+pytestmark = pytest.mark.skipif(not OURS, reason="tests promises of pycollect alone")
 
 
 @pytest.fixture(scope="module")
 def pools():
-    yield from pools_of_a_module(beside=None)
+    yield from pools_of_a_module(second_backend=None)
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -35,15 +35,15 @@ BAD = {
 }
 
 
-def refusal(
-    me: RankContext, bad: str, who: int, where: int, device: bool
+def invalid_call(
+    me: RankContext, bad: str, invalid_rank: int, where: int, device: bool
 ) -> tuple[Caught, list[float]]:
     x, y = ones() * (me.rank + 1), ones(7) * (me.rank + 1)
 
     def body() -> None:
         with dist._coalescing_manager(device=CPU, async_ops=device) as manager:
             for i in range(3):
-                if i == where and me.rank == who:
+                if i == where and me.rank == invalid_rank:
                     BAD[bad]()
                 elif i == where:
                     dist.broadcast(torch.zeros(3), 0)
@@ -53,20 +53,20 @@ def refusal(
             manager.wait()
 
     raised = caught(body)
-    is_in_step(me)
+    assert_in_step(me)
     return raised, [x[0].item(), y[0].item()]
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("invalid_rank", [0, 1])
 @pytest.mark.parametrize("where", [0, 1, 2])
 @pytest.mark.parametrize("bad", BAD)
-def test_a_refusal_is_raised_at_the_end_by_all(pools, bad, where, who):
-    results = pools(2).run(refusal, bad, who, where, bool(where))
+def test_a_refusal_raises_on_all_ranks_at_the_end(pools, bad, where, invalid_rank):
+    results = pools(2).run(invalid_call, bad, invalid_rank, where, bool(where))
     for rank, (raised, kept) in enumerate(results):
-        assert kept == [rank + 1.0] * 2, "nothing of the list may run"
+        assert kept == [rank + 1.0] * 2, "no coalesced call may run"
         assert set(raised.kinds) & {"TypeError", "ValueError"}, raised
-        if rank != who:
-            assert f"rank {who} refused coalesced" in raised.text
+        if rank != invalid_rank:
+            assert f"rank {invalid_rank} refused coalesced" in raised.text
 
 
 def fast_path(me: RankContext) -> list[Caught]:
@@ -82,11 +82,11 @@ def fast_path(me: RankContext) -> list[Caught]:
 
         raised.append(caught(body))
         assert x.tolist() == ones().tolist()
-        is_in_step(me)
+        assert_in_step(me)
     return raised
 
 
-def test_a_refusal_in_a_list_of_torch(pools):
+def test_a_refusal_in_calls_coalesced_by_torch(pools):
     for raised in pools(2).run(fast_path):
         assert all("rank 0 refused" in r.text for r in raised), raised
 
@@ -99,11 +99,11 @@ def batch(me: RankContext) -> Caught:
         a, b = ones() * 0, ones() * 0
         dist.batch_isend_irecv([dist.P2POp(dist.irecv, t, peer) for t in (a, b)])[0].wait()
         assert (a[0].item(), b[0].item()) == (3.0, 4.0)
-        is_in_step(me)
+        assert_in_step(me)
         return Caught((), "", 0.0)
     raised = caught(dist.batch_isend_irecv, [dist.P2POp(dist.isend, t, peer) for t in (good, bad)])
     dist.batch_isend_irecv([dist.P2POp(dist.isend, t, peer) for t in (good, good + 1)])[0].wait()
-    is_in_step(me)
+    assert_in_step(me)
     return raised
 
 
@@ -136,14 +136,14 @@ def body_fails(me: RankContext, device: torch.device | None, calls: int) -> Caug
     except BodyFailed:
         raised = Caught(("BodyFailed",), "", 0.0)
     assert all(x.tolist() == ones().tolist() for x in tensors)
-    is_in_step(me)
+    assert_in_step(me)
     return raised
 
 
 @pytest.mark.parametrize("calls", [1, 3])
 @pytest.mark.parametrize("staged", ["", "late:cuda_ipc"])
 @pytest.mark.parametrize("device", [None, CPU], ids=["torch's list", "the group's list"])
-def test_an_exception_of_the_body_reaches_all_and_leaves_nothing(pools, device, staged, calls):
+def test_an_exception_of_the_block_raises_on_all_ranks(pools, device, staged, calls):
     first, *others = pools(3, site=staged).run(body_fails, device, calls)
     assert first.kind == "BodyFailed"
     for raised in others:
@@ -162,27 +162,27 @@ try:
 except KeyError:
     pass
 work = dist.all_reduce(torch.ones(1), async_op=True)
-work.wait()  # which torch's list has none of
+work.wait()  # would raise if calls were still being coalesced
 dist.destroy_process_group()
 """
 
 
-def test_a_manager_that_was_imported_before_leaves_nothing_either():
+def test_a_manager_imported_before_pycollect_leaves_no_state():
     subprocess.run([sys.executable, "-c", IMPORTED_BEFORE], check=True, timeout=60)
 
 
-def nothing_asked(me: RankContext) -> None:
+def exceptions_before_any_call(me: RankContext) -> None:
     for device in (None, CPU):
         with pytest.raises(BodyFailed), dist._coalescing_manager(device=device):
             raise BodyFailed
-        is_in_step(me)
+        assert_in_step(me)
     with pytest.raises(AttributeError), dist._coalescing_manager(device=CPU):
         dist.isend(ones(), 1 - me.rank).wait()  # there is no Work until the block ends
-    is_in_step(me)
+    assert_in_step(me)
 
 
-def test_an_exception_before_anything_was_asked_for_is_nobody_elses(pools):
-    pools(2).run(nothing_asked)
+def test_an_exception_before_any_call_affects_no_peer(pools):
+    pools(2).run(exceptions_before_any_call)
 
 
 class Unrelated(Exception):
@@ -195,13 +195,13 @@ def unlike_ops(me: RankContext) -> None:
         dist.all_reduce(ones(), ReduceOp.MAX if me.rank == 0 else ReduceOp.SUM)
 
 
-def beside(me: RankContext) -> list[Caught]:
+def failures_outside_the_block(me: RankContext) -> list[Caught]:
     """Failures outside the block: no backend for the device, torch's own rule, destroyed group."""
     raised = []
     for device in (torch.device("cuda"), "cpu"):  # "cpu:pycollect" has no backend for CUDA
         with pytest.raises((RuntimeError, TypeError)), dist._coalescing_manager(device=device):
             pass
-        is_in_step(me)
+        assert_in_step(me)
 
     def unlike() -> None:
         with dist._coalescing_manager():
@@ -212,9 +212,9 @@ def beside(me: RankContext) -> list[Caught]:
                 dist.all_reduce(ones(3))
 
     raised.append(caught(unlike))
-    is_in_step(me)
+    assert_in_step(me)
     raised.append(caught(unlike_ops, me))
-    is_in_step(me)
+    assert_in_step(me)
     group = dist.new_group(backend="cpu:pycollect")
 
     def ends() -> None:
@@ -224,16 +224,18 @@ def beside(me: RankContext) -> list[Caught]:
             raise Unrelated
 
     raised.append(caught(ends))
-    is_in_step(me)
+    assert_in_step(me)
     return raised
 
 
-def test_what_goes_wrong_beside_the_body_leaves_nothing_either(pools):
-    results = pools(2, backend="cpu:pycollect").run(beside)
+def test_failures_outside_the_block_leave_no_state(pools):
+    results = pools(2, backend="cpu:pycollect").run(failures_outside_the_block)
     for rank, (unlike, ops, ends) in enumerate(results):
-        told = ["must be alike", "one op, not SUM and MAX"] if rank == 0 else ["rank 0 refused"] * 2
-        assert told[0] in unlike.text
-        assert told[1] in ops.text
+        words = (
+            ["must be alike", "one op, not SUM and MAX"] if rank == 0 else ["rank 0 refused"] * 2
+        )
+        assert words[0] in unlike.text
+        assert words[1] in ops.text
         assert ends.kind == "Unrelated"
 
 
@@ -256,7 +258,7 @@ def alike_ops(me: RankContext) -> None:
             dist.all_reduce(y, thrice)
 
     assert "has a factor" in caught(unlike).text
-    is_in_step(me)
+    assert_in_step(me)
     assert (x[0].item(), y[0].item()) == (8.0, 8.0)
 
 

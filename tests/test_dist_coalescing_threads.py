@@ -8,18 +8,18 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from dist_in_step import CPU, is_in_step, ones
+from dist_in_step import CPU, assert_in_step, ones
 from dist_pool import OURS, Caught, RankContext, backend_of, caught, pools_of_a_module
 
-pytestmark = pytest.mark.skipif(not OURS, reason="what only this backend promises")
+pytestmark = pytest.mark.skipif(not OURS, reason="tests promises of pycollect alone")
 
 
 @pytest.fixture(scope="module")
 def pools():
-    yield from pools_of_a_module(beside=None)
+    yield from pools_of_a_module(second_backend=None)
 
 
-def in_thread(function) -> list[BaseException]:
+def errors_in_thread(function) -> list[BaseException]:
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -45,15 +45,15 @@ def threads(me: RankContext) -> None:
 
     backend._start_coalescing()
     dist.broadcast(x, 1)
-    assert not in_thread(another)
-    assert not in_thread(lambda: is_in_step(me))  # not coalesced in that thread
+    assert not errors_in_thread(another)
+    assert not errors_in_thread(lambda: assert_in_step(me))  # not coalesced in that thread
     assert (x[0].item(), y[0].item()) == (me.rank, 1.0)
     backend._end_coalescing().wait()
     assert x.tolist() == [1.0] * 4
-    is_in_step(me)
+    assert_in_step(me)
 
 
-def test_each_thread_has_a_list_of_its_own(pools):
+def test_coalescing_is_per_thread(pools):
     pools(2).run(threads)
 
 
@@ -67,35 +67,35 @@ def threads_with_lists_of_torch(me: RankContext) -> None:
 
     with dist._coalescing_manager():
         dist.all_reduce(x)
-        assert not in_thread(lambda: dist.all_reduce(z))  # not coalesced in that thread
-        assert not in_thread(another)
+        assert not errors_in_thread(lambda: dist.all_reduce(z))  # not coalesced in that thread
+        assert not errors_in_thread(another)
         assert (x[0].item(), y[0].item(), z[0].item()) == (me.rank, 1.0, 1.0)
     assert x.tolist() == [1.0] * 4
-    is_in_step(me)
+    assert_in_step(me)
 
 
-def test_each_thread_has_a_list_of_torch_of_its_own(pools):
+def test_coalescing_by_torch_is_per_thread(pools):
     pools(2).run(threads_with_lists_of_torch)
 
 
-def left_behind(me: RankContext) -> None:
+def unfinished_blocks(me: RankContext) -> None:
     """Unfinished blocks of ended threads do not affect later threads with a reused thread id."""
-    left = [dist._coalescing_manager() for _ in range(5)]
-    for manager in left:
-        assert not in_thread(manager.__enter__)
-        assert not in_thread(lambda: is_in_step(me))
-    is_in_step(me)
-    del left, manager
+    unfinished = [dist._coalescing_manager() for _ in range(5)]
+    for manager in unfinished:
+        assert not errors_in_thread(manager.__enter__)
+        assert not errors_in_thread(lambda: assert_in_step(me))
+    assert_in_step(me)
+    del unfinished, manager
     gc.collect()
     backend = backend_of()
     for _ in range(5):
-        assert not in_thread(backend._start_coalescing)
-        assert not in_thread(lambda: is_in_step(me))
-    is_in_step(me)
+        assert not errors_in_thread(backend._start_coalescing)
+        assert not errors_in_thread(lambda: assert_in_step(me))
+    assert_in_step(me)
 
 
-def test_a_list_that_a_thread_left_is_nobody_elses(pools):
-    pools(2).run(left_behind)
+def test_unfinished_blocks_of_ended_threads_affect_no_other(pools):
+    pools(2).run(unfinished_blocks)
 
 
 def out_of_order(me: RankContext) -> list[Caught]:
@@ -105,7 +105,7 @@ def out_of_order(me: RankContext) -> list[Caught]:
     backend._start_coalescing()
     dist.broadcast(x * 0 if me.rank == 0 else x, 0)
     raised.append(caught(backend._start_coalescing))
-    is_in_step(me)
+    assert_in_step(me)
     return [*raised, caught(backend._end_coalescing)]
 
 
@@ -116,38 +116,42 @@ def test_an_end_without_a_start_and_a_start_without_an_end(pools):
         assert "this thread has already started to coalesce calls" in no_end.text
 
 
-def ends_elsewhere(me: RankContext, device: torch.device | None, closes: bool) -> list[Caught]:
+def end_in_another_thread(
+    me: RankContext, device: torch.device | None, closes: bool
+) -> list[Caught]:
     """A generator suspended in a block is finished by another thread than the one that began it."""
     raised = []
-    for asks in (False, True):
+    for with_call in (False, True):
         group = dist.new_group([0, 1])
         x = ones()
 
-        def suspended(group=group, x=x, asks=asks):
+        def suspended(group=group, x=x, with_call=with_call):
             with dist._coalescing_manager(group, device):
-                if asks and device is None:
+                if with_call and device is None:
                     dist.all_reduce(x, group=group)
-                elif asks:
+                elif with_call:
                     dist.broadcast(x, 0, group)
                 yield
 
         if me.rank == 0:
-            begun = suspended()
-            next(begun)
-            errors = in_thread(begun.close if closes else lambda it=begun: next(it, None))
+            suspended_block = suspended()
+            next(suspended_block)
+            errors = errors_in_thread(
+                suspended_block.close if closes else lambda it=suspended_block: next(it, None)
+            )
             assert closes == (not errors), errors
             assert all("must end in the thread that began them" in str(e) for e in errors)
         raised.append(caught(dist.all_reduce, x, group=group))
         assert raised[-1].kinds or x.tolist() == (2 * ones()).tolist()
         dist.destroy_process_group(group)
-    is_in_step(me)
+    assert_in_step(me)
     return raised
 
 
 @pytest.mark.parametrize("closes", [False, True])
 @pytest.mark.parametrize("device", [None, CPU], ids=["torch's list", "the group's list"])
-def test_a_block_that_another_thread_ends_is_never_silent(pools, device, closes):
-    for empty, asked in pools(2).run(ends_elsewhere, device, closes):
+def test_a_block_ended_by_another_thread_raises(pools, device, closes):
+    for empty, called in pools(2).run(end_in_another_thread, device, closes):
         assert bool(empty.kinds) == (device is not None)
-        for raised in (empty, asked) if device else (asked,):
+        for raised in (empty, called) if device else (called,):
             assert "CollectiveError" in raised.kinds, raised

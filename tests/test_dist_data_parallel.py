@@ -81,12 +81,14 @@ def compare(
     **tolerance: float,
 ) -> None:
     """Compare the run on the backend with that on gloo, and the parameters of all ranks."""
-    ours, theirs = run(me, dist.group.WORLD), run(me, me.peer)
+    ours, theirs = run(me, dist.group.WORLD), run(me, me.second_group)
     assert ours
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, **tolerance)
     everybody = [None] * me.world
-    dist.all_gather_object(everybody, [t.double().sum().item() for t in ours], group=me.peer)
+    dist.all_gather_object(
+        everybody, [t.double().sum().item() for t in ours], group=me.second_group
+    )
     assert all(e == everybody[0] for e in everybody), everybody
 
 
@@ -251,7 +253,7 @@ def syncs_buffers(me: RankContext) -> None:
     model.train()
     step(model, me, 3)
     everybody = [torch.zeros_like(mean) for _ in range(me.world)]
-    dist.all_gather(everybody, model.module.norm.running_var.clone(), group=me.peer)
+    dist.all_gather(everybody, model.module.norm.running_var.clone(), group=me.second_group)
     assert all(torch.isfinite(t).all() for t in everybody)
 
 

@@ -13,10 +13,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OLD, OURS, Caught, Pools, RankContext, caught, pools_of_a_module
+from dist_pool import (
+    BACKEND,
+    OLD_TORCH,
+    OURS,
+    Caught,
+    Pools,
+    RankContext,
+    caught,
+    pools_of_a_module,
+)
 
 pytestmark = pytest.mark.skipif(
-    not OURS, reason=f"{BACKEND} hangs, aborts or gives wrong numbers where ranks disagree"
+    not OURS, reason=f"{BACKEND} hangs, aborts or gives wrong results where ranks disagree"
 )
 WORLD = 3
 MAX = dist.ReduceOp.MAX
@@ -49,9 +58,9 @@ def parts(own: int) -> None:
     dist.all_gather(out, ones(own))
 
 
-Ask = Callable[[], Any]
+RankCall = Callable[[], Any]
 # The call of most ranks, the call of the odd rank, and words that the error must contain.
-DISAGREEMENTS: dict[str, tuple[Ask, Ask, tuple[str, ...]]] = {
+DISAGREEMENTS: dict[str, tuple[RankCall, RankCall, tuple[str, ...]]] = {
     "collective": (
         lambda: dist.all_reduce(ones()),
         lambda: dist.broadcast(ones(), 0),
@@ -128,7 +137,7 @@ def disagree(me: RankContext, kind: str, odd: int) -> tuple[Caught, Caught]:
 
 @pytest.mark.parametrize("odd", [0, 2])
 @pytest.mark.parametrize("kind", DISAGREEMENTS)
-def test_everybody_is_told(pools, kind, odd):
+def test_mismatched_calls_raise_on_every_rank(pools, kind, odd):
     found = pools(WORLD).run(disagree, kind, odd)
     words = DISAGREEMENTS[kind][2]
     for errors in found:
@@ -136,7 +145,7 @@ def test_everybody_is_told(pools, kind, odd):
             assert error.kinds[:1] == ("ValueError",), error
             assert all(word in error.text for word in words), error
             assert f"rank {odd}" in error.text, error
-    assert len({errors[0].text for errors in found}) == 1, "one sentence for all"
+    assert len({errors[0].text for errors in found}) == 1, "all ranks raise the same message"
 
 
 def asynchronous(me: RankContext) -> list[Caught]:
@@ -148,13 +157,13 @@ def asynchronous(me: RankContext) -> list[Caught]:
     errors = [caught(work.wait) for work in works]
     future = works[1].get_future()
     errors.append(caught(future.wait))
-    assert OLD or works[1].exception() is not None  # old torch cannot convert it to Python
+    assert OLD_TORCH or works[1].exception() is not None  # old torch cannot convert it to Python
     assert not works[1].is_success()
     assert [t[0].item() for t in good] == [WORLD, WORLD]
     return errors
 
 
-def test_asynchronous_calls_disagree(pools):
+def test_mismatched_asynchronous_calls_raise(pools):
     for errors in pools(WORLD).run(asynchronous):
         assert [e.kind for e in errors[:3]] == ["", "ValueError", ""], errors
         assert "6" in errors[1].text
@@ -177,14 +186,14 @@ def untouched(me: RankContext) -> list[bool]:
     return same
 
 
-def test_nothing_is_written(pools):
+def test_refused_calls_write_nothing(pools):
     for same in pools(WORLD).run(untouched):
         assert all(same)
 
 
-# --- a rank's own mistake -------------------------------------------------------------------------
+# --- invalid calls of one rank --------------------------------------------------------------------
 
-MISTAKES: dict[str, tuple[Ask, Ask, str, str]] = {
+MISTAKES: dict[str, tuple[RankCall, RankCall, str, str]] = {
     "op": (
         lambda: dist.all_reduce(ones()),
         lambda: dist.all_reduce(ones(), dist.ReduceOp.BAND),
@@ -229,7 +238,7 @@ def mistake(me: RankContext, kind: str, odd: int) -> Caught:
 
 @pytest.mark.parametrize("odd", [0, 1])
 @pytest.mark.parametrize("kind", MISTAKES)
-def test_one_rank_s_mistake(pools, kind, odd):
+def test_an_invalid_call_of_one_rank_raises_on_all(pools, kind, odd):
     _, _, own, word = MISTAKES[kind]
     for rank, error in enumerate(pools(WORLD).run(mistake, kind, odd)):
         assert error.kind == (own if rank == odd else "ValueError"), error
@@ -243,7 +252,7 @@ def test_one_rank_s_mistake(pools, kind, odd):
 def with_child(me: RankContext) -> list[str]:
     """Calls in a forked child of a rank are refused at once; its exit does not affect the group."""
     dist.all_reduce(ones())
-    said = []
+    texts = []
     for call in (lambda: dist.all_reduce(ones()), lambda: dist.send(ones(), 1 - me.rank)):
         reader, writer = os.pipe()
         child = os.fork()
@@ -252,18 +261,18 @@ def with_child(me: RankContext) -> list[str]:
             os.write(writer, f"{error.kind}: {error.text}".encode())
             os._exit(0)
         os.close(writer)
-        said.append(os.read(reader, 4096).decode())
+        texts.append(os.read(reader, 4096).decode())
         os.close(reader)
         os.waitpid(child, 0)
     x = torch.full((100_000,), 1.0)
     for _ in range(20):
         dist.all_reduce(x)
-    return said
+    return texts
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forked_children(pools):
-    for said in pools(2).run(with_child):
-        for text in said:
+    for texts in pools(2).run(with_child):
+        for text in texts:
             assert text.split(":")[0] in ("CollectiveError", "RuntimeError", "ValueError"), text
             assert "fork" in text, text

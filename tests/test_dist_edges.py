@@ -22,13 +22,13 @@ from dist_pool import (
     Pool,
     RankContext,
     backend_of,
-    begun,
     caught,
     fresh,
+    started_jobs,
 )
-from dist_waits import DESTROYED, NOTICED
+from dist_waits import DESTROYED, NOTICE_SECONDS
 
-ours_only = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no such thing, or hangs")
+ours_only = pytest.mark.skipif(not OURS, reason=f"{BACKEND} lacks this feature, or hangs")
 
 
 def seconds(value: float) -> datetime.timedelta:
@@ -43,7 +43,7 @@ def with_option(me: RankContext, name: str, values: list[Any]) -> tuple[Caught, 
 
     start = time.monotonic()
     options = pc.distributed.options(**{name: values[me.rank]})
-    error = caught(me.init, "meeting", timeout=seconds(3), pg_options=options)
+    error = caught(me.init, "bootstrap", timeout=seconds(3), pg_options=options)
     return error, error.when - start
 
 
@@ -57,7 +57,7 @@ def with_option(me: RankContext, name: str, values: list[Any]) -> tuple[Caught, 
         ("cuda_transport", "auto", "host_staging"),
     ],
 )
-def test_ranks_that_want_unlike_groups(name, one, other):
+def test_mismatched_options_raise(name, one, other):
     with fresh(3, group=False) as pool:
         for error, took in pool.run(with_option, name, [one, one, other]):
             assert error.kind == "ValueError", error
@@ -66,11 +66,11 @@ def test_ranks_that_want_unlike_groups(name, one, other):
             assert took < 3
 
 
-def interrupted(me: RankContext, delay: float) -> tuple[Caught, float]:
+def die_during_bootstrap(me: RankContext, delay: float) -> tuple[Caught, float]:
     if me.rank == 1:
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
     start = time.monotonic()
-    error = caught(me.init, "meeting", timeout=seconds(1))
+    error = caught(me.init, "bootstrap", timeout=seconds(1))
     while not error.kind:
         error = caught(dist.barrier)
     if me.rank == 1:
@@ -80,19 +80,19 @@ def interrupted(me: RankContext, delay: float) -> tuple[Caught, float]:
 
 @ours_only
 @pytest.mark.parametrize("delay", [0.0, 0.002, 0.004, 0.01, 0.02, 0.1])
-def test_a_rank_dies_while_all_meet(delay):
+def test_a_rank_dies_during_the_bootstrap(delay):
     with fresh(3, group=False) as pool:
-        outcomes = pool.outcomes(interrupted, delay)
+        outcomes = pool.outcomes(die_during_bootstrap, delay)
     for outcome in (outcomes[0], outcomes[2]):
         error, took = outcome.value
         assert error.kind, "nothing was raised"
-        assert took < 1 + 2 * NOTICED, error
+        assert took < 1 + 2 * NOTICE_SECONDS, error
 
 
-# --- late is not dead -----------------------------------------------------------------------------
+# --- stopped ranks --------------------------------------------------------------------------------
 
 
-def patient(me: RankContext, seconds: float) -> float:
+def reduce_for(me: RankContext, seconds: float) -> float:
     x, go_on = torch.ones(300_000), torch.ones(1)
     when = time.monotonic() + seconds
     while go_on.item():  # rank 0 decides for all, because ranks read the clock at different times
@@ -104,19 +104,19 @@ def patient(me: RankContext, seconds: float) -> float:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def still() -> Iterator[Pool]:
+def stopped_rank() -> Iterator[Pool]:
     """A pool whose rank 1 is stopped for two seconds, as by a debugger or a suspended machine."""
-    for pools in begun({"still": (patient, 3.0)}, 2):
+    for pools in started_jobs({"stopped": (reduce_for, 3.0)}, 2):
         for seconds, number in ((0.3, signal.SIGSTOP), (2.3, signal.SIGCONT)):
-            threading.Timer(seconds, os.kill, (pools["still"].pids()[1], number)).start()
-        yield pools["still"]
+            threading.Timer(seconds, os.kill, (pools["stopped"].pids()[1], number)).start()
+        yield pools["stopped"]
 
 
-def test_a_rank_that_stands_still_is_not_dead(still):
-    assert still.results() == [300_000.0] * 2
+def test_a_stopped_rank_is_not_dead(stopped_rank):
+    assert stopped_rank.results() == [300_000.0] * 2
 
 
-def own_limit(me: RankContext) -> tuple[Caught, Caught, float]:
+def subgroup_timeout(me: RankContext) -> tuple[Caught, Caught, float]:
     """A subgroup has its own timeout; when it expires, only the subgroup is aborted."""
     group = dist.new_group([0, 1, 2], timeout=seconds(0.5))
     start = time.monotonic()
@@ -130,25 +130,25 @@ def own_limit(me: RankContext) -> tuple[Caught, Caught, float]:
 
 
 @ours_only
-def test_limits_of_a_subgroup():
+def test_a_subgroup_has_its_own_timeout():
     with fresh(3) as pool:
-        for rank, (error, whole, took) in enumerate(pool.run(own_limit)):
+        for rank, (error, whole, took) in enumerate(pool.run(subgroup_timeout)):
             assert "CollectiveError" in error.kinds, error
             assert not whole.kind, whole
-            assert rank == 2 or took < 0.5 + NOTICED
+            assert rank == 2 or took < 0.5 + NOTICE_SECONDS
 
 
-# --- ends -----------------------------------------------------------------------------------------
+# --- destroying groups ----------------------------------------------------------------------------
 
 
-def ends_busy(me: RankContext, kind: str) -> float:
-    """Destroy the group with calls in flight, which the peers join or ("lonely") never join."""
+def destroy_with_calls_in_flight(me: RankContext, kind: str) -> float:
+    """Destroy the group with calls in flight, which the peers join or ("unmatched") never join."""
     works = [dist.all_reduce(torch.ones(400_000), async_op=True) for _ in range(10)]
-    if kind == "lonely" and me.rank == 0:
+    if kind == "unmatched" and me.rank == 0:
         works.append(dist.irecv(torch.ones(3), 1))
         works.append(dist.isend(torch.ones(3_000_000), 1))
         works.append(dist.all_reduce(torch.ones(3), async_op=True))
-    if kind == "lonely" and me.rank == 1:
+    if kind == "unmatched" and me.rank == 1:
         time.sleep(0.5)  # leaves after rank 0 has started calls that cannot complete
     start = time.monotonic()
     dist.destroy_process_group()
@@ -156,10 +156,10 @@ def ends_busy(me: RankContext, kind: str) -> float:
 
 
 @ours_only
-@pytest.mark.parametrize("kind", ["common", "lonely"])
-def test_destroyed_with_work_under_way(kind):
+@pytest.mark.parametrize("kind", ["matched", "unmatched"])
+def test_destroy_with_calls_in_flight(kind):
     with fresh(2) as pool:
-        assert max(pool.run(ends_busy, kind)) < DESTROYED
+        assert max(pool.run(destroy_with_calls_in_flight, kind)) < DESTROYED
 
 
 def shut_down(me: RankContext) -> Caught:
@@ -186,7 +186,7 @@ def test_shutdown():
 MANY = 3000
 
 
-def storm(me: RankContext) -> None:
+def message_flood(me: RankContext) -> None:
     """Send far more messages than any queue holds before the first receive; no Work is kept."""
     if me.rank == 0:
         for n in range(MANY):
@@ -203,12 +203,12 @@ def storm(me: RankContext) -> None:
 
 
 @ours_only
-def test_a_storm_of_messages():
+def test_many_messages_before_the_first_receive():
     with fresh(2) as pool:
-        pool.run(storm)
+        pool.run(message_flood)
 
 
-def forgotten(me: RankContext) -> None:
+def early_receive(me: RankContext) -> None:
     """A receive posted long before its message, with receives from any source in between."""
     if me.rank == 0:
         special = torch.zeros(5)
@@ -227,12 +227,12 @@ def forgotten(me: RankContext) -> None:
     dist.barrier()
 
 
-def test_receives_from_anybody_beside_others():
+def test_receives_from_any_source_beside_a_posted_one():
     with fresh(3) as pool:
-        pool.run(forgotten)
+        pool.run(early_receive)
 
 
-def pending(me: RankContext) -> None:
+def many_queued_calls(me: RankContext) -> None:
     """A thousand queued collectives of large and small tensors, without any wait."""
     tensors = [torch.full((1 + 10_000 * (n % 7 == 0),), float(n)) for n in range(1000)]
     works = [dist.all_reduce(t, async_op=True) for t in tensors]
@@ -242,9 +242,9 @@ def pending(me: RankContext) -> None:
 
 
 @ours_only
-def test_a_barrier_comes_after_all_before_it():
+def test_a_barrier_runs_after_all_earlier_calls():
     with fresh(3) as pool:
-        pool.run(pending)
+        pool.run(many_queued_calls)
 
 
 def at_the_end(me: RankContext) -> None:
@@ -264,6 +264,6 @@ def at_the_end(me: RankContext) -> None:
 
 
 @ours_only
-def test_a_tensor_at_the_end_of_the_shared_memory():
+def test_a_tensor_at_the_end_of_the_symmetric_heap():
     with fresh(2) as pool:
         pool.run(at_the_end)

@@ -15,7 +15,7 @@ from dist_pool import OURS, RankContext, backend_of, caught, fresh
 from dist_process import own_process
 from dist_waits import DESTROYED
 
-pytestmark = pytest.mark.skipif(not OURS, reason="never ends, or by a crash")
+pytestmark = pytest.mark.skipif(not OURS, reason="hangs or crashes")
 
 # Forks into two ranks. torch, which takes seconds to import, is imported before the fork.
 PROGRAM = """
@@ -27,26 +27,26 @@ dist.init_process_group("pycollect", init_method="file://" + sys.argv[1], rank=r
 groups = [dist.new_group([0, 1]) for _ in range(4)]
 if rank == 1:
     os.close(here)
-    os.read(there, 1)  # until the other one has ended
+    os.read(there, 1)  # until rank 0 has ended
     os._exit(0)
 """
 
-MUCH = """
+CALLS_IN_FLIGHT = """
 works = [dist.irecv(torch.zeros(3), 1, group=group) for group in groups]
 works += [dist.all_reduce(torch.zeros(3), group=group, async_op=True) for group in groups]
 futures = [work.get_future() for work in works]
-said = [future.then(lambda f: print("over")) for future in futures]
+kept = [future.then(lambda f: print("over")) for future in futures]
 print(time.monotonic(), flush=True)
 """
 
-FORKS = """
+FORK_DURING_CALLS = """
 import signal, threading
 backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-def ask():
+def poll():
     while True:
         backend.supports_tensor_alloc(torch.device("cpu"))
 for _ in range(3):
-    threading.Thread(target=ask, daemon=True).start()
+    threading.Thread(target=poll, daemon=True).start()
 hung = 0
 for _ in range(60):
     child = os.fork()
@@ -61,7 +61,7 @@ print("hung", hung, flush=True)
 os._exit(0)
 """
 
-HOLDS = """
+CALLBACK_HOLDS_A_GROUP = """
 other = pycollect._C.make_backend(dist.HashStore(), 0, 1, pycollect.distributed.options())
 work = dist.all_reduce(torch.zeros(3), group=groups[0], async_op=True)
 future = work.get_future().then(lambda f, group=other: print("over"))
@@ -88,20 +88,21 @@ store = f"file://{sys.argv[1]}{pair}"
 dist.init_process_group("pycollect", init_method=store, rank=rank, world_size=2)
 """
 
-WAITS = """
-for _ in range(30):  # so many that some come late
+THREADS_WAIT = """
+for _ in range(30):  # enough that some are late
     threading.Thread(target=lambda: dist.recv(torch.ones(3), 1 - rank), daemon=True).start()
 time.sleep(0.5)
 """
 
-ENDS = """
+THREADS_END_GROUPS = """
 mine = os.open(sys.argv[1] + str(pair) + str(rank), os.O_WRONLY | os.O_CREAT)
 fcntl.flock(mine, fcntl.LOCK_EX)
 dist.barrier()
 if rank == 1:
-    fcntl.flock(os.open(sys.argv[1] + str(pair) + "0", os.O_RDONLY), fcntl.LOCK_SH)  # it has ended
+    # Until rank 0 has ended.
+    fcntl.flock(os.open(sys.argv[1] + str(pair) + "0", os.O_RDONLY), fcntl.LOCK_SH)
     os._exit(0)
-work = dist.all_reduce(torch.ones(3), async_op=True)  # which rank 1 does not come to
+work = dist.all_reduce(torch.ones(3), async_op=True)  # rank 1 does not join it
 backend = dist.group.WORLD._get_backend(torch.device("cpu"))
 end = dist.destroy_process_group if pair % 2 else backend.shutdown
 del backend
@@ -109,12 +110,12 @@ threading.Thread(target=end, daemon=True).start()
 time.sleep(0.1)
 """
 
-JOINS = """
+JOIN_AT_EXIT = """
 import atexit, sys, threading, time
 def join():
     thread.join(20)
     print("ended", not thread.is_alive(), flush=True)
-atexit.register(join)  # before the backend registers what ends its groups, so it comes later
+atexit.register(join)  # before the backend's own handler, so it runs after that
 import pycollect, torch, torch.distributed as dist
 dist.init_process_group("pycollect", init_method="file://" + sys.argv[1], rank=0, world_size=1)
 thread = threading.Thread(target=lambda: dist.recv(torch.ones(3), 0), daemon=True)
@@ -123,19 +124,19 @@ time.sleep(0.5)
 """
 
 PROGRAMS = {
-    "much": PROGRAM + MUCH,
-    "forks": PROGRAM + FORKS,
-    "holds": PROGRAM + HOLDS,
-    "waits": PAIRS.replace("PROCESSES", "4") + WAITS,
-    "ends": PAIRS.replace("PROCESSES", "8") + ENDS,
-    "joins": JOINS,
+    "calls in flight": PROGRAM + CALLS_IN_FLIGHT,
+    "forks": PROGRAM + FORK_DURING_CALLS,
+    "holds": PROGRAM + CALLBACK_HOLDS_A_GROUP,
+    "waits": PAIRS.replace("PROCESSES", "4") + THREADS_WAIT,
+    "ends": PAIRS.replace("PROCESSES", "8") + THREADS_END_GROUPS,
+    "joins": JOIN_AT_EXIT,
 }
 
 
-def ended(text: str, store: str) -> tuple[list[str], float]:
+def run_to_its_end(text: str, store: str) -> tuple[list[str], float]:
     """Run a program; return the words of its output, and the time of its end."""
-    said = own_process(["-W", "ignore", "-c", text, store], 100)
-    return said.split(), time.monotonic()
+    output = own_process(["-W", "ignore", "-c", text, store], 100)
+    return output.split(), time.monotonic()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -144,25 +145,25 @@ def programs(tmp_path_factory) -> Iterator[dict[str, Future]]:
     folder = tmp_path_factory.mktemp("stores")
     with ThreadPoolExecutor(len(PROGRAMS)) as side_by_side:
         yield {
-            name: side_by_side.submit(ended, text, f"{folder}/{name}")
+            name: side_by_side.submit(run_to_its_end, text, f"{folder}/{name}")
             for name, text in PROGRAMS.items()
         }
 
 
-def test_a_fork_while_another_thread_asks(programs):
+def test_forked_children_wait_for_no_lock_of_the_parent(programs):
     """A forked child never waits for a lock that a thread of its parent holds."""
     assert programs["forks"].result()[0] == ["hung", "0"]
 
 
-def test_programs_that_end_while_daemon_threads_wait(programs):
+def test_exit_while_daemon_threads_wait(programs):
     """The threads wake when the groups end, when the interpreter no longer gives them the GIL."""
     assert programs["waits"].result()[0] == ["0"] * 4
 
 
-def test_a_program_that_ends_with_much_under_way(programs):
+def test_exit_with_many_calls_in_flight(programs):
     """At exit all groups share one shutdown timeout."""
-    (end, *said), when = programs["much"].result()
-    assert said == ["over"] * 8
+    (end, *output), when = programs["calls in flight"].result()
+    assert output == ["over"] * 8
     assert when - float(end) < 2 * DESTROYED + 4
 
 
@@ -171,23 +172,23 @@ def test_a_callback_that_holds_another_group(programs):
     assert programs["holds"].result()[0] == ["end", "over"]
 
 
-def test_programs_that_end_while_daemon_threads_end_groups(programs):
+def test_exit_while_daemon_threads_destroy_groups(programs):
     assert programs["ends"].result()[0] == ["0"] * 8
 
 
 @pytest.mark.slow
-def test_more_programs_that_end_while_daemon_threads_do(tmp_path):
-    """WAITS and ENDS again with more processes, because their timing varies between runs."""
-    for n, rest in enumerate((WAITS, ENDS)):
+def test_more_exits_with_daemon_threads(tmp_path):
+    """The same programs with more processes, because their timing varies between runs."""
+    for n, rest in enumerate((THREADS_WAIT, THREADS_END_GROUPS)):
         text = PAIRS.replace("PROCESSES", "6") + rest
-        assert ended(text, f"{tmp_path}/{n}")[0] == ["0"] * 6
+        assert run_to_its_end(text, f"{tmp_path}/{n}")[0] == ["0"] * 6
 
 
-def test_a_thread_that_waits_is_joined_at_the_end(programs):
+def test_a_waiting_thread_can_be_joined_at_exit(programs):
     assert programs["joins"].result()[0][-2:] == ["ended", "True"]
 
 
-def closed_at_once(me: RankContext, groups: int, threads: int) -> int:
+def shut_down_concurrently(me: RankContext, groups: int, threads: int) -> int:
     """Several threads shut down the same groups at once, while calls are in flight."""
     made = [dist.new_group([0, 1]) for _ in range(groups)]
     works = []
@@ -215,6 +216,6 @@ def closed_at_once(me: RankContext, groups: int, threads: int) -> int:
     return failed
 
 
-def test_threads_that_shut_a_group_down_at_once():
+def test_concurrent_shutdowns_of_one_group():
     with fresh(2) as pool:
-        assert pool.run(closed_at_once, 60, 3, seconds=60)[0] == 60
+        assert pool.run(shut_down_concurrently, 60, 3, seconds=60)[0] == 60

@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Pool, RankContext, backend_of, begun, caught, fresh
+from dist_pool import OURS, Caught, Pool, RankContext, backend_of, caught, fresh, started_jobs
 from dist_resources import open_resources
-from dist_waits import NOTICED, heard, say
+from dist_waits import NOTICE_SECONDS, publish, wait_published
 
-pytestmark = pytest.mark.skipif(not OURS, reason="messages have no futures, or never end")
+pytestmark = pytest.mark.skipif(not OURS, reason="messages have no futures, or hang")
 GRACE = 5.0  # shutdown timeout: seconds that destroying a group waits for calls in flight
 ENDED = GRACE + 2.0  # the same, with a margin for a loaded machine
 
 
-def ends(future: Any, seconds: float) -> Caught:
+def error_of_future(future: Any, seconds: float) -> Caught:
     """Wait for a future and return its exception; kind "hangs" if it does not complete in time."""
     limit = time.monotonic() + seconds
     while not future.done():
@@ -41,7 +41,7 @@ def messages(group: dist.ProcessGroup, rank: int) -> list[tuple[str, dist.Work]]
     return [
         ("irecv", dist.irecv(torch.zeros(3), other, group=group)),
         ("large irecv", dist.irecv(torch.zeros(3_000_000), other, group=group, tag=1)),
-        ("irecv from anybody", group.recv_anysource([torch.zeros(3)], 2)),
+        ("irecv from any source", group.recv_anysource([torch.zeros(3)], 2)),
         ("strided irecv", dist.irecv(torch.zeros(6)[::2], other, group=group, tag=3)),
         ("isend", dist.isend(torch.zeros(3_000_000), other, group=group, tag=4)),
     ]
@@ -55,10 +55,10 @@ def collectives(group: dist.ProcessGroup) -> list[tuple[str, dist.Work]]:
     ]
 
 
-Ends = dict[str, Caught]
+Errors = dict[str, Caught]
 
 
-def unsaid(found: Ends) -> Ends:
+def wrong_errors(found: Errors) -> Errors:
     """The ends that are wrong: a hang, no error, or an error of another type than CollectiveError
     (except from `then`, which loses the type)."""
     return {
@@ -69,11 +69,11 @@ def unsaid(found: Ends) -> Ends:
     }
 
 
-def destroyed(me: RankContext, what: str) -> tuple[Ends, dict[str, int], dict[str, int]]:
+def destroyed(me: RankContext, what: str) -> tuple[Errors, dict[str, int], dict[str, int]]:
     """Rank 0 destroys a group with many calls in flight; rank 1 keeps it."""
     before = open_resources()
     group = dist.new_group([0, 1])
-    found: Ends = {}
+    found: Errors = {}
     if me.rank == 0:
         works = messages(group, me.rank) if what != "collectives" else []
         works += collectives(group) if what != "messages" else []
@@ -89,7 +89,7 @@ def destroyed(me: RankContext, what: str) -> tuple[Ends, dict[str, int], dict[st
         time.sleep(0.2)
         start = time.monotonic()
         dist.destroy_process_group(group)
-        found |= {f"future of {name}": ends(f, 1.0) for name, f in futures}
+        found |= {f"future of {name}": error_of_future(f, 1.0) for name, f in futures}
         for thread in threads:
             thread.join(max(0.1, start + ENDED - time.monotonic()))
         found |= {name: Caught(("hangs",), "", 0.0) for name in waiting.keys() - found.keys()}
@@ -102,7 +102,7 @@ def destroyed(me: RankContext, what: str) -> tuple[Ends, dict[str, int], dict[st
     return found, before, open_resources()
 
 
-def lost(me: RankContext, how: str) -> tuple[Ends, float]:
+def peer_lost(me: RankContext, how: str) -> tuple[Errors, float]:
     """Rank 1 dies, leaves or aborts while calls are in flight and no thread waits for them."""
     dist.barrier()
     works = messages(dist.group.WORLD, me.rank)
@@ -116,43 +116,45 @@ def lost(me: RankContext, how: str) -> tuple[Ends, float]:
     if me.rank == 1 and how == "aborts":
         backend_of().abort()
     start = time.monotonic()
-    found = {name: ends(future, ENDED) for name, future in futures}
+    found = {name: error_of_future(future, ENDED) for name, future in futures}
     took = time.monotonic() - start
     if me.rank == 0 or how == "aborts":
         dist.destroy_process_group()
     return found, took
 
 
-def impatient() -> None:
+def set_short_timeout() -> None:
     """Set a short timeout, but only after a barrier: start-up may take longer than the timeout."""
     dist.barrier()
     backend_of().set_timeout(datetime.timedelta(seconds=1.5))
 
 
-def never(me: RankContext) -> tuple[Ends, float]:
+def unanswered_messages(me: RankContext) -> tuple[Errors, float]:
     """Futures of messages that the other, living rank never sends."""
-    impatient()
+    set_short_timeout()
     start = time.monotonic()
     futures = [(n, w.get_future()) for n, w in messages(dist.group.WORLD, me.rank)[me.rank :]]
-    return {name: ends(future, ENDED) for name, future in futures}, time.monotonic() - start
+    return {
+        name: error_of_future(future, ENDED) for name, future in futures
+    }, time.monotonic() - start
 
 
-def test_a_future_of_what_never_comes():
+def test_a_future_times_out():
     """A future times out, like wait(), after the group's timeout."""
     with fresh(2) as pool:
-        for found, took in pool.run(never):
+        for found, took in pool.run(unanswered_messages):
             assert {error.kind for error in found.values()} == {"Timeout"}, found
             assert 1.0 < took < ENDED
 
 
-def not_sent(me: RankContext, how: str) -> list[Caught]:
+def receive_times_out(me: RankContext, how: str) -> list[Caught]:
     """A receive times out; return its error, and that of the next collective on each rank."""
-    impatient() if how != "limited" else dist.barrier()
+    set_short_timeout() if how != "limited" else dist.barrier()
     x, raised = torch.zeros(3), Caught((), "", 0.0)
     if me.rank == 0:
         work = dist.irecv(x, 1)
         if how == "future":
-            raised = ends(work.get_future(), ENDED)
+            raised = error_of_future(work.get_future(), ENDED)
         else:
             raised = caught(work.wait, *([datetime.timedelta(seconds=0.3)] * (how == "limited")))
     else:
@@ -165,20 +167,20 @@ def not_sent(me: RankContext, how: str) -> list[Caught]:
 
 
 @pytest.mark.parametrize("how", ["wait", "future", "limited"])
-def test_the_timeout_of_a_message_is_the_groups(how):
+def test_the_timeout_of_a_message_is_that_of_its_group(how):
     """The group's timeout aborts the group, in wait() or a future; that of one wait does not."""
     with fresh(2) as pool:
-        (raised, after), (_, others) = pool.run(not_sent, how)
+        (raised, after), (_, others) = pool.run(receive_times_out, how)
         assert raised.kind == "Timeout", raised
         assert "rank 1" in raised.text or how == "future", raised
         for error in (after, others):
             assert ("CollectiveError" in error.kinds) == (how != "limited"), error
 
 
-def held_up(me: RankContext, how: str) -> tuple[Ends, float]:
+def stalled_send(me: RankContext, how: str) -> tuple[Errors, float]:
     """A message that is still on its device does not hide failures of other messages."""
-    found, took = Ends(), 0.0
-    impatient()
+    found, took = Errors(), 0.0
+    set_short_timeout()
     if me.rank == 0:
         me.fake.stall(True)
         works = [("isend", dist.isend(torch.ones(3), 2)), ("irecv", dist.irecv(torch.ones(3), 1))]
@@ -186,7 +188,7 @@ def held_up(me: RankContext, how: str) -> tuple[Ends, float]:
         start = time.monotonic()
         if how == "late":
             found["wait"] = caught(works[0][1].wait)
-        found |= {name: ends(future, ENDED) for name, future in futures}
+        found |= {name: error_of_future(future, ENDED) for name, future in futures}
         took = time.monotonic() - start
     elif me.rank == 1 and how == "dies":
         time.sleep(0.3)
@@ -195,23 +197,23 @@ def held_up(me: RankContext, how: str) -> tuple[Ends, float]:
 
 
 @pytest.mark.parametrize("how", ["dies", "late"])
-def test_a_stream_that_is_held_up(how):
+def test_a_stalled_send_hides_no_other_failure(how):
     with fresh(3, site="late") as pool:
-        found, took = pool.outcomes(held_up, how, seconds=40)[0].value
-        assert not unsaid(found)
-        assert took < 1.5 + NOTICED + 1.0
+        found, took = pool.outcomes(stalled_send, how, seconds=40)[0].value
+        assert not wrong_errors(found)
+        assert took < 1.5 + NOTICE_SECONDS + 1.0
 
 
-def beside_a_wait(me: RankContext, how: str) -> Caught | None:
+def future_beside_a_wait(me: RankContext, how: str) -> Caught | None:
     """A future of one message, while a thread waits for another."""
     if me.rank == 0:
-        impatient()
+        set_short_timeout()
         future = dist.irecv(torch.zeros(3), 1).get_future()
         backend_of().set_timeout(datetime.timedelta(seconds=60))
         waits = threading.Thread(target=caught, args=(dist.recv, torch.zeros(3), 2))
         waits.start()
-        error = ends(future, 1.5 + NOTICED)
-        say(me, "over")
+        error = error_of_future(future, 1.5 + NOTICE_SECONDS)
+        publish(me, "done")
         backend_of().abort()
         waits.join()
         return error
@@ -219,13 +221,13 @@ def beside_a_wait(me: RankContext, how: str) -> Caught | None:
     if me.rank == 1 and how == "dies":
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
-    return heard(me, "over", [0]) and None  # the other ranks see no error
+    return wait_published(me, "done", [0]) and None  # the other ranks see no error
 
 
 @pytest.mark.parametrize(("how", "kind"), [("dies", "PeerLost"), ("late", "Timeout")])
 def test_a_future_while_a_thread_waits_for_another_message(how, kind):
     with fresh(3) as pool:
-        error = pool.outcomes(beside_a_wait, how, seconds=40)[0].value
+        error = pool.outcomes(future_beside_a_wait, how, seconds=40)[0].value
     assert error.kind == kind, error
 
 
@@ -249,7 +251,7 @@ def called_back(me: RankContext) -> list[Caught]:
     if me.rank == 1:
         for n in range(2):
             dist.send(torch.ones(3), 0, group=group, tag=n)
-    outcomes = [ends(future, ENDED) for future in found]
+    outcomes = [error_of_future(future, ENDED) for future in found]
     assert me.rank == 1 or ended.is_set()
     dist.barrier()
     if me.rank == 1:
@@ -261,40 +263,40 @@ def called_back(me: RankContext) -> list[Caught]:
 
 LONG = {
     **{what: (destroyed, what) for what in ("messages", "collectives", "both", "awaited")},
-    **{how: (lost, how) for how in ("dies", "leaves", "aborts")},
+    **{how: (peer_lost, how) for how in ("dies", "leaves", "aborts")},
     "callbacks": (called_back,),
 }
 
 
 @pytest.fixture(scope="module", autouse=True)
-def long() -> Iterator[dict[str, Pool]]:
-    yield from begun(LONG, 2)
+def slow_jobs() -> Iterator[dict[str, Pool]]:
+    yield from started_jobs(LONG, 2)
 
 
 @pytest.mark.parametrize(
     ("what", "ended"), [("messages", 10), ("collectives", 4), ("both", 14), ("awaited", 21)]
 )
-def test_destroyed_with_anything_under_way(long, what, ended):
+def test_destroy_fails_all_calls_in_flight(slow_jobs, what, ended):
     """Futures, chained futures and waiting threads all end with an error, and nothing leaks."""
-    outcomes = long[what].results(2 * ENDED)
+    outcomes = slow_jobs[what].results(2 * ENDED)
     for found, before, after in outcomes:
-        assert not unsaid(found)
+        assert not wrong_errors(found)
         assert {**after, "threads": 0} == {**before, "threads": 0}
     assert len(outcomes[0][0]) == ended
 
 
 @pytest.mark.parametrize("how", ["dies", "leaves", "aborts"])
-def test_nobody_waits_in_a_group_that_breaks(long, how):
-    for rank, outcome in enumerate(long[how].answers(40)):
+def test_calls_in_flight_fail_when_their_group_breaks(slow_jobs, how):
+    for rank, outcome in enumerate(slow_jobs[how].collect_outcomes(40)):
         if outcome.died:
             continue
         found, took = outcome.value
-        assert not unsaid(found)
-        assert took < (NOTICED + 1.0 if how != "leaves" else ENDED), (rank, took)
+        assert not wrong_errors(found)
+        assert took < (NOTICE_SECONDS + 1.0 if how != "leaves" else ENDED), (rank, took)
 
 
-def test_callbacks_that_raise_or_destroy_the_group(long):
-    (raises, destroying, message, pending), _ = long["callbacks"].results(2 * ENDED)
+def test_callbacks_that_raise_or_destroy_the_group(slow_jobs):
+    (raises, destroying, message, pending), _ = slow_jobs["callbacks"].results(2 * ENDED)
     assert "made up" in raises.text
     assert not destroying.kind, destroying
     assert not message.kind, message

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not OURS, reason="runs two collectives of a grou
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module(beside=None)
+    yield from pools_of_a_module(second_backend=None)
 
 
 def strided(x: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def new(x: Tensor) -> Tensor:
     return torch.full_like(x, -1.0, memory_format=torch.contiguous_format)
 
 
-def reads(me: RankContext, x: Tensor, name: str) -> tuple[dist.Work, list[Tensor], int]:
+def call_that_reads(me: RankContext, x: Tensor, name: str) -> tuple[dist.Work, list[Tensor], int]:
     """Start a call that reads `x`; return its Work, its results, and their multiple of `x`."""
     ranks, root = range(me.world), 1
     mine = [new(x) for _ in ranks]
@@ -77,7 +77,7 @@ CALLS += ("scatter", "reduce_scatter", "reduce_scatter of products", "all_to_all
 CALLS += ("all_to_all_single",)
 
 
-def one_after_the_other(me: RankContext, name: str, dtype: torch.dtype) -> list[str]:
+def dependent_calls(me: RankContext, name: str, dtype: torch.dtype) -> list[str]:
     """The second call's input is the first call's result, and the last rank is late."""
     wrong = []
     for how, view in VIEWS.items():
@@ -86,7 +86,7 @@ def one_after_the_other(me: RankContext, name: str, dtype: torch.dtype) -> list[
         if me.rank == me.world - 1:
             time.sleep(0.1)
         first = dist.all_reduce(x, async_op=True)
-        second, results, times = reads(me, view(x), name)
+        second, results, times = call_that_reads(me, view(x), name)
         second.wait()
         first.wait()
         wanted = times * sum(range(me.world))
@@ -100,8 +100,8 @@ def one_after_the_other(me: RankContext, name: str, dtype: torch.dtype) -> list[
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
-def test_the_result_of_the_call_before(pools, name, dtype):
-    assert pools(3).run(one_after_the_other, name, dtype) == [[]] * 3
+def test_inputs_are_the_results_of_earlier_calls(pools, name, dtype):
+    assert pools(3).run(dependent_calls, name, dtype) == [[]] * 3
 
 
 def narrow_products(me: RankContext) -> list[float]:

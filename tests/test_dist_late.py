@@ -16,36 +16,36 @@ from dist_pool import BACKEND, OURS, Caught, RankContext, backend_of, caught, fr
 from dist_waits import (
     AT_ONCE,
     DESTROYED,
-    KILLED_RANK,
-    NOTICED,
+    FAULTY_RANK,
+    NOTICE_SECONDS,
     WAITS,
-    after,
-    begin,
-    heard,
+    after_failure,
+    calls_before_failure,
     others,
-    say,
+    publish,
+    wait_published,
 )
 
 pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no type for this error, or hangs")
-PATIENCE = 0.5  # timeout of the group, in seconds
+TIMEOUT = 0.5  # timeout of the group, in seconds
 
 
-def kept_waiting(me: RankContext, wait: str) -> tuple[Caught, float, tuple]:
-    """The victim makes its call after all its peers have timed out."""
-    begin(me)
-    backend_of().set_timeout(datetime.timedelta(seconds=PATIENCE))
+def peers_time_out(me: RankContext, wait: str) -> tuple[Caught, float, tuple]:
+    """The faulty rank makes its call after all its peers have timed out."""
+    calls_before_failure(me)
+    backend_of().set_timeout(datetime.timedelta(seconds=TIMEOUT))
     dist.barrier()
     start = time.monotonic()
-    if me.rank == KILLED_RANK:
-        heard(me, "raised", others(me))
+    if me.rank == FAULTY_RANK:
+        wait_published(me, "raised", others(me))
     error = (
-        caught(WAITS[wait][1]) if me.rank != KILLED_RANK else caught(dist.all_reduce, torch.ones(3))
+        caught(WAITS[wait][1]) if me.rank != FAULTY_RANK else caught(dist.all_reduce, torch.ones(3))
     )
-    say(me, "raised")
-    return error, error.when - start, after(me)
+    publish(me, "raised")
+    return error, error.when - start, after_failure(me)
 
 
-LATE_FOR = [
+LATE_CALLS = [
     "all_reduce",
     "large all_reduce",
     "async all_reduce",
@@ -56,28 +56,28 @@ LATE_FOR = [
 ]
 
 
-@pytest.mark.parametrize("wait", LATE_FOR)
-def test_a_late_rank(wait):
+@pytest.mark.parametrize("wait", LATE_CALLS)
+def test_a_late_rank_times_out(wait):
     with fresh(3) as pool:
-        found = pool.run(kept_waiting, wait)
+        found = pool.run(peers_time_out, wait)
     for rank, (error, seconds, (refusal, _, destroyed)) in enumerate(found):
         assert "CollectiveError" in error.kinds, error
         assert "CollectiveError" in refusal.kinds, refusal
         assert destroyed < DESTROYED
-        if rank == KILLED_RANK:
+        if rank == FAULTY_RANK:
             continue  # raises at once, because the group is aborted
         assert error.kind in ("Timeout", "PeerLost"), error
-        assert seconds < PATIENCE + NOTICED, error
-        assert f"rank {KILLED_RANK}" in error.text, error
+        assert seconds < TIMEOUT + NOTICE_SECONDS, error
+        assert f"rank {FAULTY_RANK}" in error.text, error
     waited = [(e, s) for e, s, _ in found if e.kind == "Timeout"]
     assert waited, found
-    assert all(s > 0.8 * PATIENCE for e, s in waited[:1])
+    assert all(s > 0.8 * TIMEOUT for e, s in waited[:1])
     assert any(WAITS[wait][0] in e.text for e, _ in waited), waited
 
 
-def left_behind(me: RankContext) -> Caught | None:
-    begin(me)
-    if me.rank == KILLED_RANK:
+def peer_destroys_its_group(me: RankContext) -> Caught | None:
+    calls_before_failure(me)
+    if me.rank == FAULTY_RANK:
         time.sleep(0.3)
         dist.destroy_process_group()
         return None
@@ -89,20 +89,20 @@ def left_behind(me: RankContext) -> Caught | None:
 def test_a_rank_destroys_its_group():
     with fresh(3) as pool:
         start = time.monotonic()
-        errors = pool.run(left_behind)
-    for error in errors[:KILLED_RANK] + errors[KILLED_RANK + 1 :]:
+        errors = pool.run(peer_destroys_its_group)
+    for error in errors[:FAULTY_RANK] + errors[FAULTY_RANK + 1 :]:
         assert error.kind == "PeerLost", error
-        assert f"rank {KILLED_RANK}" in error.text, error
-        assert error.when - start < 0.3 + NOTICED + 1
+        assert f"rank {FAULTY_RANK}" in error.text, error
+        assert error.when - start < 0.3 + NOTICE_SECONDS + 1
 
 
 def aborted(me: RankContext) -> tuple[Caught, float]:
     """A second thread of rank 0 aborts the group."""
-    begin(me)
+    calls_before_failure(me)
     start = time.monotonic()
     if me.rank == 0:
         threading.Timer(0.4, dist.group.WORLD.abort).start()
-    if me.rank == KILLED_RANK:
+    if me.rank == FAULTY_RANK:
         time.sleep(1.2)
     error = caught(dist.all_reduce, torch.ones(3))
     caught(dist.destroy_process_group)
@@ -117,16 +117,16 @@ def test_abort():
         assert seconds < 1.2 + AT_ONCE
 
 
-def lonely(me: RankContext) -> tuple[Caught, float]:
+def init_alone(me: RankContext) -> tuple[Caught, float]:
     """Rank 0 initialises alone: no peer joins the bootstrap."""
     start = time.monotonic()
     options = {"timeout": datetime.timedelta(seconds=1)}
-    error = caught(me.init, "nobody", **options) if me.rank == 0 else caught(time.sleep, 0)
+    error = caught(me.init, "alone", **options) if me.rank == 0 else caught(time.sleep, 0)
     return error, error.when - start
 
 
-def test_ranks_that_never_come():
+def test_missing_ranks_in_the_bootstrap():
     with fresh(3, group=False) as pool:
-        (error, seconds), *_ = pool.run(lonely)
+        (error, seconds), *_ = pool.run(init_alone)
     assert error.kind, "nothing was raised"
     assert seconds < 6, error

@@ -1,4 +1,4 @@
-"""A rank that is stopped amid a call on tensors in shared memory, and resumes later.
+"""A rank that is stopped during a call on tensors in symmetric memory, and resumes later.
 
 By then its peers have timed out: its late writes must not land in new tensors, and it must soon
 notice and raise.
@@ -18,16 +18,16 @@ import torch.distributed as dist
 from dist_pool import BACKEND, OURS, Caught, RankContext, backend_of, caught, fresh
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no memory to share")
+pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no symmetric memory")
 
 COUNT = 48 << 20  # float32 elements: a rank's share takes tens of milliseconds
-PATIENCE = 1.0  # timeout of the group, in seconds
-TRIES = 20  # attempts to stop the peer amid a call; some may be too slow on a loaded machine
+TIMEOUT = 1.0  # timeout of the group, in seconds
+TRIES = 20  # attempts to stop the peer during a call; some may be too slow on a loaded machine
 # Elements (4 MiB) that a thread may still write before it polls the group's abort state again.
 BLOCK = (4 << 20) // 4
 
 
-def stopped(x: Tensor, peer: int) -> bool:
+def stop_during_call(x: Tensor, peer: int) -> bool:
     """Stop the peer once it has begun to write its share, the second half of the tensor.
 
     Returns true if the share was not yet complete.
@@ -40,20 +40,20 @@ def stopped(x: Tensor, peer: int) -> bool:
     return bool(share[-1] == 1)
 
 
-def given_up(x: Tensor, peer: int) -> Caught:
-    """Return the error of this rank's call while the peer is stopped amid the same call."""
+def error_beside_a_stopped_peer(x: Tensor, peer: int) -> Caught:
+    """Return the error of this rank's call while the peer is stopped in the same call."""
     for _ in range(TRIES):
         x.fill_(1)
         dist.barrier()
         work = dist.all_reduce(x, async_op=True)
-        if stopped(x, peer):
+        if stop_during_call(x, peer):
             return caught(work.wait)
         os.kill(peer, signal.SIGCONT)
         work.wait()
     pytest.fail("the peer was never stopped in the middle of a call")
 
 
-def go_on_until(x: Tensor) -> Caught:
+def error_of_the_stopped_rank(x: Tensor) -> Caught:
     """Return the error of the call in which this rank was stopped."""
     for _ in range(TRIES):
         x.fill_(1)
@@ -64,27 +64,27 @@ def go_on_until(x: Tensor) -> Caught:
     return Caught((), "", 0)
 
 
-def placed() -> Tensor:
+def symmetric_tensor() -> Tensor:
     import pycollect
 
     return pycollect.empty(COUNT)
 
 
-def survive(me: RankContext, keeps: bool) -> tuple[Caught, Caught, int]:
+def run_beside_a_stopped_peer(me: RankContext, keeps: bool) -> tuple[Caught, Caught, int]:
     """Return the call's error, the error of a new tensor, and the elements that change later."""
-    x = placed()
+    x = symmetric_tensor()
     pids = [None] * 2
     dist.all_gather_object(pids, os.getpid())
-    backend_of().set_timeout(datetime.timedelta(seconds=PATIENCE))
+    backend_of().set_timeout(datetime.timedelta(seconds=TIMEOUT))
     if me.rank == 1:
-        return go_on_until(x), Caught((), "", 0), 0
+        return error_of_the_stopped_rank(x), Caught((), "", 0), 0
     try:
-        error = given_up(x, pids[1])
+        error = error_beside_a_stopped_peer(x, pids[1])
         if not keeps:
             del x
             x = torch.zeros(0)
         fresh: list[Tensor] = [x]
-        refusal = caught(lambda: fresh.append(placed()))
+        refusal = caught(lambda: fresh.append(symmetric_tensor()))
         watched = x if keeps else fresh[-1].fill_(7)
         before = watched.clone()
     finally:
@@ -94,12 +94,14 @@ def survive(me: RankContext, keeps: bool) -> tuple[Caught, Caught, int]:
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "freed"])
-def test_a_rank_that_was_stopped_goes_on(keeps):
+def test_late_writes_of_a_stopped_rank(keeps):
     with fresh(2) as pool, contextlib.suppress(ProcessLookupError):
-        (error, refusal, changed), (late, _, _) = pool.run(survive, keeps, seconds=60)
+        (error, refusal, changed), (late, _, _) = pool.run(
+            run_beside_a_stopped_peer, keeps, seconds=60
+        )
     assert error.kind == "Timeout", error
     assert "rank 1" in error.text, error
     assert changed <= (BLOCK if keeps else 0), f"{changed} elements changed"
-    assert "CollectiveError" in refusal.kinds, "memory of a broken group was given out"
+    assert "CollectiveError" in refusal.kinds, "a broken group allocated memory"
     assert "broken since all_reduce" in refusal.text, refusal
     assert late.kind == "Timeout", "the late rank's call returned as if nothing had happened"

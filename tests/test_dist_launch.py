@@ -36,7 +36,7 @@ dist.init_process_group({BACKEND!r})
 work()
 if "--destroy" in sys.argv: dist.destroy_process_group()
 """
-STARTED = f"""{BEGIN}{WORK}
+START_METHODS = f"""{BEGIN}{WORK}
 import torch.multiprocessing as mp
 def body(rank, world, where):
     dist.init_process_group({BACKEND!r}, init_method=where, rank=rank, world_size=world)
@@ -57,31 +57,31 @@ def written(folder: Path, text: str) -> str:
     return str(program)
 
 
-def right(said: str, world: int) -> None:
+def assert_ranks_succeeded(output: str, world: int) -> None:
     for rank in range(world):
-        assert f"rank {rank} of {world} is right" in said, said
+        assert f"rank {rank} of {world} is right" in output, output
     for word in ("Traceback", "terminate", "leaked"):
-        assert word not in said, said
+        assert word not in output, output
 
 
 # Without --destroy: test_dist_lifecycle.py has a quick test of a program that just exits.
 @pytest.mark.parametrize("end", ["--destroy", pytest.param("--leave", marks=pytest.mark.slow)])
 def test_torchrun(tmp_path, end):
     if not OURS and end == "--leave":
-        pytest.skip(f"{BACKEND} aborts now and then when a program just ends")
+        pytest.skip(f"{BACKEND} sometimes aborts when a program exits without destroying")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
-    right(own_process([*launcher, written(tmp_path, PROGRAM), end], 60), 3)
+    assert_ranks_succeeded(own_process([*launcher, written(tmp_path, PROGRAM), end], 60), 3)
 
 
 @pytest.mark.parametrize("how", ["spawn", "fork"])
 def test_start_methods(tmp_path, how):
-    program = written(tmp_path, STARTED)
-    right(own_process([program, how, f"file://{tmp_path}/store"], 60), 2)
+    program = written(tmp_path, START_METHODS)
+    assert_ranks_succeeded(own_process([program, how, f"file://{tmp_path}/store"], 60), 2)
 
 
 ACCELERATE = f"""{BEGIN}{WORK}
 from accelerate import Accelerator
-dist.init_process_group({BACKEND!r})  # before: it names backends itself, and takes what is there
+dist.init_process_group({BACKEND!r})  # otherwise Accelerator chooses the backend
 accelerator = Accelerator(cpu=True)
 assert accelerator.num_processes == 2
 assert dist.get_backend() == {BACKEND!r}
@@ -103,17 +103,17 @@ if __name__ == "__main__":
 """
 
 
-def need(library: str) -> None:
+def require(library: str) -> None:
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed: pip install {library} to run this")
 
 
 def test_accelerate(tmp_path):
-    need("accelerate")
+    require("accelerate")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    right(own_process([*launcher, written(tmp_path, ACCELERATE)], 90), 2)
+    assert_ranks_succeeded(own_process([*launcher, written(tmp_path, ACCELERATE)], 90), 2)
 
 
 def test_lightning(tmp_path):
-    need("lightning")
-    right(own_process([written(tmp_path, LIGHTNING)], 90), 2)
+    require("lightning")
+    assert_ranks_succeeded(own_process([written(tmp_path, LIGHTNING)], 90), 2)

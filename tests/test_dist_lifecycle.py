@@ -28,7 +28,7 @@ from dist_process import own_process
 from dist_resources import open_resources
 
 CYCLES = int(os.environ.get("PYCOLLECT_TEST_CYCLES", "200"))
-ours_only = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no such thing")
+ours_only = pytest.mark.skipif(not OURS, reason=f"{BACKEND} lacks this feature")
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +36,13 @@ def pools() -> Iterator[Pools]:
     yield from pools_of_a_module()
 
 
-def works(world: int, group: dist.ProcessGroup | None = None) -> None:
+def assert_all_reduce(world: int, group: dist.ProcessGroup | None = None) -> None:
     x = torch.ones(10_000)
     dist.all_reduce(x, group=group)
     assert x.eq(world).all()
 
 
-# --- nothing is left ------------------------------------------------------------------------------
+# --- leaks ----------------------------------------------------------------------------------------
 
 
 def cycles(me: RankContext, count: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -73,10 +73,10 @@ def test_cycles_leave_nothing():
             assert now == before
 
 
-def beside_each_other(me: RankContext, count: int) -> list[int]:
+def descriptors_of_groups(me: RankContext, count: int) -> list[int]:
     before = open_resources()["descriptors"]
     groups = [dist.new_group(list(range(me.world))) for _ in range(count)]
-    works(me.world, groups[-1])
+    assert_all_reduce(me.world, groups[-1])
     among = open_resources()["descriptors"]
     for group in groups:
         dist.destroy_process_group(group)
@@ -88,7 +88,7 @@ def test_a_group_takes_one_descriptor():
     """A group costs one descriptor, because processes usually may have only 1024."""
     count = 50
     with fresh(4) as pool:
-        for before, among, after in pool.run(beside_each_other, count):
+        for before, among, after in pool.run(descriptors_of_groups, count):
             assert (among - before, after) == (count, before)
 
 
@@ -103,14 +103,14 @@ print("end", x.tolist())
 """
 
 
-def test_a_program_that_just_ends(tmp_path):
+def test_exit_without_destroy(tmp_path):
     assert "end [1.0, 1.0, 1.0]" in own_process(["-c", PROGRAM, BACKEND, f"{tmp_path}/st"], 30)
 
 
 # --- bootstrap ------------------------------------------------------------------------------------
 
 
-def meet(me: RankContext, how: str, where: str) -> None:
+def init_group(me: RankContext, how: str, where: str) -> None:
     rank, world = me.rank, me.world
     if how == "env":
         host, port = where.split(":")
@@ -125,7 +125,7 @@ def meet(me: RankContext, how: str, where: str) -> None:
             me.spec.backend, init_method=f"{how}://{where}", rank=rank, world_size=world
         )
     assert dist.get_backend() == me.spec.backend
-    works(world)
+    assert_all_reduce(world)
     dist.destroy_process_group()
 
 
@@ -137,31 +137,31 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("how", ["env", "tcp", "file", "hash"])
 @pytest.mark.parametrize("world", [1, 3])
-def test_meeting_places(tmp_path, world, how):
+def test_init_methods(tmp_path, world, how):
     with fresh(world, group=False) as pool:
         where = f"{tmp_path}/store" if how == "file" else f"127.0.0.1:{free_port()}"
-        pool.run(meet, how, where)
+        pool.run(init_group, how, where)
         where = f"{tmp_path}/again" if how == "file" else f"127.0.0.1:{free_port()}"
-        pool.run(meet, how, where)
+        pool.run(init_group, how, where)
 
 
-def for_devices(me: RankContext, spelled: str) -> list[Caught]:
+def init_for_devices(me: RankContext, backend: str) -> list[Caught]:
     dist.init_process_group(
-        spelled, init_method=f"file://{me.folder}/{spelled[:9]}", rank=me.rank, world_size=me.world
+        backend, init_method=f"file://{me.folder}/{backend[:9]}", rank=me.rank, world_size=me.world
     )
-    works(me.world)
+    assert_all_reduce(me.world)
     everybody = [None] * me.world
     dist.all_gather_object(everybody, me.rank)
     group = dist.new_group(list(range(me.world)))
-    works(me.world, group)
+    assert_all_reduce(me.world, group)
     dist.destroy_process_group()
     return []
 
 
-@pytest.mark.parametrize("spelled", [f"cpu:{BACKEND}", f"cpu:{BACKEND},cuda:{BACKEND}"])
-def test_spellings(spelled):
+@pytest.mark.parametrize("backend", [f"cpu:{BACKEND}", f"cpu:{BACKEND},cuda:{BACKEND}"])
+def test_backends_by_device(backend):
     with fresh(2, group=False, backend=BACKEND) as pool:
-        pool.run(for_devices, spelled)
+        pool.run(init_for_devices, backend)
 
 
 # --- subgroups ------------------------------------------------------------------------------------
@@ -185,15 +185,15 @@ def subgroups(me: RankContext) -> None:
     order = dist.get_process_group_ranks(backwards)
     assert [int(t) for t in out] == order
     halves, _ = dist.new_subgroups(2)
-    works(2, halves)
+    assert_all_reduce(2, halves)
     mine, _ = dist.new_subgroups_by_enumeration([ranks[::2], ranks[1::2]])
-    works(2, mine)
+    assert_all_reduce(2, mine)
     dist.destroy_process_group(groups[0][1])
-    works(me.world)
+    assert_all_reduce(me.world)
 
 
 def test_subgroups(pools):
-    pools(4, beside=None).run(subgroups)
+    pools(4, second_backend=None).run(subgroups)
 
 
 def split(me: RankContext) -> None:
@@ -207,18 +207,18 @@ def split(me: RankContext) -> None:
     assert x.item() == sum(mine)
     assert (part.rank(), part.size()) == (mine.index(me.rank), len(mine))
     part.shutdown()
-    works(me.world)
+    assert_all_reduce(me.world)
 
 
 @ours_only
 def test_split_group(pools):
-    pools(4, beside=None).run(split)
+    pools(4, second_backend=None).run(split)
 
 
-# --- refusals -------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
-def tardy(me: RankContext) -> Caught | None:
+def late_for_monitored_barrier(me: RankContext) -> Caught | None:
     """monitored_barrier names the missing rank."""
     if me.rank == 1:
         time.sleep(1.5)
@@ -229,7 +229,7 @@ def tardy(me: RankContext) -> Caught | None:
 
 def test_monitored_barrier_names_the_missing():
     with fresh(3) as pool:
-        errors = pool.run(tardy)
+        errors = pool.run(late_for_monitored_barrier)
     assert errors[0].kind, "nothing was raised"
     assert "1" in errors[0].text, errors[0]
     if OURS:
@@ -237,19 +237,19 @@ def test_monitored_barrier_names_the_missing():
         assert "CollectiveError" in errors[0].kinds
 
 
-def closed(me: RankContext) -> tuple[Caught, Caught]:
+def use_destroyed_group(me: RankContext) -> tuple[Caught, Caught]:
     group = dist.group.WORLD
     dist.destroy_process_group()
     direct = caught(lambda: group.allreduce([torch.ones(2)]).wait())
     front = caught(dist.all_reduce, torch.ones(2))
     me.init("again")
-    works(me.world)
+    assert_all_reduce(me.world)
     return direct, front
 
 
 @ours_only
-def test_a_destroyed_group_refuses():
+def test_calls_on_a_destroyed_group_raise():
     with fresh(2) as pool:
-        for direct, front in pool.run(closed):
+        for direct, front in pool.run(use_destroyed_group):
             assert direct.kind, direct
             assert front.kind == "ValueError", front

@@ -12,17 +12,17 @@ import pytest
 from dist_pool import OURS
 from dist_process import own_process
 
-pytestmark = pytest.mark.skipif(not OURS, reason="has its threads from the beginning")
+pytestmark = pytest.mark.skipif(not OURS, reason="starts its threads with the group")
 
 PROGRAM = """
 import os, resource, sys, threading, time
 GIB = 1 << 30
-if resource.getrlimit(resource.RLIMIT_STACK)[0] != GIB:  # looked at when a program begins
+if resource.getrlimit(resource.RLIMIT_STACK)[0] != GIB:  # read when a program starts
     resource.setrlimit(resource.RLIMIT_STACK, (GIB, resource.getrlimit(resource.RLIMIT_STACK)[1]))
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 import torch, torch.distributed as dist
 folder, *jobs = sys.argv[1:]
-for job in jobs:  # each is two processes, all of them side by side
+for job in jobs:  # two processes for each, all in parallel
     if os.fork() == 0:
         break
 else:
@@ -30,7 +30,7 @@ else:
         os.wait()
         jobs.pop()
     os._exit(0)
-output = os.open(folder + "/" + job + ".said", os.O_WRONLY | os.O_CREAT)
+output = os.open(folder + "/" + job + ".output", os.O_WRONLY | os.O_CREAT)
 os.dup2(output, 1)
 os.dup2(output, 2)
 child = os.fork()
@@ -77,7 +77,7 @@ limit(False)
 assert "thread" in error and ("rank 0 refused" in error or rank == 0), error
 assert x.tolist() == [1, 1, 1]
 x = torch.full((3,), 1.0 + rank)
-future = dist.all_reduce(x, async_op=True).get_future()  # nobody waits for the work
+future = dist.all_reduce(x, async_op=True).get_future()  # no thread waits for the work
 soon(future.done)
 assert future.wait()[0].tolist() == [3, 3, 3]
 """
@@ -85,12 +85,12 @@ assert future.wait()[0].tolist() == [3, 3, 3]
 BEHIND_ANOTHER = """
 x, y, got = torch.ones(3), torch.ones(3), []
 go, over = threading.Event(), threading.Event()
-def second():  # asks while the first one runs
+def second():  # calls while the first call runs
     go.wait()
     time.sleep(0.3)
     got.append(dist.all_reduce(y, async_op=True).get_future())
     limit(True)
-    over.wait()  # and keeps the stack that it has
+    over.wait()  # its stack must not be reused
 thread = threading.Thread(target=second)
 thread.start()
 if rank == 1:
@@ -139,7 +139,7 @@ error = caught(batch)
 limit(False)
 assert "thread" in error and ("rank 0 refused all_reduce" in error or rank == 0), error
 assert [x.tolist() for x in tensors] == [[1.0 + rank] * n for n in (3, 4, 5)]
-for n in (6, 7):  # each would be told of another size
+for n in (6, 7):  # a mismatch of size if a rank had run the other calls
     x = torch.ones(n)
     dist.all_reduce(x)
     assert x.tolist() == [2] * n
@@ -150,8 +150,8 @@ assert [x.tolist() for x in tensors] == [[3.0] * 3, [2.0] * 4, [3.0] * 5]
 BATCH = """
 x, y = torch.full((3,), 1.0 + rank), torch.zeros(3)
 def batch():
-    asked = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, y, 1 - rank)]
-    for work in dist.batch_isend_irecv(asked):
+    ops = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, y, 1 - rank)]
+    for work in dist.batch_isend_irecv(ops):
         work.wait()
 if rank == 0:
     limit(True)
@@ -160,7 +160,7 @@ if rank == 0:
     assert "thread" in error, error
     x += 10
 batch()
-assert y.tolist() == [2.0 if rank == 0 else 11.0] * 3, y  # what was refused has not been sent
+assert y.tolist() == [2.0 if rank == 0 else 11.0] * 3, y  # the refused batch has sent nothing
 dist.barrier()
 """
 
@@ -186,4 +186,4 @@ def outputs(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("job", JOBS)
 def test_no_more_threads(outputs, job):
-    assert (outputs / f"{job}.said").read_text() == "good\n"
+    assert (outputs / f"{job}.output").read_text() == "good\n"

@@ -13,9 +13,18 @@ import dist_cases
 import pytest
 import torch
 import torch.distributed as dist
-from dist_cases import COLLECTIVES, LAYOUTS, Case, Side, block, gloo_lacks, lay, rows
+from dist_cases import (
+    COLLECTIVES,
+    LAYOUTS,
+    Case,
+    CaseContext,
+    block,
+    gloo_limitation,
+    rows,
+    with_layout,
+)
 from dist_pool import BACKEND, OURS, Pools, RankContext, pools_of_a_module
-from reference import COMPLEX, DTYPES, NARROW, assert_close, assert_same, order_shows, short
+from reference import COMPLEX, DTYPES, NARROW, assert_close, assert_same, depends_on_order, short
 from torch import Tensor
 
 WORLDS = (1, 2, 3, 4, 8)
@@ -43,20 +52,24 @@ def cases(dtype: torch.dtype, world: int) -> Iterator[tuple[Case, tuple[str, ...
         for op in ops:
             for count in SMALL:
                 turn += 1
-                yield Case(collective, dtype, op, count), LAYOUTS if world < 8 else two_of(turn)
+                yield (
+                    Case(collective, dtype, op, count),
+                    LAYOUTS if world < 8 else two_layouts(turn),
+                )
         every = collective == "all_reduce" and world < 8
         for op in ops if every else (ops[turn // 2 % len(ops)],):
             turn += 1
             count = (OVER_MIB[dtype.itemsize], LARGE)[turn % 2 if world < 8 else 0]
-            yield Case(collective, dtype, op, -(-count // blocks)), two_of(turn)
+            yield Case(collective, dtype, op, -(-count // blocks)), two_layouts(turn)
 
 
-def two_of(turn: int) -> tuple[str, ...]:
+def two_layouts(turn: int) -> tuple[str, ...]:
     return tuple(dict.fromkeys(("contiguous", LAYOUTS[turn % len(LAYOUTS)])))
 
 
-def differs(actual: Tensor | None, wanted: Tensor | None, case: Case, close: int = 0) -> str:
-    """Return the mismatch of a result, or "". `close`: allow a rounding for so many ranks."""
+def mismatch(actual: Tensor | None, wanted: Tensor | None, case: Case, close: int = 0) -> str:
+    """Return the mismatch of a result, or "". `close`: the number of ranks, each of which may
+    round once; 0 for equal bits."""
     if actual is None or wanted is None:
         return "" if actual is wanted else "only one of them has a result"
     actual, wanted = actual.reshape(-1), wanted.reshape(-1)
@@ -81,7 +94,7 @@ def sweep(me: RankContext, dtype: torch.dtype) -> tuple[int, list[str]]:
     """Run all cases of a dtype; return their number and the mismatches."""
     run, wrong = 0, []
     for case, layouts in cases(dtype, me.world):
-        if not OURS and gloo_lacks(case):
+        if not OURS and gloo_limitation(case):
             continue
         call = COLLECTIVES[case.collective]
         root = case.count % me.world
@@ -89,21 +102,21 @@ def sweep(me: RankContext, dtype: torch.dtype) -> tuple[int, list[str]]:
         x = rows(case, me.world, tame)
         wanted = call.model(x, case.op, root)[me.rank]
         for layout in layouts if OURS else ("contiguous",):
-            laid = dataclasses.replace(case, layout=layout)
-            side = Side(dist.group.WORLD, me.rank, me.world, root, laid)
-            actual = call.run(side, x[me.rank])
-            close = me.world if not OURS and order_shows(dtype, case.op) else 0
-            why = differs(actual, wanted, case, close)
-            wrong += [f"{laid}, root {root}: {why}"] if why else []
+            case_in_layout = dataclasses.replace(case, layout=layout)
+            context = CaseContext(dist.group.WORLD, me.rank, me.world, root, case_in_layout)
+            actual = call.run(context, x[me.rank])
+            close = me.world if not OURS and depends_on_order(dtype, case.op) else 0
+            why = mismatch(actual, wanted, case, close)
+            wrong += [f"{case_in_layout}, root {root}: {why}"] if why else []
             run += 1
     return run, wrong
 
 
 # Quick runs test every dtype with three ranks, and one dtype of each kind with other world sizes.
-USUAL = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+QUICK_DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 EVERY = [
     pytest.param(
-        w, d, marks=[] if w == 3 or d in USUAL else [pytest.mark.slow], id=f"{w}-{short(d)}"
+        w, d, marks=[] if w == 3 or d in QUICK_DTYPES else [pytest.mark.slow], id=f"{w}-{short(d)}"
     )
     for w in WORLDS
     for d in DTYPES
@@ -111,7 +124,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("world", "dtype"), EVERY)
-def test_bits_of_the_one_process_api(pools, world, dtype):
+def test_results_have_the_bits_of_the_one_process_api(pools, world, dtype):
     found = pools(world).run(sweep, dtype, seconds=60)
     runs = {run for run, _ in found}
     assert len(runs) == 1
@@ -124,32 +137,32 @@ def report(wrong: list[list[str]]) -> None:
     assert not lines, "\n".join([f"{len(lines)} wrong results", *lines[:_MOST]])
 
 
-def beside_gloo(me: RankContext, dtype: torch.dtype) -> tuple[int, list[str]]:
+def compare_with_gloo(me: RankContext, dtype: torch.dtype) -> tuple[int, list[str]]:
     run, wrong = 0, []
     for collective in COLLECTIVES:
         for op in dist_cases.ops(collective, dtype):
             for count in GLOO_COUNTS if me.world < 8 else GLOO_COUNTS[:1]:
                 case = Case(collective, dtype, op, count)
-                if gloo_lacks(case):
+                if gloo_limitation(case):
                     continue
                 call = COLLECTIVES[collective]
                 mine = rows(case, me.world, tame=True)[me.rank]
                 root = me.world - 1
                 ours, theirs = (
-                    call.run(Side(group, me.rank, me.world, root, case), mine)
-                    for group in (dist.group.WORLD, me.peer)
+                    call.run(CaseContext(group, me.rank, me.world, root, case), mine)
+                    for group in (dist.group.WORLD, me.second_group)
                 )
-                adds = call.reduces and order_shows(dtype, op)
-                why = differs(ours, theirs, case, close=me.world if adds else 0)
+                adds = call.reduces and depends_on_order(dtype, op)
+                why = mismatch(ours, theirs, case, close=me.world if adds else 0)
                 wrong += [f"{case}: {why}"] if why else []
                 run += 1
     return run, wrong
 
 
 @pytest.mark.parametrize(("world", "dtype"), EVERY)
-def test_as_gloo(pools, world, dtype):
-    found = pools(world).run(beside_gloo, dtype)
-    assert all(run for run, _ in found) or gloo_lacks(Case("broadcast", dtype))
+def test_results_equal_gloos(pools, world, dtype):
+    found = pools(world).run(compare_with_gloo, dtype)
+    assert all(run for run, _ in found) or gloo_limitation(Case("broadcast", dtype))
     report([wrong for _, wrong in found])
 
 
@@ -162,16 +175,16 @@ def premultiplied(me: RankContext, dtype: torch.dtype, factor: float, as_tensor:
         case = Case("all_reduce", dtype, "sum", count)
         whole = [row[0] * factor for row in rows(case, me.world, tame=True)]
         wanted = dist_cases.COLLECTIVES["all_reduce"].model([[w] for w in whole], "sum", 0)[0]
-        actual = lay(block(case, me.rank * me.world, tame=True), "sliced")
+        actual = with_layout(block(case, me.rank * me.world, tame=True), "sliced")
         dist.all_reduce(actual, op)
         exact = factor == FACTOR
-        why = differs(actual, wanted, case, 0 if exact else 2 * me.world)
+        why = mismatch(actual, wanted, case, 0 if exact else 2 * me.world)
         wrong += [f"all_reduce {count}: {why}"] if why else []
         mine = block(case, me.rank * me.world, tame=True)
         shares = torch.cat([mine] * me.world)
         out = torch.empty_like(mine)
         dist.reduce_scatter_tensor(out, shares, op)
-        why = differs(out, wanted, case, 0 if exact else 2 * me.world)
+        why = mismatch(out, wanted, case, 0 if exact else 2 * me.world)
         wrong += [f"reduce_scatter {count}: {why}"] if why else []
     return wrong
 
@@ -185,13 +198,13 @@ def test_premul_sum(pools, world):
                 report(pools(world).run(premultiplied, dtype, factor, as_tensor))
 
 
-def refused(me: RankContext) -> list[str]:
+def undefined_reductions(me: RankContext) -> list[str]:
     """Ops that the contract does not define raise on every rank, name op and dtype, and move no
     data."""
     wrong = []
-    asked = [(torch.float32, op) for op in ("BAND", "BOR", "BXOR")]
-    asked += [(torch.bool, "AVG")]
-    for dtype, op in asked:
+    undefined = [(torch.float32, op) for op in ("BAND", "BOR", "BXOR")]
+    undefined += [(torch.bool, "AVG")]
+    for dtype, op in undefined:
         x = torch.ones(5, dtype=dtype)
         for call in (dist.all_reduce, lambda t, op: dist.reduce(t, 0, op)):
             try:
@@ -201,17 +214,17 @@ def refused(me: RankContext) -> list[str]:
                 if op.lower() not in str(error) or short(dtype) not in str(error):
                     wrong.append(f"{dtype} {op}: {error}")
             if not torch.equal(x, torch.ones(5, dtype=dtype)):
-                wrong.append(f"{dtype} {op} moved something")
+                wrong.append(f"{dtype} {op} changed the tensor")
     dist.all_reduce(torch.ones(3))
     return wrong
 
 
-@pytest.mark.skipif(not OURS, reason=f"{BACKEND} raises RuntimeError, or adds what it cannot")
-def test_what_the_contract_leaves_out(pools):
-    report(pools(3).run(refused))
+@pytest.mark.skipif(not OURS, reason=f"{BACKEND} raises RuntimeError, or computes wrong results")
+def test_undefined_reductions_raise(pools):
+    report(pools(3).run(undefined_reductions))
 
 
-def complexes(me: RankContext) -> list[str]:
+def complex_reductions(me: RankContext) -> list[str]:
     """torch.distributed refuses PRODUCT and MAX of complex tensors; the group stays usable."""
     wrong = []
     for dtype in COMPLEX:
@@ -226,4 +239,4 @@ def complexes(me: RankContext) -> list[str]:
 
 
 def test_complex_reductions_that_torch_refuses(pools):
-    report(pools(2).run(complexes))
+    report(pools(2).run(complex_reductions))

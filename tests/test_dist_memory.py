@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 MIB = 2**20
-pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no memory to share")
+pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no symmetric memory")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def by_torch(count: int, dtype: torch.dtype) -> Tensor:
     return backend.allocate_tensor(count, dtype=dtype, device=torch.device("cpu"))
 
 
-def by_us(count: int, dtype: torch.dtype) -> Tensor:
+def by_empty(count: int, dtype: torch.dtype) -> Tensor:
     import pycollect
 
     return pycollect.empty(count, dtype=dtype)
@@ -57,7 +57,7 @@ def by_allocator(count: int, dtype: torch.dtype) -> Tensor:
     return pycollect.Allocator().empty(count, dtype=dtype)
 
 
-MAKERS = (by_torch, by_us, by_allocator)
+MAKERS = (by_torch, by_empty, by_allocator)
 Make = Callable[[int, torch.dtype], Tensor]
 
 
@@ -89,15 +89,19 @@ def same_bits(me: RankContext, make: Make) -> None:
             values = randoms(me.world, (count,), dtype, seed=count)
             wanted = left_fold(values, "sum")
             for mask in (2**me.world - 1, 1, 0b10):
-                placed = mask >> me.rank & 1
-                x = make(count, dtype) if placed else torch.empty(count, dtype=dtype, device=device)
+                symmetric = mask >> me.rank & 1
+                x = (
+                    make(count, dtype)
+                    if symmetric
+                    else torch.empty(count, dtype=dtype, device=device)
+                )
                 x.copy_(values[me.rank])
                 dist.all_reduce(x)
                 assert_same([x.cpu()], [wanted], f"all_reduce {count} {dtype} {mask:b}")
                 x.copy_(values[me.rank])
                 dist.broadcast(x, me.world - 1)
                 assert_same([x.cpu()], [values[-1]], f"broadcast {count} {dtype} {mask:b}")
-                out = make(me.world * count, dtype) if placed else x.new_empty(me.world * count)
+                out = make(me.world * count, dtype) if symmetric else x.new_empty(me.world * count)
                 dist.all_gather_into_tensor(out, x)
                 wanted_all = [values[-1].repeat(me.world)]
                 assert_same([out.cpu()], wanted_all, f"all_gather {count} {mask:b}")
@@ -111,21 +115,21 @@ def same_bits(me: RankContext, make: Make) -> None:
 
 def views(me: RankContext, make: Make) -> None:
     """Zero-copy views at different offsets on every rank; strided and in-place ones."""
-    room = make(10_000, torch.float32)
-    x = room[100 * me.rank :][:5000].fill_(me.rank + 1)
+    base = make(10_000, torch.float32)
+    x = base[100 * me.rank :][:5000].fill_(me.rank + 1)
     total = me.world * (me.world + 1) / 2
     dist.all_reduce(x)
     assert x.eq(total).all()
-    y = room[:9000].view(90, 100).t()[: 10 + 0 * me.rank].fill_(me.rank)
+    y = base[:9000].view(90, 100).t()[: 10 + 0 * me.rank].fill_(me.rank)
     dist.all_reduce(y, dist.ReduceOp.MAX)
     assert y.eq(me.world - 1).all()
-    whole = room[: me.world * 1000]
+    whole = base[: me.world * 1000]
     mine = whole[1000 * me.rank :][:1000].fill_(me.rank)
     dist.all_gather_into_tensor(whole, mine)
     assert whole.view(me.world, 1000)[:, 0].tolist() == list(range(me.world))
 
 
-def lives_on(me: RankContext, make: Make) -> None:
+def reuse_after_calls(me: RankContext, make: Make) -> None:
     """A tensor may be overwritten, and its memory reused, as soon as a call is complete."""
     for turn in range(50):
         x = make(100_000, torch.float32).fill_(me.rank + turn)
@@ -145,7 +149,7 @@ def lives_on(me: RankContext, make: Make) -> None:
         assert y.eq(me.world).all()
 
 
-def comes_back(me: RankContext, make: Make) -> None:
+def allocate_and_free(me: RankContext, make: Make) -> None:
     """Allocate 64 GiB in total, with at most 64 MiB live at a time."""
     for _ in range(1000):
         x = make(64 * MIB, torch.uint8)
@@ -157,19 +161,19 @@ def comes_back(me: RankContext, make: Make) -> None:
     dist.barrier()
 
 
-JOBS = (ordinary, same_bits, views, lives_on, comes_back)
+JOBS = (ordinary, same_bits, views, reuse_after_calls, allocate_and_free)
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
-def test_placed(pools, job, make):
+def test_symmetric_tensors(pools, job, make):
     pools(3).run(job, make)
 
 
-def outlives(me: RankContext) -> None:
+def tensor_outlives_group(me: RankContext) -> None:
     """A tensor may outlive its group, and be used in the next one."""
     me.init("first")
-    x = by_us(1000, torch.float32).fill_(3)
+    x = by_empty(1000, torch.float32).fill_(3)
     dist.barrier()
     dist.destroy_process_group()
     gc.collect()
@@ -178,14 +182,14 @@ def outlives(me: RankContext) -> None:
     me.init("second")
     dist.all_reduce(x)
     assert x.eq(4 * me.world).all()
-    y = by_us(1000, torch.float32).fill_(1)
+    y = by_empty(1000, torch.float32).fill_(1)
     dist.all_reduce(y)
     assert y.eq(me.world).all()
 
 
 def test_a_tensor_outlives_its_group():
     with fresh(2, group=False) as pool:
-        pool.run(outlives)
+        pool.run(tensor_outlives_group)
 
 
 def buckets(me: RankContext) -> list[bool]:
@@ -218,20 +222,20 @@ def test_buckets_of_ddp(pools):
         assert all(shared), shared
 
 
-def too_much(me: RankContext) -> str:
+def allocate_too_much(me: RankContext) -> str:
     try:
-        x = by_us(2**50, torch.uint8)
+        x = by_empty(2**50, torch.uint8)
     except (RuntimeError, ValueError, MemoryError) as error:
         return str(error)
     return f"got {x.shape}"
 
 
-def test_more_than_there_is(pools):
-    for said in pools(2).run(too_much):
-        assert str(2**50) in said, said
+def test_too_large_allocations_raise(pools):
+    for message in pools(2).run(allocate_too_much):
+        assert str(2**50) in message, message
 
 
-def on_no_gpu(me: RankContext) -> str:
+def allocate_on_a_gpu(me: RankContext) -> str:
     import pycollect
 
     if pycollect._C.has_cuda():
@@ -243,8 +247,8 @@ def on_no_gpu(me: RankContext) -> str:
 
 
 def test_a_build_without_cuda(pools):
-    for said in pools(2).run(on_no_gpu):
-        assert "has no memory that its ranks share" in said, said
+    for message in pools(2).run(allocate_on_a_gpu):
+        assert "has no memory that its ranks share" in message, message
 
 
 # --- over 2^31 bytes ------------------------------------------------------------------------------
@@ -253,7 +257,7 @@ HUGE = 2**31 + 12_345
 _NEEDED = 9 * 2**30  # bytes: input and output of about 2 GiB each on two ranks, and a margin
 
 
-def available() -> int:
+def available_bytes() -> int:
     (line,) = [x for x in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in x]
     return int(line.split()[1]) * 1024
 
@@ -290,7 +294,7 @@ def huge(me: RankContext, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "gather", "message"])
 def test_over_2_31_bytes(kind):
-    if available() < _NEEDED:
-        pytest.skip(f"needs {_NEEDED >> 30} GiB of free memory, {available() >> 30} are free")
+    if available_bytes() < _NEEDED:
+        pytest.skip(f"needs {_NEEDED >> 30} GiB of free memory, {available_bytes() >> 30} are free")
     with fresh(2) as pool:
         pool.run(huge, kind, seconds=90)

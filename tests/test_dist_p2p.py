@@ -54,7 +54,7 @@ def both_ways(me: RankContext) -> None:
     assert torch.equal(y, of(other, MIB_64))
 
 
-def everybody_to_everybody(me: RankContext) -> None:
+def all_pairs(me: RankContext) -> None:
     """All pairs of ranks exchange three messages on each of two tags, ordered within each tag."""
     others = [r for r in range(me.world) if r != me.rank]
     sends, receives = [], []
@@ -89,7 +89,7 @@ def tags_out_of_order(me: RankContext) -> None:
                 assert_same([out], [of(0, count, tag)], f"tag {tag}")
 
 
-def from_anybody(me: RankContext) -> None:
+def from_any_source(me: RankContext) -> None:
     for count in (5, 300_001):
         if me.rank == 0:
             seen = set()
@@ -103,7 +103,7 @@ def from_anybody(me: RankContext) -> None:
             dist.send(of(me.rank, count), 0, tag=count)
 
 
-def anybody_asynchronously(me: RankContext) -> None:
+def any_source_asynchronously(me: RankContext) -> None:
     if me.rank == 0:
         out = torch.zeros(9)
         work = dist.group.WORLD.recv_anysource([out], 5)
@@ -142,7 +142,7 @@ def dtypes(me: RankContext) -> None:
             assert_same([y], [x], dtype)
 
 
-def past_collectives(me: RankContext) -> None:
+def messages_past_collectives(me: RankContext) -> None:
     """Messages overtake an unfinished collective: rank 1 joins it after its reply."""
     if me.rank == 0:
         x = torch.ones(5)
@@ -212,11 +212,11 @@ def in_a_subgroup(me: RankContext) -> None:
     dist.destroy_process_group(group)
 
 
-JOBS = (ring, everybody_to_everybody, from_anybody, anybody_asynchronously, batch, dtypes)
-JOBS += (past_collectives, collectives_past_messages, polled, in_a_subgroup)
+JOBS = (ring, all_pairs, from_any_source, any_source_asynchronously, batch, dtypes)
+JOBS += (messages_past_collectives, collectives_past_messages, polled, in_a_subgroup)
 GLOO_LACKS = {
     dtypes: "has no int16 among its dtypes",
-    polled: "does not move on unless somebody waits",
+    polled: "makes no progress unless a thread waits",
 }
 
 
@@ -229,5 +229,5 @@ def test_messages(pools, world, job):
 
 
 @pytest.mark.parametrize("job", [both_ways, tags_out_of_order], ids=lambda job: job.__name__)
-def test_of_two(pools, job):
+def test_messages_between_two_ranks(pools, job):
     pools(2).run(job)

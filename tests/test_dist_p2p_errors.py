@@ -46,9 +46,9 @@ MISMATCHES = {
 }
 
 
-@pytest.mark.skipif(not OURS, reason=f"{BACKEND} breaks the connection, or mixes dtypes in silence")
+@pytest.mark.skipif(not OURS, reason=f"{BACKEND} breaks the connection, or ignores the dtypes")
 @pytest.mark.parametrize("kind", MISMATCHES)
-def test_what_does_not_fit(pools, kind):
+def test_mismatched_messages_raise(pools, kind):
     sent, out = MISMATCHES[kind]
     (sender, _), (receiver, untouched) = pools(2).run(mismatched, sent, out, 7)
     assert receiver.kind == "ValueError", receiver
@@ -73,13 +73,13 @@ def wrong_peers(me: RankContext) -> list[Caught]:
     ]
 
 
-@pytest.mark.skipif(not OURS, reason=f"{BACKEND} takes some of it")
-def test_wrong_peers(pools):
+@pytest.mark.skipif(not OURS, reason=f"{BACKEND} accepts some of them")
+def test_invalid_messages_raise(pools):
     for errors in pools(2).run(wrong_peers):
         assert all("ValueError" in e.kinds for e in errors), errors
 
 
-def larger(me: RankContext) -> Caught | None:
+def receive_larger_than_message(me: RankContext) -> Caught | None:
     """A receive larger than its message is refused, or only its first elements are written."""
     if me.rank == 0:
         caught(dist.send, torch.ones(8), 1)
@@ -90,13 +90,13 @@ def larger(me: RankContext) -> Caught | None:
     return error
 
 
-@pytest.mark.skipif(not OURS, reason=f"{BACKEND} waits for the rest")
-def test_more_room_than_message(pools):
-    _, error = pools(2).run(larger)
+@pytest.mark.skipif(not OURS, reason=f"{BACKEND} waits for more data")
+def test_a_receive_larger_than_its_message(pools):
+    _, error = pools(2).run(receive_larger_than_message)
     assert error.kind in ("", "ValueError"), error
 
 
-def late(me: RankContext) -> tuple[Caught, float] | None:
+def late_sender(me: RankContext) -> tuple[Caught, float] | None:
     if me.rank != 0:
         time.sleep(1.5)
         return None
@@ -107,9 +107,9 @@ def late(me: RankContext) -> tuple[Caught, float] | None:
 
 
 @pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no type for this error")
-def test_a_wait_with_a_limit():
+def test_a_wait_with_a_timeout():
     with fresh(2) as pool:
-        (error, seconds), _ = pool.run(late)
+        (error, seconds), _ = pool.run(late_sender)
     assert "Timeout" in error.kinds, error
     assert "rank 1" in error.text, error
     assert 0.2 < seconds < 1.3

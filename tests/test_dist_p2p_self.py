@@ -12,25 +12,34 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import OURS, Caught, Pool, Pools, RankContext, begun, caught, pools_of_a_module
+from dist_pool import (
+    OURS,
+    Caught,
+    Pool,
+    Pools,
+    RankContext,
+    caught,
+    pools_of_a_module,
+    started_jobs,
+)
 from reference import assert_same
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(not OURS, reason="connects no rank with itself")
+pytestmark = pytest.mark.skipif(not OURS, reason="does not connect a rank to itself")
 COUNTS = (0, 1, 7, 1023, 70_001, 1_000_003)  # elements: eager, one buffer, several buffers
 STAGED = ("", "late", "eager", "late:cuda_ipc", "late:auto")
 
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module(beside=None)
+    yield from pools_of_a_module(second_backend=None)
 
 
 def of(rank: int, count: int, tag: int = 0) -> Tensor:
     return torch.arange(count, dtype=torch.float32) % 1009 + 1000 * rank + 17 * tag
 
 
-def received(y: Tensor, source: int | None, tag: int = 0) -> dist.Work:
+def start_receive(y: Tensor, source: int | None, tag: int = 0) -> dist.Work:
     if source is None:  # torch's blocking recv would raise if the message is the rank's own
         return dist.group.WORLD.recv_anysource([y], tag)
     return dist.irecv(y, source, tag=tag)
@@ -43,8 +52,8 @@ def sizes(me: RankContext) -> None:
     ):
         x = of(me.rank, out * count)[::out]
         y = torch.full((into * count,), -1.0)[::into]
-        works = [dist.isend(x, me.rank)] if sends else [received(y, source)]
-        works += [received(y, source)] if sends else [dist.isend(x, me.rank)]
+        works = [dist.isend(x, me.rank)] if sends else [start_receive(y, source)]
+        works += [start_receive(y, source)] if sends else [dist.isend(x, me.rank)]
         for work in works:
             work.wait()
         assert works[sends]._source_rank() == me.rank
@@ -94,13 +103,13 @@ JOBS = (sizes, in_order, batches, futures)
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
 @pytest.mark.parametrize("world", [1, 3])
-def test_to_oneself(pools, world, job):
+def test_messages_to_self(pools, world, job):
     pools(world).run(job, seconds=40)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
 @pytest.mark.parametrize("staged", STAGED[1:])
-def test_of_tensors_on_devices(pools, staged, job):
+def test_device_messages_to_self(pools, staged, job):
     pools(2, site=staged).run(job, seconds=60)
 
 
@@ -111,7 +120,7 @@ def beside_others(me: RankContext) -> list[int]:
     sources = []
     for _ in range(2):
         y = torch.zeros(9)
-        work = received(y, None)
+        work = start_receive(y, None)
         work.wait()
         assert_same([y], [of(work._source_rank(), 9)])
         sources.append(work._source_rank())
@@ -119,15 +128,15 @@ def beside_others(me: RankContext) -> list[int]:
     return sorted(sources)
 
 
-def test_from_anybody(pools):
+def test_receives_from_any_source(pools):
     assert pools(3).run(beside_others) == [[0, 2], [0, 1], [1, 2]]
 
 
-def unfit(me: RankContext, sent: Tensor, room: Tensor) -> list[Caught]:
-    before = room.clone()
-    works = [dist.isend(sent, me.rank), dist.irecv(room, me.rank)]
+def mismatched(me: RankContext, sent: Tensor, out: Tensor) -> list[Caught]:
+    before = out.clone()
+    works = [dist.isend(sent, me.rank), dist.irecv(out, me.rank)]
     errors = [caught(work.wait) for work in works]
-    assert torch.equal(room, before)
+    assert torch.equal(out, before)
     y = torch.zeros(9)
     good = [dist.irecv(y, me.rank), dist.isend(of(1, 9), me.rank)]
     for work in good:
@@ -137,7 +146,7 @@ def unfit(me: RankContext, sent: Tensor, room: Tensor) -> list[Caught]:
 
 
 @pytest.mark.parametrize(
-    ("sent", "room"),
+    ("sent", "out"),
     [
         (torch.ones(8), torch.zeros(7)),
         (torch.ones(400_000), torch.zeros(3)),
@@ -146,44 +155,44 @@ def unfit(me: RankContext, sent: Tensor, room: Tensor) -> list[Caught]:
     ],
     ids=["smaller", "much smaller", "dtype", "empty"],
 )
-def test_what_does_not_fit(pools, sent, room):
-    for sender, receiver in pools(2).run(unfit, sent, room):
+def test_mismatched_messages_raise(pools, sent, out):
+    for sender, receiver in pools(2).run(mismatched, sent, out):
         assert receiver.kind == "ValueError", receiver
         assert sender.kind == ("ValueError" if sent.numel() > 1000 else ""), sender
 
 
-def lonely(me: RankContext, how: str) -> Caught:
+def unmatched(me: RankContext, how: str) -> Caught:
     if me.rank != 0:
         time.sleep(1.5)  # so that the timeout of rank 0 expires first
         return caught(dist.barrier)
     if how == "irecv":
         return caught(dist.irecv(torch.zeros(3), 0).wait)
-    if how == "irecv from anybody":
-        return caught(received(torch.zeros(3), None).wait)
+    if how == "irecv from any source":
+        return caught(start_receive(torch.zeros(3), None).wait)
     return caught(dist.isend(torch.zeros(3_000_000), 0).wait)
 
 
-LONELY = ("irecv", "irecv from anybody", "isend")
+UNMATCHED = ("irecv", "irecv from any source", "isend")
 
 
 @pytest.fixture(scope="module")
-def lonely_ones() -> Iterator[dict[int, dict[str, Pool]]]:
-    jobs = {how: (lonely, how) for how in LONELY}
-    for alone in begun(jobs, 1, timeout=1.0):
-        for pairs in begun(jobs, 2, timeout=1.0):
+def unmatched_jobs() -> Iterator[dict[int, dict[str, Pool]]]:
+    jobs = {how: (unmatched, how) for how in UNMATCHED}
+    for alone in started_jobs(jobs, 1, timeout=1.0):
+        for pairs in started_jobs(jobs, 2, timeout=1.0):
             yield {1: alone, 2: pairs}
 
 
-@pytest.mark.parametrize("how", LONELY)
+@pytest.mark.parametrize("how", UNMATCHED)
 @pytest.mark.parametrize("world", [1, 2])
-def test_without_the_other_end(lonely_ones, how, world):
-    missing = 1 if world == 2 and how == "irecv from anybody" else 0
-    for error in lonely_ones[world][how].results():
+def test_unmatched_messages_time_out(unmatched_jobs, how, world):
+    absent = 1 if world == 2 and how == "irecv from any source" else 0
+    for error in unmatched_jobs[world][how].results():
         assert error.kind == "Timeout", error
-        assert f"rank {missing} did not arrive" in error.text
+        assert f"rank {absent} did not arrive" in error.text
 
 
-def refused(me: RankContext) -> list[Caught]:
+def invalid_messages(me: RankContext) -> list[Caught]:
     return [
         caught(dist.send, torch.ones(2), me.rank),
         caught(dist.isend, torch.ones(2), me.rank, tag=-1),
@@ -192,7 +201,7 @@ def refused(me: RankContext) -> list[Caught]:
     ]
 
 
-def test_refused(pools):
-    for errors in pools(2).run(refused):
+def test_invalid_messages_raise(pools):
+    for errors in pools(2).run(invalid_messages):
         assert all({"ValueError", "TypeError"} & set(e.kinds) for e in errors), errors
         assert not any("itself" in e.text for e in errors), errors

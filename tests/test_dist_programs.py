@@ -83,7 +83,7 @@ def root_of(step: Step) -> int:
     return step.members[step.root % len(step.members)]
 
 
-def tamed(x: Tensor) -> Tensor:
+def reduced(x: Tensor) -> Tensor:
     return x.remainder(_BOUND)
 
 
@@ -94,13 +94,13 @@ def model(program: Program) -> list[list[Tensor]]:
     state = begin(program)
     for step in program.steps:
         mine = [state[r][step.source].clone() for r in step.members]
-        for rank, value in zip(step.members, answers(step, mine, state), strict=True):
+        for rank, value in zip(step.members, model_results(step, mine, state), strict=True):
             if value is not None:
-                state[rank][step.target] = tamed(value)
+                state[rank][step.target] = reduced(value)
     return state
 
 
-def answers(step: Step, mine: list[Tensor], state: list[list[Tensor]]) -> list[Tensor | None]:
+def model_results(step: Step, mine: list[Tensor], state: list[list[Tensor]]) -> list[Tensor | None]:
     size, root = len(mine), step.root % len(mine)
     fold = {"sum": lambda x: x.sum(0), "max": lambda x: x.amax(0), "min": lambda x: x.amin(0)}
     folded = fold[step.op](torch.stack(mine).double()).to(mine[0].dtype)
@@ -123,14 +123,14 @@ def answers(step: Step, mine: list[Tensor], state: list[list[Tensor]]) -> list[T
         return [torch.cat([parts[q][p] for q in places]) for p in places]
     if step.kind == "scatter":
         return [parts[root][p].repeat(size) for p in places]
-    woven = torch.cat([parts[q][q] for q in places])
-    return [woven if step.kind == "all_gather" or p == root else None for p in places]
+    gathered = torch.cat([parts[q][q] for q in places])
+    return [gathered if step.kind == "all_gather" or p == root else None for p in places]
 
 
 # --- the ranks: the same through torch.distributed ------------------------------------------------
 
 
-def ask(
+def start_step(
     step: Step, mine: Tensor, group: dist.ProcessGroup, rank: int
 ) -> tuple[Tensor | None, list]:
     """Start the step; return this rank's result, valid after its works, and the works."""
@@ -169,12 +169,12 @@ def ask(
     return out, [dist.all_gather(out, parts[place].clone(), **later)]
 
 
-def settle(result: object, size: int) -> Tensor | None:
+def result_of(result: object, size: int) -> Tensor | None:
     if isinstance(result, tuple):  # one part, to be repeated once per rank
-        return tamed(result[1].repeat(size))
+        return reduced(result[1].repeat(size))
     if isinstance(result, list):
-        return tamed(torch.cat(result))
-    return None if result is None else tamed(result)
+        return reduced(torch.cat(result))
+    return None if result is None else reduced(result)
 
 
 @functools.lru_cache
@@ -188,19 +188,19 @@ def groups_of(world: int) -> dict[tuple[int, ...], dist.ProcessGroup]:
 def run(me: RankContext, program: Program) -> list[str]:
     groups = groups_of(me.world)
     state = begin(program)[me.rank]
-    open_until: list[tuple[int, Step, object, list]] = []
+    in_flight: list[tuple[int, Step, object, list]] = []
 
     def finish(now: int, needed: set[int]) -> None:
-        for entry in list(open_until):
+        for entry in list(in_flight):
             until, step, result, works = entry
             if until <= now or {step.target} & needed:
                 for work in works:
                     if work is not None:
                         work.wait()
-                value = settle(result, len(step.members))
+                value = result_of(result, len(step.members))
                 if value is not None:
                     state[step.target] = value
-                open_until.remove(entry)
+                in_flight.remove(entry)
 
     for n, step in enumerate(program.steps):
         finish(n, set())
@@ -209,8 +209,8 @@ def run(me: RankContext, program: Program) -> list[str]:
         finish(n, {step.source, step.target})
         if me.rank == root_of(step):
             time.sleep(step.pause / 1000)
-        result, works = ask(step, state[step.source], groups[step.members], me.rank)
-        open_until.append((n + step.wait, step, result, works))
+        result, works = start_step(step, state[step.source], groups[step.members], me.rank)
+        in_flight.append((n + step.wait, step, result, works))
     finish(len(program.steps) + 10, set())
     wanted = model(program)[me.rank]
     return [
@@ -232,5 +232,7 @@ def pools() -> Iterator[Pools]:
 )
 @hypothesis.given(program=programs())
 def test_programs(pools, program):
-    for rank, wrong in enumerate(pools(program.world, beside=None).run(run, program, seconds=20)):
+    for rank, wrong in enumerate(
+        pools(program.world, second_backend=None).run(run, program, seconds=20)
+    ):
         assert not wrong, f"rank {rank}: {wrong}"

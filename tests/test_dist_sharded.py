@@ -53,7 +53,7 @@ def train(model: nn.Module, me: RankContext) -> list[float]:
     return losses
 
 
-def alone(me: RankContext) -> tuple[list[float], list[Tensor]]:
+def train_alone(me: RankContext) -> tuple[list[float], list[Tensor]]:
     """Train on the batches of all ranks in one process; return this rank's losses and the final
     parameters."""
     model = net()
@@ -80,7 +80,7 @@ def fsdp1(me: RankContext) -> None:
     from torch.distributed.fsdp import ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    losses, parameters = alone(me)
+    losses, parameters = train_alone(me)
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
         model = FSDP(
             net(),
@@ -100,7 +100,7 @@ def fsdp2(me: RankContext) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh("cpu", (me.world,))
-    losses, parameters = alone(me)
+    losses, parameters = train_alone(me)
     for reshard in (True, False):
         model = net()
         for layer in model:
@@ -120,7 +120,7 @@ def hsdp(me: RankContext) -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    losses, parameters = alone(me)
+    losses, parameters = train_alone(me)
     model = net()
     fully_shard(model, mesh=mesh)
     close(train(model, me), losses)
@@ -287,10 +287,10 @@ def test_sharded_and_replicated(pools):
 
 
 def test_backend_of_the_mesh(pools):
-    pools(WORLD).run(of_a_mesh)
+    pools(WORLD).run(backend_of_a_mesh)
 
 
-def of_a_mesh(me: RankContext) -> None:
+def backend_of_a_mesh(me: RankContext) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (me.world,))

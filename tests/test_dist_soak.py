@@ -1,8 +1,8 @@
 """Random calls over random groups, from several threads, while ranks die or are stopped.
 
 dist_soak.py derives all steps from a seed, which failures report. PYCOLLECT_TEST_SOAK_SEED=n runs
-that story first, PYCOLLECT_TEST_SOAK_WITHOUT leaves out kinds of steps (comma-separated names), and
-PYCOLLECT_TEST_SOAK_SECONDS is the duration of the slow test.
+that scenario first, PYCOLLECT_TEST_SOAK_WITHOUT leaves out kinds of steps (comma-separated names),
+and PYCOLLECT_TEST_SOAK_SECONDS is the duration of the slow test.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import time
 
 import pytest
 from dist_pool import BACKEND, OURS, fresh
-from dist_soak import phases_of, tell
+from dist_soak import phases_of, run_scenario
 
 pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no types for these exceptions")
 SECONDS = float(os.environ.get("PYCOLLECT_TEST_SOAK_SECONDS", "20"))
 WITHOUT = frozenset(filter(None, os.environ.get("PYCOLLECT_TEST_SOAK_WITHOUT", "").split(",")))
-ONE = os.environ.get("PYCOLLECT_TEST_SOAK_SEED")
-LIMIT = 240.0  # time limit of a story in seconds; usual ones take about 10
+FIRST_SEED = os.environ.get("PYCOLLECT_TEST_SOAK_SEED")
+LIMIT = 240.0  # time limit of a scenario in seconds; usual ones take about 10
 
 
-def one_story(seed: int) -> float:
-    """Run a story; return the longest time, in seconds, between a death and a survivor's error."""
+def run_one_scenario(seed: int) -> float:
+    """Run a scenario; return the longest time in seconds from a death to a survivor's error."""
     world = 4 + seed % 3
-    dead = {c.victim for c in phases_of(seed, world) if c.fault == "death"}
+    dead = {c.faulty_rank for c in phases_of(seed, world) if c.fault == "death"}
     with fresh(world, group=False) as pool:
-        outcomes = pool.outcomes(tell, seed, pool.pids(), WITHOUT, seconds=LIMIT)
+        outcomes = pool.outcomes(run_scenario, seed, pool.pids(), WITHOUT, seconds=LIMIT)
         wrong = [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.died != (r in dead)]
         wrong += [f"rank {r}: {o.error}" for r, o in enumerate(outcomes) if o.error and not o.died]
         logs = pool._logs()
@@ -34,20 +34,19 @@ def one_story(seed: int) -> float:
     return max((o.value for o in outcomes if not o.died), default=0.0)
 
 
-SHORT = (0, 3)  # seeds that together have every fault
+SEEDS = (0, 3)  # seeds that together have every fault
 
 
-@pytest.mark.parametrize("seed", [int(ONE)] if ONE else SHORT)
-def test_a_story(seed):
-    one_story(seed)
+@pytest.mark.parametrize("seed", [int(FIRST_SEED)] if FIRST_SEED else SEEDS)
+def test_random_calls_with_faults(seed):
+    run_one_scenario(seed)
 
 
 @pytest.mark.slow
-def test_stories():
-    start, seed = time.monotonic(), int(ONE or 1000)
+def test_more_random_calls_with_faults():
+    start, seed = time.monotonic(), int(FIRST_SEED or 1000)
     while time.monotonic() - start < SECONDS:
-        late = one_story(seed)
-        print(
-            f"seed {seed}: {time.monotonic() - start:.0f} s, told after {late:.2f} s at the latest"
-        )
+        latest = run_one_scenario(seed)
+        took = time.monotonic() - start
+        print(f"seed {seed}: {took:.0f} s, errors at most {latest:.2f} s after a death")
         seed += 1

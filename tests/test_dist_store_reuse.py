@@ -21,22 +21,22 @@ from dist_pool import (
     Pool,
     Pools,
     RankContext,
-    begun,
     caught,
     pools_of_a_module,
+    started_jobs,
 )
 
 pytestmark = pytest.mark.skipif(not OURS, reason=f"{BACKEND} has no options, or hangs")
-SOON = 1.0  # timeout in seconds of attempts that must fail
-AT_ONCE = 0.2  # timeout in seconds where no peer will come
+SHORT_TIMEOUT = 1.0  # timeout in seconds of attempts that must fail
+LONE_TIMEOUT = 0.2  # timeout in seconds of a rank without peers
 
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Pools]:
-    yield from pools_of_a_module(group=False, beside=None)
+    yield from pools_of_a_module(group=False, second_backend=None)
 
 
-def meet(store: Any, rank: int, world: int, seconds: float = 20) -> None:
+def make_group(store: Any, rank: int, world: int, seconds: float = 20) -> None:
     """Make a group on the store as torch does, run one all_reduce, and shut the group down."""
     from pycollect import _C
 
@@ -50,19 +50,23 @@ def meet(store: Any, rank: int, world: int, seconds: float = 20) -> None:
     backend.shutdown()
 
 
-def after_an_attempt(me: RankContext, early: tuple[int, ...], file: str) -> Caught | None:
+def group_after_a_failed_attempt(
+    me: RankContext, early: tuple[int, ...], file: str
+) -> Caught | None:
     """The `early` ranks time out in a first attempt; then all ranks make the group."""
     store = dist.FileStore(f"{me.folder}/{file}", me.world)
-    error = caught(meet, store, me.rank, me.world, SOON) if me.rank in early else None
+    error = (
+        caught(make_group, store, me.rank, me.world, SHORT_TIMEOUT) if me.rank in early else None
+    )
     store.set(f"done {me.rank}", "")
     store.wait([f"done {rank}" for rank in range(me.world)])
-    meet(store, me.rank, me.world)
+    make_group(store, me.rank, me.world)
     return error
 
 
 @pytest.mark.parametrize("early", [(0,), (1,), (0, 1), (1, 2)])
-def test_an_attempt_of_some_ranks_does_not_keep_them_apart(pools, early):
-    errors = pools(3).run(after_an_attempt, early, f"early_{early}", seconds=40)
+def test_a_failed_attempt_of_some_ranks_does_not_block_the_next(pools, early):
+    errors = pools(3).run(group_after_a_failed_attempt, early, f"early_{early}", seconds=40)
     for rank in early:
         missing = [0] if 0 not in early else [r for r in range(3) if r not in early]
         assert errors[rank].kind == "Timeout", errors[rank]
@@ -71,17 +75,17 @@ def test_an_attempt_of_some_ranks_does_not_keep_them_apart(pools, early):
         ), errors[rank]
 
 
-def of_other_sizes(me: RankContext) -> None:
+def groups_of_different_sizes(me: RankContext) -> None:
     store = dist.FileStore(f"{me.folder}/sizes", me.world)
     for turn, world in enumerate((2, 3, 1, 3, 2)):
         if me.rank < world:
-            meet(store, me.rank, world)
+            make_group(store, me.rank, world)
         store.set(f"turn {turn} of {me.rank}", "")
         store.wait([f"turn {turn} of {rank}" for rank in range(me.world)])
 
 
-def test_groups_of_other_sizes_meet_on_one_store(pools):
-    pools(3).run(of_other_sizes)
+def test_groups_of_different_sizes_on_one_store(pools):
+    pools(3).run(groups_of_different_sizes)
 
 
 def subgroups(me: RankContext) -> None:
@@ -114,7 +118,7 @@ def test_many_groups_one_after_the_other(pools):
     pools(3).run(one_after_the_other)
 
 
-class Behind(dist.Store):
+class ForwardingStore(dist.Store):
     """A store that forwards to another store."""
 
     def __init__(self, store: Any) -> None:
@@ -140,17 +144,17 @@ class Behind(dist.Store):
         return False
 
 
-class Looking(Behind):
+class SlowReadStore(ForwardingStore):
     """A store for a rank that reads the key of the open rendezvous slowly: after it is closed."""
 
     def get(self, key: str) -> bytes:
         self.store.wait(["closed"])
         found = self.store.get(key)
-        self.store.set("looked", "")
+        self.store.set("read", "")
         return found
 
 
-class Late(Behind):
+class LateTimeoutStore(ForwardingStore):
     """A store that cannot check keys, and whose wait for a missing key times out late."""
 
     waits = 0
@@ -162,7 +166,7 @@ class Late(Behind):
         if self.store.check(keys_and_timeout[0]):
             return
         self.waits += 1
-        time.sleep(AT_ONCE + 0.2)
+        time.sleep(LONE_TIMEOUT + 0.2)
         raise RuntimeError("timed out")
 
 
@@ -179,30 +183,30 @@ STORES: dict[str, Callable[[Path], list[Any]]] = {
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_a_meeting_that_is_closed_while_a_rank_looks_at_it(tmp_path, kind):
+def test_a_rendezvous_that_closes_while_a_rank_reads_its_key(tmp_path, kind):
     """The rank joins the next rendezvous, and does not wait for a deleted key until the store's
     timeout."""
     stores = STORES[kind](tmp_path)
     for store in stores:
         store.set_timeout(datetime.timedelta(seconds=10))
     with ThreadPoolExecutor(1) as other:
-        second = other.submit(meet, Looking(stores[1]), 1, 2)
-        assert caught(meet, stores[0], 0, 2, SOON).kind == "Timeout"
+        second = other.submit(make_group, SlowReadStore(stores[1]), 1, 2)
+        assert caught(make_group, stores[0], 0, 2, SHORT_TIMEOUT).kind == "Timeout"
         stores[0].set("closed", "")
-        stores[0].wait(["looked"])
-        meet(stores[0], 0, 2)
+        stores[0].wait(["read"])
+        make_group(stores[0], 0, 2)
         second.result()
 
 
-def test_a_time_limit_on_a_store_that_tells_of_its_own_late():
+def test_a_timeout_on_a_store_whose_waits_end_late():
     """After its timeout a rank checks once more for a missing peer, without a further wait."""
-    store = Late(dist.HashStore())
-    assert caught(meet, store, 0, 2, AT_ONCE).kind == "Timeout"
+    store = LateTimeoutStore(dist.HashStore())
+    assert caught(make_group, store, 0, 2, LONE_TIMEOUT).kind == "Timeout"
     assert store.waits == 2
 
 
 @pytest.mark.parametrize("name", ["buffer_bytes", "symmetric_heap_bytes", "cuda_buffer_bytes"])
-def test_sizes_that_no_machine_has_are_refused(name):
+def test_huge_sizes_are_refused(name):
     import pycollect
 
     for size in (2**46 + 1, 2**63, 2**64, 10**30):
@@ -211,9 +215,9 @@ def test_sizes_that_no_machine_has_are_refused(name):
     assert getattr(pycollect.distributed.options(**{name: 2**46}), name) == 2**46
 
 
-def patient(me: RankContext, timeout: datetime.timedelta) -> None:
+def calls_with_timeout(me: RankContext, timeout: datetime.timedelta) -> None:
     """Every wait that takes a timeout, with a timeout beyond the range of clocks."""
-    me.init("patient", timeout=timeout)
+    me.init("timeouts", timeout=timeout)
     if me.rank == 1:
         time.sleep(0.3)
     x = torch.ones(10)
@@ -228,10 +232,10 @@ def patient(me: RankContext, timeout: datetime.timedelta) -> None:
         dist.send(x, 0)
     dist.barrier(async_op=True).wait(timeout)
     time.sleep(0.3 * me.rank)
-    with dist._coalescing_manager(device=x.device, async_ops=True) as together:
+    with dist._coalescing_manager(device=x.device, async_ops=True) as manager:
         for source in (0, 1):
             dist.broadcast(x, source, async_op=True)
-    together.works[0].wait(timeout)
+    manager.works[0].wait(timeout)
     dist.destroy_process_group()
 
 
@@ -239,17 +243,17 @@ DAYS = (365 * 293, 365 * 290_000)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def patients() -> Iterator[dict[int, Pool]]:
-    jobs = {days: (patient, datetime.timedelta(days=days)) for days in DAYS}
-    yield from begun(jobs, 2, group=False)
+def calls_with_huge_timeouts() -> Iterator[dict[int, Pool]]:
+    jobs = {days: (calls_with_timeout, datetime.timedelta(days=days)) for days in DAYS}
+    yield from started_jobs(jobs, 2, group=False)
 
 
 @pytest.mark.parametrize("days", DAYS)
-def test_a_timeout_that_no_clock_reaches(patients, days):
-    patients[days].results()
+def test_timeouts_beyond_the_range_of_clocks(calls_with_huge_timeouts, days):
+    calls_with_huge_timeouts[days].results()
 
 
-def test_a_timeout_that_torch_cannot_hand_over():
+def test_a_timeout_that_torch_cannot_represent():
     import pycollect  # noqa: F401
 
     with pytest.raises(ValueError, match=r"must not be negative.* 292,000 years"):
@@ -262,7 +266,7 @@ def test_a_timeout_that_torch_cannot_hand_over():
         )
 
 
-def test_a_negative_timeout_is_refused_later_too():
+def test_set_timeout_refuses_negative_timeouts():
     from pycollect import _C
 
     backend = _C.make_backend(dist.HashStore(), 0, 1, _C.Options())

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_pool import BACKEND, OURS, Caught, Pools, RankContext, caught, pools_of_a_module
-from reference import LAYOUTS, around, assert_same, place
+from reference import LAYOUTS, assert_same, place, surrounding_bytes
 from torch import Tensor
 
 SHAPES = ((4, 6), (300, 500))  # a small one, and one of several pieces
@@ -36,13 +36,13 @@ def strided(me: RankContext, inputs: str, outputs: str) -> None:
         whole = sum(everybody)
         mine = place(of(me.rank, shape), inputs)
         out = [place(torch.zeros(shape), outputs) for _ in range(me.world)]
-        watched = [around(t) for t in out]
+        watched = [surrounding_bytes(t) for t in out]
 
         x = place(of(me.rank, shape), outputs)
-        outside = around(x)
+        outside = surrounding_bytes(x)
         dist.all_reduce(x)
         assert_same([x], [whole], "all_reduce")
-        assert_same([around(x)], [outside], "outside all_reduce")
+        assert_same([surrounding_bytes(x)], [outside], "outside all_reduce")
         dist.all_gather(out, mine)
         assert_same(out, everybody, "all_gather")
         dist.reduce_scatter(out[0], [mine] * me.world)
@@ -58,7 +58,7 @@ def strided(me: RankContext, inputs: str, outputs: str) -> None:
         elif me.rank == 0:
             dist.recv(out[0], 1)
             assert_same(out[:1], everybody[1:2], "send and recv")
-        assert_same([around(t) for t in out], watched, "outside the outputs")
+        assert_same([surrounding_bytes(t) for t in out], watched, "outside the outputs")
         assert_same([mine], [of(me.rank, shape)], "the input")
 
 
@@ -68,14 +68,14 @@ def test_strided(pools, inputs, outputs):
     pools(3).run(strided, inputs, outputs)
 
 
-def into_strided_wholes(me: RankContext, layout: str) -> None:
+def strided_tensors_of_all_blocks(me: RankContext, layout: str) -> None:
     for rows, columns in SHAPES:
         everybody = [of(r, (rows, columns)) for r in range(me.world)]
         out = place(torch.zeros(me.world * rows, columns), layout)
-        watched = around(out)
+        watched = surrounding_bytes(out)
         dist.all_gather_into_tensor(out, everybody[me.rank].clone())
         assert_same([out], [torch.cat(everybody)], "all_gather_into_tensor")
-        assert_same([around(out)], [watched], "outside")
+        assert_same([surrounding_bytes(out)], [watched], "outside")
         stacks = [of(r, (me.world * rows, columns)) for r in range(me.world)]
         part = torch.zeros(rows, columns)
         dist.reduce_scatter_tensor(part, place(stacks[me.rank], layout))
@@ -83,15 +83,15 @@ def into_strided_wholes(me: RankContext, layout: str) -> None:
         dist.all_to_all_single(out, place(stacks[me.rank], layout))
         wanted = torch.cat([stack.split(rows)[me.rank] for stack in stacks])
         assert_same([out], [wanted], "all_to_all_single")
-        assert_same([around(out)], [watched], "outside")
+        assert_same([surrounding_bytes(out)], [watched], "outside")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_into_strided_wholes(pools, layout):
-    pools(3).run(into_strided_wholes, layout)
+def test_strided_tensors_of_all_blocks(pools, layout):
+    pools(3).run(strided_tensors_of_all_blocks, layout)
 
 
-def unlike(me: RankContext) -> None:
+def different_layouts(me: RankContext) -> None:
     """Ranks have different layouts of the same shape: elements match by index, or all refuse."""
     for shape in SHAPES:
         x = place(of(me.rank, shape), LAYOUTS[me.rank % len(LAYOUTS)])
@@ -107,7 +107,7 @@ def unlike(me: RankContext) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_layouts_that_differ_between_ranks(pools, world):
-    pools(world).run(unlike)
+    pools(world).run(different_layouts)
 
 
 def repeated_inputs(me: RankContext) -> None:
@@ -151,7 +151,7 @@ def reduce_scatter_into(make: Callable[[], Tensor]) -> None:
     dist.reduce_scatter(bad, [torch.ones(bad.shape)] * dist.get_world_size())
 
 
-def one_rank(
+def invalid_tensors(
     me: RankContext, call: Callable[..., None], kind: str, ranks: tuple[int, ...]
 ) -> Caught:
     bad = {
@@ -171,7 +171,7 @@ def one_rank(
 @pytest.mark.parametrize("kind", ["expanded", "overlapping"])
 @pytest.mark.parametrize("ranks", [(0, 1, 2), (1,)], ids=["all", "one"])
 def test_outputs_that_overlap(pools, call, kind, ranks):
-    errors = pools(3).run(one_rank, call, kind, ranks)
+    errors = pools(3).run(invalid_tensors, call, kind, ranks)
     for rank, error in enumerate(errors):
         assert "ValueError" in error.kinds, f"rank {rank}: {error}"
         assert rank in ranks or "rank 1" in error.text, error
@@ -180,14 +180,14 @@ def test_outputs_that_overlap(pools, call, kind, ranks):
 
 @pytest.mark.parametrize("call", [all_reduce_of, broadcast_of])
 def test_sparse_tensors(pools, call):
-    for error in pools(2).run(one_rank, call, "sparse", (0, 1)):
+    for error in pools(2).run(invalid_tensors, call, "sparse", (0, 1)):
         assert error.kind, "nothing was raised"
 
 
 def shared_outputs(me: RankContext) -> Caught:
-    room = torch.zeros(12)
-    error = caught(dist.all_gather, [room[:8], room[4:]], torch.ones(8))
-    assert not room.any()
+    base = torch.zeros(12)
+    error = caught(dist.all_gather, [base[:8], base[4:]], torch.ones(8))
+    assert not base.any()
     return error
 
 
@@ -196,23 +196,23 @@ def test_outputs_that_share_memory(pools):
         assert error.kind == "ValueError", error
 
 
-def halves(me: RankContext, count: int) -> list[Caught]:
+def half_overlapping_inputs(me: RankContext, count: int) -> list[Caught]:
     """An input that half overlaps its output at another offset: refused, or the right result."""
-    room = of(me.rank, (3 * count,))
+    base = of(me.rank, (3 * count,))
     moved = [of(r, (3 * count,))[count // 2 :][:count] for r in range(me.world)]
-    first = caught(dist.all_gather_into_tensor, room[: 2 * count], room[count // 2 :][:count])
+    first = caught(dist.all_gather_into_tensor, base[: 2 * count], base[count // 2 :][:count])
     if not first.kind:
-        assert_same([room[: 2 * count]], [torch.cat(moved)])
-    room = of(me.rank, (3 * count,))
+        assert_same([base[: 2 * count]], [torch.cat(moved)])
+    base = of(me.rank, (3 * count,))
     sent = [of(r, (3 * count,))[: 2 * count].split(count)[me.rank] for r in range(me.world)]
-    second = caught(dist.all_to_all_single, room[count:], room[: 2 * count])
+    second = caught(dist.all_to_all_single, base[count:], base[: 2 * count])
     if not second.kind:
-        assert_same([room[count:]], [torch.cat(sent)])
+        assert_same([base[count:]], [torch.cat(sent)])
     dist.all_reduce(torch.ones(3))
     return [first, second]
 
 
 @pytest.mark.parametrize("count", [4, 100_000])
 def test_inputs_that_overlap_outputs(pools, count):
-    for errors in pools(2).run(halves, count):
+    for errors in pools(2).run(half_overlapping_inputs, count):
         assert {e.kind for e in errors} <= {"", "ValueError"}, errors

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from dist_pool import BACKEND, OLD, OURS, Pools, RankContext, backend_of, pools_of_a_module
+from dist_pool import BACKEND, OLD_TORCH, OURS, Pools, RankContext, backend_of, pools_of_a_module
 from reference import assert_same
 from torch import Tensor
 
@@ -45,7 +45,7 @@ def waited(me: RankContext) -> None:
         assert work.wait() is True
         assert work.is_completed()
         assert work.is_success()
-        assert OLD or work.exception() is None  # old torch cannot convert it to Python
+        assert OLD_TORCH or work.exception() is None  # old torch cannot convert it to Python
         assert work.wait(datetime.timedelta(seconds=1)) is True  # a second wait returns at once
         assert_same([x], [summed(me.world, count)])
         assert_same(work.result(), [summed(me.world, count)])
@@ -61,7 +61,7 @@ def completes_unwaited(me: RankContext) -> None:
     assert_same([x for x, _ in works], [summed(me.world, n) for n in SIZES])
 
 
-def completes_alone(me: RankContext) -> None:
+def completes_without_the_caller(me: RankContext) -> None:
     """A call completes on rank 0, which neither polls nor waits: its peers need its part."""
     x = of(me.rank, 300_000)
     work = dist.all_reduce(x, async_op=True)
@@ -185,12 +185,12 @@ def threads(me: RankContext) -> None:
             torch.set_num_threads(1)
             for turn in range(40):
                 x = of(me.rank, SIZES[turn % 3] // (1 + number))
-                begun = dist.all_reduce(x, group=groups[number], async_op=turn % 2 == 1)
+                pending = dist.all_reduce(x, group=groups[number], async_op=turn % 2 == 1)
                 out = [torch.zeros(number + 1) for _ in range(me.world)]
                 dist.all_gather(out, of(me.rank, number + 1), group=groups[number])
                 assert_same(out, [of(r, number + 1) for r in range(me.world)], number)
-                if begun is not None:
-                    begun.wait()
+                if pending is not None:
+                    pending.wait()
                 assert_same([x], [summed(me.world, x.numel())], number)
         except BaseException as error:
             wrong.append(error)
@@ -257,7 +257,15 @@ def in_threads(bodies: list[Callable[[], None]]) -> None:
         raise errors[0]
 
 
-JOBS = (waited, completes_unwaited, completes_alone, futures, kept_alive, sequence, in_order)
+JOBS = (
+    waited,
+    completes_unwaited,
+    completes_without_the_caller,
+    futures,
+    kept_alive,
+    sequence,
+    in_order,
+)
 JOBS += (mixed_order, many, cycle, threads, threads_of_one_group, messages_and_collectives)
 GLOO_LACKS = {
     sequence: "counts otherwise",
@@ -275,5 +283,5 @@ def test_work(pools, job):
 
 @pytest.mark.parametrize("job", [waited, futures, many, threads], ids=lambda job: job.__name__)
 @pytest.mark.parametrize("world", [1, 8])
-def test_alone_and_crowded(pools, world, job):
+def test_one_and_eight_ranks(pools, world, job):
     pools(world).run(job, seconds=40)

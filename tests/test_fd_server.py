@@ -55,7 +55,7 @@ def test_descriptors_are_fetched_by_ticket_and_none_is_left():
     assert open_files() == before
 
 
-def test_what_is_not_known_is_not_given():
+def test_wrong_random_numbers_are_refused():
     server = _testing.FdServer()
     name, number = offered(server, b"secret")
     for guess in (number ^ 1, 0):
@@ -63,7 +63,7 @@ def test_what_is_not_known_is_not_given():
             _testing.fetch_descriptor((name, guess))
 
 
-def test_an_owner_that_is_gone_cannot_be_reached():
+def test_a_destroyed_server_cannot_be_reached():
     server = _testing.FdServer()
     ticket = offered(server, b"gone")
     del server
@@ -73,30 +73,30 @@ def test_an_owner_that_is_gone_cannot_be_reached():
     assert time.monotonic() - begin < 1
 
 
-def test_many_fetch_at_once_beside_a_stranger_who_says_nothing():
+def test_concurrent_fetches_beside_a_silent_connection():
     server = _testing.FdServer()
     tickets = [offered(server, b"%d" % i) for i in range(20)]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        stranger.connect(f"\0pycollect-fd-server-{tickets[0][0]:016x}")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.connect(f"\0pycollect-fd-server-{tickets[0][0]:016x}")
         with ThreadPoolExecutor(16) as pool:
             assert list(pool.map(fetched, tickets * 5)) == [b"%d" % i for i in range(20)] * 5
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_forked_children_keep_nothing_open():
+def test_forked_children_keep_no_descriptor_open():
     """Forked children, such as a DataLoader's workers, may live for long."""
     server = _testing.FdServer()
     reads, writes = os.pipe()
     os.set_blocking(reads, False)
     ticket = server.offer(writes)
-    (begun, begins), (lives, ends) = os.pipe(), os.pipe()
+    (started, starts), (stops, ends) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(begins, b"!")
+        os.write(starts, b"!")
         os.close(ends)
-        os.read(lives, 1)
+        os.read(stops, 1)
         os._exit(0)
-    assert os.read(begun, 1) == b"!"  # fork has returned in the child
+    assert os.read(started, 1) == b"!"  # fork has returned in the child
     with pytest.raises(BlockingIOError):
         os.read(reads, 1)
     server.withdraw(ticket)
@@ -104,19 +104,19 @@ def test_forked_children_keep_nothing_open():
     del server
     with pytest.raises(RuntimeError, match="Connection refused"):
         _testing.fetch_descriptor(ticket)
-    for file in (reads, begun, begins, lives, ends):
+    for file in (reads, started, starts, stops, ends):
         os.close(file)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_another_process_fetches_and_one_that_was_forked_lets_it_be():
+def test_a_forked_child_can_fetch_and_does_not_stop_the_server():
     server = _testing.FdServer()
     ticket = offered(server, b"for all")
     child = os.fork()
     if child == 0:
-        right = fetched(ticket) == b"for all"
+        correct = fetched(ticket) == b"for all"
         del server  # the fd server's thread exists only in the parent
-        os._exit(0 if right else 1)
+        os._exit(0 if correct else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert fetched(ticket) == b"for all"

@@ -105,7 +105,7 @@ COMMANDS: dict[str, Callable[[str], int]] = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(("make", "message"), KINDS.items(), ids=NAMES)
-def test_what_is_no_regular_file_is_refused_before_any_work(
+def test_special_files_are_refused_before_any_work(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     command: str,
@@ -127,7 +127,7 @@ def test_what_is_no_regular_file_is_refused_before_any_work(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_folder_that_is_not_there_is_one_sentence(
+def test_a_missing_folder_is_reported_in_one_sentence(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -135,19 +135,19 @@ def test_a_folder_that_is_not_there_is_one_sentence(
     assert stop.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "no/where.png is not there or not writable (No such file" in captured.err
+    assert "no/where.png does not exist or is not writable (No such file" in captured.err
 
 
-def test_a_place_that_looks_writable_is_tried() -> None:
+def test_write_access_is_tested_by_creating_a_file() -> None:
     """By its permissions /proc is writable for root, but no file can be created there."""
-    with pytest.raises(ValueError, match=r"the folder of the log /proc/run\.jsonl is not there or"):
+    with pytest.raises(ValueError, match=r"folder of the log /proc/run\.jsonl does not exist or"):
         check_output_path("log", "/proc/run.jsonl")
 
 
 @pytest.fixture
 def as_nobody() -> Iterator[None]:
     if os.geteuid():
-        pytest.skip("only root can become somebody else")
+        pytest.skip("only root can become another user")
     os.seteuid(NOBODY)
     try:
         yield
@@ -172,7 +172,7 @@ def test_a_file_or_its_folder_must_be_writable(open_folder: Path, as_nobody: Non
     """A log is appended to an existing file; a checkpoint replaces it, which needs the folder."""
     path = open_folder / "file"
     check_output_path("checkpoint", path, moved=True)
-    with pytest.raises(ValueError, match=r"the log .*file is there already and not writable"):
+    with pytest.raises(ValueError, match=r"the log .*file exists and is not writable"):
         check_output_path("log", path)
     os.seteuid(0)
     path.chmod(0o666)
@@ -183,7 +183,7 @@ def test_a_file_or_its_folder_must_be_writable(open_folder: Path, as_nobody: Non
         check_output_path("checkpoint", path, moved=True)
 
 
-def test_looking_leaves_everything_as_it_is(tmp_path: Path) -> None:
+def test_checks_change_no_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     for moved in (True, False):
         check_output_path("log", path, moved=moved)
@@ -211,14 +211,14 @@ def test_a_link_stays_a_link(tmp_path: Path, there: bool) -> None:
     assert {path.name for path in tmp_path.rglob("*")} == {"far", "run.pt"}
 
 
-def test_a_link_into_no_folder_is_refused(tmp_path: Path) -> None:
+def test_a_link_into_a_missing_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.pt").symlink_to("no/where")
     for moved in (True, False):
-        with pytest.raises(ValueError, match=r"run\.pt is not there or not writable"):
+        with pytest.raises(ValueError, match=r"run\.pt does not exist or is not writable"):
             check_output_path("checkpoint", tmp_path / "run.pt", moved=moved)
 
 
-def test_what_has_become_something_else_meanwhile_is_left_alone(tmp_path: Path) -> None:
+def test_a_path_that_became_a_special_file_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "run.pt"
     os.mkfifo(path)
     with pytest.raises(CheckpointError, match="it is a FIFO"):
@@ -229,18 +229,18 @@ def test_what_has_become_something_else_meanwhile_is_left_alone(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_long_name_has_room_beside_it(tmp_path: Path) -> None:
+def test_a_file_name_of_maximal_length(tmp_path: Path) -> None:
     path = tmp_path / ("x" * 255)
     replace(path, lambda file: file.write(b"whole"))
     assert path.read_bytes() == b"whole"
 
 
-def test_a_log_goes_to_whom_reads_it(tmp_path: Path) -> None:
-    """Log lines arrive one by one; without a reader, opening fails instead of blocking for ever."""
+def test_a_log_can_be_read_from_a_fifo(tmp_path: Path) -> None:
+    """Log lines arrive one by one; without a reader, opening fails instead of blocking."""
     path = tmp_path / "log"
     os.mkfifo(path)
     check_output_path("log", path, streamed=True)
-    with pytest.raises(OSError, match="nobody reads it; start the reader first"):
+    with pytest.raises(OSError, match="it has no reader; start the reader first"):
         open_lines(path, append=False)
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as reader:
         with open_lines(path, append=False) as log:
@@ -250,7 +250,7 @@ def test_a_log_goes_to_whom_reads_it(tmp_path: Path) -> None:
     assert (events[0], events[-2:]) == ("start", ["epoch", "end"])
 
 
-def test_a_log_on_standard_output_goes_on_with_its_file(tmp_path: Path) -> None:
+def test_a_log_on_standard_output_is_appended(tmp_path: Path) -> None:
     code = "from pycollect.train.log import Log\nprint('first', flush=True)\n"
     code += "with Log('/dev/stdout') as log: log.write('second')\n"
     code += "print('third')"
@@ -260,7 +260,7 @@ def test_a_log_on_standard_output_goes_on_with_its_file(tmp_path: Path) -> None:
     assert path.read_text() == 'first\n{"event": "second"}\nthird\n'
 
 
-def test_what_is_read_must_be_a_file(tmp_path: Path) -> None:
+def test_inputs_must_be_regular_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no record"):
         check_input("record", tmp_path / "none")
     os.mkfifo(tmp_path / "fifo")
@@ -273,7 +273,7 @@ def test_what_is_read_must_be_a_file(tmp_path: Path) -> None:
     [("{", "cannot be read"), ("[1]", "holds no JSON object"), ("\xff", "cannot be read")],
 )
 @pytest.mark.parametrize("which", ["record", "content"])
-def test_a_record_that_is_none_is_one_sentence(
+def test_an_invalid_record_is_reported_in_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, message: str, which: str
 ) -> None:
     path, other = tmp_path / "broken.json", tmp_path / "record.json"
@@ -289,7 +289,7 @@ def test_a_record_that_is_none_is_one_sentence(
     assert not other.exists()
 
 
-def test_scripts_can_load_it_without_torch() -> None:
+def test_merge_results_does_not_import_torch() -> None:
     code = f"import sys; sys.path.insert(0, {str(ROOT / 'bench')!r}); import merge_results; "
     code += "sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

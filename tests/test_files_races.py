@@ -1,4 +1,4 @@
-"""Output paths that turn into something else while a command works, and logs."""
+"""Output paths that become special files while a command works, and logs."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ WRITERS: dict[str, Callable[[str], int]] = {
     "train.py-plot": lambda file: script("train").main([*SHORT, "--no-loading", "--plot", file]),
 }
 
-LOOKS = {"plan-plot": 2}  # the command and the method both check
+CHECKS = {"plan-plot": 2}  # the command and the method both check
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_what_has_become_something_else_during_the_work_is_left_alone(
+def test_a_path_that_became_a_socket_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     """The path changes right after the command has checked it."""
     path = tmp_path / "result.png"
-    looks = LOOKS.get(name, 1)
-    look = _files.tempfile.TemporaryFile
+    checks = CHECKS.get(name, 1)
+    check = _files.tempfile.TemporaryFile
 
-    def look_and_change(**where: Any) -> Any:
-        nonlocal looks
-        looks -= 1
-        if looks == 0:
+    def check_and_change(**where: Any) -> Any:
+        nonlocal checks
+        checks -= 1
+        if checks == 0:
             unix_socket(path)
-        return look(**where)
+        return check(**where)
 
-    monkeypatch.setattr(_files.tempfile, "TemporaryFile", look_and_change)
+    monkeypatch.setattr(_files.tempfile, "TemporaryFile", check_and_change)
     with pytest.raises(SystemExit) as stop:
         sys.exit(WRITERS[name](str(path)))
     assert stop.value.code == 2
@@ -51,7 +51,7 @@ def test_what_has_become_something_else_during_the_work_is_left_alone(
 
 
 @pytest.mark.parametrize(("make", "message"), [(unix_socket, "a socket"), (Path.mkdir, "a folder")])
-def test_a_log_goes_to_no_socket_or_folder(
+def test_a_log_to_a_socket_or_folder_is_refused(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     make: Callable[[Path], None],
@@ -64,15 +64,15 @@ def test_a_log_goes_to_no_socket_or_folder(
 
 
 @pytest.mark.parametrize("which", ["content", "log"])
-def test_what_is_merged_must_be_a_file(
+def test_merged_inputs_must_be_regular_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], which: str
 ) -> None:
     device(tmp_path / "null")
     files = [str(tmp_path / "record"), f"--{which}", str(tmp_path / "null")]
     with pytest.raises(SystemExit):
         script("merge_results").main([*files, *ABOUT])
-    said = f"the {which} must be a regular file, and {tmp_path}/null is a device\n"
-    assert capsys.readouterr().err.endswith(said)
+    message = f"the {which} must be a regular file, and {tmp_path}/null is a device\n"
+    assert capsys.readouterr().err.endswith(message)
     assert not (tmp_path / "record").exists()
 
 

@@ -1,6 +1,6 @@
 """A child that is forked after its parent has reduced in parallel works, and never hangs.
 
-at::parallel_for hangs in such a child, so no test lets the child call torch's own kernels: expected
+at::parallel_for hangs in such a child, so no child calls torch's own kernels: expected
 values are computed before the fork, and compared through NumPy. A hang is a failure.
 """
 
@@ -50,14 +50,14 @@ def in_child(body):
         os._exit(0)
     os.close(writer)
     try:
-        heard = select.select([reader], [], [], SECONDS)[0]
-        said = os.read(reader, 65536).decode() if heard else f"hung for {SECONDS} s"
+        ready = select.select([reader], [], [], SECONDS)[0]
+        output = os.read(reader, 65536).decode() if ready else f"hung for {SECONDS} s"
     finally:
         os.close(reader)
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert said == "right", said or "died"
+    assert output == "right", output or "died"
 
 
 def case(count=LARGE, dtype=torch.float32, world=3):
@@ -137,16 +137,16 @@ def test_unlike_layouts_in_a_child(name, mode):
     in_child(lambda: np.testing.assert_array_equal(call(mine), wanted))
 
 
-def test_a_child_forked_while_work_is_under_way():
+def test_a_child_forked_while_work_is_in_flight():
     mine, my_sum = case()
-    childs, childs_sum = case()
+    copies, sum_of_copies = case()
     works = [pc.all_reduce([t.clone() for t in mine], async_op=True) for _ in range(20)]
     works.append(pc.all_reduce(mine, async_op=True))
 
     def body():
-        pc.all_reduce(childs)
-        check(childs, childs_sum)
-        again, its_sum = childs, childs[0].numpy() * np.float32(3)
+        pc.all_reduce(copies)
+        check(copies, sum_of_copies)
+        again, its_sum = copies, copies[0].numpy() * np.float32(3)
         pc.all_reduce(again, async_op=True).wait()
         np.testing.assert_allclose(again[0].numpy(), its_sum, rtol=1e-6)
 
@@ -158,10 +158,10 @@ def test_a_child_forked_while_work_is_under_way():
 
 def test_a_grandchild():
     tensors, wanted = case()
-    childs = [t.clone() for t in tensors]
+    copies = [t.clone() for t in tensors]
 
     def body():
-        pc.all_reduce(childs)
+        pc.all_reduce(copies)
         in_child(lambda: (pc.all_reduce(tensors), check(tensors, wanted)))
 
     in_child(body)
@@ -209,7 +209,7 @@ def test_multiprocessing_fork():
 
 def test_the_parent_still_reduces_in_parallel():
     tensors, wanted = case()
-    childs = [t.clone() for t in tensors]
-    in_child(lambda: pc.all_reduce(childs))
+    copies = [t.clone() for t in tensors]
+    in_child(lambda: pc.all_reduce(copies))
     pc.all_reduce(tensors)
     check(tensors, wanted)

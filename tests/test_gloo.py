@@ -19,17 +19,17 @@ import pycollect as pc
 SECONDS = 100
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 WHOLE = tuple(d for d in INTEGERS if d != torch.int16)  # gloo has no int16 and no 8-bit floats
-TRUTH_OPS = ("min", "max", "band", "bor", "bxor")  # gloo adds booleans as bytes
+BOOL_OPS = ("min", "max", "band", "bor", "bxor")  # gloo adds booleans as bytes
 BITWISE = ("band", "bor", "bxor")
 
 
-def has(dtype, op):
+def gloo_supports(dtype, op):
     """True if gloo defines op for dtype with the same meaning."""
     if dtype in FLOATS:
         return op not in BITWISE
     if dtype in WHOLE:
         return op != "avg"
-    return op in TRUTH_OPS if dtype == torch.bool else op in ("sum", "avg")
+    return op in BOOL_OPS if dtype == torch.bool else op in ("sum", "avg")
 
 
 DTYPES = (*FLOATS, *WHOLE, torch.bool, *COMPLEX)
@@ -39,7 +39,7 @@ CASES = [
     for collective in ("all_reduce", "reduce", "reduce_scatter")
     for dtype in DTYPES
     for op in OPS
-    if has(dtype, op)
+    if gloo_supports(dtype, op)
 ]
 CASES += [
     Case(collective, dtype)
@@ -96,7 +96,7 @@ def coalesced(x, op):
 
 
 # Every rank's input tensor and every rank's result.
-ASK = {
+CALLS = {
     "all_reduce": lambda x, op: in_place(pc.all_reduce, x, op),
     "reduce": lambda x, op: only_root(in_place(pc.reduce, x, ROOT, op)),
     "broadcast": lambda x, op: in_place(pc.broadcast, x, ROOT),
@@ -111,15 +111,15 @@ ASK = {
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.collective}-{short(c.dtype)}-{c.op}")
-def test_as_torch_distributed(gloo, case):
+def test_results_equal_gloos(gloo, case):
     adds = case.collective not in COPIES and case.op in ("sum", "avg", "prod")
-    rounds = adds and case.dtype in (*FLOATS, *COMPLEX)
+    may_round = adds and case.dtype in (*FLOATS, *COMPLEX)
     for world in WORLDS:
         theirs = [gloo[rank][world, case] for rank in range(world)]
-        ours = ASK[case.collective](case.inputs(world), case.op)
+        ours = CALLS[case.collective](case.inputs(world), case.op)
         assert [t is None for t in ours] == [t is None for t in theirs]
         ours, theirs = ([t for t in side if t is not None] for side in (ours, theirs))
-        if rounds:
+        if may_round:
             assert_close(ours, theirs, f"world {world}", world)
         else:
             assert_same(ours, theirs, f"world {world}")

@@ -63,14 +63,14 @@ def printed(capsys, *options):
 
 
 @pytest.mark.parametrize("options", [[], ["--rates"]])
-def test_without_a_gpu_one_line_says_so(capsys, monkeypatch, options):
+def test_without_a_gpu_one_line_is_printed(capsys, monkeypatch, options):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    said = [line for line in printed(capsys, *options).splitlines() if "gpu" in line]
-    assert len(said) == 1
-    assert said[0].split()[:2] == ["gpus", "none:"]
+    lines = [line for line in printed(capsys, *options).splitlines() if "gpu" in line]
+    assert len(lines) == 1
+    assert lines[0].split()[:2] == ["gpus", "none:"]
     found = json.loads(printed(capsys, "--json", *options))
     assert found["gpus"] == []
-    assert found["no_gpu"] in said[0]
+    assert found["no_gpu"] in lines[0]
 
 
 @pytest.fixture
@@ -133,19 +133,19 @@ def test_devices_links_and_versions(three_gpus, capsys):
 
 
 @pytest.mark.parametrize("name", ["libnothing.so.1", "libm.so.6"])
-def test_what_is_no_management_library_is_none(name):
+def test_libraries_other_than_nvml_are_not_used(name):
     with nvml.session(name) as library:
         assert library is None
 
 
-def test_without_the_management_library_links_are_unknown(three_gpus, monkeypatch, capsys):
+def test_without_nvml_links_are_unknown(three_gpus, monkeypatch, capsys):
     monkeypatch.setattr(three_gpus, "nvmlInit_v2", lambda: 9, raising=False)
     text = printed(capsys)
     assert "cuda:0 -> cuda:1: link unknown; peer access, tried, performance rank 0" in text
     assert "driver: unknown" in text
 
 
-def test_a_library_that_knows_little():
+def test_an_nvml_without_some_functions():
     class Old(Library):
         nvmlDeviceGetP2PStatus = None
         nvmlDeviceGetTopologyCommonAncestor = None
@@ -159,7 +159,7 @@ def test_a_library_that_knows_little():
     assert known.link("aaaa", "of no GPU") is None
 
 
-def test_a_build_without_cuda_beside_gpus_says_so(three_gpus, monkeypatch, capsys):
+def test_a_build_without_cuda_is_reported_beside_gpus(three_gpus, monkeypatch, capsys):
     monkeypatch.setattr(_C, "has_cuda", lambda: False)
     found = json.loads(printed(capsys, "--json", "--rates"))
     assert found["no_gpu"] == "this build of pycollect has no CUDA part"
@@ -178,7 +178,7 @@ def test_rates_are_those_of_copies(monkeypatch):
 
 
 @pytest.mark.cuda
-def test_the_gpus_that_are_here():
+def test_real_gpus():
     found = describe(rates=True)
     assert len(found["gpus"]) == torch.cuda.device_count()
     assert found["gpu_software"]["driver_cuda"]
@@ -186,7 +186,7 @@ def test_the_gpus_that_are_here():
     json.dumps(found)
 
 
-def test_a_build_from_an_sdist_has_no_commit_and_says_so(capsys, monkeypatch):
+def test_a_build_from_an_sdist_reports_an_unknown_commit(capsys, monkeypatch):
     """Without a commit from the folder or the build, the output is "unknown", never None."""
     monkeypatch.setattr(_machine, "_commit_of_checkout", lambda: None)
     built = {**_compat.build_info(), "commit": None}

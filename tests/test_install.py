@@ -42,7 +42,7 @@ def test_command_line_is_installed():
     assert callable(command.load())
 
 
-def test_build_info_says_what_is_running():
+def test_build_info_matches_the_running_versions():
     import torch
 
     build = _compat.build_info()
@@ -91,7 +91,7 @@ def test_other_builds_are_refused_in_one_sentence(
     assert str(ROOT) in sentence
 
 
-def test_without_pip_the_command_is_uvs(monkeypatch: pytest.MonkeyPatch):
+def test_without_pip_the_rebuild_command_uses_uv(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "path", [])
     assert "uv pip install" in _compat.rebuild_command()
     assert "--no-build-isolation" in _compat.rebuild_command()
@@ -103,7 +103,7 @@ def test_import_refuses_a_build_for_another_torch(monkeypatch: pytest.MonkeyPatc
         _compat.check()
 
 
-def test_import_without_the_compiled_part_says_so(tmp_path: Path):
+def test_import_without_the_compiled_part_raises(tmp_path: Path):
     built = shutil.ignore_patterns("*.so", "_build_info_*.py", "__pycache__")
     shutil.copytree(ROOT / "pycollect", tmp_path / "pycollect", ignore=built)
     code = (  # without this an editable install would still find the compiled part

@@ -124,7 +124,7 @@ def test_a_read_only_array_is_refused_as_an_output(position):
     assert all((o == 0).all() for o in out)
 
 
-def test_a_read_only_array_is_taken_where_it_is_only_read():
+def test_read_only_arrays_are_accepted_where_they_are_only_read():
     mine = arrays()
     wanted = {c: expected(c, tensors_of(mine), root=1) for c in ("reduce", "broadcast")}
     read_only(mine[::2])
@@ -162,13 +162,13 @@ def test_bare_capsules(kind, owner):
 
 
 def test_strided_arrays():
-    rooms = [np.ones((6, 9), np.float32) for _ in range(3)]
-    views = [room[:, 1::2] for room in rooms]
+    bases = [np.ones((6, 9), np.float32) for _ in range(3)]
+    views = [base[:, 1::2] for base in bases]
     for view, values in zip(views, arrays(), strict=True):
         view[...] = values
     pc.all_reduce(views)
     assert_same(tensors_of(views), [left_fold(tensors_of(arrays()), "sum")] * 3)
-    assert all((room[:, ::2] == 1).all() for room in rooms)
+    assert all((base[:, ::2] == 1).all() for base in bases)
 
 
 def test_negative_strides_are_refused():
@@ -196,7 +196,7 @@ def test_overlapping_arrays_are_refused():
     assert (storage == kept).all()
 
 
-def test_everything_else_takes_arrays():
+def test_other_calls_accept_arrays():
     values = arrays()
     assert_same(pc.scatter(values[0], "cpu*3"), list(torch.tensor(values[0]).tensor_split(3)))
     assert_same(pc.replicate(values, "cpu*2")[1], tensors_of(values))
@@ -209,7 +209,7 @@ def test_everything_else_takes_arrays():
     assert_same(tensors_of([mine[0] for mine in lists]), [left_fold(tensors_of(values), "sum")] * 3)
 
 
-def test_arrays_of_no_number_are_refused():
+def test_non_numeric_arrays_are_refused():
     for bad in (np.array(["a"]), np.array([object()]), np.zeros(3, np.uint16)):
         with pytest.raises((TypeError, ValueError, BufferError)):
             pc.all_reduce([bad, bad.copy()])

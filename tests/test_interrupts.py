@@ -22,8 +22,8 @@ from programs import Program, run
 
 ROOT = Path(__file__).parents[1]
 # Generous, because the machine may be busy.
-PATIENCE = 300
-LITTLE = 20  # in s; the rest of the work would take far longer
+TIMEOUT = 300
+SHORT_TIMEOUT = 20  # in s; the rest of the work would take far longer
 MODULE = [sys.executable, "-m"]
 TRAIN = [*MODULE, "pycollect.train", "--data", "digits", "--devices", "cpu*2"]
 CLI = [*MODULE, "pycollect.cli"]
@@ -76,17 +76,17 @@ def wait_for_line(process: Any, begin: str, end: str = "") -> None:
     pytest.fail(f"no line begins with {begin!r}; {process.stderr.read()}")
 
 
-def press(process: Any, number: int = signal.SIGINT) -> str:
+def interrupt(process: Any, number: int = signal.SIGINT) -> str:
     """Send a signal to the whole group, as a terminal does; return the standard error."""
     os.killpg(process.pid, number)
-    _, errors = process.communicate(timeout=PATIENCE)
-    assert_alone(process)
+    _, errors = process.communicate(timeout=TIMEOUT)
+    assert_group_is_empty(process)
     return errors
 
 
-def assert_alone(process: Any) -> None:
+def assert_group_is_empty(process: Any) -> None:
     """Assert that the group is empty; multiprocessing's resource tracker ends a little later."""
-    deadline = time.monotonic() + LITTLE
+    deadline = time.monotonic() + SHORT_TIMEOUT
     while group(process) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert group(process) == []
@@ -99,8 +99,8 @@ def test_rows_measured_so_far_are_kept(tmp_path: Path, number: int, status: int)
     path = tmp_path / "run.json"
     with started([*CLI, "bench", *BENCH, "--json", str(path)]) as process:
         wait_for_line(process, "     2        8192")
-        errors = press(process, number)
-    assert errors == f"interrupted; what there was by then is in {path}\n"
+        errors = interrupt(process, number)
+    assert errors == f"interrupted; the partial results are in {path}\n"
     assert process.returncode == status
     run = json.loads(path.read_text())
     assert run["interrupted"] is True
@@ -111,7 +111,7 @@ def test_rows_measured_so_far_are_kept(tmp_path: Path, number: int, status: int)
 def test_a_run_that_ends_by_itself_is_not_interrupted(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     command = [*CLI, "bench", "-e", "4K", "--world", "2", "-n", "1", "-w", "1", "--json", path]
-    assert run(command, timeout=PATIENCE).returncode == 0
+    assert run(command, timeout=TIMEOUT).returncode == 0
     assert json.loads(path.read_text())["interrupted"] is False
 
 
@@ -121,8 +121,8 @@ def test_processes_of_the_benchmark_end_with_it(tmp_path: Path) -> None:
     with started([*CLI, "bench", *BENCH, *processes]) as process:
         wait_for_line(process, "     2        8192")
         assert len(group(process)) == 3
-        errors = press(process)
-    assert errors == f"interrupted; what there was by then is in {path}\n"
+        errors = interrupt(process)
+    assert errors == f"interrupted; the partial results are in {path}\n"
     assert process.returncode == 130
     run = json.loads(path.read_text())
     assert (run["interrupted"], run["failure"]) == (True, None)
@@ -130,13 +130,13 @@ def test_processes_of_the_benchmark_end_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_are_still_starting_end_without_a_word(tmp_path: Path) -> None:
+def test_starting_processes_end_silently(tmp_path: Path) -> None:
     with started([*CLI, "bench", *BENCH, "--processes", "3", "--peers", "none"]) as process:
         wait_for_line(process, "#world")
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while len(group(process)) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
-        errors = press(process)
+        errors = interrupt(process)
     assert (process.returncode, errors) == (130, "interrupted\n")
 
 
@@ -172,8 +172,8 @@ def test_every_script_keeps_its_rows(tmp_path: Path, name: str) -> None:
     path = tmp_path / "run.json"
     with started([*bench_script(name), *arguments, "--json", str(path)]) as process:
         wait_for_line(process, begin)
-        errors = press(process)
-    assert errors == f"interrupted; what there was by then is in {path}\n"
+        errors = interrupt(process)
+    assert errors == f"interrupted; the partial results are in {path}\n"
     assert process.returncode == 130
     run = json.loads(path.read_text())
     assert run["interrupted"] is True
@@ -188,13 +188,13 @@ def test_a_probe_ends_with_its_program(tmp_path: Path) -> None:
     command = [*bench_script("ring"), "--program", str(program), "--json", str(path)]
     with started(command) as process:
         wait_for_line(process, "# command")
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while len(group(process)) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
-        time.sleep(1)  # lets its line be read; without that line there is one result less
-        errors = press(process)
+        time.sleep(1)  # time to read its line, which is one result more
+        errors = interrupt(process)
     assert process.returncode == 130
-    assert errors == f"interrupted; what there was by then is in {path}\n"
+    assert errors == f"interrupted; the partial results are in {path}\n"
     assert json.loads(path.read_text())["interrupted"] is True
 
 
@@ -203,11 +203,11 @@ def test_a_step_is_all_or_nothing(tmp_path: Path) -> None:
     command = [*bench_script("train_step"), "--batch", "8", "--seconds", "600", "--json", path]
     with started(list(map(str, command))) as process:
         wait_for_line(process, "# command")
-        errors = press(process)
+        errors = interrupt(process)
     assert (process.returncode, errors, path.exists()) == (130, "interrupted\n", False)
 
 
-def loaded(process: Any, library: str) -> bool:
+def has_loaded(process: Any, library: str) -> bool:
     try:
         return library in Path(f"/proc/{process.pid}/maps").read_text()
     except OSError:
@@ -227,16 +227,16 @@ def test_ctrl_c_while_torch_is_imported(name: str) -> None:
     if name == "installed" and not Path(COMMANDS[name][0]).exists():
         pytest.skip("the command pycollect is not installed beside this Python")
     with started(COMMANDS[name], imports=True) as process:
-        deadline = time.monotonic() + PATIENCE
-        while not loaded(process, "libtorch_cpu") and time.monotonic() < deadline:
+        deadline = time.monotonic() + TIMEOUT
+        while not has_loaded(process, "libtorch_cpu") and time.monotonic() < deadline:
             time.sleep(0.001)
         assert process.poll() is None
-        errors = press(process)
+        errors = interrupt(process)
     assert process.returncode == 130
     assert errors in ("", "interrupted\n")
 
 
-def test_another_programs_ctrl_c_is_its_own(tmp_path: Path) -> None:
+def test_signal_handlers_of_the_calling_program_are_unchanged(tmp_path: Path) -> None:
     """Neither import nor a benchmark call changes the signal handlers of the calling program."""
     program = tmp_path / "mine.py"
     program.write_text(
@@ -247,15 +247,15 @@ def test_another_programs_ctrl_c_is_its_own(tmp_path: Path) -> None:
         "assert bench.main(['-e', '4K', '--world', '2', '-n', '1', '-w', '1']) == 0\n"
         "assert [signal.getsignal(n) for n in (2, 15)] == before\n"
     )
-    ended = run([sys.executable, program], timeout=PATIENCE)
+    ended = run([sys.executable, program], timeout=TIMEOUT)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def hears_ctrl_c(pid: int) -> bool:
+def receives_sigint(pid: int) -> bool:
     status = Path(f"/proc/{pid}/status").read_text()
     lines = dict(line.split(":\t") for line in status.splitlines() if ":\t" in line)
-    deaf = int(lines["SigBlk"], 16) | int(lines["SigIgn"], 16)
-    return not deaf >> (signal.SIGINT - 1) & 1
+    masked = int(lines["SigBlk"], 16) | int(lines["SigIgn"], 16)
+    return not masked >> (signal.SIGINT - 1) & 1
 
 
 MEASURED = ["--models", "lenet", "--worlds", "2", "--batch", "6", "-n", "1", "--no-loading"]
@@ -267,16 +267,16 @@ MEASURED = ["--models", "lenet", "--worlds", "2", "--batch", "6", "-n", "1", "--
     [[*TRAIN, "--epochs", "1", "--compare", "ddp,naive"], [*bench_script("train"), *MEASURED]],
     ids=["train", "bench"],
 )
-def test_ranks_do_not_hear_ctrl_c(command: list[str]) -> None:
+def test_ranks_ignore_ctrl_c(command: list[str]) -> None:
     """A rank that starts Python would otherwise print a traceback on Ctrl-C."""
     with started(command, stdout=subprocess.DEVNULL) as process:
         children: set[int] = set()
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while len(children) < 3 and time.monotonic() < deadline:  # two ranks, a resource tracker
             time.sleep(0.01)
             children = set(group(process)) - {process.pid}
         assert len(children) >= 3
-        assert not any(map(hears_ctrl_c, children))
+        assert not any(map(receives_sigint, children))
         os.killpg(process.pid, signal.SIGKILL)
 
 
@@ -287,12 +287,12 @@ def test_processes_of_a_comparison_end_with_it(number: int, training: bool) -> N
     """A terminal sends Ctrl-C to all processes; other signals go to the started one only."""
     with started([*TRAIN, "--epochs", "3", "--compare", "ddp,naive"]) as process:
         wait_for_line(process, *(("epoch 1", "(ddp)") if training else ("epoch 3", "(naive)")))
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while len(group(process)) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)  # two ranks and the resource tracker
         os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
-        _, errors = process.communicate(timeout=PATIENCE)  # until all holders of it end
-        assert_alone(process)
+        _, errors = process.communicate(timeout=TIMEOUT)  # until all processes with the pipe end
+        assert_group_is_empty(process)
     assert process.returncode == (130 if number == signal.SIGINT else -number)
     if training or number == signal.SIGINT:  # ranks receiving data may report it
         assert errors == ("interrupted\n" if number == signal.SIGINT else "")

@@ -13,7 +13,7 @@ from pycollect._command import Interruption, interrupts_kept_from_children
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_processes_are_started_whole(number: int) -> None:
+def test_signals_are_deferred_while_processes_start(number: int) -> None:
     """Another thread takes the signal, which is reported once all processes have been started."""
     end, whole = threading.Event(), False
     other = threading.Thread(target=end.wait)
@@ -28,7 +28,7 @@ def test_processes_are_started_whole(number: int) -> None:
     assert interruption.number == number
 
 
-def test_the_second_sigterm_ends_at_once() -> None:
+def test_sigterm_interrupts_at_once_and_the_handler_is_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with Interruption() as interruption:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference import around, assert_same, expected, left_fold, place, randoms, short
+from reference import assert_same, expected, left_fold, place, randoms, short, surrounding_bytes
 
 import pycollect as pc
 
@@ -24,7 +24,7 @@ def cheap(world, count, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=short)
 @pytest.mark.parametrize("layout", ["contiguous", "misaligned"])
-def test_large_outputs_of_their_own(dtype, layout):
+def test_large_out_of_place(dtype, layout):
     count = 9 * MIB // dtype.itemsize + 13
     tensors = cheap(2, 2 * count, dtype)
     for collective in ("reduce_scatter", "all_to_all", "all_gather"):
@@ -32,10 +32,10 @@ def test_large_outputs_of_their_own(dtype, layout):
         wanted = expected(collective, mine)
         assert_same(getattr(pc, collective)(mine), wanted, collective)
         out = [place(torch.zeros_like(w), layout) for w in wanted]
-        surroundings = [around(o) for o in out]
+        surroundings = [surrounding_bytes(o) for o in out]
         getattr(pc, collective)(mine, out=out)
         assert_same(out, wanted, f"{collective}, out")
-        assert_same([around(o) for o in out], surroundings, f"{collective}: outside out")
+        assert_same([surrounding_bytes(o) for o in out], surroundings, f"{collective}: outside out")
 
 
 def test_large_columns_and_copies():

@@ -12,13 +12,13 @@ import torch
 from reference import (
     DTYPES,
     LAYOUTS,
-    around,
     assert_same,
     expected,
     left_fold,
     place,
     randoms,
     short,
+    surrounding_bytes,
 )
 
 import pycollect as pc
@@ -35,11 +35,13 @@ def test_in_place(collective, layout):
         for shape in SHAPES:
             values = randoms(3, shape, torch.int32)
             tensors = [place(v, layout) for v in values]
-            surroundings = [around(t) for t in tensors]
+            surroundings = [surrounding_bytes(t) for t in tensors]
             getattr(pc, collective)(tensors, algorithm=algorithm)
             why = f"{algorithm}, {shape}"
             assert_same(tensors, expected(collective, values), why)
-            assert_same([around(t) for t in tensors], surroundings, f"{why}: outside the view")
+            assert_same(
+                [surrounding_bytes(t) for t in tensors], surroundings, f"{why}: outside the view"
+            )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -53,7 +55,7 @@ def test_out_of_place(collective, layout):
             why = f"{shape}, dim {dim}"
             assert_same(getattr(pc, collective)(tensors, dim=dim), wanted, why)
             out = [place(torch.zeros_like(w), layout) for w in wanted]
-            surroundings = [around(o) for o in out]
+            surroundings = [surrounding_bytes(o) for o in out]
             call = partial(getattr(pc, collective), tensors, dim=dim, out=out)
             if layout in ("columns", "every_other"):  # no order of dims serves such outputs
                 try:
@@ -63,7 +65,7 @@ def test_out_of_place(collective, layout):
             else:
                 call()
             assert_same(out, wanted, f"{why}, out")
-            assert_same([around(o) for o in out], surroundings, f"{why}: outside out")
+            assert_same([surrounding_bytes(o) for o in out], surroundings, f"{why}: outside out")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
@@ -71,24 +73,24 @@ def test_every_misalignment(dtype):
     for count in (1, 5, 33, 100):
         values = randoms(4, (count,), dtype, seed=count)
         for offsets in ([0, 1, 2, 3], [1, 1, 1, 1], [7, 5, 3, 1], [15, 0, 9, 31]):
-            room = [torch.ones(200, dtype=torch.uint8).to(dtype) for _ in range(4)]
+            base = [torch.ones(200, dtype=torch.uint8).to(dtype) for _ in range(4)]
             tensors = [
-                r[o : o + count].copy_(v) for r, o, v in zip(room, offsets, values, strict=True)
+                r[o : o + count].copy_(v) for r, o, v in zip(base, offsets, values, strict=True)
             ]
-            surroundings = [around(t) for t in tensors]
+            surroundings = [surrounding_bytes(t) for t in tensors]
             pc.all_reduce(tensors)
             assert_same(tensors, [left_fold(values, "sum")] * 4, offsets)
-            assert_same([around(t) for t in tensors], surroundings, "outside the view")
+            assert_same([surrounding_bytes(t) for t in tensors], surroundings, "outside the view")
 
 
 def test_large_strided_views():
     for layout in ("transposed", "columns", "every_other"):
         values = randoms(3, (301, 403), torch.float32)
         tensors = [place(v, layout) for v in values]
-        surroundings = [around(t) for t in tensors]
+        surroundings = [surrounding_bytes(t) for t in tensors]
         pc.all_reduce(tensors)
         assert_same(tensors, [left_fold(values, "sum")] * 3, layout)
-        assert_same([around(t) for t in tensors], surroundings, layout)
+        assert_same([surrounding_bytes(t) for t in tensors], surroundings, layout)
 
 
 def test_strided_views_in_four_dimensions():
@@ -96,10 +98,10 @@ def test_strided_views_in_four_dimensions():
     tensors = [
         torch.ones(6, 8, 5, 13, dtype=torch.int64)[::2, 1:5, :, 1::2].copy_(v) for v in values
     ]
-    surroundings = [around(t) for t in tensors]
+    surroundings = [surrounding_bytes(t) for t in tensors]
     pc.all_reduce(tensors, "bxor")
     assert_same(tensors, [left_fold(values, "bxor")] * 2)
-    assert_same([around(t) for t in tensors], surroundings)
+    assert_same([surrounding_bytes(t) for t in tensors], surroundings)
 
 
 def channels_last(values):
@@ -161,7 +163,7 @@ def test_one_tensor_may_be_read_for_several_ranks():
     assert_same(pc.replicate([x, x], "cpu*2")[1], [x, x])
 
 
-def test_columns_of_one_tensor_are_apart_or_refused():
+def test_columns_of_one_tensor_are_reduced_or_refused():
     whole = torch.arange(24.0).view(6, 4)
     kept = whole.clone()
     try:
@@ -172,14 +174,14 @@ def test_columns_of_one_tensor_are_apart_or_refused():
         assert_same([whole], [(kept[:, :2] + kept[:, 2:]).repeat(1, 2)])
 
 
-def test_rows_of_one_tensor_are_ranks():
+def test_rows_of_one_tensor_may_be_the_ranks():
     whole = torch.arange(24.0).view(6, 4)
     kept = whole.clone()
     pc.all_reduce(list(whole))
     assert_same([whole], [left_fold(list(kept), "sum").expand(6, 4)])
 
 
-# --- nothing, one, and fewer than ranks -----------------------------------------------------------
+# --- no elements, one rank, fewer elements than ranks ---------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 4)], ids=str)
@@ -201,7 +203,7 @@ def test_no_elements(shape):
     pc.copy_(tensors[0], tensors[1])
 
 
-def test_empty_tensors_of_another_stride_are_alike():
+def test_strides_of_empty_tensors_do_not_matter():
     pc.all_reduce([torch.zeros(0, 3), torch.zeros(3, 0).t()])
 
 
@@ -240,7 +242,7 @@ def test_fewer_elements_than_ranks():
                 assert_same(got, wanted, f"{collective}, {algorithm}, {count} rows")
 
 
-def test_ranks_with_rows_of_their_own_number():
+def test_ranks_with_different_numbers_of_rows():
     tensors = [torch.arange(n * 2).view(n, 2) for n in (3, 0, 5)]
     assert_same(pc.all_gather(tensors), [torch.cat(tensors)] * 3)
     wide = [t.t().contiguous() for t in tensors]

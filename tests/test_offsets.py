@@ -74,7 +74,7 @@ def test_all_to_all_v_is_the_same_plan(world: int, data: st.DataObject) -> None:
     assert moved == sum(map(sum, sends))
 
 
-def test_sides_of_a_step_must_agree() -> None:
+def test_sources_and_destinations_of_a_step_must_have_equal_sizes() -> None:
     plan = _C.find_algorithm("all_to_all", "direct").plan(2)
     o = _C.Offsets(plan, [1, 2])
     with pytest.raises(ValueError, match=r"differ in size: in step 2 chunk 0 of rank 1 has 1"):
@@ -86,7 +86,7 @@ def test_sides_of_a_step_must_agree() -> None:
         swapped.check(fold)
 
 
-def test_what_does_not_fit_the_plan_is_refused() -> None:
+def test_sizes_that_do_not_fit_the_plan_are_refused() -> None:
     plan = empty(2, 4)
     with pytest.raises(ValueError, match="4 chunks cannot be cut from 3 blocks"):
         _C.Offsets(plan, [1, 1, 1])

@@ -20,7 +20,7 @@ each_algorithm = pytest.mark.parametrize("algorithm", REGISTRY, ids=IDS)
 
 
 @each_algorithm
-def test_every_algorithm_is_right_and_in_its_registered_order(algorithm: _C.Algorithm) -> None:
+def test_every_algorithm_is_correct_and_in_its_registered_order(algorithm: _C.Algorithm) -> None:
     for case in cases(algorithm, range(1, 18), pieces=(1, 3, 4, 7)):
         defect, order = case.verify(case.plan)
         assert defect is None, f"{case}: {defect}"
@@ -31,14 +31,14 @@ def test_every_algorithm_is_right_and_in_its_registered_order(algorithm: _C.Algo
 
 
 @each_algorithm
-def test_no_dropped_step_goes_unnoticed(algorithm: _C.Algorithm) -> None:
+def test_every_dropped_step_is_detected(algorithm: _C.Algorithm) -> None:
     for case in cases(algorithm, range(1, 8)):
         plan = case.plan
         for i, step in enumerate(plan.steps):
             mutant = _C.Plan(plan.world, plan.chunks, [*plan.steps[:i], *plan.steps[i + 1 :]])
-            noticed = case.verify(mutant)[0] is not None
+            detected = case.verify(mutant)[0] is not None
             # Two steps do nothing: a copy of a slice to itself, and the barrier of one rank.
-            assert noticed == (not is_identity(step, case.in_place)), f"{case} without step {i}"
+            assert detected == (not is_identity(step, case.in_place)), f"{case} without step {i}"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_no_dropped_step_goes_unnoticed(algorithm: _C.Algorithm) -> None:
     [a for a in REGISTRY if a.collective in REDUCING and a.order != "other"],
     ids=lambda a: f"{a.collective}-{a.name}",
 )
-def test_no_swapped_source_of_an_ordered_plan_goes_unnoticed(algorithm: _C.Algorithm) -> None:
+def test_every_swapped_source_of_an_ordered_plan_is_detected(algorithm: _C.Algorithm) -> None:
     swapped = 0
     for case in cases(algorithm, range(2, 7)):
         plan = case.plan
@@ -64,12 +64,11 @@ def test_no_swapped_source_of_an_ordered_plan_goes_unnoticed(algorithm: _C.Algor
 
 @pytest.mark.parametrize(
     "algorithm",
-    [
-        a for a in REGISTRY if a.collective != "barrier"
-    ],  # a barrier accepts any source, if every rank is included
+    # A barrier accepts any source, if every rank is included.
+    [a for a in REGISTRY if a.collective != "barrier"],
     ids=[i for i in IDS if "barrier" not in i],
 )
-def test_no_wrong_source_goes_unnoticed(algorithm: _C.Algorithm) -> None:
+def test_every_wrong_source_is_detected(algorithm: _C.Algorithm) -> None:
     for case in cases(algorithm, (3, 5)):
         plan = case.plan
         for i, (dsts, srcs, by) in enumerate(plan.steps):
@@ -120,7 +119,7 @@ def _sum_of(order: list[int], world: int) -> list[_C.StepTuple]:
     return [(dsts, tuple((r, "in", 0, 1) for r in order), -1)]
 
 
-def test_the_first_defect_is_told_in_words() -> None:
+def test_the_first_defect_is_described() -> None:
     plan = _C.Plan(3, 1, _sum_of([0, 2], 3))
     defect, _ = _C.verify("all_reduce", plan, 0, False)
     assert defect == (
@@ -129,7 +128,7 @@ def test_the_first_defect_is_told_in_words() -> None:
     )
 
 
-def test_a_long_sum_is_told_by_its_ends() -> None:
+def test_a_long_sum_is_abbreviated() -> None:
     plan = _C.Plan(40, 1, _sum_of(list(range(39)), 40))
     defect, _ = _C.verify("all_reduce", plan, 0, True)
     assert defect is not None
@@ -137,7 +136,7 @@ def test_a_long_sum_is_told_by_its_ends() -> None:
     assert len(defect) < 250
 
 
-def test_a_rank_that_counts_twice_is_noticed() -> None:
+def test_a_rank_that_counts_twice_is_detected() -> None:
     defect, _ = _C.verify("all_reduce", _C.Plan(3, 1, _sum_of([0, 1, 1], 3)), 0, False)
     assert defect is not None
     assert "got x0[0] + x1[0] + x1[0]" in defect
@@ -146,23 +145,23 @@ def test_a_rank_that_counts_twice_is_noticed() -> None:
     assert "a sum of more than 3 terms" in defect
 
 
-def test_memory_that_nobody_wrote_is_noticed() -> None:
+def test_reads_of_unwritten_memory_are_detected() -> None:
     steps = [(((0, "out", 0, 1), (1, "out", 0, 1)), ((0, "in", 0, 1), (1, "tmp", 0, 1)), -1)]
     defect, _ = _C.verify("all_reduce", _C.Plan(2, 1, steps), 0, False)
     assert defect is not None
-    assert "got what nobody has written" in defect
+    assert "got unwritten memory" in defect
 
 
-def test_inputs_survive_where_outputs_have_their_own_memory() -> None:
+def test_inputs_must_be_unchanged_out_of_place() -> None:
     both = (((0, "out", 0, 1), (1, "out", 0, 1), (1, "in", 0, 1)), ((0, "in", 0, 1),), -1)
     defect, _ = _C.verify("broadcast", _C.Plan(2, 1, [both]), 0, False)
     assert defect is not None
-    assert "rank 1, in[0]: got x0[0], wanted x1[0] as it was" in defect
+    assert "rank 1, in[0]: got x0[0], wanted x1[0] unchanged" in defect
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("collective", ["reduce", "gather", "scatter", "reduce_scatter"])
-def test_ranks_that_receive_nothing_keep_what_they_had(collective: str, in_place: bool) -> None:
+def test_outputs_without_a_result_must_be_unchanged(collective: str, in_place: bool) -> None:
     plan = _C.find_algorithm(collective, "direct").plan(3, 1)
     chunk = plan.chunks - 1
     extra = (((0, "out", chunk, 1),), ((2, "in", chunk, 1),), -1)
@@ -171,13 +170,13 @@ def test_ranks_that_receive_nothing_keep_what_they_had(collective: str, in_place
     assert f"rank 0, out[{chunk}]: got" in defect
 
 
-def test_all_to_all_in_place_computes_something_else() -> None:
+def test_all_to_all_is_wrong_in_place() -> None:
     plan = _C.find_algorithm("all_to_all", "direct").plan(4)
     assert _C.verify("all_to_all", plan, 0, False) == (None, "exact")
     assert _C.verify("all_to_all", plan, 0, True)[0] is not None
 
 
-def test_blocks_are_cut_in_pieces() -> None:
+def test_blocks_are_divided_into_pieces() -> None:
     copies = [
         (((r, "out", 2 * c + p, 1),), ((c, "in", 2 * r + p, 1),), -1)
         for r, c, p in itertools.product(range(3), range(3), range(2))
@@ -185,18 +184,18 @@ def test_blocks_are_cut_in_pieces() -> None:
     assert _C.verify("all_to_all", _C.Plan(3, 6, copies), 0, False) == (None, "exact")
     defect, _ = _C.verify("all_to_all", _C.Plan(3, 7, copies), 0, False)
     assert defect is not None
-    assert "7 chunks are no whole number of pieces" in defect
+    assert "7 chunks cannot be divided evenly" in defect
 
 
-def test_a_barrier_needs_word_of_everybody() -> None:
-    def hear(me: int, of: int) -> _C.StepTuple:
+def test_a_barrier_needs_a_signal_of_every_rank() -> None:
+    def receive(me: int, of: int) -> _C.StepTuple:
         return (((me, "tmp", 0, 1),), ((me, "tmp", 0, 1), (of, "tmp", 0, 1)), -1)
 
-    steps = [hear(0, 1), hear(0, 2), hear(1, 0), hear(2, 0)]
+    steps = [receive(0, 1), receive(0, 2), receive(1, 0), receive(2, 0)]
     assert _C.verify("barrier", _C.Plan(3, 1, steps), 0, False)[0] is None
     defect, _ = _C.verify("barrier", _C.Plan(3, 1, [steps[0], *steps[2:]]), 0, False)
     assert defect is not None
-    assert "rank 0: got word of some ranks, but not of rank 2" in defect
+    assert "rank 0: can leave the barrier before rank 2 has entered" in defect
 
 
 @pytest.mark.parametrize(
@@ -209,7 +208,7 @@ def test_a_barrier_needs_word_of_everybody() -> None:
         ([((1, 2, 3), 1), ((0, 1), 0)], "other"),
     ],
 )
-def test_orders_are_told_apart(folds: list[tuple[tuple[int, ...], int]], order: str) -> None:
+def test_orders_are_classified(folds: list[tuple[tuple[int, ...], int]], order: str) -> None:
     steps = [
         (((to, "in", 0, 1),), tuple((r, "in", 0, 1) for r in ranks), -1) for ranks, to in folds
     ]
@@ -217,6 +216,6 @@ def test_orders_are_told_apart(folds: list[tuple[tuple[int, ...], int]], order: 
     assert _C.verify("all_reduce", _C.Plan(4, 1, steps), 0, True) == (None, order)
 
 
-def test_verify_refuses_a_root_that_there_is_not() -> None:
+def test_verify_refuses_an_invalid_root() -> None:
     with pytest.raises(ValueError, match="root 2 is not a rank of a world of 2"):
         _C.verify("broadcast", _C.find_algorithm("broadcast", "direct").plan(2), 2, False)

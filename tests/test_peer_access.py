@@ -1,4 +1,4 @@
-"""Peer access: tried once per pair and direction, used only if that works, named if missing."""
+"""Peer access: tested once per pair and direction, used only if it works, named if missing."""
 
 from __future__ import annotations
 
@@ -16,69 +16,69 @@ class Machine:
 
     def __init__(self, reported, broken=()):
         self.reported, self.broken = set(reported), dict(broken)
-        self.asked, self.tried, self.said = [], [], []
-        self.peers = _testing.Peers(self.ask, self.try_out, self.said.append)
+        self.queried, self.tested, self.logged = [], [], []
+        self.peers = _testing.Peers(self.query, self.test, self.logged.append)
 
-    def ask(self, one, other):
-        self.asked.append((one, other))
+    def query(self, one, other):
+        self.queried.append((one, other))
         return (one, other) in self.reported
 
-    def try_out(self, one, other):
-        self.tried.append((one, other))
+    def test(self, one, other):
+        self.tested.append((one, other))
         return self.broken.get((one, other), "")
 
 
-def test_a_pair_is_asked_and_tried_once():
+def test_a_pair_is_queried_and_tested_once():
     machine = Machine({(0, 1), (1, 0)})
     for _ in range(3):
         assert machine.peers.works(0, 1)
         assert machine.peers.works(1, 0)
-    assert machine.asked == machine.tried == [(0, 1), (1, 0)]
-    assert machine.said == []
+    assert machine.queried == machine.tested == [(0, 1), (1, 0)]
+    assert machine.logged == []
 
 
-def test_a_device_reaches_itself_without_a_question():
+def test_a_device_reaches_itself_without_a_query():
     machine = Machine({})
     assert machine.peers.works(2, 2)
-    assert machine.asked == []
+    assert machine.queried == []
 
 
-def test_what_the_driver_denies_is_not_tried():
+def test_pairs_without_reported_access_are_not_tested():
     machine = Machine({(0, 1)})
     assert not machine.peers.works(1, 0)
-    assert machine.tried == []
-    assert machine.said == []
+    assert machine.tested == []
+    assert machine.logged == []
 
 
-def test_a_pair_that_lies_is_said_once_and_not_believed():
+def test_a_defective_pair_is_logged_once_and_not_used():
     machine = Machine({(0, 1), (1, 0)}, {(1, 0): "what was written there did not arrive"})
     for _ in range(3):
         assert not machine.peers.works(1, 0)
         assert machine.peers.works(0, 1), "the other direction is another pair"
-    assert machine.said == [
-        "cuda:1 is said to reach the memory of cuda:0, but what was written there did not arrive; "
-        "copies between them go through the host"
+    assert machine.logged == [
+        "the driver reports that cuda:1 can access the memory of cuda:0, but what was written "
+        "there did not arrive; copies between them go through the host"
     ]
 
 
-def test_a_trial_that_fails_is_made_again():
+def test_a_failed_self_test_is_repeated():
     machine = Machine({(0, 1)})
-    answers = [ValueError("a capture is under way"), ""]
+    results = [ValueError("a capture is under way"), ""]
 
-    def try_out(one, other):
-        answer = answers.pop(0)
+    def test(one, other):
+        answer = results.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    peers = _testing.Peers(machine.ask, try_out, machine.said.append)
+    peers = _testing.Peers(machine.query, test, machine.logged.append)
     with pytest.raises(ValueError, match="capture"):
         peers.works(0, 1)
     assert peers.works(0, 1)
-    assert answers == []
+    assert results == []
 
 
-def test_many_threads_try_once():
+def test_concurrent_threads_test_each_pair_once():
     machine = Machine({(a, b) for a in range(8) for b in range(8)})
     start = threading.Barrier(4)
 
@@ -88,31 +88,31 @@ def test_many_threads_try_once():
             for b in range(8):
                 assert machine.peers.works(a, b)
 
-    team = [threading.Thread(target=work) for _ in range(4)]
-    for t in team:
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
         t.start()
-    for t in team:
+    for t in threads:
         t.join(60)
-    assert len(machine.tried) == len(set(machine.tried)) == 56
+    assert len(machine.tested) == len(set(machine.tested)) == 56
 
 
 @pytest.fixture
 def two_gpus(monkeypatch):
     """Two devices with a name and no memory, and answers about them."""
-    answers = {(0, 1): (True, "", 0), (1, 0): (True, "", 0)}
+    results = {(0, 1): (True, "", 0), (1, 0): (True, "", 0)}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(_C, "has_cuda", lambda: True)
-    monkeypatch.setattr(_C, "peer_access", lambda one, other: answers[one, other])
-    return answers
+    monkeypatch.setattr(_C, "peer_access", lambda one, other: results[one, other])
+    return results
 
 
-def test_peer_access_can_be_insisted_on(two_gpus):
+def test_peer_access_can_be_required(two_gpus):
     communicator = pc.Communicator(["cuda:0", "cuda:1", "cuda:0"], peer_access=True)
     assert communicator.world == 3
 
 
 @pytest.mark.parametrize("answer", [(False, "", -1), (True, "what was read is wrong", 0)])
-def test_insisting_names_the_pair(two_gpus, answer):
+def test_required_peer_access_names_the_missing_pair(two_gpus, answer):
     two_gpus[1, 0] = answer
     why = answer[1] or "the driver reports no peer access"
     with pytest.raises(ValueError, match=f"cuda:1 does not reach the memory of cuda:0: {why}"):
@@ -121,14 +121,14 @@ def test_insisting_names_the_pair(two_gpus, answer):
         assert pc.Communicator(["cuda:0", "cuda:1"], peer_access=choice).world == 2
 
 
-def test_ranks_on_the_cpu_have_no_use_for_it():
+def test_peer_access_has_no_effect_on_cpu_ranks():
     x = [torch.ones(2), torch.ones(2)]
     pc.Communicator("cpu*2", peer_access=True).all_reduce(x)
     assert x[1].tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("choice", [None, True, False])
-def test_a_communicator_hands_its_choice_to_every_call(monkeypatch, choice):
+def test_a_communicator_passes_its_choice_to_every_call(monkeypatch, choice):
     """Each collective passes it on as the last argument; a call's own choice comes first."""
     communicator = pc.Communicator("cpu*2", peer_access=choice)
     x = [torch.ones(2), torch.ones(2)]
@@ -158,14 +158,14 @@ def test_a_communicator_hands_its_choice_to_every_call(monkeypatch, choice):
 
 
 @pytest.mark.cuda
-def test_gpus_that_are_here():
+def test_real_gpus():
     count = torch.cuda.device_count()
     for one in range(count):
         for other in range(count):
-            asked, defect, rank = _C.peer_access(one, other)
+            queried, defect, rank = _C.peer_access(one, other)
             if one == other:
-                assert (asked, defect) == (True, "")
+                assert (queried, defect) == (True, "")
             else:
-                assert asked == torch.cuda.can_device_access_peer(one, other)
-                assert defect == "" or not asked, "this machine's peer access is broken"
-                assert asked == (rank >= 0)
+                assert queried == torch.cuda.can_device_access_peer(one, other)
+                assert defect == "" or not queried, "this machine's peer access is broken"
+                assert queried == (rank >= 0)

@@ -13,7 +13,7 @@ from typing import Any
 import plan_cases
 import pytest
 import torch
-from emulated_calls import all_reduce, emulate_calls, ways
+from emulated_calls import all_reduce, emulate_calls, stream_layouts
 from plan_cases import Case, cases, random_plan
 
 from pycollect import _C, _testing
@@ -39,10 +39,10 @@ def mixed(case: Case, seed: int) -> list[int]:
 
 @each_algorithm
 def test_no_algorithm_races_on_pageable_memory(algorithm: _C.Algorithm) -> None:
-    way, moved = ways(), 0
+    layout, moved = stream_layouts(), 0
     for seed, case in enumerate(cases(algorithm, range(2, 9))):
         devices = mixed(case, seed)
-        options: dict[str, Any] = next(way) | {"peers": seed % 2 == 0, "bindings": 1 + seed % 2}
+        options: dict[str, Any] = next(layout) | {"peers": seed % 2 == 0, "bindings": 1 + seed % 2}
         emulated_run = emulate_calls(case.plan, case.in_place, devices, runs=2, **options)
         for order in (-1, seed, seed + 1):
             assert emulated_run.mismatch(order) is None, f"{case} on {devices}, {options}"
@@ -51,16 +51,21 @@ def test_no_algorithm_races_on_pageable_memory(algorithm: _C.Algorithm) -> None:
 
 
 @pytest.mark.parametrize("ring", [(64, 1), (64, 2), (96, 3), (4096, 4)])
-def test_any_size_of_ring_will_do(ring: tuple[int, int]) -> None:
+def test_any_ring_size_is_correct(ring: tuple[int, int]) -> None:
     for name in ("leader", "chain", "two_shot"):
         for dtype, op in (("float32", "avg"), ("bfloat16", "sum")):
             for devices in ([0, PAGEABLE], [PAGEABLE, 0], [0, PAGEABLE, 1]):
                 plan = all_reduce(name, len(devices))
-                for lanes in (False, True):
-                    way: dict[str, Any] = {"dtype": dtype, "op": op, "lanes": lanes, "bindings": 2}
-                    emulated_run = emulate_calls(plan, True, devices, runs=3, ring=ring, **way)
+                for copy_streams in (False, True):
+                    layout: dict[str, Any] = {
+                        "dtype": dtype,
+                        "op": op,
+                        "copy_streams": copy_streams,
+                        "bindings": 2,
+                    }
+                    emulated_run = emulate_calls(plan, True, devices, runs=3, ring=ring, **layout)
                     for seed in range(-1, 3):
-                        assert emulated_run.mismatch(seed) is None, (name, devices, way)
+                        assert emulated_run.mismatch(seed) is None, (name, devices, layout)
 
 
 def test_random_plans_on_pageable_memory() -> None:
@@ -70,17 +75,21 @@ def test_random_plans_on_pageable_memory() -> None:
         plan, in_place = random_plan(seed)
         choices = (0, 1, PINNED, PAGEABLE, PAGEABLE)
         devices = [0, *(pick.choice(choices) for _ in range(1, plan.world))]
-        way = {"peers": pick.random() < 0.5, "pieces": pick.choice((2, 5, 8)), "host_waits": False}
-        way |= {"lanes": pick.random() < 0.5, "ring": pick.choice([(256, 2), (512, 3)])}
+        layout = {
+            "peers": pick.random() < 0.5,
+            "pieces": pick.choice((2, 5, 8)),
+            "host_waits": False,
+        }
+        layout |= {"copy_streams": pick.random() < 0.5, "ring": pick.choice([(256, 2), (512, 3)])}
         try:
-            emulated_run = emulate_calls(plan, in_place, devices, 2, **way)
+            emulated_run = emulate_calls(plan, in_place, devices, 2, **layout)
         except ValueError as error:
             if "cut the chunks into more pieces" not in str(error):
                 raise
             refused += 1
             continue
         for order in (-1, 0, 1):
-            assert emulated_run.mismatch(order) is None, f"seed {seed}: {devices}, {way}"
+            assert emulated_run.mismatch(order) is None, f"seed {seed}: {devices}, {layout}"
     assert refused < 10
 
 
@@ -92,7 +101,7 @@ def gather(world: int) -> _C.Plan:
     return _C.find_algorithm("gather", "direct").plan(world)
 
 
-def test_a_scatter_leaves_the_host_free() -> None:
+def test_a_scatter_does_not_block_the_host() -> None:
     """The input has been read when the call returns, so the host does not wait for the GPUs."""
     emulated_run = emulate_calls(scatter(4), False, [PAGEABLE, 0, 0, 1], ring=(4096, 4))
     counts = emulated_run.counts
@@ -101,14 +110,18 @@ def test_a_scatter_leaves_the_host_free() -> None:
     assert counts["host_copy"] == 3 + 1  # the root's own part is copied from host to host
 
 
-def test_a_gather_waits_for_what_it_writes() -> None:
-    emulated_run = emulate_calls(gather(3), False, [PAGEABLE, 0, 1], ring=(4096, 4), lanes=True)
+def test_a_gather_waits_for_its_copies() -> None:
+    emulated_run = emulate_calls(
+        gather(3), False, [PAGEABLE, 0, 1], ring=(4096, 4), copy_streams=True
+    )
     assert emulated_run.counts["synchronize"] == 2  # one piece from each device
     # The last two stream waits are the host's own; stream waits before them order nothing new.
-    assert not {emulated_run.waits - 1, emulated_run.waits - 2} & set(emulated_run.missed())
+    assert not {emulated_run.waits - 1, emulated_run.waits - 2} & set(
+        emulated_run.redundant_waits()
+    )
 
     def late(seed: int) -> _testing.EmulatedRun:
-        fresh = emulate_calls(gather(3), False, [PAGEABLE, 0, 1], ring=(4096, 4), lanes=True)
+        fresh = emulate_calls(gather(3), False, [PAGEABLE, 0, 1], ring=(4096, 4), copy_streams=True)
         fresh.drop_wait(fresh.waits - 1)
         assert fresh.race is not None
         return fresh
@@ -117,14 +130,14 @@ def test_a_gather_waits_for_what_it_writes() -> None:
     assert any(late(seed).mismatch(seed) is not None for seed in range(100))
 
 
-def test_a_piece_is_filled_again_only_when_it_has_left() -> None:
+def test_a_piece_is_refilled_only_after_its_copy() -> None:
     emulated_run = emulate_calls(scatter(2), False, [PAGEABLE, 0], ring=(32, 2), runs=4)
     host_waits = emulated_run.counts["synchronize"]
     assert host_waits > 0
     for number in range(emulated_run.waits):
         fresh = emulate_calls(scatter(2), False, [PAGEABLE, 0], ring=(32, 2), runs=4)
         fresh.drop_wait(number)
-        assert fresh.race is not None, f"wait {number} of {emulated_run.waits} is in vain"
+        assert fresh.race is not None, f"wait {number} of {emulated_run.waits} is redundant"
 
 
 def test_small_tensors_share_a_piece() -> None:
@@ -135,7 +148,7 @@ def test_small_tensors_share_a_piece() -> None:
     assert gathered.counts["synchronize"] == 1
 
 
-def test_what_a_rank_in_pageable_memory_got_it_can_pass_on() -> None:
+def test_a_rank_in_pageable_memory_can_forward_data() -> None:
     """Copies out of the ring must arrive before the same memory is read again."""
     plan = _C.find_algorithm("broadcast", "chain").plan(3, 0, 4)
     emulated_run = emulate_calls(plan, True, [0, PAGEABLE, 1], peers=False, runs=2)
@@ -143,7 +156,7 @@ def test_what_a_rank_in_pageable_memory_got_it_can_pass_on() -> None:
         assert emulated_run.mismatch(seed) is None
 
 
-def test_pinned_ranks_are_waited_for_as_before() -> None:
+def test_the_host_waits_for_pinned_ranks() -> None:
     emulated_run = emulate_calls(
         all_reduce("leader", 3), True, [0, PINNED, PAGEABLE], ring=(4096, 4)
     )
@@ -179,9 +192,9 @@ def test_a_failure_leaves_the_ring_usable() -> None:
             assert emulated_run.mismatch(after) is None
 
 
-def test_runs_beside_each_other_have_rings_of_their_own() -> None:
+def test_concurrent_runs_have_their_own_rings() -> None:
     first = _testing.EmulatedRun(all_reduce("leader", 3), True, [0, PAGEABLE, 1])
-    second = _testing.EmulatedRun(all_reduce("chain", 3), True, [0, PAGEABLE, 1], beside=first)
+    second = _testing.EmulatedRun(all_reduce("chain", 3), True, [0, PAGEABLE, 1], machine_of=first)
     for _ in range(3):
         for emulated_run in (first, second):
             emulated_run.run(2)
@@ -194,7 +207,7 @@ def test_runs_beside_each_other_have_rings_of_their_own() -> None:
     ("size", "rows"),  # below and above a thread's share, in few long or many short lines
     [(1, 1), (1000, 1), (1_000_003, 1), (300_001, 5), (7, 100_000), (131_072, 9), (100, 3)],
 )
-def test_the_hosts_own_copies_move_every_byte_once(threads: int, size: int, rows: int) -> None:
+def test_host_copies_move_every_byte_once(threads: int, size: int, rows: int) -> None:
     torch.set_num_threads(threads)
     src = torch.randint(256, (rows, size + 5), dtype=torch.uint8)
     dst = torch.zeros(rows, size + 3, dtype=torch.uint8)

@@ -45,7 +45,7 @@ def test_names_are_sorted_and_unique(collective: str) -> None:
     assert all(_C.find_algorithm(collective, a.name).name == a.name for a in listed)
 
 
-def test_what_is_not_there_is_refused_with_the_names_there_are() -> None:
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="no collective 'sum'; choose one of 'all_reduce', "):
         pc.algorithms("sum")
     with pytest.raises(ValueError, match=r"no broadcast algorithm 'ring'; choose .* 'direct'"):
@@ -86,7 +86,7 @@ def test_every_plan_verifies_prints_and_predicts(a: _C.Algorithm) -> None:
         assert len(str(plan).splitlines()) == 2 + min(len(plan.steps), 8 * 14)
 
 
-def test_a_plan_reads_well() -> None:
+def test_a_plan_as_text() -> None:
     assert str(pc.plan("reduce", 3, root=2, algorithm="chain", pieces=2, nbytes=3000)) == (
         "reduce by 'chain', 3 ranks, root 2, 2 chunks of 1.46 KiB, in place\n"
         "order native, 2 levels; a rank reads 0 B to 5.86 KiB (ranks 1,2) "
@@ -98,7 +98,7 @@ def test_a_plan_reads_well() -> None:
     )
 
 
-def test_a_large_plan_is_cut_short() -> None:
+def test_the_text_of_a_large_plan_is_abbreviated() -> None:
     for name in pc.algorithms():
         text = str(pc.plan("all_reduce", 100, algorithm=name))
         assert len(text.splitlines()) <= 2 + 24 * 9 + 1
@@ -117,11 +117,11 @@ def test_defaults_are_those_for_one_memory() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"world": 0}, "at least one rank, not 0"),
+        ({"world": 0}, "world is 0; pass at least one rank"),
         ({"world": 5000}, "at most 1024"),
         ({"world": 4, "root": 4}, "root 4 is not a rank of a world of 4"),
         ({"world": 4, "root": -1}, "root -1 is not"),
-        ({"world": 4, "pieces": 0}, "at least one piece, not 0"),
+        ({"world": 4, "pieces": 0}, "pieces is 0; pass at least one piece"),
         ({"world": 4, "nbytes": -1}, "cannot be negative"),
     ],
 )
@@ -130,12 +130,12 @@ def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str)
         pc.plan("broadcast", **options)
 
 
-def test_in_place_is_refused_where_it_computes_something_else() -> None:
+def test_in_place_is_refused_where_it_would_be_wrong() -> None:
     with pytest.raises(ValueError, match="all_to_all by 'direct' cannot run in place"):
         pc.plan("all_to_all", 4, in_place=True)
 
 
-def test_verify_tells_of_wrong_steps_orders_and_waits() -> None:
+def test_verify_reports_wrong_steps_orders_and_waits() -> None:
     right = pc.plan("all_reduce", 4, algorithm="two_shot")
     raw = right._plan
     cut = _C.Plan(raw.world, raw.chunks, raw.steps[:-1])
@@ -161,7 +161,7 @@ def test_every_plan_can_be_drawn(a: _C.Algorithm, suffix: str, tmp_path: Path) -
     assert len(drawn) > 4000
 
 
-def test_plots_that_cannot_be_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
+def test_impossible_plots_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
     plan = pc.plan("all_reduce", 2)
     with pytest.raises(ValueError, match=r"choose '.png' or '.svg'"):
         plan.plot(tmp_path / "plan.pdf")
@@ -195,12 +195,12 @@ def test_plots_that_cannot_be_are_refused(tmp_path: Path, monkeypatch: Any) -> N
         (2, 1, [(((0, "output", 0, 1),), COPY[1], -1)], "no buffer 'output'; choose"),
     ],
 )
-def test_what_is_no_plan_is_refused(world: int, chunks: int, steps: Any, message: str) -> None:
+def test_invalid_plans_are_refused(world: int, chunks: int, steps: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _C.Plan(world, chunks, steps)
 
 
-def test_what_overlaps_in_place_alone_is_refused_in_place_alone() -> None:
+def test_overlaps_that_exist_only_in_place_are_refused_only_in_place() -> None:
     shifted = _C.Plan(1, 3, [(((0, "out", 0, 2),), ((0, "in", 1, 2),), -1)])
     twice = _C.Plan(1, 1, [(((0, "out", 0, 1), (0, "in", 0, 1)), ((0, "tmp", 0, 1),), -1)])
     same = _C.Plan(1, 2, [(((0, "out", 0, 2),), ((0, "in", 0, 2),), -1)])
@@ -213,7 +213,7 @@ def test_what_overlaps_in_place_alone_is_refused_in_place_alone() -> None:
     same.check(True)
 
 
-def test_steps_survive_the_way_there_and_back() -> None:
+def test_steps_survive_a_round_trip() -> None:
     for seed in range(50):
         plan, _ = plan_cases.random_plan(seed)
         assert _C.Plan(plan.world, plan.chunks, plan.steps).steps == plan.steps

@@ -28,7 +28,7 @@ def seconds(
     return total, [span for span in spans if span[1] >= 0]
 
 
-def test_a_copy_waits_crosses_a_port_and_is_waited_for() -> None:
+def test_the_time_of_a_copy_between_ranks() -> None:
     total, spans = seconds(2, [pull(1, 0)])
     assert spans == [(1, 0, 1.0, 11.0)]  # alpha, then 100 bytes through a port
     assert total == 12.0  # rank 0 gets the signal that its input was read
@@ -82,7 +82,7 @@ def test_more_bytes_take_longer(a: _C.Algorithm, model: str | pc.Model) -> None:
 
 
 @pytest.mark.parametrize("a", REGISTRY, ids=lambda a: f"{a.collective}-{a.name}")
-def test_a_rank_does_one_thing_at_a_time(a: _C.Algorithm) -> None:
+def test_a_rank_runs_one_task_at_a_time(a: _C.Algorithm) -> None:
     plan = pc.plan(a.collective, 6, algorithm=a.name)
     line = plan.timeline()
     assert [span.step for span in line] == list(range(len(plan.steps)))
@@ -107,7 +107,7 @@ def test_pieces_make_a_pipeline() -> None:
     assert cut < whole / 4
 
 
-def test_small_messages_want_few_rounds_and_large_ones_few_bytes() -> None:
+def test_few_rounds_suit_small_messages_and_few_bytes_large_ones() -> None:
     def time(name: str, nbytes: int) -> float:
         return pc.plan("all_reduce", 8, algorithm=name, nbytes=nbytes).predict()
 
@@ -117,39 +117,39 @@ def test_small_messages_want_few_rounds_and_large_ones_few_bytes() -> None:
 
 @pytest.mark.parametrize("name", ["alpha", "port", "memory", "bridge"])
 @pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
-def test_models_that_make_no_sense_are_refused(name: str, value: float) -> None:
+def test_invalid_models_are_refused(name: str, value: float) -> None:
     figures = {"alpha": 1e-6, "port": 1e9, "memory": 1e9, "bridge": 0.0, name: value}
-    with pytest.raises(ValueError, match=f"Model: {name} is in .*, not {value}"):
+    with pytest.raises(ValueError, match=f"Model: {name} is {value}; pass .*, finite and"):
         pc.Model(**figures)
     raw = tuple(figures.values())
     with pytest.raises(ValueError, match=r"finite|or 0 where there is none"):
         _C.predict(_C.Program(_C.Plan(1, 1, []), False), 1, raw)
 
 
-def test_zero_is_allowed_where_it_means_something() -> None:
+def test_zero_is_allowed_for_alpha_and_bridge() -> None:
     pc.Model(alpha=0, port=1, memory=1, bridge=0)
     for name in ("port", "memory"):
-        with pytest.raises(ValueError, match=f"Model: {name} .* above zero, not 0"):
+        with pytest.raises(ValueError, match=f"Model: {name} is 0; pass .* above zero"):
             pc.Model(**{"alpha": 0, "port": 1, "memory": 1, name: 0})
-    with pytest.raises(TypeError, match="alpha is a number, not '1us'"):
+    with pytest.raises(TypeError, match="alpha is '1us'; pass a number"):
         pc.Model(alpha="1us", port=1, memory=1)  # type: ignore[arg-type]
 
 
 def test_unknown_models_are_refused() -> None:
     plan = pc.plan("all_reduce", 2)
-    with pytest.raises(ValueError, match="no model 'token ring'; choose one of 'nvlink', 'pcie'"):
+    with pytest.raises(ValueError, match="no model 'token ring'; pass one of 'nvlink', 'pcie'"):
         plan.predict("token ring")
-    with pytest.raises(TypeError, match=r"a name or a pycollect.Model, not float"):
+    with pytest.raises(TypeError, match=r"model is a float; pass a name or a pycollect\.Model"):
         plan.timeline(3.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("nbytes", [-1.0, math.inf, math.nan])
-def test_bytes_that_make_no_sense_are_refused(nbytes: float) -> None:
+def test_invalid_byte_counts_are_refused(nbytes: float) -> None:
     with pytest.raises(ValueError, match="bytes must be finite and not negative"):
         _C.predict(_C.Program(_C.Plan(1, 1, []), False), nbytes, SLOW)
 
 
-def test_a_program_that_waits_for_the_future_is_refused() -> None:
+def test_a_wait_for_a_later_step_is_refused() -> None:
     program = _C.Program(_C.Plan(2, 1, [pull(1, 0)]), False).with_wait(0, 0, (1, 2))
     with pytest.raises(ValueError, match="which the plan writes later"):
         _C.predict(program, 1, SLOW)

@@ -39,18 +39,18 @@ def names_of(run):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param(GPU, marks=MARKS)])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_is_named(name, device):
+def test_calls_have_a_named_range(name, device):
     assert names_of(lambda: CALLS[name](device)) == [f"pycollect::{name}"]
 
 
-def test_operators_are_named_too():
+def test_operators_have_a_named_range():
     tensors = ones("cpu")
     names = names_of(lambda: torch.ops.pycollect.all_reduce_(tensors))
     assert names == ["pycollect::all_reduce_", "pycollect::all_reduce"]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param(GPU, marks=MARKS)])
-def test_what_runs_later_is_named_where_it_runs(device):
+def test_async_calls_have_a_named_range(device):
     tensors = ones(device, count=100_000)
     assert names_of(lambda: pc.all_reduce(tensors, async_op=True).wait()) == [
         "pycollect::all_reduce"
@@ -58,7 +58,7 @@ def test_what_runs_later_is_named_where_it_runs(device):
     assert tensors[0][0].item() == 2
 
 
-def test_a_refused_call_has_no_name():
+def test_a_refused_call_has_no_range():
     def refused():
         with pytest.raises(ValueError, match="shape"):
             pc.all_reduce([torch.ones(2), torch.ones(3)])
@@ -66,7 +66,7 @@ def test_a_refused_call_has_no_name():
     assert names_of(refused) == []
 
 
-def test_nothing_is_left_behind():
+def test_ranges_end_with_their_calls():
     for _ in range(3):
         assert len(names_of(lambda: pc.all_reduce(ones("cpu")))) == 1
     pc.all_reduce(ones("cpu"))

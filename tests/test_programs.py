@@ -34,7 +34,7 @@ def test_a_program_ends_as_any_other(tmp_path: Path, how: str) -> None:
         assert ended.stdout.splitlines()[0] == f"['-c', 'word'] there {tmp_path}"
 
 
-def test_the_number_of_an_ended_program_is_its_own_until_its_status_is_read() -> None:
+def test_the_pid_of_an_ended_program_is_reserved_until_its_status_is_read() -> None:
     with programs.Program([sys.executable, "-c", "0"]) as program:
         stat = Path(f"/proc/{program.pid}/stat")
         while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
@@ -44,7 +44,7 @@ def test_the_number_of_an_ended_program_is_its_own_until_its_status_is_read() ->
         assert program.wait(60) == 0
 
 
-def test_signals_that_are_blocked_are_blocked_there() -> None:
+def test_blocked_signals_are_inherited() -> None:
     """A program inherits the caller's blocked signals, not those of the first program's start."""
     code = "import signal; print(2 in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
 
@@ -64,7 +64,7 @@ def _begins_with_torch(me: RankContext) -> bool:
     return "torch._dynamo" in sys.modules  # importing torch alone does not import it
 
 
-def test_ranks_begin_with_torch() -> None:
-    """This holds whatever other tests have forked before."""
+def test_ranks_start_with_torch_imported() -> None:
+    """Also if other tests have forked programs before."""
     with fresh(1, group=False) as pool:
         assert pool.run(_begins_with_torch) == [True]

@@ -44,11 +44,11 @@ def test_no_algorithm_races_or_hangs(algorithm: _C.Algorithm) -> None:
         assert found.defect is None, f"{case}: {found.defect}"
         assert (found.races, found.deadlock) == (0, False)
         if algorithm.collective == "barrier":
-            assert found.meets, case
+            assert found.is_barrier, case
 
 
 @each_algorithm
-def test_no_dropped_wait_of_an_algorithm_goes_unnoticed(algorithm: _C.Algorithm) -> None:
+def test_every_wait_of_an_algorithm_is_needed(algorithm: _C.Algorithm) -> None:
     for case in cases(algorithm, range(2, 7)):
         assert_every_wait_is_needed(case.program, case)
 
@@ -64,7 +64,7 @@ def test_random_plans_do_not_race_and_need_every_wait() -> None:
     assert waits > 1000
 
 
-def test_beyond_64_ranks_there_may_be_waits_too_many_but_never_too_few() -> None:
+def test_beyond_64_ranks_no_wait_is_missing() -> None:
     for name in ("two_shot", "chain", "ring", "halving_doubling", "fused"):
         plan = _C.find_algorithm("all_reduce", name).plan(70)
         assert _C.replay(_C.Program(plan, True)).defect is None
@@ -113,7 +113,7 @@ def assert_levels_hold(plan: _C.Plan, in_place: bool, pace: str) -> None:
 
 @pytest.mark.parametrize("pace", ["any", "one_task"])
 @each_algorithm
-def test_tasks_of_a_level_touch_nothing_in_common(algorithm: _C.Algorithm, pace: str) -> None:
+def test_tasks_of_a_level_do_not_conflict(algorithm: _C.Algorithm, pace: str) -> None:
     for case in cases(algorithm, (1, 2, 3, 5, 8)):
         assert_levels_hold(case.plan, case.in_place, pace)
 
@@ -179,7 +179,7 @@ def test_levels_are_few(name: str, pace: str, levels: int) -> None:
     assert len(_C.Program(plan, True, pace).levels) - 2 == levels
 
 
-def test_a_race_is_told_in_words() -> None:
+def test_a_race_is_described() -> None:
     plan = _C.Plan(2, 1, [(((1, "out", 0, 1),), ((0, "in", 0, 1),), -1)])
     program = _C.Program(plan, False)
     assert program.tasks == [
@@ -187,12 +187,12 @@ def test_a_race_is_told_in_words() -> None:
         [(-1, 0, []), (0, 1, [(0, 1)]), (-1, 2, [])],
     ]
     assert _C.replay(program.without_wait(1, 1, 0)).defect == (
-        "the entry of rank 0 and step 0 by rank 1 both touch in[0] of rank 0, one of them writes, "
+        "the entry of rank 0 and step 0 by rank 1 both access in[0] of rank 0, one of them writes, "
         "and nothing orders them"
     )
 
 
-def test_a_deadlock_is_told_in_words() -> None:
+def test_a_deadlock_is_described() -> None:
     program = _C.find_algorithm("all_reduce", "chain").plan(2, 0, 1)
     waiting = _C.Program(program, True).with_wait(1, 0, (0, 2))  # rank 0 in turn waits for rank 1
     found = _C.replay(waiting)
@@ -200,15 +200,15 @@ def test_a_deadlock_is_told_in_words() -> None:
     assert found.defect == "deadlock: step 1 by rank 0 waits for task 2 of rank 1, which never ends"
 
 
-def test_ranks_that_never_hear_of_each_other_do_not_meet() -> None:
+def test_ranks_without_mutual_waits_form_no_barrier() -> None:
     scatter = _C.find_algorithm("scatter", "direct").plan(3)
-    assert not _C.replay(_C.Program(scatter, False)).meets
+    assert not _C.replay(_C.Program(scatter, False)).is_barrier
 
 
-def test_programs_that_name_what_is_not_there_are_refused() -> None:
+def test_programs_with_invalid_waits_are_refused() -> None:
     program = _C.Program(_C.find_algorithm("all_reduce", "chain").plan(3), True)
     for wait in [(3, 1), (-1, 1), (0, 0), (0, 99)]:
-        with pytest.raises(ValueError, match="which is not there"):
+        with pytest.raises(ValueError, match="which does not exist"):
             _C.replay(program.with_wait(1, 1, wait))
     with pytest.raises(ValueError, match="no task 99 of rank 0"):
         program.without_wait(0, 99, 0)

@@ -107,8 +107,8 @@ def bursts(operations: list[str]) -> list[tuple[int, int]]:
     ]
 
 
-def guarded(operations: list[str]) -> int:
-    """Index of the operation at which a block learns whether it must not write."""
+def guard_index(operations: list[str]) -> int:
+    """Index of the operation with which the threads of a block share the guard word."""
     return next(i for i, op in enumerate(operations) if op.startswith("BAR.RED"))
 
 
@@ -131,7 +131,7 @@ def test_packets_are_loaded_and_stored_whole(kernels: dict[str, list[str]]):
     edges = {"float, Avg": {""}, "BFloat16, Avg": {"U16"}, "Complex, Prod": {""}}
     edges["copy"] = {"64", "", "U16", "U8"}
     for name, operations in kernels.items():
-        end = guarded(operations)
+        end = guard_index(operations)
         assert memory(operations[:end]) == [("LDG", "")], name  # one thread of a block
         accesses = memory(operations[end:])
         assert {width for _, width in accesses} == {"128", *edges[name]}, name
@@ -144,7 +144,7 @@ def test_packets_are_loaded_and_stored_whole(kernels: dict[str, list[str]]):
 
 
 @pytest.mark.slow
-def test_nothing_spills_contracts_or_reads_past_its_own_stores(kernels: dict[str, list[str]]):
+def test_no_spills_contractions_or_cached_loads(kernels: dict[str, list[str]]):
     assert sorted(kernels) == ["BFloat16, Avg", "Complex, Prod", "copy", "float, Avg"]
     for name, operations in kernels.items():
         bad = [op for op in operations if op.startswith(("LDL", "STL", "FFMA", "DFMA"))]

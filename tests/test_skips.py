@@ -109,30 +109,30 @@ def run(folder: Path, *arguments: str, tests: str = TESTS, **environ: str) -> st
 
 
 def test_every_reason_is_counted(tmp_path: Path) -> None:
-    said = run(tmp_path, PYCOLLECT_REQUIRE_CUDA="0").splitlines()
-    assert "1 passed, 5 skipped" in said[-1]
+    output = run(tmp_path, PYCOLLECT_REQUIRE_CUDA="0").splitlines()
+    assert "1 passed, 5 skipped" in output[-1]
     for line in (
         "2 tests did not run: no CUDA GPU here",
         "2 tests did not run: there are fewer than two CUDA GPUs here",
         "1 test did not run: CuPy is not installed",
     ):
-        assert any(s.startswith(line) for s in said), f"{line!r} is missing from {said}"
+        assert any(s.startswith(line) for s in output), f"{line!r} is missing from {output}"
 
 
-def test_a_gpu_may_be_insisted_on(tmp_path: Path) -> None:
-    said = run(tmp_path, PYCOLLECT_REQUIRE_CUDA="1")
-    assert "PYCOLLECT_REQUIRE_CUDA=1 forbids to skip it" in said
-    assert "2 errors" in said or "2 failed" in said
+def test_a_gpu_can_be_required(tmp_path: Path) -> None:
+    output = run(tmp_path, PYCOLLECT_REQUIRE_CUDA="1")
+    assert "PYCOLLECT_REQUIRE_CUDA=1 forbids to skip it" in output
+    assert "2 errors" in output or "2 failed" in output
 
 
-def test_slow_tests_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_slow_tests_are_deselected_and_counted(tmp_path: Path) -> None:
     """Slow tests are deselected by default; slow tests on a missing GPU would take no time."""
     *_, line, last = run(tmp_path, tests=SLOW).splitlines()
     assert line == LINE
     assert last.startswith("1 passed, 61 deselected")
 
 
-def test_workers_leave_out_the_same_and_keep_a_file_together(tmp_path: Path) -> None:
+def test_workers_deselect_the_same_tests_and_keep_a_file_together(tmp_path: Path) -> None:
     """A file's tests stay in one worker, with the processes that they share."""
     pytest.importorskip("xdist", reason="needs pytest-xdist")
     for name in ("one", "two"):
@@ -150,9 +150,9 @@ def test_a_worker_that_dies_ends_the_run(tmp_path: Path) -> None:
     for number in range(6):
         (tmp_path / f"test_{number}.py").write_text(TOGETHER)
     dies = "import os\n\ndef test_here():\n    pass\n\ndef test_that_dies():\n    os._exit(1)\n"
-    said = run(tmp_path, "-n", "2", tests=dies)
-    assert "crashed" in said
-    assert "1 failed" in said.splitlines()[-1]
+    output = run(tmp_path, "-n", "2", tests=dies)
+    assert "crashed" in output
+    assert "1 failed" in output.splitlines()[-1]
 
 
 def test_a_worker_for_two_cores_unless_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,10 +175,10 @@ def test_a_worker_for_two_cores_unless_there_is_a_gpu(monkeypatch: pytest.Monkey
         (["-k", "slow and 7"], "6 slow tests were left out; about 1 minute:", "62 deselected"),
     ],
 )
-def test_only_what_is_left_out_as_slow_is_counted(
+def test_only_tests_deselected_as_slow_are_counted(
     tmp_path: Path, arguments: list[str], left_out: str, ran: str
 ) -> None:
-    said = run(tmp_path, *arguments, tests=SLOW)
-    assert ran in said.splitlines()[-1]
-    assert left_out in said
-    assert ("slow test" in said) == bool(left_out)
+    output = run(tmp_path, *arguments, tests=SLOW)
+    assert ran in output.splitlines()[-1]
+    assert left_out in output
+    assert ("slow test" in output) == bool(left_out)

@@ -18,12 +18,12 @@ each_algorithm = pytest.mark.parametrize("algorithm", REGISTRY, ids=IDS)
 def staged(
     plan: _C.Plan,
     in_place: bool,
-    islands: list[int],
+    access_groups: list[int],
     on_host: list[int] | None = None,
     pieces: int = 1,
 ) -> _C.Plan:
-    """Stage the plan; ranks reach each other if they are on the same island."""
-    directly = [[a == b for b in islands] for a in islands]
+    """Stage the plan; ranks reach each other if they are in the same access group."""
+    directly = [[a == b for b in access_groups] for a in access_groups]
     hosts = [rank in (on_host or []) for rank in range(plan.world)]
     return _testing.stage(plan, in_place, hosts, directly, pieces)
 
@@ -32,53 +32,57 @@ def is_on_host(at: _C.SliceTuple, hosts: list[int]) -> bool:
     return at[1] == "host" or at[0] in hosts
 
 
-def assert_everybody_stays_within_reach(
-    plan: _C.Plan, islands: list[int], hosts: list[int]
+def assert_accesses_are_reachable(
+    plan: _C.Plan, access_groups: list[int], hosts: list[int]
 ) -> None:
     for step in plan.steps:
         me = executor(step)
         assert me not in hosts
         for at in (*step[0], *step[1]):
-            assert is_on_host(at, hosts) or islands[at[0]] == islands[me], step
+            assert is_on_host(at, hosts) or access_groups[at[0]] == access_groups[me], step
 
 
 @each_algorithm
 @pytest.mark.parametrize("pieces", [1, 3])
-def test_a_staged_plan_is_right_and_in_the_same_order(algorithm: _C.Algorithm, pieces: int) -> None:
+def test_a_staged_plan_is_correct_and_in_the_same_order(
+    algorithm: _C.Algorithm, pieces: int
+) -> None:
     for case in cases(algorithm, range(2, 9)):
         plan, order = case.plan, case.verify(case.plan)[1]
         for groups in range(2, case.world + 1):
-            islands = [rank % groups for rank in range(case.world)]
+            access_groups = [rank % groups for rank in range(case.world)]
             for hosts in ([], [0], list(range(1, case.world))):
-                made = staged(plan, case.in_place, islands, hosts, pieces)
-                assert case.verify(made) == (None, order), f"{case} on {islands}, host {hosts}"
-                assert_everybody_stays_within_reach(made, islands, hosts)
+                made = staged(plan, case.in_place, access_groups, hosts, pieces)
+                assert case.verify(made) == (None, order), (
+                    f"{case} on {access_groups}, host {hosts}"
+                )
+                assert_accesses_are_reachable(made, access_groups, hosts)
                 assert _C.replay(_C.Program(made, case.in_place)).defect is None
 
 
-def test_random_plans_stay_within_reach() -> None:
+def test_random_plans_access_only_reachable_memory() -> None:
     for seed in range(300):
         plan, in_place = random_plan(seed)
-        islands = [rank % 2 for rank in range(plan.world)]
+        access_groups = [rank % 2 for rank in range(plan.world)]
         hosts = [] if seed % 3 else [0]
-        assert_everybody_stays_within_reach(
-            staged(plan, in_place, islands, hosts, 8), islands, hosts
+        assert_accesses_are_reachable(
+            staged(plan, in_place, access_groups, hosts, 8), access_groups, hosts
         )
 
 
-def test_who_reaches_everybody_keeps_the_plan() -> None:
+def test_staging_changes_nothing_between_ranks_with_access() -> None:
     for algorithm in REGISTRY:
         plan = algorithm.plan(6)
         same = [(dsts, srcs, executor((dsts, srcs, by))) for dsts, srcs, by in plan.steps]
         assert list(staged(plan, False, [0] * 6).steps) == same
 
 
-def test_chunks_may_differ_in_size_as_before() -> None:
+def test_staging_keeps_the_chunk_sizes() -> None:
     for algorithm in REGISTRY:
         for world in (2, 5):
             plan, devices = algorithm.plan(world), list(range(world))
             direct, made = (
-                emulate_calls(plan, False, devices, peers=peers, pieces=3).cut
+                emulate_calls(plan, False, devices, peers=peers, pieces=3).chunk_sizes
                 for peers in (True, False)
             )
             assert direct == made == ("each" if algorithm.collective == "all_to_all" else "uneven")
@@ -114,7 +118,7 @@ def test_nothing_is_copied_out_twice(collective: str, name: str, out: int) -> No
     ("collective", "name"),
     [("all_reduce", "chain"), ("all_reduce", "ring"), ("reduce", "chain")],
 )
-def test_a_fold_of_one_source_from_afar_reads_no_host_memory(
+def test_a_fold_with_one_remote_source_reads_no_host_memory(
     collective: str, name: str, in_place: bool
 ) -> None:
     plan = staged(_C.find_algorithm(collective, name).plan(8), in_place, list(range(8)))
@@ -126,12 +130,15 @@ def test_a_fold_of_one_source_from_afar_reads_no_host_memory(
 def test_pieces_of_a_staged_plan_overlap() -> None:
     """Copies out, copies in and folds run in separate streams, and pieces overlap."""
 
-    def seconds(pieces: int, lanes: bool) -> float:
+    def seconds(pieces: int, copy_streams: bool) -> float:
         plan = staged(all_reduce("chain", 4, pieces), True, [0, 1, 2, 3])
-        seats = [(r, 4 + r, 8 + r, 12 + r) if lanes else (r, 4 + r, 4 + r, 4 + r) for r in range(4)]
+        stream_ids = [
+            (r, 4 + r, 8 + r, 12 + r) if copy_streams else (r, 4 + r, 4 + r, 4 + r)
+            for r in range(4)
+        ]
         model = (3e-6, 24e9, 800e9, 0.0, 2.5e-6)
         return _testing.predict_streams(
-            plan, True, "one_task", seats, 16, -1, [0, 1, 2, 3], 64 << 20, model
+            plan, True, "one_task", stream_ids, 16, -1, [0, 1, 2, 3], 64 << 20, model
         )
 
     assert seconds(16, True) < 0.75 * seconds(16, False)
@@ -141,12 +148,12 @@ def test_pieces_of_a_staged_plan_overlap() -> None:
     assert 2 * least < seconds(16, True) < 4 * least
 
 
-def test_reaches_that_make_no_sense_are_refused() -> None:
+def test_invalid_access_tables_are_refused() -> None:
     plan, alone = all_reduce("leader", 2), [[True, False], [False, True]]
     for on_host, directly, pieces, why in [
-        ([False], alone, 1, "was told for 2 ranks"),
-        ([False, False], [[True, False]], 1, "was told for 1 ranks, not 2"),
-        ([False, False], [[True], [True]], 1, "was told of 1 ranks, not 2"),
+        ([False], alone, 1, "on_host has 1 and directly has 2 entries"),
+        ([False, False], [[True, False]], 1, "on_host has 2 and directly has 1 entries"),
+        ([False, False], [[True], [True]], 1, "a row of directly has 1 entries; pass one"),
         ([True, True], alone, 1, "all ranks are in host memory"),
         ([False, False], alone, 0, "at least one piece, not 0"),
     ]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import plan_cases
 import pytest
-from emulated_calls import all_reduce, calls, emulate_calls, placements, ways
+from emulated_calls import all_reduce, calls, emulate_calls, placements, stream_layouts
 from plan_cases import random_plan
 
 from pycollect import _C, _testing
@@ -25,28 +25,28 @@ each_algorithm = pytest.mark.parametrize("algorithm", REGISTRY, ids=IDS)
 
 
 @each_algorithm
-def test_no_algorithm_races_and_no_wait_is_dropped_unnoticed(algorithm: _C.Algorithm) -> None:
+def test_no_algorithm_races_and_every_wait_is_needed(algorithm: _C.Algorithm) -> None:
     waits = 0
-    for case, devices, way in calls(algorithm, range(2, 9)):
-        emulated_run = emulate_calls(case.plan, case.in_place, devices, **way)
-        assert emulated_run.missed() == [], f"{case} on {devices}, {way}"
+    for case, devices, layout in calls(algorithm, range(2, 9)):
+        emulated_run = emulate_calls(case.plan, case.in_place, devices, **layout)
+        assert emulated_run.redundant_waits() == [], f"{case} on {devices}, {layout}"
         waits += emulated_run.waits
     assert waits > 1000
 
 
 @each_algorithm
 def test_any_order_of_the_streams_gives_the_same_bits(algorithm: _C.Algorithm) -> None:
-    for seed, (case, devices, way) in enumerate(calls(algorithm, (2, 3, 5, 8))):
+    for seed, (case, devices, layout) in enumerate(calls(algorithm, (2, 3, 5, 8))):
         if algorithm.order != "exact" or seed % 2:
             types: dict[str, Any] = {"dtype": "float32", "op": "avg"}
         else:
             types = {"dtype": "bfloat16", "op": "sum"}
         emulated_run = emulate_calls(
-            case.plan, case.in_place, devices, runs=2, bindings=2, **types, **way
+            case.plan, case.in_place, devices, runs=2, bindings=2, **types, **layout
         )
         # -1 is the order of issue, the only one with CUDA_LAUNCH_BLOCKING=1.
         for order in (-1, seed, seed + 1):
-            assert emulated_run.mismatch(order) is None, f"{case} on {devices}, {way}"
+            assert emulated_run.mismatch(order) is None, f"{case} on {devices}, {layout}"
 
 
 def random_call(seed: int) -> tuple[_testing.EmulatedRun, str]:
@@ -55,22 +55,26 @@ def random_call(seed: int) -> tuple[_testing.EmulatedRun, str]:
     devices = [pick.randrange(pick.randint(1, plan.world)) for _ in range(plan.world)]
     if pick.random() < 0.4:
         devices[1:] = [d if pick.random() < 0.5 else -1 for d in devices[1:]]
-    way = next(ways_from(seed)) | {"peers": pick.random() < 0.5, "pieces": pick.choice((2, 5, 8))}
-    way |= {"bindings": pick.choice((1, 2)), "host_waits": False}
-    emulated_run = emulate_calls(plan, in_place, devices, pick.choice((1, 2)), **way)
-    return emulated_run, f"seed {seed}: {devices}, {way}"
+    layout = next(layouts_from(seed)) | {
+        "peers": pick.random() < 0.5,
+        "pieces": pick.choice((2, 5, 8)),
+    }
+    layout |= {"bindings": pick.choice((1, 2)), "host_waits": False}
+    emulated_run = emulate_calls(plan, in_place, devices, pick.choice((1, 2)), **layout)
+    return emulated_run, f"seed {seed}: {devices}, {layout}"
 
 
-def ways_from(seed: int) -> Any:
-    way = ways()
+def layouts_from(seed: int) -> Any:
+    layout = stream_layouts()
     for _ in range(seed % 48):
-        next(way)
-    return way
+        next(layout)
+    return layout
 
 
 @pytest.mark.parametrize(
     ("first", "last"),
-    [(0, 144), pytest.param(144, 400, marks=pytest.mark.slow)],  # each of 48 ways three times
+    # The first range has each of the 48 stream layouts three times.
+    [(0, 144), pytest.param(144, 400, marks=pytest.mark.slow)],
 )
 def test_random_plans_on_random_devices(first: int, last: int) -> None:
     waits = refused = 0
@@ -82,7 +86,7 @@ def test_random_plans_on_random_devices(first: int, last: int) -> None:
                 raise
             refused += 1
             continue
-        assert emulated_run.missed() == [], what
+        assert emulated_run.redundant_waits() == [], what
         for order in (-1, 0, 1):
             assert emulated_run.mismatch(order) is None, what
         waits += emulated_run.waits
@@ -90,7 +94,7 @@ def test_random_plans_on_random_devices(first: int, last: int) -> None:
     assert refused < 10
 
 
-def test_a_dropped_wait_shows_in_the_bits() -> None:
+def test_a_dropped_wait_changes_the_bits() -> None:
     """Besides the race checker, an order that a missing event allows gives other results."""
     emulated_run = emulate_calls(all_reduce("chain", 4), True, [0, 1, 2, 3], workers="devices")
     assert all(emulated_run.mismatch(seed) is None for seed in range(20))
@@ -127,7 +131,7 @@ def test_one_device_and_one_stream_is_one_launch_and_no_event() -> None:
         ("halving_doubling", "any", True, (24, 24, 57, 72)),
     ],
 )
-def test_calls_do_not_grow_in_silence(
+def test_the_numbers_of_cuda_calls(
     name: str, pace: str, hub: bool, want: tuple[int, int, int, int]
 ) -> None:
     emulated_run = emulate_calls(all_reduce(name, 8), True, list(range(8)), pace=pace, hub=hub)
@@ -135,7 +139,7 @@ def test_calls_do_not_grow_in_silence(
     assert tuple(counts[k] for k in ("launch", "copy", "record", "wait")) == want
 
 
-def test_one_hub_is_never_more_waits_than_all_pairs() -> None:
+def test_a_hub_needs_no_more_waits_than_all_pairs() -> None:
     for algorithm in REGISTRY:
         for devices in placements(8):
             with_hub, without = (
@@ -145,18 +149,18 @@ def test_one_hub_is_never_more_waits_than_all_pairs() -> None:
             assert with_hub <= without, (algorithm.name, devices)
 
 
-def test_schedules_are_kept_by_plan_and_placement() -> None:
+def test_schedules_are_cached_by_plan_and_placement() -> None:
     one = emulate_calls(all_reduce("two_shot", 4), True, [0, 1, 2, 3])
-    two = _testing.EmulatedRun(all_reduce("chain", 4), True, [0, 1, 2, 3], beside=one)
+    two = _testing.EmulatedRun(all_reduce("chain", 4), True, [0, 1, 2, 3], machine_of=one)
     for workers in ("devices", "callers", "ranks", "devices"):
         for emulated_run in (one, two):
-            emulated_run.reseat(workers, workers == "ranks")
+            emulated_run.replace_streams(workers, workers == "ranks")
             emulated_run.run(2)
             assert emulated_run.race is None
             assert emulated_run.mismatch(3) is None
 
 
-def test_events_are_made_once_and_used_again() -> None:
+def test_events_are_created_once_and_reused() -> None:
     emulated_run = _testing.EmulatedRun(all_reduce("two_shot", 4), True, [0, 1, 2, 3])
     emulated_run.run()
     made = emulated_run.counts["create_event"]
@@ -168,7 +172,7 @@ def test_events_are_made_once_and_used_again() -> None:
 
 
 @pytest.mark.parametrize("capture", [False, True])
-def test_a_call_that_fails_half_way_leaves_streams_joined_and_events_whole(capture: bool) -> None:
+def test_a_failed_call_leaves_streams_joined_and_events_usable(capture: bool) -> None:
     for after in range(1000):
         emulated_run = _testing.EmulatedRun(
             all_reduce("chain", 4), True, [0, 1, 2, 3], callers_apart=True, pace="one_task"
@@ -180,7 +184,7 @@ def test_a_call_that_fails_half_way_leaves_streams_joined_and_events_whole(captu
             emulated_run.run(1, capture)
             break
         except RuntimeError as error:
-            if "made up" not in str(error):
+            if "injected failure" not in str(error):
                 raise
         assert emulated_run.race is None  # callers' streams wait for all issued work
         emulated_run.run(2)
@@ -191,21 +195,21 @@ def test_a_call_that_fails_half_way_leaves_streams_joined_and_events_whole(captu
 
 
 @pytest.mark.parametrize("devices", [[0, 0, 0, 0], [0, 1, 2, 3], [1, 0, 0, 1]])
-def test_a_capture_has_events_of_its_own(devices: list[int]) -> None:
-    for way in (next(ways_from(n)) for n in range(48)):
+def test_a_capture_has_its_own_events(devices: list[int]) -> None:
+    for layout in (next(layouts_from(n)) for n in range(48)):
         for peers in (True, False):
             emulated_run = _testing.EmulatedRun(
-                all_reduce("two_shot", 4), True, devices, peers=peers, **way
+                all_reduce("two_shot", 4), True, devices, peers=peers, **layout
             )
             emulated_run.run(2, capture=True)
-            assert emulated_run.race is None, way
-            assert emulated_run.mismatch(1) is None, way
+            assert emulated_run.race is None, layout
+            assert emulated_run.mismatch(1) is None, layout
             assert emulated_run.counts["events"] == 0
             emulated_run.run()
-            assert emulated_run.race is None, way
+            assert emulated_run.race is None, layout
 
 
-def test_a_capture_on_some_of_the_callers_is_refused_before_anything_is_issued() -> None:
+def test_a_capture_of_some_callers_streams_is_refused() -> None:
     emulated_run = _testing.EmulatedRun(all_reduce("fused", 3), True, [0, 1, 2])
     with pytest.raises(ValueError, match="on 1 of the 3 current streams of this call"):
         emulated_run.run_half_captured()
@@ -223,7 +227,7 @@ def test_the_host_waits_for_ranks_in_its_memory() -> None:
                 assert all(emulated_run.mismatch(seed) is None for seed in range(4))
 
 
-def test_a_capture_that_the_host_would_have_to_wait_for_is_refused() -> None:
+def test_a_capture_with_a_host_wait_is_refused() -> None:
     emulated_run = _testing.EmulatedRun(all_reduce("leader", 2), True, [0, -1])
     with pytest.raises(ValueError, match="the host cannot wait"):
         emulated_run.run(1, capture=True)
@@ -233,20 +237,20 @@ def test_a_capture_that_the_host_would_have_to_wait_for_is_refused() -> None:
     assert emulated_run.mismatch(5) is None
 
 
-def test_placements_that_are_not_the_plans_are_refused() -> None:
-    plan, seat = all_reduce("leader", 2), (0, 1, 1, 1)
-    schedule = _testing.schedule(plan, True, "any", [seat, seat], 2)
+def test_invalid_stream_maps_are_refused() -> None:
+    plan, ids = all_reduce("leader", 2), (0, 1, 1, 1)
+    schedule = _testing.schedule(plan, True, "any", [ids, ids], 2)
     assert [(stream, after, recorded) for stream, _, after, recorded in schedule] == [
         (0, [], True),
         (1, [0], True),
         (0, [1], False),
     ]
-    for seats, hub, why in [
-        ([seat], -1, "a placement of 1 ranks is not one of a plan of 2"),
-        ([seat, (0, 2, 1, 1)], -1, "rank 1 is on stream 2 of 2"),
-        ([seat, (0, -1, 1, 1)], -1, "rank 1 is on stream -1 of 2"),
-        ([seat, seat], 1, "rank 0 is on stream 1, which is the hub"),
-        ([seat, seat], 5, "the hub is stream 5 of 2"),
+    for stream_ids, hub, why in [
+        ([ids], -1, "a stream map of 1 ranks does not fit a plan of 2"),
+        ([ids, (0, 2, 1, 1)], -1, "rank 1 uses stream 2; streams are numbered 0 to 1"),
+        ([ids, (0, -1, 1, 1)], -1, "rank 1 uses stream -1; streams are numbered 0 to 1"),
+        ([ids, ids], 1, "rank 0 uses stream 1, which is the hub"),
+        ([ids, ids], 5, "the hub is stream 5; streams are numbered 0 to 1"),
     ]:
         with pytest.raises(ValueError, match=why):
-            _testing.schedule(plan, True, "any", seats, 2, hub)
+            _testing.schedule(plan, True, "any", stream_ids, 2, hub)

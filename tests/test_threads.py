@@ -15,7 +15,7 @@ THREADS = 8
 SECONDS = 60
 
 
-def together(task, threads=THREADS):
+def run_concurrently(task, threads=THREADS):
     """Run task(0) ... task(threads - 1) concurrently; raise the first error."""
     gate = threading.Barrier(threads)
 
@@ -29,7 +29,7 @@ def together(task, threads=THREADS):
 
 @pytest.mark.parametrize("count", [5, 3000, 100_003])
 @pytest.mark.parametrize("async_op", [False, True], ids=["now", "async"])
-def test_own_worlds(count, async_op):
+def test_threads_with_different_worlds(count, async_op):
     def task(i):
         world = 2 + i % 4
         values = randoms(world, (count + i,), torch.int32, seed=i)
@@ -41,18 +41,18 @@ def test_own_worlds(count, async_op):
                 wanted = expected(collective, values)
                 assert_same(tensors if got is None else got, wanted, f"thread {i}, {collective}")
 
-    together(task)
+    run_concurrently(task)
 
 
-def test_the_same_inputs_read_by_all():
+def test_threads_share_inputs():
     values = randoms(3, (50_001,), torch.float32)
     wanted = expected("reduce_scatter", values)
-    for got in together(lambda _: [pc.reduce_scatter(values) for _ in range(10)]):
+    for got in run_concurrently(lambda _: [pc.reduce_scatter(values) for _ in range(10)]):
         for result in got:
             assert_same(result, wanted)
 
 
-def test_plans_that_nobody_has_made_yet():
+def test_threads_make_the_same_new_plans():
     # Worlds of no other test, every algorithm: all threads make the same plans at once.
     def task(i):
         for world in (17, 18, 19):
@@ -62,10 +62,10 @@ def test_plans_that_nobody_has_made_yet():
                 pc.all_reduce(tensors, algorithm=algorithm)
                 assert_same(tensors, [wanted] * world, f"thread {i}, {algorithm}")
 
-    together(task)
+    run_concurrently(task)
 
 
-def test_one_communicator_for_all():
+def test_threads_share_a_communicator():
     communicator = pc.Communicator(["cpu"] * 3)
 
     def task(i):
@@ -75,14 +75,14 @@ def test_one_communicator_for_all():
             communicator.all_reduce(tensors)
             assert_same(tensors, [wanted] * 3, f"thread {i}")
 
-    together(task)
+    run_concurrently(task)
 
 
-def test_one_work_waited_for_by_all():
+def test_threads_wait_for_one_work():
     values = randoms(3, (1_000_003,), torch.int32)
     tensors = [v.clone() for v in values]
     work = pc.all_reduce(tensors, async_op=True)
-    assert together(lambda _: work.wait()) == [None] * THREADS
+    assert run_concurrently(lambda _: work.wait()) == [None] * THREADS
     assert_same(tensors, [left_fold(values, "sum")] * 3)
 
 
@@ -98,10 +98,10 @@ def test_errors_stay_in_their_thread():
                 pc.all_reduce(tensors)
                 assert_same(tensors, [wanted] * 3)
 
-    together(task)
+    run_concurrently(task)
 
 
-def test_other_threads_run_while_one_folds():
+def test_other_threads_run_during_a_fold():
     # The GIL is released during a large fold: another thread completes steps.
     tensors = [torch.ones(8_000_000) for _ in range(4)]
     steps = [0]

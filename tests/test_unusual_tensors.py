@@ -70,7 +70,7 @@ CALLS = {
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("strange", STRANGE)
 @pytest.mark.parametrize("call", CALLS)
-def test_refused(call, strange):
+def test_unusual_tensors_are_refused(call, strange):
     plain = torch.arange(6.0)
     with pytest.raises(EITHER) as raised:
         CALLS[call](STRANGE[strange](), plain)
@@ -125,18 +125,18 @@ def test_a_fake_mode_does_not_crash(call):
         assert_same([x, y], [torch.ones(6)] * 2)
 
 
-class Watching(TorchDispatchMode):
+class PassThrough(TorchDispatchMode):
     """A mode that passes every call on."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_mode_that_lets_everything_through():
+def test_a_pass_through_dispatch_mode():
     values = randoms(3, (7, 4), torch.float32)
     for collective in (*IN_PLACE, *OUT_OF_PLACE):
         tensors = [v.clone() for v in values]
-        with Watching():
+        with PassThrough():
             got = getattr(pc, collective)(tensors)
         wanted = expected(collective, values)
         assert_same(tensors if got is None else got, wanted, collective)

@@ -89,7 +89,7 @@ def wheel(copy: Path) -> Path:
     return found
 
 
-def test_a_wheel_says_what_it_is_for(wheel: Path):
+def test_a_wheels_name_has_torch_cuda_and_python(wheel: Path):
     cuda = _compat.build_info()["cuda"]
     local = LOCAL + (f"cu{cuda.replace('.', '')}" if cuda else "cpu")
     python = "cp{}{}".format(*sys.version_info)
@@ -122,8 +122,8 @@ def test_a_wheel_is_made_where_torch_is_hidden(copy: Path, tmp_path: Path):
         f"wheel = backend.build_wheel({str(out)!r}, None, {str(out)!r} + '/' + made)\n"
         "print('metadata', made, wheel)\n"
     )
-    said = run([sys.executable, "-c", code], copy, PYTHONNOUSERSITE="1")
-    (line,) = (line for line in said.splitlines() if line.startswith("metadata "))
+    output = run([sys.executable, "-c", code], copy, PYTHONNOUSERSITE="1")
+    (line,) = (line for line in output.splitlines() if line.startswith("metadata "))
     _, metadata, wheel = line.split()
     assert wheel.startswith(metadata.removesuffix(".dist-info") + "-cp")
     assert LOCAL in wheel
@@ -141,11 +141,11 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_wheel_installs_without_a_compiler(installed: Path):
     code = "import torch, pycollect as pc; x = [torch.ones(2)] * 2; print(pc.__file__)\n"
     code += "print(pc.all_reduce([torch.ones(2), torch.ones(2)]) or 'summed')"
-    said = run([sys.executable, "-c", code], installed, PYTHONPATH=str(installed)).splitlines()
-    assert said == [str(installed / "pycollect" / "__init__.py"), "summed"]
+    output = run([sys.executable, "-c", code], installed, PYTHONPATH=str(installed)).splitlines()
+    assert output == [str(installed / "pycollect" / "__init__.py"), "summed"]
 
 
-def test_a_wheel_beside_another_torch_says_so(installed: Path, tmp_path: Path):
+def test_a_wheel_beside_another_torch_raises(installed: Path, tmp_path: Path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(
         "from types import SimpleNamespace\n"

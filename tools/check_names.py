@@ -1,7 +1,7 @@
-"""Fails when a type name has two definitions in the library: one name, one meaning.
+"""Fails if a type name has two definitions in the library: one name, one meaning.
 
-Looks at classes, structs, enumerations and aliases of `csrc`, and at classes of `pycollect`, each
-language by itself. Declarations, template specialisations and parameters are not definitions.
+Checks classes, structs, enumerations and aliases in `csrc`, and classes in `pycollect`, each
+language separately. Declarations, template specialisations and parameters are not definitions.
 """
 
 import ast
@@ -20,7 +20,7 @@ TYPE = re.compile(
 )
 
 
-# What the fold of every instruction set has in its own version; the table of folds picks one.
+# Types of which the folds of each instruction set have their own version.
 PER_INSTRUCTION_SET = {"NonTemporal", "Tail"}
 
 

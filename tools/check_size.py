@@ -1,6 +1,6 @@
-"""Fails when a file has more than 450 lines, or a Python function more than 40 of code.
+"""Fails if a file has more than 450 lines, or a Python function more than 40 lines of code.
 
-Docstrings do not count for functions. C++ functions are left to the reader: no parser here.
+Docstrings of functions do not count. C++ functions are not checked, because that needs a parser.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOMS = ("build_backend", "csrc", "pycollect", "tests", "bench", "examples", "tools")
+FOLDERS = ("build_backend", "csrc", "pycollect", "tests", "bench", "examples", "tools")
 SUFFIXES = {".py", ".pyi", ".h", ".cpp", ".cu", ".cuh"}
-FILE_LINES = 450  # 300 are a smell, but a class stays in one file
+FILE_LINES = 450  # a file should have fewer than 300, but a class stays in one file
 FUNCTION_LINES = 40
 
 
 def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Return the lines of a function, from `def` on and without its docstring."""
+    """Return the number of lines of a function from `def` on, without its docstring."""
     lines = (function.end_lineno or function.lineno) - function.lineno + 1
     if ast.get_docstring(function, clean=False) is not None:
         docstring = function.body[0]
@@ -26,11 +26,11 @@ def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def too_long(path: Path) -> Iterator[str]:
-    """Yield one sentence for the file and for each function that is over its limit."""
+    """Yield one sentence for the file and each of its functions that exceed their limit."""
     text = path.read_text()
     lines = len(text.splitlines())
     if lines > FILE_LINES:
-        yield f"{path}: {lines} lines, the limit is {FILE_LINES}"
+        yield f"{path}: {lines} lines; the limit is {FILE_LINES}"
     if path.suffix != ".py":
         return
     for node in ast.walk(ast.parse(text)):
@@ -42,8 +42,8 @@ def too_long(path: Path) -> Iterator[str]:
 
 def main() -> int:
     files = [Path("setup.py")]
-    for room in ROOMS:
-        files += sorted(path for path in Path(room).rglob("*") if path.suffix in SUFFIXES)
+    for folder in FOLDERS:
+        files += sorted(path for path in Path(folder).rglob("*") if path.suffix in SUFFIXES)
     found = [sentence for path in files for sentence in too_long(path)]
     print("\n".join(found) or f"{len(files)} files are short enough")
     return 1 if found else 0

@@ -20,35 +20,35 @@
 namespace pycollect::shm {
 namespace {
 
-// Time after which a client without a request is disconnected, and the interval of that check.
-constexpr std::chrono::milliseconds kForQuestions{1000}, kLook{100};
-// Most clients connected at once, twice the ranks of the largest group; others wait for a place.
-constexpr int kCallers = 128;
+// Time after which a client that sent no request is disconnected, and the interval of that check.
+constexpr std::chrono::milliseconds kRequestTimeout{1000}, kClientCheckInterval{100};
+// Maximum number of connected clients, twice the ranks of the largest group. Others stay queued.
+constexpr int kMostClients = 128;
 // Delay before a disconnected client tries again.
-constexpr std::chrono::milliseconds kPutOut{5};
+constexpr std::chrono::milliseconds kRetryDelay{5};
 // Delay before the next accept when the process has run out of descriptors.
-constexpr std::chrono::milliseconds kShortage{10};
+constexpr std::chrono::milliseconds kAcceptRetryDelay{10};
 
 std::string name_of(uint64_t fd_server) {
   return text("pycollect-fd-server-", hexadecimal(fd_server));
 }
 
-Descriptor listening(uint64_t fd_server) {
+Descriptor make_listener(uint64_t fd_server) {
   Descriptor socket = make_socket(SOCK_SEQPACKET | SOCK_NONBLOCK, name_of(fd_server));
-  if (listen(socket.get(), kCallers) != 0) refuse("cannot listen on a Unix socket", errno);
+  if (listen(socket.get(), kMostClients) != 0) refuse("cannot listen on a Unix socket", errno);
   return socket;
 }
 
 // Returns an eventfd that ends the server when it is readable: shutting the socket down does not
 // wake `poll` on every kernel.
-Descriptor ending() {
+Descriptor make_end_event() {
   Descriptor event(eventfd(0, EFD_CLOEXEC));
   if (!event) refuse("cannot make an eventfd", errno);
   return event;
 }
 
-// Limits the time of connecting and receiving.
-void limit(int socket, Deadline deadline) {
+// Limits the time of `connect` and `recvmsg` on the socket.
+void set_time_limit(int socket, Deadline deadline) {
   using std::chrono::microseconds;
   const auto left = std::chrono::duration_cast<microseconds>(deadline - Clock::now()).count();
   constexpr int64_t kSecond = 1'000'000, kLeast = 1000;  // zero would mean no limit
@@ -59,40 +59,40 @@ void limit(int socket, Deadline deadline) {
 }
 
 // Repeats `act` when a signal interrupts it (a profiler's arrive every few milliseconds), with the
-// time limit reduced to what is left.
+// time limit reduced to the time until the deadline.
 template <class Act>
-void until(int socket, Deadline deadline, const Act& act) {
-  do limit(socket, deadline);
+void retry_until(int socket, Deadline deadline, const Act& act) {
+  do set_time_limit(socket, deadline);
   while (!act() && errno == EINTR && Clock::now() < deadline);
 }
 
 // Sends a request and returns the answer. A rejected client may have an answer queued, which the
 // kernel delivers only after it has reported ECONNRESET.
-std::optional<FdMessage> ask(int socket, uint64_t number, Deadline deadline) {
+std::optional<FdMessage> request(int socket, uint64_t number, Deadline deadline) {
   if (!send_fd(socket, number, -1) && errno != EPIPE && errno != ECONNRESET)
     refuse("cannot request the descriptor", errno);
   std::optional<FdMessage> fd_message;
-  until(socket, deadline, [&] { return (fd_message = receive_fd(socket, 0)).has_value(); });
+  retry_until(socket, deadline, [&] { return (fd_message = receive_fd(socket, 0)).has_value(); });
   if (!fd_message && errno == ECONNRESET) fd_message = receive_fd(socket, MSG_DONTWAIT);
   return fd_message;
 }
 
 }  // namespace
 
-// The descriptors of a server. A forked child closes them: otherwise no client would notice when
+// The descriptors of a server. A forked child closes them: otherwise clients could not detect that
 // the parent has exited, and offered descriptors would stay open as long as the child lives.
 struct FdServer::OpenSockets {
   struct FdClient {
     Descriptor connection;
-    Deadline until;  // its request must have arrived by then
+    Deadline deadline;  // its request must have arrived by then
   };
 
   OpenSockets() {
-    const std::lock_guard hold(listing);
+    const std::lock_guard lock(all_mutex);
     all.insert(this);
   }
   ~OpenSockets() {
-    const std::lock_guard hold(listing);
+    const std::lock_guard lock(all_mutex);
     all.erase(this);
     close();
   }
@@ -100,40 +100,40 @@ struct FdServer::OpenSockets {
   OpenSockets& operator=(const OpenSockets&) = delete;
 
   std::mutex mutex;  // held while a descriptor is opened or closed
-  Descriptor listening;
-  std::vector<FdClient> callers;  // only changed by the server thread
+  Descriptor listener;
+  std::vector<FdClient> clients;  // only changed by the server thread
   std::map<uint64_t, Descriptor> offered;
 
  private:
   void close() {
-    listening = Descriptor();
-    callers.clear();
+    listener = Descriptor();
+    clients.clear();
     offered.clear();
   }
   static void before_fork() {
-    listing.lock();
+    all_mutex.lock();
     for (OpenSockets* const open : all) open->mutex.lock();
   }
   static void in_parent() {
     for (OpenSockets* const open : all) open->mutex.unlock();
-    listing.unlock();
+    all_mutex.unlock();
   }
   static void in_child() {
     for (OpenSockets* const open : all) open->close();
     in_parent();
   }
 
-  static inline std::mutex listing;
+  static inline std::mutex all_mutex;
   static inline std::set<OpenSockets*>& all = *new std::set<OpenSockets*>;
   [[maybe_unused]] static inline const int registered =
       pthread_atfork(before_fork, in_parent, in_child);
 };
 
 FdServer::FdServer()
-    : name_(random_number()), open_(std::make_unique<OpenSockets>()), end_(ending()) {
+    : name_(random_number()), open_(std::make_unique<OpenSockets>()), end_(make_end_event()) {
   {
     const std::lock_guard lock(open_->mutex);
-    open_->listening = listening(name_);
+    open_->listener = make_listener(name_);
   }
   thread_ = std::make_unique<std::thread>(new_thread_without_signals([this] { serve(); }));
 }
@@ -161,23 +161,23 @@ void FdServer::withdraw(const FdTicket& ticket) noexcept {
 
 void FdServer::serve() {
   pthread_setname_np(pthread_self(), "pycollect fds");
-  std::vector<OpenSockets::FdClient>& callers = open_->callers;
+  std::vector<OpenSockets::FdClient>& clients = open_->clients;
   std::vector<pollfd> polled;
   for (;;) {
-    polled = {{end_.get(), POLLIN, 0}, {open_->listening.get(), POLLIN, 0}};
-    if (callers.size() >= kCallers) polled[1].fd = -1;  // poll ignores a negative descriptor
-    for (const auto& it : callers) polled.push_back({it.connection.get(), POLLIN, 0});
-    const int most = callers.empty() ? -1 : static_cast<int>(kLook.count());
-    if (poll(polled.data(), polled.size(), most) < 0) continue;  // a signal
+    polled = {{end_.get(), POLLIN, 0}, {open_->listener.get(), POLLIN, 0}};
+    if (clients.size() >= kMostClients) polled[1].fd = -1;  // poll ignores a negative descriptor
+    for (const auto& it : clients) polled.push_back({it.connection.get(), POLLIN, 0});
+    const int timeout_ms = clients.empty() ? -1 : static_cast<int>(kClientCheckInterval.count());
+    if (poll(polled.data(), polled.size(), timeout_ms) < 0) continue;  // a signal
     if (polled[0].revents != 0) return;
     const auto now = Clock::now();
-    auto client = polled.begin() + 2;
+    auto poll_result = polled.begin() + 2;
     {
       const std::lock_guard lock(open_->mutex);
-      std::erase_if(callers, [&](const OpenSockets::FdClient& it) {
-        const bool asks = (client++)->revents != 0;
-        if (asks) answer(it.connection);
-        return asks || now >= it.until;
+      std::erase_if(clients, [&](const OpenSockets::FdClient& it) {
+        const bool has_request = (poll_result++)->revents != 0;
+        if (has_request) answer(it.connection);
+        return has_request || now >= it.deadline;
       });
     }
     if (polled[1].revents != 0) accept_client();
@@ -186,16 +186,16 @@ void FdServer::serve() {
 
 void FdServer::accept_client() {
   std::unique_lock lock(open_->mutex);
-  Descriptor caller(accept4(open_->listening.get(), nullptr, nullptr, SOCK_CLOEXEC));
-  if (!caller) {
+  Descriptor client(accept4(open_->listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+  if (!client) {
     const int why = errno;
     lock.unlock();
     if (why == EMFILE || why == ENFILE || why == ENOBUFS || why == ENOMEM)
-      std::this_thread::sleep_for(kShortage);
-  } else if (is_of_own_user(caller, true)) {
-    open_->callers.push_back({std::move(caller), Clock::now() + kForQuestions});
+      std::this_thread::sleep_for(kAcceptRetryDelay);
+  } else if (is_of_own_user(client, true)) {
+    open_->clients.push_back({std::move(client), Clock::now() + kRequestTimeout});
   } else {
-    send_fd(caller.get(), 0, -1);
+    send_fd(client.get(), 0, -1);
   }
 }
 
@@ -211,12 +211,12 @@ void FdServer::answer(const Descriptor& connection) {
 }
 
 Descriptor fetch(const FdServer::FdTicket& ticket, Deadline deadline) {
-  const SocketName there(name_of(ticket.fd_server));
-  for (;; std::this_thread::sleep_for(kPutOut)) {
+  const SocketName name(name_of(ticket.fd_server));
+  for (;; std::this_thread::sleep_for(kRetryDelay)) {
     const Descriptor socket = make_socket(SOCK_SEQPACKET);
     int failed = 0;
-    until(socket.get(), deadline,
-          [&] { return (failed = connect(socket.get(), there.get(), there.bytes)) == 0; });
+    retry_until(socket.get(), deadline,
+                [&] { return (failed = connect(socket.get(), name.get(), name.bytes)) == 0; });
     if (failed != 0)
       refuse(
           text("cannot reach the Unix socket @", name_of(ticket.fd_server), " of the process that ",
@@ -226,18 +226,18 @@ Descriptor fetch(const FdServer::FdTicket& ticket, Deadline deadline) {
       throw std::runtime_error(
           "the process that offers the descriptor is run by another user; only its own user and "
           "root are admitted");
-    auto fd_message = ask(socket.get(), ticket.number, deadline);
+    auto fd_message = request(socket.get(), ticket.number, deadline);
     if (!fd_message) {
       const int why = errno;
-      // The server has disconnected this client because it did not run for a while; or the server
-      // has just ended, and the next connect fails.
+      // The server disconnected this client because its request was late, or the server has just
+      // ended and the next `connect` fails.
       if (why == ECONNRESET && Clock::now() < deadline) continue;
       refuse("the process that offers the descriptor does not answer", why);
     }
     if (fd_message->number == 0)
       throw std::runtime_error("the process no longer offers the descriptor, or not to this user");
-    if (!fd_message->carried) refuse("cannot receive the descriptor", EMFILE);
-    return std::move(fd_message->carried);
+    if (!fd_message->descriptor) refuse("cannot receive the descriptor", EMFILE);
+    return std::move(fd_message->descriptor);
   }
 }
 

@@ -1,7 +1,7 @@
 // The fd server: other processes of this host fetch offered descriptors from this process at any
-// time, whatever it is doing. It is an abstract Unix socket and a thread that answers requests with
-// a valid number. Unlike pidfd_getfd, this needs no permission to trace the process. Of other users
-// only root is admitted, which may take any descriptor anyway.
+// time. An abstract Unix socket, and a thread that answers requests with a valid number. Unlike
+// pidfd_getfd, an fd server needs no permission to trace the process. Of other users only root is
+// admitted, which may read any descriptor anyway.
 #pragma once
 #include <memory>
 #include <thread>
@@ -14,7 +14,7 @@ namespace pycollect::shm {
 class FdServer {
  public:
   FdServer();
-  ~FdServer();  // descriptors can no longer be fetched
+  ~FdServer();  // ends the server: offered descriptors can no longer be fetched
   FdServer(const FdServer&) = delete;
   FdServer& operator=(const FdServer&) = delete;
 
@@ -40,10 +40,11 @@ class FdServer {
   std::unique_ptr<std::thread> thread_;
 };
 
-// Time limit of a fetch, which takes microseconds unless cores are short or a process is stopped.
-inline constexpr std::chrono::milliseconds kForAnswers{10'000};
+// Time limit of a fetch, which takes microseconds unless cores are scarce or a process is stopped.
+inline constexpr std::chrono::milliseconds kFetchTimeout{10'000};
 // Fetches a descriptor offered by any process. Throws std::runtime_error with the cause: a
 // std::system_error with EAGAIN after the deadline, ECONNREFUSED if the server does not exist.
-Descriptor fetch(const FdServer::FdTicket& ticket, Deadline deadline = deadline_after(kForAnswers));
+Descriptor fetch(const FdServer::FdTicket& ticket,
+                 Deadline deadline = deadline_after(kFetchTimeout));
 
 }  // namespace pycollect::shm

@@ -20,7 +20,7 @@
 namespace pycollect::shm {
 namespace {
 
-// First line of the published information. A rank with another version here is incompatible.
+// First line of an encoded PeerInfo. Ranks with different versions are incompatible.
 constexpr char kVersion[] = "pycollect-3";
 
 std::string host_name() {
@@ -47,7 +47,8 @@ std::array<uint64_t, PeerInfo::kCoreWords> own_cores() {
   return words;
 }
 
-// Returns text on differences between ranks (user, namespaces) that can prevent sharing memory.
+// Returns a description of differences between ranks (user, namespaces) that can prevent sharing
+// memory, for error messages.
 std::string differences(const std::vector<PeerInfo>& ranks) {
   std::vector<Rank> here, elsewhere;
   std::string users;
@@ -72,10 +73,10 @@ std::string differences(const std::vector<PeerInfo>& ranks) {
 }  // namespace
 
 PeerInfo describe_self(const Settings& settings, int world) {
-  const std::string terms =
+  const std::string common_settings =
       text("ranks=", world, " buffer_bytes=", settings.buffer_bytes,
            " mailbox_bytes=", settings.mailbox_bytes,
-           " symmetric_heap_bytes=", settings.symmetric_heap_bytes, settings.terms);
+           " symmetric_heap_bytes=", settings.symmetric_heap_bytes, settings.common_settings);
   return {.host = host_name(),
           .boot = boot_id(),
           .pid = getpid(),
@@ -85,13 +86,13 @@ PeerInfo describe_self(const Settings& settings, int world) {
           .nonce = random_number(),
           .ticket = {},
           .cores = own_cores(),
-          .terms = terms,
+          .common_settings = common_settings,
           .failure = {}};
 }
 
 std::string PeerInfo::encode() const {
   std::ostringstream out;
-  out << kVersion << '\n' << host << '\n' << boot << '\n' << terms << '\n';
+  out << kVersion << '\n' << host << '\n' << boot << '\n' << common_settings << '\n';
   out << pid << ' ' << user << ' ' << user_space << ' ' << network_space << ' ' << nonce << ' '
       << ticket.fd_server << ' ' << ticket.number;
   for (uint64_t word : cores) out << ' ' << word;
@@ -104,7 +105,7 @@ PeerInfo PeerInfo::decode(const std::string& posted) {
   PeerInfo it;
   std::string version;
   std::getline(in, version);
-  for (std::string* line : {&it.host, &it.boot, &it.terms}) std::getline(in, *line);
+  for (std::string* line : {&it.host, &it.boot, &it.common_settings}) std::getline(in, *line);
   in >> it.pid >> it.user >> it.user_space >> it.network_space >> it.nonce;
   in >> it.ticket.fd_server >> it.ticket.number;
   for (uint64_t& word : it.cores) in >> word;
@@ -142,9 +143,10 @@ void require_one_host(const std::vector<PeerInfo>& ranks, const std::string& gro
 
 void require_same_settings(const std::vector<PeerInfo>& ranks, const std::string& group) {
   for (Rank r = 1; r < static_cast<Rank>(ranks.size()); ++r)
-    require(ranks[r].terms == ranks[0].terms, "the ranks of group '", group,
-            "' have different settings: rank 0 has ", ranks[0].terms, ", rank ", r, " has ",
-            ranks[r].terms, "; options and PYCOLLECT_ variables must be the same on all");
+    require(ranks[r].common_settings == ranks[0].common_settings, "the ranks of group '", group,
+            "' have different settings: rank 0 has ", ranks[0].common_settings, ", rank ", r,
+            " has ", ranks[r].common_settings,
+            "; options and PYCOLLECT_ variables must be the same on all");
 }
 
 void require_shared(const std::vector<PeerInfo>& ranks, const std::string& group) {
@@ -152,10 +154,10 @@ void require_shared(const std::vector<PeerInfo>& ranks, const std::string& group
   for (Rank r = 0; r < static_cast<Rank>(ranks.size()); ++r)
     if (!ranks[r].failure.empty()) failures[ranks[r].failure].push_back(r);
   if (failures.empty()) return;
-  std::string whose;
-  for (const auto& [why, who] : failures) whose += text("; ", name(who), ": ", why);
+  std::string reasons;
+  for (const auto& [reason, failed] : failures) reasons += text("; ", name(failed), ": ", reason);
   throw CollectiveError(
-      text("the ranks of group '", group, "' cannot share memory", whose, differences(ranks)));
+      text("the ranks of group '", group, "' cannot share memory", reasons, differences(ranks)));
 }
 
 int shared_cores(const std::vector<PeerInfo>& ranks) {

@@ -25,7 +25,7 @@ struct PeerInfo {
   uint64_t nonce = 0;
   FdServer::FdTicket ticket = {};               // rank 0's offered descriptor of the shared memory
   std::array<uint64_t, kCoreWords> cores = {};  // cores on which the rank may run; 0: unknown
-  std::string terms;                            // settings that must be equal on all ranks
+  std::string common_settings;                  // settings that must be equal on all ranks
   std::string failure;                          // why the rank cannot share memory; empty: it can
 
   std::string encode() const;

@@ -13,10 +13,10 @@
 namespace pycollect::shm {
 namespace {
 
-// How long to query the store for a key that may be missing once waiting is pointless; per rank.
+// Time limit of a query for one rank's key after a failure, when the key may never arrive.
 constexpr std::chrono::milliseconds kLastQuery{20};
-// How long to wait for the store before liveness is checked: half the second within which a death
-// must be noticed.
+// How long to wait for the store between liveness checks: half the second within which a death must
+// be detected.
 constexpr std::chrono::milliseconds kLivenessInterval{500};
 
 std::string key(Rank rank) { return text("hello/", rank); }
@@ -24,19 +24,19 @@ std::string key(Rank rank) { return text("hello/", rank); }
 }  // namespace
 
 Rendezvous::Rendezvous(Store& store, Rank rank, int world, const Settings& settings,
-                       const PeerStatus& signs)
+                       const PeerStatus& peer_status)
     : store_(store),
       rank_(rank),
       world_(world),
       settings_(settings),
       deadline_(deadline_after(settings.timeout)),
-      peer_status_(signs) {}
+      peer_status_(peer_status) {}
 
 std::vector<PeerInfo> Rendezvous::share(std::size_t bytes, const Preparation& preparation) {
   PeerInfo mine = describe_self(settings_, world_);
   network_space_ = mine.network_space;
   try {
-    if (auto segment = take(mine, bytes)) preparation(std::move(segment), mine.nonce);
+    if (auto segment = obtain_segment(mine, bytes)) preparation(std::move(segment), mine.nonce);
   } catch (const PeerLost&) {
     throw;
   } catch (const Timeout&) {
@@ -46,7 +46,7 @@ std::vector<PeerInfo> Rendezvous::share(std::size_t bytes, const Preparation& pr
   }
   try {
     store_.post(key(rank_), mine.encode());
-  } catch (const Timeout&) {  // the store accepts other ranks' keys only after rank 0 opened it
+  } catch (const Timeout&) {  // the store accepts other ranks' keys only after rank 0 has opened it
     time_out({0});
   }
   std::vector<PeerInfo> ranks;
@@ -57,9 +57,9 @@ std::vector<PeerInfo> Rendezvous::share(std::size_t bytes, const Preparation& pr
   return ranks;
 }
 
-// Returns nullptr where rank 0's Introduction shows why no memory can be fetched: another host,
-// other settings, or a failure.
-std::shared_ptr<Segment> Rendezvous::take(PeerInfo& mine, std::size_t bytes) {
+// Creates the segment on rank 0, and fetches it on others. Returns nullptr if rank 0's PeerInfo
+// shows why it cannot be fetched: another host, other settings, or a failure.
+std::shared_ptr<Segment> Rendezvous::obtain_segment(PeerInfo& mine, std::size_t bytes) {
   if (settings_.segment) return settings_.segment;
   if (rank_ == 0) {
     auto segment = Segment::create(bytes);
@@ -76,7 +76,8 @@ std::shared_ptr<Segment> Rendezvous::take(PeerInfo& mine, std::size_t bytes) {
     time_out({0});
   }
   const PeerInfo owner = PeerInfo::decode(record);
-  if (owner.boot != mine.boot || owner.terms != mine.terms || !owner.failure.empty())
+  if (owner.boot != mine.boot || owner.common_settings != mine.common_settings ||
+      !owner.failure.empty())
     return nullptr;
   return Segment::adopt(fetch_from(owner), bytes);
 }
@@ -89,7 +90,7 @@ Descriptor Rendezvous::fetch_from(const PeerInfo& owner) const {
     if (why == EAGAIN || Clock::now() >= deadline_) time_out({0});
     if (why == ECONNREFUSED && network_space_ != 0 && owner.network_space == network_space_)
       fail(AbortRecord::lost, text("rank 0 (pid ", owner.pid,
-                                   ") died before all ranks had joined, or no longer waits"));
+                                   ") died before all ranks had joined, or has stopped waiting"));
     throw;
   }
 }
@@ -97,16 +98,16 @@ Descriptor Rendezvous::fetch_from(const PeerInfo& owner) const {
 std::vector<std::string> Rendezvous::read_all() {
   std::vector<std::string> keys;
   for (Rank r = 0; r < world_; ++r) keys.push_back(key(r));
-  for (bool vain = false;;) {
+  for (bool peer_failed = false;;) {
     try {
       return store_.read_all(
-          keys, std::min(deadline_, Clock::now() + (vain ? kLastQuery : kLivenessInterval)));
+          keys, std::min(deadline_, Clock::now() + (peer_failed ? kLastQuery : kLivenessInterval)));
     } catch (const Timeout&) {  // some stores throw it a second late
       if (Clock::now() >= deadline_) break;
     }
-    // A rank that is gone may have completed the rendezvous first: then the second read succeeds.
-    if (vain) throw_cause();
-    vain = has_failed_peer();
+    // A rank that died may have completed the rendezvous before: then the second read succeeds.
+    if (peer_failed) throw_cause();
+    peer_failed = has_failed_peer();
   }
   std::vector<Rank> missing;
   for (Rank r = 0; r < world_; ++r) {

@@ -1,6 +1,6 @@
 // Rendezvous of ranks that share only a store. Rank 0 creates the shared memory and publishes where
-// to fetch it. Every rank fetches it and publishes an Introduction, which includes whether that
-// worked. Every rank reads all of these, so all reach the same result without another exchange.
+// to fetch it. Every rank fetches it and publishes a PeerInfo, which includes the reason if that
+// failed. Every rank reads all PeerInfo, so all reach the same result without another exchange.
 #pragma once
 #include <functional>
 #include <memory>
@@ -19,22 +19,23 @@ namespace pycollect::shm {
 
 class Rendezvous {
  public:
-  // Abort state and failure detection in the shared memory; null until a preparation makes them.
+  // Abort state and failure detector in the shared memory; null until the preparation creates them.
   struct PeerStatus {
     const std::unique_ptr<AbortState>& abort_state;
     const std::unique_ptr<FailureDetector>& peers;
   };
-  Rendezvous(Store& store, Rank rank, int world, const Settings& settings, const PeerStatus& signs);
+  Rendezvous(Store& store, Rank rank, int world, const Settings& settings,
+             const PeerStatus& peer_status);
 
   // Sets up the rank in the shared memory and writes its nonce there.
   using Preparation = std::function<void(std::shared_ptr<Segment>, uint64_t nonce)>;
-  // Returns every rank's Introduction when all ranks have mapped the memory and are set up in it.
-  // Throws as Group's constructor does; CollectiveError that names the ranks that cannot map it,
-  // and why; PeerLost when a rank has died or given up meanwhile.
+  // Returns every rank's PeerInfo when all ranks have mapped the memory and are set up in it.
+  // Throws as Group's constructor does; CollectiveError, naming ranks and reasons, if a rank cannot
+  // map it; PeerLost if a rank dies or fails meanwhile.
   std::vector<PeerInfo> share(std::size_t bytes, const Preparation& preparation);
 
  private:
-  std::shared_ptr<Segment> take(PeerInfo& mine, std::size_t bytes);
+  std::shared_ptr<Segment> obtain_segment(PeerInfo& mine, std::size_t bytes);
   Descriptor fetch_from(const PeerInfo& owner) const;
   std::vector<std::string> read_all();
   [[noreturn]] void time_out(const std::vector<Rank>& missing) const;

@@ -22,28 +22,28 @@ struct SocketMessage {
   SocketMessage(const SocketMessage&) = delete;
   SocketMessage& operator=(const SocketMessage&) = delete;
 
-  void make_room() {
+  void reserve_control() {
     header.msg_control = control.data();
     header.msg_controllen = control.size();
   }
-  void carry(int fd) {
-    make_room();
-    cmsghdr* with = CMSG_FIRSTHDR(&header);
-    with->cmsg_level = SOL_SOCKET;
-    with->cmsg_type = SCM_RIGHTS;
-    with->cmsg_len = CMSG_LEN(sizeof fd);
-    std::memcpy(CMSG_DATA(with), &fd, sizeof fd);
+  void attach(int fd) {
+    reserve_control();
+    cmsghdr* cmsg = CMSG_FIRSTHDR(&header);
+    cmsg->cmsg_level = SOL_SOCKET;
+    cmsg->cmsg_type = SCM_RIGHTS;
+    cmsg->cmsg_len = CMSG_LEN(sizeof fd);
+    std::memcpy(CMSG_DATA(cmsg), &fd, sizeof fd);
   }
-  // Returns the received descriptor. All received ones are open in this process, and those that are
-  // not returned are closed.
-  Descriptor carried() {
+  // Returns the received descriptor if there is exactly one, and closes all others: received
+  // descriptors are open in this process.
+  Descriptor take_descriptor() {
     std::vector<Descriptor> all;
-    for (cmsghdr* with = CMSG_FIRSTHDR(&header); with != nullptr;
-         with = CMSG_NXTHDR(&header, with)) {
-      if (with->cmsg_level != SOL_SOCKET || with->cmsg_type != SCM_RIGHTS) continue;
-      for (std::size_t at = CMSG_LEN(0); at + sizeof(int) <= with->cmsg_len; at += sizeof(int)) {
+    for (cmsghdr* cmsg = CMSG_FIRSTHDR(&header); cmsg != nullptr;
+         cmsg = CMSG_NXTHDR(&header, cmsg)) {
+      if (cmsg->cmsg_level != SOL_SOCKET || cmsg->cmsg_type != SCM_RIGHTS) continue;
+      for (std::size_t at = CMSG_LEN(0); at + sizeof(int) <= cmsg->cmsg_len; at += sizeof(int)) {
         int fd = -1;
-        std::memcpy(&fd, reinterpret_cast<const char*>(with) + at, sizeof fd);
+        std::memcpy(&fd, reinterpret_cast<const char*>(cmsg) + at, sizeof fd);
         all.emplace_back(fd);
       }
     }
@@ -69,8 +69,9 @@ Descriptor make_socket(int type) {
 
 Descriptor make_socket(int type, const std::string& name) {
   Descriptor socket = make_socket(type);
-  const SocketName here(name);
-  if (bind(socket.get(), here.get(), here.bytes) != 0) refuse("cannot bind a Unix socket", errno);
+  const SocketName address(name);
+  if (bind(socket.get(), address.get(), address.bytes) != 0)
+    refuse("cannot bind a Unix socket", errno);
   return socket;
 }
 
@@ -81,10 +82,10 @@ bool is_of_own_user(const Descriptor& connection, bool or_root) {
   return other.uid == geteuid() || other.uid == getuid() || (or_root && other.uid == 0);
 }
 
-bool send_fd(int socket, uint64_t number, int carried) {
+bool send_fd(int socket, uint64_t number, int descriptor) {
   SocketMessage message;
   message.number = number;
-  if (carried >= 0) message.carry(carried);
+  if (descriptor >= 0) message.attach(descriptor);
   for (;;) {
     if (sendmsg(socket, &message.header, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0) return true;
     if (errno != EINTR) return false;
@@ -93,11 +94,11 @@ bool send_fd(int socket, uint64_t number, int carried) {
 
 std::optional<FdMessage> receive_fd(int socket, int flags) {
   SocketMessage message;
-  message.make_room();
+  message.reserve_control();
   const ssize_t got = recvmsg(socket, &message.header, flags | MSG_CMSG_CLOEXEC);
   if (got == 0) errno = ECONNRESET;
   if (got <= 0) return {};
-  FdMessage fd_message{message.number, message.carried()};
+  FdMessage fd_message{message.number, message.take_descriptor()};
   if (got != sizeof message.number) fd_message.number = 0;
   return fd_message;
 }

@@ -10,7 +10,8 @@
 
 namespace pycollect::shm {
 
-// An abstract socket name: in no directory, and gone with its socket. Throws if it is too long.
+// An abstract socket name: not in the file system, and removed with its socket. Throws if `text` is
+// too long.
 struct SocketName {
   sockaddr_un name = {};
   socklen_t bytes = 0;
@@ -24,14 +25,14 @@ Descriptor make_socket(int type, const std::string& name);
 
 struct FdMessage {
   uint64_t number = 0;  // 0: refused, or not a valid fd message
-  Descriptor carried = Descriptor();
+  Descriptor descriptor = Descriptor();
 };
 // Returns true if the other end of a connection is a process of the same user or, with `or_root`,
 // of root.
 bool is_of_own_user(const Descriptor& connection, bool or_root);
-// Sends an fd message, without a descriptor if `carried` is negative. Returns false on failure,
+// Sends an fd message; a negative `descriptor` sends the number alone. Returns false on failure,
 // with the reason in errno.
-bool send_fd(int socket, uint64_t number, int carried);
+bool send_fd(int socket, uint64_t number, int descriptor);
 // Receives an fd message; `flags` are those of recvmsg. Returns none on failure, with the reason in
 // errno: ECONNRESET when the other end has closed, EINTR after a signal. If a message carries
 // several descriptors, all are closed.

@@ -1,6 +1,6 @@
 // How a fold walks through memory: a few vectors of every source are combined in registers and
 // written to every destination before the next few are read, so each byte moves once. Included
-// inside the namespace of an instruction set, as fold_vectors.h says.
+// inside the namespace of an instruction set (see fold_vectors.h).
 #pragma once
 #include "fold_ops.h"
 

@@ -1,6 +1,6 @@
 // The fold function for every type and reduction, and the table of these functions. Included inside
-// the namespace of an instruction set (see fold_vectors.h), after its definitions of Part, Streamed
-// and Element<Half>.
+// the namespace of an instruction set (see fold_vectors.h), after its definitions of Tail,
+// NonTemporal and Element<Half>.
 #pragma once
 #include "fold_blocks.h"
 

@@ -1,6 +1,6 @@
-// Everything that is asked of CUDA, at its driver's height: 26 calls. The real ones are
-// torch/cuda/api.cpp; those of the tests need no GPU, and everything above this is tested on them
-// as it runs. No CUDA headers: handles are opaque.
+// The interface to CUDA: 26 calls, as low-level as the driver's. torch/cuda/api.cpp implements them
+// with CUDA, an emulator (csrc/testing) without a GPU; all code above this interface runs unchanged
+// on either. No CUDA headers: handles are opaque.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -12,12 +12,12 @@
 
 namespace pycollect::cuda {
 
-using Device = int;                  // CUDA's ordinal
-inline constexpr Device kHost = -1;  // a rank whose tensors are in host memory
+using Device = int;                  // CUDA's device ordinal
+inline constexpr Device kHost = -1;  // for a rank whose tensors are in host memory
 
 struct Stream {
   Device device = kHost;
-  void* handle = nullptr;  // null is the device's default stream
+  void* handle = nullptr;  // null: the device's default stream
   bool operator==(const Stream&) const = default;
 };
 struct Event {
@@ -25,26 +25,29 @@ struct Event {
   void* handle = nullptr;
 };
 
-// One step on the memory of one tensor, all of its rows: dst[i] = srcs[0][i] op srcs[1][i] op ...
+// One step on the memory of one tensor. In each of its rows,
+// dst[i] = srcs[0][i] op srcs[1][i] op ...
 struct KernelRow {
   std::vector<std::byte*> dsts, srcs;
   std::vector<std::ptrdiff_t> dst_pitches = {}, src_pitches = {};  // bytes from row to row
   std::size_t count = 0;                                           // elements of a row
   std::size_t rows = 1;
-  bool finishes = false;  // `avg` scales here
+  bool finishes = false;  // the last fold of a reduction, where `avg` scales
 };
 
-// One kernel, or as few as the parameter limit allows: rows that touch nothing in common.
+// Rows without conflicting accesses, for one kernel, or as few as the limit of kernel parameters
+// allows.
 struct Launch {
   std::vector<KernelRow> rows;
   DType dtype;
   ReduceOp op;
   FoldOptions options;
-  // A word that the device reads when it comes to this: if it is not zero then, nothing is written.
+  // A word that the device reads when the launch runs: if it is nonzero then, the launch writes
+  // nothing. Null: no guard.
   const std::byte* guard = nullptr;
 };
 
-// A rectangle through a copy engine, between any two memories.
+// A rectangle that a copy engine copies, between the memories of any two devices or the host.
 struct CopyRect {
   std::byte* dst;
   const std::byte* src;
@@ -53,59 +56,60 @@ struct CopyRect {
   Device dst_device, src_device;
 };
 
-// What a capture on any thread forbids the calls of this one that may synchronize: all of them, or
-// only those on streams of its own captures. As CUDA's modes of these names.
+// Capture mode of a thread, as in CUDA: calls that may synchronize are forbidden on this thread
+// during a global capture of any thread, or only during a capture of its own.
 enum class CaptureMode { global, thread_local_only };
 
-// Memory of this process's that others may map, for as long as the descriptor is open.
+// Exported memory of this process, which others may map while the descriptor is open.
 struct Exported {
   shm::Descriptor descriptor;
-  std::size_t bytes;  // whole pages of the device's
+  std::size_t bytes;  // whole pages of the device
 };
 
-// From any thread. Each call throws std::runtime_error with CUDA's reason. What takes a stream or
-// an event is called while its device is current.
+// Thread-safe. Each call throws std::runtime_error with CUDA's reason. For a call that takes a
+// stream or an event, its device must be current.
 class Api {
  public:
   virtual ~Api() = default;
 
   virtual Device current_device() = 0;
   virtual void set_device(Device device) = 0;
-  // The same, to leave a thread as it was: begins nothing on a device that is not in use.
+  // Makes a thread's former device current again, and creates no context if that device has none.
   virtual void restore_device(Device device) = 0;
-  virtual std::string identity(Device device) = 0;  // the same in all processes that see it
-  virtual CaptureMode exchange_capture_mode(CaptureMode mode) = 0;  // of this thread; the former
+  virtual std::string identity(Device device) = 0;                  // the same in all processes
+  virtual CaptureMode exchange_capture_mode(CaptureMode mode) = 0;  // returns the former
 
   virtual Stream create_stream(Device device) = 0;
   virtual void destroy(Stream stream) = 0;
   virtual bool is_capturing(Stream stream) = 0;
-  virtual void synchronize(Stream stream) = 0;  // the host waits; never during a capture
+  virtual void synchronize(Stream stream) = 0;  // blocks the host; not during a capture
 
   virtual Event create_event(Device device) = 0;  // without timing
   virtual void destroy(Event event) noexcept = 0;
   virtual void record(Event event, Stream stream) = 0;
   virtual void wait(Stream stream, Event event) = 0;
-  virtual bool query(Event event) = 0;        // is what was recorded last done?
-  virtual void synchronize(Event event) = 0;  // the host waits for that
+  virtual bool query(Event event) = 0;        // true: the work before the last record is done
+  virtual void synchronize(Event event) = 0;  // blocks the host until then
 
-  // Behind what is on the stream. The first launch of a kernel may load it, and so wait for all
-  // streams of the process.
+  // Enqueued on the stream. The first launch of a kernel may load it, and then wait for all streams
+  // of the process.
   virtual void launch(Stream stream, const Launch& launch) = 0;
   virtual void copy(Stream stream, const CopyRect& rectangle) = 0;
   virtual void fill(Stream stream, std::byte* memory, unsigned char value, std::size_t bytes) = 0;
-  // `word` is of memory that the device knows. The wait ends when the word has reached the value,
-  // cyclically: shm::reached says how.
+  // `word` is in memory that the device can access. The wait ends when the word has reached the
+  // value, compared with wrap-around as by shm::reached.
   virtual void write_value(Stream stream, std::byte* word, uint64_t value) = 0;
   virtual void wait_value(Stream stream, std::byte* word, uint64_t value) = 0;
 
-  // These, and those below, may wait for all streams of the process.
-  virtual std::byte* allocate(Device device, std::size_t bytes) = 0;  // that can be exported
+  // All calls from here on may wait for all streams of the process.
+  virtual std::byte* allocate(Device device, std::size_t bytes) = 0;  // memory that can be exported
   virtual Exported export_memory(std::byte* memory) = 0;
   virtual std::byte* map(Device device, const shm::Descriptor& memory, std::size_t bytes) = 0;
-  // What was allocated or mapped. Memory is gone when nobody maps it and no descriptor is open.
+  // Unmaps allocated or mapped memory, which is freed when no process has it mapped and no
+  // descriptor of it is open.
   virtual void unmap(std::byte* memory) = 0;
 
-  // Whole pages of the host's memory; returns where the current device finds them.
+  // Registers whole pages of host memory; returns their address on the current device.
   virtual std::byte* register_host(std::byte* memory, std::size_t bytes) = 0;
   virtual void unregister_host(std::byte* memory) = 0;
 };

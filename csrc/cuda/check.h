@@ -1,4 +1,4 @@
-// What CUDA refuses becomes an exception that says where.
+// Turns CUDA errors into exceptions that name the source line of the call.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -10,8 +10,8 @@
 
 namespace pycollect::cuda {
 
-// Throws RuntimeError. Clears CUDA's last error, so that a later check of another caller does not
-// report it again.
+// Throws std::runtime_error unless `error` is cudaSuccess. Clears CUDA's last error, so that no
+// later check of another caller reports it again.
 inline void check(cudaError_t error, std::source_location at = std::source_location::current()) {
   if (error == cudaSuccess) [[likely]]
     return;

@@ -1,38 +1,38 @@
-// Copies, which know no type: bytes of one source to every destination, in the widest accesses for
-// which all addresses of a row are alike.
+// Copies of untyped bytes from one source to every destination, in the widest accesses for which
+// all addresses of a row have the same alignment.
 #pragma once
 #include "thread_work.h"
 
 namespace pycollect::cuda {
 
-template <class V, class Machine, class List>
+template <class V, class Accessor, class List>
 struct Copier {
-  const Machine& machine;
+  const Accessor& accessor;
   List dsts, src;
 
   constexpr void one(int64_t bytes) const {
-    const V v = machine.template load<V>(src.at(0, bytes));
-    for (int d = 0; d < dsts.n; ++d) machine.store(dsts.at(d, bytes), v);
+    const V v = accessor.template load<V>(src.at(0, bytes));
+    for (int d = 0; d < dsts.n; ++d) accessor.store(dsts.at(d, bytes), v);
   }
 
-  // Several, all in flight together, `stride` bytes apart.
+  // Copies kMany values, `stride` bytes apart, with all loads in flight together.
   template <int kMany>
   constexpr void many(int64_t bytes, int64_t stride) const {
     V v[kMany] = {};
-    each<kMany>([&](auto i) { v[i] = machine.template load<V>(src.at(0, bytes + i * stride)); });
+    each<kMany>([&](auto i) { v[i] = accessor.template load<V>(src.at(0, bytes + i * stride)); });
     for (int d = 0; d < dsts.n; ++d)
-      each<kMany>([&](auto i) { machine.store(dsts.at(d, bytes + i * stride), v[i]); });
+      each<kMany>([&](auto i) { accessor.store(dsts.at(d, bytes + i * stride), v[i]); });
   }
 };
 
-template <class V, class Machine>
-constexpr void copy_row(const BlockWork& job, const Machine& machine) {
+template <class V, class Accessor>
+constexpr void copy_row(const BlockWork& job, const Accessor& accessor) {
   const TableRow& row = job.row;
   const ThreadShare share = job.share;
   const Line line(row, 1);
   const auto on = [&](auto dsts, auto src) {
-    return [&machine, dsts, src]<class W>(std::type_identity<W>) {
-      return Copier<W, Machine, decltype(dsts)>{machine, dsts, src};
+    return [&accessor, dsts, src]<class W>(std::type_identity<W>) {
+      return Copier<W, Accessor, decltype(dsts)>{accessor, dsts, src};
     };
   };
   const std::type_identity<V> wide;
@@ -53,22 +53,22 @@ constexpr void copy_row(const BlockWork& job, const Machine& machine) {
       [&](int64_t bytes) { copy(edge).one(bytes); });
 }
 
-// What the kernel of copies does.
-template <class Machine>
-constexpr void run_copies(const TableHead& head, const uint64_t* words, ThreadId where,
-                          const Machine& machine) {
-  const BlockWork job(head, words, where);
-  switch (job.row.width) {  // the same for a whole block
+// Body of the copy kernel, for one thread.
+template <class Accessor>
+constexpr void run_copies(const TableHead& head, const uint64_t* words, ThreadId id,
+                          const Accessor& accessor) {
+  const BlockWork job(head, words, id);
+  switch (job.row.width) {  // uniform in a block
     case 16:
-      return copy_row<Packet>(job, machine);
+      return copy_row<Packet>(job, accessor);
     case 8:
-      return copy_row<uint64_t>(job, machine);
+      return copy_row<uint64_t>(job, accessor);
     case 4:
-      return copy_row<uint32_t>(job, machine);
+      return copy_row<uint32_t>(job, accessor);
     case 2:
-      return copy_row<uint16_t>(job, machine);
+      return copy_row<uint16_t>(job, accessor);
     default:
-      return copy_row<uint8_t>(job, machine);
+      return copy_row<uint8_t>(job, accessor);
   }
 }
 

@@ -1,4 +1,4 @@
-// Makes devices current, and at the end the one that was.
+// Scopes that make a device current, or set a thread's capture mode, and restore the former state.
 #pragma once
 #include "api.h"
 
@@ -6,29 +6,29 @@ namespace pycollect::cuda {
 
 class CurrentDevice {
  public:
-  explicit CurrentDevice(Api& api) : api_(api), before_(api.current_device()), now_(before_) {}
+  explicit CurrentDevice(Api& api) : api_(api), former_(api.current_device()), current_(former_) {}
   CurrentDevice(const CurrentDevice&) = delete;
   CurrentDevice& operator=(const CurrentDevice&) = delete;
   ~CurrentDevice() {
     try {
-      if (now_ != before_) api_.restore_device(before_);
-    } catch (...) {  // the device is broken, and the caller will hear of it at the next call
+      if (current_ != former_) api_.restore_device(former_);
+    } catch (...) {  // the device is broken, and the caller's next call reports it
     }
   }
   void use(Device device) {
-    if (device == now_) return;
+    if (device == current_) return;
     api_.set_device(device);
-    now_ = device;
+    current_ = device;
   }
 
  private:
   Api& api_;
-  const Device before_;
-  Device now_;
+  const Device former_;
+  Device current_;
 };
 
-// Lets a thread work on a device while others capture graphs. A capture in the global mode forbids
-// calls that may synchronize to every thread, except in thread-local mode, which this sets. The
+// Allows a thread to use a device while others capture graphs. During a capture in global mode,
+// only threads in thread-local mode, which this sets, may make calls that may synchronize. The
 // device is made current because a new thread starts on device 0, which this process may not use.
 class CaptureModeGuard {
  public:

@@ -1,6 +1,6 @@
-// The arithmetic of the device: how an element is read into an accumulator, combined, finished and
-// written back, with the bits of csrc/cpu. Constexpr throughout, so that the host compiles the same
-// functions and tests compare them with its own kernels.
+// Arithmetic of the device: how an element is decoded to an accumulator, combined, finished and
+// encoded, with bit for bit the results of csrc/cpu. All functions are constexpr, so that tests can
+// run them on the host and compare them with the CPU's kernels.
 #pragma once
 #include <bit>
 
@@ -9,13 +9,13 @@
 
 namespace pycollect::cuda {
 
-// Binary floats of 8 bits: fp32 to the nearest, ties to even. All arithmetic on subnormals of the
-// small type is on normals of fp32.
+// Rounds fp32 to an 8-bit float, to nearest, ties to even. Subnormals of the 8-bit type are
+// computed with normal fp32 numbers only.
 template <int kMantissa, int kBias, int kMaxCode>
 constexpr uint8_t narrowed(float value, Float8Rounding::Bytes codes) {
   constexpr int kShift = 23 - kMantissa, kRebias = (127 - kBias) << 23;
   constexpr int kMinNormal = kRebias + (1 << 23);
-  constexpr int kOne = kRebias + ((kShift + 1) << 23);  // its last bit is the last subnormal's
+  constexpr int kOne = kRebias + ((kShift + 1) << 23);  // its last bit is the smallest subnormal
   const auto all = std::bit_cast<uint32_t>(value);
   const int bits = static_cast<int>(all & 0x7fffffff);
   const int even = bits + ((bits >> kShift) & 1) + ((1 << (kShift - 1)) - 1);
@@ -29,22 +29,23 @@ constexpr uint8_t narrowed(float value, Float8Rounding::Bytes codes) {
   return static_cast<uint8_t>(bits > 0x7f800000 ? codes.nan : code);
 }
 
-// Types of one accumulator per element. `Machine` converts between fp16 and fp32.
+// Arithmetic of types with one accumulator per element. `Accessor` converts between fp16 and fp32.
 template <class T, class Op>
 struct Elements {
   static constexpr bool kExtremum = is_extremum<Op>;
-  using Narrow = std::conditional_t<kExtremum, int32_t, uint32_t>;  // sums wrap, signs or not
-  using Whole =
-      std::conditional_t<sizeof(T) == 8, std::conditional_t<kExtremum, int64_t, uint64_t>, Narrow>;
+  using Integer32 = std::conditional_t<kExtremum, int32_t, uint32_t>;  // unsigned: sums wrap
+  using Integer = std::conditional_t<sizeof(T) == 8,
+                                     std::conditional_t<kExtremum, int64_t, uint64_t>, Integer32>;
   using Acc =
-      std::conditional_t<std::integral<T>, Whole, std::conditional_t<is_narrow<T>, float, T>>;
+      std::conditional_t<std::integral<T>, Integer, std::conditional_t<is_narrow<T>, float, T>>;
   template <class V>
   using Lane = T;
 
   using Factor = std::conditional_t<std::same_as<Acc, double>, double, float>;
 
-  // Sums are worth more code, because they are the most frequent operation. Elements of a byte are
-  // bound by arithmetic, not by memory, and a division of eight bytes needs the registers.
+  // True: unrolled for common numbers of sources (see fold_known). Sums are, because they are the
+  // most frequent operation; not sums of one-byte elements, which are limited by arithmetic instead
+  // of memory, nor of 8-byte integers, whose division needs the registers.
   static constexpr bool kHot =
       std::same_as<Op, Avg> && sizeof(T) > 1 && !(std::integral<T> && sizeof(T) == 8);
 
@@ -59,27 +60,27 @@ struct Elements {
       inverse = finishes ? head.inverse_f32 : 1;
   }
 
-  template <class Machine>
-  constexpr Acc decode(const Machine& machine, T v) const {
+  template <class Accessor>
+  constexpr Acc decode(const Accessor& accessor, T v) const {
     if constexpr (std::same_as<T, Half>) {
-      return machine.widened(v.bits);
+      return accessor.widened(v.bits);
     } else if constexpr (std::same_as<T, BFloat16>) {
       return std::bit_cast<float>(static_cast<uint32_t>(v.bits) << 16);
-    } else if constexpr (std::same_as<T, Float8E5M2>) {  // the upper half of an fp16
-      return machine.widened(static_cast<uint16_t>(v.bits << 8));
-    } else if constexpr (std::same_as<T, Float8E4M3>) {  // an fp16 whose exponent is 8 too small
+    } else if constexpr (std::same_as<T, Float8E5M2>) {  // the upper byte of an fp16
+      return accessor.widened(static_cast<uint16_t>(v.bits << 8));
+    } else if constexpr (std::same_as<T, Float8E4M3>) {  // as an fp16, its exponent is 8 too small
       const float scaled =
-          machine.widened(static_cast<uint16_t>((v.bits & 0x80) << 8 | (v.bits & 0x7f) << 7));
+          accessor.widened(static_cast<uint16_t>((v.bits & 0x80) << 8 | (v.bits & 0x7f) << 7));
       return (v.bits & 0x7f) == 0x7f ? std::bit_cast<float>(0x7fc00000) : scaled * 256;
     } else {
       return static_cast<Acc>(v);
     }
   }
 
-  template <class Machine>
-  constexpr T encode(const Machine& machine, Acc v) const {
+  template <class Accessor>
+  constexpr T encode(const Accessor& accessor, Acc v) const {
     if constexpr (std::same_as<T, Half>) {
-      return {machine.narrowed(v)};
+      return {accessor.narrowed(v)};
     } else if constexpr (std::same_as<T, BFloat16>) {
       const auto bits = std::bit_cast<uint32_t>(v);
       const uint32_t even = bits + 0x7fff + (bits >> 16 & 1);
@@ -101,12 +102,12 @@ struct Elements {
     else if constexpr (std::same_as<Op, Prod>)
       return a * b;
     else if constexpr (std::same_as<Op, Min>)
-      return (a < b) | (a != a) ? a : b;  // NaN wins
+      return (a < b) | (a != a) ? a : b;  // NaN propagates
     else
       return (a > b) | (a != a) ? a : b;
   }
 
-  // Without a division a float is multiplied by 1, which changes no bit of it.
+  // A float that is not divided is multiplied by 1, which changes no bit of it.
   constexpr Acc finished(Acc v) const {
     if constexpr (!std::same_as<Op, Avg>) {
       return v;
@@ -121,9 +122,9 @@ struct Elements {
   }
 };
 
-// Bit operations, on words of four bytes or on single bytes; with kTruths a byte is a truth, and
-// any but zero is true.
-template <class Op, bool kTruths>
+// Bitwise operations, on four-byte words or on single bytes. With kBools each byte is a bool, and
+// any nonzero byte is true.
+template <class Op, bool kBools>
 struct Bits {
   using Acc = uint32_t;
   static constexpr bool kHot = false;
@@ -132,13 +133,13 @@ struct Bits {
 
   constexpr Bits(const TableHead&, bool) {}
 
-  template <class Machine>
-  constexpr Acc decode(const Machine&, uint32_t v) const {
-    if constexpr (kTruths) return (((v & 0x7f7f7f7f) + 0x7f7f7f7f) | v) >> 7 & 0x01010101;
+  template <class Accessor>
+  constexpr Acc decode(const Accessor&, uint32_t v) const {
+    if constexpr (kBools) return (((v & 0x7f7f7f7f) + 0x7f7f7f7f) | v) >> 7 & 0x01010101;
     return v;
   }
-  template <class Machine>
-  constexpr Acc encode(const Machine&, Acc v) const {
+  template <class Accessor>
+  constexpr Acc encode(const Accessor&, Acc v) const {
     return v;
   }
   static constexpr Acc combined(Acc a, Acc b) {

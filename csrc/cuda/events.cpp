@@ -3,20 +3,20 @@
 namespace pycollect::cuda {
 
 EventPool::~EventPool() {
-  for (auto& [device, shelf] : by_device_)
-    for (Event event : shelf.idle) api_.destroy(event);
+  for (auto& [device, events] : by_device_)
+    for (Event event : events.idle) api_.destroy(event);
 }
 
 Event EventPool::take(Device device) {
   {
     const std::lock_guard lock(mutex_);
-    DeviceEvents& shelf = by_device_[device];
-    if (!shelf.idle.empty()) {
-      const Event event = shelf.idle.back();
-      shelf.idle.pop_back();
+    DeviceEvents& events = by_device_[device];
+    if (!events.idle.empty()) {
+      const Event event = events.idle.back();
+      events.idle.pop_back();
       return event;
     }
-    shelf.idle.reserve(++shelf.made);  // so that giving back cannot fail
+    events.idle.reserve(++events.created);  // so that `give_back` cannot fail
   }
   return api_.create_event(device);
 }
@@ -27,7 +27,7 @@ void EventPool::give_back(Event event) noexcept {
 }
 
 Event EventLease::take(Device device) {
-  taken_.reserve(taken_.size() + 1);  // nothing may fail between taking and noting
+  taken_.reserve(taken_.size() + 1);  // push_back must not fail and lose an event
   taken_.push_back(for_capture_ ? pool_.api().create_event(device) : pool_.take(device));
   return taken_.back();
 }

@@ -1,6 +1,6 @@
-// Events, made once per device and used again. CUDA's waits keep what an event stood for when they
-// were issued, so an event may be recorded again as soon as the run that used it has issued all of
-// its waits, however far the devices are.
+// Pool of events, which are created per device and reused. A CUDA wait refers to the event's latest
+// record when the wait is enqueued. So an event may be recorded again as soon as the run that used
+// it has enqueued all of its waits, however much of that work is pending on the devices.
 #pragma once
 #include <map>
 #include <mutex>
@@ -17,22 +17,22 @@ class EventPool {
   EventPool(const EventPool&) = delete;
   EventPool& operator=(const EventPool&) = delete;
 
-  Event take(Device device);  // which must be current
+  Event take(Device device);  // `device` must be current
   void give_back(Event event) noexcept;
   Api& api() const { return api_; }
 
  private:
   struct DeviceEvents {
-    std::vector<Event> idle = {};  // events that no run records or waits for any more
-    std::size_t made = 0;
+    std::vector<Event> idle = {};  // events that no run uses
+    std::size_t created = 0;
   };
   Api& api_;
   std::mutex mutex_;
   std::map<Device, DeviceEvents> by_device_;
 };
 
-// Events for one run, none of them twice. A graph keeps to itself what was used while it was
-// captured, so those are made for it alone.
+// The events of one run; none is used twice in it. Events that are recorded in a capture belong to
+// the captured graph, so a captured run creates events of its own.
 class EventLease {
  public:
   EventLease(EventPool& pool, bool for_capture) : pool_(pool), for_capture_(for_capture) {}
@@ -40,7 +40,7 @@ class EventLease {
   EventLease(const EventLease&) = delete;
   EventLease& operator=(const EventLease&) = delete;
 
-  Event take(Device device);  // which must be current
+  Event take(Device device);  // `device` must be current
 
  private:
   EventPool& pool_;

@@ -1,5 +1,6 @@
-// See executor.h. A run is: number the streams, look the schedule up, issue it. Bytes that change
-// memories without being added to anything go through a copy engine, the rest through kernels.
+// See executor.h. A run numbers its streams, looks up the schedule and issues it. Copies between
+// memories of different devices, or a device and the host, use a copy engine; all else uses
+// kernels.
 #include "executor.h"
 
 #include <algorithm>
@@ -11,21 +12,21 @@
 namespace pycollect::cuda {
 namespace {
 
-// A training loop has a handful of plans and placements; with this many, most are no
-// longer used.
-constexpr std::size_t kMostSchedules = 1024;
+// The cache is cleared when it has this many schedules: a training loop uses a handful, so most are
+// no longer used by then.
+constexpr std::size_t kMaxSchedules = 1024;
 
 struct CallerStream {
   Stream stream;
-  bool has_pinned;  // is it that of a rank with pinned memory?
+  bool has_pinned;  // a rank that uses it as caller stream has pinned host memory
 };
-struct Numbered {
+struct NumberedStreams {
   StreamMap at;
   std::vector<Stream> streams;
   std::vector<CallerStream> callers;  // distinct ones
 };
 
-// Has the rank an input or an output of this kind?
+// Returns true if the rank has an input or output with this value of Memory::pageable.
 bool has_memory(const BoundPlan& call, Rank r, bool pageable) {
   const auto fits = [&](const Memory& m) { return m.base != nullptr && m.pageable == pageable; };
   return std::any_of(call.bindings.begin(), call.bindings.end(), [&](const Binding& b) {
@@ -33,9 +34,9 @@ bool has_memory(const BoundPlan& call, Rank r, bool pageable) {
   });
 }
 
-Numbered number(const BoundPlan& call, const CallStreams& streams_of_ranks) {
-  Numbered result{{{}, 0}, {}, {}};
-  auto of = [&](Stream s) {
+NumberedStreams number_streams(const BoundPlan& call, const CallStreams& streams_of_ranks) {
+  NumberedStreams result{{{}, 0}, {}, {}};
+  auto number_of = [&](Stream s) {
     const auto known = std::find(result.streams.begin(), result.streams.end(), s);
     if (known != result.streams.end()) return static_cast<int>(known - result.streams.begin());
     result.streams.push_back(s);
@@ -43,14 +44,15 @@ Numbered number(const BoundPlan& call, const CallStreams& streams_of_ranks) {
   };
   for (std::size_t r = 0; r < streams_of_ranks.ranks.size(); ++r) {
     const RankStreams& p = streams_of_ranks.ranks[r];
-    result.at.stream_ids.push_back({of(p.caller), of(p.worker), of(p.sender), of(p.receiver)});
+    result.at.stream_ids.push_back(
+        {number_of(p.caller), number_of(p.worker), number_of(p.sender), number_of(p.receiver)});
     auto& callers = result.callers;
     auto known = std::find_if(callers.begin(), callers.end(),
                               [&](const CallerStream& c) { return c.stream == p.caller; });
     if (known == callers.end()) known = callers.insert(callers.end(), {p.caller, false});
     known->has_pinned |= p.device == kHost && has_memory(call, static_cast<Rank>(r), false);
   }
-  if (streams_of_ranks.hub.device != kHost) result.at.hub = of(streams_of_ranks.hub);
+  if (streams_of_ranks.hub.device != kHost) result.at.hub = number_of(streams_of_ranks.hub);
   result.at.streams = static_cast<int>(result.streams.size());
   return result;
 }
@@ -58,14 +60,15 @@ Numbered number(const BoundPlan& call, const CallStreams& streams_of_ranks) {
 void check(const BoundPlan& call, const CallStreams& streams_of_ranks) {
   require_type(reduces(call.dtype, call.op), name(call.op), " is not defined for ",
                name(call.dtype));
-  require(static_cast<int>(streams_of_ranks.ranks.size()) == call.compiled.plan.world, "posts for ",
-          streams_of_ranks.ranks.size(), " ranks, and a plan of ", call.compiled.plan.world);
+  require(static_cast<int>(streams_of_ranks.ranks.size()) == call.compiled.plan.world, "a plan of ",
+          call.compiled.plan.world, " ranks needs streams for each; there are streams for ",
+          streams_of_ranks.ranks.size());
   for (std::size_t r = 0; r < streams_of_ranks.ranks.size(); ++r) {
     const RankStreams& p = streams_of_ranks.ranks[r];
     for (const Stream& s : {p.caller, p.worker, p.sender, p.receiver}) {
-      require(s.device != kHost, "rank ", r, " needs streams of a device");
+      require(s.device != kHost, "all streams of rank ", r, " must belong to a GPU");
       require(p.device == kHost || s.device == p.device, "rank ", r, " is on device ", p.device,
-              ", but one of its streams is of device ", s.device);
+              ", but one of its streams belongs to device ", s.device);
     }
   }
 }
@@ -76,26 +79,26 @@ class ExecutorRun {
               const CallStreams& streams_of_ranks)
       : api_(events.api()),
         call_(call),
-        posts_(streams_of_ranks),
+        streams_of_ranks_(streams_of_ranks),
         item_(item_bytes(call.dtype)),
-        numbered_(number(call, streams_of_ranks)),
+        numbered_(number_streams(call, streams_of_ranks)),
         touched_(numbered_.streams.size()),
         device_(api_),
         session_(rings, device_),
         lease_(events, is_captured()) {}
 
-  const StreamMap& placement() const { return numbered_.at; }
+  const StreamMap& stream_map() const { return numbered_.at; }
 
-  void go(const Schedule& schedule) {
+  void run(const Schedule& schedule) {
     events_.resize(schedule.size());
     try {
       for (std::size_t i = 0; i < schedule.size(); ++i) issue(schedule[i], events_[i]);
       session_.drain();
     } catch (...) {
-      join_what_was_issued();
+      join_callers();
       throw;
     }
-    if (posts_.host_waits) wait_for_hosts();
+    if (streams_of_ranks_.host_waits) synchronize_pinned();
   }
 
  private:
@@ -107,42 +110,46 @@ class ExecutorRun {
     }
     require(capturing == 0 || capturing == numbered_.callers.size(),
             "a CUDA graph is being captured on ", capturing, " of the ", numbered_.callers.size(),
-            " current streams of this call; let it capture on all of them");
-    require(capturing == 0 || !posts_.host_waits,
-            "the host cannot wait for results in its memory while a CUDA graph is captured");
+            " current streams of this call; capture on all of them, or on none");
+    require(capturing == 0 || !streams_of_ranks_.host_waits,
+            "the host cannot wait for results in host memory while a CUDA graph is captured; wait "
+            "after "
+            "its replay");
     bool pageable = false;
-    for (std::size_t r = 0; r < posts_.ranks.size(); ++r)
-      pageable |= posts_.ranks[r].device == kHost && has_memory(call_, static_cast<Rank>(r), true);
+    for (std::size_t r = 0; r < streams_of_ranks_.ranks.size(); ++r)
+      pageable |= streams_of_ranks_.ranks[r].device == kHost &&
+                  has_memory(call_, static_cast<Rank>(r), true);
     require(capturing == 0 || !pageable, kPageableInCapture);
     return capturing > 0;
   }
 
-  void issue(const ScheduledLaunch& it, Event& event) {
-    const Stream stream = numbered_.streams[it.stream];
+  void issue(const ScheduledLaunch& scheduled, Event& event) {
+    const Stream stream = numbered_.streams[scheduled.stream];
     device_.use(stream.device);
-    touched_[it.stream] = true;
-    for (int e : it.after) api_.wait(stream, events_[e]);
+    touched_[scheduled.stream] = true;
+    for (int e : scheduled.after) api_.wait(stream, events_[e]);
     Launch launch{{}, call_.dtype, call_.op, call_.options};
-    for (TaskId p : it.tasks) {
+    for (TaskId p : scheduled.tasks) {
       const int step = call_.compiled.program[p.rank][p.index].step;
       if (step == kAllBuffers) continue;
       for (const Binding& binding : call_.bindings)
         if (elements(binding, call_.compiled.plan.steps[step]) > 0)
-          move(stream, binding, step, launch);
+          issue_step(stream, binding, step, launch);
     }
     if (!launch.rows.empty()) api_.launch(stream, launch);
-    if (!it.recorded) return;
+    if (!scheduled.recorded) return;
     event = lease_.take(stream.device);
     api_.record(event, stream);
   }
 
-  void move(Stream stream, const Binding& binding, int number, Launch& launch) {
-    const Step& step = call_.compiled.plan.steps[number];
+  // Issues one step on one binding, or adds it to `launch` as a row.
+  void issue_step(Stream stream, const Binding& binding, int index, Launch& launch) {
+    const Step& step = call_.compiled.plan.steps[index];
     KernelRow row{{}, {}, {}, {}, binding.offsets->count(step.dsts[0]), binding.rows};
-    row.finishes = call_.compiled.finishes[number];
+    row.finishes = call_.compiled.finishes[index];
     std::vector<bool> pageable;  // [pointer], destinations first
     for (const Slice& dst : step.dsts) {
-      if (step.srcs.size() == 1 && copied(stream, binding, dst, step.srcs[0])) continue;
+      if (step.srcs.size() == 1 && try_copy(stream, binding, dst, step.srcs[0])) continue;
       std::byte* const to = address(binding, dst, item_);
       if (step.srcs.size() == 1 && to == address(binding, step.srcs[0], item_)) continue;
       row.dsts.push_back(to);
@@ -166,19 +173,20 @@ class ExecutorRun {
     return binding.memory[s.rank * kBuffers + static_cast<int>(s.buffer)].pageable;
   }
   Device memory_of(const Slice& s) const {
-    return s.buffer == Buffer::host ? kHost : posts_.ranks[s.rank].device;
+    return s.buffer == Buffer::host ? kHost : streams_of_ranks_.ranks[s.rank].device;
   }
-  // By a copy engine, or by the host, if that is all it takes: between pinned memory and pinned or
-  // pageable memory a kernel copies, because an engine would make the host wait.
-  bool copied(Stream stream, const Binding& binding, const Slice& dst, const Slice& src) {
-    const bool enters = is_pageable(binding, src), leaves = is_pageable(binding, dst);
+  // Copies between two memories by a copy engine, or by the host if both are pageable. Returns
+  // false if a kernel must copy: within the memory of a device, and on the host from or to pinned
+  // memory, because a copy engine would make the host wait there.
+  bool try_copy(Stream stream, const Binding& binding, const Slice& dst, const Slice& src) {
+    const bool from_pageable = is_pageable(binding, src), to_pageable = is_pageable(binding, dst);
     const CopyRect r = rectangle(binding, dst, src);
-    if (enters && leaves) {
+    if (from_pageable && to_pageable) {
       if (r.dst != r.src) session_.copy_on_host(stream, r);
       return true;
     }
     if (memory_of(dst) == memory_of(src)) return false;
-    if (enters || leaves)
+    if (from_pageable || to_pageable)
       session_.copy(stream, r);
     else
       api_.copy(stream, r);
@@ -195,7 +203,7 @@ class ExecutorRun {
             .src_device = memory_of(src)};
   }
 
-  void wait_for_hosts() {
+  void synchronize_pinned() {
     for (const CallerStream& c : numbered_.callers) {
       if (!c.has_pinned) continue;
       device_.use(c.stream.device);
@@ -203,9 +211,9 @@ class ExecutorRun {
     }
   }
 
-  // Orders the callers' streams after all issued work, so that freeing or reusing the memory is
-  // safe. Errors here are dropped, because the first error is being thrown.
-  void join_what_was_issued() noexcept {
+  // Orders the caller streams behind all issued work, so that freeing or reusing the memory is
+  // safe. Drops errors, because the first error is being thrown.
+  void join_callers() noexcept {
     for (std::size_t i = 0; i < touched_.size(); ++i) {
       if (!touched_[i]) continue;
       try {
@@ -225,27 +233,29 @@ class ExecutorRun {
 
   Api& api_;
   const BoundPlan& call_;
-  const CallStreams& posts_;
+  const CallStreams& streams_of_ranks_;
   const std::size_t item_;
-  const Numbered numbered_;
-  std::vector<bool> touched_;  // [stream]
+  const NumberedStreams numbered_;
+  std::vector<bool> touched_;  // [stream]: work was issued on it
   CurrentDevice device_;
   StagingSession session_;
   EventLease lease_;
-  std::vector<Event> events_;  // [issue]
+  std::vector<Event> events_;  // [scheduled launch]
 };
 
 }  // namespace
 
 void Executor::run(const BoundPlan& call, const CallStreams& streams_of_ranks) {
   check(call, streams_of_ranks);
-  ExecutorRun run(events_, rings_, call, streams_of_ranks);
-  run.go(*scheduled(call.compiled, run.placement()));
+  ExecutorRun executor_run(events_, rings_, call, streams_of_ranks);
+  executor_run.run(*scheduled(call.compiled, executor_run.stream_map()));
 }
 
 std::size_t Executor::ScheduleHash::operator()(const ScheduleKey& key) const {
   std::size_t h = key.compiled;
-  auto mix = [&](int part) { h = h * 1000003 + static_cast<std::size_t>(part); };  // large and odd
+  auto mix = [&](int part) {
+    h = h * 1000003 + static_cast<std::size_t>(part);
+  };  // an arbitrary large odd factor
   for (const StreamIds& me : key.at.stream_ids)
     for (int stream : {me.caller, me.worker, me.sender, me.receiver}) mix(stream);
   mix(key.at.hub);
@@ -261,7 +271,7 @@ std::shared_ptr<const Schedule> Executor::scheduled(const Compiled& compiled, co
   }
   auto made = std::make_shared<const Schedule>(schedule(compiled, at));
   const std::lock_guard lock(mutex_);
-  if (schedules_.size() >= kMostSchedules) schedules_.clear();
+  if (schedules_.size() >= kMaxSchedules) schedules_.clear();
   return schedules_.emplace(std::move(key), std::move(made)).first->second;
 }
 

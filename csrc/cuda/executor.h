@@ -1,6 +1,6 @@
-// Runs a compiled plan in one process on the memory of any number of devices: what `schedule` says,
-// on real streams, through `Api`. Nothing spins, and the host waits for
-// nothing but for ranks in host memory: when told to, and always where that is pageable.
+// Runs a compiled plan in one process, on the memory of any number of devices: issues the plan's
+// `schedule` to streams through `Api`. No kernel spins. The host waits only for ranks in host
+// memory: if `host_waits` is set, and always if that memory is pageable.
 #pragma once
 #include <memory>
 #include <mutex>
@@ -14,42 +14,44 @@
 
 namespace pycollect::cuda {
 
-// The message of every refusal to use pageable host memory during a capture.
+// Error message for pageable host memory in a CUDA graph capture.
 inline constexpr const char* kPageableInCapture =
     "memory on the host that is not pinned cannot be read or written while a CUDA graph is "
     "captured; pin it with .pin_memory()";
 
-// Where one rank's memory is, and the streams that move it. They may be equal, to each other and to
-// other ranks': one device and one stream for all is one launch a level and no event. Streams of a
-// rank run on the device that reads and writes for it; for a rank in host memory, which executes
-// nothing (see `stage`), any device's.
+// Where one rank's memory is, and the streams of its tasks. Streams may be shared by tasks and by
+// ranks: with one device and one stream for all, a level is one launch, without events. A rank's
+// streams belong to its device; those of a rank in host memory, which executes nothing (see
+// `stage`), to any device.
 struct RankStreams {
-  Device device;           // kHost: on the host, pinned or not
-  Stream caller;           // of what came before and comes after: torch's current stream
-  Stream worker;           // for what the rank executes
-  Stream sender = worker;  // for copies out to a host, and in from one: beside the worker, so that
-  Stream receiver = worker;  // both directions and the folds overlap in a staged plan
+  Device device;  // kHost: host memory, pinned or not
+  Stream caller;  // orders the run among earlier and later work: torch's current stream
+  Stream worker;  // runs the rank's folds and copies
+  // For copies to host memory, and from it. If they are not the worker, copies in both directions
+  // and folds overlap in a staged plan.
+  Stream sender = worker;
+  Stream receiver = worker;
 };
 
 struct CallStreams {
   std::vector<RankStreams> ranks;
-  Stream hub = {};  // its device is kHost: there is none, and joins go pair by pair
-  // Are results in pinned memory there, and has it been read, when `run` returns? For pageable
-  // memory they are and it has, whatever this says.
+  Stream hub = {};  // see StreamMap; if its device is kHost, there is no hub
+  // True: when `run` returns, pinned host memory has been read and contains the results. For
+  // pageable memory that is always so.
   bool host_waits = false;
 };
 
-// Owns events and remembers schedules; any thread may call `run` at any time.
+// Owns the events and pinned rings, and caches schedules. Thread-safe.
 class Executor {
  public:
   Executor(Api& api, Host& host, PinnedRingSize size = {})
       : events_(api), rings_(api, host, size) {}
 
-  // Issues everything and returns. On each rank's caller stream all that was issued there before
-  // comes first, and what is issued there afterwards finds the result. During a capture all callers
-  // must be capturing, and no memory may be pageable. Throws ValueError before anything is issued;
-  // what the Api throws passes through, with the callers' streams behind all that had been
-  // issued and the device as it was.
+  // Enqueues the run and returns. On each rank's caller stream, earlier work comes before the run,
+  // and later work finds its results. During a capture all caller streams must be capturing, and no
+  // memory may be pageable. Throws ValueError and TypeMismatch before anything is enqueued. Passes
+  // errors of the Api through, after it has ordered the caller streams behind all enqueued work and
+  // restored the current device.
   void run(const BoundPlan& call, const CallStreams& streams_of_ranks);
 
  private:

@@ -1,11 +1,11 @@
-// A value for every reduction that the device's kernels compute: the kernels themselves, and what
-// they count in.
+// Tables with a value for every reduction that the device's kernels compute, such as the kernel and
+// the unit in which it counts.
 #pragma once
 #include "../plan/kernel_type.h"
 
 namespace pycollect::cuda {
 
-// make(KernelType) for every reduction of the contract; Value{} for the others.
+// [dtype][op]: make(KernelType) if the reduction is defined for the dtype; otherwise Value{}.
 template <class Value>
 using KernelTable = std::array<std::array<Value, ReduceOps::size>, DTypes::size>;
 namespace detail {
@@ -30,7 +30,7 @@ constexpr KernelTable<Value> kernel_table(Make make) {
   return detail::made_table<Value>(make, DTypes{});
 }
 
-// What a kernel counts in, and what the addresses of its scalar accesses are multiples of.
+// Bytes of the elements that a kernel counts, and the alignment of its scalar accesses.
 struct Unit {
   int bytes = 1, alignment = 1;
 };

@@ -1,13 +1,13 @@
-// The kernels as the host knows them. Each is compiled once, in one of level_*.cu.
+// Host declarations of the kernels. Each is compiled once, in one of level_*.cu.
 #pragma once
 
 namespace pycollect::cuda {
 
 struct KernelPair {
-  const void *small = nullptr, *large = nullptr;  // for either size of table
+  const void *small = nullptr, *large = nullptr;  // for SmallTable and LargeTable
 };
 
-// Of a kernel_type's type and operation; one that no file defines is an undefined symbol.
+// `T` and `Op` are those of a KernelType. Without an instantiation in level_*.cu, linking fails.
 template <class T, class Op>
 KernelPair fold_kernel();
 KernelPair copy_kernel();

@@ -1,5 +1,5 @@
-// See launch.h. The kernel is a function of dtype and op, found in a table made from the type
-// lists; small tables have kernels of their own, because parameters are copied whole.
+// See launch.h. The kernel is looked up by dtype and op in a table made from the type lists. Small
+// tables have kernels of their own, because a launch copies all of the kernel's parameters.
 #include "check.h"
 #include "kernel_table.h"
 #include "kernels.h"
@@ -27,7 +27,7 @@ void launch_level(Stream stream, const Launch& launch, const Limits& limits) {
     config.gridDim = dim3(packed.blocks);
     config.blockDim = dim3(kThreads);
     config.stream = static_cast<cudaStream_t>(stream.handle);
-    // The table is read before the call returns, and never written.
+    // CUDA reads the table before the call returns, and never writes it.
     void* parameters[] = {const_cast<LargeTable*>(&packed.table)};
     check(cudaLaunchKernelExC(&config, small ? kernel.small : kernel.large, parameters));
   });

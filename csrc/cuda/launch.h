@@ -4,7 +4,7 @@
 
 namespace pycollect::cuda {
 
-// On a stream of the current device. Allocates nothing and waits for nothing, so it can be
+// Launches on a stream of the current device. Allocates nothing and waits for nothing, so it can be
 // captured.
 void launch_level(Stream stream, const Launch& launch, const Limits& limits);
 

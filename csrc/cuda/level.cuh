@@ -13,11 +13,11 @@ using Word = std::conditional_t<
     kBytes == 1, uint8_t,
     std::conditional_t<kBytes == 2, uint16_t, std::conditional_t<kBytes == 4, uint32_t, uint64_t>>>;
 
-// The device's memory, in the order written. Every access is inline: left to itself nvcc 13.0
-// stores a packet in four parts (eight for bf16), and may load through the cache that a kernel's
-// own stores do not reach, while a dst may be a src. For the host as well only because what calls
-// it is constexpr; the host never runs it.
-struct GpuMachine {
+// Accesses the device's memory, in program order. Every access is inline assembly: by itself nvcc
+// 13.0 stores a packet in four parts (eight for bf16), and may load through the read-only cache,
+// which a kernel's own stores do not update, although a dst may be a src. __host__ only because the
+// callers are constexpr; the host never runs it.
+struct GpuAccessor {
   template <class V>
   __host__ __device__ __forceinline__ static V load(uint64_t at) {
     if constexpr (std::is_same_v<V, Packet>) {
@@ -64,7 +64,7 @@ struct GpuMachine {
   template <class W>
   __host__ __device__ __forceinline__ static void word(W& v, uint64_t at) {
     if constexpr (sizeof(W) == 1) {
-      uint32_t wide;  // there is no register of a byte
+      uint32_t wide;  // inline assembly has no 8-bit operands
       asm volatile("ld.global.u8 %0, [%1];" : "=r"(wide) : "l"(at));
       v = static_cast<W>(wide);
     } else if constexpr (sizeof(W) == 2) {
@@ -88,27 +88,27 @@ struct GpuMachine {
   }
 };
 
-// One thread of a block looks, because the word may lie in the host's memory: a block is written by
-// whole, or not at all.
+// Returns true if the launch's guard forbids writing. One thread per block reads the guard, because
+// it may lie in host memory; so a block writes all of its part or nothing.
 template <class Table>
 __device__ __forceinline__ bool is_forbidden(const Table& table) {
   if (table.head.guard == 0) return false;
   const uint64_t at = table.words[table.head.guard];
-  return __syncthreads_or(threadIdx.x == 0 && GpuMachine::load<uint32_t>(at) != 0) != 0;
+  return __syncthreads_or(threadIdx.x == 0 && GpuAccessor::load<uint32_t>(at) != 0) != 0;
 }
 
 template <class T, class Op, class Table>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     fold_level(const __grid_constant__ Table table) {
   if (is_forbidden(table)) return;
-  run_folds<T, Op>(table.head, table.words, {blockIdx.x, gridDim.x, threadIdx.x}, GpuMachine());
+  run_folds<T, Op>(table.head, table.words, {blockIdx.x, gridDim.x, threadIdx.x}, GpuAccessor());
 }
 
 template <class Table>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     copy_level(const __grid_constant__ Table table) {
   if (is_forbidden(table)) return;
-  run_copies(table.head, table.words, {blockIdx.x, gridDim.x, threadIdx.x}, GpuMachine());
+  run_copies(table.head, table.words, {blockIdx.x, gridDim.x, threadIdx.x}, GpuAccessor());
 }
 
 template <class T, class Op>

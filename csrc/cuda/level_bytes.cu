@@ -1,4 +1,4 @@
-// What knows bytes only: bit operations, truths and copies.
+// Kernels that work on bytes: bitwise operations, bools and copies.
 #include "level.cuh"
 
 namespace pycollect::cuda {

@@ -1,4 +1,4 @@
-// Folds of integers of one and two bytes; a product does not know signs.
+// Folds of integers of one and two bytes. Products are the same for signed and unsigned types.
 #include "level.cuh"
 
 namespace pycollect::cuda {

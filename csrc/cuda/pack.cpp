@@ -1,5 +1,5 @@
-// See pack.h. Folds go first, then copies; a step with more destinations than a table holds is a
-// fold to some of them, and copies from there to the others.
+// See pack.h. Folds come first, then copies. A step with more destinations than a table holds
+// becomes a fold to some of them, and copies from there to the others.
 #include "pack.h"
 
 #include <algorithm>
@@ -12,8 +12,9 @@
 namespace pycollect::cuda {
 namespace {
 
-// Blocks for each that a multiprocessor can hold: enough that the last of them does not leave the
-// others waiting for long, few enough that finding its row costs a block nothing.
+// Blocks of a launch, as a multiple of those that the device runs at a time: enough that the last
+// ones do not leave the others idle for long, few enough that the search for a block's row costs
+// nothing.
 constexpr int kWaves = 4;
 
 constexpr std::size_t kHeadWords = sizeof(TableHead) / 8;
@@ -22,13 +23,13 @@ bool is_copy(const KernelRow& row) { return row.srcs.size() == 1; }
 bool is_in_place(const KernelRow& row) {
   return row.dsts == row.srcs && (row.rows == 1 || row.dst_pitches == row.src_pitches);
 }
-uint64_t number(const std::byte* address) { return reinterpret_cast<uintptr_t>(address); }
+uint64_t as_word(const std::byte* address) { return reinterpret_cast<uintptr_t>(address); }
 
-// A row and the form that it takes in a table.
+// A row, and its form in a table.
 struct Entry {
   const KernelRow* row;
   TableRow form;
-  bool in_place;  // one list for sources and destinations
+  bool in_place;  // sources and destinations share one list
   uint64_t slots, moved;
 
   std::size_t words() const {
@@ -37,22 +38,22 @@ struct Entry {
   }
 };
 
-// What all addresses of a row have in common, as bits that are not zero.
+// Bits that are set in the addresses of a row, or in which they differ.
 struct Alignment {
-  uint64_t all = 0;     // of addresses and pitches
-  uint64_t unlike = 0;  // of differences between addresses, and of pitches
+  uint64_t all = 0;        // set in an address or a pitch
+  uint64_t differing = 0;  // different in two addresses, or set in a pitch
 
   Alignment(const KernelRow& row, bool pitched) {
-    const uint64_t first = number(row.dsts[0]);
+    const uint64_t first = as_word(row.dsts[0]);
     for (const auto* list : {&row.dsts, &row.srcs})
       for (const std::byte* address : *list) {
-        all |= number(address);
-        unlike |= number(address) ^ first;
+        all |= as_word(address);
+        differing |= as_word(address) ^ first;
       }
     if (!pitched) return;
     for (const auto* list : {&row.dst_pitches, &row.src_pitches})
-      for (const std::ptrdiff_t pitch : *list) unlike |= static_cast<uint64_t>(pitch);
-    all |= unlike;
+      for (const std::ptrdiff_t pitch : *list) differing |= static_cast<uint64_t>(pitch);
+    all |= differing;
   }
 };
 
@@ -64,13 +65,13 @@ bool is_one_line(const KernelRow& row, std::size_t line_bytes) {
                            std::all_of(row.src_pitches.begin(), row.src_pitches.end(), follows));
 }
 
-// Sets how wide the accesses are and where the first one is.
+// Sets the width of the accesses, and the position of the first one.
 void choose_width(TableRow& form, const KernelRow& row, const Alignment& alignment,
                   std::size_t unit) {
-  const uint64_t alike = kPacketBytes | alignment.unlike;
-  uint64_t width = alike & -alike;  // the largest power of two that divides it
+  const uint64_t differing = kPacketBytes | alignment.differing;
+  uint64_t width = differing & -differing;  // the largest power of two that divides it
   if (!is_copy(row) && width < kPacketBytes) return;
-  const uint64_t head_bytes = -number(row.dsts[0]) & (width - 1);
+  const uint64_t head_bytes = -as_word(row.dsts[0]) & (width - 1);
   if (head_bytes % unit != 0 || head_bytes > form.count * unit) {
     if (!is_copy(row)) return;
     width = 1;
@@ -104,7 +105,7 @@ Entry entry_of(const KernelRow& row, DType dtype, ReduceOp op) {
 
 std::size_t guard_words(const Launch& launch) { return launch.guard == nullptr ? 0 : 1; }
 
-// The rows of a launch, none of them empty or too long for a table.
+// The rows of a launch, without empty ones, and divided where they are too long for a table.
 class PackedRows {
  public:
   PackedRows(const Launch& launch, const Limits& limits)
@@ -116,33 +117,33 @@ class PackedRows {
 
  private:
   void add(const KernelRow& row) {
-    const std::size_t most = row.rows > 1 ? words_ / 2 : words_;
+    const std::size_t max_pointers = row.rows > 1 ? words_ / 2 : words_;
     const std::size_t n = row.srcs.size() + (is_in_place(row) ? 0 : row.dsts.size());
-    if (n <= most) return (is_copy(row) ? copies : folds).push_back(&row);
-    require(row.srcs.size() < most, "a GPU folds up to ", most - 1, " sources at once; there are ",
-            row.srcs.size());
-    std::size_t done = most - row.srcs.size();
-    keep(row, row, 0, done);
+    if (n <= max_pointers) return (is_copy(row) ? copies : folds).push_back(&row);
+    require(row.srcs.size() < max_pointers, "a GPU folds up to ", max_pointers - 1,
+            " sources at once; there are ", row.srcs.size());
+    std::size_t done = max_pointers - row.srcs.size();
+    add_part(row, row, 0, done);
     KernelRow other = row;
     if (!is_copy(row)) {
       other.srcs = {row.dsts[0]};
       if (row.rows > 1) other.src_pitches = {row.dst_pitches[0]};
     }
-    for (; done < row.dsts.size(); done += most - 1)
-      keep(other, row, done, std::min(done + most - 1, row.dsts.size()));
+    for (; done < row.dsts.size(); done += max_pointers - 1)
+      add_part(other, row, done, std::min(done + max_pointers - 1, row.dsts.size()));
   }
 
-  // `made`, with some of the destinations of `row`.
-  void keep(KernelRow made, const KernelRow& row, std::size_t begin, std::size_t end) {
-    made.dsts.assign(row.dsts.begin() + begin, row.dsts.begin() + end);
+  // Adds `part` with the destinations [begin, end) of `row`.
+  void add_part(KernelRow part, const KernelRow& row, std::size_t begin, std::size_t end) {
+    part.dsts.assign(row.dsts.begin() + begin, row.dsts.begin() + end);
     if (row.rows > 1)
-      made.dst_pitches.assign(row.dst_pitches.begin() + begin, row.dst_pitches.begin() + end);
-    made_.push_back(std::move(made));
-    (is_copy(made_.back()) ? copies : folds).push_back(&made_.back());
+      part.dst_pitches.assign(row.dst_pitches.begin() + begin, row.dst_pitches.begin() + end);
+    parts_.push_back(std::move(part));
+    (is_copy(parts_.back()) ? copies : folds).push_back(&parts_.back());
   }
 
-  const std::size_t words_;     // behind the only row of a table
-  std::deque<KernelRow> made_;  // which stay where they are
+  const std::size_t words_;      // for the lists of a table with one row
+  std::deque<KernelRow> parts_;  // a deque: pointers to its elements stay valid
 };
 
 // Fills tables with entries, in order.
@@ -183,10 +184,10 @@ class Packer {
   }
 
  private:
-  // Behind the lists.
+  // Appends the guard's address to the lists.
   void add_guard() {
     const std::size_t at = table_.head.rows * kRowWords + used_++;
-    table_.words[at] = number(guard_);
+    table_.words[at] = as_word(guard_);
     table_.head.guard = static_cast<uint16_t>(at);
   }
 
@@ -196,7 +197,7 @@ class Packer {
     row.dsts = list(entry.row->dsts, entry.row->dst_pitches, row.pitched);
     row.srcs =
         entry.in_place ? row.dsts : list(entry.row->srcs, entry.row->src_pitches, row.pitched);
-    // One slot a thread, unless the row's share of what is moved is less.
+    // One slot per thread, or fewer blocks if the row's share of the moved bytes is smaller.
     const uint64_t budget = static_cast<uint64_t>(limits_.multiprocessors) * kBlocksPerSm * kWaves;
     const uint64_t fair = 1 + budget * entry.moved / moved;
     blocks_ += static_cast<uint32_t>(std::min((entry.slots + kThreads - 1) / kThreads, fair));
@@ -207,7 +208,7 @@ class Packer {
                 const std::vector<std::ptrdiff_t>& pitches, bool pitched) {
     const std::size_t begin = used_;
     uint64_t* const lists = table_.words + table_.head.rows * kRowWords;
-    for (const std::byte* address : addresses) lists[used_++] = number(address);
+    for (const std::byte* address : addresses) lists[used_++] = as_word(address);
     if (pitched)
       for (const std::ptrdiff_t pitch : pitches) lists[used_++] = static_cast<uint64_t>(pitch);
     return static_cast<uint16_t>(begin);
@@ -215,7 +216,7 @@ class Packer {
 
   const Limits& limits_;
   const std::byte* const guard_;
-  const std::size_t fixed_;  // words of every table
+  const std::size_t fixed_;  // words of every table besides rows and lists
   const std::function<void(const Packed&)>& issue_;
   LargeTable table_;
   std::size_t used_ = 0;  // words of lists

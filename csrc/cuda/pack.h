@@ -1,5 +1,5 @@
-// Turns the rows of a launch into tables: what fits in one, which blocks work for which row, and
-// how wide its accesses are. Allocates nothing on a device and asks CUDA nothing.
+// Packs the rows of a launch into tables, and decides which blocks work on which row and how wide
+// its accesses are. Allocates no device memory and does not call CUDA.
 #pragma once
 #include <functional>
 
@@ -17,13 +17,13 @@ enum class KernelKind { fold, copy };
 struct Packed {
   KernelKind kind;
   const LargeTable& table;
-  std::size_t bytes;  // of the table that are used
+  std::size_t bytes;  // used bytes of the table
   uint32_t blocks;
 };
 
-// All tables of a launch, to be issued one after the other. Throws TypeMismatch for a reduction
-// that the type does not have, and ValueError for memory that no GPU can read as this type, and for
-// more sources of one fold than a table holds (4,000, or 500 with drivers before CUDA 12.1).
+// Calls `issue` for all tables of a launch, in order. Throws TypeMismatch for a reduction that is
+// not defined for the type, and ValueError for memory that is not aligned for the type and for a
+// fold of more sources than a table holds (4,000, or 500 with drivers before CUDA 12.1).
 void for_each_table(const Launch& launch, const Limits& limits,
                     const std::function<void(const Packed&)>& issue);
 

@@ -11,15 +11,14 @@ PeerAccess Peers::access(Device from, Device to) {
     const std::lock_guard lock(mutex_);
     const auto known = known_.find({from, to});
     if (known != known_.end()) return known->second;
-    found.asked = questions_.ask(from, to);
-    if (found.asked) found.defect = questions_.try_out(from, to);
+    found.reported = callbacks_.query(from, to);
+    if (found.reported) found.defect = callbacks_.test(from, to);
     known_[{from, to}] = found;
   }
-  // The warning is printed without the lock, because its writer may wait for a thread that asks for
-  // peer access.
+  // Warns without the lock, because the callback may wait for a thread that calls `access`.
   if (!found.defect.empty())
-    questions_.warn(text("cuda:", from, " is said to reach the memory of cuda:", to, ", but ",
-                         found.defect, "; copies between them go through the host"));
+    callbacks_.warn(text("the driver reports that cuda:", from, " can access the memory of cuda:",
+                         to, ", but ", found.defect, "; copies between them go through the host"));
   return found;
 }
 

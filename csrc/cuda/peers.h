@@ -1,6 +1,6 @@
-// Which devices reach each other's memory: what the driver says, and what came of trying. A pair
-// that is said to work and does not is treated as one that does not, and reported once. Keeps the
-// answers; who is asked, and how it is tried, is handed in.
+// Peer access between devices, as the driver reports it and a test confirms it. A pair that fails
+// the test counts as one without peer access, and causes one warning. Caches the results; the
+// query, the test and the warning are callbacks.
 #pragma once
 #include <functional>
 #include <map>
@@ -13,26 +13,26 @@
 namespace pycollect::cuda {
 
 struct PeerAccess {
-  bool asked = false;       // what the driver says
-  std::string defect = {};  // what went wrong when it was tried; empty for who need not be
-  bool works() const { return asked && defect.empty(); }
+  bool reported = false;    // the driver reports peer access
+  std::string defect = {};  // why the test failed; empty if it passed or was not run
+  bool works() const { return reported && defect.empty(); }
 };
 
 class Peers {
  public:
-  struct Questions {
-    std::function<bool(Device from, Device to)> ask;
-    std::function<std::string(Device from, Device to)> try_out;  // the defect; never a pair twice
+  struct Callbacks {
+    std::function<bool(Device from, Device to)> query;        // returns what the driver reports
+    std::function<std::string(Device from, Device to)> test;  // returns the defect; once per pair
     std::function<void(const std::string& line)> warn;
   };
-  explicit Peers(Questions questions) : questions_(std::move(questions)) {}
+  explicit Peers(Callbacks callbacks) : callbacks_(std::move(callbacks)) {}
 
-  // Can what runs on `from` read and write the memory of `to`? Any thread; what a question throws
-  // passes through, and the pair is asked again the next time.
+  // Returns whether work on `from` can read and write the memory of `to`. Thread-safe. Passes
+  // errors of a callback through, and then tests the pair again in the next call.
   PeerAccess access(Device from, Device to);
 
  private:
-  const Questions questions_;
+  const Callbacks callbacks_;
   std::mutex mutex_;
   std::map<std::pair<Device, Device>, PeerAccess> known_;
 };

@@ -1,5 +1,5 @@
-// See pinned_ring.h. Pieces are finished in the order in which they were begun, so what arrives
-// twice in one place arrives in the order of the plan. Nothing here is done during a capture.
+// See pinned_ring.h. Pieces are finished in the order in which they were begun, so several writes
+// to the same memory arrive in the order of the plan. Rings are not used during a capture.
 #include "pinned_ring.h"
 
 #include <algorithm>
@@ -14,23 +14,26 @@ constexpr std::size_t kAlign = 16;  // the widest access of a kernel
 
 constexpr std::size_t padded(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
-// What of some lines goes through one piece.
+// The part of a row's lines that goes through one piece: elements [first, first + count) of each
+// line in [line, line + lines).
 struct LinePart {
   std::size_t line, lines, first, count;
 };
 
-// Cuts `lines` of `count` items so that the padded lines of a part take `most` bytes at most.
+// Cuts `lines` lines of `count` items into parts whose padded lines take at most `max_bytes`.
 std::vector<LinePart> cut(std::size_t lines, std::size_t count, std::size_t item,
-                          std::size_t most) {
-  require(most >= kAlign, "more tensors on the host in one step than a piece of the ring holds");
+                          std::size_t max_bytes) {
+  require(max_bytes >= kAlign,
+          "one step has more tensors in pageable host memory than a piece of the "
+          "pinned ring has room for; pin some of them with .pin_memory()");
   std::vector<LinePart> parts;
-  const std::size_t together = most / padded(count * item);
+  const std::size_t together = max_bytes / padded(count * item);
   if (together > 0) {
     for (std::size_t line = 0; line < lines; line += together)
       parts.push_back({line, std::min(together, lines - line), 0, count});
     return parts;
   }
-  const std::size_t step = most / kAlign * kAlign / item;
+  const std::size_t step = max_bytes / kAlign * kAlign / item;
   for (std::size_t line = 0; line < lines; ++line)
     for (std::size_t first = 0; first < count; first += step)
       parts.push_back({line, 1, first, std::min(step, count - first)});
@@ -38,14 +41,14 @@ std::vector<LinePart> cut(std::size_t lines, std::size_t count, std::size_t item
 }
 
 template <class Byte>
-Byte* moved(Byte* base, std::ptrdiff_t pitch, const LinePart& part, std::size_t item) {
+Byte* part_begin(Byte* base, std::ptrdiff_t pitch, const LinePart& part, std::size_t item) {
   return base + static_cast<std::ptrdiff_t>(part.line) * pitch +
          static_cast<std::ptrdiff_t>(part.first * item);
 }
 
 struct HostSpan {
   const std::byte *begin, *end;
-  bool meets(const HostSpan& other) const { return begin < other.end && other.begin < end; }
+  bool overlaps(const HostSpan& other) const { return begin < other.end && other.begin < end; }
 };
 HostSpan span(const std::byte* base, std::ptrdiff_t pitch, const CopyRect& r) {
   const std::byte* const last = base + pitch * static_cast<std::ptrdiff_t>(r.rows - 1);
@@ -87,16 +90,16 @@ void PinnedRing::finish(CurrentDevice& device, PinnedPiece& piece) {
   if (piece.state == State::idle) return;
   if (piece.state == State::closed) {
     api_.synchronize(piece.events.at(piece.stream.device));
-  } else {  // of a run that failed before it could be closed
+  } else {  // of a run that failed before it closed the piece
     device.use(piece.stream.device);
     api_.synchronize(piece.stream);
   }
   piece.state = State::idle;
-  for (const CopyRect& r : std::exchange(piece.leaving, {})) host_.copy(r);
+  for (const CopyRect& r : std::exchange(piece.host_copies, {})) host_.copy(r);
 }
 
-// So much of one piece, which everything on the stream so far and from now on may use.
-std::byte* PinnedRing::room(CurrentDevice& device, Stream stream, std::size_t bytes) {
+// Reserves `bytes` of one piece, for use by work on the stream.
+std::byte* PinnedRing::reserve(CurrentDevice& device, Stream stream, std::size_t bytes) {
   const PinnedPiece& latest = pieces_[at_];
   if (latest.state != State::open || !(latest.stream == stream) ||
       latest.used + bytes > size_.piece_bytes) {
@@ -114,46 +117,47 @@ std::byte* PinnedRing::room(CurrentDevice& device, Stream stream, std::size_t by
   return begin;
 }
 
-// Before the host reads or writes what is still to arrive there.
-void PinnedRing::settle(CurrentDevice& device, const CopyRect& r, bool reads) {
-  const HostSpan mine = reads ? read(r) : written(r);
+// Drains the ring if an outstanding copy writes to the source (`reads`) or the destination of `r`,
+// so that the host may access it.
+void PinnedRing::drain_if_overlapping(CurrentDevice& device, const CopyRect& r, bool reads) {
+  const HostSpan accessed = reads ? read(r) : written(r);
   for (const PinnedPiece& piece : pieces_)
-    for (const CopyRect& leaving : piece.leaving)
-      if (written(leaving).meets(mine)) return drain(device);
+    for (const CopyRect& pending : piece.host_copies)
+      if (written(pending).overlaps(accessed)) return drain(device);
 }
 
 void PinnedRing::copy(CurrentDevice& device, Stream stream, const CopyRect& whole) {
   CopyRect r = whole;
   const auto line = static_cast<std::ptrdiff_t>(r.bytes);
   if (r.dst_pitch == line && r.src_pitch == line) r.bytes *= std::exchange(r.rows, 1);
-  const bool enters = r.src_device == kHost;
-  if (enters) settle(device, r, true);
+  const bool from_host = r.src_device == kHost;
+  if (from_host) drain_if_overlapping(device, r, true);
   for (const LinePart& part : cut(r.rows, r.bytes, 1, size_.piece_bytes)) {
     const auto pitch = static_cast<std::ptrdiff_t>(padded(part.count));
-    std::byte* const piece = room(device, stream, pitch * part.lines);
-    std::byte* const dst = moved(r.dst, r.dst_pitch, part, 1);
-    const std::byte* const src = moved(r.src, r.src_pitch, part, 1);
-    if (enters) {
+    std::byte* const piece = reserve(device, stream, pitch * part.lines);
+    std::byte* const dst = part_begin(r.dst, r.dst_pitch, part, 1);
+    const std::byte* const src = part_begin(r.src, r.src_pitch, part, 1);
+    if (from_host) {
       host_.copy(on_host(piece, pitch, src, r.src_pitch, part, 1));
       api_.copy(stream,
                 {dst, piece, r.dst_pitch, pitch, part.count, part.lines, r.dst_device, kHost});
     } else {
       api_.copy(stream,
                 {piece, src, pitch, r.src_pitch, part.count, part.lines, kHost, r.src_device});
-      pieces_[at_].leaving.push_back(on_host(dst, r.dst_pitch, piece, pitch, part, 1));
+      pieces_[at_].host_copies.push_back(on_host(dst, r.dst_pitch, piece, pitch, part, 1));
     }
   }
 }
 
 void PinnedRing::copy_on_host(CurrentDevice& device, const CopyRect& r) {
-  settle(device, r, true);
-  settle(device, r, false);
+  drain_if_overlapping(device, r, true);
+  drain_if_overlapping(device, r, false);
   host_.copy(r);
 }
 
 namespace {
 
-// The pageable memory of a row, each once, however often the row names it.
+// Pageable memory of a row; memory that the row uses several times is one range.
 struct PageableRange {
   std::byte* base;
   std::ptrdiff_t pitch;
@@ -168,61 +172,65 @@ class PageableRanges {
     for (std::size_t i = 0; i < row.srcs.size(); ++i)
       if (is_pageable[row.dsts.size() + i]) at(row.srcs[i], row.src_pitches[i]).is_read = true;
   }
-  std::size_t number(const std::byte* base) const {
-    const auto found = std::find_if(lanes_.begin(), lanes_.end(),
-                                    [&](const PageableRange& lane) { return lane.base == base; });
-    return static_cast<std::size_t>(found - lanes_.begin());
+  std::size_t index_of(const std::byte* base) const {
+    const auto found = std::find_if(ranges_.begin(), ranges_.end(),
+                                    [&](const PageableRange& range) { return range.base == base; });
+    return static_cast<std::size_t>(found - ranges_.begin());
   }
-  std::size_t size() const { return lanes_.size(); }
-  auto begin() const { return lanes_.begin(); }
-  auto end() const { return lanes_.end(); }
+  std::size_t size() const { return ranges_.size(); }
+  auto begin() const { return ranges_.begin(); }
+  auto end() const { return ranges_.end(); }
 
  private:
   PageableRange& at(std::byte* base, std::ptrdiff_t pitch) {
-    const std::size_t known = number(base);
-    if (known == lanes_.size()) lanes_.push_back({base, pitch});
-    return lanes_[known];
+    const std::size_t known = index_of(base);
+    if (known == ranges_.size()) ranges_.push_back({base, pitch});
+    return ranges_[known];
   }
-  std::vector<PageableRange> lanes_;
+  std::vector<PageableRange> ranges_;
 };
 
 }  // namespace
 
-// Every lane has its part of the piece, one after the other.
+// The pageable ranges have consecutive parts of the piece.
 void PinnedRing::launch(CurrentDevice& device, Stream stream, const Launch& launch,
                         const std::vector<bool>& is_pageable) {
   const KernelRow& row = launch.rows.front();
-  const PageableRanges lanes(row, is_pageable);
+  const PageableRanges ranges(row, is_pageable);
   const std::size_t item = item_bytes(launch.dtype);
-  for (const PageableRange& lane : lanes)
-    if (lane.is_read)
-      settle(device, on_host(nullptr, 0, lane.base, lane.pitch, {0, row.rows, 0, row.count}, item),
-             true);
-  for (const LinePart& part : cut(row.rows, row.count, item, size_.piece_bytes / lanes.size())) {
+  for (const PageableRange& range : ranges)
+    if (range.is_read)
+      drain_if_overlapping(
+          device, on_host(nullptr, 0, range.base, range.pitch, {0, row.rows, 0, row.count}, item),
+          true);
+  for (const LinePart& part : cut(row.rows, row.count, item, size_.piece_bytes / ranges.size())) {
     const auto pitch = static_cast<std::ptrdiff_t>(padded(part.count * item));
     const std::size_t bytes = pitch * part.lines;
-    std::byte* const piece = room(device, stream, bytes * lanes.size());
-    std::vector<CopyRect> leaving;
-    for (const PageableRange& lane : lanes) {
-      std::byte* const theirs = moved(lane.base, lane.pitch, part, item);
-      std::byte* const ours = piece + lanes.number(lane.base) * bytes;
-      if (lane.is_read) host_.copy(on_host(ours, pitch, theirs, lane.pitch, part, item));
-      if (lane.is_written) leaving.push_back(on_host(theirs, lane.pitch, ours, pitch, part, item));
+    std::byte* const piece = reserve(device, stream, bytes * ranges.size());
+    std::vector<CopyRect> host_copies;
+    for (const PageableRange& range : ranges) {
+      std::byte* const pageable = part_begin(range.base, range.pitch, part, item);
+      std::byte* const pinned = piece + ranges.index_of(range.base) * bytes;
+      if (range.is_read) host_.copy(on_host(pinned, pitch, pageable, range.pitch, part, item));
+      if (range.is_written)
+        host_copies.push_back(on_host(pageable, range.pitch, pinned, pitch, part, item));
     }
-    Launch some{{row}, launch.dtype, launch.op, launch.options};
-    KernelRow& mine = some.rows.front();
-    mine.count = part.count;
-    mine.rows = part.lines;
+    Launch part_launch{{row}, launch.dtype, launch.op, launch.options};
+    KernelRow& part_row = part_launch.rows.front();
+    part_row.count = part.count;
+    part_row.rows = part.lines;
     const auto place = [&](std::byte*& at, std::ptrdiff_t& at_pitch) {
-      const std::size_t lane = lanes.number(at);
-      at = lane < lanes.size() ? piece + lane * bytes : moved(at, at_pitch, part, item);
-      if (lane < lanes.size()) at_pitch = pitch;
+      const std::size_t i = ranges.index_of(at);
+      at = i < ranges.size() ? piece + i * bytes : part_begin(at, at_pitch, part, item);
+      if (i < ranges.size()) at_pitch = pitch;
     };
-    for (std::size_t i = 0; i < row.dsts.size(); ++i) place(mine.dsts[i], mine.dst_pitches[i]);
-    for (std::size_t i = 0; i < row.srcs.size(); ++i) place(mine.srcs[i], mine.src_pitches[i]);
-    api_.launch(stream, some);
-    auto& all = pieces_[at_].leaving;
-    all.insert(all.end(), leaving.begin(), leaving.end());
+    for (std::size_t i = 0; i < row.dsts.size(); ++i)
+      place(part_row.dsts[i], part_row.dst_pitches[i]);
+    for (std::size_t i = 0; i < row.srcs.size(); ++i)
+      place(part_row.srcs[i], part_row.src_pitches[i]);
+    api_.launch(stream, part_launch);
+    auto& all = pieces_[at_].host_copies;
+    all.insert(all.end(), host_copies.begin(), host_copies.end());
   }
 }
 
@@ -230,12 +238,12 @@ void PinnedRing::drain(CurrentDevice& device) {
   close(device);
   for (std::size_t i = 1; i <= pieces_.size(); ++i) {
     PinnedPiece& piece = pieces_[(at_ + i) % pieces_.size()];
-    if (!piece.leaving.empty()) finish(device, piece);
+    if (!piece.host_copies.empty()) finish(device, piece);
   }
 }
 
-void PinnedRing::forget(CurrentDevice& device) noexcept {
-  for (PinnedPiece& piece : pieces_) piece.leaving.clear();
+void PinnedRing::discard(CurrentDevice& device) noexcept {
+  for (PinnedPiece& piece : pieces_) piece.host_copies.clear();
   try {
     close(device);
   } catch (...) {  // the piece stays open, and its next user waits for its stream
@@ -261,10 +269,10 @@ void PinnedRings::give_back(std::unique_ptr<PinnedRing> ring) {
 
 StagingSession::~StagingSession() {
   if (ring_ == nullptr) return;
-  ring_->forget(device_);
+  ring_->discard(device_);
   try {
     rings_.give_back(std::move(ring_));
-  } catch (...) {  // no memory for a pointer: the ring is lost, its memory is not used again
+  } catch (...) {  // out of memory: the ring is lost, and its pinned memory is not reused
   }
 }
 

@@ -1,6 +1,6 @@
-// Pageable host memory, which no GPU should touch, passes through a ring of pinned pieces of ours:
-// the CPU's threads fill one while others are in flight, and empty those that have arrived. Made
-// once and used again; an event guards every piece against being filled too soon.
+// Copies to and from pageable host memory, which no GPU should access, through a ring of pinned
+// pieces: the CPU's threads fill one piece while others are in flight, and empty those that have
+// arrived. Rings are reused; an event per piece prevents filling it too soon.
 #pragma once
 #include <map>
 #include <memory>
@@ -11,18 +11,18 @@
 
 namespace pycollect::cuda {
 
-// What is asked of the host: memory that devices reach, and copies by its threads.
+// Operations of the host: allocating memory that devices can access, and copies by its threads.
 class Host {
  public:
   virtual ~Host() = default;
-  virtual std::byte* new_pinned(std::size_t bytes) = 0;  // for ever: rings never shrink
+  virtual std::byte* new_pinned(std::size_t bytes) = 0;  // never freed: rings are kept
   virtual void copy(const CopyRect& rectangle) = 0;      // done when it returns
 };
 
-// Giving a piece to a stream costs the host some 5 us, and a link of 55 GB/s carries 2 MiB in 38:
-// larger pieces would save little, and fill and drain the pipeline more slowly. One is filled and
-// one in flight each way; with four, neither side waits for the other's every hitch. (From data
-// sheets: no GPU has measured it.)
+// Enqueueing the copy of a piece costs the host about 5 us, and a link of 55 GB/s transfers 2 MiB
+// in 38 us: larger pieces would save little, and fill and drain the pipeline more slowly. In each
+// direction one piece is filled while one is in flight, and four pieces hide short delays of either
+// side. (From data sheets; not measured on a GPU.)
 struct PinnedRingSize {
   std::size_t piece_bytes = 2 << 20;
   int pieces = 4;
@@ -35,46 +35,47 @@ class PinnedRing {
   PinnedRing(const PinnedRing&) = delete;
   PinnedRing& operator=(const PinnedRing&) = delete;
 
-  // A copy with pageable memory on its one or its other side.
+  // Copies from pageable memory to a device, or from a device to pageable memory.
   void copy(CurrentDevice& device, Stream stream, const CopyRect& rectangle);
 
-  // From pageable memory into pageable memory: the host's own.
+  // Copies from pageable to pageable memory on the host.
   void copy_on_host(CurrentDevice& device, const CopyRect& rectangle);
 
-  // A launch of one row; `is_pageable` says which of its pointers are, destinations first.
+  // Launches one row. `is_pageable`: [pointer], destinations first.
   void launch(CurrentDevice& device, Stream stream, const Launch& launch,
               const std::vector<bool>& is_pageable);
 
-  // Returns when all that is to be in pageable memory is there. What was read of it has been when
-  // the calls above return.
+  // Waits until all results in pageable memory are complete. Pageable sources have already been
+  // read when the calls above return.
   void drain(CurrentDevice& device);
 
-  void forget(CurrentDevice& device) noexcept;  // after a failure: nothing more is to arrive
+  // Drops all outstanding copies to pageable memory, after a failure.
+  void discard(CurrentDevice& device) noexcept;
 
  private:
-  enum class State { idle, open, closed };  // closed: its event is behind everything in it
+  enum class State { idle, open, closed };  // closed: its event is recorded after its work
   struct PinnedPiece {
     std::byte* base;
     State state = State::idle;
     Stream stream = {};
     std::size_t used = 0;
     std::map<Device, Event> events = {};
-    std::vector<CopyRect> leaving = {};  // for the host to move on, when the stream is done
+    std::vector<CopyRect> host_copies = {};  // to pageable memory, once the stream's work is done
   };
 
-  std::byte* room(CurrentDevice& device, Stream stream, std::size_t bytes);
+  std::byte* reserve(CurrentDevice& device, Stream stream, std::size_t bytes);
   void close(CurrentDevice& device);
   void finish(CurrentDevice& device, PinnedPiece& piece);
-  void settle(CurrentDevice& device, const CopyRect& rectangle, bool reads);
+  void drain_if_overlapping(CurrentDevice& device, const CopyRect& rectangle, bool reads);
 
   Api& api_;
   Host& host_;
   const PinnedRingSize size_;
   std::vector<PinnedPiece> pieces_;
-  std::size_t at_ = 0;  // the latest
+  std::size_t at_ = 0;  // index of the latest piece
 };
 
-// Rings for as many runs as there are at a time.
+// Pool of rings: one for each run at a time.
 class PinnedRings {
  public:
   PinnedRings(Api& api, Host& host, PinnedRingSize size) : api_(api), host_(host), size_(size) {}
@@ -89,7 +90,7 @@ class PinnedRings {
   std::vector<std::unique_ptr<PinnedRing>> idle_;
 };
 
-// The ring of one run, taken when the first thing needs it.
+// The ring of one run, taken from the pool at first use.
 class StagingSession {
  public:
   StagingSession(PinnedRings& rings, CurrentDevice& device) : rings_(rings), device_(device) {}
@@ -97,7 +98,7 @@ class StagingSession {
   StagingSession(const StagingSession&) = delete;
   StagingSession& operator=(const StagingSession&) = delete;
 
-  // All of these leave the stream's device current.
+  // These calls leave the stream's device current, except `drain`.
   void copy(Stream stream, const CopyRect& rectangle) { ring().copy(device_, stream, rectangle); }
   void copy_on_host(Stream stream, const CopyRect& rectangle) {
     ring().copy_on_host(device_, rectangle);

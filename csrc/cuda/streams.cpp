@@ -1,6 +1,6 @@
-// Every stream is an actor with a clock, as ranks are in sim/races.h: how much of every stream is
-// known to be done. Conflicts are looked up in the plan again: the waits of a program are the
-// fewest between ranks, and a rank's tasks need not be on one stream here.
+// Each stream has a vector clock, as ranks have in sim/races.h: how many launches of every stream
+// are known to be done. Conflicts are found in the plan, because the waits of a program are the
+// fewest between ranks, and here a rank's tasks may be on several streams.
 #include "streams.h"
 
 #include <algorithm>
@@ -12,30 +12,32 @@
 namespace pycollect::cuda {
 namespace {
 
-using StreamClock = std::vector<int>;  // [stream]: how many issues
+using StreamClock = std::vector<int>;  // [stream]: number of launches
 
 void join(StreamClock& mine, const StreamClock& seen) {
   for (std::size_t i = 0; i < mine.size(); ++i) mine[i] = std::max(mine[i], seen[i]);
 }
 
-constexpr int kNobody = -1;
+constexpr int kNone = -1;
 struct LastStreamAccess {
-  int writer = kNobody;           // an issue
+  int writer = kNone;             // a launch
   std::vector<int> readers = {};  // since the writer
 };
 
 void check(const Plan& plan, const StreamMap& at) {
-  require(static_cast<int>(at.stream_ids.size()) == plan.world, "a placement of ",
-          at.stream_ids.size(), " ranks is not one of a plan of ", plan.world);
+  require(static_cast<int>(at.stream_ids.size()) == plan.world, "a stream map of ",
+          at.stream_ids.size(), " ranks does not fit a plan of ", plan.world);
   auto inside = [&](int stream) { return stream >= 0 && stream < at.streams; };
   for (Rank r = 0; r < plan.world; ++r) {
     const StreamIds& me = at.stream_ids[r];
     for (int stream : {me.caller, me.worker, me.sender, me.receiver}) {
-      require(inside(stream), "rank ", r, " is on stream ", stream, " of ", at.streams);
-      require(stream != at.hub, "rank ", r, " is on stream ", stream, ", which is the hub");
+      require(inside(stream), "rank ", r, " uses stream ", stream, "; streams are numbered 0 to ",
+              at.streams - 1);
+      require(stream != at.hub, "rank ", r, " uses stream ", stream, ", which is the hub");
     }
   }
-  require(at.hub == kNoHub || inside(at.hub), "the hub is stream ", at.hub, " of ", at.streams);
+  require(at.hub == kNoHub || inside(at.hub), "the hub is stream ", at.hub,
+          "; streams are numbered 0 to ", at.streams - 1);
 }
 
 class Scheduling {
@@ -45,14 +47,15 @@ class Scheduling {
         compiled_(compiled),
         at_(at),
         cells_(cells(plan_)),
-        now_(at.streams, StreamClock(at.streams)) {}
+        clocks_(at.streams, StreamClock(at.streams)) {}
 
   Schedule run() {
     for (const std::vector<TaskId>& level : compiled_.levels) {
-      std::vector<ScheduledLaunch> issues = grouped(level);
-      for (ScheduledLaunch& issue : issues) issue.after = needed(wanted(issue), now_[issue.stream]);
-      join_through_hub(issues);
-      for (ScheduledLaunch& issue : issues) commit(std::move(issue));
+      std::vector<ScheduledLaunch> launches = grouped(level);
+      for (ScheduledLaunch& launch : launches)
+        launch.after = not_implied(conflicting(launch), clocks_[launch.stream]);
+      join_through_hub(launches);
+      for (ScheduledLaunch& launch : launches) commit(std::move(launch));
     }
     return std::move(result_);
   }
@@ -70,7 +73,7 @@ class Scheduling {
     return srcs[0].buffer == Buffer::host ? me.receiver : me.worker;
   }
 
-  // What a task really writes: in place, a copy finds some destinations done.
+  // The slices that a task really writes: in place, a copy's destination may be its source.
   Slices written(TaskId p) const {
     Slices dsts = writes(plan_, task(p), p.rank);
     const Slices& srcs = reads(plan_, task(p));
@@ -85,14 +88,14 @@ class Scheduling {
     return at;
   }
 
-  // One per stream that has anything to do, by stream.
+  // One launch for each stream that has tasks in the level, in the order of the streams.
   std::vector<ScheduledLaunch> grouped(const std::vector<TaskId>& level) const {
-    std::vector<ScheduledLaunch> issues;
-    for (int s = 0; s < at_.streams; ++s) issues.push_back({s, {}});
+    std::vector<ScheduledLaunch> launches;
+    for (int s = 0; s < at_.streams; ++s) launches.push_back({s, {}});
     for (TaskId p : level)
-      if (!written(p).empty()) issues[stream(p)].tasks.push_back(p);
-    std::erase_if(issues, [](const ScheduledLaunch& issue) { return issue.tasks.empty(); });
-    return issues;
+      if (!written(p).empty()) launches[stream(p)].tasks.push_back(p);
+    std::erase_if(launches, [](const ScheduledLaunch& launch) { return launch.tasks.empty(); });
+    return launches;
   }
 
   template <class F>
@@ -101,10 +104,10 @@ class Scheduling {
       each_cell(plan_, compiled_.in_place, s, [&](int c) { f(cells_[c]); });
   }
 
-  // Earlier issues with a conflicting access. Tasks of one level have none with each other.
-  std::vector<int> wanted(const ScheduledLaunch& issue) {
+  // Returns the earlier launches with a conflicting access. Tasks of one level do not conflict.
+  std::vector<int> conflicting(const ScheduledLaunch& launch) {
     std::vector<int> found;
-    for (TaskId p : issue.tasks) {
+    for (TaskId p : launch.tasks) {
       each(reads(plan_, task(p)), [&](LastStreamAccess& c) { found.push_back(c.writer); });
       each(written(p), [&](LastStreamAccess& c) {
         found.push_back(c.writer);
@@ -114,63 +117,64 @@ class Scheduling {
     return found;
   }
 
-  // Latest first: only a later issue can imply another one.
-  std::vector<int> needed(std::vector<int> wanted, StreamClock clock) const {
-    std::sort(wanted.begin(), wanted.end(), std::greater<>());
+  // Returns the launches that neither `clock` nor another of them implies, latest first: only a
+  // later launch can imply another one.
+  std::vector<int> not_implied(std::vector<int> earlier, StreamClock clock) const {
+    std::sort(earlier.begin(), earlier.end(), std::greater<>());
     std::vector<int> kept;
-    for (int w : wanted) {
-      if (w == kNobody) break;
+    for (int w : earlier) {
+      if (w == kNone) break;
       const int other = result_[w].stream;
-      if (clock[other] >= then_[w][other]) continue;
+      if (clock[other] >= clocks_after_[w][other]) continue;
       kept.push_back(w);
-      join(clock, then_[w]);
+      join(clock, clocks_after_[w]);
     }
     return kept;
   }
 
-  // D streams that each wait for D - 1 others are D^2 waits; if one waits for all and all for that
-  // one, it is 2 D.
-  void join_through_hub(std::vector<ScheduledLaunch>& issues) {
+  // D streams that each wait for D - 1 others need about D^2 waits. If the hub waits for all and
+  // all wait for the hub, they need 2 D.
+  void join_through_hub(std::vector<ScheduledLaunch>& launches) {
     if (at_.hub == kNoHub) return;
     std::vector<int> all;
     int joining = 0;
-    for (const ScheduledLaunch& issue : issues) {
-      if (issue.after.size() < 2) continue;
-      all.insert(all.end(), issue.after.begin(), issue.after.end());
+    for (const ScheduledLaunch& launch : launches) {
+      if (launch.after.size() < 2) continue;
+      all.insert(all.end(), launch.after.begin(), launch.after.end());
       ++joining;
     }
     const std::size_t pairs = all.size();
-    ScheduledLaunch hub{at_.hub, {}, needed(std::move(all), now_[at_.hub])};
+    ScheduledLaunch hub{at_.hub, {}, not_implied(std::move(all), clocks_[at_.hub])};
     if (hub.after.size() + joining >= pairs) return;
     const int self = static_cast<int>(result_.size());
     commit(std::move(hub));
-    for (ScheduledLaunch& issue : issues)
-      if (issue.after.size() >= 2) issue.after = {self};
+    for (ScheduledLaunch& launch : launches)
+      if (launch.after.size() >= 2) launch.after = {self};
   }
 
-  void commit(ScheduledLaunch issue) {
+  void commit(ScheduledLaunch launch) {
     const int self = static_cast<int>(result_.size());
-    StreamClock& clock = now_[issue.stream];
-    for (int w : issue.after) {
-      join(clock, then_[w]);
+    StreamClock& clock = clocks_[launch.stream];
+    for (int w : launch.after) {
+      join(clock, clocks_after_[w]);
       result_[w].recorded = true;
     }
-    ++clock[issue.stream];
-    then_.push_back(clock);
-    for (TaskId p : issue.tasks)
+    ++clock[launch.stream];
+    clocks_after_.push_back(clock);
+    for (TaskId p : launch.tasks)
       each(reads(plan_, task(p)), [&](LastStreamAccess& c) {
         if (c.readers.empty() || c.readers.back() != self) c.readers.push_back(self);
       });
-    for (TaskId p : issue.tasks) each(written(p), [&](LastStreamAccess& c) { c = {self, {}}; });
-    result_.push_back(std::move(issue));
+    for (TaskId p : launch.tasks) each(written(p), [&](LastStreamAccess& c) { c = {self, {}}; });
+    result_.push_back(std::move(launch));
   }
 
   const Plan& plan_;
   const Compiled& compiled_;
   const StreamMap& at_;
   std::vector<LastStreamAccess> cells_;
-  std::vector<StreamClock> now_;   // [stream]
-  std::vector<StreamClock> then_;  // [issue]: of its stream, behind it
+  std::vector<StreamClock> clocks_;        // [stream]: its clock
+  std::vector<StreamClock> clocks_after_;  // [launch]: its stream's clock after it
   Schedule result_;
 };
 

@@ -1,6 +1,6 @@
-// One process, several devices: levels become launches on in-order streams, and waits that cross
-// streams become events. What to issue is computed once per plan and placement, and is data; it
-// knows no device and no handle.
+// Schedules for one process with several devices: levels become launches on in-order streams, and
+// waits between streams become events. A schedule is data, computed once per plan and stream map,
+// without devices or handles.
 #pragma once
 #include <vector>
 
@@ -8,33 +8,33 @@
 
 namespace pycollect::cuda {
 
-// Which stream a task goes to, by number. Several of a rank's may be one and the same: the fewer
-// streams there are, the fewer events.
+// The streams of a rank's tasks, by number. Several may be the same stream: fewer streams need
+// fewer events.
 struct StreamIds {
-  int caller;    // its buffers are ready when this gets there, and its own again behind it
-  int worker;    // runs what the rank executes
-  int sender;    // fills its memory on the host
-  int receiver;  // copies into its memory what lies on a host
+  int caller;    // runs the rank's first and last task (see Program)
+  int worker;    // runs the rank's other tasks
+  int sender;    // runs copies to the rank's host memory
+  int receiver;  // runs copies from host memory to the rank's memory
   bool operator==(const StreamIds&) const = default;
 };
 inline constexpr int kNoHub = -1;
 struct StreamMap {
   std::vector<StreamIds> stream_ids;  // [rank]
-  int streams;                        // how many; every number is below
-  int hub = kNoHub;  // a stream that nothing else runs on, for joins of many with many
+  int streams;                        // number of streams
+  int hub = kNoHub;  // a stream without tasks, through which many streams wait for many
   bool operator==(const StreamMap&) const = default;
 };
 
 struct ScheduledLaunch {
   int stream;
   std::vector<TaskId> tasks;    // of one level; none on the hub
-  std::vector<int> after = {};  // earlier issues on other streams, latest first
-  bool recorded = false;        // somebody waits for this one
+  std::vector<int> after = {};  // earlier launches on other streams to wait for, latest first
+  bool recorded = false;        // an event is recorded after it, because another stream waits
 };
 using Schedule = std::vector<ScheduledLaunch>;
 
-// Every pair of conflicting accesses is ordered by streams and events, and no event is there that
-// another one implies. Throws ValueError for a placement that is not one of this plan's.
+// Orders every pair of conflicting accesses by streams and events, without events that others
+// imply. Throws ValueError if the stream map does not fit the plan.
 Schedule schedule(const Compiled& compiled, const StreamMap& at);
 
 }  // namespace pycollect::cuda

@@ -1,5 +1,5 @@
-// What a level's launch is told, all of it in the kernel's parameters: nothing to upload, nothing
-// to keep alive, frozen correctly into a graph.
+// Table of a level's launch, passed in the kernel's parameters. So nothing is uploaded or kept
+// alive, and a CUDA graph captures the table by value.
 #pragma once
 #include <bit>
 #include <cstddef>
@@ -9,23 +9,23 @@
 
 namespace pycollect::cuda {
 
-// 16 bytes are the widest access that a thread can make.
+// Bytes of a thread's widest access.
 inline constexpr int kPacketBytes = 16;
 
-// Told that three blocks a multiprocessor are enough, ptxas has the registers to issue eight loads
-// before the first add; told nothing, it mixes them.
+// Threads per block, and blocks per multiprocessor. With a bound of three blocks, ptxas has the
+// registers to issue eight loads before the first add; without a bound, it interleaves them.
 inline constexpr int kThreads = 256, kBlocksPerSm = 3;
 
-// One step on the memory of one tensor. Lists are indices into what follows the rows: addresses,
-// and behind them their pitches if `pitched`. A step in place has one list for both. In a copy the
-// units are bytes.
+// One step on the memory of one tensor. A list is an index into the words after the rows:
+// addresses, followed by their pitches if `pitched`. A step in place has one list for sources and
+// destinations. Units are elements of the kernel's type in a fold, and bytes in a copy.
 struct TableRow {
   uint64_t count;        // units of a line
-  uint64_t lines;        // in each of which the units are contiguous
-  uint32_t first_block;  // of the grid
-  uint8_t width;         // bytes of an access, but at the edges; 0: all is edge
-  uint8_t head;          // units before the first such access
-  uint8_t finishes;      // the last fold of a reduction: averages are divided
+  uint64_t lines;        // number of lines; the units of a line are contiguous
+  uint32_t first_block;  // the first block of the grid that works on the row
+  uint8_t width;         // bytes of an access, except at the edges; 0: all units are edges
+  uint8_t head;          // units before the first access of this width
+  uint8_t finishes;      // the last fold of a reduction, which divides averages
   uint8_t pitched;       // more than one line
   uint16_t dsts, srcs, n_dsts, n_srcs;
 };
@@ -34,20 +34,20 @@ static_assert(sizeof(TableRow) == 8 * kRowWords);
 
 struct TableHead {
   uint32_t rows = 0;
-  int32_t world = 1;      // what averages are divided by: 1 for sums
-  double inverse = 1;     // of it
-  float inverse_f32 = 1;  // a thread that narrows a double waits longer than for an addition
+  int32_t world = 1;      // divisor of averages; 1 for sums
+  double inverse = 1;     // 1 / world
+  float inverse_f32 = 1;  // stored because narrowing a double costs a thread more than an addition
   Float8Rounding float8 = {};
   uint8_t unused[4] = {};
-  // Which of the words is the address of a launch's guard; the first one never is, and says that
-  // there is none.
+  // Index of the word that holds the address of the launch's guard. 0: no guard, because the first
+  // word always belongs to a row.
   uint16_t guard = 0;
 };
 static_assert(sizeof(TableHead) == 32);
 
-// Every driver takes 4 KiB of parameters, those of CUDA 12.1 and later 32,764 bytes. A row of s
-// sources and d destinations needs 32 + 8 (s + d) bytes, 32 + 8 s in place. More rows than fit are
-// more launches.
+// Every driver takes 4 KiB of parameters, drivers since CUDA 12.1 take 32,764 bytes. A row of s
+// sources and d destinations needs 32 + 8 (s + d) bytes, in place 32 + 8 s. Rows that do not fit go
+// into further launches. Rows per launch:
 //    ranks in place   4 KiB    32 KiB
 //         2             84       682
 //         8             42       341
@@ -59,7 +59,7 @@ struct Table {
   uint64_t words[kWords];  // rows, then lists
 };
 using SmallTable = Table<4096>;
-using LargeTable = Table<32760>;  // begins as a small one does
+using LargeTable = Table<32760>;  // a SmallTable is its beginning
 static_assert(sizeof(SmallTable) == 4096 && sizeof(LargeTable) == 32760);
 
 struct RowWords {

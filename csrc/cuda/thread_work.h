@@ -1,5 +1,5 @@
-// Which thread moves which bytes of a table's rows: plain functions that the host runs too, so that
-// they are tested without a GPU.
+// Assignment of the bytes of a table's rows to threads: plain functions, which tests also run on
+// the host.
 #pragma once
 #include <utility>
 
@@ -7,16 +7,16 @@
 
 namespace pycollect::cuda {
 
-// What a thread reads at once.
+// A thread's widest access.
 struct alignas(kPacketBytes) Packet {
   uint32_t words[kPacketBytes / 4];
 };
 
-// So many 16-byte loads of one thread are in flight, if it has them: fewer do not hide the latency
-// of memory where there are two sources, more need registers that other blocks could use.
+// 16-byte loads that a thread has in flight, if it has that many. Fewer do not hide the latency of
+// memory when there are two sources; more need registers that other blocks could use.
 inline constexpr int kInFlight = 8;
 
-// body(0), body(1), ...: as constants, so that arrays stay in registers.
+// Calls body(0), body(1), ... with compile-time constants, so that arrays stay in registers.
 template <int n, class Body>
 constexpr void each(Body body) {
   [&]<int... i>(std::integer_sequence<int, i...>) {
@@ -24,7 +24,7 @@ constexpr void each(Body body) {
   }(std::make_integer_sequence<int, n>{});
 }
 
-// Addresses of one list of a row, in its only line or in any of its lines.
+// Addresses of one list of a row: in a row of one line, and in one line of a pitched row.
 struct Flat {
   const uint64_t* words;
   int n;
@@ -39,7 +39,7 @@ struct Pitched {
   }
 };
 
-// A line's work, in slots: its wide accesses, then the units before and behind them.
+// Work of a line, in slots: its wide accesses, then the units before and after these.
 struct Line {
   int64_t wide, edges, width, head, unit;  // head: units before the first wide access
 
@@ -57,17 +57,17 @@ struct Line {
   }
 };
 
-// What one thread does of a row: slots first, first + step, ... of all lines.
+// One thread's share of a row: slots first, first + step, ... of all lines.
 struct ThreadShare {
   int64_t first, step;
 };
 
-// Where a thread is.
+// Position of a thread in the grid.
 struct ThreadId {
   uint32_t block, blocks, thread;
 };
 
-// The row that a block works for: the last that begins at or before it.
+// Returns the row that a block works on: the last row whose first block is not after it.
 constexpr int row_of(const uint64_t* words, int rows, uint32_t block) {
   int low = 0, high = rows - 1;
   while (low < high) {
@@ -80,29 +80,31 @@ constexpr int row_of(const uint64_t* words, int rows, uint32_t block) {
   return low;
 }
 
+// The row of a block, and the share of it of one thread.
 struct BlockWork {
   TableRow row;
   ThreadShare share;
   const uint64_t* lists;
 
-  constexpr BlockWork(const TableHead& head, const uint64_t* words, ThreadId where)
+  constexpr BlockWork(const TableHead& head, const uint64_t* words, ThreadId id)
       : row(), share(), lists(words + head.rows * kRowWords) {
-    const int rows = static_cast<int>(head.rows), index = row_of(words, rows, where.block);
+    const int rows = static_cast<int>(head.rows), index = row_of(words, rows, id.block);
     row = row_at(words, index);
-    const uint32_t end = index + 1 < rows ? row_at(words, index + 1).first_block : where.blocks;
-    share = {static_cast<int64_t>(where.block - row.first_block) * kThreads + where.thread,
+    const uint32_t end = index + 1 < rows ? row_at(words, index + 1).first_block : id.blocks;
+    share = {static_cast<int64_t>(id.block - row.first_block) * kThreads + id.thread,
              static_cast<int64_t>(end - row.first_block) * kThreads};
   }
 };
 
-// A row of one line, from `slot` on; wide(bytes) and edge(bytes) from its beginning.
+// Visits a row of one line, from `slot` on: calls wide(bytes) or edge(bytes), with the distance
+// from the line's beginning.
 template <class Wide, class Edge>
 constexpr void walk_line(const Line& line, int64_t slot, int64_t step, Wide wide, Edge edge) {
   for (; slot < line.wide; slot += step) wide(line.byte_of_wide(slot));
   for (; slot < line.slots(); slot += step) edge(line.byte_of_edge(slot));
 }
 
-// A row of many lines: one(line, bytes, is it wide). Divides once, not for each slot.
+// Visits a row of several lines: calls one(line, bytes, is_wide). Divides once, not for each slot.
 template <class One>
 constexpr void walk_lines(const Line& line, uint64_t lines, ThreadShare share, One one) {
   const int64_t slots = line.slots();

@@ -30,22 +30,22 @@ RegisteredHostMemory::~RegisteredHostMemory() {
   }
 }
 
-CudaIpcCommunicator::CudaIpcCommunicator(Resources parts)
-    : parts_(std::move(parts)), awaited_(parts_.group->world()) {}
+CudaIpcCommunicator::CudaIpcCommunicator(Resources resources)
+    : resources_(std::move(resources)), awaited_(resources_.group->world()) {}
 
 CudaIpcCommunicator::~CudaIpcCommunicator() = default;
 
 void CudaIpcCommunicator::signal(uint64_t value) {
   gpu().on(stream().device,
            [&](cuda::Api& api) { api.write_value(stream(), word(group().rank()), value); });
-  parts_.signal_pad.entry(group().rank()).enqueued.store(value, std::memory_order_release);
+  resources_.signal_pad.entry(group().rank()).enqueued.store(value, std::memory_order_release);
 }
 
 void CudaIpcCommunicator::wait(Rank r, uint64_t value, const shm::OpContext& context) {
-  const std::atomic<uint64_t>& enqueued = parts_.signal_pad.entry(r).enqueued;
+  const std::atomic<uint64_t>& enqueued = resources_.signal_pad.entry(r).enqueued;
   const auto ready = [&] { return shm::reached(enqueued.load(std::memory_order_acquire), value); };
   if (!ready())
-    group().await(ready, [&] { return missing(group(), parts_.signal_pad, r); }, context);
+    group().await(ready, [&] { return missing(group(), resources_.signal_pad, r); }, context);
   if (shm::reached(awaited_[r], value)) return;  // counters only grow
   gpu().on(stream().device, [&](cuda::Api& api) { api.wait_value(stream(), word(r), value); });
   awaited_[r] = value;
@@ -56,28 +56,28 @@ void CudaIpcCommunicator::wait(Rank r, uint64_t value, const shm::OpContext& con
 std::shared_ptr<PendingWork> CudaIpcCommunicator::watch(const shm::OpContext& context,
                                                         std::function<bool()> ended,
                                                         std::shared_ptr<void> exposed) {
-  auto well = std::make_shared<std::atomic<bool>>(false);
-  auto reached = [group = parts_.group, signal_pad = parts_.signal_pad, context, well,
+  auto succeeded = std::make_shared<std::atomic<bool>>(false);
+  auto reached = [group = resources_.group, signal_pad = resources_.signal_pad, context, succeeded,
                   ended = std::move(ended)] {
-    if (well->load()) return true;
+    if (succeeded->load()) return true;
     if (!ended()) return false;
     if (signal_pad.aborted().load(std::memory_order_acquire) != 0) group->require_healthy(context);
-    well->store(true);
+    succeeded->store(true);
     return true;
   };
   auto work = std::make_shared<PendingWork>(
       PendingWork::WorkInfo{context.operation, context.call, context.deadline, std::move(reached),
                             awaited_},
       std::move(exposed));
-  parts_.watch->take(work);
+  resources_.watchdog->add(work);
   return work;
 }
 
 std::exception_ptr CudaIpcCommunicator::close(std::chrono::milliseconds timeout) {
   if (std::exchange(closed_, true)) return nullptr;
-  std::exception_ptr unreported = parts_.watch->close(timeout);
-  parts_.staging_buffer.reset();
-  parts_.registered.reset();
+  std::exception_ptr unreported = resources_.watchdog->close(timeout);
+  resources_.staging_buffer.reset();
+  resources_.registered.reset();
   return unreported;
 }
 

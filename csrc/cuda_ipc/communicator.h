@@ -42,28 +42,28 @@ class CudaIpcCommunicator {
     std::shared_ptr<SymmetricMemory> symmetric_memory;
     std::unique_ptr<StagingBuffer> staging_buffer;
     std::unique_ptr<RegisteredHostMemory> registered;
-    std::unique_ptr<Watchdog> watch;
-    bool apart;  // the ranks use several GPUs
+    std::unique_ptr<Watchdog> watchdog;
+    bool multi_gpu;  // the ranks use several GPUs
   };
-  explicit CudaIpcCommunicator(Resources parts);
+  explicit CudaIpcCommunicator(Resources resources);
   ~CudaIpcCommunicator();  // to be called after `close`
   CudaIpcCommunicator(const CudaIpcCommunicator&) = delete;
   CudaIpcCommunicator& operator=(const CudaIpcCommunicator&) = delete;
 
-  shm::Group& group() const { return *parts_.group; }
-  IpcGpu& gpu() const { return *parts_.gpu; }
-  Stream stream() const { return parts_.stream; }
-  const StagingBuffer& staging_buffer() const { return *parts_.staging_buffer; }
-  SymmetricMemory& symmetric_memory() const { return *parts_.symmetric_memory; }
+  shm::Group& group() const { return *resources_.group; }
+  IpcGpu& gpu() const { return *resources_.gpu; }
+  Stream stream() const { return resources_.stream; }
+  const StagingBuffer& staging_buffer() const { return *resources_.staging_buffer; }
+  SymmetricMemory& symmetric_memory() const { return *resources_.symmetric_memory; }
   // Topology for tensors that go through staging buffers, and for tensors in symmetric GPU memory
   // that peers access in place.
   Topology topology() const {
-    return parts_.apart ? Topology::ipc_buffers_multi_gpu : Topology::ipc_buffers;
+    return resources_.multi_gpu ? Topology::ipc_buffers_multi_gpu : Topology::ipc_buffers;
   }
   Topology zero_copy_topology() const {
-    return parts_.apart ? Topology::ipc_symmetric_multi_gpu : Topology::ipc_symmetric;
+    return resources_.multi_gpu ? Topology::ipc_symmetric_multi_gpu : Topology::ipc_symmetric;
   }
-  const std::byte* guard() const { return parts_.registered->base(); }  // see Launch::guard
+  const std::byte* guard() const { return resources_.registered->base(); }  // see Launch::guard
 
   // Number of the next run; only for the thread that runs the group's calls.
   uint64_t run() const { return run_; }
@@ -82,16 +82,18 @@ class CudaIpcCommunicator {
   std::shared_ptr<PendingWork> watch(const shm::OpContext& context, std::function<bool()> reached,
                                      std::shared_ptr<void> exposed);
   // Releases memory exposed by calls that have ended; otherwise the next call releases it.
-  void free_returned() { parts_.watch->free_returned(); }
+  void free_returned() { resources_.watchdog->free_returned(); }
 
   // Shuts down: gives pending work the time `timeout`, then releases all memory. Returns the first
   // error that no caller has received.
   std::exception_ptr close(std::chrono::milliseconds timeout);
 
  private:
-  std::byte* word(Rank r) const { return parts_.registered->base() + parts_.signal_pad.offset(r); }
+  std::byte* word(Rank r) const {
+    return resources_.registered->base() + resources_.signal_pad.offset(r);
+  }
 
-  Resources parts_;
+  Resources resources_;
   std::vector<uint64_t> awaited_;  // [rank]: signal of it that work on this stream waits for
   uint64_t run_ = 1;               // counters begin at zero, which is before every run
   bool closed_ = false;

@@ -6,25 +6,25 @@ std::byte* IpcGpu::allocate(Device device, std::size_t bytes) {
   return on(device, [&](cuda::Api& api) { return api.allocate(device, bytes); });
 }
 
-void IpcGpu::make_room(Device device) {
-  on(device, [&](cuda::Api&) { make_room_(); });
+void IpcGpu::empty_cache(Device device) {
+  on(device, [&](cuda::Api&) { empty_cache_(); });
 }
 
 MemHandle IpcGpu::handle_of(Device device, std::byte* memory) {
   const std::lock_guard lock(mutex_);
-  const auto known = offered_.find(memory);
-  if (known != offered_.end()) return known->second;
+  const auto known = exported_.find(memory);
+  if (known != exported_.end()) return known->second;
   auto [descriptor, bytes] = on(device, [&](cuda::Api& api) { return api.export_memory(memory); });
   if (!fd_server_) fd_server_.emplace();
-  return offered_[memory] = {fd_server_->offer(std::move(descriptor)), bytes};
+  return exported_[memory] = {fd_server_->offer(std::move(descriptor)), bytes};
 }
 
 // The physical memory is freed when no process has it mapped and no descriptor of it is open.
 void IpcGpu::free(Device device, std::byte* memory) {
   {
     const std::lock_guard lock(mutex_);
-    const auto offered = offered_.extract(memory);
-    if (offered) fd_server_->withdraw(offered.mapped().ticket);
+    const auto exported = exported_.extract(memory);
+    if (exported) fd_server_->withdraw(exported.mapped().ticket);
   }
   close(device, memory);
 }

@@ -23,8 +23,7 @@ struct MemHandle {
   uint64_t bytes = 0;
 };
 
-// CUDA exports memory in pages of this size: whatever shares a page with exported memory is
-// exported, too.
+// CUDA exports memory in pages of this size: other data in an exported page is exported, too.
 inline constexpr std::size_t kGranule = 2 << 20;
 constexpr std::size_t whole_granules(std::size_t bytes) {
   return (bytes + kGranule - 1) / kGranule * kGranule;
@@ -32,9 +31,9 @@ constexpr std::size_t whole_granules(std::size_t bytes) {
 
 class IpcGpu {
  public:
-  // `make_room` makes the tensor allocator free its cached memory.
-  IpcGpu(cuda::Api& api, std::function<void()> make_room)
-      : api_(api), make_room_(std::move(make_room)) {}
+  // `empty_cache` makes the tensor allocator free its cached memory.
+  IpcGpu(cuda::Api& api, std::function<void()> empty_cache)
+      : api_(api), empty_cache_(std::move(empty_cache)) {}
   IpcGpu(const IpcGpu&) = delete;
   IpcGpu& operator=(const IpcGpu&) = delete;
 
@@ -42,17 +41,17 @@ class IpcGpu {
   // Calls act(api) with the device current.
   template <class F>
   auto on(Device device, F&& act) {
-    const cuda::CaptureModeGuard beside(api_, device);
+    const cuda::CaptureModeGuard guard(api_, device);
     return act(api_);
   }
 
   std::byte* allocate(Device device, std::size_t bytes);
-  void make_room(Device device);  // not from within the tensor allocator
+  void empty_cache(Device device);  // not from within the tensor allocator
   // Exports an allocation as a descriptor, which peers fetch from this process's fd server.
   MemHandle handle_of(Device device, std::byte* memory);
   void free(Device device, std::byte* memory);
-  std::byte* open(Device device,
-                  const MemHandle& handle);  // maps another process's memory; only once
+  // Maps another process's memory; only once for each handle.
+  std::byte* open(Device device, const MemHandle& handle);
   void close(Device device, std::byte* opened);
 
   // Registers whole pages of host memory; returns their address on the device.
@@ -61,10 +60,10 @@ class IpcGpu {
 
  private:
   cuda::Api& api_;
-  const std::function<void()> make_room_;
+  const std::function<void()> empty_cache_;
   std::mutex mutex_;
-  std::optional<shm::FdServer> fd_server_;  // made with the first handle
-  std::map<std::byte*, MemHandle> offered_;
+  std::optional<shm::FdServer> fd_server_;  // created with the first handle
+  std::map<std::byte*, MemHandle> exported_;
 };
 
 }  // namespace pycollect::cuda_ipc

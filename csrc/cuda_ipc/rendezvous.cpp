@@ -1,4 +1,4 @@
-// See rendezvous.h. In each station a rank tries one step alone, then reads whether it worked on
+// See rendezvous.h. In each step a rank first acts alone, then reads whether the step succeeded on
 // all ranks. A device whose work does not end is abandoned, with all memory that it may still
 // access.
 #include "rendezvous.h"
@@ -20,13 +20,13 @@ void write(std::array<char, n>& to, std::string_view from) {
 
 class CudaIpcRendezvous {
  public:
-  CudaIpcRendezvous(const CudaIpcSetup& ask, const shm::OpContext& context)
-      : ask_(ask),
+  CudaIpcRendezvous(const CudaIpcSetup& setup, const shm::OpContext& context)
+      : setup_(setup),
         context_(context),
-        group_(*ask.group),
+        group_(*setup.group),
         signal_pad_(group_.signal_pad(), group_.world()),
         mine_(signal_pad_.entry(group_.rank())),
-        station_(mine_.steps.load()) {}
+        step_(mine_.steps.load()) {}
 
   CudaIpcResult run() {
     std::string why = share_memory();
@@ -47,51 +47,51 @@ class CudaIpcRendezvous {
   }
 
  private:
-  // One station: runs `act` and waits for every rank. Returns all ranks' failures, or "".
+  // One step: runs `act` and waits for every rank. Returns all ranks' failures, or "".
   template <class F>
   std::string run_step(F&& act) {
-    StepResult& result = mine_.results[++station_ & 1];
-    result.fine = true;
+    StepResult& result = mine_.results[++step_ & 1];
+    result.succeeded = true;
     try {
       act();
     } catch (const std::exception& error) {
-      result.fine = false;
+      result.succeeded = false;
       write(result.why, error.what());
     }
-    mine_.steps.store(station_, std::memory_order_release);
-    hear();
+    mine_.steps.store(step_, std::memory_order_release);
+    wait_for_all();
     std::string why;
     for (Rank r = 0; r < group_.world(); ++r) {
-      const StepResult& theirs = signal_pad_.entry(r).results[station_ & 1];
-      if (!theirs.fine)
-        why += text(why.empty() ? "" : "; ", "rank ", r, ": ", shm::sentence(theirs.why));
+      const StepResult& theirs = signal_pad_.entry(r).results[step_ & 1];
+      if (!theirs.succeeded)
+        why += text(why.empty() ? "" : "; ", "rank ", r, ": ", shm::read_text(theirs.why));
     }
     return why;
   }
 
-  void hear() {
+  void wait_for_all() {
     const auto behind = [&] {
       std::vector<Rank> ranks;
       for (Rank r = 0; r < group_.world(); ++r)
-        if (signal_pad_.entry(r).steps.load(std::memory_order_acquire) < station_)
-          ranks.push_back(r);
+        if (signal_pad_.entry(r).steps.load(std::memory_order_acquire) < step_) ranks.push_back(r);
       return ranks;
     };
     group_.await([&] { return behind().empty(); }, behind, context_);
   }
 
   std::string share_memory() {
-    const Device device = ask_.stream.device;
+    const Device device = setup_.stream.device;
     std::string why = run_step([&] {
-      write(mine_.gpu, ask_.gpu->identity(device));
+      write(mine_.gpu, setup_.gpu->identity(device));
       staging_buffer_ = std::make_unique<StagingBuffer>(
-          *ask_.gpu, StagingBufferParams{device, group_.rank(), group_.world(), ask_.buffer_bytes});
-      registered_ = std::make_unique<RegisteredHostMemory>(*ask_.gpu, device, signal_pad_);
-      self_test_ =
-          std::make_unique<SelfTest>(*ask_.gpu, *staging_buffer_, signal_pad_, registered_->base());
+          *setup_.gpu,
+          StagingBufferParams{device, group_.rank(), group_.world(), setup_.buffer_bytes});
+      registered_ = std::make_unique<RegisteredHostMemory>(*setup_.gpu, device, signal_pad_);
+      self_test_ = std::make_unique<SelfTest>(*setup_.gpu, *staging_buffer_, signal_pad_,
+                                              registered_->base());
       self_test_->clear();
       mine_.handle = staging_buffer_->handle();
-      watch_ = std::make_unique<Watchdog>(ask_.group, signal_pad_);
+      watchdog_ = std::make_unique<Watchdog>(setup_.group, signal_pad_);
     });
     if (!why.empty()) return why;
     why = run_step([&] {
@@ -116,33 +116,33 @@ class CudaIpcRendezvous {
     if (stuck) registered_->abandon();
     run_step([] {});  // a barrier: no rank signals a run before all have drained
     const auto same = [&](Rank r) { return signal_pad_.entry(r).gpu == mine_.gpu; };
-    bool apart = false;
-    for (Rank r = 0; r < group_.world(); ++r) apart |= !same(r);
+    bool multi_gpu = false;
+    for (Rank r = 0; r < group_.world(); ++r) multi_gpu |= !same(r);
     return std::make_shared<CudaIpcCommunicator>(CudaIpcCommunicator::Resources{
-        ask_.group, ask_.gpu, ask_.stream, signal_pad_, ask_.symmetric_memory,
-        std::move(staging_buffer_), std::move(registered_), std::move(watch_), apart});
+        setup_.group, setup_.gpu, setup_.stream, signal_pad_, setup_.symmetric_memory,
+        std::move(staging_buffer_), std::move(registered_), std::move(watchdog_), multi_gpu});
   }
 
-  const CudaIpcSetup& ask_;
+  const CudaIpcSetup& setup_;
   const shm::OpContext& context_;
   shm::Group& group_;
   const SignalPad signal_pad_;
   PeerEntry& mine_;
-  uint64_t station_;
+  uint64_t step_;
   std::unique_ptr<RegisteredHostMemory> registered_;
   std::unique_ptr<StagingBuffer> staging_buffer_;
   std::unique_ptr<SelfTest> self_test_;
-  std::unique_ptr<Watchdog> watch_;
+  std::unique_ptr<Watchdog> watchdog_;
 };
 
 }  // namespace
 
-CudaIpcResult rendezvous(const CudaIpcSetup& ask, const shm::OpContext& context) {
-  CudaIpcRendezvous meeting(ask, context);
+CudaIpcResult rendezvous(const CudaIpcSetup& setup, const shm::OpContext& context) {
+  CudaIpcRendezvous attempt(setup, context);
   try {
-    return meeting.run();
+    return attempt.run();
   } catch (...) {
-    meeting.release();
+    attempt.release();
     throw;
   }
 }

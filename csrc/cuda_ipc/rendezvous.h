@@ -27,6 +27,6 @@ struct CudaIpcResult {
 
 // Runs the rendezvous, with the same result on all ranks. Throws PeerLost and Timeout as Group
 // does.
-CudaIpcResult rendezvous(const CudaIpcSetup& ask, const shm::OpContext& context);
+CudaIpcResult rendezvous(const CudaIpcSetup& setup, const shm::OpContext& context);
 
 }  // namespace pycollect::cuda_ipc

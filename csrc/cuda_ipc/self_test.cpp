@@ -10,16 +10,17 @@ namespace pycollect::cuda_ipc {
 namespace {
 
 // Time limit of one test: it takes microseconds, or longer if a first launch loads its kernel.
-constexpr std::chrono::seconds kLongest(10);
+constexpr std::chrono::seconds kTimeLimit(10);
 constexpr std::chrono::microseconds kPollInterval(20);
 
-// Numbers of the marks in a staging buffer: written by rank r, read from rank r, and the owner's.
+// Numbers of the patterns in a staging buffer: written by rank r, read from rank r, and the
+// owner's.
 constexpr int written_by(Rank r) { return r; }
-constexpr int read_of(Rank r) { return shm::kMaxRanks + r; }
+constexpr int read_from(Rank r) { return shm::kMaxRanks + r; }
 constexpr int kOwn = 2 * shm::kMaxRanks;
 
-// Value of the bytes of a rank's mark, which no failure leaves there by chance.
-constexpr unsigned char pattern(Rank r) { return static_cast<unsigned char>(0x80 + r); }
+// Value of the bytes of a rank's pattern, which no failure leaves there by chance.
+constexpr unsigned char pattern_byte(Rank r) { return static_cast<unsigned char>(0x80 + r); }
 
 // Counter values of the self-test, stored by streams and by the host: lower than those of any run.
 constexpr uint64_t kSignalled = 1, kReleased = 2;
@@ -36,15 +37,15 @@ SelfTest::SelfTest(IpcGpu& gpu, const StagingBuffer& staging_buffer, const Signa
                      [&](cuda::Api& api) { return api.create_stream(staging_buffer.device()); })) {}
 
 bool SelfTest::drain() noexcept {
-  if (lost_) return false;
+  if (stuck_) return false;
   try {
     for (Rank r = 0; r < staging_buffer_.world(); ++r)
       signal_pad_.counter(r).reached.store(kReleased, std::memory_order_seq_cst);
     finish();
   } catch (...) {  // after any error the memory must not be freed
-    lost_ = true;
+    stuck_ = true;
   }
-  return !lost_;
+  return !stuck_;
 }
 
 SelfTest::~SelfTest() {
@@ -64,7 +65,7 @@ void SelfTest::finish() {
     const Event end = api.create_event(stream_.device);
     const std::shared_ptr<void> destroyed(nullptr, [&](void*) { api.destroy(end); });
     api.record(end, stream_);
-    const auto deadline = shm::Clock::now() + kLongest;
+    const auto deadline = shm::Clock::now() + kTimeLimit;
     while (!(reached = api.query(end)) && shm::Clock::now() < deadline)
       std::this_thread::sleep_for(kPollInterval);
   });
@@ -74,7 +75,7 @@ void SelfTest::finish() {
 void SelfTest::copy(std::byte* dst, std::byte* src) {
   on_stream([&](cuda::Api& api) {
     api.launch(stream_,
-               {.rows = {{.dsts = {dst}, .srcs = {src}, .count = StagingBuffer::kMarkBytes}},
+               {.rows = {{.dsts = {dst}, .srcs = {src}, .count = StagingBuffer::kPatternBytes}},
                 .dtype = DType::u8,
                 .op = ReduceOp::sum,
                 .options = {}});
@@ -88,8 +89,9 @@ void SelfTest::wait(Rank r, uint64_t value) {
 void SelfTest::clear() {
   const Rank me = staging_buffer_.rank();
   on_stream([&](cuda::Api& api) {
-    api.fill(stream_, staging_buffer_.mark(me, 0), 0, kOwn * StagingBuffer::kMarkBytes);
-    api.fill(stream_, staging_buffer_.mark(me, kOwn), pattern(me), StagingBuffer::kMarkBytes);
+    api.fill(stream_, staging_buffer_.pattern(me, 0), 0, kOwn * StagingBuffer::kPatternBytes);
+    api.fill(stream_, staging_buffer_.pattern(me, kOwn), pattern_byte(me),
+             StagingBuffer::kPatternBytes);
   });
   finish();
 }
@@ -97,21 +99,21 @@ void SelfTest::clear() {
 void SelfTest::write_to_all() {
   const Rank me = staging_buffer_.rank();
   for (Rank r = 0; r < staging_buffer_.world(); ++r)
-    copy(staging_buffer_.mark(r, written_by(me)), staging_buffer_.mark(me, kOwn));
+    copy(staging_buffer_.pattern(r, written_by(me)), staging_buffer_.pattern(me, kOwn));
   finish();
 }
 
 void SelfTest::read_from_all() {
   const Rank me = staging_buffer_.rank();
   for (Rank r = 0; r < staging_buffer_.world(); ++r)
-    copy(staging_buffer_.mark(me, read_of(r)), staging_buffer_.mark(r, kOwn));
+    copy(staging_buffer_.pattern(me, read_from(r)), staging_buffer_.pattern(r, kOwn));
   finish();  // a copy to unpinned memory makes the host wait for the stream without a limit
-  found_ = std::make_unique<Marks>(kOwn * StagingBuffer::kMarkBytes);
-  Marks& found = *found_;
+  found_ = std::make_unique<Patterns>(kOwn * StagingBuffer::kPatternBytes);
+  Patterns& found = *found_;
   on_stream([&](cuda::Api& api) {
     const auto bytes = static_cast<std::ptrdiff_t>(found.size());
     api.copy(stream_, {.dst = found.data(),
-                       .src = staging_buffer_.mark(me, 0),
+                       .src = staging_buffer_.pattern(me, 0),
                        .dst_pitch = bytes,
                        .src_pitch = bytes,
                        .bytes = found.size(),
@@ -120,17 +122,19 @@ void SelfTest::read_from_all() {
                        .src_device = staging_buffer_.device()});
   });
   finish();
-  const auto is = [&](int number, Rank r) {
+  const auto has_pattern = [&](int number, Rank r) {
     const auto first =
-        found.begin() + number * static_cast<std::ptrdiff_t>(StagingBuffer::kMarkBytes);
-    return std::all_of(first, first + StagingBuffer::kMarkBytes,
-                       [&](std::byte byte) { return byte == std::byte{pattern(r)}; });
+        found.begin() + number * static_cast<std::ptrdiff_t>(StagingBuffer::kPatternBytes);
+    return std::all_of(first, first + StagingBuffer::kPatternBytes,
+                       [&](std::byte byte) { return byte == std::byte{pattern_byte(r)}; });
   };
   for (Rank r = 0; r < staging_buffer_.world(); ++r) {
-    if (!is(written_by(r), r))
-      throw std::runtime_error(text("the mark that rank ", r, " wrote here has not arrived"));
-    if (!is(read_of(r), r))
-      throw std::runtime_error(text("the mark read from rank ", r, "'s GPU memory is wrong"));
+    if (!has_pattern(written_by(r), r))
+      throw std::runtime_error(text("the self-test pattern that rank ", r,
+                                    " wrote into this rank's GPU memory has not arrived"));
+    if (!has_pattern(read_from(r), r))
+      throw std::runtime_error(
+          text("the self-test pattern read from rank ", r, "'s GPU memory is wrong"));
   }
 }
 

@@ -8,7 +8,7 @@
 
 namespace pycollect::cuda_ipc {
 
-// Each call of the self-test throws what failed, and ends in time whatever the device does.
+// Each call throws an error that names what failed, and has a time limit whatever the device does.
 class SelfTest {
  public:
   SelfTest(IpcGpu& gpu, const StagingBuffer& staging_buffer, const SignalPad& signal_pad,
@@ -17,17 +17,18 @@ class SelfTest {
   SelfTest(const SelfTest&) = delete;
   SelfTest& operator=(const SelfTest&) = delete;
 
-  void clear();          // resets the own marks, before the staging buffer is published
-  void write_to_all();   // writes a mark into every rank's staging buffer
-  void read_from_all();  // checks every rank's own mark and the marks written into this buffer
-  void signal_all();     // signals on the stream
-  void wait_for_all();   // waits on the stream for all signals, and for one of the host
+  void clear();         // resets the own patterns, before the staging buffer is published
+  void write_to_all();  // writes a pattern into every rank's staging buffer
+  void
+  read_from_all();      // checks every rank's own pattern and the patterns written into this buffer
+  void signal_all();    // signals on the stream
+  void wait_for_all();  // waits on the stream for all signals, and for one from the host
   // Ends the device's work, however the calls went and whatever the stream waits for; returns false
   // if it does not end. To be called once no rank reads the counters any more.
   bool drain() noexcept;
 
  private:
-  using Marks = std::vector<std::byte>;  // host copy of the own marks
+  using Patterns = std::vector<std::byte>;  // host copy of the own patterns
   // Calls act(api), which enqueues work on the stream, with the device current.
   template <class F>
   void on_stream(F&& act) {
@@ -43,8 +44,8 @@ class SelfTest {
   const SignalPad signal_pad_;
   std::byte* const registered_;
   const Stream stream_;
-  std::unique_ptr<Marks> found_;
-  bool lost_ = false;  // the work on the stream has not ended
+  std::unique_ptr<Patterns> found_;
+  bool stuck_ = false;  // the work on the stream has not ended
 };
 
 }  // namespace pycollect::cuda_ipc

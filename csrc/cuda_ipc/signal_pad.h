@@ -20,9 +20,9 @@ struct alignas(128) Counter {
 };
 static_assert(sizeof(Counter) == 128);
 
-// A rank's result of one station of the GPU rendezvous (see rendezvous.h).
+// A rank's result of one step of the GPU rendezvous (see rendezvous.h).
 struct StepResult {
-  bool fine = false;
+  bool succeeded = false;
   std::array<char, 239> why = {};
 };
 
@@ -30,8 +30,8 @@ struct StepResult {
 struct alignas(128) PeerEntry {
   // The last signal enqueued on the rank's stream: no stream of a peer waits for a later one.
   std::atomic<uint64_t> enqueued{0};
-  std::atomic<uint64_t> steps{0};          // rendezvous stations that the rank has completed
-  std::array<StepResult, 2> results = {};  // [station & 1]; written before `steps`
+  std::atomic<uint64_t> steps{0};          // rendezvous steps that the rank has completed
+  std::array<StepResult, 2> results = {};  // [step & 1]; written before `steps`
   MemHandle handle = {};                   // of its staging buffer
   std::array<char, 64> gpu = {};           // identity of the GPU with the staging buffer
 };

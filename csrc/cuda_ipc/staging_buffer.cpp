@@ -8,34 +8,34 @@ std::byte* allocate(IpcGpu& gpu, Device device, std::size_t bytes) {
   try {
     return gpu.allocate(device, bytes);
   } catch (const std::runtime_error&) {  // the second attempt reports its reason
-    gpu.make_room(device);
+    gpu.empty_cache(device);
     return gpu.allocate(device, bytes);
   }
 }
 
 }  // namespace
 
-StagingBuffer::StagingBuffer(IpcGpu& gpu, const StagingBufferParams& terms)
-    : gpu_(gpu), terms_(terms), memory_(terms.world) {
-  memory_[terms.rank] =
-      allocate(gpu_, terms.device, whole_granules(kHead + 2 * terms.buffer_bytes));
+StagingBuffer::StagingBuffer(IpcGpu& gpu, const StagingBufferParams& params)
+    : gpu_(gpu), params_(params), memory_(params.world) {
+  memory_[params.rank] =
+      allocate(gpu_, params.device, whole_granules(kHead + 2 * params.buffer_bytes));
 }
 
 StagingBuffer::~StagingBuffer() {
   if (abandoned_) return;
-  for (Rank r = 0; r < terms_.world; ++r) {
+  for (Rank r = 0; r < params_.world; ++r) {
     try {
-      if (r == terms_.rank)
-        gpu_.free(terms_.device, memory_[r]);
+      if (r == params_.rank)
+        gpu_.free(params_.device, memory_[r]);
       else if (memory_[r] != nullptr)
-        gpu_.close(terms_.device, memory_[r]);
+        gpu_.close(params_.device, memory_[r]);
     } catch (...) {  // the device is broken, and its memory is gone with it
     }
   }
 }
 
 void StagingBuffer::open(Rank r, const MemHandle& handle) {
-  memory_[r] = gpu_.open(terms_.device, handle);
+  memory_[r] = gpu_.open(params_.device, handle);
 }
 
 }  // namespace pycollect::cuda_ipc

@@ -1,6 +1,6 @@
 // See symmetric_memory.h. A rank that opens a segment first sets its bit in the export entry, then
-// checks that the notice is still published. An owner first withdraws the notice, then checks that
-// no peer has the segment open. So one of the two sees the other.
+// checks that the entry is still published. An owner first withdraws the entry, then checks that no
+// peer has the segment open. So at least one of the two detects the other.
 #include "symmetric_memory.h"
 
 #include <bit>
@@ -10,13 +10,13 @@
 namespace pycollect::cuda_ipc {
 namespace {
 
-// A reused segment has at most this many times the requested size: it wastes at most that size.
-constexpr std::size_t kMostTimes = 2;
+// A reused segment is at most this many times the requested size, so it wastes at most that size.
+constexpr std::size_t kMaxSizeRatio = 2;
 
-// Bits of a Place that hold the offset: enough for the memory of any GPU.
+// Bits of a RemoteOffset that hold the offset in the segment: enough for the memory of any GPU.
 constexpr int kOffsetBits = 56;
-constexpr RemoteOffset kOffsets = (RemoteOffset{1} << kOffsetBits) - 1;
-constexpr const char* kEnded = "no symmetric GPU memory: its group has been destroyed";
+constexpr RemoteOffset kOffsetMask = (RemoteOffset{1} << kOffsetBits) - 1;
+constexpr const char* kGroupDestroyed = "no symmetric GPU memory: its group has been destroyed";
 constexpr uint64_t bit(int number) { return uint64_t{1} << number; }
 
 }  // namespace
@@ -28,10 +28,10 @@ SymmetricMemory::SymmetricMemory(std::shared_ptr<IpcGpu> gpu, const shm::Group& 
       world_(group.world()),
       segment_(group.segment()) {}
 
-// Returns the shared memory, to be held while a notice is accessed.
+// Returns the shared memory, to be held while an export entry is accessed.
 std::shared_ptr<shm::Segment> SymmetricMemory::segment() const {
   const std::lock_guard lock(mutex_);
-  if (!segment_) throw std::runtime_error(kEnded);
+  if (!segment_) throw std::runtime_error(kGroupDestroyed);
   return segment_;
 }
 
@@ -39,8 +39,8 @@ std::byte* SymmetricMemory::add(Device device, std::size_t bytes) {
   if (!origin_.is_here())
     throw std::runtime_error("a forked child of a rank cannot allocate symmetric GPU memory");
   const std::size_t size = whole_granules(bytes);
-  if (std::byte* const again = reuse(device, size)) return again;
-  const auto held = segment();  // keeps the notices mapped if the group ends meanwhile
+  if (std::byte* const reused = reuse(device, size)) return reused;
+  const auto held = segment();  // keeps the export entries mapped if the group ends meanwhile
   std::byte* const memory = gpu_->allocate(device, size);
   const int number = publish(device, memory, size);
   {
@@ -51,22 +51,23 @@ std::byte* SymmetricMemory::add(Device device, std::size_t bytes) {
     }
   }
   free(device, memory);
-  throw std::runtime_error(kEnded);
+  throw std::runtime_error(kGroupDestroyed);
 }
 
 // Returns the smallest free segment that is large enough and not much larger, or nullptr.
 std::byte* SymmetricMemory::reuse(Device device, std::size_t bytes) {
   const std::lock_guard lock(mutex_);
-  if (closed_) throw std::runtime_error(kEnded);
+  if (closed_) throw std::runtime_error(kGroupDestroyed);
   auto best = own_.end();
   for (auto it = own_.begin(); it != own_.end(); ++it) {
     const OwnSegment& own = it->second;
-    if (own.given || own.device != device || own.bytes < bytes || own.bytes > kMostTimes * bytes)
+    if (own.in_use || own.device != device || own.bytes < bytes ||
+        own.bytes > kMaxSizeRatio * bytes)
       continue;
     if (best == own_.end() || own.bytes < best->second.bytes) best = it;
   }
   if (best == own_.end()) return nullptr;
-  best->second.given = true;
+  best->second.in_use = true;
   return best->first;
 }
 
@@ -74,14 +75,14 @@ int SymmetricMemory::publish(Device device, std::byte* memory, std::size_t bytes
   int number = kNone;
   {
     const std::lock_guard lock(mutex_);
-    number = std::countr_one(numbers_);
+    number = std::countr_one(used_entries_);
     if (number == kMaxExports) {
       unreachable_.push_back(text("this rank's symmetric GPU memory already has ", kMaxExports,
                                   " segments, the maximum: further tensors are copied in ",
                                   "collectives"));
       return kNone;
     }
-    numbers_ |= bit(number);
+    used_entries_ |= bit(number);
   }
   ExportEntry& export_entry = signal_pad_.export_entry(rank_, number);
   try {
@@ -90,7 +91,7 @@ int SymmetricMemory::publish(Device device, std::byte* memory, std::size_t bytes
     const std::lock_guard lock(mutex_);
     unreachable_.push_back(text("GPU memory that cannot be exported to other processes is copied ",
                                 "in collectives: ", error.what()));
-    numbers_ &= ~bit(number);
+    used_entries_ &= ~bit(number);
     return kNone;
   }
   export_entry.bytes.store(bytes, std::memory_order_seq_cst);
@@ -102,7 +103,7 @@ std::vector<std::string> SymmetricMemory::unreachable() {
   return std::exchange(unreachable_, {});
 }
 
-// Withdraws a notice; returns false if a peer has the segment open.
+// Withdraws an export entry; returns false if a peer has the segment open.
 bool SymmetricMemory::unpublish(int number) {
   ExportEntry& export_entry = signal_pad_.export_entry(rank_, number);
   const std::size_t bytes = export_entry.bytes.exchange(0, std::memory_order_seq_cst);
@@ -110,7 +111,7 @@ bool SymmetricMemory::unpublish(int number) {
     export_entry.bytes.store(bytes, std::memory_order_seq_cst);
     return false;
   }
-  numbers_ &= ~bit(number);
+  used_entries_ &= ~bit(number);
   return true;
 }
 
@@ -121,7 +122,7 @@ void SymmetricMemory::give_back(std::byte* memory) noexcept {
     const std::lock_guard lock(mutex_);
     const auto found = own_.find(memory);
     if (found == own_.end()) return;
-    found->second.given = false;
+    found->second.in_use = false;
     if (found->second.number != kNone && !unpublish(found->second.number)) return;
     device = found->second.device;
     own_.erase(found);
@@ -147,17 +148,17 @@ std::optional<RemoteOffset> SymmetricMemory::offset_of(const std::byte* at,
   return RemoteOffset(own.number) << kOffsetBits | offset;
 }
 
-std::byte* SymmetricMemory::at(Device device, Rank owner, RemoteOffset place) {
-  const auto number = static_cast<int>(place >> kOffsetBits);
-  const std::size_t offset = place & kOffsets;
+std::byte* SymmetricMemory::at(Device device, Rank owner, RemoteOffset offset) {
+  const auto number = static_cast<int>(offset >> kOffsetBits);
+  const std::size_t in_segment = offset & kOffsetMask;
   const auto held = segment();
-  if (number >= kMaxExports || offset >= signal_pad_.export_entry(owner, number).bytes.load())
+  if (number >= kMaxExports || in_segment >= signal_pad_.export_entry(owner, number).bytes.load())
     throw std::runtime_error(text("rank ", owner, " published an offset outside its memory"));
-  return open(device, owner, number) + offset;
+  return open(device, owner, number) + in_segment;
 }
 
 std::byte* SymmetricMemory::open(Device device, Rank owner, int number) {
-  const std::lock_guard lock(opening_);
+  const std::lock_guard lock(open_mutex_);
   if (closed_to_peers_) throw std::runtime_error("the group has been destroyed");
   std::byte*& found = opened_[{device, owner, number}];
   if (found != nullptr) return found;
@@ -175,8 +176,8 @@ std::byte* SymmetricMemory::open(Device device, Rank owner, int number) {
   return found;
 }
 
-void SymmetricMemory::close_others() {
-  const std::lock_guard lock(opening_);
+void SymmetricMemory::close_peer_segments() {
+  const std::lock_guard lock(open_mutex_);
   closed_to_peers_ = true;
   for (const auto& [key, memory] : opened_) {
     try {
@@ -200,18 +201,18 @@ void SymmetricMemory::close() {
     for (auto& [memory, own] : own_) {
       if (own.number != kNone) signal_pad_.export_entry(rank_, own.number).bytes.store(0);
       own.number = kNone;
-      if (!own.given) idle.emplace(memory, own.device);
+      if (!own.in_use) idle.emplace(memory, own.device);
     }
     for (const auto& [memory, device] : idle) own_.erase(memory);
   }
-  close_others();
+  close_peer_segments();
   for (const auto& [memory, device] : idle) free(device, memory);
 }
 
 SymmetricMemory::SymmetricUsage SymmetricMemory::usage() const {
   const std::lock_guard lock(mutex_);
   SymmetricUsage all = {};
-  for (const auto& [memory, own] : own_) (own.given ? all.used : all.cached) += own.bytes;
+  for (const auto& [memory, own] : own_) (own.in_use ? all.used : all.cached) += own.bytes;
   return all;
 }
 

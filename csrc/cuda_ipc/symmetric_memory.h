@@ -1,7 +1,8 @@
 // Symmetric GPU memory: segments on a rank's GPUs, apart from its staging buffer, that peers can
-// map. A rank adds segments over time, outside of collectives. The owner publishes a notice in the
-// shared memory. A peer opens the segment once, when it needs it, and records that in the notice,
-// so that no segment is freed while a peer has it open. Allocators divide segments into tensors.
+// map. A rank adds segments over time, outside of collectives. The owner publishes an export entry
+// in the shared memory. A peer opens the segment once, when it needs it, and records that in the
+// entry, so that no segment is freed while a peer has it open. Allocators divide segments into
+// tensors.
 #pragma once
 #include <compare>
 #include <map>
@@ -30,8 +31,8 @@ class SymmetricMemory {
   SymmetricMemory& operator=(const SymmetricMemory&) = delete;
 
   // Returns a segment of at least `bytes`, shared with no other allocation. If it cannot be
-  // exported or no notice is free, it has no registered offsets. Throws std::runtime_error if there
-  // is no memory, and after `close`.
+  // exported or no export entry is free, it has no registered offsets. Throws std::runtime_error if
+  // there is no memory, and after `close`.
   std::byte* add(Device device, std::size_t bytes);
   // Returns why segments could not be exported since the last call, as sentences: `add` may run in
   // an allocator that holds a lock, so it reports nothing itself.
@@ -44,7 +45,7 @@ class SymmetricMemory {
   std::optional<RemoteOffset> offset_of(const std::byte* at, std::size_t bytes) const;
   // Returns the address of a peer's registered offset on a device of this process, and opens the
   // segment on first use. Throws std::runtime_error with CUDA's reason if that fails.
-  std::byte* at(Device device, Rank owner, RemoteOffset place);
+  std::byte* at(Device device, Rank owner, RemoteOffset offset);
 
   // Shuts down, when no device of this process accesses the peers' memory any more: unmaps that
   // memory, and frees segments that contain no tensors.
@@ -59,8 +60,8 @@ class SymmetricMemory {
   struct OwnSegment {
     Device device;
     std::size_t bytes;
-    int number;  // of its notice; kNone: it has none
-    bool given;  // in use by the caller of `add`
+    int number;   // of its export entry; kNone: it has none
+    bool in_use;  // by the caller of `add`
   };
   struct MappedSegment {
     Device device;
@@ -74,7 +75,7 @@ class SymmetricMemory {
   int publish(Device device, std::byte* memory, std::size_t bytes);
   bool unpublish(int number);
   std::byte* open(Device device, Rank owner, int number);
-  void close_others();
+  void close_peer_segments();
   std::shared_ptr<shm::Segment> segment() const;
   void free(Device device, std::byte* memory) const noexcept;
 
@@ -85,14 +86,14 @@ class SymmetricMemory {
   const int world_;
 
   mutable std::mutex mutex_;  // for the next five members; never held during a GPU call
-  // The shared memory that contains the notices; null after the group has ended.
+  // The shared memory that contains the export entries; null after the group has ended.
   std::shared_ptr<shm::Segment> segment_;
   std::map<std::byte*, OwnSegment> own_;
-  uint64_t numbers_ = 0;  // a bit for each notice in use
+  uint64_t used_entries_ = 0;  // a bit for each export entry in use
   std::vector<std::string> unreachable_;
   bool closed_ = false;
 
-  std::mutex opening_;  // for the next two members
+  std::mutex open_mutex_;  // for the next two members
   std::map<MappedSegment, std::byte*> opened_;
   bool closed_to_peers_ = false;
 };

@@ -11,10 +11,11 @@ namespace pycollect::cuda_ipc {
 namespace {
 
 // Bytes from which tensors are accessed in place instead of copied through staging buffers. An
-// all_reduce always gains: two hand-overs either way (all ranks have arrived, the fold is done),
-// and no launch but the fold's. In other collectives a rank that exposes a tensor waits until the
-// peers are done with it, one hand-over more than staging needs. Below this size, which a GPU
-// copies in about the time of one hand-over, copies are assumed cheaper. Not measured.
+// all_reduce always gains: the ranks synchronize twice either way (all have arrived, all have
+// folded), and in place the fold is the only launch. In other collectives a rank that exposes a
+// tensor waits until the peers are done with it, one synchronization more than staging needs. Below
+// this size, which a GPU copies in about the time of one synchronization, copies are assumed to be
+// cheaper. Not measured.
 constexpr std::size_t kZeroCopyBytes = 1 << 20;
 
 }  // namespace
@@ -41,9 +42,10 @@ shm::Agreement CudaIpcTransport::agree(const shm::CallFingerprint& mine, shm::Ch
 
 std::byte* CudaIpcTransport::find(Rank r, shm::Where where) const {
   const shm::RegisteredOffsets& registered = group().rank_state(r).registered[context_->call & 1];
-  const RemoteOffset place = where == shm::Where::input ? registered.input : registered.output;
+  const RemoteOffset offset = where == shm::Where::input ? registered.input : registered.output;
   try {
-    return communicator_->symmetric_memory().at(communicator_->staging_buffer().device(), r, place);
+    return communicator_->symmetric_memory().at(communicator_->staging_buffer().device(), r,
+                                                offset);
   } catch (const std::runtime_error& error) {
     if ((group().dead() >> r & 1) != 0)  // its death explains more than a failed fetch
       group().await([] { return false; }, [r] { return std::vector<Rank>{r}; }, *context_);

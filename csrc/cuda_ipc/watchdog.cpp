@@ -9,19 +9,19 @@ namespace pycollect::cuda_ipc {
 namespace {
 
 // Delay before the first regular poll: most calls have ended by then and cost only that one poll.
-constexpr std::chrono::milliseconds kFirstLook{5};
+constexpr std::chrono::milliseconds kFirstPollDelay{5};
 // Interval of later polls: a five-hundredth of the second within which a death must be noticed.
-constexpr std::chrono::milliseconds kLooks{2};
-// Added to an awaited signal: beyond every value that a stream waits for, but still ahead of it in
-// the wrap-around comparison of counters.
-constexpr uint64_t kBeyond = uint64_t{1} << 62;
+constexpr std::chrono::milliseconds kPollInterval{2};
+// Added to an awaited signal to release the stream: the sum is beyond every value that a stream
+// waits for, and still ahead of it in the wrap-around comparison of counters.
+constexpr uint64_t kReleaseOffset = uint64_t{1} << 62;
 
 }  // namespace
 
 bool PendingWork::ended() {
   if (error()) return true;
   try {
-    return about_.reached();
+    return info_.reached();
   } catch (...) {
     fail(std::current_exception());
     return true;
@@ -76,7 +76,7 @@ void Watchdog::free_returned() {
   returned.swap(returned_);
 }
 
-void Watchdog::take(std::shared_ptr<PendingWork> work) {
+void Watchdog::add(std::shared_ptr<PendingWork> work) {
   {
     const Lock lock(mutex_);
     open_.push_back(std::move(work));
@@ -106,16 +106,16 @@ void Watchdog::serve() {
 // has often ended already.
 void Watchdog::poll_until_done(PendingWork& work) {
   if (work.ended() && !work.error()) return;
-  std::this_thread::sleep_for(kFirstLook);
+  std::this_thread::sleep_for(kFirstPollDelay);
   try {
     group_->await([&] { return work.ended(); }, [&] { return missing(work); }, work.context(),
-                  [] { std::this_thread::sleep_for(kLooks); });
+                  [] { std::this_thread::sleep_for(kPollInterval); });
   } catch (...) {
     work.fail(std::current_exception());
   }
   if (!work.error()) return;
   // The error may come from this rank's device, and then the peers have not seen it yet.
-  group_->abort(text("its GPU failed in ", work.about_.operation));
+  group_->abort(text("its GPU failed in ", work.info_.operation));
   release(work);
 }
 
@@ -123,7 +123,7 @@ void Watchdog::poll_until_done(PendingWork& work) {
 // are furthest behind, because the others may only be waiting for them; of these only the ones that
 // the work itself waits for, if there are any.
 std::vector<Rank> Watchdog::missing(const PendingWork& work) const {
-  const std::vector<uint64_t>& awaited = work.about_.awaited;
+  const std::vector<uint64_t>& awaited = work.info_.awaited;
   const auto counter = [&](Rank r) {
     return signal_pad_.counter(r).reached.load(std::memory_order_acquire);
   };
@@ -158,17 +158,17 @@ void Watchdog::release(PendingWork& work) const {
   signal_pad_.aborted().store(1, std::memory_order_seq_cst);
   const auto drained = [&] {
     try {
-      return work.about_.reached();
+      return work.info_.reached();
     } catch (...) {  // a device that has failed does nothing more
       return true;
     }
   };
   while (!drained()) {
-    for (Rank r = 0; r < static_cast<Rank>(work.about_.awaited.size()); ++r)
+    for (Rank r = 0; r < static_cast<Rank>(work.info_.awaited.size()); ++r)
       if (r != group_->rank())
-        signal_pad_.counter(r).reached.store(work.about_.awaited[r] + kBeyond,
+        signal_pad_.counter(r).reached.store(work.info_.awaited[r] + kReleaseOffset,
                                              std::memory_order_seq_cst);
-    std::this_thread::sleep_for(kLooks);
+    std::this_thread::sleep_for(kPollInterval);
   }
 }
 

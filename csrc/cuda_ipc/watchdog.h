@@ -26,8 +26,8 @@ class PendingWork {
     std::vector<uint64_t> awaited = {};  // [rank]: signal of that rank that the work waits for
   };
   // `exposed`: this rank's memory that peers access in place during the work.
-  PendingWork(WorkInfo about, std::shared_ptr<void> exposed)
-      : about_(std::move(about)), exposed_(std::move(exposed)) {}
+  PendingWork(WorkInfo info, std::shared_ptr<void> exposed)
+      : info_(std::move(info)), exposed_(std::move(exposed)) {}
 
   // Returns true if the work has ended, successfully or not. From any thread.
   bool ended();
@@ -37,37 +37,35 @@ class PendingWork {
 
  private:
   friend class Watchdog;
-  shm::OpContext context() const {
-    return {about_.operation.c_str(), about_.call, about_.deadline};
-  }
+  shm::OpContext context() const { return {info_.operation.c_str(), info_.call, info_.deadline}; }
   void fail(std::exception_ptr error);
   std::shared_ptr<void> take_exposed();  // only when the work has ended
 
-  const WorkInfo about_;
+  const WorkInfo info_;
   std::shared_ptr<void> exposed_;  // accessed only by the watchdog's thread
   mutable std::mutex mutex_;
   std::exception_ptr error_;
   bool reported_ = false;
 };
 
-// Deliberately leaks exposed memory: a peer's running launch may go on writing into it, whatever
-// has failed meanwhile, so no allocator may get the memory back while this process lives.
+// Deliberately leaks exposed memory: a peer's running launch may still write into it, whatever has
+// failed meanwhile, so no allocator may reuse the memory while this process runs.
 void leak(std::shared_ptr<void> exposed);
 
 class Watchdog {
  public:
   // Starts the watchdog's thread. If that fails, the GPU rendezvous reports it to all ranks.
   Watchdog(std::shared_ptr<shm::Group> group, const SignalPad& signal_pad);
-  ~Watchdog();  // after `close`, or if no work was taken
+  ~Watchdog();  // after `close`, or if no work was added
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
-  void take(std::shared_ptr<PendingWork> work);
+  void add(std::shared_ptr<PendingWork> work);
   // Releases memory exposed by calls that have ended. From any thread but the watchdog's: freeing
   // memory may wait for all streams, and only the watchdog releases blocked ones.
   void free_returned();
   // Waits until all pending work has ended. Aborts the group if that takes longer than `timeout`.
-  // Takes no more work. Returns the first error that no caller has received.
+  // Accepts no more work. Returns the first error that no caller has received.
   std::exception_ptr close(std::chrono::milliseconds timeout);
 
  private:

@@ -1,5 +1,5 @@
 // Layout of a group's mailboxes in its shared memory: a doorbell per rank, then three rings per
-// ordered pair of ranks. A rank paired with itself has its rings, too.
+// ordered pair of ranks. A rank also has rings to itself.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -32,18 +32,18 @@ class MailArea {
   // Payload bytes of one fragment. Small enough that both ends copy in parallel from early on, and
   // large enough that passing the ring counters between cores (0.15 us) is cheap beside the copy.
   // A fragment ring holds a whole number of such records.
-  static constexpr std::size_t piece(int world, uint64_t bytes) {
+  static constexpr std::size_t fragment_bytes(int world, uint64_t bytes) {
     const std::size_t most =
         std::min<std::size_t>(64 << 10, fragment_ring_bytes(world) / RingMemory::kFewest);
     return std::clamp<std::size_t>(std::bit_ceil(bytes / 8), 4 << 10, most) - sizeof(Record);
   }
-  // Bytes of one answer ring: 16 answers. Answers that do not fit wait on the receiver's side.
+  // Bytes of one reply ring: 16 replies. Replies that do not fit are queued by the receiver.
   static constexpr std::size_t kReplyBytes = 1 << 10;
 
   static constexpr std::size_t bytes(int world) {
     return world * sizeof(Doorbell) + world * world * pair_bytes(world);
   }
-  // Most messages that one message ring can hold.
+  // Maximum number of messages in one message ring.
   static constexpr int most_unread(int world) {
     return static_cast<int>(message_bytes(world) / detail::kRecordUnit);
   }
@@ -55,10 +55,10 @@ class MailArea {
     return *reinterpret_cast<Doorbell*>(base_ + r * sizeof(Doorbell));
   }
   RingMemory messages(Rank from, Rank to) const { return ring(from, to, 0, message_bytes(world_)); }
-  RingMemory pieces(Rank from, Rank to) const {
+  RingMemory fragments(Rank from, Rank to) const {
     return ring(from, to, ring_bytes(message_bytes(world_)), fragment_ring_bytes(world_));
   }
-  // Answers (CTS, NACK) that `to` writes for `from` about the messages of `from`.
+  // Replies (CTS, NACK) that `to` writes for `from` about the messages of `from`.
   RingMemory replies(Rank from, Rank to) const {
     return ring(from, to, pair_bytes(world_) - ring_bytes(kReplyBytes), kReplyBytes);
   }

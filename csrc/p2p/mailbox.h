@@ -3,7 +3,7 @@
 // fragments of a large one go through a second ring after RTS and CTS, when the receiver has
 // matched it; so no unexpected message blocks an expected one. A rank may be its own peer.
 //
-// One thread at a time makes progress, and rings the doorbells of the ranks that may sleep for it.
+// One thread at a time makes progress, and rings the doorbells of ranks that may sleep until then.
 #pragma once
 #include <functional>
 #include <memory>
@@ -24,17 +24,20 @@ class Mailbox {
   Mailbox(const Mailbox&) = delete;
   Mailbox& operator=(const Mailbox&) = delete;
 
-  // Both return without waiting. The buffer must stay valid until the transfer is done. If size or
-  // dtype of send and receive differ, the receive fails with std::invalid_argument and leaves its
-  // buffer unchanged. The send fails, too, unless it was eager and therefore done at once.
+  // Both post a transfer, without waiting. Its buffer must stay valid until the transfer is done.
+  // If size or dtype of send and receive differ, the receive fails with std::invalid_argument and
+  // leaves its buffer unchanged. The send fails, too, unless it was eager and therefore done at
+  // once.
   TransferPtr send(Rank to, const Envelope& envelope, const std::byte* data);
   TransferPtr receive(std::optional<Rank> from, const Envelope& envelope, std::byte* into);
 
-  // Sends a message of which only the first `there` bytes are available yet. It stops after these;
+  // Posts a send whose buffer is filled up to `available` bytes so far. The transfer stops there;
   // other messages overtake it meanwhile.
-  TransferPtr send_partly(Rank to, const Envelope& envelope, const std::byte* data, uint64_t there);
-  // Declares the first `there` bytes of a send available. `progress` and waiting threads move them.
-  void supply(Transfer& send, uint64_t there);
+  TransferPtr send_partly(Rank to, const Envelope& envelope, const std::byte* data,
+                          uint64_t available);
+  // Declares the first `available` bytes of a send filled, for `progress` and waiting threads to
+  // send.
+  void supply(Transfer& send, uint64_t available);
 
   // Makes progress, unless another thread does so now. Returns true if anything was moved.
   bool progress();
@@ -45,14 +48,14 @@ class Mailbox {
   // fail all pending transfers.
   void wait(Transfer& transfer, const OpContext& context);
   struct WaitCondition {
-    // End of the wait: checked whenever something moves, about every 10 ms when nothing does, and
+    // Condition that ends the wait: checked after any progress, about every 10 ms otherwise, and
     // after `wake`. May itself do work outside the mailbox.
     std::function<bool()> holds;
     std::function<std::vector<Rank>()> missing;  // the ranks that `holds` depends on
     Transfer* transfer = nullptr;                // the transfer that ends the wait, if any
     std::function<bool()> polls = {};            // true: check `holds` every 50 us
   };
-  // Waits the same way for `until.holds`. An error is thrown only if it still does not hold then.
+  // Waits the same way until `until.holds()`. Throws only if it does not hold then.
   void wait(const WaitCondition& until, const OpContext& context);
   void wake();
   void fail(const std::exception_ptr& error);                 // fails all pending transfers
@@ -60,31 +63,31 @@ class Mailbox {
   Rank rank() const { return me_; }
 
  private:
-  class Waiter;  // a wait of one thread: mailbox.cpp
+  class Waiter;  // the wait of one thread, defined in mailbox.cpp
   using Locked = std::unique_lock<std::mutex>;
 
   Rank check_to(Rank to) const;
   Rank check_from(std::optional<Rank> from) const;
-  TransferPtr ask(const char* operation, TransferPtr transfer, const std::function<void()>& act);
+  TransferPtr post(const char* operation, TransferPtr transfer, const std::function<void()>& act);
   template <class Act>
   void guard(const Act& act);
-  bool move(Locked locked);
+  bool progress_locked(Locked locked);
   bool unlock(Locked locked);
-  bool move_all(const WaitCondition& until);
+  bool drain(const WaitCondition& until);
   std::vector<Rank> wildcard_sources() const;  // the ranks that a wildcard receive depends on
 
   Group& group_;
   OwnerProcess origin_;  // a forked child must not touch the queues of its parent
   MailArea area_;
   Rank me_;
-  Wakeups effects_;
+  Wakeups wakeups_;
   Outgoing outgoing_;
   Incoming incoming_;
   std::mutex mutex_;
   std::atomic<uint64_t> requests_{0};
   std::atomic<int> open_{0};   // transfers that are not done
   std::atomic<int> awake_{0};  // waiting threads that do not sleep
-  Doorbell beside_;            // doorbell of threads that sleep while another one is awake
+  Doorbell standby_doorbell_;  // for threads that sleep while another one is awake
 };
 
 }  // namespace pycollect::shm

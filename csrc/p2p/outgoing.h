@@ -1,5 +1,5 @@
-// The sending half of a mailbox: writes messages into the peers' rings in order, queues those that
-// do not fit yet, and writes the fragments of large messages once the receiver requests them (CTS).
+// The sending half of a mailbox: writes messages into the peers' rings in order, queues messages
+// that do not fit yet, and writes the fragments of large ones after the receiver's CTS.
 // The caller (Mailbox) holds the lock.
 #pragma once
 #include <deque>
@@ -13,15 +13,15 @@ namespace pycollect::shm {
 
 class Outgoing {
  public:
-  Outgoing(const MailArea& area, Rank me, Wakeups& effects);
+  Outgoing(const MailArea& area, Rank me, Wakeups& wakeups);
 
   void send(TransferPtr transfer);
-  void move();
+  void progress();
   void fail(const std::exception_ptr& error);
 
  private:
   struct Receiver {
-    RingWriter messages, pieces;
+    RingWriter messages, fragments;
     RingReader replies;
     uint64_t sent = 0;
     std::deque<TransferPtr> queued = {};                          // sends that wait for room
@@ -36,7 +36,7 @@ class Outgoing {
 
   MailArea area_;
   Rank me_;
-  Wakeups& effects_;
+  Wakeups& wakeups_;
   std::size_t max_eager_;
   std::vector<Receiver> receivers_;  // [rank]
 };

@@ -38,8 +38,8 @@ static_assert(sizeof(RingCounters) == 256);
 struct RingMemory {
   RingCounters* counters;
   std::byte* data;
-  // `bytes` is a power of two and at least kFewest of the largest records. So a ring that has no
-  // room for one, even one that must skip the rest of the ring, is more than half full.
+  // `bytes` is a power of two, and the ring holds at least kFewest of the largest records. So a
+  // ring without room for a record, even one that must skip the end of the ring, is over half full.
   static constexpr std::size_t kFewest = 4;
   std::size_t bytes;
 };
@@ -53,80 +53,80 @@ constexpr std::size_t record_bytes(std::size_t payload) {
 
 class RingWriter {
  public:
-  explicit RingWriter(const RingMemory& place)
-      : place_(place), written_(place.counters->written.load()), read_(written_) {
-    read_ = place.counters->read.load();
+  explicit RingWriter(const RingMemory& ring)
+      : ring_(ring), written_(ring.counters->written.load()), read_(written_) {
+    read_ = ring.counters->read.load();
   }
 
-  // Returns false, and writes nothing, when there is no room now.
+  // Returns false, without writing, if the ring has no room now.
   bool push(const Record& record, const std::byte* payload = nullptr) {
     const std::size_t need = detail::record_bytes(record.payload);
-    const std::size_t tail = place_.bytes - at();
+    const std::size_t tail = ring_.bytes - at();
     const std::size_t skipped = need > tail ? tail : 0;
     if (!has_room(skipped + need)) return false;
     if (skipped != 0) {
       const Record filler{.kind = Record::padding};
-      std::memcpy(place_.data + at(), &filler, sizeof filler);
+      std::memcpy(ring_.data + at(), &filler, sizeof filler);
       written_ += skipped;
     }
-    std::byte* const to = place_.data + at();
+    std::byte* const to = ring_.data + at();
     std::memcpy(to, &record, sizeof record);
     if (payload != nullptr) std::memcpy(to + sizeof record, payload, record.payload);
     written_ += need;
-    place_.counters->written.store(written_, std::memory_order_seq_cst);  // see Bell
+    ring_.counters->written.store(written_, std::memory_order_seq_cst);  // see Doorbell
     return true;
   }
   uint64_t written() const { return written_; }
 
  private:
-  std::size_t at() const { return written_ & (place_.bytes - 1); }
+  std::size_t at() const { return written_ & (ring_.bytes - 1); }
   bool has_room(std::size_t need) {
-    if (place_.bytes - (written_ - read_) >= need) return true;
-    read_ = place_.counters->read.load(std::memory_order_seq_cst);
-    return place_.bytes - (written_ - read_) >= need;
+    if (ring_.bytes - (written_ - read_) >= need) return true;
+    read_ = ring_.counters->read.load(std::memory_order_seq_cst);
+    return ring_.bytes - (written_ - read_) >= need;
   }
 
-  RingMemory place_;
-  uint64_t written_, read_;  // the own counter; the last value seen of the reader's
+  RingMemory ring_;
+  uint64_t written_, read_;  // the writer's counter; last seen value of the reader's
 };
 
 class RingReader {
  public:
-  explicit RingReader(const RingMemory& place)
-      : place_(place), read_(place.counters->read.load()), written_(read_) {}
+  explicit RingReader(const RingMemory& ring)
+      : ring_(ring), read_(ring.counters->read.load()), written_(read_) {}
 
   // Returns the oldest unread record, or nullptr. Throws CollectiveError if the record is corrupt:
   // it would extend beyond the end of the ring.
   const Record* peek() {
     for (;;) {
-      if (read_ == written_) written_ = place_.counters->written.load(std::memory_order_seq_cst);
+      if (read_ == written_) written_ = ring_.counters->written.load(std::memory_order_seq_cst);
       if (read_ == written_) return nullptr;
-      const Record* const record = reinterpret_cast<const Record*>(place_.data + at());
+      const Record* const record = reinterpret_cast<const Record*>(ring_.data + at());
       if (record->kind != Record::padding) {
-        if (record->payload > place_.bytes - at() - sizeof(Record))
+        if (record->payload > ring_.bytes - at() - sizeof(Record))
           throw CollectiveError("another rank wrote an invalid message into the shared memory");
         return record;
       }
-      read_ += place_.bytes - at();
+      read_ += ring_.bytes - at();
     }
   }
-  const std::byte* payload() const { return place_.data + at() + sizeof(Record); }
+  const std::byte* payload() const { return ring_.data + at() + sizeof(Record); }
   void pop() {
-    const auto* const record = reinterpret_cast<const Record*>(place_.data + at());
+    const auto* const record = reinterpret_cast<const Record*>(ring_.data + at());
     read_ += detail::record_bytes(record->payload);
-    place_.counters->read.store(read_, std::memory_order_seq_cst);
+    ring_.counters->read.store(read_, std::memory_order_seq_cst);
   }
   uint64_t read() const { return read_; }
   // Returns true if the ring is so full that the writer may soon have to wait.
   bool crowded() const {
-    return place_.counters->written.load(std::memory_order_seq_cst) - read_ > place_.bytes / 2;
+    return ring_.counters->written.load(std::memory_order_seq_cst) - read_ > ring_.bytes / 2;
   }
 
  private:
-  std::size_t at() const { return read_ & (place_.bytes - 1); }
+  std::size_t at() const { return read_ & (ring_.bytes - 1); }
 
-  RingMemory place_;
-  uint64_t read_, written_;  // the own counter; the last value seen of the writer's
+  RingMemory ring_;
+  uint64_t read_, written_;  // the reader's counter; last seen value of the writer's
 };
 
 }  // namespace pycollect::shm

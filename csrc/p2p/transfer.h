@@ -18,8 +18,8 @@ inline constexpr Rank kAnySource = -1;  // wildcard source of a receive, like MP
 
 class Transfer {
  public:
-  Transfer(Rank peer, const Envelope& what, const std::byte* data, uint64_t there)
-      : envelope(what), from_(data), there_(there), peer_(peer) {}
+  Transfer(Rank peer, const Envelope& what, const std::byte* data, uint64_t available)
+      : envelope(what), from_(data), available_(available), peer_(peer) {}
   Transfer(Rank peer, const Envelope& what, std::byte* data)
       : envelope(what), into_(data), peer_(peer) {}
 
@@ -30,7 +30,7 @@ class Transfer {
   }
   // For a wildcard receive: kAnySource until a message has been matched, then the message's sender.
   Rank peer() const { return peer_.load(std::memory_order_relaxed); }
-  // Bytes copied out of the send buffer or into the receive buffer, always a prefix.
+  // Number of leading bytes copied out of the send buffer or into the receive buffer.
   uint64_t moved() const { return moved_.load(std::memory_order_acquire); }
 
   const Envelope envelope;
@@ -43,10 +43,11 @@ class Transfer {
 
   void set_peer(Rank peer) { peer_.store(peer, std::memory_order_relaxed); }
   uint64_t left() const { return envelope.bytes - moved(); }
-  void move_on(uint64_t bytes) { moved_.store(moved() + bytes, std::memory_order_release); }
-  // Returns true if a thread sleeps until this transfer is done. Bell explains the memory order.
+  void advance(uint64_t bytes) { moved_.store(moved() + bytes, std::memory_order_release); }
+  // Returns true if a thread sleeps until this transfer is done. Doorbell explains the memory
+  // order.
   bool finish(std::exception_ptr error) {
-    if (!error) move_on(left());
+    if (!error) advance(left());
     error_ = std::move(error);
     done_.store(true, std::memory_order_seq_cst);
     return sleepers_.load(std::memory_order_seq_cst) != 0;
@@ -55,7 +56,7 @@ class Transfer {
 
   // These five members are accessed with the mailbox locked.
   const std::byte* from_ = nullptr;  // send: the buffer
-  uint64_t there_ = 0;               // send: length of the prefix that may be read
+  uint64_t available_ = 0;           // send: bytes of the buffer that are filled
   uint64_t number_ = 0;              // send: sequence number among the messages to its peer
   std::byte* into_ = nullptr;        // receive: the buffer
   bool matched_ = false;             // receive: a message has been matched
@@ -70,7 +71,7 @@ using TransferPtr = std::shared_ptr<Transfer>;
 
 // Wake-ups that are collected while the mailbox is locked and issued after it is unlocked.
 struct Wakeups {
-  uint64_t touched = 0;  // bit r: something changed that rank r may be sleeping for
+  uint64_t touched = 0;  // bit r: rank r may be asleep, and its doorbell must ring
   int finished = 0;      // number of finished transfers
   bool awaited = false;  // another thread of this rank sleeps for a finished transfer
   static_assert(kMaxRanks <= 64);

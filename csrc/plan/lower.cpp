@@ -12,15 +12,15 @@
 namespace pycollect {
 namespace {
 
-constexpr Rank kNobody = -1;
+constexpr Rank kNone = -1;
 struct LastAccess {
-  Wait writer{kNobody, 0};
+  Wait writer{kNone, 0};
   std::vector<Wait> readers = {};  // since the writer
 };
 
-struct TaskInfo {  // facts about one task
-  int written;     // its position in the plan; it depends only on tasks with smaller ones
-  int newest;      // the largest count it depends on, directly or not: it cannot imply a larger one
+struct TaskInfo {
+  int written;  // its position in the plan; it depends only on tasks with smaller ones
+  int newest;   // the largest count it depends on, directly or not: it cannot imply a larger one
 };
 
 // The tasks that one rank's waits imply. The waits of tasks under `pending` are implied too, but
@@ -45,9 +45,9 @@ class Lowering {
         boundary_(boundary),
         cells_(cells(plan)),
         program_(plan.world),
-        notes_(plan.world),
+        infos_(plan.world),
         wanted_(plan.world),
-        minds_(plan.world, VectorClock(plan.world)) {}
+        clocks_(plan.world, VectorClock(plan.world)) {}
 
   Program run() {
     for (Rank r = 0; r < plan_.world; ++r) add(r, boundary_);
@@ -81,16 +81,16 @@ class Lowering {
       c.readers.clear();
     });
     choose(me, task);
-    int newest = notes_[me].empty() ? 0 : notes_[me].back().newest;
-    for (Wait w : task.waits) newest = std::max({newest, w.count, note(w).newest});
-    notes_[me].push_back({written_++, newest});
+    int newest = infos_[me].empty() ? 0 : infos_[me].back().newest;
+    for (Wait w : task.waits) newest = std::max({newest, w.count, info(w).newest});
+    infos_[me].push_back({written_++, newest});
     tasks.push_back(std::move(task));
   }
 
   // Orders the task after `w`, with which it conflicts: on a higher level, and with a wait unless
   // both are tasks of the same rank.
   void after(Rank me, Task& task, Wait w) {
-    if (w.rank == kNobody) return;
+    if (w.rank == kNone) return;
     task.level = std::max(task.level, program_[w.rank][w.count - 1].level + 1);
     if (w.rank == me) return;
     if (wanted_[w.rank] == 0) touched_.push_back(w.rank);
@@ -100,14 +100,14 @@ class Lowering {
   // Adds the wanted waits that no other wait implies. Latest task first: only a task written later
   // can imply another wait.
   void choose(Rank me, Task& task) {
-    auto written = [&](Rank r) { return note({r, wanted_[r]}).written; };
+    auto written = [&](Rank r) { return info({r, wanted_[r]}).written; };
     std::sort(touched_.begin(), touched_.end(),
               [&](Rank a, Rank b) { return written(a) > written(b); });
     for (Rank r : touched_) {
       const Wait w{r, std::exchange(wanted_[r], 0)};
-      if (knows(minds_[me], w)) continue;
+      if (implies(clocks_[me], w)) continue;
       task.waits.push_back(w);
-      learn(minds_[me], w);
+      add_wait(clocks_[me], w);
     }
     touched_.clear();
   }
@@ -115,25 +115,25 @@ class Lowering {
   // Returns whether earlier waits imply `w`. With a ring of more than 64 ranks every rank would
   // search all tasks, so there the search stops early: a redundant wait costs one load and is
   // correct.
-  bool knows(VectorClock& mind, Wait w) {
+  bool implies(VectorClock& clock, Wait w) {
     int budget = plan_.world <= 64 ? std::numeric_limits<int>::max() : 16;
-    while (budget-- > 0 && mind.known[w.rank] < w.count && !mind.pending.empty() &&
-           mind.pending.top().newest >= w.count) {
-      const Wait p = mind.pending.top().wait;
-      mind.pending.pop();
-      for (int& i = mind.searched[p.rank]; i < p.count; ++i)
-        for (Wait v : program_[p.rank][i].waits) learn(mind, v);
+    while (budget-- > 0 && clock.known[w.rank] < w.count && !clock.pending.empty() &&
+           clock.pending.top().newest >= w.count) {
+      const Wait p = clock.pending.top().wait;
+      clock.pending.pop();
+      for (int& i = clock.searched[p.rank]; i < p.count; ++i)
+        for (Wait v : program_[p.rank][i].waits) add_wait(clock, v);
     }
-    return mind.known[w.rank] >= w.count;
+    return clock.known[w.rank] >= w.count;
   }
 
-  void learn(VectorClock& mind, Wait w) {
-    if (mind.known[w.rank] >= w.count) return;
-    mind.known[w.rank] = w.count;
-    if (note(w).newest > 0) mind.pending.push({note(w).newest, w});
+  void add_wait(VectorClock& clock, Wait w) {
+    if (clock.known[w.rank] >= w.count) return;
+    clock.known[w.rank] = w.count;
+    if (info(w).newest > 0) clock.pending.push({info(w).newest, w});
   }
 
-  const TaskInfo& note(Wait w) const { return notes_[w.rank][w.count - 1]; }
+  const TaskInfo& info(Wait w) const { return infos_[w.rank][w.count - 1]; }
 
   const Plan& plan_;
   bool in_place_;
@@ -141,10 +141,10 @@ class Lowering {
   int boundary_;
   std::vector<LastAccess> cells_;
   Program program_;
-  std::vector<std::vector<TaskInfo>> notes_;
+  std::vector<std::vector<TaskInfo>> infos_;
   std::vector<int> wanted_;    // [rank]: the count for which the current task must wait; 0: none
   std::vector<Rank> touched_;  // ranks with a wanted count
-  std::vector<VectorClock> minds_;
+  std::vector<VectorClock> clocks_;
   int written_ = 0;
 };
 

@@ -17,8 +17,8 @@ struct ExpectedChunk {
   Leaf one{-1, -1};  // the leaf; for a sum only its chunk counts
 };
 
-// Returns the required content of a chunk. If the collective deals in blocks, chunk c belongs to
-// rank c / pieces.
+// Returns the required content of a chunk. If the collective has blocks, chunk c belongs to block
+// c / pieces.
 ExpectedChunk wanted(Collective collective, const Plan& plan, Rank root, const Slice& at) {
   const int c = at.first, pieces = std::max(1, plan.chunks / plan.world), block = c / pieces;
   const ExpectedChunk kept{ExpectedChunk::kept}, sum{ExpectedChunk::sum, {-1, c}};
@@ -46,7 +46,7 @@ ExpectedChunk wanted(Collective collective, const Plan& plan, Rank root, const S
   return kept;
 }
 
-bool deals_in_blocks(Collective c) {
+bool has_blocks(Collective c) {
   return c != Collective::all_reduce && c != Collective::reduce && c != Collective::broadcast &&
          c != Collective::barrier;
 }
@@ -74,7 +74,7 @@ class OrderCheck {
         run_(plan, in_place, Buffer::input),
         summed_(run_.terms(), FoldTerms{}) {}
 
-  Verification judge() {
+  Verification run() {
     for (Rank r = 0; r < plan_.world && verification_.right(); ++r)
       for (int c = 0; c < plan_.chunks && verification_.right(); ++c) {
         output(out(r, c));
@@ -93,7 +93,8 @@ class OrderCheck {
     ExpectedChunk want = wanted(collective_, plan_, root_, at);
     const TermId got = run_.at(at);
     if (want.kind == ExpectedChunk::kept && !in_place_) {
-      if (got != kUnwritten) wrong("out", at, got, "nothing: it receives no such chunk");
+      if (got != kUnwritten)
+        wrong("out", at, got, "nothing, as the rank does not receive this chunk");
       return;
     }
     if (want.kind == ExpectedChunk::kept) want = {ExpectedChunk::leaf, {at.rank, at.first}};
@@ -109,7 +110,7 @@ class OrderCheck {
 
   void input(const Slice& at) {
     const Leaf own{at.rank, at.first};
-    if (!run_.is_leaf(run_.at(at), own)) wrong("in", at, run_.at(at), words(own) + " as it was");
+    if (!run_.is_leaf(run_.at(at), own)) wrong("in", at, run_.at(at), words(own) + " unchanged");
   }
 
   // Returns whether the term is the complete sum of the chunk, and sets `all` to that sum's leaves
@@ -132,7 +133,7 @@ class OrderCheck {
   void wrong(const char* buffer, const Slice& at, TermId got, const std::string& want) {
     const bool few = run_.term(got).leaves <= plan_.world;
     verification_.defect = text("rank ", at.rank, ", ", buffer, "[", at.first, "]: got ",
-                                got == kUnwritten ? "what nobody has written"
+                                got == kUnwritten ? "unwritten memory"
                                 : few ? words(run_.leaves(got))
                                       : text("a sum of more than ", plan_.world, " terms"),
                                 ", wanted ", want, " (x", at.rank, "[", at.first, "] is chunk ",
@@ -153,11 +154,11 @@ Verification verify_barrier(const Plan& plan, bool in_place) {
   SymbolicRun run(plan, in_place, Buffer::scratch);
   for (Rank me = 0; me < plan.world; ++me) {
     std::vector<bool> seen(run.terms()), ranks(plan.world);
-    for (int c = 0; c < plan.chunks; ++c) run.heard(run.at(tmp(me, c)), seen, ranks);
+    for (int c = 0; c < plan.chunks; ++c) run.mark_ranks(run.at(tmp(me, c)), seen, ranks);
     for (Rank r = 0; r < plan.world; ++r)
       if (!ranks[r])
-        return {text("rank ", me, ": got word of some ranks, but not of rank ", r,
-                     ", wanted word of all before it leaves the barrier")};
+        return {text("rank ", me, ": can leave the barrier before rank ", r,
+                     " has entered; it must wait for all ranks")};
   }
   return {};
 }
@@ -169,10 +170,10 @@ Verification verify(Collective collective, const Plan& plan, Rank root, bool in_
   require(root >= 0 && root < plan.world, "root ", root, " is not a rank of a world of ",
           plan.world);
   if (collective == Collective::barrier) return verify_barrier(plan, in_place);
-  if (deals_in_blocks(collective) && plan.chunks % plan.world != 0)
-    return {text(name(collective), " deals in one block a rank, and ", plan.chunks,
-                 " chunks are no whole number of pieces for each of ", plan.world, " blocks")};
-  return OrderCheck(collective, plan, root, in_place).judge();
+  if (has_blocks(collective) && plan.chunks % plan.world != 0)
+    return {text(name(collective), " has one block per rank, and ", plan.chunks,
+                 " chunks cannot be divided evenly among ", plan.world, " blocks")};
+  return OrderCheck(collective, plan, root, in_place).run();
 }
 
 // Counts leaves instead of naming them: in a plan that `verify` accepts no leaf is added twice, so

@@ -9,7 +9,7 @@
 namespace pycollect {
 namespace {
 
-constexpr int kNobody = -1;
+constexpr int kNone = -1;
 
 class Merging {
  public:
@@ -17,8 +17,8 @@ class Merging {
       : plan_(plan),
         in_place_(in_place),
         result_{plan.world, plan.chunks},
-        writer_(cells(plan), kNobody),
-        touched_(cells(plan), kNobody) {}
+        writer_(cells(plan), kNone),
+        touched_(cells(plan), kNone) {}
 
   Plan run() {
     for (const Step& step : plan_.steps) {
@@ -54,7 +54,7 @@ class Merging {
   // the fold's destinations and returns true.
   bool joins_fold(Rank by, const Slice& d, const Slice& src) {
     const int at = writer_[first_cell(src)];
-    if (at == kNobody) return false;
+    if (at == kNone) return false;
     Step& fold = result_.steps[at];
     if (fold.srcs.size() == 1 || fold.owner() != by || !is_among(fold.dsts, src)) return false;
     bool whole = true, free = true;

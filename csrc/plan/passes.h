@@ -14,7 +14,8 @@ Plan forward_copies(const Plan& plan, bool in_place);
 Plan hoist_local_copies(const Plan& plan, bool in_place);
 
 // Returns the plan that processes run: staged, merged and ordered. `input`, `output`: every process
-// reaches these buffers of every other one. `multicast`: see Reach.
+// reaches these buffers of every other one. `multicast`: see
+// Reachability.
 Plan for_processes(const Plan& plan, bool in_place, bool input, bool output,
                    bool multicast = false);
 

@@ -12,12 +12,12 @@ namespace pycollect {
 namespace {
 
 // A function's static is constructed at its first use, so every file's `Register` can use it.
-struct Entrance {
-  std::vector<Algorithm> waiting;
-  bool closed = false;
+struct Registrations {
+  std::vector<Algorithm> algorithms;
+  bool frozen = false;
 };
-Entrance& entrance() {
-  static Entrance it;
+Registrations& registrations() {
+  static Registrations it;
   return it;
 }
 
@@ -25,8 +25,8 @@ auto key(const Algorithm& a) { return std::tuple(a.collective, a.order, std::str
 auto place(const Algorithm& a) { return std::pair(a.collective, std::string_view(a.name)); }
 
 std::vector<Algorithm> freeze() {
-  entrance().closed = true;
-  std::vector<Algorithm> all = entrance().waiting;
+  registrations().frozen = true;
+  std::vector<Algorithm> all = registrations().algorithms;
   auto by = [](auto f) { return [f](const auto& a, const auto& b) { return f(a) < f(b); }; };
   std::sort(all.begin(), all.end(), by(place));
   for (std::size_t i = 1; i < all.size(); ++i)
@@ -40,10 +40,11 @@ std::vector<Algorithm> freeze() {
 }  // namespace
 
 Register::Register(const Algorithm& algorithm) {
-  if (entrance().closed)
-    throw std::logic_error(text("algorithm '", algorithm.name,
-                                "' came too late: the registry was frozen by the first look"));
-  entrance().waiting.push_back(algorithm);
+  if (registrations().frozen)
+    throw std::logic_error(
+        text("algorithm '", algorithm.name,
+             "' is registered after the first use of the registry, which froze it"));
+  registrations().algorithms.push_back(algorithm);
 }
 
 const std::vector<Algorithm>& registry() {

@@ -48,13 +48,13 @@ Default all_reduce_on_gpus(const CallKey& s) {
 Default all_reduce_of_ipc_buffers(const CallKey& s) {
   // A wait between streams costs more than a launch, and one kernel can use the whole GPU.
   if (s.topology == Topology::ipc_buffers || s.bytes <= kOneHopBytes)
-    return {"leader", "one launch over all slots, and two hand-overs"};
+    return {"leader", "one launch over all staging buffers, and two waits between ranks"};
   return {"two_shot", "every GPU reduces a share and fetches the others'"};
 }
 
 Default all_reduce_of_ipc_symmetric(const CallKey& s) {
   if (s.topology == Topology::ipc_symmetric || s.bytes <= kOneHopBytes)
-    return {"leader", "one launch over all tensors, and two hand-overs"};
+    return {"leader", "one launch over all tensors, and two waits between ranks"};
   return {"fused", "every GPU reduces a share for all, in place"};
 }
 
@@ -75,23 +75,23 @@ Default all_reduce_on(const CallKey& s) {
   return {"two_shot", "staged through the host, and a chain would round at every hop"};
 }
 
-Default unasked(const CallKey& s) {
+Default default_of(const CallKey& s) {
   if (s.collective == Collective::all_reduce) return all_reduce_on(s);
-  if (s.collective == Collective::barrier) return {"barrier", "there is one"};
+  if (s.collective == Collective::barrier) return {"barrier", "the only barrier algorithm"};
   return {"direct", "one hop"};
 }
 
 }  // namespace
 
 Choice choose(const CallKey& s, std::string_view named, bool explain) {
-  const Default by_itself = unasked(s);
-  const Algorithm& algorithm = find(s.collective, named.empty() ? by_itself.name : named);
+  const Default by_default = default_of(s);
+  const Algorithm& algorithm = find(s.collective, named.empty() ? by_default.name : named);
   require(algorithm.in_place || !s.in_place, name(s.collective), ": algorithm '", algorithm.name,
           "' cannot run in place; give it an output of its own");
   Choice choice{&algorithm, pieces_for(s.bytes), {}};
   if (!explain) return choice;
   const bool canonical = algorithm.canonical(s.dtype);
-  choice.reason = named.empty() ? by_itself.reason
+  choice.reason = named.empty() ? by_default.reason
                   : canonical ? "asked for by name"
                               : "asked for by name; not the left fold in rank order for this dtype";
   return choice;

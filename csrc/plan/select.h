@@ -47,6 +47,6 @@ struct Choice {
 
 // `named`: the algorithm that the caller wants, or empty. Throws ValueError for an unknown name,
 // and for an algorithm that cannot run in place in a call that is in place.
-Choice choose(const CallKey& situation, std::string_view named, bool explain = false);
+Choice choose(const CallKey& call, std::string_view named, bool explain = false);
 
 }  // namespace pycollect

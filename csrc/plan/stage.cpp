@@ -229,13 +229,14 @@ class Staging {
 void check(const Plan& plan, const Reachability& reach, int pieces) {
   const std::size_t world = plan.world;
   require(pieces >= 1, "a chunk is cut into at least one piece, not ", pieces);
-  require(reach.on_host.size() == world && reach.directly.size() == world,
-          "who reaches whom was told for ", reach.directly.size(), " ranks, not ", world);
+  require(reach.on_host.size() == world && reach.directly.size() == world, "on_host has ",
+          reach.on_host.size(), " and directly has ", reach.directly.size(),
+          " entries; pass one for each of ", world, " ranks");
   for (const std::vector<bool>& row : reach.directly)
-    require(row.size() == world, "who reaches whom was told of ", row.size(), " ranks, not ",
-            world);
+    require(row.size() == world, "a row of directly has ", row.size(),
+            " entries; pass one for each of ", world, " ranks");
   require(std::count(reach.on_host.begin(), reach.on_host.end(), false) > 0,
-          "all ranks are in host memory: nobody is there to run the plan");
+          "all ranks are in host memory; at least one must be on a device to run the plan");
   for (const Step& step : plan.steps)
     for (const Slices* side : {&step.dsts, &step.srcs})
       for (const Slice& s : *side)

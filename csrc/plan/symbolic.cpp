@@ -61,7 +61,7 @@ Leaves SymbolicRun::leaves(TermId id) const {
   return all;
 }
 
-void SymbolicRun::heard(TermId id, std::vector<bool>& seen, std::vector<bool>& ranks) const {
+void SymbolicRun::mark_ranks(TermId id, std::vector<bool>& seen, std::vector<bool>& ranks) const {
   std::vector<TermId> next{id};
   while (!next.empty()) {
     const TermId at = next.back();

@@ -23,7 +23,7 @@ inline constexpr TermId kUnwritten = 0;  // a cell that no step has written, and
 struct Term {
   Leaf leaf{-1, -1};
   std::vector<TermId> parts = {};
-  int leaves = 0;     // number of leaves; saturates at world + 1, which is wrong anyway
+  int leaves = 0;     // number of leaves; saturates at world + 1, which is never a right result
   bool left = true;   // the sum is a left fold, without other brackets
   int roundings = 0;  // roundings on the longest path to a leaf, this sum's included
 };
@@ -44,7 +44,7 @@ class SymbolicRun {
   Leaves leaves(TermId id) const;
 
   // Marks in `ranks` every rank with a leaf in the term. `seen` [term] skips visited terms.
-  void heard(TermId id, std::vector<bool>& seen, std::vector<bool>& ranks) const;
+  void mark_ranks(TermId id, std::vector<bool>& seen, std::vector<bool>& ranks) const;
 
  private:
   int cell(const Slice& s) const;

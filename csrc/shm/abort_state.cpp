@@ -10,7 +10,7 @@ namespace {
 
 // How long a rank that finds the group aborted waits for the cause text, which is written at once
 // unless its writer is killed.
-constexpr std::chrono::milliseconds kSaying{100};
+constexpr std::chrono::milliseconds kCauseTimeout{100};
 
 template <std::size_t n>
 void write(std::array<char, n>& to, const std::string& from) {
@@ -36,7 +36,7 @@ void AbortState::set(uint32_t kind, const std::string& cause, const OpContext* f
 
 void AbortState::rethrow(const OpContext& context) const {
   const uint32_t kind = wait_for_cause();
-  const std::string found_in = sentence(record_.operation);
+  const std::string found_in = read_text(record_.operation);
   const bool here = found_in == context.operation && record_.call == context.call;
   const bool is_known = here || found_in.empty();
   fail(kind, name(context),
@@ -48,7 +48,7 @@ void AbortState::rethrow() const { fail(wait_for_cause(), text("group '", group_
 // Waits for the cause text. Returns the kind of failure, or `being_written` if the text never
 // comes.
 uint32_t AbortState::wait_for_cause() const {
-  const Deadline end = Clock::now() + kSaying;
+  const Deadline end = Clock::now() + kCauseTimeout;
   uint32_t state = AbortRecord::being_written;
   while ((state = record_.state.load(std::memory_order_acquire)) == AbortRecord::being_written &&
          Clock::now() < end)
@@ -58,8 +58,8 @@ uint32_t AbortState::wait_for_cause() const {
 
 void AbortState::fail(uint32_t kind, const std::string& where, const std::string& since) const {
   if (kind == AbortRecord::being_written)
-    throw PeerLost(text(where, ": a rank died while it wrote why the group is broken"));
-  const std::string why = text(where, ": ", since, sentence(record_.cause));
+    throw PeerLost(text(where, ": a rank died while it published why it aborted the group"));
+  const std::string why = text(where, ": ", since, read_text(record_.cause));
   if (kind == AbortRecord::timed_out) throw Timeout(why);
   throw PeerLost(why);
 }

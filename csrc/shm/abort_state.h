@@ -15,8 +15,8 @@ class AbortState {
   bool is_aborted() const {
     return record_.state.load(std::memory_order_acquire) != AbortRecord::healthy;
   }
-  // Aborts the group with `cause`, unless it is aborted already. `kind` is Breakage::lost or
-  // timed_out; `found_in` is the operation that detected the failure, or null.
+  // Aborts the group with `cause`, unless it is aborted already. `kind` is AbortRecord::lost
+  // or timed_out; `found_in` is the operation that detected the failure, or null.
   void set(uint32_t kind, const std::string& cause, const OpContext* found_in);
   // Throws the published cause as PeerLost or Timeout.
   [[noreturn]] void rethrow(const OpContext& context) const;

@@ -52,7 +52,7 @@ constexpr Names kOne{"memory.limit_in_bytes", "memory.usage_in_bytes", "total_in
                      "total_active_file"};
 constexpr Names kTwo{"memory.max", "memory.current", "inactive_file", "active_file"};
 
-// Returns how much of `swap` a version 2 group may use; version 1 limits memory and swap together.
+// Returns how much of `swap` a version 2 group may use. Version 1 limits memory and swap together.
 std::size_t swap_of(const Path& group, std::size_t swap) {
   const auto limit = number(group / "memory.swap.max");
   return limit ? std::min(swap, rest(*limit, number(group / "memory.swap.current").value_or(0)))

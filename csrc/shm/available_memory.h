@@ -1,6 +1,6 @@
 // Available memory: how much can be committed before the kernel's OOM killer acts. The lesser of
-// what the machine has and what the limits of this process's control groups leave (of a container,
-// of a batch job).
+// the machine's free memory and the rest of the limits of this process's control groups (of a
+// container or a batch job).
 #pragma once
 #include <cstddef>
 #include <string>
@@ -14,8 +14,9 @@ struct AvailableMemory {
 
 AvailableMemory available();
 
-// Returns what the limits of the control groups alone leave. `list` and `folder` have the formats
-// of /proc/self/cgroup and /sys/fs/cgroup; `swap` is the machine's free swap in bytes.
+// Returns the memory that the limits of the control groups alone make available. `list` and
+// `folder` have the formats of /proc/self/cgroup and /sys/fs/cgroup; `swap` is the free swap in
+// bytes.
 AvailableMemory available_in_cgroups(const std::string& list, const std::string& folder,
                                      std::size_t swap);
 

@@ -9,8 +9,9 @@ namespace pycollect::shm {
 // Doorbell in shared memory; all zeros is the initial state.
 //
 // A sleeper counts itself first and checks for work second; a ringer publishes work first and reads
-// the number of sleepers second. With sequential consistency, one of the two sees the other: the
-// ringer must publish with a seq_cst store, and the sleeper must check with seq_cst loads.
+// the number of sleepers second. With sequential consistency, at least one of the two sees the
+// other's write: the ringer must publish with a seq_cst store, and the sleeper must check with
+// seq_cst loads.
 class alignas(128) Doorbell {
  public:
   void ring() {

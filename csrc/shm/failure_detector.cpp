@@ -9,8 +9,8 @@
 namespace pycollect::shm {
 namespace {
 
-// Replaces the robust list that the C library has registered for this thread, which must then hold
-// no robust mutex of the C library.
+// Replaces the robust list that the C library has registered for this thread. The thread must not
+// hold a robust mutex of the C library.
 int register_locks(robust_list_head* list) {
   return syscall(SYS_set_robust_list, list, sizeof *list) == 0 ? 0 : errno;
 }

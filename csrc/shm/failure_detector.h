@@ -1,7 +1,7 @@
-// Failure detection: finds peers that have died or called exec. Each rank holds a robust futex,
-// which the kernel releases when the rank ends, whatever container the peers run in. Unlike a
-// heartbeat it costs no work, does not take a stopped process for a dead one, and is not kept up by
-// a forked child. Unlike a pidfd it reports a death before a GPU driver has cleaned up after it.
+// Failure detector: finds peers that have died or called exec. Each rank holds a robust futex,
+// which the kernel releases when the rank ends, also across containers. Unlike a heartbeat, the
+// futex costs no work, does not report a stopped process as dead, and is not kept alive by a forked
+// child. Unlike a pidfd, it reports a death before a GPU driver has cleaned up.
 #pragma once
 #include <sys/types.h>
 
@@ -17,8 +17,8 @@ namespace pycollect::shm {
 
 class FailureDetector {
  public:
-  // Returns when a dedicated thread holds this rank's lock. The kernel releases robust futexes at
-  // the end of a thread, and any other thread may end before the process.
+  // Returns when a dedicated thread holds this rank's lock. The thread is dedicated because the
+  // kernel releases a robust futex when its thread ends, and other threads may end earlier.
   FailureDetector(Control& control, int world, Rank me);
   ~FailureDetector();
   FailureDetector(const FailureDetector&) = delete;

@@ -14,16 +14,17 @@ namespace {
 int checked_world(Rank rank, int world) {
   require(world >= 1 && world <= kMaxRanks, "a pycollect group has 1 to ", kMaxRanks,
           " ranks, not ", world);
-  require(rank >= 0 && rank < world, "rank ", rank, " is not in a group of ", world);
+  require(rank >= 0 && rank < world, "rank ", rank, " is not in a group of ", world,
+          " ranks: the rank must be 0 to ", world - 1);
   return world;
 }
 
-// Returns `sizes` after a limit check, also for sizes that no caller has checked.
+// Returns `sizes` if none exceeds kMostBytes. Throws std::invalid_argument otherwise.
 SegmentSizes checked(const SegmentSizes& sizes) {
   for (const auto& [what, bytes] : {std::pair{"buffer_bytes", sizes.buffer_bytes},
                                     {"mailbox_bytes", sizes.mailbox_bytes},
                                     {"symmetric_heap_bytes", sizes.symmetric_heap_bytes},
-                                    {"deck_bytes", sizes.signal_pad_bytes}})
+                                    {"signal_pad_bytes", sizes.signal_pad_bytes}})
     require(bytes <= kMostBytes, what, " is ", bytes, "; it must be at most ", kMostBytes);
   return sizes;
 }
@@ -48,7 +49,7 @@ Group::Group(Store& store, Rank rank, int world, Settings settings)
 }
 
 void Group::rendezvous(Store& store) {
-  Rendezvous meeting(store, rank_, world_, settings_, {abort_state_, failure_detector_});
+  Rendezvous exchange(store, rank_, world_, settings_, {abort_state_, failure_detector_});
   const auto prepare = [&](std::shared_ptr<Segment> segment, uint64_t nonce) {
     map_segment(std::move(segment));
     Control& control = *reinterpret_cast<Control*>(base_);
@@ -56,12 +57,13 @@ void Group::rendezvous(Store& store) {
     failure_detector_ = std::make_unique<FailureDetector>(control, world_, rank_);
     commit();
   };
-  const std::vector<PeerInfo> ranks = meeting.share(layout_.total, prepare);
+  const std::vector<PeerInfo> ranks = exchange.share(layout_.total, prepare);
   require_one_memory(ranks);
   crowded_ = world_ > (settings_.cores > 0 ? settings_.cores : shared_cores(ranks));
-  // All ranks have committed their parts now. Map all that a collective touches but the heaps.
+  // All ranks have committed their parts. Map everything that a collective accesses except the
+  // heaps.
   segment_->touch(0, layout_.heaps);
-  note_core();
+  publish_core();
 }
 
 void Group::map_segment(std::shared_ptr<Segment> segment) {
@@ -73,8 +75,8 @@ void Group::map_segment(std::shared_ptr<Segment> segment) {
       std::make_unique<AbortState>(reinterpret_cast<Control*>(base_)->record, settings_.name);
 }
 
-// Commits this rank's staging buffers, and on rank 0 the common part. The liveness lock must be
-// held before, because the kernel may kill the process for lack of memory here.
+// Commits this rank's staging buffers, and on rank 0 the common part. The caller must hold the
+// liveness lock, because the kernel may kill the process here for lack of memory.
 void Group::commit() {
   if (rank_ == 0) segment_->commit(0, layout_.staging_buffers);
   segment_->commit(layout_.staging_buffer(rank_, 0), 2 * layout_.buffer_stride);
@@ -130,9 +132,9 @@ void Group::wake_all() const {
 // Slow path of Group::await: the wait monitor and its error messages.
 namespace {
 
-// A wait that no wake-up ends sleeps for 1/50 of the time that it has lasted already: it loses at
-// most 1/50, and a long wait uses no core. Sleeps of less than 50 us would take as long, because
-// the kernel's timers are 50 us late.
+// A wait that no peer wakes sleeps for 1/50 of the time that it has lasted: it ends at most 1/50
+// too late, and a long wait uses no core. Sleeps of less than 50 us would take as long, because the
+// kernel's timers are 50 us late.
 constexpr int kWaitedPerSleep = 50;
 constexpr std::chrono::microseconds kShortestSleep{50};
 constexpr std::chrono::milliseconds kLongestSleep{2};
@@ -156,8 +158,8 @@ class Group::WaitMonitor {
     std::function<bool()> ready;
     Suspects suspects, late;
   };
-  WaitMonitor(Group& group, const WaitRequest& question, const OpContext& context)
-      : group_(group), question_(question), context_(context) {}
+  WaitMonitor(Group& group, const WaitRequest& request, const OpContext& context)
+      : group_(group), request_(request), context_(context) {}
 
   // Throws PeerLost or Timeout if the group is aborted, a suspect is gone or the time is over.
   void check(Deadline now) {
@@ -168,22 +170,23 @@ class Group::WaitMonitor {
     if (now >= context_.deadline) time_out(now);
   }
 
-  std::chrono::nanoseconds rest() const { return context_.deadline - Clock::now(); }
+  std::chrono::nanoseconds remaining() const { return context_.deadline - Clock::now(); }
 
  private:
-  // Fails if a suspect is gone, unless it did its part before: so `ready` is evaluated last.
+  // Fails if a suspect has died or left, unless `ready` holds, which is therefore checked last.
   void find_lost(uint64_t dead, uint64_t left) {
-    std::vector<Rank> died, went;
-    for (Rank r : question_.suspects()) {
+    std::vector<Rank> died, departed;
+    for (Rank r : request_.suspects()) {
       if ((dead >> r & 1) != 0 && group_.rank_states_[r].left.load() == 0)
         died.push_back(r);
       else if (((dead | left) >> r & 1) != 0)
-        went.push_back(r);
+        departed.push_back(r);
     }
-    if ((died.empty() && went.empty()) || question_.ready()) return;
+    if ((died.empty() && departed.empty()) || request_.ready()) return;
     fail(AbortRecord::lost,
-         died.empty() ? text(name(went), went.size() == 1 ? " has" : " have", " left the group")
-                      : text(with_pids(died), " died", alive(dead | left)));
+         died.empty()
+             ? text(name(departed), departed.size() == 1 ? " has" : " have", " left the group")
+             : text(with_pids(died), " died", alive(dead | left)));
   }
 
   std::string with_pids(const std::vector<Rank>& ranks) const {
@@ -200,10 +203,10 @@ class Group::WaitMonitor {
   }
 
   void time_out(Deadline now) {
-    const std::vector<Rank> late = question_.late();
-    if (question_.ready()) return;
-    const std::string who = late.empty() ? "" : text("; ", name(late), " did not arrive");
-    fail(AbortRecord::timed_out, text("timed out after ", seconds(now - begin_), who));
+    const std::vector<Rank> late = request_.late();
+    if (request_.ready()) return;
+    const std::string missing = late.empty() ? "" : text("; ", name(late), " did not arrive");
+    fail(AbortRecord::timed_out, text("timed out after ", seconds(now - begin_), missing));
   }
 
   [[noreturn]] void fail(uint32_t kind, const std::string& cause) {
@@ -213,7 +216,7 @@ class Group::WaitMonitor {
   }
 
   Group& group_;
-  const WaitRequest& question_;
+  const WaitRequest& request_;
   const OpContext& context_;
   Deadline begin_ = Clock::now();
 };
@@ -221,17 +224,17 @@ class Group::WaitMonitor {
 void Group::await_slowly(Rank r, uint64_t wanted, const OpContext& context) {
   const auto ready = [&] { return has_reached(r, wanted); };
   if (!crowded_ && spin(false, ready, [&] { return shares_core_with(r); })) return;
-  // Suspects are all ranks that have not finished the run of `wanted`: without them every rank
-  // stops there.
+  // Suspects are all ranks that have not finished the run of `wanted`: without one of them, no rank
+  // can finish it.
   const uint64_t end = at_run(((wanted - 1) >> kTaskBits) + 1);
-  const WaitMonitor::WaitRequest question{ready, [&] { return behind(end); },
-                                          [&] { return last_behind(wanted); }};
-  WaitMonitor monitor(*this, question, context);
+  const WaitMonitor::WaitRequest request{ready, [&] { return behind(end); },
+                                         [&] { return last_behind(wanted); }};
+  WaitMonitor monitor(*this, request, context);
   wait(
       ready, [&] { return !crowded_ || shares_core_with(r); },
       [&](Deadline now) { monitor.check(now); },
       [&](std::chrono::nanoseconds) {
-        sleep_for(r, wanted, std::min<std::chrono::nanoseconds>(kSleeping, monitor.rest()));
+        sleep_for(r, wanted, std::min<std::chrono::nanoseconds>(kMaxSleep, monitor.remaining()));
       });
 }
 
@@ -244,7 +247,7 @@ std::vector<Rank> Group::behind(uint64_t goal) const {
   return ranks;
 }
 
-// Returns the ranks furthest behind `goal`: other ranks behind it may only be waiting for these.
+// Returns the ranks furthest behind `goal`, for which the others may be waiting.
 std::vector<Rank> Group::last_behind(uint64_t goal) const {
   std::vector<Rank> last;
   uint64_t least = goal;
@@ -258,29 +261,29 @@ std::vector<Rank> Group::last_behind(uint64_t goal) const {
 }
 
 // Publishes in `on_core` the core on which this rank runs, and returns that value.
-int32_t Group::note_core() {
+int32_t Group::publish_core() {
   const int32_t here = sched_getcpu() + 1;
   std::atomic<int32_t>& mine = rank_states_[rank_].on_core;
   if (mine.load(std::memory_order_relaxed) != here) mine.store(here, std::memory_order_relaxed);
   return here;
 }
 
-// Returns true if a peer ran last on this rank's core, as when another program occupies its core.
-// While one rank spins there the other cannot run, and the scheduler sees no reason to part them.
+// Returns true if a peer last ran on this rank's core, as when another program occupies a core.
+// While one rank spins there the other cannot run, and the scheduler does not separate them.
 bool Group::shares_core() {
-  const int32_t here = note_core();
+  const int32_t here = publish_core();
   for (Rank r = 0; r < world_; ++r)
     if (r != rank_ && rank_states_[r].on_core.load(std::memory_order_relaxed) == here) return true;
   return false;
 }
 
 // Returns true if a peer on this core is `awaited` or has progressed less than this rank, so that
-// it needs the core. Otherwise all ranks on this core are waiting, most often for the same rank. It
-// runs on another core and arrives before each of them has had a turn to poll in vain. So a core
-// is handed over once per rank and call (measured with 2 to 8 ranks on 2 cores), and a small
-// all_reduce of 4 ranks is a quarter faster, in Python a third.
+// it needs the core. Otherwise all ranks on this core are waiting, most often for the same rank,
+// which runs on another core and arrives before each of them has polled once. So each rank yields
+// the core once per call (measured with 2 to 8 ranks on 2 cores), and a small all_reduce of 4 ranks
+// is a quarter faster, in Python a third.
 bool Group::shares_core_with(Rank awaited) {
-  const int32_t here = note_core();
+  const int32_t here = publish_core();
   const uint64_t own = rank_states_[rank_].done.load(std::memory_order_relaxed);
   for (Rank r = 0; r < world_; ++r)
     if (r != rank_ && rank_states_[r].on_core.load(std::memory_order_relaxed) == here &&
@@ -303,14 +306,14 @@ bool Group::spin_for(const std::function<bool()>& ready) {
 
 void Group::await(const std::function<bool()>& ready,
                   const std::function<std::vector<Rank>()>& missing, const OpContext& context,
-                  const std::function<void()>& rest) {
+                  const std::function<void()>& back_off) {
   if (spin_for(ready)) return;
-  const WaitMonitor::WaitRequest question{ready, missing, missing};
-  WaitMonitor monitor(*this, question, context);
+  const WaitMonitor::WaitRequest request{ready, missing, missing};
+  WaitMonitor monitor(*this, request, context);
   wait(
       ready, [] { return true; }, [&](Deadline now) { monitor.check(now); },
       [&](std::chrono::nanoseconds waited) {
-        if (rest) return rest();
+        if (back_off) return back_off();
         std::this_thread::sleep_for(std::clamp<std::chrono::nanoseconds>(
             waited / kWaitedPerSleep, kShortestSleep, kLongestSleep));
       });

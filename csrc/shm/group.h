@@ -22,10 +22,10 @@ class Group {
  public:
   // Returns when all ranks share the memory and have read each other's nonce in it. Throws
   // std::invalid_argument, on all ranks alike and naming the hosts, when the ranks are not on one
-  // host; Timeout, naming the missing ranks; PeerLost when a rank has died or given up.
+  // host; Timeout, naming the missing ranks; PeerLost when a rank has died or failed.
   Group(Store& store, Rank rank, int world, Settings settings);
   ~Group();
-  // Publishes that this rank has left, so that a peer that still waits for it in vain fails.
+  // Publishes that this rank has left: a peer that still waits for it throws.
   void leave() noexcept;
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -44,7 +44,7 @@ class Group {
     return base_ + layout_.signal_pad;
   }  // begins and ends at page boundaries
   std::byte* heap(Rank r) const { return base_ + layout_.heap(r); }
-  // Keeps the shared memory mapped; an allocator of the symmetric heap holds a reference.
+  // Holding the segment keeps the shared memory mapped, as an allocator of the symmetric heap does.
   const std::shared_ptr<Segment>& segment() const { return segment_; }
 
   // Publishes this rank's progress counter, and wakes the threads that sleep until it advances.
@@ -58,11 +58,11 @@ class Group {
   void await(Rank r, uint64_t wanted, const OpContext& context);
   // Polls `ready`, any condition on the shared memory, until it holds; throws as the other `await`.
   // `missing` returns the ranks that it depends on. No peer wakes this wait, so it sleeps briefly.
-  // `rest`, if given, is called instead of sleeping, and must return within some milliseconds.
+  // `back_off`, if given, is called instead of sleeping, and must return within some milliseconds.
   void await(const std::function<bool()>& ready, const std::function<std::vector<Rank>()>& missing,
-             const OpContext& context, const std::function<void()>& rest = {});
-  // Polls `ready` as the first stage of `await` does: spins only as long as the number of cores
-  // makes it worthwhile. Returns true if `ready` held.
+             const OpContext& context, const std::function<void()>& back_off = {});
+  // Polls `ready` as the first stage of `await` does, spinning for longer if every rank has a core
+  // of its own. Returns true if `ready` held.
   bool spin_for(const std::function<bool()>& ready);
 
   // Masks with bit r set if rank r has died, has destroyed its group, or either.
@@ -82,7 +82,7 @@ class Group {
   void map_segment(std::shared_ptr<Segment> segment);
   void commit();
   void require_one_memory(const std::vector<PeerInfo>& ranks) const;
-  int32_t note_core();
+  int32_t publish_core();
   bool shares_core();
   bool shares_core_with(Rank awaited);
   std::vector<Rank> behind(uint64_t goal) const;

@@ -1,8 +1,9 @@
-// Layout of the shared-memory segment of a group. Every word that changes while peers read it has
-// one writer, so nothing here needs a lock. All zeros is the initial state.
+// Layout of the shared-memory segment of a group. Nothing here needs a lock: a word that changes
+// while peers read it has one writer, or is atomic (the abort record, doorbells, counts of
+// sleepers). All zeros is the initial state.
 //
-//   Control | a Line per rank | two Descriptions per rank | mailboxes | control block of the GPU
-//   transport | two staging buffers per rank | symmetric heaps
+//   Control | a RankState per rank | two FingerprintDetails per rank | mailboxes | signal pad |
+//   two staging buffers per rank | symmetric heaps
 #pragma once
 #include <linux/futex.h>
 
@@ -21,8 +22,8 @@ inline constexpr int kMaxRanks = 64;  // most ranks of a group: sets of ranks ar
 
 // A collective is one or more runs of a program, each for one piece of the data. `done` is a rank's
 // progress counter: its run number, then the number of finished tasks of that run. It only grows,
-// compared cyclically, and the end of a run is the beginning of the next one. So ranks need no
-// common length of a run, and no counter is ever reset.
+// compared cyclically, and the end of a run is the beginning of the next one. So the ranks'
+// runs may have different lengths, and no counter is ever reset.
 inline constexpr int kTaskBits = 20;
 constexpr uint64_t at_run(uint64_t run) { return run << kTaskBits; }
 constexpr bool reached(uint64_t seen, uint64_t wanted) {
@@ -31,20 +32,20 @@ constexpr bool reached(uint64_t seen, uint64_t wanted) {
 
 // Returns text that a peer wrote to shared memory, which may lack a terminating zero.
 template <std::size_t n>
-std::string sentence(const std::array<char, n>& written) {
+std::string read_text(const std::array<char, n>& written) {
   return {written.data(), strnlen(written.data(), n)};
 }
 
-// Fingerprint that a rank publishes when it begins a call, in the line that its peers poll anyway.
-// Each rank has two: it publishes call n + 1 after all have published n, so all have read n - 1.
+// Fingerprint that a rank publishes when it begins a call, in the cache line that its peers poll
+// anyway. Each rank has two: it publishes call n + 1 after all have published n and read n - 1.
 struct Fingerprint {
-  uint64_t fingerprint_hash =
-      0;                // must be equal on all ranks; otherwise the descriptions are compared
+  // Hash of all that must be equal on all ranks; FingerprintDetails has the hashed values.
+  uint64_t fingerprint_hash = 0;
   uint32_t pieces = 0;  // number of runs that this rank expects; the maximum of all ranks counts
   uint32_t flags = 0;
   enum : uint32_t {
-    refused = 1,    // the rank does not take part: its own arguments were bad
-    irregular = 2,  // its element counts are in its description, and must match the peers' counts
+    refused = 1,    // the rank does not take part, because its arguments are invalid
+    irregular = 2,  // element counts follow its FingerprintDetails and must match the peers'
     zero_copy = 4,  // peers can access its tensors in place (zero-copy): see `registered`
   };
 };
@@ -55,17 +56,18 @@ struct RegisteredOffsets {
   uint64_t input = 0, output = 0;
 };
 
-// Progress line of one rank, which is its only writer (except of `sleepers`). Fields that are often
+// Progress of one rank, which is the only writer (except of `sleepers`). Fields that are often
 // written, fields that are read meanwhile and fields that hardly ever change have a cache line
-// each: a collective of 1 KiB between two ranks became 7 % faster.
+// each, which makes a collective of 1 KiB between two ranks 7 % faster.
 struct alignas(128) RankState {
   std::atomic<uint64_t> done{0};
-  std::array<Fingerprint, 2> posts = {};  // [call & 1]; written before `done` reaches the call
+  // [call & 1]; written before `done` reaches the call.
+  std::array<Fingerprint, 2> fingerprints = {};
 
   alignas(64) std::array<RegisteredOffsets, 2> registered = {};
   // Counter value after this rank's last completed call, if `done` was not advanced that far: the
   // next call advances it anyway, and an extra store to that polled line costs 20 % of a small
-  // call. Peers read `ended` only to decide whether a rank that is gone had finished.
+  // call. Peers read `ended` only to decide whether a rank that died or left had finished.
   std::atomic<uint64_t> ended{0};
 
   alignas(64) std::atomic<uint32_t> sleepers{0};  // number of threads in a futex wait on `done`
@@ -74,8 +76,8 @@ struct alignas(128) RankState {
 };
 static_assert(sizeof(RankState) == 256);
 
-// Description of a rank's call, for error messages and for counts that a fingerprint cannot
-// compare. It is followed by `world` counts of sent and `world` of received elements, by peer.
+// Details of the call that a rank's Fingerprint hashes, for error messages. Followed by 2 *
+// `world` counts, for irregular calls: of the elements sent to each peer, then received from it.
 struct alignas(64) FingerprintDetails {
   uint8_t collective = 0, dtype = 0, op = 0, flags = 0;
   int32_t root = -1;
@@ -89,19 +91,19 @@ struct alignas(64) FingerprintDetails {
   enum : uint8_t { in_place = 1, on_gpus = 2 };
 };
 
-// Abort state of the group. The first rank that detects a failure sets `being_said`, writes the
-// cause, and then sets `lost` or `timed_out`.
+// Abort state of the group. The first rank that detects a failure sets `being_written`, writes
+// the cause, and then sets `lost` or `timed_out`.
 struct AbortRecord {
   enum : uint32_t { healthy, being_written, lost, timed_out };
   std::atomic<uint32_t> state{healthy};
   uint64_t call = 0;
-  std::array<char, 48> operation = {};  // in which the failure was detected; empty: in none
+  std::array<char, 48> operation = {};  // operation that detected the failure; empty: none
   std::array<char, 512> cause = {};
 };
 
 // Liveness lock of a rank: a robust futex held by one of its threads, and that thread's robust
-// list, which the kernel walks when the thread ends. C libraries keep that list in private memory.
-// Some kernels reclaim private memory of an OOM-killed process before they walk the list, and its
+// list, which the kernel walks when the thread ends. A C library keeps that list in private memory,
+// which some kernels reclaim from an OOM-killed process before they walk the list, so that its
 // locks stay held. They do not reclaim shared memory.
 struct alignas(64) LivenessLock {
   robust_list_head list;
@@ -121,12 +123,12 @@ struct SegmentSizes {
   int world;
   std::size_t buffer_bytes;   // one of a rank's two staging buffers
   std::size_t mailbox_bytes;  // mailboxes of all ranks
-  std::size_t
-      symmetric_heap_bytes;  // symmetric heap of one rank: address space until it is committed
-  std::size_t signal_pad_bytes = 0;  // all ranks' GPU control block, accessed by CUDA streams
+  // Symmetric heap of one rank; address space, of which parts are committed.
+  std::size_t symmetric_heap_bytes;
+  std::size_t signal_pad_bytes = 0;  // signal pad of all ranks, accessed by CUDA streams
 };
 
-// Upper limit of each of those sizes: 64 TiB, so small that no sum of them overflows.
+// Upper limit of each size in SegmentSizes: 64 TiB, so that sums of sizes cannot overflow.
 inline constexpr std::size_t kMostBytes = std::size_t{1} << 46;
 
 // Offsets in bytes from the beginning of the segment; each part begins at a page.
@@ -134,7 +136,7 @@ struct Layout {
   static constexpr std::size_t kPage = 4096;
   static constexpr std::size_t up(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
   // Extra 3 pages and 5 lines between staging buffers. Without them all buffers fall on the same
-  // cache sets, and copies between them were a third slower.
+  // cache sets, and copies between them are a third slower.
   static constexpr std::size_t kStagger = 3 * kPage + 5 * 64;
 
   explicit constexpr Layout(const SegmentSizes& s)

@@ -1,5 +1,5 @@
-// Starts a background thread of a group, or throws an error that says what to do: at a process
-// limit, or without memory for the thread's stack.
+// Starts a background thread of a group. If the process limit is reached or memory for the stack is
+// missing, throws an error that names the remedy.
 #pragma once
 #include <signal.h>
 
@@ -10,7 +10,7 @@
 
 namespace pycollect::shm {
 
-// Blocks all signals except those of errors, in this thread and in threads that it creates.
+// Blocks all signals, except those that report faults, in this thread and in threads it creates.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
@@ -39,8 +39,8 @@ std::thread new_thread(Body body) {
   }
 }
 
-// Starts a thread that handles no signals, which stay with the application's threads. Not for
-// threads that run a caller's code: processes started there would have the signals blocked, too.
+// Starts a thread that handles no signals; the application's threads handle them. Not for threads
+// that run a caller's code: processes started there would inherit the blocked signals.
 template <class Body>
 std::thread new_thread_without_signals(Body body) {
   const SignalsBlocked blocked;

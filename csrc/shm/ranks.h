@@ -8,7 +8,7 @@
 
 namespace pycollect::shm {
 
-// "rank 3", "ranks 0, 2", "ranks 0-3, 5"; without the noun: "0-3, 5".
+// `name` formats ranks as "rank 3", "ranks 0, 2" or "ranks 0-3, 5"; `numbers` omits the noun.
 inline std::string numbers(const std::vector<Rank>& ranks) {
   std::string all;
   for (std::size_t i = 0, end = 0; i < ranks.size(); i = end) {

@@ -16,8 +16,8 @@
 namespace pycollect::shm {
 namespace {
 
-// Bytes committed by one fallocate. The kernel undoes the whole call when a signal arrives (a
-// profiler's, every 10 ms), and this much takes 1 to 2 ms.
+// Bytes committed by one fallocate: 1 to 2 ms, because the kernel undoes the whole call when a
+// signal arrives (a profiler's, every 10 ms).
 constexpr std::size_t kCommitBytes = 4 << 20;
 constexpr std::size_t kPage = 4096;
 
@@ -26,13 +26,13 @@ std::string mebibytes(std::size_t bytes) { return text((bytes + (1 << 20) - 1) >
 // Sets the size of the file, which stays sparse: a range takes no memory until it is committed.
 void resize(int fd, std::size_t bytes) {
   rlimit most = {};
-  // Beyond this limit ftruncate would not only fail: SIGXFSZ would kill the process.
+  // Above this limit ftruncate would not just fail: SIGXFSZ would kill the process.
   if (getrlimit(RLIMIT_FSIZE, &most) == 0 && most.rlim_cur < bytes)
-    refuse(text("shared memory of ", mebibytes(bytes), " is more than a file may have here (ulimit",
-                " -f says ", mebibytes(most.rlim_cur), ")"),
+    refuse(text("shared memory of ", mebibytes(bytes), " exceeds the limit of file sizes, ",
+                mebibytes(most.rlim_cur), "; raise it (ulimit -f)"),
            EFBIG);
   while (ftruncate(fd, bytes) != 0)
-    if (errno != EINTR) refuse(text("shared memory of ", mebibytes(bytes)), errno);
+    if (errno != EINTR) refuse(text("cannot create shared memory of ", mebibytes(bytes)), errno);
 }
 
 Descriptor make_file() {
@@ -61,13 +61,16 @@ std::shared_ptr<Segment> Segment::adopt(Descriptor file, std::size_t bytes) {
 Segment::Segment(Descriptor file, std::size_t bytes) : file_(std::move(file)), bytes_(bytes) {
   struct stat found = {};
   if (fstat(descriptor(), &found) != 0 || static_cast<std::size_t>(found.st_size) < bytes)
-    refuse(text("the shared memory has less than ", mebibytes(bytes)), EINVAL);
+    refuse(text("the shared memory is smaller than ", mebibytes(bytes)), EINVAL);
   void* data =
       mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor(), 0);
   if (data == MAP_FAILED)
-    refuse(text("no address space for ", mebibytes(bytes), " to share (see ulimit -v)"), errno);
+    refuse(text("no address space for ", mebibytes(bytes),
+                " of shared memory; raise its limit (ulimit -v)"),
+           errno);
   data_ = static_cast<std::byte*>(data);
-  // A core dump would contain the whole mapping, and peers would detect the death only after it.
+  // A core dump would contain the whole mapping, and peers would detect the death only after the
+  // dump.
   madvise(data, bytes, MADV_DONTDUMP);
 }
 
@@ -75,14 +78,14 @@ Segment::~Segment() { munmap(data_, bytes_); }
 
 void Segment::commit(std::size_t offset, std::size_t bytes) {
   if (const AvailableMemory most = available(); bytes > most.bytes)
-    throw std::runtime_error(text("no memory for ", mebibytes(bytes), " to share: ",
+    throw std::runtime_error(text("no memory for ", mebibytes(bytes), " of shared memory: ",
                                   mebibytes(most.bytes), " are available ", most.where));
   for (std::size_t done = 0; done < bytes;) {
     const std::size_t part = std::min(bytes - done, kCommitBytes);
     if (fallocate(descriptor(), 0, offset + done, part) == 0)
       done += part;
     else if (errno != EINTR)
-      refuse(text("no memory for ", mebibytes(bytes), " to share"), errno);
+      refuse(text("no memory for ", mebibytes(bytes), " of shared memory"), errno);
   }
 }
 
@@ -93,12 +96,13 @@ void Segment::touch(std::size_t offset, std::size_t bytes) const noexcept {
   do failed = madvise(data_ + begin, end - begin, MADV_POPULATE_WRITE);
   while (failed != 0 && (errno == EINTR || errno == EAGAIN));
   if (failed == 0 || errno != EINVAL) return;
-  // The kernel is older than 5.14. A read maps a page of a shared file for writing, too.
+  // Kernels before 5.14 lack MADV_POPULATE_WRITE. A read also maps a shared file's page for
+  // writing.
   for (std::size_t at = begin; at < end; at += kPage)
     std::atomic_ref(reinterpret_cast<unsigned char&>(data_[at])).load(std::memory_order_relaxed);
 }
 
-void Segment::give_back(std::size_t offset, std::size_t bytes) noexcept {
+void Segment::decommit(std::size_t offset, std::size_t bytes) noexcept {
   const std::size_t begin = (offset + kPage - 1) / kPage * kPage;
   const std::size_t end = (offset + bytes) / kPage * kPage;
   if (begin >= end) return;

@@ -1,6 +1,6 @@
-// Memory shared by several processes: an unnamed file (memfd), so that nothing is left behind
-// however a job ends. The whole address range is reserved and memory is committed in parts, so the
-// mapping never moves.
+// Memory shared by several processes: an unnamed file (memfd), which the kernel frees however a job
+// ends. The whole address range is reserved and memory is committed in parts, so the mapping never
+// moves.
 #pragma once
 #include <cstddef>
 #include <memory>
@@ -24,10 +24,11 @@ class Segment {
   // Allocates memory for a range now, or throws std::runtime_error that says how much is available:
   // a shortage is an error here and not a SIGBUS later.
   void commit(std::size_t offset, std::size_t bytes);
-  // Maps a committed range's pages into this process, so that no collective pays for the faults.
-  // The range may be in use meanwhile.
+  // Maps a committed range's pages into this process, so that collectives cause no page faults. The
+  // range may be in use meanwhile.
   void touch(std::size_t offset, std::size_t bytes) const noexcept;
-  void give_back(std::size_t offset, std::size_t bytes) noexcept;  // frees whole pages in the range
+  // Frees the memory of the whole pages in the range.
+  void decommit(std::size_t offset, std::size_t bytes) noexcept;
 
  private:
   Segment(Descriptor file, std::size_t bytes);

@@ -17,8 +17,9 @@ struct Settings {
   std::size_t mailbox_bytes = 0;
   std::size_t symmetric_heap_bytes = 0;
   std::size_t signal_pad_bytes = 0;
-  std::string terms = {};  // other settings that must be equal, as text: " name=value" each
-  int cores = 0;           // cores that the ranks share; 0: those that they may run on
+  // Other settings that must be equal on all ranks, as text: " name=value" each.
+  std::string common_settings = {};
+  int cores = 0;  // cores that the ranks share; 0: all that any of them may use
   // One mapping of Layout::total bytes for ranks that are threads of one process, so that a
   // sanitizer sees the accesses of all of them.
   std::shared_ptr<Segment> segment = {};

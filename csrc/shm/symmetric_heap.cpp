@@ -15,18 +15,18 @@ namespace pycollect::shm {
 namespace {
 
 constexpr std::size_t kMiB = 1 << 20;
-// How much memory a heap commits at once: little while the heap is small, and at most what takes
-// about 30 ms to commit.
+// How much memory a heap commits at once: little while the heap is small; the maximum takes about
+// 30 ms.
 constexpr std::size_t kLeastGrowth = 1 * kMiB, kMostGrowth = 64 * kMiB;
-// Free memory is returned to the kernel above the memory in use plus this much. A lower limit would
-// have it committed again in the next step of a training loop, at 2 us for 4 KiB.
-constexpr std::size_t kKept = 256 * kMiB;
+// Free memory that exceeds the memory in use by more than this is returned to the kernel. With a
+// lower limit, the next step of a training loop would commit it again, at 2 us for 4 KiB.
+constexpr std::size_t kCacheBytes = 256 * kMiB;
 // Without these offsets, large blocks of equal sizes, and the blocks of different ranks, would fall
-// on the same cache sets; copies between such blocks were a third slower.
+// on the same cache sets; copies between such blocks are a third slower.
 constexpr std::size_t kLargeBlock = 32 << 10, kBlockStagger = 5 * SymmetricHeap::kAlignment;
 constexpr std::size_t kRankStagger = 3 * Layout::kPage + kBlockStagger;
-// Limit for the heaps of all ranks of a group. A process has 128 TiB of address space, and can be
-// in tens of groups.
+// Address space for the heaps of all ranks of a group. A process has 128 TiB, and can be in tens of
+// groups.
 constexpr std::size_t kMostAddressSpace = std::size_t{4} << 40;
 // A group reserves at most this fraction (1 / 8) of a limited address space (ulimit -v).
 constexpr int kShareOfLimit = 8;
@@ -64,50 +64,51 @@ std::size_t SymmetricHeap::allocate(std::size_t bytes) {
     throw std::runtime_error(
         "a forked child of a rank cannot allocate shared memory; create another group in it");
   const std::lock_guard lock(mutex_);
-  ++asked_;
-  if (abort_state_.is_aborted()) abort_state_.rethrow({"allocate_tensor", asked_, Deadline()});
+  ++calls_;
+  if (abort_state_.is_aborted()) abort_state_.rethrow({"allocate_tensor", calls_, Deadline()});
   if (bytes > bytes_ || rounded(bytes) > bytes_)
-    throw std::runtime_error(text("a tensor of ", bytes, " bytes does not fit into the ", bytes_,
-                                  " that a rank can have in its group's shared memory"));
+    throw std::runtime_error(text("a tensor of ", bytes,
+                                  " bytes does not fit into a symmetric heap of ", bytes_,
+                                  " bytes; raise symmetric_heap_bytes"));
   const std::size_t size = rounded(bytes), offset = take(size);
   blocks_.emplace(offset, size);
   used_ += size;
   return offset;
 }
 
-// Allocates from the smallest free run that is large enough, preferably a committed one.
+// Allocates from the smallest free range that is large enough, preferably a committed one.
 std::size_t SymmetricHeap::take(std::size_t bytes) {
-  std::optional<FreeRuns::iterator> bare;
+  std::optional<FreeRanges::iterator> decommitted;
   for (auto found = by_size_.lower_bound({bytes, 0}); found != by_size_.end(); ++found) {
-    const auto run = runs_.find(found->second);
-    if (!run->second.bare) return take_run(run, bytes);
-    if (!bare) bare = run;
+    const auto range = ranges_.find(found->second);
+    if (!range->second.decommitted) return take_range(range, bytes);
+    if (!decommitted) decommitted = range;
   }
-  return bare ? take_run(*bare, bytes) : extend(bytes);
+  return decommitted ? take_range(*decommitted, bytes) : extend(bytes);
 }
 
-std::size_t SymmetricHeap::take_run(FreeRuns::iterator run, std::size_t bytes) {
-  const std::size_t offset = run->first;
-  const FreeRun old = run->second;
-  if (old.bare) {
+std::size_t SymmetricHeap::take_range(FreeRanges::iterator range, std::size_t bytes) {
+  const std::size_t offset = range->first;
+  const FreeRange old = range->second;
+  if (old.decommitted) {
     segment_->commit(begin_ + offset, bytes);
     segment_->touch(begin_ + offset, bytes);
   }
-  remove(run);
-  if (old.bytes > bytes) add(offset + bytes, {old.bytes - bytes, old.bare});
+  remove(range);
+  if (old.bytes > bytes) add(offset + bytes, {old.bytes - bytes, old.decommitted});
   return offset;
 }
 
-// Allocates at `end_`, or from the beginning of the committed free run that ends there.
+// Allocates at `end_`, or from the beginning of the committed free range that ends there.
 std::size_t SymmetricHeap::extend(std::size_t bytes) {
   std::size_t offset = end_;
-  const auto last = runs_.empty() ? runs_.end() : std::prev(runs_.end());
-  const bool adjoins =
-      last != runs_.end() && !last->second.bare && last->first + last->second.bytes == end_;
+  const auto last = ranges_.empty() ? ranges_.end() : std::prev(ranges_.end());
+  const bool adjoins = last != ranges_.end() && !last->second.decommitted &&
+                       last->first + last->second.bytes == end_;
   if (adjoins) offset = last->first;
   if (bytes > bytes_ - offset)
-    throw std::runtime_error(text("no place for ", bytes, " bytes in the group's shared memory: ",
-                                  used_, " of ", bytes_, " are in use by this rank's tensors"));
+    throw std::runtime_error(text("no place for ", bytes, " bytes in this rank's symmetric heap: ",
+                                  used_, " of ", bytes_, " bytes are in use by tensors"));
   if (offset + bytes > committed_) commit_to(offset + bytes);
   if (adjoins) remove(last);
   end_ = offset + bytes;
@@ -137,44 +138,46 @@ void SymmetricHeap::free(std::size_t offset) noexcept {
   used_ -= block->second;
   add(offset, {block->second, false});
   blocks_.erase(block);
-  if (cached_ > used_ + kKept) give_back();
+  if (cached_ > used_ + kCacheBytes) trim();
 }
 
-// Adds a free run, merged with adjacent free runs of the same kind.
-void SymmetricHeap::add(std::size_t offset, FreeRun run) {
-  auto next = runs_.lower_bound(offset);
-  if (next != runs_.end() && next->first == offset + run.bytes && next->second.bare == run.bare) {
-    run.bytes += next->second.bytes;
+// Adds a free range, merged with adjacent free ranges of the same kind.
+void SymmetricHeap::add(std::size_t offset, FreeRange range) {
+  auto next = ranges_.lower_bound(offset);
+  if (next != ranges_.end() && next->first == offset + range.bytes &&
+      next->second.decommitted == range.decommitted) {
+    range.bytes += next->second.bytes;
     remove(next++);
   }
-  if (next != runs_.begin()) {
+  if (next != ranges_.begin()) {
     const auto before = std::prev(next);
-    if (before->first + before->second.bytes == offset && before->second.bare == run.bare) {
+    if (before->first + before->second.bytes == offset &&
+        before->second.decommitted == range.decommitted) {
       offset = before->first;
-      run.bytes += before->second.bytes;
+      range.bytes += before->second.bytes;
       remove(before);
     }
   }
-  runs_.emplace(offset, run);
-  by_size_.emplace(run.bytes, offset);
-  if (!run.bare) cached_ += run.bytes;
+  ranges_.emplace(offset, range);
+  by_size_.emplace(range.bytes, offset);
+  if (!range.decommitted) cached_ += range.bytes;
 }
 
-void SymmetricHeap::remove(FreeRuns::iterator run) {
-  if (!run->second.bare) cached_ -= run->second.bytes;
-  by_size_.erase({run->second.bytes, run->first});
-  runs_.erase(run);
+void SymmetricHeap::remove(FreeRanges::iterator range) {
+  if (!range->second.decommitted) cached_ -= range->second.bytes;
+  by_size_.erase({range->second.bytes, range->first});
+  ranges_.erase(range);
 }
 
-// Returns the memory of the largest runs first: that takes few calls, and small runs are requested
+// Decommits free ranges, the largest first: that takes few calls, and small ranges are requested
 // most often.
-void SymmetricHeap::give_back() noexcept {
-  for (auto last = by_size_.end(); last != by_size_.begin() && cached_ > used_ + kKept;) {
-    const auto run = runs_.find((--last)->second);
-    if (run->second.bare) continue;
-    const auto [offset, old] = *run;
-    segment_->give_back(begin_ + offset, old.bytes);
-    remove(run);
+void SymmetricHeap::trim() noexcept {
+  for (auto last = by_size_.end(); last != by_size_.begin() && cached_ > used_ + kCacheBytes;) {
+    const auto range = ranges_.find((--last)->second);
+    if (range->second.decommitted) continue;
+    const auto [offset, old] = *range;
+    segment_->decommit(begin_ + offset, old.bytes);
+    remove(range);
     add(offset, {old.bytes, true});
     last = by_size_.end();
   }

@@ -2,8 +2,8 @@
 // It commits more memory than requested and keeps free memory for a while, because fresh pages cost
 // more than a collective does. It keeps the segment mapped after the group is destroyed.
 //
-// After a failed call, peers that were in the middle of it may go on for a while and access exposed
-// tensors. So the heap of an aborted group neither takes back nor allocates memory.
+// After a failed call, peers that were in the middle of it may still access exposed tensors for a
+// while. So the heap of an aborted group neither frees nor allocates memory.
 #pragma once
 #include <cstddef>
 #include <map>
@@ -24,8 +24,8 @@ class Group;
 
 class SymmetricHeap {
  public:
-  // Returns the bytes of address space to reserve for each rank, so that no tensor that fits into
-  // the machine fails for lack of it. The same on all ranks of a host.
+  // Returns the bytes of address space to reserve for each rank: enough for any tensor that fits
+  // into the machine's memory, within the limits of address space. The same on all ranks of a host.
   static std::size_t default_bytes(int world);
   static constexpr std::size_t kAlignment = 256;  // bytes, as cudaMalloc aligns
 
@@ -46,19 +46,19 @@ class SymmetricHeap {
   HeapUsage usage() const;
 
  private:
-  struct FreeRun {  // free bytes between blocks or runs of the other kind
+  struct FreeRange {  // free bytes, adjacent to blocks or to ranges of the other kind
     std::size_t bytes;
-    bool bare;  // true if the memory was returned to the kernel
+    bool decommitted;  // true if the memory was returned to the kernel
   };
-  using FreeRuns = std::map<std::size_t, FreeRun>;
+  using FreeRanges = std::map<std::size_t, FreeRange>;
 
   std::size_t take(std::size_t bytes);
-  std::size_t take_run(FreeRuns::iterator run, std::size_t bytes);
+  std::size_t take_range(FreeRanges::iterator range, std::size_t bytes);
   std::size_t extend(std::size_t bytes);
   void commit_to(std::size_t end);
-  void add(std::size_t offset, FreeRun run);
-  void remove(FreeRuns::iterator run);
-  void give_back() noexcept;
+  void add(std::size_t offset, FreeRange range);
+  void remove(FreeRanges::iterator range);
+  void trim() noexcept;
 
   const OwnerProcess origin_;
   const std::shared_ptr<Segment> segment_;
@@ -66,13 +66,14 @@ class SymmetricHeap {
   const std::size_t begin_, bytes_;  // offset in the segment and size of this rank's heap
   mutable std::mutex mutex_;
   std::unordered_map<std::size_t, std::size_t> blocks_;
-  FreeRuns runs_;
-  std::set<std::pair<std::size_t, std::size_t>> by_size_;  // (bytes, offset) of the runs
-  std::size_t end_;            // no block was ever allocated at or after this offset
-  std::size_t committed_ = 0;  // memory is committed up to this offset, except in bare runs
+  FreeRanges ranges_;
+  std::set<std::pair<std::size_t, std::size_t>> by_size_;  // (bytes, offset) of the ranges
+  std::size_t end_;  // no block was ever allocated at or after this offset
+  // Memory is committed up to this offset, except in decommitted ranges.
+  std::size_t committed_ = 0;
   std::size_t growth_;
   std::size_t used_ = 0, cached_ = 0;
-  uint64_t asked_ = 0;  // number of calls of `allocate`
+  uint64_t calls_ = 0;  // number of calls of `allocate`
 };
 
 }  // namespace pycollect::shm

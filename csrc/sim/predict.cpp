@@ -1,5 +1,5 @@
 // Tasks are processed in the written order, in which every wait points back. Each resource serves
-// them in that order, so a task ends when the slowest resource on its way has served it.
+// them in that order, so a task ends when the slowest resource that it uses has served it.
 #include "predict.h"
 
 #include <algorithm>

@@ -73,7 +73,8 @@ class Replaying {
     }
     for (Rank r = 0; r < plan_.world; ++r)
       if (next_[r] < program_[r].size()) stuck(r);
-    for (const ReplayClock& c : clocks_) result_.meets &= *std::min_element(c.begin(), c.end()) > 0;
+    for (const ReplayClock& c : clocks_)
+      result_.is_barrier &= *std::min_element(c.begin(), c.end()) > 0;
     return std::move(result_);
   }
 
@@ -111,7 +112,7 @@ class Replaying {
     auto ordered = [&](const ReplayAccess& a, int c) {
       if (a.rank < 0 || a.rank == self.rank || clock[a.rank] >= a.count) return;
       if (result_.races++ > 0) return;
-      result_.defect = text(words(a), " and ", words(self), " both touch ", place(plan_, c),
+      result_.defect = text(words(a), " and ", words(self), " both access ", place(plan_, c),
                             ", one of them writes, and nothing orders them");
     };
     each(srcs, [&](ReplayCell& cell, int c) { ordered(cell.writer, c); });
@@ -157,7 +158,7 @@ void check(const Plan& plan, const Program& program) {
       for (Wait w : task.waits)
         require(w.rank >= 0 && w.rank < plan.world && w.count >= 1 &&
                     w.count <= static_cast<int>(program[w.rank].size()),
-                "a task waits for task ", w.count, " of rank ", w.rank, ", which is not there");
+                "a task waits for task ", w.count, " of rank ", w.rank, ", which does not exist");
     }
 }
 

@@ -1,5 +1,5 @@
-// The emulator's memory (emulator.h). Emulated GPU memory is a memfd, which other processes map
-// through its descriptor.
+// Memory of the emulator (emulator.h). Emulated GPU memory is a memfd, which other processes map by
+// its descriptor.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -19,7 +19,7 @@ constexpr std::size_t kPage = 4096;
 
 std::byte* mapped(const Descriptor& file, std::size_t bytes) {
   void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
-  demand(at != MAP_FAILED, "no address space");
+  demand(at != MAP_FAILED, "out of address space");
   return static_cast<std::byte*>(at);
 }
 
@@ -58,7 +58,7 @@ Exported Emulator::export_memory(std::byte* base) {
   enter("export_memory");
   const auto found = shared_.find(base);
   if (found == shared_.end() || !found->second.own)
-    violation("memory was handed over that was not allocated by itself");
+    violation("export_memory of memory that this process has not allocated");
   return {copy_of(found->second.file), found->second.bytes};
 }
 
@@ -67,11 +67,11 @@ std::byte* Emulator::map(Device, const Descriptor& descriptor, std::size_t bytes
   const Lock lock = locked();
   for (const auto& [base, memory] : shared_)
     if (is_one_file(memory.file, descriptor))
-      violation(memory.own ? "a process cannot map what it has allocated itself"
-                           : "memory was mapped twice");
+      violation(memory.own ? "a process cannot map memory that it has allocated itself"
+                           : "memory is mapped twice");
   std::byte* const base = mapped(descriptor, bytes);
   shared_.emplace(base, Shared{bytes, copy_of(descriptor), false});
-  ++counters_["opened"];
+  ++counters_["mapped"];
   return base;
 }
 
@@ -79,28 +79,28 @@ void Emulator::unmap(std::byte* base) {
   synchronize_all("unmap");
   const Lock lock = locked();
   const auto found = shared_.find(base);
-  if (found == shared_.end()) violation("memory was unmapped that was not mapped");
+  if (found == shared_.end()) violation("unmap of memory that is not mapped");
   const Shared memory = std::move(found->second);
   shared_.erase(found);
   munmap(base, memory.bytes);
-  --counters_[memory.own ? "allocated" : "opened"];
+  --counters_[memory.own ? "allocated" : "mapped"];
 }
 
 std::byte* Emulator::register_host(std::byte* memory, std::size_t bytes) {
   synchronize_all("register_host");
   const Lock lock = locked();
   if (reinterpret_cast<std::uintptr_t>(memory) % kPage != 0 || bytes % kPage != 0)
-    violation("only whole pages can be registered");
+    violation("register_host of memory that is not whole pages");
   registered_[memory] = bytes;
-  ++counters_["adopted"];
+  ++counters_["registered"];
   return memory;
 }
 
 void Emulator::unregister_host(std::byte* memory) {
   synchronize_all("unregister_host");
   const Lock lock = locked();
-  if (registered_.erase(memory) == 0) violation("memory was unregistered that was not registered");
-  --counters_["adopted"];
+  if (registered_.erase(memory) == 0) violation("unregister_host of memory that is not registered");
+  --counters_["registered"];
 }
 
 bool Emulator::is_registered(const std::byte* word) const {
@@ -111,7 +111,7 @@ bool Emulator::is_registered(const std::byte* word) const {
 
 std::byte* Emulator::allocate(MemoryKind kind, Device device, std::size_t bytes) {
   demand(capture_ == 0, "allocation during a capture");
-  auto storage = std::make_unique<std::byte[]>(bytes + 1);  // no two regions touch
+  auto storage = std::make_unique<std::byte[]>(bytes + 1);  // regions are never adjacent
   std::byte* const base = storage.get();
   const Device at = kind == MemoryKind::device ? device : kHost;
   regions_[base] = {bytes, kind, at, std::move(storage)};
@@ -124,61 +124,61 @@ std::byte* Emulator::new_pinned(std::size_t bytes) {
 }
 
 void Emulator::copy(const CopyRect& it) {
-  demand(it.bytes > 0 && it.rows > 0, "the host copies nothing");
-  demand(capture_ == 0, "the host copies during a capture");
-  host("a copy by the host", touches(it), [it] { move(it); });
+  demand(it.bytes > 0 && it.rows > 0, "a host copy of zero bytes");
+  demand(capture_ == 0, "a host copy during a capture");
+  host_work("a copy by the host", accesses(it), [it] { move(it); });
   ++counters_["host_copy"];
 }
 
 const Emulator::Region& Emulator::region(const std::byte* begin, std::size_t bytes) const {
   auto after = regions_.upper_bound(begin);
-  demand(after != regions_.begin(), "an address in no memory");
+  demand(after != regions_.begin(), "an address outside of all allocations");
   const auto& [base, r] = *std::prev(after);
-  demand(begin + bytes <= base + r.bytes, "an access beyond the end of its memory");
+  demand(begin + bytes <= base + r.bytes, "an access beyond the end of its allocation");
   return r;
 }
 
-void Emulator::reachable(Device device, const std::byte* begin, std::size_t bytes) const {
+void Emulator::require_access(Device device, const std::byte* begin, std::size_t bytes) const {
   const Region& r = region(begin, bytes);
-  demand(r.kind != MemoryKind::pageable, "a kernel touches pageable memory");
+  demand(r.kind != MemoryKind::pageable, "a kernel accesses pageable memory");
   demand(r.kind == MemoryKind::pinned || r.device == device || peers_[device][r.device], "device ",
-         device, " cannot touch the memory of device ", r.device);
+         device, " cannot access the memory of device ", r.device);
 }
 
-std::vector<Touch> Emulator::touches(Device device, const KernelRow& row, std::size_t item,
-                                     int part) const {
+std::vector<MemoryAccess> Emulator::accesses(Device device, const KernelRow& row, std::size_t item,
+                                             int part) const {
   demand(row.count > 0 && row.rows > 0 && !row.dsts.empty() && !row.srcs.empty(),
-         "a row of nothing");
+         "a row without elements or without pointers");
   demand(row.dsts.size() == row.dst_pitches.size() && row.srcs.size() == row.src_pitches.size(),
          "a row without a pitch for each pointer");
-  std::vector<Touch> all;
+  std::vector<MemoryAccess> all;
   auto side = [&](const std::vector<std::byte*>& at, const std::vector<std::ptrdiff_t>& pitches,
                   bool writes) {
     for (std::size_t i = 0; i < at.size(); ++i)
       for (std::size_t r = 0; r < row.rows; ++r) {
         const std::byte* begin = at[i] + pitches[i] * static_cast<std::ptrdiff_t>(r);
-        reachable(device, begin, row.count * item);
+        require_access(device, begin, row.count * item);
         all.push_back({begin, row.count * item, writes, part});
       }
   };
   side(row.srcs, row.src_pitches, false);
   side(row.dsts, row.dst_pitches, true);
-  for (const Touch& a : all)
-    for (const Touch& b : all)
+  for (const MemoryAccess& a : all)
+    for (const MemoryAccess& b : all)
       demand(!b.writes || a.begin == b.begin || a.begin + a.bytes <= b.begin ||
                  b.begin + b.bytes <= a.begin,
-             "a row whose destination overlaps another of its slices without being it");
+             "a row whose destination partly overlaps another of its slices");
   return all;
 }
 
-std::vector<Touch> Emulator::touches(const CopyRect& it) const {
-  std::vector<Touch> all;
+std::vector<MemoryAccess> Emulator::accesses(const CopyRect& it) const {
+  std::vector<MemoryAccess> all;
   for (std::size_t r = 0; r < it.rows; ++r) {
     const auto row = static_cast<std::ptrdiff_t>(r);
     for (bool writes : {false, true}) {
       const std::byte* at = writes ? it.dst + it.dst_pitch * row : it.src + it.src_pitch * row;
       demand(region(at, it.bytes).device == (writes ? it.dst_device : it.src_device),
-             "a copy names another memory than its address is in");
+             "a copy names a device that does not own the address");
       all.push_back({at, it.bytes, writes, 0});
     }
   }

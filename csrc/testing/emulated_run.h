@@ -1,5 +1,5 @@
-// Emulated run of a call: memory, streams and callers for a plan on emulated devices, the executor
-// that also serves real devices, and checks of the result. For tests.
+// Emulated run of a call: memory, streams and callers for a plan on emulated devices, run by the
+// same executor as on real devices, and checks of the result. For tests.
 #pragma once
 #include <exception>
 #include <memory>
@@ -15,64 +15,66 @@ namespace pycollect::cuda {
 
 struct Machine {
   Machine(int devices, PinnedRingSize ring)
-      : cuda(Emulator::that_records(devices)), executor(*cuda, *cuda, ring) {}
+      : cuda(Emulator::recording(devices)), executor(*cuda, *cuda, ring) {}
   const std::shared_ptr<Emulator> cuda;
   Executor executor;
 };
 
 class EmulatedRun {
  public:
-  // Uses a machine of its own, or shares that of the rehearsal `beside`.
-  explicit EmulatedRun(TestCase test_case, const EmulatedRun* beside = nullptr);
+  // `machine_of`: another run, whose emulated machine this one shares; null: a machine of its own.
+  explicit EmulatedRun(TestCase test_case, const EmulatedRun* machine_of = nullptr);
 
-  void reseat(Workers workers, bool callers_apart);  // creates new streams for the next runs
+  void replace_streams(Workers workers, bool callers_apart);  // new streams for later runs
 
-  // Clears the trace, then does this `calls` times without waiting: each caller writes its rank's
-  // memory, the executor runs, and the callers check and overwrite all memory.
+  // Clears the trace, then issues `calls` calls without waiting. In each one, the callers write
+  // their ranks' memory, the executor runs, and the callers check and overwrite all memory.
   void run(int calls = 1, bool capture = false);
-  void fail_call(int in) { fail_in_ = in; }  // CUDA call number `in` of the next run throws
-  void run_half_captured();  // runs while only the first caller's stream is under capture
+  // In the next run, the CUDA call after `after` successful ones throws.
+  void fail_call(int after) { fail_after_ = after; }
+  void run_half_captured();  // runs while only the first caller's stream is capturing
 
-  // Runs the trace in a random order (as issued if the seed is negative), and compares every result
-  // with that of the plan as written, run step by step. Returns the difference in words, or "".
+  // Runs the trace in a random order (as issued if the seed is negative), and compares the results
+  // with those of the original plan, run step by step. Returns a description of the first
+  // difference, or "".
   std::string mismatch(int64_t seed);
 
   const Compiled& compiled() const { return compiled_; }  // the plan as run, after staging
-  const CallStreams& streams_of_ranks() const { return posts_; }
+  const CallStreams& streams_of_ranks() const { return streams_; }
   Emulator& cuda() { return cuda_; }
-  ChunkSizes cut() const { return cut_; }
+  ChunkSizes chunk_sizes() const { return chunk_sizes_; }
 
-  StreamJudge judge() const { return StreamJudge(cuda_.trace()); }
+  TraceRaceDetector race_detector() const { return TraceRaceDetector(cuda_.trace()); }
 
  private:
-  struct TestBlock {  // one buffer of one rank of one tensor
+  struct TestBlock {  // one buffer of one rank, for one tensor
     std::byte* base;
     Rank rank;
-    std::vector<std::byte> before, after;  // content before the call, and expected after it
-    bool is_judged, is_pageable;
+    std::vector<std::byte> before, after;  // content before and after the call
+    bool is_checked, is_pageable;
     bool wrong = false;
   };
-  struct TestTensor {  // chunk offsets for the plan as written, and as run
+  struct TestTensor {  // chunk offsets in the original plan, and in the staged one
     Offsets written, run;
   };
 
-  void make_posts();
+  void create_streams();
   void add_tensor(int number);
   bool is_pageable(Rank rank, int buffer) const;
   std::byte* add_block(Rank rank, int buffer, std::size_t bytes);
   void expect();
   void execute();
   std::exception_ptr call();
-  void callers_touch(const char* what, void (*act)(TestBlock&));
-  void through_callers(bool fork);
+  void callers_access(const char* what, void (*act)(TestBlock&));
+  void fork_or_join_callers(bool fork);
 
   TestCase test_case_;
   std::shared_ptr<Machine> machine_;
   Emulator& cuda_;
   Compiled written_, compiled_;
-  ChunkSizes cut_;
-  CallStreams posts_;
-  int fail_in_ = -1;
+  ChunkSizes chunk_sizes_;
+  CallStreams streams_;
+  int fail_after_ = -1;
   std::vector<std::unique_ptr<TestTensor>> tensors_;
   std::vector<std::unique_ptr<TestBlock>> blocks_;
   std::vector<Binding> expected_, bound_;

@@ -33,7 +33,7 @@ bool EmulatedStreams::step(std::size_t stream) {
   s.work.pop_front();
   ++s.done;
   if (thread_.joinable()) {
-    spent_.push_back(std::move(done));
+    finished_.push_back(std::move(done));
     changed_.notify_all();
   }
   return true;
@@ -45,17 +45,17 @@ bool EmulatedStreams::advance(Point to) {
   return true;
 }
 
-void EmulatedStreams::run_by_themselves() {
+void EmulatedStreams::start_thread() {
   if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
 }
 
-// Each round visits the streams in a random order and skips each with a probability of 1/8.
+// Visits the streams in rounds, each in a random order, and skips each with a probability of 1/8.
 void EmulatedStreams::serve() {
   Lock lock(mutex);
   while (!closed_) {
     const bool any = std::any_of(streams_.begin(), streams_.end(),
                                  [](const StreamQueue& s) { return !s.work.empty(); });
-    if (!any && spent_.empty()) {
+    if (!any && finished_.empty()) {
       changed_.wait(lock);
       continue;
     }
@@ -67,10 +67,10 @@ void EmulatedStreams::serve() {
       while (step(s) && eager_) {
       }
     }
-    std::vector<Work> spent;
-    spent.swap(spent_);
+    std::vector<Work> finished;
+    finished.swap(finished_);
     lock.unlock();
-    spent.clear();
+    finished.clear();
     lock.lock();
     changed_.wait_for(lock, pause_, [&] { return closed_; });
   }

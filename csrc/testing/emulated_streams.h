@@ -1,6 +1,6 @@
-// Emulated streams: queues of work that runs only when a caller needs it, or on a thread of their
-// own where other processes wait for it, in any order that streams allow. Work that cannot run yet
-// blocks its own stream and no other.
+// Emulated streams: queues of work. The work runs when a caller needs its result, or on a thread if
+// other processes wait for it, in any order that CUDA allows. Work that cannot run yet blocks only
+// its own stream.
 #pragma once
 #include <chrono>
 #include <condition_variable>
@@ -13,7 +13,7 @@
 
 namespace pycollect::cuda {
 
-// A position in a stream: behind the first `at` pieces of its work.
+// A position in a stream: after the first `at` items of its work.
 struct Point {
   std::size_t stream, at;
 };
@@ -28,33 +28,33 @@ class EmulatedStreams {
   EmulatedStreams(const EmulatedStreams&) = delete;
   EmulatedStreams& operator=(const EmulatedStreams&) = delete;
 
-  // Guards every call up to pause_for: the caller holds it. Recursive, because work also runs under
-  // it, and both running and releasing work may call back into this class.
+  // The caller of every function up to `pause_for` must hold this mutex. It is recursive, because
+  // work runs while it is held, and running or destroying work may call this class again.
   std::recursive_mutex mutex;
   std::size_t add();
   void enqueue(std::size_t stream, Work work);
-  bool step(std::size_t stream);  // runs the next piece of work; false: none can run now
-  bool advance(Point to);         // runs what can run up to `to`; true: the point is reached
+  bool step(std::size_t stream);  // runs the next item; returns false if none can run now
+  bool advance(Point to);         // runs items up to `to`; returns whether it is reached
   Point end(std::size_t stream) const { return {stream, streams_[stream].enqueued}; }
   bool passed(Point point) const { return streams_[point.stream].done >= point.at; }
   bool is_idle(std::size_t stream) const { return passed(end(stream)); }
   bool eager() const { return eager_; }
 
-  // The stream stops after `after` more pieces of work, until go_on().
+  // Stops the stream after `after` more items of work, until `resume` is called.
   void stall(std::size_t stream, std::size_t after) {
     stalls_at_ = {stream, streams_[stream].done + after};
   }
-  void go_on() { stalls_at_ = kNowhere; }
-  void run_by_themselves();  // starts a thread that runs the work of all streams
-  bool run_themselves() const { return thread_.joinable(); }
+  void resume() { stalls_at_ = kNowhere; }
+  void start_thread();  // starts a thread that runs the work of all streams
+  bool has_thread() const { return thread_.joinable(); }
   void pause_for(std::chrono::microseconds pause) { pause_ = pause; }
 
-  // The caller of these does not hold the mutex. `drain` runs the work that is on a stream now: all
-  // of it if a thread runs the streams, else as far as possible without waiting.
+  // The caller of the functions below must not hold the mutex. `drain` runs the work that is
+  // enqueued on a stream now: all of it if there is a thread, otherwise the items that can run.
   void drain(std::size_t stream);
   // Drains all streams; returns false if the time limit passes first.
   bool drain_all(std::chrono::seconds limit);
-  void stop();  // joins the thread, which may need the interpreter's lock
+  void stop();  // joins the thread, which may need the GIL; call without it
 
  private:
   struct StreamQueue {
@@ -69,9 +69,9 @@ class EmulatedStreams {
 
   const bool eager_;
   std::deque<StreamQueue> streams_;
-  // Finished work, destroyed without the mutex: releasing a tensor can take the interpreter's lock,
-  // whose holder may be waiting for the mutex.
-  std::vector<Work> spent_;
+  // Finished work, destroyed without the mutex: freeing a tensor can take the GIL, whose owner may
+  // be waiting for the mutex.
+  std::vector<Work> finished_;
   Point stalls_at_ = kNowhere;
   bool closed_ = false;
   std::chrono::microseconds pause_{100};

@@ -1,6 +1,6 @@
-// The work of an emulator's streams (emulator.h): the effect of a launch is stored as a function on
-// real bytes, which uses the host's folds. Each enqueued write of a word is noted behind that word,
-// to check the rule that no stream of a group waits for a value whose write is not yet enqueued.
+// Work on the emulator's streams (emulator.h). A launch becomes a function on real bytes, which
+// calls the host's folds. Enqueueing a write of a word stores the value next to that word, to check
+// the rule that no stream of a group waits for a value whose write has not been enqueued.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -13,9 +13,9 @@
 namespace pycollect::cuda {
 namespace {
 
-constexpr std::size_t kNote = 8;  // bytes from a counter's word to the last value enqueued for it
+constexpr std::size_t kEnqueuedValue = 8;  // bytes from a word to its last enqueued value
 
-bool is_called_off(const Launch& launch) {
+bool is_aborted(const Launch& launch) {
   return launch.guard != nullptr &&
          reinterpret_cast<const std::atomic<uint32_t>*>(launch.guard)->load() != 0;
 }
@@ -26,7 +26,7 @@ void Emulator::enqueue(Stream stream, Operation operation) {
   const std::size_t n = number(stream);
   StreamState& s = states_[n];
   demand(capture_ == 0 || !records_ || s.capture != 0, operation.what,
-         " escapes the capture: its stream has not joined");
+         " on a stream that has not joined the capture");
   if (s.clock.size() <= n) s.clock.resize(n + 1);
   ++s.clock[n];
   operation.stream = static_cast<int>(n);
@@ -43,15 +43,15 @@ void Emulator::enqueue(Stream stream, Operation operation) {
 void Emulator::enqueue(Stream stream, const char* call, EmulatedStreams::Work work) {
   const Lock lock = locked();
   enter(call);
-  note(call, state(stream, call));
+  log(call, state(stream, call));
   const std::size_t n = number(stream);
   streams_.enqueue(n, std::move(work));
   if (streams_.eager() && states_[n].owner == Owner::group) streams_.advance(streams_.end(n));
 }
 
-// The first launch of a kernel (the copy kernel, or the one of a dtype and op) may load it, and so
-// wait for all streams.
-void Emulator::may_load(const Launch& launch) {
+// Waits for all streams at the first launch of a kernel (the copy kernel, or that of a dtype and
+// op): CUDA may load the kernel there, and synchronizes to do so.
+void Emulator::load(const Launch& launch) {
   const bool copies = std::all_of(launch.rows.begin(), launch.rows.end(),
                                   [](const KernelRow& row) { return row.srcs.size() == 1; });
   const std::pair<int, int> kernel =
@@ -65,11 +65,11 @@ void Emulator::may_load(const Launch& launch) {
 }
 
 void Emulator::launch(Stream stream, const Launch& launch) {
-  may_load(launch);
+  load(launch);
   const Lock lock = locked();
   enter("launch");
   state(stream, "launch");
-  demand(!launch.rows.empty(), "a launch of nothing");
+  demand(!launch.rows.empty(), "a launch without rows");
   counters_["rows"] += static_cast<int>(launch.rows.size());
   if (is_dropped("launch")) return;
   Operation o{.kind = Operation::Kind::work, .what = text("a launch on stream ", number(stream))};
@@ -82,27 +82,27 @@ void Emulator::launch(Stream stream, const Launch& launch) {
         demand(row.srcs.size() == 1 || reinterpret_cast<std::uintptr_t>(at) % alignment == 0,
                "misaligned address");
     if (records_)
-      for (const Touch& t :
-           touches(stream.device, row, item_bytes(how->dtype), static_cast<int>(i)))
-        o.touches.push_back(t);
+      for (const MemoryAccess& t :
+           accesses(stream.device, row, item_bytes(how->dtype), static_cast<int>(i)))
+        o.accesses.push_back(t);
     o.parts.emplace_back([how, &row] {
-      if (!is_called_off(*how)) fold(row, *how);
+      if (!is_aborted(*how)) fold(row, *how);
     });
   }
   enqueue(stream, std::move(o));
 }
 
-// A copy to pageable memory makes the host wait without a time limit for work before it, so an
-// emulator that runs allows copies only on an idle stream.
+// For a copy to pageable memory, CUDA makes the host wait for earlier work without a time limit, so
+// a running emulator allows copies only on an idle stream.
 void Emulator::copy(Stream stream, const CopyRect& it) {
   const Lock lock = locked();
   enter("copy");
   state(stream, "copy");
-  demand(it.bytes > 0 && it.rows > 0, "a copy of nothing");
+  demand(it.bytes > 0 && it.rows > 0, "a copy of zero bytes");
   Operation o{.kind = Operation::Kind::work, .what = text("a copy on stream ", number(stream))};
   if (records_) {
-    o.touches = touches(it);
-    for (const Touch& t : o.touches)
+    o.accesses = accesses(it);
+    for (const MemoryAccess& t : o.accesses)
       demand(region(t.begin, t.bytes).kind != MemoryKind::pageable || capture_ == 0,
              "a copy of pageable memory during a capture");
     demand(it.src_device == kHost || it.dst_device == kHost || it.src_device == it.dst_device ||
@@ -110,7 +110,7 @@ void Emulator::copy(Stream stream, const CopyRect& it) {
            "a copy between devices ", it.src_device, " and ", it.dst_device,
            ", which do not reach each other");
   } else if (!streams_.is_idle(number(stream))) {
-    violation("the host was to wait for a stream without a limit");
+    violation("a copy on a busy stream, which can block the host without a time limit");
   }
   o.parts.emplace_back([it] { move(it); });
   enqueue(stream, std::move(o));
@@ -127,10 +127,10 @@ void Emulator::fill(Stream stream, std::byte* memory, unsigned char value, std::
 
 void Emulator::write_value(Stream stream, std::byte* word, uint64_t value) {
   const Lock lock = locked();
-  if (!is_registered(word)) violation("a stream was to write memory that is not registered");
+  if (!is_registered(word)) violation("write_value to memory that is not registered");
   enter("write_value");
   state(stream, "write_value");
-  word_at(word + kNote).store(value);
+  word_at(word + kEnqueuedValue).store(value);
   Operation o{.kind = Operation::Kind::work, .what = "a signal"};
   o.parts.emplace_back([=] { word_at(word).store(value); });
   if (!is_dropped("write_value")) enqueue(stream, std::move(o));
@@ -138,12 +138,12 @@ void Emulator::write_value(Stream stream, std::byte* word, uint64_t value) {
 
 void Emulator::wait_value(Stream stream, std::byte* word, uint64_t value) {
   const Lock lock = locked();
-  if (!is_registered(word)) violation("a stream was to wait for memory that is not registered");
+  if (!is_registered(word)) violation("wait_value on memory that is not registered");
   enter("wait_value");
   state(stream, "wait_value");
   if (states_[number(stream)].owner == Owner::group &&
-      !shm::reached(word_at(word + kNote).load(), value))
-    violation("a stream was to wait for what nobody has been told to write");
+      !shm::reached(word_at(word + kEnqueuedValue).load(), value))
+    violation("wait_value for a value whose write has not been enqueued");
   if (!is_dropped("wait_value"))
     streams_.enqueue(number(stream), [=] { return shm::reached(word_at(word).load(), value); });
 }

@@ -1,4 +1,5 @@
-// Streams and events of an emulator (emulator.h): an event is a snapshot of its stream's clock.
+// Streams and events of the emulator (emulator.h). Recording an event takes a snapshot of the
+// stream's clock.
 #include "emulator.h"
 
 #include <algorithm>
@@ -13,7 +14,7 @@ void join(std::vector<int>& mine, const std::vector<int>& seen) {
   for (std::size_t i = 0; i < seen.size(); ++i) mine[i] = std::max(mine[i], seen[i]);
 }
 
-bool is_behind(const std::vector<int>& mine, const std::vector<int>& seen) {
+bool covers(const std::vector<int>& mine, const std::vector<int>& seen) {
   for (std::size_t i = 0; i < seen.size(); ++i)
     if (seen[i] > (i < mine.size() ? mine[i] : 0)) return false;
   return true;
@@ -25,7 +26,7 @@ Stream Emulator::create_stream(Device device) {
   enter("create_stream");
   const Lock lock = locked();
   ++counters_["streams"];
-  return create_stream_of(Owner::nobody, device);
+  return create_stream_of(Owner::none, device);
 }
 
 Stream Emulator::create_stream_of(Owner owner, Device device) {
@@ -45,7 +46,7 @@ void Emulator::destroy(Stream) {
 std::size_t Emulator::number(Stream stream) const {
   const auto found = std::find_if(states_.begin(), states_.end(),
                                   [&](const StreamState& s) { return s.stream == stream; });
-  demand(found != states_.end(), "no such stream");
+  demand(found != states_.end(), "the stream does not exist");
   return found - states_.begin();
 }
 
@@ -59,11 +60,12 @@ Emulator::StreamState& Emulator::state(Stream stream, const char* call) {
 
 Emulator::EventState& Emulator::state(Event event, const char* call) {
   const auto i = reinterpret_cast<std::size_t>(event.handle);
-  demand(i >= 1 && i <= events_.size() && events_[i - 1].alive, call, " of no event");
+  demand(i >= 1 && i <= events_.size() && events_[i - 1].alive, call,
+         " of an event that does not exist");
   return events_[i - 1];
 }
 
-void Emulator::note(const char* call, const StreamState& stream) {
+void Emulator::log(const char* call, const StreamState& stream) {
   if (!records_) calls_.push_back(text(call, stream.owner == Owner::caller ? " caller" : " group"));
 }
 
@@ -91,7 +93,7 @@ void Emulator::record(Event event, Stream stream) {
   demand(e.device == stream.device, "an event of device ", e.device,
          " recorded on a stream of device ", stream.device);
   demand(!records_ || e.call != call_,
-         "an event recorded again while others may still have to wait for it");
+         "an event recorded again while streams may still have to wait for it");
   const std::size_t at = number(stream);
   e.recorded = static_cast<int>(trace_.operations.size());
   e.is_recorded = true;
@@ -99,8 +101,8 @@ void Emulator::record(Event event, Stream stream) {
   e.capture = s.capture;
   e.call = call_;
   e.clock = s.clock;
-  e.asked = e.seen = false;
-  note("record", s);
+  e.queried = e.logged = false;
+  log("record", s);
   if (records_)
     trace_.operations.push_back({.kind = Operation::Kind::record, .stream = static_cast<int>(at)});
 }
@@ -110,44 +112,44 @@ void Emulator::wait(Stream stream, Event event) {
   enter("wait");
   StreamState& s = state(stream, "wait");
   const EventState& e = state(event, "wait");
-  note("wait", s);
+  log("wait", s);
   const std::size_t at = number(stream);
   if (!records_) {
-    const bool looks = looks_ && s.owner == Owner::caller;
+    const bool drains = drains_waits_ && s.owner == Owner::caller;
     if (e.is_recorded)
       streams_.enqueue(at, [this, point = e.point] { return streams_.advance(point); });
     lock.unlock();
-    if (looks) streams_.drain(at);
+    if (drains) streams_.drain(at);
     return;
   }
   if (e.is_recorded) {
     demand(e.capture == 0 || e.capture == capture_,
            "wait for an event of a capture that has ended");
     demand(s.capture == 0 || e.capture == s.capture,
-           "a stream under capture waits for work outside of it");
+           "a capturing stream waits for work outside of its capture");
     s.capture = e.capture == 0 ? s.capture : e.capture;
     join(s.clock, e.clock);
   }
   trace_.operations.push_back({.kind = Operation::Kind::wait,
                                .stream = static_cast<int>(at),
-                               .of = e.is_recorded ? e.recorded : Operation::kNobody});
+                               .of = e.is_recorded ? e.recorded : Operation::kNone});
 }
 
-// The first query after a record returns false, because devices take time. Unless a thread runs the
-// streams, each later one runs one piece of work: of the event's stream, or, where that one is
-// blocked, of every caller's stream.
+// The first query after a record returns false, because real devices take time. Unless a thread
+// runs the streams, each later query runs one item of work: on the event's stream, or, if that is
+// blocked, on every caller's stream.
 bool Emulator::query(Event event) {
   const Lock lock = locked();
   enter("query");
   require_no_capture("query");
   EventState& e = state(event, "query");
   if (!e.is_recorded) return true;
-  if (!std::exchange(e.asked, true)) return false;
-  if (!streams_.run_themselves() && !streams_.passed(e.point) && !streams_.step(e.point.stream))
+  if (!std::exchange(e.queried, true)) return false;
+  if (!streams_.has_thread() && !streams_.passed(e.point) && !streams_.step(e.point.stream))
     for (std::size_t s = 0; s < states_.size(); ++s)
       if (states_[s].owner == Owner::caller) streams_.step(s);
   const bool done = streams_.passed(e.point);
-  if (done && !std::exchange(e.seen, true)) note("done", states_[e.point.stream]);
+  if (done && !std::exchange(e.logged, true)) log("done", states_[e.point.stream]);
   return done;
 }
 
@@ -156,7 +158,7 @@ void Emulator::synchronize(Event event) {
   enter("synchronize");
   EventState& e = state(event, "synchronize");
   demand(capture_ == 0, "the host waits during a capture");
-  e.call = -1;  // no stream can still be waiting for the event, so it may be recorded again
+  e.call = -1;  // no stream can still wait for the event: it may be recorded again
   if (e.is_recorded)
     trace_.operations.push_back({.kind = Operation::Kind::host_wait, .of = e.recorded});
 }
@@ -189,7 +191,7 @@ void Emulator::end_capture(Stream stream) {
   const StreamState& origin = states_[number(stream)];
   demand(capture_ != 0 && origin.capture == capture_, "this stream began no capture");
   for (const StreamState& s : states_)
-    demand(s.capture != capture_ || is_behind(origin.clock, s.clock), "a stream of device ",
+    demand(s.capture != capture_ || covers(origin.clock, s.clock), "a stream of device ",
            s.stream.device, " has work in the capture that was not joined");
   for (StreamState& s : states_) s.capture = 0;
   capture_ = 0;

@@ -1,7 +1,7 @@
-// Emulates CUDA without a device behind `Api`: fails where CUDA would fail, and also where CUDA
-// would let a mistake pass that shows up later elsewhere. Either its streams do the work, in host
-// memory that processes share (`that_runs`), or it only records a trace, which can be checked for
-// races and run in any order (`that_records`).
+// Emulates CUDA behind `Api`, without a device. Fails where CUDA would fail, and also where CUDA
+// would accept a mistake whose effect appears later and elsewhere. A running emulator executes the
+// work of its streams, in host memory that processes share. A recording emulator only records a
+// trace, which can be checked for races and run in any order.
 #pragma once
 #include <atomic>
 #include <map>
@@ -20,9 +20,9 @@ namespace pycollect::cuda {
 
 enum class MemoryKind { device, pinned, pageable };
 
-inline constexpr unsigned char kPoison = 0xA5;  // fills memory that has not been written yet
+inline constexpr unsigned char kPoison = 0xA5;  // content of memory before its first write
 
-// Throws std::runtime_error as a failed CUDA call does, unless `ok`.
+// Unless `ok`, throws std::runtime_error, as a failed CUDA call does.
 template <class... Parts>
 void demand(bool ok, const Parts&... why) {
   if (!ok) throw std::runtime_error(text("CUDA error: ", why...));
@@ -34,11 +34,11 @@ inline std::atomic<uint64_t>& word_at(std::byte* at) {
 
 class Emulator final : public Api, public Host {
  public:
-  // Records a trace. Has `devices` devices, whose memory is what `allocate` returns.
-  static std::shared_ptr<Emulator> that_records(int devices);
-  // Runs the work. Accepts any device and treats any memory as its memory. Unless `eager`, it runs
-  // everything as late as allowed.
-  static std::shared_ptr<Emulator> that_runs(bool eager);
+  // Creates a recording emulator with `devices` devices. Their memory comes from `allocate`.
+  static std::shared_ptr<Emulator> recording(int devices);
+  // Creates a running emulator. It accepts every device, and treats all memory as device memory.
+  // Unless `eager`, it runs work as late as CUDA allows.
+  static std::shared_ptr<Emulator> running(bool eager);
   ~Emulator() override;
 
   Device current_device() override;
@@ -68,55 +68,60 @@ class Emulator final : public Api, public Host {
   std::byte* register_host(std::byte* memory, std::size_t bytes) override;
   void unregister_host(std::byte* memory) override;
 
-  // Host: work of the host for the executor, only recorded in the trace.
+  // Host: the host's work for the executor, which is only recorded in the trace.
   std::byte* new_pinned(std::size_t bytes) override;
   void copy(const CopyRect& rectangle) override;
 
   // Fault injection and counters, for tests.
-  void fail_call(int in);                      // `in` more calls succeed, and the next one throws
-  void fail(const std::string& call, int in);  // all calls of it throw after `in` more; < 0: none
-  void kill(const std::string& call, int in);  // SIGKILL in the call after `in` more of this name
+  //
+  // `fail_call`: the call after `after` more calls of any name throws; < 0: none. `fail`, `kill`,
+  // `delay` and `drop` affect calls of one name: all calls after `after` more throw (< 0: none),
+  // the process gets SIGKILL in the call after `after` more, every call takes `seconds` longer, and
+  // calls succeed without an effect.
+  void fail_call(int after);
+  void fail(const std::string& call, int after);
+  void kill(const std::string& call, int after);
   void delay(const std::string& call, double seconds);
-  void drop(const std::string& call, bool on);  // the call succeeds and has no effect
-  void live_on(const std::string& gpu);         // sets the identity of every device
-  void pace(double seconds);                    // the streams' thread pauses between two rounds
+  void drop(const std::string& call, bool on);
+  void set_identity(const std::string& gpu);    // the identity of every device
+  void set_pause(double seconds);               // pause of the streams' thread between two rounds
   std::map<std::string, int> counters() const;  // resources held now, and number of calls by name
-  std::vector<std::string> violations() const;  // violations of the rules, in words
-  std::vector<std::string> calls() const;       // stream calls, each " caller" or " group"
+  std::vector<std::string> violations() const;  // descriptions of all violations of the rules
+  std::vector<std::string> calls() const;  // stream calls, each followed by " caller" or " group"
   void begin_capture(Stream stream);
   void end_capture(Stream stream);
-  // For calls outside `Api`: `enter` counts the call and injects its faults; `synchronize_all` does
-  // that and waits for all streams.
+  // For calls outside of `Api`: `enter` counts the call and injects its faults; `synchronize_all`
+  // also waits for all streams.
   void enter(const char* call);
   void synchronize_all(const char* call);
-  // Bracket the release of a tensor's memory: a violation on the thread "pycollect gpu", which
-  // nothing may block.
+  // Mark the begin and the end of freeing a tensor's memory. Freeing can block, so it is a
+  // violation on the thread "pycollect gpu", which must never block.
   void begin_free();
   void end_free();
-  // Enqueues work without a race check on a stream of the current device.
+  // Enqueues work on a stream of the current device, without a race check.
   void enqueue(Stream stream, const char* call, EmulatedStreams::Work work);
 
-  // For an emulator that runs. A caller's stream is a current stream outside the group. A group's
-  // stream may wait only for a value whose write has been enqueued.
-  enum class Owner { nobody, caller, group };
+  // Running emulator: a caller's stream is a current stream of the program, outside of the group. A
+  // group's stream may wait only for a value whose write has been enqueued.
+  enum class Owner { none, caller, group };
   Stream create_stream_of(Owner owner, Device device);
-  void look(bool on);  // whether a wait on a caller's stream drains that stream at once
-  bool looks() const { return looks_; }
+  void drain_waits(bool on);  // whether enqueueing a wait on a caller's stream drains that stream
+  bool drains_waits() const { return drains_waits_; }
   bool captures() const { return capture_ != 0; }
   EmulatedStreams& streams() { return streams_; }
   std::size_t number(Stream stream) const;
 
-  // For an emulator that records. After `connect`, device `from` can touch memory of device `to`.
+  // Recording emulator: after `connect`, device `from` can access the memory of device `to`.
   void connect(Device from, Device to) { peers_[from][to] = true; }
   std::byte* allocate(MemoryKind kind, Device device, std::size_t bytes);
-  void begin_call() { ++call_; }  // within one call an event is recorded at most once
-  // Record an access outside the executor: by other work on a stream, or by the host.
-  void somebody(Stream stream, std::string what, std::vector<Touch> touches,
-                std::function<void()> act);
-  void host(std::string what, std::vector<Touch> touches, std::function<void()> act);
+  void begin_call() { ++call_; }  // within a call, an event must be recorded at most once
+  // Records work outside of the executor: on a stream, or of the host.
+  void stream_work(Stream stream, std::string what, std::vector<MemoryAccess> accesses,
+                   std::function<void()> act);
+  void host_work(std::string what, std::vector<MemoryAccess> accesses, std::function<void()> act);
   const Trace& trace() const { return trace_; }
-  void drop_wait(int number);  // removes a wait, as if it had never been issued
-  void forget_trace();         // clears the trace and marks every event as not recorded
+  void drop_wait(int number);  // removes a wait from the trace, as if it had not been issued
+  void clear_trace();          // also marks every event as not recorded
 
  private:
   using Lock = EmulatedStreams::Lock;
@@ -124,12 +129,14 @@ class Emulator final : public Api, public Host {
     Stream stream;
     Owner owner;
     int capture = 0;              // number of its capture; 0: none
-    std::vector<int> clock = {};  // [stream]: pieces of its work that are ordered before
+    std::vector<int> clock = {};  // [stream]: items of its work that are ordered before
   };
   struct EventState {
     Device device;
-    bool alive = true, asked = false, seen = false;
-    int recorded = Operation::kNobody;  // index of the record operation in the trace
+    bool alive = true;
+    bool queried = false;             // since the last record
+    bool logged = false;              // its completion has been added to `calls`
+    int recorded = Operation::kNone;  // index of the record operation in the trace
     Point point = {};
     bool is_recorded = false;
     int capture = 0, call = -1;
@@ -151,22 +158,23 @@ class Emulator final : public Api, public Host {
   Lock locked() const { return Lock(const_cast<EmulatedStreams&>(streams_).mutex); }
   bool is_dropped(const char* call) const { return dropped_.contains(call); }
   bool is_device(Device device) const;
-  void may_load(const Launch& launch);
+  void load(const Launch& launch);
   [[noreturn]] void violation(const std::string& what);
   void require_no_capture(const char* call) const;
   StreamState& state(Stream stream, const char* call);
   EventState& state(Event event, const char* call);
-  void note(const char* call, const StreamState& stream);
+  void log(const char* call, const StreamState& stream);
   void enqueue(Stream stream, Operation operation);
   const Region& region(const std::byte* begin, std::size_t bytes) const;
-  void reachable(Device device, const std::byte* begin, std::size_t bytes) const;
+  void require_access(Device device, const std::byte* begin, std::size_t bytes) const;
   bool is_registered(const std::byte* word) const;
-  std::vector<Touch> touches(Device device, const KernelRow& row, std::size_t item, int part) const;
-  std::vector<Touch> touches(const CopyRect& rectangle) const;
+  std::vector<MemoryAccess> accesses(Device device, const KernelRow& row, std::size_t item,
+                                     int part) const;
+  std::vector<MemoryAccess> accesses(const CopyRect& rectangle) const;
 
   const bool records_;
   EmulatedStreams streams_;
-  std::string identity_ = "the GPU that is not there";
+  std::string identity_ = "emulated GPU";
   std::vector<std::vector<bool>> peers_;
   std::vector<StreamState> states_;  // [stream]
   std::vector<EventState> events_;
@@ -179,9 +187,9 @@ class Emulator final : public Api, public Host {
   std::map<std::string, std::chrono::duration<double>> delays_;
   std::set<std::string> dropped_;
   std::vector<std::string> violations_, calls_;
-  bool looks_ = true;
+  bool drains_waits_ = true;
   int capture_ = 0, captures_ = 0;  // number of the active capture (0: none), and captures so far
-  int call_ = 0, fail_in_ = -1;
+  int call_ = 0, fail_after_ = -1;
 };
 
 }  // namespace pycollect::cuda

@@ -16,19 +16,19 @@ bool is_thread(std::string_view name) {
          found.data() == name;
 }
 
-// A drain that takes longer is taken for a deadlock.
+// Time limit for draining the streams: a longer drain counts as a deadlock.
 constexpr std::chrono::seconds kLongestDrain(30);
 
-struct OfThread {
+struct ThreadState {
   const Emulator* emulator = nullptr;
   Device device = 0;
   CaptureMode mode = CaptureMode::global;
 };
 
-// Returns the thread's state for this emulator. A thread that switches to another emulator starts
-// there with the state of a new thread.
-OfThread& of_thread(const Emulator* emulator) {
-  static thread_local OfThread mine;
+// Returns the calling thread's state for this emulator. Only the state for the last emulator is
+// kept: a thread that switches to another one starts with a new state.
+ThreadState& thread_state(const Emulator* emulator) {
+  static thread_local ThreadState mine;
   if (mine.emulator != emulator) mine = {emulator};
   return mine;
 }
@@ -39,17 +39,17 @@ Emulator::Emulator(int devices, bool records, bool eager)
     : records_(records), streams_(eager), peers_(devices, std::vector<bool>(devices)) {
   for (int d = 0; d < devices; ++d) {  // default streams
     streams_.add();
-    states_.push_back({{d, nullptr}, Owner::nobody});
+    states_.push_back({{d, nullptr}, Owner::none});
   }
   trace_.streams = devices;
 }
 
-std::shared_ptr<Emulator> Emulator::that_records(int devices) {
-  demand(devices >= 1, "no device");
+std::shared_ptr<Emulator> Emulator::recording(int devices) {
+  demand(devices >= 1, "an emulator needs at least one device");
   return std::shared_ptr<Emulator>(new Emulator(devices, true, false));
 }
 
-std::shared_ptr<Emulator> Emulator::that_runs(bool eager) {
+std::shared_ptr<Emulator> Emulator::running(bool eager) {
   return std::shared_ptr<Emulator>(new Emulator(0, false, eager));
 }
 
@@ -57,15 +57,15 @@ bool Emulator::is_device(Device device) const {
   return records_ ? device >= 0 && device < static_cast<int>(peers_.size()) : device >= -1;
 }
 
-Device Emulator::current_device() { return of_thread(this).device; }
+Device Emulator::current_device() { return thread_state(this).device; }
 
 void Emulator::set_device(Device device) {
   demand(is_device(device), "no device ", device);
-  of_thread(this).device = device;
+  thread_state(this).device = device;
 }
 
 CaptureMode Emulator::exchange_capture_mode(CaptureMode mode) {
-  return std::exchange(of_thread(this).mode, mode);
+  return std::exchange(thread_state(this).mode, mode);
 }
 
 std::string Emulator::identity(Device) {
@@ -88,11 +88,12 @@ void Emulator::enter(const char* call) {
     std::this_thread::sleep_for(found->second);
   const auto named = failing_.find(call);
   const bool fails = named != failing_.end() && named->second-- <= 0;
-  if (fails || (fail_in_ >= 0 && fail_in_-- == 0)) demand(false, "made up, in ", call);
+  if (fails || (fail_after_ >= 0 && fail_after_-- == 0))
+    demand(false, "injected failure in ", call);
 }
 
 void Emulator::require_no_capture(const char* call) const {
-  demand(records_ || capture_ == 0 || of_thread(this).mode != CaptureMode::global, call,
+  demand(records_ || capture_ == 0 || thread_state(this).mode != CaptureMode::global, call,
          " is not permitted while a stream is capturing");
 }
 
@@ -100,7 +101,7 @@ void Emulator::begin_free() {
   const Lock lock = locked();
   ++counters_["freeing"];
   if (is_thread("pycollect gpu"))
-    violations_.push_back("memory was freed, for which others may wait, by who lets go of streams");
+    violations_.push_back("memory was freed on the thread 'pycollect gpu', which must not block");
 }
 
 void Emulator::end_free() {
@@ -117,23 +118,23 @@ void Emulator::synchronize_all(const char* call) {
   }
   if (streams_.drain_all(kLongestDrain)) return;
   const Lock lock = locked();
-  violation(text("the host waits in ", call, " for a stream that does not come to its end"));
+  violation(text("the host waits in ", call, " for a stream that never finishes"));
 }
 
-void Emulator::fail_call(int in) {
+void Emulator::fail_call(int after) {
   const Lock lock = locked();
-  fail_in_ = in;
+  fail_after_ = after;
 }
 
-void Emulator::fail(const std::string& call, int in) {
+void Emulator::fail(const std::string& call, int after) {
   const Lock lock = locked();
   failing_.erase(call);
-  if (in >= 0) failing_[call] = in;
+  if (after >= 0) failing_[call] = after;
 }
 
-void Emulator::kill(const std::string& call, int in) {
+void Emulator::kill(const std::string& call, int after) {
   const Lock lock = locked();
-  killing_[call] = in;
+  killing_[call] = after;
 }
 
 void Emulator::delay(const std::string& call, double seconds) {
@@ -147,19 +148,19 @@ void Emulator::drop(const std::string& call, bool on) {
   if (on) dropped_.insert(call);
 }
 
-void Emulator::live_on(const std::string& gpu) {
+void Emulator::set_identity(const std::string& gpu) {
   const Lock lock = locked();
   identity_ = gpu;
 }
 
-void Emulator::pace(double seconds) {
+void Emulator::set_pause(double seconds) {
   const Lock lock = locked();
   streams_.pause_for(std::chrono::microseconds(static_cast<int64_t>(seconds * 1e6)));
 }
 
-void Emulator::look(bool on) {
+void Emulator::drain_waits(bool on) {
   const Lock lock = locked();
-  looks_ = on;
+  drains_waits_ = on;
 }
 
 std::map<std::string, int> Emulator::counters() const {
@@ -177,17 +178,18 @@ std::vector<std::string> Emulator::calls() const {
   return calls_;
 }
 
-void Emulator::somebody(Stream stream, std::string what, std::vector<Touch> touches,
-                        std::function<void()> act) {
+void Emulator::stream_work(Stream stream, std::string what, std::vector<MemoryAccess> accesses,
+                           std::function<void()> act) {
   Operation o{.kind = Operation::Kind::work, .what = std::move(what)};
-  o.touches = std::move(touches);
+  o.accesses = std::move(accesses);
   o.parts.push_back(std::move(act));
   enqueue(stream, std::move(o));
 }
 
-void Emulator::host(std::string what, std::vector<Touch> touches, std::function<void()> act) {
+void Emulator::host_work(std::string what, std::vector<MemoryAccess> accesses,
+                         std::function<void()> act) {
   Operation o{
-      .kind = Operation::Kind::host_work, .what = std::move(what), .touches = std::move(touches)};
+      .kind = Operation::Kind::host_work, .what = std::move(what), .accesses = std::move(accesses)};
   o.parts.push_back(std::move(act));
   trace_.operations.push_back(std::move(o));
 }
@@ -199,7 +201,7 @@ void Emulator::drop_wait(int number) {
       o = {.kind = o.kind == Kind::wait ? Kind::wait : Kind::host_work, .stream = o.stream};
 }
 
-void Emulator::forget_trace() {
+void Emulator::clear_trace() {
   trace_.operations.clear();
   for (EventState& e : events_) e.is_recorded = false;
 }

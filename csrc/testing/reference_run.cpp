@@ -1,3 +1,4 @@
+// See reference_run.h.
 #include "reference_run.h"
 
 #include <cstring>
@@ -18,7 +19,6 @@ void fold(const KernelRow& row, const Launch& how) {
       run({dsts.data(), n(dsts)}, {srcs.data(), n(srcs)}, row.count, how.options);
     auto advance = [](std::vector<void*>& at, const std::vector<std::ptrdiff_t>& pitches) {
       for (std::size_t i = 0; i < pitches.size(); ++i)  // a single row may have no pitches
-
         at[i] = static_cast<std::byte*>(at[i]) + pitches[i];
     };
     advance(dsts, row.dst_pitches);

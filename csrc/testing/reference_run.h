@@ -1,4 +1,4 @@
-// Reference execution of launches and copies by the host, on real bytes.
+// Reference execution of launches and copies on the host, on real bytes.
 #pragma once
 #include "../cuda/api.h"
 

@@ -1,3 +1,4 @@
+// See test_case.h.
 #include "test_case.h"
 
 #include <algorithm>
@@ -11,8 +12,9 @@
 namespace pycollect::cuda {
 
 int devices_of(const TestCase& test_case) {
-  require(static_cast<int>(test_case.devices.size()) == test_case.plan.world,
-          "a device for each rank");
+  require(static_cast<int>(test_case.devices.size()) == test_case.plan.world, "there are ",
+          test_case.devices.size(), " devices; pass one for each of ", test_case.plan.world,
+          " ranks");
   return std::max(0, *std::max_element(test_case.devices.begin(), test_case.devices.end())) + 1;
 }
 
@@ -32,7 +34,8 @@ Compiled staged(const TestCase& test_case) {
                  test_case.in_place, test_case.pace);
 }
 
-Offsets cut_as(ChunkSizes how, const Plan& written, const Plan& plan, int pieces, int number) {
+Offsets make_offsets(ChunkSizes how, const Plan& written, const Plan& plan, int pieces,
+                     int number) {
   const std::size_t least = pieces;
   auto size = [&](std::size_t a) {
     return least + (how == ChunkSizes::even ? 0 : (7 * a + number) % 3);
@@ -52,10 +55,10 @@ Offsets cut_as(ChunkSizes how, const Plan& written, const Plan& plan, int pieces
   return offsets;
 }
 
-ChunkSizes how_to_cut(const Plan& written, const Plan& run, int pieces, int bindings) {
+ChunkSizes choose_chunk_sizes(const Plan& written, const Plan& run, int pieces, int bindings) {
   for (ChunkSizes how : {ChunkSizes::uneven, ChunkSizes::each}) try {
       for (int number = 0; number < bindings; ++number) {
-        Offsets offsets = cut_as(how, written, run, pieces, number);
+        Offsets offsets = make_offsets(how, written, run, pieces, number);
         cut_host_memory(run, offsets);
       }
       return how;
@@ -64,7 +67,7 @@ ChunkSizes how_to_cut(const Plan& written, const Plan& run, int pieces, int bind
   return ChunkSizes::even;
 }
 
-std::vector<std::byte> numbers(std::size_t bytes, DType type, uint64_t seed) {
+std::vector<std::byte> random_values(std::size_t bytes, DType type, uint64_t seed) {
   std::mt19937_64 random(seed);
   std::vector<std::byte> made(bytes);
   for (std::size_t i = 0; i + item_bytes(type) <= bytes; i += item_bytes(type)) {

@@ -1,4 +1,4 @@
-// Test case of an emulated run: a plan, ranks on devices, streams, and how memory is cut.
+// Test case of an emulated run: a plan, the devices of its ranks, the streams, and the chunk sizes.
 #pragma once
 #include <vector>
 
@@ -10,42 +10,42 @@ namespace pycollect::cuda {
 
 inline constexpr Device kPageableHost = -2;  // a rank whose memory is pageable host memory
 
-// Worker streams: the callers' streams, one per device, or one per rank.
+// Streams that run the plan: the callers' streams, one per device, or one per rank.
 enum class Workers { callers, devices, ranks };
 
-// Chunk sizes: different, different also from rank to rank, or all the same.
+// `uneven`: chunks differ in size. `each`: every chunk also differs from rank to rank, as in
+// all-to-all-v. `even`: all chunks have the same size.
 enum class ChunkSizes { uneven, each, even };
 
 struct TestCase {
   Plan plan;
   bool in_place = false;
   LevelPolicy pace = LevelPolicy::any;
-  std::vector<Device> devices;  // [rank]; kHost: in pinned memory; or kPageableHost
-  bool callers_apart = false;   // a current stream per rank instead of per device
+  std::vector<Device> devices;  // [rank]; kHost: pinned host memory; kPageableHost: pageable
+  bool callers_apart = false;   // one current stream per rank instead of per device
   Workers workers = Workers::devices;
-  bool lanes = false;  // separate sender and receiver streams
-  bool hub = false;
-  bool host_waits = true;  // for ranks on the host; otherwise these ranks are asynchronous too
-  bool peers = true;       // the devices reach each other; otherwise the plan is staged
-  int pieces = 1;          // per chunk, where the plan is staged
+  bool copy_streams = false;  // separate streams for copies out to the host and in from it
+  bool hub = false;           // a stream through which many streams join many (cuda/streams.h)
+  bool host_waits = true;     // whether the executor waits for ranks on the host
+  bool peers = true;          // peer access between all devices; without it, the plan is staged
+  int pieces = 1;             // per chunk, if the plan is staged
   DType dtype = DType::f32;
   ReduceOp op = ReduceOp::sum;
-  int bindings = 1;                // number of tensors; every second one has two rows
-  PinnedRingSize ring = {256, 3};  // small, so that copies are split and pieces are reused
+  int bindings = 1;                // number of tensors; every second tensor has two rows
+  PinnedRingSize ring = {256, 3};  // small: copies are split, and pieces reused
 };
 
-int devices_of(const TestCase& test_case);   // number of devices that the test_case needs
-Compiled staged(const TestCase& test_case);  // the plan as these devices run it
+int devices_of(const TestCase& test_case);   // number of devices that it needs
+Compiled staged(const TestCase& test_case);  // its plan, staged if these devices need that
 
-// Offsets of `plan`, which is `written` or derived from it: chunks of different sizes (uneven),
-// blocks from rank to rank of different sizes too, as all-to-all-v (each), or all the same (even).
-// No piece is empty.
-Offsets cut_as(ChunkSizes how, const Plan& written, const Plan& plan, int pieces, int number);
+// Returns offsets for `plan`, which is `written` or derived from it. No piece is empty. `number`:
+// index of the tensor.
+Offsets make_offsets(ChunkSizes how, const Plan& written, const Plan& plan, int pieces, int number);
 
-// The first Cut, in the order of the enum, that the plan allows.
-ChunkSizes how_to_cut(const Plan& written, const Plan& run, int pieces, int bindings);
+// Returns the first of the chunk sizes, in the order of the enum, that the plan allows.
+ChunkSizes choose_chunk_sizes(const Plan& written, const Plan& run, int pieces, int bindings);
 
-// Pseudo-random numbers; the bits of a float sum show the order in which they were added.
-std::vector<std::byte> numbers(std::size_t bytes, DType type, uint64_t seed);
+// Returns pseudo-random values. The bits of a sum of such floats depend on the order of addition.
+std::vector<std::byte> random_values(std::size_t bytes, DType type, uint64_t seed);
 
 }  // namespace pycollect::cuda

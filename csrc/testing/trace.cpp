@@ -1,5 +1,6 @@
-// Memory is cut into cells at every address where an access begins or ends, so an access touches a
-// cell entirely or not at all. The record kept per cell is that of races.cpp.
+// Memory is divided into cells at every address where an access begins or ends, so an access covers
+// a cell entirely or not at all. Per cell, as in sim/races.cpp, the last write and the reads since
+// are enough: an access ordered after them is also after all earlier accesses.
 #include "trace.h"
 
 #include <algorithm>
@@ -17,7 +18,7 @@ void join(TraceClock& mine, const TraceClock& seen) {
 }
 
 struct TraceAccess {
-  int actor = Operation::kNobody, count = 0, operation = 0, part = 0;
+  int actor = Operation::kNone, count = 0, operation = 0, part = 0;
 };
 struct TraceCell {
   TraceAccess writer = {};
@@ -26,9 +27,10 @@ struct TraceCell {
 
 }  // namespace
 
-StreamJudge::StreamJudge(const Trace& trace) : trace_(trace), spans_(trace.operations.size()) {
+TraceRaceDetector::TraceRaceDetector(const Trace& trace)
+    : trace_(trace), spans_(trace.operations.size()) {
   for (const Operation& o : trace.operations)
-    for (const Touch& t : o.touches) {
+    for (const MemoryAccess& t : o.accesses) {
       bounds_.push_back(t.begin);
       bounds_.push_back(t.begin + t.bytes);
     }
@@ -38,49 +40,49 @@ StreamJudge::StreamJudge(const Trace& trace) : trace_(trace), spans_(trace.opera
     return static_cast<int>(std::lower_bound(bounds_.begin(), bounds_.end(), p) - bounds_.begin());
   };
   for (std::size_t i = 0; i < spans_.size(); ++i) {
-    for (const Touch& t : trace.operations[i].touches)
+    for (const MemoryAccess& t : trace.operations[i].accesses)
       spans_[i].push_back({cell(t.begin), cell(t.begin + t.bytes), t.part, t.writes});
-    // Reads first: an element is read before it is written.
+    // Reads first: an operation reads an element before it writes it.
     std::stable_sort(spans_[i].begin(), spans_[i].end(),
                      [](const CellRange& a, const CellRange& b) { return a.writes < b.writes; });
     if (is_for_event(trace.operations[i])) waits_.push_back(static_cast<int>(i));
   }
 }
 
-class StreamJudge::Replaying {
+class TraceRaceDetector::TraceReplay {
  public:
-  explicit Replaying(const StreamJudge& judge)
-      : judge_(judge),
-        host_(judge.trace_.streams),
+  explicit TraceReplay(const TraceRaceDetector& detector)
+      : detector_(detector),
+        host_(detector.trace_.streams),
         clocks_(host_ + 1, TraceClock(host_ + 1)),
-        then_(judge.spans_.size()),
-        cells_(judge.bounds_.size()) {}
+        recorded_(detector.spans_.size()),
+        cells_(detector.bounds_.size()) {}
 
   std::string run(int dropped) {
-    for (int i = 0; i < static_cast<int>(judge_.spans_.size()) && race_.empty(); ++i)
+    for (int i = 0; i < static_cast<int>(detector_.spans_.size()) && race_.empty(); ++i)
       if (i != dropped) step(i);
     return race_;
   }
 
  private:
   void step(int i) {
-    const Operation& o = judge_.trace_.operations[i];
+    const Operation& o = detector_.trace_.operations[i];
     TraceClock& host = clocks_[host_];
-    if (o.kind == Operation::Kind::host_work) return touch(i, host_);
-    if (o.kind == Operation::Kind::host_wait && o.of != Operation::kNobody)
-      return join(host, then_[o.of]);
+    if (o.kind == Operation::Kind::host_work) return access(i, host_);
+    if (o.kind == Operation::Kind::host_wait && o.of != Operation::kNone)
+      return join(host, recorded_[o.of]);
     TraceClock& clock = clocks_[o.stream];
     if (o.kind == Operation::Kind::host_wait) return join(host, clock);
     join(clock, host);
-    if (o.kind == Operation::Kind::record) then_[i] = clock;
-    if (o.kind == Operation::Kind::wait && o.of != Operation::kNobody) join(clock, then_[o.of]);
-    if (o.kind == Operation::Kind::work) touch(i, o.stream);
+    if (o.kind == Operation::Kind::record) recorded_[i] = clock;
+    if (o.kind == Operation::Kind::wait && o.of != Operation::kNone) join(clock, recorded_[o.of]);
+    if (o.kind == Operation::Kind::work) access(i, o.stream);
   }
 
-  void touch(int i, int actor) {
+  void access(int i, int actor) {
     TraceClock& clock = clocks_[actor];
     const int count = clock[actor] + 1;
-    for (const CellRange& s : judge_.spans_[i])
+    for (const CellRange& s : detector_.spans_[i])
       for (int c = s.first; c < s.last; ++c) {
         const TraceAccess self{actor, count, i, s.part};
         TraceCell& cell = cells_[c];
@@ -97,24 +99,24 @@ class StreamJudge::Replaying {
   }
 
   void ordered(const TraceAccess& a, const TraceAccess& self, const TraceClock& clock) {
-    if (a.actor == Operation::kNobody || clock[a.actor] >= a.count) return;
+    if (a.actor == Operation::kNone || clock[a.actor] >= a.count) return;
     if (a.operation == self.operation && a.part == self.part) return;
-    const auto& all = judge_.trace_.operations;
+    const auto& all = detector_.trace_.operations;
     race_ = text(all[a.operation].what, " (operation ", a.operation, ") and ",
                  all[self.operation].what, " (operation ", self.operation,
-                 ") touch the same memory, one of them writes, and nothing orders them");
+                 ") access the same memory, one of them writes, and nothing orders them");
   }
 
-  const StreamJudge& judge_;
+  const TraceRaceDetector& detector_;
   int host_;
-  std::vector<TraceClock> clocks_;  // [actor]
-  std::vector<TraceClock> then_;    // [operation]: the stream's clock at a record
+  std::vector<TraceClock> clocks_;    // [actor]
+  std::vector<TraceClock> recorded_;  // [operation]: the stream's clock at a record
   std::vector<TraceCell> cells_;
   std::string race_;
 };
 
-std::string StreamJudge::race(int dropped) const {
-  return Replaying(*this).run(dropped == Operation::kNobody ? dropped : waits_.at(dropped));
+std::string TraceRaceDetector::race(int dropped) const {
+  return TraceReplay(*this).run(dropped == Operation::kNone ? dropped : waits_.at(dropped));
 }
 
 namespace {
@@ -138,13 +140,14 @@ class Shuffling {
   void run() {
     for (std::size_t left = done_.size(); left > 0; --left) {
       std::vector<int> ready;
-      const int issued =
-          at_ < host_.size() ? host_[at_] : static_cast<int>(trace_.operations.size());
+      const int issued = host_done_ < host_.size() ? host_[host_done_]
+                                                   : static_cast<int>(trace_.operations.size());
       for (int s = 0; s < trace_.streams; ++s)
         if (next_[s] < queues_[s].size() && can_run(queues_[s][next_[s]], issued))
           ready.push_back(queues_[s][next_[s]]);
-      if (at_ < host_.size() && host_can_run(host_[at_])) ready.push_back(host_[at_]);
-      require(!ready.empty(), "operations wait for each other for ever");
+      if (host_done_ < host_.size() && host_can_run(host_[host_done_]))
+        ready.push_back(host_[host_done_]);
+      require(!ready.empty(), "deadlock: operations wait for each other");
       finish(ready[random_() % ready.size()]);
     }
   }
@@ -153,12 +156,12 @@ class Shuffling {
   bool can_run(int i, int issued) const {
     const Operation& o = trace_.operations[i];
     return i < issued &&
-           (o.kind != Operation::Kind::wait || o.of == Operation::kNobody || done_[o.of]);
+           (o.kind != Operation::Kind::wait || o.of == Operation::kNone || done_[o.of]);
   }
   bool host_can_run(int i) const {
     const Operation& o = trace_.operations[i];
     if (o.kind == Operation::Kind::host_work) return true;
-    if (o.of != Operation::kNobody) return done_[o.of];
+    if (o.of != Operation::kNone) return done_[o.of];
     const std::vector<int>& queue = queues_[o.stream];
     return next_[o.stream] == queue.size() || queue[next_[o.stream]] > i;
   }
@@ -172,15 +175,15 @@ class Shuffling {
     done_[i] = true;
     const bool by_host =
         o.kind == Operation::Kind::host_work || o.kind == Operation::Kind::host_wait;
-    ++(by_host ? at_ : next_[o.stream]);
+    ++(by_host ? host_done_ : next_[o.stream]);
   }
 
   const Trace& trace_;
   std::mt19937_64 random_;
   std::vector<std::vector<int>> queues_;  // [stream]
   std::vector<std::size_t> next_;         // [stream]
-  std::vector<int> host_;                 // operations of the host itself
-  std::size_t at_ = 0;                    // number of those that are done
+  std::vector<int> host_;                 // operations of the host
+  std::size_t host_done_ = 0;             // number of them that are done
   std::vector<bool> done_;                // [operation]
 };
 

@@ -1,5 +1,6 @@
-// Trace of the work enqueued on streams, in issue order: checked for races by happens-before on the
-// addresses that it touches, and run in any order that streams and events allow. No CUDA.
+// Trace of the work enqueued on streams, in issue order. It can be checked for races, by
+// happens-before between accesses to the same addresses, and run in any order that streams and
+// events allow. No CUDA.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -9,29 +10,30 @@
 
 namespace pycollect {
 
-struct Touch {
+struct MemoryAccess {
   const std::byte* begin;
   std::size_t bytes;
   bool writes;
-  int part;  // of its operation; parts are not ordered with each other
+  int part;  // of its operation; the parts of an operation are unordered
 };
 
 struct Operation {
   enum class Kind { work, record, wait, host_work, host_wait };
   Kind kind;
-  int stream = 0;    // unused by the host's own work
-  int of = kNobody;  // index of the record that a wait is for. kNobody: a stream's wait passes at
-                     // once, and the host's wait is for the whole stream
+  int stream = 0;  // unused for host_work
+  // Index of the record that a wait is for. kNone: a stream's wait does nothing, and the host waits
+  // for the whole stream.
+  int of = kNone;
   std::string what = {};
-  std::vector<Touch> touches = {};
-  std::vector<std::function<void()>> parts = {};  // its effects, executed in any order
-  static constexpr int kNobody = -1;
+  std::vector<MemoryAccess> accesses = {};
+  std::vector<std::function<void()>> parts = {};  // its effects, in no order
+  static constexpr int kNone = -1;
 };
 
-// Returns true for a wait, of a stream or of the host, for one record.
+// Returns whether the operation is a wait, of a stream or of the host, for an event.
 inline bool is_for_event(const Operation& o) {
   return o.kind == Operation::Kind::wait ||
-         (o.kind == Operation::Kind::host_wait && o.of != Operation::kNobody);
+         (o.kind == Operation::Kind::host_wait && o.of != Operation::kNone);
 }
 
 struct Trace {
@@ -39,32 +41,31 @@ struct Trace {
   std::vector<Operation> operations = {};
 };
 
-// Finds races with vector clocks. Every stream is an actor with a clock, and so is the host: it
-// issues all operations, so its earlier work and waits precede whatever it issues next.
-class StreamJudge {
+// Finds races with vector clocks. Every stream is an actor with a clock. So is the host: it issues
+// all operations, so its work and waits precede all operations that it issues later.
+class TraceRaceDetector {
  public:
-  explicit StreamJudge(const Trace& trace);
+  explicit TraceRaceDetector(const Trace& trace);
 
-  int waits() const {
-    return static_cast<int>(waits_.size());
-  }  // number of waits for events, by streams and the host
-  // Describes the first race; empty when there is none. `dropped`: the wait to leave out.
-  std::string race(int dropped = Operation::kNobody) const;
+  // Number of waits for events, of streams and of the host.
+  int waits() const { return static_cast<int>(waits_.size()); }
+  // Returns a description of the first race, or "". `dropped`: number of a wait to leave out.
+  std::string race(int dropped = Operation::kNone) const;
 
  private:
   struct CellRange {
     int first, last, part;  // cells [first, last)
     bool writes;
   };
-  class Replaying;
+  class TraceReplay;
 
   const Trace& trace_;
-  std::vector<const std::byte*> bounds_;       // of cells: no access begins or ends inside a cell
+  std::vector<const std::byte*> bounds_;       // boundaries of the cells
   std::vector<std::vector<CellRange>> spans_;  // [operation]
-  std::vector<int> waits_;                     // indices of the operations that wait for an event
+  std::vector<int> waits_;                     // operations that wait for an event
 };
 
-// Run all operations: as issued, or in a random order that streams and events allow.
+// Run all operations, in issue order or in a random order that streams and events allow.
 void run_as_issued(const Trace& trace);
 void run_shuffled(const Trace& trace, uint64_t seed);
 

@@ -52,7 +52,7 @@ std::string joined(const Names& names) {
   return all;
 }
 
-// Dimensions of one element have no stride worth comparing.
+// Compares strides except those of dimensions of one element, which address nothing.
 bool same_strides(const at::Tensor& a, const at::Tensor& b) {
   if (a.strides() == b.strides()) return true;
   for (int64_t d = 0; d < a.dim(); ++d)
@@ -60,9 +60,9 @@ bool same_strides(const at::Tensor& a, const at::Tensor& b) {
   return true;
 }
 
-// Returns whether each stride steps over everything inside it, so that no two elements share a
-// place. Also false for some interleaved layouts that are valid, which do not occur by accident.
-bool one_place_per_element(const at::Tensor& t) {
+// Returns true if each stride exceeds the extent of all smaller strides, so that no two elements
+// share memory. Also false for some valid interleaved layouts, which do not occur by accident.
+bool is_non_overlapping(const at::Tensor& t) {
   if (t.is_non_overlapping_and_dense() || t.numel() <= 1) return true;
   std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
   for (int64_t d = 0; d < t.dim(); ++d)
@@ -76,7 +76,7 @@ bool one_place_per_element(const at::Tensor& t) {
   return true;
 }
 
-// The distance from the first element to behind the last.
+// Elements from the first address of the tensor to just past its last.
 int64_t span_of(const at::Tensor& t) {
   if (t.numel() == 0) return 0;
   if (t.is_non_overlapping_and_dense()) return t.numel();
@@ -85,7 +85,8 @@ int64_t span_of(const at::Tensor& t) {
   return last;
 }
 
-// All of it: storage can be freed or shrunk under a tensor that still claims it.
+// Returns true if the storage covers the whole tensor: storage can be freed or shrunk while a
+// tensor still refers to it.
 bool has_memory(const at::Tensor& t) {
   const at::TensorImpl& impl = *t.unsafeGetTensorImpl();
   if (impl.is_python_dispatch() || t.is_meta() || t._is_zerotensor() || !t.has_storage())
@@ -95,7 +96,7 @@ bool has_memory(const at::Tensor& t) {
   return end <= t.storage().nbytes() && t.const_data_ptr() != nullptr;
 }
 
-// torch.no_grad does not switch forward mode off.
+// Checked even under torch.no_grad, which does not disable forward mode.
 bool has_tangent(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->autograd_meta() != nullptr && t._fw_grad(0).defined();
 }
@@ -115,13 +116,13 @@ std::string dtype_name(const at::Tensor& tensor) {
 
 DType dtype_of(const at::Tensor& tensor, const Label& label) {
   const auto found = find_dtype(tensor.scalar_type());
-  if (!found) [[unlikely]]  // the list of names is only made when it is needed
+  if (!found) [[unlikely]]  // builds the list of names only for the error
     throw TypeMismatch(text(label.call, ": ", label, " is ", dtype_name(tensor), "; allowed are ",
                             joined(kDTypeNames)));
   return *found;
 }
 
-void check_memory(const at::Tensor& t, AccessMode use, const Label& label) {
+void check_memory(const at::Tensor& t, AccessMode access, const Label& label) {
   require(!t.is_nested() && t.layout() == at::kStrided, label.call, ": ", label,
           " is nested, sparse or of another layout without strides; pass a dense tensor");
   require(
@@ -130,22 +131,23 @@ void check_memory(const at::Tensor& t, AccessMode use, const Label& label) {
       "a plain tensor");
   require(!t.is_conj() && !t.is_neg(), label.call, ": ", label,
           " is a lazy conjugate or negative view; call .resolve_conj().resolve_neg() first");
-  if (use == AccessMode::read) return;
-  require(one_place_per_element(t), label.call, ": ", label, " of shape ", t.sizes(),
-          " and strides ", t.strides(),
-          " has several elements in one place (expanded?) and would be written; pass .clone()");
+  if (access == AccessMode::read) return;
+  require(is_non_overlapping(t), label.call, ": ", label, " of shape ", t.sizes(), " and strides ",
+          t.strides(),
+          " would be written, but some of its elements share memory (expanded?); pass .clone()");
 }
 
-void check_tensor(const at::Tensor& t, AccessMode use, const Label& label) {
-  check_memory(t, use, label);
-  require(serves(t.device()), label.call, ": ", label, " is on ", t.device(),
-          ", which this build does not serve; move it to the CPU with .cpu()");
-  require(!(t.requires_grad() && at::GradMode::is_enabled()), label.call, ": ", label,
-          " requires grad and collectives are not recorded; use those of pycollect.autograd, which "
-          "are, or call it under torch.no_grad() or pass .detach()");
+void check_tensor(const at::Tensor& t, AccessMode access, const Label& label) {
+  check_memory(t, access, label);
+  require(supports(t.device()), label.call, ": ", label, " is on ", t.device(),
+          ", which this build does not support; move it to the CPU with .cpu()");
+  require(
+      !(t.requires_grad() && at::GradMode::is_enabled()), label.call, ": ", label,
+      " requires grad, and autograd does not record this collective; use pycollect.autograd, call "
+      "it under torch.no_grad(), or pass .detach()");
   require(!has_tangent(t), label.call, ": ", label,
-          " has a forward-mode tangent and collectives are not recorded; use those of "
-          "pycollect.autograd, or pass its primal (torch.autograd.forward_ad.unpack_dual)");
+          " has a forward-mode tangent, and autograd does not record this collective; use "
+          "pycollect.autograd, or pass the primal (torch.autograd.forward_ad.unpack_dual)");
 }
 
 void check_alike(const at::Tensor& t, const Label& label, const at::Tensor& first,
@@ -165,35 +167,35 @@ void check_alike(const at::Tensor& t, const Label& label, const at::Tensor& firs
           "; all ranks must have the same layout in memory, e.g. through .contiguous()");
 }
 
-Extent extent(const at::Tensor& t, AccessMode use, const Label& label) {
-  // Asked for as it will be used: a lazy clone gets memory of its own when it is written.
-  const auto* begin = static_cast<const std::byte*>(use == AccessMode::write ? t.mutable_data_ptr()
-                                                                             : t.const_data_ptr());
+Extent extent(const at::Tensor& t, AccessMode access, const Label& label) {
+  // mutable_data_ptr() gives a lazy clone its own memory before the call writes it.
+  const auto* begin = static_cast<const std::byte*>(
+      access == AccessMode::write ? t.mutable_data_ptr() : t.const_data_ptr());
   const std::byte* end = begin + span_of(t) * static_cast<int64_t>(t.element_size());
-  return {begin, end, use == AccessMode::write, label};
+  return {begin, end, access == AccessMode::write, label};
 }
 
 void check_disjoint(std::vector<Extent>& all) {
   std::sort(all.begin(), all.end(),
             [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
-  // The furthest end so far, of anything and of what is written.
+  // The extents with the highest end so far: among all, and among those that are written.
   const Extent *any = nullptr, *written = nullptr;
   for (const Extent& e : all) {
     if (e.begin == e.end) continue;
     const Extent* other = e.written ? any : written;
     require(other == nullptr || other->end <= e.begin, e.label.call, ": ",
             other ? other->label : e.label, " and ", e.label,
-            " may share memory and would be written; pass .clone() of one of them");
+            " may share memory, and one of them would be written; pass .clone() of one of them");
     if (any == nullptr || e.end > any->end) any = &e;
     if (e.written && (written == nullptr || e.end > written->end)) written = &e;
   }
 }
 
-ReduceOp op_named(std::string_view word, const char* call) {
+ReduceOp op_named(std::string_view name, const char* call) {
   for (std::size_t i = 0; i < kReduceOpNames.size(); ++i)
-    if (word == kReduceOpNames[i]) return static_cast<ReduceOp>(i);
+    if (name == kReduceOpNames[i]) return static_cast<ReduceOp>(i);
   throw std::invalid_argument(
-      text(call, ": op is '", word, "'; allowed are ", joined(kReduceOpNames)));
+      text(call, ": op is '", name, "'; allowed are ", joined(kReduceOpNames)));
 }
 
 void check_op(DType dtype, ReduceOp op, const char* call) {
@@ -208,7 +210,7 @@ void check_op(DType dtype, ReduceOp op, const char* call) {
 
 int64_t check_dim(const at::Tensor& t, int64_t dim, const Label& label) {
   require(t.dim() > 0, label.call, ": ", label,
-          " has no dimensions to cut or join along; pass .reshape(1)");
+          " has no dimension to split or concatenate along; pass .reshape(1)");
   require(-t.dim() <= dim && dim < t.dim(), label.call, ": dim is ", dim, "; ", label, " of shape ",
           t.sizes(), " allows ", -t.dim(), " to ", t.dim() - 1);
   return dim < 0 ? dim + t.dim() : dim;

@@ -1,5 +1,5 @@
-// What a call may be given: every refusal of a tensor is here, before anything moves, and says what
-// was asked, what is allowed and what to do.
+// Checks of a call's arguments, before any data moves. Every error message names the argument and
+// says what it is, what is allowed and what to do. The checks throw ValueError unless noted.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -15,7 +15,7 @@ namespace pycollect {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Names an argument in a message: `tensors[2]`, or `tensor_lists[2][5]`.
+// Names an argument in an error message: `tensors[2]`, or `tensor_lists[2][5]`.
 struct Label {
   const char* call;
   const char* list;
@@ -23,36 +23,39 @@ struct Label {
 };
 std::ostream& operator<<(std::ostream& out, const Label& label);
 
-std::string dtype_name(const at::Tensor& tensor);              // as Python spells it
+std::string dtype_name(const at::Tensor& tensor);              // Python's name, such as float32
 DType dtype_of(const at::Tensor& tensor, const Label& label);  // throws TypeError
 
 enum class AccessMode { read, write };
 
-// One tensor by itself: dense or strided memory that is really there and, when it is written, one
-// place per element.
-void check_memory(const at::Tensor& tensor, AccessMode use, const Label& label);
+// Checks that the tensor is strided and its memory allocated, and, if it is written, that no two of
+// its elements share memory.
+void check_memory(const at::Tensor& tensor, AccessMode access, const Label& label);
 
-// And that is served, and not part of a graph.
-void check_tensor(const at::Tensor& tensor, AccessMode use, const Label& label);
+// Checks the memory, that this build supports the tensor's device, and that autograd does not track
+// the tensor.
+void check_tensor(const at::Tensor& tensor, AccessMode access, const Label& label);
 
-// The same device kind, dtype, shape and order in memory as the first of them.
+// Checks that the tensor has the dtype of the first one, and the same shape and strides, the same
+// shape, or the same size in every dimension but `dim`.
 enum class Alike { shape_and_layout, shape, all_but_dim };
 void check_alike(const at::Tensor& tensor, const Label& label, const at::Tensor& first,
                  const Label& first_label, Alike alike, int64_t dim = 0);
 
-// Nothing that is written shares memory with anything else of the call.
+// The range of addresses from a tensor's first element to its last.
 struct Extent {
   const std::byte *begin, *end;
   bool written;
   Label label;
 };
-Extent extent(const at::Tensor& tensor, AccessMode use, const Label& label);
-void check_disjoint(std::vector<Extent>& extents);  // reorders them
+Extent extent(const at::Tensor& tensor, AccessMode access, const Label& label);
+// Checks that no extent that is written overlaps another one. Sorts the extents.
+void check_disjoint(std::vector<Extent>& extents);
 
-ReduceOp op_named(std::string_view word, const char* call);
+ReduceOp op_named(std::string_view name, const char* call);
 void check_op(DType dtype, ReduceOp op, const char* call);  // throws TypeError
-int64_t check_dim(const at::Tensor& tensor, int64_t dim,
-                  const Label& label);  // wrapped to [0, dims)
+// Returns `dim` wrapped to [0, tensor.dim()).
+int64_t check_dim(const at::Tensor& tensor, int64_t dim, const Label& label);
 void check_rank(int64_t rank, int world, const char* call, const char* argument);
 
 }  // namespace pycollect

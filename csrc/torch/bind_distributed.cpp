@@ -1,4 +1,4 @@
-// See bind_distributed.h. The backend itself reaches Python as torch's own class.
+// See bind_distributed.h. The backend class itself is not bound: Python has it as torch's Backend.
 #include "bind_distributed.h"
 
 #include "../plan/names.h"
@@ -9,14 +9,15 @@ namespace {
 
 using dist::Options;
 
-// Waits for the other ranks, without the interpreter: a store may be written in Python.
+// Waits for the other ranks. Called without the GIL, because a store may be written in Python.
 c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                int rank, int world,
                                                const c10::intrusive_ptr<Options>& options) {
   return c10::make_intrusive<dist::Backend>(store, dist::GroupRank{rank, world}, options);
 }
 
-// Bytes in tensors, free but kept, and reserved as address space; None for another backend.
+// Returns bytes of the symmetric heap: in tensors, free but cached, and reserved as address space.
+// None for another backend.
 std::optional<std::tuple<std::size_t, std::size_t, std::size_t>> symmetric_heap_usage(
     const c10::intrusive_ptr<c10d::Backend>& backend) {
   const auto* own = dynamic_cast<const dist::Backend*>(backend.get());
@@ -25,8 +26,8 @@ std::optional<std::tuple<std::size_t, std::size_t, std::size_t>> symmetric_heap_
   return std::tuple(use.used, use.cached, use.reserved);
 }
 
-// Bytes of GPU memory that other ranks reach: given to tensors, and free but kept; None for another
-// backend, and in a build without CUDA.
+// Returns bytes of symmetric GPU memory: in tensors, and free but cached. None for another backend,
+// and in a build without CUDA.
 std::optional<std::pair<std::size_t, std::size_t>> symmetric_memory_usage(
     const c10::intrusive_ptr<c10d::Backend>& backend) {
   const auto* own = dynamic_cast<const dist::Backend*>(backend.get());
@@ -35,7 +36,7 @@ std::optional<std::pair<std::size_t, std::size_t>> symmetric_memory_usage(
   return std::pair(use->used, use->cached);
 }
 
-// Can the group's other ranks reach the tensor on a GPU where it is?
+// Returns whether the group's other ranks can access the tensor's GPU memory in place.
 bool in_symmetric_memory(const c10::intrusive_ptr<c10d::Backend>& backend,
                          const at::Tensor& tensor) {
   const auto* own = dynamic_cast<const dist::Backend*>(backend.get());
@@ -49,8 +50,8 @@ bool is_backend(const c10::intrusive_ptr<c10d::Backend>& backend) {
 }
 
 void abandon_coalescing(const c10::intrusive_ptr<c10d::Backend>& backend, const std::string& why,
-                        bool asked) {
-  dynamic_cast<dist::Backend&>(*backend).abandonCoalescing(why, asked);
+                        bool unlisted) {
+  dynamic_cast<dist::Backend&>(*backend).abandonCoalescing(why, unlisted);
 }
 
 c10::intrusive_ptr<Options> copy_of(const Options& options) {
@@ -60,7 +61,7 @@ c10::intrusive_ptr<Options> copy_of(const Options& options) {
 }  // namespace
 
 void bind_distributed(py::module_& m) {
-  const auto torch = py::module_::import("torch.distributed");  // where the base class is bound
+  const auto torch = py::module_::import("torch.distributed");  // binds the base class
   if (!torch.attr("is_available")().cast<bool>()) return;
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(m, "Options")
       .def(py::init<>())
@@ -84,7 +85,7 @@ void bind_distributed(py::module_& m) {
   m.def("in_symmetric_memory", &in_symmetric_memory);
   m.def("is_backend", &is_backend);
   m.def("abandon_coalescing", &abandon_coalescing, py::arg("backend"), py::arg("why"),
-        py::arg("asked"), py::call_guard<py::gil_scoped_release>());
+        py::arg("unlisted"), py::call_guard<py::gil_scoped_release>());
   m.def("cuda_transports", &dist::transport_names);
   m.def("close_groups", &dist::close_groups, py::call_guard<py::gil_scoped_release>());
 }

@@ -1,4 +1,4 @@
-// Binds the backend of torch.distributed and its options.
+// Binds the backend of torch.distributed and its options to Python.
 #pragma once
 #include <torch/csrc/utils/pybind.h>
 

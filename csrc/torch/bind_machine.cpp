@@ -11,40 +11,41 @@
 namespace pycollect {
 namespace {
 
-void say(const char* level, const std::string& line) {
-  const py::gil_scoped_acquire hold;
+void write_log(const char* level, const std::string& line) {
+  const py::gil_scoped_acquire gil;
   py::module_::import("pycollect.log").attr(level)(line);
 }
 
 void enable_log() {
-  set_log_sink([](const std::string& line) { say("info", line); });
+  set_log_sink([](const std::string& line) { write_log("info", line); });
 }
 
-py::tuple peers(int from, int to) {
-  PeerReport found;
+py::tuple peer_access(int from, int to) {
+  PeerReport report;
   {
-    const py::gil_scoped_release free;
-    found = report_peer_access(from, to);
+    const py::gil_scoped_release no_gil;
+    report = report_peer_access(from, to);
   }
-  return py::make_tuple(found.asked, found.defect, found.rank);
+  return py::make_tuple(report.reported, report.defect, report.performance_rank);
 }
 
-// Seconds of each of `iterations` runs of one bound all_reduce, without Python and argument checks.
+// Returns the seconds of each of `iterations` runs of one PreparedCall, an all_reduce: without the
+// time of Python and of the argument checks.
 std::vector<double> time_all_reduce(const py::object& tensors, const py::object& op,
                                     const py::object& algorithm, int iterations) {
   constexpr const char* kCall = "time_all_reduce";
-  Tensors list = tensors_from(tensors, written, kCall);
+  Tensors list = tensors_from(tensors, write_access, kCall);
   const int world = static_cast<int>(list.size());
-  const PreparedCall job = in_place({.collective = Collective::all_reduce,
-                                     .call = kCall,
-                                     .op = op_from(op, kCall),
-                                     .algorithm = algorithm_from(algorithm, kCall)},
-                                    {std::move(list), world});
-  const py::gil_scoped_release free;
+  const PreparedCall prepared = in_place({.collective = Collective::all_reduce,
+                                          .call = kCall,
+                                          .op = op_from(op, kCall),
+                                          .algorithm = algorithm_from(algorithm, kCall)},
+                                         {std::move(list), world});
+  const py::gil_scoped_release no_gil;
   std::vector<double> seconds;
   for (int i = 0; i < iterations; ++i) {
     const auto start = std::chrono::steady_clock::now();
-    job.run();
+    prepared.run();
     seconds.push_back(
         std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
   }
@@ -55,9 +56,9 @@ std::vector<double> time_all_reduce(const py::object& tensors, const py::object&
 
 void bind_machine(py::module_& m) {
   m.def("has_cuda", &has_cuda);
-  m.def("peer_access", &peers);
+  m.def("peer_access", &peer_access);
   m.def("enable_log", &enable_log);
-  set_warning_sink([](const std::string& line) { say("warning", line); });
+  set_warning_sink([](const std::string& line) { write_log("warning", line); });
   m.def("instruction_set", &cpu::instruction_set);
   m.def("time_all_reduce", &time_all_reduce, py::arg("tensors"), py::arg("op"),
         py::arg("algorithm"), py::arg("iterations"));

@@ -1,4 +1,4 @@
-// What the extension knows of the machine that it is on, and where it says things.
+// Binds functions that describe this machine (CUDA, peer access, instruction set), and the log.
 #pragma once
 #include <torch/csrc/utils/pybind.h>
 

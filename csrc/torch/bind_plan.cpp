@@ -1,7 +1,7 @@
-// Plans in Python are values: tuples in, tuples out. A slice is (rank, "in" | "out" | "tmp" |
-// "host", first chunk, chunks) and a step is (destinations, sources, rank that executes it or -1
-// for the first destination's). Programs can be copied without one of their waits, so that tests
-// can see the judge notice it.
+// In Python, plans are values that are built from tuples and read as tuples. A slice is (rank, "in"
+// | "out" | "tmp" | "host", first chunk, chunks), and a step is (destinations, sources, rank that
+// runs it or -1 for the first destination's). A program can be copied without one of its waits, so
+// that tests can check that the simulator detects the race.
 #include "bind_plan.h"
 
 #include <pybind11/stl.h>
@@ -73,17 +73,17 @@ py::tuple steps_of(const Plan& plan) {
   return steps;
 }
 
-DType dtype_named(const std::string& wanted) {
+DType dtype_named(const std::string& dtype) {
   for (std::size_t i = 0; i < kDTypeNames.size(); ++i)
-    if (wanted == kDTypeNames[i]) return static_cast<DType>(i);
-  throw TypeMismatch(text("there is no dtype '", wanted, "' here"));
+    if (dtype == kDTypeNames[i]) return static_cast<DType>(i);
+  throw TypeMismatch(text("there is no dtype '", dtype, "'; use a name such as 'float32'"));
 }
 
-Collective collective_from(py::handle word, const char* call) {
-  return collective_of(word_from(word, call, "collective", "a name such as 'all_reduce'"));
+Collective collective_from(py::handle name, const char* call) {
+  return collective_of(string_from(name, call, "collective", "a name such as 'all_reduce'"));
 }
 
-// A plan and what `lower` made of it, so that they cannot be mixed up.
+// A plan and its program in one object, so that neither can be used with another's.
 struct Lowered {
   Plan plan;
   bool in_place;
@@ -190,7 +190,7 @@ void bind_plans(py::module_& m) {
 }
 
 void bind_registry(py::module_& m) {
-  // The registry owns them, for good.
+  // The registry owns the algorithms and never frees them, so Python must not either.
   py::class_<Algorithm, std::unique_ptr<Algorithm, py::nodelete>>(m, "Algorithm")
       .def_readonly("name", &Algorithm::name)
       .def_property_readonly("collective", [](const Algorithm& a) { return name(a.collective); })
@@ -216,16 +216,16 @@ void bind_registry(py::module_& m) {
   m.def(
       "find_algorithm",
       [](py::handle collective, py::handle name) -> const Algorithm& {
-        const std::string_view word =
-            word_from(name, "plan", "algorithm", "a name out of pycollect.algorithms(), or None");
-        return find(collective_from(collective, "plan"), word);
+        const std::string_view named =
+            string_from(name, "plan", "algorithm", "a name out of pycollect.algorithms(), or None");
+        return find(collective_from(collective, "plan"), named);
       },
       py::arg("collective"), py::arg("name"), py::return_value_policy::reference);
   m.def(
       "default_algorithm",
       [](py::handle collective, int world, std::size_t nbytes) {
-        const CallKey s{collective_from(collective, "plan"), world, nbytes, DType::f32, false};
-        return choose(s, "").algorithm->name;
+        const CallKey key{collective_from(collective, "plan"), world, nbytes, DType::f32, false};
+        return choose(key, "").algorithm->name;
       },
       py::arg("collective"), py::arg("world"), py::arg("nbytes"));
   m.attr("COLLECTIVES") = py::tuple(py::cast(kCollectiveNames));
@@ -251,7 +251,7 @@ void bind_plan(py::module_& m) {
       .def_readonly("races", &Replay::races)
       .def_readonly("waits", &Replay::waits)
       .def_readonly("deadlock", &Replay::deadlock)
-      .def_readonly("meets", &Replay::meets);
+      .def_readonly("is_barrier", &Replay::is_barrier);
   m.def(
       "replay", [](const Lowered& p) { return replay(p.plan, p.program, p.in_place); },
       py::arg("program"));

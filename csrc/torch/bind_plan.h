@@ -1,5 +1,5 @@
-// What Python sees of plans, programs, the registry and the simulator. Includes pybind11 alone, so
-// it compiles in seconds and could be a module of its own.
+// Binds plans, programs, the registry and the simulator to Python. This header does not include
+// torch.
 #pragma once
 #include <pybind11/pybind11.h>
 

@@ -1,5 +1,5 @@
-// Collectives that cut tensors into blocks along a dimension and join others; blocks.h knows who
-// sends which block to whom.
+// Collectives that split and concatenate tensors along a dimension. blocks.h computes which rank
+// sends which block to which rank.
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
@@ -15,95 +15,98 @@
 namespace pycollect {
 namespace {
 
-Label label(const BlockArgs& ask, const char* list, std::size_t r) {
-  return {name(ask.collective), list,
-          ask.collective == Collective::scatter && list[0] == 't' ? -1 : static_cast<int>(r)};
+Label label(const BlockArgs& args, const char* list, std::size_t r) {
+  return {name(args.collective), list,
+          args.collective == Collective::scatter && list[0] == 't' ? -1 : static_cast<int>(r)};
 }
-const char* inputs_name(const BlockArgs& ask) {
-  return ask.collective == Collective::scatter ? "tensor" : "tensors";
+const char* inputs_name(const BlockArgs& args) {
+  return args.collective == Collective::scatter ? "tensor" : "tensors";
 }
 
-// Where every rank is. The root of scatter and gather is the first rank on the device of the one
-// tensor, or one more rank behind the others, which has nothing else to do with it.
-struct Parties {
+// The ranks of a call and their devices. The root of scatter and gather is the first rank on the
+// device of the single tensor. Without such a rank it is an additional last rank, which has no
+// other part in the call.
+struct Participants {
   std::vector<at::Device> devices;
   int outputs;
   Rank root = 0;
   int world() const { return static_cast<int>(devices.size()); }
 };
 
-Parties parties_of(const BlockArgs& ask, const Tensors& inputs) {
-  Parties all{ask.devices, 0};
-  if (ask.collective != Collective::scatter) {
-    all.devices.clear();
-    for (const at::Tensor& t : inputs) all.devices.push_back(t.device());
+Participants participants_of(const BlockArgs& args, const Tensors& inputs) {
+  Participants ranks{args.devices, 0};
+  if (args.collective != Collective::scatter) {
+    ranks.devices.clear();
+    for (const at::Tensor& t : inputs) ranks.devices.push_back(t.device());
   }
-  all.outputs = ask.collective == Collective::gather ? 1 : all.world();
-  if (ask.collective != Collective::scatter && ask.collective != Collective::gather) return all;
-  const at::Device at = ask.collective == Collective::gather && !ask.devices.empty()
-                            ? ask.devices[0]
+  ranks.outputs = args.collective == Collective::gather ? 1 : ranks.world();
+  if (args.collective != Collective::scatter && args.collective != Collective::gather) return ranks;
+  const at::Device at = args.collective == Collective::gather && !args.devices.empty()
+                            ? args.devices[0]
                             : inputs[0].device();
-  const auto found = std::find(all.devices.begin(), all.devices.end(), at);
-  all.root = static_cast<Rank>(found - all.devices.begin());
-  if (found == all.devices.end()) all.devices.push_back(at);
-  return all;
+  const auto found = std::find(ranks.devices.begin(), ranks.devices.end(), at);
+  ranks.root = static_cast<Rank>(found - ranks.devices.begin());
+  if (found == ranks.devices.end()) ranks.devices.push_back(at);
+  return ranks;
 }
 
-DType check_inputs(const BlockArgs& ask, const Tensors& inputs, int64_t dim) {
-  const Label first = label(ask, inputs_name(ask), 0);
+DType check_inputs(const BlockArgs& args, const Tensors& inputs, int64_t dim) {
+  const Label first = label(args, inputs_name(args), 0);
   for (std::size_t r = 0; r < inputs.size(); ++r) {
-    const Label l = label(ask, inputs_name(ask), r);
+    const Label l = label(args, inputs_name(args), r);
     check_tensor(inputs[r], AccessMode::read, l);
     check_alike(inputs[r], l, inputs[0], first,
-                ask.collective == Collective::reduce_scatter ? Alike::shape : Alike::all_but_dim,
+                args.collective == Collective::reduce_scatter ? Alike::shape : Alike::all_but_dim,
                 dim);
   }
   const DType dtype = dtype_of(inputs[0], first);
-  if (ask.collective == Collective::reduce_scatter) check_op(dtype, ask.op, first.call);
+  if (args.collective == Collective::reduce_scatter) check_op(dtype, args.op, first.call);
   return dtype;
 }
 
-// What a result is to be: shape, dtype and device, without memory.
-struct Wanted {
+// Shape and device of a result. Its dtype is that of the inputs.
+struct ResultSpec {
   std::vector<int64_t> sizes;
   at::Device device;
 };
 
-// Of the caller's own outputs: the right number, shape, dtype and place, apart from everything
-// else.
-void check_outputs(const BlockArgs& ask, const Tensors& inputs, const std::vector<Wanted>& wanted) {
-  const char* call = name(ask.collective);
-  require(ask.out->size() == wanted.size(), call, ": out has ", ask.out->size(),
-          " tensors; needed are ", wanted.size());
+// Checks number, shape, dtype and device of the caller's outputs, and that they overlap neither
+// each other nor the inputs.
+void check_outputs(const BlockArgs& args, const Tensors& inputs,
+                   const std::vector<ResultSpec>& specs) {
+  const char* call = name(args.collective);
+  require(args.out->size() == specs.size(), call, ": out has ", args.out->size(),
+          " tensors; needed are ", specs.size());
   std::vector<Extent> extents;
   for (std::size_t r = 0; r < inputs.size(); ++r)
-    extents.push_back(extent(inputs[r], AccessMode::read, label(ask, inputs_name(ask), r)));
-  for (std::size_t r = 0; r < wanted.size(); ++r) {
-    const at::Tensor& t = (*ask.out)[r];
-    const Label l{call, "out", ask.collective == Collective::gather ? -1 : static_cast<int>(r)};
+    extents.push_back(extent(inputs[r], AccessMode::read, label(args, inputs_name(args), r)));
+  for (std::size_t r = 0; r < specs.size(); ++r) {
+    const at::Tensor& t = (*args.out)[r];
+    const Label l{call, "out", args.collective == Collective::gather ? -1 : static_cast<int>(r)};
     check_tensor(t, AccessMode::write, l);
     require(t.scalar_type() == inputs[0].scalar_type(), call, ": ", l, " is ", dtype_name(t),
             "; needed is ", dtype_name(inputs[0]));
-    require(t.sizes() == at::IntArrayRef(wanted[r].sizes), call, ": ", l, " has shape ", t.sizes(),
-            "; needed is ", at::IntArrayRef(wanted[r].sizes));
-    require(t.device() == wanted[r].device, call, ": ", l, " is on ", t.device(), "; needed is ",
-            wanted[r].device);
+    require(t.sizes() == at::IntArrayRef(specs[r].sizes), call, ": ", l, " has shape ", t.sizes(),
+            "; needed is ", at::IntArrayRef(specs[r].sizes));
+    require(t.device() == specs[r].device, call, ": ", l, " is on ", t.device(), "; needed is ",
+            specs[r].device);
     extents.push_back(extent(t, AccessMode::write, l));
   }
   check_disjoint(extents);
 }
 
-// An order of dimensions that serves inputs and outputs without a copy; where there is none the
-// outputs decide, and inputs that lie otherwise are laid anew.
-std::vector<int64_t> agree(const BlockArgs& ask, Tensors& inputs, Rank first) {
+// Returns an order of dimensions in which all inputs and outputs are contiguous. If there is none,
+// returns that of the caller's outputs, or else the row-major one, and replaces the inputs by
+// copies in that order. `first`: the rank of the first input.
+std::vector<int64_t> to_common_order(const BlockArgs& args, Tensors& inputs, Rank first) {
   Tensors all = inputs;
-  if (ask.out) all.insert(all.end(), ask.out->begin(), ask.out->end());
+  if (args.out) all.insert(all.end(), args.out->begin(), args.out->end());
   std::vector<int64_t> order = common_order(all);
   if (!order.empty() || inputs[0].dim() == 0) return order;
-  if (ask.out) {
-    order = common_order(*ask.out);
+  if (args.out) {
+    order = common_order(*args.out);
     require(
-        !order.empty(), name(ask.collective),
+        !order.empty(), name(args.collective),
         ": the tensors of out must be contiguous, or all dense in the same order of dimensions");
   } else {
     order.resize(inputs[0].dim());
@@ -112,13 +115,13 @@ std::vector<int64_t> agree(const BlockArgs& ask, Tensors& inputs, Rank first) {
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     at::Tensor& t = inputs[i];
     const std::size_t rank = first + i;
-    c10::OptionalStreamGuard as_the_caller;  // who produced it on a stream is read on that stream
-    if (rank < ask.streams.size() && ask.streams[rank])
-      as_the_caller.reset_stream(*ask.streams[rank]);
-    at::Tensor laid = empty_in_order(t.sizes(), order, t.options());
-    check_tensor(laid, AccessMode::write, {name(ask.collective), "a copy of an input"});
-    copy_strided(laid, t);
-    t = std::move(laid);
+    c10::OptionalStreamGuard stream_guard;  // the copy runs on the stream that produced the input
+    if (rank < args.streams.size() && args.streams[rank])
+      stream_guard.reset_stream(*args.streams[rank]);
+    at::Tensor ordered = empty_in_order(t.sizes(), order, t.options());
+    check_tensor(ordered, AccessMode::write, {name(args.collective), "a copy of an input"});
+    copy_strided(ordered, t);
+    t = std::move(ordered);
   }
   return order;
 }
@@ -129,89 +132,94 @@ Sizes times(const Sizes& s, int64_t inner) {
   return result;
 }
 
-void bind_blocks(DtypePlan& part, const Blocks& b, const Parties& all, const Tensors& inputs,
-                 PreparedCall& job, const Frame& frame, bool to_root, bool from_root) {
+void bind_blocks(DtypePlan& part, const Blocks& b, const Participants& ranks, const Tensors& inputs,
+                 PreparedCall& prepared, const DimSplit& split, bool to_root, bool from_root) {
   const std::size_t item = item_bytes(part.dtype);
-  auto at = std::make_unique<Offsets>(part.compiled->plan, times(b.whole, frame.inner),
-                                      std::max<std::size_t>(kAlignBytes / item, 1));
+  auto offsets = std::make_unique<Offsets>(part.compiled->plan, times(b.whole, split.inner),
+                                           std::max<std::size_t>(kAlignBytes / item, 1));
   std::vector<Memory> memory(b.in.size() * kBuffers);
-  auto put = [&](Rank r, Buffer buffer, const at::Tensor& t, const Sizes& blocks) {
-    const int64_t pitch = sum(blocks, job.call) * frame.inner * static_cast<int64_t>(item);
+  auto set_memory = [&](Rank r, Buffer buffer, const at::Tensor& t, const Sizes& blocks) {
+    const int64_t pitch = sum(blocks, prepared.call) * split.inner * static_cast<int64_t>(item);
     memory[r * kBuffers + static_cast<int>(buffer)] = {bytes_of(t), pitch};
   };
-  for (Rank r = 0; r < all.world(); ++r) {
-    at->set(r, Buffer::input, times(b.in[r], frame.inner));
-    at->set(r, Buffer::output, times(b.out[r], frame.inner));
+  for (Rank r = 0; r < ranks.world(); ++r) {
+    offsets->set(r, Buffer::input, times(b.in[r], split.inner));
+    offsets->set(r, Buffer::output, times(b.out[r], split.inner));
   }
   for (std::size_t i = 0; i < inputs.size(); ++i) {
-    const Rank r = from_root ? all.root : static_cast<Rank>(i);
-    put(r, Buffer::input, inputs[i], b.in[r]);
+    const Rank r = from_root ? ranks.root : static_cast<Rank>(i);
+    set_memory(r, Buffer::input, inputs[i], b.in[r]);
   }
-  for (std::size_t i = 0; i < job.results.size(); ++i) {
-    const Rank r = to_root ? all.root : static_cast<Rank>(i);
-    put(r, Buffer::output, job.results[i], b.out[r]);
+  for (std::size_t i = 0; i < prepared.results.size(); ++i) {
+    const Rank r = to_root ? ranks.root : static_cast<Rank>(i);
+    set_memory(r, Buffer::output, prepared.results[i], b.out[r]);
   }
-  cut_host_memory(part.compiled->plan, *at);
-  part.bind(at.get(), std::move(memory), frame.rows, job);
-  part.offsets.push_back(std::move(at));
+  cut_host_memory(part.compiled->plan, *offsets);
+  part.bind(offsets.get(), std::move(memory), split.rows, prepared);
+  part.offsets.push_back(std::move(offsets));
 }
 
-BlockCut cut_of(const BlockArgs& ask, const Tensors& inputs, const Parties& all, int64_t dim) {
-  BlockCut cut{ask.collective, {}, all.world(), all.outputs, all.root, ask.dim, ask.sizes};
+BlockCut cut_of(const BlockArgs& args, const Tensors& inputs, const Participants& ranks,
+                int64_t dim) {
+  BlockCut cut{args.collective, {}, ranks.world(), ranks.outputs, ranks.root, args.dim, args.sizes};
   for (const at::Tensor& t : inputs) cut.lengths.push_back(t.size(dim));
   return cut;
 }
 
-std::vector<Wanted> results_of(const BlockArgs& ask, const Tensors& inputs, const Parties& all,
-                               const Blocks& b, int64_t dim) {
-  std::vector<Wanted> wanted;
-  for (int i = 0; i < all.outputs; ++i) {
-    const Rank r = ask.collective == Collective::gather ? all.root : i;
-    wanted.push_back({inputs[0].sizes().vec(), all.devices[r]});
-    wanted.back().sizes[dim] = sum(b.out[r], name(ask.collective));
+std::vector<ResultSpec> result_specs(const BlockArgs& args, const Tensors& inputs,
+                                     const Participants& ranks, const Blocks& b, int64_t dim) {
+  std::vector<ResultSpec> specs;
+  for (int i = 0; i < ranks.outputs; ++i) {
+    const Rank r = args.collective == Collective::gather ? ranks.root : i;
+    specs.push_back({inputs[0].sizes().vec(), ranks.devices[r]});
+    specs.back().sizes[dim] = sum(b.out[r], name(args.collective));
   }
-  return wanted;
+  return specs;
 }
 
 }  // namespace
 
-PreparedCall block_collective(const BlockArgs& ask, Tensors inputs) {
-  const char* call = name(ask.collective);
-  const bool to_root = ask.collective == Collective::gather,
-             from_root = ask.collective == Collective::scatter;
+PreparedCall block_collective(const BlockArgs& args, Tensors inputs) {
+  const char* call = name(args.collective);
+  const bool to_root = args.collective == Collective::gather,
+             from_root = args.collective == Collective::scatter;
   require(!inputs.empty(), call, ": tensors is empty; pass one tensor per rank");
-  require(!from_root || !ask.devices.empty(), call, ": devices is empty; name one device per rank");
-  const Label first = label(ask, inputs_name(ask), 0);
+  require(!from_root || !args.devices.empty(), call,
+          ": devices is empty; name one device per rank");
+  const Label first = label(args, inputs_name(args), 0);
   check_tensor(inputs[0], AccessMode::read, first);
-  const int64_t dim = check_dim(inputs[0], ask.dim, first);
-  const DType dtype = check_inputs(ask, inputs, dim);
-  const Parties all = parties_of(ask, inputs);
-  const Blocks blocks = blocks_of(cut_of(ask, inputs, all, dim));
-  const std::vector<Wanted> wanted = results_of(ask, inputs, all, blocks, dim);
-  if (ask.out) check_outputs(ask, inputs, wanted);
+  const int64_t dim = check_dim(inputs[0], args.dim, first);
+  const DType dtype = check_inputs(args, inputs, dim);
+  const Participants ranks = participants_of(args, inputs);
+  const Blocks blocks = blocks_of(cut_of(args, inputs, ranks, dim));
+  const std::vector<ResultSpec> specs = result_specs(args, inputs, ranks, blocks, dim);
+  if (args.out) check_outputs(args, inputs, specs);
   std::size_t bytes = 0;
   for (const at::Tensor& t : inputs) bytes = std::max<std::size_t>(bytes, t.nbytes());
-  PreparedCall job{
-      .call = call, .devices = all.devices, .streams = ask.streams, .peer_access = ask.peer_access};
-  DtypePlan part = make_dtype_plan({ask.collective, all.world(), bytes, dtype, false},
-                                   ask.algorithm, all.root, ask.op, job);
-  if (!job.streams.empty()) job.streams.resize(all.devices.size());
-  const std::vector<int64_t> order = agree(ask, inputs, from_root ? all.root : 0);
-  if (ask.out) job.results = *ask.out;
-  for (const Wanted& w : wanted) {
-    if (ask.out) break;
-    job.results.push_back(empty_in_order(w.sizes, order, inputs[0].options().device(w.device)));
-    check_tensor(job.results.back(), AccessMode::write, {call, "a result"});
+  PreparedCall prepared{.call = call,
+                        .devices = ranks.devices,
+                        .streams = args.streams,
+                        .peer_access = args.peer_access};
+  DtypePlan part = make_dtype_plan({args.collective, ranks.world(), bytes, dtype, false},
+                                   args.algorithm, ranks.root, args.op, prepared);
+  if (!prepared.streams.empty()) prepared.streams.resize(ranks.devices.size());
+  const std::vector<int64_t> order = to_common_order(args, inputs, from_root ? ranks.root : 0);
+  if (args.out) prepared.results = *args.out;
+  for (const ResultSpec& w : specs) {
+    if (args.out) break;
+    prepared.results.push_back(
+        empty_in_order(w.sizes, order, inputs[0].options().device(w.device)));
+    check_tensor(prepared.results.back(), AccessMode::write, {call, "a result"});
   }
-  const Frame frame(inputs[0], order, dim);
-  if (frame.rows > 0 && frame.inner > 0 && bytes > 0) {
-    bind_blocks(part, blocks, all, inputs, job, frame, to_root, from_root);
-    job.parts.push_back(std::move(part));
-    job.bytes = bytes;
+  const DimSplit split(inputs[0], order, dim);
+  if (split.rows > 0 && split.inner > 0 && bytes > 0) {
+    bind_blocks(part, blocks, ranks, inputs, prepared, split, to_root, from_root);
+    prepared.parts.push_back(std::move(part));
+    prepared.bytes = bytes;
   }
-  if (ask.out) job.written = job.results;
-  job.held.insert(job.held.end(), inputs.begin(), inputs.end());
-  return job;
+  if (args.out) prepared.written = prepared.results;
+  prepared.held.insert(prepared.held.end(), inputs.begin(), inputs.end());
+  return prepared;
 }
 
 }  // namespace pycollect

@@ -1,5 +1,5 @@
-// Who sends which block to whom, along one dimension: all that the collectives that cut and join
-// differ in. Sizes only; no tensors.
+// Block sizes of the collectives that split and concatenate along a dimension: which rank sends
+// which block to which rank, in which alone these collectives differ. Contains no tensors.
 #pragma once
 #include <optional>
 
@@ -11,25 +11,27 @@ namespace pycollect {
 // Elements along the dimension, [rank][block], in the input and in the output of every rank.
 struct Blocks {
   std::vector<Sizes> in, out;
-  Sizes whole;  // the cut that every buffer is a part of: where scratch lies
+  Sizes whole;  // all blocks: inputs and outputs have some or all of them; scratch is cut like them
 };
 
 struct BlockCut {
   Collective collective;
-  std::vector<int64_t>
-      lengths;  // of the inputs, in rank order; scatter has one, reduce_scatter W alike
-  int world;    // with ...
-  int outputs;  // ... ranks behind these that only are the root of scatter or gather
+  // Sizes of the inputs along the dimension, in rank order: one for scatter, and the same one
+  // `world` times for reduce_scatter.
+  std::vector<int64_t> lengths;
+  int world;    // number of ranks, including a root that is only the root of scatter or gather
+  int outputs;  // number of outputs
   Rank root = 0;
-  int64_t dim = 0;                                              // for messages
-  std::optional<std::vector<std::vector<int64_t>>> sizes = {};  // the caller's, [rank][block]
+  int64_t dim = 0;  // for error messages
+  // Block sizes from the caller: [rank][block], or one list for all ranks.
+  std::optional<std::vector<std::vector<int64_t>>> sizes = {};
 };
 
-// Cuts as torch.tensor_split where the caller gives no sizes. Throws ValueError for sizes that do
-// not fit.
+// Returns the caller's blocks, or those of torch.tensor_split if `sizes` is empty. Throws
+// ValueError if the caller's sizes do not fit the lengths.
 Blocks blocks_of(const BlockCut& cut);
 
-// Throws ValueError for a sum beyond 64 bits.
+// Returns the sum of the sizes. Throws ValueError if it does not fit 64 bits.
 int64_t sum(const Sizes& sizes, const char* call);
 
 }  // namespace pycollect

@@ -1,4 +1,5 @@
-// The list collectives: arguments in, a job out. Nothing has moved when one of these throws.
+// Collectives on lists of tensors: each function checks its arguments, chooses a plan and returns a
+// PreparedCall. None of the caller's tensors has changed if one of them throws.
 #pragma once
 #include <optional>
 #include <string_view>
@@ -8,40 +9,41 @@
 
 namespace pycollect {
 
-// all_reduce, reduce and broadcast, of one tensor a rank or of many.
+// all_reduce, reduce and broadcast, of one tensor per rank or of many.
 struct InPlaceArgs {
   Collective collective;
-  const char* call;
+  const char* call;  // name of the Python function, for error messages and profiles
   ReduceOp op = ReduceOp::sum;
   int64_t root = 0;
-  const char* root_name = "dst";
+  const char* root_name = "dst";  // the argument's name, for error messages
   std::string_view algorithm = {};
-  bool peer_access = true;  // may a GPU read and write another's memory?
+  bool peer_access = true;  // whether GPUs may access each other's memory
 };
-// What becomes of a rank's tensor: broadcast only reads its source, reduce all but its destination.
-AccessMode access_of(const InPlaceArgs& ask, int64_t rank);
-PreparedCall in_place(const InPlaceArgs& ask, TensorGrid tensors);
+// How the call accesses a rank's tensors: broadcast only reads those of the root, and reduce writes
+// only those of the root.
+AccessMode access_of(const InPlaceArgs& args, int64_t rank);
+PreparedCall in_place(const InPlaceArgs& args, TensorGrid tensors);
 
-// all_gather, reduce_scatter, all_to_all, scatter and gather: blocks along a dimension.
+// all_gather, reduce_scatter, all_to_all, scatter and gather, which move blocks along a dimension.
 struct BlockArgs {
   Collective collective;
   ReduceOp op = ReduceOp::sum;
   int64_t dim = 0;
   std::string_view algorithm = {};
-  std::optional<std::vector<std::vector<int64_t>>> sizes =
-      {};  // [rank][block]; default: as torch.tensor_split
+  // Block sizes: [rank][block], or one list for all ranks. Default: as torch.tensor_split.
+  std::optional<std::vector<std::vector<int64_t>>> sizes = {};
   std::optional<Tensors> out = {};
-  std::vector<at::Device> devices =
-      {};                // scatter: of the ranks; gather: of the result, if not the first's
-  Streams streams = {};  // [rank], where the caller named them
+  // scatter: the ranks' devices. gather: the result's device; default: that of the first input.
+  std::vector<at::Device> devices = {};
+  Streams streams = {};  // [rank]; none: the device's current stream
   bool peer_access = true;
 };
-PreparedCall block_collective(const BlockArgs& ask, Tensors inputs);
+PreparedCall block_collective(const BlockArgs& args, Tensors inputs);
 
-// A copy of every tensor for every rank; results are [index * world + rank].
+// Copies every tensor to every rank; results are [index * world + rank].
 PreparedCall replicate(Tensors tensors, const std::vector<at::Device>& devices, bool peer_access);
 
-// One tensor into another of the same shape and dtype, whatever their layouts.
+// Copies a tensor into another one of the same shape and dtype. Their layouts may differ.
 PreparedCall copy(const at::Tensor& dst, const at::Tensor& src, bool peer_access);
 
 }  // namespace pycollect

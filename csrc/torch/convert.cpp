@@ -9,8 +9,8 @@
 namespace pycollect {
 namespace {
 
-// A list or tuple as it is, any other sequence as a list. A tensor or an array is a sequence too,
-// of its rows, which is never what was meant.
+// Returns a list or a tuple as it is, and any other sequence as a list. Refuses tensors and arrays,
+// which are sequences of their rows: a caller never means those.
 py::object items_of(py::handle list, const Label& label) {
   if (PyList_CheckExact(list.ptr()) || PyTuple_CheckExact(list.ptr())) [[likely]]
     return py::reinterpret_borrow<py::object>(list);
@@ -26,7 +26,8 @@ py::handle item_of(const py::object& items, std::size_t i) {
   return PySequence_Fast_GET_ITEM(items.ptr(), i);
 }
 
-// What __index__ gives, or nothing: a tensor or an array says so late that it is no int.
+// Returns the result of __index__, or null if the object is not an integer: tensors and arrays have
+// __index__, but raise TypeError when it is called on other than one integer.
 py::object index_of(py::handle number) {
   const bool is_flag =
       PyBool_Check(number.ptr()) || (THPVariable_Check(number.ptr()) &&
@@ -40,25 +41,25 @@ py::object index_of(py::handle number) {
 
 }  // namespace
 
-at::Tensor tensor_from(py::handle item, AccessMode use, const Label& label) {
+at::Tensor tensor_from(py::handle item, AccessMode access, const Label& label) {
   if (THPVariable_Check(item.ptr())) [[likely]]
     return THPVariable_Unpack(item.ptr());
   const py::object as_tensor = py::module_::import("pycollect.interop").attr("as_tensor");
   const std::string where = text(label.call, ": ", label);
-  return as_tensor(item, use == AccessMode::write, where).cast<at::Tensor>();
+  return as_tensor(item, access == AccessMode::write, where).cast<at::Tensor>();
 }
 
-Tensors tensors_from(py::handle list, UseOf use, const char* call, const char* name) {
+Tensors tensors_from(py::handle list, AccessOf access, const char* call, const char* name) {
   const py::object items = items_of(list, {call, name});
   Tensors tensors;
   tensors.reserve(size_of(items));
   for (std::size_t i = 0; i < size_of(items); ++i)
-    tensors.push_back(tensor_from(item_of(items, i), use(static_cast<int>(i)),
+    tensors.push_back(tensor_from(item_of(items, i), access(static_cast<int>(i)),
                                   {call, name, static_cast<int>(i)}));
   return tensors;
 }
 
-TensorGrid grid_from(py::handle lists, UseOf use, const char* call) {
+TensorGrid grid_from(py::handle lists, AccessOf access, const char* call) {
   constexpr const char* kName = "tensor_lists";
   const py::object ranks = items_of(lists, {call, kName});
   TensorGrid grid{{}, static_cast<int>(size_of(ranks)), kName, true};
@@ -67,10 +68,10 @@ TensorGrid grid_from(py::handle lists, UseOf use, const char* call) {
     const py::object items = items_of(item_of(ranks, r), {call, kName, r});
     if (r == 0) width = size_of(items), grid.flat.resize(width * grid.world);
     require(size_of(items) == width, call, ": ", kName, "[", r, "] has ", size_of(items),
-            " tensors and ", kName, "[0] has ", width, "; all ranks must have as many");
+            " tensors and ", kName, "[0] has ", width, "; all ranks must have the same number");
     for (std::size_t i = 0; i < width; ++i)
       grid.flat[i * grid.world + r] =
-          tensor_from(item_of(items, i), use(r), grid.label(call, i, r));
+          tensor_from(item_of(items, i), access(r), grid.label(call, i, r));
   }
   return grid;
 }
@@ -105,36 +106,37 @@ bool flag_from(py::handle flag, const char* call, const char* name) {
   if (flag.ptr() == Py_True) return true;
   if (flag.ptr() == Py_False) [[likely]]
     return false;
-  py::detail::make_caster<bool> numpys;  // what NumPy's comparisons give
-  require_type(numpys.load(flag, false), call, ": ", name, " is a ", Py_TYPE(flag.ptr())->tp_name,
-               "; pass True or False");
-  return py::detail::cast_op<bool>(numpys);
+  py::detail::make_caster<bool> numpy_bool;  // the result of NumPy's comparisons
+  require_type(numpy_bool.load(flag, false), call, ": ", name, " is a ",
+               Py_TYPE(flag.ptr())->tp_name, "; pass True or False");
+  return py::detail::cast_op<bool>(numpy_bool);
 }
 
-std::string_view word_from(py::handle word, const char* call, const char* name, const char* hint) {
-  require_type(PyUnicode_Check(word.ptr()), call, ": ", name, " is a ",
-               Py_TYPE(word.ptr())->tp_name, "; pass ", hint);
+std::string_view string_from(py::handle string, const char* call, const char* name,
+                             const char* hint) {
+  require_type(PyUnicode_Check(string.ptr()), call, ": ", name, " is a ",
+               Py_TYPE(string.ptr())->tp_name, "; pass ", hint);
   Py_ssize_t length = 0;
-  const char* data = PyUnicode_AsUTF8AndSize(word.ptr(), &length);
-  if (data == nullptr) PyErr_Clear();  // half of a character, which no name has
-  require(data != nullptr, call, ": ", name, " is no text that UTF-8 could hold; pass ", hint);
+  const char* data = PyUnicode_AsUTF8AndSize(string.ptr(), &length);
+  if (data == nullptr) PyErr_Clear();  // the string has a lone surrogate
+  require(data != nullptr, call, ": ", name, " cannot be encoded as UTF-8; pass ", hint);
   return {data, static_cast<std::size_t>(length)};
 }
 
 ReduceOp op_from(py::handle op, const char* call) {
   constexpr const char* kHint = "a name such as 'sum' or a torch.distributed.ReduceOp";
   if (PyUnicode_Check(op.ptr())) [[likely]]
-    return op_named(word_from(op, call, "op", kHint), call);
+    return op_named(string_from(op, call, "op", kHint), call);
   const py::object name = py::module_::import("pycollect.interop").attr("op_name")(op, call);
-  return op_named(word_from(name, call, "op", kHint), call);
+  return op_named(string_from(name, call, "op", kHint), call);
 }
 
 std::string_view algorithm_from(py::handle name, const char* call) {
   if (name.is_none()) return {};
   constexpr const char* kHint = "a name out of pycollect.algorithms(), or None";
-  const std::string_view word = word_from(name, call, "algorithm", kHint);
-  require(!word.empty(), call, ": algorithm is ''; pass ", kHint);
-  return word;
+  const std::string_view algorithm = string_from(name, call, "algorithm", kHint);
+  require(!algorithm.empty(), call, ": algorithm is ''; pass ", kHint);
+  return algorithm;
 }
 
 Streams streams_from(py::handle streams, const std::vector<at::Device>& devices, const char* call) {
@@ -148,13 +150,14 @@ Streams streams_from(py::handle streams, const std::vector<at::Device>& devices,
     result.emplace_back();
     if (item.is_none()) continue;
     require(!devices[i].is_cpu(), call, ": streams[", i,
-            "] belongs to a CPU tensor, which has none; pass None for it");
+            "] belongs to a CPU tensor, which has no stream; pass None for it");
     require_type(py::hasattr(item, "stream_id") && py::hasattr(item, "device_index"), call,
                  ": streams[", i, "] is a ", Py_TYPE(item.ptr())->tp_name,
                  "; pass a torch.cuda.Stream or None");
     const auto index = item.attr("device_index").cast<c10::DeviceIndex>();
     require(index == devices[i].index(), call, ": streams[", i,
-            "] is of cuda:", static_cast<int>(index), " and the tensor on ", devices[i]);
+            "] is a stream of cuda:", static_cast<int>(index), ", but the rank's tensor is on ",
+            devices[i], "; pass a stream of that device");
     result.back() = c10::Stream::unpack3(item.attr("stream_id").cast<c10::StreamId>(), index,
                                          devices[i].type());
   }

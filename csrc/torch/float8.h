@@ -4,7 +4,8 @@
 
 namespace pycollect {
 
-// Converts an overflow, infinity and NaN with torch, once in a process.
+// Returns the results of converting an overflow, infinity and NaN with torch, which is done once
+// per process.
 const Float8Rounding& float8_rounding();
 
 }  // namespace pycollect

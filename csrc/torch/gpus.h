@@ -1,5 +1,5 @@
-// What this room asks of GPUs. cuda/gpus.cpp answers in builds with CUDA, no_cuda.cpp in all
-// others, so that no caller has to know which one it is in.
+// Functions that need GPUs. cuda/gpus.cpp and cuda/reachability.cpp implement them in builds with
+// CUDA, and no_cuda.cpp in all others, so that callers do not depend on the kind of build.
 #pragma once
 #include <memory>
 #include <string>
@@ -12,40 +12,40 @@ namespace pycollect {
 using DeviceList = std::vector<at::Device>;
 
 bool has_cuda();
-bool serves(const at::Device& device);
+bool supports(const at::Device& device);
 
-// How ranks on these devices reach each other. Without `peer_access` no GPU reaches another.
+// Returns how ranks on these devices reach each other's memory. Without `peer_access` no GPU
+// reaches another GPU's memory.
 Topology topology_of(const DeviceList& devices, bool peer_access);
 
-// The plan for ranks on these devices, with copies through the host where they do not reach each
-// other.
-std::shared_ptr<const Compiled> compiled_for(const Choice& choice, const CallKey& situation,
-                                             Rank root, const DeviceList& devices,
-                                             bool peer_access);
+// Returns the compiled plan for ranks on these devices, with copies through the host between those
+// that do not reach each other's memory.
+std::shared_ptr<const Compiled> compiled_for(const Choice& choice, const CallKey& key, Rank root,
+                                             const DeviceList& devices, bool peer_access);
 
-// New memory for a rank; `pinned` is the host's, for copies from and to a device. What is made
-// while the device's current stream is under capture belongs to the graph.
+// Allocate memory of a rank on its GPU, or pinned host memory for copies from and to a GPU. Memory
+// that is allocated while the device's current stream is being captured belongs to the graph.
 at::Tensor new_bytes_on_gpu(int64_t bytes, at::Device device);
 at::Tensor new_pinned_bytes(int64_t bytes, at::Device device);
 
-// Is this address in host memory that no GPU should touch? Not asked of memory of zero bytes.
+// Returns true if the address is in pageable host memory. Not defined for memory of zero bytes.
 bool is_pageable(const void* address);
 
-// What is known of one GPU's access to another's memory.
+// Peer access of a pair of GPUs, as the driver reports it and as the test found it.
 struct PeerReport {
   static constexpr int kUnknownRank = -1;
-  bool asked = false;       // what the driver says
-  std::string defect = {};  // what went wrong when it was tried; empty for who need not be
-  int rank = kUnknownRank;  // of the link's speed, 0 being the fastest that there is here
+  bool reported = false;    // the driver reports peer access
+  std::string defect = {};  // why the test failed; empty if it passed, or was not needed
+  int performance_rank = kUnknownRank;  // CUDA's rank of the link's speed; 0 is the fastest
 };
 PeerReport report_peer_access(int from, int to);
 
-// Issues a job with at least one rank on a GPU, behind what is on its streams and before what
-// follows.
-void run_on_gpus(const PreparedCall& job);
+// Enqueues a call with at least one rank on a GPU on the ranks' streams, after earlier work on them
+// and before later work.
+void run_on_gpus(const PreparedCall& prepared);
 
-// Like run_on_gpus(), on streams of its own: the callers' streams do not wait for the job until
-// wait() of the returned work.
-std::shared_ptr<Work> enqueue_on_gpus(PreparedCall job);
+// Like run_on_gpus(), but on side streams: the callers' streams wait for the call only in wait() of
+// the returned work.
+std::shared_ptr<Work> enqueue_on_gpus(PreparedCall prepared);
 
 }  // namespace pycollect

@@ -8,10 +8,10 @@
 namespace pycollect {
 namespace {
 
-// A core copies this in some 10 us, several times what it takes to wake one.
+// A core copies this in about 10 us, several times the time it takes to wake a thread.
 constexpr int64_t kGrainBytes = 128 * 1024;
 
-void copy_line(std::byte* dst, const std::byte* src, int64_t bytes) {
+void copy_row(std::byte* dst, const std::byte* src, int64_t bytes) {
   threads()(bytes, kGrainBytes, [&](int64_t begin, int64_t end) {
     std::memcpy(dst + begin, src + begin, static_cast<std::size_t>(end - begin));
   });
@@ -19,12 +19,12 @@ void copy_line(std::byte* dst, const std::byte* src, int64_t bytes) {
 
 }  // namespace
 
-// Long lines are shared out by bytes, many short ones by lines.
+// Divides long rows among the threads by bytes, and many short rows by rows.
 void copy_on_host(const cuda::CopyRect& r) {
   const auto bytes = static_cast<int64_t>(r.bytes), rows = static_cast<int64_t>(r.rows);
   if (rows == 1 || bytes >= kGrainBytes) {
     for (int64_t row = 0; row < rows; ++row)
-      copy_line(r.dst + row * r.dst_pitch, r.src + row * r.src_pitch, bytes);
+      copy_row(r.dst + row * r.dst_pitch, r.src + row * r.src_pitch, bytes);
     return;
   }
   const int64_t grain = std::max<int64_t>(kGrainBytes / std::max<int64_t>(bytes, 1), 1);

@@ -12,7 +12,8 @@ struct Dim {
   int64_t size, stride;
 };
 
-// Outermost first, without dimensions of one element, neighbours merged where they are one run.
+// Returns the dimensions, outermost first, without those of one element. Adjacent dimensions with a
+// common stride are merged.
 std::vector<Dim> merged(const at::Tensor& t) {
   std::vector<Dim> dims;
   for (int64_t d = 0; d < t.dim(); ++d)
@@ -34,16 +35,16 @@ std::vector<Rectangle> rectangles(const at::Tensor& t) {
   if (t.numel() == 0) return {};
   if (t.is_non_overlapping_and_dense()) return {{.count = t.numel()}};
   std::vector<Dim> dims = merged(t);
-  Rectangle one{.count = 1};
-  if (!dims.empty() && dims.back().stride == 1) one.count = dims.back().size, dims.pop_back();
+  Rectangle first{.count = 1};
+  if (!dims.empty() && dims.back().stride == 1) first.count = dims.back().size, dims.pop_back();
   if (!dims.empty()) {  // the longest remaining dimension becomes the rows
     const auto longest =
         std::max_element(dims.begin(), dims.end(), [](Dim a, Dim b) { return a.size < b.size; });
-    one.rows = longest->size, one.pitch = longest->stride;
+    first.rows = longest->size, first.pitch = longest->stride;
     dims.erase(longest);
   }
-  std::vector<Rectangle> all{one};
-  for (Dim d : dims) {  // and every other one repeats what there is
+  std::vector<Rectangle> all{first};
+  for (Dim d : dims) {  // every other dimension repeats the rectangles found so far
     const std::size_t known = all.size();
     for (int64_t i = 1; i < d.size; ++i)
       for (std::size_t k = 0; k < known; ++k) {
@@ -72,14 +73,14 @@ std::vector<int64_t> common_order(std::span<const at::Tensor> tensors) {
 
 at::Tensor empty_in_order(at::IntArrayRef sizes, std::span<const int64_t> order,
                           const at::TensorOptions& options) {
-  std::vector<int64_t> laid(sizes.size()), inverse(sizes.size());
+  std::vector<int64_t> ordered(sizes.size()), inverse(sizes.size());
   for (std::size_t i = 0; i < sizes.size(); ++i)
-    laid[i] = sizes[order[i]], inverse[order[i]] = static_cast<int64_t>(i);
-  at::Tensor t = at::empty(laid, options);
+    ordered[i] = sizes[order[i]], inverse[order[i]] = static_cast<int64_t>(i);
+  at::Tensor t = at::empty(ordered, options);
   return std::is_sorted(order.begin(), order.end()) ? t : t.permute(inverse);
 }
 
-Frame::Frame(const at::Tensor& t, std::span<const int64_t> order, int64_t dim) {
+DimSplit::DimSplit(const at::Tensor& t, std::span<const int64_t> order, int64_t dim) {
   bool outside = true;
   for (int64_t d : order) {
     if (d == dim)

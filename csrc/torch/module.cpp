@@ -1,6 +1,6 @@
-// pycollect._C: thin functions that take Python's objects apart and hand jobs to the executor.
-// Called by pycollect/collectives.py alone, always with every argument, so there are no defaults
-// here.
+// The module pycollect._C: thin functions that convert Python's arguments, prepare a call and run
+// it. pycollect/collectives.py and pycollect/exchange.py always pass all arguments, so there are no
+// defaults here.
 #include "../plan/error.h"
 #include "bind_distributed.h"
 #include "bind_machine.h"
@@ -13,56 +13,58 @@
 namespace pycollect {
 namespace {
 
-using Args = const py::handle&;
+using Arg = const py::handle&;
 
-// A call that moves less than this is over before another thread could have taken the interpreter.
+// Calls that move at most this keep the GIL: they end before another thread could take it.
 constexpr std::size_t kKeepGilBytes = 16 * 1024;
 
-bool peer_access_from(Args flag, const char* call) { return flag_from(flag, call, "peer_access"); }
+bool peer_access_from(Arg flag, const char* call) { return flag_from(flag, call, "peer_access"); }
 
 py::object as_list(const Tensors& tensors) { return py::cast(tensors); }
 
-py::object finish(PreparedCall job, Args async_op) {
-  const bool later = flag_from(async_op, job.call, "async_op");
-  job.commit();
-  if (later) {
+py::object run_or_enqueue(PreparedCall prepared, Arg async_op) {
+  const bool async = flag_from(async_op, prepared.call, "async_op");
+  prepared.commit();
+  if (async) {
     std::shared_ptr<Work> work;
     {
-      // What is issued to GPUs may have to wait for pageable memory of the ranks on the host.
-      std::optional<py::gil_scoped_release> free;
-      if (job.on_gpus() && job.bytes > kKeepGilBytes) free.emplace();
-      work = enqueue(std::move(job));
+      // Enqueuing on GPUs may have to wait for copies of pageable host memory.
+      std::optional<py::gil_scoped_release> no_gil;
+      if (prepared.on_gpus() && prepared.bytes > kKeepGilBytes) no_gil.emplace();
+      work = enqueue(std::move(prepared));
     }
     return py::cast(work);
   }
   {
-    std::optional<py::gil_scoped_release> free;
-    if (job.bytes > kKeepGilBytes || busy()) free.emplace();
+    std::optional<py::gil_scoped_release> no_gil;
+    if (prepared.bytes > kKeepGilBytes || busy()) no_gil.emplace();
     drain();
-    job.run();
+    prepared.run();
   }
-  return job.results.empty() ? py::none() : as_list(job.results);
+  return prepared.results.empty() ? py::none() : as_list(prepared.results);
 }
 
-py::object finish(PreparedCall job, Args async_op, Args streams, const char* call) {
-  const bool nothing = job.devices.empty();  // lists without tensors: there is nothing to order
-  if (!streams.is_none() && !nothing) job.streams = streams_from(streams, job.devices, call);
-  return finish(std::move(job), async_op);
+py::object run_or_enqueue(PreparedCall prepared, Arg async_op, Arg streams, const char* call) {
+  const bool has_tensors = !prepared.devices.empty();  // false for lists without tensors
+  if (!streams.is_none() && has_tensors)
+    prepared.streams = streams_from(streams, prepared.devices, call);
+  return run_or_enqueue(std::move(prepared), async_op);
 }
 
-py::object in_place(const InPlaceArgs& ask, py::handle tensors, Args async_op, py::handle streams) {
-  Tensors list = tensors_from(tensors, [&](int rank) { return access_of(ask, rank); }, ask.call);
+py::object in_place(const InPlaceArgs& args, py::handle tensors, Arg async_op, py::handle streams) {
+  Tensors list = tensors_from(tensors, [&](int rank) { return access_of(args, rank); }, args.call);
   const int world = static_cast<int>(list.size());
-  return finish(pycollect::in_place(ask, {std::move(list), world}), async_op, streams, ask.call);
+  return run_or_enqueue(pycollect::in_place(args, {std::move(list), world}), async_op, streams,
+                        args.call);
 }
 
-py::object coalesced(const InPlaceArgs& ask, py::handle lists, Args async_op, py::handle streams) {
-  TensorGrid grid = grid_from(lists, [&](int rank) { return access_of(ask, rank); }, ask.call);
-  return finish(pycollect::in_place(ask, std::move(grid)), async_op, streams, ask.call);
+py::object coalesced(const InPlaceArgs& args, py::handle lists, Arg async_op, py::handle streams) {
+  TensorGrid grid = grid_from(lists, [&](int rank) { return access_of(args, rank); }, args.call);
+  return run_or_enqueue(pycollect::in_place(args, std::move(grid)), async_op, streams, args.call);
 }
 
-py::object all_reduce(Args tensors, Args op, Args algorithm, Args async_op, Args streams,
-                      Args peer_access) {
+py::object all_reduce(Arg tensors, Arg op, Arg algorithm, Arg async_op, Arg streams,
+                      Arg peer_access) {
   constexpr const char* kCall = "all_reduce";
   return in_place({.collective = Collective::all_reduce,
                    .call = kCall,
@@ -72,8 +74,8 @@ py::object all_reduce(Args tensors, Args op, Args algorithm, Args async_op, Args
                   tensors, async_op, streams);
 }
 
-py::object all_reduce_coalesced(Args lists, Args op, Args algorithm, Args async_op, Args streams,
-                                Args peer_access) {
+py::object all_reduce_coalesced(Arg lists, Arg op, Arg algorithm, Arg async_op, Arg streams,
+                                Arg peer_access) {
   constexpr const char* kCall = "all_reduce_coalesced";
   return coalesced({.collective = Collective::all_reduce,
                     .call = kCall,
@@ -83,8 +85,8 @@ py::object all_reduce_coalesced(Args lists, Args op, Args algorithm, Args async_
                    lists, async_op, streams);
 }
 
-py::object reduce(Args tensors, Args dst, Args op, Args algorithm, Args async_op, Args streams,
-                  Args peer_access) {
+py::object reduce(Arg tensors, Arg dst, Arg op, Arg algorithm, Arg async_op, Arg streams,
+                  Arg peer_access) {
   constexpr const char* kCall = "reduce";
   return in_place({.collective = Collective::reduce,
                    .call = kCall,
@@ -95,7 +97,7 @@ py::object reduce(Args tensors, Args dst, Args op, Args algorithm, Args async_op
                   tensors, async_op, streams);
 }
 
-InPlaceArgs broadcast_of(Args src, Args algorithm, Args peer_access, const char* call) {
+InPlaceArgs broadcast_of(Arg src, Arg algorithm, Arg peer_access, const char* call) {
   return {.collective = Collective::broadcast,
           .call = call,
           .root = int_from(src, call, "src"),
@@ -103,55 +105,54 @@ InPlaceArgs broadcast_of(Args src, Args algorithm, Args peer_access, const char*
           .algorithm = algorithm_from(algorithm, call),
           .peer_access = peer_access_from(peer_access, call)};
 }
-py::object broadcast(Args tensors, Args src, Args algorithm, Args async_op, Args streams,
-                     Args peer_access) {
+py::object broadcast(Arg tensors, Arg src, Arg algorithm, Arg async_op, Arg streams,
+                     Arg peer_access) {
   return in_place(broadcast_of(src, algorithm, peer_access, "broadcast"), tensors, async_op,
                   streams);
 }
-py::object broadcast_coalesced(Args lists, Args src, Args async_op, Args streams,
-                               Args peer_access) {
+py::object broadcast_coalesced(Arg lists, Arg src, Arg async_op, Arg streams, Arg peer_access) {
   return coalesced(broadcast_of(src, py::none(), peer_access, "broadcast_coalesced"), lists,
                    async_op, streams);
 }
 
-std::optional<Tensors> out_from(Args out, const char* call) {
+std::optional<Tensors> out_from(Arg out, const char* call) {
   if (out.is_none()) return std::nullopt;
-  return tensors_from(out, written, call, "out");
+  return tensors_from(out, write_access, call, "out");
 }
 
-py::object exchanged(BlockArgs ask, Args tensors, Args async_op, Args streams) {
-  const char* call = name(ask.collective);
-  Tensors inputs = tensors_from(tensors, only_read, call);
+py::object run_blocks(BlockArgs args, Arg tensors, Arg async_op, Arg streams) {
+  const char* call = name(args.collective);
+  Tensors inputs = tensors_from(tensors, read_access, call);
   DeviceList ranks;
   for (const at::Tensor& t : inputs) ranks.push_back(t.device());
-  ask.streams = streams_from(streams, ranks, call);
-  return finish(block_collective(ask, std::move(inputs)), async_op);
+  args.streams = streams_from(streams, ranks, call);
+  return run_or_enqueue(block_collective(args, std::move(inputs)), async_op);
 }
 
-py::object all_gather(Args tensors, Args dim, Args algorithm, Args out, Args async_op, Args streams,
-                      Args peer_access) {
+py::object all_gather(Arg tensors, Arg dim, Arg algorithm, Arg out, Arg async_op, Arg streams,
+                      Arg peer_access) {
   constexpr const char* kCall = "all_gather";
-  return exchanged({.collective = Collective::all_gather,
-                    .dim = int_from(dim, kCall, "dim"),
-                    .algorithm = algorithm_from(algorithm, kCall),
-                    .out = out_from(out, kCall),
-                    .peer_access = peer_access_from(peer_access, kCall)},
-                   tensors, async_op, streams);
+  return run_blocks({.collective = Collective::all_gather,
+                     .dim = int_from(dim, kCall, "dim"),
+                     .algorithm = algorithm_from(algorithm, kCall),
+                     .out = out_from(out, kCall),
+                     .peer_access = peer_access_from(peer_access, kCall)},
+                    tensors, async_op, streams);
 }
 
-py::object reduce_scatter(Args tensors, Args op, Args dim, Args algorithm, Args out, Args async_op,
-                          Args streams, Args peer_access) {
+py::object reduce_scatter(Arg tensors, Arg op, Arg dim, Arg algorithm, Arg out, Arg async_op,
+                          Arg streams, Arg peer_access) {
   constexpr const char* kCall = "reduce_scatter";
-  return exchanged({.collective = Collective::reduce_scatter,
-                    .op = op_from(op, kCall),
-                    .dim = int_from(dim, kCall, "dim"),
-                    .algorithm = algorithm_from(algorithm, kCall),
-                    .out = out_from(out, kCall),
-                    .peer_access = peer_access_from(peer_access, kCall)},
-                   tensors, async_op, streams);
+  return run_blocks({.collective = Collective::reduce_scatter,
+                     .op = op_from(op, kCall),
+                     .dim = int_from(dim, kCall, "dim"),
+                     .algorithm = algorithm_from(algorithm, kCall),
+                     .out = out_from(out, kCall),
+                     .peer_access = peer_access_from(peer_access, kCall)},
+                    tensors, async_op, streams);
 }
 
-// A size per block, of one rank.
+// Converts the block sizes of one rank.
 std::vector<int64_t> sizes_from(py::handle sizes, const char* call, const char* name) {
   require_type(PySequence_Check(sizes.ptr()) && !PyUnicode_Check(sizes.ptr()), call, ": ", name,
                " is a ", Py_TYPE(sizes.ptr())->tp_name, "; pass a list of ints");
@@ -160,8 +161,8 @@ std::vector<int64_t> sizes_from(py::handle sizes, const char* call, const char* 
   return result;
 }
 
-// One list for all ranks alike, or a list of each.
-std::vector<std::vector<int64_t>> split_sizes_from(Args sizes, const char* call) {
+// Converts one list of sizes for all ranks, or one list per rank.
+std::vector<std::vector<int64_t>> split_sizes_from(Arg sizes, const char* call) {
   constexpr const char* kSizes = "split_sizes";
   const bool nested = PySequence_Check(sizes.ptr()) && py::len(sizes) > 0 &&
                       PySequence_Check(sizes[py::int_(0)].ptr());
@@ -171,71 +172,71 @@ std::vector<std::vector<int64_t>> split_sizes_from(Args sizes, const char* call)
   return result;
 }
 
-py::object all_to_all(Args tensors, Args dim, Args split_sizes, Args out, Args async_op,
-                      Args streams, Args peer_access) {
+py::object all_to_all(Arg tensors, Arg dim, Arg split_sizes, Arg out, Arg async_op, Arg streams,
+                      Arg peer_access) {
   constexpr const char* kCall = "all_to_all";
-  BlockArgs ask{.collective = Collective::all_to_all,
-                .dim = int_from(dim, kCall, "dim"),
-                .out = out_from(out, kCall),
-                .peer_access = peer_access_from(peer_access, kCall)};
-  if (!split_sizes.is_none()) ask.sizes = split_sizes_from(split_sizes, kCall);
-  return exchanged(ask, tensors, async_op, streams);
+  BlockArgs args{.collective = Collective::all_to_all,
+                 .dim = int_from(dim, kCall, "dim"),
+                 .out = out_from(out, kCall),
+                 .peer_access = peer_access_from(peer_access, kCall)};
+  if (!split_sizes.is_none()) args.sizes = split_sizes_from(split_sizes, kCall);
+  return run_blocks(args, tensors, async_op, streams);
 }
 
-py::object scatter(Args tensor, const DeviceList& devices, Args chunk_sizes, Args dim, Args out,
-                   Args async_op, Args streams, Args peer_access) {
+py::object scatter(Arg tensor, const DeviceList& devices, Arg chunk_sizes, Arg dim, Arg out,
+                   Arg async_op, Arg streams, Arg peer_access) {
   constexpr const char* kCall = "scatter";
-  BlockArgs ask{.collective = Collective::scatter,
-                .dim = int_from(dim, kCall, "dim"),
-                .out = out_from(out, kCall),
-                .devices = devices,
-                .peer_access = peer_access_from(peer_access, kCall)};
-  if (!chunk_sizes.is_none()) ask.sizes = {{sizes_from(chunk_sizes, kCall, "chunk_sizes")}};
-  ask.streams = streams_from(streams, devices, kCall);
-  return finish(block_collective(ask, {tensor_from(tensor, AccessMode::read, {kCall, "tensor"})}),
-                async_op);
+  BlockArgs args{.collective = Collective::scatter,
+                 .dim = int_from(dim, kCall, "dim"),
+                 .out = out_from(out, kCall),
+                 .devices = devices,
+                 .peer_access = peer_access_from(peer_access, kCall)};
+  if (!chunk_sizes.is_none()) args.sizes = {{sizes_from(chunk_sizes, kCall, "chunk_sizes")}};
+  args.streams = streams_from(streams, devices, kCall);
+  return run_or_enqueue(
+      block_collective(args, {tensor_from(tensor, AccessMode::read, {kCall, "tensor"})}), async_op);
 }
 
-py::object gather(Args tensors, const DeviceList& device, Args dim, Args out, Args streams,
-                  Args peer_access) {
+py::object gather(Arg tensors, const DeviceList& device, Arg dim, Arg out, Arg streams,
+                  Arg peer_access) {
   constexpr const char* kCall = "gather";
-  BlockArgs ask{.collective = Collective::gather,
-                .dim = int_from(dim, kCall, "dim"),
-                .devices = device,
-                .peer_access = peer_access_from(peer_access, kCall)};
-  if (!out.is_none()) ask.out = {tensor_from(out, AccessMode::write, {kCall, "out"})};
-  const py::list results = exchanged(ask, tensors, Py_False, streams);
+  BlockArgs args{.collective = Collective::gather,
+                 .dim = int_from(dim, kCall, "dim"),
+                 .devices = device,
+                 .peer_access = peer_access_from(peer_access, kCall)};
+  if (!out.is_none()) args.out = {tensor_from(out, AccessMode::write, {kCall, "out"})};
+  const py::list results = run_blocks(args, tensors, Py_False, streams);
   return results[0];
 }
 
-py::object replicate(Args tensors, const DeviceList& devices, Args peer_access) {
+py::object replicate(Arg tensors, const DeviceList& devices, Arg peer_access) {
   constexpr const char* kCall = "replicate";
-  return finish(pycollect::replicate(tensors_from(tensors, only_read, kCall), devices,
-                                     peer_access_from(peer_access, kCall)),
-                Py_False);
+  return run_or_enqueue(pycollect::replicate(tensors_from(tensors, read_access, kCall), devices,
+                                             peer_access_from(peer_access, kCall)),
+                        Py_False);
 }
 
-py::object copy(Args dst, Args src, Args async_op, Args peer_access) {
+py::object copy(Arg dst, Arg src, Arg async_op, Arg peer_access) {
   constexpr const char* kCall = "copy_";
-  return finish(pycollect::copy(tensor_from(dst, AccessMode::write, {kCall, "dst"}),
-                                tensor_from(src, AccessMode::read, {kCall, "src"}),
-                                peer_access_from(peer_access, kCall)),
-                async_op);
+  return run_or_enqueue(pycollect::copy(tensor_from(dst, AccessMode::write, {kCall, "dst"}),
+                                        tensor_from(src, AccessMode::read, {kCall, "src"}),
+                                        peer_access_from(peer_access, kCall)),
+                        async_op);
 }
 
-// Longer than anybody waits, and far from where the clock's own numbers end.
-constexpr double kForever = 1e9;
+// A longer timeout, in seconds (32 years), is no limit. Far below the overflow of the clock.
+constexpr double kLongestTimeout = 1e9;
 
-// Without the interpreter: the queue may need it to let go of tensors.
-py::object wait(const std::shared_ptr<Work>& work, Args seconds) {
+// Waits without the GIL, which the queue's thread may need to free tensors.
+py::object wait(const std::shared_ptr<Work>& work, Arg seconds) {
   std::optional<double> timeout;
   if (!seconds.is_none()) timeout = real_from(seconds, "wait", "timeout");
   require(!timeout || *timeout >= 0, "wait: timeout is ", timeout.value_or(0),
-          "; it is in seconds, and not negative");
-  if (timeout > kForever) timeout.reset();
+          " seconds; pass None or a number that is not negative");
+  if (timeout > kLongestTimeout) timeout.reset();
   bool done = false;
   {
-    const py::gil_scoped_release free;
+    const py::gil_scoped_release no_gil;
     done = work->wait(timeout);
   }
   if (!done) throw Timeout(text("the collective has not finished within ", *timeout, " seconds"));
@@ -268,19 +269,19 @@ void bind_collectives(py::module_& m) {
   m.def(
       "drain",
       [] {
-        const ProfilerRange here("barrier");
+        const ProfilerRange range("barrier");
         drain();
       },
       py::call_guard<py::gil_scoped_release>());
 }
 
-// The functions that are written in Python take these as those above do.
+// Conversions for functions that are written in Python, so that both raise the same errors.
 void bind_conversions(py::module_& m) {
   m.def("int_from", &int_from);
   m.def("flag_from", &flag_from);
 }
 
-// One of pycollect.errors.
+// Sets an exception of pycollect.errors as Python's current error.
 void set_error(const char* type, const std::exception& error) {
   const py::object raised = py::module_::import("pycollect.errors").attr(type);
   PyErr_SetString(raised.ptr(), error.what());

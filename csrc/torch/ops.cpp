@@ -10,55 +10,56 @@ namespace {
 
 using Name = std::optional<std::string_view>;
 
-Tensors now(PreparedCall job) {
-  job.commit();
+Tensors run_now(PreparedCall prepared) {
+  prepared.commit();
   drain();
-  job.run();
-  return job.results;
+  prepared.run();
+  return prepared.results;
 }
 
 void all_reduce_(at::TensorList tensors, std::string_view op, Name algorithm) {
-  const InPlaceArgs ask{.collective = Collective::all_reduce,
-                        .call = "all_reduce",
-                        .op = op_named(op, "all_reduce"),
-                        .algorithm = algorithm.value_or("")};
-  now(in_place(ask, {tensors.vec(), static_cast<int>(tensors.size())}));
+  const InPlaceArgs args{.collective = Collective::all_reduce,
+                         .call = "all_reduce",
+                         .op = op_named(op, "all_reduce"),
+                         .algorithm = algorithm.value_or("")};
+  run_now(in_place(args, {tensors.vec(), static_cast<int>(tensors.size())}));
 }
 
 void reduce_(at::TensorList tensors, int64_t dst, std::string_view op, Name algorithm) {
-  const InPlaceArgs ask{.collective = Collective::reduce,
-                        .call = "reduce",
-                        .op = op_named(op, "reduce"),
-                        .root = dst,
-                        .algorithm = algorithm.value_or("")};
-  now(in_place(ask, {tensors.vec(), static_cast<int>(tensors.size())}));
+  const InPlaceArgs args{.collective = Collective::reduce,
+                         .call = "reduce",
+                         .op = op_named(op, "reduce"),
+                         .root = dst,
+                         .algorithm = algorithm.value_or("")};
+  run_now(in_place(args, {tensors.vec(), static_cast<int>(tensors.size())}));
 }
 
 void broadcast_(at::TensorList tensors, int64_t src, Name algorithm) {
-  const InPlaceArgs ask{.collective = Collective::broadcast,
-                        .call = "broadcast",
-                        .root = src,
-                        .root_name = "src",
-                        .algorithm = algorithm.value_or("")};
-  now(in_place(ask, {tensors.vec(), static_cast<int>(tensors.size())}));
+  const InPlaceArgs args{.collective = Collective::broadcast,
+                         .call = "broadcast",
+                         .root = src,
+                         .root_name = "src",
+                         .algorithm = algorithm.value_or("")};
+  run_now(in_place(args, {tensors.vec(), static_cast<int>(tensors.size())}));
 }
 
 Tensors all_gather(at::TensorList tensors, int64_t dim, Name algorithm) {
-  return now(block_collective(
+  return run_now(block_collective(
       {.collective = Collective::all_gather, .dim = dim, .algorithm = algorithm.value_or("")},
       tensors.vec()));
 }
 
 Tensors reduce_scatter(at::TensorList tensors, std::string_view op, int64_t dim, Name algorithm) {
-  return now(block_collective({.collective = Collective::reduce_scatter,
-                               .op = op_named(op, "reduce_scatter"),
-                               .dim = dim,
-                               .algorithm = algorithm.value_or("")},
-                              tensors.vec()));
+  return run_now(block_collective({.collective = Collective::reduce_scatter,
+                                   .op = op_named(op, "reduce_scatter"),
+                                   .dim = dim,
+                                   .algorithm = algorithm.value_or("")},
+                                  tensors.vec()));
 }
 
 Tensors all_to_all(at::TensorList tensors, int64_t dim) {
-  return now(block_collective({.collective = Collective::all_to_all, .dim = dim}, tensors.vec()));
+  return run_now(
+      block_collective({.collective = Collective::all_to_all, .dim = dim}, tensors.vec()));
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// A call that has been checked and bound to memory: it can run now, or later on the queue, and
-// holds what it touches until it has run.
+// A call whose arguments are checked and whose plans are bound to memory. It can run at once or
+// later in a queue, and owns a reference to every tensor that it uses.
 #pragma once
 #include <c10/core/Stream.h>
 
@@ -14,45 +14,51 @@
 
 namespace pycollect {
 
-// Pieces and buffers begin at whole vectors, and no two threads write one cache line.
+// Alignment of pieces and buffers: they begin at whole vectors, and no two threads write the same
+// cache line.
 inline constexpr std::size_t kAlignBytes = 64;
 
 struct PreparedCall;
 using Streams = std::vector<std::optional<c10::Stream>>;
 
-// All tensors of one dtype in a call: one plan, run on every binding.
+// The tensors of one dtype in a call: one plan, and a binding for each of its runs.
 struct DtypePlan {
   std::shared_ptr<const Compiled> compiled;
   DType dtype;
   ReduceOp op;
   FoldOptions options;
-  bool named;  // did the caller choose the algorithm?
-  std::vector<std::unique_ptr<const Offsets>> offsets = {};
+  bool named;                                                // the caller named the algorithm
+  std::vector<std::unique_ptr<const Offsets>> offsets = {};  // of the bindings
   std::vector<Binding> bindings = {};
 
-  // `memory` is [rank][buffer]; scratch is added here where the plan has a use for it, and held by
-  // the job.
-  void bind(const Offsets* at, std::vector<Memory> memory, std::size_t rows, PreparedCall& job);
+  // Adds a binding. `memory` is [rank][buffer]. Scratch and host memory is allocated here for the
+  // ranks where the plan uses it, and added to the call's `held` tensors.
+  void bind(const Offsets* at, std::vector<Memory> memory, std::size_t rows,
+            PreparedCall& prepared);
 };
 
 struct PreparedCall {
-  const char* call;  // its name, for profiles
+  const char* call;  // the call's name, for errors and profiles
   std::vector<DtypePlan> parts = {};
-  std::vector<at::Device> devices = {};  // of the ranks
-  Tensors held = {};                     // everything that must outlive the run
-  Tensors results = {};                  // what the call returns; nothing for calls in place
-  std::vector<std::pair<at::Tensor, at::Tensor>> transposes = {};  // dst and src of unlike layouts
-  std::size_t bytes = 0;                                           // of one rank, about
-  Streams streams = {};     // [rank], where the caller named them
-  bool peer_access = true;  // may a GPU read and write another's memory?
-  Tensors written = {};     // what autograd has saved of these is no longer what they hold
+  std::vector<at::Device> devices = {};  // [rank]
+  Tensors held = {};                     // tensors that must outlive the run
+  Tensors results = {};                  // returned tensors; empty for calls in place
+  // Copies (dst, src) between tensors with different layouts.
+  std::vector<std::pair<at::Tensor, at::Tensor>> transposes = {};
+  std::size_t bytes = 0;    // approximate bytes of one rank
+  Streams streams = {};     // [rank]; none: the device's current stream
+  bool peer_access = true;  // whether GPUs may access each other's memory
+  Tensors written = {};     // tensors that the call overwrites; commit() bumps their version
   bool on_gpus() const;
-  void commit();  // after the last refusal, before the run: `written` get a new version
+  // Tells autograd that the tensors in `written` change. Called once, after all checks and before
+  // the run.
+  void commit();
   void run() const;
 };
 
-// Chooses the algorithm and takes its plan, for the devices of the call's ranks, from the cache.
+// Chooses the algorithm and returns its plan for the devices of the call's ranks, from the cache if
+// it is there.
 DtypePlan make_dtype_plan(CallKey key, std::string_view algorithm, Rank root, ReduceOp op,
-                          const PreparedCall& call);
+                          const PreparedCall& prepared);
 
 }  // namespace pycollect

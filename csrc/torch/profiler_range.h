@@ -1,5 +1,5 @@
-// Names the time between its construction and destruction in profiles: a function of torch's
-// profiler, such as "pycollect::all_reduce", and in CUDA builds an NVTX range. Costs some ns
+// Shows the time between its construction and destruction in profiles: as a function of torch's
+// profiler, such as "pycollect::all_reduce", and in CUDA builds as an NVTX range. Costs a few ns
 // without a profiler.
 #pragma once
 #include <ATen/record_function.h>
@@ -17,13 +17,13 @@ class ProfilerRange {
   ProfilerRange& operator=(const ProfilerRange&) = delete;
 
  private:
-  std::string name_;  // the profiler keeps no copy
+  std::string name_;  // must outlive record_: the profiler keeps no copy
   std::optional<at::RecordFunction> record_;
 };
 
-bool is_profiled();  // does this thread's profiler, if it has one, want to know?
+bool is_profiled();  // whether a profiler records functions of this thread
 
-// The same for tools that know nothing of torch; nothing in builds without CUDA.
+// Begin and end an NVTX range. Do nothing in builds without CUDA.
 void begin_range(const char* call);
 void end_range();
 

@@ -1,14 +1,15 @@
-// The tensors of a list collective, and their groups by dtype: one plan serves a group.
+// The tensors of a list collective, and their groups by dtype, each of which runs one plan.
 #pragma once
 #include "arguments.h"
 
 namespace pycollect {
 
-// Tensors of several ranks: [index * world + rank], where a plain list has one index.
+// The same number of tensors of each rank: flat[index * world + rank]. A plain list, one tensor per
+// rank, has only index 0.
 struct TensorGrid {
   Tensors flat;
   int world;
-  const char* list = "tensors";  // the argument's name, in messages
+  const char* list = "tensors";  // the argument's name, for error messages
   bool nested = false;
   std::size_t width() const { return world == 0 ? 0 : flat.size() / world; }
   Label label(const char* call, std::size_t i, int rank) const {
@@ -16,14 +17,14 @@ struct TensorGrid {
   }
 };
 
-// Indices of a grid's tensors of one dtype, and their bytes on one rank.
+// The tensors of one dtype in a grid: their indices, and their bytes on one rank.
 struct DtypeGroup {
   DType dtype;
   std::size_t bytes = 0;
   std::vector<std::size_t> indices = {};
 };
 
-// The groups of a grid, in the order of their first tensors.
+// Returns the groups of a grid, in the order of their first tensors.
 std::vector<DtypeGroup> dtype_groups(const char* call, const TensorGrid& grid);
 
 }  // namespace pycollect

@@ -13,17 +13,18 @@
 namespace pycollect {
 namespace {
 
-std::atomic<bool> forked_{
-    false};  // only ever set in a child, between fork and its first instruction
-[[maybe_unused]] const int forks_are_noticed =
+// True in a forked child; set before fork() returns there.
+std::atomic<bool> forked_{false};
+[[maybe_unused]] const int fork_handler_registered =
     pthread_atfork(nullptr, nullptr, [] { forked_ = true; });
 
-// A thread lives for one call here, which costs some 50 us, so that each must be worth more.
-constexpr int64_t kFewestParts = 64;
+// Fewest grains per new thread: starting one for a single call costs about 50 us, so each thread
+// must have much more work than that.
+constexpr int64_t kGrainsPerThread = 64;
 
 void on_new_threads(int64_t size, int64_t grain, const cpu::Body& body) {
-  const int64_t most =
-      std::min<int64_t>(at::get_num_threads(), size / std::max<int64_t>(grain * kFewestParts, 1));
+  const int64_t most = std::min<int64_t>(at::get_num_threads(),
+                                         size / std::max<int64_t>(grain * kGrainsPerThread, 1));
   const int64_t parts = std::max<int64_t>(most, 1);
   std::vector<std::exception_ptr> errors(parts);
   auto part = [&](int64_t p) {
@@ -33,10 +34,10 @@ void on_new_threads(int64_t size, int64_t grain, const cpu::Body& body) {
       errors[p] = std::current_exception();
     }
   };
-  std::vector<std::jthread> team;
-  for (int64_t p = 1; p < parts; ++p) team.emplace_back(part, p);
+  std::vector<std::jthread> workers;
+  for (int64_t p = 1; p < parts; ++p) workers.emplace_back(part, p);
   part(0);
-  team.clear();
+  workers.clear();  // joins
   for (const auto& e : errors)
     if (e) std::rethrow_exception(e);
 }
@@ -55,12 +56,13 @@ const cpu::ParallelFor& threads() {
 
 void copy_strided(const at::Tensor& dst, const at::Tensor& src) {
   const auto copy = [&] {
-    const at::AutoDispatchBelowADInplaceOrView
-        as_memory;  // also of inference tensors, on any thread
+    // Bypasses autograd and version counters, so that inference tensors can be copied on any
+    // thread.
+    const at::AutoDispatchBelowADInplaceOrView guard;
     dst.copy_(src);
   };
   if (!forked_) return copy();
-  // A new thread begins with a pool of its own, so nothing is waited for that the parent kept.
+  // A new thread has its own thread pool, and does not wait for threads of the parent.
   std::exception_ptr error;
   std::thread([&] {
     try {

@@ -1,4 +1,4 @@
-// torch's own threads, handed to the executors; and what becomes of them in a forked child.
+// torch's threads, for the executors, and their replacement in a forked child.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -6,13 +6,13 @@
 
 namespace pycollect {
 
-// at::parallel_for, as many threads as torch.get_num_threads(). A child that was forked has lost
-// the pool it inherited and would wait for it for ever, so there the work runs on threads of its
-// own.
+// Returns a parallel_for on torch.get_num_threads() threads at most. It is at::parallel_for, except
+// in a forked child: there the threads of torch's pool do not exist, waiting for them would never
+// end, and each call starts new threads.
 const cpu::ParallelFor& threads();
 
-// torch's own copy between unlike layouts, kept to one thread in a forked child for the same
-// reason.
+// Copies with torch between tensors of different layouts. In a forked child the copy runs in a new
+// thread, for the same reason as in threads().
 void copy_strided(const at::Tensor& dst, const at::Tensor& src);
 
 }  // namespace pycollect

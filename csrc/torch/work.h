@@ -1,4 +1,5 @@
-// Collectives that run later, and what one holds of them.
+// Asynchronous collectives on lists: the queue that runs them, and the Work that a caller waits
+// for.
 #pragma once
 #include <exception>
 #include <memory>
@@ -13,8 +14,8 @@ class Work {
   explicit Work(Tensors results) : results_(std::move(results)) {}
   virtual ~Work() = default;
 
-  // False when the time ran out first; throws what the collective threw. On GPUs it is the callers'
-  // streams that wait, and the host only if a time is given.
+  // Returns false if the collective is not done after `seconds`. Throws the collective's error. On
+  // GPUs the current streams wait; the host waits only if `seconds` is given.
   virtual bool wait(std::optional<double> seconds) = 0;
   virtual bool is_completed() = 0;
   virtual std::exception_ptr exception() = 0;
@@ -24,14 +25,14 @@ class Work {
   const Tensors results_;
 };
 
-// Hands a job to where it runs: on the host to the queue, whose one thread takes jobs in the order
-// in which they were asked for, so that the ranks of a process never compete for its cores.
-std::shared_ptr<Work> enqueue(PreparedCall job);
+// Enqueues a call: on its GPUs, or in the queue of host calls. A single thread runs that queue in
+// order, so that calls do not compete for the cores.
+std::shared_ptr<Work> enqueue(PreparedCall prepared);
 
-bool busy();  // is anything in the queue or under way?
+bool busy();  // whether a host call is queued or running
 
-// Returns when everything that was enqueued before has run: what runs at once keeps its place
-// behind what is still under way. Costs one load when nothing is.
+// Waits until the queue of host calls is empty, so that a call that runs at once keeps its order
+// behind queued ones. Costs one load if the queue is empty.
 void drain();
 
 }  // namespace pycollect

@@ -1,5 +1,5 @@
-// See agreement.h. The error message is built only from the descriptions of rank 0 and of one rank
-// that differs from it, the same on all ranks, so all ranks throw the same message.
+// See agreement.h. The error message is built only from the FingerprintDetails of rank 0 and of one
+// rank that differs from it, the same on all ranks, so all ranks throw the same message.
 #include "agreement.h"
 
 #include <algorithm>
@@ -32,7 +32,8 @@ std::size_t sum(const Sizes& blocks) {
 }
 uint64_t options(const Request& r) { return uint64_t{hash(r.algorithm)} << 32 | r.tensors; }
 
-// Number of elements for messages: of the rank's input, or of its output if it has no input.
+// Returns the number of elements that error messages name: of the rank's input, or of its output if
+// it has no input.
 uint64_t elements(const Request& r) {
   return sum(r.input.blocks.empty() ? r.output.blocks : r.input.blocks);
 }
@@ -56,7 +57,7 @@ void add_blocks(Hasher& h, const Request& r) {
     for (const std::size_t block : buffer.blocks) h.add(block);
 }
 
-// Numbers of sent and received elements by peer, stored behind the description.
+// Numbers of sent and received elements by peer, stored behind FingerprintDetails.
 struct Counts {
   uint64_t *sent, *received;
 };
@@ -79,19 +80,20 @@ void write_counts(Group& group, const Request& r, uint64_t call) {
   fill(received, r.output, output_of(r.collective, r.in_place));
 }
 
-bool same(const Fingerprint& post, uint64_t fingerprint_hash) {
-  return post.fingerprint_hash == fingerprint_hash && (post.flags & Fingerprint::refused) == 0;
+bool same(const Fingerprint& fingerprint, uint64_t fingerprint_hash) {
+  return fingerprint.fingerprint_hash == fingerprint_hash &&
+         (fingerprint.flags & Fingerprint::refused) == 0;
 }
 
 // Returns names[i], or "number i" for an index out of range, which a peer may have written.
 template <std::size_t n>
-std::string one_of(const std::array<const char*, n>& names, std::size_t i) {
+std::string name_or_number(const std::array<const char*, n>& names, std::size_t i) {
   return i < n ? names[i] : text("number ", i);
 }
 
-std::string words(const FingerprintDetails& d, const FingerprintDetails& other) {
+std::string describe_call(const FingerprintDetails& d, const FingerprintDetails& other) {
   const auto collective = static_cast<Collective>(d.collective);
-  std::string description = one_of(kCollectiveNames, d.collective);
+  std::string description = name_or_number(kCollectiveNames, d.collective);
   if (d.call != other.call) description += text(" as its call ", d.call);
   const auto tensors = static_cast<uint32_t>(d.options),
              other_tensors = static_cast<uint32_t>(other.options);
@@ -104,8 +106,8 @@ std::string words(const FingerprintDetails& d, const FingerprintDetails& other) 
                            : other.parts > 1 ? ", by itself"
                                              : "";
   if (collective == Collective::barrier) return description + part;
-  description += text(" of ", d.elements, " ", one_of(kDTypeNames, d.dtype));
-  if (reduces(collective)) description += text(", op ", one_of(kReduceOpNames, d.op));
+  description += text(" of ", d.elements, " ", name_or_number(kDTypeNames, d.dtype));
+  if (reduces(collective)) description += text(", op ", name_or_number(kReduceOpNames, d.op));
   if (has_root(collective)) description += text(", root ", d.root);
   if (tensors != other_tensors && other_tensors != 0)
     description += text(", in ", tensors, " tensors");
@@ -117,10 +119,10 @@ std::string words(const FingerprintDetails& d, const FingerprintDetails& other) 
   return description + part;
 }
 
-std::string difference(Group& group, Rank r, uint64_t call) {
+std::string mismatch_message(Group& group, Rank r, uint64_t call) {
   const FingerprintDetails &one = group.fingerprint_details(r, call),
                            &zero = group.fingerprint_details(0, call);
-  const std::string mine = words(one, zero), theirs = words(zero, one);
+  const std::string mine = describe_call(one, zero), theirs = describe_call(zero, one);
   std::string description = text("all ranks of a group must make the same call: rank ", r,
                                  " called ", mine, ", rank 0 called ", theirs);
   if (mine == theirs)
@@ -130,25 +132,26 @@ std::string difference(Group& group, Rank r, uint64_t call) {
   return description;
 }
 
-[[noreturn]] void refuse_difference(Group& group, uint64_t call) {
-  const auto post = [&](Rank r) -> const Fingerprint& {
-    return group.rank_state(r).posts[call & 1];
+[[noreturn]] void throw_mismatch(Group& group, uint64_t call) {
+  const auto fingerprint = [&](Rank r) -> const Fingerprint& {
+    return group.rank_state(r).fingerprints[call & 1];
   };
   for (Rank r = 0; r < group.world(); ++r)
-    if ((post(r).flags & Fingerprint::refused) != 0) {
+    if ((fingerprint(r).flags & Fingerprint::refused) != 0) {
       const FingerprintDetails& d = group.fingerprint_details(r, call);
-      throw std::invalid_argument(text("rank ", r, " refused ", sentence(d.refusal)));
+      throw std::invalid_argument(text("rank ", r, " refused ", read_text(d.refusal)));
     }
-  // Prefer a rank with another number of requests than rank 0: the message can name that.
+  // Prefer a rank whose number of requests differs from rank 0's, which the message then names.
   const auto parts = [&](Rank r) { return group.fingerprint_details(r, call).parts; };
   Rank r = 1;
   while (r < group.world() && parts(r) == parts(0)) ++r;
   if (r == group.world()) r = 1;
-  while (r + 1 < group.world() && same(post(r), post(0).fingerprint_hash)) ++r;
-  throw std::invalid_argument(difference(group, r, call));
+  while (r + 1 < group.world() && same(fingerprint(r), fingerprint(0).fingerprint_hash)) ++r;
+  throw std::invalid_argument(mismatch_message(group, r, call));
 }
 
-// Throws std::invalid_argument if a rank sends a peer more or fewer elements than that receives.
+// Throws std::invalid_argument if a rank sends a peer more or fewer elements than the peer
+// receives.
 void check_counts(Group& group, const CallFingerprint& s) {
   for (Rank from = 0; from < group.world(); ++from)
     for (Rank to = 0; to < group.world(); ++to) {
@@ -191,14 +194,14 @@ uint64_t fingerprint_hash(const std::vector<const Request*>& requests, uint64_t 
 CallFingerprint fingerprint_of(const Request& request, uint64_t call) {
   CallFingerprint mine{
       request.collective, call, {.fingerprint_hash = fingerprint_hash(request, call), .pieces = 1}};
-  if (request.irregular) mine.post.flags |= Fingerprint::irregular;
+  if (request.irregular) mine.fingerprint.flags |= Fingerprint::irregular;
   return mine;
 }
 
 uint64_t run_number(const Group& group) {
-  const RankState& line = group.rank_state(group.rank());
-  const uint64_t done = line.done.load(std::memory_order_relaxed);
-  const uint64_t ended = line.ended.load(std::memory_order_relaxed);
+  const RankState& state = group.rank_state(group.rank());
+  const uint64_t done = state.done.load(std::memory_order_relaxed);
+  const uint64_t ended = state.ended.load(std::memory_order_relaxed);
   return (reached(ended, done) ? ended : done) >> kTaskBits;
 }
 
@@ -208,7 +211,7 @@ void wait_for_previous(Group& group, uint64_t run, const OpContext& context) {
 }
 
 void begin(Group& group, uint64_t run, const OpContext& context) {
-  const Fingerprint& last = group.rank_state(group.rank()).posts[(context.call - 1) & 1];
+  const Fingerprint& last = group.rank_state(group.rank()).fingerprints[(context.call - 1) & 1];
   const bool refused = (last.flags & Fingerprint::refused) != 0;
   for (Rank r = 0; r < group.world(); ++r)
     if (r != group.rank()) group.await(r, at_run(run - 1) + refused, context);
@@ -227,9 +230,10 @@ void publish(Group& group, const CallFingerprint& s, const Request* request) {
     d.options = options(*request);
     if (request->irregular) write_counts(group, *request, s.call);
   }
-  RankState& line = group.rank_state(group.rank());
-  line.posts[s.call & 1] = s.post;
-  if ((s.post.flags & Fingerprint::zero_copy) != 0) line.registered[s.call & 1] = s.registered;
+  RankState& state = group.rank_state(group.rank());
+  state.fingerprints[s.call & 1] = s.fingerprint;
+  if ((s.fingerprint.flags & Fingerprint::zero_copy) != 0)
+    state.registered[s.call & 1] = s.registered;
 }
 
 void publish_refusal(Group& group, const CallFingerprint& s, std::string_view why) {
@@ -238,28 +242,28 @@ void publish_refusal(Group& group, const CallFingerprint& s, std::string_view wh
   const std::size_t n = std::min(why.size(), d.refusal.size() - 1);
   std::memcpy(d.refusal.data(), why.data(), n);
   d.refusal[n] = '\0';
-  group.rank_state(group.rank()).posts[s.call & 1] = s.post;
+  group.rank_state(group.rank()).fingerprints[s.call & 1] = s.fingerprint;
 }
 
 Agreement agree(Group& group, const CallFingerprint& mine, uint64_t run, const OpContext& context) {
   const uint64_t entered = at_run(run) + 1;
   for (Rank r = 0; r < group.world(); ++r)
     if (r != group.rank()) {
-      __builtin_prefetch(
-          group.staging_buffer(r, run));  // is read next, if the peer has written it already
+      // Read next, if the peer has written it already.
+      __builtin_prefetch(group.staging_buffer(r, run));
       group.await(r, entered, context);
     }
   Agreement agreed;
   bool alike = true;
   for (Rank r = 0; r < group.world(); ++r) {
-    const Fingerprint& post = group.rank_state(r).posts[mine.call & 1];
-    alike &= same(post, mine.post.fingerprint_hash);
-    agreed.pieces = std::max(agreed.pieces, post.pieces);
-    agreed.zero_copy &= (post.flags & Fingerprint::zero_copy) != 0;
+    const Fingerprint& fingerprint = group.rank_state(r).fingerprints[mine.call & 1];
+    alike &= same(fingerprint, mine.fingerprint.fingerprint_hash);
+    agreed.pieces = std::max(agreed.pieces, fingerprint.pieces);
+    agreed.zero_copy &= (fingerprint.flags & Fingerprint::zero_copy) != 0;
   }
   if (!alike) [[unlikely]]
-    refuse_difference(group, mine.call);
-  if ((mine.post.flags & Fingerprint::irregular) != 0) check_counts(group, mine);
+    throw_mismatch(group, mine.call);
+  if ((mine.fingerprint.flags & Fingerprint::irregular) != 0) check_counts(group, mine);
   return agreed;
 }
 
@@ -275,8 +279,8 @@ Agreement publish_and_agree(Group& group, const CallFingerprint& mine, const Req
 
 bool all_publish_as_many(Group& group, const CallFingerprint& mine) {
   for (Rank r = 0; r < group.world(); ++r) {
-    const Fingerprint& post = group.rank_state(r).posts[mine.call & 1];
-    if ((post.flags & Fingerprint::refused) != 0) return false;
+    const Fingerprint& fingerprint = group.rank_state(r).fingerprints[mine.call & 1];
+    if ((fingerprint.flags & Fingerprint::refused) != 0) return false;
     if (group.fingerprint_details(r, mine.call).parts != mine.parts) return false;
   }
   return true;

@@ -14,14 +14,14 @@ namespace pycollect::shm {
 struct CallFingerprint {
   Collective collective = Collective::barrier;
   uint64_t call = 0;
-  Fingerprint post = {};
+  Fingerprint fingerprint = {};
   RegisteredOffsets registered = {};
-  uint32_t part = 0, parts = 1;  // see Description
+  uint32_t part = 0, parts = 1;  // see FingerprintDetails
 
-  void offer(const std::optional<RegisteredOffsets>& found) {
+  void set_registered(const std::optional<RegisteredOffsets>& found) {
     if (!found) return;
     registered = *found;
-    post.flags |= Fingerprint::zero_copy;
+    fingerprint.flags |= Fingerprint::zero_copy;
   }
 };
 
@@ -46,9 +46,10 @@ uint64_t run_number(const Group& group);
 // fingerprints.
 void begin(Group& group, uint64_t run, const OpContext& context);
 void wait_for_previous(Group& group, uint64_t run, const OpContext& context);
-// Writes the fingerprint or refusal. It is valid once the counter is beyond `at_run(run)`.
-void publish(Group& group, const CallFingerprint& fingerprint_of, const Request* request);
-void publish_refusal(Group& group, const CallFingerprint& fingerprint_of, std::string_view why);
+// Both write this rank's fingerprint; `publish_refusal` marks it as refused, for the reason `why`.
+// Peers may read it once this rank's progress counter is beyond `at_run(run)`.
+void publish(Group& group, const CallFingerprint& mine, const Request* request);
+void publish_refusal(Group& group, const CallFingerprint& mine, std::string_view why);
 
 // Waits for every rank's fingerprint. Throws the same std::invalid_argument on every rank if the
 // fingerprints differ.
@@ -60,7 +61,7 @@ Agreement publish_and_agree(Group& group, const CallFingerprint& mine, const Req
 // rank has as many requests as this one and no rank has refused.
 bool all_publish_as_many(Group& group, const CallFingerprint& mine);
 
-// Runs `f`, and aborts the group if it fails: the peers would wait for a rank that cannot go on.
+// Runs `f`, and aborts the group if `f` fails: peers would wait for a rank that cannot continue.
 template <class F>
 void abort_on_error(Group& group, const OpContext& context, F&& f) {
   try {

@@ -1,5 +1,4 @@
-// See call_buffers.h. Checks that a request's buffers are what its collective needs, and divides
-// them.
+// See call_buffers.h. Checks that a request's buffers fit its collective, and divides them.
 #include "call_buffers.h"
 
 #include <algorithm>
@@ -61,9 +60,9 @@ void SegmentList::bind(const CallBuffer& buffer, std::size_t item) {
 }
 
 SegmentList::SegmentPosition SegmentList::find(std::size_t element) const {
-  const auto span = std::upper_bound(ends_.begin(), ends_.end(), element) - ends_.begin();
-  const std::size_t begin = ends_[span] - buffer_->segments[span].count;
-  return {buffer_->segments[span].base + (element - begin) * item_, ends_[span] - element};
+  const auto i = std::upper_bound(ends_.begin(), ends_.end(), element) - ends_.begin();
+  const std::size_t begin = ends_[i] - buffer_->segments[i].count;
+  return {buffer_->segments[i].base + (element - begin) * item_, ends_[i] - element};
 }
 
 CallBuffers::CallBuffers(const Request& request, Rank rank, int world)
@@ -96,21 +95,21 @@ std::size_t CallBuffers::block(const CallBuffer& buffer, BlockContent holds, std
   return request_.irregular && static_cast<Rank>(i) != rank_ ? 0 : total(buffer);
 }
 
-void CallBuffers::cut(int chunks) {
+void CallBuffers::divide(int chunks) {
   const bool blocks = input_ != BlockContent::nothing_in_blocks;
   require(!blocks || chunks == world_ || chunks % world_ == 0, "a plan of ", chunks,
           " chunks cannot be divided into blocks for ", world_, " ranks");
   per_block_ = !blocks ? chunks : chunks == world_ ? 1 : chunks / world_;
   const std::size_t n = blocks ? world_ : 1, align = kLine / item_;
-  auto bind = [&](ChunkOffsets& cut, const CallBuffer& buffer, BlockContent holds) {
-    cut.bind(chunks, n, align, [&](std::size_t i) { return block(buffer, holds, i); });
+  auto bind = [&](ChunkOffsets& offsets, const CallBuffer& buffer, BlockContent holds) {
+    offsets.bind(chunks, n, align, [&](std::size_t i) { return block(buffer, holds, i); });
   };
   if (!request_.irregular) {
     const CallBuffer& buffer = known();
-    return bind(cuts_[0], buffer, &buffer == &request_.input ? input_ : output_);
+    return bind(offsets_[0], buffer, &buffer == &request_.input ? input_ : output_);
   }
-  bind(cuts_[0], request_.input, input_);
-  bind(cuts_[1], request_.in_place ? request_.input : request_.output, output_);
+  bind(offsets_[0], request_.input, input_);
+  bind(offsets_[1], request_.in_place ? request_.input : request_.output, output_);
 }
 
 void CallBuffers::check(const char* what, const CallBuffer& buffer, BlockContent holds) const {
@@ -118,11 +117,11 @@ void CallBuffers::check(const char* what, const CallBuffer& buffer, BlockContent
   std::size_t elements = 0;
   for (const BufferSegment& s : buffer.segments) elements += s.count;
   require(elements == sum(buffer.blocks), what, " has ", elements,
-          " elements, and its blocks have ", sum(buffer.blocks));
+          " elements, but its blocks have ", sum(buffer.blocks));
   const std::size_t n = buffer.blocks.size(), world = world_;
   require(holds == BlockContent::own_block || n == (holds == BlockContent::all_blocks ? world : 1),
-          what, " is cut into ", n, " blocks; ", name(request_.collective), " of ", world,
-          " ranks has ", holds == BlockContent::all_blocks ? world : 1);
+          what, " has ", n, " blocks; ", name(request_.collective), " of ", world, " ranks needs ",
+          holds == BlockContent::all_blocks ? world : 1);
 }
 
 void CallBuffers::check() const {

@@ -9,8 +9,8 @@
 
 namespace pycollect::shm {
 
-// Blocks in a call buffer. A block-wise collective has one block per rank; a buffer holds all of
-// them or only the own one.
+// Blocks of a call buffer. A block-wise collective has one block per rank; a call buffer holds all
+// of them or only this rank's own.
 enum class BlockContent : uint8_t { nothing_in_blocks, all_blocks, own_block };
 BlockContent input_of(Collective collective, bool in_place);
 BlockContent output_of(Collective collective, bool in_place);
@@ -19,7 +19,7 @@ BlockContent output_of(Collective collective, bool in_place);
 class SegmentList {
  public:
   void bind(const CallBuffer& buffer, std::size_t item);
-  bool whole() const { return ends_.empty(); }
+  bool is_contiguous() const { return ends_.empty(); }
   std::byte* base() const { return base_; }
   struct SegmentPosition {
     std::byte* at;
@@ -41,17 +41,17 @@ class CallBuffers {
   CallBuffers(const CallBuffers&) = delete;
   CallBuffers& operator=(const CallBuffers&) = delete;
 
-  // Elements of all ranks' blocks together; 0 if this rank cannot compute it (irregular).
+  // Number of elements of all ranks' blocks; 0 if this rank cannot compute it (irregular).
   std::size_t elements() const { return elements_; }
-  void cut(int chunks);
+  void divide(int chunks);
 
-  std::size_t size(const Instruction& m) const { return cut_of(m.like).size(m.chunk); }
-  std::size_t largest() const { return std::max(cuts_[0].largest(), second().largest()); }
-  // Element of the rank's buffer at which the operand's chunk begins.
+  std::size_t size(const Instruction& m) const { return offsets_of(m.like).size(m.chunk); }
+  std::size_t largest() const { return std::max(offsets_[0].largest(), second().largest()); }
+  // Index of the element of the rank's buffer at which the operand's chunk begins.
   std::size_t begin(const Operand& o) const {
-    const ChunkOffsets& cut = cut_of(o.where);
+    const ChunkOffsets& offsets = offsets_of(o.where);
     const bool own = (o.where == Where::input ? input_ : output_) == BlockContent::own_block;
-    return cut.begin(o.index) - (own ? cut.begin(o.rank * per_block_) : 0);
+    return offsets.begin(o.index) - (own ? offsets.begin(o.rank * per_block_) : 0);
   }
   const SegmentList& memory(Where where) const {
     return where == Where::output && !request_.in_place ? memories_[1] : memories_[0];
@@ -64,9 +64,9 @@ class CallBuffers {
   std::size_t total(const CallBuffer& buffer) const;
 
  private:
-  const ChunkOffsets& second() const { return cuts_[request_.irregular ? 1 : 0]; }
-  const ChunkOffsets& cut_of(Where where) const {
-    return where == Where::output ? second() : cuts_[0];
+  const ChunkOffsets& second() const { return offsets_[request_.irregular ? 1 : 0]; }
+  const ChunkOffsets& offsets_of(Where where) const {
+    return where == Where::output ? second() : offsets_[0];
   }
   void check() const;
   void check(const char* what, const CallBuffer& buffer, BlockContent holds) const;
@@ -80,7 +80,7 @@ class CallBuffers {
   const BlockContent input_, output_;
   std::size_t elements_ = 0;
   int per_block_ = 1;
-  std::array<ChunkOffsets, 2> cuts_;  // irregular: of input and output; else one for both
+  std::array<ChunkOffsets, 2> offsets_;  // irregular: input's and output's; else one for both
   std::array<SegmentList, 2> memories_;
 };
 

@@ -1,4 +1,4 @@
-// See chunk_loop.h. No code on the path of a small call allocates memory.
+// See chunk_loop.h. The path of a small call allocates no memory.
 #include "chunk_loop.h"
 
 #include <limits>
@@ -10,15 +10,16 @@ namespace {
 
 constexpr std::size_t kLine = 64;
 
-std::size_t quotient_up(std::size_t n, std::size_t by) { return (n + by - 1) / by; }
+std::size_t ceil_div(std::size_t n, std::size_t by) { return (n + by - 1) / by; }
 
 }  // namespace
 
 std::size_t region_bytes(std::size_t buffer_bytes, const RankProgram& rank_program) {
   const auto n = static_cast<std::size_t>(std::max(rank_program.regions, 1));
   if (n == 1 && buffer_bytes >= kLine) return buffer_bytes / kLine * kLine;
-  require(buffer_bytes / n >= kLine, "slots of ", buffer_bytes, " bytes are too small for ", n,
-          " chunks; a group of this many ranks needs slots of at least ", n * kLine, " bytes");
+  require(buffer_bytes / n >= kLine, "staging buffers of ", buffer_bytes,
+          " bytes are too small for ", n,
+          " chunks; set buffer_bytes (for GPUs: cuda_buffer_bytes) to at least ", n * kLine);
   return buffer_bytes / n / kLine * kLine;
 }
 
@@ -31,9 +32,9 @@ void ChunkLoop::use(const RankProgram& rank_program, bool irregular) {
   piece_ = stride_ / buffers_.item();
   const std::size_t largest = buffers_.largest(), per_line = kLine / buffers_.item();
   if (largest <= piece_) return;
-  const std::size_t pieces = quotient_up(largest, piece_);
+  const std::size_t pieces = ceil_div(largest, piece_);
   pieces_ = static_cast<uint32_t>(pieces);
-  if (!irregular) piece_ = quotient_up(quotient_up(largest, pieces), per_line) * per_line;
+  if (!irregular) piece_ = ceil_div(ceil_div(largest, pieces), per_line) * per_line;
 }
 
 int ChunkLoop::enter(uint64_t run, bool fill) {
@@ -45,17 +46,17 @@ int ChunkLoop::enter(uint64_t run, bool fill) {
 }
 
 void ChunkLoop::run(uint64_t first, uint32_t pieces) {
-  // The end of a call's last run need not be signalled unless a peer waits for the last move: the
-  // next call waits for the fingerprint that follows.
+  // The end of a call's last run need not be signalled unless a peer waits for the last
+  // instruction: the next call's fingerprint signals it, too.
   const bool awaited =
-      rank_program_->instructions.empty() || rank_program_->instructions.back().announced;
+      rank_program_->instructions.empty() || rank_program_->instructions.back().awaited;
   for (uint32_t k = 0; k < pieces; ++k) {
     run_ = first + k;
     from_ = k * piece_;
     if (!std::exchange(entered_, false)) {
       if (rank_program_->regions > 0) transport_.wait_for_previous(run_);
       // The first run always signals its entry, which also marks all earlier calls as finished.
-      if (k == 0 || rank_program_->entered) transport_.signal(at_run(run_) + 1);
+      if (k == 0 || rank_program_->entry_awaited) transport_.signal(at_run(run_) + 1);
     }
     run_piece(std::exchange(filled_, 0));
     const bool signals = k + 1 < pieces || awaited;
@@ -71,7 +72,7 @@ void ChunkLoop::run_piece(std::size_t skip) {
     perform(instruction);
     const bool last = i + 1 == rank_program_->instructions.size() && rank_program_->exit.empty();
     if (i + 1 == rank_program_->prologue ||
-        (i >= rank_program_->prologue && instruction.announced && !last))
+        (i >= rank_program_->prologue && instruction.awaited && !last))
       transport_.signal(at_run(run_) + instruction.count);
   }
   wait(rank_program_->exit);
@@ -93,24 +94,25 @@ void ChunkLoop::perform(const Instruction& instruction) {
     for (std::size_t i = 0; i < instruction.operands.size(); ++i) {
       const Operand& o = instruction.operands[i];
       const bool is_own = o.where != Where::staging && o.rank == transport_.rank();
-      at[i] = is_own ? own(o, begin, count) : others(o, begin);
+      at[i] = is_own ? own_address(o, begin, count) : peer_address(o, begin);
     }
     rows.close(begin += count);
   }
   transport_.launch(rows);
 }
 
-// Returns the address of an element of this rank, and limits `n` to where the next tensor begins.
-std::byte* ChunkLoop::own(const Operand& o, std::size_t at, std::size_t& n) const {
+// Returns the address of an element of this rank's buffer, and limits `n` to the elements before
+// the next tensor.
+std::byte* ChunkLoop::own_address(const Operand& o, std::size_t at, std::size_t& n) const {
   const SegmentList& memory = buffers_.memory(o.where);
   const std::size_t element = buffers_.begin(o) + from_ + at;
-  if (memory.whole()) return memory.base() + element * buffers_.item();
+  if (memory.is_contiguous()) return memory.base() + element * buffers_.item();
   const SegmentList::SegmentPosition piece = memory.find(element);
   n = std::min(n, piece.count);
   return piece.at;
 }
 
-std::byte* ChunkLoop::others(const Operand& o, std::size_t at) const {
+std::byte* ChunkLoop::peer_address(const Operand& o, std::size_t at) const {
   if (o.where == Where::staging)
     return transport_.buffer(o.rank, run_) + o.index * stride_ + at * buffers_.item();
   return transport_.tensor(o.rank, o.where) + (buffers_.begin(o) + from_ + at) * buffers_.item();

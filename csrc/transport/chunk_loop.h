@@ -7,26 +7,25 @@
 
 namespace pycollect::shm {
 
-// Returns the bytes of a buffer for each of the rank program's regions; the same on all ranks.
-// Throws std::invalid_argument if buffers are too small for it.
+// Returns the bytes of a staging buffer for each of the rank program's regions; the same on all
+// ranks. Throws std::invalid_argument if staging buffers of `buffer_bytes` are too small.
 std::size_t region_bytes(std::size_t buffer_bytes, const RankProgram& rank_program);
 
-// All ranks must cut the data into the same pieces, so the cuts follow from its regions
-// and the buffer size, never from a size that only one rank can compute.
+// All ranks must cut the data into the same pieces, so the pieces follow from the rank program's
+// regions and the size of the staging buffers, never from a size that only one rank can compute.
 class ChunkLoop {
  public:
   ChunkLoop(Transport& transport, const CallBuffers& buffers)
       : transport_(transport), buffers_(buffers) {}
 
-  // Selects the rank program, for which the buffers must already be cut. If irregular, ranks do not
-  // know each other's sizes, and a piece fills a region; otherwise all pieces have about the same
-  // size.
+  // Selects the rank program, for whose chunks the buffers must be divided already. If irregular,
+  // ranks do not know each other's sizes, and a piece fills a region; otherwise all pieces have
+  // about the same size.
   void use(const RankProgram& rank_program, bool irregular);
-  uint32_t pieces() const { return pieces_; }  // this rank's number; peers may need more
+  uint32_t pieces() const { return pieces_; }  // number for this rank; peers may need more
 
-  // Enters the first run before the ranks have agreed on it. `fill`: also performs the moves that
-  // only fill this rank's buffer. Returns the number of finished tasks, for the transport to
-  // signal.
+  // Enters the first run before the ranks have agreed on it. `fill`: also runs the prologue.
+  // Returns the number of finished tasks, for the transport to signal.
   int enter(uint64_t run, bool fill);
   void run(uint64_t first, uint32_t pieces);
 
@@ -34,8 +33,8 @@ class ChunkLoop {
   void run_piece(std::size_t skip);
   void perform(const Instruction& instruction);
   void wait(const std::vector<Wait>& waits);
-  std::byte* own(const Operand& o, std::size_t at, std::size_t& n) const;
-  std::byte* others(const Operand& o, std::size_t at) const;
+  std::byte* own_address(const Operand& o, std::size_t at, std::size_t& n) const;
+  std::byte* peer_address(const Operand& o, std::size_t at) const;
 
   Transport& transport_;
   const CallBuffers& buffers_;
@@ -46,7 +45,7 @@ class ChunkLoop {
   std::size_t from_ = 0;    // element of each chunk at which the current piece begins
   uint32_t pieces_ = 1;
   bool entered_ = false;
-  std::size_t filled_ = 0;  // number of moves of the first run that `enter` has performed
+  std::size_t filled_ = 0;  // number of instructions of the first run that `enter` has run
 };
 
 }  // namespace pycollect::shm

@@ -1,5 +1,5 @@
-// See executor.h. All ranks agree on a call before any output is written. No code on the path of a
-// small call allocates memory.
+// See executor.h. All ranks agree on a call before any output is written. The path of a small call
+// allocates no memory.
 #include "executor.h"
 
 #include "../plan/error.h"
@@ -15,7 +15,7 @@ struct Prepared {
   CallBuffers buffers;
   const std::size_t bytes;        // size of all blocks; 0 if a rank cannot compute it
   const RankProgram& in_buffers;  // program whose ranks access only each other's staging buffers
-  const RankProgram* const in_tensors;  // zero-copy program; null: not worth it, or not possible
+  const RankProgram* const in_tensors;  // zero-copy program; null: too slow, or impossible
 
   Prepared(const Transport& transport, const Request& request)
       : buffers(request, transport.rank(), transport.world()),
@@ -30,13 +30,13 @@ struct Prepared {
   }
 
   // Returns the registered offsets of the exposed buffers if each is contiguous and registered.
-  std::optional<RegisteredOffsets> find_places(const Transport& transport) const {
+  std::optional<RegisteredOffsets> find_registered(const Transport& transport) const {
     if (in_tensors == nullptr) return {};
     RegisteredOffsets registered;
     const auto find = [&](Where where, bool exposed, uint64_t& at) {
       if (!exposed) return true;
       const SegmentList& m = buffers.memory(where);
-      if (!m.whole() || m.base() == nullptr) return false;
+      if (!m.is_contiguous() || m.base() == nullptr) return false;
       const std::optional<uint64_t> found =
           transport.registered_offset(m.base(), buffers.bytes(where));
       at = found.value_or(0);
@@ -83,8 +83,8 @@ void check(const Transport& transport, const Request& request) {
   if (request.tensors != 0) Prepared(transport, request);
 }
 
-// One combined fingerprint shows whether all requests match. A request has its own exchange only if
-// they do not, or if its counts, which a fingerprint cannot hold, must be compared.
+// One combined fingerprint shows whether all requests match. The ranks exchange a fingerprint of
+// each request only if they do not match, and of an irregular request to compare its counts.
 void agree_on_all(Group& group, const std::vector<const Request*>& requests, uint64_t& calls,
                   Deadline deadline) {
   const Request& first = *requests.front();
@@ -125,18 +125,18 @@ void run(Transport& transport, const Request& request, uint64_t call, Deadline d
   }
   Prepared p = prepare(transport, request, context);
   const uint64_t first = transport.next_run();
-  p.buffers.cut(p.in_buffers.chunks);
+  p.buffers.divide(p.in_buffers.chunks);
   ChunkLoop loop(transport, p.buffers);
   loop.use(p.in_buffers, request.irregular);
   CallFingerprint mine = fingerprint_of(request, call);
-  mine.post.pieces = loop.pieces();
-  mine.offer(p.find_places(transport));
+  mine.fingerprint.pieces = loop.pieces();
+  mine.set_registered(p.find_registered(transport));
   const Agreement agreed = transport.agree(mine, loop);
   abort_on_error(group, context, [&] {
     uint32_t pieces = agreed.pieces;
     if (agreed.zero_copy) {
       transport.check_exposed(*p.in_tensors, p.bytes);
-      p.buffers.cut(p.in_tensors->chunks);
+      p.buffers.divide(p.in_tensors->chunks);
       loop.use(*p.in_tensors, false);
       pieces = loop.pieces();
     }

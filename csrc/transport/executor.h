@@ -19,9 +19,10 @@ struct BufferSegment {
   std::size_t count;  // elements
 };
 
-// Input or output buffer of this rank: the elements of the segments, one span after the other, cut
-// into blocks for the plan's chunks. A buffer that holds the blocks of all ranks (all_gather's
-// output) has one per rank; any other (all_gather's input, both of all_reduce) has one block.
+// Input or output buffer of this rank: the elements of the segments, one after the other, cut into
+// blocks for the plan's chunks. A buffer that holds the blocks of all ranks (all_gather's
+// output) has one per rank; any other (all_gather's input, both buffers of all_reduce) has one
+// block.
 struct CallBuffer {
   std::vector<BufferSegment> segments = {};
   Sizes blocks = {};
@@ -36,18 +37,18 @@ struct Request {
   Rank root = 0;
   std::string_view algorithm = {};  // empty: the selector chooses
   FoldOptions options = {};
-  // True if the output is the input; `output` is then empty. Must be the same on all ranks. Not
-  // needed where a rank's own block lies within the other buffer.
+  // True if the input is also the output; `output` is then empty. Must be the same on all ranks.
+  // May be false where a rank's own block lies within the other buffer.
   bool in_place = false;
   CallBuffer input = {},
              output = {};  // a buffer that the collective does not use on this rank is empty
   // True if only the two ends of a transfer know its block size (all_to_all with split sizes,
   // gather and scatter of unequal parts). Must be the same on all ranks.
   bool irregular = false;
-  // Number of tensors of the caller; must agree. 0: no data moves, the ranks only agree on the
-  // call.
+  // Number of the caller's tensors; must be the same on all ranks. 0: no data moves, the ranks only
+  // agree on the call.
   uint64_t tensors = 1;
-  bool on_gpus = false;  // true for the GPU transport; must agree
+  bool on_gpus = false;  // true for the GPU transport; must be the same on all ranks
 };
 
 // Runs the request in the calling thread together with the other ranks: to its end, or until all of

@@ -7,7 +7,7 @@
 namespace pycollect::shm {
 namespace {
 
-const RankProgram& looked_up(Rank rank, const Request& r, const CallKey& s) {
+const RankProgram& look_up(Rank rank, const Request& r, const CallKey& s) {
   const Choice choice = choose(s, r.algorithm);
   // Kernels of processes that share a GPU run one after another.
   const bool multicast = s.topology == Topology::ipc_symmetric;
@@ -19,18 +19,18 @@ const RankProgram& looked_up(Rank rank, const Request& r, const CallKey& s) {
 
 const RankProgram& program_for(Rank rank, int world, const Request& r, const SelectionKey& key) {
   struct LastProgram {
-    CallKey situation;
+    CallKey call;
     std::string algorithm;
     Rank rank, root;
     const RankProgram* value = nullptr;
   };
   thread_local std::array<LastProgram, kTopologies> last;
   const CallKey s{r.collective, world, key.bytes, r.dtype, r.in_place, key.topology};
-  LastProgram& kept = last[static_cast<std::size_t>(key.topology)];
-  if (kept.value == nullptr || kept.situation != s || kept.rank != rank || kept.root != r.root ||
-      kept.algorithm != r.algorithm)
-    kept = {s, std::string(r.algorithm), rank, r.root, &looked_up(rank, r, s)};
-  return *kept.value;
+  LastProgram& cached = last[static_cast<std::size_t>(key.topology)];
+  if (cached.value == nullptr || cached.call != s || cached.rank != rank || cached.root != r.root ||
+      cached.algorithm != r.algorithm)
+    cached = {s, std::string(r.algorithm), rank, r.root, &look_up(rank, r, s)};
+  return *cached.value;
 }
 
 void check_sizes_known(const Request& request, const RankProgram& rank_program) {

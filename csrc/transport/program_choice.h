@@ -11,8 +11,8 @@ struct SelectionKey {
   Topology topology;
 };
 
-// Returns the rank program of the algorithm that the request names, or else of the selector's. Each
-// thread caches its last choice, which saves looking it up: a fourth of a small call's time.
+// Returns the rank program of the algorithm that the request names, or else of the selector's
+// choice. Each thread caches its last choice: a look-up takes a fourth of a small call's time.
 const RankProgram& program_for(Rank rank, int world, const Request& request,
                                const SelectionKey& key);
 

@@ -1,4 +1,4 @@
-// See rank_program.h. Each chunk of scratch and of host memory that some task touches gets a region
+// See rank_program.h. Each chunk of scratch and of host memory that a task accesses gets a region
 // of a staging buffer, in the same order on all ranks, so that ranks need not exchange offsets.
 #include "rank_program.h"
 
@@ -18,11 +18,11 @@
 namespace pycollect::shm {
 namespace {
 
-bool in_slot(const Slice& s) { return s.buffer == Buffer::scratch || s.buffer == Buffer::host; }
+bool is_staged(const Slice& s) { return s.buffer == Buffer::scratch || s.buffer == Buffer::host; }
 
-class Writing {
+class RankProgramBuilder {
  public:
-  Writing(const Plan& plan, bool in_place, Rank me)
+  RankProgramBuilder(const Plan& plan, bool in_place, Rank me)
       : plan_(plan),
         in_place_(in_place),
         me_(me),
@@ -31,7 +31,7 @@ class Writing {
         region_(cells(plan), kNone),
         waited_(program_[me].size() + 1) {
     rank_program_.chunks = plan.chunks;
-    give_regions();
+    assign_regions();
     find_chunks();
     for (const auto& tasks : program_)
       for (const Task& task : tasks)
@@ -45,9 +45,9 @@ class Writing {
             " tasks; at most ", (1 << kTaskBits) - 1, " are supported");
     for (std::size_t i = 1; i + 1 < tasks.size(); ++i) add(tasks[i], static_cast<int>(i) + 1);
     rank_program_.exit = tasks.back().waits;
-    rank_program_.entered = waited_[1];
+    rank_program_.entry_awaited = waited_[1];
     while (rank_program_.prologue < rank_program_.instructions.size() &&
-           leads(rank_program_.instructions[rank_program_.prologue]))
+           in_prologue(rank_program_.instructions[rank_program_.prologue]))
       ++rank_program_.prologue;
     return std::move(rank_program_);
   }
@@ -55,13 +55,13 @@ class Writing {
  private:
   static constexpr int kNone = -1;
 
-  void give_regions() {
+  void assign_regions() {
     std::vector<int> used(plan_.world);
     for (const Step& step : plan_.steps) {
       const bool mine = step.owner() == me_;
       for (const Slices* side : {&step.dsts, &step.srcs})
         for (const Slice& s : *side) {
-          if (in_slot(s)) {
+          if (is_staged(s)) {
             int& region = region_[cell(s)];
             if (region == kNone) region = used[s.rank]++;
           } else if (s.rank == me_ && !mine) {
@@ -73,8 +73,8 @@ class Writing {
     rank_program_.regions = *std::max_element(used.begin(), used.end());
   }
 
-  // Finds the chunk that gives each step's size. A value in host memory may lie under another
-  // chunk's index, so its size is that of the chunk it was copied or folded from.
+  // Finds the chunk that determines each step's size. A value in host memory may have another
+  // chunk's index; its size is that of the chunk from which it was copied or folded.
   void find_chunks() {
     std::vector<int> held(cells(plan_), 0);  // [cell] of host memory: the chunk of its value
     for (const Step& step : plan_.steps) {
@@ -100,16 +100,17 @@ class Writing {
     Instruction instruction{.dsts = static_cast<int>(step.dsts.size()),
                             .chunk = chunk_[task.step],
                             .finishes = finishes_[task.step],
-                            .announced = waited_[count],
+                            .awaited = waited_[count],
                             .count = count,
                             .waits = task.waits};
     Slices slices = step.dsts;
-    const auto slotted = std::stable_partition(slices.begin(), slices.end(), std::not_fn(in_slot));
-    instruction.in_staging = static_cast<int>(slices.end() - slotted);
+    const auto first_staged =
+        std::stable_partition(slices.begin(), slices.end(), std::not_fn(is_staged));
+    instruction.in_staging = static_cast<int>(slices.end() - first_staged);
     slices.insert(slices.end(), step.srcs.begin(), step.srcs.end());
     for (const Slice& s : slices) {
       instruction.operands.push_back(operand(s));
-      if (in_slot(s) || s.rank != me_) continue;
+      if (is_staged(s) || s.rank != me_) continue;
       instruction.chunk = s.first;
       instruction.like = instruction.operands.back().where;
     }
@@ -121,15 +122,16 @@ class Writing {
   }
 
   Operand operand(const Slice& s) const {
-    if (in_slot(s)) return {Where::staging, s.rank, region_[cell(s)]};
+    if (is_staged(s)) return {Where::staging, s.rank, region_[cell(s)]};
     return {s.buffer == Buffer::input ? Where::input : Where::output, s.rank, s.first};
   }
 
-  bool leads(const Instruction& instruction) const {
+  bool in_prologue(const Instruction& instruction) const {
     auto own = [&](const Operand& o) { return o.rank == me_; };
-    auto in_own_slot = [&](const Operand& o) { return own(o) && o.where == Where::staging; };
+    auto in_own_staging = [&](const Operand& o) { return own(o) && o.where == Where::staging; };
     const auto first = instruction.operands.begin();
-    return instruction.waits.empty() && std::all_of(first, first + instruction.dsts, in_own_slot) &&
+    return instruction.waits.empty() &&
+           std::all_of(first, first + instruction.dsts, in_own_staging) &&
            std::all_of(first, instruction.operands.end(), own);
   }
 
@@ -139,7 +141,7 @@ class Writing {
   Program program_;
   std::vector<bool> finishes_;
   std::vector<int> region_;   // [cell]
-  std::vector<int> chunk_;    // [step]: the chunk that gives its size
+  std::vector<int> chunk_;    // [step]: the chunk that determines its size
   std::vector<bool> waited_;  // [count]: a rank waits for this many tasks of this rank
   RankProgram rank_program_;
 };
@@ -148,7 +150,7 @@ struct RankProgramHash {
   std::size_t operator()(const RankProgramKey& k) const {
     std::size_t h = std::hash<const void*>()(k.algorithm);
     for (int part : {k.world, k.pieces, k.root, k.rank, 4 * k.multicast + 2 * k.in_place + k.open})
-      h = h * 1000003 + static_cast<std::size_t>(part);  // any large odd number spreads them
+      h = h * 1000003 + static_cast<std::size_t>(part);  // any large odd number
     return h;
   }
 };
@@ -173,7 +175,8 @@ const RankProgram& rank_program(const RankProgramKey& key) {
   }
   const Plan plan = (*key.algorithm)({key.world, key.root, key.pieces});
   const Plan staged = for_processes(plan, key.in_place, key.open, key.open, key.multicast);
-  auto made = std::make_unique<const RankProgram>(Writing(staged, key.in_place, key.rank).run());
+  auto made =
+      std::make_unique<const RankProgram>(RankProgramBuilder(staged, key.in_place, key.rank).run());
   const std::unique_lock lock(cache().mutex);
   return *cache().kept.emplace(key, std::move(made)).first->second;
 }

@@ -22,25 +22,26 @@ struct Operand {
 inline constexpr std::size_t kMostOperands = 2 * 64 + 8;
 
 struct Instruction {
-  std::vector<Operand> operands = {};  // destinations, those in staging buffers last, then sources
-  int dsts = 0, in_staging = 0;        // number of destinations; of those in staging buffers
+  std::vector<Operand> operands = {};  // destinations (those in staging buffers last), then sources
+  int dsts = 0, in_staging = 0;        // number of destinations, and of those in staging buffers
   int chunk = 0;                       // the chunk that gives the number of elements to move
-  Where like = Where::staging;         // own buffer with that chunk; Where::slot: any buffer
+  Where like = Where::staging;         // own buffer with that chunk; Where::staging: any buffer
   bool finishes = false;               // a fold that completes the reduction
-  bool announced = false;              // a rank waits for it
+  bool awaited = false;                // a rank waits for it
   int count = 0;                       // tasks of this rank that are finished after it
   std::vector<Wait> waits = {};
 };
 
 struct RankProgram {
   std::vector<Instruction> instructions;
-  std::size_t prologue = 0;  // prologue: waits for no rank and fills only the own staging buffer
+  // Length of the prologue, which waits for no rank and fills only this rank's staging buffer.
+  std::size_t prologue = 0;
   std::vector<Wait> exit = {};
-  bool entered = false;                                // a rank waits for this rank's entry
+  bool entry_awaited = false;                          // a rank waits for this rank's entry
   int chunks = 1;                                      // number of chunks of the plan
-  int regions = 0;                                     // most regions of any rank's staging buffer
+  int regions = 0;                                     // maximum over the ranks' staging buffers
   bool exposes_input = false, exposes_output = false;  // peers access the tensor in place
-  bool sizes_known = true;                             // every size follows from an own buffer
+  bool sizes_known = true;  // every size follows from a buffer of this rank
 
   // Tasks that are finished after the prologue. The first task of a run is its entry.
   int tasks_after_prologue() const { return prologue == 0 ? 1 : instructions[prologue - 1].count; }

@@ -1,5 +1,5 @@
-// See shm_transport.h. A rank that is late and finds the group aborted stops soon and throws; it
-// never returns success.
+// See shm_transport.h. A late rank that finds the group aborted stops soon and throws; it never
+// returns success.
 #include "shm_transport.h"
 
 #include <array>
@@ -16,7 +16,7 @@ namespace {
 // Below this many bytes per rank, zero-copy is not tried: copying so little is cheaper than waiting
 // until the peers have finished with this rank's tensors.
 constexpr std::size_t kZeroCopyBytes = 512;
-// An output this large is no longer in the caches when it has been written, and non-temporal stores
+// An output of at least this many bytes does not stay in the caches anyway, and non-temporal stores
 // are up to twice as fast.
 constexpr std::size_t kStreamedBytes = 16 << 20;
 // Below this many bytes read and written, the calling thread works alone; no thread gets less than
@@ -28,7 +28,7 @@ constexpr std::size_t kBlock = 16 << 10;  // half of a core's L1 data cache
 constexpr std::size_t kBytesPerPoll = 4 << 20;
 constexpr std::size_t kLine = 64;
 
-std::size_t quotient_up(std::size_t n, std::size_t by) { return (n + by - 1) / by; }
+std::size_t ceil_div(std::size_t n, std::size_t by) { return (n + by - 1) / by; }
 
 Agreement agree_or_skip(Group& group, const CallFingerprint& mine, uint64_t run,
                         const OpContext& context) {
@@ -48,13 +48,13 @@ bool ShmTransport::may_use_tensors(Collective, std::size_t bytes) const {
 
 std::optional<uint64_t> ShmTransport::registered_offset(const std::byte* at, std::size_t) const {
   const auto offset = static_cast<uint64_t>(at - group().heap(rank()));
-  const bool inside =
-      offset < group().layout().sizes.symmetric_heap_bytes;  // or before it: a large number
+  // An address before the heap wraps around to a large offset.
+  const bool inside = offset < group().layout().sizes.symmetric_heap_bytes;
   return inside ? std::optional(offset) : std::nullopt;
 }
 
-// Prefetches the lines that this rank is going to write and that peers have read: getting them back
-// takes as long as everything before the writing.
+// Prefetches the cache lines that this rank is going to write and that peers have read: fetching
+// them takes as long as the rest of the call up to the first write.
 void ShmTransport::begin(const Request& request, const OpContext& context) {
   __builtin_prefetch(&group().rank_state(rank()), 1);
   __builtin_prefetch(group().staging_buffer(rank(), run_number(group())), 1);
@@ -71,7 +71,7 @@ void ShmTransport::begin(const Request& request, const OpContext& context) {
 // agreed, so that one signal publishes both the fingerprint and the data.
 Agreement ShmTransport::agree(const CallFingerprint& mine, ChunkLoop& loop) {
   const uint64_t first = next_run();
-  const bool zero_copy = (mine.post.flags & Fingerprint::zero_copy) != 0;
+  const bool zero_copy = (mine.fingerprint.flags & Fingerprint::zero_copy) != 0;
   shm::begin(group(), first, *context_);
   int tasks = 0;
   abort_on_error(group(), *context_, [&] { tasks = loop.enter(first, !zero_copy); });
@@ -91,10 +91,10 @@ void ShmTransport::check_exposed(const RankProgram&, std::size_t bytes) {
   const auto ranks = static_cast<std::size_t>(world());
   const Sizes& out = request.output.blocks;
   const Sizes& blocks = out.size() == ranks ? out : request.input.blocks;
-  const auto inside = [&](Rank r, uint64_t place, BlockContent holds) {
+  const auto inside = [&](Rank r, uint64_t offset, BlockContent holds) {
     const std::size_t block = blocks.size() == ranks ? blocks[r] * row_->item() : 0;
     const std::size_t exposed = holds == BlockContent::own_block ? block : bytes;
-    return place == 0 || (place <= heap && exposed <= heap - place);
+    return offset == 0 || (offset <= heap && exposed <= heap - offset);
   };
   for (Rank r = 0; r < world(); ++r) {
     const RegisteredOffsets& registered = group().rank_state(r).registered[context_->call & 1];
@@ -128,16 +128,16 @@ void ShmTransport::launch(const Rows& rows) {
 // thread throws afterwards.
 void ShmTransport::run_parallel(const Rows& rows) const {
   const std::size_t n = rows.count(), element = row_->item() * rows.instruction().operands.size();
-  const std::size_t per_line = kLine / row_->item(), rank_states = quotient_up(n, per_line);
+  const std::size_t per_line = kLine / row_->item(), lines = ceil_div(n, per_line);
   const std::size_t grain =
-      std::max<std::size_t>(1, rank_states / quotient_up(n * element, kParallelBytes / 4));
-  const std::size_t block = quotient_up(kBytesPerPoll / element, per_line) * per_line;
+      std::max<std::size_t>(1, lines / ceil_div(n * element, kParallelBytes / 4));
+  const std::size_t block = ceil_div(kBytesPerPoll / element, per_line) * per_line;
   const auto part = [&](int64_t first, int64_t last) {
     const std::size_t end = std::min<std::size_t>(n, last * per_line);
     for (std::size_t at = first * per_line; at < end && group().is_healthy(); at += block)
       run(rows, at, std::min(end, at + block));
   };
-  const auto all = static_cast<int64_t>(rank_states);
+  const auto all = static_cast<int64_t>(lines);
   if (parallel_for_)
     parallel_for_(all, static_cast<int64_t>(grain), part);
   else
@@ -158,8 +158,8 @@ void ShmTransport::run(const Rows& rows, std::size_t begin, std::size_t end) con
 }
 
 // Results for staging buffers are folded into another destination first and copied from there while
-// in the L1 cache. memcpy takes over whole lines that a peer has read without reading them, which
-// the stores of a fold cannot. Between two cores this was 1.8 times as fast.
+// they are in the L1 cache. memcpy takes over whole lines that a peer has read without reading
+// them, which the stores of a fold cannot. Between two cores this was 1.8 times as fast.
 void ShmTransport::run(const Instruction& instruction, void** at, std::size_t count) const {
   const int dsts = instruction.dsts, srcs = static_cast<int>(instruction.operands.size()) - dsts;
   const int first = dsts - instruction.in_staging;

@@ -67,10 +67,11 @@ class Transport {
 
   // Topology for the selection of an algorithm: through staging buffers, or directly in tensors.
   virtual Topology topology(bool in_tensors) const = 0;
-  // Returns true if checking whether all ranks can access the tensors in place is worthwhile.
+  // Returns true if it is worthwhile to check whether all ranks can access the tensors in place.
   // `bytes`: size of all blocks.
   virtual bool may_use_tensors(Collective collective, std::size_t bytes) const = 0;
-  // Registered offset by which peers address these bytes of this rank; none: they cannot.
+  // Returns the registered offset by which peers address these bytes of this rank; none: peers
+  // cannot access them.
   virtual std::optional<uint64_t> registered_offset(const std::byte* at,
                                                     std::size_t bytes) const = 0;
 
@@ -80,8 +81,8 @@ class Transport {
   // Begins a call; both arguments must live until it has ended. Throws TypeMismatch for a reduction
   // that the dtype does not support.
   virtual void begin(const Request& request, const OpContext& context) = 0;
-  // Checks that all ranks issued the same call, and may have the loop fill the own staging buffer
-  // before. Throws std::invalid_argument on all ranks alike if the calls differ.
+  // Checks that all ranks issued the same call, and may run the loop's prologue before. Throws
+  // std::invalid_argument on all ranks alike if the calls differ.
   virtual Agreement agree(const CallFingerprint& mine, ChunkLoop& loop) = 0;
   // Prepares the exposed tensors of all ranks for a rank program that accesses them in place.
   virtual void check_exposed(const RankProgram& rank_program, std::size_t bytes) = 0;

@@ -1,17 +1,18 @@
-"""The list collectives, recorded by autograd: the backward pass of each is a collective again.
+"""The list collectives with gradients: the backward pass of each is a collective as well.
 
-Those of ``pycollect`` work in place or outside of autograd and refuse tensors that require grad;
-these return new tensors, and gradients flow through them to every rank: back through an all_gather
-by a reduce_scatter, through a broadcast by a reduce, through a scatter by a gather, and the other
-way about. A call is one node of the graph with a tensor per rank on either side, so the gradients
-of all ranks' outputs belong into **one** backward pass: ``torch.autograd.backward(losses)``, not
-``losses[0].backward()`` and then the next. An output without a gradient counts as zeros, and an
-input that needs none costs nothing.
+The functions of ``pycollect`` itself work outside of autograd and reject tensors that require grad.
+These return new tensors and pass gradients to every rank. The backward of all_gather is
+reduce_scatter, that of broadcast is reduce, that of scatter is gather, and vice versa. A call is a
+single node of the graph, with one tensor per rank on each side, so the gradients of all ranks'
+outputs must be computed in **one** backward pass: ``torch.autograd.backward(losses)`` instead of
+``losses[0].backward()``, ``losses[1].backward()``, and so on. An output without a gradient counts
+as zeros, and an input that does not require grad costs nothing.
 
-``tensors`` is a list with a torch.Tensor per rank. ``op`` is "sum" or "avg"; all_reduce has "max",
-"min" and "prod" as well. Everything but those three can be differentiated any number of times,
-forward (jvp) and under torch.func (grad, vmap, jacrev); those three any number of times backward.
-Complex gradients are conjugated as torch's. Bad arguments are TypeError or ValueError, as there.
+``tensors`` is a list with one torch.Tensor per rank. ``op`` is "sum" or "avg"; all_reduce also has
+"max", "min" and "prod". These three have backward derivatives of any order. All others also have
+forward derivatives (jvp) of any order, and work under torch.func (grad, vmap, jacrev). Complex
+gradients are conjugated as in torch. Invalid arguments raise TypeError or ValueError before any
+data moves.
 
 >>> import torch
 >>> from pycollect import autograd

@@ -1,7 +1,8 @@
-"""The linear collectives along a dimension as data, and how they transpose into each other.
+"""The linear collectives along a dimension as data, and their transposes.
 
 all_gather <-> reduce_scatter, scatter <-> gather, all_to_all <-> all_to_all. Dimensions are counted
-from the front, so that one more in front only shifts them. ``mean`` scales by 1/W, whichever way.
+from the front, so that a batch dimension in front only shifts them. ``mean`` scales by 1/W in both
+directions.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _chunk(tensor: Tensor, dim: int, lengths: Lengths, rank: int) -> Tensor:
 
 @dataclass(frozen=True)
 class AllGather(Move):
-    """The concatenation for every rank."""
+    """All-gather: the concatenation of all tensors, for every rank."""
 
     devices: Devices
     dim: int
@@ -59,7 +60,7 @@ class AllGather(Move):
 
 @dataclass(frozen=True)
 class ReduceScatter(Move):
-    """A chunk of the sum or mean for each rank."""
+    """Reduce-scatter: one chunk of the sum or mean for each rank."""
 
     devices: Devices
     dim: int
@@ -87,7 +88,7 @@ class ReduceScatter(Move):
 
 @dataclass(frozen=True)
 class AllToAll(Move):
-    """Chunk j of every tensor for rank j; splits[i][j] is what goes from rank i to rank j."""
+    """All-to-all: chunk j of every tensor for rank j; splits[i][j] is its length on rank i."""
 
     devices: Devices
     dim: int
@@ -112,7 +113,7 @@ class AllToAll(Move):
 
 @dataclass(frozen=True)
 class Scatter(Move):
-    """A chunk of one tensor for each device."""
+    """Scatter: one chunk of a tensor for each device."""
 
     devices: Devices
     origin: torch.device
@@ -138,7 +139,7 @@ class Scatter(Move):
 
 @dataclass(frozen=True)
 class Gather(Move):
-    """The concatenation on one device."""
+    """Gather: the concatenation of all tensors, on one device."""
 
     devices: Devices
     target: torch.device

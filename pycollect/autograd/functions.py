@@ -1,4 +1,4 @@
-"""The recorded collectives as functions: arguments are checked here, and a Move is made of them."""
+"""The functions of pycollect.autograd: each checks its arguments and applies a Move."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _ALL = (*_LINEAR, "max", "min", "prod")
 def all_reduce(
     tensors: Sequence[Tensor], op: Op = "sum", *, algorithm: str | None = None
 ) -> list[Tensor]:
-    """Return the reduction over all ranks, once for every rank; backward: all_reduce.
+    """Return the reduction over all ranks, one copy per rank; backward: all_reduce.
 
-    ``max`` and ``min`` give their gradient to the ranks that have them, in equal parts; ``prod``
-    takes a reduction more for every rank in the backward pass.
+    ``max`` and ``min`` divide their gradient equally among the ranks that have this value; ``prod``
+    needs one more reduction per rank in the backward pass.
 
     >>> [y] = all_reduce([torch.ones(2)], "avg"); y
     tensor([1., 1.])
@@ -62,9 +62,9 @@ def reduce(
 def broadcast(
     tensors: Sequence[Tensor], src: int = 0, *, algorithm: str | None = None
 ) -> list[Tensor]:
-    """Return ``tensors[src]`` once for every rank; backward: reduce.
+    """Return a copy of ``tensors[src]`` for every rank; backward: reduce.
 
-    Of the others only the devices matter: they get no gradient.
+    Only the devices of the other tensors are used, and they get no gradient.
 
     >>> broadcast([torch.zeros(2), torch.ones(2)], src=1)[0]
     tensor([1., 1.])
@@ -80,7 +80,7 @@ def all_gather(
 ) -> list[Tensor]:
     """Return, for every rank, the concatenation along ``dim``; backward: reduce_scatter.
 
-    Lengths may differ along ``dim``.
+    Lengths along ``dim`` may differ.
 
     >>> all_gather([torch.ones(1), torch.zeros(2)])[1]
     tensor([1., 0., 0.])
@@ -115,10 +115,10 @@ def all_to_all(
     dim: int = 0,
     split_sizes: Sequence[int] | Sequence[Sequence[int]] | None = None,
 ) -> list[Tensor]:
-    """Send chunk j of every tensor to rank j; return what arrived; backward: all_to_all.
+    """Send chunk j of every tensor to rank j; return each rank's chunks; backward: all_to_all.
 
-    ``split_sizes`` are the lengths along ``dim`` of the W chunks, one list for all ranks or one for
-    each; by default each tensor is cut as by torch.tensor_split.
+    ``split_sizes`` are the lengths along ``dim`` of the W chunks: one list for all ranks, or one
+    list per rank. By default each tensor is cut as by torch.tensor_split.
 
     >>> all_to_all([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])])
     [tensor([1., 3.]), tensor([2., 4.])]
@@ -139,7 +139,8 @@ def scatter(
 ) -> list[Tensor]:
     """Cut one tensor along ``dim`` and return a chunk for each device; backward: gather.
 
-    ``chunk_sizes`` are the lengths along ``dim``, one per device; by default as torch.tensor_split.
+    ``chunk_sizes`` are the lengths along ``dim``, one per device; by default the tensor is cut as
+    by torch.tensor_split.
 
     >>> scatter(torch.ones(3), "cpu*2")
     [tensor([1., 1.]), tensor([1.])]
@@ -159,9 +160,9 @@ def scatter(
 def gather(
     tensors: Sequence[Tensor], device: torch.device | str | None = None, *, dim: int = 0
 ) -> Tensor:
-    """Return the concatenation along ``dim``, on ``device``; backward: scatter.
+    """Return the concatenation along ``dim`` on ``device``; backward: scatter.
 
-    The default is the device of the first tensor.
+    The default of ``device`` is the first tensor's device.
 
     >>> gather([torch.ones(1), torch.zeros(2)])
     tensor([1., 0., 0.])
@@ -175,7 +176,7 @@ def gather(
 
 @eager
 def copy(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return a copy on ``device``, in new memory even where it is already; backward: copy.
+    """Return a copy on ``device``, in new memory even on the same device; backward: copy.
 
     >>> copy(torch.ones(2), "cpu")
     tensor([1., 1.])
@@ -189,8 +190,8 @@ def copy(tensor: Tensor, device: torch.device | str) -> Tensor:
 def replicate(tensors: Sequence[Tensor], devices: DeviceSpec) -> list[list[Tensor]]:
     """Return a copy of every tensor for each rank, ``result[rank][i]``; backward: reduce of each.
 
-    One node for all. Shapes, dtypes and devices of the tensors may differ. The gradient is the sum
-    in rank order; a tensor whose copies are used by no rank gets none.
+    The call is one node for all tensors, which may differ in shape, dtype and device. The gradient
+    is the sum over the ranks in rank order; a tensor of which no copy is used gets none.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> [[a], [b]] = replicate([weight], "cpu*2")
@@ -206,7 +207,7 @@ def replicate(tensors: Sequence[Tensor], devices: DeviceSpec) -> list[list[Tenso
 
 
 def _devices(tensors: Sequence[Tensor], call: str) -> Devices:
-    """Return where the tensors are; refuse what is no list of tensors."""
+    """Return the devices of the tensors; raise an error unless they are a list of tensors."""
     if not isinstance(tensors, (list, tuple)):
         kind = type(tensors).__name__
         raise TypeError(f"{call}: tensors is a {kind}; pass a list with one torch.Tensor per rank")
@@ -215,22 +216,22 @@ def _devices(tensors: Sequence[Tensor], call: str) -> Devices:
     for rank, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
-            raise TypeError(f"{call}: tensors[{rank}] is a {kind}; autograd needs a torch.Tensor")
+            raise TypeError(f"{call}: tensors[{rank}] is a {kind}; pass a torch.Tensor")
     return tuple(t.device for t in tensors)
 
 
 def _single(device: torch.device | str, call: str) -> torch.device:
     ranks = ranks_of(device, call)
     if len(ranks) != 1:
-        raise ValueError(f"{call}: device {device!r} names {len(ranks)} devices; needed is one")
+        raise ValueError(f"{call}: device {device!r} names {len(ranks)} devices; pass one")
     return ranks[0]
 
 
 def _op(op: Op, allowed: tuple[str, ...], call: str) -> str:
-    """Return the name of an operation that has a gradient here."""
+    """Return the name of an op; raise ValueError unless it is one of `allowed`."""
     name = op if isinstance(op, str) else str(op).rpartition(".")[2].lower()
     if name not in allowed:
-        hint = f"; all_reduce has {name!r}, take a part of its result" if name in _ALL else ""
+        hint = f"; only all_reduce has {name!r}" if name in _ALL else ""
         raise ValueError(
             f"{call}: op {op!r} has no gradient here; allowed are {', '.join(allowed)}{hint}"
         )
@@ -255,7 +256,7 @@ def _along(tensors: Sequence[Tensor], dim: int, call: str) -> tuple[int, Lengths
                 f"{list(tensors[0].shape)}; all ranks need the same number of dimensions"
             )
     if not dims:
-        raise ValueError(f"{call}: a tensor without dimensions cannot be cut or joined; reshape(1)")
+        raise ValueError(f"{call}: a tensor has no dimensions to cut or join; pass .reshape(1)")
     if not -dims <= dim < dims:
         raise ValueError(
             f"{call}: dim is {dim}; shape {list(tensors[0].shape)} allows {-dims} to {dims - 1}"
@@ -267,7 +268,7 @@ def _along(tensors: Sequence[Tensor], dim: int, call: str) -> tuple[int, Lengths
 def _splits(
     sizes: Sequence[int] | Sequence[Sequence[int]] | None, lengths: Lengths
 ) -> tuple[Lengths, ...]:
-    """Return the lengths of all chunks, [from][to]; whether they fit, the collective checks."""
+    """Return the lengths of all chunks, [from][to]; the collective checks them later."""
     world = len(lengths)
     if sizes is None:
         return tuple(even(length, world) for length in lengths)

@@ -1,7 +1,7 @@
-"""The linear collectives of whole tensors as data, and how they transpose into each other.
+"""The linear collectives of whole tensors as data, and their transposes.
 
 all_reduce <-> all_reduce, broadcast <-> reduce, copy <-> copy, replicate <-> total. ``mean`` scales
-by 1/W, whichever way.
+by 1/W in both directions.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def copied(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a copy on a device."""
-    room = torch.empty_like(tensor, device=device)
-    collectives.copy_(room, tensor)
-    return room
+    copy = torch.empty_like(tensor, device=device)
+    collectives.copy_(copy, tensor)
+    return copy
 
 
 def op_of(mean: bool) -> str:
@@ -38,27 +38,27 @@ def op_of(mean: bool) -> str:
 
 
 def _summed(tensors: Sequence[Tensor], dst: int, mean: bool, algorithm: str | None) -> Tensor:
-    rooms = alike(tensors)
-    rooms[dst] = rooms[dst].clone()
-    collectives.reduce(rooms, dst, op_of(mean), algorithm=algorithm)
-    return rooms[dst]
+    buffers = alike(tensors)
+    buffers[dst] = buffers[dst].clone()
+    collectives.reduce(buffers, dst, op_of(mean), algorithm=algorithm)
+    return buffers[dst]
 
 
 @dataclass(frozen=True)
 class AllReduce(Move):
-    """The sum or mean for every rank."""
+    """All-reduce: the sum or mean, for every rank."""
 
     devices: Devices
     mean: bool
     algorithm: str | None = None
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
-        rooms = [t.clone() for t in alike(tensors)]
-        collectives.all_reduce(rooms, op_of(self.mean), algorithm=self.algorithm)
-        return rooms
+        buffers = [t.clone() for t in alike(tensors)]
+        collectives.all_reduce(buffers, op_of(self.mean), algorithm=self.algorithm)
+        return buffers
 
     def some(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
-        """Reduce to the first of the wanted ranks, and copy from there to the others."""
+        """Reduce to the first of the wanted ranks, and copy its result to the other wanted ones."""
         first = list(wanted).index(True)
         (total,) = apply(Reduce(self.devices, first, self.mean), tensors)
         results: list[Tensor | None] = [None] * len(wanted)
@@ -74,7 +74,7 @@ class AllReduce(Move):
 
 @dataclass(frozen=True)
 class Reduce(Move):
-    """The sum or mean on one of the ranks."""
+    """Reduce: the sum or mean, on rank `dst`."""
 
     devices: Devices
     dst: int
@@ -90,7 +90,7 @@ class Reduce(Move):
 
 @dataclass(frozen=True)
 class Broadcast(Move):
-    """The tensor of one rank (the only one that is handed in) for every rank."""
+    """Broadcast: copies of rank `src`'s tensor, the only input, for every rank."""
 
     devices: Devices
     src: int
@@ -100,10 +100,10 @@ class Broadcast(Move):
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
         (tensor,) = tensors
         source = tensor / len(self.devices) if self.mean else tensor.clone()
-        rooms = [torch.empty_like(source, device=device) for device in self.devices]
-        rooms[self.src] = source
-        collectives.broadcast(rooms, self.src, algorithm=self.algorithm)
-        return rooms
+        buffers = [torch.empty_like(source, device=device) for device in self.devices]
+        buffers[self.src] = source
+        collectives.broadcast(buffers, self.src, algorithm=self.algorithm)
+        return buffers
 
     def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
         (tensor,) = tensors
@@ -117,7 +117,7 @@ class Broadcast(Move):
 
 @dataclass(frozen=True)
 class Copy(Move):
-    """The same tensor on another device."""
+    """Copy: the same tensor on another device."""
 
     origin: torch.device
     target: torch.device
@@ -131,7 +131,7 @@ class Copy(Move):
 
 @dataclass(frozen=True)
 class Replicate(Move):
-    """A copy of every tensor for each rank: result [rank * number of tensors + tensor]."""
+    """Replicate: a copy of every tensor per rank, result[rank * number of tensors + tensor]."""
 
     devices: Devices
     origins: Devices
@@ -144,13 +144,13 @@ class Replicate(Move):
         return Total(self.devices, self.origins)
 
     def reached(self, given: Sequence[bool], tensors: int) -> list[bool]:
-        """A tensor whose copies are not used anywhere has no gradient, as one that has none."""
+        """Return for each tensor whether one of its copies has a gradient."""
         return [any(given[i::tensors]) for i in range(tensors)]
 
 
 @dataclass(frozen=True)
 class Total(Move):
-    """The sums over the ranks of many tensors, each on the device where its original is."""
+    """Transpose of Replicate: sums over the ranks of many tensors, each on its origin's device."""
 
     devices: Devices
     origins: Devices
@@ -167,7 +167,7 @@ class Total(Move):
         return total if total.device == origin else copied(total, origin)
 
     def some(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
-        """Sum the wanted ones, in one node."""
+        """Return the wanted sums, computed in one node."""
         chosen = [i for i, want in enumerate(wanted) if want]
         flat = [tensors[at + i] for at in range(0, len(tensors), len(wanted)) for i in chosen]
         found = iter(apply(Total(self.devices, tuple(self.origins[i] for i in chosen)), flat))

@@ -1,7 +1,7 @@
-"""The autograd node of a collective that is linear: its backward is the transposed collective.
+"""The autograd node of a linear collective: its backward is the transposed collective.
 
-What is moved is data (a Move, see moves.py); the node only asks it to run, and its transpose to
-take the gradients back. Since that is a node again, it can be differentiated as often as wanted.
+A Move (moves.py, along.py) describes the collective as data. The node runs it, and its transpose on
+the gradients. The transpose is recorded as such a node too, so derivatives of any order exist.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ class Move:
     """A linear collective as data: from a list of tensors to a list of tensors."""
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the results, in new memory; nothing is recorded."""
+        """Return the results in new memory, not recorded by autograd."""
         raise NotImplementedError
 
     def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
-        """Return one of the results, recorded."""
+        """Return the result of one rank, recorded by autograd."""
         raise NotImplementedError
 
     def some(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
-        """Return the wanted results, recorded; the others cost nothing."""
+        """Return the wanted results, recorded by autograd, and None for the others."""
         return [self.one(tensors, rank) if want else None for rank, want in enumerate(wanted)]
 
     def transposed(self) -> Move:
@@ -37,12 +37,12 @@ class Move:
         return self
 
     def reached(self, given: Sequence[bool], tensors: int) -> list[bool]:
-        """Tell which of the tensors a gradient reaches when only the given results have one."""
+        """Return for each tensor whether it gets a gradient if only the given results have one."""
         return [any(given)] * tensors
 
 
 class _Like(NamedTuple):
-    """What zeros in place of a missing gradient look like."""
+    """Shape, dtype and device of the zeros that replace a missing gradient."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class _Like(NamedTuple):
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return a tensor whose memory holds its values, as the collectives want it."""
+    """Return a detached tensor with its values in memory: no lazy conjugate, negative or zero."""
     tensor = tensor.detach()
     if tensor._is_zerotensor():
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -61,7 +61,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """One node for all ranks. Outputs without a gradient count as zeros."""
+    """The node of a Move, for all ranks. Outputs without a gradient count as zeros."""
 
     @staticmethod
     def forward(move: Move, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -109,6 +109,6 @@ def _filled(values: Sequence[Tensor | None], likes: Sequence[_Like]) -> list[Ten
 
 
 def apply(move: Move, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Run a move and record it where a tensor requires grad."""
+    """Run a move, and record it if a tensor requires grad."""
     results: tuple[Tensor, ...] = cast(Any, _Linear).apply(move, *tensors)
     return list(results)

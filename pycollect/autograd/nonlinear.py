@@ -1,7 +1,7 @@
 """The all-reduces that are not linear: max and min, and the product.
 
-Their gradients are made of linear collectives and of products again, so they can be differentiated
-as often as wanted. What they need of the ranks' values is kept from the forward pass.
+Their gradients consist of linear collectives and products, so derivatives of any order exist. The
+forward pass saves the values that the gradients depend on.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .node import apply, plain
 
 
 def _reduced(tensors: Sequence[Tensor], op: str, algorithm: str | None) -> list[Tensor]:
-    rooms = [t.clone() for t in alike([plain(t) for t in tensors])]
-    collectives.all_reduce(rooms, op, algorithm=algorithm)
-    return rooms
+    buffers = [t.clone() for t in alike([plain(t) for t in tensors])]
+    collectives.all_reduce(buffers, op, algorithm=algorithm)
+    return buffers
 
 
 class Extreme(torch.autograd.Function):
-    """max or min over the ranks; ranks that share it share its gradient, as in torch.amax."""
+    """Max or min over the ranks; ranks with this value share its gradient, as in torch.amax."""
 
     @staticmethod
     def forward(op: str, algorithm: str | None, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -55,8 +55,8 @@ def _equal(a: Tensor, b: Tensor) -> Tensor:
 class Product(torch.autograd.Function):
     """The product over the ranks; a rank's gradient has the product of the others as its factor.
 
-    That is computed anew for each rank, not divided out, so that it is right where a rank has a
-    zero, at the price of a reduction for every rank that wants its gradient.
+    This factor is computed by one reduction for each rank that needs a gradient. A division of the
+    product would be wrong for a rank with a zero.
     """
 
     @staticmethod

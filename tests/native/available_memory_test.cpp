@@ -17,55 +17,59 @@ void write(const fs::path& path, const std::string& content) {
   std::ofstream(path) << content << '\n';
 }
 
-void expect_room(const AvailableMemory& got, std::size_t bytes, const std::string& where) {
+void expect_available(const AvailableMemory& got, std::size_t bytes, const std::string& where) {
   expect(got.bytes == bytes, text("got ", got.bytes, ", not ", bytes));
   expect_equal(got.where, where);
 }
 
 // The group with the least available memory counts, of a group and its ancestors. Pages of files
 // count as free, and swap as far as the group may use it.
-void reads_the_second_version() {
+void reads_cgroup_v2() {
   const TemporaryFolder folder;
   const fs::path root = folder.path(), list = root / "list";
-  const auto room = [&](std::size_t swap) { return available_in_cgroups(list, root, swap); };
+  const auto available_with = [&](std::size_t swap) {
+    return available_in_cgroups(list, root, swap);
+  };
   write(list, "0::/job/step");
-  expect_room(room(7), SIZE_MAX, "");  // no limits at all
+  expect_available(available_with(7), SIZE_MAX, "");  // no limits at all
   write(root / "job/step/memory.max", "max");
-  expect_room(room(7), SIZE_MAX, "");
+  expect_available(available_with(7), SIZE_MAX, "");
   write(root / "job/memory.max", "1000");
   write(root / "job/memory.current", "900");
-  expect_room(room(0), 100, "in the control group /job");
-  expect_room(room(7), 107, "in the control group /job");
+  expect_available(available_with(0), 100, "in the control group /job");
+  expect_available(available_with(7), 107, "in the control group /job");
   write(root / "job/memory.stat", "anon 500\ninactive_file 30\nactive_file 20\nshmem 50");
-  expect_room(room(7), 157, "in the control group /job");
+  expect_available(available_with(7), 157, "in the control group /job");
   write(root / "job/memory.swap.max", "5");
   write(root / "job/memory.swap.current", "4");
-  expect_room(room(7), 151, "in the control group /job");
+  expect_available(available_with(7), 151, "in the control group /job");
   write(root / "job/memory.swap.max", "max");
-  expect_room(room(7), 157, "in the control group /job");
+  expect_available(available_with(7), 157, "in the control group /job");
   write(root / "job/step/memory.max", "60");
   write(root / "job/step/memory.current", "90");
-  expect_room(room(0), 0, "in the control group /job/step");
+  expect_available(available_with(0), 0, "in the control group /job/step");
 }
 
-void reads_the_first_version() {
+void reads_cgroup_v1() {
   const TemporaryFolder folder;
   const fs::path root = folder.path(), list = root / "list", job = root / "memory/job";
-  const auto room = [&](std::size_t swap) { return available_in_cgroups(list, root, swap); };
+  const auto available_with = [&](std::size_t swap) {
+    return available_in_cgroups(list, root, swap);
+  };
   write(list, "4:cpu:/other\n3:hugetlb,memory:/job\n0::/");
   write(root / "memory/memory.limit_in_bytes", "9223372036854771712");
   write(job / "memory.limit_in_bytes", "1000");
   write(job / "memory.usage_in_bytes", "900");
   write(job / "memory.stat", "inactive_file 1\ntotal_inactive_file 30\ntotal_active_file 20");
-  expect_room(room(7), 157, "in the control group /job");
+  expect_available(available_with(7), 157, "in the control group /job");
   write(job / "memory.memsw.limit_in_bytes", "1001");
   write(job / "memory.memsw.usage_in_bytes", "900");
-  expect_room(room(7), 151, "in the control group /job");
-  // A container sees its root group under the name that the group has outside of it.
+  expect_available(available_with(7), 151, "in the control group /job");
+  // In a container, the root group may be listed with its name on the host.
   write(list, "3:memory:/docker/4711");
   write(root / "memory/memory.limit_in_bytes", "200");
   write(root / "memory/memory.usage_in_bytes", "50");
-  expect_room(room(0), 150, "in the control group /");
+  expect_available(available_with(0), 150, "in the control group /");
 }
 
 // Moves this process to a new control group of `bytes`; returns false where that is not permitted.
@@ -79,7 +83,7 @@ bool join_group(const fs::path& folder, bool second, std::size_t bytes) {
   return limit.good() && members.good();
 }
 
-void is_an_error_and_no_death() {
+void throws_before_the_oom_killer() {
   const std::string name = text("pycollect-", getpid());
   const fs::path one = "/sys/fs/cgroup/memory" / fs::path(name),
                  two = "/sys/fs/cgroup" / fs::path(name);
@@ -89,13 +93,13 @@ void is_an_error_and_no_death() {
     if (!join_group(second ? two : one, second, 64 * kMiB)) _exit(77);
     const auto segment = Segment::create(1024 * kMiB);
     segment->commit(0, 16 * kMiB);
-    const std::string said = attempt([&] {
+    const std::string message = attempt([&] {
       segment->commit(0, 256 * kMiB);
-      return std::string("got it");
+      return std::string("committed");
     });
-    expect(contains(said, "no memory for 256 MiB to share") &&
-               contains(said, text("in the control group /", name)),
-           said);
+    expect(contains(message, "no memory for 256 MiB of shared memory") &&
+               contains(message, text("in the control group /", name)),
+           message);
     _exit(0);
   }
   int status = 0;
@@ -112,8 +116,8 @@ void is_an_error_and_no_death() {
 
 int main() {
   using namespace pycollect::shm;
-  reads_the_second_version();
-  reads_the_first_version();
-  is_an_error_and_no_death();
+  reads_cgroup_v2();
+  reads_cgroup_v1();
+  throws_before_the_oom_killer();
   std::puts("available_memory_test: all good");
 }

@@ -29,14 +29,14 @@ struct Case {
   std::vector<Sizes> sizes;  // element counts: [from][to], one row of blocks, or one number
   uint64_t seed;
 
-  std::string words() const {
-    std::string said =
+  std::string describe() const {
+    std::string description =
         text(name(collective), "/", algorithm, " ", name(dtype), " ", name(op), " root ", root,
              in_place ? " in place" : "", irregular ? " irregular" : "", " tensors ", tensors,
-             zero_copy ? " placed" : "", within ? " within" : "", " seed ", seed, " sizes");
+             zero_copy ? " zero-copy" : "", within ? " within" : "", " seed ", seed, " sizes");
     for (const Sizes& row : sizes)
-      for (std::size_t n : row) said += text(" ", n);
-    return said;
+      for (std::size_t n : row) description += text(" ", n);
+    return description;
   }
 };
 
@@ -113,12 +113,12 @@ inline Blocks blocks(const Case& c, Rank r, int world) {
   }
 }
 
-inline Bytes bring(const Case& c, Rank r, int world) {
+inline Bytes make_input(const Case& c, Rank r, int world) {
   Bytes input(sum(blocks(c, r, world).full_in) * item_bytes(c.dtype));
   fill(input, c.dtype, c.seed * 1000 + r);
   return input;
 }
-inline Bytes before(const Case& c, Rank r, int world) {
+inline Bytes initial_output(const Case& c, Rank r, int world) {
   return Bytes(sum(blocks(c, r, world).full_out) * item_bytes(c.dtype), std::byte{0x5a});
 }
 
@@ -140,8 +140,8 @@ inline Outcome expected(const Case& c, const std::string& algorithm, int world) 
     const Blocks b = blocks(c, r, world);
     if (!alone) offsets.set(r, Buffer::input, b.full_in);
     if (!alone) offsets.set(r, Buffer::output, b.full_out);
-    in.push_back(bring(c, r, world));
-    out.push_back(before(c, r, world));
+    in.push_back(make_input(c, r, world));
+    out.push_back(initial_output(c, r, world));
     scratch.emplace_back(std::max(in[r].size(), out[r].size()) + item);
   }
   for (Rank r = 0; r < world; ++r)

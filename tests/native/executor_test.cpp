@@ -43,66 +43,69 @@ struct Member {
 };
 
 // Memory of one call buffer: spread over tensors that are not adjacent, or in the symmetric heap.
-class Lent {
+class TestBuffer {
  public:
-  Lent(Group& group, const Case& c, const Bytes& content, const Sizes& blocks, std::size_t arena_at)
+  TestBuffer(Group& group, const Case& c, const Bytes& content, const Sizes& blocks,
+             std::size_t arena_offset)
       : content_(content) {
     if (blocks.empty()) return;
     const std::size_t item = item_bytes(c.dtype), n = content.size() / item;
-    side_.blocks = blocks;
+    buffer_.blocks = blocks;
     if (c.zero_copy) {
-      std::byte* at = group.heap(group.rank()) + arena_at;
+      std::byte* at = group.heap(group.rank()) + arena_offset;
       std::copy(content.begin(), content.end(), at);
-      side_.segments = {{at, n}};
+      buffer_.segments = {{at, n}};
       return;
     }
     for (int i = 0; i < c.tensors; ++i) {
       const std::size_t begin = n * i / c.tensors, end = n * (i + 1) / c.tensors;
       parts_.emplace_back(content.begin() + begin * item, content.begin() + end * item);
       parts_.back().resize((end - begin) * item + 1);  // gives an empty tensor an address
-      side_.segments.push_back({parts_.back().data(), end - begin});
+      buffer_.segments.push_back({parts_.back().data(), end - begin});
     }
   }
-  const CallBuffer& side() const { return side_; }
+  const CallBuffer& buffer() const { return buffer_; }
   Bytes now(std::size_t item) const {
     Bytes all;
-    for (const BufferSegment& s : side_.segments)
+    for (const BufferSegment& s : buffer_.segments)
       all.insert(all.end(), s.base, s.base + s.count * item);
-    return side_.blocks.empty() ? content_ : all;
+    return buffer_.blocks.empty() ? content_ : all;
   }
 
  private:
   Bytes content_;
   std::vector<Bytes> parts_;
-  CallBuffer side_;
+  CallBuffer buffer_;
 };
 
-// Random plans, registered in this program as the all_reduce algorithms nonsense0, nonsense1, ...
+// Random plans, registered in this program as the all_reduce algorithms random_plan0 and so on.
 template <int kSeed>
-Plan nonsense(const AlgorithmParams& ask) {
-  return random_plan(ask.world, kSeed);
+Plan seeded_plan(const AlgorithmParams& params) {
+  return random_plan(params.world, kSeed);
 }
 template <int... kSeed>
-std::vector<Register> register_nonsense(std::integer_sequence<int, kSeed...>) {
-  static const std::array names{text("nonsense", kSeed)...};
+std::vector<Register> register_random_plans(std::integer_sequence<int, kSeed...>) {
+  static const std::array names{text("random_plan", kSeed)...};
   return {Register({.name = names[kSeed].c_str(),
                     .collective = Collective::all_reduce,
-                    .make = nonsense<kSeed>,
+                    .make = seeded_plan<kSeed>,
                     .cost = "",
                     .order = Order::other})...};
 }
-const std::vector<Register> kNonsense = register_nonsense(std::make_integer_sequence<int, 60>());
+const std::vector<Register> kRandomPlans =
+    register_random_plans(std::make_integer_sequence<int, 60>());
 
-// The reference algorithm. Any that keeps the contract gives the bits of the selector's choice.
+// Returns the reference algorithm. If the case names none, any algorithm that keeps the contract
+// has the same result, bit for bit, as the selector's choice.
 std::string chosen(const Case& c) {
   if (!c.algorithm.empty()) return c.algorithm;
   return c.collective == Collective::all_reduce ? "leader" : "direct";
 }
 
-// Returns whether a case can run. A random plan may need more host memory than there is or be
+// Returns true if a case can run. A random plan may need more host memory than a rank has or be
 // invalid in place, and where nothing is summed up, the step at which `avg` scales is undefined.
 bool is_possible(const Case& c, int world) {
-  if (!c.algorithm.starts_with("nonsense")) return true;
+  if (!c.algorithm.starts_with("random_plan")) return true;
   if (c.op == ReduceOp::avg) return false;
   try {
     const Plan plan = find(c.collective, c.algorithm)({world, 0, 4});
@@ -116,7 +119,7 @@ bool is_possible(const Case& c, int world) {
 }
 
 // Puts the buffer of one block inside the other buffer, as torch's callers do, where possible.
-bool put_within(Request& request, Rank r, const Bytes& brought) {
+bool place_within(Request& request, Rank r, const Bytes& input) {
   const bool out = output_of(request.collective, false) == BlockContent::own_block;
   CallBuffer &own = out ? request.output : request.input,
              &all = out ? request.input : request.output;
@@ -125,7 +128,7 @@ bool put_within(Request& request, Rank r, const Bytes& brought) {
   base = all.segments[0].base;
   for (Rank before = 0; before < r; ++before)
     base += all.blocks[before] * item_bytes(request.dtype);
-  if (!out) std::copy(brought.begin(), brought.end(), base);
+  if (!out) std::copy(input.begin(), input.end(), base);
   return true;
 }
 
@@ -134,28 +137,30 @@ void run_case(Member& me, const Case& c) {
   const Rank r = me.group.rank();
   const std::size_t item = item_bytes(c.dtype);
   const Blocks b = blocks(c, r, world);
-  const Bytes brought = bring(c, r, world);
-  Lent in(me.group, c, brought, b.in, 0), out(me.group, c, before(c, r, world), b.out, kArena / 2);
+  const Bytes input = make_input(c, r, world);
+  TestBuffer in(me.group, c, input, b.in, 0),
+      out(me.group, c, initial_output(c, r, world), b.out, kArena / 2);
   Request request{.collective = c.collective,
                   .dtype = c.dtype,
                   .op = c.op,
                   .root = c.root,
                   .algorithm = c.algorithm,
                   .in_place = c.in_place,
-                  .input = in.side(),
-                  .output = c.in_place ? CallBuffer{} : out.side(),
+                  .input = in.buffer(),
+                  .output = c.in_place ? CallBuffer{} : out.buffer(),
                   .irregular = c.irregular,
                   .tensors = static_cast<uint64_t>(c.tensors)};
-  const bool within = c.within && put_within(request, r, brought);
+  const bool within = c.within && place_within(request, r, input);
   me.run(request);
   const Outcome want = expected(c, chosen(c), world);
-  const auto say = [&] { return text("rank ", r, " of ", world, ": ", c.words()); };
-  const auto holds = [&](const CallBuffer& side, const Bytes& bytes) {
-    return std::equal(bytes.begin(), bytes.end(), side.segments[0].base);
+  const auto description = [&] { return text("rank ", r, " of ", world, ": ", c.describe()); };
+  const auto holds = [&](const CallBuffer& buffer, const Bytes& bytes) {
+    return std::equal(bytes.begin(), bytes.end(), buffer.segments[0].base);
   };
-  if (within) return expect(holds(request.output, want.out[r]), say());
-  expect(in.now(item) == want.in[r], say() + ": the input");
-  if (!c.in_place && !b.out.empty()) expect(out.now(item) == want.out[r], say() + ": the output");
+  if (within) return expect(holds(request.output, want.out[r]), description());
+  expect(in.now(item) == want.in[r], description() + ": the input");
+  if (!c.in_place && !b.out.empty())
+    expect(out.now(item) == want.out[r], description() + ": the output");
 }
 
 void run_cases(Member& me, int cases, uint64_t seed) {
@@ -237,7 +242,7 @@ void with_processes(int world, std::size_t buffer_bytes, F&& f) {
 
 void test(int cases, const std::vector<int>& worlds, bool forks) {
   run_late_writer();
-  run_impossible_place();
+  run_impossible_offset();
   for (const int world : worlds) {
     // Staging buffers so small that most calls take several pieces, and of the usual size.
     for (const std::size_t buffer_bytes :

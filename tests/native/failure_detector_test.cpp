@@ -1,5 +1,5 @@
-// Failure detection by a lock in shared memory: it reports that its holder has ended, in whatever
-// way, but nothing while the holder lives, whatever its threads and children do.
+// Failure detector: it reports that a rank's process has ended, however it ended, and nothing while
+// the process lives, whatever its threads and children do.
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -14,9 +14,11 @@ namespace pycollect::shm {
 namespace {
 
 // A control block that is shared with forked children.
-class Shared {
+class SharedControl {
  public:
-  Shared() : segment_(Segment::create(sizeof(Control))) { segment_->commit(0, sizeof(Control)); }
+  SharedControl() : segment_(Segment::create(sizeof(Control))) {
+    segment_->commit(0, sizeof(Control));
+  }
   Control& operator*() const { return *reinterpret_cast<Control*>(segment_->data()); }
 
  private:
@@ -29,18 +31,18 @@ pid_t rank_one(Control& control, const Body& body) {
   const pid_t pid = fork();
   if (pid == 0) {
     alarm(60);
-    auto* peers = new FailureDetector(control, 2, 1);
-    body(peers);
+    auto* detector = new FailureDetector(control, 2, 1);
+    body(detector);
     for (;;) pause();
   }
   while (control.liveness[1].pid == 0) std::this_thread::sleep_for(1ms);
   return pid;
 }
 
-void expect_death(FailureDetector& peers, const std::string& how) {
+void expect_death(FailureDetector& detector, const std::string& how) {
   const auto begin = Clock::now();
-  while (peers.dead() != 2) {
-    expect(Clock::now() - begin < 1s, "death not noticed: " + how);
+  while (detector.dead() != 2) {
+    expect(Clock::now() - begin < 1s, "death not detected: " + how);
     std::this_thread::sleep_for(1ms);
   }
 }
@@ -50,26 +52,26 @@ void end(pid_t pid) {
   waitpid(pid, nullptr, 0);
 }
 
-void is_quiet_about_who_has_not_come() {
-  const Shared control;
-  FailureDetector peers(*control, 3, 0);
-  expect(peers.dead() == 0, "a rank that never joined is dead");
+void absent_rank_is_not_dead() {
+  const SharedControl control;
+  FailureDetector detector(*control, 3, 0);
+  expect(detector.dead() == 0, "a rank that never joined is reported dead");
 }
 
 // Several threads poll at once, where a sanitizer sees them.
-void is_asked_by_many() {
-  const Shared control;
+void may_be_polled_by_many_threads() {
+  const SharedControl control;
   FailureDetector one(*control, 3, 0), other(*control, 3, 1);
   std::atomic<int> wrong = 0;
   {
     std::vector<std::jthread> threads;
-    for (FailureDetector* peers : {&one, &other, &one, &other})
-      threads.emplace_back([&wrong, peers] {
-        for (int i = 0; i < 5000; ++i) wrong += peers->dead() != 0;
+    for (FailureDetector* detector : {&one, &other, &one, &other})
+      threads.emplace_back([&wrong, detector] {
+        for (int i = 0; i < 5000; ++i) wrong += detector->dead() != 0;
       });
     const FailureDetector leaves(*control, 3, 2);
   }
-  expect(wrong == 0, "a live rank was taken for dead");
+  expect(wrong == 0, "a live rank was reported dead");
   expect(one.pid(1) == getpid(), "wrong pid of rank 1");
 }
 
@@ -111,8 +113,8 @@ void end_without_memory() {
 #endif
 }
 
-// Every end is noticed before the process is reaped; until then it keeps its pid.
-void notices_every_end() {
+// Every end is detected before the process is reaped; until then it keeps its pid.
+void detects_every_end() {
   const std::pair<const char*, void (*)(FailureDetector*)> ends[] = {
       {"SIGKILL", [](FailureDetector*) { kill(getpid(), SIGKILL); }},
       {"_exit", [](FailureDetector*) { _exit(0); }},
@@ -121,7 +123,7 @@ void notices_every_end() {
       {"abort", [](FailureDetector*) { signal(SIGABRT, SIG_DFL), std::abort(); }},
       {"SIGKILL when the first thread has ended",
        [](FailureDetector*) { end_without_first_thread(); }},
-      {"SIGKILL when its own memory has been taken",
+      {"SIGKILL when its own memory has been reclaimed",
        [](FailureDetector*) { end_without_memory(); }},
       {"exec", [](FailureDetector*) { execl("/bin/sleep", "sleep", "60", nullptr); }},
       {"exec in another thread",
@@ -130,21 +132,21 @@ void notices_every_end() {
        }},
   };
   for (const auto& [how, body] : ends) {
-    const Shared control;
-    FailureDetector peers(*control, 2, 0);
+    const SharedControl control;
+    FailureDetector detector(*control, 2, 0);
     const pid_t pid = rank_one(*control, [body = body](FailureDetector* own) {
       std::this_thread::sleep_for(50ms);
       body(own);
     });
-    expect(peers.dead() == 0, text("dead before: ", how));
-    expect_death(peers, how);
-    expect_death(peers, text("asked again: ", how));
+    expect(detector.dead() == 0, text("dead before: ", how));
+    expect_death(detector, how);
+    expect_death(detector, text("polled again: ", how));
     end(pid);
   }
 }
 
 // Events of rank 1 that are not its death: it stops, or its child, thread or program ends.
-void tells_what_else_ends() {
+void ignores_other_events() {
   const std::pair<const char*, void (*)(FailureDetector*)> events[] = {
       {"leaves", [](FailureDetector* own) { delete own; }},
       {"stops", [](FailureDetector*) { kill(getpid(), SIGSTOP); }},
@@ -166,27 +168,27 @@ void tells_what_else_ends() {
        [](FailureDetector*) { execl("/there is no such", "program", nullptr); }},
       {"another group of its own ends",
        [](FailureDetector*) {
-         const Shared other;
+         const SharedControl other;
          const FailureDetector also(*other, 2, 1);
        }},
   };
   for (const auto& [what, body] : events) {
-    const Shared control;
-    FailureDetector peers(*control, 2, 0);
+    const SharedControl control;
+    FailureDetector detector(*control, 2, 0);
     const pid_t pid = rank_one(*control, body);
     const auto begin = Clock::now();
     while (Clock::now() - begin < 200ms) {
-      expect(peers.dead() == 0, text("was taken for dead: ", what));
+      expect(detector.dead() == 0, text("reported dead: ", what));
       std::this_thread::sleep_for(5ms);
     }
     end(pid);
-    if (std::strcmp(what, "leaves") != 0) expect_death(peers, text("afterwards: ", what));
+    if (std::strcmp(what, "leaves") != 0) expect_death(detector, text("afterwards: ", what));
   }
 }
 
-void notices_past_what_is_left() {
-  const Shared control;
-  FailureDetector peers(*control, 2, 0);
+void detects_death_despite_child() {
+  const SharedControl control;
+  FailureDetector detector(*control, 2, 0);
   const pid_t pid = rank_one(*control, [](FailureDetector*) {
     if (fork() == 0) {
       std::this_thread::sleep_for(2s);
@@ -194,12 +196,12 @@ void notices_past_what_is_left() {
     }
   });
   end(pid);
-  expect_death(peers, "a child is left");
+  expect_death(detector, "a child is left");
 }
 
 // A process that is rank 1 of several groups is reported dead in each, except in those it had left.
-void notices_in_every_group() {
-  const Shared first, second, third;
+void detects_death_in_every_group() {
+  const SharedControl first, second, third;
   FailureDetector one(*first, 2, 0), two(*second, 2, 0), three(*third, 2, 0);
   const pid_t pid = rank_one(*first, [&](FailureDetector*) {
     std::make_unique<FailureDetector>(*third, 2, 1).reset();
@@ -212,10 +214,11 @@ void notices_in_every_group() {
   expect(three.dead() == 0, "a rank that had left the third group is dead there");
 }
 
-// A forked child's threads are left alone, even if they occupy the places of its parent's threads.
-void leaves_a_childs_threads_alone() {
-  const Shared control;
-  auto peers = std::make_unique<FailureDetector>(*control, 2, 0);
+// In a forked child, the destructors leave the child's threads alone, even if these reuse the
+// memory of the parent's threads.
+void spares_threads_of_a_child() {
+  const SharedControl control;
+  auto detector = std::make_unique<FailureDetector>(*control, 2, 0);
   auto fd_server = std::make_unique<FdServer>();
   const pid_t pid = fork();
   if (pid == 0) {
@@ -223,7 +226,7 @@ void leaves_a_childs_threads_alone() {
     std::binary_semaphore over(0);
     const auto body = [&] { over.acquire(), over.release(); };
     std::thread one(body), other(body);
-    peers.reset(), fd_server.reset();
+    detector.reset(), fd_server.reset();
     over.release();
     one.join(), other.join();
     _exit(7);
@@ -233,21 +236,22 @@ void leaves_a_childs_threads_alone() {
   expect(WIFEXITED(status) && WEXITSTATUS(status) == 7, "the child did not end normally");
 }
 
-// Signals are left to the caller's threads: while all of those block a signal, it stays pending.
-void leaves_signals_to_the_others() {
-  const Shared control;
-  FailureDetector peers(*control, 2, 0);
+// The detector's thread handles no signals: while all of the caller's threads block a signal, it
+// stays pending.
+void handles_no_signals() {
+  const SharedControl control;
+  FailureDetector detector(*control, 2, 0);
   const pid_t pid = rank_one(*control, [](FailureDetector*) {
-    sigset_t put_off;
-    sigemptyset(&put_off), sigaddset(&put_off, SIGUSR1);
-    pthread_sigmask(SIG_BLOCK, &put_off, nullptr);
+    sigset_t blocked;
+    sigemptyset(&blocked), sigaddset(&blocked, SIGUSR1);
+    pthread_sigmask(SIG_BLOCK, &blocked, nullptr);
     signal(SIGUSR1, [](int) { _exit(1); });
     kill(getpid(), SIGUSR1);
   });
   std::this_thread::sleep_for(100ms);
-  expect(peers.dead() == 0, "dead of a signal");
+  expect(detector.dead() == 0, "reported dead after a signal");
   end(pid);
-  expect_death(peers, "afterwards");
+  expect_death(detector, "afterwards");
 }
 
 }  // namespace
@@ -255,15 +259,15 @@ void leaves_signals_to_the_others() {
 
 int main() {
   using namespace pycollect::shm;
-  is_quiet_about_who_has_not_come();
-  is_asked_by_many();
+  absent_rank_is_not_dead();
+  may_be_polled_by_many_threads();
   if (std::getenv("NO_FORK") == nullptr) {
-    notices_every_end();
-    tells_what_else_ends();
-    notices_past_what_is_left();
-    notices_in_every_group();
-    leaves_a_childs_threads_alone();
-    leaves_signals_to_the_others();
+    detects_every_end();
+    ignores_other_events();
+    detects_death_despite_child();
+    detects_death_in_every_group();
+    spares_threads_of_a_child();
+    handles_no_signals();
   }
   std::puts("failure_detector_test: all good");
 }

@@ -1,5 +1,5 @@
-// Errors of waiting ranks when a peer dies, leaves, stops or is late: within a second, the same on
-// every rank, in every stage of waiting.
+// Errors of waiting ranks when a peer dies, leaves, stops or is late: thrown within a second, with
+// the same message on every rank, in every stage of waiting.
 #include <signal.h>
 
 #include "group_ranks.h"
@@ -11,9 +11,9 @@ const uint64_t kGoal = at_run(5) + 1;
 
 // Rank 1 of three dies when the others have waited for `after`; its own child process lives on. The
 // others wait for a counter, or for a condition.
-void notices(std::chrono::microseconds after, bool by_counter) {
+void expect_detected(std::chrono::microseconds after, bool by_counter) {
   const TemporaryFolder folder;
-  const auto ends = run(3, quick(), [&](RankContext& me) {
+  const auto ends = run(3, quick_settings(), [&](RankContext& me) {
     Group group(me.store, me.rank, me.world, me.settings);
     group.advance(at_run(5));
     for (Rank r = 0; r < 3; ++r) group.await(r, at_run(5), me.context(10s));
@@ -26,7 +26,7 @@ void notices(std::chrono::microseconds after, bool by_counter) {
       while (Clock::now() - begin < after) pause();
       kill(getpid(), SIGKILL);
     }
-    const std::string said = attempt([&] {
+    const std::string message = attempt([&] {
       if (by_counter) {
         group.await(me.rank == 0 ? 1 : 0, kGoal, me.context(10s));
       } else {
@@ -35,29 +35,29 @@ void notices(std::chrono::microseconds after, bool by_counter) {
       return std::string("nothing");
     });
     const double waited = std::chrono::duration<double>(Clock::now() - begin - after).count();
-    expect(waited < 1, text("noticed after ", waited, " s"));
+    expect(waited < 1, text("detected after ", waited, " s"));
     const std::string again = attempt([&] {
       group.require_healthy({"broadcast", 18, Clock::now()});
-      return "whole";
+      return "healthy";
     });
     expect(contains(again, "broadcast #18 of group 'default': broken since all_reduce #17: rank 1"),
            again);
-    return said;
+    return message;
   });
-  expect(ends[1].killed, "was to be killed");
-  expect(contains(ends[0].said, "PeerLost: all_reduce #17 of group 'default': rank 1 (pid "),
-         ends[0].said);
-  expect(contains(ends[0].said, ") died; ranks 0, 2 are alive"), ends[0].said);
-  expect_equal(ends[2].said, ends[0].said);
+  expect(ends[1].killed, "rank 1 was not killed");
+  expect(contains(ends[0].result, "PeerLost: all_reduce #17 of group 'default': rank 1 (pid "),
+         ends[0].result);
+  expect(contains(ends[0].result, ") died; ranks 0, 2 are alive"), ends[0].result);
+  expect_equal(ends[2].result, ends[0].result);
 }
 
-void notices_deaths() {
+void detects_deaths() {
   for (auto after : {10us, 1000us, 300'000us})
-    for (bool by_counter : {true, false}) notices(after, by_counter);
+    for (bool by_counter : {true, false}) expect_detected(after, by_counter);
 }
 
-void names_who_is_late() {
-  Settings settings = quick();
+void names_late_ranks() {
+  Settings settings = quick_settings();
   const auto ends = run(4, settings, [](RankContext& me) {
     Group group(me.store, me.rank, me.world, me.settings);
     const OpContext now = me.context(300ms);
@@ -65,7 +65,7 @@ void names_who_is_late() {
       std::this_thread::sleep_for(700ms);
       return attempt([&] {
         group.require_healthy({"all_reduce", 17, now.deadline});
-        return "whole";
+        return "healthy";
       });
     }
     group.advance(kGoal);
@@ -76,14 +76,14 @@ void names_who_is_late() {
   });
   for (const RankExit& end : ends)
     expect_equal(
-        end.said,
+        end.result,
         "Timeout: all_reduce #17 of group 'default': timed out after 0.3 s; ranks 1, 3 did "
         "not arrive");
 }
 
-// An awaited rank is waiting itself: the error names the rank that is behind all others.
-void names_the_cause() {
-  const auto ends = run(3, quick(), [](RankContext& me) {
+// The awaited rank is itself waiting: the error names the rank that is behind all others.
+void names_slowest_rank() {
+  const auto ends = run(3, quick_settings(), [](RankContext& me) {
     Group group(me.store, me.rank, me.world, me.settings);
     const OpContext now = me.context(300ms);
     if (me.rank == 2)
@@ -95,33 +95,33 @@ void names_the_cause() {
       return "nothing";
     });
   });
-  expect(contains(ends[0].said, "; rank 2 did not arrive"), ends[0].said);
-  expect_equal(ends[1].said, ends[0].said);
+  expect(contains(ends[0].result, "; rank 2 did not arrive"), ends[0].result);
+  expect_equal(ends[1].result, ends[0].result);
 }
 
-void tells_who_left() {
-  const auto ends = run(3, quick(), [](RankContext& me) {
+void names_departed_rank() {
+  const auto ends = run(3, quick_settings(), [](RankContext& me) {
     Group group(me.store, me.rank, me.world, me.settings);
     group.advance(me.rank == 2 ? at_run(6) : kGoal);
     if (me.rank == 2) return std::string("finished before");
     if (me.rank == 1)
       return attempt([&] {
         group.await(2, kGoal, me.context(5s));
-        return "went";
+        return "arrived";
       });
-    std::this_thread::sleep_for(100ms);  // rank 2 left with its work done, so it is not missed
+    std::this_thread::sleep_for(100ms);  // rank 2 leaves, but has finished its run
     return attempt([&] {
       group.await(1, at_run(6), me.context(5s));
       return "nothing";
     });
   });
-  expect_equal(ends[0].said,
+  expect_equal(ends[0].result,
                "PeerLost: all_reduce #17 of group 'default': rank 1 has left the group");
-  expect_equal(ends[1].said, "went");
+  expect_equal(ends[1].result, "arrived");
 }
 
-void waits_for_who_is_stopped() {
-  const auto ends = run(2, quick(), [](RankContext& me) {
+void waits_for_stopped_rank() {
+  const auto ends = run(2, quick_settings(), [](RankContext& me) {
     Group group(me.store, me.rank, me.world, me.settings);
     if (me.rank == 1) {
       if (const pid_t parent = getpid(); fork() == 0) {
@@ -131,19 +131,19 @@ void waits_for_who_is_stopped() {
       }
       kill(getpid(), SIGSTOP);
       group.advance(kGoal);
-      return std::string("came");
+      return std::string("arrived");
     }
     return attempt([&] {
       group.await(1, kGoal, me.context(10s));
-      return "came";
+      return "arrived";
     });
   });
-  for (const RankExit& end : ends) expect_equal(end.said, "came");
-  expect(ends[0].when > 1400ms, "was not stopped");
+  for (const RankExit& end : ends) expect_equal(end.result, "arrived");
+  expect(ends[0].elapsed > 1400ms, "was not stopped");
 }
 
 void aborts() {
-  const auto ends = run(3, quick(), [](RankContext& me) {
+  const auto ends = run(3, quick_settings(), [](RankContext& me) {
     Group group(me.store, me.rank, me.world, me.settings);
     std::jthread other([&] {
       std::this_thread::sleep_for(200ms);
@@ -155,44 +155,44 @@ void aborts() {
     });
   });
   for (const RankExit& end : ends) {
-    expect_equal(end.said,
+    expect_equal(end.result,
                  "PeerLost: all_reduce #17 of group 'default': rank 2 aborted the group: enough");
-    expect(end.when < 1s, "took too long");
+    expect(end.elapsed < 1s, "took too long");
   }
 }
 
 // A forked child of a rank, such as a data loader's, can neither use the group nor abort it.
-void tells_children_apart() {
-  const auto ends = run(2, quick(), [](RankContext& me) {
+void rejects_forked_children() {
+  const auto ends = run(2, quick_settings(), [](RankContext& me) {
     auto group = std::make_unique<Group>(me.store, me.rank, me.world, me.settings);
     const TemporaryFolder folder;
     const pid_t child = fork();
     if (child == 0) {
-      const std::string said = attempt([&] {
+      const std::string message = attempt([&] {
         group->require_healthy(me.context(1s));
-        return "whole";
+        return "healthy";
       });
       group->abort("not mine");
       group.reset();
-      _exit(contains(said, "forked child of rank") ? 7 : 8);
+      _exit(contains(message, "forked child of rank") ? 7 : 8);
     }
     int status = 0;
     waitpid(child, &status, 0);
-    if (WEXITSTATUS(status) != 7) return std::string("the child took itself for a rank");
+    if (WEXITSTATUS(status) != 7) return std::string("the child was accepted as a rank");
     group->advance(kGoal);
     return attempt([&] {
       group->await(1 - me.rank, kGoal, me.context(5s));
       group->require_healthy(me.context(1s));
-      return "whole";
+      return "healthy";
     });
   });
-  for (const RankExit& end : ends) expect_equal(end.said, "whole");
+  for (const RankExit& end : ends) expect_equal(end.result, "healthy");
 }
 
 // Ranks that are threads in one mapping, where a sanitizer sees their accesses.
 void works_between_threads() {
   constexpr int kWorld = 3;
-  Settings settings = quick();
+  Settings settings = quick_settings();
   settings.segment = Segment::create(Layout({kWorld, settings.buffer_bytes, 0, 0}).total);
   MapStore store;
   std::vector<std::jthread> team;
@@ -215,11 +215,11 @@ void works_between_threads() {
       std::jthread other([&] {
         if (me == 1) group.abort("the end");
       });
-      const std::string said = attempt([&] {
+      const std::string message = attempt([&] {
         group.await((me + 1) % kWorld, at_run(400), {"exchange", 400, Clock::now() + 30s});
         return "nothing";
       });
-      expect(contains(said, "rank 1 aborted the group: the end"), said);
+      expect(contains(message, "rank 1 aborted the group: the end"), message);
     });
 }
 
@@ -227,21 +227,21 @@ void works_between_threads() {
 }  // namespace pycollect::shm
 
 // Usage: faults_test [number of tests]. One is enough for a sanitizer, which sees one process only.
-int main(int count, char** words) {
+int main(int argc, char** argv) {
   using namespace pycollect::shm;
-  int rest = count > 1 ? std::atoi(words[1]) : 1000;
+  int remaining = argc > 1 ? std::atoi(argv[1]) : 1000;
   const std::pair<const char*, void (*)()> tests[] = {
       {"works between threads", works_between_threads},
-      {"notices deaths", notices_deaths},
-      {"names who is late", names_who_is_late},
-      {"names the cause", names_the_cause},
-      {"tells who left", tells_who_left},
-      {"waits for who is stopped", waits_for_who_is_stopped},
+      {"detects deaths", detects_deaths},
+      {"names late ranks", names_late_ranks},
+      {"names slowest rank", names_slowest_rank},
+      {"names departed rank", names_departed_rank},
+      {"waits for stopped rank", waits_for_stopped_rank},
       {"aborts", aborts},
-      {"tells children apart", tells_children_apart},
+      {"rejects forked children", rejects_forked_children},
   };
   for (const auto& [name, test] : tests) {
-    if (rest-- == 0) break;
+    if (remaining-- == 0) break;
     std::printf("%s\n", name);
     std::fflush(stdout);
     test();

@@ -1,5 +1,5 @@
-// Costs of a group: its construction, an exchange between all ranks, the same beside a process that
-// keeps a core busy, and a wait that ended in the kernel. Medians, in microseconds.
+// Measures a group: its construction, an exchange between all ranks, the same beside a process that
+// keeps a core busy, and the wake-up from a sleeping wait. Prints medians in microseconds.
 #include <signal.h>
 
 #include <algorithm>
@@ -18,41 +18,41 @@ double median(std::vector<double> values) {
 
 // Rank 0's median of `times` values, each of a new group: from `body`, or the construction time.
 double measure(int world, int times, const std::function<double(Group&)>& body) {
-  const TemporaryFolder boards;
-  Settings settings = quick();
+  const TemporaryFolder folder;
+  Settings settings = quick_settings();
   settings.buffer_bytes = 512 << 10;
   settings.symmetric_heap_bytes = std::size_t{32} << 30;
   const auto ends = run(world, settings, [&](RankContext& me) {
     std::vector<double> all;
     for (int i = 0; i < times; ++i) {
-      FileStore store(text(boards.path(), "/", i));
+      FileStore store(text(folder.path(), "/", i));
       const auto begin = Clock::now();
       Group group(store, me.rank, me.world, me.settings);
-      const double made = Microseconds(Clock::now() - begin).count();
-      all.push_back(body ? body(group) : made);
+      const double construction = Microseconds(Clock::now() - begin).count();
+      all.push_back(body ? body(group) : construction);
     }
     return text(median(all));
   });
-  return std::stod(ends[0].said);
+  return std::stod(ends[0].result);
 }
 
 double time_exchange(Group& group) {
-  constexpr int kTurns = 2000;
+  constexpr int kRounds = 2000;
   std::vector<double> parts;
   const OpContext now{"exchange", 1, Clock::now() + 60s};
-  for (int i = 1; i <= 20 * kTurns;) {
+  for (int i = 1; i <= 20 * kRounds;) {
     const auto begin = Clock::now();
-    for (const int end = i + kTurns; i < end; ++i) {
+    for (const int end = i + kRounds; i < end; ++i) {
       group.advance(at_run(i));
       for (Rank r = 0; r < group.world(); ++r) group.await(r, at_run(i), now);
     }
-    parts.push_back(Microseconds(Clock::now() - begin).count() / kTurns);
+    parts.push_back(Microseconds(Clock::now() - begin).count() / kRounds);
   }
   return median(parts);
 }
 
-// Time from rank 1's signal, after 20 ms without any event, until rank 0 sees it.
-double wake(Group& group) {
+// Time from rank 1's signal, after 20 ms without any event, until rank 0's wait ends.
+double time_wake(Group& group) {
   std::vector<double> times;
   const OpContext now{"wake", 1, Clock::now() + 60s};
   for (int i = 1; i <= 20; ++i) {
@@ -83,7 +83,7 @@ int main() {
   using namespace pycollect::shm;
   for (int world : {2, 4, 8}) print("make a group", world, measure(world, 15, {}));
   for (int world : {2, 4, 8}) print("exchange", world, measure(world, 1, time_exchange));
-  print("wake-up after 20 ms", 2, measure(2, 1, wake));
+  print("wake-up after 20 ms", 2, measure(2, 1, time_wake));
   const pid_t busy = fork();
   if (busy == 0)
     for (;;) pycollect::shm::pause();

@@ -37,19 +37,19 @@ using Falsify = std::function<std::string(const std::string& key, const std::str
 
 class FaultyStore final : public Store {
  public:
-  FaultyStore(Store& store, Falsify of_posted, Falsify of_read = {})
-      : store_(store), of_posted_(std::move(of_posted)), of_read_(std::move(of_read)) {}
+  FaultyStore(Store& store, Falsify on_post, Falsify on_read = {})
+      : store_(store), on_post_(std::move(on_post)), on_read_(std::move(on_read)) {}
   void post(const std::string& key, const std::string& value) override {
-    store_.post(key, of_posted_ ? of_posted_(key, value) : value);
+    store_.post(key, on_post_ ? on_post_(key, value) : value);
   }
   std::string read(const std::string& key, Deadline deadline) override {
     const std::string value = store_.read(key, deadline);
-    return of_read_ ? of_read_(key, value) : value;
+    return on_read_ ? on_read_(key, value) : value;
   }
 
  private:
   Store& store_;
-  Falsify of_posted_, of_read_;
+  Falsify on_post_, on_read_;
 };
 
 class TemporaryFolder {  // temporary folder of a test, removed with this object
@@ -73,14 +73,14 @@ struct RankContext {
   int world;
   Store& store;
   Settings settings;
-  OpContext context(std::chrono::milliseconds most) const {
-    return {"all_reduce", 17, Clock::now() + most};
+  OpContext context(std::chrono::milliseconds timeout) const {
+    return {"all_reduce", 17, Clock::now() + timeout};
   }
 };
 
 struct RankExit {
-  std::string said;  // the body's return value, or its exception, as in "Timeout: ..."
-  std::chrono::duration<double> when;
+  std::string result;  // the body's return value, or its exception, as in "Timeout: ..."
+  std::chrono::duration<double> elapsed;
   bool killed;
 };
 
@@ -109,12 +109,12 @@ inline std::string refusal(const std::function<void()>& body) {
   });
 }
 
-[[noreturn]] inline void be(Rank rank, int world, const std::string& folder,
-                            const Settings& settings, const Body& body) {
+[[noreturn]] inline void run_rank(Rank rank, int world, const std::string& folder,
+                                  const Settings& settings, const Body& body) {
   alarm(120);  // ends a rank that hangs; no test takes that long
   FileStore store(folder);
   RankContext me{rank, world, store, settings};
-  store.post(text("said/", rank), attempt([&] { return body(me); }));
+  store.post(text("result/", rank), attempt([&] { return body(me); }));
   _exit(0);
 }
 
@@ -125,7 +125,7 @@ inline std::vector<RankExit> run(int world, const Settings& settings, const Body
   std::vector<pid_t> pids;
   for (Rank r = 0; r < world; ++r) {
     const pid_t pid = fork();
-    if (pid == 0) be(r, world, folder.path(), settings, body);
+    if (pid == 0) run_rank(r, world, folder.path(), settings, body);
     pids.push_back(pid);
   }
   std::vector<RankExit> ends(world);
@@ -134,7 +134,7 @@ inline std::vector<RankExit> run(int world, const Settings& settings, const Body
     const pid_t pid = ::wait(&status);
     const Rank r = std::find(pids.begin(), pids.end(), pid) - pids.begin();
     ends.at(r) = {"", Clock::now() - begin, WIFSIGNALED(status)};
-    if (!WIFSIGNALED(status)) ends[r].said = store.read(text("said/", r), Clock::now() + 1s);
+    if (!WIFSIGNALED(status)) ends[r].result = store.read(text("result/", r), Clock::now() + 1s);
   }
   return ends;
 }
@@ -143,16 +143,17 @@ inline int count_entries(const char* folder) {
   return std::distance(fs::directory_iterator(folder), fs::directory_iterator());
 }
 
-inline Settings quick() {
+inline Settings quick_settings() {
   Settings settings;
   settings.buffer_bytes = 4096;
   settings.timeout = 20s;
   return settings;
 }
 
-// Every rank reads what each rank has written into its staging buffers, for `turns` rounds.
-inline std::string publish_and_agree(Group& g, int turns) {
-  for (int i = 1; i <= turns; ++i) {
+// In each round, every rank reads the values that each rank has written into its staging buffer.
+// Returns "right", or the first round with a wrong value.
+inline std::string exchange_rounds(Group& g, int rounds) {
+  for (int i = 1; i <= rounds; ++i) {
     const OpContext now{"exchange", static_cast<uint64_t>(i), Clock::now() + 30s};
     for (Rank r = 0; r < g.world(); ++r) g.await(r, at_run(i - 1), now);
     auto* mine = reinterpret_cast<uint64_t*>(g.staging_buffer(g.rank(), i));
@@ -162,16 +163,16 @@ inline std::string publish_and_agree(Group& g, int turns) {
       g.await(r, at_run(i) + 1, now);
       const auto* its = reinterpret_cast<const uint64_t*>(g.staging_buffer(r, i));
       const uint64_t wanted = 1000 * i + r;
-      if (its[0] != wanted || its[511] != wanted) return text("wrong in turn ", i);
+      if (its[0] != wanted || its[511] != wanted) return text("wrong in round ", i);
     }
     g.advance(at_run(i + 1));
   }
   return "right";
 }
 
-inline std::string meet_and_exchange(RankContext& me) {
+inline std::string join_and_exchange(RankContext& me) {
   Group group(me.store, me.rank, me.world, me.settings);
-  return publish_and_agree(group, 50);
+  return exchange_rounds(group, 50);
 }
 
 }  // namespace pycollect::shm

@@ -1,5 +1,5 @@
-// The memory that ranks come to share, the error of every rank when they cannot share any, and that
-// a group leaves nothing behind.
+// Groups: ranks share memory, or every rank throws an error that names the reason; a destroyed
+// group leaks nothing.
 #include <sys/resource.h>
 
 #include "../../csrc/bootstrap/fd_server.h"
@@ -8,63 +8,63 @@
 namespace pycollect::shm {
 namespace {
 
-void meets() {
+void ranks_exchange() {
   for (int world : {1, 2, 3, 8})
-    for (const RankExit& end : run(world, quick(), meet_and_exchange))
-      expect_equal(end.said, "right");
+    for (const RankExit& end : run(world, quick_settings(), join_and_exchange))
+      expect_equal(end.result, "right");
 }
 
-// Ranks of which `liar` publishes its bootstrap record with `change` made to it.
-Body meets_with(Rank liar, const std::function<void(PeerInfo&)>& change) {
+// Returns a body in which rank `changed` applies `change` to the PeerInfo that it publishes.
+Body exchange_with_record(Rank changed, const std::function<void(PeerInfo&)>& change) {
   return [=](RankContext& me) {
     FaultyStore store(me.store, [&](const std::string&, const std::string& value) {
-      if (me.rank != liar) return value;
+      if (me.rank != changed) return value;
       PeerInfo it = PeerInfo::decode(value);
       change(it);
       return it.encode();
     });
     RankContext other{me.rank, me.world, store, me.settings};
-    return meet_and_exchange(other);
+    return join_and_exchange(other);
   };
 }
 
 void refuses_several_hosts() {
-  const auto ends = run(4, quick(), [](RankContext& me) {
+  const auto ends = run(4, quick_settings(), [](RankContext& me) {
     FaultyStore store(me.store, [&](const std::string&, const std::string& value) {
       PeerInfo it = PeerInfo::decode(value);
       it.host = me.rank == 3 ? "b" : "a", it.boot = it.host;
       return it.encode();
     });
     RankContext other{me.rank, me.world, store, me.settings};
-    return meet_and_exchange(other);
+    return join_and_exchange(other);
   });
   for (const RankExit& end : ends)
-    expect_equal(end.said,
+    expect_equal(end.result,
                  "invalid_argument: all ranks of a pycollect group must be on one host; in group "
                  "'default' ranks 0-2 are on a, rank 3 is on b: use gloo (CPU) or nccl (CUDA) "
                  "between hosts, and a pycollect group within each");
 }
 
-void refuses_unlike_settings() {
-  const auto ends = run(3, quick(), [](RankContext& me) {
+void refuses_different_settings() {
+  const auto ends = run(3, quick_settings(), [](RankContext& me) {
     if (me.rank == 2) me.settings.buffer_bytes = 8192;
-    return meet_and_exchange(me);
+    return join_and_exchange(me);
   });
   for (const RankExit& end : ends) {
-    expect(contains(end.said,
+    expect(contains(end.result,
                     "invalid_argument: the ranks of group 'default' have different settings"),
-           end.said);
-    expect(contains(end.said, "buffer_bytes=4096") && contains(end.said, "buffer_bytes=8192"),
-           end.said);
+           end.result);
+    expect(contains(end.result, "buffer_bytes=4096") && contains(end.result, "buffer_bytes=8192"),
+           end.result);
   }
 }
 
 // Imitates ranks in containers with different networks; isolation_test.cpp has real ones.
-void names_who_cannot_be_reached() {
+void names_unreachable_ranks() {
   const auto elsewhere = [](PeerInfo& it) { it.ticket.fd_server = 7, it.network_space = 1; };
-  for (const RankExit& end : run(3, quick(), meets_with(0, elsewhere)))
+  for (const RankExit& end : run(3, quick_settings(), exchange_with_record(0, elsewhere)))
     expect_equal(
-        end.said,
+        end.result,
         "CollectiveError: the ranks of group 'default' cannot share memory; ranks 1, 2: cannot "
         "reach the Unix socket @pycollect-fd-server-0000000000000007 of the process that offers "
         "the "
@@ -74,33 +74,34 @@ void names_who_cannot_be_reached() {
         "put them in one container");
 }
 
-void names_who_can_make_none() {
-  for (const RankExit& end : run(3, quick(), [](RankContext& me) {
+void names_rank_without_memory() {
+  for (const RankExit& end : run(3, quick_settings(), [](RankContext& me) {
          const rlimit least = {64 << 10, 64 << 10};
          if (me.rank == 0) setrlimit(RLIMIT_FSIZE, &least);
-         return meet_and_exchange(me);
+         return join_and_exchange(me);
        }))
-    expect(contains(end.said, "cannot share memory; rank 0: shared memory of 1 MiB is more than"),
-           end.said);
+    expect(contains(end.result,
+                    "cannot share memory; rank 0: shared memory of 1 MiB exceeds the limit"),
+           end.result);
 }
 
 void refuses_other_versions() {
   for (const Rank other : {0, 1}) {
-    const auto ends = run(3, quick(), [=](RankContext& me) {
+    const auto ends = run(3, quick_settings(), [=](RankContext& me) {
       FaultyStore store(me.store, [&](const std::string&, const std::string& value) {
         return me.rank == other ? "pycollect-1" + value.substr(11) : value;
       });
       RankContext it{me.rank, me.world, store, me.settings};
-      return meet_and_exchange(it);
+      return join_and_exchange(it);
     });
     for (const RankExit& end : ends)
-      expect(contains(end.said, "must run the same version"), end.said);
+      expect(contains(end.result, "must run the same version"), end.result);
   }
 }
 
-// Rank 1 opens another segment than the others, for whatever reason: every rank reports it.
-void proves_one_memory() {
-  const auto ends = run(3, quick(), [](RankContext& me) {
+// Rank 1 maps another segment than the others: every rank reports it.
+void verifies_same_memory() {
+  const auto ends = run(3, quick_settings(), [](RankContext& me) {
     FdServer fd_server;
     FaultyStore store(me.store, {}, [&](const std::string& key, const std::string& value) {
       if (me.rank != 1 || key != "hello/0") return value;
@@ -110,20 +111,20 @@ void proves_one_memory() {
       return it.encode();
     });
     RankContext elsewhere{me.rank, me.world, store, me.settings};
-    return meet_and_exchange(elsewhere);
+    return join_and_exchange(elsewhere);
   });
   for (const RankExit& end : ends)
-    expect(contains(end.said, "mapped different shared memory"), end.said);
+    expect(contains(end.result, "mapped different shared memory"), end.result);
 }
 
-void leaves_nothing(int cycles) {
-  const TemporaryFolder boards;
-  const auto ends = run(2, quick(), [&](RankContext& me) {
+void leaks_nothing(int cycles) {
+  const TemporaryFolder folder;
+  const auto ends = run(2, quick_settings(), [&](RankContext& me) {
     int files = 0, threads = 0;
     for (int i = 0; i < cycles; ++i) {
-      FileStore store(text(boards.path(), "/", i));
+      FileStore store(text(folder.path(), "/", i));
       Group group(store, me.rank, me.world, me.settings);
-      if (const std::string said = publish_and_agree(group, 2); said != "right") return said;
+      if (const std::string message = exchange_rounds(group, 2); message != "right") return message;
       if (i == 2)
         files = count_entries("/proc/self/fd"), threads = count_entries("/proc/self/task");
       if (i > 2 &&
@@ -132,24 +133,24 @@ void leaves_nothing(int cycles) {
     }
     return std::string("right");
   });
-  for (const RankExit& end : ends) expect_equal(end.said, "right");
+  for (const RankExit& end : ends) expect_equal(end.result, "right");
 }
 
 }  // namespace
 }  // namespace pycollect::shm
 
-int main(int count, char** words) {
+int main(int argc, char** argv) {
   using namespace pycollect::shm;
-  const int cycles = count > 1 ? std::atoi(words[1]) : 100;
+  const int cycles = argc > 1 ? std::atoi(argv[1]) : 100;
   const std::pair<const char*, std::function<void()>> tests[] = {
-      {"meets", meets},
+      {"ranks exchange", ranks_exchange},
       {"refuses several hosts", refuses_several_hosts},
-      {"refuses unlike settings", refuses_unlike_settings},
-      {"names who cannot be reached", names_who_cannot_be_reached},
-      {"names who can make none", names_who_can_make_none},
+      {"refuses different settings", refuses_different_settings},
+      {"names unreachable ranks", names_unreachable_ranks},
+      {"names rank without memory", names_rank_without_memory},
       {"refuses other versions", refuses_other_versions},
-      {"proves one memory", proves_one_memory},
-      {"leaves nothing", [=] { leaves_nothing(cycles); }},
+      {"verifies same memory", verifies_same_memory},
+      {"leaks nothing", [=] { leaks_nothing(cycles); }},
   };
   for (const auto& [name, test] : tests) {
     std::printf("%s\n", name);

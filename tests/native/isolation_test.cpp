@@ -17,10 +17,11 @@ namespace {
 
 constexpr uid_t kNobody = 65534, kSomebody = 65533;
 
-// Runs two ranks, each first moved to where `place` puts it; returns how they ended.
-std::vector<RankExit> meet(const Settings& settings, const std::function<bool(Rank)>& place) {
+// Runs two ranks, each after `prepare` has changed its user or namespaces; returns how they ended.
+std::vector<RankExit> run_prepared(const Settings& settings,
+                                   const std::function<bool(Rank)>& prepare) {
   return run(2, settings, [&](RankContext& me) {
-    if (!place(me.rank)) return text("cannot be put there: ", std::strerror(errno));
+    if (!prepare(me.rank)) return text("cannot prepare the rank: ", std::strerror(errno));
     Group group(me.store, me.rank, me.world, me.settings);
     group.advance(at_run(1));
     group.await(1 - me.rank, at_run(1), me.context(10s));
@@ -28,7 +29,7 @@ std::vector<RankExit> meet(const Settings& settings, const std::function<bool(Ra
   });
 }
 
-bool become(uid_t user) { return setresuid(user, user, user) == 0; }
+bool switch_user(uid_t user) { return setresuid(user, user, user) == 0; }
 
 // Enters a mount namespace whose /dev/shm is too small for anything, as in containers.
 bool leave_shm() {
@@ -38,27 +39,35 @@ bool leave_shm() {
 }
 
 void names_users() {
-  const auto ends = meet(quick(), [](Rank r) { return become(r == 0 ? kNobody : kSomebody); });
+  const auto ends = run_prepared(quick_settings(),
+                                 [](Rank r) { return switch_user(r == 0 ? kNobody : kSomebody); });
   for (const RankExit& end : ends) {
-    expect(end.said.starts_with("CollectiveError: "), end.said);
-    expect(end.said.ends_with("; rank 0 is run by user 65534, rank 1 by user 65533, and all ranks "
-                              "need the same user"),
-           end.said);
+    expect(end.result.starts_with("CollectiveError: "), end.result);
+    expect(
+        end.result.ends_with("; rank 0 is run by user 65534, rank 1 by user 65533, and all ranks "
+                             "need the same user"),
+        end.result);
   }
 }
 
-// Root may fetch another user's descriptor. The other may not fetch root's; both ranks report why.
-void works_where_root_takes() {
-  for (const RankExit& end : meet(quick(), [](Rank r) { return r == 1 || become(kNobody); }))
-    expect_equal(end.said, "right");
-  for (const RankExit& end : meet(quick(), [](Rank r) { return r == 0 || become(kNobody); }))
-    expect(contains(end.said, "; rank 0 is run by user 0, rank 1 by user 65534, and"), end.said);
+// Root may fetch another user's descriptor. Another user may not fetch root's: both ranks report
+// it.
+void works_where_root_fetches() {
+  for (const RankExit& end :
+       run_prepared(quick_settings(), [](Rank r) { return r == 1 || switch_user(kNobody); }))
+    expect_equal(end.result, "right");
+  for (const RankExit& end :
+       run_prepared(quick_settings(), [](Rank r) { return r == 0 || switch_user(kNobody); }))
+    expect(contains(end.result, "; rank 0 is run by user 0, rank 1 by user 65534, and"),
+           end.result);
 }
 
-// Unlike processes that a user started, those that switched to it may not read each other's memory.
+// Processes that switched to a user, unlike those that the user started, may not read each other's
+// memory.
 void works_as_another_user() {
-  for (const RankExit& end : meet(quick(), [](Rank) { return become(kNobody); }))
-    expect_equal(end.said, "right");
+  for (const RankExit& end :
+       run_prepared(quick_settings(), [](Rank) { return switch_user(kNobody); }))
+    expect_equal(end.result, "right");
 }
 
 // Enters a user namespace in which this process's user is `number` and no other user is mapped.
@@ -69,56 +78,58 @@ bool rename_user(uid_t user, uid_t number) {
 }
 
 void works_in_user_namespaces() {
-  for (const RankExit& end : meet(quick(), [](Rank r) { return r == 0 || rename_user(0, 7); }))
-    expect_equal(end.said, "right");
+  for (const RankExit& end :
+       run_prepared(quick_settings(), [](Rank r) { return r == 0 || rename_user(0, 7); }))
+    expect_equal(end.result, "right");
   for (const uid_t number : {7, 0}) {  // root of that namespace is refused, too
     const auto other = [=](Rank r) {
-      return r == 0 || (become(kNobody) && rename_user(kNobody, number));
+      return r == 0 || (switch_user(kNobody) && rename_user(kNobody, number));
     };
-    for (const RankExit& end : meet(quick(), other)) {
-      expect(contains(end.said,
+    for (const RankExit& end : run_prepared(quick_settings(), other)) {
+      expect(contains(end.result,
                       "; rank 0 is in another user namespace than rank 1, and both must "
                       "be the same user of the host"),
-             end.said);
-      expect(end.when < 2s, "took too long");
+             end.result);
+      expect(end.elapsed < 2s, "took too long");
     }
   }
 }
 
 void names_networks() {
-  Settings settings = quick();
+  Settings settings = quick_settings();
   settings.timeout = 3s;
   const auto ends = run(4, settings, [](RankContext& me) {
-    if (me.rank > 1 && unshare(CLONE_NEWNET) != 0) return std::string("cannot be put there");
+    if (me.rank > 1 && unshare(CLONE_NEWNET) != 0) return std::string("cannot prepare the rank");
     Group group(me.store, me.rank, me.world, me.settings);
     return std::string("nothing");
   });
   for (const RankExit& end : ends) {
     expect(
-        end.said.starts_with("CollectiveError: the ranks of group 'default' cannot share memory; "
-                             "ranks 2, 3: cannot reach the Unix socket @pycollect-fd-server-"),
-        end.said);
-    expect(contains(end.said, "; ranks 0, 1 are in another network namespace than ranks 2, 3, and"),
-           end.said);
-    expect(end.when < 2s, "took too long");
+        end.result.starts_with("CollectiveError: the ranks of group 'default' cannot share memory; "
+                               "ranks 2, 3: cannot reach the Unix socket @pycollect-fd-server-"),
+        end.result);
+    expect(
+        contains(end.result, "; ranks 0, 1 are in another network namespace than ranks 2, 3, and"),
+        end.result);
+    expect(end.elapsed < 2s, "took too long");
   }
 }
 
 void works_without_shm() {
-  for (const RankExit& end : meet(quick(), [](Rank) { return leave_shm(); }))
-    expect_equal(end.said, "right");
+  for (const RankExit& end : run_prepared(quick_settings(), [](Rank) { return leave_shm(); }))
+    expect_equal(end.result, "right");
 }
 
-void names_who_can_make_no_thread() {
-  const auto place = [](Rank r) {
+void names_rank_without_threads() {
+  const auto prepare = [](Rank r) {
     const rlimit least = {1, 1};
-    return become(kNobody) && (r == 0 || setrlimit(RLIMIT_NPROC, &least) == 0);
+    return switch_user(kNobody) && (r == 0 || setrlimit(RLIMIT_NPROC, &least) == 0);
   };
-  for (const RankExit& end : meet(quick(), place))
+  for (const RankExit& end : run_prepared(quick_settings(), prepare))
     expect(
-        end.said.starts_with("CollectiveError: the ranks of group 'default' cannot share memory; "
-                             "rank 1: this process cannot make another thread"),
-        end.said);
+        end.result.starts_with("CollectiveError: the ranks of group 'default' cannot share memory; "
+                               "rank 1: this process cannot make another thread"),
+        end.result);
 }
 
 // Runs `body` in a pid namespace of its own, where both ranks have the same pid.
@@ -138,12 +149,12 @@ std::string alone(const Body& body, RankContext& me) {
   return me.rank == 1 ? "" : me.store.read("alone/0", Clock::now() + 1s);
 }
 
-void notices_deaths_in_other_pid_namespaces() {
+void detects_deaths_across_pid_namespaces() {
   for (const std::string how : {"exec", "exit", "kill"}) {
-    const auto ends = run(2, quick(), [&](RankContext& mine) {
+    const auto ends = run(2, quick_settings(), [&](RankContext& mine) {
       const Body body = [&](RankContext& me) {
         Group group(me.store, me.rank, me.world, me.settings);
-        expect(getpid() == 1, "is not apart");
+        expect(getpid() == 1, "not in a pid namespace of its own");
         const auto begin = Clock::now();
         if (me.rank == 1) {
           std::this_thread::sleep_for(300ms);
@@ -152,42 +163,42 @@ void notices_deaths_in_other_pid_namespaces() {
           if (how == "exit") _exit(0);
           pause();
         }
-        const std::string said = attempt([&] {
+        const std::string message = attempt([&] {
           group.await(1, at_run(1), me.context(20s));
           return "nothing";
         });
         const auto waited = Clock::now() - begin;
-        expect(waited > 250ms && waited < 1500ms, "was noticed too early or too late");
-        return said;
+        expect(waited > 250ms && waited < 1500ms, "detected too early or too late");
+        return message;
       };
       return alone(body, mine);
     });
-    expect(contains(ends[0].said, "rank 1 (pid 1) died"), how + ": " + ends[0].said);
+    expect(contains(ends[0].result, "rank 1 (pid 1) died"), how + ": " + ends[0].result);
   }
 }
 
 // Runs in a child whose real user is not its effective user.
-void takes_either_user_for_its_own() {
-  const auto ends = run(1, quick(), [](RankContext&) {
+void accepts_real_and_effective_user() {
+  const auto ends = run(1, quick_settings(), [](RankContext&) {
     if (setresuid(kNobody, 0, 0) != 0) return std::string("cannot become another user");
     FdServer fd_server;
     fetch(fd_server.offer(Descriptor(dup(STDERR_FILENO))));
     return std::string("right");
   });
-  expect_equal(ends[0].said, "right");
+  expect_equal(ends[0].result, "right");
 }
 
-void says_which_fd_server_it_is() {
+void names_fd_server_of_other_user() {
   FdServer fd_server;
   const auto ticket = fd_server.offer(Descriptor(dup(STDERR_FILENO)));
-  const auto ends = run(1, quick(), [&](RankContext&) {
+  const auto ends = run(1, quick_settings(), [&](RankContext&) {
     return attempt([&] {
-      if (!become(kNobody)) return "cannot become another user";
+      if (!switch_user(kNobody)) return "cannot become another user";
       fetch(ticket);
       return "nothing";
     });
   });
-  expect(contains(ends[0].said, "is run by another user"), ends[0].said);
+  expect(contains(ends[0].result, "is run by another user"), ends[0].result);
 }
 
 }  // namespace
@@ -199,15 +210,15 @@ int main() {
     return std::puts("isolation_test: SKIPPED: no right to become another user"), 0;
   const std::pair<const char*, void (*)()> tests[] = {
       {"names users", names_users},
-      {"works where root takes", works_where_root_takes},
+      {"works where root fetches", works_where_root_fetches},
       {"works as another user", works_as_another_user},
       {"works in user namespaces", works_in_user_namespaces},
       {"names networks", names_networks},
       {"works without /dev/shm", works_without_shm},
-      {"names who can make no thread", names_who_can_make_no_thread},
-      {"notices deaths in other pid namespaces", notices_deaths_in_other_pid_namespaces},
-      {"takes either user for its own", takes_either_user_for_its_own},
-      {"says which fd server it is", says_which_fd_server_it_is},
+      {"names rank without threads", names_rank_without_threads},
+      {"detects deaths across pid namespaces", detects_deaths_across_pid_namespaces},
+      {"accepts real and effective user", accepts_real_and_effective_user},
+      {"names fd server of other user", names_fd_server_of_other_user},
   };
   for (const auto& [name, test] : tests) {
     std::printf("%s\n", name);

@@ -1,10 +1,10 @@
 // Late ranks in zero-copy calls, included by executor_test.cpp: a late rank stops and throws once
-// the others have given up, and no rank writes to impossible registered offsets.
+// the group is aborted, and no rank writes to registered offsets outside a heap.
 #pragma once
 
 constexpr std::size_t kLateArena = 64 << 20;
 
-struct Placed {
+struct HeapTensor {
   float* at;
   std::size_t count;
   Request all_reduce() const {
@@ -15,11 +15,11 @@ struct Placed {
   }
 };
 
-Placed zero_copy(Group& group, std::size_t count) {
+HeapTensor make_heap_tensor(Group& group, std::size_t count) {
   group.segment()->commit(group.layout().heap(group.rank()), count * sizeof(float));
-  const Placed it{reinterpret_cast<float*>(group.heap(group.rank())), count};
-  std::fill_n(it.at, count, 1.0F);
-  return it;
+  const HeapTensor made{reinterpret_cast<float*>(group.heap(group.rank())), count};
+  std::fill_n(made.at, count, 1.0F);
+  return made;
 }
 
 // Runs two ranks that are threads; returns the message of each rank's error, or "nothing".
@@ -30,7 +30,7 @@ std::array<std::string, 2> run_late(F&& body) {
   settings.symmetric_heap_bytes = kLateArena;
   settings.segment = Segment::create(Layout({2, 4096, 0, kLateArena}).total);
   std::array<std::unique_ptr<Group>, 2> groups;
-  std::array<std::string, 2> said;
+  std::array<std::string, 2> messages;
   const auto both = [](auto&& f) {
     std::thread other([&] { f(1); });
     f(0);
@@ -40,23 +40,23 @@ std::array<std::string, 2> run_late(F&& body) {
   both([&](Rank r) {
     try {
       body(*groups[r]);
-      said[r] = "nothing";
+      messages[r] = "nothing";
     } catch (const CollectiveError& error) {
-      said[r] = error.what();
+      messages[r] = error.what();
     }
   });
-  return said;
+  return messages;
 }
 
 // Rank 1 aborts the group when it has written a sixteenth of its share.
 void run_late_writer() {
   constexpr std::size_t kCount = 8 << 20;
   std::size_t changed = 0;
-  const auto said = run_late([&](Group& group) {
-    const Placed mine = zero_copy(group, kCount);
+  const auto messages = run_late([&](Group& group) {
+    const HeapTensor mine = make_heap_tensor(group, kCount);
     const cpu::ParallelFor late = [&](int64_t size, int64_t, const cpu::Body& body) {
       body(0, size / 16);
-      if (group.rank() == 1) group.abort("nobody waits any longer");
+      if (group.rank() == 1) group.abort("the peers have given up");
       body(size / 16, size);
     };
     const cpu::ParallelFor threads = group.rank() == 1 ? late : cpu::ParallelFor();
@@ -71,25 +71,26 @@ void run_late_writer() {
       throw;
     }
   });
-  for (const std::string& words : said)
-    expect(words.find("nobody waits any longer") != words.npos, "a late rank is told: " + words);
+  for (const std::string& message : messages)
+    expect(message.find("the peers have given up") != message.npos,
+           "a late rank throws another error: " + message);
   expect(changed <= kCount / 32, text(changed, " elements were written after that"));
 }
 
 // Rank 1 publishes a registered offset far beyond its symmetric heap.
-void run_impossible_place() {
+void run_impossible_offset() {
   constexpr std::size_t kCount = 1 << 20;
-  const auto said = run_late([&](Group& group) {
-    const Placed mine = zero_copy(group, kCount);
+  const auto messages = run_late([&](Group& group) {
+    const HeapTensor mine = make_heap_tensor(group, kCount);
     const Request request = mine.all_reduce();
     if (group.rank() == 0) {
       ShmTransport transport(group, {});
       return run(transport, request, 0, soon());
     }
-    CallFingerprint lie = fingerprint_of(request, 0);
-    lie.offer(RegisteredOffsets{kLateArena - 64, uint64_t{1} << 60});
-    publish_and_agree(group, lie, request, {"all_reduce", 0, soon()});
+    CallFingerprint forged = fingerprint_of(request, 0);
+    forged.set_registered(RegisteredOffsets{kLateArena - 64, uint64_t{1} << 60});
+    publish_and_agree(group, forged, request, {"all_reduce", 0, soon()});
   });
-  expect(said[0].find("rank 1 exposed a tensor outside its shared memory") != said[0].npos,
-         said[0]);
+  expect(messages[0].find("rank 1 exposed a tensor outside its shared memory") != messages[0].npos,
+         messages[0]);
 }

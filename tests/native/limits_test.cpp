@@ -1,4 +1,4 @@
-// Limits of a group: excessive sizes and timeouts, and threads and locks that cannot be had.
+// Limits of a group: excessive sizes and timeouts, and threads and locks that cannot be created.
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <signal.h>
@@ -13,27 +13,27 @@
 namespace pycollect::shm {
 namespace {
 
-void refuses_sizes_beyond_all_measure() {
+void refuses_excessive_sizes() {
   for (std::size_t Settings::* size :
        {&Settings::buffer_bytes, &Settings::mailbox_bytes, &Settings::symmetric_heap_bytes})
     for (const std::size_t bytes : {kMostBytes + 1, std::size_t{1} << 63, ~std::size_t{0}}) {
-      Settings settings = quick();
+      Settings settings = quick_settings();
       settings.*size = bytes;
       MapStore store;
-      const std::string said = refusal([&] { Group(store, 0, 1, settings); });
-      expect(contains(said, text("_bytes is ", bytes, "; it must be at most ")), said);
+      const std::string message = refusal([&] { Group(store, 0, 1, settings); });
+      expect(contains(message, text("_bytes is ", bytes, "; it must be at most ")), message);
     }
-  Settings settings = quick();
+  Settings settings = quick_settings();
   settings.symmetric_heap_bytes = kMostBytes;
   MapStore store;
-  const std::string said = refusal([&] { Group(store, 0, 1, settings); });
-  expect(said == "nothing" || contains(said, "address space"), said);
+  const std::string message = refusal([&] { Group(store, 0, 1, settings); });
+  expect(message == "nothing" || contains(message, "address space"), message);
 }
 
 // Timeouts that are longer than the clock can represent never expire.
-void waits_for_ever() {
+void accepts_huge_timeouts() {
   for (const auto timeout : {std::chrono::milliseconds::max(), 300ms * 1000 * 3600 * 24 * 366}) {
-    Settings settings = quick();
+    Settings settings = quick_settings();
     settings.timeout = timeout;
     const auto ends = run(2, settings, [](RankContext& me) {
       if (me.rank == 1) std::this_thread::sleep_for(100ms);
@@ -43,14 +43,14 @@ void waits_for_ever() {
       group.await(1 - me.rank, at_run(1), {"barrier", 1, deadline_after(me.settings.timeout)});
       return std::string("right");
     });
-    for (const RankExit& end : ends) expect_equal(end.said, "right");
+    for (const RankExit& end : ends) expect_equal(end.result, "right");
   }
   const auto before = -300ms * 1000 * 3600 * 24 * 366;  // 300 years exceed the clock
   expect(deadline_after(before) < Clock::now() + 10s, "no time at all");
 }
 
 // The default stack is too large for any thread to be created: signals must not stay blocked.
-void blocks_no_signals_for_good() {
+void restores_the_signal_mask() {
   const pid_t pid = fork();
   if (pid == 0) {
     pthread_attr_t vast;
@@ -58,10 +58,10 @@ void blocks_no_signals_for_good() {
     pthread_attr_setstacksize(&vast, std::size_t{1} << 50);
     if (pthread_setattr_default_np(&vast) != 0) _exit(3);
     Control control;
-    const std::string said = refusal([&] { FailureDetector(control, 1, 0); });
+    const std::string message = refusal([&] { FailureDetector(control, 1, 0); });
     sigset_t now;
     pthread_sigmask(SIG_SETMASK, nullptr, &now);
-    _exit(said == "nothing" ? 2 : sigismember(&now, SIGINT));
+    _exit(message == "nothing" ? 2 : sigismember(&now, SIGINT));
   }
   int status = 0;
   waitpid(pid, &status, 0);
@@ -69,9 +69,10 @@ void blocks_no_signals_for_good() {
   expect(WEXITSTATUS(status) == 0, text("signals are blocked: ", WEXITSTATUS(status)));
 }
 
-// A kernel without robust lists, as in emulators: every rank throws, as deaths would go unnoticed.
-void says_that_the_kernel_knows_no_such_locks() {
-  const auto ends = run(2, quick(), [](RankContext& me) {
+// A kernel without robust lists, as in emulators: every rank throws, as deaths would stay
+// undetected.
+void reports_missing_robust_lists() {
+  const auto ends = run(2, quick_settings(), [](RankContext& me) {
     const std::array<sock_filter, 4> refused = {
         sock_filter BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
         sock_filter BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_set_robust_list, 0, 1),
@@ -86,7 +87,7 @@ void says_that_the_kernel_knows_no_such_locks() {
   });
   for (const RankExit& end : ends)
     expect_equal(
-        end.said,
+        end.result,
         "CollectiveError: the ranks of group 'default' cannot share memory; rank 1: cannot "
         "register the lock by which peers detect this process's death (set_robust_list): "
         "Function not implemented");
@@ -97,9 +98,9 @@ void says_that_the_kernel_knows_no_such_locks() {
 
 int main() {
   using namespace pycollect::shm;
-  refuses_sizes_beyond_all_measure();
-  waits_for_ever();
-  blocks_no_signals_for_good();
-  says_that_the_kernel_knows_no_such_locks();
+  refuses_excessive_sizes();
+  accepts_huge_timeouts();
+  restores_the_signal_mask();
+  reports_missing_robust_lists();
   std::puts("limits_test: all good");
 }

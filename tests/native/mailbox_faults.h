@@ -1,4 +1,4 @@
-// Refusals on both sides of a message, and messages of a rank that is late, dies or leaves.
+// Messages that do not match their receive, and messages of a rank that is late, dies or leaves.
 #pragma once
 #include <csignal>
 
@@ -6,8 +6,8 @@
 
 namespace pycollect::shm {
 
-template <class BoundPlan>
-std::string refusal(const BoundPlan& call) {
+template <class F>
+std::string refusal(const F& call) {
   try {
     call();
   } catch (const std::invalid_argument& error) {
@@ -17,13 +17,15 @@ std::string refusal(const BoundPlan& call) {
 }
 
 // Sizes or dtypes differ: the receiver's memory is not written, and later messages arrive intact.
-inline void unlike(const Member& m) {
+inline void mismatched(const Member& m) {
   struct Case {
     Envelope sent, wanted;
   };
-  for (const Case& it : {Case{of(1 << 20, 3), of(1 << 19, 3)}, Case{of(1 << 19, 3), of(1 << 20, 3)},
-                         Case{of(100'000, 3, 1), of(100'000, 3, 9)}, Case{of(64), of(65)},
-                         Case{of(100'000), of(8)}, Case{of(0), of(1)}, Case{of(8), of(100'000)}}) {
+  for (const Case& it : {Case{envelope(1 << 20, 3), envelope(1 << 19, 3)},
+                         Case{envelope(1 << 19, 3), envelope(1 << 20, 3)},
+                         Case{envelope(100'000, 3, 1), envelope(100'000, 3, 9)},
+                         Case{envelope(64), envelope(65)}, Case{envelope(100'000), envelope(8)},
+                         Case{envelope(0), envelope(1)}, Case{envelope(8), envelope(100'000)}}) {
     const Bytes data = pattern(it.sent.bytes, 1), before = pattern(it.wanted.bytes, 2);
     std::string why;
     if (m.rank == 0) {
@@ -42,21 +44,21 @@ inline void unlike(const Member& m) {
       check(why.empty() || why.find(text(bytes, " bytes of ")) != why.npos, why);
     int word = 5;
     std::byte* const at = reinterpret_cast<std::byte*>(&word);
-    m.wait(m.rank == 0 ? m.box.send(1, of(4, 3), at) : m.box.receive(0, of(4, 3), at));
+    m.wait(m.rank == 0 ? m.box.send(1, envelope(4, 3), at) : m.box.receive(0, envelope(4, 3), at));
     check(m.box.idle());
   }
 }
 
 // More NACKs than the ring has room for, while the sender does not poll yet: every NACK arrives,
 // though the receiver has nothing else to wait for.
-inline void many_unlike(const Member& m) {
+inline void many_mismatched(const Member& m) {
   constexpr int kMany = 50;
   const Bytes data = pattern(1 << 17, 1);
   Bytes into(1 << 16);
   std::vector<TransferPtr> all;
   for (int i = 0; i < kMany; ++i)
-    all.push_back(m.rank == 0 ? m.box.send(1, of(data.size()), data.data())
-                              : m.box.receive(0, of(into.size()), into.data()));
+    all.push_back(m.rank == 0 ? m.box.send(1, envelope(data.size()), data.data())
+                              : m.box.receive(0, envelope(into.size()), into.data()));
   if (m.rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));
   for (const TransferPtr& transfer : all) refusal([&] { m.wait(transfer); });
   check(m.box.idle());
@@ -66,32 +68,33 @@ inline void late_peer(const Member& m) {
   if (m.rank == 1) return std::this_thread::sleep_for(std::chrono::milliseconds(600));
   int word = 3;
   std::byte* const at = reinterpret_cast<std::byte*>(&word);
-  const auto received = m.box.receive(1, of(4), at), other = m.box.receive(1, of(4, 2), at);
+  const auto received = m.box.receive(1, envelope(4), at),
+             other = m.box.receive(1, envelope(4, 2), at);
   try {
     m.box.wait(*received, m.context(std::chrono::milliseconds(200)));
     check(false, "no Timeout");
   } catch (const Timeout&) {
   }
-  check(other->done() && m.box.idle() && word == 3, "whatever was under way has failed");
+  check(other->done() && m.box.idle() && word == 3, "a pending transfer has not failed");
   try {
-    m.box.send(1, of(4), at);
-    check(false, "the group is broken");
+    m.box.send(1, envelope(4), at);
+    check(false, "a broken group accepts a send");
   } catch (const Timeout&) {
   }
 }
 
-// Rank 1 dies in the middle of a message of 64 MiB. A rank that waits for another one is not
-// disturbed before it needs the dead rank.
+// Rank 1 dies in the middle of a message of 64 MiB. A rank that waits for a live rank
+// fails only once that rank does.
 inline void killed_peer(const Member& m) {
   const std::size_t n = 64 << 20;
   Bytes data(n);
   if (m.rank == 1) {
-    const auto sent = m.box.send(0, of(n), data.data());
+    const auto sent = m.box.send(0, envelope(n), data.data());
     for (const auto begin = Clock::now(); Clock::now() - begin < std::chrono::milliseconds(20);)
       m.box.progress();
     kill(getpid(), SIGKILL);
   }
-  const auto received = m.box.receive(m.rank == 0 ? 1 : 0, of(n), data.data());
+  const auto received = m.box.receive(m.rank == 0 ? 1 : 0, envelope(n), data.data());
   if (m.rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(200));
   const auto begin = Clock::now();
   try {
@@ -100,46 +103,47 @@ inline void killed_peer(const Member& m) {
   } catch (const PeerLost& error) {
     check(std::string(error.what()).find("rank 1") != std::string::npos, error.what());
   }
-  check(Clock::now() - begin < std::chrono::seconds(2), "noticed late");
+  check(Clock::now() - begin < std::chrono::seconds(2), "detected late");
 }
 
 // A receive from any source does not depend on a peer that has left, unless every peer has left.
-inline void anybody_but_the_gone(const Member& m) {
+inline void any_source_despite_departed(const Member& m) {
   int word = m.rank;
   std::byte* const at = reinterpret_cast<std::byte*>(&word);
   if (m.rank == 2) {
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    m.wait(m.box.send(0, of(4), at));
+    m.wait(m.box.send(0, envelope(4), at));
   }
   if (m.rank != 0) return;
-  m.wait(m.box.receive(std::nullopt, of(4), at));
+  m.wait(m.box.receive(std::nullopt, envelope(4), at));
   check(word == 2);
   try {
-    m.wait(m.box.receive(std::nullopt, of(4), at));
+    m.wait(m.box.receive(std::nullopt, envelope(4), at));
     check(false, "no PeerLost");
   } catch (const PeerLost&) {
   }
 }
 
 // A message that a rank sent before it left is still received.
-inline void gone_in_good_order(const Member& m) {
+inline void receives_after_sender_left(const Member& m) {
   Bytes small = pattern(100, 1), large = pattern(900'000, 2), got(100), more(900'000);
   if (m.rank != 0) {
-    const auto first = m.box.send(0, of(small.size(), 1), small.data());
-    const auto second = m.box.send(0, of(large.size(), 2), large.data());
+    const auto first = m.box.send(0, envelope(small.size(), 1), small.data());
+    const auto second = m.box.send(0, envelope(large.size(), 2), large.data());
     m.wait(first);
     return m.wait(second);
   }
-  m.wait(m.box.receive(1, of(large.size(), 2), more.data()));
-  m.wait(m.box.receive(2, of(large.size(), 2), more.data()));
+  m.wait(m.box.receive(1, envelope(large.size(), 2), more.data()));
+  m.wait(m.box.receive(2, envelope(large.size(), 2), more.data()));
   check(more == large);
   std::this_thread::sleep_for(std::chrono::milliseconds(100));
-  for (int i = 0; i < 2; ++i) m.wait(m.box.receive(std::nullopt, of(small.size(), 1), got.data()));
+  for (int i = 0; i < 2; ++i)
+    m.wait(m.box.receive(std::nullopt, envelope(small.size(), 1), got.data()));
   check(got == small);
 }
 
-// A message that has no room in the ring is not overtaken by smaller fragments of a later one.
-inline void in_the_order_of_requests(const Member& m) {
+// Fragments that do not fit into the ring are not overtaken by smaller ones of a later message.
+inline void fragments_in_order(const Member& m) {
   const std::size_t sizes[] = {100'000, 4 << 20, 20'000};
   std::vector<Bytes> data;
   for (const std::size_t n : sizes) data.push_back(m.rank == 0 ? pattern(n, n % 251) : Bytes(n));
@@ -149,8 +153,8 @@ inline void in_the_order_of_requests(const Member& m) {
   std::vector<TransferPtr> all;
   if (m.rank == 1) reach(1);
   for (Bytes& it : data)
-    all.push_back(m.rank == 0 ? m.box.send(1, of(it.size()), it.data())
-                              : m.box.receive(0, of(it.size()), it.data()));
+    all.push_back(m.rank == 0 ? m.box.send(1, envelope(it.size()), it.data())
+                              : m.box.receive(0, envelope(it.size()), it.data()));
   m.group.advance(1);
   if (m.rank == 0) {
     reach(1);
@@ -166,8 +170,8 @@ inline void in_the_order_of_requests(const Member& m) {
 }
 
 // Rank 1 sends rank 0 more large messages than a ring holds and makes no more progress: messages
-// from rank 2, and from rank 0 to itself, arrive all the same.
-inline void past_who_has_stopped(const Member& m) {
+// from rank 2, and from rank 0 to itself, still arrive.
+inline void progress_despite_stalled_peer(const Member& m) {
   const std::size_t n = 300'000;
   const Bytes mine = pattern(n, m.rank);
   std::vector<TransferPtr> stopped;
@@ -176,18 +180,18 @@ inline void past_who_has_stopped(const Member& m) {
     while (!m.group.has_reached(r, wanted)) std::this_thread::yield();
   };
   if (m.rank == 1) {
-    for (const Bytes& it : got) stopped.push_back(m.box.send(0, of(it.size()), mine.data()));
+    for (const Bytes& it : got) stopped.push_back(m.box.send(0, envelope(it.size()), mine.data()));
     m.group.advance(1);
     reach(0, 1);
   } else if (m.rank == 2) {
-    m.wait(m.box.send(0, of(n), mine.data()));
+    m.wait(m.box.send(0, envelope(n), mine.data()));
   } else {
     reach(1, 1);
-    for (Bytes& it : got) stopped.push_back(m.box.receive(1, of(n), it.data()));
+    for (Bytes& it : got) stopped.push_back(m.box.receive(1, envelope(n), it.data()));
     Bytes other(n), own(n);
-    m.wait(m.box.receive(2, of(n), other.data()));
-    const auto sent = m.box.send(0, of(n), mine.data());
-    m.wait(m.box.receive(0, of(n), own.data()));
+    m.wait(m.box.receive(2, envelope(n), other.data()));
+    const auto sent = m.box.send(0, envelope(n), mine.data());
+    m.wait(m.box.receive(0, envelope(n), own.data()));
     m.wait(sent);
     check(other == pattern(n, 2) && own == mine);
     m.group.advance(1);

@@ -19,15 +19,16 @@ inline void stop_here(int) {
 // Threads that take the mailbox lock again and again, and move no bytes.
 class Busy {
  public:
-  // Returns when all threads run: one stopped while it starts may hold the allocator's lock.
+  // Returns when all threads run: a thread that is stopped while it starts may hold the allocator's
+  // lock.
   explicit Busy(Mailbox& box)
-      : box_(box), unreceived_(box.send_partly(box.rank(), of(kBytes), nullptr, 0)) {
+      : box_(box), unreceived_(box.send_partly(box.rank(), envelope(kBytes), nullptr, 0)) {
     constexpr int kThreads = 3;
     for (int i = 0; i < kThreads; ++i)
-      team_.emplace_back([this](const std::stop_token& end) {
-        for (++at_it_; !end.stop_requested(); ++turns_) box_.supply(*unreceived_, 0);
+      threads_.emplace_back([this](const std::stop_token& end) {
+        for (++running_; !end.stop_requested(); ++count_) box_.supply(*unreceived_, 0);
       });
-    while (at_it_ < kThreads) std::this_thread::yield();
+    while (running_ < kThreads) std::this_thread::yield();
   }
 
   // Returns when one thread is stopped and holds the lock. If that never happens, as may be with a
@@ -37,15 +38,15 @@ class Busy {
     bool free = true;
     for (int i = 0; i < kTries && free; ++i) {
       stopped = true;
-      pthread_kill(team_.front().native_handle(), SIGUSR1);
+      pthread_kill(threads_.front().native_handle(), SIGUSR1);
       while (!has_stopped) std::this_thread::yield();
-      const uint64_t before = turns_;
+      const uint64_t before = count_;
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
-      free = turns_ != before;  // the other threads have got the lock
-      if (free) go_on();
+      free = count_ != before;  // another thread got the lock
+      if (free) resume();
     }
   }
-  void go_on() {
+  void resume() {
     stopped = false;
     while (has_stopped) std::this_thread::yield();
   }
@@ -55,27 +56,27 @@ class Busy {
 
   Mailbox& box_;
   const TransferPtr unreceived_;
-  std::atomic<int> at_it_{0};
-  std::atomic<uint64_t> turns_{0};
-  std::vector<std::jthread> team_;
+  std::atomic<int> running_{0};
+  std::atomic<uint64_t> count_{0};
+  std::vector<std::jthread> threads_;
 };
 
-inline void deep_in_the_ring(const Member& m) {
+inline void message_deep_in_the_ring(const Member& m) {
   constexpr int kMany = 1500;
   int word = m.rank;
   std::byte* const at = reinterpret_cast<std::byte*>(&word);
   if (m.rank == 1) {
-    for (int i = 0; i <= kMany; ++i) m.wait(m.box.send(0, of(4, i == kMany ? 2 : 1), at));
+    for (int i = 0; i <= kMany; ++i) m.wait(m.box.send(0, envelope(4, i == kMany ? 2 : 1), at));
     return;
   }
   while (m.group.rank_state(1).left.load() == 0) std::this_thread::yield();
-  const auto received = m.box.receive(1, of(4, 2), at);
+  const auto received = m.box.receive(1, envelope(4, 2), at);
   std::signal(SIGUSR1, stop_here);
   Busy busy(m.box);
   busy.stop_one();
   std::jthread later([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    busy.go_on();
+    busy.resume();
   });
   m.wait(received);
   check(word == 1);

@@ -1,4 +1,4 @@
-// Invalid records from a peer: they cause no access outside the message areas, the rank that reads
+// Invalid records from a peer: they cause no access outside rings and buffers, the rank that reads
 // one throws, and the group is aborted.
 #pragma once
 #include "../../csrc/p2p/mail_area.h"
@@ -6,16 +6,16 @@
 
 namespace pycollect::shm {
 
-inline void is_told(const Member& m, const TransferPtr& transfer) {
+inline void expect_aborted(const Member& m, const TransferPtr& transfer) {
   try {
     m.wait(transfer);
-    check(false, "nothing was raised");
+    check(false, "nothing was thrown");
   } catch (const CollectiveError&) {
   }
-  check(m.box.idle(), "something is still under way");
+  check(m.box.idle(), "a transfer is still pending");
   try {
     m.group.require_healthy(m.context());
-    check(false, "the group is whole");
+    check(false, "the group is not aborted");
   } catch (const CollectiveError&) {
   }
 }
@@ -26,35 +26,36 @@ inline void write_first(const RingMemory& ring, const Record& record) {
   ring.counters->written.store(detail::record_bytes(0));
 }
 
-inline void nonsense_message(const Member& m, const Record& record) {
+inline void invalid_message(const Member& m, const Record& record) {
   if (m.rank == 1) return write_first(MailArea(m.group.mailboxes(), 2).messages(1, 0), record);
   Bytes into(record.bytes);
-  is_told(m, m.box.receive(1, of(record.bytes, 0, 0), into.data()));
+  expect_aborted(m, m.box.receive(1, envelope(record.bytes, 0, 0), into.data()));
 }
 
-// A fragment beyond the end of its message is an error; one of an unknown message has no effect.
-inline void nonsense_piece(const Member& m) {
+// A fragment beyond the end of its message is an error; a fragment of an unknown message has no
+// effect.
+inline void invalid_fragment(const Member& m) {
   constexpr uint32_t kBytes = 1 << 17, kHalf = kBytes / 2;
   const MailArea area(m.group.mailboxes(), 2);
   Bytes payload(kHalf + 1), into(kBytes);
   if (m.rank == 0) {
-    const auto received = m.box.receive(1, of(kBytes - 1, 0, 0), into.data());
-    is_told(m, received);
+    const auto received = m.box.receive(1, envelope(kBytes - 1, 0, 0), into.data());
+    expect_aborted(m, received);
     return check(received->moved() == kHalf);
   }
   Record record{.number = 1, .bytes = kBytes - 1, .kind = Record::rts};
   RingWriter(area.messages(1, 0)).push(record);
-  RingWriter pieces(area.pieces(1, 0));
+  RingWriter fragments(area.fragments(1, 0));
   for (const auto& [number, bytes] : {std::pair{2u, kHalf}, {1u, kHalf}, {1u, kHalf}}) {
     record = {.number = number, .payload = bytes, .kind = Record::fragment};
-    pieces.push(record, payload.data());
+    fragments.push(record, payload.data());
   }
 }
 
-inline const std::vector<Body> kNonsense = {
-    [](const Member& m) { nonsense_message(m, {.number = 1, .bytes = 64, .payload = 1 << 30}); },
-    [](const Member& m) { nonsense_message(m, {.number = 1, .bytes = 64, .payload = 4096}); },
-    nonsense_piece,
+inline const std::vector<Body> kInvalidRecords = {
+    [](const Member& m) { invalid_message(m, {.number = 1, .bytes = 64, .payload = 1 << 30}); },
+    [](const Member& m) { invalid_message(m, {.number = 1, .bytes = 64, .payload = 4096}); },
+    invalid_fragment,
 };
 
 }  // namespace pycollect::shm

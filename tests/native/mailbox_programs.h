@@ -1,6 +1,6 @@
-// Random programs of messages that end if sends never block: every message has a time of its send
-// and a later one at which it is waited for, and each rank performs its own calls in the order of
-// time.
+// Random programs of messages, which end if sends never block: every message has the times of its
+// send, of posting its receive and of waiting for it, and each rank makes its calls in the order of
+// these times.
 #pragma once
 #include <algorithm>
 #include <map>
@@ -14,7 +14,7 @@ struct Message {
   Rank from = 0, to = 0;
   uint32_t tag = 0;
   std::size_t bytes = 0;
-  double sent = 0, asked = 0, waited = 0;
+  double sent = 0, posted = 0, waited = 0;
 };
 
 inline constexpr uint32_t kAnyTag = 1000;  // received from any source; all of one size
@@ -36,13 +36,13 @@ inline std::vector<Message> random_messages(int world, uint64_t seed) {
     if (below(5) == 0) m.tag = kAnyTag, m.bytes = any_bytes;
     m.sent = real();
     m.waited = m.sent + real() * (1.5 - m.sent);
-    m.asked = m.waited * real();
+    m.posted = m.waited * real();
   }
   // Messages of one pair and tag are sent, requested and waited for in the same order.
   std::map<std::tuple<Rank, Rank, uint32_t>, std::vector<Message*>> alike;
   for (Message& m : all) alike[{m.tag == kAnyTag ? 0 : m.from, m.to, m.tag}].push_back(&m);
   for (auto& [key, group] : alike)
-    for (double Message::* time : {&Message::sent, &Message::asked, &Message::waited}) {
+    for (double Message::* time : {&Message::sent, &Message::posted, &Message::waited}) {
       std::vector<double> times;
       for (const Message* m : group) times.push_back(m->*time);
       std::sort(times.begin(), times.end());
@@ -64,7 +64,7 @@ class Program {
       const Message& m = messages_[i];
       if (m.from == member.rank) steps_.emplace(m.sent, [this, i] { send(i); });
       if (m.to != member.rank) continue;
-      steps_.emplace(m.asked, [this, i] { ask(i); });
+      steps_.emplace(m.posted, [this, i] { post_receive(i); });
       steps_.emplace(m.waited, [this, i] { wait(i); });
     }
   }
@@ -84,7 +84,7 @@ class Program {
     for (std::size_t b = 0; b < m.bytes; ++b) data_[i][b] = payload(m, b);
     sent_.push_back(member_.box.send(m.to, {m.bytes, 1, m.tag}, data_[i].data()));
   }
-  void ask(std::size_t i) {
+  void post_receive(std::size_t i) {
     const Message& m = messages_[i];
     const auto from = m.tag == kAnyTag ? std::nullopt : std::optional<Rank>(m.from);
     got_[i].resize(m.bytes);

@@ -50,7 +50,7 @@ inline Bytes pattern(std::size_t bytes, uint64_t seed) {
   return data;
 }
 
-inline Envelope of(std::size_t bytes, uint32_t tag = 0, uint8_t dtype = 1) {
+inline Envelope envelope(std::size_t bytes, uint32_t tag = 0, uint8_t dtype = 1) {
   return {bytes, dtype, tag};
 }
 
@@ -62,8 +62,8 @@ inline Settings mailbox_settings(int world) {
   return settings;
 }
 
-inline void be_rank(Store& store, Rank rank, const Settings& settings, int world,
-                    const Body& body) {
+inline void run_rank(Store& store, Rank rank, const Settings& settings, int world,
+                     const Body& body) {
   Group group(store, rank, world, settings);
   Mailbox box(group);
   body({group, box, rank, world});
@@ -76,11 +76,11 @@ inline void run_threads(int world, const Body& body) {
   MapStore store;
   std::vector<std::exception_ptr> errors(world);
   {
-    std::vector<std::jthread> team;
+    std::vector<std::jthread> threads;
     for (Rank r = 0; r < world; ++r)
-      team.emplace_back([&, r] {
+      threads.emplace_back([&, r] {
         try {
-          be_rank(store, r, settings, world, body);
+          run_rank(store, r, settings, world, body);
         } catch (...) {
           errors[r] = std::current_exception();
         }
@@ -104,7 +104,7 @@ inline void run_processes(int world, const Body& body, Rank killed = -1) {
     int status = 0;
     try {
       FileStore store(folder);
-      be_rank(store, r, mailbox_settings(world), world, body);
+      run_rank(store, r, mailbox_settings(world), world, body);
     } catch (const std::exception& error) {
       std::fprintf(stderr, "rank %d: %s\n", r, error.what());
       status = 1;

@@ -1,5 +1,5 @@
-// Sends and receives between ranks: transfers that must work in any order, refusals on both sides,
-// death of a peer, and random programs of messages. The first argument is the number of random
+// Sends and receives between ranks: transfers in any order, mismatches, the death of a peer, and
+// random programs of messages. The first argument is the number of random
 // programs. With NO_FORK in the environment ranks are threads only.
 #include <sys/resource.h>
 
@@ -17,9 +17,9 @@ void both_send_first(const Member& m) {
   const std::size_t n = std::getenv("NO_FORK") == nullptr ? 64 << 20 : 8 << 20;  // TSan is slow
   const Bytes mine = pattern(n, m.rank), other = pattern(n, 1 - m.rank);
   Bytes got(n);
-  const auto sent = m.box.send(1 - m.rank, of(n), mine.data());
+  const auto sent = m.box.send(1 - m.rank, envelope(n), mine.data());
   check(!sent->done(), "a large send needs its receiver");
-  const auto received = m.box.receive(1 - m.rank, of(n), got.data());
+  const auto received = m.box.receive(1 - m.rank, envelope(n), got.data());
   m.wait(received);
   m.wait(sent);
   check(got == other && m.box.idle());
@@ -36,29 +36,29 @@ void other_tag_first(const Member& m) {
     for (int i = 0; i <= kMany; ++i) {
       // Lets the receiver empty the ring while earlier messages are still queued for the ring.
       if (i == kMany / 2) std::this_thread::sleep_for(std::chrono::milliseconds(100));
-      sent.push_back(m.box.send(1, of(n, i == kMany ? 2 : 1), data[i].data()));
+      sent.push_back(m.box.send(1, envelope(n, i == kMany ? 2 : 1), data[i].data()));
     }
     check(sent[0]->done(), "a small send is complete at once");
     for (const auto& it : sent) m.wait(it);
   } else {
     Bytes got(n);
-    m.wait(m.box.receive(0, of(n, 2), got.data()));
+    m.wait(m.box.receive(0, envelope(n, 2), got.data()));
     check(got == pattern(n, kMany));
     for (int i = 0; i < kMany; ++i) {
-      m.wait(m.box.receive(0, of(n, 1), got.data()));
+      m.wait(m.box.receive(0, envelope(n, 1), got.data()));
       check(got == pattern(n, i), text("message ", i));
     }
   }
 }
 
-void to_oneself(const Member& m) {
+void to_self(const Member& m) {
   for (const std::size_t n : {0, 8, 5000, 3 << 20}) {
     const Bytes data = pattern(n, n);
     Bytes first(n), second(n);
-    const auto early = m.box.receive(m.rank, of(n, 5), first.data());
-    const auto one = m.box.send(m.rank, of(n, 5), data.data());
-    const auto two = m.box.send(m.rank, of(n, 5), data.data());
-    const auto late = m.box.receive(std::nullopt, of(n, 5), second.data());
+    const auto early = m.box.receive(m.rank, envelope(n, 5), first.data());
+    const auto one = m.box.send(m.rank, envelope(n, 5), data.data());
+    const auto two = m.box.send(m.rank, envelope(n, 5), data.data());
+    const auto late = m.box.receive(std::nullopt, envelope(n, 5), second.data());
     for (const auto& it : {early, one, two, late}) m.wait(it);
     check(first == data && second == data && late->peer() == m.rank);
   }
@@ -73,25 +73,25 @@ void many_large(const Member& m) {
   const Bytes mine = pattern(n, m.rank);
   for (int i = 0; i < many; ++i)
     for (Rank r = 0; r < m.world; ++r)
-      if (r != m.rank) all.push_back(m.box.send(r, of(n, i), mine.data()));
+      if (r != m.rank) all.push_back(m.box.send(r, envelope(n, i), mine.data()));
   for (int i = many; i-- > 0;)
     for (Rank r = 0; r < m.world; ++r)
-      if (r != m.rank) all.push_back(m.box.receive(r, of(n, i), got[r * many + i].data()));
+      if (r != m.rank) all.push_back(m.box.receive(r, envelope(n, i), got[r * many + i].data()));
   for (const auto& it : all) m.wait(it);
   for (Rank r = 0; r < m.world; ++r)
     for (int i = 0; r != m.rank && i < many; ++i) check(got[r * many + i] == pattern(n, r));
 }
 
 // Receives from any source are fair: rank 1's flood does not delay rank 2's only message.
-void anybody_is_fair(const Member& m) {
+void any_source_is_fair(const Member& m) {
   constexpr int kFlood = 3000;
   const uint32_t tag = 9;
   int word = m.rank;
   std::byte* const at = reinterpret_cast<std::byte*>(&word);
   std::vector<TransferPtr> sent;
   if (m.rank == 1)
-    for (int i = 0; i < kFlood; ++i) sent.push_back(m.box.send(0, of(4, tag), at));
-  if (m.rank == 2) m.wait(m.box.send(0, of(4, tag), at));
+    for (int i = 0; i < kFlood; ++i) sent.push_back(m.box.send(0, envelope(4, tag), at));
+  if (m.rank == 2) m.wait(m.box.send(0, envelope(4, tag), at));
   if (m.rank != 0) {
     for (const auto& it : sent) m.wait(it);
     return;
@@ -99,7 +99,7 @@ void anybody_is_fair(const Member& m) {
   int behind = -1, seen = 0;
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   for (int i = 0; i < kFlood + 1; ++i) {
-    const auto received = m.box.receive(std::nullopt, of(4, tag), at);
+    const auto received = m.box.receive(std::nullopt, envelope(4, tag), at);
     m.wait(received);
     check(word == received->peer() && (word == 1 || word == 2));
     if (word == 2) behind = i, ++seen;
@@ -108,8 +108,8 @@ void anybody_is_fair(const Member& m) {
 }
 
 // Receives from one rank and from any source match messages in the order in which they were posted.
-void in_order_of_asking(const Member& m) {
-  for (const bool anybody_first : {true, false}) {
+void in_posted_order(const Member& m) {
+  for (const bool any_source_first : {true, false}) {
     int words[2] = {1, 2};
     std::byte* const at[2] = {reinterpret_cast<std::byte*>(words),
                               reinterpret_cast<std::byte*>(words + 1)};
@@ -117,16 +117,17 @@ void in_order_of_asking(const Member& m) {
     int go = 0;
     std::byte* const ready = reinterpret_cast<std::byte*>(&go);
     if (m.rank == 1) {
-      m.wait(m.box.receive(0, of(4, 5), ready));
-      for (std::byte* const word : at) m.wait(m.box.send(0, of(4, 4), word));
+      m.wait(m.box.receive(0, envelope(4, 5), ready));
+      for (std::byte* const word : at) m.wait(m.box.send(0, envelope(4, 4), word));
       continue;
     }
     for (int i = 0; i < 2; ++i) {
-      const bool anybody = (i == 0) == anybody_first;
+      const bool any_source = (i == 0) == any_source_first;
       words[i] = 0;
-      both[i] = m.box.receive(anybody ? std::nullopt : std::optional<Rank>(1), of(4, 4), at[i]);
+      both[i] =
+          m.box.receive(any_source ? std::nullopt : std::optional<Rank>(1), envelope(4, 4), at[i]);
     }
-    m.wait(m.box.send(1, of(4, 5), ready));
+    m.wait(m.box.send(1, envelope(4, 5), ready));
     for (const auto& it : both) m.wait(it);
     check(words[0] == 1 && words[1] == 2);
   }
@@ -134,16 +135,17 @@ void in_order_of_asking(const Member& m) {
 
 // Rank 1 waits for rank 2 and rank 2 for rank 0, which first sends rank 1 much more than a ring
 // holds and waits for the end of those sends.
-void served_meanwhile(const Member& m) {
+void progress_while_waiting(const Member& m) {
   constexpr int kMany = 3000;
   const Bytes data = pattern(1000, 3);
   Bytes got(1000);
   const Rank next = (m.rank + 2) % 3;
   if (m.rank == 0)
-    for (int i = 0; i < kMany; ++i) m.wait(m.box.send(1, of(1000, 1), data.data()));
-  if (m.rank != 0) m.wait(m.box.receive((m.rank + 1) % 3, of(1000, 2), got.data()));
-  if (m.rank != 1) m.wait(m.box.send(next, of(1000, 2), data.data()));
-  for (int i = 0; m.rank == 1 && i < kMany; ++i) m.wait(m.box.receive(0, of(1000, 1), got.data()));
+    for (int i = 0; i < kMany; ++i) m.wait(m.box.send(1, envelope(1000, 1), data.data()));
+  if (m.rank != 0) m.wait(m.box.receive((m.rank + 1) % 3, envelope(1000, 2), got.data()));
+  if (m.rank != 1) m.wait(m.box.send(next, envelope(1000, 2), data.data()));
+  for (int i = 0; m.rank == 1 && i < kMany; ++i)
+    m.wait(m.box.receive(0, envelope(1000, 1), got.data()));
   check(m.rank == 0 || got == data);
 }
 
@@ -153,25 +155,25 @@ void several_threads(const Member& m) {
   std::atomic<bool> stop{false};
   int word = 0;
   const Rank other = 1 - m.rank;
-  std::vector<std::jthread> team;
-  const auto pending = m.box.receive(other, of(4, 99), reinterpret_cast<std::byte*>(&word));
+  std::vector<std::jthread> threads;
+  const auto pending = m.box.receive(other, envelope(4, 99), reinterpret_cast<std::byte*>(&word));
   std::jthread server([&] { m.wait([&] { return stop.load(); }); });
   for (int t = 0; t < kThreads; ++t)
-    team.emplace_back([&, t] {
+    threads.emplace_back([&, t] {
       for (int i = 0; i < kRounds; ++i) {
         const std::size_t n = i % 3 == 0 ? 400'000 : 100;
         const Bytes data = pattern(n, 2 * t + m.rank);
         Bytes got(n);
-        const auto sent = m.box.send(other, of(n, t), data.data());
-        const auto received = m.box.receive(other, of(n, t), got.data());
+        const auto sent = m.box.send(other, envelope(n, t), data.data());
+        const auto received = m.box.receive(other, envelope(n, t), got.data());
         while (t == 0 && !received->done()) std::this_thread::yield();  // the server moves it
         m.wait(received);
         m.wait(sent);
         if (got != pattern(n, 2 * t + other)) std::abort();
       }
     });
-  team.clear();
-  const auto last = m.box.send(other, of(4, 99), reinterpret_cast<const std::byte*>(&other));
+  threads.clear();
+  const auto last = m.box.send(other, envelope(4, 99), reinterpret_cast<const std::byte*>(&other));
   m.wait(last);
   m.wait(pending);
   check(word == m.rank);
@@ -179,25 +181,26 @@ void several_threads(const Member& m) {
   m.box.wake();
 }
 
-double seconds_of_cpu() {
+double cpu_seconds() {
   rusage usage;
   getrusage(RUSAGE_THREAD, &usage);
   const auto seconds = [](const timeval& t) { return t.tv_sec + t.tv_usec * 1e-6; };
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
 
-void waits_asleep(const Member& m) {
+void waits_without_cpu(const Member& m) {
   const std::size_t n = 1 << 20;
   Bytes data(n);
   if (m.rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(500));
-  const double before = seconds_of_cpu();
-  m.wait(m.rank == 0 ? m.box.send(1, of(n), data.data()) : m.box.receive(0, of(n), data.data()));
-  const double used = seconds_of_cpu() - before;
+  const double before = cpu_seconds();
+  m.wait(m.rank == 0 ? m.box.send(1, envelope(n), data.data())
+                     : m.box.receive(0, envelope(n), data.data()));
+  const double used = cpu_seconds() - before;
   check(used < 0.05, text("waiting took ", used, " s of a core"));
 }
 
 // First quartile of the ms until messages reach a sleeping rank 1; returns 0 on the sender, rank 0.
-double ms_of_wakes(const Member& m) {
+double wake_up_ms(const Member& m) {
   constexpr int kRounds = 21;
   std::vector<double> late;
   Clock::rep sent = 0;
@@ -206,9 +209,9 @@ double ms_of_wakes(const Member& m) {
     if (m.rank == 0) {
       std::this_thread::sleep_for(std::chrono::milliseconds(40));
       sent = Clock::now().time_since_epoch().count();  // one clock for all processes of a host
-      m.wait(m.box.send(1, of(sizeof sent), at));
+      m.wait(m.box.send(1, envelope(sizeof sent), at));
     } else {
-      m.wait(m.box.receive(0, of(sizeof sent), at));
+      m.wait(m.box.receive(0, envelope(sizeof sent), at));
       const Clock::duration took = Clock::now().time_since_epoch() - Clock::duration(sent);
       late.push_back(std::chrono::duration<double, std::milli>(took).count());
     }
@@ -219,14 +222,14 @@ double ms_of_wakes(const Member& m) {
 
 // A message wakes a sleeping receiver before its backoff ends (a quarter end within 2.7 ms). There
 // are several tries, as other processes may occupy the cores for a while.
-void is_woken(const Member& m) {
+void wakes_receiver(const Member& m) {
   constexpr int kTries = 10;
   double took = 0;
   std::byte* const at = reinterpret_cast<std::byte*>(&took);
   for (int i = 0; i < kTries; ++i) {
-    took = ms_of_wakes(m);
-    m.wait(m.rank == 1 ? m.box.send(0, of(sizeof took), at)
-                       : m.box.receive(1, of(sizeof took), at));
+    took = wake_up_ms(m);
+    m.wait(m.rank == 1 ? m.box.send(0, envelope(sizeof took), at)
+                       : m.box.receive(1, envelope(sizeof took), at));
     if (took < 0.5) return;
   }
   check(false, text("woken after ", took, " ms"));
@@ -247,7 +250,7 @@ void run(const Case& it) {
   if (forks()) run_processes(it.world, it.body, it.killed);
   const std::chrono::duration<double> took = Clock::now() - begin;
   const bool skipped = it.killed >= 0 && !forks();
-  std::printf("%-24s %d ranks, %.2f s%s\n", it.name, it.world, took.count(),
+  std::printf("%-32s %d ranks, %.2f s%s\n", it.name, it.world, took.count(),
               skipped ? ": SKIPPED, it needs processes" : "");
   std::fflush(stdout);
 }
@@ -260,27 +263,27 @@ int main(int argc, char** argv) {
   const int programs = argc > 1 ? std::atoi(argv[1]) : 12;
   run({"both send first", 2, both_send_first});
   run({"other tag first", 2, other_tag_first});
-  for (const int world : {1, 3}) run({"to oneself", world, to_oneself});
+  for (const int world : {1, 3}) run({"to self", world, to_self});
   run({"many large", 3, many_large});
-  run({"past who has stopped", 3, past_who_has_stopped});
-  run({"in the order of requests", 2, in_the_order_of_requests});
-  run({"anybody is fair", 3, anybody_is_fair});
-  run({"in order of asking", 2, in_order_of_asking});
-  run({"served meanwhile", 3, served_meanwhile});
-  run({"unlike", 2, unlike});
-  run({"many unlike", 2, many_unlike});
+  run({"progress despite stalled peer", 3, progress_despite_stalled_peer});
+  run({"fragments in order", 2, fragments_in_order});
+  run({"any source is fair", 3, any_source_is_fair});
+  run({"in posted order", 2, in_posted_order});
+  run({"progress while waiting", 3, progress_while_waiting});
+  run({"mismatched", 2, mismatched});
+  run({"many mismatched", 2, many_mismatched});
   run({"several threads", 2, several_threads});
-  run({"waits asleep", 2, waits_asleep});
-  run({"is woken", 2, is_woken});
+  run({"waits without cpu", 2, waits_without_cpu});
+  run({"wakes receiver", 2, wakes_receiver});
   run({"late peer", 2, late_peer});
   run({"killed peer", 3, killed_peer, 1});
-  run({"gone in good order", 3, gone_in_good_order});
-  run({"anybody but the gone", 3, anybody_but_the_gone});
-  for (const auto& body : kNonsense) run({"nonsense", 2, body});
-  for (int i = 0; i < 10; ++i) run({"deep in the ring", 2, deep_in_the_ring});
-  for (const int world : {1, 2}) run({"as it comes", world, as_it_comes});
-  run({"too little of it", 2, too_little_of_it});
-  run({"partly refused", 1, partly_refused});
+  run({"receives after sender left", 3, receives_after_sender_left});
+  run({"any source despite departed", 3, any_source_despite_departed});
+  for (const auto& body : kInvalidRecords) run({"invalid record", 2, body});
+  for (int i = 0; i < 10; ++i) run({"message deep in the ring", 2, message_deep_in_the_ring});
+  for (const int world : {1, 2}) run({"sent in parts", world, sent_in_parts});
+  run({"incomplete parts", 2, incomplete_parts});
+  run({"invalid parts", 1, invalid_parts});
   for (int seed = 0; seed < programs; ++seed)
     run({"random program", 2 + seed % 5, [&](const Member& m) { run_program(m, seed); }});
 }

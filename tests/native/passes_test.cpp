@@ -29,16 +29,16 @@ struct Open {
 constexpr Open kShut{false, false},
     kOpens[]{kShut, {true, false}, {false, true}, {true, true}, {true, true, true}};
 
-bool is_slot(const Slice& s) { return s.buffer == Buffer::scratch || s.buffer == Buffer::host; }
+bool is_staged(const Slice& s) { return s.buffer == Buffer::scratch || s.buffer == Buffer::host; }
 
 void check_reach(const Plan& plan, const Open& open, const std::string& what) {
   for (const Step& step : plan.steps)
     for (const Slices* side : {&step.dsts, &step.srcs})
       for (const Slice& s : *side) {
-        const bool shares_staging = is_slot(s) || s.rank == step.owner() ||
-                                    (s.buffer == Buffer::input ? open.input : open.output);
-        expect(shares_staging, what + ": a step touches what its rank does not reach");
-        expect(s.count == 1, what + ": a slice of several chunks has no place in a slot");
+        const bool is_reachable = is_staged(s) || s.rank == step.owner() ||
+                                  (s.buffer == Buffer::input ? open.input : open.output);
+        expect(is_reachable, what + ": a step accesses a buffer that its rank does not reach");
+        expect(s.count == 1, what + ": a slice has several chunks, and a region holds one");
       }
 }
 
@@ -51,7 +51,7 @@ Replay replay_runs(const Plan& plan, bool in_place, bool rule) {
   Plan all{plan.world, kRuns * plan.chunks};
   Program program(plan.world);
   const auto shifted = [&](Slices slices, int run) {
-    for (Slice& s : slices) s.first += (is_slot(s) ? run & 1 : run) * plan.chunks;
+    for (Slice& s : slices) s.first += (is_staged(s) ? run & 1 : run) * plan.chunks;
     return slices;
   };
   for (int run = 0; run < kRuns; ++run) {
@@ -93,7 +93,7 @@ void check_registry(int most) {
           for (const Open& open : kOpens) {
             if (in_place && (!a.in_place || open.input != open.output)) continue;
             if (root > 0 && !has_root(a.collective)) continue;
-            if (a.collective == Collective::barrier) continue;  // it is only an exchange
+            if (a.collective == Collective::barrier) continue;  // it moves no data
             const std::string what = text(name(a.collective), "/", a.name, " W=", world,
                                           " root=", root, in_place ? " in place" : "",
                                           open.input ? " in" : "", open.output ? " out" : "");
@@ -107,11 +107,11 @@ void check_registry(int most) {
             check_reach(made, open, what);
             check_runs(made, in_place, what);
             ++plans;
-            // Where every rank waits for all others in each run, that alone keeps runs apart.
+            // In other plans every rank waits for all others in each run, which keeps runs apart.
             const bool one_way = has_root(a.collective) && a.name == std::string_view("direct") &&
                                  world > 1 && !open.input && !open.output;
             expect(!one_way || !replay_runs(made, in_place, false).defect.empty(),
-                   what + ": no race was seen without the rule that keeps runs apart");
+                   what + ": no race was found without the rule that keeps runs apart");
           }
   std::printf("%d plans of the registry: right\n", plans);
 }
@@ -175,7 +175,7 @@ Counted count(const Plan& plan, Rank r) {
   Counted counted;
   for (const Step& step : plan.steps) {
     if (step.owner() != r) continue;
-    const bool fills = is_slot(step.dsts[0]);
+    const bool fills = is_staged(step.dsts[0]);
     ++(step.srcs.size() > 1 ? counted.folds : fills ? counted.in : counted.out);
     counted.dsts += step.srcs.size() > 1 ? static_cast<int>(step.dsts.size()) : 0;
   }

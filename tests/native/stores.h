@@ -56,8 +56,8 @@ class FileStore final : public Store {
 
  private:
   std::filesystem::path path(std::string key) const {
-    for (char& fd_message : key)
-      if (fd_message == '/') fd_message = '_';
+    for (char& c : key)
+      if (c == '/') c = '_';
     return folder_ / key;
   }
   std::filesystem::path folder_;

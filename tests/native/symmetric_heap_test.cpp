@@ -1,4 +1,4 @@
-// The allocator of the symmetric heap: blocks do not overlap, memory is committed and given back,
+// The allocator of the symmetric heap: blocks do not overlap, memory is committed and decommitted,
 // and a forked child can neither allocate nor free.
 #include "../../csrc/shm/symmetric_heap.h"
 
@@ -17,22 +17,22 @@ namespace {
 
 constexpr std::size_t kMiB = 1 << 20;
 
-std::unique_ptr<Group> alone(std::size_t symmetric_heap_bytes) {
+std::unique_ptr<Group> make_group(std::size_t symmetric_heap_bytes) {
   MapStore store;
-  Settings settings = quick();
+  Settings settings = quick_settings();
   settings.symmetric_heap_bytes = symmetric_heap_bytes;
   return std::make_unique<Group>(store, 0, 1, settings);
 }
 
-std::size_t memory_of(const Segment& segment) {
+std::size_t committed_bytes(const Segment& segment) {
   struct stat found = {};
   fstat(segment.descriptor(), &found);
   return found.st_blocks * 512;
 }
 
 // Blocks do not overlap, and every byte of a block is writable.
-void keeps_blocks_apart() {
-  const auto group = alone(1024 * kMiB);
+void blocks_do_not_overlap() {
+  const auto group = make_group(1024 * kMiB);
   SymmetricHeap heap(*group);
   std::mt19937 random(3);
   struct Block {
@@ -63,41 +63,41 @@ void keeps_blocks_apart() {
   }
   for (const Block& block : blocks) heap.free(block.offset);
   expect(heap.usage().used == 0, "blocks are left");
-  expect(heap.usage().cached <= 256 * kMiB + 64 * kMiB, "too much is kept");
+  expect(heap.usage().cached <= 256 * kMiB + 64 * kMiB, "too much memory is cached");
 }
 
 void reuses_memory() {
-  const auto group = alone(1024 * kMiB);
+  const auto group = make_group(1024 * kMiB);
   SymmetricHeap heap(*group);
   const std::size_t first = heap.allocate(5 * kMiB);
   heap.free(first);
-  const std::size_t before = memory_of(*group->segment());
+  const std::size_t before = committed_bytes(*group->segment());
   for (int i = 0; i < 100; ++i) {
     const std::size_t a = heap.allocate(4 * kMiB), b = heap.allocate(kMiB / 2);
     expect(a != b, "the same block twice");
     heap.free(a), heap.free(b);
   }
-  expect(memory_of(*group->segment()) == before, "grew");
+  expect(committed_bytes(*group->segment()) == before, "grew");
 }
 
-void gives_memory_back() {
-  const auto group = alone(4096 * kMiB);
+void decommits_free_memory() {
+  const auto group = make_group(4096 * kMiB);
   SymmetricHeap heap(*group);
   std::vector<std::size_t> blocks;
   for (int i = 0; i < 12; ++i) {
     blocks.push_back(heap.allocate(48 * kMiB));
     std::memset(heap.data() + blocks.back(), 7, 48 * kMiB);
   }
-  expect(memory_of(*group->segment()) > 576 * kMiB, "was not committed");
+  expect(committed_bytes(*group->segment()) > 576 * kMiB, "was not committed");
   const std::size_t kept = blocks.back();
   while (blocks.size() > 1) {
     heap.free(blocks.front());
     blocks.erase(blocks.begin());
     for (std::size_t block : blocks)
       for (std::size_t i : {std::size_t{0}, 24 * kMiB, 48 * kMiB - 1})
-        expect(heap.data()[block + i] == std::byte{7}, "memory in use was given back");
+        expect(heap.data()[block + i] == std::byte{7}, "memory in use was decommitted");
   }
-  expect(memory_of(*group->segment()) < 448 * kMiB, "was not given back");
+  expect(committed_bytes(*group->segment()) < 448 * kMiB, "was not decommitted");
   for (int i = 0; i < 11; ++i) {  // can be allocated again
     const std::size_t block = heap.allocate(48 * kMiB);
     std::memset(heap.data() + block, 1, 48 * kMiB);
@@ -105,15 +105,8 @@ void gives_memory_back() {
   expect(heap.data()[kept] == std::byte{7}, "overwritten");
 }
 
-std::string refusal(const std::function<void()>& body) {
-  return attempt([&] {
-    body();
-    return "nothing";
-  });
-}
-
-void says_when_there_is_no_more() {
-  const auto small = alone(8 * kMiB);
+void reports_exhaustion() {
+  const auto small = make_group(8 * kMiB);
   SymmetricHeap heap(*small);
   const std::size_t block = heap.allocate(5 * kMiB);
   expect(contains(refusal([&] { heap.allocate(9 * kMiB); }), "does not fit into"), "too large");
@@ -121,40 +114,39 @@ void says_when_there_is_no_more() {
   expect(contains(refusal([&] { heap.allocate(5 * kMiB); }), "no place for"), "full");
   heap.free(block);
   heap.allocate(6 * kMiB);
-  const auto large = alone(std::size_t{1} << 40);
+  const auto large = make_group(std::size_t{1} << 40);
   SymmetricHeap vast(*large);
-  const std::string said = refusal([&] { vast.allocate(std::size_t{1} << 39); });
-  expect(contains(said, "no memory for 524289 MiB to share: "), said);
+  const std::string message = refusal([&] { vast.allocate(std::size_t{1} << 39); });
+  expect(contains(message, "no memory for 524289 MiB of shared memory: "), message);
   vast.free(vast.allocate(kMiB));
 }
 
 void outlives_its_group() {
   std::unique_ptr<SymmetricHeap> heap;
   {
-    const auto group = alone(64 * kMiB);
+    const auto group = make_group(64 * kMiB);
     heap = std::make_unique<SymmetricHeap>(*group);
   }
   std::memset(heap->data() + heap->allocate(kMiB), 1, kMiB);
 }
 
 // After an abort no memory is reused: peers may still access tensors of the aborted call.
-void keeps_everything_of_a_broken_group() {
-  const auto group = alone(64 * kMiB);
+void aborted_heap_is_frozen() {
+  const auto group = make_group(64 * kMiB);
   auto heap = std::make_unique<SymmetricHeap>(*group);
   const std::size_t free = heap->allocate(2 * kMiB), block = heap->allocate(kMiB);
   heap->free(free);
-  group->abort("it was tired");
+  group->abort("a test");
   const std::size_t before = heap->usage().used;
   heap->free(block);
-  expect(heap->usage().used == before, "a block was taken back");
-  const std::string said = refusal([&] { heap->allocate(kMiB); });
-  expect_equal(said,
-               "PeerLost: allocate_tensor #3 of group 'default': rank 0 aborted the group: it was "
-               "tired");
+  expect(heap->usage().used == before, "a block was freed");
+  const std::string message = refusal([&] { heap->allocate(kMiB); });
+  expect_equal(message,
+               "PeerLost: allocate_tensor #3 of group 'default': rank 0 aborted the group: a test");
 }
 
-void leaves_the_parents_alone() {
-  const auto group = alone(2048 * kMiB);
+void child_cannot_allocate_or_free() {
+  const auto group = make_group(2048 * kMiB);
   SymmetricHeap heap(*group);
   const std::size_t block = heap.allocate(600 * kMiB);
   std::memset(heap.data() + block, 7, 600 * kMiB);
@@ -169,15 +161,15 @@ void leaves_the_parents_alone() {
   expect(heap.data()[block + 300 * kMiB] == std::byte{7}, "the child freed its parent's memory");
 }
 
-void keeps_large_blocks_off_the_same_sets() {
-  const auto group = alone(64 * kMiB);
+void staggers_large_blocks() {
+  const auto group = make_group(64 * kMiB);
   SymmetricHeap heap(*group);
-  std::set<std::size_t> registered;
-  for (int i = 0; i < 8; ++i) registered.insert(heap.allocate(kMiB) % 4096);
-  expect(registered.size() == 8, "blocks of one size begin at the same place of a page");
+  std::set<std::size_t> offsets;
+  for (int i = 0; i < 8; ++i) offsets.insert(heap.allocate(kMiB) % 4096);
+  expect(offsets.size() == 8, "blocks of one size begin at the same place of a page");
 }
 
-void fits_into_address_space() {
+void default_size_fits_address_space() {
   for (int world : {1, 2, 64}) {
     const std::size_t bytes = SymmetricHeap::default_bytes(world);
     expect(bytes % 4096 == 0 && bytes >= (std::size_t{1} << 30), "too small");
@@ -196,14 +188,14 @@ void fits_into_address_space() {
 
 int main() {
   using namespace pycollect::shm;
-  keeps_blocks_apart();
+  blocks_do_not_overlap();
   reuses_memory();
-  gives_memory_back();
-  says_when_there_is_no_more();
+  decommits_free_memory();
+  reports_exhaustion();
   outlives_its_group();
-  keeps_everything_of_a_broken_group();
-  leaves_the_parents_alone();
-  keeps_large_blocks_off_the_same_sets();
-  fits_into_address_space();
+  aborted_heap_is_frozen();
+  child_cannot_allocate_or_free();
+  staggers_large_blocks();
+  default_size_fits_address_space();
   std::puts("symmetric_heap_test: all good");
 }

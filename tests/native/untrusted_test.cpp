@@ -1,5 +1,5 @@
 // What other processes of the machine can do to a group: fd messages with too many descriptors,
-// processes of other users, silent callers, unterminated strings.
+// processes of other users, silent clients, unterminated strings.
 #include <poll.h>
 #include <signal.h>
 
@@ -41,11 +41,11 @@ void send_many(int socket, uint64_t number, int count) {
   msghdr header = {};
   header.msg_iov = &data, header.msg_iovlen = 1;
   header.msg_control = control.data(), header.msg_controllen = control.size();
-  cmsghdr* with = CMSG_FIRSTHDR(&header);
-  with->cmsg_level = SOL_SOCKET, with->cmsg_type = SCM_RIGHTS;
-  with->cmsg_len = CMSG_LEN(sizeof(int) * count);
+  cmsghdr* cmsg = CMSG_FIRSTHDR(&header);
+  cmsg->cmsg_level = SOL_SOCKET, cmsg->cmsg_type = SCM_RIGHTS;
+  cmsg->cmsg_len = CMSG_LEN(sizeof(int) * count);
   const std::vector<int> all(count, STDERR_FILENO);
-  std::memcpy(CMSG_DATA(with), all.data(), sizeof(int) * count);
+  std::memcpy(CMSG_DATA(cmsg), all.data(), sizeof(int) * count);
   expect(sendmsg(socket, &header, 0) == sizeof number, "sendmsg");
 }
 
@@ -53,15 +53,15 @@ std::string name_of(const FdServer::FdTicket& ticket) {
   return text("pycollect-fd-server-", hexadecimal(ticket.fd_server));
 }
 
-// Takes the place of an fd server, for as many callers as there are `replies`.
+// Impersonates an fd server: passes each client to the next of `answers`.
 class FakeFdServer {
  public:
-  using Answer = std::function<void(const Descriptor& caller)>;
-  explicit FakeFdServer(std::vector<Answer> replies)
+  using Answer = std::function<void(const Descriptor& client)>;
+  explicit FakeFdServer(std::vector<Answer> answers)
       : socket_(make_socket(SOCK_SEQPACKET, name_of(ticket))) {
     expect(listen(socket_.get(), 9) == 0, "listen");
-    thread_ = std::jthread([this, replies = std::move(replies)] {
-      for (const Answer& answer : replies)
+    thread_ = std::jthread([this, answers = std::move(answers)] {
+      for (const Answer& answer : answers)
         answer(Descriptor(accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC)));
     });
   }
@@ -72,38 +72,38 @@ class FakeFdServer {
   std::jthread thread_;
 };
 
-void keeps_no_descriptor_of_several() {
+void closes_surplus_descriptors() {
   for (const int count : {1, 2, 3, 9}) {
     const int before = count_entries("/proc/self/fd");
     {
-      const FakeFdServer pretender({[=](const Descriptor& caller) {
-        receive_fd(caller.get(), 0);
-        send_many(caller.get(), 7, count);
+      const FakeFdServer fake_server({[=](const Descriptor& client) {
+        receive_fd(client.get(), 0);
+        send_many(client.get(), 7, count);
       }});
-      const std::string said = refusal([&] { fetch(pretender.ticket); });
-      expect(count == 1 ? said == "nothing" : contains(said, "cannot receive"), said);
+      const std::string message = refusal([&] { fetch(fake_server.ticket); });
+      expect(count == 1 ? message == "nothing" : contains(message, "cannot receive"), message);
     }
     expect(count_entries("/proc/self/fd") == before, text(count, " descriptors: some are left"));
   }
 }
 
 // A fetch refuses the fd server of another user, even one with the right name and number.
-void takes_nothing_from_other_users() {
-  FakeFdServer pretender({[&](const Descriptor& caller) {
-    receive_fd(caller.get(), 0);
-    send_fd(caller.get(), 7, STDERR_FILENO);
+void rejects_fd_server_of_other_user() {
+  FakeFdServer fake_server({[&](const Descriptor& client) {
+    receive_fd(client.get(), 0);
+    send_fd(client.get(), 7, STDERR_FILENO);
   }});
   if (!as_another_user([&] {
-        const std::string said = refusal([&] { fetch(pretender.ticket); });
-        _exit(contains(said, "is run by another user") ? 0 : 1);
+        const std::string message = refusal([&] { fetch(fake_server.ticket); });
+        _exit(contains(message, "is run by another user") ? 0 : 1);
       }))
-    fetch(pretender.ticket);
+    fetch(fake_server.ticket);
 }
 
-// A group of two whose rank 1 reads rank 0's record through `change`: the fd server of rank 0 has
-// dropped rank 1 as too slow, or is full of silent callers from the start.
-void meets_past(const std::function<std::string(const std::string& said)>& change) {
-  const auto ends = run(2, quick(), [&](RankContext& me) {
+// Runs a group of two ranks, of which rank 1 reads rank 0's PeerInfo through `change`.
+void exchange_with_changed_record(
+    const std::function<std::string(const std::string& record)>& change) {
+  const auto ends = run(2, quick_settings(), [&](RankContext& me) {
     FaultyStore store(me.store, {}, [&](const std::string& key, const std::string& value) {
       return me.rank == 1 && key == "hello/0" ? change(value) : value;
     });
@@ -111,116 +111,119 @@ void meets_past(const std::function<std::string(const std::string& said)>& chang
     return std::string("right");
   });
   for (const RankExit& end : ends) {
-    expect_equal(end.said, "right");
-    expect(end.when < 10s, "took too long");
+    expect_equal(end.result, "right");
+    expect(end.elapsed < 10s, "took too long");
   }
 }
 
-void meets_past_strangers() {
+// Silent clients occupy all places of rank 0's fd server.
+void exchanges_despite_silent_clients() {
   std::vector<Descriptor> silent;
-  meets_past([&](const std::string& said) {
-    const SocketName there(name_of(PeerInfo::decode(said).ticket));
+  exchange_with_changed_record([&](const std::string& record) {
+    const SocketName address(name_of(PeerInfo::decode(record).ticket));
     while (silent.size() < 150) {
       silent.push_back(make_socket(SOCK_SEQPACKET));
-      expect(connect(silent.back().get(), there.get(), there.bytes) == 0, "connect");
+      expect(connect(silent.back().get(), address.get(), address.bytes) == 0, "connect");
     }
-    return said;
+    return record;
   });
 }
 
-void meets_although_put_out() {
-  std::optional<FakeFdServer> pretender;
-  meets_past([&](const std::string& said) {
-    if (pretender) return said;
-    PeerInfo it = PeerInfo::decode(said);
+// The fd server of rank 0 disconnects rank 1 twice before it answers, as if rank 1 were too slow.
+void exchanges_after_disconnects() {
+  std::optional<FakeFdServer> fake_server;
+  exchange_with_changed_record([&](const std::string& record) {
+    if (fake_server) return record;
+    PeerInfo it = PeerInfo::decode(record);
     const FdServer::FdTicket real = it.ticket;
-    const auto answer = [=](const Descriptor& caller) {
-      receive_fd(caller.get(), 0);
-      send_fd(caller.get(), 7, fetch(real).get());
+    const auto answer = [=](const Descriptor& client) {
+      receive_fd(client.get(), 0);
+      send_fd(client.get(), 7, fetch(real).get());
     };
-    const auto put_out = [](const Descriptor&) {};
+    const auto disconnect = [](const Descriptor&) {};
     it.ticket =
-        pretender.emplace(std::vector<FakeFdServer::Answer>{put_out, put_out, answer}).ticket;
+        fake_server.emplace(std::vector<FakeFdServer::Answer>{disconnect, disconnect, answer})
+            .ticket;
     return it.encode();
   });
 }
 
-// The fd server closes at any moment: a queued caller then asks again and is refused.
-void hears_that_the_owner_has_gone() {
+// The fd server closes at any moment: a queued client then retries and is refused.
+void detects_closed_fd_server() {
   for (int i = 0; i < 300; ++i) {
     const FdServer::FdTicket ticket{random_number(), 7};
     Descriptor socket = make_socket(SOCK_SEQPACKET, name_of(ticket));
     expect(listen(socket.get(), 9) == 0, "listen");
     std::jthread owner([&] {
-      pollfd comes = {socket.get(), POLLIN, 0};
-      while (poll(&comes, 1, 0) == 0) continue;  // as fast as the caller asks
+      pollfd polled = {socket.get(), POLLIN, 0};
+      while (poll(&polled, 1, 0) == 0) continue;  // closes as soon as the client connects
       socket = Descriptor();
     });
-    const std::string said = refusal([&] { fetch(ticket, deadline_after(5s)); });
-    expect(contains(said, "cannot reach") && contains(said, "Connection refused"), said);
+    const std::string message = refusal([&] { fetch(ticket, deadline_after(5s)); });
+    expect(contains(message, "cannot reach") && contains(message, "Connection refused"), message);
   }
 }
 
 // The fd server does not answer, while a profiler's signals keep interrupting the wait for it.
-void waits_no_longer_for_signals() {
+void keeps_deadline_despite_signals() {
   std::atomic<bool> over{false};
-  const FakeFdServer pretender({[&](const Descriptor&) {
+  const FakeFdServer fake_server({[&](const Descriptor&) {
     for (const auto begin = Clock::now(); !over && Clock::now() - begin < 5s;)
       std::this_thread::sleep_for(1ms);
   }});
   struct sigaction act = {};
   act.sa_handler = [](int) {};
   sigaction(SIGUSR1, &act, nullptr);
-  std::jthread profiler([&, asks = pthread_self()] {
-    for (; !over; std::this_thread::sleep_for(2ms)) pthread_kill(asks, SIGUSR1);
+  std::jthread profiler([&, fetching_thread = pthread_self()] {
+    for (; !over; std::this_thread::sleep_for(2ms)) pthread_kill(fetching_thread, SIGUSR1);
   });
   const auto begin = Clock::now();
-  const std::string said = refusal([&] { fetch(pretender.ticket, deadline_after(200ms)); });
+  const std::string message = refusal([&] { fetch(fake_server.ticket, deadline_after(200ms)); });
   const auto took = Clock::now() - begin;
   over = true;
-  expect(contains(said, "does not answer"), said);
+  expect(contains(message, "does not answer"), message);
   expect(took > 150ms && took < 2s, "not at its deadline");
 }
 
-// The fd server answers despite many silent callers, and callers that send more than a request.
-void answers_past_who_says_nothing() {
+// The fd server answers despite many silent clients, and clients that send more than a request.
+void answers_despite_silent_clients() {
   FdServer fd_server;
   const auto ticket = fd_server.offer(Descriptor(dup(STDERR_FILENO)));
-  const SocketName there(name_of(ticket));
+  const SocketName address(name_of(ticket));
   std::vector<Descriptor> silent;
   for (int i = 0; i < 20; ++i) {
     silent.push_back(make_socket(SOCK_SEQPACKET));
-    expect(connect(silent.back().get(), there.get(), there.bytes) == 0, "connect");
+    expect(connect(silent.back().get(), address.get(), address.bytes) == 0, "connect");
   }
   const auto begin = Clock::now();
   expect(static_cast<bool>(fetch(ticket)), "nothing was fetched");
-  expect(Clock::now() - begin < 5s, "silent callers held it up");
+  expect(Clock::now() - begin < 5s, "silent clients delayed the fetch");
   const int before = count_entries("/proc/self/fd");
   send_many(silent.front().get(), ticket.number, 2);
   expect(static_cast<bool>(fetch(ticket)), "nothing was fetched");
   expect(count_entries("/proc/self/fd") <= before, "descriptors of a stranger are left");
 }
 
-void lets_no_other_users_in() {
+void refuses_other_users() {
   FdServer fd_server;
   const auto ticket = fd_server.offer(Descriptor(dup(STDERR_FILENO)));
   as_another_user([&] { _exit(refusal([&] { fetch(ticket); }) == "nothing" ? 1 : 0); });
   expect(static_cast<bool>(fetch(ticket)), "nothing was fetched");
 }
 
-// Strings of a rank without a terminator; the memory behind them is not zero, either.
-void reads_no_further_than_the_words() {
-  Settings settings = quick();
+// Strings of a rank without a terminator, before memory that is not zero.
+void reads_unterminated_strings_within_bounds() {
+  Settings settings = quick_settings();
   MapStore store;
   Group group(store, 0, 1, settings);
-  const CallFingerprint refused{.call = 1, .post = {.flags = Fingerprint::refused}};
+  const CallFingerprint refused{.call = 1, .fingerprint = {.flags = Fingerprint::refused}};
   publish_refusal(group, refused, "why");
   FingerprintDetails& d = group.fingerprint_details(0, 1);
   d.refusal.fill('x');
   std::memset(static_cast<void*>(&d + 1), 'x', 2 * sizeof(uint64_t));
-  const std::string said =
+  const std::string message =
       refusal([&] { agree(group, refused, 1, {"all_reduce", 1, Clock::now()}); });
-  expect_equal(said, "invalid_argument: rank 0 refused " + std::string(d.refusal.size(), 'x'));
+  expect_equal(message, "invalid_argument: rank 0 refused " + std::string(d.refusal.size(), 'x'));
 
   struct {
     AbortRecord record;
@@ -229,17 +232,17 @@ void reads_no_further_than_the_words() {
   memory.record.operation.fill('o'), memory.record.cause.fill('c'), memory.behind.fill('b');
   memory.record.state = AbortRecord::lost;
   const AbortState abort_state(memory.record, "g");
-  const std::string words = refusal([&] { abort_state.rethrow({"send", 3, Clock::now()}); });
-  expect_equal(words, "PeerLost: send #3 of group 'g': broken since " + std::string(48, 'o') +
+  const std::string cause = refusal([&] { abort_state.rethrow({"send", 3, Clock::now()}); });
+  expect_equal(cause, "PeerLost: send #3 of group 'g': broken since " + std::string(48, 'o') +
                           " #0: " + std::string(512, 'c'));
 }
 
-// Published numbers of collectives, dtypes and operations that do not exist.
-void names_no_more_than_there_are() {
-  const auto ends = run(2, quick(), [](RankContext& me) {
+// A rank publishes numbers of collectives, dtypes and operations that do not exist.
+void names_unknown_values_by_number() {
+  const auto ends = run(2, quick_settings(), [](RankContext& me) {
     Group group(me.store, me.rank, me.world, me.settings);
-    const CallFingerprint mine{.call = 1,
-                               .post = {.fingerprint_hash = 1 + static_cast<uint64_t>(me.rank)}};
+    const CallFingerprint mine{
+        .call = 1, .fingerprint = {.fingerprint_hash = 1 + static_cast<uint64_t>(me.rank)}};
     const Request request{.collective = Collective::all_reduce};
     publish(group, mine, &request);
     FingerprintDetails& d = group.fingerprint_details(me.rank, 1);
@@ -248,7 +251,7 @@ void names_no_more_than_there_are() {
     return refusal([&] { agree(group, mine, 1, me.context(10s)); });
   });
   for (const RankExit& end : ends)
-    expect_equal(end.said,
+    expect_equal(end.result,
                  "invalid_argument: all ranks of a group must make the same call: rank 1 called "
                  "number 200 of 0 number 201, rank 0 called all_reduce of 0 number 201, op number "
                  "202");
@@ -259,15 +262,15 @@ void names_no_more_than_there_are() {
 
 int main() {
   using namespace pycollect::shm;
-  keeps_no_descriptor_of_several();
-  takes_nothing_from_other_users();
-  meets_past_strangers();
-  meets_although_put_out();
-  hears_that_the_owner_has_gone();
-  waits_no_longer_for_signals();
-  answers_past_who_says_nothing();
-  lets_no_other_users_in();
-  reads_no_further_than_the_words();
-  names_no_more_than_there_are();
+  closes_surplus_descriptors();
+  rejects_fd_server_of_other_user();
+  exchanges_despite_silent_clients();
+  exchanges_after_disconnects();
+  detects_closed_fd_server();
+  keeps_deadline_despite_signals();
+  answers_despite_silent_clients();
+  refuses_other_users();
+  reads_unterminated_strings_within_bounds();
+  names_unknown_values_by_number();
   std::puts("untrusted_test: all good");
 }

@@ -1,6 +1,7 @@
-// The device of the probe of waits without a GPU: a stream is a thread, and device memory is a
-// mapping that all processes share. WAITS_FAKE=none has no device, =deaf loses what streams write,
-// =hasty does not wait, =exclusive lets no other stream run while one waits.
+// A fake device for the probe of waits (bench/native/waits), without a GPU: a stream is a thread,
+// and device memory is a mapping that all processes share. WAITS_FAKE=none: no device; =deaf:
+// writes of streams are lost; =hasty: waits do not wait; =exclusive: no other stream runs while one
+// waits.
 #include <sys/mman.h>
 
 #include <condition_variable>
@@ -16,11 +17,11 @@ namespace {
 
 constexpr std::size_t kArenaBytes = 64 << 20;
 
-struct SymmetricHeap {
+struct Arena {
   std::atomic<std::size_t> used;
   std::atomic<int> busy;  // number of waiting streams, where waits are exclusive
 };
-SymmetricHeap* heap = nullptr;
+Arena* arena = nullptr;
 
 bool fake_is(const char* what) {
   const char* const wanted = std::getenv("WAITS_FAKE");
@@ -74,7 +75,7 @@ class Thread {
 class Fake final : public Device {
  public:
   Word* allocate(std::size_t words, Handle& handle) override {
-    const std::size_t at = heap->used.fetch_add(words * sizeof(Word));
+    const std::size_t at = arena->used.fetch_add(words * sizeof(Word));
     if (at + words * sizeof(Word) > kArenaBytes) throw std::runtime_error("the arena is full");
     std::memcpy(handle.data(), &at, sizeof at);
     return at_offset(at);
@@ -97,7 +98,7 @@ class Fake final : public Device {
     auto* const counters = static_cast<Word*>(event);
     write(stream, counters + 1, ++counter(counters));
   }
-  void hold(Stream stream, Event event) override {
+  void wait_event(Stream stream, Event event) override {
     auto* const counters = static_cast<Word*>(event);
     wait(stream, counters + 1, counter(counters));
   }
@@ -111,9 +112,9 @@ class Fake final : public Device {
     if (fake_is("hasty")) return;
     of(stream).add([=] {
       if (counter(at) >= least) return;
-      heap->busy += exclusive;
+      arena->busy += exclusive;
       while (counter(at) < least) sched_yield();
-      heap->busy -= exclusive;
+      arena->busy -= exclusive;
     });
   }
 
@@ -147,11 +148,11 @@ class Fake final : public Device {
  private:
   static Thread& of(Stream stream) { return *static_cast<Thread*>(stream); }
   static Word* at_offset(std::size_t at) {
-    return reinterpret_cast<Word*>(reinterpret_cast<std::byte*>(heap) + at);
+    return reinterpret_cast<Word*>(reinterpret_cast<std::byte*>(arena) + at);
   }
   void work(Stream stream, std::function<void()> what) {
     of(stream).add([what = std::move(what)] {
-      while (heap->busy > 0) sched_yield();
+      while (arena->busy > 0) sched_yield();
       what();
     });
   }
@@ -163,11 +164,11 @@ void prepare() {
   void* const at =
       mmap(nullptr, kArenaBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (at == MAP_FAILED) throw std::runtime_error("mmap: no memory for the arena");
-  heap = new (at) SymmetricHeap{.used = 4096, .busy = 0};
+  arena = new (at) Arena{.used = 4096, .busy = 0};
 }
 
 std::unique_ptr<Device> make_device() {
-  if (fake_is("none")) throw NoDevice("there is no GPU here: it was asked for");
+  if (fake_is("none")) throw NoDevice("no GPU here: WAITS_FAKE is none");
   return std::make_unique<Fake>();
 }
 

@@ -1,6 +1,6 @@
-// Runs the device's kernels on the host: the same tables and functions, one thread after another on
-// host memory, with every access checked for alignment as on a device, and recorded. Not covered:
-// the device's inline loads and stores, its own conversions of fp16, and timing.
+// Runs the device's kernels on host memory: the same tables and functions, one thread after
+// another. Every access is checked for alignment, as on a device, and recorded. Not covered: the
+// device's inline loads and stores, its fp16 conversions, and timing.
 #include <c10/util/Half.h>
 #include <pybind11/stl.h>
 
@@ -27,7 +27,8 @@ struct WatchedAccess {
   std::size_t bytes;
 };
 
-// Memory accessor for the kernels: accesses host memory, checks alignment, and records accesses.
+// Memory accessor for the kernels: loads and stores host memory, checks alignment, and records the
+// accesses.
 struct Watched {
   std::vector<WatchedAccess>&loads, &stores;
 
@@ -66,7 +67,7 @@ Run find_run(KernelKind kind, DType dtype, ReduceOp op) {
   return kRuns[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)];
 }
 
-// Returns the number of bytes accessed, and the number of those accessed more than once.
+// Returns the number of bytes accessed, and the number of bytes accessed again.
 std::pair<std::size_t, std::size_t> counted(std::vector<WatchedAccess>& accesses) {
   std::sort(accesses.begin(), accesses.end(),
             [](const WatchedAccess& a, const WatchedAccess& b) { return a.at < b.at; });
@@ -125,7 +126,7 @@ using Pitches = std::vector<std::ptrdiff_t>;
 using LaunchRow =
     std::tuple<Addresses, Addresses, Pitches, Pitches, std::size_t, std::size_t, bool>;
 
-// Runs a level and returns, for each of its launches, how it accessed the memory of its rows.
+// Runs the rows, and returns for each launch how it accessed memory: see pycollect/_testing.pyi.
 std::vector<py::dict> emulate_launch(const std::vector<LaunchRow>& rows, const std::string& dtype,
                                      const std::string& op, int world, int multiprocessors,
                                      std::size_t table_bytes, const std::array<uint8_t, 6>& float8,
@@ -138,7 +139,8 @@ std::vector<py::dict> emulate_launch(const std::vector<LaunchRow>& rows, const s
   for (const auto& [dsts, srcs, dst_pitches, src_pitches, count, lines, finishes] : rows)
     launch.rows.push_back(
         {pointers(dsts), pointers(srcs), dst_pitches, src_pitches, count, lines, finishes});
-  require(table_bytes <= sizeof(LargeTable), "tables have up to ", sizeof(LargeTable), " bytes");
+  require(table_bytes <= sizeof(LargeTable), "table_bytes is ", table_bytes, "; pass at most ",
+          sizeof(LargeTable));
   std::vector<py::dict> launches;
   for_each_table(launch, {multiprocessors, table_bytes},
                  [&](const Packed& packed) { launches.push_back(run(launch, packed)); });

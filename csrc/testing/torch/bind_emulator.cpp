@@ -1,5 +1,5 @@
-// Binds emulated devices: the single CUDA calls, and the emulated torch runtime, which `emulate`
-// puts into a group's options. Streams and events are opaque, and addresses are numbers.
+// Binds the CUDA emulator with its single calls, and the emulated torch runtime, which `emulate`
+// sets in a group's options. Streams and events are opaque; addresses are integers.
 #include <pybind11/stl.h>
 
 #include <array>
@@ -45,7 +45,7 @@ void bind_api(py::module_& m) {
   py::class_<Stream>(m, "Stream").def_readonly("device", &Stream::device);
   py::class_<Event>(m, "Event").def_readonly("device", &Event::device);
   py::class_<Emulator, std::shared_ptr<Emulator>>(m, "Emulator")
-      .def(py::init(&Emulator::that_records), py::arg("devices"))
+      .def(py::init(&Emulator::recording), py::arg("devices"))
       .def("set_device", &Emulator::set_device)
       .def("current_device", &Emulator::current_device)
       .def("stream", &Emulator::create_stream, py::arg("device"))
@@ -72,14 +72,14 @@ void bind_api(py::module_& m) {
       .def("begin_capture", &Emulator::begin_capture)
       .def("end_capture", &Emulator::end_capture)
       .def("begin_call", &Emulator::begin_call)
-      .def_property_readonly("race",
-                             [](const Emulator& c) { return words(StreamJudge(c.trace()).race()); })
-      .def("fail", &Emulator::fail, py::arg("call"), py::arg("in_") = 0, kFree)
-      .def("kill", &Emulator::kill, py::arg("call"), py::arg("in_") = 0, kFree)
+      .def_property_readonly(
+          "race", [](const Emulator& c) { return words(TraceRaceDetector(c.trace()).race()); })
+      .def("fail", &Emulator::fail, py::arg("call"), py::arg("after") = 0, kFree)
+      .def("kill", &Emulator::kill, py::arg("call"), py::arg("after") = 0, kFree)
       .def("delay", &Emulator::delay, py::arg("call"), py::arg("seconds"), kFree)
       .def("drop", &Emulator::drop, py::arg("call"), py::arg("on") = true, kFree)
-      .def("live_on", &Emulator::live_on, py::arg("gpu"), kFree)
-      .def("pace", &Emulator::pace, py::arg("seconds"), kFree)
+      .def("set_identity", &Emulator::set_identity, py::arg("gpu"), kFree)
+      .def("set_pause", &Emulator::set_pause, py::arg("seconds"), kFree)
       .def("counters", &Emulator::counters, kFree)
       .def("violations", &Emulator::violations, kFree);
 }
@@ -115,11 +115,11 @@ void bind_torch(py::module_& m) {
       .def("stall", &EmulatedTorch::stall, py::arg("on"), py::arg("after") = 0, free)
       .def("capture", &EmulatedTorch::capture, py::arg("on"), free)
       .def(
-          "fail_call", [](EmulatedTorch& torch, int in) { torch.emulator()->fail_call(in); },
-          py::arg("in_"), free)
+          "fail_call", [](EmulatedTorch& torch, int after) { torch.emulator()->fail_call(after); },
+          py::arg("after"), free)
       .def(
-          "look", [](EmulatedTorch& torch, bool on) { torch.emulator()->look(on); }, py::arg("on"),
-          free)
+          "drain_waits", [](EmulatedTorch& torch, bool on) { torch.emulator()->drain_waits(on); },
+          py::arg("on"), free)
       .def("pinned", &EmulatedTorch::pinned, free)
       .def(
           "calls", [](EmulatedTorch& torch) { return torch.emulator()->calls(); }, free)

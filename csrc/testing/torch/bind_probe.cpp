@@ -1,3 +1,4 @@
+// Binds copies by the host, and the fd server.
 #include "../../bootstrap/fd_server.h"
 #include "../../cuda/api.h"
 #include "../../torch/host_copy.h"
@@ -6,7 +7,8 @@
 namespace pycollect {
 namespace {
 
-// Copies rows of bytes, `pitches` apart, from one tensor's memory into another's.
+// Copies rows of `bytes` bytes between two tensors. `pitches`: bytes from one row to the next, in
+// `dst` and in `src`.
 void copy_rows(const at::Tensor& dst, const at::Tensor& src, std::size_t bytes, std::size_t rows,
                std::pair<std::ptrdiff_t, std::ptrdiff_t> pitches) {
   copy_on_host({static_cast<std::byte*>(dst.mutable_data_ptr()),
@@ -14,7 +16,7 @@ void copy_rows(const at::Tensor& dst, const at::Tensor& src, std::size_t bytes, 
                 bytes, rows, cuda::kHost, cuda::kHost});
 }
 
-// An offered descriptor (FdServer::FdTicket) as two numbers.
+// FdServer::FdTicket as two numbers.
 using TicketTuple = std::pair<uint64_t, uint64_t>;
 
 int fetch_descriptor(const TicketTuple& ticket) {

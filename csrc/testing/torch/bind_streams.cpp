@@ -1,5 +1,5 @@
-// Binds the executor for devices on emulated devices, the peer-access test, and schedules. A
-// schedule is a list of (stream, tasks, indices of issues to wait for, whether it is recorded).
+// Binds emulated runs, the peer-access cache, staging, and schedules. A schedule is a list of
+// launches: (stream, tasks, indices of the launches to wait for, whether an event is recorded).
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
@@ -36,7 +36,7 @@ py::list tuples_of(const Schedule& schedule) {
   return all;
 }
 
-StreamMap placement_of(const std::vector<StreamIdsTuple>& stream_ids, int streams, int hub) {
+StreamMap stream_map_of(const std::vector<StreamIdsTuple>& stream_ids, int streams, int hub) {
   StreamMap at{{}, streams, hub};
   for (const auto& [caller, worker, sender, receiver] : stream_ids)
     at.stream_ids.push_back({caller, worker, sender, receiver});
@@ -50,9 +50,9 @@ Workers workers_of(const std::string& name) {
 
 auto emulated_run(const Plan& plan, bool in_place, const std::vector<Device>& devices,
                   const std::string& pace, bool callers_apart, const std::string& workers,
-                  bool lanes, bool hub, bool peers, bool host_waits, int pieces,
+                  bool copy_streams, bool hub, bool peers, bool host_waits, int pieces,
                   const std::string& dtype, const std::string& op, int bindings,
-                  const EmulatedRun* beside, std::pair<std::size_t, int> ring) {
+                  const EmulatedRun* machine_of, std::pair<std::size_t, int> ring) {
   return std::make_unique<EmulatedRun>(
       TestCase{.plan = plan,
                .in_place = in_place,
@@ -60,7 +60,7 @@ auto emulated_run(const Plan& plan, bool in_place, const std::vector<Device>& de
                .devices = devices,
                .callers_apart = callers_apart,
                .workers = workers_of(workers),
-               .lanes = lanes,
+               .copy_streams = copy_streams,
                .hub = hub,
                .host_waits = host_waits,
                .peers = peers,
@@ -69,7 +69,7 @@ auto emulated_run(const Plan& plan, bool in_place, const std::vector<Device>& de
                .op = static_cast<ReduceOp>(find_name("op", op, kReduceOpNames)),
                .bindings = bindings,
                .ring = {ring.first, ring.second}},
-      beside);
+      machine_of);
 }
 
 // Returns the emulator's counters as a collections.Counter.
@@ -77,12 +77,12 @@ py::object counts(const Emulator& cuda) {
   return py::module_::import("collections").attr("Counter")(cuda.counters());
 }
 
-// Returns the waits whose removal causes no race.
-std::vector<int> missed(const EmulatedRun& r) {
-  const StreamJudge judge = r.judge();
+// Returns the numbers of the waits whose removal causes no race.
+std::vector<int> redundant_waits(const EmulatedRun& r) {
+  const TraceRaceDetector detector = r.race_detector();
   std::vector<int> found;
-  for (int i = 0; i < judge.waits(); ++i)
-    if (judge.race(i).empty()) found.push_back(i);
+  for (int i = 0; i < detector.waits(); ++i)
+    if (detector.race(i).empty()) found.push_back(i);
   return found;
 }
 
@@ -90,31 +90,33 @@ void bind_emulated_run(py::module_& m) {
   py::class_<EmulatedRun>(m, "EmulatedRun")
       .def(py::init(&emulated_run), py::arg("plan"), py::arg("in_place"), py::arg("devices"),
            py::kw_only(), py::arg("pace") = "any", py::arg("callers_apart") = false,
-           py::arg("workers") = "devices", py::arg("lanes") = false, py::arg("hub") = false,
+           py::arg("workers") = "devices", py::arg("copy_streams") = false, py::arg("hub") = false,
            py::arg("peers") = true, py::arg("host_waits") = true, py::arg("pieces") = 1,
            py::arg("dtype") = "float32", py::arg("op") = "sum", py::arg("bindings") = 1,
-           py::arg("beside") = nullptr, py::arg("ring") = std::pair<std::size_t, int>(256, 3))
+           py::arg("machine_of") = nullptr, py::arg("ring") = std::pair<std::size_t, int>(256, 3))
       .def("run", &EmulatedRun::run, py::arg("calls") = 1, py::arg("capture") = false)
       .def("fail_call", &EmulatedRun::fail_call, py::arg("after"))
       .def(
-          "reseat",
+          "replace_streams",
           [](EmulatedRun& r, const std::string& workers, bool apart) {
-            r.reseat(workers_of(workers), apart);
+            r.replace_streams(workers_of(workers), apart);
           },
           py::arg("workers"), py::arg("callers_apart"))
       .def("run_half_captured", &EmulatedRun::run_half_captured)
       .def("drop_wait", [](EmulatedRun& r, int number) { r.cuda().drop_wait(number); })
-      .def_property_readonly("race", [](const EmulatedRun& r) { return words(r.judge().race()); })
-      .def_property_readonly("waits", [](const EmulatedRun& r) { return r.judge().waits(); })
-      .def("missed", &missed)
+      .def_property_readonly("race",
+                             [](const EmulatedRun& r) { return words(r.race_detector().race()); })
+      .def_property_readonly("waits",
+                             [](const EmulatedRun& r) { return r.race_detector().waits(); })
+      .def("redundant_waits", &redundant_waits)
       .def(
           "mismatch", [](EmulatedRun& r, int64_t seed) { return words(r.mismatch(seed)); },
           py::arg("seed") = -1)
       .def_property_readonly("counts", [](EmulatedRun& r) { return counts(r.cuda()); })
-      .def_property_readonly("cut",
+      .def_property_readonly("chunk_sizes",
                              [](const EmulatedRun& r) {
                                return std::array{"uneven", "each",
-                                                 "even"}[static_cast<int>(r.cut())];
+                                                 "even"}[static_cast<int>(r.chunk_sizes())];
                              })
       .def_property_readonly("plan", [](const EmulatedRun& r) { return r.compiled().plan; })
       .def_property_readonly("levels",
@@ -123,13 +125,13 @@ void bind_emulated_run(py::module_& m) {
 
 void bind_peers(py::module_& m) {
   py::class_<Peers>(m, "Peers")
-      .def(py::init([](std::function<bool(Device, Device)> ask,
-                       std::function<std::string(Device, Device)> try_out,
+      .def(py::init([](std::function<bool(Device, Device)> query,
+                       std::function<std::string(Device, Device)> test,
                        std::function<void(const std::string&)> warn) {
              return std::make_unique<Peers>(
-                 Peers::Questions{std::move(ask), std::move(try_out), std::move(warn)});
+                 Peers::Callbacks{std::move(query), std::move(test), std::move(warn)});
            }),
-           py::arg("ask"), py::arg("try_out"), py::arg("warn"))
+           py::arg("query"), py::arg("test"), py::arg("warn"))
       .def("works", [](Peers& p, Device from, Device to) { return p.access(from, to).works(); });
 }
 
@@ -153,10 +155,10 @@ void bind_streams(pybind11::module_& m) {
       [](const Plan& plan, bool in_place, const std::string& pace,
          const std::vector<StreamIdsTuple>& stream_ids, int streams, int hub) {
         return tuples_of(schedule(compile(plan, in_place, pace_of(pace)),
-                                  placement_of(stream_ids, streams, hub)));
+                                  stream_map_of(stream_ids, streams, hub)));
       },
-      py::arg("plan"), py::arg("in_place"), py::arg("pace"), py::arg("seats"), py::arg("streams"),
-      py::arg("hub") = kNoHub);
+      py::arg("plan"), py::arg("in_place"), py::arg("pace"), py::arg("stream_ids"),
+      py::arg("streams"), py::arg("hub") = kNoHub);
   m.def(
       "predict_streams",
       [](const Plan& plan, bool in_place, const std::string& pace,
@@ -164,11 +166,11 @@ void bind_streams(pybind11::module_& m) {
          const std::vector<int>& devices, double bytes, const std::array<double, 5>& model) {
         const auto [alpha, port, memory, bridge, host] = model;
         return predict(compile(plan, in_place, pace_of(pace)),
-                       placement_of(stream_ids, streams, hub), devices, bytes,
+                       stream_map_of(stream_ids, streams, hub), devices, bytes,
                        {alpha, port, memory, bridge, host});
       },
-      py::arg("plan"), py::arg("in_place"), py::arg("pace"), py::arg("seats"), py::arg("streams"),
-      py::arg("hub"), py::arg("devices"), py::arg("bytes"), py::arg("model"));
+      py::arg("plan"), py::arg("in_place"), py::arg("pace"), py::arg("stream_ids"),
+      py::arg("streams"), py::arg("hub"), py::arg("devices"), py::arg("bytes"), py::arg("model"));
 }
 
 }  // namespace pycollect

@@ -9,23 +9,23 @@
 namespace pycollect::dist {
 namespace {
 
-constexpr std::size_t kUnit = 512;  // bytes, to which torch rounds up
+constexpr std::size_t kUnit = 512;  // bytes; torch rounds sizes up to a multiple
 
 }  // namespace
 
 at::Tensor EmulatedCache::empty(at::IntArrayRef sizes, at::ScalarType type, std::size_t stream,
                                 bool fresh) {
   const cuda::EmulatedStreams::Lock lock(streams_.mutex);
-  ++made_;
+  ++allocations_;
   const auto count = static_cast<std::size_t>(c10::multiply_integers(sizes));
   const std::size_t bytes =
       std::max<std::size_t>((count * at::elementSize(type) + kUnit - 1) / kUnit, 1) * kUnit;
   std::byte* best = nullptr;
   for (auto& [memory, block] : blocks_) {
-    if (block.given || block.bytes != bytes || block.stream != stream) continue;
+    if (block.in_use || block.bytes != bytes || block.stream != stream) continue;
     std::erase_if(block.awaited, [&](cuda::Point p) { return streams_.passed(p); });
     if (!block.awaited.empty()) continue;
-    if (best == nullptr || blocks_.at(best).returned < block.returned) best = memory;
+    if (best == nullptr || blocks_.at(best).release_number < block.release_number) best = memory;
   }
   if (best == nullptr) {
     auto memory = std::make_unique<std::byte[]>(bytes);
@@ -34,17 +34,17 @@ at::Tensor EmulatedCache::empty(at::IntArrayRef sizes, at::ScalarType type, std:
     blocks_.emplace(best, CachedBlock{std::move(memory), bytes, stream});
   }
   if (fresh) std::memset(best, cuda::kPoison, bytes);
-  blocks_.at(best).given = true;
+  blocks_.at(best).in_use = true;
   return at::from_blob(
-      best, sizes, [cache = shared_from_this(), best](void*) { cache->give_back(best); },
+      best, sizes, [cache = shared_from_this(), best](void*) { cache->release(best); },
       at::TensorOptions(type));
 }
 
-void EmulatedCache::give_back(std::byte* memory) {
+void EmulatedCache::release(std::byte* memory) {
   const cuda::EmulatedStreams::Lock lock(streams_.mutex);
   CachedBlock& block = blocks_.at(memory);
-  block.given = false;
-  block.returned = ++returns_;
+  block.in_use = false;
+  block.release_number = ++releases_;
   for (std::size_t stream : block.used_on) block.awaited.push_back(streams_.end(stream));
   block.used_on.clear();
 }

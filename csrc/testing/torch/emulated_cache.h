@@ -1,6 +1,6 @@
-// Emulates torch's caching allocators: a block whose tensor is freed is reused at once by the next
-// tensor of its stream, whatever that stream still has to run, and waits only for the other streams
-// on which it was recorded. No block is returned to the system before the end, and none is cleared.
+// Emulates torch's caching allocators. The block of a freed tensor is reused by the next tensor of
+// its stream, at once even if that stream has pending work; but only after the work of other
+// streams that were recorded. Blocks are freed with the cache, and never cleared.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -17,30 +17,30 @@ class EmulatedCache : public std::enable_shared_from_this<EmulatedCache> {
   explicit EmulatedCache(std::shared_ptr<cuda::Emulator> emulator)
       : emulator_(std::move(emulator)), streams_(emulator_->streams()) {}
 
-  // `fresh`: fills the block with poison. For memory that the host fills, when no stream uses it.
+  // `fresh`: fills the block with poison, for memory that the host writes and no stream uses.
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type, std::size_t stream, bool fresh);
-  // Records that the stream uses the tensor's memory; returns false for memory of another owner.
+  // Records that the stream uses the tensor's memory; returns false if the cache does not own it.
   bool record(const at::Tensor& tensor, std::size_t stream);
   bool owns(const at::Tensor& tensor) const;
-  int made() const { return made_; }  // number of calls of `empty`
+  int allocations() const { return allocations_; }  // number of calls of `empty`
 
  private:
   struct CachedBlock {
     std::unique_ptr<std::byte[]> memory;
     std::size_t bytes, stream;
-    bool given = true;                      // a tensor has it
-    std::vector<std::size_t> used_on = {};  // recorded streams, while a tensor has the block
-    std::vector<cuda::Point> awaited = {};  // ends of those streams when the tensor was freed
-    uint64_t returned = 0;                  // number of the release; the latest is reused first
+    bool in_use = true;                     // by a tensor
+    std::vector<std::size_t> used_on = {};  // other streams recorded while in use
+    std::vector<cuda::Point> awaited = {};  // their ends when the tensor was freed
+    uint64_t release_number = 0;            // of its last release; the latest is reused first
   };
-  void give_back(std::byte* memory);
+  void release(std::byte* memory);
   CachedBlock* find(const at::Tensor& tensor) const;
 
   const std::shared_ptr<cuda::Emulator> emulator_;
   cuda::EmulatedStreams& streams_;  // its mutex guards the members below
   std::map<std::byte*, CachedBlock> blocks_;
-  int made_ = 0;
-  uint64_t returns_ = 0;
+  int allocations_ = 0;
+  uint64_t releases_ = 0;
 };
 
 }  // namespace pycollect::dist

@@ -18,15 +18,15 @@ using cuda::Stream;
 
 constexpr cuda::Device kDevice = -1;  // torch's index of the CPU
 
-// The stream that is current in this thread instead of the caller's.
+// The stream that is current in the calling thread, instead of the caller's.
 struct Current {
   const EmulatedTorch* of = nullptr;
   Stream stream = {};
 };
-thread_local Current current_here;
+thread_local Current current_of_thread;
 
-// Each tensor has symmetric GPU memory of its own, which is returned at once, but on a thread of
-// its own: torch's cache does not wait for devices when a tensor is freed.
+// Each tensor has its own symmetric GPU memory. It is released when the tensor is freed, but on
+// another thread: freeing a tensor of torch's cache does not wait for devices.
 class EmulatedPool final : public TensorPool {
  public:
   EmulatedPool(std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory,
@@ -59,14 +59,14 @@ class EmulatedPool final : public TensorPool {
 
 EmulatedTorch::EmulatedTorch(bool eager, bool shares)
     : shares_(shares),
-      emulator_(Emulator::that_runs(eager)),
+      emulator_(Emulator::running(eager)),
       mutex_(emulator_->streams().mutex),
       cache_(std::make_shared<EmulatedCache>(emulator_)),
       pinned_(std::make_shared<EmulatedCache>(emulator_)),
       caller_(emulator_->create_stream_of(Emulator::Owner::caller, kDevice)),
       second_(emulator_->create_stream_of(Emulator::Owner::caller, kDevice)),
       current_(caller_) {
-  if (shares) emulator_->streams().run_by_themselves();
+  if (shares) emulator_->streams().start_thread();
 }
 
 EmulatedTorch::~EmulatedTorch() {
@@ -82,7 +82,7 @@ bool EmulatedTorch::serves(const at::Tensor& tensor) const {
 }
 
 Stream EmulatedTorch::current_stream(at::Device) {
-  if (current_here.of == this) return current_here.stream;
+  if (current_of_thread.of == this) return current_of_thread.stream;
   const cuda::EmulatedStreams::Lock lock(mutex_);
   return current_;
 }
@@ -93,17 +93,17 @@ Stream EmulatedTorch::new_stream(at::Device) {
 
 void EmulatedTorch::with_streams(c10::ArrayRef<Stream> streams, c10::function_ref<void()> act) {
   struct Under {
-    explicit Under(Current now) : before(std::exchange(current_here, now)) {}
-    ~Under() { current_here = before; }
+    explicit Under(Current now) : before(std::exchange(current_of_thread, now)) {}
+    ~Under() { current_of_thread = before; }
     const Current before;
   } const under({this, streams.front()});
   act();
 }
 
-// torch's future of CPU tensors has no streams to wait on, and its waiters read the tensors at
-// once, so the streams are drained before it completes.
+// Drains the streams before `act` completes the future: a torch future of CPU tensors has no
+// streams to wait on, and its waiters read the tensors at once.
 void EmulatedTorch::complete(c10::ArrayRef<Stream> streams, c10::function_ref<void()> act) {
-  if (emulator_->looks()) {
+  if (emulator_->drains_waits()) {
     emulator_->streams().drain(number(caller_));
     for (Stream s : streams) emulator_->streams().drain(number(s));
   }
@@ -124,7 +124,7 @@ std::unique_ptr<TensorPool> EmulatedTorch::new_pool(
   return std::make_unique<EmulatedPool>(std::move(symmetric_memory), emulator_);
 }
 
-// After this, allocations no longer fail as out of memory.
+// Also ends an injected "out of memory" failure of allocations.
 void EmulatedTorch::empty_cache() {
   emulator_->synchronize_all("empty_cache");
   emulator_->fail("out of memory", -1);
@@ -133,14 +133,14 @@ void EmulatedTorch::empty_cache() {
 void EmulatedTorch::record_stream(const at::Tensor& tensor, Stream stream) {
   const cuda::EmulatedStreams::Lock lock(mutex_);
   if (cache_->record(tensor, number(stream)) || !serves(tensor)) return;
-  // The stream's work keeps a tensor of the CPU's allocator until all work before it is done.
+  // A tensor of the CPU allocator is kept alive by an item of work, until all earlier work is done.
   std::erase_if(kept_, [](const auto& old) { return old.second.expired(); });
   kept_.emplace_back(stream, tensor.storage().getWeakStorageImpl());
   emulator_->streams().enqueue(number(stream), [tensor] { return tensor.defined(); });
 }
 
-// Returns whether the stream may use the tensor's memory. Memory of a cache needs no check: without
-// a record, wrong numbers show the mistake.
+// Returns whether the stream may use the tensor's memory. Memory of a cache is not checked: without
+// a record, its reuse gives wrong numbers.
 bool EmulatedTorch::is_kept(const at::Tensor& tensor, Stream stream) const {
   return stream == current_ || !serves(tensor) || cache_->owns(tensor) || pinned_->owns(tensor) ||
          std::any_of(kept_.begin(), kept_.end(), [&](const auto& kept) {
@@ -148,25 +148,26 @@ bool EmulatedTorch::is_kept(const at::Tensor& tensor, Stream stream) const {
          });
 }
 
-void EmulatedTorch::enqueue(const char* call, std::initializer_list<at::Tensor> touched,
+void EmulatedTorch::enqueue(const char* call, std::initializer_list<at::Tensor> used,
                             std::function<void()> act) {
   const cuda::EmulatedStreams::Lock lock(mutex_);
   const Stream stream = current_stream(at::kCPU);
-  for (const at::Tensor& t : touched) {
+  for (const at::Tensor& t : used) {
     if (!is_kept(t, stream))
-      throw std::logic_error("a stream was given work on memory that nobody keeps for it");
+      throw std::logic_error(
+          "work on memory that was not recorded on the stream: call record_stream first");
     pinned_->record(t, number(stream));
   }
-  const cuda::CaptureModeGuard beside(*emulator_, kDevice);
+  const cuda::CaptureModeGuard guard(*emulator_, kDevice);
   emulator_->enqueue(stream, call, [act = std::move(act)] {
     act();
     return true;
   });
 }
 
-// Returns the tensor for work on a stream to use: an alias that does not keep the memory alive, as
-// with torch's own work, where a cache owns that memory; otherwise the tensor itself.
-at::Tensor EmulatedTorch::reached(const at::Tensor& tensor) const {
+// Returns the tensor that work on a stream uses. For memory of a cache, this is an alias that does
+// not keep the memory alive, as with torch's own work; otherwise the tensor itself.
+at::Tensor EmulatedTorch::stream_alias(const at::Tensor& tensor) const {
   if (!cache_->owns(tensor) && !pinned_->owns(tensor)) return tensor;
   return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
                        at::TensorOptions(tensor.scalar_type()));
@@ -174,7 +175,7 @@ at::Tensor EmulatedTorch::reached(const at::Tensor& tensor) const {
 
 void EmulatedTorch::copy(const at::Tensor& to, const at::Tensor& from) {
   enqueue("copy_", {to, from},
-          [to = reached(to), from = reached(from)] { copy_strided(to, from); });
+          [to = stream_alias(to), from = stream_alias(from)] { copy_strided(to, from); });
 }
 
 void EmulatedTorch::compute(const at::Tensor& into, const at::Tensor& from,
@@ -191,7 +192,7 @@ void EmulatedTorch::fill_later(const at::Tensor& tensor, double value) {
   const cuda::EmulatedStreams::Lock lock(mutex_);
   at::Tensor values(at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type()));
   values.fill_(value);
-  emulator_->streams().enqueue(number(current_), [to = reached(tensor), values] {
+  emulator_->streams().enqueue(number(current_), [to = stream_alias(tensor), values] {
     copy_strided(to, values);
     return true;
   });
@@ -209,7 +210,7 @@ void EmulatedTorch::stall(bool on, int after) {
   if (on)
     emulator_->streams().stall(number(caller_), after);
   else
-    emulator_->streams().go_on();
+    emulator_->streams().resume();
 }
 
 void EmulatedTorch::capture(bool on) {

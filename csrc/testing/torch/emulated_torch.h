@@ -1,6 +1,6 @@
-// Emulates torch's CUDA runtime: treats CPU tensors as tensors of one device, with streams of the
-// callers and of the groups, on an emulator that runs. A read that comes too soon finds poison or
-// another tensor's data, and a call that CUDA would refuse is refused.
+// Emulates torch's CUDA runtime on a running emulator: treats CPU tensors as tensors of one device,
+// with streams of callers and of groups. A read that comes too early finds poison or data of
+// another tensor, and a call that CUDA would reject fails.
 #pragma once
 #include "../../torch/c10d/staging/torch_runtime.h"
 #include "emulated_cache.h"
@@ -32,31 +32,31 @@ class EmulatedTorch final : public TorchRuntime {
   void compute(const at::Tensor& into, const at::Tensor& from, const Computation& how) override;
 
   // Controls for tests.
-  void put_on_host(const at::Tensor& tensor);  // treats this tensor as an ordinary CPU tensor
-  void fill_later(const at::Tensor& tensor, double value);  // by work on the current stream
+  void put_on_host(const at::Tensor& tensor);               // an ordinary CPU tensor from now on
+  void fill_later(const at::Tensor& tensor, double value);  // on the current stream
   void use_second_stream(bool on);  // makes the caller's second stream the current one
   void finish_caller();             // runs all work on the caller's first stream
-  // Stops the caller's first stream after `after` more pieces of work.
+  // Stops the caller's first stream after `after` more items of work, or lets it continue.
   void stall(bool on, int after);
   void capture(bool on);  // begins or ends a capture of the caller's first stream
-  int pinned() const { return pinned_->made(); }
+  int pinned() const { return pinned_->allocations(); }  // number of pinned allocations
   const std::shared_ptr<cuda::Emulator>& emulator() const { return emulator_; }
 
  private:
   std::size_t number(cuda::Stream stream) const { return emulator_->number(stream); }
   bool is_kept(const at::Tensor& tensor, cuda::Stream stream) const;
-  at::Tensor reached(const at::Tensor& tensor) const;
-  void enqueue(const char* call, std::initializer_list<at::Tensor> touched,
-               std::function<void()> act);
+  at::Tensor stream_alias(const at::Tensor& tensor) const;
+  void enqueue(const char* call, std::initializer_list<at::Tensor> used, std::function<void()> act);
 
   const bool shares_;
   const std::shared_ptr<cuda::Emulator> emulator_;
   std::recursive_mutex& mutex_;
   const std::shared_ptr<EmulatedCache> cache_, pinned_;
   const cuda::Stream caller_, second_;
-  cuda::Stream current_;  // the caller's
+  cuda::Stream current_;  // of the caller
   std::vector<c10::Storage> on_host_;
-  // Storages of other allocators that were recorded on a stream; weak, to drop freed ones.
+  // Storages of other allocators that were recorded on a stream. Weak references: freed storages
+  // are dropped.
   std::vector<std::pair<cuda::Stream, c10::weak_intrusive_ptr<c10::StorageImpl>>> kept_;
 };
 

@@ -13,8 +13,9 @@ namespace {
 
 // Staging buffers per rank, used in turn: a rank fills one while its peers still read the other.
 constexpr std::size_t kStagingBuffers = 2;
-constexpr std::chrono::seconds kLook{1};  // arbitrary: the awaited call has its own timeout
-constexpr std::size_t kAlign = 128;  // staging buffer alignment in bytes, for any kernel access
+constexpr std::chrono::seconds kPollInterval{1};  // arbitrary: the call has a timeout of its own
+// The bytes of a staging buffer are a multiple of this, so that any kernel access is aligned.
+constexpr std::size_t kAlign = 128;
 
 shm::Settings settings_of(const Options& o, int world) {
   return {.name = o.group_name.empty() ? "default" : o.group_name,
@@ -24,8 +25,8 @@ shm::Settings settings_of(const Options& o, int world) {
           .symmetric_heap_bytes =
               o.symmetric_heap_bytes.value_or(shm::SymmetricHeap::default_bytes(world)),
           .signal_pad_bytes = cuda_ipc::SignalPad::bytes(world),
-          .terms = text(" cuda_buffer_bytes=", o.cuda_buffer_bytes,
-                        " cuda_transport=", o.cuda_transport)};
+          .common_settings = text(" cuda_buffer_bytes=", o.cuda_buffer_bytes,
+                                  " cuda_transport=", o.cuda_transport)};
 }
 
 std::shared_ptr<shm::Group> make_group(const StorePtr& store, GroupRank me,
@@ -53,17 +54,17 @@ Backend::Backend(const StorePtr& store, GroupRank me, OptionsPtr options)
       last_split_(c10::intrusive_ptr<c10d::Backend>()) {
   init();
   selector_->attach(*group_);
-  begin_life();
+  register_backend();
 }
 
 std::shared_ptr<shm::Group> Backend::group() const {
-  const std::lock_guard lock(life_);
+  const std::lock_guard lock(state_mutex_);
   return group_;
 }
 
 std::shared_ptr<SymmetricAllocator> Backend::allocator() const {
-  fork_guard_.require_none("allocate_tensor");
-  const std::lock_guard lock(life_);
+  fork_guard_.require_not_forked("allocate_tensor");
+  const std::lock_guard lock(state_mutex_);
   if (!allocator_) throw CollectiveError("allocate_tensor: the group has been destroyed");
   return allocator_;
 }
@@ -71,8 +72,8 @@ std::shared_ptr<SymmetricAllocator> Backend::allocator() const {
 // A negative index means the CPU, any other a CUDA device.
 bool Backend::supportsTensorAlloc(c10::DeviceIndex index) {
   const at::Device device = index < 0 ? at::Device(at::kCPU) : at::Device(at::kCUDA, index);
-  if (!fork_guard_.none()) return false;  // in a forked child, an absent thread may hold a lock
-  const std::lock_guard lock(life_);
+  if (fork_guard_.forked()) return false;  // in a forked child, an absent thread may hold a lock
+  const std::lock_guard lock(state_mutex_);
   if (!group_) return false;
   if (device.is_cuda() || selector_->serves_symmetric(device))
     return selector_->benefits_from_symmetric_memory(device);
@@ -82,8 +83,8 @@ bool Backend::supportsTensorAlloc(c10::DeviceIndex index) {
 at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   const at::Device device = options.device();
   require(device.is_cpu() || device.is_cuda(), "allocate_tensor: a tensor on ", device,
-          " cannot lie in memory that processes share; ask for one on the CPU or a GPU");
-  require(size >= 0, "allocate_tensor: the size is ", size);
+          " cannot lie in memory that processes share; pass device='cpu' or a CUDA device");
+  require(size >= 0, "allocate_tensor: the size is ", size, "; it must not be negative");
   const auto heap = allocator();  // throws if the group has been destroyed
   const at::ScalarType type = c10::typeMetaToScalarType(options.dtype());
   if (device.is_cuda() || selector_->serves_symmetric(device))
@@ -92,13 +93,13 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
 }
 
 void Backend::abort() {
-  if (!fork_guard_.none()) return;
+  if (fork_guard_.forked()) return;
   coalescing_->close();
   if (const auto group = this->group()) group->abort("abort() was called");
 }
 
 c10d::ErrorType Backend::getError() {
-  if (!fork_guard_.none()) return c10d::ErrorType::COMM_ERROR;
+  if (fork_guard_.forked()) return c10d::ErrorType::COMM_ERROR;
   const auto group = this->group();
   if (!group) return c10d::ErrorType::SUCCESS;
   try {
@@ -117,26 +118,26 @@ void Backend::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
 }
 
-Call Backend::new_call(const CallInfo& ask) const {
-  const bool given = is_limit(ask.timeout);
-  return {.collective = ask.collective,
-          .name = ask.name,
+Call Backend::new_call(const CallInfo& info) const {
+  const bool given = is_limit(info.timeout);
+  return {.collective = info.collective,
+          .name = info.name,
           .algorithm = options_->algorithm,
           .devices = selector_->devices().get(),
-          .timeout = given ? ask.timeout : std::chrono::milliseconds(timeout_ms_)};
+          .timeout = given ? info.timeout : std::chrono::milliseconds(timeout_ms_)};
 }
 
-// Enqueues the refusal in the queue position of the call that it replaces.
+// Enqueues the refusal in place of the refused call.
 void Backend::publish_refusal(const Refusal& refusal, Call call) {
   if (refusal.published.empty()) return;
-  call.refusal = shortened(refusal.published);
+  call.refusal = truncated(refusal.published);
   queue_->run(std::move(call));
 }
 
-// Runs the GPU rendezvous as a call before the one that needs it, so that ranks which were called
-// with another operation get an error.
+// Runs the GPU rendezvous as a call of its own, before the call that needs it. If a rank makes
+// another call, the fingerprints differ and all ranks throw.
 void Backend::rendezvous(const Call& before, at::Device device) {
-  const std::lock_guard lock(meeting_);
+  const std::lock_guard lock(rendezvous_mutex_);
   if (!selector_->needs_rendezvous()) return;
   Call call{.collective = before.collective,
             .name = before.name,
@@ -145,9 +146,9 @@ void Backend::rendezvous(const Call& before, at::Device device) {
             .then = [selector = selector_, group = group(), device](const shm::OpContext& context) {
               selector->rendezvous(group, device, context);
             }};
-  // Unlike wait(), this runs no queued call here: its callbacks may enter rendezvous() as well.
+  // Not wait(), which runs queued calls on this thread: their callbacks may call rendezvous(), too.
   const auto work = queue_->push(std::move(call));
-  while (!queue_->wait_until(*work, shm::Clock::now() + kLook)) {
+  while (!queue_->wait_until(*work, shm::Clock::now() + kPollInterval)) {
   }
   if (const auto error = work->exception()) std::rethrow_exception(error);
 }
@@ -160,58 +161,58 @@ std::shared_ptr<TensorStaging> Backend::begin(const Call& call, const at::Tensor
 }
 
 void Backend::eagerConnectSingleDevice(at::Device device) {
-  const CallInfo ask{Collective::barrier, "init_process_group", kNoTimeout, false};
-  fork_guard_.require_none(ask.name);
+  const CallInfo info{Collective::barrier, "init_process_group", kNoTimeout, false};
+  fork_guard_.require_not_forked(info.name);
   if (!selector_->devices()->has(device)) return;
-  rendezvous(new_call(ask), device);
+  rendezvous(new_call(info), device);
   selector_->begin();  // throws if the requested transport does not work
 }
 
-// Builds the call. Returns a refusal if an argument is invalid; all ranks raise one message.
-std::optional<Refusal> Backend::attempt(const CallInfo& ask, const char* manner, Call& call,
-                                        Build build) const {
-  const auto what = [&](std::string_view why) {
-    const std::string operation = text(ask.name, ": ");
+// Builds the call. Returns a refusal if an argument is invalid; all ranks raise the same message.
+std::optional<Refusal> Backend::try_build(const CallInfo& info, const char* prefix, Call& call,
+                                          Build build) const {
+  const auto published = [&](std::string_view why) {
+    const std::string operation = text(info.name, ": ");
     if (why.starts_with(operation)) why.remove_prefix(operation.size());
-    return text(manner, pycollect::name(ask.collective), ": ", why);
+    return text(prefix, pycollect::name(info.collective), ": ", why);
   };
-  const auto sentence = [&](std::string_view why) {
-    return text("rank ", me_.rank, " refused ", what(why));
+  const auto raised = [&](std::string_view why) {
+    return text("rank ", me_.rank, " refused ", published(why));
   };
   try {
     build(call);
     return std::nullopt;
   } catch (const TypeMismatch& error) {
     const std::string why = error.what();
-    return Refusal{what(why), std::make_exception_ptr(TypeMismatch(sentence(why)))};
+    return Refusal{published(why), std::make_exception_ptr(TypeMismatch(raised(why)))};
   } catch (const std::invalid_argument& error) {
     const std::string why = error.what();
-    return Refusal{what(why), std::make_exception_ptr(std::invalid_argument(sentence(why)))};
+    return Refusal{published(why), std::make_exception_ptr(std::invalid_argument(raised(why)))};
   } catch (const std::exception& error) {
-    return Refusal{what(error.what()), std::current_exception()};
+    return Refusal{published(error.what()), std::current_exception()};
   }
 }
 
-WorkPtr Backend::collective(const CallInfo& ask, const at::Tensor* first, Build build) {
-  const InFlightCalls under_way;
-  fork_guard_.require_none(ask.name);
-  Call call = new_call(ask);
+WorkPtr Backend::collective(const CallInfo& info, const at::Tensor* first, Build build) {
+  const InFlightCalls in_flight;
+  fork_guard_.require_not_forked(info.name);
+  Call call = new_call(info);
   call.number = calls_++;  // refused calls count as well: call numbers must agree across ranks
   if (CoalescedList* const list = coalescing_->find())
-    return coalesce(*list, ask, std::move(call), first, build);
+    return coalesce(*list, info, std::move(call), first, build);
   call.staging = begin(call, first);
-  if (const auto refusal = attempt(ask, "", call, build)) {
-    publish_refusal(*refusal, new_call(ask));
+  if (const auto refusal = try_build(info, "", call, build)) {
+    publish_refusal(*refusal, new_call(info));
     std::rethrow_exception(refusal->error);
   }
-  return ask.later ? queue_->push(std::move(call)) : queue_->run(std::move(call));
+  return info.async ? queue_->push(std::move(call)) : queue_->run(std::move(call));
 }
 
 // torch calls this once per device type with one store; both calls must return the same group.
 c10::intrusive_ptr<c10d::Backend> Backend::split(
     const StorePtr& store, const std::vector<int>& ranks,
     const c10::intrusive_ptr<c10d::Backend::Options>& options) {
-  fork_guard_.require_none("split");
+  fork_guard_.require_not_forked("split");
   const auto mine = std::find(ranks.begin(), ranks.end(), me_.rank);
   if (mine == ranks.end()) return {};
   if (auto last = last_split_.lock(); last && last_split_name_ == options->group_name) return last;
@@ -226,7 +227,7 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(
   return made;
 }
 
-// torch's collective methods, each translated to a builder of builders.h.
+// The collective methods of c10d::Backend; each calls a builder of builders.h.
 namespace {
 
 const at::Tensor* first(const Tensors& tensors) {
@@ -250,7 +251,7 @@ WorkPtr Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoal
 }
 
 WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& o) {
-  return allreduce(tensors, o);  // its checks refuse sparse tensors with a reason
+  return allreduce(tensors, o);  // throws for a sparse tensor
 }
 
 WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& o) {
@@ -265,21 +266,21 @@ WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) {
 
 namespace {
 
-void nothing(Call& call) {
+void bind_barrier(Call& call) {
   call.requests.push_back({.collective = Collective::barrier, .tensors = 0});
 }
 
 }  // namespace
 
 WorkPtr Backend::barrier(const c10d::BarrierOptions& o) {
-  return collective({Collective::barrier, "barrier", o.timeout, o.asyncOp}, nullptr, nothing);
+  return collective({Collective::barrier, "barrier", o.timeout, o.asyncOp}, nullptr, bind_barrier);
 }
 
-// Every rank that arrives names all of the missing ranks at once.
+// The error of a timeout names all missing ranks, with or without `wait_all_ranks`.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& o, bool /*wait_all_ranks*/) {
-  const auto work =
-      collective({Collective::barrier, "monitored_barrier", o.timeout, false}, nullptr, nothing);
-  if (work) work->wait();  // null: coalesced, and waited for at the end of that
+  const auto work = collective({Collective::barrier, "monitored_barrier", o.timeout, false},
+                               nullptr, bind_barrier);
+  if (work) work->wait();  // null: the call is coalesced; endCoalescing() returns its work
 }
 
 WorkPtr Backend::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& o) {
@@ -293,12 +294,13 @@ WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
   return collective({Collective::all_gather, "all_gather_coalesced", o.timeout, o.asyncOp},
                     first(outputs), [&](Call& call) {
                       require(static_cast<int>(outputs.size()) == me_.world, call.name, ": ",
-                              outputs.size(), " output lists; ", me_.world, " ranks need ",
-                              me_.world);
+                              outputs.size(), " output lists were passed for ", me_.world,
+                              " ranks; pass one for each rank");
                       TensorLists by_tensor(inputs.size());
                       for (const Tensors& of_rank : outputs) {
                         require(of_rank.size() == inputs.size(), call.name, ": an output list has ",
-                                of_rank.size(), " tensors for ", inputs.size(), " inputs");
+                                of_rank.size(), " tensors for ", inputs.size(),
+                                " inputs; pass one tensor for each input");
                         for (std::size_t i = 0; i < inputs.size(); ++i)
                           by_tensor[i].push_back(of_rank[i]);
                       }
@@ -376,8 +378,8 @@ WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
 }
 
 std::shared_ptr<Messages> Backend::messages(const char* name) const {
-  fork_guard_.require_none(name);
-  const std::lock_guard lock(life_);
+  fork_guard_.require_not_forked(name);
+  const std::lock_guard lock(state_mutex_);
   if (!messages_) throw CollectiveError(text(name, ": the group has been destroyed"));
   return messages_;
 }

@@ -43,7 +43,7 @@ class Backend final : public c10d::Backend {
   void abort() override;
   void shutdown() override;
 
-  // Allocate in memory that the ranks share, for DDP's buckets and pycollect.empty.
+  // Allocation in symmetric memory, for DDP's buckets and pycollect.empty.
   bool supportsTensorAlloc(c10::DeviceIndex device) override;
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   std::shared_ptr<c10::Allocator> getMemAllocator() override { return allocator(); }
@@ -57,12 +57,13 @@ class Backend final : public c10d::Backend {
 
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override;
-  // Runs what this thread has requested since startCoalescing() as one operation: all of it, or
-  // nothing on any rank. Waits for the collectives if the list holds messages too.
+  // Runs the calls that this thread has made since startCoalescing() as one operation: all of them,
+  // or none on any rank. Waits for the collectives if the list holds messages too.
   WorkPtr endCoalescing() override;
   // Ends coalescing without running anything, and publishes `why` to peers that wait for its
-  // collectives. `asked`: some are not listed. Without it, does nothing if there is no list.
-  void abandonCoalescing(std::string_view why, bool asked);
+  // collectives. `unlisted`: torch has collectives of this block that it has not passed to the
+  // backend yet. If false, does nothing for a thread without a list.
+  void abandonCoalescing(std::string_view why, bool unlisted);
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) override;
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& o) override;
@@ -107,16 +108,16 @@ class Backend final : public c10d::Backend {
     Collective collective;
     const char* name;
     std::chrono::milliseconds timeout;
-    bool later;  // true: the call may run after collective() returns
+    bool async;  // true: the call may run after collective() returns
   };
   using Build = c10::function_ref<void(Call&)>;
-  // `first`: the tensor that the call binds first. If it is on a device, all of them must be.
-  WorkPtr collective(const CallInfo& ask, const at::Tensor* first, Build build);
-  WorkPtr coalesce(CoalescedList& list, const CallInfo& ask, Call call, const at::Tensor* first,
+  // `first`: the tensor that the call binds first. If it is on a device, all others must be, too.
+  WorkPtr collective(const CallInfo& info, const at::Tensor* first, Build build);
+  WorkPtr coalesce(CoalescedList& list, const CallInfo& info, Call call, const at::Tensor* first,
                    Build build);
-  std::optional<Refusal> attempt(const CallInfo& ask, const char* manner, Call& call,
-                                 Build build) const;
-  Call new_call(const CallInfo& ask) const;
+  std::optional<Refusal> try_build(const CallInfo& info, const char* prefix, Call& call,
+                                   Build build) const;
+  Call new_call(const CallInfo& info) const;
   std::shared_ptr<TensorStaging> begin(const Call& call, const at::Tensor* first);
   void rendezvous(const Call& before, at::Device device);
   void publish_refusal(const Refusal& refusal, Call call);
@@ -130,7 +131,7 @@ class Backend final : public c10d::Backend {
   std::shared_ptr<Messages> messages(const char* name) const;
   std::shared_ptr<shm::Group> group() const;
   friend bool close_groups();
-  void begin_life();
+  void register_backend();
   // Returns the first device error that was reported to no caller, or null.
   std::exception_ptr close(shm::Deadline deadline);
 
@@ -141,12 +142,12 @@ class Backend final : public c10d::Backend {
   std::atomic<int64_t> timeout_ms_;
   std::atomic<uint64_t> calls_{0};
 
-  mutable std::mutex life_;  // guards group_, messages_ and allocator_, which close() resets
+  mutable std::mutex state_mutex_;  // guards group_, messages_ and allocator_, which close() resets
   std::shared_ptr<shm::Group> group_;
   std::shared_ptr<Messages> messages_;
   std::shared_ptr<SymmetricAllocator> allocator_;
   std::shared_ptr<CallQueue> queue_;
-  std::mutex meeting_;  // held by the thread that runs the GPU rendezvous
+  std::mutex rendezvous_mutex_;  // held by the thread that runs the GPU rendezvous
 
   std::shared_ptr<Coalescing> coalescing_ = std::make_shared<Coalescing>();
 

@@ -25,8 +25,8 @@ bool check_operand(const at::Tensor& t, AccessMode use, const Label& label, Grou
   if (devices.serves(t)) {
     check_memory(t, use, label);
     require(!devices.is_capturing(t.device()), label.call, ": ", label, " is on ", t.device(),
-            ", whose current stream is under capture, and a CUDA graph cannot record an "
-            "exchange between processes; call it outside of the capture");
+            ", whose current stream is under capture, and a CUDA graph cannot record a "
+            "collective between processes; call it outside of the capture");
     return true;
   }
   require(!t.is_cuda(), label.call, ": ", label, " is on ", t.device(),
@@ -40,12 +40,12 @@ bool check_operand(const at::Tensor& t, AccessMode use, const Label& label, Grou
 void Binder::check_same_memory_kind(const at::Tensor& t, bool on_device, const Label& label) {
   require(on_device == (call_.staging != nullptr), label.call, ": ", label, " is on ", t.device(),
           " and the call's first tensor is ", on_device ? "in host memory" : "on a GPU",
-          "; the tensors of one call are all in host memory or all on GPUs");
+          "; the tensors of one call must be all in host memory or all on GPUs");
 }
 
-// Returns the address, in the original tensor, of the data that the executor finds at `host`.
+// Returns the address, in the caller's tensor, of the data that the executor has at `host`.
 const std::byte* Binder::origin(const std::byte* host) const {
-  for (const StagedRange& s : stand_ins_)
+  for (const StagedRange& s : staged_ranges_)
     if (s.host <= host && host < s.host + s.bytes) return s.tensor + (host - s.host);
   return host;
 }
@@ -53,7 +53,7 @@ const std::byte* Binder::origin(const std::byte* host) const {
 shm::BufferSegment Binder::add_tensor(const at::Tensor& t, bool reads, bool writes) {
   if (call_.written != nullptr) call_.held.push_back(t);
   const shm::BufferSegment span = call_.staging->add_tensor(t, reads, writes);
-  if (t.is_contiguous()) stand_ins_.push_back({span.base, address(t, writes), t.nbytes()});
+  if (t.is_contiguous()) staged_ranges_.push_back({span.base, address(t, writes), t.nbytes()});
   return span;
 }
 
@@ -75,10 +75,10 @@ shm::BufferSegment Binder::bind(const at::Tensor& t, const Label& label, bool re
 
 shm::BufferSegment Binder::compute(const at::Tensor& like, Fill fill) {
   if (call_.staging) {
-    const at::Tensor there = at::empty_like(like);
-    call_.fills.push_back([&devices = call_.staging->devices(), there, like,
-                           fill = std::move(fill)] { devices.compute(there, like, fill); });
-    return add_tensor(there, true, false);
+    const at::Tensor temporary = at::empty_like(like);
+    call_.fills.push_back([&devices = call_.staging->devices(), temporary, like,
+                           fill = std::move(fill)] { devices.compute(temporary, like, fill); });
+    return add_tensor(temporary, true, false);
   }
   at::Tensor dense{at::detail::empty_cpu(like.sizes(), like.scalar_type())};
   call_.fills.push_back([dense, fill = std::move(fill)] { fill(dense); });
@@ -101,8 +101,8 @@ shm::BufferSegment Binder::update(const at::Tensor& t, const Label& label) {
   return bind(t, label, true, true);
 }
 
-shm::BufferSegment Binder::read_beside(const at::Tensor& t, const Label& label,
-                                       const shm::BufferSegment& place, std::size_t first) {
+shm::BufferSegment Binder::read_aliasing(const at::Tensor& t, const Label& label,
+                                         const shm::BufferSegment& place, std::size_t first) {
   const shm::BufferSegment span = read(t, label);
   const auto item = static_cast<std::size_t>(t.element_size());
   const std::byte* own = origin(span.base) + first * item;
@@ -115,8 +115,8 @@ shm::BufferSegment Binder::read_beside(const at::Tensor& t, const Label& label,
   return span;
 }
 
-shm::BufferSegment Binder::read_inside(const at::Tensor& t, const Label& label,
-                                       const shm::BufferSegment& place) {
+shm::BufferSegment Binder::read_whole_aliasing(const at::Tensor& t, const Label& label,
+                                               const shm::BufferSegment& place) {
   const shm::BufferSegment span = read(t, label);
   if (origin(span.base) == origin(place.base) && span.count == place.count) extents_.pop_back();
   return span;
@@ -206,11 +206,12 @@ bool Binder::touches_written() const {
                      [&](const Extent& e) { return call_.written->touch(e.begin, e.end); });
 }
 
-// Copies device tensors out now, or in the call's turn if an earlier call of the list writes them.
+// Copies device tensors into staging: now, or, if an earlier call of the list writes them, when
+// this call runs.
 void Binder::begin_copy_in() {
   if (touches_written()) {
     for (at::Device d : call_.staging->on())
-      call_.asked.push_back(call_.staging->devices().mark(d));
+      call_.requested_at.push_back(call_.staging->devices().record_event(d));
     return;
   }
   for (const auto& fill : std::exchange(call_.fills, {})) fill();

@@ -1,5 +1,5 @@
 // Binds the tensors of a call to addresses for the executor: contiguous tensors in place, others
-// through a copy, and parts of several tensors in the order of the plan's blocks. Throws on
+// through a copy, and parts of several tensors in the order of the plan's blocks. Throws for
 // unsupported tensors before any data moves.
 #pragma once
 #include <c10/util/SmallVector.h>
@@ -35,13 +35,14 @@ class Binder {
   shm::BufferSegment read(const at::Tensor& tensor, const Label& label);
   shm::BufferSegment write(const at::Tensor& tensor, const Label& label);
   shm::BufferSegment update(const at::Tensor& tensor, const Label& label);  // reads and writes
-  // Like read(), but the elements from `first` on may alias `place`, which is written: no plan
-  // writes an element there before it has been read.
-  shm::BufferSegment read_beside(const at::Tensor& tensor, const Label& label,
-                                 const shm::BufferSegment& place, std::size_t first = 0);
-  // Like read(), but the whole tensor may alias `place`, a part of a written tensor.
-  shm::BufferSegment read_inside(const at::Tensor& tensor, const Label& label,
-                                 const shm::BufferSegment& place);
+  // Like read(), but the elements from `first` on may be the same memory as `place`, which is
+  // written: no plan writes an element there before it has been read.
+  shm::BufferSegment read_aliasing(const at::Tensor& tensor, const Label& label,
+                                   const shm::BufferSegment& place, std::size_t first = 0);
+  // Like read(), but the whole tensor may be the same memory as `place`, a part of a written
+  // tensor.
+  shm::BufferSegment read_whole_aliasing(const at::Tensor& tensor, const Label& label,
+                                         const shm::BufferSegment& place);
   // Binds a temporary with the properties of `like`, which `fill` computes from one of the call's
   // tensors. For host tensors, `fill` runs when the call runs.
   using Fill = std::function<void(const at::Tensor& into)>;
@@ -57,7 +58,7 @@ class Binder {
   shm::BufferSegment part(std::size_t request, const shm::BufferSegment& whole,
                           std::size_t block) const;
 
-  // Ends binding, after the last tensor. Starts the copies out of device tensors.
+  // Ends binding, after the last tensor. Starts the copies of device tensors into staging.
   void finish();
 
  private:
@@ -67,7 +68,7 @@ class Binder {
   struct RequestBuffers {
     Blocks input, output;
   };
-  struct StagedRange {  // executor memory that stands for a contiguous device tensor
+  struct StagedRange {  // executor memory that holds the data of a contiguous device tensor
     const std::byte *host, *tensor;
     std::size_t bytes;
   };
@@ -85,7 +86,7 @@ class Binder {
   const RequestForm form_;
   c10::SmallVector<RequestBuffers, 1> parts_;  // [request]
   std::vector<Extent> extents_;
-  c10::SmallVector<StagedRange, 1> stand_ins_;
+  c10::SmallVector<StagedRange, 1> staged_ranges_;
 };
 
 }  // namespace pycollect::dist

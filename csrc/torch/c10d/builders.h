@@ -1,5 +1,5 @@
-// Translate the arguments of torch's collectives into a Call for the executor. All argument checks
-// are here: when a builder throws, no data has moved.
+// Builders translate the arguments of torch's collectives into a Call for the executor. All
+// argument checks are here: when a builder throws, no data has moved.
 #pragma once
 #include <torch/csrc/distributed/c10d/Types.hpp>
 

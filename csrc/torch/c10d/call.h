@@ -16,7 +16,8 @@
 
 namespace pycollect::dist {
 
-// Coalesced calls and their requests. The pointers are valid until the first call has run.
+// All requests of coalesced calls, on which the ranks agree before the first call runs. The
+// pointers are valid until then.
 struct CoalescedAgreement {
   struct BoundRequest {
     const shm::Request* request;
@@ -31,22 +32,23 @@ struct CoalescedAgreement {
 struct Call {
   Collective collective;
   const char* name;                 // operation name in the public API
-  uint64_t number = 0;              // sequence number of the group's calls in torch's count
+  uint64_t number = 0;              // sequence number of the call, as torch counts them
   std::string_view algorithm = {};  // from the group's options; empty: the selector chooses
   GroupDevices* devices = nullptr;  // the group's devices
   std::chrono::milliseconds timeout{};
-  std::vector<shm::Request> requests = {};            // run in this order, one per dtype
-  std::shared_ptr<CoalescedAgreement> together = {};  // null: the call is not coalesced
+  std::vector<shm::Request> requests = {};             // run in this order, one per dtype
+  std::shared_ptr<CoalescedAgreement> coalesced = {};  // null: the call is not coalesced
   std::string refusal = {};  // if not empty, published to the peers; the call does not run
   Tensors held = {};         // tensors that the requests' addresses point into
   std::vector<std::function<void()>> fills = {};  // run first: compute temporary inputs
   std::vector<std::pair<at::Tensor, at::Tensor>> copies = {};  // done after the requests: dst, src
   std::shared_ptr<TensorStaging> staging = {};  // staging of device tensors; null: host tensors
-  // Memory that the calls of the same list write so far. Set only while a coalesced call is bound.
+  // Memory that the earlier calls of the same list write. Set only while a coalesced call is bound.
   Ranges* written = nullptr;
-  // Stream positions at the request, set if a device tensor overlaps `written`. The call's tensors
-  // are then copied out in its turn, after the earlier calls have written them.
-  std::vector<std::shared_ptr<DeviceEvent>> asked = {};
+  // Events on the caller's streams at the time of the call, one per device, set if a device tensor
+  // overlaps `written`. The tensors are then copied into staging when the call runs, after the
+  // earlier calls have written them.
+  std::vector<std::shared_ptr<DeviceEvent>> requested_at = {};
   // Callback that runs last, before the group's next call begins.
   std::function<void(const shm::OpContext&)> then = {};
   Tensors results = {};  // the value of the call's future

@@ -31,7 +31,7 @@ c10::intrusive_ptr<CollectiveWork> CallQueue::run(Call call) {
   }
   lock.lock();
   running_ = false;
-  if (!hand_on()) run_waiting(lock);
+  if (!try_ensure_thread()) run_queued(lock);
   if (closed_ || !waiting_.empty()) changed_.notify_all();
   lock.unlock();
   if (error) std::rethrow_exception(error);
@@ -54,10 +54,10 @@ std::vector<c10::intrusive_ptr<CollectiveWork>> CallQueue::push_all(std::vector<
   waiting_.insert(waiting_.end(), works.begin(), works.end());
   try {
     ensure_thread();
-  } catch (const std::exception& error) {  // refused in queue order: peers wait there
+  } catch (const std::exception& error) {  // publishes a refusal in queue order: peers wait for it
     Call& first = works.front()->call_;
     refuse_for(first, error);
-    if (first.together) first.together->error = std::current_exception();
+    if (first.coalesced) first.coalesced->error = std::current_exception();
     lock.unlock();
     for (const auto& work : works) wait(*work);
     throw;
@@ -66,7 +66,7 @@ std::vector<c10::intrusive_ptr<CollectiveWork>> CallQueue::push_all(std::vector<
   return works;
 }
 
-// Requires the lock. Ensures that a thread will run the queued calls, if none is running one.
+// Starts a thread for the queued calls, unless one is idle or runs a call. Requires the lock.
 void CallQueue::ensure_thread() {
   if (running_ || waiting_.empty() || idle_ > 0 || closed_) return;
   threads_.reserve(threads_.size() + 1);
@@ -74,8 +74,8 @@ void CallQueue::ensure_thread() {
   ++idle_;
 }
 
-// Like ensure_thread(), but returns false if no other thread can be started for the queued calls.
-bool CallQueue::hand_on() {
+// Like ensure_thread(), but returns false if no thread can be started.
+bool CallQueue::try_ensure_thread() {
   try {
     ensure_thread();
     return true;
@@ -84,13 +84,13 @@ bool CallQueue::hand_on() {
   }
 }
 
-void CallQueue::run_waiting(Lock& lock) {
+void CallQueue::run_queued(Lock& lock) {
   while (!running_ && !waiting_.empty()) run_next(lock, true);
 }
 
-// `goes_on`: this thread runs the next call, too. Releasing a tensor can take the GIL, whose holder
-// may be waiting for this mutex, so tensors are released without the mutex.
-void CallQueue::run_next(Lock& lock, bool goes_on) {
+// `continues`: this thread runs the next call, too. Releasing a tensor can take the GIL, whose
+// holder may be waiting for this mutex, so tensors are released without the mutex.
+void CallQueue::run_next(Lock& lock, bool continues) {
   c10::intrusive_ptr<CollectiveWork> work = std::move(waiting_.front());
   waiting_.pop_front();
   running_ = true;
@@ -106,14 +106,14 @@ void CallQueue::run_next(Lock& lock, bool goes_on) {
   lock.lock();
   running_ = false;
   auto future = work->finish(error);
-  const bool handed_on = (!future && goes_on) || hand_on();
+  const bool next_is_assigned = (!future && continues) || try_ensure_thread();
   changed_.notify_all();
   lock.unlock();
   if (future) complete(*future, work->result(), error, work->staging());
   future.reset();
   work.reset();
   lock.lock();
-  if (!handed_on && !goes_on) run_waiting(lock);
+  if (!next_is_assigned && !continues) run_queued(lock);
 }
 
 void CallQueue::serve() {
@@ -129,7 +129,7 @@ void CallQueue::serve() {
 }
 
 void CallQueue::wait(CollectiveWork& work) {
-  fork_guard_.require_none(work.name());
+  fork_guard_.require_not_forked(work.name());
   Lock lock(mutex_);
   while (!work.is_done())
     if (!running_ && !waiting_.empty())
@@ -139,7 +139,7 @@ void CallQueue::wait(CollectiveWork& work) {
 }
 
 bool CallQueue::wait_until(CollectiveWork& work, shm::Deadline deadline) {
-  fork_guard_.require_none(work.name());
+  fork_guard_.require_not_forked(work.name());
   Lock lock(mutex_);
   return changed_.wait_until(lock, deadline, [&] { return work.is_done(); });
 }

@@ -1,5 +1,5 @@
-// The collectives of a group in call order. A thread that waits for a queued one runs the queue up
-// to and including it; otherwise a thread of the queue does.
+// Queue of a group's collectives, in call order. A thread that waits for a queued call runs the
+// queue up to and including that call; otherwise a thread of the queue does.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -36,16 +36,16 @@ class CallQueue : public std::enable_shared_from_this<CallQueue> {
   // when the queue is empty and its threads have ended.
   void close(shm::Deadline deadline);
 
-  bool has_failed() const { return failed_; }  // a call failed, and its error was reported
+  bool has_failed() const { return failed_; }  // true: a call has failed and reported its error
 
   std::mutex& mutex() { return mutex_; }  // guards the state of every work of this queue
 
  private:
   using Lock = std::unique_lock<std::mutex>;
-  void run_next(Lock& lock, bool goes_on);
-  void run_waiting(Lock& lock);
+  void run_next(Lock& lock, bool continues);
+  void run_queued(Lock& lock);
   void ensure_thread();
-  bool hand_on();
+  bool try_ensure_thread();
   void serve();
   void require_open(const Call& call) const;
 

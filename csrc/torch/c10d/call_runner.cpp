@@ -1,4 +1,4 @@
-// See call_runner.h. A step that is left out because of an error is left out by all ranks.
+// See call_runner.h. If an error makes one rank skip a part of a call, all ranks skip it.
 #include "call_runner.h"
 
 #include <ATen/Parallel.h>
@@ -21,19 +21,20 @@ cpu::ParallelFor threads_of_rank(int ranks) {
   };
 }
 
-std::string shortened(std::string_view why) {
-  constexpr std::size_t kMost = std::tuple_size_v<decltype(shm::FingerprintDetails::refusal)> - 1;
-  constexpr std::string_view kMore = " ...";
-  if (why.size() <= kMost) return std::string(why);
-  const std::size_t end = why.rfind(' ', kMost - kMore.size());
-  return text(why.substr(0, end == why.npos ? kMost - kMore.size() : end), kMore);
+std::string truncated(std::string_view why) {
+  constexpr std::size_t kMaxLength =
+      std::tuple_size_v<decltype(shm::FingerprintDetails::refusal)> - 1;
+  constexpr std::string_view kEllipsis = " ...";
+  if (why.size() <= kMaxLength) return std::string(why);
+  const std::size_t end = why.rfind(' ', kMaxLength - kEllipsis.size());
+  return text(why.substr(0, end == why.npos ? kMaxLength - kEllipsis.size() : end), kEllipsis);
 }
 
 void refuse_for(Call& call, const std::exception& why) {
-  call.refusal = shortened(text(pycollect::name(call.collective), ": ", why.what()));
+  call.refusal = truncated(text(pycollect::name(call.collective), ": ", why.what()));
 }
 
-// Drops errors, because the caller gets the reason for the refusal already.
+// Drops errors: the caller already gets the reason for the refusal.
 void CallRunner::refuse(const Call& call, shm::Deadline deadline) {
   try {
     shm::refuse(*group_, call.collective, calls_++, deadline, call.refusal);
@@ -55,9 +56,9 @@ std::vector<Rank> CallRunner::missing() const {
   return ranks;
 }
 
-// A stalled stream stalls its rank, within the call's time limit. If the device fails, the refusal
-// spares the other ranks the wait.
-void CallRunner::await_arrival(Call& call, TensorStaging& staging, shm::Deadline deadline) {
+// Waits for the caller's streams, up to the call's timeout. A device error is published as a
+// refusal, so that the peers do not wait for this rank.
+void CallRunner::await_inputs(Call& call, TensorStaging& staging, shm::Deadline deadline) {
   try {
     group_->await([&] { return staging.inputs_ready(); },
                   [&] { return std::vector<Rank>{group_->rank()}; },
@@ -73,16 +74,16 @@ void CallRunner::await_arrival(Call& call, TensorStaging& staging, shm::Deadline
 
 namespace {
 
-// Copies the tensors out behind the results of earlier calls, on the streams that these arrive on.
-// The tensors' memory is in use by these streams from then on.
-void depart_in_turn(Call& call) {
+// Copies the tensors into staging on the group's streams, after the results of earlier calls. From
+// then on, these streams use the tensors' memory.
+void copy_in_after_earlier_calls(Call& call) {
   TensorStaging& staging = *call.staging;
   GroupDevices& devices = staging.devices();
-  for (std::size_t i = 0; i < call.asked.size(); ++i) {
-    devices.wait_for(staging.on()[i], *call.asked[i]);
+  for (std::size_t i = 0; i < call.requested_at.size(); ++i) {
+    devices.wait_for(staging.on()[i], *call.requested_at[i]);
     devices.finish(staging.on()[i], {}, call.held);
   }
-  devices.with_results(staging.on(), [&] {
+  devices.with_group_streams(staging.on(), [&] {
     for (const auto& fill : call.fills) fill();
     staging.begin_copy_in();
   });
@@ -90,10 +91,11 @@ void depart_in_turn(Call& call) {
 
 }  // namespace
 
-// Inputs may be results of earlier calls. A failure, as of allocation, is published to the peers.
+// Runs after the earlier calls, whose results may be inputs. A failure, such as running out of
+// memory, is published to the peers.
 void CallRunner::fill(Call& call, shm::Deadline deadline) {
   try {
-    if (!call.asked.empty()) return depart_in_turn(call);
+    if (!call.requested_at.empty()) return copy_in_after_earlier_calls(call);
     for (const auto& fill : call.fills) fill();
   } catch (const std::exception& error) {
     refuse_for(call, error);
@@ -108,7 +110,7 @@ void CallRunner::run(Call& call) {
   agree_on_all(call, deadline);
   fill(call, deadline);
   if (!call.staging) return perform(call, deadline);
-  await_arrival(call, *call.staging, deadline);
+  await_inputs(call, *call.staging, deadline);
   const shm::OpContext context{pycollect::name(call.collective), calls_, deadline};
   try {
     perform(call, deadline);
@@ -119,16 +121,16 @@ void CallRunner::run(Call& call) {
   call.staging->begin_copy_out(context);
 }
 
-// Runs all or nothing of what is one operation to the caller: several dtypes in a call, or
-// coalesced calls. An exception is a rank that runs out of memory when it reaches a call. A single
+// Makes the ranks agree on all requests of a call with several dtypes, or of coalesced calls, so
+// that all of them run or none. A rank may still run out of memory when it reaches a call. A single
 // request is agreed on when it runs.
 void CallRunner::agree_on_all(Call& call, shm::Deadline deadline) {
-  if (call.together) {
-    CoalescedAgreement& all = *call.together;
+  if (call.coalesced) {
+    CoalescedAgreement& all = *call.coalesced;
     if (all.error) std::rethrow_exception(all.error);
     if (std::exchange(all.agreed, true)) return;
     try {
-      for (const auto& staging : all.stagings) await_arrival(call, *staging, deadline);
+      for (const auto& staging : all.stagings) await_inputs(call, *staging, deadline);
       agree(all.requests, deadline);
     } catch (...) {
       all.error = std::current_exception();
@@ -150,7 +152,7 @@ void CallRunner::agree(const std::vector<CoalescedAgreement::BoundRequest>& boun
     } catch (const std::invalid_argument& error) {
       const Collective collective = request->collective;
       shm::refuse(*group_, collective, calls_++, deadline,
-                  shortened(text(pycollect::name(collective), ": ", error.what())));
+                  truncated(text(pycollect::name(collective), ": ", error.what())));
       throw;
     }
     requests.push_back(request);

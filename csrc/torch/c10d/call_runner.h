@@ -1,4 +1,4 @@
-// Runs the calls of one group one at a time, and numbers them alike on all of its ranks.
+// Runs the calls of one group one at a time, and gives each the same number on all ranks.
 #pragma once
 #include <memory>
 
@@ -7,11 +7,12 @@
 
 namespace pycollect::dist {
 
-// Parallel loop for one of `ranks` ranks on this host, with its share of cores and torch's threads.
+// Returns the parallel loop of one of `ranks` ranks on this host: torch's threads, limited to the
+// rank's share of the cores.
 cpu::ParallelFor threads_of_rank(int ranks);
 
 // Truncates a refusal to the length that can be published to the other ranks.
-std::string shortened(std::string_view why);
+std::string truncated(std::string_view why);
 // Makes the call publish `why` as its refusal, instead of running.
 void refuse_for(Call& call, const std::exception& why);
 
@@ -21,9 +22,8 @@ class CallRunner {
       : group_(std::move(group)), host_(*group_, threads_of_rank(group_->world())) {}
 
   void run(Call& call);
-  // Thread-safe. Abort the running call; return the ranks that have not begun it.
-  void abort(const std::string& why) { group_->abort(why); }
-  std::vector<Rank> missing() const;
+  void abort(const std::string& why) { group_->abort(why); }  // thread-safe
+  std::vector<Rank> missing() const;  // ranks that have not begun the running call; thread-safe
 
  private:
   void refuse(const Call& call, shm::Deadline deadline);
@@ -32,7 +32,7 @@ class CallRunner {
   void fill(Call& call, shm::Deadline deadline);
   void perform(Call& call, shm::Deadline deadline);
   shm::Transport& transport(const Call& call);
-  void await_arrival(Call& call, TensorStaging& staging, shm::Deadline deadline);
+  void await_inputs(Call& call, TensorStaging& staging, shm::Deadline deadline);
 
   const std::shared_ptr<shm::Group> group_;
   shm::ShmTransport host_;

@@ -1,15 +1,15 @@
-// Backend's part of coalescing.h. A list is one operation to the other ranks: they agree on all of
-// it before anything runs, and a refused list uses as many call numbers of the group on every rank.
+// Coalescing in Backend. A list of calls is one operation between the ranks: they agree on all of
+// it before anything runs. A refused list takes the same number of call numbers on every rank.
 #include "../../plan/error.h"
 #include "backend.h"
 #include "call_runner.h"
 
 namespace pycollect::dist {
 
-// Adds a call to the list and returns no work. After a refusal, further calls are not checked.
-WorkPtr Backend::coalesce(CoalescedList& list, const CallInfo& ask, Call call,
+// Adds a call to the list and returns null. After a refusal, further calls are not checked.
+WorkPtr Backend::coalesce(CoalescedList& list, const CallInfo& info, Call call,
                           const at::Tensor* first, Build build) {
-  if (!list.first) list.first = ask.collective;
+  if (!list.first) list.first = info.collective;
   if (list.refusal) return {};
   try {
     call.staging = begin(call, first);
@@ -18,7 +18,7 @@ WorkPtr Backend::coalesce(CoalescedList& list, const CallInfo& ask, Call call,
     return {};
   }
   call.written = &list.written;
-  list.refusal = attempt(ask, "coalesced ", call, build);
+  list.refusal = try_build(info, "coalesced ", call, build);
   call.written = nullptr;
   if (!list.refusal) list.calls.push_back(std::move(call));
   return {};
@@ -31,7 +31,7 @@ WorkPtr Backend::coalesce(CoalescedList& list, const Messages& messages, const c
     CoalescedList::CoalescedMessage message{op(), receives, {}};
     const at::Tensor& tensor = message.op.tensor;
     if (messages.check(message.op, name, receives))
-      message.asked = selector_->devices()->mark(tensor.device());
+      message.requested_at = selector_->devices()->record_event(tensor.device());
     list.messages.push_back(std::move(message));
   } catch (const std::exception& error) {
     list.refusal = Refusal{text("coalesced ", error.what()), std::current_exception()};
@@ -39,19 +39,19 @@ WorkPtr Backend::coalesce(CoalescedList& list, const Messages& messages, const c
   return {};
 }
 
-// Posts each message behind the stream position at which it was requested.
+// Posts each message after the work that its stream had when the message was listed.
 std::vector<WorkPtr> Backend::post(const std::vector<CoalescedList::CoalescedMessage>& list) {
   std::vector<WorkPtr> works;
   if (list.empty()) return works;
   const auto messages = this->messages("batch_isend_irecv");
-  for (const auto& [op, receives, asked] : list) {
-    if (asked) asked->hold_current(op.tensor.device());
+  for (const auto& [op, receives, requested_at] : list) {
+    if (requested_at) requested_at->block_current(op.tensor.device());
     works.push_back(receives ? messages->receive(op) : messages->send(op));
   }
   return works;
 }
 
-// A list with messages only publishes no refusal: no peer waits for it.
+// Does nothing for a list that has only messages: no peer waits for it.
 void Backend::publish_refusal(const CoalescedList& list) {
   if (!list.first) return;
   Call call = new_call({*list.first, pycollect::name(*list.first), kNoTimeout, false});
@@ -60,18 +60,18 @@ void Backend::publish_refusal(const CoalescedList& list) {
 }
 
 void Backend::startCoalescing() {
-  fork_guard_.require_none("start of coalescing");
+  fork_guard_.require_not_forked("start of coalescing");
   if (coalescing_->find() == nullptr) return coalescing_->start();
   const std::string why = "this thread has already started to coalesce calls of the group";
   abandonCoalescing(why, false);
   throw std::invalid_argument(
-      text("start of coalescing: ", why, "; the calls that it has made since did not run"));
+      text("start of coalescing: ", why, "; the calls coalesced since then were dropped"));
 }
 
 // Messages are posted after the list's collectives have run: they may send the results of these,
 // and if the collectives are refused, no peer would receive the messages.
 WorkPtr Backend::endCoalescing() {
-  fork_guard_.require_none("end of coalescing");
+  fork_guard_.require_not_forked("end of coalescing");
   auto list = coalescing_->take();
   require(list.has_value(),
           "end of coalescing: this thread has not started to coalesce calls of the group");
@@ -88,12 +88,12 @@ WorkPtr Backend::endCoalescing() {
   return c10::make_intrusive<CoalescedWork>(std::move(works));
 }
 
-void Backend::abandonCoalescing(std::string_view why, bool asked) {
-  if (!fork_guard_.none()) return;
+void Backend::abandonCoalescing(std::string_view why, bool unlisted) {
+  if (fork_guard_.forked()) return;
   auto list = coalescing_->take();
-  if (!list && !asked) return;
+  if (!list && !unlisted) return;
   if (!list) list.emplace();
-  if (asked && !list->first) list->first = Collective::all_reduce;
+  if (unlisted && !list->first) list->first = Collective::all_reduce;
   if (!list->refusal) list->refusal = Refusal{text("coalesced calls: ", why), {}};
   publish_refusal(*list);
 }

@@ -16,13 +16,13 @@ uint64_t this_thread() {
 
 std::vector<Call> bind_coalesced(std::vector<Call> calls) {
   if (calls.size() < 2) return calls;
-  const auto together = std::make_shared<CoalescedAgreement>();
+  const auto coalesced = std::make_shared<CoalescedAgreement>();
   for (Call& call : calls) {
     shm::Transport* const transport = call.staging ? call.staging->transport() : nullptr;
     for (const shm::Request& request : call.requests)
-      together->requests.push_back({&request, transport});
-    if (call.staging && call.asked.empty()) together->stagings.push_back(call.staging);
-    call.together = together;
+      coalesced->requests.push_back({&request, transport});
+    if (call.staging && call.requested_at.empty()) coalesced->stagings.push_back(call.staging);
+    call.coalesced = coalesced;
   }
   return calls;
 }

@@ -1,5 +1,5 @@
-// Calls requested since startCoalescing(), in one list per thread, because threads start and end
-// coalescing independently. No data of a listed call has moved. Listing a call never throws: the
+// Lists of the calls made since startCoalescing(), one per thread, because threads start and end
+// coalescing independently. No data of a listed call has moved. Adding a call never throws: the
 // list keeps its first refusal until it ends. Uses neither the queue nor the mailbox.
 #pragma once
 #include <atomic>
@@ -17,7 +17,7 @@ namespace pycollect::dist {
 
 // The reason why a call does not run.
 struct Refusal {
-  std::string published;     // reason that the peers get; empty: they fail by themselves
+  std::string published;     // published to the peers; empty: they fail by themselves
   std::exception_ptr error;  // raised on this rank
 };
 
@@ -25,12 +25,12 @@ struct CoalescedList {
   struct CoalescedMessage {
     Messages::P2POp op;
     bool receives;
-    std::shared_ptr<DeviceEvent> asked;  // stream position of the request; null: a host tensor
+    std::shared_ptr<DeviceEvent> requested_at;  // on the caller's stream; null: a host tensor
   };
   std::vector<Call> calls = {};
   std::vector<CoalescedMessage> messages = {};
   Ranges written = {};                   // memory that `calls` write
-  std::optional<Collective> first = {};  // the first collective requested; none: messages at most
+  std::optional<Collective> first = {};  // the first collective; none: no collective yet
   std::optional<Refusal> refusal = {};   // the first refusal; if set, no part of the list runs
 };
 
@@ -44,12 +44,12 @@ class Coalescing {
   void start();
   // Removes and returns the calling thread's list, if there is one.
   std::optional<CoalescedList> take();
-  // Call when the group is aborted: new calls are then not listed, but fail at once.
+  // Call when the group is aborted: later calls are not listed, but fail at once.
   void close() { closed_ = true; }
 
  private:
   std::mutex mutex_;
-  std::atomic<int> threads_{0};  // number of threads with a list; 0 saves most calls the lock
+  std::atomic<int> threads_{0};  // threads that have a list; if 0, calls need not take the lock
   std::atomic<bool> closed_{false};
   std::map<uint64_t, CoalescedList> lists_;
 };

@@ -1,5 +1,4 @@
-// See fork_guard.h. Forks are counted, because asking the kernel for the process id costs more than
-// the rest of a call.
+// See fork_guard.h. Counts forks, because getpid() costs more than the rest of a call.
 #include "fork_guard.h"
 
 #include <pthread.h>
@@ -15,13 +14,13 @@ uint64_t generation_ = 0;  // changed only in a child, before its first instruct
 }  // namespace
 
 ForkGuard::ForkGuard() : before_(generation_) {}
-bool ForkGuard::none() const { return before_ == generation_; }
+bool ForkGuard::forked() const { return before_ != generation_; }
 
-void ForkGuard::require_none(const char* operation) const {
-  if (none()) [[likely]]
+void ForkGuard::require_not_forked(const char* operation) const {
+  if (!forked()) [[likely]]
     return;
   throw CollectiveError(text(operation, ": this process was forked from the one that the group ",
-                             "belongs to; make a group of its own"));
+                             "belongs to; create a group in this process"));
 }
 
 }  // namespace pycollect::dist

@@ -1,5 +1,5 @@
-// Detects that this process was forked after an object was made. A forked child has copies of its
-// parent's locks and none of its threads, so it must not use either.
+// Detects that this process was forked after an object was created. A forked child has copies of
+// its parent's locks but none of its threads, so it must not use either.
 #pragma once
 #include <cstdint>
 
@@ -8,8 +8,8 @@ namespace pycollect::dist {
 class ForkGuard {
  public:
   ForkGuard();
-  bool none() const;  // true if this process was not forked since construction
-  void require_none(const char* operation) const;
+  bool forked() const;  // true in a child of the process that constructed the object
+  void require_not_forked(const char* operation) const;
 
  private:
   const uint64_t before_;

@@ -1,5 +1,5 @@
-// Releases the GIL if this thread holds it. A thread must release it before waiting for another
-// one, which may need it briefly to drop the last reference to a tensor that Python references.
+// Releases the GIL if this thread holds it. A thread must release it before it waits for another
+// thread, which may need the GIL to drop the last reference to a tensor that Python references.
 #pragma once
 #include <pybind11/pybind11.h>
 

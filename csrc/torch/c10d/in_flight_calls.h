@@ -1,6 +1,7 @@
 // Counts the threads inside calls that may wait. When the groups are closed at interpreter exit,
-// these threads wake with an error and must take the GIL while it exists: up to Python 3.13, a
-// thread that comes later is ended by unwinding its stack, which C++ answers with SIGABRT.
+// these threads wake with an error and must take the GIL while it exists: up to Python 3.13, the
+// interpreter ends a later thread by unwinding its stack, which terminates the process with
+// SIGABRT.
 #pragma once
 #include <atomic>
 

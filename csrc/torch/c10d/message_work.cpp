@@ -8,38 +8,38 @@
 
 namespace pycollect::dist {
 
-MessageWork::MessageWork(const MessageInfo& ask, at::Tensor tensor,
+MessageWork::MessageWork(const MessageInfo& info, at::Tensor tensor,
                          std::shared_ptr<TensorStaging> staging, std::shared_ptr<Messages> messages)
-    : ask_(ask),
+    : info_(info),
       tensor_(std::move(tensor)),
       staging_(std::move(staging)),
       fragments_(dynamic_cast<MessageStaging*>(staging_.get())),
       dense_(tensor_),
       messages_(std::move(messages)) {
   if (staging_) {
-    memory_ = staging_->add_tensor(tensor_, !ask_.receives, ask_.receives).base;
+    memory_ = staging_->add_tensor(tensor_, !info_.receives, info_.receives).base;
     staging_->begin_copy_in();
     return;
   }
   if (!tensor_.is_contiguous()) {
     dense_ = at::Tensor(at::detail::empty_cpu(tensor_.sizes(), tensor_.scalar_type()));
-    if (!ask_.receives) copy_strided(dense_, tensor_);
+    if (!info_.receives) copy_strided(dense_, tensor_);
   }
-  memory_ = static_cast<std::byte*>(ask_.receives ? dense_.mutable_data_ptr()
-                                                  : const_cast<void*>(dense_.const_data_ptr()));
+  memory_ = static_cast<std::byte*>(info_.receives ? dense_.mutable_data_ptr()
+                                                   : const_cast<void*>(dense_.const_data_ptr()));
 }
 
 shm::Envelope MessageWork::envelope() const {
   return {static_cast<uint64_t>(tensor_.nbytes()),
-          static_cast<uint8_t>(dtype_of(tensor_, {ask_.name, "tensor"})),
-          static_cast<uint32_t>(ask_.tag)};
+          static_cast<uint8_t>(dtype_of(tensor_, {info_.name, "tensor"})),
+          static_cast<uint32_t>(info_.tag)};
 }
 
 void MessageWork::post(shm::Mailbox& mailbox) {
-  auto posted = ask_.receives ? mailbox.receive(ask_.peer, envelope(), memory_)
-                : fragments_  ? mailbox.send_partly(*ask_.peer, envelope(), memory_,
-                                                    fragments_->arrived_bytes())
-                              : mailbox.send(*ask_.peer, envelope(), memory_);
+  auto posted = info_.receives ? mailbox.receive(info_.peer, envelope(), memory_)
+                : fragments_   ? mailbox.send_partly(*info_.peer, envelope(), memory_,
+                                                     fragments_->arrived_bytes())
+                               : mailbox.send(*info_.peer, envelope(), memory_);
   const std::lock_guard lock(mutex_);
   transfer_ = std::move(posted);
 }
@@ -51,23 +51,23 @@ bool MessageWork::advance(shm::Mailbox& mailbox) {
   device_pending_ = false;
   if (settled_ || failure_ || transfer_->done()) return false;
   try {
-    if (!ask_.receives) return supply(mailbox);
+    if (!info_.receives) return supply(mailbox);
     fragments_->forward(transfer_->moved());
     return true;
   } catch (const std::exception& error) {
     failure_ = std::current_exception();
-    if (!ask_.receives)
+    if (!info_.receives)
       messages_->abort(text("the device of a rank failed in send: ", error.what()));
     return false;
   }
 }
 
 bool MessageWork::supply(shm::Mailbox& mailbox) {
-  const std::size_t there = fragments_->arrived_bytes();
-  mailbox.supply(*transfer_, there);
-  const bool coming = there < static_cast<std::size_t>(tensor_.nbytes());
-  device_pending_ = coming && transfer_->moved() == there;
-  return coming;
+  const std::size_t arrived = fragments_->arrived_bytes();
+  mailbox.supply(*transfer_, arrived);
+  const bool more = arrived < static_cast<std::size_t>(tensor_.nbytes());
+  device_pending_ = more && transfer_->moved() == arrived;
+  return more;
 }
 
 std::vector<Rank> MessageWork::missing(const shm::Mailbox& mailbox) const {
@@ -88,7 +88,7 @@ shm::TransferPtr MessageWork::transfer() const {
 
 Rank MessageWork::peer() const {
   const auto transfer = this->transfer();
-  return transfer ? transfer->peer() : ask_.peer.value_or(-1);
+  return transfer ? transfer->peer() : info_.peer.value_or(-1);
 }
 
 bool MessageWork::is_moved() const {
@@ -96,7 +96,7 @@ bool MessageWork::is_moved() const {
   return error_ || (transfer_ && transfer_->done());
 }
 
-bool MessageWork::calls(shm::Deadline before) const {
+bool MessageWork::is_moved_or_due(shm::Deadline before) const {
   const std::lock_guard lock(mutex_);
   return due_ < before || error_ || (transfer_ && transfer_->done());
 }
@@ -113,7 +113,7 @@ std::shared_ptr<Messages> MessageWork::messages() const {
 
 void MessageWork::settle() {
   c10::intrusive_ptr<Future> future;
-  std::shared_ptr<Messages> last;
+  std::shared_ptr<Messages> released;
   {
     const std::lock_guard lock(mutex_);
     if (settled_ || !(error_ || (transfer_ && transfer_->done()))) return;
@@ -125,7 +125,7 @@ void MessageWork::settle() {
     if (staging_) staging_->release();
     settled_ = true;
     future = future_;
-    last.swap(messages_);
+    released.swap(messages_);
   }
   if (future) complete(*future, {tensor_}, error_, staging());
 }
@@ -134,13 +134,14 @@ void MessageWork::finish() {
   if (failure_) std::rethrow_exception(failure_);
   transfer_->rethrow();
   if (staging_) return staging_->begin_copy_out(context(shm::Deadline::max()));
-  if (ask_.receives && !dense_.is_same(tensor_)) copy_strided(tensor_, dense_);
+  if (info_.receives && !dense_.is_same(tensor_)) copy_strided(tensor_, dense_);
 }
 
-std::string MessageWork::described() const {
+std::string MessageWork::describe() const {
   const Rank peer = this->peer();
-  const char* way = ask_.receives ? " from " : " to ";
-  return peer < 0 ? text(ask_.name, way, "any rank") : text(ask_.name, way, "rank ", peer);
+  const char* direction = info_.receives ? " from " : " to ";
+  return peer < 0 ? text(info_.name, direction, "any rank")
+                  : text(info_.name, direction, "rank ", peer);
 }
 
 bool MessageWork::isCompleted() {
@@ -161,13 +162,13 @@ std::exception_ptr MessageWork::exception() const {
 }
 
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
-  const InFlightCalls under_way;
-  if (staging_) check_no_capture(*staging_, ask_.name);
+  const InFlightCalls in_flight;
+  if (staging_) check_no_capture(*staging_, info_.name);
   if (const auto messages = this->messages()) {
     if (!is_limit(timeout))
-      messages->wait(*this, shm::deadline_after(ask_.timeout));
+      messages->wait(*this, shm::deadline_after(info_.timeout));
     else if (!messages->wait_until(*this, shm::deadline_after(timeout)))
-      throw_unfinished(described(), timeout);
+      throw_unfinished(describe(), timeout);
   }
   if (auto error = exception()) std::rethrow_exception(error);
   if (staging_) staging_->wait_on_current_streams();
@@ -176,7 +177,7 @@ bool MessageWork::wait(std::chrono::milliseconds timeout) {
 
 void MessageWork::abort() {
   if (const auto messages = this->messages())
-    messages->abort(std::string(ask_.name) + " was aborted");
+    messages->abort(std::string(info_.name) + " was aborted");
 }
 
 c10::intrusive_ptr<Future> MessageWork::getFuture() {
@@ -186,7 +187,7 @@ c10::intrusive_ptr<Future> MessageWork::getFuture() {
     if (future_) return future_;
     future_ = new_future(staging());
     complete_now = settled_;
-    due_ = shm::deadline_after(ask_.timeout);
+    due_ = shm::deadline_after(info_.timeout);
   }
   if (complete_now) complete(*future_, {tensor_}, error_, staging());
   return future_;

@@ -1,5 +1,5 @@
 // See messages.h. The service thread polls once a millisecond, and sleeps after a while without
-// messages: a send or receive that is waited for at once must not pay for waking it.
+// messages, because waking it would slow a send or receive that is waited for at once.
 #include "messages.h"
 
 #include <pthread.h>
@@ -15,7 +15,8 @@ namespace {
 
 constexpr std::chrono::milliseconds kTick{1};
 constexpr int kTicksAwake = 100;
-constexpr auto kForEver = std::chrono::hours(24 * 365);
+// For a wait that ends by its own condition: Mailbox::wait must not time out.
+constexpr auto kNoLimit = std::chrono::hours(24 * 365);
 
 }  // namespace
 
@@ -27,31 +28,31 @@ Messages::Messages(std::shared_ptr<shm::Group> group,
       mailbox_(*group_) {}
 
 bool Messages::check(const P2POp& op, const char* name, bool receives) const {
-  fork_guard_.require_none(name);
+  fork_guard_.require_not_forked(name);
   if (op.peer) check_rank(*op.peer, group_->world(), name, receives ? "src" : "dst");
   require(op.tag >= 0, name, ": tag is ", op.tag, "; it must not be negative");
   const Label label{name, "tensor"};
-  const bool away = check_operand(op.tensor, receives ? AccessMode::write : AccessMode::read, label,
-                                  *selector_->devices());
+  const bool on_device = check_operand(op.tensor, receives ? AccessMode::write : AccessMode::read,
+                                       label, *selector_->devices());
   dtype_of(op.tensor, label);
-  return away;
+  return on_device;
 }
 
-// Exists from before a message is visible to any thread until it is listed or complete, so that
+// Exists from before a message is visible to any thread until it is in `open_` or complete, so that
 // closing the group waits for it and misses no message.
 class Messages::PostingScope {
  public:
   PostingScope(Messages& all, const char* name) : all_(all) {
     const std::lock_guard lock(all_.mutex_);
-    if (!all_.takes_more_) throw CollectiveError(text(name, ": the group has been destroyed"));
+    if (!all_.accepting_) throw CollectiveError(text(name, ": the group has been destroyed"));
     if (!all_.thread_.joinable())
       all_.thread_ = shm::new_thread([self = all_.shared_from_this()] { self->serve(); });
-    ++all_.asking_;
-    number = all_.made_++;
+    ++all_.posting_;
+    number = all_.next_number_++;
   }
   ~PostingScope() {
     const std::lock_guard lock(all_.mutex_);
-    if (--all_.asking_ == 0 && !all_.takes_more_) all_.changed_.notify_all();
+    if (--all_.posting_ == 0 && !all_.accepting_) all_.changed_.notify_all();
   }
   PostingScope(const PostingScope&) = delete;
   PostingScope& operator=(const PostingScope&) = delete;
@@ -62,23 +63,25 @@ class Messages::PostingScope {
   Messages& all_;
 };
 
-c10::intrusive_ptr<c10d::Work> Messages::ask(const P2POp& op, const char* name, bool receives) {
-  const bool away = check(op, name, receives);
-  const PostingScope asking(*this, name);
-  const MessageWork::MessageInfo what{name, asking.number, op.peer, op.tag, op.timeout, receives};
+c10::intrusive_ptr<c10d::Work> Messages::submit(const P2POp& op, const char* name, bool receives) {
+  const bool on_device = check(op, name, receives);
+  const PostingScope scope(*this, name);
+  const MessageWork::MessageInfo info{name, scope.number, op.peer, op.tag, op.timeout, receives};
   auto work = c10::make_intrusive<MessageWork>(
-      what, op.tensor, away ? staging_of(op.tensor) : nullptr, shared_from_this());
+      info, op.tensor, on_device ? staging_of(op.tensor) : nullptr, shared_from_this());
   if (receives)
     post(work);
   else
     dispatch(work);
-  return started(std::move(work));
+  return track(std::move(work));
 }
 
-c10::intrusive_ptr<c10d::Work> Messages::send(const P2POp& op) { return ask(op, "send", false); }
-c10::intrusive_ptr<c10d::Work> Messages::receive(const P2POp& op) { return ask(op, "recv", true); }
+c10::intrusive_ptr<c10d::Work> Messages::send(const P2POp& op) { return submit(op, "send", false); }
+c10::intrusive_ptr<c10d::Work> Messages::receive(const P2POp& op) {
+  return submit(op, "recv", true);
+}
 
-c10::intrusive_ptr<c10d::Work> Messages::started(c10::intrusive_ptr<MessageWork> work) {
+c10::intrusive_ptr<c10d::Work> Messages::track(c10::intrusive_ptr<MessageWork> work) {
   if (work->is_moved()) {
     work->settle();
     return work;
@@ -95,18 +98,18 @@ bool Messages::progress() {
   return mailbox_.progress();
 }
 
-void Messages::await(const std::function<bool()>& over, const Suspects& missing,
+void Messages::await(const std::function<bool()>& done, const MissingRanks& missing,
                      shm::Transfer* transfer, const shm::OpContext& context) {
   const auto holds = [&] {
     dispatch_arrived();
     advance_staged();
-    return over();
+    return done();
   };
   mailbox_.wait({holds, missing, transfer, [this] { return polls(); }}, context);
 }
 
 void Messages::wait(MessageWork& work, shm::Deadline deadline) {
-  fork_guard_.require_none(work.ask_.name);
+  fork_guard_.require_not_forked(work.info_.name);
   {
     const std::lock_guard lock(mutex_);
     ++waiting_;
@@ -134,11 +137,11 @@ void Messages::wait(MessageWork& work, shm::Deadline deadline) {
 }
 
 bool Messages::wait_until(MessageWork& work, shm::Deadline deadline) {
-  fork_guard_.require_none(work.ask_.name);
-  const auto over = [&] { return work.is_moved() || shm::Clock::now() >= deadline; };
+  fork_guard_.require_not_forked(work.info_.name);
+  const auto done = [&] { return work.is_moved() || shm::Clock::now() >= deadline; };
   await(
-      over, [&] { return missing(work, group_->gone()); }, work.transfer().get(),
-      work.context(shm::Clock::now() + kForEver));
+      done, [&] { return missing(work, group_->gone()); }, work.transfer().get(),
+      work.context(shm::Clock::now() + kNoLimit));
   work.settle();
   return work.is_moved();
 }
@@ -164,8 +167,9 @@ bool Messages::settle_done(Lock& lock) {
 }
 
 // Called in a polling loop, so it locks each message only once.
-bool Messages::any_calls(shm::Deadline before) const {
-  return std::any_of(open_.begin(), open_.end(), [&](const auto& w) { return w->calls(before); });
+bool Messages::any_moved_or_due(shm::Deadline before) const {
+  return std::any_of(open_.begin(), open_.end(),
+                     [&](const auto& w) { return w->is_moved_or_due(before); });
 }
 
 // Returns the context of the open message whose future has the earliest deadline.
@@ -178,7 +182,8 @@ shm::OpContext Messages::most_urgent() const {
 }
 
 // Returns whether waiting threads can serve all messages. Each moves every message, but checks only
-// its own deadline and peer, so they do not suffice if a future is late or its peer is gone.
+// its own deadline and peer, so they do not suffice if a future's deadline has passed or its peer
+// is gone.
 bool Messages::waiters_suffice() const {
   if (waiting_ == 0) return false;
   const uint64_t gone = group_->gone();
@@ -194,11 +199,11 @@ bool Messages::waiters_suffice() const {
 }
 
 // Moves messages until one is done or due, or until waiting threads suffice.
-void Messages::move_on(Lock& lock) {
+void Messages::await_any(Lock& lock) {
   const shm::OpContext first = most_urgent();
   const auto stop = [&] {
     const std::lock_guard hold(mutex_);
-    return closed_ || any_calls(first.deadline) || waiters_suffice();
+    return closed_ || any_moved_or_due(first.deadline) || waiters_suffice();
   };
   lock.unlock();
   try {
@@ -212,7 +217,7 @@ void Messages::move_on(Lock& lock) {
 void Messages::serve() {
   pthread_setname_np(pthread_self(), "pycollect p2p");
   Lock lock(mutex_);
-  const auto serves = [&] { return !closed_ && !open_.empty() && !waiters_suffice(); };
+  const auto must_progress = [&] { return !closed_ && !open_.empty() && !waiters_suffice(); };
   for (int ticks = 0; !closed_;) {
     if (open_.empty() && ticks >= kTicksAwake) {
       polling_ = true;
@@ -220,27 +225,27 @@ void Messages::serve() {
       polling_ = false;
       ticks = 0;
     }
-    if (!serves() || !polls()) changed_.wait_for(lock, kTick, [&] { return closed_; });
+    if (!must_progress() || !polls()) changed_.wait_for(lock, kTick, [&] { return closed_; });
     ++ticks;
     if (!open_.empty()) ticks = 0;
     while (settle_done(lock)) continue;
-    if (serves()) move_on(lock);
+    if (must_progress()) await_any(lock);
   }
 }
 
-void Messages::take_no_more(shm::Deadline deadline) {
+void Messages::stop_accepting(shm::Deadline deadline) {
   Lock lock(mutex_);
-  takes_more_ = false;
-  changed_.wait_until(lock, deadline, [&] { return asking_ == 0; });
+  accepting_ = false;
+  changed_.wait_until(lock, deadline, [&] { return posting_ == 0; });
 }
 
 // Makes progress at least once: another group may have used up the shutdown timeout.
 void Messages::finish(shm::Deadline deadline) {
-  const shm::OpContext context{"destroy_process_group", 0, shm::Clock::now() + kForEver};
+  const shm::OpContext context{"destroy_process_group", 0, shm::Clock::now() + kNoLimit};
   group_->require_healthy(context);
   progress();
-  const auto over = [&] { return (mailbox_.idle() && !polls()) || shm::Clock::now() >= deadline; };
-  await(over, [this] { return missing(); }, nullptr, context);
+  const auto done = [&] { return (mailbox_.idle() && !polls()) || shm::Clock::now() >= deadline; };
+  await(done, [this] { return missing(); }, nullptr, context);
 }
 
 // A callback may run this on the service thread itself, which then ends by itself.
@@ -260,14 +265,14 @@ void Messages::end_thread() {
 }
 
 void Messages::close(shm::Deadline deadline) {
-  take_no_more(deadline);
+  stop_accepting(deadline);
   try {
     finish(deadline);
   } catch (const std::exception&) {
     // The group is aborted; the pending messages fail with its error below.
   }
-  drop_pending_sends(std::make_exception_ptr(
-      CollectiveError("send: the group was destroyed before the tensor's stream reached it")));
+  drop_pending_sends(std::make_exception_ptr(CollectiveError(
+      "send: the group was destroyed before the tensor's stream reached the send")));
   if (!mailbox_.idle()) group_->abort("it was destroyed while messages were under way");
   fail_with_group();
   end_thread();
@@ -281,8 +286,10 @@ void Messages::close(shm::Deadline deadline) {
   any_staged_ = any_device_send_ = false;
 }
 
-// See messages.h: messages of device tensors. Sends are posted in order once their data is in host
-// memory. A message in fragments is posted with the first one, and the others follow.
+// The functions below are for messages of device tensors. Sends are posted in order, once their
+// data is in host memory. A message in fragments is posted with the first one, and the others
+// follow.
+
 std::shared_ptr<TensorStaging> Messages::staging_of(const at::Tensor& tensor) const {
   if (MessageStaging::serves(tensor)) return std::make_shared<MessageStaging>(devices_);
   return stage_through_host(devices_);
@@ -295,7 +302,7 @@ void Messages::post(const c10::intrusive_ptr<MessageWork>& work) {
     const std::lock_guard lock(staged_mutex_);
     staged_.push_back(work);
     any_staged_ = true;
-    if (!work->ask_.receives) any_device_send_ = true;
+    if (!work->info_.receives) any_device_send_ = true;
   }
   if (any_device_send_) mailbox_.wake();
 }
@@ -303,21 +310,21 @@ void Messages::post(const c10::intrusive_ptr<MessageWork>& work) {
 // Runs in one thread at a time: another thread returns at once, and may poll again.
 void Messages::advance_staged() {
   if (!any_staged_) return;
-  std::vector<c10::intrusive_ptr<MessageWork>> over;  // released without the lock
+  std::vector<c10::intrusive_ptr<MessageWork>> finished;  // released without the lock
   const std::unique_lock lock(staged_mutex_, std::try_to_lock);
   if (!lock) return;
-  bool coming = false;
+  bool any_send = false;
   std::erase_if(staged_, [&](c10::intrusive_ptr<MessageWork>& work) {
     const bool more = work->advance(mailbox_);
-    coming |= more && !work->ask_.receives;
-    if (!more) over.push_back(std::move(work));
+    any_send |= more && !work->info_.receives;
+    if (!more) finished.push_back(std::move(work));
     return !more;
   });
   any_staged_ = !staged_.empty();
-  any_device_send_ = coming;
+  any_device_send_ = any_send;
 }
 
-// Queues behind unposted sends: a message must not overtake an earlier one to the same rank.
+// Queues a send after unposted ones: a message must not overtake an earlier one to the same rank.
 void Messages::dispatch(const c10::intrusive_ptr<MessageWork>& work) {
   if (!work->staging_ && !any_pending_send_) return post(work);
   {
@@ -329,8 +336,9 @@ void Messages::dispatch(const c10::intrusive_ptr<MessageWork>& work) {
   if (any_pending_send_) mailbox_.wake();  // waiting threads must now poll for this send
 }
 
-// Returns true if the message was posted or has failed. The peer may already wait for it.
-bool Messages::leave(const c10::intrusive_ptr<MessageWork>& work) {
+// Returns true if the message was posted or has failed. A device error aborts the group, because
+// the peer may already wait for the message.
+bool Messages::try_post(const c10::intrusive_ptr<MessageWork>& work) {
   try {
     if (work->staging_ && !work->staging_->inputs_ready()) return false;
     post(work);
@@ -343,19 +351,20 @@ bool Messages::leave(const c10::intrusive_ptr<MessageWork>& work) {
   return true;
 }
 
-// A send that its stream holds up does not delay messages to other ranks.
+// Posts the sends whose data has arrived. A send that has to wait for its stream delays only later
+// sends to the same rank.
 void Messages::dispatch_arrived() {
   if (!any_pending_send_) return;
-  std::vector<c10::intrusive_ptr<MessageWork>> over;  // released without the lock
+  std::vector<c10::intrusive_ptr<MessageWork>> finished;  // released without the lock
   const std::lock_guard lock(pending_mutex_);
   uint64_t held_up = 0;  // bit mask of ranks
   std::erase_if(pending_sends_, [&](c10::intrusive_ptr<MessageWork>& work) {
-    const uint64_t peer = uint64_t{1} << *work->ask_.peer;
-    if ((held_up & peer) != 0 || !leave(work)) {
+    const uint64_t peer = uint64_t{1} << *work->info_.peer;
+    if ((held_up & peer) != 0 || !try_post(work)) {
       held_up |= peer;
       return false;
     }
-    over.push_back(std::move(work));
+    finished.push_back(std::move(work));
     return true;
   });
   any_pending_send_ = !pending_sends_.empty();
@@ -371,7 +380,8 @@ void Messages::fail_with_group() {
   }
 }
 
-// Names a receiver that is gone, even if a device of this rank still holds the message up.
+// Returns the ranks that the message depends on: its peer alone if that is gone, even if a device
+// of this rank still delays the message.
 std::vector<Rank> Messages::missing(const MessageWork& work, uint64_t gone) const {
   const Rank peer = work.transfer() ? work.peer() : group_->rank();
   return peer >= 0 && (gone >> peer & 1) != 0 ? std::vector<Rank>{peer} : work.missing(mailbox_);
@@ -390,10 +400,10 @@ std::vector<Rank> Messages::missing() {
 }
 
 void Messages::drop_pending_sends(const std::exception_ptr& error) {
-  std::deque<c10::intrusive_ptr<MessageWork>> over;  // released without the lock
+  std::deque<c10::intrusive_ptr<MessageWork>> finished;  // released without the lock
   const std::lock_guard lock(pending_mutex_);
   for (const auto& work : pending_sends_) work->fail(error);
-  over.swap(pending_sends_);
+  finished.swap(pending_sends_);
   any_pending_send_ = false;
 }
 

@@ -1,8 +1,8 @@
 // send and recv. Every message makes progress by itself, independently of collectives. A waiting
-// thread moves all messages; a service thread, started before the first message, does if none
-// waits. A send from a device is posted once its data is in host memory, in order with other sends
-// to the same peer; a large one goes in fragments, as they arrive. Device copies ring no doorbell,
-// so waiting threads poll while any are outstanding.
+// thread moves all messages; if none waits, a service thread does, which starts before the first
+// message. A send from a device is posted once its data is in host memory, in order with other
+// sends to the same peer; a large one goes in fragments, as they arrive. Device copies ring no
+// doorbell, so waiting threads poll while any copy is pending.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -32,7 +32,7 @@ class MessageWork final : public GroupWork {
     bool receives;
   };
   // `staging` stages a device tensor; null: a host tensor.
-  MessageWork(const MessageInfo& ask, at::Tensor tensor, std::shared_ptr<TensorStaging> staging,
+  MessageWork(const MessageInfo& info, at::Tensor tensor, std::shared_ptr<TensorStaging> staging,
               std::shared_ptr<Messages> messages);
 
   bool isCompleted() override;
@@ -49,7 +49,7 @@ class MessageWork final : public GroupWork {
 
  private:
   friend class Messages;
-  std::string described() const;
+  std::string describe() const;
   shm::Envelope envelope() const;
   Rank peer() const;
   // Posts the message to the mailbox.
@@ -59,19 +59,19 @@ class MessageWork final : public GroupWork {
   bool supply(shm::Mailbox& mailbox);
   void fail(std::exception_ptr error);  // for an error before the message is posted
   shm::TransferPtr transfer() const;
-  bool is_moved() const;                   // true also after a failure
-  bool calls(shm::Deadline before) const;  // is moved or failed, or is due before then
-  void finish();                           // throws its error, or copies it to the tensor
+  bool is_moved() const;                             // true also after a failure
+  bool is_moved_or_due(shm::Deadline before) const;  // true also after a failure
+  void finish();  // throws the transfer's error, or copies the data to the tensor
   // Completes a message that was moved or has failed. Thread-safe, and may be called repeatedly.
   void settle();
   std::shared_ptr<Messages> messages() const;
-  std::vector<Rank> missing(const shm::Mailbox& mailbox) const;  // ranks that it waits for
-  shm::Deadline due() const;  // the limit for its future, which has none itself
+  std::vector<Rank> missing(const shm::Mailbox& mailbox) const;  // ranks that it depends on
+  shm::Deadline due() const;  // deadline of its future; Deadline::max() without a future
   shm::OpContext context(shm::Deadline deadline) const {
-    return {ask_.name, ask_.number, deadline};
+    return {info_.name, info_.number, deadline};
   }
 
-  const MessageInfo ask_;
+  const MessageInfo info_;
   const at::Tensor tensor_;
   const std::shared_ptr<TensorStaging> staging_;
   MessageStaging* const fragments_;  // `staging_`, if the message goes in fragments; else null
@@ -80,8 +80,8 @@ class MessageWork final : public GroupWork {
   std::shared_ptr<Messages> messages_;  // null once the message is settled
   shm::TransferPtr transfer_;           // null until the message is posted
   mutable std::mutex mutex_;
-  bool settled_ = false,
-       device_pending_ = false;  // device_pending_: the next fragment is on this rank's device
+  bool settled_ = false;
+  bool device_pending_ = false;  // true: the next fragment is still on this rank's device
   std::exception_ptr error_;
   std::exception_ptr failure_;  // a device error, while the mailbox uses the memory
   c10::intrusive_ptr<Future> future_;
@@ -103,8 +103,8 @@ class Messages : public std::enable_shared_from_this<Messages> {
   // Throws if send() or receive() would, before data moves. Returns whether the tensor is on a
   // device.
   bool check(const P2POp& op, const char* name, bool receives) const;
-  // Refuses new messages and lets pending ones finish until the deadline. Then aborts the group if
-  // any are left, which fail with it.
+  // Refuses new messages and lets pending ones finish until the deadline. If any are left then,
+  // aborts the group, which fails them.
   void close(shm::Deadline deadline);
   void abort(const std::string& why) { group_->abort(why); }
   bool progress();  // returns true if any message has moved
@@ -113,21 +113,21 @@ class Messages : public std::enable_shared_from_this<Messages> {
   friend class MessageWork;
   using Lock = std::unique_lock<std::mutex>;
   class PostingScope;  // defined in messages.cpp
-  c10::intrusive_ptr<c10d::Work> ask(const P2POp& op, const char* name, bool receives);
-  c10::intrusive_ptr<c10d::Work> started(c10::intrusive_ptr<MessageWork> work);
-  using Suspects = std::function<std::vector<Rank>()>;
-  // Moves all messages until `over` returns true; `transfer`, if given, is the awaited transfer.
+  c10::intrusive_ptr<c10d::Work> submit(const P2POp& op, const char* name, bool receives);
+  c10::intrusive_ptr<c10d::Work> track(c10::intrusive_ptr<MessageWork> work);
+  using MissingRanks = std::function<std::vector<Rank>()>;
+  // Moves all messages until `done` returns true; `transfer`, if given, is the awaited transfer.
   // Throws what Mailbox::wait throws.
-  void await(const std::function<bool()>& over, const Suspects& missing, shm::Transfer* transfer,
-             const shm::OpContext& context);
+  void await(const std::function<bool()>& done, const MissingRanks& missing,
+             shm::Transfer* transfer, const shm::OpContext& context);
   void wait(MessageWork& work, shm::Deadline deadline);
   bool wait_until(MessageWork& work, shm::Deadline deadline);
   void forget(const MessageWork& work);  // removes a settled message
   bool settle_done(Lock& lock);
-  void move_on(Lock& lock);
+  void await_any(Lock& lock);
   void serve();
 
-  void take_no_more(shm::Deadline deadline);
+  void stop_accepting(shm::Deadline deadline);
   void finish(shm::Deadline deadline);
   void end_thread();
 
@@ -139,9 +139,9 @@ class Messages : public std::enable_shared_from_this<Messages> {
 
   void dispatch(const c10::intrusive_ptr<MessageWork>& work);
   void dispatch_arrived();
-  bool leave(const c10::intrusive_ptr<MessageWork>& work);
+  bool try_post(const c10::intrusive_ptr<MessageWork>& work);
   void drop_pending_sends(const std::exception_ptr& error);
-  bool any_calls(shm::Deadline before) const;
+  bool any_moved_or_due(shm::Deadline before) const;
   shm::OpContext most_urgent() const;
   bool waiters_suffice() const;
   std::vector<Rank> missing(const MessageWork& work, uint64_t gone) const;
@@ -157,10 +157,10 @@ class Messages : public std::enable_shared_from_this<Messages> {
   std::condition_variable changed_;
   std::vector<c10::intrusive_ptr<MessageWork>> open_;  // messages not done when last checked
   std::thread thread_;
-  int waiting_ = 0;  // threads that wait for a message, and move all
-  int asking_ = 0;   // threads inside `ask`
-  bool takes_more_ = true, closed_ = false, polling_ = false;
-  uint64_t made_ = 0;
+  int waiting_ = 0;  // threads that wait for a message, and move all messages
+  int posting_ = 0;  // threads inside submit()
+  bool accepting_ = true, closed_ = false, polling_ = false;
+  uint64_t next_number_ = 0;
 
   std::mutex pending_mutex_;  // held while posting to the mailbox; never locked under mutex_
   std::deque<c10::intrusive_ptr<MessageWork>> pending_sends_;  // sends that are not posted yet

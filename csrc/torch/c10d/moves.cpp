@@ -8,10 +8,10 @@ namespace {
 
 constexpr const char *kInput = "input", *kOutput = "output";
 
-std::size_t all(GroupRank me) { return static_cast<std::size_t>(me.world); }
+std::size_t world_size(GroupRank me) { return static_cast<std::size_t>(me.world); }
 
-// The form of a call in which only the two ends of a transfer know its size.
-RequestForm between(std::size_t input_blocks, std::size_t output_blocks, int64_t root = 0) {
+// Returns the form of a call in which only the sender and the receiver of a block know its size.
+RequestForm irregular_form(std::size_t input_blocks, std::size_t output_blocks, int64_t root = 0) {
   return {.input_blocks = input_blocks,
           .output_blocks = output_blocks,
           .root = static_cast<Rank>(root),
@@ -23,7 +23,7 @@ RequestForm between(std::size_t input_blocks, std::size_t output_blocks, int64_t
 // The input of all_gather may be this rank's own part of the output.
 void all_gather(Call& call, GroupRank me, const TensorLists& outputs, const Tensors& inputs) {
   check_lists(call, me, inputs, outputs);
-  Binder binder(call, me, {.input_blocks = 1, .output_blocks = all(me)});
+  Binder binder(call, me, {.input_blocks = 1, .output_blocks = world_size(me)});
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     const Label input = label_of(call, kInput, inputs, i);
     const std::size_t request = binder.request(dtype_of(inputs[i], input));
@@ -38,14 +38,14 @@ void all_gather(Call& call, GroupRank me, const TensorLists& outputs, const Tens
       if (r == me.rank) own = span;
       call.results.push_back(output);
     }
-    binder.add_input(request, 0, binder.read_inside(inputs[i], input, own));
+    binder.add_input(request, 0, binder.read_whole_aliasing(inputs[i], input, own));
   }
   binder.finish();
 }
 
 void all_gather_single(Call& call, GroupRank me, const Tensors& outputs, const Tensors& inputs) {
   check_pairs(call, outputs, inputs);
-  Binder binder(call, me, {.input_blocks = 1, .output_blocks = all(me)});
+  Binder binder(call, me, {.input_blocks = 1, .output_blocks = world_size(me)});
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     const Label input = label_of(call, kInput, inputs, i);
     const Label output = label_of(call, kOutput, outputs, i);
@@ -53,8 +53,9 @@ void all_gather_single(Call& call, GroupRank me, const Tensors& outputs, const T
     const std::size_t request = binder.request(dtype_of(inputs[i], input));
     const shm::BufferSegment whole = binder.write(outputs[i], output);
     binder.add_whole_output(request, whole);
-    binder.add_input(request, 0,
-                     binder.read_inside(inputs[i], input, binder.part(request, whole, me.rank)));
+    binder.add_input(
+        request, 0,
+        binder.read_whole_aliasing(inputs[i], input, binder.part(request, whole, me.rank)));
   }
   binder.finish();
   call.results = outputs;
@@ -66,7 +67,7 @@ void gather(Call& call, GroupRank me, const TensorLists& outputs, const Tensors&
   check_one(call, "inputs", inputs.size());
   const bool receives = me.rank == root;
   const Label input{call.name, "tensor"};
-  Binder binder(call, me, between(1, receives ? all(me) : 0, root));
+  Binder binder(call, me, irregular_form(1, receives ? world_size(me) : 0, root));
   const std::size_t request = binder.request(dtype_of(inputs[0], input));
   shm::BufferSegment own{};
   if (receives) {
@@ -83,7 +84,7 @@ void gather(Call& call, GroupRank me, const TensorLists& outputs, const Tensors&
   } else {
     require(outputs.empty(), call.name, ": this rank is not dst; pass no gather_list");
   }
-  binder.add_input(request, 0, binder.read_inside(inputs[0], input, own));
+  binder.add_input(request, 0, binder.read_whole_aliasing(inputs[0], input, own));
   binder.finish();
 }
 
@@ -92,7 +93,7 @@ void gather_single(Call& call, GroupRank me, const at::Tensor& output, const at:
   check_rank(root, me.world, call.name, "dst");
   const bool receives = me.rank == root;
   const Label in{call.name, kInput}, out{call.name, kOutput};
-  Binder binder(call, me, between(1, receives ? all(me) : 0, root));
+  Binder binder(call, me, irregular_form(1, receives ? world_size(me) : 0, root));
   const std::size_t request = binder.request(dtype_of(input, in));
   shm::BufferSegment own{};
   if (receives) {
@@ -102,7 +103,7 @@ void gather_single(Call& call, GroupRank me, const at::Tensor& output, const at:
     own = binder.part(request, whole, me.rank);
     call.results = {output};
   }
-  binder.add_input(request, 0, binder.read_inside(input, in, own));
+  binder.add_input(request, 0, binder.read_whole_aliasing(input, in, own));
   binder.finish();
 }
 
@@ -112,7 +113,7 @@ void scatter(Call& call, GroupRank me, const Tensors& outputs, const TensorLists
   check_one(call, "outputs", outputs.size());
   const bool sends = me.rank == root;
   const Label output{call.name, "tensor"};
-  Binder binder(call, me, between(sends ? all(me) : 0, 1, root));
+  Binder binder(call, me, irregular_form(sends ? world_size(me) : 0, 1, root));
   const std::size_t request = binder.request(dtype_of(outputs[0], output));
   const shm::BufferSegment own = binder.write(outputs[0], output);
   binder.add_output(request, 0, own);
@@ -122,7 +123,7 @@ void scatter(Call& call, GroupRank me, const Tensors& outputs, const TensorLists
       const Label label{call.name, "scatter_list", r};
       check_dtype(inputs[0][r], label, outputs[0], output);
       if (r == me.rank) check_size(inputs[0][r], label, outputs[0], output);
-      binder.add_input(request, r, binder.read_beside(inputs[0][r], label, own));
+      binder.add_input(request, r, binder.read_aliasing(inputs[0][r], label, own));
     }
   } else {
     require(inputs.empty(), call.name, ": this rank is not src; pass no scatter_list");
@@ -134,7 +135,7 @@ void scatter(Call& call, GroupRank me, const Tensors& outputs, const TensorLists
 void all_to_all(Call& call, GroupRank me, const Tensors& outputs, const Tensors& inputs) {
   check_list(call, me, outputs);
   check_list(call, me, inputs);
-  Binder binder(call, me, between(all(me), all(me)));
+  Binder binder(call, me, irregular_form(world_size(me), world_size(me)));
   const Label first{call.name, "output_list", 0};
   const std::size_t request = binder.request(dtype_of(outputs[0], first));
   for (Rank r = 0; r < me.world; ++r) {
@@ -151,14 +152,14 @@ void all_to_all(Call& call, GroupRank me, const Tensors& outputs, const Tensors&
 
 namespace {
 
-// Returns the number of elements for each rank.
-Sizes cut(const at::Tensor& t, const Label& label, const std::vector<int64_t>& splits,
-          const char* what, int world) {
+// Returns the number of elements that go to, or come from, each rank.
+Sizes split_counts(const at::Tensor& t, const Label& label, const std::vector<int64_t>& splits,
+                   const char* what, int world) {
   require(t.dim() > 0, label.call, ": ", label, " has no dimension to split; pass .reshape(1)");
   const int64_t rows = t.size(0), row = rows == 0 ? 0 : t.numel() / rows;
   if (splits.empty()) {
     require(rows % world == 0, label.call, ": ", label, " has a first dimension of ", rows,
-            ", which ", world, " ranks do not divide; pass ", what);
+            ", which is not divisible by ", world, " ranks; pass ", what);
     return Sizes(world, rows / world * row);
   }
   int64_t total = 0;
@@ -180,18 +181,19 @@ void all_to_all_single(Call& call, GroupRank me, const at::Tensor& output, const
                        const Splits& splits) {
   const Label in{call.name, kInput}, out{call.name, kOutput};
   check_dtype(input, in, output, out);
-  const Sizes sent = cut(input, in, splits.input, "input_split_sizes", me.world);
-  const Sizes got = cut(output, out, splits.output, "output_split_sizes", me.world);
-  require(sent[me.rank] == got[me.rank], call.name, ": this rank keeps ", sent[me.rank],
-          " elements of ", in, " for itself and has room for ", got[me.rank], " of them in ", out);
-  Binder binder(call, me, between(all(me), all(me)));
+  const Sizes sent = split_counts(input, in, splits.input, "input_split_sizes", me.world);
+  const Sizes received = split_counts(output, out, splits.output, "output_split_sizes", me.world);
+  require(sent[me.rank] == received[me.rank], call.name, ": this rank sends ", sent[me.rank],
+          " elements of ", in, " to itself and has room for ", received[me.rank], " in ", out,
+          "; both must be equal");
+  Binder binder(call, me, irregular_form(world_size(me), world_size(me)));
   const std::size_t request = binder.request(dtype_of(output, out));
   const std::size_t item = item_bytes(call.requests[request].dtype);
   shm::BufferSegment to = binder.write(output, out), from = binder.read(input, in);
   for (Rank r = 0; r < me.world; ++r) {
-    binder.add_output(request, r, {to.base, got[r]});
+    binder.add_output(request, r, {to.base, received[r]});
     binder.add_input(request, r, {from.base, sent[r]});
-    to.base += got[r] * item;
+    to.base += received[r] * item;
     from.base += sent[r] * item;
   }
   binder.finish();

@@ -16,9 +16,9 @@ struct Options final : c10d::Backend::Options {
 
   std::string algorithm = {};  // used by every collective that has it; empty: automatic
   std::size_t buffer_bytes = shm::Settings{}.buffer_bytes;
-  std::optional<std::size_t> symmetric_heap_bytes =
-      {};  // of a rank's heap (address space); none: default
-  // GPU memory of each rank for staging. A piece of a large message is half of it, so that a
+  // Address space of each rank's symmetric heap; none: default.
+  std::optional<std::size_t> symmetric_heap_bytes = {};
+  // GPU memory of each rank for staging. A piece of a large collective is half of it, so that a
   // piece's fixed cost, some 20 us of synchronization, is a few percent. The value is a guess.
   std::size_t cuda_buffer_bytes = 32 << 20;
   std::string cuda_transport = kAutoTransport;  // transport of GPU tensors

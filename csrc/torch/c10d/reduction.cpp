@@ -10,9 +10,10 @@
 namespace pycollect::dist {
 namespace {
 
-// Waits for a factor on a device, so the call's tensors must have been checked before.
+// Returns the factor. If it is on a device, waits for that, so the call's tensors must have been
+// checked before.
 at::Scalar factor_of(const c10d::_SupplementBase& supplement) {
-  // Type made by torch._make_nccl_premul_sum; PREMUL_SUM has no other supplement.
+  // torch.distributed._make_nccl_premul_sum makes this type, the only supplement of PREMUL_SUM.
   const auto& given = static_cast<const c10d::NCCLPreMulSumSupplement&>(supplement);
   return given.tensor_factor.defined() ? given.tensor_factor.item()
                                        : at::Scalar(given.double_factor);
@@ -20,8 +21,8 @@ at::Scalar factor_of(const c10d::_SupplementBase& supplement) {
 
 Binder::Fill product(const at::Tensor& t, const at::Scalar& factor) {
   return [t, factor](const at::Tensor& into) {
-    const at::AutoDispatchBelowADInplaceOrView as_memory;  // works on any thread, as in `lay`
-    if (at::isFloatingType(t.scalar_type()) && t.element_size() == 1) {  // torch cannot multiply
+    const at::AutoDispatchBelowADInplaceOrView as_memory;                // allows inference tensors
+    if (at::isFloatingType(t.scalar_type()) && t.element_size() == 1) {  // no mul in torch
       into.copy_(at::mul(t.to(at::kFloat), factor));
       return;
     }
@@ -58,11 +59,14 @@ Reduction::Reduction(const c10d::ReduceOp& op, const char* call) {
       op_ = ReduceOp::bxor;
       return;
     case c10d::ReduceOp::PREMUL_SUM:
-      require(op.supplement_ != nullptr, call, ": PREMUL_SUM without a factor");
+      require(op.supplement_ != nullptr, call,
+              ": PREMUL_SUM has no factor; make the op with "
+              "torch.distributed._make_nccl_premul_sum(factor)");
       supplement_ = op.supplement_;
       return;
     default:
-      require_type(false, call, ": the op is not one of torch.distributed.ReduceOp");
+      require_type(false, call,
+                   ": the op is not supported; pass one of torch.distributed.ReduceOp");
   }
 }
 
@@ -74,17 +78,17 @@ DType Reduction::dtype(const at::Tensor& t, const Label& label) const {
 
 Binder::Fill Reduction::scaled(const at::Tensor& t, const Label& label) const {
   const at::ScalarType type = t.scalar_type();
-  require_type(type != at::kBool, label.call, ": PREMUL_SUM is not defined for bool");
+  require_type(type != at::kBool, label.call, ": PREMUL_SUM is not defined for bool; pass numbers");
   const at::Scalar given = factor_of(*supplement_);
   if (at::isFloatingType(type) || at::isComplexType(type)) {
     require_type(at::isComplexType(type) || !given.isComplex(), label.call, ": PREMUL_SUM of ",
-                 label, ", ", dtype_name(t), ", by a complex factor");
+                 label, ", ", dtype_name(t), ", needs a real factor; the factor is complex");
     return product(t, given);
   }
   const double factor = given.toDouble();
   require_type(factor == static_cast<double>(static_cast<int64_t>(factor)), label.call,
-               ": PREMUL_SUM of ", label, ", ", dtype_name(t), ", by ", factor,
-               "; integers take whole factors");
+               ": PREMUL_SUM of ", label, ", ", dtype_name(t),
+               ", needs an integer factor; the factor is ", factor);
   return product(t, at::Scalar(static_cast<int64_t>(factor)));
 }
 

@@ -7,35 +7,36 @@
 namespace pycollect::dist {
 namespace {
 
-// A call in place. PREMUL_SUM reads the products from separate memory instead.
+// This rank's part in a reduction or broadcast. Calls are in place, except that PREMUL_SUM reads
+// the products from separate memory.
 struct ReductionRole {
   Reduction reduction;
   bool reads, writes;  // whether this rank's tensor is an input, and whether it is written
   Rank root = 0;
 };
 
-void bind(const ReductionRole& what, Binder& binder, const at::Tensor& t, const Label& label) {
-  const std::size_t request = binder.request(what.reduction.dtype(t, label));
-  const bool reads = what.reads && !what.reduction.scales();  // else the products are read
-  const shm::BufferSegment span = !what.writes ? binder.read(t, label)
+void bind(const ReductionRole& role, Binder& binder, const at::Tensor& t, const Label& label) {
+  const std::size_t request = binder.request(role.reduction.dtype(t, label));
+  const bool reads = role.reads && !role.reduction.scales();  // else the products are read
+  const shm::BufferSegment span = !role.writes ? binder.read(t, label)
                                   : reads      ? binder.update(t, label)
                                                : binder.write(t, label);
-  if (!what.reduction.scales()) return binder.add_input(request, 0, span);
-  binder.add_input(request, 0, binder.compute(t, what.reduction.scaled(t, label)));
-  if (what.writes) binder.add_output(request, 0, span);
+  if (!role.reduction.scales()) return binder.add_input(request, 0, span);
+  binder.add_input(request, 0, binder.compute(t, role.reduction.scaled(t, label)));
+  if (role.writes) binder.add_output(request, 0, span);
 }
 
-void bind_all(Call& call, GroupRank me, const Tensors& tensors, const ReductionRole& what) {
+void bind_all(Call& call, GroupRank me, const Tensors& tensors, const ReductionRole& role) {
   require(!tensors.empty(), call.name, ": no tensors were passed; pass at least one");
-  const bool apart = what.reduction.scales();
+  const bool out_of_place = role.reduction.scales();
   Binder binder(call, me,
                 {.input_blocks = 1,
-                 .output_blocks = apart && what.writes,
-                 .op = what.reduction.op(),
-                 .root = what.root,
-                 .in_place = !apart});
+                 .output_blocks = out_of_place && role.writes,
+                 .op = role.reduction.op(),
+                 .root = role.root,
+                 .in_place = !out_of_place});
   for (std::size_t i = 0; i < tensors.size(); ++i)
-    bind(what, binder, tensors[i], label_of(call, "tensors", tensors, i));
+    bind(role, binder, tensors[i], label_of(call, "tensors", tensors, i));
   binder.finish();
   call.results = tensors;
 }
@@ -62,7 +63,7 @@ void broadcast(Call& call, GroupRank me, const Tensors& tensors, int64_t root) {
 
 namespace {
 
-Binder scattering(Call& call, GroupRank me, const Reduction& reduction) {
+Binder reduce_scatter_binder(Call& call, GroupRank me, const Reduction& reduction) {
   return {call,
           me,
           {.input_blocks = static_cast<std::size_t>(me.world),
@@ -76,7 +77,7 @@ Binder scattering(Call& call, GroupRank me, const Reduction& reduction) {
 void reduce_scatter(Call& call, GroupRank me, const Tensors& outputs, const TensorLists& inputs,
                     const c10d::ReduceOp& op) {
   const Reduction reduction(op, call.name);
-  Binder binder = scattering(call, me, reduction);
+  Binder binder = reduce_scatter_binder(call, me, reduction);
   check_lists(call, me, outputs, inputs);
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     const Label output{call.name, "output"};
@@ -88,7 +89,7 @@ void reduce_scatter(Call& call, GroupRank me, const Tensors& outputs, const Tens
       const at::Tensor& input = inputs[i][r];
       check_dtype(input, label, outputs[i], output);
       if (r == me.rank) check_size(input, label, outputs[i], output);
-      const shm::BufferSegment span = binder.read_beside(input, label, own);
+      const shm::BufferSegment span = binder.read_aliasing(input, label, own);
       binder.add_input(
           request, r,
           reduction.scales() ? binder.compute(input, reduction.scaled(input, label)) : span);
@@ -101,7 +102,7 @@ void reduce_scatter(Call& call, GroupRank me, const Tensors& outputs, const Tens
 void reduce_scatter_single(Call& call, GroupRank me, const Tensors& outputs, const Tensors& inputs,
                            const c10d::ReduceOp& op) {
   const Reduction reduction(op, call.name);
-  Binder binder = scattering(call, me, reduction);
+  Binder binder = reduce_scatter_binder(call, me, reduction);
   check_pairs(call, outputs, inputs);
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     const Label output = label_of(call, "output", outputs, i);
@@ -110,7 +111,8 @@ void reduce_scatter_single(Call& call, GroupRank me, const Tensors& outputs, con
     const std::size_t request = binder.request(reduction.dtype(outputs[i], output));
     const shm::BufferSegment own = binder.write(outputs[i], output);
     binder.add_output(request, 0, own);
-    const shm::BufferSegment span = binder.read_beside(inputs[i], input, own, me.rank * own.count);
+    const shm::BufferSegment span =
+        binder.read_aliasing(inputs[i], input, own, me.rank * own.count);
     binder.add_whole_input(
         request,
         reduction.scales() ? binder.compute(inputs[i], reduction.scaled(inputs[i], input)) : span);

@@ -19,15 +19,15 @@ void check_dtype(const at::Tensor& t, const Label& label, const at::Tensor& othe
 void check_size(const at::Tensor& t, const Label& label, const at::Tensor& other,
                 const Label& other_label) {
   require(t.numel() == other.numel(), label.call, ": ", label, " has ", t.numel(), " elements and ",
-          other_label, " has ", other.numel(), "; both must have the same");
+          other_label, " has ", other.numel(), "; both must have the same number");
 }
 
 void check_joined(const at::Tensor& joined, const Label& label, const at::Tensor& part,
                   const Label& part_label, int world) {
   check_dtype(joined, label, part, part_label);
   require(joined.numel() == part.numel() * world, label.call, ": ", label, " has ", joined.numel(),
-          " elements; ", world, " ranks and ", part_label, " of ", part.numel(), " elements need ",
-          part.numel() * world);
+          " elements; it must have ", part.numel() * world, ", the ", part.numel(), " elements of ",
+          part_label, " for each of ", world, " ranks");
 }
 
 void check_pairs(const Call& call, const Tensors& outputs, const Tensors& inputs) {
@@ -37,18 +37,18 @@ void check_pairs(const Call& call, const Tensors& outputs, const Tensors& inputs
 
 void check_list(const Call& call, GroupRank me, const Tensors& list) {
   require(static_cast<int>(list.size()) == me.world, call.name, ": a list has ", list.size(),
-          " tensors; ", me.world, " ranks need ", me.world);
+          " tensors; pass one for each of ", me.world, " ranks");
 }
 
 void check_lists(const Call& call, GroupRank me, const Tensors& tensors,
                  const std::vector<Tensors>& lists) {
   require(!tensors.empty() && lists.size() == tensors.size(), call.name, ": ", lists.size(),
-          " lists for ", tensors.size(), " tensors; pass one list for each");
+          " lists for ", tensors.size(), " tensors; pass one list for each tensor");
   for (const Tensors& list : lists) check_list(call, me, list);
 }
 
 void check_one(const Call& call, const char* what, std::size_t given) {
-  require(given == 1, call.name, ": ", given, " ", what, " were passed; this rank passes 1");
+  require(given == 1, call.name, ": ", given, " ", what, " were passed; pass 1");
 }
 
 }  // namespace pycollect::dist

@@ -1,4 +1,4 @@
-// See backend.h: closing a group in its destructor, in shutdown(), or at process exit.
+// The end of a group: in Backend's destructor, in shutdown(), or at process exit.
 #include <algorithm>
 #include <set>
 #include <thread>
@@ -17,7 +17,7 @@ namespace {
 constexpr std::chrono::milliseconds kShutdownTimeout{5000};
 // Time for threads that wake when the groups close; they only have to raise an error. Threads that
 // close a group themselves have the shutdown timeout before that.
-constexpr std::chrono::milliseconds kWaking{1000};
+constexpr std::chrono::milliseconds kWakeTimeout{1000};
 
 void warn_of(const std::exception_ptr& unreported) {
   if (!unreported) return;
@@ -34,30 +34,30 @@ struct LiveBackends {
   std::mutex mutex;
   std::set<Backend*> all;
 };
-LiveBackends& living() {
+LiveBackends& live_backends() {
   static auto* const one = new LiveBackends;  // never freed: backends may be destroyed late
   return *one;
 }
 
 }  // namespace
 
-void Backend::begin_life() {
-  const std::lock_guard lock(living().mutex);
-  living().all.insert(this);
+void Backend::register_backend() {
+  const std::lock_guard lock(live_backends().mutex);
+  live_backends().all.insert(this);
 }
 
 Backend::~Backend() {
-  if (!fork_guard_.none()) {
+  if (fork_guard_.forked()) {
     // Deliberate leak in a forked child: the parent's locks and threads must not be destroyed.
     new auto(std::make_tuple(std::move(queue_), std::move(messages_), std::move(group_),
                              std::move(allocator_), std::move(coalescing_), selector_));
     return;
   }
-  const InFlightCalls under_way;  // counts until this thread has retaken the GIL
-  const GilRelease without;
+  const InFlightCalls in_flight;  // counts until this thread has retaken the GIL
+  const GilRelease gil_release;
   {
-    const std::lock_guard lock(living().mutex);
-    living().all.erase(this);
+    const std::lock_guard lock(live_backends().mutex);
+    live_backends().all.erase(this);
   }
   warn_of(close(shm::Clock::now() + kShutdownTimeout));
 }
@@ -65,21 +65,21 @@ Backend::~Backend() {
 // Throws the error of a call that failed on its device without a caller waiting for it: no later
 // call can report it.
 void Backend::shutdown() {
-  const InFlightCalls under_way;
-  if (!fork_guard_.none()) return;
+  const InFlightCalls in_flight;
+  if (fork_guard_.forked()) return;
   if (const auto unreported = close(shm::Clock::now() + kShutdownTimeout))
     std::rethrow_exception(unreported);
 }
 
 std::exception_ptr Backend::close(shm::Deadline deadline) {
-  const GilRelease without;
+  const GilRelease gil_release;
   queue_->close(deadline);
   const std::exception_ptr unreported = selector_->close(kShutdownTimeout);
   std::shared_ptr<Messages> messages;
   std::shared_ptr<shm::Group> group;
   std::shared_ptr<SymmetricAllocator> allocator;
   {
-    const std::lock_guard lock(life_);
+    const std::lock_guard lock(state_mutex_);
     messages.swap(messages_);
     group.swap(group_);
     allocator.swap(allocator_);
@@ -93,23 +93,23 @@ std::exception_ptr Backend::close(shm::Deadline deadline) {
 }
 
 // A callback may drop the last reference to a group, whose destructor locks this mutex; so the
-// groups are closed without it. They all make progress meanwhile, and share one shutdown timeout.
+// groups are closed without the lock. All make progress meanwhile, and share one shutdown timeout.
 bool close_groups() {
-  const bool wakes = InFlightCalls::any();
+  const bool any_in_flight = InFlightCalls::any();
   std::vector<c10::intrusive_ptr<Backend>> all;
   {
-    const std::lock_guard lock(living().mutex);
-    for (Backend* b : living().all)  // null: its destructor has begun
+    const std::lock_guard lock(live_backends().mutex);
+    for (Backend* b : live_backends().all)  // null: its destructor has begun
       if (Backend* held = c10::raw::weak_intrusive_ptr::lock(b))
         all.push_back(c10::intrusive_ptr<Backend>::reclaim(held));
   }
   const auto deadline = shm::Clock::now() + kShutdownTimeout;
   for (const auto& b : all)
-    if (b->fork_guard_.none()) warn_of(b->close(deadline));
-  const auto patience = std::max(shm::Clock::now(), deadline) + kWaking;
-  while (InFlightCalls::any() && shm::Clock::now() < patience)
+    if (!b->fork_guard_.forked()) warn_of(b->close(deadline));
+  const auto wake_deadline = std::max(shm::Clock::now(), deadline) + kWakeTimeout;
+  while (InFlightCalls::any() && shm::Clock::now() < wake_deadline)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  return wakes;
+  return any_in_flight;
 }
 
 }  // namespace pycollect::dist

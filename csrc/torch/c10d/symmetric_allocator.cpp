@@ -13,14 +13,14 @@ struct SymmetricAllocator::Block {
 
   static void free(void* context) {
     const std::unique_ptr<Block> block(static_cast<Block*>(context));
-    block->owner->arena_.free(block->offset);
+    block->owner->heap_.free(block->offset);
   }
 };
 
 c10::DataPtr SymmetricAllocator::allocate(std::size_t bytes) {
   auto block = std::make_unique<Block>(Block{shared_from_this(), 0});
-  block->offset = arena_.allocate(bytes);
-  void* const data = arena_.data() + block->offset;
+  block->offset = heap_.allocate(bytes);
+  void* const data = heap_.data() + block->offset;
   return {data, block.release(), &Block::free, c10::Device(c10::kCPU)};
 }
 

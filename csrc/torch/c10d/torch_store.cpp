@@ -12,14 +12,15 @@ namespace {
 // Key that holds the number of the open rendezvous, or kClosed.
 constexpr char kOpen[] = "pycollect/open";
 constexpr char kClosed[] = "closed";
-// Retry interval. A rendezvous that this rank has joined stays open only until rank 0 leaves it.
-constexpr std::chrono::milliseconds kPause{5};
-// Shorter waits poll. A rendezvous checks its ranks twice a second, with waits shorter than this.
-constexpr std::chrono::milliseconds kShort{1000};
+// Retry interval while the store still names a rendezvous that this rank has joined before, which
+// stays open only until rank 0 leaves it.
+constexpr std::chrono::milliseconds kRetryInterval{5};
+// Waits shorter than this poll. A rendezvous checks its ranks twice a second, with shorter waits.
+constexpr std::chrono::milliseconds kShortWait{1000};
 // Longest pause between two polls of the store; each poll is a request of 0.1 ms.
-constexpr std::chrono::microseconds kLongestPause{10000};
+constexpr std::chrono::microseconds kMaxPause{10000};
 // Limit of a single store wait, because stores count in other units, some of them in 32 bits.
-constexpr std::chrono::milliseconds kLongestWait = std::chrono::hours(24);
+constexpr std::chrono::milliseconds kMaxWait = std::chrono::hours(24);
 
 std::string as_text(const std::vector<uint8_t>& value) { return {value.begin(), value.end()}; }
 std::vector<uint8_t> as_bytes(const std::string& value) { return {value.begin(), value.end()}; }
@@ -36,24 +37,25 @@ TorchStore::~TorchStore() {
 }
 
 const std::string& TorchStore::prefix() {
-  if (prefix_.empty()) prefix_ = text("pycollect/", rank_ == 0 ? opened() : found(), "/");
+  if (prefix_.empty())
+    prefix_ = text("pycollect/", rank_ == 0 ? open_rendezvous() : join_rendezvous(), "/");
   return prefix_;
 }
 
-std::string TorchStore::opened() {
-  const std::string number = text(store_->add("pycollect/meetings", 1));
+std::string TorchStore::open_rendezvous() {
+  const std::string number = text(store_->add("pycollect/rendezvous", 1));
   store_->set(kOpen, as_bytes(number));
   return number;
 }
 
-std::string TorchStore::found() {
-  for (std::string been;; std::this_thread::sleep_for(kPause)) {
+std::string TorchStore::join_rendezvous() {
+  for (std::string last;; std::this_thread::sleep_for(kRetryInterval)) {
     wait({kOpen}, deadline_);
     const std::string number = as_text(store_->get(kOpen));
-    if (number != been && number != kClosed &&
-        store_->add(text("pycollect/", number, "/times that rank ", rank_, " came"), 1) == 1)
+    if (number != last && number != kClosed &&
+        store_->add(text("pycollect/", number, "/joined by rank ", rank_), 1) == 1)
       return number;
-    been = number;
+    last = number;
     if (shm::Clock::now() >= deadline_)
       throw Timeout("rank 0 has not started the rendezvous in time");
   }
@@ -72,7 +74,7 @@ bool TorchStore::poll(const std::vector<std::string>& keys, shm::Deadline deadli
       if (shm::Clock::now() >= deadline)
         throw Timeout(text("no rank has written ", keys.front(), " to the store in time"));
       std::this_thread::sleep_for(pause);
-      pause = std::min(2 * pause, kLongestPause);
+      pause = std::min(2 * pause, kMaxPause);
     }
     return true;
   } catch (const Timeout&) {
@@ -84,9 +86,9 @@ bool TorchStore::poll(const std::vector<std::string>& keys, shm::Deadline deadli
 
 void TorchStore::wait(const std::vector<std::string>& keys, shm::Deadline deadline) {
   using std::chrono::milliseconds;
-  if (deadline - shm::Clock::now() < kShort && poll(keys, deadline)) return;
+  if (deadline - shm::Clock::now() < kShortWait && poll(keys, deadline)) return;
   for (;;) {
-    const auto until = std::min(deadline, shm::deadline_after(kLongestWait));
+    const auto until = std::min(deadline, shm::deadline_after(kMaxWait));
     // Some stores take a timeout of zero as no limit.
     const auto left = std::max(std::chrono::duration_cast<milliseconds>(until - shm::Clock::now()),
                                milliseconds(1));
@@ -94,9 +96,9 @@ void TorchStore::wait(const std::vector<std::string>& keys, shm::Deadline deadli
       return store_->wait(keys, left);
     } catch (const std::exception&) {
       // Some stores count whole milliseconds and give up before the last of them is over.
-      const auto about = shm::Clock::now() + milliseconds(10);
-      if (about < until) throw;
-      if (about < deadline) continue;
+      const auto soon = shm::Clock::now() + milliseconds(10);
+      if (soon < until) throw;
+      if (soon < deadline) continue;
       throw Timeout(text("no rank has written ", keys.front(), " to the store in time"));
     }
   }

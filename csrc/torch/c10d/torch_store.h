@@ -1,6 +1,6 @@
 // torch's store as the bootstrap store of a group. Rank 0 opens a numbered rendezvous, which the
 // other ranks join, so that no rank reads keys that an earlier group of the same name has left in
-// the store, whatever its ranks were and however it ended.
+// the store, even if that group had other ranks or was aborted.
 #pragma once
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -25,8 +25,9 @@ class TorchStore final : public shm::Store {
 
  private:
   const std::string& prefix();
-  std::string opened();
-  std::string found();
+  // Both return the number of the rendezvous.
+  std::string open_rendezvous();  // on rank 0
+  std::string join_rendezvous();  // on other ranks
   bool poll(const std::vector<std::string>& keys, shm::Deadline deadline);
   void wait(const std::vector<std::string>& keys, shm::Deadline deadline);
 

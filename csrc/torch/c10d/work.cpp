@@ -37,7 +37,7 @@ void throw_unfinished(const std::string& operation, std::chrono::milliseconds ti
                      std::chrono::duration<double>(timeout).count(), " seconds"));
 }
 
-std::string CollectiveWork::described() const {
+std::string CollectiveWork::describe() const {
   std::string description = text(name(), " #", call_.number);
   const char* before = ", which rank ";
   const std::vector<Rank> missing = queue_->missing();
@@ -59,13 +59,13 @@ std::exception_ptr CollectiveWork::exception() const {
 }
 
 bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
-  const InFlightCalls under_way;
+  const InFlightCalls in_flight;
   if (call_.staging) check_no_capture(*call_.staging, name());
   if (!is_done()) {
     if (!is_limit(timeout))
       queue_->wait(*this);
     else if (!queue_->wait_until(*this, shm::deadline_after(timeout)))
-      throw_unfinished(described(), timeout);
+      throw_unfinished(describe(), timeout);
   }
   if (const auto error = exception()) std::rethrow_exception(error);
   if (call_.staging) call_.staging->wait_on_current_streams();
@@ -156,8 +156,8 @@ void CoalescedWork::abort() {
   for (const auto& part : parts_) part->abort();
 }
 
-// The parts' results are on several streams of the group. The joint future is completed on the
-// streams of the last part, after these have waited for all parts.
+// The parts' results may be on streams of several GroupDevices. The joint future is completed on
+// the streams of the last part that has device tensors, after these have waited for all parts.
 c10::intrusive_ptr<Future> CoalescedWork::getFuture() {
   c10::List<c10::intrusive_ptr<Future>> futures(
       c10::FutureType::create(c10::ListType::create(c10::TensorType::get())));

@@ -11,7 +11,7 @@ namespace pycollect::dist {
 class CallQueue;
 using Future = c10::ivalue::Future;
 
-// A future of a list of tensors, on the devices of `staging` if that is not null.
+// Returns a future of a list of tensors, on the devices of `staging` if that is not null.
 c10::intrusive_ptr<Future> new_future(const TensorStaging* staging = nullptr);
 void complete(Future& future, const Tensors& results, std::exception_ptr error,
               const TensorStaging* staging = nullptr);
@@ -22,8 +22,8 @@ inline bool is_limit(std::chrono::milliseconds timeout) { return timeout.count()
 
 class GroupWork : public c10d::Work {
  public:
-  virtual const TensorStaging* staging()
-      const = 0;  // staging of device tensors; null: host tensors
+  // Staging of device tensors; null: host tensors.
+  virtual const TensorStaging* staging() const = 0;
 };
 
 class CollectiveWork final : public GroupWork {
@@ -31,7 +31,7 @@ class CollectiveWork final : public GroupWork {
   CollectiveWork(Call call, std::shared_ptr<CallQueue> queue)  // null queue: the call has run
       : call_(std::move(call)), queue_(std::move(queue)), done_(queue_ == nullptr) {}
 
-  bool isCompleted() override;  // also on the devices
+  bool isCompleted() override;  // true: the results are on the devices, too
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
   int sourceRank() const override { return -1; }
@@ -47,9 +47,9 @@ class CollectiveWork final : public GroupWork {
  private:
   friend class CallQueue;
   const char* name() const { return call_.name; }
-  std::string described() const;
-  bool is_done() const { return done_.load(std::memory_order_acquire); }  // the run is over
-  void release();  // releases what only the run needed
+  std::string describe() const;
+  bool is_done() const { return done_.load(std::memory_order_acquire); }  // true: the call has run
+  void release();  // releases the members of call_ that only the run needs
   // Call under the queue's lock, and complete the returned future without it.
   c10::intrusive_ptr<Future> finish(std::exception_ptr error);
 
@@ -60,7 +60,7 @@ class CollectiveWork final : public GroupWork {
   c10::intrusive_ptr<Future> future_;
 };
 
-// Several works as one, returned by `endCoalescing`.
+// Several works as one, returned by Backend::endCoalescing.
 class CoalescedWork final : public c10d::Work {
  public:
   explicit CoalescedWork(std::vector<c10::intrusive_ptr<c10d::Work>> parts)

@@ -1,6 +1,6 @@
-// CUDA itself: each call is one of the runtime's or the driver's, or two. Keeps nothing but what
-// the devices are. Devices change through torch, which begins no context of a device that is only
-// gone back to.
+// Implements cuda::Api with CUDA: each function is one or two calls of the runtime or the driver.
+// Caches only properties of devices. The current device is set through torch, whose MaybeSetDevice
+// restores a device without creating a context on it.
 #include "api.h"
 
 #include <c10/cuda/CUDAFunctions.h>
@@ -37,18 +37,18 @@ bool crosses_devices(const CopyRect& r) {
   return r.src_device != kHost && r.dst_device != kHost && r.src_device != r.dst_device;
 }
 
-// Between devices by the call for peers, the only one that is right for memory which is mapped into
-// one of them alone; it works without peer access, through the host.
-void copy_line(cudaStream_t stream, const CopyRect& r, std::ptrdiff_t line, std::size_t bytes) {
-  std::byte* const dst = r.dst + line * r.dst_pitch;
-  const std::byte* const src = r.src + line * r.src_pitch;
+// Copies one row. Between devices it uses cudaMemcpyPeerAsync, the only call that is correct for
+// memory that is mapped on one of them only. Without peer access that goes through the host.
+void copy_row(cudaStream_t stream, const CopyRect& r, std::ptrdiff_t row, std::size_t bytes) {
+  std::byte* const dst = r.dst + row * r.dst_pitch;
+  const std::byte* const src = r.src + row * r.src_pitch;
   if (crosses_devices(r))
     check(cudaMemcpyPeerAsync(dst, r.dst_device, src, r.src_device, bytes, stream));
   else
     check(cudaMemcpyAsync(dst, src, bytes, kind(r), stream));
 }
 
-void copy_lines(cudaStream_t stream, const CopyRect& r) {
+void copy_rows(cudaStream_t stream, const CopyRect& r) {
   const std::size_t dst_pitch = r.dst_pitch, src_pitch = r.src_pitch;
   if (!crosses_devices(r)) {
     check(cudaMemcpy2DAsync(r.dst, dst_pitch, r.src, src_pitch, r.bytes, r.rows, kind(r), stream));
@@ -65,40 +65,41 @@ void copy_lines(cudaStream_t stream, const CopyRect& r) {
 
 using StreamValue = CUresult(CUDAAPI*)(CUstream, CUdeviceptr, cuuint64_t, unsigned int);
 
-void on_word(StreamValue call, const char* name, Stream stream, std::byte* word, uint64_t value,
-             unsigned int how) {
-  check_driver(call(handle(stream), reinterpret_cast<CUdeviceptr>(word), value, how), name);
+void enqueue_value(StreamValue call, const char* name, Stream stream, std::byte* word,
+                   uint64_t value, unsigned int flags) {
+  check_driver(call(handle(stream), reinterpret_cast<CUdeviceptr>(word), value, flags), name);
 }
 
 struct Properties {
   cuda::Limits limits;
-  bool flushes;  // can a wait be told to see to what other GPUs wrote?
+  bool can_flush;  // a stream wait can flush writes of other GPUs
 };
 
-std::vector<Properties> ask_all_devices() {
-  // Parameters beyond 4 KiB came with CUDA 12.1, whatever this was built with.
+std::vector<Properties> query_all_devices() {
+  // Kernel parameters beyond 4 KiB need a driver of CUDA 12.1; the version of the build is no
+  // limit.
   int driver = 0, devices = 0;
   check(cudaDriverGetVersion(&driver));
   check(cudaGetDeviceCount(&devices));
   const std::size_t bytes = driver >= 12010 ? sizeof(cuda::LargeTable) : sizeof(cuda::SmallTable);
   std::vector<Properties> all;
   for (Device device = 0; device < devices; ++device) {
-    int multiprocessors = 0, flushes = 0;
+    int multiprocessors = 0, can_flush = 0;
     check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-    check(cudaDeviceGetAttribute(&flushes, cudaDevAttrCanFlushRemoteWrites, device));
-    all.push_back({{multiprocessors, bytes}, flushes != 0});
+    check(cudaDeviceGetAttribute(&can_flush, cudaDevAttrCanFlushRemoteWrites, device));
+    all.push_back({{multiprocessors, bytes}, can_flush != 0});
   }
   return all;
 }
 
-// Asked when a device is first used: a process that has none, or that forks before it uses one, may
-// have this object nevertheless.
-const Properties& of_device(Device device) {
-  static const std::vector<Properties> all = ask_all_devices();
+// Queries the devices on first use, not when the Api is made: a process that has no device, or
+// forks before it uses one, may make an Api, too.
+const Properties& properties(Device device) {
+  static const std::vector<Properties> all = query_all_devices();
   return all.at(device);
 }
 
-class Cuda final : public cuda::Api {
+class CudaApi final : public cuda::Api {
  public:
   Device current_device() override {
     c10::DeviceIndex device = 0;
@@ -111,17 +112,17 @@ class Cuda final : public cuda::Api {
   void restore_device(Device device) override {
     check(c10::cuda::MaybeSetDevice(static_cast<c10::DeviceIndex>(device)));
   }
-  // Its number on the bus is the same in all processes, and so is that of a part of it.
+  // The UUID, which is the same in all processes, also for a MIG instance.
   std::string identity(Device device) override {
-    cudaDeviceProp properties = {};
-    check(cudaGetDeviceProperties(&properties, device));
-    std::string number;
-    for (std::size_t i = 0; i < sizeof properties.uuid.bytes; i += sizeof(uint64_t)) {
+    cudaDeviceProp found = {};
+    check(cudaGetDeviceProperties(&found, device));
+    std::string uuid;
+    for (std::size_t i = 0; i < sizeof found.uuid.bytes; i += sizeof(uint64_t)) {
       uint64_t part = 0;
-      std::memcpy(&part, properties.uuid.bytes + i, sizeof part);
-      number += shm::hexadecimal(part);
+      std::memcpy(&part, found.uuid.bytes + i, sizeof part);
+      uuid += shm::hexadecimal(part);
     }
-    return number;
+    return uuid;
   }
   cuda::CaptureMode exchange_capture_mode(cuda::CaptureMode mode) override {
     using cuda::CaptureMode;
@@ -134,9 +135,9 @@ class Cuda final : public cuda::Api {
   }
 
   Stream create_stream(Device device) override {
-    cudaStream_t made = nullptr;
-    check(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking));
-    return {device, made};
+    cudaStream_t stream = nullptr;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    return {device, stream};
   }
   void destroy(Stream stream) override { check(cudaStreamDestroy(handle(stream))); }
   bool is_capturing(Stream stream) override {
@@ -163,43 +164,45 @@ class Cuda final : public cuda::Api {
   bool query(Event event) override {
     const cudaError_t state = cudaEventQuery(handle(event));
     if (state != cudaErrorNotReady) check(state);
-    // No error, but it may be kept as one, and torch asks for the last error after its launches.
+    // cudaErrorNotReady is no failure, but CUDA may store it as the last error, which torch checks
+    // after its launches.
     if (state == cudaErrorNotReady) static_cast<void>(cudaGetLastError());
     return state == cudaSuccess;
   }
   void synchronize(Event event) override { check(cudaEventSynchronize(handle(event))); }
 
   void launch(Stream stream, const Launch& launch) override {
-    cuda::launch_level(stream, launch, of_device(stream.device).limits);
+    cuda::launch_level(stream, launch, properties(stream.device).limits);
   }
   void copy(Stream stream, const CopyRect& r) override {
-    constexpr std::ptrdiff_t kMostPitch = std::numeric_limits<int>::max();  // of every device
+    constexpr std::ptrdiff_t kMostPitch =
+        std::numeric_limits<int>::max();  // the limit of all devices
     if (r.bytes == 0 || r.rows == 0) return;
     const auto bytes = static_cast<std::ptrdiff_t>(r.bytes);
     if (r.rows == 1 || (r.dst_pitch == bytes && r.src_pitch == bytes))
-      return copy_line(handle(stream), r, 0, r.bytes * r.rows);
+      return copy_row(handle(stream), r, 0, r.bytes * r.rows);
     const auto regular = [&](std::ptrdiff_t pitch) {
       return pitch >= bytes && pitch <= kMostPitch;
     };
-    if (regular(r.dst_pitch) && regular(r.src_pitch)) return copy_lines(handle(stream), r);
-    for (std::size_t line = 0; line < r.rows; ++line)
-      copy_line(handle(stream), r, static_cast<std::ptrdiff_t>(line), r.bytes);
+    if (regular(r.dst_pitch) && regular(r.src_pitch)) return copy_rows(handle(stream), r);
+    for (std::size_t row = 0; row < r.rows; ++row)
+      copy_row(handle(stream), r, static_cast<std::ptrdiff_t>(row), r.bytes);
   }
   void fill(Stream stream, std::byte* memory, unsigned char value, std::size_t bytes) override {
     check(cudaMemsetAsync(memory, value, bytes, handle(stream)));
   }
-  // Writes of kernels before it are visible to whoever sees the value: the call's default.
+  // By default, earlier writes of kernels on the stream are visible to every reader of the value.
   void write_value(Stream stream, std::byte* word, uint64_t value) override {
     constexpr const char* kName = "cuStreamWriteValue64";
     static const auto call = driver_function<StreamValue>(kName);
-    on_word(call, kName, stream, word, value, CU_STREAM_WRITE_VALUE_DEFAULT);
+    enqueue_value(call, kName, stream, word, value, CU_STREAM_WRITE_VALUE_DEFAULT);
   }
-  // What other GPUs have written before it is there as well, where a device has to see to that.
+  // Also flushes earlier writes of other GPUs, on devices that need it and can.
   void wait_value(Stream stream, std::byte* word, uint64_t value) override {
     constexpr const char* kName = "cuStreamWaitValue64";
     static const auto call = driver_function<StreamValue>(kName);
-    const unsigned int flush = of_device(stream.device).flushes ? CU_STREAM_WAIT_VALUE_FLUSH : 0;
-    on_word(call, kName, stream, word, value, CU_STREAM_WAIT_VALUE_GEQ | flush);
+    const unsigned int flush = properties(stream.device).can_flush ? CU_STREAM_WAIT_VALUE_FLUSH : 0;
+    enqueue_value(call, kName, stream, word, value, CU_STREAM_WAIT_VALUE_GEQ | flush);
   }
 
   std::byte* allocate(Device device, std::size_t bytes) override {
@@ -209,7 +212,8 @@ class Cuda final : public cuda::Api {
   std::byte* map(Device device, const shm::Descriptor& memory, std::size_t bytes) override {
     return map_shareable(device, memory, bytes);
   }
-  // Unlike cudaFree, on which torch counts, the driver's call does not wait for who is still there.
+  // Synchronizes first, because cuMemUnmap, unlike cudaFree, does not wait for work that uses the
+  // memory.
   void unmap(std::byte* memory) override {
     check(cudaDeviceSynchronize());
     unmap_shareable(memory);
@@ -217,18 +221,18 @@ class Cuda final : public cuda::Api {
 
   std::byte* register_host(std::byte* memory, std::size_t bytes) override {
     check(cudaHostRegister(memory, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped));
-    void* found = nullptr;
-    check(cudaHostGetDevicePointer(&found, memory, 0));
-    return static_cast<std::byte*>(found);
+    void* address = nullptr;
+    check(cudaHostGetDevicePointer(&address, memory, 0));
+    return static_cast<std::byte*>(address);
   }
   void unregister_host(std::byte* memory) override { check(cudaHostUnregister(memory)); }
 };
 
 }  // namespace
 
-// Outlives main, as CUDA does.
+// Never destroyed, because CUDA is used after main.
 cuda::Api& cuda_api() {
-  static Cuda& api = *new Cuda;
+  static CudaApi& api = *new CudaApi;
   return api;
 }
 

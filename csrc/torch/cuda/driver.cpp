@@ -7,22 +7,23 @@
 namespace pycollect {
 namespace {
 
-// The version whose stream memory operations need no driver parameter to be switched on.
+// The first CUDA version whose stream memory operations need no driver parameter to enable them.
 constexpr unsigned kDriverVersion = 11070;
 
 }  // namespace
 
 void* driver_entry(const char* name) {
   void* found = nullptr;
-  cudaDriverEntryPointQueryResult how = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050  // what there was before is deprecated, and takes the runtime's version
+  cudaDriverEntryPointQueryResult status = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050  // deprecates cudaGetDriverEntryPoint, which uses the runtime's version
   cuda::check(
-      cudaGetDriverEntryPointByVersion(name, &found, kDriverVersion, cudaEnableDefault, &how));
+      cudaGetDriverEntryPointByVersion(name, &found, kDriverVersion, cudaEnableDefault, &status));
 #else
-  cuda::check(cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &how));
+  cuda::check(cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &status));
 #endif
-  if (how != cudaDriverEntryPointSuccess || found == nullptr)
-    throw std::runtime_error(text("CUDA: this driver has no ", name));
+  if (status != cudaDriverEntryPointSuccess || found == nullptr)
+    throw std::runtime_error(
+        text("CUDA: this driver has no function ", name, "; update the driver"));
   return found;
 }
 

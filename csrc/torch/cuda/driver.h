@@ -5,17 +5,18 @@
 
 namespace pycollect {
 
-// As of CUDA 11.7. Throws std::runtime_error where the driver has none of this name.
+// Returns a function of the driver in its version of CUDA 11.7. Throws std::runtime_error if the
+// driver has no function of this name.
 void* driver_entry(const char* name);
 template <class Function>
 Function driver_function(const char* name) {
   return reinterpret_cast<Function>(driver_entry(name));
 }
 
-// Throws std::runtime_error, with the driver's name of what went wrong in `call`.
+// Throws std::runtime_error with the driver's name for the error of `call`, unless it succeeded.
 void check_driver(CUresult result, const char* call);
 
-// Looked up anew every time: for what is rare.
+// Looks the function up and calls it. For rare calls, because it looks it up every time.
 template <class Function, class... Arguments>
 void call_driver(const char* name, Arguments... arguments) {
   check_driver(driver_function<Function>(name)(arguments...), name);

@@ -1,4 +1,5 @@
-// Pinned memory of torch's, kept for ever, and copies by torch's threads.
+// Implements cuda::Host: pinned memory of torch, which is never freed, and copies by torch's
+// threads.
 #include "host.h"
 
 #include <ATen/core/Tensor.h>
@@ -15,8 +16,8 @@ class TorchHost final : public cuda::Host {
   std::byte* new_pinned(std::size_t bytes) override {
     const at::Device current(at::kCUDA, c10::cuda::current_device());
     const auto size = static_cast<int64_t>(bytes);
-    const at::Tensor& kept = *new at::Tensor(new_pinned_bytes(size, current));
-    return static_cast<std::byte*>(kept.mutable_data_ptr());
+    const at::Tensor& memory = *new at::Tensor(new_pinned_bytes(size, current));  // never freed
+    return static_cast<std::byte*>(memory.mutable_data_ptr());
   }
   void copy(const cuda::CopyRect& r) override { copy_on_host(r); }
 };

@@ -1,4 +1,5 @@
-// The host, and torch's streams, as the executor for devices asks for them.
+// cuda::Host with torch's memory and threads, and conversions between torch's streams and
+// cuda::Stream.
 #pragma once
 #include <c10/cuda/CUDAStream.h>
 
@@ -8,8 +9,10 @@ namespace pycollect {
 
 cuda::Host& torch_host();
 
-inline cuda::Stream plain(const c10::cuda::CUDAStream& s) { return {s.device_index(), s.stream()}; }
-inline c10::cuda::CUDAStream of_torch(const cuda::Stream& s) {
+inline cuda::Stream api_stream(const c10::cuda::CUDAStream& s) {
+  return {s.device_index(), s.stream()};
+}
+inline c10::cuda::CUDAStream torch_stream(const cuda::Stream& s) {
   return c10::cuda::getStreamFromExternal(static_cast<cudaStream_t>(s.handle),
                                           static_cast<c10::DeviceIndex>(s.device));
 }

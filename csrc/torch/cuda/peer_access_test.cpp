@@ -19,14 +19,14 @@ namespace {
 using c10::cuda::CUDAStream;
 using cuda::Device;
 
-// Some pages, and a page begun: what is mapped wrongly is wrong for whole pages of 4 or 64 KiB.
+// Several pages and a part of one: a wrong mapping affects whole pages of 4 or 64 KiB.
 constexpr std::size_t kBytes = 256 * 1024 + 48;
 // Time limit of the test of a pair of GPUs; a working pair takes microseconds.
-constexpr std::chrono::seconds kLongest(10);
+constexpr std::chrono::seconds kTimeout(10);
 
 std::byte* bytes_in(const at::Tensor& t) { return static_cast<std::byte*>(t.mutable_data_ptr()); }
 
-// Bytes that no failure leaves by chance: neither zeros nor ones, and nowhere the same word.
+// Writes a pattern that no failure leaves by chance: no word is repeated.
 void write_pattern(const at::Tensor& t, uint32_t seed) {
   std::byte* const at = bytes_in(t);
   for (uint32_t i = 0; i < kBytes / sizeof i; ++i) {
@@ -45,80 +45,82 @@ class PeerAccessTest {
   std::string run() {
     for (const CUDAStream& s : {from_, to_}) {
       const c10::cuda::CUDAGuard guard(s.device());
-      require(!api_.is_capturing(plain(s)), "whether ", from_.device(), " reaches ", to_.device(),
-              " has not been tried yet, and cannot be while a CUDA graph is captured; make the "
-              "call once before the capture");
+      require(!api_.is_capturing(api_stream(s)), "peer access from ", from_.device(), " to ",
+              to_.device(),
+              " has not been tested yet, and cannot be tested while a CUDA graph is captured; make "
+              "the call once before the capture");
     }
     allocate();
-    if (!finished(exchange())) {
+    if (!finished(write_and_read_back())) {
       static_cast<void>(new auto(std::move(memory_)));  // the GPU may still write there
-      return "a write to it did not end within 10 seconds";
+      return "a write to it was not done within 10 seconds";
     }
-    return verdict();
+    return find_defect();
   }
 
  private:
-  enum TestBuffer { sent, there, back, pattern, got_there, got_back, kBlocks };
+  enum TestBuffer { source, remote, returned, pattern, remote_copy, returned_copy, kTestBuffers };
 
   void allocate() {
-    memory_.resize(kBlocks);
-    memory_[sent] = new_bytes_on_gpu(kBytes, from_.device());
-    memory_[back] = new_bytes_on_gpu(kBytes, from_.device());
-    memory_[there] = new_bytes_on_gpu(kBytes, to_.device());
-    for (int b : {pattern, got_there, got_back})
+    memory_.resize(kTestBuffers);
+    memory_[source] = new_bytes_on_gpu(kBytes, from_.device());
+    memory_[returned] = new_bytes_on_gpu(kBytes, from_.device());
+    memory_[remote] = new_bytes_on_gpu(kBytes, to_.device());
+    for (int b : {pattern, remote_copy, returned_copy})
       memory_[b] = new_pinned_bytes(kBytes, from_.device());
     write_pattern(memory_[pattern], 1);
-    write_pattern(memory_[got_there], kBytes);  // so that what was there before is no answer
-    move(from_, sent, pattern);
-    move(to_, there, got_there);
-    move(from_, back, got_there);
+    write_pattern(memory_[remote_copy], kBytes);  // differs, so that unwritten memory fails
+    copy(from_, source, pattern);
+    copy(to_, remote, remote_copy);
+    copy(from_, returned, remote_copy);
     synchronize(from_);
     synchronize(to_);
   }
 
-  // On the stream of `from` all of it: a kernel's stores, then its loads.
-  c10::Event exchange() {
+  // Enqueues a kernel's stores to `to`, then a kernel's loads from it, both on the stream of
+  // `from`.
+  c10::Event write_and_read_back() {
     const c10::cuda::CUDAGuard guard(from_.device());
-    store(there, sent);
-    store(back, there);
+    store(remote, source);
+    store(returned, remote);
     c10::Event done(at::kCUDA);
     done.record(from_.unwrap());
     return done;
   }
 
-  std::string verdict() {
-    move(from_, got_back, back);
-    move(to_, got_there, there);
+  std::string find_defect() {
+    copy(from_, returned_copy, returned);
+    copy(to_, remote_copy, remote);
     synchronize(from_);
     synchronize(to_);
     const auto differs = [&](TestBuffer b) {
       return std::memcmp(bytes_in(memory_[b]), bytes_in(memory_[pattern]), kBytes) != 0;
     };
-    if (differs(got_there)) return "what was written there did not arrive";
-    if (differs(got_back)) return "what was read there is not what it holds";
+    if (differs(remote_copy)) return "data written to it did not arrive";
+    if (differs(returned_copy)) return "data read from it was wrong";
     return {};
   }
 
   Device device_of(TestBuffer b) const {
     return memory_[b].is_cuda() ? memory_[b].device().index() : cuda::kHost;
   }
-  void move(const CUDAStream& on, TestBuffer dst, TestBuffer src) {
+  void copy(const CUDAStream& on, TestBuffer dst, TestBuffer src) {
     const c10::cuda::CUDAGuard guard(on.device());
     const auto pitch = static_cast<std::ptrdiff_t>(kBytes);
-    api_.copy(plain(on), {bytes_in(memory_[dst]), bytes_in(memory_[src]), pitch, pitch, kBytes, 1,
-                          device_of(dst), device_of(src)});
+    api_.copy(api_stream(on), {bytes_in(memory_[dst]), bytes_in(memory_[src]), pitch, pitch, kBytes,
+                               1, device_of(dst), device_of(src)});
   }
   void store(TestBuffer dst, TestBuffer src) {
     cuda::Launch launch{{}, DType::u8, ReduceOp::sum, {.world = 1}};
     launch.rows.push_back({{bytes_in(memory_[dst])}, {bytes_in(memory_[src])}, {0}, {0}, kBytes});
-    api_.launch(plain(from_), launch);
+    api_.launch(api_stream(from_), launch);
   }
   void synchronize(const CUDAStream& s) {
     const c10::cuda::CUDAGuard guard(s.device());
-    api_.synchronize(plain(s));
+    api_.synchronize(api_stream(s));
   }
   static bool finished(const c10::Event& done) {
-    const auto end = std::chrono::steady_clock::now() + kLongest;
+    const auto end = std::chrono::steady_clock::now() + kTimeout;
     while (!done.query()) {
       if (std::chrono::steady_clock::now() >= end) return false;
       std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -133,6 +135,6 @@ class PeerAccessTest {
 
 }  // namespace
 
-std::string try_out(Device from, Device to) { return PeerAccessTest(from, to).run(); }
+std::string test_peer_access(Device from, Device to) { return PeerAccessTest(from, to).run(); }
 
 }  // namespace pycollect

@@ -1,5 +1,5 @@
-// A trial of peer access, once per pair, which cannot be believed: drivers report it where an IOMMU
-// or an access control service then loses what is written.
+// A test of peer access. Drivers report peer access even where an IOMMU or PCIe access control
+// (ACS) then loses the data that is written.
 #pragma once
 #include <string>
 
@@ -7,9 +7,9 @@
 
 namespace pycollect {
 
-// A kernel on `from` writes memory of `to` that torch allocated, and reads it back. What went
-// wrong, as the end of a sentence, or nothing. Waits for both devices' current streams; throws
-// ValueError while one of them is under capture.
-std::string try_out(cuda::Device from, cuda::Device to);
+// Writes memory of `to`, which torch allocated, with a kernel on `from`, and reads it back. Returns
+// the defect as a clause without a final period, or an empty string. Waits for the current streams
+// of both devices. Throws ValueError if one of them is capturing.
+std::string test_peer_access(cuda::Device from, cuda::Device to);
 
 }  // namespace pycollect

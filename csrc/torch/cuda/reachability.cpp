@@ -1,5 +1,6 @@
-// Who reaches whom, and the plans for those that do not reach each other. Peer access is switched
-// on through torch, whose memory may be mapped into one device alone, and tried in that memory.
+// Finds which ranks reach each other's memory, and returns plans for those that do not. Peer access
+// is enabled through torch, whose memory may be mapped on one device only, and tested in such
+// memory.
 #include <ATen/cuda/PeerToPeerAccess.h>
 #include <cuda_runtime_api.h>
 
@@ -18,58 +19,60 @@ namespace pycollect {
 namespace {
 
 cuda::Peers& peers() {
-  static cuda::Peers& it = *new cuda::Peers({
-      // outlives main, as CUDA does
-      .ask =
+  // Never destroyed, because CUDA is used after main.
+  static cuda::Peers& peers = *new cuda::Peers({
+      .query =
           [](cuda::Device from, cuda::Device to) {
             return at::cuda::get_p2p_access(static_cast<c10::DeviceIndex>(from),
                                             static_cast<c10::DeviceIndex>(to));
           },
-      .try_out = &try_out,
+      .test = &test_peer_access,
       .warn = &warn,
   });
-  return it;
+  return peers;
 }
 
 bool reaches(at::Device from, at::Device to) {
   return peers().access(from.index(), to.index()).works();
 }
 
-// A rank on the host executes nothing, and is reached by copies.
-Reachability reach_of(const DeviceList& devices, bool peer_access) {
-  Reachability reach{{}, std::vector(devices.size(), std::vector<bool>(devices.size()))};
+// Ranks on the host reach nothing directly, because they execute nothing; copies access their
+// memory.
+Reachability reachability_of(const DeviceList& devices, bool peer_access) {
+  Reachability reachability{{}, std::vector(devices.size(), std::vector<bool>(devices.size()))};
   for (std::size_t r = 0; r < devices.size(); ++r) {
-    reach.on_host.push_back(devices[r].is_cpu());
+    reachability.on_host.push_back(devices[r].is_cpu());
     for (std::size_t of = 0; of < devices.size(); ++of)
-      reach.directly[r][of] =
+      reachability.directly[r][of] =
           r == of || (peer_access && !devices[r].is_cpu() && !devices[of].is_cpu() &&
                       reaches(devices[r], devices[of]));
   }
-  return reach;
+  return reachability;
 }
 
 struct StagedKey {
   const Algorithm* algorithm;
   int world, root, pieces;
   bool in_place;
-  std::vector<bool> reach;
+  std::vector<bool> reach;  // Reachability::on_host, then the rows of `directly`
   auto operator<=>(const StagedKey&) const = default;
 };
 
 std::shared_ptr<const Compiled> staged(const Choice& choice, const CallKey& s, Rank root,
                                        const DeviceList& devices, bool peer_access) {
   static std::mutex mutex;
-  static auto& kept = *new std::map<StagedKey, std::shared_ptr<const Compiled>>;
-  const Reachability reach = reach_of(devices, peer_access);
-  StagedKey key{choice.algorithm, s.world, root, choice.pieces, s.in_place, reach.on_host};
-  for (const auto& row : reach.directly) key.reach.insert(key.reach.end(), row.begin(), row.end());
+  static auto& cache = *new std::map<StagedKey, std::shared_ptr<const Compiled>>;
+  const Reachability reachability = reachability_of(devices, peer_access);
+  StagedKey key{choice.algorithm, s.world, root, choice.pieces, s.in_place, reachability.on_host};
+  for (const auto& row : reachability.directly)
+    key.reach.insert(key.reach.end(), row.begin(), row.end());
   const std::lock_guard lock(mutex);
-  auto& plan = kept[key];
+  auto& plan = cache[key];
   if (plan == nullptr) {
     const Plan whole = (*choice.algorithm)({s.world, root, choice.pieces});
-    // A pipeline has its pieces already.
+    // The chunks of a pipeline are already cut into pieces.
     const int pieces = whole.chunks >= choice.pieces ? 1 : choice.pieces;
-    plan = std::make_shared<const Compiled>(compile(stage(whole, s.in_place, reach, pieces),
+    plan = std::make_shared<const Compiled>(compile(stage(whole, s.in_place, reachability, pieces),
                                                     s.in_place, LevelPolicy::one_task,
                                                     choice.algorithm));
   }
@@ -82,7 +85,7 @@ Topology topology_of(const DeviceList& devices, bool peer_access) {
   if (!peer_access) return Topology::staged;
   if (std::all_of(devices.begin(), devices.end(), [&](at::Device d) { return d == devices[0]; }))
     return Topology::shared;
-  DeviceList distinct;  // many ranks may be on few devices
+  DeviceList distinct;  // each device once: there may be many ranks on few devices
   for (at::Device d : devices)
     if (std::find(distinct.begin(), distinct.end(), d) == distinct.end()) distinct.push_back(d);
   for (at::Device from : distinct)
@@ -98,11 +101,11 @@ std::shared_ptr<const Compiled> compiled_for(const Choice& choice, const CallKey
 }
 
 PeerReport report_peer_access(int from, int to) {
-  const cuda::PeerAccess found = peers().access(from, to);
+  const cuda::PeerAccess access = peers().access(from, to);
   int rank = PeerReport::kUnknownRank;
-  if (found.asked && from != to)
+  if (access.reported && from != to)
     cuda::check(cudaDeviceGetP2PAttribute(&rank, cudaDevP2PAttrPerformanceRank, from, to));
-  return {found.asked, found.defect, rank};
+  return {access.reported, access.defect, rank};
 }
 
 }  // namespace pycollect

@@ -15,14 +15,13 @@ namespace {
 
 using cuda::Device;
 using shm::Descriptor;
-using Physical = CUmemGenericAllocationHandle;
 
-constexpr auto kDescriptor = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+constexpr auto kHandleType = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
 CUmemAllocationProp properties_of(Device device) {
   CUmemAllocationProp properties = {};
   properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-  properties.requestedHandleTypes = kDescriptor;
+  properties.requestedHandleTypes = kHandleType;
   properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
   properties.location.id = device;
   return properties;
@@ -35,8 +34,9 @@ std::size_t granularity_of(const CUmemAllocationProp& properties) {
   return bytes;
 }
 
-// The driver's calls, unlike the runtime's, begin no context of the current device.
-void begin_context() { cuda::check(cudaFree(nullptr)); }
+// Creates a context on the current device, which the driver's calls, unlike the runtime's, do not
+// do.
+void create_context() { cuda::check(cudaFree(nullptr)); }
 
 CUdeviceptr address(const std::byte* memory) { return reinterpret_cast<CUdeviceptr>(memory); }
 
@@ -47,34 +47,34 @@ std::size_t bytes_at(CUdeviceptr at) {
   return bytes;
 }
 
-// This process's claim to some physical memory, which needs none where it is mapped.
-class Claim {
+// Owns a handle to physical memory. Mapped memory needs no handle to stay allocated.
+class AllocationHandle {
  public:
-  // `call` of the driver's makes it: (the claim, arguments...).
+  // Calls `function`, the driver's `call`, with the address of the handle and the arguments.
   template <class Function, class... Arguments>
-  Claim(Function function, const char* call, Arguments... arguments) {
-    check_driver(function(&physical_, arguments...), call);
+  AllocationHandle(Function function, const char* call, Arguments... arguments) {
+    check_driver(function(&handle_, arguments...), call);
   }
-  ~Claim() {
+  ~AllocationHandle() {
     try {
-      call_driver<decltype(&cuMemRelease)>("cuMemRelease", physical_);
-    } catch (...) {  // the device is broken, and its memory is gone with it
+      call_driver<decltype(&cuMemRelease)>("cuMemRelease", handle_);
+    } catch (...) {  // the device has failed, and its memory is lost
     }
   }
-  Claim(const Claim&) = delete;
-  Claim& operator=(const Claim&) = delete;
-  Physical get() const { return physical_; }
+  AllocationHandle(const AllocationHandle&) = delete;
+  AllocationHandle& operator=(const AllocationHandle&) = delete;
+  CUmemGenericAllocationHandle get() const { return handle_; }
 
  private:
-  Physical physical_ = 0;
+  CUmemGenericAllocationHandle handle_ = 0;
 };
 
-std::byte* mapped(Device device, const Claim& claim, std::size_t bytes) {
+std::byte* map_handle(Device device, const AllocationHandle& handle, std::size_t bytes) {
   CUdeviceptr at = 0;
   call_driver<decltype(&cuMemAddressReserve)>("cuMemAddressReserve", &at, bytes, 0, 0, 0);
   bool is_mapped = false;
   try {
-    call_driver<decltype(&cuMemMap)>("cuMemMap", at, bytes, 0, claim.get(), 0);
+    call_driver<decltype(&cuMemMap)>("cuMemMap", at, bytes, 0, handle.get(), 0);
     is_mapped = true;
     CUmemAccessDesc access = {};
     access.location = properties_of(device).location;
@@ -91,34 +91,35 @@ std::byte* mapped(Device device, const Claim& claim, std::size_t bytes) {
 }  // namespace
 
 std::byte* allocate_shareable(Device device, std::size_t bytes) {
-  begin_context();
+  create_context();
   const CUmemAllocationProp properties = properties_of(device);
   const std::size_t page = granularity_of(properties);
   const std::size_t whole = (bytes + page - 1) / page * page;
-  const Claim claim(driver_function<decltype(&cuMemCreate)>("cuMemCreate"), "cuMemCreate", whole,
-                    &properties, 0);
-  return mapped(device, claim, whole);
+  const AllocationHandle handle(driver_function<decltype(&cuMemCreate)>("cuMemCreate"),
+                                "cuMemCreate", whole, &properties, 0);
+  return map_handle(device, handle, whole);
 }
 
 cuda::Exported export_shareable(std::byte* memory) {
-  constexpr const char* kClaim = "cuMemRetainAllocationHandle";
-  const Claim claim(driver_function<decltype(&cuMemRetainAllocationHandle)>(kClaim), kClaim,
-                    static_cast<void*>(memory));
+  constexpr const char* kName = "cuMemRetainAllocationHandle";
+  const AllocationHandle handle(driver_function<decltype(&cuMemRetainAllocationHandle)>(kName),
+                                kName, static_cast<void*>(memory));
   int fd = -1;
   call_driver<decltype(&cuMemExportToShareableHandle)>("cuMemExportToShareableHandle", &fd,
-                                                       claim.get(), kDescriptor, 0);
-  Descriptor made(fd);
-  if (fcntl(fd, F_SETFD, FD_CLOEXEC) != 0) shm::refuse("cannot keep a descriptor", errno);
-  return {std::move(made), bytes_at(address(memory))};
+                                                       handle.get(), kHandleType, 0);
+  Descriptor descriptor(fd);
+  if (fcntl(fd, F_SETFD, FD_CLOEXEC) != 0)
+    shm::refuse("cannot set FD_CLOEXEC on a descriptor of GPU memory", errno);
+  return {std::move(descriptor), bytes_at(address(memory))};
 }
 
 std::byte* map_shareable(Device device, const Descriptor& memory, std::size_t bytes) {
-  begin_context();
-  constexpr const char* kClaim = "cuMemImportFromShareableHandle";
-  void* const number = reinterpret_cast<void*>(static_cast<uintptr_t>(memory.get()));
-  const Claim claim(driver_function<decltype(&cuMemImportFromShareableHandle)>(kClaim), kClaim,
-                    number, kDescriptor);
-  return mapped(device, claim, bytes);
+  create_context();
+  constexpr const char* kName = "cuMemImportFromShareableHandle";
+  void* const fd = reinterpret_cast<void*>(static_cast<uintptr_t>(memory.get()));
+  const AllocationHandle handle(driver_function<decltype(&cuMemImportFromShareableHandle)>(kName),
+                                kName, fd, kHandleType);
+  return map_handle(device, handle, bytes);
 }
 
 void unmap_shareable(std::byte* memory) {

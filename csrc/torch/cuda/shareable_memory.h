@@ -1,12 +1,13 @@
-// GPU memory that goes to other processes as a file descriptor: physical memory, mapped by each
-// process for its own device, as torch's symmetric memory does. It is freed
-// when no process maps it and no descriptor of it is open.
+// GPU memory that processes share through a file descriptor, as in torch's symmetric memory: each
+// process maps the same physical memory for its own device. The memory is freed when no process has
+// it mapped and no descriptor of it is open.
 #pragma once
 #include "../../cuda/api.h"
 
 namespace pycollect {
 
-// As the calls of cuda::Api of these names.
+// Implement allocate, export_memory, map and unmap of cuda::Api. unmap_shareable() does not wait
+// for work that uses the memory.
 std::byte* allocate_shareable(cuda::Device device, std::size_t bytes);
 cuda::Exported export_shareable(std::byte* memory);
 std::byte* map_shareable(cuda::Device device, const shm::Descriptor& memory, std::size_t bytes);

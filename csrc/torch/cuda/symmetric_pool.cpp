@@ -1,6 +1,6 @@
-// See symmetric_pool.h. A pool of torch's whose segments are not cudaMalloc's but symmetric memory:
-// torch keeps the allocator, and with it that memory, for as long as it has a segment of them. Such
-// pools have plain segments whatever PYTORCH_CUDA_ALLOC_CONF says of expandable ones.
+// See symmetric_pool.h. The pool's segments are symmetric memory instead of memory of cudaMalloc.
+// torch keeps the pool's allocator, and with it the SymmetricMemory, as long as it has a segment of
+// it. Such pools never use expandable segments, whatever PYTORCH_CUDA_ALLOC_CONF is.
 #include "symmetric_pool.h"
 
 #include <ATen/cuda/EmptyTensor.h>
@@ -15,7 +15,8 @@ namespace {
 
 namespace caching = c10::cuda::CUDACachingAllocator;
 
-// Called with torch's lock. None is what torch says for that the device is out of memory.
+// Called while torch holds its allocator's lock. Null means to torch that the device is out of
+// memory.
 void* allocate(cuda_ipc::SymmetricMemory& symmetric_memory, int device, std::size_t bytes) {
   try {
     return symmetric_memory.add(device, bytes);
@@ -35,17 +36,17 @@ std::shared_ptr<caching::CUDAAllocator> allocator_over(
       });
 }
 
-// What this thread allocates on the device meanwhile comes from the pool.
+// While it exists, this thread's allocations on the device come from the pool.
 class PoolScope {
  public:
   PoolScope(c10::DeviceIndex device, c10::MempoolId_t pool) : device_(device), pool_(pool) {
-    caching::beginAllocateToPool(device, pool, [me = std::this_thread::get_id()](cudaStream_t) {
-      return std::this_thread::get_id() == me;
+    caching::beginAllocateToPool(device, pool, [thread = std::this_thread::get_id()](cudaStream_t) {
+      return std::this_thread::get_id() == thread;
     });
   }
   ~PoolScope() {
     caching::endAllocateToPool(device_, pool_);
-    caching::releasePool(device_, pool_);  // the begin has counted as one more user of it
+    caching::releasePool(device_, pool_);  // beginAllocateToPool added a reference
   }
   PoolScope(const PoolScope&) = delete;
   PoolScope& operator=(const PoolScope&) = delete;
@@ -60,8 +61,8 @@ class PoolScope {
 SymmetricPool::SymmetricPool(std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory,
                              at::Device device)
     : device_(device) {
-  const c10::cuda::CUDAGuard guard(device);  // a pool is of the current device
-  // In which way memory goes to other processes is found out now, and not under torch's lock.
+  const c10::cuda::CUDAGuard guard(device);  // MemPool belongs to the current device
+  // A first segment, so that the way to export memory is found now, not while torch holds its lock.
   symmetric_memory->give_back(symmetric_memory->add(device.index(), 1));
   pool_.emplace(allocator_over(std::move(symmetric_memory)));
 }
@@ -70,12 +71,13 @@ at::Tensor SymmetricPool::empty(int64_t count, at::ScalarType type) {
   const c10::cuda::CUDAGuard guard(device_);
   const auto attempt = [&] {
     const std::lock_guard lock(mutex_);
-    const PoolScope route(device_.index(), pool_->id());
+    const PoolScope scope(device_.index(), pool_->id());
     return at::Tensor(at::detail::empty_cuda({count}, type, device_, std::nullopt));
   };
   try {
     return attempt();
-  } catch (const c10::OutOfMemoryError&) {  // torch frees no cache while memory is of a pool
+  } catch (const c10::OutOfMemoryError&) {
+    // torch frees none of its cached memory for an allocation in a pool.
     caching::emptyCache();
     return attempt();
   }

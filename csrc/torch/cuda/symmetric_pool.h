@@ -1,6 +1,6 @@
-// torch's caching allocator over a rank's symmetric memory on one device: what comes from there is
-// an ordinary tensor, with streams, splits and record_stream as everywhere, and may outlive the
-// group.
+// A memory pool of torch's caching allocator in a rank's symmetric memory on one device. Its
+// tensors are ordinary ones: streams, split blocks and record_stream work as for any tensor, and a
+// tensor may outlive the group.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/MemPool.h>
@@ -15,7 +15,7 @@ namespace pycollect::dist {
 
 class SymmetricPool final : public TensorPool {
  public:
-  // Throws std::runtime_error where no memory goes to other processes.
+  // Throws std::runtime_error if no symmetric memory can be allocated.
   SymmetricPool(std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory, at::Device device);
   SymmetricPool(const SymmetricPool&) = delete;
   SymmetricPool& operator=(const SymmetricPool&) = delete;
@@ -24,7 +24,7 @@ class SymmetricPool final : public TensorPool {
 
  private:
   const at::Device device_;
-  std::mutex mutex_;  // torch lets one thread at a time ask a pool
+  std::mutex mutex_;  // torch allows one thread at a time to allocate from a pool
   std::optional<at::cuda::MemPool> pool_;
 };
 

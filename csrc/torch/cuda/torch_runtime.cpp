@@ -29,14 +29,14 @@ class CudaRuntime final : public TorchRuntime {
     return device.has_index() ? device : at::Device(device.type(), c10::cuda::current_device());
   }
   cuda::Stream current_stream(at::Device device) override {
-    return plain(c10::cuda::getCurrentCUDAStream(device.index()));
+    return api_stream(c10::cuda::getCurrentCUDAStream(device.index()));
   }
   cuda::Stream new_stream(at::Device device) override {
-    return plain(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device.index()));
+    return api_stream(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device.index()));
   }
   void with_streams(c10::ArrayRef<cuda::Stream> streams, c10::function_ref<void()> act) override {
     std::vector<CUDAStream> all;
-    for (const cuda::Stream& s : streams) all.push_back(of_torch(s));
+    for (const cuda::Stream& s : streams) all.push_back(torch_stream(s));
     const c10::cuda::CUDAMultiStreamGuard guard(all);
     act();
   }
@@ -55,13 +55,14 @@ class CudaRuntime final : public TorchRuntime {
   void empty_cache() override { c10::cuda::CUDACachingAllocator::emptyCache(); }
   void record_stream(const at::Tensor& tensor, cuda::Stream stream) override {
     if (tensor.is_cuda())
-      c10::cuda::CUDACachingAllocator::recordStream(tensor.storage().data_ptr(), of_torch(stream));
+      c10::cuda::CUDACachingAllocator::recordStream(tensor.storage().data_ptr(),
+                                                    torch_stream(stream));
   }
 
-  // Also of inference tensors; autograd does not see it.
+  // Bypasses autograd and version counters, so that inference tensors can be copied, too.
   void copy(const at::Tensor& to, const at::Tensor& from) override {
     const CUDAGuard guard(from.is_cuda() ? from.device() : to.device());
-    const at::AutoDispatchBelowADInplaceOrView as_memory;
+    const at::AutoDispatchBelowADInplaceOrView no_autograd;
     to.copy_(from, /*non_blocking=*/true);
   }
   void compute(const at::Tensor& into, const at::Tensor&, const Computation& how) override {

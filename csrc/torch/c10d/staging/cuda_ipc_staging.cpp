@@ -21,8 +21,8 @@ class CudaIpcStaging final : public TensorStaging {
   shm::BufferSegment add_tensor(const at::Tensor& tensor, bool reads, bool writes) override;
   void begin_copy_in() override;
   bool inputs_ready() override;
-  void begin_copy_out(const shm::OpContext& context) override { send(context, back_); }
-  void abort_copies(const shm::OpContext& context) override { send(context, {}); }
+  void begin_copy_out(const shm::OpContext& context) override { finish(context, out_); }
+  void abort_copies(const shm::OpContext& context) override { finish(context, {}); }
   bool outputs_ready() override { return pending_->ended(); }
   std::exception_ptr failure() const override { return pending_ ? pending_->report() : nullptr; }
   void wait_on_current_streams() override;
@@ -32,42 +32,43 @@ class CudaIpcStaging final : public TensorStaging {
   GroupDevices& devices() const override { return *devices_; }
 
  private:
-  void visit(at::Device device);
-  void send(const shm::OpContext& context, const std::vector<CopyPair>& back);
-  std::shared_ptr<void> exposed() const;
-  // torch's name for the staging buffer's device, that of the group's first device tensor.
-  at::Device home() const;
+  void add_device(at::Device device);
+  void finish(const shm::OpContext& context, const std::vector<CopyPair>& copies_out);
+  std::shared_ptr<void> symmetric_tensors() const;
+  // Device of the staging buffer: that of the group's first device tensor.
+  at::Device staging_device() const;
 
   const std::shared_ptr<GroupDevices> devices_;
   const std::shared_ptr<cuda_ipc::CudaIpcCommunicator> communicator_;
   cuda_ipc::CudaIpcTransport transport_;
   std::vector<at::Device> on_;
   std::vector<at::Tensor> kept_;  // tensors that the executor accesses
-  std::vector<CopyPair> out_, back_;
-  std::vector<std::unique_ptr<DeviceEvent>> left_;  // [i]: a mark on device on_[i]
+  std::vector<CopyPair> in_, out_;
+  std::vector<std::unique_ptr<DeviceEvent>> copied_in_;  // [i]: on the caller's stream of on_[i]
   std::shared_ptr<DeviceEvent> end_;
   std::shared_ptr<cuda_ipc::PendingWork> pending_;
 };
 
-at::Device CudaIpcStaging::home() const {
+at::Device CudaIpcStaging::staging_device() const {
   return {on_[0].type(), static_cast<c10::DeviceIndex>(communicator_->stream().device)};
 }
 
-void CudaIpcStaging::visit(at::Device device) {
+void CudaIpcStaging::add_device(at::Device device) {
   if (std::find(on_.begin(), on_.end(), device) == on_.end()) on_.push_back(device);
 }
 
-// A copy is allocated for the caller's stream on that device; earlier work there may still use it.
+// The memory of a copy is allocated for the caller's stream on its device: earlier work there may
+// still use it.
 shm::BufferSegment CudaIpcStaging::add_tensor(const at::Tensor& tensor, bool reads, bool writes) {
-  visit(tensor.device());
+  add_device(tensor.device());
   if (tensor.numel() == 0) return {nullptr, 0};
-  const at::Device staging_buffer = home();
+  const at::Device device = staging_device();
   at::Tensor found = tensor;
-  if (!tensor.is_contiguous() || tensor.device() != staging_buffer) {
-    visit(staging_buffer);
-    found = devices_->new_dense(tensor, staging_buffer);
-    if (reads) out_.push_back({tensor, found});
-    if (writes) back_.push_back({tensor, found});
+  if (!tensor.is_contiguous() || tensor.device() != device) {
+    add_device(device);
+    found = devices_->new_dense(tensor, device);
+    if (reads) in_.push_back({tensor, found});
+    if (writes) out_.push_back({tensor, found});
   }
   kept_.push_back(found);
   // Not mutable_data_ptr: a tensor that is only read must not count as written.
@@ -77,19 +78,20 @@ shm::BufferSegment CudaIpcStaging::add_tensor(const at::Tensor& tensor, bool rea
 }
 
 void CudaIpcStaging::begin_copy_in() {
-  for (const CopyPair& way : out_) devices_->copy_out(way);
-  for (at::Device d : on_) left_.push_back(devices_->mark(d));
+  for (const CopyPair& pair : in_) devices_->copy_in(pair);
+  for (at::Device d : on_) copied_in_.push_back(devices_->record_event(d));
 }
 
 // Makes the group's stream, not the host, wait for the caller's.
 bool CudaIpcStaging::inputs_ready() {
-  for (std::size_t i = 0; i < left_.size(); ++i) devices_->wait_for(home(), *left_[i]);
-  left_.clear();
+  for (std::size_t i = 0; i < copied_in_.size(); ++i)
+    devices_->wait_for(staging_device(), *copied_in_[i]);
+  copied_in_.clear();
   return true;
 }
 
 // Returns the tensors in symmetric memory. Peers may access them even if the call has failed.
-std::shared_ptr<void> CudaIpcStaging::exposed() const {
+std::shared_ptr<void> CudaIpcStaging::symmetric_tensors() const {
   auto found = std::make_shared<std::vector<at::Tensor>>();
   for (const at::Tensor& t : kept_)
     if (communicator_->symmetric_memory().offset_of(
@@ -99,28 +101,29 @@ std::shared_ptr<void> CudaIpcStaging::exposed() const {
   return found;
 }
 
-void CudaIpcStaging::send(const shm::OpContext& context, const std::vector<CopyPair>& back) {
-  std::shared_ptr<void> exposed = this->exposed();
+void CudaIpcStaging::finish(const shm::OpContext& context,
+                            const std::vector<CopyPair>& copies_out) {
+  std::shared_ptr<void> symmetric = symmetric_tensors();
   try {
-    end_ = devices_->finish(home(), back, kept_);
-    pending_ = communicator_->watch(context, [end = end_] { return end->reached(); }, exposed);
+    end_ = devices_->finish(staging_device(), copies_out, kept_);
+    pending_ = communicator_->watch(context, [end = end_] { return end->reached(); }, symmetric);
   } catch (...) {
-    cuda_ipc::leak(std::move(exposed));
+    cuda_ipc::leak(std::move(symmetric));
     throw;
   }
   release();
 }
 
-// Includes devices other than the staging buffer's, whose tensors are copied back at the end.
+// Includes the devices whose tensors are copied from the staging buffer's device at the end.
 void CudaIpcStaging::wait_on_current_streams() {
-  for (at::Device d : on_) end_->hold_current(d);
+  for (at::Device d : on_) end_->block_current(d);
   communicator_->free_returned();
 }
 
 void CudaIpcStaging::release() {
   kept_.clear();
+  in_.clear();
   out_.clear();
-  back_.clear();
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ using cuda::Stream;
 DeviceEvent::DeviceEvent(std::shared_ptr<TorchRuntime> torch, Stream stream)
     : torch_(std::move(torch)) {
   cuda::Api& api = torch_->cuda();
-  const CaptureModeGuard beside(api, stream.device);
+  const CaptureModeGuard guard(api, stream.device);
   event_ = api.create_event(stream.device);
   try {
     api.record(event_, stream);
@@ -25,12 +25,12 @@ DeviceEvent::DeviceEvent(std::shared_ptr<TorchRuntime> torch, Stream stream)
 DeviceEvent::~DeviceEvent() { torch_->cuda().destroy(event_); }
 
 bool DeviceEvent::reached() const {
-  const CaptureModeGuard beside(torch_->cuda(), event_.device);
+  const CaptureModeGuard guard(torch_->cuda(), event_.device);
   return torch_->cuda().query(event_);
 }
 
-void DeviceEvent::hold(Stream stream) const {
-  const CaptureModeGuard beside(torch_->cuda(), stream.device);
+void DeviceEvent::block(Stream stream) const {
+  const CaptureModeGuard guard(torch_->cuda(), stream.device);
   torch_->cuda().wait(stream, event_);
 }
 
@@ -54,7 +54,7 @@ bool GroupDevices::is_capturing(at::Device device) {
 }
 
 at::Tensor GroupDevices::new_pinned(const at::Tensor& like) {
-  const CaptureModeGuard beside(torch_->cuda(), torch_->current_stream(like.device()).device);
+  const CaptureModeGuard guard(torch_->cuda(), torch_->current_stream(like.device()).device);
   return torch_->empty_pinned(like.sizes(), like.scalar_type());
 }
 
@@ -62,9 +62,9 @@ at::Tensor GroupDevices::new_dense(const at::Tensor& like, at::Device device) {
   return torch_->empty(like.sizes(), like.scalar_type(), device);
 }
 
-void GroupDevices::copy_out(const CopyPair& way) { torch_->copy(way.dense, way.tensor); }
+void GroupDevices::copy_in(const CopyPair& pair) { torch_->copy(pair.dense, pair.tensor); }
 
-std::unique_ptr<DeviceEvent> GroupDevices::mark(at::Device device) {
+std::unique_ptr<DeviceEvent> GroupDevices::record_event(at::Device device) {
   return std::make_unique<DeviceEvent>(torch_, torch_->current_stream(device));
 }
 
@@ -84,35 +84,36 @@ std::vector<Stream> GroupDevices::streams(const std::vector<at::Device>& devices
 // A copy to another device occupies the current streams of both devices, so the group's stream
 // there waits for the copy as well.
 std::unique_ptr<DeviceEvent> GroupDevices::finish(at::Device device,
-                                                  const std::vector<CopyPair>& ways,
+                                                  const std::vector<CopyPair>& pairs,
                                                   const std::vector<at::Tensor>& kept) {
   const Stream own = stream(device);
-  const CaptureModeGuard beside(torch_->cuda(), own.device);
+  const CaptureModeGuard guard(torch_->cuda(), own.device);
   for (const at::Tensor& t : kept) torch_->record_stream(t, own);
   torch_->with_streams(own, [&] {
-    for (const CopyPair& way : ways) {
-      torch_->record_stream(way.tensor, own);
-      torch_->copy(way.tensor, way.dense);
+    for (const CopyPair& pair : pairs) {
+      torch_->record_stream(pair.tensor, own);
+      torch_->copy(pair.tensor, pair.dense);
     }
   });
   auto end = std::make_unique<DeviceEvent>(torch_, own);
-  for (const CopyPair& way : ways)
-    if (serves(way.tensor) && way.tensor.device() != device) end->hold(stream(way.tensor.device()));
+  for (const CopyPair& pair : pairs)
+    if (serves(pair.tensor) && pair.tensor.device() != device)
+      end->block(stream(pair.tensor.device()));
   return end;
 }
 
-void GroupDevices::with_results(const std::vector<at::Device>& devices,
-                                c10::function_ref<void()> act) {
+void GroupDevices::with_group_streams(const std::vector<at::Device>& devices,
+                                      c10::function_ref<void()> act) {
   if (devices.empty()) return act();
   const std::vector<Stream> results = streams(devices);
-  const CaptureModeGuard beside(torch_->cuda(), results.front().device);
+  const CaptureModeGuard guard(torch_->cuda(), results.front().device);
   torch_->with_streams(results, act);
 }
 
 void GroupDevices::complete(const std::vector<at::Device>& devices, c10::function_ref<void()> act) {
   if (devices.empty()) return act();
   const std::vector<Stream> results = streams(devices);
-  const CaptureModeGuard beside(torch_->cuda(), results.front().device);
+  const CaptureModeGuard guard(torch_->cuda(), results.front().device);
   torch_->complete(results, act);
 }
 

@@ -1,7 +1,7 @@
-// Host staging, the last transport, needs nothing but copies: tensors are copied to pinned memory
-// behind the caller's stream, the host executor runs there, and the results are copied back on a
-// stream of the group. wait() blocks until the executor is done. The extra cost is one copy of
-// whole tensors in each direction.
+// Host staging, the last transport, needs only copies: tensors are copied to pinned memory on the
+// caller's stream, the host executor runs there, and the results are copied back on a stream of the
+// group. wait() blocks until the executor is done. The extra cost is one copy of whole tensors in
+// each direction.
 #include <algorithm>
 
 #include "transport_selector.h"
@@ -24,76 +24,77 @@ class HostStaging final : public TensorStaging {
   GroupDevices& devices() const override { return *devices_; }
 
  private:
-  struct Leg {  // copies and marks of the call on one device
-    std::vector<CopyPair> out = {}, back = {};
-    std::unique_ptr<DeviceEvent> left = {}, outputs_ready = {};
+  struct DeviceCopies {  // copies and events of the call on one device
+    std::vector<CopyPair> in = {}, out = {};
+    std::unique_ptr<DeviceEvent> copied_in = {}, outputs_ready = {};
     bool inputs_ready = false;
   };
-  Leg& leg_of(at::Device device);
+  DeviceCopies& copies_on(at::Device device);
 
   const std::shared_ptr<GroupDevices> devices_;
   std::vector<at::Device> on_;
-  std::vector<Leg> legs_;  // in the same order as on_
+  std::vector<DeviceCopies> copies_;  // in the same order as on_
 };
 
-HostStaging::Leg& HostStaging::leg_of(at::Device device) {
+HostStaging::DeviceCopies& HostStaging::copies_on(at::Device device) {
   const auto found = std::find(on_.begin(), on_.end(), device);
-  if (found != on_.end()) return legs_[found - on_.begin()];
+  if (found != on_.end()) return copies_[found - on_.begin()];
   on_.push_back(device);
-  return legs_.emplace_back();
+  return copies_.emplace_back();
 }
 
 shm::BufferSegment HostStaging::add_tensor(const at::Tensor& tensor, bool reads, bool writes) {
-  Leg& leg = leg_of(tensor.device());
+  DeviceCopies& copies = copies_on(tensor.device());
   if (tensor.numel() == 0) return {nullptr, 0};
-  const CopyPair way{tensor, devices_->new_pinned(tensor)};
-  if (reads) leg.out.push_back(way);
-  if (writes) leg.back.push_back(way);
-  return {static_cast<std::byte*>(way.dense.mutable_data_ptr()),
+  const CopyPair pair{tensor, devices_->new_pinned(tensor)};
+  if (reads) copies.in.push_back(pair);
+  if (writes) copies.out.push_back(pair);
+  return {static_cast<std::byte*>(pair.dense.mutable_data_ptr()),
           static_cast<std::size_t>(tensor.numel())};
 }
 
 void HostStaging::begin_copy_in() {
-  for (std::size_t i = 0; i < legs_.size(); ++i) {
-    Leg& leg = legs_[i];
-    for (const CopyPair& way : leg.out) devices_->copy_out(way);
-    if (!leg.out.empty() || !leg.back.empty()) leg.left = devices_->mark(on_[i]);
-    leg.inputs_ready = leg.out.empty();  // no host wait for tensors that are only overwritten
+  for (std::size_t i = 0; i < copies_.size(); ++i) {
+    DeviceCopies& copies = copies_[i];
+    for (const CopyPair& pair : copies.in) devices_->copy_in(pair);
+    if (!copies.in.empty() || !copies.out.empty())
+      copies.copied_in = devices_->record_event(on_[i]);
+    copies.inputs_ready = copies.in.empty();  // no host wait for tensors that are only overwritten
   }
 }
 
 bool HostStaging::inputs_ready() {
-  for (Leg& leg : legs_) {
-    if (!leg.inputs_ready) leg.inputs_ready = leg.left->reached();
-    if (!leg.inputs_ready) return false;
+  for (DeviceCopies& copies : copies_) {
+    if (!copies.inputs_ready) copies.inputs_ready = copies.copied_in->reached();
+    if (!copies.inputs_ready) return false;
   }
   return true;
 }
 
 void HostStaging::begin_copy_out(const shm::OpContext&) {
-  for (std::size_t i = 0; i < legs_.size(); ++i)
-    if (Leg& leg = legs_[i]; !leg.back.empty()) {
-      devices_->wait_for(on_[i], *leg.left);
-      leg.outputs_ready = devices_->finish(on_[i], leg.back, {});
+  for (std::size_t i = 0; i < copies_.size(); ++i)
+    if (DeviceCopies& copies = copies_[i]; !copies.out.empty()) {
+      devices_->wait_for(on_[i], *copies.copied_in);
+      copies.outputs_ready = devices_->finish(on_[i], copies.out, {});
     }
   release();
 }
 
 bool HostStaging::outputs_ready() {
-  return std::all_of(legs_.begin(), legs_.end(), [](Leg& leg) {
-    return leg.outputs_ready == nullptr || leg.outputs_ready->reached();
+  return std::all_of(copies_.begin(), copies_.end(), [](DeviceCopies& copies) {
+    return copies.outputs_ready == nullptr || copies.outputs_ready->reached();
   });
 }
 
 void HostStaging::wait_on_current_streams() {
-  for (std::size_t i = 0; i < legs_.size(); ++i)
-    if (legs_[i].outputs_ready) legs_[i].outputs_ready->hold_current(on_[i]);
+  for (std::size_t i = 0; i < copies_.size(); ++i)
+    if (copies_[i].outputs_ready) copies_[i].outputs_ready->block_current(on_[i]);
 }
 
 void HostStaging::release() {
-  for (Leg& leg : legs_) {
-    leg.out.clear();
-    leg.back.clear();
+  for (DeviceCopies& copies : copies_) {
+    copies.in.clear();
+    copies.out.clear();
   }
 }
 

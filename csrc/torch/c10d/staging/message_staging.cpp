@@ -22,14 +22,14 @@ at::Tensor part_of(const at::Tensor& whole, std::size_t begin, std::size_t end) 
 }  // namespace
 
 shm::BufferSegment MessageStaging::add_tensor(const at::Tensor& tensor, bool reads, bool writes) {
-  constexpr std::size_t kUnit = 4096;  // a fragment begins at a page
+  constexpr std::size_t kPageBytes = 4096;  // a fragment begins at a page
   on_ = {tensor.device()};
   tensor_ = tensor;
   reads_ = reads;
-  if (writes) tensor_.mutable_data_ptr();  // settles which memory it has
+  if (writes) tensor_.mutable_data_ptr();  // a copy-on-write tensor gets memory of its own now
   bytes_ = tensor.nbytes();
-  const std::size_t share = (bytes_ + kMostPieces - 1) / kMostPieces;
-  piece_ = std::max(kPieceBytes, (share + kUnit - 1) / kUnit * kUnit);
+  const std::size_t share = (bytes_ + kMaxFragments - 1) / kMaxFragments;
+  fragment_bytes_ = std::max(kFragmentBytes, (share + kPageBytes - 1) / kPageBytes * kPageBytes);
   dense_ = tensor.is_contiguous() ? tensor : devices_->new_dense(tensor, tensor.device());
   pinned_ = devices_->new_pinned(tensor);
   return {static_cast<std::byte*>(pinned_.mutable_data_ptr()),
@@ -40,28 +40,28 @@ shm::BufferSegment MessageStaging::add_tensor(const at::Tensor& tensor, bool rea
 // fragment has arrived, the device is copying the others.
 void MessageStaging::begin_copy_in() {
   if (!reads_) {
-    left_ = devices_->mark(on_[0]);
+    requested_at_ = devices_->record_event(on_[0]);
     return;
   }
-  if (!dense_.is_same(tensor_)) devices_->copy_out({tensor_, dense_});
-  for (std::size_t at = 0; at < bytes_; at += piece_) {
-    const std::size_t end = std::min(at + piece_, bytes_);
-    devices_->copy_out({part_of(dense_, at, end), part_of(pinned_, at, end)});
-    pieces_.push_back(devices_->mark(on_[0]));
+  if (!dense_.is_same(tensor_)) devices_->copy_in({tensor_, dense_});
+  for (std::size_t at = 0; at < bytes_; at += fragment_bytes_) {
+    const std::size_t end = std::min(at + fragment_bytes_, bytes_);
+    devices_->copy_in({part_of(dense_, at, end), part_of(pinned_, at, end)});
+    fragments_.push_back(devices_->record_event(on_[0]));
   }
 }
 
 std::size_t MessageStaging::arrived_bytes() {
-  while (arrived_ < pieces_.size() && pieces_[arrived_]->reached()) ++arrived_;
-  return std::min(arrived_ * piece_, bytes_);
+  while (arrived_ < fragments_.size() && fragments_[arrived_]->reached()) ++arrived_;
+  return std::min(arrived_ * fragment_bytes_, bytes_);
 }
 
 void MessageStaging::forward(std::size_t moved) {
-  const std::size_t end = whole_pieces(moved);
+  const std::size_t end = whole_fragments(moved);
   if (end <= forwarded_) return;
-  if (forwarded_ == 0) devices_->wait_for(on_[0], *left_);
-  const CopyPair way{part_of(dense_, forwarded_, end), part_of(pinned_, forwarded_, end)};
-  outputs_ready_ = devices_->finish(on_[0], {way}, {});
+  if (forwarded_ == 0) devices_->wait_for(on_[0], *requested_at_);
+  const CopyPair pair{part_of(dense_, forwarded_, end), part_of(pinned_, forwarded_, end)};
+  outputs_ready_ = devices_->finish(on_[0], {pair}, {});
   forwarded_ = end;
 }
 
@@ -75,7 +75,7 @@ void MessageStaging::begin_copy_out(const shm::OpContext&) {
 }
 
 void MessageStaging::wait_on_current_streams() {
-  if (outputs_ready_) outputs_ready_->hold_current(on_[0]);
+  if (outputs_ready_) outputs_ready_->block_current(on_[0]);
 }
 
 void MessageStaging::release() {

@@ -8,12 +8,13 @@ namespace pycollect::dist {
 
 class MessageStaging final : public TensorStaging {
  public:
-  // Only the first fragment's copy on one end and the last one's on the other cannot be hidden. A
-  // fragment costs a copy launch and an event. Both constants are guesses, not measured.
-  static constexpr std::size_t kPieceBytes = 1 << 20;
-  static constexpr std::size_t kMostPieces = 64;  // larger messages have larger fragments
+  // Only the device copies of the sender's first and the receiver's last fragment are not
+  // overlapped. A fragment costs a copy launch and an event. Both constants are guesses, not
+  // measured.
+  static constexpr std::size_t kFragmentBytes = 1 << 20;
+  static constexpr std::size_t kMaxFragments = 64;  // larger messages have larger fragments
 
-  static bool serves(const at::Tensor& tensor) { return tensor.nbytes() > kPieceBytes; }
+  static bool serves(const at::Tensor& tensor) { return tensor.nbytes() > kFragmentBytes; }
 
   explicit MessageStaging(std::shared_ptr<GroupDevices> devices) : devices_(std::move(devices)) {}
 
@@ -33,8 +34,8 @@ class MessageStaging final : public TensorStaging {
   GroupDevices& devices() const override { return *devices_; }
 
  private:
-  std::size_t whole_pieces(std::size_t moved) const {
-    return moved == bytes_ ? bytes_ : moved / piece_ * piece_;
+  std::size_t whole_fragments(std::size_t moved) const {
+    return moved == bytes_ ? bytes_ : moved / fragment_bytes_ * fragment_bytes_;
   }
 
   const std::shared_ptr<GroupDevices> devices_;
@@ -42,12 +43,12 @@ class MessageStaging final : public TensorStaging {
   at::Tensor tensor_;
   at::Tensor dense_;   // tensor_, or a contiguous tensor on its device
   at::Tensor pinned_;  // as large as tensor_
-  std::size_t bytes_ = 0, piece_ = 0;
+  std::size_t bytes_ = 0, fragment_bytes_ = 0;
   bool reads_ = false;
-  std::vector<std::unique_ptr<DeviceEvent>> pieces_;   // for a send: one mark per fragment
-  std::size_t arrived_ = 0;                            // number of reached marks
-  std::unique_ptr<DeviceEvent> left_, outputs_ready_;  // marks of a receive
-  std::size_t forwarded_ = 0;                          // bytes copied to the device
+  std::vector<std::unique_ptr<DeviceEvent>> fragments_;  // for a send: one event per fragment
+  std::size_t arrived_ = 0;  // number of fragments whose event is reached
+  std::unique_ptr<DeviceEvent> requested_at_, outputs_ready_;  // events of a receive
+  std::size_t forwarded_ = 0;                                  // bytes copied to the device
 };
 
 }  // namespace pycollect::dist

@@ -14,14 +14,14 @@ class TensorStaging {
   virtual ~TensorStaging() = default;
   // Returns where the executor finds the tensor's elements, in logical order.
   virtual shm::BufferSegment add_tensor(const at::Tensor& tensor, bool reads, bool writes) = 0;
-  virtual void begin_copy_in() = 0;  // starts the copies out, after the last tensor
+  virtual void begin_copy_in() = 0;  // starts the copies of the inputs; call after the last tensor
   virtual bool inputs_ready() = 0;   // whether the executor may begin
-  // Starts the copies back, after the executor has ended.
+  // Starts the copies of the results to the tensors, after the executor has ended.
   virtual void begin_copy_out(const shm::OpContext& context) = 0;
-  // Replaces land() if the executor has failed: copies no results back.
+  // Replaces begin_copy_out() if the executor has failed: copies no results to the tensors.
   virtual void abort_copies(const shm::OpContext&) {}
-  virtual bool outputs_ready() = 0;  // whether the results have arrived, or never will
-  // Returns the error of device work since the executor was done, or null.
+  virtual bool outputs_ready() = 0;  // whether the results are in the tensors, or never will be
+  // Returns the error of device work that ended after the executor, or null.
   virtual std::exception_ptr failure() const { return nullptr; }
   // Returns the transport that can use the staged tensors; null: the host transport.
   virtual shm::Transport* transport() { return nullptr; }

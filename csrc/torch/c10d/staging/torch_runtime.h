@@ -28,9 +28,10 @@ class TorchRuntime {
 
   virtual bool serves(const at::Tensor& tensor) const = 0;
   virtual bool has(at::Device device) const = 0;  // whether served tensors can be there
-  virtual at::Device with_index(at::Device device) const = 0;  // adds the current index if none
+  // Returns the device with the current index if it has none.
+  virtual at::Device with_index(at::Device device) const = 0;
   virtual cuda::Stream current_stream(at::Device device) = 0;
-  virtual cuda::Stream new_stream(at::Device device) = 0;  // not used by any caller
+  virtual cuda::Stream new_stream(at::Device device) = 0;  // a stream that no caller uses
   // Calls `act` with `streams` as the calling thread's current streams.
   virtual void with_streams(c10::ArrayRef<cuda::Stream> streams, c10::function_ref<void()> act) = 0;
   // Like with_streams(), for an `act` that completes a future.
@@ -50,7 +51,8 @@ class TorchRuntime {
   // done. Copies of pinned memory do the same by themselves.
   virtual void record_stream(const at::Tensor& tensor, cuda::Stream stream) = 0;
 
-  // Enqueue on the current streams of the tensors' devices without waiting. `how` only launches.
+  // Both enqueue on the current streams of the tensors' devices without waiting. `how` only
+  // launches.
   virtual void copy(const at::Tensor& to, const at::Tensor& from) = 0;
   using Computation = std::function<void(const at::Tensor& into)>;
   virtual void compute(const at::Tensor& into, const at::Tensor& from, const Computation& how) = 0;

@@ -14,7 +14,7 @@ namespace {
 
 struct TransportOption {
   const char* name;
-  const char* what;  // description, logged once
+  const char* description;  // logged once
 };
 
 constexpr std::array kTransports{
@@ -32,7 +32,7 @@ constexpr const TransportOption& kHostStaging = kTransports[1];
 
 void log_transport(const TransportOption& transport) {
   log_once(text("collectives of CUDA tensors, PYCOLLECT_CUDA_TRANSPORT=", transport.name, ": ",
-                transport.what));
+                transport.description));
 }
 
 }  // namespace
@@ -47,11 +47,12 @@ void check_transport(const std::string& name) {
   find_name("cuda_transport", name, transport_names());
 }
 
-TransportSelector::TransportSelector(std::shared_ptr<GroupDevices> devices, TransportSettings terms)
-    : devices_(std::move(devices)), terms_(std::move(terms)) {
-  check_transport(terms_.transport);
-  rendezvous_done_ = terms_.transport == kHostStaging.name ||
-                     (terms_.transport == kAutoTransport && !devices_->gpu());
+TransportSelector::TransportSelector(std::shared_ptr<GroupDevices> devices,
+                                     TransportSettings settings)
+    : devices_(std::move(devices)), settings_(std::move(settings)) {
+  check_transport(settings_.transport);
+  rendezvous_done_ = settings_.transport == kHostStaging.name ||
+                     (settings_.transport == kAutoTransport && !devices_->gpu());
 }
 
 void TransportSelector::attach(const shm::Group& group) {
@@ -65,11 +66,13 @@ bool TransportSelector::benefits_from_symmetric_memory(at::Device device) {
 }
 
 at::Tensor TransportSelector::empty(at::Device device, int64_t count, at::ScalarType type) {
-  require(serves_symmetric(device), "allocate_tensor: a tensor on ", device,
-          " cannot lie in memory that processes share: this build has no CUDA part");
-  require(!devices_->is_capturing(device), "allocate_tensor: the current stream of ", device,
-          " is under capture, and a graph cannot own memory that other processes reach; make the "
-          "tensor before the capture");
+  require(
+      serves_symmetric(device), "allocate_tensor: a tensor on ", device,
+      " cannot lie in memory that processes share: this build has no CUDA part; pass device='cpu'");
+  require(
+      !devices_->is_capturing(device), "allocate_tensor: the current stream of ", device,
+      " is under capture, and a graph cannot own memory that other processes reach; allocate the "
+      "tensor before the capture");
   free_returned();
   const at::Tensor made = devices_->new_symmetric(symmetric_memory_, device, count, type);
   for (const std::string& why : symmetric_memory_->unreachable()) log_once(why);
@@ -103,19 +106,19 @@ std::shared_ptr<TensorStaging> TransportSelector::begin() {
   std::unique_lock lock(mutex_);
   if (!failed_.empty()) throw CollectiveError(failed_);
   const std::shared_ptr<cuda_ipc::CudaIpcCommunicator> communicator = communicator_;
-  const bool says = rendezvous_done_ && !std::exchange(logged_, rendezvous_done_);
+  const bool log_now = rendezvous_done_ && !std::exchange(logged_, rendezvous_done_);
   lock.unlock();
-  if (says) log_transport(communicator ? kCudaIpc : kHostStaging);
+  if (log_now) log_transport(communicator ? kCudaIpc : kHostStaging);
   return communicator ? stage_through_cuda_ipc(devices_, communicator)
                       : stage_through_host(devices_);
 }
 
 void TransportSelector::rendezvous(const std::shared_ptr<shm::Group>& group, at::Device device,
                                    const shm::OpContext& context) {
-  cuda_ipc::CudaIpcResult found{{}, "this build has no CUDA"};
+  cuda_ipc::CudaIpcResult found{{}, "this build has no CUDA part"};
   if (const auto gpu = devices_->gpu()) {
     found = cuda_ipc::rendezvous(
-        {group, gpu, symmetric_memory_, devices_->stream(device), terms_.buffer_bytes}, context);
+        {group, gpu, symmetric_memory_, devices_->stream(device), settings_.buffer_bytes}, context);
     for (const std::string& why : symmetric_memory_->unreachable()) log_once(why);
   }
   std::string failed;
@@ -123,7 +126,7 @@ void TransportSelector::rendezvous(const std::shared_ptr<shm::Group>& group, at:
     const std::string summary =
         text("PYCOLLECT_CUDA_TRANSPORT=", kCudaIpc.name, " does not work here: ", found.why);
     log_once(text("collectives of CUDA tensors: ", summary));
-    if (terms_.transport == kCudaIpc.name) failed = text(context.operation, ": ", summary);
+    if (settings_.transport == kCudaIpc.name) failed = text(context.operation, ": ", summary);
   }
   const std::lock_guard lock(mutex_);
   failed_ = failed;

@@ -23,7 +23,8 @@ std::shared_ptr<TensorStaging> stage_through_cuda_ipc(
 
 inline constexpr const char* kAutoTransport = "auto";
 std::vector<const char*> transport_names();
-// Accepts "best" or a transport's name; throws std::invalid_argument, which lists them.
+// Accepts kAutoTransport or a transport's name, else throws std::invalid_argument, which lists
+// them.
 void check_transport(const std::string& name);
 
 class TransportSelector {
@@ -32,11 +33,11 @@ class TransportSelector {
     std::string transport;
     std::size_t buffer_bytes;  // of one staging buffer
   };
-  TransportSelector(std::shared_ptr<GroupDevices> devices, TransportSettings terms);
+  TransportSelector(std::shared_ptr<GroupDevices> devices, TransportSettings settings);
 
   // Call once, as soon as the group exists: it can then allocate symmetric GPU memory.
   void attach(const shm::Group& group);
-  // Null: this build has no CUDA.
+  // Null: this build has no CUDA part.
   const std::shared_ptr<cuda_ipc::SymmetricMemory>& symmetric_memory() const {
     return symmetric_memory_;
   }
@@ -47,32 +48,33 @@ class TransportSelector {
   // Returns `count` elements of symmetric memory. Throws std::invalid_argument if there is no such
   // memory, or under stream capture.
   at::Tensor empty(at::Device device, int64_t count, at::ScalarType type);
-  // Returns the use of symmetric memory, or none if there is none. May wait for a device.
+  // Returns the used and cached bytes of symmetric memory; none if this build has no CUDA part. May
+  // wait for a device.
   std::optional<cuda_ipc::SymmetricMemory::SymmetricUsage> usage();
   // Returns whether symmetric memory is expected to help tensors on `device`.
   bool benefits_from_symmetric_memory(at::Device device);
 
   // Returns whether the GPU rendezvous must still precede the first collective of device tensors.
   bool needs_rendezvous();
-  // Finds out, with all ranks, how their GPUs reach each other. Throws what cuda_ipc::rendezvous
-  // throws.
+  // Runs the GPU rendezvous with all ranks, and selects the transport. Throws what
+  // cuda_ipc::rendezvous throws.
   void rendezvous(const std::shared_ptr<shm::Group>& group, at::Device device,
                   const shm::OpContext& context);
-  // Stages one collective of device tensors. Throws CollectiveError, on all ranks alike, if the
-  // requested transport does not work.
+  // Returns the staging of one collective of device tensors. Throws CollectiveError, on all ranks
+  // alike, if the requested transport does not work.
   std::shared_ptr<TensorStaging> begin();
   const std::shared_ptr<GroupDevices>& devices() const { return devices_; }
   // Frees device resources, after pending device work had `timeout` to finish. Returns the first
   // device error that was reported to no caller.
   std::exception_ptr close(std::chrono::milliseconds timeout);
-  // Call after close(): unmaps the peers' memory and frees this rank's.
+  // Call after close(): unmaps the peers' symmetric memory and frees that of this rank.
   void leave();
 
  private:
-  void free_returned();  // frees memory that ended calls had exposed to peers
+  void free_returned();  // frees tensors that calls which have ended kept for their peers
 
   const std::shared_ptr<GroupDevices> devices_;
-  const TransportSettings terms_;
+  const TransportSettings settings_;
   std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory_;
   std::mutex closing_;  // makes a second close() wait for the first one
   std::mutex mutex_;    // guards the members below
@@ -81,7 +83,8 @@ class TransportSelector {
   std::shared_ptr<cuda_ipc::CudaIpcCommunicator> communicator_;  // null: host staging
 };
 
-// Throws if the calling thread captures a stream that would have to wait for these results.
+// Throws if a current stream of the calling thread, which has to wait for the results, is under
+// capture.
 void check_no_capture(const TensorStaging& staging, const char* operation);
 
 }  // namespace pycollect::dist
