@@ -11,7 +11,7 @@
 
 namespace pycollect::cuda_ipc {
 
-// Registration of the control block's device part with one device.
+// Registration of the signal pad's device part with one device.
 class RegisteredHostMemory {
  public:
   RegisteredHostMemory(IpcGpu& gpu, Device device, const SignalPad& signal_pad)

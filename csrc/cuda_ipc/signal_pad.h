@@ -1,6 +1,6 @@
-// Control block of a group's GPUs, in the shared memory that the ranks' streams read and write,
-// too. Every word has one writer, except a counter whose stream will not reach the awaited value: a
-// rank that gives up waiting advances it. All zeros is the initial state.
+// Signal pad of a group's GPUs, in the shared memory that the ranks' streams read and write, too.
+// Every word has one writer, except a counter whose stream will not reach the awaited value: a rank
+// that gives up waiting advances it. All zeros is the initial state.
 #pragma once
 #include <array>
 #include <atomic>
@@ -13,8 +13,8 @@
 
 namespace pycollect::cuda_ipc {
 
-// Signal pad entry: progress of a rank's stream, like shm::Line's `done`, but counted by its GPU.
-// On a cache line of its own, which only streams and threads that poll them access.
+// Signal pad entry: progress of a rank's stream, like shm::RankState's `done`, but counted by its
+// GPU. On a cache line of its own, which only streams and threads that poll them access.
 struct alignas(128) Counter {
   std::atomic<uint64_t> reached{0};
 };
@@ -26,7 +26,7 @@ struct StepResult {
   std::array<char, 239> why = {};
 };
 
-// Peer entry of the control block: published by one rank for its peers.
+// Peer entry of the signal pad: published by one rank for its peers.
 struct alignas(128) PeerEntry {
   // The last signal enqueued on the rank's stream: no stream of a peer waits for a later one.
   std::atomic<uint64_t> enqueued{0};
@@ -67,7 +67,7 @@ class SignalPad {
     std::byte* const first = base_ + shm::Layout::up(counter_bytes()) + world_ * sizeof(PeerEntry);
     return reinterpret_cast<ExportEntry*>(first)[r * kMaxExports + number];
   }
-  // The part that devices access: whole pages from the beginning of the control block.
+  // The part that devices access: whole pages from the beginning of the signal pad.
   std::byte* base() const { return base_; }
   std::size_t registered_bytes() const { return shm::Layout::up(counter_bytes()); }
   std::size_t offset(Rank r) const { return sizeof(Counter) * (1 + r); }
