@@ -1,5 +1,5 @@
-// Barrier: no rank leaves before all have entered. One step reads and writes every rank's scratch,
-// which is empty. 1 round, no bytes; the waits that `lower` finds for the step form the barrier.
+// Barrier: no rank leaves before all have entered. One step has every rank's scratch, of no bytes,
+// as source and destination, so `lower` makes every rank wait for every other. 1 round, no bytes.
 #include "../plan/registry.h"
 
 namespace pycollect {

@@ -1,5 +1,6 @@
-// Runs one step on one binding's memory: turns slices into pointers and calls the kernel. Shared by
-// all executors on host memory, which differ in when they run a step.
+// Runs one step of a plan on host memory: finds the addresses of its slices in a Binding, which is
+// the memory of one run, and calls the fold kernel. Used by the executor of one process and by the
+// shared-memory transport, which differ in when they run a step.
 #pragma once
 #include <algorithm>
 #include <cstddef>

@@ -1,5 +1,5 @@
-// Tables with a value for every reduction that the device's kernels compute, such as the kernel and
-// the unit in which it counts.
+// Compile-time tables indexed by [dtype][op], with a value for every reduction that has a kernel:
+// the kernel's function, or the size of the elements that it counts.
 #pragma once
 #include "../plan/kernel_type.h"
 

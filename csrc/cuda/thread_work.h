@@ -1,5 +1,5 @@
-// Assignment of the bytes of a table's rows to threads: plain functions, which tests also run on
-// the host.
+// Which bytes of a launch's rows (see table.h) each GPU thread processes: plain functions, which
+// tests also run on the host.
 #pragma once
 #include <utility>
 

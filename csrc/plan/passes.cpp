@@ -1,4 +1,5 @@
-// Both passes walk the plan once and record for each cell how the steps placed so far touch it.
+// See passes.h. Each pass visits the steps once, and records for each cell (one chunk of one buffer
+// of one rank) how the steps that it has placed so far access it.
 #include "passes.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Runs a plan on terms instead of numbers: every fold makes a term of its sources' terms, and every
-// copy shares one. `verify` compares the terms with the expected ones.
+// Symbolic execution of a plan: a fold builds a term from its sources' terms, and a copy's
+// destination gets its source's term. `verify` compares the terms with the expected ones.
 #pragma once
 #include <compare>
 #include <cstddef>

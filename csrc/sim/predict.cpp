@@ -1,5 +1,6 @@
-// Tasks are processed in the written order, in which every wait points back. Each resource serves
-// them in that order, so a task ends when the slowest resource that it uses has served it.
+// Tasks are processed in the written order, in which a task waits only for earlier ones. Each
+// resource serves them in that order, so a task ends when the slowest resource that it uses has
+// served it.
 #include "predict.h"
 
 #include <algorithm>

@@ -1,6 +1,6 @@
-// Runs a rank program once for each piece of the data. A piece is one round through the staging
-// buffers: as much of every chunk as a region of a buffer holds. The loop produces rows; the
-// transport owns the buffers, moves the rows and synchronizes the ranks.
+// Runs a rank program once for each piece of the data, as data may be larger than a staging buffer.
+// Each chunk has a region of the buffer; a piece is as much of every chunk as its region holds. The
+// loop produces rows; the transport owns the buffers, moves the rows and synchronizes the ranks.
 #pragma once
 #include "call_buffers.h"
 #include "transport.h"
