@@ -53,7 +53,7 @@ struct RankProgramKey {
   Rank root = 0, rank = 0;
   bool in_place = false;
   bool open = false;       // every rank can access every rank's input and output
-  bool multicast = false;  // one step copies a block to all of its destinations (see Reach)
+  bool multicast = false;  // one step copies a block to all of its destinations (see Reachability)
   bool operator==(const RankProgramKey&) const = default;
 };
 
