@@ -3,7 +3,7 @@
 A build in place, as in an editable install, also builds pycollect._testing.
 
 The decisions are in build_backend/, the metadata in pyproject.toml. Switches: PYCOLLECT_CUDA=0/1,
-TORCH_CUDA_ARCH_LIST, PYCOLLECT_UNITY=0, PYCOLLECT_DEBUG=1, PYCOLLECT_WERROR=1, MAX_JOBS=n,
+TORCH_CUDA_ARCH_LIST, PYCOLLECT_UNITY=0, PYCOLLECT_BUILD_DEBUG=1, PYCOLLECT_WERROR=1, MAX_JOBS=n,
 CXX=compiler, CPPFLAGS, CXXFLAGS, LDFLAGS.
 """
 

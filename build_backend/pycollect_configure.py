@@ -87,7 +87,7 @@ def configure(root: Path, testing: bool) -> Configuration:
         "architectures": targets,
         "compiler": compiler,
         "python": platform.python_version(),
-        "debug": native.switch(os.environ, "PYCOLLECT_DEBUG", "0"),
+        "debug": native.switch(os.environ, "PYCOLLECT_BUILD_DEBUG", "0"),
         "switches": {name: os.environ[name] for name in native.SWITCHES if os.environ.get(name)},
         "commit": native.commit(root),
     }

@@ -24,7 +24,7 @@ OLDEST_SETUPTOOLS = 77  # the first with `license = "..."` as an SPDX expression
 BYTES_PER_JOB = 1 << 29
 BYTES_PER_TORCH_JOB = 3 << 30
 
-SWITCHES = ("PYCOLLECT_CUDA", "PYCOLLECT_DEBUG", "PYCOLLECT_UNITY", "PYCOLLECT_WERROR")
+SWITCHES = ("PYCOLLECT_CUDA", "PYCOLLECT_BUILD_DEBUG", "PYCOLLECT_UNITY", "PYCOLLECT_WERROR")
 SWITCHES += ("TORCH_CUDA_ARCH_LIST",)  # recorded; others may contain a user's folders
 LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")  # commands before a compiler's name
 
@@ -112,7 +112,7 @@ def flags(environ: Mapping[str, str]) -> list[str]:
     chosen = words(environ, "CPPFLAGS") + words(environ, "CXXFLAGS")
     chosen += ["-std=c++20", "-fPIC", "-fwrapv", "-ffp-contract=off", "-fvisibility=hidden"]
     chosen += ["-Wall", "-Wextra"]
-    if switch(environ, "PYCOLLECT_DEBUG", "0"):
+    if switch(environ, "PYCOLLECT_BUILD_DEBUG", "0"):
         chosen += ["-O0", "-g", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS"]
     else:
         chosen += ["-O3", "-g0", "-DNDEBUG"]  # -g doubles the time and adds 50 MB
@@ -140,7 +140,9 @@ def kernel_flags(environ: Mapping[str, str], architectures: list[str]) -> list[s
     chosen = ["-std=c++20", "-fmad=false", *architectures]
     chosen += ["-Xcompiler=-fPIC", "-Xcompiler=-fvisibility=hidden"]
     chosen.append("--expt-relaxed-constexpr")  # device code calls the host's constexpr functions
-    chosen += ["-O0", "-g"] if switch(environ, "PYCOLLECT_DEBUG", "0") else ["-O3", "-DNDEBUG"]
+    chosen += (
+        ["-O0", "-g"] if switch(environ, "PYCOLLECT_BUILD_DEBUG", "0") else ["-O3", "-DNDEBUG"]
+    )
     if switch(environ, "PYCOLLECT_WERROR", "0"):
         chosen.append("-Werror=all-warnings")
     compiler = [w for w in words(environ, "CXX") if Path(w).name not in LAUNCHERS]

@@ -21,11 +21,11 @@ CORE_FOLDERS = (
     "cpu",
     "cuda",
     "bootstrap",
-    "shm",
+    "group",
     "transport",
-    "p2p",
+    "send_recv",
     "cuda_ipc",
-    "sim",
+    "analysis",
 )
 TORCH_FOLDERS = ("torch", "torch/c10d", "torch/c10d/staging")
 CUDA_FOLDER = "torch/cuda"

@@ -18,7 +18,7 @@ import atexit as _atexit  # noqa: E402
 
 import torch.distributed as _dist  # noqa: E402
 
-from . import _C, autograd, log, ops  # noqa: E402
+from . import _C, _fake_kernels, autograd, log  # noqa: E402, F401
 from ._version import __version__  # noqa: E402
 from .collectives import (  # noqa: E402
     Work,
@@ -31,11 +31,11 @@ from .collectives import (  # noqa: E402
     reduce,
     replicate,
 )
+from .collectives_along_dim import all_gather, all_to_all, gather, reduce_scatter, scatter  # noqa: E402
 from .communicator import Communicator  # noqa: E402
 from .devices import devices  # noqa: E402
 from .errors import CollectiveError, PeerLost, Timeout  # noqa: E402
-from .exchange import all_gather, all_to_all, gather, reduce_scatter, scatter  # noqa: E402
-from .plans import Model, Plan, algorithms, plan  # noqa: E402
+from .plans import CostModel, Plan, algorithms, plan  # noqa: E402
 
 log.configure()
 _atexit.register(_C.drain)  # frees the tensors of running collectives before torch ends
@@ -50,7 +50,7 @@ __all__ = [
     "Allocator",
     "CollectiveError",
     "Communicator",
-    "Model",
+    "CostModel",
     "PeerLost",
     "Plan",
     "Timeout",
@@ -70,7 +70,6 @@ __all__ = [
     "distributed",
     "empty",
     "gather",
-    "ops",
     "plan",
     "reduce",
     "reduce_scatter",

@@ -33,10 +33,10 @@ def copy_rows(
 
 # The CUDA executor on emulated devices (bind_streams.cpp).
 
-StreamIdsTuple: TypeAlias = tuple[int, int, int, int]  # caller, worker, sender, receiver
+StreamIdsTuple: TypeAlias = tuple[int, int, int, int]  # caller, worker, d2h, h2d
 # stream, tasks as (rank, index), indices of launches to wait for, whether an event is recorded
 LaunchTuple: TypeAlias = tuple[int, list[tuple[int, int]], list[int], bool]
-RowTuple: TypeAlias = tuple[Sequence[int], Sequence[int], int]  # destinations, sources, bytes
+WorkTuple: TypeAlias = tuple[Sequence[int], Sequence[int], int]  # destinations, sources, bytes
 
 class EmulatedRun:
     """Runs of a plan by the executor for devices, on emulated devices that record a trace.
@@ -55,11 +55,11 @@ class EmulatedRun:
         in_place: bool,
         devices: Sequence[int],
         *,
-        pace: str = "any",
+        level_policy: str = "any",
         callers_apart: bool = False,
         workers: str = "devices",
         copy_streams: bool = False,
-        hub: bool = False,
+        join_stream: bool = False,
         peers: bool = True,
         host_waits: bool = True,
         pieces: int = 1,
@@ -117,7 +117,7 @@ class EmulatedRun:
     def levels(self) -> int:
         """Number of levels of the plan."""
 
-class Peers:
+class PeerAccessCache:
     """Cache of the devices that can access each other's memory.
 
     query: returns whether the driver reports access from one device to another.
@@ -150,12 +150,12 @@ def stage(
 def schedule(
     plan: Plan,
     in_place: bool,
-    pace: str,
+    level_policy: str,
     stream_ids: Sequence[StreamIdsTuple],
     streams: int,
-    hub: int = -1,
+    join_stream: int = -1,
 ) -> list[LaunchTuple]:
-    """Return the launches of a plan on streams, in issue order (csrc/cuda/streams.h).
+    """Return the launches of a plan on streams, in issue order (csrc/cuda/schedule.h).
 
     stream_ids: numbers of each rank's streams, below ``streams``.
     """
@@ -163,10 +163,10 @@ def schedule(
 def predict_streams(
     plan: Plan,
     in_place: bool,
-    pace: str,
+    level_policy: str,
     stream_ids: Sequence[StreamIdsTuple],
     streams: int,
-    hub: int,
+    join_stream: int,
     devices: Sequence[int],
     bytes: float,
     model: tuple[float, float, float, float, float],
@@ -174,7 +174,8 @@ def predict_streams(
     """Return the predicted seconds of a plan that one process issues to streams.
 
     devices: of each rank; negative for host memory.
-    model: alpha, port, memory, bridge, host: the members of ``Model`` in csrc/sim/predict.h.
+    model: alpha, port, memory, bridge, host: the members of ``CostModel``
+        in csrc/analysis/predict.h.
     """
 
 # The CUDA emulator (bind_emulator.cpp).
@@ -208,7 +209,7 @@ class Emulator:
     def allocate(self, kind: str, device: int, bytes: int) -> int:
         """Return the address of new memory; kind: "device", "pinned" or "pageable"."""
 
-    def launch(self, stream: Stream, rows: Sequence[RowTuple], /) -> None:
+    def launch(self, stream: Stream, works: Sequence[WorkTuple], /) -> None:
         """Enqueue a sum of uint8 for each row."""
 
     def copy(self, stream: Stream, dst: tuple[int, int], src: tuple[int, int], bytes: int) -> None:
@@ -300,26 +301,26 @@ def emulate(options: Options, eager: bool = ..., shares: bool = ...) -> Emulated
 # The device's kernels on host memory (bind_cuda_probe.cpp).
 
 # destinations, sources, their pitches in bytes, elements of a line, lines, whether `avg` scales
-LaunchRowTuple: TypeAlias = tuple[
+LaunchWorkTuple: TypeAlias = tuple[
     Sequence[int], Sequence[int], Sequence[int], Sequence[int], int, int, bool
 ]
 
 def emulate_launch(
-    rows: Sequence[LaunchRowTuple],
+    works: Sequence[LaunchWorkTuple],
     dtype: str,
     op: str,
     world: int,
     multiprocessors: int,
-    table_bytes: int,
+    args_bytes: int,
     float8: Sequence[int],
     guard: int = 0,
 ) -> list[dict[str, Any]]:
-    """Run the rows with the device's kernels on host memory; describe each launch.
+    """Run the works with the device's kernels on host memory; describe each launch.
 
-    A description has the keys kind, rows, table_bytes, guard, accesses (of each block),
+    A description has the keys kind, works, args_bytes, guard, accesses (of each block),
     widest_load and widest_store (bytes), and loaded, loaded_twice, stored, stored_twice (bytes).
 
-    table_bytes: limit of the kernel parameters.
+    args_bytes: limit of the kernel parameters.
     float8: bytes of overflow, infinity and NaN, in float8_e4m3fn and in float8_e5m2.
     guard: address of a word; if the word is not zero, nothing is written.
     """

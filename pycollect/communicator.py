@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 
-from . import _C, collectives, exchange
+from . import _C, collectives, collectives_along_dim
 from ._eager import eager
 from .collectives import ranks_of
 from .devices import DeviceSpec
@@ -99,12 +99,12 @@ class Communicator:
     reduce = _bound(collectives.reduce)
     broadcast = _bound(collectives.broadcast)
     broadcast_coalesced = _bound(collectives.broadcast_coalesced)
-    all_gather = _bound(exchange.all_gather)
-    reduce_scatter = _bound(exchange.reduce_scatter)
-    all_to_all = _bound(exchange.all_to_all)
-    gather = _bound(exchange.gather)
+    all_gather = _bound(collectives_along_dim.all_gather)
+    reduce_scatter = _bound(collectives_along_dim.reduce_scatter)
+    all_to_all = _bound(collectives_along_dim.all_to_all)
+    gather = _bound(collectives_along_dim.gather)
 
-    scatter = _bound_with_devices(exchange.scatter)
+    scatter = _bound_with_devices(collectives_along_dim.scatter)
     replicate = _bound_with_devices(collectives.replicate)
     copy_ = _bound_with_peer_access(collectives.copy_)
 

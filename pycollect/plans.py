@@ -23,7 +23,7 @@ _MOST_PIECES = 1 << 18  # of all ranks together
 
 
 @dataclass(frozen=True)
-class Model:
+class CostModel:
     """Describe the speed of a machine with one device per rank, for ``Plan.predict``.
 
     alpha: seconds until a rank sees another rank's signal. port: bytes per second into a device,
@@ -33,7 +33,7 @@ class Model:
     negative, or zero (allowed for alpha and bridge).
 
     >>> import pycollect as pc
-    >>> model = pc.Model(alpha=5e-6, port=12e9, memory=40e9)
+    >>> model = pc.CostModel(alpha=5e-6, port=12e9, memory=40e9)
     >>> pc.plan("all_reduce", 4, algorithm="chain").predict(model) > 0
     True
     """
@@ -48,12 +48,14 @@ class Model:
             value = getattr(self, item.name)
             is_number = isinstance(value, Real) and not isinstance(value, bool)
             if not is_number:
-                raise TypeError(f"Model: {item.name} is {value!r}; pass a number")
+                raise TypeError(f"CostModel: {item.name} is {value!r}; pass a number")
             least = "not negative" if item.name in ("alpha", "bridge") else "above zero"
             in_range = value >= 0 if least == "not negative" else value > 0
             if not (in_range and value <= sys.float_info.max):
                 unit = "seconds" if item.name == "alpha" else "bytes per second"
-                raise ValueError(f"Model: {item.name} is {value}; pass {unit}, finite and {least}")
+                raise ValueError(
+                    f"CostModel: {item.name} is {value}; pass {unit}, finite and {least}"
+                )
 
 
 class TaskSpan(NamedTuple):
@@ -141,14 +143,14 @@ class Plan:
         orders = ("exact", "native", "other")
         if orders.index(order) > orders.index(self.order):
             return f"sums are in the order '{order}', and '{self.order}' is promised"
-        replay = _C.replay(self._program)
-        if replay.defect is not None:
-            return replay.defect
-        if self.collective == "barrier" and not replay.is_barrier:
+        races = _C.find_races(self._program)
+        if races.defect is not None:
+            return races.defect
+        if self.collective == "barrier" and not races.is_barrier:
             return "a rank leaves the barrier before all have entered"
         return None
 
-    def timeline(self, model: str | Model = "nvlink") -> list[TaskSpan]:
+    def timeline(self, model: str | CostModel = "nvlink") -> list[TaskSpan]:
         """Return the predicted times of the steps, in the order of the steps.
 
         Takes the models of ``predict``, and raises the same errors.
@@ -160,12 +162,13 @@ class Plan:
         spans = _C.predict(self._program, self.nbytes, _figures(model))[1]
         return [TaskSpan(*span) for span in spans if span[1] >= 0]
 
-    def predict(self, model: str | Model = "nvlink") -> float:
+    def predict(self, model: str | CostModel = "nvlink") -> float:
         """Return the predicted seconds from the call until the last rank returns.
 
-        model: "nvlink", "pcie" or a ``Model``. The prediction is for one process with one device
-        per rank and ignores the cost of arithmetic; it serves to compare algorithms and sizes, and
-        may be wrong by 20 %. Raises ValueError for an unknown name, TypeError for another type.
+        model: "nvlink", "pcie" or a ``CostModel``. The prediction is for one process with one
+        device per rank and ignores the cost of arithmetic; it serves to compare algorithms and
+        sizes, and may be wrong by 20 %. Raises ValueError for an unknown name, TypeError for
+        another type.
 
         >>> import pycollect as pc
         >>> small, large = (pc.plan("all_reduce", 8, nbytes=n).predict() for n in (1024, 1 << 30))
@@ -174,7 +177,7 @@ class Plan:
         """
         return _C.predict(self._program, self.nbytes, _figures(model))[0]
 
-    def plot(self, path: str | PathLike[str], model: str | Model = "nvlink") -> None:
+    def plot(self, path: str | PathLike[str], model: str | CostModel = "nvlink") -> None:
         """Draw ranks against predicted time into a PNG or SVG file, by the suffix of path.
 
         The picture has one lane per rank and one bar per step. Raises ImportError without
@@ -275,19 +278,19 @@ def _in_place(chosen: _C.Algorithm, wanted: bool | None) -> bool:
     return chosen.in_place if wanted is None else wanted
 
 
-def _figures(model: str | Model) -> tuple[float, float, float, float]:
+def _figures(model: str | CostModel) -> tuple[float, float, float, float]:
     if isinstance(model, str):
         known = _C.models()
         if model not in known:
             names = ", ".join(f"'{name}'" for name in known)
-            raise ValueError(f"there is no model '{model}'; pass one of {names}, or a Model")
+            raise ValueError(f"there is no model '{model}'; pass one of {names}, or a CostModel")
         return known[model]
-    if not isinstance(model, Model):
-        raise TypeError(f"model is a {type(model).__name__}; pass a name or a pycollect.Model")
+    if not isinstance(model, CostModel):
+        raise TypeError(f"model is a {type(model).__name__}; pass a name or a pycollect.CostModel")
     return (float(model.alpha), float(model.port), float(model.memory), float(model.bridge))
 
 
-def _label(model: str | Model) -> str:
+def _label(model: str | CostModel) -> str:
     if isinstance(model, str):
         return model
     return f"{model.alpha * 1e6:.3g} µs and {model.port / 1e9:.3g} GB/s"

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import _C, collectives, exchange
+from . import _C, collectives, collectives_along_dim
 from ._sizes import binary_size
 from ._timing import Effort, Sampler, host_time, interleave, median_ratio
 
@@ -30,7 +30,7 @@ _CALLS: Mapping[str, Callable[..., object]] = {
     "all_reduce": collectives.all_reduce,
     "reduce": collectives.reduce,
     "broadcast": collectives.broadcast,
-    "all_gather": exchange.all_gather,
+    "all_gather": collectives_along_dim.all_gather,
 }
 # Maps a call to the collective whose measurements it uses.
 _MEASURED_AS = {name: name for name in _CALLS} | {"all_reduce_coalesced": "all_reduce"}
@@ -92,7 +92,7 @@ class Tuning:
 @cache
 def _canonical(collective: str, name: str, dtype: torch.dtype) -> bool:
     try:
-        return _C.find_algorithm(collective, name).canonical(str(dtype).removeprefix("torch."))
+        return _C.find_algorithm(collective, name).keeps_contract(str(dtype).removeprefix("torch."))
     except ValueError:  # an unknown dtype, which the call itself rejects
         return False
 
@@ -112,7 +112,7 @@ def _candidates(collective: str) -> list[str]:
     return [
         a.name
         for a in _C.algorithms(collective)
-        if a.canonical("float32") and (a.in_place or not in_place)
+        if a.keeps_contract("float32") and (a.in_place or not in_place)
     ]
 
 

@@ -27,7 +27,7 @@ from torch import nn
 
 import pycollect as pc
 from pycollect import autograd
-from pycollect.train import Replicas, Trainer, sgd_optimizer
+from pycollect.train import GluonTrainer, Replicas, sgd_optimizer
 
 MEMORY = 3 << 30  # bytes of address space allowed beyond the process's size after initialisation
 SECONDS = 120.0  # time limit of one call, on a machine whose cores are shared with other tests
@@ -157,7 +157,7 @@ def bound() -> Iterator[Case]:
 
 def models(**figures: Any) -> object:
     """Build a Model from the figures and use it: predict, timeline and plot a plan with it."""
-    plan, model = pc.plan("all_reduce", 2), pc.Model(**figures)
+    plan, model = pc.plan("all_reduce", 2), pc.CostModel(**figures)
     return plan.predict(model), plan.timeline(model), plan.plot(FOLDER / "plan.svg", model)
 
 
@@ -168,7 +168,7 @@ def planned(**numbers: Any) -> object:
 
 def trained(**numbers: Any) -> object:
     replicas = Replicas(nn.Linear(1, 1), "cpu*2", optimizer=sgd_optimizer(0.1))
-    trainer = Trainer([list(module.parameters()) for module in replicas.modules], "sgd")
+    trainer = GluonTrainer([list(module.parameters()) for module in replicas.modules], "sgd")
     for module in replicas.modules:
         module(torch.ones(1, 1)).sum().backward()
     trainer.set_learning_rate(numbers.pop("lr"))

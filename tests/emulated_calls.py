@@ -24,8 +24,14 @@ def stream_layouts() -> Iterator[dict[str, Any]]:
     cycle is not correlated with the caller's loops."""
     booleans = (False, True)
     found = [
-        {"callers_apart": a, "workers": w, "copy_streams": copy_streams, "hub": hub, "pace": pace}
-        for a, w, copy_streams, hub, pace in itertools.product(
+        {
+            "callers_apart": a,
+            "workers": w,
+            "copy_streams": copy_streams,
+            "join_stream": join_stream,
+            "level_policy": level_policy,
+        }
+        for a, w, copy_streams, join_stream, level_policy in itertools.product(
             booleans, WORKERS, booleans, booleans, ("any", "one_task")
         )
     ]

@@ -49,7 +49,7 @@ def launch(
     *,
     world: int = 0,
     multiprocessors: int = 1,
-    table_bytes: int = LARGE,
+    args_bytes: int = LARGE,
     float8: Sequence[int] = (),
     guard: int = 0,
 ) -> list[dict[str, Any]]:
@@ -60,13 +60,13 @@ def launch(
         op,
         world or len(rows[0].srcs),
         multiprocessors,
-        table_bytes,
+        args_bytes,
         float8 or float8_bytes(),
         guard,
     )
     for one in launches:
         assert one["stored_twice"] == 0
-        assert one["table_bytes"] <= table_bytes
+        assert one["args_bytes"] <= args_bytes
         assert one["guard"] == guard
     return launches
 

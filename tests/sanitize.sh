@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds plans, folds and csrc/shm without torch, with a sanitizer of the compiler, and runs their
+# Builds plans, folds and csrc/group without torch, with a sanitizer of the compiler, and runs their
 # native tests: sanitize.sh [none|thread|address|undefined] [quick|full|build].
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -12,7 +12,7 @@ from test_autograd import cases, leaves
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from pycollect import autograd, collectives, exchange
+from pycollect import autograd, collectives, collectives_along_dim
 
 # --- outputs without gradients, inputs that need none ---------------------------------------------
 
@@ -48,7 +48,10 @@ def record_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
     for module, names in (
         (collectives, ("all_reduce", "reduce", "broadcast", "copy_", "replicate")),
-        (exchange, ("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather")),
+        (
+            collectives_along_dim,
+            ("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather"),
+        ),
     ):
         for name in names:
             plain = getattr(module, name)

@@ -17,7 +17,7 @@ import torch
 
 import pycollect_bench as bench
 from pycollect import _timing
-from pycollect_bench import cases, comparison, copies, gpu, peers, targets
+from pycollect_bench import baselines, cases, comparison, copies, gpu, targets
 
 BENCH = Path(__file__).parents[1] / "bench"
 CPUS = (torch.device("cpu"),) * 4
@@ -162,7 +162,7 @@ def test_the_table_record_and_plot_take_every_clock(as_gpu, tmp_path, capsys):
 
 def test_peers_for_gpus_refuse_the_cpu_and_are_not_default_there():
     case = cases.sized_case("all_reduce", 4_096, torch.float32, "sum", CPUS)
-    assert peers.usual(case) == ("naive", "stack")
+    assert baselines.usual(case) == ("naive", "stack")
     selection = comparison.Candidates(peers=("naive", "comm", "cupy"))
     result = comparison.run_case(case, selection, _timing.Effort(iterations=1))
     assert result.not_run == {
@@ -179,7 +179,7 @@ DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.cuda)]
 def test_all_candidates_compute_the_same(device, collective):
     devices = (torch.device(device),) * 4
     case = cases.sized_case(collective, 40_960, torch.float32, "sum", devices)
-    selection = comparison.Candidates(peers=peers.usual(case))
+    selection = comparison.Candidates(peers=baselines.usual(case))
     result = comparison.run_case(case, selection, _timing.Effort(iterations=1))
     assert {row.wrong for row in result.rows} <= {0, None}
     assert set(result.not_run) <= {"cupy", "stack", "comm"}

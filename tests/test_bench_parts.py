@@ -12,12 +12,12 @@ import torch
 import pycollect
 from pycollect import _sizes, _timing
 from pycollect_bench import (
+    baselines,
     cases,
     comparison,
     environment,
     options,
     pattern,
-    peers,
     targets,
 )
 
@@ -205,7 +205,7 @@ def test_minimum_bytes_and_bus_factors():
 def test_the_limit_moves_the_minimum(collective):
     case = cases.sized_case(collective, 4096, torch.float64, "sum", cpus(4))
     workspace = cases.Workspace(case)
-    each, flat = (call for call, _ in peers.limits(workspace).values())
+    each, flat = (call for call, _ in baselines.limits(workspace).values())
     assert 2 * sum(t.nbytes for t in each.args[0]) == case.minimum_bytes
     assert 2 * flat.func.__self__.nbytes == case.minimum_bytes
 
@@ -224,7 +224,7 @@ def test_a_collective_that_does_nothing_is_wrong(monkeypatch):
 
 def test_the_naive_loop_sums_into_every_rank():
     data = [torch.full((3,), float(i)) for i in range(1, 5)]
-    peers.naive_all_reduce(data)
+    baselines.naive_all_reduce(data)
     assert all(t.tolist() == [10.0] * 3 for t in data)
 
 

@@ -25,7 +25,7 @@ SCRIPTS = {
     "allreduce_bandwidth": ["-e", "16K", "--world", "2,3", "--targets", *FEW],
     "copy_bandwidth": COPIES,
     "overlap": ["--size", "8", "--products", "2", "--world", "2", "--devices", "cpu"],
-    "replays": ["--devices", "cpu", "--world", "2", "-e", "4K", *FEW],
+    "graph_replay": ["--devices", "cpu", "--world", "2", "-e", "4K", *FEW],
     "train": [*TRAIN, "--targets"],
     "train_step": ["--devices", "cpu", "--batch", "4", "--world", "2", "--targets", *FEW],
 }

@@ -36,7 +36,8 @@ def test_a_wrong_reduction_is_noticed(monkeypatch):
             for grad in parameter[1:]:
                 grad.copy_(parameter[0])
 
-    monkeypatch.setattr(steps, "REDUCTIONS", {**steps.REDUCTIONS, "pycollect": first_only})
+    reductions = {**steps.GRADIENT_REDUCTIONS, "pycollect": first_only}
+    monkeypatch.setattr(steps, "GRADIENT_REDUCTIONS", reductions)
     assert steps.Bench([torch.device("cpu")] * 2, 4).wrong() > 0
 
 
@@ -45,11 +46,12 @@ def test_bits_are_compared_with_deterministic_convolutions(monkeypatch):
 
     def recorded(gradients):
         seen.append(torch.backends.cudnn.deterministic)
-        steps.REDUCTIONS["naive"](gradients)
+        steps.GRADIENT_REDUCTIONS["naive"](gradients)
 
     before = torch.backends.cudnn.deterministic
     bench = steps.Bench([torch.device("cpu")] * 2, 4)
-    monkeypatch.setattr(steps, "REDUCTIONS", {**steps.REDUCTIONS, "pycollect": recorded})
+    reductions = {**steps.GRADIENT_REDUCTIONS, "pycollect": recorded}
+    monkeypatch.setattr(steps, "GRADIENT_REDUCTIONS", reductions)
     assert bench.wrong() == 0
     assert set(seen) == {True}
     assert torch.backends.cudnn.deterministic == before

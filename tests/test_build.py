@@ -157,8 +157,8 @@ def test_flags_follow_the_switches(native: ModuleType):
     assert {"-O3", "-ffp-contract=off"} <= set(native.flags({}))
     assert "-Werror" not in native.flags({})
     assert "-Werror" in native.flags({"PYCOLLECT_WERROR": "1"})
-    assert {"-O0", "-g"} <= set(native.flags({"PYCOLLECT_DEBUG": "1"}))
-    assert "-O3" not in native.flags({"PYCOLLECT_DEBUG": "1"})
+    assert {"-O0", "-g"} <= set(native.flags({"PYCOLLECT_BUILD_DEBUG": "1"}))
+    assert "-O3" not in native.flags({"PYCOLLECT_BUILD_DEBUG": "1"})
 
 
 def test_old_torch_stops_the_build(native: ModuleType):

@@ -14,7 +14,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import pycollect as pc
 from pycollect import autograd
-from pycollect.train import DataParallel, Trainer, convert_sync_batchnorm, lockstep
+from pycollect.train import DataParallel, GluonTrainer, convert_sync_batchnorm, lockstep
 
 pytestmark = pytest.mark.cuda
 DEVICES = ("cuda:0*2", ["cuda:0", "cpu"], ["cpu", "cuda:0", "cpu"])
@@ -138,5 +138,5 @@ def test_trainer_on_a_gpu_and_the_cpu() -> None:
     for n in nets:
         nn.init.zeros_(n.weight)
         n(torch.ones(1, 2, device=n.weight.device)).sum().backward()
-    Trainer(nets, "sgd", {"learning_rate": 1.0}).step(2)
+    GluonTrainer(nets, "sgd", {"learning_rate": 1.0}).step(2)
     assert all(n.weight.tolist() == [[-1, -1]] for n in nets)

@@ -91,6 +91,6 @@ def test_only_finishing_folds_divide_by_the_world():
         total, mean = lines(torch.empty_like(tensors[0])), lines(torch.empty_like(tensors[0]))
         srcs = [lines(t) for t in tensors]
         (one,) = launch([Row([total], srcs, finishes=False), Row([mean], srcs)], "avg")
-        assert one["rows"] == 2
+        assert one["works"] == 2
         ref.assert_same([total[0]], [ref.left_fold(tensors, "sum")])
         ref.assert_same([mean[0]], [ref.left_fold(tensors, "avg")])

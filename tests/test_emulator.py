@@ -131,9 +131,9 @@ def test_addresses_are_checked() -> None:
         pair.cuda.launch(stream, [([8], [8], 1)])
     with fails("partly overlaps another of its slices"):
         pair.cuda.launch(stream, [([at], [at + 1], 32)])
-    with fails("a launch without rows"):
+    with fails("a launch without work"):
         pair.cuda.launch(stream, [])
-    with fails("a row without elements"):
+    with fails("kernel work without elements"):
         pair.cuda.launch(stream, [([at], [at], 0)])
     with fails("a copy of zero bytes"):
         pair.cuda.copy(stream, (at, 0), (at, 0), 0)

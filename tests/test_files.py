@@ -96,7 +96,14 @@ COMMANDS: dict[str, Callable[[str], int]] = {
     **{
         f"{name}.py-json": lambda file, name=name: script(name).main(["--json", file])
         for name in (
-            *("copy_bandwidth", "executor_bandwidth", "folds", "overlap", "replays", "ring"),
+            *(
+                "copy_bandwidth",
+                "executor_bandwidth",
+                "graph_replay",
+                "overlap",
+                "pinned_ring",
+                "reduce_kernels",
+            ),
             *("train", "train_step", "waits"),
         )
     },

@@ -216,9 +216,9 @@ def test_a_measurement_that_cannot_run_is_a_printed_skip(machine, fake_python, t
     runs = record_of(tmp_path / "out")["runs"]
     assert {name: run["status"] for name, run in runs.items()} == {
         "waits": 77,
-        "folds": 0,
-        "ring": 0,
-        "replays": 0,
+        "reduce_kernels": 0,
+        "pinned_ring": 0,
+        "graph_replay": 0,
     }
 
 

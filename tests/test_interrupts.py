@@ -185,7 +185,7 @@ def test_a_probe_ends_with_its_program(tmp_path: Path) -> None:
     program, path = tmp_path / "ring", tmp_path / "run.json"
     program.write_text(PROBE)
     program.chmod(0o755)
-    command = [*bench_script("ring"), "--program", str(program), "--json", str(path)]
+    command = [*bench_script("pinned_ring"), "--program", str(program), "--json", str(path)]
     with started(command) as process:
         wait_for_line(process, "# command")
         deadline = time.monotonic() + TIMEOUT

@@ -17,7 +17,7 @@ class Machine:
     def __init__(self, reported, broken=()):
         self.reported, self.broken = set(reported), dict(broken)
         self.queried, self.tested, self.logged = [], [], []
-        self.peers = _testing.Peers(self.query, self.test, self.logged.append)
+        self.peers = _testing.PeerAccessCache(self.query, self.test, self.logged.append)
 
     def query(self, one, other):
         self.queried.append((one, other))
@@ -71,7 +71,7 @@ def test_a_failed_self_test_is_repeated():
             raise answer
         return answer
 
-    peers = _testing.Peers(machine.query, test, machine.logged.append)
+    peers = _testing.PeerAccessCache(machine.query, test, machine.logged.append)
     with pytest.raises(ValueError, match="capture"):
         peers.works(0, 1)
     assert peers.works(0, 1)

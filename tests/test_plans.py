@@ -53,7 +53,7 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "canonical"),
+    ("name", "dtype", "keeps_contract"),
     [
         ("leader", "float16", True),
         ("leader", "complex64", True),
@@ -64,13 +64,13 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         ("tree", "float32", False),
     ],
 )
-def test_the_contract_depends_on_the_dtype(name: str, dtype: str, canonical: bool) -> None:
-    assert _C.find_algorithm("all_reduce", name).canonical(dtype) == canonical
+def test_the_contract_depends_on_the_dtype(name: str, dtype: str, keeps_contract: bool) -> None:
+    assert _C.find_algorithm("all_reduce", name).keeps_contract(dtype) == keeps_contract
 
 
 def test_an_unknown_dtype_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="no dtype 'float7'"):
-        _C.find_algorithm("all_reduce", "chain").canonical("float7")
+        _C.find_algorithm("all_reduce", "chain").keeps_contract("float7")
 
 
 @pytest.mark.parametrize("a", REGISTRY, ids=lambda a: f"{a.collective}-{a.name}")

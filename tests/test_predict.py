@@ -67,9 +67,9 @@ def test_a_bridge_joins_the_halves() -> None:
     assert [span[3] for span in both] == [21.0, 41.0, 21.0]  # a queue per direction
 
 
-@pytest.mark.parametrize("model", ["nvlink", "pcie", pc.Model(1e-6, 1e9, 5e9, 2e9)])
+@pytest.mark.parametrize("model", ["nvlink", "pcie", pc.CostModel(1e-6, 1e9, 5e9, 2e9)])
 @pytest.mark.parametrize("a", REGISTRY, ids=lambda a: f"{a.collective}-{a.name}")
-def test_more_bytes_take_longer(a: _C.Algorithm, model: str | pc.Model) -> None:
+def test_more_bytes_take_longer(a: _C.Algorithm, model: str | pc.CostModel) -> None:
     for world in (2, 5, 8):
         times = [
             pc.plan(a.collective, world, algorithm=a.name, nbytes=n).predict(model)
@@ -120,26 +120,26 @@ def test_few_rounds_suit_small_messages_and_few_bytes_large_ones() -> None:
 def test_invalid_models_are_refused(name: str, value: float) -> None:
     figures = {"alpha": 1e-6, "port": 1e9, "memory": 1e9, "bridge": 0.0, name: value}
     with pytest.raises(ValueError, match=f"Model: {name} is {value}; pass .*, finite and"):
-        pc.Model(**figures)
+        pc.CostModel(**figures)
     raw = tuple(figures.values())
     with pytest.raises(ValueError, match=r"finite|or 0 where there is none"):
         _C.predict(_C.Program(_C.Plan(1, 1, []), False), 1, raw)
 
 
 def test_zero_is_allowed_for_alpha_and_bridge() -> None:
-    pc.Model(alpha=0, port=1, memory=1, bridge=0)
+    pc.CostModel(alpha=0, port=1, memory=1, bridge=0)
     for name in ("port", "memory"):
         with pytest.raises(ValueError, match=f"Model: {name} is 0; pass .* above zero"):
-            pc.Model(**{"alpha": 0, "port": 1, "memory": 1, name: 0})
+            pc.CostModel(**{"alpha": 0, "port": 1, "memory": 1, name: 0})
     with pytest.raises(TypeError, match="alpha is '1us'; pass a number"):
-        pc.Model(alpha="1us", port=1, memory=1)  # type: ignore[arg-type]
+        pc.CostModel(alpha="1us", port=1, memory=1)  # type: ignore[arg-type]
 
 
 def test_unknown_models_are_refused() -> None:
     plan = pc.plan("all_reduce", 2)
     with pytest.raises(ValueError, match="no model 'token ring'; pass one of 'nvlink', 'pcie'"):
         plan.predict("token ring")
-    with pytest.raises(TypeError, match=r"model is a float; pass a name or a pycollect\.Model"):
+    with pytest.raises(TypeError, match=r"model is a float; pass a name or a pycollect\.CostModel"):
         plan.timeline(3.0)  # type: ignore[arg-type]
 
 

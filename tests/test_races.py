@@ -34,13 +34,13 @@ def waits_of(program: _C.Program) -> list[tuple[int, int, int]]:
 
 def assert_every_wait_is_needed(program: _C.Program, what: object) -> None:
     for wait in waits_of(program):
-        assert _C.replay(program.without_wait(*wait)).races > 0, f"{what} without wait {wait}"
+        assert _C.find_races(program.without_wait(*wait)).races > 0, f"{what} without wait {wait}"
 
 
 @each_algorithm
 def test_no_algorithm_races_or_hangs(algorithm: _C.Algorithm) -> None:
     for case in cases(algorithm, range(1, 18), pieces=(1, 4)):
-        found = _C.replay(case.program)
+        found = _C.find_races(case.program)
         assert found.defect is None, f"{case}: {found.defect}"
         assert (found.races, found.deadlock) == (0, False)
         if algorithm.collective == "barrier":
@@ -57,7 +57,7 @@ def test_random_plans_do_not_race_and_need_every_wait() -> None:
     waits = 0
     for seed in RANDOM:
         program = _C.Program(*random_plan(seed))
-        found = _C.replay(program)
+        found = _C.find_races(program)
         assert found.defect is None, f"seed {seed}: {found.defect}"
         assert_every_wait_is_needed(program, f"seed {seed}")
         waits += found.waits
@@ -67,7 +67,7 @@ def test_random_plans_do_not_race_and_need_every_wait() -> None:
 def test_beyond_64_ranks_no_wait_is_missing() -> None:
     for name in ("two_shot", "chain", "ring", "halving_doubling", "fused"):
         plan = _C.find_algorithm("all_reduce", name).plan(70)
-        assert _C.replay(_C.Program(plan, True)).defect is None
+        assert _C.find_races(_C.Program(plan, True)).defect is None
 
 
 def accesses(
@@ -78,9 +78,9 @@ def accesses(
     return list(plan.steps[task[0]][1]), list(plan.steps[task[0]][0])
 
 
-def assert_levels_hold(plan: _C.Plan, in_place: bool, pace: str) -> None:
+def assert_levels_hold(plan: _C.Plan, in_place: bool, level_policy: str) -> None:
     """Conflicting tasks are in the order of levels as written, and never in the same level."""
-    program = _C.Program(plan, in_place, pace)
+    program = _C.Program(plan, in_place, level_policy)
     tasks = program.tasks
     at = {task[0]: (rank, task) for rank, own in enumerate(tasks) for task in own[1:-1]}
     written = [(rank, own[0]) for rank, own in enumerate(tasks)]
@@ -98,7 +98,7 @@ def assert_levels_hold(plan: _C.Plan, in_place: bool, pace: str) -> None:
             last_access[cell] = max(last_access[cell], level)
         for cell in writes:
             last_write[cell] = level
-    step = 1 if pace == "one_task" else 0
+    step = 1 if level_policy == "one_task" else 0
     for own in tasks:
         assert all(a[1] + step <= b[1] for a, b in itertools.pairwise(own))
     assert len({own[-1][1] for own in tasks}) == 1  # all ranks leave in one level
@@ -111,17 +111,17 @@ def assert_levels_hold(plan: _C.Plan, in_place: bool, pace: str) -> None:
     )
 
 
-@pytest.mark.parametrize("pace", ["any", "one_task"])
+@pytest.mark.parametrize("level_policy", ["any", "one_task"])
 @each_algorithm
-def test_tasks_of_a_level_do_not_conflict(algorithm: _C.Algorithm, pace: str) -> None:
+def test_tasks_of_a_level_do_not_conflict(algorithm: _C.Algorithm, level_policy: str) -> None:
     for case in cases(algorithm, (1, 2, 3, 5, 8)):
-        assert_levels_hold(case.plan, case.in_place, pace)
+        assert_levels_hold(case.plan, case.in_place, level_policy)
 
 
-@pytest.mark.parametrize("pace", ["any", "one_task"])
-def test_levels_of_random_plans_hold(pace: str) -> None:
+@pytest.mark.parametrize("level_policy", ["any", "one_task"])
+def test_levels_of_random_plans_hold(level_policy: str) -> None:
     for seed in RANDOM:
-        assert_levels_hold(*random_plan(seed), pace)
+        assert_levels_hold(*random_plan(seed), level_policy)
 
 
 def any_order(program: _C.Program, pick: random.Random) -> list[int]:
@@ -151,12 +151,12 @@ def test_any_order_that_waits_allow_computes_the_same(seed: int) -> None:
         assert run_steps(plan, in_place, order) == want
 
 
-@pytest.mark.parametrize("pace", ["any", "one_task"])
-def test_any_order_within_levels_computes_the_same(pace: str) -> None:
+@pytest.mark.parametrize("level_policy", ["any", "one_task"])
+def test_any_order_within_levels_computes_the_same(level_policy: str) -> None:
     pick = random.Random(0)
     for seed in RANDOM:
         plan, in_place = random_plan(seed)
-        program = _C.Program(plan, in_place, pace)
+        program = _C.Program(plan, in_place, level_policy)
         tasks, order = program.tasks, []
         for level in program.levels:
             order += [tasks[r][i][0] for r, i in pick.sample(level, len(level))]
@@ -166,7 +166,7 @@ def test_any_order_within_levels_computes_the_same(pace: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "pace", "levels"),
+    ("name", "level_policy", "levels"),
     [
         ("leader", "any", 1),
         ("two_shot", "any", 2),
@@ -174,9 +174,9 @@ def test_any_order_within_levels_computes_the_same(pace: str) -> None:
         ("chain", "any", 14),
     ],
 )
-def test_levels_are_few(name: str, pace: str, levels: int) -> None:
+def test_levels_are_few(name: str, level_policy: str, levels: int) -> None:
     plan = _C.find_algorithm("all_reduce", name).plan(8)
-    assert len(_C.Program(plan, True, pace).levels) - 2 == levels
+    assert len(_C.Program(plan, True, level_policy).levels) - 2 == levels
 
 
 def test_a_race_is_described() -> None:
@@ -186,7 +186,7 @@ def test_a_race_is_described() -> None:
         [(-1, 0, []), (-1, 2, [(1, 2)])],
         [(-1, 0, []), (0, 1, [(0, 1)]), (-1, 2, [])],
     ]
-    assert _C.replay(program.without_wait(1, 1, 0)).defect == (
+    assert _C.find_races(program.without_wait(1, 1, 0)).defect == (
         "the entry of rank 0 and step 0 by rank 1 both access in[0] of rank 0, one of them writes, "
         "and nothing orders them"
     )
@@ -195,24 +195,24 @@ def test_a_race_is_described() -> None:
 def test_a_deadlock_is_described() -> None:
     program = _C.find_algorithm("all_reduce", "chain").plan(2, 0, 1)
     waiting = _C.Program(program, True).with_wait(1, 0, (0, 2))  # rank 0 in turn waits for rank 1
-    found = _C.replay(waiting)
+    found = _C.find_races(waiting)
     assert found.deadlock
     assert found.defect == "deadlock: step 1 by rank 0 waits for task 2 of rank 1, which never ends"
 
 
 def test_ranks_without_mutual_waits_form_no_barrier() -> None:
     scatter = _C.find_algorithm("scatter", "direct").plan(3)
-    assert not _C.replay(_C.Program(scatter, False)).is_barrier
+    assert not _C.find_races(_C.Program(scatter, False)).is_barrier
 
 
 def test_programs_with_invalid_waits_are_refused() -> None:
     program = _C.Program(_C.find_algorithm("all_reduce", "chain").plan(3), True)
     for wait in [(3, 1), (-1, 1), (0, 0), (0, 99)]:
         with pytest.raises(ValueError, match="which does not exist"):
-            _C.replay(program.with_wait(1, 1, wait))
+            _C.find_races(program.with_wait(1, 1, wait))
     with pytest.raises(ValueError, match="no task 99 of rank 0"):
         program.without_wait(0, 99, 0)
     with pytest.raises(ValueError, match="has 0 waits and no wait 0"):
         program.without_wait(0, 0, 0)
-    with pytest.raises(ValueError, match="no pace 'slow'"):
+    with pytest.raises(ValueError, match="no level_policy 'slow'"):
         _C.Program(program.plan, True, "slow")

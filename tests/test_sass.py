@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = f"""
-#include "{ROOT}/csrc/cuda/level.cuh"
+#include "{ROOT}/csrc/cuda/kernels.cuh"
 namespace pycollect::cuda {{
 template KernelPair fold_kernel<float, Avg>();
 template KernelPair fold_kernel<BFloat16, Avg>();

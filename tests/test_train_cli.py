@@ -12,7 +12,7 @@ from pathlib import Path
 import programs
 import pytest
 
-from pycollect.train import Report, Unavailable
+from pycollect.train import DatasetUnavailable, ProgressPrinter
 from pycollect.train.__main__ import main
 from pycollect.train.data import fashion
 
@@ -147,7 +147,7 @@ def test_torchruns_variables_must_be_numbers(
 
 
 def refuse(data_dir: Path) -> None:
-    raise Unavailable("torchvision is not installed")
+    raise DatasetUnavailable("torchvision is not installed")
 
 
 def test_missing_fashion_mnist_is_one_sentence(
@@ -218,7 +218,7 @@ def test_there_is_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> N
         (io.StringIO(), False, False),
     ):
         monkeypatch.setattr(sys, "stderr", stream)
-        with Report(quiet).bar("epoch 7", images=64, done=32) as bar:
+        with ProgressPrinter(quiet).bar("epoch 7", images=64, done=32) as bar:
             time.sleep(0.11)  # the bar is drawn at most ten times a second
             bar.step(32, lambda: 2.345)
         for text in ("epoch 7", "64/64", "images/s", "loss 2.345"):

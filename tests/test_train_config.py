@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch import nn
 
-from pycollect.train import AutoShares, Data, ImageFolder, Loading, digits, train
+from pycollect.train import AutoShares, Data, ImageFolder, LoaderOptions, digits, train
 from pycollect.train.__main__ import main
 from pycollect.train.config import PREFETCH, Config, ranks
-from pycollect.train.data import Defaults
+from pycollect.train.data import DefaultHyperparameters
 from pycollect.train.graph import GraphedStep
 from pycollect.train.options import config, parser
 from pycollect.train.prepared_run import prepare
-from pycollect.train.reduce import collective
+from pycollect.train.reduce import reduce_gradients_coalesced
 from pycollect.train.run_result import same_bits
 from pycollect.train.settings import Settings, StepOptions, parse_weights
 from pycollect.train.single_process import SingleProcessEngine
 
 CPU = torch.device("cpu")
 X, Y = torch.randn(26, 1, 5, 5, generator=torch.Generator().manual_seed(2)), torch.arange(26) % 3
-DATA = Data("noise", (X, Y), (X, Y), Defaults(batch_size=8, lr=0.1, epochs=2))
+DATA = Data("noise", (X, Y), (X, Y), DefaultHyperparameters(batch_size=8, lr=0.1, epochs=2))
 
 
 def net() -> nn.Module:
@@ -248,9 +248,13 @@ def test_a_captured_step_is_replayed_for_every_size_of_batch() -> None:
 
     def trained(capture: Any) -> list[torch.Tensor]:
         engine = SingleProcessEngine(
-            net(), settings(), reduction=collective, options=StepOptions(), capture=capture
+            net(),
+            settings(),
+            reduction=reduce_gradients_coalesced,
+            options=StepOptions(),
+            capture=capture,
         )
-        batches = engine.loader(DATA.train, Loading(8)).epoch()
+        batches = engine.loader(DATA.train, LoaderOptions(8)).epoch()
         losses = [torch.stack(list(engine.step(batch))) for batch in batches]
         return [*losses, *engine.modules[1].parameters()]
 

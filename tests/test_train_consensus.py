@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from pycollect._command import Stopped
 from pycollect.train import checkpoint, convert_sync_batchnorm
 from pycollect.train.interrupt import Interrupt, StopConsensus
-from pycollect.train.report import Report
+from pycollect.train.progress_printer import ProgressPrinter
 from pycollect.train.run_result import same_bits
-from pycollect.train.trainer import run
+from pycollect.train.training_loop import run
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,9 @@ def measured(
     seconds = (0.001, 0.003)[me.rank]
     options = {"prefetch": 2, "weights": "auto", "checkpoint": f"{folder}/run.pt", **options}
     with mock.patch("pycollect.train.ddp.seconds_between", return_value=seconds):
-        made = run(prepared(me.world, False, me.spec.backend, **options), Report(quiet=True))
+        made = run(
+            prepared(me.world, False, me.spec.backend, **options), ProgressPrinter(quiet=True)
+        )
     return [step.shares for step in made.steps], made.parameters
 
 
@@ -164,11 +166,11 @@ def stopped(me: RankContext, path: str, signalled: list[int]) -> tuple[int, bool
     consensus = StopConsensus(dist.PrefixStore(path, store), me.rank, me.world, lambda: None)
     made = prepared(me.world, True, me.spec.backend, checkpoint=path, **options)
     with mock.patch.object(Interrupt, "check", send_signal), pytest.raises(Stopped):
-        run(made, Report(quiet=True), consensus)
+        run(made, ProgressPrinter(quiet=True), consensus)
     steps = len(checkpoint.load(path)["run"]["steps"])
     continued = prepared(me.world, True, me.spec.backend, resume=path, **options)
     whole = prepared(me.world, True, me.spec.backend, **options)
-    ends = [run(made, Report(quiet=True)).parameters for made in (continued, whole)]
+    ends = [run(made, ProgressPrinter(quiet=True)).parameters for made in (continued, whole)]
     return steps, all(map(same_bits, *ends))
 
 

@@ -7,7 +7,7 @@ import torch
 from device_placements import GPU
 from train_cases import batches, difference, perceptron, replicas_of, same_bits, trained
 
-from pycollect.train import MODELS, AutoShares, Replicas, naive
+from pycollect.train import MODELS, AutoShares, Replicas, reduce_gradients_naive
 
 pytestmark = pytest.mark.cuda
 
@@ -34,7 +34,7 @@ def test_ranks_train_as_on_the_cpu(place: str, microbatch: int | None) -> None:
             {"overlap": False},
             {"overlap": True, "bucket_bytes": 1},
             {"overlap": True},
-            {"overlap": False, "reduction": naive},
+            {"overlap": False, "reduction": reduce_gradients_naive},
         )
     ]
     for replicas in found:

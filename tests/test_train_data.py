@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pycollect.train import Data, DataError, Unavailable, digits, load
+from pycollect.train import Data, DataError, DatasetUnavailable, digits, load_dataset
 from pycollect.train.data import fashion as fashion_module
 from pycollect.train.data.fashion import FILES, read_idx, require_answer
 
@@ -41,7 +41,7 @@ def write_fashion(folder: Path, *, gzipped: bool = False) -> Path:
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(data_dir: Path) -> None:
-        raise Unavailable("no answer from example.org")
+        raise DatasetUnavailable("no answer from example.org")
 
     monkeypatch.setattr(fashion_module, "download", refuse)
 
@@ -57,7 +57,7 @@ def silent_server() -> Iterator[str]:
 @pytest.mark.parametrize("place", ["", "FashionMNIST/raw", "raw"])
 def test_fashion_mnist_is_found_in_every_folder(tmp_path: Path, place: str, gzipped: bool) -> None:
     write_fashion(tmp_path / place, gzipped=gzipped)
-    data, notice = load("auto", tmp_path)
+    data, notice = load_dataset("auto", tmp_path)
     assert (data.name, notice) == ("fashion-mnist", "")
     (X, y), (X_test, y_test) = data.train, data.test
     assert (X.shape, X.dtype) == ((TRAIN, 1, 28, 28), torch.float32)
@@ -69,9 +69,9 @@ def test_fashion_mnist_is_found_in_every_folder(tmp_path: Path, place: str, gzip
 
 
 def test_defaults_belong_to_the_data_set(tmp_path: Path) -> None:
-    fashion = load("fashion-mnist", write_fashion(tmp_path))[0].defaults
+    fashion = load_dataset("fashion-mnist", write_fashion(tmp_path))[0].defaults
     assert (fashion.batch_size, fashion.lr, fashion.epochs) == (256, 0.2, 10)
-    small = load("digits")[0].defaults
+    small = load_dataset("digits")[0].defaults
     assert (small.batch_size, small.lr, small.epochs) == (64, 0.3, 40)
 
 
@@ -94,8 +94,8 @@ def test_a_damaged_file_is_one_clear_sentence(
 ) -> None:
     (write_fashion(tmp_path) / FILES[0]).write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
-        load(name, tmp_path)
-    assert not isinstance(caught.value, Unavailable)
+        load_dataset(name, tmp_path)
+    assert not isinstance(caught.value, DatasetUnavailable)
     assert "\n" not in str(caught.value)
     assert FILES[0].split("-")[0] in str(caught.value)
 
@@ -103,7 +103,7 @@ def test_a_damaged_file_is_one_clear_sentence(
 def test_labels_beyond_nine_are_refused(tmp_path: Path) -> None:
     (write_fashion(tmp_path) / FILES[1]).write_bytes(idx(TRAIN, content=bytes([10]) * TRAIN))
     with pytest.raises(DataError, match="the label 10"):
-        load("auto", tmp_path)
+        load_dataset("auto", tmp_path)
 
 
 @pytest.mark.parametrize("change", ["cut", "flip", "plain"])
@@ -119,7 +119,7 @@ def test_a_damaged_gzip_file_is_one_clear_sentence(tmp_path: Path, change: str) 
 
 @pytest.mark.usefixtures("no_network")
 def test_without_a_network_auto_takes_the_digits_with_a_notice(tmp_path: Path) -> None:
-    data, notice = load("auto", tmp_path)
+    data, notice = load_dataset("auto", tmp_path)
     assert data.name == "digits"
     assert "\n" not in notice
     for word in ("Fashion-MNIST", str(tmp_path), "no answer from example.org", "digits"):
@@ -128,8 +128,10 @@ def test_without_a_network_auto_takes_the_digits_with_a_notice(tmp_path: Path) -
 
 @pytest.mark.usefixtures("no_network")
 def test_without_a_network_fashion_mnist_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(Unavailable, match=r"cannot be downloaded \(no answer from example.org\)"):
-        load("fashion-mnist", tmp_path)
+    with pytest.raises(
+        DatasetUnavailable, match=r"cannot be downloaded \(no answer from example.org\)"
+    ):
+        load_dataset("fashion-mnist", tmp_path)
 
 
 def test_incomplete_files_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,13 +140,13 @@ def test_incomplete_files_are_downloaded(tmp_path: Path, monkeypatch: pytest.Mon
 
     (write_fashion(tmp_path) / FILES[2]).unlink()
     monkeypatch.setattr(fashion_module, "download", finish)
-    assert load("fashion-mnist", tmp_path)[0].name == "fashion-mnist"
+    assert load_dataset("fashion-mnist", tmp_path)[0].name == "fashion-mnist"
 
 
 def test_a_missing_torchvision_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", None)
     monkeypatch.delitem(sys.modules, "torchvision.datasets", raising=False)
-    assert "torchvision is not installed" in load("auto", tmp_path)[1]
+    assert "torchvision is not installed" in load_dataset("auto", tmp_path)[1]
 
 
 def fake_torchvision(monkeypatch: pytest.MonkeyPatch, mirror: str) -> None:
@@ -171,7 +173,7 @@ def test_a_silent_network_times_out(
     fake_torchvision(monkeypatch, silent_server)
     assert fashion_module.NETWORK_TIMEOUT < 5
     start = time.monotonic()
-    with pytest.raises(Unavailable, match=r"no answer from 127\.0\.0\.1"):
+    with pytest.raises(DatasetUnavailable, match=r"no answer from 127\.0\.0\.1"):
         fashion_module.download(tmp_path, timeout=0.2)
     assert time.monotonic() - start < 4  # waits 1 s; torchvision alone would wait forever
 
@@ -182,7 +184,7 @@ def test_a_name_lookup_that_hangs_times_out(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr("urllib.request.urlopen", hang)
     start = time.monotonic()
-    with pytest.raises(Unavailable, match=r"no answer from example\.org within 0\.1 s"):
+    with pytest.raises(DatasetUnavailable, match=r"no answer from example\.org within 0\.1 s"):
         require_answer("http://example.org/", 0.1)
     assert time.monotonic() - start < 1.5
 
@@ -190,7 +192,7 @@ def test_a_name_lookup_that_hangs_times_out(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_refused_connection_is_reported_at_once(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with pytest.raises(Unavailable, match=r"no answer from 127\.0\.0\.1: .*refused"):
+    with pytest.raises(DatasetUnavailable, match=r"no answer from 127\.0\.0\.1: .*refused"):
         require_answer(f"http://127.0.0.1:{port}/", 4)
 
 
@@ -198,7 +200,7 @@ def test_a_failed_download_is_one_sentence(tmp_path: Path, monkeypatch: pytest.M
     fake_torchvision(monkeypatch, "http://127.0.0.1/")
     monkeypatch.setattr(fashion_module, "require_answer", lambda url, seconds: None)
     before = socket.getdefaulttimeout()
-    with pytest.raises(Unavailable) as caught:
+    with pytest.raises(DatasetUnavailable) as caught:
         fashion_module.download(tmp_path)
     assert str(caught.value) == "the download failed: Error downloading it"
     assert socket.getdefaulttimeout() == before

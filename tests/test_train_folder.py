@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pycollect.train import Data, DataError, load
+from pycollect.train import Data, DataError, load_dataset
 from pycollect.train.__main__ import main
 from pycollect.train.data import count, fetch
 from pycollect.train.data.folder import MEAN, STD, decode
@@ -40,7 +40,7 @@ def plain(image: torch.Tensor) -> torch.Tensor:
 
 
 def test_classes_are_folders(folder: Path) -> None:
-    data, notice = load("folder", folder, 32)
+    data, notice = load_dataset("folder", folder, 32)
     assert (data.name, notice, data.model) == ("fruit", "", "resnet18")
     assert (data.classes, data.num_classes) == (("apple", "banana"), 2)
     assert (count(data.train), count(data.test)) == (6, 2)
@@ -53,7 +53,7 @@ def test_classes_are_folders(folder: Path) -> None:
 
 def test_test_may_be_called_test(folder: Path) -> None:
     (folder / "val").rename(folder / "test")
-    assert count(load("folder", folder, 32)[0].test) == 2
+    assert count(load_dataset("folder", folder, 32)[0].test) == 2
 
 
 def test_the_centre_is_cropped(tmp_path: Path) -> None:
@@ -90,13 +90,13 @@ def test_more_than_sixteen_bits_are_refused(tmp_path: Path, mode: str, colour: f
 
 def test_hidden_files_are_ignored(folder: Path) -> None:
     (folder / "train" / "apple" / "._0.png").write_text("notes of a file system")
-    assert count(load("folder", folder, 32)[0].train) == 6
+    assert count(load_dataset("folder", folder, 32)[0].train) == 6
 
 
 def test_an_image_is_decoded_when_it_is_fetched(folder: Path) -> None:
     path = folder / "train" / "banana" / "2.bmp"
     path.write_bytes(b"no image")
-    data = load("folder", folder, 32)[0]
+    data = load_dataset("folder", folder, 32)[0]
     fetch(data.train, torch.arange(5))
     with pytest.raises(DataError, match=r"banana/2\.bmp cannot be decoded as an image"):
         fetch(data.train, torch.tensor([5]))
@@ -106,7 +106,7 @@ def test_an_image_is_decoded_when_it_is_fetched(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["0.png", "1.JPEG", "2.bmp"])
 def test_a_damaged_file_is_one_sentence(folder: Path, name: str, damage: str) -> None:
     path = folder / "train" / "apple" / name
-    data = load("folder", folder, 32)[0]
+    data = load_dataset("folder", folder, 32)[0]
     whole = path.read_bytes()
     content = {"cut": whole[: len(whole) * 2 // 3], "empty": b"", "text": b"<html>", "gone": None}
     if content[damage] is None:
@@ -125,7 +125,7 @@ def test_dead_links_are_counted_and_named(folder: Path) -> None:
     apple = folder / "train" / "apple"
     (apple / "5.png").symlink_to("nowhere.png")
     with pytest.raises(DataError, match=r"apple has 1 link that leads nowhere: 5\.png -> nowhere"):
-        load("folder", folder, 32)
+        load_dataset("folder", folder, 32)
     (apple / "deeper").mkdir()
     for i in range(4):
         (apple / "deeper" / f"{i}.jpg").symlink_to("/no/where.jpg")
@@ -133,15 +133,15 @@ def test_dead_links_are_counted_and_named(folder: Path) -> None:
         r"5 links that lead nowhere: 5\.png -> .*, deeper/0\.jpg -> /no/where\.jpg, .* and 2 more"
     )
     with pytest.raises(DataError, match=message):
-        load("folder", folder, 32)
+        load_dataset("folder", folder, 32)
     for link in (apple / "5.png", *(apple / "deeper").iterdir()):
         link.unlink()
     (apple / "notes").symlink_to("nowhere")  # not an image, so it is ignored
     (apple / "5.png").symlink_to("0.png")
-    assert len(load("folder", folder, 32)[0].train) == 7
+    assert len(load_dataset("folder", folder, 32)[0].train) == 7
     (folder / "train" / "cherry").symlink_to("nowhere")
     with pytest.raises(DataError, match="train has 1 link that leads nowhere: cherry -> nowhere"):
-        load("folder", folder, 32)
+        load_dataset("folder", folder, 32)
 
 
 def test_a_folder_that_cannot_be_read_is_one_sentence(
@@ -158,13 +158,13 @@ def test_a_folder_that_cannot_be_read_is_one_sentence(
 
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(DataError, match=r"apple/deeper cannot be read \(Permission denied\)"):
-        load("folder", folder, 32)
+        load_dataset("folder", folder, 32)
 
 
 def test_a_folder_of_another_layout_is_one_sentence(folder: Path) -> None:
     def refused(message: str) -> None:
         with pytest.raises(DataError, match=message):
-            load("folder", folder, 32)
+            load_dataset("folder", folder, 32)
 
     write(folder / "val" / "cherry" / "0.png", 0)
     refused("cherry is not a class of the training set, which has apple, banana")
@@ -191,9 +191,9 @@ def test_a_model_is_trained_on_a_folder(folder: Path, capsys: pytest.CaptureFixt
 
 def test_an_image_size_applies_to_folders_only(folder: Path) -> None:
     with pytest.raises(ValueError, match="at least 1 pixel, not 0"):
-        load("folder", folder, 0)
+        load_dataset("folder", folder, 0)
     with pytest.raises(ValueError, match="not for 'digits'"):
-        load("digits", image_size=32)
+        load_dataset("digits", image_size=32)
 
 
 def test_any_map_style_data_set_is_accepted() -> None:

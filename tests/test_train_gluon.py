@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from pycollect.train import (
+    GluonTrainer,
     Replicas,
-    Trainer,
     digits,
     init_lenet,
     lenet,
-    replicate,
+    replicate_params,
     sgd_optimizer,
     split_batch,
     train_batch,
@@ -48,7 +48,10 @@ def backward(replicas: list[nn.Module], X: Tensor, y: Tensor) -> None:
 def test_as_one_device(world: int, optimizer: object, options: dict[str, float]) -> None:
     one = net()
     replicas = [copy.deepcopy(one) for _ in range(world)]
-    trainer, single = Trainer(replicas, optimizer, options), Trainer([one], optimizer, options)
+    trainer, single = (
+        GluonTrainer(replicas, optimizer, options),
+        GluonTrainer([one], optimizer, options),
+    )
     for _ in range(4):
         X, y = torch.randn(7, 4), torch.randint(3, (7,))
         backward(replicas, X, y)
@@ -68,7 +71,7 @@ def test_one_rank_trains_as_plain_torch() -> None:
     optimizer = torch.optim.SGD(other.parameters(), 0.5)
     nn.functional.cross_entropy(other(X), y).backward()
     optimizer.step()
-    trainer = Trainer([one], "sgd", {"learning_rate": 0.5})
+    trainer = GluonTrainer([one], "sgd", {"learning_rate": 0.5})
     backward([one], X, y)
     trainer.step(8)
     torch.testing.assert_close(list(one.parameters()), list(other.parameters()))
@@ -76,8 +79,8 @@ def test_one_rank_trains_as_plain_torch() -> None:
 
 def test_lists_of_parameters_train_as_the_step_from_scratch() -> None:
     X, y = (part[:30] for part in digits().train)
-    replicas, scratch = (replicate(init_lenet(), [CPU] * 2) for _ in range(2))
-    trainer = Trainer(replicas, "sgd", {"learning_rate": 0.5})
+    replicas, scratch = (replicate_params(init_lenet(), [CPU] * 2) for _ in range(2))
+    trainer = GluonTrainer(replicas, "sgd", {"learning_rate": 0.5})
     for _ in range(2):
         shards = zip(*split_batch(X, y, [CPU] * 2), replicas, strict=True)
         for X_shard, y_shard, params in shards:
@@ -94,7 +97,7 @@ def test_reduce_clip_update() -> None:
     for n in nets:
         nn.init.zeros_(n.weight)
         (100 * n(torch.ones(1, 2))).sum().backward()
-    trainer = Trainer(nets, "sgd", {"learning_rate": 1.0})
+    trainer = GluonTrainer(nets, "sgd", {"learning_rate": 1.0})
     trainer.allreduce_grads()
     assert all(n.weight.grad.tolist() == [[200, 200]] for n in nets)
     for n in nets:
@@ -105,7 +108,7 @@ def test_reduce_clip_update() -> None:
 
 
 def test_the_learning_rate() -> None:
-    trainer = Trainer([net(), net()], "sgd", {"learning_rate": 0.1})
+    trainer = GluonTrainer([net(), net()], "sgd", {"learning_rate": 0.1})
     assert trainer.learning_rate == 0.1
     trainer.set_learning_rate(0.5)
     assert trainer.learning_rate == 0.5
@@ -117,7 +120,7 @@ def test_a_rank_without_examples_counts_as_zeros() -> None:
     nets[1].load_state_dict(nets[0].state_dict())
     backward(nets[:1], torch.randn(3, 4), torch.tensor([0, 1, 2]))
     before = nets[1][0].weight.detach().clone()
-    Trainer(nets, "sgd", {"lr": 1.0}).step(3)
+    GluonTrainer(nets, "sgd", {"lr": 1.0}).step(3)
     assert torch.equal(nets[0][0].weight, nets[1][0].weight)
     assert not torch.equal(nets[1][0].weight, before)
 
@@ -127,7 +130,7 @@ def test_stale_and_frozen_parameters() -> None:
     for n in nets:
         n[0].bias.requires_grad_(False)
         n[0](torch.ones(1, 2)).sum().backward()
-    trainer = Trainer(nets, "sgd", {"lr": 1.0, "wd": 1.0})
+    trainer = GluonTrainer(nets, "sgd", {"lr": 1.0, "wd": 1.0})
     kept, weight = nets[1][1].weight.clone(), nets[1][0].weight.clone()
     with pytest.raises(ValueError, match=r"\[2, 2\] has no gradient.*backward.*ignore_stale_grad"):
         trainer.step(1)
@@ -141,17 +144,17 @@ def test_stale_and_frozen_parameters() -> None:
 def test_refusals() -> None:
     shared = net()
     for make, error, message in (
-        (lambda: Trainer([], "sgd"), ValueError, "nothing to train"),
-        (lambda: Trainer([nn.ReLU()], "sgd"), ValueError, "nothing to train"),
-        (lambda: Trainer([net(), nn.Linear(4, 5)], "sgd"), ValueError, "rank 1 are not like"),
-        (lambda: Trainer([shared, shared], "sgd"), ValueError, "several ranks; pass a copy"),
-        (lambda: Trainer([net()], "sdg"), ValueError, "'sdg' is unknown.*adam, .*sgd"),
+        (lambda: GluonTrainer([], "sgd"), ValueError, "nothing to train"),
+        (lambda: GluonTrainer([nn.ReLU()], "sgd"), ValueError, "nothing to train"),
+        (lambda: GluonTrainer([net(), nn.Linear(4, 5)], "sgd"), ValueError, "rank 1 are not like"),
+        (lambda: GluonTrainer([shared, shared], "sgd"), ValueError, "several ranks; pass a copy"),
+        (lambda: GluonTrainer([net()], "sdg"), ValueError, "'sdg' is unknown.*adam, .*sgd"),
         (
-            lambda: Trainer([net()], torch.optim.SGD(net().parameters(), 0.1)),
+            lambda: GluonTrainer([net()], torch.optim.SGD(net().parameters(), 0.1)),
             TypeError,
             "optimizer is a SGD; pass a name or a class",
         ),
-        (lambda: Trainer([net()], "sgd").step(0), ValueError, "batch_size is 0"),
+        (lambda: GluonTrainer([net()], "sgd").step(0), ValueError, "batch_size is 0"),
     ):
         with pytest.raises(error, match=message):
             make()
@@ -161,7 +164,7 @@ def test_allreduce_grads_and_update_must_alternate() -> None:
     """In another order gradients would be summed twice, or the ranks would diverge."""
     nets = [net() for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
-    trainer = Trainer(nets, "sgd", {"lr": 1.0})
+    trainer = GluonTrainer(nets, "sgd", {"lr": 1.0})
     X, y = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
     backward(nets, X, y)
     kept = [p.detach().clone() for p in nets[0].parameters()]
@@ -177,7 +180,7 @@ def test_allreduce_grads_and_update_must_alternate() -> None:
     assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))
     one = net()
     backward([one], X, y)
-    Trainer([one], "sgd", {"lr": 1.0}).update(4)  # one rank has nothing to sum
+    GluonTrainer([one], "sgd", {"lr": 1.0}).update(4)  # one rank has nothing to sum
 
 
 def of(one: nn.Module, world: int = 2, lr: float = 0.1) -> Replicas:
@@ -192,7 +195,7 @@ def test_replicas_are_trained_as_their_modules_are() -> None:
     one, batch = net(), (torch.randn(7, 4), torch.randint(3, (7,)))
     replicas, modules = of(one), [copy.deepcopy(one) for _ in range(2)]
     options = {"learning_rate": 0.2, "momentum": 0.5}
-    trainers = Trainer(replicas, "sgd", options), Trainer(modules, "sgd", options)
+    trainers = GluonTrainer(replicas, "sgd", options), GluonTrainer(modules, "sgd", options)
     for _ in range(3):
         for trained, trainer in zip((replicas.modules, modules), trainers, strict=True):
             backward(trained, *batch)
@@ -204,7 +207,7 @@ def test_replicas_are_trained_as_their_modules_are() -> None:
 def test_replicas_keep_their_own_optimizer_by_default() -> None:
     one, (X, y) = net(), (torch.randn(8, 4), torch.randint(3, (8,)))
     by_trainer, by_step = of(one), of(one)
-    trainer = Trainer(by_trainer)
+    trainer = GluonTrainer(by_trainer)
     assert trainer.optimizers is by_trainer.optimizers
     for _ in range(3):
         backward(by_trainer.modules, X, y)
@@ -218,7 +221,7 @@ def test_replicas_keep_their_own_optimizer_by_default() -> None:
 def test_a_named_optimizer_replaces_those_of_the_replicas() -> None:
     """Otherwise the replicas' checkpoint would hold the momentum of an optimizer without steps."""
     replicas, (X, y) = of(net()), (torch.randn(8, 4), torch.randint(3, (8,)))
-    trainer = Trainer(replicas, "adam", {"learning_rate": 0.01})
+    trainer = GluonTrainer(replicas, "adam", {"learning_rate": 0.01})
     backward(replicas.modules, X, y)
     trainer.step(8)
     state = replicas.state_dict()["optimizer"]
@@ -235,7 +238,7 @@ def test_gradients_left_by_a_step_of_the_replicas_are_cleared(first: bool) -> No
     replicas = of(one)
     if first:
         replicas.step(X, y)
-    trainer = Trainer(replicas, "sgd", {"learning_rate": 0.2})
+    trainer = GluonTrainer(replicas, "sgd", {"learning_rate": 0.2})
     if not first:
         replicas.step(X, y)
     with pytest.raises(ValueError, match="has no gradient since the last step"):
@@ -244,7 +247,7 @@ def test_gradients_left_by_a_step_of_the_replicas_are_cleared(first: bool) -> No
     backward(replicas.modules, X, y)
     trainer.step(8)
     backward([alone], X, y)
-    Trainer([alone], "sgd", {"learning_rate": 0.2}).step(8)
+    GluonTrainer([alone], "sgd", {"learning_rate": 0.2}).step(8)
     torch.testing.assert_close(weights(replicas.modules), weights([alone]) * 2, rtol=0, atol=1e-6)
 
 
@@ -252,22 +255,22 @@ def test_gradients_of_a_backward_pass_before_the_trainer_count() -> None:
     replicas = of(net())
     backward(replicas.modules, torch.randn(4, 4), torch.tensor([0, 1, 2, 0]))
     before = weights(replicas.modules)
-    Trainer(replicas, "sgd", {"learning_rate": 0.2}).step(4)
+    GluonTrainer(replicas, "sgd", {"learning_rate": 0.2}).step(4)
     assert not torch.equal(before[0][0], replicas.modules[0][0].weight)
 
 
 def test_invalid_optimizers_are_refused() -> None:
     for make in (
-        lambda: Trainer(of(net()), optimizer_params={"learning_rate": 0.1}),
-        lambda: Trainer([net()]),
-        lambda: Trainer(of(net()), 3),
+        lambda: GluonTrainer(of(net()), optimizer_params={"learning_rate": 0.1}),
+        lambda: GluonTrainer([net()]),
+        lambda: GluonTrainer(of(net()), 3),
     ):
         with pytest.raises(TypeError, match=r"optimizer is a .*; pass a name or a class"):
             make()
 
 
 def test_invalid_numbers_are_refused() -> None:
-    trainer = Trainer([net()], "sgd", {"lr": 0.1})
+    trainer = GluonTrainer([net()], "sgd", {"lr": 0.1})
     for bad in (True, 1.0, "8", None):
         with pytest.raises(TypeError, match=r"batch_size is a .*; pass an int"):
             trainer.step(bad)

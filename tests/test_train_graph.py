@@ -11,7 +11,7 @@ from device_placements import GPU, MARKS
 from torch import Tensor, nn
 from train_cases import difference, replicas_of, same_bits
 
-from pycollect.train import GraphedStep, LeNet, init_lenet, lenet, replicate, train_batch
+from pycollect.train import GraphedStep, LeNet, init_lenet, lenet, replicate_params, train_batch
 from pycollect.train.graph import Run, capture
 
 DEVICES = ["cpu", pytest.param(GPU, marks=MARKS)]
@@ -41,7 +41,7 @@ def bits(replicas: list[list[Tensor]]) -> list[Tensor]:
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_books_step_trains_the_same_bits(device: str) -> None:
     devices = [torch.device(device)] * 3
-    eager, graphed = (replicate(init_lenet(), devices) for _ in range(2))
+    eager, graphed = (replicate_params(init_lenet(), devices) for _ in range(2))
     step = GraphedStep.from_scratch(
         *batch(99, device), graphed, 0.1, model=lenet, capturing=how(device)
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pycollect.train.loader import Batch, Loader, Loading
+from pycollect.train.loader import Batch, Loader, LoaderOptions
 
 PAIR = torch.arange(11.0)[:, None], torch.arange(11)
 
@@ -45,7 +45,7 @@ def labels(batches: object) -> list[list[int]]:
 def test_prefetching_changes_nothing(examples: object, prefetch: int) -> None:
     for epoch in (1, 2):
         plain, ahead = (
-            list(Loader(examples, Loading(4, seed=3, prefetch=n)).epoch(epoch))  # type: ignore[arg-type]
+            list(Loader(examples, LoaderOptions(4, seed=3, prefetch=n)).epoch(epoch))  # type: ignore[arg-type]
             for n in (0, prefetch)
         )
         assert labels(plain) == labels(ahead)
@@ -55,7 +55,7 @@ def test_prefetching_changes_nothing(examples: object, prefetch: int) -> None:
 
 def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     def order(seed: int, epoch: int) -> list[list[int]]:
-        return labels(Loader(PAIR, Loading(4, seed=seed)).epoch(epoch))
+        return labels(Loader(PAIR, LoaderOptions(4, seed=seed)).epoch(epoch))
 
     torch.manual_seed(1)
     first = order(0, 1)
@@ -66,7 +66,7 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
 
 
 def test_without_shuffling_the_order_is_that_of_the_data() -> None:
-    assert labels(Loader(PAIR, Loading(4, shuffle=False)).epoch(7)) == [
+    assert labels(Loader(PAIR, LoaderOptions(4, shuffle=False)).epoch(7)) == [
         [0, 1, 2, 3],
         [4, 5, 6, 7],
         [8, 9, 10],
@@ -74,23 +74,23 @@ def test_without_shuffling_the_order_is_that_of_the_data() -> None:
 
 
 def test_the_last_batch_can_be_dropped() -> None:
-    loader = Loader(PAIR, Loading(4, drop_last=True))
+    loader = Loader(PAIR, LoaderOptions(4, drop_last=True))
     assert len(loader) == len(list(loader.epoch())) == 2
-    assert len(Loader(PAIR, Loading(11, drop_last=True))) == 1
+    assert len(Loader(PAIR, LoaderOptions(11, drop_last=True))) == 1
     with pytest.raises(ValueError, match="leaves no batch: there are 11 examples and a batch has"):
-        next(Loader(PAIR, Loading(12, drop_last=True)).epoch())
+        next(Loader(PAIR, LoaderOptions(12, drop_last=True)).epoch())
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_an_epoch_can_start_at_any_batch(prefetch: int) -> None:
-    loader = Loader(PAIR, Loading(2, prefetch=prefetch))
+    loader = Loader(PAIR, LoaderOptions(2, prefetch=prefetch))
     assert labels(loader.epoch(5, start=4)) == labels(loader.epoch(5))[4:]
     assert labels(loader.epoch(5, start=6)) == []
 
 
 def test_only_the_own_part_of_each_batch_is_fetched() -> None:
     examples = Slow()
-    loader = Loader(examples, Loading(5, shuffle=False), part=lambda indices, _: indices[3:])
+    loader = Loader(examples, LoaderOptions(5, shuffle=False), part=lambda indices, _: indices[3:])
     batches = list(loader.epoch())
     assert labels(batches) == [[3, 4], [8, 9], [13, 14], [18, 19], [23]]
     assert [batch.examples for batch in batches] == [5, 5, 5, 5, 4]
@@ -98,7 +98,7 @@ def test_only_the_own_part_of_each_batch_is_fetched() -> None:
 
 
 def test_a_part_may_be_empty() -> None:
-    loader = Loader(Slow(), Loading(20, shuffle=False), part=lambda indices, _: indices[4:4])
+    loader = Loader(Slow(), LoaderOptions(20, shuffle=False), part=lambda indices, _: indices[4:4])
     assert [tuple(batch.X.shape) for batch in loader.epoch()] == [(0, 1, 2, 2)] * 2
 
 
@@ -106,9 +106,11 @@ def test_a_part_may_be_empty() -> None:
 def test_an_error_is_raised_when_its_batch_is_requested(prefetch: int) -> None:
     seen: list[Batch] = []
     with pytest.raises(OSError, match="example 9 is damaged"):
-        seen.extend(Loader(Slow(broken=9), Loading(4, shuffle=False, prefetch=prefetch)).epoch())
+        seen.extend(
+            Loader(Slow(broken=9), LoaderOptions(4, shuffle=False, prefetch=prefetch)).epoch()
+        )
     assert not workers()
-    batches = Loader(Slow(broken=9), Loading(4, shuffle=False, prefetch=prefetch)).epoch()
+    batches = Loader(Slow(broken=9), LoaderOptions(4, shuffle=False, prefetch=prefetch)).epoch()
     assert next(batches).y.tolist() == [0, 1, 2, 3]
     assert next(batches).y.tolist() == [4, 5, 6, 7]
     with pytest.raises(OSError, match="example 9"):
@@ -117,7 +119,7 @@ def test_an_error_is_raised_when_its_batch_is_requested(prefetch: int) -> None:
 
 def test_stopping_early_ends_all_threads() -> None:
     examples = Slow(0.002)
-    for batch in Loader(examples, Loading(2, shuffle=False, prefetch=2)).epoch():
+    for batch in Loader(examples, LoaderOptions(2, shuffle=False, prefetch=2)).epoch():
         assert workers()
         if batch.y[0] == 2:
             break
@@ -129,7 +131,7 @@ def test_stopping_early_ends_all_threads() -> None:
 
 
 def test_closing_the_iterator_of_an_interrupted_caller_ends_all_threads() -> None:
-    batches = Loader(Slow(0.001), Loading(2, prefetch=3)).epoch()
+    batches = Loader(Slow(0.001), LoaderOptions(2, prefetch=3)).epoch()
 
     def interrupted() -> None:
         for _ in batches:
@@ -143,10 +145,10 @@ def test_closing_the_iterator_of_an_interrupted_caller_ends_all_threads() -> Non
 
 
 def test_waiting_is_measured() -> None:
-    slow = [batch.waited for batch in Loader(Slow(0.005), Loading(4)).epoch()]
+    slow = [batch.waited for batch in Loader(Slow(0.005), LoaderOptions(4)).epoch()]
     assert all(seconds >= 4 * 0.005 for seconds in slow)
     waited = []
-    for batch in Loader(Slow(0.01), Loading(4, prefetch=2)).epoch():
+    for batch in Loader(Slow(0.01), LoaderOptions(4, prefetch=2)).epoch():
         waited.append(batch.waited)
         time.sleep(0.5)  # the training step, long enough to load the next batch
     assert waited[0] >= 4 * 0.01
@@ -158,11 +160,11 @@ def test_files_are_decoded_by_several_threads_and_memory_is_read_by_one(
 ) -> None:
     monkeypatch.setattr("pycollect.train.loader._MOST_WORKERS", 3)
     examples = Slow(0.003)
-    for _ in Loader(examples, Loading(2, prefetch=8)).epoch():
+    for _ in Loader(examples, LoaderOptions(2, prefetch=8)).epoch():
         pass
     assert 1 < len(examples.threads) <= 3
     plain = Slow()
-    list(Loader(plain, Loading(2)).epoch())
+    list(Loader(plain, LoaderOptions(2)).epoch())
     assert plain.threads == {threading.current_thread().name}
 
 
@@ -172,7 +174,7 @@ def test_files_are_decoded_by_several_threads_and_memory_is_read_by_one(
 )
 def test_bad_values_are_refused(arguments: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Loading(**{"batch_size": 4, **arguments})
+        LoaderOptions(**{"batch_size": 4, **arguments})
 
 
 @pytest.mark.cuda
@@ -182,7 +184,7 @@ def test_shards_are_copied_ahead(prefetch: int) -> None:
     devices = [torch.device("cuda", 0), torch.device("cpu"), torch.device("cuda", 0)]
     loader = Loader(
         (X, y),
-        Loading(32, shuffle=False, prefetch=prefetch),
+        LoaderOptions(32, shuffle=False, prefetch=prefetch),
         devices=devices,
         shares=lambda n: [n - 1 - n // 2, 1, n // 2],
     )
@@ -199,7 +201,7 @@ def test_shards_are_copied_ahead(prefetch: int) -> None:
 @pytest.mark.cuda
 def test_without_shares_batches_are_in_pinned_memory() -> None:
     pair = torch.randn(8, 4), torch.arange(8)
-    loader = Loader(pair, Loading(4, prefetch=1), devices=[torch.device("cuda", 0)])
+    loader = Loader(pair, LoaderOptions(4, prefetch=1), devices=[torch.device("cuda", 0)])
     assert all(batch.X.is_pinned() and batch.y.is_pinned() for batch in loader.epoch())
 
 
@@ -213,7 +215,7 @@ def test_a_part_gets_the_number_of_steps_before_its_own(prefetch: int) -> None:
         return indices
 
     examples = torch.arange(12.0)[:, None], torch.arange(12)
-    loader = Loader(examples, Loading(2, shuffle=False, prefetch=prefetch), part=part)
+    loader = Loader(examples, LoaderOptions(2, shuffle=False, prefetch=prefetch), part=part)
     for _ in loader.epoch(1):
         done += 1
     assert [first for first, _, _ in calls] == [0, 2, 4, 6, 8, 10]

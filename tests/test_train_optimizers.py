@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pycollect.train import Replicas, Trainer, linear_lr, sgd_optimizer
+from pycollect.train import GluonTrainer, Replicas, linear_lr, sgd_optimizer
 
 
 def test_it_is_torchs_sgd() -> None:
@@ -46,4 +46,4 @@ def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     with pytest.raises(ValueError, match="LBFGS needs a closure"):
         Replicas(nn.Linear(2, 2), "cpu*2", optimizer=torch.optim.LBFGS)
     with pytest.raises(ValueError, match="LBFGS needs a closure"):
-        Trainer([nn.Linear(2, 2)], "lbfgs")
+        GluonTrainer([nn.Linear(2, 2)], "lbfgs")

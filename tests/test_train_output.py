@@ -14,7 +14,7 @@ from pycollect.train import log as log_module
 from pycollect.train.__main__ import main
 from pycollect.train.curves import plot
 from pycollect.train.log import Log
-from pycollect.train.records import PARTS, Epoch, Step, divergence, mean_loss, typical
+from pycollect.train.records import PARTS, EpochRecord, StepRecord, divergence, mean_loss, typical
 
 X, Y = torch.randn(21, 1, 4, 4, generator=torch.Generator().manual_seed(1)), torch.arange(21) % 3
 DATA = Data("noise", (X, Y), (X, Y))
@@ -34,11 +34,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
-def step(epoch: int, number: int, loss: float = 1.0, examples: int = 8) -> Step:
-    return Step(epoch, number, examples, loss, 0.1 * number, StepSeconds(compute=number), (4, 4))
+def step(epoch: int, number: int, loss: float = 1.0, examples: int = 8) -> StepRecord:
+    return StepRecord(
+        epoch, number, examples, loss, 0.1 * number, StepSeconds(compute=number), (4, 4)
+    )
 
 
-def result_of(name: str, epochs: list[Epoch], steps: list[Step]) -> RunResult:
+def result_of(name: str, epochs: list[EpochRecord], steps: list[StepRecord]) -> RunResult:
     settings = Settings((torch.device("cpu"),), batch_size=8, lr=0.1, epochs=2)
     return RunResult(name, settings, epochs, steps, [])
 
@@ -165,7 +167,7 @@ def test_a_picture_is_drawn(tmp_path: Path, ending: str) -> None:
 
 
 def test_losses_that_are_not_finite_can_be_drawn(tmp_path: Path) -> None:
-    epochs = [Epoch(1, 1.0, math.nan, 0.1), Epoch(2, 1.0, math.inf, 0.1)]
+    epochs = [EpochRecord(1, 1.0, math.nan, 0.1), EpochRecord(2, 1.0, math.inf, 0.1)]
     steps = [step(1, 1, math.nan), step(2, 1, math.inf)]
     plot([result_of("run", epochs, steps)], tmp_path / "x.png")
     plot([result_of(name, epochs, []) for name in "abc"], tmp_path / "y.png")
@@ -234,7 +236,7 @@ def test_one_epoch_is_epoch_1_and_all_runs_show(
     monkeypatch.setattr(
         "matplotlib.figure.Figure.savefig", lambda self, *_, **__: figures.append(self)
     )
-    epochs = [Epoch(1, 1.0, 2.3, 0.1)]
+    epochs = [EpochRecord(1, 1.0, 2.3, 0.1)]
     plot([result_of(name, epochs, [step(1, 1)]) for name in "abc"], tmp_path / "x.png")
     loss, accuracy, _ = figures[0].axes
     for axes in (loss, accuracy):

@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from train_cases import CLASSES, FEATURES, batches, perceptron, replicas_of, same_bits, trained
 
-from pycollect.train import REDUCTIONS, collective, naive
+from pycollect.train import GRADIENT_REDUCTIONS, reduce_gradients_coalesced, reduce_gradients_naive
 from pycollect.train.buckets import Buckets, bucket_indices
 from pycollect.train.reduce import Gradients
 
 SIZES = [12, 12, 7, 2, 1]
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("reduction", GRADIENT_REDUCTIONS)
 @pytest.mark.parametrize("bucket_bytes", [1, 700, 1 << 30])
 @pytest.mark.parametrize("microbatch", [None, 5])
 def test_overlap_and_buckets_change_no_bit(
     reduction: str, bucket_bytes: int, microbatch: int | None
 ) -> None:
     for world in (2, 3):
-        how = {"reduction": REDUCTIONS[reduction], "microbatch": microbatch}
+        how = {"reduction": GRADIENT_REDUCTIONS[reduction], "microbatch": microbatch}
         plain = trained(perceptron(), world, SIZES, overlap=False, **how)
         early = trained(perceptron(), world, SIZES, overlap=True, bucket_bytes=bucket_bytes, **how)
         for a, b in zip(plain.modules, early.modules, strict=True):
@@ -54,7 +54,7 @@ def test_reductions_begin_while_the_backward_pass_goes_on(microbatch: int | None
 
     def noted(gradients: Gradients) -> None:
         events.append(f"reduce {len(gradients[0])}")
-        naive(gradients)
+        reduce_gradients_naive(gradients)
 
     replicas = replicas_of(perceptron(), 2, reduction=noted, bucket_bytes=65, microbatch=microbatch)
     for rank, module in enumerate(replicas.modules):
@@ -72,7 +72,7 @@ def test_without_overlap_all_gradients_are_reduced_at_once() -> None:
 
     def noted(gradients: Gradients) -> None:
         sizes.append(len(gradients[0]))
-        naive(gradients)
+        reduce_gradients_naive(gradients)
 
     trained(perceptron(), 2, [8], reduction=noted, overlap=False)
     assert sizes == [6]
@@ -153,7 +153,7 @@ def test_a_step_after_a_failed_one_is_unaffected(where: str, monkeypatch: Any) -
     def breaks(gradients: Gradients) -> None:
         if failing:
             raise ArithmeticError("the reduction has failed")
-        collective(gradients)
+        reduce_gradients_coalesced(gradients)
 
     torch.manual_seed(0)
     module = Fragile(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
@@ -193,7 +193,7 @@ def test_a_joint_backward_pass_has_the_same_bits(shares: list[int]) -> None:
 
 def test_removed_buckets_reduce_nothing() -> None:
     module = perceptron()
-    buckets = Buckets([list(module.parameters())], naive, 1)
+    buckets = Buckets([list(module.parameters())], reduce_gradients_naive, 1)
     buckets.remove()
     with buckets.during([0]):
         F.cross_entropy(module(torch.zeros(1, FEATURES)), torch.tensor([0])).backward()

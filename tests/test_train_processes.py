@@ -23,9 +23,9 @@ from pycollect.train.compare import compare
 from pycollect.train.config import Config
 from pycollect.train.prepared_run import PreparedRun, prepare
 from pycollect.train.processes import LaunchContext, devices_of
-from pycollect.train.report import Report
+from pycollect.train.progress_printer import ProgressPrinter
 from pycollect.train.run_result import same_bits
-from pycollect.train.trainer import run
+from pycollect.train.training_loop import run
 
 GENERATOR = torch.Generator().manual_seed(3)
 X, Y = torch.randn(50, 1, 6, 6, generator=GENERATOR), torch.arange(50) % 3
@@ -62,13 +62,13 @@ def trained(
     me: RankContext, norm: bool, options: dict[str, Any]
 ) -> tuple[list[float], list[float], Any]:
     """One rank's losses, accuracies and parameters."""
-    result = run(prepared(me.world, norm, me.spec.backend, **options), Report(quiet=True))
+    result = run(prepared(me.world, norm, me.spec.backend, **options), ProgressPrinter(quiet=True))
     return result.losses, [e.accuracy for e in result.epochs], result.parameters
 
 
 def alone(world: int, norm: bool, options: dict[str, Any]) -> tuple[list[float], list[float], Any]:
     torch.set_num_threads(1)  # as in each process
-    result = run(prepared(world, norm, **options), Report(quiet=True))
+    result = run(prepared(world, norm, **options), ProgressPrinter(quiet=True))
     return result.losses, [e.accuracy for e in result.epochs], result.parameters
 
 
@@ -129,7 +129,7 @@ def stopped_and_continued(me: RankContext, folder: str) -> bool:
     def once(epochs: int, **options: Any) -> list[Tensor]:
         made = prepared(me.world, True, me.spec.backend, epochs=epochs, drop_last=True, **options)
         made.module.add_module("dropout", nn.Dropout(0.2))
-        return run(made, Report(quiet=True)).parameters
+        return run(made, ProgressPrinter(quiet=True)).parameters
 
     path = Path(folder) / "run.pt"
     whole = once(3)

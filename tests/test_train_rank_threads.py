@@ -11,7 +11,7 @@ from contextvars import ContextVar
 import pytest
 import torch
 
-from pycollect.train import lockstep, ranks_in_lockstep, synchronize
+from pycollect.train import lockstep, lockstep_exchange, ranks_in_lockstep
 
 WORLDS = (1, 2, 3, 5)
 TIMEOUT_SECONDS = 20  # a hang is a failure, and must not block the test run
@@ -30,7 +30,7 @@ def all_threads_end() -> Iterator[None]:
 
 
 def exchange(value: object, name: str = "a barrier") -> list[object]:
-    return synchronize(value, lambda values: [values] * len(values), name)
+    return lockstep_exchange(value, lambda values: [values] * len(values), name)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -54,7 +54,12 @@ def test_each_rank_gets_its_own_result() -> None:
     def double(values: list[int]) -> list[int]:
         return [2 * v for v in values]
 
-    assert lockstep([lambda r=r: synchronize(r, double, "b") for r in range(4)]) == [0, 2, 4, 6]  # type: ignore[misc]
+    assert lockstep([lambda r=r: lockstep_exchange(r, double, "b") for r in range(4)]) == [
+        0,
+        2,
+        4,
+        6,
+    ]  # type: ignore[misc]
 
 
 def test_no_ranks_and_one_rank() -> None:
@@ -121,7 +126,7 @@ def test_an_error_of_combine_is_raised() -> None:
         raise LookupError("combine")
 
     with pytest.raises(LookupError, match="combine"):
-        lockstep([lambda: synchronize(0, combine, "b")] * 3)
+        lockstep([lambda: lockstep_exchange(0, combine, "b")] * 3)
 
 
 class Interrupt:

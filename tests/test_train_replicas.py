@@ -29,8 +29,8 @@ from pycollect.train import (
     digits,
     init_lenet,
     lenet,
-    naive,
-    replicate,
+    reduce_gradients_naive,
+    replicate_params,
     train_batch,
 )
 
@@ -83,7 +83,7 @@ def test_shards_on_their_devices_train_the_same() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_replicas_of_lenet_train_as_the_book(world: int) -> None:
     X, y = (part[:48].split(16) for part in digits().train)
-    params = replicate(init_lenet(3), [CPU] * world)
+    params = replicate_params(init_lenet(3), [CPU] * world)
     replicas = Replicas(LeNet(seed=3), [CPU] * world, optimizer=partial(torch.optim.SGD, lr=0.3))
     for X_batch, y_batch in zip(X, y, strict=True):
         train_batch(X_batch, y_batch, params, 0.3, model=lenet)
@@ -98,7 +98,8 @@ def test_naive_and_pycollect_leave_the_same_bits(name: str) -> None:
     size = 28 if name == "lenet" else 16
     X, y = torch.rand((5, 1, size, size), generator=generator), torch.arange(5)
     ours, book = (
-        replicas_of(MODELS[name](seed=1), 3, 0.05, **how) for how in ({}, {"reduction": naive})
+        replicas_of(MODELS[name](seed=1), 3, 0.05, **how)
+        for how in ({}, {"reduction": reduce_gradients_naive})
     )
     for replicas in (ours, book):
         for _ in range(2):

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from pycollect.train import (
-    allreduce,
-    collective,
     digits,
     evaluate,
     get_params,
     init_lenet,
     lenet,
-    naive,
-    replicate,
+    naive_all_reduce,
+    reduce_gradients_coalesced,
+    reduce_gradients_naive,
+    replicate_params,
     split_batch,
     train_batch,
 )
@@ -28,11 +28,11 @@ UNEVEN = (16, 16, 7, 3, 1, 16)  # not divisible by 3; a batch of 1 leaves all ra
 
 
 def trained(
-    world: int, sizes: Sequence[int], reduction: Reduction = collective
+    world: int, sizes: Sequence[int], reduction: Reduction = reduce_gradients_coalesced
 ) -> list[list[Tensor]]:
     """Replicas that were trained on consecutive batches of the given sizes."""
     X, y = (part[: sum(sizes)].split(list(sizes)) for part in digits().train)
-    replicas = replicate(init_lenet(3), [CPU] * world)
+    replicas = replicate_params(init_lenet(3), [CPU] * world)
     for X_batch, y_batch in zip(X, y, strict=True):
         train_batch(X_batch, y_batch, replicas, 0.3, model=lenet, reduction=reduction)
     return replicas
@@ -45,7 +45,7 @@ def assert_same_bits(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_naive_and_pycollect_leave_the_same_bits(world: int) -> None:
-    ours, book = trained(world, UNEVEN), trained(world, UNEVEN, naive)
+    ours, book = trained(world, UNEVEN), trained(world, UNEVEN, reduce_gradients_naive)
     for mine, theirs in zip(ours, book, strict=True):
         assert_same_bits(mine, theirs)
         assert_same_bits(mine, ours[0])
@@ -104,13 +104,13 @@ def test_the_functions_of_the_book() -> None:
     assert b1.grad is not None
     assert not b1.grad.any()
     data = [torch.ones(1, 2), torch.ones(1, 2) * 2]
-    allreduce(data)
+    naive_all_reduce(data)
     assert [tensor.tolist() for tensor in data] == [[[3, 3]], [[3, 3]]]
 
 
 def test_replicas_share_no_memory() -> None:
     params = init_lenet()
-    replicas = [params, *replicate(params, [CPU] * 2)]
+    replicas = [params, *replicate_params(params, [CPU] * 2)]
     assert len({tensor.data_ptr() for replica in replicas for tensor in replica}) == 3 * 8
 
 
@@ -128,5 +128,5 @@ def test_lenet_has_the_initial_values_of_the_book() -> None:
 
 
 def test_gradients_must_be_attached() -> None:
-    with pytest.raises(ValueError, match=r"replicate\(\)"):
+    with pytest.raises(ValueError, match=r"replicate_params\(\)"):
         gradients(init_lenet())

@@ -14,7 +14,7 @@
 #include "../../tests/native/stores.h"
 #include "measure.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
 struct Options {
@@ -22,11 +22,11 @@ struct Options {
   std::size_t largest_bytes = std::size_t{128} << 20;
   bool zero_copy = false;
   std::string algorithm = {};
-  std::size_t buffer_bytes = Settings{}.buffer_bytes;
+  std::size_t buffer_bytes = GroupSettings{}.buffer_bytes;
 };
 
 void run_rank(Store& store, Rank rank, const Options& options) {
-  Settings settings;
+  GroupSettings settings;
   settings.buffer_bytes = options.buffer_bytes;
   settings.symmetric_heap_bytes = options.zero_copy ? options.largest_bytes + 4096 : 0;
   Group group(store, rank, options.world, settings);
@@ -47,10 +47,10 @@ void run_rank(Store& store, Rank rank, const Options& options) {
   // One deadline for all calls: reading the clock takes a third of a barrier, and Open MPI has no
   // deadlines.
   const Deadline deadline = Clock::now() + std::chrono::hours(1);
-  Request request{.collective = Collective::all_reduce,
-                  .dtype = DType::f32,
-                  .algorithm = options.algorithm,
-                  .in_place = true};
+  CollectiveRequest request{.collective = Collective::all_reduce,
+                            .dtype = DType::f32,
+                            .algorithm = options.algorithm,
+                            .in_place = true};
   request.input.segments.resize(1);
   request.input.blocks.resize(1);
   const auto reduce = [&](float* at, std::size_t n) {
@@ -92,14 +92,14 @@ bool run_all(const Options& options) {
 }
 
 }  // namespace
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc
 
 int main(int argc, char** argv) {
-  pycollect::shm::Options options;
+  pycollect::ipc::Options options;
   if (argc > 1) options.world = std::atoi(argv[1]);
   if (argc > 2) options.largest_bytes = std::strtoull(argv[2], nullptr, 10) << 20;
   if (argc > 3) options.zero_copy = std::string(argv[3]) == "zero-copy";
   if (argc > 4) options.algorithm = std::string(argv[4]) == "-" ? "" : argv[4];
   if (argc > 5) options.buffer_bytes = std::strtoull(argv[5], nullptr, 10) << 10;
-  return pycollect::shm::run_all(options) ? 0 : 1;
+  return pycollect::ipc::run_all(options) ? 0 : 1;
 }

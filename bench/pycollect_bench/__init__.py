@@ -22,12 +22,12 @@ from pycollect._sizes import parse_size, size_range
 from pycollect._timing import Effort, Timing
 
 from . import environment, output, processes, record, table
+from .baselines import NAMES, usual
 from .cases import COLLECTIVES, LENET, Case, sized_case
 from .comparison import DEFAULT, Candidates, CaseResult, run_case
 from .gpu import GRAPH_CALLS
 from .options import add_arguments, algorithms
 from .overhead import call_costs
-from .peers import NAMES, usual
 from .targets import judge, status
 
 __all__ = ["add_arguments", "main", "run"]

@@ -1,7 +1,7 @@
 """Benchmark cases of one process: a collective over W ranks, its buffers and expected results.
 
 A collective is one entry of a table: its call, the least number of bytes to move, and the expected
-result of each rank. A new collective needs only an entry (and its peers, in peers.py).
+result of each rank. A new collective needs only an entry (and its peers, in baselines.py).
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from torch import Tensor
 from pycollect import _C
 from pycollect._timing import Effort, Sampler, Timing, host_time, interleave, median_ratio, ratios
 
+from .baselines import limits, peer
 from .cases import COLLECTIVES, Call, Case, Workspace
 from .gpu import GRAPH_CALLS, gpu_time, graph_of
-from .peers import limits, peer
 
 # Name of `algorithm=None` in tables.
 DEFAULT = "default"

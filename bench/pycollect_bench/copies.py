@@ -18,9 +18,9 @@ import pycollect
 from pycollect._sizes import binary_size
 from pycollect._timing import Effort, Timing, host_time, interleave, median_ratio
 
+from .baselines import comm
 from .cases import Call
 from .gpu import synchronizer
-from .peers import comm
 from .targets import Outcome
 
 # Names of pycollect's copy, of the plain `.to()` to compare with, and of the limit.

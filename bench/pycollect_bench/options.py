@@ -12,9 +12,9 @@ import torch
 import pycollect
 from pycollect._sizes import parse_size
 
+from .baselines import NAMES
 from .cases import COLLECTIVES
 from .pattern import OPS
-from .peers import NAMES
 from .processes import cases as between
 from .processes.candidates import DEVICE_PEERS, PEERS
 

@@ -9,8 +9,8 @@ import torch
 import pycollect
 from pycollect._timing import Effort, Sampler, Timing, batched, interleave
 
+from .baselines import naive_all_reduce, stack_all_reduce
 from .comparison import time_inside
-from .peers import naive_all_reduce, stack_all_reduce
 from .targets import CALL
 
 RANKS, ELEMENTS = 4, 4

@@ -17,8 +17,8 @@ from torch import Tensor
 from pycollect._timing import Effort, Timing, host_time, interleave, median_ratio
 from pycollect.train.graph import GraphedStep
 from pycollect.train.models import init_lenet, lenet
-from pycollect.train.reduce import REDUCTIONS
-from pycollect.train.step import gradients, replicate, train_batch
+from pycollect.train.reduce import GRADIENT_REDUCTIONS
+from pycollect.train.step import gradients, replicate_params, train_batch
 
 from .gpu import synchronizer
 from .targets import Outcome
@@ -68,11 +68,11 @@ class Bench:
 
     def replicas(self) -> Parameters:
         """Return new replicas of LeNet's parameters, all equal."""
-        return replicate(init_lenet(), self.devices)
+        return replicate_params(init_lenet(), self.devices)
 
     def eager(self, replicas: Parameters, reduction: str) -> Step:
         """Return an eager step on the batch with this reduction."""
-        how = REDUCTIONS[reduction]
+        how = GRADIENT_REDUCTIONS[reduction]
         return partial(train_batch, self.X, self.y, replicas, _LR, model=lenet, reduction=how)
 
     def graphed(self, replicas: Parameters) -> Step:
@@ -92,7 +92,7 @@ class Bench:
 
     def reduction(self, name: str) -> Step:
         """Return a call of the reduction on zero gradients, which stay zero."""
-        return partial(REDUCTIONS[name], [gradients(params) for params in self.replicas()])
+        return partial(GRADIENT_REDUCTIONS[name], [gradients(params) for params in self.replicas()])
 
     def wrong(self) -> int:
         """Return the number of parameters of all ranks whose bits differ from the naive loop's."""

@@ -11,10 +11,10 @@ Plan barrier(const AlgorithmParams& params) {
   return p;
 }
 
-const Register kRegister{{.name = "barrier",
-                          .collective = Collective::barrier,
-                          .make = barrier,
-                          .cost = "1 round; no bytes"}};
+const RegisterAlgorithm kRegister{{.name = "barrier",
+                                   .collective = Collective::barrier,
+                                   .make = barrier,
+                                   .cost = "1 round; no bytes"}};
 
 }  // namespace
 }  // namespace pycollect

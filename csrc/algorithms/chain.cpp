@@ -55,20 +55,20 @@ Plan reduce(const AlgorithmParams& params) {
   return p;
 }
 
-const Register kAllReduce{{.name = "chain",
-                           .collective = Collective::all_reduce,
-                           .make = all_reduce,
-                           .cost = "2 (W-1) + P - 1 rounds of S/P; 2 S per link",
-                           .order = Order::native}};
-const Register kBroadcast{{.name = "chain",
-                           .collective = Collective::broadcast,
-                           .make = broadcast,
-                           .cost = "W - 2 + P rounds of S/P; S per link"}};
-const Register kReduce{{.name = "chain",
-                        .collective = Collective::reduce,
-                        .make = reduce,
-                        .cost = "W - 2 + P rounds of S/P; S per link",
-                        .order = Order::native}};
+const RegisterAlgorithm kAllReduce{{.name = "chain",
+                                    .collective = Collective::all_reduce,
+                                    .make = all_reduce,
+                                    .cost = "2 (W-1) + P - 1 rounds of S/P; 2 S per link",
+                                    .order = Order::native}};
+const RegisterAlgorithm kBroadcast{{.name = "chain",
+                                    .collective = Collective::broadcast,
+                                    .make = broadcast,
+                                    .cost = "W - 2 + P rounds of S/P; S per link"}};
+const RegisterAlgorithm kReduce{{.name = "chain",
+                                 .collective = Collective::reduce,
+                                 .make = reduce,
+                                 .cost = "W - 2 + P rounds of S/P; S per link",
+                                 .order = Order::native}};
 
 }  // namespace
 }  // namespace pycollect

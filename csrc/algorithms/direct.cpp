@@ -58,35 +58,36 @@ Plan gather(const AlgorithmParams& params) {
   return p;
 }
 
-const Register kBroadcast{{.name = "direct",
-                           .collective = Collective::broadcast,
-                           .make = broadcast,
-                           .cost = "1 round; the root sends (W-1) S"}};
-const Register kReduce{{.name = "direct",
-                        .collective = Collective::reduce,
-                        .make = reduce,
-                        .cost = "1 round; the root reads (W-1) S from the others"}};
-const Register kAllGather{{.name = "direct",
-                           .collective = Collective::all_gather,
-                           .make = all_gather,
-                           .cost = "1 round; each rank sends its S/W to W-1 others"}};
-const Register kReduceScatter{{.name = "direct",
-                               .collective = Collective::reduce_scatter,
-                               .make = reduce_scatter,
-                               .cost = "1 round; each rank reads (W-1)/W S from the others"}};
-const Register kAllToAll{{.name = "direct",
-                          .collective = Collective::all_to_all,
-                          .make = all_to_all,
-                          .cost = "1 round; each rank reads (W-1)/W S from the others",
-                          .in_place = false}};
-const Register kScatter{{.name = "direct",
-                         .collective = Collective::scatter,
-                         .make = scatter,
-                         .cost = "1 round; the root sends (W-1)/W S"}};
-const Register kGather{{.name = "direct",
-                        .collective = Collective::gather,
-                        .make = gather,
-                        .cost = "1 round; the root receives (W-1)/W S"}};
+const RegisterAlgorithm kBroadcast{{.name = "direct",
+                                    .collective = Collective::broadcast,
+                                    .make = broadcast,
+                                    .cost = "1 round; the root sends (W-1) S"}};
+const RegisterAlgorithm kReduce{{.name = "direct",
+                                 .collective = Collective::reduce,
+                                 .make = reduce,
+                                 .cost = "1 round; the root reads (W-1) S from the others"}};
+const RegisterAlgorithm kAllGather{{.name = "direct",
+                                    .collective = Collective::all_gather,
+                                    .make = all_gather,
+                                    .cost = "1 round; each rank sends its S/W to W-1 others"}};
+const RegisterAlgorithm kReduceScatter{
+    {.name = "direct",
+     .collective = Collective::reduce_scatter,
+     .make = reduce_scatter,
+     .cost = "1 round; each rank reads (W-1)/W S from the others"}};
+const RegisterAlgorithm kAllToAll{{.name = "direct",
+                                   .collective = Collective::all_to_all,
+                                   .make = all_to_all,
+                                   .cost = "1 round; each rank reads (W-1)/W S from the others",
+                                   .in_place = false}};
+const RegisterAlgorithm kScatter{{.name = "direct",
+                                  .collective = Collective::scatter,
+                                  .make = scatter,
+                                  .cost = "1 round; the root sends (W-1)/W S"}};
+const RegisterAlgorithm kGather{{.name = "direct",
+                                 .collective = Collective::gather,
+                                 .make = gather,
+                                 .cost = "1 round; the root receives (W-1)/W S"}};
 
 }  // namespace
 }  // namespace pycollect

@@ -13,10 +13,10 @@ Plan fused(const AlgorithmParams& params) {
   return p;
 }
 
-const Register kRegister{{.name = "fused",
-                          .collective = Collective::all_reduce,
-                          .make = fused,
-                          .cost = "1 round; each rank reads S and writes S"}};
+const RegisterAlgorithm kRegister{{.name = "fused",
+                                   .collective = Collective::all_reduce,
+                                   .make = fused,
+                                   .cost = "1 round; each rank reads S and writes S"}};
 
 }  // namespace
 }  // namespace pycollect

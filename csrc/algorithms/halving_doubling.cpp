@@ -34,7 +34,7 @@ Plan halving_doubling(const AlgorithmParams& params) {
   return p;
 }
 
-const Register kRegister{
+const RegisterAlgorithm kRegister{
     {.name = "halving_doubling",
      .collective = Collective::all_reduce,
      .make = halving_doubling,

@@ -12,10 +12,10 @@ Plan leader(const AlgorithmParams& params) {
   return p;
 }
 
-const Register kRegister{{.name = "leader",
-                          .collective = Collective::all_reduce,
-                          .make = leader,
-                          .cost = "1 round; rank 0 reads W S and writes W S"}};
+const RegisterAlgorithm kRegister{{.name = "leader",
+                                   .collective = Collective::all_reduce,
+                                   .make = leader,
+                                   .cost = "1 round; rank 0 reads W S and writes W S"}};
 
 }  // namespace
 }  // namespace pycollect

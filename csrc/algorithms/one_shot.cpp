@@ -14,10 +14,10 @@ Plan one_shot(const AlgorithmParams& params) {
   return p;
 }
 
-const Register kRegister{{.name = "one_shot",
-                          .collective = Collective::all_reduce,
-                          .make = one_shot,
-                          .cost = "2 rounds; each rank reads (W-1) S from the others"}};
+const RegisterAlgorithm kRegister{{.name = "one_shot",
+                                   .collective = Collective::all_reduce,
+                                   .make = one_shot,
+                                   .cost = "2 rounds; each rank reads (W-1) S from the others"}};
 
 }  // namespace
 }  // namespace pycollect

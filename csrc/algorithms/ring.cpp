@@ -36,15 +36,15 @@ Plan all_gather(const AlgorithmParams& params) {
   return p;
 }
 
-const Register kAllReduce{{.name = "ring",
-                           .collective = Collective::all_reduce,
-                           .make = all_reduce,
-                           .cost = "2 (W-1) rounds of S/W; 2 (W-1)/W S per link",
-                           .order = Order::other}};
-const Register kAllGather{{.name = "ring",
-                           .collective = Collective::all_gather,
-                           .make = all_gather,
-                           .cost = "W-1 rounds of S/W; (W-1)/W S per link"}};
+const RegisterAlgorithm kAllReduce{{.name = "ring",
+                                    .collective = Collective::all_reduce,
+                                    .make = all_reduce,
+                                    .cost = "2 (W-1) rounds of S/W; 2 (W-1)/W S per link",
+                                    .order = Order::other}};
+const RegisterAlgorithm kAllGather{{.name = "ring",
+                                    .collective = Collective::all_gather,
+                                    .make = all_gather,
+                                    .cost = "W-1 rounds of S/W; (W-1)/W S per link"}};
 
 }  // namespace
 }  // namespace pycollect

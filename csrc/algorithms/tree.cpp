@@ -19,11 +19,12 @@ Plan tree(const AlgorithmParams& params) {
   return p;
 }
 
-const Register kRegister{{.name = "tree",
-                          .collective = Collective::all_reduce,
-                          .make = tree,
-                          .cost = "2 ceil(log2 W) rounds of S; at most ceil(log2 W) S per rank",
-                          .order = Order::other}};
+const RegisterAlgorithm kRegister{
+    {.name = "tree",
+     .collective = Collective::all_reduce,
+     .make = tree,
+     .cost = "2 ceil(log2 W) rounds of S; at most ceil(log2 W) S per rank",
+     .order = Order::other}};
 
 }  // namespace
 }  // namespace pycollect

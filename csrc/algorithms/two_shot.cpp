@@ -18,10 +18,11 @@ Plan two_shot(const AlgorithmParams& params) {
   return p;
 }
 
-const Register kRegister{{.name = "two_shot",
-                          .collective = Collective::all_reduce,
-                          .make = two_shot,
-                          .cost = "2 rounds; each rank reads 2 (W-1)/W S from the others"}};
+const RegisterAlgorithm kRegister{
+    {.name = "two_shot",
+     .collective = Collective::all_reduce,
+     .make = two_shot,
+     .cost = "2 rounds; each rank reads 2 (W-1)/W S from the others"}};
 
 }  // namespace
 }  // namespace pycollect

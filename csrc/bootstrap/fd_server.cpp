@@ -13,11 +13,11 @@
 #include <stdexcept>
 #include <vector>
 
+#include "../group/new_thread.h"
 #include "../plan/error.h"
-#include "../shm/new_thread.h"
 #include "unix_socket.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
 // Time after which a client that sent no request is disconnected, and the interval of that check.
@@ -33,16 +33,16 @@ std::string name_of(uint64_t fd_server) {
   return text("pycollect-fd-server-", hexadecimal(fd_server));
 }
 
-Descriptor make_listener(uint64_t fd_server) {
-  Descriptor socket = make_socket(SOCK_SEQPACKET | SOCK_NONBLOCK, name_of(fd_server));
+UniqueFd make_listener(uint64_t fd_server) {
+  UniqueFd socket = make_socket(SOCK_SEQPACKET | SOCK_NONBLOCK, name_of(fd_server));
   if (listen(socket.get(), kMostClients) != 0) refuse("cannot listen on a Unix socket", errno);
   return socket;
 }
 
 // Returns an eventfd that ends the server when it is readable: shutting the socket down does not
 // wake `poll` on every kernel.
-Descriptor make_end_event() {
-  Descriptor event(eventfd(0, EFD_CLOEXEC));
+UniqueFd make_end_event() {
+  UniqueFd event(eventfd(0, EFD_CLOEXEC));
   if (!event) refuse("cannot make an eventfd", errno);
   return event;
 }
@@ -83,7 +83,7 @@ std::optional<FdMessage> request(int socket, uint64_t number, Deadline deadline)
 // the parent has exited, and offered descriptors would stay open as long as the child lives.
 struct FdServer::OpenSockets {
   struct FdClient {
-    Descriptor connection;
+    UniqueFd connection;
     Deadline deadline;  // its request must have arrived by then
   };
 
@@ -100,13 +100,13 @@ struct FdServer::OpenSockets {
   OpenSockets& operator=(const OpenSockets&) = delete;
 
   std::mutex mutex;  // held while a descriptor is opened or closed
-  Descriptor listener;
+  UniqueFd listener;
   std::vector<FdClient> clients;  // only changed by the server thread
-  std::map<uint64_t, Descriptor> offered;
+  std::map<uint64_t, UniqueFd> offered;
 
  private:
   void close() {
-    listener = Descriptor();
+    listener = UniqueFd();
     clients.clear();
     offered.clear();
   }
@@ -139,7 +139,7 @@ FdServer::FdServer()
 }
 
 FdServer::~FdServer() {
-  if (!origin_.is_here()) {
+  if (fork_guard_.forked()) {
     static_cast<void>(thread_.release());  // the thread exists only in the parent process
     return;
   }
@@ -147,7 +147,7 @@ FdServer::~FdServer() {
   thread_->join();
 }
 
-FdServer::FdTicket FdServer::offer(Descriptor descriptor) {
+FdServer::FdTicket FdServer::offer(UniqueFd descriptor) {
   const std::lock_guard lock(open_->mutex);
   const FdTicket ticket{name_, random_number()};
   open_->offered.emplace(ticket.number, std::move(descriptor));
@@ -186,7 +186,7 @@ void FdServer::serve() {
 
 void FdServer::accept_client() {
   std::unique_lock lock(open_->mutex);
-  Descriptor client(accept4(open_->listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+  UniqueFd client(accept4(open_->listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
   if (!client) {
     const int why = errno;
     lock.unlock();
@@ -200,7 +200,7 @@ void FdServer::accept_client() {
 }
 
 // Answers one request, under the lock. A client that has disconnected meanwhile gets no answer.
-void FdServer::answer(const Descriptor& connection) {
+void FdServer::answer(const UniqueFd& connection) {
   const auto asked = receive_fd(connection.get(), MSG_DONTWAIT);
   if (!asked) return;
   const auto found = open_->offered.find(asked->number);
@@ -210,10 +210,10 @@ void FdServer::answer(const Descriptor& connection) {
     send_fd(connection.get(), 0, -1);
 }
 
-Descriptor fetch(const FdServer::FdTicket& ticket, Deadline deadline) {
+UniqueFd fetch(const FdServer::FdTicket& ticket, Deadline deadline) {
   const SocketName name(name_of(ticket.fd_server));
   for (;; std::this_thread::sleep_for(kRetryDelay)) {
-    const Descriptor socket = make_socket(SOCK_SEQPACKET);
+    const UniqueFd socket = make_socket(SOCK_SEQPACKET);
     int failed = 0;
     retry_until(socket.get(), deadline,
                 [&] { return (failed = connect(socket.get(), name.get(), name.bytes)) == 0; });
@@ -241,4 +241,4 @@ Descriptor fetch(const FdServer::FdTicket& ticket, Deadline deadline) {
   }
 }
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

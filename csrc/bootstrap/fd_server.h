@@ -6,10 +6,11 @@
 #include <memory>
 #include <thread>
 
-#include "../shm/system.h"
+#include "../group/fork_guard.h"
+#include "../group/system.h"
 #include "store.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 
 class FdServer {
  public:
@@ -23,20 +24,20 @@ class FdServer {
   struct FdTicket {
     uint64_t fd_server, number;
   };
-  FdTicket offer(Descriptor descriptor);
+  FdTicket offer(UniqueFd descriptor);
   void withdraw(const FdTicket& ticket) noexcept;
 
  private:
   struct OpenSockets;  // fd_server.cpp: the descriptors that a forked child closes
   void serve();
   void accept_client();
-  void answer(const Descriptor& connection);
+  void answer(const UniqueFd& connection);
 
   const uint64_t name_;
-  const OwnerProcess origin_;  // a forked child has no server thread
+  const ForkGuard fork_guard_;  // a forked child has no server thread
   // On the heap, because the server may lie on a stack that a forked child does not keep.
   const std::unique_ptr<OpenSockets> open_;
-  const Descriptor end_;
+  const UniqueFd end_;
   std::unique_ptr<std::thread> thread_;
 };
 
@@ -44,7 +45,6 @@ class FdServer {
 inline constexpr std::chrono::milliseconds kFetchTimeout{10'000};
 // Fetches a descriptor offered by any process. Throws std::runtime_error with the cause: a
 // std::system_error with EAGAIN after the deadline, ECONNREFUSED if the server does not exist.
-Descriptor fetch(const FdServer::FdTicket& ticket,
-                 Deadline deadline = deadline_after(kFetchTimeout));
+UniqueFd fetch(const FdServer::FdTicket& ticket, Deadline deadline = deadline_after(kFetchTimeout));
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

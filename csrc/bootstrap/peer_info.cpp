@@ -13,11 +13,11 @@
 #include <sstream>
 #include <thread>
 
+#include "../group/format_ranks.h"
+#include "../group/system.h"
 #include "../plan/error.h"
-#include "../shm/ranks.h"
-#include "../shm/system.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
 // First line of an encoded PeerInfo. Ranks with different versions are incompatible.
@@ -72,7 +72,7 @@ std::string differences(const std::vector<PeerInfo>& ranks) {
 
 }  // namespace
 
-PeerInfo describe_self(const Settings& settings, int world) {
+PeerInfo describe_self(const GroupSettings& settings, int world) {
   const std::string common_settings =
       text("ranks=", world, " buffer_bytes=", settings.buffer_bytes,
            " mailbox_bytes=", settings.mailbox_bytes,
@@ -170,4 +170,4 @@ int shared_cores(const std::vector<PeerInfo>& ranks) {
   return cores > 0 ? cores : static_cast<int>(std::thread::hardware_concurrency());
 }
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

@@ -8,11 +8,11 @@
 #include <string>
 #include <vector>
 
+#include "../group/group_settings.h"
 #include "../plan/plan.h"
-#include "../shm/settings.h"
 #include "fd_server.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 
 struct PeerInfo {
   static constexpr int kCoreWords = 16;  // size of the C library's cpu_set_t: 1024 bits
@@ -33,7 +33,7 @@ struct PeerInfo {
 };
 
 // Returns the bootstrap information of this process; `ticket` and `failure` are filled in later.
-PeerInfo describe_self(const Settings& settings, int world);
+PeerInfo describe_self(const GroupSettings& settings, int world);
 
 // Throws std::invalid_argument, naming hosts and ranks, if the ranks are on several hosts.
 void require_one_host(const std::vector<PeerInfo>& ranks, const std::string& group);
@@ -44,4 +44,4 @@ void require_shared(const std::vector<PeerInfo>& ranks, const std::string& group
 // Returns the number of cores on which at least one rank may run.
 int shared_cores(const std::vector<PeerInfo>& ranks);
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

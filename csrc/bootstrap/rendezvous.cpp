@@ -7,10 +7,10 @@
 #include <cerrno>
 #include <system_error>
 
+#include "../group/format_ranks.h"
 #include "../plan/error.h"
-#include "../shm/ranks.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
 // Time limit of a query for one rank's key after a failure, when the key may never arrive.
@@ -23,7 +23,7 @@ std::string key(Rank rank) { return text("hello/", rank); }
 
 }  // namespace
 
-Rendezvous::Rendezvous(Store& store, Rank rank, int world, const Settings& settings,
+Rendezvous::Rendezvous(Store& store, Rank rank, int world, const GroupSettings& settings,
                        const PeerStatus& peer_status)
     : store_(store),
       rank_(rank),
@@ -64,7 +64,7 @@ std::shared_ptr<Segment> Rendezvous::obtain_segment(PeerInfo& mine, std::size_t 
   if (rank_ == 0) {
     auto segment = Segment::create(bytes);
     if (world_ == 1) return segment;
-    Descriptor file(fcntl(segment->descriptor(), F_DUPFD_CLOEXEC, 0));
+    UniqueFd file(fcntl(segment->descriptor(), F_DUPFD_CLOEXEC, 0));
     if (!file) refuse("cannot offer the shared memory", errno);
     mine.ticket = fd_server_.emplace().offer(std::move(file));
     return segment;
@@ -82,7 +82,7 @@ std::shared_ptr<Segment> Rendezvous::obtain_segment(PeerInfo& mine, std::size_t 
   return Segment::adopt(fetch_from(owner), bytes);
 }
 
-Descriptor Rendezvous::fetch_from(const PeerInfo& owner) const {
+UniqueFd Rendezvous::fetch_from(const PeerInfo& owner) const {
   try {
     return fetch(owner.ticket, deadline_);
   } catch (const std::system_error& error) {
@@ -151,4 +151,4 @@ void Rendezvous::fail(uint32_t kind, const std::string& cause) const {
   throw PeerLost(why);
 }
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

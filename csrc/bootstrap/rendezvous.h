@@ -8,14 +8,14 @@
 #include <string>
 #include <vector>
 
-#include "../shm/abort_state.h"
-#include "../shm/failure_detector.h"
-#include "../shm/segment.h"
+#include "../group/abort_state.h"
+#include "../group/failure_detector.h"
+#include "../group/segment.h"
 #include "fd_server.h"
 #include "peer_info.h"
 #include "store.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 
 class Rendezvous {
  public:
@@ -24,7 +24,7 @@ class Rendezvous {
     const std::unique_ptr<AbortState>& abort_state;
     const std::unique_ptr<FailureDetector>& peers;
   };
-  Rendezvous(Store& store, Rank rank, int world, const Settings& settings,
+  Rendezvous(Store& store, Rank rank, int world, const GroupSettings& settings,
              const PeerStatus& peer_status);
 
   // Sets up the rank in the shared memory and writes its nonce there.
@@ -36,7 +36,7 @@ class Rendezvous {
 
  private:
   std::shared_ptr<Segment> obtain_segment(PeerInfo& mine, std::size_t bytes);
-  Descriptor fetch_from(const PeerInfo& owner) const;
+  UniqueFd fetch_from(const PeerInfo& owner) const;
   std::vector<std::string> read_all();
   [[noreturn]] void time_out(const std::vector<Rank>& missing) const;
   bool has_failed_peer() const;
@@ -46,11 +46,11 @@ class Rendezvous {
   Store& store_;
   Rank rank_;
   int world_;
-  const Settings& settings_;
+  const GroupSettings& settings_;
   Deadline deadline_;
   const PeerStatus peer_status_;
   uint64_t network_space_ = 0;
   std::optional<FdServer> fd_server_;  // only on rank 0
 };
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

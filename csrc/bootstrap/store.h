@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 
 using Clock = std::chrono::steady_clock;
 using Deadline = Clock::time_point;
@@ -33,4 +33,4 @@ class Store {
   }
 };
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

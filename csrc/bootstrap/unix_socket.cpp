@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
 struct SocketMessage {
@@ -36,8 +36,8 @@ struct SocketMessage {
   }
   // Returns the received descriptor if there is exactly one, and closes all others: received
   // descriptors are open in this process.
-  Descriptor take_descriptor() {
-    std::vector<Descriptor> all;
+  UniqueFd take_descriptor() {
+    std::vector<UniqueFd> all;
     for (cmsghdr* cmsg = CMSG_FIRSTHDR(&header); cmsg != nullptr;
          cmsg = CMSG_NXTHDR(&header, cmsg)) {
       if (cmsg->cmsg_level != SOL_SOCKET || cmsg->cmsg_type != SCM_RIGHTS) continue;
@@ -48,7 +48,7 @@ struct SocketMessage {
       }
     }
     const bool one = all.size() == 1 && (header.msg_flags & MSG_CTRUNC) == 0;
-    return one ? std::move(all.front()) : Descriptor();
+    return one ? std::move(all.front()) : UniqueFd();
   }
 };
 
@@ -61,21 +61,21 @@ SocketName::SocketName(const std::string& text) {
   bytes = offsetof(sockaddr_un, sun_path) + 1 + text.size();
 }
 
-Descriptor make_socket(int type) {
-  Descriptor socket(::socket(AF_UNIX, type | SOCK_CLOEXEC, 0));
+UniqueFd make_socket(int type) {
+  UniqueFd socket(::socket(AF_UNIX, type | SOCK_CLOEXEC, 0));
   if (!socket) refuse("cannot make a Unix socket", errno);
   return socket;
 }
 
-Descriptor make_socket(int type, const std::string& name) {
-  Descriptor socket = make_socket(type);
+UniqueFd make_socket(int type, const std::string& name) {
+  UniqueFd socket = make_socket(type);
   const SocketName address(name);
   if (bind(socket.get(), address.get(), address.bytes) != 0)
     refuse("cannot bind a Unix socket", errno);
   return socket;
 }
 
-bool is_of_own_user(const Descriptor& connection, bool or_root) {
+bool is_of_own_user(const UniqueFd& connection, bool or_root) {
   ucred other = {};
   socklen_t bytes = sizeof other;
   if (getsockopt(connection.get(), SOL_SOCKET, SO_PEERCRED, &other, &bytes) != 0) return false;
@@ -103,4 +103,4 @@ std::optional<FdMessage> receive_fd(int socket, int flags) {
   return fd_message;
 }
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

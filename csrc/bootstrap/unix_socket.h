@@ -6,9 +6,9 @@
 #include <optional>
 #include <string>
 
-#include "../shm/system.h"
+#include "../group/system.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 
 // An abstract socket name: not in the file system, and removed with its socket. Throws if `text` is
 // too long.
@@ -19,17 +19,17 @@ struct SocketName {
   const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&name); }
 };
 
-Descriptor make_socket(int type);
+UniqueFd make_socket(int type);
 // Makes a socket bound to `name`, to which other processes can connect.
-Descriptor make_socket(int type, const std::string& name);
+UniqueFd make_socket(int type, const std::string& name);
 
 struct FdMessage {
   uint64_t number = 0;  // 0: refused, or not a valid fd message
-  Descriptor descriptor = Descriptor();
+  UniqueFd descriptor = UniqueFd();
 };
 // Returns true if the other end of a connection is a process of the same user or, with `or_root`,
 // of root.
-bool is_of_own_user(const Descriptor& connection, bool or_root);
+bool is_of_own_user(const UniqueFd& connection, bool or_root);
 // Sends an fd message; a negative `descriptor` sends the number alone. Returns false on failure,
 // with the reason in errno.
 bool send_fd(int socket, uint64_t number, int descriptor);
@@ -38,4 +38,4 @@ bool send_fd(int socket, uint64_t number, int descriptor);
 // several descriptors, all are closed.
 std::optional<FdMessage> receive_fd(int socket, int flags);
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

@@ -38,7 +38,7 @@ bool is_small(const BoundPlan& call) {
   std::size_t moved = 0;
   for (const Binding& binding : call.bindings)
     for (const Step& step : call.compiled.plan.steps) {
-      moved += elements(binding, step) * item_bytes(call.dtype) * streams(step);
+      moved += elements(binding, step) * item_bytes(call.dtype) * operands(step);
       if (moved >= kParallelBytes) return false;
     }
   return true;
@@ -56,9 +56,9 @@ void collect(const BoundPlan& call, const std::vector<TaskId>& places, Level& le
       const std::size_t n = elements(binding, step);
       if (n == 0) continue;
       const std::size_t begin = level.moved;
-      level.moved += n * item * streams(step);
+      level.moved += n * item * operands(step);
       level.written += n * item * step.dsts.size();
-      level.jobs.push_back({&binding, at, n, item * streams(step), begin, level.moved});
+      level.jobs.push_back({&binding, at, n, item * operands(step), begin, level.moved});
     }
   }
 }

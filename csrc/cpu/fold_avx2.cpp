@@ -37,7 +37,7 @@ struct Element<Half> {
 
 #include "fold_tail.h"
 
-struct NonTemporal : Whole {
+struct NonTemporal : WholeVector {
   [[gnu::always_inline]] static void store(std::byte* to, Raw v) {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(to), as<__m256i>(v));
   }

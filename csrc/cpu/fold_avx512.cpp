@@ -53,7 +53,7 @@ struct Tail {
   }
 };
 
-struct NonTemporal : Whole {
+struct NonTemporal : WholeVector {
   [[gnu::always_inline]] static void store(std::byte* to, Raw v) {
     _mm512_stream_si512(reinterpret_cast<__m512i*>(to), as<__m512i>(v));
   }

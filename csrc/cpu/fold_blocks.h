@@ -102,11 +102,11 @@ inline std::size_t fold_pieces(const K& kernel, Pointers dsts, Pointers srcs, st
         const std::size_t from = at + b * kBlock;
         FoldBlock<K, kVectors<K>> block;
         if (first == 0)
-          block.load(kernel, stream(srcs, 0, from), Whole());
+          block.load(kernel, stream(srcs, 0, from), WholeVector());
         else
           block = blocks[b];
         each<true>(first > 0 ? first : 1, end, [&](int s) [[gnu::always_inline]] {
-          block.add(kernel, stream(srcs, s, from), Whole());
+          block.add(kernel, stream(srcs, s, from), WholeVector());
         });
         if (end == srcs.n) block.finish(kernel, results[b]);
         blocks[b] = block;
@@ -114,7 +114,7 @@ inline std::size_t fold_pieces(const K& kernel, Pointers dsts, Pointers srcs, st
     }
     for (int d = 0; d < dsts.n; ++d)
       for (std::size_t b = 0; b < kPiece / kBlock; ++b)
-        store(stream(dsts, d, at + b * kBlock), results[b], Whole());
+        store(stream(dsts, d, at + b * kBlock), results[b], WholeVector());
   }
   return at;
 }

@@ -14,7 +14,8 @@ template <int kWorld, class K>
     to[i] = dsts.at[i];
     from[i] = srcs.at[i];
   }
-  return fold_blocks(kernel, Pointers{to, kWorld}, Pointers{from, kWorld}, at, bytes, Whole());
+  return fold_blocks(kernel, Pointers{to, kWorld}, Pointers{from, kWorld}, at, bytes,
+                     WholeVector());
 }
 
 template <class K>
@@ -28,7 +29,7 @@ template <class K>
     if (dsts.n == 4 && srcs.n == 4) return fold_world<4>(kernel, dsts, srcs, at, bytes);
     if (dsts.n == 8 && srcs.n == 8) return fold_world<8>(kernel, dsts, srcs, at, bytes);
   }
-  return fold_blocks(kernel, dsts, srcs, at, bytes, Whole());
+  return fold_blocks(kernel, dsts, srcs, at, bytes, WholeVector());
 }
 
 template <class K>

@@ -22,14 +22,14 @@ struct Element<Half> : AnyHalf {
 #include "fold_tail.h"
 
 #if defined(__x86_64__)
-struct NonTemporal : Whole {
+struct NonTemporal : WholeVector {
   static void store(std::byte* to, Raw v) {
     _mm_stream_si128(reinterpret_cast<__m128i*>(to), as<__m128i>(v));
   }
   static void fence() { _mm_sfence(); }
 };
 #else
-struct NonTemporal : Whole {
+struct NonTemporal : WholeVector {
   static void fence() {}
 };
 #endif

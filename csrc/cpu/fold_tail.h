@@ -8,12 +8,12 @@ struct Tail {
   explicit Tail(std::size_t n) : bytes(n) {}
   [[gnu::always_inline]] Raw load(const std::byte* from) const {
     Raw v = {};
-    if (bytes == kVectorBytes) return Whole::load(from);
+    if (bytes == kVectorBytes) return WholeVector::load(from);
     __builtin_memcpy(&v, from, bytes);
     return v;
   }
   [[gnu::always_inline]] void store(std::byte* to, Raw v) const {
-    if (bytes == kVectorBytes) return Whole::store(to, v);
+    if (bytes == kVectorBytes) return WholeVector::store(to, v);
     __builtin_memcpy(to, &v, bytes);
   }
 };

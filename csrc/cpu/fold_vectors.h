@@ -17,7 +17,7 @@ template <class To, class From>
   return (To)v;
 }
 
-struct Whole {
+struct WholeVector {
   [[gnu::always_inline]] static Raw load(const std::byte* from) {
     Raw v;
     __builtin_memcpy(&v, from, sizeof v);

@@ -90,7 +90,7 @@ void StepRunner::run(const Binding& binding, int step, Range range, bool non_tem
   const bool finishes = call_.compiled.finishes[step];
   const std::size_t width = binding.offsets->count(s.dsts[0]);
   std::size_t from = range.begin % width, left = range.end - range.begin;
-  Cursors cursors(streams(s));
+  Cursors cursors(operands(s));
   cursors.start(binding, s, row_.item());
   if (range.begin > 0) cursors.move(range.begin / width, from * row_.item());
   while (true) {

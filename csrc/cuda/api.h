@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "../group/system.h"
 #include "../plan/dtype.h"
-#include "../shm/system.h"
 
 namespace pycollect::cuda {
 
@@ -25,20 +25,20 @@ struct Event {
   void* handle = nullptr;
 };
 
-// One step on the memory of one tensor. In each of its rows,
-// dst[i] = srcs[0][i] op srcs[1][i] op ...
-struct KernelRow {
+// One fold or copy for a kernel to execute, on the memory of one tensor: in each line,
+// dst[i] = srcs[0][i] op srcs[1][i] op ... for every dst.
+struct KernelWork {
   std::vector<std::byte*> dsts, srcs;
-  std::vector<std::ptrdiff_t> dst_pitches = {}, src_pitches = {};  // bytes from row to row
-  std::size_t count = 0;                                           // elements of a row
-  std::size_t rows = 1;
+  std::vector<std::ptrdiff_t> dst_pitches = {}, src_pitches = {};  // bytes from line to line
+  std::size_t count = 0;                                           // elements of a line
+  std::size_t lines = 1;
   bool finishes = false;  // the last fold of a reduction, where `avg` scales
 };
 
-// Rows without conflicting accesses, for one kernel, or as few as the limit of kernel parameters
-// allows.
+// Works without conflicting accesses, for one kernel, or as few kernels as the limit of kernel
+// parameters allows.
 struct Launch {
-  std::vector<KernelRow> rows;
+  std::vector<KernelWork> works;
   DType dtype;
   ReduceOp op;
   FoldOptions options;
@@ -62,7 +62,7 @@ enum class CaptureMode { global, thread_local_only };
 
 // Exported memory of this process, which others may map while the descriptor is open.
 struct Exported {
-  shm::Descriptor descriptor;
+  ipc::UniqueFd descriptor;
   std::size_t bytes;  // whole pages of the device
 };
 
@@ -97,14 +97,14 @@ class Api {
   virtual void copy(Stream stream, const CopyRect& rectangle) = 0;
   virtual void fill(Stream stream, std::byte* memory, unsigned char value, std::size_t bytes) = 0;
   // `word` is in memory that the device can access. The wait ends when the word has reached the
-  // value, compared with wrap-around as by shm::reached.
+  // value, compared with wrap-around as by ipc::reached.
   virtual void write_value(Stream stream, std::byte* word, uint64_t value) = 0;
   virtual void wait_value(Stream stream, std::byte* word, uint64_t value) = 0;
 
   // All calls from here on may wait for all streams of the process.
   virtual std::byte* allocate(Device device, std::size_t bytes) = 0;  // memory that can be exported
   virtual Exported export_memory(std::byte* memory) = 0;
-  virtual std::byte* map(Device device, const shm::Descriptor& memory, std::size_t bytes) = 0;
+  virtual std::byte* map(Device device, const ipc::UniqueFd& memory, std::size_t bytes) = 0;
   // Unmaps allocated or mapped memory, which is freed when no process has it mapped and no
   // descriptor of it is open.
   virtual void unmap(std::byte* memory) = 0;

@@ -1,5 +1,5 @@
 // Copies of untyped bytes from one source to every destination, in the widest accesses for which
-// all addresses of a row have the same alignment.
+// all addresses of a work have the same alignment.
 #pragma once
 #include "thread_work.h"
 
@@ -26,10 +26,10 @@ struct Copier {
 };
 
 template <class V, class Accessor>
-constexpr void copy_row(const BlockWork& job, const Accessor& accessor) {
-  const TableRow& row = job.row;
+constexpr void copy_lines(const BlockWork& job, const Accessor& accessor) {
+  const WorkArgs& work = job.work;
   const ThreadShare share = job.share;
-  const Line line(row, 1);
+  const LineAccesses line(work, 1);
   const auto on = [&](auto dsts, auto src) {
     return [&accessor, dsts, src]<class W>(std::type_identity<W>) {
       return Copier<W, Accessor, decltype(dsts)>{accessor, dsts, src};
@@ -37,14 +37,14 @@ constexpr void copy_row(const BlockWork& job, const Accessor& accessor) {
   };
   const std::type_identity<V> wide;
   const std::type_identity<uint8_t> edge;
-  const uint64_t *dsts = job.lists + row.dsts, *src = job.lists + row.srcs;
-  if (row.pitched) {
-    return walk_lines(line, row.lines, share, [&](int64_t at, int64_t bytes, bool is_wide) {
-      const auto copy = on(Pitched{dsts, row.n_dsts, at}, Pitched{src, 1, at});
+  const uint64_t *dsts = job.lists + work.dsts, *src = job.lists + work.srcs;
+  if (work.pitched) {
+    return walk_lines(line, work.lines, share, [&](int64_t at, int64_t bytes, bool is_wide) {
+      const auto copy = on(PitchedAddresses{dsts, work.n_dsts, at}, PitchedAddresses{src, 1, at});
       is_wide ? copy(wide).one(bytes) : copy(edge).one(bytes);
     });
   }
-  const auto copy = on(Flat{dsts, row.n_dsts}, Flat{src, 1});
+  const auto copy = on(FlatAddresses{dsts, work.n_dsts}, FlatAddresses{src, 1});
   int64_t slot = share.first;
   for (; slot + (kInFlight - 1) * share.step < line.wide; slot += kInFlight * share.step)
     copy(wide).template many<kInFlight>(line.byte_of_wide(slot), share.step * line.width);
@@ -55,20 +55,20 @@ constexpr void copy_row(const BlockWork& job, const Accessor& accessor) {
 
 // Body of the copy kernel, for one thread.
 template <class Accessor>
-constexpr void run_copies(const TableHead& head, const uint64_t* words, ThreadId id,
+constexpr void run_copies(const ArgsHead& head, const uint64_t* words, ThreadId id,
                           const Accessor& accessor) {
   const BlockWork job(head, words, id);
-  switch (job.row.width) {  // uniform in a block
+  switch (job.work.width) {  // uniform in a block
     case 16:
-      return copy_row<Packet>(job, accessor);
+      return copy_lines<Packet>(job, accessor);
     case 8:
-      return copy_row<uint64_t>(job, accessor);
+      return copy_lines<uint64_t>(job, accessor);
     case 4:
-      return copy_row<uint32_t>(job, accessor);
+      return copy_lines<uint32_t>(job, accessor);
     case 2:
-      return copy_row<uint16_t>(job, accessor);
+      return copy_lines<uint16_t>(job, accessor);
     default:
-      return copy_row<uint8_t>(job, accessor);
+      return copy_lines<uint8_t>(job, accessor);
   }
 }
 

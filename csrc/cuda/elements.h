@@ -52,7 +52,7 @@ struct Elements {
   Factor inverse;
   int world;
   Float8Rounding float8;
-  constexpr Elements(const TableHead& head, bool finishes)
+  constexpr Elements(const ArgsHead& head, bool finishes)
       : inverse(1), world(finishes ? head.world : 1), float8(head.float8) {
     if constexpr (std::same_as<Factor, double>)
       inverse = finishes ? head.inverse : 1;
@@ -125,13 +125,13 @@ struct Elements {
 // Bitwise operations, on four-byte words or on single bytes. With kBools each byte is a bool, and
 // any nonzero byte is true.
 template <class Op, bool kBools>
-struct Bits {
+struct BitwiseOps {
   using Acc = uint32_t;
   static constexpr bool kHot = false;
   template <class V>
   using Lane = std::conditional_t<std::same_as<V, Packet>, uint32_t, uint8_t>;
 
-  constexpr Bits(const TableHead&, bool) {}
+  constexpr BitwiseOps(const ArgsHead&, bool) {}
 
   template <class Accessor>
   constexpr Acc decode(const Accessor&, uint32_t v) const {
@@ -155,6 +155,6 @@ struct Bits {
 
 template <class T, class Op>
 using Arithmetic =
-    std::conditional_t<is_bitwise<Op>, Bits<Op, std::same_as<T, Bool>>, Elements<T, Op>>;
+    std::conditional_t<is_bitwise<Op>, BitwiseOps<Op, std::same_as<T, Bool>>, Elements<T, Op>>;
 
 }  // namespace pycollect::cuda

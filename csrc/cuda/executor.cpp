@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "../plan/error.h"
-#include "current_device.h"
+#include "device_guard.h"
 
 namespace pycollect::cuda {
 namespace {
@@ -45,14 +45,15 @@ NumberedStreams number_streams(const BoundPlan& call, const CallStreams& streams
   for (std::size_t r = 0; r < streams_of_ranks.ranks.size(); ++r) {
     const RankStreams& p = streams_of_ranks.ranks[r];
     result.at.stream_ids.push_back(
-        {number_of(p.caller), number_of(p.worker), number_of(p.sender), number_of(p.receiver)});
+        {number_of(p.caller), number_of(p.worker), number_of(p.d2h), number_of(p.h2d)});
     auto& callers = result.callers;
     auto known = std::find_if(callers.begin(), callers.end(),
                               [&](const CallerStream& c) { return c.stream == p.caller; });
     if (known == callers.end()) known = callers.insert(callers.end(), {p.caller, false});
     known->has_pinned |= p.device == kHost && has_memory(call, static_cast<Rank>(r), false);
   }
-  if (streams_of_ranks.hub.device != kHost) result.at.hub = number_of(streams_of_ranks.hub);
+  if (streams_of_ranks.join_stream.device != kHost)
+    result.at.join_stream = number_of(streams_of_ranks.join_stream);
   result.at.streams = static_cast<int>(result.streams.size());
   return result;
 }
@@ -65,7 +66,7 @@ void check(const BoundPlan& call, const CallStreams& streams_of_ranks) {
           streams_of_ranks.ranks.size());
   for (std::size_t r = 0; r < streams_of_ranks.ranks.size(); ++r) {
     const RankStreams& p = streams_of_ranks.ranks[r];
-    for (const Stream& s : {p.caller, p.worker, p.sender, p.receiver}) {
+    for (const Stream& s : {p.caller, p.worker, p.d2h, p.h2d}) {
       require(s.device != kHost, "all streams of rank ", r, " must belong to a GPU");
       require(p.device == kHost || s.device == p.device, "rank ", r, " is on device ", p.device,
               ", but one of its streams belongs to device ", s.device);
@@ -136,36 +137,36 @@ class ExecutorRun {
         if (elements(binding, call_.compiled.plan.steps[step]) > 0)
           issue_step(stream, binding, step, launch);
     }
-    if (!launch.rows.empty()) api_.launch(stream, launch);
+    if (!launch.works.empty()) api_.launch(stream, launch);
     if (!scheduled.recorded) return;
     event = lease_.take(stream.device);
     api_.record(event, stream);
   }
 
-  // Issues one step on one binding, or adds it to `launch` as a row.
+  // Issues one step on one binding, or adds it to `launch`.
   void issue_step(Stream stream, const Binding& binding, int index, Launch& launch) {
     const Step& step = call_.compiled.plan.steps[index];
-    KernelRow row{{}, {}, {}, {}, binding.offsets->count(step.dsts[0]), binding.rows};
-    row.finishes = call_.compiled.finishes[index];
+    KernelWork work{{}, {}, {}, {}, binding.offsets->count(step.dsts[0]), binding.rows};
+    work.finishes = call_.compiled.finishes[index];
     std::vector<bool> pageable;  // [pointer], destinations first
     for (const Slice& dst : step.dsts) {
       if (step.srcs.size() == 1 && try_copy(stream, binding, dst, step.srcs[0])) continue;
       std::byte* const to = address(binding, dst, item_);
       if (step.srcs.size() == 1 && to == address(binding, step.srcs[0], item_)) continue;
-      row.dsts.push_back(to);
-      row.dst_pitches.push_back(pitch(binding, dst));
+      work.dsts.push_back(to);
+      work.dst_pitches.push_back(pitch(binding, dst));
       pageable.push_back(is_pageable(binding, dst));
     }
-    if (row.dsts.empty()) return;
+    if (work.dsts.empty()) return;
     for (const Slice& src : step.srcs) {
-      row.srcs.push_back(address(binding, src, item_));
-      row.src_pitches.push_back(pitch(binding, src));
+      work.srcs.push_back(address(binding, src, item_));
+      work.src_pitches.push_back(pitch(binding, src));
       pageable.push_back(is_pageable(binding, src));
     }
     if (std::find(pageable.begin(), pageable.end(), true) == pageable.end())
-      launch.rows.push_back(std::move(row));
+      launch.works.push_back(std::move(work));
     else
-      session_.launch(stream, {{std::move(row)}, launch.dtype, launch.op, launch.options},
+      session_.launch(stream, {{std::move(work)}, launch.dtype, launch.op, launch.options},
                       pageable);
   }
 
@@ -237,8 +238,8 @@ class ExecutorRun {
   const std::size_t item_;
   const NumberedStreams numbered_;
   std::vector<bool> touched_;  // [stream]: work was issued on it
-  CurrentDevice device_;
-  StagingSession session_;
+  DeviceGuard device_;
+  PinnedRingLease session_;
   EventLease lease_;
   std::vector<Event> events_;  // [scheduled launch]
 };
@@ -257,12 +258,13 @@ std::size_t Executor::ScheduleHash::operator()(const ScheduleKey& key) const {
     h = h * 1000003 + static_cast<std::size_t>(part);
   };  // an arbitrary large odd factor
   for (const StreamIds& me : key.at.stream_ids)
-    for (int stream : {me.caller, me.worker, me.sender, me.receiver}) mix(stream);
-  mix(key.at.hub);
+    for (int stream : {me.caller, me.worker, me.d2h, me.h2d}) mix(stream);
+  mix(key.at.join_stream);
   return h;
 }
 
-std::shared_ptr<const Schedule> Executor::scheduled(const Compiled& compiled, const StreamMap& at) {
+std::shared_ptr<const Schedule> Executor::scheduled(const CompiledPlan& compiled,
+                                                    const StreamMap& at) {
   ScheduleKey key{compiled.id, at};
   {
     const std::lock_guard lock(mutex_);

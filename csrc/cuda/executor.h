@@ -10,7 +10,7 @@
 #include "../plan/bound_plan.h"
 #include "events.h"
 #include "pinned_ring.h"
-#include "streams.h"
+#include "schedule.h"
 
 namespace pycollect::cuda {
 
@@ -29,13 +29,13 @@ struct RankStreams {
   Stream worker;  // runs the rank's folds and copies
   // For copies to host memory, and from it. If they are not the worker, copies in both directions
   // and folds overlap in a staged plan.
-  Stream sender = worker;
-  Stream receiver = worker;
+  Stream d2h = worker;
+  Stream h2d = worker;
 };
 
 struct CallStreams {
   std::vector<RankStreams> ranks;
-  Stream hub = {};  // see StreamMap; if its device is kHost, there is no hub
+  Stream join_stream = {};  // see StreamMap; if its device is kHost, there is none
   // True: when `run` returns, pinned host memory has been read and contains the results. For
   // pageable memory that is always so.
   bool host_waits = false;
@@ -44,7 +44,7 @@ struct CallStreams {
 // Owns the events and pinned rings, and caches schedules. Thread-safe.
 class Executor {
  public:
-  Executor(Api& api, Host& host, PinnedRingSize size = {})
+  Executor(Api& api, HostRuntime& host, PinnedRingSize size = {})
       : events_(api), rings_(api, host, size) {}
 
   // Enqueues the run and returns. On each rank's caller stream, earlier work comes before the run,
@@ -63,7 +63,7 @@ class Executor {
   struct ScheduleHash {
     std::size_t operator()(const ScheduleKey& key) const;
   };
-  std::shared_ptr<const Schedule> scheduled(const Compiled& compiled, const StreamMap& at);
+  std::shared_ptr<const Schedule> scheduled(const CompiledPlan& compiled, const StreamMap& at);
 
   EventPool events_;
   PinnedRings rings_;

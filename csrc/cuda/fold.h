@@ -38,7 +38,7 @@ struct Sums {
   }
 };
 
-// Fold of one row by one thread, at `bytes` from the beginning of a line.
+// Fold of one work by one thread, at `bytes` from the beginning of a line.
 template <class K, class Accessor, class List>
 struct Folder {
   const K& kernel;
@@ -92,7 +92,7 @@ struct Folder {
 // Folds all whole batches of packets, for a number of sources known at compile time. Returns the
 // thread's first slot that is not folded.
 template <int kSrcs, class F>
-constexpr int64_t fold_batches(const F& fold, const Line& line, ThreadShare share) {
+constexpr int64_t fold_batches(const F& fold, const LineAccesses& line, ThreadShare share) {
   constexpr int kPackets = kInFlight / kSrcs;
   int64_t slot = share.first;
   for (; slot + (kPackets - 1) * share.step < line.wide; slot += kPackets * share.step)
@@ -101,8 +101,8 @@ constexpr int64_t fold_batches(const F& fold, const Line& line, ThreadShare shar
 }
 
 template <class K, class Accessor>
-constexpr int64_t fold_known(const Folder<K, Accessor, Flat>& fold, const Line& line,
-                             ThreadShare share) {
+constexpr int64_t fold_known(const Folder<K, Accessor, FlatAddresses>& fold,
+                             const LineAccesses& line, ThreadShare share) {
   if constexpr (!K::kHot) return share.first;
   switch (fold.srcs.n) {  // uniform in a block
     case 2:
@@ -118,25 +118,25 @@ constexpr int64_t fold_known(const Folder<K, Accessor, Flat>& fold, const Line& 
 
 // Body of a fold kernel, for one thread.
 template <class T, class Op, class Accessor>
-constexpr void run_folds(const TableHead& head, const uint64_t* words, ThreadId id,
+constexpr void run_folds(const ArgsHead& head, const uint64_t* words, ThreadId id,
                          const Accessor& accessor) {
   using K = Arithmetic<T, Op>;
   const BlockWork job(head, words, id);
-  const TableRow& row = job.row;
-  const K kernel(head, row.finishes);
-  const Line line(row, sizeof(T));
-  if (row.pitched) {
+  const WorkArgs& work = job.work;
+  const K kernel(head, work.finishes);
+  const LineAccesses line(work, sizeof(T));
+  if (work.pitched) {
     const auto one = [&](int64_t at, int64_t bytes, bool wide) {
-      const Folder<K, Accessor, Pitched> fold{kernel,
-                                              accessor,
-                                              {job.lists + row.dsts, row.n_dsts, at},
-                                              {job.lists + row.srcs, row.n_srcs, at}};
+      const Folder<K, Accessor, PitchedAddresses> fold{kernel,
+                                                       accessor,
+                                                       {job.lists + work.dsts, work.n_dsts, at},
+                                                       {job.lists + work.srcs, work.n_srcs, at}};
       wide ? fold.template any<Packet>(bytes) : fold.template any<T>(bytes);
     };
-    return walk_lines(line, row.lines, job.share, one);
+    return walk_lines(line, work.lines, job.share, one);
   }
-  const Folder<K, Accessor, Flat> fold{
-      kernel, accessor, {job.lists + row.dsts, row.n_dsts}, {job.lists + row.srcs, row.n_srcs}};
+  const Folder<K, Accessor, FlatAddresses> fold{
+      kernel, accessor, {job.lists + work.dsts, work.n_dsts}, {job.lists + work.srcs, work.n_srcs}};
   walk_line(
       line, fold_known(fold, line, job.share), job.share.step,
       [&](int64_t bytes) { fold.template any<Packet>(bytes); },

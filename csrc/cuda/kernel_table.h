@@ -31,12 +31,12 @@ constexpr KernelTable<Value> kernel_table(Make make) {
 }
 
 // Bytes of the elements that a kernel counts, and the alignment of its scalar accesses.
-struct Unit {
+struct UnitSize {
   int bytes = 1, alignment = 1;
 };
-inline constexpr auto kUnits = kernel_table<Unit>([](auto kernel) {
+inline constexpr auto kUnits = kernel_table<UnitSize>([](auto kernel) {
   using T = typename decltype(kernel)::Type;
-  return Unit{sizeof(T), alignof(T)};
+  return UnitSize{sizeof(T), alignof(T)};
 });
 
 }  // namespace pycollect::cuda

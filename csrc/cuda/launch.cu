@@ -1,5 +1,5 @@
 // See launch.h. The kernel is looked up by dtype and op in a table made from the type lists. Small
-// tables have kernels of their own, because a launch copies all of the kernel's parameters.
+// arguments have kernels of their own, because a launch copies all of a kernel's parameters.
 #include "check.h"
 #include "kernel_table.h"
 #include "kernels.h"
@@ -19,16 +19,16 @@ KernelPair find_kernel(KernelKind kind, DType dtype, ReduceOp op) {
 
 }  // namespace
 
-void launch_level(Stream stream, const Launch& launch, const Limits& limits) {
-  for_each_table(launch, limits, [&](const Packed& packed) {
+void launch_level(Stream stream, const Launch& launch, const KernelLimits& limits) {
+  split_launch(launch, limits, [&](const KernelLaunch& packed) {
     const KernelPair kernel = find_kernel(packed.kind, launch.dtype, launch.op);
-    const bool small = packed.bytes <= sizeof(SmallTable);
+    const bool small = packed.bytes <= sizeof(SmallKernelArgs);
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(packed.blocks);
     config.blockDim = dim3(kThreads);
     config.stream = static_cast<cudaStream_t>(stream.handle);
-    // CUDA reads the table before the call returns, and never writes it.
-    void* parameters[] = {const_cast<LargeTable*>(&packed.table)};
+    // CUDA reads the arguments before the call returns, and never writes it.
+    void* parameters[] = {const_cast<LargeKernelArgs*>(&packed.args)};
     check(cudaLaunchKernelExC(&config, small ? kernel.small : kernel.large, parameters));
   });
 }

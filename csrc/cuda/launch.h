@@ -1,11 +1,11 @@
 // Launches a level on the current device. No CUDA headers: the stream is opaque.
 #pragma once
-#include "pack.h"
+#include "split_launch.h"
 
 namespace pycollect::cuda {
 
 // Launches on a stream of the current device. Allocates nothing and waits for nothing, so it can be
 // captured.
-void launch_level(Stream stream, const Launch& launch, const Limits& limits);
+void launch_level(Stream stream, const Launch& launch, const KernelLimits& limits);
 
 }  // namespace pycollect::cuda

@@ -14,7 +14,7 @@ constexpr std::size_t kAlign = 16;  // the widest access of a kernel
 
 constexpr std::size_t padded(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
-// The part of a row's lines that goes through one piece: elements [first, first + count) of each
+// The part of a work's lines that goes through one piece: elements [first, first + count) of each
 // line in [line, line + lines).
 struct LinePart {
   std::size_t line, lines, first, count;
@@ -64,7 +64,7 @@ CopyRect on_host(std::byte* dst, std::ptrdiff_t dst_pitch, const std::byte* src,
 
 }  // namespace
 
-PinnedRing::PinnedRing(Api& api, Host& host, PinnedRingSize size)
+PinnedRing::PinnedRing(Api& api, HostRuntime& host, PinnedRingSize size)
     : api_(api), host_(host), size_(size) {
   std::byte* const base = host.new_pinned(size.piece_bytes * size.pieces);
   for (int i = 0; i < size.pieces; ++i) pieces_.push_back({base + size.piece_bytes * i});
@@ -75,7 +75,7 @@ PinnedRing::~PinnedRing() {
     for (const auto& [device, event] : piece.events) api_.destroy(event);
 }
 
-void PinnedRing::close(CurrentDevice& device) {
+void PinnedRing::close(DeviceGuard& device) {
   PinnedPiece& piece = pieces_[at_];
   if (piece.state != State::open) return;
   device.use(piece.stream.device);
@@ -86,7 +86,7 @@ void PinnedRing::close(CurrentDevice& device) {
   piece.state = State::closed;
 }
 
-void PinnedRing::finish(CurrentDevice& device, PinnedPiece& piece) {
+void PinnedRing::finish(DeviceGuard& device, PinnedPiece& piece) {
   if (piece.state == State::idle) return;
   if (piece.state == State::closed) {
     api_.synchronize(piece.events.at(piece.stream.device));
@@ -99,7 +99,7 @@ void PinnedRing::finish(CurrentDevice& device, PinnedPiece& piece) {
 }
 
 // Reserves `bytes` of one piece, for use by work on the stream.
-std::byte* PinnedRing::reserve(CurrentDevice& device, Stream stream, std::size_t bytes) {
+std::byte* PinnedRing::reserve(DeviceGuard& device, Stream stream, std::size_t bytes) {
   const PinnedPiece& latest = pieces_[at_];
   if (latest.state != State::open || !(latest.stream == stream) ||
       latest.used + bytes > size_.piece_bytes) {
@@ -119,14 +119,14 @@ std::byte* PinnedRing::reserve(CurrentDevice& device, Stream stream, std::size_t
 
 // Drains the ring if an outstanding copy writes to the source (`reads`) or the destination of `r`,
 // so that the host may access it.
-void PinnedRing::drain_if_overlapping(CurrentDevice& device, const CopyRect& r, bool reads) {
+void PinnedRing::drain_if_overlapping(DeviceGuard& device, const CopyRect& r, bool reads) {
   const HostSpan accessed = reads ? read(r) : written(r);
   for (const PinnedPiece& piece : pieces_)
     for (const CopyRect& pending : piece.host_copies)
       if (written(pending).overlaps(accessed)) return drain(device);
 }
 
-void PinnedRing::copy(CurrentDevice& device, Stream stream, const CopyRect& whole) {
+void PinnedRing::copy(DeviceGuard& device, Stream stream, const CopyRect& whole) {
   CopyRect r = whole;
   const auto line = static_cast<std::ptrdiff_t>(r.bytes);
   if (r.dst_pitch == line && r.src_pitch == line) r.bytes *= std::exchange(r.rows, 1);
@@ -149,7 +149,7 @@ void PinnedRing::copy(CurrentDevice& device, Stream stream, const CopyRect& whol
   }
 }
 
-void PinnedRing::copy_on_host(CurrentDevice& device, const CopyRect& r) {
+void PinnedRing::copy_on_host(DeviceGuard& device, const CopyRect& r) {
   drain_if_overlapping(device, r, true);
   drain_if_overlapping(device, r, false);
   host_.copy(r);
@@ -157,7 +157,7 @@ void PinnedRing::copy_on_host(CurrentDevice& device, const CopyRect& r) {
 
 namespace {
 
-// Pageable memory of a row; memory that the row uses several times is one range.
+// Pageable memory of a work; memory that the work uses several times is one range.
 struct PageableRange {
   std::byte* base;
   std::ptrdiff_t pitch;
@@ -166,11 +166,11 @@ struct PageableRange {
 
 class PageableRanges {
  public:
-  PageableRanges(const KernelRow& row, const std::vector<bool>& is_pageable) {
-    for (std::size_t i = 0; i < row.dsts.size(); ++i)
-      if (is_pageable[i]) at(row.dsts[i], row.dst_pitches[i]).is_written = true;
-    for (std::size_t i = 0; i < row.srcs.size(); ++i)
-      if (is_pageable[row.dsts.size() + i]) at(row.srcs[i], row.src_pitches[i]).is_read = true;
+  PageableRanges(const KernelWork& work, const std::vector<bool>& is_pageable) {
+    for (std::size_t i = 0; i < work.dsts.size(); ++i)
+      if (is_pageable[i]) at(work.dsts[i], work.dst_pitches[i]).is_written = true;
+    for (std::size_t i = 0; i < work.srcs.size(); ++i)
+      if (is_pageable[work.dsts.size() + i]) at(work.srcs[i], work.src_pitches[i]).is_read = true;
   }
   std::size_t index_of(const std::byte* base) const {
     const auto found = std::find_if(ranges_.begin(), ranges_.end(),
@@ -193,17 +193,18 @@ class PageableRanges {
 }  // namespace
 
 // The pageable ranges have consecutive parts of the piece.
-void PinnedRing::launch(CurrentDevice& device, Stream stream, const Launch& launch,
+void PinnedRing::launch(DeviceGuard& device, Stream stream, const Launch& launch,
                         const std::vector<bool>& is_pageable) {
-  const KernelRow& row = launch.rows.front();
-  const PageableRanges ranges(row, is_pageable);
+  const KernelWork& work = launch.works.front();
+  const PageableRanges ranges(work, is_pageable);
   const std::size_t item = item_bytes(launch.dtype);
   for (const PageableRange& range : ranges)
     if (range.is_read)
       drain_if_overlapping(
-          device, on_host(nullptr, 0, range.base, range.pitch, {0, row.rows, 0, row.count}, item),
-          true);
-  for (const LinePart& part : cut(row.rows, row.count, item, size_.piece_bytes / ranges.size())) {
+          device,
+          on_host(nullptr, 0, range.base, range.pitch, {0, work.lines, 0, work.count}, item), true);
+  for (const LinePart& part :
+       cut(work.lines, work.count, item, size_.piece_bytes / ranges.size())) {
     const auto pitch = static_cast<std::ptrdiff_t>(padded(part.count * item));
     const std::size_t bytes = pitch * part.lines;
     std::byte* const piece = reserve(device, stream, bytes * ranges.size());
@@ -215,26 +216,26 @@ void PinnedRing::launch(CurrentDevice& device, Stream stream, const Launch& laun
       if (range.is_written)
         host_copies.push_back(on_host(pageable, range.pitch, pinned, pitch, part, item));
     }
-    Launch part_launch{{row}, launch.dtype, launch.op, launch.options};
-    KernelRow& part_row = part_launch.rows.front();
-    part_row.count = part.count;
-    part_row.rows = part.lines;
+    Launch part_launch{{work}, launch.dtype, launch.op, launch.options};
+    KernelWork& part_work = part_launch.works.front();
+    part_work.count = part.count;
+    part_work.lines = part.lines;
     const auto place = [&](std::byte*& at, std::ptrdiff_t& at_pitch) {
       const std::size_t i = ranges.index_of(at);
       at = i < ranges.size() ? piece + i * bytes : part_begin(at, at_pitch, part, item);
       if (i < ranges.size()) at_pitch = pitch;
     };
-    for (std::size_t i = 0; i < row.dsts.size(); ++i)
-      place(part_row.dsts[i], part_row.dst_pitches[i]);
-    for (std::size_t i = 0; i < row.srcs.size(); ++i)
-      place(part_row.srcs[i], part_row.src_pitches[i]);
+    for (std::size_t i = 0; i < work.dsts.size(); ++i)
+      place(part_work.dsts[i], part_work.dst_pitches[i]);
+    for (std::size_t i = 0; i < work.srcs.size(); ++i)
+      place(part_work.srcs[i], part_work.src_pitches[i]);
     api_.launch(stream, part_launch);
     auto& all = pieces_[at_].host_copies;
     all.insert(all.end(), host_copies.begin(), host_copies.end());
   }
 }
 
-void PinnedRing::drain(CurrentDevice& device) {
+void PinnedRing::drain(DeviceGuard& device) {
   close(device);
   for (std::size_t i = 1; i <= pieces_.size(); ++i) {
     PinnedPiece& piece = pieces_[(at_ + i) % pieces_.size()];
@@ -242,7 +243,7 @@ void PinnedRing::drain(CurrentDevice& device) {
   }
 }
 
-void PinnedRing::discard(CurrentDevice& device) noexcept {
+void PinnedRing::discard(DeviceGuard& device) noexcept {
   for (PinnedPiece& piece : pieces_) piece.host_copies.clear();
   try {
     close(device);
@@ -267,7 +268,7 @@ void PinnedRings::give_back(std::unique_ptr<PinnedRing> ring) {
   idle_.push_back(std::move(ring));
 }
 
-StagingSession::~StagingSession() {
+PinnedRingLease::~PinnedRingLease() {
   if (ring_ == nullptr) return;
   ring_->discard(device_);
   try {

@@ -7,14 +7,14 @@
 #include <mutex>
 #include <vector>
 
-#include "current_device.h"
+#include "device_guard.h"
 
 namespace pycollect::cuda {
 
 // Operations of the host: allocating memory that devices can access, and copies by its threads.
-class Host {
+class HostRuntime {
  public:
-  virtual ~Host() = default;
+  virtual ~HostRuntime() = default;
   virtual std::byte* new_pinned(std::size_t bytes) = 0;  // never freed: rings are kept
   virtual void copy(const CopyRect& rectangle) = 0;      // done when it returns
 };
@@ -30,27 +30,27 @@ struct PinnedRingSize {
 
 class PinnedRing {
  public:
-  PinnedRing(Api& api, Host& host, PinnedRingSize size);
+  PinnedRing(Api& api, HostRuntime& host, PinnedRingSize size);
   ~PinnedRing();
   PinnedRing(const PinnedRing&) = delete;
   PinnedRing& operator=(const PinnedRing&) = delete;
 
   // Copies from pageable memory to a device, or from a device to pageable memory.
-  void copy(CurrentDevice& device, Stream stream, const CopyRect& rectangle);
+  void copy(DeviceGuard& device, Stream stream, const CopyRect& rectangle);
 
   // Copies from pageable to pageable memory on the host.
-  void copy_on_host(CurrentDevice& device, const CopyRect& rectangle);
+  void copy_on_host(DeviceGuard& device, const CopyRect& rectangle);
 
-  // Launches one row. `is_pageable`: [pointer], destinations first.
-  void launch(CurrentDevice& device, Stream stream, const Launch& launch,
+  // Launches one work. `is_pageable`: [pointer], destinations first.
+  void launch(DeviceGuard& device, Stream stream, const Launch& launch,
               const std::vector<bool>& is_pageable);
 
   // Waits until all results in pageable memory are complete. Pageable sources have already been
   // read when the calls above return.
-  void drain(CurrentDevice& device);
+  void drain(DeviceGuard& device);
 
   // Drops all outstanding copies to pageable memory, after a failure.
-  void discard(CurrentDevice& device) noexcept;
+  void discard(DeviceGuard& device) noexcept;
 
  private:
   enum class State { idle, open, closed };  // closed: its event is recorded after its work
@@ -63,13 +63,13 @@ class PinnedRing {
     std::vector<CopyRect> host_copies = {};  // to pageable memory, once the stream's work is done
   };
 
-  std::byte* reserve(CurrentDevice& device, Stream stream, std::size_t bytes);
-  void close(CurrentDevice& device);
-  void finish(CurrentDevice& device, PinnedPiece& piece);
-  void drain_if_overlapping(CurrentDevice& device, const CopyRect& rectangle, bool reads);
+  std::byte* reserve(DeviceGuard& device, Stream stream, std::size_t bytes);
+  void close(DeviceGuard& device);
+  void finish(DeviceGuard& device, PinnedPiece& piece);
+  void drain_if_overlapping(DeviceGuard& device, const CopyRect& rectangle, bool reads);
 
   Api& api_;
-  Host& host_;
+  HostRuntime& host_;
   const PinnedRingSize size_;
   std::vector<PinnedPiece> pieces_;
   std::size_t at_ = 0;  // index of the latest piece
@@ -78,25 +78,26 @@ class PinnedRing {
 // Pool of rings: one for each run at a time.
 class PinnedRings {
  public:
-  PinnedRings(Api& api, Host& host, PinnedRingSize size) : api_(api), host_(host), size_(size) {}
+  PinnedRings(Api& api, HostRuntime& host, PinnedRingSize size)
+      : api_(api), host_(host), size_(size) {}
   std::unique_ptr<PinnedRing> take();
   void give_back(std::unique_ptr<PinnedRing> ring);
 
  private:
   Api& api_;
-  Host& host_;
+  HostRuntime& host_;
   const PinnedRingSize size_;
   std::mutex mutex_;
   std::vector<std::unique_ptr<PinnedRing>> idle_;
 };
 
 // The ring of one run, taken from the pool at first use.
-class StagingSession {
+class PinnedRingLease {
  public:
-  StagingSession(PinnedRings& rings, CurrentDevice& device) : rings_(rings), device_(device) {}
-  ~StagingSession();
-  StagingSession(const StagingSession&) = delete;
-  StagingSession& operator=(const StagingSession&) = delete;
+  PinnedRingLease(PinnedRings& rings, DeviceGuard& device) : rings_(rings), device_(device) {}
+  ~PinnedRingLease();
+  PinnedRingLease(const PinnedRingLease&) = delete;
+  PinnedRingLease& operator=(const PinnedRingLease&) = delete;
 
   // These calls leave the stream's device current, except `drain`.
   void copy(Stream stream, const CopyRect& rectangle) { ring().copy(device_, stream, rectangle); }
@@ -118,7 +119,7 @@ class StagingSession {
   }
 
   PinnedRings& rings_;
-  CurrentDevice& device_;
+  DeviceGuard& device_;
   std::unique_ptr<PinnedRing> ring_;
 };
 

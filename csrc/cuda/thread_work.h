@@ -1,9 +1,9 @@
-// Which bytes of a launch's rows (see table.h) each GPU thread processes: plain functions, which
-// tests also run on the host.
+// Which bytes of a kernel's works (see kernel_args.h) each GPU thread processes: plain functions,
+// which tests also run on the host.
 #pragma once
 #include <utility>
 
-#include "table.h"
+#include "kernel_args.h"
 
 namespace pycollect::cuda {
 
@@ -24,13 +24,14 @@ constexpr void each(Body body) {
   }(std::make_integer_sequence<int, n>{});
 }
 
-// Addresses of one list of a row: in a row of one line, and in one line of a pitched row.
-struct Flat {
+// The addresses in one list of a WorkArgs, for work of a single line. `words` begins with them.
+struct FlatAddresses {
   const uint64_t* words;
   int n;
   constexpr uint64_t at(int i, int64_t bytes) const { return words[i] + bytes; }
 };
-struct Pitched {
+// The same for line number `line` of pitched work; the pitches follow the `n` addresses.
+struct PitchedAddresses {
   const uint64_t* words;
   int n;
   int64_t line;
@@ -39,13 +40,14 @@ struct Pitched {
   }
 };
 
-// Work of a line, in slots: its wide accesses, then the units before and after these.
-struct Line {
+// The accesses of a line, numbered as slots: the wide ones, then those of single units before and
+// after them.
+struct LineAccesses {
   int64_t wide, edges, width, head, unit;  // head: units before the first wide access
 
-  constexpr Line(const TableRow& row, int unit_bytes)
-      : wide(0), edges(0), width(row.width), head(row.head), unit(unit_bytes) {
-    const auto count = static_cast<int64_t>(row.count);
+  constexpr LineAccesses(const WorkArgs& work, int unit_bytes)
+      : wide(0), edges(0), width(work.width), head(work.head), unit(unit_bytes) {
+    const auto count = static_cast<int64_t>(work.count);
     if (width > 0) wide = (count - head) * unit / width;
     edges = count - wide * width / unit;
   }
@@ -57,7 +59,7 @@ struct Line {
   }
 };
 
-// One thread's share of a row: slots first, first + step, ... of all lines.
+// One thread's share of a work: slots first, first + step, ... of all lines.
 struct ThreadShare {
   int64_t first, step;
 };
@@ -67,12 +69,12 @@ struct ThreadId {
   uint32_t block, blocks, thread;
 };
 
-// Returns the row that a block works on: the last row whose first block is not after it.
-constexpr int row_of(const uint64_t* words, int rows, uint32_t block) {
-  int low = 0, high = rows - 1;
+// Returns the index of the work that a block runs: the last whose first block is not after it.
+constexpr int work_of(const uint64_t* words, int works, uint32_t block) {
+  int low = 0, high = works - 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
-    if (row_at(words, middle).first_block <= block)
+    if (work_at(words, middle).first_block <= block)
       low = middle;
     else
       high = middle - 1;
@@ -80,33 +82,34 @@ constexpr int row_of(const uint64_t* words, int rows, uint32_t block) {
   return low;
 }
 
-// The row of a block, and the share of it of one thread.
+// The work of a block, and the share of it of one thread.
 struct BlockWork {
-  TableRow row;
+  WorkArgs work;
   ThreadShare share;
   const uint64_t* lists;
 
-  constexpr BlockWork(const TableHead& head, const uint64_t* words, ThreadId id)
-      : row(), share(), lists(words + head.rows * kRowWords) {
-    const int rows = static_cast<int>(head.rows), index = row_of(words, rows, id.block);
-    row = row_at(words, index);
-    const uint32_t end = index + 1 < rows ? row_at(words, index + 1).first_block : id.blocks;
-    share = {static_cast<int64_t>(id.block - row.first_block) * kThreads + id.thread,
-             static_cast<int64_t>(end - row.first_block) * kThreads};
+  constexpr BlockWork(const ArgsHead& head, const uint64_t* words, ThreadId id)
+      : work(), share(), lists(words + head.works * kWorkWords) {
+    const int works = static_cast<int>(head.works), index = work_of(words, works, id.block);
+    work = work_at(words, index);
+    const uint32_t end = index + 1 < works ? work_at(words, index + 1).first_block : id.blocks;
+    share = {static_cast<int64_t>(id.block - work.first_block) * kThreads + id.thread,
+             static_cast<int64_t>(end - work.first_block) * kThreads};
   }
 };
 
-// Visits a row of one line, from `slot` on: calls wide(bytes) or edge(bytes), with the distance
+// Visits work of one line, from `slot` on: calls wide(bytes) or edge(bytes), with the distance
 // from the line's beginning.
 template <class Wide, class Edge>
-constexpr void walk_line(const Line& line, int64_t slot, int64_t step, Wide wide, Edge edge) {
+constexpr void walk_line(const LineAccesses& line, int64_t slot, int64_t step, Wide wide,
+                         Edge edge) {
   for (; slot < line.wide; slot += step) wide(line.byte_of_wide(slot));
   for (; slot < line.slots(); slot += step) edge(line.byte_of_edge(slot));
 }
 
-// Visits a row of several lines: calls one(line, bytes, is_wide). Divides once, not for each slot.
+// Visits work of several lines: calls one(line, bytes, is_wide). Divides once, not for each slot.
 template <class One>
-constexpr void walk_lines(const Line& line, uint64_t lines, ThreadShare share, One one) {
+constexpr void walk_lines(const LineAccesses& line, uint64_t lines, ThreadShare share, One one) {
   const int64_t slots = line.slots();
   const int64_t more_lines = share.step / slots, more_slots = share.step % slots;
   int64_t at = share.first / slots, slot = share.first % slots;

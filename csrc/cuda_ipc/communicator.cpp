@@ -5,13 +5,13 @@ namespace {
 
 // Ranks that must act before `r` enqueues its signal: `r` itself if it is gone, otherwise the ranks
 // furthest behind, because the others may only be waiting for them.
-std::vector<Rank> missing(const shm::Group& group, const SignalPad& signal_pad, Rank r) {
+std::vector<Rank> missing(const ipc::Group& group, const SignalPad& signal_pad, Rank r) {
   if ((group.gone() >> r & 1) != 0) return {r};
   std::vector<Rank> last;
   uint64_t least = 0;
   for (Rank other = 0; other < group.world(); ++other) {
     const uint64_t seen = signal_pad.entry(other).enqueued.load(std::memory_order_acquire);
-    if (other == group.rank() || (!last.empty() && seen != least && shm::reached(seen, least)))
+    if (other == group.rank() || (!last.empty() && seen != least && ipc::reached(seen, least)))
       continue;
     if (seen != least) last.clear();
     least = seen;
@@ -41,19 +41,19 @@ void CudaIpcCommunicator::signal(uint64_t value) {
   resources_.signal_pad.entry(group().rank()).enqueued.store(value, std::memory_order_release);
 }
 
-void CudaIpcCommunicator::wait(Rank r, uint64_t value, const shm::OpContext& context) {
+void CudaIpcCommunicator::wait(Rank r, uint64_t value, const ipc::OpContext& context) {
   const std::atomic<uint64_t>& enqueued = resources_.signal_pad.entry(r).enqueued;
-  const auto ready = [&] { return shm::reached(enqueued.load(std::memory_order_acquire), value); };
+  const auto ready = [&] { return ipc::reached(enqueued.load(std::memory_order_acquire), value); };
   if (!ready())
     group().await(ready, [&] { return missing(group(), resources_.signal_pad, r); }, context);
-  if (shm::reached(awaited_[r], value)) return;  // counters only grow
+  if (ipc::reached(awaited_[r], value)) return;  // counters only grow
   gpu().on(stream().device, [&](cuda::Api& api) { api.wait_value(stream(), word(r), value); });
   awaited_[r] = value;
 }
 
 // A stream released by an abort also reaches its end, without results and perhaps before this rank
 // has noticed the abort. Such an end is a failure, unless the end was seen before the abort.
-std::shared_ptr<PendingWork> CudaIpcCommunicator::watch(const shm::OpContext& context,
+std::shared_ptr<PendingWork> CudaIpcCommunicator::watch(const ipc::OpContext& context,
                                                         std::function<bool()> ended,
                                                         std::shared_ptr<void> exposed) {
   auto succeeded = std::make_shared<std::atomic<bool>>(false);

@@ -14,7 +14,7 @@ namespace pycollect::cuda_ipc {
 // Registration of the signal pad's device part with one device.
 class RegisteredHostMemory {
  public:
-  RegisteredHostMemory(IpcGpu& gpu, Device device, const SignalPad& signal_pad)
+  RegisteredHostMemory(CudaIpcApi& gpu, Device device, const SignalPad& signal_pad)
       : gpu_(gpu),
         device_(device),
         host_(signal_pad.base()),
@@ -26,7 +26,7 @@ class RegisteredHostMemory {
   void abandon() { abandoned_ = true; }  // the device may still access it
 
  private:
-  IpcGpu& gpu_;
+  CudaIpcApi& gpu_;
   const Device device_;
   std::byte *host_, *base_;
   bool abandoned_ = false;
@@ -35,8 +35,8 @@ class RegisteredHostMemory {
 class CudaIpcCommunicator {
  public:
   struct Resources {
-    std::shared_ptr<shm::Group> group;
-    std::shared_ptr<IpcGpu> gpu;
+    std::shared_ptr<ipc::Group> group;
+    std::shared_ptr<CudaIpcApi> gpu;
     Stream stream;
     SignalPad signal_pad;
     std::shared_ptr<SymmetricMemory> symmetric_memory;
@@ -50,8 +50,8 @@ class CudaIpcCommunicator {
   CudaIpcCommunicator(const CudaIpcCommunicator&) = delete;
   CudaIpcCommunicator& operator=(const CudaIpcCommunicator&) = delete;
 
-  shm::Group& group() const { return *resources_.group; }
-  IpcGpu& gpu() const { return *resources_.gpu; }
+  ipc::Group& group() const { return *resources_.group; }
+  CudaIpcApi& gpu() const { return *resources_.gpu; }
   Stream stream() const { return resources_.stream; }
   const StagingBuffer& staging_buffer() const { return *resources_.staging_buffer; }
   SymmetricMemory& symmetric_memory() const { return *resources_.symmetric_memory; }
@@ -75,11 +75,11 @@ class CudaIpcCommunicator {
   // and throws as Group::await does until then, so no stream waits for a signal that may never
   // come.
   void signal(uint64_t value);
-  void wait(Rank r, uint64_t value, const shm::OpContext& context);
+  void wait(Rank r, uint64_t value, const ipc::OpContext& context);
 
   // Has the watchdog poll the work now on the stream until `reached` returns true. Until then the
   // pending work keeps `exposed`, the memory that is exposed to peers.
-  std::shared_ptr<PendingWork> watch(const shm::OpContext& context, std::function<bool()> reached,
+  std::shared_ptr<PendingWork> watch(const ipc::OpContext& context, std::function<bool()> reached,
                                      std::shared_ptr<void> exposed);
   // Releases memory exposed by calls that have ended; otherwise the next call releases it.
   void free_returned() { resources_.watchdog->free_returned(); }

@@ -20,7 +20,7 @@ void write(std::array<char, n>& to, std::string_view from) {
 
 class CudaIpcRendezvous {
  public:
-  CudaIpcRendezvous(const CudaIpcSetup& setup, const shm::OpContext& context)
+  CudaIpcRendezvous(const CudaIpcSetup& setup, const ipc::OpContext& context)
       : setup_(setup),
         context_(context),
         group_(*setup.group),
@@ -50,7 +50,7 @@ class CudaIpcRendezvous {
   // One step: runs `act` and waits for every rank. Returns all ranks' failures, or "".
   template <class F>
   std::string run_step(F&& act) {
-    StepResult& result = mine_.results[++step_ & 1];
+    RendezvousStatus& result = mine_.results[++step_ & 1];
     result.succeeded = true;
     try {
       act();
@@ -62,9 +62,9 @@ class CudaIpcRendezvous {
     wait_for_all();
     std::string why;
     for (Rank r = 0; r < group_.world(); ++r) {
-      const StepResult& theirs = signal_pad_.entry(r).results[step_ & 1];
+      const RendezvousStatus& theirs = signal_pad_.entry(r).results[step_ & 1];
       if (!theirs.succeeded)
-        why += text(why.empty() ? "" : "; ", "rank ", r, ": ", shm::read_text(theirs.why));
+        why += text(why.empty() ? "" : "; ", "rank ", r, ": ", ipc::read_text(theirs.why));
     }
     return why;
   }
@@ -124,8 +124,8 @@ class CudaIpcRendezvous {
   }
 
   const CudaIpcSetup& setup_;
-  const shm::OpContext& context_;
-  shm::Group& group_;
+  const ipc::OpContext& context_;
+  ipc::Group& group_;
   const SignalPad signal_pad_;
   PeerEntry& mine_;
   uint64_t step_;
@@ -137,7 +137,7 @@ class CudaIpcRendezvous {
 
 }  // namespace
 
-CudaIpcResult rendezvous(const CudaIpcSetup& setup, const shm::OpContext& context) {
+CudaIpcResult rendezvous(const CudaIpcSetup& setup, const ipc::OpContext& context) {
   CudaIpcRendezvous attempt(setup, context);
   try {
     return attempt.run();

@@ -11,8 +11,8 @@
 namespace pycollect::cuda_ipc {
 
 struct CudaIpcSetup {
-  std::shared_ptr<shm::Group> group;
-  std::shared_ptr<IpcGpu> gpu;
+  std::shared_ptr<ipc::Group> group;
+  std::shared_ptr<CudaIpcApi> gpu;
   std::shared_ptr<SymmetricMemory> symmetric_memory;  // of the same group
   Stream stream;             // the group's own, on the device for this rank's staging buffer
   std::size_t buffer_bytes;  // equal on all ranks
@@ -27,6 +27,6 @@ struct CudaIpcResult {
 
 // Runs the rendezvous, with the same result on all ranks. Throws PeerLost and Timeout as Group
 // does.
-CudaIpcResult rendezvous(const CudaIpcSetup& setup, const shm::OpContext& context);
+CudaIpcResult rendezvous(const CudaIpcSetup& setup, const ipc::OpContext& context);
 
 }  // namespace pycollect::cuda_ipc

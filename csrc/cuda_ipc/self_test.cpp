@@ -16,8 +16,8 @@ constexpr std::chrono::microseconds kPollInterval(20);
 // Numbers of the patterns in a staging buffer: written by rank r, read from rank r, and the
 // owner's.
 constexpr int written_by(Rank r) { return r; }
-constexpr int read_from(Rank r) { return shm::kMaxRanks + r; }
-constexpr int kOwn = 2 * shm::kMaxRanks;
+constexpr int read_from(Rank r) { return ipc::kMaxRanks + r; }
+constexpr int kOwn = 2 * ipc::kMaxRanks;
 
 // Value of the bytes of a rank's pattern, which no failure leaves there by chance.
 constexpr unsigned char pattern_byte(Rank r) { return static_cast<unsigned char>(0x80 + r); }
@@ -27,8 +27,8 @@ constexpr uint64_t kSignalled = 1, kReleased = 2;
 
 }  // namespace
 
-SelfTest::SelfTest(IpcGpu& gpu, const StagingBuffer& staging_buffer, const SignalPad& signal_pad,
-                   std::byte* registered)
+SelfTest::SelfTest(CudaIpcApi& gpu, const StagingBuffer& staging_buffer,
+                   const SignalPad& signal_pad, std::byte* registered)
     : gpu_(gpu),
       staging_buffer_(staging_buffer),
       signal_pad_(signal_pad),
@@ -65,8 +65,8 @@ void SelfTest::finish() {
     const Event end = api.create_event(stream_.device);
     const std::shared_ptr<void> destroyed(nullptr, [&](void*) { api.destroy(end); });
     api.record(end, stream_);
-    const auto deadline = shm::Clock::now() + kTimeLimit;
-    while (!(reached = api.query(end)) && shm::Clock::now() < deadline)
+    const auto deadline = ipc::Clock::now() + kTimeLimit;
+    while (!(reached = api.query(end)) && ipc::Clock::now() < deadline)
       std::this_thread::sleep_for(kPollInterval);
   });
   if (!reached) throw std::runtime_error("the GPU did not finish a self-test within 10 seconds");
@@ -75,7 +75,7 @@ void SelfTest::finish() {
 void SelfTest::copy(std::byte* dst, std::byte* src) {
   on_stream([&](cuda::Api& api) {
     api.launch(stream_,
-               {.rows = {{.dsts = {dst}, .srcs = {src}, .count = StagingBuffer::kPatternBytes}},
+               {.works = {{.dsts = {dst}, .srcs = {src}, .count = StagingBuffer::kPatternBytes}},
                 .dtype = DType::u8,
                 .op = ReduceOp::sum,
                 .options = {}});

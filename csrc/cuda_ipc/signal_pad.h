@@ -8,20 +8,20 @@
 #include <cstdint>
 #include <string>
 
-#include "../shm/layout.h"
-#include "ipc_gpu.h"
+#include "../group/segment_layout.h"
+#include "cuda_ipc_api.h"
 
 namespace pycollect::cuda_ipc {
 
-// Signal pad entry: progress of a rank's stream, like shm::RankState's `done`, but counted by its
-// GPU. On a cache line of its own, which only streams and threads that poll them access.
+// Signal pad entry: progress of a rank's stream, like ipc::RankState's `progress`, but counted by
+// its GPU. On a cache line of its own, which only streams and threads that poll them access.
 struct alignas(128) Counter {
   std::atomic<uint64_t> reached{0};
 };
 static_assert(sizeof(Counter) == 128);
 
 // A rank's result of one step of the GPU rendezvous (see rendezvous.h).
-struct StepResult {
+struct RendezvousStatus {
   bool succeeded = false;
   std::array<char, 239> why = {};
 };
@@ -30,10 +30,10 @@ struct StepResult {
 struct alignas(128) PeerEntry {
   // The last signal enqueued on the rank's stream: no stream of a peer waits for a later one.
   std::atomic<uint64_t> enqueued{0};
-  std::atomic<uint64_t> steps{0};          // rendezvous steps that the rank has completed
-  std::array<StepResult, 2> results = {};  // [step & 1]; written before `steps`
-  MemHandle handle = {};                   // of its staging buffer
-  std::array<char, 64> gpu = {};           // identity of the GPU with the staging buffer
+  std::atomic<uint64_t> steps{0};                // rendezvous steps that the rank has completed
+  std::array<RendezvousStatus, 2> results = {};  // [step & 1]; written before `steps`
+  MemHandle handle = {};                         // of its staging buffer
+  std::array<char, 64> gpu = {};                 // identity of the GPU with the staging buffer
 };
 
 // Published descriptor of one symmetric GPU memory segment, which peers may open (see
@@ -51,7 +51,7 @@ class SignalPad {
  public:
   SignalPad(std::byte* base, int world) : base_(base), world_(world) {}
   static constexpr std::size_t bytes(int world) {
-    return shm::Layout::up(sizeof(Counter) * (1 + world)) +
+    return ipc::SegmentLayout::up(sizeof(Counter) * (1 + world)) +
            world * (sizeof(PeerEntry) + kMaxExports * sizeof(ExportEntry));
   }
 
@@ -61,15 +61,16 @@ class SignalPad {
   }
   Counter& counter(Rank r) const { return reinterpret_cast<Counter*>(base_)[1 + r]; }
   PeerEntry& entry(Rank r) const {
-    return reinterpret_cast<PeerEntry*>(base_ + shm::Layout::up(counter_bytes()))[r];
+    return reinterpret_cast<PeerEntry*>(base_ + ipc::SegmentLayout::up(counter_bytes()))[r];
   }
   ExportEntry& export_entry(Rank r, int number) const {
-    std::byte* const first = base_ + shm::Layout::up(counter_bytes()) + world_ * sizeof(PeerEntry);
+    std::byte* const first =
+        base_ + ipc::SegmentLayout::up(counter_bytes()) + world_ * sizeof(PeerEntry);
     return reinterpret_cast<ExportEntry*>(first)[r * kMaxExports + number];
   }
   // The part that devices access: whole pages from the beginning of the signal pad.
   std::byte* base() const { return base_; }
-  std::size_t registered_bytes() const { return shm::Layout::up(counter_bytes()); }
+  std::size_t registered_bytes() const { return ipc::SegmentLayout::up(counter_bytes()); }
   std::size_t offset(Rank r) const { return sizeof(Counter) * (1 + r); }
 
  private:

@@ -21,7 +21,7 @@ class StagingBuffer {
   // rank, one read from each rank, and its owner's own.
   static constexpr std::size_t kPatternBytes = 16;
 
-  StagingBuffer(IpcGpu& gpu, const StagingBufferParams& params);
+  StagingBuffer(CudaIpcApi& gpu, const StagingBufferParams& params);
   // Unmaps all, unless `abandon`ed. A peer that has this rank's buffer open keeps its memory.
   ~StagingBuffer();
   StagingBuffer(const StagingBuffer&) = delete;
@@ -46,9 +46,9 @@ class StagingBuffer {
  private:
   // A page for the patterns: 2 for each possible rank, and the owner's own.
   static constexpr std::size_t kHead = 4096;
-  static_assert((2 * shm::kMaxRanks + 1) * kPatternBytes <= kHead);
+  static_assert((2 * ipc::kMaxRanks + 1) * kPatternBytes <= kHead);
 
-  IpcGpu& gpu_;
+  CudaIpcApi& gpu_;
   const StagingBufferParams params_;
   std::vector<std::byte*> memory_;  // [rank]: its staging buffer; null if it is not open
   bool abandoned_ = false;

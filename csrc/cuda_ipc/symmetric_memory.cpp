@@ -21,7 +21,7 @@ constexpr uint64_t bit(int number) { return uint64_t{1} << number; }
 
 }  // namespace
 
-SymmetricMemory::SymmetricMemory(std::shared_ptr<IpcGpu> gpu, const shm::Group& group)
+SymmetricMemory::SymmetricMemory(std::shared_ptr<CudaIpcApi> gpu, const ipc::Group& group)
     : gpu_(std::move(gpu)),
       signal_pad_(group.signal_pad(), group.world()),
       rank_(group.rank()),
@@ -29,14 +29,14 @@ SymmetricMemory::SymmetricMemory(std::shared_ptr<IpcGpu> gpu, const shm::Group& 
       segment_(group.segment()) {}
 
 // Returns the shared memory, to be held while an export entry is accessed.
-std::shared_ptr<shm::Segment> SymmetricMemory::segment() const {
+std::shared_ptr<ipc::Segment> SymmetricMemory::segment() const {
   const std::lock_guard lock(mutex_);
   if (!segment_) throw std::runtime_error(kGroupDestroyed);
   return segment_;
 }
 
 std::byte* SymmetricMemory::add(Device device, std::size_t bytes) {
-  if (!origin_.is_here())
+  if (fork_guard_.forked())
     throw std::runtime_error("a forked child of a rank cannot allocate symmetric GPU memory");
   const std::size_t size = whole_granules(bytes);
   if (std::byte* const reused = reuse(device, size)) return reused;
@@ -116,7 +116,7 @@ bool SymmetricMemory::unpublish(int number) {
 }
 
 void SymmetricMemory::give_back(std::byte* memory) noexcept {
-  if (!origin_.is_here()) return;  // in a forked child the memory belongs to the parent
+  if (fork_guard_.forked()) return;  // in a forked child the memory belongs to the parent
   Device device = 0;
   {
     const std::lock_guard lock(mutex_);
@@ -192,7 +192,7 @@ void SymmetricMemory::close_peer_segments() {
 // Tensors may outlive their group; no other memory of the group does. A peer that has a segment
 // open keeps its memory.
 void SymmetricMemory::close() {
-  std::shared_ptr<shm::Segment> held;  // released at the end without the lock: unmapping is slow
+  std::shared_ptr<ipc::Segment> held;  // released at the end without the lock: unmapping is slow
   std::map<std::byte*, Device> idle;
   {
     const std::lock_guard lock(mutex_);

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "../shm/group.h"
+#include "../group/group.h"
 #include "signal_pad.h"
 
 namespace pycollect::cuda_ipc {
@@ -25,7 +25,7 @@ using RemoteOffset = uint64_t;
 // GPU rendezvous, and stays as long as any of its memory is in use.
 class SymmetricMemory {
  public:
-  SymmetricMemory(std::shared_ptr<IpcGpu> gpu, const shm::Group& group);
+  SymmetricMemory(std::shared_ptr<CudaIpcApi> gpu, const ipc::Group& group);
   ~SymmetricMemory() = default;  // after `close`; segments still in use stay until the process ends
   SymmetricMemory(const SymmetricMemory&) = delete;
   SymmetricMemory& operator=(const SymmetricMemory&) = delete;
@@ -76,18 +76,18 @@ class SymmetricMemory {
   bool unpublish(int number);
   std::byte* open(Device device, Rank owner, int number);
   void close_peer_segments();
-  std::shared_ptr<shm::Segment> segment() const;
+  std::shared_ptr<ipc::Segment> segment() const;
   void free(Device device, std::byte* memory) const noexcept;
 
-  const std::shared_ptr<IpcGpu> gpu_;
-  const shm::OwnerProcess origin_;
+  const std::shared_ptr<CudaIpcApi> gpu_;
+  const ipc::ForkGuard fork_guard_;
   const SignalPad signal_pad_;
   const Rank rank_;
   const int world_;
 
   mutable std::mutex mutex_;  // for the next five members; never held during a GPU call
   // The shared memory that contains the export entries; null after the group has ended.
-  std::shared_ptr<shm::Segment> segment_;
+  std::shared_ptr<ipc::Segment> segment_;
   std::map<std::byte*, OwnSegment> own_;
   uint64_t used_entries_ = 0;  // a bit for each export entry in use
   std::vector<std::string> unreachable_;

@@ -24,25 +24,26 @@ bool CudaIpcTransport::may_use_tensors(Collective collective, std::size_t bytes)
   return collective == Collective::all_reduce || bytes >= kZeroCopyBytes;
 }
 
-void CudaIpcTransport::begin(const shm::Request& request, const shm::OpContext& context) {
+void CudaIpcTransport::begin(const ipc::CollectiveRequest& request, const ipc::OpContext& context) {
   request_ = &request;
   context_ = &context;
-  launch_ = {{}, request.dtype, request.op, shm::fold_options(request, world())};
+  launch_ = {{}, request.dtype, request.op, ipc::fold_options(request, world())};
 }
 
-shm::Agreement CudaIpcTransport::agree(const shm::CallFingerprint& mine, shm::ChunkLoop& loop) {
-  const shm::Agreement agreed = shm::publish_and_agree(group(), mine, *request_, *context_);
+ipc::Agreement CudaIpcTransport::agree(const ipc::CallFingerprint& mine, ipc::ChunkLoop& loop) {
+  const ipc::Agreement agreed = ipc::publish_and_agree(group(), mine, *request_, *context_);
   if (agreed.zero_copy) return agreed;
-  shm::abort_on_error(group(), *context_, [&] {
+  ipc::abort_on_error(group(), *context_, [&] {
     wait_for_previous(next_run());
-    signal(shm::at_run(next_run()) + loop.enter(next_run(), true));
+    signal(ipc::at_run(next_run()) + loop.enter(next_run(), true));
   });
   return agreed;
 }
 
-std::byte* CudaIpcTransport::find(Rank r, shm::Where where) const {
-  const shm::RegisteredOffsets& registered = group().rank_state(r).registered[context_->call & 1];
-  const RemoteOffset offset = where == shm::Where::input ? registered.input : registered.output;
+std::byte* CudaIpcTransport::find(Rank r, ipc::OperandBuffer where) const {
+  const ipc::RegisteredOffsets& registered = group().rank_state(r).registered[context_->call & 1];
+  const RemoteOffset offset =
+      where == ipc::OperandBuffer::input ? registered.input : registered.output;
   try {
     return communicator_->symmetric_memory().at(communicator_->staging_buffer().device(), r,
                                                 offset);
@@ -56,11 +57,11 @@ std::byte* CudaIpcTransport::find(Rank r, shm::Where where) const {
 }
 
 // Opens all peers' tensors before anything is enqueued.
-void CudaIpcTransport::check_exposed(const shm::RankProgram& rank_program, std::size_t) {
+void CudaIpcTransport::check_exposed(const ipc::RankProgram& rank_program, std::size_t) {
   reached_.assign(2 * static_cast<std::size_t>(world()), nullptr);
-  for (const shm::Instruction& instruction : rank_program.instructions)
-    for (const shm::Operand& o : instruction.operands) {
-      if (o.where == shm::Where::staging || o.rank == rank()) continue;
+  for (const ipc::Instruction& instruction : rank_program.instructions)
+    for (const ipc::Operand& o : instruction.operands) {
+      if (o.where == ipc::OperandBuffer::staging || o.rank == rank()) continue;
       std::byte*& at = reached_[index(o.rank, o.where)];
       if (at == nullptr) at = find(o.rank, o.where);
     }
@@ -68,21 +69,21 @@ void CudaIpcTransport::check_exposed(const shm::RankProgram& rank_program, std::
 
 void CudaIpcTransport::wait_for_previous(uint64_t run) {
   for (Rank r = 0; r < world(); ++r)
-    if (r != rank()) wait(r, shm::at_run(run - 1));
+    if (r != rank()) wait(r, ipc::at_run(run - 1));
 }
 
 // Enqueues one launch, however many tensors the elements are spread over.
-void CudaIpcTransport::launch(const shm::Rows& rows) {
-  const shm::Instruction& instruction = rows.instruction();
-  launch_.rows.clear();
+void CudaIpcTransport::launch(const ipc::Rows& rows) {
+  const ipc::Instruction& instruction = rows.instruction();
+  launch_.works.clear();
   for (std::size_t i = 0; i < rows.size(); ++i) {
-    const shm::Rows::RowView row = rows[i];
+    const ipc::Rows::RowView row = rows[i];
     const auto first = reinterpret_cast<std::byte* const*>(row.at);
     const auto dsts = first + instruction.dsts, end = first + instruction.operands.size();
-    launch_.rows.push_back({.dsts = {first, dsts},
-                            .srcs = {dsts, end},
-                            .count = row.count,
-                            .finishes = instruction.finishes});
+    launch_.works.push_back({.dsts = {first, dsts},
+                             .srcs = {dsts, end},
+                             .count = row.count,
+                             .finishes = instruction.finishes});
   }
   // Writes to staging buffers are harmless after an abort. The owner of a tensor has received the
   // error by then, and may have freed the tensor's memory.

@@ -7,7 +7,7 @@
 
 namespace pycollect::cuda_ipc {
 
-class CudaIpcTransport final : public shm::Transport {
+class CudaIpcTransport final : public ipc::Transport {
  public:
   explicit CudaIpcTransport(std::shared_ptr<CudaIpcCommunicator> communicator)
       : Transport(communicator->group()), communicator_(std::move(communicator)) {}
@@ -24,30 +24,32 @@ class CudaIpcTransport final : public shm::Transport {
   }
   uint64_t next_run() const override { return communicator_->run(); }
 
-  void begin(const shm::Request& request, const shm::OpContext& context) override;
-  shm::Agreement agree(const shm::CallFingerprint& mine, shm::ChunkLoop& loop) override;
-  void check_exposed(const shm::RankProgram& rank_program, std::size_t bytes) override;
+  void begin(const ipc::CollectiveRequest& request, const ipc::OpContext& context) override;
+  ipc::Agreement agree(const ipc::CallFingerprint& mine, ipc::ChunkLoop& loop) override;
+  void check_exposed(const ipc::RankProgram& rank_program, std::size_t bytes) override;
 
   std::byte* buffer(Rank r, uint64_t run) const override {
     return communicator_->staging_buffer().staging_buffer(r, run);
   }
-  std::byte* tensor(Rank r, shm::Where where) const override { return reached_[index(r, where)]; }
+  std::byte* tensor(Rank r, ipc::OperandBuffer where) const override {
+    return reached_[index(r, where)];
+  }
   void wait_for_previous(uint64_t run) override;
   void wait(Rank r, uint64_t value) override { communicator_->wait(r, value, *context_); }
   void signal(uint64_t value) override { communicator_->signal(value); }
-  void end(uint64_t value, bool) override { communicator_->begin_run(value >> shm::kTaskBits); }
-  void launch(const shm::Rows& rows) override;
+  void end(uint64_t value, bool) override { communicator_->begin_run(value >> ipc::kTaskBits); }
+  void launch(const ipc::Rows& rows) override;
 
  private:
-  static std::size_t index(Rank r, shm::Where where) {
-    return 2 * static_cast<std::size_t>(r) + (where == shm::Where::output);
+  static std::size_t index(Rank r, ipc::OperandBuffer where) {
+    return 2 * static_cast<std::size_t>(r) + (where == ipc::OperandBuffer::output);
   }
-  std::byte* find(Rank r, shm::Where where) const;
+  std::byte* find(Rank r, ipc::OperandBuffer where) const;
 
   const std::shared_ptr<CudaIpcCommunicator> communicator_;
   // The next four members belong to the call that runs.
-  const shm::Request* request_ = nullptr;
-  const shm::OpContext* context_ = nullptr;
+  const ipc::CollectiveRequest* request_ = nullptr;
+  const ipc::OpContext* context_ = nullptr;
   Launch launch_ = {};
   std::vector<std::byte*> reached_;  // [rank][where]: addresses of peers' tensors on this device
 };

@@ -2,8 +2,8 @@
 
 #include <pthread.h>
 
+#include "../group/new_thread.h"
 #include "../plan/error.h"
-#include "../shm/new_thread.h"
 
 namespace pycollect::cuda_ipc {
 namespace {
@@ -54,10 +54,10 @@ void leak(std::shared_ptr<void> exposed) {
   static_cast<void>(new std::shared_ptr<void>(std::move(exposed)));
 }
 
-Watchdog::Watchdog(std::shared_ptr<shm::Group> group, const SignalPad& signal_pad)
+Watchdog::Watchdog(std::shared_ptr<ipc::Group> group, const SignalPad& signal_pad)
     : group_(std::move(group)),
       signal_pad_(signal_pad),
-      thread_(shm::new_thread_without_signals([this] { serve(); })) {}
+      thread_(ipc::new_thread_without_signals([this] { serve(); })) {}
 
 Watchdog::~Watchdog() { end(); }
 
@@ -130,21 +130,21 @@ std::vector<Rank> Watchdog::missing(const PendingWork& work) const {
   const uint64_t dead = group_->dead(), gone = group_->gone();
   std::vector<Rank> lost;
   for (Rank r = 0; r < group_->world(); ++r)
-    if ((dead >> r & 1) != 0 && !shm::reached(counter(r), awaited[r])) lost.push_back(r);
+    if ((dead >> r & 1) != 0 && !ipc::reached(counter(r), awaited[r])) lost.push_back(r);
   if (!lost.empty()) return lost;
   // A rank that has done its part may leave.
   const auto is_through = [&](Rank r) {
-    return (gone >> r & 1) != 0 && shm::reached(counter(r), awaited[r]);
+    return (gone >> r & 1) != 0 && ipc::reached(counter(r), awaited[r]);
   };
   uint64_t least = counter(group_->rank());
   for (Rank r = 0; r < group_->world(); ++r)
-    if (const uint64_t seen = counter(r); shm::reached(least, seen) && !is_through(r)) least = seen;
+    if (const uint64_t seen = counter(r); ipc::reached(least, seen) && !is_through(r)) least = seen;
   std::vector<Rank> last, waited_for;
   for (Rank r = 0; r < group_->world(); ++r) {
     const uint64_t seen = counter(r);
     if (seen != least || is_through(r)) continue;
     last.push_back(r);
-    if (!shm::reached(seen, awaited[r])) waited_for.push_back(r);
+    if (!ipc::reached(seen, awaited[r])) waited_for.push_back(r);
   }
   if (last.empty()) return {group_->rank()};
   return waited_for.empty() ? last : waited_for;

@@ -10,7 +10,7 @@
 #include <string>
 #include <thread>
 
-#include "../shm/group.h"
+#include "../group/group.h"
 #include "signal_pad.h"
 
 namespace pycollect::cuda_ipc {
@@ -21,7 +21,7 @@ class PendingWork {
   struct WorkInfo {
     std::string operation;
     uint64_t call;
-    shm::Deadline deadline;
+    ipc::Deadline deadline;
     std::function<bool()> reached;       // true: it has ended. Throws an error of the device
     std::vector<uint64_t> awaited = {};  // [rank]: signal of that rank that the work waits for
   };
@@ -37,7 +37,7 @@ class PendingWork {
 
  private:
   friend class Watchdog;
-  shm::OpContext context() const { return {info_.operation.c_str(), info_.call, info_.deadline}; }
+  ipc::OpContext context() const { return {info_.operation.c_str(), info_.call, info_.deadline}; }
   void fail(std::exception_ptr error);
   std::shared_ptr<void> take_exposed();  // only when the work has ended
 
@@ -55,7 +55,7 @@ void leak(std::shared_ptr<void> exposed);
 class Watchdog {
  public:
   // Starts the watchdog's thread. If that fails, the GPU rendezvous reports it to all ranks.
-  Watchdog(std::shared_ptr<shm::Group> group, const SignalPad& signal_pad);
+  Watchdog(std::shared_ptr<ipc::Group> group, const SignalPad& signal_pad);
   ~Watchdog();  // after `close`, or if no work was added
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
@@ -76,7 +76,7 @@ class Watchdog {
   void release(PendingWork& work) const;
   std::vector<Rank> missing(const PendingWork& work) const;
 
-  const std::shared_ptr<shm::Group> group_;
+  const std::shared_ptr<ipc::Group> group_;
   const SignalPad signal_pad_;
   std::mutex mutex_;
   std::condition_variable changed_;

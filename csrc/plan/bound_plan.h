@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "compiled.h"
+#include "compiled_plan.h"
 #include "dtype.h"
 #include "offsets.h"
 
@@ -25,19 +25,19 @@ struct Binding {
 };
 
 struct BoundPlan {
-  const Compiled& compiled;
+  const CompiledPlan& compiled;
   const std::vector<Binding>& bindings;
   DType dtype;
   ReduceOp op;
   FoldOptions options;
 };
 
-// `elements`: the number of elements that a step moves in one binding, over all rows. `streams`:
+// `elements`: the number of elements that a step moves in one binding, over all rows. `operands`:
 // the number of pointers that the step follows per element.
 inline std::size_t elements(const Binding& binding, const Step& step) {
   return binding.offsets->count(step.dsts[0]) * binding.rows;
 }
-inline std::size_t streams(const Step& step) { return step.dsts.size() + step.srcs.size(); }
+inline std::size_t operands(const Step& step) { return step.dsts.size() + step.srcs.size(); }
 
 // The address at which a slice begins in the first row of the binding.
 inline std::byte* address(const Binding& binding, const Slice& s, std::size_t item_bytes) {

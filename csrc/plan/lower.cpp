@@ -38,10 +38,10 @@ struct VectorClock {
 
 class Lowering {
  public:
-  Lowering(const Plan& plan, bool in_place, LevelPolicy pace, int boundary)
+  Lowering(const Plan& plan, bool in_place, LevelPolicy level_policy, int boundary)
       : plan_(plan),
         in_place_(in_place),
-        pace_(pace),
+        level_policy_(level_policy),
         boundary_(boundary),
         cells_(cells(plan)),
         program_(plan.world),
@@ -63,7 +63,8 @@ class Lowering {
  private:
   void add(Rank me, int step) {
     auto& tasks = program_[me];
-    Task task{step, tasks.empty() ? 0 : tasks.back().level + (pace_ == LevelPolicy::one_task)};
+    Task task{step,
+              tasks.empty() ? 0 : tasks.back().level + (level_policy_ == LevelPolicy::one_task)};
     auto each = [&](const Slices& slices, auto&& f) {
       for (const Slice& s : slices) each_cell(plan_, in_place_, s, [&](int c) { f(cells_[c]); });
     };
@@ -137,7 +138,7 @@ class Lowering {
 
   const Plan& plan_;
   bool in_place_;
-  LevelPolicy pace_;
+  LevelPolicy level_policy_;
   int boundary_;
   std::vector<LastAccess> cells_;
   Program program_;
@@ -150,8 +151,8 @@ class Lowering {
 
 }  // namespace
 
-Program lower(const Plan& plan, bool in_place, LevelPolicy pace, int boundary) {
-  return Lowering(plan, in_place, pace, boundary).run();
+Program lower(const Plan& plan, bool in_place, LevelPolicy level_policy, int boundary) {
+  return Lowering(plan, in_place, level_policy, boundary).run();
 }
 
 }  // namespace pycollect

@@ -14,9 +14,9 @@ Plan forward_copies(const Plan& plan, bool in_place);
 Plan hoist_local_copies(const Plan& plan, bool in_place);
 
 // Returns the plan that processes run: staged, merged and ordered. `input`, `output`: every process
-// reaches these buffers of every other one. `multicast`: see
+// reaches these buffers of every other one. `push_to_all`: see
 // Reachability.
 Plan for_processes(const Plan& plan, bool in_place, bool input, bool output,
-                   bool multicast = false);
+                   bool push_to_all = false);
 
 }  // namespace pycollect

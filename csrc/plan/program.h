@@ -37,7 +37,7 @@ enum class LevelPolicy { any, one_task };
 
 // `boundary` is the `step` of the first and the last task of every rank: kAllBuffers or
 // kInOutBuffers.
-Program lower(const Plan& plan, bool in_place, LevelPolicy pace = LevelPolicy::any,
+Program lower(const Plan& plan, bool in_place, LevelPolicy level_policy = LevelPolicy::any,
               int boundary = kAllBuffers);
 Levels levels(const Program& program);
 

@@ -11,7 +11,8 @@
 namespace pycollect {
 namespace {
 
-// A function's static is constructed at its first use, so every file's `Register` can use it.
+// A function's static is constructed at its first use, so every file's `RegisterAlgorithm` can use
+// it.
 struct Registrations {
   std::vector<Algorithm> algorithms;
   bool frozen = false;
@@ -39,7 +40,7 @@ std::vector<Algorithm> freeze() {
 
 }  // namespace
 
-Register::Register(const Algorithm& algorithm) {
+RegisterAlgorithm::RegisterAlgorithm(const Algorithm& algorithm) {
   if (registrations().frozen)
     throw std::logic_error(
         text("algorithm '", algorithm.name,

@@ -1,6 +1,6 @@
 // The registry of all algorithms, by collective and name, for the tests, the benchmark, the
 // simulator and the selector. An algorithm is one file in csrc/algorithms that ends with constants
-// of type `Register`.
+// of type `RegisterAlgorithm`.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -56,7 +56,7 @@ struct Algorithm {
   Plan operator()(
       const AlgorithmParams& params) const;  // in a world of one: a copy (a barrier: no step)
   // Returns whether the algorithm keeps the numerical contract for this type.
-  bool canonical(DType t) const {
+  bool keeps_contract(DType t) const {
     return order == Order::exact || (order == Order::native && accumulates_in_itself(t));
   }
 };
@@ -67,8 +67,8 @@ const Algorithm& find(Collective collective,
                       std::string_view name);  // throws ValueError, with the existing names
 
 // Registers an algorithm. Only at load time: the first use of the registry freezes it.
-struct Register {
-  explicit Register(const Algorithm& algorithm);
+struct RegisterAlgorithm {
+  explicit RegisterAlgorithm(const Algorithm& algorithm);
 };
 
 }  // namespace pycollect

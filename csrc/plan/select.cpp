@@ -90,10 +90,11 @@ Choice choose(const CallKey& s, std::string_view named, bool explain) {
           "' cannot run in place; give it an output of its own");
   Choice choice{&algorithm, pieces_for(s.bytes), {}};
   if (!explain) return choice;
-  const bool canonical = algorithm.canonical(s.dtype);
+  const bool keeps_contract = algorithm.keeps_contract(s.dtype);
   choice.reason = named.empty() ? by_default.reason
-                  : canonical ? "asked for by name"
-                              : "asked for by name; not the left fold in rank order for this dtype";
+                  : keeps_contract
+                      ? "asked for by name"
+                      : "asked for by name; not the left fold in rank order for this dtype";
   return choice;
 }
 

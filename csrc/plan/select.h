@@ -1,5 +1,5 @@
 // Selects the algorithm of a call, and explains the choice. Unless the caller names an algorithm,
-// only canonical ones are chosen, so the choice changes the speed and never the bits.
+// only keeps_contract ones are chosen, so the choice changes the speed and never the bits.
 #pragma once
 #include <cstddef>
 #include <string>

@@ -95,7 +95,7 @@ class Staging {
   void copy_near(const Step& step) {
     const Slice& src = step.srcs[0];
     if (const Rank me = executor(step);
-        reach_.multicast && reaches(me, src) && reaches(me, step.dsts))
+        reach_.push_to_all && reaches(me, src) && reaches(me, step.dsts))
       return emit(step.dsts, {src}, me);
     for (const Slice& d : step.dsts) {
       if (reaches(d.rank, src))
@@ -245,8 +245,8 @@ void check(const Plan& plan, const Reachability& reach, int pieces) {
 
 }  // namespace
 
-Reachability Reachability::processes(int world, bool input, bool output, bool multicast) {
-  Reachability reach{std::vector<bool>(world), {}, {input, output, true, true}, multicast};
+Reachability Reachability::processes(int world, bool input, bool output, bool push_to_all) {
+  Reachability reach{std::vector<bool>(world), {}, {input, output, true, true}, push_to_all};
   reach.directly.assign(world, std::vector<bool>(world));
   return reach;
 }

@@ -22,7 +22,7 @@ struct Reachability {
   // The rank that runs a step with several destinations copies to all of them at once if it reaches
   // them. For ranks that run by turns anyway: separate copies would only read the source
   // repeatedly.
-  bool multicast = false;
+  bool push_to_all = false;
 
   bool operator()(Rank rank, Rank of) const {
     return rank == of || on_host[of] || directly[rank][of];
@@ -30,7 +30,7 @@ struct Reachability {
   bool shares_staging() const { return shared[static_cast<int>(Buffer::host)]; }
 
   // For processes, which share scratch and host memory; `input`, `output`: these are shared, too.
-  static Reachability processes(int world, bool input, bool output, bool multicast);
+  static Reachability processes(int world, bool input, bool output, bool push_to_all);
 };
 
 // The rank of an unreachable source first copies it out to its own host memory, once for all of its

@@ -13,25 +13,23 @@
 namespace pycollect::cuda {
 namespace {
 
-using shm::Descriptor;
+using ipc::UniqueFd;
 
 constexpr std::size_t kPage = 4096;
 
-std::byte* mapped(const Descriptor& file, std::size_t bytes) {
+std::byte* mapped(const UniqueFd& file, std::size_t bytes) {
   void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
   demand(at != MAP_FAILED, "out of address space");
   return static_cast<std::byte*>(at);
 }
 
-bool is_one_file(const Descriptor& a, const Descriptor& b) {
+bool is_one_file(const UniqueFd& a, const UniqueFd& b) {
   struct stat x = {}, y = {};
   return fstat(a.get(), &x) == 0 && fstat(b.get(), &y) == 0 && x.st_ino == y.st_ino &&
          x.st_dev == y.st_dev;
 }
 
-Descriptor copy_of(const Descriptor& file) {
-  return Descriptor(fcntl(file.get(), F_DUPFD_CLOEXEC, 0));
-}
+UniqueFd copy_of(const UniqueFd& file) { return UniqueFd(fcntl(file.get(), F_DUPFD_CLOEXEC, 0)); }
 
 }  // namespace
 
@@ -44,7 +42,7 @@ std::byte* Emulator::allocate(Device, std::size_t bytes) {
   synchronize_all("allocate");
   const Lock lock = locked();
   enter("out of memory");
-  Descriptor file(memfd_create("pycollect_emulator", MFD_CLOEXEC));
+  UniqueFd file(memfd_create("pycollect_emulator", MFD_CLOEXEC));
   demand(file && ftruncate(file.get(), static_cast<off_t>(bytes)) == 0, "out of memory");
   std::byte* const base = mapped(file, bytes);
   std::memset(base, kPoison, bytes);
@@ -62,7 +60,7 @@ Exported Emulator::export_memory(std::byte* base) {
   return {copy_of(found->second.file), found->second.bytes};
 }
 
-std::byte* Emulator::map(Device, const Descriptor& descriptor, std::size_t bytes) {
+std::byte* Emulator::map(Device, const UniqueFd& descriptor, std::size_t bytes) {
   synchronize_all("map");
   const Lock lock = locked();
   for (const auto& [base, memory] : shared_)
@@ -145,29 +143,29 @@ void Emulator::require_access(Device device, const std::byte* begin, std::size_t
          device, " cannot access the memory of device ", r.device);
 }
 
-std::vector<MemoryAccess> Emulator::accesses(Device device, const KernelRow& row, std::size_t item,
-                                             int part) const {
-  demand(row.count > 0 && row.rows > 0 && !row.dsts.empty() && !row.srcs.empty(),
-         "a row without elements or without pointers");
-  demand(row.dsts.size() == row.dst_pitches.size() && row.srcs.size() == row.src_pitches.size(),
-         "a row without a pitch for each pointer");
+std::vector<MemoryAccess> Emulator::accesses(Device device, const KernelWork& work,
+                                             std::size_t item, int part) const {
+  demand(work.count > 0 && work.lines > 0 && !work.dsts.empty() && !work.srcs.empty(),
+         "kernel work without elements or without pointers");
+  demand(work.dsts.size() == work.dst_pitches.size() && work.srcs.size() == work.src_pitches.size(),
+         "kernel work without a pitch for each pointer");
   std::vector<MemoryAccess> all;
   auto side = [&](const std::vector<std::byte*>& at, const std::vector<std::ptrdiff_t>& pitches,
                   bool writes) {
     for (std::size_t i = 0; i < at.size(); ++i)
-      for (std::size_t r = 0; r < row.rows; ++r) {
+      for (std::size_t r = 0; r < work.lines; ++r) {
         const std::byte* begin = at[i] + pitches[i] * static_cast<std::ptrdiff_t>(r);
-        require_access(device, begin, row.count * item);
-        all.push_back({begin, row.count * item, writes, part});
+        require_access(device, begin, work.count * item);
+        all.push_back({begin, work.count * item, writes, part});
       }
   };
-  side(row.srcs, row.src_pitches, false);
-  side(row.dsts, row.dst_pitches, true);
+  side(work.srcs, work.src_pitches, false);
+  side(work.dsts, work.dst_pitches, true);
   for (const MemoryAccess& a : all)
     for (const MemoryAccess& b : all)
       demand(!b.writes || a.begin == b.begin || a.begin + a.bytes <= b.begin ||
                  b.begin + b.bytes <= a.begin,
-             "a row whose destination partly overlaps another of its slices");
+             "kernel work whose destination partly overlaps another of its slices");
   return all;
 }
 

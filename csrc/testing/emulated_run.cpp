@@ -48,7 +48,7 @@ void EmulatedRun::replace_streams(Workers workers, bool callers_apart) {
 void EmulatedRun::create_streams() {
   streams_ = {};
   using StreamsByRank = std::map<std::pair<int, Device>, Stream>;
-  StreamsByRank callers, workers, senders, receivers;
+  StreamsByRank callers, workers, d2h_streams, h2d_streams;
   auto stream = [&](StreamsByRank& made, bool per_rank, Rank rank, Device device) {
     const auto [at, is_new] = made.try_emplace({per_rank ? rank : -1, device});
     if (is_new) at->second = cuda_.create_stream(device);
@@ -64,13 +64,13 @@ void EmulatedRun::create_streams() {
     RankStreams streams{
         at, caller, test_case_.workers == Workers::callers ? caller : stream(workers, own, r, on)};
     if (test_case_.copy_streams) {
-      streams.sender = stream(senders, own, r, on);
-      streams.receiver = stream(receivers, own, r, on);
+      streams.d2h = stream(d2h_streams, own, r, on);
+      streams.h2d = stream(h2d_streams, own, r, on);
     }
     streams_.ranks.push_back(streams);
     streams_.host_waits |= test_case_.devices[r] == kHost && test_case_.host_waits;
   }
-  if (test_case_.hub) streams_.hub = cuda_.create_stream(first);
+  if (test_case_.join_stream) streams_.join_stream = cuda_.create_stream(first);
 }
 
 bool EmulatedRun::is_pageable(Rank rank, int buffer) const {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "../cuda/executor.h"
-#include "../plan/compiled.h"
+#include "../plan/compiled_plan.h"
 #include "emulator.h"
 #include "test_case.h"
 
@@ -39,7 +39,7 @@ class EmulatedRun {
   // difference, or "".
   std::string mismatch(int64_t seed);
 
-  const Compiled& compiled() const { return compiled_; }  // the plan as run, after staging
+  const CompiledPlan& compiled() const { return compiled_; }  // the plan as run, after staging
   const CallStreams& streams_of_ranks() const { return streams_; }
   Emulator& cuda() { return cuda_; }
   ChunkSizes chunk_sizes() const { return chunk_sizes_; }
@@ -71,7 +71,7 @@ class EmulatedRun {
   TestCase test_case_;
   std::shared_ptr<Machine> machine_;
   Emulator& cuda_;
-  Compiled written_, compiled_;
+  CompiledPlan written_, compiled_;
   ChunkSizes chunk_sizes_;
   CallStreams streams_;
   int fail_after_ = -1;

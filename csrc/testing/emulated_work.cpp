@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "../cuda/kernel_table.h"
-#include "../shm/layout.h"
+#include "../group/segment_layout.h"
 #include "emulator.h"
 #include "reference_run.h"
 
@@ -52,8 +52,8 @@ void Emulator::enqueue(Stream stream, const char* call, EmulatedStreams::Work wo
 // Waits for all streams at the first launch of a kernel (the copy kernel, or that of a dtype and
 // op): CUDA may load the kernel there, and synchronizes to do so.
 void Emulator::load(const Launch& launch) {
-  const bool copies = std::all_of(launch.rows.begin(), launch.rows.end(),
-                                  [](const KernelRow& row) { return row.srcs.size() == 1; });
+  const bool copies = std::all_of(launch.works.begin(), launch.works.end(),
+                                  [](const KernelWork& work) { return work.srcs.size() == 1; });
   const std::pair<int, int> kernel =
       copies ? std::pair(-1, -1)
              : std::pair(static_cast<int>(launch.dtype), static_cast<int>(launch.op));
@@ -69,24 +69,24 @@ void Emulator::launch(Stream stream, const Launch& launch) {
   const Lock lock = locked();
   enter("launch");
   state(stream, "launch");
-  demand(!launch.rows.empty(), "a launch without rows");
-  counters_["rows"] += static_cast<int>(launch.rows.size());
+  demand(!launch.works.empty(), "a launch without work");
+  counters_["works"] += static_cast<int>(launch.works.size());
   if (is_dropped("launch")) return;
   Operation o{.kind = Operation::Kind::work, .what = text("a launch on stream ", number(stream))};
   const auto how = std::make_shared<const Launch>(launch);
-  for (std::size_t i = 0; i < how->rows.size(); ++i) {
-    const KernelRow& row = how->rows[i];
+  for (std::size_t i = 0; i < how->works.size(); ++i) {
+    const KernelWork& work = how->works[i];
     const int alignment = kUnits[static_cast<int>(how->dtype)][static_cast<int>(how->op)].alignment;
-    for (const auto* side : {&row.dsts, &row.srcs})
+    for (const auto* side : {&work.dsts, &work.srcs})
       for (const std::byte* at : *side)
-        demand(row.srcs.size() == 1 || reinterpret_cast<std::uintptr_t>(at) % alignment == 0,
+        demand(work.srcs.size() == 1 || reinterpret_cast<std::uintptr_t>(at) % alignment == 0,
                "misaligned address");
     if (records_)
       for (const MemoryAccess& t :
-           accesses(stream.device, row, item_bytes(how->dtype), static_cast<int>(i)))
+           accesses(stream.device, work, item_bytes(how->dtype), static_cast<int>(i)))
         o.accesses.push_back(t);
-    o.parts.emplace_back([how, &row] {
-      if (!is_aborted(*how)) fold(row, *how);
+    o.parts.emplace_back([how, &work] {
+      if (!is_aborted(*how)) fold(work, *how);
     });
   }
   enqueue(stream, std::move(o));
@@ -142,10 +142,10 @@ void Emulator::wait_value(Stream stream, std::byte* word, uint64_t value) {
   enter("wait_value");
   state(stream, "wait_value");
   if (states_[number(stream)].owner == Owner::group &&
-      !shm::reached(word_at(word + kEnqueuedValue).load(), value))
+      !ipc::reached(word_at(word + kEnqueuedValue).load(), value))
     violation("wait_value for a value whose write has not been enqueued");
   if (!is_dropped("wait_value"))
-    streams_.enqueue(number(stream), [=] { return shm::reached(word_at(word).load(), value); });
+    streams_.enqueue(number(stream), [=] { return ipc::reached(word_at(word).load(), value); });
 }
 
 }  // namespace pycollect::cuda

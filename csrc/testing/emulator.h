@@ -32,7 +32,7 @@ inline std::atomic<uint64_t>& word_at(std::byte* at) {
   return *reinterpret_cast<std::atomic<uint64_t>*>(at);
 }
 
-class Emulator final : public Api, public Host {
+class Emulator final : public Api, public HostRuntime {
  public:
   // Creates a recording emulator with `devices` devices. Their memory comes from `allocate`.
   static std::shared_ptr<Emulator> recording(int devices);
@@ -63,12 +63,12 @@ class Emulator final : public Api, public Host {
   void wait_value(Stream stream, std::byte* word, uint64_t value) override;
   std::byte* allocate(Device device, std::size_t bytes) override;
   Exported export_memory(std::byte* memory) override;
-  std::byte* map(Device device, const shm::Descriptor& memory, std::size_t bytes) override;
+  std::byte* map(Device device, const ipc::UniqueFd& memory, std::size_t bytes) override;
   void unmap(std::byte* memory) override;
   std::byte* register_host(std::byte* memory, std::size_t bytes) override;
   void unregister_host(std::byte* memory) override;
 
-  // Host: the host's work for the executor, which is only recorded in the trace.
+  // HostRuntime: the host's work for the executor, which is only recorded in the trace.
   std::byte* new_pinned(std::size_t bytes) override;
   void copy(const CopyRect& rectangle) override;
 
@@ -150,7 +150,7 @@ class Emulator final : public Api, public Host {
   };
   struct Shared {  // device memory that processes share: allocated here (own), or mapped
     std::size_t bytes;
-    shm::Descriptor file;
+    ipc::UniqueFd file;
     bool own;
   };
 
@@ -168,7 +168,7 @@ class Emulator final : public Api, public Host {
   const Region& region(const std::byte* begin, std::size_t bytes) const;
   void require_access(Device device, const std::byte* begin, std::size_t bytes) const;
   bool is_registered(const std::byte* word) const;
-  std::vector<MemoryAccess> accesses(Device device, const KernelRow& row, std::size_t item,
+  std::vector<MemoryAccess> accesses(Device device, const KernelWork& work, std::size_t item,
                                      int part) const;
   std::vector<MemoryAccess> accesses(const CopyRect& rectangle) const;
 

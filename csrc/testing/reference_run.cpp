@@ -7,22 +7,23 @@
 
 namespace pycollect::cuda {
 
-void fold(const KernelRow& row, const Launch& how) {
-  std::vector<void*> dsts(row.dsts.begin(), row.dsts.end()), srcs(row.srcs.begin(), row.srcs.end());
-  const bool scales = how.op != ReduceOp::avg || row.finishes;
+void fold(const KernelWork& work, const Launch& how) {
+  std::vector<void*> dsts(work.dsts.begin(), work.dsts.end()),
+      srcs(work.srcs.begin(), work.srcs.end());
+  const bool scales = how.op != ReduceOp::avg || work.finishes;
   const cpu::Fold run = cpu::find_fold(how.dtype, scales ? how.op : ReduceOp::sum);
   auto n = [](const std::vector<void*>& v) { return static_cast<int>(v.size()); };
-  for (std::size_t r = 0; r < row.rows; ++r) {
+  for (std::size_t r = 0; r < work.lines; ++r) {
     if (srcs.size() == 1)
-      cpu::copy({dsts.data(), n(dsts)}, srcs[0], row.count * item_bytes(how.dtype), false);
+      cpu::copy({dsts.data(), n(dsts)}, srcs[0], work.count * item_bytes(how.dtype), false);
     else
-      run({dsts.data(), n(dsts)}, {srcs.data(), n(srcs)}, row.count, how.options);
+      run({dsts.data(), n(dsts)}, {srcs.data(), n(srcs)}, work.count, how.options);
     auto advance = [](std::vector<void*>& at, const std::vector<std::ptrdiff_t>& pitches) {
-      for (std::size_t i = 0; i < pitches.size(); ++i)  // a single row may have no pitches
+      for (std::size_t i = 0; i < pitches.size(); ++i)  // a single line may need no pitches
         at[i] = static_cast<std::byte*>(at[i]) + pitches[i];
     };
-    advance(dsts, row.dst_pitches);
-    advance(srcs, row.src_pitches);
+    advance(dsts, work.dst_pitches);
+    advance(srcs, work.src_pitches);
   }
 }
 

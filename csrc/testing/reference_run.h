@@ -4,7 +4,7 @@
 
 namespace pycollect::cuda {
 
-void fold(const KernelRow& row, const Launch& how);
+void fold(const KernelWork& work, const Launch& how);
 void move(const CopyRect& it);
 
 }  // namespace pycollect::cuda

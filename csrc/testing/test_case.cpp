@@ -18,7 +18,7 @@ int devices_of(const TestCase& test_case) {
   return std::max(0, *std::max_element(test_case.devices.begin(), test_case.devices.end())) + 1;
 }
 
-Compiled staged(const TestCase& test_case) {
+CompiledPlan staged(const TestCase& test_case) {
   const int world = test_case.plan.world;
   Reachability reach{std::vector<bool>(world), {}};
   bool all = true;
@@ -29,9 +29,9 @@ Compiled staged(const TestCase& test_case) {
       reach.directly[r].push_back(test_case.peers || test_case.devices[r] == test_case.devices[of]);
     all &= !reach.on_host[r] && reach.directly[r] == std::vector<bool>(world, true);
   }
-  if (all) return compile(test_case.plan, test_case.in_place, test_case.pace);
+  if (all) return compile(test_case.plan, test_case.in_place, test_case.level_policy);
   return compile(stage(test_case.plan, test_case.in_place, reach, test_case.pieces),
-                 test_case.in_place, test_case.pace);
+                 test_case.in_place, test_case.level_policy);
 }
 
 Offsets make_offsets(ChunkSizes how, const Plan& written, const Plan& plan, int pieces,

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "../cuda/pinned_ring.h"
-#include "../plan/compiled.h"
+#include "../plan/compiled_plan.h"
 #include "../plan/offsets.h"
 
 namespace pycollect::cuda {
@@ -20,12 +20,12 @@ enum class ChunkSizes { uneven, each, even };
 struct TestCase {
   Plan plan;
   bool in_place = false;
-  LevelPolicy pace = LevelPolicy::any;
+  LevelPolicy level_policy = LevelPolicy::any;
   std::vector<Device> devices;  // [rank]; kHost: pinned host memory; kPageableHost: pageable
   bool callers_apart = false;   // one current stream per rank instead of per device
   Workers workers = Workers::devices;
   bool copy_streams = false;  // separate streams for copies out to the host and in from it
-  bool hub = false;           // a stream through which many streams join many (cuda/streams.h)
+  bool join_stream = false;   // a stream through which many streams join many (cuda/schedule.h)
   bool host_waits = true;     // whether the executor waits for ranks on the host
   bool peers = true;          // peer access between all devices; without it, the plan is staged
   int pieces = 1;             // per chunk, if the plan is staged
@@ -35,8 +35,8 @@ struct TestCase {
   PinnedRingSize ring = {256, 3};  // small: copies are split, and pieces reused
 };
 
-int devices_of(const TestCase& test_case);   // number of devices that it needs
-Compiled staged(const TestCase& test_case);  // its plan, staged if these devices need that
+int devices_of(const TestCase& test_case);       // number of devices that it needs
+CompiledPlan staged(const TestCase& test_case);  // its plan, staged if these devices need that
 
 // Returns offsets for `plan`, which is `written` or derived from it. No piece is empty. `number`:
 // index of the tensor.

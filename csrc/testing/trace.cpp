@@ -1,6 +1,6 @@
 // Memory is divided into cells at every address where an access begins or ends, so an access covers
-// a cell entirely or not at all. Per cell, as in sim/races.cpp, the last write and the reads since
-// are enough: an access ordered after them is also after all earlier accesses.
+// a cell entirely or not at all. Per cell, as in analysis/races.cpp, the last write and the reads
+// since are enough: an access ordered after them is also after all earlier accesses.
 #include "trace.h"
 
 #include <algorithm>

@@ -103,7 +103,7 @@ bool has_tangent(const at::Tensor& t) {
 
 }  // namespace
 
-std::ostream& operator<<(std::ostream& out, const Label& label) {
+std::ostream& operator<<(std::ostream& out, const ArgumentName& label) {
   out << label.list;
   if (label.rank >= 0) out << '[' << label.rank << ']';
   if (label.index >= 0) out << '[' << label.index << ']';
@@ -114,7 +114,7 @@ std::string dtype_name(const at::Tensor& tensor) {
   return std::string(c10::getDtypeNames(tensor.scalar_type()).first);
 }
 
-DType dtype_of(const at::Tensor& tensor, const Label& label) {
+DType dtype_of(const at::Tensor& tensor, const ArgumentName& label) {
   const auto found = find_dtype(tensor.scalar_type());
   if (!found) [[unlikely]]  // builds the list of names only for the error
     throw TypeMismatch(text(label.call, ": ", label, " is ", dtype_name(tensor), "; allowed are ",
@@ -122,7 +122,7 @@ DType dtype_of(const at::Tensor& tensor, const Label& label) {
   return *found;
 }
 
-void check_memory(const at::Tensor& t, AccessMode access, const Label& label) {
+void check_memory(const at::Tensor& t, AccessMode access, const ArgumentName& label) {
   require(!t.is_nested() && t.layout() == at::kStrided, label.call, ": ", label,
           " is nested, sparse or of another layout without strides; pass a dense tensor");
   require(
@@ -137,7 +137,7 @@ void check_memory(const at::Tensor& t, AccessMode access, const Label& label) {
           " would be written, but some of its elements share memory (expanded?); pass .clone()");
 }
 
-void check_tensor(const at::Tensor& t, AccessMode access, const Label& label) {
+void check_tensor(const at::Tensor& t, AccessMode access, const ArgumentName& label) {
   check_memory(t, access, label);
   require(supports(t.device()), label.call, ": ", label, " is on ", t.device(),
           ", which this build does not support; move it to the CPU with .cpu()");
@@ -150,8 +150,8 @@ void check_tensor(const at::Tensor& t, AccessMode access, const Label& label) {
           "pycollect.autograd, or pass the primal (torch.autograd.forward_ad.unpack_dual)");
 }
 
-void check_alike(const at::Tensor& t, const Label& label, const at::Tensor& first,
-                 const Label& first_label, Alike alike, int64_t dim) {
+void check_alike(const at::Tensor& t, const ArgumentName& label, const at::Tensor& first,
+                 const ArgumentName& first_label, Alike alike, int64_t dim) {
   require(t.scalar_type() == first.scalar_type(), label.call, ": ", label, " is ", dtype_name(t),
           " and ", first_label, " is ", dtype_name(first), "; all ranks must have the same dtype");
   bool same = t.dim() == first.dim();
@@ -167,7 +167,7 @@ void check_alike(const at::Tensor& t, const Label& label, const at::Tensor& firs
           "; all ranks must have the same layout in memory, e.g. through .contiguous()");
 }
 
-Extent extent(const at::Tensor& t, AccessMode access, const Label& label) {
+Extent extent(const at::Tensor& t, AccessMode access, const ArgumentName& label) {
   // mutable_data_ptr() gives a lazy clone its own memory before the call writes it.
   const auto* begin = static_cast<const std::byte*>(
       access == AccessMode::write ? t.mutable_data_ptr() : t.const_data_ptr());
@@ -208,7 +208,7 @@ void check_op(DType dtype, ReduceOp op, const char* call) {
                "; allowed are ", joined(allowed));
 }
 
-int64_t check_dim(const at::Tensor& t, int64_t dim, const Label& label) {
+int64_t check_dim(const at::Tensor& t, int64_t dim, const ArgumentName& label) {
   require(t.dim() > 0, label.call, ": ", label,
           " has no dimension to split or concatenate along; pass .reshape(1)");
   require(-t.dim() <= dim && dim < t.dim(), label.call, ": dim is ", dim, "; ", label, " of shape ",

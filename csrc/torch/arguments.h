@@ -16,46 +16,46 @@ namespace pycollect {
 using Tensors = std::vector<at::Tensor>;
 
 // Names an argument in an error message: `tensors[2]`, or `tensor_lists[2][5]`.
-struct Label {
+struct ArgumentName {
   const char* call;
   const char* list;
   int rank = -1, index = -1;
 };
-std::ostream& operator<<(std::ostream& out, const Label& label);
+std::ostream& operator<<(std::ostream& out, const ArgumentName& label);
 
-std::string dtype_name(const at::Tensor& tensor);              // Python's name, such as float32
-DType dtype_of(const at::Tensor& tensor, const Label& label);  // throws TypeError
+std::string dtype_name(const at::Tensor& tensor);  // Python's name, such as float32
+DType dtype_of(const at::Tensor& tensor, const ArgumentName& label);  // throws TypeError
 
 enum class AccessMode { read, write };
 
 // Checks that the tensor is strided and its memory allocated, and, if it is written, that no two of
 // its elements share memory.
-void check_memory(const at::Tensor& tensor, AccessMode access, const Label& label);
+void check_memory(const at::Tensor& tensor, AccessMode access, const ArgumentName& label);
 
 // Checks the memory, that this build supports the tensor's device, and that autograd does not track
 // the tensor.
-void check_tensor(const at::Tensor& tensor, AccessMode access, const Label& label);
+void check_tensor(const at::Tensor& tensor, AccessMode access, const ArgumentName& label);
 
 // Checks that the tensor has the dtype of the first one, and the same shape and strides, the same
 // shape, or the same size in every dimension but `dim`.
 enum class Alike { shape_and_layout, shape, all_but_dim };
-void check_alike(const at::Tensor& tensor, const Label& label, const at::Tensor& first,
-                 const Label& first_label, Alike alike, int64_t dim = 0);
+void check_alike(const at::Tensor& tensor, const ArgumentName& label, const at::Tensor& first,
+                 const ArgumentName& first_label, Alike alike, int64_t dim = 0);
 
 // The range of addresses from a tensor's first element to its last.
 struct Extent {
   const std::byte *begin, *end;
   bool written;
-  Label label;
+  ArgumentName label;
 };
-Extent extent(const at::Tensor& tensor, AccessMode access, const Label& label);
+Extent extent(const at::Tensor& tensor, AccessMode access, const ArgumentName& label);
 // Checks that no extent that is written overlaps another one. Sorts the extents.
 void check_disjoint(std::vector<Extent>& extents);
 
 ReduceOp op_named(std::string_view name, const char* call);
 void check_op(DType dtype, ReduceOp op, const char* call);  // throws TypeError
 // Returns `dim` wrapped to [0, tensor.dim()).
-int64_t check_dim(const at::Tensor& tensor, int64_t dim, const Label& label);
+int64_t check_dim(const at::Tensor& tensor, int64_t dim, const ArgumentName& label);
 void check_rank(int64_t rank, int world, const char* call, const char* argument);
 
 }  // namespace pycollect

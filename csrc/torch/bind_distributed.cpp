@@ -1,7 +1,7 @@
 // See bind_distributed.h. The backend class itself is not bound: Python has it as torch's Backend.
 #include "bind_distributed.h"
 
-#include "../plan/names.h"
+#include "../plan/find_name.h"
 #include "c10d/backend.h"
 
 namespace pycollect {
@@ -22,7 +22,7 @@ std::optional<std::tuple<std::size_t, std::size_t, std::size_t>> symmetric_heap_
     const c10::intrusive_ptr<c10d::Backend>& backend) {
   const auto* own = dynamic_cast<const dist::Backend*>(backend.get());
   if (own == nullptr) return std::nullopt;
-  const shm::SymmetricHeap::HeapUsage use = own->allocator()->usage();
+  const ipc::SymmetricHeap::HeapUsage use = own->allocator()->usage();
   return std::tuple(use.used, use.cached, use.reserved);
 }
 

@@ -13,12 +13,12 @@
 #include <utility>
 #include <vector>
 
+#include "../analysis/predict.h"
+#include "../analysis/races.h"
 #include "../plan/error.h"
 #include "../plan/offsets.h"
-#include "../plan/order.h"
 #include "../plan/select.h"
-#include "../sim/predict.h"
-#include "../sim/races.h"
+#include "../plan/verify.h"
 #include "convert.h"
 
 namespace pycollect {
@@ -89,9 +89,10 @@ struct Lowered {
   bool in_place;
   Program program;
 
-  Lowered(const Plan& p, bool in_place, const std::string& pace) : plan(p), in_place(in_place) {
+  Lowered(const Plan& p, bool in_place, const std::string& level_policy)
+      : plan(p), in_place(in_place) {
     check(plan, in_place);
-    program = lower(plan, in_place, pace_of(pace));
+    program = lower(plan, in_place, level_policy_of(level_policy));
   }
 
   std::vector<std::vector<TaskTuple>> tasks() const {
@@ -169,7 +170,7 @@ void bind_plans(py::module_& m) {
       .def("finishes", &finishes, py::arg("in_place"));
   py::class_<Lowered>(m, "Program")
       .def(py::init<const Plan&, bool, const std::string&>(), py::arg("plan"), py::arg("in_place"),
-           py::arg("pace") = "any")
+           py::arg("level_policy") = "any")
       .def_readonly("plan", &Lowered::plan)
       .def_readonly("in_place", &Lowered::in_place)
       .def_property_readonly("tasks", &Lowered::tasks)
@@ -198,9 +199,9 @@ void bind_registry(py::module_& m) {
       .def_property_readonly("order", [](const Algorithm& a) { return name(a.order); })
       .def_readonly("in_place", &Algorithm::in_place)
       .def(
-          "canonical",
+          "keeps_contract",
           [](const Algorithm& a, const std::string& dtype) {
-            return a.canonical(dtype_named(dtype));
+            return a.keeps_contract(dtype_named(dtype));
           },
           py::arg("dtype"))
       .def(
@@ -233,8 +234,8 @@ void bind_registry(py::module_& m) {
 
 }  // namespace
 
-LevelPolicy pace_of(const std::string& name) {
-  require(name == "any" || name == "one_task", "there is no pace '", name,
+LevelPolicy level_policy_of(const std::string& name) {
+  require(name == "any" || name == "one_task", "there is no level_policy '", name,
           "'; choose 'any' or 'one_task'");
   return name == "any" ? LevelPolicy::any : LevelPolicy::one_task;
 }
@@ -242,18 +243,18 @@ LevelPolicy pace_of(const std::string& name) {
 void bind_plan(py::module_& m) {
   bind_plans(m);
   bind_registry(m);
-  py::class_<Replay>(m, "Replay")
+  py::class_<RaceReport>(m, "RaceReport")
       .def_property_readonly("defect",
-                             [](const Replay& r) {
+                             [](const RaceReport& r) {
                                return r.defect.empty() ? py::object(py::none())
                                                        : py::object(py::str(r.defect));
                              })
-      .def_readonly("races", &Replay::races)
-      .def_readonly("waits", &Replay::waits)
-      .def_readonly("deadlock", &Replay::deadlock)
-      .def_readonly("is_barrier", &Replay::is_barrier);
+      .def_readonly("races", &RaceReport::races)
+      .def_readonly("waits", &RaceReport::waits)
+      .def_readonly("deadlock", &RaceReport::deadlock)
+      .def_readonly("is_barrier", &RaceReport::is_barrier);
   m.def(
-      "replay", [](const Lowered& p) { return replay(p.plan, p.program, p.in_place); },
+      "find_races", [](const Lowered& p) { return find_races(p.plan, p.program, p.in_place); },
       py::arg("program"));
   m.def("verify", &verify_, py::arg("collective"), py::arg("plan"), py::arg("root"),
         py::arg("in_place"));

@@ -11,6 +11,6 @@ namespace pycollect {
 
 void bind_plan(pybind11::module_& m);
 
-LevelPolicy pace_of(const std::string& name);  // "any" or "one_task"
+LevelPolicy level_policy_of(const std::string& name);  // "any" or "one_task"
 
 }  // namespace pycollect

@@ -9,13 +9,13 @@
 #include "../plan/stage.h"
 #include "blocks.h"
 #include "collectives.h"
-#include "layout.h"
+#include "tensor_layout.h"
 #include "threads.h"
 
 namespace pycollect {
 namespace {
 
-Label label(const BlockArgs& args, const char* list, std::size_t r) {
+ArgumentName label(const BlockArgs& args, const char* list, std::size_t r) {
   return {name(args.collective), list,
           args.collective == Collective::scatter && list[0] == 't' ? -1 : static_cast<int>(r)};
 }
@@ -51,9 +51,9 @@ Participants participants_of(const BlockArgs& args, const Tensors& inputs) {
 }
 
 DType check_inputs(const BlockArgs& args, const Tensors& inputs, int64_t dim) {
-  const Label first = label(args, inputs_name(args), 0);
+  const ArgumentName first = label(args, inputs_name(args), 0);
   for (std::size_t r = 0; r < inputs.size(); ++r) {
-    const Label l = label(args, inputs_name(args), r);
+    const ArgumentName l = label(args, inputs_name(args), r);
     check_tensor(inputs[r], AccessMode::read, l);
     check_alike(inputs[r], l, inputs[0], first,
                 args.collective == Collective::reduce_scatter ? Alike::shape : Alike::all_but_dim,
@@ -82,7 +82,8 @@ void check_outputs(const BlockArgs& args, const Tensors& inputs,
     extents.push_back(extent(inputs[r], AccessMode::read, label(args, inputs_name(args), r)));
   for (std::size_t r = 0; r < specs.size(); ++r) {
     const at::Tensor& t = (*args.out)[r];
-    const Label l{call, "out", args.collective == Collective::gather ? -1 : static_cast<int>(r)};
+    const ArgumentName l{call, "out",
+                         args.collective == Collective::gather ? -1 : static_cast<int>(r)};
     check_tensor(t, AccessMode::write, l);
     require(t.scalar_type() == inputs[0].scalar_type(), call, ": ", l, " is ", dtype_name(t),
             "; needed is ", dtype_name(inputs[0]));
@@ -186,7 +187,7 @@ PreparedCall block_collective(const BlockArgs& args, Tensors inputs) {
   require(!inputs.empty(), call, ": tensors is empty; pass one tensor per rank");
   require(!from_root || !args.devices.empty(), call,
           ": devices is empty; name one device per rank");
-  const Label first = label(args, inputs_name(args), 0);
+  const ArgumentName first = label(args, inputs_name(args), 0);
   check_tensor(inputs[0], AccessMode::read, first);
   const int64_t dim = check_dim(inputs[0], args.dim, first);
   const DType dtype = check_inputs(args, inputs, dim);

@@ -11,7 +11,7 @@ namespace {
 
 // Returns a list or a tuple as it is, and any other sequence as a list. Refuses tensors and arrays,
 // which are sequences of their rows: a caller never means those.
-py::object items_of(py::handle list, const Label& label) {
+py::object items_of(py::handle list, const ArgumentName& label) {
   if (PyList_CheckExact(list.ptr()) || PyTuple_CheckExact(list.ptr())) [[likely]]
     return py::reinterpret_borrow<py::object>(list);
   const bool sequence = PySequence_Check(list.ptr()) && !PyUnicode_Check(list.ptr()) &&
@@ -41,7 +41,7 @@ py::object index_of(py::handle number) {
 
 }  // namespace
 
-at::Tensor tensor_from(py::handle item, AccessMode access, const Label& label) {
+at::Tensor tensor_from(py::handle item, AccessMode access, const ArgumentName& label) {
   if (THPVariable_Check(item.ptr())) [[likely]]
     return THPVariable_Unpack(item.ptr());
   const py::object as_tensor = py::module_::import("pycollect.interop").attr("as_tensor");

@@ -12,7 +12,7 @@ namespace pycollect {
 using AccessOf = c10::function_ref<AccessMode(int rank)>;
 Tensors tensors_from(py::handle list, AccessOf access, const char* call,
                      const char* name = "tensors");
-at::Tensor tensor_from(py::handle item, AccessMode access, const Label& label);
+at::Tensor tensor_from(py::handle item, AccessMode access, const ArgumentName& label);
 TensorGrid grid_from(py::handle lists, AccessOf access, const char* call);
 
 // Numbers, flags and names are passed as handles and checked here, so that the TypeError for a

@@ -6,7 +6,7 @@
 
 #include "../plan/error.h"
 #include "collectives.h"
-#include "layout.h"
+#include "tensor_layout.h"
 #include "threads.h"
 
 namespace pycollect {
@@ -21,7 +21,7 @@ const Offsets* add_offsets(DtypePlan& part, const Sizes& blocks) {
 void check_sources(Tensors& tensors) {
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     at::Tensor& t = tensors[i];
-    const Label label{"replicate", "tensors", static_cast<int>(i)};
+    const ArgumentName label{"replicate", "tensors", static_cast<int>(i)};
     check_tensor(t, AccessMode::read, label);
     dtype_of(t, label);
     require(t.device() == tensors[0].device(), "replicate: ", label, " is on ", t.device(),
@@ -80,7 +80,7 @@ PreparedCall replicate(Tensors tensors, const std::vector<at::Device>& devices, 
 }
 
 PreparedCall copy(const at::Tensor& dst, const at::Tensor& src, bool peer_access) {
-  const Label to{"copy_", "dst"}, from{"copy_", "src"};
+  const ArgumentName to{"copy_", "dst"}, from{"copy_", "src"};
   check_tensor(dst, AccessMode::write, to);
   check_tensor(src, AccessMode::read, from);
   check_alike(src, from, dst, to, Alike::shape);

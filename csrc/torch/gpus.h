@@ -20,8 +20,9 @@ Topology topology_of(const DeviceList& devices, bool peer_access);
 
 // Returns the compiled plan for ranks on these devices, with copies through the host between those
 // that do not reach each other's memory.
-std::shared_ptr<const Compiled> compiled_for(const Choice& choice, const CallKey& key, Rank root,
-                                             const DeviceList& devices, bool peer_access);
+std::shared_ptr<const CompiledPlan> compiled_for(const Choice& choice, const CallKey& key,
+                                                 Rank root, const DeviceList& devices,
+                                                 bool peer_access);
 
 // Allocate memory of a rank on its GPU, or pinned host memory for copies from and to a GPU. Memory
 // that is allocated while the device's current stream is being captured belongs to the graph.

@@ -3,7 +3,7 @@
 
 #include "../plan/error.h"
 #include "collectives.h"
-#include "layout.h"
+#include "tensor_layout.h"
 
 namespace pycollect {
 namespace {
@@ -16,7 +16,7 @@ void check(const InPlaceArgs& args, const TensorGrid& grid) {
   for (std::size_t i = 0; i < grid.width(); ++i)
     for (Rank r = 0; r < grid.world; ++r) {
       const at::Tensor& t = grid.flat[i * grid.world + r];
-      const Label label = grid.label(args.call, i, r);
+      const ArgumentName label = grid.label(args.call, i, r);
       check_tensor(t, access_of(args, r), label);
       require(t.device() == grid.flat[r].device(), args.call, ": ", label, " is on ", t.device(),
               " and ", grid.label(args.call, 0, r), " on ", grid.flat[r].device(),

@@ -1,6 +1,6 @@
 // The module pycollect._C: thin functions that convert Python's arguments, prepare a call and run
-// it. pycollect/collectives.py and pycollect/exchange.py always pass all arguments, so there are no
-// defaults here.
+// it. pycollect/collectives.py and pycollect/collectives_along_dim.py always pass all arguments, so
+// there are no defaults here.
 #include "../plan/error.h"
 #include "bind_distributed.h"
 #include "bind_machine.h"

@@ -16,8 +16,8 @@ namespace {
 }  // namespace
 
 Topology topology_of(const DeviceList&, bool) { return Topology::shared; }
-std::shared_ptr<const Compiled> compiled_for(const Choice&, const CallKey&, Rank, const DeviceList&,
-                                             bool) {
+std::shared_ptr<const CompiledPlan> compiled_for(const Choice&, const CallKey&, Rank,
+                                                 const DeviceList&, bool) {
   no_cuda();
 }
 at::Tensor new_bytes_on_gpu(int64_t, at::Device) { no_cuda(); }

@@ -1,5 +1,5 @@
 // Registers the collectives as torch operators, for torch.compile, torch.export and other tracers.
-// Their shape functions are in pycollect/ops.py.
+// Their shape functions are in pycollect/_fake_kernels.py.
 #include <torch/library.h>
 
 #include "collectives.h"

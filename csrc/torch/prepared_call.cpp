@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "../plan/error.h"
-#include "float8.h"
+#include "float8_rounding.h"
 #include "gpus.h"
 #include "log.h"
 #include "profiler_range.h"

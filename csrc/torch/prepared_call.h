@@ -23,7 +23,7 @@ using Streams = std::vector<std::optional<c10::Stream>>;
 
 // The tensors of one dtype in a call: one plan, and a binding for each of its runs.
 struct DtypePlan {
-  std::shared_ptr<const Compiled> compiled;
+  std::shared_ptr<const CompiledPlan> compiled;
   DType dtype;
   ReduceOp op;
   FoldOptions options;

@@ -12,7 +12,7 @@ struct TensorGrid {
   const char* list = "tensors";  // the argument's name, for error messages
   bool nested = false;
   std::size_t width() const { return world == 0 ? 0 : flat.size() / world; }
-  Label label(const char* call, std::size_t i, int rank) const {
+  ArgumentName label(const char* call, std::size_t i, int rank) const {
     return {call, list, rank, nested ? static_cast<int>(i) : -1};
   }
 };

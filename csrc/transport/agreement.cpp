@@ -6,10 +6,10 @@
 #include <cstring>
 #include <string>
 
+#include "../group/hasher.h"
 #include "../plan/error.h"
-#include "../shm/hasher.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
 uint32_t hash(std::string_view text) {
@@ -30,17 +30,19 @@ std::size_t sum(const Sizes& blocks) {
   for (std::size_t n : blocks) all += n;
   return all;
 }
-uint64_t options(const Request& r) { return uint64_t{hash(r.algorithm)} << 32 | r.tensors; }
+uint64_t options(const CollectiveRequest& r) {
+  return uint64_t{hash(r.algorithm)} << 32 | r.tensors;
+}
 
 // Returns the number of elements that error messages name: of the rank's input, or of its output if
 // it has no input.
-uint64_t elements(const Request& r) {
+uint64_t elements(const CollectiveRequest& r) {
   return sum(r.input.blocks.empty() ? r.output.blocks : r.input.blocks);
 }
 
 // Hashes the block sizes that must agree, as far as every rank can compute them: the blocks of all
 // ranks, or one block where all are equal.
-void add_blocks(Hasher& h, const Request& r) {
+void add_blocks(Hasher& h, const CollectiveRequest& r) {
   const BlockContent in = input_of(r.collective, r.in_place),
                      out = output_of(r.collective, r.in_place);
   const bool from_input = r.in_place || r.output.blocks.empty() ||
@@ -66,7 +68,7 @@ Counts counts(Group& group, Rank r, uint64_t call) {
   return {sent, sent + group.world()};
 }
 
-void write_counts(Group& group, const Request& r, uint64_t call) {
+void write_counts(Group& group, const CollectiveRequest& r, uint64_t call) {
   const auto [sent, received] = counts(group, group.rank(), call);
   const int world = group.world();
   auto fill = [&](uint64_t* to, const CallBuffer& buffer, BlockContent holds) {
@@ -171,7 +173,7 @@ void describe(FingerprintDetails& d, const CallFingerprint& s) {
 
 }  // namespace
 
-uint64_t fingerprint_hash(const Request& r, uint64_t call) {
+uint64_t fingerprint_hash(const CollectiveRequest& r, uint64_t call) {
   Hasher h;
   h.add(static_cast<uint64_t>(r.collective) | static_cast<uint64_t>(r.dtype) << 8 |
         (reduces(r.collective) ? static_cast<uint64_t>(r.op) : 0) << 16 |
@@ -184,14 +186,14 @@ uint64_t fingerprint_hash(const Request& r, uint64_t call) {
   return h.value();
 }
 
-uint64_t fingerprint_hash(const std::vector<const Request*>& requests, uint64_t call) {
+uint64_t fingerprint_hash(const std::vector<const CollectiveRequest*>& requests, uint64_t call) {
   Hasher h;
   h.add(requests.size());
-  for (const Request* r : requests) h.add(fingerprint_hash(*r, call));
+  for (const CollectiveRequest* r : requests) h.add(fingerprint_hash(*r, call));
   return h.value();
 }
 
-CallFingerprint fingerprint_of(const Request& request, uint64_t call) {
+CallFingerprint fingerprint_of(const CollectiveRequest& request, uint64_t call) {
   CallFingerprint mine{
       request.collective, call, {.fingerprint_hash = fingerprint_hash(request, call), .pieces = 1}};
   if (request.irregular) mine.fingerprint.flags |= Fingerprint::irregular;
@@ -200,9 +202,9 @@ CallFingerprint fingerprint_of(const Request& request, uint64_t call) {
 
 uint64_t run_number(const Group& group) {
   const RankState& state = group.rank_state(group.rank());
-  const uint64_t done = state.done.load(std::memory_order_relaxed);
+  const uint64_t progress = state.progress.load(std::memory_order_relaxed);
   const uint64_t ended = state.ended.load(std::memory_order_relaxed);
-  return (reached(ended, done) ? ended : done) >> kTaskBits;
+  return (reached(ended, progress) ? ended : progress) >> kTaskBits;
 }
 
 void wait_for_previous(Group& group, uint64_t run, const OpContext& context) {
@@ -217,7 +219,7 @@ void begin(Group& group, uint64_t run, const OpContext& context) {
     if (r != group.rank()) group.await(r, at_run(run - 1) + refused, context);
 }
 
-void publish(Group& group, const CallFingerprint& s, const Request* request) {
+void publish(Group& group, const CallFingerprint& s, const CollectiveRequest* request) {
   FingerprintDetails& d = group.fingerprint_details(group.rank(), s.call);
   describe(d, s);
   if (request != nullptr) {
@@ -267,8 +269,8 @@ Agreement agree(Group& group, const CallFingerprint& mine, uint64_t run, const O
   return agreed;
 }
 
-Agreement publish_and_agree(Group& group, const CallFingerprint& mine, const Request& request,
-                            const OpContext& context) {
+Agreement publish_and_agree(Group& group, const CallFingerprint& mine,
+                            const CollectiveRequest& request, const OpContext& context) {
   group.require_healthy(context);
   const uint64_t run = run_number(group);
   begin(group, run, context);
@@ -286,4 +288,4 @@ bool all_publish_as_many(Group& group, const CallFingerprint& mine) {
   return true;
 }
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

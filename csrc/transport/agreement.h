@@ -8,7 +8,7 @@
 #include "call_buffers.h"
 #include "executor.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 
 // Fingerprint of a collective call as this rank publishes it.
 struct CallFingerprint {
@@ -31,11 +31,11 @@ struct Agreement {
 };
 
 // Returns the fingerprint of `request` with one piece and without registered offsets.
-CallFingerprint fingerprint_of(const Request& request, uint64_t call);
+CallFingerprint fingerprint_of(const CollectiveRequest& request, uint64_t call);
 
 // Returns a hash that is equal on ranks that make the same request.
-uint64_t fingerprint_hash(const Request& request, uint64_t call);
-uint64_t fingerprint_hash(const std::vector<const Request*>& requests, uint64_t call);
+uint64_t fingerprint_hash(const CollectiveRequest& request, uint64_t call);
+uint64_t fingerprint_hash(const std::vector<const CollectiveRequest*>& requests, uint64_t call);
 
 // Returns the number of this rank's next run, derived from its counters in the shared memory.
 uint64_t run_number(const Group& group);
@@ -47,16 +47,16 @@ uint64_t run_number(const Group& group);
 void begin(Group& group, uint64_t run, const OpContext& context);
 void wait_for_previous(Group& group, uint64_t run, const OpContext& context);
 // Both write this rank's fingerprint; `publish_refusal` marks it as refused, for the reason `why`.
-// Peers may read it once this rank's progress counter is beyond `at_run(run)`.
-void publish(Group& group, const CallFingerprint& mine, const Request* request);
+// PeerAccessCache may read it once this rank's progress counter is beyond `at_run(run)`.
+void publish(Group& group, const CallFingerprint& mine, const CollectiveRequest* request);
 void publish_refusal(Group& group, const CallFingerprint& mine, std::string_view why);
 
 // Waits for every rank's fingerprint. Throws the same std::invalid_argument on every rank if the
 // fingerprints differ.
 Agreement agree(Group& group, const CallFingerprint& mine, uint64_t run, const OpContext& context);
 // Publishes the fingerprint and waits for all others, in a run of its own that moves no data.
-Agreement publish_and_agree(Group& group, const CallFingerprint& mine, const Request& request,
-                            const OpContext& context);
+Agreement publish_and_agree(Group& group, const CallFingerprint& mine,
+                            const CollectiveRequest& request, const OpContext& context);
 // Called after `publish_and_agree` has thrown for several requests at once. Returns true if every
 // rank has as many requests as this one and no rank has refused.
 bool all_publish_as_many(Group& group, const CallFingerprint& mine);
@@ -74,4 +74,4 @@ void abort_on_error(Group& group, const OpContext& context, F&& f) {
   }
 }
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

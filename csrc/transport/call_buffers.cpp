@@ -6,7 +6,7 @@
 
 #include "../plan/error.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
 // Alignment of chunks in a buffer: a cache line, so that no SIMD vector is split between chunks.
@@ -65,7 +65,7 @@ SegmentList::SegmentPosition SegmentList::find(std::size_t element) const {
   return {buffer_->segments[i].base + (element - begin) * item_, ends_[i] - element};
 }
 
-CallBuffers::CallBuffers(const Request& request, Rank rank, int world)
+CallBuffers::CallBuffers(const CollectiveRequest& request, Rank rank, int world)
     : request_(request),
       rank_(rank),
       world_(world),
@@ -150,4 +150,4 @@ void CallBuffers::check() const {
           wanted(output_));
 }
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

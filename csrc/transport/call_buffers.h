@@ -7,7 +7,7 @@
 #include "executor.h"
 #include "rank_program.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 
 // Blocks of a call buffer. A block-wise collective has one block per rank; a call buffer holds all
 // of them or only this rank's own.
@@ -37,7 +37,7 @@ class SegmentList {
 // The checked call buffers of one rank's request, divided for one rank program.
 class CallBuffers {
  public:
-  CallBuffers(const Request& request, Rank rank, int world);
+  CallBuffers(const CollectiveRequest& request, Rank rank, int world);
   CallBuffers(const CallBuffers&) = delete;
   CallBuffers& operator=(const CallBuffers&) = delete;
 
@@ -50,14 +50,16 @@ class CallBuffers {
   // Index of the element of the rank's buffer at which the operand's chunk begins.
   std::size_t begin(const Operand& o) const {
     const ChunkOffsets& offsets = offsets_of(o.where);
-    const bool own = (o.where == Where::input ? input_ : output_) == BlockContent::own_block;
+    const bool own =
+        (o.where == OperandBuffer::input ? input_ : output_) == BlockContent::own_block;
     return offsets.begin(o.index) - (own ? offsets.begin(o.rank * per_block_) : 0);
   }
-  const SegmentList& memory(Where where) const {
-    return where == Where::output && !request_.in_place ? memories_[1] : memories_[0];
+  const SegmentList& memory(OperandBuffer where) const {
+    return where == OperandBuffer::output && !request_.in_place ? memories_[1] : memories_[0];
   }
-  std::size_t bytes(Where where) const {
-    return total(where == Where::output && !request_.in_place ? request_.output : request_.input) *
+  std::size_t bytes(OperandBuffer where) const {
+    return total(where == OperandBuffer::output && !request_.in_place ? request_.output
+                                                                      : request_.input) *
            item_;
   }
   std::size_t item() const { return item_; }
@@ -65,15 +67,15 @@ class CallBuffers {
 
  private:
   const ChunkOffsets& second() const { return offsets_[request_.irregular ? 1 : 0]; }
-  const ChunkOffsets& offsets_of(Where where) const {
-    return where == Where::output ? second() : offsets_[0];
+  const ChunkOffsets& offsets_of(OperandBuffer where) const {
+    return where == OperandBuffer::output ? second() : offsets_[0];
   }
   void check() const;
   void check(const char* what, const CallBuffer& buffer, BlockContent holds) const;
   std::size_t block(const CallBuffer& buffer, BlockContent holds, std::size_t i) const;
   const CallBuffer& known() const;
 
-  const Request& request_;
+  const CollectiveRequest& request_;
   const Rank rank_;
   const int world_;
   const std::size_t item_;
@@ -84,4 +86,4 @@ class CallBuffers {
   std::array<SegmentList, 2> memories_;
 };
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

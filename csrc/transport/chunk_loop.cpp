@@ -5,7 +5,7 @@
 
 #include "../plan/error.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
 constexpr std::size_t kLine = 64;
@@ -93,7 +93,7 @@ void ChunkLoop::perform(const Instruction& instruction) {
     void** const at = rows.open();
     for (std::size_t i = 0; i < instruction.operands.size(); ++i) {
       const Operand& o = instruction.operands[i];
-      const bool is_own = o.where != Where::staging && o.rank == transport_.rank();
+      const bool is_own = o.where != OperandBuffer::staging && o.rank == transport_.rank();
       at[i] = is_own ? own_address(o, begin, count) : peer_address(o, begin);
     }
     rows.close(begin += count);
@@ -113,9 +113,9 @@ std::byte* ChunkLoop::own_address(const Operand& o, std::size_t at, std::size_t&
 }
 
 std::byte* ChunkLoop::peer_address(const Operand& o, std::size_t at) const {
-  if (o.where == Where::staging)
+  if (o.where == OperandBuffer::staging)
     return transport_.buffer(o.rank, run_) + o.index * stride_ + at * buffers_.item();
   return transport_.tensor(o.rank, o.where) + (buffers_.begin(o) + from_ + at) * buffers_.item();
 }
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

@@ -5,7 +5,7 @@
 #include "call_buffers.h"
 #include "transport.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 
 // Returns the bytes of a staging buffer for each of the rank program's regions; the same on all
 // ranks. Throws std::invalid_argument if staging buffers of `buffer_bytes` are too small.
@@ -48,4 +48,4 @@ class ChunkLoop {
   std::size_t filled_ = 0;  // number of instructions of the first run that `enter` has run
 };
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

@@ -7,7 +7,7 @@
 #include "chunk_loop.h"
 #include "program_choice.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
 // Checks and prepares a request. Every reason to refuse it is found before the call is published.
@@ -17,7 +17,7 @@ struct Prepared {
   const RankProgram& in_buffers;  // program whose ranks access only each other's staging buffers
   const RankProgram* const in_tensors;  // zero-copy program; null: too slow, or impossible
 
-  Prepared(const Transport& transport, const Request& request)
+  Prepared(const Transport& transport, const CollectiveRequest& request)
       : buffers(request, transport.rank(), transport.world()),
         bytes(buffers.elements() * buffers.item()),
         in_buffers(rank_program(transport, request, false)),
@@ -33,7 +33,7 @@ struct Prepared {
   std::optional<RegisteredOffsets> find_registered(const Transport& transport) const {
     if (in_tensors == nullptr) return {};
     RegisteredOffsets registered;
-    const auto find = [&](Where where, bool exposed, uint64_t& at) {
+    const auto find = [&](OperandBuffer where, bool exposed, uint64_t& at) {
       if (!exposed) return true;
       const SegmentList& m = buffers.memory(where);
       if (!m.is_contiguous() || m.base() == nullptr) return false;
@@ -42,14 +42,14 @@ struct Prepared {
       at = found.value_or(0);
       return found.has_value();
     };
-    if (!find(Where::input, in_tensors->exposes_input, registered.input) ||
-        !find(Where::output, in_tensors->exposes_output, registered.output))
+    if (!find(OperandBuffer::input, in_tensors->exposes_input, registered.input) ||
+        !find(OperandBuffer::output, in_tensors->exposes_output, registered.output))
       return {};
     return registered;
   }
 
  private:
-  const RankProgram& rank_program(const Transport& transport, const Request& request,
+  const RankProgram& rank_program(const Transport& transport, const CollectiveRequest& request,
                                   bool tensors) const {
     const RankProgram& found = program_for(transport.rank(), transport.world(), request,
                                            {bytes, transport.topology(tensors)});
@@ -66,7 +66,7 @@ void refuse_at(Group& group, Collective collective, const OpContext& context,
   group.advance(at_run(run + 1));
 }
 
-Prepared prepare(Transport& transport, const Request& request, const OpContext& context) {
+Prepared prepare(Transport& transport, const CollectiveRequest& request, const OpContext& context) {
   try {
     transport.begin(request, context);
     return Prepared(transport, request);
@@ -79,17 +79,17 @@ Prepared prepare(Transport& transport, const Request& request, const OpContext& 
 
 }  // namespace
 
-void check(const Transport& transport, const Request& request) {
+void check(const Transport& transport, const CollectiveRequest& request) {
   if (request.tensors != 0) Prepared(transport, request);
 }
 
 // One combined fingerprint shows whether all requests match. The ranks exchange a fingerprint of
 // each request only if they do not match, and of an irregular request to compare its counts.
-void agree_on_all(Group& group, const std::vector<const Request*>& requests, uint64_t& calls,
-                  Deadline deadline) {
-  const Request& first = *requests.front();
+void agree_on_all(Group& group, const std::vector<const CollectiveRequest*>& requests,
+                  uint64_t& calls, Deadline deadline) {
+  const CollectiveRequest& first = *requests.front();
   const auto parts = static_cast<uint32_t>(requests.size());
-  const auto context = [&](const Request& r) {
+  const auto context = [&](const CollectiveRequest& r) {
     return OpContext{name(r.collective), calls++, deadline};
   };
   const auto exchange_part = [&](uint32_t i) {
@@ -115,7 +115,7 @@ void agree_on_all(Group& group, const std::vector<const Request*>& requests, uin
     if (requests[i]->irregular) exchange_part(i);
 }
 
-void run(Transport& transport, const Request& request, uint64_t call, Deadline deadline) {
+void run(Transport& transport, const CollectiveRequest& request, uint64_t call, Deadline deadline) {
   const OpContext context{name(request.collective), call, deadline};
   Group& group = transport.group();
   group.require_healthy(context);
@@ -151,4 +151,4 @@ void refuse(Group& group, Collective collective, uint64_t call, Deadline deadlin
   refuse_at(group, collective, context, why);
 }
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

@@ -5,12 +5,12 @@
 #include <string_view>
 #include <vector>
 
+#include "../group/group.h"
 #include "../plan/error.h"
 #include "../plan/offsets.h"
 #include "../plan/registry.h"
-#include "../shm/group.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 
 class Transport;
 
@@ -30,7 +30,7 @@ struct CallBuffer {
   uint64_t cuts = 0;
 };
 
-struct Request {
+struct CollectiveRequest {
   Collective collective;
   DType dtype = DType::u8;
   ReduceOp op = ReduceOp::sum;
@@ -56,20 +56,20 @@ struct Request {
 // the same order on all ranks; `call` numbers all calls consecutively, refused calls included.
 // Throws std::invalid_argument on all ranks alike, before data has moved except into buffers, when
 // the ranks' requests do not match; PeerLost and Timeout as Group::await does.
-void run(Transport& transport, const Request& request, uint64_t call, Deadline deadline);
+void run(Transport& transport, const CollectiveRequest& request, uint64_t call, Deadline deadline);
 
 // Throws std::invalid_argument if `run` would refuse the request before publishing it.
-void check(const Transport& transport, const Request& request);
+void check(const Transport& transport, const CollectiveRequest& request);
 
 // Checks that several requests of one operation match on all ranks, so that either all of them run
 // or none. Takes the same number of call numbers from `calls` on all ranks. Throws as `run` does,
 // for the first request that differs.
-void agree_on_all(Group& group, const std::vector<const Request*>& requests, uint64_t& calls,
-                  Deadline deadline);
+void agree_on_all(Group& group, const std::vector<const CollectiveRequest*>& requests,
+                  uint64_t& calls, Deadline deadline);
 
 // Publishes a refusal instead of running a call. All peers throw `why`, which begins with the name
 // of the refused operation. Waits only for peers that have not begun the previous call.
 void refuse(Group& group, Collective collective, uint64_t call, Deadline deadline,
             std::string_view why);
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

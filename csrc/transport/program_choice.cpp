@@ -4,20 +4,21 @@
 
 #include "../plan/error.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
-const RankProgram& look_up(Rank rank, const Request& r, const CallKey& s) {
+const RankProgram& look_up(Rank rank, const CollectiveRequest& r, const CallKey& s) {
   const Choice choice = choose(s, r.algorithm);
   // Kernels of processes that share a GPU run one after another.
-  const bool multicast = s.topology == Topology::ipc_symmetric;
+  const bool push_to_all = s.topology == Topology::ipc_symmetric;
   return rank_program({choice.algorithm, s.world, choice.pieces, r.root, rank, r.in_place,
-                       is_zero_copy(s.topology), multicast});
+                       is_zero_copy(s.topology), push_to_all});
 }
 
 }  // namespace
 
-const RankProgram& program_for(Rank rank, int world, const Request& r, const SelectionKey& key) {
+const RankProgram& program_for(Rank rank, int world, const CollectiveRequest& r,
+                               const SelectionKey& key) {
   struct LastProgram {
     CallKey call;
     std::string algorithm;
@@ -33,15 +34,15 @@ const RankProgram& program_for(Rank rank, int world, const Request& r, const Sel
   return *cached.value;
 }
 
-void check_sizes_known(const Request& request, const RankProgram& rank_program) {
+void check_sizes_known(const CollectiveRequest& request, const RankProgram& rank_program) {
   require(!request.irregular || rank_program.sizes_known, name(request.collective), ": algorithm '",
           request.algorithm, "' needs blocks of equal size; choose another algorithm");
 }
 
-FoldOptions fold_options(const Request& request, int world) {
+FoldOptions fold_options(const CollectiveRequest& request, int world) {
   FoldOptions options = request.options;
   options.world = world;
   return options;
 }
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

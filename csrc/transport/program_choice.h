@@ -4,7 +4,7 @@
 #include "executor.h"
 #include "rank_program.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 
 struct SelectionKey {
   std::size_t bytes;  // of one rank's largest buffer; 0 where a rank cannot know it
@@ -13,12 +13,12 @@ struct SelectionKey {
 
 // Returns the rank program of the algorithm that the request names, or else of the selector's
 // choice. Each thread caches its last choice: a look-up takes a fourth of a small call's time.
-const RankProgram& program_for(Rank rank, int world, const Request& request,
+const RankProgram& program_for(Rank rank, int world, const CollectiveRequest& request,
                                const SelectionKey& key);
 
 // Throws std::invalid_argument if the request is irregular and the program needs equal blocks.
-void check_sizes_known(const Request& request, const RankProgram& rank_program);
+void check_sizes_known(const CollectiveRequest& request, const RankProgram& rank_program);
 
-FoldOptions fold_options(const Request& request, int world);
+FoldOptions fold_options(const CollectiveRequest& request, int world);
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

@@ -10,12 +10,12 @@
 #include <unordered_map>
 #include <utility>
 
+#include "../group/segment_layout.h"
 #include "../plan/error.h"
-#include "../plan/order.h"
 #include "../plan/passes.h"
-#include "../shm/layout.h"
+#include "../plan/verify.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
 bool is_staged(const Slice& s) { return s.buffer == Buffer::scratch || s.buffer == Buffer::host; }
@@ -117,18 +117,21 @@ class RankProgramBuilder {
     require(instruction.operands.size() <= kMostOperands, "a step has ",
             instruction.operands.size(), " slices; at most ", kMostOperands,
             " are supported between processes");
-    rank_program_.sizes_known &= instruction.like != Where::staging;
+    rank_program_.sizes_known &= instruction.like != OperandBuffer::staging;
     rank_program_.instructions.push_back(std::move(instruction));
   }
 
   Operand operand(const Slice& s) const {
-    if (is_staged(s)) return {Where::staging, s.rank, region_[cell(s)]};
-    return {s.buffer == Buffer::input ? Where::input : Where::output, s.rank, s.first};
+    if (is_staged(s)) return {OperandBuffer::staging, s.rank, region_[cell(s)]};
+    return {s.buffer == Buffer::input ? OperandBuffer::input : OperandBuffer::output, s.rank,
+            s.first};
   }
 
   bool in_prologue(const Instruction& instruction) const {
     auto own = [&](const Operand& o) { return o.rank == me_; };
-    auto in_own_staging = [&](const Operand& o) { return own(o) && o.where == Where::staging; };
+    auto in_own_staging = [&](const Operand& o) {
+      return own(o) && o.where == OperandBuffer::staging;
+    };
     const auto first = instruction.operands.begin();
     return instruction.waits.empty() &&
            std::all_of(first, first + instruction.dsts, in_own_staging) &&
@@ -149,7 +152,8 @@ class RankProgramBuilder {
 struct RankProgramHash {
   std::size_t operator()(const RankProgramKey& k) const {
     std::size_t h = std::hash<const void*>()(k.algorithm);
-    for (int part : {k.world, k.pieces, k.root, k.rank, 4 * k.multicast + 2 * k.in_place + k.open})
+    for (int part :
+         {k.world, k.pieces, k.root, k.rank, 4 * k.push_to_all + 2 * k.in_place + k.zero_copy})
       h = h * 1000003 + static_cast<std::size_t>(part);  // any large odd number
     return h;
   }
@@ -174,11 +178,12 @@ const RankProgram& rank_program(const RankProgramKey& key) {
     if (found != cache().kept.end()) return *found->second;
   }
   const Plan plan = (*key.algorithm)({key.world, key.root, key.pieces});
-  const Plan staged = for_processes(plan, key.in_place, key.open, key.open, key.multicast);
+  const Plan staged =
+      for_processes(plan, key.in_place, key.zero_copy, key.zero_copy, key.push_to_all);
   auto made =
       std::make_unique<const RankProgram>(RankProgramBuilder(staged, key.in_place, key.rank).run());
   const std::unique_lock lock(cache().mutex);
   return *cache().kept.emplace(key, std::move(made)).first->second;
 }
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

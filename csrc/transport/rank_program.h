@@ -9,11 +9,11 @@
 #include "../plan/program.h"
 #include "../plan/registry.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 
-enum class Where : uint8_t { input, output, staging };
+enum class OperandBuffer : uint8_t { input, output, staging };
 struct Operand {
-  Where where;
+  OperandBuffer where;
   Rank rank;
   int index;  // the chunk of a buffer, or the region of a staging buffer
 };
@@ -25,10 +25,11 @@ struct Instruction {
   std::vector<Operand> operands = {};  // destinations (those in staging buffers last), then sources
   int dsts = 0, in_staging = 0;        // number of destinations, and of those in staging buffers
   int chunk = 0;                       // the chunk that gives the number of elements to move
-  Where like = Where::staging;         // own buffer with that chunk; Where::staging: any buffer
-  bool finishes = false;               // a fold that completes the reduction
-  bool awaited = false;                // a rank waits for it
-  int count = 0;                       // tasks of this rank that are finished after it
+  OperandBuffer like =
+      OperandBuffer::staging;  // own buffer with that chunk; OperandBuffer::staging: any buffer
+  bool finishes = false;       // a fold that completes the reduction
+  bool awaited = false;        // a rank waits for it
+  int count = 0;               // tasks of this rank that are finished after it
   std::vector<Wait> waits = {};
 };
 
@@ -52,12 +53,13 @@ struct RankProgramKey {
   int world = 0, pieces = 0;
   Rank root = 0, rank = 0;
   bool in_place = false;
-  bool open = false;       // every rank can access every rank's input and output
-  bool multicast = false;  // one step copies a block to all of its destinations (see Reachability)
+  bool zero_copy = false;  // every rank can access every rank's input and output
+  bool push_to_all =
+      false;  // one step copies a block to all of its destinations (see Reachability)
   bool operator==(const RankProgramKey&) const = default;
 };
 
 // Returns a rank program from the cache, or builds it now; it is never freed. Thread-safe.
 const RankProgram& rank_program(const RankProgramKey& key);
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

@@ -10,7 +10,7 @@
 #include "chunk_loop.h"
 #include "program_choice.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
 // Below this many bytes per rank, zero-copy is not tried: copying so little is cheaper than waiting
@@ -55,7 +55,7 @@ std::optional<uint64_t> ShmTransport::registered_offset(const std::byte* at, std
 
 // Prefetches the cache lines that this rank is going to write and that peers have read: fetching
 // them takes as long as the rest of the call up to the first write.
-void ShmTransport::begin(const Request& request, const OpContext& context) {
+void ShmTransport::begin(const CollectiveRequest& request, const OpContext& context) {
   __builtin_prefetch(&group().rank_state(rank()), 1);
   __builtin_prefetch(group().staging_buffer(rank(), run_number(group())), 1);
   request_ = &request;
@@ -72,7 +72,7 @@ void ShmTransport::begin(const Request& request, const OpContext& context) {
 Agreement ShmTransport::agree(const CallFingerprint& mine, ChunkLoop& loop) {
   const uint64_t first = next_run();
   const bool zero_copy = (mine.fingerprint.flags & Fingerprint::zero_copy) != 0;
-  shm::begin(group(), first, *context_);
+  ipc::begin(group(), first, *context_);
   int tasks = 0;
   abort_on_error(group(), *context_, [&] { tasks = loop.enter(first, !zero_copy); });
   // Write the fingerprint as late as possible: peers poll its line, and each store moves the line
@@ -86,7 +86,7 @@ Agreement ShmTransport::agree(const CallFingerprint& mine, ChunkLoop& loop) {
 // publishes an offset outside its heap, but an overwritten word may hold one. Offset 0 (a tensor
 // that is not exposed, or rank 0's first) always passes.
 void ShmTransport::check_exposed(const RankProgram&, std::size_t bytes) {
-  const Request& request = *request_;
+  const CollectiveRequest& request = *request_;
   const std::size_t heap = group().layout().sizes.symmetric_heap_bytes;
   const auto ranks = static_cast<std::size_t>(world());
   const Sizes& out = request.output.blocks;
@@ -106,9 +106,9 @@ void ShmTransport::check_exposed(const RankProgram&, std::size_t bytes) {
   }
 }
 
-std::byte* ShmTransport::tensor(Rank r, Where where) const {
+std::byte* ShmTransport::tensor(Rank r, OperandBuffer where) const {
   const RegisteredOffsets& registered = group().rank_state(r).registered[context_->call & 1];
-  return group().heap(r) + (where == Where::input ? registered.input : registered.output);
+  return group().heap(r) + (where == OperandBuffer::input ? registered.input : registered.output);
 }
 
 void ShmTransport::end(uint64_t value, bool signalled) {
@@ -177,4 +177,4 @@ void ShmTransport::run(const Instruction& instruction, void** at, std::size_t co
   }
 }
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

@@ -5,7 +5,7 @@
 #include "../cpu/step_runner.h"
 #include "transport.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 
 class ShmTransport final : public Transport {
  public:
@@ -20,13 +20,13 @@ class ShmTransport final : public Transport {
   std::size_t buffer_bytes() const override { return group().layout().sizes.buffer_bytes; }
   uint64_t next_run() const override { return run_number(group()); }
 
-  void begin(const Request& request, const OpContext& context) override;
+  void begin(const CollectiveRequest& request, const OpContext& context) override;
   Agreement agree(const CallFingerprint& mine, ChunkLoop& loop) override;
   void check_exposed(const RankProgram& rank_program, std::size_t bytes) override;
 
   std::byte* buffer(Rank r, uint64_t run) const override { return group().staging_buffer(r, run); }
-  std::byte* tensor(Rank r, Where where) const override;
-  void wait_for_previous(uint64_t run) override { shm::wait_for_previous(group(), run, *context_); }
+  std::byte* tensor(Rank r, OperandBuffer where) const override;
+  void wait_for_previous(uint64_t run) override { ipc::wait_for_previous(group(), run, *context_); }
   void wait(Rank r, uint64_t value) override { group().await(r, value, *context_); }
   void signal(uint64_t value) override { group().advance(value); }
   void end(uint64_t value, bool signalled) override;
@@ -39,10 +39,10 @@ class ShmTransport final : public Transport {
 
   const cpu::ParallelFor parallel_for_;
   // The members below belong to the current call.
-  const Request* request_ = nullptr;
+  const CollectiveRequest* request_ = nullptr;
   const OpContext* context_ = nullptr;
   std::optional<cpu::RowRunner> row_;
   bool non_temporal_ = false;
 };
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

@@ -11,7 +11,7 @@
 #include "agreement.h"
 #include "rank_program.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 
 class ChunkLoop;
 
@@ -80,7 +80,7 @@ class Transport {
 
   // Begins a call; both arguments must live until it has ended. Throws TypeMismatch for a reduction
   // that the dtype does not support.
-  virtual void begin(const Request& request, const OpContext& context) = 0;
+  virtual void begin(const CollectiveRequest& request, const OpContext& context) = 0;
   // Checks that all ranks issued the same call, and may run the loop's prologue before. Throws
   // std::invalid_argument on all ranks alike if the calls differ.
   virtual Agreement agree(const CallFingerprint& mine, ChunkLoop& loop) = 0;
@@ -91,7 +91,7 @@ class Transport {
   // still read the other.
   virtual std::byte* buffer(Rank rank, uint64_t run) const = 0;
   // The exposed input or output of a rank.
-  virtual std::byte* tensor(Rank rank, Where where) const = 0;
+  virtual std::byte* tensor(Rank rank, OperandBuffer where) const = 0;
   // Waits until the staging buffers of the run before the last may be overwritten.
   virtual void wait_for_previous(uint64_t run) = 0;
   virtual void wait(Rank rank, uint64_t value) = 0;
@@ -107,4 +107,4 @@ class Transport {
   Rows rows_;
 };
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

@@ -12,8 +12,8 @@ from .. import _C
 from .._eager import eager
 from ..collectives import Op, ranks_of
 from ..devices import DeviceSpec
-from .along import AllGather, AllToAll, Gather, Lengths, ReduceScatter, Scatter, even
-from .moves import AllReduce, Broadcast, Copy, Devices, Reduce, Replicate
+from .linear import AllReduce, Broadcast, Copy, Devices, Reduce, Replicate
+from .linear_along_dim import AllGather, AllToAll, Gather, Lengths, ReduceScatter, Scatter, even
 from .node import apply
 from .nonlinear import Extreme, Product
 

@@ -1,7 +1,8 @@
 """The autograd node of a linear collective: its backward is the transposed collective.
 
-A Move (moves.py, along.py) describes the collective as data. The node runs it, and its transpose on
-the gradients. The transpose is recorded as such a node too, so derivatives of any order exist.
+A LinearCollective (linear.py, linear_along_dim.py) describes the collective as data. The node runs
+it, and its transpose on the gradients. The transpose is recorded as such a node too, so derivatives
+of any order exist.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-class Move:
+class LinearCollective:
     """A linear collective as data: from a list of tensors to a list of tensors."""
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -28,11 +29,11 @@ class Move:
         """Return the wanted results, recorded by autograd, and None for the others."""
         return [self.one(tensors, rank) if want else None for rank, want in enumerate(wanted)]
 
-    def transposed(self) -> Move:
+    def transposed(self) -> LinearCollective:
         """Return the move that takes gradients of the results to gradients of the tensors."""
         raise NotImplementedError
 
-    def batched(self) -> Move:
+    def batched(self) -> LinearCollective:
         """Return the same move for tensors with one more dimension in front."""
         return self
 
@@ -64,7 +65,7 @@ class _Linear(torch.autograd.Function):
     """The node of a Move, for all ranks. Outputs without a gradient count as zeros."""
 
     @staticmethod
-    def forward(move: Move, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(move: LinearCollective, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(move.run([plain(t) for t in tensors]))
 
     @staticmethod
@@ -76,7 +77,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        move: Move = ctx.move
+        move: LinearCollective = ctx.move
         reached = move.reached([g is not None for g in grads], len(ctx.inputs))
         wanted = [r and n for r, n in zip(reached, ctx.needs_input_grad[1:], strict=True)]
         if not any(wanted):
@@ -91,7 +92,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int | None, ...], move: Move, *tensors: Tensor
+        info: Any, in_dims: tuple[int | None, ...], move: LinearCollective, *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         size = info.batch_size
         fronted = [
@@ -108,7 +109,7 @@ def _filled(values: Sequence[Tensor | None], likes: Sequence[_Like]) -> list[Ten
     ]
 
 
-def apply(move: Move, tensors: Sequence[Tensor]) -> list[Tensor]:
+def apply(move: LinearCollective, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Run a move, and record it if a tensor requires grad."""
     results: tuple[Tensor, ...] = cast(Any, _Linear).apply(move, *tensors)
     return list(results)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import collectives
-from .moves import AllReduce, alike
+from .linear import AllReduce, alike
 from .node import apply, plain
 
 

@@ -2,38 +2,53 @@
 
     python -m pycollect.train --data digits
 
-The from-scratch parts are plain functions of tensors and devices: `lenet`, `replicate`,
-`split_batch`, `allreduce`, `train_batch`, `evaluate`. `Replicas` trains any nn.Module.
+The from-scratch parts are plain functions of tensors and devices: `lenet`,
+`replicate_params`, `split_batch`, `naive_all_reduce`, `train_batch`, `evaluate`. `Replicas` trains
+any nn.Module.
 """
 
 from .._files import OutputError
 from .checkpoint import CheckpointError
 from .compare import Comparison, compare
-from .data import Data, DataError, Defaults, ImageFolder, Unavailable, digits, image_folder, load
+from .data import (
+    Data,
+    DataError,
+    DatasetUnavailable,
+    DefaultHyperparameters,
+    ImageFolder,
+    digits,
+    image_folder,
+    load_dataset,
+)
 from .data_parallel import DataParallel
-from .gluon import Trainer
+from .gluon import GluonTrainer
 from .graph import GraphedStep
-from .loader import Batch, Loader, Loading
-from .lockstep import lockstep, ranks_in_lockstep, synchronize
+from .loader import Batch, Loader, LoaderOptions
+from .lockstep import lockstep, lockstep_exchange, ranks_in_lockstep
 from .losses import summed_cross_entropy
 from .models import MODELS, LeNet, init_lenet, lenet, resnet18
 from .optimizers import linear_lr, sgd_optimizer
-from .records import Epoch, Step
-from .reduce import REDUCTIONS, allreduce, collective, naive
+from .progress_printer import ProgressPrinter
+from .records import EpochRecord, StepRecord
+from .reduce import (
+    GRADIENT_REDUCTIONS,
+    naive_all_reduce,
+    reduce_gradients_coalesced,
+    reduce_gradients_naive,
+)
 from .replicas import Replicas
 from .replication import replicate_module
-from .report import Report
 from .run_result import RunResult
 from .settings import Settings, StepOptions
 from .shares import AutoShares, split_batch
-from .step import evaluate, get_params, replicate, sgd, train_batch
+from .step import evaluate, get_params, replicate_params, sgd, train_batch
 from .step_clock import StepSeconds
 from .sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
-from .trainer import train
+from .training_loop import train
 
 __all__ = [
+    "GRADIENT_REDUCTIONS",
     "MODELS",
-    "REDUCTIONS",
     "AutoShares",
     "Batch",
     "CheckpointError",
@@ -41,26 +56,24 @@ __all__ = [
     "Data",
     "DataError",
     "DataParallel",
-    "Defaults",
-    "Epoch",
+    "DatasetUnavailable",
+    "DefaultHyperparameters",
+    "EpochRecord",
+    "GluonTrainer",
     "GraphedStep",
     "ImageFolder",
     "LeNet",
     "Loader",
-    "Loading",
+    "LoaderOptions",
     "OutputError",
+    "ProgressPrinter",
     "Replicas",
-    "Report",
     "RunResult",
     "Settings",
-    "Step",
     "StepOptions",
+    "StepRecord",
     "StepSeconds",
     "SyncBatchNorm",
-    "Trainer",
-    "Unavailable",
-    "allreduce",
-    "collective",
     "compare",
     "convert_sync_batchnorm",
     "digits",
@@ -70,18 +83,20 @@ __all__ = [
     "init_lenet",
     "lenet",
     "linear_lr",
-    "load",
+    "load_dataset",
     "lockstep",
-    "naive",
+    "lockstep_exchange",
+    "naive_all_reduce",
     "ranks_in_lockstep",
-    "replicate",
+    "reduce_gradients_coalesced",
+    "reduce_gradients_naive",
     "replicate_module",
+    "replicate_params",
     "resnet18",
     "sgd",
     "sgd_optimizer",
     "split_batch",
     "summed_cross_entropy",
-    "synchronize",
     "train",
     "train_batch",
 ]

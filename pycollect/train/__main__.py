@@ -25,8 +25,8 @@ from .processes import (
     torchrun_context,
     with_devices,
 )
-from .report import Report
-from .trainer import run
+from .progress_printer import ProgressPrinter
+from .training_loop import run
 
 FAILED = 1
 
@@ -95,9 +95,9 @@ def _run(args: Namespace, prepared: PreparedRun, launch_context: LaunchContext) 
     if prepared.backend is not None:
         run_rank(prepared, launch_context)
     elif args.compare:
-        compare(prepared, args.compare, Report(), args.ddp_backend)
+        compare(prepared, args.compare, ProgressPrinter(), args.ddp_backend)
     else:
-        run(prepared, Report())
+        run(prepared, ProgressPrinter())
 
 
 def _interrupted(checkpoint: Path | None) -> str:

@@ -16,10 +16,10 @@ from .dry_run import unused_parameters
 from .log import Log
 from .prepared_run import PreparedRun, prepare
 from .processes import check_available, run_spawned
-from .reduce import REDUCTIONS
-from .report import Report
+from .progress_printer import ProgressPrinter
+from .reduce import GRADIENT_REDUCTIONS
 from .run_result import RunResult
-from .trainer import fit, start_run
+from .training_loop import fit, start_run
 
 PAIR = ("naive", "pycollect")  # default reductions to compare, the baseline first
 NAMES = (*PAIR, "ddp")
@@ -133,7 +133,7 @@ def compare(
     check_options(options)
     asked = {"devices": devices, "batch_size": batch_size, "lr": lr, **options}
     prepared, notice = prepare(Config.of(asked))
-    report = Report(quiet)
+    report = ProgressPrinter(quiet)
     if notice:
         report.line(notice)
     return run(prepared, names, report, ddp_backend)
@@ -174,7 +174,7 @@ def _check_all_used(prepared: PreparedRun) -> None:
 
 
 def run(
-    prepared: PreparedRun, names: Sequence[str], report: Report, backend: str | None = None
+    prepared: PreparedRun, names: Sequence[str], report: ProgressPrinter, backend: str | None = None
 ) -> Comparison:
     """Train once per name; print a line per epoch and run, and the comparison.
 
@@ -182,7 +182,7 @@ def run(
     """
     check(prepared, names, backend)
     report.line(f"{prepared}, {' against '.join(names)}")
-    in_turns = _in_turns(prepared, [name for name in names if name in REDUCTIONS], report)
+    in_turns = _in_turns(prepared, [name for name in names if name in GRADIENT_REDUCTIONS], report)
     run_results = {run_result.name: run_result for run_result in in_turns}
     if "ddp" in names:
         run_results["ddp"] = run_spawned(prepared, backend or DDP_BACKEND, report)
@@ -196,7 +196,9 @@ def run(
     return comparison
 
 
-def _in_turns(prepared: PreparedRun, names: Sequence[str], report: Report) -> list[RunResult]:
+def _in_turns(
+    prepared: PreparedRun, names: Sequence[str], report: ProgressPrinter
+) -> list[RunResult]:
     """Train the runs that share this process, alternating at every step."""
     if not names:
         return []

@@ -16,10 +16,10 @@ from pycollect.devices import DeviceSpec
 
 from .._files import check_output_path, check_picture
 from . import data as data_sets
-from .data import Data, Defaults
+from .data import Data, DefaultHyperparameters
 from .models import MODELS
 from .optimizers import linear_lr
-from .reduce import REDUCTIONS
+from .reduce import GRADIENT_REDUCTIONS
 from .settings import Settings, parse_weights
 
 # Default number of batches prepared ahead: one takes the work off the step, the second evens out
@@ -82,8 +82,8 @@ class Config:
     plot: Path | str | None = None
 
     def __post_init__(self) -> None:
-        if self.reduce not in REDUCTIONS:
-            known = ", ".join(REDUCTIONS)
+        if self.reduce not in GRADIENT_REDUCTIONS:
+            known = ", ".join(GRADIENT_REDUCTIONS)
             raise ValueError(f"unknown reduction {self.reduce!r}; allowed are {known}")
         if self.prefetch is not None and self.prefetch < 0:
             raise ValueError(f"prefetch must be at least 0 batches, not {self.prefetch}")
@@ -125,7 +125,7 @@ class Config:
         given = pick("devices", None) if self.num_gpus is None else self.devices
         devices = ranks(given, self.num_gpus)
         model = self.model_name(data, known)
-        defaults = data.defaults_for(model) if data else Defaults(1, 1.0, 1)
+        defaults = data.defaults_for(model) if data else DefaultHyperparameters(1, 1.0, 1)
         sizes = {
             name: pick(name, getattr(defaults, name)) for name in ("batch_size", "lr", "epochs")
         }

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from pycollect import autograd
-from pycollect.autograd.along import even
+from pycollect.autograd.linear_along_dim import even
 from pycollect.devices import DeviceSpec, devices
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

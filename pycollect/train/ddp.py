@@ -22,7 +22,7 @@ from .checkpoint import generators, set_generators
 from .data import Examples
 from .dry_run import SingleValueCheck
 from .engine import optimizer_of
-from .loader import Batch, Loader, Loading
+from .loader import Batch, Loader, LoaderOptions
 from .losses import summed_cross_entropy
 from .settings import Settings
 from .shares import AutoShares, check_strict, microbatches, shares_of
@@ -109,7 +109,7 @@ class DDPEngine:
         future: Any = dist.all_reduce(bucket, async_op=True).get_future()
         return future.then(lambda done: done.value()[0])
 
-    def loader(self, examples: Examples, loading: Loading, *, ahead: bool = True) -> Loader:
+    def loader(self, examples: Examples, loading: LoaderOptions, *, ahead: bool = True) -> Loader:
         """Return a loader of this rank's part of every batch."""
 
         def part(indices: Tensor, steps: int) -> Tensor:

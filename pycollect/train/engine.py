@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .data import Examples
-from .loader import Batch, Loader, Loading
+from .loader import Batch, Loader, LoaderOptions
 from .optimizers import MakeOptimizer, sgd_optimizer
 from .settings import Settings
 from .shares import AutoShares
@@ -41,7 +41,7 @@ class Engine(Protocol):
     def shares(self) -> tuple[int, ...]:
         """The number of examples of every rank, over all processes, in the last step."""
 
-    def loader(self, examples: Examples, loading: Loading, *, ahead: bool = True) -> Loader:
+    def loader(self, examples: Examples, loading: LoaderOptions, *, ahead: bool = True) -> Loader:
         """Return a loader of the part of every batch that this process's ranks need.
 
         With `ahead`, for training, it copies the shards to the GPUs ahead if the shares are known.

@@ -25,7 +25,7 @@ MakeOptimizer: TypeAlias = Callable[..., Optimizer]
 _NAMES = {"learning_rate": "lr", "wd": "weight_decay"}  # Gluon's option names to torch's
 
 
-class Trainer:
+class GluonTrainer:
     """Update replicas of a model by gradients that it sums over their devices.
 
     ``replicas`` has a module or a list of parameters per rank, alike on all, or is a ``Replicas``.
@@ -40,7 +40,7 @@ class Trainer:
 
     >>> nets = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     >>> for net in nets: _ = nn.init.ones_(net.weight)
-    >>> trainer = Trainer(nets, "sgd", {"learning_rate": 0.5})
+    >>> trainer = GluonTrainer(nets, "sgd", {"learning_rate": 0.5})
     >>> for net in nets: net(torch.ones(2, 1)).sum().backward()
     >>> trainer.step(batch_size=4); nets[1].weight.item()
     0.5
@@ -75,9 +75,13 @@ class Trainer:
     def set_learning_rate(self, lr: float) -> None:
         """Change the learning rate of all ranks; ValueError for a negative one."""
         if isinstance(lr, bool) or not isinstance(lr, Real):
-            raise TypeError(f"Trainer: the learning rate is a {type(lr).__name__}; pass a number")
+            raise TypeError(
+                f"GluonTrainer: the learning rate is a {type(lr).__name__}; pass a number"
+            )
         if not 0 <= lr <= torch.finfo(torch.float32).max:
-            raise ValueError(f"Trainer: the learning rate is {lr}; it must be finite, at least 0")
+            raise ValueError(
+                f"GluonTrainer: the learning rate is {lr}; it must be finite, at least 0"
+            )
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = float(lr)
@@ -95,8 +99,8 @@ class Trainer:
         batch_size = _check_batch_size(batch_size)
         if self._reduced:
             raise RuntimeError(
-                "Trainer: allreduce_grads() has summed these gradients already; call update(), "
-                "which is the rest of a step"
+                "GluonTrainer: allreduce_grads() has summed these gradients already; call "
+                "update(), which is the rest of a step"
             )
         self._check_stale(ignore_stale_grad)
         self.allreduce_grads()
@@ -131,8 +135,8 @@ class Trainer:
         self._check_stale(ignore_stale_grad)
         if not self._reduced and len(self._replicas) > 1:
             raise RuntimeError(
-                "Trainer: update() comes after allreduce_grads(), or the replicas diverge; step() "
-                "does both"
+                "GluonTrainer: update() comes after allreduce_grads(), or the replicas diverge; "
+                "step() does both"
             )
         self._reduced = False
         for parameters, optimizer in zip(self._replicas, self.optimizers, strict=True):
@@ -143,13 +147,13 @@ class Trainer:
             optimizer.zero_grad()
 
     def _check_stale(self, ignore: bool) -> None:
-        if _C.flag_from(ignore, "Trainer", "ignore_stale_grad"):
+        if _C.flag_from(ignore, "GluonTrainer", "ignore_stale_grad"):
             return
         for i, ranks in enumerate(zip(*self._replicas, strict=True)):
             if all(p.grad is None for p in ranks):
                 raise ValueError(
-                    f"Trainer: parameter {i} of shape {list(ranks[0].shape)} has no gradient since "
-                    "the last step; call backward() on every rank first, or pass "
+                    f"GluonTrainer: parameter {i} of shape {list(ranks[0].shape)} has no gradient "
+                    "since the last step; call backward() on every rank first, or pass "
                     "ignore_stale_grad=True"
                 )
 
@@ -158,7 +162,7 @@ def _optimizer(asked: str | MakeOptimizer | None) -> MakeOptimizer:
     if not isinstance(asked, str):
         if not callable(asked):
             raise TypeError(
-                f"Trainer: optimizer is a {type(asked).__name__}; pass a name or a class of "
+                f"GluonTrainer: optimizer is a {type(asked).__name__}; pass a name or a class of "
                 "torch.optim, so that every rank can have its own"
             )
         return asked
@@ -170,7 +174,7 @@ def _optimizer(asked: str | MakeOptimizer | None) -> MakeOptimizer:
     found = classes.get(asked.lower())
     if found is None:
         known = ", ".join(sorted(classes))
-        raise ValueError(f"Trainer: optimizer {asked!r} is unknown; allowed are {known}")
+        raise ValueError(f"GluonTrainer: optimizer {asked!r} is unknown; allowed are {known}")
     return found
 
 
@@ -185,20 +189,26 @@ def _take_over(replicas: Replicas, optimizers: list[Optimizer]) -> None:
 
 def _check_alike(replicas: Sequence[Sequence[Tensor]]) -> None:
     if not replicas or not replicas[0]:
-        raise ValueError("Trainer: there is nothing to train; pass a module or parameters per rank")
+        raise ValueError(
+            "GluonTrainer: there is nothing to train; pass a module or parameters per rank"
+        )
     expected = [(p.shape, p.dtype, p.requires_grad) for p in replicas[0]]
     for rank, parameters in enumerate(replicas):
         if [(p.shape, p.dtype, p.requires_grad) for p in parameters] != expected:
             raise ValueError(
-                f"Trainer: the parameters of rank {rank} are not like those of rank 0 in number, "
-                "shape, dtype or requires_grad; pass replicas of one model"
+                f"GluonTrainer: the parameters of rank {rank} are not like those of rank 0 in "
+                "number, shape, dtype or requires_grad; pass replicas of one model"
             )
     if len({id(p) for rank in replicas for p in rank}) != sum(map(len, replicas)):
-        raise ValueError("Trainer: a parameter is shared by several ranks; pass a copy per rank")
+        raise ValueError(
+            "GluonTrainer: a parameter is shared by several ranks; pass a copy per rank"
+        )
 
 
 def _check_batch_size(batch_size: int) -> int:
-    count = _C.int_from(batch_size, "Trainer", "batch_size")
+    count = _C.int_from(batch_size, "GluonTrainer", "batch_size")
     if count <= 0:
-        raise ValueError(f"Trainer: batch_size is {count}; pass the examples of a step, at least 1")
+        raise ValueError(
+            f"GluonTrainer: batch_size is {count}; pass the examples of a step, at least 1"
+        )
     return count

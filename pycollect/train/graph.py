@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .reduce import Reduction, collective
+from .reduce import Reduction, reduce_gradients_coalesced
 from .replicas import Replicas
 from .step import Model, ParameterLists, gradients, train_batch
 
@@ -105,7 +105,7 @@ class GraphedStep:
         lr: float,
         *,
         model: Model,
-        reduction: Reduction = collective,
+        reduction: Reduction = reduce_gradients_coalesced,
         capturing: Callable[[Run], Run] = capture,
     ) -> "GraphedStep":
         """Capture `train_batch` on these lists of parameters."""

@@ -23,12 +23,12 @@ _MOST_WORKERS = os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoaderOptions:
     """Options for the batches of an epoch; ValueError if out of range.
 
     `prefetch` is the number of batches prepared ahead; 0 prepares each batch on demand.
 
-    >>> Loading(batch_size=0)
+    >>> LoaderOptions(batch_size=0)
     Traceback (most recent call last):
     ValueError: the batch size must be at least 1, not 0
     """
@@ -51,7 +51,7 @@ class Loading:
         The order depends on seed and epoch alone, so a run can be resumed anywhere. Raises
         ValueError if dropping the last batch leaves none.
 
-        >>> [len(indices) for indices in Loading(batch_size=4).batches(11)]
+        >>> [len(indices) for indices in LoaderOptions(batch_size=4).batches(11)]
         [4, 4, 3]
         """
         if self.shuffle:
@@ -114,7 +114,7 @@ class Loader:
     requested. When the iteration ends, in any way, no thread is left.
 
     >>> examples = torch.arange(5.0)[:, None], torch.arange(5)
-    >>> loader = Loader(examples, Loading(batch_size=2, shuffle=False, prefetch=2))
+    >>> loader = Loader(examples, LoaderOptions(batch_size=2, shuffle=False, prefetch=2))
     >>> [batch.y.tolist() for batch in loader.epoch(1)]
     [[0, 1], [2, 3], [4]]
     """
@@ -122,7 +122,7 @@ class Loader:
     def __init__(
         self,
         examples: Examples,
-        loading: Loading,
+        loading: LoaderOptions,
         *,
         devices: Sequence[torch.device] = (),
         shares: Callable[[int], Sequence[int]] | None = None,

@@ -53,7 +53,7 @@ class _Lockstep:
         self._turn = next((r for r in following if r in self._running), rank)
         self._turns[self._turn].notify_all()
 
-    def synchronize(
+    def exchange(
         self, rank: int, value: Any, combine: Callable[[list[Any]], Sequence[Any]], name: str
     ) -> Any:
         """Wait at the named barrier; return this rank's item of `combine(values)`."""
@@ -125,7 +125,7 @@ def ranks_in_lockstep() -> int | None:
     return None if current is None else current[0].world
 
 
-def synchronize(value: V, combine: Callable[[list[V]], Sequence[R]], name: str) -> R:
+def lockstep_exchange(value: V, combine: Callable[[list[V]], Sequence[R]], name: str) -> R:
     """Wait for all other ranks of the lockstep; return this rank's item of ``combine(values)``.
 
     ``values`` are in rank order, and one rank calls ``combine`` for all. ``name`` is the
@@ -133,21 +133,21 @@ def synchronize(value: V, combine: Callable[[list[V]], Sequence[R]], name: str) 
     another barrier or has finished.
 
     >>> def share(x): return [sum(x)] * len(x)
-    >>> lockstep([lambda: synchronize(1, share, "sum"), lambda: synchronize(2, share, "sum")])
+    >>> lockstep([lambda r=r: lockstep_exchange(r, share, "sum") for r in (1, 2)])
     [3, 3]
     """
     current = _current.get()
     if current is None:
         raise RuntimeError(f"{name}: ranks can only synchronise in lockstep(); run them through it")
     shared, rank = current
-    result: R = shared.synchronize(rank, value, combine, name)
+    result: R = shared.exchange(rank, value, combine, name)
     return result
 
 
 def lockstep(runs: Sequence[Callable[[], T]]) -> list[T]:
     """Run one callable per rank, one at a time in rank order; return what they return.
 
-    Callables exchange values in ``synchronize``, as synchronised batch normalisation does.
+    Callables exchange values in ``lockstep_exchange``, as synchronised batch normalisation does.
     All run under the caller's grad mode, autocast, default device, saved-tensor hooks, CUDA device
     and streams; other modes of torch, such as FlopCounterMode, apply to rank 0 only. The
     first error of any rank, KeyboardInterrupt too, is raised when all have ended: ranks that wait

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from .._files import OutputError, open_lines, writing
-from .records import Epoch, Step
+from .records import EpochRecord, StepRecord
 
 
 class Log:
@@ -69,7 +69,7 @@ class Log:
             self._file.write(line + "\n")
             self._file.flush()
 
-    def step(self, step: Step) -> None:
+    def step(self, step: StepRecord) -> None:
         """Write the line of a step."""
         seconds = {f"{part}_seconds": value for part, value in step.parts.items()}
         self.write(
@@ -82,7 +82,7 @@ class Log:
             **seconds,
         )
 
-    def epoch(self, epoch: Epoch) -> None:
+    def epoch(self, epoch: EpochRecord) -> None:
         """Write the line of an epoch."""
         self.write(
             "epoch",

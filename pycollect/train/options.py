@@ -11,7 +11,7 @@ from .data import IMAGE_SIZE, NAMES
 from .data.digits import LENET as DIGITS
 from .data.fashion import LENET as FASHION_MNIST
 from .models import MODELS
-from .reduce import REDUCTIONS
+from .reduce import GRADIENT_REDUCTIONS
 
 EPILOG = """\
 The line of an epoch gives the seconds of its training steps (splitting the batch, forward,
@@ -156,7 +156,7 @@ def _add_reduction(p: argparse._ArgumentGroup) -> None:
     how = p.add_mutually_exclusive_group()
     how.add_argument(
         "--reduce",
-        choices=tuple(REDUCTIONS),
+        choices=tuple(GRADIENT_REDUCTIONS),
         default="pycollect",
         help="naive: Dive into Deep Learning's loop over the tensors (default: pycollect)",
     )

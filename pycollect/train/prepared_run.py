@@ -15,9 +15,9 @@ from torch import nn
 from .._version import __version__
 from . import checkpoint
 from .config import Config
-from .data import Data, count, load
+from .data import Data, count, load_dataset
 from .dry_run import SingleValueCheck
-from .loader import Loading
+from .loader import LoaderOptions
 from .models import LeNet
 from .models.lenet import SIZE
 from .settings import Settings, StepOptions, device_list
@@ -89,9 +89,9 @@ class PreparedRun:
             )
 
     @cached_property
-    def loading(self) -> Loading:
+    def loading(self) -> LoaderOptions:
         """The batch options of training."""
-        return Loading(
+        return LoaderOptions(
             self.settings.batch_size,
             seed=self.settings.seed,
             shuffle=self.settings.shuffle,
@@ -195,7 +195,7 @@ def prepare(config: Config, backend: str | None = None) -> tuple[PreparedRun, st
         data, notice = config.data, ""
     else:
         assert source is not None
-        data, notice = load(**source)
+        data, notice = load_dataset(**source)
         source["name"] = data.name if source["name"] == "auto" else source["name"]
     settings = config.settings(data, stored)
     module = config.module(data, settings)

@@ -28,10 +28,10 @@ from .config import Config
 from .interrupt import StopConsensus
 from .log import Log
 from .prepared_run import PreparedRun
-from .report import Report
+from .progress_printer import ProgressPrinter
 from .run_result import RunResult
 from .step_clock import wait_for
-from .trainer import run, start_run, train_epochs
+from .training_loop import run, start_run, train_epochs
 
 T = TypeVar("T")
 # torch's type stubs lack the exports of these two modules.
@@ -175,11 +175,11 @@ def run_rank(prepared: PreparedRun, launch_context: LaunchContext) -> None:
     consensus = StopConsensus(
         launch_context.store, launch_context.rank, launch_context.world, lambda: wait_for([own])
     )
-    run(prepared, Report(quiet=launch_context.rank != 0), consensus)
+    run(prepared, ProgressPrinter(quiet=launch_context.rank != 0), consensus)
     dist.destroy_process_group()
 
 
-def run_spawned(prepared: PreparedRun, backend: str, report: Report) -> RunResult:
+def run_spawned(prepared: PreparedRun, backend: str, report: ProgressPrinter) -> RunResult:
     """Train with one spawned process per rank, each with a share of this process's threads.
 
     Raises ValueError if data or model cannot be pickled for another process.
@@ -221,7 +221,7 @@ def _spawn(arguments: tuple[Any, ...], world: int) -> None:
 
 
 def _spawned(
-    rank: int, prepared: PreparedRun, folder: str, world: int, threads: int, report: Report
+    rank: int, prepared: PreparedRun, folder: str, world: int, threads: int, report: ProgressPrinter
 ) -> None:
     # Kill this process when its parent dies; torch's own choice, SIGINT, is blocked here.
     _mp._prctl_pr_set_pdeathsig(signal.SIGKILL)

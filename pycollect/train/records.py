@@ -19,10 +19,10 @@ PARTS = ("data", *(field.name for field in fields(StepSeconds)))
 
 
 @dataclass(frozen=True)
-class Step:
+class StepRecord:
     """Record of one training step.
 
-    >>> step = Step(1, 1, 64, 2.3, 0.1, StepSeconds(compute=0.5), (32, 32))
+    >>> step = StepRecord(1, 1, 64, 2.3, 0.1, StepSeconds(compute=0.5), (32, 32))
     >>> step.parts["data"], step.parts["compute"]
     (0.1, 0.5)
     """
@@ -42,10 +42,10 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Epoch:
+class EpochRecord:
     """Record of one epoch: seconds without evaluation, mean loss per example, test accuracy 0..1.
 
-    >>> print(Epoch(3, 1.94, 0.4118, 0.8712))
+    >>> print(EpochRecord(3, 1.94, 0.4118, 0.8712))
     epoch 3, time 1.9 sec, loss 0.412, test acc 0.87
     """
 
@@ -62,7 +62,7 @@ class Epoch:
         )
 
 
-def typical(steps: Sequence[Step]) -> dict[str, float]:
+def typical(steps: Sequence[StepRecord]) -> dict[str, float]:
     """Return the median seconds of every part of a step, without the first step if there are more.
 
     The first step includes initialisation: libraries choose kernels and memory is allocated.
@@ -73,15 +73,15 @@ def typical(steps: Sequence[Step]) -> dict[str, float]:
     return {part: median(step.parts[part] for step in counted) for part in PARTS}
 
 
-def mean_loss(steps: Sequence[Step]) -> float:
+def mean_loss(steps: Sequence[StepRecord]) -> float:
     """Return the mean loss per example over the steps."""
     return sum(s.loss * s.examples for s in steps) / sum(s.examples for s in steps)
 
 
-def divergence(steps: Sequence[Step], tensors: Iterable[Tensor]) -> str:
+def divergence(steps: Sequence[StepRecord], tensors: Iterable[Tensor]) -> str:
     """Describe a loss or model that is not finite at the end of a run; "" if both are finite.
 
-    >>> divergence([Step(1, 1, 64, float("nan"), 0.1, StepSeconds(), (64,))], [])
+    >>> divergence([StepRecord(1, 1, 64, float("nan"), 0.1, StepSeconds(), (64,))], [])
     'the loss is nan from step 1 of epoch 1 to the end'
     """
     lost = list(takewhile(lambda step: not isfinite(step.loss), reversed(steps)))
@@ -96,20 +96,20 @@ def divergence(steps: Sequence[Step], tensors: Iterable[Tensor]) -> str:
     return "the model holds numbers that are not finite"
 
 
-def stored(steps: Sequence[Step], epochs: Sequence[Epoch]) -> dict[str, Any]:
+def stored(steps: Sequence[StepRecord], epochs: Sequence[EpochRecord]) -> dict[str, Any]:
     """Return steps and epochs as plain numbers, for a checkpoint."""
     return {"steps": [astuple(step) for step in steps], "epochs": [astuple(e) for e in epochs]}
 
 
-def restored(state: Mapping[str, Any]) -> tuple[list[Step], list[Epoch]]:
+def restored(state: Mapping[str, Any]) -> tuple[list[StepRecord], list[EpochRecord]]:
     """Return the steps and epochs from what `stored` returned.
 
-    >>> steps = [Step(1, 1, 64, 2.3, 0.1, StepSeconds(compute=0.5), (32, 32))]
+    >>> steps = [StepRecord(1, 1, 64, 2.3, 0.1, StepSeconds(compute=0.5), (32, 32))]
     >>> restored(stored(steps, [])) == (steps, [])
     True
     """
     steps = [
-        replace(Step(*step), seconds=StepSeconds(*step[-2]), shares=tuple(step[-1]))
+        replace(StepRecord(*step), seconds=StepSeconds(*step[-2]), shares=tuple(step[-1]))
         for step in state["steps"]
     ]
-    return steps, [Epoch(*epoch) for epoch in state["epochs"]]
+    return steps, [EpochRecord(*epoch) for epoch in state["epochs"]]

@@ -17,10 +17,10 @@ Gradients: TypeAlias = Sequence[Sequence[Tensor]]
 Reduction: TypeAlias = Callable[[Gradients], None]
 
 
-def allreduce(data: Sequence[Tensor]) -> None:
+def naive_all_reduce(data: Sequence[Tensor]) -> None:
     """Sum one tensor per rank as Dive into Deep Learning does: into the first, then copy back.
 
-    >>> data = [torch.ones(2), 2 * torch.ones(2)]; allreduce(data)
+    >>> data = [torch.ones(2), 2 * torch.ones(2)]; naive_all_reduce(data)
     >>> data
     [tensor([3., 3.]), tensor([3., 3.])]
     """
@@ -30,21 +30,21 @@ def allreduce(data: Sequence[Tensor]) -> None:
         data[i][:] = data[0].to(data[i].device)
 
 
-def naive(gradients: Gradients) -> None:
-    """Reduce the gradients one parameter after the other with `allreduce`, the naive loop.
+def reduce_gradients_naive(gradients: Gradients) -> None:
+    """Reduce the gradients one parameter after the other with `naive_all_reduce`.
 
-    >>> g = [[torch.ones(2)], [torch.ones(2)]]; naive(g)
+    >>> g = [[torch.ones(2)], [torch.ones(2)]]; reduce_gradients_naive(g)
     >>> g[1]
     [tensor([2., 2.])]
     """
     for parameter in zip(*gradients, strict=True):
-        allreduce(parameter)
+        naive_all_reduce(parameter)
 
 
-def collective(gradients: Gradients) -> None:
+def reduce_gradients_coalesced(gradients: Gradients) -> None:
     """Reduce all gradients of all ranks in one collective.
 
-    >>> g = [[torch.ones(2)], [torch.ones(2)]]; collective(g)
+    >>> g = [[torch.ones(2)], [torch.ones(2)]]; reduce_gradients_coalesced(g)
     >>> g[1]
     [tensor([2., 2.])]
     """
@@ -54,11 +54,11 @@ def collective(gradients: Gradients) -> None:
 def start(reduction: Reduction, gradients: Gradients) -> pc.Work | None:
     """Start a reduction; return its Work to wait for, or None if it has already finished.
 
-    >>> g = [[torch.ones(2)], [torch.ones(2)]]; work = start(collective, g)
+    >>> g = [[torch.ones(2)], [torch.ones(2)]]; work = start(reduce_gradients_coalesced, g)
     >>> work.wait(); g[1]
     [tensor([2., 2.])]
     """
-    if reduction is collective:
+    if reduction is reduce_gradients_coalesced:
         return pc.all_reduce_coalesced(gradients, async_op=True)
     reduction(gradients)
     return None
@@ -86,4 +86,6 @@ def matching_gradients(parameters: Sequence[Sequence[Tensor]]) -> list[list[Tens
     return gradients
 
 
-REDUCTIONS: Mapping[str, Reduction] = MappingProxyType({"pycollect": collective, "naive": naive})
+GRADIENT_REDUCTIONS: Mapping[str, Reduction] = MappingProxyType(
+    {"pycollect": reduce_gradients_coalesced, "naive": reduce_gradients_naive}
+)

@@ -27,7 +27,7 @@ from .evaluation import accuracy
 from .lockstep import lockstep
 from .losses import Loss, check_reduction, check_scalar, summed_cross_entropy
 from .optimizers import MakeOptimizer, check_step
-from .reduce import Reduction, collective, matching_gradients
+from .reduce import Reduction, matching_gradients, reduce_gradients_coalesced
 from .replication import replicate_module
 from .settings import StepOptions
 from .shares import check_strict, microbatches, scatter, shares_of
@@ -58,7 +58,7 @@ class Replicas:
         *,
         optimizer: MakeOptimizer,
         loss: Loss = summed_cross_entropy,
-        reduction: Reduction = collective,
+        reduction: Reduction = reduce_gradients_coalesced,
         options: StepOptions | None = None,
     ) -> None:
         check_reduction(loss)

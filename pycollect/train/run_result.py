@@ -7,7 +7,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from .records import PARTS, Epoch, Step, divergence, typical
+from .records import PARTS, EpochRecord, StepRecord, divergence, typical
 from .settings import Settings, device_list
 
 
@@ -27,8 +27,8 @@ class RunResult:
 
     name: str  # of the gradient reduction
     settings: Settings
-    epochs: Sequence[Epoch]
-    steps: Sequence[Step]
+    epochs: Sequence[EpochRecord]
+    steps: Sequence[StepRecord]
     modules: Sequence[nn.Module]  # the trained replicas of this process, in rank order
     first_batch: float | None = None  # seconds from the start to the end of the first step
 

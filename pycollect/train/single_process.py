@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .checkpoint import generators, set_generators
 from .data import Examples
 from .engine import optimizer_of
-from .loader import Batch, Loader, Loading
+from .loader import Batch, Loader, LoaderOptions
 from .reduce import Reduction
 from .replicas import Replicas
 from .settings import Settings, StepOptions
@@ -56,7 +56,7 @@ class SingleProcessEngine:
         """The replicas, in rank order."""
         return self.replicas.modules
 
-    def loader(self, examples: Examples, loading: Loading, *, ahead: bool = True) -> Loader:
+    def loader(self, examples: Examples, loading: LoaderOptions, *, ahead: bool = True) -> Loader:
         """Return a loader of whole batches, which copies shards ahead if the shares are known."""
         unknown = not ahead or self.auto is not None or self._capture is not None
         shares = None if unknown else partial(shares_of, weights=self._weights)

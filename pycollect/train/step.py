@@ -13,7 +13,7 @@ from torch import Tensor
 
 import pycollect as pc
 
-from .reduce import Reduction, collective
+from .reduce import Reduction, reduce_gradients_coalesced
 from .shares import split_batch
 
 Model: TypeAlias = Callable[[Tensor, Sequence[Tensor]], Tensor]
@@ -26,15 +26,17 @@ def get_params(params: Sequence[Tensor], device: torch.device | str) -> list[Ten
     >>> get_params([torch.ones(2)], "cpu")[0].grad
     tensor([0., 0.])
     """
-    return replicate(params, [torch.device(device)])[0]
+    return replicate_params(params, [torch.device(device)])[0]
 
 
-def replicate(params: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
+def replicate_params(
+    params: Sequence[Tensor], devices: Sequence[torch.device]
+) -> list[list[Tensor]]:
     """Copy the parameters once for every rank and attach gradients, which start as zeros.
 
     A device may occur several times; each rank still has its own memory.
 
-    >>> len(replicate([torch.ones(2)], [torch.device("cpu")] * 3))
+    >>> len(replicate_params([torch.ones(2)], [torch.device("cpu")] * 3))
     3
     """
     with torch.no_grad():
@@ -62,7 +64,7 @@ def gradients(params: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradients of one replica; ValueError if a parameter has none attached."""
     grads = [param.grad for param in params if param.grad is not None]
     if len(grads) != len(params):
-        raise ValueError("a parameter has no gradient: make the replicas with replicate()")
+        raise ValueError("a parameter has no gradient: make the replicas with replicate_params()")
     return grads
 
 
@@ -84,7 +86,7 @@ def train_batch(
     lr: float,
     *,
     model: Model,
-    reduction: Reduction = collective,
+    reduction: Reduction = reduce_gradients_coalesced,
 ) -> list[Tensor]:
     """Train every replica on its shard of one batch; return each rank's summed loss.
 
@@ -92,7 +94,7 @@ def train_batch(
     equal. Raises ValueError if X and y differ in length.
 
     >>> from pycollect.train import init_lenet, lenet
-    >>> replicas = replicate(init_lenet(), [torch.device("cpu")] * 2)
+    >>> replicas = replicate_params(init_lenet(), [torch.device("cpu")] * 2)
     >>> X, y = torch.rand(3, 1, 28, 28), torch.tensor([1, 2, 3])
     >>> len(train_batch(X, y, replicas, 0.1, model=lenet))
     2

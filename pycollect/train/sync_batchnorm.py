@@ -23,7 +23,7 @@ from .batch_statistics import (
     normalize,
     statistics,
 )
-from .lockstep import ranks_in_lockstep, synchronize
+from .lockstep import lockstep_exchange, ranks_in_lockstep
 
 _DIMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
 _merge_in_process = partial(merge, ranks=OneProcessRanks())
@@ -72,7 +72,7 @@ class SyncBatchNorm(_BatchNorm):
                 f"{self.path}: batch normalisation over {self.ranks} ranks was called {where}; "
                 f"call all {self.ranks} replicas through pycollect.train.lockstep"
             )
-        return synchronize(here, _merge_in_process, self.path)
+        return lockstep_exchange(here, _merge_in_process, self.path)
 
     @torch.no_grad()
     def _update(self, whole: Statistics) -> None:

@@ -11,7 +11,7 @@ from . import records
 from .engine import Engine
 from .loader import Batch
 from .log import Log
-from .records import Epoch, Step, mean_loss
+from .records import EpochRecord, StepRecord, mean_loss
 from .run_result import RunResult
 from .settings import Settings
 from .step_clock import wait_for
@@ -29,16 +29,16 @@ class TrainingRun:
     engine: Engine
     log: Log
     started: float = field(default_factory=time.perf_counter)  # before the replicas are created
-    steps: list[Step] = field(default_factory=list)
-    epochs: list[Epoch] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    epochs: list[EpochRecord] = field(default_factory=list)
     first_batch: float | None = None  # seconds from the start to the end of the first step
-    _unread: list[tuple[Step, Sequence[Tensor]]] = field(default_factory=list)
+    _unread: list[tuple[StepRecord, Sequence[Tensor]]] = field(default_factory=list)
 
     def step(self, batch: Batch, epoch: int, number: int) -> None:
         """Train on one batch and record the times; the loss is read later."""
         losses = self.engine.step(batch)
         unknown = float("nan")
-        step = Step(
+        step = StepRecord(
             epoch,
             number,
             batch.examples,
@@ -78,7 +78,7 @@ class TrainingRun:
         seconds = sum(step.seconds.total for step in steps) + tail
         waited = sum(step.waited for step in steps)
         accuracy = self.engine.evaluate(test)
-        self.epochs.append(Epoch(number, seconds, mean_loss(steps), accuracy, waited))
+        self.epochs.append(EpochRecord(number, seconds, mean_loss(steps), accuracy, waited))
         self.log.epoch(self.epochs[-1])
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,5 +105,5 @@ class TrainingRun:
         epoch = len(self.epochs) + 1
         return epoch, sum(step.epoch == epoch for step in (*self.steps, *self._unread_steps()))
 
-    def _unread_steps(self) -> list[Step]:
+    def _unread_steps(self) -> list[StepRecord]:
         return [step for step, _ in self._unread]

@@ -1,13 +1,13 @@
 // Available memory under the limits of control groups: in made-up folders of version 1 and 2 and,
 // where permitted, in a real group, which kills processes that exceed its limit.
-#include "../../csrc/shm/available_memory.h"
+#include "../../csrc/group/available_memory.h"
 
 #include <fstream>
 
-#include "../../csrc/shm/segment.h"
+#include "../../csrc/group/segment.h"
 #include "group_ranks.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
 constexpr std::size_t kMiB = 1 << 20;
@@ -112,10 +112,10 @@ void throws_before_the_oom_killer() {
 }
 
 }  // namespace
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc
 
 int main() {
-  using namespace pycollect::shm;
+  using namespace pycollect::ipc;
   reads_cgroup_v2();
   reads_cgroup_v1();
   throws_before_the_oom_killer();

@@ -9,8 +9,8 @@ flags=(-std=c++20 -Wall -Wextra -ffp-contract=off -pthread "$@")
 mkdir -p "$folder"
 cd "$root"
 
-sources=("$main" csrc/plan/*.cpp csrc/algorithms/*.cpp csrc/cpu/*.cpp csrc/bootstrap/*.cpp csrc/shm/*.cpp
-  csrc/transport/*.cpp csrc/p2p/*.cpp csrc/sim/races.cpp)
+sources=("$main" csrc/plan/*.cpp csrc/algorithms/*.cpp csrc/cpu/*.cpp csrc/bootstrap/*.cpp csrc/group/*.cpp
+  csrc/transport/*.cpp csrc/send_recv/*.cpp csrc/analysis/races.cpp)
 
 is_current() {  # object, dependency file: is the object newer than every file it depends on?
   [[ -f $1 && -f $2 ]] || return 1

@@ -12,7 +12,7 @@
 #include "../../csrc/transport/call_buffers.h"
 #include "../../csrc/transport/shm_transport.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 
 using Bytes = std::vector<std::byte>;
 
@@ -76,7 +76,7 @@ inline std::size_t sum(const Sizes& s) {
 
 // Block sizes of a rank's call buffers.
 struct Blocks {
-  Sizes in, out;            // as in Request; empty: the rank has no such buffer
+  Sizes in, out;            // as in CollectiveRequest; empty: the rank has no such buffer
   Sizes full_in, full_out;  // as in Offsets: one entry per rank
 };
 
@@ -206,4 +206,4 @@ class Picker {
   uint64_t seed_;
 };
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

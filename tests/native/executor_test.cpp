@@ -14,7 +14,7 @@
 #include "random_plans.h"
 #include "stores.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
 using namespace std::chrono_literals;
@@ -39,7 +39,7 @@ struct Member {
                            for (int64_t at = 0; at < size; at += grain)
                              body(at, std::min(size, at + grain));
                          }};
-  void run(const Request& request) { shm::run(transport, request, call++, soon()); }
+  void run(const CollectiveRequest& request) { ipc::run(transport, request, call++, soon()); }
 };
 
 // Memory of one call buffer: spread over tensors that are not adjacent, or in the symmetric heap.
@@ -84,15 +84,15 @@ Plan seeded_plan(const AlgorithmParams& params) {
   return random_plan(params.world, kSeed);
 }
 template <int... kSeed>
-std::vector<Register> register_random_plans(std::integer_sequence<int, kSeed...>) {
+std::vector<RegisterAlgorithm> register_random_plans(std::integer_sequence<int, kSeed...>) {
   static const std::array names{text("random_plan", kSeed)...};
-  return {Register({.name = names[kSeed].c_str(),
-                    .collective = Collective::all_reduce,
-                    .make = seeded_plan<kSeed>,
-                    .cost = "",
-                    .order = Order::other})...};
+  return {RegisterAlgorithm({.name = names[kSeed].c_str(),
+                             .collective = Collective::all_reduce,
+                             .make = seeded_plan<kSeed>,
+                             .cost = "",
+                             .order = Order::other})...};
 }
-const std::vector<Register> kRandomPlans =
+const std::vector<RegisterAlgorithm> kRandomPlans =
     register_random_plans(std::make_integer_sequence<int, 60>());
 
 // Returns the reference algorithm. If the case names none, any algorithm that keeps the contract
@@ -119,7 +119,7 @@ bool is_possible(const Case& c, int world) {
 }
 
 // Puts the buffer of one block inside the other buffer, as torch's callers do, where possible.
-bool place_within(Request& request, Rank r, const Bytes& input) {
+bool place_within(CollectiveRequest& request, Rank r, const Bytes& input) {
   const bool out = output_of(request.collective, false) == BlockContent::own_block;
   CallBuffer &own = out ? request.output : request.input,
              &all = out ? request.input : request.output;
@@ -140,16 +140,16 @@ void run_case(Member& me, const Case& c) {
   const Bytes input = make_input(c, r, world);
   TestBuffer in(me.group, c, input, b.in, 0),
       out(me.group, c, initial_output(c, r, world), b.out, kArena / 2);
-  Request request{.collective = c.collective,
-                  .dtype = c.dtype,
-                  .op = c.op,
-                  .root = c.root,
-                  .algorithm = c.algorithm,
-                  .in_place = c.in_place,
-                  .input = in.buffer(),
-                  .output = c.in_place ? CallBuffer{} : out.buffer(),
-                  .irregular = c.irregular,
-                  .tensors = static_cast<uint64_t>(c.tensors)};
+  CollectiveRequest request{.collective = c.collective,
+                            .dtype = c.dtype,
+                            .op = c.op,
+                            .root = c.root,
+                            .algorithm = c.algorithm,
+                            .in_place = c.in_place,
+                            .input = in.buffer(),
+                            .output = c.in_place ? CallBuffer{} : out.buffer(),
+                            .irregular = c.irregular,
+                            .tensors = static_cast<uint64_t>(c.tensors)};
   const bool within = c.within && place_within(request, r, input);
   me.run(request);
   const Outcome want = expected(c, chosen(c), world);
@@ -172,8 +172,8 @@ void run_cases(Member& me, int cases, uint64_t seed) {
 
 #include "refusals.h"
 
-Settings settings(std::size_t buffer_bytes, std::shared_ptr<Segment> segment) {
-  Settings s;
+GroupSettings settings(std::size_t buffer_bytes, std::shared_ptr<Segment> segment) {
+  GroupSettings s;
   s.buffer_bytes = buffer_bytes;
   s.symmetric_heap_bytes = kArena;
   s.timeout = 60s;
@@ -186,7 +186,7 @@ void commit_arena(Group& group) {
 }
 
 std::size_t total_bytes(int world, std::size_t buffer_bytes) {
-  return Layout({world, buffer_bytes, 0, kArena}).total;
+  return SegmentLayout({world, buffer_bytes, 0, kArena}).total;
 }
 
 template <class F>
@@ -258,7 +258,7 @@ void test(int cases, const std::vector<int>& worlds, bool forks) {
   }
 }
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc
 
 int main(int argc, char** argv) {
   const int cases = argc > 1 ? std::atoi(argv[1]) : 300;
@@ -266,5 +266,5 @@ int main(int argc, char** argv) {
   for (int i = 2; i < argc; ++i) worlds.push_back(std::atoi(argv[i]));
   if (worlds.empty()) worlds = {1, 2, 3, 4, 5, 8};
   const bool forks = std::getenv("NO_FORK") == nullptr;  // ThreadSanitizer does not follow forks
-  pycollect::shm::test(cases, worlds, forks);
+  pycollect::ipc::test(cases, worlds, forks);
 }

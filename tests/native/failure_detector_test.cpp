@@ -10,7 +10,7 @@
 #include "../../csrc/bootstrap/fd_server.h"
 #include "group_ranks.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
 // A control block that is shared with forked children.
@@ -255,10 +255,10 @@ void handles_no_signals() {
 }
 
 }  // namespace
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc
 
 int main() {
-  using namespace pycollect::shm;
+  using namespace pycollect::ipc;
   absent_rank_is_not_dead();
   may_be_polled_by_many_threads();
   if (std::getenv("NO_FORK") == nullptr) {

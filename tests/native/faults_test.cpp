@@ -4,7 +4,7 @@
 
 #include "group_ranks.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
 const uint64_t kGoal = at_run(5) + 1;
@@ -57,7 +57,7 @@ void detects_deaths() {
 }
 
 void names_late_ranks() {
-  Settings settings = quick_settings();
+  GroupSettings settings = quick_settings();
   const auto ends = run(4, settings, [](RankContext& me) {
     Group group(me.store, me.rank, me.world, me.settings);
     const OpContext now = me.context(300ms);
@@ -192,8 +192,8 @@ void rejects_forked_children() {
 // Ranks that are threads in one mapping, where a sanitizer sees their accesses.
 void works_between_threads() {
   constexpr int kWorld = 3;
-  Settings settings = quick_settings();
-  settings.segment = Segment::create(Layout({kWorld, settings.buffer_bytes, 0, 0}).total);
+  GroupSettings settings = quick_settings();
+  settings.segment = Segment::create(SegmentLayout({kWorld, settings.buffer_bytes, 0, 0}).total);
   MapStore store;
   std::vector<std::jthread> team;
   for (Rank me = 0; me < kWorld; ++me)
@@ -224,11 +224,11 @@ void works_between_threads() {
 }
 
 }  // namespace
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc
 
 // Usage: faults_test [number of tests]. One is enough for a sanitizer, which sees one process only.
 int main(int argc, char** argv) {
-  using namespace pycollect::shm;
+  using namespace pycollect::ipc;
   int remaining = argc > 1 ? std::atoi(argv[1]) : 1000;
   const std::pair<const char*, void (*)()> tests[] = {
       {"works between threads", works_between_threads},

@@ -6,7 +6,7 @@
 
 #include "group_ranks.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
 using Microseconds = std::chrono::duration<double, std::micro>;
@@ -19,7 +19,7 @@ double median(std::vector<double> values) {
 // Rank 0's median of `times` values, each of a new group: from `body`, or the construction time.
 double measure(int world, int times, const std::function<double(Group&)>& body) {
   const TemporaryFolder folder;
-  Settings settings = quick_settings();
+  GroupSettings settings = quick_settings();
   settings.buffer_bytes = 512 << 10;
   settings.symmetric_heap_bytes = std::size_t{32} << 30;
   const auto ends = run(world, settings, [&](RankContext& me) {
@@ -77,16 +77,16 @@ void print(const char* what, int world, double microseconds) {
 }
 
 }  // namespace
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc
 
 int main() {
-  using namespace pycollect::shm;
+  using namespace pycollect::ipc;
   for (int world : {2, 4, 8}) print("make a group", world, measure(world, 15, {}));
   for (int world : {2, 4, 8}) print("exchange", world, measure(world, 1, time_exchange));
   print("wake-up after 20 ms", 2, measure(2, 1, time_wake));
   const pid_t busy = fork();
   if (busy == 0)
-    for (;;) pycollect::shm::pause();
+    for (;;) pycollect::ipc::pause();
   for (int world : {2, 4, 8})
     print("exchange beside a busy process", world, measure(world, 1, time_exchange));
   kill(busy, SIGKILL);

@@ -9,10 +9,10 @@
 #include <functional>
 #include <source_location>
 
-#include "../../csrc/shm/group.h"
+#include "../../csrc/group/group.h"
 #include "stores.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 
 using namespace std::chrono_literals;
 namespace fs = std::filesystem;
@@ -72,7 +72,7 @@ struct RankContext {
   Rank rank;
   int world;
   Store& store;
-  Settings settings;
+  GroupSettings settings;
   OpContext context(std::chrono::milliseconds timeout) const {
     return {"all_reduce", 17, Clock::now() + timeout};
   }
@@ -110,7 +110,7 @@ inline std::string refusal(const std::function<void()>& body) {
 }
 
 [[noreturn]] inline void run_rank(Rank rank, int world, const std::string& folder,
-                                  const Settings& settings, const Body& body) {
+                                  const GroupSettings& settings, const Body& body) {
   alarm(120);  // ends a rank that hangs; no test takes that long
   FileStore store(folder);
   RankContext me{rank, world, store, settings};
@@ -118,7 +118,7 @@ inline std::string refusal(const std::function<void()>& body) {
   _exit(0);
 }
 
-inline std::vector<RankExit> run(int world, const Settings& settings, const Body& body) {
+inline std::vector<RankExit> run(int world, const GroupSettings& settings, const Body& body) {
   const TemporaryFolder folder;
   FileStore store(folder.path());
   const auto begin = Clock::now();
@@ -143,8 +143,8 @@ inline int count_entries(const char* folder) {
   return std::distance(fs::directory_iterator(folder), fs::directory_iterator());
 }
 
-inline Settings quick_settings() {
-  Settings settings;
+inline GroupSettings quick_settings() {
+  GroupSettings settings;
   settings.buffer_bytes = 4096;
   settings.timeout = 20s;
   return settings;
@@ -175,4 +175,4 @@ inline std::string join_and_exchange(RankContext& me) {
   return exchange_rounds(group, 50);
 }
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

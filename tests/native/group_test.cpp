@@ -5,7 +5,7 @@
 #include "../../csrc/bootstrap/fd_server.h"
 #include "group_ranks.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
 void ranks_exchange() {
@@ -107,7 +107,7 @@ void verifies_same_memory() {
       if (me.rank != 1 || key != "hello/0") return value;
       PeerInfo it = PeerInfo::decode(value);
       const auto other = Segment::create(1 << 20);
-      it.ticket = fd_server.offer(Descriptor(dup(other->descriptor())));
+      it.ticket = fd_server.offer(UniqueFd(dup(other->descriptor())));
       return it.encode();
     });
     RankContext elsewhere{me.rank, me.world, store, me.settings};
@@ -137,10 +137,10 @@ void leaks_nothing(int cycles) {
 }
 
 }  // namespace
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc
 
 int main(int argc, char** argv) {
-  using namespace pycollect::shm;
+  using namespace pycollect::ipc;
   const int cycles = argc > 1 ? std::atoi(argv[1]) : 100;
   const std::pair<const char*, std::function<void()>> tests[] = {
       {"ranks exchange", ranks_exchange},

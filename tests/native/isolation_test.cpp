@@ -12,13 +12,13 @@
 #include "../../csrc/bootstrap/fd_server.h"
 #include "group_ranks.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
 constexpr uid_t kNobody = 65534, kSomebody = 65533;
 
 // Runs two ranks, each after `prepare` has changed its user or namespaces; returns how they ended.
-std::vector<RankExit> run_prepared(const Settings& settings,
+std::vector<RankExit> run_prepared(const GroupSettings& settings,
                                    const std::function<bool(Rank)>& prepare) {
   return run(2, settings, [&](RankContext& me) {
     if (!prepare(me.rank)) return text("cannot prepare the rank: ", std::strerror(errno));
@@ -96,7 +96,7 @@ void works_in_user_namespaces() {
 }
 
 void names_networks() {
-  Settings settings = quick_settings();
+  GroupSettings settings = quick_settings();
   settings.timeout = 3s;
   const auto ends = run(4, settings, [](RankContext& me) {
     if (me.rank > 1 && unshare(CLONE_NEWNET) != 0) return std::string("cannot prepare the rank");
@@ -182,7 +182,7 @@ void accepts_real_and_effective_user() {
   const auto ends = run(1, quick_settings(), [](RankContext&) {
     if (setresuid(kNobody, 0, 0) != 0) return std::string("cannot become another user");
     FdServer fd_server;
-    fetch(fd_server.offer(Descriptor(dup(STDERR_FILENO))));
+    fetch(fd_server.offer(UniqueFd(dup(STDERR_FILENO))));
     return std::string("right");
   });
   expect_equal(ends[0].result, "right");
@@ -190,7 +190,7 @@ void accepts_real_and_effective_user() {
 
 void names_fd_server_of_other_user() {
   FdServer fd_server;
-  const auto ticket = fd_server.offer(Descriptor(dup(STDERR_FILENO)));
+  const auto ticket = fd_server.offer(UniqueFd(dup(STDERR_FILENO)));
   const auto ends = run(1, quick_settings(), [&](RankContext&) {
     return attempt([&] {
       if (!switch_user(kNobody)) return "cannot become another user";
@@ -202,10 +202,10 @@ void names_fd_server_of_other_user() {
 }
 
 }  // namespace
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc
 
 int main() {
-  using namespace pycollect::shm;
+  using namespace pycollect::ipc;
   if (geteuid() != 0)
     return std::puts("isolation_test: SKIPPED: no right to become another user"), 0;
   const std::pair<const char*, void (*)()> tests[] = {

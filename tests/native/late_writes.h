@@ -7,7 +7,7 @@ constexpr std::size_t kLateArena = 64 << 20;
 struct HeapTensor {
   float* at;
   std::size_t count;
-  Request all_reduce() const {
+  CollectiveRequest all_reduce() const {
     return {.collective = Collective::all_reduce,
             .dtype = DType::f32,
             .in_place = true,
@@ -26,9 +26,9 @@ HeapTensor make_heap_tensor(Group& group, std::size_t count) {
 template <class F>
 std::array<std::string, 2> run_late(F&& body) {
   MapStore store;
-  Settings settings = pycollect::shm::settings(4096, nullptr);
+  GroupSettings settings = pycollect::ipc::settings(4096, nullptr);
   settings.symmetric_heap_bytes = kLateArena;
-  settings.segment = Segment::create(Layout({2, 4096, 0, kLateArena}).total);
+  settings.segment = Segment::create(SegmentLayout({2, 4096, 0, kLateArena}).total);
   std::array<std::unique_ptr<Group>, 2> groups;
   std::array<std::string, 2> messages;
   const auto both = [](auto&& f) {
@@ -82,7 +82,7 @@ void run_impossible_offset() {
   constexpr std::size_t kCount = 1 << 20;
   const auto messages = run_late([&](Group& group) {
     const HeapTensor mine = make_heap_tensor(group, kCount);
-    const Request request = mine.all_reduce();
+    const CollectiveRequest request = mine.all_reduce();
     if (group.rank() == 0) {
       ShmTransport transport(group, {});
       return run(transport, request, 0, soon());

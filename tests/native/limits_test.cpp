@@ -10,20 +10,21 @@
 
 #include "group_ranks.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
 void refuses_excessive_sizes() {
-  for (std::size_t Settings::* size :
-       {&Settings::buffer_bytes, &Settings::mailbox_bytes, &Settings::symmetric_heap_bytes})
+  for (std::size_t GroupSettings::* size :
+       {&GroupSettings::buffer_bytes, &GroupSettings::mailbox_bytes,
+        &GroupSettings::symmetric_heap_bytes})
     for (const std::size_t bytes : {kMostBytes + 1, std::size_t{1} << 63, ~std::size_t{0}}) {
-      Settings settings = quick_settings();
+      GroupSettings settings = quick_settings();
       settings.*size = bytes;
       MapStore store;
       const std::string message = refusal([&] { Group(store, 0, 1, settings); });
       expect(contains(message, text("_bytes is ", bytes, "; it must be at most ")), message);
     }
-  Settings settings = quick_settings();
+  GroupSettings settings = quick_settings();
   settings.symmetric_heap_bytes = kMostBytes;
   MapStore store;
   const std::string message = refusal([&] { Group(store, 0, 1, settings); });
@@ -33,7 +34,7 @@ void refuses_excessive_sizes() {
 // Timeouts that are longer than the clock can represent never expire.
 void accepts_huge_timeouts() {
   for (const auto timeout : {std::chrono::milliseconds::max(), 300ms * 1000 * 3600 * 24 * 366}) {
-    Settings settings = quick_settings();
+    GroupSettings settings = quick_settings();
     settings.timeout = timeout;
     const auto ends = run(2, settings, [](RankContext& me) {
       if (me.rank == 1) std::this_thread::sleep_for(100ms);
@@ -94,10 +95,10 @@ void reports_missing_robust_lists() {
 }
 
 }  // namespace
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc
 
 int main() {
-  using namespace pycollect::shm;
+  using namespace pycollect::ipc;
   refuses_excessive_sizes();
   accepts_huge_timeouts();
   restores_the_signal_mask();

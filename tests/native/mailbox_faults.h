@@ -4,7 +4,7 @@
 
 #include "mailbox_ranks.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 
 template <class F>
 std::string refusal(const F& call) {
@@ -200,4 +200,4 @@ inline void progress_despite_stalled_peer(const Member& m) {
   for (const Bytes& it : got) check(m.rank != 0 || it == pattern(n, 1));
 }
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

@@ -5,7 +5,7 @@
 
 #include "mailbox_ranks.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 
 inline std::atomic<bool> stopped{false}, has_stopped{false};
 
@@ -82,4 +82,4 @@ inline void message_deep_in_the_ring(const Member& m) {
   check(word == 1);
 }
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

@@ -1,10 +1,10 @@
 // Invalid records from a peer: they cause no access outside rings and buffers, the rank that reads
 // one throws, and the group is aborted.
 #pragma once
-#include "../../csrc/p2p/mail_area.h"
+#include "../../csrc/send_recv/mail_area.h"
 #include "mailbox_ranks.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 
 inline void expect_aborted(const Member& m, const TransferPtr& transfer) {
   try {
@@ -58,4 +58,4 @@ inline const std::vector<Body> kInvalidRecords = {
     invalid_fragment,
 };
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

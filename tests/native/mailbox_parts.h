@@ -2,7 +2,7 @@
 #pragma once
 #include "mailbox_faults.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 
 inline constexpr std::size_t kPartlyBytes = (3 << 20) + 5;
 
@@ -88,4 +88,4 @@ inline void invalid_parts(const Member& m) {
   m.wait(sent), m.wait(received);
 }
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

@@ -8,7 +8,7 @@
 
 #include "mailbox_ranks.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 
 struct Message {
   Rank from = 0, to = 0;
@@ -108,4 +108,4 @@ class Program {
 
 inline void run_program(const Member& member, uint64_t seed) { Program(member, seed).run(); }
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

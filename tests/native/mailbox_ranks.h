@@ -12,10 +12,10 @@
 #include <random>
 #include <source_location>
 
-#include "../../csrc/p2p/mailbox.h"
+#include "../../csrc/send_recv/mailbox.h"
 #include "stores.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 
 inline void check(bool ok, const std::string& what = "",
                   std::source_location at = std::source_location::current()) {
@@ -54,15 +54,15 @@ inline Envelope envelope(std::size_t bytes, uint32_t tag = 0, uint8_t dtype = 1)
   return {bytes, dtype, tag};
 }
 
-inline Settings mailbox_settings(int world) {
-  Settings settings;
+inline GroupSettings mailbox_settings(int world) {
+  GroupSettings settings;
   settings.buffer_bytes = 64;
   settings.mailbox_bytes = Mailbox::bytes(world);
   settings.timeout = std::chrono::seconds(60);
   return settings;
 }
 
-inline void run_rank(Store& store, Rank rank, const Settings& settings, int world,
+inline void run_rank(Store& store, Rank rank, const GroupSettings& settings, int world,
                      const Body& body) {
   Group group(store, rank, world, settings);
   Mailbox box(group);
@@ -70,8 +70,8 @@ inline void run_rank(Store& store, Rank rank, const Settings& settings, int worl
 }
 
 inline void run_threads(int world, const Body& body) {
-  Settings settings = mailbox_settings(world);
-  const Layout layout({world, settings.buffer_bytes, settings.mailbox_bytes, 0});
+  GroupSettings settings = mailbox_settings(world);
+  const SegmentLayout layout({world, settings.buffer_bytes, settings.mailbox_bytes, 0});
   settings.segment = Segment::create(layout.total);
   MapStore store;
   std::vector<std::exception_ptr> errors(world);
@@ -121,4 +121,4 @@ inline void run_processes(int world, const Body& body, Rank killed = -1) {
   if (!ok) throw std::logic_error("a rank failed");
 }
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

@@ -10,7 +10,7 @@
 #include "mailbox_programs.h"
 #include "mailbox_ranks.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
 void both_send_first(const Member& m) {
@@ -256,10 +256,10 @@ void run(const Case& it) {
 }
 
 }  // namespace
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc
 
 int main(int argc, char** argv) {
-  using namespace pycollect::shm;
+  using namespace pycollect::ipc;
   const int programs = argc > 1 ? std::atoi(argv[1]) : 12;
   run({"both send first", 2, both_send_first});
   run({"other tag first", 2, other_tag_first});

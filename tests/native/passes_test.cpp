@@ -7,11 +7,11 @@
 #include <functional>
 #include <string>
 
+#include "../../csrc/analysis/races.h"
 #include "../../csrc/plan/error.h"
-#include "../../csrc/plan/order.h"
 #include "../../csrc/plan/program.h"
 #include "../../csrc/plan/registry.h"
-#include "../../csrc/sim/races.h"
+#include "../../csrc/plan/verify.h"
 #include "random_plans.h"
 
 namespace pycollect {
@@ -24,7 +24,7 @@ void expect(bool ok, const std::string& why) {
 }
 
 struct Open {
-  bool input, output, multicast = false;
+  bool input, output, push_to_all = false;
 };
 constexpr Open kShut{false, false},
     kOpens[]{kShut, {true, false}, {false, true}, {true, true}, {true, true, true}};
@@ -45,7 +45,7 @@ void check_reach(const Plan& plan, const Open& open, const std::string& what) {
 // Replays three runs in a row, each on its own chunks of the call buffers and in two alternate
 // staging buffers. Only the executor's rule orders them: a rank begins a run when every rank has
 // finished the run before the previous one.
-Replay replay_runs(const Plan& plan, bool in_place, bool rule) {
+RaceReport replay_runs(const Plan& plan, bool in_place, bool rule) {
   constexpr int kRuns = 3;
   const Program single = lower(plan, in_place, LevelPolicy::any, kInOutBuffers);
   Plan all{plan.world, kRuns * plan.chunks};
@@ -69,13 +69,14 @@ Replay replay_runs(const Plan& plan, bool in_place, bool rule) {
           program[r][before].waits.push_back({other, static_cast<int>(single[other].size())});
     }
   }
-  return replay(all, program, in_place);
+  return find_races(all, program, in_place);
 }
 
 void check_runs(const Plan& plan, bool in_place, const std::string& what) {
-  const Replay one = replay(plan, lower(plan, in_place, LevelPolicy::any, kInOutBuffers), in_place);
+  const RaceReport one =
+      find_races(plan, lower(plan, in_place, LevelPolicy::any, kInOutBuffers), in_place);
   expect(one.defect.empty(), what + ": " + one.defect);
-  const Replay three = replay_runs(plan, in_place, true);
+  const RaceReport three = replay_runs(plan, in_place, true);
   expect(three.defect.empty(), what + ", three runs: " + three.defect);
 }
 
@@ -99,7 +100,7 @@ void check_registry(int most) {
                                           open.input ? " in" : "", open.output ? " out" : "");
             const Plan plain = a({world, root, 3});
             const Plan made =
-                for_processes(plain, in_place, open.input, open.output, open.multicast);
+                for_processes(plain, in_place, open.input, open.output, open.push_to_all);
             const Verification was = verify(a.collective, plain, root, in_place);
             const Verification is = verify(a.collective, made, root, in_place);
             expect(is.right(), what + ": " + is.defect);
@@ -153,7 +154,7 @@ void check_random(int most) {
         Plan made{1, 1};
         try {
           check(plain, in_place);
-          made = for_processes(plain, in_place, open.input, open.output, open.multicast);
+          made = for_processes(plain, in_place, open.input, open.output, open.push_to_all);
         } catch (const std::invalid_argument&) {
           continue;  // needs more host memory than one rank has, or is invalid in place
         }

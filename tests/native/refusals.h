@@ -10,7 +10,7 @@ struct Buffers {
   }
 };
 
-Request all_reduce_of(Buffers& b, std::size_t n) {
+CollectiveRequest all_reduce_of(Buffers& b, std::size_t n) {
   return {.collective = Collective::all_reduce,
           .dtype = DType::f32,
           .input = b.buffer(false, {n}),
@@ -29,10 +29,10 @@ std::string refusal(F&& f) {
 }
 
 // `change` changes the last rank's request; every rank's message must contain `expected`.
-void expect_mismatch(Member& me, const std::function<void(Request&, Buffers&)>& change,
+void expect_mismatch(Member& me, const std::function<void(CollectiveRequest&, Buffers&)>& change,
                      const std::string& expected) {
   Buffers b;
-  Request request = all_reduce_of(b, 100);
+  CollectiveRequest request = all_reduce_of(b, 100);
   const bool last = me.group.rank() == me.group.world() - 1;
   if (last) change(request, b);
   const std::string message = refusal([&] { me.run(request); });
@@ -48,27 +48,34 @@ void expect_mismatch(Member& me, const std::function<void(Request&, Buffers&)>& 
 void run_differences(Member& me) {
   const std::string last = text("rank ", me.group.world() - 1, " ");
   expect_mismatch(
-      me, [](Request& r, Buffers& b) { r = all_reduce_of(b, 99); },
+      me, [](CollectiveRequest& r, Buffers& b) { r = all_reduce_of(b, 99); },
       last + "called all_reduce of 99 float32, op sum, rank 0 called all_reduce of 100 float32");
   expect_mismatch(
-      me, [](Request& r, Buffers&) { r.dtype = DType::i32; },
+      me, [](CollectiveRequest& r, Buffers&) { r.dtype = DType::i32; },
       last + "called all_reduce of 100 int32");
-  expect_mismatch(me, [](Request& r, Buffers&) { r.op = ReduceOp::max; }, "op max, rank 0 called");
   expect_mismatch(
-      me, [](Request& r, Buffers&) { r.collective = Collective::broadcast; },
+      me, [](CollectiveRequest& r, Buffers&) { r.op = ReduceOp::max; }, "op max, rank 0 called");
+  expect_mismatch(
+      me, [](CollectiveRequest& r, Buffers&) { r.collective = Collective::broadcast; },
       "called broadcast of 100 float32, root 0");
   expect_mismatch(
-      me, [](Request& r, Buffers&) { r = {.collective = Collective::barrier, .tensors = 0}; },
+      me,
+      [](CollectiveRequest& r, Buffers&) { r = {.collective = Collective::barrier, .tensors = 0}; },
       last + "called barrier, rank 0 called all_reduce");
   expect_mismatch(
-      me, [](Request& r, Buffers&) { r.algorithm = "chain"; }, "with different algorithms");
-  expect_mismatch(me, [](Request& r, Buffers&) { r.tensors = 7; }, "in 7 tensors, rank 0 called");
+      me, [](CollectiveRequest& r, Buffers&) { r.algorithm = "chain"; },
+      "with different algorithms");
   expect_mismatch(
-      me, [](Request& r, Buffers&) { r.op = ReduceOp::bor; }, "bor is not defined for float32");
+      me, [](CollectiveRequest& r, Buffers&) { r.tensors = 7; }, "in 7 tensors, rank 0 called");
   expect_mismatch(
-      me, [](Request& r, Buffers&) { r.algorithm = "none"; }, "there is no all_reduce algorithm");
+      me, [](CollectiveRequest& r, Buffers&) { r.op = ReduceOp::bor; },
+      "bor is not defined for float32");
   expect_mismatch(
-      me, [](Request& r, Buffers& b) { r.output = b.buffer(true, {7}); }, "the output has 7");
+      me, [](CollectiveRequest& r, Buffers&) { r.algorithm = "none"; },
+      "there is no all_reduce algorithm");
+  expect_mismatch(
+      me, [](CollectiveRequest& r, Buffers& b) { r.output = b.buffer(true, {7}); },
+      "the output has 7");
 }
 
 // Several refusals in a row, also by rank 0; the other ranks' messages name the refusing rank.
@@ -93,11 +100,11 @@ void run_different_blocks(Member& me) {
   Buffers b;
   Sizes sent(world, 3), received(world, 3);
   if (me.group.rank() == 1) received[0] = 4;
-  Request request{.collective = Collective::all_to_all,
-                  .dtype = DType::f32,
-                  .input = b.buffer(false, sent),
-                  .output = b.buffer(true, received),
-                  .irregular = true};
+  CollectiveRequest request{.collective = Collective::all_to_all,
+                            .dtype = DType::f32,
+                            .input = b.buffer(false, sent),
+                            .output = b.buffer(true, received),
+                            .irregular = true};
   const std::string message = refusal([&] { me.run(request); });
   expect(message == "all_to_all: rank 0 sends 3 elements to rank 1, which has room for 4", message);
   Sizes blocks(world, 5);

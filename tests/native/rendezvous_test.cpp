@@ -5,11 +5,11 @@
 
 #include "group_ranks.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
 void names_missing_ranks() {
-  Settings settings = quick_settings();
+  GroupSettings settings = quick_settings();
   settings.timeout = 400ms;
   for (const bool first : {false, true}) {
     const auto ends = run(4, settings, [=](RankContext& me) {
@@ -26,7 +26,7 @@ void names_missing_ranks() {
 
 // A rank that begins later fails together with the first one, with the same message.
 void names_missing_ranks_to_all() {
-  Settings settings = quick_settings();
+  GroupSettings settings = quick_settings();
   settings.timeout = 1s;
   const auto ends = run(3, settings, [](RankContext& me) {
     std::this_thread::sleep_for(me.rank * 400ms);
@@ -117,7 +117,7 @@ void lets_ranks_leave_early() {
 
 // A stopped rank 0 does not answer fetches, and is not dead: the others wait until the timeout.
 void waits_for_stopped_rank() {
-  Settings settings = quick_settings();
+  GroupSettings settings = quick_settings();
   settings.timeout = 600ms;
   for (const bool goes_on : {false, true}) {
     const TemporaryFolder folder;
@@ -139,7 +139,7 @@ void waits_for_stopped_rank() {
 // The others end in time, at whatever moment one rank is killed.
 void ends_after_any_kill(int times) {
   std::mt19937 random(1);
-  Settings settings = quick_settings();
+  GroupSettings settings = quick_settings();
   settings.timeout = 300ms;
   for (int i = 0; i < times; ++i) {
     const int64_t after = random() % 6000;
@@ -165,10 +165,10 @@ void ends_after_any_kill(int times) {
 }
 
 }  // namespace
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc
 
 int main(int argc, char** argv) {
-  using namespace pycollect::shm;
+  using namespace pycollect::ipc;
   const int times = argc > 1 ? std::atoi(argv[1]) : 100;
   const std::pair<const char*, std::function<void()>> tests[] = {
       {"names missing ranks", names_missing_ranks},

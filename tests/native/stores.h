@@ -11,7 +11,7 @@
 #include "../../csrc/bootstrap/store.h"
 #include "../../csrc/plan/error.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 
 class MapStore final : public Store {
  public:
@@ -63,4 +63,4 @@ class FileStore final : public Store {
   std::filesystem::path folder_;
 };
 
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc

@@ -1,6 +1,6 @@
 // The allocator of the symmetric heap: blocks do not overlap, memory is committed and decommitted,
 // and a forked child can neither allocate nor free.
-#include "../../csrc/shm/symmetric_heap.h"
+#include "../../csrc/group/symmetric_heap.h"
 
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -12,14 +12,14 @@
 
 #include "group_ranks.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
 constexpr std::size_t kMiB = 1 << 20;
 
 std::unique_ptr<Group> make_group(std::size_t symmetric_heap_bytes) {
   MapStore store;
-  Settings settings = quick_settings();
+  GroupSettings settings = quick_settings();
   settings.symmetric_heap_bytes = symmetric_heap_bytes;
   return std::make_unique<Group>(store, 0, 1, settings);
 }
@@ -184,10 +184,10 @@ void default_size_fits_address_space() {
 }
 
 }  // namespace
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc
 
 int main() {
-  using namespace pycollect::shm;
+  using namespace pycollect::ipc;
   blocks_do_not_overlap();
   reuses_memory();
   decommits_free_memory();

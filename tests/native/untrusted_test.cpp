@@ -7,11 +7,11 @@
 
 #include "../../csrc/bootstrap/fd_server.h"
 #include "../../csrc/bootstrap/unix_socket.h"
-#include "../../csrc/shm/abort_state.h"
+#include "../../csrc/group/abort_state.h"
 #include "../../csrc/transport/agreement.h"
 #include "group_ranks.h"
 
-namespace pycollect::shm {
+namespace pycollect::ipc {
 namespace {
 
 constexpr uid_t kNobody = 65534;
@@ -56,19 +56,19 @@ std::string name_of(const FdServer::FdTicket& ticket) {
 // Impersonates an fd server: passes each client to the next of `answers`.
 class FakeFdServer {
  public:
-  using Answer = std::function<void(const Descriptor& client)>;
+  using Answer = std::function<void(const UniqueFd& client)>;
   explicit FakeFdServer(std::vector<Answer> answers)
       : socket_(make_socket(SOCK_SEQPACKET, name_of(ticket))) {
     expect(listen(socket_.get(), 9) == 0, "listen");
     thread_ = std::jthread([this, answers = std::move(answers)] {
       for (const Answer& answer : answers)
-        answer(Descriptor(accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC)));
+        answer(UniqueFd(accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC)));
     });
   }
   const FdServer::FdTicket ticket{random_number(), 7};
 
  private:
-  Descriptor socket_;
+  UniqueFd socket_;
   std::jthread thread_;
 };
 
@@ -76,7 +76,7 @@ void closes_surplus_descriptors() {
   for (const int count : {1, 2, 3, 9}) {
     const int before = count_entries("/proc/self/fd");
     {
-      const FakeFdServer fake_server({[=](const Descriptor& client) {
+      const FakeFdServer fake_server({[=](const UniqueFd& client) {
         receive_fd(client.get(), 0);
         send_many(client.get(), 7, count);
       }});
@@ -89,7 +89,7 @@ void closes_surplus_descriptors() {
 
 // A fetch refuses the fd server of another user, even one with the right name and number.
 void rejects_fd_server_of_other_user() {
-  FakeFdServer fake_server({[&](const Descriptor& client) {
+  FakeFdServer fake_server({[&](const UniqueFd& client) {
     receive_fd(client.get(), 0);
     send_fd(client.get(), 7, STDERR_FILENO);
   }});
@@ -118,7 +118,7 @@ void exchange_with_changed_record(
 
 // Silent clients occupy all places of rank 0's fd server.
 void exchanges_despite_silent_clients() {
-  std::vector<Descriptor> silent;
+  std::vector<UniqueFd> silent;
   exchange_with_changed_record([&](const std::string& record) {
     const SocketName address(name_of(PeerInfo::decode(record).ticket));
     while (silent.size() < 150) {
@@ -136,11 +136,11 @@ void exchanges_after_disconnects() {
     if (fake_server) return record;
     PeerInfo it = PeerInfo::decode(record);
     const FdServer::FdTicket real = it.ticket;
-    const auto answer = [=](const Descriptor& client) {
+    const auto answer = [=](const UniqueFd& client) {
       receive_fd(client.get(), 0);
       send_fd(client.get(), 7, fetch(real).get());
     };
-    const auto disconnect = [](const Descriptor&) {};
+    const auto disconnect = [](const UniqueFd&) {};
     it.ticket =
         fake_server.emplace(std::vector<FakeFdServer::Answer>{disconnect, disconnect, answer})
             .ticket;
@@ -152,12 +152,12 @@ void exchanges_after_disconnects() {
 void detects_closed_fd_server() {
   for (int i = 0; i < 300; ++i) {
     const FdServer::FdTicket ticket{random_number(), 7};
-    Descriptor socket = make_socket(SOCK_SEQPACKET, name_of(ticket));
+    UniqueFd socket = make_socket(SOCK_SEQPACKET, name_of(ticket));
     expect(listen(socket.get(), 9) == 0, "listen");
     std::jthread owner([&] {
       pollfd polled = {socket.get(), POLLIN, 0};
       while (poll(&polled, 1, 0) == 0) continue;  // closes as soon as the client connects
-      socket = Descriptor();
+      socket = UniqueFd();
     });
     const std::string message = refusal([&] { fetch(ticket, deadline_after(5s)); });
     expect(contains(message, "cannot reach") && contains(message, "Connection refused"), message);
@@ -167,7 +167,7 @@ void detects_closed_fd_server() {
 // The fd server does not answer, while a profiler's signals keep interrupting the wait for it.
 void keeps_deadline_despite_signals() {
   std::atomic<bool> over{false};
-  const FakeFdServer fake_server({[&](const Descriptor&) {
+  const FakeFdServer fake_server({[&](const UniqueFd&) {
     for (const auto begin = Clock::now(); !over && Clock::now() - begin < 5s;)
       std::this_thread::sleep_for(1ms);
   }});
@@ -188,9 +188,9 @@ void keeps_deadline_despite_signals() {
 // The fd server answers despite many silent clients, and clients that send more than a request.
 void answers_despite_silent_clients() {
   FdServer fd_server;
-  const auto ticket = fd_server.offer(Descriptor(dup(STDERR_FILENO)));
+  const auto ticket = fd_server.offer(UniqueFd(dup(STDERR_FILENO)));
   const SocketName address(name_of(ticket));
-  std::vector<Descriptor> silent;
+  std::vector<UniqueFd> silent;
   for (int i = 0; i < 20; ++i) {
     silent.push_back(make_socket(SOCK_SEQPACKET));
     expect(connect(silent.back().get(), address.get(), address.bytes) == 0, "connect");
@@ -206,14 +206,14 @@ void answers_despite_silent_clients() {
 
 void refuses_other_users() {
   FdServer fd_server;
-  const auto ticket = fd_server.offer(Descriptor(dup(STDERR_FILENO)));
+  const auto ticket = fd_server.offer(UniqueFd(dup(STDERR_FILENO)));
   as_another_user([&] { _exit(refusal([&] { fetch(ticket); }) == "nothing" ? 1 : 0); });
   expect(static_cast<bool>(fetch(ticket)), "nothing was fetched");
 }
 
 // Strings of a rank without a terminator, before memory that is not zero.
 void reads_unterminated_strings_within_bounds() {
-  Settings settings = quick_settings();
+  GroupSettings settings = quick_settings();
   MapStore store;
   Group group(store, 0, 1, settings);
   const CallFingerprint refused{.call = 1, .fingerprint = {.flags = Fingerprint::refused}};
@@ -243,7 +243,7 @@ void names_unknown_values_by_number() {
     Group group(me.store, me.rank, me.world, me.settings);
     const CallFingerprint mine{
         .call = 1, .fingerprint = {.fingerprint_hash = 1 + static_cast<uint64_t>(me.rank)}};
-    const Request request{.collective = Collective::all_reduce};
+    const CollectiveRequest request{.collective = Collective::all_reduce};
     publish(group, mine, &request);
     FingerprintDetails& d = group.fingerprint_details(me.rank, 1);
     d.collective = me.rank == 0 ? 0 : 200, d.dtype = 201, d.op = 202;
@@ -258,10 +258,10 @@ void names_unknown_values_by_number() {
 }
 
 }  // namespace
-}  // namespace pycollect::shm
+}  // namespace pycollect::ipc
 
 int main() {
-  using namespace pycollect::shm;
+  using namespace pycollect::ipc;
   closes_surplus_descriptors();
   rejects_fd_server_of_other_user();
   exchanges_despite_silent_clients();

@@ -22,7 +22,7 @@ from torch import Tensor
 from pycollect._timing import Effort, Sampler, Timing, interleave, median_ratio, ratios
 from pycollect.train.models import MODELS
 from pycollect.train.optimizers import sgd_optimizer
-from pycollect.train.reduce import REDUCTIONS
+from pycollect.train.reduce import GRADIENT_REDUCTIONS
 from pycollect.train.replicas import Replicas
 from pycollect.train.settings import StepOptions
 
@@ -120,7 +120,7 @@ def _in_process(
         MODELS[case.model](),
         devices,
         optimizer=sgd_optimizer(LR),
-        reduction=REDUCTIONS[reduction],
+        reduction=GRADIENT_REDUCTIONS[reduction],
         options=options,
     )
     X, y = case.examples()

@@ -18,7 +18,7 @@ import torch
 from pycollect._timing import Effort, Sampler, Timing, host_time, interleave
 from pycollect.train.data.examples import Examples
 from pycollect.train.data.folder import scan
-from pycollect.train.loader import Loader, Loading
+from pycollect.train.loader import Loader, LoaderOptions
 from pycollect.train.models import LeNet
 from pycollect.train.optimizers import sgd_optimizer
 from pycollect.train.replicas import Replicas
@@ -84,7 +84,7 @@ def _files(examples: int) -> Iterator[Examples]:
 
 
 def _sampler(
-    examples: Examples, loading: Loading, devices: Sequence[torch.device], waits: list[float]
+    examples: Examples, loading: LoaderOptions, devices: Sequence[torch.device], waits: list[float]
 ) -> Sampler:
     """Return a sampler of epochs on these devices, which appends waiting times to `waits`."""
     replicas = Replicas(
@@ -112,7 +112,7 @@ def measure_loading(devices: Sequence[torch.device], batch: int, effort: Effort)
 
     def enter(kind: str, examples: Examples) -> None:
         for prefetch in (0, AHEAD):
-            loading, label = Loading(batch, prefetch=prefetch), name(kind, prefetch)
+            loading, label = LoaderOptions(batch, prefetch=prefetch), name(kind, prefetch)
             waits[label] = []
             samplers[label] = _sampler(examples, loading, devices, waits[label])
 

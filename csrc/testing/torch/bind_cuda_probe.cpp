@@ -1,4 +1,4 @@
-// Runs the device's kernels on host memory: the same tables and functions, one thread after
+// Runs the device's kernels on host memory: the same arguments and functions, one thread after
 // another. Every access is checked for alignment, as on a device, and recorded. Not covered: the
 // device's inline loads and stores, its fp16 conversions, and timing.
 #include <c10/util/Half.h>
@@ -12,8 +12,8 @@
 
 #include "../../cuda/copy.h"
 #include "../../cuda/fold.h"
-#include "../../cuda/pack.h"
-#include "../../plan/names.h"
+#include "../../cuda/split_launch.h"
+#include "../../plan/find_name.h"
 #include "bind.h"
 
 namespace pycollect {
@@ -56,7 +56,7 @@ struct Watched {
   }
 };
 
-using Run = void (*)(const TableHead&, const uint64_t* words, ThreadId, const Watched&);
+using Run = void (*)(const ArgsHead&, const uint64_t* words, ThreadId, const Watched&);
 
 Run find_run(KernelKind kind, DType dtype, ReduceOp op) {
   if (kind == KernelKind::copy) return &run_copies<Watched>;
@@ -87,23 +87,23 @@ std::size_t widest(const std::vector<WatchedAccess>& accesses) {
   return result;
 }
 
-py::dict run(const Launch& launch, const Packed& packed) {
+py::dict run(const Launch& launch, const KernelLaunch& packed) {
   const Run body = find_run(packed.kind, launch.dtype, launch.op);
   std::vector<WatchedAccess> loads, stores;
   std::vector<std::size_t> moved;  // [block]
   for (uint32_t block = 0; block < packed.blocks; ++block) {
     const std::size_t before = loads.size() + stores.size();
     for (uint32_t thread = 0; thread < kThreads; ++thread)
-      body(packed.table.head, packed.table.words, {block, packed.blocks, thread},
+      body(packed.args.head, packed.args.words, {block, packed.blocks, thread},
            Watched{loads, stores});
     moved.push_back(loads.size() + stores.size() - before);
   }
   py::dict result;
   result["kind"] = packed.kind == KernelKind::copy ? "copy" : "fold";
-  result["rows"] = packed.table.head.rows;
-  result["table_bytes"] = packed.bytes;
-  const uint16_t guard = packed.table.head.guard;
-  result["guard"] = guard == 0 ? 0 : packed.table.words[guard];
+  result["works"] = packed.args.head.works;
+  result["args_bytes"] = packed.bytes;
+  const uint16_t guard = packed.args.head.guard;
+  result["guard"] = guard == 0 ? 0 : packed.args.words[guard];
   result["accesses"] = moved;
   result["widest_load"] = widest(loads);
   result["widest_store"] = widest(stores);
@@ -123,27 +123,27 @@ std::vector<std::byte*> pointers(const std::vector<std::uintptr_t>& addresses) {
 
 using Addresses = std::vector<std::uintptr_t>;
 using Pitches = std::vector<std::ptrdiff_t>;
-using LaunchRow =
+using LaunchWorkTuple =
     std::tuple<Addresses, Addresses, Pitches, Pitches, std::size_t, std::size_t, bool>;
 
-// Runs the rows, and returns for each launch how it accessed memory: see pycollect/_testing.pyi.
-std::vector<py::dict> emulate_launch(const std::vector<LaunchRow>& rows, const std::string& dtype,
-                                     const std::string& op, int world, int multiprocessors,
-                                     std::size_t table_bytes, const std::array<uint8_t, 6>& float8,
-                                     std::uintptr_t guard) {
+// Runs the works, and returns for each launch how it accessed memory: see pycollect/_testing.pyi.
+std::vector<py::dict> emulate_launch(const std::vector<LaunchWorkTuple>& works,
+                                     const std::string& dtype, const std::string& op, int world,
+                                     int multiprocessors, std::size_t args_bytes,
+                                     const std::array<uint8_t, 6>& float8, std::uintptr_t guard) {
   Launch launch{{},
                 static_cast<DType>(find_name("dtype", dtype, kDTypeNames)),
                 static_cast<ReduceOp>(find_name("op", op, kReduceOpNames)),
                 {.world = world, .float8 = std::bit_cast<Float8Rounding>(float8)},
                 reinterpret_cast<const std::byte*>(guard)};
-  for (const auto& [dsts, srcs, dst_pitches, src_pitches, count, lines, finishes] : rows)
-    launch.rows.push_back(
+  for (const auto& [dsts, srcs, dst_pitches, src_pitches, count, lines, finishes] : works)
+    launch.works.push_back(
         {pointers(dsts), pointers(srcs), dst_pitches, src_pitches, count, lines, finishes});
-  require(table_bytes <= sizeof(LargeTable), "table_bytes is ", table_bytes, "; pass at most ",
-          sizeof(LargeTable));
+  require(args_bytes <= sizeof(LargeKernelArgs), "args_bytes is ", args_bytes, "; pass at most ",
+          sizeof(LargeKernelArgs));
   std::vector<py::dict> launches;
-  for_each_table(launch, {multiprocessors, table_bytes},
-                 [&](const Packed& packed) { launches.push_back(run(launch, packed)); });
+  split_launch(launch, {multiprocessors, args_bytes},
+               [&](const KernelLaunch& packed) { launches.push_back(run(launch, packed)); });
   return launches;
 }
 
@@ -152,8 +152,8 @@ std::vector<py::dict> emulate_launch(const std::vector<LaunchRow>& rows, const s
 
 void bind_cuda_probe(pybind11::module_& m) {
   using namespace cuda;
-  m.def("emulate_launch", &emulate_launch, py::arg("rows"), py::arg("dtype"), py::arg("op"),
-        py::arg("world"), py::arg("multiprocessors"), py::arg("table_bytes"), py::arg("float8"),
+  m.def("emulate_launch", &emulate_launch, py::arg("works"), py::arg("dtype"), py::arg("op"),
+        py::arg("world"), py::arg("multiprocessors"), py::arg("args_bytes"), py::arg("float8"),
         py::arg("guard") = 0);
 }
 

@@ -4,7 +4,7 @@
 
 #include <array>
 
-#include "../../plan/names.h"
+#include "../../plan/find_name.h"
 #include "../../torch/c10d/options.h"
 #include "bind.h"
 #include "emulated_torch.h"
@@ -13,19 +13,20 @@ namespace pycollect {
 namespace cuda {
 namespace {
 
-using RowTuple = std::tuple<std::vector<uintptr_t>, std::vector<uintptr_t>, std::size_t>;
+using WorkTuple = std::tuple<std::vector<uintptr_t>, std::vector<uintptr_t>, std::size_t>;
 const auto kFree = py::call_guard<py::gil_scoped_release>();
 
-Launch launch_of(const std::vector<RowTuple>& rows) {
+Launch launch_of(const std::vector<WorkTuple>& works) {
   auto pointers = [](const std::vector<uintptr_t>& at) {
     std::vector<std::byte*> all;
     for (uintptr_t p : at) all.push_back(reinterpret_cast<std::byte*>(p));
     return all;
   };
   Launch launch{{}, DType::u8, ReduceOp::sum, {}};
-  for (const auto& [dsts, srcs, count] : rows)
-    launch.rows.push_back({pointers(dsts), pointers(srcs), std::vector<std::ptrdiff_t>(dsts.size()),
-                           std::vector<std::ptrdiff_t>(srcs.size()), count});
+  for (const auto& [dsts, srcs, count] : works)
+    launch.works.push_back({pointers(dsts), pointers(srcs),
+                            std::vector<std::ptrdiff_t>(dsts.size()),
+                            std::vector<std::ptrdiff_t>(srcs.size()), count});
   return launch;
 }
 
@@ -65,7 +66,7 @@ void bind_api(py::module_& m) {
           },
           py::arg("kind"), py::arg("device"), py::arg("bytes"))
       .def("launch", [](Emulator& c, Stream s,
-                        const std::vector<RowTuple>& rows) { c.launch(s, launch_of(rows)); })
+                        const std::vector<WorkTuple>& works) { c.launch(s, launch_of(works)); })
       .def("copy", &copy_bytes, py::arg("stream"), py::arg("dst"), py::arg("src"), py::arg("bytes"))
       .def("is_capturing", &Emulator::is_capturing)
       .def("synchronize", py::overload_cast<Stream>(&Emulator::synchronize))

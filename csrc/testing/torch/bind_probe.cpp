@@ -20,18 +20,18 @@ void copy_rows(const at::Tensor& dst, const at::Tensor& src, std::size_t bytes, 
 using TicketTuple = std::pair<uint64_t, uint64_t>;
 
 int fetch_descriptor(const TicketTuple& ticket) {
-  return shm::fetch({ticket.first, ticket.second}).release();
+  return ipc::fetch({ticket.first, ticket.second}).release();
 }
 
 void bind_fd_server(py::module_& m) {
-  using shm::FdServer;
+  using ipc::FdServer;
   const auto free = py::call_guard<py::gil_scoped_release>();
   py::class_<FdServer>(m, "FdServer")
       .def(py::init<>())
       .def(
           "offer",  // takes ownership of the descriptor
           [](FdServer& fd_server, int descriptor) {
-            const auto [name, number] = fd_server.offer(shm::Descriptor(descriptor));
+            const auto [name, number] = fd_server.offer(ipc::UniqueFd(descriptor));
             return TicketTuple{name, number};
           },
           py::arg("descriptor"), free)

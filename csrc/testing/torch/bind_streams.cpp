@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "../../cuda/peers.h"
-#include "../../plan/names.h"
+#include "../../analysis/predict.h"
+#include "../../cuda/peer_access.h"
+#include "../../plan/find_name.h"
 #include "../../plan/stage.h"
-#include "../../sim/predict.h"
 #include "../../torch/bind_plan.h"
 #include "../emulated_run.h"
 #include "bind.h"
@@ -36,10 +36,11 @@ py::list tuples_of(const Schedule& schedule) {
   return all;
 }
 
-StreamMap stream_map_of(const std::vector<StreamIdsTuple>& stream_ids, int streams, int hub) {
-  StreamMap at{{}, streams, hub};
-  for (const auto& [caller, worker, sender, receiver] : stream_ids)
-    at.stream_ids.push_back({caller, worker, sender, receiver});
+StreamMap stream_map_of(const std::vector<StreamIdsTuple>& stream_ids, int streams,
+                        int join_stream) {
+  StreamMap at{{}, streams, join_stream};
+  for (const auto& [caller, worker, d2h, h2d] : stream_ids)
+    at.stream_ids.push_back({caller, worker, d2h, h2d});
   return at;
 }
 
@@ -49,19 +50,19 @@ Workers workers_of(const std::string& name) {
 }
 
 auto emulated_run(const Plan& plan, bool in_place, const std::vector<Device>& devices,
-                  const std::string& pace, bool callers_apart, const std::string& workers,
-                  bool copy_streams, bool hub, bool peers, bool host_waits, int pieces,
+                  const std::string& level_policy, bool callers_apart, const std::string& workers,
+                  bool copy_streams, bool join_stream, bool peers, bool host_waits, int pieces,
                   const std::string& dtype, const std::string& op, int bindings,
                   const EmulatedRun* machine_of, std::pair<std::size_t, int> ring) {
   return std::make_unique<EmulatedRun>(
       TestCase{.plan = plan,
                .in_place = in_place,
-               .pace = pace_of(pace),
+               .level_policy = level_policy_of(level_policy),
                .devices = devices,
                .callers_apart = callers_apart,
                .workers = workers_of(workers),
                .copy_streams = copy_streams,
-               .hub = hub,
+               .join_stream = join_stream,
                .host_waits = host_waits,
                .peers = peers,
                .pieces = pieces,
@@ -89,11 +90,12 @@ std::vector<int> redundant_waits(const EmulatedRun& r) {
 void bind_emulated_run(py::module_& m) {
   py::class_<EmulatedRun>(m, "EmulatedRun")
       .def(py::init(&emulated_run), py::arg("plan"), py::arg("in_place"), py::arg("devices"),
-           py::kw_only(), py::arg("pace") = "any", py::arg("callers_apart") = false,
-           py::arg("workers") = "devices", py::arg("copy_streams") = false, py::arg("hub") = false,
-           py::arg("peers") = true, py::arg("host_waits") = true, py::arg("pieces") = 1,
-           py::arg("dtype") = "float32", py::arg("op") = "sum", py::arg("bindings") = 1,
-           py::arg("machine_of") = nullptr, py::arg("ring") = std::pair<std::size_t, int>(256, 3))
+           py::kw_only(), py::arg("level_policy") = "any", py::arg("callers_apart") = false,
+           py::arg("workers") = "devices", py::arg("copy_streams") = false,
+           py::arg("join_stream") = false, py::arg("peers") = true, py::arg("host_waits") = true,
+           py::arg("pieces") = 1, py::arg("dtype") = "float32", py::arg("op") = "sum",
+           py::arg("bindings") = 1, py::arg("machine_of") = nullptr,
+           py::arg("ring") = std::pair<std::size_t, int>(256, 3))
       .def("run", &EmulatedRun::run, py::arg("calls") = 1, py::arg("capture") = false)
       .def("fail_call", &EmulatedRun::fail_call, py::arg("after"))
       .def(
@@ -124,15 +126,16 @@ void bind_emulated_run(py::module_& m) {
 }
 
 void bind_peers(py::module_& m) {
-  py::class_<Peers>(m, "Peers")
+  py::class_<PeerAccessCache>(m, "PeerAccessCache")
       .def(py::init([](std::function<bool(Device, Device)> query,
                        std::function<std::string(Device, Device)> test,
                        std::function<void(const std::string&)> warn) {
-             return std::make_unique<Peers>(
-                 Peers::Callbacks{std::move(query), std::move(test), std::move(warn)});
+             return std::make_unique<PeerAccessCache>(
+                 PeerAccessCache::Callbacks{std::move(query), std::move(test), std::move(warn)});
            }),
            py::arg("query"), py::arg("test"), py::arg("warn"))
-      .def("works", [](Peers& p, Device from, Device to) { return p.access(from, to).works(); });
+      .def("works",
+           [](PeerAccessCache& p, Device from, Device to) { return p.access(from, to).works(); });
 }
 
 }  // namespace
@@ -152,25 +155,26 @@ void bind_streams(pybind11::module_& m) {
       py::arg("pieces") = 1);
   m.def(
       "schedule",
-      [](const Plan& plan, bool in_place, const std::string& pace,
-         const std::vector<StreamIdsTuple>& stream_ids, int streams, int hub) {
-        return tuples_of(schedule(compile(plan, in_place, pace_of(pace)),
-                                  stream_map_of(stream_ids, streams, hub)));
+      [](const Plan& plan, bool in_place, const std::string& level_policy,
+         const std::vector<StreamIdsTuple>& stream_ids, int streams, int join_stream) {
+        return tuples_of(schedule(compile(plan, in_place, level_policy_of(level_policy)),
+                                  stream_map_of(stream_ids, streams, join_stream)));
       },
-      py::arg("plan"), py::arg("in_place"), py::arg("pace"), py::arg("stream_ids"),
-      py::arg("streams"), py::arg("hub") = kNoHub);
+      py::arg("plan"), py::arg("in_place"), py::arg("level_policy"), py::arg("stream_ids"),
+      py::arg("streams"), py::arg("join_stream") = kNoJoinStream);
   m.def(
       "predict_streams",
-      [](const Plan& plan, bool in_place, const std::string& pace,
-         const std::vector<StreamIdsTuple>& stream_ids, int streams, int hub,
+      [](const Plan& plan, bool in_place, const std::string& level_policy,
+         const std::vector<StreamIdsTuple>& stream_ids, int streams, int join_stream,
          const std::vector<int>& devices, double bytes, const std::array<double, 5>& model) {
         const auto [alpha, port, memory, bridge, host] = model;
-        return predict(compile(plan, in_place, pace_of(pace)),
-                       stream_map_of(stream_ids, streams, hub), devices, bytes,
+        return predict(compile(plan, in_place, level_policy_of(level_policy)),
+                       stream_map_of(stream_ids, streams, join_stream), devices, bytes,
                        {alpha, port, memory, bridge, host});
       },
-      py::arg("plan"), py::arg("in_place"), py::arg("pace"), py::arg("stream_ids"),
-      py::arg("streams"), py::arg("hub"), py::arg("devices"), py::arg("bytes"), py::arg("model"));
+      py::arg("plan"), py::arg("in_place"), py::arg("level_policy"), py::arg("stream_ids"),
+      py::arg("streams"), py::arg("join_stream"), py::arg("devices"), py::arg("bytes"),
+      py::arg("model"));
 }
 
 }  // namespace pycollect

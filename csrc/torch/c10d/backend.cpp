@@ -17,22 +17,22 @@ constexpr std::chrono::seconds kPollInterval{1};  // arbitrary: the call has a t
 // The bytes of a staging buffer are a multiple of this, so that any kernel access is aligned.
 constexpr std::size_t kAlign = 128;
 
-shm::Settings settings_of(const Options& o, int world) {
+ipc::GroupSettings settings_of(const Options& o, int world) {
   return {.name = o.group_name.empty() ? "default" : o.group_name,
           .timeout = o.timeout,
           .buffer_bytes = o.buffer_bytes,
-          .mailbox_bytes = shm::Mailbox::bytes(world),
+          .mailbox_bytes = ipc::Mailbox::bytes(world),
           .symmetric_heap_bytes =
-              o.symmetric_heap_bytes.value_or(shm::SymmetricHeap::default_bytes(world)),
+              o.symmetric_heap_bytes.value_or(ipc::SymmetricHeap::default_bytes(world)),
           .signal_pad_bytes = cuda_ipc::SignalPad::bytes(world),
           .common_settings = text(" cuda_buffer_bytes=", o.cuda_buffer_bytes,
                                   " cuda_transport=", o.cuda_transport)};
 }
 
-std::shared_ptr<shm::Group> make_group(const StorePtr& store, GroupRank me,
+std::shared_ptr<ipc::Group> make_group(const StorePtr& store, GroupRank me,
                                        const Options& options) {
-  TorchStore bootstrap(store, me.rank, shm::deadline_after(options.timeout));
-  return std::make_shared<shm::Group>(bootstrap, me.rank, me.world, settings_of(options, me.world));
+  TorchStore bootstrap(store, me.rank, ipc::deadline_after(options.timeout));
+  return std::make_shared<ipc::Group>(bootstrap, me.rank, me.world, settings_of(options, me.world));
 }
 
 }  // namespace
@@ -42,7 +42,7 @@ Backend::Backend(const StorePtr& store, GroupRank me, OptionsPtr options)
       me_(me),
       options_(std::move(options)),
       selector_(std::make_shared<TransportSelector>(
-          std::make_shared<GroupDevices>(options_->torch ? options_->torch : torch_runtime()),
+          std::make_shared<DeviceOps>(options_->torch ? options_->torch : torch_runtime()),
           TransportSelector::TransportSettings{
               options_->cuda_transport,
               options_->cuda_buffer_bytes / kStagingBuffers / kAlign * kAlign})),
@@ -57,7 +57,7 @@ Backend::Backend(const StorePtr& store, GroupRank me, OptionsPtr options)
   register_backend();
 }
 
-std::shared_ptr<shm::Group> Backend::group() const {
+std::shared_ptr<ipc::Group> Backend::group() const {
   const std::lock_guard lock(state_mutex_);
   return group_;
 }
@@ -103,7 +103,7 @@ c10d::ErrorType Backend::getError() {
   const auto group = this->group();
   if (!group) return c10d::ErrorType::SUCCESS;
   try {
-    group->require_healthy({"get_error", calls_, shm::Clock::now()});
+    group->require_healthy({"get_error", calls_, ipc::Clock::now()});
     return c10d::ErrorType::SUCCESS;
   } catch (const Timeout&) {
     return c10d::ErrorType::TIMEOUT;
@@ -143,12 +143,12 @@ void Backend::rendezvous(const Call& before, at::Device device) {
             .name = before.name,
             .timeout = before.timeout,
             .requests = {{.collective = before.collective, .tensors = 0, .on_gpus = true}},
-            .then = [selector = selector_, group = group(), device](const shm::OpContext& context) {
+            .then = [selector = selector_, group = group(), device](const ipc::OpContext& context) {
               selector->rendezvous(group, device, context);
             }};
   // Not wait(), which runs queued calls on this thread: their callbacks may call rendezvous(), too.
   const auto work = queue_->push(std::move(call));
-  while (!queue_->wait_until(*work, shm::Clock::now() + kPollInterval)) {
+  while (!queue_->wait_until(*work, ipc::Clock::now() + kPollInterval)) {
   }
   if (const auto error = work->exception()) std::rethrow_exception(error);
 }

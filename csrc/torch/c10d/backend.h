@@ -27,7 +27,7 @@ bool close_groups();
 // Methods that are `virtual` here instead of `override` exist only in some versions of torch.
 class Backend final : public c10d::Backend {
  public:
-  // Returns once all ranks share memory. Throws what the constructor of shm::Group throws.
+  // Returns once all ranks share memory. Throws what the constructor of ipc::Group throws.
   Backend(const StorePtr& store, GroupRank me, OptionsPtr options);
   ~Backend() override;
 
@@ -129,21 +129,21 @@ class Backend final : public c10d::Backend {
                    c10::function_ref<Messages::P2POp()> op);
   std::vector<WorkPtr> post(const std::vector<CoalescedList::CoalescedMessage>& list);
   std::shared_ptr<Messages> messages(const char* name) const;
-  std::shared_ptr<shm::Group> group() const;
+  std::shared_ptr<ipc::Group> group() const;
   friend bool close_groups();
   void register_backend();
   // Returns the first device error that was reported to no caller, or null.
-  std::exception_ptr close(shm::Deadline deadline);
+  std::exception_ptr close(ipc::Deadline deadline);
 
   const GroupRank me_;
   const OptionsPtr options_;
   const std::shared_ptr<TransportSelector> selector_;
-  const ForkGuard fork_guard_;
+  const ipc::ForkGuard fork_guard_;
   std::atomic<int64_t> timeout_ms_;
   std::atomic<uint64_t> calls_{0};
 
   mutable std::mutex state_mutex_;  // guards group_, messages_ and allocator_, which close() resets
-  std::shared_ptr<shm::Group> group_;
+  std::shared_ptr<ipc::Group> group_;
   std::shared_ptr<Messages> messages_;
   std::shared_ptr<SymmetricAllocator> allocator_;
   std::shared_ptr<CallQueue> queue_;

@@ -6,9 +6,9 @@
 
 #include <algorithm>
 
+#include "../../group/hasher.h"
 #include "../../plan/error.h"
-#include "../../shm/hasher.h"
-#include "../float8.h"
+#include "../float8_rounding.h"
 #include "../threads.h"
 
 namespace pycollect::dist {
@@ -21,7 +21,8 @@ std::byte* address(const at::Tensor& t, bool writes) {
 
 }  // namespace
 
-bool check_operand(const at::Tensor& t, AccessMode use, const Label& label, GroupDevices& devices) {
+bool check_operand(const at::Tensor& t, AccessMode use, const ArgumentName& label,
+                   DeviceOps& devices) {
   if (devices.serves(t)) {
     check_memory(t, use, label);
     require(!devices.is_capturing(t.device()), label.call, ": ", label, " is on ", t.device(),
@@ -37,7 +38,8 @@ bool check_operand(const at::Tensor& t, AccessMode use, const Label& label, Grou
   return false;
 }
 
-void Binder::check_same_memory_kind(const at::Tensor& t, bool on_device, const Label& label) {
+void Binder::check_same_memory_kind(const at::Tensor& t, bool on_device,
+                                    const ArgumentName& label) {
   require(on_device == (call_.staging != nullptr), label.call, ": ", label, " is on ", t.device(),
           " and the call's first tensor is ", on_device ? "in host memory" : "on a GPU",
           "; the tensors of one call must be all in host memory or all on GPUs");
@@ -50,14 +52,15 @@ const std::byte* Binder::origin(const std::byte* host) const {
   return host;
 }
 
-shm::BufferSegment Binder::add_tensor(const at::Tensor& t, bool reads, bool writes) {
+ipc::BufferSegment Binder::add_tensor(const at::Tensor& t, bool reads, bool writes) {
   if (call_.written != nullptr) call_.held.push_back(t);
-  const shm::BufferSegment span = call_.staging->add_tensor(t, reads, writes);
+  const ipc::BufferSegment span = call_.staging->add_tensor(t, reads, writes);
   if (t.is_contiguous()) staged_ranges_.push_back({span.base, address(t, writes), t.nbytes()});
   return span;
 }
 
-shm::BufferSegment Binder::bind(const at::Tensor& t, const Label& label, bool reads, bool writes) {
+ipc::BufferSegment Binder::bind(const at::Tensor& t, const ArgumentName& label, bool reads,
+                                bool writes) {
   const AccessMode use = writes ? AccessMode::write : AccessMode::read;
   const bool on_device = check_operand(t, use, label, *call_.devices);
   check_same_memory_kind(t, on_device, label);
@@ -73,7 +76,7 @@ shm::BufferSegment Binder::bind(const at::Tensor& t, const Label& label, bool re
   return keep(std::move(dense));
 }
 
-shm::BufferSegment Binder::compute(const at::Tensor& like, Fill fill) {
+ipc::BufferSegment Binder::compute(const at::Tensor& like, Fill fill) {
   if (call_.staging) {
     const at::Tensor temporary = at::empty_like(like);
     call_.fills.push_back([&devices = call_.staging->devices(), temporary, like,
@@ -85,25 +88,25 @@ shm::BufferSegment Binder::compute(const at::Tensor& like, Fill fill) {
   return keep(std::move(dense));
 }
 
-shm::BufferSegment Binder::keep(at::Tensor t) {
+ipc::BufferSegment Binder::keep(at::Tensor t) {
   call_.held.push_back(std::move(t));
   const at::Tensor& held = call_.held.back();
   return {address(held, true), static_cast<std::size_t>(held.numel())};
 }
 
-shm::BufferSegment Binder::read(const at::Tensor& t, const Label& label) {
+ipc::BufferSegment Binder::read(const at::Tensor& t, const ArgumentName& label) {
   return bind(t, label, true, false);
 }
-shm::BufferSegment Binder::write(const at::Tensor& t, const Label& label) {
+ipc::BufferSegment Binder::write(const at::Tensor& t, const ArgumentName& label) {
   return bind(t, label, false, true);
 }
-shm::BufferSegment Binder::update(const at::Tensor& t, const Label& label) {
+ipc::BufferSegment Binder::update(const at::Tensor& t, const ArgumentName& label) {
   return bind(t, label, true, true);
 }
 
-shm::BufferSegment Binder::read_aliasing(const at::Tensor& t, const Label& label,
-                                         const shm::BufferSegment& place, std::size_t first) {
-  const shm::BufferSegment span = read(t, label);
+ipc::BufferSegment Binder::read_aliasing(const at::Tensor& t, const ArgumentName& label,
+                                         const ipc::BufferSegment& place, std::size_t first) {
+  const ipc::BufferSegment span = read(t, label);
   const auto item = static_cast<std::size_t>(t.element_size());
   const std::byte* own = origin(span.base) + first * item;
   if (own != origin(place.base) || first + place.count > span.count) return span;
@@ -115,9 +118,9 @@ shm::BufferSegment Binder::read_aliasing(const at::Tensor& t, const Label& label
   return span;
 }
 
-shm::BufferSegment Binder::read_whole_aliasing(const at::Tensor& t, const Label& label,
-                                               const shm::BufferSegment& place) {
-  const shm::BufferSegment span = read(t, label);
+ipc::BufferSegment Binder::read_whole_aliasing(const at::Tensor& t, const ArgumentName& label,
+                                               const ipc::BufferSegment& place) {
+  const ipc::BufferSegment span = read(t, label);
   if (origin(span.base) == origin(place.base) && span.count == place.count) extents_.pop_back();
   return span;
 }
@@ -143,35 +146,35 @@ std::size_t Binder::request(DType dtype) {
   return i;
 }
 
-void Binder::add_input(std::size_t request, std::size_t block, shm::BufferSegment span) {
+void Binder::add_input(std::size_t request, std::size_t block, ipc::BufferSegment span) {
   parts_[request].input[block].push_back(span);
 }
-void Binder::add_output(std::size_t request, std::size_t block, shm::BufferSegment span) {
+void Binder::add_output(std::size_t request, std::size_t block, ipc::BufferSegment span) {
   parts_[request].output[block].push_back(span);
 }
 
-shm::BufferSegment Binder::part(std::size_t request, const shm::BufferSegment& whole,
+ipc::BufferSegment Binder::part(std::size_t request, const ipc::BufferSegment& whole,
                                 std::size_t block) const {
   const std::size_t count = whole.count / me_.world;
   return {whole.base + block * count * item_bytes(call_.requests[request].dtype), count};
 }
 
-void Binder::add_whole_input(std::size_t request, const shm::BufferSegment& span) {
+void Binder::add_whole_input(std::size_t request, const ipc::BufferSegment& span) {
   for (Rank r = 0; r < me_.world; ++r) add_input(request, r, part(request, span, r));
 }
-void Binder::add_whole_output(std::size_t request, const shm::BufferSegment& span) {
+void Binder::add_whole_output(std::size_t request, const ipc::BufferSegment& span) {
   for (Rank r = 0; r < me_.world; ++r) add_output(request, r, part(request, span, r));
 }
 
 // Concatenates the blocks of a call buffer and merges segments that are adjacent in memory.
-shm::CallBuffer Binder::joined(const Blocks& blocks, std::size_t item) {
-  shm::CallBuffer buffer{{}, Sizes(blocks.size())};
-  shm::Hasher cuts;
+ipc::CallBuffer Binder::joined(const Blocks& blocks, std::size_t item) {
+  ipc::CallBuffer buffer{{}, Sizes(blocks.size())};
+  ipc::Hasher cuts;
   bool cut = false;
   for (std::size_t b = 0; b < blocks.size(); ++b) {
     cut |= blocks[b].size() > 1;
     cuts.add(b);
-    for (const shm::BufferSegment& s : blocks[b]) {
+    for (const ipc::BufferSegment& s : blocks[b]) {
       cuts.add(s.count);
       buffer.blocks[b] += s.count;
       if (s.count == 0) continue;
@@ -188,7 +191,7 @@ shm::CallBuffer Binder::joined(const Blocks& blocks, std::size_t item) {
 
 void Binder::finish() {
   for (std::size_t i = 0; i < call_.requests.size(); ++i) {
-    shm::Request& r = call_.requests[i];
+    ipc::CollectiveRequest& r = call_.requests[i];
     r.input = joined(parts_[i].input, item_bytes(r.dtype));
     r.output = joined(parts_[i].output, item_bytes(r.dtype));
     r.on_gpus = call_.staging && call_.staging->transport() != nullptr;

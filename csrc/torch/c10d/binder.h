@@ -10,8 +10,8 @@ namespace pycollect::dist {
 
 // Requires dense or strided tensors with real memory, on the host or on a supported device. Throws
 // under stream capture. Returns whether the tensor is on a device.
-bool check_operand(const at::Tensor& tensor, AccessMode use, const Label& label,
-                   GroupDevices& devices);
+bool check_operand(const at::Tensor& tensor, AccessMode use, const ArgumentName& label,
+                   DeviceOps& devices);
 
 struct GroupRank {  // a rank's position in the group
   Rank rank;
@@ -32,30 +32,31 @@ class Binder {
   Binder(Call& call, GroupRank me, const RequestForm& form) : call_(call), me_(me), form_(form) {}
 
   // Returns where the elements of the tensor are when the call runs.
-  shm::BufferSegment read(const at::Tensor& tensor, const Label& label);
-  shm::BufferSegment write(const at::Tensor& tensor, const Label& label);
-  shm::BufferSegment update(const at::Tensor& tensor, const Label& label);  // reads and writes
+  ipc::BufferSegment read(const at::Tensor& tensor, const ArgumentName& label);
+  ipc::BufferSegment write(const at::Tensor& tensor, const ArgumentName& label);
+  ipc::BufferSegment update(const at::Tensor& tensor,
+                            const ArgumentName& label);  // reads and writes
   // Like read(), but the elements from `first` on may be the same memory as `place`, which is
   // written: no plan writes an element there before it has been read.
-  shm::BufferSegment read_aliasing(const at::Tensor& tensor, const Label& label,
-                                   const shm::BufferSegment& place, std::size_t first = 0);
+  ipc::BufferSegment read_aliasing(const at::Tensor& tensor, const ArgumentName& label,
+                                   const ipc::BufferSegment& place, std::size_t first = 0);
   // Like read(), but the whole tensor may be the same memory as `place`, a part of a written
   // tensor.
-  shm::BufferSegment read_whole_aliasing(const at::Tensor& tensor, const Label& label,
-                                         const shm::BufferSegment& place);
+  ipc::BufferSegment read_whole_aliasing(const at::Tensor& tensor, const ArgumentName& label,
+                                         const ipc::BufferSegment& place);
   // Binds a temporary with the properties of `like`, which `fill` computes from one of the call's
   // tensors. For host tensors, `fill` runs when the call runs.
   using Fill = std::function<void(const at::Tensor& into)>;
-  shm::BufferSegment compute(const at::Tensor& like, Fill fill);
+  ipc::BufferSegment compute(const at::Tensor& like, Fill fill);
 
   // Returns the index of the request for `dtype`; requests are in order of first appearance.
   std::size_t request(DType dtype);
-  void add_input(std::size_t request, std::size_t block, shm::BufferSegment span);
-  void add_output(std::size_t request, std::size_t block, shm::BufferSegment span);
+  void add_input(std::size_t request, std::size_t block, ipc::BufferSegment span);
+  void add_output(std::size_t request, std::size_t block, ipc::BufferSegment span);
   // Add a buffer that holds the equal blocks of all ranks.
-  void add_whole_input(std::size_t request, const shm::BufferSegment& span);
-  void add_whole_output(std::size_t request, const shm::BufferSegment& span);
-  shm::BufferSegment part(std::size_t request, const shm::BufferSegment& whole,
+  void add_whole_input(std::size_t request, const ipc::BufferSegment& span);
+  void add_whole_output(std::size_t request, const ipc::BufferSegment& span);
+  ipc::BufferSegment part(std::size_t request, const ipc::BufferSegment& whole,
                           std::size_t block) const;
 
   // Ends binding, after the last tensor. Starts the copies of device tensors into staging.
@@ -63,7 +64,7 @@ class Binder {
 
  private:
   // Inline storage for the most common call, with one tensor and one block.
-  using Block = c10::SmallVector<shm::BufferSegment, 1>;
+  using Block = c10::SmallVector<ipc::BufferSegment, 1>;
   using Blocks = c10::SmallVector<Block, 1>;
   struct RequestBuffers {
     Blocks input, output;
@@ -72,14 +73,15 @@ class Binder {
     const std::byte *host, *tensor;
     std::size_t bytes;
   };
-  static shm::CallBuffer joined(const Blocks& blocks, std::size_t item_bytes);
-  void check_same_memory_kind(const at::Tensor& tensor, bool on_device, const Label& label);
-  shm::BufferSegment add_tensor(const at::Tensor& tensor, bool reads, bool writes);
-  shm::BufferSegment keep(at::Tensor tensor);
+  static ipc::CallBuffer joined(const Blocks& blocks, std::size_t item_bytes);
+  void check_same_memory_kind(const at::Tensor& tensor, bool on_device, const ArgumentName& label);
+  ipc::BufferSegment add_tensor(const at::Tensor& tensor, bool reads, bool writes);
+  ipc::BufferSegment keep(at::Tensor tensor);
   const std::byte* origin(const std::byte* host) const;
   bool touches_written() const;
   void begin_copy_in();
-  shm::BufferSegment bind(const at::Tensor& tensor, const Label& label, bool reads, bool writes);
+  ipc::BufferSegment bind(const at::Tensor& tensor, const ArgumentName& label, bool reads,
+                          bool writes);
 
   Call& call_;
   const GroupRank me_;

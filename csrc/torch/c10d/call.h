@@ -11,7 +11,7 @@
 
 #include "../../transport/executor.h"
 #include "../arguments.h"
-#include "ranges.h"
+#include "address_ranges.h"
 #include "staging/transport_selector.h"
 
 namespace pycollect::dist {
@@ -20,8 +20,8 @@ namespace pycollect::dist {
 // pointers are valid until then.
 struct CoalescedAgreement {
   struct BoundRequest {
-    const shm::Request* request;
-    shm::Transport* transport;  // null: the host transport
+    const ipc::CollectiveRequest* request;
+    ipc::Transport* transport;  // null: the host transport
   };
   std::vector<BoundRequest> requests = {};
   std::vector<std::shared_ptr<TensorStaging>> stagings = {};
@@ -34,9 +34,9 @@ struct Call {
   const char* name;                 // operation name in the public API
   uint64_t number = 0;              // sequence number of the call, as torch counts them
   std::string_view algorithm = {};  // from the group's options; empty: the selector chooses
-  GroupDevices* devices = nullptr;  // the group's devices
+  DeviceOps* devices = nullptr;     // the group's devices
   std::chrono::milliseconds timeout{};
-  std::vector<shm::Request> requests = {};             // run in this order, one per dtype
+  std::vector<ipc::CollectiveRequest> requests = {};   // run in this order, one per dtype
   std::shared_ptr<CoalescedAgreement> coalesced = {};  // null: the call is not coalesced
   std::string refusal = {};  // if not empty, published to the peers; the call does not run
   Tensors held = {};         // tensors that the requests' addresses point into
@@ -44,13 +44,13 @@ struct Call {
   std::vector<std::pair<at::Tensor, at::Tensor>> copies = {};  // done after the requests: dst, src
   std::shared_ptr<TensorStaging> staging = {};  // staging of device tensors; null: host tensors
   // Memory that the earlier calls of the same list write. Set only while a coalesced call is bound.
-  Ranges* written = nullptr;
+  AddressRanges* written = nullptr;
   // Events on the caller's streams at the time of the call, one per device, set if a device tensor
   // overlaps `written`. The tensors are then copied into staging when the call runs, after the
   // earlier calls have written them.
   std::vector<std::shared_ptr<DeviceEvent>> requested_at = {};
   // Callback that runs last, before the group's next call begins.
-  std::function<void(const shm::OpContext&)> then = {};
+  std::function<void(const ipc::OpContext&)> then = {};
   Tensors results = {};  // the value of the call's future
 };
 

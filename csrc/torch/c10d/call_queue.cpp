@@ -4,8 +4,8 @@
 
 #include <pthread.h>
 
+#include "../../group/new_thread.h"
 #include "../../plan/error.h"
-#include "../../shm/new_thread.h"
 
 namespace pycollect::dist {
 
@@ -70,7 +70,7 @@ std::vector<c10::intrusive_ptr<CollectiveWork>> CallQueue::push_all(std::vector<
 void CallQueue::ensure_thread() {
   if (running_ || waiting_.empty() || idle_ > 0 || closed_) return;
   threads_.reserve(threads_.size() + 1);
-  threads_.push_back(shm::new_thread([self = shared_from_this()] { self->serve(); }));
+  threads_.push_back(ipc::new_thread([self = shared_from_this()] { self->serve(); }));
   ++idle_;
 }
 
@@ -138,20 +138,20 @@ void CallQueue::wait(CollectiveWork& work) {
       changed_.wait(lock);
 }
 
-bool CallQueue::wait_until(CollectiveWork& work, shm::Deadline deadline) {
+bool CallQueue::wait_until(CollectiveWork& work, ipc::Deadline deadline) {
   fork_guard_.require_not_forked(work.name());
   Lock lock(mutex_);
   return changed_.wait_until(lock, deadline, [&] { return work.is_done(); });
 }
 
-void CallQueue::close(shm::Deadline deadline) {
+void CallQueue::close(ipc::Deadline deadline) {
   std::vector<std::thread> threads;
   {
     Lock lock(mutex_);
     closed_ = true;
     changed_.notify_all();
     const auto empty = [&] { return !running_ && waiting_.empty(); };
-    while (!empty() && shm::Clock::now() < deadline)
+    while (!empty() && ipc::Clock::now() < deadline)
       if (!running_ && idle_ == 0)
         run_next(lock, true);
       else

@@ -9,9 +9,9 @@
 #include <thread>
 #include <vector>
 
+#include "../../group/fork_guard.h"
 #include "call.h"
 #include "call_runner.h"
-#include "fork_guard.h"
 #include "work.h"
 
 namespace pycollect::dist {
@@ -28,13 +28,13 @@ class CallQueue : public std::enable_shared_from_this<CallQueue> {
 
   // wait() runs queued calls on this thread until the work is done; wait_until() only sleeps.
   void wait(CollectiveWork& work);
-  bool wait_until(CollectiveWork& work, shm::Deadline deadline);
+  bool wait_until(CollectiveWork& work, ipc::Deadline deadline);
 
   void abort(const std::string& why);
   std::vector<Rank> missing();  // ranks that have not begun the running call
   // Refuses new calls and lets the queued ones run until the deadline, then aborts them. Returns
   // when the queue is empty and its threads have ended.
-  void close(shm::Deadline deadline);
+  void close(ipc::Deadline deadline);
 
   bool has_failed() const { return failed_; }  // true: a call has failed and reported its error
 
@@ -50,7 +50,7 @@ class CallQueue : public std::enable_shared_from_this<CallQueue> {
   void require_open(const Call& call) const;
 
   std::shared_ptr<CallRunner> runner_;  // null once the queue is closed
-  const ForkGuard fork_guard_;
+  const ipc::ForkGuard fork_guard_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<c10::intrusive_ptr<CollectiveWork>> waiting_;

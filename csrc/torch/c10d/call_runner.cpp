@@ -23,7 +23,7 @@ cpu::ParallelFor threads_of_rank(int ranks) {
 
 std::string truncated(std::string_view why) {
   constexpr std::size_t kMaxLength =
-      std::tuple_size_v<decltype(shm::FingerprintDetails::refusal)> - 1;
+      std::tuple_size_v<decltype(ipc::FingerprintDetails::refusal)> - 1;
   constexpr std::string_view kEllipsis = " ...";
   if (why.size() <= kMaxLength) return std::string(why);
   const std::size_t end = why.rfind(' ', kMaxLength - kEllipsis.size());
@@ -35,9 +35,9 @@ void refuse_for(Call& call, const std::exception& why) {
 }
 
 // Drops errors: the caller already gets the reason for the refusal.
-void CallRunner::refuse(const Call& call, shm::Deadline deadline) {
+void CallRunner::refuse(const Call& call, ipc::Deadline deadline) {
   try {
-    shm::refuse(*group_, call.collective, calls_++, deadline, call.refusal);
+    ipc::refuse(*group_, call.collective, calls_++, deadline, call.refusal);
   } catch (const std::exception&) {
     // The group is aborted, and its next call throws that error.
   }
@@ -45,20 +45,20 @@ void CallRunner::refuse(const Call& call, shm::Deadline deadline) {
 
 std::vector<Rank> CallRunner::missing() const {
   const auto done_by = [&](Rank r) {
-    return group_->rank_state(r).done.load(std::memory_order_relaxed);
+    return group_->rank_state(r).progress.load(std::memory_order_relaxed);
   };
   const uint64_t own = done_by(group_->rank());
-  const uint64_t entered = shm::at_run(own >> shm::kTaskBits) + 1;
+  const uint64_t entered = ipc::at_run(own >> ipc::kTaskBits) + 1;
   std::vector<Rank> ranks;
-  if (!shm::reached(own, entered)) return ranks;  // no call is running
+  if (!ipc::reached(own, entered)) return ranks;  // no call is running
   for (Rank r = 0; r < group_->world(); ++r)
-    if (!shm::reached(done_by(r), entered)) ranks.push_back(r);
+    if (!ipc::reached(done_by(r), entered)) ranks.push_back(r);
   return ranks;
 }
 
 // Waits for the caller's streams, up to the call's timeout. A device error is published as a
 // refusal, so that the peers do not wait for this rank.
-void CallRunner::await_inputs(Call& call, TensorStaging& staging, shm::Deadline deadline) {
+void CallRunner::await_inputs(Call& call, TensorStaging& staging, ipc::Deadline deadline) {
   try {
     group_->await([&] { return staging.inputs_ready(); },
                   [&] { return std::vector<Rank>{group_->rank()}; },
@@ -78,7 +78,7 @@ namespace {
 // then on, these streams use the tensors' memory.
 void copy_in_after_earlier_calls(Call& call) {
   TensorStaging& staging = *call.staging;
-  GroupDevices& devices = staging.devices();
+  DeviceOps& devices = staging.devices();
   for (std::size_t i = 0; i < call.requested_at.size(); ++i) {
     devices.wait_for(staging.on()[i], *call.requested_at[i]);
     devices.finish(staging.on()[i], {}, call.held);
@@ -93,7 +93,7 @@ void copy_in_after_earlier_calls(Call& call) {
 
 // Runs after the earlier calls, whose results may be inputs. A failure, such as running out of
 // memory, is published to the peers.
-void CallRunner::fill(Call& call, shm::Deadline deadline) {
+void CallRunner::fill(Call& call, ipc::Deadline deadline) {
   try {
     if (!call.requested_at.empty()) return copy_in_after_earlier_calls(call);
     for (const auto& fill : call.fills) fill();
@@ -105,13 +105,13 @@ void CallRunner::fill(Call& call, shm::Deadline deadline) {
 }
 
 void CallRunner::run(Call& call) {
-  const shm::Deadline deadline = shm::deadline_after(call.timeout);
+  const ipc::Deadline deadline = ipc::deadline_after(call.timeout);
   if (!call.refusal.empty()) return refuse(call, deadline);
   agree_on_all(call, deadline);
   fill(call, deadline);
   if (!call.staging) return perform(call, deadline);
   await_inputs(call, *call.staging, deadline);
-  const shm::OpContext context{pycollect::name(call.collective), calls_, deadline};
+  const ipc::OpContext context{pycollect::name(call.collective), calls_, deadline};
   try {
     perform(call, deadline);
   } catch (...) {
@@ -124,7 +124,7 @@ void CallRunner::run(Call& call) {
 // Makes the ranks agree on all requests of a call with several dtypes, or of coalesced calls, so
 // that all of them run or none. A rank may still run out of memory when it reaches a call. A single
 // request is agreed on when it runs.
-void CallRunner::agree_on_all(Call& call, shm::Deadline deadline) {
+void CallRunner::agree_on_all(Call& call, ipc::Deadline deadline) {
   if (call.coalesced) {
     CoalescedAgreement& all = *call.coalesced;
     if (all.error) std::rethrow_exception(all.error);
@@ -138,36 +138,37 @@ void CallRunner::agree_on_all(Call& call, shm::Deadline deadline) {
     }
   } else if (call.requests.size() > 1) {
     std::vector<CoalescedAgreement::BoundRequest> own;
-    for (const shm::Request& request : call.requests) own.push_back({&request, &transport(call)});
+    for (const ipc::CollectiveRequest& request : call.requests)
+      own.push_back({&request, &transport(call)});
     agree(own, deadline);
   }
 }
 
 void CallRunner::agree(const std::vector<CoalescedAgreement::BoundRequest>& bound,
-                       shm::Deadline deadline) {
-  std::vector<const shm::Request*> requests;
+                       ipc::Deadline deadline) {
+  std::vector<const ipc::CollectiveRequest*> requests;
   for (const auto& [request, transport] : bound) {
     try {
-      shm::check(transport == nullptr ? host_ : *transport, *request);
+      ipc::check(transport == nullptr ? host_ : *transport, *request);
     } catch (const std::invalid_argument& error) {
       const Collective collective = request->collective;
-      shm::refuse(*group_, collective, calls_++, deadline,
+      ipc::refuse(*group_, collective, calls_++, deadline,
                   truncated(text(pycollect::name(collective), ": ", error.what())));
       throw;
     }
     requests.push_back(request);
   }
-  shm::agree_on_all(*group_, requests, calls_, deadline);
+  ipc::agree_on_all(*group_, requests, calls_, deadline);
 }
 
-shm::Transport& CallRunner::transport(const Call& call) {
-  shm::Transport* const own = call.staging ? call.staging->transport() : nullptr;
+ipc::Transport& CallRunner::transport(const Call& call) {
+  ipc::Transport* const own = call.staging ? call.staging->transport() : nullptr;
   return own == nullptr ? host_ : *own;
 }
 
-void CallRunner::perform(Call& call, shm::Deadline deadline) {
-  for (const shm::Request& request : call.requests)
-    shm::run(transport(call), request, calls_++, deadline);
+void CallRunner::perform(Call& call, ipc::Deadline deadline) {
+  for (const ipc::CollectiveRequest& request : call.requests)
+    ipc::run(transport(call), request, calls_++, deadline);
   for (const auto& [to, from] : call.copies) copy_strided(to, from);
   if (call.then) call.then({call.name, calls_ - 1, deadline});
 }

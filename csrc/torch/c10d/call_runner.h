@@ -18,7 +18,7 @@ void refuse_for(Call& call, const std::exception& why);
 
 class CallRunner {
  public:
-  explicit CallRunner(std::shared_ptr<shm::Group> group)
+  explicit CallRunner(std::shared_ptr<ipc::Group> group)
       : group_(std::move(group)), host_(*group_, threads_of_rank(group_->world())) {}
 
   void run(Call& call);
@@ -26,16 +26,16 @@ class CallRunner {
   std::vector<Rank> missing() const;  // ranks that have not begun the running call; thread-safe
 
  private:
-  void refuse(const Call& call, shm::Deadline deadline);
-  void agree_on_all(Call& call, shm::Deadline deadline);
-  void agree(const std::vector<CoalescedAgreement::BoundRequest>& requests, shm::Deadline deadline);
-  void fill(Call& call, shm::Deadline deadline);
-  void perform(Call& call, shm::Deadline deadline);
-  shm::Transport& transport(const Call& call);
-  void await_inputs(Call& call, TensorStaging& staging, shm::Deadline deadline);
+  void refuse(const Call& call, ipc::Deadline deadline);
+  void agree_on_all(Call& call, ipc::Deadline deadline);
+  void agree(const std::vector<CoalescedAgreement::BoundRequest>& requests, ipc::Deadline deadline);
+  void fill(Call& call, ipc::Deadline deadline);
+  void perform(Call& call, ipc::Deadline deadline);
+  ipc::Transport& transport(const Call& call);
+  void await_inputs(Call& call, TensorStaging& staging, ipc::Deadline deadline);
 
-  const std::shared_ptr<shm::Group> group_;
-  shm::ShmTransport host_;
+  const std::shared_ptr<ipc::Group> group_;
+  ipc::ShmTransport host_;
   uint64_t calls_ = 0;
 };
 

@@ -18,8 +18,8 @@ std::vector<Call> bind_coalesced(std::vector<Call> calls) {
   if (calls.size() < 2) return calls;
   const auto coalesced = std::make_shared<CoalescedAgreement>();
   for (Call& call : calls) {
-    shm::Transport* const transport = call.staging ? call.staging->transport() : nullptr;
-    for (const shm::Request& request : call.requests)
+    ipc::Transport* const transport = call.staging ? call.staging->transport() : nullptr;
+    for (const ipc::CollectiveRequest& request : call.requests)
       coalesced->requests.push_back({&request, transport});
     if (call.staging && call.requested_at.empty()) coalesced->stagings.push_back(call.staging);
     call.coalesced = coalesced;

@@ -29,7 +29,7 @@ struct CoalescedList {
   };
   std::vector<Call> calls = {};
   std::vector<CoalescedMessage> messages = {};
-  Ranges written = {};                   // memory that `calls` write
+  AddressRanges written = {};            // memory that `calls` write
   std::optional<Collective> first = {};  // the first collective; none: no collective yet
   std::optional<Refusal> refusal = {};   // the first refusal; if set, no part of the list runs
 };

@@ -29,13 +29,13 @@ MessageWork::MessageWork(const MessageInfo& info, at::Tensor tensor,
                                                    : const_cast<void*>(dense_.const_data_ptr()));
 }
 
-shm::Envelope MessageWork::envelope() const {
+ipc::Envelope MessageWork::envelope() const {
   return {static_cast<uint64_t>(tensor_.nbytes()),
           static_cast<uint8_t>(dtype_of(tensor_, {info_.name, "tensor"})),
           static_cast<uint32_t>(info_.tag)};
 }
 
-void MessageWork::post(shm::Mailbox& mailbox) {
+void MessageWork::post(ipc::Mailbox& mailbox) {
   auto posted = info_.receives ? mailbox.receive(info_.peer, envelope(), memory_)
                 : fragments_   ? mailbox.send_partly(*info_.peer, envelope(), memory_,
                                                      fragments_->arrived_bytes())
@@ -46,7 +46,7 @@ void MessageWork::post(shm::Mailbox& mailbox) {
 
 // A device error is thrown only after the mailbox has released the memory. For a send, the group is
 // aborted: the peer has received a part of the message and waits for the rest.
-bool MessageWork::advance(shm::Mailbox& mailbox) {
+bool MessageWork::advance(ipc::Mailbox& mailbox) {
   const std::lock_guard lock(mutex_);
   device_pending_ = false;
   if (settled_ || failure_ || transfer_->done()) return false;
@@ -62,7 +62,7 @@ bool MessageWork::advance(shm::Mailbox& mailbox) {
   }
 }
 
-bool MessageWork::supply(shm::Mailbox& mailbox) {
+bool MessageWork::supply(ipc::Mailbox& mailbox) {
   const std::size_t arrived = fragments_->arrived_bytes();
   mailbox.supply(*transfer_, arrived);
   const bool more = arrived < static_cast<std::size_t>(tensor_.nbytes());
@@ -70,18 +70,18 @@ bool MessageWork::supply(shm::Mailbox& mailbox) {
   return more;
 }
 
-std::vector<Rank> MessageWork::missing(const shm::Mailbox& mailbox) const {
+std::vector<Rank> MessageWork::missing(const ipc::Mailbox& mailbox) const {
   const std::lock_guard lock(mutex_);
   return device_pending_ || !transfer_ ? std::vector<Rank>{mailbox.rank()}
                                        : mailbox.missing(*transfer_);
 }
 
-shm::Deadline MessageWork::due() const {
+ipc::Deadline MessageWork::due() const {
   const std::lock_guard lock(mutex_);
   return due_;
 }
 
-shm::TransferPtr MessageWork::transfer() const {
+ipc::TransferPtr MessageWork::transfer() const {
   const std::lock_guard lock(mutex_);
   return transfer_;
 }
@@ -96,7 +96,7 @@ bool MessageWork::is_moved() const {
   return error_ || (transfer_ && transfer_->done());
 }
 
-bool MessageWork::is_moved_or_due(shm::Deadline before) const {
+bool MessageWork::is_moved_or_due(ipc::Deadline before) const {
   const std::lock_guard lock(mutex_);
   return due_ < before || error_ || (transfer_ && transfer_->done());
 }
@@ -133,7 +133,7 @@ void MessageWork::settle() {
 void MessageWork::finish() {
   if (failure_) std::rethrow_exception(failure_);
   transfer_->rethrow();
-  if (staging_) return staging_->begin_copy_out(context(shm::Deadline::max()));
+  if (staging_) return staging_->begin_copy_out(context(ipc::Deadline::max()));
   if (info_.receives && !dense_.is_same(tensor_)) copy_strided(tensor_, dense_);
 }
 
@@ -166,8 +166,8 @@ bool MessageWork::wait(std::chrono::milliseconds timeout) {
   if (staging_) check_no_capture(*staging_, info_.name);
   if (const auto messages = this->messages()) {
     if (!is_limit(timeout))
-      messages->wait(*this, shm::deadline_after(info_.timeout));
-    else if (!messages->wait_until(*this, shm::deadline_after(timeout)))
+      messages->wait(*this, ipc::deadline_after(info_.timeout));
+    else if (!messages->wait_until(*this, ipc::deadline_after(timeout)))
       throw_unfinished(describe(), timeout);
   }
   if (auto error = exception()) std::rethrow_exception(error);
@@ -187,7 +187,7 @@ c10::intrusive_ptr<Future> MessageWork::getFuture() {
     if (future_) return future_;
     future_ = new_future(staging());
     complete_now = settled_;
-    due_ = shm::deadline_after(info_.timeout);
+    due_ = ipc::deadline_after(info_.timeout);
   }
   if (complete_now) complete(*future_, {tensor_}, error_, staging());
   return future_;

@@ -6,8 +6,8 @@
 
 #include <algorithm>
 
+#include "../../group/new_thread.h"
 #include "../../plan/error.h"
-#include "../../shm/new_thread.h"
 #include "binder.h"
 
 namespace pycollect::dist {
@@ -20,7 +20,7 @@ constexpr auto kNoLimit = std::chrono::hours(24 * 365);
 
 }  // namespace
 
-Messages::Messages(std::shared_ptr<shm::Group> group,
+Messages::Messages(std::shared_ptr<ipc::Group> group,
                    std::shared_ptr<const TransportSelector> selector)
     : group_(std::move(group)),
       selector_(std::move(selector)),
@@ -31,7 +31,7 @@ bool Messages::check(const P2POp& op, const char* name, bool receives) const {
   fork_guard_.require_not_forked(name);
   if (op.peer) check_rank(*op.peer, group_->world(), name, receives ? "src" : "dst");
   require(op.tag >= 0, name, ": tag is ", op.tag, "; it must not be negative");
-  const Label label{name, "tensor"};
+  const ArgumentName label{name, "tensor"};
   const bool on_device = check_operand(op.tensor, receives ? AccessMode::write : AccessMode::read,
                                        label, *selector_->devices());
   dtype_of(op.tensor, label);
@@ -46,7 +46,7 @@ class Messages::PostingScope {
     const std::lock_guard lock(all_.mutex_);
     if (!all_.accepting_) throw CollectiveError(text(name, ": the group has been destroyed"));
     if (!all_.thread_.joinable())
-      all_.thread_ = shm::new_thread([self = all_.shared_from_this()] { self->serve(); });
+      all_.thread_ = ipc::new_thread([self = all_.shared_from_this()] { self->serve(); });
     ++all_.posting_;
     number = all_.next_number_++;
   }
@@ -99,7 +99,7 @@ bool Messages::progress() {
 }
 
 void Messages::await(const std::function<bool()>& done, const MissingRanks& missing,
-                     shm::Transfer* transfer, const shm::OpContext& context) {
+                     ipc::Transfer* transfer, const ipc::OpContext& context) {
   const auto holds = [&] {
     dispatch_arrived();
     advance_staged();
@@ -108,7 +108,7 @@ void Messages::await(const std::function<bool()>& done, const MissingRanks& miss
   mailbox_.wait({holds, missing, transfer, [this] { return polls(); }}, context);
 }
 
-void Messages::wait(MessageWork& work, shm::Deadline deadline) {
+void Messages::wait(MessageWork& work, ipc::Deadline deadline) {
   fork_guard_.require_not_forked(work.info_.name);
   {
     const std::lock_guard lock(mutex_);
@@ -117,7 +117,7 @@ void Messages::wait(MessageWork& work, shm::Deadline deadline) {
   std::exception_ptr error;
   const auto missing = [&] { return this->missing(work, group_->gone()); };
   try {
-    const shm::OpContext context = work.context(deadline);
+    const ipc::OpContext context = work.context(deadline);
     if (!work.transfer())
       await([&] { return work.transfer() || work.is_moved(); }, missing, nullptr, context);
     if (const auto transfer = work.transfer(); transfer && !transfer->done())
@@ -136,12 +136,12 @@ void Messages::wait(MessageWork& work, shm::Deadline deadline) {
     std::rethrow_exception(error);
 }
 
-bool Messages::wait_until(MessageWork& work, shm::Deadline deadline) {
+bool Messages::wait_until(MessageWork& work, ipc::Deadline deadline) {
   fork_guard_.require_not_forked(work.info_.name);
-  const auto done = [&] { return work.is_moved() || shm::Clock::now() >= deadline; };
+  const auto done = [&] { return work.is_moved() || ipc::Clock::now() >= deadline; };
   await(
       done, [&] { return missing(work, group_->gone()); }, work.transfer().get(),
-      work.context(shm::Clock::now() + kNoLimit));
+      work.context(ipc::Clock::now() + kNoLimit));
   work.settle();
   return work.is_moved();
 }
@@ -167,14 +167,14 @@ bool Messages::settle_done(Lock& lock) {
 }
 
 // Called in a polling loop, so it locks each message only once.
-bool Messages::any_moved_or_due(shm::Deadline before) const {
+bool Messages::any_moved_or_due(ipc::Deadline before) const {
   return std::any_of(open_.begin(), open_.end(),
                      [&](const auto& w) { return w->is_moved_or_due(before); });
 }
 
 // Returns the context of the open message whose future has the earliest deadline.
-shm::OpContext Messages::most_urgent() const {
-  shm::OpContext first{"send or recv", 0, shm::Deadline::max()};
+ipc::OpContext Messages::most_urgent() const {
+  ipc::OpContext first{"send or recv", 0, ipc::Deadline::max()};
   for (const auto& work : open_)
     if (const auto due = work->due(); due < first.deadline && !work->is_moved())
       first = work->context(due);
@@ -187,10 +187,10 @@ shm::OpContext Messages::most_urgent() const {
 bool Messages::waiters_suffice() const {
   if (waiting_ == 0) return false;
   const uint64_t gone = group_->gone();
-  const auto now = shm::Clock::now();
+  const auto now = ipc::Clock::now();
   return std::none_of(open_.begin(), open_.end(), [&](const auto& work) {
-    const shm::Deadline due = work->due();
-    if (due == shm::Deadline::max() || work->is_moved()) return false;
+    const ipc::Deadline due = work->due();
+    if (due == ipc::Deadline::max() || work->is_moved()) return false;
     if (due <= now || gone == 0) return due <= now;
     const std::vector<Rank> missing = this->missing(*work, gone);
     return std::any_of(missing.begin(), missing.end(),
@@ -200,7 +200,7 @@ bool Messages::waiters_suffice() const {
 
 // Moves messages until one is done or due, or until waiting threads suffice.
 void Messages::await_any(Lock& lock) {
-  const shm::OpContext first = most_urgent();
+  const ipc::OpContext first = most_urgent();
   const auto stop = [&] {
     const std::lock_guard hold(mutex_);
     return closed_ || any_moved_or_due(first.deadline) || waiters_suffice();
@@ -233,18 +233,18 @@ void Messages::serve() {
   }
 }
 
-void Messages::stop_accepting(shm::Deadline deadline) {
+void Messages::stop_accepting(ipc::Deadline deadline) {
   Lock lock(mutex_);
   accepting_ = false;
   changed_.wait_until(lock, deadline, [&] { return posting_ == 0; });
 }
 
 // Makes progress at least once: another group may have used up the shutdown timeout.
-void Messages::finish(shm::Deadline deadline) {
-  const shm::OpContext context{"destroy_process_group", 0, shm::Clock::now() + kNoLimit};
+void Messages::finish(ipc::Deadline deadline) {
+  const ipc::OpContext context{"destroy_process_group", 0, ipc::Clock::now() + kNoLimit};
   group_->require_healthy(context);
   progress();
-  const auto done = [&] { return (mailbox_.idle() && !polls()) || shm::Clock::now() >= deadline; };
+  const auto done = [&] { return (mailbox_.idle() && !polls()) || ipc::Clock::now() >= deadline; };
   await(done, [this] { return missing(); }, nullptr, context);
 }
 
@@ -264,7 +264,7 @@ void Messages::end_thread() {
     thread.join();
 }
 
-void Messages::close(shm::Deadline deadline) {
+void Messages::close(ipc::Deadline deadline) {
   stop_accepting(deadline);
   try {
     finish(deadline);
@@ -373,7 +373,7 @@ void Messages::dispatch_arrived() {
 // Fails all messages if the group is aborted, as Mailbox::wait does.
 void Messages::fail_with_group() {
   try {
-    group_->require_healthy({"send or recv", 0, shm::Deadline::max()});
+    group_->require_healthy({"send or recv", 0, ipc::Deadline::max()});
   } catch (const CollectiveError&) {
     mailbox_.fail(std::current_exception());
     drop_pending_sends(std::current_exception());

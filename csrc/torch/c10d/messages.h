@@ -11,8 +11,8 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
-#include "../../p2p/mailbox.h"
-#include "fork_guard.h"
+#include "../../group/fork_guard.h"
+#include "../../send_recv/mailbox.h"
 #include "staging/message_staging.h"
 #include "staging/transport_selector.h"
 #include "work.h"
@@ -50,24 +50,24 @@ class MessageWork final : public GroupWork {
  private:
   friend class Messages;
   std::string describe() const;
-  shm::Envelope envelope() const;
+  ipc::Envelope envelope() const;
   Rank peer() const;
   // Posts the message to the mailbox.
-  void post(shm::Mailbox& mailbox);
+  void post(ipc::Mailbox& mailbox);
   // Passes on the fragments of a staged message that have arrived. Returns whether more will come.
-  bool advance(shm::Mailbox& mailbox);
-  bool supply(shm::Mailbox& mailbox);
+  bool advance(ipc::Mailbox& mailbox);
+  bool supply(ipc::Mailbox& mailbox);
   void fail(std::exception_ptr error);  // for an error before the message is posted
-  shm::TransferPtr transfer() const;
+  ipc::TransferPtr transfer() const;
   bool is_moved() const;                             // true also after a failure
-  bool is_moved_or_due(shm::Deadline before) const;  // true also after a failure
+  bool is_moved_or_due(ipc::Deadline before) const;  // true also after a failure
   void finish();  // throws the transfer's error, or copies the data to the tensor
   // Completes a message that was moved or has failed. Thread-safe, and may be called repeatedly.
   void settle();
   std::shared_ptr<Messages> messages() const;
-  std::vector<Rank> missing(const shm::Mailbox& mailbox) const;  // ranks that it depends on
-  shm::Deadline due() const;  // deadline of its future; Deadline::max() without a future
-  shm::OpContext context(shm::Deadline deadline) const {
+  std::vector<Rank> missing(const ipc::Mailbox& mailbox) const;  // ranks that it depends on
+  ipc::Deadline due() const;  // deadline of its future; Deadline::max() without a future
+  ipc::OpContext context(ipc::Deadline deadline) const {
     return {info_.name, info_.number, deadline};
   }
 
@@ -78,19 +78,19 @@ class MessageWork final : public GroupWork {
   at::Tensor dense_;                 // the tensor, or a contiguous copy
   std::byte* memory_ = nullptr;
   std::shared_ptr<Messages> messages_;  // null once the message is settled
-  shm::TransferPtr transfer_;           // null until the message is posted
+  ipc::TransferPtr transfer_;           // null until the message is posted
   mutable std::mutex mutex_;
   bool settled_ = false;
   bool device_pending_ = false;  // true: the next fragment is still on this rank's device
   std::exception_ptr error_;
   std::exception_ptr failure_;  // a device error, while the mailbox uses the memory
   c10::intrusive_ptr<Future> future_;
-  shm::Deadline due_ = shm::Deadline::max();
+  ipc::Deadline due_ = ipc::Deadline::max();
 };
 
 class Messages : public std::enable_shared_from_this<Messages> {
  public:
-  Messages(std::shared_ptr<shm::Group> group, std::shared_ptr<const TransportSelector> selector);
+  Messages(std::shared_ptr<ipc::Group> group, std::shared_ptr<const TransportSelector> selector);
 
   struct P2POp {
     at::Tensor tensor;
@@ -105,7 +105,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   bool check(const P2POp& op, const char* name, bool receives) const;
   // Refuses new messages and lets pending ones finish until the deadline. If any are left then,
   // aborts the group, which fails them.
-  void close(shm::Deadline deadline);
+  void close(ipc::Deadline deadline);
   void abort(const std::string& why) { group_->abort(why); }
   bool progress();  // returns true if any message has moved
 
@@ -119,16 +119,16 @@ class Messages : public std::enable_shared_from_this<Messages> {
   // Moves all messages until `done` returns true; `transfer`, if given, is the awaited transfer.
   // Throws what Mailbox::wait throws.
   void await(const std::function<bool()>& done, const MissingRanks& missing,
-             shm::Transfer* transfer, const shm::OpContext& context);
-  void wait(MessageWork& work, shm::Deadline deadline);
-  bool wait_until(MessageWork& work, shm::Deadline deadline);
+             ipc::Transfer* transfer, const ipc::OpContext& context);
+  void wait(MessageWork& work, ipc::Deadline deadline);
+  bool wait_until(MessageWork& work, ipc::Deadline deadline);
   void forget(const MessageWork& work);  // removes a settled message
   bool settle_done(Lock& lock);
   void await_any(Lock& lock);
   void serve();
 
-  void stop_accepting(shm::Deadline deadline);
-  void finish(shm::Deadline deadline);
+  void stop_accepting(ipc::Deadline deadline);
+  void finish(ipc::Deadline deadline);
   void end_thread();
 
   void post(const c10::intrusive_ptr<MessageWork>& work);
@@ -141,18 +141,18 @@ class Messages : public std::enable_shared_from_this<Messages> {
   void dispatch_arrived();
   bool try_post(const c10::intrusive_ptr<MessageWork>& work);
   void drop_pending_sends(const std::exception_ptr& error);
-  bool any_moved_or_due(shm::Deadline before) const;
-  shm::OpContext most_urgent() const;
+  bool any_moved_or_due(ipc::Deadline before) const;
+  ipc::OpContext most_urgent() const;
   bool waiters_suffice() const;
   std::vector<Rank> missing(const MessageWork& work, uint64_t gone) const;
   std::vector<Rank> missing();
 
-  const std::shared_ptr<shm::Group> group_;
+  const std::shared_ptr<ipc::Group> group_;
   const std::shared_ptr<const TransportSelector> selector_;
   // Devices with streams of their own: messages must not wait for work of the collectives.
-  const std::shared_ptr<GroupDevices> devices_;
-  shm::Mailbox mailbox_;
-  const ForkGuard fork_guard_;
+  const std::shared_ptr<DeviceOps> devices_;
+  ipc::Mailbox mailbox_;
+  const ipc::ForkGuard fork_guard_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<c10::intrusive_ptr<MessageWork>> open_;  // messages not done when last checked

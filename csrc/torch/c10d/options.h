@@ -3,7 +3,7 @@
 #include <optional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "../../shm/settings.h"
+#include "../../group/group_settings.h"
 #include "staging/transport_selector.h"
 
 namespace pycollect::dist {
@@ -15,7 +15,7 @@ struct Options final : c10d::Backend::Options {
       : c10d::Backend::Options(kBackendName, limit) {}
 
   std::string algorithm = {};  // used by every collective that has it; empty: automatic
-  std::size_t buffer_bytes = shm::Settings{}.buffer_bytes;
+  std::size_t buffer_bytes = ipc::GroupSettings{}.buffer_bytes;
   // Address space of each rank's symmetric heap; none: default.
   std::optional<std::size_t> symmetric_heap_bytes = {};
   // GPU memory of each rank for staging. A piece of a large collective is half of it, so that a

@@ -70,13 +70,13 @@ Reduction::Reduction(const c10d::ReduceOp& op, const char* call) {
   }
 }
 
-DType Reduction::dtype(const at::Tensor& t, const Label& label) const {
+DType Reduction::dtype(const at::Tensor& t, const ArgumentName& label) const {
   const DType dtype = dtype_of(t, label);
   check_op(dtype, op_, label.call);
   return dtype;
 }
 
-Binder::Fill Reduction::scaled(const at::Tensor& t, const Label& label) const {
+Binder::Fill Reduction::scaled(const at::Tensor& t, const ArgumentName& label) const {
   const at::ScalarType type = t.scalar_type();
   require_type(type != at::kBool, label.call, ": PREMUL_SUM is not defined for bool; pass numbers");
   const at::Scalar given = factor_of(*supplement_);

@@ -13,9 +13,9 @@ class Reduction {
   ReduceOp op() const { return op_; }
   bool scales() const { return supplement_ != nullptr; }  // true for PREMUL_SUM
   // Returns a function that multiplies by the factor, in the tensor's own dtype, when it is called.
-  Binder::Fill scaled(const at::Tensor& tensor, const Label& label) const;
+  Binder::Fill scaled(const at::Tensor& tensor, const ArgumentName& label) const;
   // Returns the tensor's dtype. Throws if the reduction is not defined for it.
-  DType dtype(const at::Tensor& tensor, const Label& label) const;
+  DType dtype(const at::Tensor& tensor, const ArgumentName& label) const;
 
  private:
   ReduceOp op_ = ReduceOp::sum;

@@ -15,10 +15,11 @@ struct ReductionRole {
   Rank root = 0;
 };
 
-void bind(const ReductionRole& role, Binder& binder, const at::Tensor& t, const Label& label) {
+void bind(const ReductionRole& role, Binder& binder, const at::Tensor& t,
+          const ArgumentName& label) {
   const std::size_t request = binder.request(role.reduction.dtype(t, label));
   const bool reads = role.reads && !role.reduction.scales();  // else the products are read
-  const shm::BufferSegment span = !role.writes ? binder.read(t, label)
+  const ipc::BufferSegment span = !role.writes ? binder.read(t, label)
                                   : reads      ? binder.update(t, label)
                                                : binder.write(t, label);
   if (!role.reduction.scales()) return binder.add_input(request, 0, span);
@@ -80,16 +81,16 @@ void reduce_scatter(Call& call, GroupRank me, const Tensors& outputs, const Tens
   Binder binder = reduce_scatter_binder(call, me, reduction);
   check_lists(call, me, outputs, inputs);
   for (std::size_t i = 0; i < outputs.size(); ++i) {
-    const Label output{call.name, "output"};
+    const ArgumentName output{call.name, "output"};
     const std::size_t request = binder.request(reduction.dtype(outputs[i], output));
-    const shm::BufferSegment own = binder.write(outputs[i], output);
+    const ipc::BufferSegment own = binder.write(outputs[i], output);
     binder.add_output(request, 0, own);
     for (Rank r = 0; r < me.world; ++r) {
-      const Label label{call.name, "input_list", r};
+      const ArgumentName label{call.name, "input_list", r};
       const at::Tensor& input = inputs[i][r];
       check_dtype(input, label, outputs[i], output);
       if (r == me.rank) check_size(input, label, outputs[i], output);
-      const shm::BufferSegment span = binder.read_aliasing(input, label, own);
+      const ipc::BufferSegment span = binder.read_aliasing(input, label, own);
       binder.add_input(
           request, r,
           reduction.scales() ? binder.compute(input, reduction.scaled(input, label)) : span);
@@ -105,13 +106,13 @@ void reduce_scatter_single(Call& call, GroupRank me, const Tensors& outputs, con
   Binder binder = reduce_scatter_binder(call, me, reduction);
   check_pairs(call, outputs, inputs);
   for (std::size_t i = 0; i < outputs.size(); ++i) {
-    const Label output = label_of(call, "output", outputs, i);
-    const Label input = label_of(call, "input", inputs, i);
+    const ArgumentName output = label_of(call, "output", outputs, i);
+    const ArgumentName input = label_of(call, "input", inputs, i);
     check_joined(inputs[i], input, outputs[i], output, me.world);
     const std::size_t request = binder.request(reduction.dtype(outputs[i], output));
-    const shm::BufferSegment own = binder.write(outputs[i], output);
+    const ipc::BufferSegment own = binder.write(outputs[i], output);
     binder.add_output(request, 0, own);
-    const shm::BufferSegment span =
+    const ipc::BufferSegment span =
         binder.read_aliasing(inputs[i], input, own, me.rank * own.count);
     binder.add_whole_input(
         request,

@@ -5,25 +5,25 @@
 
 namespace pycollect::dist {
 
-Label label_of(const Call& call, const char* list, const Tensors& all, std::size_t i) {
+ArgumentName label_of(const Call& call, const char* list, const Tensors& all, std::size_t i) {
   return {call.name, list, all.size() == 1 ? -1 : static_cast<int>(i)};
 }
 
-void check_dtype(const at::Tensor& t, const Label& label, const at::Tensor& other,
-                 const Label& other_label) {
+void check_dtype(const at::Tensor& t, const ArgumentName& label, const at::Tensor& other,
+                 const ArgumentName& other_label) {
   require_type(t.scalar_type() == other.scalar_type(), label.call, ": ", label, " is ",
                dtype_name(t), " and ", other_label, " is ", dtype_name(other),
                "; both must have the same dtype");
 }
 
-void check_size(const at::Tensor& t, const Label& label, const at::Tensor& other,
-                const Label& other_label) {
+void check_size(const at::Tensor& t, const ArgumentName& label, const at::Tensor& other,
+                const ArgumentName& other_label) {
   require(t.numel() == other.numel(), label.call, ": ", label, " has ", t.numel(), " elements and ",
           other_label, " has ", other.numel(), "; both must have the same number");
 }
 
-void check_joined(const at::Tensor& joined, const Label& label, const at::Tensor& part,
-                  const Label& part_label, int world) {
+void check_joined(const at::Tensor& joined, const ArgumentName& label, const at::Tensor& part,
+                  const ArgumentName& part_label, int world) {
   check_dtype(joined, label, part, part_label);
   require(joined.numel() == part.numel() * world, label.call, ": ", label, " has ", joined.numel(),
           " elements; it must have ", part.numel() * world, ", the ", part.numel(), " elements of ",

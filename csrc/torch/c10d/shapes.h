@@ -5,15 +5,15 @@
 namespace pycollect::dist {
 
 // Returns the label of `all[i]`, with its index if the list has several tensors.
-Label label_of(const Call& call, const char* list, const Tensors& all, std::size_t i);
+ArgumentName label_of(const Call& call, const char* list, const Tensors& all, std::size_t i);
 
-void check_dtype(const at::Tensor& t, const Label& label, const at::Tensor& other,
-                 const Label& other_label);
-void check_size(const at::Tensor& t, const Label& label, const at::Tensor& other,
-                const Label& other_label);  // requires equal element counts
+void check_dtype(const at::Tensor& t, const ArgumentName& label, const at::Tensor& other,
+                 const ArgumentName& other_label);
+void check_size(const at::Tensor& t, const ArgumentName& label, const at::Tensor& other,
+                const ArgumentName& other_label);  // requires equal element counts
 // Requires the dtype of `part` and `world` times its number of elements.
-void check_joined(const at::Tensor& joined, const Label& label, const at::Tensor& part,
-                  const Label& part_label, int world);
+void check_joined(const at::Tensor& joined, const ArgumentName& label, const at::Tensor& part,
+                  const ArgumentName& part_label, int world);
 
 // Requires as many outputs as inputs, and at least one.
 void check_pairs(const Call& call, const Tensors& outputs, const Tensors& inputs);

@@ -59,7 +59,7 @@ Backend::~Backend() {
     const std::lock_guard lock(live_backends().mutex);
     live_backends().all.erase(this);
   }
-  warn_of(close(shm::Clock::now() + kShutdownTimeout));
+  warn_of(close(ipc::Clock::now() + kShutdownTimeout));
 }
 
 // Throws the error of a call that failed on its device without a caller waiting for it: no later
@@ -67,16 +67,16 @@ Backend::~Backend() {
 void Backend::shutdown() {
   const InFlightCalls in_flight;
   if (fork_guard_.forked()) return;
-  if (const auto unreported = close(shm::Clock::now() + kShutdownTimeout))
+  if (const auto unreported = close(ipc::Clock::now() + kShutdownTimeout))
     std::rethrow_exception(unreported);
 }
 
-std::exception_ptr Backend::close(shm::Deadline deadline) {
+std::exception_ptr Backend::close(ipc::Deadline deadline) {
   const GilRelease gil_release;
   queue_->close(deadline);
   const std::exception_ptr unreported = selector_->close(kShutdownTimeout);
   std::shared_ptr<Messages> messages;
-  std::shared_ptr<shm::Group> group;
+  std::shared_ptr<ipc::Group> group;
   std::shared_ptr<SymmetricAllocator> allocator;
   {
     const std::lock_guard lock(state_mutex_);
@@ -103,11 +103,11 @@ bool close_groups() {
       if (Backend* held = c10::raw::weak_intrusive_ptr::lock(b))
         all.push_back(c10::intrusive_ptr<Backend>::reclaim(held));
   }
-  const auto deadline = shm::Clock::now() + kShutdownTimeout;
+  const auto deadline = ipc::Clock::now() + kShutdownTimeout;
   for (const auto& b : all)
     if (!b->fork_guard_.forked()) warn_of(b->close(deadline));
-  const auto wake_deadline = std::max(shm::Clock::now(), deadline) + kWakeTimeout;
-  while (InFlightCalls::any() && shm::Clock::now() < wake_deadline)
+  const auto wake_deadline = std::max(ipc::Clock::now(), deadline) + kWakeTimeout;
+  while (InFlightCalls::any() && ipc::Clock::now() < wake_deadline)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   return any_in_flight;
 }

@@ -6,25 +6,25 @@
 
 #include <memory>
 
-#include "../../shm/symmetric_heap.h"
+#include "../../group/symmetric_heap.h"
 
 namespace pycollect::dist {
 
 class SymmetricAllocator final : public c10::Allocator,
                                  public std::enable_shared_from_this<SymmetricAllocator> {
  public:
-  explicit SymmetricAllocator(const shm::Group& group) : heap_(group) {}
+  explicit SymmetricAllocator(const ipc::Group& group) : heap_(group) {}
 
   // The returned memory keeps this allocator and the mapping alive, even after the group is gone.
   c10::DataPtr allocate(std::size_t bytes) override;
   void copy_data(void* to, const void* from, std::size_t bytes) const override;
 
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type);
-  shm::SymmetricHeap::HeapUsage usage() const { return heap_.usage(); }
+  ipc::SymmetricHeap::HeapUsage usage() const { return heap_.usage(); }
 
  private:
   struct Block;
-  shm::SymmetricHeap heap_;
+  ipc::SymmetricHeap heap_;
 };
 
 }  // namespace pycollect::dist

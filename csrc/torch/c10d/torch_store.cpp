@@ -56,7 +56,7 @@ std::string TorchStore::join_rendezvous() {
         store_->add(text("pycollect/", number, "/joined by rank ", rank_), 1) == 1)
       return number;
     last = number;
-    if (shm::Clock::now() >= deadline_)
+    if (ipc::Clock::now() >= deadline_)
       throw Timeout("rank 0 has not started the rendezvous in time");
   }
 }
@@ -67,11 +67,11 @@ void TorchStore::post(const std::string& key, const std::string& value) {
 
 // Polls the keys until the deadline. A store's own wait this short logs its timeout (TCPStore) or
 // counts whole seconds (FileStore). Returns false if the store cannot be polled.
-bool TorchStore::poll(const std::vector<std::string>& keys, shm::Deadline deadline) {
+bool TorchStore::poll(const std::vector<std::string>& keys, ipc::Deadline deadline) {
   std::chrono::microseconds pause(100);
   try {
     while (!store_->check(keys)) {
-      if (shm::Clock::now() >= deadline)
+      if (ipc::Clock::now() >= deadline)
         throw Timeout(text("no rank has written ", keys.front(), " to the store in time"));
       std::this_thread::sleep_for(pause);
       pause = std::min(2 * pause, kMaxPause);
@@ -84,19 +84,19 @@ bool TorchStore::poll(const std::vector<std::string>& keys, shm::Deadline deadli
   }
 }
 
-void TorchStore::wait(const std::vector<std::string>& keys, shm::Deadline deadline) {
+void TorchStore::wait(const std::vector<std::string>& keys, ipc::Deadline deadline) {
   using std::chrono::milliseconds;
-  if (deadline - shm::Clock::now() < kShortWait && poll(keys, deadline)) return;
+  if (deadline - ipc::Clock::now() < kShortWait && poll(keys, deadline)) return;
   for (;;) {
-    const auto until = std::min(deadline, shm::deadline_after(kMaxWait));
+    const auto until = std::min(deadline, ipc::deadline_after(kMaxWait));
     // Some stores take a timeout of zero as no limit.
-    const auto left = std::max(std::chrono::duration_cast<milliseconds>(until - shm::Clock::now()),
+    const auto left = std::max(std::chrono::duration_cast<milliseconds>(until - ipc::Clock::now()),
                                milliseconds(1));
     try {
       return store_->wait(keys, left);
     } catch (const std::exception&) {
       // Some stores count whole milliseconds and give up before the last of them is over.
-      const auto soon = shm::Clock::now() + milliseconds(10);
+      const auto soon = ipc::Clock::now() + milliseconds(10);
       if (soon < until) throw;
       if (soon < deadline) continue;
       throw Timeout(text("no rank has written ", keys.front(), " to the store in time"));
@@ -104,13 +104,13 @@ void TorchStore::wait(const std::vector<std::string>& keys, shm::Deadline deadli
   }
 }
 
-std::string TorchStore::read(const std::string& key, shm::Deadline deadline) {
+std::string TorchStore::read(const std::string& key, ipc::Deadline deadline) {
   wait({prefix() + key}, deadline);
   return as_text(store_->get(prefix() + key));
 }
 
 std::vector<std::string> TorchStore::read_all(const std::vector<std::string>& keys,
-                                              shm::Deadline deadline) {
+                                              ipc::Deadline deadline) {
   if (keys.empty() || !store_->hasExtendedApi()) return Store::read_all(keys, deadline);
   std::vector<std::string> wanted;
   for (const std::string& key : keys) wanted.push_back(prefix() + key);

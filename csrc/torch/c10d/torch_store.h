@@ -8,32 +8,32 @@
 
 namespace pycollect::dist {
 
-class TorchStore final : public shm::Store {
+class TorchStore final : public ipc::Store {
  public:
   // On ranks other than 0, the first `post` or `read` waits until the deadline for rank 0 to open
   // the rendezvous, and throws Timeout after it.
-  TorchStore(c10::intrusive_ptr<c10d::Store> store, int rank, shm::Deadline deadline)
+  TorchStore(c10::intrusive_ptr<c10d::Store> store, int rank, ipc::Deadline deadline)
       : store_(std::move(store)), rank_(rank), deadline_(deadline) {}
   ~TorchStore() override;  // rank 0 closes the rendezvous
   TorchStore(const TorchStore&) = delete;
   TorchStore& operator=(const TorchStore&) = delete;
 
   void post(const std::string& key, const std::string& value) override;
-  std::string read(const std::string& key, shm::Deadline deadline) override;
+  std::string read(const std::string& key, ipc::Deadline deadline) override;
   std::vector<std::string> read_all(const std::vector<std::string>& keys,
-                                    shm::Deadline deadline) override;
+                                    ipc::Deadline deadline) override;
 
  private:
   const std::string& prefix();
   // Both return the number of the rendezvous.
   std::string open_rendezvous();  // on rank 0
   std::string join_rendezvous();  // on other ranks
-  bool poll(const std::vector<std::string>& keys, shm::Deadline deadline);
-  void wait(const std::vector<std::string>& keys, shm::Deadline deadline);
+  bool poll(const std::vector<std::string>& keys, ipc::Deadline deadline);
+  void wait(const std::vector<std::string>& keys, ipc::Deadline deadline);
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const int rank_;
-  const shm::Deadline deadline_;
+  const ipc::Deadline deadline_;
   std::string prefix_ = {};  // key prefix of the rendezvous; empty before the first use
 };
 

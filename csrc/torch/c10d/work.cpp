@@ -64,7 +64,7 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
   if (!is_done()) {
     if (!is_limit(timeout))
       queue_->wait(*this);
-    else if (!queue_->wait_until(*this, shm::deadline_after(timeout)))
+    else if (!queue_->wait_until(*this, ipc::deadline_after(timeout)))
       throw_unfinished(describe(), timeout);
   }
   if (const auto error = exception()) std::rethrow_exception(error);
@@ -134,14 +134,14 @@ Tensors CoalescedWork::result() {
 
 // Waits for all parts even if one has failed: the caller may reuse their memory afterwards.
 bool CoalescedWork::wait(std::chrono::milliseconds timeout) {
-  const auto deadline = shm::deadline_after(timeout);
+  const auto deadline = ipc::deadline_after(timeout);
   std::exception_ptr error;
   for (const auto& part : parts_) {
     auto left = timeout;
     if (is_limit(timeout))
       left = std::max(
           std::chrono::milliseconds(1),
-          std::chrono::duration_cast<std::chrono::milliseconds>(deadline - shm::Clock::now()));
+          std::chrono::duration_cast<std::chrono::milliseconds>(deadline - ipc::Clock::now()));
     try {
       part->wait(left);
     } catch (...) {
@@ -156,7 +156,7 @@ void CoalescedWork::abort() {
   for (const auto& part : parts_) part->abort();
 }
 
-// The parts' results may be on streams of several GroupDevices. The joint future is completed on
+// The parts' results may be on streams of several DeviceOps. The joint future is completed on
 // the streams of the last part that has device tensors, after these have waited for all parts.
 c10::intrusive_ptr<Future> CoalescedWork::getFuture() {
   c10::List<c10::intrusive_ptr<Future>> futures(

@@ -71,7 +71,7 @@ void enqueue_value(StreamValue call, const char* name, Stream stream, std::byte*
 }
 
 struct Properties {
-  cuda::Limits limits;
+  cuda::KernelLimits limits;
   bool can_flush;  // a stream wait can flush writes of other GPUs
 };
 
@@ -81,7 +81,8 @@ std::vector<Properties> query_all_devices() {
   int driver = 0, devices = 0;
   check(cudaDriverGetVersion(&driver));
   check(cudaGetDeviceCount(&devices));
-  const std::size_t bytes = driver >= 12010 ? sizeof(cuda::LargeTable) : sizeof(cuda::SmallTable);
+  const std::size_t bytes =
+      driver >= 12010 ? sizeof(cuda::LargeKernelArgs) : sizeof(cuda::SmallKernelArgs);
   std::vector<Properties> all;
   for (Device device = 0; device < devices; ++device) {
     int multiprocessors = 0, can_flush = 0;
@@ -120,7 +121,7 @@ class CudaApi final : public cuda::Api {
     for (std::size_t i = 0; i < sizeof found.uuid.bytes; i += sizeof(uint64_t)) {
       uint64_t part = 0;
       std::memcpy(&part, found.uuid.bytes + i, sizeof part);
-      uuid += shm::hexadecimal(part);
+      uuid += ipc::hexadecimal(part);
     }
     return uuid;
   }
@@ -209,7 +210,7 @@ class CudaApi final : public cuda::Api {
     return allocate_shareable(device, bytes);
   }
   cuda::Exported export_memory(std::byte* memory) override { return export_shareable(memory); }
-  std::byte* map(Device device, const shm::Descriptor& memory, std::size_t bytes) override {
+  std::byte* map(Device device, const ipc::UniqueFd& memory, std::size_t bytes) override {
     return map_shareable(device, memory, bytes);
   }
   // Synchronizes first, because cuMemUnmap, unlike cudaFree, does not wait for work that uses the

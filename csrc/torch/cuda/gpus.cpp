@@ -19,7 +19,7 @@
 #include "../profiler_range.h"
 #include "../threads.h"
 #include "api.h"
-#include "host.h"
+#include "host_runtime.h"
 
 namespace pycollect {
 namespace {
@@ -28,7 +28,7 @@ using c10::cuda::CUDAStream;
 
 cuda::Executor& executor() {
   // Never destroyed, because CUDA is used after main.
-  static cuda::Executor& executor = *new cuda::Executor(cuda_api(), torch_host());
+  static cuda::Executor& executor = *new cuda::Executor(cuda_api(), torch_host_runtime());
   return executor;
 }
 
@@ -66,11 +66,10 @@ bool all_same(const PreparedCall& prepared, const std::vector<CUDAStream>& calle
 }
 
 // Numbers of a device's internal streams: workers of its ranks, copies to and from the host, the
-// hub (see cuda::StreamMap), and the side stream, which replaces the caller stream of asynchronous
-// calls.
-constexpr std::size_t kRankStreams = 16, kSenderStream = kRankStreams,
-                      kReceiverStream = kSenderStream + 1, kHubStream = kReceiverStream + 1,
-                      kSideStream = kHubStream + 1;
+// join stream (see cuda::StreamMap), and the side stream, which replaces the caller stream of
+// asynchronous calls.
+constexpr std::size_t kRankStreams = 16, kD2hStream = kRankStreams, kH2dStream = kD2hStream + 1,
+                      kJoinStream = kH2dStream + 1, kSideStream = kJoinStream + 1;
 
 // If the caller named the algorithm, each rank of a device has its own worker stream, so that
 // virtual ranks run as independently as ranks on different devices.
@@ -89,11 +88,11 @@ cuda::CallStreams call_streams(const PreparedCall& prepared, const DtypePlan& pa
     streams.ranks.push_back({.device = prepared.devices[r].is_cpu() ? cuda::kHost : device,
                              .caller = caller,
                              .worker = stream(number),
-                             .sender = stream(kSenderStream),
-                             .receiver = stream(kReceiverStream)});
+                             .d2h = stream(kD2hStream),
+                             .h2d = stream(kH2dStream)});
   }
   if (!on_caller_stream)
-    streams.hub = api_stream(internal_stream(callers[0].device_index(), kHubStream));
+    streams.join_stream = api_stream(internal_stream(callers[0].device_index(), kJoinStream));
   return streams;
 }
 
@@ -110,7 +109,7 @@ void record_stream(const PreparedCall& prepared, const cuda::CallStreams& stream
   for (const Tensors* list : {&prepared.held, &prepared.results})
     for (const at::Tensor& t : *list)
       for (const cuda::RankStreams& p : streams.ranks)
-        for (const cuda::Stream& s : {p.worker, p.sender, p.receiver})
+        for (const cuda::Stream& s : {p.worker, p.d2h, p.h2d})
           if (t.numel() > 0 && !(s == p.caller)) record_stream(t, s);
 }
 

@@ -11,7 +11,7 @@
 #include "../../plan/error.h"
 #include "../gpus.h"
 #include "api.h"
-#include "host.h"
+#include "host_runtime.h"
 
 namespace pycollect {
 namespace {
@@ -112,7 +112,7 @@ class PeerAccessTest {
   }
   void store(TestBuffer dst, TestBuffer src) {
     cuda::Launch launch{{}, DType::u8, ReduceOp::sum, {.world = 1}};
-    launch.rows.push_back({{bytes_in(memory_[dst])}, {bytes_in(memory_[src])}, {0}, {0}, kBytes});
+    launch.works.push_back({{bytes_in(memory_[dst])}, {bytes_in(memory_[src])}, {0}, {0}, kBytes});
     api_.launch(api_stream(from_), launch);
   }
   void synchronize(const CUDAStream& s) {

@@ -9,7 +9,7 @@
 #include <mutex>
 
 #include "../../cuda/check.h"
-#include "../../cuda/peers.h"
+#include "../../cuda/peer_access.h"
 #include "../../plan/stage.h"
 #include "../gpus.h"
 #include "../log.h"
@@ -18,9 +18,9 @@
 namespace pycollect {
 namespace {
 
-cuda::Peers& peers() {
+cuda::PeerAccessCache& peers() {
   // Never destroyed, because CUDA is used after main.
-  static cuda::Peers& peers = *new cuda::Peers({
+  static cuda::PeerAccessCache& peers = *new cuda::PeerAccessCache({
       .query =
           [](cuda::Device from, cuda::Device to) {
             return at::cuda::get_p2p_access(static_cast<c10::DeviceIndex>(from),
@@ -58,10 +58,10 @@ struct StagedKey {
   auto operator<=>(const StagedKey&) const = default;
 };
 
-std::shared_ptr<const Compiled> staged(const Choice& choice, const CallKey& s, Rank root,
-                                       const DeviceList& devices, bool peer_access) {
+std::shared_ptr<const CompiledPlan> staged(const Choice& choice, const CallKey& s, Rank root,
+                                           const DeviceList& devices, bool peer_access) {
   static std::mutex mutex;
-  static auto& cache = *new std::map<StagedKey, std::shared_ptr<const Compiled>>;
+  static auto& cache = *new std::map<StagedKey, std::shared_ptr<const CompiledPlan>>;
   const Reachability reachability = reachability_of(devices, peer_access);
   StagedKey key{choice.algorithm, s.world, root, choice.pieces, s.in_place, reachability.on_host};
   for (const auto& row : reachability.directly)
@@ -72,9 +72,9 @@ std::shared_ptr<const Compiled> staged(const Choice& choice, const CallKey& s, R
     const Plan whole = (*choice.algorithm)({s.world, root, choice.pieces});
     // The chunks of a pipeline are already cut into pieces.
     const int pieces = whole.chunks >= choice.pieces ? 1 : choice.pieces;
-    plan = std::make_shared<const Compiled>(compile(stage(whole, s.in_place, reachability, pieces),
-                                                    s.in_place, LevelPolicy::one_task,
-                                                    choice.algorithm));
+    plan = std::make_shared<const CompiledPlan>(
+        compile(stage(whole, s.in_place, reachability, pieces), s.in_place, LevelPolicy::one_task,
+                choice.algorithm));
   }
   return plan;
 }
@@ -94,8 +94,8 @@ Topology topology_of(const DeviceList& devices, bool peer_access) {
   return Topology::peers;
 }
 
-std::shared_ptr<const Compiled> compiled_for(const Choice& choice, const CallKey& s, Rank root,
-                                             const DeviceList& devices, bool peer_access) {
+std::shared_ptr<const CompiledPlan> compiled_for(const Choice& choice, const CallKey& s, Rank root,
+                                                 const DeviceList& devices, bool peer_access) {
   if (s.topology == Topology::staged) return staged(choice, s, root, devices, peer_access);
   return compiled(*choice.algorithm, {s.world, root, choice.pieces}, s.in_place);
 }

@@ -14,7 +14,7 @@ namespace pycollect {
 namespace {
 
 using cuda::Device;
-using shm::Descriptor;
+using ipc::UniqueFd;
 
 constexpr auto kHandleType = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
@@ -107,13 +107,13 @@ cuda::Exported export_shareable(std::byte* memory) {
   int fd = -1;
   call_driver<decltype(&cuMemExportToShareableHandle)>("cuMemExportToShareableHandle", &fd,
                                                        handle.get(), kHandleType, 0);
-  Descriptor descriptor(fd);
+  UniqueFd descriptor(fd);
   if (fcntl(fd, F_SETFD, FD_CLOEXEC) != 0)
-    shm::refuse("cannot set FD_CLOEXEC on a descriptor of GPU memory", errno);
+    ipc::refuse("cannot set FD_CLOEXEC on a descriptor of GPU memory", errno);
   return {std::move(descriptor), bytes_at(address(memory))};
 }
 
-std::byte* map_shareable(Device device, const Descriptor& memory, std::size_t bytes) {
+std::byte* map_shareable(Device device, const UniqueFd& memory, std::size_t bytes) {
   create_context();
   constexpr const char* kName = "cuMemImportFromShareableHandle";
   void* const fd = reinterpret_cast<void*>(static_cast<uintptr_t>(memory.get()));

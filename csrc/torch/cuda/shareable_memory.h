@@ -10,7 +10,7 @@ namespace pycollect {
 // for work that uses the memory.
 std::byte* allocate_shareable(cuda::Device device, std::size_t bytes);
 cuda::Exported export_shareable(std::byte* memory);
-std::byte* map_shareable(cuda::Device device, const shm::Descriptor& memory, std::size_t bytes);
+std::byte* map_shareable(cuda::Device device, const ipc::UniqueFd& memory, std::size_t bytes);
 void unmap_shareable(std::byte* memory);
 
 }  // namespace pycollect

@@ -9,7 +9,7 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include "api.h"
-#include "host.h"
+#include "host_runtime.h"
 #include "symmetric_pool.h"
 
 namespace pycollect::dist {

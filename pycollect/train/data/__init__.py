@@ -6,7 +6,16 @@ The named ones are Fashion-MNIST, scikit-learn's handwritten digits, and image f
 from pathlib import Path
 
 from .digits import digits
-from .examples import Data, DataError, Defaults, Examples, MapStyle, Unavailable, count, fetch
+from .examples import (
+    Data,
+    DataError,
+    DatasetUnavailable,
+    DefaultHyperparameters,
+    Examples,
+    MapStyle,
+    count,
+    fetch,
+)
 from .fashion import fashion_mnist
 from .folder import IMAGE_SIZE, ImageFolder, image_folder
 
@@ -15,24 +24,24 @@ __all__ = [
     "NAMES",
     "Data",
     "DataError",
-    "Defaults",
+    "DatasetUnavailable",
+    "DefaultHyperparameters",
     "Examples",
     "ImageFolder",
     "MapStyle",
-    "Unavailable",
     "check",
     "count",
     "digits",
     "fashion_mnist",
     "fetch",
     "image_folder",
-    "load",
+    "load_dataset",
 ]
 
 NAMES = ("auto", "digits", "fashion-mnist", "folder")
 
 
-def load(
+def load_dataset(
     name: str = "auto", data_dir: Path | str = "data", image_size: int | None = None
 ) -> tuple[Data, str]:
     """Load a data set by name; return it and a sentence about a substitute that was used, or "".
@@ -41,7 +50,7 @@ def load(
     raises DataError even then. `image_size` in pixels applies to folders only. Raises ValueError
     for a name that is not in NAMES.
 
-    >>> load("digits")[0].name
+    >>> load_dataset("digits")[0].name
     'digits'
     """
     check(name, image_size)
@@ -51,14 +60,14 @@ def load(
         return image_folder(Path(data_dir), image_size or IMAGE_SIZE), ""
     try:
         return fashion_mnist(Path(data_dir)), ""
-    except Unavailable as error:
+    except DatasetUnavailable as error:
         if name == "fashion-mnist":
             raise
         return digits(), f"{error}; using scikit-learn's handwritten digits instead"
 
 
 def check(name: str, image_size: int | None) -> None:
-    """Raise ValueError for arguments that `load` refuses; loads nothing."""
+    """Raise ValueError for arguments that `load_dataset` refuses; loads nothing."""
     if name not in NAMES:
         raise ValueError(f"unknown data set {name!r}; allowed are {', '.join(NAMES)}")
     if image_size is None:

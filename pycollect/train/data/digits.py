@@ -2,10 +2,10 @@
 
 import torch
 
-from .examples import Data, DataError, Defaults
+from .examples import Data, DataError, DefaultHyperparameters
 
-LENET = Defaults(batch_size=64, lr=0.3, epochs=40)
-RESNET18 = Defaults(batch_size=64, lr=0.1, epochs=5)
+LENET = DefaultHyperparameters(batch_size=64, lr=0.3, epochs=40)
+RESNET18 = DefaultHyperparameters(batch_size=64, lr=0.1, epochs=5)
 
 
 def digits() -> Data:

@@ -21,7 +21,7 @@ class DataError(RuntimeError):
     """A data set cannot be loaded; the message is one sentence with the reason."""
 
 
-class Unavailable(DataError):
+class DatasetUnavailable(DataError):
     """A data set is not on disk and cannot be downloaded."""
 
 
@@ -49,7 +49,7 @@ Examples: TypeAlias = Pair | MapStyle
 
 
 @dataclass(frozen=True)
-class Defaults:
+class DefaultHyperparameters:
     """Hyperparameters with which a model trains well on a data set."""
 
     batch_size: int
@@ -60,7 +60,7 @@ class Defaults:
 # Dtypes that cross-entropy accepts for class numbers.
 _LABEL_KINDS = ("int64", "uint8")
 # Dive into Deep Learning's values for Fashion-MNIST, and the first guess for untested data sets.
-USUAL = Defaults(batch_size=256, lr=0.2, epochs=10)
+USUAL = DefaultHyperparameters(batch_size=256, lr=0.2, epochs=10)
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ class Data:
     name: str
     train: Examples
     test: Examples
-    defaults: Defaults = USUAL
+    defaults: DefaultHyperparameters = USUAL
     classes: Sequence[str] = ()
-    tuned: Mapping[str, Defaults] = field(default_factory=dict)
+    tuned: Mapping[str, DefaultHyperparameters] = field(default_factory=dict)
     model: str = "lenet"  # the default model for this data set
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class Data:
     def __str__(self) -> str:
         return f"{self.name} ({count(self.train)} train, {count(self.test)} test)"
 
-    def defaults_for(self, model: str) -> Defaults:
+    def defaults_for(self, model: str) -> DefaultHyperparameters:
         """Return the hyperparameters for a model by name, `defaults` if it is not in `tuned`."""
         return self.tuned.get(model, self.defaults)
 

@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .examples import Data, DataError, Defaults, Unavailable, first_line
+from .examples import Data, DataError, DatasetUnavailable, DefaultHyperparameters, first_line
 
 # Dive into Deep Learning's values: LeNet from scratch (256 images, 0.2), and concise ResNet-18.
-LENET = Defaults(batch_size=256, lr=0.2, epochs=10)
-RESNET18 = Defaults(batch_size=256, lr=0.1, epochs=10)
+LENET = DefaultHyperparameters(batch_size=256, lr=0.2, epochs=10)
+RESNET18 = DefaultHyperparameters(batch_size=256, lr=0.1, epochs=10)
 CLASSES = (
     *("T-shirt/top", "trouser", "pullover", "dress", "coat"),
     *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
@@ -45,7 +45,7 @@ IDX_UBYTE = 0x08  # the type code of bytes in an IDX header
 def fashion_mnist(data_dir: Path) -> Data:
     """Load Fashion-MNIST from its IDX files, which are downloaded if they are missing.
 
-    Raises Unavailable if they are missing and cannot be downloaded, DataError if damaged.
+    Raises DatasetUnavailable if they are missing and cannot be downloaded, DataError if damaged.
     """
     train, test = (
         (images[:, None].float().div_(255), labels.long()) for images, labels in load(data_dir)
@@ -108,7 +108,7 @@ def read_pair(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
 def load(data_dir: Path) -> list[tuple[Tensor, Tensor]]:
     """Return the training images and labels, then the test ones; download missing files.
 
-    Raises Unavailable if they are missing and cannot be downloaded, DataError if damaged.
+    Raises DatasetUnavailable if they are missing and cannot be downloaded, DataError if damaged.
     """
     try:
         paths = find(data_dir)
@@ -117,8 +117,8 @@ def load(data_dir: Path) -> list[tuple[Tensor, Tensor]]:
     if not paths:
         try:
             download(data_dir)
-        except Unavailable as error:
-            raise Unavailable(
+        except DatasetUnavailable as error:
+            raise DatasetUnavailable(
                 f"Fashion-MNIST is not in {data_dir}/ and cannot be downloaded ({error})"
             ) from error
         paths = find(data_dir)
@@ -126,7 +126,7 @@ def load(data_dir: Path) -> list[tuple[Tensor, Tensor]]:
 
 
 def download(data_dir: Path, timeout: float = NETWORK_TIMEOUT) -> None:
-    """Download the files with torchvision; raise Unavailable with the reason if that fails."""
+    """Download the files with torchvision; raise DatasetUnavailable with the reason if it fails."""
     start = time.monotonic()
     try:
         from torchvision.datasets import FashionMNIST
@@ -137,18 +137,18 @@ def download(data_dir: Path, timeout: float = NETWORK_TIMEOUT) -> None:
         reason = (
             "torchvision is not installed" if missing else f"torchvision fails: {first_line(error)}"
         )
-        raise Unavailable(reason) from error
+        raise DatasetUnavailable(reason) from error
     url = FashionMNIST.mirrors[0] + FashionMNIST.resources[0][0]
     require_answer(url, max(1.0, timeout - (time.monotonic() - start)))
     try:
         with socket_timeout(timeout), quiet_unless_terminal():
             FashionMNIST(str(data_dir), download=True)
     except (OSError, RuntimeError) as error:
-        raise Unavailable(f"the download failed: {first_line(error)}") from error
+        raise DatasetUnavailable(f"the download failed: {first_line(error)}") from error
 
 
 def require_answer(url: str, seconds: float) -> None:
-    """Return when the server answers; raise Unavailable after a refusal or `seconds`.
+    """Return when the server answers; raise DatasetUnavailable after a refusal or `seconds`.
 
     The request runs in a thread, because no timeout of the standard library covers name resolution.
     """
@@ -160,14 +160,14 @@ def require_answer(url: str, seconds: float) -> None:
             request = urllib.request.Request(url, method="HEAD")
             with urllib.request.urlopen(request, timeout=seconds):
                 reasons.clear()
-        except Exception as error:  # every error becomes the reason of Unavailable
+        except Exception as error:  # every error becomes the reason of DatasetUnavailable
             reasons[:] = [f"no answer from {host}: {first_line(getattr(error, 'reason', error))}"]
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(seconds)
     if reasons:
-        raise Unavailable(reasons[0])
+        raise DatasetUnavailable(reasons[0])
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .examples import Data, DataError, Defaults, first_line
+from .examples import Data, DataError, DefaultHyperparameters, first_line
 
 _SIXTEEN_BITS = 65_535
 IMAGE_SIZE = 320  # default in pixels: the larger of Imagenette's own sizes, and BatchFlow's
@@ -24,7 +24,7 @@ SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".t
 MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
 STD = torch.tensor([0.229, 0.224, 0.225])[:, None, None]
 # BatchFlow's batch size; 0.1 is Dive into Deep Learning's learning rate for ResNet-18.
-RESNET18 = Defaults(batch_size=64, lr=0.1, epochs=10)
+RESNET18 = DefaultHyperparameters(batch_size=64, lr=0.1, epochs=10)
 
 
 @dataclass(frozen=True)

@@ -12,33 +12,33 @@ namespace {
 
 class CudaIpcStaging final : public TensorStaging {
  public:
-  CudaIpcStaging(std::shared_ptr<GroupDevices> devices,
+  CudaIpcStaging(std::shared_ptr<DeviceOps> devices,
                  std::shared_ptr<cuda_ipc::CudaIpcCommunicator> communicator)
       : devices_(std::move(devices)),
         communicator_(std::move(communicator)),
         transport_(communicator_) {}
 
-  shm::BufferSegment add_tensor(const at::Tensor& tensor, bool reads, bool writes) override;
+  ipc::BufferSegment add_tensor(const at::Tensor& tensor, bool reads, bool writes) override;
   void begin_copy_in() override;
   bool inputs_ready() override;
-  void begin_copy_out(const shm::OpContext& context) override { finish(context, out_); }
-  void abort_copies(const shm::OpContext& context) override { finish(context, {}); }
+  void begin_copy_out(const ipc::OpContext& context) override { finish(context, out_); }
+  void abort_copies(const ipc::OpContext& context) override { finish(context, {}); }
   bool outputs_ready() override { return pending_->ended(); }
   std::exception_ptr failure() const override { return pending_ ? pending_->report() : nullptr; }
   void wait_on_current_streams() override;
   void release() override;
-  shm::Transport* transport() override { return &transport_; }
+  ipc::Transport* transport() override { return &transport_; }
   const std::vector<at::Device>& on() const override { return on_; }
-  GroupDevices& devices() const override { return *devices_; }
+  DeviceOps& devices() const override { return *devices_; }
 
  private:
   void add_device(at::Device device);
-  void finish(const shm::OpContext& context, const std::vector<CopyPair>& copies_out);
+  void finish(const ipc::OpContext& context, const std::vector<CopyPair>& copies_out);
   std::shared_ptr<void> symmetric_tensors() const;
   // Device of the staging buffer: that of the group's first device tensor.
   at::Device staging_device() const;
 
-  const std::shared_ptr<GroupDevices> devices_;
+  const std::shared_ptr<DeviceOps> devices_;
   const std::shared_ptr<cuda_ipc::CudaIpcCommunicator> communicator_;
   cuda_ipc::CudaIpcTransport transport_;
   std::vector<at::Device> on_;
@@ -59,7 +59,7 @@ void CudaIpcStaging::add_device(at::Device device) {
 
 // The memory of a copy is allocated for the caller's stream on its device: earlier work there may
 // still use it.
-shm::BufferSegment CudaIpcStaging::add_tensor(const at::Tensor& tensor, bool reads, bool writes) {
+ipc::BufferSegment CudaIpcStaging::add_tensor(const at::Tensor& tensor, bool reads, bool writes) {
   add_device(tensor.device());
   if (tensor.numel() == 0) return {nullptr, 0};
   const at::Device device = staging_device();
@@ -90,7 +90,8 @@ bool CudaIpcStaging::inputs_ready() {
   return true;
 }
 
-// Returns the tensors in symmetric memory. Peers may access them even if the call has failed.
+// Returns the tensors in symmetric memory. PeerAccessCache may access them even if the call has
+// failed.
 std::shared_ptr<void> CudaIpcStaging::symmetric_tensors() const {
   auto found = std::make_shared<std::vector<at::Tensor>>();
   for (const at::Tensor& t : kept_)
@@ -101,7 +102,7 @@ std::shared_ptr<void> CudaIpcStaging::symmetric_tensors() const {
   return found;
 }
 
-void CudaIpcStaging::finish(const shm::OpContext& context,
+void CudaIpcStaging::finish(const ipc::OpContext& context,
                             const std::vector<CopyPair>& copies_out) {
   std::shared_ptr<void> symmetric = symmetric_tensors();
   try {
@@ -129,7 +130,7 @@ void CudaIpcStaging::release() {
 }  // namespace
 
 std::shared_ptr<TensorStaging> stage_through_cuda_ipc(
-    std::shared_ptr<GroupDevices> devices,
+    std::shared_ptr<DeviceOps> devices,
     std::shared_ptr<cuda_ipc::CudaIpcCommunicator> communicator) {
   return std::make_shared<CudaIpcStaging>(std::move(devices), std::move(communicator));
 }

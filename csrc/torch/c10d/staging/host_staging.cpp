@@ -11,17 +11,17 @@ namespace {
 
 class HostStaging final : public TensorStaging {
  public:
-  explicit HostStaging(std::shared_ptr<GroupDevices> devices) : devices_(std::move(devices)) {}
+  explicit HostStaging(std::shared_ptr<DeviceOps> devices) : devices_(std::move(devices)) {}
 
-  shm::BufferSegment add_tensor(const at::Tensor& tensor, bool reads, bool writes) override;
+  ipc::BufferSegment add_tensor(const at::Tensor& tensor, bool reads, bool writes) override;
   void begin_copy_in() override;
   bool inputs_ready() override;
-  void begin_copy_out(const shm::OpContext& context) override;
+  void begin_copy_out(const ipc::OpContext& context) override;
   bool outputs_ready() override;
   void wait_on_current_streams() override;
   void release() override;
   const std::vector<at::Device>& on() const override { return on_; }
-  GroupDevices& devices() const override { return *devices_; }
+  DeviceOps& devices() const override { return *devices_; }
 
  private:
   struct DeviceCopies {  // copies and events of the call on one device
@@ -31,7 +31,7 @@ class HostStaging final : public TensorStaging {
   };
   DeviceCopies& copies_on(at::Device device);
 
-  const std::shared_ptr<GroupDevices> devices_;
+  const std::shared_ptr<DeviceOps> devices_;
   std::vector<at::Device> on_;
   std::vector<DeviceCopies> copies_;  // in the same order as on_
 };
@@ -43,7 +43,7 @@ HostStaging::DeviceCopies& HostStaging::copies_on(at::Device device) {
   return copies_.emplace_back();
 }
 
-shm::BufferSegment HostStaging::add_tensor(const at::Tensor& tensor, bool reads, bool writes) {
+ipc::BufferSegment HostStaging::add_tensor(const at::Tensor& tensor, bool reads, bool writes) {
   DeviceCopies& copies = copies_on(tensor.device());
   if (tensor.numel() == 0) return {nullptr, 0};
   const CopyPair pair{tensor, devices_->new_pinned(tensor)};
@@ -71,7 +71,7 @@ bool HostStaging::inputs_ready() {
   return true;
 }
 
-void HostStaging::begin_copy_out(const shm::OpContext&) {
+void HostStaging::begin_copy_out(const ipc::OpContext&) {
   for (std::size_t i = 0; i < copies_.size(); ++i)
     if (DeviceCopies& copies = copies_[i]; !copies.out.empty()) {
       devices_->wait_for(on_[i], *copies.copied_in);
@@ -100,7 +100,7 @@ void HostStaging::release() {
 
 }  // namespace
 
-std::shared_ptr<TensorStaging> stage_through_host(std::shared_ptr<GroupDevices> devices) {
+std::shared_ptr<TensorStaging> stage_through_host(std::shared_ptr<DeviceOps> devices) {
   return std::make_shared<HostStaging>(std::move(devices));
 }
 

@@ -21,7 +21,7 @@ at::Tensor part_of(const at::Tensor& whole, std::size_t begin, std::size_t end) 
 
 }  // namespace
 
-shm::BufferSegment MessageStaging::add_tensor(const at::Tensor& tensor, bool reads, bool writes) {
+ipc::BufferSegment MessageStaging::add_tensor(const at::Tensor& tensor, bool reads, bool writes) {
   constexpr std::size_t kPageBytes = 4096;  // a fragment begins at a page
   on_ = {tensor.device()};
   tensor_ = tensor;
@@ -65,7 +65,7 @@ void MessageStaging::forward(std::size_t moved) {
   forwarded_ = end;
 }
 
-void MessageStaging::begin_copy_out(const shm::OpContext&) {
+void MessageStaging::begin_copy_out(const ipc::OpContext&) {
   if (!reads_) {
     forward(bytes_);
     if (!dense_.is_same(tensor_))

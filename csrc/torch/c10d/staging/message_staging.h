@@ -16,29 +16,29 @@ class MessageStaging final : public TensorStaging {
 
   static bool serves(const at::Tensor& tensor) { return tensor.nbytes() > kFragmentBytes; }
 
-  explicit MessageStaging(std::shared_ptr<GroupDevices> devices) : devices_(std::move(devices)) {}
+  explicit MessageStaging(std::shared_ptr<DeviceOps> devices) : devices_(std::move(devices)) {}
 
   // Takes one tensor, which is either read or written.
-  shm::BufferSegment add_tensor(const at::Tensor& tensor, bool reads, bool writes) override;
+  ipc::BufferSegment add_tensor(const at::Tensor& tensor, bool reads, bool writes) override;
   void begin_copy_in() override;
   bool inputs_ready() override { return arrived_bytes() != 0; }
   // For a send: the number of bytes, from the start, that have arrived in pinned memory.
   std::size_t arrived_bytes();
   // For a receive: copies complete fragments to the device, once `moved` bytes have arrived.
   void forward(std::size_t moved);
-  void begin_copy_out(const shm::OpContext& context) override;
+  void begin_copy_out(const ipc::OpContext& context) override;
   bool outputs_ready() override { return outputs_ready_ == nullptr || outputs_ready_->reached(); }
   void wait_on_current_streams() override;
   void release() override;
   const std::vector<at::Device>& on() const override { return on_; }
-  GroupDevices& devices() const override { return *devices_; }
+  DeviceOps& devices() const override { return *devices_; }
 
  private:
   std::size_t whole_fragments(std::size_t moved) const {
     return moved == bytes_ ? bytes_ : moved / fragment_bytes_ * fragment_bytes_;
   }
 
-  const std::shared_ptr<GroupDevices> devices_;
+  const std::shared_ptr<DeviceOps> devices_;
   std::vector<at::Device> on_;
   at::Tensor tensor_;
   at::Tensor dense_;   // tensor_, or a contiguous tensor on its device

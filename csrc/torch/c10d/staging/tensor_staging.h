@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "../../../transport/executor.h"
-#include "group_devices.h"
+#include "device_ops.h"
 
 namespace pycollect::dist {
 
@@ -13,23 +13,23 @@ class TensorStaging {
  public:
   virtual ~TensorStaging() = default;
   // Returns where the executor finds the tensor's elements, in logical order.
-  virtual shm::BufferSegment add_tensor(const at::Tensor& tensor, bool reads, bool writes) = 0;
+  virtual ipc::BufferSegment add_tensor(const at::Tensor& tensor, bool reads, bool writes) = 0;
   virtual void begin_copy_in() = 0;  // starts the copies of the inputs; call after the last tensor
   virtual bool inputs_ready() = 0;   // whether the executor may begin
   // Starts the copies of the results to the tensors, after the executor has ended.
-  virtual void begin_copy_out(const shm::OpContext& context) = 0;
+  virtual void begin_copy_out(const ipc::OpContext& context) = 0;
   // Replaces begin_copy_out() if the executor has failed: copies no results to the tensors.
-  virtual void abort_copies(const shm::OpContext&) {}
+  virtual void abort_copies(const ipc::OpContext&) {}
   virtual bool outputs_ready() = 0;  // whether the results are in the tensors, or never will be
   // Returns the error of device work that ended after the executor, or null.
   virtual std::exception_ptr failure() const { return nullptr; }
   // Returns the transport that can use the staged tensors; null: the host transport.
-  virtual shm::Transport* transport() { return nullptr; }
+  virtual ipc::Transport* transport() { return nullptr; }
   // Makes the calling thread's current streams wait for the results.
   virtual void wait_on_current_streams() = 0;
   virtual void release() = 0;  // releases the tensors when the call has ended
   virtual const std::vector<at::Device>& on() const = 0;
-  virtual GroupDevices& devices() const = 0;
+  virtual DeviceOps& devices() const = 0;
 };
 
 }  // namespace pycollect::dist

@@ -4,7 +4,7 @@
 #include <array>
 
 #include "../../../plan/error.h"
-#include "../../../plan/names.h"
+#include "../../../plan/find_name.h"
 #include "../../../transport/executor.h"
 #include "../../log.h"
 #include "../call.h"
@@ -47,15 +47,14 @@ void check_transport(const std::string& name) {
   find_name("cuda_transport", name, transport_names());
 }
 
-TransportSelector::TransportSelector(std::shared_ptr<GroupDevices> devices,
-                                     TransportSettings settings)
+TransportSelector::TransportSelector(std::shared_ptr<DeviceOps> devices, TransportSettings settings)
     : devices_(std::move(devices)), settings_(std::move(settings)) {
   check_transport(settings_.transport);
   rendezvous_done_ = settings_.transport == kHostStaging.name ||
                      (settings_.transport == kAutoTransport && !devices_->gpu());
 }
 
-void TransportSelector::attach(const shm::Group& group) {
+void TransportSelector::attach(const ipc::Group& group) {
   if (const auto gpu = devices_->gpu())
     symmetric_memory_ = std::make_shared<cuda_ipc::SymmetricMemory>(gpu, group);
 }
@@ -113,8 +112,8 @@ std::shared_ptr<TensorStaging> TransportSelector::begin() {
                       : stage_through_host(devices_);
 }
 
-void TransportSelector::rendezvous(const std::shared_ptr<shm::Group>& group, at::Device device,
-                                   const shm::OpContext& context) {
+void TransportSelector::rendezvous(const std::shared_ptr<ipc::Group>& group, at::Device device,
+                                   const ipc::OpContext& context) {
   cuda_ipc::CudaIpcResult found{{}, "this build has no CUDA part"};
   if (const auto gpu = devices_->gpu()) {
     found = cuda_ipc::rendezvous(

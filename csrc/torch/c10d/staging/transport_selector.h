@@ -15,10 +15,10 @@
 namespace pycollect::dist {
 
 // Stages tensors in pinned memory around the host executor (host_staging.cpp).
-std::shared_ptr<TensorStaging> stage_through_host(std::shared_ptr<GroupDevices> devices);
+std::shared_ptr<TensorStaging> stage_through_host(std::shared_ptr<DeviceOps> devices);
 // Uses the CUDA IPC staging buffers of the group's GPUs, without the host (cuda_ipc_staging.cpp).
 std::shared_ptr<TensorStaging> stage_through_cuda_ipc(
-    std::shared_ptr<GroupDevices> devices,
+    std::shared_ptr<DeviceOps> devices,
     std::shared_ptr<cuda_ipc::CudaIpcCommunicator> communicator);
 
 inline constexpr const char* kAutoTransport = "auto";
@@ -33,10 +33,10 @@ class TransportSelector {
     std::string transport;
     std::size_t buffer_bytes;  // of one staging buffer
   };
-  TransportSelector(std::shared_ptr<GroupDevices> devices, TransportSettings settings);
+  TransportSelector(std::shared_ptr<DeviceOps> devices, TransportSettings settings);
 
   // Call once, as soon as the group exists: it can then allocate symmetric GPU memory.
-  void attach(const shm::Group& group);
+  void attach(const ipc::Group& group);
   // Null: this build has no CUDA part.
   const std::shared_ptr<cuda_ipc::SymmetricMemory>& symmetric_memory() const {
     return symmetric_memory_;
@@ -58,12 +58,12 @@ class TransportSelector {
   bool needs_rendezvous();
   // Runs the GPU rendezvous with all ranks, and selects the transport. Throws what
   // cuda_ipc::rendezvous throws.
-  void rendezvous(const std::shared_ptr<shm::Group>& group, at::Device device,
-                  const shm::OpContext& context);
+  void rendezvous(const std::shared_ptr<ipc::Group>& group, at::Device device,
+                  const ipc::OpContext& context);
   // Returns the staging of one collective of device tensors. Throws CollectiveError, on all ranks
   // alike, if the requested transport does not work.
   std::shared_ptr<TensorStaging> begin();
-  const std::shared_ptr<GroupDevices>& devices() const { return devices_; }
+  const std::shared_ptr<DeviceOps>& devices() const { return devices_; }
   // Frees device resources, after pending device work had `timeout` to finish. Returns the first
   // device error that was reported to no caller.
   std::exception_ptr close(std::chrono::milliseconds timeout);
@@ -73,7 +73,7 @@ class TransportSelector {
  private:
   void free_returned();  // frees tensors that calls which have ended kept for their peers
 
-  const std::shared_ptr<GroupDevices> devices_;
+  const std::shared_ptr<DeviceOps> devices_;
   const TransportSettings settings_;
   std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory_;
   std::mutex closing_;  // makes a second close() wait for the first one

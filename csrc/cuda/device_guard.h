@@ -1,0 +1,54 @@
+// Scopes that make a device current, or set a thread's capture mode, and restore the former state.
+#pragma once
+#include "api.h"
+
+namespace pycollect::cuda {
+
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(Api& api) : api_(api), former_(api.current_device()), current_(former_) {}
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+  ~DeviceGuard() {
+    try {
+      if (current_ != former_) api_.restore_device(former_);
+    } catch (...) {  // the device is broken, and the caller's next call reports it
+    }
+  }
+  void use(Device device) {
+    if (device == current_) return;
+    api_.set_device(device);
+    current_ = device;
+  }
+
+ private:
+  Api& api_;
+  const Device former_;
+  Device current_;
+};
+
+// Allows a thread to use a device while others capture graphs. During a capture in global mode,
+// only threads in thread-local mode, which this sets, may make calls that may synchronize. The
+// device is made current because a new thread starts on device 0, which this process may not use.
+class CaptureModeGuard {
+ public:
+  CaptureModeGuard(Api& api, Device device)
+      : api_(api), device_(api), mode_(api.exchange_capture_mode(CaptureMode::thread_local_only)) {
+    device_.use(device);
+  }
+  ~CaptureModeGuard() {
+    try {
+      api_.exchange_capture_mode(mode_);
+    } catch (...) {  // the device is broken
+    }
+  }
+  CaptureModeGuard(const CaptureModeGuard&) = delete;
+  CaptureModeGuard& operator=(const CaptureModeGuard&) = delete;
+
+ private:
+  Api& api_;
+  DeviceGuard device_;
+  const CaptureMode mode_;
+};
+
+}  // namespace pycollect::cuda

@@ -1,0 +1,76 @@
+// The parameters of the kernels, passed by value: the works of one launch, with the addresses that
+// they read and write. Nothing is uploaded or kept alive, and a CUDA graph captures all of it.
+#pragma once
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
+#include "../plan/dtype.h"
+
+namespace pycollect::cuda {
+
+// Bytes of a thread's widest access.
+inline constexpr int kPacketBytes = 16;
+
+// Threads per block, and blocks per multiprocessor. With a bound of three blocks, ptxas has the
+// registers to issue eight loads before the first add; without a bound, it interleaves them.
+inline constexpr int kThreads = 256, kBlocksPerSm = 3;
+
+// A KernelWork as the kernel reads it. `dsts` and `srcs` are the indices at which lists begin in
+// the words after all WorkArgs: addresses, followed by their pitches if `pitched`. Work in place
+// has one list for sources and destinations. Units are elements of the kernel's type in a fold, and
+// bytes in a copy.
+struct WorkArgs {
+  uint64_t count;        // units of a line
+  uint64_t lines;        // number of lines; the units of a line are contiguous
+  uint32_t first_block;  // the first block of the grid that runs this work
+  uint8_t width;         // bytes of an access, except at the edges; 0: all units are edges
+  uint8_t head;          // units before the first access of this width
+  uint8_t finishes;      // the last fold of a reduction, which divides averages
+  uint8_t pitched;       // more than one line
+  uint16_t dsts, srcs, n_dsts, n_srcs;
+};
+inline constexpr int kWorkWords = sizeof(WorkArgs) / 8;
+static_assert(sizeof(WorkArgs) == 8 * kWorkWords);
+
+struct ArgsHead {
+  uint32_t works = 0;
+  int32_t world = 1;      // divisor of averages; 1 for sums
+  double inverse = 1;     // 1 / world
+  float inverse_f32 = 1;  // stored because narrowing a double costs a thread more than an addition
+  Float8Rounding float8 = {};
+  uint8_t unused[4] = {};
+  // Index of the word that holds the address of the launch's guard. 0: no guard, because the first
+  // word always belongs to a work.
+  uint16_t guard = 0;
+};
+static_assert(sizeof(ArgsHead) == 32);
+
+// Every driver takes 4 KiB of parameters, drivers since CUDA 12.1 take 32,764 bytes. A work of s
+// sources and d destinations needs 32 + 8 (s + d) bytes, in place 32 + 8 s. Works that do not fit
+// go into further launches. Works per launch:
+//    ranks in place   4 KiB    32 KiB
+//         2             84       682
+//         8             42       341
+//        64              7        60
+template <std::size_t kBytes>
+struct KernelArgs {
+  static constexpr std::size_t kWords = (kBytes - sizeof(ArgsHead)) / 8;
+  ArgsHead head;
+  uint64_t words[kWords];  // works, then lists
+};
+using SmallKernelArgs = KernelArgs<4096>;
+using LargeKernelArgs = KernelArgs<32760>;  // a SmallKernelArgs is its beginning
+static_assert(sizeof(SmallKernelArgs) == 4096 && sizeof(LargeKernelArgs) == 32760);
+
+struct WorkWords {
+  uint64_t at[kWorkWords];
+};
+static_assert(sizeof(WorkWords) == sizeof(WorkArgs));
+
+constexpr WorkArgs work_at(const uint64_t* words, int work) {
+  const uint64_t* at = words + work * kWorkWords;
+  return std::bit_cast<WorkArgs>(WorkWords{at[0], at[1], at[2], at[3]});
+}
+
+}  // namespace pycollect::cuda

@@ -1,0 +1,120 @@
+// The kernels: one launch runs every step of a level on one device, for all tensors of a call.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include "copy.h"
+#include "fold.h"
+#include "kernels.h"
+
+namespace pycollect::cuda {
+
+template <int kBytes>
+using Word = std::conditional_t<
+    kBytes == 1, uint8_t,
+    std::conditional_t<kBytes == 2, uint16_t, std::conditional_t<kBytes == 4, uint32_t, uint64_t>>>;
+
+// Accesses the device's memory, in program order. Every access is inline assembly: by itself nvcc
+// 13.0 stores a packet in four parts (eight for bf16), and may load through the read-only cache,
+// which a kernel's own stores do not update, although a dst may be a src. __host__ only because the
+// callers are constexpr; the host never runs it.
+struct GpuAccessor {
+  template <class V>
+  __host__ __device__ __forceinline__ static V load(uint64_t at) {
+    if constexpr (std::is_same_v<V, Packet>) {
+      Packet v;
+      asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(v.words[0]), "=r"(v.words[1]), "=r"(v.words[2]), "=r"(v.words[3])
+                   : "l"(at));
+      return v;
+    } else {
+      struct LoadedWords {
+        Word<alignof(V)> of[sizeof(V) / alignof(V)];
+      } v;
+      each<sizeof(V) / alignof(V)>([&](auto i) { word(v.of[i], at + i * alignof(V)); });
+      return std::bit_cast<V>(v);
+    }
+  }
+
+  template <class V>
+  __host__ __device__ __forceinline__ static void store(uint64_t at, V v) {
+    if constexpr (std::is_same_v<V, Packet>) {
+      asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.words[0]),
+                   "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3]));
+    } else {
+      struct StoredWords {
+        Word<alignof(V)> of[sizeof(V) / alignof(V)];
+      };
+      const auto words = std::bit_cast<StoredWords>(v);
+      each<sizeof(V) / alignof(V)>([&](auto i) { set_word(at + i * alignof(V), words.of[i]); });
+    }
+  }
+
+  __host__ __device__ __forceinline__ static float widened(uint16_t half) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+    return value;
+  }
+  __host__ __device__ __forceinline__ static uint16_t narrowed(float value) {
+    uint16_t half;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
+    return half;
+  }
+
+ private:
+  template <class W>
+  __host__ __device__ __forceinline__ static void word(W& v, uint64_t at) {
+    if constexpr (sizeof(W) == 1) {
+      uint32_t wide;  // inline assembly has no 8-bit operands
+      asm volatile("ld.global.u8 %0, [%1];" : "=r"(wide) : "l"(at));
+      v = static_cast<W>(wide);
+    } else if constexpr (sizeof(W) == 2) {
+      asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(at));
+    } else if constexpr (sizeof(W) == 4) {
+      asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(at));
+    } else {
+      asm volatile("ld.global.u64 %0, [%1];" : "=l"(v) : "l"(at));
+    }
+  }
+  template <class W>
+  __host__ __device__ __forceinline__ static void set_word(uint64_t at, W v) {
+    if constexpr (sizeof(W) == 1)
+      asm volatile("st.global.u8 [%0], %1;" ::"l"(at), "r"(static_cast<uint32_t>(v)));
+    else if constexpr (sizeof(W) == 2)
+      asm volatile("st.global.u16 [%0], %1;" ::"l"(at), "h"(v));
+    else if constexpr (sizeof(W) == 4)
+      asm volatile("st.global.u32 [%0], %1;" ::"l"(at), "r"(v));
+    else
+      asm volatile("st.global.u64 [%0], %1;" ::"l"(at), "l"(v));
+  }
+};
+
+// Returns true if the launch's guard forbids writing. One thread per block reads the guard, because
+// it may lie in host memory; so a block writes all of its part or nothing.
+template <class Args>
+__device__ __forceinline__ bool is_forbidden(const Args& args) {
+  if (args.head.guard == 0) return false;
+  const uint64_t at = args.words[args.head.guard];
+  return __syncthreads_or(threadIdx.x == 0 && GpuAccessor::load<uint32_t>(at) != 0) != 0;
+}
+
+template <class T, class Op, class Args>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    fold_level(const __grid_constant__ Args args) {
+  if (is_forbidden(args)) return;
+  run_folds<T, Op>(args.head, args.words, {blockIdx.x, gridDim.x, threadIdx.x}, GpuAccessor());
+}
+
+template <class Args>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    copy_level(const __grid_constant__ Args args) {
+  if (is_forbidden(args)) return;
+  run_copies(args.head, args.words, {blockIdx.x, gridDim.x, threadIdx.x}, GpuAccessor());
+}
+
+template <class T, class Op>
+KernelPair fold_kernel() {
+  return {reinterpret_cast<const void*>(&fold_level<T, Op, SmallKernelArgs>),
+          reinterpret_cast<const void*>(&fold_level<T, Op, LargeKernelArgs>)};
+}
+
+}  // namespace pycollect::cuda

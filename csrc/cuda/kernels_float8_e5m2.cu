@@ -1,0 +1,11 @@
+// Folds of fp8 with two bits of mantissa.
+#include "kernels.cuh"
+
+namespace pycollect::cuda {
+
+template KernelPair fold_kernel<Float8E5M2, Avg>();
+template KernelPair fold_kernel<Float8E5M2, Prod>();
+template KernelPair fold_kernel<Float8E5M2, Min>();
+template KernelPair fold_kernel<Float8E5M2, Max>();
+
+}  // namespace pycollect::cuda

@@ -1,0 +1,41 @@
+// Schedules for one process with several devices: levels become launches on in-order streams, and
+// waits between streams become events. A schedule is data, computed once per plan and stream map,
+// without devices or handles.
+#pragma once
+#include <vector>
+
+#include "../plan/compiled_plan.h"
+
+namespace pycollect::cuda {
+
+// The streams of a rank's tasks, by number. Several may be the same stream: fewer streams need
+// fewer events.
+struct StreamIds {
+  int caller;  // runs the rank's first and last task (see Program)
+  int worker;  // runs the rank's other tasks
+  int d2h;     // runs copies to the rank's host memory
+  int h2d;     // runs copies from host memory to the rank's memory
+  bool operator==(const StreamIds&) const = default;
+};
+inline constexpr int kNoJoinStream = -1;
+struct StreamMap {
+  std::vector<StreamIds> stream_ids;  // [rank]
+  int streams;                        // number of streams
+  int join_stream =
+      kNoJoinStream;  // a stream without tasks, through which many streams wait for many
+  bool operator==(const StreamMap&) const = default;
+};
+
+struct ScheduledLaunch {
+  int stream;
+  std::vector<TaskId> tasks;    // of one level; none on the join stream
+  std::vector<int> after = {};  // earlier launches on other streams to wait for, latest first
+  bool recorded = false;        // an event is recorded after it, because another stream waits
+};
+using Schedule = std::vector<ScheduledLaunch>;
+
+// Orders every pair of conflicting accesses by streams and events, without events that others
+// imply. Throws ValueError if the stream map does not fit the plan.
+Schedule schedule(const CompiledPlan& compiled, const StreamMap& at);
+
+}  // namespace pycollect::cuda

@@ -1,0 +1,246 @@
+// See split_launch.h. Folds come first, then copies. Work with more destinations than a
+// kernel's arguments hold becomes a fold to some of them, and copies from there to the others.
+#include "split_launch.h"
+
+#include <algorithm>
+#include <deque>
+#include <vector>
+
+#include "../plan/error.h"
+#include "kernel_table.h"
+
+namespace pycollect::cuda {
+namespace {
+
+// Blocks of a launch, as a multiple of those that the device runs at a time: enough that the last
+// ones do not leave the others idle for long, few enough that the search for a block's work costs
+// nothing.
+constexpr int kWaves = 4;
+
+constexpr std::size_t kHeadWords = sizeof(ArgsHead) / 8;
+
+bool is_copy(const KernelWork& work) { return work.srcs.size() == 1; }
+bool is_in_place(const KernelWork& work) {
+  return work.dsts == work.srcs && (work.lines == 1 || work.dst_pitches == work.src_pitches);
+}
+uint64_t as_word(const std::byte* address) { return reinterpret_cast<uintptr_t>(address); }
+
+// A work, and its form in the arguments of a kernel.
+struct Entry {
+  const KernelWork* work;
+  WorkArgs form;
+  bool in_place;  // sources and destinations share one list
+  uint64_t slots, moved;
+
+  std::size_t words() const {
+    const std::size_t n = form.n_srcs + (in_place ? 0 : form.n_dsts);
+    return kWorkWords + n * (form.pitched ? 2 : 1);
+  }
+};
+
+// Bits that are set in the addresses of a work, or in which they differ.
+struct Alignment {
+  uint64_t all = 0;        // set in an address or a pitch
+  uint64_t differing = 0;  // different in two addresses, or set in a pitch
+
+  Alignment(const KernelWork& work, bool pitched) {
+    const uint64_t first = as_word(work.dsts[0]);
+    for (const auto* list : {&work.dsts, &work.srcs})
+      for (const std::byte* address : *list) {
+        all |= as_word(address);
+        differing |= as_word(address) ^ first;
+      }
+    if (!pitched) return;
+    for (const auto* list : {&work.dst_pitches, &work.src_pitches})
+      for (const std::ptrdiff_t pitch : *list) differing |= static_cast<uint64_t>(pitch);
+    all |= differing;
+  }
+};
+
+bool is_one_line(const KernelWork& work, std::size_t line_bytes) {
+  const auto follows = [&](std::ptrdiff_t pitch) {
+    return pitch == static_cast<std::ptrdiff_t>(line_bytes);
+  };
+  return work.lines == 1 ||
+         (std::all_of(work.dst_pitches.begin(), work.dst_pitches.end(), follows) &&
+          std::all_of(work.src_pitches.begin(), work.src_pitches.end(), follows));
+}
+
+// Sets the width of the accesses, and the position of the first one.
+void choose_width(WorkArgs& form, const KernelWork& work, const Alignment& alignment,
+                  std::size_t unit) {
+  const uint64_t differing = kPacketBytes | alignment.differing;
+  uint64_t width = differing & -differing;  // the largest power of two that divides it
+  if (!is_copy(work) && width < kPacketBytes) return;
+  const uint64_t head_bytes = -as_word(work.dsts[0]) & (width - 1);
+  if (head_bytes % unit != 0 || head_bytes > form.count * unit) {
+    if (!is_copy(work)) return;
+    width = 1;
+  }
+  form.width = static_cast<uint8_t>(width);
+  form.head = static_cast<uint8_t>(width > 1 ? head_bytes / unit : 0);
+}
+
+Entry entry_of(const KernelWork& work, DType dtype, ReduceOp op) {
+  const UnitSize unit =
+      is_copy(work) ? UnitSize{} : kUnits[static_cast<int>(dtype)][static_cast<int>(op)];
+  const std::size_t line_bytes = work.count * item_bytes(dtype), unit_bytes = unit.bytes;
+  Entry entry{&work, {}, false, 0, 0};
+  WorkArgs& form = entry.form;
+  form.lines = is_one_line(work, line_bytes) ? 1 : work.lines;
+  form.pitched = form.lines > 1;
+  form.count = line_bytes / unit_bytes * (work.lines / form.lines);
+  form.finishes = work.finishes;
+  form.n_dsts = static_cast<uint16_t>(work.dsts.size());
+  form.n_srcs = static_cast<uint16_t>(work.srcs.size());
+  const Alignment alignment(work, form.pitched);
+  require(alignment.all % unit.alignment == 0, "a GPU reads ", name(dtype), " at multiples of ",
+          unit.alignment, " bytes only; copy the tensor to such memory first");
+  choose_width(form, work, alignment, unit_bytes);
+  const uint64_t per_wide = form.width / unit_bytes;
+  const uint64_t wide = per_wide > 0 ? (form.count - form.head) / per_wide : 0;
+  entry.slots = form.lines * (form.count - wide * per_wide + wide);
+  entry.moved = form.lines * form.count * unit_bytes * (work.dsts.size() + work.srcs.size());
+  entry.in_place = is_in_place(work);
+  return entry;
+}
+
+std::size_t guard_words(const Launch& launch) { return launch.guard == nullptr ? 0 : 1; }
+
+// The works of a launch, without empty ones. Works with too many pointers for the arguments of one
+// kernel are divided.
+class SplitWorks {
+ public:
+  SplitWorks(const Launch& launch, const KernelLimits& limits)
+      : words_(limits.args_bytes / 8 - kHeadWords - kWorkWords - guard_words(launch)) {
+    for (const KernelWork& work : launch.works)
+      if (work.count > 0 && work.lines > 0 && !work.dsts.empty()) add(work);
+  }
+  std::vector<const KernelWork*> folds, copies;
+
+ private:
+  void add(const KernelWork& work) {
+    const std::size_t max_pointers = work.lines > 1 ? words_ / 2 : words_;
+    const std::size_t n = work.srcs.size() + (is_in_place(work) ? 0 : work.dsts.size());
+    if (n <= max_pointers) return (is_copy(work) ? copies : folds).push_back(&work);
+    require(work.srcs.size() < max_pointers, "a GPU folds up to ", max_pointers - 1,
+            " sources at once; there are ", work.srcs.size());
+    std::size_t done = max_pointers - work.srcs.size();
+    add_part(work, work, 0, done);
+    KernelWork other = work;
+    if (!is_copy(work)) {
+      other.srcs = {work.dsts[0]};
+      if (work.lines > 1) other.src_pitches = {work.dst_pitches[0]};
+    }
+    for (; done < work.dsts.size(); done += max_pointers - 1)
+      add_part(other, work, done, std::min(done + max_pointers - 1, work.dsts.size()));
+  }
+
+  // Adds `part` with the destinations [begin, end) of `work`.
+  void add_part(KernelWork part, const KernelWork& work, std::size_t begin, std::size_t end) {
+    part.dsts.assign(work.dsts.begin() + begin, work.dsts.begin() + end);
+    if (work.lines > 1)
+      part.dst_pitches.assign(work.dst_pitches.begin() + begin, work.dst_pitches.begin() + end);
+    parts_.push_back(std::move(part));
+    (is_copy(parts_.back()) ? copies : folds).push_back(&parts_.back());
+  }
+
+  const std::size_t words_;       // for the lists of a kernel with one work
+  std::deque<KernelWork> parts_;  // a deque: pointers to its elements stay valid
+};
+
+// Fills the arguments of one kernel after the other with entries, in order.
+class Packer {
+ public:
+  Packer(const Launch& launch, const KernelLimits& limits,
+         const std::function<void(const KernelLaunch&)>& issue)
+      : limits_(limits),
+        guard_(launch.guard),
+        fixed_(kHeadWords + guard_words(launch)),
+        issue_(issue) {
+    args_.head.float8 = launch.options.float8;
+    if (launch.op != ReduceOp::avg) return;
+    args_.head.world = launch.options.world;
+    args_.head.inverse = 1.0 / launch.options.world;
+    args_.head.inverse_f32 = static_cast<float>(args_.head.inverse);
+  }
+
+  void pack(KernelKind kind, const std::vector<Entry>& entries) {
+    for (auto first = entries.begin(); first != entries.end();) {
+      std::size_t words = fixed_;
+      uint64_t moved = 0;
+      auto last = first;
+      for (; last != entries.end() && words + last->words() <= limits_.args_bytes / 8; ++last) {
+        words += last->words();
+        moved += last->moved;
+      }
+      args_.head.works = static_cast<uint32_t>(last - first);
+      used_ = 0;
+      blocks_ = 0;
+      for (uint64_t* at = args_.words; first != last; ++first, at += kWorkWords) {
+        const auto work = std::bit_cast<WorkWords>(placed(*first, moved));
+        std::copy(work.at, work.at + kWorkWords, at);
+      }
+      if (guard_ != nullptr) add_guard();
+      issue_({kind, args_, words * 8, blocks_});
+    }
+  }
+
+ private:
+  // Appends the guard's address to the lists.
+  void add_guard() {
+    const std::size_t at = args_.head.works * kWorkWords + used_++;
+    args_.words[at] = as_word(guard_);
+    args_.head.guard = static_cast<uint16_t>(at);
+  }
+
+  WorkArgs placed(const Entry& entry, uint64_t moved) {
+    WorkArgs work = entry.form;
+    work.first_block = blocks_;
+    work.dsts = list(entry.work->dsts, entry.work->dst_pitches, work.pitched);
+    work.srcs =
+        entry.in_place ? work.dsts : list(entry.work->srcs, entry.work->src_pitches, work.pitched);
+    // One slot per thread, or fewer blocks if the work's share of the moved bytes is smaller.
+    const uint64_t budget = static_cast<uint64_t>(limits_.multiprocessors) * kBlocksPerSm * kWaves;
+    const uint64_t fair = 1 + budget * entry.moved / moved;
+    blocks_ += static_cast<uint32_t>(std::min((entry.slots + kThreads - 1) / kThreads, fair));
+    return work;
+  }
+
+  uint16_t list(const std::vector<std::byte*>& addresses,
+                const std::vector<std::ptrdiff_t>& pitches, bool pitched) {
+    const std::size_t begin = used_;
+    uint64_t* const lists = args_.words + args_.head.works * kWorkWords;
+    for (const std::byte* address : addresses) lists[used_++] = as_word(address);
+    if (pitched)
+      for (const std::ptrdiff_t pitch : pitches) lists[used_++] = static_cast<uint64_t>(pitch);
+    return static_cast<uint16_t>(begin);
+  }
+
+  const KernelLimits& limits_;
+  const std::byte* const guard_;
+  const std::size_t fixed_;  // words of the arguments besides works and lists
+  const std::function<void(const KernelLaunch&)>& issue_;
+  LargeKernelArgs args_;
+  std::size_t used_ = 0;  // words of lists
+  uint32_t blocks_ = 0;
+};
+
+}  // namespace
+
+void split_launch(const Launch& launch, const KernelLimits& limits,
+                  const std::function<void(const KernelLaunch&)>& issue) {
+  require_type(reduces(launch.dtype, launch.op), name(launch.op), " is not defined for ",
+               name(launch.dtype));
+  const SplitWorks works(launch, limits);
+  Packer packer(launch, limits, issue);
+  std::vector<Entry> entries;
+  for (const KernelKind kind : {KernelKind::fold, KernelKind::copy}) {
+    entries.clear();
+    for (const KernelWork* work : kind == KernelKind::fold ? works.folds : works.copies)
+      entries.push_back(entry_of(*work, launch.dtype, launch.op));
+    packer.pack(kind, entries);
+  }
+}
+
+}  // namespace pycollect::cuda

@@ -1,0 +1,322 @@
+#include "group.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <thread>
+
+#include "../bootstrap/rendezvous.h"
+#include "../plan/error.h"
+#include "format_ranks.h"
+
+namespace pycollect::ipc {
+namespace {
+
+int checked_world(Rank rank, int world) {
+  require(world >= 1 && world <= kMaxRanks, "a pycollect group has 1 to ", kMaxRanks,
+          " ranks, not ", world);
+  require(rank >= 0 && rank < world, "rank ", rank, " is not in a group of ", world,
+          " ranks: the rank must be 0 to ", world - 1);
+  return world;
+}
+
+// Returns `sizes` if none exceeds kMostBytes. Throws std::invalid_argument otherwise.
+SegmentSizes checked(const SegmentSizes& sizes) {
+  for (const auto& [what, bytes] : {std::pair{"buffer_bytes", sizes.buffer_bytes},
+                                    {"mailbox_bytes", sizes.mailbox_bytes},
+                                    {"symmetric_heap_bytes", sizes.symmetric_heap_bytes},
+                                    {"signal_pad_bytes", sizes.signal_pad_bytes}})
+    require(bytes <= kMostBytes, what, " is ", bytes, "; it must be at most ", kMostBytes);
+  return sizes;
+}
+
+}  // namespace
+
+Group::Group(Store& store, Rank rank, int world, GroupSettings settings)
+    : rank_(rank),
+      world_(checked_world(rank, world)),
+      settings_(std::move(settings)),
+      layout_(checked({world, settings_.buffer_bytes, settings_.mailbox_bytes,
+                       settings_.symmetric_heap_bytes, settings_.signal_pad_bytes})),
+      seen_(std::make_unique<std::atomic<uint64_t>[]>(world)) {
+  try {
+    rendezvous(store);
+  } catch (const std::exception& error) {  // peers may have seen this rank in the shared memory
+    if (abort_state_)
+      abort_state_->set(AbortRecord::lost, text("rank ", rank_, " gave up: ", error.what()),
+                        nullptr);
+    throw;
+  }
+}
+
+void Group::rendezvous(Store& store) {
+  Rendezvous exchange(store, rank_, world_, settings_, {abort_state_, failure_detector_});
+  const auto prepare = [&](std::shared_ptr<Segment> segment, uint64_t nonce) {
+    map_segment(std::move(segment));
+    Control& control = *reinterpret_cast<Control*>(base_);
+    control.nonces[rank_].store(nonce);
+    failure_detector_ = std::make_unique<FailureDetector>(control, world_, rank_);
+    commit();
+  };
+  const std::vector<PeerInfo> ranks = exchange.share(layout_.total, prepare);
+  require_one_memory(ranks);
+  crowded_ = world_ > (settings_.cores > 0 ? settings_.cores : shared_cores(ranks));
+  // All ranks have committed their parts. Map everything that a collective accesses except the
+  // heaps.
+  segment_->touch(0, layout_.heaps);
+  publish_core();
+}
+
+void Group::map_segment(std::shared_ptr<Segment> segment) {
+  segment_ = std::move(segment);
+  base_ = segment_->data();
+  rank_states_ = reinterpret_cast<RankState*>(base_ + layout_.rank_states);
+  segment_->commit(0, SegmentLayout::up(sizeof(Control)));
+  abort_state_ =
+      std::make_unique<AbortState>(reinterpret_cast<Control*>(base_)->record, settings_.name);
+}
+
+// Commits this rank's staging buffers, and on rank 0 the common part. The caller must hold the
+// liveness lock, because the kernel may kill the process here for lack of memory.
+void Group::commit() {
+  if (rank_ == 0) segment_->commit(0, layout_.staging_buffers);
+  segment_->commit(layout_.staging_buffer(rank_, 0), 2 * layout_.buffer_stride);
+}
+
+void Group::require_one_memory(const std::vector<PeerInfo>& ranks) const {
+  const Control& control = *reinterpret_cast<const Control*>(base_);
+  for (Rank r = 0; r < world_; ++r)
+    if (control.nonces[r].load() != ranks[r].nonce)
+      throw CollectiveError(
+          text("the ranks of group '", settings_.name,
+               "' mapped different shared memory; all ranks must be on one host"));
+}
+
+uint64_t Group::left() const {
+  uint64_t left = 0;
+  for (Rank r = 0; r < world_; ++r)
+    if (rank_states_[r].left.load(std::memory_order_acquire) != 0) left |= uint64_t{1} << r;
+  return left;
+}
+
+Group::~Group() { leave(); }
+
+void Group::leave() noexcept {
+  if (fork_guard_.forked()) return;
+  rank_states_[rank_].left.store(1, std::memory_order_seq_cst);
+  wake_all();
+}
+
+FingerprintDetails& Group::fingerprint_details(Rank r, uint64_t call) const {
+  return *reinterpret_cast<FingerprintDetails*>(base_ + layout_.fingerprint_details(r, call));
+}
+
+void Group::require_healthy(const OpContext& context) const {
+  if (fork_guard_.forked()) [[unlikely]]
+    throw CollectiveError(text(abort_state_->name(context),
+                               ": this process is a forked child of rank ", rank_,
+                               ", and not a rank itself; create another group in it"));
+  if (abort_state_->is_aborted()) [[unlikely]]
+    abort_state_->rethrow(context);
+}
+
+void Group::abort(const std::string& why) {
+  if (fork_guard_.forked()) return;
+  abort_state_->set(AbortRecord::lost, text("rank ", rank_, " aborted the group: ", why), nullptr);
+  wake_all();
+}
+
+void Group::wake_all() const {
+  for (Rank r = 0; r < world_; ++r) wake_sleepers(rank_states_[r].progress);
+}
+
+// Slow path of Group::await: the wait monitor and its error messages.
+namespace {
+
+// A wait that no peer wakes sleeps for 1/50 of the time that it has lasted: it ends at most 1/50
+// too late, and a long wait uses no core. Sleeps of less than 50 us would take as long, because the
+// kernel's timers are 50 us late.
+constexpr int kWaitedPerSleep = 50;
+constexpr std::chrono::microseconds kShortestSleep{50};
+constexpr std::chrono::milliseconds kLongestSleep{2};
+
+std::string seconds(std::chrono::nanoseconds time) {
+  std::array<char, 32> digits;
+  std::snprintf(digits.data(), digits.size(), "%.1f s",
+                std::chrono::duration<double>(time).count());
+  return digits.data();
+}
+
+}  // namespace
+
+// Wait monitor: polls abort state, liveness and deadline during one wait.
+class Group::WaitMonitor {
+ public:
+  using Suspects = std::function<std::vector<Rank>()>;
+  // `suspects` returns the ranks whose death would, at that moment, end the wait with an error;
+  // `late` returns the ranks to name in a timeout.
+  struct WaitRequest {
+    std::function<bool()> ready;
+    Suspects suspects, late;
+  };
+  WaitMonitor(Group& group, const WaitRequest& request, const OpContext& context)
+      : group_(group), request_(request), context_(context) {}
+
+  // Throws PeerLost or Timeout if the group is aborted, a suspect is gone or the time is over.
+  void check(Deadline now) {
+    if (group_.abort_state_->is_aborted()) group_.abort_state_->rethrow(context_);
+    const uint64_t dead = group_.failure_detector_->dead();
+    const uint64_t left = group_.left() & ~dead & ~(uint64_t{1} << group_.rank_);
+    if ((dead | left) != 0) find_lost(dead, left);
+    if (now >= context_.deadline) time_out(now);
+  }
+
+  std::chrono::nanoseconds remaining() const { return context_.deadline - Clock::now(); }
+
+ private:
+  // Fails if a suspect has died or left, unless `ready` holds, which is therefore checked last.
+  void find_lost(uint64_t dead, uint64_t left) {
+    std::vector<Rank> died, departed;
+    for (Rank r : request_.suspects()) {
+      if ((dead >> r & 1) != 0 && group_.rank_states_[r].left.load() == 0)
+        died.push_back(r);
+      else if (((dead | left) >> r & 1) != 0)
+        departed.push_back(r);
+    }
+    if ((died.empty() && departed.empty()) || request_.ready()) return;
+    fail(AbortRecord::lost,
+         died.empty()
+             ? text(name(departed), departed.size() == 1 ? " has" : " have", " left the group")
+             : text(with_pids(died), " died", alive(dead | left)));
+  }
+
+  std::string with_pids(const std::vector<Rank>& ranks) const {
+    std::string pids;
+    for (Rank r : ranks) pids += text(pids.empty() ? "" : ", ", group_.failure_detector_->pid(r));
+    return text(name(ranks), ranks.size() == 1 ? " (pid " : " (pids ", pids, ")");
+  }
+
+  std::string alive(uint64_t gone) const {
+    std::vector<Rank> alive;
+    for (Rank r = 0; r < group_.world_; ++r)
+      if ((gone >> r & 1) == 0) alive.push_back(r);
+    return text("; ", name(alive), alive.size() == 1 ? " is" : " are", " alive");
+  }
+
+  void time_out(Deadline now) {
+    const std::vector<Rank> late = request_.late();
+    if (request_.ready()) return;
+    const std::string missing = late.empty() ? "" : text("; ", name(late), " did not arrive");
+    fail(AbortRecord::timed_out, text("timed out after ", seconds(now - begin_), missing));
+  }
+
+  [[noreturn]] void fail(uint32_t kind, const std::string& cause) {
+    group_.abort_state_->set(kind, cause, &context_);
+    group_.wake_all();
+    group_.abort_state_->rethrow(context_);
+  }
+
+  Group& group_;
+  const WaitRequest& request_;
+  const OpContext& context_;
+  Deadline begin_ = Clock::now();
+};
+
+void Group::await_slowly(Rank r, uint64_t wanted, const OpContext& context) {
+  const auto ready = [&] { return has_reached(r, wanted); };
+  if (!crowded_ && spin(false, ready, [&] { return shares_core_with(r); })) return;
+  // Suspects are all ranks that have not finished the run of `wanted`: without one of them, no rank
+  // can finish it.
+  const uint64_t end = at_run(((wanted - 1) >> kTaskBits) + 1);
+  const WaitMonitor::WaitRequest request{ready, [&] { return behind(end); },
+                                         [&] { return last_behind(wanted); }};
+  WaitMonitor monitor(*this, request, context);
+  wait(
+      ready, [&] { return !crowded_ || shares_core_with(r); },
+      [&](Deadline now) { monitor.check(now); },
+      [&](std::chrono::nanoseconds) {
+        sleep_for(r, wanted, std::min<std::chrono::nanoseconds>(kMaxSleep, monitor.remaining()));
+      });
+}
+
+std::vector<Rank> Group::behind(uint64_t goal) const {
+  std::vector<Rank> ranks;
+  for (Rank r = 0; r < world_; ++r)
+    if (r != rank_ && !reached(rank_states_[r].progress.load(std::memory_order_acquire), goal) &&
+        !reached(rank_states_[r].ended.load(std::memory_order_acquire), goal))
+      ranks.push_back(r);
+  return ranks;
+}
+
+// Returns the ranks furthest behind `goal`, for which the others may be waiting.
+std::vector<Rank> Group::last_behind(uint64_t goal) const {
+  std::vector<Rank> last;
+  uint64_t least = goal;
+  for (Rank r = 0; r < world_; ++r) {
+    const uint64_t progress = rank_states_[r].progress.load(std::memory_order_acquire);
+    if (r == rank_ || reached(progress, goal)) continue;
+    if (progress != least && reached(least, progress)) last.clear(), least = progress;
+    if (progress == least) last.push_back(r);
+  }
+  return last;
+}
+
+// Publishes in `on_core` the core on which this rank runs, and returns that value.
+int32_t Group::publish_core() {
+  const int32_t here = sched_getcpu() + 1;
+  std::atomic<int32_t>& mine = rank_states_[rank_].on_core;
+  if (mine.load(std::memory_order_relaxed) != here) mine.store(here, std::memory_order_relaxed);
+  return here;
+}
+
+// Returns true if a peer last ran on this rank's core, as when another program occupies a core.
+// While one rank spins there the other cannot run, and the scheduler does not separate them.
+bool Group::shares_core() {
+  const int32_t here = publish_core();
+  for (Rank r = 0; r < world_; ++r)
+    if (r != rank_ && rank_states_[r].on_core.load(std::memory_order_relaxed) == here) return true;
+  return false;
+}
+
+// Returns true if a peer on this core is `awaited` or has progressed less than this rank, so that
+// it needs the core. Otherwise all ranks on this core are waiting, most often for the same rank,
+// which runs on another core and arrives before each of them has polled once. So each rank yields
+// the core once per call (measured with 2 to 8 ranks on 2 cores), and a small all_reduce of 4 ranks
+// is a quarter faster, in Python a third.
+bool Group::shares_core_with(Rank awaited) {
+  const int32_t here = publish_core();
+  const uint64_t own = rank_states_[rank_].progress.load(std::memory_order_relaxed);
+  for (Rank r = 0; r < world_; ++r)
+    if (r != rank_ && rank_states_[r].on_core.load(std::memory_order_relaxed) == here &&
+        (r == awaited || !reached(rank_states_[r].progress.load(std::memory_order_acquire), own)))
+      return true;
+  return false;
+}
+
+void Group::sleep_for(Rank r, uint64_t wanted, std::chrono::nanoseconds at_most) {
+  RankState& line = rank_states_[r];
+  line.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  const uint64_t seen = line.progress.load(std::memory_order_seq_cst);
+  if (!reached(seen, wanted) && !abort_state_->is_aborted()) sleep_on(line.progress, seen, at_most);
+  line.sleepers.fetch_sub(1, std::memory_order_relaxed);
+}
+
+bool Group::spin_for(const std::function<bool()>& ready) {
+  return spin(crowded_, ready, [this] { return shares_core(); });
+}
+
+void Group::await(const std::function<bool()>& ready,
+                  const std::function<std::vector<Rank>()>& missing, const OpContext& context,
+                  const std::function<void()>& back_off) {
+  if (spin_for(ready)) return;
+  const WaitMonitor::WaitRequest request{ready, missing, missing};
+  WaitMonitor monitor(*this, request, context);
+  wait(
+      ready, [] { return true; }, [&](Deadline now) { monitor.check(now); },
+      [&](std::chrono::nanoseconds waited) {
+        if (back_off) return back_off();
+        std::this_thread::sleep_for(std::clamp<std::chrono::nanoseconds>(
+            waited / kWaitedPerSleep, kShortestSleep, kLongestSleep));
+      });
+}
+
+}  // namespace pycollect::ipc

@@ -1,0 +1,130 @@
+// The ranks of one group, each a process on the same host: their shared memory, failure detection,
+// and waits that throw instead of hanging when a peer dies.
+#pragma once
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../bootstrap/peer_info.h"
+#include "../bootstrap/store.h"
+#include "abort_state.h"
+#include "failure_detector.h"
+#include "fork_guard.h"
+#include "group_settings.h"
+#include "segment.h"
+#include "segment_layout.h"
+#include "system.h"
+#include "wait.h"
+
+namespace pycollect::ipc {
+
+class Group {
+ public:
+  // Returns when all ranks share the memory and have read each other's nonce in it. Throws
+  // std::invalid_argument, on all ranks alike and naming the hosts, when the ranks are not on one
+  // host; Timeout, naming the missing ranks; PeerLost when a rank has died or failed.
+  Group(Store& store, Rank rank, int world, GroupSettings settings);
+  ~Group();
+  // Publishes that this rank has left: a peer that still waits for it throws.
+  void leave() noexcept;
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  Rank rank() const { return rank_; }
+  int world() const { return world_; }
+  const GroupSettings& settings() const { return settings_; }
+  const SegmentLayout& layout() const { return layout_; }
+  RankState& rank_state(Rank r) const { return rank_states_[r]; }
+  FingerprintDetails& fingerprint_details(Rank r, uint64_t call) const;
+  std::byte* staging_buffer(Rank r, uint64_t run) const {
+    return base_ + layout_.staging_buffer(r, run);
+  }
+  std::byte* mailboxes() const { return base_ + layout_.mailboxes; }
+  std::byte* signal_pad() const {
+    return base_ + layout_.signal_pad;
+  }  // begins and ends at page boundaries
+  std::byte* heap(Rank r) const { return base_ + layout_.heap(r); }
+  // Holding the segment keeps the shared memory mapped, as an allocator of the symmetric heap does.
+  const std::shared_ptr<Segment>& segment() const { return segment_; }
+
+  // Publishes this rank's progress counter, and wakes the threads that sleep until it advances.
+  void advance(uint64_t progress);
+  // Returns true if `r`'s counter has reached `wanted`. Rereads the counter only if the value last
+  // seen is lower.
+  bool has_reached(Rank r, uint64_t wanted);
+  // Waits until `r`'s counter reaches `wanted`. Throws PeerLost when `r`, or any rank that has not
+  // finished the run, has died or left; Timeout at the deadline. Either exception names the
+  // operation and all missing ranks, and aborts the group: every later operation throws it again.
+  void await(Rank r, uint64_t wanted, const OpContext& context);
+  // Polls `ready`, any condition on the shared memory, until it holds; throws as the other `await`.
+  // `missing` returns the ranks that it depends on. No peer wakes this wait, so it sleeps briefly.
+  // `back_off`, if given, is called instead of sleeping, and must return within some milliseconds.
+  void await(const std::function<bool()>& ready, const std::function<std::vector<Rank>()>& missing,
+             const OpContext& context, const std::function<void()>& back_off = {});
+  // Polls `ready` as the first stage of `await` does, spinning for longer if every rank has a core
+  // of its own. Returns true if `ready` held.
+  bool spin_for(const std::function<bool()>& ready);
+
+  // Masks with bit r set if rank r has died, has destroyed its group, or either.
+  uint64_t dead() const { return failure_detector_->dead(); }
+  uint64_t left() const;
+  uint64_t gone() const { return dead() | left(); }
+
+  bool is_healthy() const { return !abort_state_->is_aborted(); }
+  // Throws the abort cause if the group is aborted, or CollectiveError in a forked child of a rank.
+  void require_healthy(const OpContext& context) const;
+  // Aborts the group from any thread: all waiting ranks throw.
+  void abort(const std::string& why);
+
+ private:
+  class WaitMonitor;  // defined in group.cpp
+  void rendezvous(Store& store);
+  void map_segment(std::shared_ptr<Segment> segment);
+  void commit();
+  void require_one_memory(const std::vector<PeerInfo>& ranks) const;
+  int32_t publish_core();
+  bool shares_core();
+  bool shares_core_with(Rank awaited);
+  std::vector<Rank> behind(uint64_t goal) const;
+  std::vector<Rank> last_behind(uint64_t goal) const;
+  void sleep_for(Rank r, uint64_t wanted, std::chrono::nanoseconds at_most);
+  void await_slowly(Rank r, uint64_t wanted, const OpContext& context);
+  void wake_all() const;
+
+  Rank rank_;
+  int world_;
+  GroupSettings settings_;
+  SegmentLayout layout_;
+  ForkGuard fork_guard_;
+  bool crowded_ = false;  // more ranks than cores
+  std::shared_ptr<Segment> segment_;
+  std::byte* base_ = nullptr;
+  RankState* rank_states_ = nullptr;
+  std::unique_ptr<AbortState> abort_state_;
+  std::unique_ptr<FailureDetector> failure_detector_;
+  std::unique_ptr<std::atomic<uint64_t>[]> seen_;  // [rank]: last seen value of its counter
+};
+
+// The store of `progress` and the load of `sleepers` must not be reordered (seq_cst). A sleeper
+// counts itself first and reads `progress` second, so one of the two sees the other.
+inline void Group::advance(uint64_t progress) {
+  RankState& mine = rank_states_[rank_];
+  mine.progress.store(progress, std::memory_order_seq_cst);
+  if (mine.sleepers.load(std::memory_order_seq_cst) != 0) [[unlikely]]
+    wake_sleepers(mine.progress);
+}
+
+// Release and acquire on `seen_` pass a seen counter, and the data that it covers, between threads.
+inline bool Group::has_reached(Rank r, uint64_t wanted) {
+  if (reached(seen_[r].load(std::memory_order_acquire), wanted)) return true;
+  const uint64_t progress = rank_states_[r].progress.load(std::memory_order_acquire);
+  seen_[r].store(progress, std::memory_order_release);
+  return reached(progress, wanted);
+}
+
+inline void Group::await(Rank r, uint64_t wanted, const OpContext& context) {
+  if (!has_reached(r, wanted)) await_slowly(r, wanted, context);
+}
+
+}  // namespace pycollect::ipc

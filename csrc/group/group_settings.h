@@ -1,0 +1,28 @@
+// Parameters of a group: equal on all ranks, except for the name and the timeout.
+#pragma once
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace pycollect::ipc {
+
+class Segment;
+
+struct GroupSettings {
+  std::string name = "default";  // the group's name in messages
+  std::chrono::milliseconds timeout{30 * 60 * 1000};
+  std::size_t buffer_bytes = 512 << 10;
+  std::size_t mailbox_bytes = 0;
+  std::size_t symmetric_heap_bytes = 0;
+  std::size_t signal_pad_bytes = 0;
+  // Other settings that must be equal on all ranks, as text: " name=value" each.
+  std::string common_settings = {};
+  int cores = 0;  // cores that the ranks share; 0: all that any of them may use
+  // One mapping of SegmentLayout::total bytes for ranks that are threads of one process, so that a
+  // sanitizer sees the accesses of all of them.
+  std::shared_ptr<Segment> segment = {};
+};
+
+}  // namespace pycollect::ipc

@@ -1,0 +1,115 @@
+#include "segment.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+
+#include "../plan/error.h"
+#include "available_memory.h"
+#include "system.h"
+
+namespace pycollect::ipc {
+namespace {
+
+// Bytes committed by one fallocate: 1 to 2 ms, because the kernel undoes the whole call when a
+// signal arrives (a profiler's, every 10 ms).
+constexpr std::size_t kCommitBytes = 4 << 20;
+constexpr std::size_t kPage = 4096;
+
+std::string mebibytes(std::size_t bytes) { return text((bytes + (1 << 20) - 1) >> 20, " MiB"); }
+
+// Sets the size of the file, which stays sparse: a range takes no memory until it is committed.
+void resize(int fd, std::size_t bytes) {
+  rlimit most = {};
+  // Above this limit ftruncate would not just fail: SIGXFSZ would kill the process.
+  if (getrlimit(RLIMIT_FSIZE, &most) == 0 && most.rlim_cur < bytes)
+    refuse(text("shared memory of ", mebibytes(bytes), " exceeds the limit of file sizes, ",
+                mebibytes(most.rlim_cur), "; raise it (ulimit -f)"),
+           EFBIG);
+  while (ftruncate(fd, bytes) != 0)
+    if (errno != EINTR) refuse(text("cannot create shared memory of ", mebibytes(bytes)), errno);
+}
+
+UniqueFd make_file() {
+  // Newer kernels expect MFD_NOEXEC_SEAL for files that are not executed; older ones reject it.
+  constexpr unsigned kNoExecSeal = 8;
+  int fd = memfd_create("pycollect", MFD_CLOEXEC | MFD_ALLOW_SEALING | kNoExecSeal);
+  if (fd < 0 && errno == EINVAL) fd = memfd_create("pycollect", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd < 0) refuse("memfd_create", errno);
+  return UniqueFd(fd);
+}
+
+}  // namespace
+
+std::shared_ptr<Segment> Segment::create(std::size_t bytes) {
+  UniqueFd file = make_file();
+  resize(file.get(), bytes);
+  // If the file shrank, processes that access the mapping would die of SIGBUS.
+  fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+  return adopt(std::move(file), bytes);
+}
+
+std::shared_ptr<Segment> Segment::adopt(UniqueFd file, std::size_t bytes) {
+  return std::shared_ptr<Segment>(new Segment(std::move(file), bytes));
+}
+
+Segment::Segment(UniqueFd file, std::size_t bytes) : file_(std::move(file)), bytes_(bytes) {
+  struct stat found = {};
+  if (fstat(descriptor(), &found) != 0 || static_cast<std::size_t>(found.st_size) < bytes)
+    refuse(text("the shared memory is smaller than ", mebibytes(bytes)), EINVAL);
+  void* data =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor(), 0);
+  if (data == MAP_FAILED)
+    refuse(text("no address space for ", mebibytes(bytes),
+                " of shared memory; raise its limit (ulimit -v)"),
+           errno);
+  data_ = static_cast<std::byte*>(data);
+  // A core dump would contain the whole mapping, and peers would detect the death only after the
+  // dump.
+  madvise(data, bytes, MADV_DONTDUMP);
+}
+
+Segment::~Segment() { munmap(data_, bytes_); }
+
+void Segment::commit(std::size_t offset, std::size_t bytes) {
+  if (const AvailableMemory most = available(); bytes > most.bytes)
+    throw std::runtime_error(text("no memory for ", mebibytes(bytes), " of shared memory: ",
+                                  mebibytes(most.bytes), " are available ", most.where));
+  for (std::size_t done = 0; done < bytes;) {
+    const std::size_t part = std::min(bytes - done, kCommitBytes);
+    if (fallocate(descriptor(), 0, offset + done, part) == 0)
+      done += part;
+    else if (errno != EINTR)
+      refuse(text("no memory for ", mebibytes(bytes), " of shared memory"), errno);
+  }
+}
+
+void Segment::touch(std::size_t offset, std::size_t bytes) const noexcept {
+  const std::size_t begin = offset / kPage * kPage, end = std::min(offset + bytes, bytes_);
+  if (begin >= end) return;
+  int failed = 0;
+  do failed = madvise(data_ + begin, end - begin, MADV_POPULATE_WRITE);
+  while (failed != 0 && (errno == EINTR || errno == EAGAIN));
+  if (failed == 0 || errno != EINVAL) return;
+  // Kernels before 5.14 lack MADV_POPULATE_WRITE. A read also maps a shared file's page for
+  // writing.
+  for (std::size_t at = begin; at < end; at += kPage)
+    std::atomic_ref(reinterpret_cast<unsigned char&>(data_[at])).load(std::memory_order_relaxed);
+}
+
+void Segment::decommit(std::size_t offset, std::size_t bytes) noexcept {
+  const std::size_t begin = (offset + kPage - 1) / kPage * kPage;
+  const std::size_t end = (offset + bytes) / kPage * kPage;
+  if (begin >= end) return;
+  while (fallocate(descriptor(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, begin, end - begin) !=
+             0 &&
+         errno == EINTR) {
+  }
+}
+
+}  // namespace pycollect::ipc

@@ -1,0 +1,171 @@
+// Layout of the shared-memory segment of a group. Nothing here needs a lock: a word that changes
+// while peers read it has one writer, or is atomic (the abort record, doorbells, counts of
+// sleepers). All zeros is the initial state.
+//
+//   Control | a RankState per rank | two FingerprintDetails per rank | mailboxes | signal pad |
+//   two staging buffers per rank | symmetric heaps
+#pragma once
+#include <linux/futex.h>
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+#include "../plan/plan.h"
+
+namespace pycollect::ipc {
+
+inline constexpr int kMaxRanks = 64;  // most ranks of a group: sets of ranks are 64-bit masks
+
+// A collective is one or more runs of a program, each for one piece of the data. `progress` is a
+// rank's progress counter: its run number, then the number of finished tasks of that run. It only
+// grows, compared cyclically, and the end of a run is the beginning of the next one. So the ranks'
+// runs may have different lengths, and no counter is ever reset.
+inline constexpr int kTaskBits = 20;
+constexpr uint64_t at_run(uint64_t run) { return run << kTaskBits; }
+constexpr bool reached(uint64_t seen, uint64_t wanted) {
+  return static_cast<int64_t>(seen - wanted) >= 0;
+}
+
+// Returns text that a peer wrote to shared memory, which may lack a terminating zero.
+template <std::size_t n>
+std::string read_text(const std::array<char, n>& written) {
+  return {written.data(), strnlen(written.data(), n)};
+}
+
+// Fingerprint that a rank publishes when it begins a call, in the cache line that its peers poll
+// anyway. Each rank has two: it publishes call n + 1 after all have published n and read n - 1.
+struct Fingerprint {
+  // Hash of all that must be equal on all ranks; FingerprintDetails has the hashed values.
+  uint64_t fingerprint_hash = 0;
+  uint32_t pieces = 0;  // number of runs that this rank expects; the maximum of all ranks counts
+  uint32_t flags = 0;
+  enum : uint32_t {
+    refused = 1,    // the rank does not take part, because its arguments are invalid
+    irregular = 2,  // element counts follow its FingerprintDetails and must match the peers'
+    zero_copy = 4,  // peers can access its tensors in place (zero-copy): see `registered`
+  };
+};
+
+// Registered offsets of a call's tensors: bytes from the beginning of the rank's symmetric heap, or
+// positions in symmetric GPU memory as cuda_ipc/symmetric_memory.h encodes them.
+struct RegisteredOffsets {
+  uint64_t input = 0, output = 0;
+};
+
+// Progress of one rank, which is the only writer (except of `sleepers`). Fields that are often
+// written, fields that are read meanwhile and fields that hardly ever change have a cache line
+// each, which makes a collective of 1 KiB between two ranks 7 % faster.
+struct alignas(128) RankState {
+  std::atomic<uint64_t> progress{0};
+  // [call & 1]; written before `progress` reaches the call.
+  std::array<Fingerprint, 2> fingerprints = {};
+
+  alignas(64) std::array<RegisteredOffsets, 2> registered = {};
+  // Counter value after this rank's last completed call, if `progress` was not advanced that far:
+  // the next call advances it anyway, and an extra store to that polled line costs 20 % of a small
+  // call. PeerAccessCache read `ended` only to decide whether a rank that died or left had
+  // finished.
+  std::atomic<uint64_t> ended{0};
+
+  alignas(64) std::atomic<uint32_t> sleepers{0};  // number of threads in a futex wait on `progress`
+  std::atomic<uint32_t> left{0};                  // 1: the rank has destroyed its group
+  std::atomic<int32_t> on_core{0};  // core on which the rank ran last, + 1; 0: unknown
+};
+static_assert(sizeof(RankState) == 256);
+
+// Details of the call that a rank's Fingerprint hashes, for error messages. Followed by 2 *
+// `world` counts, for irregular calls: of the elements sent to each peer, then received from it.
+struct alignas(64) FingerprintDetails {
+  uint8_t collective = 0, dtype = 0, op = 0, flags = 0;
+  int32_t root = -1;
+  uint64_t call = 0;      // sequence number
+  uint64_t elements = 0;  // of the rank's input, or of its output if it has no input
+  uint64_t options = 0;   // other values that must agree: algorithm hash, number of tensors
+  // Index of this request among the `parts` requests that are checked together. The combined check
+  // of all of them describes the first request, with part 0.
+  uint32_t part = 0, parts = 1;
+  std::array<char, 216> refusal = {};  // why the rank refused, as text
+  enum : uint8_t { in_place = 1, on_gpus = 2 };
+};
+
+// Abort state of the group. The first rank that detects a failure sets `being_written`, writes
+// the cause, and then sets `lost` or `timed_out`.
+struct AbortRecord {
+  enum : uint32_t { healthy, being_written, lost, timed_out };
+  std::atomic<uint32_t> state{healthy};
+  uint64_t call = 0;
+  std::array<char, 48> operation = {};  // operation that detected the failure; empty: none
+  std::array<char, 512> cause = {};
+};
+
+// Liveness lock of a rank: a robust futex held by one of its threads, and that thread's robust
+// list, which the kernel walks when the thread ends. A C library keeps that list in private memory,
+// which some kernels reclaim from an OOM-killed process before they walk the list, so that its
+// locks stay held. They do not reclaim shared memory.
+struct alignas(64) LivenessLock {
+  robust_list_head list;
+  robust_list entry;
+  std::atomic<uint32_t> holder{0};  // thread id; FUTEX_OWNER_DIED: it ended while it held the lock
+  std::atomic<int32_t> pid{0};      // pid in the process's own pid namespace; 0: not arrived yet
+};
+
+// Control block of the group, at the beginning of the segment.
+struct alignas(128) Control {
+  AbortRecord record;
+  std::array<std::atomic<uint64_t>, kMaxRanks> nonces = {};
+  std::array<LivenessLock, kMaxRanks> liveness = {};
+};
+
+struct SegmentSizes {
+  int world;
+  std::size_t buffer_bytes;   // one of a rank's two staging buffers
+  std::size_t mailbox_bytes;  // mailboxes of all ranks
+  // Symmetric heap of one rank; address space, of which parts are committed.
+  std::size_t symmetric_heap_bytes;
+  std::size_t signal_pad_bytes = 0;  // signal pad of all ranks, accessed by CUDA streams
+};
+
+// Upper limit of each size in SegmentSizes: 64 TiB, so that sums of sizes cannot overflow.
+inline constexpr std::size_t kMostBytes = std::size_t{1} << 46;
+
+// Offsets in bytes from the beginning of the segment; each part begins at a page.
+struct SegmentLayout {
+  static constexpr std::size_t kPage = 4096;
+  static constexpr std::size_t up(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+  // Extra 3 pages and 5 lines between staging buffers. Without them all buffers fall on the same
+  // cache sets, and copies between them are a third slower.
+  static constexpr std::size_t kStagger = 3 * kPage + 5 * 64;
+
+  explicit constexpr SegmentLayout(const SegmentSizes& s)
+      : sizes(s),
+        rank_states(up(sizeof(Control))),
+        fingerprint_details_begin(rank_states + up(s.world * sizeof(RankState))),
+        fingerprint_details_bytes(sizeof(FingerprintDetails) +
+                                  up_to_line(2 * s.world * sizeof(uint64_t))),
+        mailboxes(fingerprint_details_begin + up(2 * s.world * fingerprint_details_bytes)),
+        signal_pad(mailboxes + up(s.mailbox_bytes)),
+        staging_buffers(signal_pad + up(s.signal_pad_bytes)),
+        buffer_stride(up_to_line(s.buffer_bytes) + kStagger),
+        heaps(staging_buffers + up(2 * s.world * buffer_stride)),
+        heap_stride(up(s.symmetric_heap_bytes)),
+        total(heaps + s.world * heap_stride) {}
+
+  constexpr std::size_t fingerprint_details(Rank r, uint64_t call) const {
+    return fingerprint_details_begin + (2 * r + (call & 1)) * fingerprint_details_bytes;
+  }
+  constexpr std::size_t staging_buffer(Rank r, uint64_t run) const {
+    return staging_buffers + (2 * r + (run & 1)) * buffer_stride;
+  }
+  constexpr std::size_t heap(Rank r) const { return heaps + r * heap_stride; }
+  static constexpr std::size_t up_to_line(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+  SegmentSizes sizes;
+  std::size_t rank_states, fingerprint_details_begin, fingerprint_details_bytes, mailboxes,
+      signal_pad, staging_buffers, buffer_stride, heaps, heap_stride, total;
+};
+
+}  // namespace pycollect::ipc

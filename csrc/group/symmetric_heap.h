@@ -1,0 +1,81 @@
+// Allocator of a rank's symmetric heap. PeerAccessCache read and write tensors there in place
+// (zero-copy). It commits more memory than requested and keeps free memory for a while, because
+// fresh pages cost more than a collective does. It keeps the segment mapped after the group is
+// destroyed.
+//
+// After a failed call, peers that were in the middle of it may still access exposed tensors for a
+// while. So the heap of an aborted group neither frees nor allocates memory.
+#pragma once
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <unordered_map>
+#include <utility>
+
+#include "../plan/plan.h"
+#include "abort_state.h"
+#include "fork_guard.h"
+#include "segment.h"
+#include "system.h"
+
+namespace pycollect::ipc {
+
+class Group;
+
+class SymmetricHeap {
+ public:
+  // Returns the bytes of address space to reserve for each rank: enough for any tensor that fits
+  // into the machine's memory, within the limits of address space. The same on all ranks of a host.
+  static std::size_t default_bytes(int world);
+  static constexpr std::size_t kAlignment = 256;  // bytes, as cudaMalloc aligns
+
+  explicit SymmetricHeap(const Group& group);
+
+  // Returns an offset from the beginning of the rank's heap, also for 0 bytes. Throws
+  // std::runtime_error when memory runs out or in a forked child, and the abort cause (PeerLost or
+  // Timeout) when the group is aborted.
+  std::size_t allocate(std::size_t bytes);
+  // Does nothing in a forked child, whose parent owns the memory, or when the group is aborted.
+  void free(std::size_t offset) noexcept;
+  std::byte* data() const { return segment_->data() + begin_; }
+
+  struct HeapUsage {
+    // Bytes of allocated blocks, of free but committed memory, and of reserved address space.
+    std::size_t used, cached, reserved;
+  };
+  HeapUsage usage() const;
+
+ private:
+  struct FreeRange {  // free bytes, adjacent to blocks or to ranges of the other kind
+    std::size_t bytes;
+    bool decommitted;  // true if the memory was returned to the kernel
+  };
+  using FreeRanges = std::map<std::size_t, FreeRange>;
+
+  std::size_t take(std::size_t bytes);
+  std::size_t take_range(FreeRanges::iterator range, std::size_t bytes);
+  std::size_t extend(std::size_t bytes);
+  void commit_to(std::size_t end);
+  void add(std::size_t offset, FreeRange range);
+  void remove(FreeRanges::iterator range);
+  void trim() noexcept;
+
+  const ForkGuard fork_guard_;
+  const std::shared_ptr<Segment> segment_;
+  const AbortState abort_state_;
+  const std::size_t begin_, bytes_;  // offset in the segment and size of this rank's heap
+  mutable std::mutex mutex_;
+  std::unordered_map<std::size_t, std::size_t> blocks_;
+  FreeRanges ranges_;
+  std::set<std::pair<std::size_t, std::size_t>> by_size_;  // (bytes, offset) of the ranges
+  std::size_t end_;  // no block was ever allocated at or after this offset
+  // Memory is committed up to this offset, except in decommitted ranges.
+  std::size_t committed_ = 0;
+  std::size_t growth_;
+  std::size_t used_ = 0, cached_ = 0;
+  uint64_t calls_ = 0;  // number of calls of `allocate`
+};
+
+}  // namespace pycollect::ipc

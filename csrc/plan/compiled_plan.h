@@ -1,0 +1,33 @@
+// A plan that is ready to run any number of times: lowered, divided into levels, and with a mark on
+// each step that finishes a reduction (where `avg` scales). Computed once per key and cached.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "program.h"
+#include "registry.h"
+
+namespace pycollect {
+
+struct CompiledPlan {
+  const Algorithm* algorithm;  // null for a plan that no registered algorithm made
+  bool in_place;
+  Plan plan;
+  Program program;
+  Levels levels;
+  std::vector<bool> finishes;   // [step]: is it a fold whose result contains every rank's data?
+  std::vector<bool> scratched;  // [rank]: does any step touch the rank's scratch?
+  std::vector<bool> staged;     // [rank]: does any step touch the rank's host memory?
+  uint64_t id;                  // unique in this process: caches of derived data use it as the key
+};
+
+CompiledPlan compile(Plan plan, bool in_place, LevelPolicy level_policy = LevelPolicy::any,
+                     const Algorithm* algorithm = nullptr);
+
+// Returns the compiled plan from the cache, or compiles it. Thread-safe.
+std::shared_ptr<const CompiledPlan> compiled(const Algorithm& algorithm,
+                                             const AlgorithmParams& params, bool in_place,
+                                             LevelPolicy level_policy = LevelPolicy::any);
+
+}  // namespace pycollect

@@ -1,0 +1,202 @@
+// Compares the content of every chunk after a symbolic run with the promise of the collective, and
+// describes the first difference in words.
+#include "verify.h"
+
+#include <algorithm>
+#include <cstddef>
+
+#include "error.h"
+#include "symbolic.h"
+
+namespace pycollect {
+namespace {
+
+// The required content of an output chunk of a rank.
+struct ExpectedChunk {
+  enum { kept, leaf, sum } kind;
+  Leaf one{-1, -1};  // the leaf; for a sum only its chunk counts
+};
+
+// Returns the required content of a chunk. If the collective has blocks, chunk c belongs to block
+// c / pieces.
+ExpectedChunk wanted(Collective collective, const Plan& plan, Rank root, const Slice& at) {
+  const int c = at.first, pieces = std::max(1, plan.chunks / plan.world), block = c / pieces;
+  const ExpectedChunk kept{ExpectedChunk::kept}, sum{ExpectedChunk::sum, {-1, c}};
+  auto only = [&](bool receives, ExpectedChunk want) { return receives ? want : kept; };
+  switch (collective) {
+    case Collective::all_reduce:
+      return sum;
+    case Collective::reduce:
+      return only(at.rank == root, sum);
+    case Collective::broadcast:
+      return {ExpectedChunk::leaf, {root, c}};
+    case Collective::all_gather:
+      return {ExpectedChunk::leaf, {block, c}};
+    case Collective::reduce_scatter:
+      return only(block == at.rank, sum);
+    case Collective::all_to_all:
+      return {ExpectedChunk::leaf, {block, at.rank * pieces + c % pieces}};
+    case Collective::scatter:
+      return only(block == at.rank, {ExpectedChunk::leaf, {root, c}});
+    case Collective::gather:
+      return only(at.rank == root, {ExpectedChunk::leaf, {block, c}});
+    case Collective::barrier:
+      return kept;
+  }
+  return kept;
+}
+
+bool has_blocks(Collective c) {
+  return c != Collective::all_reduce && c != Collective::reduce && c != Collective::broadcast &&
+         c != Collective::barrier;
+}
+
+std::string words(Leaf leaf) { return text("x", leaf.rank, "[", leaf.chunk, "]"); }
+
+std::string words(const Leaves& leaves) {
+  constexpr std::size_t kShown = 8;  // a longer sum is shortened to its first and last terms
+  const std::size_t n = leaves.size();
+  std::string shown;
+  for (std::size_t i = 0; i < n; ++i) {
+    if (n > kShown && i > 2 && i + 1 < n) continue;
+    shown += text(i > 0 ? " + " : "", n > kShown && i > 2 ? "... + " : "", words(leaves[i]));
+  }
+  return n > kShown ? text(shown, " (", n, " terms)") : shown;
+}
+
+class OrderCheck {
+ public:
+  OrderCheck(Collective collective, const Plan& plan, Rank root, bool in_place)
+      : collective_(collective),
+        plan_(plan),
+        root_(root),
+        in_place_(in_place),
+        run_(plan, in_place, Buffer::input),
+        summed_(run_.terms(), FoldTerms{}) {}
+
+  Verification run() {
+    for (Rank r = 0; r < plan_.world && verification_.right(); ++r)
+      for (int c = 0; c < plan_.chunks && verification_.right(); ++c) {
+        output(out(r, c));
+        if (!in_place_) input(in(r, c));
+      }
+    return verification_;
+  }
+
+ private:
+  struct FoldTerms {
+    int chunk = -1;  // the chunk whose complete sum the term is; -1: none found
+    Order order = Order::exact;
+  };
+
+  void output(const Slice& at) {
+    ExpectedChunk want = wanted(collective_, plan_, root_, at);
+    const TermId got = run_.at(at);
+    if (want.kind == ExpectedChunk::kept && !in_place_) {
+      if (got != kUnwritten)
+        wrong("out", at, got, "nothing, as the rank does not receive this chunk");
+      return;
+    }
+    if (want.kind == ExpectedChunk::kept) want = {ExpectedChunk::leaf, {at.rank, at.first}};
+    if (want.kind == ExpectedChunk::leaf) {
+      if (!run_.is_leaf(got, want.one)) wrong("out", at, got, words(want.one));
+      return;
+    }
+    Leaves all;
+    if (summed_[got].chunk != at.first && !sums(got, at.first, all))
+      return wrong("out", at, got, words(all));
+    verification_.order = std::max(verification_.order, summed_[got].order);
+  }
+
+  void input(const Slice& at) {
+    const Leaf own{at.rank, at.first};
+    if (!run_.is_leaf(run_.at(at), own)) wrong("in", at, run_.at(at), words(own) + " unchanged");
+  }
+
+  // Returns whether the term is the complete sum of the chunk, and sets `all` to that sum's leaves
+  // in rank order. Ranks often share a term, so the result is kept in `summed_`.
+  bool sums(TermId id, int chunk, Leaves& all) {
+    for (Rank r = 0; r < plan_.world; ++r) all.push_back({r, chunk});
+    const Term& term = run_.term(id);
+    if (term.leaves != plan_.world) return false;
+    const Leaves added = run_.leaves(id);
+    Leaves sorted = added;
+    std::sort(sorted.begin(), sorted.end());
+    if (sorted != all) return false;
+    const bool ordered = term.left && added == all;
+    summed_[id] = {chunk, !ordered             ? Order::other
+                          : term.roundings > 1 ? Order::native
+                                               : Order::exact};
+    return true;
+  }
+
+  void wrong(const char* buffer, const Slice& at, TermId got, const std::string& want) {
+    const bool few = run_.term(got).leaves <= plan_.world;
+    verification_.defect = text("rank ", at.rank, ", ", buffer, "[", at.first, "]: got ",
+                                got == kUnwritten ? "unwritten memory"
+                                : few ? words(run_.leaves(got))
+                                      : text("a sum of more than ", plan_.world, " terms"),
+                                ", wanted ", want, " (x", at.rank, "[", at.first, "] is chunk ",
+                                at.first, " of rank ", at.rank, "'s input)");
+  }
+
+  Collective collective_;
+  const Plan& plan_;
+  Rank root_;
+  bool in_place_;
+  SymbolicRun run_;
+  std::vector<FoldTerms> summed_;  // [term]
+  Verification verification_;
+};
+
+// Every rank's scratch must depend on every rank's, so that no rank leaves before all have entered.
+Verification verify_barrier(const Plan& plan, bool in_place) {
+  SymbolicRun run(plan, in_place, Buffer::scratch);
+  for (Rank me = 0; me < plan.world; ++me) {
+    std::vector<bool> seen(run.terms()), ranks(plan.world);
+    for (int c = 0; c < plan.chunks; ++c) run.mark_ranks(run.at(tmp(me, c)), seen, ranks);
+    for (Rank r = 0; r < plan.world; ++r)
+      if (!ranks[r])
+        return {text("rank ", me, ": can leave the barrier before rank ", r,
+                     " has entered; it must wait for all ranks")};
+  }
+  return {};
+}
+
+}  // namespace
+
+Verification verify(Collective collective, const Plan& plan, Rank root, bool in_place) {
+  check(plan, in_place);
+  require(root >= 0 && root < plan.world, "root ", root, " is not a rank of a world of ",
+          plan.world);
+  if (collective == Collective::barrier) return verify_barrier(plan, in_place);
+  if (has_blocks(collective) && plan.chunks % plan.world != 0)
+    return {text(name(collective), " has one block per rank, and ", plan.chunks,
+                 " chunks cannot be divided evenly among ", plan.world, " blocks")};
+  return OrderCheck(collective, plan, root, in_place).run();
+}
+
+// Counts leaves instead of naming them: in a plan that `verify` accepts no leaf is added twice, so
+// a term with as many leaves as ranks has one of each rank.
+std::vector<bool> finishes(const Plan& plan, bool in_place) {
+  std::vector<int> leaves(cells(plan), 0);
+  for (Rank r = 0; r < plan.world; ++r)
+    each_cell(plan, in_place, in(r, 0, plan.chunks), [&](int c) { leaves[c] = 1; });
+  std::vector<bool> result(plan.steps.size());
+  for (std::size_t n = 0; n < plan.steps.size(); ++n) {
+    const Step& step = plan.steps[n];
+    std::vector<int> sums(step.dsts.front().count, 0);
+    for (const Slice& s : step.srcs)
+      each_cell(plan, in_place, s, [&, i = 0](int c) mutable {
+        sums[i] = std::min(sums[i] + leaves[c], plan.world + 1);
+        ++i;
+      });
+    for (const Slice& d : step.dsts)
+      each_cell(plan, in_place, d, [&, i = 0](int c) mutable { leaves[c] = sums[i++]; });
+    result[n] = step.srcs.size() > 1 &&
+                std::all_of(sums.begin(), sums.end(), [&](int sum) { return sum == plan.world; });
+  }
+  return result;
+}
+
+}  // namespace pycollect

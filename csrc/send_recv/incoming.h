@@ -1,0 +1,87 @@
+// The receiving half of a mailbox: matches messages with receives, buffers unexpected messages, and
+// requests the fragments of large ones (CTS). The caller (Mailbox) holds the lock. Throws
+// CollectiveError when a peer has written an invalid record.
+//
+// A message matches a receive when peer and tag are equal. Messages and receives match in the order
+// in which they were issued; wildcard receives take the peers in turn.
+#pragma once
+#include <compare>
+#include <deque>
+#include <map>
+#include <unordered_map>
+#include <vector>
+
+#include "mail_area.h"
+#include "transfer.h"
+
+namespace pycollect::ipc {
+
+class Incoming {
+ public:
+  // Messages taken from one peer before the lock is released, so that a peer that never stops
+  // sending does not hold up other threads. Taking them lasts about 10 us.
+  static constexpr int kMostTaken = 100;
+
+  Incoming(const MailArea& area, Rank me, Wakeups& wakeups);
+
+  void receive(const TransferPtr& transfer);
+  void progress();
+  void fail(const std::exception_ptr& error);
+
+ private:
+  struct MatchKey {
+    Rank peer;  // or kAnySource
+    uint32_t tag;
+    auto operator<=>(const MatchKey&) const = default;
+  };
+  struct PostedReceive {
+    uint64_t order;
+    TransferPtr transfer;
+  };
+  struct UnexpectedMessage {
+    Record record;
+    std::unique_ptr<std::byte[]> payload;
+  };
+  struct Reply {
+    Record record;
+    TransferPtr refused = {};  // NACK: the receive, which stays pending until the NACK is sent
+    std::exception_ptr error = {};
+  };
+  struct Sender {
+    RingReader messages, fragments;
+    RingWriter replies;
+    std::deque<Reply> queued = {};  // replies that wait for room in the ring
+    std::size_t unexpected_bytes = 0;
+    int posted = 0;  // posted receives that name this peer
+    std::unordered_map<uint64_t, TransferPtr> requested = {};  // [number]: receives after their CTS
+  };
+  using PostedReceives =
+      std::multimap<MatchKey, PostedReceive>;  // equal keys stay in the order of insertion
+
+  int& posted_count(Rank peer) {
+    return peer == kAnySource ? wildcard_receives_ : senders_[peer].posted;
+  }
+  bool wants(const Sender& peer) const;
+  bool take_unexpected(Rank from, PostedReceives::iterator posted);
+  bool take_one(Rank from);
+  PostedReceives::iterator find(Rank from, uint32_t tag);
+  TransferPtr remove_posted(PostedReceives::iterator posted);
+  void buffer_unexpected(Rank from, const Record& record, const std::byte* payload);
+  void match(Rank from, const Record& record, const std::byte* payload,
+             const TransferPtr& transfer);
+  void reply(Rank to, Reply reply);
+  void flush_replies(Rank to);
+  bool take_fragment(Rank from);
+
+  MailArea area_;
+  Rank me_;
+  Wakeups& wakeups_;
+  std::vector<Sender> senders_;                            // [rank]
+  std::multimap<MatchKey, UnexpectedMessage> unexpected_;  // unexpected-message queue
+  PostedReceives posted_;                                  // posted-receive queue
+  uint64_t order_ = 0;                                     // sequence number of the next receive
+  int wildcard_receives_ = 0;                              // posted wildcard receives
+  Rank turn_ = 0;  // the peer whose messages a wildcard receive tries first
+};
+
+}  // namespace pycollect::ipc

@@ -1,0 +1,270 @@
+// See mailbox.h: posts transfers, makes progress under a lock, and waits.
+#include "mailbox.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "../plan/dtype.h"
+#include "../plan/error.h"
+
+namespace pycollect::ipc {
+namespace {
+
+std::string name(const Envelope& envelope) {
+  const bool known = envelope.dtype < DTypes::size;
+  const std::string dtype =
+      known ? pycollect::name(DType{envelope.dtype}) : text("dtype ", int{envelope.dtype});
+  return text(envelope.bytes, " bytes of ", dtype);
+}
+
+void check_available(uint64_t available, uint64_t bytes) {
+  require(available <= bytes, "a message of ", bytes, " bytes cannot have ", available,
+          " available");
+}
+
+}  // namespace
+
+std::exception_ptr mismatch(Rank from, const Envelope& sent, Rank to, const Envelope& wanted) {
+  return std::make_exception_ptr(std::invalid_argument(
+      text("rank ", from, " sent ", name(sent), " with tag ", sent.tag, " to rank ", to,
+           ", which posted a receive of ", name(wanted), ": bytes and dtype must be equal")));
+}
+
+Mailbox::Mailbox(Group& group)
+    : group_(group),
+      area_(group.mailboxes(), group.world()),
+      me_(group.rank()),
+      outgoing_(area_, me_, wakeups_),
+      incoming_(area_, me_, wakeups_) {}
+
+Rank Mailbox::check_to(Rank to) const {
+  const int world = group_.world();
+  require(to >= 0 && to < world, "cannot send to rank ", to, ": the ranks of the group are 0 to ",
+          world - 1);
+  return to;
+}
+
+Rank Mailbox::check_from(std::optional<Rank> from) const {
+  const int world = group_.world();
+  const Rank peer = from.value_or(kAnySource);
+  require(!from || (peer >= 0 && peer < world), "cannot receive from rank ", peer,
+          ": the ranks of the group are 0 to ", world - 1);
+  return peer;
+}
+
+TransferPtr Mailbox::send(Rank to, const Envelope& envelope, const std::byte* data) {
+  const auto made = std::make_shared<Transfer>(check_to(to), envelope, data, envelope.bytes);
+  return post("send", made, [&] { outgoing_.send(made); });
+}
+
+TransferPtr Mailbox::send_partly(Rank to, const Envelope& envelope, const std::byte* data,
+                                 uint64_t available) {
+  const std::size_t max_eager_bytes = MailArea::max_eager_bytes(group_.world());
+  require(envelope.bytes > max_eager_bytes, "a message of ", envelope.bytes,
+          " bytes cannot be sent in parts: messages of up to ", max_eager_bytes,
+          " bytes are eager");
+  check_available(available, envelope.bytes);
+  const auto made = std::make_shared<Transfer>(check_to(to), envelope, data, available);
+  return post("send", made, [&] { outgoing_.send(made); });
+}
+
+void Mailbox::supply(Transfer& send, uint64_t available) {
+  check_available(available, send.envelope.bytes);
+  if (fork_guard_.forked()) return;
+  const Locked locked(mutex_);
+  send.available_ = available;
+}
+
+TransferPtr Mailbox::receive(std::optional<Rank> from, const Envelope& envelope, std::byte* into) {
+  const auto made = std::make_shared<Transfer>(check_from(from), envelope, into);
+  return post("recv", made, [&] { incoming_.receive(made); });
+}
+
+TransferPtr Mailbox::post(const char* operation, TransferPtr transfer,
+                          const std::function<void()>& act) {
+  group_.require_healthy({operation, ++requests_, Deadline::max()});
+  Locked locked(mutex_);
+  ++open_;
+  guard(act);
+  unlock(std::move(locked));
+  return transfer;
+}
+
+// Unlocks the mailbox, then rings the doorbells: a wake-up takes time, and the woken thread needs
+// the lock.
+bool Mailbox::unlock(Locked locked) {
+  const Wakeups wakeups = std::exchange(wakeups_, {});
+  open_.fetch_sub(wakeups.finished, std::memory_order_acq_rel);
+  locked.unlock();
+  for (uint64_t left = wakeups.touched; left != 0; left &= left - 1)
+    area_.doorbell(std::countr_zero(left)).ring();
+  if (wakeups.awaited) wake();
+  return wakeups.touched != 0 || wakeups.finished != 0;
+}
+
+// Runs `act` under the lock. An invalid record of a peer or an allocation failure aborts the group
+// and fails all transfers, so that no transfer stays queued after its caller got an error.
+template <class Act>
+void Mailbox::guard(const Act& act) {
+  try {
+    act();
+  } catch (const std::exception& error) {
+    group_.abort(error.what());
+    outgoing_.fail(std::current_exception());
+    incoming_.fail(std::current_exception());
+  }
+}
+
+bool Mailbox::progress_locked(Locked locked) {
+  guard([this] {
+    outgoing_.progress();
+    incoming_.progress();
+  });
+  return unlock(std::move(locked));
+}
+
+bool Mailbox::progress() {
+  if (fork_guard_.forked()) return false;
+  Locked locked(mutex_, std::try_to_lock);
+  return locked && progress_locked(std::move(locked));
+}
+
+void Mailbox::fail(const std::exception_ptr& error) {
+  if (fork_guard_.forked()) return;
+  Locked locked(mutex_);
+  outgoing_.fail(error);
+  incoming_.fail(error);
+  unlock(std::move(locked));
+}
+
+void Mailbox::wake() {
+  area_.doorbell(me_).ring();
+  standby_doorbell_.ring();
+}
+
+// The wait of one thread. While at least one waiting thread is awake, it makes progress for the
+// rank. The other threads sleep on a doorbell that no peer rings, and wake only for their own
+// transfer: if peers woke a second thread as well, messages of 64 KiB would take 1.4 times as long,
+// and messages of 64 bytes twice as long.
+class Mailbox::Waiter {
+ public:
+  Waiter(Mailbox& box, const WaitCondition& until) : box_(box), until_(until) { ++box_.awake_; }
+  ~Waiter() { --box_.awake_; }
+
+  // After a fragment has moved, another one follows soon. The thread waits for it without yielding
+  // the core, because another thread would keep the core for much longer than a fragment takes.
+  bool is_over() {
+    if (until_.holds()) return true;
+    if (!advance()) return false;
+    const auto step = [this] { return until_.holds() || advance(); };
+    for (const auto begin = moved_; !until_.holds() && moved_ - begin < kCheckInterval;)
+      if (!box_.group_.spin_for(step)) break;
+    return until_.holds();
+  }
+  // The last stage of a wait, called repeatedly after spinning and yielding.
+  void back_off() {
+    const auto begin = Clock::now();
+    for (auto now = begin; now - moved_ < kYieldTime; now = Clock::now()) {
+      if (is_over() || now - begin > kCheckInterval) return;
+      sched_yield();
+    }
+    sleep();
+  }
+
+ private:
+  bool advance() {
+    if (!box_.progress()) return false;
+    moved_ = Clock::now();
+    return true;
+  }
+  void sleep();
+
+  Mailbox& box_;
+  const WaitCondition& until_;
+  Clock::time_point moved_ = Clock::now();  // time of the last progress
+  std::chrono::microseconds next_{1'000};
+};
+
+// Before a thread sleeps it takes the lock and makes progress itself, in case a message arrived
+// after another thread had checked for it. A thread that sleeps while another is awake wakes after
+// a millisecond, in case it must make progress now.
+void Mailbox::Waiter::sleep() {
+  // A poll every kPollInterval costs a tenth of the exchange of a small message through the host.
+  constexpr std::chrono::microseconds kPollInterval{50}, kStandbySleep{1'000}, kLongest{10'000};
+  const auto busy = [&] {
+    const bool moved = box_.progress_locked(Locked(box_.mutex_));
+    if (moved) moved_ = Clock::now();
+    return moved || until_.holds();
+  };
+  const auto at_most = [&](auto interval) {
+    return [&, interval] { return until_.polls && until_.polls() ? kPollInterval : interval; };
+  };
+  if (until_.transfer != nullptr) until_.transfer->count_sleeper(1);
+  if (--box_.awake_ == 0) {
+    box_.area_.doorbell(box_.me_).sleep(at_most(next_), busy);
+    next_ = std::min(2 * next_, kLongest);
+  } else {
+    box_.standby_doorbell_.sleep(at_most(kStandbySleep), busy);
+  }
+  ++box_.awake_;
+  if (until_.transfer != nullptr) until_.transfer->count_sleeper(-1);
+}
+
+// Makes progress until nothing moves, up to a bound, because live ranks may go on sending.
+// Returns true if `until` held meanwhile.
+bool Mailbox::drain(const WaitCondition& until) {
+  for (int n = MailArea::most_unread(group_.world()) / Incoming::kMostTaken + 1; n >= 0; --n) {
+    if (until.holds()) return true;
+    if (!progress_locked(Locked(mutex_))) break;
+  }
+  return false;
+}
+
+void Mailbox::wait(const WaitCondition& until, const OpContext& context) {
+  if (until.holds()) return;
+  Waiter waiter(*this, until);
+  // A rank that died or left may have sent its messages before. They are in the shared memory:
+  // `drain` receives them, while `is_over` leaves them to the thread that holds the lock. Ranks may
+  // leave meanwhile after sending, so a rank counts only if it was missing before and after.
+  const auto needed = [&] {
+    const std::vector<Rank> before = until.missing();
+    if (drain(until)) return std::vector<Rank>();
+    std::vector<Rank> missing = until.missing();
+    std::erase_if(missing, [&](Rank r) { return !std::ranges::count(before, r); });
+    return missing;
+  };
+  try {
+    group_.require_healthy(context);
+    group_.await([&] { return waiter.is_over(); }, needed, context, [&] { waiter.back_off(); });
+  } catch (const CollectiveError&) {
+    fail(std::current_exception());
+    if (!until.holds()) throw;
+  }
+}
+
+void Mailbox::wait(Transfer& transfer, const OpContext& context) {
+  const auto missing = [&] { return this->missing(transfer); };
+  wait({[&] { return transfer.done(); }, missing, &transfer}, context);
+  transfer.rethrow();
+}
+
+// A wildcard receive depends on the peers that have not left: a rank that left sends no more
+// messages, but the message may come from another rank.
+std::vector<Rank> Mailbox::wildcard_sources() const {
+  std::vector<Rank> present, others;
+  const uint64_t left = group_.left();
+  for (Rank r = 0; r < group_.world(); ++r) {
+    if (r == me_) continue;
+    others.push_back(r);
+    if ((left >> r & 1) == 0) present.push_back(r);
+  }
+  if (others.empty()) return {me_};
+  return present.empty() ? others : present;
+}
+
+std::vector<Rank> Mailbox::missing(const Transfer& transfer) const {
+  const Rank peer = transfer.peer();
+  return peer == kAnySource ? wildcard_sources() : std::vector<Rank>{peer};
+}
+
+}  // namespace pycollect::ipc

@@ -1,0 +1,93 @@
+// Point-to-point messages between processes: sends and receives match by peer and tag, and each
+// makes progress independently. Small messages are copied into the peer's ring at once (eager). The
+// fragments of a large one go through a second ring after RTS and CTS, when the receiver has
+// matched it; so no unexpected message blocks an expected one. A rank may be its own peer.
+//
+// One thread at a time makes progress, and rings the doorbells of ranks that may sleep until then.
+#pragma once
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "incoming.h"
+#include "outgoing.h"
+
+namespace pycollect::ipc {
+
+class Mailbox {
+ public:
+  // Bytes of shared memory for the mailboxes of a group.
+  static std::size_t bytes(int world) { return MailArea::bytes(world); }
+
+  explicit Mailbox(Group& group);
+  Mailbox(const Mailbox&) = delete;
+  Mailbox& operator=(const Mailbox&) = delete;
+
+  // Both post a transfer, without waiting. Its buffer must stay valid until the transfer is done.
+  // If size or dtype of send and receive differ, the receive fails with std::invalid_argument and
+  // leaves its buffer unchanged. The send fails, too, unless it was eager and therefore done at
+  // once.
+  TransferPtr send(Rank to, const Envelope& envelope, const std::byte* data);
+  TransferPtr receive(std::optional<Rank> from, const Envelope& envelope, std::byte* into);
+
+  // Posts a send whose buffer is filled up to `available` bytes so far. The transfer stops there;
+  // other messages overtake it meanwhile.
+  TransferPtr send_partly(Rank to, const Envelope& envelope, const std::byte* data,
+                          uint64_t available);
+  // Declares the first `available` bytes of a send filled, for `progress` and waiting threads to
+  // send.
+  void supply(Transfer& send, uint64_t available);
+
+  // Makes progress, unless another thread does so now. Returns true if anything was moved.
+  bool progress();
+  // Returns true if no transfer of this rank is pending.
+  bool idle() const { return open_.load(std::memory_order_acquire) == 0; }
+  // Makes progress, and sleeps when there is none to make, until the transfer is done. Any number
+  // of threads may wait at a time. Throws the transfer's own error, or PeerLost or Timeout, which
+  // fail all pending transfers.
+  void wait(Transfer& transfer, const OpContext& context);
+  struct WaitCondition {
+    // Condition that ends the wait: checked after any progress, about every 10 ms otherwise, and
+    // after `wake`. May itself do work outside the mailbox.
+    std::function<bool()> holds;
+    std::function<std::vector<Rank>()> missing;  // the ranks that `holds` depends on
+    Transfer* transfer = nullptr;                // the transfer that ends the wait, if any
+    std::function<bool()> polls = {};            // true: check `holds` every 50 us
+  };
+  // Waits the same way until `until.holds()`. Throws only if it does not hold then.
+  void wait(const WaitCondition& until, const OpContext& context);
+  void wake();
+  void fail(const std::exception_ptr& error);                 // fails all pending transfers
+  std::vector<Rank> missing(const Transfer& transfer) const;  // the ranks that it depends on
+  Rank rank() const { return me_; }
+
+ private:
+  class Waiter;  // the wait of one thread, defined in mailbox.cpp
+  using Locked = std::unique_lock<std::mutex>;
+
+  Rank check_to(Rank to) const;
+  Rank check_from(std::optional<Rank> from) const;
+  TransferPtr post(const char* operation, TransferPtr transfer, const std::function<void()>& act);
+  template <class Act>
+  void guard(const Act& act);
+  bool progress_locked(Locked locked);
+  bool unlock(Locked locked);
+  bool drain(const WaitCondition& until);
+  std::vector<Rank> wildcard_sources() const;  // the ranks that a wildcard receive depends on
+
+  Group& group_;
+  ForkGuard fork_guard_;  // a forked child must not touch the queues of its parent
+  MailArea area_;
+  Rank me_;
+  Wakeups wakeups_;
+  Outgoing outgoing_;
+  Incoming incoming_;
+  std::mutex mutex_;
+  std::atomic<uint64_t> requests_{0};
+  std::atomic<int> open_{0};   // transfers that are not done
+  std::atomic<int> awake_{0};  // waiting threads that do not sleep
+  Doorbell standby_doorbell_;  // for threads that sleep while another one is awake
+};
+
+}  // namespace pycollect::ipc

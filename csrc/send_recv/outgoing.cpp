@@ -1,0 +1,100 @@
+// See outgoing.h. A message's number pairs it with its reply, which the peer sends when it has
+// matched the message. Replies arrive in any order.
+#include "outgoing.h"
+
+#include <algorithm>
+
+#include "../plan/error.h"
+
+namespace pycollect::ipc {
+
+Outgoing::Outgoing(const MailArea& area, Rank me, Wakeups& wakeups)
+    : area_(area), me_(me), wakeups_(wakeups), max_eager_(MailArea::max_eager_bytes(area.world())) {
+  for (Rank to = 0; to < area.world(); ++to)
+    receivers_.push_back({RingWriter(area.messages(me, to)), RingWriter(area.fragments(me, to)),
+                          RingReader(area.replies(me, to))});
+}
+
+void Outgoing::send(TransferPtr transfer) {
+  Receiver& peer = receivers_[transfer->peer()];
+  if (!peer.queued.empty() || !post(peer, transfer)) peer.queued.push_back(std::move(transfer));
+}
+
+bool Outgoing::post(Receiver& peer, const TransferPtr& transfer) {
+  const Envelope& envelope = transfer->envelope;
+  const bool whole = envelope.bytes <= max_eager_;
+  Record record{.number = peer.sent + 1, .bytes = envelope.bytes, .tag = envelope.tag};
+  record.dtype = envelope.dtype;
+  record.kind = whole ? Record::eager : Record::rts;
+  record.payload = whole ? static_cast<uint32_t>(envelope.bytes) : 0;
+  if (!peer.messages.push(record, transfer->from_)) return false;
+  transfer->number_ = ++peer.sent;
+  wakeups_.touch(transfer->peer());
+  if (whole)
+    wakeups_.finish(*transfer);
+  else
+    peer.awaiting_cts.emplace(record.number, transfer);
+  return true;
+}
+
+void Outgoing::read_replies(Receiver& peer) {
+  for (; const Record* const reply = peer.replies.peek(); peer.replies.pop()) {
+    const auto awaiting = peer.awaiting_cts.extract(reply->number);
+    if (awaiting.empty()) continue;  // the send has failed with the group
+    const TransferPtr& transfer = awaiting.mapped();
+    wakeups_.touch(transfer->peer());
+    if (reply->kind != Record::nack) {
+      peer.requested.push_back(transfer);
+      continue;
+    }
+    const Envelope wanted{reply->bytes, reply->dtype, transfer->envelope.tag};
+    wakeups_.finish(*transfer, mismatch(me_, transfer->envelope, transfer->peer(), wanted));
+  }
+}
+
+bool Outgoing::push_fragment(Receiver& peer, Transfer& transfer) {
+  const uint64_t moved = transfer.moved();
+  const std::size_t most = MailArea::fragment_bytes(area_.world(), transfer.envelope.bytes);
+  Record record{.number = transfer.number_, .kind = Record::fragment};
+  record.payload = static_cast<uint32_t>(std::min<uint64_t>(transfer.available_ - moved, most));
+  if (!peer.fragments.push(record, transfer.from_ + moved)) return false;
+  transfer.advance(record.payload);
+  wakeups_.touch(transfer.peer());
+  return true;
+}
+
+// Writes the available fragments that fit into the ring, in the order of the CTS. Writes at most
+// the size of the ring, so that a peer that empties it as fast as it is filled does not starve
+// others.
+void Outgoing::push_fragments(Receiver& peer) {
+  const uint64_t end = peer.fragments.written() + MailArea::fragment_ring_bytes(area_.world());
+  bool room = true;
+  std::erase_if(peer.requested, [&](const TransferPtr& transfer) {
+    while (room && transfer->moved() < transfer->available_)
+      room = peer.fragments.written() < end && push_fragment(peer, *transfer);
+    if (transfer->left() != 0) return false;
+    wakeups_.finish(*transfer);
+    return true;
+  });
+}
+
+void Outgoing::progress() {
+  for (Receiver& peer : receivers_) {
+    if (!peer.awaiting_cts.empty()) read_replies(peer);
+    while (!peer.queued.empty() && post(peer, peer.queued.front())) peer.queued.pop_front();
+    if (!peer.requested.empty()) push_fragments(peer);
+  }
+}
+
+void Outgoing::fail(const std::exception_ptr& error) {
+  for (Receiver& peer : receivers_) {
+    for (const auto& [number, transfer] : peer.awaiting_cts) wakeups_.finish(*transfer, error);
+    for (const auto* const list : {&peer.queued, &peer.requested})
+      for (const TransferPtr& transfer : *list) wakeups_.finish(*transfer, error);
+    peer.queued.clear();
+    peer.awaiting_cts.clear();
+    peer.requested.clear();
+  }
+}
+
+}  // namespace pycollect::ipc

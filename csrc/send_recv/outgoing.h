@@ -1,0 +1,44 @@
+// The sending half of a mailbox: writes messages into the peers' rings in order, queues messages
+// that do not fit yet, and writes the fragments of large ones after the receiver's CTS.
+// The caller (Mailbox) holds the lock.
+#pragma once
+#include <deque>
+#include <unordered_map>
+#include <vector>
+
+#include "mail_area.h"
+#include "transfer.h"
+
+namespace pycollect::ipc {
+
+class Outgoing {
+ public:
+  Outgoing(const MailArea& area, Rank me, Wakeups& wakeups);
+
+  void send(TransferPtr transfer);
+  void progress();
+  void fail(const std::exception_ptr& error);
+
+ private:
+  struct Receiver {
+    RingWriter messages, fragments;
+    RingReader replies;
+    uint64_t sent = 0;
+    std::deque<TransferPtr> queued = {};                          // sends that wait for room
+    std::unordered_map<uint64_t, TransferPtr> awaiting_cts = {};  // [number]: sends after their RTS
+    std::deque<TransferPtr> requested = {};                       // large sends that got a CTS
+  };
+
+  bool post(Receiver& peer, const TransferPtr& transfer);
+  void read_replies(Receiver& peer);
+  bool push_fragment(Receiver& peer, Transfer& transfer);
+  void push_fragments(Receiver& peer);
+
+  MailArea area_;
+  Rank me_;
+  Wakeups& wakeups_;
+  std::size_t max_eager_;
+  std::vector<Receiver> receivers_;  // [rank]
+};
+
+}  // namespace pycollect::ipc

@@ -1,0 +1,89 @@
+// One send or receive (Transfer), and the wake-ups collected while transfers make progress.
+#pragma once
+#include <atomic>
+#include <exception>
+#include <memory>
+
+#include "../group/group.h"
+
+namespace pycollect::ipc {
+
+struct Envelope {  // a send and its receive must agree on all three
+  uint64_t bytes;
+  uint8_t dtype;
+  uint32_t tag;
+};
+
+inline constexpr Rank kAnySource = -1;  // wildcard source of a receive, like MPI_ANY_SOURCE
+
+class Transfer {
+ public:
+  Transfer(Rank peer, const Envelope& what, const std::byte* data, uint64_t available)
+      : envelope(what), from_(data), available_(available), peer_(peer) {}
+  Transfer(Rank peer, const Envelope& what, std::byte* data)
+      : envelope(what), into_(data), peer_(peer) {}
+
+  // The accessors of a transfer's state may be called from any thread.
+  bool done() const { return done_.load(std::memory_order_seq_cst); }  // complete or failed
+  void rethrow() const {  // throws the transfer's error if it failed
+    if (done() && error_) std::rethrow_exception(error_);
+  }
+  // For a wildcard receive: kAnySource until a message has been matched, then the message's sender.
+  Rank peer() const { return peer_.load(std::memory_order_relaxed); }
+  // Number of leading bytes copied out of the send buffer or into the receive buffer.
+  uint64_t moved() const { return moved_.load(std::memory_order_acquire); }
+
+  const Envelope envelope;
+
+ private:
+  friend class Mailbox;
+  friend class Outgoing;
+  friend class Incoming;
+  friend struct Wakeups;
+
+  void set_peer(Rank peer) { peer_.store(peer, std::memory_order_relaxed); }
+  uint64_t left() const { return envelope.bytes - moved(); }
+  void advance(uint64_t bytes) { moved_.store(moved() + bytes, std::memory_order_release); }
+  // Returns true if a thread sleeps until this transfer is done. Doorbell explains the memory
+  // order.
+  bool finish(std::exception_ptr error) {
+    if (!error) advance(left());
+    error_ = std::move(error);
+    done_.store(true, std::memory_order_seq_cst);
+    return sleepers_.load(std::memory_order_seq_cst) != 0;
+  }
+  void count_sleeper(int more) { sleepers_.fetch_add(more, std::memory_order_seq_cst); }
+
+  // These five members are accessed with the mailbox locked.
+  const std::byte* from_ = nullptr;  // send: the buffer
+  uint64_t available_ = 0;           // send: bytes of the buffer that are filled
+  uint64_t number_ = 0;              // send: sequence number among the messages to its peer
+  std::byte* into_ = nullptr;        // receive: the buffer
+  bool matched_ = false;             // receive: a message has been matched
+
+  std::atomic<Rank> peer_;
+  std::atomic<uint64_t> moved_{0};
+  std::atomic<bool> done_{false};
+  std::atomic<int> sleepers_{0};
+  std::exception_ptr error_;
+};
+using TransferPtr = std::shared_ptr<Transfer>;
+
+// Wake-ups that are collected while the mailbox is locked and issued after it is unlocked.
+struct Wakeups {
+  uint64_t touched = 0;  // bit r: rank r may be asleep, and its doorbell must ring
+  int finished = 0;      // number of finished transfers
+  bool awaited = false;  // another thread of this rank sleeps for a finished transfer
+  static_assert(kMaxRanks <= 64);
+
+  void touch(Rank r) { touched |= uint64_t{1} << r; }
+  void finish(Transfer& transfer, std::exception_ptr error = nullptr) {
+    awaited |= transfer.finish(std::move(error));
+    ++finished;
+  }
+};
+
+// Returns the error of a size or dtype mismatch, with the same message on sender and receiver.
+std::exception_ptr mismatch(Rank from, const Envelope& sent, Rank to, const Envelope& wanted);
+
+}  // namespace pycollect::ipc

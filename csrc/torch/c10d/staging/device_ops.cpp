@@ -1,0 +1,163 @@
+// See device_ops.h.
+#include "device_ops.h"
+
+#include "../../../plan/error.h"
+#include "../../log.h"
+
+namespace pycollect::dist {
+
+using cuda::CaptureModeGuard;
+using cuda::Stream;
+
+DeviceEvent::DeviceEvent(std::shared_ptr<TorchRuntime> torch, Stream stream)
+    : torch_(std::move(torch)) {
+  cuda::Api& api = torch_->cuda();
+  const CaptureModeGuard guard(api, stream.device);
+  event_ = api.create_event(stream.device);
+  try {
+    api.record(event_, stream);
+  } catch (...) {
+    api.destroy(event_);
+    throw;
+  }
+}
+
+DeviceEvent::~DeviceEvent() { torch_->cuda().destroy(event_); }
+
+bool DeviceEvent::reached() const {
+  const CaptureModeGuard guard(torch_->cuda(), event_.device);
+  return torch_->cuda().query(event_);
+}
+
+void DeviceEvent::block(Stream stream) const {
+  const CaptureModeGuard guard(torch_->cuda(), stream.device);
+  torch_->cuda().wait(stream, event_);
+}
+
+namespace {
+
+std::shared_ptr<cuda_ipc::CudaIpcApi> gpu_of(const std::shared_ptr<TorchRuntime>& torch) {
+  if (!torch || !torch->shares_memory()) return nullptr;
+  return std::make_shared<cuda_ipc::CudaIpcApi>(torch->cuda(), [torch] { torch->empty_cache(); });
+}
+
+}  // namespace
+
+DeviceOps::DeviceOps(std::shared_ptr<TorchRuntime> torch)
+    : torch_(std::move(torch)), gpu_(gpu_of(torch_)) {}
+
+bool DeviceOps::is_capturing(at::Device device) {
+  const Stream stream = torch_->current_stream(torch_->with_index(device));
+  cuda::DeviceGuard current(torch_->cuda());
+  current.use(stream.device);
+  return torch_->cuda().is_capturing(stream);
+}
+
+at::Tensor DeviceOps::new_pinned(const at::Tensor& like) {
+  const CaptureModeGuard guard(torch_->cuda(), torch_->current_stream(like.device()).device);
+  return torch_->empty_pinned(like.sizes(), like.scalar_type());
+}
+
+at::Tensor DeviceOps::new_dense(const at::Tensor& like, at::Device device) {
+  return torch_->empty(like.sizes(), like.scalar_type(), device);
+}
+
+void DeviceOps::copy_in(const CopyPair& pair) { torch_->copy(pair.dense, pair.tensor); }
+
+std::unique_ptr<DeviceEvent> DeviceOps::record_event(at::Device device) {
+  return std::make_unique<DeviceEvent>(torch_, torch_->current_stream(device));
+}
+
+Stream DeviceOps::stream(at::Device device) {
+  const std::lock_guard lock(mutex_);
+  const auto found = streams_.find(device.index());
+  if (found != streams_.end()) return found->second;
+  return streams_.emplace(device.index(), torch_->new_stream(device)).first->second;
+}
+
+std::vector<Stream> DeviceOps::streams(const std::vector<at::Device>& devices) {
+  std::vector<Stream> all;
+  for (at::Device d : devices) all.push_back(stream(d));
+  return all;
+}
+
+// A copy to another device occupies the current streams of both devices, so the group's stream
+// there waits for the copy as well.
+std::unique_ptr<DeviceEvent> DeviceOps::finish(at::Device device,
+                                               const std::vector<CopyPair>& pairs,
+                                               const std::vector<at::Tensor>& kept) {
+  const Stream own = stream(device);
+  const CaptureModeGuard guard(torch_->cuda(), own.device);
+  for (const at::Tensor& t : kept) torch_->record_stream(t, own);
+  torch_->with_streams(own, [&] {
+    for (const CopyPair& pair : pairs) {
+      torch_->record_stream(pair.tensor, own);
+      torch_->copy(pair.tensor, pair.dense);
+    }
+  });
+  auto end = std::make_unique<DeviceEvent>(torch_, own);
+  for (const CopyPair& pair : pairs)
+    if (serves(pair.tensor) && pair.tensor.device() != device)
+      end->block(stream(pair.tensor.device()));
+  return end;
+}
+
+void DeviceOps::with_group_streams(const std::vector<at::Device>& devices,
+                                   c10::function_ref<void()> act) {
+  if (devices.empty()) return act();
+  const std::vector<Stream> results = streams(devices);
+  const CaptureModeGuard guard(torch_->cuda(), results.front().device);
+  torch_->with_streams(results, act);
+}
+
+void DeviceOps::complete(const std::vector<at::Device>& devices, c10::function_ref<void()> act) {
+  if (devices.empty()) return act();
+  const std::vector<Stream> results = streams(devices);
+  const CaptureModeGuard guard(torch_->cuda(), results.front().device);
+  torch_->complete(results, act);
+}
+
+at::Tensor DeviceOps::new_symmetric(
+    const std::shared_ptr<cuda_ipc::SymmetricMemory>& symmetric_memory, at::Device device,
+    int64_t count, at::ScalarType type) {
+  device = torch_->with_index(device);
+  if (const auto pool = pool_on(device, symmetric_memory)) return pool->empty(count, type);
+  return torch_->empty({count}, type, device);
+}
+
+// Retries after emptying torch's cache, which may free enough memory.
+std::shared_ptr<TensorPool> DeviceOps::make_pool(
+    at::Device device, const std::shared_ptr<cuda_ipc::SymmetricMemory>& symmetric_memory) {
+  try {
+    return torch_->new_pool(symmetric_memory, device);
+  } catch (const std::runtime_error&) {
+    torch_->empty_cache();
+    return torch_->new_pool(symmetric_memory, device);
+  }
+}
+
+// Returns null (logged once) if the device's memory cannot be shared. Makes pools without the lock.
+std::shared_ptr<TensorPool> DeviceOps::pool_on(
+    at::Device device, const std::shared_ptr<cuda_ipc::SymmetricMemory>& symmetric_memory) {
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = pools_.find(device.index());
+    if (found != pools_.end()) return found->second;
+  }
+  std::shared_ptr<TensorPool> made;
+  try {
+    made = make_pool(device, symmetric_memory);
+  } catch (const std::runtime_error& error) {
+    log_once(text("tensors on ", device, " cannot be shared with other processes: ", error.what()));
+  }
+  const std::lock_guard lock(mutex_);
+  return pools_.emplace(device.index(), made).first->second;
+}
+
+void DeviceOps::drop_pools() {
+  std::map<c10::DeviceIndex, std::shared_ptr<TensorPool>> gone;  // destroyed without the lock
+  const std::lock_guard lock(mutex_);
+  gone.swap(pools_);
+}
+
+}  // namespace pycollect::dist

@@ -1,0 +1,99 @@
+// Device operations for the tensors of one group: copies, events in streams, memory that peers can
+// access, and the capture state of streams.
+#pragma once
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "torch_runtime.h"
+
+namespace pycollect::dist {
+
+// An event that is recorded once, when it is constructed.
+class DeviceEvent {
+ public:
+  DeviceEvent(std::shared_ptr<TorchRuntime> torch, cuda::Stream stream);
+  ~DeviceEvent();
+  DeviceEvent(const DeviceEvent&) = delete;
+  DeviceEvent& operator=(const DeviceEvent&) = delete;
+
+  bool reached() const;  // thread-safe; throws the device's error
+  // Makes the calling thread's current stream on `device` wait for the event.
+  void block_current(at::Device device) const { block(torch_->current_stream(device)); }
+  void block(cuda::Stream stream) const;
+
+ private:
+  const std::shared_ptr<TorchRuntime> torch_;
+  cuda::Event event_;
+};
+
+struct CopyPair {
+  // `tensor` is on a device. `dense` has the same size, is contiguous, and is in pinned memory or
+  // on the device of the group's stream.
+  at::Tensor tensor, dense;
+};
+
+class DeviceOps {
+ public:
+  // Null `torch`: there are no devices, and serves() returns false for every tensor.
+  explicit DeviceOps(std::shared_ptr<TorchRuntime> torch);
+  // Returns the same devices with streams of their own.
+  std::shared_ptr<DeviceOps> with_own_streams() const {
+    return std::make_shared<DeviceOps>(torch_);
+  }
+
+  bool serves(const at::Tensor& tensor) const { return torch_ && torch_->serves(tensor); }
+  bool has(at::Device device) const { return torch_ && torch_->has(device); }
+  bool is_capturing(at::Device device);  // whether its current stream is under capture
+
+  at::Tensor new_pinned(const at::Tensor& like);  // thread-safe
+  // Returns contiguous memory of the same size on `device`, allocated for the current stream.
+  at::Tensor new_dense(const at::Tensor& like, at::Device device);
+  // Enqueues the copy of `tensor` to `dense` on the current stream of the tensor's device.
+  void copy_in(const CopyPair& pair);
+  // Enqueues `how`, which computes `into` from `from` by launches alone, on the current stream.
+  void compute(const at::Tensor& into, const at::Tensor& from,
+               const TorchRuntime::Computation& how) {
+    torch_->compute(into, from, how);
+  }
+  std::unique_ptr<DeviceEvent> record_event(at::Device device);  // on its current stream
+  // Makes the group's stream on `device` wait for `after`, an event of the same process. No work
+  // of a caller delays that stream, and no caller captures it.
+  void wait_for(at::Device device, const DeviceEvent& after) { after.block(stream(device)); }
+  // Enqueues the copies of `dense` to `tensor` on the group's stream. The memory of these tensors,
+  // and of `kept`, is not reused before the returned event is reached.
+  std::unique_ptr<DeviceEvent> finish(at::Device device, const std::vector<CopyPair>& pairs,
+                                      const std::vector<at::Tensor>& kept);
+  // Calls `act` with the group's streams as the current ones: an event that it records is reached
+  // once the results are there.
+  void with_group_streams(const std::vector<at::Device>& devices, c10::function_ref<void()> act);
+  // Like with_group_streams(), for an `act` that completes a future.
+  void complete(const std::vector<at::Device>& devices, c10::function_ref<void()> act);
+
+  // Access to the GPU memory of other processes; null: not supported.
+  const std::shared_ptr<cuda_ipc::CudaIpcApi>& gpu() const { return gpu_; }
+  cuda::Stream stream(at::Device device);  // the group's stream on `device`
+  // Returns `count` elements of symmetric GPU memory, for the current stream. `symmetric_memory` is
+  // must be the same object each time. A device without an index stands for the current one.
+  at::Tensor new_symmetric(const std::shared_ptr<cuda_ipc::SymmetricMemory>& symmetric_memory,
+                           at::Device device, int64_t count, at::ScalarType type);
+  // Frees the symmetric memory that no tensor uses. Call at the end of the group.
+  void drop_pools();
+
+ private:
+  std::vector<cuda::Stream> streams(const std::vector<at::Device>& devices);
+  std::shared_ptr<TensorPool> pool_on(
+      at::Device device, const std::shared_ptr<cuda_ipc::SymmetricMemory>& symmetric_memory);
+  std::shared_ptr<TensorPool> make_pool(
+      at::Device device, const std::shared_ptr<cuda_ipc::SymmetricMemory>& symmetric_memory);
+
+  const std::shared_ptr<TorchRuntime> torch_;
+  const std::shared_ptr<cuda_ipc::CudaIpcApi> gpu_;
+  std::mutex mutex_;
+  std::map<c10::DeviceIndex, cuda::Stream> streams_;               // the group's streams
+  std::map<c10::DeviceIndex, std::shared_ptr<TensorPool>> pools_;  // null: no shareable memory
+};
+
+}  // namespace pycollect::dist

@@ -1,0 +1,160 @@
+"""The linear collectives along a dimension as data, and their transposes.
+
+all_gather <-> reduce_scatter, scatter <-> gather, all_to_all <-> all_to_all. Dimensions are counted
+from the front, so that a batch dimension in front only shifts them. ``mean`` scales by 1/W in both
+directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .. import collectives_along_dim
+from .linear import Copy, Devices, Reduce, op_of
+from .node import LinearCollective, apply
+
+Lengths = tuple[int, ...]
+
+
+def even(length: int, world: int) -> Lengths:
+    """Return the lengths of the chunks as torch.tensor_split cuts them."""
+    return tuple(length // world + (rank < length % world) for rank in range(world))
+
+
+def _chunk(tensor: Tensor, dim: int, lengths: Lengths, rank: int) -> Tensor:
+    return tensor.narrow(dim, sum(lengths[:rank]), lengths[rank])
+
+
+@dataclass(frozen=True)
+class AllGather(LinearCollective):
+    """All-gather: the concatenation of all tensors, for every rank."""
+
+    devices: Devices
+    dim: int
+    lengths: Lengths
+    mean: bool = False
+    algorithm: str | None = None
+
+    def _scaled(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [t / len(tensors) for t in tensors] if self.mean else list(tensors)
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        scaled = self._scaled(tensors)
+        return collectives_along_dim.all_gather(scaled, dim=self.dim, algorithm=self.algorithm)
+
+    def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
+        gather = Gather(self.devices, self.devices[rank], self.dim, self.lengths)
+        (result,) = apply(gather, self._scaled(tensors))
+        return result
+
+    def transposed(self) -> LinearCollective:
+        return ReduceScatter(self.devices, self.dim, self.lengths, self.mean)
+
+    def batched(self) -> LinearCollective:
+        return replace(self, dim=self.dim + 1)
+
+
+@dataclass(frozen=True)
+class ReduceScatter(LinearCollective):
+    """Reduce-scatter: one chunk of the sum or mean for each rank."""
+
+    devices: Devices
+    dim: int
+    lengths: Lengths
+    mean: bool = False
+    algorithm: str | None = None
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        if self.lengths == even(sum(self.lengths), len(self.lengths)):
+            op = op_of(self.mean)
+            return collectives_along_dim.reduce_scatter(
+                tensors, op, dim=self.dim, algorithm=self.algorithm
+            )
+        return [self.one(tensors, rank) for rank in range(len(tensors))]
+
+    def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
+        chunks = [_chunk(t, self.dim, self.lengths, rank) for t in tensors]
+        (result,) = apply(Reduce(self.devices, rank, self.mean), chunks)
+        return result
+
+    def transposed(self) -> LinearCollective:
+        return AllGather(self.devices, self.dim, self.lengths, self.mean)
+
+    def batched(self) -> LinearCollective:
+        return replace(self, dim=self.dim + 1)
+
+
+@dataclass(frozen=True)
+class AllToAll(LinearCollective):
+    """All-to-all: chunk j of every tensor for rank j; splits[i][j] is its length on rank i."""
+
+    devices: Devices
+    dim: int
+    splits: tuple[Lengths, ...]
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        return collectives_along_dim.all_to_all(tensors, dim=self.dim, split_sizes=self.splits)
+
+    def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
+        pairs = zip(tensors, self.splits, strict=True)
+        chunks = [_chunk(t, self.dim, lengths, rank) for t, lengths in pairs]
+        lengths = tuple(lengths[rank] for lengths in self.splits)
+        (result,) = apply(Gather(self.devices, self.devices[rank], self.dim, lengths), chunks)
+        return result
+
+    def transposed(self) -> LinearCollective:
+        return replace(self, splits=tuple(zip(*self.splits, strict=True)))
+
+    def batched(self) -> LinearCollective:
+        return replace(self, dim=self.dim + 1)
+
+
+@dataclass(frozen=True)
+class Scatter(LinearCollective):
+    """Scatter: one chunk of a tensor for each device."""
+
+    devices: Devices
+    origin: torch.device
+    dim: int
+    lengths: Lengths
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        (tensor,) = tensors
+        return collectives_along_dim.scatter(
+            tensor, self.devices, chunk_sizes=self.lengths, dim=self.dim
+        )
+
+    def one(self, tensors: Sequence[Tensor], rank: int) -> Tensor:
+        (tensor,) = tensors
+        chunk = _chunk(tensor, self.dim, self.lengths, rank)
+        (result,) = apply(Copy(self.origin, self.devices[rank]), [chunk])
+        return result
+
+    def transposed(self) -> LinearCollective:
+        return Gather(self.devices, self.origin, self.dim, self.lengths)
+
+    def batched(self) -> LinearCollective:
+        return replace(self, dim=self.dim + 1)
+
+
+@dataclass(frozen=True)
+class Gather(LinearCollective):
+    """Gather: the concatenation of all tensors, on one device."""
+
+    devices: Devices
+    target: torch.device
+    dim: int
+    lengths: Lengths
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [collectives_along_dim.gather(tensors, self.target, dim=self.dim)]
+
+    def transposed(self) -> LinearCollective:
+        return Scatter(self.devices, self.target, self.dim, self.lengths)
+
+    def batched(self) -> LinearCollective:
+        return replace(self, dim=self.dim + 1)

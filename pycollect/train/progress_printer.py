@@ -1,0 +1,75 @@
+"""Output of a training run: lines on standard output, and a progress bar on a terminal.
+
+The bar needs tqdm and goes to standard error; without tqdm or a terminal there is no bar.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+# Least seconds between two reads of the loss for the bar; each read waits for the GPU.
+_READ_INTERVAL = 0.5
+
+
+class Bar:
+    """The progress of an epoch: images per second and the loss; disappears at its end.
+
+    >>> with Bar(None) as bar:  # without a terminal
+    ...     bar.step(64, lambda: 2.3)
+    """
+
+    def __init__(self, tqdm: Any | None) -> None:
+        self._tqdm = tqdm
+        self._next = time.monotonic()
+
+    def __enter__(self) -> "Bar":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._tqdm is not None:
+            self._tqdm.close()
+
+    def step(self, examples: int, loss: Callable[[], float]) -> None:
+        """Advance by `examples` images; call `loss` at most every _READ_INTERVAL seconds."""
+        if self._tqdm is None:
+            return
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _READ_INTERVAL
+            self._tqdm.set_postfix_str(f"loss {loss():.3f}", refresh=False)
+        self._tqdm.update(examples)
+
+
+@dataclass(frozen=True)
+class ProgressPrinter:
+    """Prints the lines of a run and shows its progress; with `quiet` it does neither."""
+
+    quiet: bool = False
+
+    def line(self, text: object) -> None:
+        """Print one line and flush, so that a pipe gets it at once."""
+        if not self.quiet:
+            print(text, flush=True)
+
+    def warning(self, text: object) -> None:
+        """Print one line on standard error."""
+        if not self.quiet:
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    def bar(self, label: str, images: int, done: int = 0) -> Bar:
+        """Return a progress bar over `images` images, which starts at `done`."""
+        if self.quiet or not sys.stderr.isatty():
+            return Bar(None)
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            return Bar(None)
+        return Bar(tqdm(total=images, initial=done, desc=label, leave=False, unit=" images"))
