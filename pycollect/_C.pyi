@@ -97,19 +97,28 @@ class Work:
     """A collective that was called with ``async_op=True``."""
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Return the result of the call; raise Timeout after ``timeout`` seconds.
+        """Return the result of the call: None for a collective in place, else its tensors.
 
-        None and inf mean no limit; a negative number raises ValueError.
+        Without CUDA tensors, the host waits until the collective has finished, and an error of the
+        collective is raised. With CUDA tensors, the current stream of each GPU in the call waits
+        for the collective, but the host does not, unless ``timeout`` is given in seconds.
+
+        Raises pycollect.Timeout if the collective has not finished after ``timeout`` seconds; it
+        keeps running. None, and more than 1e9 seconds, are no limit. Raises ValueError for a
+        negative timeout, and TypeError for one that is not a number.
         """
 
     def result(self, timeout: float | None = None) -> Any:
-        """Return the same as ``wait``."""
+        """Wait and return as ``wait`` does."""
 
     def is_completed(self) -> bool:
         """Return whether the collective has finished or failed, without waiting."""
 
     def exception(self) -> Exception | None:
-        """Return the exception of a collective that failed, else None."""
+        """Return a RuntimeError with the message of a collective that failed, else None.
+
+        Always None with CUDA tensors, whose errors are raised when the collective is called.
+        """
 
 def all_reduce(
     tensors: Any, op: Any, algorithm: str | None, async_op: bool, streams: Any, peer_access: bool
@@ -193,6 +202,14 @@ def time_all_reduce(
 
 # Ranks as processes (csrc/torch/bind_distributed.cpp): absent if torch has no torch.distributed.
 class Options(Backend.Options):
+    """The options of a group; ``pycollect.distributed.options`` checks and describes them.
+
+    Defaults: algorithm "" (the library selects one for each call), buffer_bytes 524288 (512 KiB),
+    symmetric_heap_bytes None (by the host's memory and the number of ranks), cuda_buffer_bytes
+    33554432 (32 MiB), cuda_transport "auto". An unknown cuda_transport raises ValueError; the other
+    values are first checked when a group or a call uses them.
+    """
+
     algorithm: str
     buffer_bytes: int
     symmetric_heap_bytes: int | None

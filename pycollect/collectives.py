@@ -5,24 +5,36 @@ fp32 and narrower floats, in fp64 for fp64 and natively (wrapping) for integers,
 The result has the same bits for every size, every number of threads, and every algorithm that keeps
 this contract.
 
-The functions share these arguments:
+The functions share these arguments. W is the number of ranks.
 
 * ``tensors``: a list or tuple with one tensor per rank. An array with ``__dlpack__`` (NumPy, CuPy)
   is accepted as a tensor; results are torch tensors. Tensors that are modified in place have the
   same shape, dtype and strides on all ranks, and share no memory; any strides are allowed.
+* ``devices``: a device specification, see `help(pycollect.devices)`.
 * dtypes: float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, int8, int16, int32,
   int64, uint8, bool, complex64, complex128.
-* ``op``: "sum", "avg", "prod", "min", "max", "band", "bor", "bxor", or torch's own
-  torch.distributed.ReduceOp.
-* ``algorithm``: a name from ``pycollect.algorithms(...)``; None selects one that keeps this
-  contract.
-* ``async_op=True`` returns a ``Work`` at once; its ``wait()`` returns the result of the call.
-* ``streams``: one torch.cuda.Stream per rank, on which its CUDA tensors are used; None stands for
-  the device's current stream, and is required for CPU tensors.
-* ``peer_access=False`` copies data between GPUs through pinned host memory, even if one GPU could
-  access another's memory.
+* ``op``: "sum" (default), "avg", "prod", "min", "max", "band", "bor", "bxor", or torch's own
+  torch.distributed.ReduceOp. Floats have no band, bor and bxor, complex numbers neither these nor
+  min and max, and bools no avg.
+* ``dim``: the dimension (default 0) that is cut or joined; a negative one counts from the last.
+* ``out``: tensors that receive the results in place of new ones (default None). Their number,
+  shapes, dtype and devices are those of the results, they are contiguous or all dense in the same
+  order of dimensions, and they overlap neither each other nor the inputs.
+* ``algorithm``: a name from ``pycollect.algorithms(...)``; None (default) selects one that keeps
+  this contract.
+* ``async_op=True`` (default False) returns a ``Work`` at once; its ``wait()`` returns the result of
+  the call. Until then, the tensors of the call must not be written, nor its results read.
+* ``streams``: a list with one torch.cuda.Stream per rank, on which its CUDA tensors are used; None,
+  for the list (default) or for a rank, stands for the device's current stream, and is required for
+  CPU tensors.
+* ``peer_access=False`` (default True) copies data between GPUs through pinned host memory, even if
+  one GPU could access another's memory.
 
-Invalid arguments raise TypeError (unsupported types and dtypes) or ValueError before data moves.
+Invalid arguments raise in the call, before data moves. TypeError: an argument or a dtype of an
+unsupported type, or an ``op`` that its dtype does not have. ValueError: every other invalid
+argument, such as an empty list, unequal shapes or dtypes, overlapping tensors, a rank, ``dim``,
+``op`` or ``algorithm`` that does not exist, an expanded tensor that would be written, or a tensor
+that requires grad in grad mode (pycollect.autograd has the functions with gradients).
 """
 
 from __future__ import annotations
@@ -44,6 +56,23 @@ if TYPE_CHECKING:
     from ._options import OnStreams, Tunable
 
 Work: TypeAlias = _C.Work
+# The compiled class has no docstrings; `help(pycollect.Work)` shows this one.
+Work.__doc__ = """A collective that was called with ``async_op=True``.
+
+wait(timeout=None) returns the result of the call: None for a collective in place, else its tensors.
+Without CUDA tensors, the host waits until the collective has finished; errors of the collective are
+raised. With CUDA tensors, the stream of each GPU that is current when wait() is called waits for
+the collective, but the host does not: results may be used on these streams at once. Results in host
+memory of a call with CUDA tensors are complete when the call returns, except during the capture of
+a CUDA graph. With a ``timeout`` in seconds, the host waits for CUDA tensors too, and raises
+pycollect.Timeout if the collective has not finished by then; it keeps running, and wait() may be
+called again. None, and more than 1e9 seconds, are no limit. Raises ValueError for a negative
+timeout, and TypeError for one that is not a number. result(timeout=None) does the same.
+
+is_completed() returns whether the collective has finished or failed, without waiting. exception()
+returns a RuntimeError with the message of a collective that failed, else None: always None with
+CUDA tensors, whose errors are raised when the collective is called.
+"""
 Op: TypeAlias = "str | dist.ReduceOp | dist.ReduceOp.RedOpType"
 
 
@@ -82,8 +111,10 @@ def all_reduce(
 ) -> Work | None:
     """Reduce over all ranks, in place: every tensor becomes the result.
 
-    ``avg`` multiplies the accumulated sum by 1/W; for integers it divides the wrapped sum, rounding
-    toward zero.
+    ``avg`` multiplies the accumulated sum by 1/W for W ranks; for integers it divides the wrapped
+    sum, rounding toward zero. Returns None, or a ``Work`` with ``async_op=True``.
+
+    Shared arguments and errors: `help(pycollect.collectives)`.
 
     >>> x = [torch.ones(2), torch.full((2,), 2.0)]
     >>> all_reduce(x); x
@@ -125,6 +156,10 @@ def all_reduce_coalesced(
     """All-reduce many tensors of every rank in one pass, in place.
 
     In ``tensor_lists[rank][i]``, shapes and dtypes may differ between i, but not between ranks.
+    Raises ValueError if the lists of two ranks differ in length. All tensors of a rank are on one
+    device.
+
+    Shared arguments and errors: `help(pycollect.collectives)`.
 
     >>> x = [[torch.ones(1), torch.ones(2)], [torch.ones(1), torch.ones(2)]]
     >>> all_reduce_coalesced(x); x[0]
@@ -168,6 +203,10 @@ def reduce(
 ) -> Work | None:
     """Reduce into ``tensors[dst]``, in place; the other tensors keep their values.
 
+    ``dst`` is a rank, 0 (default) to len(tensors) - 1; another number raises ValueError.
+
+    Shared arguments and errors: `help(pycollect.collectives)`.
+
     >>> x = [torch.ones(2), torch.ones(2)]
     >>> reduce(x, dst=1); x
     [tensor([1., 1.]), tensor([2., 2.])]
@@ -202,6 +241,10 @@ def broadcast(
     peer_access: bool = True,
 ) -> Work | None:
     """Copy ``tensors[src]`` into all other tensors, in place.
+
+    ``src`` is a rank, 0 (default) to len(tensors) - 1; another number raises ValueError.
+
+    Shared arguments and errors: `help(pycollect.collectives)`.
 
     >>> x = [torch.zeros(2), torch.ones(2)]
     >>> broadcast(x, src=1); x[0]
@@ -245,7 +288,11 @@ def broadcast_coalesced(
 ) -> Work | None:
     """Copy ``tensor_lists[src][i]`` into ``tensor_lists[rank][i]`` of all ranks, in one pass.
 
-    Shapes and dtypes may differ between i, but not between ranks.
+    Shapes and dtypes may differ between i, but not between ranks. All tensors of a rank are on one
+    device. ``src`` is a rank, 0 (default) to len(tensor_lists) - 1. Raises ValueError for another
+    ``src``, and if the lists of two ranks differ in length.
+
+    Shared arguments and errors: `help(pycollect.collectives)`.
 
     >>> x = [[torch.zeros(1), torch.zeros(2)], [torch.ones(1), torch.ones(2)]]
     >>> broadcast_coalesced(x, src=1); x[0]
@@ -261,7 +308,10 @@ def replicate(
     """Return a copy of every tensor for each rank: ``result[rank][i]``.
 
     A device that is listed twice gets two copies. Copies are dense, keep the order of dimensions in
-    memory and do not require grad.
+    memory and do not require grad. Shapes and dtypes of ``tensors`` may differ; tensors on several
+    devices raise ValueError. An empty list has empty lists as its result.
+
+    Shared arguments and errors: `help(pycollect.collectives)`.
 
     >>> replicate([torch.ones(1), torch.zeros(2)], "cpu*2")[1]
     [tensor([1.]), tensor([0., 0.])]
@@ -289,7 +339,11 @@ def copy_(
 ) -> Work | None:
     """Copy ``src`` into ``dst``, between any two devices.
 
-    Both have the same shape and dtype; their strides may differ.
+    Both have the same shape and dtype; their strides may differ. Raises ValueError for different
+    shapes (nothing is broadcast) or dtypes, for a ``dst`` that is expanded or read-only, and if the
+    address ranges of ``dst`` and ``src`` overlap; TypeError for an unsupported dtype or type.
+
+    Shared arguments and errors: `help(pycollect.collectives)`.
 
     >>> x = torch.zeros(2)
     >>> copy_(x, torch.ones(2)); x
@@ -304,6 +358,8 @@ def barrier(devices: DeviceSpec) -> None:
 
     On GPUs, waits for all work of the devices, as torch.cuda.synchronize does. Raises ValueError
     during the capture of a CUDA graph, because the host cannot wait for captured work.
+
+    Shared arguments and errors: `help(pycollect.collectives)`.
 
     >>> barrier("cpu*2")
     """

@@ -1,9 +1,8 @@
-"""The list collectives along a dimension; collectives.py documents the arguments that all share.
+"""The list collectives along a dimension; `help(pycollect.collectives)` has their shared arguments.
 
 Results are new tensors with the inputs' order of dimensions in memory (channels_last stays
-channels_last), or the tensors in ``out``, which have the results' shapes and are contiguous or all
-dense in the same order of dimensions. Inputs that are not dense, or not all in one order, are first
-copied.
+channels_last), or the tensors in ``out``. Inputs that are not dense, or not all in one order, are
+first copied. A tensor without dimensions, and a ``dim`` out of range, raise ValueError.
 """
 
 from __future__ import annotations
@@ -49,7 +48,10 @@ def all_gather(
 ) -> list[torch.Tensor] | Work:
     """Return, for every rank, the concatenation of all tensors along ``dim``.
 
-    Lengths along ``dim`` may differ; all other sizes and the dtype are the same on every rank.
+    Lengths along ``dim`` may differ; all other sizes and the dtype are the same on every rank. Each
+    of the W results has the sum of the lengths along ``dim``, and lies on its rank's device.
+
+    Shared arguments and errors: `help(pycollect.collectives)`.
 
     >>> all_gather([torch.tensor([1]), torch.tensor([2, 3])])
     [tensor([1, 2, 3]), tensor([1, 2, 3])]
@@ -88,7 +90,9 @@ def reduce_scatter(
     """Reduce over all ranks, and return chunk r of the result along ``dim`` for rank r.
 
     All tensors have the same shape. Chunks are cut as by torch.tensor_split: if W does not divide
-    the length, the first chunks are longer by one.
+    the length, the first chunks are longer by one. Chunk r lies on rank r's device.
+
+    Shared arguments and errors: `help(pycollect.collectives)`.
 
     >>> reduce_scatter([torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])])
     [tensor([5, 7]), tensor([9])]
@@ -122,7 +126,12 @@ def all_to_all(
     """Send chunk j of every tensor to rank j; return each rank's chunks, joined in rank order.
 
     ``split_sizes`` are the lengths along ``dim`` of the W chunks: one list for all ranks, or one
-    list per rank. By default each tensor is cut as by torch.tensor_split.
+    list per rank. By default each tensor is cut as by torch.tensor_split. Lengths along ``dim`` may
+    differ between ranks; all other sizes and the dtype are the same. Result j has the sum of the
+    lengths of all chunks j along ``dim``. Raises ValueError unless every list has W sizes that are
+    not negative and sum to the tensor's length, and for other than 1 or W lists.
+
+    Shared arguments and errors: `help(pycollect.collectives)`.
 
     >>> all_to_all([torch.tensor([1, 2]), torch.tensor([3, 4])])
     [tensor([1, 3]), tensor([2, 4])]
@@ -161,7 +170,11 @@ def scatter(
     """Cut one tensor along ``dim`` and return a copy of a chunk for each device.
 
     ``chunk_sizes`` are the lengths along ``dim``, one per device; by default the tensor is cut as
-    by torch.tensor_split.
+    by torch.tensor_split. Result r has the tensor's shape, except for the length of chunk r along
+    ``dim``, and lies on device r. Raises ValueError unless ``chunk_sizes`` has one size per device,
+    none is negative, and they sum to the tensor's length. ``streams`` has one item per device.
+
+    Shared arguments and errors: `help(pycollect.collectives)`.
 
     >>> scatter(torch.arange(3), "cpu*2")
     [tensor([0, 1]), tensor([2])]
@@ -181,6 +194,12 @@ def gather(
     peer_access: bool = True,
 ) -> torch.Tensor:
     """Return the concatenation along ``dim`` on ``device`` (default: the first tensor's device).
+
+    Lengths along ``dim`` may differ, and the result has their sum; all other sizes and the dtype
+    are the same. ``out`` is one tensor. Raises ValueError for other sizes or dtypes, for an ``out``
+    of another shape, dtype or device, and if ``device`` names several devices.
+
+    Shared arguments and errors: `help(pycollect.collectives)`.
 
     >>> gather([torch.tensor([1]), torch.tensor([2, 3])])
     tensor([1, 2, 3])

@@ -72,7 +72,17 @@ class Communicator:
     GPUs, or between all GPUs with ``peer_access=False``, goes through pinned host memory. With
     ``peer_access=True``, ValueError names the first pair without peer access. CPU ranks share their
     memory, so ``peer_access`` does not affect them. Methods take the arguments of the module
-    functions, without ``devices``.
+    functions, without ``devices``; ``peer_access`` defaults to the communicator's.
+
+    Attributes: ``devices``, a list with the torch.device of each rank; ``world``, its length;
+    ``peer_access``, True, False or None (default: where it works); ``tuning``, the result of
+    ``tune``, or None for the library's selection of algorithms.
+
+    Raises ValueError for a device that does not exist or that this build does not support, and
+    TypeError for a ``peer_access`` that is neither a bool nor None. Methods raise ValueError for a
+    list with other than one item per rank, and for a tensor that is not on its rank's device.
+
+    Shared arguments and errors: `help(pycollect.collectives)`.
 
     >>> two = Communicator("cpu*2")
     >>> two.all_gather([torch.ones(1), torch.zeros(1)])[0]
@@ -109,7 +119,12 @@ class Communicator:
     copy_ = _bound_with_peer_access(collectives.copy_)
 
     def barrier(self) -> None:
-        """Wait as ``pycollect.barrier`` does, on this communicator's devices."""
+        """Wait until all earlier collectives have finished, as ``pycollect.barrier`` does.
+
+        On GPUs, waits for all work of this communicator's devices.
+
+        Shared arguments and errors: `help(pycollect.collectives)`.
+        """
         collectives.barrier(self.devices)
 
     def tune(
@@ -127,7 +142,9 @@ class Communicator:
         fastest one that keeps the numerical contract for their dtype, so the bits do not change.
         The result is returned and kept in ``tuning``, which may be assigned to another communicator
         or set to None. Must not be called during the capture of a CUDA graph. Raises ValueError for
-        a collective with one algorithm only, and for sizes or seconds out of range.
+        a collective with one algorithm only, for sizes below 4 bytes or that need more than half of
+        the host's memory, and for seconds that are not above 0 and finite; TypeError for arguments
+        of another type.
 
         >>> two = Communicator("cpu*2")
         >>> list(two.tune(["broadcast"], sizes=[4096], seconds=0.01).spans)

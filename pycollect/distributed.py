@@ -42,15 +42,21 @@ def options(
     """Return the options of a group, for `pg_options=` of `init_process_group` and `new_group`.
 
     `algorithm` replaces the selected algorithm in all collectives that have one of this name (see
-    `pycollect.algorithms`). Each rank has two staging buffers of `buffer_bytes` bytes (at least
-    4096) in shared memory, through which its data moves piece by piece, and a symmetric heap of
-    `symmetric_heap_bytes` bytes of address space for tensors in shared memory. File descriptors of
-    the shared memory are sent through a Unix socket, so containers must share a network namespace.
+    `pycollect.algorithms`); None (default) leaves the selection to the library.
 
-    `cuda_transport` selects how CUDA tensors reach other processes. "cuda_ipc" uses a staging
-    buffer of `cuda_buffer_bytes` bytes of GPU memory per rank (at least 16384), which all processes
-    map, and streams that wait for each other. "host_staging" uses pinned host memory. "auto" tests
-    in the group's first collective on CUDA tensors whether "cuda_ipc" works on all ranks, and
+    Sizes are ints in bytes, at most 2**46; None stands for the default. Each rank has two staging
+    buffers of `buffer_bytes` bytes (default 512 KiB, at least 4096) in shared memory, through which
+    its data moves piece by piece, and a symmetric heap of `symmetric_heap_bytes` bytes of address
+    space for CPU tensors in shared memory (at least 0, which means no heap). The heap's default for
+    W ranks is the host's memory, rounded up to a power of two, but at most 4 TiB / W, and at most
+    1/8 of the limit of `ulimit -v`, if there is one, divided by W. File descriptors of the shared
+    memory are sent through a Unix socket, so containers must share a network namespace.
+
+    `cuda_transport` selects how CUDA tensors reach other processes. "cuda_ipc" uses
+    `cuda_buffer_bytes` bytes of GPU memory per rank (default 32 MiB, at least 16384) as two staging
+    buffers, which all processes map from a file descriptor (CUDA's cuMem functions, not cudaIpc),
+    and streams that wait for each other. "host_staging" uses pinned host memory. "auto" (default)
+    tests in the group's first collective on CUDA tensors whether "cuda_ipc" works on all ranks, and
     otherwise uses "host_staging"; the environment variable PYCOLLECT_CUDA_TRANSPORT replaces
     "auto". If a named transport does not work, the call fails. A group with a `device_id` runs the
     test when it is created, so that the first calls of several groups may come in any order.
@@ -61,8 +67,9 @@ def options(
     If all CUDA tensors of a collective are in symmetric memory (`pycollect.empty(...,
     device="cuda")`), peers read and write them in place, without staging.
 
-    All options must be the same on all ranks. Raises ValueError for an unknown algorithm or
-    transport and for a size out of range, and TypeError for a size that is not an int.
+    All options must be the same on all ranks; a group has at most 64. Raises ValueError for an
+    unknown algorithm or transport and for a size out of range, and TypeError for a size that is not
+    an int and a transport that is not a string.
 
     >>> options(algorithm="fused").algorithm
     'fused'

@@ -40,6 +40,11 @@ def absence() -> str | None:
 def describe(rates: bool = False) -> dict[str, Any]:
     """Return devices, software, links and, if `rates`, copy rates; or why no GPU can be used.
 
+    Keys: "gpus", a list with name, compute capability, memory in bytes and multiprocessors of each
+    GPU; "no_gpu", a sentence, only if no GPU can be used; with a visible GPU also "gpu_software",
+    versions of driver and CUDA, "gpu_links", peer access and kind of link of every ordered pair,
+    and, if `rates` (default False), "copy_rates", the result of `copy_rates`.
+
     >>> describe()["gpus"] == [] or "name" in describe()["gpus"][0]
     True
     """
@@ -83,7 +88,10 @@ def _software(library: nvml.Nvml | None) -> dict[str, str | None]:
 
 
 def _links(library: nvml.Nvml | None) -> list[dict[str, Any]]:
-    """Return for each ordered pair the driver's answer, the self-test's and the kind of link."""
+    """Return for each ordered pair of GPUs what the driver and the self-test report, and the link.
+
+    "peer_access" is the driver's answer, and "works" is true if the self-test confirms it.
+    """
     count = torch.cuda.device_count()
     uuids = [str(_cuda.get_device_properties(i).uuid) for i in range(count)]
     links = []
@@ -109,8 +117,9 @@ def copy_rates(
 ) -> list[dict[str, str | float]]:
     """Measure copies from and to host memory, within devices and between them.
 
-    Each rate is in bytes per second, the median of five copies of `nbytes` bytes after a warm-up.
-    All of them take about a second.
+    Returns a list of dicts: "what" names source and destination, and "bytes_per_second" is the
+    rate by the median of five copies of `nbytes` bytes (default 64 MiB), after a warm-up. On GPUs,
+    the whole list takes about a second.
 
     >>> [rate["what"] for rate in copy_rates([torch.device("cpu")], 4096)][:1]
     ['pageable to cpu']

@@ -17,8 +17,9 @@ from .plans import algorithms
 def describe(rates: bool = False) -> dict[str, Any]:
     """Return versions, the record of the build, devices, links, settings and algorithms.
 
-    All values are plain, so that the result can be written as JSON. `rates` also measures copies of
-    GPUs, which takes about a second.
+    All values are strings, numbers, booleans, None, and lists and dicts of these, so that the
+    result can be written as JSON. `rates` (default False) also measures copies of GPUs, in bytes
+    per second, which takes about a second. Without a usable GPU, the key "no_gpu" states why.
 
     >>> describe()["torch"] == torch.__version__
     True

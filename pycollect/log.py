@@ -1,7 +1,8 @@
-"""PYCOLLECT_LOG=info logs a line whenever an algorithm is chosen for a new kind of call.
+"""The log: PYCOLLECT_LOG=info logs a line whenever an algorithm is selected for a new kind of call.
 
-The lines go to the logger "pycollect". A handler for stderr is added only if the variable is set
-and the program has not configured logging itself.
+PYCOLLECT_LOG, which `import pycollect` reads, is debug, info or warning; unset or empty, nothing is
+logged but warnings. The lines go to the logger "pycollect". A handler for stderr is added only if
+the variable is set and the program has not configured logging itself.
 """
 
 import logging
@@ -14,17 +15,20 @@ logger = logging.getLogger("pycollect")
 
 
 def info(line: str) -> None:
-    """Log one line; called by the extension."""
+    """Log one line at level INFO; the extension calls it."""
     logger.info(line)
 
 
 def warning(line: str) -> None:
-    """Log one line as a warning; called by the extension."""
+    """Log one line at level WARNING; the extension calls it."""
     logger.warning(line)
 
 
 def configure() -> None:
-    """Set the log level from PYCOLLECT_LOG; raise ValueError for an unknown one."""
+    """Set the log level from PYCOLLECT_LOG: debug, info or warning; unset or empty changes nothing.
+
+    Raises ValueError for another level.
+    """
     wanted = os.environ.get("PYCOLLECT_LOG", "").strip().lower()
     if not wanted:
         return

@@ -19,11 +19,16 @@ _NAMES = {"cpu": "CPU", "cuda": "CUDA"}
 
 
 class Usage(NamedTuple):
-    """Symmetric memory of one rank, in bytes."""
+    """Symmetric memory of one rank, in bytes.
 
-    used: int  # of live tensors; on GPUs, of the blocks that torch's allocator divides among them
-    cached: int  # free, and kept for later tensors
-    reserved: int  # address space: the limit for all tensors; on GPUs, used and cached together
+    used: bytes of live tensors; on GPUs, of the blocks that torch's allocator divides among them.
+    cached: free bytes that are kept for later tensors. reserved: on the CPU, the address space,
+    which limits all tensors together; on GPUs, the sum of used and cached.
+    """
+
+    used: int
+    cached: int
+    reserved: int
 
 
 class Allocator:
@@ -36,7 +41,8 @@ class Allocator:
     tensors. Their memory is then not reused, and the group allocates no more CPU memory.
 
     Raises ValueError without a process group, for a device that is neither the CPU nor a GPU, and
-    for a group whose backend for the device has no symmetric memory.
+    for a group whose backend for the device has no symmetric memory; TypeError for a group that is
+    not a ProcessGroup.
 
     >>> import pycollect as pc, torch.distributed as dist
     >>> store = dist.HashStore()
@@ -69,7 +75,14 @@ class Allocator:
         self._backend = _backend_of(dist.group.WORLD if group is None else group, self._device)
 
     def empty(self, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return an uninitialized tensor of shape `size`, as torch.empty does."""
+        """Return an uninitialized tensor of shape `size`, as torch.empty does.
+
+        `size` is given as several ints or as one iterable of ints; `dtype` defaults to torch's
+        default dtype. The tensor is contiguous. Raises ValueError for a negative size and a tensor
+        of 2**63 bytes or more, TypeError for another type of `size` or `dtype`, RuntimeError if
+        the symmetric heap (`symmetric_heap_bytes`) or the GPU has no room, and CollectiveError
+        after the group has been destroyed.
+        """
         given = size[0] if len(size) == 1 and isinstance(size[0], Iterable) else size
         shape = torch.Size(_C.int_from(n, "empty", "size") for n in given)
         if any(n < 0 for n in shape):
@@ -85,7 +98,10 @@ class Allocator:
         return made.view(shape)
 
     def usage(self) -> Usage:
-        """Return this rank's usage in bytes: of the CPU's symmetric memory, or of all GPUs'."""
+        """Return this rank's usage in bytes: of the CPU's symmetric memory, or of all GPUs'.
+
+        Raises ValueError if TORCH_DISTRIBUTED_DEBUG=DETAIL has wrapped the group's backend.
+        """
         if self._device.type == "cuda":
             on_gpus = _C.symmetric_memory_usage(self._backend)
             found = None if on_gpus is None else (*on_gpus, sum(on_gpus))
@@ -128,8 +144,9 @@ def empty(
 ) -> torch.Tensor:
     """Return an uninitialized tensor in the symmetric memory of a group.
 
-    `size` and `dtype` are those of torch.empty. The tensor is on the CPU unless `device` is a GPU.
-    `Allocator` has the details and errors.
+    `size` and `dtype` are those of torch.empty. The tensor is on the CPU unless `device` is a GPU,
+    and `group` defaults to the default group. Raises the errors of `Allocator` and
+    `Allocator.empty`.
 
     >>> import pycollect as pc, torch.distributed as dist
     >>> store = dist.HashStore()

@@ -28,9 +28,9 @@ class CostModel:
 
     alpha: seconds until a rank sees another rank's signal. port: bytes per second into a device,
     and as many out of it. memory: bytes per second of a device's memory, reads and writes
-    together. bridge: bytes per second between the two halves of the world, 0 for no bridge.
-    Raises TypeError for a value that is not a number, and ValueError for one that is not finite,
-    negative, or zero (allowed for alpha and bridge).
+    together. bridge: bytes per second between the two halves of the world, each way; 0 (default)
+    for no such limit. Raises TypeError for a value that is not a number, and ValueError for one
+    that is infinite, NaN or negative, and for a port or memory of zero.
 
     >>> import pycollect as pc
     >>> model = pc.CostModel(alpha=5e-6, port=12e9, memory=40e9)
@@ -59,7 +59,10 @@ class CostModel:
 
 
 class TaskSpan(NamedTuple):
-    """The predicted start and end of one step, in seconds since the call."""
+    """The predicted start and end of one step, in seconds since the call.
+
+    rank: the rank that executes the step. step: the step's index in ``Plan.steps``.
+    """
 
     rank: int
     step: int
@@ -71,9 +74,15 @@ class TaskSpan(NamedTuple):
 class Plan:
     """Hold an algorithm's steps for one world; made by ``pycollect.plan``.
 
-    ``str`` lists the steps by level; steps of one level may run at the same time. ``order`` is the
-    order of additions: "exact" (the left fold in rank order, rounded once), "native" (the same, but
-    rounded at every hop) or "other". ``cost`` describes the algorithm's rounds and bytes.
+    ``collective`` and ``algorithm`` are names, and ``world`` is the number of ranks. ``nbytes``:
+    bytes of a rank's largest buffer, 0 for a barrier. ``root``: the root rank, 0 for collectives
+    without one, unless another was passed. ``pieces``: the pieces of a pipeline, as passed; only
+    pipelined algorithms use them. ``in_place``: whether a rank's output is its input. ``order``:
+    the order of additions, "exact" (the left fold in rank order, rounded once), "native" (the same,
+    but rounded at every hop) or "other". ``cost``: the algorithm's rounds and bytes, as text,
+    in which W stands for the number of ranks, S for ``nbytes`` and P for ``pieces``.
+
+    ``str`` lists the steps by level; steps of one level may run at the same time.
 
     >>> import pycollect as pc
     >>> pc.plan("reduce", 8, algorithm="chain").order
@@ -97,15 +106,17 @@ class Plan:
 
     @property
     def chunks(self) -> int:
-        """The number of chunks of a buffer."""
+        """The number of chunks that a rank's largest buffer consists of."""
         return self._plan.chunks
 
     @cached_property
     def steps(self) -> tuple[_C.StepTuple, ...]:
         """The steps in their order: (destinations, sources, executing rank).
 
-        A slice is (rank, "in" | "out" | "tmp" | "host", first chunk, chunks). The executing rank is
-        -1 if it is the rank of the first destination.
+        A step reads all its source slices, folds them in their order, and writes the result to all
+        its destination slices. A slice is (rank, buffer, first chunk, number of chunks), and a
+        buffer is "in" (a rank's input), "out" (its output), "tmp" (its scratch) or "host" (pinned
+        host memory). The executing rank is -1 if it is the rank of the first destination.
 
         >>> import pycollect as pc
         >>> pc.plan("broadcast", 2).steps
@@ -219,11 +230,12 @@ def plan(
     """Return the plan of a collective for a world of ranks, without running it.
 
     algorithm: a name from ``algorithms(collective)``; None selects the one for ranks that share
-    memory. nbytes: bytes of a rank's largest buffer, for ``predict``; ignored for a barrier. root:
-    the root rank, for collectives that have one. pieces: the number of pieces of a pipeline.
-    in_place: whether a rank's output is its input; None means yes if the algorithm allows it.
-    Raises ValueError for an unknown name and a rank or number out of range, and TypeError for a
-    value of another type.
+    memory. world: 1 to 1024 ranks. nbytes: bytes of a rank's largest buffer, for ``predict``;
+    ignored for a barrier. root: the root rank, 0 to world - 1, for collectives that have one.
+    pieces: the number of pieces of a pipeline, 1 to 2**18 / world. in_place: whether a rank's
+    output is its input; None means yes if the algorithm allows it. Raises ValueError for an unknown
+    name, for a rank or number out of range, and for ``in_place=True`` if the algorithm does not
+    allow it; TypeError for a value of another type.
 
     >>> import pycollect as pc
     >>> print(pc.plan("all_reduce", 2, algorithm="fused"))

@@ -38,7 +38,11 @@ _MEASURED_AS = {name: name for name in _CALLS} | {"all_reduce_coalesced": "all_r
 
 @dataclass(frozen=True)
 class SizeRange:
-    """Algorithms for up to `up_to` bytes per rank, fastest first; None is the library's default."""
+    """A range of sizes, in which the algorithms have one order of speed.
+
+    up_to: the largest size of the range, in bytes per rank; math.inf for the last range. ranking:
+    names of algorithms, the fastest first; None stands for the library's default.
+    """
 
     up_to: float
     ranking: tuple[str | None, ...]
@@ -46,12 +50,20 @@ class SizeRange:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The measured rankings of algorithms, by collective, in ranges of growing size."""
+    """The measured rankings of algorithms, by collective, in ranges of growing size.
+
+    spans: for each collective, its size ranges, which together hold every size. ``str`` has one
+    line per range.
+    """
 
     spans: Mapping[str, tuple[SizeRange, ...]]
 
     def choice(self, call: str, ranks: Sequence[Any]) -> str | None:
         """Return the algorithm for a call on these tensors; None is the library's default.
+
+        `call` is the name of a collective, and `ranks` has one tensor, or one list of tensors, per
+        rank; rank 0's bytes and dtypes decide. Returns the fastest algorithm that keeps the
+        numerical contract for all of them, and None for a collective that was not measured.
 
         >>> tuning = Tuning({"all_reduce": (SizeRange(math.inf, ("chain", "two_shot", None)),)})
         >>> tuning.choice("all_reduce", [torch.ones(2), torch.ones(2)])
@@ -91,6 +103,7 @@ class Tuning:
 
 @cache
 def _canonical(collective: str, name: str, dtype: torch.dtype) -> bool:
+    """Return whether an algorithm keeps the numerical contract for a dtype."""
     try:
         return _C.find_algorithm(collective, name).keeps_contract(str(dtype).removeprefix("torch."))
     except ValueError:  # an unknown dtype, which the call itself rejects
@@ -126,9 +139,12 @@ def measure(
 ) -> Tuning:
     """Time all algorithms that keep the contract, on one new float32 tensor per device.
 
-    `sizes` are bytes per rank. `seconds` is the approximate time for all algorithms of a collective
-    at one size. Raises ValueError for a collective with one algorithm only and for sizes or seconds
-    out of range, and TypeError for other types.
+    `wanted` are names of collectives (default: those of `tunable`). `sizes` are bytes per rank
+    (default: 4 KiB, 64 KiB, 1 MiB and 16 MiB). `seconds` (default 0.1) is the approximate time for
+    all algorithms of a collective at one size. `peer_access` is that of the collectives. Raises
+    ValueError for a collective with one algorithm only, for sizes below 4 bytes or that need more
+    than half of the host's memory, and for seconds that are not above 0 and finite; TypeError for
+    other types.
     """
     chosen = _checked_collectives(wanted)
     sizes = _checked_sizes(SIZES if sizes is None else sizes)
@@ -183,7 +199,7 @@ def _rank(
     seconds: float,
     peer_access: bool,
 ) -> tuple[str | None, ...]:
-    """Return the algorithms, fastest first, for tensors of `nbytes` bytes."""
+    """Time the algorithms on tensors of `nbytes` bytes and return them, the fastest first."""
     names: list[str | None] = [None, *_candidates(collective)]
     if all(d.type == "cpu" for d in devices):  # there the name of the library's default is known
         names.remove(_C.default_algorithm(collective, len(devices), nbytes))

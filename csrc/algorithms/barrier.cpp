@@ -1,5 +1,6 @@
-// Barrier: no rank leaves before all have entered. One step has every rank's scratch, of no bytes,
-// as source and destination, so `lower` makes every rank wait for every other. 1 round, no bytes.
+// Barrier: no rank leaves before all have entered. The only step reads and writes every rank's
+// scratch, of no bytes, so `lower` orders it after the first task and before the last task of every
+// rank. 1 round, no bytes.
 #include "../plan/registry.h"
 
 namespace pycollect {

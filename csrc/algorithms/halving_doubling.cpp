@@ -1,8 +1,8 @@
 // Recursive halving and doubling: partners exchange and add half of their data, in each round at
 // half the distance, down to one chunk each; then they return the results in the reverse order.
 // 2 log2(m) rounds and 2 (m-1)/m S per rank for the m ranks of the largest power of two. The other
-// ranks give S to a partner before and get S after, in 2 more rounds. Does not add in rank
-// order, so results differ from the left fold.
+// ranks send S to a partner before and receive S from it after, in 2 more rounds. The additions are
+// not in rank order, so results differ from the left fold.
 #include <algorithm>
 
 #include "../plan/registry.h"

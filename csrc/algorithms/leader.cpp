@@ -1,6 +1,7 @@
 // Single pass over all ranks' buffers: rank 0 reads every input once and writes every output, 2 W S
 // bytes in all, the minimum. 1 round; rank 0 moves all bytes and the others none. For ranks that
-// share one memory: the step is rank 0's, but the executor divides its elements among all threads.
+// share one memory, where the executor divides the step's elements among all threads; also for
+// ranks on one GPU, and for small data on several.
 #include "../plan/registry.h"
 
 namespace pycollect {

@@ -1,6 +1,6 @@
-// Every rank copies its input to where the others can read it, then adds up all copies itself.
-// 2 rounds, the first without a link; every rank reads (W-1) S over its links. For small messages,
-// where only the number of rounds matters.
+// Every rank copies its input to its scratch, which the others can read, then adds up all copies
+// itself. 2 rounds, the first without a link; every rank reads (W-1) S over its links. For small
+// messages, where only the number of rounds matters.
 #include "../plan/registry.h"
 
 namespace pycollect {

@@ -1,6 +1,6 @@
 // The classic ring; neighbours only. All-reduce adds chunk c up along the ring from rank c on, then
 // passes it on once more: 2 (W-1) rounds of S/W; 2 (W-1)/W S per link, the least that links can do.
-// Every chunk is added in another order, so results differ from the left fold. All-gather hands
+// Every chunk is added in another order, so results differ from the left fold. All-gather passes
 // every block on W-1 times: W-1 rounds, (W-1)/W S per link.
 #include "../plan/registry.h"
 

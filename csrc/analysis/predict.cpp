@@ -1,6 +1,6 @@
-// Tasks are processed in the written order, in which a task waits only for earlier ones. Each
-// resource serves them in that order, so a task ends when the slowest resource that it uses has
-// served it.
+// Processes tasks in the order of the plan, in which a task waits only for earlier ones. Each
+// resource (a memory, a port, a bridge) moves the tasks' bytes in that order, and a task ends when
+// the last resource that it uses has moved its bytes.
 #include "predict.h"
 
 #include <algorithm>
@@ -110,7 +110,7 @@ std::vector<TaskId> as_written(const Plan& plan, const Program& program) {
 
 }  // namespace
 
-// NVLink: a switch between eight accelerators of the 2020s. PCIe: two sockets with four each.
+// "nvlink" models eight GPUs of the 2020s behind a switch; "pcie", two sockets with four GPUs each.
 const std::vector<NamedCostModel>& models() {
   static const std::vector<NamedCostModel> all{
       {"nvlink", {.alpha = 1.5e-6, .port = 400e9, .memory = 3000e9, .bridge = 0}},

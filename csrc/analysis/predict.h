@@ -1,8 +1,8 @@
 // Predicts the seconds that a plan takes, with an alpha-beta model per link: a wait costs alpha,
-// and bytes queue at every port, bridge and memory that they pass. Either one process per rank with
-// a device each, or one process that issues to the streams of any number of devices. Good for
-// choosing an algorithm for a size, not for the last 20 %: the compute time of a fold and the speed
-// of host memory are not modelled.
+// and bytes queue at every port, bridge and memory that they pass. Models one process and device
+// per rank, or one process that issues to streams of any number of devices. Good enough to choose
+// an algorithm for a size, not for the last 20 %: the compute time of a fold and the speed of host
+// memory are not modelled.
 #pragma once
 #include <vector>
 

@@ -1,6 +1,7 @@
-// Every rank is an actor with a clock: the number of each rank's tasks that are ordered before. A
-// task's clock is kept as long as other tasks will still wait for it. Per chunk the last write and
-// the reads since are enough: an access ordered after them is also after all accesses before them.
+// Every rank has a vector clock: for each rank, the number of its tasks that are ordered before the
+// next task. A task's clock is kept until all waits for the task are processed. Per chunk, the last
+// write and the reads since are enough: an access ordered after them is also ordered after all
+// earlier accesses.
 #include "races.h"
 
 #include <algorithm>
@@ -53,7 +54,7 @@ class Replaying {
         done_(plan.world),
         next_(plan.world, 0),
         clocks_(plan.world, ReplayClock(plan.world)),
-        sleepers_(plan.world) {
+        waiters_(plan.world) {
     for (Rank r = 0; r < plan.world; ++r) done_[r].resize(program[r].size());
     for (const auto& tasks : program)
       for (const Task& task : tasks)
@@ -67,8 +68,8 @@ class Replaying {
       const Rank me = ready.back();
       ready.pop_back();
       while (advance(me)) {
-        ready.insert(ready.end(), sleepers_[me].begin(), sleepers_[me].end());
-        sleepers_[me].clear();
+        ready.insert(ready.end(), waiters_[me].begin(), waiters_[me].end());
+        waiters_[me].clear();
       }
     }
     for (Rank r = 0; r < plan_.world; ++r)
@@ -79,14 +80,14 @@ class Replaying {
   }
 
  private:
-  // Runs the next task of a rank, or adds the rank to the sleepers of the rank it waits for.
-  // Returns whether a task ran.
+  // Replays the next task of a rank, or adds the rank to the waiters of the rank for which it
+  // waits. Returns whether a task was replayed.
   bool advance(Rank me) {
     if (next_[me] == program_[me].size()) return false;
     const Task& task = program_[me][next_[me]];
     for (Wait w : task.waits)
       if (next_[w.rank] < static_cast<std::size_t>(w.count)) {
-        sleepers_[w.rank].push_back(me);
+        waiters_[w.rank].push_back(me);
         return false;
       }
     ReplayClock& clock = clocks_[me];
@@ -141,10 +142,10 @@ class Replaying {
   const Program& program_;
   bool in_place_;
   std::vector<ReplayCell> cells_;
-  std::vector<std::vector<Done>> done_;      // [rank][task]
-  std::vector<std::size_t> next_;            // [rank]: index of its next task
-  std::vector<ReplayClock> clocks_;          // [rank]
-  std::vector<std::vector<Rank>> sleepers_;  // [rank]: ranks that wait for a task of it
+  std::vector<std::vector<Done>> done_;     // [rank][task]
+  std::vector<std::size_t> next_;           // [rank]: index of its next task
+  std::vector<ReplayClock> clocks_;         // [rank]
+  std::vector<std::vector<Rank>> waiters_;  // [rank]: ranks that wait for a task of it
   RaceReport result_;
 };
 

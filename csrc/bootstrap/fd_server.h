@@ -1,7 +1,7 @@
-// The fd server: other processes of this host fetch offered descriptors from this process at any
-// time. An abstract Unix socket, and a thread that answers requests with a valid number. Unlike
-// pidfd_getfd, an fd server needs no permission to trace the process. Of other users only root is
-// admitted, which may read any descriptor anyway.
+// The fd server: a thread that sends offered file descriptors (SCM_RIGHTS over an abstract Unix
+// socket) to processes of this host that present the descriptor's random number. Unlike
+// pidfd_getfd, this needs no permission to trace the process. Clients must be of the same user, or
+// root, which may read any descriptor anyway.
 #pragma once
 #include <memory>
 #include <thread>
@@ -35,7 +35,8 @@ class FdServer {
 
   const uint64_t name_;
   const ForkGuard fork_guard_;  // a forked child has no server thread
-  // On the heap, because the server may lie on a stack that a forked child does not keep.
+  // The sockets are on the heap, because the server may lie on a stack that a forked child does not
+  // keep.
   const std::unique_ptr<OpenSockets> open_;
   const UniqueFd end_;
   std::unique_ptr<std::thread> thread_;

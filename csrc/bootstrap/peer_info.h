@@ -22,7 +22,7 @@ struct PeerInfo {
   uid_t user = 0;
   // Ids of namespaces; 0: unknown. User ids and socket names are comparable only within one.
   uint64_t user_space = 0, network_space = 0;
-  uint64_t nonce = 0;
+  uint64_t nonce = 0;  // random number, which the rank also writes into the shared memory
   FdServer::FdTicket ticket = {};               // rank 0's offered descriptor of the shared memory
   std::array<uint64_t, kCoreWords> cores = {};  // cores on which the rank may run; 0: unknown
   std::string common_settings;                  // settings that must be equal on all ranks

@@ -12,7 +12,7 @@ namespace {
 struct SocketMessage {
   uint64_t number = 0;
   iovec data = {&number, sizeof number};
-  // Sized for one descriptor; padding makes room for two.
+  // `control` is sized for one descriptor; its padding makes room for a second one.
   alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control = {};
   msghdr header = {};
   SocketMessage() {

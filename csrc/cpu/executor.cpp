@@ -1,5 +1,5 @@
-// See executor.h. The smallest calls run in the written order on the calling thread. A level that
-// moves enough bytes to pay for waking threads is split among all of them by bytes moved.
+// See executor.h. Small calls run step by step on the calling thread. A level that moves enough
+// bytes to pay for waking threads is split among all threads, by bytes moved.
 #include "executor.h"
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // The arithmetic kernel of the host: every dst[i] = srcs[0][i] op srcs[1][i] op ..., for every
-// dtype and op, with the widest vectors of this processor (selected once). Adds in the order of the
-// sources, in the accumulator type of the contract, and rounds once. A dst may be the same as a
+// dtype and op, with the widest vectors of this processor (selected once). It adds in the order of
+// the sources, in the accumulator type of the contract, and rounds once. A dst may be the same as a
 // src; they must not overlap otherwise.
 #pragma once
 #include <cstddef>

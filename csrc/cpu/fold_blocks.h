@@ -1,4 +1,4 @@
-// How a fold walks through memory: a few vectors of every source are combined in registers and
+// The loops of a fold over memory: a few vectors of every source are combined in registers and
 // written to every destination before the next few are read, so each byte moves once. Included
 // inside the namespace of an instruction set (see fold_vectors.h).
 #pragma once
@@ -85,9 +85,9 @@ template <class K, class Access>
   return at;
 }
 
-// For more streams than the L1 cache has ways and the prefetchers follow, and more data than the
-// caches hold: adds a few sources at a time over a piece that stays in the cache, then a few more.
-// Up to twice as fast in this case, slower than fold_blocks in all others.
+// Adds a few sources at a time over a piece that stays in the cache, then a few more. Up to twice
+// as fast as fold_blocks if there are more streams than the L1 cache has ways and the prefetchers
+// follow, and more data than the caches hold; slower in all other cases.
 template <class K>
 inline std::size_t fold_pieces(const K& kernel, Pointers dsts, Pointers srcs, std::size_t at,
                                std::size_t bytes) {

@@ -27,7 +27,7 @@ template <class T, class Op, class V>
   else if constexpr (std::is_same_v<Op, Prod>)
     return a * b;
   else if constexpr (std::is_same_v<Op, Min> && is_float<T>)
-    return (a < b) | (a != a) ? a : b;  // NaN wins
+    return (a < b) | (a != a) ? a : b;  // NaN propagates
   else if constexpr (std::is_same_v<Op, Max> && is_float<T>)
     return (a > b) | (a != a) ? a : b;
   else if constexpr (std::is_same_v<Op, Min>)

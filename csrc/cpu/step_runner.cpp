@@ -49,8 +49,8 @@ class Cursors {
   std::size_t size_ = 0;
 };
 
-// Returns false in place. There, streamed stores evict the data just read from the caches, which
-// makes them three times as slow.
+// Returns whether no destination is a source. In place, streamed stores evict the data just read
+// from the caches, which makes them three times as slow.
 bool keeps_apart(Pointers dsts, Pointers srcs) {
   return std::none_of(dsts.at, dsts.at + dsts.n, [&](const void* dst) {
     return std::find(srcs.at, srcs.at + srcs.n, dst) != srcs.at + srcs.n;

@@ -15,20 +15,20 @@ struct Range {
   std::size_t begin, end;
 };
 
-// The arithmetic of a call on plain pointers.
+// Runs the folds and copies of a call on plain pointers, one row at a time.
 class RowRunner {
  public:
   // Throws TypeMismatch for a reduction that the type does not have.
   RowRunner(DType dtype, ReduceOp op, const FoldOptions& options);
 
-  // `finishes`: nothing is added to the result afterwards. `non_temporal`: the result will not be
-  // read soon; ignored in place.
+  // `finishes`: the step completes the reduction. `non_temporal`: the result will not be read soon;
+  // ignored in place.
   void run(bool finishes, Pointers dsts, Pointers srcs, std::size_t count, bool non_temporal) const;
   std::size_t item() const { return item_; }
 
  private:
   const std::size_t item_;
-  const Fold finishing_, partial_;  // `avg` scales only where nothing is added afterwards
+  const Fold finishing_, partial_;  // `avg` divides only in the step that completes it
   const FoldOptions options_;
 };
 

@@ -1,6 +1,6 @@
-// The interface to CUDA: 26 calls, as low-level as the driver's. torch/cuda/api.cpp implements them
-// with CUDA, an emulator (csrc/testing) without a GPU; all code above this interface runs unchanged
-// on either. No CUDA headers: handles are opaque.
+// The interface to CUDA: 26 functions, each as low-level as a call of CUDA. It is implemented with
+// CUDA in torch/cuda/api.cpp, and without a GPU by the emulator in csrc/testing; all code above the
+// interface runs unchanged on either. Includes no CUDA headers: handles are opaque.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,7 +13,7 @@
 namespace pycollect::cuda {
 
 using Device = int;                  // CUDA's device ordinal
-inline constexpr Device kHost = -1;  // for a rank whose tensors are in host memory
+inline constexpr Device kHost = -1;  // stands for host memory where a device is expected
 
 struct Stream {
   Device device = kHost;
@@ -25,29 +25,31 @@ struct Event {
   void* handle = nullptr;
 };
 
-// One fold or copy for a kernel to execute, on the memory of one tensor: in each line,
-// dst[i] = srcs[0][i] op srcs[1][i] op ... for every dst.
+// One fold, or one copy if there is one source, that a kernel executes on the memory of one tensor.
+// In each of `lines` lines of `count` elements, every dst[i] = srcs[0][i] op srcs[1][i] op ...
 struct KernelWork {
-  std::vector<std::byte*> dsts, srcs;
-  std::vector<std::ptrdiff_t> dst_pitches = {}, src_pitches = {};  // bytes from line to line
-  std::size_t count = 0;                                           // elements of a line
+  std::vector<std::byte*> dsts, srcs;  // addresses of the first line
+  // Bytes from one line to the next, for each address. Kernels ignore them for a single line.
+  std::vector<std::ptrdiff_t> dst_pitches = {}, src_pitches = {};
+  std::size_t count = 0;
   std::size_t lines = 1;
-  bool finishes = false;  // the last fold of a reduction, where `avg` scales
+  bool finishes = false;  // true: the fold completes the reduction, and `avg` divides
 };
 
-// Works without conflicting accesses, for one kernel, or as few kernels as the limit of kernel
-// parameters allows.
+// Works that may run at the same time, because their accesses do not conflict. One kernel
+// executes the folds and one the copies, or more if they exceed the limit of kernel parameters.
 struct Launch {
   std::vector<KernelWork> works;
   DType dtype;
   ReduceOp op;
   FoldOptions options;
-  // A word that the device reads when the launch runs: if it is nonzero then, the launch writes
-  // nothing. Null: no guard.
+  // The guard word, which the device reads when the launch runs: if it is nonzero then, the launch
+  // writes nothing. Null: no guard.
   const std::byte* guard = nullptr;
 };
 
-// A rectangle that a copy engine copies, between the memories of any two devices or the host.
+// A copy of `rows` rows of `bytes` bytes, between the memories of any two devices, or of a device
+// and the host, or within one of them. The next row is `dst_pitch` or `src_pitch` bytes on.
 struct CopyRect {
   std::byte* dst;
   const std::byte* src;
@@ -56,60 +58,67 @@ struct CopyRect {
   Device dst_device, src_device;
 };
 
-// Capture mode of a thread, as in CUDA: calls that may synchronize are forbidden on this thread
-// during a global capture of any thread, or only during a capture of its own.
+// Capture mode of a thread, as in CUDA. On a thread in mode `global`, calls that may synchronize
+// are forbidden while any thread captures in that mode; on one in mode `thread_local_only`, they
+// are forbidden only while the thread itself captures.
 enum class CaptureMode { global, thread_local_only };
 
-// Exported memory of this process, which others may map while the descriptor is open.
+// Device memory of this process, exported as a file descriptor. Other processes may map the memory
+// while the descriptor is open.
 struct Exported {
   ipc::UniqueFd descriptor;
-  std::size_t bytes;  // whole pages of the device
+  std::size_t bytes;  // a multiple of the device's page size
 };
 
-// Thread-safe. Each call throws std::runtime_error with CUDA's reason. For a call that takes a
-// stream or an event, its device must be current.
+// Thread-safe. A function that fails throws std::runtime_error with CUDA's reason. The device of a
+// stream or event that is passed must be current.
 class Api {
  public:
   virtual ~Api() = default;
 
   virtual Device current_device() = 0;
   virtual void set_device(Device device) = 0;
-  // Makes a thread's former device current again, and creates no context if that device has none.
+  // Makes the thread's former device current again, without creating a context on that device.
   virtual void restore_device(Device device) = 0;
-  virtual std::string identity(Device device) = 0;                  // the same in all processes
-  virtual CaptureMode exchange_capture_mode(CaptureMode mode) = 0;  // returns the former
+  // Returns the identity of the GPU, its UUID, which is the same in all processes.
+  virtual std::string identity(Device device) = 0;
+  // Sets the thread's capture mode, and returns the former one.
+  virtual CaptureMode exchange_capture_mode(CaptureMode mode) = 0;
 
   virtual Stream create_stream(Device device) = 0;
   virtual void destroy(Stream stream) = 0;
   virtual bool is_capturing(Stream stream) = 0;
-  virtual void synchronize(Stream stream) = 0;  // blocks the host; not during a capture
+  // Blocks the host until all work on the stream is done. Forbidden during a capture.
+  virtual void synchronize(Stream stream) = 0;
 
-  virtual Event create_event(Device device) = 0;  // without timing
+  virtual Event create_event(Device device) = 0;  // with timing disabled
   virtual void destroy(Event event) noexcept = 0;
   virtual void record(Event event, Stream stream) = 0;
-  virtual void wait(Stream stream, Event event) = 0;
-  virtual bool query(Event event) = 0;        // true: the work before the last record is done
-  virtual void synchronize(Event event) = 0;  // blocks the host until then
+  virtual void wait(Stream stream, Event event) = 0;  // enqueues a wait for the last record
+  // Returns whether the work before the event's last record is done.
+  virtual bool query(Event event) = 0;
+  virtual void synchronize(Event event) = 0;  // blocks the host until that work is done
 
-  // Enqueued on the stream. The first launch of a kernel may load it, and then wait for all streams
-  // of the process.
+  // These five functions enqueue work on the stream. The first launch of a kernel may load the
+  // kernel, and then waits for all streams of the process.
   virtual void launch(Stream stream, const Launch& launch) = 0;
   virtual void copy(Stream stream, const CopyRect& rectangle) = 0;
   virtual void fill(Stream stream, std::byte* memory, unsigned char value, std::size_t bytes) = 0;
-  // `word` is in memory that the device can access. The wait ends when the word has reached the
-  // value, compared with wrap-around as by ipc::reached.
+  // A write of a word, and a wait until the word has reached the value, compared with wrap-around
+  // as by ipc::reached. The device must be able to access the word.
   virtual void write_value(Stream stream, std::byte* word, uint64_t value) = 0;
   virtual void wait_value(Stream stream, std::byte* word, uint64_t value) = 0;
 
-  // All calls from here on may wait for all streams of the process.
-  virtual std::byte* allocate(Device device, std::size_t bytes) = 0;  // memory that can be exported
+  // Each of the following functions may wait for all streams of the process. `allocate` returns
+  // memory that can be exported.
+  virtual std::byte* allocate(Device device, std::size_t bytes) = 0;
   virtual Exported export_memory(std::byte* memory) = 0;
   virtual std::byte* map(Device device, const ipc::UniqueFd& memory, std::size_t bytes) = 0;
-  // Unmaps allocated or mapped memory, which is freed when no process has it mapped and no
-  // descriptor of it is open.
+  // Unmaps memory that `allocate` or `map` returned. The memory is freed when no process maps it
+  // and no descriptor of it is open.
   virtual void unmap(std::byte* memory) = 0;
 
-  // Registers whole pages of host memory; returns their address on the current device.
+  // Registers (pins) whole pages of host memory, and returns their address on the current device.
   virtual std::byte* register_host(std::byte* memory, std::size_t bytes) = 0;
   virtual void unregister_host(std::byte* memory) = 0;
 };

@@ -1,10 +1,11 @@
-// Copies of untyped bytes from one source to every destination, in the widest accesses for which
-// all addresses of a work have the same alignment.
+// The copy kernel: copies the bytes of a work's source to every destination. Its accesses have 1 to
+// 16 bytes: the largest such power of two modulo which all addresses of the work are equal.
 #pragma once
 #include "thread_work.h"
 
 namespace pycollect::cuda {
 
+// Copies one work by one thread, in accesses of type V, at `bytes` from the beginning of a line.
 template <class V, class Accessor, class List>
 struct Copier {
   const Accessor& accessor;

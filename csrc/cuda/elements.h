@@ -1,6 +1,6 @@
-// Arithmetic of the device: how an element is decoded to an accumulator, combined, finished and
-// encoded, with bit for bit the results of csrc/cpu. All functions are constexpr, so that tests can
-// run them on the host and compare them with the CPU's kernels.
+// The arithmetic of the fold kernels: an element is decoded to an accumulator, combined, finished
+// and encoded. The results are bit for bit those of csrc/cpu. All functions are constexpr, so that
+// tests can run them on the host and compare them with the CPU's kernels.
 #pragma once
 #include <bit>
 
@@ -43,9 +43,9 @@ struct Elements {
 
   using Factor = std::conditional_t<std::same_as<Acc, double>, double, float>;
 
-  // True: unrolled for common numbers of sources (see fold_known). Sums are, because they are the
-  // most frequent operation; not sums of one-byte elements, which are limited by arithmetic instead
-  // of memory, nor of 8-byte integers, whose division needs the registers.
+  // True if the fold is unrolled for common numbers of sources (see fold_known): for sums, the most
+  // frequent operation, but not of one-byte elements, which are limited by arithmetic instead of
+  // memory, and not of 8-byte integers, whose division needs the registers.
   static constexpr bool kHot =
       std::same_as<Op, Avg> && sizeof(T) > 1 && !(std::integral<T> && sizeof(T) == 8);
 

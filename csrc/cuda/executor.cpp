@@ -1,6 +1,6 @@
 // See executor.h. A run numbers its streams, looks up the schedule and issues it. Copies between
-// memories of different devices, or a device and the host, use a copy engine; all else uses
-// kernels.
+// memories of different devices, or a device and the host, use a copy engine; folds and all other
+// copies use kernels.
 #include "executor.h"
 
 #include <algorithm>
@@ -85,8 +85,8 @@ class ExecutorRun {
         numbered_(number_streams(call, streams_of_ranks)),
         touched_(numbered_.streams.size()),
         device_(api_),
-        session_(rings, device_),
-        lease_(events, is_captured()) {}
+        ring_lease_(rings, device_),
+        event_lease_(events, is_captured()) {}
 
   const StreamMap& stream_map() const { return numbered_.at; }
 
@@ -94,7 +94,7 @@ class ExecutorRun {
     events_.resize(schedule.size());
     try {
       for (std::size_t i = 0; i < schedule.size(); ++i) issue(schedule[i], events_[i]);
-      session_.drain();
+      ring_lease_.drain();
     } catch (...) {
       join_callers();
       throw;
@@ -139,7 +139,7 @@ class ExecutorRun {
     }
     if (!launch.works.empty()) api_.launch(stream, launch);
     if (!scheduled.recorded) return;
-    event = lease_.take(stream.device);
+    event = event_lease_.take(stream.device);
     api_.record(event, stream);
   }
 
@@ -166,8 +166,8 @@ class ExecutorRun {
     if (std::find(pageable.begin(), pageable.end(), true) == pageable.end())
       launch.works.push_back(std::move(work));
     else
-      session_.launch(stream, {{std::move(work)}, launch.dtype, launch.op, launch.options},
-                      pageable);
+      ring_lease_.launch(stream, {{std::move(work)}, launch.dtype, launch.op, launch.options},
+                         pageable);
   }
 
   static bool is_pageable(const Binding& binding, const Slice& s) {
@@ -183,12 +183,12 @@ class ExecutorRun {
     const bool from_pageable = is_pageable(binding, src), to_pageable = is_pageable(binding, dst);
     const CopyRect r = rectangle(binding, dst, src);
     if (from_pageable && to_pageable) {
-      if (r.dst != r.src) session_.copy_on_host(stream, r);
+      if (r.dst != r.src) ring_lease_.copy_on_host(stream, r);
       return true;
     }
     if (memory_of(dst) == memory_of(src)) return false;
     if (from_pageable || to_pageable)
-      session_.copy(stream, r);
+      ring_lease_.copy(stream, r);
     else
       api_.copy(stream, r);
     return true;
@@ -220,7 +220,7 @@ class ExecutorRun {
       try {
         const Stream from = numbered_.streams[i];
         device_.use(from.device);
-        const Event event = lease_.take(from.device);
+        const Event event = event_lease_.take(from.device);
         api_.record(event, from);
         for (const CallerStream& c : numbered_.callers) {
           if (c.stream == from) continue;
@@ -239,8 +239,8 @@ class ExecutorRun {
   const NumberedStreams numbered_;
   std::vector<bool> touched_;  // [stream]: work was issued on it
   DeviceGuard device_;
-  PinnedRingLease session_;
-  EventLease lease_;
+  PinnedRingLease ring_lease_;
+  EventLease event_lease_;
   std::vector<Event> events_;  // [scheduled launch]
 };
 

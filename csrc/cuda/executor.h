@@ -1,6 +1,6 @@
-// Runs a compiled plan in one process, on the memory of any number of devices: issues the plan's
-// `schedule` to streams through `Api`. No kernel spins. The host waits only for ranks in host
-// memory: if `host_waits` is set, and always if that memory is pageable.
+// Runs a compiled plan in one process, on the memory of any number of devices: enqueues the plan's
+// `Schedule` on streams through `Api`. No kernel waits for another. `run` blocks the host only if a
+// rank is in host memory that is pageable, or pinned while `host_waits` is set.
 #pragma once
 #include <memory>
 #include <mutex>
@@ -19,16 +19,16 @@ inline constexpr const char* kPageableInCapture =
     "memory on the host that is not pinned cannot be read or written while a CUDA graph is "
     "captured; pin it with .pin_memory()";
 
-// Where one rank's memory is, and the streams of its tasks. Streams may be shared by tasks and by
-// ranks: with one device and one stream for all, a level is one launch, without events. A rank's
-// streams belong to its device; those of a rank in host memory, which executes nothing (see
-// `stage`), to any device.
+// The device of one rank's memory, and the streams of its tasks. Tasks and ranks may share streams:
+// with one device and one stream for all, a level is one launch, without events. A rank's streams
+// belong to its device. A rank in host memory runs no steps (see `stage`), and its streams may
+// belong to any device.
 struct RankStreams {
   Device device;  // kHost: host memory, pinned or not
-  Stream caller;  // orders the run among earlier and later work: torch's current stream
+  Stream caller;  // torch's current stream: orders the run after earlier and before later work
   Stream worker;  // runs the rank's folds and copies
-  // For copies to host memory, and from it. If they are not the worker, copies in both directions
-  // and folds overlap in a staged plan.
+  // Run copies to host memory, and from it. If they are not the worker stream, copies in both
+  // directions and folds overlap in a staged plan.
   Stream d2h = worker;
   Stream h2d = worker;
 };
@@ -36,8 +36,8 @@ struct RankStreams {
 struct CallStreams {
   std::vector<RankStreams> ranks;
   Stream join_stream = {};  // see StreamMap; if its device is kHost, there is none
-  // True: when `run` returns, pinned host memory has been read and contains the results. For
-  // pageable memory that is always so.
+  // If true, pinned host memory has been read and contains the results when `run` returns. This is
+  // always so for pageable memory.
   bool host_waits = false;
 };
 

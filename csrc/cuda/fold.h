@@ -1,7 +1,7 @@
 // The fold kernel: every dst[i] = srcs[0][i] op srcs[1][i] op ..., in 16-byte packets, with all
-// loads of a packet before its first add. One thread computes an element, in rank order and rounded
-// once. A dst may be a src. Constexpr: `Accessor` accesses the memory of a GPU, or of the host in
-// tests.
+// loads of a packet before its first add. One thread computes an element, in the order of the
+// sources, and rounds it once. A dst may be a src. The functions are constexpr and access memory
+// through an `Accessor`: that of a GPU, or in tests that of the host.
 #pragma once
 #include "elements.h"
 #include "thread_work.h"
@@ -38,7 +38,7 @@ struct Sums {
   }
 };
 
-// Fold of one work by one thread, at `bytes` from the beginning of a line.
+// Folds one work by one thread, at `bytes` from the beginning of a line.
 template <class K, class Accessor, class List>
 struct Folder {
   const K& kernel;

@@ -16,18 +16,18 @@ inline constexpr int kPacketBytes = 16;
 // registers to issue eight loads before the first add; without a bound, it interleaves them.
 inline constexpr int kThreads = 256, kBlocksPerSm = 3;
 
-// A KernelWork as the kernel reads it. `dsts` and `srcs` are the indices at which lists begin in
-// the words after all WorkArgs: addresses, followed by their pitches if `pitched`. Work in place
-// has one list for sources and destinations. Units are elements of the kernel's type in a fold, and
-// bytes in a copy.
+// A KernelWork as the kernel reads it. Its destinations and its sources are two lists in the words
+// after all WorkArgs: addresses, followed by their pitches if `pitched`. `dsts` and `srcs` are the
+// indices at which the lists begin; in place, both are the same list. A unit is an element of the
+// kernel's type in a fold, and a byte in a copy.
 struct WorkArgs {
-  uint64_t count;        // units of a line
-  uint64_t lines;        // number of lines; the units of a line are contiguous
+  uint64_t count;        // number of units of a line, which are contiguous
+  uint64_t lines;        // number of lines
   uint32_t first_block;  // the first block of the grid that runs this work
   uint8_t width;         // bytes of an access, except at the edges; 0: all units are edges
   uint8_t head;          // units before the first access of this width
-  uint8_t finishes;      // the last fold of a reduction, which divides averages
-  uint8_t pitched;       // more than one line
+  uint8_t finishes;      // whether the fold completes the reduction, and divides averages
+  uint8_t pitched;       // whether there is more than one line
   uint16_t dsts, srcs, n_dsts, n_srcs;
 };
 inline constexpr int kWorkWords = sizeof(WorkArgs) / 8;
@@ -50,17 +50,17 @@ static_assert(sizeof(ArgsHead) == 32);
 // sources and d destinations needs 32 + 8 (s + d) bytes, in place 32 + 8 s. Works that do not fit
 // go into further launches. Works per launch:
 //    ranks in place   4 KiB    32 KiB
-//         2             84       682
-//         8             42       341
+//         2             84       681
+//         8             42       340
 //        64              7        60
 template <std::size_t kBytes>
 struct KernelArgs {
   static constexpr std::size_t kWords = (kBytes - sizeof(ArgsHead)) / 8;
   ArgsHead head;
-  uint64_t words[kWords];  // works, then lists
+  uint64_t words[kWords];  // a WorkArgs for each work, then the lists
 };
 using SmallKernelArgs = KernelArgs<4096>;
-using LargeKernelArgs = KernelArgs<32760>;  // a SmallKernelArgs is its beginning
+using LargeKernelArgs = KernelArgs<32760>;  // its first 4,096 bytes can be passed as the small one
 static_assert(sizeof(SmallKernelArgs) == 4096 && sizeof(LargeKernelArgs) == 32760);
 
 struct WorkWords {

@@ -1,5 +1,5 @@
 // Compile-time tables indexed by [dtype][op], with a value for every reduction that has a kernel:
-// the kernel's function, or the size of the elements that it counts.
+// the kernel's function, or the size of its elements.
 #pragma once
 #include "../plan/kernel_type.h"
 
@@ -30,7 +30,7 @@ constexpr KernelTable<Value> kernel_table(Make make) {
   return detail::made_table<Value>(make, DTypes{});
 }
 
-// Bytes of the elements that a kernel counts, and the alignment of its scalar accesses.
+// Bytes of a kernel's elements, and the alignment of its accesses to single elements.
 struct UnitSize {
   int bytes = 1, alignment = 1;
 };

@@ -1,4 +1,5 @@
-// The kernels: one launch runs every step of a level on one device, for all tensors of a call.
+// The kernels. One launch runs all folds, or all copies, of a level on one stream, for all tensors
+// of a call.
 #pragma once
 #include <cuda_runtime_api.h>
 

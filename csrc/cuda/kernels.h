@@ -7,7 +7,8 @@ struct KernelPair {
   const void *small = nullptr, *large = nullptr;  // for SmallKernelArgs and LargeKernelArgs
 };
 
-// `T` and `Op` are those of a KernelType. Without an instantiation in kernels_*.cu, linking fails.
+// `T` and `Op` are those of a KernelType, where Avg also stands for Sum. Linking fails without an
+// instantiation in kernels_*.cu.
 template <class T, class Op>
 KernelPair fold_kernel();
 KernelPair copy_kernel();

@@ -1,4 +1,4 @@
-// Folds of fp8 with two bits of mantissa.
+// Fold kernels for fp8 with two bits of mantissa.
 #include "kernels.cuh"
 
 namespace pycollect::cuda {

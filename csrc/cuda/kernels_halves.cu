@@ -1,4 +1,4 @@
-// Folds of fp16 and bf16.
+// Fold kernels for fp16 and bf16.
 #include "kernels.cuh"
 
 namespace pycollect::cuda {

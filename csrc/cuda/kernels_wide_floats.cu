@@ -1,4 +1,4 @@
-// Folds of fp64 and fp32, and of the parts of complex numbers.
+// Fold kernels for fp64 and fp32, for the parts of complex numbers, and for complex products.
 #include "kernels.cuh"
 
 namespace pycollect::cuda {

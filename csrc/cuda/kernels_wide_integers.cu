@@ -1,4 +1,5 @@
-// Folds of integers of four and eight bytes. Products are the same for signed and unsigned types.
+// Fold kernels for integers of four and eight bytes. A product has the same bits for signed and
+// unsigned types, so products have kernels for unsigned types only.
 #include "kernels.cuh"
 
 namespace pycollect::cuda {

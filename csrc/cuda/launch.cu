@@ -1,5 +1,5 @@
-// See launch.h. The kernel is looked up by dtype and op in a table made from the type lists. Small
-// arguments have kernels of their own, because a launch copies all of a kernel's parameters.
+// See launch.h. The kernel is looked up by dtype and op in a KernelTable. Small arguments have
+// kernels of their own, because a launch copies all of a kernel's parameters.
 #include "check.h"
 #include "kernel_table.h"
 #include "kernels.h"
@@ -20,15 +20,15 @@ KernelPair find_kernel(KernelKind kind, DType dtype, ReduceOp op) {
 }  // namespace
 
 void launch_level(Stream stream, const Launch& launch, const KernelLimits& limits) {
-  split_launch(launch, limits, [&](const KernelLaunch& packed) {
-    const KernelPair kernel = find_kernel(packed.kind, launch.dtype, launch.op);
-    const bool small = packed.bytes <= sizeof(SmallKernelArgs);
+  split_launch(launch, limits, [&](const KernelLaunch& kernel_launch) {
+    const KernelPair kernel = find_kernel(kernel_launch.kind, launch.dtype, launch.op);
+    const bool small = kernel_launch.bytes <= sizeof(SmallKernelArgs);
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(packed.blocks);
+    config.gridDim = dim3(kernel_launch.blocks);
     config.blockDim = dim3(kThreads);
     config.stream = static_cast<cudaStream_t>(stream.handle);
-    // CUDA reads the arguments before the call returns, and never writes it.
-    void* parameters[] = {const_cast<LargeKernelArgs*>(&packed.args)};
+    // CUDA reads the arguments before the call returns, and never writes them.
+    void* parameters[] = {const_cast<LargeKernelArgs*>(&kernel_launch.args)};
     check(cudaLaunchKernelExC(&config, small ? kernel.small : kernel.large, parameters));
   });
 }

@@ -1,11 +1,11 @@
-// Launches a level on the current device. No CUDA headers: the stream is opaque.
+// Launches kernels on the current device. Includes no CUDA headers: the stream is opaque.
 #pragma once
 #include "split_launch.h"
 
 namespace pycollect::cuda {
 
-// Launches on a stream of the current device. Allocates nothing and waits for nothing, so it can be
-// captured.
+// Launches the kernels for all works of `launch` on a stream of the current device. Allocates
+// nothing and waits for nothing, so it can be captured.
 void launch_level(Stream stream, const Launch& launch, const KernelLimits& limits);
 
 }  // namespace pycollect::cuda

@@ -75,7 +75,7 @@ class PinnedRing {
   std::size_t at_ = 0;  // index of the latest piece
 };
 
-// Pool of rings: one for each run at a time.
+// Pool of rings. Each run in progress has a ring of its own.
 class PinnedRings {
  public:
   PinnedRings(Api& api, HostRuntime& host, PinnedRingSize size)

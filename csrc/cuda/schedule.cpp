@@ -1,6 +1,7 @@
-// Each stream has a vector clock, as ranks have in analysis/races.h: how many launches of every
-// stream are known to be done. Conflicts are found in the plan, because the waits of a program are
-// the fewest between ranks, and here a rank's tasks may be on several streams.
+// Each stream has a vector clock: for every stream, the number of its launches that are done before
+// the next launch on this one. Conflicts are found from the accesses of the plan's steps. The waits
+// of the program do not suffice: they order tasks of different ranks only, and the tasks of one
+// rank may be on several streams here.
 #include "schedule.h"
 
 #include <algorithm>
@@ -20,7 +21,7 @@ void join(StreamClock& mine, const StreamClock& seen) {
 
 constexpr int kNone = -1;
 struct LastStreamAccess {
-  int writer = kNone;             // a launch
+  int writer = kNone;             // index of a launch
   std::vector<int> readers = {};  // since the writer
 };
 
@@ -74,7 +75,7 @@ class Scheduling {
     return srcs[0].buffer == Buffer::host ? me.h2d : me.worker;
   }
 
-  // The slices that a task really writes: in place, a copy's destination may be its source.
+  // The slices that a task writes, without those that a copy would write onto themselves in place.
   Slices written(TaskId p) const {
     Slices dsts = writes(plan_, task(p), p.rank);
     const Slices& srcs = reads(plan_, task(p));
@@ -105,7 +106,7 @@ class Scheduling {
       each_cell(plan_, compiled_.in_place, s, [&](int c) { f(cells_[c]); });
   }
 
-  // Returns the earlier launches with a conflicting access. Tasks of one level do not conflict.
+  // Returns the launches of lower levels with a conflicting access. Tasks of one level have none.
   std::vector<int> conflicting(const ScheduledLaunch& launch) {
     std::vector<int> found;
     for (TaskId p : launch.tasks) {
@@ -118,8 +119,8 @@ class Scheduling {
     return found;
   }
 
-  // Returns the launches that neither `clock` nor another of them implies, latest first: only a
-  // later launch can imply another one.
+  // Returns the launches that are implied neither by `clock` nor by another of the launches. Begins
+  // with the latest, because a launch can imply only earlier ones.
   std::vector<int> not_implied(std::vector<int> earlier, StreamClock clock) const {
     std::sort(earlier.begin(), earlier.end(), std::greater<>());
     std::vector<int> kept;
@@ -134,7 +135,7 @@ class Scheduling {
   }
 
   // D streams that each wait for D - 1 others need about D^2 waits. If the join stream waits for
-  // all and all wait for the join stream, they need 2 D.
+  // all of them, and they all wait for the join stream, 2 D waits are enough.
   void join_through_one_stream(std::vector<ScheduledLaunch>& launches) {
     if (at_.join_stream == kNoJoinStream) return;
     std::vector<int> all;

@@ -1,6 +1,6 @@
-// Schedules for one process with several devices: levels become launches on in-order streams, and
-// waits between streams become events. A schedule is data, computed once per plan and stream map,
-// without devices or handles.
+// Schedules for one process with several devices: the levels of a plan become launches on streams,
+// and waits between streams become events. A schedule is data, computed once per plan and stream
+// map, without devices or handles.
 #pragma once
 #include <vector>
 
@@ -21,21 +21,22 @@ inline constexpr int kNoJoinStream = -1;
 struct StreamMap {
   std::vector<StreamIds> stream_ids;  // [rank]
   int streams;                        // number of streams
-  int join_stream =
-      kNoJoinStream;  // a stream without tasks, through which many streams wait for many
+  // A stream without tasks, through which many streams wait for many others with few events.
+  int join_stream = kNoJoinStream;
   bool operator==(const StreamMap&) const = default;
 };
 
+// The tasks of one level on one stream, with the waits before them.
 struct ScheduledLaunch {
   int stream;
-  std::vector<TaskId> tasks;    // of one level; none on the join stream
-  std::vector<int> after = {};  // earlier launches on other streams to wait for, latest first
-  bool recorded = false;        // an event is recorded after it, because another stream waits
+  std::vector<TaskId> tasks;    // none on the join stream
+  std::vector<int> after = {};  // launches on other streams to wait for, latest first
+  bool recorded = false;  // an event is recorded after the launch: another stream waits for it
 };
 using Schedule = std::vector<ScheduledLaunch>;
 
-// Orders every pair of conflicting accesses by streams and events, without events that others
-// imply. Throws ValueError if the stream map does not fit the plan.
+// Returns a schedule that orders every pair of conflicting accesses by streams and events, without
+// events that others imply. Throws ValueError if the stream map does not fit the plan.
 Schedule schedule(const CompiledPlan& compiled, const StreamMap& at);
 
 }  // namespace pycollect::cuda

@@ -1,5 +1,6 @@
-// See split_launch.h. Folds come first, then copies. Work with more destinations than a
-// kernel's arguments hold becomes a fold to some of them, and copies from there to the others.
+// See split_launch.h. A fold with more destinations than fit in a kernel's arguments is divided
+// into a fold that writes some of them, and copies from the first of these to the others. Therefore
+// the kernels for folds are launched before those for copies.
 #include "split_launch.h"
 
 #include <algorithm>
@@ -12,9 +13,9 @@
 namespace pycollect::cuda {
 namespace {
 
-// Blocks of a launch, as a multiple of those that the device runs at a time: enough that the last
-// ones do not leave the others idle for long, few enough that the search for a block's work costs
-// nothing.
+// Blocks of a launch, as a multiple of the blocks that the device runs at a time: enough that
+// multiprocessors are not idle for long while the last blocks run, and few enough that the search
+// for a block's work costs nothing.
 constexpr int kWaves = 4;
 
 constexpr std::size_t kHeadWords = sizeof(ArgsHead) / 8;
@@ -29,8 +30,9 @@ uint64_t as_word(const std::byte* address) { return reinterpret_cast<uintptr_t>(
 struct Entry {
   const KernelWork* work;
   WorkArgs form;
-  bool in_place;  // sources and destinations share one list
-  uint64_t slots, moved;
+  bool in_place;   // sources and destinations share one list
+  uint64_t slots;  // number of accesses of each source and destination
+  uint64_t moved;  // bytes read and written
 
   std::size_t words() const {
     const std::size_t n = form.n_srcs + (in_place ? 0 : form.n_dsts);
@@ -38,7 +40,7 @@ struct Entry {
   }
 };
 
-// Bits that are set in the addresses of a work, or in which they differ.
+// Bits that are set in the addresses of a work, and bits in which the addresses differ.
 struct Alignment {
   uint64_t all = 0;        // set in an address or a pitch
   uint64_t differing = 0;  // different in two addresses, or set in a pitch
@@ -149,7 +151,7 @@ class SplitWorks {
   std::deque<KernelWork> parts_;  // a deque: pointers to its elements stay valid
 };
 
-// Fills the arguments of one kernel after the other with entries, in order.
+// Fills the arguments of one kernel after another with entries, in order, and issues each launch.
 class Packer {
  public:
   Packer(const Launch& launch, const KernelLimits& limits,

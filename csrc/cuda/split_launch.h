@@ -1,5 +1,5 @@
-// Splits the works of a launch into kernel launches, and decides which blocks run which work and
-// how wide its accesses are. Allocates no device memory and does not call CUDA.
+// Splits the works of a launch into kernel launches, and decides which blocks run a work and how
+// wide its accesses are. Allocates no device memory and does not call CUDA.
 #pragma once
 #include <functional>
 
@@ -21,10 +21,10 @@ struct KernelLaunch {
   uint32_t blocks;
 };
 
-// Calls `issue` for each kernel launch, in order. Throws TypeMismatch for a reduction that is
-// not defined for the type, and ValueError for memory that is not aligned for the type and for a
-// fold of more sources than fit in a kernel's arguments (4,000, or 500 with drivers before CUDA
-// 12.1).
+// Calls `issue` for each kernel launch, in order. Throws TypeMismatch for a reduction that is not
+// defined for the type, and ValueError for memory that is not aligned for the type and for a fold
+// of more sources than fit in a kernel's arguments (about 4,000, or 500 with drivers before CUDA
+// 12.1; half as many in a work of several lines).
 void split_launch(const Launch& launch, const KernelLimits& limits,
                   const std::function<void(const KernelLaunch&)>& issue);
 

@@ -1,5 +1,5 @@
-// Which bytes of a kernel's works (see kernel_args.h) each GPU thread processes: plain functions,
-// which tests also run on the host.
+// Divides the works of a kernel (see kernel_args.h) among the blocks and threads of the grid: tells
+// each thread which bytes to read and write. The functions are constexpr, for tests on the host.
 #pragma once
 #include <utility>
 
@@ -12,8 +12,8 @@ struct alignas(kPacketBytes) Packet {
   uint32_t words[kPacketBytes / 4];
 };
 
-// 16-byte loads that a thread has in flight, if it has that many. Fewer do not hide the latency of
-// memory when there are two sources; more need registers that other blocks could use.
+// Number of loads that a thread has in flight, if its share has that many. Fewer would not hide the
+// latency of memory in a fold of two sources; more would take registers from other blocks.
 inline constexpr int kInFlight = 8;
 
 // Calls body(0), body(1), ... with compile-time constants, so that arrays stay in registers.
@@ -24,13 +24,14 @@ constexpr void each(Body body) {
   }(std::make_integer_sequence<int, n>{});
 }
 
-// The addresses in one list of a WorkArgs, for work of a single line. `words` begins with them.
+// The destinations or sources of a work of one line: `words` holds their `n` addresses.
 struct FlatAddresses {
   const uint64_t* words;
   int n;
   constexpr uint64_t at(int i, int64_t bytes) const { return words[i] + bytes; }
 };
-// The same for line number `line` of pitched work; the pitches follow the `n` addresses.
+// The destinations or sources of a work of several lines, in line number `line`: `words` holds the
+// `n` addresses in the first line, then the `n` pitches.
 struct PitchedAddresses {
   const uint64_t* words;
   int n;
@@ -40,10 +41,13 @@ struct PitchedAddresses {
   }
 };
 
-// The accesses of a line, numbered as slots: the wide ones, then those of single units before and
-// after them.
+// The accesses of a line, numbered as slots: first the wide accesses, then the edges, which are
+// accesses of a single unit before and after the wide ones.
 struct LineAccesses {
-  int64_t wide, edges, width, head, unit;  // head: units before the first wide access
+  int64_t wide, edges;  // number of accesses
+  int64_t width;        // bytes of a wide access
+  int64_t head;         // number of edges before the first wide access
+  int64_t unit;         // bytes of an edge
 
   constexpr LineAccesses(const WorkArgs& work, int unit_bytes)
       : wide(0), edges(0), width(work.width), head(work.head), unit(unit_bytes) {
@@ -59,17 +63,17 @@ struct LineAccesses {
   }
 };
 
-// One thread's share of a work: slots first, first + step, ... of all lines.
+// One thread's share of a work: the slots first, first + step, ..., numbered through all lines.
 struct ThreadShare {
   int64_t first, step;
 };
 
-// Position of a thread in the grid.
+// Position of a thread in the grid: its block, the number of blocks, and its index in the block.
 struct ThreadId {
   uint32_t block, blocks, thread;
 };
 
-// Returns the index of the work that a block runs: the last whose first block is not after it.
+// Returns the index of the work that a block runs: the last work with first_block <= block.
 constexpr int work_of(const uint64_t* words, int works, uint32_t block) {
   int low = 0, high = works - 1;
   while (low < high) {
@@ -82,7 +86,7 @@ constexpr int work_of(const uint64_t* words, int works, uint32_t block) {
   return low;
 }
 
-// The work of a block, and the share of it of one thread.
+// The work that a block runs, one thread's share of it, and the lists of all works of the kernel.
 struct BlockWork {
   WorkArgs work;
   ThreadShare share;
@@ -98,8 +102,8 @@ struct BlockWork {
   }
 };
 
-// Visits work of one line, from `slot` on: calls wide(bytes) or edge(bytes), with the distance
-// from the line's beginning.
+// Visits a thread's slots of a work of one line, from `slot` on: calls wide(bytes) or edge(bytes)
+// with the distance of the access from the beginning of the line.
 template <class Wide, class Edge>
 constexpr void walk_line(const LineAccesses& line, int64_t slot, int64_t step, Wide wide,
                          Edge edge) {
@@ -107,7 +111,8 @@ constexpr void walk_line(const LineAccesses& line, int64_t slot, int64_t step, W
   for (; slot < line.slots(); slot += step) edge(line.byte_of_edge(slot));
 }
 
-// Visits work of several lines: calls one(line, bytes, is_wide). Divides once, not for each slot.
+// Visits a thread's slots of a work of several lines: calls one(line, bytes, is_wide). Divides by
+// the slots of a line before the loop, and not for each slot.
 template <class One>
 constexpr void walk_lines(const LineAccesses& line, uint64_t lines, ThreadShare share, One one) {
   const int64_t slots = line.slots();

@@ -1,6 +1,7 @@
-// CUDA IPC communicator of a group, made by the GPU rendezvous: mappings of every peer's staging
-// buffer, signals between streams, and run numbers separate from the host's. One stream of this
-// rank does all work. The host enqueues it; no stream waits for a signal that is not enqueued.
+// CudaIpcCommunicator: a rank's state for a group's collectives through GPU memory, made by the GPU
+// rendezvous. It has the mappings of the peers' staging buffers, the signals between the ranks'
+// streams, and run numbers of its own (the host transport counts separately). All work is on one
+// stream of the rank; the host enqueues a wait there only after a peer has enqueued the signal.
 #pragma once
 #include <memory>
 
@@ -11,7 +12,7 @@
 
 namespace pycollect::cuda_ipc {
 
-// Registration of the signal pad's device part with one device.
+// Registers with one device the pages of the signal pad that devices access.
 class RegisteredHostMemory {
  public:
   RegisteredHostMemory(CudaIpcApi& gpu, Device device, const SignalPad& signal_pad)
@@ -23,7 +24,7 @@ class RegisteredHostMemory {
   RegisteredHostMemory(const RegisteredHostMemory&) = delete;
   RegisteredHostMemory& operator=(const RegisteredHostMemory&) = delete;
   std::byte* base() const { return base_; }
-  void abandon() { abandoned_ = true; }  // the device may still access it
+  void abandon() { abandoned_ = true; }  // leaves it registered: the device may still access it
 
  private:
   CudaIpcApi& gpu_;
@@ -46,7 +47,7 @@ class CudaIpcCommunicator {
     bool multi_gpu;  // the ranks use several GPUs
   };
   explicit CudaIpcCommunicator(Resources resources);
-  ~CudaIpcCommunicator();  // to be called after `close`
+  ~CudaIpcCommunicator();  // call after `close`
   CudaIpcCommunicator(const CudaIpcCommunicator&) = delete;
   CudaIpcCommunicator& operator=(const CudaIpcCommunicator&) = delete;
 
@@ -77,8 +78,8 @@ class CudaIpcCommunicator {
   void signal(uint64_t value);
   void wait(Rank r, uint64_t value, const ipc::OpContext& context);
 
-  // Has the watchdog poll the work now on the stream until `reached` returns true. Until then the
-  // pending work keeps `exposed`, the memory that is exposed to peers.
+  // Makes the watchdog poll the work that is now on the stream, until `reached` returns true. Until
+  // then the pending work holds `exposed`, the memory that peers access in place.
   std::shared_ptr<PendingWork> watch(const ipc::OpContext& context, std::function<bool()> reached,
                                      std::shared_ptr<void> exposed);
   // Releases memory exposed by calls that have ended; otherwise the next call releases it.
@@ -94,7 +95,7 @@ class CudaIpcCommunicator {
   }
 
   Resources resources_;
-  std::vector<uint64_t> awaited_;  // [rank]: signal of it that work on this stream waits for
+  std::vector<uint64_t> awaited_;  // [rank]: its latest signal that this stream waits for
   uint64_t run_ = 1;               // counters begin at zero, which is before every run
   bool closed_ = false;
 };

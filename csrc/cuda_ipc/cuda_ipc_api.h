@@ -1,5 +1,6 @@
-// CUDA operations of ranks that are processes, callable from any thread, whatever device is current
-// and whatever other threads capture. Each call throws std::runtime_error with CUDA's reason.
+// CudaIpcApi: CUDA operations for ranks that are processes. GPU memory is exported as a file
+// descriptor (cuMem* calls, not cudaIpc*). Any thread may call them, whatever device is current and
+// whatever other threads capture. Each throws std::runtime_error with CUDA's reason.
 #pragma once
 #include <functional>
 #include <map>
@@ -23,7 +24,7 @@ struct MemHandle {
   uint64_t bytes = 0;
 };
 
-// CUDA exports memory in pages of this size: other data in an exported page is exported, too.
+// Exported memory consists of pages of this size: other data in an exported page is exported, too.
 inline constexpr std::size_t kGranule = 2 << 20;
 constexpr std::size_t whole_granules(std::size_t bytes) {
   return (bytes + kGranule - 1) / kGranule * kGranule;

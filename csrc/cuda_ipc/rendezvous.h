@@ -1,6 +1,6 @@
 // GPU rendezvous at the group's first call with tensors on GPUs: sets up CUDA IPC between the ranks
-// and self-tests it. All ranks take one step at a time, with a real write, read and wait between
-// every pair, so that all get the same result whichever rank fails.
+// and self-tests it, with a real write, read and wait between every pair. After each step every
+// rank reads the result of all ranks, so all get the same result whichever rank fails.
 #pragma once
 #include <memory>
 #include <string>
@@ -18,8 +18,8 @@ struct CudaIpcSetup {
   std::size_t buffer_bytes;  // equal on all ranks
 };
 
-// Result of the rendezvous. `communicator` is null if CUDA IPC does not work; `why` then says why,
-// by rank.
+// Result of the rendezvous. `communicator` is null if CUDA IPC does not work; `why` then has the
+// reason of each rank that failed.
 struct CudaIpcResult {
   std::shared_ptr<CudaIpcCommunicator> communicator = {};
   std::string why = {};

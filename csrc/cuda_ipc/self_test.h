@@ -17,18 +17,17 @@ class SelfTest {
   SelfTest(const SelfTest&) = delete;
   SelfTest& operator=(const SelfTest&) = delete;
 
-  void clear();         // resets the own patterns, before the staging buffer is published
-  void write_to_all();  // writes a pattern into every rank's staging buffer
-  void
-  read_from_all();      // checks every rank's own pattern and the patterns written into this buffer
-  void signal_all();    // signals on the stream
-  void wait_for_all();  // waits on the stream for all signals, and for one from the host
+  void clear();          // resets this rank's patterns, before its staging buffer is published
+  void write_to_all();   // writes a pattern into every rank's staging buffer
+  void read_from_all();  // checks each rank's own pattern, and the one it wrote into this buffer
+  void signal_all();     // signals on the stream
+  void wait_for_all();   // waits on the stream for all signals, and for one from the host
   // Ends the device's work, however the calls went and whatever the stream waits for; returns false
   // if it does not end. To be called once no rank reads the counters any more.
   bool drain() noexcept;
 
  private:
-  using Patterns = std::vector<std::byte>;  // host copy of the own patterns
+  using Patterns = std::vector<std::byte>;  // host copy of the patterns in this rank's buffer
   // Calls act(api), which enqueues work on the stream, with the device current.
   template <class F>
   void on_stream(F&& act) {

@@ -13,8 +13,9 @@
 
 namespace pycollect::cuda_ipc {
 
-// Signal pad entry: progress of a rank's stream, like ipc::RankState's `progress`, but counted by
-// its GPU. On a cache line of its own, which only streams and threads that poll them access.
+// Signal pad entry: the progress counter of a rank's stream, with values as those of
+// ipc::RankState::progress, written by the stream. It has a cache line of its own, which only
+// streams and threads that poll them access.
 struct alignas(128) Counter {
   std::atomic<uint64_t> reached{0};
 };
@@ -43,8 +44,8 @@ struct alignas(64) ExportEntry {
   std::atomic<uint64_t> openers{0};  // a bit for each rank that has it open or is opening it
   MemHandle handle = {};
 };
-// Symmetric segments of one rank: one bit each in a word. torch's allocator requests either 20 MiB
-// and more at once, or 2 MiB.
+// Maximum number of exported symmetric segments of one rank: each has a bit in a 64-bit word.
+// torch's allocator requests either 20 MiB and more at once, or 2 MiB.
 inline constexpr int kMaxExports = 64;
 
 class SignalPad {
@@ -55,7 +56,8 @@ class SignalPad {
            world * (sizeof(PeerEntry) + kMaxExports * sizeof(ExportEntry));
   }
 
-  // Nonzero: launches no longer write results (see Launch::guard).
+  // The guard word. If it is nonzero, launches with this guard write no results (see
+  // Launch::guard).
   std::atomic<uint32_t>& aborted() const {
     return *reinterpret_cast<std::atomic<uint32_t>*>(base_);
   }

@@ -29,7 +29,8 @@ class StagingBuffer {
 
   MemHandle handle() { return gpu_.handle_of(params_.device, memory_[params_.rank]); }
   void open(Rank r, const MemHandle& handle);
-  // The device may still access it: deliberately leaks all of it until the process ends.
+  // Deliberately leaks the buffer and all mappings until the process ends: the device may still
+  // access them.
   void abandon() { abandoned_ = true; }
 
   Device device() const { return params_.device; }

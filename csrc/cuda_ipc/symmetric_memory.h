@@ -26,7 +26,8 @@ using RemoteOffset = uint64_t;
 class SymmetricMemory {
  public:
   SymmetricMemory(std::shared_ptr<CudaIpcApi> gpu, const ipc::Group& group);
-  ~SymmetricMemory() = default;  // after `close`; segments still in use stay until the process ends
+  // Call after `close`. Segments that are still in use stay until the process ends.
+  ~SymmetricMemory() = default;
   SymmetricMemory(const SymmetricMemory&) = delete;
   SymmetricMemory& operator=(const SymmetricMemory&) = delete;
 
@@ -41,7 +42,8 @@ class SymmetricMemory {
   // peer has it open, and otherwise reused. Allowed after `close`, too.
   void give_back(std::byte* memory) noexcept;
 
-  // Registered offset of this rank's memory, if one exported segment contains all of these bytes.
+  // Returns the registered offset of these bytes of this rank, if one exported segment contains all
+  // of them.
   std::optional<RemoteOffset> offset_of(const std::byte* at, std::size_t bytes) const;
   // Returns the address of a peer's registered offset on a device of this process, and opens the
   // segment on first use. Throws std::runtime_error with CUDA's reason if that fails.

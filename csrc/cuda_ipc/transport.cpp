@@ -1,6 +1,7 @@
-// See transport.h. The hosts first check that their calls match, as in every call of the group,
-// so that a refused call has touched no stream, and whether all tensors are exposed to all ranks. A
-// stream wait is enqueued only after the host has seen that the matching signal is enqueued.
+// See transport.h. Before any work is enqueued, the ranks' processes exchange fingerprints through
+// the segment, to check that their calls match and whether peers can access all tensors in place.
+// So a refused call leaves nothing on a stream. A stream's wait is enqueued only after the peer's
+// process has published that the matching signal is enqueued.
 #include "transport.h"
 
 #include "../plan/error.h"
@@ -85,8 +86,8 @@ void CudaIpcTransport::launch(const ipc::Rows& rows) {
                              .count = row.count,
                              .finishes = instruction.finishes});
   }
-  // Writes to staging buffers are harmless after an abort. The owner of a tensor has received the
-  // error by then, and may have freed the tensor's memory.
+  // After an abort, writes to staging buffers are harmless. The guard suppresses writes to tensors:
+  // a tensor's owner has received the error by then, and may have freed the memory.
   launch_.guard = instruction.in_staging == instruction.dsts ? nullptr : communicator_->guard();
   communicator_->gpu().on(communicator_->stream().device,
                           [&](cuda::Api& api) { api.launch(communicator_->stream(), launch_); });

@@ -22,7 +22,7 @@ class PendingWork {
     std::string operation;
     uint64_t call;
     ipc::Deadline deadline;
-    std::function<bool()> reached;       // true: it has ended. Throws an error of the device
+    std::function<bool()> reached;       // whether the work has ended; throws a device's error
     std::vector<uint64_t> awaited = {};  // [rank]: signal of that rank that the work waits for
   };
   // `exposed`: this rank's memory that peers access in place during the work.

@@ -14,7 +14,7 @@ constexpr std::chrono::milliseconds kCauseTimeout{100};
 
 template <std::size_t n>
 void write(std::array<char, n>& to, const std::string& from) {
-  std::memcpy(to.data(), from.data(), std::min(from.size(), n - 1));  // the rest is zeros
+  std::memcpy(to.data(), from.data(), std::min(from.size(), n - 1));  // keeps the final zero
 }
 
 }  // namespace
@@ -45,8 +45,8 @@ void AbortState::rethrow(const OpContext& context) const {
 
 void AbortState::rethrow() const { fail(wait_for_cause(), text("group '", group_, "'"), ""); }
 
-// Waits for the cause text. Returns the kind of failure, or `being_written` if the text never
-// comes.
+// Waits for the cause text. Returns the kind of failure, or `being_written` if the text has not
+// come within kCauseTimeout.
 uint32_t AbortState::wait_for_cause() const {
   const Deadline end = Clock::now() + kCauseTimeout;
   uint32_t state = AbortRecord::being_written;

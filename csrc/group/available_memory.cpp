@@ -48,9 +48,9 @@ std::optional<std::size_t> number(const Path& path) {
 struct Names {  // file names (or keys of memory.stat) of one cgroup version
   const char *limit, *used, *inactive, *active;
 };
-constexpr Names kOne{"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file",
-                     "total_active_file"};
-constexpr Names kTwo{"memory.max", "memory.current", "inactive_file", "active_file"};
+constexpr Names kVersion1{"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file",
+                          "total_active_file"};
+constexpr Names kVersion2{"memory.max", "memory.current", "inactive_file", "active_file"};
 
 // Returns how much of `swap` a version 2 group may use. Version 1 limits memory and swap together.
 std::size_t swap_of(const Path& group, std::size_t swap) {
@@ -101,10 +101,10 @@ AvailableMemory available_in_cgroups(const std::string& list, const std::string&
     const std::string controllers = text(",", line.substr(first + 1, second - first - 1), ",");
     const std::string group = line.substr(second + 1);
     if (controllers.find(",memory,") != controllers.npos)
-      take(least(Path(folder) / "memory", group, kOne, swap));
+      take(least(Path(folder) / "memory", group, kVersion1, swap));
     if (controllers == ",,")
       for (const char* where : {"", "unified"})
-        take(least(Path(folder) / where, group, kTwo, swap));
+        take(least(Path(folder) / where, group, kVersion2, swap));
   }
   return found;
 }

@@ -1,5 +1,5 @@
-// Available memory: how much can be committed before the kernel's OOM killer acts. The lesser of
-// the machine's free memory and the rest of the limits of this process's control groups (of a
+// Available memory: how much can be committed before the kernel's OOM killer acts. It is the lesser
+// of the machine's free memory and the rest of the limits of this process's control groups (of a
 // container or a batch job).
 #pragma once
 #include <cstddef>

@@ -10,7 +10,7 @@ namespace pycollect::ipc {
 class ForkGuard {
  public:
   ForkGuard();
-  // True in a child of the process that constructed the object.
+  // Returns true in a child of the process that constructed the object.
   bool forked() const { return alive_ != nullptr ? *alive_ == 0 : getpid() != pid_; }
   void require_not_forked(const char* operation) const;  // throws CollectiveError
 

@@ -173,7 +173,8 @@ class Group::WaitMonitor {
   std::chrono::nanoseconds remaining() const { return context_.deadline - Clock::now(); }
 
  private:
-  // Fails if a suspect has died or left, unless `ready` holds, which is therefore checked last.
+  // Fails if a suspect has died or left. A suspect may have made `ready` hold before that, so
+  // `ready` is checked last.
   void find_lost(uint64_t dead, uint64_t left) {
     std::vector<Rank> died, departed;
     for (Rank r : request_.suspects()) {
@@ -224,8 +225,8 @@ class Group::WaitMonitor {
 void Group::await_slowly(Rank r, uint64_t wanted, const OpContext& context) {
   const auto ready = [&] { return has_reached(r, wanted); };
   if (!crowded_ && spin(false, ready, [&] { return shares_core_with(r); })) return;
-  // Suspects are all ranks that have not finished the run of `wanted`: without one of them, no rank
-  // can finish it.
+  // Suspects are all ranks that have not finished the run of `wanted`: if one of them is gone, no
+  // rank can finish the run.
   const uint64_t end = at_run(((wanted - 1) >> kTaskBits) + 1);
   const WaitMonitor::WaitRequest request{ready, [&] { return behind(end); },
                                          [&] { return last_behind(wanted); }};
@@ -293,11 +294,12 @@ bool Group::shares_core_with(Rank awaited) {
 }
 
 void Group::sleep_for(Rank r, uint64_t wanted, std::chrono::nanoseconds at_most) {
-  RankState& line = rank_states_[r];
-  line.sleepers.fetch_add(1, std::memory_order_seq_cst);
-  const uint64_t seen = line.progress.load(std::memory_order_seq_cst);
-  if (!reached(seen, wanted) && !abort_state_->is_aborted()) sleep_on(line.progress, seen, at_most);
-  line.sleepers.fetch_sub(1, std::memory_order_relaxed);
+  RankState& awaited = rank_states_[r];
+  awaited.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  const uint64_t seen = awaited.progress.load(std::memory_order_seq_cst);
+  if (!reached(seen, wanted) && !abort_state_->is_aborted())
+    sleep_on(awaited.progress, seen, at_most);
+  awaited.sleepers.fetch_sub(1, std::memory_order_relaxed);
 }
 
 bool Group::spin_for(const std::function<bool()>& ready) {

@@ -41,9 +41,8 @@ class Group {
     return base_ + layout_.staging_buffer(r, run);
   }
   std::byte* mailboxes() const { return base_ + layout_.mailboxes; }
-  std::byte* signal_pad() const {
-    return base_ + layout_.signal_pad;
-  }  // begins and ends at page boundaries
+  // The signal pad begins and ends at page boundaries.
+  std::byte* signal_pad() const { return base_ + layout_.signal_pad; }
   std::byte* heap(Rank r) const { return base_ + layout_.heap(r); }
   // Holding the segment keeps the shared memory mapped, as an allocator of the symmetric heap does.
   const std::shared_ptr<Segment>& segment() const { return segment_; }
@@ -107,7 +106,8 @@ class Group {
 };
 
 // The store of `progress` and the load of `sleepers` must not be reordered (seq_cst). A sleeper
-// counts itself first and reads `progress` second, so one of the two sees the other.
+// counts itself first and reads `progress` second, so this thread reads the sleeper's count, or the
+// sleeper reads the new value.
 inline void Group::advance(uint64_t progress) {
   RankState& mine = rank_states_[rank_];
   mine.progress.store(progress, std::memory_order_seq_cst);
@@ -115,7 +115,8 @@ inline void Group::advance(uint64_t progress) {
     wake_sleepers(mine.progress);
 }
 
-// Release and acquire on `seen_` pass a seen counter, and the data that it covers, between threads.
+// Release and acquire on `seen_` make the data that a counter value covers visible to every thread
+// of this rank that finds the value there.
 inline bool Group::has_reached(Rank r, uint64_t wanted) {
   if (reached(seen_[r].load(std::memory_order_acquire), wanted)) return true;
   const uint64_t progress = rank_states_[r].progress.load(std::memory_order_acquire);

@@ -1,4 +1,4 @@
-// Parameters of a group: equal on all ranks, except for the name and the timeout.
+// Settings of a group. The sizes and `common_settings` must be equal on all ranks.
 #pragma once
 #include <chrono>
 #include <cstddef>
@@ -13,6 +13,7 @@ class Segment;
 struct GroupSettings {
   std::string name = "default";  // the group's name in messages
   std::chrono::milliseconds timeout{30 * 60 * 1000};
+  // Sizes of parts of the segment, as in SegmentSizes. Of the last three, 0 omits the part.
   std::size_t buffer_bytes = 512 << 10;
   std::size_t mailbox_bytes = 0;
   std::size_t symmetric_heap_bytes = 0;
@@ -20,8 +21,8 @@ struct GroupSettings {
   // Other settings that must be equal on all ranks, as text: " name=value" each.
   std::string common_settings = {};
   int cores = 0;  // cores that the ranks share; 0: all that any of them may use
-  // One mapping of SegmentLayout::total bytes for ranks that are threads of one process, so that a
-  // sanitizer sees the accesses of all of them.
+  // Segment of SegmentLayout::total bytes that is mapped already, for ranks that are threads of one
+  // process: in one mapping, a sanitizer sees the accesses of all ranks. Null: rank 0 creates it.
   std::shared_ptr<Segment> segment = {};
 };
 

@@ -20,10 +20,11 @@ namespace pycollect::ipc {
 
 inline constexpr int kMaxRanks = 64;  // most ranks of a group: sets of ranks are 64-bit masks
 
-// A collective is one or more runs of a program, each for one piece of the data. `progress` is a
-// rank's progress counter: its run number, then the number of finished tasks of that run. It only
-// grows, compared cyclically, and the end of a run is the beginning of the next one. So the ranks'
-// runs may have different lengths, and no counter is ever reset.
+// A collective is one or more runs of a rank program, each for one piece of the data. A rank's
+// progress counter (RankState::progress) holds the number of its current run and, in the lower
+// kTaskBits bits, the number of tasks that it has finished in that run. The end of a run is
+// published as `at_run` of the next one, so the ranks' programs may have different numbers of
+// tasks. A counter only grows and is never reset; `reached` compares two values with wrap-around.
 inline constexpr int kTaskBits = 20;
 constexpr uint64_t at_run(uint64_t run) { return run << kTaskBits; }
 constexpr bool reached(uint64_t seen, uint64_t wanted) {
@@ -37,16 +38,17 @@ std::string read_text(const std::array<char, n>& written) {
 }
 
 // Fingerprint that a rank publishes when it begins a call, in the cache line that its peers poll
-// anyway. Each rank has two: it publishes call n + 1 after all have published n and read n - 1.
+// anyway. Each rank has two, used alternately: it overwrites the fingerprint of call n - 1 with
+// that of call n + 1 after all ranks have published call n, and so have read that of n - 1.
 struct Fingerprint {
   // Hash of all that must be equal on all ranks; FingerprintDetails has the hashed values.
   uint64_t fingerprint_hash = 0;
-  uint32_t pieces = 0;  // number of runs that this rank expects; the maximum of all ranks counts
+  uint32_t pieces = 0;  // number of runs that this rank needs; all ranks execute the maximum
   uint32_t flags = 0;
   enum : uint32_t {
-    refused = 1,    // the rank does not take part, because its arguments are invalid
+    refused = 1,    // the rank does not take part; FingerprintDetails::refusal says why
     irregular = 2,  // element counts follow its FingerprintDetails and must match the peers'
-    zero_copy = 4,  // peers can access its tensors in place (zero-copy): see `registered`
+    zero_copy = 4,  // peers can access its tensors in place, at RankState::registered
   };
 };
 
@@ -56,19 +58,20 @@ struct RegisteredOffsets {
   uint64_t input = 0, output = 0;
 };
 
-// Progress of one rank, which is the only writer (except of `sleepers`). Fields that are often
-// written, fields that are read meanwhile and fields that hardly ever change have a cache line
-// each, which makes a collective of 1 KiB between two ranks 7 % faster.
+// State that one rank publishes. The rank is the only writer, except that waiting peers count
+// themselves in `sleepers`. Fields that are often written, fields that are read meanwhile and
+// fields that hardly ever change have a cache line each, which makes a collective of 1 KiB between
+// two ranks 7 % faster.
 struct alignas(128) RankState {
-  std::atomic<uint64_t> progress{0};
-  // [call & 1]; written before `progress` reaches the call.
+  std::atomic<uint64_t> progress{0};  // progress counter: see at_run
+  // [call & 1]; written before `progress` enters the first run of the call.
   std::array<Fingerprint, 2> fingerprints = {};
 
   alignas(64) std::array<RegisteredOffsets, 2> registered = {};
-  // Counter value after this rank's last completed call, if `progress` was not advanced that far:
-  // the next call advances it anyway, and an extra store to that polled line costs 20 % of a small
-  // call. PeerAccessCache read `ended` only to decide whether a rank that died or left had
-  // finished.
+  // Progress counter at the end of this rank's last call, if `progress` has not been advanced to
+  // it. If no peer waits for the end of a call, the next call advances `progress` beyond it: one
+  // store less to a line that peers poll saves 20 % of a small call. Peers read `ended` only to
+  // decide whether a rank that died or left had finished its run.
   std::atomic<uint64_t> ended{0};
 
   alignas(64) std::atomic<uint32_t> sleepers{0};  // number of threads in a futex wait on `progress`
@@ -77,16 +80,19 @@ struct alignas(128) RankState {
 };
 static_assert(sizeof(RankState) == 256);
 
-// Details of the call that a rank's Fingerprint hashes, for error messages. Followed by 2 *
-// `world` counts, for irregular calls: of the elements sent to each peer, then received from it.
+// Values that the hash of a rank's Fingerprint covers, for error messages. In the segment, 2 *
+// `world` counts follow them, for irregular calls: the number of elements that the rank sends to
+// each peer, then the number that it receives from each.
 struct alignas(64) FingerprintDetails {
   uint8_t collective = 0, dtype = 0, op = 0, flags = 0;
   int32_t root = -1;
   uint64_t call = 0;      // sequence number
   uint64_t elements = 0;  // of the rank's input, or of its output if it has no input
   uint64_t options = 0;   // other values that must agree: algorithm hash, number of tensors
-  // Index of this request among the `parts` requests that are checked together. The combined check
-  // of all of them describes the first request, with part 0.
+  // A call of several requests (of several dtypes, or coalesced) first exchanges one fingerprint of
+  // all of them, whose details are those of the first request. If the ranks differ, and for an
+  // irregular request, they then exchange a fingerprint of each request. `parts` is the number of
+  // requests, and `part` the index of this one, from 0.
   uint32_t part = 0, parts = 1;
   std::array<char, 216> refusal = {};  // why the rank refused, as text
   enum : uint8_t { in_place = 1, on_gpus = 2 };
@@ -98,19 +104,22 @@ struct AbortRecord {
   enum : uint32_t { healthy, being_written, lost, timed_out };
   std::atomic<uint32_t> state{healthy};
   uint64_t call = 0;
-  std::array<char, 48> operation = {};  // operation that detected the failure; empty: none
+  std::array<char, 48> operation = {};  // operation that detected the failure; may be empty
   std::array<char, 512> cause = {};
 };
 
-// Liveness lock of a rank: a robust futex held by one of its threads, and that thread's robust
-// list, which the kernel walks when the thread ends. A C library keeps that list in private memory,
-// which some kernels reclaim from an OOM-killed process before they walk the list, so that its
-// locks stay held. They do not reclaim shared memory.
+// Liveness lock of a rank: a robust futex, which one thread of the rank holds as long as the group
+// exists, and the thread's robust list, which names that futex. When the thread ends, the kernel
+// walks the list and sets FUTEX_OWNER_DIED in the futex. Both are in shared memory: some kernels
+// reclaim an OOM-killed process's private memory, where the C library has its list, before they
+// walk the list, and so leave its locks held.
 struct alignas(64) LivenessLock {
   robust_list_head list;
   robust_list entry;
-  std::atomic<uint32_t> holder{0};  // thread id; FUTEX_OWNER_DIED: it ended while it held the lock
-  std::atomic<int32_t> pid{0};      // pid in the process's own pid namespace; 0: not arrived yet
+  // The futex: id of the thread that holds it. With FUTEX_OWNER_DIED, the thread ended while it
+  // held the lock.
+  std::atomic<uint32_t> holder{0};
+  std::atomic<int32_t> pid{0};  // pid in the process's own pid namespace; 0: not arrived yet
 };
 
 // Control block of the group, at the beginning of the segment.
@@ -132,12 +141,13 @@ struct SegmentSizes {
 // Upper limit of each size in SegmentSizes: 64 TiB, so that sums of sizes cannot overflow.
 inline constexpr std::size_t kMostBytes = std::size_t{1} << 46;
 
-// Offsets in bytes from the beginning of the segment; each part begins at a page.
+// Offsets in bytes of the parts of a segment from its beginning. Each part begins at a page.
 struct SegmentLayout {
   static constexpr std::size_t kPage = 4096;
   static constexpr std::size_t up(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
-  // Extra 3 pages and 5 lines between staging buffers. Without them all buffers fall on the same
-  // cache sets, and copies between them are a third slower.
+  // Bytes between consecutive staging buffers: 3 pages and 5 cache lines. Without them, equal
+  // offsets in all buffers would fall on the same cache sets, because the size of a buffer is
+  // mostly a power of two, and copies between buffers would be a third slower.
   static constexpr std::size_t kStagger = 3 * kPage + 5 * 64;
 
   explicit constexpr SegmentLayout(const SegmentSizes& s)

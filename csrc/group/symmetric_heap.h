@@ -1,7 +1,6 @@
-// Allocator of a rank's symmetric heap. PeerAccessCache read and write tensors there in place
-// (zero-copy). It commits more memory than requested and keeps free memory for a while, because
-// fresh pages cost more than a collective does. It keeps the segment mapped after the group is
-// destroyed.
+// Allocator of a rank's symmetric heap, where peers read and write tensors in place (zero-copy). It
+// commits more memory than requested and keeps free memory for a while, because fresh pages cost
+// more than a collective does. It keeps the segment mapped after the group is destroyed.
 //
 // After a failed call, peers that were in the middle of it may still access exposed tensors for a
 // while. So the heap of an aborted group neither frees nor allocates memory.
@@ -48,7 +47,8 @@ class SymmetricHeap {
   HeapUsage usage() const;
 
  private:
-  struct FreeRange {  // free bytes, adjacent to blocks or to ranges of the other kind
+  // Contiguous free bytes. Adjacent ranges of the same kind, committed or not, are merged.
+  struct FreeRange {
     std::size_t bytes;
     bool decommitted;  // true if the memory was returned to the kernel
   };

@@ -27,7 +27,7 @@ class UniqueFd {
   int fd_;
 };
 
-// Throws std::system_error: "`what`: No space left on device".
+// Throws std::system_error with the message "`what`: " and the text of the errno value `error`.
 [[noreturn]] void refuse(const std::string& what, int error);
 uint64_t random_number();  // never 0
 std::string hexadecimal(uint64_t number);

@@ -9,15 +9,16 @@
 
 namespace pycollect {
 
-// One buffer of one rank: `Binding::rows` rows, each `pitch` bytes after the last.
+// One buffer of one rank: `Binding::rows` rows, each `pitch` bytes after the previous one.
 struct Memory {
   std::byte* base = nullptr;
   std::ptrdiff_t pitch = 0;
   bool pageable = false;  // host memory that no GPU should touch
 };
 
-// Memory for one run of the plan. A chunk along an inner dimension is a rectangle: the plan runs on
-// every row alike. Several tensors in one call are several bindings.
+// The memory of one tensor of every rank, for one run of the plan. If chunks divide an inner
+// dimension, a chunk is a rectangle, and the plan runs on each of its rows in the same way. A call
+// on several tensors has several bindings.
 struct Binding {
   const Offsets* offsets;
   std::vector<Memory> memory;  // [rank][buffer]
@@ -32,14 +33,14 @@ struct BoundPlan {
   FoldOptions options;
 };
 
-// `elements`: the number of elements that a step moves in one binding, over all rows. `operands`:
-// the number of pointers that the step follows per element.
+// Returns the number of elements, over all rows, of each source and destination of the step.
 inline std::size_t elements(const Binding& binding, const Step& step) {
   return binding.offsets->count(step.dsts[0]) * binding.rows;
 }
+// Returns the number of sources and destinations of the step.
 inline std::size_t operands(const Step& step) { return step.dsts.size() + step.srcs.size(); }
 
-// The address at which a slice begins in the first row of the binding.
+// Returns the address of the slice in the first row; `pitch` bytes separate the rows.
 inline std::byte* address(const Binding& binding, const Slice& s, std::size_t item_bytes) {
   const Memory& m = binding.memory[s.rank * kBuffers + static_cast<int>(s.buffer)];
   return m.base + binding.offsets->begin(s) * item_bytes;

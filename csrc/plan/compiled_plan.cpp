@@ -1,5 +1,5 @@
-// Compiles plans and caches them. A repeated call costs a comparison of small integers, or one
-// table lookup under a shared lock.
+// Compiles plans and caches them. A repeated call costs a comparison with the thread's last key, or
+// one lookup in a hash table under a shared lock.
 #include "compiled_plan.h"
 
 #include <algorithm>

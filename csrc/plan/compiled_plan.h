@@ -1,5 +1,6 @@
-// A plan that is ready to run any number of times: lowered, divided into levels, and with a mark on
-// each step that finishes a reduction (where `avg` scales). Computed once per key and cached.
+// A plan prepared for any number of runs: its program, its levels, and which of its steps complete
+// a reduction (there `avg` divides). `compiled` keeps one for each algorithm, world size, root,
+// number of pieces, level policy, and in place or not.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -17,8 +18,8 @@ struct CompiledPlan {
   Program program;
   Levels levels;
   std::vector<bool> finishes;   // [step]: is it a fold whose result contains every rank's data?
-  std::vector<bool> scratched;  // [rank]: does any step touch the rank's scratch?
-  std::vector<bool> staged;     // [rank]: does any step touch the rank's host memory?
+  std::vector<bool> scratched;  // [rank]: does any step use the rank's scratch?
+  std::vector<bool> staged;     // [rank]: does any step use the rank's host memory?
   uint64_t id;                  // unique in this process: caches of derived data use it as the key
 };
 

@@ -1,7 +1,7 @@
-// Sorts tasks into one bucket per level. Tasks of one level touch nothing in common, because a
-// task's level is above that of every task it conflicts with. The levels of a rank's tasks never
-// decrease, so its waits stay valid. `lower` computes the levels from all hazards, as the minimal
-// set of waits does not determine them.
+// Sorts the tasks of a program by level. Tasks of one level may run at the same time, because two
+// tasks with conflicting accesses never have the same level. Running one level after the other
+// satisfies all waits, because a task waits only for tasks of lower levels. `lower` computes the
+// levels: the waits do not determine them, as there are none between tasks of one rank.
 #include "program.h"
 
 namespace pycollect {

@@ -1,7 +1,7 @@
 // Turns a plan into one task list per rank, with the fewest waits that order every
-// read-after-write, write-after-read and write-after-write across ranks. Which tasks a rank's
-// earlier waits imply is searched on demand instead of copied into every task, so the time is
-// linear in slices.
+// read-after-write, write-after-read and write-after-write between ranks. A wait is left out if
+// other waits imply it. The tasks that a rank's earlier waits imply are searched on demand instead
+// of stored with every task, so the time is linear in the number of slices.
 #include <algorithm>
 #include <limits>
 #include <queue>
@@ -19,12 +19,13 @@ struct LastAccess {
 };
 
 struct TaskInfo {
-  int written;  // its position in the plan; it depends only on tasks with smaller ones
-  int newest;   // the largest count it depends on, directly or not: it cannot imply a larger one
+  int written;  // position in the order of lowering; a task depends only on tasks before it
+  int newest;   // largest Wait::count among the task's direct and indirect dependencies
 };
 
-// The tasks that one rank's waits imply. The waits of tasks under `pending` are implied too, but
-// have not been searched yet.
+// The tasks that one rank's waits imply: the first known[r] tasks of every rank r. The waits of
+// these tasks are implied, too: those of the first searched[r] tasks are included, those of the
+// tasks up to a wait in `pending` are not yet.
 struct VectorClock {
   struct Pending {
     int newest;
@@ -98,8 +99,8 @@ class Lowering {
     wanted_[w.rank] = std::max(wanted_[w.rank], w.count);
   }
 
-  // Adds the wanted waits that no other wait implies. Latest task first: only a task written later
-  // can imply another wait.
+  // Adds the wanted waits that no other wait implies. Begins with the latest task, because a task
+  // can imply only waits for tasks written before it.
   void choose(Rank me, Task& task) {
     auto written = [&](Rank r) { return info({r, wanted_[r]}).written; };
     std::sort(touched_.begin(), touched_.end(),

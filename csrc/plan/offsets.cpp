@@ -1,5 +1,5 @@
-// Stores chunk boundaries as running sums, one row per distinct cut: in most calls all buffers
-// share a single row.
+// Stores chunk boundaries as running sums, once per distinct cut: in most calls all buffers are cut
+// in the same way.
 #include "offsets.h"
 
 #include "error.h"
@@ -7,29 +7,29 @@
 namespace pycollect {
 
 Offsets::Offsets(const Plan& plan, const Sizes& blocks, std::size_t align)
-    : chunks_(plan.chunks), align_(align), row_of_(plan.world * kBuffers, 0) {
+    : chunks_(plan.chunks), align_(align), cut_of_(plan.world * kBuffers, 0) {
   require(align >= 1, "pieces are aligned to at least one element, not ", align);
-  rows_.push_back(row(blocks));
+  cuts_.push_back(cut(blocks));
 }
 
 void Offsets::set(Rank rank, Buffer buffer, const Sizes& blocks) {
-  require(rank >= 0 && rank * kBuffers < static_cast<int>(row_of_.size()), "there is no rank ",
-          rank, " in a world of ", row_of_.size() / kBuffers);
-  rows_.push_back(row(blocks));
-  row_of_[rank * kBuffers + static_cast<int>(buffer)] = static_cast<int>(rows_.size()) - 1;
+  require(rank >= 0 && rank * kBuffers < static_cast<int>(cut_of_.size()), "there is no rank ",
+          rank, " in a world of ", cut_of_.size() / kBuffers);
+  cuts_.push_back(cut(blocks));
+  cut_of_[rank * kBuffers + static_cast<int>(buffer)] = static_cast<int>(cuts_.size()) - 1;
 }
 
-ChunkOffsets Offsets::row(const Sizes& blocks) const {
+ChunkOffsets Offsets::cut(const Sizes& blocks) const {
   require(!blocks.empty() && chunks_ % blocks.size() == 0, "a plan of ", chunks_,
           " chunks cannot be cut from ", blocks.size(), " blocks");
-  ChunkOffsets row;
-  row.bind(chunks_, blocks.size(), align_, [&](std::size_t i) { return blocks[i]; });
-  return row;
+  ChunkOffsets offsets;
+  offsets.bind(chunks_, blocks.size(), align_, [&](std::size_t i) { return blocks[i]; });
+  return offsets;
 }
 
 void Offsets::check(const Plan& plan) const {
-  require(plan.chunks == chunks_ && plan.world * kBuffers == static_cast<int>(row_of_.size()),
-          "these offsets were bound to a plan of ", row_of_.size() / kBuffers, " ranks and ",
+  require(plan.chunks == chunks_ && plan.world * kBuffers == static_cast<int>(cut_of_.size()),
+          "these offsets were bound to a plan of ", cut_of_.size() / kBuffers, " ranks and ",
           chunks_, " chunks, not ", plan.world, " and ", plan.chunks);
   auto size = [&](const Slice& s, int i) { return count({s.rank, s.buffer, s.first + i, 1}); };
   for (std::size_t n = 0; n < plan.steps.size(); ++n) {

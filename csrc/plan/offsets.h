@@ -12,7 +12,7 @@ namespace pycollect {
 using Sizes = std::vector<std::size_t>;  // elements per block
 
 // The offsets of the chunks of one buffer: running sums, stored without an allocation if there are
-// fewer than kFew.
+// fewer than kFew chunks.
 class ChunkOffsets {
  public:
   // Binds `blocks` blocks of block(i) elements. Each block is cut in whole units of `align`
@@ -60,7 +60,7 @@ class Offsets {
   // pieces, which begin at multiples of `align` elements within their block, to keep vectors whole.
   Offsets(const Plan& plan, const Sizes& blocks, std::size_t align = 1);
 
-  // Cuts one buffer of one rank differently; `blocks` has zeros for blocks that it lacks.
+  // Cuts one buffer of one rank differently. `blocks` contains 0 for a block that it does not have.
   void set(Rank rank, Buffer buffer, const Sizes& blocks);
 
   std::size_t begin(const Slice& s) const { return of(s).begin(s.first); }
@@ -72,14 +72,14 @@ class Offsets {
 
  private:
   const ChunkOffsets& of(const Slice& s) const {
-    return rows_[row_of_[s.rank * kBuffers + static_cast<int>(s.buffer)]];
+    return cuts_[cut_of_[s.rank * kBuffers + static_cast<int>(s.buffer)]];
   }
-  ChunkOffsets row(const Sizes& blocks) const;
+  ChunkOffsets cut(const Sizes& blocks) const;
 
   int chunks_;
   std::size_t align_;
-  std::vector<int> row_of_;  // [rank][buffer]
-  std::vector<ChunkOffsets> rows_;
+  std::vector<int> cut_of_;  // [rank][buffer]: index in cuts_
+  std::vector<ChunkOffsets> cuts_;
 };
 
 }  // namespace pycollect

@@ -10,12 +10,11 @@ namespace pycollect {
 Plan forward_copies(const Plan& plan, bool in_place);
 
 // Moves to the front the steps with which a rank fills its own scratch and host memory from its own
-// buffers, as they need no other rank. The order of all other steps is unchanged.
+// buffers, because these steps need no other rank. The order of all other steps is unchanged.
 Plan hoist_local_copies(const Plan& plan, bool in_place);
 
 // Returns the plan that processes run: staged, merged and ordered. `input`, `output`: every process
-// reaches these buffers of every other one. `push_to_all`: see
-// Reachability.
+// reaches these buffers of every other one. `push_to_all`: see Reachability.
 Plan for_processes(const Plan& plan, bool in_place, bool input, bool output,
                    bool push_to_all = false);
 

@@ -6,42 +6,45 @@
 
 namespace pycollect {
 
+// A task with this wait starts only when `rank` has finished its first `count` tasks.
 struct Wait {
   Rank rank;
   int count;
-};  // waits until `rank` has finished its first `count` tasks
+};
+// Identifies the task program[rank][index].
 struct TaskId {
   Rank rank;
   int index;
-};  // the task program[rank][index]
+};
 
+// The `step` of a boundary task, the first and the last task of every rank. It moves no data, and
+// counts as a write of the rank's buffers: all accesses to them are ordered after the first and
+// before the last task. kAllBuffers: all four buffers. kInOutBuffers: only input and output, for an
+// executor whose next run uses other scratch and host memory (two staging buffers, alternately).
 inline constexpr int kAllBuffers = -1;
 inline constexpr int kInOutBuffers = -2;
 struct Task {
-  // A step of the plan. kAllBuffers: a task that moves nothing and owns all of its rank's buffers.
-  // kInOutBuffers: the same, but it owns only input and output, because the next run of the plan
-  // uses other scratch and host memory.
-  int step;
-  int level;  // above every task it conflicts with, never below its rank's previous task
+  int step;   // index of a step of the plan, or kAllBuffers or kInOutBuffers
+  int level;  // above earlier tasks with conflicting accesses, not below the rank's previous task
   std::vector<Wait> waits = {};
 };
 
-// The tasks of each rank, in order. The first one means that the rank's buffers are ready, and the
-// last one that they belong to the caller again.
+// [rank][index]: the tasks of each rank, in order. The plan may access a rank's buffers after the
+// rank's first task, and the caller may access them again after its last task.
 using Program = std::vector<std::vector<Task>>;
-using Levels = std::vector<std::vector<TaskId>>;
+using Levels = std::vector<std::vector<TaskId>>;  // [level]: the tasks that may run together
 
-// The number of tasks of a rank that a level may hold. `any` gives the fewest levels (two_shot: 2);
-// `one_task` keeps the pieces of a pipeline in separate levels, which `any` would merge into one.
+// The number of tasks of a rank that a level may hold. `any` gives the fewest levels (2 for the
+// steps of two_shot). `one_task` keeps the pieces of a pipeline in separate levels, so that they
+// overlap; `any` would merge them into one level.
 enum class LevelPolicy { any, one_task };
 
-// `boundary` is the `step` of the first and the last task of every rank: kAllBuffers or
-// kInOutBuffers.
+// `boundary`: the `step` of every rank's first and last task, kAllBuffers or kInOutBuffers.
 Program lower(const Plan& plan, bool in_place, LevelPolicy level_policy = LevelPolicy::any,
               int boundary = kAllBuffers);
 Levels levels(const Program& program);
 
-// The slices that a task reads and writes, boundaries included.
+// The slices that a task reads and writes; a boundary task writes buffers of its rank `r`.
 inline const Slices& reads(const Plan& p, const Task& t) {
   static const Slices none;
   return t.step < 0 ? none : p.steps[t.step].srcs;

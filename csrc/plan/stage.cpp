@@ -1,5 +1,6 @@
-// Walks the plan once and writes another. Values are numbered, so that a value already in some host
-// memory is not copied out again, no matter which rank's copy is read.
+// Rewrites the plan step by step, in one pass. Chunks with the same content have the same value
+// number, so content that some host memory already holds is not copied to the host again, even if
+// a step reads it from another rank.
 #include "stage.h"
 
 #include <algorithm>
@@ -76,8 +77,8 @@ class Staging {
     return static_cast<Rank>(std::find(hosts.begin(), hosts.end(), false) - hosts.begin());
   }
 
-  // A value in host memory is copied in by each destination's rank. For a value on a device, the
-  // step's own rank copies to all destinations within its reach.
+  // A source in host memory is copied by each destination's rank. A source on a device is copied by
+  // the step's own rank to all destinations that it reaches.
   void copy(const Step& step) {
     if (reach_.shares_staging()) return copy_near(step);
     const Rank me = executor(step);
@@ -107,7 +108,7 @@ class Staging {
     }
   }
 
-  // The fold reads and writes devices' memory within reach; copies take its result elsewhere.
+  // The fold reads and writes device memory that its rank reaches; copies do the rest.
   void fold(const Step& step) {
     const Rank me = executor(step);
     Slices srcs, mine, hosts, theirs;
@@ -127,8 +128,8 @@ class Staging {
     if (!theirs.empty()) hand_out(theirs, copied_out(result));
   }
 
-  // Copies a fold's sources on a host to the device (by copy engine) as far as there is room: at
-  // the place of the result, unless that is a source too, and in the scratch at the same chunks.
+  // Copies a fold's sources in host memory to the device (by copy engine) as far as there is room:
+  // at the place of the result, unless that is a source, too, and in scratch at the same chunks.
   void copy_in(Rank me, const Slices& dsts, Slices& srcs) {
     const Slice scratch = tmp(me, dsts.front().first, dsts.front().count);
     Slices places;

@@ -9,19 +9,20 @@
 
 namespace pycollect {
 
-// Reachability: which rank can touch which memory. Every rank reaches host memory (that of ranks on
-// the host, and `Buffer::host`), but slowly: copies use it, and folds only where there is no room
-// for a copy.
+// Which rank reaches (can read and write) which memory. Every rank reaches host memory, that is
+// `Buffer::host` and all buffers of ranks on the host, but slowly: copies use it, and folds use it
+// only where a device has no room for a copy.
 struct Reachability {
-  std::vector<bool> on_host;  // [rank]: its memory is the host's; it executes nothing
-  std::vector<std::vector<bool>>
-      directly;  // [rank][of]: the rank's steps may touch the memory of rank `of`
-  // [buffer]: memory that all ranks share and reach equally fast, as processes with shared memory.
-  // If `Buffer::host` is shared, folds read and write it, and each destination's rank copies.
+  std::vector<bool> on_host;  // [rank]: the rank's buffers are host memory; it runs no steps
+  // [rank][of]: steps that `rank` runs reach the device memory of rank `of`.
+  std::vector<std::vector<bool>> directly;
+  // [buffer]: all ranks reach this buffer of every rank equally fast, as processes reach shared
+  // memory. If `Buffer::host` is shared, folds read and write it directly, and a copy is run by its
+  // destination's rank if that reaches the source.
   std::array<bool, kBuffers> shared = {};
-  // The rank that runs a step with several destinations copies to all of them at once if it reaches
-  // them. For ranks that run by turns anyway: separate copies would only read the source
-  // repeatedly.
+  // If set, one rank runs a copy to several destinations as one step if it reaches all of them,
+  // instead of one copy by each destination's rank. This reads the source once, and suits ranks
+  // that run by turns anyway. Ignored unless `Buffer::host` is shared.
   bool push_to_all = false;
 
   bool operator()(Rank rank, Rank of) const {
@@ -29,15 +30,16 @@ struct Reachability {
   }
   bool shares_staging() const { return shared[static_cast<int>(Buffer::host)]; }
 
-  // For processes, which share scratch and host memory; `input`, `output`: these are shared, too.
+  // Returns the reachability of processes, which share scratch and host memory. `input`, `output`:
+  // whether these buffers are shared, too.
   static Reachability processes(int world, bool input, bool output, bool push_to_all);
 };
 
 // The rank of an unreachable source first copies it out to its own host memory, once for all of its
 // readers. The rank of an unreachable destination copies it in. A fold's slow sources are copied in
 // before it as far as there is room: at the place of its result, and in scratch that the plan does
-// not use. Other ranks run the steps of ranks on the host. A rank needs no more host memory than
-// the size of its largest buffer.
+// not use. Ranks on a device run the steps of ranks on the host. A rank needs no more host memory
+// than the size of its largest buffer.
 //
 // `pieces`: the number of parts into which every chunk is cut, one step each, so that copies out,
 // copies in and folds can overlap; `lower` such a plan with `LevelPolicy::one_task`. Throws

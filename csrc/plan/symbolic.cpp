@@ -7,11 +7,11 @@
 
 namespace pycollect {
 
-SymbolicRun::SymbolicRun(const Plan& plan, bool in_place, Buffer brought)
+SymbolicRun::SymbolicRun(const Plan& plan, bool in_place, Buffer initial)
     : plan_(plan), in_place_(in_place), memory_(cells(plan), kUnwritten), terms_(1) {
   for (Rank r = 0; r < plan.world; ++r)
     for (int c = 0; c < plan.chunks; ++c) {
-      memory_[cell({r, brought, c})] = static_cast<TermId>(terms_.size());
+      memory_[cell({r, initial, c})] = static_cast<TermId>(terms_.size());
       terms_.push_back({.leaf = {r, c}, .leaves = 1});
     }
   for (const Step& step : plan.steps)

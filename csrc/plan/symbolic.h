@@ -17,7 +17,7 @@ struct Leaf {  // chunk `chunk` of the initial data of rank `rank`
 using Leaves = std::vector<Leaf>;
 
 using TermId = int;
-inline constexpr TermId kUnwritten = 0;  // a cell that no step has written, and any sum with it
+inline constexpr TermId kUnwritten = 0;  // the term of unwritten cells, and of sums of them
 
 // A sum ((a + b) + c) + ... of other terms, or one leaf.
 struct Term {
@@ -30,8 +30,8 @@ struct Term {
 
 class SymbolicRun {
  public:
-  // `brought`: the buffer in which every rank starts with one leaf per chunk.
-  SymbolicRun(const Plan& plan, bool in_place, Buffer brought);
+  // `initial`: the buffer that contains one leaf per chunk on every rank when the run begins.
+  SymbolicRun(const Plan& plan, bool in_place, Buffer initial);
 
   TermId at(const Slice& s) const { return memory_[cell(s)]; }  // the term of the first chunk
   const Term& term(TermId id) const { return terms_[id]; }

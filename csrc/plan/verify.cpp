@@ -149,7 +149,8 @@ class OrderCheck {
   Verification verification_;
 };
 
-// Every rank's scratch must depend on every rank's, so that no rank leaves before all have entered.
+// Checks that the final scratch of every rank depends on the initial scratch of all ranks: then no
+// rank leaves the barrier before all ranks have entered it.
 Verification verify_barrier(const Plan& plan, bool in_place) {
   SymbolicRun run(plan, in_place, Buffer::scratch);
   for (Rank me = 0; me < plan.world; ++me) {

@@ -1,6 +1,7 @@
-// See incoming.h. Fragments belong to messages that both ends have posted, so they leave their ring
-// as long as both ranks make progress. A message ring is read while a posted receive may match its
-// messages, however many unexpected messages it holds.
+// See incoming.h. A peer sends fragments only after the CTS of a matched receive, so this rank can
+// always copy them out of their ring. A message ring is read while a posted receive may match one
+// of its messages, and also, within kMostUnexpectedBytes, when it is over half full. Messages
+// without a receive then move from the ring to the unexpected-message queue.
 #include "incoming.h"
 
 #include "../plan/error.h"
@@ -37,7 +38,7 @@ void Incoming::receive(const TransferPtr& transfer) {
     int taken = 0;
     while (!transfer->matched_ && taken < kMostTaken && take_one(from)) ++taken;
     if (transfer->matched_) return;
-    if (taken == kMostTaken) wakeups_.touch(me_);  // a sleeping thread takes the rest
+    if (taken == kMostTaken) wakeups_.touch(me_);  // wakes a thread, which takes the rest
   }
 }
 

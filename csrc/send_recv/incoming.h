@@ -53,7 +53,8 @@ class Incoming {
     std::deque<Reply> queued = {};  // replies that wait for room in the ring
     std::size_t unexpected_bytes = 0;
     int posted = 0;  // posted receives that name this peer
-    std::unordered_map<uint64_t, TransferPtr> requested = {};  // [number]: receives after their CTS
+    // [number of the message]: receives for which a CTS was sent or is queued.
+    std::unordered_map<uint64_t, TransferPtr> requested = {};
   };
   using PostedReceives =
       std::multimap<MatchKey, PostedReceive>;  // equal keys stay in the order of insertion

@@ -31,8 +31,8 @@ class Mailbox {
   TransferPtr send(Rank to, const Envelope& envelope, const std::byte* data);
   TransferPtr receive(std::optional<Rank> from, const Envelope& envelope, std::byte* into);
 
-  // Posts a send whose buffer is filled up to `available` bytes so far. The transfer stops there;
-  // other messages overtake it meanwhile.
+  // Posts a send of which only the first `available` bytes of the buffer are filled. The transfer
+  // stops there until `supply` declares more; other messages overtake it meanwhile.
   TransferPtr send_partly(Rank to, const Envelope& envelope, const std::byte* data,
                           uint64_t available);
   // Declares the first `available` bytes of a send filled, for `progress` and waiting threads to
@@ -55,7 +55,7 @@ class Mailbox {
     Transfer* transfer = nullptr;                // the transfer that ends the wait, if any
     std::function<bool()> polls = {};            // true: check `holds` every 50 us
   };
-  // Waits the same way until `until.holds()`. Throws only if it does not hold then.
+  // Waits in the same way until `until.holds()`. Throws only if that is false at the end.
   void wait(const WaitCondition& until, const OpContext& context);
   void wake();
   void fail(const std::exception_ptr& error);                 // fails all pending transfers

@@ -25,7 +25,7 @@ class Outgoing {
     RingReader replies;
     uint64_t sent = 0;
     std::deque<TransferPtr> queued = {};                          // sends that wait for room
-    std::unordered_map<uint64_t, TransferPtr> awaiting_cts = {};  // [number]: sends after their RTS
+    std::unordered_map<uint64_t, TransferPtr> awaiting_cts = {};  // [number]: sends without a CTS
     std::deque<TransferPtr> requested = {};                       // large sends that got a CTS
   };
 

@@ -14,7 +14,7 @@ namespace pycollect::ipc {
 struct Record {
   enum RecordKind : uint8_t {
     eager,     // the payload follows
-    rts,       // request to send: the sender keeps the payload until the receiver asks for it
+    rts,       // request to send: the sender keeps the payload until the receiver's CTS
     fragment,  // the next part of the payload of message `number`
     cts,       // clear to send, to the sender: send the fragments of message `number`
     nack,      // to the sender: message `number` does not match a receive of `bytes`, `dtype`

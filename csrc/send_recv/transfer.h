@@ -44,8 +44,8 @@ class Transfer {
   void set_peer(Rank peer) { peer_.store(peer, std::memory_order_relaxed); }
   uint64_t left() const { return envelope.bytes - moved(); }
   void advance(uint64_t bytes) { moved_.store(moved() + bytes, std::memory_order_release); }
-  // Returns true if a thread sleeps until this transfer is done. Doorbell explains the memory
-  // order.
+  // Marks this transfer as done. Returns true if a thread sleeps until it is. Doorbell explains the
+  // memory order.
   bool finish(std::exception_ptr error) {
     if (!error) advance(left());
     error_ = std::move(error);

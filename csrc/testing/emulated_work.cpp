@@ -1,6 +1,6 @@
-// Work on the emulator's streams (emulator.h). A launch becomes a function on real bytes, which
-// calls the host's folds. Enqueueing a write of a word stores the value next to that word, to check
-// the rule that no stream of a group waits for a value whose write has not been enqueued.
+// Work on the emulator's streams (emulator.h). A launch becomes functions that run the host's folds
+// on real bytes. Enqueueing a write of a word also stores the value next to the word. This serves
+// to check that no stream of a group waits for a value whose write has not been enqueued.
 #include <algorithm>
 #include <atomic>
 #include <cstring>

@@ -10,7 +10,7 @@ namespace pycollect::cuda {
 
 inline constexpr Device kPageableHost = -2;  // a rank whose memory is pageable host memory
 
-// Streams that run the plan: the callers' streams, one per device, or one per rank.
+// The worker streams of the ranks: the callers' streams, one stream per device, or one per rank.
 enum class Workers { callers, devices, ranks };
 
 // `uneven`: chunks differ in size. `each`: every chunk also differs from rank to rank, as in
@@ -28,7 +28,7 @@ struct TestCase {
   bool join_stream = false;   // a stream through which many streams join many (cuda/schedule.h)
   bool host_waits = true;     // whether the executor waits for ranks on the host
   bool peers = true;          // peer access between all devices; without it, the plan is staged
-  int pieces = 1;             // per chunk, if the plan is staged
+  int pieces = 1;             // pieces of a chunk, if the plan is staged
   DType dtype = DType::f32;
   ReduceOp op = ReduceOp::sum;
   int bindings = 1;                // number of tensors; every second tensor has two rows

@@ -109,7 +109,7 @@ class TraceRaceDetector::TraceReplay {
 
   const TraceRaceDetector& detector_;
   int host_;
-  std::vector<TraceClock> clocks_;    // [actor]
+  std::vector<TraceClock> clocks_;    // [actor]: each stream, then the host
   std::vector<TraceClock> recorded_;  // [operation]: the stream's clock at a record
   std::vector<TraceCell> cells_;
   std::string race_;

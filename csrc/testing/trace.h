@@ -41,8 +41,8 @@ struct Trace {
   std::vector<Operation> operations = {};
 };
 
-// Finds races with vector clocks. Every stream is an actor with a clock. So is the host: it issues
-// all operations, so its work and waits precede all operations that it issues later.
+// Finds races with vector clocks. Every stream and the host have a clock. The host issues all
+// operations, so its work and its waits precede all operations that it issues later.
 class TraceRaceDetector {
  public:
   explicit TraceRaceDetector(const Trace& trace);
@@ -65,7 +65,8 @@ class TraceRaceDetector {
   std::vector<int> waits_;                     // operations that wait for an event
 };
 
-// Run all operations, in issue order or in a random order that streams and events allow.
+// Both functions run all operations: in issue order, or in a random order that streams and events
+// allow.
 void run_as_issued(const Trace& trace);
 void run_shuffled(const Trace& trace, uint64_t seed);
 

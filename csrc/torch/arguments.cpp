@@ -76,7 +76,7 @@ bool is_non_overlapping(const at::Tensor& t) {
   return true;
 }
 
-// Elements from the first address of the tensor to just past its last.
+// Returns the number of elements from the first address of the tensor to just past its last.
 int64_t span_of(const at::Tensor& t) {
   if (t.numel() == 0) return 0;
   if (t.is_non_overlapping_and_dense()) return t.numel();
@@ -96,7 +96,7 @@ bool has_memory(const at::Tensor& t) {
   return end <= t.storage().nbytes() && t.const_data_ptr() != nullptr;
 }
 
-// Checked even under torch.no_grad, which does not disable forward mode.
+// Returns true if the tensor has a forward-mode tangent, which torch.no_grad does not disable.
 bool has_tangent(const at::Tensor& t) {
   return t.unsafeGetTensorImpl()->autograd_meta() != nullptr && t._fw_grad(0).defined();
 }

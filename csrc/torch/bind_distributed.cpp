@@ -9,7 +9,8 @@ namespace {
 
 using dist::Options;
 
-// Waits for the other ranks. Called without the GIL, because a store may be written in Python.
+// Returns the backend when all ranks have joined. Called without the GIL, because a store may be
+// written in Python.
 c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store,
                                                int rank, int world,
                                                const c10::intrusive_ptr<Options>& options) {

@@ -1,7 +1,7 @@
 // In Python, plans are values that are built from tuples and read as tuples. A slice is (rank, "in"
 // | "out" | "tmp" | "host", first chunk, chunks), and a step is (destinations, sources, rank that
 // runs it or -1 for the first destination's). A program can be copied without one of its waits, so
-// that tests can check that the simulator detects the race.
+// that tests can check that find_races detects the race.
 #include "bind_plan.h"
 
 #include <pybind11/stl.h>

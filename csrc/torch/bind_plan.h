@@ -1,5 +1,5 @@
-// Binds plans, programs, the registry and the simulator to Python. This header does not include
-// torch.
+// Binds plans, programs, the registry of algorithms and the analysis of plans (csrc/analysis) to
+// Python. This header does not include torch.
 #pragma once
 #include <pybind11/pybind11.h>
 

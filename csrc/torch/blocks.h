@@ -1,5 +1,6 @@
-// Block sizes of the collectives that split and concatenate along a dimension: which rank sends
-// which block to which rank, in which alone these collectives differ. Contains no tensors.
+// Block sizes of the collectives that split and concatenate tensors along a dimension: the blocks
+// that each rank has in its input and in its output. Everything else is the same for all of these
+// collectives (block_collectives.cpp). This file contains no tensors.
 #pragma once
 #include <optional>
 
@@ -11,7 +12,8 @@ namespace pycollect {
 // Elements along the dimension, [rank][block], in the input and in the output of every rank.
 struct Blocks {
   std::vector<Sizes> in, out;
-  Sizes whole;  // all blocks: inputs and outputs have some or all of them; scratch is cut like them
+  // Sizes of all blocks, as in scratch memory; an input or output has some or all of them.
+  Sizes whole;
 };
 
 struct BlockCut {
@@ -19,7 +21,7 @@ struct BlockCut {
   // Sizes of the inputs along the dimension, in rank order: one for scatter, and the same one
   // `world` times for reduce_scatter.
   std::vector<int64_t> lengths;
-  int world;    // number of ranks, including a root that is only the root of scatter or gather
+  int world;    // number of ranks, including an additional rank that is only the root
   int outputs;  // number of outputs
   Rank root = 0;
   int64_t dim = 0;  // for error messages

@@ -1,5 +1,5 @@
 // Collectives on lists of tensors: each function checks its arguments, chooses a plan and returns a
-// PreparedCall. None of the caller's tensors has changed if one of them throws.
+// PreparedCall. If a function throws, none of the caller's tensors has changed.
 #pragma once
 #include <optional>
 #include <string_view>

@@ -9,8 +9,8 @@
 namespace pycollect {
 namespace {
 
-// Returns a list or a tuple as it is, and any other sequence as a list. Refuses tensors and arrays,
-// which are sequences of their rows: a caller never means those.
+// Returns a list or a tuple as it is, and any other sequence as a list. Refuses tensors and arrays:
+// they are sequences of their rows, but a single one in place of a list is a mistake.
 py::object items_of(py::handle list, const ArgumentName& label) {
   if (PyList_CheckExact(list.ptr()) || PyTuple_CheckExact(list.ptr())) [[likely]]
     return py::reinterpret_borrow<py::object>(list);

@@ -24,8 +24,8 @@ std::shared_ptr<const CompiledPlan> compiled_for(const Choice& choice, const Cal
                                                  Rank root, const DeviceList& devices,
                                                  bool peer_access);
 
-// Allocate memory of a rank on its GPU, or pinned host memory for copies from and to a GPU. Memory
-// that is allocated while the device's current stream is being captured belongs to the graph.
+// Allocate bytes on a GPU, or in pinned host memory for copies from and to a GPU. Memory that is
+// allocated while the device's current stream is being captured belongs to the graph.
 at::Tensor new_bytes_on_gpu(int64_t bytes, at::Device device);
 at::Tensor new_pinned_bytes(int64_t bytes, at::Device device);
 

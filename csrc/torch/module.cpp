@@ -15,7 +15,8 @@ namespace {
 
 using Arg = const py::handle&;
 
-// Calls that move at most this keep the GIL: they end before another thread could take it.
+// Calls that move at most this many bytes keep the GIL: they end before another thread could take
+// it.
 constexpr std::size_t kKeepGilBytes = 16 * 1024;
 
 bool peer_access_from(Arg flag, const char* call) { return flag_from(flag, call, "peer_access"); }
@@ -224,7 +225,8 @@ py::object copy(Arg dst, Arg src, Arg async_op, Arg peer_access) {
                         async_op);
 }
 
-// A longer timeout, in seconds (32 years), is no limit. Far below the overflow of the clock.
+// Longest timeout in seconds (32 years), far below the overflow of the clock. A longer one is no
+// limit.
 constexpr double kLongestTimeout = 1e9;
 
 // Waits without the GIL, which the queue's thread may need to free tensors.
@@ -275,7 +277,8 @@ void bind_collectives(py::module_& m) {
       py::call_guard<py::gil_scoped_release>());
 }
 
-// Conversions for functions that are written in Python, so that both raise the same errors.
+// Binds conversions for functions that are written in Python, so that they raise the same errors as
+// functions in C++.
 void bind_conversions(py::module_& m) {
   m.def("int_from", &int_from);
   m.def("flag_from", &flag_from);

@@ -27,7 +27,8 @@ at::Device first_gpu(const std::vector<at::Device>& devices) {
   return *std::find_if(devices.begin(), devices.end(), [](at::Device d) { return !d.is_cpu(); });
 }
 
-// Bypasses the dispatcher on the host, whose modes may substitute a tensor without memory.
+// Allocates bytes on the device. On the host it bypasses the dispatcher, whose modes may substitute
+// a tensor without memory.
 at::Tensor new_bytes(int64_t bytes, at::Device device) {
   if (device.is_cpu()) return at::Tensor(at::detail::empty_cpu({bytes}, at::kByte));
   return new_bytes_on_gpu(bytes, device);

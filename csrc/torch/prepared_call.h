@@ -50,8 +50,8 @@ struct PreparedCall {
   bool peer_access = true;  // whether GPUs may access each other's memory
   Tensors written = {};     // tensors that the call overwrites; commit() bumps their version
   bool on_gpus() const;
-  // Tells autograd that the tensors in `written` change. Called once, after all checks and before
-  // the run.
+  // Bumps the versions of the tensors in `written`, so that autograd detects the change. Called
+  // once, after all checks and before the run.
   void commit();
   void run() const;
 };

@@ -1,6 +1,6 @@
-// Shows the time between its construction and destruction in profiles: as a function of torch's
-// profiler, such as "pycollect::all_reduce", and in CUDA builds as an NVTX range. Costs a few ns
-// without a profiler.
+// ProfilerRange: shows its lifetime in profiles, as a function of torch's profiler, such as
+// "pycollect::all_reduce", and in CUDA builds as an NVTX range. Without a profiler it costs a few
+// ns.
 #pragma once
 #include <ATen/record_function.h>
 

@@ -15,14 +15,14 @@ inline std::byte* bytes_of(const at::Tensor& t) {
   return static_cast<std::byte*>(const_cast<void*>(t.const_data_ptr()));
 }
 
-// `rows` runs of `count` elements, `pitch` elements apart, the first at `offset`.
+// `rows` rows of `count` contiguous elements, `pitch` elements apart, the first at `offset`.
 struct Rectangle {
   int64_t offset = 0, rows = 1, pitch = 0, count = 0;
 };
 
 // Returns rectangles that cover every element once. Their order depends only on sizes and strides,
 // so tensors with the same sizes and strides correspond element by element. A dense tensor (also
-// channels_last) is one run.
+// channels_last) is one row.
 std::vector<Rectangle> rectangles(const at::Tensor& tensor);
 
 // Returns an order of dimensions, outermost first, in which all tensors are contiguous; empty if

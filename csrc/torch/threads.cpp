@@ -13,7 +13,7 @@
 namespace pycollect {
 namespace {
 
-// True in a forked child; set before fork() returns there.
+// forked_ is true in a forked child; it is set before fork() returns there.
 std::atomic<bool> forked_{false};
 [[maybe_unused]] const int fork_handler_registered =
     pthread_atfork(nullptr, nullptr, [] { forked_ = true; });

@@ -122,8 +122,8 @@ class WorkQueue {
   std::thread::id thread_id_;
 };
 
-// Never destroyed, because its thread may outlive main. A forked child has no such thread and
-// creates its own queue.
+// The queue of host calls. It is never destroyed, because its thread may outlive main. A forked
+// child has no such thread and creates its own queue.
 std::atomic<WorkQueue*> queue_{nullptr};
 std::mutex creation_mutex_;
 [[maybe_unused]] const int fork_handlers_registered =

@@ -251,7 +251,7 @@ Agreement agree(Group& group, const CallFingerprint& mine, uint64_t run, const O
   const uint64_t entered = at_run(run) + 1;
   for (Rank r = 0; r < group.world(); ++r)
     if (r != group.rank()) {
-      // Read next, if the peer has written it already.
+      // The peer's staging buffer is read next; the peer may have written it already.
       __builtin_prefetch(group.staging_buffer(r, run));
       group.await(r, entered, context);
     }

@@ -40,14 +40,14 @@ uint64_t fingerprint_hash(const std::vector<const CollectiveRequest*>& requests,
 // Returns the number of this rank's next run, derived from its counters in the shared memory.
 uint64_t run_number(const Group& group);
 
-// `wait_for_previous` waits until every rank has finished the run before the last, whose staging
-// buffer may then be overwritten. `begin` does the same before a call's first run, and protects the
-// published fingerprint: a rank that refused the last call has not yet waited for the peers'
-// fingerprints.
+// Both wait until every rank has finished the run `run` - 2, whose staging buffers the run `run`
+// overwrites. `begin` is for the first run of a call, which also overwrites this rank's fingerprint
+// of the call before the last. If this rank refused the last call, it has not waited for the peers'
+// fingerprints, and `begin` waits for them: a peer without one may still read the old fingerprint.
 void begin(Group& group, uint64_t run, const OpContext& context);
 void wait_for_previous(Group& group, uint64_t run, const OpContext& context);
 // Both write this rank's fingerprint; `publish_refusal` marks it as refused, for the reason `why`.
-// PeerAccessCache may read it once this rank's progress counter is beyond `at_run(run)`.
+// Peers may read it once this rank's progress counter is beyond `at_run` of the call's first run.
 void publish(Group& group, const CallFingerprint& mine, const CollectiveRequest* request);
 void publish_refusal(Group& group, const CallFingerprint& mine, std::string_view why);
 

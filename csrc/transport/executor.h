@@ -30,6 +30,7 @@ struct CallBuffer {
   uint64_t cuts = 0;
 };
 
+// One collective on tensors of one dtype, as one rank passes it to the executor.
 struct CollectiveRequest {
   Collective collective;
   DType dtype = DType::u8;
@@ -38,10 +39,10 @@ struct CollectiveRequest {
   std::string_view algorithm = {};  // empty: the selector chooses
   FoldOptions options = {};
   // True if the input is also the output; `output` is then empty. Must be the same on all ranks.
-  // May be false where a rank's own block lies within the other buffer.
+  // It may be false although this rank's own block lies within the other buffer.
   bool in_place = false;
-  CallBuffer input = {},
-             output = {};  // a buffer that the collective does not use on this rank is empty
+  // A buffer that the collective does not use on this rank is empty.
+  CallBuffer input = {}, output = {};
   // True if only the two ends of a transfer know its block size (all_to_all with split sizes,
   // gather and scatter of unequal parts). Must be the same on all ranks.
   bool irregular = false;

@@ -9,7 +9,8 @@ namespace {
 
 const RankProgram& look_up(Rank rank, const CollectiveRequest& r, const CallKey& s) {
   const Choice choice = choose(s, r.algorithm);
-  // Kernels of processes that share a GPU run one after another.
+  // If each destination's rank copied a block itself, processes that share one GPU would run these
+  // kernels one after another, and each would read the block again. So one step copies to all.
   const bool push_to_all = s.topology == Topology::ipc_symmetric;
   return rank_program({choice.algorithm, s.world, choice.pieces, r.root, rank, r.in_place,
                        is_zero_copy(s.topology), push_to_all});

@@ -1,6 +1,6 @@
-// The rank program: one rank's part of a plan between processes. Lists its tasks in order, each
-// with its operands and the ranks it waits for. Built once per plan and rank, then cached; contains
-// no pointers and no sizes.
+// The rank program: one rank's part of a plan between processes, as a list of instructions, one for
+// each task that moves data, with operands and waits. It is built once per plan and rank, then
+// cached, and contains no pointers and no sizes.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -11,38 +11,50 @@
 
 namespace pycollect::ipc {
 
+// Memory of an operand: an input or output buffer of a rank, or a rank's staging buffer. A staging
+// buffer is divided into regions of equal size, one for each chunk that the plan keeps in scratch
+// or host memory of that rank.
 enum class OperandBuffer : uint8_t { input, output, staging };
 struct Operand {
   OperandBuffer where;
   Rank rank;
-  int index;  // the chunk of a buffer, or the region of a staging buffer
+  int index;  // number of the chunk in an input or output, or of the region in a staging buffer
 };
 
-// Most operands of one instruction: an all-reduce of 64 ranks, directly in the tensors of all.
+// Maximum number of operands of one instruction. A zero-copy all_reduce of 64 ranks has the most:
+// each rank's tensor is a source and a destination.
 inline constexpr std::size_t kMostOperands = 2 * 64 + 8;
 
 struct Instruction {
-  std::vector<Operand> operands = {};  // destinations (those in staging buffers last), then sources
-  int dsts = 0, in_staging = 0;        // number of destinations, and of those in staging buffers
-  int chunk = 0;                       // the chunk that gives the number of elements to move
-  OperandBuffer like =
-      OperandBuffer::staging;  // own buffer with that chunk; OperandBuffer::staging: any buffer
-  bool finishes = false;       // a fold that completes the reduction
-  bool awaited = false;        // a rank waits for it
-  int count = 0;               // tasks of this rank that are finished after it
-  std::vector<Wait> waits = {};
+  // Destinations in tensors, then destinations in staging buffers, then sources.
+  std::vector<Operand> operands = {};
+  int dsts = 0;        // number of all destinations
+  int in_staging = 0;  // number of destinations in staging buffers, the last of `dsts`
+  // The instruction moves as many elements as chunk `chunk` has in `like`, this rank's input or
+  // output that is an operand. `staging`: neither is one, and the chunk's size in either buffer
+  // counts, which is the same on all ranks unless the request is irregular.
+  int chunk = 0;
+  OperandBuffer like = OperandBuffer::staging;
+  bool finishes = false;  // the last fold of a reduction, where `avg` scales
+  bool awaited = false;   // a peer waits until this instruction is finished
+  // Number of this rank's tasks in a run that are finished when this one is, the run's entry
+  // included. The rank signals it as its progress.
+  int count = 0;
+  std::vector<Wait> waits = {};  // before the instruction
 };
 
 struct RankProgram {
   std::vector<Instruction> instructions;
   // Length of the prologue, which waits for no rank and fills only this rank's staging buffer.
   std::size_t prologue = 0;
-  std::vector<Wait> exit = {};
-  bool entry_awaited = false;                          // a rank waits for this rank's entry
-  int chunks = 1;                                      // number of chunks of the plan
-  int regions = 0;                                     // maximum over the ranks' staging buffers
+  std::vector<Wait> exit = {};  // at the end of a run, before the caller may use its tensors
+  bool entry_awaited = false;   // a peer waits until this rank has entered the run
+  int chunks = 1;               // number of chunks of the plan
+  // Number of regions of every staging buffer: as many as the rank with the most needs, so that all
+  // ranks compute the same addresses.
+  int regions = 0;
   bool exposes_input = false, exposes_output = false;  // peers access the tensor in place
-  bool sizes_known = true;  // every size follows from a buffer of this rank
+  bool sizes_known = true;  // this rank's own buffers determine the size of every instruction
 
   // Tasks that are finished after the prologue. The first task of a run is its entry.
   int tasks_after_prologue() const { return prologue == 0 ? 1 : instructions[prologue - 1].count; }
@@ -53,9 +65,8 @@ struct RankProgramKey {
   int world = 0, pieces = 0;
   Rank root = 0, rank = 0;
   bool in_place = false;
-  bool zero_copy = false;  // every rank can access every rank's input and output
-  bool push_to_all =
-      false;  // one step copies a block to all of its destinations (see Reachability)
+  bool zero_copy = false;    // every rank can access every rank's input and output
+  bool push_to_all = false;  // one step copies a block to all its destinations (see Reachability)
   bool operator==(const RankProgramKey&) const = default;
 };
 

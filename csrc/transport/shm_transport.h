@@ -1,5 +1,5 @@
 // Host transport: staging buffers and symmetric heaps are in the group's shared memory, the rank's
-// own threads copy and reduce, and signals are the ranks' counters in that memory.
+// own threads copy and reduce, and signals are the ranks' progress counters in that memory.
 #pragma once
 #include "../cpu/executor.h"
 #include "../cpu/step_runner.h"

@@ -92,7 +92,7 @@ class Transport {
   virtual std::byte* buffer(Rank rank, uint64_t run) const = 0;
   // The exposed input or output of a rank.
   virtual std::byte* tensor(Rank rank, OperandBuffer where) const = 0;
-  // Waits until the staging buffers of the run before the last may be overwritten.
+  // Waits until every rank has finished `run` - 2, whose staging buffers the run overwrites.
   virtual void wait_for_previous(uint64_t run) = 0;
   virtual void wait(Rank rank, uint64_t value) = 0;
   virtual void signal(uint64_t value) = 0;

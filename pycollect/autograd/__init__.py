@@ -8,11 +8,14 @@ outputs must be computed in **one** backward pass: ``torch.autograd.backward(los
 ``losses[0].backward()``, ``losses[1].backward()``, and so on. An output without a gradient counts
 as zeros, and an input that does not require grad costs nothing.
 
-``tensors`` is a list with one torch.Tensor per rank. ``op`` is "sum" or "avg"; all_reduce also has
-"max", "min" and "prod". These three have backward derivatives of any order. All others also have
+``tensors`` is a list with one torch.Tensor per rank. Shapes, dtypes, ``dim`` and ``algorithm`` are
+those of the function of the same name in ``pycollect``. ``dst`` and ``src`` are ranks, 0 (default)
+to W - 1 for W ranks. ``op`` is "sum" (default) or "avg"; all_reduce also has "max", "min" and
+"prod". These three have backward derivatives of any order. All others also have
 forward derivatives (jvp) of any order, and work under torch.func (grad, vmap, jacrev). Complex
-gradients are conjugated as in torch. Invalid arguments raise TypeError or ValueError before any
-data moves.
+gradients are conjugated as in torch. Invalid arguments raise in the call, before any data moves:
+TypeError for an argument of the wrong type or an unsupported dtype, ValueError for everything else,
+such as different shapes, a rank or ``dim`` out of range, or an ``op`` without a gradient.
 
 >>> import torch
 >>> from pycollect import autograd

@@ -1,4 +1,4 @@
-"""The functions of pycollect.autograd: each checks its arguments and applies a Move."""
+"""The functions of pycollect.autograd: each checks its arguments and applies an autograd node."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ def all_reduce(
     ``max`` and ``min`` divide their gradient equally among the ranks that have this value; ``prod``
     needs one more reduction per rank in the backward pass.
 
+    Shared arguments and errors: `help(pycollect.autograd)`.
+
     >>> [y] = all_reduce([torch.ones(2)], "avg"); y
     tensor([1., 1.])
     """
@@ -47,6 +49,8 @@ def reduce(
     tensors: Sequence[Tensor], dst: int = 0, op: Op = "sum", *, algorithm: str | None = None
 ) -> Tensor:
     """Return the sum or mean over all ranks, on rank ``dst``'s device; backward: broadcast.
+
+    Shared arguments and errors: `help(pycollect.autograd)`.
 
     >>> reduce([torch.ones(2), torch.ones(2)], dst=1)
     tensor([2., 2.])
@@ -66,6 +70,8 @@ def broadcast(
 
     Only the devices of the other tensors are used, and they get no gradient.
 
+    Shared arguments and errors: `help(pycollect.autograd)`.
+
     >>> broadcast([torch.zeros(2), torch.ones(2)], src=1)[0]
     tensor([1., 1.])
     """
@@ -82,6 +88,8 @@ def all_gather(
 
     Lengths along ``dim`` may differ.
 
+    Shared arguments and errors: `help(pycollect.autograd)`.
+
     >>> all_gather([torch.ones(1), torch.zeros(2)])[1]
     tensor([1., 0., 0.])
     """
@@ -97,6 +105,8 @@ def reduce_scatter(
     """Return chunk r along ``dim`` of the sum or mean for rank r; backward: all_gather.
 
     Chunks are cut as by torch.tensor_split.
+
+    Shared arguments and errors: `help(pycollect.autograd)`.
 
     >>> reduce_scatter([torch.ones(3), torch.ones(3)])
     [tensor([2., 2.]), tensor([2.])]
@@ -120,6 +130,8 @@ def all_to_all(
     ``split_sizes`` are the lengths along ``dim`` of the W chunks: one list for all ranks, or one
     list per rank. By default each tensor is cut as by torch.tensor_split.
 
+    Shared arguments and errors: `help(pycollect.autograd)`.
+
     >>> all_to_all([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])])
     [tensor([1., 3.]), tensor([2., 4.])]
     """
@@ -141,6 +153,8 @@ def scatter(
 
     ``chunk_sizes`` are the lengths along ``dim``, one per device; by default the tensor is cut as
     by torch.tensor_split.
+
+    Shared arguments and errors: `help(pycollect.autograd)`.
 
     >>> scatter(torch.ones(3), "cpu*2")
     [tensor([1., 1.]), tensor([1.])]
@@ -164,6 +178,8 @@ def gather(
 
     The default of ``device`` is the first tensor's device.
 
+    Shared arguments and errors: `help(pycollect.autograd)`.
+
     >>> gather([torch.ones(1), torch.zeros(2)])
     tensor([1., 0., 0.])
     """
@@ -177,6 +193,8 @@ def gather(
 @eager
 def copy(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Return a copy on ``device``, in new memory even on the same device; backward: copy.
+
+    Shared arguments and errors: `help(pycollect.autograd)`.
 
     >>> copy(torch.ones(2), "cpu")
     tensor([1., 1.])
@@ -192,6 +210,8 @@ def replicate(tensors: Sequence[Tensor], devices: DeviceSpec) -> list[list[Tenso
 
     The call is one node for all tensors, which may differ in shape, dtype and device. The gradient
     is the sum over the ranks in rank order; a tensor of which no copy is used gets none.
+
+    Shared arguments and errors: `help(pycollect.autograd)`.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> [[a], [b]] = replicate([weight], "cpu*2")

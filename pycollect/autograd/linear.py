@@ -1,7 +1,7 @@
 """The linear collectives of whole tensors as data, and their transposes.
 
-all_reduce <-> all_reduce, broadcast <-> reduce, copy <-> copy, replicate <-> total. ``mean`` scales
-by 1/W in both directions.
+Pairs of a collective and its transpose: all_reduce and all_reduce, broadcast and reduce, copy and
+copy, replicate and total. With ``mean``, a collective and its transpose scale by 1/W for W ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ Devices = tuple[torch.device, ...]
 
 
 def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors in one layout: their own if they share a dense one, else contiguous."""
+    """Return the tensors with equal strides, which collectives in place require.
+
+    Tensors that are dense with equal strides are returned themselves, others as contiguous tensors.
+    """
     strides = tensors[0].stride()
     if all(t.stride() == strides == torch.empty_like(t, device="meta").stride() for t in tensors):
         return list(tensors)
@@ -27,17 +30,19 @@ def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on a device."""
+    """Return a copy of the tensor on `device`, not recorded by autograd."""
     copy = torch.empty_like(tensor, device=device)
     collectives.copy_(copy, tensor)
     return copy
 
 
 def op_of(mean: bool) -> str:
+    """Return the op of a collective: "avg" for a mean, else "sum"."""
     return "avg" if mean else "sum"
 
 
 def _summed(tensors: Sequence[Tensor], dst: int, mean: bool, algorithm: str | None) -> Tensor:
+    """Return the sum or mean of the tensors in new memory, on the device of ``tensors[dst]``."""
     buffers = alike(tensors)
     buffers[dst] = buffers[dst].clone()
     collectives.reduce(buffers, dst, op_of(mean), algorithm=algorithm)
@@ -58,7 +63,7 @@ class AllReduce(LinearCollective):
         return buffers
 
     def some(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
-        """Reduce to the first of the wanted ranks, and copy its result to the other wanted ones."""
+        """Reduce to the first rank whose `wanted` is True, and copy its result to the others."""
         first = list(wanted).index(True)
         (total,) = apply(Reduce(self.devices, first, self.mean), tensors)
         results: list[Tensor | None] = [None] * len(wanted)
@@ -117,7 +122,7 @@ class Broadcast(LinearCollective):
 
 @dataclass(frozen=True)
 class Copy(LinearCollective):
-    """Copy: the same tensor on another device."""
+    """Copy: a copy of each tensor on device `target`; the tensors are on device `origin`."""
 
     origin: torch.device
     target: torch.device
@@ -131,7 +136,10 @@ class Copy(LinearCollective):
 
 @dataclass(frozen=True)
 class Replicate(LinearCollective):
-    """Replicate: a copy of every tensor per rank, result[rank * number of tensors + tensor]."""
+    """Replicate: a copy of every tensor for each rank, on `devices[rank]`.
+
+    Tensor i is on device `origins[i]`. Its copy for a rank is result[rank * len(origins) + i].
+    """
 
     devices: Devices
     origins: Devices
@@ -150,7 +158,10 @@ class Replicate(LinearCollective):
 
 @dataclass(frozen=True)
 class Total(LinearCollective):
-    """Transpose of Replicate: sums over the ranks of many tensors, each on its origin's device."""
+    """Transpose of Replicate: the sum over the ranks of each of many tensors.
+
+    Tensor i of a rank is input[rank * len(origins) + i]. Its sum is on device `origins[i]`.
+    """
 
     devices: Devices
     origins: Devices
@@ -167,7 +178,7 @@ class Total(LinearCollective):
         return total if total.device == origin else copied(total, origin)
 
     def some(self, tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
-        """Return the wanted sums, computed in one node."""
+        """Compute the sums whose `wanted` is True in one autograd node; None for the others."""
         chosen = [i for i, want in enumerate(wanted) if want]
         flat = [tensors[at + i] for at in range(0, len(tensors), len(wanted)) for i in chosen]
         found = iter(apply(Total(self.devices, tuple(self.origins[i] for i in chosen)), flat))

@@ -1,8 +1,9 @@
 """The linear collectives along a dimension as data, and their transposes.
 
-all_gather <-> reduce_scatter, scatter <-> gather, all_to_all <-> all_to_all. Dimensions are counted
-from the front, so that a batch dimension in front only shifts them. ``mean`` scales by 1/W in both
-directions.
+Pairs of a collective and its transpose: all_gather and reduce_scatter, scatter and gather,
+all_to_all and all_to_all. ``dim`` is counted from the front, so that a batch dimension in front
+shifts it by one. ``lengths`` are the chunks' lengths along ``dim``, by rank. With ``mean``, a
+collective and its transpose scale by 1/W for W ranks.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ Lengths = tuple[int, ...]
 
 
 def even(length: int, world: int) -> Lengths:
-    """Return the lengths of the chunks as torch.tensor_split cuts them."""
+    """Return the lengths of the `world` chunks into which torch.tensor_split cuts `length`."""
     return tuple(length // world + (rank < length % world) for rank in range(world))
 
 
 def _chunk(tensor: Tensor, dim: int, lengths: Lengths, rank: int) -> Tensor:
+    """Return rank's chunk of the tensor along `dim`, as a view."""
     return tensor.narrow(dim, sum(lengths[:rank]), lengths[rank])
 
 
@@ -40,6 +42,7 @@ class AllGather(LinearCollective):
     algorithm: str | None = None
 
     def _scaled(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors, divided by the number of ranks if `mean`."""
         return [t / len(tensors) for t in tensors] if self.mean else list(tensors)
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -69,6 +72,7 @@ class ReduceScatter(LinearCollective):
     algorithm: str | None = None
 
     def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        # The collective cuts evenly; the transpose of an uneven all_gather reduces chunk by chunk.
         if self.lengths == even(sum(self.lengths), len(self.lengths)):
             op = op_of(self.mean)
             return collectives_along_dim.reduce_scatter(
@@ -90,7 +94,7 @@ class ReduceScatter(LinearCollective):
 
 @dataclass(frozen=True)
 class AllToAll(LinearCollective):
-    """All-to-all: chunk j of every tensor for rank j; splits[i][j] is its length on rank i."""
+    """All-to-all: rank i sends a chunk of length splits[i][j] along `dim` to rank j."""
 
     devices: Devices
     dim: int
@@ -115,7 +119,7 @@ class AllToAll(LinearCollective):
 
 @dataclass(frozen=True)
 class Scatter(LinearCollective):
-    """Scatter: one chunk of a tensor for each device."""
+    """Scatter: one chunk of a tensor on device `origin` for each of `devices`."""
 
     devices: Devices
     origin: torch.device
@@ -143,7 +147,7 @@ class Scatter(LinearCollective):
 
 @dataclass(frozen=True)
 class Gather(LinearCollective):
-    """Gather: the concatenation of all tensors, on one device."""
+    """Gather: the concatenation of all tensors, on device `target`."""
 
     devices: Devices
     target: torch.device

@@ -87,23 +87,23 @@ std::size_t widest(const std::vector<WatchedAccess>& accesses) {
   return result;
 }
 
-py::dict run(const Launch& launch, const KernelLaunch& packed) {
-  const Run body = find_run(packed.kind, launch.dtype, launch.op);
+py::dict run(const Launch& launch, const KernelLaunch& kernel_launch) {
+  const Run body = find_run(kernel_launch.kind, launch.dtype, launch.op);
   std::vector<WatchedAccess> loads, stores;
   std::vector<std::size_t> moved;  // [block]
-  for (uint32_t block = 0; block < packed.blocks; ++block) {
+  for (uint32_t block = 0; block < kernel_launch.blocks; ++block) {
     const std::size_t before = loads.size() + stores.size();
     for (uint32_t thread = 0; thread < kThreads; ++thread)
-      body(packed.args.head, packed.args.words, {block, packed.blocks, thread},
+      body(kernel_launch.args.head, kernel_launch.args.words, {block, kernel_launch.blocks, thread},
            Watched{loads, stores});
     moved.push_back(loads.size() + stores.size() - before);
   }
   py::dict result;
-  result["kind"] = packed.kind == KernelKind::copy ? "copy" : "fold";
-  result["works"] = packed.args.head.works;
-  result["args_bytes"] = packed.bytes;
-  const uint16_t guard = packed.args.head.guard;
-  result["guard"] = guard == 0 ? 0 : packed.args.words[guard];
+  result["kind"] = kernel_launch.kind == KernelKind::copy ? "copy" : "fold";
+  result["works"] = kernel_launch.args.head.works;
+  result["args_bytes"] = kernel_launch.bytes;
+  const uint16_t guard = kernel_launch.args.head.guard;
+  result["guard"] = guard == 0 ? 0 : kernel_launch.args.words[guard];
   result["accesses"] = moved;
   result["widest_load"] = widest(loads);
   result["widest_store"] = widest(stores);
@@ -142,8 +142,9 @@ std::vector<py::dict> emulate_launch(const std::vector<LaunchWorkTuple>& works,
   require(args_bytes <= sizeof(LargeKernelArgs), "args_bytes is ", args_bytes, "; pass at most ",
           sizeof(LargeKernelArgs));
   std::vector<py::dict> launches;
-  split_launch(launch, {multiprocessors, args_bytes},
-               [&](const KernelLaunch& packed) { launches.push_back(run(launch, packed)); });
+  split_launch(launch, {multiprocessors, args_bytes}, [&](const KernelLaunch& kernel_launch) {
+    launches.push_back(run(launch, kernel_launch));
+  });
   return launches;
 }
 

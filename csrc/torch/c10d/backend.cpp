@@ -146,7 +146,7 @@ void Backend::rendezvous(const Call& before, at::Device device) {
             .then = [selector = selector_, group = group(), device](const ipc::OpContext& context) {
               selector->rendezvous(group, device, context);
             }};
-  // Not wait(), which runs queued calls on this thread: their callbacks may call rendezvous(), too.
+  // wait() would run queued calls on this thread, whose callbacks may call rendezvous(), too.
   const auto work = queue_->push(std::move(call));
   while (!queue_->wait_until(*work, ipc::Clock::now() + kPollInterval)) {
   }

@@ -62,7 +62,7 @@ class Backend final : public c10d::Backend {
   WorkPtr endCoalescing() override;
   // Ends coalescing without running anything, and publishes `why` to peers that wait for its
   // collectives. `unlisted`: torch has collectives of this block that it has not passed to the
-  // backend yet. If false, does nothing for a thread without a list.
+  // backend yet. If `unlisted` is false, does nothing for a thread without a list.
   void abandonCoalescing(std::string_view why, bool unlisted);
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) override;

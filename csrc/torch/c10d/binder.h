@@ -31,11 +31,11 @@ class Binder {
   // `call.staging` must be set if the call's tensors are to be on devices.
   Binder(Call& call, GroupRank me, const RequestForm& form) : call_(call), me_(me), form_(form) {}
 
-  // Returns where the elements of the tensor are when the call runs.
+  // Bind a tensor that the call reads, writes, or both (`update`). Return where the tensor's
+  // elements are when the call runs.
   ipc::BufferSegment read(const at::Tensor& tensor, const ArgumentName& label);
   ipc::BufferSegment write(const at::Tensor& tensor, const ArgumentName& label);
-  ipc::BufferSegment update(const at::Tensor& tensor,
-                            const ArgumentName& label);  // reads and writes
+  ipc::BufferSegment update(const at::Tensor& tensor, const ArgumentName& label);
   // Like read(), but the elements from `first` on may be the same memory as `place`, which is
   // written: no plan writes an element there before it has been read.
   ipc::BufferSegment read_aliasing(const at::Tensor& tensor, const ArgumentName& label,

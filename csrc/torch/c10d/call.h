@@ -34,7 +34,7 @@ struct Call {
   const char* name;                 // operation name in the public API
   uint64_t number = 0;              // sequence number of the call, as torch counts them
   std::string_view algorithm = {};  // from the group's options; empty: the selector chooses
-  DeviceOps* devices = nullptr;     // the group's devices
+  DeviceOps* devices = nullptr;     // device operations of the group's collectives
   std::chrono::milliseconds timeout{};
   std::vector<ipc::CollectiveRequest> requests = {};   // run in this order, one per dtype
   std::shared_ptr<CoalescedAgreement> coalesced = {};  // null: the call is not coalesced

@@ -1,4 +1,5 @@
-// See call_runner.h. If an error makes one rank skip a part of a call, all ranks skip it.
+// See call_runner.h. A rank that cannot continue a call publishes a refusal in place of the call's
+// next request. All ranks then skip the rest of the call, so their call numbers stay equal.
 #include "call_runner.h"
 
 #include <ATen/Parallel.h>
@@ -34,7 +35,7 @@ void refuse_for(Call& call, const std::exception& why) {
   call.refusal = truncated(text(pycollect::name(call.collective), ": ", why.what()));
 }
 
-// Drops errors: the caller already gets the reason for the refusal.
+// Publishes the call's refusal. Drops errors, because the caller gets the reason for the refusal.
 void CallRunner::refuse(const Call& call, ipc::Deadline deadline) {
   try {
     ipc::refuse(*group_, call.collective, calls_++, deadline, call.refusal);
@@ -91,8 +92,8 @@ void copy_in_after_earlier_calls(Call& call) {
 
 }  // namespace
 
-// Runs after the earlier calls, whose results may be inputs. A failure, such as running out of
-// memory, is published to the peers.
+// Computes temporary inputs and starts delayed copies into staging, after the earlier calls, whose
+// results they may use. A failure, such as running out of memory, is published to the peers.
 void CallRunner::fill(Call& call, ipc::Deadline deadline) {
   try {
     if (!call.requested_at.empty()) return copy_in_after_earlier_calls(call);

@@ -4,8 +4,9 @@
 namespace pycollect::dist {
 namespace {
 
-// Not std::thread::id, which the system reuses after a thread has ended: the new thread would find
-// a list that the old one had left open.
+// Returns a number of the calling thread that no other thread has had. The system reuses a
+// std::thread::id after its thread has ended: the new thread would find a list that the old one had
+// left open.
 uint64_t this_thread() {
   static std::atomic<uint64_t> threads{0};
   thread_local const uint64_t number = threads++;

@@ -38,8 +38,8 @@ bool Messages::check(const P2POp& op, const char* name, bool receives) const {
   return on_device;
 }
 
-// Exists from before a message is visible to any thread until it is in `open_` or complete, so that
-// closing the group waits for it and misses no message.
+// A PostingScope exists from before a message is visible to any thread until the message is in
+// `open_` or complete. Closing the group waits for all scopes, and so misses no message.
 class Messages::PostingScope {
  public:
   PostingScope(Messages& all, const char* name) : all_(all) {

@@ -149,7 +149,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
 
   const std::shared_ptr<ipc::Group> group_;
   const std::shared_ptr<const TransportSelector> selector_;
-  // Devices with streams of their own: messages must not wait for work of the collectives.
+  // Device operations on streams of their own: messages must not wait for work of the collectives.
   const std::shared_ptr<DeviceOps> devices_;
   ipc::Mailbox mailbox_;
   const ipc::ForkGuard fork_guard_;
@@ -166,7 +166,8 @@ class Messages : public std::enable_shared_from_this<Messages> {
   std::deque<c10::intrusive_ptr<MessageWork>> pending_sends_;  // sends that are not posted yet
   std::atomic<bool> any_pending_send_{false};                  // pending_sends_ is not empty
 
-  // Only try-locked under mutex_. Under it, only a work's own mutex and the mailbox's are locked.
+  // staged_mutex_ is only try-locked under mutex_. Under staged_mutex_, only a work's own mutex and
+  // the mailbox's are locked.
   std::mutex staged_mutex_;
   std::vector<c10::intrusive_ptr<MessageWork>> staged_;  // posted, but not all fragments passed on
   std::atomic<bool> any_staged_{false};

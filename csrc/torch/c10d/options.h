@@ -21,8 +21,10 @@ struct Options final : c10d::Backend::Options {
   // GPU memory of each rank for staging. A piece of a large collective is half of it, so that a
   // piece's fixed cost, some 20 us of synchronization, is a few percent. The value is a guess.
   std::size_t cuda_buffer_bytes = 32 << 20;
-  std::string cuda_transport = kAutoTransport;  // transport of GPU tensors
-  std::shared_ptr<TorchRuntime> torch = {};     // replaces torch's runtime in tests
+  // Transport of CUDA tensors: "auto", "host_staging", or "cuda_ipc", which maps peers' GPU memory
+  // from file descriptors (cuMem* calls, not cudaIpc*).
+  std::string cuda_transport = kAutoTransport;
+  std::shared_ptr<TorchRuntime> torch = {};  // replaces torch's runtime in tests
 
   // Newer torch calls this override, so that a split-off group has its own options.
   virtual c10::intrusive_ptr<c10d::Backend::Options> clone() const {

@@ -15,8 +15,8 @@ namespace {
 // Shutdown timeout: the time for fire-and-forget calls to finish before the group is aborted. Much
 // longer than they take with all ranks present, much shorter than users wait for an exit.
 constexpr std::chrono::milliseconds kShutdownTimeout{5000};
-// Time for threads that wake when the groups close; they only have to raise an error. Threads that
-// close a group themselves have the shutdown timeout before that.
+// Time limit for threads that wake when the groups close, and then only raise an error. Threads
+// that close a group themselves have the shutdown timeout before that.
 constexpr std::chrono::milliseconds kWakeTimeout{1000};
 
 void warn_of(const std::exception_ptr& unreported) {

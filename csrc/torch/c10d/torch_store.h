@@ -25,7 +25,7 @@ class TorchStore final : public ipc::Store {
 
  private:
   const std::string& prefix();
-  // Both return the number of the rendezvous.
+  // Each returns the number of the rendezvous.
   std::string open_rendezvous();  // on rank 0
   std::string join_rendezvous();  // on other ranks
   bool poll(const std::vector<std::string>& keys, ipc::Deadline deadline);

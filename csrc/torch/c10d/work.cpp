@@ -10,7 +10,7 @@ namespace pycollect::dist {
 namespace {
 
 c10::intrusive_ptr<Future> new_future_on(std::vector<at::Device> devices) {
-  std::erase_if(devices, [](at::Device d) { return d.is_cpu(); });  // no streams in torch
+  std::erase_if(devices, [](at::Device d) { return d.is_cpu(); });  // torch has no CPU streams
   return c10::make_intrusive<Future>(c10::ListType::create(c10::TensorType::get()),
                                      std::move(devices));
 }
@@ -156,8 +156,9 @@ void CoalescedWork::abort() {
   for (const auto& part : parts_) part->abort();
 }
 
-// The parts' results may be on streams of several DeviceOps. The joint future is completed on
-// the streams of the last part that has device tensors, after these have waited for all parts.
+// The results of collectives and of messages are on streams of different DeviceOps objects. The
+// joint future is completed on the streams of the last part that has device tensors, after these
+// streams have waited for all parts.
 c10::intrusive_ptr<Future> CoalescedWork::getFuture() {
   c10::List<c10::intrusive_ptr<Future>> futures(
       c10::FutureType::create(c10::ListType::create(c10::TensorType::get())));

@@ -192,13 +192,13 @@ class CudaApi final : public cuda::Api {
   void fill(Stream stream, std::byte* memory, unsigned char value, std::size_t bytes) override {
     check(cudaMemsetAsync(memory, value, bytes, handle(stream)));
   }
-  // By default, earlier writes of kernels on the stream are visible to every reader of the value.
+  // With the default flag, earlier writes on the stream are visible to every reader of the value.
   void write_value(Stream stream, std::byte* word, uint64_t value) override {
     constexpr const char* kName = "cuStreamWriteValue64";
     static const auto call = driver_function<StreamValue>(kName);
     enqueue_value(call, kName, stream, word, value, CU_STREAM_WRITE_VALUE_DEFAULT);
   }
-  // Also flushes earlier writes of other GPUs, on devices that need it and can.
+  // Also flushes earlier writes of other GPUs, on devices that support it.
   void wait_value(Stream stream, std::byte* word, uint64_t value) override {
     constexpr const char* kName = "cuStreamWaitValue64";
     static const auto call = driver_function<StreamValue>(kName);

@@ -1,6 +1,6 @@
-// Finds which ranks reach each other's memory, and returns plans for those that do not. Peer access
-// is enabled through torch, whose memory may be mapped on one device only, and tested in such
-// memory.
+// Finds which ranks reach each other's memory, and returns plans with copies through the host for
+// ranks that do not. Peer access is enabled through torch, because torch's allocator may map its
+// memory (expandable segments) on one device only, and tested in memory of that allocator.
 #include <ATen/cuda/PeerToPeerAccess.h>
 #include <cuda_runtime_api.h>
 

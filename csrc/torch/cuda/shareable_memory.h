@@ -1,4 +1,5 @@
-// GPU memory that processes share through a file descriptor, as in torch's symmetric memory: each
+// GPU memory that processes share through a file descriptor (cuMemCreate and
+// cuMemExportToShareableHandle, not cudaIpcGetMemHandle), as torch's symmetric memory does: each
 // process maps the same physical memory for its own device. The memory is freed when no process has
 // it mapped and no descriptor of it is open.
 #pragma once

@@ -36,7 +36,7 @@ std::shared_ptr<caching::CUDAAllocator> allocator_over(
       });
 }
 
-// While it exists, this thread's allocations on the device come from the pool.
+// While a PoolScope exists, its thread's allocations on the device come from the pool.
 class PoolScope {
  public:
   PoolScope(c10::DeviceIndex device, c10::MempoolId_t pool) : device_(device), pool_(pool) {

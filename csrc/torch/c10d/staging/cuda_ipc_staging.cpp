@@ -1,5 +1,5 @@
-// The stream-ordered CUDA IPC transport uses tensors in place, on the group's stream, which waits
-// for the caller's. Tensors that are not contiguous, or are on another device, go through a
+// Staging for the CUDA IPC transport, which uses tensors in place, on the group's stream, which
+// waits for the caller's. Tensors that are not contiguous, or are on another device, go through a
 // contiguous copy. The host waits for no device. Memory that peers access in place is not reused
 // before they are done.
 #include <algorithm>
@@ -71,7 +71,7 @@ ipc::BufferSegment CudaIpcStaging::add_tensor(const at::Tensor& tensor, bool rea
     if (writes) out_.push_back({tensor, found});
   }
   kept_.push_back(found);
-  // Not mutable_data_ptr: a tensor that is only read must not count as written.
+  // mutable_data_ptr() would copy a lazy clone, which a call that only reads must not do.
   auto* const at = static_cast<std::byte*>(const_cast<void*>(found.const_data_ptr()));
   return {writes ? static_cast<std::byte*>(found.mutable_data_ptr()) : at,
           static_cast<std::size_t>(tensor.numel())};
@@ -90,8 +90,7 @@ bool CudaIpcStaging::inputs_ready() {
   return true;
 }
 
-// Returns the tensors in symmetric memory. PeerAccessCache may access them even if the call has
-// failed.
+// Returns the tensors in symmetric memory. Peers may access them even if the call has failed.
 std::shared_ptr<void> CudaIpcStaging::symmetric_tensors() const {
   auto found = std::make_shared<std::vector<at::Tensor>>();
   for (const at::Tensor& t : kept_)

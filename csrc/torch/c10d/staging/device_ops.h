@@ -1,5 +1,7 @@
-// Device operations for the tensors of one group: copies, events in streams, memory that peers can
-// access, and the capture state of streams.
+// DeviceOps: device operations for the collectives, or the messages, of one group: allocation,
+// copies, events, and queries of stream capture. It owns one stream per device, "the group's
+// stream". The "current stream" of a device is torch's, for the calling thread: the stream of the
+// caller.
 #pragma once
 #include <map>
 #include <mutex>
@@ -37,46 +39,50 @@ struct CopyPair {
 
 class DeviceOps {
  public:
-  // Null `torch`: there are no devices, and serves() returns false for every tensor.
+  // If `torch` is null (a build without CUDA), there are no devices, and serves() is always false.
   explicit DeviceOps(std::shared_ptr<TorchRuntime> torch);
-  // Returns the same devices with streams of their own.
+  // Returns operations on the same devices, with other streams as the group's streams.
   std::shared_ptr<DeviceOps> with_own_streams() const {
     return std::make_shared<DeviceOps>(torch_);
   }
 
+  // Returns whether the tensor is on a device that these operations support.
   bool serves(const at::Tensor& tensor) const { return torch_ && torch_->serves(tensor); }
   bool has(at::Device device) const { return torch_ && torch_->has(device); }
   bool is_capturing(at::Device device);  // whether its current stream is under capture
 
-  at::Tensor new_pinned(const at::Tensor& like);  // thread-safe
-  // Returns contiguous memory of the same size on `device`, allocated for the current stream.
+  // Returns contiguous pinned host memory of the same size. Thread-safe.
+  at::Tensor new_pinned(const at::Tensor& like);
+  // Returns contiguous memory of the same size on `device`, allocated for its current stream.
   at::Tensor new_dense(const at::Tensor& like, at::Device device);
   // Enqueues the copy of `tensor` to `dense` on the current stream of the tensor's device.
   void copy_in(const CopyPair& pair);
-  // Enqueues `how`, which computes `into` from `from` by launches alone, on the current stream.
+  // Enqueues on the current stream the launches by which `how` computes `into` from `from`.
   void compute(const at::Tensor& into, const at::Tensor& from,
                const TorchRuntime::Computation& how) {
     torch_->compute(into, from, how);
   }
   std::unique_ptr<DeviceEvent> record_event(at::Device device);  // on its current stream
-  // Makes the group's stream on `device` wait for `after`, an event of the same process. No work
-  // of a caller delays that stream, and no caller captures it.
+  // Makes the group's stream on `device` wait for `after`. Callers enqueue no work on the group's
+  // stream and do not capture it.
   void wait_for(at::Device device, const DeviceEvent& after) { after.block(stream(device)); }
-  // Enqueues the copies of `dense` to `tensor` on the group's stream. The memory of these tensors,
-  // and of `kept`, is not reused before the returned event is reached.
+  // Enqueues the copies of `dense` to `tensor` of every pair on the group's stream of `device`, and
+  // returns an event after them. The memory of these tensors and of `kept` is not reused before
+  // that event is reached.
   std::unique_ptr<DeviceEvent> finish(at::Device device, const std::vector<CopyPair>& pairs,
                                       const std::vector<at::Tensor>& kept);
-  // Calls `act` with the group's streams as the current ones: an event that it records is reached
-  // once the results are there.
+  // Calls `act` with the group's streams as the current ones. An event that `act` records on them
+  // is reached after all results that were enqueued before.
   void with_group_streams(const std::vector<at::Device>& devices, c10::function_ref<void()> act);
   // Like with_group_streams(), for an `act` that completes a future.
   void complete(const std::vector<at::Device>& devices, c10::function_ref<void()> act);
 
-  // Access to the GPU memory of other processes; null: not supported.
+  // Calls for GPU memory that processes share; null: not supported.
   const std::shared_ptr<cuda_ipc::CudaIpcApi>& gpu() const { return gpu_; }
   cuda::Stream stream(at::Device device);  // the group's stream on `device`
-  // Returns `count` elements of symmetric GPU memory, for the current stream. `symmetric_memory` is
-  // must be the same object each time. A device without an index stands for the current one.
+  // Returns a tensor of `count` elements in symmetric GPU memory, for the current stream, or in
+  // ordinary GPU memory if the device's memory cannot be shared. `symmetric_memory` must be the
+  // same object in every call. A device without an index stands for the current one.
   at::Tensor new_symmetric(const std::shared_ptr<cuda_ipc::SymmetricMemory>& symmetric_memory,
                            at::Device device, int64_t count, at::ScalarType type);
   // Frees the symmetric memory that no tensor uses. Call at the end of the group.

@@ -47,12 +47,12 @@ class TorchRuntime {
   virtual std::unique_ptr<TensorPool> new_pool(
       std::shared_ptr<cuda_ipc::SymmetricMemory> symmetric_memory, at::Device device) = 0;
   virtual void empty_cache() = 0;
-  // After the tensor is gone, its memory is not reused before the stream's work at that time is
-  // done. Copies of pinned memory do the same by themselves.
+  // Prevents reuse of the tensor's memory, after the tensor is freed, before the stream's work at
+  // that time is done. Copies of pinned memory do the same by themselves.
   virtual void record_stream(const at::Tensor& tensor, cuda::Stream stream) = 0;
 
-  // Both enqueue on the current streams of the tensors' devices without waiting. `how` only
-  // launches.
+  // Both enqueue on the current streams of the tensors' devices without waiting. `how` must only
+  // launch, and never wait for a device.
   virtual void copy(const at::Tensor& to, const at::Tensor& from) = 0;
   using Computation = std::function<void(const at::Tensor& into)>;
   virtual void compute(const at::Tensor& into, const at::Tensor& from, const Computation& how) = 0;

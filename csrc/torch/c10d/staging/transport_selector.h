@@ -1,5 +1,6 @@
 // Transport selection for device tensors, fastest first: stream-ordered CUDA IPC, or host staging,
-// which works wherever CUDA does. All ranks select one together at their first such call.
+// which works wherever CUDA does. All ranks select one together before their first collective of
+// device tensors.
 // PYCOLLECT_CUDA_TRANSPORT requests one, which then must work.
 #pragma once
 #include <functional>
